@@ -1,0 +1,154 @@
+"""The door: validate once, choose a backend, return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from minimha.equations import dense, tiled
+from minimha.equations.problem import Problem
+from minimha.equations.tap import Tap, no_tap
+
+BACKENDS = {"dense": dense, "tiled": tiled}
+AUTO = ("dense",)
+NOT_YET = {
+    "cpu": "this version of minimha has no CPU kernels; use 'dense' or 'tiled'",
+    "cuda": "this version of minimha has no CUDA kernels; use 'dense' or 'tiled'",
+}
+
+
+class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about the machine)
+    """The backend that was asked for by name cannot run here, or cannot take this problem."""
+
+
+def backends() -> dict[str, str | None]:
+    """Return every backend's name with the reason why it cannot run, None where it can.
+
+    >>> backends()["dense"] is None
+    True
+    """
+    return dict.fromkeys(BACKENDS) | NOT_YET
+
+
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    is_causal: bool = False,
+    q_offset: ArrayLike | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    attn_mask: ArrayLike | None = None,
+    attn_bias: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    tap: Tap = no_tap,
+) -> Any:
+    """softmax(scale · Q Kᵀ) V: each query's average of the values, weighted by how keys fit it.
+
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
+    ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are taken as
+    one batch, and the output comes back as they came.
+
+    The options act in this order: scale → softcap → bias → mask → softmax.
+
+    Parameters
+    ----------
+    q : array_like of shape (B, H, Lq, D)
+        Queries. Integers are computed in float64, float16 and bfloat16 in float32.
+    k : array_like of shape (B, Hkv, Lk, D)
+        Keys. H must be a multiple of Hkv: query head h reads key/value head h // (H // Hkv).
+    v : array_like of shape (B, Hkv, Lk, Dv)
+        Values.
+    is_causal : bool
+        Query i, which stands at key position i + q_offset, sees no key after that position.
+    q_offset : int or array_like of shape (B,), int
+        Position of query 0 among the keys; any integer. 0 where Lq = Lk; must be given where
+        Lq ≠ Lk and ``is_causal``, ``window_size`` or ``alibi_slopes`` asks for positions.
+    window_size : pair of int or None
+        (left, right), both inclusive: query i sees keys i + q_offset - left to
+        i + q_offset + right. None is a side without a limit.
+    attn_mask : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), bool
+        True = may attend.
+    attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk)
+        Added to the scores; -inf hides a key as a False in ``attn_mask`` does.
+    kv_lengths : int or array_like of shape (B,), int
+        Only keys j < length exist.
+    alibi_slopes : array_like of shape (H,)
+        Adds -slope · abs(i + q_offset - j) to the scores.
+    scale : float
+        Multiplies the scores; 1/√D if not given. 0 and negative numbers are legal.
+    softcap : float
+        Positive c: scores become c · tanh(score / c).
+    sinks : array_like of shape (H,)
+        Extra scores that join the denominator and the log-sum-exp but have no value.
+    return_lse : bool
+        Return the log-sum-exp too.
+    backend : {"auto", "dense", "tiled", "cpu", "cuda"}
+        A backend that is named is used or refuses; "auto" takes "dense".
+    tap : callable ``tap(name, value) -> value``
+        Hears every intermediate; see ``minimha.explain.Trace``.
+
+    Returns
+    -------
+    output : ndarray of shape (B, H, Lq, Dv), dtype of the inputs
+        A query that sees no key gets 0.
+    lse : ndarray of shape (B, H, Lq), float32 or float64, if ``return_lse``
+        Natural logarithm of the sum of the exponentials of a row's final scores, sinks included;
+        -inf for a query that sees no key and has no sink.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument that does not fit, named in a sentence. No array is ever written to.
+    BackendUnavailable
+        The named backend cannot run here or cannot take this problem.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, equation 1.
+
+    Examples
+    --------
+    >>> attention([[1, 0], [0, 1], [1, 1]], [[1, 0], [1, 1], [0, 1]], [[1, 0], [0, 2], [3, 1]])
+    array([[0.99444046, 1.        ],
+           [1.40111189, 1.20333569],
+           [0.99302017, 1.2552346 ]])
+    """
+    problem = Problem.of(
+        q,
+        k,
+        v,
+        is_causal=is_causal,
+        q_offset=q_offset,
+        window_size=window_size,
+        attn_mask=attn_mask,
+        attn_bias=attn_bias,
+        kv_lengths=kv_lengths,
+        alibi_slopes=alibi_slopes,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    O, L = _chosen(backend, problem).forward(problem, tap)
+    if return_lse:
+        return problem.as_given(O, tap("lse", L))
+    return problem.as_given(O, L)[0]
+
+
+def _chosen(backend: str, problem: Problem) -> Any:
+    """Return the module that computes ``problem``."""
+    if backend == "auto":
+        return next(BACKENDS[name] for name in AUTO if not BACKENDS[name].unsupported(problem))
+    if backend not in backends():
+        raise ValueError(f"backend is {backend!r}: expected auto, {', '.join(backends())}")
+    reason = backends()[backend] or BACKENDS[backend].unsupported(problem)
+    if reason:
+        raise BackendUnavailable(f"backend {backend!r} cannot run: {reason}")
+    return BACKENDS[backend]

@@ -1,0 +1,440 @@
+"""The command line: arguments and dispatch. The only room that prints.
+
+``export`` and ``files`` are imported where they are used: the common command, an example on the
+terminal, should start as fast as numpy and rich do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from minimha import BackendUnavailable, __version__, attention, backends, documents
+from minimha.documents import Example, blocks, sentences
+from minimha.equations import tiled
+from minimha.explain import render
+from minimha.explain.trace import Trace, token_labels
+
+FORMATS = ("text", "json", "markdown", "latex", "csv", "npz", "svg", "html")
+SUFFIXES = {
+    ".txt": "text", ".json": "json", ".md": "markdown", ".tex": "latex", ".npz": "npz",
+    ".svg": "svg", ".html": "html",
+}  # fmt: skip
+FOR_READERS = ("text", "markdown", "latex", "svg", "html")
+LARGEST_MATRIX = 32 * 32  # numbers; more in one matrix cannot be read, only processed
+LARGEST_RUN = 64 * LARGEST_MATRIX
+MAX_TOKENS = max(sentences.SENTENCES)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0, or 2 after a sentence on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without ∞ shows ? instead of failing
+    parser = build_parser()
+    try:
+        args = parser.parse_args(argv)
+        if args.run is None:
+            parser.print_help()
+        else:
+            args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except MemoryError:
+        return _refuse("the problem does not fit into memory: take fewer tokens or heads")
+    except OSError as error:
+        return _refuse(f"{error.filename or 'output'}: {error.strerror or error}")
+    except (ValueError, TypeError, BackendUnavailable) as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _refuse(sentence: str) -> int:
+    print("minimha:", " ".join(sentence.split()), file=sys.stderr)
+    return 2
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but an error is one sentence and never a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; ``args.run`` is the command's function."""
+    parser = Parser(prog="minimha", description="Every number of attention, step by step.")
+    parser.add_argument("--version", action="version", version=f"minimha {__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="command", title="commands")
+    for add in (_add_examples, _add_example, _add_attend, _add_flash, _add_backends):
+        add(commands)
+    return parser
+
+
+def _add_examples(commands: Any) -> None:
+    parser = commands.add_parser("examples", help="list the documents' worked examples")
+    parser.set_defaults(run=run_examples)
+    _add_output(parser)
+
+
+def _add_example(commands: Any) -> None:
+    parser = commands.add_parser(
+        "example",
+        help="show every matrix of a worked example",
+        description="Show every matrix of a worked example: a document's own, beside the numbers "
+        "that it prints, or a sentence through a multi-head attention with small weights.",
+    )
+    parser.set_defaults(run=run_example)
+    which = parser.add_mutually_exclusive_group()
+    _add_sentence(which, "1 is document 000, 3 document 003, the others a sentence of that length")
+    which.add_argument("--document", choices=tuple(documents.EXAMPLES), help="a document's example")
+    parser.add_argument("--heads", type=_count, metavar="H", help="query heads (2)")
+    parser.add_argument("--kv-heads", type=_count, metavar="H", help="key/value heads (as --heads)")
+    parser.add_argument("--d-model", type=_count, metavar="E", help="model width (4)")
+    _add_changes(parser)
+    _add_steps(parser)
+    _add_output(parser)
+
+
+def _add_flash(commands: Any) -> None:
+    parser = commands.add_parser(
+        "flash",
+        help="naive attention against FlashAttention, block by block",
+        description="One head over a sentence: first with whole matrices, then in blocks, with "
+        "what is loaded and what m, l and O are after each.",
+    )
+    parser.set_defaults(run=run_flash)
+    _add_sentence(parser.add_mutually_exclusive_group(), "a sentence of that length (6)")
+    parser.add_argument("--block-queries", type=_count, metavar="B_r", default=2, help="(2)")
+    parser.add_argument("--block-keys", type=_count, metavar="B_c", default=2, help="(2)")
+    parser.add_argument("--d-model", type=_count, metavar="E", default=2, help="head width (2)")
+    _add_changes(parser)
+    _add_steps(parser)
+    _add_output(parser)
+
+
+def _add_attend(commands: Any) -> None:
+    parser = commands.add_parser(
+        "attend",
+        help="show every matrix of attention over your own numbers",
+        description="Attention over your own numbers: a problem file, or a CSV file each for q, k "
+        "and v. Every option of minimha.attention is a key of the file or a flag; a flag wins.",
+    )
+    parser.set_defaults(run=run_attend)
+    parser.add_argument("problem", nargs="?", type=Path, help="problem.json or problem.npz")
+    for name in ("q", "k", "v"):
+        parser.add_argument(f"--{name}", type=Path, metavar="CSV", help=f"{name}, a row a token")
+    flag = argparse.BooleanOptionalAction
+    add = parser.add_argument
+    add("--causal", dest="is_causal", action=flag, help="hide the keys after each query")
+    add("--q-offset", type=_integers, metavar="N", help="position of query 0 among the keys")
+    add(
+        "--window",
+        dest="window_size",
+        type=_window,
+        metavar="LEFT,RIGHT",
+        help="keys seen to each side; none = all",
+    )
+    add("--attn-mask", type=Path, metavar="CSV", help="1 = may attend, 0 = may not")
+    add("--attn-bias", type=Path, metavar="CSV", help="added to the scores")
+    add("--kv-lengths", type=_integers, metavar="N,…", help="number of filled keys")
+    add("--alibi-slopes", type=_numbers, metavar="X,…", help="one slope a head")
+    add("--scale", type=float, metavar="X", help="instead of 1/√D")
+    add("--softcap", type=float, metavar="C", help="cap the scores at ±C")
+    add("--sinks", type=_numbers, metavar="X,…", help="one extra score a head")
+    add("--return-lse", action=flag, help="show the log-sum-exp too")
+    add("--backend", metavar="NAME", help="auto, dense or tiled (see backends)")
+    add("--labels", metavar="WORDS", help="a word for each token, separated by spaces")
+    _add_steps(parser)
+    _add_output(parser)
+
+
+def _add_backends(commands: Any) -> None:
+    parser = commands.add_parser("backends", help="say which backends can run here")
+    parser.set_defaults(run=run_backends)
+    _add_output(parser)
+
+
+def _add_sentence(group: Any, which: str) -> None:
+    group.add_argument("--tokens", type=_tokens, metavar="N", help=f"1 to {MAX_TOKENS}: {which}")
+    group.add_argument("--sentence", metavar="WORDS", help="a sentence of your own")
+
+
+def _add_changes(parser: argparse.ArgumentParser) -> None:
+    flag = argparse.BooleanOptionalAction
+    parser.add_argument("--causal", action=flag, help="hide later tokens, or not")
+    parser.add_argument("--scale", action=flag, help="divide the scores by √d_k, or not")
+    parser.add_argument("--seed", type=_natural, metavar="N", help="of embeddings and weights (0)")
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="show this step only (may be repeated)",
+    )
+    parser.add_argument("--decimals", type=_decimals, default=3, metavar="N", help="(3)")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", choices=FORMATS, help="(text, or by the ending of --output)")
+    parser.add_argument(
+        "--output", type=Path, metavar="PATH", help="write a file (csv: a folder, one file a step)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace what --output names")
+
+
+def run_examples(args: argparse.Namespace) -> None:
+    """List the worked examples."""
+    deliver_table(
+        args,
+        "worked examples",
+        [
+            {"name": e.name, "title": e.title, "sentence": e.sentence, "source": e.source}
+            for e in documents.EXAMPLES.values()
+        ],
+    )
+
+
+def run_backends(args: argparse.Namespace) -> None:
+    """List the backends."""
+    deliver_table(
+        args,
+        "backends",
+        [
+            {"backend": name, "runs": "no" if reason else "yes", "why not": reason or ""}
+            for name, reason in backends().items()
+        ],
+    )
+
+
+def run_example(args: argparse.Namespace) -> None:
+    """Show one worked example."""
+    deliver(args, _example(args).trace(args.causal, args.scale))
+
+
+def run_flash(args: argparse.Namespace) -> None:
+    """Show naive and tiled attention over one sentence."""
+    settings = {
+        "B_r": args.block_queries, "B_c": args.block_keys, "d_model": args.d_model,
+        "seed": args.seed or 0,
+    }  # fmt: skip
+    if args.sentence is None:
+        example = blocks.of_length(args.tokens or 6, **settings)
+    else:
+        example = blocks.block_by_block(args.sentence.split(), **settings)
+    deliver(args, example.trace(args.causal, args.scale))
+
+
+def run_attend(args: argparse.Namespace) -> None:
+    """Show attention over the reader's own numbers."""
+    problem, source = _problem(args)
+    trace = Trace(
+        example="attention over your own numbers",
+        source=source,
+        labels=_labels(args.labels, problem),
+        blocks=(tiled.BLOCK_ROWS, tiled.BLOCK_COLUMNS),
+    )
+    attention(**problem, tap=trace)
+    deliver(args, trace)
+
+
+def deliver(args: argparse.Namespace, trace: Trace) -> None:
+    """Print ``trace`` in the asked format, or write it to ``--output``."""
+    trace.only = args.only
+    kind = _format(args, only_to_disk=("csv", "npz"))
+    if kind in FOR_READERS:
+        _check_readable(trace)
+    if kind == "text":
+        _show(args, lambda *how: render.text(trace, args.decimals, *how))
+        return
+    from minimha.explain import export
+
+    _put(args, export.trace_as(kind, trace, args.decimals))
+
+
+def deliver_table(args: argparse.Namespace, title: str, records: list[dict[str, str]]) -> None:
+    """Print a list of records in the asked format, or write it to ``--output``."""
+    kind = _format(args, only_to_disk=("npz",))
+    if kind == "text":
+        _show(args, lambda *how: render.table(records))
+        return
+    from minimha.explain import export
+
+    _put(args, export.table_as(kind, title, records))
+
+
+def _format(args: argparse.Namespace, only_to_disk: Sequence[str]) -> str:
+    by_ending = SUFFIXES.get(args.output.suffix.lower(), "text") if args.output else "text"
+    kind: str = args.format or by_ending
+    if kind in only_to_disk and args.output is None:
+        what = "a folder" if kind == "csv" else "a file"
+        raise ValueError(f"--format {kind} needs --output: the name of {what} to write")
+    return kind
+
+
+def _show(args: argparse.Namespace, as_text: Callable[[int | None, bool], Any]) -> None:
+    """Text fits a terminal's width and colours; elsewhere it has neither."""
+    console = render.console_for(sys.stdout)
+    if args.output is None and console.is_terminal:
+        in_color = console.color_system in ("256", "truecolor") and not console.no_color
+        console.print(as_text(console.width, in_color), soft_wrap=True)
+    else:
+        _put(args, render.plain(as_text(None, False)))
+
+
+def _put(args: argparse.Namespace, content: str | bytes | dict[str, str]) -> None:
+    """Print the content or write it where ``--output`` says; a dictionary is a folder's files."""
+    if args.output is None:
+        print(content, end="")
+        return
+    from minimha import files
+
+    if isinstance(content, dict):
+        files.write_folder(args.output, content, force=args.force)
+    else:
+        encoded = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
+        files.write_file(args.output, encoded, force=args.force)
+
+
+def _check_readable(trace: Trace) -> None:
+    """Refuse to print what nobody can read, and say what to do instead."""
+    steps = trace.steps
+    instead = (
+        "export it with --format json, npz or csv and --output PATH, or choose a smaller step "
+        "with --only"
+    )
+    for step in steps:
+        if step.value.size > LARGEST_MATRIX:
+            size = " × ".join(str(n) for n in step.value.shape)
+            raise ValueError(
+                f"{step.name} is too large to print, {size} = {step.value.size:,} numbers where "
+                f"{LARGEST_MATRIX:,} can be read: {instead}"
+            )
+    total = sum(step.value.size for step in steps)
+    if total > LARGEST_RUN:
+        raise ValueError(
+            f"all steps together are too large to print, {total:,} numbers where {LARGEST_RUN:,} "
+            f"can be read: {instead}"
+        )
+
+
+def _example(args: argparse.Namespace) -> Example:
+    settings = {
+        "num_heads": args.heads, "num_kv_heads": args.kv_heads, "d_model": args.d_model,
+        "seed": args.seed,
+    }  # fmt: skip
+    given = {name: value for name, value in settings.items() if value is not None}
+    if args.sentence is not None:
+        return sentences.sentence(args.sentence.split(), **given)
+    own = {1: "000", 3: "003", None: "003"}.get(args.tokens) if not given else None
+    document = args.document or own
+    if document is None:
+        return sentences.of_length(args.tokens or 3, **given)
+    if given:
+        names = {"num_heads": "--heads", "num_kv_heads": "--kv-heads", "d_model": "--d-model"}
+        first = next(iter(given))
+        raise ValueError(
+            f"{names.get(first, '--seed')} cannot change document {document}'s example, whose "
+            f"numbers are the document's: use it with --tokens N or --sentence"
+        )
+    return documents.EXAMPLES[document]
+
+
+def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """The arguments of ``attention``, from the problem file, the CSV files and the flags."""
+    from minimha import files
+
+    matrices = {name: getattr(args, name) for name in ("q", "k", "v")}
+    missing = [f"--{name}" for name, path in matrices.items() if path is None]
+    if args.problem is None and missing:
+        raise ValueError(
+            f"attend needs a problem file, or --q, --k and --v; {missing[0]} is missing"
+        )
+    if args.problem is not None and len(missing) < 3:
+        raise ValueError("attend takes a problem file or --q, --k and --v, and both were given")
+    problem = {} if args.problem is None else files.read_problem(args.problem)
+    for name in files.KEYS:
+        value = getattr(args, name)
+        if isinstance(value, Path):
+            value = files.read_matrix(value)
+            if name == "attn_mask":
+                value = files.as_mask("--attn-mask", value)
+        if value is not None:
+            problem[name] = value
+    paths = [args.problem] if args.problem else list(matrices.values())
+    return problem, ", ".join(str(path) for path in paths)
+
+
+def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    if words is None:
+        return {}
+    labels = words.split()
+    lengths = [np.shape(problem[name])[-2:-1] for name in ("q", "k")]
+    if (len(labels),) not in lengths:
+        raise ValueError(f"--labels has {len(labels)} words: expected one for each query or key")
+    return token_labels(labels)
+
+
+def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A converter for argparse: a whole number from ``low`` on, up to ``high``."""
+    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if number < low or (high is not None and number > high):
+            raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, came {text!r}")
+        return number
+
+    return convert
+
+
+_tokens = _whole(1, MAX_TOKENS)
+_count = _whole(1)
+_natural = _whole(0)
+_decimals = _whole(0, 17)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected numbers separated by commas, came {text!r}"
+        ) from None
+
+
+def _integers(text: str) -> int | list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers separated by commas, came {text!r}"
+        ) from None
+    return found[0] if len(found) == 1 else found
+
+
+def _window(text: str) -> tuple[int | None, int | None]:
+    sides = text.split(",")
+    try:
+        left, right = (None if side.strip().lower() == "none" else int(side) for side in sides)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected LEFT,RIGHT, two whole numbers or none, came {text!r}"
+        ) from None
+    return left, right

@@ -1,0 +1,85 @@
+"""A worked example: inputs, how they are run, what the document prints of it, where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.tap import Tap
+from minimha.explain.printed import PrintedMatrix
+from minimha.explain.trace import Trace
+
+
+@dataclass(frozen=True)
+class Example:
+    """One worked example.
+
+    Attributes
+    ----------
+    name, title : str
+        Its number or key, and a line that says what it shows.
+    source : str
+        Where it stands.
+    sentence : str
+        The tokens, as the document writes them.
+    run : callable ``run(tap, is_causal, is_scaled)``
+        Computes it, every step tapped.
+    labels : mapping from axis name to labels
+    is_causal, is_scaled : bool
+        As the document computes it: with a causal mask, with the division by √d_k.
+    is_adjustable : bool
+        Whether these two mean anything here.
+    printed : tuple of PrintedMatrix
+        Every number that the document prints of it.
+    notes : mapping from step name to str
+    blocks : (B_r, B_c) or None
+        Block sizes, where the example runs in tiles.
+    """
+
+    name: str
+    title: str
+    source: str
+    sentence: str
+    run: Callable[[Tap, bool, bool], Any]
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    is_causal: bool = False
+    is_scaled: bool = True
+    is_adjustable: bool = True
+    printed: tuple[PrintedMatrix, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+    blocks: tuple[int, int] | None = None
+
+    def trace(self, is_causal: bool | None = None, is_scaled: bool | None = None) -> Trace:
+        """Run the example and return its trace.
+
+        With ``is_causal`` or ``is_scaled`` other than the document's, the numbers are no longer
+        those that it prints, and none are shown beside them.
+        """
+        causal = self.is_causal if is_causal is None else is_causal
+        scaled = self.is_scaled if is_scaled is None else is_scaled
+        is_own = (causal, scaled) == (self.is_causal, self.is_scaled)
+        if not is_own and not self.is_adjustable:
+            raise ValueError(
+                f"example {self.name} has neither a causal mask nor scaling to change: "
+                f"it shows {self.title}"
+            )
+        own = f"{self.name}: {self.title}"
+        trace = Trace(
+            example=own if is_own else f"{own} (changed: causal {causal}, scaled {scaled})",
+            source=self.source,
+            labels=self.labels,
+            notes=self.notes if is_own else {},
+            printed=self.printed if is_own else (),
+            blocks=self.blocks,
+        )
+        self.run(trace, causal, scaled)
+        return trace
+
+
+def matrix(*rows: str) -> NDArray[np.float64]:
+    """Numbers written row by row: ``matrix("1 0", "0 1")``."""
+    return np.array([[float(number) for number in row.split()] for row in rows])

@@ -1,0 +1,164 @@
+"""Any sentence through a whole multi-head attention, with weights small enough to follow by eye.
+
+The documents promise such an example and leave it out. Nothing here is learned: embeddings and
+weights are whole numbers drawn from a seed, a word always gets the same embedding, and every later
+number is computed from them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.documents.example import Example
+from minimha.equations.tap import Tap
+from minimha.explain.trace import token_labels
+from minimha.layers.multihead import multi_head_attention
+
+# The documents' own sentences (and one title), by their number of tokens.
+SENTENCES = {
+    1: ("Attention", "000"),
+    2: ("Multi-Head Attention", "002"),
+    3: ("The cat sat", "003"),
+    4: ("Translation quality would collapse", "000"),
+    5: ("The quick brown fox jumps", "001"),
+    6: ("The bank approved the loan yesterday", "002"),
+    7: ("One head alone cannot learn all this", "000"),
+    8: ("The cat that I saw yesterday ran away", "001"),
+    9: ("A single attention head captures one type of relationship", "001"),
+    10: ("All heads work in parallel and their knowledge is combined", "002"),
+    11: ("Each output token embedding is computed by weighted sum over values", "003"),
+    12: (
+        "Self-attention helps each word understand its meaning by looking at surrounding words",
+        "000",
+    ),
+}
+BANK_RELATIONS = (
+    "The document says what heads may learn in this sentence (bank ↔ loan, approved ↔ bank, "
+    "yesterday ↔ approved, its structure) and prints no numbers; these weights are drawn, not "
+    "learned, and show none of that."
+)
+
+
+def of_length(num_tokens: int, **settings: Any) -> Example:
+    """The documents' own sentence of ``num_tokens`` tokens, 1 to 12; settings of ``sentence``."""
+    words, document = SENTENCES[num_tokens]
+    return sentence(words.split(), source=f"a sentence of document {document}", **settings)
+
+
+def sentence(
+    tokens: Sequence[str],
+    *,
+    num_heads: int = 2,
+    num_kv_heads: int | None = None,
+    d_model: int = 4,
+    seed: int = 0,
+    source: str = "your own sentence",
+) -> Example:
+    """A causal multi-head attention over ``tokens``, every matrix of every head.
+
+    Parameters
+    ----------
+    tokens : sequence of str
+    num_heads, num_kv_heads : int
+        Query heads, and key/value heads (as many, unless given).
+    d_model : int
+        Model width E; each head has width E / num_heads.
+    seed : int
+        Of embeddings and weights, at least 0.
+    source : str
+        Where the sentence comes from.
+
+    Raises
+    ------
+    ValueError
+        No tokens, a count below 1, or heads that do not divide.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check(tokens, num_heads, num_kv_heads, d_model, seed)
+
+    def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
+        x = embeddings(tokens, d_model, seed)
+        W_q, W_k, W_v, W_o = draw_weights(d_model, num_heads, num_kv_heads, seed)
+        scale = None if is_scaled else 1.0
+        multi_head_attention(x, W_q, W_k, W_v, W_o, is_causal=is_causal, scale=scale, tap=tap)
+
+    heads = f"{num_heads} head{'s' * (num_heads > 1)}"
+    if num_kv_heads != num_heads:
+        heads += f" on {num_kv_heads} key/value head{'s' * (num_kv_heads > 1)}"
+    text = " ".join(tokens)
+    return Example(
+        name=f"{len(tokens)} tokens",
+        title=f"{text}, {heads}",
+        source=f"{source}; embeddings and weights drawn with seed {seed}",
+        sentence=text,
+        run=run,
+        labels=token_labels(tokens),
+        is_causal=True,
+        notes=_notes(text, num_heads, num_kv_heads),
+    )
+
+
+def embeddings(tokens: Sequence[str], d_model: int, seed: int) -> NDArray[np.float64]:
+    """Shape (L, E), each number -1, 0 or 1: a word has the same row wherever it stands."""
+
+    def row(token: str) -> NDArray[np.int64]:
+        rng = np.random.default_rng([seed, zlib.crc32(token.casefold().encode("utf-8", "replace"))])
+        return rng.integers(-1, 2, d_model)
+
+    return np.stack([row(token) for token in tokens]).astype(np.float64)
+
+
+def draw_weights(
+    d_model: int, num_heads: int, num_kv_heads: int, seed: int
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """W_q (H, E, D), W_k and W_v (Hkv, E, D) and W_o (H · D, E), each number -1, 0 or 1."""
+    rng = np.random.default_rng([seed, d_model, num_heads, num_kv_heads])
+    D = d_model // num_heads
+    shapes = [(num_heads, d_model, D), *[(num_kv_heads, d_model, D)] * 2, (num_heads * D, d_model)]
+    W_q, W_k, W_v, W_o = (
+        rng.choice([-1.0, 0.0, 1.0], size=shape, p=[0.2, 0.4, 0.4]) for shape in shapes
+    )
+    return W_q, W_k, W_v, W_o
+
+
+def check(
+    tokens: Sequence[str], num_heads: int, num_kv_heads: int, d_model: int, seed: int
+) -> None:
+    """Raise ValueError, in the words of the command line, where an example cannot be made."""
+    if not tokens:
+        raise ValueError("the sentence has no tokens: expected at least one word")
+    counts = {"heads": num_heads, "kv-heads": num_kv_heads, "d-model": d_model}
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} is {count}: expected at least 1")
+    if d_model % num_heads:
+        raise ValueError(
+            f"d-model is {d_model} and heads is {num_heads}: the model width must be a multiple of "
+            f"the number of heads"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"heads is {num_heads} and kv-heads is {num_kv_heads}: the number of heads must be a "
+            f"multiple of the number of key/value heads"
+        )
+    if seed < 0:
+        raise ValueError(f"seed is {seed}: expected 0 or more")
+
+
+def _notes(text: str, num_heads: int, num_kv_heads: int) -> dict[str, str]:
+    notes = {"x": "A word has the same row wherever it stands."}
+    if text == SENTENCES[6][0]:
+        notes["weights"] = BANK_RELATIONS
+    group = num_heads // num_kv_heads
+    if group > 1:
+        shared = "; ".join(
+            f"key/value head {h} serves heads {h * group} to {(h + 1) * group - 1}"
+            for h in range(num_kv_heads)
+        )
+        notes |= {"k": f"Shared: {shared}.", "v": f"Shared: {shared}."}
+    return notes

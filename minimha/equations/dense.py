@@ -1,0 +1,129 @@
+"""Attention as the papers write it: whole matrices, one line an equation.
+
+Vaswani et al., "Attention Is All You Need", 2017, equation 1, with the options that later models
+added, in the order in which they act:
+
+    scores → scaled → capped → biased → masked → weights → output
+
+Arithmetic follows IEEE 754 without a warning: a NaN or infinity that a query sees shows in that
+query's row, one that it does not see never does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.problem import Problem
+from minimha.equations.tap import Tap, no_tap
+from minimha.equations.visibility import visible
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Return why this backend cannot take ``problem``: it takes all, so None."""
+    return None
+
+
+def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[Any]]:
+    """O = softmax(S) V and L = log Σ exp S, with S the scaled, capped, biased, masked Q Kᵀ.
+
+    Returns
+    -------
+    O : ndarray of shape (B, H, Lq, Dv), compute dtype
+    L : ndarray of shape (B, H, Lq), compute dtype, natural logarithm
+    """
+    with np.errstate(all="ignore"):
+        Q, K, V = tap("q", problem.q), tap("k", problem.k), tap("v", problem.v)
+        K, V = for_query_heads(problem, K), for_query_heads(problem, V)
+        rows, keys = slice(0, Q.shape[2]), slice(0, K.shape[2])
+        S, seen = scores(problem, Q, K, rows, keys, tap)
+        P, L = softmax(S, problem.sinks)
+        P = tap("weights", P)
+        O = tap("output", weighted_sum(P, V, seen))
+    return O, L
+
+
+def scores(
+    problem: Problem, Q: NDArray[Any], K: NDArray[Any], rows: slice, keys: slice, tap: Tap = no_tap
+) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+    """The final scores of the queries ``rows`` and the keys ``keys``, and which keys are seen.
+
+    ``Q`` and ``K`` hold those rows and keys only, so that a tile asks for its own block. The second
+    value is None where nothing can be hidden.
+    """
+    S = tap("scores", Q @ K.swapaxes(-1, -2))
+    if problem.scale != 1:
+        S = tap("scaled", S * S.dtype.type(problem.scale))
+    if problem.softcap is not None:
+        cap = S.dtype.type(problem.softcap)
+        S = tap("capped", cap * np.tanh(S / cap))
+    if problem.attn_bias is not None or problem.alibi_slopes is not None:
+        S = tap("biased", S + bias(problem, rows, keys))
+    if not problem.hides:
+        return S, None
+    seen = visible(problem, rows, keys)
+    return tap("masked", np.where(seen, S, S.dtype.type(-np.inf))), seen
+
+
+def bias(problem: Problem, rows: slice, keys: slice) -> NDArray[Any]:
+    """``attn_bias`` plus ALiBi's -slope · |i + q_offset - j|, shape (B or 1, H, rows, keys).
+
+    Press et al., "Train Short, Test Long", 2022.
+    """
+    total: NDArray[Any] = np.zeros((1, 1, 1, 1), problem.q.dtype)
+    if problem.attn_bias is not None:
+        total = total + problem.attn_bias[..., rows, keys]
+    if problem.alibi_slopes is not None:
+        i = np.arange(rows.start, rows.stop)[:, None]
+        j = np.arange(keys.start, keys.stop)
+        distance = abs(i + problem.q_offset[:, None, None, None] - j).astype(problem.q.dtype)
+        total = total - problem.alibi_slopes[:, None, None] * distance
+    return total
+
+
+def softmax(
+    S: NDArray[Any], sinks: NDArray[Any] | None = None
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Weights exp(S) / Σ exp(S) of each row, and the row's log-sum-exp.
+
+    The row's maximum is subtracted first, which changes nothing but the range: every exponent is at
+    most 0. A row of -inf alone, a query that sees no key, has weights 0 and log-sum-exp -inf.
+    ``sinks`` (H,) join each row's sum and log-sum-exp without being a key.
+    """
+    m = S.max(axis=-1, keepdims=True, initial=-np.inf)
+    if sinks is not None:
+        m = np.maximum(m, sinks[:, None, None])
+    m = np.where(np.isneginf(m), S.dtype.type(0), m)
+    P = np.exp(S - m)
+    total = P.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None, None] - m)
+    L = (m + np.log(total))[..., 0]
+    return P / np.where(total == 0, S.dtype.type(1), total), L
+
+
+def weighted_sum(P: NDArray[Any], V: NDArray[Any], seen: NDArray[np.bool_] | None) -> NDArray[Any]:
+    """P V in which a key that a query does not see adds nothing, not even 0 · NaN.
+
+    Only a value that is not finite makes the difference. Its terms are added by themselves, to the
+    rows that see it.
+    """
+    wild = ~np.isfinite(V).all(axis=-1)
+    if seen is None or not wild.any():
+        return np.asarray(P @ V)
+    O = np.asarray(P @ np.where(wild[..., None], V.dtype.type(0), V))
+    for j in np.flatnonzero((wild & seen.any(axis=-2)).any(axis=(0, 1))):
+        counts = seen[..., j] & wild[..., j, None]
+        O += np.where(counts[..., None], P[..., j, None] * V[..., j, None, :], V.dtype.type(0))
+    return O
+
+
+def for_query_heads(problem: Problem, X: NDArray[Any]) -> NDArray[Any]:
+    """Each key/value head repeated for its query heads: query head h reads head h // (H // Hkv).
+
+    Ainslie et al., "GQA", 2023.
+    """
+    group = problem.q.shape[1] // X.shape[1]
+    return X if group == 1 else X.repeat(group, axis=1)

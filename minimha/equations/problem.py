@@ -1,0 +1,368 @@
+"""One attention problem, checked: every check and every default of the library happens here.
+
+Behind this door the arrays are 4-D, of one compute dtype, and every option has its final form, so
+that equations and kernels hold no checks at all.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.equations.visibility import UNBOUNDED
+
+MAX_OFFSET = 1 << 31  # keeps position arithmetic far inside UNBOUNDED
+RANKS = {2: "(L, D)", 3: "(H, L, D)", 4: "(B, H, L, D)"}
+MASK_SHAPES = "(Lq, Lk), or 4-D and broadcastable to (B, H, Lq, Lk)"
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """softmax(scale · Q Kᵀ + bias, over the visible keys) V, with everything decided.
+
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
+    ``D`` head width, ``Dv`` value width.
+
+    Attributes
+    ----------
+    q : ndarray of shape (B, H, Lq, D), float32 or float64 (the compute dtype)
+    k : ndarray of shape (B, Hkv, Lk, D), compute dtype
+    v : ndarray of shape (B, Hkv, Lk, Dv), compute dtype
+    left, right : int
+        Query i sees keys from i + q_offset - left to i + q_offset + right; causality is right = 0.
+    q_offset : ndarray of shape (B,), int64
+    kv_lengths : ndarray of shape (B,), int64
+        Number of filled keys; Lk where the caller gave none.
+    attn_mask : ndarray of shape (B, H, Lq, Lk), bool, or None
+        True = may attend. A read-only view, broadcast from what the caller gave.
+    attn_bias : ndarray of shape (B, H, Lq, Lk), compute dtype, or None
+    alibi_slopes, sinks : ndarray of shape (H,), compute dtype, or None
+    scale : float
+    softcap : float or None
+    dtype : numpy.dtype
+        Of the output; float16 and bfloat16 are computed in float32 and rounded once.
+    rank : int
+        Dimensions of the caller's arrays, 2 to 4.
+    """
+
+    q: NDArray[Any]
+    k: NDArray[Any]
+    v: NDArray[Any]
+    left: int
+    right: int
+    q_offset: NDArray[np.int64]
+    kv_lengths: NDArray[np.int64]
+    attn_mask: NDArray[np.bool_] | None
+    attn_bias: NDArray[Any] | None
+    alibi_slopes: NDArray[Any] | None
+    sinks: NDArray[Any] | None
+    scale: float
+    softcap: float | None
+    dtype: np.dtype[Any]
+    rank: int
+
+    @classmethod
+    def of(
+        cls,
+        q: ArrayLike,
+        k: ArrayLike,
+        v: ArrayLike,
+        *,
+        is_causal: bool = False,
+        q_offset: ArrayLike | None = None,
+        window_size: tuple[int | None, int | None] | None = None,
+        attn_mask: ArrayLike | None = None,
+        attn_bias: ArrayLike | None = None,
+        kv_lengths: ArrayLike | None = None,
+        alibi_slopes: ArrayLike | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: ArrayLike | None = None,
+    ) -> Problem:
+        """Check the arguments of ``minimha.attention`` (which describes them) and fix the defaults.
+
+        Raises
+        ------
+        TypeError
+            An argument is of the wrong kind: text where numbers belong, a mask that is not boolean.
+        ValueError
+            Shapes that do not fit together, or a value outside its range.
+        """
+        rank, dtype, (q4, k4, v4) = _arrays(q, k, v)
+        B, H, Lq, D = q4.shape
+        Lk = k4.shape[2]
+        compute = q4.dtype
+        left, right = _window(window_size)
+        if _flag("is_causal", is_causal):
+            right = min(right, 0)
+        positional = {
+            "is_causal": is_causal,
+            "window_size": window_size is not None,
+            "alibi_slopes": alibi_slopes is not None,
+        }
+        return cls(
+            q=q4,
+            k=k4,
+            v=v4,
+            left=left,
+            right=right,
+            q_offset=_offset(q_offset, B, Lq, Lk, [name for name, on in positional.items() if on]),
+            kv_lengths=_lengths(kv_lengths, B, Lk),
+            attn_mask=_mask(attn_mask, (B, H, Lq, Lk)),
+            attn_bias=_bias(attn_bias, (B, H, Lq, Lk), compute),
+            alibi_slopes=_per_head("alibi_slopes", alibi_slopes, H, compute),
+            sinks=_per_head("sinks", sinks, H, compute),
+            scale=1 / math.sqrt(D) if scale is None else _number("scale", scale),
+            softcap=_softcap(softcap),
+            dtype=dtype,
+            rank=rank,
+        )
+
+    @cached_property
+    def hides(self) -> bool:
+        """Whether some option may hide a key from a query, so that the scores need a mask."""
+        return (
+            self.left < UNBOUNDED
+            or self.right < UNBOUNDED
+            or self.attn_mask is not None
+            or bool((self.kv_lengths < self.k.shape[2]).any())
+            or (self.attn_bias is not None and bool(np.isneginf(self.attn_bias).any()))
+        )
+
+    def as_given(self, O: NDArray[Any], L: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return output and log-sum-exp in the caller's rank, the output in the caller's dtype."""
+        leading = (0,) * (4 - self.rank)
+        return O[leading].astype(self.dtype, copy=False), L[leading]
+
+
+def _arrays(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike
+) -> tuple[int, np.dtype[Any], tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+    """Rank, output dtype, and q, k, v as 4-D arrays of the compute dtype."""
+    given = {name: _floating(name, value) for name, value in (("q", q), ("k", k), ("v", v))}
+    rank = given["q"].ndim
+    for name, array in given.items():
+        if array.ndim not in RANKS:
+            raise ValueError(
+                f"{name} has {_count(array.ndim, 'dimension')}, shape {array.shape}: "
+                f"expected 2 (L, D), 3 (H, L, D) or 4 (B, H, L, D)"
+            )
+        if array.ndim != rank:
+            raise ValueError(
+                f"{name} has {_count(array.ndim, 'dimension')}, shape {array.shape}, but q has "
+                f"{rank}: q, k and v must all be {RANKS[rank]}"
+            )
+    dtype = _common_dtype({name: array.dtype for name, array in given.items()})
+    compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    q4, k4, v4 = (
+        array.astype(compute, copy=False)[(None,) * (4 - rank)] for array in given.values()
+    )
+    _check_shapes(q4, k4, v4)
+    return rank, dtype, (q4, k4, v4)
+
+
+def _check_shapes(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> None:
+    (B, H, _, D), (_, Hkv, Lk, _) = q.shape, k.shape
+    for name, array in (("k", k), ("v", v)):
+        if array.shape[0] != B:
+            raise ValueError(
+                f"{name} has B={array.shape[0]} but q has B={B}: batches must be equal"
+            )
+    if D == 0:
+        raise ValueError("q has D=0: the head width D must be at least 1")
+    if k.shape[3] != D:
+        raise ValueError(f"k has D={k.shape[3]} but q has D={D}: a score is a product over D")
+    if v.shape[2] != Lk:
+        raise ValueError(f"v has Lk={v.shape[2]} but k has Lk={Lk}: every key needs one value")
+    if v.shape[1] != Hkv:
+        raise ValueError(f"v has {_count(v.shape[1], 'head')} but k has {Hkv}: they must be equal")
+    if H == 0 or Hkv == 0 or H % Hkv:
+        raise ValueError(
+            f"k has {_count(Hkv, 'head')} but q has {H}: "
+            f"H must be a multiple of Hkv (H={H}, Hkv={Hkv})"
+        )
+
+
+def _floating(name: str, value: ArrayLike) -> NDArray[Any]:
+    """``value`` as an array of a floating dtype that the library computes with."""
+    array = _array(name, value)
+    if array.dtype.kind in "iu":
+        return array.astype(np.float64)
+    if array.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+        raise TypeError(
+            f"{name} has dtype {array.dtype}: expected integers, float16, bfloat16, float32 or "
+            f"float64"
+        )
+    return array
+
+
+def _array(name: str, value: ArrayLike) -> NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise type(error)(
+            f"{name} is not a rectangular array of numbers: rows of one matrix must have equal "
+            f"lengths ({error})"
+        ) from None
+
+
+def _common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
+    """The one dtype that holds q, k and v; native byte order."""
+    try:
+        common: np.dtype[Any] = np.result_type(*dtypes.values())
+    except TypeError:
+        common = np.dtype(object)
+    if common.name not in ("float16", "bfloat16", "float32", "float64"):
+        listed = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"{listed}: no common dtype holds them, convert them to one first")
+    return common
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}: expected True or False")
+    return bool(value)
+
+
+def _number(name: str, value: Any) -> float:
+    scalar = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
+    if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
+        raise TypeError(f"{name} is {value!r}: expected a number")
+    try:
+        number = float(scalar)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {value!r}: expected a finite number")
+    return number
+
+
+def _softcap(value: Any) -> float | None:
+    if value is None:
+        return None
+    cap = _number("softcap", value)
+    if cap <= 0:
+        raise ValueError(f"softcap is {value!r}: expected a positive number, or None for no cap")
+    return cap
+
+
+def _window(window_size: Any) -> tuple[int, int]:
+    """``(left, right)`` with ``UNBOUNDED`` for a side without a limit."""
+    if window_size is None:
+        return UNBOUNDED, UNBOUNDED
+    sentence = "expected a pair (left, right) of counts of keys, None for a side without a limit"
+    if not isinstance(window_size, (tuple, list, np.ndarray)) or len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size!r}: {sentence}")
+    for side in window_size:
+        whole = isinstance(side, numbers.Integral) and not isinstance(side, bool)
+        if side is not None and not whole:
+            raise TypeError(f"window_size is {window_size!r}: {sentence}")
+        if side is not None and side < 0:
+            raise ValueError(f"window_size is {window_size!r}: {sentence}, and none below 0")
+    left, right = (UNBOUNDED if s is None else min(int(s), UNBOUNDED) for s in window_size)
+    return left, right
+
+
+def _offset(
+    q_offset: ArrayLike | None, B: int, Lq: int, Lk: int, positional: list[str]
+) -> NDArray[np.int64]:
+    if q_offset is None:
+        if Lq != Lk and positional:
+            raise ValueError(
+                f"{positional[0]} with Lq={Lq} and Lk={Lk} needs q_offset: query i stands at key "
+                f"position i + q_offset; q_offset=0 aligns the first query with the first key, "
+                f"q_offset={Lk - Lq} the last with the last"
+            )
+        return np.zeros(B, np.int64)
+    offsets = _per_batch("q_offset", q_offset, B)
+    if (abs(offsets) >= MAX_OFFSET).any():
+        raise ValueError(f"q_offset is {q_offset}: expected integers between -2^31 and 2^31")
+    return offsets
+
+
+def _lengths(kv_lengths: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
+    if kv_lengths is None:
+        return np.full(B, Lk, np.int64)
+    lengths = _per_batch("kv_lengths", kv_lengths, B)
+    if ((lengths < 0) | (lengths > Lk)).any():
+        raise ValueError(
+            f"kv_lengths is {lengths.tolist()}: expected numbers of keys from 0 to Lk={Lk}"
+        )
+    return lengths
+
+
+def _per_batch(name: str, value: ArrayLike, B: int) -> NDArray[np.int64]:
+    """One integer for every batch entry; a single integer stands for all."""
+    array = _array(name, value)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} is {value!r}: expected an integer, or B={B} integers")
+    if array.shape not in ((), (B,)):
+        raise ValueError(
+            f"{name} has shape {array.shape}: expected one integer, or shape (B,) = ({B},)"
+        )
+    return np.broadcast_to(array, (B,)).astype(np.int64)
+
+
+def _per_head(
+    name: str, value: ArrayLike | None, H: int, compute: np.dtype[Any]
+) -> NDArray[Any] | None:
+    if value is None:
+        return None
+    array = _floating(name, value)
+    if array.shape != (H,):
+        raise ValueError(
+            f"{name} has shape {array.shape}: expected (H,) = ({H},), one number a query head"
+        )
+    return array.astype(compute, copy=False)
+
+
+def _mask(
+    attn_mask: ArrayLike | None, shape: tuple[int, int, int, int]
+) -> NDArray[np.bool_] | None:
+    if attn_mask is None:
+        return None
+    array = _array("attn_mask", attn_mask)
+    if array.dtype != np.bool_:
+        raise TypeError(
+            f"attn_mask has dtype {array.dtype}: expected bool, True where a query may attend to a "
+            f"key; numbers to be added to the scores go into attn_bias"
+        )
+    return _over_scores("attn_mask", array, shape)
+
+
+def _bias(
+    attn_bias: ArrayLike | None, shape: tuple[int, int, int, int], compute: np.dtype[Any]
+) -> NDArray[Any] | None:
+    if attn_bias is None:
+        return None
+    array = _array("attn_bias", attn_bias)
+    if array.dtype == np.bool_:
+        raise TypeError(
+            "attn_bias has dtype bool: expected numbers, which are added to the scores; True and "
+            "False go into attn_mask"
+        )
+    return _over_scores("attn_bias", _floating("attn_bias", array).astype(compute), shape)
+
+
+def _over_scores(name: str, array: NDArray[Any], shape: tuple[int, int, int, int]) -> NDArray[Any]:
+    """A read-only view of ``array`` with the shape of the scores, (B, H, Lq, Lk)."""
+    fits = array.ndim == 4 and all(
+        size in (1, whole) for size, whole in zip(array.shape, shape, strict=True)
+    )
+    if not fits and array.shape != shape[2:]:
+        B, H, Lq, Lk = shape
+        raise ValueError(
+            f"{name} has shape {array.shape}: expected {MASK_SHAPES}, "
+            f"here ({Lq}, {Lk}) or ({B}, {H}, {Lq}, {Lk})"
+        )
+    return np.broadcast_to(array, shape)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,106 @@
+"""FlashAttention-2's Algorithm 1 in NumPy: the specification that the kernels follow.
+
+Dao, "FlashAttention-2", 2023. The scores are never whole. A block of B_r queries stays while the
+keys and values pass by, B_c at a time; each row keeps its maximum m, its sum l of exponentials and
+its output O, all relative to the maximum so far. A larger maximum rescales what has been summed:
+
+    exp(s - m_new) = exp(s - m_old) · exp(m_old - m_new)
+
+Batch and heads are carried along as leading axes. Line 10 as printed in the paper multiplies O by
+the *inverse* of diag(exp(m_old - m_new)); the inverse is a slip there: line 9 rescales l without
+it, and O and l must be rescaled alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.dense import for_query_heads, scores, weighted_sum
+from minimha.equations.problem import Problem
+from minimha.equations.tap import Tap, no_tap
+from minimha.equations.visibility import key_range
+
+BLOCK_ROWS = 128  # B_r and B_c unless others are asked for
+BLOCK_COLUMNS = 128
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Return why this backend cannot take ``problem``: it takes all, so None."""
+    return None
+
+
+def forward(
+    problem: Problem, tap: Tap = no_tap, *, B_r: int = BLOCK_ROWS, B_c: int = BLOCK_COLUMNS
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """O and L of ``problem``, from blocks of ``B_r`` queries and ``B_c`` keys.
+
+    A block of keys that no query of the block of queries sees is never loaded. A tap hears each
+    block as ``Q[i=0]``, ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, and after it ``m[…]``, ``l[…]``,
+    ``O[…]``.
+
+    Returns
+    -------
+    O : ndarray of shape (B, H, Lq, Dv), compute dtype
+    L : ndarray of shape (B, H, Lq), compute dtype, natural logarithm
+    """
+    for name, size in (("B_r", B_r), ("B_c", B_c)):
+        if size < 1:
+            raise ValueError(f"{name} is {size}: a block holds at least one row")
+    B, H, Lq, _ = problem.q.shape
+    O = np.empty((B, H, Lq, problem.v.shape[3]), problem.q.dtype)
+    L = np.empty((B, H, Lq), problem.q.dtype)
+    with np.errstate(all="ignore"):
+        for i, start in enumerate(range(0, Lq, B_r)):  # line 3
+            rows = slice(start, min(start + B_r, Lq))
+            O[..., rows, :], L[..., rows] = _row_block(problem, i, rows, B_c, tap)
+    return tap("output", O), L
+
+
+def _row_block(
+    problem: Problem, i: int, rows: slice, B_c: int, tap: Tap
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Lines 4 to 15: one block of queries against all the keys that it may see."""
+    Q_i = tap(f"Q[i={i}]", problem.q[..., rows, :])  # line 4
+    m, l, O = _start(problem, rows)  # line 5
+    for j, keys in visible_blocks(problem, rows, B_c):  # line 6
+        at = f"[i={i},j={j}]"
+        K_j = for_query_heads(problem, tap(f"K{at}", problem.k[..., keys, :]))  # line 7
+        V_j = for_query_heads(problem, tap(f"V{at}", problem.v[..., keys, :]))
+        S, seen = scores(problem, Q_i, K_j, rows, keys)  # line 8, with the options
+        S = tap(f"S{at}", S)
+        m_old, m = m, tap(f"m{at}", np.maximum(m, S.max(axis=-1, keepdims=True)))  # line 9
+        shift = np.where(np.isneginf(m), S.dtype.type(0), m)
+        P = np.exp(S - shift)
+        correction = np.exp(m_old - shift)
+        l = tap(f"l{at}", correction * l + P.sum(axis=-1, keepdims=True))
+        O = tap(f"O{at}", correction * O + weighted_sum(P, V_j, seen))  # line 10
+    return O / np.where(l == 0, l.dtype.type(1), l), (m + np.log(l))[..., 0]  # lines 12 and 13
+
+
+def _start(problem: Problem, rows: slice) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """m, l and O before the first block; a sink is a key with value 0, seen before all others."""
+    B, H = problem.q.shape[:2]
+    num_rows, Dv = rows.stop - rows.start, problem.v.shape[3]
+    m = np.full((B, H, num_rows, 1), -np.inf, problem.q.dtype)
+    if problem.sinks is not None:
+        m = np.maximum(m, problem.sinks[:, None, None])
+    l = (~np.isneginf(m)).astype(m.dtype)
+    return m, l, np.zeros((B, H, num_rows, Dv), m.dtype)
+
+
+def visible_blocks(problem: Problem, rows: slice, B_c: int) -> list[tuple[int, slice]]:
+    """Number and keys of each block in which some query of ``rows``, in some batch, sees a key."""
+    ranges = [
+        key_range(rows.start, rows.stop, int(offset), problem.left, problem.right, int(length))
+        for offset, length in zip(problem.q_offset, problem.kv_lengths, strict=True)
+    ]
+    Lk = problem.k.shape[2]
+    blocks = [(j, slice(start, min(start + B_c, Lk))) for j, start in enumerate(range(0, Lk, B_c))]
+    return [
+        (j, keys)
+        for j, keys in blocks
+        if any(max(first, keys.start) < min(end, keys.stop) for first, end in ranges)
+    ]

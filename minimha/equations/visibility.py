@@ -1,0 +1,85 @@
+"""May query i see key j? One rule, for NumPy, numba and CUDA alike.
+
+Causality, a sliding window and a padded cache are one statement with different bounds. Query i
+stands at key position p = i + q_offset and sees the keys from p - left to p + right, both
+included, as far as the cache is filled (j < length). A causal problem has right = 0; a side without
+a limit is ``UNBOUNDED``::
+
+    Lq = Lk = 5              causal         window (1, 0)    window (1, 1)    causal, q_offset = -2
+    left, right        UNBOUNDED, 0             1, 0             1, 1          UNBOUNDED, 0
+
+    row: query i        # . . . .        # . . . .        # # . . .        . . . . .
+    column: key j       # # . . .        # # . . .        # # # . .        . . . . .
+    #: may see          # # # . .        . # # . .        . # # # .        # . . . .
+    .: may not          # # # # .        . . # # .        . . # # #        # # . . .
+                        # # # # #        . . . # #        . . . # #        # # # . .
+
+The functions ``sees`` and ``key_range`` use arithmetic alone, so that a kernel can compile them as
+they stand. ``visible`` lays the rule over a grid of queries and keys and joins it with the masks
+that are given as arrays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from minimha.equations.problem import Problem
+
+UNBOUNDED = 1 << 40  # longer than any sequence, and far from overflow when a position is added
+
+
+def sees(i: Any, j: Any, q_offset: Any, left: Any, right: Any, length: Any) -> Any:
+    """True where query ``i`` may see key ``j``; scalars or arrays that broadcast.
+
+    >>> [[int(sees(i, j, 0, UNBOUNDED, 0, 3)) for j in range(3)] for i in range(3)]
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    position = i + q_offset
+    return (position - left <= j) & (j <= position + right) & (j < length)
+
+
+def key_range(
+    i_start: int, i_stop: int, q_offset: int, left: int, right: int, length: int
+) -> tuple[int, int]:
+    """Half-open range of the keys that any of the queries ``i_start <= i < i_stop`` may see.
+
+    Outside it a block need not be visited. The range is empty (start >= stop) where no query sees
+    a key.
+
+    >>> key_range(2, 4, 0, 1, 0, 10)  # queries 2 and 3, window (1, 0): keys 1, 2 and 3
+    (1, 4)
+    """
+    start = max(0, i_start + q_offset - left)
+    stop = min(length, i_stop - 1 + q_offset + right + 1)
+    return start, stop
+
+
+def visible(problem: Problem, rows: slice, keys: slice) -> NDArray[np.bool_]:
+    """Which of the keys ``keys`` each of the queries ``rows`` may see.
+
+    A False in ``attn_mask`` hides a key; so does -inf in ``attn_bias``.
+
+    Returns
+    -------
+    ndarray of shape (B, 1, rows, keys) or (B, H, rows, keys), bool
+    """
+    i = np.arange(rows.start, rows.stop)[:, None]
+    j = np.arange(keys.start, keys.stop)
+    per_batch = (slice(None), None, None, None)
+    seen: NDArray[np.bool_] = sees(
+        i,
+        j,
+        problem.q_offset[per_batch],
+        problem.left,
+        problem.right,
+        problem.kv_lengths[per_batch],
+    )
+    if problem.attn_mask is not None:
+        seen = seen & problem.attn_mask[..., rows, keys]
+    if problem.attn_bias is not None:
+        seen = seen & ~np.isneginf(problem.attn_bias[..., rows, keys])
+    return seen

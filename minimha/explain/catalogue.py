@@ -1,0 +1,260 @@
+"""What each traced name means. The mathematics knows names; what is said of them is here.
+
+``formula`` is for a terminal, ``tex`` for a page. A name inside tiles carries its block,
+``S[i=0,j=1]``, a name computed in a second way a word, ``weights[divided]``: the entry is that of
+the name before the bracket.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """Symbol, axes, formula (plain and TeX), one sentence and source of a traced name."""
+
+    symbol: str
+    tex_symbol: str
+    axes: tuple[str, ...]
+    formula: str
+    tex: str
+    sentence: str
+    source: str
+
+
+VASWANI = "Vaswani et al. 2017, section 3.2"
+FLASH2 = "Dao 2023 (FlashAttention-2), Algorithm 1"
+SCORES = ("B", "H", "Lq", "Lk")
+
+CATALOGUE: dict[str, Entry] = {
+    "x": Entry(
+        "X", "X", ("B", "L", "E"), "X", "X",
+        "One row a token: its embedding.",
+        VASWANI,
+    ),
+    "W_q": Entry(
+        "W_q", "W_q", ("H", "E", "D"), "W_q", "W_q",
+        "Turns an embedding into a query: what the token looks for.",
+        VASWANI,
+    ),
+    "W_k": Entry(
+        "W_k", "W_k", ("Hkv", "E", "D"), "W_k", "W_k",
+        "Turns an embedding into a key: what the token offers.",
+        VASWANI,
+    ),
+    "W_v": Entry(
+        "W_v", "W_v", ("Hkv", "E", "Dv"), "W_v", "W_v",
+        "Turns an embedding into a value: what the token passes on.",
+        VASWANI,
+    ),
+    "q": Entry(
+        "Q", "Q", ("B", "H", "Lq", "D"), "Q = X W_q", r"Q = X W_q",
+        "One query a row.",
+        VASWANI,
+    ),
+    "k": Entry(
+        "K", "K", ("B", "Hkv", "Lk", "D"), "K = X W_k", r"K = X W_k",
+        "One key a row.",
+        VASWANI,
+    ),
+    "v": Entry(
+        "V", "V", ("B", "Hkv", "Lk", "Dv"), "V = X W_v", r"V = X W_v",
+        "One value a row.",
+        VASWANI,
+    ),
+    "scores": Entry(
+        "S", "S", SCORES, "S = Q Kᵀ", r"S = Q K^\top",
+        "How well each key (column) answers each query (row): their dot product.",
+        VASWANI,
+    ),
+    "sqrt_d_k": Entry(
+        "√d_k", r"\sqrt{d_k}", (), "√d_k", r"\sqrt{d_k}",
+        "What the scores are divided by: the root of the head width.",
+        VASWANI,
+    ),
+    "scaled": Entry(
+        "S", "S", SCORES, "S ← S · scale, 1/√d_k unless given",
+        r"S \leftarrow S \cdot \mathrm{scale},\quad \mathrm{scale} = 1/\sqrt{d_k}"
+        r"\text{ unless given}",
+        "Keeps the scores in one range whatever the head width is.",
+        VASWANI,
+    ),
+    "capped": Entry(
+        "S", "S", SCORES, "S ← c · tanh(S / c)", r"S \leftarrow c \tanh(S / c)",
+        "No score leaves the range from -c to c.",
+        "Gemma Team 2024 (Gemma 2), section 2",
+    ),
+    "biased": Entry(
+        "S", "S", SCORES, "S ← S + bias - slope · |i + q_offset - j|",
+        r"S \leftarrow S + \mathrm{bias} - \mathrm{slope} \cdot |i + q_{\mathrm{offset}} - j|",
+        "Adds what is known of each pair beforehand: a given bias, ALiBi's distance, or both.",
+        "Press et al. 2022 (ALiBi), section 3",
+    ),
+    "masked": Entry(
+        "S", "S", SCORES, "S_ij ← S_ij if query i may see key j, else -∞",
+        r"S_{ij} \leftarrow S_{ij} \text{ if query } i \text{ may see key } j"
+        r"\text{, else } -\infty",
+        "A hidden key scores -∞, so its weight will be exactly 0.",
+        VASWANI,
+    ),
+    "weights": Entry(
+        "A", "A", SCORES, "A = softmax(S), row by row", r"A = \operatorname{softmax}(S)",
+        "What share of its attention each query (row) gives to each key (column); a row sums to 1.",
+        VASWANI,
+    ),
+    "head_output": Entry(
+        "O", "O", ("B", "H", "Lq", "Dv"), "O = A V", r"O = A V",
+        "Each row is the average of the values, weighted by that row of A.",
+        VASWANI,
+    ),
+    "concat": Entry(
+        "C", "C", ("B", "L", "H·Dv"), "C = [O of head 0, O of head 1, …]",
+        r"C = [O_0, O_1, \ldots]",
+        "The heads' outputs side by side.",
+        VASWANI,
+    ),
+    "W_o": Entry(
+        "W_o", "W_o", ("H·Dv", "E"), "W_o", "W_o",
+        "Mixes what the heads found.",
+        VASWANI,
+    ),
+    "projected": Entry(
+        "Y", "Y", ("B", "L", "E"), "Y = C W_o", r"Y = C W_o",
+        "One row a token, as wide as the embedding again.",
+        VASWANI,
+    ),
+    "output": Entry(
+        "O", "O", ("B", "H", "Lq", "Dv"), "O = A V", r"O = A V",
+        "Each row is the average of the values, weighted by that row of A.",
+        VASWANI,
+    ),
+    "lse": Entry(
+        "L", "L", ("B", "H", "Lq"), "L = log Σ_j exp(S_ij)", r"L_i = \log \sum_j \exp S_{ij}",
+        "The logarithm of each row's softmax denominator.",
+        FLASH2,
+    ),
+    "cosine": Entry(
+        "cos", r"\cos", ("Lq", "Lk"), "cos_ij = Q_i · K_j / (|Q_i| |K_j|)",
+        r"\cos_{ij} = \frac{Q_i \cdot K_j}{\|Q_i\| \|K_j\|}",
+        "The dot product with the vectors' lengths divided out, to compare with the scores.",
+        "document 004, section 'Dot Product vs Cosine Similarity'",
+    ),
+    "head_width": Entry(
+        "d_k", "d_k", (), "d_k = d_model / h", r"d_k = d_{\mathrm{model}} / h",
+        "The width of each head, where d_model = 512 is shared by h = 8 heads.",
+        VASWANI,
+    ),
+    "x_shape": Entry(
+        "shape of X", r"\text{shape of } X", ("axis",), "(B, L, d_model)",
+        r"(B, L, d_{\mathrm{model}})",
+        "A batch of 2 sequences of 10 tokens of width 512.",
+        VASWANI,
+    ),
+    "q_shape": Entry(
+        "shape of Q", r"\text{shape of } Q", ("axis",), "(B, h, L, d_k)", "(B, h, L, d_k)",
+        "Each head has queries of its own; K and V have this shape too.",
+        VASWANI,
+    ),
+    "weights_shape": Entry(
+        "shape of A", r"\text{shape of } A", ("axis",), "(B, h, L, L)", "(B, h, L, L)",
+        "One L × L matrix of weights for each head.",
+        VASWANI,
+    ),
+    "concat_shape": Entry(
+        "shape of C", r"\text{shape of } C", ("axis",), "(B, L, h·d_k)", r"(B, L, h \cdot d_k)",
+        "The heads side by side are as wide as the model again.",
+        VASWANI,
+    ),
+    "output_shape": Entry(
+        "shape of Y", r"\text{shape of } Y", ("axis",), "(B, L, d_model)",
+        r"(B, L, d_{\mathrm{model}})",
+        "What comes out has the shape of what went in.",
+        VASWANI,
+    ),
+    "d_model": Entry(
+        "d_model", r"d_{\mathrm{model}}", ("model",), "d_model", r"d_{\mathrm{model}}",
+        "The model width.",
+        "the models' papers",
+    ),
+    "num_heads": Entry(
+        "h", "h", ("model",), "h", "h",
+        "The number of heads.",
+        "the models' papers",
+    ),
+    "d_k": Entry(
+        "d_k", "d_k", ("model",), "d_k = d_model / h", r"d_k = d_{\mathrm{model}} / h",
+        "The width of each head.",
+        VASWANI,
+    ),
+    "illustration": Entry(
+        "picture", r"\text{picture}", ("head", "entry"), "no formula", r"\text{no formula}",
+        "Numbers that a picture shows.",
+        "",
+    ),
+    "difference": Entry(
+        "difference", r"\text{difference}", (), "max |O naive - O tiled|",
+        r"\max |O_{\mathrm{naive}} - O_{\mathrm{tiled}}|",
+        "Both ways end in the same output, up to the last bits of the arithmetic.",
+        FLASH2,
+    ),
+    "kept": Entry(
+        "numbers kept", r"\text{numbers kept}", (), "numbers kept", r"\text{numbers kept}",
+        "How many numbers are held at once between the inputs and the output.",
+        FLASH2,
+    ),
+    "Q": Entry(
+        "Q_i", "Q_i", ("B", "H", "B_r", "D"), "load Q_i", r"\text{load } Q_i",
+        "A block of queries, loaded once.",
+        f"{FLASH2}, line 4",
+    ),
+    "K": Entry(
+        "K_j", "K_j", ("B", "Hkv", "B_c", "D"), "load K_j", r"\text{load } K_j",
+        "A block of keys passes by.",
+        f"{FLASH2}, line 7",
+    ),
+    "V": Entry(
+        "V_j", "V_j", ("B", "Hkv", "B_c", "Dv"), "load V_j", r"\text{load } V_j",
+        "The values of those keys.",
+        f"{FLASH2}, line 7",
+    ),
+    "S": Entry(
+        "S_ij", "S_{ij}", ("B", "H", "B_r", "B_c"), "S_ij = scale · Q_i K_jᵀ, masked",
+        r"S_{ij} = \mathrm{scale} \cdot Q_i K_j^\top",
+        "The scores of this block alone; the next block overwrites them.",
+        f"{FLASH2}, line 8",
+    ),
+    "m": Entry(
+        "m_i", "m_i", ("B", "H", "B_r", "1"), "m_i ← max(m_i, rowmax S_ij)",
+        r"m_i \leftarrow \max(m_i, \operatorname{rowmax} S_{ij})",
+        "The largest score of each row so far.",
+        f"{FLASH2}, line 9",
+    ),
+    "l": Entry(
+        "l_i", r"\ell_i", ("B", "H", "B_r", "1"),
+        "l_i ← exp(m_old - m_i) l_i + rowsum exp(S_ij - m_i)",
+        r"\ell_i \leftarrow e^{m_{\mathrm{old}} - m_i} \ell_i"
+        r" + \operatorname{rowsum} e^{S_{ij} - m_i}",
+        "The softmax denominator so far, relative to that maximum.",
+        f"{FLASH2}, line 9",
+    ),
+    "O": Entry(
+        "O_i", "O_i", ("B", "H", "B_r", "Dv"),
+        "O_i ← exp(m_old - m_i) O_i + exp(S_ij - m_i) V_j",
+        r"O_i \leftarrow e^{m_{\mathrm{old}} - m_i} O_i + e^{S_{ij} - m_i} V_j",
+        "The output so far, still to be divided by l_i.",
+        f"{FLASH2}, line 10, without its misprinted inverse",
+    ),
+}  # fmt: skip
+
+
+def entry(name: str) -> Entry:
+    """Return the entry of a traced name.
+
+    A name that the catalogue does not know stands for itself, so that a reader's own taps are
+    shown too.
+
+    >>> entry("S[i=0,j=1]").symbol
+    'S_ij'
+    """
+    base = name.partition("[")[0]
+    return CATALOGUE.get(base) or Entry(base, rf"\text{{{base}}}", (), base, base, "", "")

@@ -1,0 +1,297 @@
+"""A trace, or a table, as data and as pages: JSON, CSV, npz, Markdown, LaTeX, SVG, HTML.
+
+Each function returns what is to be written and writes nothing itself.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.explain import render
+from minimha.explain.numbers import cells
+from minimha.explain.printed import Comparison
+from minimha.explain.trace import Step, Trace
+
+
+def trace_as(kind: str, trace: Trace, decimals: int) -> str | bytes | dict[str, str]:
+    """Return ``trace`` in the format ``kind``; CSV is a dictionary from file name to text.
+
+    SVG and HTML are rich's recordings of what a terminal shows.
+    """
+    if kind in ("svg", "html"):
+        shown = render.text(trace, decimals, render.EXPORT_WIDTH, in_color=True)
+        return render.svg(shown, trace.example) if kind == "svg" else render.html(shown)
+    if kind in ("markdown", "latex"):
+        return as_markdown(trace, decimals) if kind == "markdown" else as_latex(trace, decimals)
+    makers: dict[str, Callable[[Trace], str | bytes | dict[str, str]]]
+    makers = {"json": as_json, "csv": as_csv, "npz": as_npz}
+    return makers[kind](trace)
+
+
+def table_as(kind: str, title: str, records: Sequence[Mapping[str, str]]) -> str | bytes:
+    """Return a table with the records' keys as its head in the format ``kind``."""
+    if kind in ("svg", "html"):
+        shown = render.table(records)
+        return render.svg(shown, title) if kind == "svg" else render.html(shown)
+    makers: dict[str, Callable[[Sequence[Mapping[str, str]]], str | bytes]] = {
+        "json": _table_as_json,
+        "markdown": _table_as_markdown,
+        "latex": _table_as_latex,
+        "csv": _table_as_csv,
+        "npz": _table_as_npz,
+    }
+    return makers[kind](records)
+
+
+def as_json(trace: Trace) -> str:
+    """Return ``{"example", "source", "steps": [...]}``; -inf, inf and nan are strings.
+
+    A step has name, symbol, axes, formula, note, shape and value; ``batch``, ``head`` or
+    ``kv_head``, counted from 0, where there are several; and ``printed`` where a document prints
+    numbers of it.
+    """
+    steps = [_step_record(step) for step in trace.steps]
+    record = {"example": trace.example, "source": trace.source, "steps": steps}
+    return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+
+
+def as_markdown(trace: Trace, decimals: int) -> str:
+    """Return a page with a heading, a formula and a table for each step."""
+    parts = [f"# {_markdown(trace.example)}"]
+    if trace.source:
+        parts.append(_markdown(trace.source))
+    for step in trace.steps:
+        parts.append(f"## {_markdown(_title(step))}")
+        parts.append(f"$$\n{step.tex}\n$$")
+        parts.append(f"{_markdown(step.note)} {_shape_in_words(step)}".strip())
+        parts.append(_markdown_table(step, decimals))
+        parts += [
+            f"Printed in {_markdown(source)}:\n\n" + "\n".join(f"- {line}" for line in sentences)
+            for source, sentences in _printed(step)
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_latex(trace: Trace, decimals: int) -> str:
+    """Return a document that compiles as it is, with pdfLaTeX, XeLaTeX or LuaLaTeX."""
+    body = [rf"\section*{{{_latex(trace.example)}}}", _latex(trace.source)]
+    for step in trace.steps:
+        body.append(rf"\subsection*{{{_latex(_title(step))}}}")
+        body.append(rf"\[ {step.tex} \]")
+        body.append(_latex(f"{step.note} {_shape_in_words(step)}"))
+        body.append(_latex_matrix(step, decimals))
+        for source, sentences in _printed(step):
+            body.append(f"Printed in {_latex(source)}:")
+            items = "\n".join(rf"\item {_latex(line)}" for line in sentences)
+            body.append(f"\\begin{{itemize}}\n{items}\n\\end{{itemize}}")
+    text = "\n\n".join(part for part in body if part.strip())
+    return _latex_document(text)
+
+
+def as_csv(trace: Trace) -> dict[str, str]:
+    """Return file name → text, one file a step and head, numbers at full precision, no header.
+
+    A matrix is written row by row; a vector is one row, a scalar one number.
+    """
+    return {_file_name(n, step): _csv(step.value) for n, step in enumerate(trace.steps, 1)}
+
+
+def as_npz(trace: Trace) -> bytes:
+    """Return an npz archive with one array a step, all heads together."""
+    return _archive({name: _plain(value) for name, value in trace.arrays.items()})
+
+
+def _step_record(step: Step) -> dict[str, Any]:
+    record: dict[str, Any] = {"name": step.name}
+    places = {"batch": step.batch, "head": step.head, "kv_head": step.kv_head}
+    record |= {key: number for key, number in places.items() if number is not None}
+    record |= {
+        "symbol": step.symbol,
+        "axes": list(step.axes),
+        "formula": step.formula,
+        "note": step.note,
+        "shape": list(step.value.shape),
+        "value": _nested(np.asarray(step.value, np.float64).tolist()),
+    }
+    if step.printed:
+        record["printed"] = [_printed_record(comparison) for comparison in step.printed]
+    return record
+
+
+def _printed_record(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "value": _nested(comparison.value),
+        "exact": _nested(comparison.exact),
+        "decimals": comparison.decimals,
+        "status": comparison.status.value,
+        "index": list(comparison.index),
+    }
+
+
+def _nested(value: Any) -> Any:
+    """JSON has no infinities: they become the strings that ``float()`` reads."""
+    if isinstance(value, list):
+        return [_nested(part) for part in value]
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _printed(step: Step) -> list[tuple[str, list[str]]]:
+    """For each place in a document, the printed numbers of this step in sentences."""
+    return [
+        (source, [f"{list(c.index)} {c.sentence}" if c.index else c.sentence for c in group])
+        for source, group in groupby(step.printed, key=lambda comparison: comparison.source)
+    ]
+
+
+def _title(step: Step) -> str:
+    return f"{step.name}, {step.place}" if step.place else step.name
+
+
+def _shape_in_words(step: Step) -> str:
+    if not step.axes:
+        return ""
+    return f"Shape ({', '.join(step.axes)}) = ({', '.join(map(str, step.value.shape))})."
+
+
+def _labels(step: Step, body: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
+    """A label for each row and for each column, empty where the axis is mere width."""
+    rows = step.rows if step.value.ndim > 1 else None
+    return list(rows or [""] * len(body)), list(step.columns or [""] * len(body[0] if body else ()))
+
+
+def _markdown_table(step: Step, decimals: int) -> str:
+    body = cells(step.value, decimals)
+    rows, columns = _labels(step, body)
+    lines = [["", *map(_markdown, columns)], ["---", *["---:"] * len(columns)]]
+    lines += [[_markdown(label), *row] for label, row in zip(rows, body, strict=True)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _markdown(text: str) -> str:
+    return re.sub(r"([\\`*_{}\[\]<>#|$])", r"\\\1", text)
+
+
+def _latex_matrix(step: Step, decimals: int) -> str:
+    body = cells(step.value, decimals)
+    rows, columns = _labels(step, body)
+    numbers = [[cell.replace("∞", r"\infty") for cell in row] for row in body]
+    head = [rf"\text{{{_latex(label)}}}" for label in columns] if any(columns) else []
+    lines = ["& " + " & ".join(head)] if head else []
+    lines += [
+        rf"\text{{{_latex(label)}}} & " + " & ".join(row)
+        for label, row in zip(rows, numbers, strict=True)
+    ]
+    table = " \\\\\n".join(lines)
+    width = "r" * (len(columns) or 1)
+    return (
+        rf"\begin{{center}}\resizebox{{\ifdim\width>\linewidth\linewidth\else\width\fi}}{{!}}{{$"
+        f"{step.tex_symbol} = \\begin{{array}}{{l{width}}}\n{table}\n\\end{{array}}$}}"
+        r"\end{center}"
+    )
+
+
+def _latex(text: str) -> str:
+    special = {
+        "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#",
+        "%": r"\%", "_": r"\_", "^": r"\^{}", "~": r"\~{}", "<": r"\(<\)", ">": r"\(>\)",
+        "|": r"\(|\)", "∞": r"\(\infty\)", "√": r"\(\surd\)", "·": r"\(\cdot\)", "−": r"\(-\)",
+        "×": r"\(\times\)", "→": r"\(\to\)",
+    }  # fmt: skip
+    return "".join(special.get(character, character) for character in text)
+
+
+def _latex_document(text: str) -> str:
+    start = f"{LATEX_PREAMBLE}{_unknown_characters(text)}\\begin{{document}}\n\n"
+    return f"{start}{text}\n\n\\end{{document}}\n"
+
+
+def _unknown_characters(text: str) -> str:
+    """pdfLaTeX stops at a character it has no glyph for: have it print the code instead.
+
+    XeLaTeX and LuaLaTeX print what their font has.
+    """
+    others = sorted({c for c in text if ord(c) > 0x17F or unicodedata.category(c) in ("Cc", "Cf")})
+    lines = [
+        rf"\DeclareUnicodeCharacter{{{ord(c):04X}}}{{[U+{ord(c):04X}]}}"
+        for c in others
+        if c != "\n"
+    ]
+    return "".join(["\\ifPDFTeX\n", *(f"{line}\n" for line in lines), "\\fi\n"]) if lines else ""
+
+
+LATEX_PREAMBLE = r"""\documentclass{article}
+\usepackage{amsmath,graphicx,iftex}
+\ifPDFTeX
+\usepackage[utf8]{inputenc}
+\usepackage[T1]{fontenc}
+\fi
+\setlength{\parindent}{0pt}
+"""
+
+
+def _file_name(number: int, step: Step) -> str:
+    parts = [f"{number:02}", re.sub(r"\W+", "_", step.name).strip("_")]
+    places = (("batch", step.batch), ("head", step.head), ("kv_head", step.kv_head))
+    parts += [f"{key}{n}" for key, n in places if n is not None]
+    return "_".join(parts) + ".csv"
+
+
+def _csv(value: NDArray[Any]) -> str:
+    stream = io.StringIO()
+    matrix = _plain(value).reshape(-1, value.shape[-1] if value.ndim else 1)
+    csv.writer(stream, lineterminator="\n").writerows(matrix.tolist())
+    return stream.getvalue()
+
+
+def _archive(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, **arrays)  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+def _plain(value: NDArray[Any]) -> NDArray[Any]:
+    """``value`` in a dtype that any reader knows: bfloat16 becomes float32, losing nothing."""
+    return value if value.dtype.kind in "fiub" else value.astype(np.float32)
+
+
+def _table_as_json(records: Sequence[Mapping[str, str]]) -> str:
+    return json.dumps(list(records), ensure_ascii=False, indent=1) + "\n"
+
+
+def _table_as_markdown(records: Sequence[Mapping[str, str]]) -> str:
+    lines = [[_markdown(cell) for cell in row] for row in _rows(records)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _table_as_latex(records: Sequence[Mapping[str, str]]) -> str:
+    rows = _rows(records)
+    column = rf"p{{{0.9 / len(rows[0]):.2f}\linewidth}}"
+    lines = " \\\\\n".join(" & ".join(map(_latex, row)) for row in rows)
+    start = rf"\begin{{tabular}}{{{column * len(rows[0])}}}"
+    return _latex_document(f"{start}\n{lines}\n\\end{{tabular}}")
+
+
+def _table_as_csv(records: Sequence[Mapping[str, str]]) -> str:
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(_rows(records))
+    return stream.getvalue()
+
+
+def _table_as_npz(records: Sequence[Mapping[str, str]]) -> bytes:
+    return _archive({name: np.array([record[name] for record in records]) for name in records[0]})
+
+
+def _rows(records: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    return [list(records[0]), *(list(record.values()) for record in records)]

@@ -1,0 +1,34 @@
+"""Numbers as text: one rule for the terminal and for every page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LARGEST_FIXED = 1e6  # from here on a column of fixed decimals would be mostly digits
+
+
+def cells(value: NDArray[Any], decimals: int) -> list[list[str]]:
+    """The numbers of ``value`` as rows of text; a scalar is one row of one, a vector one row.
+
+    Whole numbers are written without decimals, where all are whole.
+
+    >>> cells(np.array([[1.0, -np.inf]]), 3), cells(np.array([0.5, -1e-9]), 3)
+    ([['1', '-∞']], [['0.500', '0.000']])
+    """
+    matrix = np.asarray(value, np.float64).reshape(-1, value.shape[-1] if value.ndim else 1)
+    finite = matrix[np.isfinite(matrix)]
+    if (abs(finite) >= LARGEST_FIXED).any():
+        form = f".{decimals}e"
+    else:
+        form = ".0f" if (finite == np.rint(finite)).all() else f".{decimals}f"
+    return [[_cell(number, form) for number in row] for row in matrix.tolist()]
+
+
+def _cell(number: float, form: str) -> str:
+    if np.isfinite(number):
+        text = format(number, form)
+        return text.removeprefix("-") if float(text) == 0 else text
+    return "NaN" if np.isnan(number) else "∞" if number > 0 else "-∞"

@@ -1,0 +1,216 @@
+"""A number as a document prints it, beside the exact one, and what became of it in between.
+
+The status of a printed number is computed from the number itself, the exact value, and the value
+that the *printed*, already rounded, previous step would give. A worked example also states the
+status it expects; a test holds the two together, so that neither can be wrong alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Decimal
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Status(str, Enum):
+    """How a printed number relates to what its document's own inputs give."""
+
+    EXACT = "exact"
+    TRUNCATED = "truncated"
+    FROM_ROUNDED = "from rounded"
+    WRONG = "wrong"
+    ASSUMED = "assumed"
+    ILLUSTRATIVE = "illustrative"
+
+
+IN_WORDS = {
+    Status.EXACT: "correctly rounded",
+    Status.TRUNCATED: "cut, not rounded",
+    Status.FROM_ROUNDED: "follows from the rounded numbers of the step before, not the exact ones",
+    Status.WRONG: "does not follow from {origin}",
+    Status.ASSUMED: "assumed by the document, not computed from its inputs",
+    Status.ILLUSTRATIVE: "a picture's number, with no inputs behind it",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One printed number beside its exact value.
+
+    Attributes
+    ----------
+    value : float
+        The printed number.
+    exact : float or None
+        None where the document gives no inputs to compute it from.
+    decimals : int
+        Printed decimals.
+    index : tuple of int
+        Its place in the step's value.
+    status : Status
+        As the worked example states it.
+    computed : Status
+        As the numbers have it; equal to ``status`` in every worked example of the project.
+    origin : str
+        What the number should follow from.
+    source : str
+        Where in the document.
+    text : str
+        The number as it stands there.
+    """
+
+    value: float
+    exact: float | None
+    decimals: int
+    index: tuple[int, ...]
+    status: Status
+    computed: Status
+    origin: str
+    source: str
+    text: str
+
+    @property
+    def sentence(self) -> str:
+        """The comparison in words.
+
+        >>> PrintedMatrix("weights", ("0.268",), status=Status.TRUNCATED, source="").compare(
+        ...     np.array([0.2689414]))[0].sentence
+        'printed 0.268, exact 0.268941: cut, not rounded'
+        """
+        words = IN_WORDS[self.status].format(origin=self.origin)
+        if self.exact is None:
+            return f"printed {self.text}: {words}"
+        exact = f"{self.exact:.6f}" if np.isfinite(self.exact) else "-∞"
+        return f"printed {self.text}, exact {exact}: {words}"
+
+
+@dataclass(frozen=True)
+class PrintedMatrix:
+    """What a document prints of one step, with the status that each number is stated to have.
+
+    Attributes
+    ----------
+    step : str
+        Name of the step that it belongs to.
+    rows : tuple of str
+        The printed numbers, a line a row, decimals kept: ``("0.268 0.731 0",)``.
+    source : str
+        Where in the document.
+    status : Status
+        Of every number that ``but`` does not name.
+    but : mapping from index to Status
+        The exceptions.
+    head : int or None
+        The head it belongs to, where the step has heads.
+    exact : ndarray or None
+        What the document's inputs give, if that is not the step's own value.
+    rounded : ndarray or None
+        What the printed numbers of the step before give.
+    origin : str
+        What the numbers should follow from, as a phrase.
+    says : str
+        The document's words, where they decide the status ("Assume: …").
+    has_inputs : bool
+        False for a picture's numbers, which nothing could be compared with.
+    """
+
+    step: str
+    rows: tuple[str, ...]
+    source: str
+    status: Status = Status.EXACT
+    but: Mapping[tuple[int, ...], Status] = field(default_factory=dict)
+    head: int | None = None
+    exact: NDArray[Any] | None = None
+    rounded: NDArray[Any] | None = None
+    origin: str = "the document's own inputs"
+    says: str = ""
+    has_inputs: bool = True
+
+    @property
+    def values(self) -> NDArray[np.float64]:
+        """The printed numbers as an array of shape (rows, columns), float64."""
+        return np.array([[_number(text) for text in row.split()] for row in self.rows])
+
+    def compare(self, step_value: NDArray[Any]) -> tuple[Comparison, ...]:
+        """Return one comparison for each printed number of this step, in reading order."""
+        exact = step_value if self.exact is None else self.exact
+        texts = [text for row in self.rows for text in row.split()]
+        if len(texts) != exact.size:
+            raise ValueError(
+                f"{self.source} prints {len(texts)} numbers of {self.step}, "
+                f"which has shape {exact.shape}"
+            )
+        return tuple(
+            self._compare(text, index, exact)
+            for text, index in zip(texts, np.ndindex(exact.shape), strict=True)
+        )
+
+    def _compare(self, text: str, index: tuple[int, ...], exact: NDArray[Any]) -> Comparison:
+        value = float(exact[index]) if self.has_inputs else None
+        rounded = None if self.rounded is None else float(self.rounded[index])
+        return Comparison(
+            value=_number(text),
+            exact=value,
+            decimals=_decimals(text),
+            index=index,
+            status=self.but.get(index, self.status),
+            computed=classify(text, value, rounded, is_assumed="assume" in self.says.lower()),
+            origin=self.origin,
+            source=self.source,
+            text=text,
+        )
+
+
+def classify(
+    text: str, exact: float | None, rounded: float | None = None, *, is_assumed: bool = False
+) -> Status:
+    """Return the status of a printed number, given as its text.
+
+    Parameters
+    ----------
+    text : str
+        As printed, so that its decimals count.
+    exact : float or None
+        The value that the document's inputs give, None where it gives none.
+    rounded : float or None
+        The value that the printed numbers of the step before give, where that is known.
+    is_assumed : bool
+        The document says that it assumes the number.
+
+    >>> [classify(text, 0.2689414).value for text in ("0.269", "0.268", "0.3", "0.25")]
+    ['exact', 'truncated', 'exact', 'wrong']
+    """
+    if exact is None:
+        return Status.ILLUSTRATIVE
+    if _rounds_to(exact, text, ROUND_HALF_EVEN):
+        return Status.EXACT
+    if _rounds_to(exact, text, ROUND_DOWN):
+        return Status.TRUNCATED
+    if rounded is not None and _rounds_to(rounded, text, ROUND_HALF_EVEN):
+        return Status.FROM_ROUNDED
+    return Status.ASSUMED if is_assumed else Status.WRONG
+
+
+def _rounds_to(value: float, text: str, rounding: str) -> bool:
+    printed = _number(text)
+    if not np.isfinite(value) or not np.isfinite(printed):
+        return value == printed
+    step = Decimal(1).scaleb(-_decimals(text))
+    # A sum such as 0.401 · 1 + 0.198 · 3 misses its decimal value by a few float64 roundings, which
+    # must not decide where it is cut.
+    clean = Decimal(repr(round(value, 12)))
+    return clean.quantize(step, rounding=rounding) == Decimal(repr(printed))
+
+
+def _number(text: str) -> float:
+    plain = text.replace("−", "-").replace("∞", "inf")
+    return float(plain)
+
+
+def _decimals(text: str) -> int:
+    return len(text.partition(".")[2])

@@ -1,0 +1,289 @@
+"""A trace on a terminal, and, by rich's recorders, as SVG and HTML. The only room that knows rich.
+
+Everything is built as lines of text, so that what is wide can be split by columns on a terminal and
+stays whole in a file.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby, zip_longest
+from typing import IO
+
+import numpy as np
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from minimha.explain.numbers import cells
+from minimha.explain.printed import Comparison, Status
+from minimha.explain.trace import Step, Trace
+
+INDENT = 4
+GAP = 2
+NO_BREAK = "\N{NO-BREAK SPACE}"
+SHADES = " ░▒▓█"
+ROOMY = 6  # so many columns of a heatmap may be wide enough for a word
+LABEL_WIDTH = 10  # of a heatmap; a matrix shows its labels whole
+EXPORT_WIDTH = 100
+UNBROKEN = 1000
+STYLES = {
+    Status.EXACT: "green",
+    Status.TRUNCATED: "magenta",
+    Status.FROM_ROUNDED: "magenta",
+    Status.WRONG: "bold red",
+    Status.ASSUMED: "magenta",
+    Status.ILLUSTRATIVE: "magenta",
+}
+
+
+def console_for(stream: IO[str]) -> Console:
+    """A console on ``stream`` that takes text as it is: tokens are no markup."""
+    return Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def text(trace: Trace, decimals: int, width: int | None, in_color: bool) -> Text:
+    """Every step of ``trace``, and its weights as heatmaps.
+
+    Parameters
+    ----------
+    trace : Trace
+    decimals : int
+        Of numbers that are not whole.
+    width : int or None
+        Columns that there are; None does not break any line.
+    in_color : bool
+        Whether heatmaps may use colour; otherwise they are shaded with characters.
+    """
+    lines = _paragraph(trace.example, width, "bold", indent=0)
+    lines += _paragraph(trace.source, width, "", indent=0) if trace.source else []
+    steps = trace.steps
+    said: set[tuple[str, str]] = set()
+    for number, step in enumerate(steps, 1):
+        lines += [Text(), *_heading(step, number)]
+        if (step.formula, step.note) not in said:  # else an earlier head or block has said it
+            lines += [*_explanation(step, width), Text()]
+            said.add((step.formula, step.note))
+        lines += _matrix(step, decimals, width)
+        if step.printed:
+            lines += [Text(), *_printed(step, width)]
+    maps = [_heatmap(title, step, in_color) for title, step in _drawn(steps)]
+    if maps:
+        lines += [Text(), Text("heatmap", "bold"), *_legend(width, in_color), Text()]
+        lines += _side_by_side(maps, width)
+    return Text("\n").join(lines)
+
+
+def table(records: Sequence[Mapping[str, str]]) -> Table:
+    """A table with the records' keys as its head."""
+    shown = Table(
+        *records[0], box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold"
+    )
+    for record in records:
+        shown.add_row(*record.values())
+    return shown
+
+
+def plain(shown: RenderableType) -> str:
+    """``shown`` as text without colour, no line broken and no blanks at the end of one."""
+    if isinstance(shown, Text):
+        return shown.plain + "\n"
+    stream = io.StringIO()
+    Console(file=stream, width=UNBROKEN, markup=False, emoji=False, highlight=False).print(shown)
+    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
+
+
+def svg(shown: RenderableType, title: str) -> str:
+    """``shown`` as a picture of a terminal, SVG."""
+    return str(_recorded(shown).export_svg(title=title))
+
+
+def html(shown: RenderableType) -> str:
+    """``shown`` as a page that stands alone, HTML."""
+    return str(_recorded(shown).export_html(inline_styles=True))
+
+
+def _recorded(shown: RenderableType) -> Console:
+    console = Console(
+        record=True,
+        width=EXPORT_WIDTH,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        legacy_windows=False,
+    )
+    console.print(shown, soft_wrap=True)
+    return console
+
+
+def _heading(step: Step, number: int) -> list[Text]:
+    place = f" · {step.place}" if step.place else ""
+    size = " × ".join(str(n) for n in step.value.shape)
+    axes = f"   {' × '.join(step.axes)} = {size}" if step.axes else ""
+    return [Text(f"{number:>2}  ").append(step.name + place, "bold").append(axes)]
+
+
+def _explanation(step: Step, width: int | None) -> list[Text]:
+    formula = [] if step.formula in (step.symbol, step.name) else _paragraph(step.formula, width)
+    return formula + _paragraph(step.note, width)
+
+
+def _matrix(step: Step, decimals: int, width: int | None) -> list[Text]:
+    """The numbers under their labels, in as many groups of columns as the width asks for."""
+    body = cells(step.value, decimals)
+    if not body or not body[0]:
+        return [Text(" " * INDENT + "(empty)")]
+    labels = step.rows if step.value.ndim > 1 else None
+    names = ["" if labels is None else label for label in labels or [""] * len(body)]
+    margin = INDENT + max(map(cell_len, names)) + (GAP if labels else 0)
+    heads = step.columns or [""] * len(body[0])
+    widths = [max(cell_len(cell) for cell in column) for column in zip(heads, *body, strict=True)]
+    lines: list[Text] = []
+    for group in _column_groups(widths, None if width is None else width - margin):
+        lines += [Text()] if lines else []
+        for name, row in [("", heads), *zip(names, body, strict=True)]:
+            start = set_cell_size(" " * INDENT + name, margin)
+            columns = (" " * (widths[n] - cell_len(row[n])) + row[n] for n in group)
+            line = (start + (" " * GAP).join(columns)).rstrip()
+            lines += [Text(line)] if line else []
+    return lines
+
+
+def _column_groups(widths: Sequence[int], available: int | None) -> list[list[int]]:
+    groups: list[list[int]] = [[]]
+    used = 0
+    for column, size in enumerate(widths):
+        if groups[-1] and available is not None and used + size > available:
+            groups.append([])
+            used = 0
+        groups[-1].append(column)
+        used += size + GAP
+    return groups
+
+
+def _printed(step: Step, width: int | None) -> list[Text]:
+    """What a document prints of this step: each number that is off, and the others at once."""
+    lines: list[Text] = []
+    for source, group in groupby(step.printed, key=lambda comparison: comparison.source):
+        comparisons = list(group)
+        lines += _paragraph(f"printed in {source}: {_as_printed(comparisons)}", width)
+        off = [c for c in comparisons if c.status is not Status.EXACT]
+        sentences = [(c.status, _where(step, c.index) + c.sentence) for c in off]
+        if len(off) < len(comparisons):
+            sentences.append((Status.EXACT, _exact_ones(comparisons)))
+        for status, sentence in sentences:
+            lines += _paragraph(sentence, width, STYLES[status], indent=INDENT + 2)
+    return lines
+
+
+def _exact_ones(comparisons: Sequence[Comparison]) -> str:
+    """How many of the printed numbers are exact, in words."""
+    exact = [c for c in comparisons if c.status is Status.EXACT]
+    is_same = all(c.value == c.exact for c in exact)
+    words = "exact" if is_same else "exact, correctly rounded"
+    verb = "is" if len(exact) == 1 else "are"
+    if len(comparisons) == 1:
+        return words
+    return f"{'all' if len(exact) == len(comparisons) else 'the other'} {len(exact)} {verb} {words}"
+
+
+def _as_printed(comparisons: Sequence[Comparison]) -> str:
+    """The printed numbers as the document has them: ``[1 0] [0 1]``, a row unbroken."""
+    rows = groupby(comparisons, key=lambda c: c.index[:-1])
+    return " ".join(f"[{NO_BREAK.join(c.text for c in row)}]" for _, row in rows)
+
+
+def _where(step: Step, index: tuple[int, ...]) -> str:
+    """The place of a number in words: ``row cat, column The: ``."""
+    if not index:
+        return ""
+    names = [(step.rows, "row"), (step.columns, "column")][-len(index) :]
+    parts = [
+        f"{word} {labels[n] if labels else n}"
+        for (labels, word), n in zip(names, index, strict=True)
+    ]
+    return f"{', '.join(parts)}: "
+
+
+def _drawn(steps: Iterable[Step]) -> list[tuple[str, Step]]:
+    """The steps worth a heatmap, with a title: weights, and what came before with a single head."""
+    steps = [step for step in steps if step.value.ndim == 2 and step.value.size]
+    weights = [step for step in steps if step.name == "weights"]
+    if len(weights) > 1:
+        return [(f"weights, {step.place}", step) for step in weights]
+    order = {"scores": "raw scores", "masked": "masked", "weights": "softmax weights"}
+    return [(title, step) for name, title in order.items() for step in steps if step.name == name]
+
+
+def _heatmap(title: str, step: Step, in_color: bool) -> list[Text]:
+    value = np.asarray(step.value, np.float64)
+    finite = value[np.isfinite(value)]
+    low, high = (
+        (0.0, 1.0) if step.name == "weights" else (finite.min(initial=0), finite.max(initial=0))
+    )
+    rows = [_short(label, LABEL_WIDTH) for label in step.rows or ()]
+    margin = max(map(cell_len, rows)) + 1
+    texts = cells(value, 2)
+    size = 5 if in_color or len(texts[0]) <= ROOMY else 3
+    heads = "".join(set_cell_size(_short(label, size), size + 1) for label in step.columns or ())
+    lines = [Text(title), Text((" " * margin + heads).rstrip())]
+    for label, row, numbers in zip(rows, texts, value.tolist(), strict=True):
+        line = Text(set_cell_size(label, margin))
+        for number, cell in zip(numbers, row, strict=True):
+            level = (number - low) / (high - low) if high > low else 0.0
+            line.append_text(_heat(level, cell, size, in_color)).append(" ")
+        lines.append(line)
+    return lines
+
+
+def _heat(level: float, cell: str, size: int, in_color: bool) -> Text:
+    if not np.isfinite(level):
+        return Text(("-∞" if in_color else "×").center(size))
+    if not in_color:
+        return Text(SHADES[math.ceil(level * (len(SHADES) - 1))] * size)
+    red, green, blue = (round(a + (b - a) * level) for a, b in ((247, 8), (251, 48), (255, 107)))
+    ink = "white" if level > 0.5 else "black"
+    return Text(cell.center(size), f"{ink} on rgb({red},{green},{blue})")
+
+
+def _legend(width: int | None, in_color: bool) -> list[Text]:
+    if in_color:
+        return _paragraph("Darker is more; -∞ is hidden. Rows are queries, columns keys.", width)
+    return _paragraph(
+        f"From blank over {SHADES[1:-1]} to {SHADES[-1]}: least to most; × is hidden. "
+        "Rows are queries, columns keys.",
+        width,
+    )
+
+
+def _side_by_side(blocks: Sequence[list[Text]], width: int | None) -> list[Text]:
+    """Blocks of lines next to each other, as many in a row as fit."""
+    widths = [max(line.cell_len for line in block) + INDENT for block in blocks]
+    lines: list[Text] = []
+    for group in _column_groups(widths, width or EXPORT_WIDTH):
+        lines += [Text()] if lines else []
+        for row in zip_longest(*(blocks[n] for n in group), fillvalue=Text()):
+            line = Text(" " * INDENT)
+            for n, part in zip(group, row, strict=True):
+                line.append_text(part).append(" " * (widths[n] - part.cell_len))
+            line.rstrip()
+            lines.append(line)
+    return lines
+
+
+def _paragraph(words: str, width: int | None, style: str = "", indent: int = INDENT) -> list[Text]:
+    room = None if width is None else max(20, width - indent)
+    return [Text(" " * indent).append(line, style) for line in _wrapped(words, room)]
+
+
+def _wrapped(words: str, width: int | None) -> list[str]:
+    lines = [words] if width is None else textwrap.wrap(words, width) or [""]
+    return [line.replace(NO_BREAK, " ") for line in lines]
+
+
+def _short(label: str, size: int) -> str:
+    return label if cell_len(label) <= size else set_cell_size(label, size - 1) + "…"

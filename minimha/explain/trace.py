@@ -1,0 +1,249 @@
+"""A trace keeps every intermediate that passes a tap, and presents it as steps to be shown."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.explain.catalogue import Entry, entry
+from minimha.explain.printed import Comparison, PrintedMatrix
+
+TOKEN_AXES = ("L", "Lq", "Lk")
+BLOCK = re.compile(r"\[i=(\d+)(?:,j=(\d+))?\]")
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One matrix of one head, ready to be shown: whatever shows a trace needs nothing else.
+
+    Attributes
+    ----------
+    name, symbol, formula, note, source : str
+    tex_symbol, tex : str
+        Symbol and formula for a page.
+    axes : tuple of str
+        The name of each axis of ``value``.
+    value : ndarray, read-only
+    batch, head, kv_head : int or None
+        Which slice of the traced array this is, counted from 0; None where there is only one. K and
+        V carry ``kv_head`` where several query heads share one key/value head.
+    rows, columns : tuple of str, or None
+        Labels of the last two axes, where the axis counts tokens.
+    printed : tuple of Comparison
+        The numbers that a document prints of this step.
+    """
+
+    name: str
+    symbol: str
+    tex_symbol: str
+    axes: tuple[str, ...]
+    formula: str
+    tex: str
+    note: str
+    source: str
+    value: NDArray[Any]
+    batch: int | None = None
+    head: int | None = None
+    kv_head: int | None = None
+    rows: tuple[str, ...] | None = None
+    columns: tuple[str, ...] | None = None
+    printed: tuple[Comparison, ...] = ()
+
+    @property
+    def base(self) -> str:
+        """The name without its block or variant: ``S`` of ``S[i=0,j=1]``."""
+        return self.name.partition("[")[0]
+
+    @property
+    def place(self) -> str:
+        """Which batch entry and head, in words; empty where there is only one."""
+        parts = (("batch", self.batch), ("head", self.head), ("key/value head", self.kv_head))
+        return ", ".join(f"{word} {number}" for word, number in parts if number is not None)
+
+
+@dataclass(eq=False)
+class Trace:
+    """A tap that listens: call it, or hand it to ``attention(…, tap=trace)``.
+
+    Parameters
+    ----------
+    example, source : str
+        What is traced, and where it comes from.
+    labels : mapping from axis name to labels
+        Usually made by ``token_labels``.
+    notes : mapping from step name to str
+        What to say of a step beyond the catalogue's sentence.
+    printed : sequence of PrintedMatrix
+        What a document prints of these steps.
+    blocks : (B_r, B_c) or None
+        Block sizes, where tiles are traced, so that their rows can be labelled.
+
+    Examples
+    --------
+    >>> from minimha import attention
+    >>> trace = Trace(labels=token_labels(["cat", "sat"]))
+    >>> output = attention([[1, 0], [0, 1]], [[1, 0], [0, 1]], [[1], [3]], scale=1, tap=trace)
+    >>> trace["weights"].round(3)
+    array([[0.731, 0.269],
+           [0.269, 0.731]])
+    >>> [step.name for step in trace.steps]
+    ['q', 'k', 'v', 'scores', 'weights', 'output']
+    """
+
+    example: str = "attention"
+    source: str = ""
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    printed: Sequence[PrintedMatrix] = ()
+    blocks: tuple[int, int] | None = None
+    only: Sequence[str] = ()
+    _values: dict[str, NDArray[Any]] = field(default_factory=dict, init=False, repr=False)
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Keep a read-only copy of ``value`` under ``name`` and return ``value`` itself."""
+        if name in self._values:
+            raise ValueError(
+                f"this trace already holds {name!r}: a trace follows one run, use a new one"
+            )
+        kept = np.array(value)
+        kept.setflags(write=False)
+        self._values[name] = kept
+        return value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        """The names, in the order in which they were computed."""
+        return iter(self._values)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """Return the array kept under ``name``, without batch and head axes of length 1."""
+        if name not in self._values:
+            raise KeyError(f"no step {name!r}; this trace holds {', '.join(self)}")
+        value = self._values[name]
+        axes = self._axes(name)
+        single = tuple(
+            n for n, axis in enumerate(axes) if axis in ("B", "H", "Hkv") and value.shape[n] == 1
+        )
+        return value.squeeze(single)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Every step in order, one for each batch entry and head; only the chosen, if ``only``."""
+        unknown = [name for name in self.only if name not in self._known_names()]
+        if unknown:
+            raise ValueError(
+                f"no step {unknown[0]!r} in this example: its steps are "
+                f"{', '.join(self._known_names())}"
+            )
+        return [
+            step
+            for name in self
+            if not self.only or {name, name.partition("[")[0]} & set(self.only)
+            for step in self._split(name)
+        ]
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The whole array of each step shown, all heads together."""
+        return {step.name: self[step.name] for step in self.steps}
+
+    def _known_names(self) -> list[str]:
+        return list(dict.fromkeys(part for name in self for part in (name.partition("[")[0], name)))
+
+    def _entry(self, name: str) -> Entry:
+        base = name.partition("[")[0]
+        if base == "output" and "concat" in self:  # not one head's result: all of them, projected
+            return entry("projected")
+        known = entry(name)
+        if base in ("q", "k", "v") and "x" not in self:  # given, not projected
+            return known._replace(formula=known.symbol, tex=known.tex_symbol)
+        return known
+
+    def _axes(self, name: str) -> tuple[str, ...]:
+        """Names of the axes that the kept array has; a 2-D input has no batch axis to name."""
+        ndim = self._values[name].ndim
+        named = self._entry(name).axes
+        return (tuple(f"axis {n}" for n in range(ndim)) + named)[-ndim:] if ndim else ()
+
+    def _split(self, name: str) -> Iterator[Step]:
+        value, axes = self._values[name], self._axes(name)
+        split = [n for n, axis in enumerate(axes) if axis in ("B", "H", "Hkv")]
+        shared = "Hkv" in axes and self._num_heads() not in (value.shape[axes.index("Hkv")], None)
+        for index in itertools.product(*(range(value.shape[n]) for n in split)):
+            at: list[Any] = [slice(None)] * value.ndim
+            place: dict[str, int | None] = {}
+            for n, i in zip(split, index, strict=True):
+                at[n] = i
+                key = {"B": "batch", "H": "head", "Hkv": "kv_head" if shared else "head"}[axes[n]]
+                place[key] = i if value.shape[n] > 1 else None
+            kept = tuple(axis for n, axis in enumerate(axes) if n not in split)
+            yield self._step(name, value[tuple(at)], kept, place)
+
+    def _num_heads(self) -> int | None:
+        for name in ("q", "Q[i=0]"):
+            if name in self:
+                return int(self._values[name].shape[1])
+        return None
+
+    def _step(
+        self, name: str, value: NDArray[Any], axes: tuple[str, ...], place: dict[str, int | None]
+    ) -> Step:
+        known = self._entry(name)
+        note = " ".join(part for part in (known.sentence, self.notes.get(name, "")) if part)
+        matrices = [p for p in self.printed if p.step == name and p.head == place.get("head")]
+        labels = [
+            self._axis_labels(name, axis, size)
+            for axis, size in zip(axes, value.shape, strict=True)
+        ]
+        rows, columns = [None, None, *labels][-2:]
+        return Step(
+            name=name,
+            symbol=known.symbol,
+            tex_symbol=known.tex_symbol,
+            axes=axes,
+            formula=known.formula,
+            tex=known.tex,
+            note=note,
+            source=known.source,
+            value=value,
+            rows=rows,
+            columns=columns,
+            printed=tuple(c for matrix in matrices for c in matrix.compare(value)),
+            **place,
+        )
+
+    def _axis_labels(self, name: str, axis: str, size: int) -> tuple[str, ...] | None:
+        """Labels along one axis: tokens, or their numbers; None where an axis is mere width."""
+        start = 0
+        if axis in ("B_r", "B_c"):
+            block = BLOCK.search(name)
+            if block is None or self.blocks is None:
+                return None
+            number, step = (
+                (block[1], self.blocks[0]) if axis == "B_r" else (block[2], self.blocks[1])
+            )
+            axis, start = ("Lq" if axis == "B_r" else "Lk"), int(number) * step
+        if axis not in (*TOKEN_AXES, *self.labels):
+            return None
+        labels = self.labels.get(axis, ())[start : start + size]
+        return labels if len(labels) == size else tuple(str(start + n) for n in range(size))
+
+
+def token_labels(
+    queries: Iterable[str], keys: Iterable[str] | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Label the axes that count tokens; ``keys`` are the same tokens unless given.
+
+    >>> token_labels(["cat", "sat"])["Lk"]
+    ('cat', 'sat')
+    """
+    queries = tuple(queries)
+    return {"L": queries, "Lq": queries, "Lk": queries if keys is None else tuple(keys)}

@@ -1,0 +1,167 @@
+"""Attention one number at a time: the oracle that the NumPy implementations are checked against.
+
+Everything here is a Python float in a nested list, every sum is a `math.fsum`, and a key that a
+query does not see is skipped instead of being multiplied by zero. It is slow, and meant to be read.
+
+Infinities of both signs meeting in one sum raise ValueError, as `math.fsum` does.
+"""
+
+from math import exp, fsum, inf, log, sqrt, tanh
+
+
+def sees(p, j, *, is_causal, window, length, mask, bias):
+    """Tell whether the query at key position `p` may attend to key `j`.
+
+    `mask` and `bias` are this query's rows; None, here and below, stands for "no such limit".
+    """
+    left, right = window
+    return (
+        (not is_causal or j <= p)
+        and (left is None or p - left <= j)
+        and (right is None or j <= p + right)
+        and (length is None or j < length)
+        and (mask is None or mask[j])
+        and (bias is None or bias[j] != -inf)
+    )
+
+
+def score(query, key, *, distance, scale, softcap, bias, slope):
+    """Return the score of one query and one key: scaled, then capped, then biased."""
+    if scale is None:
+        scale = 1 / sqrt(len(query))
+    s = scale * fsum(a * b for a, b in zip(query, key, strict=True))
+    if softcap is not None:
+        s = softcap * tanh(s / softcap)
+    if bias is not None:
+        s += bias
+    if slope is not None:
+        s -= slope * distance
+    return s
+
+
+def row(scores, values, width, sink=-inf):
+    """Return the softmax-weighted mean of `values`, a list of `width`, and the log-sum-exp.
+
+    The sink takes part in the softmax but brings no value. A score of -inf has no part in either,
+    so its value is left out; where nothing remains, the output is zeros and the log-sum-exp -inf.
+    """
+    terms = [(s, value) for s, value in zip(scores, values, strict=True) if s != -inf]
+    if not terms and sink == -inf:
+        return [0.0] * width, -inf
+    top = max([sink, *(s for s, _ in terms)])
+    total = fsum([exp(sink - top), *(exp(s - top) for s, _ in terms)])
+    weighted = [(exp(s - top) / total, value) for s, value in terms]
+    output = [fsum(weight * value[d] for weight, value in weighted) for d in range(width)]
+    return output, top + log(total)
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    is_causal=False,
+    q_offset=None,
+    window_size=None,
+    attn_mask=None,
+    attn_bias=None,
+    kv_lengths=None,
+    alibi_slopes=None,
+    scale=None,
+    softcap=None,
+    sinks=None,
+    value_width=None,
+):
+    """Return scaled dot-product attention and its log-sum-exp, `(output, lse)`.
+
+    Parameters
+    ----------
+    q, k, v
+        Queries (B, H, Lq, D), keys (B, Hkv, Lk, D) and values (B, Hkv, Lk, Dv). Query head `h` uses
+        key/value head `h // (H // Hkv)`.
+    is_causal
+        Hide every key after the query's own position.
+    q_offset
+        Query `i` stands at key position `i + q_offset`: one int, or one for each of the B items.
+    window_size
+        `(left, right)`: how far a query sees to each side, inclusive; None is without bound.
+    attn_mask, attn_bias
+        Full (B, H, Lq, Lk). True may attend; a bias is added to the score, and -inf hides the key.
+    kv_lengths
+        For each of the B items, the number of leading keys that exist.
+    alibi_slopes
+        For each of the H heads, what one step of distance takes off the score.
+    scale, softcap
+        The factor on the dot product (None is 1 / sqrt(D)), and the bound `c` in `c * tanh(s / c)`.
+    sinks
+        For each of the H heads, the score of a key without a value.
+    value_width
+        Dv, needed only where Lk is 0 and no value is there to show it.
+
+    Returns
+    -------
+    output, lse
+        Nested lists, (B, H, Lq, Dv) and (B, H, Lq).
+    """
+
+    def attend(b, h, i):
+        group = len(q[b]) // len(k[b])
+        query, keys, values = q[b][h][i], k[b][h // group], v[b][h // group]
+        p = i + (q_offset[b] if isinstance(q_offset, list) else q_offset or 0)
+        mask, bias = at(attn_mask, b, h, i), at(attn_bias, b, h, i)
+        limits = {
+            "is_causal": is_causal,
+            "window": window_size or (None, None),
+            "length": at(kv_lengths, b),
+            "mask": mask,
+            "bias": bias,
+        }
+        seen = [j for j in range(len(keys)) if sees(p, j, **limits)]
+        scores = [
+            score(
+                query,
+                keys[j],
+                distance=abs(p - j),
+                scale=scale,
+                softcap=softcap,
+                bias=at(bias, j),
+                slope=at(alibi_slopes, h),
+            )
+            for j in seen
+        ]
+        width = len(values[0]) if values else value_width
+        sink = -inf if sinks is None else sinks[h]
+        return row(scores, [values[j] for j in seen], width, sink)
+
+    return for_each_query(q, attend)
+
+
+def merge(parts):
+    """Return the `(output, lse)` over all keys from those over disjoint sets of them.
+
+    A part counts as one key: its log-sum-exp is the score, its output the value. A sink must have
+    been given to one part only.
+    """
+
+    def attend(b, h, i):
+        outputs = [output[b][h][i] for output, _ in parts]
+        return row([lse[b][h][i] for _, lse in parts], outputs, len(outputs[0]))
+
+    return for_each_query(parts[0][0], attend)
+
+
+def for_each_query(q, attend):
+    """Collect the pairs `attend(b, h, i)`, one for each query in `q`, into two nested lists."""
+    pairs = [
+        [[attend(b, h, i) for i in range(len(q[b][h]))] for h in range(len(q[b]))]
+        for b in range(len(q))
+    ]
+    output, lse = ([[[pair[n] for pair in x] for x in head] for head in pairs] for n in (0, 1))
+    return output, lse
+
+
+def at(table, *index):
+    """Return `table[i][j]...`, or None where there is no table."""
+    for i in index:
+        table = None if table is None else table[i]
+    return table
