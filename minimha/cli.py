@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -75,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="minimha", description="Every number of attention, step by step.")
     parser.add_argument("--version", action="version", version=f"minimha {__version__}")
     parser.set_defaults(run=None)
-    commands = parser.add_subparsers(metavar="command", title="commands")
+    commands = parser.add_subparsers(prog="minimha", metavar="command", title="commands")
     for add in (_add_examples, _add_example, _add_attend, _add_flash, _add_backends):
         add(commands)
     return parser
@@ -131,9 +130,9 @@ def _add_attend(commands: Any) -> None:
         "and v. Every option of minimha.attention is a key of the file or a flag; a flag wins.",
     )
     parser.set_defaults(run=run_attend)
-    parser.add_argument("problem", nargs="?", type=Path, help="problem.json or problem.npz")
+    parser.add_argument("problem", nargs="?", help="problem.json or problem.npz")
     for name in ("q", "k", "v"):
-        parser.add_argument(f"--{name}", type=Path, metavar="CSV", help=f"{name}, a row a token")
+        parser.add_argument(f"--{name}", metavar="CSV", help=f"{name}, a row a token")
     flag = argparse.BooleanOptionalAction
     add = parser.add_argument
     add("--causal", dest="is_causal", action=flag, help="hide the keys after each query")
@@ -145,8 +144,8 @@ def _add_attend(commands: Any) -> None:
         metavar="LEFT,RIGHT",
         help="keys seen to each side; none = all",
     )
-    add("--attn-mask", type=Path, metavar="CSV", help="1 = may attend, 0 = may not")
-    add("--attn-bias", type=Path, metavar="CSV", help="added to the scores")
+    add("--attn-mask", metavar="CSV", help="1 = may attend, 0 = may not")
+    add("--attn-bias", metavar="CSV", help="added to the scores")
     add("--kv-lengths", type=_integers, metavar="N,…", help="number of filled keys")
     add("--alibi-slopes", type=_numbers, metavar="X,…", help="one slope a head")
     add("--scale", type=float, metavar="X", help="instead of 1/√D")
@@ -191,7 +190,7 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, help="(text, or by the ending of --output)")
     parser.add_argument(
-        "--output", type=Path, metavar="PATH", help="write a file (csv: a folder, one file a step)"
+        "--output", metavar="PATH", help="write a file (csv: a folder, one file a step)"
     )
     parser.add_argument("--force", action="store_true", help="replace what --output names")
 
@@ -277,7 +276,9 @@ def deliver_table(args: argparse.Namespace, title: str, records: list[dict[str, 
 
 
 def _format(args: argparse.Namespace, only_to_disk: Sequence[str]) -> str:
-    by_ending = SUFFIXES.get(args.output.suffix.lower(), "text") if args.output else "text"
+    by_ending = (
+        SUFFIXES.get(os.path.splitext(args.output)[1].lower(), "text") if args.output else "text"
+    )
     kind: str = args.format or by_ending
     if kind in only_to_disk and args.output is None:
         what = "a folder" if kind == "csv" else "a file"
@@ -368,7 +369,7 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     problem = {} if args.problem is None else files.read_problem(args.problem)
     for name in files.KEYS:
         value = getattr(args, name)
-        if isinstance(value, Path):
+        if isinstance(value, str) and name != "backend":
             value = files.read_matrix(value)
             if name == "attn_mask":
                 value = files.as_mask("--attn-mask", value)

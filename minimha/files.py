@@ -19,7 +19,7 @@ from minimha.api import attention
 KEYS = tuple(name for name in inspect.signature(attention).parameters if name != "tap")
 
 
-def read_problem(path: Path) -> dict[str, Any]:
+def read_problem(name: str) -> dict[str, Any]:
     """Return the arguments of ``attention`` that a JSON or npz file holds.
 
     Keys are ``q``, ``k``, ``v`` and any option of ``attention``; in JSON null is None and "-inf",
@@ -30,20 +30,21 @@ def read_problem(path: Path) -> dict[str, Any]:
     ValueError
         The file is missing or broken, holds another key, or lacks q, k or v.
     """
+    path = Path(name)
     readers = {".json": _read_json, ".npz": _read_npz}
     if path.suffix not in readers:
         raise ValueError(f"{path} ends in {path.suffix!r}: expected a .json or .npz file")
     found = readers[path.suffix](path)
-    unknown = [name for name in found if name not in KEYS]
+    unknown = [key for key in found if key not in KEYS]
     if unknown:
         raise ValueError(f"{path} has the key {unknown[0]!r}: expected {', '.join(KEYS)}")
-    missing = [name for name in ("q", "k", "v") if name not in found]
+    missing = [key for key in ("q", "k", "v") if key not in found]
     if missing:
         raise ValueError(f"{path} lacks the key {missing[0]!r}: q, k and v are needed")
     return found
 
 
-def read_matrix(path: Path) -> NDArray[np.float64]:
+def read_matrix(name: str) -> NDArray[np.float64]:
     """Return the numbers of a CSV file without a header, shape (rows, columns), float64.
 
     Raises
@@ -52,6 +53,7 @@ def read_matrix(path: Path) -> NDArray[np.float64]:
         The file is missing or empty, a row is shorter or longer than the first, or something in it
         is not a number.
     """
+    path = Path(name)
     lines = csv.reader(_read_text(path).splitlines())
     numbered = [(n, cells) for n, cells in enumerate(lines, 1) if cells]
     if not numbered:
@@ -81,14 +83,15 @@ def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
     return numbers.astype(np.bool_)
 
 
-def write_file(path: Path, content: bytes, *, force: bool) -> None:
-    """Write ``content`` under a temporary name, then rename it to ``path``.
+def write_file(name: str, content: bytes, *, force: bool) -> None:
+    """Write ``content`` under a temporary name, then rename it to ``name``.
 
     Raises
     ------
     ValueError
-        The folder does not exist, ``path`` is a folder, or it exists and ``force`` is False.
+        The folder does not exist, ``name`` is a folder, or it exists and ``force`` is False.
     """
+    path = Path(name)
     _check_folder(path)
     if path.is_dir():
         raise ValueError(f"--output {path} is a folder: expected the name of a file")
@@ -97,17 +100,18 @@ def write_file(path: Path, content: bytes, *, force: bool) -> None:
     _replace({path: content})
 
 
-def write_folder(path: Path, files: Mapping[str, str], *, force: bool) -> None:
-    """Write every file into the folder ``path``, which is made if its parent exists.
+def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
+    """Write every file into the folder ``name``, which is made if its parent exists.
 
     Other files in the folder stay as they are.
 
     Raises
     ------
     ValueError
-        The parent does not exist, ``path`` is a file, or the folder holds something already and
+        The parent does not exist, ``name`` is a file, or the folder holds something already and
         ``force`` is False.
     """
+    path = Path(name)
     _check_folder(path)
     if path.exists() and not path.is_dir():
         raise ValueError(

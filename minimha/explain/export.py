@@ -235,6 +235,7 @@ LATEX_PREAMBLE = r"""\documentclass{article}
 \ifPDFTeX
 \usepackage[utf8]{inputenc}
 \usepackage[T1]{fontenc}
+\IfFileExists{lmodern.sty}{\usepackage{lmodern}}{}
 \fi
 \setlength{\parindent}{0pt}
 """

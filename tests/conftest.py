@@ -1,0 +1,9 @@
+"""Hypothesis draws fresh examples on a developer's machine and the same ones in CI."""
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("fresh", deadline=None)
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.load_profile("same" if os.environ.get("CI") else "fresh")

@@ -1,0 +1,235 @@
+"""Dense and tiled attention against the oracle: every option alone, and in combination."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import assert_as_good_as_plain, naive_attention, naive_merge, random_problems, visible
+
+from minimha import attention
+from minimha.equations import dense, tiled
+from minimha.equations.problem import Problem
+
+BACKENDS = ("dense", "tiled")
+inf = np.inf
+
+
+def small(B=2, H=4, Hkv=2, Lq=5, Lk=5, D=3, Dv=2, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    shapes = ((B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv))
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+def random(shape, seed=1):
+    return np.random.default_rng(seed).random(shape)
+
+
+ALONE = {
+    "nothing": {},
+    "causal": {"is_causal": True},
+    "causal, later": {"is_causal": True, "q_offset": 2},
+    "causal, earlier": {"is_causal": True, "q_offset": -2},
+    "causal, offset a batch entry": {"is_causal": True, "q_offset": np.array([-1, 3])},
+    "window to the left": {"window_size": (1, None)},
+    "window to the right": {"window_size": (None, 1)},
+    "window": {"window_size": (2, 1)},
+    "window of self": {"window_size": (0, 0)},
+    "window, causal": {"window_size": (2, 2), "is_causal": True},
+    "window, offset": {"window_size": (1, 0), "q_offset": 3},
+    "mask 2-D": {"attn_mask": random((5, 5)) < 0.5},
+    "mask 4-D": {"attn_mask": random((2, 4, 5, 5)) < 0.5},
+    "mask a head": {"attn_mask": random((1, 4, 1, 5)) < 0.5},
+    "mask of nothing": {"attn_mask": np.zeros((5, 5), bool)},
+    "bias 2-D": {"attn_bias": random((5, 5))},
+    "bias a batch entry": {"attn_bias": random((2, 1, 5, 5))},
+    "bias of -inf": {"attn_bias": np.where(random((5, 5)) < 0.5, -inf, 1.0)},
+    "lengths": {"kv_lengths": np.array([5, 2])},
+    "lengths 0": {"kv_lengths": np.array([0, 1])},
+    "alibi": {"alibi_slopes": np.array([1.0, 0.5, 0.25, 0.0])},
+    "alibi, offset": {"alibi_slopes": np.array([1.0, 0.5, 0.25, 0.0]), "q_offset": -3},
+    "scale": {"scale": 2.0},
+    "scale 0": {"scale": 0.0},
+    "scale negative": {"scale": -1.0},
+    "softcap": {"softcap": 0.7},
+    "softcap, causal": {"softcap": 0.7, "is_causal": True},
+    "softcap, bias": {"softcap": 0.7, "attn_bias": 3 * random((5, 5))},
+    "sinks": {"sinks": np.array([0.0, 1.0, -inf, 5.0])},
+    "sinks, nothing seen": {
+        "sinks": np.array([0.0, 1.0, -inf, 5.0]),
+        "kv_lengths": np.array([0, 3]),
+    },
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE.keys())
+def test_each_option_alone(options, dtype, backend):
+    q, k, v = small(dtype=dtype)
+    output, lse = attention(q, k, v, **options, backend=backend, return_lse=True)
+    assert output.dtype == lse.dtype == dtype
+    assert_as_good_as_plain(q, k, v, options, output, lse)
+
+
+@settings(max_examples=500)
+@given(problem=random_problems(), blocks=st.tuples(st.integers(1, 4), st.integers(1, 4)))
+def test_random_combinations(problem, blocks):
+    q, k, v, options = problem
+    output, lse = attention(q, k, v, **options, return_lse=True)
+    assert_as_good_as_plain(q, k, v, options, output, lse)
+    B_r, B_c = blocks
+    tiles = tiled.forward(Problem.of(q, k, v, **options), B_r=B_r, B_c=B_c)
+    assert_as_good_as_plain(q, k, v, options, *tiles)
+
+
+@given(problem=random_problems(np.float64), data=st.data())
+def test_what_no_query_sees_may_be_anything(problem, data):
+    q, k, v, options = problem
+    expected = attention(q, k, v, **options)
+    group = q.shape[1] // k.shape[1]
+    seen = visible(q, k, options).any(axis=2).reshape(k.shape[0], k.shape[1], group, -1).any(axis=2)
+    poison = data.draw(st.sampled_from([np.nan, inf, -inf]))
+    k, v = k.copy(), v.copy()
+    k[~seen], v[~seen] = poison, poison
+    for backend in BACKENDS:
+        output = attention(q, k, v, **options, backend=backend)
+        np.testing.assert_allclose(output, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("poison", [np.nan, inf, -inf])
+def test_a_row_is_touched_only_by_keys_that_it_sees(poison, backend):
+    q, k, v = small(dtype=np.float64)
+    expected = attention(q, k, v, is_causal=True)
+    k[1, 0, 3], v[1, 1, 2, 0] = poison, poison
+    output = attention(q, k, v, is_causal=True, backend=backend)
+    untouched = np.ones(output.shape, bool)
+    untouched[1, :2, 3:] = False  # query heads 0 and 1 read key/value head 0
+    untouched[1, 2:, 2:, 0] = False
+    np.testing.assert_allclose(output[untouched], expected[untouched], rtol=1e-12)
+    assert not np.isfinite(output[1, 2:, 2:, 0]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [{"Lk": 0}, {"Lq": 0}, {"B": 0}, {"Lq": 0, "Lk": 0}])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "q_offset": 0, "window_size": (1, 1)}])
+def test_empty_axes(sizes, options, backend):
+    q, k, v = small(**sizes)
+    output, lse = attention(q, k, v, **options, backend=backend, return_lse=True)
+    assert output.shape == (*q.shape[:3], v.shape[3])
+    assert lse.shape == q.shape[:3]
+    assert (output == 0).all()
+    assert (lse == -inf).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_that_sees_nothing_gets_zero_or_its_sink(backend):
+    q, k, v = small()
+    hidden = {"attn_mask": np.zeros((5, 5), bool), "backend": backend, "return_lse": True}
+    output, lse = attention(q, k, v, **hidden)
+    assert (output == 0).all()
+    assert (lse == -inf).all()
+    output, lse = attention(q, k, v, sinks=[1, 2, 3, 4], **hidden)
+    assert (output == 0).all()
+    np.testing.assert_allclose(lse[0, :, 0], [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_number_is_too_large_for_the_softmax(backend):
+    q, k, v = [[1e4]], [[1e4], [1e4], [-1e4]], [[1.0], [3.0], [99.0]]
+    output, lse = attention(q, k, v, backend=backend, return_lse=True)
+    np.testing.assert_allclose(output, [[2.0]])
+    np.testing.assert_allclose(lse, 1e8 + np.log(2))
+
+
+def test_query_heads_share_key_value_heads_in_groups_not_in_turn():
+    q, k, v = small(H=8, Hkv=2)
+    output = attention(q, k, v)
+    for h in range(8):
+        alone = attention(q[:, h : h + 1], k[:, h // 4 : h // 4 + 1], v[:, h // 4 : h // 4 + 1])
+        np.testing.assert_allclose(output[:, h : h + 1], alone, rtol=1e-6)
+
+
+def test_scale_defaults_to_the_query_width():
+    q, k, v = small(D=4, Dv=9)
+    np.testing.assert_array_equal(attention(q, k, v), attention(q, k, v, scale=0.5))
+
+
+@given(problem=random_problems(np.float64))
+def test_weights_sum_to_one_where_a_key_is_seen(problem):
+    q, k, v, options = problem
+    heard = {}
+    options["sinks"] = None
+    dense.forward(Problem.of(q, k, v, **options), lambda n, x: heard.setdefault(n, x))
+    seen = visible(q, k, options).any(axis=-1)
+    np.testing.assert_allclose(heard["weights"].sum(axis=-1), seen, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(problem=random_problems(np.float64), seed=st.integers(0, 1000))
+def test_the_order_of_keys_does_not_matter(problem, seed, backend):
+    q, k, v, options = problem
+    bias = (
+        np.zeros((q.shape[2], k.shape[2])) if options["attn_bias"] is None else options["attn_bias"]
+    )
+    order = np.random.default_rng(seed).permutation(k.shape[2])
+    mask = visible(q, k, options)
+    rest = {name: options[name] for name in ("scale", "softcap", "sinks")}
+    bias4 = np.broadcast_to(bias, mask.shape)
+    expected = attention(q, k, v, attn_mask=mask, attn_bias=bias4, **rest)
+    moved = {"attn_mask": mask[..., order], "attn_bias": bias4[..., order]}
+    output = attention(q, k[:, :, order], v[:, :, order], **moved, **rest, backend=backend)
+    np.testing.assert_allclose(output, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(problem=random_problems(np.float64), constant=st.floats(-30, 30))
+def test_adding_a_constant_to_a_row_of_scores_changes_nothing(problem, constant, backend):
+    q, k, v, options = problem
+    options |= {"sinks": None, "attn_bias": np.zeros((1, 1, q.shape[2], 1))}
+    expected, lse = attention(q, k, v, **options, return_lse=True)
+    options["attn_bias"] = options["attn_bias"] + constant
+    output, moved = attention(q, k, v, **options, return_lse=True, backend=backend)
+    np.testing.assert_allclose(output, expected, rtol=1e-7, atol=1e-10)
+    np.testing.assert_allclose(moved, lse + constant, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(problem=random_problems(np.float64), data=st.data())
+def test_keys_may_be_split_anywhere_and_merged_by_log_sum_exp(problem, data, backend):
+    q, k, v, options = problem
+    at = data.draw(st.integers(0, k.shape[2]))
+    mask = visible(q, k, options)
+    common = {"scale": options["scale"], "softcap": options["softcap"], "backend": backend}
+    whole = attention(q, k, v, attn_mask=mask, **common, return_lse=True)
+    parts = [
+        attention(q, k[:, :, s], v[:, :, s], attn_mask=mask[..., s], **common, return_lse=True)
+        for s in (slice(0, at), slice(at, None))
+    ]
+    for merged, expected in zip(naive_merge(parts), whole, strict=True):
+        np.testing.assert_allclose(
+            np.reshape(merged, expected.shape), expected, rtol=1e-9, atol=1e-12
+        )
+
+
+def test_a_tile_visits_only_blocks_that_some_query_sees():
+    q, k, v = small(Lq=6, Lk=6)
+    heard = []
+    problem = Problem.of(q, k, v, window_size=(1, 0))
+    tiled.forward(problem, lambda name, value: heard.append(name) or value, B_r=2, B_c=2)
+    loaded = [name for name in heard if name.startswith("K")]
+    assert loaded == ["K[i=0,j=0]", "K[i=1,j=0]", "K[i=1,j=1]", "K[i=2,j=1]", "K[i=2,j=2]"]
+
+
+@pytest.mark.parametrize("sizes", [{"B_r": 0}, {"B_c": 0}, {"B_c": -1}])
+def test_a_block_holds_at_least_one_row(sizes):
+    with pytest.raises(ValueError, match="a block holds at least one row"):
+        tiled.forward(Problem.of(*small()), **sizes)
+
+
+def test_the_oracle_agrees_with_a_number_computed_by_hand():
+    # scores 0 and ln 3: weights 1/4 and 3/4, sum of exponentials 4
+    q, k, v = (np.array(x)[None, None] for x in ([[1.0]], [[0.0], [np.log(3)]], [[4.0], [8.0]]))
+    output, lse = naive_attention(q, k, v)
+    np.testing.assert_allclose(output, [[[[7.0]]]])
+    np.testing.assert_allclose(lse, np.log(4))

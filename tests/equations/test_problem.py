@@ -1,0 +1,210 @@
+"""What the door refuses, in which words; and what it makes of what it accepts."""
+
+import numpy as np
+import pytest
+
+from minimha import attention
+from minimha.equations.problem import Problem
+from minimha.equations.visibility import UNBOUNDED
+
+Q, K, V = np.ones((2, 4, 3, 5)), np.ones((2, 2, 6, 5)), np.ones((2, 2, 6, 7))
+
+SHAPES = [
+    (np.ones(3), K, V, "q has 1 dimension, shape (3,): expected 2 (L, D), 3 (H, L, D) or 4"),
+    (np.ones((1,) * 5), K, V, "q has 5 dimensions"),
+    (Q, K[0], V, "k has 3 dimensions, shape (2, 6, 5), but q has 4: q, k and v must all be"),
+    (Q, K[:1], V, "k has B=1 but q has B=2"),
+    (Q, K, V[:1], "v has B=1 but q has B=2"),
+    (Q[..., :0], K[..., :0], V, "q has D=0: the head width D must be at least 1"),
+    (Q, K[..., :4], V, "k has D=4 but q has D=5"),
+    (Q, K, V[:, :, :5], "v has Lk=5 but k has Lk=6"),
+    (Q, K, V[:, :1], "v has 1 head but k has 2"),
+    (Q, np.ones((2, 6, 6, 5)), np.ones((2, 6, 6, 7)),
+     "k has 6 heads but q has 4: H must be a multiple of Hkv (H=4, Hkv=6)"),
+    (Q[:, :3], K, V, "k has 2 heads but q has 3"),
+    (Q, K[:, :0], V[:, :0], "k has 0 heads but q has 4"),
+]  # fmt: skip
+
+OPTIONS = [
+    ({"is_causal": 1}, TypeError, "is_causal is 1: expected True or False"),
+    ({"is_causal": True}, ValueError, "is_causal with Lq=3 and Lk=6 needs q_offset: query i stands "
+     "at key position i + q_offset; q_offset=0 aligns the first query with the first key, "
+     "q_offset=3 the last with the last"),
+    ({"window_size": (1, 0)}, ValueError, "window_size with Lq=3 and Lk=6 needs q_offset"),
+    ({"alibi_slopes": np.ones(4)}, ValueError, "alibi_slopes with Lq=3 and Lk=6 needs q_offset"),
+    ({"q_offset": 1.5}, TypeError, "q_offset is 1.5: expected an integer, or B=2 integers"),
+    ({"q_offset": [1, 2, 3]}, ValueError, "q_offset has shape (3,): expected one integer, or shape"),
+    ({"q_offset": 2**31}, ValueError, "expected integers between -2^31 and 2^31"),
+    ({"window_size": 3}, ValueError, "window_size is 3: expected a pair (left, right)"),
+    ({"window_size": (1, 2, 3)}, ValueError, "window_size is (1, 2, 3): expected a pair"),
+    ({"window_size": (-1, 0)}, ValueError, "None for a side without a limit, and none below 0"),
+    ({"window_size": (1.0, 0)}, TypeError, "window_size is (1.0, 0): expected a pair"),
+    ({"window_size": (True, 0)}, TypeError, "window_size is (True, 0): expected a pair"),
+    ({"attn_mask": np.ones((3, 6))}, TypeError, "attn_mask has dtype float64: expected bool, True"),
+    ({"attn_mask": np.ones((6, 3), bool)}, ValueError,
+     "attn_mask has shape (6, 3): expected (Lq, Lk), or 4-D and broadcastable to (B, H, Lq, Lk), "
+     "here (3, 6) or (2, 4, 3, 6)"),
+    ({"attn_mask": np.ones((2, 3, 6), bool)}, ValueError, "attn_mask has shape (2, 3, 6)"),
+    ({"attn_mask": np.ones((2, 2, 3, 6), bool)}, ValueError, "attn_mask has shape (2, 2, 3, 6)"),
+    ({"attn_bias": np.ones((3, 6), bool)}, TypeError, "attn_bias has dtype bool: expected numbers"),
+    ({"attn_bias": np.ones((1, 6))}, ValueError, "attn_bias has shape (1, 6): expected (Lq, Lk)"),
+    ({"attn_bias": [[1], [1, 2]]}, ValueError, "attn_bias is not a rectangular array of numbers"),
+    ({"kv_lengths": [1.0, 2.0]}, TypeError, "kv_lengths is [1.0, 2.0]: expected an integer"),
+    ({"kv_lengths": [1]}, ValueError, "kv_lengths has shape (1,): expected one integer, or shape"),
+    ({"kv_lengths": [1, 7]}, ValueError, "kv_lengths is [1, 7]: expected numbers of keys from 0"),
+    ({"kv_lengths": [-1, 2]}, ValueError, "kv_lengths is [-1, 2]"),
+    ({"alibi_slopes": np.ones(2), "q_offset": 0}, ValueError,
+     "alibi_slopes has shape (2,): expected (H,) = (4,), one number a query head"),
+    ({"sinks": np.ones((2, 4))}, ValueError, "sinks has shape (2, 4): expected (H,) = (4,)"),
+    ({"sinks": ["a"] * 4}, TypeError, "sinks has dtype <U1: expected integers, float16"),
+    ({"scale": "big"}, TypeError, "scale is 'big': expected a number"),
+    ({"scale": True}, TypeError, "scale is True: expected a number"),
+    ({"scale": float("nan")}, ValueError, "scale is nan: expected a finite number"),
+    ({"scale": 10**400}, ValueError, "expected a finite number"),
+    ({"softcap": 0}, ValueError, "softcap is 0: expected a positive number, or None for no cap"),
+    ({"softcap": -1.0}, ValueError, "softcap is -1.0: expected a positive number"),
+]  # fmt: skip
+
+DTYPES = [
+    ([["a"]], "q has dtype <U1: expected integers, float16, bfloat16, float32 or float64"),
+    ([[True]], "q has dtype bool"),
+    ([[1j]], "q has dtype complex128"),
+    (np.ones((1, 1), np.longdouble), "q has dtype"),
+    (np.array([[object()]]), "q has dtype object"),
+    (np.array([["2020-01-01"]], "M8[D]"), "q has dtype datetime64"),
+]
+
+
+@pytest.mark.parametrize(("q", "k", "v", "sentence"), SHAPES, ids=[s[-1][:40] for s in SHAPES])
+def test_shapes_that_do_not_fit(q, k, v, sentence):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the sentence is compared below)
+        attention(q, k, v)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"), OPTIONS, ids=[o[-1][:40] for o in OPTIONS]
+)
+def test_options_that_do_not_fit(options, error, sentence):
+    with pytest.raises(error) as caught:
+        attention(Q, K, V, **options)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(("q", "sentence"), DTYPES, ids=[s for _, s in DTYPES])
+def test_dtypes_that_are_not_numbers_to_compute_with(q, sentence):
+    with pytest.raises(TypeError) as caught:
+        attention(q, [[1.0]], [[1.0]])
+    assert sentence in str(caught.value)
+
+
+def test_ragged_rows_are_named():
+    with pytest.raises(ValueError, match="k is not a rectangular array of numbers"):
+        attention([[1, 2]], [[1], [1, 2]], [[1]])
+
+
+def test_ranks_come_back_as_they_were_given():
+    for rank in (2, 3, 4):
+        q, k, v = (x[(0,) * (4 - rank)] for x in (Q, Q, Q))
+        output, lse = attention(q, k, v, return_lse=True)
+        assert output.shape == q.shape
+        assert lse.shape == q.shape[:-1]
+
+
+def test_ranks_hold_the_same_problem():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 2, 3, 4, 5))
+    whole = attention(q, k, v)
+    np.testing.assert_allclose(attention(q[1], k[1], v[1]), whole[1], rtol=1e-12)
+    np.testing.assert_allclose(attention(q[1, 2], k[1, 2], v[1, 2]), whole[1, 2], rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64])
+def test_integers_are_computed_in_float64(dtype):
+    q = np.array([[1, 0], [0, 2]], dtype)
+    assert attention(q, q, q).dtype == np.float64
+    np.testing.assert_array_equal(attention(q, q, q), attention(*[q.astype(float)] * 3))
+
+
+def test_lists_of_lists_are_arrays():
+    assert attention([[1, 0]], [[1, 0]], [[0.5, 2]]).tolist() == [[0.5, 2.0]]
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_half_precision_is_computed_in_float32_and_rounded_once(name):
+    dtype = (
+        np.dtype(pytest.importorskip("ml_dtypes").bfloat16) if name[0] == "b" else np.dtype(name)
+    )
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 2, 9, 8)).astype(dtype) for _ in range(3))
+    for backend in ("dense", "tiled"):
+        output, lse = attention(q, k, v, is_causal=True, backend=backend, return_lse=True)
+        wide = (x.astype(np.float32) for x in (q, k, v))
+        exact, exact_lse = attention(*wide, is_causal=True, backend=backend, return_lse=True)
+        assert output.dtype == dtype
+        assert lse.dtype == np.float32
+        np.testing.assert_array_equal(output.astype(float), exact.astype(dtype).astype(float))
+        np.testing.assert_array_equal(lse, exact_lse)
+
+
+def test_mixed_dtypes_take_the_wider():
+    half, single, integer = (np.ones((2, 2), t) for t in (np.float16, np.float32, np.int32))
+    assert attention(half, single, single).dtype == np.float32
+    assert attention(single, integer, single).dtype == np.float64
+
+
+def test_dtypes_without_a_common_one_are_refused():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    q = np.ones((1, 1), ml_dtypes.float8_e4m3fn)
+    with pytest.raises(TypeError, match="q has dtype float8_e4m3fn"):
+        attention(q, q, q)
+
+
+def test_a_byte_order_is_not_a_number_format():
+    swapped = np.arange(4.0).reshape(2, 2).astype(">f4")
+    native = swapped.astype(np.float32)
+    output = attention(swapped, swapped, swapped)
+    assert output.dtype == np.float32
+    np.testing.assert_array_equal(output, attention(native, native, native))
+
+
+def test_inputs_are_never_written_and_may_be_strided():
+    rng = np.random.default_rng(0)
+    big = rng.normal(size=(3, 2, 4, 12, 10))
+    views = [x[..., ::2, ::-2] for x in big]
+    mask = rng.random((6, 6)) < 0.5
+    bias = rng.normal(size=(6, 6))
+    before = [x.copy() for x in (big, mask, bias)]
+    for x in (big, mask, bias):
+        x.setflags(write=False)
+    for backend in ("dense", "tiled"):
+        options = {"attn_mask": mask, "attn_bias": bias, "backend": backend}
+        expected = attention(*(np.ascontiguousarray(x) for x in views), **options)
+        np.testing.assert_allclose(attention(*views, **options), expected, rtol=1e-12)
+    for x, y in zip((big, mask, bias), before, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_defaults_have_their_final_form():
+    problem = Problem.of(Q, K, V)
+    assert problem.scale == 1 / np.sqrt(5)
+    assert (problem.left, problem.right) == (UNBOUNDED, UNBOUNDED)
+    assert problem.kv_lengths.tolist() == [6, 6]
+    assert problem.q_offset.tolist() == [0, 0]
+    assert not problem.hides
+
+
+def test_one_integer_stands_for_every_batch_entry():
+    problem = Problem.of(Q, K, V, kv_lengths=4, q_offset=np.int32(-2))
+    assert problem.kv_lengths.tolist() == [4, 4]
+    assert problem.q_offset.tolist() == [-2, -2]
+
+
+def test_a_window_wider_than_any_sequence_is_no_window():
+    output = attention(Q, K, V, window_size=(2**62, 2**62), q_offset=0)
+    np.testing.assert_array_equal(output, attention(Q, K, V))
+
+
+def test_numpy_scalars_are_numbers():
+    output = attention(Q, K, V, scale=np.float32(0.5), softcap=np.array(2.0), is_causal=np.False_)
+    np.testing.assert_array_equal(output, attention(Q, K, V, scale=0.5, softcap=2.0))

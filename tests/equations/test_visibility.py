@@ -1,0 +1,74 @@
+"""The rule of who sees whom, drawn out."""
+
+import numpy as np
+import pytest
+
+from minimha.equations.problem import Problem
+from minimha.equations.visibility import UNBOUNDED, key_range, sees, visible
+
+DRAWN = {
+    "causal": ({"is_causal": True}, ["#....", "##...", "###..", "####.", "#####"]),
+    "window (1, 0)": ({"window_size": (1, 0)}, ["#....", "##...", ".##..", "..##.", "...##"]),
+    "window (1, 1)": ({"window_size": (1, 1)}, ["##...", "###..", ".###.", "..###", "...##"]),
+    "window (None, 1)": ({"window_size": (None, 1)}, ["##...", "###..", "####.", "#####", "#####"]),
+    "window (0, None)": ({"window_size": (0, None)}, ["#####", ".####", "..###", "...##", "....#"]),
+    "causal, window (1, 2)": (
+        {"is_causal": True, "window_size": (1, 2)},
+        ["#....", "##...", ".##..", "..##.", "...##"],
+    ),
+    "causal, q_offset -2": (
+        {"is_causal": True, "q_offset": -2},
+        [".....", ".....", "#....", "##...", "###.."],
+    ),
+    "causal, q_offset 3": (
+        {"is_causal": True, "q_offset": 3},
+        ["####.", "#####", "#####", "#####", "#####"],
+    ),
+    "window (1, 0), q_offset 2": (
+        {"window_size": (1, 0), "q_offset": 2},
+        [".##..", "..##.", "...##", "....#", "....."],
+    ),
+    "kv_lengths 2": ({"kv_lengths": 2}, ["##..."] * 5),
+    "kv_lengths 2, causal": (
+        {"kv_lengths": 2, "is_causal": True},
+        ["#....", "##...", "##...", "##...", "##..."],
+    ),
+    "kv_lengths 0": ({"kv_lengths": 0}, ["....."] * 5),
+}
+
+
+@pytest.mark.parametrize(("options", "drawing"), DRAWN.values(), ids=DRAWN.keys())
+def test_drawn(options, drawing):
+    x = np.zeros((5, 1))
+    seen = visible(Problem.of(x, x, x, **options), slice(0, 5), slice(0, 5))[0, 0]
+    assert ["".join(".#"[int(cell)] for cell in row) for row in seen] == drawing
+
+
+def test_a_bias_of_minus_infinity_hides_as_a_mask_does():
+    x = np.zeros((2, 1))
+    bias = np.array([[0.0, -np.inf], [-np.inf, 5.0]])
+    seen = visible(Problem.of(x, x, x, attn_bias=bias), slice(0, 2), slice(0, 2))[0, 0]
+    assert seen.tolist() == [[True, False], [False, True]]
+
+
+def test_a_block_is_cut_out_of_the_whole():
+    x, rng = np.zeros((1, 2, 9, 1)), np.random.default_rng(0)
+    problem = Problem.of(
+        x, x, x, window_size=(3, 1), q_offset=1, attn_mask=rng.random((1, 2, 9, 9)) < 0.7
+    )
+    whole = visible(problem, slice(0, 9), slice(0, 9))
+    part = visible(problem, slice(2, 5), slice(4, 9))
+    np.testing.assert_array_equal(part, whole[..., 2:5, 4:9])
+
+
+@pytest.mark.parametrize("q_offset", [-3, 0, 2])
+@pytest.mark.parametrize(("left", "right"), [(UNBOUNDED, 0), (2, 1), (0, UNBOUNDED)])
+def test_key_range_holds_exactly_the_keys_from_first_to_last_seen(q_offset, left, right):
+    for start in range(5):
+        for stop in range(start + 1, 6):
+            seen = [
+                j for j in range(7)
+                if any(sees(i, j, q_offset, left, right, 5) for i in range(start, stop))
+            ]  # fmt: skip
+            first, end = key_range(start, stop, q_offset, left, right, 5)
+            assert list(range(first, end)) == seen

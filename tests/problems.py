@@ -1,0 +1,144 @@
+"""Problems to test with, the three ways to solve them outside the library, and the error allowed.
+
+The oracle is ``naive``, in Python floats. ``plain`` is what one would write in NumPy without further
+thought; its error against the oracle in the same dtype is what float arithmetic costs, and a backend
+may err twice as much (the rule of flash-attention's tests). Where chance makes that error vanish,
+what remains is the rounding of the scores themselves: a score that is a sum of products of size s is
+known to s · eps only, and its weight to the same relative precision.
+"""
+
+from __future__ import annotations
+
+import naive
+import numpy as np
+from hypothesis import strategies as st
+
+FULL = ("attn_mask", "attn_bias")
+
+
+def naive_attention(q, k, v, **options):
+    """The oracle on arrays: float64 output and log-sum-exp."""
+    given = {name: value for name, value in options.items() if value is not None}
+    shape = (*q.shape[:3], k.shape[2])
+    for name in FULL:
+        if name in given:
+            given[name] = np.broadcast_to(given[name], shape).tolist()
+    lists = {n: x.tolist() if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    as_lists = (np.asarray(x, np.float64).tolist() for x in (q, k, v))
+    output, lse = naive.attention(*as_lists, value_width=v.shape[3], **lists)
+    B, H, Lq, _ = q.shape
+    return np.reshape(output, (B, H, Lq, v.shape[3])), np.reshape(lse, (B, H, Lq))
+
+
+def naive_merge(parts):
+    """Output and log-sum-exp over all keys, from those over disjoint sets of keys."""
+    output, lse = naive.merge([(o.tolist(), l.tolist()) for o, l in parts])
+    return np.array(output), np.array(lse)
+
+
+def visible(q, k, o):
+    """Who sees whom, from the options as they are given."""
+    (B, H, Lq, _), Lk = q.shape, k.shape[2]
+    p = np.arange(Lq)[:, None] + np.reshape(o.get("q_offset", 0), (-1, 1, 1, 1))
+    j = np.arange(Lk)
+    seen = np.ones((B, H, Lq, Lk), bool)
+    if o.get("is_causal"):
+        seen &= j <= p
+    left, right = o.get("window_size") or (None, None)
+    if left is not None:
+        seen &= j >= p - left
+    if right is not None:
+        seen &= j <= p + right
+    if o.get("kv_lengths") is not None:
+        seen &= j < np.reshape(o["kv_lengths"], (-1, 1, 1, 1))
+    if o.get("attn_mask") is not None:
+        seen &= o["attn_mask"]
+    if o.get("attn_bias") is not None:
+        seen &= o["attn_bias"] != -np.inf
+    return seen
+
+
+def plain(q, k, v, **o):
+    """Attention in plain NumPy, in the dtype of q; and the size of what each score sums up."""
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    dtype = q.dtype.type
+    scale = dtype(1 / np.sqrt(q.shape[3]) if o.get("scale") is None else o["scale"])
+    s = q @ k.transpose(0, 1, 3, 2) * scale
+    size = abs(q) @ abs(k).transpose(0, 1, 3, 2) * abs(scale)
+    if o.get("softcap") is not None:
+        s = dtype(o["softcap"]) * np.tanh(s / dtype(o["softcap"]))
+    p = np.arange(q.shape[2])[:, None] + np.reshape(o.get("q_offset", 0), (-1, 1, 1, 1))
+    distance = abs(p - np.arange(k.shape[2])).astype(dtype)
+    added = [] if o.get("attn_bias") is None else [o["attn_bias"].astype(dtype)]
+    if o.get("alibi_slopes") is not None:
+        added.append(-o["alibi_slopes"].astype(dtype)[:, None, None] * distance)
+    for bias in added:
+        s = s + bias
+        size = size + np.where(np.isfinite(bias), abs(bias), 0)
+    seen = visible(q, k, o)
+    s = np.where(seen, s, dtype(-np.inf))
+    sink = np.full(q.shape[1], -np.inf) if o.get("sinks") is None else o["sinks"]
+    sink = sink.astype(dtype)[:, None, None]
+    m = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
+    m = np.where(m == -np.inf, dtype(0), m)
+    e = np.exp(s - m)
+    l = e.sum(-1, keepdims=True) + np.exp(sink - m)
+    values = np.where(seen.any((1, 2))[:, None, :, None], v, 0)
+    output = (e / np.where(l == 0, dtype(1), l)) @ values
+    with np.errstate(divide="ignore"):
+        lse = (m + np.log(l))[..., 0]
+    return output, lse, float(np.where(seen, size, 0).max(initial=0))
+
+
+def assert_as_good_as_plain(q, k, v, options, output, lse):
+    """Output and log-sum-exp are within twice plain NumPy's error of the oracle."""
+    exact_output, exact_lse = naive_attention(q, k, v, **options)
+    plain_output, plain_lse, size = plain(q, k, v, **options)
+    eps = float(np.finfo(q.dtype).eps)
+    seen_values = v[np.isfinite(v)]
+    rounding = 2 * eps * (2 + size)
+    hidden = np.isneginf(exact_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), hidden)
+    np.testing.assert_array_equal(output[hidden], 0)
+    for ours, theirs, exact, unit in (
+        (output, plain_output, exact_output, abs(seen_values).max(initial=0)),
+        (lse[~hidden], plain_lse[~hidden], exact_lse[~hidden], 1),
+    ):
+        allowed = 2 * abs(theirs - exact).max(initial=0) + rounding * unit
+        assert abs(ours - exact).max(initial=0) <= allowed
+
+
+@st.composite
+def random_problems(draw, dtype=np.float32):
+    """Any legal combination of options, on small ragged shapes and over a wide range of values."""
+    B, Hkv, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    H, D, Dv = Hkv * group, draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    Lq, Lk = draw(st.integers(0, 7)), draw(st.integers(0, 9))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    spread = draw(st.sampled_from([0.1, 1, 1, 10, 100]))
+    q, k = (rng.normal(size=(B, h, n, D), scale=spread) for h, n in ((H, Lq), (Hkv, Lk)))
+    v = rng.normal(size=(B, Hkv, Lk, Dv))
+
+    def maybe(value):
+        return value if draw(st.booleans()) else None
+
+    mask_shape = draw(st.sampled_from([(Lq, Lk), (B, H, Lq, Lk), (1, H, 1, Lk), (B, 1, Lq, 1)]))
+    bias_shape = draw(st.sampled_from([(Lq, Lk), (B, H, Lq, Lk), (B, 1, 1, Lk), (1, 1, Lq, Lk)]))
+    bias = rng.normal(size=bias_shape)
+    bias[rng.random(bias_shape) < draw(st.sampled_from([0, 0.3]))] = -np.inf
+    side = st.none() | st.integers(0, 4)
+    offsets = st.integers(-4, 9)
+    options = {
+        "is_causal": draw(st.booleans()),
+        "window_size": maybe((draw(side), draw(side))),
+        "q_offset": draw(offsets) if draw(st.booleans()) else rng.integers(-4, 9, B),
+        "attn_mask": maybe(rng.random(mask_shape) < draw(st.sampled_from([0.2, 0.6, 0.9]))),
+        "attn_bias": maybe(bias.astype(dtype)),
+        "kv_lengths": maybe(rng.integers(0, Lk + 1, B)),
+        "alibi_slopes": maybe(rng.random(H).astype(dtype)),
+        "scale": maybe(draw(st.sampled_from([0.0, 1.0, -0.5, 2.0]))),
+        "softcap": maybe(draw(st.sampled_from([0.5, 5.0, 50.0]))),
+        "sinks": maybe(rng.normal(size=H).astype(dtype)),
+    }
+    return *(x.astype(dtype) for x in (q, k, v)), options

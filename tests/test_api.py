@@ -1,0 +1,66 @@
+"""The door: choosing a backend, returning the log-sum-exp, tapping without a trace on the bits."""
+
+import numpy as np
+import pytest
+
+import minimha
+from minimha import BackendUnavailable, attention, backends
+from minimha.explain import Trace
+
+Q, K, V = np.random.default_rng(0).normal(size=(3, 2, 3, 4, 5))
+
+
+def test_backends_say_which_can_run_and_why_not():
+    found = backends()
+    assert list(found) == ["dense", "tiled", "cpu", "cuda"]
+    assert found["dense"] is None
+    assert found["tiled"] is None
+    assert "no CPU kernels" in found["cpu"]
+    assert "no CUDA kernels" in found["cuda"]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_a_named_backend_never_falls_back(backend):
+    with pytest.raises(BackendUnavailable, match=f"backend '{backend}' cannot run: this version"):
+        attention(Q, K, V, backend=backend)
+
+
+def test_an_unknown_backend_is_named():
+    with pytest.raises(
+        ValueError, match="backend is 'gpu': expected auto, dense, tiled, cpu, cuda"
+    ):
+        attention(Q, K, V, backend="gpu")
+
+
+def test_auto_is_dense():
+    np.testing.assert_array_equal(attention(Q, K, V), attention(Q, K, V, backend="dense"))
+
+
+def test_log_sum_exp_only_when_asked():
+    assert isinstance(attention(Q, K, V), np.ndarray)
+    output, lse = attention(Q, K, V, return_lse=True)
+    np.testing.assert_array_equal(output, attention(Q, K, V))
+    np.testing.assert_allclose(lse, np.log(np.exp(Q @ K.swapaxes(-1, -2) / np.sqrt(5)).sum(-1)))
+
+
+@pytest.mark.parametrize("backend", ["dense", "tiled"])
+def test_a_traced_run_returns_the_same_bits(backend):
+    options = {"is_causal": True, "softcap": 2.0, "return_lse": True, "backend": backend}
+    untraced = attention(Q, K, V, **options)
+    traced = attention(Q, K, V, **options, tap=Trace())
+    for one, other in zip(untraced, traced, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_every_option_has_its_step():
+    trace = Trace()
+    attention(
+        Q, K, V, is_causal=True, softcap=2.0, alibi_slopes=[1, 2, 3], return_lse=True, tap=trace
+    )
+    assert list(trace) == [
+        "q", "k", "v", "scores", "scaled", "capped", "biased", "masked", "weights", "output", "lse"
+    ]  # fmt: skip
+
+
+def test_public_names():
+    assert sorted(minimha.__all__) == ["BackendUnavailable", "attention", "backends"]
