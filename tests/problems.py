@@ -1,10 +1,10 @@
-"""Problems to test with, the three ways to solve them outside the library, and the error allowed.
+"""Problems to test with, ways to solve them outside the library, and the error that is allowed.
 
-The oracle is ``naive``, in Python floats. ``plain`` is what one would write in NumPy without further
-thought; its error against the oracle in the same dtype is what float arithmetic costs, and a backend
-may err twice as much (the rule of flash-attention's tests). Where chance makes that error vanish,
-what remains is the rounding of the scores themselves: a score that is a sum of products of size s is
-known to s · eps only, and its weight to the same relative precision.
+The oracle is ``naive``, in Python floats. ``plain`` is what one would write in NumPy without
+further thought; its error against the oracle in the same dtype is what float arithmetic costs, and
+a backend may err twice as much (the rule of flash-attention's tests). Where chance makes that error
+vanish, what remains is the rounding of the scores themselves: a score that is a sum of products of
+size s is known to s · eps only, and its weight to the same relative precision.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ def imports(module):
 def room(dotted):
     """The room of ``minimha.room.module`` or of ``minimha.module``."""
     parts = dotted.split(".")[1:]
-    known = parts[0] if parts and parts[0] in FLOORS else "__init__"
-    return known
+    return parts[0] if parts and parts[0] in FLOORS else "__init__"
 
 
 def dotted(module):

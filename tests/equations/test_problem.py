@@ -33,7 +33,7 @@ OPTIONS = [
     ({"window_size": (1, 0)}, ValueError, "window_size with Lq=3 and Lk=6 needs q_offset"),
     ({"alibi_slopes": np.ones(4)}, ValueError, "alibi_slopes with Lq=3 and Lk=6 needs q_offset"),
     ({"q_offset": 1.5}, TypeError, "q_offset is 1.5: expected an integer, or B=2 integers"),
-    ({"q_offset": [1, 2, 3]}, ValueError, "q_offset has shape (3,): expected one integer, or shape"),
+    ({"q_offset": [1, 2, 3]}, ValueError, "q_offset has shape (3,): expected one integer, or"),
     ({"q_offset": 2**31}, ValueError, "expected integers between -2^31 and 2^31"),
     ({"window_size": 3}, ValueError, "window_size is 3: expected a pair (left, right)"),
     ({"window_size": (1, 2, 3)}, ValueError, "window_size is (1, 2, 3): expected a pair"),
@@ -132,9 +132,7 @@ def test_lists_of_lists_are_arrays():
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_half_precision_is_computed_in_float32_and_rounded_once(name):
-    dtype = (
-        np.dtype(pytest.importorskip("ml_dtypes").bfloat16) if name[0] == "b" else np.dtype(name)
-    )
+    dtype = getattr(np, name, None) or getattr(pytest.importorskip("ml_dtypes"), name)
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, 2, 9, 8)).astype(dtype) for _ in range(3))
     for backend in ("dense", "tiled"):
