@@ -12,13 +12,12 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.explain import render
+from minimha.explain import render, wording
 from minimha.explain.numbers import cells
 from minimha.explain.printed import Comparison
 from minimha.explain.trace import Step, Trace
@@ -72,14 +71,13 @@ def as_markdown(trace: Trace, decimals: int) -> str:
     if trace.source:
         parts.append(_markdown(trace.source))
     for step in trace.steps:
-        parts.append(f"## {_markdown(_title(step))}")
+        parts.append(f"## {_markdown(wording.title(step))}")
         parts.append(f"$$\n{step.tex}\n$$")
         parts.append(f"{_markdown(step.note)} {_shape_in_words(step)}".strip())
         parts.append(_markdown_table(step, decimals))
-        parts += [
-            f"Printed in {_markdown(source)}:\n\n" + "\n".join(f"- {line}" for line in sentences)
-            for source, sentences in _printed(step)
-        ]
+        for source, numbers, remarks in wording.printed(step):
+            items = "\n".join(f"- {_markdown(remark.sentence)}" for remark in remarks)
+            parts.append(f"Printed in {_markdown(source)}: `{numbers}`\n\n{items}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -87,13 +85,13 @@ def as_latex(trace: Trace, decimals: int) -> str:
     """Return a document that compiles as it is, with pdfLaTeX, XeLaTeX or LuaLaTeX."""
     body = [rf"\section*{{{_latex(trace.example)}}}", _latex(trace.source)]
     for step in trace.steps:
-        body.append(rf"\subsection*{{{_latex(_title(step))}}}")
+        body.append(rf"\subsection*{{{_latex(wording.title(step))}}}")
         body.append(rf"\[ {step.tex} \]")
         body.append(_latex(f"{step.note} {_shape_in_words(step)}"))
         body.append(_latex_matrix(step, decimals))
-        for source, sentences in _printed(step):
-            body.append(f"Printed in {_latex(source)}:")
-            items = "\n".join(rf"\item {_latex(line)}" for line in sentences)
+        for source, numbers, remarks in wording.printed(step):
+            body.append(f"Printed in {_latex(source)}: {_latex(numbers)}")
+            items = "\n".join(rf"\item {_latex(remark.sentence)}" for remark in remarks)
             body.append(f"\\begin{{itemize}}\n{items}\n\\end{{itemize}}")
     text = "\n\n".join(part for part in body if part.strip())
     return _latex_document(text)
@@ -144,18 +142,6 @@ def _nested(value: Any) -> Any:
     if isinstance(value, list):
         return [_nested(part) for part in value]
     return value if value is None or math.isfinite(value) else str(value)
-
-
-def _printed(step: Step) -> list[tuple[str, list[str]]]:
-    """For each place in a document, the printed numbers of this step in sentences."""
-    return [
-        (source, [f"{list(c.index)} {c.sentence}" if c.index else c.sentence for c in group])
-        for source, group in groupby(step.printed, key=lambda comparison: comparison.source)
-    ]
-
-
-def _title(step: Step) -> str:
-    return f"{step.name}, {step.place}" if step.place else step.name
 
 
 def _shape_in_words(step: Step) -> str:
@@ -250,7 +236,8 @@ def _file_name(number: int, step: Step) -> str:
 
 def _csv(value: NDArray[Any]) -> str:
     stream = io.StringIO()
-    matrix = _plain(value).reshape(-1, value.shape[-1] if value.ndim else 1)
+    width = value.shape[-1] if value.ndim else 1
+    matrix = _plain(value).reshape(math.prod(value.shape[:-1]), width)
     csv.writer(stream, lineterminator="\n").writerows(matrix.tolist())
     return stream.getvalue()
 

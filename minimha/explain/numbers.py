@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ def cells(value: NDArray[Any], decimals: int) -> list[list[str]]:
     >>> cells(np.array([[1.0, -np.inf]]), 3), cells(np.array([0.5, -1e-9]), 3)
     ([['1', '-∞']], [['0.500', '0.000']])
     """
-    matrix = np.asarray(value, np.float64).reshape(-1, value.shape[-1] if value.ndim else 1)
+    width = value.shape[-1] if value.ndim else 1
+    matrix = np.asarray(value, np.float64).reshape(math.prod(value.shape[:-1]), width)
     finite = matrix[np.isfinite(matrix)]
     if (abs(finite) >= LARGEST_FIXED).any():
         form = f".{decimals}e"

@@ -10,7 +10,7 @@ import io
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from typing import IO
 
 import numpy as np
@@ -19,15 +19,16 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from minimha.explain import wording
 from minimha.explain.numbers import cells
-from minimha.explain.printed import Comparison, Status
+from minimha.explain.printed import Status
 from minimha.explain.trace import Step, Trace
 
 INDENT = 4
 GAP = 2
 NO_BREAK = "\N{NO-BREAK SPACE}"
 SHADES = " ░▒▓█"
-ROOMY = 6  # so many columns of a heatmap may be wide enough for a word
+CELL_SIZES = (5, 3, 1)  # of a heatmap: a number fits, a syllable fits, only the shade
 LABEL_WIDTH = 10  # of a heatmap; a matrix shows its labels whole
 EXPORT_WIDTH = 100
 UNBROKEN = 1000
@@ -71,10 +72,10 @@ def text(trace: Trace, decimals: int, width: int | None, in_color: bool) -> Text
         lines += _matrix(step, decimals, width)
         if step.printed:
             lines += [Text(), *_printed(step, width)]
-    maps = [_heatmap(title, step, in_color) for title, step in _drawn(steps)]
-    if maps:
+    drawn = _drawn(steps)
+    if drawn:
         lines += [Text(), Text("heatmap", "bold"), *_legend(width, in_color), Text()]
-        lines += _side_by_side(maps, width)
+        lines += _heatmaps(drawn, width or EXPORT_WIDTH, in_color)
     return Text("\n").join(lines)
 
 
@@ -166,47 +167,14 @@ def _column_groups(widths: Sequence[int], available: int | None) -> list[list[in
 
 
 def _printed(step: Step, width: int | None) -> list[Text]:
-    """What a document prints of this step: each number that is off, and the others at once."""
+    """What a document prints of this step, and what became of it."""
     lines: list[Text] = []
-    for source, group in groupby(step.printed, key=lambda comparison: comparison.source):
-        comparisons = list(group)
-        lines += _paragraph(f"printed in {source}: {_as_printed(comparisons)}", width)
-        off = [c for c in comparisons if c.status is not Status.EXACT]
-        sentences = [(c.status, _where(step, c.index) + c.sentence) for c in off]
-        if len(off) < len(comparisons):
-            sentences.append((Status.EXACT, _exact_ones(comparisons)))
-        for status, sentence in sentences:
+    for source, numbers, remarks in wording.printed(step):
+        unbroken = numbers.replace(" ", NO_BREAK).replace(f"]{NO_BREAK}[", "] [")
+        lines += _paragraph(f"printed in {source}: {unbroken}", width)
+        for status, sentence in remarks:
             lines += _paragraph(sentence, width, STYLES[status], indent=INDENT + 2)
     return lines
-
-
-def _exact_ones(comparisons: Sequence[Comparison]) -> str:
-    """How many of the printed numbers are exact, in words."""
-    exact = [c for c in comparisons if c.status is Status.EXACT]
-    is_same = all(c.value == c.exact for c in exact)
-    words = "exact" if is_same else "exact, correctly rounded"
-    verb = "is" if len(exact) == 1 else "are"
-    if len(comparisons) == 1:
-        return words
-    return f"{'all' if len(exact) == len(comparisons) else 'the other'} {len(exact)} {verb} {words}"
-
-
-def _as_printed(comparisons: Sequence[Comparison]) -> str:
-    """The printed numbers as the document has them: ``[1 0] [0 1]``, a row unbroken."""
-    rows = groupby(comparisons, key=lambda c: c.index[:-1])
-    return " ".join(f"[{NO_BREAK.join(c.text for c in row)}]" for _, row in rows)
-
-
-def _where(step: Step, index: tuple[int, ...]) -> str:
-    """The place of a number in words: ``row cat, column The: ``."""
-    if not index:
-        return ""
-    names = [(step.rows, "row"), (step.columns, "column")][-len(index) :]
-    parts = [
-        f"{word} {labels[n] if labels else n}"
-        for (labels, word), n in zip(names, index, strict=True)
-    ]
-    return f"{', '.join(parts)}: "
 
 
 def _drawn(steps: Iterable[Step]) -> list[tuple[str, Step]]:
@@ -219,60 +187,73 @@ def _drawn(steps: Iterable[Step]) -> list[tuple[str, Step]]:
     return [(title, step) for name, title in order.items() for step in steps if step.name == name]
 
 
-def _heatmap(title: str, step: Step, in_color: bool) -> list[Text]:
+def _heatmaps(drawn: Sequence[tuple[str, Step]], width: int, in_color: bool) -> list[Text]:
+    """The maps side by side if cells of some size allow it, else as many in a row as fit."""
+    sizes = {
+        size: [_heatmap(title, step, size, in_color) for title, step in drawn]
+        for size in CELL_SIZES
+    }
+    widths = {size: [_width(block) for block in blocks] for size, blocks in sizes.items()}
+    fitting = [size for size in sizes if sum(widths[size]) <= width]
+    fitting += [size for size in sizes if max(widths[size]) <= width]
+    return _side_by_side(sizes[(*fitting, CELL_SIZES[-1])[0]], width)
+
+
+def _heatmap(title: str, step: Step, size: int, in_color: bool) -> list[Text]:
     value = np.asarray(step.value, np.float64)
     finite = value[np.isfinite(value)]
-    low, high = (
-        (0.0, 1.0) if step.name == "weights" else (finite.min(initial=0), finite.max(initial=0))
-    )
+    is_weights = step.name == "weights"
+    low, high = (0.0, 1.0) if is_weights else (finite.min(initial=0), finite.max(initial=0))
     rows = [_short(label, LABEL_WIDTH) for label in step.rows or ()]
     margin = max(map(cell_len, rows)) + 1
-    texts = cells(value, 2)
-    size = 5 if in_color or len(texts[0]) <= ROOMY else 3
     heads = "".join(set_cell_size(_short(label, size), size + 1) for label in step.columns or ())
     lines = [Text(title), Text((" " * margin + heads).rstrip())]
-    for label, row, numbers in zip(rows, texts, value.tolist(), strict=True):
+    for label, row, texts in zip(rows, value.tolist(), cells(value, 2), strict=True):
         line = Text(set_cell_size(label, margin))
-        for number, cell in zip(numbers, row, strict=True):
+        for number, text in zip(row, texts, strict=True):
             level = (number - low) / (high - low) if high > low else 0.0
-            line.append_text(_heat(level, cell, size, in_color)).append(" ")
+            line.append_text(_heat(level, text, size, in_color)).append(" ")
         lines.append(line)
     return lines
 
 
-def _heat(level: float, cell: str, size: int, in_color: bool) -> Text:
+def _heat(level: float, number: str, size: int, in_color: bool) -> Text:
+    """One cell: with its number where colour makes the ground, else as dark as its value."""
     if not np.isfinite(level):
-        return Text(("-∞" if in_color else "×").center(size))
+        return Text("×".center(size))
     if not in_color:
         return Text(SHADES[math.ceil(level * (len(SHADES) - 1))] * size)
     red, green, blue = (round(a + (b - a) * level) for a, b in ((247, 8), (251, 48), (255, 107)))
-    ink = "white" if level > 0.5 else "black"
-    return Text(cell.center(size), f"{ink} on rgb({red},{green},{blue})")
+    ink = "rgb(255,255,255)" if level > 0.5 else "rgb(0,0,0)"
+    shown = number if len(number) <= size else ""
+    return Text(shown.center(size), f"{ink} on rgb({red},{green},{blue})")
 
 
 def _legend(width: int | None, in_color: bool) -> list[Text]:
-    if in_color:
-        return _paragraph("Darker is more; -∞ is hidden. Rows are queries, columns keys.", width)
-    return _paragraph(
-        f"From blank over {SHADES[1:-1]} to {SHADES[-1]}: least to most; × is hidden. "
-        "Rows are queries, columns keys.",
-        width,
+    scale = (
+        "Darker is more" if in_color else f"Blank is least, then {SHADES[1:-1]}, {SHADES[-1]} most"
     )
+    return _paragraph(f"{scale}; × is hidden. Rows are queries, columns keys.", width)
 
 
-def _side_by_side(blocks: Sequence[list[Text]], width: int | None) -> list[Text]:
+def _side_by_side(blocks: Sequence[list[Text]], width: int) -> list[Text]:
     """Blocks of lines next to each other, as many in a row as fit."""
-    widths = [max(line.cell_len for line in block) + INDENT for block in blocks]
+    widths = [_width(block) for block in blocks]
     lines: list[Text] = []
-    for group in _column_groups(widths, width or EXPORT_WIDTH):
+    for group in _column_groups([size - GAP for size in widths], width):
         lines += [Text()] if lines else []
         for row in zip_longest(*(blocks[n] for n in group), fillvalue=Text()):
-            line = Text(" " * INDENT)
+            line = Text()
             for n, part in zip(group, row, strict=True):
-                line.append_text(part).append(" " * (widths[n] - part.cell_len))
+                line.append(" " * INDENT).append_text(part)
+                line.append(" " * (widths[n] - INDENT - part.cell_len))
             line.rstrip()
             lines.append(line)
     return lines
+
+
+def _width(block: Sequence[Text]) -> int:
+    return INDENT + max(line.cell_len for line in block)
 
 
 def _paragraph(words: str, width: int | None, style: str = "", indent: int = INDENT) -> list[Text]:

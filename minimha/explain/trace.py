@@ -137,11 +137,11 @@ class Trace:
     @property
     def steps(self) -> list[Step]:
         """Every step in order, one for each batch entry and head; only the chosen, if ``only``."""
-        unknown = [name for name in self.only if name not in self._known_names()]
+        bases = list(dict.fromkeys(name.partition("[")[0] for name in self))
+        unknown = [name for name in self.only if name not in (*bases, *self)]
         if unknown:
             raise ValueError(
-                f"no step {unknown[0]!r} in this example: its steps are "
-                f"{', '.join(self._known_names())}"
+                f"no step {unknown[0]!r} in this example: its steps are {', '.join(bases)}"
             )
         return [
             step
@@ -154,9 +154,6 @@ class Trace:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The whole array of each step shown, all heads together."""
         return {step.name: self[step.name] for step in self.steps}
-
-    def _known_names(self) -> list[str]:
-        return list(dict.fromkeys(part for name in self for part in (name.partition("[")[0], name)))
 
     def _entry(self, name: str) -> Entry:
         base = name.partition("[")[0]

@@ -1,0 +1,170 @@
+"""Exports hold what the trace holds."""
+
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from minimha import attention
+from minimha.documents import EXAMPLES, blocks, sentences
+from minimha.explain import Trace, export
+
+CAT = EXAMPLES["003"].trace()
+HEADS = sentences.of_length(5).trace()
+AWKWARD = sentences.sentence(
+    ["50%", "a_b", "$x$", "{c}", "#&", "~^", "\\d", "<b>", "|", "garçon", "œ", "猫", "😀", "[i]"]
+).trace()
+
+
+def test_json_has_the_documented_form():
+    record = json.loads(export.as_json(CAT))
+    assert list(record) == ["example", "source", "steps"]
+    names = [step["name"] for step in record["steps"]]
+    assert names[:11] == [
+        "x", "W_q", "W_k", "W_v", "q", "k", "v", "scores", "masked", "weights", "output"
+    ]  # fmt: skip
+    masked = record["steps"][8]
+    assert masked["value"] == [[1, "-inf", "-inf"], [0, 1, "-inf"], [1, 1, 2]]
+    assert masked["axes"] == ["Lq", "Lk"]
+    assert masked["shape"] == [3, 3]
+    weights = record["steps"][9]
+    assert set(weights) == {
+        "name", "symbol", "axes", "formula", "note", "shape", "value", "printed"
+    }  # fmt: skip
+    cut = weights["printed"][3]
+    assert cut == {
+        "value": 0.268, "exact": CAT["weights"][1, 0], "decimals": 3, "status": "truncated",
+        "index": [1, 0],
+    }  # fmt: skip
+    assert "printed" not in record["steps"][0]
+
+
+def test_json_keeps_every_bit():
+    for step, record in zip(HEADS.steps, json.loads(export.as_json(HEADS))["steps"], strict=True):
+        value = np.array([[float(x) for x in row] for row in record["value"]])
+        np.testing.assert_array_equal(value, step.value)
+
+
+def test_json_names_heads_only_where_there_are_several():
+    heads = [s.get("head") for s in json.loads(export.as_json(HEADS))["steps"] if s["name"] == "q"]
+    assert heads == [0, 1]
+    assert not any("head" in step for step in json.loads(export.as_json(CAT))["steps"])
+    grouped = sentences.sentence(["a"], num_heads=2, num_kv_heads=1, d_model=2).trace()
+    assert [s.get("head") for s in json.loads(export.as_json(grouped))["steps"]][:5] == [
+        None, 0, 1, None, None
+    ]  # fmt: skip
+
+
+def test_json_writes_a_picture_number_without_an_exact_one():
+    steps = json.loads(export.as_json(EXAMPLES["001"].trace()))["steps"]
+    assert steps[-1]["printed"][0]["exact"] is None
+    assert steps[-1]["printed"][0]["status"] == "illustrative"
+
+
+def test_npz_holds_whole_arrays():
+    with np.load(io.BytesIO(export.as_npz(HEADS)), allow_pickle=False) as archive:
+        assert archive.files == list(HEADS)
+        for name in HEADS:
+            np.testing.assert_array_equal(archive[name], HEADS[name])
+        assert archive["weights"].shape == (2, 5, 5)
+
+
+def test_npz_and_csv_of_bfloat16_can_be_read_by_anyone():
+    dtype = pytest.importorskip("ml_dtypes").bfloat16
+    trace = Trace()
+    trace("x", np.array([[1.5, -np.inf]], dtype))
+    with np.load(io.BytesIO(export.as_npz(trace)), allow_pickle=False) as archive:
+        assert archive["x"].tolist() == [[1.5, -np.inf]]
+    assert export.as_csv(trace) == {"01_x.csv": "1.5,-inf\n"}
+
+
+def test_csv_has_one_file_a_step_and_head_at_full_precision():
+    found = export.as_csv(HEADS)
+    assert list(found)[:4] == [
+        "01_x.csv",
+        "02_W_q_head0.csv",
+        "03_W_q_head1.csv",
+        "04_W_k_head0.csv",
+    ]
+    assert len(found) == len(HEADS.steps)
+    for text, step in zip(found.values(), HEADS.steps, strict=True):
+        rows = [[float(cell) for cell in row] for row in csv.reader(io.StringIO(text))]
+        np.testing.assert_array_equal(rows, step.value)
+
+
+def test_csv_of_scalars_vectors_and_blocks():
+    found = export.as_csv(blocks.of_length(3).trace())
+    assert any(name.endswith("_kept_naive.csv") and text == "18\n" for name, text in found.items())
+    assert any("S_i_1_j_0" in name for name in found)
+    trace = Trace()
+    attention([[1], [2]], [[1]], [[1]], return_lse=True, tap=trace)
+    assert export.as_csv(trace)["07_lse.csv"] == "1.0,2.0\n"
+
+
+@pytest.mark.parametrize("trace", [CAT, HEADS, AWKWARD], ids=["003", "heads", "awkward"])
+def test_markdown_tables_hold_together(trace):
+    text = export.as_markdown(trace, 3)
+    assert text.count("\n## ") == len(trace.steps)
+    tables = re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE)
+    assert len(tables) == len(trace.steps)
+    for table in tables:
+        widths = {len(re.split(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(widths) == 1
+
+
+def test_markdown_says_what_is_printed():
+    text = export.as_markdown(CAT, 3)
+    assert "| cat | 0.269 | 0.731 | 0.000 |" in text
+    assert "- row cat, column The: printed 0.268, exact 0.268941: cut, not rounded" in text
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+@pytest.mark.parametrize(
+    "trace",
+    [CAT, HEADS, AWKWARD, EXAMPLES["001"].trace(), blocks.of_length(4).trace()],
+    ids=["003", "heads", "awkward", "001", "flash"],
+)
+def test_latex_compiles_as_it_is(trace, tmp_path):
+    (tmp_path / "page.tex").write_text(export.as_latex(trace, 3), encoding="utf-8")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_latex_is_a_whole_document_with_every_matrix():
+    text = export.as_latex(CAT, 3)
+    assert text.startswith(r"\documentclass")
+    assert text.count(r"\begin{array}") == len(CAT.steps)
+    assert r"\text{cat} & 0.269 & 0.731 & 0.000" in text
+    assert r"-\infty" in text
+    escaped = export.as_latex(AWKWARD, 3)
+    assert r"\text{50\%}" in escaped
+    assert r"\DeclareUnicodeCharacter{732B}{[U+732B]}" in escaped
+
+
+@pytest.mark.parametrize("trace", [CAT, AWKWARD], ids=["003", "awkward"])
+def test_svg_is_xml_and_shows_the_numbers(trace):
+    picture = export.trace_as("svg", trace, 3)
+    words = " ".join(ET.fromstring(picture).itertext()).replace("\N{NO-BREAK SPACE}", " ")
+    assert "softmax" in words
+    assert "1.000" in words
+
+
+def test_html_shows_the_numbers_and_escapes_tokens():
+    class Reader(HTMLParser):
+        words = ""
+
+        def handle_data(self, data):
+            self.words += data
+
+    reader = Reader()
+    reader.feed(export.trace_as("html", AWKWARD, 3))
+    assert "<b>" in reader.words
+    assert "softmax" in reader.words

@@ -1,0 +1,121 @@
+"""What a terminal of some width shows."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from minimha import attention
+from minimha.documents import EXAMPLES, blocks, sentences
+from minimha.explain import Trace, render
+from minimha.explain.numbers import cells
+
+TRACES = {name: example.trace() for name, example in EXAMPLES.items()}
+TRACES |= {f"{n} tokens": sentences.of_length(n).trace() for n in (5, 12)}
+TRACES["flash"] = blocks.of_length(6).trace()
+TRACES["8 heads"] = sentences.of_length(8, num_heads=8, num_kv_heads=2, d_model=16).trace()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
+@pytest.mark.parametrize("in_color", [True, False])
+def test_no_line_is_wider_than_the_terminal(trace, width, in_color):
+    for line in render.text(trace, 3, width, in_color).plain.splitlines():
+        assert cell_len(line) <= width, line
+
+
+def test_columns_that_do_not_fit_are_shown_below_under_the_same_labels():
+    trace = sentences.of_length(12).trace()
+    trace.only = ["weights"]
+    narrow, wide = (render.text(trace, 3, width, False).plain for width in (80, None))
+    head = " ".join(trace.labels["L"])
+    assert any(" ".join(line.split()) == head for line in wide.splitlines())
+    assert narrow.count("Self-attention") > wide.count("Self-attention")
+    numbers = [x for line in wide.splitlines() for x in line.split() if x.startswith("0.")]
+    assert sorted(numbers) == sorted(
+        x for line in narrow.splitlines() for x in line.split() if x.startswith("0.")
+    )
+
+
+def test_without_a_terminal_no_line_is_broken_or_padded():
+    shown = render.text(TRACES["004"], 3, None, False)
+    lines = render.plain(shown).splitlines()
+    assert lines == [line.rstrip() for line in lines]
+    assert any(len(line) > 120 for line in lines)
+    assert "\x1b" not in render.plain(shown)
+
+
+def test_statuses_are_in_words():
+    text = render.text(TRACES["003"], 3, None, False).plain
+    assert "row cat, column The: printed 0.268, exact 0.268941: cut, not rounded" in text
+    assert "the other 6 are exact, correctly rounded" in text
+    text = render.text(TRACES["004"], 3, None, False).plain
+    assert "printed 1.198, exact 1.000000: does not follow from the printed weights and V" in text
+
+
+def test_raw_masked_and_softmax_side_by_side_for_one_head():
+    lines = render.text(TRACES["003"], 3, 80, False).plain.splitlines()
+    assert any(line.split() == ["raw", "scores", "masked", "softmax", "weights"] for line in lines)
+    assert lines[-1].startswith("    sat ")
+    assert "█" in lines[-1]
+    assert "×" in lines[-2]
+
+
+def test_one_heatmap_a_head():
+    text = render.text(TRACES["8 heads"], 3, 80, False).plain
+    assert [text.count(f"weights, head {h}") for h in range(8)] == [1] * 8
+
+
+def test_a_heatmap_in_colour_writes_its_numbers_on_grounds_of_its_own():
+    shown = render.text(TRACES["003"], 3, 80, True)
+    stream = io.StringIO()
+    Console(file=stream, force_terminal=True, color_system="truecolor", width=80).print(shown)
+    assert "\x1b[38;2;255;255;255;48;2;8;48;107m 1.00" in stream.getvalue()
+    assert "\x1b[38;2;0;0;0;48;2;247;251;255m 0.00" in stream.getvalue()
+
+
+def test_tokens_are_text_and_not_markup():
+    trace = sentences.sentence(["[bold]", ":smile:"]).trace()
+    stream = io.StringIO()
+    console = render.console_for(stream)
+    console.print(render.text(trace, 3, 80, False))
+    assert "[bold]" in stream.getvalue()
+    assert ":smile:" in stream.getvalue()
+
+
+def test_empty_matrices_say_so():
+    trace = Trace()
+    attention(np.zeros((0, 2)), np.zeros((0, 2)), np.zeros((0, 2)), tap=trace)
+    assert "(empty)" in render.text(trace, 3, 80, False).plain
+
+
+def test_scores_that_are_all_hidden_or_not_numbers_are_drawn():
+    trace = Trace()
+    q, hidden = np.array([[np.nan], [1.0]]), np.zeros((2, 2), bool)
+    attention(q, q, q, attn_mask=hidden, tap=trace)
+    text = render.text(trace, 3, 80, False).plain
+    assert "NaN" in text
+    assert "×" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "decimals", "texts"),
+    [
+        ([[1.0, 2.0]], 3, [["1", "2"]]),
+        ([[1.0, 0.5]], 1, [["1.0", "0.5"]]),
+        ([[0.5]], 0, [["0"]]),
+        ([[-0.0, 3]], 2, [["0", "3"]]),
+        ([[np.nan, np.inf, -np.inf]], 2, [["NaN", "∞", "-∞"]]),
+        ([[1e7, 1.5]], 2, [["1.00e+07", "1.50e+00"]]),
+    ],
+)
+def test_numbers_as_text(value, decimals, texts):
+    assert cells(np.array(value), decimals) == texts
+
+
+def test_a_table_is_aligned_and_unbroken_without_a_terminal():
+    records = [{"name": "a", "why": "x" * 300}, {"name": "long name", "why": "[y]"}]
+    lines = render.plain(render.table(records)).splitlines()
+    assert lines == ["name       why", f"a          {'x' * 300}", "long name  [y]"]
