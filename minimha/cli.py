@@ -27,7 +27,7 @@ SUFFIXES = {
 }  # fmt: skip
 FOR_READERS = ("text", "markdown", "latex", "svg", "html")
 LARGEST_MATRIX = 32 * 32  # numbers; more in one matrix cannot be read, only processed
-LARGEST_RUN = 64 * LARGEST_MATRIX
+LARGEST_RUN = 16 * LARGEST_MATRIX
 MAX_TOKENS = max(sentences.SENTENCES)
 
 

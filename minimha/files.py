@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import io
 import json
 import os
 import zipfile
@@ -194,10 +195,11 @@ def _numbers(name: str, value: Any) -> Any:
 
 def _read_npz(path: Path) -> dict[str, Any]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError(f"{path} is not an npz archive")
-            found = {name: archive[name] for name in archive.files}
+        content = io.BytesIO(path.read_bytes())
+        if not zipfile.is_zipfile(content):
+            raise ValueError("this is no zip archive")
+        archive = np.load(content, allow_pickle=False)
+        found = {name: archive[name] for name in archive.files}
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
