@@ -22,15 +22,15 @@ W_O = matrix("1 0 1 0", "0 1 0 1", "1 0 -1 0", "0 1 0 -1")
 
 ASSUMED = (
     PrintedMatrix(
-        "head_output", ("0.5 1.2",), f"{SOURCE}, head 1", Status.ASSUMED, head=0,
+        "head_output", ("0.5 1.2",), "'Head 1 projection matrices'", Status.ASSUMED, head=0,
         says="Assume: head1_output = [0.5, 1.2]",
     ),
     PrintedMatrix(
-        "head_output", ("−0.4 2.3",), f"{SOURCE}, head 2", Status.ASSUMED, head=1,
+        "head_output", ("−0.4 2.3",), "'Head 2 projection matrices'", Status.ASSUMED, head=1,
         says="Assume: head2_output = [−0.4, 2.3]",
     ),
     PrintedMatrix(
-        "concat", ("0.5 1.2 −0.4 2.3",), f"{SOURCE}, 'Concatenate heads'", Status.ASSUMED,
+        "concat", ("0.5 1.2 −0.4 2.3",), "'Concatenate heads'", Status.ASSUMED,
         says="concat = [0.5, 1.2, −0.4, 2.3], of the two outputs that it told to assume",
     ),
 )  # fmt: skip

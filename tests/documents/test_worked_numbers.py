@@ -74,8 +74,8 @@ EXACT = {
 
 # (document, step, head, a part of where it is printed): the printed numbers and their statuses
 PRINTED = {
-    ("000", "head_output", 0, "head 1"): ([0.5, 1.2], [A, A]),
-    ("000", "head_output", 1, "head 2"): ([-0.4, 2.3], [A, A]),
+    ("000", "head_output", 0, "Head 1"): ([0.5, 1.2], [A, A]),
+    ("000", "head_output", 1, "Head 2"): ([-0.4, 2.3], [A, A]),
     ("000", "concat", None, "Concatenate"): ([0.5, 1.2, -0.4, 2.3], [A] * 4),
     ("001", "head_width", None, "Step-by-Step"): ([64], [E]),
     ("001", "output_shape", None, "PyTorch"): ([2, 10, 512], [E] * 3),
