@@ -29,6 +29,8 @@ GAP = 2
 NO_BREAK = "\N{NO-BREAK SPACE}"
 SHADES = " ░▒▓█"
 CELL_SIZES = (5, 3, 1)  # of a heatmap: a number fits, a syllable fits, only the shade
+BAR = "█"
+LONGEST_BAR = 40  # of a weight of 1, where there is room
 LABEL_WIDTH = 10  # of a heatmap; a matrix shows its labels whole
 EXPORT_WIDTH = 100
 UNBROKEN = 1000
@@ -48,7 +50,7 @@ def console_for(stream: IO[str]) -> Console:
 
 
 def text(trace: Trace, decimals: int, width: int | None, in_color: bool) -> Text:
-    """Every step of ``trace``, and its weights as heatmaps.
+    """Every step of ``trace``, its weights as heatmaps, and how one query picks its values.
 
     Parameters
     ----------
@@ -76,6 +78,7 @@ def text(trace: Trace, decimals: int, width: int | None, in_color: bool) -> Text
     if drawn:
         lines += [Text(), Text("heatmap", "bold"), *_legend(width, in_color), Text()]
         lines += _heatmaps(drawn, width or EXPORT_WIDTH, in_color)
+    lines += _pick(steps, decimals, width or EXPORT_WIDTH)
     return Text("\n").join(lines)
 
 
@@ -227,6 +230,33 @@ def _heat(level: float, number: str, size: int, in_color: bool) -> Text:
     ink = "rgb(255,255,255)" if level > 0.5 else "rgb(0,0,0)"
     shown = number if len(number) <= size else ""
     return Text(shown.center(size), f"{ink} on rgb({red},{green},{blue})")
+
+
+def _pick(steps: Sequence[Step], decimals: int, width: int) -> list[Text]:
+    """How the last query of a single head picks values: a bar as long as each weight."""
+    whole = [step for step in steps if not step.place and step.value.ndim == 2 and step.value.size]
+    named = {step.name: step for step in whole}
+    if not {"weights", "v", "output"} <= named.keys() or named["output"].axes != ("Lq", "Dv"):
+        return []
+    weights, values, output = (named[name] for name in ("weights", "v", "output"))
+    shares = weights.value[-1]
+    picked = [
+        f"{cell} · [{' '.join(row)}]"
+        for cell, row in zip(cells(shares, decimals)[0], cells(values.value, decimals), strict=True)
+    ]
+    labels = [_short(label, LABEL_WIDTH) for label in weights.columns or ()]
+    margin = max(map(cell_len, labels)) + GAP
+    total = f"sum: [{' '.join(cells(output.value, decimals)[-1])}]"
+    room = width - INDENT - margin - GAP - max(map(len, [*picked, total]))
+    if room < 10:
+        return []
+    bars = [BAR * round(share * min(room, LONGEST_BAR)) for share in np.nan_to_num(shares)]
+    length = max(map(len, bars)) + GAP
+    query = (weights.rows or ())[-1]
+    lines = [Text(), Text(f"how query {query} picks values", "bold"), Text()]
+    for label, bar, text in zip(labels, bars, picked, strict=True):
+        lines.append(Text(" " * INDENT + set_cell_size(label, margin) + bar.ljust(length) + text))
+    return [*lines, Text(" " * (INDENT + margin + length) + total)]
 
 
 def _legend(width: int | None, in_color: bool) -> list[Text]:

@@ -57,10 +57,22 @@ def test_statuses_are_in_words():
 
 def test_raw_masked_and_softmax_side_by_side_for_one_head():
     lines = render.text(TRACES["003"], 3, 80, False).plain.splitlines()
-    assert any(line.split() == ["raw", "scores", "masked", "softmax", "weights"] for line in lines)
-    assert lines[-1].startswith("    sat ")
-    assert "█" in lines[-1]
-    assert "×" in lines[-2]
+    titles = [line.split() for line in lines]
+    at = titles.index(["raw", "scores", "masked", "softmax", "weights"])
+    assert titles[at + 1] == ["The", "cat", "sat"] * 3
+    assert titles[at + 2] == ["The", "▒▒▒▒▒", "▒▒▒▒▒", "The", "▒▒▒▒▒", "×", "×", "The", "█████"]
+
+
+def test_how_one_query_picks_its_values():
+    lines = render.text(TRACES["004"], 3, 80, False).plain.splitlines()
+    at = lines.index("how query 2 picks values")
+    assert [line.split() for line in lines[at + 2 :]] == [
+        ["0", "█" * 10, "0.248", "·", "[1", "0]"],
+        ["1", "█" * 20, "0.503", "·", "[0", "2]"],
+        ["2", "█" * 10, "0.248", "·", "[3", "1]"],
+        ["sum:", "[0.993", "1.255]"],
+    ]
+    assert "picks values" not in render.text(TRACES["8 heads"], 3, 80, False).plain
 
 
 def test_one_heatmap_a_head():
