@@ -2,7 +2,10 @@
 
 import sys
 
-from minimha.cli import main
+try:
+    from minimha.cli import main
+except ModuleNotFoundError as missing:
+    sys.exit(f"minimha: {missing.name} is not installed for {sys.executable}: pip install .")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,6 +22,7 @@ from minimha.explain.trace import Trace, token_labels
 
 FORMATS = ("text", "json", "markdown", "latex", "csv", "npz", "svg", "html")
 SUFFIXES = {
+    "": "text",
     ".txt": "text", ".json": "json", ".md": "markdown", ".tex": "latex", ".npz": "npz",
     ".svg": "svg", ".html": "html",
 }  # fmt: skip
@@ -66,6 +67,8 @@ class Parser(argparse.ArgumentParser):
     """argparse, but an error is one sentence and never a page of usage."""
 
     def error(self, message: str) -> NoReturn:
+        if "expected one argument" in message:
+            message += " (a value that begins with a minus sign is joined on, as in --sinks=-1,0)"
         raise ValueError(message)
 
 
@@ -96,7 +99,12 @@ def _add_example(commands: Any) -> None:
     parser.set_defaults(run=run_example)
     which = parser.add_mutually_exclusive_group()
     _add_sentence(which, "1 is document 000, 3 document 003, the others a sentence of that length")
-    which.add_argument("--document", choices=tuple(documents.EXAMPLES), help="a document's example")
+    which.add_argument(
+        "--document",
+        type=lambda number: number.zfill(3),
+        choices=tuple(documents.EXAMPLES),
+        help="a document's example",
+    )
     parser.add_argument("--heads", type=_count, metavar="H", help="query heads (2)")
     parser.add_argument("--kv-heads", type=_count, metavar="H", help="key/value heads (as --heads)")
     parser.add_argument("--d-model", type=_count, metavar="E", help="model width (4)")
@@ -116,7 +124,7 @@ def _add_flash(commands: Any) -> None:
     _add_sentence(parser.add_mutually_exclusive_group(), "a sentence of that length (6)")
     parser.add_argument("--block-queries", type=_count, metavar="B_r", default=2, help="(2)")
     parser.add_argument("--block-keys", type=_count, metavar="B_c", default=2, help="(2)")
-    parser.add_argument("--d-model", type=_count, metavar="E", default=2, help="head width (2)")
+    parser.add_argument("--d-model", type=_count, metavar="E", default=4, help="model width (4)")
     _add_changes(parser)
     _add_steps(parser)
     _add_output(parser)
@@ -127,7 +135,9 @@ def _add_attend(commands: Any) -> None:
         "attend",
         help="show every matrix of attention over your own numbers",
         description="Attention over your own numbers: a problem file, or a CSV file each for q, k "
-        "and v. Every option of minimha.attention is a key of the file or a flag; a flag wins.",
+        "and v. The file's keys are q, k, v and the options of minimha.attention: is_causal, "
+        "q_offset, window_size, attn_mask, attn_bias, kv_lengths, alibi_slopes, scale, softcap, "
+        "sinks, return_lse, backend. A flag wins over the file.",
     )
     parser.set_defaults(run=run_attend)
     parser.add_argument("problem", nargs="?", help="problem.json or problem.npz")
@@ -276,10 +286,13 @@ def deliver_table(args: argparse.Namespace, title: str, records: list[dict[str, 
 
 
 def _format(args: argparse.Namespace, only_to_disk: Sequence[str]) -> str:
-    by_ending = (
-        SUFFIXES.get(os.path.splitext(args.output)[1].lower(), "text") if args.output else "text"
-    )
-    kind: str = args.format or by_ending
+    ending = os.path.splitext(args.output or "")[1].lower()
+    kind: str | None = args.format or SUFFIXES.get(ending)
+    if kind is None:
+        raise ValueError(
+            f"--output {args.output} ends in {ending!r}, which names no format: add --format, one "
+            f"of {', '.join(FORMATS)} (csv writes a folder)"
+        )
     if kind in only_to_disk and args.output is None:
         what = "a folder" if kind == "csv" else "a file"
         raise ValueError(f"--format {kind} needs --output: the name of {what} to write")
@@ -361,8 +374,10 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     matrices = {name: getattr(args, name) for name in ("q", "k", "v")}
     missing = [f"--{name}" for name, path in matrices.items() if path is None]
     if args.problem is None and missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise ValueError(
-            f"attend needs a problem file, or --q, --k and --v; {missing[0]} is missing"
+            f"attend needs a problem file, or --q, --k and --v; "
+            f"{' and '.join(missing)} {verb} missing"
         )
     if args.problem is not None and len(missing) < 3:
         raise ValueError("attend takes a problem file or --q, --k and --v, and both were given")
@@ -380,13 +395,20 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Labels for the keys, and for those queries that stand at a key's position; or for queries."""
     if words is None:
         return {}
-    labels = words.split()
-    lengths = [np.shape(problem[name])[-2:-1] for name in ("q", "k")]
-    if (len(labels),) not in lengths:
-        raise ValueError(f"--labels has {len(labels)} words: expected one for each query or key")
-    return token_labels(labels)
+    labels = tuple(words.split())
+    Lq, Lk = (np.shape(problem[name])[-2] if np.ndim(problem[name]) > 1 else 0 for name in "qk")
+    if len(labels) == Lk:
+        offset = problem.get("q_offset") or 0
+        is_aligned = isinstance(offset, int) and 0 <= offset <= Lk - Lq
+        return token_labels(labels[offset : offset + Lq] if is_aligned else (), labels)
+    if len(labels) == Lq:
+        return token_labels(labels, ())
+    raise ValueError(
+        f"--labels has {len(labels)} words: expected one for each key ({Lk}) or query ({Lq})"
+    )
 
 
 def _whole(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import inspect
 import io
 import json
@@ -32,17 +33,20 @@ def read_problem(name: str) -> dict[str, Any]:
         The file is missing or broken, holds another key, or lacks q, k or v.
     """
     path = Path(name)
-    readers = {".json": _read_json, ".npz": _read_npz}
+    readers = {".json": (_read_json, _from_json), ".npz": (_read_npz, _from_npz)}
     if path.suffix not in readers:
         raise ValueError(f"{path} ends in {path.suffix!r}: expected a .json or .npz file")
-    found = readers[path.suffix](path)
-    unknown = [key for key in found if key not in KEYS]
-    if unknown:
-        raise ValueError(f"{path} has the key {unknown[0]!r}: expected {', '.join(KEYS)}")
-    missing = [key for key in ("q", "k", "v") if key not in found]
-    if missing:
-        raise ValueError(f"{path} lacks the key {missing[0]!r}: q, k and v are needed")
-    return found
+    read, convert = readers[path.suffix]
+    found = read(path)
+    for key in found:
+        if key not in KEYS:
+            near = difflib.get_close_matches(key.lower(), KEYS, 1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{path} has the key {key!r}: {meant}expected {', '.join(KEYS)}")
+    for key in ("q", "k", "v"):
+        if key not in found:
+            raise ValueError(f"{path} lacks the key {key!r}: q, k and v are needed")
+    return {key: convert(key, value) for key, value in found.items()}
 
 
 def read_matrix(name: str) -> NDArray[np.float64]:
@@ -157,7 +161,8 @@ def _cell(path: Path, row: int, column: int, cell: str) -> float:
         return float(cell)
     except ValueError:
         raise ValueError(
-            f"{path}, row {row}, column {column} is {cell.strip()!r}: expected a number"
+            f"{path}, row {row}, column {column} is {cell.strip()!r}: expected a number (rows of "
+            f"numbers separated by commas, no header)"
         ) from None
 
 
@@ -168,7 +173,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds {type(found).__name__}: expected an object with q, k and v")
-    return {name: _from_json(name, value) for name, value in found.items()}
+    return found
 
 
 def _from_json(name: str, value: Any) -> Any:
@@ -207,7 +212,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
             f"{path} is refused: expected an npz archive of plain arrays; objects and pickles are "
             f"never loaded ({error})"
         ) from None
-    return {name: _from_npz(name, array) for name, array in found.items()}
+    return found
 
 
 def _from_npz(name: str, array: NDArray[Any]) -> Any:

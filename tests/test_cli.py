@@ -68,6 +68,7 @@ def test_examples_lists_every_document_with_source_and_sentence(run):
         ("example", "003: The cat sat"),
         ("example --tokens 3", "003: The cat sat"),
         ("example --tokens 1", "000: one token, two heads"),
+        ("example --document 3", "003: The cat sat"),
         ("example --document 000", "000: one token"),
         ("example --document 004", "004: Q, K and V given"),
         ("example --tokens 5", "5 tokens: The quick brown fox jumps, 2 heads"),
@@ -91,7 +92,7 @@ def test_a_sentence_of_ones_own(run):
 def test_tokens_3_shows_what_the_document_prints_and_what_is_wrong(run):
     out = shown(run, "example --tokens 3")
     assert "printed 0.268, exact 0.268941: cut, not rounded" in out
-    assert "printed 2, exact 0.000000: does not follow from X W_v" in out
+    assert "printed 2, X W_v gives 0.000000: does not follow from the W_v = I given" in out
     assert "2.340  0.660" in out
     assert "raw scores" in out
 
@@ -231,6 +232,25 @@ def test_attend_labels_tokens(run, numbers):
     assert "ein  zwei  drei" in out
 
 
+def test_attend_labels_a_query_by_the_position_where_it_stands(run, numbers, tmp_path):
+    (tmp_path / "q.csv").write_text("1,0\n0,1\n")
+    line = f"{numbers} --only scores --causal --q-offset 1 --labels"
+    lines = shown(run, line, "ein zwei drei").splitlines()
+    assert lines[8].split()[0] == "zwei"
+    assert lines[9].split()[0] == "drei"
+
+
+def test_attend_says_what_the_rows_of_weights_sum_to(run, numbers):
+    for flags, sentence in (
+        ("", "A row sums to 1."),
+        ("--kv-lengths 0", "A query that sees no key has a row of 0."),
+        ("--sinks 1", "What a row lacks of 1 goes to its sink."),
+    ):
+        out = shown(run, f"{numbers} --only weights {flags}")
+        assert sentence in out
+        assert ("sums to 1" in out) == (not flags)
+
+
 def test_attend_in_tiles(run, numbers):
     names = [s["name"] for s in steps(run, f"{numbers} --backend tiled")]
     assert names[0] == "Q[i=0]"
@@ -293,7 +313,7 @@ def test_force_replaces_and_leaves_the_rest_of_a_folder_alone(run, tmp_path):
 
 BAD_LINES = [
     ("attend --q q.csv --k k.csv", "a problem file, or --q, --k and --v; --v is missing"),
-    ("attend", "attend needs a problem file"),
+    ("attend", "--q and --k and --v are missing"),
     ("attend p.json --q q.csv", "a problem file or --q, --k and --v, and both were given"),
     ("attend --q no.csv --k k.csv --v v.csv", "no.csv cannot be read: No such file"),
     ("attend --q . --k k.csv --v v.csv", ". cannot be read: Is a directory"),
@@ -309,7 +329,8 @@ BAD_LINES = [
      "is_causal with Lq=2 and Lk=3 needs q_offset"),
     ("attend --q q.csv --k k.csv --v v.csv --attn-mask k2.csv",
      "--attn-mask holds 2: expected 1 (may attend) and 0 (may not)"),
-    ("attend --q q.csv --k k.csv --v v.csv --labels one", "--labels has 1 words"),
+    ("attend --q q.csv --k k.csv --v v.csv --labels one",
+     "--labels has 1 words: expected one for each key (3) or query (3)"),
     ("attend --q q.csv --k k.csv --v v.csv --backend gpu", "backend is 'gpu': expected auto"),
     ("attend --q q.csv --k k.csv --v v.csv --backend cuda", "backend 'cuda' cannot run"),
     ("attend --q q.csv --k k.csv --v v.csv --scale big", "argument --scale: invalid float value"),
@@ -321,6 +342,8 @@ BAD_LINES = [
     ("attend q.csv", "q.csv ends in '.csv': expected a .json or .npz file"),
     ("attend broken.json", "broken.json is not JSON"),
     ("attend list.json", "list.json holds list: expected an object with q, k and v"),
+    ("attend causal.json", "has the key 'causal': did you mean 'is_causal'? expected q, k, v"),
+    ("attend q.csv --window -1,0", "(a value that begins with a minus sign is joined on"),
     ("attend lacks.json", "lacks.json lacks the key 'v'"),
     ("attend unknown.json", "unknown.json has the key 'dropout': expected q, k, v, is_causal"),
     ("attend word.json", "q holds 'cat': expected a number"),
@@ -352,7 +375,9 @@ BAD_LINES = [
     ("examples --format npz", "--format npz needs --output"),
     ("example --output no/where.json", "--output no/where.json: the folder no does not exist"),
     ("example --format csv --output no/where", "the folder no does not exist, make it first"),
-    ("example --output q.csv", "--output q.csv exists already: add --force to replace it"),
+    ("example --output broken.json", "broken.json exists already: add --force to replace it"),
+    ("example --output x.pdf", "x.pdf ends in '.pdf', which names no format: add --format"),
+    ("example --output x.csv", "(csv writes a folder)"),
     ("example --output .", "--output . is a folder: expected the name of a file"),
     ("example --format csv --output q.csv", "--output q.csv is a file: expected a folder"),
     ("example --format csv --output full", "--output full is not empty: add --force to write"),
@@ -370,6 +395,7 @@ def bad_files(tmp_path, numbers):
         "v2.csv": "1,0\n0,2\n", "q1.csv": "1\n2\n3\n", "k2.csv": "1,1,1\n1,2,1\n1,1,1\n",
         "broken.json": '{"q": [', "list.json": "[1]", "lacks.json": '{"q": [[1]], "k": [[1]]}',
         "unknown.json": '{"q": [[1]], "k": [[1]], "v": [[1]], "dropout": 0.1}',
+        "causal.json": '{"q": [[1]], "k": [[1]], "v": [[1]], "causal": true}',
         "word.json": '{"q": [["cat"]], "k": [[1]], "v": [[1]]}',
         "nested.json": '{"q": [[1], [1, 2]], "k": [[1]], "v": [[1]]}',
         "heads.json": json.dumps({"q": [[[1]]] * 4, "k": [[[1]]] * 3, "v": [[[1]]] * 3}),

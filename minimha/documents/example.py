@@ -38,6 +38,8 @@ class Example:
     notes : mapping from step name to str
     blocks : (B_r, B_c) or None
         Block sizes, where the example runs in tiles.
+    given : tuple of str
+        Names of steps that are given, not computed as the catalogue has it.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Example:
     printed: tuple[PrintedMatrix, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     blocks: tuple[int, int] | None = None
+    given: tuple[str, ...] = ()
 
     def trace(self, is_causal: bool | None = None, is_scaled: bool | None = None) -> Trace:
         """Run the example and return its trace.
@@ -67,14 +70,23 @@ class Example:
                 f"example {self.name} has neither a causal mask nor scaling to change: "
                 f"it shows {self.title}"
             )
+        changes = [
+            word if now else f"not {word}"
+            for word, now, before in (
+                ("causal", causal, self.is_causal),
+                ("scaled", scaled, self.is_scaled),
+            )
+            if now != before
+        ]
         own = f"{self.name}: {self.title}"
         trace = Trace(
-            example=own if is_own else f"{own} (changed: causal {causal}, scaled {scaled})",
+            example=own if is_own else f"{own} (changed: {', '.join(changes)})",
             source=self.source,
             labels=self.labels,
-            notes=self.notes if is_own else {},
+            notes=self.notes,
             printed=self.printed if is_own else (),
             blocks=self.blocks,
+            given=self.given,
         )
         self.run(trace, causal, scaled)
         return trace

@@ -92,7 +92,7 @@ def sentence(
         heads += f" on {num_kv_heads} key/value head{'s' * (num_kv_heads > 1)}"
     text = " ".join(tokens)
     return Example(
-        name=f"{len(tokens)} tokens",
+        name=f"{len(tokens)} token{'s' * (len(tokens) > 1)}",
         title=f"{text}, {heads}",
         source=f"{source}; embeddings and weights drawn with seed {seed}",
         sentence=text,

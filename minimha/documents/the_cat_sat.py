@@ -20,7 +20,7 @@ PRINTED = (
     PrintedMatrix(
         "v", ("1 2", "3 0", "0 1"), "section 'Input Embeddings'", Status.WRONG,
         but={(0, 0): Status.EXACT, (2, 1): Status.EXACT},
-        exact=X @ I, origin="X W_v with the W_v = I given just before",
+        exact=X @ I, exactly="X W_v gives", origin="the W_v = I given just before",
     ),
     PrintedMatrix("scores", ("1 0 1", "0 1 1", "1 1 2"), "'Step 1: Raw Attention Scores'"),
     PrintedMatrix("masked", ("1 −∞ −∞", "0 1 −∞", "1 1 2"), "'Step 2: Causal Masking'"),
@@ -58,11 +58,11 @@ EXAMPLE = Example(
     is_causal=True,
     is_scaled=False,
     printed=PRINTED,
+    given=("v",),
     notes={
         "v": "The document gives this V, although with its W_v = I V would equal X. "
         "The steps below use the V that it gives.",
-        "weights": "The document's formula divides by √d_k first, its example does not. These are "
-        "the example's; weights[divided] has the formula's.",
+        "weights": "The document's formula divides by √d_k first, its example does not.",
         "output": "The document leaves this product to the reader.",
         "scaled[divided]": "From here on: the same once more, with the division that the "
         "document's formula has.",

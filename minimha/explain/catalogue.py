@@ -98,13 +98,13 @@ CATALOGUE: dict[str, Entry] = {
         VASWANI,
     ),
     "weights": Entry(
-        "A", "A", SCORES, "A = softmax(S), row by row", r"A = \operatorname{softmax}(S)",
-        "What share of its attention each query (row) gives to each key (column); a row sums to 1.",
+        "A", "A", SCORES, "A = softmax(S), row by row", r"A = \mathrm{softmax}(S)",
+        "What share of its attention each query (row) gives to each key (column).",
         VASWANI,
     ),
     "head_output": Entry(
         "O", "O", ("B", "H", "Lq", "Dv"), "O = A V", r"O = A V",
-        "Each row is the average of the values, weighted by that row of A.",
+        "Each row is the sum of the values, weighted by that row of A.",
         VASWANI,
     ),
     "concat": Entry(
@@ -125,8 +125,20 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "output": Entry(
         "O", "O", ("B", "H", "Lq", "Dv"), "O = A V", r"O = A V",
-        "Each row is the average of the values, weighted by that row of A.",
+        "Each row is the sum of the values, weighted by that row of A.",
         VASWANI,
+    ),
+    "normalised": Entry(
+        "O", "O", ("B", "H", "Lq", "Dv"), "O_i ← O_i / l_i, for every block i",
+        r"O_i \leftarrow O_i / \ell_i",
+        "Each row of blocks, divided by its softmax denominator at the end.",
+        f"{FLASH2}, line 12",
+    ),
+    "skipped": Entry(
+        "skipped", r"\text{skipped}", ("blocks", "i, j"), "(i, j) of blocks never loaded",
+        r"(i, j) \text{ of blocks never loaded}",
+        "In these blocks no query may see a key, so they are never loaded.",
+        FLASH2,
     ),
     "lse": Entry(
         "L", "L", ("B", "H", "Lq"), "L = log Σ_j exp(S_ij)", r"L_i = \log \sum_j \exp S_{ij}",
@@ -145,28 +157,28 @@ CATALOGUE: dict[str, Entry] = {
         VASWANI,
     ),
     "x_shape": Entry(
-        "shape of X", r"\text{shape of } X", ("axis",), "(B, L, d_model)",
+        "shape of X", r"\text{shape of } X", ("axes",), "(B, L, d_model)",
         r"(B, L, d_{\mathrm{model}})",
         "A batch of 2 sequences of 10 tokens of width 512.",
         VASWANI,
     ),
     "q_shape": Entry(
-        "shape of Q", r"\text{shape of } Q", ("axis",), "(B, h, L, d_k)", "(B, h, L, d_k)",
+        "shape of Q", r"\text{shape of } Q", ("axes",), "(B, h, L, d_k)", "(B, h, L, d_k)",
         "Each head has queries of its own; K and V have this shape too.",
         VASWANI,
     ),
     "weights_shape": Entry(
-        "shape of A", r"\text{shape of } A", ("axis",), "(B, h, L, L)", "(B, h, L, L)",
+        "shape of A", r"\text{shape of } A", ("axes",), "(B, h, L, L)", "(B, h, L, L)",
         "One L × L matrix of weights for each head.",
         VASWANI,
     ),
     "concat_shape": Entry(
-        "shape of C", r"\text{shape of } C", ("axis",), "(B, L, h·d_k)", r"(B, L, h \cdot d_k)",
+        "shape of C", r"\text{shape of } C", ("axes",), "(B, L, h·d_k)", r"(B, L, h \cdot d_k)",
         "The heads side by side are as wide as the model again.",
         VASWANI,
     ),
     "output_shape": Entry(
-        "shape of Y", r"\text{shape of } Y", ("axis",), "(B, L, d_model)",
+        "shape of Y", r"\text{shape of } Y", ("axes",), "(B, L, d_model)",
         r"(B, L, d_{\mathrm{model}})",
         "What comes out has the shape of what went in.",
         VASWANI,
@@ -225,7 +237,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "m": Entry(
         "m_i", "m_i", ("B", "H", "B_r", "1"), "m_i ← max(m_i, rowmax S_ij)",
-        r"m_i \leftarrow \max(m_i, \operatorname{rowmax} S_{ij})",
+        r"m_i \leftarrow \max(m_i, \mathrm{rowmax} S_{ij})",
         "The largest score of each row so far.",
         f"{FLASH2}, line 9",
     ),
@@ -233,7 +245,7 @@ CATALOGUE: dict[str, Entry] = {
         "l_i", r"\ell_i", ("B", "H", "B_r", "1"),
         "l_i ← exp(m_old - m_i) l_i + rowsum exp(S_ij - m_i)",
         r"\ell_i \leftarrow e^{m_{\mathrm{old}} - m_i} \ell_i"
-        r" + \operatorname{rowsum} e^{S_{ij} - m_i}",
+        r" + \mathrm{rowsum} e^{S_{ij} - m_i}",
         "The softmax denominator so far, relative to that maximum.",
         f"{FLASH2}, line 9",
     ),

@@ -72,7 +72,7 @@ def as_markdown(trace: Trace, decimals: int) -> str:
         parts.append(_markdown(trace.source))
     for step in trace.steps:
         parts.append(f"## {_markdown(wording.title(step))}")
-        parts.append(f"$$\n{step.tex}\n$$")
+        parts.append(f"```math\n{step.tex}\n```")
         parts.append(f"{_markdown(step.note)} {_shape_in_words(step)}".strip())
         parts.append(_markdown_table(step, decimals))
         for source, numbers, remarks in wording.printed(step):

@@ -14,7 +14,8 @@ LARGEST_FIXED = 1e6  # from here on a column of fixed decimals would be mostly d
 def cells(value: NDArray[Any], decimals: int) -> list[list[str]]:
     """The numbers of ``value`` as rows of text; a scalar is one row of one, a vector one row.
 
-    Whole numbers are written without decimals, where all are whole.
+    Whole numbers are written without decimals, where all are whole; numbers of which the largest
+    is too large or too small for so many decimals, with an exponent.
 
     >>> cells(np.array([[1.0, -np.inf]]), 3), cells(np.array([0.5, -1e-9]), 3)
     ([['1', '-∞']], [['0.500', '0.000']])
@@ -22,7 +23,8 @@ def cells(value: NDArray[Any], decimals: int) -> list[list[str]]:
     width = value.shape[-1] if value.ndim else 1
     matrix = np.asarray(value, np.float64).reshape(math.prod(value.shape[:-1]), width)
     finite = matrix[np.isfinite(matrix)]
-    if (abs(finite) >= LARGEST_FIXED).any():
+    largest = abs(finite).max(initial=0)
+    if largest >= LARGEST_FIXED or 0 < largest < 0.5 * 10.0**-decimals:
         form = f".{decimals}e"
     else:
         form = ".0f" if (finite == np.rint(finite)).all() else f".{decimals}f"

@@ -62,6 +62,8 @@ class Comparison:
         Where in the document.
     text : str
         The number as it stands there.
+    exactly : str
+        What the exact value is called in the sentence.
     """
 
     value: float
@@ -73,6 +75,7 @@ class Comparison:
     origin: str
     source: str
     text: str
+    exactly: str = "exact"
 
     @property
     def sentence(self) -> str:
@@ -86,7 +89,7 @@ class Comparison:
         if self.exact is None:
             return f"printed {self.text}: {words}"
         exact = f"{self.exact:.6f}" if np.isfinite(self.exact) else "-∞"
-        return f"printed {self.text}, exact {exact}: {words}"
+        return f"printed {self.text}, {self.exactly} {exact}: {words}"
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ class PrintedMatrix:
         The document's words, where they decide the status ("Assume: …").
     has_inputs : bool
         False for a picture's numbers, which nothing could be compared with.
+    exactly : str
+        What the exact value is called, if it is not the step's own.
     """
 
     step: str
@@ -130,6 +135,7 @@ class PrintedMatrix:
     origin: str = "the document's own inputs"
     says: str = ""
     has_inputs: bool = True
+    exactly: str = "exact"
 
     @property
     def values(self) -> NDArray[np.float64]:
@@ -163,6 +169,7 @@ class PrintedMatrix:
             origin=self.origin,
             source=self.source,
             text=text,
+            exactly=self.exactly,
         )
 
 

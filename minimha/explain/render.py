@@ -17,6 +17,7 @@ import numpy as np
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 from minimha.explain import wording
@@ -94,16 +95,15 @@ def table(records: Sequence[Mapping[str, str]]) -> Table:
 
 def plain(shown: RenderableType) -> str:
     """``shown`` as text without colour, no line broken and no blanks at the end of one."""
-    if isinstance(shown, Text):
-        return shown.plain + "\n"
     stream = io.StringIO()
     Console(file=stream, width=UNBROKEN, markup=False, emoji=False, highlight=False).print(shown)
-    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
+    lines = shown.plain if isinstance(shown, Text) else stream.getvalue().rstrip("\n")
+    return "".join(f"{line.rstrip()}\n" for line in lines.split("\n"))
 
 
 def svg(shown: RenderableType, title: str) -> str:
     """``shown`` as a picture of a terminal, SVG."""
-    return str(_recorded(shown).export_svg(title=title))
+    return str(_recorded(shown).export_svg(title=title, theme=DEFAULT_TERMINAL_THEME))
 
 
 def html(shown: RenderableType) -> str:
@@ -144,10 +144,13 @@ def _matrix(step: Step, decimals: int, width: int | None) -> list[Text]:
     labels = step.rows if step.value.ndim > 1 else None
     names = ["" if labels is None else label for label in labels or [""] * len(body)]
     margin = INDENT + max(map(cell_len, names)) + (GAP if labels else 0)
-    heads = step.columns or [""] * len(body[0])
+    heads = step.columns or [str(n) for n in range(len(body[0]))]
     widths = [max(cell_len(cell) for cell in column) for column in zip(heads, *body, strict=True)]
+    groups = _column_groups(widths, None if width is None else width - margin)
+    if len(groups) == 1 and step.columns is None:  # numbers are for columns torn apart
+        heads = [""] * len(body[0])
     lines: list[Text] = []
-    for group in _column_groups(widths, None if width is None else width - margin):
+    for group in groups:
         lines += [Text()] if lines else []
         for name, row in [("", heads), *zip(names, body, strict=True)]:
             start = set_cell_size(" " * INDENT + name, margin)
@@ -157,7 +160,8 @@ def _matrix(step: Step, decimals: int, width: int | None) -> list[Text]:
     return lines
 
 
-def _column_groups(widths: Sequence[int], available: int | None) -> list[list[int]]:
+def _column_groups(widths: Sequence[int], available: int | None, gap: int = GAP) -> list[list[int]]:
+    """Columns that fit side by side, as groups of their numbers."""
     groups: list[list[int]] = [[]]
     used = 0
     for column, size in enumerate(widths):
@@ -165,7 +169,7 @@ def _column_groups(widths: Sequence[int], available: int | None) -> list[list[in
             groups.append([])
             used = 0
         groups[-1].append(column)
-        used += size + GAP
+        used += size + gap
     return groups
 
 
@@ -209,21 +213,22 @@ def _heatmap(title: str, step: Step, size: int, in_color: bool) -> list[Text]:
     low, high = (0.0, 1.0) if is_weights else (finite.min(initial=0), finite.max(initial=0))
     rows = [_short(label, LABEL_WIDTH) for label in step.rows or ()]
     margin = max(map(cell_len, rows)) + 1
-    heads = "".join(set_cell_size(_short(label, size), size + 1) for label in step.columns or ())
+    heads = " ".join(set_cell_size(label, size) for label in step.columns or ())
     lines = [Text(title), Text((" " * margin + heads).rstrip())]
     for label, row, texts in zip(rows, value.tolist(), cells(value, 2), strict=True):
-        line = Text(set_cell_size(label, margin))
+        drawn = []
         for number, text in zip(row, texts, strict=True):
+            is_hidden = np.isneginf(number) or (is_weights and number == 0)
             level = (number - low) / (high - low) if high > low else 0.0
-            line.append_text(_heat(level, text, size, in_color)).append(" ")
-        lines.append(line)
+            drawn.append(_heat(-np.inf if is_hidden else level, text, size, in_color))
+        lines.append(Text(set_cell_size(label, margin)).append_text(Text(" ").join(drawn)))
     return lines
 
 
 def _heat(level: float, number: str, size: int, in_color: bool) -> Text:
     """One cell: with its number where colour makes the ground, else as dark as its value."""
     if not np.isfinite(level):
-        return Text("×".center(size))
+        return Text(("×" if np.isneginf(level) else "?").center(size))
     if not in_color:
         return Text(SHADES[math.ceil(level * (len(SHADES) - 1))] * size)
     red, green, blue = (round(a + (b - a) * level) for a, b in ((247, 8), (251, 48), (255, 107)))
@@ -263,21 +268,22 @@ def _legend(width: int | None, in_color: bool) -> list[Text]:
     scale = (
         "Darker is more" if in_color else f"Blank is least, then {SHADES[1:-1]}, {SHADES[-1]} most"
     )
-    return _paragraph(f"{scale}; × is hidden. Rows are queries, columns keys.", width)
+    words = f"{scale}; × is hidden: score -∞, weight 0. Rows are queries, columns keys."
+    return _paragraph(words, width)
 
 
 def _side_by_side(blocks: Sequence[list[Text]], width: int) -> list[Text]:
     """Blocks of lines next to each other, as many in a row as fit."""
     widths = [_width(block) for block in blocks]
     lines: list[Text] = []
-    for group in _column_groups([size - GAP for size in widths], width):
+    for group in _column_groups(widths, width, gap=0):
         lines += [Text()] if lines else []
         for row in zip_longest(*(blocks[n] for n in group), fillvalue=Text()):
             line = Text()
             for n, part in zip(group, row, strict=True):
                 line.append(" " * INDENT).append_text(part)
-                line.append(" " * (widths[n] - INDENT - part.cell_len))
-            line.rstrip()
+                if n != group[-1]:
+                    line.append(" " * (widths[n] - INDENT - part.cell_len))
             lines.append(line)
     return lines
 

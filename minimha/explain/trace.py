@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,10 @@ class Trace:
         What a document prints of these steps.
     blocks : (B_r, B_c) or None
         Block sizes, where tiles are traced, so that their rows can be labelled.
+    given : collection of str
+        Names of steps that are given where the catalogue has a formula.
+    only : sequence of str
+        The steps to show, with or without their block; all, if empty.
 
     Examples
     --------
@@ -102,6 +106,7 @@ class Trace:
     notes: Mapping[str, str] = field(default_factory=dict)
     printed: Sequence[PrintedMatrix] = ()
     blocks: tuple[int, int] | None = None
+    given: Collection[str] = ()
     only: Sequence[str] = ()
     _values: dict[str, NDArray[Any]] = field(default_factory=dict, init=False, repr=False)
 
@@ -137,11 +142,12 @@ class Trace:
     @property
     def steps(self) -> list[Step]:
         """Every step in order, one for each batch entry and head; only the chosen, if ``only``."""
-        bases = list(dict.fromkeys(name.partition("[")[0] for name in self))
+        bases = {name.partition("[")[0] for name in self}
         unknown = [name for name in self.only if name not in (*bases, *self)]
         if unknown:
+            shown = dict.fromkeys(re.sub(r"=\d+", "=…", name) for name in self)
             raise ValueError(
-                f"no step {unknown[0]!r} in this example: its steps are {', '.join(bases)}"
+                f"no step {unknown[0]!r} in this example: its steps are {', '.join(shown)}"
             )
         return [
             step
@@ -159,8 +165,10 @@ class Trace:
         base = name.partition("[")[0]
         if base == "output" and "concat" in self:  # not one head's result: all of them, projected
             return entry("projected")
+        if base == "output" and ("weights" not in self or name == "output[tiled]"):
+            return entry("normalised")
         known = entry(name)
-        if base in ("q", "k", "v") and "x" not in self:  # given, not projected
+        if name in self.given or (base in ("q", "k", "v") and "x" not in self):
             return known._replace(formula=known.symbol, tex=known.tex_symbol)
         return known
 
@@ -194,7 +202,8 @@ class Trace:
         self, name: str, value: NDArray[Any], axes: tuple[str, ...], place: dict[str, int | None]
     ) -> Step:
         known = self._entry(name)
-        note = " ".join(part for part in (known.sentence, self.notes.get(name, "")) if part)
+        parts = (known.sentence, _row_sums(name, value), self.notes.get(name, ""))
+        note = " ".join(part for part in parts if part)
         matrices = [p for p in self.printed if p.step == name and p.head == place.get("head")]
         labels = [
             self._axis_labels(name, axis, size)
@@ -232,6 +241,21 @@ class Trace:
             return None
         labels = self.labels.get(axis, ())[start : start + size]
         return labels if len(labels) == size else tuple(str(start + n) for n in range(size))
+
+
+def _row_sums(name: str, value: NDArray[Any]) -> str:
+    """What can be said of these weights' rows; nothing of another step."""
+    if name.partition("[")[0] != "weights" or not value.size:
+        return ""
+    sums = value.sum(axis=-1)
+    kinds = {
+        "A row sums to 1.": np.isclose(sums, 1, atol=1e-3),
+        "A query that sees no key has a row of 0.": sums == 0,
+    }
+    said = [sentence for sentence, rows in kinds.items() if rows.any()]
+    if not np.logical_or.reduce(list(kinds.values())).all() and np.isfinite(sums).all():
+        said.append("What a row lacks of 1 goes to its sink.")
+    return " ".join(said)
 
 
 def token_labels(

@@ -29,6 +29,10 @@ def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
     """
     for source, group in groupby(step.printed, key=lambda comparison: comparison.source):
         comparisons = list(group)
+        if all(c.status is Status.ILLUSTRATIVE for c in comparisons):
+            words = "a picture's numbers, with no inputs behind them"
+            yield source, _as_printed(comparisons), [Remark(Status.ILLUSTRATIVE, words)]
+            continue
         off = [c for c in comparisons if c.status is not Status.EXACT]
         remarks = [Remark(c.status, _where(step, c.index) + c.sentence) for c in off]
         if len(off) < len(comparisons):

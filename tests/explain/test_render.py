@@ -60,7 +60,19 @@ def test_raw_masked_and_softmax_side_by_side_for_one_head():
     titles = [line.split() for line in lines]
     at = titles.index(["raw", "scores", "masked", "softmax", "weights"])
     assert titles[at + 1] == ["The", "cat", "sat"] * 3
-    assert titles[at + 2] == ["The", "▒▒▒▒▒", "▒▒▒▒▒", "The", "▒▒▒▒▒", "×", "×", "The", "█████"]
+    assert titles[at + 2] == [
+        "The",
+        "▒▒▒▒▒",
+        "▒▒▒▒▒",
+        "The",
+        "▒▒▒▒▒",
+        "×",
+        "×",
+        "The",
+        "█████",
+        "×",
+        "×",
+    ]
 
 
 def test_how_one_query_picks_its_values():
@@ -85,7 +97,16 @@ def test_a_heatmap_in_colour_writes_its_numbers_on_grounds_of_its_own():
     stream = io.StringIO()
     Console(file=stream, force_terminal=True, color_system="truecolor", width=80).print(shown)
     assert "\x1b[38;2;255;255;255;48;2;8;48;107m 1.00" in stream.getvalue()
-    assert "\x1b[38;2;0;0;0;48;2;247;251;255m 0.00" in stream.getvalue()
+    assert "\x1b[38;2;0;0;0;48;2;183;196;215m 0.27" in stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("settings", [{}, {"num_heads": 4, "d_model": 8}])
+def test_every_visible_weight_is_painted_however_narrow_its_cell(width, settings):
+    trace = sentences.of_length(12, **settings).trace()
+    shown = render.text(trace, 3, width, True)
+    grounds = [span for span in shown.spans if " on rgb" in str(span.style)]
+    assert len(grounds) == np.count_nonzero(trace["weights"])
 
 
 def test_tokens_are_text_and_not_markup():
