@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from minimha.equations import dense, tiled
-from minimha.equations.problem import Problem
+from minimha.equations.problem import Problem, flag
 from minimha.equations.tap import Tap, no_tap
 
 BACKENDS = {"dense": dense, "tiled": tiled}
@@ -77,17 +77,19 @@ def attention(
     attn_mask : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), bool
         True = may attend.
     attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk)
-        Added to the scores; -inf hides a key as a False in ``attn_mask`` does.
+        Added to the scores; -inf hides a key as a False in ``attn_mask`` does. A finite number
+        beyond the compute dtype's range counts as the largest in it.
     kv_lengths : int or array_like of shape (B,), int
         Only keys j < length exist.
     alibi_slopes : array_like of shape (H,)
-        Adds -slope · abs(i + q_offset - j) to the scores.
+        Adds -slope · abs(i + q_offset - j) to the scores. Finite.
     scale : float
         Multiplies the scores; 1/√D if not given. 0 and negative numbers are legal.
     softcap : float
         Positive c: scores become c · tanh(score / c).
     sinks : array_like of shape (H,)
-        Extra scores that join the denominator and the log-sum-exp but have no value.
+        Extra scores that join the denominator and the log-sum-exp but have no value. Finite, or
+        -inf for none.
     return_lse : bool
         Return the log-sum-exp too.
     backend : {"auto", "dense", "tiled", "cpu", "cuda"}
@@ -97,7 +99,7 @@ def attention(
 
     Returns
     -------
-    output : ndarray of shape (B, H, Lq, Dv), dtype of the inputs
+    output : ndarray of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
         A query that sees no key gets 0.
     lse : ndarray of shape (B, H, Lq), float32 or float64, if ``return_lse``
         Natural logarithm of the sum of the exponentials of a row's final scores, sinks included;
@@ -137,8 +139,11 @@ def attention(
         softcap=softcap,
         sinks=sinks,
     )
-    O, L = _chosen(backend, problem).forward(problem, tap)
-    if return_lse:
+    if not callable(tap):
+        raise TypeError(f"tap is {tap!r}: expected a callable tap(name, value) that returns value")
+    chosen = _chosen(backend, problem)
+    O, L = chosen.forward(problem) if tap is no_tap else chosen.forward(problem, tap)
+    if flag("return_lse", return_lse):
         return problem.as_given(O, tap("lse", L))
     return problem.as_given(O, L)[0]
 
@@ -147,7 +152,7 @@ def _chosen(backend: str, problem: Problem) -> Any:
     """Return the module that computes ``problem``."""
     if backend == "auto":
         return next(BACKENDS[name] for name in AUTO if not BACKENDS[name].unsupported(problem))
-    if backend not in backends():
+    if not isinstance(backend, str) or backend not in backends():
         raise ValueError(f"backend is {backend!r}: expected auto, {', '.join(backends())}")
     reason = backends()[backend] or BACKENDS[backend].unsupported(problem)
     if reason:

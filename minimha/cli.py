@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
         else:
             args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may have been closed
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader of our pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except MemoryError:
@@ -68,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if "expected one argument" in message:
-            message += " (a value that begins with a minus sign is joined on, as in --sinks=-1,0)"
+            message += " (one that begins with a minus sign is joined on: --option=-1,0)"
         raise ValueError(message)
 
 
@@ -101,7 +102,7 @@ def _add_example(commands: Any) -> None:
     _add_sentence(which, "1 is document 000, 3 document 003, the others a sentence of that length")
     which.add_argument(
         "--document",
-        type=lambda number: number.zfill(3),
+        type=lambda number: number.zfill(3) if number.isdigit() else number,
         choices=tuple(documents.EXAMPLES),
         help="a document's example",
     )
@@ -183,7 +184,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--causal", action=flag, help="hide later tokens, or not")
     parser.add_argument("--scale", action=flag, help="divide the scores by √d_k, or not")
-    parser.add_argument("--seed", type=_natural, metavar="N", help="of embeddings and weights (0)")
+    parser.add_argument("--seed", type=_natural, metavar="N", help="of embeddings and weights (1)")
 
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
@@ -238,7 +239,7 @@ def run_flash(args: argparse.Namespace) -> None:
     """Show naive and tiled attention over one sentence."""
     settings = {
         "B_r": args.block_queries, "B_c": args.block_keys, "d_model": args.d_model,
-        "seed": args.seed or 0,
+        "seed": sentences.DEFAULT_SEED if args.seed is None else args.seed,
     }  # fmt: skip
     if args.sentence is None:
         example = blocks.of_length(args.tokens or 6, **settings)
@@ -357,6 +358,8 @@ def _example(args: argparse.Namespace) -> Example:
     document = args.document or own
     if document is None:
         return sentences.of_length(args.tokens or 3, **given)
+    if document == "002" and given:  # a sentence without numbers
+        return sentences.of_length(6, **given)
     if given:
         names = {"num_heads": "--heads", "num_kv_heads": "--kv-heads", "d_model": "--d-model"}
         first = next(iter(given))
@@ -401,9 +404,10 @@ def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, 
     labels = tuple(words.split())
     Lq, Lk = (np.shape(problem[name])[-2] if np.ndim(problem[name]) > 1 else 0 for name in "qk")
     if len(labels) == Lk:
-        offset = problem.get("q_offset") or 0
-        is_aligned = isinstance(offset, int) and 0 <= offset <= Lk - Lq
-        return token_labels(labels[offset : offset + Lq] if is_aligned else (), labels)
+        offset = problem.get("q_offset", 0)
+        start = 0 if offset is None else offset if isinstance(offset, int) else -1
+        is_aligned = 0 <= start <= Lk - Lq
+        return token_labels(labels[start : start + Lq] if is_aligned else (), labels)
     if len(labels) == Lq:
         return token_labels(labels, ())
     raise ValueError(

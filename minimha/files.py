@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import os
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from minimha.api import attention
 
+MAX_DEPTH = 8  # of nested lists; what is deeper is no array of this library
 KEYS = tuple(name for name in inspect.signature(attention).parameters if name != "tap")
 
 
@@ -59,7 +61,10 @@ def read_matrix(name: str) -> NDArray[np.float64]:
         is not a number.
     """
     path = Path(name)
-    lines = csv.reader(_read_text(path).splitlines())
+    try:
+        lines = list(csv.reader(_read_text(path).splitlines()))
+    except csv.Error as error:
+        raise ValueError(f"{path} is no CSV file: {error}") from None
     numbered = [(n, cells) for n, cells in enumerate(lines, 1) if cells]
     if not numbered:
         raise ValueError(f"{path} is empty: expected rows of numbers separated by commas")
@@ -89,20 +94,22 @@ def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def write_file(name: str, content: bytes, *, force: bool) -> None:
-    """Write ``content`` under a temporary name, then rename it to ``name``.
+    """Write ``content`` to the file ``name``, whole or not at all; a link is followed.
 
     Raises
     ------
     ValueError
-        The folder does not exist, ``name`` is a folder, or it exists and ``force`` is False.
+        The folder does not exist, ``name`` is a folder or a device, it exists and ``force`` is
+        False, or it cannot be written.
     """
-    path = Path(name)
-    _check_folder(path)
+    path = _target(name)
     if path.is_dir():
-        raise ValueError(f"--output {path} is a folder: expected the name of a file")
+        raise ValueError(f"--output {name} is a folder: expected the name of a file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"--output {name} is no ordinary file: it will not be replaced")
     if path.exists() and not force:
-        raise ValueError(f"--output {path} exists already: add --force to replace it")
-    _replace({path: content})
+        raise ValueError(f"--output {name} exists already: add --force to replace it")
+    _place(name, path.parent, {path.name: content})
 
 
 def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
@@ -113,38 +120,50 @@ def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
     Raises
     ------
     ValueError
-        The parent does not exist, ``name`` is a file, or the folder holds something already and
-        ``force`` is False.
+        The parent does not exist, ``name`` is a file, the folder holds something already and
+        ``force`` is False, or it cannot be written.
     """
-    path = Path(name)
-    _check_folder(path)
-    if path.exists() and not path.is_dir():
+    path = _target(name)
+    contents = {file: text.encode() for file, text in files.items()}
+    if not path.exists():
+        _place(name, path.parent, contents, new_folder=path.name)
+        return
+    if not path.is_dir():
+        raise ValueError(f"--output {name} is a file: expected a folder, for one file a step")
+    if any(path.iterdir()) and not force:
+        raise ValueError(f"--output {name} is not empty: add --force to write into it")
+    for file in files:
+        if (path / file).exists() and not (path / file).is_file():
+            raise ValueError(f"--output {name} holds {file}, which is no ordinary file")
+    _place(name, path, contents)
+
+
+def _target(name: str) -> Path:
+    path = Path(name).resolve()
+    if not path.parent.is_dir():
         raise ValueError(
-            f"--output {path} is a file: expected a folder, one file a step goes in it"
+            f"--output {name}: the folder {Path(name).parent} does not exist, make it first"
         )
-    if path.is_dir() and any(path.iterdir()) and not force:
-        raise ValueError(f"--output {path} is not empty: add --force to write into it")
-    path.mkdir(exist_ok=True)
-    _replace({path / name: text.encode() for name, text in files.items()})
+    return path
 
 
-def _check_folder(path: Path) -> None:
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--output {path}: the folder {path.parent} does not exist, make it first")
-
-
-def _replace(contents: Mapping[Path, bytes]) -> None:
-    """Give every file its content, or, if one cannot be written, none."""
-    temporary = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in contents}
+def _place(
+    name: str, folder: Path, contents: Mapping[str, bytes], new_folder: str | None = None
+) -> None:
+    """Write everything beside its place, then rename: what is there is never half of it."""
     try:
-        for path, content in contents.items():
-            with open(temporary[path], "xb") as stream:
-                stream.write(content)
-        for path, name in temporary.items():
-            os.replace(name, path)
-    finally:
-        for name in temporary.values():
-            name.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".minimha-") as temporary:
+            written = Path(temporary) / (new_folder or "")
+            written.mkdir(exist_ok=True)
+            for file, content in contents.items():
+                (written / file).write_bytes(content)
+            if new_folder:
+                os.replace(written, folder / new_folder)
+                return
+            for file in contents:
+                os.replace(written / file, folder / file)
+    except OSError as error:
+        raise ValueError(f"--output {name} cannot be written: {error.strerror}") from None
 
 
 def _read_text(path: Path) -> str:
@@ -168,32 +187,49 @@ def _cell(path: Path, row: int, column: int, cell: str) -> float:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        found = json.loads(_read_text(path), object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply: expected matrices, 2 to 4 deep") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds {type(found).__name__}: expected an object with q, k and v")
+    return found
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one JSON object: which one counts?")
     return found
 
 
 def _from_json(name: str, value: Any) -> Any:
     if not isinstance(value, list) or name == "window_size":
         return value
-    try:
-        array = np.array(_numbers(name, value))
-    except ValueError as error:
-        if "inhomogeneous" not in str(error):
-            raise
-        raise ValueError(f"{name} is ragged: rows of one matrix must have equal lengths") from None
+    array = np.array(_numbers(name, value, depth=0))
     return as_mask(name, array) if name == "attn_mask" else array
 
 
-def _numbers(name: str, value: Any) -> Any:
-    if isinstance(value, list):
-        return [_numbers(name, part) for part in value]
-    if isinstance(value, (bool, int, float)):
+def _numbers(name: str, value: list[Any], depth: int) -> list[Any]:
+    """A rectangular nested list of numbers; or a sentence about what is there instead."""
+    if depth == MAX_DEPTH:
+        raise ValueError(f"{name} is nested more than {MAX_DEPTH} deep: expected a matrix")
+    lengths = {len(part) if isinstance(part, list) else -1 for part in value}
+    if len(lengths) > 1:
+        raise ValueError(f"{name} is ragged: rows of one matrix must have equal lengths")
+    return [
+        _numbers(name, part, depth + 1) if isinstance(part, list) else _item(name, part)
+        for part in value
+    ]
+
+
+def _item(name: str, value: Any) -> Any:
+    if isinstance(value, (int, float)) and (name == "attn_mask" or not isinstance(value, bool)):
         return value
-    if value in ("-inf", "inf", "nan"):
+    if isinstance(value, str) and value in ("-inf", "inf", "nan"):
         return float(value)
     raise ValueError(f"{name} holds {value!r}: expected a number")
 
@@ -201,18 +237,20 @@ def _numbers(name: str, value: Any) -> Any:
 def _read_npz(path: Path) -> dict[str, Any]:
     try:
         content = io.BytesIO(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
         if not zipfile.is_zipfile(content):
             raise ValueError("this is no zip archive")
         archive = np.load(content, allow_pickle=False)
-        found = {name: archive[name] for name in archive.files}
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        return {name: archive[name] for name in archive.files}
+    except MemoryError:
+        raise
+    except Exception as error:  # a broken archive fails in zlib, zipfile, tokenize, NumPy, ...
         raise ValueError(
             f"{path} is refused: expected an npz archive of plain arrays; objects and pickles are "
             f"never loaded ({error})"
         ) from None
-    return found
 
 
 def _from_npz(name: str, array: NDArray[Any]) -> Any:

@@ -23,7 +23,12 @@ def of_length(num_tokens: int, **settings: Any) -> Example:
 
 
 def block_by_block(
-    tokens: Sequence[str], *, B_r: int = 2, B_c: int = 2, d_model: int = 4, seed: int = 0
+    tokens: Sequence[str],
+    *,
+    B_r: int = 2,
+    B_c: int = 2,
+    d_model: int = 4,
+    seed: int = sentences.DEFAULT_SEED,
 ) -> Example:
     """One causal head over ``tokens``, first with whole matrices, then in blocks of B_r × B_c.
 

@@ -31,7 +31,7 @@ ASSUMED = (
     ),
     PrintedMatrix(
         "concat", ("0.5 1.2 −0.4 2.3",), "'Concatenate heads'", Status.ASSUMED,
-        says="concat = [0.5, 1.2, −0.4, 2.3], of the two outputs that it told to assume",
+        says="Assume: head1_output = [0.5, 1.2]. Assume: head2_output = [−0.4, 2.3]",
     ),
 )  # fmt: skip
 

@@ -99,11 +99,12 @@ class Problem:
         Lk = k4.shape[2]
         compute = q4.dtype
         left, right = _window(window_size)
-        if _flag("is_causal", is_causal):
-            right = min(right, 0)
+        has_window = (left, right) != (UNBOUNDED, UNBOUNDED)
+        if flag("is_causal", is_causal):
+            right = 0
         positional = {
             "is_causal": is_causal,
-            "window_size": window_size is not None,
+            "window_size": has_window,
             "alibi_slopes": alibi_slopes is not None,
         }
         return cls(
@@ -116,10 +117,10 @@ class Problem:
             kv_lengths=_lengths(kv_lengths, B, Lk),
             attn_mask=_mask(attn_mask, (B, H, Lq, Lk)),
             attn_bias=_bias(attn_bias, (B, H, Lq, Lk), compute),
-            alibi_slopes=_per_head("alibi_slopes", alibi_slopes, H, compute),
-            sinks=_per_head("sinks", sinks, H, compute),
-            scale=1 / math.sqrt(D) if scale is None else _number("scale", scale),
-            softcap=_softcap(softcap),
+            alibi_slopes=_slopes(alibi_slopes, H, compute),
+            sinks=_sinks(sinks, H, compute),
+            scale=1 / math.sqrt(D) if scale is None else _number("scale", scale, compute),
+            softcap=_softcap(softcap, compute),
             dtype=dtype,
             rank=rank,
         )
@@ -145,7 +146,7 @@ def _arrays(
     q: ArrayLike, k: ArrayLike, v: ArrayLike
 ) -> tuple[int, np.dtype[Any], tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
     """Rank, output dtype, and q, k, v as 4-D arrays of the compute dtype."""
-    given = {name: _floating(name, value) for name, value in (("q", q), ("k", k), ("v", v))}
+    given = {name: as_floating(name, value) for name, value in (("q", q), ("k", k), ("v", v))}
     rank = given["q"].ndim
     for name, array in given.items():
         if array.ndim not in RANKS:
@@ -189,8 +190,20 @@ def _check_shapes(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> None:
         )
 
 
-def _floating(name: str, value: ArrayLike) -> NDArray[Any]:
-    """``value`` as an array of a floating dtype that the library computes with."""
+def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
+    """``value`` as an array of a floating dtype that the library computes with.
+
+    Raises
+    ------
+    TypeError
+        It holds something else than numbers, or hides some of them (a masked array).
+    ValueError
+        Its rows differ in length.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be lost: give a plain array and attn_mask"
+        )
     array = _array(name, value)
     if array.dtype.kind in "iu":
         return array.astype(np.float64)
@@ -224,31 +237,38 @@ def _common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
     return common
 
 
-def _flag(name: str, value: Any) -> bool:
+def flag(name: str, value: Any) -> bool:
+    """``value`` if it is True or False; a TypeError in a sentence if not."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {value!r}: expected True or False")
     return bool(value)
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any, compute: np.dtype[Any]) -> float:
+    """``value`` as a float that is finite in the compute dtype too."""
     scalar = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
         raise TypeError(f"{name} is {value!r}: expected a number")
+    largest = float(np.finfo(compute).max)
     try:
         number = float(scalar)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {value!r}: expected a finite number")
+    if not abs(number) <= largest:
+        raise ValueError(f"{name} is {value!r}: expected a finite number, at most {largest:.1e}")
     return number
 
 
-def _softcap(value: Any) -> float | None:
+def _softcap(value: Any, compute: np.dtype[Any]) -> float | None:
     if value is None:
         return None
-    cap = _number("softcap", value)
-    if cap <= 0:
-        raise ValueError(f"softcap is {value!r}: expected a positive number, or None for no cap")
+    cap = _number("softcap", value, compute)
+    smallest = float(np.finfo(compute).tiny)
+    if cap < smallest:
+        raise ValueError(
+            f"softcap is {value!r}: expected a positive number, at least {smallest:.1e}, or None "
+            f"for no cap"
+        )
     return cap
 
 
@@ -257,7 +277,8 @@ def _window(window_size: Any) -> tuple[int, int]:
     if window_size is None:
         return UNBOUNDED, UNBOUNDED
     sentence = "expected a pair (left, right) of counts of keys, None for a side without a limit"
-    if not isinstance(window_size, (tuple, list, np.ndarray)) or len(window_size) != 2:
+    is_sequence = isinstance(window_size, (tuple, list)) or np.ndim(window_size) == 1
+    if not is_sequence or len(window_size) != 2:
         raise ValueError(f"window_size is {window_size!r}: {sentence}")
     for side in window_size:
         whole = isinstance(side, numbers.Integral) and not isinstance(side, bool)
@@ -280,33 +301,43 @@ def _offset(
                 f"q_offset={Lk - Lq} the last with the last"
             )
         return np.zeros(B, np.int64)
-    offsets = _per_batch("q_offset", q_offset, B)
-    if (abs(offsets) >= MAX_OFFSET).any():
-        raise ValueError(f"q_offset is {q_offset}: expected integers between -2^31 and 2^31")
-    return offsets
+    return _per_batch("q_offset", q_offset, B, (1 - MAX_OFFSET, MAX_OFFSET - 1))
 
 
 def _lengths(kv_lengths: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
     if kv_lengths is None:
         return np.full(B, Lk, np.int64)
-    lengths = _per_batch("kv_lengths", kv_lengths, B)
-    if ((lengths < 0) | (lengths > Lk)).any():
-        raise ValueError(
-            f"kv_lengths is {lengths.tolist()}: expected numbers of keys from 0 to Lk={Lk}"
-        )
-    return lengths
+    return _per_batch("kv_lengths", kv_lengths, B, (0, Lk))
 
 
-def _per_batch(name: str, value: ArrayLike, B: int) -> NDArray[np.int64]:
-    """One integer for every batch entry; a single integer stands for all."""
+def _per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> NDArray[np.int64]:
+    """One integer within ``limits`` for every batch entry; a single integer stands for all."""
     array = _array(name, value)
-    if array.size and array.dtype.kind not in "iu":
+    items = array.ravel().tolist()  # Python's integers, which do not wrap around
+    if not all(type(item) is int for item in items):
         raise TypeError(f"{name} is {value!r}: expected an integer, or B={B} integers")
     if array.shape not in ((), (B,)):
         raise ValueError(
             f"{name} has shape {array.shape}: expected one integer, or shape (B,) = ({B},)"
         )
-    return np.broadcast_to(array, (B,)).astype(np.int64)
+    low, high = limits
+    if any(not low <= item <= high for item in items):
+        raise ValueError(f"{name} is {value!r}: expected integers from {low} to {high}")
+    return np.full(B, items if array.ndim else items[0], np.int64)
+
+
+def _slopes(value: ArrayLike | None, H: int, compute: np.dtype[Any]) -> NDArray[Any] | None:
+    slopes = _per_head("alibi_slopes", value, H, compute)
+    if slopes is not None and not np.isfinite(slopes).all():
+        raise ValueError(f"alibi_slopes is {value!r}: expected finite numbers")
+    return slopes
+
+
+def _sinks(value: ArrayLike | None, H: int, compute: np.dtype[Any]) -> NDArray[Any] | None:
+    sinks = _per_head("sinks", value, H, compute)
+    if sinks is not None and not (np.isfinite(sinks) | np.isneginf(sinks)).all():
+        raise ValueError(f"sinks is {value!r}: expected finite numbers, or -inf for no sink")
+    return sinks
 
 
 def _per_head(
@@ -314,12 +345,21 @@ def _per_head(
 ) -> NDArray[Any] | None:
     if value is None:
         return None
-    array = _floating(name, value)
+    array = as_floating(name, value)
     if array.shape != (H,):
         raise ValueError(
             f"{name} has shape {array.shape}: expected (H,) = ({H},), one number a query head"
         )
-    return array.astype(compute, copy=False)
+    return _narrowed(array, compute)
+
+
+def _narrowed(array: NDArray[Any], compute: np.dtype[Any]) -> NDArray[Any]:
+    """``array`` in the compute dtype; what is finite stays finite, at the dtype's limit."""
+    limit = np.finfo(compute).max
+    with np.errstate(over="ignore"):
+        narrow = array.astype(compute)
+    overflowed = np.isinf(narrow) & np.isfinite(array)
+    return np.where(overflowed, np.copysign(limit, narrow), narrow) if overflowed.any() else narrow
 
 
 def _mask(
@@ -347,7 +387,7 @@ def _bias(
             "attn_bias has dtype bool: expected numbers, which are added to the scores; True and "
             "False go into attn_mask"
         )
-    return _over_scores("attn_bias", _floating("attn_bias", array).astype(compute), shape)
+    return _over_scores("attn_bias", _narrowed(as_floating("attn_bias", array), compute), shape)
 
 
 def _over_scores(name: str, array: NDArray[Any], shape: tuple[int, int, int, int]) -> NDArray[Any]:

@@ -37,8 +37,9 @@ def forward(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``, from blocks of ``B_r`` queries and ``B_c`` keys.
 
-    A block of keys that no query of the block of queries sees is never loaded. A tap hears each
-    block as ``Q[i=0]``, ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, and after it ``m[…]``, ``l[…]``,
+    A block of keys that lies outside the reach of all its queries, by position and length, in
+    every batch entry, is never loaded; ``attn_mask`` and ``attn_bias`` do not count. A tap hears
+    each block as ``Q[i=0]``, ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, and after it ``m[…]``, ``l[…]``,
     ``O[…]``.
 
     Returns
@@ -92,7 +93,7 @@ def _start(problem: Problem, rows: slice) -> tuple[NDArray[Any], NDArray[Any], N
 
 
 def visible_blocks(problem: Problem, rows: slice, B_c: int) -> list[tuple[int, slice]]:
-    """Number and keys of each block in which some query of ``rows``, in some batch, sees a key."""
+    """Number and keys of each block that some query of ``rows``, in some batch entry, can reach."""
     ranges = [
         key_range(rows.start, rows.stop, int(offset), problem.left, problem.right, int(length))
         for offset, length in zip(problem.q_offset, problem.kv_lengths, strict=True)

@@ -7,6 +7,7 @@ the name before the bracket.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -30,7 +31,7 @@ CATALOGUE: dict[str, Entry] = {
     "x": Entry(
         "X", "X", ("B", "L", "E"), "X", "X",
         "One row a token: its embedding.",
-        VASWANI,
+        "Vaswani et al. 2017, section 3.4",
     ),
     "W_q": Entry(
         "W_q", "W_q", ("H", "E", "D"), "W_q", "W_q",
@@ -141,8 +142,8 @@ CATALOGUE: dict[str, Entry] = {
         FLASH2,
     ),
     "lse": Entry(
-        "L", "L", ("B", "H", "Lq"), "L = log Σ_j exp(S_ij)", r"L_i = \log \sum_j \exp S_{ij}",
-        "The logarithm of each row's softmax denominator.",
+        "L", "L", ("B", "H", "Lq"), "L_i = log Σ_j exp(S_ij)", r"L_i = \log \sum_j \exp S_{ij}",
+        "The logarithm of each row's softmax denominator, to which a sink belongs.",
         FLASH2,
     ),
     "cosine": Entry(
@@ -230,8 +231,9 @@ CATALOGUE: dict[str, Entry] = {
         f"{FLASH2}, line 7",
     ),
     "S": Entry(
-        "S_ij", "S_{ij}", ("B", "H", "B_r", "B_c"), "S_ij = scale · Q_i K_jᵀ, masked",
-        r"S_{ij} = \mathrm{scale} \cdot Q_i K_j^\top",
+        "S_ij", "S_{ij}", ("B", "H", "B_r", "B_c"),
+        "S_ij = scale · Q_i K_jᵀ, capped, biased, masked as asked",
+        r"S_{ij} = \mathrm{scale} \cdot Q_i K_j^\top \text{, capped, biased, masked as asked}",
         "The scores of this block alone; the next block overwrites them.",
         f"{FLASH2}, line 8",
     ),
@@ -269,4 +271,5 @@ def entry(name: str) -> Entry:
     'S_ij'
     """
     base = name.partition("[")[0]
-    return CATALOGUE.get(base) or Entry(base, rf"\text{{{base}}}", (), base, base, "", "")
+    tex = rf"\text{{{re.sub('[^0-9A-Za-z]+', ' ', base)}}}"
+    return CATALOGUE.get(base) or Entry(base, tex, (), base, tex, "", "")

@@ -10,7 +10,7 @@ import io
 import json
 import math
 import re
-import unicodedata
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +73,7 @@ def as_markdown(trace: Trace, decimals: int) -> str:
     for step in trace.steps:
         parts.append(f"## {_markdown(wording.title(step))}")
         parts.append(f"```math\n{step.tex}\n```")
-        parts.append(f"{_markdown(step.note)} {_shape_in_words(step)}".strip())
+        parts.append(_markdown(_said(step)))
         parts.append(_markdown_table(step, decimals))
         for source, numbers, remarks in wording.printed(step):
             items = "\n".join(f"- {_markdown(remark.sentence)}" for remark in remarks)
@@ -87,7 +87,7 @@ def as_latex(trace: Trace, decimals: int) -> str:
     for step in trace.steps:
         body.append(rf"\subsection*{{{_latex(wording.title(step))}}}")
         body.append(rf"\[ {step.tex} \]")
-        body.append(_latex(f"{step.note} {_shape_in_words(step)}"))
+        body.append(_latex(_said(step)))
         body.append(_latex_matrix(step, decimals))
         for source, numbers, remarks in wording.printed(step):
             body.append(f"Printed in {_latex(source)}: {_latex(numbers)}")
@@ -144,10 +144,11 @@ def _nested(value: Any) -> Any:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def _shape_in_words(step: Step) -> str:
-    if not step.axes:
-        return ""
-    return f"Shape ({', '.join(step.axes)}) = ({', '.join(map(str, step.value.shape))})."
+def _said(step: Step) -> str:
+    shape = f"Shape ({', '.join(step.axes)}) = ({', '.join(map(str, step.value.shape))})."
+    source = f"Source: {step.source}."
+    parts = (step.note, shape if step.axes else "", source if step.source else "")
+    return " ".join(part for part in parts if part)
 
 
 def _labels(step: Step, body: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
@@ -207,11 +208,11 @@ def _unknown_characters(text: str) -> str:
 
     XeLaTeX and LuaLaTeX print what their font has.
     """
-    others = sorted({c for c in text if ord(c) > 0x17F or unicodedata.category(c) in ("Cc", "Cf")})
     lines = [
-        rf"\DeclareUnicodeCharacter{{{ord(c):04X}}}{{[U+{ord(c):04X}]}}"
-        for c in others
-        if c != "\n"
+        rf"\ifcsname u8:\detokenize{{{c}}}\endcsname\else"
+        rf"\DeclareUnicodeCharacter{{{ord(c):04X}}}{{[U+{ord(c):04X}]}}\fi"
+        for c in sorted(set(text))
+        if not c.isascii()
     ]
     return "".join(["\\ifPDFTeX\n", *(f"{line}\n" for line in lines), "\\fi\n"]) if lines else ""
 
@@ -243,8 +244,12 @@ def _csv(value: NDArray[Any]) -> str:
 
 
 def _archive(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    # np.savez takes names as keywords, and would lose an array called "file".
     stream = io.BytesIO()
-    np.savez(stream, **arrays)  # type: ignore[arg-type]
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
     return stream.getvalue()
 
 

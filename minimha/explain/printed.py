@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Decimal
+from decimal import ROUND_DOWN, ROUND_HALF_EVEN, ROUND_HALF_UP, Decimal
 from enum import Enum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+# A number half-way between two decimals is rounded to the even one or away from 0; both are right.
+NEAREST = (ROUND_HALF_EVEN, ROUND_HALF_UP)
+DOWN = (ROUND_DOWN,)
 
 
 class Status(str, Enum):
@@ -117,7 +121,7 @@ class PrintedMatrix:
     origin : str
         What the numbers should follow from, as a phrase.
     says : str
-        The document's words, where they decide the status ("Assume: …").
+        The document's words on which the numbers rest, where they decide the status: "Assume: …".
     has_inputs : bool
         False for a picture's numbers, which nothing could be compared with.
     exactly : str
@@ -194,16 +198,16 @@ def classify(
     """
     if exact is None:
         return Status.ILLUSTRATIVE
-    if _rounds_to(exact, text, ROUND_HALF_EVEN):
+    if _rounds_to(exact, text, NEAREST):
         return Status.EXACT
-    if _rounds_to(exact, text, ROUND_DOWN):
+    if _rounds_to(exact, text, DOWN):
         return Status.TRUNCATED
-    if rounded is not None and _rounds_to(rounded, text, ROUND_HALF_EVEN):
+    if rounded is not None and _rounds_to(rounded, text, NEAREST):
         return Status.FROM_ROUNDED
     return Status.ASSUMED if is_assumed else Status.WRONG
 
 
-def _rounds_to(value: float, text: str, rounding: str) -> bool:
+def _rounds_to(value: float, text: str, roundings: tuple[str, ...]) -> bool:
     printed = _number(text)
     if not np.isfinite(value) or not np.isfinite(printed):
         return value == printed
@@ -211,7 +215,7 @@ def _rounds_to(value: float, text: str, rounding: str) -> bool:
     # A sum such as 0.401 · 1 + 0.198 · 3 misses its decimal value by a few float64 roundings, which
     # must not decide where it is cut.
     clean = Decimal(repr(round(value, 12)))
-    return clean.quantize(step, rounding=rounding) == Decimal(repr(printed))
+    return Decimal(repr(printed)) in [clean.quantize(step, rounding=way) for way in roundings]
 
 
 def _number(text: str) -> float:

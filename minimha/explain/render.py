@@ -215,12 +215,13 @@ def _heatmap(title: str, step: Step, size: int, in_color: bool) -> list[Text]:
     margin = max(map(cell_len, rows)) + 1
     heads = " ".join(set_cell_size(label, size) for label in step.columns or ())
     lines = [Text(title), Text((" " * margin + heads).rstrip())]
-    for label, row, texts in zip(rows, value.tolist(), cells(value, 2), strict=True):
+    hidden = np.isneginf(value) if step.hidden is None else step.hidden
+    shown = np.where(hidden, -np.inf, value)
+    for label, row, texts in zip(rows, shown.tolist(), cells(value, 2), strict=True):
         drawn = []
         for number, text in zip(row, texts, strict=True):
-            is_hidden = np.isneginf(number) or (is_weights and number == 0)
-            level = (number - low) / (high - low) if high > low else 0.0
-            drawn.append(_heat(-np.inf if is_hidden else level, text, size, in_color))
+            level = (number - low) / (high - low) if high > low else min(number, 0.0)
+            drawn.append(_heat(level, text, size, in_color))
         lines.append(Text(set_cell_size(label, margin)).append_text(Text(" ").join(drawn)))
     return lines
 

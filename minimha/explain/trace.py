@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unicodedata import category
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,8 @@ class Step:
         V carry ``kv_head`` where several query heads share one key/value head.
     rows, columns : tuple of str, or None
         Labels of the last two axes, where the axis counts tokens.
+    hidden : ndarray of bool or None
+        Which weights belong to keys that a mask hides; None where nothing is hidden.
     printed : tuple of Comparison
         The numbers that a document prints of this step.
     """
@@ -53,6 +56,7 @@ class Step:
     kv_head: int | None = None
     rows: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
+    hidden: NDArray[np.bool_] | None = None
     printed: tuple[Comparison, ...] = ()
 
     @property
@@ -109,6 +113,13 @@ class Trace:
     given: Collection[str] = ()
     only: Sequence[str] = ()
     _values: dict[str, NDArray[Any]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.example, self.source = printable(self.example), printable(self.source)
+        self.labels = {
+            axis: tuple(printable(label) for label in labels)
+            for axis, labels in self.labels.items()
+        }
 
     def __call__(self, name: str, value: Any) -> Any:
         """Keep a read-only copy of ``value`` under ``name`` and return ``value`` itself."""
@@ -190,7 +201,9 @@ class Trace:
                 key = {"B": "batch", "H": "head", "Hkv": "kv_head" if shared else "head"}[axes[n]]
                 place[key] = i if value.shape[n] > 1 else None
             kept = tuple(axis for n, axis in enumerate(axes) if n not in split)
-            yield self._step(name, value[tuple(at)], kept, place)
+            masked = self._values.get(name.replace("weights", "masked", 1), value)
+            hidden = np.isneginf(masked[tuple(at)]) if masked is not value else None
+            yield self._step(name, value[tuple(at)], kept, place, hidden)
 
     def _num_heads(self) -> int | None:
         for name in ("q", "Q[i=0]"):
@@ -199,7 +212,12 @@ class Trace:
         return None
 
     def _step(
-        self, name: str, value: NDArray[Any], axes: tuple[str, ...], place: dict[str, int | None]
+        self,
+        name: str,
+        value: NDArray[Any],
+        axes: tuple[str, ...],
+        place: dict[str, int | None],
+        hidden: NDArray[np.bool_] | None,
     ) -> Step:
         known = self._entry(name)
         parts = (known.sentence, _row_sums(name, value), self.notes.get(name, ""))
@@ -222,6 +240,7 @@ class Trace:
             value=value,
             rows=rows,
             columns=columns,
+            hidden=hidden,
             printed=tuple(c for matrix in matrices for c in matrix.compare(value)),
             **place,
         )
@@ -256,6 +275,15 @@ def _row_sums(name: str, value: NDArray[Any]) -> str:
     if not np.logical_or.reduce(list(kinds.values())).all() and np.isfinite(sums).all():
         said.append("What a row lacks of 1 goes to its sink.")
     return " ".join(said)
+
+
+def printable(text: str) -> str:
+    """``text`` with its control characters, which a terminal or XML would obey, made visible.
+
+    >>> printable("a\\x1b[2J")
+    'a�[2J'
+    """
+    return "".join("\N{REPLACEMENT CHARACTER}" if category(c) == "Cc" else c for c in text)
 
 
 def token_labels(

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
+from minimha.equations.problem import as_floating
 from minimha.equations.tap import Tap, no_tap, renamed
 
 
@@ -36,7 +37,7 @@ def multi_head_attention(
     tap : callable ``tap(name, value) -> value``
         Hears x, the weights, every step of the attention, concat and output.
     **options
-        Those of ``minimha.attention``.
+        Those of ``minimha.attention``, without ``return_lse``.
 
     Returns
     -------
@@ -44,8 +45,8 @@ def multi_head_attention(
 
     Raises
     ------
-    ValueError
-        Shapes that do not fit together.
+    ValueError, TypeError
+        Shapes that do not fit together, or something that is not numbers.
 
     References
     ----------
@@ -59,7 +60,10 @@ def multi_head_attention(
     >>> multi_head_attention([[3, 4]], [I], [I], [I], I)
     array([[3., 4.]])
     """
-    x, W_q, W_k, W_v, W_o = (np.asarray(array) for array in (x, W_q, W_k, W_v, W_o))
+    given = {"x": x, "W_q": W_q, "W_k": W_k, "W_v": W_v, "W_o": W_o}
+    x, W_q, W_k, W_v, W_o = (as_floating(name, array) for name, array in given.items())
+    if "return_lse" in options:
+        raise TypeError("return_lse is no option of multi_head_attention: its heads are mixed")
     _check_widths(x, W_q, W_k, W_v, W_o)
     x = tap("x", x)[..., None, :, :]
     q, k, v = x @ tap("W_q", W_q), x @ tap("W_k", W_k), x @ tap("W_v", W_v)
