@@ -32,6 +32,12 @@ def test_an_unknown_backend_is_named():
         attention(Q, K, V, backend="gpu")
 
 
+def test_a_backend_that_cannot_take_the_problem_says_why(monkeypatch):
+    monkeypatch.setattr("minimha.equations.tiled.unsupported", lambda problem: "it is Sunday")
+    with pytest.raises(BackendUnavailable, match="backend 'tiled' cannot run: it is Sunday"):
+        attention(Q, K, V, backend="tiled")
+
+
 def test_auto_is_dense():
     np.testing.assert_array_equal(attention(Q, K, V), attention(Q, K, V, backend="dense"))
 

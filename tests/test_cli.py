@@ -251,6 +251,44 @@ def test_attend_says_what_the_rows_of_weights_sum_to(run, numbers):
         assert ("sums to 1" in out) == (not flags)
 
 
+def test_attend_labels_keys_when_offsets_differ(run, tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(2, 1, 2, 3)) for name in "qkv"}
+    np.savez(tmp_path / "p.npz", **arrays, q_offset=[0, 1], is_causal=True)
+    out = shown(run, "attend p.npz --only k --only scores --labels", "ein zwei")
+    lines = [line.split() for line in out.splitlines()]
+    assert ["ein", "zwei"] in lines
+    assert [line[0] for line in lines if line and line[0] in ("ein", "zwei", "0", "1")].count(
+        "zwei"
+    ) == 2
+
+
+def test_control_characters_are_shown_and_not_obeyed(run):
+    for format in ("text", "svg", "html", "json", "latex", "markdown"):
+        out = shown(run, f"example --format {format} --sentence", "a\x1b[2J\x01 b")
+        assert "\x1b" not in out
+        assert "\x01" not in out
+
+
+def test_a_sentence_document_takes_settings(run):
+    title = "6 tokens: The bank approved the loan yesterday, 3 heads"
+    assert shown(run, "example --document 002 --heads 3 --d-model 6").startswith(title)
+
+
+def test_a_link_is_followed(run, tmp_path):
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("real.json")
+    shown(run, "example --output link.json --force")
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text(encoding="utf-8"))["example"]
+
+
+def test_a_closed_output_is_no_error():
+    line = f"{sys.executable} cli.py example >&-"
+    done = subprocess.run(line, shell=True, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_attend_in_tiles(run, numbers):
     names = [s["name"] for s in steps(run, f"{numbers} --backend tiled")]
     assert names[0] == "Q[i=0]"
@@ -341,9 +379,16 @@ BAD_LINES = [
     ("attend missing.npz", "missing.npz cannot be read: No such file or directory"),
     ("attend q.csv", "q.csv ends in '.csv': expected a .json or .npz file"),
     ("attend broken.json", "broken.json is not JSON"),
+    ("attend deep.json", "q is nested more than 8 deep: expected a matrix"),
+    ("attend abyss.json", "abyss.json is nested too deeply"),
+    ("attend twice.json", "the key 'q' stands twice in one JSON object"),
+    ("attend true.json", "q holds True: expected a number"),
+    ("attend wide.json --q-offset 18446744073709551615", "q_offset is 18446744073709551615"),
+    ("attend --q long.csv --k k.csv --v v.csv", "long.csv is no CSV file: field larger"),
+    ("attend corrupt.npz", "corrupt.npz is refused"),
     ("attend list.json", "list.json holds list: expected an object with q, k and v"),
     ("attend causal.json", "has the key 'causal': did you mean 'is_causal'? expected q, k, v"),
-    ("attend q.csv --window -1,0", "(a value that begins with a minus sign is joined on"),
+    ("attend q.csv --window -1,0", "(one that begins with a minus sign is joined on"),
     ("attend lacks.json", "lacks.json lacks the key 'v'"),
     ("attend unknown.json", "unknown.json has the key 'dropout': expected q, k, v, is_causal"),
     ("attend word.json", "q holds 'cat': expected a number"),
@@ -378,6 +423,10 @@ BAD_LINES = [
     ("example --output broken.json", "broken.json exists already: add --force to replace it"),
     ("example --output x.pdf", "x.pdf ends in '.pdf', which names no format: add --format"),
     ("example --output x.csv", "(csv writes a folder)"),
+    ("example --output pipe", "--output pipe is no ordinary file: it will not be replaced"),
+    ("example --output pipe --force", "--output pipe is no ordinary file"),
+    ("example --format csv --output full --force", "full holds 03_W_k.csv, which is no ordinary"),
+    ("example --document= --only x", "invalid choice: ''"),
     ("example --output .", "--output . is a folder: expected the name of a file"),
     ("example --format csv --output q.csv", "--output q.csv is a file: expected a folder"),
     ("example --format csv --output full", "--output full is not empty: add --force to write"),
@@ -396,6 +445,12 @@ def bad_files(tmp_path, numbers):
         "broken.json": '{"q": [', "list.json": "[1]", "lacks.json": '{"q": [[1]], "k": [[1]]}',
         "unknown.json": '{"q": [[1]], "k": [[1]], "v": [[1]], "dropout": 0.1}',
         "causal.json": '{"q": [[1]], "k": [[1]], "v": [[1]], "causal": true}',
+        "deep.json": '{"q": ' + "[" * 20 + "1" + "]" * 20 + ', "k": [[1]], "v": [[1]]}',
+        "abyss.json": "[" * 100_000,
+        "twice.json": '{"q": [[1]], "k": [[1]], "v": [[1]], "q": [[2]]}',
+        "true.json": '{"q": [[true, 2]], "k": [[1]], "v": [[1]]}',
+        "wide.json": '{"q": [[1]], "k": [[1]], "v": [[1]]}',
+        "long.csv": "1" * 200_000,
         "word.json": '{"q": [["cat"]], "k": [[1]], "v": [[1]]}',
         "nested.json": '{"q": [[1], [1, 2]], "k": [[1]], "v": [[1]]}',
         "heads.json": json.dumps({"q": [[[1]]] * 4, "k": [[[1]]] * 3, "v": [[[1]]] * 3}),
@@ -407,6 +462,8 @@ def bad_files(tmp_path, numbers):
     (tmp_path / "latin.csv").write_bytes(b"\xff\xfe\x80,1\n")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("precious")
+    (tmp_path / "full" / "03_W_k.csv").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     one = np.ones((1, 1))
     np.savez(tmp_path / "object.npz", q=np.array([{"a": 1}], object), k=one, v=one)
     (tmp_path / "pickle.npz").write_bytes(pickle.dumps({"q": 1}))
@@ -415,6 +472,10 @@ def bad_files(tmp_path, numbers):
     np.savez(tmp_path / "truncated.npz", q=one, k=one, v=one)
     whole = (tmp_path / "truncated.npz").read_bytes()
     (tmp_path / "truncated.npz").write_bytes(whole[: len(whole) // 2])
+    np.savez_compressed(tmp_path / "corrupt.npz", q=np.arange(1e4).reshape(-1, 1), k=one, v=one)
+    whole = bytearray((tmp_path / "corrupt.npz").read_bytes())
+    whole[200:400] = bytes(200)
+    (tmp_path / "corrupt.npz").write_bytes(whole)
 
 
 @pytest.mark.usefixtures("bad_files")
@@ -475,5 +536,7 @@ def test_nothing_is_left_when_writing_fails(run, tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", fail)
     (tmp_path / "x.json").write_text("precious")
     status, _, err = run("example --output x.json --force")
-    assert (status, err) == (2, "minimha: x.json: No space left on device\n")
+    assert (status, err) == (
+        2, "minimha: --output x.json cannot be written: No space left on device\n"
+    )  # fmt: skip
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x.json", "precious")]

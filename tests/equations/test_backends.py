@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import assert_as_good_as_plain, naive_attention, naive_merge, random_problems, visible
+from problems import (
+    assert_as_good_as_plain,
+    naive_attention,
+    naive_merge,
+    random_problems,
+    spoiling,
+    visible,
+)
 
 from minimha import attention
 from minimha.equations import dense, tiled
@@ -73,8 +80,9 @@ def test_each_option_alone(options, dtype, backend):
 @given(problem=random_problems(), blocks=st.tuples(st.integers(1, 4), st.integers(1, 4)))
 def test_random_combinations(problem, blocks):
     q, k, v, options = problem
-    output, lse = attention(q, k, v, **options, return_lse=True)
-    assert_as_good_as_plain(q, k, v, options, output, lse)
+    for backend in BACKENDS:
+        output, lse = attention(q, k, v, **options, return_lse=True, backend=backend)
+        assert_as_good_as_plain(q, k, v, options, output, lse)
     B_r, B_c = blocks
     tiles = tiled.forward(Problem.of(q, k, v, **options), B_r=B_r, B_c=B_c)
     assert_as_good_as_plain(q, k, v, options, *tiles)
@@ -94,6 +102,25 @@ def test_what_no_query_sees_may_be_anything(problem, data):
         np.testing.assert_allclose(output, expected, rtol=1e-9, atol=1e-12)
 
 
+HIDING = {
+    "causal": {"is_causal": True},
+    "window": {"window_size": (None, 0)},
+    "mask": {"attn_mask": np.tri(5, dtype=bool)},
+    "bias": {"attn_bias": np.where(np.tri(5), 0.5, -inf)},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("poison", [np.nan, inf, -inf])
+@pytest.mark.parametrize("options", HIDING.values(), ids=HIDING)
+def test_whatever_hides_a_key_hides_its_nan_too(options, poison, backend):
+    q, k, v = small(dtype=np.float64)
+    expected = attention(q, k, v, **options)
+    k[:, 0, 4], v[:, 1, 4] = poison, poison
+    output = attention(q, k, v, **options, backend=backend)
+    np.testing.assert_allclose(output[:, :, :4], expected[:, :, :4], rtol=1e-12)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("poison", [np.nan, inf, -inf])
 def test_a_row_is_touched_only_by_keys_that_it_sees(poison, backend):
@@ -106,6 +133,59 @@ def test_a_row_is_touched_only_by_keys_that_it_sees(poison, backend):
     untouched[1, 2:, 2:, 0] = False
     np.testing.assert_allclose(output[untouched], expected[untouched], rtol=1e-12)
     assert not np.isfinite(output[1, 2:, 2:, 0]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_of_several_wild_values_reaches_its_own_column(backend):
+    q, k, v = small()
+    v[0, 0, 1, 0], v[0, 0, 3, 1] = np.nan, np.nan
+    output = attention(q, k, v, is_causal=True, backend=backend)
+    expected = np.zeros((5, 2), bool)
+    expected[1:, 0] = expected[3:, 1] = True
+    np.testing.assert_array_equal(np.isnan(output[0, 0]), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bias_of_plus_infinity_spoils_its_own_row_alone(backend):
+    q, k, v = small()
+    bias = np.zeros((5, 5))
+    bias[2, 1] = inf
+    output = attention(q, k, v, attn_bias=bias, is_causal=True, backend=backend)
+    expected = np.zeros(output.shape, bool)
+    expected[:, :, 2] = True
+    np.testing.assert_array_equal(np.isnan(output), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_finite_bias_beyond_the_dtype_stays_finite(backend):
+    q, k, v = np.ones((1, 1), "f4"), np.ones((2, 1), "f4"), np.array([[1.0], [3.0]], "f4")
+    assert attention(q, k, v, attn_bias=[[0, -1e300]], backend=backend) == [[1.0]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_farthest_offsets_and_windows_are_no_limit(backend):
+    q, k, v = small()
+    whole = attention(q, k, v, backend=backend)
+    far = 2**31 - 1
+    same = [{"is_causal": True, "q_offset": far}, {"window_size": (0, None), "q_offset": -far}]
+    for options in same:
+        output = attention(q, k, v, **options, backend=backend)
+        np.testing.assert_array_equal(output, whole)
+    assert (attention(q, k, v, is_causal=True, q_offset=-far, backend=backend) == 0).all()
+    huge = attention(q, k, v, window_size=(2**64, 0), backend=backend)
+    np.testing.assert_array_equal(huge, attention(q, k, v, is_causal=True, backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_tap_returns_is_what_goes_on(backend):
+    q, k, v = small()
+    options = {"is_causal": True, "softcap": 2.0, "alibi_slopes": np.ones(4), "backend": backend}
+    names = []
+    attention(q, k, v, **options, return_lse=True, tap=lambda name, x: names.append(name) or x)
+    for name in names:
+        spoil = spoiling(name)
+        output, lse = attention(q, k, v, **options, return_lse=True, tap=spoil)
+        assert np.isnan(output).any() or np.isnan(lse).any(), name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -34,7 +34,7 @@ OPTIONS = [
     ({"alibi_slopes": np.ones(4)}, ValueError, "alibi_slopes with Lq=3 and Lk=6 needs q_offset"),
     ({"q_offset": 1.5}, TypeError, "q_offset is 1.5: expected an integer, or B=2 integers"),
     ({"q_offset": [1, 2, 3]}, ValueError, "q_offset has shape (3,): expected one integer, or"),
-    ({"q_offset": 2**31}, ValueError, "expected integers between -2^31 and 2^31"),
+    ({"q_offset": 2**31}, ValueError, "q_offset is 2147483648: expected integers from -2147483647"),
     ({"window_size": 3}, ValueError, "window_size is 3: expected a pair (left, right)"),
     ({"window_size": (1, 2, 3)}, ValueError, "window_size is (1, 2, 3): expected a pair"),
     ({"window_size": (-1, 0)}, ValueError, "None for a side without a limit, and none below 0"),
@@ -51,7 +51,7 @@ OPTIONS = [
     ({"attn_bias": [[1], [1, 2]]}, ValueError, "attn_bias is not a rectangular array of numbers"),
     ({"kv_lengths": [1.0, 2.0]}, TypeError, "kv_lengths is [1.0, 2.0]: expected an integer"),
     ({"kv_lengths": [1]}, ValueError, "kv_lengths has shape (1,): expected one integer, or shape"),
-    ({"kv_lengths": [1, 7]}, ValueError, "kv_lengths is [1, 7]: expected numbers of keys from 0"),
+    ({"kv_lengths": [1, 7]}, ValueError, "kv_lengths is [1, 7]: expected integers from 0 to 6"),
     ({"kv_lengths": [-1, 2]}, ValueError, "kv_lengths is [-1, 2]"),
     ({"alibi_slopes": np.ones(2), "q_offset": 0}, ValueError,
      "alibi_slopes has shape (2,): expected (H,) = (4,), one number a query head"),
@@ -61,7 +61,21 @@ OPTIONS = [
     ({"scale": True}, TypeError, "scale is True: expected a number"),
     ({"scale": float("nan")}, ValueError, "scale is nan: expected a finite number"),
     ({"scale": 10**400}, ValueError, "expected a finite number"),
-    ({"softcap": 0}, ValueError, "softcap is 0: expected a positive number, or None for no cap"),
+    ({"softcap": 0}, ValueError, "softcap is 0: expected a positive number, at least 2.2e-308"),
+    ({"q_offset": 2**64 - 1}, ValueError, "q_offset is 18446744073709551615: expected integers"),
+    ({"q_offset": -(2**63)}, ValueError, "q_offset is -9223372036854775808: expected integers"),
+    ({"q_offset": [0, 2**70]}, ValueError, "q_offset is [0, 1180591620717411303424]: expected"),
+    ({"q_offset": True}, TypeError, "q_offset is True: expected an integer"),
+    ({"kv_lengths": 2**64 - 1}, ValueError, "kv_lengths is 18446744073709551615: expected"),
+    ({"window_size": np.array(5)}, ValueError, "window_size is array(5): expected a pair"),
+    ({"sinks": [0, 0, 0, np.nan]}, ValueError, "expected finite numbers, or -inf for no sink"),
+    ({"sinks": [0, 0, 0, np.inf]}, ValueError, "expected finite numbers, or -inf for no sink"),
+    ({"alibi_slopes": [0, 0, 0, np.inf], "q_offset": 0}, ValueError, "expected finite numbers"),
+    ({"alibi_slopes": [0, 0, 0, np.nan], "q_offset": 0}, ValueError, "expected finite numbers"),
+    ({"alibi_slopes": [1.0], "q_offset": 0}, ValueError, "alibi_slopes has shape (1,)"),
+    ({"return_lse": "no"}, TypeError, "return_lse is 'no': expected True or False"),
+    ({"backend": ["dense"]}, ValueError, "backend is ['dense']: expected auto, dense"),
+    ({"tap": None}, TypeError, "tap is None: expected a callable tap(name, value)"),
     ({"softcap": -1.0}, ValueError, "softcap is -1.0: expected a positive number"),
 ]  # fmt: skip
 
@@ -96,6 +110,27 @@ def test_dtypes_that_are_not_numbers_to_compute_with(q, sentence):
     with pytest.raises(TypeError) as caught:
         attention(q, [[1.0]], [[1.0]])
     assert sentence in str(caught.value)
+
+
+def test_a_masked_array_is_refused_since_its_mask_would_be_lost():
+    with pytest.raises(TypeError, match="v is a masked array, whose mask would be lost"):
+        attention([[1.0]], [[1.0]], np.ma.masked_array([[1.0]], [[True]]))
+
+
+@pytest.mark.parametrize("option", [{"softcap": 1e-50}, {"softcap": 1e39}, {"scale": 1e300}])
+def test_numbers_must_fit_the_dtype_that_is_computed_with(option):
+    q = np.ones((1, 1), np.float32)
+    with pytest.raises(ValueError, match="expected a"):
+        attention(q, q, q, **option)
+    assert np.isfinite(attention(*[q.astype(float)] * 3, **option)).all()
+
+
+def test_a_finite_bias_stays_finite_in_a_narrower_dtype():
+    q, v = np.ones((1, 1), np.float32), np.array([[1.0], [3.0]], np.float32)
+    bias = np.full((1, 2), np.finfo(float).min)  # what some libraries use for minus infinity
+    output = attention(q, np.ones((2, 1), np.float32), v, attn_bias=bias)
+    np.testing.assert_array_equal(output, [[2.0]])
+    assert attention(q, v, v, sinks=[1e300]).tolist() == [[0.0]]
 
 
 def test_ragged_rows_are_named():
@@ -206,3 +241,8 @@ def test_a_window_wider_than_any_sequence_is_no_window():
 def test_numpy_scalars_are_numbers():
     output = attention(Q, K, V, scale=np.float32(0.5), softcap=np.array(2.0), is_causal=np.False_)
     np.testing.assert_array_equal(output, attention(Q, K, V, scale=0.5, softcap=2.0))
+
+
+def test_a_window_without_a_limit_needs_no_positions():
+    output = attention(Q, K, V, window_size=(None, None))
+    np.testing.assert_array_equal(output, attention(Q, K, V))

@@ -19,7 +19,23 @@ from minimha.explain import Trace, export
 CAT = EXAMPLES["003"].trace()
 HEADS = sentences.of_length(5).trace()
 AWKWARD = sentences.sentence(
-    ["50%", "a_b", "$x$", "{c}", "#&", "~^", "\\d", "<b>", "|", "garçon", "œ", "猫", "😀", "[i]"]
+    [
+        "50%",
+        "a_b",
+        "$x$",
+        "{c}",
+        "#&",
+        "~^",
+        "\\d",
+        "<b>",
+        "|",
+        "garçon",
+        "œ",
+        "ħ",
+        "猫",
+        "😀",
+        "[i]",
+    ]
 ).trace()
 
 
@@ -85,6 +101,15 @@ def test_npz_and_csv_of_bfloat16_can_be_read_by_anyone():
     assert export.as_csv(trace) == {"01_x.csv": "1.5,-inf\n"}
 
 
+def test_taps_of_ones_own_export_whatever_their_name():
+    trace = Trace()
+    for name in ("file", "my_step", "a&b"):
+        trace(name, np.ones((1, 2)))
+    with np.load(io.BytesIO(export.as_npz(trace))) as archive:
+        assert archive.files == ["file", "my_step", "a&b"]
+    assert r"\text{my step}" in export.as_latex(trace, 3)
+
+
 def test_csv_has_one_file_a_step_and_head_at_full_precision():
     found = export.as_csv(HEADS)
     assert list(found)[:4] == [
@@ -117,6 +142,22 @@ def test_markdown_tables_hold_together(trace):
     for table in tables:
         widths = {len(re.split(r"(?<!\\)\|", line)) for line in table.splitlines()}
         assert len(widths) == 1
+
+
+def test_formulas_and_sources_are_those_of_the_papers():
+    formulas = {
+        step["name"]: step["formula"] for step in json.loads(export.as_json(HEADS))["steps"]
+    }
+    assert formulas["q"] == "Q = X W_q"
+    assert formulas["scores"] == "S = Q Kᵀ"
+    assert formulas["weights"] == "A = softmax(S), row by row"
+    assert formulas["head_output"] == "O = A V"
+    assert formulas["output"] == "Y = C W_o"
+    page, tex = export.as_markdown(HEADS, 3), export.as_latex(HEADS, 3)
+    assert "```math\nS = Q K^\\top\n```" in page
+    assert r"\[ S = Q K^\top \]" in tex
+    for text in (page, tex):
+        assert "Source: Vaswani et al. 2017, section 3.2." in text
 
 
 def test_markdown_says_what_is_printed():

@@ -32,6 +32,12 @@ E, T, R, W, A, I = (
         ("−∞", 0.0, None, False, W),
         ("0", -np.inf, None, False, W),
         ("0.2", None, None, False, I),
+        ("0.12", 0.125, None, False, E),  # half-way: rounded to even, or away from 0
+        ("0.13", 0.125, None, False, E),
+        ("0.995", 0.9, 0.9946, False, R),
+        ("0.994", 0.99467, 0.994, False, T),
+        ("0.5", 0.2, 0.56, False, W),  # the rounded value must be rounded, not cut
+        ("0.7", 0.7999999999999, None, False, W),  # 0.8, but for float64
     ],
 )
 def test_status(text, exact, rounded, assumed, status):
@@ -64,6 +70,11 @@ def test_decimals_are_those_on_the_page():
     matrix = PrintedMatrix("w", ("1 0.50 −2.125",), "")
     assert [c.decimals for c in matrix.compare(np.zeros((1, 3)))] == [0, 2, 3]
     assert matrix.values.tolist() == [[1.0, 0.5, -2.125]]
+
+
+def test_each_number_is_compared_with_its_own_rounded_one():
+    matrix = PrintedMatrix("o", ("9 1.1", "2.2 9"), "", rounded=np.array([[0, 1.1], [2.2, 0]]))
+    assert [c.computed for c in matrix.compare(np.zeros((2, 2)))] == [W, R, R, W]
 
 
 def test_as_many_numbers_as_the_step_has():

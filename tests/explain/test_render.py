@@ -75,6 +75,26 @@ def test_raw_masked_and_softmax_side_by_side_for_one_head():
     ]
 
 
+def test_hidden_is_what_a_mask_hides_and_not_what_is_merely_small():
+    trace = Trace()
+    attention([[1000.0]], [[1.0], [-1.0]], [[1.0], [2.0]], tap=trace)
+    assert trace["weights"].tolist() == [[1.0, 0.0]]
+    assert "█████" in render.text(trace, 3, 80, False).plain
+    assert "0 █████   ×" not in render.text(trace, 3, 80, False).plain
+    masked = Trace()
+    attention([[1.0]], [[1.0], [-1.0]], [[1.0], [2.0]], attn_mask=[[True, False]], tap=masked)
+    masked.only = ["weights"]
+    assert "0 █████   ×" in render.text(masked, 3, 80, False).plain
+
+
+def test_shades_go_from_blank_over_any_share_to_full():
+    trace = Trace()
+    attention([[1.0]], np.log([[1], [2], [3], [10]]), np.ones((4, 1)), scale=1, tap=trace)
+    trace.only = ["weights"]
+    last = render.text(trace, 3, 80, False).plain.splitlines()[-1]
+    assert last.split() == ["0", "░░░░░", "░░░░░", "░░░░░", "▓▓▓▓▓"]
+
+
 def test_how_one_query_picks_its_values():
     lines = render.text(TRACES["004"], 3, 80, False).plain.splitlines()
     at = lines.index("how query 2 picks values")

@@ -6,6 +6,7 @@ import pytest
 from minimha import attention
 from minimha.explain import Trace
 from minimha.explain.catalogue import CATALOGUE, entry
+from minimha.explain.printed import PrintedMatrix
 from minimha.explain.trace import token_labels
 
 RNG = np.random.default_rng(0)
@@ -77,6 +78,30 @@ def test_tokens_label_rows_and_columns_and_numbers_do_where_there_are_none():
         step.name: (step.rows, step.columns) for step in traced((2, 3), (1, 3), (1, 3)).steps
     }
     assert unnamed["scores"] == (("0", "1"), ("0",))
+
+
+def test_labels_of_another_length_give_way_to_numbers():
+    steps = traced((3, 2), (3, 2), (3, 2), labels=token_labels(["a", "b"])).steps
+    assert next(step for step in steps if step.name == "weights").rows == ("0", "1", "2")
+
+
+def test_a_place_is_named_by_batch_entry_and_head():
+    steps = traced((2, 2, 2, 3), (2, 2, 2, 3), (2, 2, 2, 3)).steps
+    places = [step.place for step in steps if step.name == "weights"]
+    assert places == [f"batch {batch}, head {head}" for batch in (0, 1) for head in (0, 1)]
+
+
+def test_tiles_name_their_shared_keys_too():
+    shapes = (4, 2, 3), (2, 2, 3), (2, 2, 3)
+    steps = traced(*shapes, options={"backend": "tiled"}, blocks=(128, 128)).steps
+    places = [step.place for step in steps if step.base == "K"]
+    assert places == ["key/value head 0", "key/value head 1"]
+
+
+def test_numbers_printed_of_no_head_are_not_shown_at_every_head():
+    printed = [PrintedMatrix("weights", ("1 0",), "")]
+    steps = traced((2, 1, 3), (2, 2, 3), (2, 2, 3), printed=printed).steps
+    assert not any(step.printed for step in steps)
 
 
 def test_only_takes_names_with_or_without_their_block():

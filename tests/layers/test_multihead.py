@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from problems import spoiling
 
 from minimha import attention
 from minimha.explain import Trace
@@ -44,6 +45,14 @@ def test_every_step_is_traced_under_its_name(x):
     assert (last.symbol, last.axes) == ("Y", ("L", "E"))
 
 
+def test_what_a_tap_returns_is_what_goes_on():
+    names = []
+    multi_head_attention(X, W_Q, W_K, W_V, W_O, tap=lambda name, x: names.append(name) or x)
+    for name in names:
+        spoilt = multi_head_attention(X, W_Q, W_K, W_V, W_O, tap=spoiling(name))
+        assert np.isnan(spoilt).any(), name
+
+
 def test_an_empty_batch():
     assert multi_head_attention(X[:0], W_Q, W_K, W_V, W_O).shape == (0, 5, 6)
 
@@ -64,3 +73,16 @@ def test_an_empty_batch():
 def test_shapes_that_do_not_fit(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         multi_head_attention(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "error", "sentence"),
+    [
+        ([["a"]], {}, TypeError, "x has dtype <U1: expected integers"),
+        ([[1], [1, 2]], {}, ValueError, "x is not a rectangular array of numbers"),
+        (X, {"return_lse": True}, TypeError, "return_lse is no option of multi_head_attention"),
+    ],
+)
+def test_what_is_no_problem_for_many_heads(x, options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        multi_head_attention(x, W_Q, W_K, W_V, W_O, **options)
