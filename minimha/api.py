@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from numpy.typing import ArrayLike
 
-from minimha.equations import dense, tiled
 from minimha.equations.problem import Problem, flag
 from minimha.equations.tap import Tap, no_tap
 
-BACKENDS = {"dense": dense, "tiled": tiled}
-AUTO = ("dense",)
-NOT_YET = {
-    "cpu": "this version of minimha has no CPU kernels; use 'dense' or 'tiled'",
-    "cuda": "this version of minimha has no CUDA kernels; use 'dense' or 'tiled'",
+# Imported when used: numba, which the kernels need, takes longer to import than a toy takes to run.
+BACKENDS = {
+    "dense": "minimha.equations.dense",
+    "tiled": "minimha.equations.tiled",
+    "cpu": "minimha.kernels.cpu",
+    "cuda": "minimha.kernels.cuda",
 }
+TAPPED = ("dense", "tiled")  # those whose steps can be tapped
+WORTH_COMPILING = 1 << 26  # products: there the dense backend needs some milliseconds
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about the machine)
@@ -28,7 +32,9 @@ def backends() -> dict[str, str | None]:
     >>> backends()["dense"] is None
     True
     """
-    return dict.fromkeys(BACKENDS) | NOT_YET
+    numba = None if find_spec("numba") else "numba, which compiles the kernels, is not installed"
+    cuda = "this version of minimha has no CUDA kernels; use 'cpu'"
+    return {"dense": None, "tiled": None, "cpu": numba, "cuda": cuda}
 
 
 def attention(
@@ -93,7 +99,8 @@ def attention(
     return_lse : bool
         Return the log-sum-exp too.
     backend : {"auto", "dense", "tiled", "cpu", "cuda"}
-        A backend that is named is used or refuses; "auto" takes "dense".
+        A backend that is named is used or refuses. "auto" takes "cpu" from 2^26 products on
+        (B · H · Lq · Lk · (D + Dv)), else, and where a tap listens, "dense".
     tap : callable ``tap(name, value) -> value``
         Hears every intermediate; see ``minimha.explain.Trace``.
 
@@ -141,20 +148,30 @@ def attention(
     )
     if not callable(tap):
         raise TypeError(f"tap is {tap!r}: expected a callable tap(name, value) that returns value")
-    chosen = _chosen(backend, problem)
+    chosen = _chosen(backend, problem, tap is not no_tap)
     O, L = chosen.forward(problem) if tap is no_tap else chosen.forward(problem, tap)
     if flag("return_lse", return_lse):
         return problem.as_given(O, tap("lse", L))
     return problem.as_given(O, L)[0]
 
 
-def _chosen(backend: str, problem: Problem) -> Any:
+def _chosen(backend: str, problem: Problem, is_tapped: bool) -> Any:
     """Return the module that computes ``problem``."""
+    if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
     if backend == "auto":
-        return next(BACKENDS[name] for name in AUTO if not BACKENDS[name].unsupported(problem))
-    if not isinstance(backend, str) or backend not in backends():
-        raise ValueError(f"backend is {backend!r}: expected auto, {', '.join(backends())}")
-    reason = backends()[backend] or BACKENDS[backend].unsupported(problem)
+        backend = "dense" if is_tapped or _is_small(problem) or backends()["cpu"] else "cpu"
+    reason = None if backend in TAPPED else backends()[backend]
+    if is_tapped and backend not in TAPPED:
+        reason = f"it keeps no steps to tap; {' and '.join(TAPPED)} do"
+    module: Any = None if reason else import_module(BACKENDS[backend])
+    reason = reason or module.unsupported(problem)
     if reason:
         raise BackendUnavailable(f"backend {backend!r} cannot run: {reason}")
-    return BACKENDS[backend]
+    return module
+
+
+def _is_small(problem: Problem) -> bool:
+    B, H, Lq, D = problem.q.shape
+    Lk, Dv = problem.v.shape[2:]
+    return bool(B * H * Lq * Lk * (D + Dv) < WORTH_COMPILING)

@@ -35,7 +35,10 @@ def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[
     L : ndarray of shape (B, H, Lq), compute dtype, natural logarithm
     """
     with np.errstate(all="ignore"):
-        Q, K, V = tap("q", problem.q), tap("k", problem.k), tap("v", problem.v)
+        Q, K, V = (
+            tap(name, array.astype(problem.compute, copy=False))
+            for name, array in (("q", problem.q), ("k", problem.k), ("v", problem.v))
+        )
         K, V = for_query_heads(problem, K), for_query_heads(problem, V)
         rows, keys = slice(0, Q.shape[2]), slice(0, K.shape[2])
         S, seen = scores(problem, Q, K, rows, keys, tap)
@@ -72,13 +75,13 @@ def bias(problem: Problem, rows: slice, keys: slice) -> NDArray[Any]:
 
     Press et al., "Train Short, Test Long", 2022.
     """
-    total: NDArray[Any] = np.zeros((1, 1, 1, 1), problem.q.dtype)
+    total: NDArray[Any] = np.zeros((1, 1, 1, 1), problem.compute)
     if problem.attn_bias is not None:
         total = total + problem.attn_bias[..., rows, keys]
     if problem.alibi_slopes is not None:
         i = np.arange(rows.start, rows.stop)[:, None]
         j = np.arange(keys.start, keys.stop)
-        distance = abs(i + problem.q_offset[:, None, None, None] - j).astype(problem.q.dtype)
+        distance = abs(i + problem.q_offset[:, None, None, None] - j).astype(problem.compute)
         total = total - problem.alibi_slopes[:, None, None] * distance
     return total
 

@@ -31,9 +31,9 @@ class Problem:
 
     Attributes
     ----------
-    q : ndarray of shape (B, H, Lq, D), float32 or float64 (the compute dtype)
-    k : ndarray of shape (B, Hkv, Lk, D), compute dtype
-    v : ndarray of shape (B, Hkv, Lk, Dv), compute dtype
+    q : ndarray of shape (B, H, Lq, D), ``dtype``
+    k : ndarray of shape (B, Hkv, Lk, D), ``dtype``
+    v : ndarray of shape (B, Hkv, Lk, Dv), ``dtype``
     left, right : int
         Query i sees keys from i + q_offset - left to i + q_offset + right; causality is right = 0.
     q_offset : ndarray of shape (B,), int64
@@ -46,7 +46,10 @@ class Problem:
     scale : float
     softcap : float or None
     dtype : numpy.dtype
-        Of the output; float16 and bfloat16 are computed in float32 and rounded once.
+        Of q, k, v and the output.
+    compute : numpy.dtype
+        Of everything in between: float64 for float64, else float32. Numbers of 16 bits are
+        widened when they are read and the output is rounded once.
     rank : int
         Dimensions of the caller's arrays, 2 to 4.
     """
@@ -65,6 +68,7 @@ class Problem:
     scale: float
     softcap: float | None
     dtype: np.dtype[Any]
+    compute: np.dtype[Any]
     rank: int
 
     @classmethod
@@ -94,10 +98,10 @@ class Problem:
         ValueError
             Shapes that do not fit together, or a value outside its range.
         """
-        rank, dtype, (q4, k4, v4) = _arrays(q, k, v)
+        rank, (q4, k4, v4) = _arrays(q, k, v)
         B, H, Lq, D = q4.shape
         Lk = k4.shape[2]
-        compute = q4.dtype
+        compute = np.dtype(np.float64 if q4.dtype == np.float64 else np.float32)
         left, right = _window(window_size)
         has_window = (left, right) != (UNBOUNDED, UNBOUNDED)
         if flag("is_causal", is_causal):
@@ -121,7 +125,8 @@ class Problem:
             sinks=_sinks(sinks, H, compute),
             scale=1 / math.sqrt(D) if scale is None else _number("scale", scale, compute),
             softcap=_softcap(softcap, compute),
-            dtype=dtype,
+            dtype=q4.dtype,
+            compute=compute,
             rank=rank,
         )
 
@@ -144,8 +149,8 @@ class Problem:
 
 def _arrays(
     q: ArrayLike, k: ArrayLike, v: ArrayLike
-) -> tuple[int, np.dtype[Any], tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-    """Rank, output dtype, and q, k, v as 4-D arrays of the compute dtype."""
+) -> tuple[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+    """Rank, and q, k, v as 4-D arrays of one dtype."""
     given = {name: as_floating(name, value) for name, value in (("q", q), ("k", k), ("v", v))}
     rank = given["q"].ndim
     for name, array in given.items():
@@ -160,12 +165,9 @@ def _arrays(
                 f"{rank}: q, k and v must all be {RANKS[rank]}"
             )
     dtype = _common_dtype({name: array.dtype for name, array in given.items()})
-    compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    q4, k4, v4 = (
-        array.astype(compute, copy=False)[(None,) * (4 - rank)] for array in given.values()
-    )
+    q4, k4, v4 = (array.astype(dtype, copy=False)[(None,) * (4 - rank)] for array in given.values())
     _check_shapes(q4, k4, v4)
-    return rank, dtype, (q4, k4, v4)
+    return rank, (q4, k4, v4)
 
 
 def _check_shapes(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> None:

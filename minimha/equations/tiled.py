@@ -51,8 +51,8 @@ def forward(
         if size < 1:
             raise ValueError(f"{name} is {size}: a block holds at least one row")
     B, H, Lq, _ = problem.q.shape
-    O = np.empty((B, H, Lq, problem.v.shape[3]), problem.q.dtype)
-    L = np.empty((B, H, Lq), problem.q.dtype)
+    O = np.empty((B, H, Lq, problem.v.shape[3]), problem.compute)
+    L = np.empty((B, H, Lq), problem.compute)
     with np.errstate(all="ignore"):
         for i, start in enumerate(range(0, Lq, B_r)):  # line 3
             rows = slice(start, min(start + B_r, Lq))
@@ -64,12 +64,14 @@ def _row_block(
     problem: Problem, i: int, rows: slice, B_c: int, tap: Tap
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Lines 4 to 15: one block of queries against all the keys that it may see."""
-    Q_i = tap(f"Q[i={i}]", problem.q[..., rows, :])  # line 4
+    compute = problem.compute
+    Q_i = tap(f"Q[i={i}]", problem.q[..., rows, :].astype(compute, copy=False))  # line 4
     m, l, O = _start(problem, rows)  # line 5
     for j, keys in visible_blocks(problem, rows, B_c):  # line 6
         at = f"[i={i},j={j}]"
-        K_j = for_query_heads(problem, tap(f"K{at}", problem.k[..., keys, :]))  # line 7
-        V_j = for_query_heads(problem, tap(f"V{at}", problem.v[..., keys, :]))
+        K_j = tap(f"K{at}", problem.k[..., keys, :].astype(compute, copy=False))  # line 7
+        V_j = tap(f"V{at}", problem.v[..., keys, :].astype(compute, copy=False))
+        K_j, V_j = for_query_heads(problem, K_j), for_query_heads(problem, V_j)
         S, seen = scores(problem, Q_i, K_j, rows, keys)  # line 8, with the options
         S = tap(f"S{at}", S)
         m_old, m = m, tap(f"m{at}", np.maximum(m, S.max(axis=-1, keepdims=True)))  # line 9
@@ -85,7 +87,7 @@ def _start(problem: Problem, rows: slice) -> tuple[NDArray[Any], NDArray[Any], N
     """m, l and O before the first block; a sink is a key with value 0, seen before all others."""
     B, H = problem.q.shape[:2]
     num_rows, Dv = rows.stop - rows.start, problem.v.shape[3]
-    m = np.full((B, H, num_rows, 1), -np.inf, problem.q.dtype)
+    m = np.full((B, H, num_rows, 1), -np.inf, problem.compute)
     if problem.sinks is not None:
         m = np.maximum(m, problem.sinks[:, None, None])
     l = (~np.isneginf(m)).astype(m.dtype)

@@ -1,0 +1,250 @@
+"""CPU rung 3, vector tiles: the same tiles, transposed, with every inner loop written as vectors.
+
+A panel of queries lies across the lanes of up to three vectors. S = K_j Q_iᵀ then has a key a row
+and a query a lane, and nothing in the softmax goes across a vector: the maximum, the exponential
+and the sum of a query run down its lane. K and V are read where they are, one number at a time,
+each broadcast against a row of the panel; only Q is copied (transposed) and O is copied back.
+The products keep 8 × 3 vectors of sums in registers; the exponential is a polynomial (``simd``).
+
+Every block of keys is visited and every score is checked by itself: the next rung does away with
+both.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.problem import Problem
+from minimha.kernels.entry import jit, kernel
+from minimha.kernels.scores import bend_tile, bends, hide, see_tile
+from minimha.kernels.simd import (
+    VECTOR_BITS,
+    VECTORS,
+    flat,
+    lanes,
+    lanes_exp,
+    lanes_max,
+    tile_product,
+    tile_product_add,
+)
+
+B_C = 96  # a tile of scores, 96 keys × 48 queries of float32, and a panel share the L1 cache
+full_panel = jit(lanes)
+
+
+class Rows(NamedTuple):
+    """Rows of q, k or v where they lie: row r begins at item start + r · stride of ``line``."""
+
+    line: Any
+    start: int
+    stride: int
+
+
+class Panel(NamedTuple):
+    """One panel of queries, i0 to i0 + rows of head h, and what is known of them so far.
+
+    ``Q`` is (D, lanes) and ``O`` (Dv, lanes), flat; ``m`` and ``l`` are (lanes,). The panel is
+    ``vectors`` wide; lanes beyond ``rows`` are padding.
+    """
+
+    Q: Any
+    O: Any
+    m: Any
+    l: Any
+    b: int
+    h: int
+    i0: int
+    rows: int
+    vectors: int
+
+
+class Scratch(NamedTuple):
+    """Room for one tile: its scores, who sees whom, a copy of V, and five numbers a lane."""
+
+    S: Any
+    seen: Any
+    V: Any
+    scale: Any
+    top: Any
+    shift: Any
+    correction: Any
+    total: Any
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Return why this rung cannot take ``problem``: it takes all, so None."""
+    return None
+
+
+def forward(problem: Problem, *, B_c: int = B_C) -> tuple[NDArray[Any], NDArray[Any]]:
+    """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
+    return vector_tiles(problem, B_c)
+
+
+@kernel(num_sizes=1)
+def vector_tiles(q, k, v, mask, bias, o, O, L, B_c):
+    (B, H, Lq, D), (Hkv, Lk, Dv) = q.shape, v.shape[1:]
+    scratch = make_scratch(O, o, B_c, Dv)
+    widest = full_panel(O.itemsize)
+    Q_i, O_i = np.empty(D * widest, O.dtype), np.empty(Dv * widest, O.dtype)
+    m, l = np.empty(widest, O.dtype), np.empty(widest, O.dtype)
+    for b in range(B):
+        for h in range(H):
+            kv = h // (H // Hkv)
+            for p in range(num_panels(Lq, O.itemsize)):  # line 3
+                i0, rows, vectors = panel_rows(Lq, O.itemsize, p)
+                panel = Panel(Q_i, O_i, m, l, b, h, i0, rows, vectors)
+                load_panel(panel, rows_at(q, b, h, i0), D, o.sinks[h])  # lines 4 and 5
+                for j0 in range(0, Lk, B_c):  # line 6
+                    n = min(B_c, Lk - j0)
+                    K_j, V_j = rows_at(k, b, kv, j0), rows_at(v, b, kv, j0)  # line 7
+                    take_tile(panel, K_j, V_j, j0, n, D, Dv, scratch, mask, bias, o, True)
+                store_panel(panel, O, L)
+
+
+@jit
+def make_scratch(O, o, B_c, Dv):
+    widest, dtype = full_panel(O.itemsize), O.dtype
+    return Scratch(
+        np.empty(B_c * widest, dtype),
+        np.empty(B_c * widest, np.uint8),
+        np.empty(B_c * Dv, dtype),
+        np.full(widest, dtype.type(o.scale)),
+        np.empty(widest, dtype),
+        np.empty(widest, dtype),
+        np.empty(widest, dtype),
+        np.empty(widest, dtype),
+    )
+
+
+@jit
+def rows_at(X, b, h, i):
+    """The rows of X[b, h] from i on, in place."""
+    offset = b * X.strides[0] + h * X.strides[1] + i * X.strides[2]
+    return Rows(flat(X, offset // X.itemsize), 0, X.strides[2] // X.itemsize)
+
+
+@jit
+def num_panels(Lq, itemsize):
+    """Panels that Lq queries need; ``panel_rows`` shares the queries out evenly among them."""
+    return -(-Lq // full_panel(itemsize))
+
+
+@jit
+def panel_rows(Lq, itemsize, p):
+    """First query, number of queries and width in vectors of panel p."""
+    width = VECTOR_BITS // (8 * itemsize)
+    total, number = -(-Lq // width), num_panels(Lq, itemsize)
+    first = p * total // number
+    vectors = (p + 1) * total // number - first
+    return first * width, min(Lq - first * width, vectors * width), vectors
+
+
+@jit
+def load_panel(panel, Q, D, sink):
+    """Lines 4 and 5: Q transposed, m, l and O before the first key."""
+    lanes = panel.vectors * full_panel(panel.m.itemsize) // VECTORS
+    for r in range(panel.rows):
+        for d in range(D):
+            panel.Q[d * lanes + r] = Q.line[Q.start + r * Q.stride + d]
+    for r in range(panel.rows, lanes):
+        for d in range(D):
+            panel.Q[d * lanes + r] = 0
+    panel.O[:] = 0
+    panel.m[:] = sink
+    panel.l[:] = 0 if sink == -math.inf else 1
+
+
+@jit
+def take_tile(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, is_cut):
+    """Lines 8 to 10: let the panel see keys j0 to j0 + n.
+
+    ``is_cut`` says that some query may not see some of the keys; without it nobody looks.
+    """
+    S, seen = t.S, t.seen
+    b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
+    lanes = vectors * full_panel(S.itemsize) // VECTORS
+    num_seen = n * rows
+    if is_cut:
+        num_seen = see_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, seen)
+        if num_seen == 0:
+            return
+    tile_product(
+        K_j.line, K_j.start, K_j.stride, 1, panel.Q, 0, lanes, S, 0, lanes, t.scale, n, vectors, D
+    )  # line 8
+    if bends(bias, o):
+        bend_tile(S, bias, o, b, h, i0, rows, j0, n, lanes)
+    if num_seen < n * rows:
+        hide(S, seen, n * lanes)
+    lanes_max(S, 0, n, vectors, t.top)  # line 9
+    for r in range(lanes):
+        t.correction[r] = panel.m[r]
+        panel.m[r] = max(panel.m[r], t.top[r])
+        t.shift[r] = panel.m[r] if panel.m[r] > -math.inf else 0
+    lanes_exp(t.correction, 0, 1, vectors, t.shift, t.total)
+    lanes_exp(S, 0, n, vectors, t.shift, t.total)
+    for r in range(lanes):
+        panel.l[r] = t.correction[r] * panel.l[r] + t.total[r]
+    is_wild = num_seen < n * rows and has_wild(V_j, n, Dv)
+    V = tame(V_j, n, Dv, t.V) if is_wild else V_j
+    tile_product_add(
+        V.line, V.start, 1, V.stride, S, 0, lanes, panel.O, 0, lanes, t.correction, Dv, vectors, n
+    )  # line 10
+    if is_wild:
+        add_wild(panel.O, S, seen, V_j, n, Dv, rows, lanes)
+
+
+@jit
+def has_wild(V_j, n, Dv):
+    """Whether NaN or infinity is among the values: only they make 0 · v anything but 0."""
+    found = False
+    for j in range(n):
+        found |= is_wild_key(V_j, j, Dv)
+    return found
+
+
+@jit
+def is_wild_key(V_j, j, Dv):
+    total = V_j.line.dtype.type(0)
+    for d in range(Dv):
+        total += 0 * V_j.line[V_j.start + j * V_j.stride + d]
+    return total != 0
+
+
+@jit
+def tame(V_j, n, Dv, copy):
+    """The values with 0 for those of a key that is wild; ``add_wild`` adds these."""
+    for j in range(n):
+        is_wild = is_wild_key(V_j, j, Dv)
+        for d in range(Dv):
+            copy[j * Dv + d] = 0 if is_wild else V_j.line[V_j.start + j * V_j.stride + d]
+    return Rows(copy, 0, Dv)
+
+
+@jit
+def add_wild(O, P, seen, V_j, n, Dv, rows, lanes):
+    """Add the values that are wild to the queries that see them, and to no other."""
+    for j in range(n):
+        if is_wild_key(V_j, j, Dv):
+            for r in range(rows):
+                if seen[j * lanes + r]:
+                    for d in range(Dv):
+                        O[d * lanes + r] += (
+                            P[j * lanes + r] * V_j.line[V_j.start + j * V_j.stride + d]
+                        )
+
+
+@jit
+def store_panel(panel, O, L):
+    """Lines 12 to 15: O / l, transposed back, and m + log l; 0 and -inf if no key was seen."""
+    lanes = panel.vectors * full_panel(O.itemsize) // VECTORS
+    for r in range(panel.rows):
+        m, l = panel.m[r], panel.l[r]
+        inverse = 1 / l if l != 0 else O.dtype.type(0)
+        for d in range(O.shape[3]):
+            O[panel.b, panel.h, panel.i0 + r, d] = panel.O[d * lanes + r] * inverse
+        L[panel.b, panel.h, panel.i0 + r] = m + math.log(l) if l != 0 else -math.inf

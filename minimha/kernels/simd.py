@@ -1,0 +1,600 @@
+"""The machine instructions that numba does not offer: vector code for the inner loops.
+
+numba leaves vectors to LLVM, which makes them half as wide as an AVX-512 machine has them and does
+not keep a tile of sums in registers at all. The primitives here are written as LLVM vectors. Each
+takes whole arrays and an offset counted in elements, and has a twin beside it in plain numba
+(``…_plain``) that says the same in two loops and against which it is tested.
+
+A *panel* is up to ``VECTORS`` vectors side by side: ``VECTORS`` · width lanes, each lane one query.
+A tile product keeps ``ROWS`` × ``VECTORS`` vectors of sums in registers while the depth runs: with
+32 registers (AVX-512, NEON) 8 × 3 sums, 3 vectors of B and one broadcast of A make 28; with 16
+(AVX2, SSE) 4 × 3 + 3 + 1 make 16. ROWS = 8 divides every usual head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+FASTMATH = {"nsz", "arcp", "contract", "afn", "reassoc"}  # but never nnan or ninf: -inf is real
+VECTORS = 3
+ROWS_AHEAD = 32  # rows of K that are asked for before a dot product needs them
+
+
+def host_vectors():
+    """Bits of a vector register and number of vector registers of the machine compiled for.
+
+    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES, where they are set, decide as they do for numba itself,
+    so that what is compiled here fits what numba caches it under.
+    """
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
+        given = (numba.config.CPU_FEATURES or "").split(",")
+        features = {name[1:]: True for name in given if name.startswith("+")}
+    else:
+        features = dict(binding.get_host_cpu_features())
+    if features.get("avx512f"):
+        return 512, 32
+    if features.get("avx2") and features.get("fma"):
+        return 256, 16
+    return 128, 32 if binding.get_default_triple().startswith(("aarch64", "arm64")) else 16
+
+
+VECTOR_BITS, REGISTERS = host_vectors()
+ROWS = 8 if REGISTERS == 32 else 4
+
+
+def lanes(itemsize):
+    """Lanes of a full panel of items of ``itemsize`` bytes."""
+    return VECTORS * VECTOR_BITS // (8 * itemsize)
+
+
+INT = ir.IntType(64)
+
+
+class Vector:
+    """LLVM's types for one floating dtype, and the few operations on them."""
+
+    def __init__(self, dtype):
+        self.bits = dtype.bitwidth
+        self.width = VECTOR_BITS // self.bits
+        self.item = ir.FloatType() if self.bits == 32 else ir.DoubleType()
+        self.type = ir.VectorType(self.item, self.width)
+        self.integers = ir.VectorType(ir.IntType(self.bits), self.width)
+        self.suffix = f"v{self.width}f{self.bits}"
+
+    def constant(self, number):
+        return ir.Constant(self.type, [number] * self.width)
+
+    def call(self, builder, name, *arguments):
+        """LLVM's elementwise intrinsic ``name``."""
+        kind = ir.FunctionType(self.type, [self.type] * len(arguments))
+        function = cgutils.get_or_insert_function(
+            builder.module, kind, f"llvm.{name}.{self.suffix}"
+        )
+        return builder.call(function, arguments)
+
+    def fma(self, builder, a, b, c):
+        """a · b + c, in one instruction where the machine has it."""
+        return self.call(builder, "fmuladd", a, b, c)
+
+    def load(self, builder, pointer, number=0):
+        """The ``number``-th vector from ``pointer`` on."""
+        place = builder.gep(pointer, [INT(number * self.width)])
+        loaded = builder.load(builder.bitcast(place, self.type.as_pointer()))
+        loaded.align = self.bits // 8
+        return loaded
+
+    def store(self, builder, value, pointer, number=0):
+        place = builder.gep(pointer, [INT(number * self.width)])
+        stored = builder.store(value, builder.bitcast(place, self.type.as_pointer()))
+        stored.align = self.bits // 8
+
+    def splat(self, builder, scalar):
+        """``scalar`` in every lane."""
+        undefined = ir.Constant(self.type, ir.Undefined)
+        first = builder.insert_element(undefined, scalar, ir.IntType(32)(0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.width), [0] * self.width)
+        return builder.shuffle_vector(first, undefined, zeros)
+
+
+def _pointer(context, builder, kind, array, offset):
+    """Pointer to the element ``offset`` of an array's memory."""
+    item = Vector(kind.dtype).item
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.gep(builder.bitcast(data, item.as_pointer()), [offset])
+
+
+def _loop(builder, stop, step, initial, body):
+    """for k in range(0, stop, step): values = body(k, values). Returns the last values."""
+    before = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    k = builder.phi(INT)
+    k.add_incoming(INT(0), before)
+    values = [builder.phi(value.type) for value in initial]
+    for phi, value in zip(values, initial, strict=True):
+        phi.add_incoming(value, before)
+    builder.cbranch(builder.icmp_signed("<", k, stop), inside, after)
+    builder.position_at_end(inside)
+    results = body(k, values)
+    k.add_incoming(builder.add(k, INT(step)), builder.block)
+    for phi, value in zip(values, results, strict=True):
+        phi.add_incoming(value, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return values
+
+
+def _prefetch(builder, pointer):
+    """Ask memory for the cache line at ``pointer``, without waiting; any address may be given."""
+    address = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    number = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [address, number(0), number(2), number(1)])  # to read, into L2, data
+
+
+def _tile_product(rows, vectors, adds, ahead=0):
+    """Primitive for a tile of ``rows`` × ``vectors`` sums; see ``tile_product`` for its meaning.
+
+    Memory is asked for what lies ``ahead`` tiles behind each tile of B, while that one is used.
+    """
+
+    @intrinsic
+    def product(typing, A, a, a_row, a_k, B, b, b_k, C, c, c_row, F, depth):
+        index = types.intp
+        signature = types.void(
+            A, index, index, index, B, index, index, C, index, index, F, index
+        )  # fmt: skip
+
+        def generate(context, builder, signature, arguments):
+            A, a, a_row, a_k, B, b, b_k, C, c, c_row, F, depth = arguments
+            kinds = signature.args
+            vector = Vector(kinds[7].dtype)
+            A = _pointer(context, builder, kinds[0], A, a)
+            B = _pointer(context, builder, kinds[4], B, b)
+            C = _pointer(context, builder, kinds[7], C, c)
+            F = _pointer(context, builder, kinds[10], F, INT(0))
+
+            def row_of(pointer, stride, r):
+                return builder.gep(pointer, [builder.mul(INT(r), stride)])
+
+            rows_of_A = [row_of(A, a_row, r) for r in range(rows)]
+            rows_of_C = [row_of(C, c_row, r) for r in range(rows)]
+            tile = [(r, n) for r in range(rows) for n in range(vectors)]
+            factors = [vector.load(builder, F, n) for n in range(vectors)]
+            sums = [
+                builder.fmul(vector.load(builder, rows_of_C[r], n), factors[n])
+                if adds
+                else vector.constant(0.0)
+                for r, n in tile
+            ]
+
+            def body(k, sums):
+                row = builder.gep(B, [builder.mul(k, b_k)])
+                right = [vector.load(builder, row, n) for n in range(vectors)]
+                if ahead:
+                    beyond = builder.gep(row, [INT(ahead * vectors * vector.width)])
+                    for n in range(vectors):
+                        _prefetch(builder, builder.gep(beyond, [INT(n * vector.width)]))
+                column = builder.mul(k, a_k)
+                left = [
+                    vector.splat(builder, builder.load(builder.gep(row, [column])))
+                    for row in rows_of_A
+                ]
+                return [
+                    vector.fma(builder, left[r], right[n], total)
+                    for (r, n), total in zip(tile, sums, strict=True)
+                ]
+
+            sums = _loop(builder, depth, 1, sums, body)
+            for (r, n), total in zip(tile, sums, strict=True):
+                result = total if adds else builder.fmul(total, factors[n])
+                vector.store(builder, result, rows_of_C[r], n)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return product
+
+
+_set_3, _set_2, _set_1 = (_tile_product(ROWS, vectors, False) for vectors in (3, 2, 1))
+_set_row_3, _set_row_2, _set_row_1 = (_tile_product(1, vectors, False) for vectors in (3, 2, 1))
+_add_3, _add_2, _add_1 = (_tile_product(ROWS, vectors, True) for vectors in (3, 2, 1))
+_add_row_3, _add_row_2, _add_row_1 = (_tile_product(1, vectors, True) for vectors in (3, 2, 1))
+
+
+@numba.njit(fastmath=FASTMATH)
+def tile_product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth):
+    """C = factor ∘ (A B): ``rows`` rows of ``vectors`` vectors, over ``depth`` products.
+
+    A's element (r, k) lies at a + r · a_row + k · a_k, B's row k at b + k · b_k, C's row r at
+    c + r · c_row, all counted in elements; ``factor`` has one number a lane.
+    """
+    r = 0
+    while r + ROWS <= rows:
+        if vectors == 3:
+            _set_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        elif vectors == 2:
+            _set_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        else:
+            _set_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        a, c, r = a + ROWS * a_row, c + ROWS * c_row, r + ROWS
+    while r < rows:
+        if vectors == 3:
+            _set_row_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        elif vectors == 2:
+            _set_row_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        else:
+            _set_row_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        a, c, r = a + a_row, c + c_row, r + 1
+
+
+@numba.njit(fastmath=FASTMATH)
+def tile_product_add(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth):
+    """C = factor ∘ C + A B; the arguments are those of ``tile_product``."""
+    r = 0
+    while r + ROWS <= rows:
+        if vectors == 3:
+            _add_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        elif vectors == 2:
+            _add_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        else:
+            _add_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        a, c, r = a + ROWS * a_row, c + ROWS * c_row, r + ROWS
+    while r < rows:
+        if vectors == 3:
+            _add_row_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        elif vectors == 2:
+            _add_row_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        else:
+            _add_row_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+        a, c, r = a + a_row, c + c_row, r + 1
+
+
+@numba.njit
+def tile_product_plain(
+    A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, num_lanes, depth, adds
+):
+    """Twin of both tile products, over flat arrays; ``adds`` chooses which."""
+    for r in range(rows):
+        for lane in range(num_lanes):
+            place = c + r * c_row + lane
+            total = C[place] * factor[lane] if adds else C.dtype.type(0)
+            for k in range(depth):
+                total += A[a + r * a_row + k * a_k] * B[b + k * b_k + lane]
+            C[place] = total if adds else total * factor[lane]
+
+
+def _lanes_max(vectors):
+    @intrinsic
+    def maximum(typing, S, s, n, M):
+        signature = types.void(S, types.intp, types.intp, M)
+
+        def generate(context, builder, signature, arguments):
+            S, s, n, M = arguments
+            vector = Vector(signature.args[0].dtype)
+            S = _pointer(context, builder, signature.args[0], S, s)
+            M = _pointer(context, builder, signature.args[3], M, INT(0))
+
+            def body(k, best):
+                row = builder.gep(S, [builder.mul(k, INT(vectors * vector.width))])
+                results = []
+                for u in range(vectors):
+                    x = vector.load(builder, row, u)
+                    larger = builder.fcmp_ordered(">", x, best[u])
+                    results.append(builder.select(larger, x, best[u]))
+                return results
+
+            lowest = [vector.constant(-math.inf)] * vectors
+            for u, best in enumerate(_loop(builder, n, 1, lowest, body)):
+                vector.store(builder, best, M, u)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return maximum
+
+
+_max_3, _max_2, _max_1 = (_lanes_max(vectors) for vectors in (3, 2, 1))
+
+
+@numba.njit(fastmath=FASTMATH)
+def lanes_max(S, s, n, vectors, M):
+    """M[lane] = the largest of n rows S[s + row · lanes + lane]; NaN is passed over."""
+    if vectors == 3:
+        _max_3(S, s, n, M)
+    elif vectors == 2:
+        _max_2(S, s, n, M)
+    else:
+        _max_1(S, s, n, M)
+
+
+@numba.njit
+def lanes_max_plain(S, s, n, num_lanes, M):
+    """Twin of ``lanes_max``."""
+    for lane in range(num_lanes):
+        M[lane] = -math.inf
+        for row in range(n):
+            if S[s + row * num_lanes + lane] > M[lane]:
+                M[lane] = S[s + row * num_lanes + lane]
+
+
+# e^r for |r| <= ln(2) / 2, highest power first: fitted with a relative error of 3e-9 for float32,
+# the Taylor series, whose error is below 1e-17 there, for float64.
+POLYNOMIAL = {
+    32: [
+        1.3814540580e-3,
+        8.3687454462e-3,
+        4.1668388993e-2,
+        1.6666521132e-1,
+        0.49999994040,
+        1.0,
+        1.0,
+    ],
+    64: [1 / math.factorial(n) for n in range(13, -1, -1)],
+}
+LN_2 = {32: (0.693359375, -2.12194440e-4), 64: (0.693145751953125, 1.42860682030941723e-6)}
+MANTISSA = {32: 23, 64: 52}
+SMALLEST = {32: -126.0, 64: -1022.0}
+
+
+def _exp(builder, vector, x):
+    """exp(x) of a vector of numbers that are at most 0, or NaN.
+
+    x = w · ln(2) + r with w whole. ln(2) comes in two parts, the first so short that w times it is
+    exact (Cody and Waite, 1980). e^r is a polynomial, and w is added to its exponent bits. Below
+    the normal numbers, and for -inf, the result is exactly 0.
+    """
+    bits = vector.bits
+    y = builder.fmul(x, vector.constant(1 / math.log(2)))
+    w = vector.call(builder, "rint", y)
+    r = x
+    for part in LN_2[bits]:
+        r = vector.fma(builder, w, vector.constant(-part), r)
+    first, *rest = POLYNOMIAL[bits]
+    power = vector.constant(first)
+    for coefficient in rest:
+        power = vector.fma(builder, power, r, vector.constant(coefficient))
+    # Added to 1.5 · 2^mantissa a small whole number stands in the lowest bits, NaN or not.
+    mantissa = MANTISSA[bits]
+    shifted = builder.bitcast(
+        builder.fadd(w, vector.constant(1.5 * 2.0**mantissa)), vector.integers
+    )
+    exponent = builder.shl(shifted, ir.Constant(vector.integers, [mantissa] * vector.width))
+    scaled = builder.add(builder.bitcast(power, vector.integers), exponent)
+    vanishes = builder.fcmp_ordered("<", y, vector.constant(SMALLEST[bits]))
+    return builder.select(
+        vanishes, vector.constant(0.0), builder.bitcast(scaled, vector.type)
+    )  # fmt: skip
+
+
+def _lanes_exp(vectors):
+    @intrinsic
+    def exponential(typing, S, s, n, M, T):
+        signature = types.void(S, types.intp, types.intp, M, T)
+
+        def generate(context, builder, signature, arguments):
+            S, s, n, M, T = arguments
+            vector = Vector(signature.args[0].dtype)
+            S = _pointer(context, builder, signature.args[0], S, s)
+            M = _pointer(context, builder, signature.args[3], M, INT(0))
+            T = _pointer(context, builder, signature.args[4], T, INT(0))
+            m = [vector.load(builder, M, u) for u in range(vectors)]
+
+            def body(k, sums):
+                row = builder.gep(S, [builder.mul(k, INT(vectors * vector.width))])
+                results = []
+                for u in range(vectors):
+                    difference = builder.fsub(vector.load(builder, row, u), m[u])
+                    p = _exp(builder, vector, difference)
+                    vector.store(builder, p, row, u)
+                    results.append(builder.fadd(sums[u], p))
+                return results
+
+            zeros = [vector.constant(0.0)] * vectors
+            for u, total in enumerate(_loop(builder, n, 1, zeros, body)):
+                vector.store(builder, total, T, u)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return exponential
+
+
+_exp_3, _exp_2, _exp_1 = (_lanes_exp(vectors) for vectors in (3, 2, 1))
+
+
+@numba.njit(fastmath=FASTMATH)
+def lanes_exp(S, s, n, vectors, M, T):
+    """S = exp(S - M[lane]) in n rows of lanes from S[s] on, and T[lane] = the sum over the rows.
+
+    S - M must be at most 0. What is too small for a normal number becomes 0, as -inf does.
+    """
+    if vectors == 3:
+        _exp_3(S, s, n, M, T)
+    elif vectors == 2:
+        _exp_2(S, s, n, M, T)
+    else:
+        _exp_1(S, s, n, M, T)
+
+
+@numba.njit
+def lanes_exp_plain(S, s, n, num_lanes, M, T):
+    """Twin of ``lanes_exp``."""
+    for lane in range(num_lanes):
+        T[lane] = 0
+        for row in range(n):
+            place = s + row * num_lanes + lane
+            S[place] = math.exp(S[place] - M[lane])
+            T[lane] += S[place]
+
+
+def _sums(builder, vector, values):
+    """A vector of the sums of as many vectors as it has lanes, in their order.
+
+    Two vectors, each with m sums in turn over its lanes, become one with 2m in turn: half the
+    numbers, each the sum of two.
+    """
+    width, m = vector.width, 1
+    while len(values) > 1:
+        picks = [
+            ir.Constant(
+                ir.VectorType(ir.IntType(32), width),
+                [source + start + x
+                 for start in range(half * m, width, 2 * m) for source in (0, width)
+                 for x in range(m)],
+            )
+            for half in (0, 1)
+        ]  # fmt: skip
+        values = [
+            builder.fadd(*(builder.shuffle_vector(one, other, pick) for pick in picks))
+            for one, other in zip(values[::2], values[1::2], strict=True)
+        ]
+        m *= 2
+    return values[0]
+
+
+@intrinsic
+def _dots(typing, A, a, a_row, B, b, C, c, depth):
+    """``dot_products`` of as many rows of A as a vector has lanes; depth in whole vectors."""
+    index = types.intp
+    signature = types.void(A, index, index, B, index, C, index, index)
+
+    def generate(context, builder, signature, arguments):
+        A, a, a_row, B, b, C, c, depth = arguments
+        kinds = signature.args
+        vector = Vector(kinds[5].dtype)
+        A = _pointer(context, builder, kinds[0], A, a)
+        B = _pointer(context, builder, kinds[3], B, b)
+        C = _pointer(context, builder, kinds[5], C, c)
+        rows = [builder.gep(A, [builder.mul(INT(r), a_row)]) for r in range(vector.width)]
+        ahead = builder.mul(INT(ROWS_AHEAD), a_row)
+
+        def body(k, sums):
+            for row in rows:
+                _prefetch(builder, builder.gep(row, [builder.add(k, ahead)]))
+            right = vector.load(builder, builder.gep(B, [k]))
+            return [
+                vector.fma(builder, vector.load(builder, builder.gep(row, [k])), right, total)
+                for row, total in zip(rows, sums, strict=True)
+            ]
+
+        zeros = [vector.constant(0.0)] * vector.width
+        sums = _loop(builder, depth, vector.width, zeros, body)
+        vector.store(builder, _sums(builder, vector, sums), C)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@numba.njit(fastmath=FASTMATH)
+def dot_products(A, a, a_row, B, b, C, c, rows, depth):
+    """C[c + r] = Σ_k A[a + r · a_row + k] · B[b + k] for ``rows`` rows of A; flat arrays."""
+    width = VECTOR_BITS // (8 * C.itemsize)
+    ready, whole = rows // width * width, depth // width * width
+    for r in range(0, ready, width):
+        _dots(A, a + r * a_row, a_row, B, b, C, c + r, whole)
+    for r in range(rows):
+        first = whole if r < ready else 0
+        if first < depth:
+            total = C.dtype.type(0)
+            for k in range(first, depth):
+                total += A[a + r * a_row + k] * B[b + k]
+            C[c + r] = C[c + r] + total if r < ready else total
+
+
+@numba.njit
+def dot_products_plain(A, a, a_row, B, b, C, c, rows, depth):
+    """Twin of ``dot_products``."""
+    for r in range(rows):
+        total = C.dtype.type(0)
+        for k in range(depth):
+            total += A[a + r * a_row + k] * B[b + k]
+        C[c + r] = total
+
+
+_weigh_4_4, _weigh_1_4 = (_tile_product(rows, 4, True, ahead=2) for rows in (4, 1))
+_weigh_4_1, _weigh_1_1 = (_tile_product(rows, 1, True, ahead=2) for rows in (4, 1))
+
+
+@numba.njit(fastmath=FASTMATH)
+def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, ones, rows, columns, depth):
+    """O += P V for ``rows`` rows of O, reading V from memory once; ``ones`` are a vector's ones.
+
+    P's element (r, k) lies at p + r · p_row + k, V's row k at v + k · v_row, O's row r at
+    o + r · o_row; flat arrays.
+    """
+    width = VECTOR_BITS // (8 * O.itemsize)
+    column = 0
+    while column + width <= columns:
+        is_wide = column + 4 * width <= columns
+        r = 0
+        while r < rows:
+            at_once = 4 if r + 4 <= rows else 1
+            from_p, to = p + r * p_row, o + r * o_row + column
+            if is_wide and at_once == 4:
+                _weigh_4_4(P, from_p, p_row, 1, V, v + column, v_row, O, to, o_row, ones, depth)
+            elif is_wide:
+                _weigh_1_4(P, from_p, p_row, 1, V, v + column, v_row, O, to, o_row, ones, depth)
+            elif at_once == 4:
+                _weigh_4_1(P, from_p, p_row, 1, V, v + column, v_row, O, to, o_row, ones, depth)
+            else:
+                _weigh_1_1(P, from_p, p_row, 1, V, v + column, v_row, O, to, o_row, ones, depth)
+            r += at_once
+        column += 4 * width if is_wide else width
+    for r in range(rows):
+        for k in range(depth):
+            for d in range(column, columns):
+                O[o + r * o_row + d] += P[p + r * p_row + k] * V[v + k * v_row + d]
+
+
+@numba.njit
+def weighted_rows_plain(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, depth):
+    """Twin of ``weighted_rows``."""
+    for r in range(rows):
+        for d in range(columns):
+            for k in range(depth):
+                O[o + r * o_row + d] += P[p + r * p_row + k] * V[v + k * v_row + d]
+
+
+@intrinsic
+def take_ticket(typing, counter):
+    """counter[0] += 1, by one thread at a time; returns what it was before."""
+    signature = types.int64(counter)
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.atomic_rmw("add", data, INT(1), "monotonic")
+
+    return signature, generate
+
+
+@intrinsic
+def flat(typing, X, offset):
+    """The memory of X from element ``offset`` on, as a line of items that X must outlive."""
+    signature = types.Array(X.dtype, 1, "C")(X, types.intp)
+
+    def generate(context, builder, signature, arguments):
+        kind = signature.args[0]
+        data = context.make_array(kind)(context, builder, arguments[0]).data
+        line = context.make_array(signature.return_type)(context, builder)
+        size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+        zero, itemsize = INT(0), INT(size)
+        context.populate_array(
+            line,
+            data=builder.gep(data, [arguments[1]]),
+            shape=[zero],
+            strides=[itemsize],
+            itemsize=itemsize,
+            meminfo=None,
+        )
+        return line._getvalue()
+
+    return signature, generate
