@@ -9,11 +9,22 @@ size s is known to s · eps only, and its weight to the same relative precision.
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import naive
 import numpy as np
 from hypothesis import strategies as st
 
+from minimha.equations.problem import Problem
+
 FULL = ("attn_mask", "attn_bias")
+
+
+def run(name, q, k, v, **options):
+    """Output and log-sum-exp from the equations or the rung of that name."""
+    room = "equations" if name in ("dense", "tiled") else "kernels"
+    problem = Problem.of(q, k, v, **options)
+    return problem.as_given(*import_module(f"minimha.{room}.{name}").forward(problem))
 
 
 def naive_attention(q, k, v, **options):
@@ -98,7 +109,17 @@ def plain(q, k, v, **o):
 
 def assert_as_good_as_plain(q, k, v, options, output, lse):
     """Output and log-sum-exp are within twice plain NumPy's error of the oracle."""
-    exact_output, exact_lse = naive_attention(q, k, v, **options)
+    _assert_as_good_as_plain(q, k, v, options, output, lse, naive_attention(q, k, v, **options))
+
+
+def assert_close_to_exact(q, k, v, options, output, lse):
+    """The same where the oracle would take too long, with dense float64 in its place."""
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    _assert_as_good_as_plain(q, k, v, options, output, lse, run("dense", *wide, **options))
+
+
+def _assert_as_good_as_plain(q, k, v, options, output, lse, exact):
+    exact_output, exact_lse = exact
     plain_output, plain_lse, size = plain(q, k, v, **options)
     eps = float(np.finfo(q.dtype).eps)
     seen_values = v[np.isfinite(v)]

@@ -15,14 +15,26 @@ def test_backends_say_which_can_run_and_why_not():
     assert list(found) == ["dense", "tiled", "cpu", "cuda"]
     assert found["dense"] is None
     assert found["tiled"] is None
-    assert "no CPU kernels" in found["cpu"]
+    assert found["cpu"] is None
     assert "no CUDA kernels" in found["cuda"]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
-def test_a_named_backend_never_falls_back(backend):
-    with pytest.raises(BackendUnavailable, match=f"backend '{backend}' cannot run: this version"):
-        attention(Q, K, V, backend=backend)
+def test_a_backend_whose_library_is_missing_says_so(monkeypatch):
+    monkeypatch.setattr("minimha.api.find_spec", lambda name: None)
+    assert "numba, which compiles the kernels, is not installed" in backends()["cpu"]
+    with pytest.raises(BackendUnavailable, match="backend 'cpu' cannot run: numba, which"):
+        attention(Q, K, V, backend="cpu")
+
+
+def test_a_named_backend_never_falls_back():
+    with pytest.raises(BackendUnavailable, match="backend 'cuda' cannot run: this version"):
+        attention(Q, K, V, backend="cuda")
+
+
+def test_a_kernel_takes_no_tap_and_says_which_backends_do():
+    sentence = "backend 'cpu' cannot run: it keeps no steps to tap; dense and tiled do"
+    with pytest.raises(BackendUnavailable, match=sentence):
+        attention(Q, K, V, backend="cpu", tap=Trace())
 
 
 def test_an_unknown_backend_is_named():
@@ -38,8 +50,13 @@ def test_a_backend_that_cannot_take_the_problem_says_why(monkeypatch):
         attention(Q, K, V, backend="tiled")
 
 
-def test_auto_is_dense():
+def test_auto_is_dense_for_a_toy_and_the_kernels_for_what_is_worth_compiling():
     np.testing.assert_array_equal(attention(Q, K, V), attention(Q, K, V, backend="dense"))
+    q, k, v = np.random.default_rng(0).normal(size=(3, 8, 256, 64))
+    np.testing.assert_array_equal(attention(q, k, v), attention(q, k, v, backend="cpu"))
+    trace = Trace()
+    attention(q, k, v, tap=trace)
+    assert "weights" in trace
 
 
 def test_log_sum_exp_only_when_asked():

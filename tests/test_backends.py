@@ -1,4 +1,7 @@
-"""Dense and tiled attention against the oracle: every option alone, and in combination."""
+"""Every way to compute attention, against the same oracle: each option alone, and combined.
+
+``dense`` and ``tiled`` are the equations, the others are the rungs of the ladder of kernels.
+"""
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from problems import (
     naive_attention,
     naive_merge,
     random_problems,
+    run,
     spoiling,
     visible,
 )
@@ -16,8 +20,10 @@ from problems import (
 from minimha import attention
 from minimha.equations import dense, tiled
 from minimha.equations.problem import Problem
+from minimha.kernels import LADDER
 
-BACKENDS = ("dense", "tiled")
+EQUATIONS = ("dense", "tiled")
+BACKENDS = (*EQUATIONS, *LADDER)
 inf = np.inf
 SINKS = np.array([0.0, 1.0, -inf, 5.0])
 
@@ -71,7 +77,7 @@ ALONE = {
 @pytest.mark.parametrize("options", ALONE.values(), ids=ALONE.keys())
 def test_each_option_alone(options, dtype, backend):
     q, k, v = small(dtype=dtype)
-    output, lse = attention(q, k, v, **options, backend=backend, return_lse=True)
+    output, lse = run(backend, q, k, v, **options)
     assert output.dtype == lse.dtype == dtype
     assert_as_good_as_plain(q, k, v, options, output, lse)
 
@@ -81,7 +87,7 @@ def test_each_option_alone(options, dtype, backend):
 def test_random_combinations(problem, blocks):
     q, k, v, options = problem
     for backend in BACKENDS:
-        output, lse = attention(q, k, v, **options, return_lse=True, backend=backend)
+        output, lse = run(backend, q, k, v, **options)
         assert_as_good_as_plain(q, k, v, options, output, lse)
     B_r, B_c = blocks
     tiles = tiled.forward(Problem.of(q, k, v, **options), B_r=B_r, B_c=B_c)
@@ -98,7 +104,7 @@ def test_what_no_query_sees_may_be_anything(problem, data):
     k, v = k.copy(), v.copy()
     k[~seen], v[~seen] = poison, poison
     for backend in BACKENDS:
-        output = attention(q, k, v, **options, backend=backend)
+        output, _ = run(backend, q, k, v, **options)
         np.testing.assert_allclose(output, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -117,7 +123,7 @@ def test_whatever_hides_a_key_hides_its_nan_too(options, poison, backend):
     q, k, v = small(dtype=np.float64)
     expected = attention(q, k, v, **options)
     k[:, 0, 4], v[:, 1, 4] = poison, poison
-    output = attention(q, k, v, **options, backend=backend)
+    output, _ = run(backend, q, k, v, **options)
     np.testing.assert_allclose(output[:, :, :4], expected[:, :, :4], rtol=1e-12)
 
 
@@ -127,7 +133,7 @@ def test_a_row_is_touched_only_by_keys_that_it_sees(poison, backend):
     q, k, v = small(dtype=np.float64)
     expected = attention(q, k, v, is_causal=True)
     k[1, 0, 3], v[1, 1, 2, 0] = poison, poison
-    output = attention(q, k, v, is_causal=True, backend=backend)
+    output, _ = run(backend, q, k, v, is_causal=True)
     untouched = np.ones(output.shape, bool)
     untouched[1, :2, 3:] = False  # query heads 0 and 1 read key/value head 0
     untouched[1, 2:, 2:, 0] = False
@@ -139,7 +145,7 @@ def test_a_row_is_touched_only_by_keys_that_it_sees(poison, backend):
 def test_each_of_several_wild_values_reaches_its_own_column(backend):
     q, k, v = small()
     v[0, 0, 1, 0], v[0, 0, 3, 1] = np.nan, np.nan
-    output = attention(q, k, v, is_causal=True, backend=backend)
+    output, _ = run(backend, q, k, v, is_causal=True)
     expected = np.zeros((5, 2), bool)
     expected[1:, 0] = expected[3:, 1] = True
     np.testing.assert_array_equal(np.isnan(output[0, 0]), expected)
@@ -150,7 +156,7 @@ def test_a_bias_of_plus_infinity_spoils_its_own_row_alone(backend):
     q, k, v = small()
     bias = np.zeros((5, 5))
     bias[2, 1] = inf
-    output = attention(q, k, v, attn_bias=bias, is_causal=True, backend=backend)
+    output, _ = run(backend, q, k, v, attn_bias=bias, is_causal=True)
     expected = np.zeros(output.shape, bool)
     expected[:, :, 2] = True
     np.testing.assert_array_equal(np.isnan(output), expected)
@@ -159,24 +165,27 @@ def test_a_bias_of_plus_infinity_spoils_its_own_row_alone(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_finite_bias_beyond_the_dtype_stays_finite(backend):
     q, k, v = np.ones((1, 1), "f4"), np.ones((2, 1), "f4"), np.array([[1.0], [3.0]], "f4")
-    assert attention(q, k, v, attn_bias=[[0, -1e300]], backend=backend) == [[1.0]]
+    output, _ = run(backend, q, k, v, attn_bias=[[0, -1e300]])
+    assert output == [[1.0]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_farthest_offsets_and_windows_are_no_limit(backend):
     q, k, v = small()
-    whole = attention(q, k, v, backend=backend)
+    whole, _ = run(backend, q, k, v)
     far = 2**31 - 1
     same = [{"is_causal": True, "q_offset": far}, {"window_size": (0, None), "q_offset": -far}]
     for options in same:
-        output = attention(q, k, v, **options, backend=backend)
+        output, _ = run(backend, q, k, v, **options)
         np.testing.assert_array_equal(output, whole)
-    assert (attention(q, k, v, is_causal=True, q_offset=-far, backend=backend) == 0).all()
-    huge = attention(q, k, v, window_size=(2**64, 0), backend=backend)
-    np.testing.assert_array_equal(huge, attention(q, k, v, is_causal=True, backend=backend))
+    nothing, _ = run(backend, q, k, v, is_causal=True, q_offset=-far)
+    assert (nothing == 0).all()
+    huge, _ = run(backend, q, k, v, window_size=(2**64, 0))
+    causal, _ = run(backend, q, k, v, is_causal=True)
+    np.testing.assert_array_equal(huge, causal)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EQUATIONS)
 def test_what_a_tap_returns_is_what_goes_on(backend):
     q, k, v = small()
     options = {"is_causal": True, "softcap": 2.0, "alibi_slopes": np.ones(4), "backend": backend}
@@ -193,7 +202,7 @@ def test_what_a_tap_returns_is_what_goes_on(backend):
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "q_offset": 0, "window_size": (1, 1)}])
 def test_empty_axes(sizes, options, backend):
     q, k, v = small(**sizes)
-    output, lse = attention(q, k, v, **options, backend=backend, return_lse=True)
+    output, lse = run(backend, q, k, v, **options)
     assert output.shape == (*q.shape[:3], v.shape[3])
     assert lse.shape == q.shape[:3]
     assert (output == 0).all()
@@ -203,11 +212,11 @@ def test_empty_axes(sizes, options, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_query_that_sees_nothing_gets_zero_or_its_sink(backend):
     q, k, v = small()
-    hidden = {"attn_mask": np.zeros((5, 5), bool), "backend": backend, "return_lse": True}
-    output, lse = attention(q, k, v, **hidden)
+    hidden = {"attn_mask": np.zeros((5, 5), bool)}
+    output, lse = run(backend, q, k, v, **hidden)
     assert (output == 0).all()
     assert (lse == -inf).all()
-    output, lse = attention(q, k, v, sinks=[1, 2, 3, 4], **hidden)
+    output, lse = run(backend, q, k, v, sinks=[1, 2, 3, 4], **hidden)
     assert (output == 0).all()
     np.testing.assert_allclose(lse[0, :, 0], [1, 2, 3, 4])
 
@@ -215,7 +224,7 @@ def test_a_query_that_sees_nothing_gets_zero_or_its_sink(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_number_is_too_large_for_the_softmax(backend):
     q, k, v = [[1e4]], [[1e4], [1e4], [-1e4]], [[1.0], [3.0], [99.0]]
-    output, lse = attention(q, k, v, backend=backend, return_lse=True)
+    output, lse = run(backend, q, k, v)
     np.testing.assert_allclose(output, [[2.0]])
     np.testing.assert_allclose(lse, 1e8 + np.log(2))
 
@@ -254,7 +263,7 @@ def test_the_order_of_keys_does_not_matter(problem, seed, backend):
     bias4 = np.broadcast_to(bias, mask.shape)
     expected = attention(q, k, v, attn_mask=mask, attn_bias=bias4, **rest)
     moved = {"attn_mask": mask[..., order], "attn_bias": bias4[..., order]}
-    output = attention(q, k[:, :, order], v[:, :, order], **moved, **rest, backend=backend)
+    output, _ = run(backend, q, k[:, :, order], v[:, :, order], **moved, **rest)
     np.testing.assert_allclose(output, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -265,7 +274,7 @@ def test_adding_a_constant_to_a_row_of_scores_changes_nothing(problem, constant,
     options |= {"sinks": None, "attn_bias": np.zeros((1, 1, q.shape[2], 1))}
     expected, lse = attention(q, k, v, **options, return_lse=True)
     options["attn_bias"] = options["attn_bias"] + constant
-    output, moved = attention(q, k, v, **options, return_lse=True, backend=backend)
+    output, moved = run(backend, q, k, v, **options)
     np.testing.assert_allclose(output, expected, rtol=1e-7, atol=1e-10)
     np.testing.assert_allclose(moved, lse + constant, rtol=1e-9, atol=1e-9)
 
@@ -276,10 +285,10 @@ def test_keys_may_be_split_anywhere_and_merged_by_log_sum_exp(problem, data, bac
     q, k, v, options = problem
     at = data.draw(st.integers(0, k.shape[2]))
     mask = visible(q, k, options)
-    common = {"scale": options["scale"], "softcap": options["softcap"], "backend": backend}
-    whole = attention(q, k, v, attn_mask=mask, **common, return_lse=True)
+    common = {"scale": options["scale"], "softcap": options["softcap"]}
+    whole = run("dense", q, k, v, attn_mask=mask, **common)
     parts = [
-        attention(q, k[:, :, s], v[:, :, s], attn_mask=mask[..., s], **common, return_lse=True)
+        run(backend, q, k[:, :, s], v[:, :, s], attn_mask=mask[..., s], **common)
         for s in (slice(0, at), slice(at, None))
     ]
     for merged, expected in zip(naive_merge(parts), whole, strict=True):
