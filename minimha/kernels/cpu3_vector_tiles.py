@@ -47,8 +47,8 @@ class Rows(NamedTuple):
 class Panel(NamedTuple):
     """One panel of queries, i0 to i0 + rows of head h, and what is known of them so far.
 
-    ``Q`` is (D, lanes) and ``O`` (Dv, lanes), flat; ``m`` and ``l`` are (lanes,). The panel is
-    ``vectors`` wide; lanes beyond ``rows`` are padding.
+    ``Q`` is (D, lanes) and ``O`` (Dv, lanes), flat; ``m`` is (lanes,) and so is ``l``, float64, for
+    it grows with the keys. The panel is ``vectors`` wide; lanes beyond ``rows`` are padding.
     """
 
     Q: Any
@@ -91,7 +91,7 @@ def vector_tiles(q, k, v, mask, bias, o, O, L, B_c):
     scratch = make_scratch(O, o, B_c, Dv)
     widest = full_panel(O.itemsize)
     Q_i, O_i = np.empty(D * widest, O.dtype), np.empty(Dv * widest, O.dtype)
-    m, l = np.empty(widest, O.dtype), np.empty(widest, O.dtype)
+    m, l = np.empty(widest, O.dtype), np.empty(widest)
     for b in range(B):
         for h in range(H):
             kv = h // (H // Hkv)
@@ -244,7 +244,7 @@ def store_panel(panel, O, L):
     lanes = panel.vectors * full_panel(O.itemsize) // VECTORS
     for r in range(panel.rows):
         m, l = panel.m[r], panel.l[r]
-        inverse = 1 / l if l != 0 else O.dtype.type(0)
+        inverse = O.dtype.type(1 / l if l != 0 else 0.0)
         for d in range(O.shape[3]):
             O[panel.b, panel.h, panel.i0 + r, d] = panel.O[d * lanes + r] * inverse
         L[panel.b, panel.h, panel.i0 + r] = m + math.log(l) if l != 0 else -math.inf

@@ -96,7 +96,7 @@ def work(q, k, v, mask, bias, o, O, L, tickets, panels, B_c):
         np.empty((panels, D * widest), O.dtype),
         np.empty((panels, Dv * widest), O.dtype),
         np.empty((panels, widest), O.dtype),
-        np.empty((panels, widest), O.dtype),
+        np.empty((panels, widest)),
         np.empty((3, max(B_c, widest) * max(D, Dv)), O.dtype),
     )
     while True:

@@ -98,7 +98,7 @@ def room_for_parts(k, O, splits):
     (B, H, Lq, Dv), Hkv = O.shape, k.shape[1]
     rows = H // Hkv * Lq
     parts_O = np.zeros((B * Hkv, splits, rows, Dv), O.dtype)
-    return parts_O, np.empty((B * Hkv, splits, 2, rows), O.dtype)
+    return parts_O, np.empty((B * Hkv, splits, 2, rows))
 
 
 @jit
@@ -169,15 +169,14 @@ def take_block(Q, K_j, V_j, O, m, l, mask, bias, o, b, first_head, Lq, j0, n, t)
     for r in range(rows):  # line 9
         S[r, n:padded] = lowest
         lanes_max(S, r * B_c, padded // lanes, VECTORS, t.top)
-        m_old = m[r]
-        for lane in range(lanes):
-            m[r] = max(m[r], t.top[lane])
-        t.shift[:] = m[r] if m[r] > lowest else S.dtype.type(0)
-        correction = S.dtype.type(math.exp(m_old - t.shift[0]))
+        m_old, largest = m[r], t.top.max()
+        m[r] = max(m_old, largest)
+        t.shift[:] = m[r] if m[r] > lowest else 0
+        correction = math.exp(m_old - t.shift[0])
         lanes_exp(S, r * B_c, padded // lanes, VECTORS, t.shift, t.total)
         l[r] = correction * l[r] + t.total.sum()
         if correction != 1:
-            O[r] *= correction
+            O[r] *= S.dtype.type(correction)
     if is_cut and has_wild(V_j, n, Dv):
         add_seen_values(S, t.seen, V_j, O, n)
     else:

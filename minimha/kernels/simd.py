@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 
 FASTMATH = {"nsz", "arcp", "contract", "afn", "reassoc"}  # but never nnan or ninf: -inf is real
 VECTORS = 3
+PAIRED = 4  # rows of exponentials that are added pair by pair
 ROWS_AHEAD = 32  # rows of K that are asked for before a dot product needs them
 
 
@@ -169,12 +170,7 @@ def _tile_product(rows, vectors, adds, ahead=0):
             rows_of_C = [row_of(C, c_row, r) for r in range(rows)]
             tile = [(r, n) for r in range(rows) for n in range(vectors)]
             factors = [vector.load(builder, F, n) for n in range(vectors)]
-            sums = [
-                builder.fmul(vector.load(builder, rows_of_C[r], n), factors[n])
-                if adds
-                else vector.constant(0.0)
-                for r, n in tile
-            ]
+            zeros = [vector.constant(0.0)] * len(tile)
 
             def body(k, sums):
                 row = builder.gep(B, [builder.mul(k, b_k)])
@@ -193,9 +189,13 @@ def _tile_product(rows, vectors, adds, ahead=0):
                     for (r, n), total in zip(tile, sums, strict=True)
                 ]
 
-            sums = _loop(builder, depth, 1, sums, body)
+            sums = _loop(builder, depth, 1, zeros, body)
             for (r, n), total in zip(tile, sums, strict=True):
-                result = total if adds else builder.fmul(total, factors[n])
+                if adds:  # last, so that a long sum is one of short sums and loses few digits
+                    so_far = vector.load(builder, rows_of_C[r], n)
+                    result = vector.fma(builder, so_far, factors[n], total)
+                else:
+                    result = builder.fmul(total, factors[n])
                 vector.store(builder, result, rows_of_C[r], n)
             return context.get_dummy_value()
 
@@ -388,18 +388,37 @@ def _lanes_exp(vectors):
             T = _pointer(context, builder, signature.args[4], T, INT(0))
             m = [vector.load(builder, M, u) for u in range(vectors)]
 
-            def body(k, sums):
-                row = builder.gep(S, [builder.mul(k, INT(vectors * vector.width))])
-                results = []
-                for u in range(vectors):
-                    difference = builder.fsub(vector.load(builder, row, u), m[u])
-                    p = _exp(builder, vector, difference)
-                    vector.store(builder, p, row, u)
-                    results.append(builder.fadd(sums[u], p))
-                return results
+            def exp_of(place, u):
+                difference = builder.fsub(vector.load(builder, place), m[u])
+                p = _exp(builder, vector, difference)
+                vector.store(builder, p, place)
+                return p
 
-            zeros = [vector.constant(0.0)] * vectors
-            for u, total in enumerate(_loop(builder, n, 1, zeros, body)):
+            def some_rows(first, rows):
+                """Exponentials of ``rows`` rows from ``first`` on, and their sums, pair by pair."""
+
+                def body(k, sums):
+                    row = builder.mul(builder.add(first, k), INT(vectors * vector.width))
+                    results = []
+                    for u in range(vectors):
+                        terms = []
+                        for x in range(rows):
+                            offset = INT((x * vectors + u) * vector.width)
+                            place = builder.gep(S, [builder.add(row, offset)])
+                            terms.append(exp_of(place, u))
+                        while len(terms) > 1:
+                            pairs = zip(terms[::2], terms[1::2], strict=True)
+                            terms = [builder.fadd(*pair) for pair in pairs]
+                        results.append(builder.fadd(sums[u], terms[0]))
+                    return results
+
+                return body
+
+            whole = builder.and_(n, INT(-PAIRED))
+            sums = [vector.constant(0.0)] * vectors
+            sums = _loop(builder, whole, PAIRED, sums, some_rows(INT(0), PAIRED))
+            sums = _loop(builder, builder.sub(n, whole), 1, sums, some_rows(whole, 1))
+            for u, total in enumerate(sums):
                 vector.store(builder, total, T, u)
             return context.get_dummy_value()
 
