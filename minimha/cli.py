@@ -7,14 +7,17 @@ terminal, should start as fast as numpy and rich do.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import numpy as np
 
 from minimha import BackendUnavailable, __version__, attention, backends, documents
+from minimha.api import TAPPED
 from minimha.documents import Example, blocks, sentences
 from minimha.equations import tiled
 from minimha.explain import render
@@ -79,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"minimha {__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(prog="minimha", metavar="command", title="commands")
-    for add in (_add_examples, _add_example, _add_attend, _add_flash, _add_backends):
+    for add in (_add_examples, _add_example, _add_attend, _add_flash, _add_bench, _add_backends):
         add(commands)
     return parser
 
@@ -163,9 +166,37 @@ def _add_attend(commands: Any) -> None:
     add("--softcap", type=float, metavar="C", help="cap the scores at ±C")
     add("--sinks", type=_numbers, metavar="X,…", help="one extra score a head")
     add("--return-lse", action=flag, help="show the log-sum-exp too")
-    add("--backend", metavar="NAME", help="auto, dense or tiled (see backends)")
+    add("--backend", metavar="NAME", help="auto, dense, tiled; cpu: the output alone")
     add("--labels", metavar="WORDS", help="a word for each token, separated by spaces")
     _add_steps(parser)
+    _add_output(parser)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="how fast the CPU kernels are, beside other libraries",
+        description="Time minimha's CPU kernels beside NumPy and, where they are installed "
+        "(pip install 'minimha[bench]'), torch and onnxruntime. What computes wrong numbers is "
+        "not timed. ratio is a candidate's time / minimha's, error its largest error as a "
+        "multiple of plain NumPy's, of machine its rate as a part of what this machine's matrix "
+        "product (decode: reading memory) reaches in the same run.",
+    )
+    parser.set_defaults(run=run_bench)
+    parser.add_argument(
+        "--shape",
+        action="append",
+        type=_shape,
+        default=[],
+        metavar="B,H,Hkv,Lq,Lk,D[,MASK]",
+        help="sizes, and none, causal, window or mask (may be repeated; 16 shapes)",
+    )
+    parser.add_argument("--ladder", action="store_true", help="time every rung instead of peers")
+    parser.add_argument(
+        "--seconds", type=_seconds, default=4.0, metavar="S", help="of timed calls a shape (4)"
+    )
+    parser.add_argument("--threads", type=_count, metavar="N", help="of everyone (all)")
+    parser.add_argument("--picture", metavar="PATH", help="draw the ratios too: an SVG file")
     _add_output(parser)
 
 
@@ -230,6 +261,72 @@ def run_backends(args: argparse.Namespace) -> None:
     )
 
 
+def run_bench(args: argparse.Namespace) -> None:
+    """Measure, and show one table a shape."""
+    from minimha import bench, files
+
+    kind = _format(args, only_to_disk=("npz",))
+    if args.output and kind != "csv":
+        files.check_free(args.output, force=args.force)
+    if args.picture:
+        files.check_free(args.picture, force=args.force, option="--picture")
+    if args.picture and not find_spec("matplotlib"):
+        raise ValueError(
+            "--picture needs matplotlib, which is not installed: pip install 'minimha[bench]'"
+        )
+    shapes = args.shape or [bench.LADDER_SHAPE] if args.ladder else args.shape or bench.SHAPES
+    measure = bench.ladder if args.ladder else bench.against_peers
+    with render.progress(sys.stderr, 1 + len(shapes)) as progress:
+        report = measure(shapes, args.seconds, args.threads, progress)
+    if report.missing:
+        names = " and ".join(report.missing)
+        verb = "is" if len(report.missing) == 1 else "are"
+        print(
+            f"minimha: {names} {verb} not installed, so there are fewer to compare with: "
+            f"pip install 'minimha[bench]'",
+            file=sys.stderr,
+        )
+    if args.picture:
+        drawn = bench.picture(report.records)
+        files.write_file(args.picture, drawn, force=args.force, option="--picture")
+    rows = [{"shape": r.shape} | row for r, row in zip(
+        report.records, bench.as_rows(report.records), strict=True
+    )]  # fmt: skip
+    if kind == "json":
+        _put(args, json.dumps(bench.as_json(report), ensure_ascii=False, indent=1) + "\n")
+    elif kind == "text":
+        _show(args, lambda *how: render.tables(_bench_tables(report, rows), how[0]))
+    else:
+        deliver_table(args, "bench", rows)
+
+
+def _bench_tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
+    from minimha import bench
+
+    machine = report.machine
+    titled: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        titled.setdefault(row["shape"], []).append(
+            {name: value for name, value in row.items() if name != "shape"}
+        )
+    pairs = list(bench.best_peers(report.records))
+    fastest = [
+        {"shape": ours.shape, "fastest peer": peer.candidate, "ratio": f"{peer.ratio:.2f}"}
+        for ours, peer in pairs
+    ]
+    if fastest:
+        mean = bench.geometric_mean([peer.ratio for _, peer in pairs])
+        titled["how many times minimha's time the fastest peer takes"] = [
+            *fastest, {"shape": "geometric mean", "fastest peer": "", "ratio": f"{mean:.2f}"}
+        ]  # fmt: skip
+    machine_line = (
+        f"{machine['processor']}, {machine['threads']} threads, {machine['system']}, Python "
+        f"{machine['python']}, NumPy {machine['numpy']}, {machine['date']}; compiling or loading "
+        f"the kernels took {report.compile_seconds:.1f} s, which no time here includes"
+    )
+    return titled | {machine_line: []}
+
+
 def run_example(args: argparse.Namespace) -> None:
     """Show one worked example."""
     deliver(args, _example(args).trace(args.causal, args.scale))
@@ -257,7 +354,14 @@ def run_attend(args: argparse.Namespace) -> None:
         labels=_labels(args.labels, problem),
         blocks=(tiled.BLOCK_ROWS, tiled.BLOCK_COLUMNS),
     )
-    attention(**problem, tap=trace)
+    if problem.get("backend", "auto") in ("auto", *TAPPED):
+        attention(**problem, tap=trace)
+    else:  # a kernel keeps no steps; its results can be shown beside the others' all the same
+        with render.busy(sys.stderr, "preparing the kernel, which is compiled once on a machine"):
+            output, lse = attention(**{**problem, "return_lse": True})
+        trace("output", output)
+        if problem.get("return_lse"):
+            trace("lse", lse)
     deliver(args, trace)
 
 
@@ -435,6 +539,29 @@ _tokens = _whole(1, MAX_TOKENS)
 _count = _whole(1)
 _natural = _whole(0)
 _decimals = _whole(0, 17)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, came {text!r}")
+    return seconds
+
+
+def _shape(text: str) -> Any:
+    from minimha import bench
+
+    sizes, mask = text.split(",")[:6], text.split(",")[6:]
+    try:
+        B, H, Hkv, Lq, Lk, D = (_count(size) for size in sizes)
+        return bench.Shape(B, H, Hkv, Lq, Lk, D, ",".join(mask) or "none")
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"expected B,H,Hkv,Lq,Lk,D and perhaps a mask, came {text!r} ({error})"
+        ) from None
 
 
 def _numbers(text: str) -> list[float]:

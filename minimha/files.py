@@ -93,23 +93,35 @@ def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
     return numbers.astype(np.bool_)
 
 
-def write_file(name: str, content: bytes, *, force: bool) -> None:
+def check_free(name: str, *, force: bool, option: str = "--output") -> None:
+    """Refuse to write the file ``name`` before the work for it is done; ``option`` gave it.
+
+    Raises
+    ------
+    ValueError
+        The folder does not exist, ``name`` is a folder or a device, or it exists and ``force`` is
+        False.
+    """
+    path = _target(name, option)
+    if path.is_dir():
+        raise ValueError(f"{option} {name} is a folder: expected the name of a file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{option} {name} is no ordinary file: it will not be replaced")
+    if path.exists() and not force:
+        raise ValueError(f"{option} {name} exists already: add --force to replace it")
+
+
+def write_file(name: str, content: bytes, *, force: bool, option: str = "--output") -> None:
     """Write ``content`` to the file ``name``, whole or not at all; a link is followed.
 
     Raises
     ------
     ValueError
-        The folder does not exist, ``name`` is a folder or a device, it exists and ``force`` is
-        False, or it cannot be written.
+        As ``check_free``, or it cannot be written.
     """
-    path = _target(name)
-    if path.is_dir():
-        raise ValueError(f"--output {name} is a folder: expected the name of a file")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"--output {name} is no ordinary file: it will not be replaced")
-    if path.exists() and not force:
-        raise ValueError(f"--output {name} exists already: add --force to replace it")
-    _place(name, path.parent, {path.name: content})
+    check_free(name, force=force, option=option)
+    path = _target(name, option)
+    _place(name, path.parent, {path.name: content}, option=option)
 
 
 def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
@@ -138,17 +150,21 @@ def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
     _place(name, path, contents)
 
 
-def _target(name: str) -> Path:
+def _target(name: str, option: str = "--output") -> Path:
     path = Path(name).resolve()
     if not path.parent.is_dir():
         raise ValueError(
-            f"--output {name}: the folder {Path(name).parent} does not exist, make it first"
+            f"{option} {name}: the folder {Path(name).parent} does not exist, make it first"
         )
     return path
 
 
 def _place(
-    name: str, folder: Path, contents: Mapping[str, bytes], new_folder: str | None = None
+    name: str,
+    folder: Path,
+    contents: Mapping[str, bytes],
+    new_folder: str | None = None,
+    option: str = "--output",
 ) -> None:
     """Write everything beside its place, then rename: what is there is never half of it."""
     try:
@@ -163,7 +179,7 @@ def _place(
             for file in contents:
                 os.replace(written / file, folder / file)
     except OSError as error:
-        raise ValueError(f"--output {name} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{option} {name} cannot be written: {error.strerror}") from None
 
 
 def _read_text(path: Path) -> str:

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from minimha.equations.visibility import UNBOUNDED
 
 MAX_OFFSET = 1 << 31  # keeps position arithmetic far inside UNBOUNDED
+COMPUTED = (np.dtype(np.float32), np.dtype(np.float64))  # dtypes that need no second look
 RANKS = {2: "(L, D)", 3: "(H, L, D)", 4: "(B, H, L, D)"}
 MASK_SHAPES = "(Lq, Lk), or 4-D and broadcastable to (B, H, Lq, Lk)"
 
@@ -207,6 +208,8 @@ def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
             f"{name} is a masked array, whose mask would be lost: give a plain array and attn_mask"
         )
     array = _array(name, value)
+    if array.dtype in COMPUTED:
+        return array
     if array.dtype.kind in "iu":
         return array.astype(np.float64)
     if array.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
@@ -229,6 +232,9 @@ def _array(name: str, value: ArrayLike) -> NDArray[Any]:
 
 def _common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
     """The one dtype that holds q, k and v; native byte order."""
+    first, *rest = dtypes.values()
+    if first in COMPUTED and all(dtype == first for dtype in rest):
+        return first
     try:
         common: np.dtype[Any] = np.result_type(*dtypes.values())
     except TypeError:

@@ -14,9 +14,9 @@ a limit is ``UNBOUNDED``::
     .: may not          # # # # .        . . # # .        . . # # #        # # . . .
                         # # # # #        . . . # #        . . . # #        # # # . .
 
-The functions ``sees`` and ``key_range`` use arithmetic alone, so that a kernel can compile them as
-they stand. ``visible`` lays the rule over a grid of queries and keys and joins it with the masks
-that are given as arrays.
+The functions ``sees``, ``key_range`` and ``query_range`` use arithmetic alone, so that a kernel can
+compile them as they stand. ``visible`` lays the rule over a grid of queries and keys and joins it
+with the masks that are given as arrays.
 """
 
 from __future__ import annotations
@@ -56,6 +56,16 @@ def key_range(
     start = max(0, i_start + q_offset - left)
     stop = min(length, i_stop - 1 + q_offset + right + 1)
     return start, stop
+
+
+def query_range(j: int, q_offset: int, left: int, right: int, length: int) -> tuple[int, int]:
+    """Half-open range of the queries, from 0 on, that may see key ``j``; empty if start >= stop.
+
+    >>> query_range(2, 0, 1, 0, 10)  # key 2, window (1, 0): queries 2 and 3
+    (2, 4)
+    """
+    start = max(0, j - q_offset - right)
+    return start, (j - q_offset + left + 1 if j < length else start)
 
 
 def visible(problem: Problem, rows: slice, keys: slice) -> NDArray[np.bool_]:

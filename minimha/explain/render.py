@@ -9,13 +9,14 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from typing import IO
 
 import numpy as np
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
@@ -91,6 +92,45 @@ def table(records: Sequence[Mapping[str, str]]) -> Table:
     for record in records:
         shown.add_row(*record.values())
     return shown
+
+
+def tables(titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None) -> Group:
+    """A table of numbers under each title, all columns but the first to the right; or just it."""
+    parts: list[RenderableType] = []
+    for title, records in titled.items():
+        parts += [Text(), *_paragraph(title, width, "bold" if records else "", indent=0)]
+        if records:
+            shown = table(records)
+            for column in shown.columns[1:]:
+                column.justify = "right"
+            parts.append(shown)
+    return Group(*parts[1:])
+
+
+@contextmanager
+def busy(stream: IO[str], doing: str) -> Iterator[None]:
+    """Say on a terminal what takes its time; gone at the end."""
+    console = Console(file=stream, markup=False, highlight=False)
+    with console.status(doing) if console.is_terminal else nullcontext():
+        yield
+
+
+@contextmanager
+def progress(stream: IO[str], steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal that is told what comes next, ``steps`` times; gone at the end."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(file=stream, markup=False, highlight=False)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=steps, completed=-1)
+
+        def advance(doing: str) -> None:
+            bar.update(task, advance=1, description=doing)
+
+        yield advance
 
 
 def plain(shown: RenderableType) -> str:

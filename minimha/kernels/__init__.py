@@ -11,3 +11,4 @@ LADDER = {
     "cpu4_parallel": "every core; only the tiles that some query sees",
     "cpu5_decode": "few queries: the keys are split, K and V are read once",
 }
+FEW_QUERIES = 8  # up to here reading K and V is the work, and lanes full of queries do not pay

@@ -7,9 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels import cpu4_parallel, cpu5_decode
-
-FEW_QUERIES = 8  # up to here reading K and V is the work, and lanes full of queries do not pay
+from minimha.kernels import FEW_QUERIES, cpu4_parallel, cpu5_decode
 
 
 def unsupported(problem: Problem) -> str | None:

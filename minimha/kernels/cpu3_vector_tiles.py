@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.entry import jit, kernel
+from minimha.kernels.entry import glue, jit, kernel
 from minimha.kernels.scores import bend_tile, bends, hide, see_tile
 from minimha.kernels.simd import (
     VECTOR_BITS,
@@ -30,9 +30,10 @@ from minimha.kernels.simd import (
     lanes_max,
     tile_product,
     tile_product_add,
+    transpose,
 )
 
-B_C = 96  # a tile of scores, 96 keys × 48 queries of float32, and a panel share the L1 cache
+B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of the L1 cache
 full_panel = jit(lanes)
 
 
@@ -63,16 +64,36 @@ class Panel(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Room for one tile: its scores, who sees whom, a copy of V, and five numbers a lane."""
+    """Room for one tile: scores, who sees whom, biases, a copy of V, and five numbers a lane.
+
+    ``zeros``, ``ones`` and ``sums`` are those of ``has_wild``.
+    """
 
     S: Any
     seen: Any
+    biases: Any
     V: Any
     scale: Any
     top: Any
     shift: Any
     correction: Any
     total: Any
+    zeros: Any
+    ones: Any
+    sums: Any
+
+
+class Memory(NamedTuple):
+    """What the panels and scratches of all threads lie in, a row a thread.
+
+    They borrow it as ``flat`` lines, which numba does not count references of: counting takes
+    longer than the softmax of a small tile. Whoever makes the memory passes it down, and so
+    outlives what borrows it.
+    """
+
+    reals: Any
+    doubles: Any
+    bytes: Any
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -87,38 +108,82 @@ def forward(problem: Problem, *, B_c: int = B_C) -> tuple[NDArray[Any], NDArray[
 
 @kernel(num_sizes=1)
 def vector_tiles(q, k, v, mask, bias, o, O, L, B_c):
+    memory = make_memory(1, 1, O, q.shape[3], B_c)
+    visit_all(q, k, v, mask, bias, o, O, L, memory, B_c)
+
+
+@glue
+def visit_all(q, k, v, mask, bias, o, O, L, memory, B_c):
+    """Algorithm 1, with a panel as its block of queries."""
     (B, H, Lq, D), (Hkv, Lk, Dv) = q.shape, v.shape[1:]
-    scratch = make_scratch(O, o, B_c, Dv)
-    widest = full_panel(O.itemsize)
-    Q_i, O_i = np.empty(D * widest, O.dtype), np.empty(Dv * widest, O.dtype)
-    m, l = np.empty(widest, O.dtype), np.empty(widest)
+    scratch = make_scratch(memory, 0, o, B_c, D, Dv)
     for b in range(B):
         for h in range(H):
             kv = h // (H // Hkv)
             for p in range(num_panels(Lq, O.itemsize)):  # line 3
-                i0, rows, vectors = panel_rows(Lq, O.itemsize, p)
-                panel = Panel(Q_i, O_i, m, l, b, h, i0, rows, vectors)
-                load_panel(panel, rows_at(q, b, h, i0), D, o.sinks[h])  # lines 4 and 5
+                panel = make_panel(memory, 0, 0, Lq, D, Dv, b, h, p)
+                load_panel(panel, rows_at(q, b, h, panel.i0), D, Dv, o.sinks[h])  # lines 4 and 5
                 for j0 in range(0, Lk, B_c):  # line 6
                     n = min(B_c, Lk - j0)
                     K_j, V_j = rows_at(k, b, kv, j0), rows_at(v, b, kv, j0)  # line 7
-                    take_tile(panel, K_j, V_j, j0, n, D, Dv, scratch, mask, bias, o, True)
+                    take_tile(panel, K_j, V_j, j0, n, D, Dv, scratch, mask, bias, o, False)
                 store_panel(panel, O, L)
 
 
 @jit
-def make_scratch(O, o, B_c, Dv):
-    widest, dtype = full_panel(O.itemsize), O.dtype
-    return Scratch(
-        np.empty(B_c * widest, dtype),
-        np.empty(B_c * widest, np.uint8),
-        np.empty(B_c * Dv, dtype),
-        np.full(widest, dtype.type(o.scale)),
-        np.empty(widest, dtype),
-        np.empty(widest, dtype),
-        np.empty(widest, dtype),
-        np.empty(widest, dtype),
+def make_memory(workers, panels, O, D, B_c):
+    """Memory for ``workers`` threads with ``panels`` panels each."""
+    widest, Dv = full_panel(O.itemsize), O.shape[3]
+    reals = panels * (D + Dv + 1) * widest + (2 * B_c + 6) * widest + B_c * (Dv + 1) + Dv
+    return Memory(
+        np.empty((workers, reals), O.dtype),
+        np.empty((workers, panels * widest)),
+        np.empty((workers, B_c * widest), np.uint8),
     )
+
+
+@glue
+def make_panel(memory, worker, u, Lq, D, Dv, b, h, p):
+    """Panel p of head h in the u-th place from the end of the worker's memory."""
+    reals = memory.reals
+    widest, end = full_panel(reals.itemsize), (worker + 1) * reals.shape[1]
+    Q = end - (u + 1) * (D + Dv + 1) * widest
+    O = Q + D * widest
+    l = flat(memory.doubles, worker * memory.doubles.shape[1] + u * widest)
+    i0, rows, vectors = panel_rows(Lq, reals.itemsize, p)
+    return Panel(
+        flat(reals, Q), flat(reals, O), flat(reals, O + Dv * widest), l, b, h, i0, rows, vectors
+    )
+
+
+@glue
+def make_scratch(memory, worker, o, B_c, D, Dv):
+    """The worker's scratch, at the beginning of its memory."""
+    reals = memory.reals
+    widest, start = full_panel(reals.itemsize), worker * reals.shape[1]
+    biases = start + B_c * widest
+    lines = biases + B_c * widest
+    V = lines + 6 * widest
+    zeros = V + B_c * Dv
+    t = Scratch(
+        flat(reals, start),
+        flat(memory.bytes, worker * memory.bytes.shape[1]),
+        flat(reals, biases),
+        flat(reals, V),
+        flat(reals, lines),
+        flat(reals, lines + widest),
+        flat(reals, lines + 2 * widest),
+        flat(reals, lines + 3 * widest),
+        flat(reals, lines + 4 * widest),
+        flat(reals, zeros),
+        flat(reals, lines + 5 * widest),
+        flat(reals, zeros + B_c),
+    )
+    for r in range(widest):
+        t.scale[r], t.ones[r] = o.scale, 1
+    for j in range(B_c):
+        t.zeros[j] = 0
+    return t
 
 
 @jit
@@ -144,40 +209,43 @@ def panel_rows(Lq, itemsize, p):
     return first * width, min(Lq - first * width, vectors * width), vectors
 
 
-@jit
-def load_panel(panel, Q, D, sink):
+@glue
+def load_panel(panel, Q, D, Dv, sink):
     """Lines 4 and 5: Q transposed, m, l and O before the first key."""
     lanes = panel.vectors * full_panel(panel.m.itemsize) // VECTORS
-    for r in range(panel.rows):
+    transpose(Q.line, Q.start, Q.stride, panel.Q, 0, lanes, panel.rows, D)
+    if panel.rows < lanes:
         for d in range(D):
-            panel.Q[d * lanes + r] = Q.line[Q.start + r * Q.stride + d]
-    for r in range(panel.rows, lanes):
-        for d in range(D):
-            panel.Q[d * lanes + r] = 0
-    panel.O[:] = 0
-    panel.m[:] = sink
-    panel.l[:] = 0 if sink == -math.inf else 1
+            for r in range(panel.rows, lanes):
+                panel.Q[d * lanes + r] = 0
+    for x in range(Dv * lanes):
+        panel.O[x] = 0
+    for r in range(lanes):
+        panel.m[r] = sink
+        panel.l[r] = 0 if sink == -math.inf else 1
 
 
-@jit
-def take_tile(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, is_cut):
+@glue
+def take_tile(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, is_in_reach):
     """Lines 8 to 10: let the panel see keys j0 to j0 + n.
 
-    ``is_cut`` says that some query may not see some of the keys; without it nobody looks.
+    ``is_in_reach`` says that causality, window and length let every query see all of them.
     """
     S, seen = t.S, t.seen
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
     lanes = vectors * full_panel(S.itemsize) // VECTORS
     num_seen = n * rows
-    if is_cut:
-        num_seen = see_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, seen)
+    if mask.size or bias.size or not is_in_reach:
+        num_seen = see_tile(
+            mask, bias, o, b, h, i0, rows, j0, n, lanes, is_in_reach, seen, t.biases
+        )
         if num_seen == 0:
             return
     tile_product(
         K_j.line, K_j.start, K_j.stride, 1, panel.Q, 0, lanes, S, 0, lanes, t.scale, n, vectors, D
     )  # line 8
     if bends(bias, o):
-        bend_tile(S, bias, o, b, h, i0, rows, j0, n, lanes)
+        bend_tile(S, bias, t.biases, o, b, h, i0, j0, n, lanes)
     if num_seen < n * rows:
         hide(S, seen, n * lanes)
     lanes_max(S, 0, n, vectors, t.top)  # line 9
@@ -189,7 +257,7 @@ def take_tile(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, is_cut):
     lanes_exp(S, 0, n, vectors, t.shift, t.total)
     for r in range(lanes):
         panel.l[r] = t.correction[r] * panel.l[r] + t.total[r]
-    is_wild = num_seen < n * rows and has_wild(V_j, n, Dv)
+    is_wild = num_seen < n * rows and has_wild(V_j, n, Dv, t.zeros, t.ones, t.sums)
     V = tame(V_j, n, Dv, t.V) if is_wild else V_j
     tile_product_add(
         V.line, V.start, 1, V.stride, S, 0, lanes, panel.O, 0, lanes, t.correction, Dv, vectors, n
@@ -199,11 +267,25 @@ def take_tile(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, is_cut):
 
 
 @jit
-def has_wild(V_j, n, Dv):
-    """Whether NaN or infinity is among the values: only they make 0 · v anything but 0."""
+def has_wild(V_j, n, Dv, zeros, ones, sums):
+    """Whether NaN or infinity is among the values: only they make 0 · v anything but 0.
+
+    ``zeros`` are n, ``ones`` a panel's, and ``sums`` is room for Dv numbers.
+    """
+    width = VECTOR_BITS // (8 * sums.itemsize)
+    d = 0
+    while d + width <= Dv:
+        vectors = min(VECTORS, (Dv - d) // width)
+        V = V_j.start + d
+        tile_product(zeros, 0, 0, 1, V_j.line, V, V_j.stride, sums, d, 0, ones, 1, vectors, n)
+        d += vectors * width
+    for x in range(d, Dv):
+        sums[x] = 0
+        for j in range(n):
+            sums[x] += 0 * V_j.line[V_j.start + j * V_j.stride + x]
     found = False
-    for j in range(n):
-        found |= is_wild_key(V_j, j, Dv)
+    for d in range(Dv):
+        found |= sums[d] != 0
     return found
 
 
@@ -238,13 +320,17 @@ def add_wild(O, P, seen, V_j, n, Dv, rows, lanes):
                         )
 
 
-@jit
+@glue
 def store_panel(panel, O, L):
     """Lines 12 to 15: O / l, transposed back, and m + log l; 0 and -inf if no key was seen."""
-    lanes = panel.vectors * full_panel(O.itemsize) // VECTORS
+    lanes, Dv = panel.vectors * full_panel(O.itemsize) // VECTORS, O.shape[3]
+    b, h, i0 = panel.b, panel.h, panel.i0
     for r in range(panel.rows):
         m, l = panel.m[r], panel.l[r]
-        inverse = O.dtype.type(1 / l if l != 0 else 0.0)
-        for d in range(O.shape[3]):
-            O[panel.b, panel.h, panel.i0 + r, d] = panel.O[d * lanes + r] * inverse
-        L[panel.b, panel.h, panel.i0 + r] = m + math.log(l) if l != 0 else -math.inf
+        L[b, h, i0 + r] = m + math.log(O.dtype.type(l)) if l != 0 else -math.inf
+        panel.m[r] = 1 / l if l != 0 else 0
+    for d in range(Dv):
+        for r in range(lanes):
+            panel.O[d * lanes + r] *= panel.m[r]
+    to = rows_at(O, b, h, i0)
+    transpose(panel.O, 0, lanes, to.line, to.start, to.stride, Dv, panel.rows)

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu3_vector_tiles import (
     B_C,
-    Panel,
+    Memory,
     Rows,
     full_panel,
     load_panel,
+    make_memory,
+    make_panel,
     make_scratch,
     num_panels,
     panel_rows,
@@ -31,9 +33,9 @@ from minimha.kernels.cpu3_vector_tiles import (
     store_panel,
     take_tile,
 )
-from minimha.kernels.entry import jit, kernel
+from minimha.kernels.entry import glue, jit, kernel
 from minimha.kernels.scores import key_range, sees
-from minimha.kernels.simd import FASTMATH, ROWS, lanes, take_ticket
+from minimha.kernels.simd import FASTMATH, ROWS, flat, lanes, take_ticket
 from minimha.kernels.threads import num_workers
 
 PANELS = 4  # of a task
@@ -51,7 +53,9 @@ def forward(
     """O and L of ``problem``; see ``minimha.equations.tiled.forward``.
 
     ``panels`` are those of a task: as many as leave each thread a few tasks, unless they are given.
+    ``B_c`` is rounded up to whole rows of the tile product.
     """
+    B_c = -(-B_c // ROWS) * ROWS
     workers = num_workers()
     if panels is None:
         B, H, Lq, _ = problem.q.shape
@@ -64,41 +68,37 @@ def forward(
 
 @kernel(num_sizes=3, parallel=True, widens=True)
 def parallel_tiles(q, k, v, mask, bias, o, O, L, workers, panels, B_c):
+    reals, doubles, bytes = make_memory(workers, panels, O, q.shape[3], B_c)
+    copies = make_copies(workers, q, O, B_c)
     tickets = np.zeros(1, np.int64)
-    for _ in numba.prange(workers):
-        work(q, k, v, mask, bias, o, O, L, tickets, panels, B_c)
+    for worker in numba.prange(workers):
+        memory = Memory(reals, doubles, bytes)  # numba cannot hand a tuple of arrays to a thread
+        work(q, k, v, mask, bias, o, O, L, tickets, memory, copies, worker, panels, B_c)
 
 
 @kernel(num_sizes=2, widens=True)
 def serial_tiles(q, k, v, mask, bias, o, O, L, panels, B_c):
-    work(q, k, v, mask, bias, o, O, L, np.zeros(1, np.int64), panels, B_c)
-
-
-class Task(NamedTuple):
-    """Room for a task's panels, a row a panel, and for blocks of q, k and v that are widened."""
-
-    Q: Any
-    O: Any
-    m: Any
-    l: Any
-    copies: Any
+    memory = make_memory(1, panels, O, q.shape[3], B_c)
+    copies = make_copies(1, q, O, B_c)
+    tickets = np.zeros(1, np.int64)
+    work(q, k, v, mask, bias, o, O, L, tickets, memory, copies, 0, panels, B_c)
 
 
 @jit
-def work(q, k, v, mask, bias, o, O, L, tickets, panels, B_c):
+def make_copies(workers, q, O, B_c):
+    """Room for blocks of q, k and v that are widened; none where they are read in place."""
+    is_wide = q.itemsize == O.itemsize
+    longest = max(B_c, full_panel(O.itemsize)) * max(q.shape[3], O.shape[3])
+    return np.empty((workers, 3, 0 if is_wide else longest), O.dtype)
+
+
+@jit
+def work(q, k, v, mask, bias, o, O, L, tickets, memory, copies, worker, panels, B_c):
     """One thread: draw the next task until there is none."""
     (B, H, Lq, D), Dv = q.shape, v.shape[3]
     number = num_panels(Lq, O.itemsize)
     groups = -(-number // panels)
-    widest = full_panel(O.itemsize)
-    scratch = make_scratch(O, o, B_c, Dv)
-    task = Task(
-        np.empty((panels, D * widest), O.dtype),
-        np.empty((panels, Dv * widest), O.dtype),
-        np.empty((panels, widest), O.dtype),
-        np.empty((panels, widest)),
-        np.empty((3, max(B_c, widest) * max(D, Dv)), O.dtype),
-    )
+    scratch = make_scratch(memory, worker, o, B_c, D, Dv)
     while True:
         ticket = take_ticket(tickets)
         if ticket >= B * H * groups:
@@ -107,48 +107,44 @@ def work(q, k, v, mask, bias, o, O, L, tickets, panels, B_c):
         b, h = head // H, head % H
         first, last = group * panels, min((group + 1) * panels, number)
         for p in range(first, last):
-            panel = panel_of(task, p, first, Lq, O.itemsize, b, h)
-            rows = readable(q, b, h, panel.i0, panel.rows, o, task.copies[0])
-            load_panel(panel, rows, D, o.sinks[h])
-        take_keys(task, first, last, q, k, v, mask, bias, o, O.itemsize, b, h, B_c, scratch)
+            panel = make_panel(memory, worker, p - first, Lq, D, Dv, b, h, p)
+            rows = readable(q, b, h, panel.i0, panel.rows, o, copies, worker, 0)
+            load_panel(panel, rows, D, Dv, o.sinks[h])
+        take_keys(q, k, v, mask, bias, o, memory, copies, worker, scratch, b, h, first, last, B_c)
         for p in range(first, last):
-            store_panel(panel_of(task, p, first, Lq, O.itemsize, b, h), O, L)
+            store_panel(make_panel(memory, worker, p - first, Lq, D, Dv, b, h, p), O, L)
 
 
-@jit
-def panel_of(task, p, first, Lq, itemsize, b, h):
-    """Panel p, in the room that a task which begins with panel ``first`` has for it."""
-    i0, rows, vectors = panel_rows(Lq, itemsize, p)
-    u = p - first
-    return Panel(task.Q[u], task.O[u], task.m[u], task.l[u], b, h, i0, rows, vectors)
-
-
-@jit
-def take_keys(task, first, last, q, k, v, mask, bias, o, itemsize, b, h, B_c, scratch):
+@glue
+def take_keys(q, k, v, mask, bias, o, memory, copies, worker, scratch, b, h, first, last, B_c):
     """Lines 6 to 11 for the panels of a task, block of keys by block of keys."""
-    (H, Lq, D), Dv = q.shape[1:], v.shape[3]
+    (H, Lq, D), Dv, itemsize = q.shape[1:], v.shape[3], memory.reals.itemsize
     kv = h // (H // k.shape[1])
     offset, length = o.q_offset[b], o.kv_lengths[b]
     i_start, _, _ = panel_rows(Lq, itemsize, first)
     i_last, rows, _ = panel_rows(Lq, itemsize, last - 1)
     start, stop = key_range(i_start, i_last + rows, offset, o.left, o.right, length)
-    for block in range(start // ROWS * ROWS, stop, B_c):
-        block_stop = min(block + B_c, stop)
-        K_j = readable(k, b, kv, block, block_stop - block, o, task.copies[1])
-        V_j = readable(v, b, kv, block, block_stop - block, o, task.copies[2])
+    start = start // ROWS * ROWS
+    blocks = max(1, -(-(stop - start) // B_c))
+    # Evenly: a short tile costs as much to begin as a long one.
+    size = max(1, -(-(stop - start) // (blocks * ROWS))) * ROWS
+    for block in range(start, stop, size):
+        block_stop = min(block + size, stop)
+        K_j = readable(k, b, kv, block, block_stop - block, o, copies, worker, 1)
+        V_j = readable(v, b, kv, block, block_stop - block, o, copies, worker, 2)
         for p in range(first, last):
-            panel = panel_of(task, p, first, Lq, itemsize, b, h)
+            panel = make_panel(memory, worker, p - first, Lq, D, Dv, b, h, p)
             i0, end = panel.i0, panel.i0 + panel.rows
             low, high = key_range(i0, end, offset, o.left, o.right, length)
             # Whole rows of the tile product: a few hidden keys cost less than the rest one by one.
             j0 = max(block, low // ROWS * ROWS)
             j1 = min(block_stop, -(-high // ROWS) * ROWS)
             if j0 < j1:
-                sees_first = sees(end - 1, j0, offset, o.left, o.right, length)
-                sees_last = sees(i0, j1 - 1, offset, o.left, o.right, length)
-                is_cut = mask.size > 0 or bias.size > 0 or not (sees_first and sees_last)
+                is_in_reach = sees(end - 1, j0, offset, o.left, o.right, length) and sees(
+                    i0, j1 - 1, offset, o.left, o.right, length
+                )
                 K, V = later(K_j, j0 - block), later(V_j, j0 - block)
-                take_tile(panel, K, V, j0, j1 - j0, D, Dv, scratch, mask, bias, o, is_cut)
+                take_tile(panel, K, V, j0, j1 - j0, D, Dv, scratch, mask, bias, o, is_in_reach)
 
 
 @jit
@@ -157,17 +153,18 @@ def later(rows, r):
     return Rows(rows.line, rows.start + r * rows.stride, rows.stride)
 
 
-def readable(X, b, h, i, n, o, copy):
-    """n rows of X[b, h] from i on as floats: in place, or widened into ``copy``."""
+def readable(X, b, h, i, n, o, copies, worker, slot):
+    """n rows of X[b, h] from i on as floats: in place, or widened into one of the ``copies``."""
 
 
 @overload(readable, jit_options={"fastmath": FASTMATH})
-def _readable(X, b, h, i, n, o, copy):
+def _readable(X, b, h, i, n, o, copies, worker, slot):
     if X.dtype != numba.types.uint16:
-        return lambda X, b, h, i, n, o, copy: rows_at(X, b, h, i)
+        return lambda X, b, h, i, n, o, copies, worker, slot: rows_at(X, b, h, i)
 
-    def widen(X, b, h, i, n, o, copy):
+    def widen(X, b, h, i, n, o, copies, worker, slot):
         D = X.shape[3]
+        copy = flat(copies, (worker * copies.shape[1] + slot) * copies.shape[2])
         for r in range(n):
             for d in range(D):
                 copy[r * D + d] = real(X[b, h, i + r, d], o.is_bfloat16)

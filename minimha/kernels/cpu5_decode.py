@@ -43,12 +43,13 @@ class Scratch(NamedTuple):
 
     S: Any
     seen: Any
-    K: Any
-    V: Any
+    copies: Any
+    zeros: Any
     ones: Any
     top: Any
     shift: Any
     total: Any
+    sums: Any
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -111,17 +112,18 @@ def attend(q, k, v, mask, bias, o, parts_O, parts_ml, first, last, B_c):
     scratch = Scratch(
         np.empty((rows, B_c), dtype),
         np.empty((rows, B_c), np.bool_),
-        np.empty(B_c * D, dtype),
-        np.empty(B_c * Dv, dtype),
+        np.empty((1, 2, 0 if q.itemsize == parts_O.itemsize else B_c * max(D, Dv)), dtype),
+        np.zeros(B_c, dtype),
         np.ones(2 * widest, dtype),
         np.empty(widest, dtype),
         np.empty(widest, dtype),
         np.empty(widest, dtype),
+        np.empty(Dv, dtype),
     )
     for task in range(first, last):
         head, split = task // splits, task % splits
         b, kv = head // Hkv, head % Hkv
-        load_queries(q, Q, o, b, kv, H // Hkv, scratch.K)
+        load_queries(q, Q, o, b, kv, H // Hkv, scratch.copies)
         O, m, l = parts_O[head, split], parts_ml[head, split, 0], parts_ml[head, split, 1]
         m[:] = -math.inf
         l[:] = 0
@@ -131,18 +133,18 @@ def attend(q, k, v, mask, bias, o, parts_O, parts_ml, first, last, B_c):
         start += split * size // splits
         for j0 in range(start, stop, B_c):
             n = min(B_c, stop - j0)
-            K_j = readable(k, b, kv, j0, n, o, scratch.K)
-            V_j = readable(v, b, kv, j0, n, o, scratch.V)
+            K_j = readable(k, b, kv, j0, n, o, scratch.copies, 0, 0)
+            V_j = readable(v, b, kv, j0, n, o, scratch.copies, 0, 1)
             take_block(Q, K_j, V_j, O, m, l, mask, bias, o, b, kv * (H // Hkv), Lq, j0, n, scratch)
 
 
 @jit
-def load_queries(q, Q, o, b, kv, group, copy):
+def load_queries(q, Q, o, b, kv, group, copies):
     """Row g · Lq + i is query i of the g-th head that shares key/value head ``kv``."""
     Lq, D = q.shape[2:]
     for g in range(group):
         for i in range(Lq):
-            row = readable(q, b, kv * group + g, i, 1, o, copy)
+            row = readable(q, b, kv * group + g, i, 1, o, copies, 0, 0)
             for d in range(D):
                 Q[g * Lq + i, d] = row.line[row.start + d]
 
@@ -177,7 +179,7 @@ def take_block(Q, K_j, V_j, O, m, l, mask, bias, o, b, first_head, Lq, j0, n, t)
         l[r] = correction * l[r] + t.total.sum()
         if correction != 1:
             O[r] *= S.dtype.type(correction)
-    if is_cut and has_wild(V_j, n, Dv):
+    if is_cut and has_wild(V_j, n, Dv, t.zeros, t.ones, t.sums):
         add_seen_values(S, t.seen, V_j, O, n)
     else:
         for near in range(0, n, NEAR):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numba
@@ -26,8 +27,15 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.simd import FASTMATH
+from minimha.kernels.threads import turn
 
 jit = numba.njit(fastmath=FASTMATH, nogil=True)
+glue = numba.njit(fastmath=FASTMATH, nogil=True, inline="always")
+
+NO_MASK = np.empty((0, 0, 0, 0), bool)
+NO_BIAS = {
+    np.dtype(real): np.empty((0, 0, 0, 0), real) for real in (np.float32, np.float64)
+}  # fmt: skip
 
 
 class Options(NamedTuple):
@@ -76,9 +84,10 @@ class Kernel:
         O = np.empty((B, H, Lq, v.shape[3]), problem.compute)
         L = np.empty((B, H, Lq), problem.compute)
         if O.size or L.size:
-            mask = _or_none(problem.attn_mask, np.dtype(bool))
-            bias = _or_none(problem.attn_bias, problem.compute)
-            run(q, k, v, mask, bias, options(problem), O, L, *sizes)
+            mask = NO_MASK if problem.attn_mask is None else problem.attn_mask
+            bias = NO_BIAS[problem.compute] if problem.attn_bias is None else problem.attn_bias
+            with turn() if self.parallel else nullcontext():
+                run(q, k, v, mask, bias, options(problem), O, L, *sizes)
         return O, L
 
     def _compile(self, storage: np.dtype[Any]) -> Any:
@@ -140,7 +149,7 @@ def options(problem: Problem) -> Options:
         sinks=np.full(H, -np.inf, compute) if sinks is None else np.array(sinks),
         scale=problem.scale,
         softcap=problem.softcap or 0.0,
-        is_bfloat16=problem.dtype.name == "bfloat16",
+        is_bfloat16=problem.dtype.itemsize == 2 and problem.dtype.name == "bfloat16",
     )
 
 
@@ -153,7 +162,3 @@ def _storage(array: NDArray[Any]) -> NDArray[Any]:
     if in_place and not any(stride % size for stride in array.strides):
         return array
     return np.ascontiguousarray(array)
-
-
-def _or_none(array: NDArray[Any] | None, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.empty((0, 0, 0, 0), dtype) if array is None else array

@@ -15,10 +15,12 @@ import math
 import numpy as np
 
 from minimha.equations import visibility
-from minimha.kernels.entry import jit
+from minimha.kernels.entry import glue, jit
+from minimha.kernels.simd import flat, transpose
 
 sees = jit(visibility.sees)
 key_range = jit(visibility.key_range)
+query_range = jit(visibility.query_range)
 
 
 @jit
@@ -51,16 +53,62 @@ def bends(bias, o):
 
 
 @jit
-def bend_tile(S, bias, o, b, h, i0, rows, j0, n, lanes):
-    """Cap and bias a tile of n keys that is scaled already."""
+def tile_of(X, b, h, i0, rows, j0, n, lanes, tile):
+    """Write X[b, h, i0 : i0 + rows, j0 : j0 + n] into ``tile``, a key a row and a query a lane."""
+    offset = b * X.strides[0] + h * X.strides[1] + i0 * X.strides[2] + j0 * X.strides[3]
+    size = X.itemsize
+    if X.strides[3] == size and X.strides[2] % size == 0 and offset % size == 0:
+        line = flat(X, offset // size)
+        transpose(line, 0, X.strides[2] // size, tile, 0, lanes, rows, n)
+    else:
+        for r in range(rows):
+            for j in range(n):
+                tile[j * lanes + r] = X[b, h, i0 + r, j0 + j]
+
+
+@glue
+def see_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_in_reach, seen, biases):
+    """Mark in ``seen`` which lanes see which of n keys; return how many pairs do.
+
+    ``is_in_reach`` says that causality, window and length hide nothing here. The tile's biases are
+    left in ``biases``.
+    """
+    size, count = n * lanes, 0
+    if mask.size:
+        tile_of(mask, b, h, i0, rows, j0, n, lanes, seen)
+    else:
+        for x in range(size):
+            seen[x] = 1
+    if bias.size:
+        tile_of(bias, b, h, i0, rows, j0, n, lanes, biases)
+        for x in range(size):
+            seen[x] &= biases[x] != -math.inf
+    if not is_in_reach:
+        for j in range(n):
+            start, stop = query_range(j0 + j, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
+            low = np.int32(min(max(start - i0, 0), lanes))
+            high = np.int32(min(max(stop - i0, 0), lanes))
+            for r in range(np.int32(lanes)):
+                seen[j * lanes + r] &= (low <= r) & (r < high)
+    if rows < lanes:
+        for j in range(n):
+            for r in range(rows, lanes):
+                seen[j * lanes + r] = 0
+    for x in range(size):
+        count += seen[x]
+    return count
+
+
+@glue
+def bend_tile(S, bias, biases, o, b, h, i0, j0, n, lanes):
+    """Cap and bias a scaled tile of n keys; ``biases`` are those of ``see_tile``."""
     if o.softcap:
         cap = S.dtype.type(o.softcap)
         for x in range(n * lanes):
             S[x] = cap * np.tanh(S[x] / cap)
     if bias.size:
-        for r in range(rows):
-            for j in range(n):
-                S[j * lanes + r] += bias[b, h, i0 + r, j0 + j]
+        for x in range(n * lanes):
+            S[x] += biases[x]
     if o.slopes.size:
         for j in range(n):
             first = i0 + o.q_offset[b] - (j0 + j)
@@ -68,28 +116,7 @@ def bend_tile(S, bias, o, b, h, i0, rows, j0, n, lanes):
                 S[j * lanes + r] -= o.slopes[h] * S.dtype.type(abs(first + r))
 
 
-@jit
-def see_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, seen):
-    """Mark in ``seen`` which lanes see which of n keys; return how many pairs do."""
-    count = 0
-    for j in range(n):
-        for r in range(lanes):
-            in_reach = sees(i0 + r, j0 + j, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
-            seen[j * lanes + r] = in_reach & (r < rows)
-    if mask.size:
-        for r in range(rows):
-            for j in range(n):
-                seen[j * lanes + r] &= mask[b, h, i0 + r, j0 + j]
-    if bias.size:
-        for r in range(rows):
-            for j in range(n):
-                seen[j * lanes + r] &= bias[b, h, i0 + r, j0 + j] != -math.inf
-    for x in range(n * lanes):
-        count += seen[x]
-    return count
-
-
-@jit
+@glue
 def hide(S, seen, size):
     """Put -inf where a query does not see the key."""
     for x in range(size):

@@ -24,7 +24,9 @@ from numba.extending import intrinsic
 FASTMATH = {"nsz", "arcp", "contract", "afn", "reassoc"}  # but never nnan or ninf: -inf is real
 VECTORS = 3
 PAIRED = 4  # rows of exponentials that are added pair by pair
-ROWS_AHEAD = 32  # rows of K that are asked for before a dot product needs them
+BLOCK = 8  # rows and columns that are transposed in registers
+AT_ONCE = 4  # vectors of a row that a dot product takes together
+ROWS_AHEAD = 64  # rows of K or V that are asked for before they are needed
 
 
 def host_vectors():
@@ -138,13 +140,13 @@ def _prefetch(builder, pointer):
     number = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [address, number(0), number(2), number(1)])  # to read, into L2, data
+    builder.call(function, [address, number(0), number(3), number(1)])  # to read, into L1, data
 
 
 def _tile_product(rows, vectors, adds, ahead=0):
     """Primitive for a tile of ``rows`` × ``vectors`` sums; see ``tile_product`` for its meaning.
 
-    Memory is asked for what lies ``ahead`` tiles behind each tile of B, while that one is used.
+    Memory is asked for B's row k + ``ahead`` while row k is used.
     """
 
     @intrinsic
@@ -176,7 +178,7 @@ def _tile_product(rows, vectors, adds, ahead=0):
                 row = builder.gep(B, [builder.mul(k, b_k)])
                 right = [vector.load(builder, row, n) for n in range(vectors)]
                 if ahead:
-                    beyond = builder.gep(row, [INT(ahead * vectors * vector.width)])
+                    beyond = builder.gep(row, [builder.mul(INT(ahead), b_k)])
                     for n in range(vectors):
                         _prefetch(builder, builder.gep(beyond, [INT(n * vector.width)]))
                 column = builder.mul(k, a_k)
@@ -496,17 +498,29 @@ def _dots(typing, A, a, a_row, B, b, C, c, depth):
         rows = [builder.gep(A, [builder.mul(INT(r), a_row)]) for r in range(vector.width)]
         ahead = builder.mul(INT(ROWS_AHEAD), a_row)
 
-        def body(k, sums):
-            for row in rows:
-                _prefetch(builder, builder.gep(row, [builder.add(k, ahead)]))
-            right = vector.load(builder, builder.gep(B, [k]))
-            return [
-                vector.fma(builder, vector.load(builder, builder.gep(row, [k])), right, total)
-                for row, total in zip(rows, sums, strict=True)
-            ]
+        def some_vectors(first, number):
+            """``number`` vectors of one row, then of the next: in the order of memory."""
 
-        zeros = [vector.constant(0.0)] * vector.width
-        sums = _loop(builder, depth, vector.width, zeros, body)
+            def body(k, sums):
+                k, totals = builder.add(first, k), []
+                right = [vector.load(builder, builder.gep(B, [k]), u) for u in range(number)]
+                for row, total in zip(rows, sums, strict=True):
+                    place = builder.gep(row, [k])
+                    for u in range(number):
+                        beyond = builder.add(ahead, INT(u * vector.width))
+                        _prefetch(builder, builder.gep(place, [beyond]))
+                        total = vector.fma(builder, vector.load(builder, place, u), right[u], total)
+                    totals.append(total)
+                return totals
+
+            return body
+
+        step = AT_ONCE * vector.width
+        whole = builder.and_(depth, INT(-step))
+        sums = [vector.constant(0.0)] * vector.width
+        sums = _loop(builder, whole, step, sums, some_vectors(INT(0), AT_ONCE))
+        rest = builder.sub(depth, whole)
+        sums = _loop(builder, rest, vector.width, sums, some_vectors(whole, 1))
         vector.store(builder, _sums(builder, vector, sums), C)
         return context.get_dummy_value()
 
@@ -539,8 +553,8 @@ def dot_products_plain(A, a, a_row, B, b, C, c, rows, depth):
         C[c + r] = total
 
 
-_weigh_4_4, _weigh_1_4 = (_tile_product(rows, 4, True, ahead=2) for rows in (4, 1))
-_weigh_4_1, _weigh_1_1 = (_tile_product(rows, 1, True, ahead=2) for rows in (4, 1))
+_weigh_4_4, _weigh_1_4 = (_tile_product(rows, 4, True, ahead=ROWS_AHEAD) for rows in (4, 1))
+_weigh_4_1, _weigh_1_1 = (_tile_product(rows, 1, True, ahead=ROWS_AHEAD) for rows in (4, 1))
 
 
 @numba.njit(fastmath=FASTMATH)
@@ -581,6 +595,71 @@ def weighted_rows_plain(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, de
         for d in range(columns):
             for k in range(depth):
                 O[o + r * o_row + d] += P[p + r * p_row + k] * V[v + k * v_row + d]
+
+
+def _interleaved(builder, one, other):
+    """Items of two rows in turn: the vector of the first halves, and that of the second."""
+    for start in (0, BLOCK // 2):
+        picks = [source + start + x for x in range(BLOCK // 2) for source in (0, BLOCK)]
+        pick = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK), picks)
+        yield builder.shuffle_vector(one, other, pick)
+
+
+@intrinsic
+def _transpose_block(typing, X, x, x_row, Y, y, y_row):
+    """``transpose`` of BLOCK rows and columns.
+
+    Row i is interleaved with row i + BLOCK / 2, which halves the distance between an item and its
+    place; log2(BLOCK) times makes it 1.
+    """
+    index = types.intp
+    signature = types.void(X, index, index, Y, index, index)
+
+    def generate(context, builder, signature, arguments):
+        X, x, x_row, Y, y, y_row = arguments
+        kind = signature.args[0]
+        item = context.get_data_type(kind.dtype)
+        row_type = ir.VectorType(item, BLOCK).as_pointer()
+
+        def row_of(array_type, array, first, stride, r):
+            data = context.make_array(array_type)(context, builder, array).data
+            start = builder.gep(builder.bitcast(data, item.as_pointer()), [first])
+            place = builder.gep(start, [builder.mul(INT(r), stride)])
+            return builder.bitcast(place, row_type)
+
+        rows = [builder.load(row_of(kind, X, x, x_row, r)) for r in range(BLOCK)]
+        itemsize = context.get_abi_sizeof(item)
+        for row in rows:
+            row.align = itemsize
+        for _ in range(BLOCK.bit_length() - 1):
+            pairs = zip(rows[: BLOCK // 2], rows[BLOCK // 2 :], strict=True)
+            rows = [both for pair in pairs for both in _interleaved(builder, *pair)]
+        for r, row in enumerate(rows):
+            stored = builder.store(row, row_of(signature.args[3], Y, y, y_row, r))
+            stored.align = itemsize
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@numba.njit(fastmath=FASTMATH)
+def transpose(X, x, x_row, Y, y, y_row, rows, columns):
+    """Y[y + c · y_row + r] = X[x + r · x_row + c] for ``rows`` r, ``columns`` c; flat arrays."""
+    ready_rows, ready_columns = rows // BLOCK * BLOCK, columns // BLOCK * BLOCK
+    for r in range(0, ready_rows, BLOCK):
+        for c in range(0, ready_columns, BLOCK):
+            _transpose_block(X, x + r * x_row + c, x_row, Y, y + c * y_row + r, y_row)
+    for r in range(rows):
+        for c in range(ready_columns if r < ready_rows else 0, columns):
+            Y[y + c * y_row + r] = X[x + r * x_row + c]
+
+
+@numba.njit
+def transpose_plain(X, x, x_row, Y, y, y_row, rows, columns):
+    """Twin of ``transpose``."""
+    for r in range(rows):
+        for c in range(columns):
+            Y[y + c * y_row + r] = X[x + r * x_row + c]
 
 
 @intrinsic

@@ -195,6 +195,27 @@ def test_several_threads_may_call_at_once(Lq):
         np.testing.assert_array_equal(got, expected[i % 8])
 
 
+def test_threads_take_turns_on_numbas_own_work_queue():
+    """It would end the process otherwise."""
+    code = (
+        "import numba, numpy as np, minimha\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "x = np.random.default_rng(0).standard_normal((1, 8, 300, 32), np.float32)\n"
+        "def once(_): return minimha.attention(x, x, x, backend='cpu')\n"
+        "with ThreadPoolExecutor(8) as pool: outputs = list(pool.map(once, range(40)))\n"
+        "assert all((output == outputs[0]).all() for output in outputs)\n"
+        "print(numba.threading_layer())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"NUMBA_THREADING_LAYER": "workqueue"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "workqueue"
+
+
 @pytest.mark.parametrize("Lq", [2, 131])
 def test_the_number_of_threads_is_numbas_and_stays(Lq, monkeypatch):
     asked = []
