@@ -432,7 +432,7 @@ def _error(inputs: Inputs, candidate: Peer) -> float:
         if inputs.is_causal or inputs.window:
             options["q_offset"] = start
         exact = attention(*(x.astype(np.float64) for x in (q[:, :, rows], k, v)), **options)
-        worst = max(worst, float(abs(output[:, :, rows] - exact).max()))
+        worst = float(np.maximum(worst, abs(output[:, :, rows] - exact).max()))  # NaN wins
         plain = max(plain, float(abs(attention(q[:, :, rows], k, v, **options) - exact).max()))
     return worst / plain if np.isfinite(worst) else float("inf")
 

@@ -7,7 +7,6 @@ terminal, should start as fast as numpy and rich do.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -263,6 +262,8 @@ def run_backends(args: argparse.Namespace) -> None:
 
 def run_bench(args: argparse.Namespace) -> None:
     """Measure, and show one table a shape."""
+    import json
+
     from minimha import bench, files
 
     kind = _format(args, only_to_disk=("npz",))
