@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.entry import jit, kernel
-from minimha.kernels.scores import final_score, is_seen
+from minimha.kernels.scores import final_score, head_of, is_seen
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -45,14 +45,14 @@ def row(q, k, v, mask, bias, o, O, b, h, i):
     D, Dv = q.shape[3], v.shape[3]
     m = float(o.sinks[h])
     l = 0.0 if m == -math.inf else 1.0
-    O_i = np.zeros(Dv)
+    O_i, head = np.zeros(Dv), head_of(o, b, h)
     for j in range(k.shape[2]):
-        if not is_seen(mask, bias, o, b, h, i, j):
+        if not is_seen(mask, bias, head, b, h, i, j):
             continue
         s = 0.0
         for d in range(D):
             s += q[b, h, i, d] * k[b, kv, j, d]
-        s = final_score(s, bias, o, b, h, i, j)  # line 8
+        s = final_score(s, bias, head, b, h, i, j)  # line 8
         m_old = m
         if s > m:
             m = s

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.entry import jit, kernel
-from minimha.kernels.scores import final_score, is_seen
+from minimha.kernels.scores import bend_tile, see_tile
 
 B_R, B_C = 64, 64
 
@@ -51,31 +51,33 @@ def row_block(q, k, v, mask, bias, o, O, L, b, h, i0, rows, B_c):
     m = np.full(rows, o.sinks[h])  # line 5
     l = np.where(m == lowest, 0.0, 1.0)  # float64: a long sum of numbers that are all positive
     O_i = np.zeros((rows, Dv), O.dtype)
-    S = np.empty(B_c, O.dtype)
-    seen = np.empty(B_c, np.bool_)
+    S, biases = np.empty((2, B_c * rows), O.dtype)  # key j and query r meet at j · rows + r
+    seen = np.empty(B_c * rows, np.uint8)
     for j0 in range(0, Lk, B_c):  # line 6
         n = min(B_c, Lk - j0)
         K_j = np.ascontiguousarray(k[b, kv, j0 : j0 + n])  # line 7
         V_j = np.ascontiguousarray(v[b, kv, j0 : j0 + n])
+        see_tile(mask, bias, o, b, h, i0, rows, j0, n, rows, False, seen, biases)
+        for j in range(n):  # line 8
+            for r in range(rows):
+                s = zero
+                for d in range(D):
+                    s += Q_i[r, d] * K_j[j, d]
+                S[j * rows + r] = o.scale * s
+        bend_tile(S, bias, biases, o, b, h, i0, j0, n, rows)
         for r in range(rows):
             m_old = m[r]
-            for j in range(n):  # line 8
-                seen[j] = is_seen(mask, bias, o, b, h, i0 + r, j0 + j)
-                if seen[j]:
-                    s = zero
-                    for d in range(D):
-                        s += Q_i[r, d] * K_j[j, d]
-                    S[j] = final_score(s, bias, o, b, h, i0 + r, j0 + j)
-                    if S[j] > m[r]:
-                        m[r] = S[j]
+            for x in range(r, n * rows, rows):
+                if seen[x] and S[x] > m[r]:
+                    m[r] = S[x]
             shift = zero if m[r] == lowest else m[r]
             correction = math.exp(m_old - shift)  # line 9
             l[r] *= correction
             for d in range(Dv):
                 O_i[r, d] *= correction
             for j in range(n):  # line 10
-                if seen[j]:
-                    p = math.exp(S[j] - shift)
+                if seen[j * rows + r]:
+                    p = math.exp(S[j * rows + r] - shift)
                     l[r] += p
                     for d in range(Dv):
                         O_i[r, d] += p * V_j[j, d]

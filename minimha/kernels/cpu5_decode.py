@@ -22,7 +22,7 @@ from minimha.equations.problem import Problem
 from minimha.kernels.cpu3_vector_tiles import full_panel, has_wild
 from minimha.kernels.cpu4_parallel import TASKS_A_THREAD, readable
 from minimha.kernels.entry import jit, kernel
-from minimha.kernels.scores import bends, final_score, is_seen, key_range, sees
+from minimha.kernels.scores import bends, final_score, head_of, is_seen, key_range, sees
 from minimha.kernels.simd import (
     VECTORS,
     dot_products,
@@ -195,15 +195,16 @@ def finish_scores(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_cut):
     scale, is_bent = S.dtype.type(o.scale), bends(bias, o)
     for r in range(S.shape[0]):
         h, i = first_head + r // Lq, r % Lq
+        head = head_of(o, b, h)
         if is_bent:
             for j in range(n):
-                S[r, j] = final_score(S[r, j], bias, o, b, h, i, j0 + j)
+                S[r, j] = final_score(S[r, j], bias, head, b, h, i, j0 + j)
         else:
             for j in range(n):
                 S[r, j] *= scale
         if is_cut:
             for j in range(n):
-                seen[r, j] = is_seen(mask, bias, o, b, h, i, j0 + j)
+                seen[r, j] = is_seen(mask, bias, head, b, h, i, j0 + j)
                 if not seen[r, j]:
                     S[r, j] = -math.inf
 

@@ -11,6 +11,7 @@ query i0 + r; lanes from ``rows`` on are padding.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,26 +24,44 @@ key_range = jit(visibility.key_range)
 query_range = jit(visibility.query_range)
 
 
+class Head(NamedTuple):
+    """The options of one head, numbers all: numba counts no references of them."""
+
+    left: int
+    right: int
+    offset: int
+    length: int
+    scale: float
+    softcap: float
+    slope: float
+
+
 @jit
-def is_seen(mask, bias, o, b, h, i, j):
+def head_of(o, b, h):
+    slope = o.slopes[h] if o.slopes.size else o.sinks.dtype.type(0)
+    return Head(o.left, o.right, o.q_offset[b], o.kv_lengths[b], o.scale, o.softcap, slope)
+
+
+@glue
+def is_seen(mask, bias, head, b, h, i, j):
     """May query i of head h see key j?"""
-    if not sees(i, j, o.q_offset[b], o.left, o.right, o.kv_lengths[b]):
+    if not sees(i, j, head.offset, head.left, head.right, head.length):
         return False
     if mask.size and not mask[b, h, i, j]:
         return False
     return not (bias.size and bias[b, h, i, j] == -math.inf)
 
 
-@jit
-def final_score(s, bias, o, b, h, i, j):
+@glue
+def final_score(s, bias, head, b, h, i, j):
     """The score of query i and key j from their product ``s``: scaled, capped and biased."""
-    s *= o.scale
-    if o.softcap:
-        s = o.softcap * math.tanh(s / o.softcap)
+    s *= head.scale
+    if head.softcap:
+        s = head.softcap * math.tanh(s / head.softcap)
     if bias.size:
         s += bias[b, h, i, j]
-    if o.slopes.size:
-        s -= o.slopes[h] * abs(i + o.q_offset[b] - j)
+    if head.slope:
+        s -= head.slope * abs(i + head.offset - j)
     return s
 
 

@@ -2,8 +2,8 @@
 
 GNU's OpenMP, on which numba runs its parallel loops on Linux, ends a process that forks after a
 parallel loop and then starts one itself. In a forked child the kernels therefore run serially.
-Numba's own work queue, which it takes where there is neither OpenMP nor TBB, ends a process in which
-two threads start parallel loops at once. There they take turns.
+Numba's own work queue, which it takes where there is neither OpenMP nor TBB, ends a process in
+which two threads start parallel loops at once. There they take turns.
 """
 
 from __future__ import annotations
