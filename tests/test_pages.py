@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from minimha.cli import main
+from minimha.cli import build_parser, main
 
 REPOSITORY = Path(__file__).parent.parent
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "walkthroughs").glob("*.md"))]
 NAMES = [page.name for page in PAGES]
-COMMANDS = sorted(
+WRITTEN = sorted(
     {
         line.strip().removeprefix("python cli.py ")
         for page in PAGES for line in page.read_text(encoding="utf-8").splitlines()
         if line.startswith("    python cli.py ") and ".csv" not in line
     }
 )  # fmt: skip
+COMMANDS = [command for command in WRITTEN if not command.startswith("bench")]
 PICTURES = [command for command in COMMANDS if "--output walkthroughs/pictures/" in command]
 
 
@@ -33,6 +34,11 @@ def test_commands_run(command, capsys, tmp_path):
         arguments[arguments.index("--output") + 1] = str(tmp_path / "picture.svg")
     assert main(arguments) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", sorted(set(WRITTEN) - set(COMMANDS)))
+def test_commands_that_take_minutes_are_well_formed(command):
+    build_parser().parse_args(shlex.split(command))
 
 
 @pytest.mark.parametrize("command", PICTURES)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minimha.equations.problem import Problem
-from minimha.equations.visibility import UNBOUNDED, key_range, sees, visible
+from minimha.equations.visibility import UNBOUNDED, key_range, query_range, sees, visible
 
 DRAWN = {
     "causal": ({"is_causal": True}, ["#....", "##...", "###..", "####.", "#####"]),
@@ -72,3 +72,12 @@ def test_key_range_holds_exactly_the_keys_from_first_to_last_seen(q_offset, left
             ]  # fmt: skip
             first, end = key_range(start, stop, q_offset, left, right, 5)
             assert list(range(first, end)) == seen
+
+
+@pytest.mark.parametrize("q_offset", [-3, 0, 2])
+@pytest.mark.parametrize(("left", "right"), [(UNBOUNDED, 0), (2, 1), (0, UNBOUNDED)])
+def test_query_range_holds_exactly_the_queries_that_see_a_key(q_offset, left, right):
+    for j in range(8):
+        seen = [i for i in range(20) if sees(i, j, q_offset, left, right, 6)]
+        start, stop = query_range(j, q_offset, left, right, 6)
+        assert list(range(start, min(stop, 20))) == seen
