@@ -17,7 +17,7 @@ import numpy as np
 
 from minimha.equations import visibility
 from minimha.kernels.entry import glue, jit
-from minimha.kernels.simd import flat, transpose
+from minimha.kernels.simd import flat, soft_cap, transpose
 
 sees = jit(visibility.sees)
 key_range = jit(visibility.key_range)
@@ -122,9 +122,7 @@ def see_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_in_reach, seen, bia
 def bend_tile(S, bias, biases, o, b, h, i0, j0, n, lanes):
     """Cap and bias a scaled tile of n keys; ``biases`` are those of ``see_tile``."""
     if o.softcap:
-        cap = S.dtype.type(o.softcap)
-        for x in range(n * lanes):
-            S[x] = cap * np.tanh(S[x] / cap)
+        soft_cap(S, 0, n * lanes, o.softcap)
     if bias.size:
         for x in range(n * lanes):
             S[x] += biases[x]

@@ -347,12 +347,10 @@ MANTISSA = {32: 23, 64: 52}
 SMALLEST = {32: -126.0, 64: -1022.0}
 
 
-def _exp(builder, vector, x):
-    """exp(x) of a vector of numbers that are at most 0, or NaN.
+def _reduced(builder, vector, x):
+    """Whole w, r with x = w · ln(2) + r, and where e^x is too small for a normal number.
 
-    x = w · ln(2) + r with w whole. ln(2) comes in two parts, the first so short that w times it is
-    exact (Cody and Waite, 1980). e^r is a polynomial, and w is added to its exponent bits. Below
-    the normal numbers, and for -inf, the result is exactly 0.
+    ln(2) comes in two parts, the first so short that w times it is exact (Cody and Waite, 1980).
     """
     bits = vector.bits
     y = builder.fmul(x, vector.constant(1 / math.log(2)))
@@ -360,21 +358,95 @@ def _exp(builder, vector, x):
     r = x
     for part in LN_2[bits]:
         r = vector.fma(builder, w, vector.constant(-part), r)
-    first, *rest = POLYNOMIAL[bits]
+    return w, r, builder.fcmp_ordered("<", y, vector.constant(SMALLEST[bits]))
+
+
+def _polynomial(builder, vector, coefficients, r):
+    first, *rest = coefficients
     power = vector.constant(first)
     for coefficient in rest:
         power = vector.fma(builder, power, r, vector.constant(coefficient))
+    return power
+
+
+def _times_power_of_2(builder, vector, x, w):
+    """x · 2^w, by adding w to the exponent bits of x."""
+    mantissa = MANTISSA[vector.bits]
     # Added to 1.5 · 2^mantissa a small whole number stands in the lowest bits, NaN or not.
-    mantissa = MANTISSA[bits]
     shifted = builder.bitcast(
         builder.fadd(w, vector.constant(1.5 * 2.0**mantissa)), vector.integers
     )
     exponent = builder.shl(shifted, ir.Constant(vector.integers, [mantissa] * vector.width))
-    scaled = builder.add(builder.bitcast(power, vector.integers), exponent)
-    vanishes = builder.fcmp_ordered("<", y, vector.constant(SMALLEST[bits]))
-    return builder.select(
-        vanishes, vector.constant(0.0), builder.bitcast(scaled, vector.type)
+    return builder.bitcast(
+        builder.add(builder.bitcast(x, vector.integers), exponent), vector.type
     )  # fmt: skip
+
+
+def _exp(builder, vector, x):
+    """exp(x) of a vector of numbers that are at most 0, or NaN.
+
+    Below the normal numbers, and for -inf, the result is exactly 0.
+    """
+    w, r, vanishes = _reduced(builder, vector, x)
+    power = _polynomial(builder, vector, POLYNOMIAL[vector.bits], r)
+    scaled = _times_power_of_2(builder, vector, power, w)
+    return builder.select(vanishes, vector.constant(0.0), scaled)
+
+
+def _tanh(builder, vector, x):
+    """tanh(x) = -e / (e + 2) with e = exp(-2 abs(x)) - 1, which keeps the digits of a small x.
+
+    e = 2^w (e^r - 1) + (2^w - 1), and the polynomial of e^r without its 1 is divisible by r.
+    """
+    one = vector.constant(1.0)
+    size = builder.fmul(vector.call(builder, "fabs", x), vector.constant(-2.0))
+    w, r, vanishes = _reduced(builder, vector, size)
+    power = _times_power_of_2(builder, vector, one, w)
+    rest = builder.fmul(r, _polynomial(builder, vector, POLYNOMIAL[vector.bits][:-1], r))
+    e = vector.fma(builder, power, rest, builder.fsub(power, one))
+    e = builder.select(vanishes, vector.constant(-1.0), e)
+    quotient = builder.fdiv(e, builder.fadd(e, vector.constant(2.0)))
+    return vector.call(builder, "copysign", quotient, x)
+
+
+@intrinsic
+def _cap(typing, S, s, n, cap):
+    """``soft_cap`` of n items, which fill whole vectors."""
+    signature = types.void(S, types.intp, types.intp, S.dtype)
+
+    def generate(context, builder, signature, arguments):
+        S, s, n, cap = arguments
+        vector = Vector(signature.args[0].dtype)
+        S = _pointer(context, builder, signature.args[0], S, s)
+        cap = vector.splat(builder, cap)
+
+        def body(k, _):
+            place = builder.gep(S, [k])
+            ratio = builder.fdiv(vector.load(builder, place), cap)
+            vector.store(builder, builder.fmul(cap, _tanh(builder, vector, ratio)), place)
+            return []
+
+        _loop(builder, n, vector.width, [], body)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@numba.njit(fastmath=FASTMATH)
+def soft_cap(S, s, n, cap):
+    """S = cap · tanh(S / cap) in n items from S[s] on."""
+    width = VECTOR_BITS // (8 * S.itemsize)
+    ready = n // width * width
+    _cap(S, s, ready, S.dtype.type(cap))
+    for x in range(s + ready, s + n):
+        S[x] = cap * math.tanh(S[x] / cap)
+
+
+@numba.njit
+def soft_cap_plain(S, s, n, cap):
+    """Twin of ``soft_cap``."""
+    for x in range(s, s + n):
+        S[x] = cap * math.tanh(S[x] / cap)
 
 
 def _lanes_exp(vectors):

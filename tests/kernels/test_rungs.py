@@ -3,6 +3,8 @@
 That each rung computes attention, with every option, is tested in ``tests/test_backends.py``.
 """
 
+import ctypes
+import mmap
 import multiprocessing
 import os
 import subprocess
@@ -183,6 +185,38 @@ def test_few_queries_decode_and_many_do_not(monkeypatch):
     for Lq in (1, 8, 9):
         cpu.forward(Problem.of(*ragged(Lq=Lq)))
     assert [name.split(".")[-1] for name in taken] == ["cpu5_decode"] * 2 + ["cpu4_parallel"]
+
+
+def up_to_the_edge(array):
+    """A copy whose last byte is the last of a page, with a page behind it that must not be read."""
+    size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = mmap.mmap(-1, size + mmap.PAGESIZE)
+    beyond = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + size
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(beyond, mmap.PAGESIZE, 0) == 0
+    copy = np.frombuffer(pages, array.dtype, array.size, size - array.nbytes).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def read_up_to_the_edge():
+    for Lq, Lk, D in [(1, 7, 17), (3, 333, 64), (17, 31, 5), (200, 100, 80), (49, 97, 16)]:
+        arrays = [up_to_the_edge(x) for x in ragged(Lq=Lq, Lk=Lk, D=D, Dv=D)]
+        scores = (2, 4, Lq, Lk)
+        rng = np.random.default_rng(0)
+        attention(*arrays, attn_mask=up_to_the_edge(rng.random(scores) < 0.7), backend="cpu")
+        bias = up_to_the_edge(rng.standard_normal(scores, np.float32))
+        attention(*arrays, attn_bias=bias, backend="cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are protected as Linux does it")
+def test_nothing_beyond_the_arrays_is_read():
+    """Reading there ends the process, so it is another one."""
+    child = multiprocessing.get_context("spawn").Process(target=read_up_to_the_edge)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 @pytest.mark.parametrize("Lq", [2, 131])

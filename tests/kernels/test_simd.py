@@ -166,6 +166,19 @@ def test_narrower_vectors_pass_the_same_tests(name, features, width):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_a_soft_cap(cap, dtype):
+    sizes = np.geomspace(1e-30, 1e4, 501)
+    S = np.concatenate([[0, np.inf, -np.inf, np.nan], sizes, -sizes]).astype(dtype)
+    expected = cap * np.tanh(S.astype(float) / cap)
+    twin = S.copy()
+    simd.soft_cap(S, 0, S.size, cap)
+    simd.soft_cap_plain(twin, 0, twin.size, cap)
+    for got in (S, twin):
+        np.testing.assert_allclose(got, expected, rtol=4 * np.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint8, np.bool_])
 def test_a_transposition(dtype):
     rows, columns, x_row, y_row = 37, 41, 44, 39
