@@ -81,7 +81,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"minimha {__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(prog="minimha", metavar="command", title="commands")
-    for add in (_add_examples, _add_example, _add_attend, _add_flash, _add_bench, _add_backends):
+    for add in (
+        _add_examples, _add_example, _add_attend, _add_flash, _add_sizes, _add_bench,
+        _add_backends,
+    ):  # fmt: skip
         add(commands)
     return parser
 
@@ -168,6 +171,22 @@ def _add_attend(commands: Any) -> None:
     add("--backend", metavar="NAME", help="auto, dense, tiled; cpu: the output alone")
     add("--labels", metavar="WORDS", help="a word for each token, separated by spaces")
     _add_steps(parser)
+    _add_output(parser)
+
+
+def _add_sizes(commands: Any) -> None:
+    parser = commands.add_parser(
+        "sizes",
+        help="parameters, FLOPs and KV cache of known models",
+        description="Parameters, FLOPs (a multiplication and an addition are two) and KV-cache "
+        "bytes of known models, and what grouped heads save. Exact numbers: --format json.",
+    )
+    parser.set_defaults(run=run_sizes)
+    parser.add_argument("--preset", metavar="NAME", help="one model, as gpt3 (a table of all)")
+    parser.add_argument("--length", type=_count, metavar="N", help="tokens (the most it takes)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), default="float16", help="(float16)"
+    )
     _add_output(parser)
 
 
@@ -258,6 +277,137 @@ def run_backends(args: argparse.Namespace) -> None:
             for name, reason in backends().items()
         ],
     )
+
+
+def run_sizes(args: argparse.Namespace) -> None:
+    """Show a table of all presets, or of one preset's quantities."""
+    import json
+
+    from minimha.layers import presets
+
+    kind = _format(args, only_to_disk=("npz",))
+    if args.preset is not None:
+        chosen = [presets.find(args.preset)]
+    else:
+        chosen = list(presets.PRESETS.values())
+        longest = max(preset.max_length for preset in chosen)
+        if args.length is not None and args.length > longest:
+            raise ValueError(
+                f"--length is {args.length} but no preset was made for more than {longest} tokens"
+            )
+    records = [
+        _size_record(preset, args.length or preset.max_length, args.dtype)
+        for preset in chosen
+        if args.preset is not None or (args.length or 1) <= preset.max_length
+    ]
+    if kind == "json":
+        content = records if args.preset is None else records[0]
+        _put(args, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+        return
+    in_units = _in_units if kind in FOR_READERS else lambda number, unit: str(number)
+    if args.preset is None:
+        title = f"at {args.length or 'its longest'} tokens, in {args.dtype}"
+        rows = [_size_row(record, in_units) for record in records]
+        left_out = [p.name for p in chosen if p.name not in {r["name"] for r in records}]
+        if left_out:
+            title += f"; made for fewer: {', '.join(left_out)}"
+    else:
+        title = f"{chosen[0].name}: {chosen[0].source}"
+        rows = _size_quantities(records[0], in_units)
+    if kind == "text":
+        _show(args, lambda *how: render.tables({title: rows}, how[0]))
+    else:
+        deliver_table(args, title, rows)
+
+
+def _size_record(preset: Any, length: int, dtype: str) -> dict[str, Any]:
+    """Everything about one preset in exact numbers; None for what an encoder does not have."""
+    from dataclasses import asdict
+
+    from minimha.layers import presets
+
+    def parts(count: Any) -> dict[str, int]:
+        return asdict(count) | {"total": count.total}
+
+    writes = preset.is_causal
+    return asdict(preset) | {
+        "length": length,
+        "dtype": dtype,
+        "parameters": parts(presets.parameters(preset)),
+        "weight_bytes": presets.weight_bytes(preset, dtype),
+        "prefill_flops": parts(presets.prefill_flops(preset, length)),
+        "decode_flops": parts(presets.decode_flops(preset, length)) if writes else None,
+        "kv_cache_bytes": presets.kv_cache_bytes(preset, length, dtype) if writes else None,
+        "saved_by_groups": (
+            asdict(presets.saved_by_groups(preset, length, dtype)) if writes else None
+        ),
+    }
+
+
+def _size_row(record: dict[str, Any], in_units: Callable[[int, str], str]) -> dict[str, str]:
+    """One preset in the table of all."""
+    row = {
+        "model": record["name"],
+        "parameters": in_units(record["parameters"]["total"], ""),
+        "H/Hkv": f"{record['num_heads']}/{record['num_kv_heads']}",
+        "length": str(record["length"]),
+        "prefill": in_units(record["prefill_flops"]["total"], "FLOP"),
+        "decode": "-",
+        "KV cache": "-",
+        "saved": "-",
+    }
+    if record["decode_flops"]:
+        saved = record["saved_by_groups"]["kv_cache_bytes"]
+        row["decode"] = in_units(record["decode_flops"]["total"], "FLOP")
+        row["KV cache"] = in_units(record["kv_cache_bytes"], "B")
+        row["saved"] = f"{100 * saved / (saved + record['kv_cache_bytes']):.0f} %"
+    return row
+
+
+def _size_quantities(
+    record: dict[str, Any], in_units: Callable[[int, str], str]
+) -> list[dict[str, str]]:
+    """One preset, a row a quantity."""
+    shape = (
+        "layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocabulary",
+        "max_length", "window",
+    )  # fmt: skip
+    found = {name: str(record[name]) for name in shape if record[name] is not None}
+    length, dtype = record["length"], record["dtype"]
+    labelled = {
+        "parameters": ("parameters", ""),
+        f"prefill of {length} tokens": ("prefill_flops", "FLOP"),
+        f"decode step at {length} tokens": ("decode_flops", "FLOP"),
+    }
+    for label, (name, unit) in labelled.items():
+        parts = record[name] or {}
+        if parts:
+            found[label] = in_units(parts["total"], unit)
+        for part, number in parts.items():
+            if part != "total":
+                found[f"{label}: {part.replace('_', '-')}"] = in_units(number, unit)
+    found[f"weights in {dtype}"] = in_units(record["weight_bytes"], "B")
+    if record["kv_cache_bytes"] is not None:
+        cache = f"KV cache of {length} tokens in {dtype}"
+        saved = record["saved_by_groups"]
+        found[cache] = in_units(record["kv_cache_bytes"], "B")
+        found["grouped heads save: parameters"] = in_units(saved["parameters"], "")
+        found["grouped heads save: prefill"] = in_units(saved["prefill_flops"], "FLOP")
+        found["grouped heads save: decode step"] = in_units(saved["decode_flops"], "FLOP")
+        found["grouped heads save: KV cache"] = in_units(saved["kv_cache_bytes"], "B")
+    return [{"quantity": quantity, "value": value} for quantity, value in found.items()]
+
+
+def _in_units(number: int, unit: str) -> str:
+    """Three digits and a unit: 124 M, 1.21 GiB (bytes in powers of 1024), 717 TFLOP."""
+    base = 1024 if unit == "B" else 1000
+    prefixes = {"": ("", "K", "M", "B", "T"), "B": ("", "Ki", "Mi", "Gi", "Ti")}
+    scaled, power = float(number), 0
+    choices = prefixes.get(unit, ("", "K", "M", "G", "T", "P", "E"))
+    while float(f"{scaled:.0f}") >= base and power + 1 < len(choices):
+        scaled, power = scaled / base, power + 1
+    decimals = 0 if power == 0 else max(0, 3 - len(f"{scaled:.2f}".split(".")[0]))
+    return f"{scaled:.{decimals}f} {choices[power]}{unit}".rstrip()
 
 
 def run_bench(args: argparse.Namespace) -> None:

@@ -363,6 +363,8 @@ def _per_head(
 
 def _narrowed(array: NDArray[Any], compute: np.dtype[Any]) -> NDArray[Any]:
     """``array`` in the compute dtype; what is finite stays finite, at the dtype's limit."""
+    if array.dtype.itemsize <= compute.itemsize:
+        return array.astype(compute, copy=False)
     limit = np.finfo(compute).max
     with np.errstate(over="ignore"):
         narrow = array.astype(compute)

@@ -99,9 +99,10 @@ def see_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_in_reach, seen, bia
         for x in range(size):
             seen[x] = 1
     if bias.size:
+        lowest = biases.dtype.type(-math.inf)
         tile_of(bias, b, h, i0, rows, j0, n, lanes, biases)
         for x in range(size):
-            seen[x] &= biases[x] != -math.inf
+            seen[x] &= biases[x] != lowest
     if not is_in_reach:
         for j in range(n):
             start, stop = query_range(j0 + j, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
