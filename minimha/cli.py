@@ -286,42 +286,34 @@ def run_sizes(args: argparse.Namespace) -> None:
     from minimha.layers import presets
 
     kind = _format(args, only_to_disk=("npz",))
+    in_units = _in_units if kind in FOR_READERS else lambda number, unit: str(number)
     if args.preset is not None:
-        chosen = [presets.find(args.preset)]
+        preset = presets.find(args.preset)
+        if args.length is not None:
+            presets.check_length(preset, args.length)
+        content: Any = _size_record(preset, args.length, args.dtype)
+        title, rows = f"{preset.name}: {preset.source}", _size_quantities(content, in_units)
     else:
-        chosen = list(presets.PRESETS.values())
-        longest = max(preset.max_length for preset in chosen)
+        known = list(presets.PRESETS.values())
+        longest = max(preset.max_length for preset in known)
         if args.length is not None and args.length > longest:
             raise ValueError(
                 f"--length is {args.length} but no preset was made for more than {longest} tokens"
             )
-    records = [
-        _size_record(preset, args.length or preset.max_length, args.dtype)
-        for preset in chosen
-        if args.preset is not None or (args.length or 1) <= preset.max_length
-    ]
+        content = [_size_record(preset, args.length, args.dtype) for preset in known]
+        where = f"at {args.length} tokens" if args.length else "each at its longest"
+        title = f"{where}, in {args.dtype}; saved: part of the cache, by grouped heads"
+        rows = [_size_row(record, in_units) for record in content]
     if kind == "json":
-        content = records if args.preset is None else records[0]
         _put(args, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
-        return
-    in_units = _in_units if kind in FOR_READERS else lambda number, unit: str(number)
-    if args.preset is None:
-        title = f"at {args.length or 'its longest'} tokens, in {args.dtype}"
-        rows = [_size_row(record, in_units) for record in records]
-        left_out = [p.name for p in chosen if p.name not in {r["name"] for r in records}]
-        if left_out:
-            title += f"; made for fewer: {', '.join(left_out)}"
-    else:
-        title = f"{chosen[0].name}: {chosen[0].source}"
-        rows = _size_quantities(records[0], in_units)
-    if kind == "text":
+    elif kind == "text":
         _show(args, lambda *how: render.tables({title: rows}, how[0]))
     else:
         deliver_table(args, title, rows)
 
 
-def _size_record(preset: Any, length: int, dtype: str) -> dict[str, Any]:
-    """Everything about one preset in exact numbers; None for what an encoder does not have."""
+def _size_record(preset: Any, length: int | None, dtype: str) -> dict[str, Any]:
+    """One preset in exact numbers; None for what it does not have: beyond its length, no cache."""
     from dataclasses import asdict
 
     from minimha.layers import presets
@@ -329,13 +321,15 @@ def _size_record(preset: Any, length: int, dtype: str) -> dict[str, Any]:
     def parts(count: Any) -> dict[str, int]:
         return asdict(count) | {"total": count.total}
 
-    writes = preset.is_causal
+    length = length or preset.max_length
+    takes = length <= preset.max_length
+    writes = takes and preset.is_causal
     return asdict(preset) | {
-        "length": length,
+        "length": length if takes else None,
         "dtype": dtype,
         "parameters": parts(presets.parameters(preset)),
         "weight_bytes": presets.weight_bytes(preset, dtype),
-        "prefill_flops": parts(presets.prefill_flops(preset, length)),
+        "prefill_flops": parts(presets.prefill_flops(preset, length)) if takes else None,
         "decode_flops": parts(presets.decode_flops(preset, length)) if writes else None,
         "kv_cache_bytes": presets.kv_cache_bytes(preset, length, dtype) if writes else None,
         "saved_by_groups": (
@@ -346,68 +340,66 @@ def _size_record(preset: Any, length: int, dtype: str) -> dict[str, Any]:
 
 def _size_row(record: dict[str, Any], in_units: Callable[[int, str], str]) -> dict[str, str]:
     """One preset in the table of all."""
-    row = {
+    prefill, decode = record["prefill_flops"], record["decode_flops"]
+    cache, saved = record["kv_cache_bytes"], record["saved_by_groups"]
+    part = 100 * saved["kv_cache_bytes"] / (saved["kv_cache_bytes"] + cache) if saved else None
+    return {
         "model": record["name"],
         "parameters": in_units(record["parameters"]["total"], ""),
         "H/Hkv": f"{record['num_heads']}/{record['num_kv_heads']}",
-        "length": str(record["length"]),
-        "prefill": in_units(record["prefill_flops"]["total"], "FLOP"),
-        "decode": "-",
-        "KV cache": "-",
-        "saved": "-",
+        "length": str(record["length"] or f"≤ {record['max_length']}"),
+        "prefill": in_units(prefill["total"], "FLOP") if prefill else "-",
+        "decode": in_units(decode["total"], "FLOP") if decode else "-",
+        "KV cache": in_units(cache, "B") if decode else "-",
+        "saved": "-" if part is None else f"{part:.3g} %",
     }
-    if record["decode_flops"]:
-        saved = record["saved_by_groups"]["kv_cache_bytes"]
-        row["decode"] = in_units(record["decode_flops"]["total"], "FLOP")
-        row["KV cache"] = in_units(record["kv_cache_bytes"], "B")
-        row["saved"] = f"{100 * saved / (saved + record['kv_cache_bytes']):.0f} %"
-    return row
 
 
 def _size_quantities(
     record: dict[str, Any], in_units: Callable[[int, str], str]
 ) -> list[dict[str, str]]:
     """One preset, a row a quantity."""
-    shape = (
-        "layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocabulary",
-        "max_length", "window",
-    )  # fmt: skip
-    found = {name: str(record[name]) for name in shape if record[name] is not None}
-    length, dtype = record["length"], record["dtype"]
-    labelled = {
-        "parameters": ("parameters", ""),
-        f"prefill of {length} tokens": ("prefill_flops", "FLOP"),
-        f"decode step at {length} tokens": ("decode_flops", "FLOP"),
+    said = {True: "yes", False: "no"}
+    sizes = list(record)[1 : list(record).index("length")]  # the preset's own, but for its name
+    found = {
+        name: said[value] if isinstance(value, bool) else str(value)
+        for name in sizes
+        if name != "source" and (value := record[name]) is not None
     }
-    for label, (name, unit) in labelled.items():
-        parts = record[name] or {}
-        if parts:
-            found[label] = in_units(parts["total"], unit)
-        for part, number in parts.items():
-            if part != "total":
-                found[f"{label}: {part.replace('_', '-')}"] = in_units(number, unit)
+    length, dtype = record["length"], record["dtype"]
+    counts = {
+        "parameters": (record["parameters"], ""),
+        f"prefill of {length} tokens": (record["prefill_flops"], "FLOP"),
+        f"decode step at {length} tokens": (record["decode_flops"] or {}, "FLOP"),
+    }
+    for title, (parts, unit) in counts.items():
+        for part, number in sorted(parts.items(), key=lambda item: item[0] != "total"):
+            name = "" if part == "total" else f": {part.replace('_', '-')}"
+            found[title + name] = in_units(number, unit)
     found[f"weights in {dtype}"] = in_units(record["weight_bytes"], "B")
     if record["kv_cache_bytes"] is not None:
-        cache = f"KV cache of {length} tokens in {dtype}"
+        found[f"KV cache of {length} tokens in {dtype}"] = in_units(record["kv_cache_bytes"], "B")
         saved = record["saved_by_groups"]
-        found[cache] = in_units(record["kv_cache_bytes"], "B")
-        found["grouped heads save: parameters"] = in_units(saved["parameters"], "")
-        found["grouped heads save: prefill"] = in_units(saved["prefill_flops"], "FLOP")
-        found["grouped heads save: decode step"] = in_units(saved["decode_flops"], "FLOP")
-        found["grouped heads save: KV cache"] = in_units(saved["kv_cache_bytes"], "B")
+        units = {"parameters": "", "prefill_flops": "FLOP", "decode_flops": "FLOP"}
+        for name, number in saved.items():
+            what = "KV cache" if name == "kv_cache_bytes" else name.replace("_flops", " FLOPs")
+            found[f"grouped heads save: {what}"] = in_units(number, units.get(name, "B"))
     return [{"quantity": quantity, "value": value} for quantity, value in found.items()]
 
 
 def _in_units(number: int, unit: str) -> str:
-    """Three digits and a unit: 124 M, 1.21 GiB (bytes in powers of 1024), 717 TFLOP."""
+    """Three digits and a unit: 124 M, 1.21 GiB (bytes in powers of 1024), 722 TFLOP."""
     base = 1024 if unit == "B" else 1000
-    prefixes = {"": ("", "K", "M", "B", "T"), "B": ("", "Ki", "Mi", "Gi", "Ti")}
-    scaled, power = float(number), 0
-    choices = prefixes.get(unit, ("", "K", "M", "G", "T", "P", "E"))
-    while float(f"{scaled:.0f}") >= base and power + 1 < len(choices):
-        scaled, power = scaled / base, power + 1
-    decimals = 0 if power == 0 else max(0, 3 - len(f"{scaled:.2f}".split(".")[0]))
-    return f"{scaled:.{decimals}f} {choices[power]}{unit}".rstrip()
+    signs = {"": ("K", "M", "B", "T"), "B": ("Ki", "Mi", "Gi", "Ti")}.get(
+        unit, ("K", "M", "G", "T", "P", "E")
+    )
+    scaled, sign = float(number), ""
+    for larger in signs:
+        if round(scaled) < base:
+            break
+        scaled, sign = scaled / base, larger
+    digits = f"{scaled:#.3g}".rstrip(".") if sign and scaled < 999.5 else f"{scaled:.0f}"
+    return f"{digits} {sign}{unit}".rstrip()
 
 
 def run_bench(args: argparse.Namespace) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from minimha import attention
-from minimha.cli import FORMATS, main
+from minimha.cli import FORMATS, _in_units, main
 
 REPOSITORY = Path(__file__).parent.parent
-COMMANDS = ["examples", "example", "attend", "flash", "backends"]
+COMMANDS = ["examples", "example", "attend", "flash", "sizes", "backends"]
 
 
 @pytest.fixture
@@ -125,6 +125,71 @@ def test_flash_shows_each_block_and_the_same_end(run):
         found
     )
     assert found["kept[naive]"] == 72
+
+
+def test_sizes_of_all_presets_fit_a_terminal(run):
+    lines = shown(run, "sizes --dtype bfloat16").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("each at its longest, in bfloat16")
+    cells = {line[:11].strip(): line[11:].split("  ") for line in lines[2:]}
+    found = {name: [cell.strip() for cell in row if cell.strip()] for name, row in cells.items()}
+    assert found["BERT-Base"][:3] == ["109 M", "12/12", "512"]
+    assert found["BERT-Base"][4:] == ["-", "-", "-"]
+    assert found["GPT-3"][:3] == ["175 B", "96/96", "2048"]
+    assert found["GPT-3"][5:] == ["9.00 GiB", "0 %"]
+    assert found["Llama-3-8B"][5:] == ["1.00 GiB", "75 %"]
+    assert found["Llama-3-70B"][5:] == ["2.50 GiB", "87.5 %"]
+
+
+def test_sizes_beyond_a_models_length_are_left_open(run):
+    lines = shown(run, "sizes --length 1024").splitlines()
+    assert lines[0].startswith("at 1024 tokens, in float16")
+    bert, gpt2 = (next(line for line in lines if line.startswith(name)) for name in ("BERT", "GPT"))
+    assert bert.split()[4:] == ["≤", "512", "-", "-", "-", "-"]
+    assert gpt2.split()[5] == "1024"
+    by_name = {r["name"]: r for r in json.loads(shown(run, "sizes --length 1024 --format json"))}
+    for name in ("length", "prefill_flops", "decode_flops", "kv_cache_bytes", "saved_by_groups"):
+        assert by_name["BERT-Base"][name] is None
+        assert by_name["GPT-3"][name] is not None
+
+
+def test_sizes_of_one_preset_in_units_and_exactly(run):
+    line = "sizes --preset llama-3-8b --length 4096"
+    found = dict(row.split("  ", 1) for row in shown(run, line).splitlines()[2:])
+    found = {name: value.strip() for name, value in found.items()}
+    assert max(map(len, shown(run, line).splitlines())) <= 80
+    assert found["parameters"] == "8.03 B"
+    assert found["weights in float16"] == "15.0 GiB"
+    assert found["KV cache of 4096 tokens in float16"] == "512 MiB"
+    assert found["grouped heads save: KV cache"] == "1.50 GiB"
+    assert found["grouped heads save: parameters"] == "805 M"
+    exact = json.loads(shown(run, f"{line} --dtype float32 --format json"))
+    assert exact["parameters"]["total"] == 8030261248
+    assert exact["kv_cache_bytes"] == 2**30
+    assert exact["saved_by_groups"]["kv_cache_bytes"] == 3 * 2**30
+    assert exact["prefill_flops"]["attention"] == 4 * 32 * 32 * 128 * sum(range(4097))
+    assert "KV cache" not in shown(run, "sizes --preset bert-base")
+
+
+@pytest.mark.parametrize("name", ["s.csv", "s.npz"])
+def test_sizes_for_programs_are_exact(run, tmp_path, name):
+    shown(run, f"sizes --preset gpt2-small --format {name[2:]} --output {name}")
+    assert b"124439808" in (tmp_path / name).read_bytes().replace(b"\0", b"")
+
+
+@pytest.mark.parametrize(
+    ("number", "unit", "text"),
+    [
+        (0, "", "0"), (999, "", "999"), (1000, "", "1.00 K"), (124439808, "", "124 M"),
+        (99_960_000, "", "100 M"), (999_600_000, "", "1.00 B"), (9_999, "", "10.0 K"),
+        (0, "B", "0 B"), (1023, "B", "1023 B"), (1024, "B", "1.00 KiB"),
+        (1_299_227_607, "B", "1.21 GiB"), (1023 * 2**20, "B", "1023 MiB"),
+        (2**30 - 1, "B", "1.00 GiB"), (5 * 2**50, "B", "5120 TiB"),
+        (722_385_206_403_072, "FLOP", "722 TFLOP"), (999, "FLOP", "999 FLOP"),
+    ],
+)  # fmt: skip
+def test_units_have_three_digits(number, unit, text):
+    assert _in_units(number, unit) == text
 
 
 def test_piped_output_is_plain_and_unwrapped():
@@ -306,7 +371,10 @@ def test_its_own_json_is_understood_again(run, numbers, tmp_path):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("command", ["examples", "backends", "example", "flash --tokens 3"])
+@pytest.mark.parametrize(
+    "command",
+    ["examples", "backends", "example", "flash --tokens 3", "sizes", "sizes --preset gpt3"],
+)
 def test_every_format_of_every_command_can_be_written(run, tmp_path, command, format):
     assert run(f"{command} --format {format} --output result") == (0, "", "")
     written = tmp_path / "result"
@@ -432,6 +500,11 @@ BAD_LINES = [
     ("example --format csv --output full", "--output full is not empty: add --force to write"),
     ("flash --block-keys 0", "argument --block-keys: expected a whole number of at least 1"),
     ("flash --tokens 99", "argument --tokens: expected a whole number from 1 to 12"),
+    ("sizes --preset gpt5", "preset is 'gpt5': expected one of BERT-Base, BERT-Large, GPT-2 Small"),
+    ("sizes --preset gpt3 --length 2049", "length is 2049 but GPT-3 was made for at most 2048"),
+    ("sizes --length 8193", "--length is 8193 but no preset was made for more than 8192 tokens"),
+    ("sizes --length 0", "argument --length: expected a whole number of at least 1, came '0'"),
+    ("sizes --dtype int8", "argument --dtype: invalid choice: 'int8'"),
     ("dance", "invalid choice: 'dance'"),
     ("example --dance", "unrecognized arguments: --dance"),
 ]  # fmt: skip
