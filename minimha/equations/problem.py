@@ -252,6 +252,21 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def whole(name: str, value: Any, low: int = 1) -> int:
+    """``value`` as Python's integer, which never wraps as NumPy's do, if it is ``low`` or more.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no integer, or less.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} is {value!r}: expected an integer")
+    if value < low:
+        raise ValueError(f"{name} is {value!r}: expected an integer of at least {low}")
+    return int(value)
+
+
 def _number(name: str, value: Any, compute: np.dtype[Any]) -> float:
     """``value`` as a float that is finite in the compute dtype too."""
     scalar = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value

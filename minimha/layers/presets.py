@@ -6,19 +6,11 @@ num_kv_heads, ``D`` = head_dim, ``F`` = d_ff, ``V`` = vocabulary, ``L`` = tokens
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import astuple, dataclass, replace
 
+from minimha.equations.problem import whole
+
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
-
-
-def _whole(name: str, value: object, low: int) -> int:
-    """``value`` as Python's integer, which never wraps around as NumPy's do."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}: expected an integer")
-    if value < low:
-        raise ValueError(f"{name} is {value}: expected an integer of at least {low}")
-    return int(value)
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,7 @@ class Preset:
             value = getattr(self, size)
             if size != "window" or value is not None:
                 low = 0 if size == "num_segments" else 1
-                object.__setattr__(self, size, _whole(size, value, low))
+                object.__setattr__(self, size, whole(size, value, low))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads is {self.num_kv_heads} but num_heads is {self.num_heads}: H must be "
@@ -229,7 +221,7 @@ def check_length(preset: Preset, length: int) -> int:
     ValueError
         It is not from 1 to the preset's max_length.
     """
-    tokens = _whole("length", length, 1)
+    tokens = whole("length", length, 1)
     if tokens > preset.max_length:
         raise ValueError(
             f"length is {length} but {preset.name} was made for at most {preset.max_length} "

@@ -1,0 +1,185 @@
+"""Positional biases: what is added to a score for the distance between its query and its key."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.equations.problem import as_floating, flag, whole
+
+
+def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
+    """2^(-8/n), 2^(-16/n), …, 2^(-8): ALiBi's slope of each of n heads.
+
+    Where n is no power of two, the slopes of the next smaller power p come first, then every other
+    one of the slopes for 2p, as in the authors' code.
+
+    Returns
+    -------
+    ndarray of shape (H,), float64
+        For ``attention(..., alibi_slopes=...)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``num_heads`` is no integer, or below 1.
+
+    References
+    ----------
+    Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
+    Extrapolation", 2022, section 3.
+
+    Examples
+    --------
+    >>> alibi_slopes(4)
+    array([0.25      , 0.0625    , 0.015625  , 0.00390625])
+    """
+    whole("num_heads", num_heads, 1)
+    n = int(num_heads)
+    p = 1 << (n.bit_length() - 1)
+    between = _geometric(2 * p)[::2]
+    return np.array(_geometric(p) + between[: n - p])
+
+
+def _geometric(n: int) -> list[float]:
+    """Slopes of n heads, a power of two."""
+    return [2 ** (-8 * (h + 1) / n) for h in range(n)]
+
+
+def t5_buckets(
+    q_positions: ArrayLike,
+    k_positions: ArrayLike,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+    bidirectional: bool = True,
+) -> NDArray[np.int64]:
+    """T5's bucket for the distance between each query and each key.
+
+    Near distances have a bucket each, far ones share buckets whose width grows as a logarithm, and
+    all from ``max_distance`` on share the last. With N buckets for one direction and e = N // 2:
+
+        bucket(d) = d                                                        d < e
+                    min(e + floor((N - e) · ln(d / e) / ln(max / e)), N - 1)   d ≥ e
+
+    Borders are compared in whole numbers, so no rounded logarithm moves a distance.
+
+    Parameters
+    ----------
+    q_positions : array_like of shape (Lq,), int
+    k_positions : array_like of shape (Lk,), int
+    num_buckets : int
+        At least 2; even and at least 4 if ``bidirectional``.
+    max_distance : int
+        More than e.
+    bidirectional : bool
+        The second half of the buckets is for keys after the query. If False, all such keys are in
+        bucket 0, for a causal mask hides them.
+
+    Returns
+    -------
+    ndarray of shape (Lq, Lk), int64
+        From 0 to num_buckets - 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A count outside its range, or positions that are not one row of integers.
+
+    References
+    ----------
+    Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+    Transformer", 2020, section 2.1; the formula is in the authors' code.
+
+    Examples
+    --------
+    >>> t5_buckets([100], [0, 84, 93, 99, 100, 101, 107])
+    array([[15, 10,  7,  1,  0, 17, 23]])
+    """
+    q, k = _positions("q_positions", q_positions), _positions("k_positions", k_positions)
+    N = _one_way(num_buckets, flag("bidirectional", bidirectional))
+    whole("max_distance", max_distance, N // 2 + 1)
+    relative = k - q[:, None]
+    distance = abs(relative) if bidirectional else np.maximum(-relative, 0)
+    buckets = np.searchsorted(_borders(N, int(max_distance)), distance, side="right")
+    return np.asarray(buckets + (N * (relative > 0) if bidirectional else 0), np.int64)
+
+
+def t5_bias(
+    table: ArrayLike,
+    q_positions: ArrayLike,
+    k_positions: ArrayLike,
+    max_distance: int = 128,
+    bidirectional: bool = True,
+) -> NDArray[Any]:
+    """T5's learned bias of each head for each query and key: ``table[t5_buckets(…), h]``.
+
+    Parameters
+    ----------
+    table : array_like of shape (num_buckets, H)
+        T5's ``relative_attention_bias.weight``.
+    q_positions, k_positions, max_distance, bidirectional
+        As in ``t5_buckets``.
+
+    Returns
+    -------
+    ndarray of shape (H, Lq, Lk), the table's dtype
+        ``attention(..., attn_bias=bias[None], scale=1)`` is T5's attention, which does not scale.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The table is not 2-D, or as in ``t5_buckets``.
+
+    References
+    ----------
+    Raffel et al., 2020, section 2.1.
+
+    Examples
+    --------
+    >>> t5_bias([[0, 0], [1, -1], [0, 0], [2, -2]], [0, 1], [0, 1])
+    array([[[ 0.,  2.],
+            [ 1.,  0.]],
+           [[ 0., -2.],
+            [-1.,  0.]]])
+    """
+    table = as_floating("table", table)
+    if table.ndim != 2 or table.shape[1] == 0:
+        raise ValueError(f"table has shape {table.shape}: expected (num_buckets, H)")
+    buckets = t5_buckets(q_positions, k_positions, table.shape[0], max_distance, bidirectional)
+    return np.moveaxis(table[buckets], -1, 0)
+
+
+def _one_way(num_buckets: int, bidirectional: bool) -> int:
+    """N, the buckets for one direction."""
+    whole("num_buckets", num_buckets, 4 if bidirectional else 2)
+    if not bidirectional:
+        return int(num_buckets)
+    if num_buckets % 2:
+        raise ValueError(
+            f"num_buckets is {num_buckets}: expected an even number, one half for each direction"
+        )
+    return int(num_buckets) // 2
+
+
+def _borders(N: int, max_distance: int) -> list[int]:
+    """The smallest distance of each bucket from 1 to N - 1."""
+    e, far = N // 2, N - N // 2
+
+    def first(m: int) -> int:
+        # (N - e) · ln(d / e) / ln(max / e) ≥ m is d^far · e^m ≥ max^m · e^far, in integers exactly.
+        bound = max_distance**m * e**far
+        return bisect_left(range(max_distance), bound, key=lambda d: d**far * e**m)
+
+    return [*range(1, e + 1), *(first(m) for m in range(1, far))]
+
+
+def _positions(name: str, value: ArrayLike) -> NDArray[np.int64]:
+    array = np.asarray(value)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}: expected one row of positions")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    return array.astype(np.int64)

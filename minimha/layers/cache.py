@@ -1,0 +1,257 @@
+"""Key/value cache: what earlier tokens left behind, so that a new token costs one row of scores.
+
+A query sees every cached key that the full forward would show it, at the position that it has
+there, so prefill, prefill in chunks and decoding token by token are one computation in parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from minimha.api import attention
+from minimha.equations.problem import as_floating, whole
+from minimha.equations.tap import Tap, no_tap
+
+OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the cache decides
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class KVCache:
+    """Keys and values of the tokens so far, for causal attention.
+
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``L`` tokens of a chunk, ``D``
+    head width, ``Dv`` value width.
+
+    With ``window`` the cache is a ring: token t lies in slot t mod capacity and the oldest tokens
+    are overwritten, so a cache of limited size equals the full forward with
+    ``window_size=(window - 1, 0)`` for any number of tokens. A chunk's first query still needs the
+    window - 1 tokens before it, so a chunk of L tokens fits where min(length, window - 1) + L is at
+    most ``capacity``: window + L - 1 serves chunks of L, ``window`` serves decoding.
+
+    Parameters
+    ----------
+    batch, num_kv_heads, capacity, head_dim : int
+        B, Hkv, tokens that are kept, D.
+    value_dim : int
+        Dv; D if not given.
+    dtype : float16, bfloat16, float32 or float64
+        Of the keys and values.
+    window : int
+        How many tokens a query sees, itself included; at most ``capacity``. None for all.
+
+    Attributes
+    ----------
+    lengths : ndarray of shape (B,), int64
+        Tokens appended so far, those that the ring has dropped included; the position of the next
+        token. A copy.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A size that is no positive integer, another dtype, a window above the capacity.
+
+    References
+    ----------
+    Shazeer, "Fast Transformer Decoding", 2019, section 2.4 (incremental attention); Jiang et al.,
+    "Mistral 7B", 2023, section 2 (rolling buffer).
+
+    Examples
+    --------
+    >>> x = np.array([[[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]])
+    >>> cache = KVCache(1, 1, capacity=3, head_dim=2, dtype=np.float64)
+    >>> cache.append(x[:, :, :2], x[:, :, :2])
+    >>> cache.attend(x[:, :, :2]).round(4)
+    array([[[[1.    , 0.    ],
+             [0.3302, 0.6698]]]])
+    >>> cache.append(x[:, :, 2:], x[:, :, 2:])
+    >>> bool(np.allclose(cache.attend(x[:, :, 2:]), attention(x, x, x, is_causal=True)[:, :, 2:]))
+    True
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: DTypeLike = np.float32,
+        window: int | None = None,
+    ) -> None:
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = {
+            "batch": batch,
+            "num_kv_heads": num_kv_heads,
+            "capacity": capacity,
+            "head_dim": head_dim,
+            "value_dim": value_dim,
+            "window": 1 if window is None else window,
+        }
+        for name, size in sizes.items():
+            whole(name, size)
+        if window is not None and window > capacity:
+            raise ValueError(
+                f"window is {window} but capacity is {capacity}: a query sees window tokens, which "
+                f"must all be cached"
+            )
+        self.window, self.capacity, self.dtype = window, capacity, np.dtype(dtype)
+        if self.dtype.name not in DTYPES:
+            raise TypeError(f"dtype is {self.dtype}: expected one of {', '.join(DTYPES)}")
+        self._k = np.zeros((batch, num_kv_heads, capacity, head_dim), self.dtype)
+        self._v = np.zeros((batch, num_kv_heads, capacity, value_dim), self.dtype)
+        self._lengths: NDArray[np.int64] = np.zeros(batch, np.int64)
+        self._chunk = np.zeros(batch, np.int64), 0  # the last chunk's first positions, and its L
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens appended to each batch entry so far, (B,)."""
+        return np.array(self._lengths)
+
+    @property
+    def key_positions(self) -> NDArray[np.int64]:
+        """Positions of the keys that ``attend`` sees, (B, Lk), in order; -1 where there is none."""
+        positions = self._first()[:, None] + np.arange(self._stored().max())
+        return np.asarray(np.where(positions < self._lengths[:, None], positions, -1), np.int64)
+
+    def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
+        """Copy a chunk's keys and values behind those already there; all of it, or nothing.
+
+        Parameters
+        ----------
+        k : array_like of shape (B, Hkv, L, D), the cache's dtype
+        v : array_like of shape (B, Hkv, L, Dv), the cache's dtype
+        lengths : array_like of shape (B,), int
+            Tokens of each batch entry, from 0 to L; what follows them is padding and is not kept.
+            L for all if not given.
+
+        Raises
+        ------
+        TypeError
+            Another dtype than the cache's.
+        ValueError
+            Shapes that do not fit, or more tokens than there is room for. Nothing is written then.
+        """
+        k, v = as_floating("k", k), as_floating("v", v)
+        for name, array, kept in (("k", k, self._k), ("v", v, self._v)):
+            self._check(name, array, kept)
+        L = k.shape[2]
+        if v.shape[2] != L:
+            raise ValueError(f"v has L={v.shape[2]} but k has L={L}: every key needs one value")
+        added = self._added(lengths, L)
+        self._check_room(added)
+        for b, (start, count) in enumerate(zip(self._lengths, added, strict=True)):
+            slots = np.arange(start, start + count) % self.capacity
+            self._k[b][:, slots] = k[b, :, :count]
+            self._v[b][:, slots] = v[b, :, :count]
+        self._chunk = self._lengths, L
+        self._lengths = self._lengths + added
+
+    def attend(self, q: ArrayLike, *, tap: Tap = no_tap, **options: Any) -> Any:
+        """Causal attention of the last chunk's queries over all that is cached.
+
+        Parameters
+        ----------
+        q : array_like of shape (B, H, L, D)
+            Queries of the chunk that was appended last. Where it was ragged, a row of padding sees
+            no more than the tokens that are there, and its output means nothing.
+        tap : callable ``tap(name, value) -> value``
+            Hears every step of the attention.
+        **options
+            Those of ``minimha.attention``, except what the cache decides: is_causal, q_offset,
+            kv_lengths and window_size. An ``attn_mask`` or ``attn_bias`` covers the keys whose
+            positions are ``key_positions``.
+
+        Returns
+        -------
+        output : ndarray of shape (B, H, L, Dv)
+        lse : ndarray of shape (B, H, L), if ``return_lse``
+
+        Raises
+        ------
+        TypeError, ValueError
+            An option that the cache decides, or queries that do not fit the last chunk.
+        """
+        for name in OWN:
+            if name in options:
+                raise TypeError(f"{name} is no option of attend: the cache knows it")
+        q = as_floating("q", q)
+        starts, L = self._chunk
+        if q.ndim != 4 or q.shape[2] != L:
+            raise ValueError(
+                f"q has shape {q.shape}: expected (B, H, L, D) with L={L}, the queries of the "
+                f"chunk that was appended last"
+            )
+        first = self._first()
+        k, v = self._in_order(self._k, first), self._in_order(self._v, first)
+        return attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            q_offset=starts - first,
+            kv_lengths=self._stored(),
+            window_size=None if self.window is None else (self.window - 1, 0),
+            tap=tap,
+            **options,
+        )
+
+    def _first(self) -> NDArray[np.int64]:
+        """Position of the oldest token that is still there, (B,)."""
+        return np.maximum(self._lengths - self.capacity, 0)
+
+    def _stored(self) -> NDArray[np.int64]:
+        return np.minimum(self._lengths, self.capacity)
+
+    def _in_order(self, kept: NDArray[Any], first: NDArray[np.int64]) -> NDArray[Any]:
+        """What is stored, by position: the ring is cut where its oldest token lies."""
+        Lk = int(self._stored().max())
+        if not first.any():
+            return kept[:, :, :Lk]
+        slots = (first[:, None] + np.arange(Lk)) % self.capacity
+        return np.take_along_axis(kept, slots[:, None, :, None], axis=2)
+
+    def _check(self, name: str, array: NDArray[Any], kept: NDArray[Any]) -> None:
+        B, Hkv, _, width = kept.shape
+        axis = "D" if name == "k" else "Dv"
+        if array.ndim != 4:
+            raise ValueError(f"{name} has shape {array.shape}: expected (B, Hkv, L, {axis})")
+        given = (array.shape[0], array.shape[1], array.shape[3])
+        for letter, got, expected in zip(("B", "Hkv", axis), given, (B, Hkv, width), strict=True):
+            if got != expected:
+                raise ValueError(
+                    f"{name} has {letter}={got} but the cache has {letter}={expected}: "
+                    f"expected ({B}, {Hkv}, L, {width}), got {array.shape}"
+                )
+        if array.dtype != self.dtype:
+            raise TypeError(
+                f"{name} has dtype {array.dtype} but the cache has {self.dtype}: convert it first, "
+                f"so that no rounding goes unseen"
+            )
+
+    def _added(self, lengths: ArrayLike | None, L: int) -> NDArray[np.int64]:
+        B = len(self._lengths)
+        if lengths is None:
+            return np.full(B, L, np.int64)
+        array = np.asarray(lengths)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"lengths is {lengths!r}: expected B={B} integers")
+        if array.shape != (B,):
+            raise ValueError(f"lengths has shape {array.shape}: expected (B,) = ({B},)")
+        if (array < 0).any() or (array > L).any():
+            raise ValueError(f"lengths is {lengths!r}: expected integers from 0 to L={L}")
+        return array.astype(np.int64)
+
+    def _check_room(self, added: NDArray[np.int64]) -> None:
+        """A chunk may overwrite only what none of its queries sees."""
+        needed = self._lengths
+        if self.window is not None:
+            needed = np.minimum(needed, self.window - 1)
+        for b in np.flatnonzero(needed + added > self.capacity):
+            what = "" if self.window is None else f" that a window of {self.window} still sees"
+            raise ValueError(
+                f"k has {added[b]} tokens for batch entry {b}, which holds {needed[b]}{what}: "
+                f"together they exceed capacity={self.capacity}; nothing was written"
+            )

@@ -1,0 +1,507 @@
+"""Rotary position embedding: each pair of numbers in a query or key turns by an angle.
+
+Pair i turns by m · θ_i at position m, with θ_i = base^(-2i/R) for a rotated width of R. A score is
+a product of two turned vectors, so it depends on the difference of their positions only.
+
+Two layouts say which numbers are a pair: half-split (i, i + R/2), Llama's and the default, and
+interleaved (2i, 2i + 1), the paper's and GPT-J's.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.equations.problem import as_floating, flag, whole
+from minimha.equations.tap import Tap, no_tap
+
+
+class Scaling(Protocol):
+    """A rule that slows the rotation, so that a model reads further than it was trained."""
+
+    @property
+    def magnitude(self) -> float:
+        """What cos and sin are multiplied by."""
+
+    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
+        """Return the scaled θ_i, float64, for sequences of ``length``."""
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """θ_i / factor: positions are squeezed into the range of the training.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``factor`` is no number, or below 1.
+
+    References
+    ----------
+    Chen et al., "Extending Context Window of Large Language Models via Position Interpolation",
+    2023.
+    """
+
+    factor: float
+    magnitude: float = field(default=1.0, init=False)
+
+    def __post_init__(self) -> None:
+        _check_at_least("factor", self.factor, 1)
+
+    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
+        """Return θ_i / factor."""
+        return theta / self.factor
+
+
+@dataclass(frozen=True)
+class DynamicNTKScaling:
+    """A base that grows with the sequence: base · (factor · n / n_0 - (factor - 1))^(R / (R - 2)).
+
+    n is the sequence's length and n_0 the training's, ``original_length``; up to n_0 nothing
+    changes. Queries and keys must be rotated for one and the same n: with a cache, give ``length``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``factor`` below 1, or an ``original_length`` that is no positive integer.
+
+    References
+    ----------
+    Peng et al., "YaRN", 2023 (NTK-aware and dynamic scaling), in the form that transformers has.
+    """
+
+    factor: float
+    original_length: int
+    magnitude: float = field(default=1.0, init=False)
+
+    def __post_init__(self) -> None:
+        _check_at_least("factor", self.factor, 1)
+        whole("original_length", self.original_length)
+
+    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
+        """Return θ_i of the grown base."""
+        R = 2 * len(theta)
+        if R < 4:
+            raise ValueError(
+                f"rotary_dim is {R}: dynamic NTK raises to the power R / (R - 2), so it needs "
+                f"at least 4"
+            )
+        n = max(length, self.original_length)
+        growth = self.factor * n / self.original_length - (self.factor - 1)
+        return _theta(base * growth ** (R / (R - 2)), R)
+
+
+@dataclass(frozen=True)
+class YaRNScaling:
+    """Fast pairs keep θ_i, slow pairs get θ_i / factor, a ramp over i lies between.
+
+    A pair that turns ``beta_fast`` times or more within ``original_length`` is fast, one that turns
+    ``beta_slow`` times or fewer is slow. cos and sin are multiplied by ``attention_factor``, which
+    is 0.1 · ln(factor) + 1 where none is given, so that scores grow by its square.
+
+    The ramp is linear in the pair's index between whole indices, as in the authors' code and in
+    transformers; the paper prints it linear in the number of turns.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number outside its range.
+
+    References
+    ----------
+    Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023
+    (NTK by parts, and the temperature of attention).
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_at_least("factor", self.factor, 1)
+        whole("original_length", self.original_length)
+        _check_positive("beta_slow", self.beta_slow)
+        _check_at_least("beta_fast", self.beta_fast, self.beta_slow)
+        if self.attention_factor is not None:
+            _check_positive("attention_factor", self.attention_factor)
+
+    @property
+    def magnitude(self) -> float:
+        """The attention factor."""
+        given = self.attention_factor
+        return 0.1 * math.log(self.factor) + 1 if given is None else float(given)
+
+    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
+        """Return the mixture of θ_i and θ_i / factor."""
+        R = 2 * len(theta)
+        low = max(math.floor(self._index_turning(self.beta_fast, base, R)), 0)
+        high = min(math.ceil(self._index_turning(self.beta_slow, base, R)), R - 1)
+        # Where the ends meet or cross the ramp is a step; the original code gives it this width.
+        width = max(high - low, 0.001)
+        slow = np.clip((np.arange(len(theta)) - low) / width, 0, 1)
+        return theta / self.factor * slow + theta * (1 - slow)
+
+    def _index_turning(self, turns: float, base: float, R: int) -> float:
+        """The pair index i, not rounded, at which original_length · θ_i = 2π · turns."""
+        return R * math.log(self.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """θ_i / factor for long waves, θ_i for short ones, a mixture between.
+
+    With t = original_length · θ_i / 2π turns of pair i in the training's length: t below
+    ``low_freq_factor`` is a long wave, t above ``high_freq_factor`` a short one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number outside its range.
+
+    References
+    ----------
+    "The Llama 3 Herd of Models", 2024; the rule itself is in Meta's code for Llama 3.1
+    (``apply_scaling``).
+    """
+
+    factor: float
+    original_length: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    magnitude: float = field(default=1.0, init=False)
+
+    def __post_init__(self) -> None:
+        _check_at_least("factor", self.factor, 1)
+        whole("original_length", self.original_length)
+        _check_positive("low_freq_factor", self.low_freq_factor)
+        _check_positive("high_freq_factor", self.high_freq_factor)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor is {self.high_freq_factor!r}: expected more than "
+                f"low_freq_factor, {self.low_freq_factor!r}"
+            )
+
+    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
+        """Return the mixture of θ_i and θ_i / factor."""
+        turns = self.original_length * theta / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = np.clip(kept, 0, 1)
+        return theta / self.factor * (1 - kept) + theta * kept
+
+
+@dataclass(frozen=True)
+class RoPE:
+    """Rotary position embedding of heads of width D, of which the first R numbers are rotated.
+
+    Parameters
+    ----------
+    head_dim : int
+        D.
+    base : float
+        More than 1; θ_i = base^(-2i/R).
+    rotary_dim : int
+        R, even, at most D; D if not given. The other D - R numbers stay as they are.
+    interleaved : bool
+        Pairs are (2i, 2i + 1) rather than (i, i + R/2).
+    scaling : LinearScaling, DynamicNTKScaling, YaRNScaling or Llama3Scaling
+
+    Raises
+    ------
+    TypeError, ValueError
+        A width that is odd or no integer, a base that is not above 1, an unknown scaling.
+
+    References
+    ----------
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equation 34.
+
+    Examples
+    --------
+    >>> RoPE(2).rotate([[1, 0], [1, 0]], [0, 1]).round(4)
+    array([[1.    , 0.    ],
+           [0.5403, 0.8415]])
+    """
+
+    head_dim: int
+    base: float = 10000.0
+    rotary_dim: int | None = field(default=None, kw_only=True)
+    interleaved: bool = field(default=False, kw_only=True)
+    scaling: Scaling | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        whole("head_dim", self.head_dim)
+        if self.rotary_dim is not None:
+            whole("rotary_dim", self.rotary_dim)
+        name = "head_dim" if self.rotary_dim is None else "rotary_dim"
+        if self.width % 2:
+            raise ValueError(f"{name} is {self.width}: a rotation turns pairs, so it must be even")
+        if self.width > self.head_dim:
+            raise ValueError(
+                f"rotary_dim is {self.width}: expected at most head_dim={self.head_dim}"
+            )
+        _check_positive("base", self.base)
+        if self.base <= 1:
+            raise ValueError(
+                f"base is {self.base!r}: expected more than 1, later pairs turn slower"
+            )
+        flag("interleaved", self.interleaved)
+        known = (LinearScaling, DynamicNTKScaling, YaRNScaling, Llama3Scaling)
+        if self.scaling is not None and not isinstance(self.scaling, known):
+            names = ", ".join(kind.__name__ for kind in known)
+            raise TypeError(f"scaling is {self.scaling!r}: expected None or one of {names}")
+
+    @property
+    def width(self) -> int:
+        """R, the number of rotated entries."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def frequencies(self, length: int = 1) -> NDArray[np.float64]:
+        """Angle per position of each pair, (R/2,); only dynamic scaling looks at ``length``."""
+        whole("length", length)
+        theta = _theta(self.base, self.width)
+        if self.scaling is None:
+            return theta
+        return np.asarray(self.scaling.frequencies(theta, self.base, length), np.float64)
+
+    def tables(
+        self, positions: ArrayLike, *, repeated: bool = False, length: int | None = None
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """cos(m θ_i) and sin(m θ_i) for the positions m, times YaRN's attention factor.
+
+        Parameters
+        ----------
+        positions : array_like of shape (...), int
+        repeated : bool
+            Store each angle twice, where the two numbers of its pair are: width R, not R/2.
+        length : int
+            Of the sequence, for dynamic scaling; the largest position plus 1 if not given.
+
+        Returns
+        -------
+        cos, sin : ndarray of shape (..., R/2), or (..., R) if ``repeated``, float64
+
+        Examples
+        --------
+        >>> cos, sin = RoPE(4, base=100).tables([0, 1])
+        >>> sin.round(4)
+        array([[0.    , 0.    ],
+               [0.8415, 0.0998]])
+        >>> RoPE(4, base=100).tables([1], repeated=True)[1].round(4)
+        array([[0.8415, 0.0998, 0.8415, 0.0998]])
+        """
+        m = _positions(positions)
+        if length is None:
+            length = max(1, int(m.max(initial=0)) + 1)
+        angles = m[..., None] * self.frequencies(length)
+        if flag("repeated", repeated):
+            angles = _repeat(angles, self.interleaved)
+        magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
+        return np.cos(angles) * magnitude, np.sin(angles) * magnitude
+
+    def rotate(
+        self,
+        x: ArrayLike,
+        positions: ArrayLike,
+        tap: Tap = no_tap,
+        *,
+        length: int | None = None,
+    ) -> NDArray[Any]:
+        """Return ``x`` with each vector turned by its position.
+
+        Parameters
+        ----------
+        x : array_like of shape (..., L, D)
+            Queries or keys. Integers become float64; 16 bits are computed in float32.
+        positions : array_like of shape (L,), or (B, L) for x of shape (B, H, L, D), int
+        tap : callable ``tap(name, value) -> value``
+            Hears cos, sin and rotated.
+        length : int
+            See ``tables``.
+
+        Returns
+        -------
+        ndarray of shape (..., L, D), x's dtype
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``x`` is not of width D, or positions that are no integers or do not fit it.
+        """
+        x = as_floating("x", x)
+        if x.ndim < 2 or x.shape[-1] != self.head_dim:
+            raise ValueError(
+                f"x has shape {x.shape}: expected (..., L, D) with head_dim D={self.head_dim}"
+            )
+        m = _positions(positions)
+        _check_fits("positions", m.shape, x)
+        cos, sin = self.tables(m, length=length)
+        return _rotate(x, cos, sin, self.interleaved, tap)
+
+
+def rotate_by_table(
+    x: ArrayLike,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    positions: ArrayLike | None = None,
+    *,
+    interleaved: bool = False,
+    repeated: bool = False,
+    tap: Tap = no_tap,
+) -> NDArray[Any]:
+    """Return ``x`` turned by angles that are given as a table of cos and sin.
+
+    Parameters
+    ----------
+    x : array_like of shape (..., L, D)
+    cos, sin : array_like of shape (P, R/2), (P, R) if ``repeated``
+        One row a position, looked up by ``positions``. Without ``positions`` one row a token:
+        (L, R/2), or (B, L, R/2) for x of shape (B, H, L, D).
+    positions : array_like of shape (L,), or (B, L) for x of shape (B, H, L, D), int
+        From 0 to P - 1.
+    interleaved : bool
+        Pairs are (2i, 2i + 1) rather than (i, i + R/2).
+    repeated : bool
+        The tables hold each angle twice, where the two numbers of its pair are.
+    tap : callable ``tap(name, value) -> value``
+        Hears cos, sin and rotated.
+
+    Returns
+    -------
+    ndarray of shape (..., L, D), x's dtype
+
+    Raises
+    ------
+    TypeError, ValueError
+        Tables that do not fit each other or x, positions outside the table.
+
+    References
+    ----------
+    Su et al., "RoFormer", 2021, equation 34.
+
+    Examples
+    --------
+    >>> rotate_by_table([[1, 0], [3, 4]], [[1], [0]], [[0], [1]], [1, 0])  # a quarter, none
+    array([[0., 1.],
+           [3., 4.]])
+    """
+    x, cos, sin = as_floating("x", x), as_floating("cos", cos), as_floating("sin", sin)
+    if cos.shape != sin.shape:
+        raise ValueError(f"sin has shape {sin.shape} but cos has {cos.shape}: they must be equal")
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}: expected (..., L, D)")
+    if flag("repeated", repeated):
+        cos, sin = (_once(n, t, interleaved) for n, t in (("cos", cos), ("sin", sin)))
+    if cos.ndim < 2 or not 0 < 2 * cos.shape[-1] <= x.shape[-1]:
+        raise ValueError(
+            f"cos has {cos.shape[-1] if cos.ndim else 0} angles a row, shape {cos.shape}: expected "
+            f"(positions, R/2) with 0 < R and R at most x's width D={x.shape[-1]}"
+        )
+    if positions is not None:
+        m = _positions(positions)
+        if cos.ndim != 2:
+            raise ValueError(f"cos has shape {cos.shape}: with positions, expected (P, R/2)")
+        if m.size and not (m.min() >= 0 and m.max() < len(cos)):
+            raise ValueError(
+                f"positions go from {m.min()} to {m.max()}: the table has the positions 0 to "
+                f"{len(cos) - 1}"
+            )
+        _check_fits("positions", m.shape, x)
+        cos, sin = cos[m], sin[m]
+    else:
+        _check_fits("cos", cos.shape[:-1], x)
+    return _rotate(x, cos, sin, flag("interleaved", interleaved), tap)
+
+
+def _rotate(
+    x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any], interleaved: bool, tap: Tap
+) -> NDArray[Any]:
+    """(x_1 cos - x_2 sin, x_2 cos + x_1 sin) for every pair (x_1, x_2), in x's layout."""
+    compute = np.float64 if x.dtype == np.float64 else np.float32
+    cos, sin = tap("cos", cos.astype(compute)), tap("sin", sin.astype(compute))
+    if cos.ndim == 3:  # (B, L, R/2): the same for all heads
+        cos, sin = cos[:, None], sin[:, None]
+    first, second = _pairs(2 * cos.shape[-1], interleaved)
+    y = x.astype(compute)
+    x_1, x_2 = y[..., first], y[..., second]
+    y[..., first], y[..., second] = x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
+    return np.asarray(tap("rotated", y.astype(x.dtype, copy=False)))
+
+
+def _pairs(R: int, interleaved: bool) -> tuple[slice, slice]:
+    """Where the first and the second numbers of the pairs are."""
+    if interleaved:
+        return slice(0, R, 2), slice(1, R, 2)
+    return slice(0, R // 2), slice(R // 2, R)
+
+
+def _repeat(table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
+    return table.repeat(2, axis=-1) if interleaved else np.concatenate([table, table], axis=-1)
+
+
+def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
+    """The half of ``table`` that the other half repeats."""
+    R = table.shape[-1] if table.ndim else 0
+    if R % 2:
+        raise ValueError(f"{name} has width {R}: a table with every angle twice has even width")
+    first, second = _pairs(R, interleaved)
+    if not np.array_equal(table[..., first], table[..., second]):
+        layout = "interleaved" if interleaved else "half-split"
+        raise ValueError(
+            f"{name} does not hold every angle twice in the {layout} layout: the two numbers of a "
+            f"pair turn by one angle"
+        )
+    return table[..., first]
+
+
+def _theta(base: float, R: int) -> NDArray[np.float64]:
+    return np.asarray(float(base) ** (-np.arange(0, R, 2) / R), np.float64)
+
+
+def _positions(positions: ArrayLike) -> NDArray[np.int64]:
+    try:
+        array = np.asarray(positions)
+    except ValueError as error:
+        raise ValueError(f"positions is not a rectangular array of integers ({error})") from None
+    if array.size == 0:
+        return array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"positions has dtype {array.dtype}: expected integers")
+    return array.astype(np.int64)
+
+
+def _check_fits(name: str, shape: tuple[int, ...], x: NDArray[Any]) -> None:
+    """``shape`` is (L,), or (B, L) where x is (B, H, L, D)."""
+    L = x.shape[-2]
+    if shape == (L,) or (x.ndim == 4 and shape == (x.shape[0], L)):
+        return
+    per_batch = f" or (B, L) = ({x.shape[0]}, {L})" if x.ndim == 4 else ""
+    rows = "" if name == "positions" else ", before the angles,"
+    raise ValueError(
+        f"{name} has shape {shape}{rows} but x has shape {x.shape}: expected (L,) = ({L},)"
+        f"{per_batch}"
+    )
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}: expected a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}: expected a finite number")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    _check_number(name, value)
+    if value <= 0:
+        raise ValueError(f"{name} is {value!r}: expected a positive number")
+
+
+def _check_at_least(name: str, value: Any, least: float) -> None:
+    _check_number(name, value)
+    if value < least:
+        raise ValueError(f"{name} is {value!r}: expected at least {least}")
