@@ -1,0 +1,520 @@
+"""ONNX's operators Attention, RotaryEmbedding and TensorScatter, in ONNX's words.
+
+Inputs and attributes are named, laid out and defaulted as in the operators' specification; what is
+attention is computed by ``minimha.attention``, rotation by ``minimha.layers.rope``.
+The specification: https://onnx.ai/onnx/operators.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.api import attention as minimha_attention
+from minimha.equations.problem import as_floating, flag
+from minimha.layers.rope import rotate_by_table
+
+DOUBLE = 11  # ONNX's numbers of the types that a softmax can be computed in
+PRECISIONS = {1: "float", 10: "float16", DOUBLE: "double", 16: "bfloat16"}
+# The steps that each qk_matmul_output_mode adds to those of the mode before.
+STEPS = (("scores", "scaled"), ("capped",), ("biased", "masked"), ("weights",))
+
+
+class AttentionOutputs(NamedTuple):
+    """What ONNX's Attention returns; ``qk_matmul_output`` is None unless it was asked for."""
+
+    Y: NDArray[Any]
+    present_key: NDArray[Any]
+    present_value: NDArray[Any]
+    qk_matmul_output: NDArray[Any] | None
+
+
+def attention(
+    Q: ArrayLike,
+    K: ArrayLike,
+    V: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    past_key: ArrayLike | None = None,
+    past_value: ArrayLike | None = None,
+    nonpad_kv_seqlen: ArrayLike | None = None,
+    *,
+    is_causal: int = 0,
+    kv_num_heads: int | None = None,
+    left_window_size: int = -1,
+    q_num_heads: int | None = None,
+    qk_matmul_output_mode: int = 0,
+    right_window_size: int = -1,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
+    return_qk_matmul_output: bool = False,
+    backend: str = "auto",
+) -> AttentionOutputs:
+    """softmax(scale · Q Kᵀ + mask) V as ONNX's Attention, opsets 23 to 25.
+
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``P`` past keys,
+    ``L`` new keys, ``Lk`` = P + L, ``D`` head width, ``Dv`` value width.
+
+    Where ONNX differs from ``minimha.attention``:
+
+    - Causality and windows need no offset: query i stands at key position i + P with a past, at
+      i + nonpad_kv_seqlen - Lq with ``nonpad_kv_seqlen``, else at i.
+    - A 3-D array is (B, L, heads · width), not (H, L, D).
+    - ``attn_mask`` is one argument for two things: booleans select (True = may attend), any other
+      dtype is added to the scores, integers too. A mask of three dimensions is (H, Lq, Lk).
+    - 0 is no softcap, -1 is a window side without a limit, flags are 0 and 1.
+    - ONNX rounds to the inputs' type after every step. Here float16 and bfloat16 are computed in
+      float32 and rounded once, which may differ by one unit in the last place.
+
+    Parameters
+    ----------
+    Q : array_like of shape (B, H, Lq, D) or (B, Lq, H * D)
+    K : array_like of shape (B, Hkv, L, D) or (B, L, Hkv * D), the dtype of Q
+    V : array_like of shape (B, Hkv, L, Dv) or (B, L, Hkv * Dv)
+    attn_mask : array_like that broadcasts to (B, H, Lq, Lk), bool or numbers
+        A shorter last axis hides the keys after it, an axis of length 1 all but key 0: opsets 24
+        and 25 say so and ONNX's reference does the same for 23. It must reach the largest
+        ``nonpad_kv_seqlen``.
+    past_key : array_like of shape (B, Hkv, P, D), the dtype of K
+    past_value : array_like of shape (B, Hkv, P, Dv), the dtype of V
+    nonpad_kv_seqlen : array_like of shape (B,), int
+        Only keys j < nonpad_kv_seqlen exist; excludes a past.
+    is_causal : {0, 1}
+    kv_num_heads, q_num_heads : int
+        Hkv and H, needed with 3-D inputs. With 4-D inputs, which say it themselves, they may be
+        given if they agree; opset 25 forbids them there.
+    left_window_size, right_window_size : int
+        Inclusive; -1 is without a limit.
+    qk_matmul_output_mode : {0, 1, 2, 3}
+        What ``qk_matmul_output`` is: scaled scores, those capped, those masked, or the weights.
+        Mode 0 is never capped, as the specification says; ONNX's reference caps it.
+    scale : float
+        1/√D if not given. Not negative, because ONNX multiplies Q and K by √scale each.
+    softcap : float
+        c > 0: scores become c · tanh(score / c).
+    softmax_precision : {1, 10, 11, 16}
+        float, float16, double or bfloat16. Taken as the least precision: 11 makes everything
+        float64, with the others the inputs decide, at least float32.
+    return_qk_matmul_output : bool
+        Also return the debug output, which the dense equations compute a second time. Asking for
+        it does not change Y.
+    backend : str
+        That of ``minimha.attention``, for Y.
+
+    Returns
+    -------
+    AttentionOutputs
+        ``Y`` of shape (B, H, Lq, Dv) or (B, Lq, H * Dv), ``present_key`` (B, Hkv, Lk, D),
+        ``present_value`` (B, Hkv, Lk, Dv), ``qk_matmul_output`` (B, H, Lq, Lk) or None. Y and the
+        debug output have the dtype of Q. A query that sees no key gets 0. Without a past the
+        present is a view of K and V.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An attribute outside its range, 3-D inputs without numbers of heads, inputs that do not fit.
+
+    References
+    ----------
+    ONNX operators, Attention, versions 23, 24 and 25.
+
+    Examples
+    --------
+    >>> x = [[[1, 0, 0, 1], [0, 1, 1, 1]]]
+    >>> attention(x, x, x, q_num_heads=2, kv_num_heads=2, is_causal=1).Y.round(3)
+    array([[[1.  , 0.  , 0.  , 1.  ],
+            [0.33, 0.67, 0.67, 1.  ]]])
+    """
+    given = {"Q": Q, "K": K, "V": V}
+    arrays = {name: as_floating(name, value) for name, value in given.items()}
+    rank = _common_rank(arrays)
+    heads = {"Q": "q_num_heads", "K": "kv_num_heads", "V": "kv_num_heads"}
+    counts = {"q_num_heads": q_num_heads, "kv_num_heads": kv_num_heads}
+    q, k, v = (_by_head(n, a, heads[n], counts[heads[n]]) for n, a in arrays.items())
+    if q.dtype != k.dtype:
+        raise TypeError(f"K has dtype {k.dtype} but Q has {q.dtype}: they must be equal")
+    past = _past_length(past_key, past_value, nonpad_kv_seqlen)
+    k = _with_past("past_key", past_key, "K", k, past)
+    v = _with_past("past_value", past_value, "V", v, past)
+    shape = (*q.shape[:3], k.shape[2])
+    lengths = _lengths(nonpad_kv_seqlen, shape)
+    mask = {} if attn_mask is None else _mask(attn_mask, shape, lengths)
+    double = _is_double(softmax_precision) or np.float64 in (q.dtype, v.dtype)
+    options: dict[str, Any] = {
+        "is_causal": bool(_integer("is_causal", is_causal, 0, 1)),
+        "window_size": _window(left_window_size, right_window_size),
+        "q_offset": past if lengths is None else lengths - shape[2],
+        "kv_lengths": lengths,
+        "scale": None if scale is None else _not_negative("scale", scale, "ONNX takes its root"),
+        "softcap": _not_negative("softcap", softcap, "0 is no cap") or None,
+        **mask,
+    }
+    mode = _integer("qk_matmul_output_mode", qk_matmul_output_mode, 0, 3)
+    is_debugged = flag("return_qk_matmul_output", return_qk_matmul_output)
+    compute = np.float64 if double else np.float32
+    wide = [array.astype(compute, copy=False) for array in (q, k, v)]
+    Y = minimha_attention(*wide, backend=backend, **options).astype(q.dtype, copy=False)
+    debug = _debug_output(wide, options, mode).astype(q.dtype) if is_debugged else None
+    return AttentionOutputs(Y if rank == 4 else _joined(Y), k, v, debug)
+
+
+def rotary_embedding(
+    X: ArrayLike,
+    cos_cache: ArrayLike,
+    sin_cache: ArrayLike,
+    position_ids: ArrayLike | None = None,
+    *,
+    interleaved: int = 0,
+    num_heads: int | None = None,
+    rotary_embedding_dim: int = 0,
+) -> NDArray[Any]:
+    """(x1 cos - x2 sin, x1 sin + x2 cos) of each pair in X, as ONNX's RotaryEmbedding, opset 23.
+
+    Axes: ``B`` batch, ``H`` heads, ``L`` tokens, ``D`` head width, ``R`` rotated width.
+
+    The tables hold each angle once, so they are R / 2 wide. float16 and bfloat16 are computed in
+    float32 and rounded once, where ONNX rounds every product.
+
+    Parameters
+    ----------
+    X : array_like of shape (B, H, L, D) or (B, L, H * D)
+    cos_cache, sin_cache : array_like of shape (positions, R / 2), or (B, L, R / 2)
+        A table of positions with ``position_ids``, else the row of every token.
+    position_ids : array_like of shape (B, L), int
+        From 0 to positions - 1.
+    interleaved : {0, 1}
+        0 pairs entry i with entry i + R / 2, 1 pairs entry 2 i with entry 2 i + 1.
+    num_heads : int
+        H, needed with a 3-D X.
+    rotary_embedding_dim : int
+        R, even; the entries after it are left as they are. 0 is all of D.
+
+    Returns
+    -------
+    ndarray of the shape and dtype of X
+
+    Raises
+    ------
+    TypeError, ValueError
+        An attribute outside its range, a 3-D X without ``num_heads``, tables that do not fit.
+
+    References
+    ----------
+    Su et al., "RoFormer", 2021, equation 34; ONNX operators, RotaryEmbedding, version 23.
+
+    Examples
+    --------
+    A quarter turn:
+
+    >>> rotary_embedding([[[[3, 4]]]], [[0]], [[1]], [[0]])
+    array([[[[-4.,  3.]]]])
+    """
+    x = as_floating("X", X)
+    if x.ndim not in (3, 4):
+        raise ValueError(f"X has shape {x.shape}: expected (B, H, L, D) or (B, L, H · D)")
+    is_flat = x.ndim == 3
+    x = _by_head("X", x, "num_heads", num_heads)
+    B, _, L, D = x.shape
+    R = _integer("rotary_embedding_dim", rotary_embedding_dim, 0, D) or D
+    if R % 2:
+        raise ValueError(
+            f"X would be rotated in R={R} of its D={D} entries, set by rotary_embedding_dim="
+            f"{rotary_embedding_dim}: R must be even, a rotation turns pairs"
+        )
+    cos, sin = (
+        _angles(name, cache, position_ids, (B, L, R // 2))
+        for name, cache in (("cos_cache", cos_cache), ("sin_cache", sin_cache))
+    )
+    is_interleaved = bool(_integer("interleaved", interleaved, 0, 1))
+    Y = rotate_by_table(x, cos, sin, interleaved=is_interleaved)
+    return _joined(Y) if is_flat else Y
+
+
+def tensor_scatter(
+    past_cache: ArrayLike,
+    update: ArrayLike,
+    write_indices: ArrayLike | None = None,
+    *,
+    axis: int = -2,
+    mode: str = "linear",
+) -> NDArray[Any]:
+    """``past_cache`` with ``update`` written from ``write_indices`` on: TensorScatter, opset 24.
+
+    The cache comes back as a new array; nothing is written to the one that was given.
+
+    Parameters
+    ----------
+    past_cache : array_like of shape (B, …, Lmax, …)
+    update : array_like of shape (B, …, L, …), the dtype of ``past_cache``
+        L ≤ Lmax; every other axis as in ``past_cache``.
+    write_indices : array_like of shape (B,), int
+        Where each batch entry's update begins; 0 if not given.
+    axis : int
+        That of Lmax and L; not the batch.
+    mode : {"linear", "circular"}
+        "linear" must end within the cache, "circular" goes on at its start.
+
+    Returns
+    -------
+    ndarray of the shape and dtype of ``past_cache``
+
+    Raises
+    ------
+    TypeError, ValueError
+        An attribute outside its range, shapes that differ elsewhere than in ``axis``, or a linear
+        update that leaves the cache.
+
+    References
+    ----------
+    ONNX operators, TensorScatter, version 24.
+
+    Examples
+    --------
+    >>> tensor_scatter([[[0], [1], [2]]], [[[8], [9]]], [2], mode="circular").tolist()
+    [[[9], [1], [8]]]
+    """
+    cache = np.array(_array("past_cache", past_cache))
+    new = _array("update", update)
+    if mode not in ("linear", "circular"):
+        raise ValueError(f"mode is {mode!r}: expected 'linear' or 'circular'")
+    if cache.ndim < 2:
+        raise ValueError(f"past_cache has shape {cache.shape}: expected a batch and a sequence")
+    axis = _integer("axis", axis, -cache.ndim, cache.ndim - 1) % cache.ndim
+    if axis == 0:
+        raise ValueError("axis is that of the batch: expected the axis of the sequence")
+    fits = new.ndim == cache.ndim and all(
+        a == b or (i == axis and a < b)
+        for i, (a, b) in enumerate(zip(new.shape, cache.shape, strict=True))
+    )
+    if not fits:
+        raise ValueError(
+            f"update has shape {new.shape} but past_cache has {cache.shape}: they may differ in "
+            f"axis {axis} only, where update must not be longer"
+        )
+    if new.dtype != cache.dtype:
+        raise TypeError(f"update has dtype {new.dtype} but past_cache has {cache.dtype}")
+    B, room, L = cache.shape[0], cache.shape[axis], new.shape[axis]
+    start = np.zeros(B, np.int64)
+    if write_indices is not None:
+        start = _integers("write_indices", write_indices, {"B": B})
+    if mode == "linear":
+        _check_within("write_indices", start, 0, room - L, f"{L} entries must fit into {room}")
+    places = start[:, None] + np.arange(L)
+    np.moveaxis(cache, axis, 1)[np.arange(B)[:, None], places % max(room, 1)] = np.moveaxis(
+        new, axis, 1
+    )
+    return cache
+
+
+def _common_rank(arrays: dict[str, NDArray[Any]]) -> int:
+    """3 or 4, the same for Q, K and V."""
+    ranks = {array.ndim for array in arrays.values()}
+    if ranks not in ({3}, {4}):
+        listed = ", ".join(f"{name} has shape {array.shape}" for name, array in arrays.items())
+        raise ValueError(f"{listed}: expected all 4-D (B, H, L, D), or all 3-D (B, L, H · D)")
+    return ranks.pop()
+
+
+def _by_head(name: str, array: NDArray[Any], attribute: str, count: int | None) -> NDArray[Any]:
+    """``array`` as (B, H, L, D), its last axis split into heads if it was 3-D."""
+    if count is not None:
+        count = _integer(attribute, count, 1)
+    if array.ndim == 4:
+        if count not in (None, array.shape[1]):
+            raise ValueError(
+                f"{attribute} is {count} but {name} has {array.shape[1]} heads, shape {array.shape}"
+            )
+        return array
+    if count is None:
+        raise ValueError(
+            f"{attribute} is missing: {name} has shape {array.shape}, (B, L, H · D), which does "
+            f"not say how many heads its last axis holds"
+        )
+    B, L, width = array.shape
+    if width % count:
+        raise ValueError(
+            f"{name} has a last axis of {width}, shape {array.shape}: expected a multiple of "
+            f"{attribute}={count}"
+        )
+    return np.asarray(array.reshape(B, L, count, width // count).swapaxes(1, 2))
+
+
+def _joined(array: NDArray[Any]) -> NDArray[Any]:
+    """(B, H, L, D) as (B, L, H · D)."""
+    B, H, L, D = array.shape
+    return np.asarray(array.swapaxes(1, 2).reshape(B, L, H * D))
+
+
+def _past_length(
+    past_key: ArrayLike | None, past_value: ArrayLike | None, nonpad_kv_seqlen: ArrayLike | None
+) -> int:
+    """P, 0 without a past."""
+    if past_key is None and past_value is None:
+        return 0
+    if past_key is None or past_value is None:
+        missing = "past_key" if past_key is None else "past_value"
+        raise ValueError(f"{missing} is missing: past_key and past_value go together")
+    if nonpad_kv_seqlen is not None:
+        raise ValueError(
+            "nonpad_kv_seqlen came with past_key: it speaks of a cache that K and V hold whole, "
+            "past_key of one that they continue"
+        )
+    shape = np.shape(past_key)
+    if len(shape) != 4:
+        raise ValueError(f"past_key has shape {shape}: expected (B, Hkv, P, D)")
+    return int(shape[2])
+
+
+def _with_past(
+    name: str, past: ArrayLike | None, new_name: str, new: NDArray[Any], length: int
+) -> NDArray[Any]:
+    """The past and the new keys or values, one after the other."""
+    if past is None:
+        return new
+    old = as_floating(name, past)
+    B, Hkv, _, D = new.shape
+    if old.shape != (B, Hkv, length, D):
+        raise ValueError(
+            f"{name} has shape {old.shape}: expected (B, Hkv, P, width) = {(B, Hkv, length, D)}, "
+            f"with the P of past_key and the rest of {new_name}"
+        )
+    if old.dtype != new.dtype:
+        raise TypeError(f"{name} has dtype {old.dtype} but {new_name} has {new.dtype}")
+    return np.concatenate([old, new], axis=2)
+
+
+def _lengths(
+    nonpad_kv_seqlen: ArrayLike | None, shape: tuple[int, ...]
+) -> NDArray[np.int64] | None:
+    if nonpad_kv_seqlen is None:
+        return None
+    lengths = _integers("nonpad_kv_seqlen", nonpad_kv_seqlen, {"B": shape[0]})
+    _check_within("nonpad_kv_seqlen", lengths, 0, shape[3], f"K has {shape[3]} keys")
+    return lengths
+
+
+def _mask(
+    attn_mask: ArrayLike, shape: tuple[int, ...], lengths: NDArray[np.int64] | None
+) -> dict[str, NDArray[Any]]:
+    """The option of ``minimha.attention`` that ``attn_mask`` stands for, 4-D and Lk wide."""
+    array = _array("attn_mask", attn_mask)
+    is_boolean = array.dtype == np.bool_
+    if not is_boolean:
+        array = as_floating("attn_mask", attn_mask)
+    size = array.shape
+    fits = 1 <= array.ndim <= 4 and size[-1] <= shape[-1]
+    if not fits or any(a not in (1, b) for a, b in zip(size[-2::-1], shape[-2::-1], strict=False)):
+        raise ValueError(
+            f"attn_mask has shape {size}: expected 1 to 4 axes that broadcast to (B, H, Lq, Lk) = "
+            f"{shape}, the last one at most Lk; booleans are True where a query may attend, "
+            f"numbers are added to the scores"
+        )
+    if lengths is not None and size[-1] < max(lengths, default=0):
+        raise ValueError(
+            f"attn_mask has shape {size}, a last axis of {size[-1]}: expected at least "
+            f"{max(lengths)}, the largest nonpad_kv_seqlen"
+        )
+    hidden = np.full(
+        (*size[:-1], shape[-1] - size[-1]), False if is_boolean else -np.inf, array.dtype
+    )
+    whole = np.concatenate([array, hidden], axis=-1)
+    name = "attn_mask" if is_boolean else "attn_bias"
+    return {name: whole[(None,) * (4 - whole.ndim)]}
+
+
+def _is_double(softmax_precision: int | None) -> bool:
+    if softmax_precision is not None and softmax_precision not in tuple(PRECISIONS):
+        known = ", ".join(f"{number} ({name})" for number, name in PRECISIONS.items())
+        raise ValueError(f"softmax_precision is {softmax_precision!r}: expected {known}")
+    return softmax_precision == DOUBLE
+
+
+def _window(left: int, right: int) -> tuple[int | None, int | None]:
+    left = _integer("left_window_size", left, -1)
+    right = _integer("right_window_size", right, -1)
+    return None if left < 0 else left, None if right < 0 else right
+
+
+def _debug_output(arrays: list[NDArray[Any]], options: dict[str, Any], mode: int) -> NDArray[Any]:
+    """The last step that the dense equations took up to ``mode``."""
+    wanted = [name for steps in STEPS[: mode + 1] for name in steps]
+    heard: list[NDArray[Any]] = []
+
+    def listen(name: str, value: Any) -> Any:
+        if name in wanted:
+            heard[:] = [value]
+        return value
+
+    minimha_attention(*arrays, backend="dense", tap=listen, **options)
+    return heard[0]
+
+
+def _angles(
+    name: str, cache: ArrayLike, position_ids: ArrayLike | None, shape: tuple[int, int, int]
+) -> NDArray[Any]:
+    """The rows of ``cache`` for every token, (B, L, R / 2)."""
+    table = as_floating(name, cache)
+    B, L, half = shape
+    if position_ids is None:
+        if table.shape != shape:
+            raise ValueError(
+                f"{name} has shape {table.shape}: expected (B, L, R / 2) = {shape}, because no "
+                f"position_ids say which rows of a table to take"
+            )
+        return table
+    if table.ndim != 2 or table.shape[1] != half:
+        raise ValueError(
+            f"{name} has shape {table.shape}: expected (positions, R / 2) with R / 2 = {half}, "
+            f"the rows that position_ids choose from"
+        )
+    rows = _integers("position_ids", position_ids, {"B": B, "L": L})
+    _check_within("position_ids", rows, 0, len(table) - 1, f"{name} has {len(table)} rows")
+    return np.asarray(table[rows])
+
+
+def _integers(name: str, value: ArrayLike, axes: dict[str, int]) -> NDArray[np.int64]:
+    """``value`` as integers of the shape that ``axes`` gives."""
+    array = _array(name, value)
+    if array.shape != tuple(axes.values()):
+        letters = ", ".join(axes) + "," * (len(axes) == 1)
+        raise ValueError(
+            f"{name} has shape {array.shape}: expected ({letters}) = {tuple(axes.values())}"
+        )
+    if array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    return array.astype(np.int64)
+
+
+def _array(name: str, value: ArrayLike) -> NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{name} is not a rectangular array: {error}") from None
+
+
+def _check_within(name: str, array: NDArray[np.int64], low: int, high: int, why: str) -> None:
+    if array.size and not (low <= array.min() and array.max() <= high):
+        raise ValueError(
+            f"{name} is {array.tolist()}: expected integers from {low} to {high}, because {why}"
+        )
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    if not isinstance(value, (numbers.Integral, np.bool_)):
+        raise TypeError(f"{name} is {value!r}: expected an integer")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} is {value!r}: expected an integer {limits}")
+    return number
+
+
+def _not_negative(name: str, value: Any, why: str) -> Any:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}: expected a number")
+    if not value >= 0:  # type: ignore[operator]  # numbers.Real declares no order with int
+        raise ValueError(f"{name} is {value!r}: expected a number of at least 0, because {why}")
+    return value
