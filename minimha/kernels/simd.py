@@ -21,7 +21,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-FASTMATH = {"nsz", "arcp", "contract", "afn", "reassoc"}  # but never nnan or ninf: -inf is real
+FASTMATH = {
+    "nsz",
+    "arcp",
+    "contract",
+    "afn",
+    "reassoc",
+}  # but never nnan or ninf: -inf is real
 VECTORS = 3
 PAIRED = 4  # rows of exponentials that are added pair by pair
 BLOCK = 8  # rows and columns that are transposed in registers
@@ -342,7 +348,10 @@ POLYNOMIAL = {
     ],
     64: [1 / math.factorial(n) for n in range(13, -1, -1)],
 }
-LN_2 = {32: (0.693359375, -2.12194440e-4), 64: (0.693145751953125, 1.42860682030941723e-6)}
+LN_2 = {
+    32: (0.693359375, -2.12194440e-4),
+    64: (0.693145751953125, 1.42860682030941723e-6),
+}
 MANTISSA = {32: 23, 64: 52}
 SMALLEST = {32: -126.0, 64: -1022.0}
 
@@ -568,44 +577,99 @@ def _dots(typing, A, a, a_row, B, b, C, c, depth):
         B = _pointer(context, builder, kinds[3], B, b)
         C = _pointer(context, builder, kinds[5], C, c)
         rows = [builder.gep(A, [builder.mul(INT(r), a_row)]) for r in range(vector.width)]
-        ahead = builder.mul(INT(ROWS_AHEAD), a_row)
 
-        def some_vectors(first, number):
-            """``number`` vectors of one row, then of the next: in the order of memory."""
+        def body(k, sums):
+            right = vector.load(builder, builder.gep(B, [k]))
+            return [
+                vector.fma(builder, vector.load(builder, builder.gep(row, [k])), right, total)
+                for row, total in zip(rows, sums, strict=True)
+            ]
 
-            def body(k, sums):
-                k, totals = builder.add(first, k), []
-                right = [vector.load(builder, builder.gep(B, [k]), u) for u in range(number)]
-                for row, total in zip(rows, sums, strict=True):
-                    place = builder.gep(row, [k])
-                    for u in range(number):
-                        beyond = builder.add(ahead, INT(u * vector.width))
-                        _prefetch(builder, builder.gep(place, [beyond]))
-                        total = vector.fma(builder, vector.load(builder, place, u), right[u], total)
-                    totals.append(total)
-                return totals
-
-            return body
-
-        step = AT_ONCE * vector.width
-        whole = builder.and_(depth, INT(-step))
-        sums = [vector.constant(0.0)] * vector.width
-        sums = _loop(builder, whole, step, sums, some_vectors(INT(0), AT_ONCE))
-        rest = builder.sub(depth, whole)
-        sums = _loop(builder, rest, vector.width, sums, some_vectors(whole, 1))
+        zeros = [vector.constant(0.0)] * vector.width
+        sums = _loop(builder, depth, vector.width, zeros, body)
         vector.store(builder, _sums(builder, vector, sums), C)
         return context.get_dummy_value()
 
     return signature, generate
 
 
+@intrinsic
+def _dots_in_order(typing, A, a, a_row, B, b, C, c, depth):
+    """``_dots``, but row by row, for memory likes to be read in its order, and asking for more."""
+    index = types.intp
+    signature = types.void(A, index, index, B, index, C, index, index)
+
+    def generate(context, builder, signature, arguments):
+        A, a, a_row, B, b, C, c, depth = arguments
+        kinds = signature.args
+        vector = Vector(kinds[5].dtype)
+        A = _pointer(context, builder, kinds[0], A, a)
+        B = _pointer(context, builder, kinds[3], B, b)
+        C = _pointer(context, builder, kinds[5], C, c)
+        ahead = builder.mul(INT(ROWS_AHEAD), a_row)
+        row_sums = builder.bitcast(
+            cgutils.alloca_once(builder, vector.type, vector.width),
+            vector.item.as_pointer(),
+        )
+        step = AT_ONCE * vector.width
+        whole = builder.and_(depth, INT(-step))
+        rest = builder.sub(depth, whole)
+
+        def one_row(r, _):
+            row = builder.gep(A, [builder.mul(r, a_row)])
+
+            def some_vectors(first, number):
+                def body(k, sums):
+                    place = builder.gep(row, [builder.add(first, k)])
+                    other = builder.gep(B, [builder.add(first, k)])
+                    for u in range(number):
+                        beyond = builder.add(ahead, INT(u * vector.width))
+                        _prefetch(builder, builder.gep(place, [beyond]))
+                    return [
+                        vector.fma(
+                            builder,
+                            vector.load(builder, place, u),
+                            vector.load(builder, other, u),
+                            x,
+                        )
+                        for u, x in enumerate(sums)
+                    ]
+
+                return body
+
+            zero = vector.constant(0.0)
+            sums = _loop(builder, whole, step, [zero] * AT_ONCE, some_vectors(INT(0), AT_ONCE))
+            sums[:1] = _loop(builder, rest, vector.width, sums[:1], some_vectors(whole, 1))
+            while len(sums) > 1:
+                sums = [builder.fadd(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
+            vector.store(
+                builder,
+                sums[0],
+                builder.gep(row_sums, [builder.mul(r, INT(vector.width))]),
+            )
+            return []
+
+        _loop(builder, INT(vector.width), 1, [], one_row)
+        of_rows = [vector.load(builder, row_sums, r) for r in range(vector.width)]
+        vector.store(builder, _sums(builder, vector, of_rows), C)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
 @numba.njit(fastmath=FASTMATH)
-def dot_products(A, a, a_row, B, b, C, c, rows, depth):
-    """C[c + r] = Σ_k A[a + r · a_row + k] · B[b + k] for ``rows`` rows of A; flat arrays."""
+def dot_products(A, a, a_row, B, b, C, c, rows, depth, is_new):
+    """C[c + r] = Σ_k A[a + r · a_row + k] · B[b + k] for ``rows`` rows of A; flat arrays.
+
+    ``is_new`` says that A comes from memory and not from the cache.
+    """
     width = VECTOR_BITS // (8 * C.itemsize)
     ready, whole = rows // width * width, depth // width * width
     for r in range(0, ready, width):
-        _dots(A, a + r * a_row, a_row, B, b, C, c + r, whole)
+        if is_new:
+            _dots_in_order(A, a + r * a_row, a_row, B, b, C, c + r, whole)
+        else:
+            _dots(A, a + r * a_row, a_row, B, b, C, c + r, whole)
     for r in range(rows):
         first = whole if r < ready else 0
         if first < depth:

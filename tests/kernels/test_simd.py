@@ -91,13 +91,14 @@ def test_what_is_too_small_for_a_normal_number_becomes_0(dtype):
     assert (sums == 0).all()
 
 
+@pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (5, 64), (16, 13), (37, 80), (32, 5), (3, 0)])
-def test_dot_products(rows, depth, dtype):
+def test_dot_products(rows, depth, is_new, dtype):
     A, B = numbers(rows + 1, depth + 2, dtype=dtype), numbers(depth + 4, dtype=dtype)
     C = np.zeros(rows + 2, dtype)
     expected = C.copy()
-    simd.dot_products(A, 1, depth + 2, B, 4, C, 2, rows, depth)
+    simd.dot_products(A, 1, depth + 2, B, 4, C, 2, rows, depth, is_new)
     simd.dot_products_plain(A, 1, depth + 2, B, 4, expected, 2, rows, depth)
     np.testing.assert_allclose(C, expected, atol=200 * np.finfo(dtype).eps)
 
