@@ -1,0 +1,199 @@
+"""flash-attention's ``flash_attn_func``: lengths before heads, causal from the bottom right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.api import attention
+from minimha.equations.problem import as_floating, flag
+
+Array = NDArray[Any]
+
+
+def flash_attn_func(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    learnable_sink: ArrayLike | None = None,
+    query_padding_mask: ArrayLike | None = None,
+    key_padding_mask: ArrayLike | None = None,
+    key_leftpad: ArrayLike | None = None,
+    attention_chunk: int = 0,
+    sink_token_length: int = 0,
+    backend: str = "auto",
+) -> tuple[Array, Array]:
+    """softmax(scale · Q Kᵀ) V in the conventions of the flash-attention package and its reference.
+
+    Where it differs from ``minimha.attention``:
+
+    - Arrays are (B, L, H, D), the log-sum-exp is (B, H, Lq).
+    - ``causal`` and windows are aligned bottom-right: the last query that is no padding stands at
+      the last key that is none, so query i of batch entry b stands at i + (keys - queries)[b].
+    - A window side of -1 is unbounded, and None too; ``softcap=0`` is none.
+    - Padding masks say True = **keep**. A padded query gets 0.
+    - ``alibi_slopes`` may differ in every batch entry. The package's causal kernels add slope · j
+      alone, which shifts their log-sum-exp by a constant a row; here it is the formula's.
+
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
+
+    Parameters
+    ----------
+    q : array_like of shape (B, Lq, H, D)
+    k : array_like of shape (B, Lk, Hkv, D)
+    v : array_like of shape (B, Lk, Hkv, Dv)
+    softmax_scale : float
+        1/√D if not given.
+    causal : bool
+        No key after the query; the right side of a window becomes 0.
+    window_size : pair of int
+        (left, right), both inclusive.
+    softcap : float
+        Positive c: scores become c · tanh(score / c).
+    alibi_slopes : array_like of shape (H,) or (B, H)
+    learnable_sink : array_like of shape (H,)
+        A score a head that joins the denominator and has no value.
+    query_padding_mask : array_like of shape (B, Lq), bool
+    key_padding_mask : array_like of shape (B, Lk), bool
+    key_leftpad : array_like of shape (B,), int
+        The first keys of each batch entry that are padding.
+    attention_chunk : int
+        Positive c: positions fall into chunks of c, and a query sees its own chunk only.
+    sink_token_length : int
+        So many first tokens are visible however far to the left the window begins.
+    backend : str
+        That of ``minimha.attention``.
+
+    Returns
+    -------
+    output : ndarray of shape (B, Lq, H, Dv), the inputs' common dtype
+        A query that sees no key gets 0.
+    lse : ndarray of shape (B, H, Lq), float32 or float64
+        -inf for a query that sees no key and has no sink.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument that does not fit, named in a sentence.
+
+    References
+    ----------
+    Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023;
+    flash-attention's tests, ``attention_ref``.
+
+    Examples
+    --------
+    Two queries, three keys: the first query stands at the second key.
+
+    >>> q, k, v = np.zeros((1, 2, 1, 1)), np.zeros((1, 3, 1, 1)), np.array([2.0, 4.0, 9.0])
+    >>> flash_attn_func(q, k, v.reshape(1, 3, 1, 1), causal=True)[0].ravel()
+    array([3., 5.])
+    """
+    given = {"q": q, "k": k, "v": v}
+    q4, k4, v4 = (_heads_first(name, array) for name, array in given.items())
+    B, H, Lq, _ = q4.shape
+    Lk = k4.shape[2]
+    left, right = _window(window_size)
+    right = 0 if flag("causal", causal) else right
+    leftpad = _leftpad(key_leftpad, B, Lk)
+    queries = _padding("query_padding_mask", query_padding_mask, (B, Lq))
+    keys = _padding("key_padding_mask", key_padding_mask, (B, Lk))
+    # Positions of keys count from the first behind the padding at the left.
+    offset = keys.sum(axis=1) - queries.sum(axis=1)
+    i = np.arange(Lq)[:, None] + offset[:, None, None]  # (B, Lq, 1)
+    j = np.arange(Lk) - leftpad[:, None, None]  # (B, 1, Lk)
+    visible = queries[:, :, None] & keys[:, None, :] & (j >= 0)
+    if _count("sink_token_length", sink_token_length) and left is not None:
+        visible &= (j >= i - left) | (j < sink_token_length)
+        left = None
+    if _count("attention_chunk", attention_chunk):
+        visible &= j // attention_chunk == i // attention_chunk
+    output: Array
+    lse: Array
+    output, lse = attention(
+        q4,
+        k4,
+        v4,
+        window_size=(left, right),
+        q_offset=offset + leftpad,
+        attn_mask=visible[:, None],
+        attn_bias=_alibi(alibi_slopes, (B, H), abs(i - j)),
+        scale=softmax_scale,
+        softcap=softcap or None,
+        sinks=learnable_sink,
+        return_lse=True,
+        backend=backend,
+    )
+    return np.asarray(output.swapaxes(1, 2)), lse
+
+
+def _heads_first(name: str, value: ArrayLike) -> Array:
+    array = as_floating(name, value)
+    if array.ndim != 4:
+        raise ValueError(f"{name} has shape {array.shape}: expected 4 axes (B, L, H, D)")
+    return np.asarray(array.swapaxes(1, 2))
+
+
+def _window(window_size: Any) -> tuple[int | None, int | None]:
+    """(left, right) with None for a side without a limit, which -1 is here."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(
+            f"window_size is {window_size!r}: expected a pair (left, right) of counts of keys, -1 "
+            f"for a side without a limit"
+        )
+    left, right = (None if side == -1 else side for side in window_size)
+    return left, right
+
+
+def _leftpad(value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
+    if value is None:
+        return np.zeros(B, np.int64)
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"key_leftpad has dtype {array.dtype}: expected integers")
+    if array.shape != (B,):
+        raise ValueError(f"key_leftpad has shape {array.shape}: expected (B,) = ({B},)")
+    if ((array < 0) | (array > Lk)).any():
+        raise ValueError(f"key_leftpad is {value!r}: expected integers from 0 to Lk={Lk}")
+    return array.astype(np.int64)
+
+
+def _padding(name: str, value: ArrayLike | None, shape: tuple[int, int]) -> NDArray[np.bool_]:
+    if value is None:
+        return np.ones(shape, np.bool_)
+    array = np.asarray(value)
+    if array.dtype != np.bool_:
+        raise TypeError(f"{name} has dtype {array.dtype}: expected bool, True = keep")
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}: expected (B, L) = {shape}")
+    return array
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} is {value!r}: expected an integer")
+    if value < 0:
+        raise ValueError(f"{name} is {value}: expected 0, for none, or a positive integer")
+    return int(value)
+
+
+def _alibi(
+    slopes: ArrayLike | None, shape: tuple[int, int], distance: NDArray[np.int64]
+) -> Array | None:
+    """The bias (B, H, Lq, Lk) of slopes, one a head or one a batch entry and head."""
+    if slopes is None:
+        return None
+    array = as_floating("alibi_slopes", slopes)
+    if array.shape not in (shape, shape[1:]):
+        raise ValueError(
+            f"alibi_slopes has shape {array.shape}: expected (H,) = {shape[1:]} or (B, H) = {shape}"
+        )
+    return np.asarray(-np.broadcast_to(array, shape)[:, :, None, None] * distance[:, None])

@@ -1,0 +1,561 @@
+"""PyTorch's attentions: scaled_dot_product_attention, flex_attention and MultiheadAttention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.api import attention
+from minimha.equations.problem import as_floating, flag
+
+Array = NDArray[Any]
+
+
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: str = "auto",
+) -> Array:
+    """softmax(scale · Q Kᵀ + mask) V, as ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Where it differs from ``minimha.attention``:
+
+    - One ``attn_mask`` for both kinds: bool (True = may attend) hides, float is added.
+    - ``is_causal`` is aligned top-left, ``q_offset=0``, also where Lq ≠ Lk.
+    - Any number of leading axes; they broadcast, and so do those of the mask.
+    - Fewer key heads than query heads need ``enable_gqa``; K and V may then differ in heads.
+
+    A query that sees no key gets 0, in both. torch adds the mask even where it is False, so a NaN
+    in a hidden key reaches its output; here it does not.
+
+    Axes: ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys, ``D`` head width,
+    ``Dv`` value width.
+
+    Parameters
+    ----------
+    query : array_like of shape (..., H, Lq, D) or (Lq, D)
+    key : array_like of shape (..., Hkv, Lk, D) or (Lk, D)
+    value : array_like of shape (..., Hkv, Lk, Dv) or (Lk, Dv)
+    attn_mask : array_like broadcastable to (..., H, Lq, Lk), 2 dimensions at least, bool or float
+    dropout_p : float
+        0; minimha computes inference.
+    is_causal : bool
+        Query i sees keys j ≤ i. A mask given too must also agree.
+    scale : float
+        1/√D if not given.
+    enable_gqa : bool
+        Query head h reads key/value head h // (H // Hkv).
+    backend : str
+        That of ``minimha.attention``.
+
+    Returns
+    -------
+    ndarray of shape (..., H, Lq, Dv), the inputs' common dtype
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument that does not fit, named in a sentence.
+
+    References
+    ----------
+    PyTorch 2.13, torch.nn.functional.scaled_dot_product_attention.
+
+    Examples
+    --------
+    Three queries, two keys: the causal mask begins at the top left.
+
+    >>> q, k, v = np.zeros((3, 1)), np.zeros((2, 1)), np.array([[2.0], [4.0]])
+    >>> scaled_dot_product_attention(q, k, v, is_causal=True).ravel()
+    array([2., 3., 3.])
+    """
+    _refuse_dropout(dropout_p)
+    q, k, v = _arrays(query, key, value, least=2)
+    if flag("enable_gqa", enable_gqa):
+        lead, (q, k, v) = _grouped(q, k, v)
+    else:
+        lead = _leading(q, k, v)
+        q, k, v = (_four(array, (*lead, *array.shape[-2:])) for array in (q, k, v))
+    output = attention(
+        q,
+        k,
+        v,
+        is_causal=is_causal,
+        q_offset=0,
+        scale=scale,
+        backend=backend,
+        **_sdpa_mask(attn_mask, (*lead, q.shape[-2], k.shape[-2])),
+    )
+    return np.reshape(output, (*lead, *output.shape[-2:]))
+
+
+def flex_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    *,
+    backend: str = "auto",
+) -> Any:
+    """softmax(score_mod(scale · Q Kᵀ)) V, as ``torch.nn.attention.flex_attention``.
+
+    Where it differs from ``minimha.attention``: masks and biases are functions of indices. They are
+    called once here, with integer arrays b (B, 1, 1, 1), h (1, H, 1, 1), q_idx (1, 1, Lq, 1) and
+    kv_idx (1, 1, 1, Lk), and must work on arrays: ``np.where``, not ``if``. Where it differs from
+    torch: ``mask_mod`` takes the place of ``block_mask``, whose blocks are an optimisation.
+
+    ``score_mod`` may do anything to a score, so it is no bias. The scores are computed with NumPy
+    here, modified, and handed over as the bias of queries and keys of zeros: 0 + bias is exact,
+    while the difference score_mod(s) - s would lose digits where s is large.
+
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
+
+    Parameters
+    ----------
+    query : array_like of shape (B, H, Lq, D)
+    key : array_like of shape (B, Hkv, Lk, D) or (1, Hkv, Lk, D)
+    value : array_like of shape (B, Hkv, Lk, Dv) or (1, Hkv, Lk, Dv)
+    score_mod : callable ``score_mod(score, b, h, q_idx, kv_idx) -> score``
+        Sees the scaled scores (B, H, Lq, Lk); what it returns must broadcast to that shape.
+    mask_mod : callable ``mask_mod(b, h, q_idx, kv_idx) -> bool``
+        True = may attend.
+    scale : float
+        1/√D if not given.
+    enable_gqa : bool
+        Allows Hkv to be a divisor of H; they must be equal otherwise.
+    return_lse : bool
+        Return the log-sum-exp too, -inf where a query sees no key.
+    backend : str
+        That of ``minimha.attention``.
+
+    Returns
+    -------
+    output : ndarray of shape (B, H, Lq, Dv), the inputs' common dtype
+    lse : ndarray of shape (B, H, Lq), float32 or float64, if ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument that does not fit, named in a sentence.
+
+    References
+    ----------
+    Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels",
+    2024.
+
+    Examples
+    --------
+    >>> x = np.arange(4.0).reshape(1, 1, 4, 1)
+    >>> flex_attention(x, x, x, mask_mod=lambda b, h, q, kv: q == kv).ravel()
+    array([0., 1., 2., 3.])
+    """
+    q, k, v = _arrays(query, key, value, least=4)
+    for name, array in (("query", q), ("key", k), ("value", v)):
+        if array.ndim != 4:
+            raise ValueError(f"{name} has shape {array.shape}: expected 4 axes (B, H, L, D)")
+    if not flag("enable_gqa", enable_gqa) and not q.shape[1] == k.shape[1] == v.shape[1]:
+        raise ValueError(_differing_heads(q, k, v))
+    _, (q, k, v) = _grouped(q, k, v)
+    shape = (*q.shape[:3], k.shape[2])
+    indices = np.ogrid[tuple(slice(size) for size in shape)]
+    visible = None if mask_mod is None else _called("mask_mod", mask_mod, indices, shape)
+    if visible is not None and visible.dtype != np.bool_:
+        raise TypeError(
+            f"mask_mod returned {visible.dtype}: expected bool, True where a query may attend to "
+            f"a key; scores are changed in score_mod"
+        )
+    bias = None
+    if score_mod is not None:
+        scores = _scores(q, k, scale)
+        bias = _called("score_mod", score_mod, (scores, *indices), shape)
+        q, k, scale = np.zeros_like(q[..., :1]), np.zeros_like(k[..., :1]), None
+    return attention(
+        q,
+        k,
+        v,
+        attn_mask=visible,
+        attn_bias=bias,
+        scale=scale,
+        return_lse=return_lse,
+        backend=backend,
+    )
+
+
+def multihead_attention(
+    params: Mapping[str, ArrayLike],
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    num_heads: int,
+    key_padding_mask: ArrayLike | None = None,
+    attn_mask: ArrayLike | None = None,
+    is_causal: bool = False,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    add_zero_attn: bool = False,
+    batch_first: bool = False,
+    backend: str = "auto",
+) -> tuple[Array, Array | None]:
+    """concat(head_0, …) W_oᵀ + b_o, as ``torch.nn.MultiheadAttention`` in inference.
+
+    Where it differs from ``minimha.attention``:
+
+    - A bool mask says True = **ignore**, in both masks; a float mask is added.
+    - The batch is the second axis unless ``batch_first``.
+    - Weights are (out, in), applied as x @ W.T.
+    - ``bias_k`` and ``bias_v``, then the zero key of ``add_zero_attn``, are appended as further
+      keys at the end, which no mask hides; the weights have columns for them.
+
+    Where it differs from torch: a query that sees no key has heads of 0, so its output is b_o and
+    its weights are 0. torch gives NaN in most modes, and this in one. Asking for weights never
+    changes the output.
+
+    Axes: ``B`` batch, ``H`` heads, ``Lq``, ``Lk``, ``E`` model width, ``Ek`` and ``Ev`` the widths
+    of key and value (torch's kdim, vdim), which ``params`` tell.
+
+    Parameters
+    ----------
+    params : mapping of str to array_like
+        The module's ``state_dict()``: in_proj_weight (3E, E), or q_proj_weight (E, E),
+        k_proj_weight (E, Ek) and v_proj_weight (E, Ev); out_proj.weight (E, E); where the module
+        has them in_proj_bias (3E,), out_proj.bias (E,), bias_k and bias_v (1, 1, E).
+    query : array_like of shape (Lq, B, E), (B, Lq, E) if ``batch_first``, or (Lq, E)
+    key : array_like of shape (Lk, B, Ek), (B, Lk, Ek) or (Lk, Ek)
+    value : array_like of shape (Lk, B, Ev), (B, Lk, Ev) or (Lk, Ev)
+    num_heads : int
+        H, a divisor of E.
+    key_padding_mask : array_like of shape (B, Lk), (Lk,) without a batch, bool or float
+    attn_mask : array_like of shape (Lq, Lk) or (B * H, Lq, Lk), bool or float
+    is_causal : bool
+        torch's hint that ``attn_mask`` is causal; the mask itself is what counts.
+    need_weights : bool
+        Return the weights too.
+    average_attn_weights : bool
+        Return their mean over the heads.
+    add_zero_attn, batch_first : bool
+        As given to the module's constructor.
+    backend : str
+        That of ``minimha.attention``.
+
+    Returns
+    -------
+    output : ndarray of query's shape
+    weights : ndarray of shape (B, Lq, Lk + extra), (B, H, Lq, Lk + extra) without the mean, without
+        B if query has none; None if not ``need_weights``
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument or a parameter that does not fit, named in a sentence.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2; PyTorch 2.13,
+    torch.nn.MultiheadAttention.
+
+    Examples
+    --------
+    One token attends to itself: identity projections give it back.
+
+    >>> I = np.eye(2)
+    >>> params = {"in_proj_weight": np.concatenate([I, I, I]), "out_proj.weight": I}
+    >>> x = np.array([[3.0, 4.0]])
+    >>> multihead_attention(params, x, x, x, num_heads=2)
+    (array([[3., 4.]]), array([[1.]]))
+    """
+    if flag("is_causal", is_causal) and attn_mask is None:
+        raise ValueError("is_causal is True but attn_mask is None: torch's hint needs the mask")
+    given = {"query": query, "key": key, "value": value}
+    inputs = [as_floating(name, array) for name, array in given.items()]
+    dtype = np.result_type(*inputs)
+    compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    inputs, is_batched = _batch_first(inputs, flag("batch_first", batch_first))
+    B, Lq, E = inputs[0].shape
+    Lk = inputs[1].shape[1]
+    H = _num_heads(num_heads, E)
+    q, k, v = _projected(params, [x.astype(compute, copy=False) for x in inputs])
+    k, v, extra = _with_extra_keys(params, k, v, flag("add_zero_attn", add_zero_attn))
+    q, k, v = (x.reshape(B, -1, H, E // H).swapaxes(1, 2) for x in (q, k, v))
+    masks = _mha_masks(key_padding_mask, attn_mask, (B, H, Lq, Lk), is_batched, extra)
+    heads = attention(q, k, v, backend=backend, **masks)
+    concat = heads.swapaxes(1, 2).reshape(B, Lq, E)
+    output = concat @ _parameter(params, "out_proj.weight", (E, E), compute).T
+    if "out_proj.bias" in params:
+        output = output + _parameter(params, "out_proj.bias", (E,), compute)
+    output = output.astype(dtype, copy=False)
+    if not is_batched:
+        output = output[0]
+    elif not batch_first:
+        output = output.swapaxes(0, 1)
+    if not flag("need_weights", need_weights):
+        return output, None
+    # Each query's average of the rows of the identity is its row of weights, on every backend.
+    one_hot = np.broadcast_to(np.eye(Lk + extra, dtype=compute), (B, H, Lk + extra, Lk + extra))
+    weights = attention(q, k, one_hot, backend=backend, **masks)
+    if flag("average_attn_weights", average_attn_weights):
+        weights = weights.mean(axis=1)
+    weights = weights.astype(dtype, copy=False)
+    return output, weights if is_batched else weights[0]
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if dropout_p != 0:
+        raise ValueError(
+            f"dropout_p is {dropout_p!r}: expected 0, minimha computes inference, where nothing is "
+            f"dropped"
+        )
+
+
+def _arrays(query: ArrayLike, key: ArrayLike, value: ArrayLike, least: int) -> list[Array]:
+    """The three as floating arrays whose last two axes fit together."""
+    given = {"query": query, "key": key, "value": value}
+    q, k, v = arrays = [as_floating(name, array) for name, array in given.items()]
+    for name, array in zip(given, arrays, strict=True):
+        if array.ndim < least:
+            raise ValueError(
+                f"{name} has shape {array.shape}: expected {least} axes at least, (..., L, D)"
+            )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"key has D={k.shape[-1]} but query has D={q.shape[-1]}: a score is a product over D"
+        )
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(
+            f"value has Lk={v.shape[-2]} but key has Lk={k.shape[-2]}: every key needs one value"
+        )
+    return arrays
+
+
+def _leading(q: Array, k: Array, v: Array) -> tuple[int, ...]:
+    """The leading axes, all but the last two, that the three broadcast to."""
+    try:
+        return np.broadcast_shapes(*(array.shape[:-2] for array in (q, k, v)))
+    except ValueError:
+        raise ValueError(_differing_heads(q, k, v)) from None
+
+
+def _differing_heads(q: Array, k: Array, v: Array) -> str:
+    return (
+        f"query, key and value have shapes {q.shape}, {k.shape} and {v.shape}: without enable_gqa "
+        f"their batches and heads must be equal; enable_gqa=True lets query heads share key heads"
+    )
+
+
+def _grouped(q: Array, k: Array, v: Array) -> tuple[tuple[int, ...], list[Array]]:
+    """The output's leading axes, and q, k, v with 4 axes; k and v may have fewer heads."""
+    arrays = {"query": q, "key": k, "value": v}
+    for name, array in arrays.items():
+        if array.ndim < 3:
+            raise ValueError(f"{name} has shape {array.shape}: enable_gqa needs heads, (H, L, D)")
+    try:
+        batch = np.broadcast_shapes(*(array.shape[:-3] for array in (q, k, v)))
+    except ValueError:
+        raise ValueError(
+            f"query, key and value have shapes {q.shape}, {k.shape} and {v.shape}: their batches "
+            f"must be equal"
+        ) from None
+    H = q.shape[-3]
+    for name, array in (("key", k), ("value", v)):
+        if array.shape[-3] == 0 or H % array.shape[-3]:
+            raise ValueError(
+                f"{name} has {array.shape[-3]} heads but query has {H}: "
+                f"the heads of key and value must divide those of query"
+            )
+    if k.shape[-3] != v.shape[-3]:  # torch repeats each by itself
+        k, v = (np.repeat(array, H // array.shape[-3], axis=-3) for array in (k, v))
+    return (*batch, H), [_four(array, (*batch, *array.shape[-3:])) for array in (q, k, v)]
+
+
+def _four(array: Array, shape: tuple[int, ...]) -> Array:
+    """``array`` broadcast to ``shape``, whose leading axes then become one."""
+    shape = (1,) * (4 - len(shape)) + shape
+    whole = np.broadcast_to(array, shape)
+    return whole.reshape(math.prod(shape[:-3]), *shape[-3:])
+
+
+def _sdpa_mask(attn_mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The option of ``attention`` that a mask of torch's is."""
+    if attn_mask is None:
+        return {}
+    mask = _mask("attn_mask", attn_mask, "True where a query may attend to a key")
+    sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
+    if not 2 <= mask.ndim <= len(shape) or any(size not in (1, whole) for size, whole in sizes):
+        raise ValueError(
+            f"attn_mask has shape {mask.shape}: expected 2 axes at least, broadcastable to "
+            f"(..., Lq, Lk), here {shape}"
+        )
+    return {"attn_mask" if mask.dtype == np.bool_ else "attn_bias": _four(mask, shape)}
+
+
+def _mask(name: str, value: ArrayLike, meaning: str) -> Array:
+    """``value`` as an array of bool or of a floating dtype."""
+    mask = np.asarray(value)
+    if mask.dtype == np.bool_:
+        return mask
+    if mask.dtype.kind in "iu":
+        raise TypeError(
+            f"{name} has dtype {mask.dtype}: expected bool, {meaning}, or floating numbers, which "
+            f"are added to the scores"
+        )
+    return as_floating(name, mask)
+
+
+def _scores(q: Array, k: Array, scale: float | None) -> Array:
+    """scale · Q Kᵀ for query heads in groups, in the dtype that is computed in."""
+    compute = np.dtype(np.float64 if np.float64 in (q.dtype, k.dtype) else np.float32)
+    B, H, Lq, D = q.shape
+    groups = q.astype(compute).reshape(B, k.shape[1], H // k.shape[1], Lq, D)
+    scores = groups @ k.astype(compute)[:, :, None].swapaxes(-1, -2)
+    factor = compute.type(1 / math.sqrt(D) if scale is None else scale)
+    return np.asarray(scores.reshape(B, H, Lq, k.shape[2]) * factor)
+
+
+def _called(
+    name: str, function: Callable[..., Any], arguments: Any, shape: tuple[int, ...]
+) -> Array:
+    """What the caller's function returns, with the shape of the scores."""
+    if not callable(function):
+        raise TypeError(f"{name} is {function!r}: expected a callable, or None")
+    result = np.asarray(function(*arguments))
+    try:
+        return np.broadcast_to(result, shape)
+    except ValueError:
+        raise ValueError(
+            f"{name} returned shape {result.shape}: expected one that broadcasts to "
+            f"(B, H, Lq, Lk) = {shape}"
+        ) from None
+
+
+def _batch_first(inputs: list[Array], batch_first: bool) -> tuple[list[Array], bool]:
+    """query, key and value as (B, L, width), and whether they came with a batch."""
+    for name, array in zip(("query", "key", "value"), inputs, strict=True):
+        if array.ndim not in (2, 3) or array.ndim != inputs[0].ndim:
+            order = "(B, L, E)" if batch_first else "(L, B, E)"
+            raise ValueError(
+                f"{name} has shape {array.shape}, query {inputs[0].shape}: expected (L, E) in all "
+                f"three or {order} in all three"
+            )
+    is_batched = inputs[0].ndim == 3
+    if not is_batched:
+        inputs = [array[None] for array in inputs]
+    elif not batch_first:
+        inputs = [array.swapaxes(0, 1) for array in inputs]
+    q, k, v = inputs
+    if k.shape[:2] != v.shape[:2] or k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"query, key and value have (B, L) = {q.shape[:2]}, {k.shape[:2]} and {v.shape[:2]}: "
+            f"all must have one B, and every key needs one value"
+        )
+    return inputs, is_batched
+
+
+def _num_heads(num_heads: int, E: int) -> int:
+    if isinstance(num_heads, bool) or not isinstance(num_heads, (int, np.integer)):
+        raise TypeError(f"num_heads is {num_heads!r}: expected an integer")
+    if num_heads < 1 or E % num_heads:
+        raise ValueError(
+            f"num_heads is {num_heads} and query has E={E}: E must be a multiple of num_heads"
+        )
+    return int(num_heads)
+
+
+def _projected(params: Mapping[str, ArrayLike], inputs: list[Array]) -> list[Array]:
+    """query, key and value, each times its weight, plus its bias."""
+    E, compute = inputs[0].shape[-1], inputs[0].dtype
+    if "in_proj_weight" in params:
+        for name, x in zip(("key", "value"), inputs[1:], strict=True):
+            if x.shape[-1] != E:
+                raise ValueError(
+                    f"{name} has width {x.shape[-1]} but in_proj_weight is for E={E}: another "
+                    f"width needs k_proj_weight and v_proj_weight"
+                )
+        weights = np.split(_parameter(params, "in_proj_weight", (3 * E, E), compute), 3)
+    else:
+        weights = [
+            _parameter(params, f"{letter}_proj_weight", (E, x.shape[-1]), compute)
+            for letter, x in zip("qkv", inputs, strict=True)
+        ]
+    projected = [x @ W.T for x, W in zip(inputs, weights, strict=True)]
+    if "in_proj_bias" not in params:
+        return projected
+    biases = np.split(_parameter(params, "in_proj_bias", (3 * E,), compute), 3)
+    return [x + b for x, b in zip(projected, biases, strict=True)]
+
+
+def _parameter(
+    params: Mapping[str, ArrayLike], name: str, shape: tuple[int, ...], compute: np.dtype[Any]
+) -> Array:
+    if name not in params:
+        raise ValueError(f"params has no {name}: expected one of shape {shape}, got {list(params)}")
+    array = as_floating(name, params[name])
+    if array.shape != shape:
+        is_transposed = array.shape == shape[::-1]
+        hint = "; it looks transposed, torch's weights are (out, in)" if is_transposed else ""
+        raise ValueError(f"{name} has shape {array.shape}: expected {shape}{hint}")
+    return array.astype(compute, copy=False)
+
+
+def _with_extra_keys(
+    params: Mapping[str, ArrayLike], k: Array, v: Array, add_zero_attn: bool
+) -> tuple[Array, Array, int]:
+    """Keys and values (B, L, E) with those appended that belong to no token, and their number."""
+    B, _, E = k.shape
+    extra = []
+    if "bias_k" in params or "bias_v" in params:
+        learned = [_parameter(params, name, (1, 1, E), k.dtype) for name in ("bias_k", "bias_v")]
+        extra.append(learned)
+    if add_zero_attn:
+        extra.append([np.zeros((1, 1, E), k.dtype)] * 2)
+    for key, value in extra:
+        k = np.concatenate([k, np.broadcast_to(key, (B, 1, E))], axis=1)
+        v = np.concatenate([v, np.broadcast_to(value, (B, 1, E))], axis=1)
+    return k, v, len(extra)
+
+
+def _mha_masks(
+    key_padding_mask: ArrayLike | None,
+    attn_mask: ArrayLike | None,
+    shape: tuple[int, int, int, int],
+    is_batched: bool,
+    extra: int,
+) -> dict[str, Any]:
+    """The two masks, whose True means ignore, as options of ``attention``."""
+    B, H, Lq, Lk = shape
+    expected: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {
+        "key_padding_mask": {(B, Lk) if is_batched else (Lk,): (B, 1, 1, Lk)},
+        "attn_mask": {(Lq, Lk): (1, 1, Lq, Lk), (B * H, Lq, Lk): (B, H, Lq, Lk)},
+    }
+    options: dict[str, Any] = {}
+    for name, given in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+        if given is None:
+            continue
+        mask = _mask(name, given, "True where a key is ignored")
+        if mask.shape not in expected[name]:
+            shapes = " or ".join(map(str, expected[name]))
+            raise ValueError(f"{name} has shape {mask.shape}: expected {shapes}")
+        mask = mask.reshape(expected[name][mask.shape])
+        if mask.dtype == np.bool_:
+            options["attn_mask"] = ~mask & options.get("attn_mask", True)
+        else:
+            options["attn_bias"] = mask + options.get("attn_bias", mask.dtype.type(0))
+    beside = ((0, 0), (0, 0), (0, 0), (0, extra))
+    unhidden = {"attn_mask": True, "attn_bias": 0}
+    return {
+        name: np.pad(mask, beside, constant_values=unhidden[name]) for name, mask in options.items()
+    }
