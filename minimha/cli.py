@@ -281,8 +281,6 @@ def run_backends(args: argparse.Namespace) -> None:
 
 def run_sizes(args: argparse.Namespace) -> None:
     """Show a table of all presets, or of one preset's quantities."""
-    import json
-
     from minimha.layers import presets
 
     kind = _format(args, only_to_disk=("npz",))
@@ -304,12 +302,7 @@ def run_sizes(args: argparse.Namespace) -> None:
         where = f"at {args.length} tokens" if args.length else "each at its longest"
         title = f"{where}, in {args.dtype}; saved: part of the cache, by grouped heads"
         rows = [_size_row(record, in_units) for record in content]
-    if kind == "json":
-        _put(args, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
-    elif kind == "text":
-        _show(args, lambda *how: render.tables({title: rows}, how[0]))
-    else:
-        deliver_table(args, title, rows)
+    deliver_numbers(args, content, {title: rows}, title, rows)
 
 
 def _size_record(preset: Any, length: int | None, dtype: str) -> dict[str, Any]:
@@ -404,8 +397,6 @@ def _in_units(number: int, unit: str) -> str:
 
 def run_bench(args: argparse.Namespace) -> None:
     """Measure, and show one table a shape."""
-    import json
-
     from minimha import bench, files
 
     kind = _format(args, only_to_disk=("npz",))
@@ -435,12 +426,7 @@ def run_bench(args: argparse.Namespace) -> None:
     rows = [{"shape": r.shape} | row for r, row in zip(
         report.records, bench.as_rows(report.records), strict=True
     )]  # fmt: skip
-    if kind == "json":
-        _put(args, json.dumps(bench.as_json(report), ensure_ascii=False, indent=1) + "\n")
-    elif kind == "text":
-        _show(args, lambda *how: render.tables(_bench_tables(report, rows), how[0]))
-    else:
-        deliver_table(args, "bench", rows)
+    deliver_numbers(args, bench.as_json(report), _bench_tables(report, rows), "bench", rows)
 
 
 def _bench_tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
@@ -531,6 +517,25 @@ def deliver_table(args: argparse.Namespace, title: str, records: list[dict[str, 
     from minimha.explain import export
 
     _put(args, export.table_as(kind, title, records))
+
+
+def deliver_numbers(
+    args: argparse.Namespace,
+    exact: Any,
+    tables: dict[str, list[dict[str, str]]],
+    title: str,
+    records: list[dict[str, str]],
+) -> None:
+    """``exact`` as JSON, ``tables`` as text, ``records`` in any other format."""
+    kind = _format(args, only_to_disk=("npz",))
+    if kind == "json":
+        import json
+
+        _put(args, json.dumps(exact, ensure_ascii=False, indent=1) + "\n")
+    elif kind == "text":
+        _show(args, lambda *how: render.tables(tables, how[0]))
+    else:
+        deliver_table(args, title, records)
 
 
 def _format(args: argparse.Namespace, only_to_disk: Sequence[str]) -> str:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha import attention
+
 LIBRARIES = ("torch", "onnxruntime", "onnx")
 
 
@@ -73,7 +75,6 @@ def peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 def numpy_peers(inputs: Inputs) -> dict[str, Peer]:
     """softmax(Q Kᵀ / √D) V with BLAS, in float32."""
-    from minimha import attention
 
     def run() -> Any:
         return attention(

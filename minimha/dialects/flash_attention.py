@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.equations.problem import as_floating, flag
+from minimha.equations.problem import as_floating, flag, whole
 
 Array = NDArray[Any]
 
@@ -111,10 +111,10 @@ def flash_attn_func(
     i = np.arange(Lq)[:, None] + offset[:, None, None]  # (B, Lq, 1)
     j = np.arange(Lk) - leftpad[:, None, None]  # (B, 1, Lk)
     visible = queries[:, :, None] & keys[:, None, :] & (j >= 0)
-    if _count("sink_token_length", sink_token_length) and left is not None:
+    if whole("sink_token_length", sink_token_length, 0) and left is not None:
         visible &= (j >= i - left) | (j < sink_token_length)
         left = None
-    if _count("attention_chunk", attention_chunk):
+    if whole("attention_chunk", attention_chunk, 0):
         visible &= j // attention_chunk == i // attention_chunk
     output: Array
     lse: Array
@@ -175,14 +175,6 @@ def _padding(name: str, value: ArrayLike | None, shape: tuple[int, int]) -> NDAr
     if array.shape != shape:
         raise ValueError(f"{name} has shape {array.shape}: expected (B, L) = {shape}")
     return array
-
-
-def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} is {value!r}: expected an integer")
-    if value < 0:
-        raise ValueError(f"{name} is {value}: expected 0, for none, or a positive integer")
-    return int(value)
 
 
 def _alibi(

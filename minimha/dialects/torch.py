@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.equations.problem import as_floating, flag
+from minimha.equations.problem import as_floating, flag, whole
 
 Array = NDArray[Any]
 
@@ -466,9 +466,7 @@ def _batch_first(inputs: list[Array], batch_first: bool) -> tuple[list[Array], b
 
 
 def _num_heads(num_heads: int, E: int) -> int:
-    if isinstance(num_heads, bool) or not isinstance(num_heads, (int, np.integer)):
-        raise TypeError(f"num_heads is {num_heads!r}: expected an integer")
-    if num_heads < 1 or E % num_heads:
+    if E % whole("num_heads", num_heads):
         raise ValueError(
             f"num_heads is {num_heads} and query has E={E}: E must be a multiple of num_heads"
         )

@@ -127,11 +127,7 @@ def attend(q, k, v, mask, bias, o, parts_O, parts_ml, first, last, B_c):
         head, split = task // splits, task % splits
         b, kv = head // Hkv, head % Hkv
         load_queries(q, Q, o, b, kv, H // Hkv, scratch.copies)
-        O, m, l = (
-            parts_O[head, split],
-            parts_ml[head, split, 0],
-            parts_ml[head, split, 1],
-        )
+        O, m, l = parts_O[head, split], parts_ml[head, split, 0], parts_ml[head, split, 1]
         m[:] = -math.inf
         l[:] = 0
         start, stop = key_range(0, Lq, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
@@ -142,23 +138,7 @@ def attend(q, k, v, mask, bias, o, parts_O, parts_ml, first, last, B_c):
             n = min(B_c, stop - j0)
             K_j = readable(k, b, kv, j0, n, o, scratch.copies, 0, 0)
             V_j = readable(v, b, kv, j0, n, o, scratch.copies, 0, 1)
-            take_block(
-                Q,
-                K_j,
-                V_j,
-                O,
-                m,
-                l,
-                mask,
-                bias,
-                o,
-                b,
-                kv * (H // Hkv),
-                Lq,
-                j0,
-                n,
-                scratch,
-            )
+            take_block(Q, K_j, V_j, O, m, l, mask, bias, o, b, kv * (H // Hkv), Lq, j0, n, scratch)
 
 
 @jit
@@ -209,19 +189,7 @@ def take_block(Q, K_j, V_j, O, m, l, mask, bias, o, b, first_head, Lq, j0, n, t)
         for near in range(0, n, NEAR):
             first, depth = V_j.start + near * V_j.stride, min(NEAR, n - near)
             weighted_rows(
-                S_,
-                near,
-                B_c,
-                V_j.line,
-                first,
-                V_j.stride,
-                O_,
-                0,
-                Dv,
-                t.ones,
-                rows,
-                Dv,
-                depth,
+                S_, near, B_c, V_j.line, first, V_j.stride, O_, 0, Dv, t.ones, rows, Dv, depth
             )  # line 10
 
 
