@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from minimha.documents.example import Example
 from minimha.equations.tap import Tap
 from minimha.explain.trace import token_labels
-from minimha.layers.multihead import multi_head_attention
+from minimha.layers.multihead import MultiHeadAttention
 
 # The documents' own sentences (and one title), by their number of tokens.
 SENTENCES = {
@@ -84,9 +84,9 @@ def sentence(
 
     def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
         x = embeddings(tokens, d_model, seed)
-        W_q, W_k, W_v, W_o = draw_weights(d_model, num_heads, num_kv_heads, seed)
         scale = None if is_scaled else 1.0
-        multi_head_attention(x, W_q, W_k, W_v, W_o, is_causal=is_causal, scale=scale, tap=tap)
+        layer = MultiHeadAttention.from_heads(*draw_weights(d_model, num_heads, num_kv_heads, seed))
+        layer(x, is_causal=is_causal, scale=scale, tap=tap)
 
     heads = f"{num_heads} head{'s' * (num_heads > 1)}"
     if num_kv_heads != num_heads:

@@ -7,7 +7,7 @@ import numpy as np
 from minimha.documents.example import Example
 from minimha.equations.tap import Tap
 from minimha.explain.printed import PrintedMatrix, Status
-from minimha.layers.multihead import multi_head_attention
+from minimha.layers.multihead import MultiHeadAttention
 
 CODE = "section 'PyTorch Implementation'"
 TABLE = "section 'Typical Configurations'"
@@ -43,7 +43,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
         shapes[name] = np.array(np.shape(value))
         return value
 
-    multi_head_attention(x, W_q, W_k, W_v, W_o, tap=measure)
+    MultiHeadAttention.from_heads(W_q, W_k, W_v, W_o)(x, tap=measure)
     for name in ("x", "q", "weights", "concat", "output"):
         tap(f"{name}_shape", shapes[name])
     tap("d_model", D_MODEL)

@@ -8,7 +8,7 @@ from minimha.documents.example import Example, matrix
 from minimha.equations.tap import Tap
 from minimha.explain.printed import PrintedMatrix, Status
 from minimha.explain.trace import token_labels
-from minimha.layers.multihead import multi_head_attention
+from minimha.layers.multihead import MultiHeadAttention
 
 SOURCE = "document 000, section 'Mini Numerical Example (2 Heads)'"
 
@@ -39,7 +39,8 @@ ASSUMED = (
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
     """The two heads, then the document's assumed outputs through the same W_o."""
     scale = None if is_scaled else 1.0
-    multi_head_attention(X, W_Q, W_K, W_V, W_O, tap=tap, is_causal=is_causal, scale=scale)
+    layer = MultiHeadAttention.from_heads(W_Q, W_K, W_V, W_O)
+    layer(X, tap=tap, is_causal=is_causal, scale=scale)
     concat = tap("concat[assumed]", ASSUMED[2].values)
     tap("output[assumed]", concat @ W_O)
 

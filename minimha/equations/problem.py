@@ -165,7 +165,7 @@ def _arrays(
                 f"{name} has {_count(array.ndim, 'dimension')}, shape {array.shape}, but q has "
                 f"{rank}: q, k and v must all be {RANKS[rank]}"
             )
-    dtype = _common_dtype({name: array.dtype for name, array in given.items()})
+    dtype = common_dtype({name: array.dtype for name, array in given.items()})
     q4, k4, v4 = (array.astype(dtype, copy=False)[(None,) * (4 - rank)] for array in given.values())
     _check_shapes(q4, k4, v4)
     return rank, (q4, k4, v4)
@@ -230,7 +230,7 @@ def _array(name: str, value: ArrayLike) -> NDArray[Any]:
         ) from None
 
 
-def _common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
+def common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
     """The one dtype that holds q, k and v; native byte order."""
     first, *rest = dtypes.values()
     if first in COMPUTED and all(dtype == first for dtype in rest):

@@ -25,13 +25,25 @@ class Entry(NamedTuple):
 
 VASWANI = "Vaswani et al. 2017, section 3.2"
 FLASH2 = "Dao 2023 (FlashAttention-2), Algorithm 1"
+QK_NORM = "Henry et al. 2020; Zhang and Sennrich 2019 (RMSNorm)"
+GATED = "Qiu et al. 2025 (gated attention)"
+ROFORMER = "Su et al. 2021 (RoFormer), equation 34"
+BAHDANAU = "Bahdanau, Cho and Bengio 2015, appendix A.1.2"
+UNIT = "Henry et al. 2020; Liu et al. 2022 (Swin Transformer V2), section 3.3"
 SCORES = ("B", "H", "Lq", "Lk")
+ROTATED = "(x_1 cos - x_2 sin, x_2 cos + x_1 sin), pair by pair"
+TEX_ROTATED = r"(x_1 \cos - x_2 \sin,\; x_2 \cos + x_1 \sin) \text{, pair by pair}"
 
 CATALOGUE: dict[str, Entry] = {
     "x": Entry(
         "X", "X", ("B", "L", "E"), "X", "X",
         "One row a token: its embedding.",
         "Vaswani et al. 2017, section 3.4",
+    ),
+    "context": Entry(
+        "X_enc", r"X_{\mathrm{enc}}", ("B", "Lc", "E"), "X_enc", r"X_{\mathrm{enc}}",
+        "One row a token of the other sequence, to which this one attends.",
+        "Vaswani et al. 2017, section 3.2.3",
     ),
     "W_q": Entry(
         "W_q", "W_q", ("H", "E", "D"), "W_q", "W_q",
@@ -46,6 +58,21 @@ CATALOGUE: dict[str, Entry] = {
     "W_v": Entry(
         "W_v", "W_v", ("Hkv", "E", "Dv"), "W_v", "W_v",
         "Turns an embedding into a value: what the token passes on.",
+        VASWANI,
+    ),
+    "b_q": Entry(
+        "b_q", "b_q", ("H", "D"), "b_q", "b_q",
+        "Is added to every query.",
+        VASWANI,
+    ),
+    "b_k": Entry(
+        "b_k", "b_k", ("Hkv", "D"), "b_k", "b_k",
+        "Is added to every key.",
+        VASWANI,
+    ),
+    "b_v": Entry(
+        "b_v", "b_v", ("Hkv", "Dv"), "b_v", "b_v",
+        "Is added to every value.",
         VASWANI,
     ),
     "q": Entry(
@@ -119,6 +146,53 @@ CATALOGUE: dict[str, Entry] = {
         "Mixes what the heads found.",
         VASWANI,
     ),
+    "b_o": Entry(
+        "b_o", "b_o", ("E",), "b_o", "b_o",
+        "Is added to every row at the end.",
+        VASWANI,
+    ),
+    "g_q": Entry(
+        "g_q", "g_q", ("D",), "g_q", "g_q",
+        "The gain of each entry of a normalised query.",
+        QK_NORM,
+    ),
+    "g_k": Entry(
+        "g_k", "g_k", ("D",), "g_k", "g_k",
+        "The gain of each entry of a normalised key.",
+        QK_NORM,
+    ),
+    "q_normed": Entry(
+        "Q", "Q", ("B", "H", "Lq", "D"), "Q ← g_q · Q / rms(Q), row by row",
+        r"Q \leftarrow g_q \cdot Q / \mathrm{rms}(Q)",
+        "Every query at one length, so that no score grows with it.",
+        QK_NORM,
+    ),
+    "k_normed": Entry(
+        "K", "K", ("B", "Hkv", "Lk", "D"), "K ← g_k · K / rms(K), row by row",
+        r"K \leftarrow g_k \cdot K / \mathrm{rms}(K)",
+        "Every key at one length, so that no score grows with it.",
+        QK_NORM,
+    ),
+    "W_g": Entry(
+        "W_g", "W_g", ("E", "H·Dv"), "W_g", "W_g",
+        "Turns an embedding into what its gates are made from.",
+        GATED,
+    ),
+    "b_g": Entry(
+        "b_g", "b_g", ("H·Dv",), "b_g", "b_g",
+        "Is added before the sigmoid.",
+        GATED,
+    ),
+    "gate": Entry(
+        "G", "G", ("B", "L", "H·Dv"), "G = sigmoid(X W_g)", r"G = \sigma(X W_g)",
+        "How much of each number may pass, from 0 to 1.",
+        GATED,
+    ),
+    "gated": Entry(
+        "C", "C", ("B", "L", "H·Dv"), "C ← C · G, entry by entry", r"C \leftarrow C \odot G",
+        "What the gates let pass of the heads' outputs.",
+        GATED,
+    ),
     "projected": Entry(
         "Y", "Y", ("B", "L", "E"), "Y = C W_o", r"Y = C W_o",
         "One row a token, as wide as the embedding again.",
@@ -146,10 +220,103 @@ CATALOGUE: dict[str, Entry] = {
         "The logarithm of each row's softmax denominator, to which a sink belongs.",
         FLASH2,
     ),
+    "cos": Entry(
+        "cos", r"\cos", ("B", "L", "R/2"), "cos(m θ_i), for position m and pair i",
+        r"\cos(m \theta_i)",
+        "One row a position, one column a pair: the first pair turns fastest. A scaling may change "
+        "the angles, and multiply cos and sin by one factor.",
+        ROFORMER,
+    ),
+    "sin": Entry(
+        "sin", r"\sin", ("B", "L", "R/2"), "sin(m θ_i), for position m and pair i",
+        r"\sin(m \theta_i)",
+        "The sines of the same angles.",
+        ROFORMER,
+    ),
+    "rotated": Entry(
+        "X", "X", ("B", "H", "L", "D"), f"X ← {ROTATED}", rf"X \leftarrow {TEX_ROTATED}",
+        "Each pair of numbers turns by the angle of its position.",
+        ROFORMER,
+    ),
+    "q_rotated": Entry(
+        "Q", "Q", ("B", "H", "Lq", "D"), f"Q ← {ROTATED}", rf"Q \leftarrow {TEX_ROTATED}",
+        "Each pair of numbers in a query turns by the angle of its position.",
+        ROFORMER,
+    ),
+    "k_rotated": Entry(
+        "K", "K", ("B", "Hkv", "Lk", "D"), f"K ← {ROTATED}", rf"K \leftarrow {TEX_ROTATED}",
+        "Keys turn as queries do, so a score knows how far apart two tokens are, and not where.",
+        ROFORMER,
+    ),
+    "W_q_hidden": Entry(
+        "W_q", "W_q", ("D", "A"), "W_q", "W_q",
+        "Takes a query to the hidden numbers in which it meets the keys.",
+        BAHDANAU,
+    ),
+    "W_k_hidden": Entry(
+        "W_k", "W_k", ("D", "A"), "W_k", "W_k",
+        "Takes a key to the same hidden numbers.",
+        BAHDANAU,
+    ),
+    "q_hidden": Entry(
+        "Q_h", "Q_h", ("B", "H", "Lq", "A"), "Q_h = Q W_q", "Q_h = Q W_q",
+        "What each query brings to the hidden numbers of all its pairs.",
+        BAHDANAU,
+    ),
+    "k_hidden": Entry(
+        "K_h", "K_h", ("B", "Hkv", "Lk", "A"), "K_h = K W_k", "K_h = K W_k",
+        "What each key brings to them.",
+        BAHDANAU,
+    ),
+    "b_hidden": Entry(
+        "b", "b", ("A",), "b", "b",
+        "Is added to the hidden numbers of every pair.",
+        BAHDANAU,
+    ),
+    "hidden": Entry(
+        "Z", "Z", ("B", "H", "Lq·Lk", "A"), "Z_ij = tanh(Q_h,i + K_h,j), + b inside where given",
+        r"Z_{ij} = \tanh(Q_{h,i} + K_{h,j})\text{, } + b \text{ inside where given}",
+        "One row a pair: the first query with each key, then the next query. The sum gives the "
+        "attention its name.",
+        BAHDANAU,
+    ),
+    "w": Entry(
+        "w", "w", ("A",), "w", "w",
+        "What each hidden number counts in the score.",
+        BAHDANAU,
+    ),
+    "energies": Entry(
+        "S", "S", SCORES, "S_ij = w · Z_ij", r"S_{ij} = w \cdot Z_{ij}",
+        "How well each key (column) answers each query (row), as a small network judges it.",
+        BAHDANAU,
+    ),
+    "energies_ij": Entry(
+        "S_ij", "S_{ij}", ("B", "H", "B_r", "B_c"),
+        "S_ij = a block of S, biased and masked as asked",
+        r"S_{ij} = \text{a block of } S \text{, biased and masked as asked}",
+        "A block of the scores that the network gave.",
+        f"{FLASH2}, line 8",
+    ),
+    "q_unit": Entry(
+        "Q", "Q", ("B", "H", "Lq", "D"), "Q_i ← Q_i / |Q_i|", r"Q_i \leftarrow Q_i / \|Q_i\|",
+        "Every query has length 1 now; one of zeros stays as it is.",
+        UNIT,
+    ),
+    "k_unit": Entry(
+        "K", "K", ("B", "Hkv", "Lk", "D"), "K_j ← K_j / |K_j|", r"K_j \leftarrow K_j / \|K_j\|",
+        "So has every key, and a dot product is the cosine of an angle.",
+        UNIT,
+    ),
+    "scaled_cosine": Entry(
+        "S", "S", SCORES, "S_ij = scale · cos_ij", r"S_{ij} = \mathrm{scale} \cdot \cos_{ij}",
+        "From -1 to 1 a softmax hardly chooses; a learned scale widens the range.",
+        UNIT,
+    ),
     "cosine": Entry(
-        "cos", r"\cos", ("Lq", "Lk"), "cos_ij = Q_i · K_j / (|Q_i| |K_j|)",
+        "cos", r"\cos", SCORES, "cos_ij = Q_i · K_j / (|Q_i| |K_j|)",
         r"\cos_{ij} = \frac{Q_i \cdot K_j}{\|Q_i\| \|K_j\|}",
-        "The dot product with the vectors' lengths divided out, to compare with the scores.",
+        "The dot product with the vectors' lengths divided out: 1 where both point the same way, "
+        "0 at right angles, -1 where they are opposite.",
         "document 004, section 'Dot Product vs Cosine Similarity'",
     ),
     "head_width": Entry(

@@ -80,7 +80,8 @@ class Trace:
     example, source : str
         What is traced, and where it comes from.
     labels : mapping from axis name to labels
-        Usually made by ``token_labels``.
+        Usually made by ``token_labels``. Those of one variant's axis, as ``Lk[cross]``, go before
+        those of the axis.
     notes : mapping from step name to str
         What to say of a step beyond the catalogue's sentence.
     printed : sequence of PrintedMatrix
@@ -174,14 +175,31 @@ class Trace:
 
     def _entry(self, name: str) -> Entry:
         base = name.partition("[")[0]
-        if base == "output" and "concat" in self:  # not one head's result: all of them, projected
-            return entry("projected")
-        if base == "output" and ("weights" not in self or name == "output[tiled]"):
-            return entry("normalised")
         known = entry(name)
-        if name in self.given or (base in ("q", "k", "v") and "x" not in self):
+        if base == "output" and _beside(name, "concat") in self:  # all heads' results, projected
+            known = entry("projected")
+        elif base == "output" and (_beside(name, "weights") not in self or name == "output[tiled]"):
+            known = entry("normalised")
+        if name in self.given or (base in ("q", "k", "v") and _beside(name, "x") not in self):
             return known._replace(formula=known.symbol, tex=known.tex_symbol)
+        for old, new in self._as_computed(name).items():
+            known = known._replace(
+                formula=known.formula.replace(old, new[0]), tex=known.tex.replace(old, new[1])
+            )
         return known
+
+    def _as_computed(self, name: str) -> dict[str, tuple[str, str]]:
+        """What stands in a projection's formula, plain and in TeX, beyond the catalogue's form."""
+        base = name.partition("[")[0]
+        letter = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}.get(base)
+        changes = {}
+        if base in ("k", "v") and _beside(name, "context") in self:
+            context = entry("context")
+            changes["X"] = context.symbol, context.tex_symbol
+        if letter and _beside(name, f"b_{letter}") in self:
+            added = f"W_{letter} + b_{letter}"
+            changes[f"W_{letter}"] = added, added
+        return changes
 
     def _axes(self, name: str) -> tuple[str, ...]:
         """Names of the axes that the kept array has; a 2-D input has no batch axis to name."""
@@ -192,7 +210,9 @@ class Trace:
     def _split(self, name: str) -> Iterator[Step]:
         value, axes = self._values[name], self._axes(name)
         split = [n for n, axis in enumerate(axes) if axis in ("B", "H", "Hkv")]
-        shared = "Hkv" in axes and self._num_heads() not in (value.shape[axes.index("Hkv")], None)
+        shared = "Hkv" in axes and self._num_heads(name) not in (
+            value.shape[axes.index("Hkv")], None
+        )  # fmt: skip
         for index in itertools.product(*(range(value.shape[n]) for n in split)):
             at: list[Any] = [slice(None)] * value.ndim
             place: dict[str, int | None] = {}
@@ -205,10 +225,11 @@ class Trace:
             hidden = np.isneginf(masked[tuple(at)]) if masked is not value else None
             yield self._step(name, value[tuple(at)], kept, place, hidden)
 
-    def _num_heads(self) -> int | None:
-        for name in ("q", "Q[i=0]"):
-            if name in self:
-                return int(self._values[name].shape[1])
+    def _num_heads(self, name: str) -> int | None:
+        """The number of query heads beside the step ``name``."""
+        for query in (_beside(name, "q"), "q", "Q[i=0]"):
+            if query in self:
+                return int(self._values[query].shape[self._axes(query).index("H")])
         return None
 
     def _step(
@@ -258,8 +279,14 @@ class Trace:
             axis, start = ("Lq" if axis == "B_r" else "Lk"), int(number) * step
         if axis not in (*TOKEN_AXES, *self.labels):
             return None
-        labels = self.labels.get(axis, ())[start : start + size]
+        own = self.labels.get(_beside(name, axis))
+        labels = (self.labels.get(axis, ()) if own is None else own)[start : start + size]
         return labels if len(labels) == size else tuple(str(start + n) for n in range(size))
+
+
+def _beside(name: str, base: str) -> str:
+    """The step ``base`` of the same variant: ``x[encoder]`` beside ``q[encoder]``."""
+    return base + name[len(name.partition("[")[0]) :]
 
 
 def _row_sums(name: str, value: NDArray[Any]) -> str:

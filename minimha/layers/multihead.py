@@ -1,92 +1,578 @@
-"""Multi-head attention: several attentions side by side, each with projections of its own."""
+"""Multi-head attention: several attentions side by side, each with projections of its own.
+
+x, context → q, k, v → normalised → rotated → attention → concat → gated → output
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from minimha.api import attention
-from minimha.equations.problem import as_floating
+from minimha.equations.problem import as_floating, common_dtype, flag, whole
 from minimha.equations.tap import Tap, no_tap, renamed
 
+if TYPE_CHECKING:  # a toy sentence pays for neither
+    from minimha.layers.cache import KVCache
+    from minimha.layers.rope import RoPE
 
-def multi_head_attention(
-    x: ArrayLike,
-    W_q: ArrayLike,
-    W_k: ArrayLike,
-    W_v: ArrayLike,
-    W_o: ArrayLike,
-    *,
-    tap: Tap = no_tap,
-    **options: Any,
-) -> NDArray[Any]:
+Array = NDArray[Any]
+
+LETTERS = {
+    "W_q": "(E, H · D)", "W_k": "(Ec, Hkv · D)", "W_v": "(Ec, Hkv · Dv)", "W_o": "(H · Dv, Eo)",
+}  # fmt: skip
+WEIGHTS = (*LETTERS, "b_q", "b_k", "b_v", "b_o", "g_q", "g_k", "W_g", "b_g")
+NORMS = (None, "head", "full")
+GATES = (None, "elementwise", "headwise")
+EPSILON = 1e-6  # under the root of a query's or key's mean square
+
+
+class MultiHeadAttention:
     """concat(head_0, …, head_H-1) W_o, with head_h = attention(x W_q[h], x W_k[h], x W_v[h]).
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``Hkv`` key/value heads,
-    ``D`` head width, ``Dv`` value width.
+    ``D`` head width, ``Dv`` value width, ``Lc`` and ``Ec`` tokens and width of a context, ``Eo``
+    width of the output.
+
+    Head h's matrix is the columns h · D to (h + 1) · D - 1 of the combined one, so the H small
+    products x W_q[h] are one large product: ``from_heads`` and ``from_combined`` make equal layers.
 
     Parameters
     ----------
-    x : array_like of shape (L, E) or (B, L, E)
-    W_q : array_like of shape (H, E, D)
-    W_k : array_like of shape (Hkv, E, D)
-    W_v : array_like of shape (Hkv, E, Dv)
-    W_o : array_like of shape (H * Dv, E)
-    tap : callable ``tap(name, value) -> value``
-        Hears x, the weights, every step of the attention, concat and output.
+    d_model, num_heads : int
+        E and H.
+    num_kv_heads : int
+        Hkv, a divisor of H; H if not given. Query head h reads key/value head h // (H // Hkv).
+    head_dim, value_dim : int
+        D and Dv; E / H and D if not given.
+    bias : bool
+        Add b_q, b_k, b_v and b_o, and b_g to a gate.
+    context_dim : int
+        Ec, the width of what keys and values are made from; E if not given.
+    output_dim : int
+        Eo; E if not given.
+    qk_norm : {None, "head", "full"}
+        Divide every query and key by its root mean square and multiply by g_q, g_k: each head by
+        itself, with gains (D,), or all heads together, with gains (H · D,) and (Hkv · D,).
+    gate : {None, "elementwise", "headwise"}
+        Multiply the heads' outputs by sigmoid(x W_g + b_g), W_g (E, H · Dv) or (E, H).
+    rope : RoPE
+        Turn queries and keys by their positions, after normalisation.
+    parameters : mapping of str to array_like
+        The weights below by name. A bias that is not among them is 0, a gain 1. Without
+        ``parameters`` the weights are drawn: uniform in ±√(6 / (rows + columns)).
+    dtype : float16, bfloat16, float32 or float64
+        Of drawn weights.
+    seed : int
+        Of drawn weights.
+
+    Attributes
+    ----------
+    W_q : ndarray of shape (E, H · D)
+    W_k : ndarray of shape (Ec, Hkv · D)
+    W_v : ndarray of shape (Ec, Hkv · Dv)
+    W_o : ndarray of shape (H · Dv, Eo)
+    b_q, b_k, b_v, b_o, g_q, g_k, W_g, b_g : ndarray
+        Where the layer has them. All are applied as x @ W + b. An array that is assigned is
+        checked as one that is given at first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Sizes that do not divide, a weight that is missing or does not fit: which, what shape was
+        expected, and whether it looks transposed.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2; Ainslie et al., "GQA", 2023;
+    Henry et al., "Query-Key Normalization for Transformers", 2020, with the root mean square of
+    Zhang and Sennrich, 2019; Qiu et al., "Gated Attention for Large Language Models", 2025; Glorot
+    and Bengio, 2010, equation 16 (the drawn weights).
+
+    Examples
+    --------
+    >>> layer = MultiHeadAttention(512, 8)
+    >>> output, weights = layer(np.ones((2, 10, 512)), return_weights=True)
+    >>> output.shape, weights.shape
+    ((2, 10, 512), (2, 8, 10, 10))
+
+    One token, one head, identity weights: the token attends to itself.
+
+    >>> I = np.eye(2)
+    >>> MultiHeadAttention.from_heads([I], [I], [I], I)([[3, 4]])
+    array([[3., 4.]])
+    """
+
+    W_q: Array
+    W_k: Array
+    W_v: Array
+    W_o: Array
+    dtype: np.dtype[Any]
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        bias: bool = True,
+        *,
+        context_dim: int | None = None,
+        output_dim: int | None = None,
+        qk_norm: str | None = None,
+        gate: str | None = None,
+        rope: RoPE | None = None,
+        parameters: Mapping[str, ArrayLike] | None = None,
+        dtype: DTypeLike = np.float32,
+        seed: int = 0,
+    ) -> None:
+        self.d_model, self.num_heads = whole("d_model", d_model), whole("num_heads", num_heads)
+        if head_dim is None and d_model % num_heads:
+            raise ValueError(
+                f"d_model is {d_model} and num_heads is {num_heads}: d_model must be a multiple of "
+                f"num_heads, or head_dim given"
+            )
+        self.num_kv_heads = whole(
+            "num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads
+        )
+        if num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads is {num_kv_heads} but num_heads is {num_heads}: num_heads must be a "
+                f"multiple of num_kv_heads"
+            )
+        self.head_dim = whole("head_dim", d_model // num_heads if head_dim is None else head_dim)
+        self.value_dim = whole("value_dim", self.head_dim if value_dim is None else value_dim)
+        self.context_dim = whole("context_dim", d_model if context_dim is None else context_dim)
+        self.output_dim = whole("output_dim", d_model if output_dim is None else output_dim)
+        self.bias = flag("bias", bias)
+        self.qk_norm = _choice("qk_norm", qk_norm, NORMS)
+        self.gate = _choice("gate", gate, GATES)
+        self.rope = _checked_rope(rope, self.head_dim)
+        if parameters is None:
+            parameters = self._drawn(np.dtype(dtype), whole("seed", seed, low=0))
+        self._take(parameters)
+
+    @classmethod
+    def from_combined(
+        cls,
+        W_q: ArrayLike,
+        W_k: ArrayLike,
+        W_v: ArrayLike,
+        W_o: ArrayLike,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        **others: Any,
+    ) -> MultiHeadAttention:
+        """Return a layer from matrices that hold all heads side by side.
+
+        Parameters
+        ----------
+        W_q : array_like of shape (E, H · D)
+        W_k : array_like of shape (Ec, Hkv · D)
+        W_v : array_like of shape (Ec, Hkv · Dv)
+        W_o : array_like of shape (H · Dv, Eo)
+        num_heads, num_kv_heads : int
+            H and Hkv.
+        **others
+            Further weights (b_q, b_k, b_v, b_o, g_q, g_k, W_g, b_g) and settings (qk_norm, gate,
+            rope) of the layer, by name.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As the constructor.
+
+        Examples
+        --------
+        >>> W = np.arange(16.0).reshape(4, 4)
+        >>> layer = MultiHeadAttention.from_combined(W, W, W, W, num_heads=2)
+        >>> layer.head_dim, layer.bias
+        (2, False)
+        """
+        given = {"W_q": W_q, "W_k": W_k, "W_v": W_v, "W_o": W_o}
+        matrices = {name: _matrix(name, value) for name, value in given.items()}
+        H = whole("num_heads", num_heads)
+        Hkv = H if num_kv_heads is None else whole("num_kv_heads", num_kv_heads)
+        D, Dv = (_width(name, matrices[name], n) for name, n in (("W_q", H), ("W_v", Hkv)))
+        weights = matrices | {name: others.pop(name) for name in WEIGHTS if name in others}
+        return cls(
+            matrices["W_q"].shape[0],
+            H,
+            Hkv,
+            D,
+            Dv,
+            any(name[0] == "b" for name in weights),
+            context_dim=_free(matrices["W_k"], 0, Hkv * D),
+            output_dim=_free(matrices["W_o"], 1, H * Dv),
+            parameters=weights,
+            **others,
+        )
+
+    @classmethod
+    def from_heads(
+        cls, W_q: ArrayLike, W_k: ArrayLike, W_v: ArrayLike, W_o: ArrayLike, **others: Any
+    ) -> MultiHeadAttention:
+        """Return a layer from one matrix a head, as papers and teaching documents write them.
+
+        Parameters
+        ----------
+        W_q : array_like of shape (H, E, D)
+        W_k : array_like of shape (Hkv, Ec, D)
+        W_v : array_like of shape (Hkv, Ec, Dv)
+        W_o : array_like of shape (H · Dv, Eo)
+        **others
+            As for ``from_combined``; a bias may be (heads, width) as well as all in one row.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As the constructor.
+        """
+        given = {"W_q": W_q, "W_k": W_k, "W_v": W_v}
+        heads = {name: as_floating(name, value) for name, value in given.items()}
+        for name, W in heads.items():
+            if W.ndim != 3:
+                raise ValueError(f"{name} has shape {W.shape}: expected one (E, D) matrix a head")
+        H, Hkv, Hv = (len(W) for W in heads.values())
+        if Hv != Hkv:
+            raise ValueError(f"W_v has {Hv} matrices but W_k has {Hkv}: expected one each a head")
+        for name in {"b_q", "b_k", "b_v"} & set(others):
+            others[name] = np.ravel(as_floating(name, others[name]))
+        combined = {name: _combined(W) for name, W in heads.items()}
+        return cls.from_combined(**combined, W_o=W_o, num_heads=H, num_kv_heads=Hkv, **others)
+
+    def __call__(
+        self,
+        x: ArrayLike,
+        context: ArrayLike | None = None,
+        *,
+        positions: ArrayLike | None = None,
+        context_positions: ArrayLike | None = None,
+        cache: KVCache | None = None,
+        return_weights: bool = False,
+        tap: Tap = no_tap,
+        **options: Any,
+    ) -> Any:
+        """Attend from ``x`` to itself, or to ``context``.
+
+        Parameters
+        ----------
+        x : array_like of shape (L, E) or (B, L, E)
+            Integers are computed in float64, 16 bits in float32 and rounded once.
+        context : array_like of shape (Lc, Ec) or (B, Lc, Ec)
+            What keys and values are made from (cross-attention); x itself if not given.
+        positions, context_positions : array_like of shape (L,) or (B, L), int
+            For rotary embedding: 0, 1, … if not given, or on from the cache's length.
+        cache : KVCache
+            Earlier tokens; keys and values of x are appended to it. Causal by its nature.
+        return_weights : bool
+            Return each head's weights too; the output stays the same bit by bit.
+        tap : callable ``tap(name, value) -> value``
+            Hears x, context, the weights, every step of the attention, concat and output. Matrices
+            and biases are heard head by head.
+        **options
+            Those of ``minimha.attention``, without ``return_lse``: masks, biases, windows, backend.
+
+        Returns
+        -------
+        output : ndarray of shape (L, Eo) or (B, L, Eo), common dtype of x, context and the weights
+        weights : ndarray of shape (H, L, Lk) or (B, H, L, Lk), if ``return_weights``
+
+        Raises
+        ------
+        TypeError, ValueError
+            Arrays that do not fit the layer, or an option that does not fit them.
+        """
+        if "return_lse" in options:
+            raise TypeError("return_lse is no option of a layer: its heads are mixed")
+        tokens, others, dtype = self._inputs(x, context)
+        if cache is not None:
+            _check_cached(tokens, others, flag("return_weights", return_weights))
+        compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        tokens = source = tap("x", tokens.astype(compute, copy=False))
+        if others is not None:
+            source = tap("context", others.astype(compute, copy=False))
+        q = self._project("q", tokens, self.num_heads, tap)
+        k = self._project("k", source, self.num_kv_heads, tap)
+        v = self._project("v", source, self.num_kv_heads, tap)
+        heard = {"q": "q", "k": "k", "output": "head_output"}
+        if self.qk_norm is not None:
+            q, k = self._normed("q", q, tap, heard), self._normed("k", k, tap, heard)
+        if self.rope is not None:
+            at = _positions(positions, q, cache)
+            at_keys = at if context is None else _positions(context_positions, k)
+            q = _rotated("q", q, self.rope, at, tap, heard)
+            k = _rotated("k", k, self.rope, at_keys, tap, heard)
+        elif positions is not None or context_positions is not None:
+            raise ValueError("positions are given but the layer has no rope to use them")
+        if cache is None:
+            heads = attention(q, k, v, tap=renamed(tap, **heard), **options)
+        else:
+            cache.append(k.astype(dtype, copy=False), v.astype(dtype, copy=False))
+            heads = cache.attend(q, tap=renamed(tap, **heard), **options)
+        concat = tap("concat", _side_by_side(heads))
+        if self.gate is not None:
+            concat = tap("gated", concat * self._gates(tokens, tap))
+        output = _product(concat, tap("W_o", self.W_o.astype(compute, copy=False)))
+        if self.bias:
+            output = output + tap("b_o", self._row("b_o", compute))
+        output = np.asarray(tap("output", output)).astype(dtype, copy=False)
+        if not flag("return_weights", return_weights):
+            return output
+        return output, attention_weights(q, k, **options).astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        sizes = ("d_model", "num_heads", "num_kv_heads", "head_dim", "value_dim", "bias")
+        return f"MultiHeadAttention({', '.join(f'{name}={getattr(self, name)}' for name in sizes)})"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Check a weight where it is assigned, so that one that does not fit is named at once."""
+        super().__setattr__(name, self._fitting(name, value) if name in WEIGHTS else value)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight that the layer has, by name."""
+        E, Ec, D = self.d_model, self.context_dim, self.head_dim
+        q, k = self.num_heads * D, self.num_kv_heads * D
+        v, concat = self.num_kv_heads * self.value_dim, self.num_heads * self.value_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "W_q": (E, q), "W_k": (Ec, k), "W_v": (Ec, v), "W_o": (concat, self.output_dim),
+        }  # fmt: skip
+        if self.qk_norm is not None:
+            per_head = self.qk_norm == "head"
+            shapes |= {"g_q": (D,) if per_head else (q,), "g_k": (D,) if per_head else (k,)}
+        if self.gate is not None:
+            shapes["W_g"] = (E, concat if self.gate == "elementwise" else self.num_heads)
+        if self.bias:
+            shapes |= {f"b_{name[2]}": shapes[name][1:] for name in shapes if name[0] == "W"}
+        return shapes
+
+    def _take(self, parameters: Mapping[str, ArrayLike]) -> None:
+        """Set every weight; a bias that is not given is 0, a gain 1."""
+        shapes = self.shapes
+        given = {name: self._fitting(name, value) for name, value in parameters.items()}
+        missing = [name for name in shapes if name[0] == "W" and name not in given]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing: expected shape {shapes[missing[0]]}")
+        self.dtype = common_dtype({name: array.dtype for name, array in given.items()})
+        for name, shape in shapes.items():
+            default = np.full(shape, 1 if name[0] == "g" else 0, self.dtype)
+            setattr(self, name, given.get(name, default))
+
+    def _drawn(self, dtype: np.dtype[Any], seed: int) -> dict[str, ArrayLike]:
+        rng = np.random.default_rng(seed)
+        return {
+            name: rng.uniform(-1, 1, shape).astype(dtype) * dtype.type(math.sqrt(6 / sum(shape)))
+            for name, shape in self.shapes.items()
+            if name[0] == "W"
+        }
+
+    def _fitting(self, name: str, value: ArrayLike) -> Array:
+        array, shapes = as_floating(name, value), self.shapes
+        if name not in shapes:
+            raise ValueError(f"{name} is no weight of this layer, which has {', '.join(shapes)}")
+        expected = shapes[name]
+        if array.shape != expected:
+            letters = f"{LETTERS[name]} = " if name in LETTERS else ""
+            hint = "; it looks transposed, weights are applied as x @ W"
+            raise ValueError(
+                f"{name} has shape {array.shape}: expected {letters}{expected}"
+                f"{hint if array.shape == expected[::-1] else ''}"
+            )
+        return array
+
+    def _inputs(
+        self, x: ArrayLike, context: ArrayLike | None
+    ) -> tuple[Array, Array | None, np.dtype[Any]]:
+        """``x`` and ``context`` as arrays that fit the layer, and the dtype of its output."""
+        x = as_floating("x", x)
+        if x.ndim not in (2, 3) or x.shape[-1] != self.d_model:
+            raise ValueError(
+                f"x has shape {x.shape}: expected (L, E) or (B, L, E) with E={self.d_model}, "
+                f"the rows of W_q"
+            )
+        if context is None:
+            if self.context_dim != self.d_model:
+                raise ValueError(
+                    f"context is missing: keys and values are made from width Ec="
+                    f"{self.context_dim}, x has E={self.d_model}"
+                )
+            return x, None, common_dtype({"x": x.dtype, "the layer": self.dtype})
+        context = as_floating("context", context)
+        if context.ndim != x.ndim or context.shape[-1] != self.context_dim:
+            raise ValueError(
+                f"context has shape {context.shape}, x {x.shape}: expected as many axes as x, with "
+                f"width Ec={self.context_dim}, the rows of W_k and W_v"
+            )
+        if context.shape[:-2] != x.shape[:-2]:
+            raise ValueError(f"context has B={len(context)} but x has B={len(x)}: expected one B")
+        dtypes = {"x": x.dtype, "context": context.dtype, "the layer": self.dtype}
+        return x, context, common_dtype(dtypes)
+
+    def _project(self, name: str, x: Array, heads: int, tap: Tap) -> Array:
+        """x W + b with the heads apart, (..., heads, L, width)."""
+        W, b = f"W_{name}", f"b_{name}"
+        matrix = _combined(tap(W, _apart(getattr(self, W).astype(x.dtype, copy=False), heads)))
+        y = _product(x, matrix)
+        if self.bias:
+            y = y + tap(b, self._row(b, x.dtype).reshape(heads, -1)).ravel()
+        return _heads(y, heads)
+
+    def _normed(self, name: str, x: Array, tap: Tap, heard: dict[str, str]) -> Array:
+        """Queries or keys divided by their root mean square, times the gain."""
+        x = tap(heard[name], x)
+        heard[name] = f"{name}_normed"
+        gain = tap(f"g_{name}", self._row(f"g_{name}", x.dtype))
+        if self.qk_norm == "head":
+            return np.asarray(_by_root_mean_square(x) * gain)
+        return _heads(_by_root_mean_square(_side_by_side(x)) * gain, x.shape[-3])
+
+    def _gates(self, x: Array, tap: Tap) -> Array:
+        """sigmoid(x W_g + b_g), as wide as the heads side by side."""
+        z = _product(x, tap("W_g", self._row("W_g", x.dtype)))
+        if self.bias:
+            z = z + tap("b_g", self._row("b_g", x.dtype))
+        gates = tap("gate", 0.5 + 0.5 * np.tanh(0.5 * z))  # the sigmoid, without overflow
+        return gates if self.gate == "elementwise" else np.repeat(gates, self.value_dim, axis=-1)
+
+    def _row(self, name: str, compute: np.dtype[Any]) -> Array:
+        return np.asarray(getattr(self, name).astype(compute, copy=False))
+
+
+def attention_weights(q: ArrayLike, k: ArrayLike, **options: Any) -> Array:
+    """softmax(scale · Q Kᵀ): what share each query gives to each key, on any backend.
+
+    Fast kernels keep no weights. A query's average of the rows of the identity is its row of
+    weights, so the kernel that computes an output computes these too.
+
+    Parameters
+    ----------
+    q : array_like of shape (B, H, Lq, D), (H, Lq, D) or (Lq, D)
+    k : array_like of shape (B, Hkv, Lk, D), (Hkv, Lk, D) or (Lk, D)
     **options
         Those of ``minimha.attention``, without ``return_lse``.
 
     Returns
     -------
-    ndarray of shape (L, E) or (B, L, E)
+    ndarray of shape (B, H, Lq, Lk), (H, Lq, Lk) or (Lq, Lk)
 
     Raises
     ------
-    ValueError, TypeError
-        Shapes that do not fit together, or something that is not numbers.
-
-    References
-    ----------
-    Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2.
+    TypeError, ValueError
+        As ``minimha.attention``.
 
     Examples
     --------
-    One token, one head, identity weights: the token attends to itself.
-
-    >>> I = np.eye(2)
-    >>> multi_head_attention([[3, 4]], [I], [I], [I], I)
-    array([[3., 4.]])
+    >>> attention_weights([[1.0], [0.0]], [[0.0], [1.0]], scale=1).round(3)
+    array([[0.269, 0.731],
+           [0.5  , 0.5  ]])
     """
-    given = {"x": x, "W_q": W_q, "W_k": W_k, "W_v": W_v, "W_o": W_o}
-    x, W_q, W_k, W_v, W_o = (as_floating(name, array) for name, array in given.items())
-    if "return_lse" in options:
-        raise TypeError("return_lse is no option of multi_head_attention: its heads are mixed")
-    _check_widths(x, W_q, W_k, W_v, W_o)
-    x = tap("x", x)[..., None, :, :]
-    q, k, v = x @ tap("W_q", W_q), x @ tap("W_k", W_k), x @ tap("W_v", W_v)
-    heads = attention(q, k, v, tap=renamed(tap, output="head_output"), **options)
-    concat = np.moveaxis(heads, -3, -2)
-    concat = tap("concat", concat.reshape(*concat.shape[:-2], W_o.shape[0]))
-    return np.asarray(tap("output", concat @ tap("W_o", W_o)))
+    k = as_floating("k", k)
+    Lk = k.shape[-2] if k.ndim > 1 else 0
+    one_hot = np.broadcast_to(np.eye(Lk, dtype=k.dtype), (*k.shape[:-1], Lk))
+    return np.asarray(attention(q, k, one_hot, **options))
 
 
-def _check_widths(
-    x: NDArray[Any], W_q: NDArray[Any], W_k: NDArray[Any], W_v: NDArray[Any], W_o: NDArray[Any]
-) -> None:
-    if x.ndim not in (2, 3):
-        raise ValueError(f"x has shape {x.shape}: expected (L, E) or (B, L, E)")
-    for name, W in (("W_q", W_q), ("W_k", W_k), ("W_v", W_v)):
-        if W.ndim != 3 or W.shape[1] != x.shape[-1]:
-            raise ValueError(
-                f"{name} has shape {W.shape}: expected one (E, D) matrix a head, "
-                f"with x's model width E={x.shape[-1]}"
-            )
-    joined = W_q.shape[0] * W_v.shape[2]
-    if W_o.ndim != 2 or W_o.shape[0] != joined:
+def _apart(W: Array, heads: int) -> Array:
+    """Columns of all heads, (E, heads · width), as one matrix a head, (heads, E, width); a view."""
+    return np.moveaxis(W.reshape(len(W), heads, -1), 1, 0)
+
+
+def _combined(W: Array) -> Array:
+    """One matrix a head side by side: the opposite of ``_apart``, and no copy of its result."""
+    side_by_side: Array = np.moveaxis(W, 0, 1).reshape(W.shape[1], -1)
+    return side_by_side
+
+
+def _heads(y: Array, heads: int) -> Array:
+    """(..., L, heads · width) as (..., heads, L, width); a view."""
+    apart: Array = y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads)
+    return apart.swapaxes(-3, -2)
+
+
+def _side_by_side(x: Array) -> Array:
+    """(..., heads, L, width) as (..., L, heads · width)."""
+    x = x.swapaxes(-3, -2)
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def _product(x: Array, W: Array) -> Array:
+    """x W as one product of two matrices, whatever batch x has."""
+    return np.reshape(x.reshape(-1, x.shape[-1]) @ W, (*x.shape[:-1], W.shape[1]))
+
+
+def _by_root_mean_square(x: Array) -> Array:
+    """Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4."""
+    return np.asarray(
+        x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(EPSILON))
+    )
+
+
+def _rotated(
+    name: str, x: Array, rope: RoPE, at: ArrayLike, tap: Tap, heard: dict[str, str]
+) -> Array:
+    """Queries or keys turned by their positions."""
+    x = tap(heard[name], x)
+    heard[name] = f"{name}_rotated"
+    return rope.rotate(x, at, renamed(tap, cos=f"cos[{name}]", sin=f"sin[{name}]", rotated=None))
+
+
+def _positions(given: ArrayLike | None, x: Array, cache: KVCache | None = None) -> ArrayLike:
+    """The positions of the tokens of x, (..., H, L, D): those given, or counted on."""
+    if given is not None:
+        return given
+    counted = np.arange(x.shape[-2])
+    return counted if cache is None else cache.lengths[:, None] + counted
+
+
+def _check_cached(x: Array, context: Array | None, return_weights: bool) -> None:
+    if context is not None:
+        raise ValueError("cache and context are both given: a cache holds x's own earlier tokens")
+    if x.ndim != 3:
+        raise ValueError(f"x has shape {x.shape}: with a cache it must be (B, L, E)")
+    if return_weights:
+        raise ValueError("return_weights with a cache: let a tap hear weights instead")
+
+
+def _matrix(name: str, value: ArrayLike) -> Array:
+    W = as_floating(name, value)
+    if W.ndim != 2:
+        hint = "; one matrix a head goes to from_heads" if W.ndim == 3 and name != "W_o" else ""
+        raise ValueError(f"{name} has shape {W.shape}: expected {LETTERS[name]}{hint}")
+    return W
+
+
+def _width(name: str, W: Array, heads: int) -> int:
+    if W.shape[1] % heads:
         raise ValueError(
-            f"W_o has shape {W_o.shape}: expected (H · Dv, E) with H · Dv = "
-            f"{W_q.shape[0]} · {W_v.shape[2]} = {joined}"
+            f"{name} has shape {W.shape}: expected columns for {heads} heads of one width"
         )
+    return int(W.shape[1]) // heads
+
+
+def _free(W: Array, axis: int, other: int) -> int:
+    """The size of W's ``axis``, which may be any: of the other axis, if W looks transposed."""
+    sizes: tuple[int, ...] = W.shape if axis == 0 else W.shape[::-1]
+    return sizes[1] if sizes[0] == other != sizes[1] else sizes[0]
+
+
+def _choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> str | None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: expected one of {', '.join(map(repr, choices))}")
+    return value
+
+
+def _checked_rope(rope: Any, head_dim: int) -> RoPE | None:
+    if rope is None:
+        return None
+    if not callable(getattr(rope, "rotate", None)):
+        raise TypeError(f"rope is {rope!r}: expected a minimha.layers.rope.RoPE, or None")
+    if rope.head_dim != head_dim:
+        raise ValueError(f"rope is for head_dim={rope.head_dim} but the layer has {head_dim}")
+    return rope  # type: ignore[no-any-return]

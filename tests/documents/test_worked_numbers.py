@@ -12,7 +12,7 @@ from minimha import attention
 from minimha.documents import EXAMPLES
 from minimha.documents.sentences import SENTENCES
 from minimha.explain.printed import Status
-from minimha.layers.multihead import multi_head_attention
+from minimha.layers.multihead import MultiHeadAttention
 
 inf = float("inf")
 E, T, R, W, A = (
@@ -208,16 +208,16 @@ def test_003_eight_query_heads_share_two_key_value_heads():
     rng = np.random.default_rng(0)
     x, W_q = TRACES["003"]["x"], rng.normal(size=(8, 2, 2))
     W_k, W_v = rng.normal(size=(2, 2, 2, 2))
-    shared = multi_head_attention(x, W_q, W_k, W_v, np.eye(16))
+    shared = MultiHeadAttention.from_heads(W_q, W_k, W_v, np.eye(16))(x)
     own = (np.stack([W[0]] * 4 + [W[1]] * 4) for W in (W_k, W_v))
-    np.testing.assert_allclose(shared, multi_head_attention(x, W_q, *own, np.eye(16)))
+    np.testing.assert_allclose(shared, MultiHeadAttention.from_heads(W_q, *own, np.eye(16))(x))
 
 
 def test_004_512_wide_in_eight_heads_of_64_is_512_wide_again():
     rng = np.random.default_rng(0)
     x, W = rng.normal(size=(5, 512)), rng.normal(size=(3, 8, 512, 64)) / 23
     heard = {}
-    multi_head_attention(x, *W, np.eye(512), tap=lambda n, v: heard.setdefault(n, v))
+    MultiHeadAttention.from_heads(*W, np.eye(512))(x, tap=lambda n, v: heard.setdefault(n, v))
     shapes = [heard[name].shape for name in ("x", "q", "concat", "output")]
     assert shapes == [(5, 512), (1, 8, 5, 64), (5, 512), (5, 512)]
 
