@@ -17,7 +17,7 @@ import numpy as np
 
 from minimha import BackendUnavailable, __version__, attention, backends, documents
 from minimha.api import TAPPED
-from minimha.documents import Example, blocks, sentences
+from minimha.documents import Example, blocks, sentences, translation
 from minimha.equations import tiled
 from minimha.explain import render
 from minimha.explain.trace import Trace, token_labels
@@ -99,21 +99,31 @@ def _add_example(commands: Any) -> None:
     parser = commands.add_parser(
         "example",
         help="show every matrix of a worked example",
-        description="Show every matrix of a worked example: a document's own, beside the numbers "
-        "that it prints, or a sentence through a multi-head attention with small weights.",
+        description="Show every matrix of a worked example: one by name, as 'examples' lists them "
+        "(a document's own stands beside the numbers that it prints), or a sentence through a "
+        "multi-head attention with small weights.",
     )
     parser.set_defaults(run=run_example)
     which = parser.add_mutually_exclusive_group()
+    which.add_argument("name", nargs="?", help="an example's name, as translation")
     _add_sentence(which, "1 is document 000, 3 document 003, the others a sentence of that length")
     which.add_argument(
         "--document",
         type=lambda number: number.zfill(3) if number.isdigit() else number,
-        choices=tuple(documents.EXAMPLES),
+        choices=tuple(documents.DOCUMENTS),
         help="a document's example",
     )
     parser.add_argument("--heads", type=_count, metavar="H", help="query heads (2)")
     parser.add_argument("--kv-heads", type=_count, metavar="H", help="key/value heads (as --heads)")
     parser.add_argument("--d-model", type=_count, metavar="E", help="model width (4)")
+    parser.add_argument("--rope", action="store_true", help="turn queries and keys by position")
+    parser.add_argument(
+        "--cross",
+        nargs="?",
+        const=" ".join(translation.ENGLISH),
+        metavar="WORDS",
+        help="attend to another sentence (cross-attention); French to English, if none is given",
+    )
     _add_changes(parser)
     _add_steps(parser)
     _add_output(parser)
@@ -601,25 +611,31 @@ def _check_readable(trace: Trace) -> None:
 def _example(args: argparse.Namespace) -> Example:
     settings = {
         "num_heads": args.heads, "num_kv_heads": args.kv_heads, "d_model": args.d_model,
-        "seed": args.seed,
+        "seed": args.seed, "rope": args.rope or None,
+        "context": None if args.cross is None else args.cross.split(),
     }  # fmt: skip
     given = {name: value for name, value in settings.items() if value is not None}
     if args.sentence is not None:
         return sentences.sentence(args.sentence.split(), **given)
     own = {1: "000", 3: "003", None: "003"}.get(args.tokens) if not given else None
-    document = args.document or own
-    if document is None:
+    name = args.name or args.document or own
+    if name is None and args.tokens is None and "context" in given:
+        return sentences.sentence(translation.FRENCH, source="document 000", **given)
+    if name is None:
         return sentences.of_length(args.tokens or 3, **given)
-    if document == "002" and given:  # a sentence without numbers
+    if name == "002" and given:  # a sentence without numbers
         return sentences.of_length(6, **given)
+    if name not in documents.EXAMPLES:
+        raise ValueError(f"no example {name!r}: there are {', '.join(documents.EXAMPLES)}")
     if given:
-        names = {"num_heads": "--heads", "num_kv_heads": "--kv-heads", "d_model": "--d-model"}
         first = next(iter(given))
+        flags = {"num_heads": "heads", "num_kv_heads": "kv-heads", "d_model": "d-model"}
+        flag = flags.get(first, "cross" if first == "context" else first)
         raise ValueError(
-            f"{names.get(first, '--seed')} cannot change document {document}'s example, whose "
-            f"numbers are the document's: use it with --tokens N or --sentence"
+            f"--{flag} cannot change example {name}, whose numbers are its own: use it with "
+            f"--tokens N or --sentence"
         )
-    return documents.EXAMPLES[document]
+    return documents.EXAMPLES[name]
 
 
 def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -75,6 +75,14 @@ def test_examples_lists_every_document_with_source_and_sentence(run):
         ("example --tokens 6 --heads 4 --kv-heads 2 --d-model 8",
          "6 tokens: The bank approved the loan yesterday, 4 heads on 2 key/value heads"),
         ("example --tokens 3 --heads 2", "3 tokens: The cat sat, 2 heads"),
+        ("example 004", "004: Q, K and V given"),
+        ("example translation", "translation: The boy trains the puppy → Le garçon"),
+        ("example heads-002", "heads-002: The bank approved the loan yesterday, heads set by hand"),
+        ("example gpt2", "gpt2: The cat sat, as GPT-2"),
+        ("example llama", "llama: The cat sat, as LLaMA"),
+        ("example --rope", "3 tokens: The cat sat, 2 heads, rotary positions"),
+        ("example --cross", "5 tokens: Le garçon entraîne le chiot → The boy trains the puppy"),
+        ("example --tokens 1 --cross oui", "1 token: Attention → oui, 2 heads"),
         ("flash --tokens 4", "flash: Translation quality would collapse"),
     ],
 )  # fmt: skip
@@ -87,6 +95,26 @@ def test_a_sentence_of_ones_own(run):
     assert [s["name"] for s in found][-3:] == ["concat", "W_o", "output"]
     x = found[0]["value"]
     assert x[0] == x[4]
+
+
+def test_rope_shows_the_angles_and_what_they_turn(run):
+    names = [s["name"] for s in steps(run, "example --rope")]
+    assert [name for name in names if "rotated" in name or "[" in name] == [
+        "cos[q]", "sin[q]", "cos[k]", "sin[k]", *["q_rotated"] * 2, *["k_rotated"] * 2
+    ]  # fmt: skip
+
+
+def test_cross_shows_the_other_sentence(run):
+    found = {s["name"]: s for s in steps(run, "example", "--cross", "a new sentence")}
+    assert found["context"]["rows"] == ["a", "new", "sentence"]
+    assert found["weights"]["columns"] == ["a", "new", "sentence"]
+    assert found["k"]["formula"] == "K = X_enc W_k"
+
+
+def test_the_translation_s_three_stages_have_a_heatmap_each(run):
+    out = shown(run, "example translation --only weights")
+    for title in ("weights, encoder, head 0", "weights, decoder", "weights, cross"):
+        assert title in out
 
 
 def test_tokens_3_shows_what_the_document_prints_and_what_is_wrong(run):
@@ -474,13 +502,19 @@ BAD_LINES = [
     ("example --tokens three", "expected a whole number from 1 to 12, came 'three'"),
     ("example --tokens 3 --document 003", "--document: not allowed with argument --tokens"),
     ("example --document 007", "argument --document: invalid choice: '007'"),
-    ("example --document 003 --heads 2", "--heads cannot change document 003's example"),
+    ("example --document 003 --heads 2", "--heads cannot change example 003"),
     ("example --document 001 --causal", "example 001 has neither a causal mask nor scaling"),
     ("example --tokens 5 --heads 3", "d-model is 4 and heads is 3"),
     ("example --tokens 5 --heads 4 --kv-heads 3", "heads is 4 and kv-heads is 3"),
     ("example --heads 0", "argument --heads: expected a whole number of at least 1, came '0'"),
     ("example --tokens 5 --seed -1", "expected a whole number of at least 0, came '-1'"),
     ("example --decimals 40", "expected a whole number from 0 to 17, came '40'"),
+    ("example nope", "no example 'nope': there are 000, 001"),
+    ("example translation --heads 2", "--heads cannot change example translation, whose numbers"),
+    ("example 000 --rope", "--rope cannot change example 000"),
+    ("example llama --cross", "--cross cannot change example llama"),
+    ("example --cross --causal", "a causal mask has no meaning between two sentences"),
+    ("example --cross=", "the sentence to attend to has no tokens"),
     ("example --only softmax", "no step 'softmax' in this example: its steps are x, W_q"),
     ("example --format pdf", "argument --format: invalid choice: 'pdf'"),
     ("example --format npz", "--format npz needs --output: the name of a file to write"),

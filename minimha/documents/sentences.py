@@ -18,6 +18,7 @@ from minimha.documents.example import Example
 from minimha.equations.tap import Tap
 from minimha.explain.trace import token_labels
 from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.rope import RoPE
 
 # The documents' own sentences (and one title), by their number of tokens.
 SENTENCES = {
@@ -41,7 +42,7 @@ DEFAULT_SEED = 1  # no zero columns, and row maxima that grow from block to bloc
 BANK_RELATIONS = (
     "The document says what heads may learn in this sentence (bank ↔ loan, approved ↔ bank, "
     "yesterday ↔ approved, its structure) and prints no numbers; these weights are drawn, not "
-    "learned, and show none of that."
+    "learned, and show none of that; example heads-002 has weights that do."
 )
 
 
@@ -58,9 +59,13 @@ def sentence(
     num_kv_heads: int | None = None,
     d_model: int = 4,
     seed: int = DEFAULT_SEED,
+    rope: bool = False,
+    context: Sequence[str] | None = None,
     source: str = "your own sentence",
 ) -> Example:
-    """A causal multi-head attention over ``tokens``, every matrix of every head.
+    """A multi-head attention over ``tokens``, every matrix of every head.
+
+    It is causal, unless the tokens attend to another sentence.
 
     Parameters
     ----------
@@ -71,6 +76,10 @@ def sentence(
         Model width E; each head has width E / num_heads.
     seed : int
         Of embeddings and weights, at least 0.
+    rope : bool
+        Turn queries and keys by their positions.
+    context : sequence of str
+        Another sentence, from which keys and values are made (cross-attention).
     source : str
         Where the sentence comes from.
 
@@ -82,24 +91,47 @@ def sentence(
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check(tokens, num_heads, num_kv_heads, d_model, seed)
 
-    def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-        x = embeddings(tokens, d_model, seed)
-        scale = None if is_scaled else 1.0
-        layer = MultiHeadAttention.from_heads(*draw_weights(d_model, num_heads, num_kv_heads, seed))
-        layer(x, is_causal=is_causal, scale=scale, tap=tap)
+    if context is not None and not context:
+        raise ValueError("the sentence to attend to has no tokens: expected at least one word")
+    if rope and d_model // num_heads % 2:
+        raise ValueError(
+            f"d-model is {d_model} and heads is {num_heads}: a rotation turns pairs, so a head's "
+            f"width must be even"
+        )
+    turned = RoPE(d_model // num_heads) if rope else None
 
+    def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
+        if context is not None and is_causal:
+            raise ValueError(
+                "a causal mask has no meaning between two sentences: the other one is there as a "
+                "whole"
+            )
+        weights = draw_weights(d_model, num_heads, num_kv_heads, seed)
+        layer = MultiHeadAttention.from_heads(*weights, rope=turned)
+        layer(
+            embeddings(tokens, d_model, seed),
+            None if context is None else embeddings(context, d_model, seed),
+            is_causal=is_causal,
+            scale=None if is_scaled else 1.0,
+            tap=tap,
+        )
+
+    text = " ".join(tokens)
+    if context is not None:
+        text += f" → {' '.join(context)}"
     heads = f"{num_heads} head{'s' * (num_heads > 1)}"
     if num_kv_heads != num_heads:
         heads += f" on {num_kv_heads} key/value head{'s' * (num_kv_heads > 1)}"
-    text = " ".join(tokens)
+    if rope:
+        heads += ", rotary positions"
     return Example(
         name=f"{len(tokens)} token{'s' * (len(tokens) > 1)}",
         title=f"{text}, {heads}",
         source=f"{source}; embeddings and weights drawn with seed {seed}",
         sentence=text,
         run=run,
-        labels=token_labels(tokens),
-        is_causal=True,
+        labels=token_labels(tokens, context),
+        is_causal=context is None,
         notes=_notes(text, num_heads, num_kv_heads),
     )
 

@@ -30,6 +30,7 @@ GATED = "Qiu et al. 2025 (gated attention)"
 ROFORMER = "Su et al. 2021 (RoFormer), equation 34"
 BAHDANAU = "Bahdanau, Cho and Bengio 2015, appendix A.1.2"
 UNIT = "Henry et al. 2020; Liu et al. 2022 (Swin Transformer V2), section 3.3"
+GPT2 = "Radford et al. 2019 (GPT-2)"
 SCORES = ("B", "H", "Lq", "Lk")
 ROTATED = "(x_1 cos - x_2 sin, x_2 cos + x_1 sin), pair by pair"
 TEX_ROTATED = r"(x_1 \cos - x_2 \sin,\; x_2 \cos + x_1 \sin) \text{, pair by pair}"
@@ -44,6 +45,28 @@ CATALOGUE: dict[str, Entry] = {
         "X_enc", r"X_{\mathrm{enc}}", ("B", "Lc", "E"), "X_enc", r"X_{\mathrm{enc}}",
         "One row a token of the other sequence, to which this one attends.",
         "Vaswani et al. 2017, section 3.2.3",
+    ),
+    "wte": Entry(
+        "wte", r"\mathrm{wte}", ("L", "E"), "wte", r"\mathrm{wte}",
+        "Word token embeddings: one row a token, whatever its position.",
+        GPT2,
+    ),
+    "wpe": Entry(
+        "wpe", r"\mathrm{wpe}", ("L", "E"), "wpe", r"\mathrm{wpe}",
+        "Word position embeddings: one row a position, whatever stands there.",
+        GPT2,
+    ),
+    "c_attn": Entry(
+        "c_attn", r"c_{\mathrm{attn}}", ("E", "3E"), "c_attn = [W_q, W_k, W_v]",
+        r"c_{\mathrm{attn}} = [W_q, W_k, W_v]",
+        "Three matrices side by side, so that one product gives Q, K and V.",
+        GPT2,
+    ),
+    "c_attn_bias": Entry(
+        "b_attn", r"b_{\mathrm{attn}}", ("3E",), "b_attn = [b_q, b_k, b_v]",
+        r"b_{\mathrm{attn}} = [b_q, b_k, b_v]",
+        "Their biases, side by side too.",
+        GPT2,
     ),
     "W_q": Entry(
         "W_q", "W_q", ("H", "E", "D"), "W_q", "W_q",
@@ -202,6 +225,11 @@ CATALOGUE: dict[str, Entry] = {
         "O", "O", ("B", "H", "Lq", "Dv"), "O = A V", r"O = A V",
         "Each row is the sum of the values, weighted by that row of A.",
         VASWANI,
+    ),
+    "added": Entry(
+        "Z", "Z", ("B", "L", "E"), "Z = X + Y", r"Z = X + Y",
+        "The residual connection: what the token was, and what it found.",
+        "Vaswani et al. 2017, section 3.1",
     ),
     "normalised": Entry(
         "O", "O", ("B", "H", "Lq", "Dv"), "O_i ← O_i / l_i, for every block i",

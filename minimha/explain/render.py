@@ -228,8 +228,12 @@ def _drawn(steps: Iterable[Step]) -> list[tuple[str, Step]]:
     """The steps worth a heatmap, with a title: weights, and what came before with a single head."""
     steps = [step for step in steps if step.value.ndim == 2 and step.value.size]
     weights = [step for step in steps if step.name == "weights"]
+    weights = weights or [step for step in steps if step.base == "weights"]
     if len(weights) > 1:
-        return [(f"weights, {step.place}", step) for step in weights]
+        return [
+            (", ".join(part for part in ("weights", step.variant, step.place) if part), step)
+            for step in weights
+        ]
     order = {"scores": "raw scores", "masked": "masked", "weights": "softmax weights"}
     return [(title, step) for name, title in order.items() for step in steps if step.name == name]
 
@@ -249,7 +253,7 @@ def _heatmaps(drawn: Sequence[tuple[str, Step]], width: int, in_color: bool) -> 
 def _heatmap(title: str, step: Step, size: int, in_color: bool) -> list[Text]:
     value = np.asarray(step.value, np.float64)
     finite = value[np.isfinite(value)]
-    is_weights = step.name == "weights"
+    is_weights = step.base == "weights"
     low, high = (0.0, 1.0) if is_weights else (finite.min(initial=0), finite.max(initial=0))
     rows = [_short(label, LABEL_WIDTH) for label in step.rows or ()]
     margin = max(map(cell_len, rows)) + 1

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from minimha.explain.catalogue import Entry, entry
 from minimha.explain.printed import Comparison, PrintedMatrix
 
-TOKEN_AXES = ("L", "Lq", "Lk")
+TOKEN_AXES = ("L", "Lq", "Lk", "Lc")
 BLOCK = re.compile(r"\[i=(\d+)(?:,j=(\d+))?\]")
 
 
@@ -65,6 +65,11 @@ class Step:
         return self.name.partition("[")[0]
 
     @property
+    def variant(self) -> str:
+        """What follows the name in brackets, a stage or a block: ``encoder`` of ``q[encoder]``."""
+        return self.name.partition("[")[2].rstrip("]")
+
+    @property
     def place(self) -> str:
         """Which batch entry and head, in words; empty where there is only one."""
         parts = (("batch", self.batch), ("head", self.head), ("key/value head", self.kv_head))
@@ -83,7 +88,8 @@ class Trace:
         Usually made by ``token_labels``. Those of one variant's axis, as ``Lk[cross]``, go before
         those of the axis.
     notes : mapping from step name to str
-        What to say of a step beyond the catalogue's sentence.
+        What to say of a step, or of one head's (``weights, head 1``), beyond the catalogue's
+        sentence.
     printed : sequence of PrintedMatrix
         What a document prints of these steps.
     blocks : (B_r, B_c) or None
@@ -157,7 +163,8 @@ class Trace:
         bases = {name.partition("[")[0] for name in self}
         unknown = [name for name in self.only if name not in (*bases, *self)]
         if unknown:
-            shown = dict.fromkeys(re.sub(r"=\d+", "=…", name) for name in self)
+            stages = (re.sub(r"\[[^=]*\]", "", name) for name in self)  # the base chooses all
+            shown = dict.fromkeys(re.sub(r"=\d+", "=…", name) for name in stages)
             raise ValueError(
                 f"no step {unknown[0]!r} in this example: its steps are {', '.join(shown)}"
             )
@@ -241,7 +248,8 @@ class Trace:
         hidden: NDArray[np.bool_] | None,
     ) -> Step:
         known = self._entry(name)
-        parts = (known.sentence, _row_sums(name, value), self.notes.get(name, ""))
+        note = self.notes.get(f"{name}, head {place.get('head')}", self.notes.get(name, ""))
+        parts = (known.sentence, _row_sums(name, value), note)
         note = " ".join(part for part in parts if part)
         matrices = [p for p in self.printed if p.step == name and p.head == place.get("head")]
         labels = [
@@ -281,6 +289,8 @@ class Trace:
             return None
         own = self.labels.get(_beside(name, axis))
         labels = (self.labels.get(axis, ()) if own is None else own)[start : start + size]
+        if axis not in TOKEN_AXES:
+            return labels if len(self.labels[axis]) == size else None
         return labels if len(labels) == size else tuple(str(start + n) for n in range(size))
 
 
@@ -322,4 +332,5 @@ def token_labels(
     ('cat', 'sat')
     """
     queries = tuple(queries)
-    return {"L": queries, "Lq": queries, "Lk": queries if keys is None else tuple(keys)}
+    keys = queries if keys is None else tuple(keys)
+    return {"L": queries, "Lq": queries, "Lk": keys, "Lc": keys}

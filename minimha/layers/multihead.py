@@ -6,6 +6,7 @@ x, context → q, k, v → normalised → rotated → attention → concat → g
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ LETTERS = {
 WEIGHTS = (*LETTERS, "b_q", "b_k", "b_v", "b_o", "g_q", "g_k", "W_g", "b_g")
 NORMS = (None, "head", "full")
 GATES = (None, "elementwise", "headwise")
-EPSILON = 1e-6  # under the root of a query's or key's mean square
+EPSILON = 1e-6
 
 
 class MultiHeadAttention:
@@ -58,6 +59,8 @@ class MultiHeadAttention:
     qk_norm : {None, "head", "full"}
         Divide every query and key by its root mean square and multiply by g_q, g_k: each head by
         itself, with gains (D,), or all heads together, with gains (H · D,) and (Hkv · D,).
+    epsilon : float
+        What is added to the mean square under that root.
     gate : {None, "elementwise", "headwise"}
         Multiply the heads' outputs by sigmoid(x W_g + b_g), W_g (E, H · Dv) or (E, H).
     rope : RoPE
@@ -125,6 +128,7 @@ class MultiHeadAttention:
         context_dim: int | None = None,
         output_dim: int | None = None,
         qk_norm: str | None = None,
+        epsilon: float = EPSILON,
         gate: str | None = None,
         rope: RoPE | None = None,
         parameters: Mapping[str, ArrayLike] | None = None,
@@ -151,6 +155,7 @@ class MultiHeadAttention:
         self.output_dim = whole("output_dim", d_model if output_dim is None else output_dim)
         self.bias = flag("bias", bias)
         self.qk_norm = _choice("qk_norm", qk_norm, NORMS)
+        self.epsilon = _epsilon(epsilon)
         self.gate = _choice("gate", gate, GATES)
         self.rope = _checked_rope(rope, self.head_dim)
         if parameters is None:
@@ -430,8 +435,9 @@ class MultiHeadAttention:
         heard[name] = f"{name}_normed"
         gain = tap(f"g_{name}", self._row(f"g_{name}", x.dtype))
         if self.qk_norm == "head":
-            return np.asarray(_by_root_mean_square(x) * gain)
-        return _heads(_by_root_mean_square(_side_by_side(x)) * gain, x.shape[-3])
+            return np.asarray(_by_root_mean_square(x, self.epsilon) * gain)
+        normed = _by_root_mean_square(_side_by_side(x), self.epsilon)
+        return _heads(normed * gain, x.shape[-3])
 
     def _gates(self, x: Array, tap: Tap) -> Array:
         """sigmoid(x W_g + b_g), as wide as the heads side by side."""
@@ -492,8 +498,8 @@ def _combined(W: Array) -> Array:
 
 def _heads(y: Array, heads: int) -> Array:
     """(..., L, heads · width) as (..., heads, L, width); a view."""
-    apart: Array = y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads)
-    return apart.swapaxes(-3, -2)
+    apart: Array = y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads).swapaxes(-3, -2)
+    return apart
 
 
 def _side_by_side(x: Array) -> Array:
@@ -507,10 +513,10 @@ def _product(x: Array, W: Array) -> Array:
     return np.reshape(x.reshape(-1, x.shape[-1]) @ W, (*x.shape[:-1], W.shape[1]))
 
 
-def _by_root_mean_square(x: Array) -> Array:
+def _by_root_mean_square(x: Array, epsilon: float) -> Array:
     """Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4."""
     return np.asarray(
-        x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(EPSILON))
+        x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(epsilon))
     )
 
 
@@ -566,6 +572,14 @@ def _choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> st
     if value not in choices:
         raise ValueError(f"{name} is {value!r}: expected one of {', '.join(map(repr, choices))}")
     return value
+
+
+def _epsilon(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"epsilon is {value!r}: expected a number")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"epsilon is {value!r}: expected a finite number, not below 0")
+    return float(value)
 
 
 def _checked_rope(rope: Any, head_dim: int) -> RoPE | None:
