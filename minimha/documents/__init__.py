@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from minimha.documents import (
+    alternatives,
     given_qkv,
     models,
     roles,
@@ -23,7 +24,14 @@ DOCUMENTS: dict[str, Example] = {
 }
 EXAMPLES: dict[str, Example] = DOCUMENTS | {
     example.name: example
-    for example in (*roles.EXAMPLES, translation.EXAMPLE, models.GPT2, models.LLAMA)
+    for example in (
+        *roles.EXAMPLES,
+        translation.EXAMPLE,
+        models.GPT2,
+        models.LLAMA,
+        alternatives.COSINE,
+        alternatives.ADDITIVE,
+    )
 }
 
 __all__ = ["DOCUMENTS", "EXAMPLES", "Example"]

@@ -128,11 +128,11 @@ EXAMPLES = (
             PREVIOUS,
             Head(
                 "subject and verb",
-                "sleeps reads cat and adopted reads I, the subject of its own clause: two columns "
-                "must agree; the others spread over their clause",
+                "'sleeps' reads 'cat' and 'adopted' reads 'I', the subject of its own clause: two "
+                "columns must agree; the others spread over their clause",
                 (("verb", "subject"), ("main", "main"), ("clause", "clause")),
             ),
-            Head("coreference", "that reads cat, for which it stands", (("pronoun", "noun"),)),
+            Head("coreference", "'that' reads 'cat', for which it stands", (("pronoun", "noun"),)),
             LOCAL,
         ],
     ),
@@ -153,13 +153,18 @@ EXAMPLES = (
         [
             Head(
                 "syntactic structure",
-                "cat and ran, subject and verb, read each other",
+                "'cat' and 'ran', subject and verb, read each other",
                 (("subject", "verb"), ("verb", "subject")),
             ),
             LOCAL,
-            Head("relative clause", "that, I and saw read each other", (("clause", "clause"),)),
             Head(
-                "long range", "cat, ran and away, who did what, read each other",
+                "relative clause",
+                "'that', 'I' and 'saw' read each other",
+                (("clause", "clause"),),
+            ),
+            Head(
+                "long range",
+                "'cat', 'ran' and 'away', who did what, read each other",
                 (("action", "action"),),
             ),
         ],
@@ -178,16 +183,18 @@ EXAMPLES = (
         ("lender", "lent", "actor", "verb", "time"),
         [
             Head(
-                "meaning", "bank and loan read each other", (("lender", "lent"), ("lent", "lender"))
+                "meaning",
+                "'bank' and 'loan' read each other",
+                (("lender", "lent"), ("lent", "lender")),
             ),
             Head(
                 "action",
-                "approved and bank read each other",
+                "'approved' and 'bank' read each other",
                 (("verb", "actor"), ("actor", "verb")),
             ),
             Head(
                 "time",
-                "yesterday and approved read each other",
+                "'yesterday' and 'approved' read each other",
                 (("time", "verb"), ("verb", "time")),
             ),
             PREVIOUS,

@@ -234,7 +234,10 @@ def _drawn(steps: Iterable[Step]) -> list[tuple[str, Step]]:
             (", ".join(part for part in ("weights", step.variant, step.place) if part), step)
             for step in weights
         ]
-    order = {"scores": "raw scores", "masked": "masked", "weights": "softmax weights"}
+    order = {
+        "scores": "raw scores", "energies": "raw scores", "masked": "masked",
+        "weights": "softmax weights",
+    }  # fmt: skip
     return [(title, step) for name, title in order.items() for step in steps if step.name == name]
 
 

@@ -1,4 +1,4 @@
-"""Weights set by hand do what is said of them."""
+"""The examples beyond the documents' own numbers: what is said of them is what they show."""
 
 import numpy as np
 import pytest
@@ -146,3 +146,20 @@ def test_a_rotation_or_another_sentence_that_cannot_be(settings, sentence):
 def test_two_sentences_have_no_causal_mask():
     with pytest.raises(ValueError, match="no meaning between two sentences"):
         sentences.sentence(["a"], context=["b"]).trace(is_causal=True)
+
+
+def test_cosine_and_dot_product_side_by_side():
+    trace = EXAMPLES["cosine"].trace()
+    root = 1 / np.sqrt(2)
+    wanted = [[1, root, 0], [0, root, 1], [root, 1, root]]
+    np.testing.assert_allclose(trace["cosine[cosine]"], wanted, atol=1e-15)
+    np.testing.assert_array_equal(trace["scores[dot]"], EXAMPLES["004"].trace()["scores"])
+
+
+def test_a_small_network_scores_document_004():
+    trace = EXAMPLES["additive"].trace()
+    q, k = trace["q"], trace["k"]
+    wanted = [[np.tanh(a + b).sum() for b in k] for a in q]
+    np.testing.assert_allclose(trace["energies"], wanted, rtol=1e-12)
+    with pytest.raises(ValueError, match="no product of vectors to divide"):
+        EXAMPLES["additive"].trace(is_scaled=True)

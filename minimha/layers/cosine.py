@@ -1,0 +1,132 @@
+"""Cosine attention: a query fits a key by the angle between them, whatever their lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.api import attention
+from minimha.equations.problem import Problem, as_floating, flag
+from minimha.equations.tap import Tap, no_tap, renamed
+
+
+def cosine_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    scale: ArrayLike = 1.0,
+    return_lse: bool = False,
+    tap: Tap = no_tap,
+    **options: Any,
+) -> Any:
+    """softmax(scale · cos) V with cos_ij = q_i · k_j / (|q_i| |k_j|).
+
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
+    ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are taken as
+    ``minimha.attention`` takes them.
+
+    A vector of zeros has no direction: its cosine with every other is 0 here. Any other vector has
+    one, however long or short. Libraries divide by max(|x|, ε) instead, which draws the cosines of
+    vectors shorter than ε towards 0 (torch: ε is 1e-12 in ``normalize``, 1e-8 in
+    ``cosine_similarity``).
+
+    A cosine lies between -1 and 1, so a softmax over plain cosines is nearly flat: with the default
+    scale of 1 no key gets more than e² ≈ 7.4 times the weight of another. Models therefore learn a
+    scale. Swin Transformer V2 has one a head, 1/τ with τ ≥ 0.01, so at most 100; Henry et al. have
+    one a layer and begin at log2(L² - L) for sequences of L tokens.
+
+    Parameters
+    ----------
+    q : array_like of shape (B, H, Lq, D)
+        Integers are computed in float64, float16 and bfloat16 in float32.
+    k : array_like of shape (B, Hkv, Lk, D)
+        Query head h reads key/value head h // (H // Hkv).
+    v : array_like of shape (B, Hkv, Lk, Dv)
+    scale : float or array_like of shape (H,)
+        Multiplies the cosines: one number, or one a head. Finite.
+    return_lse : bool
+        Return the log-sum-exp too.
+    tap : callable ``tap(name, value) -> value``
+        Hears q, k, q_unit, k_unit, cosine, scaled_cosine and the steps of the attention after
+        them. With a scale a head it hears scaled_cosine alone, in the place of both.
+    **options
+        Those of ``minimha.attention``: masks, biases, windows, sinks, backend.
+
+    Returns
+    -------
+    output : ndarray of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
+    lse : ndarray of shape (B, H, Lq), float32 or float64, if ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument that does not fit, named in a sentence.
+    BackendUnavailable
+        As ``minimha.attention``.
+
+    References
+    ----------
+    Henry et al., "Query-Key Normalization for Transformers", 2020; Liu et al., "Swin Transformer
+    V2", 2022, section 3.3.
+
+    Examples
+    --------
+    Only the direction counts: a query ten times as long asks for the same.
+
+    >>> k, v = [[1, 0], [0, 5]], [[1], [3]]
+    >>> cosine_attention([[1, 0], [10, 0]], k, v, scale=2).round(4)
+    array([[1.2384],
+           [1.2384]])
+    """
+    problem = Problem.of(q, k, v)
+    factors = _factors(scale, problem)
+    Q, K, V = (x.astype(problem.compute, copy=False) for x in (problem.q, problem.k, problem.v))
+    q_unit, k_unit = (tap(f"{name}_unit", _unit(tap(name, x))) for name, x in (("q", Q), ("k", K)))
+    if factors.ndim:  # attention takes one scale for all heads
+        q_unit, scale, heard = q_unit * factors[:, None, None], 1.0, {"scores": "scaled_cosine"}
+    else:
+        scale, heard = float(factors), {"scores": "cosine", "scaled": "scaled_cosine"}
+    leading = (0,) * (4 - problem.rank)
+    result = attention(
+        q_unit[leading],
+        k_unit[leading],
+        V[leading],
+        scale=scale,
+        return_lse=return_lse,
+        tap=renamed(tap, q=None, k=None, **heard),
+        **options,
+    )
+    if not flag("return_lse", return_lse):
+        return result.astype(problem.dtype, copy=False)
+    output, lse = result
+    return output.astype(problem.dtype, copy=False), lse
+
+
+def _unit(x: NDArray[Any]) -> NDArray[Any]:
+    """x / |x| for each vector, 0 for a vector of zeros.
+
+    Division by the largest entry first keeps the squares from overflowing, and from vanishing.
+    """
+    with np.errstate(all="ignore"):
+        largest = abs(x).max(axis=-1, keepdims=True)
+        x = x / np.where(largest == 0, x.dtype.type(1), largest)
+        length = np.sqrt(np.square(x).sum(axis=-1, keepdims=True))
+        return np.asarray(x / np.where(length == 0, x.dtype.type(1), length))
+
+
+def _factors(scale: ArrayLike, problem: Problem) -> NDArray[Any]:
+    """``scale`` in the compute dtype: one number, or one for each query head."""
+    array, H = as_floating("scale", scale), problem.q.shape[1]
+    if array.shape not in ((), (H,)):
+        raise ValueError(
+            f"scale has shape {array.shape}: expected one number, or (H,) = ({H},), one a query "
+            f"head"
+        )
+    with np.errstate(over="ignore"):
+        factors = np.asarray(array.astype(problem.compute))
+    if not np.isfinite(factors).all():
+        raise ValueError(f"scale is {scale!r}: expected finite numbers, in {problem.compute} too")
+    return factors
