@@ -38,8 +38,8 @@ COSINE = Example(
         "scores[dot]": "Query 2 and key 1 are both [1, 1]: being long, they score twice as high as "
         "query 0 and key 0, which point the same way too.",
         "cosine[cosine]": "Here both pairs have cosine 1: length counts no more.",
-        "weights[cosine]": "Scores lie between -1 and 1, so no key can get more than e² ≈ 7.4 times "
-        "the weight of another. Models that use cosines learn a factor for them.",
+        "weights[cosine]": "Scores lie between -1 and 1, so no key can get more than e² ≈ 7.4 "
+        "times the weight of another. Models that use cosines learn a factor for them.",
     },
 )
 ADDITIVE = Example(
