@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.problem import as_floating, flag, whole
+from minimha.layers.integers import as_integers
 
 
 def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
@@ -125,7 +126,7 @@ def t5_bias(
 
     Returns
     -------
-    ndarray of shape (H, Lq, Lk), the table's dtype
+    ndarray of shape (H, Lq, Lk), the table's dtype, float64 for integers
         ``attention(..., attn_bias=bias[None], scale=1)`` is T5's attention, which does not scale.
 
     Raises
@@ -177,9 +178,7 @@ def _borders(N: int, max_distance: int) -> list[int]:
 
 
 def _positions(name: str, value: ArrayLike) -> NDArray[np.int64]:
-    array = np.asarray(value)
+    array = as_integers(name, value)
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}: expected one row of positions")
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
-    return array.astype(np.int64)
+    return array

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from minimha.api import attention
 from minimha.equations.problem import as_floating, whole
 from minimha.equations.tap import Tap, no_tap
+from minimha.layers.integers import as_integers
 
 OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the cache decides
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -97,12 +98,11 @@ class KVCache:
                 f"window is {window} but capacity is {capacity}: a query sees window tokens, which "
                 f"must all be cached"
             )
-        self.window, self.capacity, self.dtype = window, capacity, np.dtype(dtype)
-        if self.dtype.name not in DTYPES:
-            raise TypeError(f"dtype is {self.dtype}: expected one of {', '.join(DTYPES)}")
+        self.window, self.capacity, self.dtype = window, capacity, _dtype(dtype)
         self._k = np.zeros((batch, num_kv_heads, capacity, head_dim), self.dtype)
         self._v = np.zeros((batch, num_kv_heads, capacity, value_dim), self.dtype)
         self._lengths: NDArray[np.int64] = np.zeros(batch, np.int64)
+        self._first: NDArray[np.int64] = np.zeros(batch, np.int64)  # oldest token that is there
         self._chunk = np.zeros(batch, np.int64), 0  # the last chunk's first positions, and its L
 
     @property
@@ -113,7 +113,7 @@ class KVCache:
     @property
     def key_positions(self) -> NDArray[np.int64]:
         """Positions of the keys that ``attend`` sees, (B, Lk), in order; -1 where there is none."""
-        positions = self._first()[:, None] + np.arange(self._stored().max())
+        positions = self._first[:, None] + np.arange(self._stored().max())
         return np.asarray(np.where(positions < self._lengths[:, None], positions, -1), np.int64)
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
@@ -148,6 +148,16 @@ class KVCache:
             self._v[b][:, slots] = v[b, :, :count]
         self._chunk = self._lengths, L
         self._lengths = self._lengths + added
+        self._first = np.maximum(self._first, self._lengths - self.capacity)
+
+    def undo(self) -> None:
+        """Take the last chunk back, so that the next one goes where it went.
+
+        What a ring has dropped for it does not return: no later query sees that. There is nothing
+        to ``attend`` with until the next chunk, and nothing more to take back.
+        """
+        self._lengths = self._chunk[0]
+        self._chunk = self._lengths, 0
 
     def attend(self, q: ArrayLike, *, tap: Tap = no_tap, **options: Any) -> Any:
         """Causal attention of the last chunk's queries over all that is cached.
@@ -184,34 +194,31 @@ class KVCache:
                 f"q has shape {q.shape}: expected (B, H, L, D) with L={L}, the queries of the "
                 f"chunk that was appended last"
             )
-        first = self._first()
-        k, v = self._in_order(self._k, first), self._in_order(self._v, first)
+        k, v = self._in_order(self._k), self._in_order(self._v)
         return attention(
             q,
             k,
             v,
             is_causal=True,
-            q_offset=starts - first,
+            q_offset=starts - self._first,
             kv_lengths=self._stored(),
             window_size=None if self.window is None else (self.window - 1, 0),
             tap=tap,
             **options,
         )
 
-    def _first(self) -> NDArray[np.int64]:
-        """Position of the oldest token that is still there, (B,)."""
-        return np.maximum(self._lengths - self.capacity, 0)
-
     def _stored(self) -> NDArray[np.int64]:
-        return np.minimum(self._lengths, self.capacity)
+        return self._lengths - self._first
 
-    def _in_order(self, kept: NDArray[Any], first: NDArray[np.int64]) -> NDArray[Any]:
+    def _in_order(self, kept: NDArray[Any]) -> NDArray[Any]:
         """What is stored, by position: the ring is cut where its oldest token lies."""
         Lk = int(self._stored().max())
-        if not first.any():
-            return kept[:, :, :Lk]
-        slots = (first[:, None] + np.arange(Lk)) % self.capacity
-        return np.take_along_axis(kept, slots[:, None, :, None], axis=2)
+        if self._first.any():
+            slots = (self._first[:, None] + np.arange(Lk)) % self.capacity
+            return np.take_along_axis(kept, slots[:, None, :, None], axis=2)
+        view = kept[:, :, :Lk]
+        view.flags.writeable = False  # a tap hears it
+        return view
 
     def _check(self, name: str, array: NDArray[Any], kept: NDArray[Any]) -> None:
         B, Hkv, _, width = kept.shape
@@ -235,14 +242,12 @@ class KVCache:
         B = len(self._lengths)
         if lengths is None:
             return np.full(B, L, np.int64)
-        array = np.asarray(lengths)
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"lengths is {lengths!r}: expected B={B} integers")
+        array = as_integers("lengths", lengths)
         if array.shape != (B,):
             raise ValueError(f"lengths has shape {array.shape}: expected (B,) = ({B},)")
         if (array < 0).any() or (array > L).any():
             raise ValueError(f"lengths is {lengths!r}: expected integers from 0 to L={L}")
-        return array.astype(np.int64)
+        return array
 
     def _check_room(self, added: NDArray[np.int64]) -> None:
         """A chunk may overwrite only what none of its queries sees."""
@@ -251,7 +256,19 @@ class KVCache:
             needed = np.minimum(needed, self.window - 1)
         for b in np.flatnonzero(needed + added > self.capacity):
             what = "" if self.window is None else f" that a window of {self.window} still sees"
+            held = f", which holds {needed[b]}{what}: together they" if needed[b] else ": they"
             raise ValueError(
-                f"k has {added[b]} tokens for batch entry {b}, which holds {needed[b]}{what}: "
-                f"together they exceed capacity={self.capacity}; nothing was written"
+                f"k has {added[b]} tokens for batch entry {b}{held} exceed "
+                f"capacity={self.capacity}; nothing was written"
             )
+
+
+def _dtype(value: DTypeLike) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in DTYPES:
+        given = value if dtype is None else dtype
+        raise TypeError(f"dtype is {given}: expected one of {', '.join(DTYPES)}")
+    return dtype

@@ -275,7 +275,8 @@ class MultiHeadAttention:
         positions, context_positions : array_like of shape (L,) or (B, L), int
             For rotary embedding: 0, 1, … if not given, or on from the cache's length.
         cache : KVCache
-            Earlier tokens; keys and values of x are appended to it. Causal by its nature.
+            Earlier tokens; keys and values of x are appended to it, unless the attention is
+            refused. Causal by its nature.
         return_weights : bool
             Return each head's weights too; the output stays the same bit by bit.
         tap : callable ``tap(name, value) -> value``
@@ -299,6 +300,7 @@ class MultiHeadAttention:
         tokens, others, dtype = self._inputs(x, context)
         if cache is not None:
             _check_cached(tokens, others, flag("return_weights", return_weights))
+        _check_one_length(self.rope, others, cache)
         compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
         tokens = source = tap("x", tokens.astype(compute, copy=False))
         if others is not None:
@@ -320,7 +322,12 @@ class MultiHeadAttention:
             heads = attention(q, k, v, tap=renamed(tap, **heard), **options)
         else:
             cache.append(k.astype(dtype, copy=False), v.astype(dtype, copy=False))
-            heads = cache.attend(q, tap=renamed(tap, **heard), **options)
+            try:
+                heads = cache.attend(q, tap=renamed(tap, **heard), **options)
+            except Exception:
+                if undo := getattr(cache, "undo", None):  # another's cache may keep nothing yet
+                    undo()
+                raise
         concat = tap("concat", _side_by_side(heads))
         if self.gate is not None:
             concat = tap("gated", concat * self._gates(tokens, tap))
@@ -546,6 +553,16 @@ def _check_cached(x: Array, context: Array | None, return_weights: bool) -> None
         raise ValueError("return_weights with a cache: let a tap hear weights instead")
 
 
+def _check_one_length(rope: Any, context: Array | None, cache: KVCache | None) -> None:
+    """Dynamic scaling turns queries and keys alike only where it knows their one whole length."""
+    if getattr(rope, "is_dynamic", False):
+        why = "the angles of its dynamic scaling depend on the whole length"
+        if cache is not None:
+            raise ValueError(f"rope with a cache: {why}, which a cache does not know in advance")
+        if context is not None:
+            raise ValueError(f"rope with a context: {why}, and x and context have one each")
+
+
 def _matrix(name: str, value: ArrayLike) -> Array:
     W = as_floating(name, value)
     if W.ndim != 2:
@@ -577,9 +594,10 @@ def _choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> st
 def _epsilon(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"epsilon is {value!r}: expected a number")
-    if not (math.isfinite(value) and value >= 0):
+    epsilon = float(value)
+    if not (math.isfinite(epsilon) and epsilon >= 0):
         raise ValueError(f"epsilon is {value!r}: expected a finite number, not below 0")
-    return float(value)
+    return epsilon
 
 
 def _checked_rope(rope: Any, head_dim: int) -> RoPE | None:

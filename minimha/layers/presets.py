@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 
-from minimha.equations.problem import whole
+from minimha.equations.problem import flag, whole
 
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
 
@@ -49,14 +49,16 @@ class Preset:
     num_segments : int
         Rows of a segment embedding.
     window : int or None
-        Keys that a query sees at most, itself among them; older ones need not be cached.
+        Keys that a query of a decoder sees at most, itself among them; older ones need not be
+        cached.
 
     Raises
     ------
     TypeError
-        A size that is no integer.
+        A size that is no integer, or an is_ or has_ that is neither True nor False.
     ValueError
-        A size below 1 (num_segments: below 0), or heads that cannot be grouped.
+        A size below 1 (num_segments: below 0), heads that cannot be grouped, or an encoder with a
+        window.
     """
 
     name: str
@@ -87,10 +89,17 @@ class Preset:
             if size != "window" or value is not None:
                 low = 0 if size == "num_segments" else 1
                 object.__setattr__(self, size, whole(size, value, low))
+        for name in ("is_gated", "has_biases", "is_tied", "has_learned_positions", "is_causal"):
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads is {self.num_kv_heads} but num_heads is {self.num_heads}: H must be "
                 f"a multiple of Hkv"
+            )
+        if self.window is not None and not self.is_causal:
+            raise ValueError(
+                f"window is {self.window} but is_causal is False: a window is of a decoder, whose "
+                f"queries see it and nothing later"
             )
 
 
@@ -217,10 +226,11 @@ def check_length(preset: Preset, length: int) -> int:
     Raises
     ------
     TypeError
-        The length is no integer.
+        The length is no integer, or the preset is none.
     ValueError
         It is not from 1 to the preset's max_length.
     """
+    _check_preset(preset)
     tokens = whole("length", length, 1)
     if tokens > preset.max_length:
         raise ValueError(
@@ -245,6 +255,7 @@ def parameters(preset: Preset) -> Parameters:
     >>> parameters(PRESETS["GPT-2 Small"]).total
     124439808
     """
+    _check_preset(preset)
     E, F = preset.d_model, preset.d_ff
     joined = preset.num_heads * preset.head_dim
     joined_kv = preset.num_kv_heads * preset.head_dim
@@ -376,12 +387,15 @@ def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
 
 
 def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
-    """Parameters · bytes a number: what one decode step has to read besides the cache.
+    """Parameters · bytes a number: the memory that the weights take.
+
+    A decode step reads all of them but the rows that other tokens, positions and segments have in
+    the embeddings. Where the token embedding is also the head, it is read as a whole.
 
     Raises
     ------
-    ValueError
-        A dtype that is none of float32, float16 and bfloat16.
+    TypeError, ValueError
+        No preset, or a dtype that is none of float32, float16 and bfloat16.
     """
     return parameters(preset).total * _item_size(dtype)
 
@@ -417,12 +431,13 @@ def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savi
     >>> saved_by_groups(PRESETS["Llama-3-8B"], 8192).kv_cache_bytes // 2**30
     3
     """
-    whole = replace(preset, num_kv_heads=preset.num_heads)
+    _check_decoder(preset)
+    every = replace(preset, num_kv_heads=preset.num_heads)
     return Savings(
-        parameters=parameters(whole).total - parameters(preset).total,
-        prefill_flops=prefill_flops(whole, length).total - prefill_flops(preset, length).total,
-        decode_flops=decode_flops(whole, length).total - decode_flops(preset, length).total,
-        kv_cache_bytes=kv_cache_bytes(whole, length, dtype) - kv_cache_bytes(preset, length, dtype),
+        parameters=parameters(every).total - parameters(preset).total,
+        prefill_flops=prefill_flops(every, length).total - prefill_flops(preset, length).total,
+        decode_flops=decode_flops(every, length).total - decode_flops(preset, length).total,
+        kv_cache_bytes=kv_cache_bytes(every, length, dtype) - kv_cache_bytes(preset, length, dtype),
     )
 
 
@@ -465,7 +480,13 @@ def _item_size(dtype: str) -> int:
     return ITEM_SIZES[dtype]
 
 
+def _check_preset(preset: Preset) -> None:
+    if not isinstance(preset, Preset):
+        raise TypeError(f"preset is {preset!r}: expected a Preset, as find returns for a name")
+
+
 def _check_decoder(preset: Preset) -> None:
+    _check_preset(preset)
     if not preset.is_causal:
         raise ValueError(
             f"{preset.name} is an encoder, which sees all tokens at once: it has no decode step "

@@ -12,24 +12,14 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.problem import as_floating, flag, whole
 from minimha.equations.tap import Tap, no_tap
-
-
-class Scaling(Protocol):
-    """A rule that slows the rotation, so that a model reads further than it was trained."""
-
-    @property
-    def magnitude(self) -> float:
-        """What cos and sin are multiplied by."""
-
-    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
-        """Return the scaled θ_i, float64, for sequences of ``length``."""
+from minimha.layers.integers import as_integers
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,7 @@ class LinearScaling:
     magnitude: float = field(default=1.0, init=False)
 
     def __post_init__(self) -> None:
-        _check_at_least("factor", self.factor, 1)
+        _keep(self, factor=_at_least("factor", self.factor, 1))
 
     def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
         """Return θ_i / factor."""
@@ -63,7 +53,9 @@ class DynamicNTKScaling:
     """A base that grows with the sequence: base · (factor · n / n_0 - (factor - 1))^(R / (R - 2)).
 
     n is the sequence's length and n_0 the training's, ``original_length``; up to n_0 nothing
-    changes. Queries and keys must be rotated for one and the same n: with a cache, give ``length``.
+    changes. Queries and keys must be rotated for one and the same n, which a cache cannot know
+    before the last token: give ``length``. Where it is not given, n is the largest position of the
+    call plus 1, over the whole batch as in transformers: an entry then depends on the others.
 
     Raises
     ------
@@ -80,8 +72,11 @@ class DynamicNTKScaling:
     magnitude: float = field(default=1.0, init=False)
 
     def __post_init__(self) -> None:
-        _check_at_least("factor", self.factor, 1)
-        whole("original_length", self.original_length)
+        _keep(
+            self,
+            factor=_at_least("factor", self.factor, 1),
+            original_length=_length("original_length", self.original_length),
+        )
 
     def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
         """Return θ_i of the grown base."""
@@ -93,7 +88,7 @@ class DynamicNTKScaling:
             )
         n = max(length, self.original_length)
         growth = self.factor * n / self.original_length - (self.factor - 1)
-        return _theta(base * growth ** (R / (R - 2)), R)
+        return theta * growth ** (-np.arange(0, R, 2) / (R - 2))
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,8 @@ class YaRNScaling:
     is 0.1 · ln(factor) + 1 where none is given, so that scores grow by its square.
 
     The ramp is linear in the pair's index between whole indices, as in the authors' code and in
-    transformers; the paper prints it linear in the number of turns.
+    transformers; the paper prints it linear in the number of turns. An ``original_length`` so short
+    or so long that the ramp's ends cross gives what it gives there, which is not the rule above.
 
     Raises
     ------
@@ -125,26 +121,29 @@ class YaRNScaling:
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        _check_at_least("factor", self.factor, 1)
-        whole("original_length", self.original_length)
-        _check_positive("beta_slow", self.beta_slow)
-        _check_at_least("beta_fast", self.beta_fast, self.beta_slow)
-        if self.attention_factor is not None:
-            _check_positive("attention_factor", self.attention_factor)
+        given = self.attention_factor
+        _keep(
+            self,
+            factor=_at_least("factor", self.factor, 1),
+            original_length=_length("original_length", self.original_length),
+            beta_slow=_positive("beta_slow", self.beta_slow),
+            attention_factor=None if given is None else _positive("attention_factor", given),
+        )
+        _keep(self, beta_fast=_at_least("beta_fast", self.beta_fast, self.beta_slow))
 
     @property
     def magnitude(self) -> float:
         """The attention factor."""
         given = self.attention_factor
-        return 0.1 * math.log(self.factor) + 1 if given is None else float(given)
+        return 0.1 * math.log(self.factor) + 1 if given is None else given
 
     def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
         """Return the mixture of θ_i and θ_i / factor."""
         R = 2 * len(theta)
         low = max(math.floor(self._index_turning(self.beta_fast, base, R)), 0)
         high = min(math.ceil(self._index_turning(self.beta_slow, base, R)), R - 1)
-        # Where the ends meet or cross the ramp is a step; the original code gives it this width.
-        width = max(high - low, 0.001)
+        # Where the ends meet the ramp is a step; the original code gives it this width.
+        width = high - low or 0.001
         slow = np.clip((np.arange(len(theta)) - low) / width, 0, 1)
         return theta / self.factor * slow + theta * (1 - slow)
 
@@ -178,10 +177,13 @@ class Llama3Scaling:
     magnitude: float = field(default=1.0, init=False)
 
     def __post_init__(self) -> None:
-        _check_at_least("factor", self.factor, 1)
-        whole("original_length", self.original_length)
-        _check_positive("low_freq_factor", self.low_freq_factor)
-        _check_positive("high_freq_factor", self.high_freq_factor)
+        _keep(
+            self,
+            factor=_at_least("factor", self.factor, 1),
+            original_length=_length("original_length", self.original_length),
+            low_freq_factor=_positive("low_freq_factor", self.low_freq_factor),
+            high_freq_factor=_positive("high_freq_factor", self.high_freq_factor),
+        )
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor is {self.high_freq_factor!r}: expected more than "
@@ -194,6 +196,10 @@ class Llama3Scaling:
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = np.clip(kept, 0, 1)
         return theta / self.factor * (1 - kept) + theta * kept
+
+
+# The rules that slow the rotation, so that a model reads further than it was trained.
+Scaling = LinearScaling | DynamicNTKScaling | YaRNScaling | Llama3Scaling
 
 
 @dataclass(frozen=True)
@@ -211,6 +217,11 @@ class RoPE:
     interleaved : bool
         Pairs are (2i, 2i + 1) rather than (i, i + R/2).
     scaling : LinearScaling, DynamicNTKScaling, YaRNScaling or Llama3Scaling
+
+    Attributes
+    ----------
+    width : int
+        R, given or not.
 
     Raises
     ------
@@ -230,41 +241,38 @@ class RoPE:
 
     head_dim: int
     base: float = 10000.0
-    rotary_dim: int | None = field(default=None, kw_only=True)
+    rotary_dim: int | None = field(default=None, kw_only=True, compare=False)  # width is compared
     interleaved: bool = field(default=False, kw_only=True)
     scaling: Scaling | None = field(default=None, kw_only=True)
+    width: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        whole("head_dim", self.head_dim)
-        if self.rotary_dim is not None:
-            whole("rotary_dim", self.rotary_dim)
         name = "head_dim" if self.rotary_dim is None else "rotary_dim"
-        if self.width % 2:
-            raise ValueError(f"{name} is {self.width}: a rotation turns pairs, so it must be even")
-        if self.width > self.head_dim:
-            raise ValueError(
-                f"rotary_dim is {self.width}: expected at most head_dim={self.head_dim}"
-            )
-        _check_positive("base", self.base)
-        if self.base <= 1:
+        D, R = whole("head_dim", self.head_dim), whole(name, getattr(self, name))
+        if R % 2:
+            raise ValueError(f"{name} is {R}: a rotation turns pairs, so it must be even")
+        if R > D:
+            raise ValueError(f"rotary_dim is {R}: expected at most head_dim={D}")
+        base = _number("base", self.base)
+        if base <= 1:
             raise ValueError(
                 f"base is {self.base!r}: expected more than 1, later pairs turn slower"
             )
-        flag("interleaved", self.interleaved)
-        known = (LinearScaling, DynamicNTKScaling, YaRNScaling, Llama3Scaling)
-        if self.scaling is not None and not isinstance(self.scaling, known):
-            names = ", ".join(kind.__name__ for kind in known)
+        if not isinstance(self.scaling, Scaling | None):
+            names = ", ".join(kind.__name__ for kind in get_args(Scaling))
             raise TypeError(f"scaling is {self.scaling!r}: expected None or one of {names}")
+        interleaved = flag("interleaved", self.interleaved)
+        _keep(self, head_dim=D, width=R, base=base, interleaved=interleaved)
 
     @property
-    def width(self) -> int:
-        """R, the number of rotated entries."""
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+    def is_dynamic(self) -> bool:
+        """Whether the angles depend on the sequence's length."""
+        return isinstance(self.scaling, DynamicNTKScaling)
 
     def frequencies(self, length: int = 1) -> NDArray[np.float64]:
         """Angle per position of each pair, (R/2,); only dynamic scaling looks at ``length``."""
-        whole("length", length)
-        theta = _theta(self.base, self.width)
+        length = _length("length", length)
+        theta = np.asarray(self.base ** (-np.arange(0, self.width, 2) / self.width), np.float64)
         if self.scaling is None:
             return theta
         return np.asarray(self.scaling.frequencies(theta, self.base, length), np.float64)
@@ -280,7 +288,8 @@ class RoPE:
         repeated : bool
             Store each angle twice, where the two numbers of its pair are: width R, not R/2.
         length : int
-            Of the sequence, for dynamic scaling; the largest position plus 1 if not given.
+            Of the sequence, for dynamic scaling; the largest position plus 1 if not given, and no
+            less.
 
         Returns
         -------
@@ -295,9 +304,13 @@ class RoPE:
         >>> RoPE(4, base=100).tables([1], repeated=True)[1].round(4)
         array([[0.8415, 0.0998, 0.8415, 0.0998]])
         """
-        m = _positions(positions)
-        if length is None:
-            length = max(1, int(m.max(initial=0)) + 1)
+        m = as_integers("positions", positions)
+        needed = int(m.max(initial=0)) + 1
+        length = needed if length is None else _length("length", length)
+        if length < needed:
+            raise ValueError(
+                f"length is {length} but positions go to {needed - 1}: expected at least {needed}"
+            )
         angles = m[..., None] * self.frequencies(length)
         if flag("repeated", repeated):
             angles = _repeat(angles, self.interleaved)
@@ -338,7 +351,7 @@ class RoPE:
             raise ValueError(
                 f"x has shape {x.shape}: expected (..., L, D) with head_dim D={self.head_dim}"
             )
-        m = _positions(positions)
+        m = as_integers("positions", positions)
         _check_fits("positions", m.shape, x)
         cos, sin = self.tables(m, length=length)
         return _rotate(x, cos, sin, self.interleaved, tap)
@@ -403,7 +416,7 @@ def rotate_by_table(
             f"(positions, R/2) with 0 < R and R at most x's width D={x.shape[-1]}"
         )
     if positions is not None:
-        m = _positions(positions)
+        m = as_integers("positions", positions)
         if cos.ndim != 2:
             raise ValueError(f"cos has shape {cos.shape}: with positions, expected (P, R/2)")
         if m.size and not (m.min() >= 0 and m.max() < len(cos)):
@@ -423,14 +436,15 @@ def _rotate(
 ) -> NDArray[Any]:
     """(x_1 cos - x_2 sin, x_2 cos + x_1 sin) for every pair (x_1, x_2), in x's layout."""
     compute = np.float64 if x.dtype == np.float64 else np.float32
-    cos, sin = tap("cos", cos.astype(compute)), tap("sin", sin.astype(compute))
-    if cos.ndim == 3:  # (B, L, R/2): the same for all heads
-        cos, sin = cos[:, None], sin[:, None]
-    first, second = _pairs(2 * cos.shape[-1], interleaved)
-    y = x.astype(compute)
-    x_1, x_2 = y[..., first], y[..., second]
-    y[..., first], y[..., second] = x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
-    return np.asarray(tap("rotated", y.astype(x.dtype, copy=False)))
+    with np.errstate(all="ignore"):
+        cos, sin = tap("cos", cos.astype(compute)), tap("sin", sin.astype(compute))
+        if cos.ndim == 3:  # (B, L, R/2): the same for all heads
+            cos, sin = cos[:, None], sin[:, None]
+        first, second = _pairs(2 * cos.shape[-1], interleaved)
+        y = x.astype(compute)
+        x_1, x_2 = y[..., first], y[..., second]
+        y[..., first], y[..., second] = x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin
+        return np.asarray(tap("rotated", y.astype(x.dtype, copy=False)))
 
 
 def _pairs(R: int, interleaved: bool) -> tuple[slice, slice]:
@@ -459,22 +473,6 @@ def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
     return table[..., first]
 
 
-def _theta(base: float, R: int) -> NDArray[np.float64]:
-    return np.asarray(float(base) ** (-np.arange(0, R, 2) / R), np.float64)
-
-
-def _positions(positions: ArrayLike) -> NDArray[np.int64]:
-    try:
-        array = np.asarray(positions)
-    except ValueError as error:
-        raise ValueError(f"positions is not a rectangular array of integers ({error})") from None
-    if array.size == 0:
-        return array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"positions has dtype {array.dtype}: expected integers")
-    return array.astype(np.int64)
-
-
 def _check_fits(name: str, shape: tuple[int, ...], x: NDArray[Any]) -> None:
     """``shape`` is (L,), or (B, L) where x is (B, H, L, D)."""
     L = x.shape[-2]
@@ -488,20 +486,41 @@ def _check_fits(name: str, shape: tuple[int, ...], x: NDArray[Any]) -> None:
     )
 
 
-def _check_number(name: str, value: Any) -> None:
+def _keep(instance: Any, **checked: Any) -> None:
+    """Set attributes of a frozen dataclass, which has no other way, to what was checked."""
+    for name, value in checked.items():
+        object.__setattr__(instance, name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    """``value`` as Python's float, which does not overflow as NumPy's narrow numbers do."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}: expected a number")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} is {value!r}: expected a finite number")
+    return number
 
 
-def _check_positive(name: str, value: Any) -> None:
-    _check_number(name, value)
-    if value <= 0:
+def _positive(name: str, value: Any) -> float:
+    number = _number(name, value)
+    if number <= 0:
         raise ValueError(f"{name} is {value!r}: expected a positive number")
+    return number
 
 
-def _check_at_least(name: str, value: Any, least: float) -> None:
-    _check_number(name, value)
-    if value < least:
+def _at_least(name: str, value: Any, least: float) -> float:
+    number = _number(name, value)
+    if number < least:
         raise ValueError(f"{name} is {value!r}: expected at least {least}")
+    return number
+
+
+def _length(name: str, value: Any) -> int:
+    """A count of tokens that a float can hold."""
+    length = whole(name, value)
+    _number(name, length)
+    return length

@@ -106,14 +106,25 @@ def test_buckets_are_those_of_t5_in_float32(bidirectional):
     )
 
 
+def test_the_farthest_positions_do_not_wrap_around():
+    assert t5_buckets([-(2**53)], [2**53]).tolist() == [[31]]
+    assert t5_buckets([2**53], [-(2**53)]).tolist() == [[15]]
+
+
 def test_keys_after_the_query_have_the_second_half_or_bucket_0():
     assert t5_buckets([5], [6, 9], bidirectional=True).tolist() == [[17, 20]]
     assert t5_buckets([5], [6, 9], bidirectional=False).tolist() == [[0, 0]]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_bias_is_looked_up_for_each_head(dtype):
-    table = RNG.normal(size=(8, 3)).astype(dtype)
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "float32"),
+     ("float64", "float64"), ("int8", "float64")],
+)  # fmt: skip
+def test_a_bias_is_looked_up_for_each_head(given, dtype):
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes has bfloat16")
+    given, dtype = (np.dtype(getattr(ml_dtypes, name, name)) for name in (given, dtype))
+    table = RNG.normal(size=(8, 3), scale=9).astype(given)
     q, k = [4, 5], [0, 3, 4, 5, 30]
     bias = t5_bias(table, q, k, max_distance=20)
     assert (bias.shape, bias.dtype) == ((3, 2, 5), dtype)
@@ -152,6 +163,26 @@ def test_a_bias_is_what_attention_takes():
             "max_distance is 8: expected an integer of",
         ),
         (lambda: t5_buckets([0.5], [0]), TypeError, "q_positions has dtype float64: expected int"),
+        (
+            lambda: t5_buckets([[0], [1, 2]], [0]),
+            ValueError,
+            "q_positions is not a rectangular array of integers",
+        ),
+        (
+            lambda: t5_buckets([-(2**63)], [2**63 - 1]),
+            ValueError,
+            "q_positions go from -9223372036854775808 to -9223372036854775808: expected integers",
+        ),
+        (
+            lambda: t5_buckets([0], np.array([2**64 - 1], np.uint64)),
+            ValueError,
+            "k_positions go from 18446744073709551615 to 18446744073709551615: expected integers",
+        ),
+        (
+            lambda: t5_buckets(np.ma.masked_array([0, 1], [0, 1]), [0]),
+            TypeError,
+            "q_positions is a masked array, whose mask would be lost",
+        ),
         (lambda: t5_buckets([0], 3), ValueError, "k_positions has shape (): expected one row"),
         (lambda: t5_buckets([0], [0], bidirectional=1), TypeError, "bidirectional is 1: expected"),
         (lambda: t5_bias([1, 2], [0], [0]), ValueError, "table has shape (2,): expected (num_buck"),

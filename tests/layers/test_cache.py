@@ -178,6 +178,56 @@ def test_what_is_given_is_copied():
     close(cache.attend(Q), attention(Q, K, V, is_causal=True))
 
 
+@pytest.mark.parametrize(("window", "capacity", "held"), [(None, L, 5), (4, 7, 5), (4, 6, 9)])
+def test_a_tap_cannot_erase_what_is_kept(window, capacity, held):
+    def erase(name, value):
+        if name in ("k", "v") and value.flags.writeable:
+            value *= 0
+        return value
+
+    cache = new(window=window, capacity=capacity)
+    in_chunks(cache, [3, 1, 1, 1, 1, 1, 1][: held - 2])
+    last = np.s_[:, :, held - 1 : held]
+    before = cache.attend(Q[last])
+    cache.attend(Q[last], tap=erase)
+    np.testing.assert_array_equal(cache.attend(Q[last]), before)
+
+
+def undone(cache, size):
+    """``cache`` after another chunk came and went."""
+    junk = np.full((B, HKV, size, D), 1e9)
+    cache.append(junk, junk[..., :DV])
+    cache.undo()
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("window", "capacity", "chunks"),
+    [(None, L, [3, 4, 5]), (4, 4, [1] * 12), (4, 6, [3, 3, 3, 3]), (4, 6, [6, 1, 3, 2])],
+)
+def test_a_chunk_that_is_taken_back_leaves_no_trace(window, capacity, chunks):
+    full = attention(Q, K, V, is_causal=True, window_size=window and (window - 1, 0))
+    cache, start = new(window=window, capacity=capacity), 0
+    for size in chunks:
+        part = np.s_[:, :, start : start + size]
+        undone(cache, size)
+        assert cache.lengths.tolist() == [start] * B
+        cache.append(K[part], V[part])
+        close(cache.attend(Q[part]), full[part])
+        start += size
+
+
+def test_only_the_last_chunk_is_taken_back_and_has_no_queries():
+    cache = new()
+    cache.undo()
+    cache.append(K[:, :, :3], V[:, :, :3], lengths=[3, 2])
+    undone(undone(cache, 2), 1).undo()
+    assert cache.lengths.tolist() == [3, 2]
+    assert cache.key_positions.tolist() == [[0, 1, 2], [0, 1, -1]]
+    with pytest.raises(ValueError, match="with L=0, the queries of the chunk"):
+        cache.attend(Q[:, :, :3])
+
+
 @pytest.mark.parametrize(
     ("options", "held", "k", "v", "how", "error", "sentence"),
     [
@@ -187,6 +237,8 @@ def test_what_is_given_is_copied():
          "k has 4 tokens for batch entry 1, which holds 5"),
         ({"capacity": 6, "window": 4}, 5, K[:, :, :4], V[:, :, :4], {}, ValueError,
          "which holds 3 that a window of 4 still sees: together they exceed capacity=6"),
+        ({"capacity": 6, "window": 4}, 0, K[:, :, :7], V[:, :, :7], {}, ValueError,
+         "k has 7 tokens for batch entry 0: they exceed capacity=6"),
         ({}, 5, K.astype("f4"), V, {}, TypeError, "k has dtype float32 but the cache has float64"),
         ({}, 5, K[:, :, :4], V[:, :, :4].astype("f2"), {}, TypeError, "v has dtype float16 but"),
         ({}, 5, Q, V, {}, ValueError, "k has Hkv=4 but the cache has Hkv=2: expected (2, 2, L, 8)"),
@@ -196,7 +248,10 @@ def test_what_is_given_is_copied():
         ({}, 5, K[:, :, :3], V[:, :, :2], {}, ValueError, "v has L=2 but k has L=3: every key"),
         ({}, 5, K[:, :, :3], V[:, :, :3], {"lengths": [4, 0]}, ValueError, "expected integers fro"),
         ({}, 5, K[:, :, :3], V[:, :, :3], {"lengths": [1]}, ValueError, "lengths has shape (1,)"),
-        ({}, 5, K[:, :, :3], V[:, :, :3], {"lengths": [1.0, 2]}, TypeError, "expected B=2 integer"),
+        ({}, 5, K[:, :, :3], V[:, :, :3], {"lengths": [1.0, 2]}, TypeError,
+         "lengths has dtype float64: expected integers"),
+        ({}, 5, K[:, :, :3], V[:, :, :3], {"lengths": [[1], [1, 2]]}, ValueError,
+         "lengths is not a rectangular array of integers"),
     ],
 )  # fmt: skip
 def test_a_refused_chunk_loses_nothing(options, held, k, v, how, error, sentence):
@@ -241,6 +296,7 @@ def test_queries_that_do_not_fit(q, options, error, sentence):
         ({"window": True}, TypeError, "window is True: expected an integer"),
         ({"window": 13}, ValueError, "window is 13 but capacity is 12"),
         ({"dtype": np.int64}, TypeError, "dtype is int64: expected one of float16, bfloat16"),
+        ({"dtype": "floot"}, TypeError, "dtype is floot: expected one of float16, bfloat16"),
     ],
 )
 def test_a_cache_that_cannot_be(options, error, sentence):

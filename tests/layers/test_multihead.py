@@ -10,7 +10,7 @@ from minimha import attention
 from minimha.explain import Trace
 from minimha.layers.cache import KVCache
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
-from minimha.layers.rope import RoPE
+from minimha.layers.rope import DynamicNTKScaling, RoPE
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 5, 6))
@@ -142,6 +142,39 @@ def test_a_cache_gives_what_the_whole_forward_gives(chunks):
         parts.append(layer(X[:, start : start + length], cache=cache))
         start += length
     np.testing.assert_allclose(np.concatenate(parts, axis=1), layer(X, is_causal=True), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"attn_mask": np.ones((3, 3), bool)}, ValueError),
+        ({"backend": "fast"}, ValueError),
+        ({"q_offset": 0}, TypeError),
+    ],
+)
+def test_what_attention_refuses_is_not_cached(options, error):
+    layer = MultiHeadAttention(6, 2, rope=RoPE(2), head_dim=2, dtype=np.float64)
+    cache = KVCache(2, 2, 5, 2, dtype=np.float64)
+    first = layer(X[:, :3], cache=cache)
+    with pytest.raises(error):
+        layer(X[:, 3:], cache=cache, **options)
+    output = np.concatenate([first, layer(X[:, 3:], cache=cache)], axis=1)
+    np.testing.assert_allclose(output, layer(X, is_causal=True), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"cache": KVCache(2, 1, 5, 4, dtype=np.float64)}, "rope with a cache: .* in advance"),
+        ({"context": X}, "rope with a context: the angles of its dynamic scaling"),
+    ],
+)
+def test_dynamic_scaling_needs_to_know_the_whole_length(arguments, sentence):
+    rope = RoPE(4, scaling=DynamicNTKScaling(4, 4))
+    layer = MultiHeadAttention(6, 1, head_dim=4, rope=rope, dtype=np.float64)
+    assert layer(X).shape == X.shape
+    with pytest.raises(ValueError, match=sentence):
+        layer(X, **arguments)
 
 
 @pytest.mark.parametrize("backend", ["dense", "tiled", "cpu"])

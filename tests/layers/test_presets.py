@@ -235,6 +235,7 @@ def test_names_differ_in_more_than_punctuation():
 
 
 GPT3 = PRESETS["GPT-3"]
+BERT = PRESETS["BERT-Base"]
 
 
 @pytest.mark.parametrize(
@@ -258,6 +259,15 @@ GPT3 = PRESETS["GPT-3"]
         (lambda: replace(GPT3, d_model=0), ValueError, "d_model is 0: expected an integer of at"),
         (lambda: replace(GPT3, layers=1.5), TypeError, "layers is 1.5: expected an integer"),
         (lambda: replace(GPT3, window=0), ValueError, "window is 0: expected an integer of at"),
+        (lambda: replace(BERT, window=4), ValueError,
+         "window is 4 but is_causal is False: a window is of a decoder"),
+        (lambda: replace(GPT3, is_gated="no"), TypeError, "is_gated is 'no': expected True or F"),
+        (lambda: replace(GPT3, is_causal=1), TypeError, "is_causal is 1: expected True or False"),
+        (lambda: prefill_flops("gpt3", 1), TypeError, "preset is 'gpt3': expected a Preset, as fi"),
+        (lambda: decode_flops("gpt3", 1), TypeError, "preset is 'gpt3': expected a Preset"),
+        (lambda: kv_cache_bytes("gpt3", 1), TypeError, "preset is 'gpt3': expected a Preset"),
+        (lambda: weight_bytes("gpt3"), TypeError, "preset is 'gpt3': expected a Preset"),
+        (lambda: saved_by_groups("gpt3", 1), TypeError, "preset is 'gpt3': expected a Preset"),
     ],
 )  # fmt: skip
 def test_what_no_model_has(call, error, sentence):

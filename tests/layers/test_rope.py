@@ -2,9 +2,11 @@
 
 import cmath
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from problems import spoiling
 
 from minimha.layers.rope import (
     DynamicNTKScaling,
@@ -142,6 +144,8 @@ def by_loop(scaling, R, base, length):
                 wave = scaling.original_length / turns
                 ends.append(R / 2 * math.log(wave / (2 * math.pi), base))
             low, high = max(0, math.floor(ends[0])), min(R - 1, math.ceil(ends[1]))
+            if low == high:
+                high += 0.001
             ramp = min(1, max(0, (i - low) / (high - low)))
             theta = theta * (1 - ramp) + theta / scaling.factor * ramp
         if isinstance(scaling, Llama3Scaling):
@@ -167,6 +171,9 @@ def by_loop(scaling, R, base, length):
         (YaRNScaling(16, 4096), 128, 10000.0, 1),
         (YaRNScaling(4, 32768, beta_fast=16, beta_slow=2), 64, 1e6, 1),
         (YaRNScaling(4, 10**6, beta_fast=1e4), 8, 100.0, 1),  # the ramp ends at R - 1
+        (YaRNScaling(4, 10**9), 4, 10000.0, 1),  # the ends meet
+        (YaRNScaling(4, 1), 4, 2.0, 1),  # they cross, 0 over -5
+        (YaRNScaling(4, 10**15), 4, 10000.0, 1),  # and 6 over 3
         (Llama3Scaling(8, 8192), 128, 500000.0, 1),
         (Llama3Scaling(32, 8192), 64, 500000.0, 1),
     ],
@@ -174,6 +181,39 @@ def by_loop(scaling, R, base, length):
 def test_scaled_frequencies_follow_the_published_rules(scaling, R, base, length):
     frequencies = RoPE(R, base, scaling=scaling).frequencies(length)
     np.testing.assert_allclose(frequencies, by_loop(scaling, R, base, length), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "base", "parameters", "length"),
+    [
+        (LinearScaling(2.5), 1e4, {"rope_type": "linear", "factor": 2.5}, 1),
+        (DynamicNTKScaling(2, 64), 1e4, {"rope_type": "dynamic", "factor": 2.0}, 200),
+        *(
+            (YaRNScaling(4, n), base, {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": n,
+            }, 1)
+            for n, base in ((4096, 1e4), (1, 2.0), (3, 1e4), (10**9, 1e4), (10**15, 1e4))
+        ),
+        (Llama3Scaling(8, 128), 5e5, {
+            "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        }, 1),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("R", [4, 64])
+def test_scaled_frequencies_are_those_of_transformers(scaling, base, parameters, length, R):
+    reason = "transformers, to compare with, is not installed"
+    utils = pytest.importorskip("transformers.modeling_rope_utils", reason=reason)
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        head_dim=R, max_position_embeddings=64, rope_parameters={"rope_theta": base, **parameters}
+    )
+    compute = utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+    frequencies, magnitude = compute(config, seq_len=length)
+    ours = RoPE(R, base, scaling=scaling).frequencies(length)
+    np.testing.assert_allclose(ours, frequencies.numpy(), rtol=1e-5)
+    assert math.isclose(scaling.magnitude, magnitude)
 
 
 def test_yarn_keeps_fast_pairs_and_slows_slow_ones():
@@ -187,9 +227,8 @@ def test_yarn_takes_a_given_attention_factor():
     np.testing.assert_array_equal(RoPE(4, scaling=given).tables([0])[0], [[2.0, 2.0]])
 
 
-@pytest.mark.parametrize("original_length", [10**9, 10**15])
-def test_where_every_pair_is_fast_none_is_slowed(original_length):
-    step = YaRNScaling(4, original_length)
+def test_where_every_pair_is_fast_none_is_slowed():
+    step = YaRNScaling(4, 10**9)
     np.testing.assert_array_equal(RoPE(4, scaling=step).frequencies(), RoPE(4).frequencies())
 
 
@@ -199,15 +238,89 @@ def test_dynamic_scaling_takes_the_length_from_the_positions_or_as_given():
     np.testing.assert_array_equal(rope.tables([2])[0], RoPE(8).tables([2])[0])
     longer = rope.rotate(Q, range(5), length=50)
     assert abs(longer - rope.rotate(Q, range(5))).max() > 1e-3
+    assert [r.is_dynamic for r in (rope, RoPE(8), RoPE(8, scaling=LinearScaling(2)))] == [
+        True, False, False,
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_dtype_stays_and_is_rounded_once(dtype):
+def test_dynamic_scaling_goes_by_the_longest_entry_of_a_batch():
+    rope = RoPE(8, scaling=DynamicNTKScaling(2, 4))
+    x = Q[:, :, :2]
+    together = rope.rotate(x, [[0, 1], [0, 9]])
+    np.testing.assert_array_equal(together[0], rope.rotate(x[0], [0, 1], length=10))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_dtype_stays(dtype):
     x = Q.astype(dtype)
     rotated = RoPE(8).rotate(x, POSITIONS)
     assert rotated.dtype == dtype
     exact = RoPE(8).rotate(x.astype(np.float64), POSITIONS)
     np.testing.assert_allclose(rotated, exact, rtol=0, atol=4 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_numbers_of_16_bits_are_rounded_once(dtype):
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes has bfloat16")
+    x = Q.astype(getattr(ml_dtypes, dtype, dtype))
+    wide = x.astype(np.float32)
+    for got, expected in (
+        (RoPE(8).rotate(x, POSITIONS), RoPE(8).rotate(wide, POSITIONS)),
+        (rotate_by_table(x, *RoPE(8).tables(range(5))), RoPE(8).rotate(wide, range(5))),
+    ):
+        assert got.dtype == x.dtype
+        np.testing.assert_array_equal(got, expected.astype(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("rotate", "expected"),
+    [
+        (lambda: RoPE(2).rotate(np.float16([[60000, 60000]]), [1]), [-18080, np.inf]),
+        (lambda: RoPE(2).rotate(np.float32([[3e38, 3e38]]), [1]), [-9.035e37, np.inf]),
+        (lambda: RoPE(2).rotate([[np.inf, np.inf]], [1]), [np.nan, np.inf]),
+        (lambda: rotate_by_table(np.float32([[1, 0]]), [[1e39]], [[0.0]]), [np.inf, np.nan]),
+    ],
+)
+def test_what_overflows_does_so_without_a_warning(rotate, expected):
+    np.testing.assert_allclose(rotate(), [expected], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide"),
+    [
+        (lambda: RoPE(8, np.float16(10000)), lambda: RoPE(8, 10000.0)),
+        (lambda: RoPE(np.int8(8), rotary_dim=np.uint8(4)), lambda: RoPE(8, rotary_dim=4)),
+        (lambda: LinearScaling(np.float16(100)), lambda: LinearScaling(100)),
+        (
+            lambda: DynamicNTKScaling(np.int8(100), np.int8(4)),
+            lambda: DynamicNTKScaling(100, 4),
+        ),
+        (
+            lambda: YaRNScaling(*np.int8([100, 4, 99, 1, 2])),
+            lambda: YaRNScaling(100, 4, 99, 1, 2),
+        ),
+        (lambda: Llama3Scaling(*np.int8([100, 4, 1, 99])), lambda: Llama3Scaling(100, 4, 1, 99)),
+    ],
+)
+def test_numpys_narrow_numbers_do_not_overflow(narrow, wide):
+    both = (narrow(), wide())
+    pair = [made if isinstance(made, RoPE) else RoPE(8, scaling=made) for made in both]
+    assert pair[0] == pair[1]
+    np.testing.assert_array_equal(*(rope.frequencies(100) for rope in pair))
+    kinds = {type(value) for value in vars(narrow()).values()}
+    assert kinds <= {int, float, bool, type(None), np.uint8}  # rotary_dim stays as it was given
+
+
+def test_dynamic_scaling_of_any_length_does_not_overflow():
+    frequencies = RoPE(4, scaling=DynamicNTKScaling(1e300, 4)).frequencies(100)
+    np.testing.assert_array_equal(frequencies, [1.0, 1e-2 / (1e300 * 24 + 1)])
+
+
+def test_a_width_is_equal_however_it_is_given():
+    assert RoPE(8) == RoPE(8, rotary_dim=8)
+    assert hash(RoPE(8)) == hash(RoPE(8, rotary_dim=8))
+    assert RoPE(8) != RoPE(8, rotary_dim=4)
+    assert replace(RoPE(8), head_dim=16).width == 16
 
 
 def test_the_input_is_not_written_to_and_no_tokens_are_no_trouble():
@@ -222,6 +335,13 @@ def test_every_step_is_tapped():
     rotated = RoPE(8).rotate(Q, POSITIONS, lambda name, value: trace.append((name, value)) or value)
     assert [name for name, _ in trace] == ["cos", "sin", "rotated"]
     assert trace[-1][1] is rotated
+
+
+@pytest.mark.parametrize("name", ["cos", "sin", "rotated"])
+def test_what_a_tap_returns_is_what_goes_on(name):
+    assert np.isnan(RoPE(8).rotate(Q, POSITIONS, spoiling(name))).all()
+    tables = RoPE(8).tables(range(5))
+    assert np.isnan(rotate_by_table(Q, *tables, tap=spoiling(name))).all()
 
 
 @pytest.mark.parametrize(
@@ -240,8 +360,19 @@ def test_every_step_is_tapped():
         (lambda: DynamicNTKScaling(2, 0), ValueError, "original_length is 0: expected an in"),
         (lambda: YaRNScaling(2, 8, beta_fast=0.5), ValueError, "beta_fast is 0.5: expected at"),
         (lambda: YaRNScaling(2, 8, attention_factor=0), ValueError, "attention_factor is 0: expec"),
-        (lambda: Llama3Scaling(2, 8, 4, 4), ValueError, "high_freq_factor is 4: expected more"),
+        (lambda: Llama3Scaling(2, 8, 4, 4), ValueError, "high_freq_factor is 4.0: expected mor"),
         (lambda: Llama3Scaling(math.nan, 8), ValueError, "factor is nan: expected a finite number"),
+        (lambda: RoPE(8, 10**400), ValueError, "expected a finite number"),
+        (lambda: YaRNScaling(2, 10**400), ValueError, "expected a finite number"),
+        (lambda: RoPE(8).frequencies(10**400), ValueError, "expected a finite number"),
+        (lambda: RoPE(8).tables([100], length=5), ValueError,
+         "length is 5 but positions go to 100: expected at least 101"),
+        (lambda: RoPE(8).rotate(Q[0, :, :1], np.array([2**64 - 1], np.uint64)), ValueError,
+         "positions go from 18446744073709551615 to 18446744073709551615: expected integers with"),
+        (lambda: rotate_by_table(Q[0, :, :1], *RoPE(8).tables(range(5)), [-(2**63)]), ValueError,
+         "positions go from -9223372036854775808 to -9223372036854775808: expected integers with"),
+        (lambda: RoPE(8).rotate(Q, np.ma.masked_array(range(5), [0, 0, 0, 0, 1])), TypeError,
+         "positions is a masked array, whose mask would be lost"),
         (lambda: RoPE(2, scaling=DynamicNTKScaling(2, 4)).rotate(Q[..., :2], POSITIONS), ValueError,
          "rotary_dim is 2: dynamic NTK"),
         (lambda: RoPE(6).rotate(Q, POSITIONS), ValueError, "expected (..., L, D) with head_dim D"),
