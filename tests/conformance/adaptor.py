@@ -3,7 +3,7 @@
 import numpy as np
 
 from minimha.api import attention
-from minimha.dialects import flash_attention, jax, onnx, torch
+from minimha.dialects import flash_attention, jax, keras, onnx, torch, transformers
 
 BACKEND = "auto"
 
@@ -89,6 +89,29 @@ def dpa(q, k, v, bias, mask, scale, is_causal, q_len, kv_len, window):
     )
 
 
+def keras_layer(meta, params, inputs):
+    cfg, call = meta["cfg"], meta.get("call", {})
+    asks = call.get("return_attention_scores", False)
+    sizes = {"num_heads", "key_dim", "value_dim", "output_shape", "attention_axes"}
+    layer = keras.multi_head_attention
+    if "head_dim" in cfg:
+        sizes = {"head_dim", "num_query_heads", "num_key_value_heads"}
+        layer = keras.grouped_query_attention
+    known = sizes | {"use_bias", "use_gate", "sliding_window"}
+    arrays = ("query", "value", "key", "query_mask", "value_mask", "key_mask", "attention_mask")
+    result = layer(
+        params,
+        **{name: inputs[name] for name in arrays if name in inputs},
+        **{name: cfg[name] for name in known if name in cfg},
+        use_causal_mask=call.get("use_causal_mask", False),
+        return_attention_scores=asks,
+        # Keras goes another way for scores and for dropout: a query that sees no key gets 0.
+        empty_rows="zero" if asks or cfg.get("dropout") else None,
+        backend=BACKEND,
+    )
+    return result if asks else (result, None)
+
+
 def hf_attention(q, k, v, bias, scale, softcap, sinks):
     return attention(
         q,
@@ -100,6 +123,36 @@ def hf_attention(q, k, v, bias, scale, softcap, sinks):
         sinks=sinks,
         backend=BACKEND,
     )
+
+
+def hf_module(meta, inputs):
+    if meta["cls"] not in transformers.CLASSES:
+        return None
+    name = meta["module"]  # such as decoder.block.0.layer.1.EncDecAttention
+    module = transformers.AttentionModule(
+        meta["cls"],
+        {key[2:]: value for key, value in inputs.items() if key.startswith("w.")},
+        {"is_decoder": "decoder" in name.split(".")} | meta["config"],
+        layer_idx=next((int(part) for part in name.split(".") if part.isdecimal()), 0),
+    )
+    past = transformers.DynamicCache() if meta["steps"] > 1 and not meta["cross"] else None
+    context, results = {}, {}
+    for step in range(meta["steps"]):
+        start = f"s{step}."
+        given = {key[len(start) :]: x for key, x in inputs.items() if key.startswith(start)}
+        tables = [given.pop(f"position_embeddings.{i}", None) for i in (0, 1)]
+        context |= {key: given[key] for key in transformers.CONTEXTS if key in given}
+        known = {key: x for key, x in given.items() if key in module.convention.takes}
+        if "position_embeddings" in module.convention.takes:
+            known["position_embeddings"] = tables
+        results[f"s{step}.y"], results[f"s{step}.weights"] = module(
+            given["hidden_states"],
+            past_key_values=past,
+            output_attentions=True,
+            backend=BACKEND,
+            **known | context,
+        )
+    return results
 
 
 def onnx_attention(inputs, attrs):

@@ -1,0 +1,577 @@
+"""Keras's attention layers in inference: MultiHeadAttention and GroupQueryAttention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.api import attention
+from minimha.equations.problem import as_floating, flag, whole
+from minimha.layers.multihead import attention_weights
+
+Array = NDArray[Any]
+
+
+def multi_head_attention(
+    params: Mapping[str, ArrayLike],
+    query: ArrayLike,
+    value: ArrayLike,
+    key: ArrayLike | None = None,
+    *,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int | None = None,
+    dropout: float = 0.0,
+    use_bias: bool = True,
+    output_shape: int | Sequence[int] | None = None,
+    attention_axes: int | Sequence[int] | None = None,
+    sliding_window: int | None = None,
+    use_gate: bool = False,
+    query_mask: ArrayLike | None = None,
+    value_mask: ArrayLike | None = None,
+    key_mask: ArrayLike | None = None,
+    attention_mask: ArrayLike | None = None,
+    return_attention_scores: bool = False,
+    use_causal_mask: bool = False,
+    empty_rows: str | None = None,
+    backend: str = "auto",
+) -> Any:
+    """concat(head_0, …) W_o + b_o, as ``keras.layers.MultiHeadAttention`` in inference.
+
+    With ``use_gate`` the heads are multiplied by sigmoid(query W_g + b_g) before W_o.
+
+    Where it differs from ``minimha.attention``:
+
+    - ``value`` comes before ``key``, which is ``value`` if not given.
+    - Every mask says True = may attend, and 1 and 0 will do for True and False; no mask is ever
+      added to the scores.
+    - ``use_causal_mask`` and ``sliding_window`` are aligned top-left, ``q_offset=0``, also where
+      Lq ≠ Lk. The window is exclusive and on both sides: abs(i - j) < w, ``window_size=(w - 1,
+      w - 1)``.
+    - Lengths may fill several axes; ``attention_axes`` says which of them are attended over, all
+      if it is None. The others are further batch axes.
+    - A query that sees no key: Keras has a fast way, for inputs of 3 axes without dropout when no
+      scores are asked for, which gives it the mean of all values, and another, which gives it 0
+      and scores of 0. So in Keras asking for scores changes the output. Here it never does:
+      ``empty_rows=None`` is what Keras gives without scores, "zero" what it gives with them.
+
+    Where it differs from Keras:
+
+    - Whatever a mask hides stays hidden; in Keras a NaN in a hidden value reaches the output.
+    - The output has the inputs' dtype (Keras: the layer's), and 16 bits are rounded to once.
+    - ``query_mask`` counts. Keras reads the mask that its query carries, as one that comes from
+      ``Masking`` does, and passes over an argument of that name.
+    - The first axis of a mask is the batch in every mask. Keras lets that of a padding mask meet
+      the heads of an ``attention_mask`` of four axes.
+
+    Arguments of the layer that matter in training only are not taken, nor is ``flash_attention``,
+    which says how Keras computes and not what.
+
+    Axes: ``B`` batch, ``H`` heads, ``Lq``, ``Lk``, ``D`` = key_dim, ``Dv`` = value_dim, and ``E``,
+    ``Ek``, ``Ev`` the widths of query, key and value, which ``params`` tell.
+
+    Parameters
+    ----------
+    params : mapping of str to array_like
+        The layer's weights by their paths, ``{w.path: w.numpy() for w in layer.weights}``. Of a
+        path only the last two names count: query/kernel (E, H, D), key/kernel (Ek, H, D),
+        value/kernel (Ev, H, Dv), attention_output/kernel (H, Dv, E); with ``use_bias`` query/bias
+        (H, D), key/bias (H, D), value/bias (H, Dv), attention_output/bias (E,); with ``use_gate``
+        gate/kernel (E, H, Dv), gate/bias (H, Dv).
+    query : array_like of shape (B, Lq, E), or with more axes of lengths
+    value : array_like of shape (B, Lk, Ev), likewise
+    key : array_like of shape (B, Lk, Ek), likewise
+    num_heads, key_dim, value_dim, use_bias, use_gate
+        As given to the layer's constructor.
+    dropout : float
+        0; minimha computes inference.
+    output_shape : int or sequence of int
+        What attention_output projects to, in place of E.
+    attention_axes : int or sequence of int
+        Of query's axes between the first and the last.
+    sliding_window : int
+        At least 1, which leaves every query its own key.
+    query_mask : array_like of shape (B, Lq), bool
+    value_mask, key_mask : array_like of shape (B, Lk), bool
+    attention_mask : array_like of shape (Lq, Lk), (B, Lq, Lk) or (B, H, Lq, Lk), bool
+        Each size may be 1. With more axes of lengths Lq and Lk are those attended over, in the
+        order of ``attention_axes``, and the others stand behind B.
+    return_attention_scores : bool
+        Return the softmax's weights too.
+    use_causal_mask : bool
+        Query i sees keys j ≤ i.
+    empty_rows : {None, "mean", "zero"}
+        What the heads of a query that sees no key get. None is "mean" if query has 3 axes, "zero"
+        if it has more.
+    backend : str
+        That of ``minimha.attention``.
+
+    Returns
+    -------
+    output : ndarray of query's shape, or that with ``output_shape`` in the place of E
+    scores : ndarray of shape (B, H, Lq, Lk), if ``return_attention_scores``
+        With more axes of lengths: B, those not attended over, H, Lq, Lk.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument or a weight that does not fit, named in a sentence.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2; Qiu et al., "Gated Attention
+    for Large Language Models", 2025; Keras 3.15, keras.layers.MultiHeadAttention.
+
+    Examples
+    --------
+    One token attends to itself: identity projections give it back.
+
+    >>> into, out = np.eye(2).reshape(2, 2, 1), np.eye(2).reshape(2, 1, 2)
+    >>> params = {f"{name}/kernel": into for name in ("query", "key", "value")}
+    >>> params["attention_output/kernel"] = out
+    >>> x = np.array([[[3.0, 4.0]]])
+    >>> multi_head_attention(params, x, x, num_heads=2, key_dim=1, use_bias=False)
+    array([[[3., 4.]]])
+    """
+    H, D = whole("num_heads", num_heads), whole("key_dim", key_dim)
+    inputs = _inputs(query, value, key)
+    q = inputs["query"]
+    return _layer(
+        params,
+        inputs,
+        heads=(H, H),
+        widths=(D, D if value_dim is None else whole("value_dim", value_dim)),
+        output_shape=_output_shape(output_shape, q.shape[-1]),
+        axes=_attention_axes(attention_axes, q.ndim),
+        dropout=dropout,
+        use_bias=use_bias,
+        sliding_window=sliding_window,
+        use_gate=use_gate,
+        masks={
+            "attention_mask": attention_mask,
+            "query_mask": query_mask,
+            "key_mask": key_mask,
+            "value_mask": value_mask,
+        },
+        return_attention_scores=return_attention_scores,
+        use_causal_mask=use_causal_mask,
+        empty_rows=empty_rows,
+        backend=backend,
+    )
+
+
+def grouped_query_attention(
+    params: Mapping[str, ArrayLike],
+    query: ArrayLike,
+    value: ArrayLike,
+    key: ArrayLike | None = None,
+    *,
+    head_dim: int,
+    num_query_heads: int,
+    num_key_value_heads: int,
+    dropout: float = 0.0,
+    use_bias: bool = True,
+    sliding_window: int | None = None,
+    use_gate: bool = False,
+    query_mask: ArrayLike | None = None,
+    value_mask: ArrayLike | None = None,
+    key_mask: ArrayLike | None = None,
+    attention_mask: ArrayLike | None = None,
+    return_attention_scores: bool = False,
+    use_causal_mask: bool = False,
+    empty_rows: str | None = None,
+    backend: str = "auto",
+) -> Any:
+    """``multi_head_attention`` whose heads share keys, as ``keras.layers.GroupQueryAttention``.
+
+    All that ``multi_head_attention`` says about conventions holds here too, with three exceptions:
+    inputs have 3 axes, Dv = D = head_dim, and Keras takes ``query_mask`` as an argument as well.
+
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D`` = head_dim,
+    and ``E``, ``Ek``, ``Ev`` the widths of query, key and value, which ``params`` tell.
+
+    Parameters
+    ----------
+    params : mapping of str to array_like
+        The layer's weights by their paths: query/kernel (E, H, D), key/kernel (Ek, Hkv, D),
+        value/kernel (Ev, Hkv, D), attention_output/kernel (H, D, E); with ``use_bias`` query/bias
+        (H, D), key/bias and value/bias (Hkv, D), attention_output/bias (E,); with ``use_gate``
+        gate/kernel (E, H, D), gate/bias (H, D).
+    query : array_like of shape (B, Lq, E)
+    value : array_like of shape (B, Lk, Ev)
+    key : array_like of shape (B, Lk, Ek)
+    head_dim, num_query_heads, num_key_value_heads : int
+        D, H and Hkv. H must be a multiple of Hkv: query head h reads key/value head
+        h // (H // Hkv).
+    dropout, use_bias, sliding_window, use_gate
+        As in ``multi_head_attention``.
+    query_mask, value_mask, key_mask, attention_mask, return_attention_scores, use_causal_mask
+        As in ``multi_head_attention``.
+    empty_rows : {None, "mean", "zero"}
+        What the heads of a query that sees no key get. None is "mean".
+    backend : str
+        That of ``minimha.attention``.
+
+    Returns
+    -------
+    output : ndarray of shape (B, Lq, E)
+    scores : ndarray of shape (B, H, Lq, Lk), if ``return_attention_scores``
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument or a weight that does not fit, named in a sentence.
+
+    References
+    ----------
+    Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
+    Checkpoints", 2023; Keras 3.15, keras.layers.GroupQueryAttention.
+
+    Examples
+    --------
+    Two query heads read the one head of keys and values; the output adds them up.
+
+    >>> one = np.ones((1, 1, 1))
+    >>> params = {"key/kernel": one, "value/kernel": one, "query/kernel": np.ones((1, 2, 1))}
+    >>> params["attention_output/kernel"] = np.ones((2, 1, 1))
+    >>> sizes = {"head_dim": 1, "num_query_heads": 2, "num_key_value_heads": 1}
+    >>> grouped_query_attention(params, one, 3 * one, **sizes, use_bias=False)
+    array([[[6.]]])
+    """
+    H = whole("num_query_heads", num_query_heads)
+    Hkv = whole("num_key_value_heads", num_key_value_heads)
+    if H % Hkv:
+        raise ValueError(
+            f"num_query_heads is {H} and num_key_value_heads is {Hkv}: H must be a multiple of Hkv"
+        )
+    D = whole("head_dim", head_dim)
+    inputs = _inputs(query, value, key)
+    q = inputs["query"]
+    if q.ndim != 3:
+        raise ValueError(f"query has shape {q.shape}: expected 3 axes (B, L, E), one of lengths")
+    return _layer(
+        params,
+        inputs,
+        heads=(H, Hkv),
+        widths=(D, D),
+        output_shape=q.shape[-1:],
+        axes=(1,),
+        dropout=dropout,
+        use_bias=use_bias,
+        sliding_window=sliding_window,
+        use_gate=use_gate,
+        masks={
+            "attention_mask": attention_mask,
+            "query_mask": query_mask,
+            "key_mask": key_mask,
+            "value_mask": value_mask,
+        },
+        return_attention_scores=return_attention_scores,
+        use_causal_mask=use_causal_mask,
+        empty_rows=empty_rows,
+        backend=backend,
+    )
+
+
+def _layer(
+    params: Mapping[str, ArrayLike],
+    inputs: dict[str, Array],
+    *,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    output_shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    dropout: float,
+    use_bias: bool,
+    sliding_window: int | None,
+    use_gate: bool,
+    masks: dict[str, ArrayLike | None],
+    return_attention_scores: bool,
+    use_causal_mask: bool,
+    empty_rows: str | None,
+    backend: str,
+) -> Any:
+    """Both layers, for ``heads`` (H, Hkv), ``widths`` (D, Dv) and attention over ``axes``."""
+    if dropout != 0:
+        raise ValueError(
+            f"dropout is {dropout!r}: expected 0, minimha computes inference, where nothing is "
+            f"dropped"
+        )
+    wants_scores = flag("return_attention_scores", return_attention_scores)
+    _check_lengths(inputs, axes)
+    rank = inputs["query"].ndim
+    gives_mean = _gives_mean(empty_rows, rank)
+    dtype = _common_dtype(inputs)
+    compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    x = {name: array.astype(compute, copy=False) for name, array in inputs.items()}
+    shapes = _weight_shapes(inputs, heads, widths, output_shape, use_gate, use_bias)
+    weights = _weights(params, shapes, compute)
+    # (B, L, …, H, D) → (B, …, H, L, D): the axes attended over move behind the heads.
+    free = [axis for axis in range(rank - 1) if axis not in axes]
+    order = (*free, rank - 1, *axes, rank)
+    q, k, v = (
+        _dense(x[name], weights, name).transpose(order) for name in ("query", "key", "value")
+    )
+    over = (*q.shape[:-1], *k.shape[len(free) + 1 : -1])  # the shape of the scores
+    options = _positions(use_causal_mask, sliding_window, axes)
+    options |= {"attn_mask": _visible(masks, over, len(axes)), "backend": backend}
+    q4, k4, v4 = (_four(array, len(free)) for array in (q, k, v))
+    y, scores = _attended(q4, k4, v4, gives_mean, wants_scores, options)
+    y = y.reshape(*q.shape[:-1], widths[1]).transpose(np.argsort(order))
+    if use_gate:
+        y = y * (0.5 + 0.5 * np.tanh(0.5 * _dense(x["query"], weights, "gate")))  # the sigmoid
+    output = _dense(y, weights, "attention_output", contracted=2).astype(dtype, copy=False)
+    if scores is None:
+        return output
+    return output, scores.reshape(over).astype(dtype, copy=False)
+
+
+def _attended(
+    q: Array, k: Array, v: Array, gives_mean: bool, wants_scores: bool, options: dict[str, Any]
+) -> tuple[Array, Array | None]:
+    """The heads (B, H, Lq, Dv) and, if wanted, the scores (B, H, Lq, Lk)."""
+    heads, lse = attention(q, k, v, return_lse=True, **options)
+    scores = attention_weights(q, k, **options) if wants_scores else None
+    is_empty = np.isneginf(lse)[..., None]
+    Lk = k.shape[2]
+    if gives_mean and Lk and is_empty.any():
+        mean = v.mean(axis=2, keepdims=True).repeat(q.shape[1] // v.shape[1], axis=1)
+        heads = np.where(is_empty, mean, heads)
+        scores = None if scores is None else np.where(is_empty, v.dtype.type(1 / Lk), scores)
+    return heads, scores
+
+
+def _gives_mean(empty_rows: Any, rank: int) -> bool:
+    if empty_rows is None:
+        return rank == 3
+    if empty_rows not in ("mean", "zero"):
+        raise ValueError(f"empty_rows is {empty_rows!r}: expected None, 'mean' or 'zero'")
+    return bool(empty_rows == "mean")
+
+
+def _inputs(query: ArrayLike, value: ArrayLike, key: ArrayLike | None) -> dict[str, Array]:
+    """query, value and key by name, arrays of one rank."""
+    given = {"query": query, "value": value, "key": value if key is None else key}
+    arrays = {name: as_floating(name, array) for name, array in given.items()}
+    q = arrays["query"]
+    for name, array in arrays.items():
+        if array.ndim < 3 or array.ndim != q.ndim:
+            raise ValueError(
+                f"{name} has shape {array.shape}, query {q.shape}: expected (B, L, E) in all "
+                f"three, or more axes of lengths in all three"
+            )
+    return arrays
+
+
+def _output_shape(output_shape: Any, E: int) -> tuple[int, ...]:
+    if output_shape is None:
+        return (E,)
+    sizes = output_shape if isinstance(output_shape, Sequence) else (output_shape,)
+    if len(sizes) == 0:
+        raise ValueError(f"output_shape is {output_shape!r}: expected one size at least, or None")
+    return tuple(whole("output_shape", size) for size in sizes)
+
+
+def _attention_axes(attention_axes: Any, rank: int) -> tuple[int, ...]:
+    """The axes attended over, counted from the first; all of the lengths if none are given."""
+    if attention_axes is None:
+        return tuple(range(1, rank - 1))
+    given = attention_axes if isinstance(attention_axes, Sequence) else (attention_axes,)
+    axes = tuple(
+        axis + rank if axis < 0 else axis
+        for axis in (whole("attention_axes", axis, -rank) for axis in given)
+    )
+    if not axes or len(set(axes)) < len(axes) or not all(0 < axis < rank - 1 for axis in axes):
+        raise ValueError(
+            f"attention_axes is {attention_axes!r}: expected different axes of query's {rank} "
+            f"that are lengths, from 1 to {rank - 2}, one at least"
+        )
+    return axes
+
+
+def _check_lengths(inputs: dict[str, Array], axes: tuple[int, ...]) -> None:
+    """Refuse batches and lengths that do not fit together."""
+    q, k, v = (inputs[name] for name in ("query", "key", "value"))
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"key and value have shapes {k.shape} and {v.shape}: all sizes but the last must be "
+            f"equal, every key needs one value"
+        )
+    for axis in range(q.ndim - 1):
+        if axis not in axes and q.shape[axis] != v.shape[axis]:
+            raise ValueError(
+                f"value has size {v.shape[axis]} in axis {axis} but query has {q.shape[axis]}: "
+                f"axes that are not attended over must be equal"
+            )
+
+
+def _common_dtype(inputs: dict[str, Array]) -> np.dtype[Any]:
+    try:
+        return np.result_type(*inputs.values())
+    except TypeError:
+        listed = ", ".join(f"{name} is {array.dtype}" for name, array in inputs.items())
+        raise TypeError(
+            f"{listed}: no common dtype holds them, convert them to one first"
+        ) from None
+
+
+def _weight_shapes(
+    inputs: dict[str, Array],
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    output_shape: tuple[int, ...],
+    use_gate: bool,
+    use_bias: bool,
+) -> dict[str, tuple[int, ...]]:
+    """Every weight that the layer has, by name."""
+    (H, Hkv), (D, Dv) = heads, widths
+    projections = {"query": ("query", H, D), "key": ("key", Hkv, D), "value": ("value", Hkv, Dv)}
+    if flag("use_gate", use_gate):
+        projections["gate"] = ("query", H, Dv)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (of, n, width) in projections.items():
+        shapes[f"{name}/kernel"] = (inputs[of].shape[-1], n, width)
+        shapes[f"{name}/bias"] = (n, width)
+    shapes["attention_output/kernel"] = (H, Dv, *output_shape)
+    shapes["attention_output/bias"] = output_shape
+    if not flag("use_bias", use_bias):
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("/bias")}
+    return shapes
+
+
+def _weights(
+    params: Mapping[str, ArrayLike], shapes: dict[str, tuple[int, ...]], compute: np.dtype[Any]
+) -> dict[str, Array]:
+    """The weights by the last two names of their paths, each of the shape that it must have."""
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params is a {type(params).__name__}: expected a mapping of str to array")
+    paths: dict[str, str] = {}
+    for path in params:
+        name = "/".join(str(path).split("/")[-2:])
+        if name in paths:
+            raise ValueError(
+                f"params has {paths[name]} and {path}: expected the weights of one layer"
+            )
+        paths[name] = path
+    for name, path in paths.items():
+        if name not in shapes:
+            raise ValueError(
+                f"params has {path}, which this layer has not: expected {', '.join(shapes)}; "
+                f"use_bias and use_gate say which there are"
+            )
+    weights = {}
+    for name, shape in shapes.items():
+        if name not in paths:
+            raise ValueError(
+                f"params has no {name}: expected one of shape {shape}, got {list(params)}; "
+                f"use_bias and use_gate say which there are"
+            )
+        array = as_floating(name, params[paths[name]])
+        if array.shape != shape:
+            axes = "(heads, width, out)" if name[0] == "a" else "(in, heads, width)"
+            is_transposed = sorted(array.shape) == sorted(shape)
+            hint = f"; it looks transposed, Keras has {axes}" if is_transposed else ""
+            raise ValueError(f"{name} has shape {array.shape}: expected {shape}{hint}")
+        weights[name] = array.astype(compute, copy=False)
+    return weights
+
+
+def _dense(x: Array, weights: dict[str, Array], name: str, contracted: int = 1) -> Array:
+    """x times the kernel over x's last axes, plus the bias if there is one."""
+    y = np.tensordot(x, weights[f"{name}/kernel"], contracted)
+    return np.asarray(y + weights[f"{name}/bias"] if f"{name}/bias" in weights else y)
+
+
+def _four(array: Array, batch_axes: int) -> Array:
+    """(B, …, H, L, …, D) as (B · …, H, L · …, D)."""
+    batch, (H, *lengths, D) = array.shape[:batch_axes], array.shape[batch_axes:]
+    return array.reshape(math.prod(batch), H, math.prod(lengths), D)
+
+
+def _positions(
+    use_causal_mask: bool, sliding_window: int | None, axes: tuple[int, ...]
+) -> dict[str, Any]:
+    """The options of ``attention`` that look at positions."""
+    is_causal = flag("use_causal_mask", use_causal_mask)
+    window = None if sliding_window is None else whole("sliding_window", sliding_window) - 1
+    if (is_causal or window is not None) and axes != (1,):
+        name = "use_causal_mask" if is_causal else "sliding_window"
+        raise ValueError(
+            f"{name} with attention over the axes {axes}: expected axis 1 alone, along which Keras "
+            f"counts positions"
+        )
+    return {
+        "is_causal": is_causal,
+        "window_size": None if window is None else (window, window),
+        "q_offset": 0,
+    }
+
+
+def _visible(
+    masks: dict[str, ArrayLike | None], over: tuple[int, ...], attended: int
+) -> NDArray[np.bool_] | None:
+    """What all masks let through, (B · …, H, Lq, Lk); ``over`` is the scores' own shape."""
+    batch, lengths = over[: -1 - 2 * attended], over[-2 * attended :]
+    queries, keys = lengths[:attended], lengths[attended:]
+    visible: NDArray[np.bool_] | None = None
+    for name, given in masks.items():
+        if given is None:
+            continue
+        mask = _mask(name, given)
+        if name == "attention_mask":
+            mask = _over_scores(mask, over, 2 * attended)
+        else:
+            mask = _padding(name, mask, batch, queries if name == "query_mask" else keys)
+        visible = mask if visible is None else visible & mask
+    if visible is None:
+        return None
+    H = over[-1 - 2 * attended]
+    whole_mask = np.broadcast_to(visible, over)
+    return whole_mask.reshape(math.prod(batch), H, math.prod(queries), math.prod(keys))
+
+
+def _mask(name: str, value: ArrayLike) -> NDArray[np.bool_]:
+    """``value`` as bool, if it holds nothing else than True, False, 1 and 0."""
+    array = np.asarray(value)
+    if array.dtype == np.bool_:
+        return array
+    numbers = as_floating(name, array)
+    if not ((numbers == 0) | (numbers == 1)).all():
+        raise TypeError(
+            f"{name} has dtype {array.dtype} and other values than 0 and 1: expected bool, True "
+            f"where a query may attend to a key; Keras adds no mask to the scores"
+        )
+    return np.asarray(numbers == 1)
+
+
+def _over_scores(mask: NDArray[np.bool_], over: tuple[int, ...], lengths: int) -> NDArray[np.bool_]:
+    """``attention_mask`` with all axes of the scores: it may lack the first ones, or the heads."""
+    missing = len(over) - mask.ndim
+    split = mask.ndim - lengths
+    if split >= 0 and missing >= 0:
+        whole_mask = mask.reshape(*mask.shape[:split], *(1,) * missing, *mask.shape[split:])
+        if all(size in (1, n) for size, n in zip(whole_mask.shape, over, strict=True)):
+            return whole_mask
+    raise ValueError(
+        f"attention_mask has shape {mask.shape}: expected {over[-lengths:]}, "
+        f"{(*over[: -1 - lengths], *over[-lengths:])} or {over}, or 1 in place of a size"
+    )
+
+
+def _padding(
+    name: str, mask: NDArray[np.bool_], batch: tuple[int, ...], lengths: tuple[int, ...]
+) -> NDArray[np.bool_]:
+    """A mask of queries or keys with all axes of the scores, for attention over ``lengths``."""
+    if len(lengths) > 1:
+        raise ValueError(
+            f"{name} with attention over {len(lengths)} axes: expected one, for several "
+            f"attention_mask says what is hidden"
+        )
+    if mask.shape != (*batch[:1], *lengths) and mask.shape != (*batch, *lengths):
+        raise ValueError(f"{name} has shape {mask.shape}: expected (B, L) = {batch[:1] + lengths}")
+    leading = mask.shape[:-1] + (1,) * (len(batch) + 2 - mask.ndim)
+    return mask.reshape(*leading, *((*lengths, 1) if name == "query_mask" else (1, *lengths)))

@@ -1,0 +1,471 @@
+"""transformers' attention modules: as the library computes them, and as loops over heads do."""
+
+import inspect
+import math
+import re
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minimha.dialects.transformers import CLASSES, AttentionModule, DynamicCache
+from minimha.explain import Trace
+
+RNG = np.random.default_rng(0)
+SIZES = {
+    name: size
+    for size, names in {
+        32: "hidden_size d_model n_embd dim",
+        4: "rotary_dim num_attention_heads n_head num_heads n_heads encoder_attention_heads "
+        "decoder_attention_heads",
+        2: "num_key_value_heads num_hidden_layers",
+        8: "head_dim d_kv relative_attention_num_buckets",
+        10: "relative_attention_max_distance",
+        64: "vocab_size intermediate_size",
+        0: "pad_token_id",
+    }.items()
+    for name in names.split()
+}
+SETTINGS = {
+    "query_pre_attn_scalar": 5,
+    "attn_logit_softcapping": 2.0,
+    "attention_multiplier": 0.3,
+    "rms_norm_eps": 1e-3,
+    "sliding_window": 4,
+}
+CONFIGS = {  # where the class does not say its config's name, or that of a larger model
+    "AltRobertaSelfAttention": "AltCLIPTextConfig",
+    "DecisionTransformerGPT2Attention": "DecisionTransformerConfig",
+    "Emu3Attention": "Emu3TextConfig",
+    "SiglipAttention": "SiglipVisionConfig",
+    "Siglip2Attention": "Siglip2VisionConfig",
+    "Qwen3_5Attention": "Qwen3_5TextConfig",
+    "Qwen3_5MoeAttention": "Qwen3_5MoeTextConfig",
+}
+LOWEST = np.finfo(np.float32).min
+
+
+def normal(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+# The library itself.
+
+
+@pytest.fixture
+def torch():
+    pytest.importorskip("transformers", reason="transformers, which is compared with, is missing")
+    import torch
+
+    with torch.no_grad():
+        yield torch
+
+
+@cache
+def modeling():
+    """Where transformers defines each class."""
+    import transformers
+
+    found = {}
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        name = f"transformers.models.{path.parent.name}.{path.stem}"
+        found |= dict.fromkeys(re.findall(r"^class (\w+)\(", path.read_text(), re.MULTILINE), name)
+    return found
+
+
+def library_module(torch, cls, settings=SETTINGS, **arguments):
+    """A module of transformers with random weights."""
+    modules = import_module(modeling()[cls])
+    kind = getattr(modules, cls)
+    wanted = inspect.signature(kind.__init__).parameters
+    said = re.search(r"\w+Config", str(wanted["config"].annotation))
+    name = said[0] if said else re.sub("(Self|Cross)?Attention$", "Config", cls)
+    name = CONFIGS.get(cls, name)
+    configuration = import_module(modules.__name__.replace("modeling_", "configuration_"))
+    Config = getattr(configuration, name)
+    kept = {key for key in SIZES if not isinstance(getattr(Config, key, None), property)}
+    config = Config(**{key: SIZES[key] for key in kept}, **settings)
+    config._attn_implementation = "eager"
+    config.update({key: arguments.pop(key) for key in list(arguments) if key not in wanted})
+    arguments = {"config": config, "layer_idx": 0, "embed_dim": 32, "num_heads": 4} | arguments
+    module = kind(**{key: value for key, value in arguments.items() if key in wanted}).eval()
+    module.config = config
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+def ours(module, settings=None, **others):
+    params = {name: weight.numpy() for name, weight in module.state_dict().items()}
+    config = module.config.to_dict() if settings is None else settings
+    return AttentionModule(type(module).__name__, params, config, **others)
+
+
+def position_embeddings(torch, module, positions):
+    """The tables that the model of this module would make."""
+    modules = import_module(type(module).__module__)
+    prefix = type(module).__name__.removesuffix("Attention").removesuffix("Self")
+    names = [f"{prefix}{kind}RotaryEmbedding" for kind in ("", "Text")]
+    Rotary = next(getattr(modules, name) for name in names if hasattr(modules, name))
+    more = {}
+    if "layer_type" in inspect.signature(Rotary.forward).parameters:
+        more = {"layer_type": module.config.layer_types[0]}
+    like = torch.zeros(1, dtype=torch.float32)
+    return [table.numpy() for table in Rotary(module.config)(like, torch.tensor(positions), **more)]
+
+
+def causal(B, L, Lk, window=None, hidden=2):
+    """The model's mask of the last L of Lk tokens; entry 0 begins with padding."""
+    ahead = np.arange(Lk) - np.arange(Lk - L, Lk)[:, None]
+    visible = np.broadcast_to((ahead <= 0) & (ahead > -(window or Lk)), (B, 1, L, Lk)).copy()
+    visible[0, ..., : hidden + min(Lk - L, 0)] = False
+    return np.where(visible, np.float32(0), LOWEST)
+
+
+def further(torch, module, L, Lk=None, Lc=None, B=2):
+    """What the class's forward takes beside hidden states, of random content."""
+    takes = ours(module).convention.takes
+    Lk = L if Lk is None else Lk
+    given = {"attention_mask": causal(B, L, Lk)} | {"mask": causal(B, L, Lk)}
+    if Lc is not None:
+        mask = np.zeros((B, 1, L, Lc), np.float32)
+        mask[0, ..., -2:] = LOWEST
+        names = ("attention_mask", "mask", "encoder_attention_mask")
+        given = dict.fromkeys(names, mask)
+        given |= dict.fromkeys(("encoder_hidden_states", "key_value_states"), normal(B, Lc, 32))
+    given |= {"alibi": normal(B * 4, 1, Lk), "residual": normal(B, L, 32)}
+    given |= {"position_ids": np.arange(Lk - L, Lk)[None].repeat(B, axis=0)}
+    if type(module).__name__ == "MptAttention":
+        given |= {"position_bias": normal(4, 1, 15), "attention_mask": causal(B, L, Lk) < 0}
+    if "position_embeddings" in takes:
+        positions = np.arange(Lk - L, Lk)[None]
+        given["position_embeddings"] = position_embeddings(torch, module, positions)
+    return {name: value for name, value in given.items() if name in takes}
+
+
+def library(torch, module, x, **given):
+    """What the library computes, whatever it calls the cache."""
+    wanted = inspect.signature(module.forward).parameters
+    required = {name for name in wanted if wanted[name].default is inspect.Parameter.empty}
+    given |= dict.fromkeys(required - {"hidden_states", "kwargs"} - set(given))
+    if "layer_past" in wanted and "past_key_values" in given:
+        given["layer_past"] = given.pop("past_key_values")
+    if "output_attentions" in wanted:
+        given["output_attentions"] = True
+
+    def tensor(value):
+        if isinstance(value, list):
+            return tuple(map(tensor, value))
+        return torch.tensor(value) if isinstance(value, np.ndarray) else value
+
+    result = module(torch.tensor(x), **{name: tensor(value) for name, value in given.items()})
+    return result[0].numpy(), result[-1].numpy()
+
+
+def assert_equal(got, wanted):
+    for a, b in zip(got, wanted, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_class_is_as_in_the_library(torch, cls):
+    module = library_module(torch, cls)
+    x = normal(2, 7, 32)
+    given = further(torch, module, 7, Lc=9 if "Cross" in cls else None)
+    got = ours(module)(x, output_attentions=True, **given)
+    assert_equal(got, library(torch, module, x, **given))
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        "BartAttention", "BertSelfAttention", "BloomAttention", "FalconAttention", "GPT2Attention",
+        "GPTJAttention", "GPTNeoXAttention", "Gemma2Attention", "Gemma3Attention", "GlmAttention",
+        "GptOssAttention", "LlamaAttention", "MistralAttention", "MptAttention", "OPTAttention",
+        "Olmo2Attention", "Phi3Attention", "Qwen3Attention", "Qwen3NextAttention", "T5Attention",
+        "UMT5Attention",
+    ],
+)  # fmt: skip
+def test_prompt_steps_and_chunk_with_a_cache_are_as_in_the_library(torch, cls):
+    from transformers import DynamicCache as Theirs
+
+    decodes = {"is_decoder": True, "has_relative_attention_bias": True}
+    module = library_module(torch, cls, **decodes if "T5" in cls else {})
+    is_windowed = getattr(module, "sliding_window", None) or cls == "MistralAttention"
+    window = SETTINGS["sliding_window"] if is_windowed else None
+    theirs, mine, copied = Theirs(config=module.config) if window else Theirs(), DynamicCache(), 0
+    for L in (6, 1, 1, 4):
+        Lk = L + copied
+        x, given = normal(2, L, 32), further(torch, module, L, Lk)
+        for name in {"attention_mask", "mask"} & set(given):
+            kept = L + min(copied, window - 1) if window else Lk
+            mask = causal(2, L, Lk, window)[..., Lk - kept :]
+            given[name] = mask < 0 if given[name].dtype == bool else mask
+        got = ours(module)(x, past_key_values=mine, output_attentions=True, **given)
+        assert_equal(got, library(torch, module, x, past_key_values=theirs, **given))
+        copied = Lk
+    assert mine.get_seq_length() == copied == 12
+
+
+@pytest.mark.parametrize(
+    "cls", ["BartAttention", "GPT2Attention", "T5Attention", "UMT5Attention", "WhisperAttention"]
+)
+def test_cross_attention_is_as_in_the_library(torch, cls):
+    module = library_module(torch, cls, is_cross_attention=True)
+    x, given = normal(2, 5, 32), further(torch, module, 5, Lc=8)
+    got = ours(module)(x, output_attentions=True, **given)
+    assert_equal(got, library(torch, module, x, **given))
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        ("GPT2Attention", {"scale_attn_by_inverse_layer_idx": True}),
+        ("GPT2Attention", {"scale_attn_weights": False}),
+        ("Gemma2Attention", {"attn_logit_softcapping": None}),
+        ("MistralAttention", {"head_dim": 6}),
+        ("Phi3Attention", {"head_dim": 6, "num_key_value_heads": 1}),
+        ("Qwen2Attention", {"num_key_value_heads": 4}),
+        ("Starcoder2Attention", {"use_bias": False}),
+        ("FalconAttention", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+        ("FalconAttention", {"multi_query": False, "bias": True}),
+        ("FalconAttention", {"alibi": True}),
+        ("GPTBigCodeAttention", {"multi_query": False}),
+        ("SmolLM3Attention", {"no_rope_layers": [1, 0]}),
+        ("Cohere2Attention", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("Cohere2Attention", {"sliding_window": None}),
+        ("MptAttention", {"attn_config": {"softmax_scale": 0.3}}),
+        ("ModernBertAttention", {"attention_bias": True}),
+        ("GPTNeoXAttention", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}),
+    ],
+)
+def test_settings_are_as_in_the_library(torch, cls, settings, monkeypatch):
+    for name in set(settings) & set(SIZES):
+        monkeypatch.setitem(SIZES, name, settings[name])
+    others = {name: value for name, value in settings.items() if name not in SIZES}
+    module = library_module(torch, cls, SETTINGS | others, layer_idx=1)
+    x, given = normal(2, 6, 32), further(torch, module, 6)
+    got = ours(module, layer_idx=1)(x, output_attentions=True, **given)
+    assert_equal(got, library(torch, module, x, **given))
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        "Cohere2Attention", "FalconAttention", "FlexOlmoAttention", "GPT2Attention",
+        "Gemma2Attention", "Gemma3Attention", "GraniteAttention", "Olmo2Attention",
+        "Olmo3Attention", "OlmoeAttention", "Qwen3Attention", "Qwen3MoeAttention",
+        "Qwen3NextAttention", "SmolLM3Attention", "T5Attention", "VaultGemmaAttention",
+    ],
+)  # fmt: skip
+def test_what_a_config_leaves_out_has_the_librarys_default(torch, cls):
+    module = library_module(torch, cls, {})
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            weight *= 1e-2 if name[0] in "qk" and "norm" not in name else 1  # epsilon is felt
+    x, given = normal(2, 6, 32), further(torch, module, 6)
+    got = ours(module, {"num_attention_heads": 4})(x, output_attentions=True, **given)
+    assert_equal(got, library(torch, module, x, **given))
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_t5s_buckets_are_the_librarys_at_every_distance(torch, is_decoder):
+    settings = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
+    module = library_module(
+        torch, "T5Attention", is_decoder=is_decoder, has_relative_attention_bias=True
+    )
+    module.config.update(settings)
+    module.relative_attention_num_buckets, module.relative_attention_max_distance = 32, 128
+    module.relative_attention_bias = torch.nn.Embedding(32, 4)
+    wanted = module.compute_bias(150, 450, past_seen_tokens=150).numpy()
+    np.testing.assert_array_equal(ours(module).compute_bias(150, 450, 150), wanted)
+
+
+# Without the library.
+
+
+def loops(q, k, v, bias, scale):
+    """softmax(scale q·k + bias) v, a head and a query at a time; heads of one width."""
+    rows = []
+    for b, h, i in np.ndindex(q.shape[:3]):
+        g = h * k.shape[1] // q.shape[1]
+        scores = [scale * math.fsum(q[b, h, i] * key) for key in k[b, g]]
+        weights = np.exp(np.array(scores) + bias[b, h, i] - max(scores))
+        rows.append(weights @ v[b, g] / weights.sum())
+    return np.reshape(rows, (*q.shape[:3], -1))
+
+
+def heads(y, n):
+    return np.moveaxis(y.reshape(*y.shape[:2], n, -1), 2, 1)
+
+
+def joined(y):
+    return np.moveaxis(y, 1, 2).reshape(len(y), y.shape[2], -1)
+
+
+def rotated(x, angles):
+    x_1, x_2 = np.split(x, 2, axis=-1)
+    return np.concatenate(
+        [x_1 * np.cos(angles) - x_2 * np.sin(angles), x_2 * np.cos(angles) + x_1 * np.sin(angles)],
+        axis=-1,
+    )
+
+
+LLAMA = {f"{name}_proj.weight": RNG.normal(size=(8 if name in "kv" else 16, 16)) for name in "qkvo"}
+ANGLES = np.arange(5)[:, None] * [1.0, 0.1]
+TABLES = [np.tile(function(ANGLES), 2)[None] for function in (np.cos, np.sin)]
+X = RNG.normal(size=(2, 5, 16))
+MASK = np.where(np.tri(5, dtype=bool), 0, -np.inf)[None, None]
+HEADS = {"num_attention_heads": 4}
+
+
+def llama(**changes):
+    return AttentionModule("LlamaAttention", LLAMA | changes, HEADS)
+
+
+@pytest.mark.parametrize("mask", [MASK, MASK == 0])
+def test_llama_projects_turns_attends_and_projects(mask):
+    q, k, v = (heads(X @ LLAMA[f"{n}_proj.weight"].T, 4 if n == "q" else 2) for n in "qkv")
+    bias = np.broadcast_to(MASK, (2, 4, 5, 5))
+    wanted = joined(loops(rotated(q, ANGLES), rotated(k, ANGLES), v, bias, 0.5))
+    output, weights = llama()(X, attention_mask=mask, position_embeddings=TABLES)
+    np.testing.assert_allclose(output, wanted @ LLAMA["o_proj.weight"].T)
+    assert weights is None
+
+
+def test_bloom_fuses_by_head_and_adds_alibi_and_residual():
+    W, b = RNG.normal(size=(4, 3, 4, 16)), RNG.normal(size=(4, 3, 4))
+    D, d = RNG.normal(size=(16, 16)), RNG.normal(size=16)
+    q, k, v = (heads(X @ W[:, i].reshape(16, 16).T + b[:, i].ravel(), 4) for i in range(3))
+    alibi, residual = RNG.normal(size=(8, 1, 5)), RNG.normal(size=X.shape)
+    bias = MASK + alibi.reshape(2, 4, 1, 5)
+    params = {
+        "query_key_value.weight": W.reshape(48, 16),
+        "query_key_value.bias": b.ravel(),
+        "dense.weight": D,
+        "dense.bias": d,
+    }
+    module = AttentionModule("BloomAttention", params, {"n_head": 4})
+    output, _ = module(X, attention_mask=MASK, alibi=alibi, residual=residual)
+    np.testing.assert_allclose(output, joined(loops(q, k, v, bias, 0.5)) @ D.T + d + residual)
+
+
+def test_a_query_that_sees_nothing_gets_the_mean_of_all_values():
+    params = {f"{name}.weight": np.eye(16, dtype=np.float32) for name in ("query", "key", "value")}
+    mask = np.full((2, 1, 5, 5), LOWEST)
+    x = X.astype(np.float32)
+    output, _ = AttentionModule("BertSelfAttention", params, HEADS)(x, attention_mask=mask)
+    np.testing.assert_allclose(output, np.repeat(x.mean(1, keepdims=True), 5, 1), atol=1e-6)
+
+
+def test_weights_on_request_leave_the_output_as_it_was():
+    given = {"attention_mask": MASK, "position_embeddings": TABLES}
+    output, weights = llama()(X, output_attentions=True, **given)
+    np.testing.assert_array_equal(output, llama()(X, **given)[0])
+    np.testing.assert_allclose(weights.sum(-1), 1)
+    assert weights.shape == (2, 4, 5, 5)
+    assert (weights[..., MASK[0, 0] < 0] == 0).all()
+
+
+@pytest.mark.parametrize("wants_weights", [False, True])
+def test_steps_with_a_cache_are_the_whole_in_parts(wants_weights):
+    whole, _ = llama()(X, attention_mask=MASK, position_embeddings=TABLES)
+    past, parts = DynamicCache(), []
+    for now in (slice(0, 3), slice(3, 4), slice(4, 5)):
+        part, weights = llama()(
+            X[:, now],
+            attention_mask=MASK[..., now, : now.stop],
+            position_embeddings=[table[:, now] for table in TABLES],
+            past_key_values=past,
+            output_attentions=wants_weights,
+        )
+        parts.append(part)
+        assert (weights is not None) == wants_weights
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole)
+
+
+def test_a_call_that_fails_leaves_the_cache_as_it_was():
+    past, given = DynamicCache(), {"position_embeddings": TABLES}
+    llama()(X, attention_mask=MASK, past_key_values=past, **given)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 1, 5, 11\): expected"):
+        llama()(X, attention_mask=np.zeros((1, 1, 5, 11)), past_key_values=past, **given)
+    with pytest.raises(
+        ValueError, match=r"past_key_values has keys of shape \(2, 2, 5, 4\), these"
+    ):
+        llama()(X[:1], past_key_values=past, **given)
+    assert past.get_seq_length() == 5
+
+
+def test_every_step_is_heard():
+    trace = Trace()
+    llama()(X, attention_mask=MASK, position_embeddings=TABLES, tap=trace)
+    wanted = ["x", "q", "q_rotated", "scores", "scaled", "biased", "weights", "concat", "output"]
+    assert [name for name in trace if name in wanted] == wanted
+
+
+def test_the_layer_is_there_to_be_used_by_itself():
+    module = AttentionModule("T5Attention", {f"{n}.weight": np.eye(4) for n in "qkvo"}, HEADS)
+    output = module.layer(X[..., :4], is_causal=True, **module.options)
+    mask = np.where(np.tri(5), 0, -np.inf)[None, None]
+    np.testing.assert_array_equal(output, module(X[..., :4], mask=mask)[0])
+
+
+def test_inputs_are_not_written_to():
+    given = {"attention_mask": MASK, "position_embeddings": TABLES}
+    kept = [array.copy() for array in (X, MASK, *TABLES, *LLAMA.values())]
+    llama()(X, past_key_values=DynamicCache(), **given)
+    for array, copied in zip((X, MASK, *TABLES, *LLAMA.values()), kept, strict=True):
+        np.testing.assert_array_equal(array, copied)
+
+
+BERT = {f"{name}.weight": np.eye(16) for name in ("query", "key", "value")}
+FUSED = {"query_key_value.weight": np.zeros((47, 16)), "dense.weight": np.eye(16)}
+GIVEN = {"position_embeddings": TABLES}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: AttentionModule("DebertaAttention", {}, {}), ValueError,
+         "cls is 'DebertaAttention': expected one of ASTAttention, .*LlamaAttention"),
+        (lambda: AttentionModule("LlamaAttention", LLAMA, {}), ValueError,
+         "config has no number of heads: expected one of num_attention_heads, "),
+        (lambda: AttentionModule("LlamaAttention", LLAMA, {"num_attention_heads": 3}), ValueError,
+         "queries have width 16: expected 3 heads of one width"),
+        (lambda: AttentionModule("LlamaAttention", {}, HEADS), ValueError,
+         "params has no q_proj.weight: it has nothing"),
+        (lambda: llama(**{"q_norm.weight": np.ones(4)}), ValueError,
+         "params has q_norm.weight, which LlamaAttention is not computed with here"),
+        (lambda: AttentionModule("OlmoAttention", LLAMA, HEADS | {"clip_qkv": 8.0}), ValueError,
+         "clip_qkv is 8.0: expected None"),
+        (lambda: AttentionModule("BloomAttention", FUSED, HEADS), ValueError,
+         "query_key_value projects to 47 numbers: expected queries, keys, values of 4 h"),
+        (lambda: llama()(X[0], **GIVEN), ValueError,
+         r"hidden_states has shape \(5, 16\): expected \(B, L, E\)"),
+        (lambda: llama()(X[..., :8], **GIVEN), ValueError, r"hidden_states has shape \(2, 5, 8\)"),
+        (lambda: llama()(X), TypeError, "position_embeddings is missing"),
+        (lambda: llama()(X, alibi=X, **GIVEN), TypeError,
+         "alibi is no argument of LlamaAttention with these weights, which takes attention_mask"),
+        (lambda: llama()(X, attention_mask=np.ones((2, 5), int), **GIVEN), ValueError,
+         r"attention_mask has shape \(2, 5\) and dtype int64.*looks like Hugging Face's"),
+        (lambda: llama()(X, attention_mask=np.zeros((2, 1, 5, 4)), **GIVEN), ValueError,
+         r"attention_mask has shape \(2, 1, 5, 4\): expected"),
+        (lambda: llama()(X, position_embeddings=[t[..., [0, 2, 1, 3]] for t in TABLES]), ValueError,
+         "cos does not hold every angle twice in the half-split layout"),
+        (lambda: llama()(X, position_embeddings=[t[0] for t in TABLES]), ValueError,
+         r"cos has shape \(5, 4\): expected \(1, L, R\) or \(B, L, R\)"),
+        (lambda: AttentionModule("Qwen3NextAttention", LLAMA, {"n_head": 16}), ValueError,
+         "queries and their gates have width 16: expected 16 heads"),
+        (lambda: AttentionModule("BertCrossAttention", BERT, HEADS)(X), TypeError,
+         "encoder_hidden_states is missing"),
+        (lambda: AttentionModule("BertCrossAttention", BERT, HEADS)(X, encoder_hidden_states=X[0]),
+         ValueError, r"encoder_hidden_states has shape \(5, 16\): expected \(B, Lc, Ec\)"),
+        (lambda: llama().compute_bias(5, 5), ValueError, "params has no relative_attention_bias"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call()
