@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
+from minimha.dialects.sentences import named, owner_by_axes, owner_by_values, rectangular
 from minimha.equations.problem import as_floating, flag, whole
 
 Array = NDArray[Any]
@@ -104,8 +105,9 @@ def flash_attn_func(
     left, right = _window(window_size)
     right = 0 if flag("causal", causal) else right
     leftpad = _leftpad(key_leftpad, B, Lk)
-    queries = _padding("query_padding_mask", query_padding_mask, (B, Lq))
-    keys = _padding("key_padding_mask", key_padding_mask, (B, Lk))
+    scores = (B, H, Lq, Lk)
+    queries = _padding("query_padding_mask", query_padding_mask, (B, Lq), scores)
+    keys = _padding("key_padding_mask", key_padding_mask, (B, Lk), scores)
     # Positions of keys count from the first behind the padding at the left.
     offset = keys.sum(axis=1) - queries.sum(axis=1)
     i = np.arange(Lq)[:, None] + offset[:, None, None]  # (B, Lq, 1)
@@ -118,20 +120,22 @@ def flash_attn_func(
         visible &= j // attention_chunk == i // attention_chunk
     output: Array
     lse: Array
-    output, lse = attention(
-        q4,
-        k4,
-        v4,
-        window_size=(left, right),
-        q_offset=offset + leftpad,
-        attn_mask=visible[:, None],
-        attn_bias=_alibi(alibi_slopes, (B, H), abs(i - j)),
-        scale=softmax_scale,
-        softcap=softcap or None,
-        sinks=learnable_sink,
-        return_lse=True,
-        backend=backend,
-    )
+    bias = _alibi(alibi_slopes, (B, H), abs(i - j))
+    with named(scale="softmax_scale", sinks="learnable_sink"):
+        output, lse = attention(
+            q4,
+            k4,
+            v4,
+            window_size=(left, right),
+            q_offset=offset + leftpad,
+            attn_mask=visible[:, None],
+            attn_bias=bias,
+            scale=softmax_scale,
+            softcap=softcap or None,
+            sinks=learnable_sink,
+            return_lse=True,
+            backend=backend,
+        )
     return np.asarray(output.swapaxes(1, 2)), lse
 
 
@@ -149,14 +153,17 @@ def _window(window_size: Any) -> tuple[int | None, int | None]:
             f"window_size is {window_size!r}: expected a pair (left, right) of counts of keys, -1 "
             f"for a side without a limit"
         )
-    left, right = (None if side == -1 else side for side in window_size)
+    left, right = (
+        None if side is None or whole("a side of window_size", side, -1) == -1 else side
+        for side in window_size
+    )
     return left, right
 
 
 def _leftpad(value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
     if value is None:
         return np.zeros(B, np.int64)
-    array = np.asarray(value)
+    array = rectangular("key_leftpad", value)
     if array.dtype.kind not in "iu":
         raise TypeError(f"key_leftpad has dtype {array.dtype}: expected integers")
     if array.shape != (B,):
@@ -166,14 +173,21 @@ def _leftpad(value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _padding(name: str, value: ArrayLike | None, shape: tuple[int, int]) -> NDArray[np.bool_]:
+def _padding(
+    name: str, value: ArrayLike | None, shape: tuple[int, int], scores: tuple[int, ...]
+) -> NDArray[np.bool_]:
     if value is None:
         return np.ones(shape, np.bool_)
-    array = np.asarray(value)
+    array = rectangular(name, value)
     if array.dtype != np.bool_:
-        raise TypeError(f"{name} has dtype {array.dtype}: expected bool, True = keep")
+        raise TypeError(
+            f"{name} has dtype {array.dtype}: expected bool, True = keep{owner_by_values(array)}"
+        )
     if array.shape != shape:
-        raise ValueError(f"{name} has shape {array.shape}: expected (B, L) = {shape}")
+        raise ValueError(
+            f"{name} has shape {array.shape}: expected (B, L) = {shape}"
+            f"{owner_by_axes(array, scores)}"
+        )
     return array
 
 
@@ -188,4 +202,6 @@ def _alibi(
         raise ValueError(
             f"alibi_slopes has shape {array.shape}: expected (H,) = {shape[1:]} or (B, H) = {shape}"
         )
+    if not np.isfinite(array).all():
+        raise ValueError(f"alibi_slopes is {slopes!r}: expected finite numbers")
     return np.asarray(-np.broadcast_to(array, shape)[:, :, None, None] * distance[:, None])

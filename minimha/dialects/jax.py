@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
+from minimha.dialects.sentences import named, owner_by_axes, owner_by_values, rectangular
 from minimha.equations.problem import as_floating, flag
 
 Array = NDArray[Any]
@@ -95,21 +96,18 @@ def dot_product_attention(
             )
     q, k, v = (array[(None,) * (4 - rank)].swapaxes(1, 2) for array in arrays)
     _check_shapes(q, k, v)
-    B, _, Lq, _ = q.shape
+    B, H, Lq, _ = q.shape
     Lk = k.shape[2]
-    visible = _visible(mask, flag("is_causal", is_causal), local_window_size, Lq, Lk)
+    shape = (B, H, Lq, Lk)
+    visible = _visible(mask, flag("is_causal", is_causal), local_window_size, shape)
     queries = _exist("query_seq_lengths", query_seq_lengths, B, Lq)
     keys = _exist("key_value_seq_lengths", key_value_seq_lengths, B, Lk)
     visible = visible & keys[:, None, None, :]
-    output: Array = attention(
-        q,
-        k,
-        v,
-        scale=scale,
-        attn_mask=visible,
-        attn_bias=None if bias is None else _four("bias", as_floating("bias", bias)),
-        backend=backend,
-    )
+    added = None if bias is None else _over_scores("bias", as_floating("bias", bias), shape)
+    with named(q="query", k="key", v="value"):
+        output: Array = attention(
+            q, k, v, scale=scale, attn_mask=visible, attn_bias=added, backend=backend
+        )
     if Lk:
         sees_nothing = ~visible.any(axis=-1, keepdims=True)
         output = np.where(sees_nothing, _mean(v, q.shape[1]).astype(output.dtype), output)
@@ -138,29 +136,31 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
         )
 
 
-def _four(name: str, array: Array) -> Array:
-    if array.ndim > 4:
-        raise ValueError(f"{name} has shape {array.shape}: expected one for (B, H, Lq, Lk)")
-    return array[(None,) * (4 - array.ndim)]
+def _over_scores(name: str, array: Array, shape: tuple[int, ...]) -> Array:
+    """``array`` with 4 axes, which broadcast to ``shape``."""
+    four = array[(None,) * (4 - array.ndim)]
+    if array.ndim > 4 or any(a not in (1, b) for a, b in zip(four.shape, shape, strict=True)):
+        raise ValueError(
+            f"{name} has shape {array.shape}: expected one that broadcasts to (B, H, Lq, Lk) = "
+            f"{shape}{owner_by_axes(array, shape)}"
+        )
+    return four
 
 
-def _visible(mask: ArrayLike | None, is_causal: bool, window: Any, Lq: int, Lk: int) -> Array:
+def _visible(
+    mask: ArrayLike | None, is_causal: bool, window: Any, shape: tuple[int, int, int, int]
+) -> Array:
     """What mask, causality and window together let through, with 4 axes."""
+    Lq, Lk = shape[2:]
     visible = np.ones((1, 1, Lq, Lk), np.bool_)
     if mask is not None:
-        given = np.asarray(mask)
+        given = rectangular("mask", mask)
         if given.dtype != np.bool_:
             raise TypeError(
                 f"mask has dtype {given.dtype}: expected bool, True where a query may attend to a "
-                f"key; numbers to be added to the scores go into bias"
+                f"key; numbers to be added to the scores go into bias{owner_by_values(given)}"
             )
-        given = _four("mask", given)
-        if any(size not in (1, L) for size, L in zip(given.shape[2:], (Lq, Lk), strict=True)):
-            raise ValueError(
-                f"mask has shape {given.shape}: expected one that broadcasts to (B, H, Lq, Lk) "
-                f"with Lq={Lq} and Lk={Lk}"
-            )
-        visible = visible & given
+        visible = visible & _over_scores("mask", given, shape)
     i, j = np.ogrid[:Lq, :Lk]
     if is_causal:
         visible = visible & (j <= i)
@@ -172,7 +172,8 @@ def _visible(mask: ArrayLike | None, is_causal: bool, window: Any, Lq: int, Lk: 
 
 def _window(window: Any) -> tuple[int, int]:
     pair = window if isinstance(window, (tuple, list)) else (window, window)
-    if len(pair) != 2 or not all(isinstance(side, (int, np.integer)) for side in pair):
+    are_whole = all(type(side) is int or isinstance(side, np.integer) for side in pair)
+    if len(pair) != 2 or not are_whole:
         raise TypeError(
             f"local_window_size is {window!r}: expected an integer or a pair (left, right) of them"
         )
@@ -183,7 +184,7 @@ def _exist(name: str, lengths: ArrayLike | None, B: int, L: int) -> NDArray[np.b
     """Which of L positions exist in each batch entry, (B, L)."""
     if lengths is None:
         return np.ones((B, L), np.bool_)
-    array = np.asarray(lengths)
+    array = rectangular(name, lengths)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
     if array.shape != (B,):

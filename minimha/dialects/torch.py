@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.equations.problem import as_floating, flag, whole
+from minimha.dialects.sentences import named, owner_by_axes, owner_by_values, rectangular
+from minimha.equations.problem import Problem, as_floating, common_dtype, flag, whole
 
 Array = NDArray[Any]
+WORDS = {"q": "query", "k": "key", "v": "value"}
 
 
 def scaled_dot_product_attention(
@@ -37,7 +39,8 @@ def scaled_dot_product_attention(
     - Fewer key heads than query heads need ``enable_gqa``; K and V may then differ in heads.
 
     A query that sees no key gets 0, in both. torch adds the mask even where it is False, so a NaN
-    in a hidden key reaches its output; here it does not.
+    in a hidden key reaches its output; here it does not. With ``is_causal`` and a scale of 0 or
+    less its fused kernels scale the -inf of hidden keys, which gives NaN; here they stay hidden.
 
     Axes: ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys, ``D`` head width,
     ``Dv`` value width.
@@ -87,16 +90,11 @@ def scaled_dot_product_attention(
     else:
         lead = _leading(q, k, v)
         q, k, v = (_four(array, (*lead, *array.shape[-2:])) for array in (q, k, v))
-    output = attention(
-        q,
-        k,
-        v,
-        is_causal=is_causal,
-        q_offset=0,
-        scale=scale,
-        backend=backend,
-        **_sdpa_mask(attn_mask, (*lead, q.shape[-2], k.shape[-2])),
-    )
+    mask = _sdpa_mask(attn_mask, (*lead, q.shape[-2], k.shape[-2]))
+    with named(**WORDS):
+        output = attention(
+            q, k, v, is_causal=is_causal, q_offset=0, scale=scale, backend=backend, **mask
+        )
     return np.reshape(output, (*lead, *output.shape[-2:]))
 
 
@@ -181,19 +179,22 @@ def flex_attention(
         )
     bias = None
     if score_mod is not None:
-        scores = _scores(q, k, scale)
-        bias = _called("score_mod", score_mod, (scores, *indices), shape)
+        with named(**WORDS):
+            problem = Problem.of(q, k, v, scale=scale)
+        bias = _called("score_mod", score_mod, (_scores(problem), *indices), shape)
+        bias = as_floating("what score_mod returned", bias)
         q, k, scale = np.zeros_like(q[..., :1]), np.zeros_like(k[..., :1]), None
-    return attention(
-        q,
-        k,
-        v,
-        attn_mask=visible,
-        attn_bias=bias,
-        scale=scale,
-        return_lse=return_lse,
-        backend=backend,
-    )
+    with named(**WORDS):
+        return attention(
+            q,
+            k,
+            v,
+            attn_mask=visible,
+            attn_bias=bias,
+            scale=scale,
+            return_lse=return_lse,
+            backend=backend,
+        )
 
 
 def multihead_attention(
@@ -224,7 +225,8 @@ def multihead_attention(
 
     Where it differs from torch: a query that sees no key has heads of 0, so its output is b_o and
     its weights are 0. torch gives NaN in most modes, and this in one. Asking for weights never
-    changes the output.
+    changes the output. ``is_causal`` neither: torch then takes its own causal mask where no weights
+    are asked for, which hides the appended keys too.
 
     Axes: ``B`` batch, ``H`` heads, ``Lq``, ``Lk``, ``E`` model width, ``Ek`` and ``Ev`` the widths
     of key and value (torch's kdim, vdim), which ``params`` tell.
@@ -281,9 +283,14 @@ def multihead_attention(
     """
     if flag("is_causal", is_causal) and attn_mask is None:
         raise ValueError("is_causal is True but attn_mask is None: torch's hint needs the mask")
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"params is of type {type(params).__name__}: expected a mapping of names to arrays, as "
+            f"the module's state_dict() is"
+        )
     given = {"query": query, "key": key, "value": value}
     inputs = [as_floating(name, array) for name, array in given.items()]
-    dtype = np.result_type(*inputs)
+    dtype = common_dtype({name: x.dtype for name, x in zip(given, inputs, strict=True)})
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     inputs, is_batched = _batch_first(inputs, flag("batch_first", batch_first))
     B, Lq, E = inputs[0].shape
@@ -291,9 +298,10 @@ def multihead_attention(
     H = _num_heads(num_heads, E)
     q, k, v = _projected(params, [x.astype(compute, copy=False) for x in inputs])
     k, v, extra = _with_extra_keys(params, k, v, flag("add_zero_attn", add_zero_attn))
-    q, k, v = (x.reshape(B, -1, H, E // H).swapaxes(1, 2) for x in (q, k, v))
-    masks = _mha_masks(key_padding_mask, attn_mask, (B, H, Lq, Lk), is_batched, extra)
-    heads = attention(q, k, v, backend=backend, **masks)
+    q, k, v = (x.reshape(B, x.shape[1], H, E // H).swapaxes(1, 2) for x in (q, k, v))
+    masks = _mha_masks(key_padding_mask, attn_mask, (B, H, Lq, Lk), is_batched, extra, compute)
+    with named(**WORDS):
+        heads = attention(q, k, v, backend=backend, **masks)
     concat = heads.swapaxes(1, 2).reshape(B, Lq, E)
     output = concat @ _parameter(params, "out_proj.weight", (E, E), compute).T
     if "out_proj.bias" in params:
@@ -315,7 +323,7 @@ def multihead_attention(
 
 
 def _refuse_dropout(dropout_p: float) -> None:
-    if dropout_p != 0:
+    if np.ndim(dropout_p) or dropout_p != 0:
         raise ValueError(
             f"dropout_p is {dropout_p!r}: expected 0, minimha computes inference, where nothing is "
             f"dropped"
@@ -372,10 +380,10 @@ def _grouped(q: Array, k: Array, v: Array) -> tuple[tuple[int, ...], list[Array]
         ) from None
     H = q.shape[-3]
     for name, array in (("key", k), ("value", v)):
-        if array.shape[-3] == 0 or H % array.shape[-3]:
+        if 0 in (H, array.shape[-3]) or H % array.shape[-3]:
             raise ValueError(
                 f"{name} has {array.shape[-3]} heads but query has {H}: "
-                f"the heads of key and value must divide those of query"
+                f"the heads of key and value must divide those of query, and none may be 0"
             )
     if k.shape[-3] != v.shape[-3]:  # torch repeats each by itself
         k, v = (np.repeat(array, H // array.shape[-3], axis=-3) for array in (k, v))
@@ -386,6 +394,8 @@ def _four(array: Array, shape: tuple[int, ...]) -> Array:
     """``array`` broadcast to ``shape``, whose leading axes then become one."""
     shape = (1,) * (4 - len(shape)) + shape
     whole = np.broadcast_to(array, shape)
+    if shape[-3] == 0:  # attention needs a head, but no entry of the batch
+        return whole.reshape(0, 1, *shape[-2:])
     return whole.reshape(math.prod(shape[:-3]), *shape[-3:])
 
 
@@ -394,36 +404,35 @@ def _sdpa_mask(attn_mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str,
     if attn_mask is None:
         return {}
     mask = _mask("attn_mask", attn_mask, "True where a query may attend to a key")
+    scores = (1,) * (4 - len(shape)) + shape[-4:]
     sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
     if not 2 <= mask.ndim <= len(shape) or any(size not in (1, whole) for size, whole in sizes):
         raise ValueError(
             f"attn_mask has shape {mask.shape}: expected 2 axes at least, broadcastable to "
-            f"(..., Lq, Lk), here {shape}"
+            f"(..., Lq, Lk), here {shape}{owner_by_axes(mask, scores)}"
         )
     return {"attn_mask" if mask.dtype == np.bool_ else "attn_bias": _four(mask, shape)}
 
 
 def _mask(name: str, value: ArrayLike, meaning: str) -> Array:
     """``value`` as an array of bool or of a floating dtype."""
-    mask = np.asarray(value)
+    mask = rectangular(name, value)
     if mask.dtype == np.bool_:
         return mask
     if mask.dtype.kind in "iu":
         raise TypeError(
             f"{name} has dtype {mask.dtype}: expected bool, {meaning}, or floating numbers, which "
-            f"are added to the scores"
+            f"are added to the scores{owner_by_values(mask)}"
         )
-    return as_floating(name, mask)
+    return as_floating(name, value)
 
 
-def _scores(q: Array, k: Array, scale: float | None) -> Array:
+def _scores(problem: Problem) -> Array:
     """scale · Q Kᵀ for query heads in groups, in the dtype that is computed in."""
-    compute = np.dtype(np.float64 if np.float64 in (q.dtype, k.dtype) else np.float32)
-    B, H, Lq, D = q.shape
-    groups = q.astype(compute).reshape(B, k.shape[1], H // k.shape[1], Lq, D)
-    scores = groups @ k.astype(compute)[:, :, None].swapaxes(-1, -2)
-    factor = compute.type(1 / math.sqrt(D) if scale is None else scale)
-    return np.asarray(scores.reshape(B, H, Lq, k.shape[2]) * factor)
+    q, k = (array.astype(problem.compute, copy=False) for array in (problem.q, problem.k))
+    (B, H, Lq, D), (_, Hkv, Lk, _) = q.shape, k.shape
+    scores = q.reshape(B, Hkv, H // Hkv, Lq, D) @ k[:, :, None].swapaxes(-1, -2)
+    return np.asarray(scores.reshape(B, H, Lq, Lk) * problem.compute.type(problem.scale))
 
 
 def _called(
@@ -432,7 +441,7 @@ def _called(
     """What the caller's function returns, with the shape of the scores."""
     if not callable(function):
         raise TypeError(f"{name} is {function!r}: expected a callable, or None")
-    result = np.asarray(function(*arguments))
+    result = rectangular(f"what {name} returned", function(*arguments))
     try:
         return np.broadcast_to(result, shape)
     except ValueError:
@@ -466,9 +475,9 @@ def _batch_first(inputs: list[Array], batch_first: bool) -> tuple[list[Array], b
 
 
 def _num_heads(num_heads: int, E: int) -> int:
-    if E % whole("num_heads", num_heads):
+    if E % whole("num_heads", num_heads) or E == 0:
         raise ValueError(
-            f"num_heads is {num_heads} and query has E={E}: E must be a multiple of num_heads"
+            f"num_heads is {num_heads} and query has E={E}: E must be a multiple of it, not 0"
         )
     return int(num_heads)
 
@@ -532,26 +541,36 @@ def _mha_masks(
     shape: tuple[int, int, int, int],
     is_batched: bool,
     extra: int,
+    compute: np.dtype[Any],
 ) -> dict[str, Any]:
     """The two masks, whose True means ignore, as options of ``attention``."""
     B, H, Lq, Lk = shape
-    expected: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {
-        "key_padding_mask": {(B, Lk) if is_batched else (Lk,): (B, 1, 1, Lk)},
-        "attn_mask": {(Lq, Lk): (1, 1, Lq, Lk), (B * H, Lq, Lk): (B, H, Lq, Lk)},
+    of_keys = ("(B, Lk)", (B, Lk)) if is_batched else ("(Lk,)", (Lk,))
+    accepted: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {
+        "key_padding_mask": [(*of_keys, (B, 1, 1, Lk))],
+        "attn_mask": [
+            ("(Lq, Lk)", (Lq, Lk), (1, 1, Lq, Lk)),
+            ("(B * H, Lq, Lk)", (B * H, Lq, Lk), shape),
+        ],
     }
     options: dict[str, Any] = {}
     for name, given in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
         if given is None:
             continue
         mask = _mask(name, given, "True where a key is ignored")
-        if mask.shape not in expected[name]:
-            shapes = " or ".join(map(str, expected[name]))
-            raise ValueError(f"{name} has shape {mask.shape}: expected {shapes}")
-        mask = mask.reshape(expected[name][mask.shape])
+        fitting = [full for _, axes, full in accepted[name] if axes == mask.shape]
+        if not fitting:
+            shapes = " or ".join(f"{letters} = {axes}" for letters, axes, _ in accepted[name])
+            raise ValueError(
+                f"{name} has shape {mask.shape}: expected {shapes}{owner_by_axes(mask, shape)}"
+            )
+        mask = mask.reshape(fitting[0])
         if mask.dtype == np.bool_:
             options["attn_mask"] = ~mask & options.get("attn_mask", True)
         else:
-            options["attn_bias"] = mask + options.get("attn_bias", mask.dtype.type(0))
+            wide = mask.astype(np.promote_types(mask.dtype, compute), copy=False)
+            with np.errstate(over="ignore"):  # twice the lowest number is -inf, as in torch
+                options["attn_bias"] = wide + options.get("attn_bias", wide.dtype.type(0))
     beside = ((0, 0), (0, 0), (0, 0), (0, extra))
     unhidden = {"attn_mask": True, "attn_bias": 0}
     return {

@@ -2,6 +2,7 @@
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -65,6 +66,20 @@ def test_a_masked_nan_stays_hidden_where_some_key_is_seen():
     ("change", "error", "sentence"),
     [
         ({"query": np.zeros((2, 2))}, ValueError, "query has shape"),
+        ({"query": np.zeros((1, 3, 4, 4)) > 0}, TypeError, "query has dtype bool"),
+        (
+            {"query": np.zeros((1, 3, 4, 0)), "key": np.zeros((1, 3, 2, 0))},
+            ValueError,
+            "query has D=0: the head width D must be at least 1",
+        ),
+        (
+            {
+                "query": np.zeros((1, 3, 4, 4), np.float16),
+                "key": np.zeros((1, 3, 2, 4), ml_dtypes.bfloat16),
+            },
+            TypeError,
+            "query is float16, key is bfloat16, value is float64: no common dtype",
+        ),
         ({"key": np.zeros((1, 3, 2, 5))}, ValueError, "key has D=5 but query has D=4"),
         ({"key": np.zeros((2, 3, 2, 4))}, ValueError, "they must be equal"),
         ({"value": np.zeros((1, 4, 2, 4))}, ValueError, "every key needs one value"),
@@ -73,12 +88,22 @@ def test_a_masked_nan_stays_hidden_where_some_key_is_seen():
             ValueError,
             "key has 3 heads but query has 4",
         ),
-        ({"mask": np.zeros((3, 3))}, TypeError, "go into bias"),
-        ({"mask": np.zeros((3, 2), bool)}, ValueError, "mask has shape"),
+        ({"mask": np.zeros((3, 3))}, TypeError, "go into bias$"),
+        ({"mask": np.eye(3)}, TypeError, "bias; it looks like Hugging Face's attention_mask, wher"),
+        ({"mask": np.log(np.eye(3) + 1e-99)}, TypeError, "like the float masks of torch and ONNX"),
+        ({"mask": [[True], [True, False]]}, ValueError, "mask is not a rectangular array"),
+        ({"mask": np.zeros((3, 2), bool)}, ValueError, r"^mask has shape \(3, 2\): expected one"),
+        ({"mask": np.zeros((2, 1, 1, 1), bool)}, ValueError, r"^mask has shape \(2, 1, 1, 1\): ex"),
+        ({"mask": np.zeros((1, 3), bool)[None, None, None]}, ValueError, "^mask has shape"),
+        ({"bias": np.zeros((3, 2))}, ValueError, r"^bias has shape \(3, 2\): expected one that br"),
+        ({"bias": np.zeros((3, 3), bool)}, TypeError, "^bias has dtype bool"),
+        ({"scale": math.nan}, ValueError, "scale is nan"),
+        ({"is_causal": 1}, TypeError, "is_causal is 1: expected True or False"),
         ({"query_seq_lengths": [1.5]}, TypeError, "query_seq_lengths has dtype float64"),
         ({"key_value_seq_lengths": [1, 2]}, ValueError, r"expected \(B,\) = \(1,\)"),
         ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size is"),
         ({"local_window_size": 1.5}, TypeError, "local_window_size is"),
+        ({"local_window_size": True}, TypeError, "local_window_size is True"),
     ],
 )
 def test_errors_name_the_argument(change, error, sentence):

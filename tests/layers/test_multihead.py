@@ -36,8 +36,8 @@ def side_by_side(W):
     return np.concatenate(list(W), axis=-1)
 
 
-def rms(x):
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+def rms(x, epsilon=1e-6):
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon)
 
 
 def sigmoid(z):
@@ -82,16 +82,17 @@ def test_cross_attention_reads_the_context_alone():
     assert wanted.shape == (2, 5, 3)
 
 
+@pytest.mark.parametrize("epsilon", [0, 1e-6, 0.5])
 @pytest.mark.parametrize("kind", ["head", "full"])
-def test_queries_and_keys_are_normalised_by_head_or_together(kind):
-    layer = MultiHeadAttention(6, 2, qk_norm=kind, dtype=np.float64)
+def test_queries_and_keys_are_normalised_by_head_or_together(kind, epsilon):
+    layer = MultiHeadAttention(6, 2, qk_norm=kind, epsilon=epsilon, dtype=np.float64)
     layer.g_q, layer.g_k = RNG.normal(size=(2, len(layer.g_q)))
     q, k = X @ layer.W_q, X @ layer.W_k
     if kind == "full":
-        q, k = rms(q) * layer.g_q, rms(k) * layer.g_k
+        q, k = rms(q, epsilon) * layer.g_q, rms(k, epsilon) * layer.g_k
     q, k, v = (np.stack(np.split(a, 2, axis=-1), 1) for a in (q, k, X @ layer.W_v))
     if kind == "head":
-        q, k = rms(q) * layer.g_q, rms(k) * layer.g_k
+        q, k = rms(q, epsilon) * layer.g_q, rms(k, epsilon) * layer.g_k
     wanted = np.concatenate(list(attention(q, k, v).swapaxes(0, 1)), axis=-1) @ layer.W_o
     np.testing.assert_allclose(layer(X), wanted, rtol=1e-12)
 
@@ -305,6 +306,10 @@ def test_torch_s_module_with_the_documents_sizes(seed):
         (lambda: MultiHeadAttention(10, 4), "d_model is 10 and num_heads is 4: .* a multiple of"),
         (lambda: MultiHeadAttention(8, 4, 3), "num_kv_heads is 3 but num_heads is 4"),
         (lambda: MultiHeadAttention(8, 0), "num_heads is 0: expected an integer of at least 1"),
+        (
+            lambda: MultiHeadAttention(8, 2, epsilon=-1),
+            "epsilon is -1: expected a finite number, not",
+        ),
         (lambda: MultiHeadAttention(8, 2, qk_norm="rms"), "qk_norm is 'rms': expected one of None"),
         (lambda: MultiHeadAttention(8, 2, gate=True), "gate is True: expected one of None, 'elem"),
         (lambda: MultiHeadAttention(8, 2, rope=RoPE(8)), "rope is for head_dim=8 but .* has 4"),
