@@ -31,8 +31,7 @@ FASTMATH = {
 VECTORS = 3
 PAIRED = 4  # rows of exponentials that are added pair by pair
 BLOCK = 8  # rows and columns that are transposed in registers
-AT_ONCE = 4  # vectors of a row that a dot product takes together
-ROWS_AHEAD = 64  # rows of K or V that are asked for before they are needed
+ROWS_AHEAD = 16  # rows of K or V that are asked for before they are needed
 
 
 def host_vectors():
@@ -563,164 +562,229 @@ def _sums(builder, vector, values):
     return values[0]
 
 
-@intrinsic
-def _dots(typing, A, a, a_row, B, b, C, c, depth):
-    """``dot_products`` of as many rows of A as a vector has lanes; depth in whole vectors."""
-    index = types.intp
-    signature = types.void(A, index, index, B, index, C, index, index)
+def _dots(queries, vectors):
+    """Primitive: as many rows of A as a vector has lanes, against ``queries`` rows of B at once.
 
-    def generate(context, builder, signature, arguments):
-        A, a, a_row, B, b, C, c, depth = arguments
-        kinds = signature.args
-        vector = Vector(kinds[5].dtype)
-        A = _pointer(context, builder, kinds[0], A, a)
-        B = _pointer(context, builder, kinds[3], B, b)
-        C = _pointer(context, builder, kinds[5], C, c)
-        rows = [builder.gep(A, [builder.mul(INT(r), a_row)]) for r in range(vector.width)]
+    A is read row by row, for memory likes to be read in its order, and asked for ahead of use; each
+    row meets all the queries while it is there, so that reading and arithmetic go on side by side.
+    ``vectors`` of a row are taken together; depth is in whole vectors.
+    """
 
-        def body(k, sums):
-            right = vector.load(builder, builder.gep(B, [k]))
-            return [
-                vector.fma(builder, vector.load(builder, builder.gep(row, [k])), right, total)
-                for row, total in zip(rows, sums, strict=True)
-            ]
+    @intrinsic
+    def dots(typing, A, a, a_row, B, b, b_row, C, c, c_row, depth):
+        index = types.intp
+        signature = types.void(A, index, index, B, index, index, C, index, index, index)
 
-        zeros = [vector.constant(0.0)] * vector.width
-        sums = _loop(builder, depth, vector.width, zeros, body)
-        vector.store(builder, _sums(builder, vector, sums), C)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def _dots_in_order(typing, A, a, a_row, B, b, C, c, depth):
-    """``_dots``, but row by row, for memory likes to be read in its order, and asking for more."""
-    index = types.intp
-    signature = types.void(A, index, index, B, index, C, index, index)
-
-    def generate(context, builder, signature, arguments):
-        A, a, a_row, B, b, C, c, depth = arguments
-        kinds = signature.args
-        vector = Vector(kinds[5].dtype)
-        A = _pointer(context, builder, kinds[0], A, a)
-        B = _pointer(context, builder, kinds[3], B, b)
-        C = _pointer(context, builder, kinds[5], C, c)
-        ahead = builder.mul(INT(ROWS_AHEAD), a_row)
-        row_sums = builder.bitcast(
-            cgutils.alloca_once(builder, vector.type, vector.width),
-            vector.item.as_pointer(),
-        )
-        step = AT_ONCE * vector.width
-        whole = builder.and_(depth, INT(-step))
-        rest = builder.sub(depth, whole)
-
-        def one_row(r, _):
-            row = builder.gep(A, [builder.mul(r, a_row)])
-
-            def some_vectors(first, number):
-                def body(k, sums):
-                    place = builder.gep(row, [builder.add(first, k)])
-                    other = builder.gep(B, [builder.add(first, k)])
-                    for u in range(number):
-                        beyond = builder.add(ahead, INT(u * vector.width))
-                        _prefetch(builder, builder.gep(place, [beyond]))
-                    return [
-                        vector.fma(
-                            builder,
-                            vector.load(builder, place, u),
-                            vector.load(builder, other, u),
-                            x,
-                        )
-                        for u, x in enumerate(sums)
-                    ]
-
-                return body
-
-            zero = vector.constant(0.0)
-            sums = _loop(builder, whole, step, [zero] * AT_ONCE, some_vectors(INT(0), AT_ONCE))
-            sums[:1] = _loop(builder, rest, vector.width, sums[:1], some_vectors(whole, 1))
-            while len(sums) > 1:
-                sums = [builder.fadd(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
-            vector.store(
-                builder,
-                sums[0],
-                builder.gep(row_sums, [builder.mul(r, INT(vector.width))]),
+        def generate(context, builder, signature, arguments):
+            A, a, a_row, B, b, b_row, C, c, c_row, depth = arguments
+            kinds = signature.args
+            vector = Vector(kinds[6].dtype)
+            A = _pointer(context, builder, kinds[0], A, a)
+            B = _pointer(context, builder, kinds[3], B, b)
+            C = _pointer(context, builder, kinds[6], C, c)
+            ahead = builder.mul(INT(ROWS_AHEAD), a_row)
+            row_sums = builder.bitcast(
+                cgutils.alloca_once(builder, vector.type, vector.width * queries),
+                vector.item.as_pointer(),
             )
-            return []
+            step = vectors * vector.width
+            whole = builder.and_(depth, INT(-step))
+            rest = builder.sub(depth, whole)
+            others = [builder.gep(B, [builder.mul(INT(g), b_row)]) for g in range(queries)]
 
-        _loop(builder, INT(vector.width), 1, [], one_row)
-        of_rows = [vector.load(builder, row_sums, r) for r in range(vector.width)]
-        vector.store(builder, _sums(builder, vector, of_rows), C)
-        return context.get_dummy_value()
+            def one_row(r, _):
+                row = builder.gep(A, [builder.mul(r, a_row)])
 
-    return signature, generate
+                def some_vectors(first, number):
+                    def body(k, sums):
+                        start = builder.add(first, k)
+                        place = builder.gep(row, [start])
+                        for u in range(number):
+                            beyond = builder.add(ahead, INT(u * vector.width))
+                            _prefetch(builder, builder.gep(place, [beyond]))
+                        left = [vector.load(builder, place, u) for u in range(number)]
+                        result = []
+                        for g, other in enumerate(others):
+                            right = builder.gep(other, [start])
+                            for u in range(number):
+                                x = sums[g * number + u]
+                                result.append(
+                                    vector.fma(builder, left[u], vector.load(builder, right, u), x)
+                                )
+                        return result
+
+                    return body
+
+                zero = vector.constant(0.0)
+                zeros = [zero] * (vectors * queries)
+                sums = _loop(builder, whole, step, zeros, some_vectors(INT(0), vectors))
+                sums[::vectors] = _loop(
+                    builder, rest, vector.width, sums[::vectors], some_vectors(whole, 1)
+                )
+                for g in range(queries):
+                    own = sums[g * vectors : (g + 1) * vectors]
+                    while len(own) > 1:
+                        pairs = zip(own[::2], own[1::2], strict=True)
+                        own = [builder.fadd(*pair) for pair in pairs]
+                    at = builder.add(INT(g * vector.width), r)
+                    at = builder.mul(at, INT(vector.width))
+                    vector.store(builder, own[0], builder.gep(row_sums, [at]))
+                return []
+
+            _loop(builder, INT(vector.width), 1, [], one_row)
+            for g in range(queries):
+                of_rows = [
+                    vector.load(builder, row_sums, g * vector.width + r)
+                    for r in range(vector.width)
+                ]
+                to = builder.gep(C, [builder.mul(INT(g), c_row)])
+                vector.store(builder, _sums(builder, vector, of_rows), to)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return dots
+
+
+_dots_of_4, _dots_of_2, _dots_of_1 = _dots(4, 2), _dots(2, 4), _dots(1, 4)
 
 
 @numba.njit(fastmath=FASTMATH)
-def dot_products(A, a, a_row, B, b, C, c, rows, depth, is_new):
-    """C[c + r] = Σ_k A[a + r · a_row + k] · B[b + k] for ``rows`` rows of A; flat arrays.
+def dot_products(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
+    """C[c + g · c_row + r] = Σ_k A[a + r · a_row + k] · B[b + g · b_row + k], reading A once.
 
-    ``is_new`` says that A comes from memory and not from the cache.
+    For ``rows`` r and ``queries`` g; flat arrays.
     """
     width = VECTOR_BITS // (8 * C.itemsize)
     ready, whole = rows // width * width, depth // width * width
     for r in range(0, ready, width):
-        if is_new:
-            _dots_in_order(A, a + r * a_row, a_row, B, b, C, c + r, whole)
-        else:
-            _dots(A, a + r * a_row, a_row, B, b, C, c + r, whole)
-    for r in range(rows):
-        first = whole if r < ready else 0
-        if first < depth:
+        from_a, g = a + r * a_row, 0
+        while g < queries:
+            from_b, to = b + g * b_row, c + g * c_row + r
+            if g + 4 <= queries:
+                _dots_of_4(A, from_a, a_row, B, from_b, b_row, C, to, c_row, whole)
+                g += 4
+            elif g + 2 <= queries:
+                _dots_of_2(A, from_a, a_row, B, from_b, b_row, C, to, c_row, whole)
+                g += 2
+            else:
+                _dots_of_1(A, from_a, a_row, B, from_b, b_row, C, to, c_row, whole)
+                g += 1
+    if ready == rows and whole == depth:
+        return
+    for g in range(queries):
+        for r in range(rows):
+            first, to = whole if r < ready else 0, c + g * c_row + r
             total = C.dtype.type(0)
             for k in range(first, depth):
-                total += A[a + r * a_row + k] * B[b + k]
-            C[c + r] = C[c + r] + total if r < ready else total
+                total += A[a + r * a_row + k] * B[b + g * b_row + k]
+            C[to] = C[to] + total if r < ready else total
 
 
 @numba.njit
-def dot_products_plain(A, a, a_row, B, b, C, c, rows, depth):
+def dot_products_plain(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
     """Twin of ``dot_products``."""
-    for r in range(rows):
-        total = C.dtype.type(0)
-        for k in range(depth):
-            total += A[a + r * a_row + k] * B[b + k]
-        C[c + r] = total
+    for g in range(queries):
+        for r in range(rows):
+            total = C.dtype.type(0)
+            for k in range(depth):
+                total += A[a + r * a_row + k] * B[b + g * b_row + k]
+            C[c + g * c_row + r] = total
 
 
-_weigh_4_4, _weigh_1_4 = (_tile_product(rows, 4, True, ahead=ROWS_AHEAD) for rows in (4, 1))
-_weigh_4_1, _weigh_1_1 = (_tile_product(rows, 1, True, ahead=ROWS_AHEAD) for rows in (4, 1))
+def _weigh_in_order(queries, keys):
+    """Primitive: O += P V for ``queries`` rows of O, ``keys`` whole rows of V at a time.
+
+    The weights stay in registers while the rows of V pass in memory's order; O's are loaded and
+    stored once for all the keys. ``columns`` are in whole vectors, ``depth`` is divisible by keys.
+    """
+
+    @intrinsic
+    def weigh(typing, P, p, p_row, V, v, v_row, O, o, o_row, columns, depth):
+        index = types.intp
+        signature = types.void(P, index, index, V, index, index, O, index, index, index, index)
+
+        def generate(context, builder, signature, arguments):
+            P, p, p_row, V, v, v_row, O, o, o_row, columns, depth = arguments
+            kinds = signature.args
+            vector = Vector(kinds[6].dtype)
+            P = _pointer(context, builder, kinds[0], P, p)
+            V = _pointer(context, builder, kinds[3], V, v)
+            O = _pointer(context, builder, kinds[6], O, o)
+            ahead = builder.mul(INT(ROWS_AHEAD), v_row)
+            rows_of_O = [builder.gep(O, [builder.mul(INT(g), o_row)]) for g in range(queries)]
+            rows_of_P = [builder.gep(P, [builder.mul(INT(g), p_row)]) for g in range(queries)]
+
+            def some_keys(k, _):
+                places_of_k = [builder.add(k, INT(x)) for x in range(keys)]
+                rows_of_V = [builder.gep(V, [builder.mul(at, v_row)]) for at in places_of_k]
+                weights = [
+                    [
+                        vector.splat(builder, builder.load(builder.gep(row, [place])))
+                        for place in places_of_k
+                    ]
+                    for row in rows_of_P
+                ]
+
+                def column(n, _):
+                    places = [builder.gep(row, [n]) for row in rows_of_V]
+                    for place in places:
+                        _prefetch(builder, builder.gep(place, [ahead]))
+                    values = [vector.load(builder, place) for place in places]
+                    for row, own in zip(rows_of_O, weights, strict=True):
+                        place = builder.gep(row, [n])
+                        total = vector.load(builder, place)
+                        for weight, value in zip(own, values, strict=True):
+                            total = vector.fma(builder, weight, value, total)
+                        vector.store(builder, total, place)
+                    return []
+
+                _loop(builder, columns, vector.width, [], column)
+                return []
+
+            _loop(builder, depth, keys, [], some_keys)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return weigh
+
+
+_weigh_4 = _weigh_in_order(4, 4)
+_weigh_1_4, _weigh_1_1 = (_tile_product(1, n, True, ahead=ROWS_AHEAD) for n in (4, 1))
 
 
 @numba.njit(fastmath=FASTMATH)
 def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, ones, rows, columns, depth):
-    """O += P V for ``rows`` rows of O, reading V from memory once; ``ones`` are a vector's ones.
+    """O += P V for ``rows`` rows of O, reading V from memory once; ``ones`` are four vectors' ones.
 
     P's element (r, k) lies at p + r · p_row + k, V's row k at v + k · v_row, O's row r at
     o + r · o_row; flat arrays.
     """
     width = VECTOR_BITS // (8 * O.itemsize)
-    column = 0
-    while column + width <= columns:
-        is_wide = column + 4 * width <= columns
-        r = 0
-        while r < rows:
-            at_once = 4 if r + 4 <= rows else 1
-            from_p, to = p + r * p_row, o + r * o_row + column
-            if is_wide and at_once == 4:
-                _weigh_4_4(P, from_p, p_row, 1, V, v + column, v_row, O, to, o_row, ones, depth)
-            elif is_wide:
-                _weigh_1_4(P, from_p, p_row, 1, V, v + column, v_row, O, to, o_row, ones, depth)
-            elif at_once == 4:
-                _weigh_4_1(P, from_p, p_row, 1, V, v + column, v_row, O, to, o_row, ones, depth)
+    whole, by_four = columns // width * width, depth // 4 * 4
+    r = 0
+    while r + 4 <= rows:
+        _weigh_4(P, p + r * p_row, p_row, V, v, v_row, O, o + r * o_row, o_row, whole, by_four)
+        r += 4
+    together = r
+    while r < rows:
+        from_p, column = p + r * p_row, 0
+        while column < whole:
+            at, to = v + column, o + r * o_row + column
+            if column + 4 * width <= whole:
+                _weigh_1_4(P, from_p, p_row, 1, V, at, v_row, O, to, o_row, ones, depth)
+                column += 4 * width
             else:
-                _weigh_1_1(P, from_p, p_row, 1, V, v + column, v_row, O, to, o_row, ones, depth)
-            r += at_once
-        column += 4 * width if is_wide else width
+                _weigh_1_1(P, from_p, p_row, 1, V, at, v_row, O, to, o_row, ones, depth)
+                column += width
+        r += 1
+    if whole == columns and by_four == depth:
+        return
     for r in range(rows):
         for k in range(depth):
-            for d in range(column, columns):
+            first = whole if r >= together or k < by_four else 0
+            for d in range(first, columns):
                 O[o + r * o_row + d] += P[p + r * p_row + k] * V[v + k * v_row + d]
 
 

@@ -91,23 +91,24 @@ def test_what_is_too_small_for_a_normal_number_becomes_0(dtype):
     assert (sums == 0).all()
 
 
-@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (5, 64), (16, 13), (37, 80), (32, 5), (3, 0)])
-def test_dot_products(rows, depth, is_new, dtype):
-    A, B = numbers(rows + 1, depth + 2, dtype=dtype), numbers(depth + 4, dtype=dtype)
-    C = np.zeros(rows + 2, dtype)
+def test_dot_products(rows, depth, queries, dtype):
+    A, B = (numbers(n + 1, depth + 2, dtype=dtype) for n in (rows, queries))
+    C = np.zeros((queries + 1, rows + 2), dtype)
     expected = C.copy()
-    simd.dot_products(A, 1, depth + 2, B, 4, C, 2, rows, depth, is_new)
-    simd.dot_products_plain(A, 1, depth + 2, B, 4, expected, 2, rows, depth)
+    to = (2, rows + 2, rows, queries, depth)
+    simd.dot_products(A, 1, depth + 2, B, 1, depth + 2, C.ravel(), *to)
+    simd.dot_products_plain(A, 1, depth + 2, B, 1, depth + 2, expected.ravel(), *to)
     np.testing.assert_allclose(C, expected, atol=200 * np.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])
 @pytest.mark.parametrize("columns", [1, 5, 16, 80, 130])
-def test_weighted_rows(columns, rows, dtype):
-    depth = 6
+@pytest.mark.parametrize("depth", [3, 6, 8])
+def test_weighted_rows(depth, columns, rows, dtype):
     P, V = numbers(rows + 1, depth + 1, dtype=dtype), numbers(depth + 1, columns + 3, dtype=dtype)
     O, ones = numbers(rows + 1, columns + 2, dtype=dtype), np.ones(64, dtype)
     expected = O.copy()
