@@ -11,35 +11,20 @@ query i0 + r; lanes from ``rows`` on are padding.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from minimha.equations import visibility
+from minimha.kernels import one_score
 from minimha.kernels.entry import glue, jit
 from minimha.kernels.simd import flat, soft_cap, transpose
 
 sees = jit(visibility.sees)
 key_range = jit(visibility.key_range)
 query_range = jit(visibility.query_range)
-
-
-class Head(NamedTuple):
-    """The options of one head, numbers all: numba counts no references of them."""
-
-    left: int
-    right: int
-    offset: int
-    length: int
-    scale: float
-    softcap: float
-    slope: float
-
-
-@jit
-def head_of(o, b, h):
-    slope = o.slopes[h] if o.slopes.size else o.sinks.dtype.type(0)
-    return Head(o.left, o.right, o.q_offset[b], o.kv_lengths[b], o.scale, o.softcap, slope)
+head_of = jit(one_score.head_of)
+is_hidden = glue(one_score.is_hidden)
+final_score = glue(one_score.final_score)
 
 
 @glue
@@ -47,22 +32,7 @@ def is_seen(mask, bias, head, b, h, i, j):
     """May query i of head h see key j?"""
     if not sees(i, j, head.offset, head.left, head.right, head.length):
         return False
-    if mask.size and not mask[b, h, i, j]:
-        return False
-    return not (bias.size and bias[b, h, i, j] == -math.inf)
-
-
-@glue
-def final_score(s, bias, head, b, h, i, j):
-    """The score of query i and key j from their product ``s``: scaled, capped and biased."""
-    s *= head.scale
-    if head.softcap:
-        s = head.softcap * math.tanh(s / head.softcap)
-    if bias.size:
-        s += bias[b, h, i, j]
-    if head.slope:
-        s -= head.slope * abs(i + head.offset - j)
-    return s
+    return not is_hidden(mask, bias, b, h, i, j)
 
 
 @jit
