@@ -1,0 +1,335 @@
+"""PTX instructions that numba does not offer, each one callable inside a CUDA kernel.
+
+An intrinsic here is one PTX instruction and is named after it: ``ld.global.nc.v4.f32`` becomes
+``ld_global_nc_v4_f32(address)``. ``instruction`` makes them: LLVM pastes the text into the program,
+``$0, $1, …`` being first the results, then the operands. Several results come back as a tuple that
+exists only while compiling, since each of its members is a register.
+
+Addresses are numbers: of global memory 64 bits, of shared memory 32 bits, counted in bytes from the
+beginning of the block's own window (``shared_address``). A vector access (v2, v4) needs an address
+that is a multiple of its size.
+
+Half a register is a 16-bit number. Where two share one, the first of a pair, which has the lower
+column or the lower address, lies in the lower half.
+
+References
+----------
+NVIDIA, "PTX ISA", version 9.0: https://docs.nvidia.com/cuda/parallel-thread-execution. Numbers in
+the comments are its sections.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.cuda.extending import intrinsic
+
+# The letter by which inline assembly calls a register of a type.
+REGISTER = {
+    types.uint16: "h",
+    types.uint32: "r",
+    types.int32: "r",
+    types.uint64: "l",
+    types.int64: "l",
+    types.float32: "f",
+}
+u16, u32, i32, u64, i64, f32 = REGISTER
+
+
+def instruction(
+    text: str,
+    results: tuple[Any, ...] = (),
+    operands: tuple[Any, ...] = (),
+    *,
+    has_effects: bool = False,
+    is_collective: bool = False,
+) -> Any:
+    """An intrinsic that is one PTX instruction.
+
+    Parameters
+    ----------
+    text : str
+        The instruction, with ``$0, $1, …`` for results, then operands.
+    results, operands : tuple of numba types
+        What it is called with is converted to the operands' types.
+    has_effects : bool
+        It reads what other instructions write, or writes itself: it is neither left out nor moved
+        across another one of these.
+    is_collective : bool
+        All threads of a warp execute it together: it is not moved into or out of a branch.
+    """
+    paste = _paste(text, results, operands, has_effects, is_collective)
+    if len(results) > 1:
+        returned = types.UniTuple(results[0], len(results))
+    else:
+        returned = results[0] if results else types.void
+
+    def generate(context, builder, signature, values):
+        numbers = paste(context, builder, values)
+        if len(results) > 1:
+            return context.make_tuple(builder, signature.return_type, numbers)
+        return numbers[0] if results else context.get_dummy_value()
+
+    def typed(context, *given):
+        return returned(*operands), generate
+
+    names = ["context", *(f"operand{i}" for i in range(len(operands)))]
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    # numba asks the signature how many arguments there are.
+    typed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, either) for name in names]
+    )
+    typed.__name__ = text.split()[0].replace(".", "_").rstrip(";")
+    return intrinsic(typed)
+
+
+def _paste(
+    text: str,
+    results: tuple[Any, ...],
+    operands: tuple[Any, ...],
+    has_effects: bool,
+    is_collective: bool,
+) -> Callable[..., list[Any]]:
+    """The function that puts the instruction into the program and returns its results."""
+    letters = [f"={REGISTER[t]}" for t in results] + [REGISTER[t] for t in operands]
+    constraints = ",".join([*letters, "~{memory}"] if has_effects else letters)
+    attributes = ("convergent", "nounwind") if is_collective else ("nounwind",)
+
+    def paste(context, builder, values):
+        kinds = [context.get_value_type(t) for t in results]
+        kind = ir.LiteralStructType(kinds) if len(kinds) > 1 else [*kinds, ir.VoidType()][0]
+        function = ir.FunctionType(kind, [value.type for value in values])
+        assembly = ir.InlineAsm(function, text, constraints, side_effect=has_effects)
+        result = builder.call(assembly, values, attrs=attributes)
+        if len(results) > 1:
+            return [builder.extract_value(result, i) for i in range(len(results))]
+        return [result] if results else []
+
+    return paste
+
+
+def _places(context: Any, builder: Any, array: Any, values: Any, count: int) -> list[Any]:
+    """Pointers to ``count`` items of a local array, given as (array, first item)."""
+    data = context.make_array(array)(context, builder, values[0]).data
+    ahead = [ir.Constant(ir.IntType(64), i) for i in range(count)]
+    return [builder.gep(data, [builder.add(values[1], i)]) for i in ahead]
+
+
+def _width(operation: str) -> int:
+    """How many numbers a load or store moves: 4 for ``ld.global.v4.f32``."""
+    return next((int(part[1]) for part in operation.split(".") if part in ("v2", "v4")), 1)
+
+
+def _registers(first: int, count: int) -> str:
+    """``$2`` or, for several, ``{$2, $3}``."""
+    names = ", ".join(f"${i}" for i in range(first, first + count))
+    return names if count == 1 else f"{{{names}}}"
+
+
+def _load(operation: str, register: Any, has_effects: bool = True) -> Any:
+    """``operation [address]``: the numbers at an address, as a tuple if there are several."""
+    count, address = _width(operation), u32 if ".shared." in operation else u64
+    text = f"{operation} {_registers(0, count)}, [${count}];"
+    return instruction(text, (register,) * count, (address,), has_effects=has_effects)
+
+
+def _store(operation: str, register: Any) -> Any:
+    """``operation(address, number, …)``."""
+    count, address = _width(operation), u32 if ".shared." in operation else u64
+    text = f"{operation} [$0], {_registers(1, count)};"
+    return instruction(text, (), (address, *(register,) * count), has_effects=True)
+
+
+# 9.7.9, ld.global.nc: what no thread writes while the kernel runs, from global memory through the
+# cache for read-only data. (address: u64) -> one number, or a tuple. Bytes come in 32 bits.
+ld_global_nc_f32 = _load("ld.global.nc.f32", f32, has_effects=False)
+ld_global_nc_v2_f32 = _load("ld.global.nc.v2.f32", f32, has_effects=False)
+ld_global_nc_v4_f32 = _load("ld.global.nc.v4.f32", f32, has_effects=False)
+ld_global_nc_u32 = _load("ld.global.nc.u32", u32, has_effects=False)
+ld_global_nc_v2_u32 = _load("ld.global.nc.v2.u32", u32, has_effects=False)
+ld_global_nc_v4_u32 = _load("ld.global.nc.v4.u32", u32, has_effects=False)
+ld_global_nc_u8 = _load("ld.global.nc.u8", u32, has_effects=False)
+ld_global_nc_s64 = _load("ld.global.nc.s64", i64, has_effects=False)
+
+# 9.7.9, ld: the same from global memory that this kernel writes too, in the program's order.
+ld_global_f32 = _load("ld.global.f32", f32)
+ld_global_u32 = _load("ld.global.u32", u32)
+ld_global_u8 = _load("ld.global.u8", u32)
+ld_global_s64 = _load("ld.global.s64", i64)
+
+# 9.7.9, st: to global memory. (address: u64, number, …)
+st_global_f32 = _store("st.global.f32", f32)
+st_global_v2_f32 = _store("st.global.v2.f32", f32)
+st_global_v4_f32 = _store("st.global.v4.f32", f32)
+st_global_u32 = _store("st.global.u32", u32)
+st_global_v4_u32 = _store("st.global.v4.u32", u32)
+st_global_b16 = _store("st.global.b16", u16)
+
+# 9.7.9, ld and st: shared memory. (address: u32) -> numbers; (address: u32, number, …)
+ld_shared_f32 = _load("ld.shared.f32", f32)
+ld_shared_v2_f32 = _load("ld.shared.v2.f32", f32)
+ld_shared_v4_f32 = _load("ld.shared.v4.f32", f32)
+ld_shared_v4_u32 = _load("ld.shared.v4.u32", u32)
+st_shared_f32 = _store("st.shared.f32", f32)
+st_shared_v4_f32 = _store("st.shared.v4.f32", f32)
+st_shared_u32 = _store("st.shared.u32", u32)
+st_shared_v4_u32 = _store("st.shared.v4.u32", u32)
+
+# 9.7.3, ex2, lg2 and rcp: 2 ** x, which is 0 for -inf; the logarithm to base 2, -inf for 0; 1 / x,
+# 0 for inf. Their relative errors are about 2 ** -22. Numbers below the normal range count as 0.
+ex2_approx = instruction("ex2.approx.ftz.f32 $0, $1;", (f32,), (f32,))
+lg2_approx = instruction("lg2.approx.ftz.f32 $0, $1;", (f32,), (f32,))
+rcp_approx = instruction("rcp.approx.ftz.f32 $0, $1;", (f32,), (f32,))
+
+
+# 9.7.9, shfl.sync.bfly: the number that lane (own lane ^ bits) holds. (number, bits) -> number. The
+# last lane of the exchange is 31, and the mask says that all 32 take part.
+shfl_bfly_f32 = instruction(
+    "shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;",
+    (f32,),
+    (f32, i32),
+    has_effects=True,
+    is_collective=True,
+)
+
+# 9.7.9, cvt: two float32 (first, second) rounded to the nearest into one register, the first in the
+# lower half. PTX names the upper half first.
+pack_f16x2 = instruction("cvt.rn.f16x2.f32 $0, $2, $1;", (u32,), (f32, f32))
+pack_bf16x2 = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", (u32,), (f32, f32))
+
+# 9.7.9, mov: a register into its halves, the lower one first, or the bits of a register as float32.
+split_b32 = instruction("mov.b32 {$0, $1}, $2;", (u16, u16), (u32,))
+bits_as_f32 = instruction("mov.b32 $0, $1;", (f32,), (u32,))
+f32_as_bits = instruction("mov.b32 $0, $1;", (u32,), (f32,))
+
+# 9.7.9, cvt: a float16 given by its bits.
+cvt_f32_f16 = instruction("cvt.f32.f16 $0, $1;", (f32,), (u16,))
+
+# 9.7.9, mov: a number that is what it was, but the compiler does not know this. So it computes what
+# depends on it where that stands, and not ahead of a loop, to be kept in registers from there on.
+afresh = instruction("mov.b32 $0, $1;", (i32,), (i32,), has_effects=True)
+
+# 9.7.9, cp.async: 16 bytes from global into shared memory, past the registers and the first cache.
+# (shared address: u32, global address: u64, bytes: u32), both multiples of 16. Of the 16 bytes the
+# first ``bytes`` are read and the others become 0. They have landed once the group that they were
+# committed to was waited for, for the thread that waits; for others after a barrier.
+cp_async_16 = instruction(
+    "cp.async.cg.shared.global [$0], [$1], 16, $2;", (), (u32, u64, u32), has_effects=True
+)
+cp_async_commit_group = instruction("cp.async.commit_group;", has_effects=True)
+
+
+def cp_async_wait_group(pending: int) -> Any:
+    """The intrinsic ``()`` that waits until at most ``pending`` groups are under way."""
+    return instruction(f"cp.async.wait_group {pending};", has_effects=True)
+
+
+def _matrices(transposed: str) -> Any:
+    text = f"ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {_registers(0, 4)}, [$4];"
+    paste = _paste(text, (u32,) * 4, (u32,), has_effects=True, is_collective=True)
+
+    @intrinsic
+    def load_matrices(context, X, first, address):
+        def generate(context, builder, signature, values):
+            places = _places(context, builder, signature.args[0], values[:2], 4)
+            for place, number in zip(places, paste(context, builder, values[2:]), strict=True):
+                builder.store(number, place)
+            return context.get_dummy_value()
+
+        return types.void(X, i64, u32), generate
+
+    return load_matrices
+
+
+# 9.7.14, ldmatrix: four matrices of 8 × 8 16-bit numbers from shared memory, a register each.
+# (array, first, address: u32): they become items first to first + 3 of a local array of uint32.
+# Lanes 8r to 8r + 7 give the addresses of the 8 rows of matrix r, 16 bytes each. Lane t then holds,
+# of every matrix, columns 2(t % 4) and the next of row t // 4; with ``trans`` rows 2(t % 4) and the
+# next of column t // 4.
+ldmatrix_x4 = _matrices("")
+ldmatrix_x4_trans = _matrices(".trans")
+
+
+def _multiply_add(dtype: str) -> tuple[Any, Any]:
+    """``mma`` on registers, and one that finds them in local arrays."""
+    operation = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
+    D, A, B, C = _registers(0, 4), _registers(4, 4), _registers(8, 2), _registers(10, 4)
+    form = (f"{operation} {D}, {A}, {B}, {C};", (f32,) * 4, (*(u32,) * 6, *(f32,) * 4))
+    paste = _paste(*form, has_effects=False, is_collective=True)
+
+    @intrinsic
+    def multiply_add(context, C, c, A, a, B, b):
+        def generate(context, builder, signature, values):
+            C_at, A_at, B_at = (
+                _places(context, builder, signature.args[x], values[x : x + 2], count)
+                for x, count in ((0, 4), (2, 4), (4, 2))
+            )
+            numbers = [builder.load(place) for place in (*A_at, *B_at, *C_at)]
+            for place, number in zip(C_at, paste(context, builder, numbers), strict=True):
+                builder.store(number, place)
+            return context.get_dummy_value()
+
+        return types.void(C, i64, A, i64, B, i64), generate
+
+    return instruction(*form, is_collective=True), multiply_add
+
+
+# 9.7.14, mma.sync: D = A B + C with A (16, 16), B (16, 8), C and D (16, 8), spread over a warp.
+# (a0, a1, a2, a3, b0, b1: u32, c0, c1, c2, c3: f32) -> (d0, d1, d2, d3). With g = lane // 4 and
+# c = 2 (lane % 4) lane holds
+#   a0 = A[g, c:c+2], a1 = A[g + 8, c:c+2], a2 = A[g, c+8:c+10], a3 = A[g + 8, c+8:c+10],
+#   b0 = B[c:c+2, g], b1 = B[c+8:c+10, g],
+#   c0, c1 = C[g, c:c+2], c2, c3 = C[g + 8, c:c+2], and D as C.
+# So ``ldmatrix_x4`` of a row-major A is a0 … a3 if its matrices are read in that order, and D,
+# packed, is half of an A.
+# The other form is (C, c, A, a, B, b): items from c on of a local array of float32 are C and become
+# D, those from a and b on of arrays of uint32 are A and B. Where many products are unrolled it
+# spares the compiler most of its work.
+mma_f16, mma_f16_in = _multiply_add("f16")
+mma_bf16, mma_bf16_in = _multiply_add("bf16")
+
+
+@intrinsic
+def shared_address(context, array):
+    """The 32-bit address of a shared array's first item, inside the window of its block."""
+
+    def generate(context, builder, signature, values):
+        first = context.make_array(signature.args[0])(context, builder, values[0]).data
+        window = ir.PointerType(first.type.pointee, addrspace=3)
+        return builder.ptrtoint(builder.addrspacecast(first, window), ir.IntType(32))
+
+    return u32(array), generate
+
+
+# 9.7.3, max: the larger of two, and the other one where one is NaN. (first, second) -> number
+max_f32 = instruction("max.f32 $0, $1, $2;", (f32,), (f32, f32))
+
+# 9.7.1, div: the whole part of a quotient. numba divides in 64 bits. (dividend, divisor) -> number
+div_u32 = instruction("div.u32 $0, $1, $2;", (u32,), (u32, u32))
+
+# 9.7.9, shfl.sync.idx: the number that another lane holds. (number, lane) -> number
+shfl_idx_f32 = instruction(
+    "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+    (f32,),
+    (f32, i32),
+    has_effects=True,
+    is_collective=True,
+)
+
+# 9.7.9, prmt: the lower halves of two registers in one, or their upper halves, the first's below.
+lower_halves = instruction("prmt.b32 $0, $1, $2, 0x5410;", (u32,), (u32, u32))
+upper_halves = instruction("prmt.b32 $0, $1, $2, 0x7632;", (u32,), (u32, u32))
+
+# 9.7.13, vote.sync.ballot: a bit for each lane of the warp whose number is not 0. (number) -> bits
+ballot = instruction(
+    "{ .reg .pred %is_set; setp.ne.u32 %is_set, $1, 0; "
+    "vote.sync.ballot.b32 $0, %is_set, 0xffffffff; }",
+    (u32,),
+    (u32,),
+    has_effects=True,
+    is_collective=True,
+)
