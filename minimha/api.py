@@ -10,6 +10,8 @@ from numpy.typing import ArrayLike
 
 from minimha.equations.problem import Problem, flag
 from minimha.equations.tap import Tap, no_tap
+from minimha.kernels.device_arrays import is_device_array
+from minimha.kernels.presence import reason_without_cuda
 
 # Imported when used: numba, which the kernels need, takes longer to import than a toy takes to run.
 BACKENDS = {
@@ -32,9 +34,16 @@ def backends() -> dict[str, str | None]:
     >>> backends()["dense"] is None
     True
     """
-    numba = None if find_spec("numba") else "numba, which compiles the kernels, is not installed"
-    cuda = "this version of minimha has no CUDA kernels; use 'cpu'"
-    return {"dense": None, "tiled": None, "cpu": numba, "cuda": cuda}
+    return {name: _reason(name) for name in BACKENDS}
+
+
+def _reason(backend: str) -> str | None:
+    """Why a backend cannot run; only CUDA's own question wakes NVIDIA's driver."""
+    if backend == "cuda":
+        return reason_without_cuda()
+    if backend == "cpu" and not find_spec("numba"):
+        return "numba, which compiles the kernels, is not installed"
+    return None
 
 
 def attention(
@@ -61,6 +70,10 @@ def attention(
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are taken as
     one batch, and the output comes back as they came.
+
+    Arrays of torch, CuPy, JAX or numba that lie on an NVIDIA GPU are computed there, by the backend
+    "cuda", on their library's current stream, and the output is an array of that library. q, k, v
+    then have one floating dtype, and ``attn_mask`` and ``attn_bias`` lie there too.
 
     The options act in this order: scale → softcap → bias → mask → softmax.
 
@@ -100,7 +113,8 @@ def attention(
         Return the log-sum-exp too.
     backend : {"auto", "dense", "tiled", "cpu", "cuda"}
         A backend that is named is used or refuses. "auto" takes "cpu" from 2^26 products on
-        (B · H · Lq · Lk · (D + Dv)), else, and where a tap listens, "dense".
+        (B · H · Lq · Lk · (D + Dv)), else, and where a tap listens, "dense"; never "cuda", which
+        runs when it is named or where the arrays lie on a GPU.
     tap : callable ``tap(name, value) -> value``
         Hears every intermediate; see ``minimha.explain.Trace``.
 
@@ -118,6 +132,8 @@ def attention(
         An argument that does not fit, named in a sentence. No array is ever written to.
     BackendUnavailable
         The named backend cannot run here or cannot take this problem.
+    MemoryError
+        It does not fit into memory, the GPU's or the machine's.
 
     References
     ----------
@@ -131,44 +147,71 @@ def attention(
            [1.401112, 1.203336],
            [0.99302 , 1.255235]])
     """
-    problem = Problem.of(
-        q,
-        k,
-        v,
-        is_causal=is_causal,
-        q_offset=q_offset,
-        window_size=window_size,
-        attn_mask=attn_mask,
-        attn_bias=attn_bias,
-        kv_lengths=kv_lengths,
-        alibi_slopes=alibi_slopes,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "q_offset": q_offset,
+        "attn_mask": attn_mask,
+        "attn_bias": attn_bias,
+        "kv_lengths": kv_lengths,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+    }
+    options = {
+        "is_causal": is_causal,
+        "window_size": window_size,
+        "scale": scale,
+        "softcap": softcap,
+    }
+    has_lse = flag("return_lse", return_lse)
+    on_device = next((name for name, value in given.items() if is_device_array(value)), None)
+    if on_device:
+        _check_backend(backend)
+        return _device_module(backend, on_device, tap).attend(given, options, has_lse)
+    problem = Problem.of(**given, **options)  # type: ignore[arg-type]
     if not callable(tap):
         raise TypeError(f"tap is {tap!r}: expected a callable tap(name, value) that returns value")
     chosen = _chosen(backend, problem, tap is not no_tap)
     O, L = chosen.forward(problem) if tap is no_tap else chosen.forward(problem, tap)
-    if flag("return_lse", return_lse):
+    if has_lse:
         return problem.as_given(O, tap("lse", L))
     return problem.as_given(O, L)[0]
 
 
+def _device_module(backend: str, name: str, tap: Tap) -> Any:
+    """Return the module that computes where arrays lie on a GPU, as argument ``name`` does."""
+    if backend not in ("auto", "cuda"):
+        raise BackendUnavailable(
+            f"backend {backend!r} cannot run: {name} lies on a GPU; copy it to the host first, or "
+            f"take backend 'cuda'"
+        )
+    reason = _untapped() if tap is not no_tap else _reason("cuda")
+    if reason:
+        raise BackendUnavailable(f"backend 'cuda' cannot run: {reason}")
+    return import_module(BACKENDS["cuda"])
+
+
 def _chosen(backend: str, problem: Problem, is_tapped: bool) -> Any:
     """Return the module that computes ``problem``."""
-    if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
+    _check_backend(backend)
     if backend == "auto":
-        backend = "dense" if is_tapped or _is_small(problem) or backends()["cpu"] else "cpu"
-    reason = None if backend in TAPPED else backends()[backend]
-    if is_tapped and backend not in TAPPED:
-        reason = f"it keeps no steps to tap; {' and '.join(TAPPED)} do"
+        backend = "dense" if is_tapped or _is_small(problem) or _reason("cpu") else "cpu"
+    reason = _untapped() if is_tapped and backend not in TAPPED else _reason(backend)
     module: Any = None if reason else import_module(BACKENDS[backend])
     reason = reason or module.unsupported(problem)
     if reason:
         raise BackendUnavailable(f"backend {backend!r} cannot run: {reason}")
     return module
+
+
+def _check_backend(backend: str) -> None:
+    if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
+
+
+def _untapped() -> str:
+    return f"it keeps no steps to tap; {' and '.join(TAPPED)} do"
 
 
 def _is_small(problem: Problem) -> bool:

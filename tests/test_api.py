@@ -16,7 +16,7 @@ def test_backends_say_which_can_run_and_why_not():
     assert found["dense"] is None
     assert found["tiled"] is None
     assert found["cpu"] is None
-    assert "no CUDA kernels" in found["cuda"]
+    assert found["cuda"] is None or "numba-cuda" in found["cuda"] or "GPU" in found["cuda"]
 
 
 def test_a_backend_whose_library_is_missing_says_so(monkeypatch):
@@ -26,9 +26,20 @@ def test_a_backend_whose_library_is_missing_says_so(monkeypatch):
         attention(Q, K, V, backend="cpu")
 
 
-def test_a_named_backend_never_falls_back():
-    with pytest.raises(BackendUnavailable, match="backend 'cuda' cannot run: this version"):
+def test_a_named_backend_never_falls_back(monkeypatch):
+    monkeypatch.setattr("minimha.api.reason_without_cuda", lambda: "no GPU is found")
+    assert backends()["cuda"] == "no GPU is found"
+    with pytest.raises(BackendUnavailable, match="backend 'cuda' cannot run: no GPU is found"):
         attention(Q, K, V, backend="cuda")
+
+
+def test_only_cuda_wakes_the_driver_of_a_gpu(monkeypatch):
+    def wake():
+        raise AssertionError("the driver was asked")
+
+    monkeypatch.setattr("minimha.api.reason_without_cuda", wake)
+    for backend in ("auto", "dense", "tiled", "cpu"):
+        attention(Q, K, V, backend=backend)
 
 
 def test_a_kernel_takes_no_tap_and_says_which_backends_do():

@@ -1,0 +1,43 @@
+"""Can CUDA kernels run here? Asked of the driver's library itself; numba is not imported."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from importlib.util import find_spec
+
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
+
+def reason_without_cuda() -> str | None:
+    """Why no CUDA kernel can run, and what to do about it; None if one can.
+
+    Every failure is an answer here, a broken driver's too.
+    """
+    if not (find_spec("numba_cuda") and find_spec("numba")):
+        return (
+            "numba-cuda, which compiles the CUDA kernels, is not installed: "
+            "pip install 'minimha[cuda]'"
+        )
+    if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") != "0":
+        return "NUMBA_ENABLE_CUDASIM is set: numba's simulator compiles nothing, unset it"
+    return reason_without_gpu()
+
+
+@cache
+def reason_without_gpu() -> str | None:
+    """Why the driver shows no GPU; it is asked once, since it takes its time to start."""
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL(LIBRARY)
+        status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    except OSError:
+        return f"no GPU is found: NVIDIA's driver ({LIBRARY}) is not installed; use 'cpu'"
+    except AttributeError:
+        return f"{LIBRARY} is no driver of NVIDIA's: see what nvidia-smi says"
+    if status not in (0, NO_DEVICE):
+        return f"NVIDIA's driver does not start (CUDA error {status}): see what nvidia-smi says"
+    return None if count.value else "no GPU is found by NVIDIA's driver; use 'cpu'"
