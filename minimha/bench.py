@@ -33,6 +33,7 @@ from minimha.peers import Inputs, Peer, load, peers
 
 OURS = "minimha"
 MASKS = ("none", "causal", "window", "mask")
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 WINDOW = (511, 0)
 TURN = 0.02  # seconds of timed calls in one turn
 WAIT, BUSY = 0.01, 0.002  # quiet is a wait in which the process computes for less than BUSY
@@ -47,7 +48,10 @@ CLEAR = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and mask of a problem: ``mask`` is none, causal, window (511, 0) or a random mask."""
+    """Sizes and mask of a problem: ``mask`` is none, causal, window (511, 0) or a random mask.
+
+    ``dtype`` is float32 on a CPU, float16 and bfloat16 as well on a GPU.
+    """
 
     B: int
     H: int
@@ -56,10 +60,13 @@ class Shape:
     Lk: int
     D: int
     mask: str = "none"
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS:
             raise ValueError(f"mask is {self.mask!r}: expected one of {', '.join(MASKS)}")
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ITEMSIZE)}")
         if self.H % self.Hkv:
             raise ValueError(f"H={self.H} is not a multiple of Hkv={self.Hkv}")
         if self.mask in ("causal", "window") and self.Lq != self.Lk:
@@ -67,7 +74,8 @@ class Shape:
 
     def __str__(self) -> str:
         sizes = ",".join(str(n) for n in (self.B, self.H, self.Hkv, self.Lq, self.Lk, self.D))
-        return sizes if self.mask == "none" else f"{sizes} {self.mask}"
+        unsaid = {"none", "float32"}
+        return " ".join([sizes, *(x for x in (self.mask, self.dtype) if x not in unsaid)])
 
     @property
     def operations(self) -> float:
@@ -81,8 +89,8 @@ class Shape:
 
     @property
     def bytes_read(self) -> float:
-        """Of K and V, float32, once."""
-        return 4.0 * 2 * self.B * self.Hkv * self.Lk * self.D
+        """Of K and V, once."""
+        return 2.0 * ITEMSIZE[self.dtype] * self.B * self.Hkv * self.Lk * self.D
 
     @property
     def is_decode(self) -> bool:
@@ -90,7 +98,7 @@ class Shape:
         return self.Lq == 1
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Random float32 arrays of these sizes."""
+        """Random arrays of these sizes, float32; a GPU's are rounded to its dtype there."""
         rng = np.random.default_rng(seed)
         sizes = ((self.H, self.Lq), (self.Hkv, self.Lk), (self.Hkv, self.Lk))
         q, k, v = (
@@ -193,6 +201,9 @@ def against_peers(
     progress : callable
         Is told what comes next, once for compiling and once a shape.
     """
+    for shape in shapes:
+        if shape.dtype != "float32":
+            raise ValueError(f"shape {shape}: dtypes of 16 bits are measured on a GPU alone")
     missing = load()
     with _workers(threads) as number:
         progress("compiling")
@@ -239,19 +250,29 @@ def compare(
     memory = {name: extra_memory(run) for name, run in timed.items()}
     machine = _machine(shape)
     times = interleaved({**timed, "machine": machine}, seconds)
-    machine_rate = (4.0 * STREAM if shape.is_decode else 2.0 * MATRIX**3) / np.median(
-        times.pop("machine")
-    )
-    work = shape.bytes_read if shape.is_decode else shape.operations
-    for name, measured in times.items():
-        low, median, high = (float(np.quantile(measured, part)) for part in (0.25, 0.5, 0.75))
-        records[name] = replace(
-            records[name], median=median, low=low, high=high, runs=len(measured),
-            rate=work / median, of_machine=float(work / median / machine_rate),
-            ratio=float(median / np.median(times[ours])) if ours in times else float("nan"),
-            extra_memory=memory[name],
-        )  # fmt: skip
+    machine_work = 4.0 * STREAM if shape.is_decode else 2.0 * MATRIX**3
+    machine_rate = machine_work / float(np.median(times.pop("machine")))
+    for name, taken in times.items():
+        record = measured(records[name], shape, taken, times.get(ours), machine_rate)
+        records[name] = replace(record, extra_memory=memory[name])
     return list(records.values())
+
+
+def measured(
+    record: Record,
+    shape: Shape,
+    times: Sequence[float],
+    ours: Sequence[float] | None,
+    machine_rate: float,
+) -> Record:
+    """``record`` with what its ``times`` say, beside minimha's and the machine's rate."""
+    low, median, high = (float(np.quantile(times, part)) for part in (0.25, 0.5, 0.75))
+    rate = (shape.bytes_read if shape.is_decode else shape.operations) / median
+    return replace(
+        record, median=median, low=low, high=high, runs=len(times), rate=rate,
+        of_machine=rate / machine_rate,
+        ratio=float("nan") if ours is None else float(median / np.median(ours)),
+    )  # fmt: skip
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:

@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(prog="minimha", metavar="command", title="commands")
     for add in (
         _add_examples, _add_example, _add_attend, _add_flash, _add_sizes, _add_bench,
-        _add_backends,
+        _add_kernels, _add_backends,
     ):  # fmt: skip
         add(commands)
     return parser
@@ -216,8 +216,12 @@ def _add_bench(commands: Any) -> None:
         action="append",
         type=_shape,
         default=[],
-        metavar="B,H,Hkv,Lq,Lk,D[,MASK]",
-        help="sizes, and none, causal, window or mask (may be repeated; 16 shapes)",
+        metavar="B,H,Hkv,Lq,Lk,D[,MASK[,DTYPE]]",
+        help="sizes, and none, causal, window or mask (may be repeated; 16 shapes); on a GPU a "
+        "dtype may follow: causal,bfloat16",
+    )
+    parser.add_argument(
+        "--backend", choices=("cpu", "cuda"), default="cpu", help="cuda: on a GPU, beside torch"
     )
     parser.add_argument("--ladder", action="store_true", help="time every rung instead of peers")
     parser.add_argument(
@@ -225,6 +229,24 @@ def _add_bench(commands: Any) -> None:
     )
     parser.add_argument("--threads", type=_count, metavar="N", help="of everyone (all)")
     parser.add_argument("--picture", metavar="PATH", help="draw the ratios too: an SVG file")
+    _add_output(parser)
+
+
+def _add_kernels(commands: Any) -> None:
+    parser = commands.add_parser(
+        "kernels",
+        help="list the kernels, rung by rung",
+        description="Every rung of the two ladders: its idea, what it takes, what was measured.",
+    )
+    parser.set_defaults(run=run_kernels)
+    parser.add_argument(
+        "--ptx",
+        action="store_true",
+        help="compile the CUDA rungs, without a GPU, and report what ptxas says",
+    )
+    parser.add_argument(
+        "--rung", action="append", default=[], metavar="NAME", help="this rung (may be repeated)"
+    )
     _add_output(parser)
 
 
@@ -287,6 +309,40 @@ def run_backends(args: argparse.Namespace) -> None:
             for name, reason in backends().items()
         ],
     )
+
+
+def run_kernels(args: argparse.Namespace) -> None:
+    """List the rungs, or what ptxas says of the CUDA rungs."""
+    from minimha.kernels import CUDA_LADDER, LADDER
+
+    known = CUDA_LADDER if args.ptx else LADDER | CUDA_LADDER
+    for name in args.rung:
+        if name not in known:
+            raise ValueError(f"no rung {name!r} here: there are {', '.join(known)}")
+    rungs = args.rung or list(known)
+    if not args.ptx:
+        deliver_table(args, "kernels", [{"rung": name} | known[name]._asdict() for name in rungs])
+        return
+    if not find_spec("numba_cuda"):
+        raise BackendUnavailable(
+            "numba-cuda, which compiles the CUDA rungs, is not installed: "
+            "pip install 'minimha[cuda]'"
+        )
+    from minimha.kernels import assembled
+
+    if assembled.ptxas() is None:
+        print(
+            "minimha: ptxas is not found, so registers, stack and spill are not known; it comes "
+            "with the CUDA toolkit",
+            file=sys.stderr,
+        )
+    with render.busy(sys.stderr, "compiling the CUDA rungs"):
+        found = [record._asdict() for record in assembled.assembled(tuple(rungs))]
+    rows = [
+        {name: "-" if value is None else str(value) for name, value in record.items()}
+        for record in found
+    ]
+    deliver_numbers(args, found, {"CUDA rungs, assembled": rows}, "kernels", rows)
 
 
 def run_sizes(args: argparse.Namespace) -> None:
@@ -418,10 +474,13 @@ def run_bench(args: argparse.Namespace) -> None:
         raise ValueError(
             "--picture needs matplotlib, which is not installed: pip install 'minimha[bench]'"
         )
-    shapes = args.shape or [bench.LADDER_SHAPE] if args.ladder else args.shape or bench.SHAPES
-    measure = bench.ladder if args.ladder else bench.against_peers
-    with render.progress(sys.stderr, 1 + len(shapes)) as progress:
-        report = measure(shapes, args.seconds, args.threads, progress)
+    if args.backend == "cuda":
+        report = _bench_on_gpu(args)
+    else:
+        shapes = args.shape or [bench.LADDER_SHAPE] if args.ladder else args.shape or bench.SHAPES
+        measure = bench.ladder if args.ladder else bench.against_peers
+        with render.progress(sys.stderr, 1 + len(shapes)) as progress:
+            report = measure(shapes, args.seconds, args.threads, progress)
     if report.missing:
         names = " and ".join(report.missing)
         verb = "is" if len(report.missing) == 1 else "are"
@@ -437,6 +496,16 @@ def run_bench(args: argparse.Namespace) -> None:
         report.records, bench.as_rows(report.records), strict=True
     )]  # fmt: skip
     deliver_numbers(args, bench.as_json(report), _bench_tables(report, rows), "bench", rows)
+
+
+def _bench_on_gpu(args: argparse.Namespace) -> Any:
+    from minimha import bench_cuda
+
+    if args.ladder or args.threads:
+        raise ValueError("--ladder and --threads are of the CPU: --backend cuda takes neither")
+    shapes = args.shape or bench_cuda.SHAPES
+    with render.progress(sys.stderr, 1 + len(shapes)) as progress:
+        return bench_cuda.against_torch(shapes, args.seconds, progress)
 
 
 def _bench_tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
@@ -458,10 +527,13 @@ def _bench_tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dic
         titled["how many times minimha's time the fastest peer takes"] = [
             *fastest, {"shape": "geometric mean", "fastest peer": "", "ratio": f"{mean:.2f}"}
         ]  # fmt: skip
+    where = ", ".join(
+        str(value) if name in ("processor", "system", "date") else f"{name} {value}"
+        for name, value in machine.items()
+    )
     machine_line = (
-        f"{machine['processor']}, {machine['threads']} threads, {machine['system']}, Python "
-        f"{machine['python']}, NumPy {machine['numpy']}, {machine['date']}; compiling or loading "
-        f"the kernels took {report.compile_seconds:.1f} s, which no time here includes"
+        f"{where}; compiling or loading the kernels took {report.compile_seconds:.1f} s, which no "
+        f"time here includes"
     )
     return titled | {machine_line: []}
 
@@ -718,11 +790,11 @@ def _seconds(text: str) -> float:
 def _shape(text: str) -> Any:
     from minimha import bench
 
-    sizes, mask = text.split(",")[:6], text.split(",")[6:]
+    sizes, kind = text.split(",")[:6], text.split(",")[6:]
     try:
         B, H, Hkv, Lq, Lk, D = (_count(size) for size in sizes)
-        return bench.Shape(B, H, Hkv, Lq, Lk, D, ",".join(mask) or "none")
-    except (ValueError, argparse.ArgumentTypeError) as error:
+        return bench.Shape(B, H, Hkv, Lq, Lk, D, *kind)
+    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
         raise argparse.ArgumentTypeError(
             f"expected B,H,Hkv,Lq,Lk,D and perhaps a mask, came {text!r} ({error})"
         ) from None

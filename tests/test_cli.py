@@ -5,16 +5,17 @@ import os
 import pickle
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from minimha import attention
+from minimha import attention, backends
 from minimha.cli import FORMATS, _in_units, main
 
 REPOSITORY = Path(__file__).parent.parent
-COMMANDS = ["examples", "example", "attend", "flash", "sizes", "backends"]
+COMMANDS = ["examples", "example", "attend", "flash", "sizes", "kernels", "backends"]
 
 
 @pytest.fixture
@@ -141,10 +142,37 @@ def test_decimals_and_only(run):
     assert "scores" not in out.replace("raw scores", "")
 
 
+def test_kernels_lists_both_ladders(run):
+    rungs = {r["rung"]: r for r in json.loads(shown(run, "kernels --format json"))}
+    assert {"cpu1_rows", "cpu5_decode", "cuda1_rows", "cuda2_tiles"} <= set(rungs)
+    assert rungs["cpu2_tiles"]["measured"].startswith("6 × rung 1")
+    only = json.loads(shown(run, "kernels --rung cpu5_decode --format json"))
+    assert [r["rung"] for r in only] == ["cpu5_decode"]
+
+
+@pytest.mark.skipif(bool(find_spec("numba_cuda")), reason="numba-cuda is installed")
+def test_what_ptxas_says_needs_numba_cuda(run):
+    status, out, err = run("kernels --ptx")
+    assert (status, out) == (2, "")
+    assert "numba-cuda, which compiles the CUDA rungs, is not installed" in err
+
+
+@pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
+def test_what_ptxas_says(run):
+    records = json.loads(shown(run, "kernels --ptx --rung cuda1_rows --format json"))
+    assert {(r["arch"], r["dtype"], r["head_dim"]) for r in records} >= {
+        ("sm_80", "float32", 64), ("sm_90", "float32", 128),
+    }  # fmt: skip
+    keys = "rung kernel arch dtype head_dim registers stack spill local mma ldmatrix cp_async"
+    assert list(records[0]) == keys.split()
+    assert records[0]["mma"] == 0
+
+
 def test_backends_say_why_not(run):
     out = shown(run, "backends")
     assert "dense    yes" in out
-    assert "no CUDA kernels" in out
+    reason = backends()["cuda"]
+    assert reason is None or reason in out
 
 
 def test_flash_shows_each_block_and_the_same_end(run):
@@ -510,6 +538,8 @@ BAD_LINES = [
     ("example --heads 0", "argument --heads: expected a whole number of at least 1, came '0'"),
     ("example --tokens 5 --seed -1", "expected a whole number of at least 0, came '-1'"),
     ("example --decimals 40", "expected a whole number from 0 to 17, came '40'"),
+    ("kernels --rung nope", "no rung 'nope' here: there are cpu1_rows"),
+    ("kernels --ptx --rung cpu1_rows", "no rung 'cpu1_rows' here: there are cuda1_rows"),
     ("example nope", "no example 'nope': there are 000, 001"),
     ("example translation --heads 2", "--heads cannot change example translation, whose numbers"),
     ("example 000 --rope", "--rope cannot change example 000"),
