@@ -58,4 +58,5 @@ def main():
     pickle.dump(results, sys.stdout.buffer)
 
 
-main()
+if __name__ == "__main__":  # the doctests of all files are collected by importing them
+    main()
