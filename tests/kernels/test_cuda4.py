@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from problems import run
 
-pytest.importorskip("numba.cuda.extending", reason="numba-cuda is not installed")
+pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles the kernels, is not installed")
 
 import ml_dtypes
 import ptx
