@@ -10,8 +10,7 @@ from numpy.typing import ArrayLike
 
 from minimha.equations.problem import Problem, flag
 from minimha.equations.tap import Tap, no_tap
-from minimha.kernels.device_arrays import is_device_array
-from minimha.kernels.presence import reason_without_cuda
+from minimha.kernels.presence import is_device_array, reason_without_cuda
 
 # Imported when used: numba, which the kernels need, takes longer to import than a toy takes to run.
 BACKENDS = {

@@ -111,7 +111,7 @@ PREVIOUS = Head(
 )
 LOCAL = Head("position", "each word reads itself and its neighbours", (), NEAR)
 
-EXAMPLES = (
+ADOPTED, RAN_AWAY, BANK = (
     _example(
         "heads-000",
         "000",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from minimha.documents.example import Example
 from minimha.equations.tap import Tap
 from minimha.explain.trace import token_labels
 from minimha.layers.multihead import MultiHeadAttention
-from minimha.layers.rope import RoPE
 
 # The documents' own sentences (and one title), by their number of tokens.
 SENTENCES = {
@@ -98,7 +98,7 @@ def sentence(
             f"d-model is {d_model} and heads is {num_heads}: a rotation turns pairs, so a head's "
             f"width must be even"
         )
-    turned = RoPE(d_model // num_heads) if rope else None
+    turned = _rope(d_model // num_heads) if rope else None
 
     def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
         if context is not None and is_causal:
@@ -183,6 +183,12 @@ def check(
         raise ValueError(f"seed is {seed}: expected 0 or more")
 
 
+def _rope(head_dim: int) -> Any:
+    from minimha.layers.rope import RoPE  # only for those who ask: it takes its time to load
+
+    return RoPE(head_dim)
+
+
 def _notes(text: str, num_heads: int, num_kv_heads: int) -> dict[str, str]:
     notes = {"x": "A word has the same row wherever it stands."}
     if text == SENTENCES[6][0]:
@@ -195,3 +201,6 @@ def _notes(text: str, num_heads: int, num_kv_heads: int) -> dict[str, str]:
         )
         notes |= {"k": f"Shared: {shared}.", "v": f"Shared: {shared}."}
     return notes
+
+
+BANK = replace(of_length(6), name="002")

@@ -24,10 +24,10 @@ from minimha.kernels.device_arrays import (
     DeviceArray,
     described,
     empty_like,
-    is_device_array,
     needs_to_wait,
     stream_of,
 )
+from minimha.kernels.presence import is_device_array
 
 TAKE_ARRAYS = ("cuda1_rows", "cuda2_tiles")  # the other rungs take addresses
 TENSOR_CORES = (8, 0)  # since when 16-bit numbers are multiplied as a rung needs it

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-ON_CUDA = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 LEGACY_STREAM = 1  # the default stream, as DLPack and CUDA Array Interface call it
 NO_SYNC = -1  # DLPack: the array is used on the stream that its library uses
 KINDS = {0: "int", 1: "uint", 2: "float", 6: "bool"}  # DLPack's type codes that NumPy has
@@ -43,22 +42,6 @@ class DeviceArray(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
-
-
-def is_device_array(value: Any) -> bool:
-    """Whether ``value`` is an array that lies on a CUDA device.
-
-    >>> is_device_array(np.zeros(3))
-    False
-    """
-    if value is None or isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
-        return False
-    if hasattr(value, "__dlpack_device__"):
-        try:
-            return int(value.__dlpack_device__()[0]) in ON_CUDA
-        except Exception:  # a tracer or a meta tensor lies nowhere; what it is, NumPy will say
-            return False
-    return hasattr(value, "__cuda_array_interface__")
 
 
 def library_of(value: Any) -> str:

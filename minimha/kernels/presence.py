@@ -1,13 +1,16 @@
-"""Can CUDA kernels run here? Asked of the driver's library itself; numba is not imported."""
+"""Can CUDA run here, does an array lie on a GPU? Every call asks, so nothing heavy loads."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
+
+ON_CUDA = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
@@ -30,6 +33,8 @@ def reason_without_cuda() -> str | None:
 @cache
 def reason_without_gpu() -> str | None:
     """Why the driver shows no GPU; it is asked once, since it takes its time to start."""
+    import ctypes
+
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL(LIBRARY)
@@ -41,3 +46,19 @@ def reason_without_gpu() -> str | None:
     if status not in (0, NO_DEVICE):
         return f"NVIDIA's driver does not start (CUDA error {status}): see what nvidia-smi says"
     return None if count.value else "no GPU is found by NVIDIA's driver; use 'cpu'"
+
+
+def is_device_array(value: Any) -> bool:
+    """Whether ``value`` is an array that lies on a CUDA device.
+
+    >>> is_device_array(np.zeros(3))
+    False
+    """
+    if value is None or isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
+        return False
+    if hasattr(value, "__dlpack_device__"):
+        try:
+            return int(value.__dlpack_device__()[0]) in ON_CUDA
+        except Exception:  # a tracer or a meta tensor lies nowhere; what it is, NumPy will say
+            return False
+    return hasattr(value, "__cuda_array_interface__")
