@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from functools import cache
@@ -33,8 +34,6 @@ def reason_without_cuda() -> str | None:
 @cache
 def reason_without_gpu() -> str | None:
     """Why the driver shows no GPU; it is asked once, since it takes its time to start."""
-    import ctypes
-
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL(LIBRARY)
