@@ -227,7 +227,7 @@ def ladder(
     with _workers(threads) as number:
         progress("compiling")
         tiny = _problem(Shape(1, 1, 1, 16, 16, 16).inputs())
-        compiling = sum(_seconds(partial(m.forward, tiny)) for m in modules.values())
+        compiling = sum(seconds_of(partial(m.forward, tiny)) for m in modules.values())
         records: list[Record] = []
         for shape in shapes:
             progress(str(shape))
@@ -280,14 +280,14 @@ def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str,
     calls = {}
     for name, run in runs.items():
         run()
-        calls[name] = int(np.clip(TURN / _seconds(run), 1, 50))
+        calls[name] = int(np.clip(TURN / seconds_of(run), 1, 50))
     times: dict[str, list[float]] = {name: [] for name in runs}
     end, rounds = time.perf_counter() + seconds, 0
     while rounds < 3 or time.perf_counter() < end:
         for name, run in runs.items():
             _wait_for_quiet()
             run()
-            times[name] += [_seconds(run) for _ in range(calls[name])]
+            times[name] += [seconds_of(run) for _ in range(calls[name])]
         rounds += 1
     return times
 
@@ -307,7 +307,7 @@ def extra_memory(run: Callable[[], Any]) -> int | None:
 def compile_seconds(shape: Shape) -> float:
     """Seconds until the kernel for such a shape is ready: compiled, or loaded from the cache."""
     inputs = replace(shape, B=1, H=1, Hkv=1, Lq=min(shape.Lq, 16), Lk=16, mask="none").inputs()
-    return _seconds(_ours(inputs).run)
+    return seconds_of(_ours(inputs).run)
 
 
 def machine(threads: int) -> dict[str, str | int]:
@@ -485,7 +485,8 @@ def _is_json(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Seconds of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

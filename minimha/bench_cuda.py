@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha import BackendUnavailable, attention, backends
-from minimha.bench import GATE, GATE_ROWS, OURS, Record, Report, Shape, measured
+from minimha.bench import GATE, GATE_ROWS, OURS, Record, Report, Shape, measured, seconds_of
 
 SHAPES = (
     Shape(4, 16, 16, 4096, 4096, 128, "none", "bfloat16"),
@@ -73,7 +73,7 @@ def against_torch(
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    clock = _cuda_clock if device == "cuda" else _seconds
+    clock = _cuda_clock if device == "cuda" else seconds_of
     progress("compiling")
     with torch.inference_mode():
         compiling = 0.0
@@ -82,7 +82,7 @@ def against_torch(
             progress(str(shape))
             tensors = _tensors(shape, device)
             candidates = _candidates(shape, tensors, device)
-            compiling += _seconds(candidates[OURS])
+            compiling += seconds_of(candidates[OURS])
             records += _compare(shape, tensors, candidates, seconds, clock)
         overhead = _overhead(device)
     about = {
@@ -213,9 +213,3 @@ def _cuda_clock(run: Callable[[], Any]) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start

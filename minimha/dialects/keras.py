@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.equations.problem import as_floating, flag, whole
+from minimha.equations.problem import as_floating, common_dtype, flag, whole
 from minimha.layers.multihead import attention_weights
 
 Array = NDArray[Any]
@@ -305,7 +305,7 @@ def _layer(
     _check_lengths(inputs, axes)
     rank = inputs["query"].ndim
     gives_mean = _gives_mean(empty_rows, rank)
-    dtype = _common_dtype(inputs)
+    dtype = common_dtype({name: array.dtype for name, array in inputs.items()})
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     x = {name: array.astype(compute, copy=False) for name, array in inputs.items()}
     shapes = _weight_shapes(inputs, heads, widths, output_shape, use_gate, use_bias)
@@ -407,16 +407,6 @@ def _check_lengths(inputs: dict[str, Array], axes: tuple[int, ...]) -> None:
                 f"value has size {v.shape[axis]} in axis {axis} but query has {q.shape[axis]}: "
                 f"axes that are not attended over must be equal"
             )
-
-
-def _common_dtype(inputs: dict[str, Array]) -> np.dtype[Any]:
-    try:
-        return np.result_type(*inputs.values())
-    except TypeError:
-        listed = ", ".join(f"{name} is {array.dtype}" for name, array in inputs.items())
-        raise TypeError(
-            f"{listed}: no common dtype holds them, convert them to one first"
-        ) from None
 
 
 def _weight_shapes(

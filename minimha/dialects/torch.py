@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from minimha.api import attention
 from minimha.dialects.sentences import named, owner_by_axes, owner_by_values, rectangular
 from minimha.equations.problem import Problem, as_floating, common_dtype, flag, whole
+from minimha.layers.multihead import attention_weights
 
 Array = NDArray[Any]
 WORDS = {"q": "query", "k": "key", "v": "value"}
@@ -313,9 +314,7 @@ def multihead_attention(
         output = output.swapaxes(0, 1)
     if not flag("need_weights", need_weights):
         return output, None
-    # Each query's average of the rows of the identity is its row of weights, on every backend.
-    one_hot = np.broadcast_to(np.eye(Lk + extra, dtype=compute), (B, H, Lk + extra, Lk + extra))
-    weights = attention(q, k, one_hot, backend=backend, **masks)
+    weights = attention_weights(q, k, backend=backend, **masks)
     if flag("average_attn_weights", average_attn_weights):
         weights = weights.mean(axis=1)
     weights = weights.astype(dtype, copy=False)
