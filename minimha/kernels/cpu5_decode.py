@@ -30,14 +30,17 @@ from minimha.kernels.simd import (
     VECTORS,
     dot_products,
     flat,
+    lanes,
     lanes_exp,
     lanes_max,
     weighted_rows,
 )
 from minimha.kernels.threads import num_workers
 
-B_C = 768  # keys whose scores are known before the maximum is taken: whole panels of lanes
-NEAR = 32  # keys, and values, that stay in the L1 cache while each query passes
+B_C = 768  # keys at least whose scores are known before the maximum is taken
+SCORES = 9216  # of a block, if it can have more keys: the seldomer reading pauses for the softmax
+AT_ONCE = 4  # queries that meet a key, or a value, when it comes from memory
+NEAR = 32  # keys, and values, that stay in the L1 cache for the queries that come after those
 SUMMED = 256  # keys whose values are added before the sum joins O
 SPLIT = 512  # keys of a split at least: less is not worth a merge
 
@@ -66,13 +69,16 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def forward(
-    problem: Problem, *, splits: int | None = None, B_c: int = B_C
+    problem: Problem, *, splits: int | None = None, B_c: int | None = None
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``; see ``minimha.equations.tiled.forward``.
 
-    ``splits`` of the keys are as many as give each thread a few tasks, unless they are given.
+    ``splits`` of the keys are as many as give each thread a few tasks, unless they are given, and
+    ``B_c``, rounded up to whole panels of lanes, follows from ``SCORES``.
     """
     workers = num_workers()
+    panel = lanes(problem.compute.itemsize)
+    B_c = -(-(B_c or block_size(problem)) // panel) * panel
     if splits is None:
         B, Hkv, Lk, _ = problem.k.shape
         wanted = -(-TASKS_A_THREAD * max(1, workers) // max(1, B * Hkv))
@@ -80,6 +86,15 @@ def forward(
     if workers:
         return parallel_decode(problem, workers, splits, B_c)
     return serial_decode(problem, splits, B_c)
+
+
+def block_size(problem: Problem) -> int:
+    """Keys of a block: as ``SCORES`` says, but 16-bit ones, widened, must fit the L2 cache."""
+    (_, H, Lq, _), (_, Hkv, Lk, _) = problem.q.shape, problem.k.shape
+    if problem.dtype.itemsize == 2:
+        return B_C
+    most = max(B_C, SCORES // max(1, H // Hkv * Lq))
+    return int(max(1, min(Lk, most)))
 
 
 @kernel(num_sizes=3, parallel=True, widens=True)
@@ -163,11 +178,12 @@ def take_block(Q, K_j, V_j, O, m, l, mask, bias, o, b, first_head, Lq, j0, n, t)
     """Lines 8 to 10 for all rows of Q and n keys."""
     (rows, D), Dv = Q.shape, O.shape[1]
     S = t.S
-    B_c, lanes = S.shape[1], t.top.size
+    B_c, panel = S.shape[1], t.top.size
     lowest = S.dtype.type(-math.inf)
     Q_, S_ = flat(Q, 0), flat(S, 0)
-    for near in range(0, n, NEAR):
-        first, depth = K_j.start + near * K_j.stride, min(NEAR, n - near)
+    size = NEAR if rows > AT_ONCE else n
+    for near in range(0, n, size):
+        first, depth = K_j.start + near * K_j.stride, min(size, n - near)
         dot_products(K_j.line, first, K_j.stride, Q_, 0, D, S_, near, B_c, depth, rows, D)  # line 8
     is_cut = mask.size > 0 or bias.size > 0
     for i in range(Lq):
@@ -175,37 +191,36 @@ def take_block(Q, K_j, V_j, O, m, l, mask, bias, o, b, first_head, Lq, j0, n, t)
         last = sees(i, j0 + n - 1, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
         is_cut = is_cut or not (first and last)
     finish_scores(S, t.seen, mask, bias, o, b, first_head, Lq, j0, n, is_cut)
-    padded = -(-n // lanes) * lanes
+    padded = -(-n // panel) * panel
     for r in range(rows):  # line 9
         S[r, n:padded] = lowest
-        lanes_max(S, r * B_c, padded // lanes, VECTORS, t.top)
+        lanes_max(S, r * B_c, padded // panel, VECTORS, t.top)
         m_old, largest = m[r], t.top.max()
         m[r] = max(m_old, largest)
         t.shift[:] = m[r] if m[r] > lowest else 0
         correction = math.exp(m_old - t.shift[0])
-        lanes_exp(S, r * B_c, padded // lanes, VECTORS, t.shift, t.total)
+        lanes_exp(S, r * B_c, padded // panel, VECTORS, t.shift, t.total)
         l[r] = correction * l[r] + t.total.sum()
         if correction != 1:
             O[r] *= S.dtype.type(correction)
     if is_cut and has_wild(V_j, n, Dv, t.zeros, t.ones, t.sums):
         add_seen_values(S, t.seen, V_j, O, n)
     else:
-        add_values(S_, B_c, V_j, O, t.part, t.ones, n)
+        add_values(S_, B_c, V_j, O, t.part, n)
 
 
 @jit
-def add_values(S_, B_c, V_j, O, part, ones, n):
+def add_values(S_, B_c, V_j, O, part, n):
     """Line 10, O += P V_j; a long sum is one of short sums, which loses fewer digits."""
     rows, Dv = O.shape
+    size = NEAR if rows > AT_ONCE else SUMMED
     O_, part_ = flat(O, 0), flat(part, 0)
     for begin in range(0, n, SUMMED):
         for x in range(rows * Dv):
             part_[x] = 0
-        for near in range(begin, min(begin + SUMMED, n), NEAR):
-            first, depth = V_j.start + near * V_j.stride, min(NEAR, n - near)
-            weighted_rows(
-                S_, near, B_c, V_j.line, first, V_j.stride, part_, 0, Dv, ones, rows, Dv, depth
-            )
+        for near in range(begin, min(begin + SUMMED, n), size):
+            first, depth = V_j.start + near * V_j.stride, min(size, n - near)
+            weighted_rows(S_, near, B_c, V_j.line, first, V_j.stride, part_, 0, Dv, rows, Dv, depth)
         for x in range(rows * Dv):
             O_[x] += part_[x]
 

@@ -54,6 +54,7 @@ def host_vectors():
 
 VECTOR_BITS, REGISTERS = host_vectors()
 ROWS = 8 if REGISTERS == 32 else 4
+TOGETHER = ROWS // 2  # rows of K that meet four queries in registers
 
 
 def lanes(itemsize):
@@ -102,6 +103,14 @@ class Vector:
         stored = builder.store(value, builder.bitcast(place, self.type.as_pointer()))
         stored.align = self.bits // 8
 
+    def store_part(self, builder, value, first, number, pointer):
+        """Store ``number`` lanes of ``value``, from lane ``first`` on."""
+        lane = ir.IntType(32)
+        picked = ir.Constant(ir.VectorType(lane, number), [lane(first + x) for x in range(number)])
+        part = builder.shuffle_vector(value, value, picked)
+        stored = builder.store(part, builder.bitcast(pointer, part.type.as_pointer()))
+        stored.align = self.bits // 8
+
     def splat(self, builder, scalar):
         """``scalar`` in every lane."""
         undefined = ir.Constant(self.type, ir.Undefined)
@@ -139,7 +148,7 @@ def _loop(builder, stop, step, initial, body):
     return values
 
 
-def _prefetch(builder, pointer):
+def _ask(builder, pointer):
     """Ask memory for the cache line at ``pointer``, without waiting; any address may be given."""
     address = builder.bitcast(pointer, ir.IntType(8).as_pointer())
     number = ir.IntType(32)
@@ -148,11 +157,26 @@ def _prefetch(builder, pointer):
     builder.call(function, [address, number(0), number(3), number(1)])  # to read, into L1, data
 
 
-def _tile_product(rows, vectors, adds, ahead=0):
-    """Primitive for a tile of ``rows`` × ``vectors`` sums; see ``tile_product`` for its meaning.
+def _asker(builder, vector, row, columns, rows):
+    """ask(pointer, k): for vector k of each of ``rows`` rows that are used side by side, or alike.
 
-    Memory is asked for B's row k + ``ahead`` while row k is used.
+    Memory gives them faster one after the other. So rows that lie without a gap, ``row`` from one
+    to the next, are asked for in order: by the time k has reached ``columns``, all of them were.
     """
+    is_gapless = builder.icmp_signed("==", row, columns)
+    along = builder.select(is_gapless, INT(rows), INT(1))
+    across = builder.select(is_gapless, INT(vector.width), row)
+
+    def ask(pointer, k):
+        first = builder.mul(k, along)
+        for r in range(rows):
+            _ask(builder, builder.gep(pointer, [builder.add(first, builder.mul(INT(r), across))]))
+
+    return ask
+
+
+def _tile_product(rows, vectors, adds):
+    """Primitive for a tile of ``rows`` × ``vectors`` sums; see ``tile_product`` for its meaning."""
 
     @intrinsic
     def product(typing, A, a, a_row, a_k, B, b, b_k, C, c, c_row, F, depth):
@@ -182,10 +206,6 @@ def _tile_product(rows, vectors, adds, ahead=0):
             def body(k, sums):
                 row = builder.gep(B, [builder.mul(k, b_k)])
                 right = [vector.load(builder, row, n) for n in range(vectors)]
-                if ahead:
-                    beyond = builder.gep(row, [builder.mul(INT(ahead), b_k)])
-                    for n in range(vectors):
-                        _prefetch(builder, builder.gep(beyond, [INT(n * vector.width)]))
                 column = builder.mul(k, a_k)
                 left = [
                     vector.splat(builder, builder.load(builder.gep(row, [column])))
@@ -457,6 +477,14 @@ def soft_cap_plain(S, s, n, cap):
         S[x] = cap * math.tanh(S[x] / cap)
 
 
+def _total(builder, terms):
+    """Sum of a power of two of vectors, pair by pair."""
+    while len(terms) > 1:
+        pairs = zip(terms[::2], terms[1::2], strict=True)
+        terms = [builder.fadd(*pair) for pair in pairs]
+    return terms[0]
+
+
 def _lanes_exp(vectors):
     @intrinsic
     def exponential(typing, S, s, n, M, T):
@@ -488,10 +516,7 @@ def _lanes_exp(vectors):
                             offset = INT((x * vectors + u) * vector.width)
                             place = builder.gep(S, [builder.add(row, offset)])
                             terms.append(exp_of(place, u))
-                        while len(terms) > 1:
-                            pairs = zip(terms[::2], terms[1::2], strict=True)
-                            terms = [builder.fadd(*pair) for pair in pairs]
-                        results.append(builder.fadd(sums[u], terms[0]))
+                        results.append(builder.fadd(sums[u], _total(builder, terms)))
                     return results
 
                 return body
@@ -540,34 +565,53 @@ def lanes_exp_plain(S, s, n, num_lanes, M, T):
 def _sums(builder, vector, values):
     """A vector of the sums of as many vectors as it has lanes, in their order.
 
-    Two vectors, each with m sums in turn over its lanes, become one with 2m in turn: half the
-    numbers, each the sum of two.
+    Step by step two vectors become one: half of the numbers of each value join the other half. At
+    first within pieces of 128 bits, where shuffles are fast, then across them.
     """
-    width, m = vector.width, 1
-    while len(values) > 1:
-        picks = [
-            ir.Constant(
-                ir.VectorType(ir.IntType(32), width),
-                [source + start + x
-                 for start in range(half * m, width, 2 * m) for source in (0, width)
-                 for x in range(m)],
-            )
-            for half in (0, 1)
-        ]  # fmt: skip
+    width, piece = vector.width, min(vector.width, 128 // vector.bits)
+    steps, m = [], 1
+    while m < piece:  # m values stand side by side in a piece
+        steps.append(
+            [
+                [
+                    source + start + half + x + y
+                    for start in range(0, width, piece)
+                    for x in range(0, piece // 2, m)
+                    for source in (0, width)
+                    for y in range(m)
+                ]
+                for half in (0, piece // 2)
+            ]
+        )
+        m *= 2
+    span = width
+    while span > piece:  # lanes over which a value is spread
+        steps.append(
+            [
+                [
+                    source + start + half + x
+                    for source in (0, width)
+                    for start in range(0, width, span)
+                    for x in range(span // 2)
+                ]
+                for half in (0, span // 2)
+            ]
+        )
+        span //= 2
+    for halves in steps:
+        picks = [ir.Constant(ir.VectorType(ir.IntType(32), width), half) for half in halves]
         values = [
             builder.fadd(*(builder.shuffle_vector(one, other, pick) for pick in picks))
             for one, other in zip(values[::2], values[1::2], strict=True)
         ]
-        m *= 2
     return values[0]
 
 
-def _dots(queries, vectors):
-    """Primitive: as many rows of A as a vector has lanes, against ``queries`` rows of B at once.
+def _dots(queries, together, vectors):
+    """Primitive: ``queries`` rows of B against as many rows of A as make a vector of products.
 
-    A is read row by row, for memory likes to be read in its order, and asked for ahead of use; each
-    row meets all the queries while it is there, so that reading and arithmetic go on side by side.
-    ``vectors`` of a row are taken together; depth is in whole vectors.
+    ``together`` rows of A stand side by side, so that a vector of B, once loaded, serves them all;
+    ``vectors`` of each are taken at once. Depth is in whole vectors.
     """
 
     @intrinsic
@@ -582,63 +626,62 @@ def _dots(queries, vectors):
             A = _pointer(context, builder, kinds[0], A, a)
             B = _pointer(context, builder, kinds[3], B, b)
             C = _pointer(context, builder, kinds[6], C, c)
-            ahead = builder.mul(INT(ROWS_AHEAD), a_row)
-            row_sums = builder.bitcast(
-                cgutils.alloca_once(builder, vector.type, vector.width * queries),
-                vector.item.as_pointer(),
-            )
+            rows = max(together, vector.width // queries)
             step = vectors * vector.width
             whole = builder.and_(depth, INT(-step))
             rest = builder.sub(depth, whole)
             others = [builder.gep(B, [builder.mul(INT(g), b_row)]) for g in range(queries)]
+            tile = [(g, r) for g in range(queries) for r in range(together)]
+            totals = cgutils.alloca_once(builder, vector.type, queries * rows)
+            ask = _asker(builder, vector, a_row, depth, together)
 
-            def one_row(r, _):
-                row = builder.gep(A, [builder.mul(r, a_row)])
+            def some_rows(first, _):
+                own = [
+                    builder.gep(A, [builder.mul(builder.add(first, INT(r)), a_row)])
+                    for r in range(together)
+                ]
+                later = builder.gep(own[0], [builder.mul(INT(ROWS_AHEAD), a_row)])
 
-                def some_vectors(first, number):
+                def some_vectors(begin, number):
                     def body(k, sums):
-                        start = builder.add(first, k)
-                        place = builder.gep(row, [start])
+                        start = builder.add(begin, k)
+                        left = [builder.gep(row, [start]) for row in own]
                         for u in range(number):
-                            beyond = builder.add(ahead, INT(u * vector.width))
-                            _prefetch(builder, builder.gep(place, [beyond]))
-                        left = [vector.load(builder, place, u) for u in range(number)]
-                        result = []
-                        for g, other in enumerate(others):
-                            right = builder.gep(other, [start])
-                            for u in range(number):
-                                x = sums[g * number + u]
-                                result.append(
-                                    vector.fma(builder, left[u], vector.load(builder, right, u), x)
-                                )
-                        return result
+                            ask(later, builder.add(start, INT(u * vector.width)))
+                        results = []
+                        for u in range(number):
+                            x = [vector.load(builder, row, u) for row in left]
+                            y = [
+                                vector.load(builder, builder.gep(row, [start]), u) for row in others
+                            ]
+                            results += [
+                                vector.fma(builder, x[r], y[g], total)
+                                for (g, r), total in zip(tile, sums[u * len(tile) :], strict=False)
+                            ]
+                        return results + sums[number * len(tile) :]
 
                     return body
 
-                zero = vector.constant(0.0)
-                zeros = [zero] * (vectors * queries)
-                sums = _loop(builder, whole, step, zeros, some_vectors(INT(0), vectors))
-                sums[::vectors] = _loop(
-                    builder, rest, vector.width, sums[::vectors], some_vectors(whole, 1)
-                )
-                for g in range(queries):
-                    own = sums[g * vectors : (g + 1) * vectors]
-                    while len(own) > 1:
-                        pairs = zip(own[::2], own[1::2], strict=True)
-                        own = [builder.fadd(*pair) for pair in pairs]
-                    at = builder.add(INT(g * vector.width), r)
-                    at = builder.mul(at, INT(vector.width))
-                    vector.store(builder, own[0], builder.gep(row_sums, [at]))
+                sums = [vector.constant(0.0)] * (vectors * len(tile))
+                sums = _loop(builder, whole, step, sums, some_vectors(INT(0), vectors))
+                if vectors > 1:
+                    sums = _loop(builder, rest, vector.width, sums, some_vectors(whole, 1))
+                for x, (g, r) in enumerate(tile):
+                    total = _total(builder, sums[x :: len(tile)])
+                    place = builder.add(INT(g * rows + r), first)
+                    builder.store(total, builder.gep(totals, [place]))
                 return []
 
-            _loop(builder, INT(vector.width), 1, [], one_row)
-            for g in range(queries):
-                of_rows = [
-                    vector.load(builder, row_sums, g * vector.width + r)
-                    for r in range(vector.width)
+            _loop(builder, INT(rows), together, [], some_rows)
+            for first in range(0, queries * rows, vector.width):
+                to_add = [
+                    builder.load(builder.gep(totals, [INT(first + x)])) for x in range(vector.width)
                 ]
-                to = builder.gep(C, [builder.mul(INT(g), c_row)])
-                vector.store(builder, _sums(builder, vector, of_rows), to)
+                products = _sums(builder, vector, to_add)
+                for lane in range(0, vector.width, min(rows, vector.width)):
+                    g, r = divmod(first + lane, rows)
+                    to = builder.gep(C, [builder.add(builder.mul(INT(g), c_row), INT(r))])
+                    vector.store_part(builder, products, lane, min(rows, vector.width), to)
             return context.get_dummy_value()
 
         return signature, generate
@@ -646,7 +689,7 @@ def _dots(queries, vectors):
     return dots
 
 
-_dots_of_4, _dots_of_2, _dots_of_1 = _dots(4, 2), _dots(2, 4), _dots(1, 4)
+_dots_of_4, _dots_of_2, _dots_of_1 = _dots(4, TOGETHER, 1), _dots(2, TOGETHER, 1), _dots(1, 1, 4)
 
 
 @numba.njit(fastmath=FASTMATH)
@@ -656,20 +699,23 @@ def dot_products(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
     For ``rows`` r and ``queries`` g; flat arrays.
     """
     width = VECTOR_BITS // (8 * C.itemsize)
-    ready, whole = rows // width * width, depth // width * width
-    for r in range(0, ready, width):
-        from_a, g = a + r * a_row, 0
-        while g < queries:
-            from_b, to = b + g * b_row, c + g * c_row + r
-            if g + 4 <= queries:
-                _dots_of_4(A, from_a, a_row, B, from_b, b_row, C, to, c_row, whole)
-                g += 4
-            elif g + 2 <= queries:
-                _dots_of_2(A, from_a, a_row, B, from_b, b_row, C, to, c_row, whole)
-                g += 2
-            else:
-                _dots_of_1(A, from_a, a_row, B, from_b, b_row, C, to, c_row, whole)
-                g += 1
+    by_4, by_2, most = max(TOGETHER, width // 4), max(TOGETHER, width // 2), max(TOGETHER, width)
+    ready, whole = rows // most * most, depth // width * width
+    g = 0
+    while g < queries:
+        from_b, to = b + g * b_row, c + g * c_row
+        if g + 4 <= queries:
+            for r in range(0, ready, by_4):
+                _dots_of_4(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, whole)
+            g += 4
+        elif g + 2 <= queries:
+            for r in range(0, ready, by_2):
+                _dots_of_2(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, whole)
+            g += 2
+        else:
+            for r in range(0, ready, width):
+                _dots_of_1(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, whole)
+            g += 1
     if ready == rows and whole == depth:
         return
     for g in range(queries):
@@ -711,7 +757,7 @@ def _weigh_in_order(queries, keys):
             P = _pointer(context, builder, kinds[0], P, p)
             V = _pointer(context, builder, kinds[3], V, v)
             O = _pointer(context, builder, kinds[6], O, o)
-            ahead = builder.mul(INT(ROWS_AHEAD), v_row)
+            ask = _asker(builder, vector, v_row, columns, keys)
             rows_of_O = [builder.gep(O, [builder.mul(INT(g), o_row)]) for g in range(queries)]
             rows_of_P = [builder.gep(P, [builder.mul(INT(g), p_row)]) for g in range(queries)]
 
@@ -727,9 +773,8 @@ def _weigh_in_order(queries, keys):
                 ]
 
                 def column(n, _):
+                    ask(later, n)
                     places = [builder.gep(row, [n]) for row in rows_of_V]
-                    for place in places:
-                        _prefetch(builder, builder.gep(place, [ahead]))
                     values = [vector.load(builder, place) for place in places]
                     for row, own in zip(rows_of_O, weights, strict=True):
                         place = builder.gep(row, [n])
@@ -739,6 +784,7 @@ def _weigh_in_order(queries, keys):
                         vector.store(builder, total, place)
                     return []
 
+                later = builder.gep(rows_of_V[0], [builder.mul(INT(ROWS_AHEAD), v_row)])
                 _loop(builder, columns, vector.width, [], column)
                 return []
 
@@ -750,13 +796,12 @@ def _weigh_in_order(queries, keys):
     return weigh
 
 
-_weigh_4 = _weigh_in_order(4, 4)
-_weigh_1_4, _weigh_1_1 = (_tile_product(1, n, True, ahead=ROWS_AHEAD) for n in (4, 1))
+_weigh_4, _weigh_1 = _weigh_in_order(4, 4), _weigh_in_order(1, 4)
 
 
 @numba.njit(fastmath=FASTMATH)
-def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, ones, rows, columns, depth):
-    """O += P V for ``rows`` rows of O, reading V from memory once; ``ones`` are four vectors' ones.
+def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, depth):
+    """O += P V for ``rows`` rows of O, reading V from memory once.
 
     P's element (r, k) lies at p + r · p_row + k, V's row k at v + k · v_row, O's row r at
     o + r · o_row; flat arrays.
@@ -764,27 +809,19 @@ def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, ones, rows, columns, de
     width = VECTOR_BITS // (8 * O.itemsize)
     whole, by_four = columns // width * width, depth // 4 * 4
     r = 0
-    while r + 4 <= rows:
-        _weigh_4(P, p + r * p_row, p_row, V, v, v_row, O, o + r * o_row, o_row, whole, by_four)
-        r += 4
-    together = r
     while r < rows:
-        from_p, column = p + r * p_row, 0
-        while column < whole:
-            at, to = v + column, o + r * o_row + column
-            if column + 4 * width <= whole:
-                _weigh_1_4(P, from_p, p_row, 1, V, at, v_row, O, to, o_row, ones, depth)
-                column += 4 * width
-            else:
-                _weigh_1_1(P, from_p, p_row, 1, V, at, v_row, O, to, o_row, ones, depth)
-                column += width
-        r += 1
+        from_p, to = p + r * p_row, o + r * o_row
+        if r + 4 <= rows:
+            _weigh_4(P, from_p, p_row, V, v, v_row, O, to, o_row, whole, by_four)
+            r += 4
+        else:
+            _weigh_1(P, from_p, p_row, V, v, v_row, O, to, o_row, whole, by_four)
+            r += 1
     if whole == columns and by_four == depth:
         return
     for r in range(rows):
         for k in range(depth):
-            first = whole if r >= together or k < by_four else 0
-            for d in range(first, columns):
+            for d in range(whole if k < by_four else 0, columns):
                 O[o + r * o_row + d] += P[p + r * p_row + k] * V[v + k * v_row + d]
 
 

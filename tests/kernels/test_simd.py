@@ -110,10 +110,10 @@ def test_dot_products(rows, depth, queries, dtype):
 @pytest.mark.parametrize("depth", [3, 6, 8])
 def test_weighted_rows(depth, columns, rows, dtype):
     P, V = numbers(rows + 1, depth + 1, dtype=dtype), numbers(depth + 1, columns + 3, dtype=dtype)
-    O, ones = numbers(rows + 1, columns + 2, dtype=dtype), np.ones(64, dtype)
+    O = numbers(rows + 1, columns + 2, dtype=dtype)
     expected = O.copy()
     at = (P, 1, depth + 1, V, 2, columns + 3)
-    simd.weighted_rows(*at, O, 1, columns + 2, ones, rows, columns, depth)
+    simd.weighted_rows(*at, O, 1, columns + 2, rows, columns, depth)
     simd.weighted_rows_plain(*at, expected, 1, columns + 2, rows, columns, depth)
     np.testing.assert_allclose(O, expected, atol=50 * np.finfo(dtype).eps)
 
