@@ -279,8 +279,9 @@ def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str,
     """Seconds of the calls of each: turns of a few calls, until ``seconds`` have passed."""
     calls = {}
     for name, run in runs.items():
+        _wait_for_quiet()  # who shares a core with another's threads would get too short a turn
         run()
-        calls[name] = int(np.clip(TURN / seconds_of(run), 1, 50))
+        calls[name] = max(1, int(TURN / min(seconds_of(run) for _ in range(3))))
     times: dict[str, list[float]] = {name: [] for name in runs}
     end, rounds = time.perf_counter() + seconds, 0
     while rounds < 3 or time.perf_counter() < end:
