@@ -49,12 +49,12 @@ LADDER = {
 CUDA_LADDER = {
     "cuda1_rows": Rung(
         "one thread a query, the online softmax",
-        "heads up to 4096 wide; 16 bits are widened before",
+        "every problem; 16 bits are widened before",
         NO_GPU,
     ),
     "cuda2_tiles": Rung(
         "a block of threads shares tiles of keys and values",
-        "a key and its value in 48 KiB; 16 bits are widened before",
+        "every problem; 16 bits are widened before",
         NO_GPU,
     ),
     "cuda3_register_tiles": Rung(

@@ -27,7 +27,7 @@ ARCHS = {"sm_80": (8, 0), "sm_90": (9, 0)}
 HEAD_DIMS = (64, 128)
 SEEN_BY_PTXAS = {
     "stack": r"(\d+) bytes stack frame",
-    "spill": r"(\d+) bytes spill stores",
+    "spill": r"(\d+) bytes spill (?:stores|loads)",
     "registers": r"Used (\d+) registers",
 }
 IN_PTX = {
@@ -101,7 +101,7 @@ def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled
                         arch,
                         dtype,
                         head_dim,
-                        **_by_ptxas(text, arch, launch.registers),
+                        **by_ptxas(text, arch, launch.registers),
                         **{name: len(re.findall(p, text)) for name, p in IN_PTX.items()},
                     )
 
@@ -130,7 +130,14 @@ def _dtypes() -> Iterator[DTypeLike]:
         yield ml_dtypes.bfloat16
 
 
-def _by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
+def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
+    """What ptxas says of a kernel's PTX, by the names in ``SEEN_BY_PTXAS``; None without ptxas.
+
+    Raises
+    ------
+    RuntimeError
+        ptxas refuses the kernel; its own words.
+    """
     program = ptxas()
     if program is None:
         return dict.fromkeys(SEEN_BY_PTXAS)
@@ -143,4 +150,4 @@ def _by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
     said = done.stdout + done.stderr
     if done.returncode:
         raise RuntimeError(f"ptxas refuses a kernel for {arch}: {said.strip()}")
-    return {name: int(re.findall(p, said)[0]) for name, p in SEEN_BY_PTXAS.items()}
+    return {name: sum(map(int, re.findall(p, said))) for name, p in SEEN_BY_PTXAS.items()}

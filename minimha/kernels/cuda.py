@@ -37,9 +37,8 @@ SMALL = ("q_offset", "kv_lengths", "alibi_slopes", "sinks")  # these may lie any
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why no rung can take ``problem``, or None."""
-    found = _rung(problem, TENSOR_CORES, SHARED)
-    return found if isinstance(found, str) else None
+    """None: rungs 1 and 2 take every problem."""
+    return None
 
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -79,27 +78,23 @@ def rung_for(problem: Problem, device: gpu.Device) -> tuple[str, Problem]:
     Few queries decode; 16-bit numbers go to the tensor cores, float32 to register tiles, float64 to
     shared tiles. 16-bit numbers that the rungs for them cannot take, or the GPU, are widened.
     """
-    found = _rung(problem, device.cc, device.shared)
-    if isinstance(found, str):
-        raise ValueError(found)
-    name, dtype = found
+    name, dtype = next(_rungs(problem, device.cc, device.shared))
     return name, problem if dtype == problem.dtype else widened(problem)
 
 
-def _rung(problem: Problem, cc: tuple[int, int], shared: int) -> tuple[str, np.dtype[Any]] | str:
-    """The rung and the dtype that it takes; if there is none, why the last one refuses."""
-    reason = ""
+def _rungs(
+    problem: Problem, cc: tuple[int, int], shared: int
+) -> Iterator[tuple[str, np.dtype[Any]]]:
+    """The rungs that take ``problem``, best first, and the dtype in which each takes it."""
     for name in reversed(CUDA_LADDER):
         if name == "cuda5_decode" and problem.q.shape[2] > FEW_QUERIES:
             continue
         for given in _candidates(problem, cc):
             if name in TAKE_ARRAYS and given.dtype != given.compute:
                 continue
-            refusal = _module(name).unsupported(given)
-            if refusal is None and (shared >= SHARED or _needs(name, given) <= shared):
-                return name, given.dtype
-            reason = refusal or reason
-    return reason
+            is_taken = _module(name).unsupported(given) is None
+            if is_taken and (shared >= SHARED or _needs(name, given) <= shared):
+                yield name, given.dtype
 
 
 def _candidates(problem: Problem, cc: tuple[int, int]) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """CUDA rung 3, register tiles: each thread computes 8 × 8 scores at a time, float32.
 
 What changed from rung 2: a number that is read from shared memory is used eight times before it is
-read again. There, each product took two reads, and the reads were the bound; here a thread reads
+read again. There, each product took a read, and the reads were the bound; here a thread reads
 four numbers each of 8 queries and 8 keys, 16 reads of 16 bytes, and multiplies 256 times. S_ij and
 O_i stay in registers; only P_ij takes the way through shared memory, and only within a warp, into
 the place of K_j, which by then nobody needs.
@@ -27,8 +27,8 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from minimha.equations.problem import Problem
-from minimha.equations.visibility import UNBOUNDED, key_range, sees
-from minimha.kernels.cuda_entry import ADDRESSES, FAR, Arguments, Launch, padded_width
+from minimha.kernels.cuda_entry import ADDRESSES, Arguments, Launch, padded_width
+from minimha.kernels.cuda_functions import device, key_range, sees
 from minimha.kernels.ptx import (
     ex2_approx,
     ld_global_nc_f32,
@@ -53,10 +53,7 @@ THREADS = 64
 ROWS = 8  # of scores and of O that a thread owns
 LOG2_E = math.log2(math.e)
 NOTHING = -math.inf
-
-device = cuda.jit(device=True, inline="always")
-sees_key = device(sees)
-keys_in_reach = device(key_range)
+LONGEST = 1 << 30  # no query and no key stands behind so many
 
 
 class Variant(NamedTuple):
@@ -277,7 +274,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
             slope = ld_global_nc_f32(o.slopes + 4 * h)
             distance = r + ld_global_nc_s64(o.q_offset + 8 * b) - column
         for j in range(keys):
-            is_seen = sees_key(0, int32(away + j * columns), 0, left, right, end)
+            is_seen = sees(0, int32(away + j * columns), 0, left, right, end)
             if has_mask or has_bias:
                 is_seen &= r < o.Lq
             s = S[0, j]
@@ -379,13 +376,11 @@ def kernel(made_for: Variant) -> Callable[..., None]:
 
         # Seen from the number of a query instead of its position, bounds need 32 bits and no more.
         q_offset = ld_global_nc_s64(o.q_offset + 8 * b)
-        left = UNBOUNDED if o.left >= FAR else o.left
-        right = UNBOUNDED if o.right >= FAR else o.right
-        left = int32(min(max(left - q_offset, -FAR), FAR))
-        right = int32(min(max(right + q_offset, -FAR), FAR))
+        left = int32(min(max(o.left - q_offset, -LONGEST), LONGEST))
+        right = int32(min(max(o.right + q_offset, -LONGEST), LONGEST))
         length = int32(ld_global_nc_s64(o.kv_lengths + 8 * b))
         i_stop = int32(min(i_start + B_r, o.Lq))
-        j_start, j_stop = keys_in_reach(i_start, i_stop, 0, left, right, length)
+        j_start, j_stop = key_range(i_start, i_stop, 0, left, right, length)
         j_start, j_stop = int32(min(j_start, length)), int32(max(j_stop, 0))
 
         my_row = warp * ROWS * high + lane // columns
@@ -414,7 +409,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         if j_start < j_stop:
             fetch(t, Q_i, long_row, Q_from, q.row, B_r, i_stop - i_start)  # line 4
         for j in range(j_start, j_stop, int32(B_c)):  # line 6
-            is_whole = sees_key(i_stop - 1, j, 0, left, right, length) & sees_key(
+            is_whole = sees(i_stop - 1, j, 0, left, right, length) & sees(
                 i_start, j + B_c - 1, 0, left, right, length
             )
             is_cut = has_mask or has_bias or not is_whole

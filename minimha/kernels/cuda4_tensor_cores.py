@@ -32,8 +32,8 @@ import numpy as np
 from numba import cuda, types
 
 from minimha.equations.problem import Problem
-from minimha.equations.visibility import UNBOUNDED, key_range
-from minimha.kernels.cuda_entry import ADDRESSES, FAR, Arguments, Launch, Rows, padded_width
+from minimha.kernels.cuda_entry import ADDRESSES, Arguments, Launch, Rows, padded_width
+from minimha.kernels.cuda_functions import device, key_range
 from minimha.kernels.ptx import (
     afresh,
     bits_as_f32,
@@ -89,10 +89,8 @@ def swizzled(row: int, chunk: int, chunks: int) -> int:
     return 16 * (row * chunks + (chunk ^ ((row // (8 // spread)) & (spread - 1))))
 
 
-device = cuda.jit(device=True, inline="always")
 offset_in_tile = device(swizzled)
 wait_for_all = cp_async_wait_group(0)
-keys_in_reach = device(key_range)
 
 
 class Bits(NamedTuple):
@@ -451,14 +449,14 @@ def kernel(made_for: Variant) -> Callable[..., None]:
                             )
 
     @device
-    def see(t, mask, bias, o, b, h, i_start, j_start, i, left, right):
+    def see(t, mask, bias, o, b, h, i_start, j_start, i):
         """Bit 4 n + e says whether the score S[i, n, e] counts."""
         q_offset, length = ld_global_s64(o.q_offset + 8 * b), ld_global_s64(o.kv_lengths + 8 * b)
         bits = np.uint32(0)
         for half in range(2):
             row, column = corner(t, i_start, j_start)
             r = row + 16 * i + 8 * half
-            start, stop = keys_in_reach(r, r + 1, q_offset, left, right, length)
+            start, stop = key_range(r, r + 1, q_offset, o.left, o.right, length)
             low = np.int32(min(start - column, B_c))
             high = np.int32(max(min(stop - column, B_c), 0))
             mask_line = mask.address + line_of(mask, b, h, r, o)
@@ -560,15 +558,13 @@ def kernel(made_for: Variant) -> Callable[..., None]:
 
         q_offset = ld_global_nc_s64(o.q_offset + 8 * b)
         length = ld_global_nc_s64(o.kv_lengths + 8 * b)
-        left = UNBOUNDED if o.left >= FAR else o.left
-        right = UNBOUNDED if o.right >= FAR else o.right
         i_stop = min(i_start + B_r, o.Lq)
-        start, stop = keys_in_reach(i_start, i_stop, q_offset, left, right, length)
+        start, stop = key_range(i_start, i_stop, q_offset, o.left, o.right, length)
         j_start, j_stop = np.int32(min(start, o.Lk)), np.int32(max(stop, 0))
         # Between these, the first key that the last query sees and the last one that the first
         # query sees, every query sees every key.
-        start, _ = keys_in_reach(i_stop - 1, i_stop, q_offset, left, right, length)
-        _, stop = keys_in_reach(i_start, i_start + 1, q_offset, left, right, length)
+        start, _ = key_range(i_stop - 1, i_stop, q_offset, o.left, o.right, length)
+        _, stop = key_range(i_start, i_start + 1, q_offset, o.left, o.right, length)
         whole_start, whole_stop = np.int32(min(start, o.Lk)), np.int32(max(stop, 0))
 
         Q_i = shared_address(cuda.shared.array(0, types.uint8, alignment=16))
@@ -610,9 +606,9 @@ def kernel(made_for: Variant) -> Callable[..., None]:
                 fetch(t, V + now, V_at, 2 * v.row, B_c, j_stop - j - B_c)
             cp_async_commit_group()
             if is_cut:
-                seen[0] = see(t, mask, bias, o, b, h, i_start, j, 0, left, right)
+                seen[0] = see(t, mask, bias, o, b, h, i_start, j, 0)
                 if M == 2:
-                    seen[M - 1] = see(t, mask, bias, o, b, h, i_start, j, 1, left, right)
+                    seen[M - 1] = see(t, mask, bias, o, b, h, i_start, j, 1)
                 if cuda.syncthreads_or(has_wild(afresh(t), V_j)):
                     for sign in range(2):
                         mark_wild(

@@ -27,11 +27,10 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, types, uint32, uint64
 
-from minimha.equations import visibility
 from minimha.equations.problem import Problem
-from minimha.equations.visibility import UNBOUNDED
 from minimha.kernels import ptx
-from minimha.kernels.cuda_entry import ADDRESSES, FAR, Arguments, Launch, padded_width
+from minimha.kernels.cuda_entry import ADDRESSES, Arguments, Launch, padded_width
+from minimha.kernels.cuda_functions import device, key_range
 
 WIDEST = 256
 WARPS = 2  # in a block: fewer waste less of the registers
@@ -43,9 +42,6 @@ LN_2 = math.log(2)
 LOWEST = float32(-math.inf)
 SIGNATURE = (*ADDRESSES[:6], types.uint64, types.uint64, types.int32)
 MERGE_SIGNATURE = (*ADDRESSES[5:], types.uint64, types.uint64, types.int32)
-
-device = cuda.jit(device=True, inline="always")
-key_range = device(visibility.key_range)
 
 
 class Kind(NamedTuple):
@@ -232,20 +228,11 @@ def divided(a, b):
 
 
 @device
-def sides(o):
-    """How far a query sees to the left and to the right; ``FAR`` is no limit."""
-    left = int64(o.left) if o.left < FAR else int64(UNBOUNDED)
-    right = int64(o.right) if o.right < FAR else int64(UNBOUNDED)
-    return left, right
-
-
-@device
 def reach(i_start, i_stop, b, o):
     """``key_range`` as numbers between 0 and Lk."""
-    left, right = sides(o)
     q_offset = ptx.ld_global_nc_s64(o.q_offset + uint64(8) * uint64(b))
     length = ptx.ld_global_nc_s64(o.kv_lengths + uint64(8) * uint64(b))
-    start, stop = key_range(int64(i_start), int64(i_stop), q_offset, left, right, length)
+    start, stop = key_range(int64(i_start), int64(i_stop), q_offset, o.left, o.right, length)
     limit = int64(o.Lk)
     return int32(min(start, limit)), int32(max(int64(0), min(stop, limit)))
 

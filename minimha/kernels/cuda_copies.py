@@ -16,6 +16,7 @@ from numba import cuda, float32, float64, int32, types, uint16, uint32
 from numba.cuda import libdevice
 
 from minimha.kernels.cuda_entry import ArrayAt, Launch
+from minimha.kernels.cuda_functions import device
 
 THREADS = 256
 STORED = {
@@ -25,8 +26,6 @@ STORED = {
     "float64": types.float64,
 }
 HIGHEST = float(np.finfo(np.float32).max)
-
-device = cuda.jit(device=True, inline="always")
 
 
 def copying(

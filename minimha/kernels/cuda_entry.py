@@ -29,8 +29,6 @@ from numpy.typing import DTypeLike, NDArray
 from minimha.equations.problem import Problem
 from minimha.kernels import entry
 
-FAR = 1 << 30  # a window's side without a limit, as an int32 that positions can be added to
-
 
 class Rows(NamedTuple):
     """Rows of D contiguous numbers: batch, head and row strides in elements."""
@@ -56,7 +54,7 @@ class Numbers(NamedTuple):
 
     ``q_offset`` and ``kv_lengths`` are addresses of (B,) int64, ``slopes`` and ``sinks`` of (H,)
     float32; ``slopes`` is 0 without ALiBi, sinks are -inf where there are none. ``left`` and
-    ``right`` are at most ``FAR``. ``softcap`` is 0 where there is none.
+    ``right`` are at most ``visibility.UNBOUNDED``. ``softcap`` is 0 where there is none.
     """
 
     H: int
@@ -120,7 +118,7 @@ class ArrayAt(NamedTuple):
 ROWS = types.NamedTuple([types.uint64, *[types.int64] * 3], Rows)
 PAIRS = types.NamedTuple([types.uint64, *[types.int64] * 4], Pairs)
 NUMBERS = types.NamedTuple(
-    [*[types.int32] * 6, *[types.uint64] * 4, types.float32, types.float32], Numbers
+    [*[types.int32] * 4, *[types.int64] * 2, *[types.uint64] * 4, *[types.float32] * 2], Numbers
 )
 ADDRESSES = (ROWS, ROWS, ROWS, PAIRS, PAIRS, NUMBERS, ROWS, types.uint64)
 
@@ -169,6 +167,16 @@ def padded_width(problem: Problem) -> int:
     return -(-int(max(problem.q.shape[3], problem.v.shape[3])) // 16) * 16
 
 
+def in_parts(width: int, widest: int) -> tuple[int, int]:
+    """How many parts a row is cut into, none beyond ``widest``, and how many numbers each has.
+
+    >>> in_parts(80, 64)
+    (2, 40)
+    """
+    parts = max(1, -(-width // widest))
+    return parts, -(-width // parts)
+
+
 def array_types(compute: np.dtype[Any]) -> tuple[Any, ...]:
     """The signature of a kernel that takes ``Arrays`` of that dtype."""
     real = types.float64 if compute == np.float64 else types.float32
@@ -205,6 +213,20 @@ def placed_options(problem: Problem, put: Callable[[NDArray[Any]], Any]) -> entr
     return o._replace(**lines)
 
 
+def unrepeated(
+    array: NDArray[Any], dtype: DTypeLike | None = None
+) -> tuple[NDArray[Any], tuple[int, ...]]:
+    """``array``, contiguous, with one entry along each axis along which it is broadcast.
+
+    And the strides, in bytes, with which that is read as ``array``: 0 along those axes.
+    """
+    is_broadcast = [step == 0 for step in array.strides]
+    once = array[tuple(slice(0, 1) if one else slice(None) for one in is_broadcast)]
+    once = np.ascontiguousarray(once, dtype)
+    steps = zip(is_broadcast, once.strides, strict=True)
+    return once, tuple(0 if one else step for one, step in steps)
+
+
 def numbers(problem: Problem, put: Callable[[list[NDArray[Any]]], list[int]]) -> Numbers:
     """The small options of ``problem``; ``put`` copies arrays to the device."""
     H, slopes = problem.q.shape[1], problem.alibi_slopes
@@ -222,8 +244,8 @@ def numbers(problem: Problem, put: Callable[[list[NDArray[Any]]], list[int]]) ->
         Hkv=problem.k.shape[1],
         Lq=problem.q.shape[2],
         Lk=problem.k.shape[2],
-        left=min(problem.left, FAR),
-        right=min(problem.right, FAR),
+        left=problem.left,
+        right=problem.right,
         q_offset=q_offset,
         kv_lengths=kv_lengths,
         slopes=rest[0] if rest else 0,
@@ -251,12 +273,8 @@ def place(problem: Problem, memory: Memory) -> Arguments:
     def pairs(array: NDArray[Any] | None, dtype: DTypeLike) -> Pairs:
         if array is None:
             return Pairs(0, 0, 0, 0, 0)
-        is_broadcast = [step == 0 for step in array.strides]
-        once = array[tuple(slice(0, 1) if one else slice(None) for one in is_broadcast)]
-        once = np.ascontiguousarray(once, dtype)
-        steps = [step // once.itemsize for step in once.strides]
-        kept = [0 if one else step for one, step in zip(is_broadcast, steps, strict=True)]
-        return Pairs(memory.put(once), *kept)
+        once, strides = unrepeated(array, dtype)
+        return Pairs(memory.put(once), *(step // once.itemsize for step in strides))
 
     return Arguments(
         q=rows(problem.q),

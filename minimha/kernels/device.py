@@ -22,7 +22,7 @@ from cuda.core import Program, ProgramOptions
 from numba import types
 from numpy.typing import DTypeLike, NDArray
 
-from minimha.kernels.cuda_entry import ArrayAt, Launch, ptx
+from minimha.kernels.cuda_entry import ArrayAt, Launch, ptx, unrepeated
 
 ALIGNMENT = 256  # that of every allocation's start, and of each array that is put with others
 KEPT = 64 << 20  # bytes that stay reserved between calls
@@ -209,11 +209,7 @@ class DeviceMemory:
 
     def array(self, array: NDArray[Any]) -> ArrayAt:
         """Copy ``array`` there; axes along which it is broadcast keep their stride of 0."""
-        is_broadcast = [step == 0 for step in array.strides]
-        once = array[tuple(slice(0, 1) if one else slice(None) for one in is_broadcast)]
-        once = np.ascontiguousarray(once)
-        steps = zip(is_broadcast, once.strides, strict=True)
-        strides = tuple(0 if one else step for one, step in steps)
+        once, strides = unrepeated(array)
         return array_at(self.put(once), array.shape, strides, array.itemsize)
 
     def launch(self, launch: Launch, arguments: tuple[Any, ...]) -> None:

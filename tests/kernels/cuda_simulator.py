@@ -19,7 +19,13 @@ from minimha.equations.problem import Problem
 from minimha.kernels import cuda1_rows, cuda2_tiles
 from minimha.kernels.cuda_entry import placed_arrays
 
-SMALL = {(cuda1_rows, "THREADS"): 8, (cuda2_tiles, "B_R"): 4, (cuda2_tiles, "B_C"): 2}
+SMALL = {
+    (cuda1_rows, "THREADS"): 8,
+    (cuda1_rows, "WIDE"): 8,
+    (cuda2_tiles, "B_R"): 4,
+    (cuda2_tiles, "B_C"): 2,
+    (cuda2_tiles, "WIDE"): 8,
+}
 
 
 def start_alone(thread):

@@ -7,7 +7,6 @@ rounded once itself; scores, and with them the log-sum-exp, are as exact as in f
 """
 
 import re
-import subprocess
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -224,6 +223,14 @@ def test_the_farthest_offsets_and_windows_are_no_limit(rung):
     assert np.isneginf(L).all()
 
 
+def test_the_longest_windows_end_where_they_end(rung):
+    arrays = given(rung, Lq=20, Lk=70, B=1)
+    far = 2**31 - 1
+    check(rung, arrays, {"window_size": (far - 30, None), "q_offset": far})  # from key i + 30 on
+    check(rung, arrays, {"window_size": (None, far + 10), "q_offset": -far})  # up to key i + 10
+    check(rung, arrays, {"window_size": (2**30 + 9, 2**30 - 40), "q_offset": 2**30})
+
+
 def test_what_it_cannot_take_it_says(rung):
     known = about(rung)[0]
     for dtype in ("float64", "float32", "float16"):
@@ -250,8 +257,20 @@ COMPILED = [  # head width, options, architectures; for sm_90 most have been com
 ]
 
 
+NO_PTXAS = "compiled, but ptxas, which says what is in registers, is not found"
+
+
+def assert_in_registers(launch, text, arch):
+    assert not re.search(r"\.local\b", text)
+    by_ptxas = import_module("minimha.kernels.assembled").by_ptxas
+    said = by_ptxas(text, arch, launch.registers)
+    assert said["stack"] in (0, None)
+    assert said["spill"] in (0, None)
+    assert said["registers"] is None or said["registers"] * launch.threads <= 65536
+
+
 @pytest.mark.parametrize(("D", "name", "archs"), COMPILED)
-def test_everything_stays_in_registers(rung, D, name, archs, tmp_path):
+def test_everything_stays_in_registers(rung, D, name, archs):
     assembled = import_module("minimha.kernels.assembled")
     entry = import_module("minimha.kernels.cuda_entry")
     most = about(rung)[1]
@@ -263,17 +282,29 @@ def test_everything_stays_in_registers(rung, D, name, archs, tmp_path):
         assert launch.shared <= 227 * 1024
         for arch in archs:
             text = ptx_of(launch, assembled.ARCHS[arch])
-            assert not re.search(r"\.local\b", text)
             for instruction, least in EXPECTED.get(rung.__name__.rpartition(".")[2], {}).items():
                 assert text.count(instruction) >= least, instruction
-            if assembled.ptxas() is None:
-                continue
-            source = tmp_path / "kernel.ptx"
-            source.write_text(text)
-            command = [assembled.ptxas(), f"-arch={arch}", "-v", source, "-o", tmp_path / "cubin"]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-            assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said
-            registers = int(re.search(r"Used (\d+) registers", said)[1])
-            assert registers * launch.threads <= 65536, registers
+            assert_in_registers(launch, text, arch)
     if assembled.ptxas() is None:
-        pytest.skip("compiled, but ptxas, which says what is in registers, is not found")
+        pytest.skip(NO_PTXAS)
+
+
+WIDTHS = [(n, n) for n in (16, 32, 40, 64, 80, 96, 128, 160, 192, 256)] + [(24, 200), (200, 24)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["cuda1_rows", "cuda2_tiles"])
+def test_rungs_for_whole_arrays_stay_in_registers_too(name, dtype):
+    pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles the kernels, is missing")
+    assembled = import_module("minimha.kernels.assembled")
+    module = import_module(f"minimha.kernels.{name}")
+    launches = {}  # several widths have one kernel
+    for D, Dv in WIDTHS:
+        problem = Problem.of(*(np.zeros((9, n), dtype) for n in (D, D, Dv)))
+        ((launch, _),) = module.launches(problem, None, None)
+        launches[launch.function] = launch
+    for launch in launches.values():
+        for arch, cc in assembled.ARCHS.items():
+            assert_in_registers(launch, ptx_of(launch, cc), arch)
+    if assembled.ptxas() is None:
+        pytest.skip(NO_PTXAS)

@@ -1,7 +1,8 @@
 """CUDA rungs 1 and 2, executed thread by thread in numba's simulator: no GPU is needed.
 
 One process runs all cases. With blocks of a few rows even the small problems of the feature grid
-have several blocks of threads and several tiles, whole ones and cut ones.
+have several blocks of threads and several tiles, whole ones and cut ones; with two numbers of a row
+a thread even their narrow heads come in parts.
 """
 
 import os
@@ -17,6 +18,7 @@ from test_backends import ALONE, small
 
 from minimha.equations.problem import Problem
 from minimha.kernels import cuda1_rows, cuda2_tiles
+from minimha.kernels.cuda_entry import in_parts
 
 RUNGS = ("cuda1_rows", "cuda2_tiles")
 HERE = Path(__file__).parent
@@ -50,6 +52,7 @@ EDGES = {
         ("no queries", {"Lq": 0}, {}),
         ("no batch", {"B": 0}, {}),
         ("no value width", {"Dv": 0}, {}),
+        ("parts that overlap", {"D": 7, "Dv": 7}, {}),
         ("far", {}, {"is_causal": True, "q_offset": 2**31 - 1}),
         ("far before", {}, {"window_size": (0, None), "q_offset": 1 - 2**31}),
         ("more keys", {"Lk": 9}, {"is_causal": True, "q_offset": 4, "window_size": (3, None)}),
@@ -100,16 +103,21 @@ def test_what_no_query_sees_may_be_anything(rung, results):
     assert_as_good_as_plain(*clean, options, *results["poison", rung])
 
 
-def test_a_width_that_a_rung_cannot_hold_is_refused_with_the_limit():
-    wide = Problem.of(*(np.zeros((1, 5000), np.float32),) * 3)
-    assert "D=5000 and Dv=5000 exceed 4096" in cuda1_rows.unsupported(wide)
-    wider = Problem.of(*(np.zeros((1, 7000), np.float32),) * 3)
-    assert "49152 bytes of shared memory" in cuda2_tiles.unsupported(wider)
-    assert cuda2_tiles.unsupported(Problem.of(*(np.zeros((1, 6000), np.float32),) * 3)) is None
+@pytest.mark.parametrize(
+    ("width", "parts"), [(0, 1), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3), (7000, 110)]
+)
+def test_parts_of_a_row_are_as_few_as_can_be_and_each_begins_within_it(width, parts):
+    found, size = in_parts(width, 64)
+    assert found == parts
+    assert size <= 64
+    assert (parts - 1) * size < max(width, 1) <= max(parts * size, 1)
 
 
-@pytest.mark.parametrize(("D", "itemsize"), [(3, 4), (64, 4), (128, 8), (256, 4), (3000, 8)])
-def test_a_tile_fits_into_shared_memory(D, itemsize):
-    B_c = cuda2_tiles.block_size(D, D, itemsize)
-    assert B_c in (1, 2, 4, 8, 16, 32)
-    assert B_c * (2 * D + cuda2_tiles.B_R) * itemsize <= 49152
+@pytest.mark.parametrize("rung", [cuda1_rows, cuda2_tiles])
+@pytest.mark.parametrize(("dtype", "columns"), [(np.float32, 64), (np.float64, 32)])
+def test_no_head_is_too_wide(rung, dtype, columns):
+    for Dv in (columns, columns + 1, 7000):
+        problem = Problem.of(*(np.zeros((1, 9000), dtype),) * 2, np.zeros((1, Dv), dtype))
+        assert rung.unsupported(problem) is None
+        ((launch, _),) = rung.launches(problem, None, None)
+        assert launch.grid == (1, -(-Dv // columns), 1)
