@@ -15,6 +15,8 @@ from minimha.layers.multihead import attention_weights
 
 Array = NDArray[Any]
 
+MASKS = ("attention_mask", "query_mask", "key_mask", "value_mask")  # in the order of _layer's
+
 
 def multi_head_attention(
     params: Mapping[str, ArrayLike],
@@ -151,12 +153,7 @@ def multi_head_attention(
         use_bias=use_bias,
         sliding_window=sliding_window,
         use_gate=use_gate,
-        masks={
-            "attention_mask": attention_mask,
-            "query_mask": query_mask,
-            "key_mask": key_mask,
-            "value_mask": value_mask,
-        },
+        masks=(attention_mask, query_mask, key_mask, value_mask),
         return_attention_scores=return_attention_scores,
         use_causal_mask=use_causal_mask,
         empty_rows=empty_rows,
@@ -264,12 +261,7 @@ def grouped_query_attention(
         use_bias=use_bias,
         sliding_window=sliding_window,
         use_gate=use_gate,
-        masks={
-            "attention_mask": attention_mask,
-            "query_mask": query_mask,
-            "key_mask": key_mask,
-            "value_mask": value_mask,
-        },
+        masks=(attention_mask, query_mask, key_mask, value_mask),
         return_attention_scores=return_attention_scores,
         use_causal_mask=use_causal_mask,
         empty_rows=empty_rows,
@@ -289,7 +281,7 @@ def _layer(
     use_bias: bool,
     sliding_window: int | None,
     use_gate: bool,
-    masks: dict[str, ArrayLike | None],
+    masks: tuple[ArrayLike | None, ...],
     return_attention_scores: bool,
     use_causal_mask: bool,
     empty_rows: str | None,
@@ -502,13 +494,13 @@ def _positions(
 
 
 def _visible(
-    masks: dict[str, ArrayLike | None], over: tuple[int, ...], attended: int
+    masks: tuple[ArrayLike | None, ...], over: tuple[int, ...], attended: int
 ) -> NDArray[np.bool_] | None:
     """What all masks let through, (B · …, H, Lq, Lk); ``over`` is the scores' own shape."""
     batch, lengths = over[: -1 - 2 * attended], over[-2 * attended :]
     queries, keys = lengths[:attended], lengths[attended:]
     visible: NDArray[np.bool_] | None = None
-    for name, given in masks.items():
+    for name, given in zip(MASKS, masks, strict=True):
         if given is None:
             continue
         mask = _mask(name, given)

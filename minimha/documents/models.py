@@ -11,8 +11,10 @@ from minimha.explain.trace import token_labels
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.rope import RoPE
 
-WORDS = tuple(sentences.SENTENCES[3][0].split())
+SENTENCE, DOCUMENT = sentences.SENTENCES[3]
+WORDS = tuple(SENTENCE.split())
 SEED = sentences.DEFAULT_SEED
+DRAWN = f"a sentence of document {DOCUMENT}; embeddings and weights drawn with seed {SEED}"
 
 
 def run_gpt2(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
@@ -43,10 +45,9 @@ def run_llama(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 GPT2 = Example(
     name="gpt2",
-    title=f"{' '.join(WORDS)}, as GPT-2 computes it: learned positions, a fused c_attn, biases",
-    source="Radford et al. 2019 (GPT-2) and its code; a sentence of document 003; embeddings and "
-    f"weights drawn with seed {SEED}",
-    sentence=" ".join(WORDS),
+    title=f"{SENTENCE}, as GPT-2 computes it: learned positions, a fused c_attn, biases",
+    source=f"Radford et al. 2019 (GPT-2) and its code; {DRAWN}",
+    sentence=SENTENCE,
     run=run_gpt2,
     labels=token_labels(WORDS),
     is_causal=True,
@@ -59,10 +60,9 @@ GPT2 = Example(
 )
 LLAMA = Example(
     name="llama",
-    title=f"{' '.join(WORDS)}, as LLaMA computes it: rotary positions, grouped heads, no biases",
-    source="Touvron et al. 2023 (LLaMA 2), section 2.2; Su et al. 2021 (RoFormer); a sentence of "
-    f"document 003; embeddings and weights drawn with seed {SEED}",
-    sentence=" ".join(WORDS),
+    title=f"{SENTENCE}, as LLaMA computes it: rotary positions, grouped heads, no biases",
+    source=f"Touvron et al. 2023 (LLaMA 2), section 2.2; Su et al. 2021 (RoFormer); {DRAWN}",
+    sentence=SENTENCE,
     run=run_llama,
     labels=token_labels(WORDS),
     is_causal=True,

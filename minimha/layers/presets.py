@@ -293,10 +293,6 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
     length : int
         L, from 1 to the preset's max_length.
 
-    Returns
-    -------
-    Flops
-
     Raises
     ------
     TypeError, ValueError
@@ -327,16 +323,6 @@ def decode_flops(preset: Preset, length: int) -> Flops:
     As ``prefill_flops``, with one token and L pairs, or as many as a window lets it see. The
     attention of a prefill is the sum of that of the decode steps up to its length.
 
-    Parameters
-    ----------
-    preset : Preset
-    length : int
-        L, from 1 to the preset's max_length.
-
-    Returns
-    -------
-    Flops
-
     Raises
     ------
     TypeError, ValueError
@@ -354,14 +340,9 @@ def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
 
     Parameters
     ----------
-    preset : Preset
-    length : int
-        L, from 1 to the preset's max_length.
+    preset, length
+        As in ``prefill_flops``.
     dtype : {"float32", "float16", "bfloat16"}
-
-    Returns
-    -------
-    int
 
     Raises
     ------
@@ -408,14 +389,8 @@ def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savi
 
     Parameters
     ----------
-    preset : Preset
-    length : int
-        L, from 1 to the preset's max_length.
-    dtype : {"float32", "float16", "bfloat16"}
-
-    Returns
-    -------
-    Savings
+    preset, length, dtype
+        As in ``kv_cache_bytes``.
 
     Raises
     ------

@@ -1,0 +1,189 @@
+"""What transformers' attention classes call their weights, and what each does beside attending.
+
+``CONVENTIONS`` has a row for each kind of module, and the names of the classes of that kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Which numbers are a pair, and how ``position_embeddings`` store the angle of each pair."""
+
+    is_interleaved: bool = False  # pairs (2i, 2i + 1) rather than (i, i + R/2)
+    stored: str = "halves"  # angles 0 1 0 1, or "pairs" 0 0 1 1, or "once" 0 1
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What one kind of module calls its weights, and what it does beside attending."""
+
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    o: str | None = "o_proj"  # None where another module mixes the heads
+    qkv: str | None = None  # one weight in the place of q, k and v
+    groups: Callable[[Config, int], int] | None = None  # in qkv; of the config and H
+    is_conv1d: bool = False  # weights are (in, out)
+    is_gated: bool = False  # q holds queries and gate of head 0, of head 1, …
+    qk_norm: str | None = None
+    epsilon: float = 1e-6  # where the config has no rms_norm_eps
+    has_unit_offset: bool = False  # gains are 1 + w
+    rotary: Rotary | None = None
+    turns: Callable[[Config, int], bool] = lambda config, layer_idx: True  # does this layer?
+    scale: Callable[[Config, int, int], float | None] = lambda config, head_dim, layer_idx: None
+    softcap: float | None = None  # where the config has none; None where a class caps nothing
+    hides_where_true: bool = False  # the meaning of a boolean mask
+    scales_alibi: bool = False  # as it scales the scores
+    is_cross: bool = False  # it attends to nothing but a context
+    takes: tuple[str, ...] = ("attention_mask",)  # arguments of forward that not all classes have
+
+
+def _gemma_scale(config: Config, head_dim: int, layer_idx: int) -> float:
+    return 1 / math.sqrt(config.get("query_pre_attn_scalar", 256))
+
+
+def _gpt2_scale(config: Config, head_dim: int, layer_idx: int) -> float:
+    scale = head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0
+    return scale / (layer_idx + 1) if config.get("scale_attn_by_inverse_layer_idx") else scale
+
+
+def _granite_scale(config: Config, head_dim: int, layer_idx: int) -> float:
+    return float(config.get("attention_multiplier", 1.0))
+
+
+def _mpt_scale(config: Config, head_dim: int, layer_idx: int) -> float | None:
+    scale = (config.get("attn_config") or {}).get("softmax_scale")
+    return None if scale is None else float(scale)
+
+
+def _heads_alone(config: Config, H: int) -> int:
+    return H
+
+
+def _bigcode_groups(config: Config, H: int) -> int:
+    return 1 if config.get("multi_query", True) else H
+
+
+def _falcon_groups(config: Config, H: int) -> int:
+    if config.get("new_decoder_architecture"):
+        return int(config.get("num_kv_heads") or H)
+    return _bigcode_groups(config, H)
+
+
+def _cohere2_turns(config: Config, layer_idx: int) -> bool:
+    if config.get("sliding_window", 4096) is None:
+        return False
+    if config.get("layer_types") is not None:
+        return bool(config["layer_types"][layer_idx] == "sliding_attention")
+    return bool((layer_idx + 1) % 4)
+
+
+def _smollm3_turns(config: Config, layer_idx: int) -> bool:
+    if config.get("no_rope_layers") is not None:
+        return bool(config["no_rope_layers"][layer_idx])
+    return bool((layer_idx + 1) % config.get("no_rope_layer_interval", 4))
+
+
+def _unscaled(config: Config, head_dim: int, layer_idx: int) -> float:
+    return 1.0
+
+
+LLAMA = Convention(rotary=Rotary(), takes=("attention_mask", "position_embeddings"))
+GEMMA2 = replace(LLAMA, scale=_gemma_scale, softcap=50.0)
+COHERE = replace(LLAMA, rotary=Rotary(is_interleaved=True, stored="pairs"))
+NEOX = replace(LLAMA, qkv="query_key_value", groups=_heads_alone, o="dense")
+FALCON = replace(NEOX, groups=_falcon_groups)
+FALCON_ALIBI = replace(FALCON, rotary=None, scales_alibi=True, takes=("attention_mask", "alibi"))
+GPT2 = Convention(qkv="c_attn", o="c_proj", is_conv1d=True, scale=_gpt2_scale)
+GPT2_CROSS = replace(
+    GPT2, q="q_attn", is_cross=True, takes=("encoder_attention_mask", "encoder_hidden_states")
+)
+BART = Convention(o="out_proj", takes=("attention_mask", "key_value_states"))
+BERT = Convention(q="query", k="key", v="value", o=None)
+T5 = Convention(q="q", k="k", v="v", o="o", scale=_unscaled)
+
+CONVENTIONS: list[tuple[Convention, str]] = [
+    (
+        LLAMA,
+        "LlamaAttention AriaTextAttention ArceeAttention CsmAttention Emu3Attention "
+        "EuroBertAttention GemmaAttention MinistralAttention MistralAttention MixtralAttention "
+        "NemotronAttention OlmoAttention PhimoeAttention Qwen2Attention Qwen2MoeAttention "
+        "StableLmAttention Starcoder2Attention",
+    ),
+    (replace(LLAMA, scale=_granite_scale),
+     "GraniteAttention GraniteMoeAttention GraniteMoeSharedAttention"),
+    (replace(LLAMA, o="dense"), "PhiAttention"),
+    (replace(LLAMA, qkv="qkv_proj"), "Phi3Attention"),
+    (replace(LLAMA, qkv="Wqkv", o="Wo"), "ModernBertAttention"),
+    (replace(LLAMA, turns=_smollm3_turns), "SmolLM3Attention"),
+    (COHERE, "CohereAttention"),
+    (replace(COHERE, turns=_cohere2_turns), "Cohere2Attention"),
+    (replace(LLAMA, rotary=Rotary(is_interleaved=True)),
+     "Ernie4_5Attention Ernie4_5_MoeAttention GlmAttention Glm4Attention HeliumAttention"),
+    (replace(LLAMA, rotary=Rotary(stored="once")), "GptOssAttention"),
+    (replace(LLAMA, qk_norm="head"), "Qwen3Attention Qwen3MoeAttention"),
+    (replace(LLAMA, qk_norm="full", epsilon=1e-5),
+     "Olmo2Attention Olmo3Attention OlmoeAttention"),
+    (replace(LLAMA, qk_norm="full"), "FlexOlmoAttention"),
+    (GEMMA2, "Gemma2Attention T5GemmaSelfAttention VaultGemmaAttention"),
+    (replace(GEMMA2, softcap=None, qk_norm="head", has_unit_offset=True), "Gemma3Attention"),
+    (replace(LLAMA, qk_norm="head", has_unit_offset=True, is_gated=True),
+     "Qwen3NextAttention Qwen3_5Attention Qwen3_5MoeAttention"),
+    (NEOX, "GPTNeoXAttention"),
+    (FALCON, "FalconAttention"),
+    (replace(NEOX, rotary=None, takes=("attention_mask", "alibi", "residual")), "BloomAttention"),
+    (Convention(
+        qkv="Wqkv", o="out_proj", scale=_mpt_scale, hides_where_true=True,
+        takes=("attention_mask", "position_bias")),
+     "MptAttention"),
+    (GPT2, "GPT2Attention DecisionTransformerGPT2Attention"),
+    (Convention(qkv="c_attn", groups=_bigcode_groups, o="c_proj", scale=_gpt2_scale),
+     "GPTBigCodeAttention"),
+    (Convention(o="out_proj", takes=("attention_mask", "position_ids")), "GPTJAttention"),
+    (BERT,
+     "BertSelfAttention AlignTextSelfAttention AltRobertaSelfAttention "
+     "BertGenerationSelfAttention CamembertSelfAttention ChineseCLIPTextSelfAttention "
+     "ClapTextSelfAttention Data2VecTextSelfAttention ElectraSelfAttention ErnieSelfAttention "
+     "LayoutLMSelfAttention MarkupLMSelfAttention RoCBertSelfAttention RobertaSelfAttention "
+     "RobertaPreLayerNormSelfAttention SplinterSelfAttention XLMRobertaSelfAttention "
+     "XLMRobertaXLSelfAttention XmodSelfAttention"),
+    (replace(BERT, is_cross=True, takes=("attention_mask", "encoder_hidden_states")),
+     "BertCrossAttention BertGenerationCrossAttention CamembertCrossAttention "
+     "Data2VecTextCrossAttention ElectraCrossAttention ErnieCrossAttention RoCBertCrossAttention "
+     "RobertaCrossAttention RobertaPreLayerNormCrossAttention XLMRobertaCrossAttention "
+     "XLMRobertaXLCrossAttention XmodCrossAttention"),
+    (Convention(q="q_lin", k="k_lin", v="v_lin", o="out_lin"), "DistilBertSelfAttention"),
+    (Convention(),
+     "ViTAttention ASTAttention DeiTAttention Dinov2Attention Dinov2WithRegistersAttention "
+     "IJepaAttention ViTMAEAttention ViTMSNAttention VivitAttention"),
+    (Convention(o="out_proj"),
+     "CLIPAttention AltCLIPAttention CLIPSegAttention ChineseCLIPVisionAttention "
+     "MetaClip2Attention OPTAttention SiglipAttention Siglip2Attention"),
+    (BART,
+     "BartAttention BioGptAttention BlenderbotAttention BlenderbotSmallAttention "
+     "Data2VecAudioAttention HubertAttention M2M100Attention MBartAttention MarianAttention "
+     "MusicgenAttention PLBartAttention PegasusAttention PegasusXAttention SEWAttention "
+     "Speech2TextAttention UniSpeechAttention Wav2Vec2Attention WhisperAttention"),
+    (replace(T5, takes=("mask", "key_value_states", "position_bias")),
+     "T5Attention LongT5Attention MT5Attention Pop2PianoAttention SwitchTransformersAttention "
+     "UdopAttention"),
+    (replace(T5, takes=("attention_mask", "encoder_hidden_states")), "UMT5Attention"),
+]  # fmt: skip
+CLASSES = {name: convention for convention, names in CONVENTIONS for name in names.split()}
+
+
+def convention_of(cls: str, params: Mapping[str, Any], config: Config) -> Convention:
+    """That of the class; GPT-2's and Falcon's come in two forms."""
+    if CLASSES[cls] is GPT2 and f"{GPT2_CROSS.q}.weight" in params:
+        return GPT2_CROSS
+    if CLASSES[cls] is FALCON and config.get("alibi"):
+        return FALCON_ALIBI
+    return CLASSES[cls]
