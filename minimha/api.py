@@ -164,10 +164,10 @@ def attention(
         "softcap": softcap,
     }
     has_lse = flag("return_lse", return_lse)
-    on_device = next((name for name, value in given.items() if is_device_array(value)), None)
-    if on_device:
-        _check_backend(backend)
-        return _device_module(backend, on_device, tap).attend(given, options, has_lse)
+    for name, value in given.items():
+        if value is not None and is_device_array(value):
+            _check_backend(backend)
+            return _device_module(backend, name, tap).attend(given, options, has_lse)
     problem = Problem.of(**given, **options)  # type: ignore[arg-type]
     if not callable(tap):
         raise TypeError(f"tap is {tap!r}: expected a callable tap(name, value) that returns value")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import numba
@@ -145,18 +146,26 @@ def options(problem: Problem) -> Options:
         right=problem.right,
         q_offset=problem.q_offset,
         kv_lengths=problem.kv_lengths,
-        slopes=np.zeros(0, compute) if slopes is None else np.array(slopes),
-        sinks=np.full(H, -np.inf, compute) if sinks is None else np.array(sinks),
+        slopes=_neutral(0, compute) if slopes is None else np.array(slopes),
+        sinks=_neutral(H, compute) if sinks is None else np.array(sinks),
         scale=problem.scale,
         softcap=problem.softcap or 0.0,
         is_bfloat16=problem.dtype.itemsize == 2 and problem.dtype.name == "bfloat16",
     )
 
 
+@cache
+def _neutral(number: int, compute: np.dtype[Any]) -> NDArray[Any]:
+    """So many sinks that are none, or no slopes; a new array would cost a microsecond a call."""
+    return np.full(number, -np.inf, compute)
+
+
 def _storage(array: NDArray[Any]) -> NDArray[Any]:
     """``array`` as a kernel reads it: in place if its last axis is contiguous, else copied."""
     if array.dtype.itemsize == 2:
         array = array.view(np.uint16)
+    if array.flags.c_contiguous and array.flags.aligned:
+        return array
     size = array.itemsize
     in_place = array.flags.aligned and (array.shape[3] <= 1 or array.strides[3] == size)
     if in_place and not any(stride % size for stride in array.strides):
