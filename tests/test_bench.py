@@ -55,8 +55,8 @@ def test_candidates_take_turns():
     order = []
     runs = {name: lambda name=name: (order.append(name), time.sleep(0.03)) for name in "ab"}
     times = bench.interleaved(runs, 0.01)
-    # A first call and a trial; then turns of one call to wake and one that is timed.
-    assert "".join(order) == "aabb" + 3 * "aabb"
+    # A first call and three trials; then turns of one call to wake and one that is timed.
+    assert "".join(order) == "aaaabbbb" + 3 * "aabb"
     assert all(seconds >= 0.03 for measured in times.values() for seconds in measured)
 
 
