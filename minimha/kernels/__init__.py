@@ -43,7 +43,7 @@ LADDER = {
     "cpu5_decode": Rung(
         "few queries: the keys are split, K and V are read once",
         "every problem; made for few queries",
-        f"67 to 100 % of the rate of reading memory; {EPYC}",
+        f"80 % of the rate of reading memory, and more; {EPYC}",
     ),
 }
 CUDA_LADDER = {
