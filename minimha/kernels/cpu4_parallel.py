@@ -165,25 +165,34 @@ def _readable(X, b, h, i, n, o, copies, worker, slot):
         return lambda X, b, h, i, n, o, copies, worker, slot: rows_at(X, b, h, i)
 
     def widen(X, b, h, i, n, o, copies, worker, slot):
-        D = X.shape[3]
+        D, rows = X.shape[3], rows_at(X, b, h, i)
         copy = flat(copies, (worker * copies.shape[1] + slot) * copies.shape[2])
         for r in range(n):
-            for d in range(D):
-                copy[r * D + d] = real(X[b, h, i + r, d], o.is_bfloat16)
+            first = rows.start + r * rows.stride
+            if o.is_bfloat16:
+                for d in range(D):
+                    copy[r * D + d] = of_bfloat16(rows.line[first + d])
+            else:
+                for d in range(D):
+                    copy[r * D + d] = of_float16(rows.line[first + d])
         return Rows(copy, 0, D)
 
     return widen
 
 
 @jit
-def real(bits, is_bfloat16):
-    """The float32 that 16 bits stand for: its upper half (bfloat16), or IEEE's half (float16)."""
+def of_bfloat16(bits):
+    """The float32 whose upper half ``bits`` are."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@jit
+def of_float16(bits):
+    """The float32 that IEEE's half stands for."""
     word = np.uint32(bits)
-    if is_bfloat16:
-        return np.uint32(word << np.uint32(16)).view(np.float32)
     rest = np.uint32((word & np.uint32(0x7FFF)) << np.uint32(13))
-    if rest >= np.uint32(0x7C00 << 13):  # infinity and NaN
-        magnitude = np.uint32(rest | np.uint32(0x7F800000)).view(np.float32)
-    else:  # exponent and mantissa in their new place are too small by 2^112, subnormals too
-        magnitude = np.uint32(rest).view(np.float32) * np.float32(2.0**112)
+    # Exponent and mantissa in their new place are too small by 2^112, subnormals too.
+    finite = np.uint32(rest).view(np.float32) * np.float32(2.0**112)
+    other = np.uint32(rest | np.uint32(0x7F800000)).view(np.float32)  # infinity and NaN
+    magnitude = other if rest >= np.uint32(0x7C00 << 13) else finite
     return -magnitude if word & np.uint32(0x8000) else magnitude

@@ -9,8 +9,8 @@ with its own m, l and O, and log-sum-exp merges them:
     m = max m_s,   l = Σ exp(m_s - m) l_s,   O = Σ exp(m_s - m) O_s / l
 
 Measured: K and V are read at 80 % or more of the rate at which the same threads read memory and do
-nothing else (32 heads over 8, 2048 keys: 80, 87 and 93 % in three runs; above 100 where a part stays in
-the L3 cache; two cores of an AMD EPYC, 2026-11-21).
+nothing else (32 heads over 8, 2048 keys: 80, 87 and 93 % in three runs; two cores of an AMD EPYC,
+2026-11-21).
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ from minimha.kernels.threads import num_workers
 
 B_C = 768  # keys at least whose scores are known before the maximum is taken
 SCORES = 9216  # of a block, if it can have more keys: the seldomer reading pauses for the softmax
-AT_ONCE = 4  # queries that meet a key, or a value, when it comes from memory
-NEAR = 32  # keys, and values, that stay in the L1 cache for the queries that come after those
+NEAR = 32  # keys, or values, that stay in the L1 cache from one use to the next
 SUMMED = 256  # keys whose values are added before the sum joins O
 SPLIT = 512  # keys of a split at least: less is not worth a merge
 
@@ -90,10 +89,8 @@ def forward(
 
 
 def block_size(problem: Problem) -> int:
-    """Keys of a block: as ``SCORES`` says, but 16-bit ones, widened, must fit the L2 cache."""
+    """Keys of a block, as ``SCORES`` says."""
     (_, H, Lq, _), (_, Hkv, Lk, _) = problem.q.shape, problem.k.shape
-    if problem.dtype.itemsize == 2:
-        return B_C
     most = max(B_C, SCORES // max(1, H // Hkv * Lq))
     return int(max(1, min(Lk, most)))
 
@@ -136,7 +133,7 @@ def attend(q, k, v, mask, bias, o, parts_O, parts_ml, first, last, B_c):
     scratch = Scratch(
         np.empty((rows, B_c), dtype),
         np.empty((rows, B_c), np.bool_),
-        np.empty((1, 2, 0 if q.itemsize == parts_O.itemsize else B_c * max(D, Dv)), dtype),
+        np.empty((1, 2, 0 if q.itemsize == parts_O.itemsize else NEAR * max(D, Dv)), dtype),
         np.zeros(B_c, dtype),
         np.ones(2 * widest, dtype),
         np.empty(widest, dtype),
@@ -158,9 +155,7 @@ def attend(q, k, v, mask, bias, o, parts_O, parts_ml, first, last, B_c):
         start += split * size // splits
         for j0 in range(start, stop, B_c):
             n = min(B_c, stop - j0)
-            K_j = readable(k, b, kv, j0, n, o, scratch.copies, 0, 0)
-            V_j = readable(v, b, kv, j0, n, o, scratch.copies, 0, 1)
-            take_block(Q, K_j, V_j, O, m, l, mask, bias, o, b, kv * (H // Hkv), Lq, j0, n, scratch)
+            take_block(Q, k, v, O, m, l, mask, bias, o, b, kv, Lq, j0, n, scratch)
 
 
 @jit
@@ -175,23 +170,23 @@ def load_queries(q, Q, o, b, kv, group, copies):
 
 
 @jit
-def take_block(Q, K_j, V_j, O, m, l, mask, bias, o, b, first_head, Lq, j0, n, t):
+def take_block(Q, k, v, O, m, l, mask, bias, o, b, kv, Lq, j0, n, t):
     """Lines 8 to 10 for all rows of Q and n keys."""
-    (rows, D), Dv = Q.shape, O.shape[1]
-    S = t.S
+    (rows, D), S = Q.shape, t.S
     B_c, panel = S.shape[1], t.top.size
     lowest = S.dtype.type(-math.inf)
     Q_, S_ = flat(Q, 0), flat(S, 0)
-    size = NEAR if rows > AT_ONCE else n
+    size = keys_of_piece(k, Q, n)
     for near in range(0, n, size):
-        first, depth = K_j.start + near * K_j.stride, min(size, n - near)
-        dot_products(K_j.line, first, K_j.stride, Q_, 0, D, S_, near, B_c, depth, rows, D)  # line 8
+        depth = min(size, n - near)
+        K = readable(k, b, kv, j0 + near, depth, o, t.copies, 0, 0)
+        dot_products(K.line, K.start, K.stride, Q_, 0, D, S_, near, B_c, depth, rows, D)  # line 8
     is_cut = mask.size > 0 or bias.size > 0
     for i in range(Lq):
         first = sees(i, j0, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
         last = sees(i, j0 + n - 1, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
         is_cut = is_cut or not (first and last)
-    finish_scores(S, t.seen, mask, bias, o, b, first_head, Lq, j0, n, is_cut)
+    finish_scores(S, t.seen, mask, bias, o, b, kv * (rows // Lq), Lq, j0, n, is_cut)
     padded = -(-n // panel) * panel
     for r in range(rows):  # line 9
         S[r, n:padded] = lowest
@@ -204,26 +199,38 @@ def take_block(Q, K_j, V_j, O, m, l, mask, bias, o, b, first_head, Lq, j0, n, t)
         l[r] = correction * l[r] + t.total.sum()
         if correction != 1:
             O[r] *= S.dtype.type(correction)
-    if is_cut and has_wild(V_j, n, Dv, t.zeros, t.ones, t.sums):
-        add_seen_values(S, t.seen, V_j, O, n)
-    else:
-        add_values(S_, B_c, V_j, O, t.part, n)
+    for begin in range(0, n, SUMMED):  # line 10
+        add_values(v, O, o, b, kv, j0, begin, min(SUMMED, n - begin), is_cut, t)
 
 
 @jit
-def add_values(S_, B_c, V_j, O, part, n):
-    """Line 10, O += P V_j; a long sum is one of short sums, which loses fewer digits."""
-    rows, Dv = O.shape
-    size = NEAR if rows > AT_ONCE else SUMMED
-    O_, part_ = flat(O, 0), flat(part, 0)
-    for begin in range(0, n, SUMMED):
-        for x in range(rows * Dv):
-            part_[x] = 0
-        for near in range(begin, min(begin + SUMMED, n), size):
-            first, depth = V_j.start + near * V_j.stride, min(size, n - near)
-            weighted_rows(S_, near, B_c, V_j.line, first, V_j.stride, part_, 0, Dv, rows, Dv, depth)
-        for x in range(rows * Dv):
-            O_[x] += part_[x]
+def keys_of_piece(X, Q, n):
+    """How many of n rows of k or v to take at a time.
+
+    One, two or four queries meet a row as it comes from memory, and pieces would only interrupt.
+    Others come again, and widened rows are read again: from the L1 cache.
+    """
+    at_once = Q.shape[0] in (1, 2, 4) and X.itemsize == Q.itemsize
+    return n if at_once else min(n, NEAR)
+
+
+@jit
+def add_values(v, O, o, b, kv, j0, begin, n, is_cut, t):
+    """O += P V for n keys of a block; a long sum is one of short sums, which loses fewer digits."""
+    (rows, Dv), B_c = O.shape, t.S.shape[1]
+    P, part = flat(t.S, 0), flat(t.part, 0)
+    t.part[:] = 0
+    size = keys_of_piece(v, O, n)
+    for near in range(begin, begin + n, size):
+        depth = min(size, begin + n - near)
+        V = readable(v, b, kv, j0 + near, depth, o, t.copies, 0, 1)
+        if is_cut and has_wild(V, depth, Dv, t.zeros, t.ones, t.sums):
+            add_seen_values(t.S, t.seen, V, t.part, near, depth)
+        else:
+            weighted_rows(P, near, B_c, V.line, V.start, V.stride, part, 0, Dv, rows, Dv, depth)
+    for r in range(rows):
+        for d in range(Dv):
+            O[r, d] += t.part[r, d]
 
 
 @jit
@@ -247,13 +254,13 @@ def finish_scores(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_cut):
 
 
 @jit
-def add_seen_values(P, seen, V_j, O, n):
-    """Line 10 where a value that is not finite may be hidden from some queries."""
+def add_seen_values(P, seen, V, O, first, n):
+    """O += P V for n keys where a value that is not finite may be hidden from some queries."""
     for r in range(O.shape[0]):
         for j in range(n):
-            if seen[r, j]:
+            if seen[r, first + j]:
                 for d in range(O.shape[1]):
-                    O[r, d] += P[r, j] * V_j.line[V_j.start + j * V_j.stride + d]
+                    O[r, d] += P[r, first + j] * V.line[V.start + j * V.stride + d]
 
 
 @jit

@@ -796,7 +796,7 @@ def _weigh_in_order(queries, keys):
     return weigh
 
 
-_weigh_4, _weigh_1 = _weigh_in_order(4, 4), _weigh_in_order(1, 4)
+_weigh_4, _weigh_2, _weigh_1 = (_weigh_in_order(queries, 4) for queries in (4, 2, 1))
 
 
 @numba.njit(fastmath=FASTMATH)
@@ -814,6 +814,9 @@ def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, depth):
         if r + 4 <= rows:
             _weigh_4(P, from_p, p_row, V, v, v_row, O, to, o_row, whole, by_four)
             r += 4
+        elif r + 2 <= rows:
+            _weigh_2(P, from_p, p_row, V, v, v_row, O, to, o_row, whole, by_four)
+            r += 2
         else:
             _weigh_1(P, from_p, p_row, V, v, v_row, O, to, o_row, whole, by_four)
             r += 1
