@@ -24,7 +24,7 @@ def score():
 
 
 @pytest.mark.parametrize("backend", ["dense", "cpu"])
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
 def test_stored_case(path, backend, score, monkeypatch):
     monkeypatch.setattr(adaptor, "BACKEND", backend)
     inputs, wanted, meta = score.load_case(str(path))
