@@ -144,9 +144,10 @@ def attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> 
         The problem does not fit into the GPU's memory.
     """
     _check_places(given)
-    arrays = {name: described(name, x) for name, x in given.items() if is_device_array(x)}
+    there = {name: x for name, x in given.items() if is_device_array(x)}
     device = gpu.current()
-    _check_devices(arrays, device)
+    _check_devices(there, device)  # first, since torch gives away only what lies on the current one
+    arrays = {name: described(name, x) for name, x in there.items()}
     _check_dtypes(arrays)
     stream = stream_of(given["q"], device.ordinal)
     if not gpu.is_stream_of(stream, device):
@@ -178,7 +179,7 @@ def _attend(
         O = _lifted(described("output", output))
         if lse is None:
             at = memory.empty((B, H, Lq), problem.compute)
-            L = DeviceArray(at, (B, H, Lq), (H * Lq, Lq, 1), problem.compute, None)
+            L = DeviceArray(at, (B, H, Lq), (H * Lq, Lq, 1), problem.compute)
         else:
             L = _lifted(described("lse", lse), 3)
         name, given = rung_for(problem, memory.device)
@@ -296,12 +297,9 @@ def _check_places(given: dict[str, Any]) -> None:
             )
 
 
-def _check_devices(arrays: dict[str, DeviceArray], device: gpu.Device) -> None:
-    places = {
-        name: gpu.device_at(array.address) if array.device is None else array.device
-        for name, array in arrays.items()
-        if array.device is not None or array.address
-    }
+def _check_devices(there: dict[str, Any], device: gpu.Device) -> None:
+    found = {name: _place(value) for name, value in there.items()}
+    places = {name: place for name, place in found.items() if place is not None}
     for name, place in places.items():
         if place != places.get("q", place):
             raise ValueError(
@@ -312,6 +310,14 @@ def _check_devices(arrays: dict[str, DeviceArray], device: gpu.Device) -> None:
                 f"{name} lies on GPU {place} but GPU {device.ordinal} is current: make GPU {place} "
                 f"current first"
             )
+
+
+def _place(value: Any) -> int | None:
+    """Number of the device that holds ``value``; None if nothing says where an empty array lies."""
+    if hasattr(value, "__dlpack_device__"):
+        return int(value.__dlpack_device__()[1])
+    address = value.__cuda_array_interface__["data"][0]
+    return gpu.device_at(address) if address else None
 
 
 def _check_dtypes(arrays: dict[str, DeviceArray]) -> None:
@@ -364,10 +370,16 @@ def _fetched(array: DeviceArray, memory: gpu.DeviceMemory) -> NDArray[Any]:
 
 
 def _lifted(array: DeviceArray, ndim: int = 4) -> DeviceArray:
-    """``array`` with leading axes of length 1."""
+    """``array`` with leading axes of length 1, and stride 0 along every axis that is no longer.
+
+    Such an axis may have any stride, even one that no rung could take.
+    """
     missing = ndim - len(array.shape)
     shape, strides = (1,) * missing + array.shape, (0,) * missing + array.strides
-    return array._replace(shape=shape, strides=strides)
+    axes = zip(shape, strides, strict=True)
+    return array._replace(
+        shape=shape, strides=tuple(step if size > 1 else 0 for size, step in axes)
+    )
 
 
 def _spread(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
@@ -380,11 +392,7 @@ def _spread(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
 
 def _is_readable(array: DeviceArray, dtype: np.dtype[Any], width: int) -> bool:
     """Whether a rung that takes addresses can read rows, 16 bytes at once, where they lie."""
-    steps = [
-        step * dtype.itemsize
-        for size, step in zip(array.shape[:3], array.strides[:3], strict=True)
-        if size > 1
-    ]
+    steps = [step * dtype.itemsize for step in array.strides[:3]]
     return (
         array.dtype == dtype
         and array.shape[3] == width
@@ -396,7 +404,7 @@ def _is_readable(array: DeviceArray, dtype: np.dtype[Any], width: int) -> bool:
 def _room(shape: tuple[int, ...], dtype: np.dtype[Any], memory: gpu.DeviceMemory) -> DeviceArray:
     """New contiguous memory, 4-D."""
     _, H, L, D = shape
-    return DeviceArray(memory.empty(shape, dtype), shape, (H * L * D, L * D, D, 1), dtype, None)
+    return DeviceArray(memory.empty(shape, dtype), shape, (H * L * D, L * D, D, 1), dtype)
 
 
 def _copied(

@@ -34,7 +34,6 @@ class DeviceArray(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype[Any]
-    device: int | None
     owner: Any = None
     ready_on: int | None = None
 
@@ -141,7 +140,6 @@ def _from_capsule(name: str, capsule: Any, value: Any) -> DeviceArray:
         shape=shape,
         strides=strides,
         dtype=_dtype(name, tensor.code, tensor.bits, tensor.lanes),
-        device=tensor.device,
         owner=(capsule, value),
     )
 
@@ -160,7 +158,6 @@ def _from_interface(name: str, interface: dict[str, Any], value: Any) -> DeviceA
         shape=shape,
         strides=tuple(step // dtype.itemsize for step in steps),
         dtype=dtype,
-        device=None,
         owner=value,
         ready_on=interface.get("stream"),
     )
