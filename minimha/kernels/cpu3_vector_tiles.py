@@ -259,18 +259,18 @@ def take_tile(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, is_in_reach):
     lanes_exp(S, 0, n, vectors, t.shift, t.total)
     for r in range(lanes):
         panel.l[r] = t.correction[r] * panel.l[r] + t.total[r]
-    is_wild = num_seen < n * rows and has_wild(V_j, n, Dv, t.zeros, t.ones, t.sums)
-    V = tame(V_j, n, Dv, t.V) if is_wild else V_j
+    must_tame = num_seen < n * rows and has_wild(V_j, n, Dv, t.zeros, t.ones, t.sums)
+    V = tame(V_j, n, Dv, t.V) if must_tame else V_j
     tile_product_add(
         V.line, V.start, 1, V.stride, S, 0, lanes, panel.O, 0, lanes, t.correction, Dv, vectors, n
     )  # line 10
-    if is_wild:
+    if must_tame:
         add_wild(panel.O, S, seen, V_j, n, Dv, rows, lanes)
 
 
 @jit
 def has_wild(V_j, n, Dv, zeros, ones, sums):
-    """Whether NaN or infinity is among the values: only they make 0 · v anything but 0.
+    """Whether NaN or infinity is among the values: only they make a product with 0 other than 0.
 
     ``zeros`` are n, ``ones`` a panel's, and ``sums`` is room for Dv numbers.
     """
@@ -281,31 +281,36 @@ def has_wild(V_j, n, Dv, zeros, ones, sums):
         V = V_j.start + d
         tile_product(zeros, 0, 0, 1, V_j.line, V, V_j.stride, sums, d, 0, ones, 1, vectors, n)
         d += vectors * width
-    for x in range(d, Dv):
-        sums[x] = 0
-        for j in range(n):
-            sums[x] += 0 * V_j.line[V_j.start + j * V_j.stride + x]
     found = False
-    for d in range(Dv):
-        found |= sums[d] != 0
+    for x in range(d):
+        found |= sums[x] != 0
+    for x in range(d, Dv):
+        for j in range(n):
+            found |= is_wild(V_j.line[V_j.start + j * V_j.stride + x])
     return found
 
 
 @jit
+def is_wild(number):
+    """Whether it is NaN or infinite; a comparison, since compilers may know what 0 · number is."""
+    return not abs(number) < math.inf
+
+
+@jit
 def is_wild_key(V_j, j, Dv):
-    total = V_j.line.dtype.type(0)
+    found = False
     for d in range(Dv):
-        total += 0 * V_j.line[V_j.start + j * V_j.stride + d]
-    return total != 0
+        found |= is_wild(V_j.line[V_j.start + j * V_j.stride + d])
+    return found
 
 
 @jit
 def tame(V_j, n, Dv, copy):
     """The values with 0 for those of a key that is wild; ``add_wild`` adds these."""
     for j in range(n):
-        is_wild = is_wild_key(V_j, j, Dv)
+        is_tamed = is_wild_key(V_j, j, Dv)
         for d in range(Dv):
-            copy[j * Dv + d] = 0 if is_wild else V_j.line[V_j.start + j * V_j.stride + d]
+            copy[j * Dv + d] = 0 if is_tamed else V_j.line[V_j.start + j * V_j.stride + d]
     return Rows(copy, 0, Dv)
 
 
