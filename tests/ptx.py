@@ -1073,8 +1073,9 @@ def _insert(emulator, words, operands):
         first = np.minimum(team.regs["u32"][start] & 255, bits).astype(np.uint64)
         n = np.minimum(team.regs["u32"][count] & 255, bits).astype(np.uint64)
         ones = np.where(n >= 64, ~np.uint64(0), (np.uint64(1) << n) - np.uint64(1))
-        ones = np.where(first >= 64, np.uint64(0), ones << np.minimum(first, 63))
-        placed = team.regs[kind][value].astype(np.uint64) << np.minimum(first, 63)
+        shift = np.minimum(first, np.uint64(63))
+        ones = np.where(first >= 64, np.uint64(0), ones << shift)
+        placed = team.regs[kind][value].astype(np.uint64) << shift
         kept = team.regs[kind][into].astype(np.uint64) & ~ones
         team.write(team.regs[kind][to], (kept | placed & ones).astype(dtype))
 
@@ -1089,14 +1090,15 @@ def _permute(emulator, words, operands):
 
     def run(team):
         registers = team.regs["u32"]
-        both = registers[high].astype(np.uint64) << 32 | registers[low].astype(np.uint64)
-        value = np.uint64(0)
+        both = [registers[low] >> np.uint32(8 * i) for i in range(4)]
+        both += [registers[high] >> np.uint32(8 * i) for i in range(4)]
+        value = np.uint32(0)
         for i in range(4):
-            choice = (registers[selector] >> np.uint32(4 * i)).astype(np.uint64)
-            byte = both >> ((choice & 7) * 8) & 255
-            byte = np.where(choice & 8, (byte >> 7) * 255, byte)
-            value = value | byte << np.uint64(8 * i)
-        team.write(registers[to], value.astype(np.uint32))
+            choice = registers[selector] >> np.uint32(4 * i)
+            byte = np.choose(choice & np.uint32(7), both) & np.uint32(255)
+            byte = np.where(choice & np.uint32(8), (byte >> np.uint32(7)) * np.uint32(255), byte)
+            value = value | byte << np.uint32(8 * i)
+        team.write(registers[to], value)
 
     return run
 

@@ -78,7 +78,10 @@ def text(trace: Trace, decimals: int, width: int | None, in_color: bool) -> Text
             lines += [Text(), *_printed(step, width)]
     drawn = _drawn(steps)
     if drawn:
-        lines += [Text(), Text("heatmap", "bold"), *_legend(width, in_color), Text()]
+        has_gaps = not all(
+            np.isfinite(step.value[~np.isneginf(step.value)]).all() for _, step in drawn
+        )
+        lines += [Text(), Text("heatmap", "bold"), *_legend(width, in_color, has_gaps), Text()]
         lines += _heatmaps(drawn, width or EXPORT_WIDTH, in_color)
     lines += _pick(steps, decimals, width or EXPORT_WIDTH)
     return Text("\n").join(lines)
@@ -89,6 +92,8 @@ def table(records: Sequence[Mapping[str, str]]) -> Table:
     shown = Table(
         *records[0], box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold"
     )
+    shown.columns[0].no_wrap = True  # a name, which may be typed elsewhere
+    shown.columns[0].overflow = "ignore"
     for record in records:
         shown.add_row(*record.values())
     return shown
@@ -118,13 +123,14 @@ def busy(stream: IO[str], doing: str) -> Iterator[None]:
 @contextmanager
 def progress(stream: IO[str], steps: int) -> Iterator[Callable[[str], None]]:
     """A bar on a terminal that is told what comes next, ``steps`` times; gone at the end."""
+    console = Console(file=stream, markup=False, highlight=False)
+    if not console.is_terminal:  # where older rich ends even a bar that is disabled with a newline
+        yield lambda doing: None
+        return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(file=stream, markup=False, highlight=False)
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=steps, completed=-1)
 
         def advance(doing: str) -> None:
@@ -312,11 +318,12 @@ def _pick(steps: Sequence[Step], decimals: int, width: int) -> list[Text]:
     return [*lines, Text(" " * (INDENT + margin + length) + total)]
 
 
-def _legend(width: int | None, in_color: bool) -> list[Text]:
+def _legend(width: int | None, in_color: bool, has_gaps: bool) -> list[Text]:
     scale = (
         "Darker is more" if in_color else f"Blank is least, then {SHADES[1:-1]}, {SHADES[-1]} most"
     )
-    words = f"{scale}; × is hidden: score -∞, weight 0. Rows are queries, columns keys."
+    gap = " ? is infinite or not a number." if has_gaps else ""
+    words = f"{scale}; × is hidden: score -∞, weight 0.{gap} Rows are queries, columns keys."
     return _paragraph(words, width)
 
 
