@@ -6,6 +6,8 @@ try:
     from minimha.cli import main
 except ModuleNotFoundError as missing:
     sys.exit(f"minimha: {missing.name} is not installed for {sys.executable}: pip install .")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -282,7 +282,7 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, help="(text, or by the ending of --output)")
     parser.add_argument(
-        "--output", metavar="PATH", help="write a file (csv: a folder, one file a step)"
+        "--output", metavar="PATH", help="write a file; csv writes a folder of steps"
     )
     parser.add_argument("--force", action="store_true", help="replace what --output names")
 
@@ -568,6 +568,12 @@ def run_attend(args: argparse.Namespace) -> None:
     if problem.get("backend", "auto") in ("auto", *TAPPED):
         attention(**problem, tap=trace)
     else:  # a kernel keeps no steps; its results can be shown beside the others' all the same
+        backend, results = problem["backend"], ("output", "lse")
+        if not set(args.only) <= set(results):
+            raise ValueError(
+                f"backend {backend!r} keeps no steps, so --only can name {' and '.join(results)} "
+                f"alone: {' and '.join(TAPPED)} keep every step"
+            )
         with render.busy(sys.stderr, "preparing the kernel, which is compiled once on a machine"):
             output, lse = attention(**{**problem, "return_lse": True})
         trace("output", output)
@@ -623,10 +629,12 @@ def deliver_numbers(
 def _format(args: argparse.Namespace, only_to_disk: Sequence[str]) -> str:
     ending = os.path.splitext(args.output or "")[1].lower()
     kind: str | None = args.format or SUFFIXES.get(ending)
+    if kind is None and ending == ".csv" and "csv" not in only_to_disk:
+        kind = "csv"
     if kind is None:
         raise ValueError(
             f"--output {args.output} ends in {ending!r}, which names no format: add --format, one "
-            f"of {', '.join(FORMATS)} (csv writes a folder)"
+            f"of {', '.join(FORMATS)} (csv writes a folder of steps)"
         )
     if kind in only_to_disk and args.output is None:
         what = "a folder" if kind == "csv" else "a file"

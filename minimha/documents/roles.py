@@ -69,7 +69,7 @@ def _example(
 
     readings = {
         f"weights, head {h}": f"{head.name.capitalize()}: {head.reading}."
-        + SPREAD * (head.offsets is None)
+        + SPREAD * _has_query_of_zeros(head, grammar)
         for h, head in enumerate(heads)
     }
     return Example(
@@ -85,6 +85,14 @@ def _example(
             "output": "One column a head: the number of the token that it reads, or an average.",
             **readings,
         },
+    )
+
+
+def _has_query_of_zeros(head: Head, grammar: Mapping[str, str]) -> bool:
+    """Whether some word sets none of the columns with which the head's queries ask."""
+    asking = {column for column, _ in head.asks}
+    return head.offsets is None and any(
+        asking.isdisjoint(kinds.split()) for kinds in grammar.values()
     )
 
 

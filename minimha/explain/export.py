@@ -218,7 +218,7 @@ def _unknown_characters(text: str) -> str:
 
 
 LATEX_PREAMBLE = r"""\documentclass{article}
-\usepackage{amsmath,graphicx,iftex}
+\usepackage{amsmath,graphicx,iftex,longtable}
 \ifPDFTeX
 \usepackage[utf8]{inputenc}
 \usepackage[T1]{fontenc}
@@ -272,8 +272,8 @@ def _table_as_latex(records: Sequence[Mapping[str, str]]) -> str:
     rows = _rows(records)
     column = rf"p{{{0.9 / len(rows[0]):.2f}\linewidth}}"
     lines = " \\\\\n".join(" & ".join(map(_latex, row)) for row in rows)
-    start = rf"\begin{{tabular}}{{{column * len(rows[0])}}}"
-    return _latex_document(f"{start}\n{lines}\n\\end{{tabular}}")
+    start = rf"\begin{{longtable}}{{{column * len(rows[0])}}}"  # which goes on on the next page
+    return _latex_document(f"{start}\n{lines}\n\\end{{longtable}}")
 
 
 def _table_as_csv(records: Sequence[Mapping[str, str]]) -> str:

@@ -165,9 +165,7 @@ class Trace:
         if unknown:
             stages = (re.sub(r"\[[^=]*\]", "", name) for name in self)  # the base chooses all
             shown = dict.fromkeys(re.sub(r"=\d+", "=…", name) for name in stages)
-            raise ValueError(
-                f"no step {unknown[0]!r} in this example: its steps are {', '.join(shown)}"
-            )
+            raise ValueError(f"no step {unknown[0]!r} here: the steps are {', '.join(shown)}")
         return [
             step
             for name in self

@@ -113,7 +113,7 @@ def test_only_takes_names_with_or_without_their_block():
     assert list(trace.arrays) == ["S[i=0,j=0]", "output"]
     trace.only = ["softmax"]
     with pytest.raises(
-        ValueError, match=r"no step 'softmax' in this example: its steps are Q\[i=…\], K\[i=…,j=…\]"
+        ValueError, match=r"no step 'softmax' here: the steps are Q\[i=…\], K\[i=…,j=…\]"
     ):
         _ = trace.steps
 
