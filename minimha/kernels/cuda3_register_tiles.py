@@ -27,7 +27,14 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cuda_entry import ADDRESSES, Arguments, Launch, padded_width
+from minimha.kernels.cuda_entry import (
+    ADDRESSES,
+    Arguments,
+    Launch,
+    check_alignment,
+    padded_width,
+    too_wide,
+)
 from minimha.kernels.cuda_functions import device, key_range, sees
 from minimha.kernels.ptx import (
     ex2_approx,
@@ -48,7 +55,6 @@ from minimha.kernels.ptx import (
     st_shared_v4_f32,
 )
 
-WIDEST = 256
 THREADS = 64
 ROWS = 8  # of scores and of O that a thread owns
 LOG2_E = math.log2(math.e)
@@ -101,10 +107,7 @@ def unsupported(problem: Problem) -> str | None:
     """Return why this rung cannot take ``problem``, or None."""
     if problem.dtype != np.float32:
         return f"register tiles are made for float32, and q, k, v are {problem.dtype}"
-    width = padded_width(problem)
-    if width > WIDEST:
-        return f"heads are {width} wide: beyond {WIDEST} O does not fit into the registers"
-    return None
+    return too_wide(problem)
 
 
 def launches(
@@ -117,13 +120,7 @@ def launches(
     ValueError
         Rows of q, k, v or O do not begin at multiples of 16 bytes.
     """
-    for name in ("q", "k", "v", "O"):
-        address, *strides = getattr(arguments, name)
-        if address % 16 or any(stride % 4 for stride in strides):
-            raise ValueError(
-                f"{name} begins at {address:#x} with strides {tuple(strides)}: expected rows that "
-                f"begin at multiples of 16 bytes, because they are read 16 bytes at a time"
-            )
+    check_alignment(arguments, 4)
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
         return []

@@ -32,7 +32,14 @@ import numpy as np
 from numba import cuda, types
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cuda_entry import ADDRESSES, Arguments, Launch, Rows, padded_width
+from minimha.kernels.cuda_entry import (
+    ADDRESSES,
+    Arguments,
+    Launch,
+    check_alignment,
+    padded_width,
+    too_wide,
+)
 from minimha.kernels.cuda_functions import device, key_range
 from minimha.kernels.ptx import (
     afresh,
@@ -67,7 +74,6 @@ from minimha.kernels.ptx import (
     st_shared_v4_u32,
 )
 
-WIDEST = 256
 WARPS = 4
 THREADS = 32 * WARPS
 LOG2_E = math.log2(math.e)
@@ -124,10 +130,7 @@ def unsupported(problem: Problem) -> str | None:
     """Return why this rung cannot take ``problem``, or None."""
     if problem.dtype.name not in BITS:
         return f"tensor cores take float16 and bfloat16 here, and q, k, v are {problem.dtype}"
-    width = padded_width(problem)
-    if width > WIDEST:
-        return f"heads are {width} wide: beyond {WIDEST} O does not fit into the registers"
-    return None
+    return too_wide(problem)
 
 
 def blocks(made_for: Variant) -> tuple[int, int]:
@@ -174,8 +177,7 @@ def launches(
     ValueError
         Rows of q, k, v or O do not begin at multiples of 16 bytes.
     """
-    for name in ("q", "k", "v", "O"):
-        _check_alignment(name, getattr(arguments, name))
+    check_alignment(arguments, 2)
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
         return []
@@ -189,14 +191,6 @@ def launches(
         registers=255,
     )
     return [(launch, arguments)]
-
-
-def _check_alignment(name: str, rows: Rows) -> None:
-    if rows.address % 16 or any(stride % 8 for stride in rows[1:]):
-        raise ValueError(
-            f"{name} begins at {rows.address:#x} with strides {rows[1:]}: expected rows that begin "
-            f"at multiples of 16 bytes, which is what cp.async copies"
-        )
 
 
 @cache

@@ -29,10 +29,9 @@ from numba import cuda, float32, int32, int64, types, uint32, uint64
 
 from minimha.equations.problem import Problem
 from minimha.kernels import ptx
-from minimha.kernels.cuda_entry import ADDRESSES, Arguments, Launch, padded_width
+from minimha.kernels.cuda_entry import ADDRESSES, Arguments, Launch, padded_width, too_wide
 from minimha.kernels.cuda_functions import device, key_range
 
-WIDEST = 256
 WARPS = 2  # in a block: fewer waste less of the registers
 WARPS_A_MULTIPROCESSOR = 16  # splits are as many as give each multiprocessor so many warps
 SPLIT = 64  # keys of a split at least: less is not worth a merge
@@ -91,11 +90,7 @@ def unsupported(problem: Problem) -> str | None:
     """Return why this rung cannot take ``problem``, or None."""
     if problem.dtype.itemsize > 4:
         return "q, k and v are float64: GPU kernels take float32, float16 and bfloat16"
-    if padded_width(problem) > WIDEST:
-        return (
-            f"heads are {padded_width(problem)} wide: at most {WIDEST} fit the registers of a warp"
-        )
-    return None
+    return too_wide(problem)
 
 
 def launches(

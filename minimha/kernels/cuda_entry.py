@@ -29,6 +29,8 @@ from numpy.typing import DTypeLike, NDArray
 from minimha.equations.problem import Problem
 from minimha.kernels import entry
 
+WIDEST = 256  # numbers of a row of O that a rung can keep in registers
+
 
 class Rows(NamedTuple):
     """Rows of D contiguous numbers: batch, head and row strides in elements."""
@@ -165,6 +167,31 @@ class Memory(Protocol):
 def padded_width(problem: Problem) -> int:
     """The one width that queries, keys and values are given in ``place``: a multiple of 16."""
     return -(-int(max(problem.q.shape[3], problem.v.shape[3])) // 16) * 16
+
+
+def too_wide(problem: Problem) -> str | None:
+    """Why a rung that keeps whole rows of O in registers cannot take ``problem``, or None."""
+    width = padded_width(problem)
+    if width > WIDEST:
+        return f"heads are {width} wide: beyond {WIDEST} O does not fit into the registers"
+    return None
+
+
+def check_alignment(arguments: Arguments, itemsize: int) -> None:
+    """Refuse rows of q, k, v or O that cannot be read 16 bytes at a time.
+
+    Raises
+    ------
+    ValueError
+        They do not begin at multiples of 16 bytes.
+    """
+    for name in ("q", "k", "v", "O"):
+        address, *strides = getattr(arguments, name)
+        if address % 16 or any(stride * itemsize % 16 for stride in strides):
+            raise ValueError(
+                f"{name} begins at {address:#x} with strides {tuple(strides)}: expected rows that "
+                f"begin at multiples of 16 bytes, because they are read 16 bytes at a time"
+            )
 
 
 def in_parts(width: int, widest: int) -> tuple[int, int]:

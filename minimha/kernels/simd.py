@@ -738,11 +738,12 @@ def dot_products_plain(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, dep
             C[c + g * c_row + r] = total
 
 
-def _weigh_in_order(queries, keys):
+def _weigh(queries, keys):
     """Primitive: O += P V for ``queries`` rows of O, ``keys`` whole rows of V at a time.
 
-    The weights stay in registers while the rows of V pass in memory's order; O's are loaded and
-    stored once for all the keys. ``columns`` are in whole vectors, ``depth`` is divisible by keys.
+    The weights stay in registers while the rows of V pass side by side, asked for in memory's
+    order; O's are loaded and stored once for all the keys. ``columns`` are in whole vectors,
+    ``depth`` is divisible by keys.
     """
 
     @intrinsic
@@ -796,7 +797,7 @@ def _weigh_in_order(queries, keys):
     return weigh
 
 
-_weigh_4, _weigh_2, _weigh_1 = (_weigh_in_order(queries, 4) for queries in (4, 2, 1))
+_weigh_4, _weigh_2, _weigh_1 = (_weigh(queries, 4) for queries in (4, 2, 1))
 
 
 @numba.njit(fastmath=FASTMATH)
