@@ -10,14 +10,14 @@ from numpy.typing import ArrayLike
 
 from minimha.equations.problem import Problem, flag
 from minimha.equations.tap import Tap, no_tap
-from minimha.kernels.presence import is_device_array, reason_without_cuda
+from minimha.kernels.cuda.availability import is_device_array, reason_without_cuda
 
 # Imported when used: numba, which the kernels need, takes longer to import than a toy takes to run.
 BACKENDS = {
     "dense": "minimha.equations.dense",
     "tiled": "minimha.equations.tiled",
-    "cpu": "minimha.kernels.cpu",
-    "cuda": "minimha.kernels.cuda",
+    "cpu": "minimha.kernels.cpu.backend",
+    "cuda": "minimha.kernels.cuda.backend",
 }
 TAPPED = ("dense", "tiled")  # those whose steps can be tapped
 WORTH_COMPILING = 1 << 26  # products: there the dense backend needs some milliseconds

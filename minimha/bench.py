@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from minimha import attention
 from minimha.equations.problem import Problem
-from minimha.kernels import FEW_QUERIES, LADDER
+from minimha.kernels.ladder import FEW_QUERIES, LADDER
 from minimha.peers import Inputs, Peer, load, peers
 
 OURS = "minimha"
@@ -132,7 +132,7 @@ SHAPES = (
     Shape(1, 8, 8, 1, 65536, 64),
 )
 LADDER_SHAPE = Shape(1, 4, 4, 512, 512, 64)
-LADDER_NORM = "cpu4_parallel"  # the rung that the others' ratios are to
+LADDER_NORM = "cpu.rung4_parallel"  # the rung that the others' ratios are to
 
 
 @dataclass(frozen=True)
@@ -407,7 +407,7 @@ def picture(records: Sequence[Record]) -> bytes:
 @contextmanager
 def _workers(threads: int | None) -> Iterator[int]:
     """Let the kernels use so many threads meanwhile."""
-    from minimha.kernels.threads import num_workers, set_workers
+    from minimha.kernels.cpu.threads import num_workers, set_workers
 
     before = num_workers()
     set_workers(threads or before)
@@ -433,7 +433,7 @@ def _problem(inputs: Inputs) -> Problem:
 def _machine(shape: Shape) -> Callable[[], Any]:
     """What the machine is measured by: reading memory for a decode shape, else a product."""
     if shape.is_decode:
-        from minimha.kernels.rates import read
+        from minimha.kernels.cpu.rates import read
 
         numbers = np.ones(STREAM, np.float32)
         return lambda: read(numbers)

@@ -313,7 +313,7 @@ def run_backends(args: argparse.Namespace) -> None:
 
 def run_kernels(args: argparse.Namespace) -> None:
     """List the rungs, or what ptxas says of the CUDA rungs."""
-    from minimha.kernels import CUDA_LADDER, LADDER
+    from minimha.kernels.ladder import CUDA_LADDER, LADDER
 
     known = CUDA_LADDER if args.ptx else LADDER | CUDA_LADDER
     for name in args.rung:
@@ -328,16 +328,16 @@ def run_kernels(args: argparse.Namespace) -> None:
             "numba-cuda, which compiles the CUDA rungs, is not installed: "
             "pip install 'minimha[cuda]'"
         )
-    from minimha.kernels import assembled
+    from minimha.kernels.cuda import ptxas
 
-    if assembled.ptxas() is None:
+    if ptxas.ptxas() is None:
         print(
             "minimha: ptxas is not found, so registers, stack and spill are not known; it comes "
             "with the CUDA toolkit",
             file=sys.stderr,
         )
     with render.busy(sys.stderr, "compiling the CUDA rungs"):
-        found = [record._asdict() for record in assembled.assembled(tuple(rungs))]
+        found = [record._asdict() for record in ptxas.assembled(tuple(rungs))]
     rows = [
         {name: "-" if value is None else str(value) for name, value in record.items()}
         for record in found

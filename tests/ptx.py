@@ -60,7 +60,7 @@ class PTXError(Exception):
 
 
 class Arena:
-    """Global memory, a ``cuda_entry.Memory``: arrays with gaps that may not be touched."""
+    """Global memory, a ``arguments.Memory``: arrays with gaps that may not be touched."""
 
     def __init__(self):
         self.data = np.zeros(1 << 20, np.uint8)
@@ -1682,7 +1682,7 @@ def ptx_of(launch, cc=(9, 0)):
 
 @cache
 def _ptx(kernel, cc):
-    from minimha.kernels import cuda_entry
+    from minimha.kernels.cuda import arguments as cuda_entry
 
     return cuda_entry.ptx(kernel, cc)
 
@@ -1695,7 +1695,7 @@ def forward(module, problem, order=None, *, change=None, cc=(9, 0)):
 
     ``order`` is that of ``Emulator.run``; ``change`` is applied to the PTX before it is read.
     """
-    from minimha.kernels import cuda_entry
+    from minimha.kernels.cuda import arguments as cuda_entry
 
     memory = Arena()
     arguments = cuda_entry.place(problem, memory)

@@ -20,7 +20,7 @@ from problems import (
 from minimha import attention
 from minimha.equations import dense, tiled
 from minimha.equations.problem import Problem
-from minimha.kernels import LADDER
+from minimha.kernels.ladder import LADDER
 
 EQUATIONS = ("dense", "tiled")
 BACKENDS = (*EQUATIONS, *LADDER)

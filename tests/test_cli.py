@@ -144,10 +144,12 @@ def test_decimals_and_only(run):
 
 def test_kernels_lists_both_ladders(run):
     rungs = {r["rung"]: r for r in json.loads(shown(run, "kernels --format json"))}
-    assert {"cpu1_rows", "cpu5_decode", "cuda1_rows", "cuda2_tiles"} <= set(rungs)
-    assert rungs["cpu2_tiles"]["measured"].startswith("6 × rung 1")
-    only = json.loads(shown(run, "kernels --rung cpu5_decode --format json"))
-    assert [r["rung"] for r in only] == ["cpu5_decode"]
+    assert {"cpu.rung1_rows", "cpu.rung5_decode", "cuda.rung1_rows", "cuda.rung2_tiles"} <= set(
+        rungs
+    )
+    assert rungs["cpu.rung2_tiles"]["measured"].startswith("6 × rung 1")
+    only = json.loads(shown(run, "kernels --rung cpu.rung5_decode --format json"))
+    assert [r["rung"] for r in only] == ["cpu.rung5_decode"]
 
 
 @pytest.mark.skipif(bool(find_spec("numba_cuda")), reason="numba-cuda is installed")
@@ -159,7 +161,7 @@ def test_what_ptxas_says_needs_numba_cuda(run):
 
 @pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
 def test_what_ptxas_says(run):
-    records = json.loads(shown(run, "kernels --ptx --rung cuda1_rows --format json"))
+    records = json.loads(shown(run, "kernels --ptx --rung cuda.rung1_rows --format json"))
     assert {(r["arch"], r["dtype"], r["head_dim"]) for r in records} >= {
         ("sm_80", "float32", 64), ("sm_90", "float32", 128),
     }  # fmt: skip
@@ -538,8 +540,8 @@ BAD_LINES = [
     ("example --heads 0", "argument --heads: expected a whole number of at least 1, came '0'"),
     ("example --tokens 5 --seed -1", "expected a whole number of at least 0, came '-1'"),
     ("example --decimals 40", "expected a whole number from 0 to 17, came '40'"),
-    ("kernels --rung nope", "no rung 'nope' here: there are cpu1_rows"),
-    ("kernels --ptx --rung cpu1_rows", "no rung 'cpu1_rows' here: there are cuda1_rows"),
+    ("kernels --rung nope", "no rung 'nope' here: there are cpu.rung1_rows"),
+    ("kernels --ptx --rung cpu.rung1_rows", "there are cuda.rung1_rows"),
     ("example nope", "no example 'nope': there are 000, 001"),
     ("example translation --heads 2", "--heads cannot change example translation, whose numbers"),
     ("example 000 --rope", "--rope cannot change example 000"),

@@ -1,0 +1,1 @@
+"""CPU kernels: numba on vector registers and every core."""

@@ -1,0 +1,66 @@
+"""CPU rung 1, rows: one query at a time, one key at a time, with the online softmax.
+
+Algorithm 1 of FlashAttention-2 with blocks of one row and one key: nothing but the query's own
+maximum m, sum l and output O is kept, so the memory needed does not grow with the sequence. Plain
+scalar loops: each product of two rows is a loop of its own, and each score waits for the one
+before it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.problem import Problem
+from minimha.kernels.cpu.kernel import jit, kernel
+from minimha.kernels.cpu.scores import final_score, head_of, is_seen
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Return why this rung cannot take ``problem``: it takes all, so None."""
+    return None
+
+
+def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
+    """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
+    return rows(problem)
+
+
+@kernel()
+def rows(q, k, v, mask, bias, o, O, L):
+    B, H, Lq, _ = q.shape
+    for b in range(B):
+        for h in range(H):
+            for i in range(Lq):
+                L[b, h, i] = row(q, k, v, mask, bias, o, O, b, h, i)
+
+
+@jit
+def row(q, k, v, mask, bias, o, O, b, h, i):
+    """Write O[b, h, i] and return L[b, h, i]."""
+    kv = h // (q.shape[1] // k.shape[1])
+    D, Dv = q.shape[3], v.shape[3]
+    m = float(o.sinks[h])
+    l = 0.0 if m == -math.inf else 1.0
+    O_i, head = np.zeros(Dv), head_of(o, b, h)
+    for j in range(k.shape[2]):
+        if not is_seen(mask, bias, head, b, h, i, j):
+            continue
+        s = 0.0
+        for d in range(D):
+            s += q[b, h, i, d] * k[b, kv, j, d]
+        s = final_score(s, bias, head, b, h, i, j)  # line 8
+        m_old = m
+        if s > m:
+            m = s
+        shift = 0.0 if m == -math.inf else m
+        correction, p = math.exp(m_old - shift), math.exp(s - shift)  # line 9
+        l = correction * l + p
+        for d in range(Dv):  # line 10
+            O_i[d] = correction * O_i[d] + p * v[b, kv, j, d]
+    for d in range(Dv):  # line 12
+        O[b, h, i, d] = O_i[d] / l if l != 0 else 0.0
+    return m + math.log(l) if l != 0 else -math.inf  # line 13

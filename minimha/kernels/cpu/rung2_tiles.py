@@ -1,0 +1,89 @@
+"""CPU rung 2, tiles: B_r queries against B_c keys at a time, as Algorithm 1 is printed.
+
+A block of keys is read once for B_r queries instead of once a query, and a row is rescaled once a
+block instead of once a key. The products are plain loops over small arrays that stay in the cache;
+the loop over d is the inner one, so that LLVM can make vectors of it.
+
+Measured: 6 × as fast as rung 1 (4 heads, 512 tokens, width 64; AMD EPYC, 2026-11-21).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.problem import Problem
+from minimha.kernels.cpu.kernel import jit, kernel
+from minimha.kernels.cpu.scores import bend_tile, see_tile
+
+B_R, B_C = 64, 64
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Return why this rung cannot take ``problem``: it takes all, so None."""
+    return None
+
+
+def forward(
+    problem: Problem, *, B_r: int = B_R, B_c: int = B_C
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
+    return tiles(problem, B_r, B_c)
+
+
+@kernel(num_sizes=2)
+def tiles(q, k, v, mask, bias, o, O, L, B_r, B_c):
+    B, H, Lq, _ = q.shape
+    for b in range(B):
+        for h in range(H):
+            for i0 in range(0, Lq, B_r):  # line 3
+                row_block(q, k, v, mask, bias, o, O, L, b, h, i0, min(B_r, Lq - i0), B_c)
+
+
+@jit
+def row_block(q, k, v, mask, bias, o, O, L, b, h, i0, rows, B_c):
+    """Lines 4 to 15: write O and L of the queries i0 to i0 + rows."""
+    kv = h // (q.shape[1] // k.shape[1])
+    D, Lk, Dv = q.shape[3], k.shape[2], v.shape[3]
+    zero, lowest = O.dtype.type(0), O.dtype.type(-math.inf)
+    Q_i = np.ascontiguousarray(q[b, h, i0 : i0 + rows])  # line 4
+    m = np.full(rows, o.sinks[h])  # line 5
+    l = np.where(m == lowest, 0.0, 1.0)  # float64: a long sum of numbers that are all positive
+    O_i = np.zeros((rows, Dv), O.dtype)
+    S, biases = np.empty((2, B_c * rows), O.dtype)  # key j and query r meet at j · rows + r
+    seen = np.empty(B_c * rows, np.uint8)
+    for j0 in range(0, Lk, B_c):  # line 6
+        n = min(B_c, Lk - j0)
+        K_j = np.ascontiguousarray(k[b, kv, j0 : j0 + n])  # line 7
+        V_j = np.ascontiguousarray(v[b, kv, j0 : j0 + n])
+        see_tile(mask, bias, o, b, h, i0, rows, j0, n, rows, False, seen, biases)
+        for j in range(n):  # line 8
+            for r in range(rows):
+                s = zero
+                for d in range(D):
+                    s += Q_i[r, d] * K_j[j, d]
+                S[j * rows + r] = o.scale * s
+        bend_tile(S, bias, biases, o, b, h, i0, j0, n, rows)
+        for r in range(rows):
+            m_old = m[r]
+            for x in range(r, n * rows, rows):
+                if seen[x] and S[x] > m[r]:
+                    m[r] = S[x]
+            shift = zero if m[r] == lowest else m[r]
+            correction = math.exp(m_old - shift)  # line 9
+            l[r] *= correction
+            for d in range(Dv):
+                O_i[r, d] *= correction
+            for j in range(n):  # line 10
+                if seen[j * rows + r]:
+                    p = math.exp(S[j * rows + r] - shift)
+                    l[r] += p
+                    for d in range(Dv):
+                        O_i[r, d] += p * V_j[j, d]
+    for r in range(rows):
+        for d in range(Dv):  # line 12
+            O[b, h, i0 + r, d] = O_i[r, d] / l[r] if l[r] != 0 else zero
+        L[b, h, i0 + r] = m[r] + math.log(l[r]) if l[r] != 0 else lowest  # line 13

@@ -1,0 +1,111 @@
+"""What the options do to scores, for every CPU rung: one score at a time, or a tile of them.
+
+The order is that of the equations: scaled → capped → biased → masked. Who sees whom is decided by
+``minimha.equations.visibility``, compiled here as it stands.
+
+A tile is transposed: row j holds key j0 + j against one panel of queries, a query a lane, so that
+every step of the softmax goes down the lanes and none across them. S[j · lanes + r] belongs to
+query i0 + r; lanes from ``rows`` on are padding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from minimha.equations import visibility
+from minimha.kernels import score
+from minimha.kernels.cpu.kernel import glue, jit
+from minimha.kernels.cpu.simd import flat, soft_cap, transpose
+
+sees = jit(visibility.sees)
+key_range = jit(visibility.key_range)
+query_range = jit(visibility.query_range)
+head_of = jit(score.head_of)
+is_hidden = glue(score.is_hidden)
+final_score = glue(score.final_score)
+
+
+@glue
+def is_seen(mask, bias, head, b, h, i, j):
+    """May query i of head h see key j?"""
+    if not sees(i, j, head.offset, head.left, head.right, head.length):
+        return False
+    return not is_hidden(mask, bias, b, h, i, j)
+
+
+@jit
+def bends(bias, o):
+    """Whether a scaled score is not final yet."""
+    return o.softcap != 0 or bias.size > 0 or o.slopes.size > 0
+
+
+@jit
+def tile_of(X, b, h, i0, rows, j0, n, lanes, tile):
+    """Write X[b, h, i0 : i0 + rows, j0 : j0 + n] into ``tile``, a key a row and a query a lane."""
+    offset = b * X.strides[0] + h * X.strides[1] + i0 * X.strides[2] + j0 * X.strides[3]
+    size = X.itemsize
+    if X.strides[3] == size and X.strides[2] % size == 0 and offset % size == 0:
+        line = flat(X, offset // size)
+        transpose(line, 0, X.strides[2] // size, tile, 0, lanes, rows, n)
+    else:
+        for r in range(rows):
+            for j in range(n):
+                tile[j * lanes + r] = X[b, h, i0 + r, j0 + j]
+
+
+@glue
+def see_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_in_reach, seen, biases):
+    """Mark in ``seen`` which lanes see which of n keys; return how many pairs do.
+
+    ``is_in_reach`` says that causality, window and length hide nothing here. The tile's biases are
+    left in ``biases``.
+    """
+    size, count = n * lanes, 0
+    if mask.size:
+        tile_of(mask, b, h, i0, rows, j0, n, lanes, seen)
+    else:
+        for x in range(size):
+            seen[x] = 1
+    if bias.size:
+        lowest = biases.dtype.type(-math.inf)
+        tile_of(bias, b, h, i0, rows, j0, n, lanes, biases)
+        for x in range(size):
+            seen[x] &= biases[x] != lowest
+    if not is_in_reach:
+        for j in range(n):
+            start, stop = query_range(j0 + j, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
+            low = np.int32(min(max(start - i0, 0), lanes))
+            high = np.int32(min(max(stop - i0, 0), lanes))
+            for r in range(np.int32(lanes)):
+                seen[j * lanes + r] &= (low <= r) & (r < high)
+    if rows < lanes:
+        for j in range(n):
+            for r in range(rows, lanes):
+                seen[j * lanes + r] = 0
+    for x in range(size):
+        count += seen[x]
+    return count
+
+
+@glue
+def bend_tile(S, bias, biases, o, b, h, i0, j0, n, lanes):
+    """Cap and bias a scaled tile of n keys; ``biases`` are those of ``see_tile``."""
+    if o.softcap:
+        soft_cap(S, 0, n * lanes, o.softcap)
+    if bias.size:
+        for x in range(n * lanes):
+            S[x] += biases[x]
+    if o.slopes.size:
+        for j in range(n):
+            first = i0 + o.q_offset[b] - (j0 + j)
+            for r in range(lanes):
+                S[j * lanes + r] -= o.slopes[h] * S.dtype.type(abs(first + r))
+
+
+@glue
+def hide(S, seen, size):
+    """Put -inf where a query does not see the key."""
+    for x in range(size):
+        S[x] = S[x] if seen[x] else S.dtype.type(-math.inf)

@@ -1,0 +1,115 @@
+"""Copies on the GPU, for arrays that a rung cannot read where they lie.
+
+One number a thread: from any strides to any strides, from one floating dtype to another, with 0
+where the copy is wider than the original.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda, float32, float64, int32, types, uint16, uint32
+from numba.cuda import libdevice
+
+from minimha.kernels.cuda.arguments import ArrayAt, Launch
+from minimha.kernels.cuda.functions import device
+
+THREADS = 256
+STORED = {
+    "float16": types.float16,
+    "bfloat16": types.uint16,
+    "float32": types.float32,
+    "float64": types.float64,
+}
+HIGHEST = float(np.finfo(np.float32).max)
+
+
+def copying(
+    source: ArrayAt, source_dtype: np.dtype[Any], target: ArrayAt, target_dtype: np.dtype[Any]
+) -> tuple[Launch, tuple[Any, ...]]:
+    """The launch that fills ``target`` (4-D) from ``source``, which is as long but for its width.
+
+    A finite float64 beyond float32's range becomes the largest float32, as at the door.
+    """
+    signature = tuple(
+        types.Array(STORED[dtype.name], 4, "A") for dtype in (source_dtype, target_dtype)
+    )
+    blocks = -(-target.size // THREADS)
+    function = kernel(source_dtype.name, target_dtype.name)
+    return Launch(function, signature, (blocks, 1, 1), THREADS), (source, target)
+
+
+@cache
+def kernel(source: str, target: str) -> Callable[..., None]:
+    """The kernel for these dtypes."""
+    read, write = READ[source], WRITE[target]
+
+    def copies(x, y):
+        t = cuda.grid(1)
+        if t >= y.size:
+            return
+        d = t % y.shape[3]
+        row = t // y.shape[3]
+        i = row % y.shape[2]
+        h = row // y.shape[2] % y.shape[1]
+        b = row // y.shape[2] // y.shape[1]
+        if d < x.shape[3]:
+            y[b, h, i, d] = write(read(x[b, h, i, d]))
+        else:
+            y[b, h, i, d] = write(float32(0))
+
+    return copies
+
+
+@device
+def same(x):
+    return x
+
+
+@device
+def widened(x):
+    return float32(x)
+
+
+@device
+def from_bfloat16(x):
+    return libdevice.int_as_float(int32(uint32(x) << uint32(16)))
+
+
+@device
+def to_float16(x):
+    return types.float16(x)
+
+
+@device
+def to_bfloat16(x):
+    """Rounded to the nearest, ties to even; NaN stays NaN."""
+    bits = uint32(libdevice.float_as_int(float32(x)))
+    if x != x:
+        return uint16(0x7FC0)
+    return uint16((bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16))
+
+
+@device
+def to_float32(x):
+    if abs(x) < math.inf:
+        return float32(min(max(x, -HIGHEST), HIGHEST))
+    return float32(x)
+
+
+@device
+def to_float64(x):
+    return float64(x)
+
+
+READ = {"float16": widened, "bfloat16": from_bfloat16, "float32": same, "float64": same}
+WRITE = {
+    "float16": to_float16,
+    "bfloat16": to_bfloat16,
+    "float32": to_float32,
+    "float64": to_float64,
+}

@@ -1,0 +1,298 @@
+"""The device's side: which GPU, its memory, its streams, and starting a ``Launch`` there.
+
+numba compiles kernels to PTX, the very text that is tested without a GPU; everything else is asked
+of CUDA's driver by its own names (CUDA Driver API), through ``cuda.bindings``. No attribute of
+numba's that is not documented is touched, and a launch costs one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from cuda.bindings import driver
+from cuda.core import Program, ProgramOptions
+from numba import types
+from numpy.typing import DTypeLike, NDArray
+
+from minimha.kernels.cuda.arguments import ArrayAt, Launch, ptx, unrepeated
+
+ALIGNMENT = 256  # that of every allocation's start, and of each array that is put with others
+KEPT = 64 << 20  # bytes that stay reserved between calls
+DEFAULT_STREAMS = (0, 1, 2)  # the legacy and the thread's default stream belong to any device
+FORMATS = {
+    types.boolean: "B7x",
+    types.int32: "i4x",
+    types.int64: "q",
+    types.uint64: "Q",
+    types.float32: "f4x",
+    types.float64: "d",
+}  # a parameter of a kernel, in a slot of eight bytes
+DYNAMIC_SHARED = 48 << 10  # bytes of shared memory above which the driver wants to be asked
+
+
+class DeviceError(RuntimeError):
+    """The driver refused or failed; its own words."""
+
+
+class Device(NamedTuple):
+    """A GPU: its number, its size, and the pool that memory is taken from."""
+
+    ordinal: int
+    cc: tuple[int, int]
+    multiprocessors: int
+    shared: int  # bytes that a block may have
+    pool: Any
+    context: int
+
+
+def call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
+    """Call a function of the driver and return its result.
+
+    Raises
+    ------
+    DeviceError
+        With the driver's name for the failure.
+    """
+    status, *results = function(*arguments)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise _failure(function.__name__, status)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _failure(name: str, status: Any) -> DeviceError:
+    _, text = driver.cuGetErrorString(status)
+    reason = text.decode() if text else "no description"
+    return DeviceError(f"{name} failed on the GPU: {status.name}, {reason}")
+
+
+def current() -> Device:
+    """The device that is current in this thread; the first, made current, if none is."""
+    call(driver.cuInit, 0)
+    status, handle = driver.cuCtxGetDevice()
+    if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        handle = call(driver.cuDeviceGet, 0)
+        call(driver.cuCtxSetCurrent, call(driver.cuDevicePrimaryCtxRetain, handle))
+    elif status != driver.CUresult.CUDA_SUCCESS:
+        raise _failure("cuCtxGetDevice", status)
+    return _device(int(handle))
+
+
+@cache
+def _device(ordinal: int) -> Device:
+    handle, attribute = call(driver.cuDeviceGet, ordinal), driver.CUdevice_attribute
+    asked = (
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+    )
+    major, minor, count, shared = (int(call(driver.cuDeviceGetAttribute, x, handle)) for x in asked)
+    wanted = driver.CUmemPoolProps()
+    wanted.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    wanted.location.id = ordinal
+    pool = call(driver.cuMemPoolCreate, wanted)
+    kept = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    call(driver.cuMemPoolSetAttribute, pool, kept, driver.cuuint64_t(KEPT))
+    context = int(call(driver.cuDevicePrimaryCtxRetain, handle))
+    return Device(ordinal, (major, minor), count, shared, pool, context)
+
+
+def device_at(address: int) -> int:
+    """The number of the device whose memory holds ``address``."""
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(call(driver.cuPointerGetAttribute, attribute, address))
+
+
+def is_stream_of(stream: int, device: Device) -> bool:
+    """Whether ``stream`` belongs to ``device``; the default streams belong to the current one."""
+    return stream in DEFAULT_STREAMS or int(call(driver.cuStreamGetCtx, stream)) == device.context
+
+
+def wait_for(stream: int, other: int) -> None:
+    """Let ``stream`` wait for what ``other`` has been given to do so far."""
+    event = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+    try:
+        call(driver.cuEventRecord, event, other)
+        call(driver.cuStreamWaitEvent, stream, event, 0)
+    finally:
+        call(driver.cuEventDestroy, event)
+
+
+def finish(stream: int) -> None:
+    """Wait until ``stream`` has done everything."""
+    call(driver.cuStreamSynchronize, stream)
+
+
+class DeviceMemory:
+    """Memory of one call on one stream: see ``arguments.Memory``. Leaving it gives all back.
+
+    What is given back is used again only after the stream has done what it was given before, so
+    nothing needs to be waited for.
+    """
+
+    def __init__(self, device: Device, stream: int = 0) -> None:
+        self.device = device
+        self.stream = stream
+        self._held: dict[int, int] = {}
+
+    def __enter__(self) -> DeviceMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._held:
+            address = self._held.popitem()[0]
+            driver.cuMemFreeAsync(address, self.stream)  # fails only after a worse failure
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
+        """Reserve memory for an array and return its address.
+
+        Raises
+        ------
+        MemoryError
+            It does not fit; with the sizes.
+        """
+        size = prod(shape) * np.dtype(dtype).itemsize
+        if size == 0:
+            return 0
+        status, address = driver.cuMemAllocFromPoolAsync(size, self.device.pool, self.stream)
+        if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            free, total = call(driver.cuMemGetInfo)
+            raise MemoryError(
+                f"an array of shape {shape} and dtype {np.dtype(dtype)} ({size} bytes) does not "
+                f"fit into the GPU's memory: {sum(self._held.values())} bytes are in use by this "
+                f"call, {free} of {total} bytes are free"
+            )
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise _failure("cuMemAllocFromPoolAsync", status)
+        self._held[int(address)] = size
+        return int(address)
+
+    def scratch(self, shape: tuple[int, ...]) -> int:
+        """Reserve float32 memory; what stands there is not defined."""
+        return self.empty(shape, np.float32)
+
+    def put(self, array: NDArray[Any]) -> int:
+        """Copy ``array`` there, contiguous, and return its address."""
+        array = np.ascontiguousarray(array)
+        address = self.empty(array.shape, array.dtype)
+        if array.nbytes:
+            call(driver.cuMemcpyHtoDAsync, address, array.ctypes.data, array.nbytes, self.stream)
+        return address
+
+    def put_together(self, arrays: list[NDArray[Any]]) -> list[int]:
+        """Copy small arrays there in one piece and return their addresses."""
+        starts: list[int] = []
+        whole = bytearray()
+        for array in arrays:
+            starts.append(len(whole))
+            whole += array.tobytes()
+            whole += bytes(-len(whole) % ALIGNMENT)
+        first = self.put(np.frombuffer(whole, np.uint8))
+        return [first + start for start in starts]
+
+    def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return a copy of what stands at ``address``, once the stream has come so far."""
+        array = np.empty(shape, dtype)
+        if array.nbytes:
+            call(driver.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self.stream)
+        finish(self.stream)
+        return array
+
+    def array(self, array: NDArray[Any]) -> ArrayAt:
+        """Copy ``array`` there; axes along which it is broadcast keep their stride of 0."""
+        once, strides = unrepeated(array)
+        return array_at(self.put(once), array.shape, strides, array.itemsize)
+
+    def launch(self, launch: Launch, arguments: tuple[Any, ...]) -> None:
+        """Start a kernel on the stream; an empty grid starts nothing."""
+        if not prod(launch.grid):
+            return
+        function = _function(launch, self.device)
+        packed = _layout(launch.signature).pack(*_flat(arguments))
+        slots = ctypes.create_string_buffer(packed, len(packed))
+        first = ctypes.addressof(slots)
+        pointers = (ctypes.c_void_p * (len(packed) // 8))(*range(first, first + len(packed), 8))
+        call(
+            driver.cuLaunchKernel,
+            function,
+            *launch.grid,
+            launch.threads,
+            1,
+            1,
+            launch.shared,
+            self.stream,
+            ctypes.addressof(pointers),
+            0,
+        )
+
+
+def array_at(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> ArrayAt:
+    """An array that stands on a device, strides in bytes, as a kernel takes it."""
+    return ArrayAt(0, 0, prod(shape), itemsize, address, shape, strides)
+
+
+def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
+    """The kernel's name and its machine code for ``cc``; neither a GPU nor a driver is needed."""
+    text = ptx(launch, cc)
+    (name,) = re.findall(r"\.visible \.entry ([\w$]+)\(", text)
+    options = ProgramOptions(arch=f"sm_{cc[0]}{cc[1]}", max_register_count=launch.registers)
+    return name, bytes(Program(text, "ptx", options).compile("cubin").code)
+
+
+_functions: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+_lock = threading.Lock()
+
+
+def _function(launch: Launch, device: Device) -> Any:
+    """The kernel in the device's memory; compiled and loaded when it is first asked for."""
+    key = (device.ordinal, *launch._replace(grid=(1, 1, 1)))
+    if key not in _functions:
+        with _lock:
+            if key not in _functions:
+                _functions[key] = _loaded(launch, device)
+    return _functions[key][1]
+
+
+def _loaded(launch: Launch, device: Device) -> tuple[Any, Any]:
+    name, code = cubin(launch, device.cc)
+    module = call(driver.cuModuleLoadData, code)
+    function = call(driver.cuModuleGetFunction, module, name.encode())
+    if launch.shared > DYNAMIC_SHARED:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        call(driver.cuFuncSetAttribute, function, attribute, launch.shared)
+    return module, function
+
+
+@cache
+def _layout(signature: tuple[Any, ...]) -> struct.Struct:
+    """How the parameters of a kernel are packed, a slot of eight bytes each."""
+    return struct.Struct("<" + "".join(_formats(signature)))
+
+
+def _formats(signature: tuple[Any, ...]) -> Iterator[str]:
+    for kind in signature:
+        if isinstance(kind, types.Array):
+            yield "QQqqQ" + "qq" * kind.ndim
+        elif isinstance(kind, types.BaseTuple):
+            yield from _formats(tuple(kind))
+        else:
+            yield FORMATS[kind]
+
+
+def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
+    for value in arguments:
+        if isinstance(value, tuple):
+            yield from _flat(value)
+        else:
+            yield value

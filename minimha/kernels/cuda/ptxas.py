@@ -1,0 +1,153 @@
+"""What the CUDA rungs become: PTX by numba, machine code by ptxas. No GPU and no driver is needed.
+
+References: NVIDIA, "PTX ISA"; "CUDA Compiler Driver NVCC", section on ptxas.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from minimha.equations.problem import Problem
+from minimha.kernels.cuda.arguments import Launch, place, ptx
+from minimha.kernels.ladder import CUDA_LADDER
+
+ARCHS = {"sm_80": (8, 0), "sm_90": (9, 0)}
+HEAD_DIMS = (64, 128)
+SEEN_BY_PTXAS = {
+    "stack": r"(\d+) bytes stack frame",
+    "spill": r"(\d+) bytes spill (?:stores|loads)",
+    "registers": r"Used (\d+) registers",
+}
+IN_PTX = {
+    "local": r"\.local\b",
+    "mma": r"mma\.sync",
+    "ldmatrix": r"ldmatrix",
+    "cp_async": r"cp\.async\.c[ag]",
+}
+
+
+class Assembled(NamedTuple):
+    """One kernel for one architecture, dtype and head width.
+
+    ``registers`` (a thread's), ``stack`` and ``spill`` (bytes) are what ptxas says, None where it
+    is not found; ``local``, ``mma``, ``ldmatrix`` and ``cp_async`` count lines of the PTX.
+    """
+
+    rung: str
+    kernel: str
+    arch: str
+    dtype: str
+    head_dim: int
+    registers: int | None
+    stack: int | None
+    spill: int | None
+    local: int
+    mma: int
+    ldmatrix: int
+    cp_async: int
+
+
+class Nowhere:
+    """Memory that keeps nothing, for arguments with which nothing is started."""
+
+    def put(self, array: Any) -> int:
+        """Return an address that is none."""
+        return 16
+
+    def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """Return zeros."""
+        return np.zeros(shape, dtype)
+
+
+@cache
+def ptxas() -> str | None:
+    """Path of ptxas: on PATH, or in NVIDIA's Python packages; None if there is none."""
+    found = shutil.which("ptxas")
+    spec = None if found else find_spec("nvidia")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for path in sorted(Path(folder).glob("**/bin/ptxas")):
+            return str(path)
+    return found
+
+
+def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled]:
+    """Compile every kernel of ``rungs`` for every architecture, dtype and width, one by one.
+
+    Raises
+    ------
+    RuntimeError
+        ptxas refuses a kernel; its own words.
+    """
+    for rung in rungs:
+        for head_dim in HEAD_DIMS:
+            for dtype, launch in _kernels(rung, head_dim):
+                for arch, cc in ARCHS.items():
+                    text = ptx(launch, cc)
+                    yield Assembled(
+                        rung,
+                        launch.function.__name__,
+                        arch,
+                        dtype,
+                        head_dim,
+                        **by_ptxas(text, arch, launch.registers),
+                        **{name: len(re.findall(p, text)) for name, p in IN_PTX.items()},
+                    )
+
+
+def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
+    """The different kernels of a rung; one that only sees widened numbers counts once."""
+    module = import_module(f"minimha.kernels.{rung}")
+    known = set()
+    for dtype in _dtypes():
+        Lq = 1 if "decode" in rung else 256
+        q, k = np.zeros((1, 32, Lq, head_dim), dtype), np.zeros((1, 8, 4096, head_dim), dtype)
+        problem = Problem.of(q, k, k)
+        if module.unsupported(problem):
+            continue
+        for launch, _ in module.launches(problem, place(problem, Nowhere()), lambda shape: 16):
+            if (launch.function, launch.signature) not in known:
+                known.add((launch.function, launch.signature))
+                yield np.dtype(dtype).name, launch
+
+
+def _dtypes() -> Iterator[DTypeLike]:
+    yield from (np.float32, np.float64, np.float16)
+    if find_spec("ml_dtypes"):
+        import ml_dtypes
+
+        yield ml_dtypes.bfloat16
+
+
+def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
+    """What ptxas says of a kernel's PTX, by the names in ``SEEN_BY_PTXAS``; None without ptxas.
+
+    Raises
+    ------
+    RuntimeError
+        ptxas refuses the kernel; its own words.
+    """
+    program = ptxas()
+    if program is None:
+        return dict.fromkeys(SEEN_BY_PTXAS)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(text)
+        limit = [] if registers is None else [f"-maxrregcount={registers}"]
+        command = [program, f"-arch={arch}", "-v", *limit, str(source), "-o", f"{folder}/kernel"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise RuntimeError(f"ptxas refuses a kernel for {arch}: {said.strip()}")
+    return {name: sum(map(int, re.findall(p, said))) for name, p in SEEN_BY_PTXAS.items()}

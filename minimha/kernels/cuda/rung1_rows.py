@@ -1,0 +1,93 @@
+"""CUDA rung 1, rows: one thread a query, one key at a time, with the online softmax.
+
+CPU rung 1 with its loops over b, h and i made threads: Algorithm 1 with blocks of one row and one
+key. A thread keeps its maximum m, its sum l and its output O_i in registers and walks the keys that
+its query may see. Neighbouring threads walk the same keys, but each reads every one of them, and
+its own query again and again, from global memory, and each key waits for the exponential of the one
+before it.
+
+A thread has 255 registers, too few for a wide O_i. It keeps a part of ``WIDE`` bytes at most; the
+other parts are other threads', which compute the same scores again. Rung 3 ends that: there a row's
+threads share its scores.
+
+Launch: a thread a query, blocks of ``THREADS`` along x over all B · H · Lq queries; along y the
+parts of O_i.
+
+Not measured: no GPU yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from numba import cuda
+
+from minimha.equations.problem import Problem
+from minimha.kernels.cuda.arguments import Arrays, Launch, array_types, in_parts
+from minimha.kernels.cuda.functions import final_score, head_of, is_hidden, key_range
+
+THREADS = 128
+WIDE = 256
+
+
+def unsupported(problem: Problem) -> str | None:
+    """None: this rung takes every problem."""
+    return None
+
+
+def launches(
+    problem: Problem, arguments: Arrays, scratch: Callable[[tuple[int, ...]], int]
+) -> list[tuple[Launch, tuple[Any, ...]]]:
+    """The one launch; no scratch memory."""
+    B, H, Lq, _ = problem.q.shape
+    real: Any = problem.compute.type
+    parts, columns = in_parts(problem.v.shape[3], WIDE // problem.compute.itemsize)
+    grid = (-(-B * H * Lq // THREADS), parts, 1)
+    return [(Launch(kernel(columns, real), array_types(problem.compute), grid, THREADS), arguments)]
+
+
+@cache
+def kernel(columns: int, real: Any) -> Callable[..., None]:
+    """The kernel in which a thread keeps so many columns of O_i, float32 or float64."""
+    lowest, room = real(-math.inf), max(columns, 1)  # an array of size 0 cannot be had
+
+    def rows(q, k, v, mask, bias, o, O, L):
+        H, Lq, D = q.shape[1], q.shape[2], q.shape[3]
+        row = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        if row >= q.shape[0] * H * Lq:
+            return
+        i, h, b = row % Lq, row // Lq % H, row // Lq // H
+        kv, head = h // (H // k.shape[1]), head_of(o, b, h)
+        # The last part is as wide as the others, and has columns that the one before it has, too.
+        first = min(cuda.blockIdx.y * columns, v.shape[3] - columns)
+        O_i = cuda.local.array(room, real)
+        for d in range(columns):
+            O_i[d] = real(0)
+        m = o.sinks[h]
+        l = real(0) if m == lowest else real(1)
+        start, stop = key_range(i, i + 1, head.offset, head.left, head.right, head.length)
+        for j in range(start, stop):
+            if is_hidden(mask, bias, b, h, i, j):
+                continue
+            s = real(0)
+            for d in range(D):
+                s += q[b, h, i, d] * k[b, kv, j, d]
+            s = real(final_score(s, bias, head, b, h, i, j))  # line 8
+            m_old = m
+            if s > m:
+                m = s
+            shift = real(0) if m == lowest else m
+            correction = math.exp(m_old - shift)  # line 9
+            p = math.exp(s - shift)
+            l = correction * l + p
+            for d in range(columns):  # line 10
+                O_i[d] = correction * O_i[d] + p * v[b, kv, j, first + d]
+        for d in range(columns):  # line 12
+            O[b, h, i, first + d] = O_i[d] / l if l != 0 else real(0)
+        if cuda.blockIdx.y == 0:
+            L[b, h, i] = m + math.log(l) if l != 0 else lowest  # line 13
+
+    return rows

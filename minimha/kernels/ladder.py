@@ -1,0 +1,77 @@
+"""The ladders: how fast attention can be computed, one rung a file, one idea a rung.
+
+A rung is a module with ``unsupported(problem)``, and all rungs pass the same tests as the
+equations. A CPU rung has ``forward(problem)``, a CUDA rung ``launches(…)``, see
+``cuda/arguments.py``.
+Nothing is imported before it is used, since numba takes its time.
+"""
+
+from typing import NamedTuple
+
+
+class Rung(NamedTuple):
+    """A rung's idea, which problems it takes, and what was measured of it, where and when."""
+
+    idea: str
+    takes: str
+    measured: str
+
+
+EPYC = "two cores of an AMD EPYC, 2026-11-21"
+NO_GPU = "not measured: no GPU yet"
+
+LADDER = {
+    "cpu.rung1_rows": Rung(
+        "one query and one key at a time, the online softmax",
+        "every problem",
+        f"2.5 GFLOP/s on one core; {EPYC}",
+    ),
+    "cpu.rung2_tiles": Rung(
+        "blocks of queries against blocks of keys: Algorithm 1",
+        "every problem",
+        f"6 × rung 1; {EPYC}",
+    ),
+    "cpu.rung3_vector_tiles": Rung(
+        "queries across the lanes of vectors, sums in registers",
+        "every problem",
+        f"9 × rung 2; {EPYC}",
+    ),
+    "cpu.rung4_parallel": Rung(
+        "every core; only the tiles that some query sees",
+        "every problem",
+        f"2.1 × rung 3, 2.6 × with a causal mask; {EPYC}",
+    ),
+    "cpu.rung5_decode": Rung(
+        "few queries: the keys are split, K and V are read once",
+        "every problem; made for few queries",
+        f"80 % of the rate of reading memory, and more; {EPYC}",
+    ),
+}
+CUDA_LADDER = {
+    "cuda.rung1_rows": Rung(
+        "one thread a query, the online softmax",
+        "every problem; 16 bits are widened before",
+        NO_GPU,
+    ),
+    "cuda.rung2_tiles": Rung(
+        "a block of threads shares tiles of keys and values",
+        "every problem; 16 bits are widened before",
+        NO_GPU,
+    ),
+    "cuda.rung3_register_tiles": Rung(
+        "8 × 8 scores a thread, in registers: what is read is used eight times",
+        "float32, heads up to 256 wide; 16 bits are widened before",
+        NO_GPU,
+    ),
+    "cuda.rung4_tensor_cores": Rung(
+        "mma.sync: 16-bit products on the tensor cores, loads that overlap with them",
+        "float16 and bfloat16, heads up to 256 wide; GPUs from sm_80 on",
+        NO_GPU,
+    ),
+    "cuda.rung5_decode": Rung(
+        "few queries: the keys are split among warps, K and V are read once",
+        "float32 and 16 bits, heads up to 256 wide; made for few queries",
+        NO_GPU,
+    ),
+}
+FEW_QUERIES = 8  # up to here reading K and V is the work, and lanes full of queries do not pay

@@ -1,0 +1,57 @@
+"""The small options of a problem in the form that kernels take, on CPU and on CUDA alike."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.problem import Problem
+
+NO_MASK = np.empty((0, 0, 0, 0), bool)
+NO_BIAS = {
+    np.dtype(real): np.empty((0, 0, 0, 0), real) for real in (np.float32, np.float64)
+}  # fmt: skip
+
+
+class Options(NamedTuple):
+    """The small options of a problem, in the form that a kernel takes.
+
+    ``softcap`` is 0 where there is none, ``sinks`` are -inf; ``slopes`` is empty without ALiBi.
+    ``is_bfloat16`` says which 16-bit numbers the uint16 arrays hold.
+    """
+
+    left: int
+    right: int
+    q_offset: Any
+    kv_lengths: Any
+    slopes: Any
+    sinks: Any
+    scale: float
+    softcap: float
+    is_bfloat16: bool
+
+
+def options(problem: Problem) -> Options:
+    """``problem``'s small options, absent ones in their neutral form."""
+    compute, H = problem.compute, problem.q.shape[1]
+    slopes, sinks = problem.alibi_slopes, problem.sinks
+    return Options(
+        left=problem.left,
+        right=problem.right,
+        q_offset=problem.q_offset,
+        kv_lengths=problem.kv_lengths,
+        slopes=_neutral(0, compute) if slopes is None else np.array(slopes),
+        sinks=_neutral(H, compute) if sinks is None else np.array(sinks),
+        scale=problem.scale,
+        softcap=problem.softcap or 0.0,
+        is_bfloat16=problem.dtype.itemsize == 2 and problem.dtype.name == "bfloat16",
+    )
+
+
+@cache
+def _neutral(number: int, compute: np.dtype[Any]) -> NDArray[Any]:
+    """So many sinks that are none, or no slopes; a new array would cost a microsecond a call."""
+    return np.full(number, -np.inf, compute)

@@ -1,0 +1,360 @@
+"""What concerns the compiled rungs alone: sizes beyond a tile, storage, threads, caches, memory.
+
+That each rung computes attention, with every option, is tested in ``tests/test_backends.py``.
+"""
+
+import ctypes
+import mmap
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+
+import ml_dtypes
+import numba
+import numpy as np
+import pytest
+from problems import assert_close_to_exact, run
+
+from minimha import attention
+from minimha.equations import dense
+from minimha.equations.problem import Problem
+from minimha.kernels.cpu import backend as cpu
+from minimha.kernels.cpu import kernel as entry
+from minimha.kernels.cpu import rung4_parallel, rung5_decode, threads
+from minimha.kernels.ladder import LADDER
+
+inf = np.inf
+LARGE = [name for name in LADDER if name not in ("cpu.rung1_rows", "cpu.rung2_tiles")]
+
+
+def ragged(Lq=131, Lk=203, H=4, Hkv=2, D=20, Dv=13, B=2, dtype=np.float32, spread=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = ((B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv))
+    return [rng.normal(size=shape, scale=spread).astype(dtype) for shape in shapes]
+
+
+def options(B=2, H=4, Lq=131, Lk=203):
+    """Each option in sizes that cut some tiles, leave some whole and hide some."""
+    rng = np.random.default_rng(1)
+    block = np.repeat(np.repeat(rng.random((5, 5)) < 0.5, 64, 0), 64, 1)[:Lq, :Lk]
+    bias = rng.normal(size=(1, H, Lq, Lk))
+    return {
+        "nothing": {},
+        "causal": {"is_causal": True, "q_offset": Lk - Lq},
+        "causal, a batch entry": {"is_causal": True, "q_offset": np.array([-40, 7])},
+        "window": {"window_size": (30, 5), "q_offset": np.array([0, 50])},
+        "window to the left": {"window_size": (17, None), "q_offset": 60},
+        "mask": {"attn_mask": rng.random((B, 1, Lq, Lk)) < 0.7},
+        "mask of blocks": {"attn_mask": block},
+        "mask a key": {"attn_mask": rng.random((B, 1, 1, Lk)) < 0.5},
+        "mask a query": {"attn_mask": rng.random((1, H, Lq, 1)) < 0.5},
+        "mask in Fortran's order": {"attn_mask": np.asfortranarray(rng.random((Lq, Lk)) < 0.5)},
+        "bias": {"attn_bias": bias},
+        "bias of -inf": {"attn_bias": np.where(rng.random((B, H, Lq, Lk)) < 0.3, -inf, bias)},
+        "lengths": {"kv_lengths": np.array([Lk, 97])},
+        "lengths, causal": {"kv_lengths": np.array([0, 97]), "is_causal": True, "q_offset": 0},
+        "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.1, 0]), "q_offset": np.array([0, 70])},
+        "softcap": {"softcap": 1.5},
+        "softcap, bias, mask": {
+            "softcap": 0.7, "attn_bias": 3 * bias, "attn_mask": rng.random((Lq, Lk)) < 0.5,
+        },
+        "sinks": {"sinks": np.array([0, 3, -inf, 9.0]), "is_causal": True, "q_offset": 0},
+        "scale negative": {"scale": -0.7},
+        "scale 0": {"scale": 0.0},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("given", options().values(), ids=options())
+def test_every_option_on_ragged_sizes(given, dtype, name):
+    q, k, v = ragged(dtype=dtype)
+    assert_close_to_exact(q, k, v, given, *run(name, q, k, v, **given))
+
+
+@pytest.mark.parametrize("name", LADDER)
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 1e3])
+def test_small_and_large_values(spread, name):
+    q, k, v = ragged(Lq=70, Lk=150, D=32, Dv=32, spread=spread)
+    assert_close_to_exact(q, k, v, {}, *run(name, q, k, v))
+
+
+@pytest.mark.parametrize("name", LADDER)
+@pytest.mark.parametrize("D", [1, 2, 15, 16, 17, 64, 80, 256])
+@pytest.mark.parametrize("Dv", [1, 64, 100])
+def test_any_head_width(D, Dv, name):
+    q, k, v = ragged(Lq=13, Lk=50, D=D, Dv=Dv, B=1)
+    assert_close_to_exact(q, k, v, {}, *run(name, q, k, v))
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("Lq", [1, 2, 15, 16, 17, 47, 48, 49, 96, 97, 145, 197, 400])
+def test_any_number_of_queries(Lq, name):
+    q, k, v = ragged(Lq=Lq, Lk=100, B=1)
+    given = {"is_causal": True, "q_offset": 100 - Lq}
+    assert_close_to_exact(q, k, v, given, *run(name, q, k, v, **given))
+
+
+@pytest.mark.parametrize("Lk", [1, 31, 32, 33, 767, 768, 769, 2000])
+def test_any_number_of_keys_when_few_queries_decode(Lk):
+    q, k, v = ragged(Lq=2, Lk=Lk)
+    given = {"kv_lengths": np.array([Lk, (Lk + 1) // 2])}
+    assert_close_to_exact(q, k, v, given, *run("cpu.rung5_decode", q, k, v, **given))
+
+
+def test_neither_panels_nor_blocks_nor_splits_matter():
+    q, k, v = ragged()
+    problem = Problem.of(q, k, v, is_causal=True, q_offset=30)
+    expected = dense.forward(problem)
+    for panels, B_c in [(1, 8), (2, 96), (3, 7), (9, 300)]:
+        for got, wanted in zip(
+            rung4_parallel.forward(problem, panels=panels, B_c=B_c), expected, strict=True
+        ):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    for splits in (1, 2, 7, 500):
+        for got, wanted in zip(
+            rung5_decode.forward(problem, splits=splits, B_c=96), expected, strict=True
+        ):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_16_bits_are_read_as_the_numbers_they_are(dtype, name):
+    q, k, v = (x.astype(dtype) for x in ragged())
+    k[0, 0, :4, 0] = [6e-8, -6e-8, 0.0, -0.0]  # float16's smallest, below its normal numbers
+    wide = run(name, *(x.astype(np.float32) for x in (q, k, v)))
+    output, lse = run(name, q, k, v)
+    assert output.dtype == dtype
+    assert lse.dtype == np.float32
+    half_step = float(ml_dtypes.finfo(dtype).eps) / 2
+    np.testing.assert_allclose(output.astype(np.float32), wide[0], rtol=half_step, atol=1e-6)
+    np.testing.assert_allclose(lse, wide[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widened"),
+    [(np.float16, rung4_parallel.of_float16), (ml_dtypes.bfloat16, rung4_parallel.of_bfloat16)],
+)
+def test_all_16_bit_numbers(dtype, widened):
+    numbers = np.arange(2**16, dtype=np.uint16).view(dtype)
+    finite = numbers[np.isfinite(numbers.astype(np.float32))]
+    np.testing.assert_array_equal([widened(x) for x in finite.view("u2")], finite.astype("f4"))
+    for x in (np.inf, -np.inf, np.nan):
+        bits = np.array(x, dtype).view(np.uint16)[()]
+        np.testing.assert_equal(float(widened(bits)), x)
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_inputs_are_read_where_they_lie_and_never_written(name):
+    q, k, v = ragged()
+    expected = run(name, q, k, v)
+    packed = np.zeros((2, 203, 3, 2, 40), np.float32)  # as a fused projection leaves them
+    packed[:, :, 1, :, :20], packed[:, :, 2, :, 3:16] = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    strided = packed[:, :, 1, :, :20].swapaxes(1, 2), packed[:, :, 2, :, 3:16].swapaxes(1, 2)
+    backwards = q[:, :, ::-1].copy()[:, :, ::-1]
+    columns = [np.asfortranarray(x) for x in (q, k, v)]
+    for arrays in ((backwards, *strided), columns):
+        before = [x.copy() for x in arrays]
+        for x in arrays:
+            x.flags.writeable = False
+        for got, wanted in zip(run(name, *arrays), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+        for x, same in zip(arrays, before, strict=True):
+            np.testing.assert_array_equal(x, same)
+
+
+def test_one_set_of_keys_may_stand_for_all():
+    q, k, v = ragged()
+    k, v = (np.broadcast_to(x[:1, :1], x.shape) for x in (k, v))
+    for got, wanted in zip(run("cpu.rung4_parallel", q, k, v), run("dense", q, k, v), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_unaligned_arrays_are_copied():
+    q, k, v = ragged(Lq=12)
+    bytes_ = np.zeros(q.nbytes + 1, np.uint8)
+    unaligned = bytes_[1:].view(np.float32).reshape(q.shape)
+    unaligned[:] = q
+    for got, wanted in zip(run("cpu", unaligned, k, v), run("cpu", q, k, v), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_few_queries_decode_and_many_do_not(monkeypatch):
+    taken = []
+    for rung in (rung4_parallel, rung5_decode):
+        monkeypatch.setattr(rung, "forward", lambda problem, rung=rung: taken.append(rung.__name__))
+    for Lq in (1, 8, 9):
+        cpu.forward(Problem.of(*ragged(Lq=Lq)))
+    assert [name.split(".")[-1] for name in taken] == ["cpu.rung5_decode"] * 2 + [
+        "cpu.rung4_parallel"
+    ]
+
+
+def up_to_the_edge(array):
+    """A copy whose last byte is the last of a page, with a page behind it that must not be read."""
+    size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = mmap.mmap(-1, size + mmap.PAGESIZE)
+    beyond = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + size
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(beyond, mmap.PAGESIZE, 0) == 0
+    copy = np.frombuffer(pages, array.dtype, array.size, size - array.nbytes).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def read_up_to_the_edge():
+    for Lq, Lk, D in [(1, 7, 17), (3, 333, 64), (17, 31, 5), (200, 100, 80), (49, 97, 16)]:
+        arrays = [up_to_the_edge(x) for x in ragged(Lq=Lq, Lk=Lk, D=D, Dv=D)]
+        scores = (2, 4, Lq, Lk)
+        rng = np.random.default_rng(0)
+        attention(*arrays, attn_mask=up_to_the_edge(rng.random(scores) < 0.7), backend="cpu")
+        bias = up_to_the_edge(rng.standard_normal(scores, np.float32))
+        attention(*arrays, attn_bias=bias, backend="cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are protected as Linux does it")
+def test_nothing_beyond_the_arrays_is_read():
+    """Reading there ends the process, so it is another one."""
+    child = multiprocessing.get_context("spawn").Process(target=read_up_to_the_edge)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("Lq", [2, 131])
+def test_several_threads_may_call_at_once(Lq):
+    problems = [ragged(Lq=Lq, seed=seed) for seed in range(8)]
+    expected = [attention(*problem, backend="cpu") for problem in problems]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda p: attention(*p, backend="cpu"), problems * 5))
+    for i, got in enumerate(results):
+        np.testing.assert_array_equal(got, expected[i % 8])
+
+
+def test_threads_take_turns_on_numbas_own_work_queue():
+    """It would end the process otherwise."""
+    code = (
+        "import numba, numpy as np, minimha\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "x = np.random.default_rng(0).standard_normal((1, 8, 300, 32), np.float32)\n"
+        "def once(_): return minimha.attention(x, x, x, backend='cpu')\n"
+        "with ThreadPoolExecutor(8) as pool: outputs = list(pool.map(once, range(40)))\n"
+        "assert all((output == outputs[0]).all() for output in outputs)\n"
+        "print(numba.threading_layer())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"NUMBA_THREADING_LAYER": "workqueue"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "workqueue"
+
+
+@pytest.mark.parametrize("Lq", [2, 131])
+def test_the_number_of_threads_is_numbas_and_stays(Lq, monkeypatch):
+    asked = []
+    rung, kernel = (
+        (rung5_decode, "parallel_decode") if Lq == 2 else (rung4_parallel, "parallel_tiles")
+    )
+    whole = getattr(rung, kernel)
+    monkeypatch.setattr(
+        rung, kernel, lambda p, workers, *sizes: asked.append(workers) or whole(p, workers, *sizes)
+    )
+    q, k, v = ragged(Lq=Lq)
+    expected = attention(q, k, v, backend="cpu")
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    try:
+        np.testing.assert_allclose(attention(q, k, v, backend="cpu"), expected, rtol=1e-4)
+        assert numba.get_num_threads() == 1
+    finally:
+        numba.set_num_threads(before)
+    assert asked == [before, 1]
+
+
+def in_child(queue, problem):
+    queue.put((threads.num_workers(), attention(*problem, backend="cpu")))
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.parametrize("Lq", [2, 131])
+def test_a_child_process_computes_the_same(Lq, method):
+    problem = ragged(Lq=Lq)
+    expected = attention(*problem, backend="cpu")  # this process has its threads now
+    context = multiprocessing.get_context(method)
+    queue = context.SimpleQueue()
+    child = context.Process(target=in_child, args=(queue, problem))
+    child.start()
+    workers, output = queue.get()
+    child.join(60)
+    assert child.exitcode == 0
+    assert (workers == 0) is (method == "fork")
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch):
+    njit = numba.njit
+
+    def refusing(*given, cache=False, **settings):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(*given, **settings)
+
+    rows = import_module("minimha.kernels.cpu.rung1_rows").rows
+    again = entry.Kernel(rows.function, rows.num_sizes, rows.parallel, rows.widens)
+    monkeypatch.setattr(entry.numba, "njit", refusing)
+    problem = Problem.of(*ragged(Lq=3))
+    np.testing.assert_array_equal(again(problem)[0], rows(problem)[0])
+
+
+def test_a_second_process_finds_the_compiled_kernel(tmp_path):
+    code = (
+        "import numpy as np, minimha\n"
+        "from minimha.kernels.cpu import rung1_rows\n"
+        "minimha.attention(*np.ones((3, 9, 4)), backend='dense')\n"
+        "from minimha.equations.problem import Problem\n"
+        "rung1_rows.forward(Problem.of(*np.ones((3, 9, 4))))\n"
+        "run = rung1_rows.rows.compiled[np.dtype(float)]\n"
+        "print(sum(run.stats.cache_hits.values()))\n"
+    )
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    hits = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert hits == ["0", "1"]
+
+
+def test_too_little_memory_is_said_with_the_sizes():
+    q = np.broadcast_to(np.float32(1), (1, 1, 2**45, 8))
+    k = np.ones((1, 1, 4, 8), np.float32)
+    with pytest.raises(MemoryError, match=r"Unable to allocate .* shape \(1, 1, 35184372088832, 8"):
+        attention(q, k, k, backend="cpu")
+
+
+def test_memory_does_not_grow_with_the_keys():
+    """Room is allocated inside the kernels, so it is the process that is asked."""
+    code = (
+        "import resource, numpy as np, minimha\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "x = np.ones((1, 1, 16384, 8), np.float32)\n"
+        "small = minimha.attention(x[:, :, :64], x[:, :, :64], x[:, :, :64], backend='cpu')\n"
+        "before = peak()\n"
+        "minimha.attention(x, x, x, backend='cpu')\n"
+        "print(peak() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16 * 1024  # KiB; the scores alone would be 1 GiB
