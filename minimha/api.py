@@ -8,7 +8,8 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from minimha.equations.problem import Problem, flag
+from minimha.equations.arguments import flag
+from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
 from minimha.kernels.cuda.availability import is_device_array, reason_without_cuda
 

@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom, and who may print."""
+"""The walls of the house: who may import whom, where heavy libraries live, and who may print."""
 
 import ast
 import subprocess
@@ -8,19 +8,39 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "minimha"
-MODULES = sorted(PACKAGE.rglob("*.py"))
-# A room may import from its own floor and from the floors below it.
-FLOORS = {
-    "equations": 0, "kernels": 0, "api": 1, "layers": 2, "explain": 2, "documents": 3, "files": 3,
-    "dialects": 3, "peers": 2, "bench": 3, "bench_cuda": 3, "__init__": 1, "cli": 4,
-}  # fmt: skip
-SIDE_BY_SIDE = [("layers", "explain"), ("explain", "layers"), ("equations", "kernels")]
+MODULES = {
+    ".".join(("minimha", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+# Every room with the rooms that it may import from, beside itself; ``minimha`` is the package.
+BELOW = {
+    "equations": set(),
+    "kernels": {"equations"},
+    "api": {"kernels", "equations"},
+    "minimha": {"api"},
+    "explain": {"equations"},
+    "layers": {"minimha", "api", "equations"},
+    "dialects": {"layers", "minimha", "api", "equations"},
+    "models": {"layers", "minimha", "api", "equations"},
+    "examples": {"explain", "layers", "minimha", "api", "equations"},
+    "bench": {"minimha", "api", "kernels", "equations"},
+}
+BELOW["cli"] = set(BELOW)
+FOR_TRACES = "minimha.equations.tap"  # all that explain/ knows of the equations
+HOMES = {"numba": "minimha.kernels", "rich": "minimha.explain.render"}
+
+
+def module_of(name):
+    """The module in which a dotted name stands: itself, or the one that it is imported from."""
+    return name if name in MODULES else name.rpartition(".")[0]
 
 
 def imports(module):
-    """Absolute names of what a module imports, wherever in the file."""
+    """Names of what a module imports, wherever in the file, for its types alone too."""
     found = set()
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -29,45 +49,65 @@ def imports(module):
     return found
 
 
-def room(dotted):
-    """The room of ``minimha.room.module`` or of ``minimha.module``."""
-    parts = dotted.split(".")[1:]
-    return parts[0] if parts and parts[0] in FLOORS else "__init__"
+GRAPH = {
+    module: {module_of(n) for n in imports(module) if n.partition(".")[0] == "minimha"} - {module}
+    for module in MODULES
+}
 
 
-def dotted(module):
-    return ".".join(("minimha", *module.relative_to(PACKAGE).with_suffix("").parts))
+def room(module):
+    return module.split(".")[1] if "." in module else "minimha"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=dotted)
+def reached(module):
+    """All modules that ``module`` imports, directly or through others."""
+    found, waiting = set(), list(GRAPH[module])
+    while waiting:
+        other = waiting.pop()
+        if other not in found:
+            found.add(other)
+            waiting += GRAPH[other]
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_arrows_point_down(module):
-    own = room(dotted(module))
-    for name in imports(module):
-        if name.split(".")[0] != "minimha":
-            continue
-        other = room(name)
-        assert FLOORS[other] <= FLOORS[own], f"{dotted(module)} imports {name}, which is above it"
-        assert (own, other) not in SIDE_BY_SIDE, f"{dotted(module)} imports {name}, beside it"
+    for other in GRAPH[module]:
+        rooms = {room(module)} | BELOW[room(module)]
+        assert room(other) in rooms, f"{module} imports {other}, which is not below it"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=dotted)
-def test_heavy_libraries_have_rooms_of_their_own(module):
-    libraries = {name.split(".")[0] for name in imports(module)}
-    if "numba" in libraries:
-        assert room(dotted(module)) == "kernels"
-    if "rich" in libraries:
-        assert dotted(module) == "minimha.explain.render"
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_imports_itself_through_others(module):
+    assert module not in reached(module)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=dotted)
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("minimha.kernels")])
+def test_kernels_know_no_equation_but_visibility_and_gpu_kernels_no_cpu_kernel(module):
+    foreign = {"minimha.equations.dense", "minimha.equations.tiled"}
+    for family, other in (("cpu", "cuda"), ("cuda", "cpu")):
+        if module.startswith(f"minimha.kernels.{family}"):
+            foreign |= {m for m in MODULES if m.startswith(f"minimha.kernels.{other}")}
+    assert not reached(module) & foreign
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) == "explain"])
+def test_explain_knows_traces_and_no_mathematics(module):
+    assert {m for m in reached(module) if room(m) != "explain"} <= {FOR_TRACES}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_heavy_libraries_have_homes(module):
+    for library in {name.split(".")[0] for name in imports(module)} & set(HOMES):
+        assert module.startswith(HOMES[library]), f"{module} imports {library}"
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_only_the_command_line_prints(module):
-    calls = [
-        n
-        for n in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
-        if isinstance(n, ast.Call)
-    ]
-    prints = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
-    assert not prints or dotted(module) == "minimha.cli"
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    prints = [func for func in calls if isinstance(func, ast.Name) and func.id == "print"]
+    assert not prints or room(module) == "cli"
 
 
 def loaded_after(code):

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.sentences import named, owner_by_axes, owner_by_values, rectangular
-from minimha.equations.problem import as_floating, flag, whole
+from minimha.dialects.masks import owner_by_axes, owner_by_values
+from minimha.equations.arguments import argument_names, as_floating, flag, integer, rectangular
 
 Array = NDArray[Any]
 
@@ -113,15 +113,15 @@ def flash_attn_func(
     i = np.arange(Lq)[:, None] + offset[:, None, None]  # (B, Lq, 1)
     j = np.arange(Lk) - leftpad[:, None, None]  # (B, 1, Lk)
     visible = queries[:, :, None] & keys[:, None, :] & (j >= 0)
-    if whole("sink_token_length", sink_token_length, 0) and left is not None:
+    if integer("sink_token_length", sink_token_length, 0) and left is not None:
         visible &= (j >= i - left) | (j < sink_token_length)
         left = None
-    if whole("attention_chunk", attention_chunk, 0):
+    if integer("attention_chunk", attention_chunk, 0):
         visible &= j // attention_chunk == i // attention_chunk
     output: Array
     lse: Array
     bias = _alibi(alibi_slopes, (B, H), abs(i - j))
-    with named(scale="softmax_scale", sinks="learnable_sink"):
+    with argument_names(scale="softmax_scale", sinks="learnable_sink"):
         output, lse = attention(
             q4,
             k4,
@@ -154,7 +154,7 @@ def _window(window_size: Any) -> tuple[int | None, int | None]:
             f"for a side without a limit"
         )
     left, right = (
-        None if side is None or whole("a side of window_size", side, -1) == -1 else side
+        None if side is None or integer("a side of window_size", side, -1) == -1 else side
         for side in window_size
     )
     return left, right

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.sentences import named, owner_by_axes, owner_by_values, rectangular
-from minimha.equations.problem import as_floating, flag
+from minimha.dialects.masks import owner_by_axes, owner_by_values
+from minimha.equations.arguments import argument_names, as_floating, flag, rectangular
 
 Array = NDArray[Any]
 
@@ -104,7 +104,7 @@ def dot_product_attention(
     keys = _exist("key_value_seq_lengths", key_value_seq_lengths, B, Lk)
     visible = visible & keys[:, None, None, :]
     added = None if bias is None else _over_scores("bias", as_floating("bias", bias), shape)
-    with named(q="query", k="key", v="value"):
+    with argument_names(q="query", k="key", v="value"):
         output: Array = attention(
             q, k, v, scale=scale, attn_mask=visible, attn_bias=added, backend=backend
         )

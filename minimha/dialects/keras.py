@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.equations.problem import as_floating, common_dtype, flag, whole
+from minimha.equations.arguments import as_floating, common_dtype, compute_dtype, flag, integer
 from minimha.layers.multihead import attention_weights
 
 Array = NDArray[Any]
@@ -139,14 +139,14 @@ def multi_head_attention(
     >>> multi_head_attention(params, x, x, num_heads=2, key_dim=1, use_bias=False)
     array([[[3., 4.]]])
     """
-    H, D = whole("num_heads", num_heads), whole("key_dim", key_dim)
+    H, D = integer("num_heads", num_heads), integer("key_dim", key_dim)
     inputs = _inputs(query, value, key)
     q = inputs["query"]
     return _layer(
         params,
         inputs,
         heads=(H, H),
-        widths=(D, D if value_dim is None else whole("value_dim", value_dim)),
+        widths=(D, D if value_dim is None else integer("value_dim", value_dim)),
         output_shape=_output_shape(output_shape, q.shape[-1]),
         axes=_attention_axes(attention_axes, q.ndim),
         dropout=dropout,
@@ -239,13 +239,13 @@ def grouped_query_attention(
     >>> grouped_query_attention(params, one, 3 * one, **sizes, use_bias=False)
     array([[[6.]]])
     """
-    H = whole("num_query_heads", num_query_heads)
-    Hkv = whole("num_key_value_heads", num_key_value_heads)
+    H = integer("num_query_heads", num_query_heads)
+    Hkv = integer("num_key_value_heads", num_key_value_heads)
     if H % Hkv:
         raise ValueError(
             f"num_query_heads is {H} and num_key_value_heads is {Hkv}: H must be a multiple of Hkv"
         )
-    D = whole("head_dim", head_dim)
+    D = integer("head_dim", head_dim)
     inputs = _inputs(query, value, key)
     q = inputs["query"]
     if q.ndim != 3:
@@ -298,7 +298,7 @@ def _layer(
     rank = inputs["query"].ndim
     gives_mean = _gives_mean(empty_rows, rank)
     dtype = common_dtype({name: array.dtype for name, array in inputs.items()})
-    compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    compute = compute_dtype(dtype)
     x = {name: array.astype(compute, copy=False) for name, array in inputs.items()}
     shapes = _weight_shapes(inputs, heads, widths, output_shape, use_gate, use_bias)
     weights = _weights(params, shapes, compute)
@@ -365,7 +365,7 @@ def _output_shape(output_shape: Any, E: int) -> tuple[int, ...]:
     sizes = output_shape if isinstance(output_shape, Sequence) else (output_shape,)
     if len(sizes) == 0:
         raise ValueError(f"output_shape is {output_shape!r}: expected one size at least, or None")
-    return tuple(whole("output_shape", size) for size in sizes)
+    return tuple(integer("output_shape", size) for size in sizes)
 
 
 def _attention_axes(attention_axes: Any, rank: int) -> tuple[int, ...]:
@@ -375,7 +375,7 @@ def _attention_axes(attention_axes: Any, rank: int) -> tuple[int, ...]:
     given = attention_axes if isinstance(attention_axes, Sequence) else (attention_axes,)
     axes = tuple(
         axis + rank if axis < 0 else axis
-        for axis in (whole("attention_axes", axis, -rank) for axis in given)
+        for axis in (integer("attention_axes", axis, -rank) for axis in given)
     )
     if not axes or len(set(axes)) < len(axes) or not all(0 < axis < rank - 1 for axis in axes):
         raise ValueError(
@@ -479,7 +479,7 @@ def _positions(
 ) -> dict[str, Any]:
     """The options of ``attention`` that look at positions."""
     is_causal = flag("use_causal_mask", use_causal_mask)
-    window = None if sliding_window is None else whole("sliding_window", sliding_window) - 1
+    window = None if sliding_window is None else integer("sliding_window", sliding_window) - 1
     if (is_causal or window is not None) and axes != (1,):
         name = "use_causal_mask" if is_causal else "sliding_window"
         raise ValueError(

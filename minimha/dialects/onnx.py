@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention as minimha_attention
-from minimha.equations.problem import as_floating, flag
+from minimha.equations.arguments import as_floating, flag
 from minimha.layers.rope import rotate_by_table
 
 DOUBLE = 11  # ONNX's numbers of the types that a softmax can be computed in

@@ -10,8 +10,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.sentences import named, owner_by_axes, owner_by_values, rectangular
-from minimha.equations.problem import Problem, as_floating, common_dtype, flag, whole
+from minimha.dialects.masks import owner_by_axes, owner_by_values
+from minimha.equations.arguments import (
+    argument_names,
+    as_floating,
+    common_dtype,
+    compute_dtype,
+    flag,
+    integer,
+    rectangular,
+)
+from minimha.equations.problem import Problem
 from minimha.layers.multihead import attention_weights
 
 Array = NDArray[Any]
@@ -92,7 +101,7 @@ def scaled_dot_product_attention(
         lead = _leading(q, k, v)
         q, k, v = (_four(array, (*lead, *array.shape[-2:])) for array in (q, k, v))
     mask = _sdpa_mask(attn_mask, (*lead, q.shape[-2], k.shape[-2]))
-    with named(**WORDS):
+    with argument_names(**WORDS):
         output = attention(
             q, k, v, is_causal=is_causal, q_offset=0, scale=scale, backend=backend, **mask
         )
@@ -180,12 +189,12 @@ def flex_attention(
         )
     bias = None
     if score_mod is not None:
-        with named(**WORDS):
+        with argument_names(**WORDS):
             problem = Problem.of(q, k, v, scale=scale)
         bias = _called("score_mod", score_mod, (_scores(problem), *indices), shape)
         bias = as_floating("what score_mod returned", bias)
         q, k, scale = np.zeros_like(q[..., :1]), np.zeros_like(k[..., :1]), None
-    with named(**WORDS):
+    with argument_names(**WORDS):
         return attention(
             q,
             k,
@@ -292,7 +301,7 @@ def multihead_attention(
     given = {"query": query, "key": key, "value": value}
     inputs = [as_floating(name, array) for name, array in given.items()]
     dtype = common_dtype({name: x.dtype for name, x in zip(given, inputs, strict=True)})
-    compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    compute = compute_dtype(dtype)
     inputs, is_batched = _batch_first(inputs, flag("batch_first", batch_first))
     B, Lq, E = inputs[0].shape
     Lk = inputs[1].shape[1]
@@ -301,7 +310,7 @@ def multihead_attention(
     k, v, extra = _with_extra_keys(params, k, v, flag("add_zero_attn", add_zero_attn))
     q, k, v = (x.reshape(B, x.shape[1], H, E // H).swapaxes(1, 2) for x in (q, k, v))
     masks = _mha_masks(key_padding_mask, attn_mask, (B, H, Lq, Lk), is_batched, extra, compute)
-    with named(**WORDS):
+    with argument_names(**WORDS):
         heads = attention(q, k, v, backend=backend, **masks)
     concat = heads.swapaxes(1, 2).reshape(B, Lq, E)
     output = concat @ _parameter(params, "out_proj.weight", (E, E), compute).T
@@ -474,7 +483,7 @@ def _batch_first(inputs: list[Array], batch_first: bool) -> tuple[list[Array], b
 
 
 def _num_heads(num_heads: int, E: int) -> int:
-    if E % whole("num_heads", num_heads) or E == 0:
+    if E % integer("num_heads", num_heads) or E == 0:
         raise ValueError(
             f"num_heads is {num_heads} and query has E={E}: E must be a multiple of it, not 0"
         )

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.sentences import named, owner_by_values, rectangular
+from minimha.dialects.masks import owner_by_values
 from minimha.dialects.transformers_classes import (
     CLASSES,
     CONVENTIONS,
@@ -26,7 +26,7 @@ from minimha.dialects.transformers_classes import (
     Rotary,
     convention_of,
 )
-from minimha.equations.problem import as_floating, flag, whole
+from minimha.equations.arguments import argument_names, as_floating, flag, integer, rectangular
 from minimha.equations.tap import Tap, no_tap
 from minimha.layers.biases import t5_bias
 from minimha.layers.cache import KVCache
@@ -141,7 +141,7 @@ class AttentionModule:
             raise ValueError(f"cls is {cls!r}: expected one of {', '.join(sorted(CLASSES))}")
         self.cls, self.config = cls, dict(config)
         self.convention = convention_of(cls, params, config)
-        whole("layer_idx", layer_idx, low=0)
+        integer("layer_idx", layer_idx, low=0)
         _check_not_clipped(config)
         weights = _Weights(self.convention, params)
         self.layer = weights.layer(config)
@@ -230,7 +230,7 @@ class AttentionModule:
         bias = self._bias(given, len(x), x.shape[1], context, past_key_values)
         added = next((n for n in (*MASKS, "position_bias", "alibi") if n in given), BUCKETS)
         called = {"x": "hidden_states", "positions": "position_ids"}
-        with named(**called, attn_bias=added, attn_mask=added):
+        with argument_names(**called, attn_bias=added, attn_mask=added):
             result = self._turned(given)(
                 x,
                 context,
@@ -540,7 +540,7 @@ def _num_heads(config: Config) -> int:
     names = ("num_attention_heads", "n_head", "num_heads", "n_heads", f"{side}_attention_heads")
     for name in names:
         if config.get(name) is not None:
-            return whole(name, config[name])
+            return integer(name, config[name])
     raise ValueError(f"config has no number of heads: expected one of {', '.join(names)}")
 
 

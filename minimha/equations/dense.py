@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
-from minimha.equations.visibility import visible
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -66,7 +65,7 @@ def scores(
         S = tap("biased", S + bias(problem, rows, keys))
     if not problem.hides:
         return S, None
-    seen = visible(problem, rows, keys)
+    seen = problem.visible(rows, keys)
     return tap("masked", np.where(seen, S, S.dtype.type(-np.inf))), seen
 
 

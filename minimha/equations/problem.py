@@ -15,10 +15,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.visibility import UNBOUNDED
+from minimha.equations.arguments import (
+    as_floating,
+    common_dtype,
+    compute_dtype,
+    counted,
+    flag,
+    name_of,
+    number,
+    rectangular,
+)
+from minimha.equations.visibility import UNBOUNDED, sees
 
 MAX_OFFSET = 1 << 31  # keeps position arithmetic far inside UNBOUNDED
-COMPUTED = (np.dtype(np.float32), np.dtype(np.float64))  # dtypes that need no second look
 RANKS = {2: "(L, D)", 3: "(H, L, D)", 4: "(B, H, L, D)"}
 MASK_SHAPES = "(Lq, Lk), or 4-D and broadcastable to (B, H, Lq, Lk)"
 
@@ -102,7 +111,7 @@ class Problem:
         rank, (q4, k4, v4) = _arrays(q, k, v)
         B, H, Lq, D = q4.shape
         Lk = k4.shape[2]
-        compute = np.dtype(np.float64 if q4.dtype == np.float64 else np.float32)
+        compute = compute_dtype(q4.dtype)
         left, right = _window(window_size)
         has_window = (left, right) != (UNBOUNDED, UNBOUNDED)
         if flag("is_causal", is_causal):
@@ -124,12 +133,31 @@ class Problem:
             attn_bias=_bias(attn_bias, (B, H, Lq, Lk), compute),
             alibi_slopes=_slopes(alibi_slopes, H, compute),
             sinks=_sinks(sinks, H, compute),
-            scale=1 / math.sqrt(D) if scale is None else _number("scale", scale, compute),
+            scale=1 / math.sqrt(D) if scale is None else number("scale", scale, compute),
             softcap=_softcap(softcap, compute),
             dtype=q4.dtype,
             compute=compute,
             rank=rank,
         )
+
+    def visible(self, rows: slice, keys: slice) -> NDArray[np.bool_]:
+        """Which of the keys ``keys`` each of the queries ``rows`` may see.
+
+        A False in ``attn_mask`` hides a key; so does -inf in ``attn_bias``.
+
+        Returns
+        -------
+        ndarray of shape (B, 1, rows, keys) or (B, H, rows, keys), bool
+        """
+        i = np.arange(rows.start, rows.stop)[:, None]
+        j = np.arange(keys.start, keys.stop)
+        q_offset, length = (x[:, None, None, None] for x in (self.q_offset, self.kv_lengths))
+        seen: NDArray[np.bool_] = sees(i, j, q_offset, self.left, self.right, length)
+        if self.attn_mask is not None:
+            seen = seen & self.attn_mask[..., rows, keys]
+        if self.attn_bias is not None:
+            seen = seen & ~np.isneginf(self.attn_bias[..., rows, keys])
+        return seen
 
     @cached_property
     def hides(self) -> bool:
@@ -157,13 +185,14 @@ def _arrays(
     for name, array in given.items():
         if array.ndim not in RANKS:
             raise ValueError(
-                f"{name} has {_count(array.ndim, 'dimension')}, shape {array.shape}: "
+                f"{name_of(name)} has {counted(array.ndim, 'dimension')}, shape {array.shape}: "
                 f"expected 2 (L, D), 3 (H, L, D) or 4 (B, H, L, D)"
             )
         if array.ndim != rank:
             raise ValueError(
-                f"{name} has {_count(array.ndim, 'dimension')}, shape {array.shape}, but q has "
-                f"{rank}: q, k and v must all be {RANKS[rank]}"
+                f"{name_of(name)} has {counted(array.ndim, 'dimension')}, shape {array.shape}, but "
+                f"{name_of('q')} has {rank}: {name_of('q')}, {name_of('k')} and {name_of('v')} "
+                f"must all be {RANKS[rank]}"
             )
     dtype = common_dtype({name: array.dtype for name, array in given.items()})
     q4, k4, v4 = (array.astype(dtype, copy=False)[(None,) * (4 - rank)] for array in given.values())
@@ -173,124 +202,38 @@ def _arrays(
 
 def _check_shapes(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> None:
     (B, H, _, D), (_, Hkv, Lk, _) = q.shape, k.shape
-    for name, array in (("k", k), ("v", v)):
+    Q, K, V = map(name_of, "qkv")
+    for name, array in ((K, k), (V, v)):
         if array.shape[0] != B:
             raise ValueError(
-                f"{name} has B={array.shape[0]} but q has B={B}: batches must be equal"
+                f"{name} has B={array.shape[0]} but {Q} has B={B}: batches must be equal"
             )
     if D == 0:
-        raise ValueError("q has D=0: the head width D must be at least 1")
+        raise ValueError(f"{Q} has D=0: the head width D must be at least 1")
     if k.shape[3] != D:
-        raise ValueError(f"k has D={k.shape[3]} but q has D={D}: a score is a product over D")
+        raise ValueError(f"{K} has D={k.shape[3]} but {Q} has D={D}: a score is a product over D")
     if v.shape[2] != Lk:
-        raise ValueError(f"v has Lk={v.shape[2]} but k has Lk={Lk}: every key needs one value")
+        raise ValueError(f"{V} has Lk={v.shape[2]} but {K} has Lk={Lk}: every key needs one value")
     if v.shape[1] != Hkv:
-        raise ValueError(f"v has {_count(v.shape[1], 'head')} but k has {Hkv}: they must be equal")
+        raise ValueError(
+            f"{V} has {counted(v.shape[1], 'head')} but {K} has {Hkv}: they must be equal"
+        )
     if H == 0 or Hkv == 0 or H % Hkv:
         raise ValueError(
-            f"k has {_count(Hkv, 'head')} but q has {H}: "
+            f"{K} has {counted(Hkv, 'head')} but {Q} has {H}: "
             f"H must be a multiple of Hkv (H={H}, Hkv={Hkv})"
         )
-
-
-def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
-    """``value`` as an array of a floating dtype that the library computes with.
-
-    Raises
-    ------
-    TypeError
-        It holds something else than numbers, or hides some of them (a masked array).
-    ValueError
-        Its rows differ in length.
-    """
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name} is a masked array, whose mask would be lost: give a plain array and attn_mask"
-        )
-    array = _array(name, value)
-    if array.dtype in COMPUTED:
-        return array
-    if array.dtype.kind in "iu":
-        return array.astype(np.float64)
-    if array.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
-        raise TypeError(
-            f"{name} has dtype {array.dtype}: expected integers, float16, bfloat16, float32 or "
-            f"float64"
-        )
-    return array
-
-
-def _array(name: str, value: ArrayLike) -> NDArray[Any]:
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError) as error:
-        raise type(error)(
-            f"{name} is not a rectangular array of numbers: rows of one matrix must have equal "
-            f"lengths ({error})"
-        ) from None
-
-
-def common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
-    """The one dtype that holds q, k and v; native byte order."""
-    first, *rest = dtypes.values()
-    if first in COMPUTED and all(dtype == first for dtype in rest):
-        return first
-    try:
-        common: np.dtype[Any] = np.result_type(*dtypes.values())
-    except TypeError:
-        common = np.dtype(object)
-    if common.name not in ("float16", "bfloat16", "float32", "float64"):
-        listed = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
-        raise TypeError(f"{listed}: no common dtype holds them, convert them to one first")
-    return common
-
-
-def flag(name: str, value: Any) -> bool:
-    """``value`` if it is True or False; a TypeError in a sentence if not."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {value!r}: expected True or False")
-    return bool(value)
-
-
-def whole(name: str, value: Any, low: int = 1) -> int:
-    """``value`` as Python's integer, which never wraps as NumPy's do, if it is ``low`` or more.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is no integer, or less.
-    """
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} is {value!r}: expected an integer")
-    if value < low:
-        raise ValueError(f"{name} is {value!r}: expected an integer of at least {low}")
-    return int(value)
-
-
-def _number(name: str, value: Any, compute: np.dtype[Any]) -> float:
-    """``value`` as a float that is finite in the compute dtype too."""
-    scalar = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
-    if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
-        raise TypeError(f"{name} is {value!r}: expected a number")
-    largest = float(np.finfo(compute).max)
-    try:
-        number = float(scalar)
-    except OverflowError:
-        number = math.inf
-    if not abs(number) <= largest:
-        raise ValueError(f"{name} is {value!r}: expected a finite number, at most {largest:.1e}")
-    return number
 
 
 def _softcap(value: Any, compute: np.dtype[Any]) -> float | None:
     if value is None:
         return None
-    cap = _number("softcap", value, compute)
+    cap = number("softcap", value, compute)
     smallest = float(np.finfo(compute).tiny)
     if cap < smallest:
         raise ValueError(
-            f"softcap is {value!r}: expected a positive number, at least {smallest:.1e}, or None "
-            f"for no cap"
+            f"{name_of('softcap')} is {value!r}: expected a positive number, at least "
+            f"{smallest:.1e}, or None for no cap"
         )
     return cap
 
@@ -302,13 +245,15 @@ def _window(window_size: Any) -> tuple[int, int]:
     sentence = "expected a pair (left, right) of counts of keys, None for a side without a limit"
     is_sequence = isinstance(window_size, (tuple, list)) or np.ndim(window_size) == 1
     if not is_sequence or len(window_size) != 2:
-        raise ValueError(f"window_size is {window_size!r}: {sentence}")
+        raise ValueError(f"{name_of('window_size')} is {window_size!r}: {sentence}")
     for side in window_size:
         whole = isinstance(side, numbers.Integral) and not isinstance(side, bool)
         if side is not None and not whole:
-            raise TypeError(f"window_size is {window_size!r}: {sentence}")
+            raise TypeError(f"{name_of('window_size')} is {window_size!r}: {sentence}")
         if side is not None and side < 0:
-            raise ValueError(f"window_size is {window_size!r}: {sentence}, and none below 0")
+            raise ValueError(
+                f"{name_of('window_size')} is {window_size!r}: {sentence}, and none below 0"
+            )
     left, right = (UNBOUNDED if s is None else min(int(s), UNBOUNDED) for s in window_size)
     return left, right
 
@@ -319,9 +264,9 @@ def _offset(
     if q_offset is None:
         if Lq != Lk and positional:
             raise ValueError(
-                f"{positional[0]} with Lq={Lq} and Lk={Lk} needs q_offset: query i stands at key "
-                f"position i + q_offset; q_offset=0 aligns the first query with the first key, "
-                f"q_offset={Lk - Lq} the last with the last"
+                f"{name_of(positional[0])} with Lq={Lq} and Lk={Lk} needs q_offset: query i stands "
+                f"at key position i + q_offset; q_offset=0 aligns the first query with the first "
+                f"key, q_offset={Lk - Lq} the last with the last"
             )
         return np.zeros(B, np.int64)
     return _per_batch("q_offset", q_offset, B, (1 - MAX_OFFSET, MAX_OFFSET - 1))
@@ -335,31 +280,33 @@ def _lengths(kv_lengths: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]
 
 def _per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> NDArray[np.int64]:
     """One integer within ``limits`` for every batch entry; a single integer stands for all."""
-    array = _array(name, value)
+    array = rectangular(name, value)
     items = array.ravel().tolist()  # Python's integers, which do not wrap around
     if not all(type(item) is int for item in items):
-        raise TypeError(f"{name} is {value!r}: expected an integer, or B={B} integers")
+        raise TypeError(f"{name_of(name)} is {value!r}: expected an integer, or B={B} integers")
     if array.shape not in ((), (B,)):
         raise ValueError(
-            f"{name} has shape {array.shape}: expected one integer, or shape (B,) = ({B},)"
+            f"{name_of(name)} has shape {array.shape}: expected one integer, or shape (B,) = ({B},)"
         )
     low, high = limits
     if any(not low <= item <= high for item in items):
-        raise ValueError(f"{name} is {value!r}: expected integers from {low} to {high}")
+        raise ValueError(f"{name_of(name)} is {value!r}: expected integers from {low} to {high}")
     return np.full(B, items if array.ndim else items[0], np.int64)
 
 
 def _slopes(value: ArrayLike | None, H: int, compute: np.dtype[Any]) -> NDArray[Any] | None:
     slopes = _per_head("alibi_slopes", value, H, compute)
     if slopes is not None and not np.isfinite(slopes).all():
-        raise ValueError(f"alibi_slopes is {value!r}: expected finite numbers")
+        raise ValueError(f"{name_of('alibi_slopes')} is {value!r}: expected finite numbers")
     return slopes
 
 
 def _sinks(value: ArrayLike | None, H: int, compute: np.dtype[Any]) -> NDArray[Any] | None:
     sinks = _per_head("sinks", value, H, compute)
     if sinks is not None and not (np.isfinite(sinks) | np.isneginf(sinks)).all():
-        raise ValueError(f"sinks is {value!r}: expected finite numbers, or -inf for no sink")
+        raise ValueError(
+            f"{name_of('sinks')} is {value!r}: expected finite numbers, or -inf for no sink"
+        )
     return sinks
 
 
@@ -371,7 +318,8 @@ def _per_head(
     array = as_floating(name, value)
     if array.shape != (H,):
         raise ValueError(
-            f"{name} has shape {array.shape}: expected (H,) = ({H},), one number a query head"
+            f"{name_of(name)} has shape {array.shape}: expected (H,) = ({H},), one number "
+            f"per query head"
         )
     return _narrowed(array, compute)
 
@@ -392,11 +340,11 @@ def _mask(
 ) -> NDArray[np.bool_] | None:
     if attn_mask is None:
         return None
-    array = _array("attn_mask", attn_mask)
+    array = rectangular("attn_mask", attn_mask)
     if array.dtype != np.bool_:
         raise TypeError(
-            f"attn_mask has dtype {array.dtype}: expected bool, True where a query may attend to a "
-            f"key; numbers to be added to the scores go into attn_bias"
+            f"{name_of('attn_mask')} has dtype {array.dtype}: expected bool, True where a "
+            f"query may attend to a key; numbers to be added to the scores go into attn_bias"
         )
     return _over_scores("attn_mask", array, shape)
 
@@ -406,11 +354,11 @@ def _bias(
 ) -> NDArray[Any] | None:
     if attn_bias is None:
         return None
-    array = _array("attn_bias", attn_bias)
+    array = rectangular("attn_bias", attn_bias)
     if array.dtype == np.bool_:
         raise TypeError(
-            "attn_bias has dtype bool: expected numbers, which are added to the scores; True and "
-            "False go into attn_mask"
+            f"{name_of('attn_bias')} has dtype bool: expected numbers, which are added to the "
+            f"scores; True and False go into attn_mask"
         )
     return _over_scores("attn_bias", _narrowed(as_floating("attn_bias", array), compute), shape)
 
@@ -423,11 +371,7 @@ def _over_scores(name: str, array: NDArray[Any], shape: tuple[int, int, int, int
     if not fits and array.shape != shape[2:]:
         B, H, Lq, Lk = shape
         raise ValueError(
-            f"{name} has shape {array.shape}: expected {MASK_SHAPES}, "
+            f"{name_of(name)} has shape {array.shape}: expected {MASK_SHAPES}, "
             f"here ({Lq}, {Lk}) or ({B}, {H}, {Lq}, {Lk})"
         )
     return np.broadcast_to(array, shape)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

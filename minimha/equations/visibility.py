@@ -15,19 +15,13 @@ a limit is ``UNBOUNDED``::
                         # # # # #        . . . # #        . . . # #        # # # . .
 
 The functions ``sees``, ``key_range`` and ``query_range`` use arithmetic alone, so that a kernel can
-compile them as they stand. ``visible`` lays the rule over a grid of queries and keys and joins it
-with the masks that are given as arrays.
+compile them as they stand. ``Problem.visible`` lays the rule over a grid of queries and keys and
+joins it with the masks that are given as arrays.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from minimha.equations.problem import Problem
+from typing import Any
 
 UNBOUNDED = 1 << 40  # longer than any sequence, and far from overflow when a position is added
 
@@ -66,30 +60,3 @@ def query_range(j: int, q_offset: int, left: int, right: int, length: int) -> tu
     """
     start = max(0, j - q_offset - right)
     return start, (j - q_offset + left + 1 if j < length else start)
-
-
-def visible(problem: Problem, rows: slice, keys: slice) -> NDArray[np.bool_]:
-    """Which of the keys ``keys`` each of the queries ``rows`` may see.
-
-    A False in ``attn_mask`` hides a key; so does -inf in ``attn_bias``.
-
-    Returns
-    -------
-    ndarray of shape (B, 1, rows, keys) or (B, H, rows, keys), bool
-    """
-    i = np.arange(rows.start, rows.stop)[:, None]
-    j = np.arange(keys.start, keys.stop)
-    per_batch = (slice(None), None, None, None)
-    seen: NDArray[np.bool_] = sees(
-        i,
-        j,
-        problem.q_offset[per_batch],
-        problem.left,
-        problem.right,
-        problem.kv_lengths[per_batch],
-    )
-    if problem.attn_mask is not None:
-        seen = seen & problem.attn_mask[..., rows, keys]
-    if problem.attn_bias is not None:
-        seen = seen & ~np.isneginf(problem.attn_bias[..., rows, keys])
-    return seen

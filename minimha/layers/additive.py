@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
+from minimha.equations.arguments import as_floating, common_dtype
 from minimha.equations.dense import for_query_heads
-from minimha.equations.problem import Problem, as_floating, common_dtype
+from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
 
 Array = NDArray[Any]

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.problem import as_floating, flag, whole
-from minimha.layers.integers import as_integers
+from minimha.equations.arguments import as_floating, as_integers, flag, integer
 
 
 def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
@@ -38,7 +37,7 @@ def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     >>> alibi_slopes(4)
     array([0.25      , 0.0625    , 0.015625  , 0.00390625])
     """
-    whole("num_heads", num_heads, 1)
+    integer("num_heads", num_heads, 1)
     n = int(num_heads)
     p = 1 << (n.bit_length() - 1)
     between = _geometric(2 * p)[::2]
@@ -101,7 +100,7 @@ def t5_buckets(
     """
     q, k = _positions("q_positions", q_positions), _positions("k_positions", k_positions)
     N = _one_way(num_buckets, flag("bidirectional", bidirectional))
-    whole("max_distance", max_distance, N // 2 + 1)
+    integer("max_distance", max_distance, N // 2 + 1)
     relative = k - q[:, None]
     distance = abs(relative) if bidirectional else np.maximum(-relative, 0)
     buckets = np.searchsorted(_borders(N, int(max_distance)), distance, side="right")
@@ -155,7 +154,7 @@ def t5_bias(
 
 def _one_way(num_buckets: int, bidirectional: bool) -> int:
     """N, the buckets for one direction."""
-    whole("num_buckets", num_buckets, 4 if bidirectional else 2)
+    integer("num_buckets", num_buckets, 4 if bidirectional else 2)
     if not bidirectional:
         return int(num_buckets)
     if num_buckets % 2:

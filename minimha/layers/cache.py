@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from minimha.api import attention
-from minimha.equations.problem import as_floating, whole
+from minimha.equations.arguments import as_floating, as_integers, integer
 from minimha.equations.tap import Tap, no_tap
-from minimha.layers.integers import as_integers
 
 OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the cache decides
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -92,7 +91,7 @@ class KVCache:
             "window": 1 if window is None else window,
         }
         for name, size in sizes.items():
-            whole(name, size)
+            integer(name, size)
         if window is not None and window > capacity:
             raise ValueError(
                 f"window is {window} but capacity is {capacity}: a query sees window tokens, which "

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.equations.problem import Problem, as_floating, flag
+from minimha.equations.arguments import as_floating, flag
+from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap, renamed
 
 

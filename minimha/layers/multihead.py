@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from minimha.api import attention
-from minimha.equations.problem import as_floating, common_dtype, flag, whole
+from minimha.equations.arguments import (
+    as_floating,
+    common_dtype,
+    compute_dtype,
+    flag,
+    integer,
+    name_of,
+)
 from minimha.equations.tap import Tap, no_tap, renamed
 
 if TYPE_CHECKING:  # a toy sentence pays for neither
@@ -135,13 +142,13 @@ class MultiHeadAttention:
         dtype: DTypeLike = np.float32,
         seed: int = 0,
     ) -> None:
-        self.d_model, self.num_heads = whole("d_model", d_model), whole("num_heads", num_heads)
+        self.d_model, self.num_heads = integer("d_model", d_model), integer("num_heads", num_heads)
         if head_dim is None and d_model % num_heads:
             raise ValueError(
                 f"d_model is {d_model} and num_heads is {num_heads}: d_model must be a multiple of "
                 f"num_heads, or head_dim given"
             )
-        self.num_kv_heads = whole(
+        self.num_kv_heads = integer(
             "num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads
         )
         if num_heads % self.num_kv_heads:
@@ -149,17 +156,17 @@ class MultiHeadAttention:
                 f"num_kv_heads is {num_kv_heads} but num_heads is {num_heads}: num_heads must be a "
                 f"multiple of num_kv_heads"
             )
-        self.head_dim = whole("head_dim", d_model // num_heads if head_dim is None else head_dim)
-        self.value_dim = whole("value_dim", self.head_dim if value_dim is None else value_dim)
-        self.context_dim = whole("context_dim", d_model if context_dim is None else context_dim)
-        self.output_dim = whole("output_dim", d_model if output_dim is None else output_dim)
+        self.head_dim = integer("head_dim", d_model // num_heads if head_dim is None else head_dim)
+        self.value_dim = integer("value_dim", self.head_dim if value_dim is None else value_dim)
+        self.context_dim = integer("context_dim", d_model if context_dim is None else context_dim)
+        self.output_dim = integer("output_dim", d_model if output_dim is None else output_dim)
         self.bias = flag("bias", bias)
         self.qk_norm = _choice("qk_norm", qk_norm, NORMS)
         self.epsilon = _epsilon(epsilon)
         self.gate = _choice("gate", gate, GATES)
         self.rope = _checked_rope(rope, self.head_dim)
         if parameters is None:
-            parameters = self._drawn(np.dtype(dtype), whole("seed", seed, low=0))
+            parameters = self._drawn(np.dtype(dtype), integer("seed", seed, low=0))
         self._take(parameters)
 
     @classmethod
@@ -202,8 +209,8 @@ class MultiHeadAttention:
         """
         given = {"W_q": W_q, "W_k": W_k, "W_v": W_v, "W_o": W_o}
         matrices = {name: _matrix(name, value) for name, value in given.items()}
-        H = whole("num_heads", num_heads)
-        Hkv = H if num_kv_heads is None else whole("num_kv_heads", num_kv_heads)
+        H = integer("num_heads", num_heads)
+        Hkv = H if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
         D, Dv = (_width(name, matrices[name], n) for name, n in (("W_q", H), ("W_v", Hkv)))
         weights = matrices | {name: others.pop(name) for name in WEIGHTS if name in others}
         return cls(
@@ -301,7 +308,7 @@ class MultiHeadAttention:
         if cache is not None:
             _check_cached(tokens, others, flag("return_weights", return_weights))
         _check_one_length(self.rope, others, cache)
-        compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        compute = compute_dtype(dtype)
         tokens = source = tap("x", tokens.astype(compute, copy=False))
         if others is not None:
             source = tap("context", others.astype(compute, copy=False))
@@ -406,7 +413,8 @@ class MultiHeadAttention:
         x = as_floating("x", x)
         if x.ndim not in (2, 3) or x.shape[-1] != self.d_model:
             raise ValueError(
-                f"x has shape {x.shape}: expected (L, E) or (B, L, E) with E={self.d_model}, "
+                f"{name_of('x')} has shape {x.shape}: expected (L, E) or (B, L, E) with "
+                f"E={self.d_model}, "
                 f"the rows of W_q"
             )
         if context is None:
@@ -548,7 +556,7 @@ def _check_cached(x: Array, context: Array | None, return_weights: bool) -> None
     if context is not None:
         raise ValueError("cache and context are both given: a cache holds x's own earlier tokens")
     if x.ndim != 3:
-        raise ValueError(f"x has shape {x.shape}: with a cache it must be (B, L, E)")
+        raise ValueError(f"{name_of('x')} has shape {x.shape}: with a cache it must be (B, L, E)")
     if return_weights:
         raise ValueError("return_weights with a cache: let a tap hear weights instead")
 

@@ -17,9 +17,15 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.problem import as_floating, flag, whole
+from minimha.equations.arguments import (
+    as_floating,
+    as_integers,
+    compute_dtype,
+    flag,
+    integer,
+    name_of,
+)
 from minimha.equations.tap import Tap, no_tap
-from minimha.layers.integers import as_integers
 
 
 @dataclass(frozen=True)
@@ -248,7 +254,7 @@ class RoPE:
 
     def __post_init__(self) -> None:
         name = "head_dim" if self.rotary_dim is None else "rotary_dim"
-        D, R = whole("head_dim", self.head_dim), whole(name, getattr(self, name))
+        D, R = integer("head_dim", self.head_dim), integer(name, getattr(self, name))
         if R % 2:
             raise ValueError(f"{name} is {R}: a rotation turns pairs, so it must be even")
         if R > D:
@@ -349,7 +355,8 @@ class RoPE:
         x = as_floating("x", x)
         if x.ndim < 2 or x.shape[-1] != self.head_dim:
             raise ValueError(
-                f"x has shape {x.shape}: expected (..., L, D) with head_dim D={self.head_dim}"
+                f"{name_of('x')} has shape {x.shape}: expected (..., L, D) with head_dim "
+                f"D={self.head_dim}"
             )
         m = as_integers("positions", positions)
         _check_fits("positions", m.shape, x)
@@ -407,7 +414,7 @@ def rotate_by_table(
     if cos.shape != sin.shape:
         raise ValueError(f"sin has shape {sin.shape} but cos has {cos.shape}: they must be equal")
     if x.ndim < 2:
-        raise ValueError(f"x has shape {x.shape}: expected (..., L, D)")
+        raise ValueError(f"{name_of('x')} has shape {x.shape}: expected (..., L, D)")
     if flag("repeated", repeated):
         cos, sin = (_once(n, t, interleaved) for n, t in (("cos", cos), ("sin", sin)))
     if cos.ndim < 2 or not 0 < 2 * cos.shape[-1] <= x.shape[-1]:
@@ -421,7 +428,8 @@ def rotate_by_table(
             raise ValueError(f"cos has shape {cos.shape}: with positions, expected (P, R/2)")
         if m.size and not (m.min() >= 0 and m.max() < len(cos)):
             raise ValueError(
-                f"positions go from {m.min()} to {m.max()}: the table has the positions 0 to "
+                f"{name_of('positions')} go from {m.min()} to {m.max()}: the table has the "
+                f"positions 0 to "
                 f"{len(cos) - 1}"
             )
         _check_fits("positions", m.shape, x)
@@ -435,7 +443,7 @@ def _rotate(
     x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any], interleaved: bool, tap: Tap
 ) -> NDArray[Any]:
     """(x_1 cos - x_2 sin, x_2 cos + x_1 sin) for every pair (x_1, x_2), in x's layout."""
-    compute = np.float64 if x.dtype == np.float64 else np.float32
+    compute = compute_dtype(x.dtype)
     with np.errstate(all="ignore"):
         cos, sin = tap("cos", cos.astype(compute)), tap("sin", sin.astype(compute))
         if cos.ndim == 3:  # (B, L, R/2): the same for all heads
@@ -481,7 +489,8 @@ def _check_fits(name: str, shape: tuple[int, ...], x: NDArray[Any]) -> None:
     per_batch = f" or (B, L) = ({x.shape[0]}, {L})" if x.ndim == 4 else ""
     rows = "" if name == "positions" else ", before the angles,"
     raise ValueError(
-        f"{name} has shape {shape}{rows} but x has shape {x.shape}: expected (L,) = ({L},)"
+        f"{name_of(name)} has shape {shape}{rows} but {name_of('x')} has shape {x.shape}: "
+        f"expected (L,) = ({L},)"
         f"{per_batch}"
     )
 
@@ -521,6 +530,6 @@ def _at_least(name: str, value: Any, least: float) -> float:
 
 def _length(name: str, value: Any) -> int:
     """A count of tokens that a float can hold."""
-    length = whole(name, value)
+    length = integer(name, value)
     _number(name, length)
     return length

@@ -54,7 +54,7 @@ OPTIONS = [
     ({"kv_lengths": [1, 7]}, ValueError, "kv_lengths is [1, 7]: expected integers from 0 to 6"),
     ({"kv_lengths": [-1, 2]}, ValueError, "kv_lengths is [-1, 2]"),
     ({"alibi_slopes": np.ones(2), "q_offset": 0}, ValueError,
-     "alibi_slopes has shape (2,): expected (H,) = (4,), one number a query head"),
+     "alibi_slopes has shape (2,): expected (H,) = (4,), one number per query head"),
     ({"sinks": np.ones((2, 4))}, ValueError, "sinks has shape (2, 4): expected (H,) = (4,)"),
     ({"sinks": ["a"] * 4}, TypeError, "sinks has dtype <U1: expected integers, float16"),
     ({"scale": "big"}, TypeError, "scale is 'big': expected a number"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from minimha import attention
-from minimha.documents import EXAMPLES, blocks, sentences
+from minimha.examples import EXAMPLES, blocks, sentences
 from minimha.explain import Trace, export
 
 CAT = EXAMPLES["003"].trace()

@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from minimha import attention
-from minimha.documents import EXAMPLES, blocks, sentences
+from minimha.examples import EXAMPLES, blocks, sentences
 from minimha.explain import Trace, render
 from minimha.explain.numbers import cells
 

@@ -166,17 +166,17 @@ def test_a_bias_is_what_attention_takes():
         (
             lambda: t5_buckets([[0], [1, 2]], [0]),
             ValueError,
-            "q_positions is not a rectangular array of integers",
+            "q_positions is not a rectangular array of numbers",
         ),
         (
             lambda: t5_buckets([-(2**63)], [2**63 - 1]),
             ValueError,
-            "q_positions go from -9223372036854775808 to -9223372036854775808: expected integers",
+            "q_positions has numbers from -9223372036854775808",
         ),
         (
             lambda: t5_buckets([0], np.array([2**64 - 1], np.uint64)),
             ValueError,
-            "k_positions go from 18446744073709551615 to 18446744073709551615: expected integers",
+            "k_positions has numbers from 18446744073709551615",
         ),
         (
             lambda: t5_buckets(np.ma.masked_array([0, 1], [0, 1]), [0]),

@@ -251,7 +251,7 @@ def test_only_the_last_chunk_is_taken_back_and_has_no_queries():
         ({}, 5, K[:, :, :3], V[:, :, :3], {"lengths": [1.0, 2]}, TypeError,
          "lengths has dtype float64: expected integers"),
         ({}, 5, K[:, :, :3], V[:, :, :3], {"lengths": [[1], [1, 2]]}, ValueError,
-         "lengths is not a rectangular array of integers"),
+         "lengths is not a rectangular array of numbers"),
     ],
 )  # fmt: skip
 def test_a_refused_chunk_loses_nothing(options, held, k, v, how, error, sentence):

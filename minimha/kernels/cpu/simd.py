@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 
 import numba
+import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
@@ -937,3 +938,18 @@ def flat(typing, X, offset):
         return line._getvalue()
 
     return signature, generate
+
+
+def read_memory(numbers):
+    """Read every number of a line once, with all of numba's threads."""
+    return _read_memory(numbers, numba.get_num_threads(), VECTORS * lanes(numbers.itemsize))
+
+
+@numba.njit(parallel=True, fastmath=FASTMATH, cache=True)
+def _read_memory(numbers, workers, width):
+    rows = numbers.size // width
+    largest = np.empty((workers, width), numbers.dtype)
+    for worker in numba.prange(workers):
+        first, last = worker * rows // workers, (worker + 1) * rows // workers
+        lanes_max(numbers, first * width, last - first, VECTORS, largest[worker])
+    return largest

@@ -163,7 +163,7 @@ def test_narrower_vectors_pass_the_same_tests(name, features, width):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, tests)]
     command += ["-k", "not (every_option and float64)"]  # the rungs take a while to compile
     done = subprocess.run(
-        command, env=environment, cwd=here.parent.parent, capture_output=True, text=True
+        command, env=environment, cwd=here.parents[2], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-3000:]
 

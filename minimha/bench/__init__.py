@@ -1,0 +1,1 @@
+"""How fast: a correctness gate, a warm-up, interleaved measurement, records."""

@@ -1,0 +1,24 @@
+"""What the machine itself can do: its read bandwidth, and the rate of its matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from minimha.bench.shapes import Shape
+
+MATRIX = 2048  # rows and columns of the sgemm beside which attention is measured
+STREAM = 1 << 25  # float32 numbers that are read to measure the bandwidth
+
+
+def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
+    """The work of one call, and the call: bytes read for a decode shape, else operations."""
+    if shape.is_decode:
+        from minimha.kernels.cpu.simd import read_memory
+
+        numbers = np.ones(STREAM, np.float32)
+        return 4.0 * STREAM, lambda: read_memory(numbers)
+    matrix = np.random.default_rng(0).standard_normal((MATRIX, MATRIX), np.float32)
+    return 2.0 * MATRIX**3, lambda: matrix @ matrix

@@ -1,0 +1,224 @@
+"""How fast: correctness gate → warm-up → interleaved measurement → records.
+
+A candidate whose numbers are wrong is never timed. All candidates of a shape take turns in one
+run, so that what the machine does besides meets them alike. Before each turn the threads of the one
+before must have fallen asleep (OpenBLAS's wait actively for a tenth of a second, and take a core
+from whoever comes next), and an untimed call wakes its own. Times are medians, with the quartiles
+as spread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha import attention
+from minimha.bench.bandwidth import yardstick
+from minimha.bench.peers import Peer, load, peers
+from minimha.bench.report import GATE, GATE_ROWS, OURS, Record, Report, machine, measured
+from minimha.bench.shapes import Inputs, Shape
+from minimha.equations.problem import Problem
+from minimha.kernels.ladder import FEW_QUERIES, LADDER
+
+TURN = 0.02  # seconds of timed calls in one turn
+WAIT, BUSY = 0.01, 0.002  # quiet is a wait in which the process computes for less than BUSY
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+LADDER_NORM = "cpu.rung4_parallel"  # the rung that the others' ratios are to
+
+
+def against_peers(
+    shapes: Sequence[Shape], seconds: float, threads: int | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Report:  # fmt: skip
+    """Measure minimha's CPU backend beside every peer that is installed.
+
+    Parameters
+    ----------
+    shapes : sequence of Shape
+    seconds : float
+        For the timed calls of a shape.
+    threads : int or None
+        For everyone; None is all that numba may use.
+    progress : callable
+        Is told what comes next, once for compiling and once a shape.
+    """
+    for shape in shapes:
+        if shape.dtype != "float32":
+            raise ValueError(f"shape {shape}: dtypes of 16 bits are measured on a GPU alone")
+    missing = load()
+    with _workers(threads) as number:
+        progress("compiling")
+        compiling = sum(compile_seconds(shape) for shape in _kinds(shapes))
+        records: list[Record] = []
+        for shape in shapes:
+            progress(str(shape))
+            inputs = shape.inputs()
+            candidates = {OURS: _ours(inputs)} | peers(inputs, number)
+            records += compare(shape, inputs, candidates, seconds, OURS)
+        return Report(records, compiling, machine(number), missing)
+
+
+def ladder(
+    shapes: Sequence[Shape], seconds: float, threads: int | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Report:  # fmt: skip
+    """Measure every rung, and the equations before them; the ratio is to ``LADDER_NORM``."""
+    modules = {name: import_module(f"minimha.equations.{name}") for name in ("dense", "tiled")}
+    modules |= {name: import_module(f"minimha.kernels.{name}") for name in LADDER}
+    with _workers(threads) as number:
+        progress("compiling")
+        tiny = _problem(Shape(1, 1, 1, 16, 16, 16).inputs())
+        compiling = sum(seconds_of(partial(m.forward, tiny)) for m in modules.values())
+        records: list[Record] = []
+        for shape in shapes:
+            progress(str(shape))
+            inputs = shape.inputs()
+            problem = _problem(inputs)
+            rungs = {
+                name: Peer(partial(module.forward, problem), lambda both: np.asarray(both[0]))
+                for name, module in modules.items()
+            }
+            records += compare(shape, inputs, rungs, seconds, LADDER_NORM)
+        return Report(records, compiling, machine(number), [])
+
+
+def compare(
+    shape: Shape, inputs: Inputs, candidates: dict[str, Peer], seconds: float, ours: str
+) -> list[Record]:
+    """Check, warm up and time ``candidates``; ratios are to the candidate ``ours``."""
+    records = {name: Record(str(shape), name, _error(inputs, c)) for name, c in candidates.items()}
+    timed = {name: c.run for name, c in candidates.items() if records[name].error <= GATE}
+    memory = {name: extra_memory(run) for name, run in timed.items()}
+    work, run = yardstick(shape)
+    times = interleaved({**timed, "machine": run}, seconds)
+    machine_rate = work / float(np.median(times.pop("machine")))
+    for name, taken in times.items():
+        record = measured(records[name], shape, taken, times.get(ours), machine_rate)
+        records[name] = replace(record, extra_memory=memory[name])
+    return list(records.values())
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
+    """Seconds of the calls of each: turns of a few calls, until ``seconds`` have passed."""
+    calls = {}
+    for name, run in runs.items():
+        _wait_for_quiet()  # who shares a core with another's threads would get too short a turn
+        run()
+        calls[name] = max(1, int(TURN / min(seconds_of(run) for _ in range(3))))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 3 or time.perf_counter() < end:
+        for name, run in runs.items():
+            _wait_for_quiet()
+            run()
+            times[name] += [seconds_of(run) for _ in range(calls[name])]
+        rounds += 1
+    return times
+
+
+def extra_memory(run: Callable[[], Any]) -> int | None:
+    """Peak of the process's memory during a call beyond what it held before and the output."""
+    if not (os.access(CLEAR, os.W_OK) and STATUS.exists()):
+        return None
+    CLEAR.write_text("5")  # the peak begins anew at what is held now
+    before = _status("VmRSS")
+    output = run()
+    peak = _status("VmHWM")
+    held = output[0] if isinstance(output, (list, tuple)) else output
+    return max(0, peak - before - int(held.nbytes))
+
+
+def compile_seconds(shape: Shape) -> float:
+    """Seconds until the kernel for such a shape is ready: compiled, or loaded from the cache."""
+    inputs = replace(shape, B=1, H=1, Hkv=1, Lq=min(shape.Lq, 16), Lk=16, mask="none").inputs()
+    return seconds_of(_ours(inputs).run)
+
+
+@contextmanager
+def _workers(threads: int | None) -> Iterator[int]:
+    """Let the kernels use so many threads meanwhile."""
+    from minimha.kernels.cpu.threads import num_workers, set_workers
+
+    before = num_workers()
+    set_workers(threads or before)
+    try:
+        yield num_workers()
+    finally:
+        set_workers(before)
+
+
+def _kinds(shapes: Sequence[Shape]) -> list[Shape]:
+    """A shape for each kernel that ``shapes`` need."""
+    return list({shape.Lq <= FEW_QUERIES: shape for shape in shapes}.values())
+
+
+def _ours(inputs: Inputs) -> Peer:
+    return Peer(lambda: attention(*_arrays(inputs), **_options(inputs), backend="cpu"), _same)
+
+
+def _problem(inputs: Inputs) -> Problem:
+    return Problem.of(*_arrays(inputs), **_options(inputs))
+
+
+def _error(inputs: Inputs, candidate: Peer) -> float:
+    """Largest error on some rows, as a multiple of plain NumPy's in the same dtype."""
+    output = candidate.as_array(candidate.run())
+    q, k, v = _arrays(inputs)
+    worst, plain = 0.0, 0.0
+    for start in sorted({0, q.shape[2] // 2, max(0, q.shape[2] - GATE_ROWS)}):
+        rows = slice(start, start + GATE_ROWS)
+        options: dict[str, Any] = dict(_options(inputs), backend="dense")
+        if inputs.mask is not None:
+            options["attn_mask"] = inputs.mask[:, :, rows]
+        if inputs.is_causal or inputs.window:
+            options["q_offset"] = start
+        exact = attention(*(x.astype(np.float64) for x in (q[:, :, rows], k, v)), **options)
+        worst = float(np.maximum(worst, abs(output[:, :, rows] - exact).max()))  # NaN wins
+        plain = max(plain, float(abs(attention(q[:, :, rows], k, v, **options) - exact).max()))
+    return worst / plain if np.isfinite(worst) else float("inf")
+
+
+def _arrays(inputs: Inputs) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    return inputs.q, inputs.k, inputs.v
+
+
+def _options(inputs: Inputs) -> dict[str, Any]:
+    return {
+        "is_causal": inputs.is_causal, "window_size": inputs.window, "attn_mask": inputs.mask
+    }  # fmt: skip
+
+
+def _same(output: Any) -> NDArray[Any]:
+    return np.asarray(output)
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _wait_for_quiet() -> None:
+    while True:
+        before = time.process_time()
+        time.sleep(WAIT)
+        if time.process_time() - before < BUSY:
+            return
+
+
+def _status(key: str) -> int:
+    """Bytes that the system says of this process under ``key``."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024

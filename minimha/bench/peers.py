@@ -1,0 +1,176 @@
+"""Other libraries' attention on the same arrays, for ``minimha.bench`` to compare with.
+
+Each library is imported when it is asked for, so that none is needed. The extra ``bench`` has them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha import attention
+from minimha.bench.shapes import Inputs
+
+LIBRARIES = ("torch", "onnxruntime", "onnx")
+
+
+class Peer(NamedTuple):
+    """A prepared call, and how its result becomes an array of shape (B, H, Lq, Dv)."""
+
+    run: Callable[[], Any]
+    as_array: Callable[[Any], NDArray[Any]]
+
+
+def load() -> list[str]:
+    """Import the libraries that are installed; return the names of those that are not.
+
+    It must come before the first parallel loop of numba. torch has an OpenMP library of its own;
+    where the system's is there already torch takes that one, in which it is seven times slower.
+    """
+    absent = [name for name in LIBRARIES if find_spec(name) is None]
+    for name in LIBRARIES:
+        if name not in absent:
+            import_module(name)
+    return absent
+
+
+def peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
+    """Every peer that is installed and can take the problem, by name."""
+    found = numpy_peers(inputs) if _scores_fit(inputs) else {}
+    if find_spec("torch"):
+        found |= torch_peers(inputs, threads)
+    if find_spec("onnxruntime") and find_spec("onnx"):
+        found |= onnxruntime_peers(inputs, threads)
+    return found
+
+
+def numpy_peers(inputs: Inputs) -> dict[str, Peer]:
+    """softmax(Q Kᵀ / √D) V with BLAS, in float32."""
+
+    def run() -> Any:
+        return attention(
+            inputs.q, inputs.k, inputs.v, is_causal=inputs.is_causal, window_size=inputs.window,
+            attn_mask=inputs.mask, backend="dense",
+        )  # fmt: skip
+
+    return {"NumPy": Peer(run, np.asarray)}
+
+
+def _scores_fit(inputs: Inputs) -> bool:
+    """Whether memory holds what NumPy needs: all scores, and as much again twice."""
+    (B, H, Lq, _), Lk = inputs.q.shape, inputs.k.shape[2]
+    pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return not pages or 3 * 4 * B * H * Lq * Lk < pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
+    """``torch.nn.functional.scaled_dot_product_attention``."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    torch.set_num_threads(threads)
+    q, k, v = (torch.from_numpy(array) for array in (inputs.q, inputs.k, inputs.v))
+    B, H, Lq, D = q.shape
+    Hkv = k.shape[1]
+    mask = None if inputs.whole_mask is None else torch.from_numpy(inputs.whole_mask)
+    options = {"is_causal": inputs.is_causal and mask is None, "attn_mask": mask}
+
+    def as_array(output: Any) -> NDArray[Any]:
+        return np.asarray(output.numpy().reshape(B, H, Lq, -1))
+
+    if Hkv == H:
+        return {"torch SDPA": Peer(lambda: sdpa(q, k, v, **options), as_array)}
+    found = {
+        "torch SDPA, enable_gqa": Peer(lambda: sdpa(q, k, v, **options, enable_gqa=True), as_array)
+    }
+    if Lq == 1 and mask is None and not inputs.is_causal:
+        folded = q.reshape(B, Hkv, H // Hkv, D)
+        found["torch SDPA, heads as rows"] = Peer(lambda: sdpa(folded, k, v), as_array)
+    return found
+
+
+def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
+    """ONNX's Attention-23, and the MultiHeadAttention and GroupQueryAttention of onnxruntime."""
+    B, H, Lq, _ = inputs.q.shape
+    Hkv, Lk = inputs.k.shape[1:3]
+    mask = inputs.whole_mask
+    is_causal = inputs.is_causal and mask is None
+
+    def whole(outputs: list[Any]) -> NDArray[Any]:
+        return np.asarray(outputs[0])
+
+    def packed(outputs: list[Any]) -> NDArray[Any]:
+        return np.asarray(outputs[0].reshape(B, Lq, H, -1).swapaxes(1, 2))
+
+    feeds: dict[str, Any] = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    if mask is not None:
+        feeds["mask"] = np.broadcast_to(mask, (B, 1, Lq, Lk))
+    run = _session("Attention", "", feeds, threads, is_causal=int(is_causal))
+    found = {"onnxruntime Attention-23": Peer(run, whole)}
+    rows = {
+        name: np.ascontiguousarray(array.swapaxes(1, 2)).reshape(B, array.shape[2], -1)
+        for name, array in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
+    }
+    if Hkv == H:
+        feeds = {**rows}
+        if mask is not None:
+            lowest = np.finfo(np.float32).min
+            bias = np.where(mask, np.float32(0), lowest)
+            feeds |= {"": None, " ": None, "bias": np.broadcast_to(bias, (B, 1, Lq, Lk))}
+        run = _session(
+            "MultiHeadAttention", "com.microsoft", feeds, threads,
+            num_heads=H, unidirectional=int(is_causal),
+        )  # fmt: skip
+        found["onnxruntime MultiHeadAttention"] = Peer(run, packed)
+    is_left_window = inputs.window is not None and inputs.window[1] == 0
+    if Lq == Lk and inputs.mask is None and (inputs.is_causal or is_left_window):
+        lengths = {"s": np.full(B, Lk - 1, np.int32), "t": np.array(Lk, np.int32)}
+        window = inputs.window[0] + 1 if inputs.window else -1
+        run = _session(
+            "GroupQueryAttention", "com.microsoft", {**rows, "": None, " ": None, **lengths},
+            threads,
+            outputs=("o", "present_k", "present_v"),
+            num_heads=H, kv_num_heads=Hkv, local_window_size=window,
+        )  # fmt: skip
+        found["onnxruntime GroupQueryAttention"] = Peer(run, packed)
+    return found
+
+
+def _session(
+    operator: str,
+    domain: str,
+    feeds: dict[str, Any],
+    threads: int,
+    outputs: tuple[str, ...] = ("o",),
+    **attributes: Any,
+) -> Callable[[], Any]:
+    """A model of one operator, ready to run on ``feeds``; a feed of None is an absent input."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    given = {name: array for name, array in feeds.items() if array is not None}
+    names = [name if array is not None else "" for name, array in feeds.items()]
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), None)
+        for name, array in given.items()
+    ]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+    node = helper.make_node(operator, names, list(outputs), domain=domain, **attributes)
+    model = helper.make_model(
+        helper.make_graph([node], operator, inputs, results),
+        opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)],
+        ir_version=10,
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    arrays = {name: np.ascontiguousarray(array) for name, array in given.items()}
+    return lambda: session.run(["o"], arrays)

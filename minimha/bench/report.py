@@ -1,0 +1,159 @@
+"""What was measured, as records, and what follows from them: fastest peers, means, rows to show."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minimha.bench.shapes import Shape
+
+OURS = "minimha"
+GATE = 5  # times the error of plain NumPy: beyond, a candidate is wrong
+GATE_ROWS = 24  # queries at the beginning, in the middle and at the end are checked
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was measured of one candidate on one shape.
+
+    Attributes
+    ----------
+    shape, candidate : str
+    error : float
+        Largest error against float64 on the rows that the gate checks, as a multiple of plain
+        NumPy's in float32.
+    median, low, high : float
+        Seconds of a call: median and quartiles; NaN if the gate was not passed.
+    runs : int
+        Timed calls.
+    rate : float
+        Operations a second, for a decode shape bytes of K and V a second.
+    of_machine : float
+        ``rate`` as a fraction of this machine's sgemm, or of its memory's reading, in the same run.
+    ratio : float
+        ``median`` / minimha's median: above 1 minimha is faster.
+    extra_memory : int or None
+        Bytes at the peak beyond inputs and output, where the system tells (Linux).
+    """
+
+    shape: str
+    candidate: str
+    error: float
+    median: float = float("nan")
+    low: float = float("nan")
+    high: float = float("nan")
+    runs: int = 0
+    rate: float = float("nan")
+    of_machine: float = float("nan")
+    ratio: float = float("nan")
+    extra_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All records of a run, with the machine and the seconds that compiling took.
+
+    ``missing`` names the libraries that were not there to be compared with.
+    """
+
+    records: list[Record]
+    compile_seconds: float
+    machine: dict[str, str | int]
+    missing: list[str]
+
+
+def measured(
+    record: Record,
+    shape: Shape,
+    times: Sequence[float],
+    ours: Sequence[float] | None,
+    machine_rate: float,
+) -> Record:
+    """``record`` with what its ``times`` say, beside minimha's and the machine's rate."""
+    low, median, high = (float(np.quantile(times, part)) for part in (0.25, 0.5, 0.75))
+    rate = (shape.bytes_read if shape.is_decode else shape.operations) / median
+    return replace(
+        record, median=median, low=low, high=high, runs=len(times), rate=rate,
+        of_machine=rate / machine_rate,
+        ratio=float("nan") if ours is None else float(median / np.median(ours)),
+    )  # fmt: skip
+
+
+def machine(threads: int) -> dict[str, str | int]:
+    """What the numbers were measured on."""
+    model = platform.processor() or platform.machine()
+    if CPUINFO.exists():
+        lines = CPUINFO.read_text().splitlines()
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        model = next(names, model)
+    return {
+        "processor": model, "threads": threads, "system": platform.system(),
+        "python": platform.python_version(), "numpy": np.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def best_peers(records: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
+    """minimha's record and the fastest peer's for each shape that has both."""
+    for _, group in groupby(records, lambda record: record.shape):
+        timed = [record for record in group if record.runs]
+        ours = [record for record in timed if record.candidate == OURS]
+        others = [record for record in timed if record.candidate != OURS]
+        if ours and others:
+            yield ours[0], min(others, key=lambda record: record.median)
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """The factor that all ratios have on average; NaN of none."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as JSON's own types; what was not measured is null."""
+    rows = [
+        {key: value if _is_json(value) else None for key, value in asdict(record).items()}
+        for record in report.records
+    ]
+    return {
+        "machine": report.machine, "compile_seconds": report.compile_seconds,
+        "missing": report.missing, "records": rows,
+    }  # fmt: skip
+
+
+def as_rows(records: Iterable[Record]) -> list[dict[str, str]]:
+    """The records as a reader wants them: milliseconds, GFLOP/s or GB/s, MiB."""
+    return [
+        {
+            "candidate": r.candidate,
+            "ms": _digits(1e3 * r.median),
+            "quartiles": f"{_digits(1e3 * r.low)}–{_digits(1e3 * r.high)}" if r.runs else "",
+            "G/s": _digits(r.rate / 1e9),
+            "of machine": _digits(r.of_machine, 2),
+            "ratio": _digits(r.ratio, 2),
+            "MiB": "" if r.extra_memory is None else f"{r.extra_memory / 2**20:.1f}",
+            "error": _digits(r.error, 1) if r.runs else f"{r.error:.1f}: refused",
+        }
+        for r in records
+    ]
+
+
+def _digits(number: float, decimals: int | None = None) -> str:
+    """Three digits that count, or so many decimals; nothing for NaN."""
+    if math.isnan(number):
+        return ""
+    if decimals is None:
+        decimals = max(0, 2 - math.floor(math.log10(number))) if number else 0
+    return f"{number:.{decimals}f}"
+
+
+def _is_json(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

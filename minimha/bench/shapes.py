@@ -1,0 +1,125 @@
+"""The problems that are measured: sizes, masks, and the same random numbers on every run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MASKS = ("none", "causal", "window", "mask")
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+WINDOW = (511, 0)
+
+
+class Inputs(NamedTuple):
+    """One problem as every library takes it.
+
+    ``window`` is (left, right) or None, ``mask`` a boolean (B, 1, Lq, Lk), True = may attend, or
+    None. A causal problem has Lq = Lk.
+    """
+
+    q: NDArray[Any]
+    k: NDArray[Any]
+    v: NDArray[Any]
+    is_causal: bool
+    window: tuple[int, int] | None
+    mask: NDArray[np.bool_] | None
+
+    @property
+    def whole_mask(self) -> NDArray[np.bool_] | None:
+        """The mask, or the window's as one, for those who know no window."""
+        if self.window is None:
+            return self.mask
+        distance = np.arange(self.k.shape[2]) - np.arange(self.q.shape[2])[:, None]
+        left, right = self.window
+        return ((-left <= distance) & (distance <= right))[None, None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and mask of a problem: ``mask`` is none, causal, window (511, 0) or a random mask.
+
+    ``dtype`` is float32 on a CPU, float16 and bfloat16 as well on a GPU.
+    """
+
+    B: int
+    H: int
+    Hkv: int
+    Lq: int
+    Lk: int
+    D: int
+    mask: str = "none"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.mask not in MASKS:
+            raise ValueError(f"mask is {self.mask!r}: expected one of {', '.join(MASKS)}")
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ITEMSIZE)}")
+        if self.H % self.Hkv:
+            raise ValueError(f"H={self.H} is not a multiple of Hkv={self.Hkv}")
+        if self.mask in ("causal", "window") and self.Lq != self.Lk:
+            raise ValueError(f"mask {self.mask} needs Lq = Lk, not {self.Lq} and {self.Lk}")
+
+    def __str__(self) -> str:
+        sizes = ",".join(str(n) for n in (self.B, self.H, self.Hkv, self.Lq, self.Lk, self.D))
+        unsaid = {"none", "float32"}
+        return " ".join([sizes, *(x for x in (self.mask, self.dtype) if x not in unsaid)])
+
+    @property
+    def operations(self) -> float:
+        """4 · D for each visible pair of query and key; a random mask counts all."""
+        pairs: float = self.Lq * self.Lk
+        if self.mask == "causal":
+            pairs = self.Lq * self.Lk / 2
+        elif self.mask == "window":
+            pairs = sum(min(i, WINDOW[0]) + 1 for i in range(self.Lq))
+        return 4.0 * self.B * self.H * pairs * self.D
+
+    @property
+    def bytes_read(self) -> float:
+        """Of K and V, once."""
+        return 2.0 * ITEMSIZE[self.dtype] * self.B * self.Hkv * self.Lk * self.D
+
+    @property
+    def is_decode(self) -> bool:
+        """One query a head: reading is the work."""
+        return self.Lq == 1
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        """Random arrays of these sizes, float32; a GPU's are rounded to its dtype there."""
+        rng = np.random.default_rng(seed)
+        sizes = ((self.H, self.Lq), (self.Hkv, self.Lk), (self.Hkv, self.Lk))
+        q, k, v = (
+            rng.standard_normal((self.B, heads, length, self.D), np.float32)
+            for heads, length in sizes
+        )
+        mask = None
+        if self.mask == "mask":
+            mask = rng.random((self.B, 1, self.Lq, self.Lk)) < 0.8
+        return Inputs(
+            q, k, v, self.mask == "causal", WINDOW if self.mask == "window" else None, mask
+        )
+
+
+SHAPES = (
+    Shape(1, 8, 8, 128, 128, 64),
+    Shape(1, 8, 8, 1024, 1024, 64),
+    Shape(4, 12, 12, 512, 512, 64),
+    Shape(1, 8, 8, 4096, 4096, 64),
+    Shape(1, 8, 8, 4096, 4096, 128),
+    Shape(1, 8, 8, 1024, 1024, 64, "causal"),
+    Shape(8, 12, 12, 512, 512, 64, "causal"),
+    Shape(1, 8, 8, 4096, 4096, 64, "causal"),
+    Shape(1, 32, 8, 2048, 2048, 128, "causal"),
+    Shape(1, 8, 8, 4096, 4096, 64, "window"),
+    Shape(4, 16, 16, 128, 1024, 64),
+    Shape(1, 8, 8, 777, 777, 80),
+    Shape(2, 8, 8, 1024, 1024, 64, "mask"),
+    Shape(1, 32, 8, 1, 4096, 128),
+    Shape(8, 32, 8, 1, 2048, 128),
+    Shape(1, 8, 8, 1, 65536, 64),
+)
+LADDER_SHAPE = Shape(1, 4, 4, 512, 512, 64)

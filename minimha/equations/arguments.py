@@ -1,0 +1,201 @@
+"""Checks of single arguments, shared by every public function, and the names that errors give them.
+
+Each check takes the argument's name first and returns the value in one form, or raises a sentence:
+which argument, what was expected, what came, why.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+COMPUTED = (np.dtype(np.float32), np.dtype(np.float64))  # dtypes that need no second look
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+LARGEST_INTEGER = 1 << 53  # float64, in which angles are computed, holds all integers up to here
+
+_names: ContextVar[Mapping[str, str] | None] = ContextVar("argument names", default=None)
+
+
+@contextmanager
+def argument_names(**names: str) -> Iterator[None]:
+    """Give arguments other names in errors: a dialect that calls q ``query`` says so.
+
+    Examples
+    --------
+    >>> with argument_names(scale="softmax_scale"):
+    ...     number("scale", float("nan"), np.dtype(np.float32))
+    Traceback (most recent call last):
+    ValueError: softmax_scale is nan: expected a finite number, at most 3.4e+38
+    """
+    token = _names.set({**(_names.get() or {}), **names})
+    try:
+        yield
+    finally:
+        _names.reset(token)
+
+
+def name_of(argument: str) -> str:
+    """The name of ``argument`` in the words of whoever was called first."""
+    return (_names.get() or {}).get(argument, argument)
+
+
+def flag(name: str, value: Any) -> bool:
+    """``value`` if it is True or False.
+
+    Raises
+    ------
+    TypeError
+        It is neither.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name_of(name)} is {value!r}: expected True or False")
+    return bool(value)
+
+
+def integer(name: str, value: Any, low: int = 1) -> int:
+    """``value`` as Python's integer, which never wraps as NumPy's do, if it is ``low`` or more.
+
+    Raises
+    ------
+    TypeError
+        It is no integer.
+    ValueError
+        It is below ``low``.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name_of(name)} is {value!r}: expected an integer")
+    if value < low:
+        raise ValueError(f"{name_of(name)} is {value!r}: expected an integer of at least {low}")
+    return int(value)
+
+
+def number(name: str, value: Any, compute: np.dtype[Any]) -> float:
+    """``value`` as a float that is finite in the dtype ``compute`` too.
+
+    Raises
+    ------
+    TypeError
+        It is no real number.
+    ValueError
+        It is NaN, infinite or beyond the dtype's range.
+    """
+    scalar = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
+    if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
+        raise TypeError(f"{name_of(name)} is {value!r}: expected a number")
+    largest = float(np.finfo(compute).max)
+    try:
+        result = float(scalar)
+    except OverflowError:
+        result = math.inf
+    if not abs(result) <= largest:
+        raise ValueError(
+            f"{name_of(name)} is {value!r}: expected a finite number, at most {largest:.1e}"
+        )
+    return result
+
+
+def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
+    """``value`` as an array of any dtype.
+
+    Raises
+    ------
+    TypeError
+        It is a masked array, whose mask NumPy would drop; ``hint`` says what to give instead.
+    ValueError
+        Its rows differ in length.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name_of(name)} is a masked array, whose mask would be lost: give a plain array{hint}"
+        )
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise type(error)(
+            f"{name_of(name)} is not a rectangular array of numbers: rows of one matrix must have "
+            f"equal lengths ({error})"
+        ) from None
+
+
+def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
+    """``value`` as an array of a floating dtype that the library computes with.
+
+    Raises
+    ------
+    TypeError
+        It holds something other than numbers, or hides some of them (a masked array).
+    ValueError
+        Its rows differ in length.
+    """
+    array = rectangular(name, value, hint=" and attn_mask")
+    if array.dtype in COMPUTED:
+        return array
+    if array.dtype.kind in "iu":
+        return array.astype(np.float64)
+    if array.dtype.name not in FLOATING:
+        raise TypeError(
+            f"{name_of(name)} has dtype {array.dtype}: expected integers, float16, bfloat16, "
+            f"float32 or float64"
+        )
+    return array
+
+
+def as_integers(name: str, value: ArrayLike) -> NDArray[np.int64]:
+    """``value`` as an array of int64 whose sums and differences do not wrap around.
+
+    Raises
+    ------
+    TypeError
+        It holds something other than integers, or hides some of them (a masked array).
+    ValueError
+        Its rows differ in length, or an integer is beyond ±2^53.
+    """
+    array = rectangular(name, value)
+    if array.size == 0:
+        return array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name_of(name)} has dtype {array.dtype}: expected integers")
+    low, high = int(array.min()), int(array.max())
+    if low < -LARGEST_INTEGER or high > LARGEST_INTEGER:
+        raise ValueError(
+            f"{name_of(name)} has numbers from {low} to {high}: expected integers within ±2^53"
+        )
+    return array.astype(np.int64)
+
+
+def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
+    """The one dtype that holds the arguments of these dtypes, in native byte order.
+
+    Raises
+    ------
+    TypeError
+        There is none, as for float16 beside bfloat16.
+    """
+    first, *rest = dtypes.values()
+    if first in COMPUTED and all(dtype == first for dtype in rest):
+        return first
+    try:
+        common: np.dtype[Any] = np.result_type(*dtypes.values())
+    except TypeError:
+        common = np.dtype(object)
+    if common.name not in FLOATING:
+        listed = ", ".join(f"{name_of(name)} is {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"{listed}: no common dtype holds them, convert them to one first")
+    return common
+
+
+def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which numbers of ``dtype`` are computed: float64 for itself, else float32."""
+    return COMPUTED[1] if dtype == COMPUTED[1] else COMPUTED[0]
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 head``, ``2 heads``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

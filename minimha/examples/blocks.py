@@ -1,0 +1,117 @@
+"""Naive attention against FlashAttention, block by block: document 004 offers it, and stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minimha.equations import dense, tiled
+from minimha.equations.problem import Problem
+from minimha.equations.tap import Tap, renamed
+from minimha.examples import sentences
+from minimha.examples.example import Example
+from minimha.explain.trace import token_labels
+
+NUM_HEADS = 2  # of the sentence's example, whose head 0 this is
+
+
+def of_length(num_tokens: int, **settings: Any) -> Example:
+    """``block_by_block`` over the documents' own sentence of ``num_tokens`` tokens, 1 to 12."""
+    return block_by_block(sentences.SENTENCES[num_tokens][0].split(), **settings)
+
+
+def block_by_block(
+    tokens: Sequence[str],
+    *,
+    B_r: int = 2,
+    B_c: int = 2,
+    d_model: int = 4,
+    seed: int = sentences.DEFAULT_SEED,
+) -> Example:
+    """One causal head over ``tokens``, first with whole matrices, then in blocks of B_r × B_c.
+
+    It is head 0 of ``sentences.sentence(tokens)``, so that Q, K and V are known from there.
+
+    Parameters
+    ----------
+    tokens : sequence of str
+    B_r, B_c : int
+        Queries and keys in a block.
+    d_model : int
+        Model width, even; the head is half as wide.
+    seed : int
+        Of embeddings and weights, at least 0.
+
+    Raises
+    ------
+    ValueError
+        No tokens, a count below 1, or an odd model width.
+    """
+    sentences.check(tokens, NUM_HEADS, NUM_HEADS, d_model, seed)
+    for name, size in (("block-queries", B_r), ("block-keys", B_c)):
+        if size < 1:
+            raise ValueError(f"{name} is {size}: a block holds at least one row")
+
+    def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
+        x = sentences.embeddings(tokens, d_model, seed)
+        W_q, W_k, W_v, _ = sentences.draw_weights(d_model, NUM_HEADS, NUM_HEADS, seed)
+        scale = None if is_scaled else 1.0
+        head = Problem.of(x @ W_q[0], x @ W_k[0], x @ W_v[0], is_causal=is_causal, scale=scale)
+        whole, _ = dense.forward(head, tap)
+        blockwise, _ = tiled.forward(head, renamed(tap, output="output[tiled]"), B_r=B_r, B_c=B_c)
+        skipped = skipped_blocks(head, B_r, B_c)
+        if skipped:
+            tap("skipped", np.array(skipped))
+        tap("difference", np.array(abs(whole - blockwise).max()))
+        D = d_model // NUM_HEADS
+        naive, in_tiles = numbers_kept(len(tokens), D=D, B_r=B_r, B_c=B_c)
+        tap("kept[naive]", np.array(naive))
+        tap("kept[tiled]", np.array(in_tiles))
+
+    text = " ".join(tokens)
+    naive, in_tiles = numbers_kept(4096, D=64, B_r=64, B_c=64)
+    return Example(
+        name="flash",
+        title=f"{text}, whole matrices against blocks of {B_r} queries and {B_c} keys",
+        source="document 004, section 'Flash Attentions'; Dao 2023 (FlashAttention-2), "
+        f"Algorithm 1; embeddings and weights drawn with seed {seed}",
+        sentence=text,
+        run=run,
+        labels=token_labels(tokens),
+        is_causal=True,
+        notes={
+            "output": "Here the naive way ends; the blocks follow.",
+            "kept[naive]": "Whole matrices: S and A.",
+            "kept[tiled]": "One block: Q_i, K_j, V_j, S_ij, m_i, l_i and O_i; more tokens need no "
+            "more. With 4,096 tokens, head width 64 and blocks of 64: "
+            f"{naive:,} numbers whole, {in_tiles:,} in blocks.",
+        },
+        blocks=(B_r, B_c),
+    )
+
+
+def numbers_kept(L: int, *, D: int, B_r: int, B_c: int) -> tuple[int, int]:
+    """How many numbers each way keeps beyond Q, K, V and O in memory: whole matrices, blocks.
+
+    Whole: S and A, L × L each. In blocks: what one block has at hand, Q_i, K_j, V_j, S_ij, m_i, l_i
+    and O_i, whatever L is.
+
+    >>> numbers_kept(4096, D=64, B_r=64, B_c=64)
+    (33554432, 20608)
+    """
+    B_r, B_c = min(B_r, L), min(B_c, L)
+    return 2 * L * L, B_r * D + 2 * B_c * D + B_r * B_c + 2 * B_r + B_r * D
+
+
+def skipped_blocks(problem: Problem, B_r: int, B_c: int) -> list[tuple[int, int]]:
+    """The blocks (i, j) in which no query sees a key."""
+    L = problem.q.shape[2]
+    loaded = {
+        (i, j)
+        for i, start in enumerate(range(0, L, B_r))
+        for j, _ in tiled.visible_blocks(problem, slice(start, min(start + B_r, L)), B_c)
+    }
+    everywhere = ((i, j) for i in range(-(-L // B_r)) for j in range(-(-L // B_c)))
+    return [block for block in everywhere if block not in loaded]

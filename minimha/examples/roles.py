@@ -1,0 +1,211 @@
+"""Heads that do what the documents say heads may learn, with weights set by hand.
+
+The documents name relations (subject and verb, a pronoun and its noun, neighbours) and print no
+numbers for them. Here a token is written as 0 and 1 in named columns, its grammar and its position,
+and each head's W_q and W_k pick the columns that its relation needs. A query that agrees with a key
+in one more column than with the others scores higher, and the softmax does the rest.
+
+A head of a trained model is rarely as clear; what is shown is that the equations can do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.tap import Tap
+from minimha.examples.example import Example
+from minimha.explain.trace import token_labels
+from minimha.layers.multihead import MultiHeadAttention
+
+GAIN = 16.0  # of every query, so that one column more or less decides
+SPREAD = " A query of zeros has nothing to ask and spreads evenly."
+NEAR = {-1: 0.75, 0: 1.0, 1: 0.75}  # how much each neighbour is asked for by the local head
+Pairs = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What one head asks for.
+
+    Attributes
+    ----------
+    name, reading : str
+        What it is called, and what its weights show.
+    asks : sequence of (query column, key column)
+        A query with the first column set asks for keys with the second one set.
+    offsets : mapping of int to float
+        How much a query asks for the key that stands so many places after it.
+    """
+
+    name: str
+    reading: str
+    asks: Pairs = ()
+    offsets: Mapping[int, float] | None = None
+
+
+def _example(
+    name: str, document: str, grammar: Mapping[str, str], columns: Sequence[str], heads: list[Head]
+) -> Example:
+    """The sentence whose words are the keys of ``grammar``, each with the columns it has set."""
+    words = list(grammar)
+    L, E = len(words), len(columns) + len(words)
+
+    def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
+        x = np.zeros((L, E))
+        for i, kinds in enumerate(grammar.values()):
+            x[i, [columns.index(kind) for kind in kinds.split()]] = 1
+            x[i, len(columns) + i] = 1
+        W_q, W_k = (
+            np.stack(W) for W in zip(*(_matrices(h, columns, L) for h in heads), strict=True)
+        )
+        W_v = np.zeros((len(heads), E, 1))
+        W_v[:, len(columns) :, 0] = np.arange(L)
+        layer = MultiHeadAttention.from_heads(W_q, W_k, W_v, np.eye(len(heads)))
+        layer(x, tap=tap, is_causal=is_causal, scale=None if is_scaled else 1.0)
+
+    readings = {
+        f"weights, head {h}": f"{head.name.capitalize()}: {head.reading}."
+        + SPREAD * _has_query_of_zeros(head, grammar)
+        for h, head in enumerate(heads)
+    }
+    return Example(
+        name=name,
+        title=f"{' '.join(words)}, heads set by hand to do what document {document} says",
+        source=f"a sentence of document {document}; weights set by hand",
+        sentence=" ".join(words),
+        run=run,
+        labels=token_labels(words) | {"E": (*columns, *map(str, range(L)))},
+        notes={
+            "x": "Columns: the token's grammar, 1 where it applies, and its position.",
+            "W_v": "Every token passes on its number, so a head's output says whom it reads.",
+            "output": "One column a head: the number of the token that it reads, or an average.",
+            **readings,
+        },
+    )
+
+
+def _has_query_of_zeros(head: Head, grammar: Mapping[str, str]) -> bool:
+    """Whether some word sets none of the columns with which the head's queries ask."""
+    asking = {column for column, _ in head.asks}
+    return head.offsets is None and any(
+        asking.isdisjoint(kinds.split()) for kinds in grammar.values()
+    )
+
+
+def _matrices(
+    head: Head, columns: Sequence[str], L: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """W_q and W_k (E, D) of one head; D = L, so that a position fits into a query."""
+    W_q, W_k = np.zeros((2, len(columns) + L, L))
+    for n, key in enumerate(dict.fromkeys(key for _, key in head.asks)):
+        W_k[columns.index(key), n] = 1
+        for query in (query for query, asked in head.asks if asked == key):
+            W_q[columns.index(query), n] = GAIN
+    if head.offsets is not None:
+        W_k[len(columns) :] = np.eye(L)
+        for i in range(L):
+            places = {i + n: share for n, share in head.offsets.items() if 0 <= i + n < L}
+            for place, share in (places or {i: 1.0}).items():  # no such neighbour: itself
+                W_q[len(columns) + i, place] = GAIN * share
+    return W_q, W_k
+
+
+PREVIOUS = Head(
+    "previous token", "each word reads the one before it, the first itself", (), {-1: 1.0}
+)
+LOCAL = Head("position", "each word reads itself and its neighbours", (), NEAR)
+
+ADOPTED, RAN_AWAY, BANK = (
+    _example(
+        "heads-000",
+        "000",
+        {
+            "The": "main",
+            "cat": "noun subject main",
+            "that": "pronoun clause",
+            "I": "subject clause",
+            "adopted": "verb clause",
+            "sleeps": "verb main",
+        },
+        ("noun", "subject", "verb", "pronoun", "main", "clause"),
+        [
+            PREVIOUS,
+            Head(
+                "subject and verb",
+                "'sleeps' reads 'cat' and 'adopted' reads 'I', the subject of its own clause: two "
+                "columns must agree; the others spread over their clause",
+                (("verb", "subject"), ("main", "main"), ("clause", "clause")),
+            ),
+            Head("coreference", "'that' reads 'cat', for which it stands", (("pronoun", "noun"),)),
+            LOCAL,
+        ],
+    ),
+    _example(
+        "heads-001",
+        "001",
+        {
+            "The": "",
+            "cat": "subject action",
+            "that": "clause",
+            "I": "clause",
+            "saw": "clause",
+            "yesterday": "",
+            "ran": "verb action",
+            "away": "action",
+        },
+        ("subject", "verb", "clause", "action"),
+        [
+            Head(
+                "syntactic structure",
+                "'cat' and 'ran', subject and verb, read each other",
+                (("subject", "verb"), ("verb", "subject")),
+            ),
+            LOCAL,
+            Head(
+                "relative clause",
+                "'that', 'I' and 'saw' read each other",
+                (("clause", "clause"),),
+            ),
+            Head(
+                "long range",
+                "'cat', 'ran' and 'away', who did what, read each other",
+                (("action", "action"),),
+            ),
+        ],
+    ),
+    _example(
+        "heads-002",
+        "002",
+        {
+            "The": "",
+            "bank": "lender actor",
+            "approved": "verb",
+            "the": "",
+            "loan": "lent",
+            "yesterday": "time",
+        },
+        ("lender", "lent", "actor", "verb", "time"),
+        [
+            Head(
+                "meaning",
+                "'bank' and 'loan' read each other",
+                (("lender", "lent"), ("lent", "lender")),
+            ),
+            Head(
+                "action",
+                "'approved' and 'bank' read each other",
+                (("verb", "actor"), ("actor", "verb")),
+            ),
+            Head(
+                "time",
+                "'yesterday' and 'approved' read each other",
+                (("time", "verb"), ("verb", "time")),
+            ),
+            PREVIOUS,
+        ],
+    ),
+)  # fmt: skip

@@ -1,0 +1,206 @@
+"""Any sentence through a whole multi-head attention, with weights small enough to follow by eye.
+
+The documents promise such an example and leave it out. Nothing here is learned: embeddings and
+weights are whole numbers drawn from a seed, a word always gets the same embedding, and every later
+number is computed from them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.tap import Tap
+from minimha.examples.example import Example
+from minimha.explain.trace import token_labels
+from minimha.layers.multihead import MultiHeadAttention
+
+# The documents' own sentences (and one title), by their number of tokens.
+SENTENCES = {
+    1: ("Attention", "000"),
+    2: ("Multi-Head Attention", "002"),
+    3: ("The cat sat", "003"),
+    4: ("Translation quality would collapse", "000"),
+    5: ("The quick brown fox jumps", "001"),
+    6: ("The bank approved the loan yesterday", "002"),
+    7: ("One head alone cannot learn all this", "000"),
+    8: ("The cat that I saw yesterday ran away", "001"),
+    9: ("A single attention head captures one type of relationship", "001"),
+    10: ("All heads work in parallel and their knowledge is combined", "002"),
+    11: ("Each output token embedding is computed by weighted sum over values", "003"),
+    12: (
+        "Self-attention helps each word understand its meaning by looking at surrounding words",
+        "000",
+    ),
+}
+DEFAULT_SEED = 1  # no zero columns, and row maxima that grow from block to block
+BANK_RELATIONS = (
+    "The document says what heads may learn in this sentence (bank ↔ loan, approved ↔ bank, "
+    "yesterday ↔ approved, its structure) and prints no numbers; these weights are drawn, not "
+    "learned, and show none of that; example heads-002 has weights that do."
+)
+
+
+def of_length(num_tokens: int, **settings: Any) -> Example:
+    """The documents' own sentence of ``num_tokens`` tokens, 1 to 12; settings of ``sentence``."""
+    words, document = SENTENCES[num_tokens]
+    return sentence(words.split(), source=f"a sentence of document {document}", **settings)
+
+
+def sentence(
+    tokens: Sequence[str],
+    *,
+    num_heads: int = 2,
+    num_kv_heads: int | None = None,
+    d_model: int = 4,
+    seed: int = DEFAULT_SEED,
+    rope: bool = False,
+    context: Sequence[str] | None = None,
+    source: str = "your own sentence",
+) -> Example:
+    """A multi-head attention over ``tokens``, every matrix of every head.
+
+    It is causal, unless the tokens attend to another sentence.
+
+    Parameters
+    ----------
+    tokens : sequence of str
+    num_heads, num_kv_heads : int
+        Query heads, and key/value heads (as many, unless given).
+    d_model : int
+        Model width E; each head has width E / num_heads.
+    seed : int
+        Of embeddings and weights, at least 0.
+    rope : bool
+        Turn queries and keys by their positions.
+    context : sequence of str
+        Another sentence, from which keys and values are made (cross-attention).
+    source : str
+        Where the sentence comes from.
+
+    Raises
+    ------
+    ValueError
+        No tokens, a count below 1, or heads that do not divide.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check(tokens, num_heads, num_kv_heads, d_model, seed)
+
+    if context is not None and not context:
+        raise ValueError("the sentence to attend to has no tokens: expected at least one word")
+    if rope and d_model // num_heads % 2:
+        raise ValueError(
+            f"d-model is {d_model} and heads is {num_heads}: a rotation turns pairs, so a head's "
+            f"width must be even"
+        )
+    turned = _rope(d_model // num_heads) if rope else None
+
+    def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
+        if context is not None and is_causal:
+            raise ValueError(
+                "a causal mask has no meaning between two sentences: the other one is there as a "
+                "whole"
+            )
+        weights = draw_weights(d_model, num_heads, num_kv_heads, seed)
+        layer = MultiHeadAttention.from_heads(*weights, rope=turned)
+        layer(
+            embeddings(tokens, d_model, seed),
+            None if context is None else embeddings(context, d_model, seed),
+            is_causal=is_causal,
+            scale=None if is_scaled else 1.0,
+            tap=tap,
+        )
+
+    text = " ".join(tokens)
+    if context is not None:
+        text += f" → {' '.join(context)}"
+    heads = f"{num_heads} head{'s' * (num_heads > 1)}"
+    if num_kv_heads != num_heads:
+        heads += f" on {num_kv_heads} key/value head{'s' * (num_kv_heads > 1)}"
+    if rope:
+        heads += ", rotary positions"
+    return Example(
+        name=f"{len(tokens)} token{'s' * (len(tokens) > 1)}",
+        title=f"{text}, {heads}",
+        source=f"{source}; embeddings and weights drawn with seed {seed}",
+        sentence=text,
+        run=run,
+        labels=token_labels(tokens, context),
+        is_causal=context is None,
+        notes=_notes(text, num_heads, num_kv_heads),
+    )
+
+
+def embeddings(tokens: Sequence[str], d_model: int, seed: int) -> NDArray[np.float64]:
+    """Shape (L, E), each number -1, 0 or 1: a word has the same row wherever it stands."""
+
+    def row(token: str) -> NDArray[np.int64]:
+        rng = np.random.default_rng([seed, zlib.crc32(token.casefold().encode("utf-8", "replace"))])
+        return rng.integers(-1, 2, d_model)
+
+    return np.stack([row(token) for token in tokens]).astype(np.float64)
+
+
+def draw_weights(
+    d_model: int, num_heads: int, num_kv_heads: int, seed: int
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """W_q (H, E, D), W_k and W_v (Hkv, E, D) and W_o (H · D, E), each number -1, 0 or 1."""
+    rng = np.random.default_rng([seed, d_model, num_heads, num_kv_heads])
+    D = d_model // num_heads
+    shapes = [(num_heads, d_model, D), *[(num_kv_heads, d_model, D)] * 2, (num_heads * D, d_model)]
+    W_q, W_k, W_v, W_o = (
+        rng.choice([-1.0, 0.0, 1.0], size=shape, p=[0.2, 0.4, 0.4]) for shape in shapes
+    )
+    return W_q, W_k, W_v, W_o
+
+
+def check(
+    tokens: Sequence[str], num_heads: int, num_kv_heads: int, d_model: int, seed: int
+) -> None:
+    """Raise ValueError, in the words of the command line, where an example cannot be made."""
+    if not tokens:
+        raise ValueError("the sentence has no tokens: expected at least one word")
+    counts = {"heads": num_heads, "kv-heads": num_kv_heads, "d-model": d_model}
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} is {count}: expected at least 1")
+    if d_model % num_heads:
+        raise ValueError(
+            f"d-model is {d_model} and heads is {num_heads}: the model width must be a multiple of "
+            f"the number of heads"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"heads is {num_heads} and kv-heads is {num_kv_heads}: the number of heads must be a "
+            f"multiple of the number of key/value heads"
+        )
+    if seed < 0:
+        raise ValueError(f"seed is {seed}: expected 0 or more")
+
+
+def _rope(head_dim: int) -> Any:
+    from minimha.layers.rope import RoPE  # only for those who ask: it takes its time to load
+
+    return RoPE(head_dim)
+
+
+def _notes(text: str, num_heads: int, num_kv_heads: int) -> dict[str, str]:
+    notes = {"x": "A word has the same row wherever it stands."}
+    if text == SENTENCES[6][0]:
+        notes["weights"] = BANK_RELATIONS
+    group = num_heads // num_kv_heads
+    if group > 1:
+        shared = "; ".join(
+            f"key/value head {h} serves heads {h * group} to {(h + 1) * group - 1}"
+            for h in range(num_kv_heads)
+        )
+        notes |= {"k": f"Shared: {shared}.", "v": f"Shared: {shared}."}
+    return notes
+
+
+BANK = replace(of_length(6), name="002")

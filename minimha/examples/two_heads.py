@@ -1,0 +1,67 @@
+"""Document 000: one token, two heads of width 2. With a single key, attention returns V."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minimha.equations.tap import Tap
+from minimha.examples.example import Example, matrix
+from minimha.explain.printed import PrintedMatrix, Status
+from minimha.explain.trace import token_labels
+from minimha.layers.multihead import MultiHeadAttention
+
+SOURCE = "document 000, section 'Mini Numerical Example (2 Heads)'"
+
+X = matrix("1 2 3 4")
+W_Q = np.stack([matrix("1 0", "0 1", "0 0", "1 0"), matrix("0 1", "1 0", "1 0", "0 1")])
+W_K = np.stack([matrix("1 1", "0 1", "1 0", "0 1"), matrix("0 1", "1 1", "0 0", "1 0")])
+W_V = np.stack([matrix("1 0", "0 2", "1 1", "0 1"), matrix("0 1", "1 1", "0 2", "1 0")])
+# The document leaves W_O open ("some matrix"). This one is easy to follow by eye: its first two
+# columns add the heads, its last two subtract head 1 from head 0.
+W_O = matrix("1 0 1 0", "0 1 0 1", "1 0 -1 0", "0 1 0 -1")
+
+ASSUMED = (
+    PrintedMatrix(
+        "head_output", ("0.5 1.2",), "'Head 1 projection matrices'", Status.ASSUMED, head=0,
+        says="Assume: head1_output = [0.5, 1.2]",
+    ),
+    PrintedMatrix(
+        "head_output", ("−0.4 2.3",), "'Head 2 projection matrices'", Status.ASSUMED, head=1,
+        says="Assume: head2_output = [−0.4, 2.3]",
+    ),
+    PrintedMatrix(
+        "concat", ("0.5 1.2 −0.4 2.3",), "'Concatenate heads'", Status.ASSUMED,
+        says="Assume: head1_output = [0.5, 1.2]. Assume: head2_output = [−0.4, 2.3]",
+    ),
+)  # fmt: skip
+
+
+def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
+    """The two heads, then the document's assumed outputs through the same W_o."""
+    scale = None if is_scaled else 1.0
+    layer = MultiHeadAttention.from_heads(W_Q, W_K, W_V, W_O)
+    layer(X, tap=tap, is_causal=is_causal, scale=scale)
+    concat = tap("concat[assumed]", ASSUMED[2].values)
+    tap("output[assumed]", concat @ W_O)
+
+
+EXAMPLE = Example(
+    name="000",
+    title="one token, two heads",
+    source=SOURCE,
+    sentence="X = [1, 2, 3, 4]",
+    run=run,
+    labels=token_labels(["X"]),
+    printed=ASSUMED,
+    notes={
+        "q": "(The document counts heads from 1: its head 1 is head 0 here.)",
+        "weights": "There is one key only, so its share is all: the weight is 1, "
+        "whatever Q and K are.",
+        "head_output": "With weight 1 the head's output is its V. The outputs that the document "
+        "assumes cannot come from its matrices.",
+        "W_o": "The document gives none ('some matrix'); this one is chosen here: columns 0 and 1 "
+        "add the heads, columns 2 and 3 subtract head 1 from head 0.",
+        "concat[assumed]": "For comparison: the outputs that the document assumes.",
+        "output[assumed]": "The assumed outputs through the same W_o.",
+    },
+)

@@ -1,0 +1,1 @@
+"""What a model has around its attention."""

@@ -1,0 +1,469 @@
+"""Known models' sizes, and what follows from them: parameters, FLOPs, the cache of keys and values.
+
+Pure arithmetic on whole numbers. Letters: ``E`` = d_model, ``H`` = num_heads, ``Hkv`` =
+num_kv_heads, ``D`` = head_dim, ``F`` = d_ff, ``V`` = vocabulary, ``L`` = tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+
+from minimha.equations.arguments import flag, integer
+
+ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The sizes of one model, from which everything else follows.
+
+    Attributes
+    ----------
+    name : str
+    layers : int
+    d_model : int
+        E, the model width.
+    num_heads, num_kv_heads : int
+        H and Hkv; H must be a multiple of Hkv.
+    head_dim : int
+        D, of queries, keys and values alike.
+    d_ff : int
+        F, the width inside the feed-forward.
+    vocabulary : int
+        V, the rows of the token embedding.
+    max_length : int
+        The most tokens that the model was made for.
+    is_gated : bool
+        The feed-forward has three matrices (a gate, as in SwiGLU) instead of two.
+    has_biases : bool
+        Every projection adds a bias, and every normalisation is a LayerNorm, with gain and bias;
+        without, it is an RMSNorm, with a gain alone.
+    is_tied : bool
+        The token embedding is also the matrix that scores the next token.
+    has_learned_positions : bool
+        A position embedding of max_length rows; without, positions have no parameters (RoPE).
+    source : str
+    is_causal : bool
+        A decoder, which writes token after token. An encoder (False) sees every token at once,
+        and ends in BERT's pooler, an (E, E) matrix on the first token, instead of a vocabulary.
+    num_segments : int
+        Rows of a segment embedding.
+    window : int or None
+        Keys that a query of a decoder sees at most, itself among them; older ones need not be
+        cached.
+
+    Raises
+    ------
+    TypeError
+        A size that is no integer, or an is_ or has_ that is neither True nor False.
+    ValueError
+        A size below 1 (num_segments: below 0), heads that cannot be grouped, or an encoder with a
+        window.
+    """
+
+    name: str
+    layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocabulary: int
+    max_length: int
+    is_gated: bool
+    has_biases: bool
+    is_tied: bool
+    has_learned_positions: bool
+    source: str
+    is_causal: bool = True
+    num_segments: int = 0
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocabulary",
+            "max_length", "num_segments", "window",
+        )  # fmt: skip
+        for size in sizes:
+            value = getattr(self, size)
+            if size != "window" or value is not None:
+                low = 0 if size == "num_segments" else 1
+                object.__setattr__(self, size, integer(size, value, low))
+        for name in ("is_gated", "has_biases", "is_tied", "has_learned_positions", "is_causal"):
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads is {self.num_kv_heads} but num_heads is {self.num_heads}: H must be "
+                f"a multiple of Hkv"
+            )
+        if self.window is not None and not self.is_causal:
+            raise ValueError(
+                f"window is {self.window} but is_causal is False: a window is of a decoder, whose "
+                f"queries see it and nothing later"
+            )
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters, by what they serve."""
+
+    attention: int
+    feed_forward: int
+    norms: int
+    embeddings: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations, by what they serve; a multiplication and an addition are two.
+
+    Only matrix products are counted, as is usual; biases, normalisations, softmax and activations
+    are not.
+    """
+
+    projections: int
+    feed_forward: int
+    attention: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All operations."""
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What a model has less of than the same model with num_kv_heads = num_heads."""
+
+    parameters: int
+    prefill_flops: int
+    decode_flops: int
+    kv_cache_bytes: int
+
+
+def _bert(name: str, layers: int, d_model: int, num_heads: int) -> Preset:
+    return Preset(
+        name=name, layers=layers, d_model=d_model, num_heads=num_heads, num_kv_heads=num_heads,
+        head_dim=64, d_ff=4 * d_model, vocabulary=30522, max_length=512, is_gated=False,
+        has_biases=True, is_tied=True, has_learned_positions=True, is_causal=False, num_segments=2,
+        source="Devlin et al., BERT, 2018, section 3",
+    )  # fmt: skip
+
+
+def _gpt(
+    name: str, layers: int, d_model: int, num_heads: int, max_length: int, source: str
+) -> Preset:
+    return Preset(
+        name=name, layers=layers, d_model=d_model, num_heads=num_heads, num_kv_heads=num_heads,
+        head_dim=d_model // num_heads, d_ff=4 * d_model, vocabulary=50257, max_length=max_length,
+        is_gated=False, has_biases=True, is_tied=True, has_learned_positions=True, source=source,
+    )  # fmt: skip
+
+
+def _grouped(
+    name: str, layers: int, num_heads: int, d_ff: int, vocabulary: int, source: str,
+    window: int | None = None,
+) -> Preset:  # fmt: skip
+    return Preset(
+        name=name, layers=layers, d_model=128 * num_heads, num_heads=num_heads, num_kv_heads=8,
+        head_dim=128, d_ff=d_ff, vocabulary=vocabulary, max_length=8192, is_gated=True,
+        has_biases=False, is_tied=False, has_learned_positions=False, source=source, window=window,
+    )  # fmt: skip
+
+
+_GPT2 = "Radford et al., 2019, table 2, and its released weights"
+_LLAMA3 = "Llama Team, 2024, table 3, and its first release"
+# GPT-2's paper prints 117M and 762M; the weights that were released with it hold 124M and 774M.
+# Every other layer of GPT-3 sees a band of keys whose width is not published: counted as if dense.
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        _bert("BERT-Base", 12, 768, 12),
+        _bert("BERT-Large", 24, 1024, 16),
+        _gpt("GPT-2 Small", 12, 768, 12, 1024, _GPT2),
+        _gpt("GPT-2 Large", 36, 1280, 20, 1024, _GPT2),
+        _gpt("GPT-3", 96, 12288, 96, 2048, "Brown et al., 2020, table 2.1"),
+        _grouped("Llama-3-8B", 32, 32, 14336, 128256, _LLAMA3),
+        _grouped("Llama-3-70B", 80, 64, 28672, 128256, _LLAMA3),
+        _grouped("Mistral-7B", 32, 32, 14336, 32000, "Jiang et al., 2023, table 1", window=4096),
+    )
+}
+
+
+def find(name: str) -> Preset:
+    """The preset of that name; capitals, blanks and punctuation do not matter.
+
+    Raises
+    ------
+    TypeError
+        The name is no text.
+    ValueError
+        There is no such preset.
+
+    Examples
+    --------
+    >>> find("gpt3").name, find("llama 3 8b").num_kv_heads
+    ('GPT-3', 8)
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"preset is {name!r}: expected a name, one of {', '.join(PRESETS)}")
+    for preset in PRESETS.values():
+        if _letters(preset.name) == _letters(name):
+            return preset
+    raise ValueError(f"preset is {name!r}: expected one of {', '.join(PRESETS)}")
+
+
+def check_length(preset: Preset, length: int) -> int:
+    """The number of tokens, if the model was made for so many.
+
+    Raises
+    ------
+    TypeError
+        The length is no integer, or the preset is none.
+    ValueError
+        It is not from 1 to the preset's max_length.
+    """
+    _check_preset(preset)
+    tokens = integer("length", length, 1)
+    if tokens > preset.max_length:
+        raise ValueError(
+            f"length is {length} but {preset.name} was made for at most {preset.max_length} "
+            f"tokens: expected 1 to {preset.max_length}"
+        )
+    return tokens
+
+
+def parameters(preset: Preset) -> Parameters:
+    """attention + feed-forward + norms + embeddings + head, every weight and bias counted.
+
+    - attention: layers · (W_q, W_o: 2 · E · H · D; W_k, W_v: 2 · E · Hkv · D; biases:
+      H · D + 2 · Hkv · D + E)
+    - feed_forward: layers · (2 · E · F, gated 3 · E · F; biases: F + E, gated 2 · F + E)
+    - norms: (2 · layers + 1) · E, twice that with biases
+    - embeddings: (V + learned positions + segments) · E
+    - head: V · E where it is not tied; an encoder's pooler E · E + E
+
+    Examples
+    --------
+    >>> parameters(PRESETS["GPT-2 Small"]).total
+    124439808
+    """
+    _check_preset(preset)
+    E, F = preset.d_model, preset.d_ff
+    joined = preset.num_heads * preset.head_dim
+    joined_kv = preset.num_kv_heads * preset.head_dim
+    inner = 2 if preset.is_gated else 1
+    biases = int(preset.has_biases)
+    rows = preset.vocabulary + preset.num_segments
+    rows += preset.max_length if preset.has_learned_positions else 0
+    if preset.is_causal:
+        head = 0 if preset.is_tied else _head_weights(preset)
+    else:
+        head = _head_weights(preset) + biases * E
+    return Parameters(
+        attention=preset.layers
+        * (_projection_weights(preset) + biases * (joined + 2 * joined_kv + E)),
+        feed_forward=preset.layers * (_feed_forward_weights(preset) + biases * (inner * F + E)),
+        norms=(2 * preset.layers + 1) * E * (1 + biases),
+        embeddings=rows * E,
+        head=head,
+    )
+
+
+def prefill_flops(preset: Preset, length: int) -> Flops:
+    """FLOPs of one pass over a prompt of ``length`` tokens: 2 · weights · L, and attention's L².
+
+    - projections: 2 · L · layers · 2 · E · (H + Hkv) · D
+    - feed_forward: 2 · L · layers · 2 · E · F, gated 3 · E · F
+    - attention, Q Kᵀ and P V: 4 · layers · H · D · pairs; the pairs of a query and a key that it
+      sees are L², where the model is causal 1 + 2 + … + L = L · (L + 1) / 2, and with a window w
+      Σ min(i, w)
+    - head: 2 · E · V, the next token's scores after the last one; an encoder's pooler 2 · E · E
+
+    Parameters
+    ----------
+    preset : Preset
+    length : int
+        L, from 1 to the preset's max_length.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A length that is no integer, or one that the model was not made for.
+
+    References
+    ----------
+    Kaplan et al., "Scaling Laws for Neural Language Models", 2020, table 1 (per token, without
+    causality).
+
+    Examples
+    --------
+    >>> prefill_flops(PRESETS["GPT-3"], 2048).attention == 4 * 96 * 12288 * 2048 * 2049 // 2
+    True
+    """
+    length = check_length(preset, length)
+    if preset.is_causal:
+        full = _seen(preset, length)
+        pairs = full * (full + 1) // 2 + (length - full) * full
+    else:
+        pairs = length * length
+    return _flops(preset, length, pairs)
+
+
+def decode_flops(preset: Preset, length: int) -> Flops:
+    """FLOPs of writing one token, which makes ``length`` with those before it, its own key too.
+
+    As ``prefill_flops``, with one token and L pairs, or as many as a window lets it see. The
+    attention of a prefill is the sum of that of the decode steps up to its length.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``prefill_flops``; an encoder, which does not decode.
+    """
+    _check_decoder(preset)
+    length = check_length(preset, length)
+    return _flops(preset, 1, _seen(preset, length))
+
+
+def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
+    """2 · layers · Hkv · D · L · bytes a number: one sequence's keys and values, of all layers.
+
+    With a window w, min(L, w) in the place of L.
+
+    Parameters
+    ----------
+    preset, length
+        As in ``prefill_flops``.
+    dtype : {"float32", "float16", "bfloat16"}
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``decode_flops``, and a dtype that is none of these.
+
+    References
+    ----------
+    Ainslie et al., "GQA", 2023, section 2.2; Jiang et al., "Mistral 7B", 2023, figure 2 (the
+    rolling buffer).
+
+    Examples
+    --------
+    128 KiB a token:
+
+    >>> kv_cache_bytes(PRESETS["Llama-3-8B"], 1, "bfloat16") // 1024
+    128
+    """
+    _check_decoder(preset)
+    length = check_length(preset, length)
+    num_entries = 2 * preset.layers * preset.num_kv_heads * preset.head_dim
+    return num_entries * _seen(preset, length) * _item_size(dtype)
+
+
+def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
+    """Parameters · bytes a number: the memory that the weights take.
+
+    A decode step reads all of them but the rows that other tokens, positions and segments have in
+    the embeddings. Where the token embedding is also the head, it is read as a whole.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No preset, or a dtype that is none of float32, float16 and bfloat16.
+    """
+    return parameters(preset).total * _item_size(dtype)
+
+
+def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savings:
+    """What the model would need more with num_kv_heads = num_heads, all else being equal.
+
+    The cache shrinks to Hkv / H, and so do W_k and W_v; attention's own FLOPs stay, since every
+    query head still meets every key.
+
+    Parameters
+    ----------
+    preset, length, dtype
+        As in ``kv_cache_bytes``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``kv_cache_bytes``.
+
+    References
+    ----------
+    Ainslie et al., "GQA", 2023, section 2.2.
+
+    Examples
+    --------
+    >>> saved_by_groups(PRESETS["Llama-3-8B"], 8192).kv_cache_bytes // 2**30
+    3
+    """
+    _check_decoder(preset)
+    every = replace(preset, num_kv_heads=preset.num_heads)
+    return Savings(
+        parameters=parameters(every).total - parameters(preset).total,
+        prefill_flops=prefill_flops(every, length).total - prefill_flops(preset, length).total,
+        decode_flops=decode_flops(every, length).total - decode_flops(preset, length).total,
+        kv_cache_bytes=kv_cache_bytes(every, length, dtype) - kv_cache_bytes(preset, length, dtype),
+    )
+
+
+def _flops(preset: Preset, tokens: int, pairs: int) -> Flops:
+    return Flops(
+        projections=2 * tokens * preset.layers * _projection_weights(preset),
+        feed_forward=2 * tokens * preset.layers * _feed_forward_weights(preset),
+        attention=4 * preset.layers * preset.num_heads * preset.head_dim * pairs,
+        head=2 * _head_weights(preset),
+    )
+
+
+def _projection_weights(preset: Preset) -> int:
+    """W_q, W_k, W_v and W_o of one layer."""
+    return 2 * preset.d_model * (preset.num_heads + preset.num_kv_heads) * preset.head_dim
+
+
+def _feed_forward_weights(preset: Preset) -> int:
+    """The two or three matrices of one layer."""
+    return (3 if preset.is_gated else 2) * preset.d_model * preset.d_ff
+
+
+def _head_weights(preset: Preset) -> int:
+    """The matrix that a decoder's last token or an encoder's first goes through."""
+    return preset.d_model * (preset.vocabulary if preset.is_causal else preset.d_model)
+
+
+def _seen(preset: Preset, length: int) -> int:
+    """Keys that the last of ``length`` tokens sees."""
+    return length if preset.window is None else min(length, preset.window)
+
+
+def _letters(name: str) -> str:
+    return "".join(sign for sign in name.casefold() if sign.isalnum())
+
+
+def _item_size(dtype: str) -> int:
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(ITEM_SIZES)}")
+    return ITEM_SIZES[dtype]
+
+
+def _check_preset(preset: Preset) -> None:
+    if not isinstance(preset, Preset):
+        raise TypeError(f"preset is {preset!r}: expected a Preset, as find returns for a name")
+
+
+def _check_decoder(preset: Preset) -> None:
+    _check_preset(preset)
+    if not preset.is_causal:
+        raise ValueError(
+            f"{preset.name} is an encoder, which sees all tokens at once: it has no decode step "
+            f"and no cache"
+        )

@@ -1,0 +1,69 @@
+"""The GPU's bench, run where there is none: on a CPU all of it but the events is the same."""
+
+import pytest
+
+from minimha import BackendUnavailable, backends, cli
+from minimha.bench import gpu
+from minimha.bench.report import OURS
+from minimha.bench.shapes import Shape
+
+SMALL = [
+    Shape(1, 2, 2, 40, 40, 16),
+    Shape(2, 4, 2, 40, 40, 16, "causal"),
+    Shape(2, 4, 2, 1, 64, 16),
+]
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_minimha_and_torch_s_backends_pass_the_gate_and_are_timed(shape):
+    pytest.importorskip("torch", reason="torch, to compare with, is not installed")
+    report = gpu.against_torch([shape], 0.01, device="cpu")
+    records = {record.candidate: record for record in report.records}
+    assert {OURS, "torch MATH", "torch, its own choice"} <= set(records)
+    assert all(record.runs >= 3 for record in records.values())
+    assert records["torch MATH"].error == 1
+    assert records[OURS].ratio == 1
+
+
+def test_wrong_numbers_are_not_timed(monkeypatch):
+    pytest.importorskip("torch", reason="torch, to compare with, is not installed")
+    right = gpu.attention
+
+    def wrong(*arrays, backend, **options):
+        output = right(*arrays, backend=backend, **options)
+        return output if backend == "dense" else output * 1.01
+
+    monkeypatch.setattr(gpu, "attention", wrong)
+    report = gpu.against_torch(SMALL[:1], 0.01, device="cpu")
+    ours = next(record for record in report.records if record.candidate == OURS)
+    assert (ours.runs, ours.error > 5) == (0, True)
+
+
+@pytest.mark.skipif(not backends()["cuda"], reason="a GPU is here")
+def test_without_a_gpu_it_says_why(capsys):
+    with pytest.raises(BackendUnavailable, match=r"torch, which measures|backend 'cuda': "):
+        gpu.against_torch(SMALL[:1], 0.01)
+    assert cli.main(["bench", "--backend", "cuda"]) == 2
+    assert capsys.readouterr().err.startswith("minimha: ")
+
+
+def test_masks_that_torch_s_backends_do_not_share_are_refused():
+    with pytest.raises(ValueError, match="40 window: on a GPU none and causal are measured"):
+        gpu.against_torch([Shape(1, 1, 1, 40, 40, 40, "window")], 0.01)
+
+
+def test_the_cpu_s_options_are_refused(capsys):
+    assert cli.main(["bench", "--backend", "cuda", "--ladder"]) == 2
+    assert "--ladder and --threads are of the CPU" in capsys.readouterr().err
+
+
+def test_what_is_measured_unless_shapes_are_given():
+    shapes = [str(shape) for shape in gpu.SHAPES]
+    assert shapes == [
+        "4,16,16,4096,4096,128 bfloat16",
+        "4,16,16,4096,4096,128 causal bfloat16",
+        "4,16,16,4096,4096,64 bfloat16",
+        "4,16,16,4096,4096,64 causal bfloat16",
+        "2,16,16,4096,4096,64",
+        "16,32,8,1,8192,128 bfloat16",
+    ]

@@ -1,0 +1,682 @@
+"""The command line: what it shows, what it writes, and what it says to bad input."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minimha import attention, backends
+from minimha.cli import FORMATS, _in_units, main
+
+REPOSITORY = Path(__file__).parents[2]
+COMMANDS = ["examples", "example", "attend", "flash", "sizes", "kernels", "backends"]
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """Run a command line in an empty folder; return its exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(line, *more):
+        status = main([*line.split(), *more])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def shown(run, line, *more):
+    status, out, err = run(line, *more)
+    assert (status, err) == (0, "")
+    return out
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    """q.csv, k.csv and v.csv, document 004's matrices."""
+    rows = {"q": "1,0\n0,1\n1,1\n", "k": "1,0\n1,1\n0,1\n", "v": "1,0\n0,2\n3,1\n"}
+    for name, text in rows.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+    return "attend --q q.csv --k k.csv --v v.csv"
+
+
+def steps(run, line, *more):
+    return json.loads(shown(run, f"{line} --format json", *more))["steps"]
+
+
+def values(run, line, name, *more):
+    found = [s["value"] for s in steps(run, line, *more) if s["name"] == name]
+    return found[0] if len(found) == 1 else found
+
+
+# What is shown
+
+
+def test_examples_lists_every_document_with_source_and_sentence(run):
+    out = shown(run, "examples")
+    for text in ("000", "001", "002", "003", "004", "The cat sat", "section 'Worked Example"):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("line", "title"),
+    [
+        ("example", "003: The cat sat"),
+        ("example --tokens 3", "003: The cat sat"),
+        ("example --tokens 1", "000: one token, two heads"),
+        ("example --document 3", "003: The cat sat"),
+        ("example --document 000", "000: one token"),
+        ("example --document 004", "004: Q, K and V given"),
+        ("example --tokens 5", "5 tokens: The quick brown fox jumps, 2 heads"),
+        ("example --tokens 6 --heads 4 --kv-heads 2 --d-model 8",
+         "6 tokens: The bank approved the loan yesterday, 4 heads on 2 key/value heads"),
+        ("example --tokens 3 --heads 2", "3 tokens: The cat sat, 2 heads"),
+        ("example 004", "004: Q, K and V given"),
+        ("example translation", "translation: The boy trains the puppy → Le garçon"),
+        ("example heads-002", "heads-002: The bank approved the loan yesterday, heads set by hand"),
+        ("example gpt2", "gpt2: The cat sat, as GPT-2"),
+        ("example llama", "llama: The cat sat, as LLaMA"),
+        ("example --rope", "3 tokens: The cat sat, 2 heads, rotary positions"),
+        ("example --cross", "5 tokens: Le garçon entraîne le chiot → The boy trains the puppy"),
+        ("example --tokens 1 --cross oui", "1 token: Attention → oui, 2 heads"),
+        ("flash --tokens 4", "flash: Translation quality would collapse"),
+    ],
+)  # fmt: skip
+def test_which_example(run, line, title):
+    assert shown(run, line).startswith(title)
+
+
+def test_a_sentence_of_ones_own(run):
+    found = steps(run, "example", "--sentence", "we attend to what we need")
+    assert [s["name"] for s in found][-3:] == ["concat", "W_o", "output"]
+    x = found[0]["value"]
+    assert x[0] == x[4]
+
+
+def test_rope_shows_the_angles_and_what_they_turn(run):
+    names = [s["name"] for s in steps(run, "example --rope")]
+    assert [name for name in names if "rotated" in name or "[" in name] == [
+        "cos[q]", "sin[q]", "cos[k]", "sin[k]", *["q_rotated"] * 2, *["k_rotated"] * 2
+    ]  # fmt: skip
+
+
+def test_cross_shows_the_other_sentence(run):
+    found = {s["name"]: s for s in steps(run, "example", "--cross", "a new sentence")}
+    assert np.shape(found["weights"]["value"]) == (5, 3)
+    assert found["k"]["formula"] == "K = X_enc W_k"
+    lines = shown(run, "example --only weights", "--cross", "a new sentence").splitlines()
+    assert ["a", "new", "sentence"] in [line.split() for line in lines]
+
+
+def test_the_translation_s_three_stages_have_a_heatmap_each(run):
+    out = shown(run, "example translation --only weights")
+    for title in ("weights, encoder, head 0", "weights, decoder", "weights, cross"):
+        assert title in out
+
+
+def test_tokens_3_shows_what_the_document_prints_and_what_is_wrong(run):
+    out = shown(run, "example --tokens 3")
+    assert "printed 0.268, exact 0.268941: cut, not rounded" in out
+    assert "printed 2, X W_v gives 0.000000: does not follow from the W_v = I given" in out
+    assert "2.340  0.660" in out
+    assert "raw scores" in out
+
+
+def test_causal_and_scale_may_be_switched(run):
+    assert "masked" not in {s["name"] for s in steps(run, "example --tokens 5 --no-causal")}
+    assert "scaled" not in {s["name"] for s in steps(run, "example --tokens 5 --no-scale")}
+    weights = values(run, "example --tokens 3 --scale", "weights")
+    np.testing.assert_allclose(weights[1], [0.330238, 0.669762, 0], atol=1e-6)
+    masked = values(run, "example --document 004 --causal", "masked")
+    assert masked[0][1:] == ["-inf", "-inf"]
+
+
+def test_decimals_and_only(run):
+    out = shown(run, "example --tokens 3 --only weights --decimals 6")
+    assert "0.268941" in out
+    assert "scores" not in out.replace("raw scores", "")
+
+
+def test_kernels_lists_both_ladders(run):
+    rungs = {r["rung"]: r for r in json.loads(shown(run, "kernels --format json"))}
+    assert {"cpu.rung1_rows", "cpu.rung5_decode", "cuda.rung1_rows", "cuda.rung2_tiles"} <= set(
+        rungs
+    )
+    assert rungs["cpu.rung2_tiles"]["measured"].startswith("6 × rung 1")
+    only = json.loads(shown(run, "kernels --rung cpu.rung5_decode --format json"))
+    assert [r["rung"] for r in only] == ["cpu.rung5_decode"]
+
+
+@pytest.mark.skipif(bool(find_spec("numba_cuda")), reason="numba-cuda is installed")
+def test_what_ptxas_says_needs_numba_cuda(run):
+    status, out, err = run("kernels --ptx")
+    assert (status, out) == (2, "")
+    assert "numba-cuda, which compiles the CUDA rungs, is not installed" in err
+
+
+@pytest.mark.skipif(not find_spec("numba_cuda"), reason="numba-cuda is not installed")
+def test_what_ptxas_says(run):
+    records = json.loads(shown(run, "kernels --ptx --rung cuda.rung1_rows --format json"))
+    assert {(r["arch"], r["dtype"], r["head_dim"]) for r in records} >= {
+        ("sm_80", "float32", 64), ("sm_90", "float32", 128),
+    }  # fmt: skip
+    keys = "rung kernel arch dtype head_dim registers stack spill local mma ldmatrix cp_async"
+    assert list(records[0]) == keys.split()
+    assert records[0]["mma"] == 0
+
+
+def test_backends_say_why_not(run):
+    out = shown(run, "backends")
+    assert "dense    yes" in out
+    reason = backends()["cuda"]
+    assert reason is None or reason in out
+
+
+def test_flash_shows_each_block_and_the_same_end(run):
+    found = {s["name"]: s["value"] for s in steps(run, "flash --tokens 6 --block-queries 3")}
+    assert np.allclose(found["output"], found["output[tiled]"])
+    assert {"Q[i=1]", "K[i=1,j=2]", "S[i=1,j=2]", "m[i=1,j=2]", "l[i=1,j=2]", "O[i=1,j=2]"} <= set(
+        found
+    )
+    assert found["kept[naive]"] == 72
+
+
+def test_sizes_of_all_presets_fit_a_terminal(run):
+    lines = shown(run, "sizes --dtype bfloat16").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("each at its longest, in bfloat16")
+    cells = {line[:11].strip(): line[11:].split("  ") for line in lines[2:]}
+    found = {name: [cell.strip() for cell in row if cell.strip()] for name, row in cells.items()}
+    assert found["BERT-Base"][:3] == ["109 M", "12/12", "512"]
+    assert found["BERT-Base"][4:] == ["-", "-", "-"]
+    assert found["GPT-3"][:3] == ["175 B", "96/96", "2048"]
+    assert found["GPT-3"][5:] == ["9.00 GiB", "0 %"]
+    assert found["Llama-3-8B"][5:] == ["1.00 GiB", "75 %"]
+    assert found["Llama-3-70B"][5:] == ["2.50 GiB", "87.5 %"]
+
+
+def test_sizes_beyond_a_models_length_are_left_open(run):
+    lines = shown(run, "sizes --length 1024").splitlines()
+    assert lines[0].startswith("at 1024 tokens, in float16")
+    bert, gpt2 = (next(line for line in lines if line.startswith(name)) for name in ("BERT", "GPT"))
+    assert bert.split()[4:] == ["≤", "512", "-", "-", "-", "-"]
+    assert gpt2.split()[5] == "1024"
+    by_name = {r["name"]: r for r in json.loads(shown(run, "sizes --length 1024 --format json"))}
+    for name in ("length", "prefill_flops", "decode_flops", "kv_cache_bytes", "saved_by_groups"):
+        assert by_name["BERT-Base"][name] is None
+        assert by_name["GPT-3"][name] is not None
+
+
+def test_sizes_of_one_preset_in_units_and_exactly(run):
+    line = "sizes --preset llama-3-8b --length 4096"
+    found = dict(row.split("  ", 1) for row in shown(run, line).splitlines()[2:])
+    found = {name: value.strip() for name, value in found.items()}
+    assert max(map(len, shown(run, line).splitlines())) <= 80
+    assert found["parameters"] == "8.03 B"
+    assert found["weights in float16"] == "15.0 GiB"
+    assert found["KV cache of 4096 tokens in float16"] == "512 MiB"
+    assert found["grouped heads save: KV cache"] == "1.50 GiB"
+    assert found["grouped heads save: parameters"] == "805 M"
+    exact = json.loads(shown(run, f"{line} --dtype float32 --format json"))
+    assert exact["parameters"]["total"] == 8030261248
+    assert exact["kv_cache_bytes"] == 2**30
+    assert exact["saved_by_groups"]["kv_cache_bytes"] == 3 * 2**30
+    assert exact["prefill_flops"]["attention"] == 4 * 32 * 32 * 128 * sum(range(4097))
+    assert "KV cache" not in shown(run, "sizes --preset bert-base")
+
+
+@pytest.mark.parametrize("name", ["s.csv", "s.npz"])
+def test_sizes_for_programs_are_exact(run, tmp_path, name):
+    shown(run, f"sizes --preset gpt2-small --format {name[2:]} --output {name}")
+    assert b"124439808" in (tmp_path / name).read_bytes().replace(b"\0", b"")
+
+
+@pytest.mark.parametrize(
+    ("number", "unit", "text"),
+    [
+        (0, "", "0"), (999, "", "999"), (1000, "", "1.00 K"), (124439808, "", "124 M"),
+        (99_960_000, "", "100 M"), (999_600_000, "", "1.00 B"), (9_999, "", "10.0 K"),
+        (0, "B", "0 B"), (1023, "B", "1023 B"), (1024, "B", "1.00 KiB"),
+        (1_299_227_607, "B", "1.21 GiB"), (1023 * 2**20, "B", "1023 MiB"),
+        (2**30 - 1, "B", "1.00 GiB"), (5 * 2**50, "B", "5120 TiB"),
+        (722_385_206_403_072, "FLOP", "722 TFLOP"), (999, "FLOP", "999 FLOP"),
+    ],
+)  # fmt: skip
+def test_units_have_three_digits(number, unit, text):
+    assert _in_units(number, unit) == text
+
+
+def test_piped_output_is_plain_and_unwrapped():
+    environment = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "COLUMNS")}
+    done = subprocess.run(
+        [sys.executable, "cli.py", "example", "--document", "004"],
+        cwd=REPOSITORY, capture_output=True, text=True, encoding="utf-8",
+        env={**environment, "COLUMNS": "40"}, check=True,
+    )  # fmt: skip
+    assert "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) > 120
+    assert done.stderr == ""
+
+
+def test_a_pipe_without_the_signs_of_mathematics_gets_others():
+    done = subprocess.run(
+        [sys.executable, "cli.py", "example"], cwd=REPOSITORY, capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True,
+    )  # fmt: skip
+    assert b"The  1.000  0.000  0.000" in done.stdout
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes close otherwise elsewhere")
+def test_a_reader_that_has_seen_enough_is_no_error():
+    line = f"{sys.executable} cli.py example --tokens 12 --heads 4 | head -n 1"
+    done = subprocess.run(line, shell=True, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+def test_without_a_command_there_is_help(run):
+    out = shown(run, "")
+    for command in COMMANDS:
+        assert command in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "--format" in capsys.readouterr().out
+
+
+# The reader's own numbers
+
+
+def test_attend_takes_csv_files(run, numbers):
+    np.testing.assert_allclose(
+        values(run, numbers, "output"),
+        [[0.994440, 1.0], [1.401112, 1.203336], [0.993020, 1.255235]],
+        atol=1e-6,
+    )
+
+
+def test_attend_takes_every_option_as_a_flag(run, numbers, tmp_path):
+    (tmp_path / "mask.csv").write_text("1,1,0\n1,1,1\n1,1,1\n")
+    (tmp_path / "bias.csv").write_text("0,1,0\n-inf,0,0\n0,0,2\n")
+    flags = (
+        "--causal --q-offset 1 --window 2,none --attn-mask mask.csv --attn-bias bias.csv "
+        "--kv-lengths 2 --alibi-slopes 0.5 --scale -0.7 --softcap 1.5 --sinks=-1 --return-lse "
+        "--backend dense"
+    )
+    found = {s["name"]: s["value"] for s in steps(run, f"{numbers} {flags}")}
+    q, k, v = ([[1, 0], [0, 1], [1, 1]], [[1, 0], [1, 1], [0, 1]], [[1, 0], [0, 2], [3, 1]])
+    output, lse = attention(
+        q, k, v, is_causal=True, q_offset=1, window_size=(2, None),
+        attn_mask=np.array([[1, 1, 0], [1, 1, 1], [1, 1, 1]], bool),
+        attn_bias=[[0, 1, 0], [-np.inf, 0, 0], [0, 0, 2]], kv_lengths=2, alibi_slopes=[0.5],
+        scale=-0.7, softcap=1.5, sinks=[-1], return_lse=True,
+    )  # fmt: skip
+    np.testing.assert_array_equal(found["output"], output)
+    np.testing.assert_array_equal(found["lse"], lse)
+    assert {"scaled", "capped", "biased", "masked", "weights"} <= set(found)
+
+
+def test_attend_takes_a_problem_file_and_a_flag_wins(run, tmp_path):
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(4, 2, 3)), rng.normal(size=(2, 5, 3)), rng.normal(size=(2, 5, 1))
+    mask = rng.random((2, 5)) < 0.5
+    options = {"is_causal": True, "q_offset": 3, "scale": 0.5, "window_size": [2, 2]}
+    expected = attention(q, k, v, attn_mask=mask, **options)
+    arrays = {"q": q, "k": k, "v": v, "attn_mask": mask}
+    np.savez(tmp_path / "problem.npz", **arrays, **options)
+    record = {name: array.tolist() for name, array in arrays.items()} | options | {"softcap": None}
+    (tmp_path / "problem.json").write_text(json.dumps(record))
+    for name in ("problem.npz", "problem.json"):
+        np.testing.assert_array_equal(values(run, f"attend {name}", "output"), expected)
+        changed = values(run, f"attend {name} --no-causal --scale 2", "output")
+        again = attention(q, k, v, attn_mask=mask, **{**options, "is_causal": False, "scale": 2.0})
+        np.testing.assert_array_equal(changed, again)
+
+
+def test_attend_reads_infinities_and_masks_of_ones_from_json(run, tmp_path):
+    record = {
+        "q": [[1.0]], "k": [[1.0], [2.0]], "v": [[5.0], [7.0]],
+        "attn_bias": [["-inf", 0]], "attn_mask": [[1, 1]], "return_lse": True, "backend": "tiled",
+    }  # fmt: skip
+    (tmp_path / "p.json").write_text(json.dumps(record))
+    assert values(run, "attend p.json", "output") == [[7.0]]
+    assert values(run, "attend p.json", "lse") == [2.0]
+
+
+def test_attend_labels_tokens(run, numbers):
+    out = shown(run, f"{numbers} --only scores --labels", "ein zwei drei")
+    assert "ein  zwei  drei" in out
+
+
+def test_attend_labels_a_query_by_the_position_where_it_stands(run, numbers, tmp_path):
+    (tmp_path / "q.csv").write_text("1,0\n0,1\n")
+    line = f"{numbers} --only scores --causal --q-offset 1 --labels"
+    lines = shown(run, line, "ein zwei drei").splitlines()
+    assert lines[8].split()[0] == "zwei"
+    assert lines[9].split()[0] == "drei"
+
+
+def test_attend_says_what_the_rows_of_weights_sum_to(run, numbers):
+    for flags, sentence in (
+        ("", "A row sums to 1."),
+        ("--kv-lengths 0", "A query that sees no key has a row of 0."),
+        ("--sinks 1", "What a row lacks of 1 goes to its sink."),
+    ):
+        out = shown(run, f"{numbers} --only weights {flags}")
+        assert sentence in out
+        assert ("sums to 1" in out) == (not flags)
+
+
+def test_attend_labels_keys_when_offsets_differ(run, tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(2, 1, 2, 3)) for name in "qkv"}
+    np.savez(tmp_path / "p.npz", **arrays, q_offset=[0, 1], is_causal=True)
+    out = shown(run, "attend p.npz --only k --only scores --labels", "ein zwei")
+    lines = [line.split() for line in out.splitlines()]
+    assert ["ein", "zwei"] in lines
+    assert [line[0] for line in lines if line and line[0] in ("ein", "zwei", "0", "1")].count(
+        "zwei"
+    ) == 2
+
+
+def test_control_characters_are_shown_and_not_obeyed(run):
+    for format in ("text", "svg", "html", "json", "latex", "markdown"):
+        out = shown(run, f"example --format {format} --sentence", "a\x1b[2J\x01 b")
+        assert "\x1b" not in out
+        assert "\x01" not in out
+
+
+def test_a_sentence_document_takes_settings(run):
+    title = "6 tokens: The bank approved the loan yesterday, 3 heads"
+    assert shown(run, "example --document 002 --heads 3 --d-model 6").startswith(title)
+
+
+def test_a_link_is_followed(run, tmp_path):
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("real.json")
+    shown(run, "example --output link.json --force")
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text(encoding="utf-8"))["example"]
+
+
+def test_a_closed_output_is_no_error():
+    line = f"{sys.executable} cli.py example >&-"
+    done = subprocess.run(line, shell=True, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_attend_in_tiles(run, numbers):
+    names = [s["name"] for s in steps(run, f"{numbers} --backend tiled")]
+    assert names[0] == "Q[i=0]"
+    assert names[-1] == "output"
+
+
+def test_its_own_json_is_understood_again(run, numbers, tmp_path):
+    found = {s["name"]: s["value"] for s in steps(run, f"{numbers} --causal")}
+    problem = {name: found[name] for name in ("q", "k", "v")} | {"attn_bias": found["masked"]}
+    (tmp_path / "again.json").write_text(json.dumps({**problem, "scale": 0}))
+    np.testing.assert_allclose(values(run, "attend again.json", "output"), found["output"])
+
+
+# Writing
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "command",
+    ["examples", "backends", "example", "flash --tokens 3", "sizes", "sizes --preset gpt3"],
+)
+def test_every_format_of_every_command_can_be_written(run, tmp_path, command, format):
+    assert run(f"{command} --format {format} --output result") == (0, "", "")
+    written = tmp_path / "result"
+    files = list(written.iterdir()) if written.is_dir() else [written]
+    assert all(file.stat().st_size > 0 for file in files)
+    assert [file.name for file in tmp_path.iterdir()] == ["result"]
+
+
+@pytest.mark.parametrize("format", ["json", "markdown", "latex", "svg", "html"])
+def test_what_is_written_is_what_is_printed(run, tmp_path, format):
+    out = shown(run, f"example --format {format}")
+    shown(run, f"example --format {format} --output result")
+    assert (tmp_path / "result").read_text(encoding="utf-8") == out
+
+
+def test_the_ending_of_the_file_says_the_format(run, tmp_path):
+    for ending, start in ((".json", "{"), (".md", "# 003"), (".tex", "\\doc"), (".svg", "<svg")):
+        shown(run, f"example --output result{ending}")
+        assert (tmp_path / f"result{ending}").read_text(encoding="utf-8").startswith(start)
+
+
+def test_csv_makes_a_folder_or_takes_an_empty_one(run, tmp_path):
+    (tmp_path / "there").mkdir()
+    for name in ("there", "new"):
+        shown(run, f"example --format csv --output {name}")
+        assert (tmp_path / name / "10_weights.csv").read_text().startswith("1.0,0.0,0.0\n")
+
+
+def test_force_replaces_and_leaves_the_rest_of_a_folder_alone(run, tmp_path):
+    (tmp_path / "x.json").write_text("precious")
+    shown(run, "example --output x.json --force")
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["example"]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.txt").write_text("precious")
+    shown(run, "example --format csv --output folder --force")
+    assert (tmp_path / "folder" / "mine.txt").read_text() == "precious"
+    assert (tmp_path / "folder" / "01_x.csv").exists()
+
+
+# Bad input
+
+
+BAD_LINES = [
+    ("attend --q q.csv --k k.csv", "a problem file, or --q, --k and --v; --v is missing"),
+    ("attend", "--q and --k and --v are missing"),
+    ("attend p.json --q q.csv", "a problem file or --q, --k and --v, and both were given"),
+    ("attend --q no.csv --k k.csv --v v.csv", "no.csv cannot be read: No such file"),
+    ("attend --q . --k k.csv --v v.csv", ". cannot be read: Is a directory"),
+    ("attend --q ragged.csv --k k.csv --v v.csv",
+     "ragged.csv is ragged: row 2 has 1 numbers, row 1 has 2"),
+    ("attend --q empty.csv --k k.csv --v v.csv", "empty.csv is empty: expected rows of numbers"),
+    ("attend --q text.csv --k k.csv --v v.csv",
+     "text.csv, row 2, column 1 is 'cat': expected a number"),
+    ("attend --q latin.csv --k k.csv --v v.csv", "latin.csv is not text: expected UTF-8"),
+    ("attend --q q.csv --k k.csv --v v2.csv", "v has Lk=2 but k has Lk=3"),
+    ("attend --q q1.csv --k k.csv --v v.csv", "k has D=2 but q has D=1"),
+    ("attend --q v2.csv --k k.csv --v v.csv --causal",
+     "is_causal with Lq=2 and Lk=3 needs q_offset"),
+    ("attend --q q.csv --k k.csv --v v.csv --attn-mask k2.csv",
+     "--attn-mask holds 2: expected 1 (may attend) and 0 (may not)"),
+    ("attend --q q.csv --k k.csv --v v.csv --labels one",
+     "--labels has 1 words: expected one for each key (3) or query (3)"),
+    ("attend --q q.csv --k k.csv --v v.csv --backend gpu", "backend is 'gpu': expected auto"),
+    ("attend --q q.csv --k k.csv --v v.csv --backend cuda", "backend 'cuda' cannot run"),
+    ("attend --q q.csv --k k.csv --v v.csv --scale big", "argument --scale: invalid float value"),
+    ("attend --q q.csv --k k.csv --v v.csv --window 1", "expected LEFT,RIGHT, two whole numbers"),
+    ("attend --q q.csv --k k.csv --v v.csv --sinks a", "expected numbers separated by commas"),
+    ("attend --q q.csv --k k.csv --v v.csv --kv-lengths 1.5", "expected whole numbers separated"),
+    ("attend missing.json", "missing.json cannot be read: No such file or directory"),
+    ("attend missing.npz", "missing.npz cannot be read: No such file or directory"),
+    ("attend q.csv", "q.csv ends in '.csv': expected a .json or .npz file"),
+    ("attend broken.json", "broken.json is not JSON"),
+    ("attend deep.json", "q is nested more than 8 deep: expected a matrix"),
+    ("attend abyss.json", "abyss.json is nested too deeply"),
+    ("attend twice.json", "the key 'q' stands twice in one JSON object"),
+    ("attend true.json", "q holds True: expected a number"),
+    ("attend wide.json --q-offset 18446744073709551615", "q_offset is 18446744073709551615"),
+    ("attend --q long.csv --k k.csv --v v.csv", "long.csv is no CSV file: field larger"),
+    ("attend corrupt.npz", "corrupt.npz is refused"),
+    ("attend list.json", "list.json holds list: expected an object with q, k and v"),
+    ("attend causal.json", "has the key 'causal': did you mean 'is_causal'? expected q, k, v"),
+    ("attend q.csv --window -1,0", "(one that begins with a minus sign is joined on"),
+    ("attend lacks.json", "lacks.json lacks the key 'v'"),
+    ("attend unknown.json", "unknown.json has the key 'dropout': expected q, k, v, is_causal"),
+    ("attend word.json", "q holds 'cat': expected a number"),
+    ("attend nested.json", "q is ragged: rows of one matrix must have equal lengths"),
+    ("attend heads.json", "k has 3 heads but q has 4: H must be a multiple of Hkv (H=4, Hkv=3)"),
+    ("attend ranks.json", "k has 3 dimensions, shape (1, 1, 1), but q has 2"),
+    ("attend flat.json", "q has 1 dimension, shape (2,): expected 2 (L, D)"),
+    ("attend object.npz", "object.npz is refused: expected an npz archive of plain arrays"),
+    ("attend pickle.npz", "pickle.npz is refused"),
+    ("attend array.npz", "array.npz is refused"),
+    ("attend truncated.npz", "truncated.npz is refused"),
+    ("example --tokens 0", "argument --tokens: expected a whole number from 1 to 12, came '0'"),
+    ("example --tokens 13", "argument --tokens: expected a whole number from 1 to 12, came '13'"),
+    ("example --tokens -1", "argument --tokens: expected a whole number from 1 to 12, came '-1'"),
+    ("example --tokens three", "expected a whole number from 1 to 12, came 'three'"),
+    ("example --tokens 3 --document 003", "--document: not allowed with argument --tokens"),
+    ("example --document 007", "argument --document: invalid choice: '007'"),
+    ("example --document 003 --heads 2", "--heads cannot change example 003"),
+    ("example --document 001 --causal", "example 001 has neither a causal mask nor scaling"),
+    ("example --tokens 5 --heads 3", "d-model is 4 and heads is 3"),
+    ("example --tokens 5 --heads 4 --kv-heads 3", "heads is 4 and kv-heads is 3"),
+    ("example --heads 0", "argument --heads: expected a whole number of at least 1, came '0'"),
+    ("example --tokens 5 --seed -1", "expected a whole number of at least 0, came '-1'"),
+    ("example --decimals 40", "expected a whole number from 0 to 17, came '40'"),
+    ("kernels --rung nope", "no rung 'nope' here: there are cpu.rung1_rows"),
+    ("kernels --ptx --rung cpu.rung1_rows", "there are cuda.rung1_rows"),
+    ("example nope", "no example 'nope': there are 000, 001"),
+    ("example translation --heads 2", "--heads cannot change example translation, whose numbers"),
+    ("example 000 --rope", "--rope cannot change example 000"),
+    ("example llama --cross", "--cross cannot change example llama"),
+    ("example --cross --causal", "a causal mask has no meaning between two sentences"),
+    ("example --cross=", "the sentence to attend to has no tokens"),
+    ("example --only softmax", "no step 'softmax' here: the steps are x, W_q"),
+    ("example --format pdf", "argument --format: invalid choice: 'pdf'"),
+    ("example --format npz", "--format npz needs --output: the name of a file to write"),
+    ("example --format csv", "--format csv needs --output: the name of a folder to write"),
+    ("examples --format npz", "--format npz needs --output"),
+    ("example --output no/where.json", "--output no/where.json: the folder no does not exist"),
+    ("example --format csv --output no/where", "the folder no does not exist, make it first"),
+    ("example --output broken.json", "broken.json exists already: add --force to replace it"),
+    ("example --output x.pdf", "x.pdf ends in '.pdf', which names no format: add --format"),
+    ("example --output x.csv", "(csv writes a folder of steps)"),
+    ("example --output pipe", "--output pipe is no ordinary file: it will not be replaced"),
+    ("example --output pipe --force", "--output pipe is no ordinary file"),
+    ("example --format csv --output full --force", "full holds 03_W_k.csv, which is no ordinary"),
+    ("example --document= --only x", "invalid choice: ''"),
+    ("example --output .", "--output . is a folder: expected the name of a file"),
+    ("example --format csv --output q.csv", "--output q.csv is a file: expected a folder"),
+    ("example --format csv --output full", "--output full is not empty: add --force to write"),
+    ("flash --block-keys 0", "argument --block-keys: expected a whole number of at least 1"),
+    ("flash --tokens 99", "argument --tokens: expected a whole number from 1 to 12"),
+    ("sizes --preset gpt5", "preset is 'gpt5': expected one of BERT-Base, BERT-Large, GPT-2 Small"),
+    ("sizes --preset gpt3 --length 2049", "length is 2049 but GPT-3 was made for at most 2048"),
+    ("sizes --length 8193", "--length is 8193 but no preset was made for more than 8192 tokens"),
+    ("sizes --length 0", "argument --length: expected a whole number of at least 1, came '0'"),
+    ("sizes --dtype int8", "argument --dtype: invalid choice: 'int8'"),
+    ("dance", "invalid choice: 'dance'"),
+    ("example --dance", "unrecognized arguments: --dance"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def bad_files(tmp_path, numbers):
+    texts = {
+        "ragged.csv": "1,2\n3\n", "empty.csv": "\n", "text.csv": "1,2\ncat,3\n",
+        "v2.csv": "1,0\n0,2\n", "q1.csv": "1\n2\n3\n", "k2.csv": "1,1,1\n1,2,1\n1,1,1\n",
+        "broken.json": '{"q": [', "list.json": "[1]", "lacks.json": '{"q": [[1]], "k": [[1]]}',
+        "unknown.json": '{"q": [[1]], "k": [[1]], "v": [[1]], "dropout": 0.1}',
+        "causal.json": '{"q": [[1]], "k": [[1]], "v": [[1]], "causal": true}',
+        "deep.json": '{"q": ' + "[" * 20 + "1" + "]" * 20 + ', "k": [[1]], "v": [[1]]}',
+        "abyss.json": "[" * 100_000,
+        "twice.json": '{"q": [[1]], "k": [[1]], "v": [[1]], "q": [[2]]}',
+        "true.json": '{"q": [[true, 2]], "k": [[1]], "v": [[1]]}',
+        "wide.json": '{"q": [[1]], "k": [[1]], "v": [[1]]}',
+        "long.csv": "1" * 200_000,
+        "word.json": '{"q": [["cat"]], "k": [[1]], "v": [[1]]}',
+        "nested.json": '{"q": [[1], [1, 2]], "k": [[1]], "v": [[1]]}',
+        "heads.json": json.dumps({"q": [[[1]]] * 4, "k": [[[1]]] * 3, "v": [[[1]]] * 3}),
+        "ranks.json": '{"q": [[1]], "k": [[[1]]], "v": [[[1]]]}',
+        "flat.json": '{"q": [1, 2], "k": [[1]], "v": [[1]]}',
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "latin.csv").write_bytes(b"\xff\xfe\x80,1\n")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("precious")
+    (tmp_path / "full" / "03_W_k.csv").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    one = np.ones((1, 1))
+    np.savez(tmp_path / "object.npz", q=np.array([{"a": 1}], object), k=one, v=one)
+    (tmp_path / "pickle.npz").write_bytes(pickle.dumps({"q": 1}))
+    with open(tmp_path / "array.npz", "wb") as stream:
+        np.save(stream, one)
+    np.savez(tmp_path / "truncated.npz", q=one, k=one, v=one)
+    whole = (tmp_path / "truncated.npz").read_bytes()
+    (tmp_path / "truncated.npz").write_bytes(whole[: len(whole) // 2])
+    np.savez_compressed(tmp_path / "corrupt.npz", q=np.arange(1e4).reshape(-1, 1), k=one, v=one)
+    whole = bytearray((tmp_path / "corrupt.npz").read_bytes())
+    whole[200:400] = bytes(200)
+    (tmp_path / "corrupt.npz").write_bytes(whole)
+
+
+@pytest.mark.usefixtures("bad_files")
+@pytest.mark.parametrize(("line", "sentence"), BAD_LINES, ids=[line for line, _ in BAD_LINES])
+def test_bad_input_gets_a_sentence_and_changes_nothing(run, tmp_path, line, sentence):
+    def contents():
+        return {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()}
+
+    before = contents()
+    status, out, err = run(line)
+    assert (status, out) == (2, "")
+    assert sentence in err
+    assert err.startswith("minimha: ")
+    assert err.count("\n") == 1
+    assert contents() == before
+
+
+def test_an_empty_sentence(run):
+    status, _, err = run("example --sentence", " ")
+    assert (status, err) == (2, "minimha: the sentence has no tokens: expected at least one word\n")
+
+
+@pytest.mark.parametrize("format", ["text", "markdown", "latex", "svg", "html"])
+def test_what_is_too_large_to_read_is_not_printed_but_can_be_exported(run, tmp_path, format):
+    line = f"example --format {format} --sentence"
+    status, out, err = run(line, "word " * 40)
+    assert (status, out) == (2, "")
+    assert "scores is too large to print, 40 × 40 = 1,600 numbers where 1,024 can be read" in err
+    assert "export it with --format json, npz or csv and --output PATH" in err
+    assert "x   L × E" in shown(run, "example --only x --sentence", "word " * 40)
+    shown(run, "example --output big.npz --sentence", "word " * 40)
+    with np.load(tmp_path / "big.npz") as archive:
+        assert archive["scores"].shape == (2, 40, 40)
+
+
+def test_many_small_matrices_can_be_too_many(run):
+    status, _, err = run("example --tokens 12 --heads 32 --d-model 32")
+    assert status == 2
+    assert "all steps together are too large to print" in err
+
+
+def test_a_problem_without_end_is_refused_in_a_sentence(run, monkeypatch):
+    def exhausted(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr("minimha.cli.attention", exhausted)
+    np.savez("p.npz", q=np.ones((1, 1)), k=np.ones((1, 1)), v=np.ones((1, 1)))
+    status, _, err = run("attend p.npz")
+    assert (status, err) == (
+        2, "minimha: the problem does not fit into memory: take fewer tokens or heads\n"
+    )  # fmt: skip
+
+
+def test_nothing_is_left_when_writing_fails(run, tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device", "x.json")
+
+    monkeypatch.setattr("os.replace", fail)
+    (tmp_path / "x.json").write_text("precious")
+    status, _, err = run("example --output x.json --force")
+    assert (status, err) == (
+        2, "minimha: --output x.json cannot be written: No space left on device\n"
+    )  # fmt: skip
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x.json", "precious")]

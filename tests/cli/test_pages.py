@@ -1,0 +1,64 @@
+"""README and walkthroughs: pictures show what their command shows, commands run, links lead on."""
+
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from minimha.cli import build_parser, main
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "walkthroughs").glob("*.md"))]
+NAMES = [page.name for page in PAGES]
+WRITTEN = sorted(
+    {
+        line.strip().removeprefix("python cli.py ")
+        for page in PAGES for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("    python cli.py ") and ".csv" not in line
+    }
+)  # fmt: skip
+COMMANDS = [command for command in WRITTEN if not command.startswith("bench")]
+PICTURES = [command for command in COMMANDS if "--output walkthroughs/pictures/" in command]
+
+
+def words(picture):
+    return " ".join(" ".join(ET.fromstring(picture).itertext()).split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command, capsys, tmp_path):
+    arguments = shlex.split(command)
+    if "--output" in arguments:
+        arguments[arguments.index("--output") + 1] = str(tmp_path / "picture.svg")
+    assert main(arguments) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", sorted(set(WRITTEN) - set(COMMANDS)))
+def test_commands_that_take_minutes_are_well_formed(command):
+    build_parser().parse_args(shlex.split(command))
+
+
+@pytest.mark.parametrize("command", PICTURES)
+def test_pictures_show_what_their_command_shows_now(command, tmp_path):
+    *arguments, name = shlex.split(command)
+    assert main([*arguments, str(tmp_path / "new.svg")]) == 0
+    new = (tmp_path / "new.svg").read_text(encoding="utf-8")
+    # rich numbers the styles in a picture by its content; what is compared is the text.
+    tracked = (REPOSITORY / name).read_text(encoding="utf-8")
+    visible = [re.sub(r"terminal-\d+", "", words(picture)) for picture in (new, tracked)]
+    assert visible[0] == visible[1], f"run: python cli.py {command} --force"
+
+
+def test_every_picture_has_its_command():
+    shown = {command.split()[-1] for command in PICTURES}
+    pictures = (REPOSITORY / "walkthroughs" / "pictures").iterdir()
+    assert shown == {picture.relative_to(REPOSITORY).as_posix() for picture in pictures}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (page.parent / target).exists(), target

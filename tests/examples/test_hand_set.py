@@ -1,0 +1,166 @@
+"""The examples beyond the documents' own numbers: what is said of them is what they show."""
+
+import numpy as np
+import pytest
+
+from minimha.examples import EXAMPLES, sentences, translation
+from minimha.examples import language_models as models
+from minimha.layers.rope import RoPE
+
+READS = {  # example → head → who reads whom, most of all and alone
+    "heads-000": {
+        0: "cat→The that→cat I→that adopted→I sleeps→adopted The→The",
+        1: "sleeps→cat adopted→I",
+        2: "that→cat",
+    },
+    "heads-001": {0: "cat→ran ran→cat"},
+    "heads-002": {
+        0: "bank→loan loan→bank",
+        1: "approved→bank bank→approved",
+        2: "yesterday→approved approved→yesterday",
+        3: "bank→The approved→bank the→approved loan→the yesterday→loan The→The",
+    },
+}
+SHARES = {  # example → head → reader → those between whom it divides itself
+    "heads-001": {
+        2: {"that": "that I saw", "I": "that I saw", "saw": "that I saw"},
+        3: {"cat": "cat ran away", "ran": "cat ran away", "away": "cat ran away"},
+    },
+}
+
+
+def weights(name, head):
+    example = EXAMPLES[name]
+    return example.sentence.split(), example.trace()["weights"][head]
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "pairs"),
+    [(name, head, pairs) for name, heads in READS.items() for head, pairs in heads.items()],
+)
+def test_each_head_reads_what_the_document_says(name, head, pairs):
+    words, A = weights(name, head)
+    for reader, read in (pair.split("→") for pair in pairs.split()):
+        assert A[words.index(reader), words.index(read)] > 0.97
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "groups"),
+    [(name, head, groups) for name, heads in SHARES.items() for head, groups in heads.items()],
+)
+def test_words_that_belong_together_share_their_attention(name, head, groups):
+    words, A = weights(name, head)
+    for reader, together in groups.items():
+        shares = A[words.index(reader), [words.index(word) for word in together.split()]]
+        np.testing.assert_allclose(shares, 1 / 3, atol=0.01)
+
+
+@pytest.mark.parametrize(("name", "head"), [("heads-000", 3), ("heads-001", 1)])
+def test_the_local_head_is_darkest_on_the_diagonal_and_lighter_beside_it(name, head):
+    _, A = weights(name, head)
+    beside = np.r_[np.diagonal(A, 1), np.diagonal(A, -1)]
+    assert np.diagonal(A).min() > 0.6 > 0.25 > beside.max()
+    assert beside.min() > 0.1
+    assert A[0, 2:].max() < 0.01
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_output_of_a_head_says_whom_it_reads(name):
+    trace = EXAMPLES[name].trace()
+    wanted = (trace["weights"] @ np.arange(trace["x"].shape[0])).T
+    np.testing.assert_allclose(trace["output"], wanted, rtol=1e-12)
+
+
+def test_every_french_word_finds_its_english_one():
+    trace = translation.EXAMPLE.trace()
+    np.testing.assert_allclose(trace["weights[cross]"], np.eye(5), atol=0.01)
+    found = trace["output[cross]"]
+    np.testing.assert_allclose(found[2], [0, 0, 0, 0, 1], atol=0.01)  # entraîne: trains, the verb
+
+
+def test_the_encoder_finds_the_verb_and_what_follows_it():
+    trace = translation.EXAMPLE.trace()
+    before, after = trace["x[encoder]"], trace["added[encoder]"]
+    assert before[2, 3:5].tolist() == [0.5, 0.5]
+    np.testing.assert_allclose(after[2, 3:5], [0, 1], atol=0.01)
+    np.testing.assert_allclose(after[:, translation.AFTER], [0, 0, 0, 1, 0], atol=0.01)
+    np.testing.assert_array_equal(trace["context[cross]"], after)
+    np.testing.assert_array_equal(trace["x[cross]"], trace["added[decoder]"])
+
+
+def test_without_position_the_articles_could_not_be_told_apart():
+    """What aligns them is what self-attention found: without it both are read alike."""
+    french, english = translation.embeddings((0, 1)), translation.embeddings((0, 1))
+    _, A = translation.cross()(french, english, return_weights=True)
+    assert A[0, 0, 0] == A[0, 0, 3] == A[0, 3, 0]
+
+
+def test_the_decoder_does_not_see_what_is_not_yet_written():
+    trace = translation.EXAMPLE.trace()
+    assert not np.triu(trace["weights[decoder]"], 1).any()
+    free = translation.EXAMPLE.trace(is_causal=False)
+    assert np.triu(free["weights[decoder]"], 1).any()
+    step = next(step for step in trace.steps if step.name == "weights[cross]")
+    assert (step.rows, step.columns) == (translation.FRENCH, translation.ENGLISH)
+
+
+def test_gpt2_s_fused_matrix_holds_those_of_both_heads():
+    trace = models.GPT2.trace()
+    np.testing.assert_array_equal(trace["x"], trace["wte"] + trace["wpe"])
+    fused = trace["x"] @ trace["c_attn"] + trace["c_attn_bias"]
+    for n, name in enumerate("qkv"):
+        for head in (0, 1):
+            columns = 4 * n + 2 * head + np.arange(2)
+            np.testing.assert_array_equal(trace[name][head], fused[:, columns])
+    assert not np.triu(trace["weights"], 1).any()
+
+
+def test_llama_turns_queries_and_keys_and_shares_keys():
+    trace = models.LLAMA.trace()
+    rope, at = RoPE(4), [0, 1, 2]
+    np.testing.assert_allclose(trace["q_rotated"], rope.rotate(trace["q"], at), rtol=1e-12)
+    np.testing.assert_allclose(trace["k_rotated"], rope.rotate(trace["k"], at), rtol=1e-12)
+    wanted = trace["q_rotated"] @ trace["k_rotated"].T
+    np.testing.assert_allclose(trace["scores"], wanted, rtol=1e-12)
+
+
+def test_a_sentence_attends_to_another():
+    trace = sentences.sentence(["le", "chiot"], context=["the", "small", "puppy"]).trace()
+    np.testing.assert_array_equal(trace["k"], trace["context"] @ trace["W_k"])
+    assert trace["weights"].shape == (2, 2, 3)
+    step = next(step for step in trace.steps if step.name == "weights")
+    assert (step.rows, step.columns) == (("le", "chiot"), ("the", "small", "puppy"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"context": []}, "the sentence to attend to has no tokens"),
+        ({"rope": True, "num_heads": 4}, "d-model is 4 and heads is 4: a rotation turns pairs"),
+    ],
+)
+def test_a_rotation_or_another_sentence_that_cannot_be(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        sentences.sentence(["a", "b"], **settings)
+
+
+def test_two_sentences_have_no_causal_mask():
+    with pytest.raises(ValueError, match="no meaning between two sentences"):
+        sentences.sentence(["a"], context=["b"]).trace(is_causal=True)
+
+
+def test_cosine_and_dot_product_side_by_side():
+    trace = EXAMPLES["cosine"].trace()
+    root = 1 / np.sqrt(2)
+    wanted = [[1, root, 0], [0, root, 1], [root, 1, root]]
+    np.testing.assert_allclose(trace["cosine[cosine]"], wanted, atol=1e-15)
+    np.testing.assert_array_equal(trace["scores[dot]"], EXAMPLES["004"].trace()["scores"])
+
+
+def test_a_small_network_scores_document_004():
+    trace = EXAMPLES["additive"].trace()
+    q, k = trace["q"], trace["k"]
+    wanted = [[np.tanh(a + b).sum() for b in k] for a in q]
+    np.testing.assert_allclose(trace["energies"], wanted, rtol=1e-12)
+    with pytest.raises(ValueError, match="no product of vectors to divide"):
+        EXAMPLES["additive"].trace(is_scaled=True)
