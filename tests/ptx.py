@@ -1682,9 +1682,9 @@ def ptx_of(launch, cc=(9, 0)):
 
 @cache
 def _ptx(kernel, cc):
-    from minimha.kernels.cuda import arguments as cuda_entry
+    from minimha.kernels.cuda.launch import ptx as ptx_of
 
-    return cuda_entry.ptx(kernel, cc)
+    return ptx_of(kernel, cc)
 
 
 emulator_of = cache(Emulator)  # of a text

@@ -1,4 +1,4 @@
-"""How a problem enters a CUDA kernel, and how a kernel is compiled, with or without a GPU.
+"""How a problem enters a CUDA kernel.
 
 Every CUDA rung is one function with the arguments of the CPU rungs::
 
@@ -13,8 +13,7 @@ mask, bias   ``Pairs``: where (B, H, Lq, Lk) begins and its strides, 0 along a b
 o            ``Numbers``: sizes, and everything that is small
 L            address of (B, H, Lq), float32, contiguous
 
-Their strides count elements. What a rung needs to be launched is a ``Launch``; the device, the
-offline compiler and the tests' emulator all take it as it is.
+Their strides count elements.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numba import cuda, types
+from numba import types
 from numpy.typing import DTypeLike, NDArray
 
 from minimha.equations.problem import Problem
@@ -123,35 +122,6 @@ NUMBERS = types.NamedTuple(
     [*[types.int32] * 4, *[types.int64] * 2, *[types.uint64] * 4, *[types.float32] * 2], Numbers
 )
 ADDRESSES = (ROWS, ROWS, ROWS, PAIRS, PAIRS, NUMBERS, ROWS, types.uint64)
-
-
-class Launch(NamedTuple):
-    """One kernel, ready to be compiled and started.
-
-    Attributes
-    ----------
-    function : callable
-        The kernel's Python function, its block sizes and options closed over as constants.
-    signature : tuple of numba types
-    grid : (int, int, int)
-        Thread blocks.
-    threads : int
-        In a block.
-    shared : int
-        Bytes of dynamic shared memory.
-    fastmath : bool
-        Only for kernels in which no infinity takes part in arithmetic.
-    registers : int or None
-        The most a thread may use.
-    """
-
-    function: Callable[..., None]
-    signature: tuple[Any, ...]
-    grid: tuple[int, int, int]
-    threads: int
-    shared: int = 0
-    fastmath: bool = False
-    registers: int | None = None
 
 
 class Memory(Protocol):
@@ -323,18 +293,3 @@ def taken(
     O = memory.get(arguments.O.address, (B, H, Lq, padded_width(problem)), problem.dtype)
     L = memory.get(arguments.L, (B, H, Lq), np.float32)
     return O[..., : problem.v.shape[3]], L
-
-
-def ptx(launch: Launch, cc: tuple[int, int] = (9, 0)) -> str:
-    """Return the kernel's PTX for compute capability ``cc``; no GPU and no driver are needed."""
-    text, _ = cuda.compile(
-        launch.function,
-        launch.signature,
-        device=False,
-        abi="numba",
-        cc=cc,
-        fastmath=launch.fastmath,
-        launch_bounds=(launch.threads, 1),
-        output="ptx",
-    )
-    return str(text)

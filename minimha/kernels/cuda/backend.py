@@ -20,7 +20,7 @@ from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as cuda_entry
 from minimha.kernels.cuda import copies
 from minimha.kernels.cuda import driver as gpu
-from minimha.kernels.cuda.arguments import ArrayAt, Arrays, Launch, Pairs, Rows
+from minimha.kernels.cuda.arguments import ArrayAt, Arrays, Pairs, Rows
 from minimha.kernels.cuda.availability import is_device_array
 from minimha.kernels.cuda.interop import (
     DeviceArray,
@@ -29,6 +29,7 @@ from minimha.kernels.cuda.interop import (
     needs_to_wait,
     stream_of,
 )
+from minimha.kernels.cuda.launch import Launch
 from minimha.kernels.ladder import CUDA_LADDER, FEW_QUERIES
 
 TAKE_ARRAYS = ("cuda.rung1_rows", "cuda.rung2_tiles")  # the other rungs take addresses

@@ -15,8 +15,9 @@ import numpy as np
 from numba import cuda, float32, float64, int32, types, uint16, uint32
 from numba.cuda import libdevice
 
-from minimha.kernels.cuda.arguments import ArrayAt, Launch
+from minimha.kernels.cuda.arguments import ArrayAt
 from minimha.kernels.cuda.functions import device
+from minimha.kernels.cuda.launch import Launch
 
 THREADS = 256
 STORED = {

@@ -22,7 +22,8 @@ from cuda.core import Program, ProgramOptions
 from numba import types
 from numpy.typing import DTypeLike, NDArray
 
-from minimha.kernels.cuda.arguments import ArrayAt, Launch, ptx, unrepeated
+from minimha.kernels.cuda.arguments import ArrayAt, unrepeated
+from minimha.kernels.cuda.launch import Launch, ptx
 
 ALIGNMENT = 256  # that of every allocation's start, and of each array that is put with others
 KEPT = 64 << 20  # bytes that stay reserved between calls

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cuda.arguments import Launch, place, ptx
+from minimha.kernels.cuda.arguments import place
+from minimha.kernels.cuda.launch import Launch, ptx
 from minimha.kernels.ladder import CUDA_LADDER
 
 ARCHS = {"sm_80": (8, 0), "sm_90": (9, 0)}

@@ -26,8 +26,9 @@ from typing import Any
 from numba import cuda
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cuda.arguments import Arrays, Launch, array_types, in_parts
+from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
 from minimha.kernels.cuda.functions import final_score, head_of, is_hidden, key_range
+from minimha.kernels.cuda.launch import Launch
 
 THREADS = 128
 WIDE = 256

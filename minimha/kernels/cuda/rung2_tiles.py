@@ -32,7 +32,7 @@ from typing import Any
 from numba import cuda
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cuda.arguments import Arrays, Launch, array_types, in_parts
+from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
 from minimha.kernels.cuda.functions import (
     device,
     final_score,
@@ -41,6 +41,7 @@ from minimha.kernels.cuda.functions import (
     key_range,
     sees,
 )
+from minimha.kernels.cuda.launch import Launch
 
 B_R, B_C = 64, 32
 WIDE = 256

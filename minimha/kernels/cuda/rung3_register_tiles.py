@@ -30,12 +30,12 @@ from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import (
     ADDRESSES,
     Arguments,
-    Launch,
     check_alignment,
     padded_width,
     too_wide,
 )
 from minimha.kernels.cuda.functions import device, key_range, sees
+from minimha.kernels.cuda.launch import Launch
 from minimha.kernels.cuda.ptx import (
     ex2_approx,
     ld_global_nc_f32,

@@ -35,12 +35,12 @@ from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import (
     ADDRESSES,
     Arguments,
-    Launch,
     check_alignment,
     padded_width,
     too_wide,
 )
 from minimha.kernels.cuda.functions import device, key_range
+from minimha.kernels.cuda.launch import Launch
 from minimha.kernels.cuda.ptx import (
     afresh,
     bits_as_f32,

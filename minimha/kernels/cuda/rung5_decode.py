@@ -29,8 +29,9 @@ from numba import cuda, float32, int32, int64, types, uint32, uint64
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import ptx
-from minimha.kernels.cuda.arguments import ADDRESSES, Arguments, Launch, padded_width, too_wide
+from minimha.kernels.cuda.arguments import ADDRESSES, Arguments, padded_width, too_wide
 from minimha.kernels.cuda.functions import device, key_range
+from minimha.kernels.cuda.launch import Launch
 
 WARPS = 2  # in a block: fewer waste less of the registers
 WARPS_A_MULTIPROCESSOR = 16  # splits are as many as give each multiprocessor so many warps

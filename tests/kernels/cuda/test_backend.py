@@ -37,6 +37,8 @@ from minimha.kernels.cuda import (
     rung5_decode,
 )
 from minimha.kernels.cuda import driver as gpu
+from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.launch import ptx as ptx_of
 
 HOPPER = gpu.Device(0, (9, 0), 2, 227 << 10, "pool", 1234)
 TURING = gpu.Device(0, (7, 5), 2, 64 << 10, "pool", 1234)
@@ -203,7 +205,7 @@ def emulate(launch, arguments, arena):
 
 @cache
 def emulator(launch):
-    return ptx.Emulator(cuda_entry.ptx(launch, HOPPER.cc))
+    return ptx.Emulator(ptx_of(launch, HOPPER.cc))
 
 
 heard = []
@@ -702,7 +704,7 @@ def test_parameters_are_packed_as_the_kernel_declares_them(rung, driver, monkeyp
             arguments = cuda_entry.place(problem, memory)
         for launch, values in MODULES[rung].launches(problem, arguments, memory.scratch):
             names = ", ".join(f"a{number}" for number in range(len(launch.signature)))
-            text = cuda_entry.ptx(launch._replace(function=eval(f"lambda {names}: None")))
+            text = ptx_of(launch._replace(function=eval(f"lambda {names}: None")))
             head = text[text.index(".entry") : text.index("{")]
             function = SimpleNamespace(
                 sizes=[SIZES[x] for x in re.findall(r"\.param \.(\w+)", head)]
@@ -724,7 +726,7 @@ def test_parameters_are_packed_as_the_kernel_declares_them(rung, driver, monkeyp
 
 
 def test_an_empty_grid_starts_nothing(driver):
-    launch = cuda_entry.Launch(lambda: None, (), (0, 1, 1), 32)
+    launch = Launch(lambda: None, (), (0, 1, 1), 32)
     gpu.DeviceMemory(HOPPER).launch(launch, ())
     assert not driver.launched
 

@@ -26,6 +26,7 @@ from minimha.kernels.cuda import arguments as cuda_entry
 from minimha.kernels.cuda import backend as cuda
 from minimha.kernels.cuda import copies
 from minimha.kernels.cuda import driver as gpu
+from minimha.kernels.cuda.launch import ptx as ptx_of
 
 inf = np.inf
 SIXTEEN = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -201,7 +202,7 @@ def test_the_launch_that_the_device_runs_is_the_one_that_is_compiled_offline():
         arguments = cuda_entry.place(given, memory)
         launches = cuda._module(name).launches(given, arguments, memory.scratch)
     for launch, _ in launches:
-        assert ".visible .entry" in cuda_entry.ptx(launch, gpu.current().cc)
+        assert ".visible .entry" in ptx_of(launch, gpu.current().cc)
 
 
 # torch
