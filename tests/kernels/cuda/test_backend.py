@@ -24,7 +24,7 @@ from minimha.kernels.cuda import availability, interop
 pytest.importorskip("numba_cuda", reason="the extra cuda is not installed")
 pytest.importorskip("cuda.core", reason="the extra cuda is not installed")
 
-import ptx
+from emulator import ARENA, Arena, Emulator, flattened
 
 from minimha.kernels.cuda import arguments as cuda_entry
 from minimha.kernels.cuda import backend as cuda
@@ -125,7 +125,7 @@ def view(arena, address, shape, strides, dtype):
         return None if 0 in shape[:2] else np.zeros(shape, dtype)
     if not address:
         return None
-    at, dtype = address - ptx.ARENA, np.dtype(dtype)
+    at, dtype = address - ARENA, np.dtype(dtype)
     return np.lib.stride_tricks.as_strided(
         arena.data[at : at + dtype.itemsize].view(dtype), shape, strides
     )
@@ -205,7 +205,7 @@ def emulate(launch, arguments, arena):
 
 @cache
 def emulator(launch):
-    return ptx.Emulator(ptx_of(launch, HOPPER.cc))
+    return Emulator(ptx_of(launch, HOPPER.cc))
 
 
 heard = []
@@ -267,7 +267,7 @@ Capsule.__module__ = "cupy"
 def emulated(monkeypatch):
     """An H200 of NumPy, and CuPy's names for it."""
     heard.clear()
-    monkeypatch.setattr(EmulatedMemory, "arena", ptx.Arena())
+    monkeypatch.setattr(EmulatedMemory, "arena", Arena())
     monkeypatch.setattr(gpu, "current", lambda: HOPPER)
     monkeypatch.setattr(gpu, "is_stream_of", lambda stream, device: stream == 77)
     monkeypatch.setattr(gpu, "device_at", lambda address: 0)
@@ -717,7 +717,7 @@ def test_parameters_are_packed_as_the_kernel_declares_them(rung, driver, monkeyp
             assert block == (launch.threads, 1, 1)
             assert shared == launch.shared
             assert stream == 7
-            flat = ptx.flattened(values)
+            flat = flattened(values)
             assert len(flat) == len(function.sizes)
             formats = "".join(gpu._formats(launch.signature)).replace("4x", "").replace("7x", "")
             assert packed == b"".join(
@@ -752,7 +752,7 @@ def test_copies_convert_and_widen(source, target):
         wide = array.astype(np.float64)
         near = np.where(finite, np.clip(wide, -limit, limit), wide)
         expected[..., :9] = near.astype(DTYPES[target]) if target != "float64" else array
-    arena = ptx.Arena()
+    arena = Arena()
     given, to = (
         gpu.array_at(arena.put(x), x.shape, x.strides, x.itemsize)
         for x in (array, np.ones_like(expected))

@@ -9,8 +9,8 @@ from problems import run
 
 pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles the kernels, is not installed")
 
+import emulator
 import ml_dtypes
-import ptx
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as cuda_entry
@@ -28,11 +28,10 @@ def given(Lq=40, Lk=90, D=16, H=2, Hkv=1, B=1, dtype=ml_dtypes.bfloat16, seed=0)
 
 def solve(q, k, v, order=None, place=cuda_entry.place, **options):
     """O and L, in float64, from the emulator; ``place`` puts the problem into its memory."""
-    problem, memory = Problem.of(q, k, v, **options), ptx.Arena()
+    problem, memory = Problem.of(q, k, v, **options), emulator.Arena()
     arguments = place(problem, memory)
     for launch, with_what in rung4_tensor_cores.launches(problem, arguments, memory.scratch):
-        emulator = ptx.emulator_of(ptx.ptx_of(launch))
-        emulator.run(launch, with_what, memory, order)
+        emulator.emulator_of(emulator.ptx_of(launch)).run(launch, with_what, memory, order)
     return [x.astype(np.float64) for x in cuda_entry.taken(problem, arguments, memory)]
 
 
@@ -104,7 +103,7 @@ def test_rows_may_lie_in_any_order(order):
 
 def test_rows_that_begin_between_16_bytes_are_refused():
     problem = Problem.of(*given())
-    arguments = cuda_entry.place(problem, ptx.Arena())
+    arguments = cuda_entry.place(problem, emulator.Arena())
     for wrong in (
         arguments.k._replace(address=arguments.k.address + 8),
         arguments.k._replace(row=20),
@@ -154,10 +153,10 @@ def test_only_tiles_that_are_cut_are_masked(Lk):
 
     def forward(q_offset):
         causal = Problem.of(*problem, is_causal=True, q_offset=q_offset)
-        ptx.forward(rung4_tensor_cores, causal, change=trapped)
+        emulator.forward(rung4_tensor_cores, causal, change=trapped)
 
     forward(q_offset=Lk - 1)
-    with pytest.raises(ptx.PTXError, match="trap"):
+    with pytest.raises(emulator.PTXError, match="trap"):
         forward(q_offset=Lk - 2)
 
 

@@ -13,7 +13,7 @@ from problems import naive_attention
 
 pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles the kernels, is not installed")
 
-import ptx
+import emulator
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as cuda_entry
@@ -32,7 +32,7 @@ def ragged(Lq=2, Lk=75, H=4, Hkv=2, D=13, Dv=16, B=2, dtype=np.float32, seed=0):
 def decode(q, k, v, *, order=None, change=None, splits=3, **options):
     """O and L, in float64, from the emulator."""
     rung = SimpleNamespace(launches=partial(rung5_decode.launches, splits=splits))
-    O, L = ptx.forward(rung, Problem.of(q, k, v, **options), order, change=change)
+    O, L = emulator.forward(rung, Problem.of(q, k, v, **options), order, change=change)
     return O.astype(np.float64), L.astype(np.float64)
 
 
@@ -96,7 +96,7 @@ def test_the_merge_needs_its_barrier():
         return text.replace(barrier, "")
 
     changed = []
-    with pytest.raises(ptx.PTXError, match=r"nobody wrote|unsynchronised"):
+    with pytest.raises(emulator.PTXError, match=r"nobody wrote|unsynchronised"):
         decode(*ragged(), order=0, change=without)
     assert any(changed)
 
@@ -106,7 +106,7 @@ def test_keys_that_no_row_sees_are_not_read(dtype):
     q, k, v = ragged(B=1, H=2, Hkv=1, Lk=64, dtype=dtype)
     options = {"is_causal": True, "window_size": (9, 0), "q_offset": 20}  # keys 11 to 21
     problem = Problem.of(q, k, v, **options)
-    memory = ptx.Arena()
+    memory = emulator.Arena()
     whole = cuda_entry.place(problem, memory)
 
     def only(array, first, last):
@@ -118,13 +118,12 @@ def test_keys_that_no_row_sees_are_not_read(dtype):
     def run(first, last):
         arguments = whole._replace(k=only(k, first, last), v=only(v, first, last))
         for launch, given in rung5_decode.launches(problem, arguments, memory.scratch, splits=2):
-            emulator = ptx.Emulator(ptx.ptx_of(launch, (9, 0)))
-            emulator.run(launch, given, memory)
+            emulator.emulator_of(emulator.ptx_of(launch)).run(launch, given, memory)
         return (x.astype(np.float64) for x in cuda_entry.taken(problem, whole, memory))
 
     assert_right(q, k, v, *run(11, 22), **options)
     for first, last in [(12, 22), (11, 21)]:
-        with pytest.raises(ptx.PTXError, match="is in no array"):
+        with pytest.raises(emulator.PTXError, match="is in no array"):
             run(first, last)
 
 

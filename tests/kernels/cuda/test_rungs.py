@@ -1,7 +1,7 @@
 """The CUDA rungs that take addresses, without a GPU: in the emulator, and as ptxas sees them.
 
 A rung is run on problems that cut its tiles in every way, in lockstep and in random orders of
-warps; see ``tests/ptx.py`` for what that notices. float32 must be as good as plain NumPy. What 16
+warps; see ``tests/emulator`` for what that notices. float32 must be as good as plain NumPy. What 16
 bits may cost is derived: an output is a mean of values with weights that were rounded once, and is
 rounded once itself; scores, and with them the log-sum-exp, are as exact as in float32.
 """
@@ -12,8 +12,8 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from emulator import Arena, forward, ptx_of
 from problems import assert_close_to_exact, plain, run
-from ptx import Arena, forward, ptx_of
 
 from minimha.equations.problem import Problem
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ptx import Arena, Emulator, PTXError, forward
 
+from emulator import Arena, Emulator, PTXError, forward
 from minimha.equations import dense
 from minimha.equations.problem import Problem
 
