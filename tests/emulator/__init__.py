@@ -1,41 +1,52 @@
-"""PTX on NumPy: run a CUDA kernel where there is no GPU, and notice what a GPU would let pass.
+"""A PTX emulator on NumPy: it runs CUDA kernels without a GPU and catches what a GPU lets pass.
 
-``Emulator(text)`` reads one kernel; every instruction becomes a closure over NumPy calls that take
-all threads at once. ``forward(module, problem)`` runs a whole rung.
+``Emulator(text).run(launch, arguments, memory)`` executes one launch of the kernel in ``text``;
+``forward(module, problem)`` runs a whole rung. How text becomes numbers::
 
-In lockstep all threads of many blocks march together, which is fast and hides what depends on
-warps being alike. With an ``order``, a seed, one warp after the other runs from barrier to barrier
-in random order, and what no order may decide is a ``PTXError``:
+    parse         text to a Kernel: registers, variables, instructions as words and operands
+    instructions  one instruction to a closure over NumPy calls that take all threads at once
+    decode        a Kernel to a Program: closures, branches, and where threads may meet
+    team          threads with registers, which execute a Program, diverge and reconverge
+    memory        the global, shared and local memory that they access
+    launch        the blocks of a grid, batch by batch
 
-- a byte of shared memory that another warp wrote or read since the last barrier, or another lane
-  since the last ``bar.warp.sync``, and at least one of the two wrote (a race);
+Covered are what numba and NVVM write for this package's kernels, and the forms next to it: one
+kernel per text; blocks of whole warps along x; integers, float32 and float64, and float16 and
+bfloat16 in conversions and matrix products; predication and branches; loads and stores of scalars
+and vectors, atomics, ``cp.async`` in groups; ``bar.sync`` and ``bar.red`` on barrier 0;
+``bar.warp.sync``, ``shfl``, ``vote`` and ``activemask`` of full warps; ``ldmatrix`` and
+``mma.m16n8k16``.
 
-and in both modes
+Anything else is a ``NotImplementedError`` that names the instruction before anything runs: calls of
+functions, textures, carries, packed arithmetic, clusters, mbarriers, bulk copies, ``wgmma``.
 
-- shared memory that nobody wrote, or that a ``cp.async`` is still on its way to: what is copied
-  arrives when it is waited for and no earlier;
-- an address outside of every array, across two of them, or not a multiple of what is accessed;
-- an instruction of a whole warp that some of its lanes do not take part in.
+By default all threads of a batch of blocks run in lockstep, which is fast but hides whatever
+depends on the warps keeping pace. With an ``order``, a seed, one warp after another runs from
+barrier to barrier, in random order. What no order may decide is then a ``PTXError``, whichever
+order was drawn: a race for shared memory, that is a byte that another warp accessed since the
+last barrier, or another lane since the last ``bar.warp.sync``, where at least one of the two wrote.
 
-Threads that went different ways are brought together by running those first that are furthest
-behind in the text, which is how compilers lay it out.
+In both modes these are a ``PTXError``, too:
 
-What it does not know: time, bank conflicts, what one block may see of another. ``ex2``, ``lg2`` and
-``rcp`` are correctly rounded here and up to two units off on a GPU; ``tanh.approx`` is as coarse as
-it is documented. References: PTX ISA 9.0, chapter 9.
+- shared memory that is read before anyone wrote it, or while a ``cp.async`` to it is in flight: a
+  copy arrives when it is waited for and no earlier;
+- an address outside of every array, across two of them (there are gaps between arrays, which
+  nobody may touch), or not a multiple of the size of the access;
+- an instruction of whole warps that some lanes do not take part in.
+
+What it cannot find, or does not model: races between blocks, in global memory, and of atomics; time
+and bank conflicts. Fences do nothing, since every access is visible at once. ``fma`` and the
+approximate functions are computed in float64 and rounded once more, where a GPU's ``ex2``, ``lg2``
+and ``rcp`` may be two units off; ``tanh.approx`` is as coarse as documented.
+
+Source: PTX ISA 9.0, chapters 4 and 5 (syntax, state spaces, types), 9 (instructions) and 10
+(special registers).
 """
 
-from emulator.launch import Emulator, emulator_of, flattened, forward, ptx_of
+from emulator.launch import Emulator, flattened, forward, ptx_of, run
 from emulator.memory import ARENA, Arena
 from emulator.team import PTXError
 
 __all__ = [
-    "ARENA",
-    "Arena",
-    "Emulator",
-    "PTXError",
-    "emulator_of",
-    "flattened",
-    "forward",
-    "ptx_of",
-]
+    "ARENA", "Arena", "Emulator", "PTXError", "flattened", "forward", "ptx_of", "run",
+]  # fmt: skip

@@ -1,89 +1,58 @@
-"""What each instruction does."""
+"""What each instruction does: PTX ISA 9.0, section 9.7, to closures over NumPy.
+
+A function registered for an opcode gets ``(kernel, words, operands)``, as ``parse.Instruction`` has
+them, and returns a closure that executes the instruction for the active threads of a team. A form
+that it does not know is a NotImplementedError (KeyError, ValueError and IndexError count as one).
+"""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import numpy as np
 
-from emulator.memory import IN_FLIGHT, LOCAL, SHARED, WARP, check
-from emulator.parse import BYTES, DTYPES, kind_of, listed
-
-ROUNDINGS = ("rn", "rz", "rm", "rp", "rna")
-
+from emulator.memory import IN_FLIGHT, LOCAL, SHARED
+from emulator.parse import BYTES, DTYPES, components, kind_of, space_of
+from emulator.team import WARP
 
 INSTRUCTIONS = {}
+ROUNDINGS = ("rn", "rz", "rm", "rp")
+TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+TINY = np.finfo(np.float32).tiny
 
 
-def instruction(*names):
-    """Register a function that turns (emulator, name and modifiers, operands) into a closure."""
+def instruction(*opcodes):
+    """Register a function for opcodes."""
 
     def register(function):
-        INSTRUCTIONS.update(dict.fromkeys(names, function))
+        INSTRUCTIONS.update(dict.fromkeys(opcodes, function))
         return function
 
     return register
 
 
-def guarded(action, predicate, is_negated):
-    """An instruction for the threads whose predicate holds."""
-
-    def run(team):
-        before = team.mask
-        chosen = team.regs["pred"][predicate] != is_negated
-        team.take(chosen if before is None else chosen & before)
-        if team.mask.any():
-            action(team)
-        team.take(before)
-
-    return run
-
-
-TINY = np.finfo(np.float32).tiny
+# ---- arithmetic
 
 
 def flushed(x):
-    """Numbers below the normal range as zeros of their sign."""
+    """Subnormal numbers as zeros of their sign."""
     return x * (abs(x) >= TINY)
 
 
-def elementwise(emulator, kind, destination, sources, function, words=()):
-    """The closure of ``destination = function(*sources)``, all of one kind."""
-    to = emulator.at(destination, kind)
-    at = [emulator.at(text, kind) for text in sources]
-    if "ftz" in words or "sat" in words or not (isinstance(function, np.ufunc) and len(at) == 2):
-        finish = saturated if "sat" in words else flushed if "ftz" in words else None
-        start = flushed if "ftz" in words else None
-
-        def run(team):
-            registers = team.regs[kind]
-            given = [registers[i] for i in at]
-            if start is not None:
-                given = [start(x) for x in given]
-            values = function(*given)
-            team.write(registers[to], values if finish is None else finish(values))
-
-        return run
-    left, right = at
-
-    def run_fast(team):
-        registers = team.regs[kind]
-        if team.mask is None:
-            function(registers[left], registers[right], registers[to])
-        else:
-            np.putmask(registers[to], team.mask, function(registers[left], registers[right]))
-
-    return run_fast
-
-
 def saturated(x):
+    """Numbers clipped to 0 and 1; NaN is 0."""
     return np.where(np.isnan(x), 0, np.clip(x, 0, 1)).astype(x.dtype)
 
 
+def rounding_of(words):
+    return next((word for word in words if word in ROUNDINGS), "rn")
+
+
 def rounded(exact, dtype, rounding):
-    """float64 as float32 in one of the directions rn, rz, rm (down) and rp (up)."""
+    """float64 as ``dtype``: to nearest even (rn), towards zero (rz), down (rm) or up (rp)."""
     near = exact.astype(dtype)
-    if rounding in ("rn", "rna"):
+    if rounding == "rn":
         return near
     towards = {"rm": -np.inf, "rp": np.inf}.get(rounding, 0)
     if rounding == "rz":
@@ -93,19 +62,45 @@ def rounded(exact, dtype, rounding):
     return np.where(is_beyond, np.nextafter(near, dtype(towards)), near)
 
 
-def rounding_of(words):
-    return next((word for word in words if word in ROUNDINGS), "rn")
+def elementwise(kernel, kind, destination, sources, function, words=()):
+    """The closure of ``destination = function(*sources)``, all of one kind."""
+    to = kernel.operand(destination, kind)
+    at = [kernel.operand(text, kind) for text in sources]
+    is_flushed, is_saturated = "ftz" in words, "sat" in words
+    if is_saturated and kind[0] != "f":
+        raise NotImplementedError("saturated integers")
+
+    def run(team):
+        registers = team.registers[kind]
+        given = [registers[i] for i in at]
+        if is_flushed:
+            given = [flushed(x) for x in given]
+        values = function(*given)
+        if is_saturated:
+            values = saturated(values)
+        elif is_flushed:
+            values = flushed(values)
+        team.write(registers[to], values)
+
+    def run_in_place(team):
+        registers = team.registers[kind]
+        left, right = (registers[i] for i in at)
+        if team.mask is None:
+            function(left, right, registers[to])
+        else:
+            np.putmask(registers[to], team.mask, function(left, right))
+
+    is_in_place = isinstance(function, np.ufunc) and len(at) == 2
+    return run_in_place if is_in_place and not (is_flushed or is_saturated) else run
 
 
 @instruction("add", "sub", "mul", "min", "max", "and", "or", "xor")
-def _two(emulator, words, operands):
+def _binary(kernel, words, operands):
     name, kind = words[0], kind_of(words[-1])
     if words[-1] in ("bf16", "bf16x2", "f16x2") or len(operands) != 3:
         raise NotImplementedError(words[-1])
     if name == "mul" and words[1] in ("wide", "hi"):
-        return _product(emulator, words, operands)
-    if words[1] in ("cc",):
-        raise NotImplementedError("carries")
+        return _wide_product(kernel, words, operands)
     is_nan_kept = "NaN" in words
     functions = {
         "add": np.add, "sub": np.subtract, "mul": np.multiply,
@@ -116,27 +111,29 @@ def _two(emulator, words, operands):
     function = functions[name]
     rounding = rounding_of(words)
     if rounding != "rn":
-        exact, dtype = function, DTYPES[kind]
+        if kind != "f32":
+            raise NotImplementedError(f"{rounding} of {kind}")
+        exact = function
 
         def function(a, b):
-            return rounded(exact(a.astype(np.float64), b), dtype, rounding)
+            return rounded(exact(a.astype(np.float64), b), np.float32, rounding)
 
-    return elementwise(emulator, kind, operands[0], operands[1:], function, words)
+    return elementwise(kernel, kind, operands[0], operands[1:], function, words)
 
 
-def _product(emulator, words, operands):
+def _wide_product(kernel, words, operands):
     """mul and mad, wide or hi."""
     kind = words[-1]
     bits = 8 * BYTES[kind]
     twice = f"{kind[0]}{2 * bits}"
     is_wide = words[1] == "wide"
-    a, b = (emulator.at(text, kind) for text in operands[1:3])
+    a, b = (kernel.operand(text, kind) for text in operands[1:3])
     to_kind = twice if is_wide else kind
-    to = emulator.at(operands[0], to_kind)
-    plus = emulator.at(operands[3], to_kind) if len(operands) == 4 else None
+    to = kernel.operand(operands[0], to_kind)
+    plus = kernel.operand(operands[3], to_kind) if len(operands) == 4 else None
 
     def run(team):
-        x, y = team.regs[kind][a], team.regs[kind][b]
+        x, y = team.registers[kind][a], team.registers[kind][b]
         if bits < 64:
             product = x.astype(DTYPES[twice]) * y.astype(DTYPES[twice])
         else:
@@ -144,46 +141,35 @@ def _product(emulator, words, operands):
         if not is_wide:
             product = (product >> bits).astype(DTYPES[kind])
         if plus is not None:
-            product = product + team.regs[to_kind][plus]
-        team.write(team.regs[to_kind][to], product)
+            product = product + team.registers[to_kind][plus]
+        team.write(team.registers[to_kind][to], product)
 
     return run
 
 
 @instruction("fma", "mad")
-def _fma(emulator, words, operands):
+def _fma(kernel, words, operands):
     kind, rounding = kind_of(words[-1]), rounding_of(words)
     if words[1] in ("wide", "hi"):
-        return _product(emulator, words, operands)
-    if kind != "f32":
-        if kind[0] == "f" or words[-1][0] == "b":
-            raise NotImplementedError(words[-1])
-        return elementwise(
-            emulator, kind, operands[0], operands[1:], lambda a, b, c: a * b + c, words
-        )
-    if rounding != "rn" or "ftz" in words or "sat" in words:
+        return _wide_product(kernel, words, operands)
+    if kind == "f32":
 
-        def fused(a, b, c):
-            return rounded(a.astype(np.float64) * b + c, np.float32, rounding)
+        def function(a, b, c):
+            a, b, c = (x.astype(np.float64) for x in (a, b, c))
+            return rounded(a * b + c, np.float32, rounding)
 
-        return elementwise(emulator, kind, operands[0], operands[1:], fused, words)
-    to, *at = (emulator.at(text, kind) for text in operands)
+    elif kind[0] == "f" or words[-1][0] == "b":
+        raise NotImplementedError(words[-1])
+    else:
 
-    def run(team):
-        registers = team.regs["f32"]
-        a, b, c = [registers[i].astype(np.float64) for i in at]
-        a = a * b
-        a += c
-        if team.mask is None:
-            registers[to][...] = a
-        else:
-            np.putmask(registers[to], team.mask, a.astype(np.float32))
+        def function(a, b, c):
+            return a * b + c
 
-    return run
+    return elementwise(kernel, kind, operands[0], operands[1:], function, words)
 
 
-def whole_quotient(a, b):
-    """a / b cut towards 0; all bits set where b is 0."""
+def truncated_quotient(a, b):
+    """Integer a / b, truncated towards 0; all bits set where b is 0."""
     safe = np.where(b == 0, b.dtype.type(1), b)
     quotient = a // safe
     quotient = quotient + ((quotient < 0) & (quotient * safe != a)).astype(a.dtype)
@@ -191,26 +177,29 @@ def whole_quotient(a, b):
 
 
 @instruction("div")
-def _div(emulator, words, operands):
+def _div(kernel, words, operands):
     kind = words[-1]
-    function = np.true_divide if kind[0] == "f" else whole_quotient
-    return elementwise(emulator, kind, operands[0], operands[1:], function, words)
+    if rounding_of(words) != "rn":
+        raise NotImplementedError("quotients that are not rounded to nearest")
+    function = np.true_divide if kind[0] == "f" else truncated_quotient
+    return elementwise(kernel, kind, operands[0], operands[1:], function, words)
 
 
 @instruction("rem")
-def _rem(emulator, words, operands):
+def _rem(kernel, words, operands):
     def function(a, b):
-        return a - b * whole_quotient(a, b)
+        return a - b * truncated_quotient(a, b)
 
-    return elementwise(emulator, words[-1], operands[0], operands[1:], function)
+    return elementwise(kernel, words[-1], operands[0], operands[1:], function)
 
 
 def in_double(function):
+    """``function`` computed in float64 and rounded once."""
     return lambda x: function(x.astype(np.float64)).astype(x.dtype)
 
 
 def coarse_tanh(x):
-    """tanh, 11 bits of it: the relative error of tanh.approx.f32 is 2 ** -11."""
+    """tanh with 11 bits, since the relative error of tanh.approx.f32 may be 2 ** -11."""
     mantissa, exponent = np.frexp(np.tanh(x.astype(np.float64)))
     return np.ldexp(np.round(mantissa * 2048) / 2048, exponent).astype(x.dtype)
 
@@ -224,46 +213,46 @@ UNARY = {
 
 
 @instruction(*UNARY)
-def _one(emulator, words, operands):
+def _unary(kernel, words, operands):
     kind = kind_of(words[-1])
-    if words[-1] in ("bf16", "bf16x2", "f16x2"):
-        raise NotImplementedError(words[-1])
+    if words[-1] in ("bf16", "bf16x2", "f16x2") or rounding_of(words) != "rn":
+        raise NotImplementedError(" ".join(words[1:]))
     function = np.logical_not if kind == "pred" else UNARY[words[0]]
-    return elementwise(emulator, kind, operands[0], operands[1:], function, words)
+    return elementwise(kernel, kind, operands[0], operands[1:], function, words)
 
 
 @instruction("copysign")
-def _copysign(emulator, words, operands):
+def _copysign(kernel, words, operands):
     def function(sign, size):
         return np.copysign(size, sign)
 
-    return elementwise(emulator, words[-1], operands[0], operands[1:], function)
+    return elementwise(kernel, words[-1], operands[0], operands[1:], function)
 
 
 @instruction("shl", "shr")
-def _shift(emulator, words, operands):
+def _shift(kernel, words, operands):
     name, kind = words[0], kind_of(words[-1])
     dtype, bits = DTYPES[kind], 8 * BYTES[kind]
-    to, value = emulator.at(operands[0], kind), emulator.at(operands[1], kind)
-    count = emulator.at(operands[2], "u32")
+    to, value = kernel.operand(operands[0], kind), kernel.operand(operands[1], kind)
+    count = kernel.operand(operands[2], "u32")
 
     def run(team):
-        x, n = team.regs[kind][value], team.regs["u32"][count]
+        x, n = team.registers[kind][value], team.registers["u32"][count]
         most = np.minimum(n, bits - 1).astype(dtype)
         shifted = x << most if name == "shl" else x >> most
         if name == "shl" or kind[0] == "u":
             shifted = np.where(n >= bits, dtype(0), shifted)
-        team.write(team.regs[kind][to], shifted)
+        team.write(team.registers[kind][to], shifted)
 
     return run
 
 
 @instruction("shf")
-def _funnel(emulator, words, operands):
-    to, low, high, count = (emulator.at(text, "u32") for text in operands)
+def _funnel(kernel, words, operands):
+    to, low, high, count = (kernel.operand(text, "u32") for text in operands)
 
     def run(team):
-        registers = team.regs["u32"]
+        registers = team.registers["u32"]
         both = registers[high].astype(np.uint64) << 32 | registers[low].astype(np.uint64)
         n = registers[count].astype(np.uint64)
         n = n & 31 if "wrap" in words else np.minimum(n, 32)
@@ -274,55 +263,57 @@ def _funnel(emulator, words, operands):
 
 
 @instruction("bfe")
-def _extract(emulator, words, operands):
+def _extract(kernel, words, operands):
     kind, bits = words[-1], 8 * BYTES[words[-1]]
-    to, value = emulator.at(operands[0], kind), emulator.at(operands[1], kind)
-    start, count = (emulator.at(text, "u32") for text in operands[2:])
+    to, value = kernel.operand(operands[0], kind), kernel.operand(operands[1], kind)
+    start, count = (kernel.operand(text, "u32") for text in operands[2:])
 
     def run(team):
-        x = team.regs[kind][value]
-        first = (team.regs["u32"][start] & 255).astype(np.int64)
-        n = (team.regs["u32"][count] & 255).astype(np.int64)
+        x = team.registers[kind][value]
+        first = (team.registers["u32"][start] & 255).astype(np.int64)
+        n = (team.registers["u32"][count] & 255).astype(np.int64)
         wide = np.array([int(v) for v in np.broadcast_to(x, (team.size,))], object)
-        cut = (wide >> np.minimum(first, bits)) & ((1 << n.astype(object)) - 1)
+        ones = (1 << n.astype(object)) - 1
+        field = (wide >> np.minimum(first, bits)) & ones
         if kind[0] == "s":
             top = np.minimum(first + n - 1, bits - 1)
             sign = (wide >> np.maximum(top, 0)) & 1
-            cut = np.where((sign == 1) & (n > 0), cut | ~((1 << n.astype(object)) - 1), cut)
-        cut = np.broadcast_to(cut & (1 << bits) - 1, (team.size,)).astype(DTYPES["u" + kind[1:]])
-        team.write(team.regs[kind][to], cut.view(DTYPES[kind]))
+            field = np.where((sign == 1) & (n > 0), field | ~ones, field)
+        field = np.broadcast_to(field & (1 << bits) - 1, (team.size,))
+        field = field.astype(DTYPES["u" + kind[1:]]).view(DTYPES[kind])
+        team.write(team.registers[kind][to], field)
 
     return run
 
 
 @instruction("bfi")
-def _insert(emulator, words, operands):
+def _insert(kernel, words, operands):
     kind = kind_of(words[-1])
     dtype, bits = DTYPES[kind], 8 * BYTES[kind]
-    to, value, into = (emulator.at(text, kind) for text in operands[:3])
-    start, count = (emulator.at(text, "u32") for text in operands[3:])
+    to, value, into = (kernel.operand(text, kind) for text in operands[:3])
+    start, count = (kernel.operand(text, "u32") for text in operands[3:])
 
     def run(team):
-        first = np.minimum(team.regs["u32"][start] & 255, bits).astype(np.uint64)
-        n = np.minimum(team.regs["u32"][count] & 255, bits).astype(np.uint64)
+        first = np.minimum(team.registers["u32"][start] & 255, bits).astype(np.uint64)
+        n = np.minimum(team.registers["u32"][count] & 255, bits).astype(np.uint64)
         ones = np.where(n >= 64, ~np.uint64(0), (np.uint64(1) << n) - np.uint64(1))
         shift = np.minimum(first, np.uint64(63))
         ones = np.where(first >= 64, np.uint64(0), ones << shift)
-        placed = team.regs[kind][value].astype(np.uint64) << shift
-        kept = team.regs[kind][into].astype(np.uint64) & ~ones
-        team.write(team.regs[kind][to], (kept | placed & ones).astype(dtype))
+        placed = team.registers[kind][value].astype(np.uint64) << shift
+        kept = team.registers[kind][into].astype(np.uint64) & ~ones
+        team.write(team.registers[kind][to], (kept | placed & ones).astype(dtype))
 
     return run
 
 
 @instruction("prmt")
-def _permute(emulator, words, operands):
+def _permute(kernel, words, operands):
     if words[-1] != "b32" or len(words) != 2:
         raise NotImplementedError("modes of prmt")
-    to, low, high, selector = (emulator.at(text, "u32") for text in operands)
+    to, low, high, selector = (kernel.operand(text, "u32") for text in operands)
 
     def run(team):
-        registers = team.regs["u32"]
+        registers = team.registers["u32"]
         both = [registers[low] >> np.uint32(8 * i) for i in range(4)]
         both += [registers[high] >> np.uint32(8 * i) for i in range(4)]
         value = np.uint32(0)
@@ -337,7 +328,7 @@ def _permute(emulator, words, operands):
 
 
 @instruction("lop3")
-def _logic(emulator, words, operands):
+def _logic(kernel, words, operands):
     table = int(operands[4], 0)
 
     def function(a, b, c):
@@ -347,14 +338,14 @@ def _logic(emulator, words, operands):
                 value = value | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
         return value
 
-    return elementwise(emulator, "u32", operands[0], operands[1:4], function)
+    return elementwise(kernel, "u32", operands[0], operands[1:4], function)
 
 
-def counted(x, bits):
+def popcount(x, bits):
     return sum((x >> x.dtype.type(i)) & x.dtype.type(1) for i in range(bits))
 
 
-def leading(x, bits):
+def leading_zeros(x, bits):
     zeros = np.zeros(np.shape(x), np.uint32)
     for i in range(1, bits + 1):
         zeros += (x >> x.dtype.type(bits - i) == 0).astype(np.uint32)
@@ -367,15 +358,15 @@ def reversed_bits(x, bits):
 
 
 @instruction("popc", "clz", "brev")
-def _bits(emulator, words, operands):
+def _bits(kernel, words, operands):
     kind = kind_of(words[-1])
     to_kind = kind if words[0] == "brev" else "u32"
-    function = {"popc": counted, "clz": leading, "brev": reversed_bits}[words[0]]
-    to, value = emulator.at(operands[0], to_kind), emulator.at(operands[1], kind)
+    function = {"popc": popcount, "clz": leading_zeros, "brev": reversed_bits}[words[0]]
+    to, value = kernel.operand(operands[0], to_kind), kernel.operand(operands[1], kind)
 
     def run(team):
-        bits = function(team.regs[kind][value], 8 * BYTES[kind])
-        team.write(team.regs[to_kind][to], bits.astype(DTYPES[to_kind]))
+        bits = function(team.registers[kind][value], 8 * BYTES[kind])
+        team.write(team.registers[to_kind][to], bits.astype(DTYPES[to_kind]))
 
     return run
 
@@ -391,83 +382,84 @@ COMPARISONS = {
 
 
 @instruction("setp")
-def _compare(emulator, words, operands):
-    kind = kind_of(words[-1])
-    function = COMPARISONS[words[1]]
-    to, *other = (emulator.at(name.strip(), "pred") for name in operands[0].split("|"))
-    left, right = (emulator.at(text, kind) for text in operands[1:3])
-    joined = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}.get(words[2])
-    with_negated = len(operands) == 4 and operands[3][0] == "!"
-    with_ = emulator.at(operands[3].lstrip("!"), "pred") if len(operands) == 4 else None
+def _compare(kernel, words, operands):
+    """p or p|q: the comparison and its negation, each joined with a third predicate if given."""
+    kind, compare = kind_of(words[-1]), COMPARISONS[words[1]]
+    join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}.get(words[2])
+    to = [kernel.operand(name.strip(), "pred") for name in operands[0].split("|")]
+    left, right = (kernel.operand(text, kind) for text in operands[1:3])
+    third = kernel.predicate(operands[3]) if len(operands) == 4 else None
 
     def run(team):
-        registers = team.regs["pred"]
-        holds = function(team.regs[kind][left], team.regs[kind][right])
-        results = [(to, holds), *((q, ~holds) for q in other)]
-        third = None if with_ is None else registers[with_] != with_negated
-        for q, value in results:
-            team.write(registers[q], value if third is None else joined(value, third))
+        holds = compare(team.registers[kind][left], team.registers[kind][right])
+        joined = None if third is None else team.holds(third)
+        for i, value in zip(to, (holds, ~holds), strict=False):
+            value = value if third is None else join(value, joined)
+            team.write(team.registers["pred"][i], value)
 
     return run
 
 
 @instruction("selp")
-def _select(emulator, words, operands):
+def _select(kernel, words, operands):
     kind = kind_of(words[-1])
-    to, yes, no = (emulator.at(text, kind) for text in operands[:3])
-    predicate = emulator.at(operands[3], "pred")
+    to, yes, no = (kernel.operand(text, kind) for text in operands[:3])
+    predicate = kernel.operand(operands[3], "pred")
 
     def run(team):
-        registers = team.regs[kind]
-        chosen = np.where(team.regs["pred"][predicate], registers[yes], registers[no])
+        registers = team.registers[kind]
+        chosen = np.where(team.registers["pred"][predicate], registers[yes], registers[no])
         team.write(registers[to], chosen)
 
     return run
 
 
+# ---- moves and conversions
+
+
 @instruction("mov")
-def _mov(emulator, words, operands):
+def _mov(kernel, words, operands):
     kind = kind_of(words[-1])
     to, source = operands
     if "{" in source:
-        parts = listed(source)
+        parts = components(source)
         part = f"u{8 * BYTES[kind] // len(parts)}"
-        at, out = [emulator.at(text, part) for text in parts], emulator.at(to, kind)
+        at, out = [kernel.operand(text, part) for text in parts], kernel.operand(to, kind)
 
         def join(team):
-            shape = [np.broadcast_to(team.regs[part][i], (team.size,)) for i in at]
+            shape = [np.broadcast_to(team.registers[part][i], (team.size,)) for i in at]
             joined = np.ascontiguousarray(np.stack(shape, axis=1)).view(DTYPES[kind])[:, 0]
-            team.write(team.regs[kind][out], joined)
+            team.write(team.registers[kind][out], joined)
 
         return join
     if "{" in to:
-        parts = listed(to)
+        parts = components(to)
         part = f"u{8 * BYTES[kind] // len(parts)}"
-        value = emulator.at(source, kind)
-        at = [None if text == "_" else emulator.at(text, part) for text in parts]
+        value = kernel.operand(source, kind)
+        at = [None if text == "_" else kernel.operand(text, part) for text in parts]
 
         def split(team):
-            whole = np.array(np.broadcast_to(team.regs[kind][value], (team.size,)))
+            whole = np.array(np.broadcast_to(team.registers[kind][value], (team.size,)))
             for i, half in zip(at, whole.view(DTYPES[part]).reshape(-1, len(at)).T, strict=True):
                 if i is not None:
-                    team.write(team.regs[part][i], half)
+                    team.write(team.registers[part][i], half)
 
         return split
-    out, value = emulator.at(to, kind), emulator.at(source, kind)
+    out, value = kernel.operand(to, kind), kernel.operand(source, kind)
 
     def run(team):
-        team.write(team.regs[kind][out], team.regs[kind][value])
+        team.write(team.registers[kind][out], team.registers[kind][value])
 
     return run
 
 
 @instruction("cvta")
-def _cvta(emulator, words, operands):
+def _cvta(kernel, words, operands):
     space, kind = words[-2], words[-1]
     begin = {"shared": SHARED, "local": LOCAL}.get(space, 0)
     begin = DTYPES[kind](begin)
     function = (lambda x: x - begin) if "to" in words else (lambda x: x + begin)
-    return elementwise(emulator, kind, operands[0], operands[1:], function)
+    return elementwise(kernel, kind, operands[0], operands[1:], function)
 
 
 def bfloat16(x):
@@ -489,284 +481,304 @@ def widened(bits, kind):
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-
-
 @instruction("cvt")
-def _convert(emulator, words, operands):
-    to_kind, from_kind = words[-2:]
-    if to_kind in ("f16x2", "bf16x2"):
-        return _pack(emulator, to_kind, words, operands)
-    has_bits = {"b16": "u16", "bf16": "u16"}
-    source = has_bits.get(from_kind, from_kind)
-    held = emulator.own_kind(operands[1], source)
-    read = held if BYTES[held] > BYTES[source] else source
-    value = emulator.at(operands[1], read)
-    target = has_bits.get(to_kind, to_kind)
-    own = emulator.own_kind(operands[0], target)
-    is_wider = BYTES[own] > BYTES[target]
-    as_kind = own if is_wider else target
-    to = emulator.at(operands[0], as_kind)
-    whole = next((WHOLE[word] for word in words if word in WHOLE), None)
+def _convert(kernel, words, operands):
+    to_type, from_type = words[-2:]
+    if to_type in ("f16x2", "bf16x2"):
+        return _pack(kernel, words, operands)
+    source, target = kind_of(from_type), kind_of(to_type)
+    read, value = kernel.at_least(operands[1], source)
+    written, to = kernel.at_least(operands[0], target)
+    to_integer = next((TO_INTEGER[word] for word in words if word in TO_INTEGER), None)
     rounding, is_saturated = rounding_of(words), "sat" in words
+    if to_type == "bf16" and (rounding != "rn" or is_saturated):
+        raise NotImplementedError("forms of cvt to bf16")
 
     def run(team):
-        x = team.regs[read][value]
+        x = team.registers[read][value]
         if read != source:
             x = x.astype(DTYPES["u" + source[1:]]).view(DTYPES[source])
-        if from_kind == "bf16":
+        if from_type == "bf16":
             x = widened(x, "bf16")
         if "ftz" in words and x.dtype == np.float32:
             x = flushed(x)
-        y = converted(x, to_kind, whole, rounding, is_saturated)
-        if is_wider:
-            y = y.astype(np.int64 if target[0] == "s" else np.uint64)
-            y = y.astype(DTYPES[as_kind])
-        team.write(team.regs[as_kind][to], y)
+        y = converted(x, to_type, to_integer, rounding, is_saturated)
+        if written != target:
+            y = y.astype(np.int64 if target[0] == "s" else np.uint64).astype(DTYPES[written])
+        team.write(team.registers[written][to], y)
 
     return run
 
 
-def converted(x, to_kind, whole, rounding, is_saturated):
-    """Numbers of one kind as another's."""
-    is_real = x.dtype.kind == "f"
-    if to_kind == "bf16":
+def converted(x, to_type, to_integer, rounding, is_saturated):
+    """Numbers of one kind as another's; beyond an integer's limits they are clipped, NaN is 0."""
+    if to_type == "bf16":
         return bfloat16(x)
-    if to_kind[0] == "f":
-        if whole is not None:
-            x = whole(x)
-        exact = rounding == "rn" or x.dtype == DTYPES[to_kind]
-        y = x.astype(DTYPES[to_kind]) if exact else rounded(
-            x.astype(np.float64), DTYPES[to_kind], rounding)  # fmt: skip
+    dtype, is_float = DTYPES[to_type], x.dtype.kind == "f"
+    if to_type[0] == "f":
+        if to_integer is not None:
+            x = to_integer(x)
+        is_direct = rounding == "rn" or x.dtype == dtype
+        y = x.astype(dtype) if is_direct else rounded(x.astype(np.float64), dtype, rounding)
         return saturated(y) if is_saturated else y
-    limits = np.iinfo(DTYPES[to_kind])
-    if is_real:
-        x = whole(x.astype(np.float64))
+    limits = np.iinfo(dtype)
+    if is_float:
+        x = to_integer(x.astype(np.float64))
+        is_beyond = x >= float(limits.max)  # as float64, which may be more than the limit
         clipped = np.clip(x, float(limits.min), float(limits.max))
-        inside = np.where(np.isnan(x) | (x >= float(limits.max)), 0, clipped)
-        y = inside.astype(DTYPES[to_kind])
-        return np.where(x >= float(limits.max), limits.max, y)
+        y = np.where(np.isnan(x) | is_beyond, 0, clipped).astype(dtype)
+        return np.where(is_beyond, limits.max, y)
     if is_saturated:
-        low, high = max(limits.min, np.iinfo(x.dtype).min), min(limits.max, np.iinfo(x.dtype).max)
-        x = np.clip(x, low, high)
-    return x.astype(DTYPES[to_kind])
+        own = np.iinfo(x.dtype)
+        x = np.clip(x, max(limits.min, own.min), min(limits.max, own.max))
+    return x.astype(dtype)
 
 
-def _pack(emulator, to_kind, words, operands):
+def _pack(kernel, words, operands):
     """Two float32 as 16 bits each; the first goes to the upper half."""
-    if words[-1] != "f32" or rounding_of(words) != "rn" or len(operands) != 3 or "relu" in words:
+    if words[-1] != "f32" or rounding_of(words) != "rn" or len(operands) != 3:
         raise NotImplementedError("forms of packing")
-    narrow = bfloat16 if to_kind == "bf16x2" else float16
-    to = emulator.at(operands[0], "u32")
-    high, low = (emulator.at(text, "f32") for text in operands[1:])
+    narrow = bfloat16 if words[-2] == "bf16x2" else float16
+    to = kernel.operand(operands[0], "u32")
+    high, low = (kernel.operand(text, "f32") for text in operands[1:])
 
     def run(team):
-        upper, lower = (narrow(team.regs["f32"][i]).astype(np.uint32) for i in (high, low))
-        team.write(team.regs["u32"][to], upper << np.uint32(16) | lower)
+        upper, lower = (narrow(team.registers["f32"][i]).astype(np.uint32) for i in (high, low))
+        team.write(team.registers["u32"][to], upper << np.uint32(16) | lower)
 
     return run
 
 
-def space_of(words):
-    return next(
-        (word.split("::")[0] for word in words
-         if word.split("::")[0] in ("global", "shared", "local", "param", "const")),
-        "generic",
-    )  # fmt: skip
+# ---- memory
 
 
-def in_spaces(team, space, address):
-    """(memory, address in it) for each active thread; generic addresses must be of one space."""
-    if space == "generic":
-        is_shared = (address >= SHARED) & (address < SHARED + (1 << 32))
-        is_local = (address >= LOCAL) & (address < LOCAL + (1 << 32))
-        for found, name, begin in ((is_shared, "shared", SHARED), (is_local, "local", LOCAL)):
-            if found.all():
-                return in_spaces(team, name, address - begin)
-            check(team, address, found, "is generic, and others of it in another space")
-        space = "global"
-    memory = {"shared": team.shared, "local": team.local}.get(space, team.memory)
-    return memory, address
+def resolve(team, space, address):
+    """(memory, addresses in it) of the active threads; generic addresses must be of one space."""
+    if space != "generic":
+        return team.memories[space], address
+    for name, begin in (("shared", SHARED), ("local", LOCAL)):
+        is_here = (address >= begin) & (address < begin + (1 << 32))
+        if is_here.all():
+            return team.memories[name], address - begin
+        team.check(address, is_here, f"is in {name} memory, those of other threads are not")
+    return team.memories["global"], address
 
 
 @instruction("ld", "ldu")
-def _load(emulator, words, operands):
+def _load(kernel, words, operands):
     kind, space = kind_of(words[-1]), space_of(words)
-    names = listed(operands[0])
-    own = [emulator.own_kind(name, kind) for name in names]
-    as_kinds = [k if BYTES[k] > BYTES[kind] else kind for k in own]
-    at = [emulator.at(name, k) for name, k in zip(names, as_kinds, strict=True)]
+    to = [kernel.at_least(name, kind) for name in components(operands[0])]
     if space == "param":
         (name,) = re.fullmatch(r"\[\s*([\w$]+)\s*\]", operands[1]).groups()
+        ((written, register),) = to
 
         def load_parameter(team):
             value = team.given[name]
             if value.dtype.itemsize == BYTES[kind]:
                 value = value.view(DTYPES[kind])
-            team.write(team.regs[as_kinds[0]][at[0]], value)
+            team.write(team.registers[written][register], value)
 
         return load_parameter
-    item = BYTES[kind]
-    size = item * len(names)
-    address = emulator.address(operands[1])
+    size = BYTES[kind] * len(to)
+    address = kernel.address(operands[1])
 
     def load(team):
-        memory, where = in_spaces(team, space, address(team))
-        where = memory.locate(team, where, size)
-        memory.reads(team, where, size)
-        items, first = memory.data.view(DTYPES[kind]), where // item
-        for i, (as_kind, to) in enumerate(zip(as_kinds, at, strict=True)):
-            team.assign(team.regs[as_kind][to], items[first + i])
+        memory, at = resolve(team, space, address(team))
+        at = memory.locate(team, at, size)
+        memory.note_read(team, at, size)
+        items, first = memory.data.view(DTYPES[kind]), at // BYTES[kind]
+        for i, (written, register) in enumerate(to):
+            team.write_active(team.registers[written][register], items[first + i])
 
     return load
 
 
 @instruction("st")
-def _store(emulator, words, operands):
+def _store(kernel, words, operands):
     kind, space = kind_of(words[-1]), space_of(words)
-    names = listed(operands[1])
-    own = [emulator.own_kind(name, kind) for name in names]
-    as_kinds = [k if BYTES[k] > BYTES[kind] else kind for k in own]
-    at = [emulator.at(name, k) for name, k in zip(names, as_kinds, strict=True)]
-    item = BYTES[kind]
-    size = item * len(names)
-    address = emulator.address(operands[0])
+    sources = [kernel.at_least(name, kind) for name in components(operands[1])]
+    size = BYTES[kind] * len(sources)
+    address = kernel.address(operands[0])
 
     def store(team):
-        memory, where = in_spaces(team, space, address(team))
-        where = memory.locate(team, where, size)
-        memory.writes(team, where, size)
-        items, first = memory.data.view(DTYPES[kind]), where // item
-        for i, (as_kind, of) in enumerate(zip(as_kinds, at, strict=True)):
-            values = team.active(team.regs[as_kind][of])
-            items[first + i] = values.astype(DTYPES[kind]) if as_kind != kind else values
+        memory, at = resolve(team, space, address(team))
+        at = memory.locate(team, at, size)
+        memory.note_write(team, at, size)
+        items, first = memory.data.view(DTYPES[kind]), at // BYTES[kind]
+        for i, (read, register) in enumerate(sources):
+            values = team.active(team.registers[read][register])
+            items[first + i] = values.astype(DTYPES[kind], copy=False)
 
     return store
 
 
+# Atomics of different warps are in no order, so shared memory is not told of them.
+ATOMIC = {
+    "add": np.add, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or,
+    "exch": lambda old, new: new, "cas": lambda old, wanted, new: new if old == wanted else old,
+}  # fmt: skip
+
+
 @instruction("atom", "red")
-def _atomic(emulator, words, operands):
+def _atomic(kernel, words, operands):
     kind, space = kind_of(words[-1]), space_of(words)
-    name = next(word for word in words if word in ("add", "min", "max", "and", "or", "exch", "cas"))
-    operands = operands if words[0] == "atom" else [None, *operands]
-    to = None if operands[0] in (None, "_") else emulator.at(operands[0], kind)
-    address = emulator.address(operands[1])
-    values = [emulator.at(text, kind) for text in operands[2:]]
-    functions = {
-        "add": np.add, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or,
-        "exch": lambda old, new: new, "cas": lambda old, wanted, new: new if old == wanted else old,
-    }  # fmt: skip
+    (update,) = (ATOMIC[word] for word in words if word in ATOMIC)
+    operands = operands if words[0] == "atom" else ["_", *operands]
+    to = None if operands[0] == "_" else kernel.operand(operands[0], kind)
+    address = kernel.address(operands[1])
+    values = [kernel.operand(text, kind) for text in operands[2:]]
 
     def run(team):
-        memory, where = in_spaces(team, space, address(team))
-        where = memory.locate(team, where, BYTES[kind])
+        memory, at = resolve(team, space, address(team))
+        at = memory.locate(team, at, BYTES[kind])
         items = memory.data.view(DTYPES[kind])
-        given = [team.active(team.regs[kind][i]) for i in values]
-        before = np.empty(len(where), DTYPES[kind])
-        for lane, i in enumerate(where // BYTES[kind]):
+        given = [team.active(team.registers[kind][i]) for i in values]
+        before = np.empty(len(at), DTYPES[kind])
+        for lane, i in enumerate(at // BYTES[kind]):
             before[lane] = items[i]
-            items[i] = functions[name](items[i], *(x[lane] for x in given))
+            items[i] = update(items[i], *(x[lane] for x in given))
         if to is not None:
-            team.assign(team.regs[kind][to], before)
+            team.write_active(team.registers[kind][to], before)
 
     return run
 
 
+class Copy(NamedTuple):
+    """A ``cp.async`` in flight; its arrays have one entry per thread that executed it.
+
+    Attributes
+    ----------
+    lanes : array
+        The threads, as indices into their team.
+    group : array
+        The number of groups that each had committed before.
+    to, source : array
+        Where the bytes begin in the data of shared and of global memory.
+    count : array
+        Bytes that are copied; the rest of ``size`` is filled with zeros.
+    size : int
+    """
+
+    lanes: np.ndarray
+    group: np.ndarray
+    to: np.ndarray
+    source: np.ndarray
+    count: np.ndarray
+    size: int
+
+    def of(self, chosen):
+        """The copies of some of the threads."""
+        return Copy(*(column[chosen] for column in self[:-1]), self.size)
+
+
 @instruction("cp")
-def _copy(emulator, words, operands):
+def _copy(kernel, words, operands):
     if words[1] != "async" or "bulk" in words:
         raise NotImplementedError("forms of cp")
     if words[2] == "commit_group":
         return commit
     if words[2] in ("wait_group", "wait_all"):
-        left = int(operands[0]) if words[2] == "wait_group" else None
-        return lambda team: arrive(team, left)
+        pending = int(operands[0]) if words[2] == "wait_group" else None
+        return lambda team: arrive(team, pending)
     if len(operands) > 4 or "cache_hint" in words:
         raise NotImplementedError("operands of cp.async")
-    to, source = emulator.address(operands[0]), emulator.address(operands[1])
+    to, source = kernel.address(operands[0]), kernel.address(operands[1])
     size = int(operands[2])
-    given = emulator.at(operands[3], "u32") if len(operands) == 4 else None
+    given = kernel.operand(operands[3], "u32") if len(operands) == 4 else None
 
     def run(team):
-        where = team.shared.locate(team, to(team), size)
-        address = source(team)
-        count = np.full(len(where), size)
+        shared = team.memories["shared"]
+        at = shared.locate(team, to(team), size)
+        address, lanes = source(team), team.lanes
+        count = np.full(len(at), size)
         if given is not None:
-            count = team.active(team.regs["u32"][given]).astype(np.int64)
-        check(team, count, count > size, "bytes are more than are copied")
-        lanes = np.arange(team.size) if team.mask is None else team.lanes
-        before, some = team.mask, np.zeros(team.size, bool)
-        some[lanes[count > 0]] = True
-        found = np.zeros(len(where), np.int64)
-        team.take(some)
-        found[count > 0] = team.memory.locate(team, address[count > 0], size)
-        team.take(before)
-        team.shared.writes(team, where, size, by=IN_FLIGHT)
-        team.copies.append((lanes, team.groups[lanes].copy(), where, found, count, size))
+            count = team.active(team.registers["u32"][given]).astype(np.int64)
+        if (count > size).any():
+            team.fail(count > size, "copies more bytes than are copied at most")
+        is_read, reads = count > 0, np.zeros(team.size, bool)
+        reads[lanes[is_read]] = True
+        before, found = team.narrow(reads), np.zeros(len(at), np.int64)
+        found[is_read] = team.memories["global"].locate(team, address[is_read], size)
+        team.activate(before)
+        shared.note_write(team, at, size, by=IN_FLIGHT)
+        team.copies.append(Copy(lanes, team.groups[lanes].copy(), at, found, count, size))
 
     return run
 
 
 def commit(team):
-    """What was copied so far is one more group."""
-    team.groups[team.active(np.arange(team.size))] += 1
+    """Make one more group of what was copied so far."""
+    team.groups[team.lanes] += 1
 
 
-def arrive(team, left):
-    """Let all copies of the active threads arrive but those of their last ``left`` groups."""
-    is_active = np.ones(team.size, bool) if team.mask is None else team.mask
-    team.take(None)
-    tags, kept = team.tag(team.syncs), []
-    for lanes, group, where, source, count, size in team.copies:
-        is_due = is_active[lanes]
-        if left is not None:
-            is_due = is_due & (group < team.groups[lanes] - left)
+def arrive(team, pending):
+    """Let the active threads' copies arrive, except for those of their last ``pending`` groups.
+
+    ``pending`` is None for all copies, whether committed or not.
+    """
+    is_active, before = team.is_active, team.mask
+    shared, data = team.memories["shared"], team.memories["global"].data
+    team.activate(None)
+    tags, kept = shared.tags(team, team.warp_syncs), []
+    for copy in team.copies:
+        is_due = is_active[copy.lanes]
+        if pending is not None:
+            is_due = is_due & (copy.group < team.groups[copy.lanes] - pending)
         if is_due.any():
-            to, byte = where[is_due], np.arange(size)
-            copied = team.memory.data[source[is_due][:, None] + byte]
-            copied[byte >= count[is_due][:, None]] = 0
-            team.shared.data[to[:, None] + byte] = copied
-            team.shared.arrives(to, size, tags[lanes[is_due]])
-        rest = ~is_due
-        if rest.any():
-            kept.append((lanes[rest], group[rest], where[rest], source[rest], count[rest], size))
+            due, byte = copy.of(is_due), np.arange(copy.size)
+            copied = data[due.source[:, None] + byte]
+            copied[byte >= due.count[:, None]] = 0
+            shared.data[due.to[:, None] + byte] = copied
+            shared.note_arrival(due.to, copy.size, tags[due.lanes])
+        if not is_due.all():
+            kept.append(copy.of(~is_due))
     team.copies = kept
-    team.take(None if is_active.all() else is_active)
+    team.activate(before)
+
+
+# ---- whole warps
+
+
+def warps_of(team, mask):
+    """Which warps execute an instruction whose membermask must be all lanes."""
+    members = team.active(team.registers["u32"][mask])
+    if (members != 0xFFFFFFFF).any():
+        team.fail(members != 0xFFFFFFFF, "is for some lanes of a warp only, which is not emulated")
+    return team.collective()
+
+
+def ballot(holds):
+    """(warps,) uint32, bit i set where lane i of (warps, 32) ``holds``."""
+    bits = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
+    return np.where(holds, bits, np.uint32(0)).sum(axis=1, dtype=np.uint32)
 
 
 @instruction("bar", "barrier")
-def _sync_warp(emulator, words, operands):
-    mask = emulator.at(operands[0], "u32")
+def _sync_warp(kernel, words, operands):
+    """bar.warp.sync; barriers of the block direct the flow and never come here."""
+    mask = kernel.operand(operands[0], "u32")
 
     def run(team):
-        whole(team, mask)
-        team.syncs[team.active(np.arange(team.size))] += 1
+        warps_of(team, mask)
+        team.warp_syncs[team.lanes] += 1
 
     return run
 
 
-def whole(team, mask):
-    """Which warps take part in an instruction whose membermask must be all lanes."""
-    members = team.active(team.regs["u32"][mask])
-    if (members != 0xFFFFFFFF).any():
-        team.fail(members != 0xFFFFFFFF, "is for some lanes of a warp only, which is not emulated")
-    return team.meet()
-
-
 @instruction("shfl")
-def _shuffle(emulator, words, operands):
+def _shuffle(kernel, words, operands):
     mode = words[2]
     to, *valid = (name.strip() for name in operands[0].split("|"))
-    to = emulator.at(to, "u32")
-    valid = emulator.at(valid[0], "pred") if valid else None
-    value, by, clamp, mask = (emulator.at(text, "u32") for text in operands[1:])
+    to = kernel.operand(to, "u32")
+    valid = kernel.operand(valid[0], "pred") if valid else None
+    value, by, clamp, mask = (kernel.operand(text, "u32") for text in operands[1:])
 
     def run(team):
-        chosen = whole(team, mask)
-        registers = team.regs["u32"]
-        values = team.of_warps(chosen, registers[value])
-        b = team.of_warps(chosen, registers[by]).astype(np.int64) & 31
-        c = team.of_warps(chosen, registers[clamp]).astype(np.int64)
+        warps = warps_of(team, mask)
+        registers = team.registers["u32"]
+        values = team.by_warp(registers[value], warps)
+        b = team.by_warp(registers[by], warps).astype(np.int64) & 31
+        c = team.by_warp(registers[clamp], warps).astype(np.int64)
         lane = np.arange(WARP)
         segment = c >> 8 & 31
         most = (lane & segment) | (c & 31 & ~segment)
@@ -778,112 +790,100 @@ def _shuffle(emulator, words, operands):
             source = {"down": lane + b, "bfly": lane ^ b, "idx": least | b & ~segment}[mode]
             is_valid = source <= most
         source = np.where(is_valid, source, lane)
-        moved = np.take_along_axis(values, source, axis=1)
-        registers[to].reshape(-1, WARP)[chosen] = moved
+        team.write_by_warp(registers[to], warps, np.take_along_axis(values, source, axis=1))
         if valid is not None:
-            team.regs["pred"][valid].reshape(-1, WARP)[chosen] = is_valid
+            team.write_by_warp(team.registers["pred"][valid], warps, is_valid)
 
     return run
 
 
 @instruction("vote")
-def _vote(emulator, words, operands):
+def _vote(kernel, words, operands):
     mode, kind = words[2], kind_of(words[-1])
-    to, mask = emulator.at(operands[0], kind), emulator.at(operands[2], "u32")
-    value, is_negated = emulator.at(operands[1].lstrip("!"), "pred"), operands[1][0] == "!"
+    to, mask = kernel.operand(operands[0], kind), kernel.operand(operands[2], "u32")
+    predicate = kernel.predicate(operands[1])
 
     def run(team):
-        chosen = whole(team, mask)
-        holds = team.of_warps(chosen, team.regs["pred"][value]) != is_negated
+        warps = warps_of(team, mask)
+        holds = team.by_warp(team.holds(predicate), warps)
         if mode == "ballot":
-            bits = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
-            result = np.where(holds, bits, np.uint32(0)).sum(axis=1, dtype=np.uint32)
+            result = ballot(holds)
+        elif mode == "any":
+            result = holds.any(axis=1)
         else:
-            same = holds == holds[:, :1]
-            result = {"all": holds, "any": holds, "uni": same}[mode]
-            result = result.any(axis=1) if mode == "any" else result.all(axis=1)
-        team.regs[kind][to].reshape(-1, WARP)[chosen] = result[:, None]
+            result = {"all": holds, "uni": holds == holds[:, :1]}[mode].all(axis=1)
+        team.write_by_warp(team.registers[kind][to], warps, result[:, None])
 
     return run
 
 
 @instruction("activemask")
-def _activemask(emulator, words, operands):
-    to = emulator.at(operands[0], "u32")
+def _activemask(kernel, words, operands):
+    to = kernel.operand(operands[0], "u32")
 
     def run(team):
-        is_active = np.ones(team.size, bool) if team.mask is None else team.mask
-        bits = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
-        by_warp = np.where(is_active.reshape(-1, WARP), bits, np.uint32(0)).sum(1, np.uint32)
-        team.write(team.regs["u32"][to], np.repeat(by_warp, WARP))
+        lanes = ballot(team.by_warp(team.is_active, slice(None)))
+        team.write(team.registers["u32"][to], np.repeat(lanes, WARP))
 
     return run
 
 
 @instruction("ldmatrix")
-def _load_matrices(emulator, words, operands):
-    """Up to four matrices of 8 rows, 16 bytes each; lanes 8i to 8i + 7 say where those of i are.
+def _load_matrices(kernel, words, operands):
+    """One to four matrices of 8 rows, 16 bytes each; lanes 8i to 8i + 7 have the addresses of i.
 
     A lane gets the pair 2 (lane % 4) of row lane // 4, or of column lane // 4 if transposed.
     """
     if "m8n8" not in words or words[-1] != "b16":
         raise NotImplementedError("forms of ldmatrix")
-    at = [emulator.at(name, "u32") for name in listed(operands[0])]
-    address = emulator.address(operands[1])
-    is_transposed = "trans" in words
+    to = [kernel.operand(name, "u32") for name in components(operands[0])]
+    address = kernel.address(operands[1])
     lane = np.arange(WARP)
+    row, pair = lane // 4, 2 * (lane % 4)
 
     def run(team):
-        chosen = team.meet()
-        before = team.mask
-        givers = np.tile(lane < 8 * len(at), team.size // WARP)
-        team.take(givers if before is None else givers & before)
-        rows = team.shared.locate(team, address(team), 16)
-        team.shared.reads(team, rows, 16)
-        team.take(before)
-        rows = rows.reshape(-1, len(at), 8)
-        halves = team.shared.data.view(np.uint16)
-        for i, to in enumerate(at):
-            if is_transposed:
-                first = rows[:, i, 2 * (lane % 4)] // 2 + lane // 4
-                second = rows[:, i, 2 * (lane % 4) + 1] // 2 + lane // 4
+        warps, shared = team.collective(), team.memories["shared"]
+        before = team.narrow(np.tile(lane < 8 * len(to), team.size // WARP))
+        rows = shared.locate(team, address(team), 16)
+        shared.note_read(team, rows, 16)
+        team.activate(before)
+        rows = rows.reshape(-1, len(to), 8) // 2
+        halves = shared.data.view(np.uint16)
+        for i, register in enumerate(to):
+            if "trans" in words:
+                low, high = (halves[rows[:, i, pair + j] + row] for j in range(2))
             else:
-                first = rows[:, i, lane // 4] // 2 + 2 * (lane % 4)
-                second = first + 1
-            pair = halves[first].astype(np.uint32) | halves[second].astype(np.uint32) << np.uint32(
-                16
-            )
-            team.regs["u32"][to].reshape(-1, WARP)[chosen] = pair
+                low, high = (halves[rows[:, i, row] + pair + j] for j in range(2))
+            both = low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
+            team.write_by_warp(team.registers["u32"][register], warps, both)
 
     return run
 
 
 @instruction("mma")
-def _matrix_product(emulator, words, operands):
+def _matrix_product(kernel, words, operands):
     """D = A B + C, m16n8k16: PTX ISA 9.7.14.5.8 has the fragments.
 
     A's four registers are its 8 × 8 quarters (rows 0 and 8 of columns 0, then of columns 8), B's
-    two its upper and lower half, a column a group of four lanes. C and D hold rows 0 and 8.
+    two its upper and lower half, one column per group of four lanes. C and D hold rows 0 and 8.
     """
     kind = words[-3]
-    if words[3:] != ["m16n8k16", "row", "col", "f32", kind, kind, "f32"] or kind not in (
-        "f16",
-        "bf16",
-    ):
+    is_known = kind in ("f16", "bf16")
+    if not is_known or words[3:] != ["m16n8k16", "row", "col", "f32", kind, kind, "f32"]:
         raise NotImplementedError("forms of mma")
     kinds = ("f32", "u32", "u32", "f32")
     D, A, B, C = (
-        [emulator.at(name, k) for name in listed(text)]
+        [kernel.operand(name, k) for name in components(text)]
         for k, text in zip(kinds, operands, strict=True)
     )
 
     def run(team):
-        chosen = team.meet()
-        bits, real = team.regs["u32"], team.regs["f32"]
+        warps = team.collective()
+        bits, real = team.registers["u32"], team.registers["f32"]
 
         def eight(register):
-            """The 8 × 8 matrix whose row g is in lanes 4g to 4g + 3, two numbers each."""
-            pairs = np.ascontiguousarray(team.of_warps(chosen, bits[register])).view(np.uint16)
+            """The 8 × 8 matrix whose row g is in lanes 4g to 4g + 3, two numbers per lane."""
+            pairs = np.ascontiguousarray(team.by_warp(bits[register], warps)).view(np.uint16)
             return widened(pairs, kind).reshape(-1, 8, 8)
 
         a = np.block([[eight(A[0]), eight(A[2])], [eight(A[1]), eight(A[3])]])
@@ -892,17 +892,21 @@ def _matrix_product(emulator, words, operands):
         for half in range(2):
             rows = product[:, 8 * half : 8 * half + 8].reshape(-1, WARP, 2)
             for i in range(2):
-                to, plus = D[2 * half + i], team.of_warps(chosen, real[C[2 * half + i]])
-                real[to].reshape(-1, WARP)[chosen] = rows[:, :, i] + plus
+                to, plus = D[2 * half + i], team.by_warp(real[C[2 * half + i]], warps)
+                team.write_by_warp(real[to], warps, rows[:, :, i] + plus)
 
     return run
 
 
+# ---- the rest
+
+
 @instruction("membar", "fence", "prefetch", "nanosleep")
-def _nothing(emulator, words, operands):
+def _nothing(kernel, words, operands):
+    """Every access is visible at once, and time does not count."""
     return lambda team: None
 
 
 @instruction("trap")
-def _trap(emulator, words, operands):
+def _trap(kernel, words, operands):
     return lambda team: team.fail(np.ones(team.size, bool), "stops the kernel")

@@ -1,22 +1,38 @@
-"""Global, local and shared memory."""
+"""Global, local and shared memory, and the accesses that each of them refuses.
+
+A memory finds its bytes with ``locate`` and hears of each access with ``note_read`` and
+``note_write``. Each of these raises ``PTXError`` through the team that accesses it.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+from emulator.parse import round_up
+from emulator.team import WARP
+
 ARENA, SHARED, LOCAL = 0x7000_0000_0000, 1 << 40, 1 << 41  # where generic addresses begin
-WARP = 32
 GAP = 256  # bytes between two arrays of an arena, more than any access
-UNKNOWN, IN_FLIGHT = -1, -2  # who wrote a piece of shared memory: nobody, an unfinished cp.async
-SYNCS = 1 << 24  # more bar.warp.sync than a kernel executes
+UNWRITTEN, IN_FLIGHT = -1, -2  # instead of a writer's tag; a cp.async is in flight until waited for
+COLLECTIVES = 1 << 24  # more instructions of whole warps than one warp executes in a kernel
 
 
-class Arena:
-    """Global memory, a ``arguments.Memory``: arrays with gaps that may not be touched."""
+class Memory:
+    """Memory in which every access within its bounds is allowed."""
+
+    def note_read(self, team, at, size):
+        """Record that the active threads read ``size`` bytes at ``at``."""
+
+    def note_write(self, team, at, size, by=None):
+        """Record that they write them."""
+
+
+class Arena(Memory):
+    """Global memory: arrays at multiples of 256 bytes with gaps between them, which are guarded."""
 
     def __init__(self):
         self.data = np.zeros(1 << 20, np.uint8)
-        self.is_mine = np.zeros(1 << 20, bool)
+        self.is_reserved = np.zeros(1 << 20, bool)
         self.end = GAP
 
     def put(self, array):
@@ -28,7 +44,7 @@ class Arena:
         return address
 
     def scratch(self, shape):
-        """Reserve float32 memory that nobody wrote, NaN, and return its address."""
+        """Reserve float32 memory, NaN until a kernel writes it, and return its address."""
         return self.put(np.full(shape, np.nan, np.float32))
 
     def get(self, address, shape, dtype):
@@ -39,139 +55,137 @@ class Arena:
     def reserve(self, size):
         """Return the address of ``size`` bytes, a multiple of 256."""
         start = self.end
-        self.end = (start + size + 2 * GAP - 1) // GAP * GAP
+        self.end = round_up(start + size + GAP, GAP)
         while self.end > self.data.size:
             self.data = np.concatenate([self.data, np.zeros_like(self.data)])
-            self.is_mine = np.concatenate([self.is_mine, np.zeros_like(self.is_mine)])
-        self.is_mine[start : start + size] = True
+            self.is_reserved = np.concatenate([self.is_reserved, np.zeros_like(self.is_reserved)])
+        self.is_reserved[start : start + size] = True
         return ARENA + start
 
     def locate(self, team, address, size):
-        """Where in ``data`` the bytes at ``address`` are, one address a lane."""
+        """Return where in ``data`` each active thread's ``size`` bytes at ``address`` begin."""
         at = address - ARENA
-        check(team, address, (at < 0) | (at > self.end - size), "is in no array")
-        outside = ~(self.is_mine[at] & self.is_mine[at + size - 1])
-        check(team, address, outside, "is in no array")
-        check(team, address, at & (size - 1) != 0, f"is no multiple of {size}")
+        team.check(address, (at < 0) | (at > self.end - size), "is in no array")
+        is_inside = self.is_reserved[at] & self.is_reserved[at + size - 1]
+        team.check(address, ~is_inside, "is in no array")
+        team.check_alignment(address, size)
         return at
 
-    def reads(self, team, at, size):
-        """Whoever reads global memory is right."""
 
-    def writes(self, team, at, size, by=None):
-        """And whoever writes it."""
-
-
-class Local:
-    """Memory of each thread by itself."""
+class Local(Memory):
+    """Memory of each thread by itself; all bits are set until it is written."""
 
     def __init__(self, threads, size):
         self.size = size
         self.data = np.full(threads * size, 0xFF, np.uint8)
 
     def locate(self, team, address, size):
-        check(team, address, (address < 0) | (address > self.size - size), "is outside of .local")
-        check(team, address, address & (size - 1) != 0, f"is no multiple of {size}")
-        return address + team.active(np.arange(team.size)) * self.size
-
-    def reads(self, team, at, size):
-        pass
-
-    def writes(self, team, at, size, by=None):
-        pass
+        is_outside = (address < 0) | (address > self.size - size)
+        team.check(address, is_outside, "is outside of .local")
+        team.check_alignment(address, size)
+        return address + team.lanes * self.size
 
 
-class Shared:
-    """Shared memory of some blocks, and who last wrote and read each piece of it.
+class Shared(Memory):
+    """Shared memory of some blocks, and which thread last wrote and read each granule of it.
 
-    ``writer`` and ``reader`` hold tags of threads: barriers passed by the block, then warp, then
-    warp-wide instructions passed by the warp, then lane. For who wrote these are bar.warp.sync,
-    which alone makes a write visible to the warp; a read is over when its lane takes part in any of
-    them, in a shuffle say. A piece is as small as the kernel's smallest access. With
-    ``finds_races`` False it is only known what was written at all.
+    A granule is as many bytes as the kernel's smallest access. Its last writer and its last reader
+    are kept as tags, integers that order by
+
+    - the barriers that the block has passed (``epoch``),
+    - the warp; one more than there are means that lanes of several warps read the granule,
+    - collectives that the warp has executed,
+    - the lane.
+
+    Between two barriers no two warps are ordered. Two lanes of a warp are ordered by collectives:
+    a write becomes visible to other lanes with a ``bar.warp.sync``, a read is over with any
+    collective, such as a shuffle. Of several lanes of one warp that read a granule only the last
+    is kept.
+
+    With ``finds_races`` False only missing writes and copies in flight are noticed.
     """
 
-    def __init__(self, blocks, size, piece, warps, finds_races):
+    def __init__(self, blocks, size, granule, warps, finds_races):
         self.size = size
-        self.stride = (size + 15) // 16 * 16
-        self.piece = piece
-        self.warps = warps
+        self.stride = round_up(size, 16)
+        self.granule = granule
         self.finds_races = finds_races
         self.data = np.zeros(blocks * self.stride, np.uint8)
-        self.writer = np.full(self.data.size // piece, UNKNOWN, np.int64)
-        self.reader = np.full(self.data.size // piece, UNKNOWN, np.int64)
-        self.epoch = 0
+        self.writer = np.full(self.data.size // granule, UNWRITTEN, np.int64)
+        self.reader = np.full(self.data.size // granule, UNWRITTEN, np.int64)
+        self.tags_of_warp = COLLECTIVES * WARP
+        self.first_tag = 0  # of this epoch
+        self.several_warps = warps * self.tags_of_warp  # in each epoch
+
+    def pass_barrier(self):
+        self.first_tag += self.several_warps + self.tags_of_warp
+
+    def tags(self, team, collectives):
+        """The active threads' tags, given how many collectives each thread has executed."""
+        tags = self.first_tag + team.warp * self.tags_of_warp + collectives * WARP + team.lane
+        return team.active(tags)
 
     def locate(self, team, address, size):
-        check(
-            team, address, (address < 0) | (address > self.size - size),
-            f"is outside of the {self.size} bytes of shared memory",
-        )  # fmt: skip
-        check(team, address, address & (size - 1) != 0, f"is no multiple of {size}")
+        is_outside = (address < 0) | (address > self.size - size)
+        team.check(address, is_outside, f"is outside of the {self.size} bytes of shared memory")
+        team.check_alignment(address, size)
         return address + team.active(team.block) * self.stride
 
-    def reads(self, team, at, size):
-        """Note that the bytes are read, or say why they may not be."""
-        pieces = self._pieces(at, size)
-        writer = self.writer[pieces]
-        self._check(team, writer == UNKNOWN, "reads shared memory that nobody wrote")
-        self._check(team, writer == IN_FLIGHT, "reads what cp.async has not been waited for")
+    def note_read(self, team, at, size):
+        granules = self._granules(at, size)
+        writer = self.writer[granules]
+        refuse(team, writer == UNWRITTEN, "reads shared memory that nobody wrote")
+        refuse(team, writer == IN_FLIGHT, "reads what cp.async has not been waited for")
         if self.finds_races:
-            tag = team.tag(team.syncs)[:, None]
-            self._check(team, self._clashes(writer, tag), "reads what another wrote unsynchronised")
-            tag = team.tag(team.meetings)[:, None]
-            before = self.reader[pieces]
-            others = (before >= self._first(tag)) & (before // (SYNCS * WARP) != self._warp(tag))
-            self.reader[pieces] = np.where(others, self._first(tag) + self._several, tag)
+            tags = self.tags(team, team.warp_syncs)[:, None]
+            is_race = self._is_unordered(writer, tags)
+            refuse(team, is_race, "reads what another thread wrote, unsynchronised")
+            tags = self.tags(team, team.collectives)[:, None]
+            before = self.reader[granules]
+            is_of_several = (before >= self.first_tag) & ~self._is_same_warp(before, tags)
+            self.reader[granules] = np.where(
+                is_of_several, self.first_tag + self.several_warps, tags
+            )
 
-    def writes(self, team, at, size, by=None):
-        """Note that the bytes are written, or say why they may not be."""
-        pieces = self._pieces(at, size)
+    def note_write(self, team, at, size, by=None):
+        """Record that the active threads write; ``by`` IN_FLIGHT if it is a ``cp.async``."""
+        granules = self._granules(at, size)
         if not self.finds_races:
-            self.writer[pieces] = 0 if by is None else by
+            self.writer[granules] = 0 if by is None else by
             return
-        tag = team.tag(team.meetings)[:, None]
-        clashes = self._clashes(self.reader[pieces], tag)
-        self._check(team, clashes, "overwrites what another read unsynchronised")
-        tag = team.tag(team.syncs)[:, None]
-        clashes = self._clashes(self.writer[pieces], tag)
-        self._check(team, clashes, "overwrites what another wrote unsynchronised")
-        written = np.broadcast_to(tag if by is None else by, pieces.shape)
-        self.writer[pieces] = written
+        is_race = self._is_unordered(
+            self.reader[granules], self.tags(team, team.collectives)[:, None]
+        )
+        refuse(team, is_race, "overwrites what another thread read, unsynchronised")
+        tags = self.tags(team, team.warp_syncs)[:, None]
+        is_race = self._is_unordered(self.writer[granules], tags)
+        refuse(team, is_race, "overwrites what another thread wrote, unsynchronised")
+        written = np.broadcast_to(tags if by is None else by, granules.shape)
+        self.writer[granules] = written
         if by is None:
-            twice = self.writer[pieces] != written
-            self._check(team, twice, "writes where another lane writes with it")
+            is_lost = self.writer[granules] != written
+            refuse(team, is_lost, "writes where another lane writes in the same instruction")
 
-    def arrives(self, at, size, tag):
-        """Note that what a cp.async of the threads ``tag`` copied is there."""
-        self.writer[self._pieces(at, size)] = tag[:, None] if self.finds_races else 0
+    def note_arrival(self, at, size, tags):
+        """Record that a ``cp.async`` of the threads with these tags has arrived."""
+        self.writer[self._granules(at, size)] = tags[:, None] if self.finds_races else 0
 
-    @property
-    def _several(self):
-        return self.warps * SYNCS * WARP
+    def _granules(self, at, size):
+        """(threads, granules of one access)."""
+        first = at // self.granule
+        return first[:, None] + np.arange(max(size // self.granule, 1))
 
-    def _first(self, tag):
-        """The smallest tag since the last barrier."""
-        return tag // (self._several + SYNCS * WARP) * (self._several + SYNCS * WARP)
+    def _is_unordered(self, other, tags):
+        """Whether nothing orders the accesses of ``other`` and ``tags``."""
+        is_recent = other >= self.first_tag
+        is_earlier = self._is_same_warp(other, tags) & (other // WARP < tags // WARP)
+        return is_recent & (other != tags) & ~is_earlier
 
-    def _warp(self, tag):
-        return tag // (SYNCS * WARP)
-
-    def _clashes(self, other, tag):
-        is_recent = other >= self._first(tag)
-        is_earlier_here = (self._warp(other) == self._warp(tag)) & (other // WARP < tag // WARP)
-        return is_recent & (other != tag) & ~is_earlier_here
-
-    def _pieces(self, at, size):
-        first = at // self.piece
-        return first[:, None] + np.arange(max(size // self.piece, 1))
-
-    def _check(self, team, wrong, what):
-        if wrong.any():
-            team.fail(wrong.any(axis=1), what)
+    def _is_same_warp(self, other, tags):
+        return other // self.tags_of_warp == tags // self.tags_of_warp
 
 
-def check(team, address, wrong, what):
-    """Raise a PTXError if anything is wrong with one lane's address."""
-    if wrong.any():
-        team.fail(wrong, f"address {int(address[np.argmax(wrong)]):#x} {what}")
+def refuse(team, is_wrong, what):
+    """Raise PTXError if an active thread, an entry along axis 0, ``is_wrong`` somewhere."""
+    if is_wrong.any():
+        team.fail(is_wrong.any(axis=1), what)

@@ -1,113 +1,294 @@
-"""Threads that run together, with their registers."""
+"""A team of threads: their registers, which of them execute what next, and where they reconverge.
+
+The threads of a team that are at the same instruction execute it together. Where they diverge,
+those that are furthest behind in the text go first, up to the next that wait further on: compilers
+lay code out so that this brings them together again. Instructions of whole warps ("collectives":
+shuffles, votes, matrix products, barriers) hold lanes back until the other lanes of their warp
+arrive; if these went elsewhere, that is an error.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from emulator.memory import SYNCS, WARP
-from emulator.parse import DTYPES, constant
+from emulator.parse import DTYPES, SPECIAL, constant
 
-SPECIAL = (
-    *[f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"],
-    "%laneid", "%warpid", "%dynamic_smem_size",
-)  # fmt: skip
+WARP = 32
 
 
 class PTXError(Exception):
-    """What a kernel did and may not do."""
+    """A kernel did what PTX does not allow, or leaves undefined."""
 
 
 class Team:
-    """Threads that run together, with their registers.
+    """Threads that run together.
 
-    All arrays have one entry a thread; warps lie one behind the other. ``mask`` are those that the
-    present instruction is for, None if it is for all.
+    Arrays have one entry per thread, warp after warp.
+
+    Attributes
+    ----------
+    registers : dict of str to list of array
+        By kind, then by the index that ``Kernel.operand`` gives. A register's kinds of the same
+        width are views of the same bytes. Constants follow, as arrays without axes.
+    mask : array or None
+        Which threads the present instruction is for (the active ones); None for all.
+    pc : array
+        Where each thread goes on; not kept up to date while it runs.
+    is_alive, is_at_barrier, is_parked : array
+        Not yet exited; waiting for all of the block; waiting for the other lanes of its warp.
+    warp_syncs, collectives : array
+        How many ``bar.warp.sync``, and how many collectives of any sort, the thread has executed.
+    copies, groups : list of Copy, array
+        Every ``cp.async`` in flight, and how many groups the thread has committed.
+    given : dict of str to array
+        Values of parameters and addresses of tables.
+    memories : dict of str to Memory
+        By state space.
     """
 
-    def __init__(self, emulator, block, thread, given):
-        self.size = len(thread)
+    def __init__(self, program, launch, grid, first_block, block, thread, given, memories):
+        kernel = program.kernel
+        self.program, self.given, self.memories = program, given, memories
+        self.size, self.first_block = len(thread), first_block
         self.block, self.thread = block, thread
         self.warp, self.lane = thread // WARP, thread % WARP
-        self.mask = self._lanes = None
-        self.pc = np.zeros(self.size, np.int64)
+        self.activate(None)
+        self.executing = 0
+        self.pc, self.warp_syncs, self.collectives, self.groups = np.zeros((4, self.size), np.int64)
+        self.is_at_barrier, self.is_parked = np.zeros((2, self.size), bool)
         self.is_alive = np.ones(self.size, bool)
-        self.waits = np.zeros(self.size, bool)  # at a barrier of the block
-        self.is_parked = np.zeros(self.size, bool)  # for the other lanes of its warp
-        self.syncs = np.zeros(self.size, np.int64)  # bar.warp.sync passed
-        self.meetings = np.zeros(self.size, np.int64)  # instructions of whole warps passed
-        self.copies, self.groups = [], np.zeros(self.size, np.int64)
-        self.regs = {name: [None] * len(emulator.names) for name in DTYPES}
+        self.copies = []
+        self.registers = {kind: [None] * len(kernel.kinds) for kind in DTYPES}
         for bits in ("16", "32", "64"):
-            own = [i for i, kind in enumerate(emulator.kinds) if kind == "u" + bits]
+            own = [i for i, kind in enumerate(kernel.kinds) if kind == "u" + bits]
             unset = DTYPES["u" + bits](2 ** int(bits) - 1)
             bank = np.full((len(own), self.size), unset, unset.dtype)
             for kind in ("u" + bits, "s" + bits, "f" + bits):
                 for i, row in zip(own, bank.view(DTYPES[kind]), strict=True):
-                    self.regs[kind][i] = row
-        for i, kind in enumerate(emulator.kinds):
+                    self.registers[kind][i] = row
+        for i, kind in enumerate(kernel.kinds):
             if kind == "pred":
-                self.regs["pred"][i] = np.zeros(self.size, bool)
-        for kind, value in emulator.constants:
+                self.registers["pred"][i] = np.zeros(self.size, bool)
+        for kind, value in kernel.constants:
             value = given[value] if isinstance(value, str) else value
-            for name, registers in self.regs.items():
+            for name, registers in self.registers.items():
                 registers.append(constant(kind, value) if name == kind else None)
+        special = self._special_registers(launch, grid)
         for name in SPECIAL:
-            if name in emulator.index:
-                self.regs["u32"][emulator.index[name]][...] = given[name](self)
+            if name in kernel.index:
+                self.registers["u32"][kernel.index[name]][...] = special[name]
 
-    def take(self, mask):
+    def _special_registers(self, launch, grid):
+        special = {
+            "%laneid": self.lane, "%warpid": self.warp, "%dynamic_smem_size": launch.shared,
+        }  # fmt: skip
+        place = np.unravel_index(self.first_block + self.block, grid[::-1])[::-1]
+        for axis, name in enumerate("xyz"):
+            special[f"%tid.{name}"] = self.thread if axis == 0 else 0
+            special[f"%ntid.{name}"] = launch.threads if axis == 0 else 1
+            special[f"%ctaid.{name}"] = place[axis]
+            special[f"%nctaid.{name}"] = grid[axis]
+        return special
+
+    # ---- what instructions use
+
+    def activate(self, mask):
         """Let the next instructions be for the threads in ``mask``; None for all."""
         self.mask, self._lanes = mask, None
 
+    def narrow(self, mask):
+        """Let them be for those of the active threads that are in ``mask``; return the mask before.
+
+        ``activate`` with that mask undoes it.
+        """
+        before = self.mask
+        self.activate(mask if before is None else mask & before)
+        return before
+
     @property
     def lanes(self):
-        """Indices of the threads that the instruction is for."""
+        """Indices of the active threads."""
         if self._lanes is None:
-            self._lanes = np.flatnonzero(self.mask)
+            self._lanes = np.arange(self.size) if self.mask is None else np.flatnonzero(self.mask)
         return self._lanes
 
+    @property
+    def is_active(self):
+        return np.ones(self.size, bool) if self.mask is None else self.mask
+
     def active(self, values):
-        """``values``, one a thread or one for all, of the threads that the instruction is for."""
+        """``values``, one per thread or one for all, of the active threads only."""
         values = np.broadcast_to(values, (self.size,))
         return values if self.mask is None else values[self.lanes]
 
-    def assign(self, register, values):
-        """Write ``values``, one for each active thread, into a register."""
+    def write_active(self, register, values):
+        """Write ``values``, one per active thread, into a register."""
         if self.mask is None:
             register[...] = values
         else:
             register[self.lanes] = values
 
     def write(self, register, values):
-        """Write ``values``, one for each thread, into a register of those that are active."""
+        """Write ``values``, one per thread or one for all, but only for the active threads."""
         if self.mask is None:
             register[...] = values
         else:
             np.putmask(register, self.mask, np.asarray(values).astype(register.dtype, copy=False))
 
-    def meet(self):
-        """Which warps execute an instruction of whole warps; an error if only some lanes do."""
-        self.meetings[slice(None) if self.mask is None else self.mask] += 1
+    def holds(self, predicate):
+        """Where a predicate holds, given as (index, whether it is negated)."""
+        index, is_negated = predicate
+        return self.registers["pred"][index] != is_negated
+
+    def collective(self):
+        """Count an instruction of whole warps and return which warps execute it.
+
+        Raises
+        ------
+        PTXError
+            Some lanes of a warp are active and others are not.
+        """
+        self.collectives[slice(None) if self.mask is None else self.mask] += 1
         if self.mask is None:
             return slice(None)
         by_warp = self.mask.reshape(-1, WARP)
-        chosen = by_warp[:, 0]
-        if (by_warp != chosen[:, None]).any():
-            self.fail(np.ones(len(self.lanes), bool), "is for whole warps, some lanes miss")
-        return chosen
+        warps = by_warp[:, 0]
+        if (by_warp != warps[:, None]).any():
+            self.fail(np.ones(len(self.lanes), bool), "is for whole warps, some lanes are missing")
+        return warps
 
-    def of_warps(self, chosen, values):
-        """(warps, 32) of a register, for the warps that ``meet`` returned."""
-        return np.broadcast_to(values, (self.size,)).reshape(-1, WARP)[chosen]
+    def by_warp(self, values, warps):
+        """(warps, 32) values, of those warps that ``collective`` returned."""
+        return np.broadcast_to(values, (self.size,)).reshape(-1, WARP)[warps]
 
-    def tag(self, counts):
-        """Who this is and when: see ``Shared``."""
-        shared = self.shared
-        place = shared.epoch * (shared.warps + 1) + self.warp
-        return self.active((place * SYNCS + counts) * WARP + self.lane)
+    def write_by_warp(self, register, warps, values):
+        """Write (warps, 32) values into a register of those warps."""
+        register.reshape(-1, WARP)[warps] = values
 
-    def fail(self, wrong, what):
-        """Raise a PTXError that names the first thread that is ``wrong`` among the active ones."""
-        lane = (np.arange(self.size) if self.mask is None else self.lanes)[np.argmax(wrong)]
-        block = self.first_block + self.block[lane]
-        raise PTXError(f"thread {self.thread[lane]} of block {block} {what}")
+    def check(self, address, is_wrong, what):
+        """Raise PTXError if something ``is_wrong`` with an active thread's address."""
+        if is_wrong.any():
+            self.fail(is_wrong, f"address {int(address[np.argmax(is_wrong)]):#x} {what}")
+
+    def check_alignment(self, address, size):
+        self.check(address, address & (size - 1) != 0, f"is not a multiple of {size}")
+
+    def fail(self, is_wrong, what):
+        """Raise PTXError, naming the instruction and the first active thread that ``is_wrong``."""
+        thread = self.lanes[np.argmax(is_wrong)]
+        block = self.first_block + self.block[thread]
+        text = self.program.kernel.instructions[self.executing].text
+        raise PTXError(f"{text}: thread {self.thread[thread]} of block {block} {what}")
+
+    # ---- who executes what next
+
+    def advance(self):
+        """Run until every thread has exited or waits at a barrier of its block."""
+        is_collective = self.program.is_collective
+        while True:
+            ready = self.is_alive & ~self.is_at_barrier & ~self.is_parked
+            if not ready.any():
+                if not self.is_parked.any():
+                    return
+                self._resume_parked()
+                continue
+            pc = int(self.pc[ready].min())
+            group = self.is_alive & ~self.is_at_barrier & (self.pc == pc)
+            if is_collective[pc] and not group.all():
+                group = self._converged(pc, group)
+                if not group.any():
+                    continue
+            if group.all():
+                self.is_parked[:] = False
+                self._advance_all(pc)
+            else:
+                rest = ready & ~group
+                self._advance_some(pc, group, int(self.pc[rest].min()) if rest.any() else None)
+
+    def _converged(self, pc, group):
+        """Which of ``group``, all at ``pc``, have their whole warp in it; the others are parked.
+
+        A barrier of the block does not wait for lanes that have exited.
+        """
+        flow = self.program.flow.get(pc)
+        is_expected = self.is_alive if flow and flow.kind == "barrier" else np.True_
+        by_warp = (group | ~is_expected).reshape(-1, WARP)
+        converged = np.repeat(by_warp.all(axis=1), WARP) & group
+        self.is_parked |= group & ~converged
+        self.is_parked &= ~converged
+        return converged
+
+    def _resume_parked(self):
+        """Advance lanes parked at a barrier that the rest of their warp has meanwhile exited."""
+        for pc in np.unique(self.pc[self.is_parked]).tolist():
+            group = self._converged(pc, self.is_parked & (self.pc == pc))
+            if group.any():
+                self._advance_some(pc, group, None)
+                return
+        self.activate(self.is_parked)
+        self.executing = int(self.pc[self.is_parked].min())
+        self.fail(self.is_parked[self.is_parked],
+                  "waits for lanes of its warp that went elsewhere")  # fmt: skip
+
+    def _advance_all(self, pc):
+        """Run all threads, which are at ``pc``, until they diverge, wait or exit."""
+        self.activate(None)
+        while True:
+            stop = self.program.stop_all[pc]
+            self._execute(pc, stop)
+            kind, target, guard = self.program.flow[stop]
+            pc = stop + 1
+            if kind == "barrier":
+                self.is_at_barrier[:], self.pc[:] = True, pc
+                return
+            chosen = np.True_ if guard is None else self.holds(guard)
+            if chosen.all():
+                if kind == "exit":
+                    self.is_alive[:] = False
+                    return
+                pc = target
+            elif chosen.any():
+                self._diverge(chosen, ~chosen, kind, target, pc)
+                return
+
+    def _advance_some(self, pc, group, others):
+        """Run ``group``, which is at ``pc``, until it reaches ``others``, diverges, waits or exits.
+
+        ``others`` is where the nearest threads outside of it are, None if there are none.
+        """
+        self.activate(group)
+        while True:
+            flow = self.program.flow.get(pc)
+            if flow is None:
+                stop = self.program.stop_some[pc]
+                self._execute(pc, stop)
+                pc = stop
+            elif flow.kind == "barrier":
+                self.is_at_barrier |= group
+                self.pc[group] = pc + 1
+                return
+            else:
+                chosen = group if flow.guard is None else group & self.holds(flow.guard)
+                is_uniform = not chosen.any() or np.array_equal(chosen, group)
+                if flow.kind == "exit" or not is_uniform:
+                    self._diverge(chosen, group & ~chosen, flow.kind, flow.target, pc + 1)
+                    return
+                pc = flow.target if chosen.any() else pc + 1
+            if others is None or pc >= others or self.program.is_collective[pc]:
+                self.pc[group] = pc
+                return
+
+    def _diverge(self, chosen, rest, kind, target, following):
+        """Let ``chosen`` exit or branch to ``target``, and ``rest`` go on at ``following``."""
+        self.pc[rest] = following
+        if kind == "exit":
+            self.is_alive &= ~chosen
+        else:
+            self.pc[chosen] = target
+
+    def _execute(self, start, stop):
+        """Execute the instructions from ``start`` to before ``stop``, which all fall through."""
+        code = self.program.code
+        for i in range(start, stop):
+            self.executing = i
+            code[i](self)

@@ -307,8 +307,8 @@ def test_overwriting_what_another_warp_reads_is_noticed(seed):
     [
         ("ld.shared.u32 %r5, [dynamic];", "nobody wrote"),
         ("ld.shared.u32 %r5, [dynamic+256];", "outside of the 256 bytes"),
-        ("st.shared.v2.u32 [dynamic+4], {%r0, %r0};", "no multiple of 8"),
-        ("ld.global.u32 %r5, [%d0+2];", "no array|no multiple of 4"),
+        ("st.shared.v2.u32 [dynamic+4], {%r0, %r0};", "not a multiple of 8"),
+        ("ld.global.u32 %r5, [%d0+2];", "in no array|not a multiple of 4"),
         ("ld.global.u32 %r5, [%d4+256];", "in no array"),
         ("st.global.u32 [%d3+-4], %r0;", "in no array"),
         ("mov.u64 %d5, 0; ld.global.u32 %r5, [%d5];", "in no array"),

@@ -31,7 +31,7 @@ def solve(q, k, v, order=None, place=cuda_entry.place, **options):
     problem, memory = Problem.of(q, k, v, **options), emulator.Arena()
     arguments = place(problem, memory)
     for launch, with_what in rung4_tensor_cores.launches(problem, arguments, memory.scratch):
-        emulator.emulator_of(emulator.ptx_of(launch)).run(launch, with_what, memory, order)
+        emulator.run(launch, with_what, memory, order)
     return [x.astype(np.float64) for x in cuda_entry.taken(problem, arguments, memory)]
 
 

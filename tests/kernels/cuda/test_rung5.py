@@ -118,7 +118,7 @@ def test_keys_that_no_row_sees_are_not_read(dtype):
     def run(first, last):
         arguments = whole._replace(k=only(k, first, last), v=only(v, first, last))
         for launch, given in rung5_decode.launches(problem, arguments, memory.scratch, splits=2):
-            emulator.emulator_of(emulator.ptx_of(launch)).run(launch, given, memory)
+            emulator.run(launch, given, memory)
         return (x.astype(np.float64) for x in cuda_entry.taken(problem, whole, memory))
 
     assert_right(q, k, v, *run(11, 22), **options)
