@@ -1,4 +1,4 @@
-"""Hypothesis draws fresh examples on a developer's machine and the same ones in CI."""
+"""Hypothesis draws new examples at each run, but always the same ones in CI."""
 
 import os
 

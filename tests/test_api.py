@@ -1,4 +1,4 @@
-"""The door: choosing a backend, returning the log-sum-exp, tapping without a trace on the bits."""
+"""attention() and backends(): the choice of a backend, the log-sum-exp, and taps."""
 
 import numpy as np
 import pytest
@@ -33,16 +33,16 @@ def test_a_named_backend_never_falls_back(monkeypatch):
         attention(Q, K, V, backend="cuda")
 
 
-def test_only_cuda_wakes_the_driver_of_a_gpu(monkeypatch):
-    def wake():
-        raise AssertionError("the driver was asked")
+def test_only_cuda_initialises_the_gpu_driver(monkeypatch):
+    def initialise():
+        raise AssertionError("the driver was initialised")
 
-    monkeypatch.setattr("minimha.api.reason_without_cuda", wake)
+    monkeypatch.setattr("minimha.api.reason_without_cuda", initialise)
     for backend in ("auto", "dense", "tiled", "cpu"):
         attention(Q, K, V, backend=backend)
 
 
-def test_a_kernel_takes_no_tap_and_says_which_backends_do():
+def test_kernels_refuse_a_tap_and_name_the_backends_that_accept_one():
     sentence = "backend 'cpu' cannot run: it keeps no steps to tap; dense and tiled do"
     with pytest.raises(BackendUnavailable, match=sentence):
         attention(Q, K, V, backend="cpu", tap=Trace())
@@ -55,13 +55,13 @@ def test_an_unknown_backend_is_named():
         attention(Q, K, V, backend="gpu")
 
 
-def test_a_backend_that_cannot_take_the_problem_says_why(monkeypatch):
+def test_a_backend_that_cannot_run_the_problem_says_why(monkeypatch):
     monkeypatch.setattr("minimha.equations.tiled.unsupported", lambda problem: "it is Sunday")
     with pytest.raises(BackendUnavailable, match="backend 'tiled' cannot run: it is Sunday"):
         attention(Q, K, V, backend="tiled")
 
 
-def test_auto_is_dense_for_a_toy_and_the_kernels_for_what_is_worth_compiling():
+def test_auto_chooses_dense_for_small_problems_and_kernels_for_large_ones():
     np.testing.assert_array_equal(attention(Q, K, V), attention(Q, K, V, backend="dense"))
     q, k, v = np.random.default_rng(0).normal(size=(3, 8, 256, 64))
     np.testing.assert_array_equal(attention(q, k, v), attention(q, k, v, backend="cpu"))
@@ -70,7 +70,7 @@ def test_auto_is_dense_for_a_toy_and_the_kernels_for_what_is_worth_compiling():
     assert "weights" in trace
 
 
-def test_log_sum_exp_only_when_asked():
+def test_the_log_sum_exp_is_returned_only_on_request():
     assert isinstance(attention(Q, K, V), np.ndarray)
     output, lse = attention(Q, K, V, return_lse=True)
     np.testing.assert_array_equal(output, attention(Q, K, V))
@@ -86,7 +86,7 @@ def test_a_traced_run_returns_the_same_bits(backend):
         assert one.tobytes() == other.tobytes()
 
 
-def test_every_option_has_its_step():
+def test_every_option_adds_its_step_to_the_trace():
     trace = Trace()
     attention(
         Q, K, V, is_causal=True, softcap=2.0, alibi_slopes=[1, 2, 3], return_lse=True, tap=trace
@@ -96,5 +96,5 @@ def test_every_option_has_its_step():
     ]  # fmt: skip
 
 
-def test_public_names():
+def test_the_public_names():
     assert sorted(minimha.__all__) == ["BackendUnavailable", "attention", "backends"]

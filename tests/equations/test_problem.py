@@ -1,4 +1,4 @@
-"""What the door refuses, in which words; and what it makes of what it accepts."""
+"""What attention() refuses, in which words, and how it reads what it accepts."""
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize(("q", "k", "v", "sentence"), SHAPES, ids=[s[-1][:40] for s in SHAPES])
-def test_shapes_that_do_not_fit(q, k, v, sentence):
+def test_shapes_that_do_not_match(q, k, v, sentence):
     with pytest.raises(ValueError) as caught:  # noqa: PT011  (the sentence is compared below)
         attention(q, k, v)
     assert sentence in str(caught.value)
@@ -99,14 +99,14 @@ def test_shapes_that_do_not_fit(q, k, v, sentence):
 @pytest.mark.parametrize(
     ("options", "error", "sentence"), OPTIONS, ids=[o[-1][:40] for o in OPTIONS]
 )
-def test_options_that_do_not_fit(options, error, sentence):
+def test_invalid_options(options, error, sentence):
     with pytest.raises(error) as caught:
         attention(Q, K, V, **options)
     assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize(("q", "sentence"), DTYPES, ids=[s for _, s in DTYPES])
-def test_dtypes_that_are_not_numbers_to_compute_with(q, sentence):
+def test_unsupported_dtypes(q, sentence):
     with pytest.raises(TypeError) as caught:
         attention(q, [[1.0]], [[1.0]])
     assert sentence in str(caught.value)
@@ -118,7 +118,7 @@ def test_a_masked_array_is_refused_since_its_mask_would_be_lost():
 
 
 @pytest.mark.parametrize("option", [{"softcap": 1e-50}, {"softcap": 1e39}, {"scale": 1e300}])
-def test_numbers_must_fit_the_dtype_that_is_computed_with(option):
+def test_options_must_be_representable_in_the_compute_dtype(option):
     q = np.ones((1, 1), np.float32)
     with pytest.raises(ValueError, match="expected a"):
         attention(q, q, q, **option)
@@ -127,18 +127,18 @@ def test_numbers_must_fit_the_dtype_that_is_computed_with(option):
 
 def test_a_finite_bias_stays_finite_in_a_narrower_dtype():
     q, v = np.ones((1, 1), np.float32), np.array([[1.0], [3.0]], np.float32)
-    bias = np.full((1, 2), np.finfo(float).min)  # what some libraries use for minus infinity
+    bias = np.full((1, 2), np.finfo(float).min)  # some libraries use it instead of minus infinity
     output = attention(q, np.ones((2, 1), np.float32), v, attn_bias=bias)
     np.testing.assert_array_equal(output, [[2.0]])
     assert attention(q, v, v, sinks=[1e300]).tolist() == [[0.0]]
 
 
-def test_ragged_rows_are_named():
+def test_ragged_rows_are_refused():
     with pytest.raises(ValueError, match="k is not a rectangular array of numbers"):
         attention([[1, 2]], [[1], [1, 2]], [[1]])
 
 
-def test_ranks_come_back_as_they_were_given():
+def test_the_output_has_the_rank_of_the_input():
     for rank in (2, 3, 4):
         q, k, v = (x[(0,) * (4 - rank)] for x in (Q, Q, Q))
         output, lse = attention(q, k, v, return_lse=True)
@@ -146,12 +146,12 @@ def test_ranks_come_back_as_they_were_given():
         assert lse.shape == q.shape[:-1]
 
 
-def test_ranks_hold_the_same_problem():
+def test_the_rank_does_not_change_the_numbers():
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=(3, 2, 3, 4, 5))
-    whole = attention(q, k, v)
-    np.testing.assert_allclose(attention(q[1], k[1], v[1]), whole[1], rtol=1e-12)
-    np.testing.assert_allclose(attention(q[1, 2], k[1, 2], v[1, 2]), whole[1, 2], rtol=1e-12)
+    expected = attention(q, k, v)
+    np.testing.assert_allclose(attention(q[1], k[1], v[1]), expected[1], rtol=1e-12)
+    np.testing.assert_allclose(attention(q[1, 2], k[1, 2], v[1, 2]), expected[1, 2], rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64])
@@ -161,7 +161,7 @@ def test_integers_are_computed_in_float64(dtype):
     np.testing.assert_array_equal(attention(q, q, q), attention(*[q.astype(float)] * 3))
 
 
-def test_lists_of_lists_are_arrays():
+def test_nested_lists_are_accepted():
     assert attention([[1, 0]], [[1, 0]], [[0.5, 2]]).tolist() == [[0.5, 2.0]]
 
 
@@ -180,20 +180,20 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(name):
         np.testing.assert_array_equal(lse, exact_lse)
 
 
-def test_mixed_dtypes_take_the_wider():
+def test_mixed_dtypes_are_promoted_to_the_widest():
     half, single, integer = (np.ones((2, 2), t) for t in (np.float16, np.float32, np.int32))
     assert attention(half, single, single).dtype == np.float32
     assert attention(single, integer, single).dtype == np.float64
 
 
-def test_dtypes_without_a_common_one_are_refused():
+def test_float8_is_refused():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     q = np.ones((1, 1), ml_dtypes.float8_e4m3fn)
     with pytest.raises(TypeError, match="q has dtype float8_e4m3fn"):
         attention(q, q, q)
 
 
-def test_a_byte_order_is_not_a_number_format():
+def test_the_byte_order_does_not_matter():
     swapped = np.arange(4.0).reshape(2, 2).astype(">f4")
     native = swapped.astype(np.float32)
     output = attention(swapped, swapped, swapped)
@@ -201,7 +201,7 @@ def test_a_byte_order_is_not_a_number_format():
     np.testing.assert_array_equal(output, attention(native, native, native))
 
 
-def test_inputs_are_never_written_and_may_be_strided():
+def test_inputs_may_be_strided_and_are_never_written():
     rng = np.random.default_rng(0)
     big = rng.normal(size=(3, 2, 4, 12, 10))
     views = [x[..., ::2, ::-2] for x in big]
@@ -218,7 +218,7 @@ def test_inputs_are_never_written_and_may_be_strided():
         np.testing.assert_array_equal(x, y)
 
 
-def test_defaults_have_their_final_form():
+def test_defaults_are_filled_in():
     problem = Problem.of(Q, K, V)
     assert problem.scale == 1 / np.sqrt(5)
     assert (problem.left, problem.right) == (UNBOUNDED, UNBOUNDED)
@@ -227,22 +227,22 @@ def test_defaults_have_their_final_form():
     assert not problem.hides
 
 
-def test_one_integer_stands_for_every_batch_entry():
+def test_one_integer_applies_to_every_batch_entry():
     problem = Problem.of(Q, K, V, kv_lengths=4, q_offset=np.int32(-2))
     assert problem.kv_lengths.tolist() == [4, 4]
     assert problem.q_offset.tolist() == [-2, -2]
 
 
-def test_a_window_wider_than_any_sequence_is_no_window():
+def test_a_window_wider_than_the_sequence_hides_nothing():
     output = attention(Q, K, V, window_size=(2**62, 2**62), q_offset=0)
     np.testing.assert_array_equal(output, attention(Q, K, V))
 
 
-def test_numpy_scalars_are_numbers():
+def test_numpy_scalars_are_accepted():
     output = attention(Q, K, V, scale=np.float32(0.5), softcap=np.array(2.0), is_causal=np.False_)
     np.testing.assert_array_equal(output, attention(Q, K, V, scale=0.5, softcap=2.0))
 
 
-def test_a_window_without_a_limit_needs_no_positions():
+def test_an_unbounded_window_needs_no_q_offset():
     output = attention(Q, K, V, window_size=(None, None))
     np.testing.assert_array_equal(output, attention(Q, K, V))

@@ -1,4 +1,4 @@
-"""The rule of who sees whom, drawn out."""
+"""Which query sees which key: masks drawn by hand, ranges compared with brute force."""
 
 import numpy as np
 import pytest
@@ -38,20 +38,20 @@ DRAWN = {
 
 
 @pytest.mark.parametrize(("options", "drawing"), DRAWN.values(), ids=DRAWN.keys())
-def test_drawn(options, drawing):
+def test_the_visible_pairs_are_those_drawn(options, drawing):
     x = np.zeros((5, 1))
     seen = visible(Problem.of(x, x, x, **options), slice(0, 5), slice(0, 5))[0, 0]
     assert ["".join(".#"[int(cell)] for cell in row) for row in seen] == drawing
 
 
-def test_a_bias_of_minus_infinity_hides_as_a_mask_does():
+def test_a_bias_of_minus_infinity_hides_like_a_mask():
     x = np.zeros((2, 1))
     bias = np.array([[0.0, -np.inf], [-np.inf, 5.0]])
     seen = visible(Problem.of(x, x, x, attn_bias=bias), slice(0, 2), slice(0, 2))[0, 0]
     assert seen.tolist() == [[True, False], [False, True]]
 
 
-def test_a_block_is_cut_out_of_the_whole():
+def test_a_block_is_that_part_of_the_whole():
     x, rng = np.zeros((1, 2, 9, 1)), np.random.default_rng(0)
     problem = Problem.of(
         x, x, x, window_size=(3, 1), q_offset=1, attn_mask=rng.random((1, 2, 9, 9)) < 0.7
@@ -63,7 +63,7 @@ def test_a_block_is_cut_out_of_the_whole():
 
 @pytest.mark.parametrize("q_offset", [-3, 0, 2])
 @pytest.mark.parametrize(("left", "right"), [(UNBOUNDED, 0), (2, 1), (0, UNBOUNDED)])
-def test_key_range_holds_exactly_the_keys_from_first_to_last_seen(q_offset, left, right):
+def test_key_range_spans_exactly_the_keys_from_first_to_last_seen(q_offset, left, right):
     for start in range(5):
         for stop in range(start + 1, 6):
             seen = [
@@ -76,7 +76,7 @@ def test_key_range_holds_exactly_the_keys_from_first_to_last_seen(q_offset, left
 
 @pytest.mark.parametrize("q_offset", [-3, 0, 2])
 @pytest.mark.parametrize(("left", "right"), [(UNBOUNDED, 0), (2, 1), (0, UNBOUNDED)])
-def test_query_range_holds_exactly_the_queries_that_see_a_key(q_offset, left, right):
+def test_query_range_spans_exactly_the_queries_that_see_a_key(q_offset, left, right):
     for j in range(8):
         seen = [i for i in range(20) if sees(i, j, q_offset, left, right, 6)]
         start, stop = query_range(j, q_offset, left, right, 6)
