@@ -35,8 +35,12 @@ def rung(request):
     return import_module(f"minimha.kernels.{request.param}")
 
 
+def named(rung):
+    return rung.__name__.removeprefix("minimha.kernels.")
+
+
 def about(rung):
-    return RUNGS[rung.__name__.rpartition(".")[2]]
+    return RUNGS[named(rung)]
 
 
 def as_dtype(name):
@@ -282,7 +286,7 @@ def test_everything_stays_in_registers(rung, D, name, archs):
         assert launch.shared <= 227 * 1024
         for arch in archs:
             text = ptx_of(launch, assembled.ARCHS[arch])
-            for instruction, least in EXPECTED.get(rung.__name__.rpartition(".")[2], {}).items():
+            for instruction, least in EXPECTED.get(named(rung), {}).items():
                 assert text.count(instruction) >= least, instruction
             assert_in_registers(launch, text, arch)
     if assembled.ptxas() is None:
