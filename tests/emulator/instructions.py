@@ -62,36 +62,43 @@ def rounded(exact, dtype, rounding):
     return np.where(is_beyond, np.nextafter(near, dtype(towards)), near)
 
 
-def elementwise(kernel, kind, destination, sources, function, words=()):
-    """The closure of ``destination = function(*sources)``, all of one kind."""
-    to = kernel.operand(destination, kind)
-    at = [kernel.operand(text, kind) for text in sources]
+def applied(kernel, kinds, operands, function):
+    """The closure of ``destination = function(*sources)``; operands and their kinds in order."""
+    (to_kind, to), *at = (
+        (kind, kernel.operand(text, kind)) for kind, text in zip(kinds, operands, strict=True)
+    )
+
+    def run(team):
+        values = function(*[team.registers[kind][i] for kind, i in at])
+        team.write(team.registers[to_kind][to], values)
+
+    return run
+
+
+def elementwise(kernel, kind, operands, function, words=()):
+    """The same for operands of one kind, flushed and saturated as ``words`` say."""
     is_flushed, is_saturated = "ftz" in words, "sat" in words
     if is_saturated and kind[0] != "f":
         raise NotImplementedError("saturated integers")
+    if is_flushed or is_saturated:
+        exact = function
 
-    def run(team):
-        registers = team.registers[kind]
-        given = [registers[i] for i in at]
-        if is_flushed:
-            given = [flushed(x) for x in given]
-        values = function(*given)
-        if is_saturated:
-            values = saturated(values)
-        elif is_flushed:
-            values = flushed(values)
-        team.write(registers[to], values)
+        def function(*sources):
+            values = exact(*[flushed(x) for x in sources] if is_flushed else sources)
+            return saturated(values) if is_saturated else flushed(values)
 
-    def run_in_place(team):
-        registers = team.registers[kind]
-        left, right = (registers[i] for i in at)
-        if team.mask is None:
-            function(left, right, registers[to])
-        else:
-            np.putmask(registers[to], team.mask, function(left, right))
+    elif isinstance(function, np.ufunc) and len(operands) == 3:
+        to, left, right = (kernel.operand(text, kind) for text in operands)
 
-    is_in_place = isinstance(function, np.ufunc) and len(at) == 2
-    return run_in_place if is_in_place and not (is_flushed or is_saturated) else run
+        def run_in_place(team):
+            registers = team.registers[kind]
+            if team.mask is None:
+                function(registers[left], registers[right], registers[to])
+            else:
+                np.putmask(registers[to], team.mask, function(registers[left], registers[right]))
+
+        return run_in_place
+    return applied(kernel, [kind] * len(operands), operands, function)
 
 
 @instruction("add", "sub", "mul", "min", "max", "and", "or", "xor")
@@ -118,33 +125,23 @@ def _binary(kernel, words, operands):
         def function(a, b):
             return rounded(exact(a.astype(np.float64), b), np.float32, rounding)
 
-    return elementwise(kernel, kind, operands[0], operands[1:], function, words)
+    return elementwise(kernel, kind, operands, function, words)
 
 
 def _wide_product(kernel, words, operands):
     """mul and mad, wide or hi."""
-    kind = words[-1]
+    kind, is_wide = words[-1], words[1] == "wide"
     bits = 8 * BYTES[kind]
     twice = f"{kind[0]}{2 * bits}"
-    is_wide = words[1] == "wide"
-    a, b = (kernel.operand(text, kind) for text in operands[1:3])
-    to_kind = twice if is_wide else kind
-    to = kernel.operand(operands[0], to_kind)
-    plus = kernel.operand(operands[3], to_kind) if len(operands) == 4 else None
+    to_kind, exact = twice if is_wide else kind, object if bits == 64 else DTYPES[twice]
 
-    def run(team):
-        x, y = team.registers[kind][a], team.registers[kind][b]
-        if bits < 64:
-            product = x.astype(DTYPES[twice]) * y.astype(DTYPES[twice])
-        else:
-            product = np.multiply(x.astype(object), y.astype(object))
+    def function(x, y, plus=None):
+        product = x.astype(exact) * y.astype(exact)
         if not is_wide:
             product = (product >> bits).astype(DTYPES[kind])
-        if plus is not None:
-            product = product + team.registers[to_kind][plus]
-        team.write(team.registers[to_kind][to], product)
+        return product if plus is None else product + plus
 
-    return run
+    return applied(kernel, [to_kind, kind, kind, to_kind][: len(operands)], operands, function)
 
 
 @instruction("fma", "mad")
@@ -155,7 +152,7 @@ def _fma(kernel, words, operands):
     if kind == "f32":
 
         def function(a, b, c):
-            a, b, c = (x.astype(np.float64) for x in (a, b, c))
+            a, b, c = [x.astype(np.float64) for x in (a, b, c)]
             return rounded(a * b + c, np.float32, rounding)
 
     elif kind[0] == "f" or words[-1][0] == "b":
@@ -165,7 +162,7 @@ def _fma(kernel, words, operands):
         def function(a, b, c):
             return a * b + c
 
-    return elementwise(kernel, kind, operands[0], operands[1:], function, words)
+    return elementwise(kernel, kind, operands, function, words)
 
 
 def truncated_quotient(a, b):
@@ -182,7 +179,7 @@ def _div(kernel, words, operands):
     if rounding_of(words) != "rn":
         raise NotImplementedError("quotients that are not rounded to nearest")
     function = np.true_divide if kind[0] == "f" else truncated_quotient
-    return elementwise(kernel, kind, operands[0], operands[1:], function, words)
+    return elementwise(kernel, kind, operands, function, words)
 
 
 @instruction("rem")
@@ -190,7 +187,7 @@ def _rem(kernel, words, operands):
     def function(a, b):
         return a - b * truncated_quotient(a, b)
 
-    return elementwise(kernel, words[-1], operands[0], operands[1:], function)
+    return elementwise(kernel, words[-1], operands, function)
 
 
 def in_double(function):
@@ -218,7 +215,7 @@ def _unary(kernel, words, operands):
     if words[-1] in ("bf16", "bf16x2", "f16x2") or rounding_of(words) != "rn":
         raise NotImplementedError(" ".join(words[1:]))
     function = np.logical_not if kind == "pred" else UNARY[words[0]]
-    return elementwise(kernel, kind, operands[0], operands[1:], function, words)
+    return elementwise(kernel, kind, operands, function, words)
 
 
 @instruction("copysign")
@@ -226,105 +223,85 @@ def _copysign(kernel, words, operands):
     def function(sign, size):
         return np.copysign(size, sign)
 
-    return elementwise(kernel, words[-1], operands[0], operands[1:], function)
+    return elementwise(kernel, words[-1], operands, function)
 
 
 @instruction("shl", "shr")
 def _shift(kernel, words, operands):
     name, kind = words[0], kind_of(words[-1])
     dtype, bits = DTYPES[kind], 8 * BYTES[kind]
-    to, value = kernel.operand(operands[0], kind), kernel.operand(operands[1], kind)
-    count = kernel.operand(operands[2], "u32")
 
-    def run(team):
-        x, n = team.registers[kind][value], team.registers["u32"][count]
+    def function(x, n):
         most = np.minimum(n, bits - 1).astype(dtype)
-        shifted = x << most if name == "shl" else x >> most
-        if name == "shl" or kind[0] == "u":
-            shifted = np.where(n >= bits, dtype(0), shifted)
-        team.write(team.registers[kind][to], shifted)
+        if name == "shr" and kind[0] == "s":
+            return x >> most
+        return np.where(n >= bits, dtype(0), x << most if name == "shl" else x >> most)
 
-    return run
+    return applied(kernel, [kind, kind, "u32"], operands, function)
 
 
 @instruction("shf")
 def _funnel(kernel, words, operands):
-    to, low, high, count = (kernel.operand(text, "u32") for text in operands)
-
-    def run(team):
-        registers = team.registers["u32"]
-        both = registers[high].astype(np.uint64) << 32 | registers[low].astype(np.uint64)
-        n = registers[count].astype(np.uint64)
+    def function(low, high, n):
+        both = high.astype(np.uint64) << 32 | low.astype(np.uint64)
+        n = n.astype(np.uint64)
         n = n & 31 if "wrap" in words else np.minimum(n, 32)
         value = (both << n) >> 32 if "l" in words else both >> n
-        team.write(registers[to], (value & 0xFFFFFFFF).astype(np.uint32))
+        return (value & 0xFFFFFFFF).astype(np.uint32)
 
-    return run
+    return elementwise(kernel, "u32", operands, function)
 
 
 @instruction("bfe")
 def _extract(kernel, words, operands):
     kind, bits = words[-1], 8 * BYTES[words[-1]]
-    to, value = kernel.operand(operands[0], kind), kernel.operand(operands[1], kind)
-    start, count = (kernel.operand(text, "u32") for text in operands[2:])
 
-    def run(team):
-        x = team.registers[kind][value]
-        first = (team.registers["u32"][start] & 255).astype(np.int64)
-        n = (team.registers["u32"][count] & 255).astype(np.int64)
-        wide = np.array([int(v) for v in np.broadcast_to(x, (team.size,))], object)
+    def function(x, start, count):
+        first, n = ((y & 255).astype(np.int64) for y in (start, count))
+        wide = np.atleast_1d(x).astype(object)
         ones = (1 << n.astype(object)) - 1
         field = (wide >> np.minimum(first, bits)) & ones
         if kind[0] == "s":
             top = np.minimum(first + n - 1, bits - 1)
             sign = (wide >> np.maximum(top, 0)) & 1
             field = np.where((sign == 1) & (n > 0), field | ~ones, field)
-        field = np.broadcast_to(field & (1 << bits) - 1, (team.size,))
-        field = field.astype(DTYPES["u" + kind[1:]]).view(DTYPES[kind])
-        team.write(team.registers[kind][to], field)
+        return (field & (1 << bits) - 1).astype(DTYPES["u" + kind[1:]]).view(DTYPES[kind])
 
-    return run
+    return applied(kernel, [kind, kind, "u32", "u32"], operands, function)
 
 
 @instruction("bfi")
 def _insert(kernel, words, operands):
     kind = kind_of(words[-1])
-    dtype, bits = DTYPES[kind], 8 * BYTES[kind]
-    to, value, into = (kernel.operand(text, kind) for text in operands[:3])
-    start, count = (kernel.operand(text, "u32") for text in operands[3:])
+    bits = 8 * BYTES[kind]
 
-    def run(team):
-        first = np.minimum(team.registers["u32"][start] & 255, bits).astype(np.uint64)
-        n = np.minimum(team.registers["u32"][count] & 255, bits).astype(np.uint64)
+    def function(value, into, start, count):
+        first, n = (np.minimum(x & 255, bits).astype(np.uint64) for x in (start, count))
         ones = np.where(n >= 64, ~np.uint64(0), (np.uint64(1) << n) - np.uint64(1))
         shift = np.minimum(first, np.uint64(63))
         ones = np.where(first >= 64, np.uint64(0), ones << shift)
-        placed = team.registers[kind][value].astype(np.uint64) << shift
-        kept = team.registers[kind][into].astype(np.uint64) & ~ones
-        team.write(team.registers[kind][to], (kept | placed & ones).astype(dtype))
+        kept = into.astype(np.uint64) & ~ones
+        return (kept | value.astype(np.uint64) << shift & ones).astype(DTYPES[kind])
 
-    return run
+    return applied(kernel, [kind, kind, kind, "u32", "u32"], operands, function)
 
 
 @instruction("prmt")
 def _permute(kernel, words, operands):
     if words[-1] != "b32" or len(words) != 2:
         raise NotImplementedError("modes of prmt")
-    to, low, high, selector = (kernel.operand(text, "u32") for text in operands)
 
-    def run(team):
-        registers = team.registers["u32"]
-        both = [registers[low] >> np.uint32(8 * i) for i in range(4)]
-        both += [registers[high] >> np.uint32(8 * i) for i in range(4)]
+    def function(low, high, selector):
+        both = [half >> np.uint32(8 * i) for half in (low, high) for i in range(4)]
         value = np.uint32(0)
         for i in range(4):
-            choice = registers[selector] >> np.uint32(4 * i)
+            choice = selector >> np.uint32(4 * i)
             byte = np.choose(choice & np.uint32(7), both) & np.uint32(255)
             byte = np.where(choice & np.uint32(8), (byte >> np.uint32(7)) * np.uint32(255), byte)
             value = value | byte << np.uint32(8 * i)
-        team.write(registers[to], value)
+        return value
 
-    return run
+    return elementwise(kernel, "u32", operands, function)
 
 
 @instruction("lop3")
@@ -338,7 +315,7 @@ def _logic(kernel, words, operands):
                 value = value | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
         return value
 
-    return elementwise(kernel, "u32", operands[0], operands[1:4], function)
+    return elementwise(kernel, "u32", operands[:4], function)
 
 
 def popcount(x, bits):
@@ -361,14 +338,12 @@ def reversed_bits(x, bits):
 def _bits(kernel, words, operands):
     kind = kind_of(words[-1])
     to_kind = kind if words[0] == "brev" else "u32"
-    function = {"popc": popcount, "clz": leading_zeros, "brev": reversed_bits}[words[0]]
-    to, value = kernel.operand(operands[0], to_kind), kernel.operand(operands[1], kind)
+    count = {"popc": popcount, "clz": leading_zeros, "brev": reversed_bits}[words[0]]
 
-    def run(team):
-        bits = function(team.registers[kind][value], 8 * BYTES[kind])
-        team.write(team.registers[to_kind][to], bits.astype(DTYPES[to_kind]))
+    def function(x):
+        return count(x, 8 * BYTES[kind]).astype(DTYPES[to_kind])
 
-    return run
+    return applied(kernel, [to_kind, kind], operands, function)
 
 
 COMPARISONS = {
@@ -403,15 +378,11 @@ def _compare(kernel, words, operands):
 @instruction("selp")
 def _select(kernel, words, operands):
     kind = kind_of(words[-1])
-    to, yes, no = (kernel.operand(text, kind) for text in operands[:3])
-    predicate = kernel.operand(operands[3], "pred")
 
-    def run(team):
-        registers = team.registers[kind]
-        chosen = np.where(team.registers["pred"][predicate], registers[yes], registers[no])
-        team.write(registers[to], chosen)
+    def function(yes, no, predicate):
+        return np.where(predicate, yes, no)
 
-    return run
+    return applied(kernel, [kind, kind, kind, "pred"], operands, function)
 
 
 # ---- moves and conversions
@@ -424,14 +395,12 @@ def _mov(kernel, words, operands):
     if "{" in source:
         parts = components(source)
         part = f"u{8 * BYTES[kind] // len(parts)}"
-        at, out = [kernel.operand(text, part) for text in parts], kernel.operand(to, kind)
 
-        def join(team):
-            shape = [np.broadcast_to(team.registers[part][i], (team.size,)) for i in at]
-            joined = np.ascontiguousarray(np.stack(shape, axis=1)).view(DTYPES[kind])[:, 0]
-            team.write(team.registers[kind][out], joined)
+        def join(*values):
+            values = np.broadcast_arrays(*(np.atleast_1d(x) for x in values))
+            return np.ascontiguousarray(np.stack(values, axis=1)).view(DTYPES[kind])[:, 0]
 
-        return join
+        return applied(kernel, [kind, *[part] * len(parts)], [to, *parts], join)
     if "{" in to:
         parts = components(to)
         part = f"u{8 * BYTES[kind] // len(parts)}"
@@ -445,12 +414,7 @@ def _mov(kernel, words, operands):
                     team.write(team.registers[part][i], half)
 
         return split
-    out, value = kernel.operand(to, kind), kernel.operand(source, kind)
-
-    def run(team):
-        team.write(team.registers[kind][out], team.registers[kind][value])
-
-    return run
+    return applied(kernel, [kind, kind], operands, lambda x: x)
 
 
 @instruction("cvta")
@@ -459,7 +423,7 @@ def _cvta(kernel, words, operands):
     begin = {"shared": SHARED, "local": LOCAL}.get(space, 0)
     begin = DTYPES[kind](begin)
     function = (lambda x: x - begin) if "to" in words else (lambda x: x + begin)
-    return elementwise(kernel, kind, operands[0], operands[1:], function)
+    return elementwise(kernel, kind, operands, function)
 
 
 def bfloat16(x):
@@ -536,17 +500,15 @@ def converted(x, to_type, to_integer, rounding, is_saturated):
 
 def _pack(kernel, words, operands):
     """Two float32 as 16 bits each; the first goes to the upper half."""
-    if words[-1] != "f32" or rounding_of(words) != "rn" or len(operands) != 3:
+    if words[-1] != "f32" or rounding_of(words) != "rn":
         raise NotImplementedError("forms of packing")
     narrow = bfloat16 if words[-2] == "bf16x2" else float16
-    to = kernel.operand(operands[0], "u32")
-    high, low = (kernel.operand(text, "f32") for text in operands[1:])
 
-    def run(team):
-        upper, lower = (narrow(team.registers["f32"][i]).astype(np.uint32) for i in (high, low))
-        team.write(team.registers["u32"][to], upper << np.uint32(16) | lower)
+    def function(high, low):
+        upper, lower = (narrow(x).astype(np.uint32) for x in (high, low))
+        return upper << np.uint32(16) | lower
 
-    return run
+    return applied(kernel, ["u32", "f32", "f32"], operands, function)
 
 
 # ---- memory
