@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
+from minimha.dialects.masks import boolean_or_floating, broadcasts
 from minimha.equations.arguments import as_floating, common_dtype, compute_dtype, flag, integer
 from minimha.layers.multihead import attention_weights
 
@@ -517,17 +518,14 @@ def _visible(
 
 
 def _mask(name: str, value: ArrayLike) -> NDArray[np.bool_]:
-    """``value`` as bool, if it holds nothing else than True, False, 1 and 0."""
-    array = np.asarray(value)
-    if array.dtype == np.bool_:
-        return array
-    numbers = as_floating(name, array)
-    if not ((numbers == 0) | (numbers == 1)).all():
+    """``value`` as bool, if it holds nothing but True, False, 1 and 0."""
+    mask = boolean_or_floating(name, value)
+    if not ((mask == 0) | (mask == 1)).all():
         raise TypeError(
-            f"{name} has dtype {array.dtype} and other values than 0 and 1: expected bool, True "
-            f"where a query may attend to a key; Keras adds no mask to the scores"
+            f"{name} has dtype {np.asarray(value).dtype} and values other than 0 and 1: expected "
+            f"bool, True where a query may attend to a key; Keras adds no mask to the scores"
         )
-    return np.asarray(numbers == 1)
+    return np.asarray(mask == 1)
 
 
 def _over_scores(mask: NDArray[np.bool_], over: tuple[int, ...], lengths: int) -> NDArray[np.bool_]:
@@ -536,7 +534,7 @@ def _over_scores(mask: NDArray[np.bool_], over: tuple[int, ...], lengths: int) -
     split = mask.ndim - lengths
     if split >= 0 and missing >= 0:
         whole_mask = mask.reshape(*mask.shape[:split], *(1,) * missing, *mask.shape[split:])
-        if all(size in (1, n) for size, n in zip(whole_mask.shape, over, strict=True)):
+        if broadcasts(whole_mask, over):
             return whole_mask
     raise ValueError(
         f"attention_mask has shape {mask.shape}: expected {over[-lengths:]}, "

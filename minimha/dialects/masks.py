@@ -1,11 +1,42 @@
-"""Whose mask a refused one looks like: libraries mean different things by the same words."""
+"""What dialects' masks share: their dtype, their shape, and whose a refused one looks like.
+
+Libraries mean different things by the same words, so an error says whose mask it may be.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.equations.arguments import as_floating, rectangular
+
+
+def boolean_or_floating(name: str, value: ArrayLike) -> NDArray[Any]:
+    """``value`` as an array of bool, which selects, or of a floating dtype, which is added.
+
+    Raises
+    ------
+    TypeError
+        It holds something other than booleans or numbers, or hides some of them (a masked array).
+    ValueError
+        Its rows differ in length.
+    """
+    mask = rectangular(name, value)
+    return mask if mask.dtype == np.bool_ else as_floating(name, mask)
+
+
+def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:
+    """Whether ``mask`` broadcasts to ``shape``, that of the scores.
+
+    Examples
+    --------
+    >>> broadcasts(np.ones((1, 5)), (2, 4, 3, 5)), broadcasts(np.ones((3, 5)), (2, 4, 1, 5))
+    (True, False)
+    """
+    sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
+    return mask.ndim <= len(shape) and all(size in (1, whole) for size, whole in sizes)
 
 
 def owner_by_axes(mask: NDArray[Any], shape: tuple[int, ...]) -> str:
@@ -25,7 +56,7 @@ def owner_by_axes(mask: NDArray[Any], shape: tuple[int, ...]) -> str:
         ((B * H, Lq, Lk), "torch.nn.MultiheadAttention's attn_mask, where True = ignore"),
     ]
     owners = [owner for axes, owner in known if axes == mask.shape]
-    if mask.ndim == 4 and all(a in (1, b) for a, b in zip(mask.shape, shape, strict=True)):
+    if mask.ndim == 4 and broadcasts(mask, shape):
         owners.append("scaled_dot_product_attention's attn_mask, where True = may attend")
     return f"; it looks like {owners[0]}" if len(owners) == 1 else ""
 

@@ -10,7 +10,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.masks import owner_by_axes, owner_by_values
+from minimha.dialects.masks import (
+    boolean_or_floating,
+    broadcasts,
+    owner_by_axes,
+    owner_by_values,
+)
 from minimha.equations.arguments import (
     argument_names,
     as_floating,
@@ -413,8 +418,7 @@ def _sdpa_mask(attn_mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str,
         return {}
     mask = _mask("attn_mask", attn_mask, "True where a query may attend to a key")
     scores = (1,) * (4 - len(shape)) + shape[-4:]
-    sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
-    if not 2 <= mask.ndim <= len(shape) or any(size not in (1, whole) for size, whole in sizes):
+    if mask.ndim < 2 or not broadcasts(mask, shape):
         raise ValueError(
             f"attn_mask has shape {mask.shape}: expected 2 axes at least, broadcastable to "
             f"(..., Lq, Lk), here {shape}{owner_by_axes(mask, scores)}"
@@ -425,14 +429,12 @@ def _sdpa_mask(attn_mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str,
 def _mask(name: str, value: ArrayLike, meaning: str) -> Array:
     """``value`` as an array of bool or of a floating dtype."""
     mask = rectangular(name, value)
-    if mask.dtype == np.bool_:
-        return mask
     if mask.dtype.kind in "iu":
         raise TypeError(
             f"{name} has dtype {mask.dtype}: expected bool, {meaning}, or floating numbers, which "
             f"are added to the scores{owner_by_values(mask)}"
         )
-    return as_floating(name, value)
+    return boolean_or_floating(name, mask)
 
 
 def _scores(problem: Problem) -> Array:
