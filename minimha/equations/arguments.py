@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 COMPUTED = (np.dtype(np.float32), np.dtype(np.float64))  # dtypes that need no second look
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 LARGEST_INTEGER = 1 << 53  # float64, in which angles are computed, holds all integers up to here
+
+T = TypeVar("T", bound=str | None)
 
 _names: ContextVar[Mapping[str, str] | None] = ContextVar("argument names", default=None)
 
@@ -59,6 +61,20 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def choice(name: str, value: T, choices: Iterable[str | None]) -> T:
+    """``value`` if it is one of ``choices``.
+
+    Raises
+    ------
+    ValueError
+        It is not.
+    """
+    if not isinstance(value, str | None) or value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"{name_of(name)} is {value!r}: expected one of {listed}")
+    return value
+
+
 def integer(name: str, value: Any, low: int = 1) -> int:
     """``value`` as Python's integer, which never wraps as NumPy's do, if it is ``low`` or more.
 
@@ -76,15 +92,17 @@ def integer(name: str, value: Any, low: int = 1) -> int:
     return int(value)
 
 
-def number(name: str, value: Any, compute: np.dtype[Any]) -> float:
-    """``value`` as a float that is finite in the dtype ``compute`` too.
+def number(
+    name: str, value: Any, compute: np.dtype[Any] = COMPUTED[1], low: float = -math.inf
+) -> float:
+    """``value`` as a float, if it is ``low`` or more and finite in the dtype ``compute`` too.
 
     Raises
     ------
     TypeError
         It is no real number.
     ValueError
-        It is NaN, infinite or beyond the dtype's range.
+        It is below ``low``, NaN, infinite or beyond the dtype's range.
     """
     scalar = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
@@ -98,6 +116,8 @@ def number(name: str, value: Any, compute: np.dtype[Any]) -> float:
         raise ValueError(
             f"{name_of(name)} is {value!r}: expected a finite number, at most {largest:.1e}"
         )
+    if result < low:
+        raise ValueError(f"{name_of(name)} is {value!r}: expected a number of at least {low:g}")
     return result
 
 

@@ -10,7 +10,6 @@ interleaved (2i, 2i + 1), the paper's and GPT-J's.
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -24,6 +23,7 @@ from minimha.equations.arguments import (
     flag,
     integer,
     name_of,
+    number,
 )
 from minimha.equations.tap import Tap, no_tap
 
@@ -47,7 +47,7 @@ class LinearScaling:
     magnitude: float = field(default=1.0, init=False)
 
     def __post_init__(self) -> None:
-        _keep(self, factor=_at_least("factor", self.factor, 1))
+        _keep(self, factor=number("factor", self.factor, low=1))
 
     def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
         """Return θ_i / factor."""
@@ -80,7 +80,7 @@ class DynamicNTKScaling:
     def __post_init__(self) -> None:
         _keep(
             self,
-            factor=_at_least("factor", self.factor, 1),
+            factor=number("factor", self.factor, low=1),
             original_length=_length("original_length", self.original_length),
         )
 
@@ -130,12 +130,12 @@ class YaRNScaling:
         given = self.attention_factor
         _keep(
             self,
-            factor=_at_least("factor", self.factor, 1),
+            factor=number("factor", self.factor, low=1),
             original_length=_length("original_length", self.original_length),
             beta_slow=_positive("beta_slow", self.beta_slow),
             attention_factor=None if given is None else _positive("attention_factor", given),
         )
-        _keep(self, beta_fast=_at_least("beta_fast", self.beta_fast, self.beta_slow))
+        _keep(self, beta_fast=number("beta_fast", self.beta_fast, low=self.beta_slow))
 
     @property
     def magnitude(self) -> float:
@@ -185,7 +185,7 @@ class Llama3Scaling:
     def __post_init__(self) -> None:
         _keep(
             self,
-            factor=_at_least("factor", self.factor, 1),
+            factor=number("factor", self.factor, low=1),
             original_length=_length("original_length", self.original_length),
             low_freq_factor=_positive("low_freq_factor", self.low_freq_factor),
             high_freq_factor=_positive("high_freq_factor", self.high_freq_factor),
@@ -259,7 +259,7 @@ class RoPE:
             raise ValueError(f"{name} is {R}: a rotation turns pairs, so it must be even")
         if R > D:
             raise ValueError(f"rotary_dim is {R}: expected at most head_dim={D}")
-        base = _number("base", self.base)
+        base = number("base", self.base)
         if base <= 1:
             raise ValueError(
                 f"base is {self.base!r}: expected more than 1, later pairs turn slower"
@@ -501,35 +501,15 @@ def _keep(instance: Any, **checked: Any) -> None:
         object.__setattr__(instance, name, value)
 
 
-def _number(name: str, value: Any) -> float:
-    """``value`` as Python's float, which does not overflow as NumPy's narrow numbers do."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r}: expected a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {value!r}: expected a finite number")
-    return number
-
-
 def _positive(name: str, value: Any) -> float:
-    number = _number(name, value)
-    if number <= 0:
-        raise ValueError(f"{name} is {value!r}: expected a positive number")
-    return number
-
-
-def _at_least(name: str, value: Any, least: float) -> float:
-    number = _number(name, value)
-    if number < least:
-        raise ValueError(f"{name} is {value!r}: expected at least {least}")
-    return number
+    result = number(name, value)
+    if result <= 0:
+        raise ValueError(f"{name_of(name)} is {value!r}: expected a positive number")
+    return result
 
 
 def _length(name: str, value: Any) -> int:
     """A count of tokens that a float can hold."""
     length = integer(name, value)
-    _number(name, length)
+    number(name, length)
     return length

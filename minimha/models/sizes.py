@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 
-from minimha.equations.arguments import flag, integer
+from minimha.equations.arguments import choice, flag, integer
 
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
 
@@ -364,7 +364,7 @@ def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
     _check_decoder(preset)
     length = check_length(preset, length)
     num_entries = 2 * preset.layers * preset.num_kv_heads * preset.head_dim
-    return num_entries * _seen(preset, length) * _item_size(dtype)
+    return num_entries * _seen(preset, length) * ITEM_SIZES[choice("dtype", dtype, ITEM_SIZES)]
 
 
 def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
@@ -378,7 +378,7 @@ def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
     TypeError, ValueError
         No preset, or a dtype that is none of float32, float16 and bfloat16.
     """
-    return parameters(preset).total * _item_size(dtype)
+    return parameters(preset).total * ITEM_SIZES[choice("dtype", dtype, ITEM_SIZES)]
 
 
 def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savings:
@@ -447,12 +447,6 @@ def _seen(preset: Preset, length: int) -> int:
 
 def _letters(name: str) -> str:
     return "".join(sign for sign in name.casefold() if sign.isalnum())
-
-
-def _item_size(dtype: str) -> int:
-    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(ITEM_SIZES)}")
-    return ITEM_SIZES[dtype]
 
 
 def _check_preset(preset: Preset) -> None:
