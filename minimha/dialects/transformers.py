@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,7 +29,6 @@ from minimha.dialects.transformers_classes import (
 from minimha.equations.arguments import argument_names, as_floating, flag, integer, rectangular
 from minimha.equations.tap import Tap, no_tap
 from minimha.layers.biases import t5_bias
-from minimha.layers.cache import KVCache
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
 from minimha.layers.rope import RoPE, rotate_by_table
 
@@ -235,7 +234,7 @@ class AttentionModule:
                 x,
                 context,
                 positions=given.get("position_ids"),
-                cache=cast("KVCache | None", step),
+                cache=step,
                 return_weights=wants_weights and step is None,
                 backend=backend,
                 tap=tap,
@@ -337,7 +336,7 @@ class AttentionModule:
             return self.layer
         layer = copy(self.layer)
         tables = _tables(rotary, given["position_embeddings"])
-        layer.rope = cast(RoPE, _Tables(layer.head_dim, rotary, *tables))
+        layer.rope = _Tables(layer.head_dim, rotary, *tables)
         return layer
 
 
@@ -349,6 +348,7 @@ class _Tables:
     rotary: Rotary
     cos: Array
     sin: Array
+    is_dynamic: ClassVar[bool] = False
 
     def rotate(self, x: Array, positions: ArrayLike, tap: Tap) -> Array:
         """Return ``x`` turned; the tables are of the tokens, so positions say no more."""
@@ -392,6 +392,9 @@ class _Step:
         if self._wants_weights:
             self._weights = attention_weights(q, k, **options).astype(k.dtype, copy=False)
         return attention(q, k, v, tap=tap, **options)
+
+    def undo(self) -> None:
+        """Do nothing: the past changes only when it is committed."""
 
     def committed(self) -> Array | None:
         """Keep the new keys and values, for the call went well, and return the weights."""

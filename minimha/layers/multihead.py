@@ -6,9 +6,8 @@ x, context → q, k, v → normalised → rotated → attention → concat → g
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -16,22 +15,21 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from minimha.api import attention
 from minimha.equations.arguments import (
     as_floating,
+    choice,
     common_dtype,
     compute_dtype,
     flag,
     integer,
     name_of,
+    number,
 )
 from minimha.equations.tap import Tap, no_tap, renamed
-
-if TYPE_CHECKING:  # a toy sentence pays for neither
-    from minimha.layers.cache import KVCache
-    from minimha.layers.rope import RoPE
+from minimha.layers.protocols import Cache, Rotation
 
 Array = NDArray[Any]
 
 LETTERS = {
-    "W_q": "(E, H · D)", "W_k": "(Ec, Hkv · D)", "W_v": "(Ec, Hkv · Dv)", "W_o": "(H · Dv, Eo)",
+    "W_q": "(E, H · D)", "W_k": "(Ec, Hkv · D)", "W_v": "(Ev, Hkv · Dv)", "W_o": "(H · Dv, Eo)",
 }  # fmt: skip
 WEIGHTS = (*LETTERS, "b_q", "b_k", "b_v", "b_o", "g_q", "g_k", "W_g", "b_g")
 NORMS = (None, "head", "full")
@@ -43,8 +41,8 @@ class MultiHeadAttention:
     """concat(head_0, …, head_H-1) W_o, with head_h = attention(x W_q[h], x W_k[h], x W_v[h]).
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``Hkv`` key/value heads,
-    ``D`` head width, ``Dv`` value width, ``Lc`` and ``Ec`` tokens and width of a context, ``Eo``
-    width of the output.
+    ``D`` head width, ``Dv`` value width, ``Lc`` and ``Ec`` tokens and width of a context, ``Ev``
+    width of what values are made from, ``Eo`` width of the output.
 
     Head h's matrix is the columns h · D to (h + 1) · D - 1 of the combined one, so the H small
     products x W_q[h] are one large product: ``from_heads`` and ``from_combined`` make equal layers.
@@ -53,48 +51,50 @@ class MultiHeadAttention:
     ----------
     d_model, num_heads : int
         E and H.
-    num_kv_heads : int
-        Hkv, a divisor of H; H if not given. Query head h reads key/value head h // (H // Hkv).
-    head_dim, value_dim : int
-        D and Dv; E / H and D if not given.
-    bias : bool
+    num_kv_heads : int, optional
+        Hkv, a divisor of H. Query head h reads key/value head h // (H // Hkv). Default is H.
+    head_dim, value_dim : int, optional
+        D and Dv. Defaults are E / H and D.
+    bias : bool, default True
         Add b_q, b_k, b_v and b_o, and b_g to a gate.
-    context_dim : int
-        Ec, the width of what keys and values are made from; E if not given.
-    output_dim : int
-        Eo; E if not given.
-    qk_norm : {None, "head", "full"}
+    context_dim : int, optional
+        Ec, the width of what keys and values are made from. Default is E.
+    value_source_dim : int, optional
+        Ev, for a layer whose ``project`` makes values from something else than keys. Default is Ec.
+    output_dim : int, optional
+        Eo. Default is E.
+    qk_norm : {None, "head", "full"}, default None
         Divide every query and key by its root mean square and multiply by g_q, g_k: each head by
         itself, with gains (D,), or all heads together, with gains (H · D,) and (Hkv · D,).
-    epsilon : float
+    epsilon : float, default 1e-6
         What is added to the mean square under that root.
-    gate : {None, "elementwise", "headwise"}
+    gate : {None, "elementwise", "headwise"}, default None
         Multiply the heads' outputs by sigmoid(x W_g + b_g), W_g (E, H · Dv) or (E, H).
-    rope : RoPE
-        Turn queries and keys by their positions, after normalisation.
-    parameters : mapping of str to array_like
+    rope : RoPE or another ``Rotation``, optional
+        Rotate queries and keys by their positions, after normalisation.
+    parameters : mapping of str to array_like, optional
         The weights below by name. A bias that is not among them is 0, a gain 1. Without
         ``parameters`` the weights are drawn: uniform in ±√(6 / (rows + columns)).
-    dtype : float16, bfloat16, float32 or float64
+    dtype : float16, bfloat16, float32 or float64, default float32
         Of drawn weights.
-    seed : int
+    seed : int, default 0
         Of drawn weights.
 
     Attributes
     ----------
     W_q : ndarray of shape (E, H · D)
     W_k : ndarray of shape (Ec, Hkv · D)
-    W_v : ndarray of shape (Ec, Hkv · Dv)
+    W_v : ndarray of shape (Ev, Hkv · Dv)
     W_o : ndarray of shape (H · Dv, Eo)
     b_q, b_k, b_v, b_o, g_q, g_k, W_g, b_g : ndarray
-        Where the layer has them. All are applied as x @ W + b. An array that is assigned is
-        checked as one that is given at first.
+        If the layer has them. All are applied as x @ W + b. An array that is assigned later is
+        checked as those given to the constructor are.
 
     Raises
     ------
     TypeError, ValueError
-        Sizes that do not divide, a weight that is missing or does not fit: which, what shape was
-        expected, and whether it looks transposed.
+        Sizes that do not divide each other, or a weight that is missing or does not fit: which,
+        what shape was expected, and whether it looks transposed.
 
     References
     ----------
@@ -133,11 +133,12 @@ class MultiHeadAttention:
         bias: bool = True,
         *,
         context_dim: int | None = None,
+        value_source_dim: int | None = None,
         output_dim: int | None = None,
         qk_norm: str | None = None,
         epsilon: float = EPSILON,
         gate: str | None = None,
-        rope: RoPE | None = None,
+        rope: Rotation | None = None,
         parameters: Mapping[str, ArrayLike] | None = None,
         dtype: DTypeLike = np.float32,
         seed: int = 0,
@@ -159,11 +160,14 @@ class MultiHeadAttention:
         self.head_dim = integer("head_dim", d_model // num_heads if head_dim is None else head_dim)
         self.value_dim = integer("value_dim", self.head_dim if value_dim is None else value_dim)
         self.context_dim = integer("context_dim", d_model if context_dim is None else context_dim)
+        self.value_source_dim = integer(
+            "value_source_dim", self.context_dim if value_source_dim is None else value_source_dim
+        )
         self.output_dim = integer("output_dim", d_model if output_dim is None else output_dim)
         self.bias = flag("bias", bias)
-        self.qk_norm = _choice("qk_norm", qk_norm, NORMS)
-        self.epsilon = _epsilon(epsilon)
-        self.gate = _choice("gate", gate, GATES)
+        self.qk_norm = choice("qk_norm", qk_norm, NORMS)
+        self.epsilon = number("epsilon", epsilon, low=0)
+        self.gate = choice("gate", gate, GATES)
         self.rope = _checked_rope(rope, self.head_dim)
         if parameters is None:
             parameters = self._drawn(np.dtype(dtype), integer("seed", seed, low=0))
@@ -187,13 +191,15 @@ class MultiHeadAttention:
         ----------
         W_q : array_like of shape (E, H · D)
         W_k : array_like of shape (Ec, Hkv · D)
-        W_v : array_like of shape (Ec, Hkv · Dv)
+        W_v : array_like of shape (Ev, Hkv · Dv)
         W_o : array_like of shape (H · Dv, Eo)
-        num_heads, num_kv_heads : int
-            H and Hkv.
+        num_heads : int
+            H.
+        num_kv_heads : int, optional
+            Hkv. Default is H.
         **others
             Further weights (b_q, b_k, b_v, b_o, g_q, g_k, W_g, b_g) and settings (qk_norm, gate,
-            rope) of the layer, by name.
+            rope, …) of the layer, by name.
 
         Raises
         ------
@@ -230,13 +236,13 @@ class MultiHeadAttention:
     def from_heads(
         cls, W_q: ArrayLike, W_k: ArrayLike, W_v: ArrayLike, W_o: ArrayLike, **others: Any
     ) -> MultiHeadAttention:
-        """Return a layer from one matrix a head, as papers and teaching documents write them.
+        """Return a layer from one matrix per head, as papers and teaching documents write them.
 
         Parameters
         ----------
         W_q : array_like of shape (H, E, D)
         W_k : array_like of shape (Hkv, Ec, D)
-        W_v : array_like of shape (Hkv, Ec, Dv)
+        W_v : array_like of shape (Hkv, Ev, Dv)
         W_o : array_like of shape (H · Dv, Eo)
         **others
             As for ``from_combined``; a bias may be (heads, width) as well as all in one row.
@@ -250,10 +256,10 @@ class MultiHeadAttention:
         heads = {name: as_floating(name, value) for name, value in given.items()}
         for name, W in heads.items():
             if W.ndim != 3:
-                raise ValueError(f"{name} has shape {W.shape}: expected one (E, D) matrix a head")
+                raise ValueError(f"{name} has shape {W.shape}: expected one (E, D) matrix per head")
         H, Hkv, Hv = (len(W) for W in heads.values())
         if Hv != Hkv:
-            raise ValueError(f"W_v has {Hv} matrices but W_k has {Hkv}: expected one each a head")
+            raise ValueError(f"W_v has {Hv} matrices but W_k has {Hkv}: expected one per head")
         for name in {"b_q", "b_k", "b_v"} & set(others):
             others[name] = np.ravel(as_floating(name, others[name]))
         combined = {name: _combined(W) for name, W in heads.items()}
@@ -266,7 +272,7 @@ class MultiHeadAttention:
         *,
         positions: ArrayLike | None = None,
         context_positions: ArrayLike | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         return_weights: bool = False,
         tap: Tap = no_tap,
         **options: Any,
@@ -277,20 +283,21 @@ class MultiHeadAttention:
         ----------
         x : array_like of shape (L, E) or (B, L, E)
             Integers are computed in float64, 16 bits in float32 and rounded once.
-        context : array_like of shape (Lc, Ec) or (B, Lc, Ec)
-            What keys and values are made from (cross-attention); x itself if not given.
-        positions, context_positions : array_like of shape (L,) or (B, L), int
-            For rotary embedding: 0, 1, … if not given, or on from the cache's length.
-        cache : KVCache
-            Earlier tokens; keys and values of x are appended to it, unless the attention is
-            refused. Causal by its nature.
-        return_weights : bool
-            Return each head's weights too; the output stays the same bit by bit.
-        tap : callable ``tap(name, value) -> value``
+        context : array_like of shape (Lc, Ec) or (B, Lc, Ec), optional
+            What keys and values are made from (cross-attention). Default is x itself.
+        positions, context_positions : array_like of shape (L,) or (B, L), int, optional
+            For rotary embedding. Default is 0, 1, …, counted from the cache's length if there is
+            a cache.
+        cache : KVCache or another ``Cache``, optional
+            Earlier tokens. The keys and values of x are appended to it, unless the attention is
+            refused. With a KVCache attention is causal.
+        return_weights : bool, default False
+            Return each head's weights too; the output stays the same, bit for bit.
+        tap : callable ``tap(name, value) -> value``, optional
             Hears x, context, the weights, every step of the attention, concat and output. Matrices
             and biases are heard head by head.
         **options
-            Those of ``minimha.attention``, without ``return_lse``: masks, biases, windows, backend.
+            Those of ``minimha.attention``, except ``return_lse``: masks, biases, windows, backend.
 
         Returns
         -------
@@ -312,39 +319,83 @@ class MultiHeadAttention:
         tokens = source = tap("x", tokens.astype(compute, copy=False))
         if others is not None:
             source = tap("context", others.astype(compute, copy=False))
-        q = self._project("q", tokens, self.num_heads, tap)
-        k = self._project("k", source, self.num_kv_heads, tap)
-        v = self._project("v", source, self.num_kv_heads, tap)
-        heard = {"q": "q", "k": "k", "output": "head_output"}
+        q, k, v = self.project(tokens, source, source, tap)
+        stage = ""  # of queries and keys; a tap hears q, q_normed and q_rotated
         if self.qk_norm is not None:
-            q, k = self._normed("q", q, tap, heard), self._normed("k", k, tap, heard)
+            q, k = self._normed("q", tap("q", q), tap), self._normed("k", tap("k", k), tap)
+            stage = "_normed"
         if self.rope is not None:
             at = _positions(positions, q, cache)
             at_keys = at if context is None else _positions(context_positions, k)
-            q = _rotated("q", q, self.rope, at, tap, heard)
-            k = _rotated("k", k, self.rope, at_keys, tap, heard)
+            q = _rotated("q", tap(f"q{stage}", q), self.rope, at, tap)
+            k = _rotated("k", tap(f"k{stage}", k), self.rope, at_keys, tap)
+            stage = "_rotated"
         elif positions is not None or context_positions is not None:
-            raise ValueError("positions are given but the layer has no rope to use them")
+            raise ValueError(
+                f"{name_of('positions')} are given but the layer has no rope to use them"
+            )
+        heard = renamed(tap, q=f"q{stage}", k=f"k{stage}", output="head_output")
         if cache is None:
-            heads = attention(q, k, v, tap=renamed(tap, **heard), **options)
+            heads = attention(q, k, v, tap=heard, **options)
         else:
             cache.append(k.astype(dtype, copy=False), v.astype(dtype, copy=False))
             try:
-                heads = cache.attend(q, tap=renamed(tap, **heard), **options)
+                heads = cache.attend(q, tap=heard, **options)
             except Exception:
-                if undo := getattr(cache, "undo", None):  # another's cache may keep nothing yet
-                    undo()
+                cache.undo()
                 raise
-        concat = tap("concat", _side_by_side(heads))
-        if self.gate is not None:
-            concat = tap("gated", concat * self._gates(tokens, tap))
-        output = _product(concat, tap("W_o", self.W_o.astype(compute, copy=False)))
-        if self.bias:
-            output = output + tap("b_o", self._row("b_o", compute))
-        output = np.asarray(tap("output", output)).astype(dtype, copy=False)
+        output = self.combine(heads, tokens, tap).astype(dtype, copy=False)
         if not flag("return_weights", return_weights):
             return output
         return output, attention_weights(q, k, **options).astype(dtype, copy=False)
+
+    def project(
+        self, x: Array, key_source: Array, value_source: Array, tap: Tap = no_tap
+    ) -> tuple[Array, Array, Array]:
+        """Queries, keys and values, before normalisation and rotation.
+
+        For callers that attend by themselves and then ``combine`` the heads. Nothing is checked.
+
+        Parameters
+        ----------
+        x : ndarray of shape (L, E) or (B, L, E), float32 or float64
+        key_source : ndarray of shape (Lc, Ec) or (B, Lc, Ec), x's dtype
+        value_source : ndarray of shape (Lc, Ev) or (B, Lc, Ev), x's dtype
+        tap : callable ``tap(name, value) -> value``, optional
+            Hears the matrices and biases.
+
+        Returns
+        -------
+        q, k, v : ndarray of shape (..., H, L, D), (..., Hkv, Lc, D) and (..., Hkv, Lc, Dv)
+        """
+        return (
+            self._project("q", x, self.num_heads, tap),
+            self._project("k", key_source, self.num_kv_heads, tap),
+            self._project("v", value_source, self.num_kv_heads, tap),
+        )
+
+    def combine(self, heads: Array, x: Array, tap: Tap = no_tap) -> Array:
+        """The layer's output: the heads side by side, gated and projected.
+
+        Parameters
+        ----------
+        heads : ndarray of shape (..., H, L, Dv)
+        x : ndarray of shape (..., L, E)
+            What the queries, and the gates, are made from.
+        tap : callable ``tap(name, value) -> value``, optional
+            Hears concat, the gates, the weights and output.
+
+        Returns
+        -------
+        ndarray of shape (..., L, Eo), x's dtype
+        """
+        concat = tap("concat", _side_by_side(heads))
+        if self.gate is not None:
+            concat = tap("gated", concat * self._gates(x, tap))
+        output = _product(concat, tap("W_o", self._row("W_o", x.dtype)))
+        if self.bias:
+            output = output + tap("b_o", self._row("b_o", x.dtype))
+        return np.asarray(tap("output", output))
 
     def __repr__(self) -> str:
         sizes = ("d_model", "num_heads", "num_kv_heads", "head_dim", "value_dim", "bias")
@@ -357,11 +408,11 @@ class MultiHeadAttention:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every weight that the layer has, by name."""
-        E, Ec, D = self.d_model, self.context_dim, self.head_dim
+        E, Ec, Ev, D = self.d_model, self.context_dim, self.value_source_dim, self.head_dim
         q, k = self.num_heads * D, self.num_kv_heads * D
         v, concat = self.num_kv_heads * self.value_dim, self.num_heads * self.value_dim
         shapes: dict[str, tuple[int, ...]] = {
-            "W_q": (E, q), "W_k": (Ec, k), "W_v": (Ec, v), "W_o": (concat, self.output_dim),
+            "W_q": (E, q), "W_k": (Ec, k), "W_v": (Ev, v), "W_o": (concat, self.output_dim),
         }  # fmt: skip
         if self.qk_norm is not None:
             per_head = self.qk_norm == "head"
@@ -414,24 +465,29 @@ class MultiHeadAttention:
         if x.ndim not in (2, 3) or x.shape[-1] != self.d_model:
             raise ValueError(
                 f"{name_of('x')} has shape {x.shape}: expected (L, E) or (B, L, E) with "
-                f"E={self.d_model}, "
-                f"the rows of W_q"
+                f"E={self.d_model}, the rows of W_q"
             )
+        if self.value_source_dim != self.context_dim:
+            raise ValueError(
+                f"keys are made from width Ec={self.context_dim}, values from "
+                f"Ev={self.value_source_dim}: project takes a source for each"
+            )
+        X, name = name_of("x"), name_of("context")
         if context is None:
             if self.context_dim != self.d_model:
                 raise ValueError(
-                    f"context is missing: keys and values are made from width Ec="
-                    f"{self.context_dim}, x has E={self.d_model}"
+                    f"{name} is missing: keys and values are made from width Ec="
+                    f"{self.context_dim}, {X} has E={self.d_model}"
                 )
             return x, None, common_dtype({"x": x.dtype, "the layer": self.dtype})
         context = as_floating("context", context)
         if context.ndim != x.ndim or context.shape[-1] != self.context_dim:
             raise ValueError(
-                f"context has shape {context.shape}, x {x.shape}: expected as many axes as x, with "
-                f"width Ec={self.context_dim}, the rows of W_k and W_v"
+                f"{name} has shape {context.shape}, {X} {x.shape}: expected as many axes as {X}, "
+                f"with width Ec={self.context_dim}, the rows of W_k and W_v"
             )
         if context.shape[:-2] != x.shape[:-2]:
-            raise ValueError(f"context has B={len(context)} but x has B={len(x)}: expected one B")
+            raise ValueError(f"{name} has B={len(context)} but {X} has B={len(x)}: expected one B")
         dtypes = {"x": x.dtype, "context": context.dtype, "the layer": self.dtype}
         return x, context, common_dtype(dtypes)
 
@@ -444,10 +500,8 @@ class MultiHeadAttention:
             y = y + tap(b, self._row(b, x.dtype).reshape(heads, -1)).ravel()
         return _heads(y, heads)
 
-    def _normed(self, name: str, x: Array, tap: Tap, heard: dict[str, str]) -> Array:
+    def _normed(self, name: str, x: Array, tap: Tap) -> Array:
         """Queries or keys divided by their root mean square, times the gain."""
-        x = tap(heard[name], x)
-        heard[name] = f"{name}_normed"
         gain = tap(f"g_{name}", self._row(f"g_{name}", x.dtype))
         if self.qk_norm == "head":
             return np.asarray(_by_root_mean_square(x, self.epsilon) * gain)
@@ -469,7 +523,7 @@ class MultiHeadAttention:
 def attention_weights(q: ArrayLike, k: ArrayLike, **options: Any) -> Array:
     """softmax(scale · Q Kᵀ): what share each query gives to each key, on any backend.
 
-    Fast kernels keep no weights. A query's average of the rows of the identity is its row of
+    Fast kernels keep no weights. With the identity as values, a query's output is its row of
     weights, so the kernel that computes an output computes these too.
 
     Parameters
@@ -477,7 +531,7 @@ def attention_weights(q: ArrayLike, k: ArrayLike, **options: Any) -> Array:
     q : array_like of shape (B, H, Lq, D), (H, Lq, D) or (Lq, D)
     k : array_like of shape (B, Hkv, Lk, D), (Hkv, Lk, D) or (Lk, D)
     **options
-        Those of ``minimha.attention``, without ``return_lse``.
+        Those of ``minimha.attention``, except ``return_lse``.
 
     Returns
     -------
@@ -501,12 +555,12 @@ def attention_weights(q: ArrayLike, k: ArrayLike, **options: Any) -> Array:
 
 
 def _apart(W: Array, heads: int) -> Array:
-    """Columns of all heads, (E, heads · width), as one matrix a head, (heads, E, width); a view."""
+    """Columns of all heads, (E, heads · width), as matrices (heads, E, width); a view."""
     return np.moveaxis(W.reshape(len(W), heads, -1), 1, 0)
 
 
 def _combined(W: Array) -> Array:
-    """One matrix a head side by side: the opposite of ``_apart``, and no copy of its result."""
+    """The heads' matrices side by side: the opposite of ``_apart``, without copying its result."""
     side_by_side: Array = np.moveaxis(W, 0, 1).reshape(W.shape[1], -1)
     return side_by_side
 
@@ -525,7 +579,8 @@ def _side_by_side(x: Array) -> Array:
 
 def _product(x: Array, W: Array) -> Array:
     """x W as one product of two matrices, whatever batch x has."""
-    return np.reshape(x.reshape(-1, x.shape[-1]) @ W, (*x.shape[:-1], W.shape[1]))
+    with np.errstate(all="ignore"):
+        return np.reshape(x.reshape(-1, x.shape[-1]) @ W, (*x.shape[:-1], W.shape[1]))
 
 
 def _by_root_mean_square(x: Array, epsilon: float) -> Array:
@@ -535,17 +590,13 @@ def _by_root_mean_square(x: Array, epsilon: float) -> Array:
     )
 
 
-def _rotated(
-    name: str, x: Array, rope: RoPE, at: ArrayLike, tap: Tap, heard: dict[str, str]
-) -> Array:
-    """Queries or keys turned by their positions."""
-    x = tap(heard[name], x)
-    heard[name] = f"{name}_rotated"
+def _rotated(name: str, x: Array, rope: Rotation, at: ArrayLike, tap: Tap) -> Array:
+    """Queries or keys, rotated by their positions."""
     return rope.rotate(x, at, renamed(tap, cos=f"cos[{name}]", sin=f"sin[{name}]", rotated=None))
 
 
-def _positions(given: ArrayLike | None, x: Array, cache: KVCache | None = None) -> ArrayLike:
-    """The positions of the tokens of x, (..., H, L, D): those given, or counted on."""
+def _positions(given: ArrayLike | None, x: Array, cache: Cache | None = None) -> ArrayLike:
+    """The positions of the tokens of x, (..., H, L, D): those given, or the next ones."""
     if given is not None:
         return given
     counted = np.arange(x.shape[-2])
@@ -553,28 +604,34 @@ def _positions(given: ArrayLike | None, x: Array, cache: KVCache | None = None) 
 
 
 def _check_cached(x: Array, context: Array | None, return_weights: bool) -> None:
+    cache = name_of("cache")
     if context is not None:
-        raise ValueError("cache and context are both given: a cache holds x's own earlier tokens")
+        raise ValueError(
+            f"{cache} and {name_of('context')} are both given: a cache holds {name_of('x')}'s own "
+            f"earlier tokens"
+        )
     if x.ndim != 3:
         raise ValueError(f"{name_of('x')} has shape {x.shape}: with a cache it must be (B, L, E)")
     if return_weights:
-        raise ValueError("return_weights with a cache: let a tap hear weights instead")
+        raise ValueError(
+            f"{name_of('return_weights')} with a cache: let a tap hear weights instead"
+        )
 
 
-def _check_one_length(rope: Any, context: Array | None, cache: KVCache | None) -> None:
-    """Dynamic scaling turns queries and keys alike only where it knows their one whole length."""
-    if getattr(rope, "is_dynamic", False):
+def _check_one_length(rope: Rotation | None, context: Array | None, cache: Cache | None) -> None:
+    """Dynamic scaling rotates queries and keys alike only if it knows the whole length of both."""
+    if rope is not None and rope.is_dynamic:
         why = "the angles of its dynamic scaling depend on the whole length"
         if cache is not None:
             raise ValueError(f"rope with a cache: {why}, which a cache does not know in advance")
         if context is not None:
-            raise ValueError(f"rope with a context: {why}, and x and context have one each")
+            raise ValueError(f"rope with a context: {why}, which differs between x and context")
 
 
 def _matrix(name: str, value: ArrayLike) -> Array:
     W = as_floating(name, value)
     if W.ndim != 2:
-        hint = "; one matrix a head goes to from_heads" if W.ndim == 3 and name != "W_o" else ""
+        hint = "; from_heads takes one matrix per head" if W.ndim == 3 and name != "W_o" else ""
         raise ValueError(f"{name} has shape {W.shape}: expected {LETTERS[name]}{hint}")
     return W
 
@@ -593,26 +650,11 @@ def _free(W: Array, axis: int, other: int) -> int:
     return sizes[1] if sizes[0] == other != sizes[1] else sizes[0]
 
 
-def _choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> str | None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}: expected one of {', '.join(map(repr, choices))}")
-    return value
-
-
-def _epsilon(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"epsilon is {value!r}: expected a number")
-    epsilon = float(value)
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise ValueError(f"epsilon is {value!r}: expected a finite number, not below 0")
-    return epsilon
-
-
-def _checked_rope(rope: Any, head_dim: int) -> RoPE | None:
+def _checked_rope(rope: Any, head_dim: int) -> Rotation | None:
     if rope is None:
         return None
-    if not callable(getattr(rope, "rotate", None)):
+    if not isinstance(rope, Rotation):
         raise TypeError(f"rope is {rope!r}: expected a minimha.layers.rope.RoPE, or None")
     if rope.head_dim != head_dim:
         raise ValueError(f"rope is for head_dim={rope.head_dim} but the layer has {head_dim}")
-    return rope  # type: ignore[no-any-return]
+    return rope

@@ -1,4 +1,4 @@
-"""Multi-head attention is attention, a head at a time."""
+"""Multi-head attention is attention, head by head."""
 
 import math
 
@@ -32,7 +32,7 @@ EVERYTHING = {
 
 
 def side_by_side(W):
-    """Heads' matrices in one, a head at a time."""
+    """The heads' matrices in one, head by head."""
     return np.concatenate(list(W), axis=-1)
 
 
@@ -116,7 +116,7 @@ def test_a_gate_far_from_zero_does_not_overflow():
 
 
 @pytest.mark.parametrize("positions", [None, [3, 4, 5, 6, 7], [[0, 1, 2, 3, 4], [9, 8, 7, 1, 0]]])
-def test_rope_turns_queries_and_keys_after_normalisation(positions):
+def test_rope_rotates_queries_and_keys_after_normalisation(positions):
     rope = RoPE(6)
     layer = MultiHeadAttention(6, 1, qk_norm="head", rope=rope, dtype=np.float64)
     at = np.arange(5) if positions is None else np.array(positions)
@@ -308,7 +308,7 @@ def test_torch_s_module_with_the_documents_sizes(seed):
         (lambda: MultiHeadAttention(8, 0), "num_heads is 0: expected an integer of at least 1"),
         (
             lambda: MultiHeadAttention(8, 2, epsilon=-1),
-            "epsilon is -1: expected a finite number, not",
+            "epsilon is -1: expected a number of at least 0",
         ),
         (lambda: MultiHeadAttention(8, 2, qk_norm="rms"), "qk_norm is 'rms': expected one of None"),
         (lambda: MultiHeadAttention(8, 2, gate=True), "gate is True: expected one of None, 'elem"),
@@ -318,7 +318,7 @@ def test_torch_s_module_with_the_documents_sizes(seed):
             lambda: MultiHeadAttention(8, 2, bias=False, parameters={"b_q": np.zeros(8)}),
             "b_q is no weight of this layer, which has W_q, W_k, W_v, W_o",
         ),
-        (lambda: MultiHeadAttention.from_heads(W_Q[0], W_K, W_V, W_O), "one .E, D. matrix a head"),
+        (lambda: MultiHeadAttention.from_heads(W_Q[0], W_K, W_V, W_O), "one .E, D. matrix per"),
         (lambda: MultiHeadAttention.from_heads(W_Q, W_K, W_V[:1], W_O), "W_v has 1 matrices but W"),
         (lambda: MultiHeadAttention.from_heads(W_Q[:3], W_K, W_V, W_O), "num_kv_heads is 2 but"),
         (
@@ -327,7 +327,7 @@ def test_torch_s_module_with_the_documents_sizes(seed):
         ),
         (
             lambda: MultiHeadAttention.from_combined(W_Q, W_K, W_V, W_O, num_heads=4),
-            r"W_q has shape \(4, 6, 3\): .*; one matrix a head goes to from_heads",
+            r"W_q has shape \(4, 6, 3\): .*; from_heads takes one matrix per head",
         ),
         (
             lambda: MultiHeadAttention.from_combined(

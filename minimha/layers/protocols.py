@@ -1,0 +1,43 @@
+"""What a multi-head layer needs of the objects that are given to it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.equations.tap import Tap
+
+
+@runtime_checkable
+class Rotation(Protocol):
+    """Rotates queries and keys by their positions: ``minimha.layers.rope.RoPE``, or tables."""
+
+    @property
+    def head_dim(self) -> int:
+        """D, the width of the queries and keys."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the angles depend on the sequence's length."""
+
+    def rotate(self, x: NDArray[Any], positions: ArrayLike, tap: Tap) -> NDArray[Any]:
+        """Return ``x`` (..., H, L, D), rotated."""
+
+
+class Cache(Protocol):
+    """Holds the keys and values of earlier tokens: ``minimha.layers.cache.KVCache``, or others."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens so far, (B,) or (1,): the positions of the next."""
+
+    def append(self, k: NDArray[Any], v: NDArray[Any]) -> None:
+        """Add a chunk's keys (B, Hkv, L, D) and values (B, Hkv, L, Dv); all of them, or none."""
+
+    def attend(self, q: NDArray[Any], *, tap: Tap, **options: Any) -> Any:
+        """Return the last chunk's queries (B, H, L, D) attending to all that is held."""
+
+    def undo(self) -> None:
+        """Remove the last chunk, whose ``attend`` was refused."""
