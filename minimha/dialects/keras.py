@@ -11,11 +11,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
 from minimha.dialects.masks import boolean_or_floating, broadcasts
-from minimha.equations.arguments import as_floating, common_dtype, compute_dtype, flag, integer
-from minimha.layers.multihead import attention_weights
+from minimha.equations.arguments import (
+    as_floating,
+    choice,
+    common_dtype,
+    compute_dtype,
+    flag,
+    integer,
+)
+from minimha.layers.multihead import MultiHeadAttention, attention_weights
 
 Array = NDArray[Any]
 
+LETTERS = {"query": "q", "key": "k", "value": "v", "gate": "g", "attention_output": "o"}
 MASKS = ("attention_mask", "query_mask", "key_mask", "value_mask")  # in the order of _layer's
 
 
@@ -297,30 +305,51 @@ def _layer(
     wants_scores = flag("return_attention_scores", return_attention_scores)
     _check_lengths(inputs, axes)
     rank = inputs["query"].ndim
-    gives_mean = _gives_mean(empty_rows, rank)
+    chosen = choice("empty_rows", empty_rows, (None, "mean", "zero"))
+    gives_mean = rank == 3 if chosen is None else chosen == "mean"
     dtype = common_dtype({name: array.dtype for name, array in inputs.items()})
     compute = compute_dtype(dtype)
-    x = {name: array.astype(compute, copy=False) for name, array in inputs.items()}
     shapes = _weight_shapes(inputs, heads, widths, output_shape, use_gate, use_bias)
-    weights = _weights(params, shapes, compute)
-    # (B, L, …, H, D) → (B, …, H, L, D): the axes attended over move behind the heads.
+    layer = _combined(_weights(params, shapes, compute), heads)
+    # (B, L, …, E) → (B, …, L, …, E) → (B · …, L · …, E): attention is over one axis.
     free = [axis for axis in range(rank - 1) if axis not in axes]
-    order = (*free, rank - 1, *axes, rank)
-    q, k, v = (
-        _dense(x[name], weights, name).transpose(order) for name in ("query", "key", "value")
-    )
-    over = (*q.shape[:-1], *k.shape[len(free) + 1 : -1])  # the shape of the scores
+    order = (*free, *axes, rank - 1)
+    moved = {name: array.transpose(order) for name, array in inputs.items()}
+    rows = moved["query"].shape[:-1]
+    over = (*rows[: len(free)], heads[0], *rows[len(free) :], *moved["key"].shape[len(free) : -1])
     options = _positions(use_causal_mask, sliding_window, axes)
     options |= {"attn_mask": _visible(masks, over, len(axes)), "backend": backend}
-    q4, k4, v4 = (_four(array, len(free)) for array in (q, k, v))
-    y, scores = _attended(q4, k4, v4, gives_mean, wants_scores, options)
-    y = y.reshape(*q.shape[:-1], widths[1]).transpose(np.argsort(order))
-    if use_gate:
-        y = y * (0.5 + 0.5 * np.tanh(0.5 * _dense(x["query"], weights, "gate")))  # the sigmoid
-    output = _dense(y, weights, "attention_output", contracted=2).astype(dtype, copy=False)
+    x, key_source, value_source = (
+        _three(moved[name].astype(compute, copy=False), len(free))
+        for name in ("query", "key", "value")
+    )
+    q, k, v = layer.project(x, key_source, value_source)
+    y, scores = _attended(q, k, v, gives_mean, wants_scores, options)
+    output = layer.combine(y, x).astype(dtype, copy=False)
+    output = output.reshape(*rows, output.shape[-1]).transpose(np.argsort(order))
+    output = output.reshape(*output.shape[:-1], *output_shape)
     if scores is None:
         return output
     return output, scores.reshape(over).astype(dtype, copy=False)
+
+
+def _combined(weights: dict[str, Array], heads: tuple[int, int]) -> MultiHeadAttention:
+    """The layer, whose matrices have one axis for the heads and their widths."""
+    combined: dict[str, Any] = {}
+    for path, array in weights.items():
+        name, kind = path.split("/")
+        if kind == "bias":
+            combined[f"b_{LETTERS[name]}"] = array.ravel()
+        else:
+            inputs = array.shape[: 2 if name == "attention_output" else 1]
+            combined[f"W_{LETTERS[name]}"] = array.reshape(math.prod(inputs), -1)
+    return MultiHeadAttention.from_combined(
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        value_source_dim=len(combined["W_v"]),
+        gate="elementwise" if "W_g" in combined else None,
+        **combined,
+    )
 
 
 def _attended(
@@ -336,14 +365,6 @@ def _attended(
         heads = np.where(is_empty, mean, heads)
         scores = None if scores is None else np.where(is_empty, v.dtype.type(1 / Lk), scores)
     return heads, scores
-
-
-def _gives_mean(empty_rows: Any, rank: int) -> bool:
-    if empty_rows is None:
-        return rank == 3
-    if empty_rows not in ("mean", "zero"):
-        raise ValueError(f"empty_rows is {empty_rows!r}: expected None, 'mean' or 'zero'")
-    return bool(empty_rows == "mean")
 
 
 def _inputs(query: ArrayLike, value: ArrayLike, key: ArrayLike | None) -> dict[str, Array]:
@@ -417,7 +438,7 @@ def _weight_shapes(
         projections["gate"] = ("query", H, Dv)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (of, n, width) in projections.items():
-        shapes[f"{name}/kernel"] = (inputs[of].shape[-1], n, width)
+        shapes[f"{name}/kernel"] = (integer(f"the width of {of}", inputs[of].shape[-1]), n, width)
         shapes[f"{name}/bias"] = (n, width)
     shapes["attention_output/kernel"] = (H, Dv, *output_shape)
     shapes["attention_output/bias"] = output_shape
@@ -463,16 +484,10 @@ def _weights(
     return weights
 
 
-def _dense(x: Array, weights: dict[str, Array], name: str, contracted: int = 1) -> Array:
-    """x times the kernel over x's last axes, plus the bias if there is one."""
-    y = np.tensordot(x, weights[f"{name}/kernel"], contracted)
-    return np.asarray(y + weights[f"{name}/bias"] if f"{name}/bias" in weights else y)
-
-
-def _four(array: Array, batch_axes: int) -> Array:
-    """(B, …, H, L, …, D) as (B · …, H, L · …, D)."""
-    batch, (H, *lengths, D) = array.shape[:batch_axes], array.shape[batch_axes:]
-    return array.reshape(math.prod(batch), H, math.prod(lengths), D)
+def _three(array: Array, batch_axes: int) -> Array:
+    """(B, …, L, …, E) as (B · …, L · …, E)."""
+    batch, (*lengths, E) = array.shape[:batch_axes], array.shape[batch_axes:]
+    return array.reshape(math.prod(batch), math.prod(lengths), E)
 
 
 def _positions(

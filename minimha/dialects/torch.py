@@ -26,7 +26,7 @@ from minimha.equations.arguments import (
     rectangular,
 )
 from minimha.equations.problem import Problem
-from minimha.layers.multihead import attention_weights
+from minimha.layers.multihead import MultiHeadAttention, attention_weights
 
 Array = NDArray[Any]
 WORDS = {"q": "query", "k": "key", "v": "value"}
@@ -308,20 +308,15 @@ def multihead_attention(
     dtype = common_dtype({name: x.dtype for name, x in zip(given, inputs, strict=True)})
     compute = compute_dtype(dtype)
     inputs, is_batched = _batch_first(inputs, flag("batch_first", batch_first))
-    B, Lq, E = inputs[0].shape
-    Lk = inputs[1].shape[1]
-    H = _num_heads(num_heads, E)
-    q, k, v = _projected(params, [x.astype(compute, copy=False) for x in inputs])
-    k, v, extra = _with_extra_keys(params, k, v, flag("add_zero_attn", add_zero_attn))
-    q, k, v = (x.reshape(B, x.shape[1], H, E // H).swapaxes(1, 2) for x in (q, k, v))
-    masks = _mha_masks(key_padding_mask, attn_mask, (B, H, Lq, Lk), is_batched, extra, compute)
+    layer = _layer(params, [x.shape[-1] for x in inputs], num_heads, compute)
+    x, key_source, value_source = (x.astype(compute, copy=False) for x in inputs)
+    q, k, v = layer.project(x, key_source, value_source)
+    shape = (*q.shape[:3], k.shape[2])
+    k, v = _with_extra_keys(params, k, v, flag("add_zero_attn", add_zero_attn))
+    masks = _mha_masks(key_padding_mask, attn_mask, shape, is_batched, k.shape[2], compute)
     with argument_names(**WORDS):
         heads = attention(q, k, v, backend=backend, **masks)
-    concat = heads.swapaxes(1, 2).reshape(B, Lq, E)
-    output = concat @ _parameter(params, "out_proj.weight", (E, E), compute).T
-    if "out_proj.bias" in params:
-        output = output + _parameter(params, "out_proj.bias", (E,), compute)
-    output = output.astype(dtype, copy=False)
+    output = layer.combine(heads, x).astype(dtype, copy=False)
     if not is_batched:
         output = output[0]
     elif not batch_first:
@@ -484,35 +479,38 @@ def _batch_first(inputs: list[Array], batch_first: bool) -> tuple[list[Array], b
     return inputs, is_batched
 
 
-def _num_heads(num_heads: int, E: int) -> int:
+def _layer(
+    params: Mapping[str, ArrayLike], widths: list[int], num_heads: int, compute: np.dtype[Any]
+) -> MultiHeadAttention:
+    """The module, for query, key and value of these widths; its weights (out, in) transposed."""
+    E = widths[0]
     if E % integer("num_heads", num_heads) or E == 0:
         raise ValueError(
             f"num_heads is {num_heads} and query has E={E}: E must be a multiple of it, not 0"
         )
-    return int(num_heads)
-
-
-def _projected(params: Mapping[str, ArrayLike], inputs: list[Array]) -> list[Array]:
-    """query, key and value, each times its weight, plus its bias."""
-    E, compute = inputs[0].shape[-1], inputs[0].dtype
     if "in_proj_weight" in params:
-        for name, x in zip(("key", "value"), inputs[1:], strict=True):
-            if x.shape[-1] != E:
+        for name, width in zip(("key", "value"), widths[1:], strict=True):
+            if width != E:
                 raise ValueError(
-                    f"{name} has width {x.shape[-1]} but in_proj_weight is for E={E}: another "
-                    f"width needs k_proj_weight and v_proj_weight"
+                    f"{name} has width {width} but in_proj_weight is for E={E}: another width "
+                    f"needs k_proj_weight and v_proj_weight"
                 )
         weights = np.split(_parameter(params, "in_proj_weight", (3 * E, E), compute), 3)
     else:
-        weights = [
-            _parameter(params, f"{letter}_proj_weight", (E, x.shape[-1]), compute)
-            for letter, x in zip("qkv", inputs, strict=True)
-        ]
-    projected = [x @ W.T for x, W in zip(inputs, weights, strict=True)]
-    if "in_proj_bias" not in params:
-        return projected
-    biases = np.split(_parameter(params, "in_proj_bias", (3 * E,), compute), 3)
-    return [x + b for x, b in zip(projected, biases, strict=True)]
+        weights = []
+        for name, width in zip(WORDS.values(), widths, strict=True):
+            shape = E, integer(f"the width of {name}", width)
+            weights.append(_parameter(params, f"{name[0]}_proj_weight", shape, compute))
+    weights.append(_parameter(params, "out_proj.weight", (E, E), compute))
+    biases: dict[str, Any] = {}
+    if "in_proj_bias" in params:
+        parts = np.split(_parameter(params, "in_proj_bias", (3 * E,), compute), 3)
+        biases = dict(zip(("b_q", "b_k", "b_v"), parts, strict=True))
+    if "out_proj.bias" in params:
+        biases["b_o"] = _parameter(params, "out_proj.bias", (E,), compute)
+    return MultiHeadAttention.from_combined(
+        *(W.T for W in weights), num_heads=num_heads, value_source_dim=widths[2], **biases
+    )
 
 
 def _parameter(
@@ -530,19 +528,17 @@ def _parameter(
 
 def _with_extra_keys(
     params: Mapping[str, ArrayLike], k: Array, v: Array, add_zero_attn: bool
-) -> tuple[Array, Array, int]:
-    """Keys and values (B, L, E) with those appended that belong to no token, and their number."""
-    B, _, E = k.shape
-    extra = []
+) -> tuple[Array, Array]:
+    """Keys and values (B, H, L, D) with those appended that belong to no token."""
+    B, H, _, D = k.shape
+    extra: list[tuple[Array, ...]] = [(k, v)]
     if "bias_k" in params or "bias_v" in params:
-        learned = [_parameter(params, name, (1, 1, E), k.dtype) for name in ("bias_k", "bias_v")]
-        extra.append(learned)
+        learned = (_parameter(params, f"bias_{n}", (1, 1, H * D), k.dtype) for n in "kv")
+        extra.append(tuple(np.broadcast_to(x.reshape(H, 1, D), (B, H, 1, D)) for x in learned))
     if add_zero_attn:
-        extra.append([np.zeros((1, 1, E), k.dtype)] * 2)
-    for key, value in extra:
-        k = np.concatenate([k, np.broadcast_to(key, (B, 1, E))], axis=1)
-        v = np.concatenate([v, np.broadcast_to(value, (B, 1, E))], axis=1)
-    return k, v, len(extra)
+        extra.append((np.zeros((B, H, 1, D), k.dtype),) * 2)
+    keys, values = zip(*extra, strict=True)
+    return np.concatenate(keys, axis=2), np.concatenate(values, axis=2)
 
 
 def _mha_masks(
@@ -550,10 +546,10 @@ def _mha_masks(
     attn_mask: ArrayLike | None,
     shape: tuple[int, int, int, int],
     is_batched: bool,
-    extra: int,
+    num_keys: int,
     compute: np.dtype[Any],
 ) -> dict[str, Any]:
-    """The two masks, whose True means ignore, as options of ``attention``."""
+    """The two masks, whose True means ignore, as options of ``attention`` over ``num_keys``."""
     B, H, Lq, Lk = shape
     of_keys = ("(B, Lk)", (B, Lk)) if is_batched else ("(Lk,)", (Lk,))
     accepted: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {
@@ -581,7 +577,7 @@ def _mha_masks(
             wide = mask.astype(np.promote_types(mask.dtype, compute), copy=False)
             with np.errstate(over="ignore"):  # twice the lowest number is -inf, as in torch
                 options["attn_bias"] = wide + options.get("attn_bias", wide.dtype.type(0))
-    beside = ((0, 0), (0, 0), (0, 0), (0, extra))
+    beside = ((0, 0), (0, 0), (0, 0), (0, num_keys - Lk))
     unhidden = {"attn_mask": True, "attn_bias": 0}
     return {
         name: np.pad(mask, beside, constant_values=unhidden[name]) for name, mask in options.items()
