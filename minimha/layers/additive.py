@@ -33,12 +33,12 @@ def additive_attention(
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``Dq``, ``Dk``, ``Dv`` widths of a query, a key and a value, ``A`` hidden width. 2-D arrays
-    (L, D) and 3-D arrays (H, L, D) are taken as ``minimha.attention`` takes them.
+    (L, D) and 3-D arrays (H, L, D) are treated as ``minimha.attention`` treats them.
 
-    A query and a key may differ in width, and no score leaves ±Σ|w|, so nothing is scaled. The
-    price is memory and time: B · H · Lq · Lk · A hidden numbers are held, where a dot product
-    needs none. Softmax, masks and the average of the values are those of ``minimha.attention``: the
-    scores go there as the bias of queries and keys of zeros, since 0 + bias is exact.
+    A query and a key may differ in width, and every score is within ±Σ|w|, so nothing is scaled.
+    The price is memory and time: B · H · Lq · Lk · A hidden numbers are stored, where a dot product
+    needs none. Softmax, masks and the average of the values are those of ``minimha.attention``,
+    which gets the scores as the bias of queries and keys of zeros, since 0 + bias is exact.
 
     The paper writes S_ij = v_aᵀ tanh(W_a s_i + U_a h_j) with columns s_i and h_j: W_q is W_aᵀ, W_k
     is U_aᵀ, w is v_a. Luong's "concat" is the same with q_i and k_j side by side and W_q above W_k
@@ -54,11 +54,11 @@ def additive_attention(
     W_q : array_like of shape (Dq, A)
     W_k : array_like of shape (Dk, A)
     w : array_like of shape (A,)
-    b : array_like of shape (A,)
-        0 if not given.
-    attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk)
+    b : array_like of shape (A,), optional
+        Default is 0.
+    attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), optional
         Added to the scores; -inf hides a key.
-    tap : callable ``tap(name, value) -> value``
+    tap : callable ``tap(name, value) -> value``, optional
         Hears q, k, the weights, q_hidden, k_hidden, hidden, energies (the scores) and the steps
         of the attention after them.
     **options
@@ -93,8 +93,8 @@ def additive_attention(
     for name in ("scale", "softcap"):
         if name in options:
             raise TypeError(
-                f"{name} is no option of additive_attention: w scales the scores, and none leaves "
-                f"±Σ|w|"
+                f"{name} is no option of additive_attention: w scales the scores, which stay "
+                f"within ±Σ|w|"
             )
     given = {"q": q, "k": k, "v": v, "W_q": W_q, "W_k": W_k, "w": w}
     if b is not None:
@@ -153,7 +153,7 @@ def _check_widths(
 def _without_scores(
     q: Array, k: Array, v: Array, attn_bias: ArrayLike | None, dtype: np.dtype[Any]
 ) -> Problem:
-    """The same queries, keys and values to every check of the door, but of width 1 and zero."""
+    """The problem that ``minimha.attention`` checks, with queries and keys of width 1 and zero."""
     q, k = (np.zeros((*x.shape[:-1], 1), dtype) for x in (q, k))
     return Problem.of(q, k, v.astype(dtype, copy=False), attn_bias=attn_bias)
 
@@ -176,7 +176,7 @@ def _energies(problem: Problem, arrays: dict[str, Array], tap: Tap) -> Array:
 
 
 def _after_energies(tap: Tap, is_biased: bool) -> Tap:
-    """A tap that hears nothing of the zeros which stand for queries, keys and their products."""
+    """A tap that hears nothing of the zeros in place of queries, keys and their products."""
     if tap is no_tap:
         return no_tap
     silent = {"q", "k", "Q", "K", "scores"} | (set() if is_biased else {"biased"})

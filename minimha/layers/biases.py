@@ -8,14 +8,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.arguments import as_floating, as_integers, flag, integer
+from minimha.equations.arguments import as_floating, as_integers, flag, integer, name_of
 
 
 def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     """2^(-8/n), 2^(-16/n), …, 2^(-8): ALiBi's slope of each of n heads.
 
-    Where n is no power of two, the slopes of the next smaller power p come first, then every other
+    If n is not a power of two, the slopes for the next smaller power p come first, then every other
     one of the slopes for 2p, as in the authors' code.
+
+    Parameters
+    ----------
+    num_heads : int
+        n.
 
     Returns
     -------
@@ -25,7 +30,7 @@ def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     Raises
     ------
     TypeError, ValueError
-        ``num_heads`` is no integer, or below 1.
+        ``num_heads`` is not an integer, or below 1.
 
     References
     ----------
@@ -37,8 +42,7 @@ def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     >>> alibi_slopes(4)
     array([0.25      , 0.0625    , 0.015625  , 0.00390625])
     """
-    integer("num_heads", num_heads, 1)
-    n = int(num_heads)
+    n = integer("num_heads", num_heads)
     p = 1 << (n.bit_length() - 1)
     between = _geometric(2 * p)[::2]
     return np.array(_geometric(p) + between[: n - p])
@@ -58,25 +62,27 @@ def t5_buckets(
 ) -> NDArray[np.int64]:
     """T5's bucket for the distance between each query and each key.
 
-    Near distances have a bucket each, far ones share buckets whose width grows as a logarithm, and
-    all from ``max_distance`` on share the last. With N buckets for one direction and e = N // 2:
+    Near distances have one bucket each, far ones share buckets that are equally wide on a
+    logarithmic scale, and all from ``max_distance`` on share the last. With N buckets for one
+    direction and e = N // 2:
 
         bucket(d) = d                                                        d < e
                     min(e + floor((N - e) · ln(d / e) / ln(max / e)), N - 1)   d ≥ e
 
-    Borders are compared in whole numbers, so no rounded logarithm moves a distance.
+    The buckets' borders are computed in exact integers, so no rounded logarithm moves a distance to
+    the next bucket.
 
     Parameters
     ----------
     q_positions : array_like of shape (Lq,), int
     k_positions : array_like of shape (Lk,), int
-    num_buckets : int
+    num_buckets : int, default 32
         At least 2; even and at least 4 if ``bidirectional``.
-    max_distance : int
+    max_distance : int, default 128
         More than e.
-    bidirectional : bool
+    bidirectional : bool, default True
         The second half of the buckets is for keys after the query. If False, all such keys are in
-        bucket 0, for a causal mask hides them.
+        bucket 0, since a causal mask hides them.
 
     Returns
     -------
@@ -100,10 +106,10 @@ def t5_buckets(
     """
     q, k = _positions("q_positions", q_positions), _positions("k_positions", k_positions)
     N = _one_way(num_buckets, flag("bidirectional", bidirectional))
-    integer("max_distance", max_distance, N // 2 + 1)
+    borders = _borders(N, integer("max_distance", max_distance, N // 2 + 1))
     relative = k - q[:, None]
     distance = abs(relative) if bidirectional else np.maximum(-relative, 0)
-    buckets = np.searchsorted(_borders(N, int(max_distance)), distance, side="right")
+    buckets = np.searchsorted(borders, distance, side="right")
     return np.asarray(buckets + (N * (relative > 0) if bidirectional else 0), np.int64)
 
 
@@ -120,7 +126,9 @@ def t5_bias(
     ----------
     table : array_like of shape (num_buckets, H)
         T5's ``relative_attention_bias.weight``.
-    q_positions, k_positions, max_distance, bidirectional
+    q_positions, k_positions : array_like of shape (Lq,) and (Lk,), int
+    max_distance : int, default 128
+    bidirectional : bool, default True
         As in ``t5_buckets``.
 
     Returns
@@ -147,21 +155,21 @@ def t5_bias(
     """
     table = as_floating("table", table)
     if table.ndim != 2 or table.shape[1] == 0:
-        raise ValueError(f"table has shape {table.shape}: expected (num_buckets, H)")
+        raise ValueError(f"{name_of('table')} has shape {table.shape}: expected (num_buckets, H)")
     buckets = t5_buckets(q_positions, k_positions, table.shape[0], max_distance, bidirectional)
     return np.moveaxis(table[buckets], -1, 0)
 
 
 def _one_way(num_buckets: int, bidirectional: bool) -> int:
     """N, the buckets for one direction."""
-    integer("num_buckets", num_buckets, 4 if bidirectional else 2)
+    num_buckets = integer("num_buckets", num_buckets, 4 if bidirectional else 2)
     if not bidirectional:
-        return int(num_buckets)
+        return num_buckets
     if num_buckets % 2:
         raise ValueError(
             f"num_buckets is {num_buckets}: expected an even number, one half for each direction"
         )
-    return int(num_buckets) // 2
+    return num_buckets // 2
 
 
 def _borders(N: int, max_distance: int) -> list[int]:
@@ -179,5 +187,5 @@ def _borders(N: int, max_distance: int) -> list[int]:
 def _positions(name: str, value: ArrayLike) -> NDArray[np.int64]:
     array = as_integers(name, value)
     if array.ndim != 1:
-        raise ValueError(f"{name} has shape {array.shape}: expected one row of positions")
+        raise ValueError(f"{name_of(name)} has shape {array.shape}: expected one row of positions")
     return array

@@ -1,7 +1,7 @@
 """Key/value cache: what earlier tokens left behind, so that a new token costs one row of scores.
 
-A query sees every cached key that the full forward would show it, at the position that it has
-there, so prefill, prefill in chunks and decoding token by token are one computation in parts.
+A query sees the cached keys that it would see in a full forward pass, at the same positions, so
+prefill, prefill in chunks and decoding token by token are one computation in parts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from minimha.api import attention
-from minimha.equations.arguments import as_floating, as_integers, integer
+from minimha.equations.arguments import FLOATING, as_floating, as_integers, integer, name_of
 from minimha.equations.tap import Tap, no_tap
 
 OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the cache decides
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class KVCache:
@@ -25,33 +24,33 @@ class KVCache:
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``L`` tokens of a chunk, ``D``
     head width, ``Dv`` value width.
 
-    With ``window`` the cache is a ring: token t lies in slot t mod capacity and the oldest tokens
-    are overwritten, so a cache of limited size equals the full forward with
+    With ``window`` the cache is a ring: token t is stored in slot t mod capacity and the oldest
+    tokens are overwritten, so a cache of limited size equals the full forward pass with
     ``window_size=(window - 1, 0)`` for any number of tokens. A chunk's first query still needs the
-    window - 1 tokens before it, so a chunk of L tokens fits where min(length, window - 1) + L is at
-    most ``capacity``: window + L - 1 serves chunks of L, ``window`` serves decoding.
+    window - 1 tokens before it, so a chunk of L tokens fits if min(length, window - 1) + L is at
+    most ``capacity``: window + L - 1 is enough for chunks of L, ``window`` for decoding.
 
     Parameters
     ----------
     batch, num_kv_heads, capacity, head_dim : int
         B, Hkv, tokens that are kept, D.
-    value_dim : int
-        Dv; D if not given.
-    dtype : float16, bfloat16, float32 or float64
+    value_dim : int, optional
+        Dv. Default is D.
+    dtype : float16, bfloat16, float32 or float64, default float32
         Of the keys and values.
-    window : int
-        How many tokens a query sees, itself included; at most ``capacity``. None for all.
+    window : int, optional
+        How many tokens a query sees, itself included; at most ``capacity``. Default is all.
 
     Attributes
     ----------
     lengths : ndarray of shape (B,), int64
-        Tokens appended so far, those that the ring has dropped included; the position of the next
+        Tokens appended so far, including those that the ring has dropped; the position of the next
         token. A copy.
 
     Raises
     ------
     TypeError, ValueError
-        A size that is no positive integer, another dtype, a window above the capacity.
+        A size that is not a positive integer, another dtype, a window above the capacity.
 
     References
     ----------
@@ -101,7 +100,7 @@ class KVCache:
         self._k = np.zeros((batch, num_kv_heads, capacity, head_dim), self.dtype)
         self._v = np.zeros((batch, num_kv_heads, capacity, value_dim), self.dtype)
         self._lengths: NDArray[np.int64] = np.zeros(batch, np.int64)
-        self._first: NDArray[np.int64] = np.zeros(batch, np.int64)  # oldest token that is there
+        self._first: NDArray[np.int64] = np.zeros(batch, np.int64)  # oldest token that is kept
         self._chunk = np.zeros(batch, np.int64), 0  # the last chunk's first positions, and its L
 
     @property
@@ -111,36 +110,39 @@ class KVCache:
 
     @property
     def key_positions(self) -> NDArray[np.int64]:
-        """Positions of the keys that ``attend`` sees, (B, Lk), in order; -1 where there is none."""
+        """Positions of the keys that ``attend`` uses, (B, Lk), in order; -1 where there is none."""
         positions = self._first[:, None] + np.arange(self._stored().max())
         return np.asarray(np.where(positions < self._lengths[:, None], positions, -1), np.int64)
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
-        """Copy a chunk's keys and values behind those already there; all of it, or nothing.
+        """Append copies of a chunk's keys and values; all of them, or none.
 
         Parameters
         ----------
         k : array_like of shape (B, Hkv, L, D), the cache's dtype
         v : array_like of shape (B, Hkv, L, Dv), the cache's dtype
-        lengths : array_like of shape (B,), int
+        lengths : array_like of shape (B,), int, optional
             Tokens of each batch entry, from 0 to L; what follows them is padding and is not kept.
-            L for all if not given.
+            Default is L for all.
 
         Raises
         ------
         TypeError
-            Another dtype than the cache's.
+            A dtype other than the cache's.
         ValueError
-            Shapes that do not fit, or more tokens than there is room for. Nothing is written then.
+            Shapes that do not fit, or more tokens than the capacity allows; nothing is written.
         """
         k, v = as_floating("k", k), as_floating("v", v)
         for name, array, kept in (("k", k, self._k), ("v", v, self._v)):
             self._check(name, array, kept)
         L = k.shape[2]
         if v.shape[2] != L:
-            raise ValueError(f"v has L={v.shape[2]} but k has L={L}: every key needs one value")
+            raise ValueError(
+                f"{name_of('v')} has L={v.shape[2]} but {name_of('k')} has L={L}: every key needs "
+                f"one value"
+            )
         added = self._added(lengths, L)
-        self._check_room(added)
+        self._check_capacity(added)
         for b, (start, count) in enumerate(zip(self._lengths, added, strict=True)):
             slots = np.arange(start, start + count) % self.capacity
             self._k[b][:, slots] = k[b, :, :count]
@@ -150,10 +152,10 @@ class KVCache:
         self._first = np.maximum(self._first, self._lengths - self.capacity)
 
     def undo(self) -> None:
-        """Take the last chunk back, so that the next one goes where it went.
+        """Remove the last chunk, so that the next one takes its place.
 
-        What a ring has dropped for it does not return: no later query sees that. There is nothing
-        to ``attend`` with until the next chunk, and nothing more to take back.
+        What a ring has dropped for it does not come back, since no later query would see it. Until
+        the next chunk there is nothing to ``attend`` with, and nothing more to undo.
         """
         self._lengths = self._chunk[0]
         self._chunk = self._lengths, 0
@@ -164,9 +166,9 @@ class KVCache:
         Parameters
         ----------
         q : array_like of shape (B, H, L, D)
-            Queries of the chunk that was appended last. Where it was ragged, a row of padding sees
-            no more than the tokens that are there, and its output means nothing.
-        tap : callable ``tap(name, value) -> value``
+            Queries of the chunk that was appended last. In a ragged chunk a row of padding sees
+            only the tokens that are there, and its output is meaningless.
+        tap : callable ``tap(name, value) -> value``, optional
             Hears every step of the attention.
         **options
             Those of ``minimha.attention``, except what the cache decides: is_causal, q_offset,
@@ -190,8 +192,8 @@ class KVCache:
         starts, L = self._chunk
         if q.ndim != 4 or q.shape[2] != L:
             raise ValueError(
-                f"q has shape {q.shape}: expected (B, H, L, D) with L={L}, the queries of the "
-                f"chunk that was appended last"
+                f"{name_of('q')} has shape {q.shape}: expected (B, H, L, D) with L={L}, the "
+                f"queries of the chunk that was appended last"
             )
         k, v = self._in_order(self._k), self._in_order(self._v)
         return attention(
@@ -210,45 +212,47 @@ class KVCache:
         return self._lengths - self._first
 
     def _in_order(self, kept: NDArray[Any]) -> NDArray[Any]:
-        """What is stored, by position: the ring is cut where its oldest token lies."""
+        """What is stored, in order of position: a ring begins at its oldest token."""
         Lk = int(self._stored().max())
         if self._first.any():
             slots = (self._first[:, None] + np.arange(Lk)) % self.capacity
             return np.take_along_axis(kept, slots[:, None, :, None], axis=2)
         view = kept[:, :, :Lk]
-        view.flags.writeable = False  # a tap hears it
+        view.flags.writeable = False  # a tap hears it, and must not change what is kept
         return view
 
     def _check(self, name: str, array: NDArray[Any], kept: NDArray[Any]) -> None:
         B, Hkv, _, width = kept.shape
         axis = "D" if name == "k" else "Dv"
         if array.ndim != 4:
-            raise ValueError(f"{name} has shape {array.shape}: expected (B, Hkv, L, {axis})")
+            raise ValueError(
+                f"{name_of(name)} has shape {array.shape}: expected (B, Hkv, L, {axis})"
+            )
         given = (array.shape[0], array.shape[1], array.shape[3])
         for letter, got, expected in zip(("B", "Hkv", axis), given, (B, Hkv, width), strict=True):
             if got != expected:
                 raise ValueError(
-                    f"{name} has {letter}={got} but the cache has {letter}={expected}: "
+                    f"{name_of(name)} has {letter}={got} but the cache has {letter}={expected}: "
                     f"expected ({B}, {Hkv}, L, {width}), got {array.shape}"
                 )
         if array.dtype != self.dtype:
             raise TypeError(
-                f"{name} has dtype {array.dtype} but the cache has {self.dtype}: convert it first, "
-                f"so that no rounding goes unseen"
+                f"{name_of(name)} has dtype {array.dtype} but the cache has {self.dtype}: convert "
+                f"it first, so that no rounding goes unnoticed"
             )
 
     def _added(self, lengths: ArrayLike | None, L: int) -> NDArray[np.int64]:
         B = len(self._lengths)
         if lengths is None:
             return np.full(B, L, np.int64)
-        array = as_integers("lengths", lengths)
+        array, name = as_integers("lengths", lengths), name_of("lengths")
         if array.shape != (B,):
-            raise ValueError(f"lengths has shape {array.shape}: expected (B,) = ({B},)")
+            raise ValueError(f"{name} has shape {array.shape}: expected (B,) = ({B},)")
         if (array < 0).any() or (array > L).any():
-            raise ValueError(f"lengths is {lengths!r}: expected integers from 0 to L={L}")
+            raise ValueError(f"{name} is {lengths!r}: expected integers from 0 to L={L}")
         return array
 
-    def _check_room(self, added: NDArray[np.int64]) -> None:
+    def _check_capacity(self, added: NDArray[np.int64]) -> None:
         """A chunk may overwrite only what none of its queries sees."""
         needed = self._lengths
         if self.window is not None:
@@ -257,7 +261,7 @@ class KVCache:
             what = "" if self.window is None else f" that a window of {self.window} still sees"
             held = f", which holds {needed[b]}{what}: together they" if needed[b] else ": they"
             raise ValueError(
-                f"k has {added[b]} tokens for batch entry {b}{held} exceed "
+                f"{name_of('k')} has {added[b]} tokens for batch entry {b}{held} exceed "
                 f"capacity={self.capacity}; nothing was written"
             )
 
@@ -267,7 +271,7 @@ def _dtype(value: DTypeLike) -> np.dtype[Any]:
         dtype = np.dtype(value)
     except TypeError:
         dtype = None
-    if dtype is None or dtype.name not in DTYPES:
+    if dtype is None or dtype.name not in FLOATING:
         given = value if dtype is None else dtype
-        raise TypeError(f"dtype is {given}: expected one of {', '.join(DTYPES)}")
+        raise TypeError(f"dtype is {given}: expected one of {', '.join(FLOATING)}")
     return dtype

@@ -1,4 +1,4 @@
-"""Cosine attention: a query fits a key by the angle between them, whatever their lengths."""
+"""Cosine attention: a query matches a key by the angle between them, whatever their lengths."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def cosine_attention(
     """softmax(scale · cos) V with cos_ij = q_i · k_j / (|q_i| |k_j|).
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
-    ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are taken as
-    ``minimha.attention`` takes them.
+    ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are treated as
+    ``minimha.attention`` treats them.
 
     A vector of zeros has no direction: its cosine with every other is 0 here. Any other vector has
-    one, however long or short. Libraries divide by max(|x|, ε) instead, which draws the cosines of
+    one, however long or short. Libraries divide by max(|x|, ε) instead, which pulls the cosines of
     vectors shorter than ε towards 0 (torch: ε is 1e-12 in ``normalize``, 1e-8 in
     ``cosine_similarity``).
 
     A cosine lies between -1 and 1, so a softmax over plain cosines is nearly flat: with the default
     scale of 1 no key gets more than e² ≈ 7.4 times the weight of another. Models therefore learn a
-    scale. Swin Transformer V2 has one a head, 1/τ with τ ≥ 0.01, so at most 100; Henry et al. have
-    one a layer and begin at log2(L² - L) for sequences of L tokens.
+    scale. Swin Transformer V2 has one per head, 1/τ with τ ≥ 0.01, so at most 100; Henry et al.
+    have one per layer and start at log2(L² - L) for sequences of L tokens.
 
     Parameters
     ----------
@@ -46,13 +46,13 @@ def cosine_attention(
     k : array_like of shape (B, Hkv, Lk, D)
         Query head h reads key/value head h // (H // Hkv).
     v : array_like of shape (B, Hkv, Lk, Dv)
-    scale : float or array_like of shape (H,)
-        Multiplies the cosines: one number, or one a head. Finite.
-    return_lse : bool
+    scale : float or array_like of shape (H,), default 1.0
+        Multiplies the cosines: one number, or one per head. Finite.
+    return_lse : bool, default False
         Return the log-sum-exp too.
-    tap : callable ``tap(name, value) -> value``
+    tap : callable ``tap(name, value) -> value``, optional
         Hears q, k, q_unit, k_unit, cosine, scaled_cosine and the steps of the attention after
-        them. With a scale a head it hears scaled_cosine alone, in the place of both.
+        them. With one scale per head it hears scaled_cosine alone, in place of both.
     **options
         Those of ``minimha.attention``: masks, biases, windows, sinks, backend.
 
@@ -75,7 +75,7 @@ def cosine_attention(
 
     Examples
     --------
-    Only the direction counts: a query ten times as long asks for the same.
+    Only the direction counts: a query ten times as long gets the same output.
 
     >>> k, v = [[1, 0], [0, 5]], [[1], [3]]
     >>> cosine_attention([[1, 0], [10, 0]], k, v, scale=2).round(4)
@@ -123,8 +123,8 @@ def _factors(scale: ArrayLike, problem: Problem) -> NDArray[Any]:
     array, H = as_floating("scale", scale), problem.q.shape[1]
     if array.shape not in ((), (H,)):
         raise ValueError(
-            f"scale has shape {array.shape}: expected one number, or (H,) = ({H},), one a query "
-            f"head"
+            f"scale has shape {array.shape}: expected one number, or (H,) = ({H},), one per "
+            f"query head"
         )
     with np.errstate(over="ignore"):
         factors = np.asarray(array.astype(problem.compute))

@@ -1,7 +1,7 @@
-"""Rotary position embedding: each pair of numbers in a query or key turns by an angle.
+"""Rotary position embedding: each pair of numbers in a query or key is rotated by an angle.
 
-Pair i turns by m · θ_i at position m, with θ_i = base^(-2i/R) for a rotated width of R. A score is
-a product of two turned vectors, so it depends on the difference of their positions only.
+Pair i is rotated by m · θ_i at position m, with θ_i = base^(-2i/R) for a rotated width of R. A
+score is a product of two rotated vectors, so it depends only on the difference of their positions.
 
 Two layouts say which numbers are a pair: half-split (i, i + R/2), Llama's and the default, and
 interleaved (2i, 2i + 1), the paper's and GPT-J's.
@@ -32,10 +32,15 @@ from minimha.equations.tap import Tap, no_tap
 class LinearScaling:
     """θ_i / factor: positions are squeezed into the range of the training.
 
+    Parameters
+    ----------
+    factor : float
+        At least 1.
+
     Raises
     ------
     TypeError, ValueError
-        ``factor`` is no number, or below 1.
+        ``factor`` is not a number, or below 1.
 
     References
     ----------
@@ -58,19 +63,26 @@ class LinearScaling:
 class DynamicNTKScaling:
     """A base that grows with the sequence: base · (factor · n / n_0 - (factor - 1))^(R / (R - 2)).
 
-    n is the sequence's length and n_0 the training's, ``original_length``; up to n_0 nothing
-    changes. Queries and keys must be rotated for one and the same n, which a cache cannot know
-    before the last token: give ``length``. Where it is not given, n is the largest position of the
-    call plus 1, over the whole batch as in transformers: an entry then depends on the others.
+    n is the length of the sequence and n_0 that of the training; up to n_0 nothing changes.
+    Queries and keys must be rotated for the same n, which a cache cannot know before the last
+    token: give ``length``. Without it, n is the largest position of the call plus 1, over the whole
+    batch as in transformers, so the angles of one batch entry depend on the others.
+
+    Parameters
+    ----------
+    factor : float
+        At least 1.
+    original_length : int
+        n_0.
 
     Raises
     ------
     TypeError, ValueError
-        ``factor`` below 1, or an ``original_length`` that is no positive integer.
+        ``factor`` below 1, or an ``original_length`` that is not a positive integer.
 
     References
     ----------
-    Peng et al., "YaRN", 2023 (NTK-aware and dynamic scaling), in the form that transformers has.
+    Peng et al., "YaRN", 2023 (NTK-aware and dynamic scaling), in the form used by transformers.
     """
 
     factor: float
@@ -85,7 +97,7 @@ class DynamicNTKScaling:
         )
 
     def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
-        """Return θ_i of the grown base."""
+        """Return θ_i of the larger base."""
         R = 2 * len(theta)
         if R < 4:
             raise ValueError(
@@ -99,15 +111,28 @@ class DynamicNTKScaling:
 
 @dataclass(frozen=True)
 class YaRNScaling:
-    """Fast pairs keep θ_i, slow pairs get θ_i / factor, a ramp over i lies between.
+    """Fast pairs keep θ_i, slow pairs get θ_i / factor, with a ramp over i in between.
 
-    A pair that turns ``beta_fast`` times or more within ``original_length`` is fast, one that turns
-    ``beta_slow`` times or fewer is slow. cos and sin are multiplied by ``attention_factor``, which
-    is 0.1 · ln(factor) + 1 where none is given, so that scores grow by its square.
+    A pair that rotates ``beta_fast`` times or more within ``original_length`` is fast, one that
+    rotates ``beta_slow`` times or fewer is slow. cos and sin are multiplied by
+    ``attention_factor``, so that scores grow by its square.
 
-    The ramp is linear in the pair's index between whole indices, as in the authors' code and in
-    transformers; the paper prints it linear in the number of turns. An ``original_length`` so short
-    or so long that the ramp's ends cross gives what it gives there, which is not the rule above.
+    The ramp is linear in the pair's index between integer indices, as in the authors' code and in
+    transformers; the paper prints it linear in the number of rotations. If ``original_length`` is
+    so short or so long that the ramp's ends cross, the result is theirs, not the rule above.
+
+    Parameters
+    ----------
+    factor : float
+        At least 1.
+    original_length : int
+        Tokens of a sequence of the training.
+    beta_fast : float, default 32.0
+        At least ``beta_slow``.
+    beta_slow : float, default 1.0
+        Positive.
+    attention_factor : float, optional
+        Positive. Default is 0.1 · ln(factor) + 1.
 
     Raises
     ------
@@ -146,24 +171,35 @@ class YaRNScaling:
     def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
         """Return the mixture of θ_i and θ_i / factor."""
         R = 2 * len(theta)
-        low = max(math.floor(self._index_turning(self.beta_fast, base, R)), 0)
-        high = min(math.ceil(self._index_turning(self.beta_slow, base, R)), R - 1)
-        # Where the ends meet the ramp is a step; the original code gives it this width.
+        low = max(math.floor(self._index_rotating(self.beta_fast, base, R)), 0)
+        high = min(math.ceil(self._index_rotating(self.beta_slow, base, R)), R - 1)
+        # If the ends meet, the ramp is a step; the original code gives it this width.
         width = high - low or 0.001
         slow = np.clip((np.arange(len(theta)) - low) / width, 0, 1)
         return theta / self.factor * slow + theta * (1 - slow)
 
-    def _index_turning(self, turns: float, base: float, R: int) -> float:
-        """The pair index i, not rounded, at which original_length · θ_i = 2π · turns."""
-        return R * math.log(self.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
+    def _index_rotating(self, times: float, base: float, R: int) -> float:
+        """The pair index i, not rounded, at which original_length · θ_i = 2π · times."""
+        return R * math.log(self.original_length / (2 * math.pi * times)) / (2 * math.log(base))
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """θ_i / factor for long waves, θ_i for short ones, a mixture between.
+    """θ_i / factor for long wavelengths, θ_i for short ones, a mixture in between.
 
-    With t = original_length · θ_i / 2π turns of pair i in the training's length: t below
-    ``low_freq_factor`` is a long wave, t above ``high_freq_factor`` a short one.
+    Pair i rotates t = original_length · θ_i / 2π times within ``original_length``. Its wavelength
+    is long if t is below ``low_freq_factor``, short if t is above ``high_freq_factor``.
+
+    Parameters
+    ----------
+    factor : float
+        At least 1.
+    original_length : int
+        Tokens of a sequence of the training.
+    low_freq_factor : float, default 1.0
+        Positive.
+    high_freq_factor : float, default 4.0
+        More than ``low_freq_factor``.
 
     Raises
     ------
@@ -198,13 +234,13 @@ class Llama3Scaling:
 
     def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
         """Return the mixture of θ_i and θ_i / factor."""
-        turns = self.original_length * theta / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        times = self.original_length * theta / (2 * math.pi)
+        kept = (times - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = np.clip(kept, 0, 1)
         return theta / self.factor * (1 - kept) + theta * kept
 
 
-# The rules that slow the rotation, so that a model reads further than it was trained.
+# The rules that slow the rotation, so that a model reads longer sequences than it was trained on.
 Scaling = LinearScaling | DynamicNTKScaling | YaRNScaling | Llama3Scaling
 
 
@@ -216,23 +252,24 @@ class RoPE:
     ----------
     head_dim : int
         D.
-    base : float
+    base : float, default 10000.0
         More than 1; θ_i = base^(-2i/R).
-    rotary_dim : int
-        R, even, at most D; D if not given. The other D - R numbers stay as they are.
-    interleaved : bool
+    rotary_dim : int, optional
+        R, even, at most D. The other D - R numbers stay as they are. Default is D.
+    interleaved : bool, default False
         Pairs are (2i, 2i + 1) rather than (i, i + R/2).
-    scaling : LinearScaling, DynamicNTKScaling, YaRNScaling or Llama3Scaling
+    scaling : LinearScaling, DynamicNTKScaling, YaRNScaling or Llama3Scaling, optional
+        Default is none.
 
     Attributes
     ----------
     width : int
-        R, given or not.
+        R.
 
     Raises
     ------
     TypeError, ValueError
-        A width that is odd or no integer, a base that is not above 1, an unknown scaling.
+        A width that is odd or not an integer, a base that is not above 1, an unknown scaling.
 
     References
     ----------
@@ -256,13 +293,13 @@ class RoPE:
         name = "head_dim" if self.rotary_dim is None else "rotary_dim"
         D, R = integer("head_dim", self.head_dim), integer(name, getattr(self, name))
         if R % 2:
-            raise ValueError(f"{name} is {R}: a rotation turns pairs, so it must be even")
+            raise ValueError(f"{name} is {R}: pairs are rotated, so it must be even")
         if R > D:
             raise ValueError(f"rotary_dim is {R}: expected at most head_dim={D}")
         base = number("base", self.base)
         if base <= 1:
             raise ValueError(
-                f"base is {self.base!r}: expected more than 1, later pairs turn slower"
+                f"base is {self.base!r}: expected more than 1, later pairs rotate more slowly"
             )
         if not isinstance(self.scaling, Scaling | None):
             names = ", ".join(kind.__name__ for kind in get_args(Scaling))
@@ -276,7 +313,7 @@ class RoPE:
         return isinstance(self.scaling, DynamicNTKScaling)
 
     def frequencies(self, length: int = 1) -> NDArray[np.float64]:
-        """Angle per position of each pair, (R/2,); only dynamic scaling looks at ``length``."""
+        """Angle per position of each pair, (R/2,); only dynamic scaling uses ``length``."""
         length = _length("length", length)
         theta = np.asarray(self.base ** (-np.arange(0, self.width, 2) / self.width), np.float64)
         if self.scaling is None:
@@ -291,11 +328,11 @@ class RoPE:
         Parameters
         ----------
         positions : array_like of shape (...), int
-        repeated : bool
-            Store each angle twice, where the two numbers of its pair are: width R, not R/2.
-        length : int
-            Of the sequence, for dynamic scaling; the largest position plus 1 if not given, and no
-            less.
+        repeated : bool, default False
+            Store each angle twice, at both numbers of its pair: width R, not R/2.
+        length : int, optional
+            Of the sequence, for dynamic scaling. Default is the least it can be, the largest
+            position plus 1.
 
         Returns
         -------
@@ -315,7 +352,8 @@ class RoPE:
         length = needed if length is None else _length("length", length)
         if length < needed:
             raise ValueError(
-                f"length is {length} but positions go to {needed - 1}: expected at least {needed}"
+                f"length is {length} but {name_of('positions')} go to {needed - 1}: expected at "
+                f"least {needed}"
             )
         angles = m[..., None] * self.frequencies(length)
         if flag("repeated", repeated):
@@ -331,17 +369,17 @@ class RoPE:
         *,
         length: int | None = None,
     ) -> NDArray[Any]:
-        """Return ``x`` with each vector turned by its position.
+        """Return ``x``, each vector rotated by its position.
 
         Parameters
         ----------
         x : array_like of shape (..., L, D)
             Queries or keys. Integers become float64; 16 bits are computed in float32.
         positions : array_like of shape (L,), or (B, L) for x of shape (B, H, L, D), int
-        tap : callable ``tap(name, value) -> value``
+        tap : callable ``tap(name, value) -> value``, optional
             Hears cos, sin and rotated.
-        length : int
-            See ``tables``.
+        length : int, optional
+            As in ``tables``.
 
         Returns
         -------
@@ -350,7 +388,7 @@ class RoPE:
         Raises
         ------
         TypeError, ValueError
-            ``x`` is not of width D, or positions that are no integers or do not fit it.
+            ``x`` is not of width D, or positions are not integers or do not fit it.
         """
         x = as_floating("x", x)
         if x.ndim < 2 or x.shape[-1] != self.head_dim:
@@ -374,21 +412,21 @@ def rotate_by_table(
     repeated: bool = False,
     tap: Tap = no_tap,
 ) -> NDArray[Any]:
-    """Return ``x`` turned by angles that are given as a table of cos and sin.
+    """Return ``x`` rotated by angles that are given as a table of cos and sin.
 
     Parameters
     ----------
     x : array_like of shape (..., L, D)
     cos, sin : array_like of shape (P, R/2), (P, R) if ``repeated``
-        One row a position, looked up by ``positions``. Without ``positions`` one row a token:
+        One row per position, looked up by ``positions``. Without ``positions`` one row per token:
         (L, R/2), or (B, L, R/2) for x of shape (B, H, L, D).
-    positions : array_like of shape (L,), or (B, L) for x of shape (B, H, L, D), int
+    positions : array_like of shape (L,), or (B, L) for x of shape (B, H, L, D), int, optional
         From 0 to P - 1.
-    interleaved : bool
+    interleaved : bool, default False
         Pairs are (2i, 2i + 1) rather than (i, i + R/2).
-    repeated : bool
-        The tables hold each angle twice, where the two numbers of its pair are.
-    tap : callable ``tap(name, value) -> value``
+    repeated : bool, default False
+        The tables hold each angle twice, at both numbers of its pair.
+    tap : callable ``tap(name, value) -> value``, optional
         Hears cos, sin and rotated.
 
     Returns
@@ -398,7 +436,7 @@ def rotate_by_table(
     Raises
     ------
     TypeError, ValueError
-        Tables that do not fit each other or x, positions outside the table.
+        Tables that do not fit each other or x, or positions outside the table.
 
     References
     ----------
@@ -411,26 +449,30 @@ def rotate_by_table(
            [3., 4.]])
     """
     x, cos, sin = as_floating("x", x), as_floating("cos", cos), as_floating("sin", sin)
+    X, COS, SIN = map(name_of, ("x", "cos", "sin"))
     if cos.shape != sin.shape:
-        raise ValueError(f"sin has shape {sin.shape} but cos has {cos.shape}: they must be equal")
+        raise ValueError(
+            f"{SIN} has shape {sin.shape} but {COS} has {cos.shape}: they must be equal"
+        )
     if x.ndim < 2:
-        raise ValueError(f"{name_of('x')} has shape {x.shape}: expected (..., L, D)")
+        raise ValueError(f"{X} has shape {x.shape}: expected (..., L, D)")
     if flag("repeated", repeated):
         cos, sin = (_once(n, t, interleaved) for n, t in (("cos", cos), ("sin", sin)))
     if cos.ndim < 2 or not 0 < 2 * cos.shape[-1] <= x.shape[-1]:
         raise ValueError(
-            f"cos has {cos.shape[-1] if cos.ndim else 0} angles a row, shape {cos.shape}: expected "
-            f"(positions, R/2) with 0 < R and R at most x's width D={x.shape[-1]}"
+            f"{COS} has {cos.shape[-1] if cos.ndim else 0} angles per row, shape {cos.shape}: "
+            f"expected (positions, R/2) with 0 < R and R at most {X}'s width D={x.shape[-1]}"
         )
     if positions is not None:
         m = as_integers("positions", positions)
         if cos.ndim != 2:
-            raise ValueError(f"cos has shape {cos.shape}: with positions, expected (P, R/2)")
+            raise ValueError(
+                f"{COS} has shape {cos.shape}: with {name_of('positions')}, expected (P, R/2)"
+            )
         if m.size and not (m.min() >= 0 and m.max() < len(cos)):
             raise ValueError(
                 f"{name_of('positions')} go from {m.min()} to {m.max()}: the table has the "
-                f"positions 0 to "
-                f"{len(cos) - 1}"
+                f"positions 0 to {len(cos) - 1}"
             )
         _check_fits("positions", m.shape, x)
         cos, sin = cos[m], sin[m]
@@ -456,7 +498,7 @@ def _rotate(
 
 
 def _pairs(R: int, interleaved: bool) -> tuple[slice, slice]:
-    """Where the first and the second numbers of the pairs are."""
+    """Where the first and the second numbers of the pairs are stored."""
     if interleaved:
         return slice(0, R, 2), slice(1, R, 2)
     return slice(0, R // 2), slice(R // 2, R)
@@ -470,13 +512,15 @@ def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
     """The half of ``table`` that the other half repeats."""
     R = table.shape[-1] if table.ndim else 0
     if R % 2:
-        raise ValueError(f"{name} has width {R}: a table with every angle twice has even width")
+        raise ValueError(
+            f"{name_of(name)} has width {R}: a table with every angle twice has even width"
+        )
     first, second = _pairs(R, interleaved)
     if not np.array_equal(table[..., first], table[..., second]):
         layout = "interleaved" if interleaved else "half-split"
         raise ValueError(
-            f"{name} does not hold every angle twice in the {layout} layout: the two numbers of a "
-            f"pair turn by one angle"
+            f"{name_of(name)} does not hold every angle twice in the {layout} layout: both numbers "
+            f"of a pair are rotated by one angle"
         )
     return table[..., first]
 
@@ -490,13 +534,12 @@ def _check_fits(name: str, shape: tuple[int, ...], x: NDArray[Any]) -> None:
     rows = "" if name == "positions" else ", before the angles,"
     raise ValueError(
         f"{name_of(name)} has shape {shape}{rows} but {name_of('x')} has shape {x.shape}: "
-        f"expected (L,) = ({L},)"
-        f"{per_batch}"
+        f"expected (L,) = ({L},){per_batch}"
     )
 
 
 def _keep(instance: Any, **checked: Any) -> None:
-    """Set attributes of a frozen dataclass, which has no other way, to what was checked."""
+    """Set attributes of a frozen dataclass, which allows no other way, to what was checked."""
     for name, value in checked.items():
         object.__setattr__(instance, name, value)
 

@@ -284,7 +284,7 @@ def test_scores_of_zero_are_plain_averages():
         ({"w": ["a"] * A}, {}, TypeError, "w has dtype <U1: expected integers, float16"),
         ({"W_k": [[1], [1, 2]]}, {}, ValueError, "W_k is not a rectangular array of numbers"),
         ({}, {"scale": 1.0}, TypeError,
-         "scale is no option of additive_attention: w scales the scores, and none leaves ±Σ|w|"),
+         "scale is no option of additive_attention: w scales the scores, which stay within ±Σ|w|"),
         ({}, {"softcap": 1.0}, TypeError, "softcap is no option of additive_attention"),
         ({}, {"attn_mask": np.ones((LK, LQ), bool)}, ValueError,
          "attn_mask has shape (5, 3): expected (Lq, Lk)"),

@@ -226,7 +226,7 @@ def test_torchs_cosine_similarity_gives_the_same_scores(seed):
         ((Q, K, V[:, :, :4]), {}, ValueError, "v has Lk=4 but k has Lk=5"),
         ((Q, K, [["a"]]), {}, TypeError, "v has dtype <U1: expected integers"),
         ((Q, K, V), {"scale": [1.0] * HKV}, ValueError,
-         "scale has shape (2,): expected one number, or (H,) = (4,), one a query head"),
+         "scale has shape (2,): expected one number, or (H,) = (4,), one per query head"),
         ((Q, K, V), {"scale": np.ones((H, 1, 1))}, ValueError, "scale has shape (4, 1, 1): expec"),
         ((Q, K, V), {"scale": None}, TypeError, "scale has dtype object: expected integers"),
         ((Q, K, V), {"scale": "big"}, TypeError, "scale has dtype <U3: expected integers"),

@@ -1,4 +1,4 @@
-"""A rotary embedding turns pairs, keeps lengths, and leaves only relative positions in a score."""
+"""A rotary embedding rotates pairs, keeps lengths, and leaves only relative positions in scores."""
 
 import cmath
 import math
@@ -42,7 +42,7 @@ def turned(vector, position, base, interleaved):
 
 
 @LAYOUTS
-def test_pairs_turn_as_complex_numbers_do(interleaved):
+def test_pairs_rotate_as_complex_numbers_do(interleaved):
     rotated = RoPE(8, base=500.0, interleaved=interleaved).rotate(Q, POSITIONS)
     for index in np.ndindex(2, 3, 5):
         expected = turned(Q[index], int(POSITIONS[index[2]]), 500.0, interleaved)
@@ -116,7 +116,7 @@ def test_tables_hold_each_angle_once_or_twice(interleaved):
 
 @LAYOUTS
 @pytest.mark.parametrize("repeated", [False, True])
-def test_a_table_turns_as_the_formula_does(interleaved, repeated):
+def test_a_table_rotates_as_the_formula_does(interleaved, repeated):
     rope = RoPE(8, rotary_dim=6, interleaved=interleaved)
     how = {"interleaved": interleaved, "repeated": repeated}
     positions = np.array([[4, 0, 1, 3, 3], [0, 1, 2, 3, 4]])
@@ -347,8 +347,8 @@ def test_what_a_tap_returns_is_what_goes_on(name):
 @pytest.mark.parametrize(
     ("make", "error", "sentence"),
     [
-        (lambda: RoPE(7), ValueError, "head_dim is 7: a rotation turns pairs, so it must be even"),
-        (lambda: RoPE(8, rotary_dim=3), ValueError, "rotary_dim is 3: a rotation turns pairs"),
+        (lambda: RoPE(7), ValueError, "head_dim is 7: pairs are rotated, so it must be even"),
+        (lambda: RoPE(8, rotary_dim=3), ValueError, "rotary_dim is 3: pairs are rotated"),
         (lambda: RoPE(8, rotary_dim=10), ValueError, "rotary_dim is 10: expected at most"),
         (lambda: RoPE(8.0), TypeError, "head_dim is 8.0: expected an integer"),
         (lambda: RoPE(0), ValueError, "head_dim is 0: expected an integer of at least 1"),
@@ -387,7 +387,7 @@ def test_what_a_tap_returns_is_what_goes_on(name):
         (lambda: rotate_by_table(Q, *RoPE(8).tables(range(5)), [-1, 1, 2, 3, 4]), ValueError,
          "positions go from -1 to 4: the table"),
         (lambda: rotate_by_table(Q, *RoPE(10).tables(range(5))), ValueError,
-         "cos has 5 angles a row, shape (5, 5): expected"),
+         "cos has 5 angles per row, shape (5, 5): expected"),
         (lambda: rotate_by_table(Q, *RoPE(8).tables(range(4))), ValueError,
          "cos has shape (4,), before the angles, but x has shape"),
         (lambda: rotate_by_table(Q, np.ones((5, 4)), np.ones((5, 3))), ValueError,
