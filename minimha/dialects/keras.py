@@ -58,14 +58,13 @@ def multi_head_attention(
     Where it differs from ``minimha.attention``:
 
     - ``value`` comes before ``key``, which is ``value`` if not given.
-    - Every mask says True = may attend, and 1 and 0 will do for True and False; no mask is ever
-      added to the scores.
-    - ``use_causal_mask`` and ``sliding_window`` are aligned top-left, ``q_offset=0``, also where
+    - Every mask says True = may attend, also as 1 and 0; no mask is ever added to the scores.
+    - ``use_causal_mask`` and ``sliding_window`` are aligned top-left, ``q_offset=0``, even if
       Lq ≠ Lk. The window is exclusive and on both sides: abs(i - j) < w, ``window_size=(w - 1,
       w - 1)``.
-    - Lengths may fill several axes; ``attention_axes`` says which of them are attended over, all
-      if it is None. The others are further batch axes.
-    - A query that sees no key: Keras has a fast way, for inputs of 3 axes without dropout when no
+    - Lengths may fill several axes; ``attention_axes`` says which of them are attended over. The
+      others are further batch axes.
+    - A query that sees no key: Keras has a fast path, for inputs of 3 axes without dropout when no
       scores are asked for, which gives it the mean of all values, and another, which gives it 0
       and scores of 0. So in Keras asking for scores changes the output. Here it never does:
       ``empty_rows=None`` is what Keras gives without scores, "zero" what it gives with them.
@@ -74,16 +73,16 @@ def multi_head_attention(
 
     - Whatever a mask hides stays hidden; in Keras a NaN in a hidden value reaches the output.
     - The output has the inputs' dtype (Keras: the layer's), and 16 bits are rounded to once.
-    - ``query_mask`` counts. Keras reads the mask that its query carries, as one that comes from
-      ``Masking`` does, and passes over an argument of that name.
-    - The first axis of a mask is the batch in every mask. Keras lets that of a padding mask meet
+    - ``query_mask`` counts. Keras reads the mask that its query carries, for example from a
+      ``Masking`` layer, and ignores an argument of that name.
+    - The first axis of every mask is the batch. Keras broadcasts that of a padding mask against
       the heads of an ``attention_mask`` of four axes.
 
-    Arguments of the layer that matter in training only are not taken, nor is ``flash_attention``,
-    which says how Keras computes and not what.
+    Arguments that matter only in training are not accepted, nor is ``flash_attention``, which says
+    how Keras computes and not what.
 
     Axes: ``B`` batch, ``H`` heads, ``Lq``, ``Lk``, ``D`` = key_dim, ``Dv`` = value_dim, and ``E``,
-    ``Ek``, ``Ev`` the widths of query, key and value, which ``params`` tell.
+    ``Ek``, ``Ev`` the widths of query, key and value.
 
     Parameters
     ----------
@@ -95,35 +94,42 @@ def multi_head_attention(
         gate/kernel (E, H, Dv), gate/bias (H, Dv).
     query : array_like of shape (B, Lq, E), or with more axes of lengths
     value : array_like of shape (B, Lk, Ev), likewise
-    key : array_like of shape (B, Lk, Ek), likewise
-    num_heads, key_dim, value_dim, use_bias, use_gate
-        As given to the layer's constructor.
-    dropout : float
-        0; minimha computes inference.
-    output_shape : int or sequence of int
-        What attention_output projects to, in place of E.
-    attention_axes : int or sequence of int
-        Of query's axes between the first and the last.
-    sliding_window : int
+    key : array_like of shape (B, Lk, Ek), likewise, optional
+        Default is ``value``.
+    num_heads, key_dim : int
+        H and D.
+    value_dim : int, optional
+        Dv. Default is D.
+    dropout : float, default 0.0
+        Must be 0; minimha computes inference.
+    use_bias : bool, default True
+        Whether the layer has biases.
+    output_shape : int or sequence of int, optional
+        What attention_output projects to. Default is E.
+    attention_axes : int or sequence of int, optional
+        Of query's axes between the first and the last. Default is all of them.
+    sliding_window : int, optional
         At least 1, which leaves every query its own key.
-    query_mask : array_like of shape (B, Lq), bool
-    value_mask, key_mask : array_like of shape (B, Lk), bool
-    attention_mask : array_like of shape (Lq, Lk), (B, Lq, Lk) or (B, H, Lq, Lk), bool
+    use_gate : bool, default False
+        Whether the layer has gates.
+    query_mask : array_like of shape (B, Lq), bool, optional
+    value_mask, key_mask : array_like of shape (B, Lk), bool, optional
+    attention_mask : array_like of shape (Lq, Lk), (B, Lq, Lk) or (B, H, Lq, Lk), bool, optional
         Each size may be 1. With more axes of lengths Lq and Lk are those attended over, in the
-        order of ``attention_axes``, and the others stand behind B.
-    return_attention_scores : bool
+        order of ``attention_axes``, and the others follow B.
+    return_attention_scores : bool, default False
         Return the softmax's weights too.
-    use_causal_mask : bool
+    use_causal_mask : bool, default False
         Query i sees keys j ≤ i.
-    empty_rows : {None, "mean", "zero"}
+    empty_rows : {None, "mean", "zero"}, default None
         What the heads of a query that sees no key get. None is "mean" if query has 3 axes, "zero"
         if it has more.
-    backend : str
+    backend : str, default "auto"
         That of ``minimha.attention``.
 
     Returns
     -------
-    output : ndarray of query's shape, or that with ``output_shape`` in the place of E
+    output : ndarray of query's shape, with ``output_shape`` in place of E
     scores : ndarray of shape (B, H, Lq, Lk), if ``return_attention_scores``
         With more axes of lengths: B, those not attended over, H, Lq, Lk.
 
@@ -139,7 +145,7 @@ def multi_head_attention(
 
     Examples
     --------
-    One token attends to itself: identity projections give it back.
+    One token attends to itself: identity projections return it.
 
     >>> into, out = np.eye(2).reshape(2, 2, 1), np.eye(2).reshape(2, 1, 2)
     >>> params = {f"{name}/kernel": into for name in ("query", "key", "value")}
@@ -194,11 +200,11 @@ def grouped_query_attention(
 ) -> Any:
     """``multi_head_attention`` whose heads share keys, as ``keras.layers.GroupQueryAttention``.
 
-    All that ``multi_head_attention`` says about conventions holds here too, with three exceptions:
-    inputs have 3 axes, Dv = D = head_dim, and Keras takes ``query_mask`` as an argument as well.
+    Everything that ``multi_head_attention`` says about conventions holds here too, with three
+    exceptions: inputs have 3 axes, Dv = D = head_dim, and Keras too accepts ``query_mask``.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D`` = head_dim,
-    and ``E``, ``Ek``, ``Ev`` the widths of query, key and value, which ``params`` tell.
+    and ``E``, ``Ek``, ``Ev`` the widths of query, key and value.
 
     Parameters
     ----------
@@ -209,17 +215,20 @@ def grouped_query_attention(
         gate/kernel (E, H, D), gate/bias (H, D).
     query : array_like of shape (B, Lq, E)
     value : array_like of shape (B, Lk, Ev)
-    key : array_like of shape (B, Lk, Ek)
+    key : array_like of shape (B, Lk, Ek), optional
+        Default is ``value``.
     head_dim, num_query_heads, num_key_value_heads : int
         D, H and Hkv. H must be a multiple of Hkv: query head h reads key/value head
         h // (H // Hkv).
-    dropout, use_bias, sliding_window, use_gate
+    dropout, use_bias, sliding_window, use_gate : optional
         As in ``multi_head_attention``.
-    query_mask, value_mask, key_mask, attention_mask, return_attention_scores, use_causal_mask
+    query_mask, value_mask, key_mask, attention_mask : optional
         As in ``multi_head_attention``.
-    empty_rows : {None, "mean", "zero"}
+    return_attention_scores, use_causal_mask : bool, default False
+        As in ``multi_head_attention``.
+    empty_rows : {None, "mean", "zero"}, default None
         What the heads of a query that sees no key get. None is "mean".
-    backend : str
+    backend : str, default "auto"
         That of ``minimha.attention``.
 
     Returns
@@ -464,7 +473,7 @@ def _weights(
     for name, path in paths.items():
         if name not in shapes:
             raise ValueError(
-                f"params has {path}, which this layer has not: expected {', '.join(shapes)}; "
+                f"params has {path}, which this layer does not have: expected {', '.join(shapes)}; "
                 f"use_bias and use_gate say which there are"
             )
     weights = {}

@@ -49,7 +49,7 @@ def scaled_dot_product_attention(
     Where it differs from ``minimha.attention``:
 
     - One ``attn_mask`` for both kinds: bool (True = may attend) hides, float is added.
-    - ``is_causal`` is aligned top-left, ``q_offset=0``, also where Lq ≠ Lk.
+    - ``is_causal`` is aligned top-left, ``q_offset=0``, even if Lq ≠ Lk.
     - Any number of leading axes; they broadcast, and so do those of the mask.
     - Fewer key heads than query heads need ``enable_gqa``; K and V may then differ in heads.
 
@@ -65,16 +65,17 @@ def scaled_dot_product_attention(
     query : array_like of shape (..., H, Lq, D) or (Lq, D)
     key : array_like of shape (..., Hkv, Lk, D) or (Lk, D)
     value : array_like of shape (..., Hkv, Lk, Dv) or (Lk, Dv)
-    attn_mask : array_like broadcastable to (..., H, Lq, Lk), 2 dimensions at least, bool or float
-    dropout_p : float
-        0; minimha computes inference.
-    is_causal : bool
-        Query i sees keys j ≤ i. A mask given too must also agree.
-    scale : float
-        1/√D if not given.
-    enable_gqa : bool
+    attn_mask : array_like broadcastable to (..., H, Lq, Lk), bool or float, optional
+        Of 2 dimensions at least.
+    dropout_p : float, default 0.0
+        Must be 0; minimha computes inference.
+    is_causal : bool, default False
+        Query i sees keys j ≤ i. With an ``attn_mask`` it sees what both allow.
+    scale : float, optional
+        Default is 1/√D.
+    enable_gqa : bool, default False
         Query head h reads key/value head h // (H // Hkv).
-    backend : str
+    backend : str, default "auto"
         That of ``minimha.attention``.
 
     Returns
@@ -130,11 +131,11 @@ def flex_attention(
     Where it differs from ``minimha.attention``: masks and biases are functions of indices. They are
     called once here, with integer arrays b (B, 1, 1, 1), h (1, H, 1, 1), q_idx (1, 1, Lq, 1) and
     kv_idx (1, 1, 1, Lk), and must work on arrays: ``np.where``, not ``if``. Where it differs from
-    torch: ``mask_mod`` takes the place of ``block_mask``, whose blocks are an optimisation.
+    torch: ``mask_mod`` replaces ``block_mask``, whose blocks are an optimisation.
 
-    ``score_mod`` may do anything to a score, so it is no bias. The scores are computed with NumPy
-    here, modified, and handed over as the bias of queries and keys of zeros: 0 + bias is exact,
-    while the difference score_mod(s) - s would lose digits where s is large.
+    ``score_mod`` may do anything to a score, so it is not a bias. The scores are computed with
+    NumPy, modified, and passed on as the bias of queries and keys of zeros: 0 + bias is exact,
+    while the difference score_mod(s) - s would lose digits if s is large.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
 
@@ -143,17 +144,17 @@ def flex_attention(
     query : array_like of shape (B, H, Lq, D)
     key : array_like of shape (B, Hkv, Lk, D) or (1, Hkv, Lk, D)
     value : array_like of shape (B, Hkv, Lk, Dv) or (1, Hkv, Lk, Dv)
-    score_mod : callable ``score_mod(score, b, h, q_idx, kv_idx) -> score``
-        Sees the scaled scores (B, H, Lq, Lk); what it returns must broadcast to that shape.
-    mask_mod : callable ``mask_mod(b, h, q_idx, kv_idx) -> bool``
+    score_mod : callable ``score_mod(score, b, h, q_idx, kv_idx) -> score``, optional
+        Gets the scaled scores (B, H, Lq, Lk); what it returns must broadcast to that shape.
+    mask_mod : callable ``mask_mod(b, h, q_idx, kv_idx) -> bool``, optional
         True = may attend.
-    scale : float
-        1/√D if not given.
-    enable_gqa : bool
+    scale : float, optional
+        Default is 1/√D.
+    enable_gqa : bool, default False
         Allows Hkv to be a divisor of H; they must be equal otherwise.
-    return_lse : bool
-        Return the log-sum-exp too, -inf where a query sees no key.
-    backend : str
+    return_lse : bool, default False
+        Return the log-sum-exp too, -inf for a query that sees no key.
+    backend : str, default "auto"
         That of ``minimha.attention``.
 
     Returns
@@ -239,42 +240,42 @@ def multihead_attention(
       keys at the end, which no mask hides; the weights have columns for them.
 
     Where it differs from torch: a query that sees no key has heads of 0, so its output is b_o and
-    its weights are 0. torch gives NaN in most modes, and this in one. Asking for weights never
-    changes the output. ``is_causal`` neither: torch then takes its own causal mask where no weights
-    are asked for, which hides the appended keys too.
+    its weights are 0; torch gives NaN in most modes and the same as here in one. Asking for weights
+    never changes the output, and neither does ``is_causal``: without weights torch then uses its
+    own causal mask, which hides the appended keys too.
 
     Axes: ``B`` batch, ``H`` heads, ``Lq``, ``Lk``, ``E`` model width, ``Ek`` and ``Ev`` the widths
-    of key and value (torch's kdim, vdim), which ``params`` tell.
+    of key and value (torch's kdim, vdim).
 
     Parameters
     ----------
     params : mapping of str to array_like
         The module's ``state_dict()``: in_proj_weight (3E, E), or q_proj_weight (E, E),
-        k_proj_weight (E, Ek) and v_proj_weight (E, Ev); out_proj.weight (E, E); where the module
-        has them in_proj_bias (3E,), out_proj.bias (E,), bias_k and bias_v (1, 1, E).
+        k_proj_weight (E, Ek) and v_proj_weight (E, Ev); out_proj.weight (E, E); if the module
+        has them, in_proj_bias (3E,), out_proj.bias (E,), bias_k and bias_v (1, 1, E).
     query : array_like of shape (Lq, B, E), (B, Lq, E) if ``batch_first``, or (Lq, E)
     key : array_like of shape (Lk, B, Ek), (B, Lk, Ek) or (Lk, Ek)
     value : array_like of shape (Lk, B, Ev), (B, Lk, Ev) or (Lk, Ev)
     num_heads : int
         H, a divisor of E.
-    key_padding_mask : array_like of shape (B, Lk), (Lk,) without a batch, bool or float
-    attn_mask : array_like of shape (Lq, Lk) or (B * H, Lq, Lk), bool or float
-    is_causal : bool
+    key_padding_mask : array_like of shape (B, Lk), (Lk,) without a batch, bool or float, optional
+    attn_mask : array_like of shape (Lq, Lk) or (B * H, Lq, Lk), bool or float, optional
+    is_causal : bool, default False
         torch's hint that ``attn_mask`` is causal; the mask itself is what counts.
-    need_weights : bool
+    need_weights : bool, default True
         Return the weights too.
-    average_attn_weights : bool
+    average_attn_weights : bool, default True
         Return their mean over the heads.
-    add_zero_attn, batch_first : bool
+    add_zero_attn, batch_first : bool, default False
         As given to the module's constructor.
-    backend : str
+    backend : str, default "auto"
         That of ``minimha.attention``.
 
     Returns
     -------
     output : ndarray of query's shape
-    weights : ndarray of shape (B, Lq, Lk + extra), (B, H, Lq, Lk + extra) without the mean, without
-        B if query has none; None if not ``need_weights``
+    weights : ndarray of shape (B, Lq, Lk + extra), (B, H, Lq, Lk + extra) without the mean, or None
+        Without B if query has none; None if not ``need_weights``.
 
     Raises
     ------
@@ -288,7 +289,7 @@ def multihead_attention(
 
     Examples
     --------
-    One token attends to itself: identity projections give it back.
+    One token attends to itself: identity projections return it.
 
     >>> I = np.eye(2)
     >>> params = {"in_proj_weight": np.concatenate([I, I, I]), "out_proj.weight": I}
@@ -408,7 +409,7 @@ def _four(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _sdpa_mask(attn_mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The option of ``attention`` that a mask of torch's is."""
+    """torch's mask as an option of ``attention``."""
     if attn_mask is None:
         return {}
     mask = _mask("attn_mask", attn_mask, "True where a query may attend to a key")
@@ -433,7 +434,7 @@ def _mask(name: str, value: ArrayLike, meaning: str) -> Array:
 
 
 def _scores(problem: Problem) -> Array:
-    """scale · Q Kᵀ for query heads in groups, in the dtype that is computed in."""
+    """scale · Q Kᵀ for query heads in groups, in the compute dtype."""
     q, k = (array.astype(problem.compute, copy=False) for array in (problem.q, problem.k))
     (B, H, Lq, D), (_, Hkv, Lk, _) = q.shape, k.shape
     scores = q.reshape(B, Hkv, H // Hkv, Lq, D) @ k[:, :, None].swapaxes(-1, -2)
@@ -443,7 +444,7 @@ def _scores(problem: Problem) -> Array:
 def _called(
     name: str, function: Callable[..., Any], arguments: Any, shape: tuple[int, ...]
 ) -> Array:
-    """What the caller's function returns, with the shape of the scores."""
+    """What the caller's function returns, broadcast to the shape of the scores."""
     if not callable(function):
         raise TypeError(f"{name} is {function!r}: expected a callable, or None")
     result = rectangular(f"what {name} returned", function(*arguments))
@@ -529,7 +530,7 @@ def _parameter(
 def _with_extra_keys(
     params: Mapping[str, ArrayLike], k: Array, v: Array, add_zero_attn: bool
 ) -> tuple[Array, Array]:
-    """Keys and values (B, H, L, D) with those appended that belong to no token."""
+    """Keys and values (B, H, L, D), and after them those that belong to no token."""
     B, H, _, D = k.shape
     extra: list[tuple[Array, ...]] = [(k, v)]
     if "bias_k" in params or "bias_v" in params:

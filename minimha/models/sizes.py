@@ -1,6 +1,6 @@
 """Known models' sizes, and what follows from them: parameters, FLOPs, the cache of keys and values.
 
-Pure arithmetic on whole numbers. Letters: ``E`` = d_model, ``H`` = num_heads, ``Hkv`` =
+Pure integer arithmetic. Letters: ``E`` = d_model, ``H`` = num_heads, ``Hkv`` =
 num_kv_heads, ``D`` = head_dim, ``F`` = d_ff, ``V`` = vocabulary, ``L`` = tokens.
 """
 
@@ -36,26 +36,27 @@ class Preset:
     is_gated : bool
         The feed-forward has three matrices (a gate, as in SwiGLU) instead of two.
     has_biases : bool
-        Every projection adds a bias, and every normalisation is a LayerNorm, with gain and bias;
-        without, it is an RMSNorm, with a gain alone.
+        Every projection adds a bias, and every normalisation is a LayerNorm, with gain and bias.
+        If False, it is an RMSNorm, with a gain alone.
     is_tied : bool
         The token embedding is also the matrix that scores the next token.
     has_learned_positions : bool
-        A position embedding of max_length rows; without, positions have no parameters (RoPE).
+        There is a position embedding of max_length rows. If False, positions have no parameters
+        (RoPE).
     source : str
-    is_causal : bool
+    is_causal : bool, default True
         A decoder, which writes token after token. An encoder (False) sees every token at once,
         and ends in BERT's pooler, an (E, E) matrix on the first token, instead of a vocabulary.
-    num_segments : int
+    num_segments : int, default 0
         Rows of a segment embedding.
-    window : int or None
-        Keys that a query of a decoder sees at most, itself among them; older ones need not be
-        cached.
+    window : int, optional
+        Keys that a query of a decoder sees at most, including its own; older ones need not be
+        cached. Default is all.
 
     Raises
     ------
     TypeError
-        A size that is no integer, or an is_ or has_ that is neither True nor False.
+        A size that is not an integer, or an is_ or has_ that is neither True nor False.
     ValueError
         A size below 1 (num_segments: below 0), heads that cannot be grouped, or an encoder with a
         window.
@@ -98,8 +99,8 @@ class Preset:
             )
         if self.window is not None and not self.is_causal:
             raise ValueError(
-                f"window is {self.window} but is_causal is False: a window is of a decoder, whose "
-                f"queries see it and nothing later"
+                f"window is {self.window} but is_causal is False: only a decoder has a window, "
+                f"whose queries see the latest keys"
             )
 
 
@@ -140,7 +141,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class Savings:
-    """What a model has less of than the same model with num_kv_heads = num_heads."""
+    """How much less a model needs than the same model with num_kv_heads = num_heads."""
 
     parameters: int
     prefill_flops: int
@@ -180,7 +181,7 @@ def _grouped(
 
 _GPT2 = "Radford et al., 2019, table 2, and its released weights"
 _LLAMA3 = "Llama Team, 2024, table 3, and its first release"
-# GPT-2's paper prints 117M and 762M; the weights that were released with it hold 124M and 774M.
+# GPT-2's paper prints 117M and 762M; the weights released with it hold 124M and 774M.
 # Every other layer of GPT-3 sees a band of keys whose width is not published: counted as if dense.
 PRESETS = {
     preset.name: preset
@@ -198,12 +199,12 @@ PRESETS = {
 
 
 def find(name: str) -> Preset:
-    """The preset of that name; capitals, blanks and punctuation do not matter.
+    """The preset of that name; case, spaces and punctuation do not matter.
 
     Raises
     ------
     TypeError
-        The name is no text.
+        The name is not a string.
     ValueError
         There is no such preset.
 
@@ -221,12 +222,12 @@ def find(name: str) -> Preset:
 
 
 def check_length(preset: Preset, length: int) -> int:
-    """The number of tokens, if the model was made for so many.
+    """The number of tokens, if the model was made for that many.
 
     Raises
     ------
     TypeError
-        The length is no integer, or the preset is none.
+        The length is not an integer, or the preset not a Preset.
     ValueError
         It is not from 1 to the preset's max_length.
     """
@@ -248,7 +249,7 @@ def parameters(preset: Preset) -> Parameters:
     - feed_forward: layers · (2 · E · F, gated 3 · E · F; biases: F + E, gated 2 · F + E)
     - norms: (2 · layers + 1) · E, twice that with biases
     - embeddings: (V + learned positions + segments) · E
-    - head: V · E where it is not tied; an encoder's pooler E · E + E
+    - head: V · E if it is not tied; an encoder's pooler E · E + E
 
     Examples
     --------
@@ -283,7 +284,7 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
     - projections: 2 · L · layers · 2 · E · (H + Hkv) · D
     - feed_forward: 2 · L · layers · 2 · E · F, gated 3 · E · F
     - attention, Q Kᵀ and P V: 4 · layers · H · D · pairs; the pairs of a query and a key that it
-      sees are L², where the model is causal 1 + 2 + … + L = L · (L + 1) / 2, and with a window w
+      sees are L², for a causal model 1 + 2 + … + L = L · (L + 1) / 2, and with a window w
       Σ min(i, w)
     - head: 2 · E · V, the next token's scores after the last one; an encoder's pooler 2 · E · E
 
@@ -296,7 +297,7 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
     Raises
     ------
     TypeError, ValueError
-        A length that is no integer, or one that the model was not made for.
+        A length that is not an integer, or one that the model was not made for.
 
     References
     ----------
@@ -318,10 +319,15 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
 
 
 def decode_flops(preset: Preset, length: int) -> Flops:
-    """FLOPs of writing one token, which makes ``length`` with those before it, its own key too.
+    """FLOPs of writing one token: the last of ``length``, which sees itself and those before it.
 
     As ``prefill_flops``, with one token and L pairs, or as many as a window lets it see. The
     attention of a prefill is the sum of that of the decode steps up to its length.
+
+    Parameters
+    ----------
+    preset, length
+        As in ``prefill_flops``.
 
     Raises
     ------
@@ -334,15 +340,15 @@ def decode_flops(preset: Preset, length: int) -> Flops:
 
 
 def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
-    """2 · layers · Hkv · D · L · bytes a number: one sequence's keys and values, of all layers.
+    """2 · layers · Hkv · D · L · bytes per number: the keys and values of one sequence, all layers.
 
-    With a window w, min(L, w) in the place of L.
+    With a window w, min(L, w) in place of L.
 
     Parameters
     ----------
     preset, length
         As in ``prefill_flops``.
-    dtype : {"float32", "float16", "bfloat16"}
+    dtype : {"float32", "float16", "bfloat16"}, default "float16"
 
     Raises
     ------
@@ -356,7 +362,7 @@ def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
 
     Examples
     --------
-    128 KiB a token:
+    128 KiB per token:
 
     >>> kv_cache_bytes(PRESETS["Llama-3-8B"], 1, "bfloat16") // 1024
     128
@@ -368,29 +374,35 @@ def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
 
 
 def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
-    """Parameters · bytes a number: the memory that the weights take.
+    """Parameters · bytes per number: the memory that the weights take.
 
-    A decode step reads all of them but the rows that other tokens, positions and segments have in
-    the embeddings. Where the token embedding is also the head, it is read as a whole.
+    A decode step reads all of them except the rows that other tokens, positions and segments have
+    in the embeddings. If the token embedding is also the head, all of it is read.
+
+    Parameters
+    ----------
+    preset : Preset
+    dtype : {"float32", "float16", "bfloat16"}, default "float16"
 
     Raises
     ------
     TypeError, ValueError
-        No preset, or a dtype that is none of float32, float16 and bfloat16.
+        Not a Preset, or a dtype that is none of these.
     """
     return parameters(preset).total * ITEM_SIZES[choice("dtype", dtype, ITEM_SIZES)]
 
 
 def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savings:
-    """What the model would need more with num_kv_heads = num_heads, all else being equal.
+    """How much more the model would need with num_kv_heads = num_heads, all else being equal.
 
     The cache shrinks to Hkv / H, and so do W_k and W_v; attention's own FLOPs stay, since every
     query head still meets every key.
 
     Parameters
     ----------
-    preset, length, dtype
-        As in ``kv_cache_bytes``.
+    preset, length
+        As in ``prefill_flops``.
+    dtype : {"float32", "float16", "bfloat16"}, default "float16"
 
     Raises
     ------
@@ -436,7 +448,7 @@ def _feed_forward_weights(preset: Preset) -> int:
 
 
 def _head_weights(preset: Preset) -> int:
-    """The matrix that a decoder's last token or an encoder's first goes through."""
+    """The matrix that is applied to a decoder's last token, or to an encoder's first."""
     return preset.d_model * (preset.vocabulary if preset.is_causal else preset.d_model)
 
 

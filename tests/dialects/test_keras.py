@@ -345,7 +345,7 @@ def without(name):
         ({"key_mask": [[1, 2, 3]]}, TypeError, "key_mask has dtype int64"),
         ({"params": [W]}, TypeError, "params is a list"),
         ({"params": without("query/bias")}, ValueError, r"no query/bias: .*\(2, 3\).*use_bias"),
-        ({"use_bias": False}, ValueError, "params has query/bias, which this layer has not"),
+        ({"use_bias": False}, ValueError, "params has query/bias, which this layer does not"),
         ({"use_gate": True}, ValueError, "params has no gate/kernel"),
         ({"params": {**W, "a/key/bias": W["key/bias"]}}, ValueError, "weights of one layer"),
         (

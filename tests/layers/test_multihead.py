@@ -377,6 +377,23 @@ def test_what_is_no_problem_for_a_layer(arguments, options, error, sentence):
         LAYER(*arguments, **options)
 
 
+def test_keys_and_values_may_have_a_source_each():
+    layer = MultiHeadAttention(6, 2, context_dim=4, value_source_dim=3, dtype=np.float64)
+    source = RNG.normal(size=(2, 7, 3))
+    q, k, v = layer.project(X, CONTEXT, source)
+    W_q, W_k, W_v = (np.split(W, 2, axis=1) for W in (layer.W_q, layer.W_k, layer.W_v))
+    heads = [attention(X @ W_q[h], CONTEXT @ W_k[h], source @ W_v[h]) for h in range(2)]
+    wanted = np.concatenate(heads, axis=-1) @ layer.W_o
+    np.testing.assert_allclose(layer.combine(attention(q, k, v), X), wanted, rtol=1e-12)
+    with pytest.raises(ValueError, match="width Ec=4, values from Ev=3: project takes a source"):
+        layer(X, CONTEXT)
+
+
+def test_what_cannot_rotate_is_no_rope():
+    with pytest.raises(TypeError, match="rope is 10000: expected a"):
+        MultiHeadAttention(6, 2, rope=10000)
+
+
 def test_another_width_of_the_context_makes_it_necessary():
     with pytest.raises(ValueError, match=r"context is missing: .* width Ec=4, x has E=6"):
         MultiHeadAttention(6, 2, context_dim=4)(X)

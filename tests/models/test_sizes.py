@@ -155,11 +155,11 @@ def test_a_prefill_is_its_decode_steps_but_for_their_heads(name):
     assert whole["head"] == steps[0]["head"]
 
 
-def test_gpt3_takes_the_papers_two_flops_a_parameter():
+def test_gpt3_takes_the_papers_two_flops_per_parameter():
     # Brown et al., table D.1: 3.14e23 for 300e9 tokens, three passes (forward and twice backward).
     flops = prefill_flops(PRESETS["GPT-3"], 2048)
-    a_token = (flops.total - flops.attention) / 2048
-    np.testing.assert_allclose(a_token, 3.14e23 / 300e9 / 3, rtol=0.01)
+    per_token = (flops.total - flops.attention) / 2048
+    np.testing.assert_allclose(per_token, 3.14e23 / 300e9 / 3, rtol=0.01)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_heads_that_are_not_grouped_save_nothing(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_everything_is_a_whole_number(name):
+def test_everything_is_an_integer(name):
     preset = PRESETS[name]
     found = [parameters(preset), prefill_flops(preset, 3)]
     found += [decode_flops(preset, 3), saved_by_groups(preset, 3)] if preset.is_causal else []
@@ -260,7 +260,7 @@ BERT = PRESETS["BERT-Base"]
         (lambda: replace(GPT3, layers=1.5), TypeError, "layers is 1.5: expected an integer"),
         (lambda: replace(GPT3, window=0), ValueError, "window is 0: expected an integer of at"),
         (lambda: replace(BERT, window=4), ValueError,
-         "window is 4 but is_causal is False: a window is of a decoder"),
+         "window is 4 but is_causal is False: only a decoder has a window"),
         (lambda: replace(GPT3, is_gated="no"), TypeError, "is_gated is 'no': expected True or F"),
         (lambda: replace(GPT3, is_causal=1), TypeError, "is_causal is 1: expected True or False"),
         (lambda: prefill_flops("gpt3", 1), TypeError, "preset is 'gpt3': expected a Preset, as fi"),
