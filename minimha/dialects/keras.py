@@ -155,19 +155,20 @@ def multi_head_attention(
     array([[[3., 4.]]])
     """
     H, D = integer("num_heads", num_heads), integer("key_dim", key_dim)
-    inputs = _inputs(query, value, key)
+    Dv = D if value_dim is None else integer("value_dim", value_dim)
+    inputs, dtype = _inputs(query, value, key)
     q = inputs["query"]
-    return _layer(
-        params,
+    output_sizes = _output_shape(output_shape, q.shape[-1])
+    axes = _attention_axes(attention_axes, q.ndim)
+    _refuse_dropout(dropout)
+    layer = _layer(params, inputs, (H, H), (D, Dv), output_sizes, use_bias, use_gate)
+    return _attended(
+        layer,
         inputs,
-        heads=(H, H),
-        widths=(D, D if value_dim is None else integer("value_dim", value_dim)),
-        output_shape=_output_shape(output_shape, q.shape[-1]),
-        axes=_attention_axes(attention_axes, q.ndim),
-        dropout=dropout,
-        use_bias=use_bias,
+        dtype,
+        output_sizes,
+        axes,
         sliding_window=sliding_window,
-        use_gate=use_gate,
         masks=(attention_mask, query_mask, key_mask, value_mask),
         return_attention_scores=return_attention_scores,
         use_causal_mask=use_causal_mask,
@@ -264,21 +265,19 @@ def grouped_query_attention(
             f"num_query_heads is {H} and num_key_value_heads is {Hkv}: H must be a multiple of Hkv"
         )
     D = integer("head_dim", head_dim)
-    inputs = _inputs(query, value, key)
+    inputs, dtype = _inputs(query, value, key)
     q = inputs["query"]
     if q.ndim != 3:
         raise ValueError(f"query has shape {q.shape}: expected 3 axes (B, L, E), one of lengths")
-    return _layer(
-        params,
+    _refuse_dropout(dropout)
+    layer = _layer(params, inputs, (H, Hkv), (D, D), q.shape[-1:], use_bias, use_gate)
+    return _attended(
+        layer,
         inputs,
-        heads=(H, Hkv),
-        widths=(D, D),
-        output_shape=q.shape[-1:],
+        dtype,
+        q.shape[-1:],
         axes=(1,),
-        dropout=dropout,
-        use_bias=use_bias,
         sliding_window=sliding_window,
-        use_gate=use_gate,
         masks=(attention_mask, query_mask, key_mask, value_mask),
         return_attention_scores=return_attention_scores,
         use_causal_mask=use_causal_mask,
@@ -287,54 +286,88 @@ def grouped_query_attention(
     )
 
 
+def _refuse_dropout(dropout: float) -> None:
+    if dropout != 0:
+        raise ValueError(
+            f"dropout is {dropout!r}: expected 0, minimha computes inference, where nothing is "
+            f"dropped"
+        )
+
+
 def _layer(
     params: Mapping[str, ArrayLike],
     inputs: dict[str, Array],
-    *,
     heads: tuple[int, int],
     widths: tuple[int, int],
     output_shape: tuple[int, ...],
-    axes: tuple[int, ...],
-    dropout: float,
     use_bias: bool,
-    sliding_window: int | None,
     use_gate: bool,
+) -> MultiHeadAttention:
+    """Keras's layer for ``heads`` (H, Hkv) and ``widths`` (D, Dv), which it keeps on axes apart."""
+    (H, Hkv), (D, Dv) = heads, widths
+    projections = {"query": ("query", H, D), "key": ("key", Hkv, D), "value": ("value", Hkv, Dv)}
+    if flag("use_gate", use_gate):
+        projections["gate"] = ("query", H, Dv)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (of, n, width) in projections.items():
+        shapes[f"{name}/kernel"] = (integer(f"the width of {of}", inputs[of].shape[-1]), n, width)
+        shapes[f"{name}/bias"] = (n, width)
+    shapes["attention_output/kernel"] = (H, Dv, *output_shape)
+    shapes["attention_output/bias"] = output_shape
+    if not flag("use_bias", use_bias):
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("/bias")}
+    combined: dict[str, Any] = {}
+    for path, array in _weights(params, shapes, inputs["query"].dtype).items():
+        name, kind = path.split("/")
+        if kind == "bias":
+            combined[f"b_{LETTERS[name]}"] = array.ravel()
+        else:
+            rows = array.shape[: 2 if name == "attention_output" else 1]
+            combined[f"W_{LETTERS[name]}"] = array.reshape(math.prod(rows), -1)
+    return MultiHeadAttention.from_combined(
+        num_heads=H,
+        num_kv_heads=Hkv,
+        value_source_dim=inputs["value"].shape[-1],
+        gate="elementwise" if use_gate else None,
+        **combined,
+    )
+
+
+def _attended(
+    layer: MultiHeadAttention,
+    inputs: dict[str, Array],
+    dtype: np.dtype[Any],
+    output_shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    *,
+    sliding_window: int | None,
     masks: tuple[ArrayLike | None, ...],
     return_attention_scores: bool,
     use_causal_mask: bool,
     empty_rows: str | None,
     backend: str,
 ) -> Any:
-    """Both layers, for ``heads`` (H, Hkv), ``widths`` (D, Dv) and attention over ``axes``."""
-    if dropout != 0:
-        raise ValueError(
-            f"dropout is {dropout!r}: expected 0, minimha computes inference, where nothing is "
-            f"dropped"
-        )
+    """What both layers return, for attention over ``axes``."""
     wants_scores = flag("return_attention_scores", return_attention_scores)
     _check_lengths(inputs, axes)
     rank = inputs["query"].ndim
     chosen = choice("empty_rows", empty_rows, (None, "mean", "zero"))
     gives_mean = rank == 3 if chosen is None else chosen == "mean"
-    dtype = common_dtype({name: array.dtype for name, array in inputs.items()})
-    compute = compute_dtype(dtype)
-    shapes = _weight_shapes(inputs, heads, widths, output_shape, use_gate, use_bias)
-    layer = _combined(_weights(params, shapes, compute), heads)
     # (B, L, …, E) → (B, …, L, …, E) → (B · …, L · …, E): attention is over one axis.
     free = [axis for axis in range(rank - 1) if axis not in axes]
     order = (*free, *axes, rank - 1)
     moved = {name: array.transpose(order) for name, array in inputs.items()}
     rows = moved["query"].shape[:-1]
-    over = (*rows[: len(free)], heads[0], *rows[len(free) :], *moved["key"].shape[len(free) : -1])
+    over = (*rows[: len(free)], layer.num_heads, *rows[len(free) :])
+    over += moved["key"].shape[len(free) : -1]  # the shape of the scores
     options = _positions(use_causal_mask, sliding_window, axes)
     options |= {"attn_mask": _visible(masks, over, len(axes)), "backend": backend}
     x, key_source, value_source = (
-        _three(moved[name].astype(compute, copy=False), len(free))
-        for name in ("query", "key", "value")
+        _three(moved[name], len(free)) for name in ("query", "key", "value")
     )
     q, k, v = layer.project(x, key_source, value_source)
-    y, scores = _attended(q, k, v, gives_mean, wants_scores, options)
-    output = layer.combine(y, x).astype(dtype, copy=False)
+    heads, scores = _heads(q, k, v, gives_mean, wants_scores, options)
+    output = layer.combine(heads, x).astype(dtype, copy=False)
     output = output.reshape(*rows, output.shape[-1]).transpose(np.argsort(order))
     output = output.reshape(*output.shape[:-1], *output_shape)
     if scores is None:
@@ -342,26 +375,7 @@ def _layer(
     return output, scores.reshape(over).astype(dtype, copy=False)
 
 
-def _combined(weights: dict[str, Array], heads: tuple[int, int]) -> MultiHeadAttention:
-    """The layer, whose matrices have one axis for the heads and their widths."""
-    combined: dict[str, Any] = {}
-    for path, array in weights.items():
-        name, kind = path.split("/")
-        if kind == "bias":
-            combined[f"b_{LETTERS[name]}"] = array.ravel()
-        else:
-            inputs = array.shape[: 2 if name == "attention_output" else 1]
-            combined[f"W_{LETTERS[name]}"] = array.reshape(math.prod(inputs), -1)
-    return MultiHeadAttention.from_combined(
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        value_source_dim=len(combined["W_v"]),
-        gate="elementwise" if "W_g" in combined else None,
-        **combined,
-    )
-
-
-def _attended(
+def _heads(
     q: Array, k: Array, v: Array, gives_mean: bool, wants_scores: bool, options: dict[str, Any]
 ) -> tuple[Array, Array | None]:
     """The heads (B, H, Lq, Dv) and, if wanted, the scores (B, H, Lq, Lk)."""
@@ -376,8 +390,10 @@ def _attended(
     return heads, scores
 
 
-def _inputs(query: ArrayLike, value: ArrayLike, key: ArrayLike | None) -> dict[str, Array]:
-    """query, value and key by name, arrays of one rank."""
+def _inputs(
+    query: ArrayLike, value: ArrayLike, key: ArrayLike | None
+) -> tuple[dict[str, Array], np.dtype[Any]]:
+    """query, value and key by name, of one rank and in the compute dtype, and their own dtype."""
     given = {"query": query, "value": value, "key": value if key is None else key}
     arrays = {name: as_floating(name, array) for name, array in given.items()}
     q = arrays["query"]
@@ -387,7 +403,9 @@ def _inputs(query: ArrayLike, value: ArrayLike, key: ArrayLike | None) -> dict[s
                 f"{name} has shape {array.shape}, query {q.shape}: expected (B, L, E) in all "
                 f"three, or more axes of lengths in all three"
             )
-    return arrays
+    dtype = common_dtype({name: array.dtype for name, array in arrays.items()})
+    compute = compute_dtype(dtype)
+    return {name: array.astype(compute, copy=False) for name, array in arrays.items()}, dtype
 
 
 def _output_shape(output_shape: Any, E: int) -> tuple[int, ...]:
@@ -430,30 +448,6 @@ def _check_lengths(inputs: dict[str, Array], axes: tuple[int, ...]) -> None:
                 f"value has size {v.shape[axis]} in axis {axis} but query has {q.shape[axis]}: "
                 f"axes that are not attended over must be equal"
             )
-
-
-def _weight_shapes(
-    inputs: dict[str, Array],
-    heads: tuple[int, int],
-    widths: tuple[int, int],
-    output_shape: tuple[int, ...],
-    use_gate: bool,
-    use_bias: bool,
-) -> dict[str, tuple[int, ...]]:
-    """Every weight that the layer has, by name."""
-    (H, Hkv), (D, Dv) = heads, widths
-    projections = {"query": ("query", H, D), "key": ("key", Hkv, D), "value": ("value", Hkv, Dv)}
-    if flag("use_gate", use_gate):
-        projections["gate"] = ("query", H, Dv)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, (of, n, width) in projections.items():
-        shapes[f"{name}/kernel"] = (integer(f"the width of {of}", inputs[of].shape[-1]), n, width)
-        shapes[f"{name}/bias"] = (n, width)
-    shapes["attention_output/kernel"] = (H, Dv, *output_shape)
-    shapes["attention_output/bias"] = output_shape
-    if not flag("use_bias", use_bias):
-        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("/bias")}
-    return shapes
 
 
 def _weights(
