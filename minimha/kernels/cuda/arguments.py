@@ -1,15 +1,16 @@
-"""How a problem enters a CUDA kernel.
+"""How a problem becomes the arguments of a CUDA kernel.
 
-Every CUDA rung is one function with the arguments of the CPU rungs::
+``DeviceArray`` describes an array on the device, whether it was uploaded or was there already. A
+kernel has the arguments of the CPU rungs::
 
     rung(q, k, v, mask, bias, o, O, L)
 
 in one of two forms. Rungs 1 and 2 take ``Arrays``, so they run in numba's simulator as well. From
 rung 3 on a kernel issues its own loads and takes ``Arguments``, which are addresses:
 
-q, k, v, O   ``Rows``: where (B, H, L, D) begins and its strides; the last axis is contiguous
-mask, bias   ``Pairs``: where (B, H, Lq, Lk) begins and its strides, 0 along a broadcast axis;
-             address 0 if there is none. A mask is one byte a pair, a bias float32.
+q, k, v, O   ``Rows``: address and strides of (B, H, L, D); the last axis is contiguous
+mask, bias   ``Pairs``: address and strides of (B, H, Lq, Lk), stride 0 along a broadcast axis;
+             address 0 if there is none. A mask has one byte per pair, a bias float32.
 o            ``Numbers``: sizes, and everything that is small
 L            address of (B, H, Lq), float32, contiguous
 
@@ -18,7 +19,8 @@ Their strides count elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,6 +33,26 @@ from minimha.kernels.options import NO_BIAS, NO_MASK, Options, options
 WIDEST = 256  # numbers of a row of O that a rung can keep in registers
 
 
+class DeviceArray(NamedTuple):
+    """An array in a device's memory. Strides count elements.
+
+    ``owner`` is kept so that the memory is not freed. ``ready_on`` is the stream that fills the
+    array, where its library does not promise that it is ready.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    owner: Any = None
+    ready_on: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
 class Rows(NamedTuple):
     """Rows of D contiguous numbers: batch, head and row strides in elements."""
 
@@ -41,7 +63,7 @@ class Rows(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """One number for each query and key; strides in elements, 0 where it is broadcast."""
+    """One number per query and key; strides in elements, 0 where it is broadcast."""
 
     address: int
     batch: int
@@ -86,9 +108,10 @@ class Arguments(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """What a kernel that takes arrays is called with, in its order; see ``entry`` for each.
+    """What a kernel that takes arrays is called with, in its order.
 
-    On a device each array is an ``ArrayAt``, in the simulator a NumPy array.
+    On a device each array is an ``ArrayAt``, in the simulator a NumPy array. ``mask`` and ``bias``
+    are empty if there is none.
     """
 
     q: Any
@@ -104,7 +127,7 @@ class Arrays(NamedTuple):
 class ArrayAt(NamedTuple):
     """An array on a device, field by field as numba's compiled kernels expect it.
 
-    ``meminfo`` and ``parent`` are 0: nobody counts references there. Strides are in bytes.
+    ``meminfo`` and ``parent`` are 0: no references are counted there. Strides are in bytes.
     """
 
     meminfo: int
@@ -123,19 +146,61 @@ NUMBERS = types.NamedTuple(
 )
 ADDRESSES = (ROWS, ROWS, ROWS, PAIRS, PAIRS, NUMBERS, ROWS, types.uint64)
 
+NO_ROWS, NO_PAIRS = Rows(0, 0, 0, 0), Pairs(0, 0, 0, 0, 0)
+PLACEHOLDERS = Arguments(
+    NO_ROWS, NO_ROWS, NO_ROWS, NO_PAIRS, NO_PAIRS, Numbers(*[0] * 12), NO_ROWS, 0
+)  # for launches that are compiled or measured, but not started
+
 
 class Memory(Protocol):
-    """Where kernels find their arrays: a device's memory, or that of an emulator."""
+    """A device's memory, or that of an emulator."""
 
     def put(self, array: NDArray[Any]) -> int:
         """Copy ``array`` there, contiguous, and return its address, a multiple of 16."""
 
     def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return a copy of what stands at ``address``."""
+        """Return a copy of the contiguous array at ``address``."""
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of an array in C order.
+
+    >>> contiguous((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def to_device(array: NDArray[Any], memory: Memory) -> DeviceArray:
+    """Copy ``array`` to ``memory``; an axis of stride 0 is copied once and keeps that stride."""
+    is_broadcast = [step == 0 and array.size > 0 for step in array.strides]
+    once = array[tuple(slice(0, 1) if one else slice(None) for one in is_broadcast)]
+    steps = zip(is_broadcast, contiguous(once.shape), strict=True)
+    strides = tuple(0 if one else step for one, step in steps)
+    return DeviceArray(memory.put(once), array.shape, strides, array.dtype)
+
+
+def to_host(array: DeviceArray, memory: Memory) -> NDArray[Any]:
+    """``array``, of any strides, on the host; the memory that it spans is copied at once."""
+    if 0 in array.shape:
+        return np.empty(array.shape, array.dtype)
+    itemsize = array.dtype.itemsize
+    ends = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+    first, last = sum(min(0, end) for end in ends), sum(max(0, end) for end in ends)
+    span = memory.get(array.address + first * itemsize, (last - first + 1,), array.dtype)
+    strides = [step * itemsize for step in array.strides]
+    return np.lib.stride_tricks.as_strided(span[-first:], array.shape, strides)
+
+
+def array_at(array: DeviceArray) -> ArrayAt:
+    """``array`` as an argument of a kernel that takes arrays."""
+    itemsize = array.dtype.itemsize
+    strides = tuple(step * itemsize for step in array.strides)
+    return ArrayAt(0, 0, prod(array.shape), itemsize, array.address, array.shape, strides)
 
 
 def padded_width(problem: Problem) -> int:
-    """The one width that queries, keys and values are given in ``place``: a multiple of 16."""
+    """The width that rows of q, k, v and O are padded to with 0: a multiple of 16 elements."""
     return -(-int(max(problem.q.shape[3], problem.v.shape[3])) // 16) * 16
 
 
@@ -148,12 +213,12 @@ def too_wide(problem: Problem) -> str | None:
 
 
 def check_alignment(arguments: Arguments, itemsize: int) -> None:
-    """Refuse rows of q, k, v or O that cannot be read 16 bytes at a time.
+    """Refuse rows of q, k, v or O that cannot be read or written 16 bytes at a time.
 
     Raises
     ------
     ValueError
-        They do not begin at multiples of 16 bytes.
+        A row does not begin at a multiple of 16 bytes.
     """
     for name in ("q", "k", "v", "O"):
         address, *strides = getattr(arguments, name)
@@ -165,7 +230,7 @@ def check_alignment(arguments: Arguments, itemsize: int) -> None:
 
 
 def in_parts(width: int, widest: int) -> tuple[int, int]:
-    """How many parts a row is cut into, none beyond ``widest``, and how many numbers each has.
+    """How many parts a row is split into, none beyond ``widest``, and how many numbers each has.
 
     >>> in_parts(80, 64)
     (2, 40)
@@ -177,55 +242,107 @@ def in_parts(width: int, widest: int) -> tuple[int, int]:
 def array_types(compute: np.dtype[Any]) -> tuple[Any, ...]:
     """The signature of a kernel that takes ``Arrays`` of that dtype."""
     real = types.float64 if compute == np.float64 else types.float32
-    given, scores = types.Array(real, 4, "A"), types.Array(types.boolean, 4, "A")
-    whole, line = types.Array(types.int64, 1, "C"), types.Array(real, 1, "C")
-    small = [*[types.int64] * 2, whole, whole, line, line, real, real, types.boolean]
-    options = types.NamedTuple(small, Options)
-    return given, given, given, scores, given, options, given, types.Array(real, 3, "A")
+    floating, mask = types.Array(real, 4, "A"), types.Array(types.boolean, 4, "A")
+    per_batch, per_head = types.Array(types.int64, 1, "C"), types.Array(real, 1, "C")
+    small = [*[types.int64] * 2, *[per_batch] * 2, *[per_head] * 2, *[real] * 2, types.boolean]
+    o = types.NamedTuple(small, Options)
+    return floating, floating, floating, mask, floating, o, floating, types.Array(real, 3, "A")
 
 
-def placed_arrays(problem: Problem, put: Callable[[NDArray[Any]], Any]) -> Arrays:
-    """``problem`` in the compute dtype, each of its arrays as ``put`` returns it.
+def host_arrays(
+    problem: Problem, dtype: np.dtype[Any], width: int | None = None
+) -> dict[str, NDArray[Any]]:
+    """q, k, v, and the mask and the bias if there are any, by their names in ``problem``.
 
-    Axes along which a mask or a bias is broadcast are not copied: their stride stays 0.
+    Parameters
+    ----------
+    problem : Problem
+    dtype : numpy.dtype
+        Of q, k and v.
+    width : int, optional
+        Rows of q, k and v are padded to it with 0, which changes no score. By default they keep
+        theirs.
     """
-    B, H, Lq, _ = problem.q.shape
-    Dv, compute = problem.v.shape[3], problem.compute
+
+    def rows(array: NDArray[Any]) -> NDArray[Any]:
+        array = array.astype(dtype, copy=False)
+        if width is None:
+            return array
+        missing = width - array.shape[3]
+        padded = np.pad(array, ((0, 0),) * 3 + ((0, missing),)) if missing else array
+        return np.ascontiguousarray(padded)
+
+    given = {"q": rows(problem.q), "k": rows(problem.k), "v": rows(problem.v)}
+    over_scores = {"attn_mask": problem.attn_mask, "attn_bias": problem.attn_bias}
+    return given | {name: array for name, array in over_scores.items() if array is not None}
+
+
+def as_arrays(
+    problem: Problem, given: Mapping[str, Any], put: Callable[[NDArray[Any]], Any]
+) -> Arrays:
+    """The arguments of a kernel that takes arrays.
+
+    Parameters
+    ----------
+    problem : Problem
+        For its small options.
+    given : mapping of str to ArrayAt
+        "q", "k", "v", "O", "L" in the compute dtype, and "attn_mask" and "attn_bias", of the shape
+        of the scores, if there are any.
+    put : callable
+        Copies an array to the device and returns what ``given`` would hold of it.
+    """
+    o = options(problem)
+    lines = {name: put(getattr(o, name)) for name in ("q_offset", "kv_lengths", "slopes", "sinks")}
     return Arrays(
-        q=put(problem.q.astype(compute, copy=False)),
-        k=put(problem.k.astype(compute, copy=False)),
-        v=put(problem.v.astype(compute, copy=False)),
-        mask=put(NO_MASK if problem.attn_mask is None else problem.attn_mask),
-        bias=put(NO_BIAS[compute] if problem.attn_bias is None else problem.attn_bias),
-        o=placed_options(problem, put),
-        O=put(np.zeros((B, H, Lq, Dv), compute)),
-        L=put(np.zeros((B, H, Lq), compute)),
+        q=given["q"],
+        k=given["k"],
+        v=given["v"],
+        mask=given["attn_mask"] if "attn_mask" in given else put(NO_MASK),
+        bias=given["attn_bias"] if "attn_bias" in given else put(NO_BIAS[problem.compute]),
+        o=o._replace(**lines),
+        O=given["O"],
+        L=given["L"],
     )
 
 
-def placed_options(problem: Problem, put: Callable[[NDArray[Any]], Any]) -> Options:
-    """The small options, their lines as ``put`` returns them."""
-    o = options(problem)
-    lines = {name: put(getattr(o, name)) for name in ("q_offset", "kv_lengths", "slopes", "sinks")}
-    return o._replace(**lines)
+def as_addresses(
+    problem: Problem,
+    given: Mapping[str, DeviceArray],
+    put: Callable[[list[NDArray[Any]]], list[int]],
+) -> Arguments:
+    """The arguments of a kernel that takes addresses.
 
-
-def unrepeated(
-    array: NDArray[Any], dtype: DTypeLike | None = None
-) -> tuple[NDArray[Any], tuple[int, ...]]:
-    """``array``, contiguous, with one entry along each axis along which it is broadcast.
-
-    And the strides, in bytes, with which that is read as ``array``: 0 along those axes.
+    Parameters
+    ----------
+    problem : Problem
+        For its sizes and its small options.
+    given : mapping of str to DeviceArray
+        "q", "k", "v", "O", of the width ``padded_width`` and in the problem's dtype; "L", float32;
+        and "attn_mask" and "attn_bias" (float32), of the shape of the scores, if there are any.
+    put : callable
+        Copies arrays to the device and returns their addresses.
     """
-    is_broadcast = [step == 0 for step in array.strides]
-    once = array[tuple(slice(0, 1) if one else slice(None) for one in is_broadcast)]
-    once = np.ascontiguousarray(once, dtype)
-    steps = zip(is_broadcast, once.strides, strict=True)
-    return once, tuple(0 if one else step for one, step in steps)
+
+    def rows(name: str) -> Rows:
+        return Rows(given[name].address, *given[name].strides[:3])
+
+    def pairs(name: str) -> Pairs:
+        return Pairs(given[name].address, *given[name].strides) if name in given else NO_PAIRS
+
+    return Arguments(
+        q=rows("q"),
+        k=rows("k"),
+        v=rows("v"),
+        mask=pairs("attn_mask"),
+        bias=pairs("attn_bias"),
+        o=_numbers(problem, put),
+        O=rows("O"),
+        L=given["L"].address,
+    )
 
 
-def numbers(problem: Problem, put: Callable[[list[NDArray[Any]]], list[int]]) -> Numbers:
-    """The small options of ``problem``; ``put`` copies arrays to the device."""
+def _numbers(problem: Problem, put: Callable[[list[NDArray[Any]]], list[int]]) -> Numbers:
     H, slopes = problem.q.shape[1], problem.alibi_slopes
     sinks = np.full(H, -np.inf) if problem.sinks is None else problem.sinks
     lines: list[NDArray[Any]] = [
@@ -252,36 +369,26 @@ def numbers(problem: Problem, put: Callable[[list[NDArray[Any]]], list[int]]) ->
     )
 
 
-def place(problem: Problem, memory: Memory) -> Arguments:
-    """Put a float32 or 16-bit problem into ``memory``.
+def placed_arrays(problem: Problem, put: Callable[[NDArray[Any]], Any]) -> Arrays:
+    """``problem`` in the compute dtype, each array as ``put`` returns it; O and L are 0."""
+    (B, H, Lq, _), Dv = problem.q.shape, problem.v.shape[3]
+    given = host_arrays(problem, problem.compute)
+    given["O"] = np.zeros((B, H, Lq, Dv), problem.compute)
+    given["L"] = np.zeros((B, H, Lq), problem.compute)
+    return as_arrays(problem, {name: put(array) for name, array in given.items()}, put)
 
-    q, k, v and O get the width ``padded_width``; what is added is 0, which changes no score. 16-bit
-    numbers stay what they are.
-    """
+
+def place(problem: Problem, memory: Memory) -> Arguments:
+    """``problem``, float32 or of 16 bits, uploaded to ``memory``; O and L are 0."""
     B, H, Lq, _ = problem.q.shape
     width = padded_width(problem)
-
-    def rows(array: NDArray[Any]) -> Rows:
-        beside = ((0, 0),) * 3 + ((0, width - array.shape[3]),)
-        array = np.pad(array, beside)
-        _, heads, length, _ = array.shape
-        return Rows(memory.put(array), heads * length * width, length * width, width)
-
-    def pairs(array: NDArray[Any] | None, dtype: DTypeLike) -> Pairs:
-        if array is None:
-            return Pairs(0, 0, 0, 0, 0)
-        once, strides = unrepeated(array, dtype)
-        return Pairs(memory.put(once), *(step // once.itemsize for step in strides))
-
-    return Arguments(
-        q=rows(problem.q),
-        k=rows(problem.k),
-        v=rows(problem.v),
-        mask=pairs(problem.attn_mask, np.uint8),
-        bias=pairs(problem.attn_bias, np.float32),
-        o=numbers(problem, lambda arrays: [memory.put(array) for array in arrays]),
-        O=rows(np.zeros((B, H, Lq, width), problem.dtype)),
-        L=memory.put(np.zeros((B, H, Lq), np.float32)),
+    given = host_arrays(problem, problem.dtype, width)
+    given["O"] = np.zeros((B, H, Lq, width), problem.dtype)
+    given["L"] = np.zeros((B, H, Lq), np.float32)
+    return as_addresses(
+        problem,
+        {name: to_device(array, memory) for name, array in given.items()},
+        lambda lines: [memory.put(line) for line in lines],
     )
 
 

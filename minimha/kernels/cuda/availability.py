@@ -1,4 +1,4 @@
-"""Can CUDA run here, does an array lie on a GPU? Every call asks, so nothing heavy loads."""
+"""Whether CUDA can run here and whether an array is on a GPU; asked on every call, so light."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 def reason_without_cuda() -> str | None:
     """Why no CUDA kernel can run, and what to do about it; None if one can.
 
-    Every failure is an answer here, a broken driver's too.
+    Nothing is raised: every failure is an answer, even a broken driver.
     """
     if not (find_spec("numba_cuda") and find_spec("numba")):
         return (
@@ -27,13 +27,13 @@ def reason_without_cuda() -> str | None:
             "pip install 'minimha[cuda]'"
         )
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") != "0":
-        return "NUMBA_ENABLE_CUDASIM is set: numba's simulator compiles nothing, unset it"
+        return "NUMBA_ENABLE_CUDASIM is set: numba's simulator compiles nothing; unset it"
     return reason_without_gpu()
 
 
 @cache
 def reason_without_gpu() -> str | None:
-    """Why the driver shows no GPU; it is asked once, since it takes its time to start."""
+    """Why the driver finds no GPU, or None; asked once, since the driver is slow to start."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL(LIBRARY)
@@ -41,14 +41,14 @@ def reason_without_gpu() -> str | None:
     except OSError:
         return f"no GPU is found: NVIDIA's driver ({LIBRARY}) is not installed; use 'cpu'"
     except AttributeError:
-        return f"{LIBRARY} is no driver of NVIDIA's: see what nvidia-smi says"
+        return f"{LIBRARY} is not NVIDIA's driver: see what nvidia-smi says"
     if status not in (0, NO_DEVICE):
         return f"NVIDIA's driver does not start (CUDA error {status}): see what nvidia-smi says"
     return None if count.value else "no GPU is found by NVIDIA's driver; use 'cpu'"
 
 
 def is_device_array(value: Any) -> bool:
-    """Whether ``value`` is an array that lies on a CUDA device.
+    """Whether ``value`` is an array on a CUDA device.
 
     >>> is_device_array(np.zeros(3))
     False
@@ -58,6 +58,6 @@ def is_device_array(value: Any) -> bool:
     if hasattr(value, "__dlpack_device__"):
         try:
             return int(value.__dlpack_device__()[0]) in ON_CUDA
-        except Exception:  # a tracer or a meta tensor lies nowhere; what it is, NumPy will say
+        except Exception:  # a tracer or a meta tensor is on no device; NumPy says what it is
             return False
     return hasattr(value, "__cuda_array_interface__")

@@ -1,6 +1,6 @@
-"""Copies on the GPU, for arrays that a rung cannot read where they lie.
+"""Copies and conversions on the GPU, for arrays that a rung cannot read or write in place.
 
-One number a thread: from any strides to any strides, from one floating dtype to another, with 0
+One number per thread: from any strides to any strides, from one floating dtype to another, with 0
 where the copy is wider than the original.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda, float32, float64, int32, types, uint16, uint32
 from numba.cuda import libdevice
 
-from minimha.kernels.cuda.arguments import ArrayAt
+from minimha.kernels.cuda.arguments import DeviceArray, array_at
 from minimha.kernels.cuda.functions import device
 from minimha.kernels.cuda.launch import Launch
 
@@ -29,24 +29,22 @@ STORED = {
 HIGHEST = float(np.finfo(np.float32).max)
 
 
-def copying(
-    source: ArrayAt, source_dtype: np.dtype[Any], target: ArrayAt, target_dtype: np.dtype[Any]
-) -> tuple[Launch, tuple[Any, ...]]:
-    """The launch that fills ``target`` (4-D) from ``source``, which is as long but for its width.
+def copying(source: DeviceArray, target: DeviceArray) -> tuple[Launch, tuple[Any, ...]]:
+    """The launch that fills ``target`` from ``source``, and its arguments.
 
-    A finite float64 beyond float32's range becomes the largest float32, as at the door.
+    Both are 4-D and have the same shape but for the last axis. A finite float64 beyond float32's
+    range becomes the largest float32, as in ``Problem.of``.
     """
-    signature = tuple(
-        types.Array(STORED[dtype.name], 4, "A") for dtype in (source_dtype, target_dtype)
-    )
-    blocks = -(-target.size // THREADS)
-    function = kernel(source_dtype.name, target_dtype.name)
-    return Launch(function, signature, (blocks, 1, 1), THREADS), (source, target)
+    names = source.dtype.name, target.dtype.name
+    signature = tuple(types.Array(STORED[name], 4, "A") for name in names)
+    blocks = -(-math.prod(target.shape) // THREADS)
+    launch = Launch(kernel(*names), signature, (blocks, 1, 1), THREADS)
+    return launch, (array_at(source), array_at(target))
 
 
 @cache
 def kernel(source: str, target: str) -> Callable[..., None]:
-    """The kernel for these dtypes."""
+    """The kernel from one dtype to another, by their names."""
     read, write = READ[source], WRITE[target]
 
     def copies(x, y):

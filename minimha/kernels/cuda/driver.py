@@ -1,8 +1,8 @@
-"""The device's side: which GPU, its memory, its streams, and starting a ``Launch`` there.
+"""The GPU through CUDA's driver: which one is current, its memory, its streams, and launches.
 
-numba compiles kernels to PTX, the very text that is tested without a GPU; everything else is asked
-of CUDA's driver by its own names (CUDA Driver API), through ``cuda.bindings``. No attribute of
-numba's that is not documented is touched, and a launch costs one call.
+numba compiles kernels to PTX, the very text that is tested without a GPU; everything else calls
+the CUDA Driver API by its own names, through ``cuda.bindings``. No undocumented attribute of numba
+is used, and a launch costs one call.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from cuda.core import Program, ProgramOptions
 from numba import types
 from numpy.typing import DTypeLike, NDArray
 
-from minimha.kernels.cuda.arguments import ArrayAt, unrepeated
+from minimha.kernels.cuda.arguments import DeviceArray, contiguous
 from minimha.kernels.cuda.launch import Launch, ptx
 
-ALIGNMENT = 256  # that of every allocation's start, and of each array that is put with others
+ALIGNMENT = 256  # bytes: of every allocation, and of each array that is copied with others
 KEPT = 64 << 20  # bytes that stay reserved between calls
-DEFAULT_STREAMS = (0, 1, 2)  # the legacy and the thread's default stream belong to any device
+DEFAULT_STREAMS = (0, 1, 2)  # the legacy and the per-thread default stream belong to any device
 FORMATS = {
     types.boolean: "B7x",
     types.int32: "i4x",
@@ -36,26 +36,26 @@ FORMATS = {
     types.float32: "f4x",
     types.float64: "d",
 }  # a parameter of a kernel, in a slot of eight bytes
-DYNAMIC_SHARED = 48 << 10  # bytes of shared memory above which the driver wants to be asked
+DYNAMIC_SHARED = 48 << 10  # bytes of shared memory beyond which a kernel must opt in
 
 
 class DeviceError(RuntimeError):
-    """The driver refused or failed; its own words."""
+    """The driver refused or failed, in its own words."""
 
 
 class Device(NamedTuple):
-    """A GPU: its number, its size, and the pool that memory is taken from."""
+    """A GPU: its number, its size, and the pool that memory is allocated from."""
 
     ordinal: int
     cc: tuple[int, int]
     multiprocessors: int
-    shared: int  # bytes that a block may have
+    shared: int  # bytes per block, at most
     pool: Any
     context: int
 
 
 def call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """Call a function of the driver and return its result.
+    """Call a function of the driver and return its result, a tuple if there are several.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def _failure(name: str, status: Any) -> DeviceError:
 
 
 def current() -> Device:
-    """The device that is current in this thread; the first, made current, if none is."""
+    """The device that is current in this thread; if none is, the first one is made current."""
     call(driver.cuInit, 0)
     status, handle = driver.cuCtxGetDevice()
     if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
@@ -108,7 +108,7 @@ def _device(ordinal: int) -> Device:
 
 
 def device_at(address: int) -> int:
-    """The number of the device whose memory holds ``address``."""
+    """The ordinal of the device whose memory holds ``address``."""
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     return int(call(driver.cuPointerGetAttribute, attribute, address))
 
@@ -119,7 +119,7 @@ def is_stream_of(stream: int, device: Device) -> bool:
 
 
 def wait_for(stream: int, other: int) -> None:
-    """Let ``stream`` wait for what ``other`` has been given to do so far."""
+    """Let ``stream`` wait for the work that has been queued on ``other`` so far."""
     event = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
     try:
         call(driver.cuEventRecord, event, other)
@@ -128,16 +128,16 @@ def wait_for(stream: int, other: int) -> None:
         call(driver.cuEventDestroy, event)
 
 
-def finish(stream: int) -> None:
-    """Wait until ``stream`` has done everything."""
+def synchronize(stream: int) -> None:
+    """Wait until all work on ``stream`` is done."""
     call(driver.cuStreamSynchronize, stream)
 
 
 class DeviceMemory:
-    """Memory of one call on one stream: see ``arguments.Memory``. Leaving it gives all back.
+    """Memory of one call on one stream: see ``arguments.Memory``. On exit all of it is freed.
 
-    What is given back is used again only after the stream has done what it was given before, so
-    nothing needs to be waited for.
+    Memory is freed in stream order: it is used again only after the work that was queued before,
+    so nothing needs to be synchronized.
     """
 
     def __init__(self, device: Device, stream: int = 0) -> None:
@@ -154,12 +154,12 @@ class DeviceMemory:
             driver.cuMemFreeAsync(address, self.stream)  # fails only after a worse failure
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """Reserve memory for an array and return its address.
+        """Allocate memory for an array and return its address; 0 for an empty array.
 
         Raises
         ------
         MemoryError
-            It does not fit; with the sizes.
+            It does not fit, with the sizes.
         """
         size = prod(shape) * np.dtype(dtype).itemsize
         if size == 0:
@@ -178,11 +178,15 @@ class DeviceMemory:
         return int(address)
 
     def scratch(self, shape: tuple[int, ...]) -> int:
-        """Reserve float32 memory; what stands there is not defined."""
+        """Allocate float32 memory and return its address; its contents are undefined."""
         return self.empty(shape, np.float32)
 
+    def scratch_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
+        """Allocate a contiguous array; its contents are undefined."""
+        return DeviceArray(self.empty(shape, dtype), shape, contiguous(shape), dtype)
+
     def put(self, array: NDArray[Any]) -> int:
-        """Copy ``array`` there, contiguous, and return its address."""
+        """Copy ``array`` to the device, contiguous, and return its address."""
         array = np.ascontiguousarray(array)
         address = self.empty(array.shape, array.dtype)
         if array.nbytes:
@@ -190,7 +194,7 @@ class DeviceMemory:
         return address
 
     def put_together(self, arrays: list[NDArray[Any]]) -> list[int]:
-        """Copy small arrays there in one piece and return their addresses."""
+        """Copy small arrays to the device in one piece and return their addresses."""
         starts: list[int] = []
         whole = bytearray()
         for array in arrays:
@@ -201,20 +205,15 @@ class DeviceMemory:
         return [first + start for start in starts]
 
     def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return a copy of what stands at ``address``, once the stream has come so far."""
+        """Return a copy of the contiguous array at ``address`` and synchronize the stream."""
         array = np.empty(shape, dtype)
         if array.nbytes:
             call(driver.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self.stream)
-        finish(self.stream)
+        synchronize(self.stream)
         return array
 
-    def array(self, array: NDArray[Any]) -> ArrayAt:
-        """Copy ``array`` there; axes along which it is broadcast keep their stride of 0."""
-        once, strides = unrepeated(array)
-        return array_at(self.put(once), array.shape, strides, array.itemsize)
-
     def launch(self, launch: Launch, arguments: tuple[Any, ...]) -> None:
-        """Start a kernel on the stream; an empty grid starts nothing."""
+        """Launch a kernel on the stream; an empty grid launches nothing."""
         if not prod(launch.grid):
             return
         function = _function(launch, self.device)
@@ -236,13 +235,6 @@ class DeviceMemory:
         )
 
 
-def array_at(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> ArrayAt:
-    """An array that stands on a device, strides in bytes, as a kernel takes it."""
-    return ArrayAt(0, 0, prod(shape), itemsize, address, shape, strides)
-
-
 def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
     """The kernel's name and its machine code for ``cc``; neither a GPU nor a driver is needed."""
     text = ptx(launch, cc)
@@ -256,7 +248,7 @@ _lock = threading.Lock()
 
 
 def _function(launch: Launch, device: Device) -> Any:
-    """The kernel in the device's memory; compiled and loaded when it is first asked for."""
+    """The kernel in the device's memory, compiled and loaded on first use."""
     key = (device.ordinal, *launch._replace(grid=(1, 1, 1)))
     if key not in _functions:
         with _lock:
@@ -277,7 +269,7 @@ def _loaded(launch: Launch, device: Device) -> tuple[Any, Any]:
 
 @cache
 def _layout(signature: tuple[Any, ...]) -> struct.Struct:
-    """How the parameters of a kernel are packed, a slot of eight bytes each."""
+    """How the parameters of a kernel are packed: one slot of eight bytes per parameter."""
     return struct.Struct("<" + "".join(_formats(signature)))
 
 

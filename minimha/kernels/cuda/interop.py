@@ -1,7 +1,7 @@
-"""Arrays that lie on a GPU, whoever made them: found, described and made, without a copy.
+"""Arrays of other libraries on a GPU: accepted without copying, and made for the output.
 
-DLPack is asked first, ``__cuda_array_interface__`` where a library has no DLPack. No array library
-is imported here: whoever gives a torch tensor has imported torch.
+DLPack comes first, ``__cuda_array_interface__`` where a library has no DLPack. No array library is
+imported here: a caller who passes a torch tensor has imported torch.
 
 References: the DLPack specification, C API, ``DLManagedTensor``; CUDA Array Interface, version 3.
 """
@@ -10,48 +10,29 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from minimha.kernels.cuda.arguments import DeviceArray, contiguous
+
 LEGACY_STREAM = 1  # the default stream, as DLPack and CUDA Array Interface call it
-NO_SYNC = -1  # DLPack: the array is used on the stream that its library uses
-KINDS = {0: "int", 1: "uint", 2: "float", 6: "bool"}  # DLPack's type codes that NumPy has
+NO_SYNC = -1  # DLPack: the array is used on its library's own stream
+KINDS = {0: "int", 1: "uint", 2: "float", 6: "bool"}  # those of DLPack's type codes that NumPy has
 BFLOAT = 4
 LIBRARIES = ("torch", "cupy", "jax", "numba")
 
 
-class DeviceArray(NamedTuple):
-    """Where an array lies on a GPU. Strides count elements.
-
-    ``owner`` is kept so that the memory stays; ``ready_on`` is the stream that fills the array
-    where it was not said that it is ready.
-    """
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype[Any]
-    owner: Any = None
-    ready_on: int | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
 def library_of(value: Any) -> str:
-    """Name of the library that ``value`` is an array of."""
+    """The name of the library whose array ``value`` is."""
     roots = [base.__module__.split(".")[0] for base in type(value).__mro__]
     named = ["jax" if root == "jaxlib" else root for root in roots]
     return next((name for name in named if name in LIBRARIES), named[0])
 
 
 def stream_of(value: Any, device: int) -> int:
-    """The stream on which the library of ``value`` computes now; 0, the default, if it has none."""
+    """The current stream of the library of ``value``; 0, the default stream, if it has none."""
     library = library_of(value)
     if library == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
@@ -60,13 +41,13 @@ def stream_of(value: Any, device: int) -> int:
     return 0
 
 
-def described(name: str, value: Any) -> DeviceArray:
-    """Where ``value`` lies, ready to be used on ``stream_of(value)``.
+def as_device_array(name: str, value: Any) -> DeviceArray:
+    """``value`` without copying, to be used on ``stream_of(value)``.
 
     Raises
     ------
     TypeError
-        It has a dtype that NumPy has not, or its library does not give it away.
+        It has a dtype that NumPy does not have, or its library refuses to export it.
     """
     if not hasattr(value, "__dlpack__"):
         return _from_interface(name, value.__cuda_array_interface__, value)
@@ -74,12 +55,19 @@ def described(name: str, value: Any) -> DeviceArray:
     try:
         capsule = value.__dlpack__(stream=NO_SYNC if has_stream else LEGACY_STREAM)
     except (BufferError, RuntimeError) as error:
-        raise TypeError(f"{name} cannot be read where it lies: {error}") from None
+        raise TypeError(f"{name} cannot be read in place: {error}") from None
     return _from_capsule(name, capsule, value)
 
 
 def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> Any:
-    """A new array of the library and on the device of ``value``; its dtype too, unless given.
+    """A new array of the library and on the device of ``value``.
+
+    Parameters
+    ----------
+    value : array of one of ``LIBRARIES``
+    shape : tuple of int
+    dtype : dtype, optional
+        Default is that of ``value``.
 
     Raises
     ------
@@ -94,7 +82,7 @@ def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = Non
     if library == "cupy":
         return module.empty(shape, dtype=dtype or value.dtype)  # type: ignore[union-attr]
     if library == "jax":
-        # nobody else has seen these zeros yet, so that they may be written over
+        # nothing else refers to these zeros yet, so they may be overwritten
         zeros = module.numpy.zeros  # type: ignore[union-attr]
         return zeros(shape, dtype=dtype or value.dtype, device=value.device)
     if library == "numba":
@@ -102,12 +90,12 @@ def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = Non
 
         return cuda.device_array(shape, dtype or value.dtype)
     raise TypeError(
-        f"q is an array of {library}: arrays on a GPU are taken from {', '.join(LIBRARIES)}"
+        f"q is an array of {library}: arrays on a GPU are accepted from {', '.join(LIBRARIES)}"
     )
 
 
-def needs_to_wait(value: Any) -> bool:
-    """Whether what was written must be finished, since the library has no stream to tell it."""
+def must_synchronize(value: Any) -> bool:
+    """Whether the host must wait for the output, since the library shows no stream to order it."""
     return library_of(value) == "jax"
 
 
@@ -131,10 +119,10 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes
 
 
 def _from_capsule(name: str, capsule: Any, value: Any) -> DeviceArray:
-    """What a capsule tells; it is not consumed, so its own destructor gives the array back."""
+    """The array in a capsule, which is not consumed: its own destructor releases the array."""
     tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor"))
     shape = tuple(tensor.shape[: tensor.ndim])
-    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else _contiguous(shape)
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else contiguous(shape)
     return DeviceArray(
         address=tensor.data + tensor.byte_offset,
         shape=shape,
@@ -150,9 +138,12 @@ def _from_interface(name: str, interface: dict[str, Any], value: Any) -> DeviceA
         raise TypeError(f"{name} is a masked array, whose mask would be lost: give attn_mask")
     if not dtype.isnative:
         raise TypeError(f"{name} has dtype {dtype}: a GPU reads numbers in its own byte order")
-    steps = interface.get("strides") or [step * dtype.itemsize for step in _contiguous(shape)]
+    steps = interface.get("strides") or [step * dtype.itemsize for step in contiguous(shape)]
     if any(step % dtype.itemsize for step in steps):
-        raise TypeError(f"{name} has strides {tuple(steps)}, which are no multiples of its dtype's")
+        raise TypeError(
+            f"{name} has strides {tuple(steps)}: expected multiples of the {dtype.itemsize} bytes "
+            f"of {dtype}"
+        )
     return DeviceArray(
         address=interface["data"][0] or 0,
         shape=shape,
@@ -163,17 +154,13 @@ def _from_interface(name: str, interface: dict[str, Any], value: Any) -> DeviceA
     )
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
 def _dtype(name: str, code: int, bits: int, lanes: int) -> np.dtype[Any]:
     if lanes == 1 and code == BFLOAT and bits == 16:
         try:
             import ml_dtypes
         except ImportError:
             raise TypeError(
-                f"{name} holds bfloat16, which NumPy knows through ml_dtypes alone: "
+                f"{name} is bfloat16, which NumPy knows only through ml_dtypes: "
                 f"pip install ml_dtypes"
             ) from None
         bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
@@ -181,7 +168,7 @@ def _dtype(name: str, code: int, bits: int, lanes: int) -> np.dtype[Any]:
     kind = KINDS.get(code)
     if lanes != 1 or kind is None:
         raise TypeError(
-            f"{name} holds numbers of DLPack's type {code} with {bits} bits: expected float16, "
+            f"{name} has DLPack's type code {code} with {bits} bits: expected float16, "
             f"bfloat16, float32 or float64"
         )
     return np.dtype(bool if kind == "bool" else f"{kind}{bits}")

@@ -1,4 +1,4 @@
-"""What the CUDA rungs become: PTX by numba, machine code by ptxas. No GPU and no driver is needed.
+"""What the CUDA rungs compile to: PTX by numba, machine code by ptxas, without GPU or driver.
 
 References: NVIDIA, "PTX ISA"; "CUDA Compiler Driver NVCC", section on ptxas.
 """
@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cuda.arguments import place
+from minimha.kernels.cuda.arguments import PLACEHOLDERS
 from minimha.kernels.cuda.launch import Launch, ptx
 from minimha.kernels.ladder import CUDA_LADDER
 
 ARCHS = {"sm_80": (8, 0), "sm_90": (9, 0)}
 HEAD_DIMS = (64, 128)
-SEEN_BY_PTXAS = {
+IN_REPORT = {  # of ptxas -v
     "stack": r"(\d+) bytes stack frame",
     "spill": r"(\d+) bytes spill (?:stores|loads)",
     "registers": r"Used (\d+) registers",
@@ -42,8 +42,9 @@ IN_PTX = {
 class Assembled(NamedTuple):
     """One kernel for one architecture, dtype and head width.
 
-    ``registers`` (a thread's), ``stack`` and ``spill`` (bytes) are what ptxas says, None where it
-    is not found; ``local``, ``mma``, ``ldmatrix`` and ``cp_async`` count lines of the PTX.
+    ``registers`` per thread, and ``stack`` and ``spill`` in bytes, are what ptxas reports, None
+    where it is not found; ``local``, ``mma``, ``ldmatrix`` and ``cp_async`` count occurrences in
+    the PTX.
     """
 
     rung: str
@@ -60,21 +61,9 @@ class Assembled(NamedTuple):
     cp_async: int
 
 
-class Nowhere:
-    """Memory that keeps nothing, for arguments with which nothing is started."""
-
-    def put(self, array: Any) -> int:
-        """Return an address that is none."""
-        return 16
-
-    def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Return zeros."""
-        return np.zeros(shape, dtype)
-
-
 @cache
 def ptxas() -> str | None:
-    """Path of ptxas: on PATH, or in NVIDIA's Python packages; None if there is none."""
+    """The path of ptxas, from PATH or NVIDIA's Python packages; None if it is not found."""
     found = shutil.which("ptxas")
     spec = None if found else find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
@@ -86,10 +75,15 @@ def ptxas() -> str | None:
 def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled]:
     """Compile every kernel of ``rungs`` for every architecture, dtype and width, one by one.
 
+    Parameters
+    ----------
+    rungs : tuple of str, optional
+        Names in ``CUDA_LADDER``. Default is all of them.
+
     Raises
     ------
     RuntimeError
-        ptxas refuses a kernel; its own words.
+        ptxas refuses a kernel; with its own words.
     """
     for rung in rungs:
         for head_dim in HEAD_DIMS:
@@ -108,7 +102,7 @@ def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled
 
 
 def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
-    """The different kernels of a rung; one that only sees widened numbers counts once."""
+    """The rung's kernels, each once, with the first dtype for which it is compiled."""
     module = import_module(f"minimha.kernels.{rung}")
     known = set()
     for dtype in _dtypes():
@@ -117,7 +111,7 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
         problem = Problem.of(q, k, k)
         if module.unsupported(problem):
             continue
-        for launch, _ in module.launches(problem, place(problem, Nowhere()), lambda shape: 16):
+        for launch, _ in module.launches(problem, PLACEHOLDERS, lambda shape: 0):
             if (launch.function, launch.signature) not in known:
                 known.add((launch.function, launch.signature))
                 yield np.dtype(dtype).name, launch
@@ -132,23 +126,32 @@ def _dtypes() -> Iterator[DTypeLike]:
 
 
 def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
-    """What ptxas says of a kernel's PTX, by the names in ``SEEN_BY_PTXAS``; None without ptxas.
+    """What ptxas reports on a kernel's PTX, by the names in ``IN_REPORT``; None without ptxas.
+
+    Parameters
+    ----------
+    text : str
+        The PTX.
+    arch : str
+        Such as "sm_90".
+    registers : int or None
+        The most that one thread may use; None for no limit.
 
     Raises
     ------
     RuntimeError
-        ptxas refuses the kernel; its own words.
+        ptxas refuses the kernel; with its own words.
     """
     program = ptxas()
     if program is None:
-        return dict.fromkeys(SEEN_BY_PTXAS)
+        return dict.fromkeys(IN_REPORT)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(text)
         limit = [] if registers is None else [f"-maxrregcount={registers}"]
         command = [program, f"-arch={arch}", "-v", *limit, str(source), "-o", f"{folder}/kernel"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = done.stdout + done.stderr
+    report = done.stdout + done.stderr
     if done.returncode:
-        raise RuntimeError(f"ptxas refuses a kernel for {arch}: {said.strip()}")
-    return {name: sum(map(int, re.findall(p, said))) for name, p in SEEN_BY_PTXAS.items()}
+        raise RuntimeError(f"ptxas refuses a kernel for {arch}: {report.strip()}")
+    return {name: sum(map(int, re.findall(p, report))) for name, p in IN_REPORT.items()}

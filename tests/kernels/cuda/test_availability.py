@@ -1,4 +1,4 @@
-"""Whether CUDA kernels can run, and what is said where they cannot: the tests need no GPU."""
+"""Whether CUDA kernels can run, and the reason where they cannot; no GPU is needed."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from minimha import BackendUnavailable, attention, backends
 from minimha.kernels.cuda import availability
 
 
-def test_without_the_extra_or_a_driver_the_reason_is_said(monkeypatch):
+def test_without_the_extra_the_reason_is_given(monkeypatch):
     monkeypatch.setattr(availability, "find_spec", lambda name: None)
     assert "pip install 'minimha[cuda]'" in backends()["cuda"]
     x = np.zeros((3, 4))
@@ -29,7 +29,7 @@ def test_without_the_extra_or_a_driver_the_reason_is_said(monkeypatch):
         (0, 2, None),
     ],
 )
-def test_what_the_driver_answers(status, count, reason, monkeypatch):
+def test_the_driver_s_answer_is_translated(status, count, reason, monkeypatch):
     def devices(pointer):
         pointer._obj.value = count
         return 0
@@ -40,17 +40,17 @@ def test_what_the_driver_answers(status, count, reason, monkeypatch):
     assert found is None if reason is None else reason in found
 
 
-def test_without_a_driver_that_is_said(monkeypatch):
+def test_a_missing_driver_is_reported(monkeypatch):
     def missing(name):
         raise OSError(name)
 
     monkeypatch.setattr(availability.ctypes, "CDLL", missing)
     assert "NVIDIA's driver" in availability.reason_without_gpu.__wrapped__()
     monkeypatch.setattr(availability.ctypes, "CDLL", lambda name: SimpleNamespace())
-    assert "is no driver of NVIDIA's" in availability.reason_without_gpu.__wrapped__()
+    assert "is not NVIDIA's driver" in availability.reason_without_gpu.__wrapped__()
 
 
-def test_the_simulator_is_no_gpu(monkeypatch):
+def test_the_simulator_is_not_a_gpu(monkeypatch):
     monkeypatch.setattr(availability, "find_spec", lambda name: True)
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
     assert "numba's simulator compiles nothing" in backends()["cuda"]

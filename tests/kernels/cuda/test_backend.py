@@ -1,7 +1,7 @@
 """The backend "cuda" without a GPU: what it refuses, what it chooses, and whole calls, emulated.
 
-``emulated`` puts the PTX emulator in the driver's place, and a small library of arrays that lie in
-its memory in CuPy's. That a real driver does the same is tested in ``test_driver.py``.
+``emulated`` replaces the driver by the PTX emulator, and CuPy by a small library of arrays in the
+emulator's memory. That a real driver does the same is tested in ``test_driver.py``.
 """
 
 import ctypes
@@ -26,7 +26,6 @@ pytest.importorskip("cuda.core", reason="the extra cuda is not installed")
 
 from emulator import ARENA, Arena, Emulator, flattened
 
-from minimha.kernels.cuda import arguments as cuda_entry
 from minimha.kernels.cuda import backend as cuda
 from minimha.kernels.cuda import (
     copies,
@@ -37,6 +36,15 @@ from minimha.kernels.cuda import (
     rung5_decode,
 )
 from minimha.kernels.cuda import driver as gpu
+from minimha.kernels.cuda.arguments import (
+    Arrays,
+    array_at,
+    padded_width,
+    place,
+    placed_arrays,
+    to_device,
+    to_host,
+)
 from minimha.kernels.cuda.launch import Launch
 from minimha.kernels.cuda.launch import ptx as ptx_of
 
@@ -87,7 +95,7 @@ def test_the_best_rung_that_takes_a_problem(dtype, device, Lq, D, rung, taken_as
     assert cuda.unsupported(given) is None
 
 
-# the driver's place
+# an emulated driver
 
 
 class EmulatedMemory(gpu.DeviceMemory):
@@ -111,10 +119,10 @@ class EmulatedMemory(gpu.DeviceMemory):
 def stand_in(name, problem, arguments, memory):
     """What ``cuda._run`` leaves in memory, from the equations: kernels have tests of their own.
 
-    Every array is found by what a kernel would be told of it: addresses, strides, numbers.
+    Every array is found by what a kernel is called with: addresses, strides, numbers.
     """
     heard.append(name)
-    find = of_arrays if isinstance(arguments, cuda_entry.Arrays) else of_addresses
+    find = of_arrays if isinstance(arguments, Arrays) else of_addresses
     found, O, L = find(problem, arguments, memory.arena)
     O[:], L[:] = dense.forward(found)
 
@@ -159,7 +167,7 @@ def of_arrays(problem, given, arena):
 
 
 def of_addresses(problem, given, arena):
-    o, B, width = given.o, problem.q.shape[0], cuda_entry.padded_width(problem)
+    o, B, width = given.o, problem.q.shape[0], padded_width(problem)
     size = problem.dtype.itemsize
 
     def rows(there, heads, length):
@@ -212,7 +220,7 @@ heard = []
 
 
 class Array:
-    """An array in the arena, as a library shows it that has no DLPack."""
+    """An array in the arena, of a library without DLPack."""
 
     def __init__(self, array, device=0, **also):
         arena = EmulatedMemory.arena
@@ -238,7 +246,7 @@ Array.__module__ = "cupy"
 
 
 class Capsule(Array):
-    """The same as DLPack shows it."""
+    """The same, exported by DLPack."""
 
     def __dlpack_device__(self):
         return 2, self.device
@@ -284,7 +292,7 @@ def emulated(monkeypatch):
 
 @pytest.fixture
 def stood_in(emulated, monkeypatch):
-    """The same, with the equations in the kernels' place: quicker, and float64 too."""
+    """The same, with the equations instead of the kernels: quicker, and float64 too."""
     monkeypatch.setattr(cuda, "_run", stand_in)
     return emulated
 
@@ -299,7 +307,7 @@ def check(q, k, v, output, lse, options=None, tolerance=1e-5):
 TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-5, "float64": 1e-12}
 
 
-@pytest.mark.parametrize(
+EMULATED = pytest.mark.parametrize(
     ("dtype", "Lq", "rung"),
     [
         ("float32", 20, "cuda.rung3_register_tiles"),
@@ -307,21 +315,33 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-5, "float64": 1e-1
         ("bfloat16", 2, "cuda.rung5_decode"),
     ],
 )
-@pytest.mark.parametrize("place", [np.asarray, Capsule])
-def test_a_call_from_the_door_to_the_machine_and_back(place, dtype, Lq, rung, emulated):
+
+
+@EMULATED
+@pytest.mark.parametrize("kind", [np.asarray, Capsule])
+def test_a_call_from_the_door_to_the_machine_and_back(kind, dtype, Lq, rung, emulated):
     q, k, v = (numbers(2, h, n, 24, dtype=DTYPES[dtype]) for h, n in ((4, Lq), (2, 33), (2, 33)))
     options = {"is_causal": True, "q_offset": 13, "sinks": [0, 1, 2, -np.inf]}
-    given = [place(x) for x in (q, k, v)]
+    given = [kind(x) for x in (q, k, v)]
     output, lse = attention(*given, **options, backend="cuda", return_lse=True)
-    if place is Capsule:
+    if kind is Capsule:
         output, lse = output.on_host(), lse.on_host()
     check(q, k, v, output, lse, options, TOLERANCE[dtype])
     assert set(heard) - {"cuda.copies"} == {rung}
 
 
+@EMULATED
+def test_rows_that_see_no_key_are_written(dtype, Lq, rung, emulated):
+    q, k, v = (numbers(2, h, n, 24, dtype=DTYPES[dtype]) for h, n in ((4, Lq), (2, 0), (2, 0)))
+    output, lse = attention(q, k, v, backend="cuda", return_lse=True)
+    assert (output == 0).all()
+    assert (lse == -np.inf).all()
+    assert set(heard) == {rung}
+
+
 @pytest.mark.parametrize("rung", cuda.TAKE_ARRAYS)
 @pytest.mark.parametrize(("D", "Dv"), [(24, 16), (81, 131)])
-def test_rungs_for_whole_arrays_run_in_the_emulator_too(D, Dv, rung, emulated):
+def test_rungs_that_take_arrays_run_in_the_emulator_too(D, Dv, rung, emulated):
     q, k, v = numbers(2, 4, 70, D), numbers(2, 2, 33, D, seed=1), numbers(2, 2, 33, Dv, seed=2)
     mask = np.random.default_rng(0).random((2, 1, 70, 33)) < 0.7
     options = {
@@ -333,7 +353,7 @@ def test_rungs_for_whole_arrays_run_in_the_emulator_too(D, Dv, rung, emulated):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_numpy_arrays_are_copied_there_and_back(dtype, stood_in):
+def test_numpy_arrays_are_uploaded_and_the_result_is_downloaded(dtype, stood_in):
     q, k, v = (numbers(2, h, n, 24, dtype=DTYPES[dtype]) for h, n in ((4, 20), (2, 33), (2, 33)))
     options = {"window_size": (5, 9), "q_offset": [13, 2], "alibi_slopes": [1, 0.5, 0.25, 0]}
     output, lse = attention(q, k, v, **options, backend="cuda", return_lse=True)
@@ -347,7 +367,7 @@ def test_numpy_arrays_are_copied_there_and_back(dtype, stood_in):
     [(Array, "float32"), (Array, "float64"), (Array, "float16"), *[(Capsule, x) for x in DTYPES]],
 )
 @pytest.mark.parametrize("D", [16, 20])
-def test_device_arrays_come_back_as_their_librarys_own(dtype, D, kind, stood_in):
+def test_the_output_is_an_array_of_the_inputs_library(dtype, D, kind, stood_in):
     # (B, L, H, D) in memory, seen as (B, H, L, D)
     q, k, v = (
         numbers(2, n, h, D, dtype=DTYPES[dtype], seed=s).transpose(0, 2, 1, 3)
@@ -379,7 +399,7 @@ def test_every_option_on_the_device(options, dtype, stood_in):
 @pytest.mark.parametrize("bias_dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(9, 20), (1, 2, 1, 20), (2, 1, 9, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_bias_of_any_dtype_and_shape_is_read_there(dtype, shape, bias_dtype, stood_in):
+def test_a_bias_of_any_dtype_and_shape_is_read_on_the_device(dtype, shape, bias_dtype, stood_in):
     q, k, v = (numbers(2, 2, n, 8, dtype=DTYPES[dtype], seed=n) for n in (9, 20, 20))
     bias = numbers(*shape, dtype=DTYPES[bias_dtype], seed=9)
     mask = np.random.default_rng(1).random((20, 9)).T < 0.7
@@ -403,9 +423,19 @@ def test_what_can_be_read_in_place_is_not_copied(stood_in):
     attention(*(Capsule(x) for x in (q, k, v)))
     assert heard == ["cuda.rung3_register_tiles"]
     heard.clear()
-    narrow = numbers(1, 2, 40, 33)[..., 1:]  # rows begin at no multiple of 16 bytes
+    narrow = numbers(1, 2, 40, 33)[..., 1:]  # rows do not begin at multiples of 16 bytes
     attention(Capsule(q), Capsule(narrow), Capsule(v))
     assert heard == ["cuda.copies", "cuda.rung3_register_tiles"]
+
+
+def test_a_broadcast_axis_is_copied_once(stood_in):
+    array = np.broadcast_to(numbers(1, 1, 5, 20), (2, 4, 5, 20))
+    memory = EmulatedMemory(HOPPER)
+    padded = cuda._readable(to_device(array, memory), DTYPES["bfloat16"], 32, memory)
+    assert padded.shape == (2, 4, 5, 32)
+    assert padded.strides == (0, 0, 32, 1)
+    expected = np.pad(array.astype(DTYPES["bfloat16"]), ((0, 0),) * 3 + ((0, 12),))
+    np.testing.assert_array_equal(to_host(padded, memory), expected)
 
 
 def test_an_axis_of_length_1_may_have_any_stride(stood_in):
@@ -429,7 +459,7 @@ def test_empty_axes(sizes, stood_in):
         assert (lse == -np.inf).all()
 
 
-def test_small_options_may_lie_anywhere_with_any_stride(stood_in):
+def test_small_options_may_be_on_host_or_device_with_any_stride(stood_in):
     q, k, v = (numbers(3, 2, n, 16) for n in (12, 9, 9))
     lengths = np.array([9, 0, 4, 0, 7, 0])[::2]
     backwards = np.array([2.0, 1.0], np.float32)[::-1]
@@ -445,23 +475,23 @@ def test_small_options_may_lie_anywhere_with_any_stride(stood_in):
 
 def test_arrays_on_both_sides_are_refused(stood_in):
     x = numbers(3, 4)
-    with pytest.raises(TypeError, match="q lies on a GPU but k is a ndarray on the host: q, k, v"):
+    with pytest.raises(TypeError, match=r"q is on a GPU but k \(ndarray\) is on the host: q, k, v"):
         attention(Capsule(x), x, x)
-    with pytest.raises(TypeError, match="q lies on a GPU but attn_mask is a list on the host"):
+    with pytest.raises(TypeError, match=r"q is on a GPU but attn_mask \(list\) is on the host"):
         attention(Capsule(x), Capsule(x), Capsule(x), attn_mask=[[True] * 3] * 3)
-    with pytest.raises(TypeError, match="sinks lies on a GPU but q is a ndarray on the host"):
+    with pytest.raises(TypeError, match=r"sinks is on a GPU but q \(ndarray\) is on the host"):
         attention(x, x, x, sinks=Capsule(numbers(1)))
 
 
 def test_arrays_on_several_devices_are_refused(stood_in):
     x = Capsule(numbers(3, 4))
-    with pytest.raises(ValueError, match="k lies on GPU 1 but q on GPU 0: all arrays must lie on"):
+    with pytest.raises(ValueError, match="k is on GPU 1 but q is on GPU 0: all arrays must be on"):
         attention(x, Capsule(numbers(3, 4), device=1), x)
-    with pytest.raises(ValueError, match="q lies on GPU 1 but GPU 0 is current: make GPU 1"):
+    with pytest.raises(ValueError, match="q is on GPU 1 but GPU 0 is current: make GPU 1"):
         attention(*(Capsule(numbers(3, 4), device=1) for _ in range(3)))
 
 
-def test_devices_are_asked_for_before_a_library_gives_an_array_away(stood_in, monkeypatch):
+def test_devices_are_checked_before_a_library_exports_an_array(stood_in, monkeypatch):
     give = Capsule.__dlpack__
 
     def from_the_current_device(self, stream):  # as torch does
@@ -471,16 +501,16 @@ def test_devices_are_asked_for_before_a_library_gives_an_array_away(stood_in, mo
 
     monkeypatch.setattr(Capsule, "__dlpack__", from_the_current_device)
     near, far = Capsule(numbers(3, 4)), Capsule(numbers(3, 4), device=1)
-    with pytest.raises(ValueError, match="k lies on GPU 1 but q on GPU 0: all arrays must lie on"):
+    with pytest.raises(ValueError, match="k is on GPU 1 but q is on GPU 0: all arrays must be on"):
         attention(near, far, near)
-    with pytest.raises(ValueError, match="q lies on GPU 1 but GPU 0 is current: make GPU 1"):
+    with pytest.raises(ValueError, match="q is on GPU 1 but GPU 0 is current: make GPU 1"):
         attention(far, far, far)
 
 
 def test_an_array_without_dlpack_is_found_by_its_address(stood_in, monkeypatch):
     near, far = Array(numbers(3, 4)), Array(numbers(3, 4))
     monkeypatch.setattr(gpu, "device_at", lambda address: int(address == far.address))
-    with pytest.raises(ValueError, match="v lies on GPU 1 but q on GPU 0: all arrays must lie on"):
+    with pytest.raises(ValueError, match="v is on GPU 1 but q is on GPU 0: all arrays must be on"):
         attention(near, near, far)
 
 
@@ -516,21 +546,21 @@ def test_the_doors_own_checks_hold_for_device_arrays(stood_in):
         attention(q, q, q, sinks=Capsule(numbers(2, 2)))
 
 
-def test_an_array_that_is_not_given_away_says_why(stood_in, monkeypatch):
+def test_why_a_library_does_not_export_an_array_is_reported(stood_in, monkeypatch):
     def refuse(self, stream):
         raise BufferError("it requires grad")
 
     monkeypatch.setattr(Capsule, "__dlpack__", refuse)
     x = Capsule(numbers(3, 4))
-    with pytest.raises(TypeError, match="q cannot be read where it lies: it requires grad"):
+    with pytest.raises(TypeError, match="q cannot be read in place: it requires grad"):
         attention(x, x, x)
 
 
-def test_a_library_that_nobody_knows_is_named(stood_in, monkeypatch):
+def test_an_unknown_library_is_named(stood_in, monkeypatch):
     monkeypatch.setattr(Array, "__module__", "abacus.arrays")
     x = Array(numbers(3, 4))
     monkeypatch.setattr(gpu, "is_stream_of", lambda stream, device: True)
-    with pytest.raises(TypeError, match="q is an array of abacus: arrays on a GPU are taken from"):
+    with pytest.raises(TypeError, match="q is an array of abacus: arrays on a GPU are accepted"):
         attention(x, x, x)
 
 
@@ -556,11 +586,11 @@ def test_a_producers_stream_is_waited_for(stood_in, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES.values(), np.dtype(bool), np.dtype(np.int32)])
-def test_what_dlpack_tells_of_an_array_is_understood(dtype, stood_in):
+def test_dlpack_s_description_of_an_array_is_understood(dtype, stood_in):
     whole = np.zeros((4, 3, 5), dtype)
     array = whole[::2, ::-1, 1:4]
     there = Capsule(array)
-    found = interop.described("q", there)
+    found = interop.as_device_array("q", there)
     assert found.dtype == dtype
     assert found.shape == (2, 3, 3)
     assert found.strides == (30, -5, 1)
@@ -579,32 +609,32 @@ def test_numpys_own_capsules_are_understood(shape):
 
 def test_an_interface_without_strides_is_contiguous_and_a_mask_is_refused(stood_in):
     there = Array(numbers(2, 3), strides=None)
-    assert interop.described("q", there).strides == (3, 1)
+    assert interop.as_device_array("q", there).strides == (3, 1)
     with pytest.raises(TypeError, match="q is a masked array, whose mask would be lost"):
-        interop.described("q", Array(numbers(2, 3), mask=there))
+        interop.as_device_array("q", Array(numbers(2, 3), mask=there))
     with pytest.raises(TypeError, match="q has dtype >f4: a GPU reads numbers in its own byte"):
-        interop.described("q", Array(numbers(2, 3), typestr=">f4"))
+        interop.as_device_array("q", Array(numbers(2, 3), typestr=">f4"))
 
 
-def test_host_arrays_are_no_device_arrays():
+def test_host_arrays_are_not_device_arrays():
     for value in (None, 1, 1.5, [[1]], np.zeros(3), np.float32(1), memoryview(b"abc"), "text"):
         assert not availability.is_device_array(value)
 
 
-# memory and launches, with a driver of Python
+# memory and launches, with a driver in Python
 
 
 class Driver:
-    """As much of ``cuda.bindings.driver`` as ``DeviceMemory`` asks, on the host's memory."""
+    """As much of ``cuda.bindings.driver`` as ``DeviceMemory`` uses, in host memory."""
 
     CUresult = gpu.driver.CUresult
     ok = (CUresult.CUDA_SUCCESS,)
 
-    def __init__(self, room):
-        self.room, self.held, self.launched = room, {}, []
+    def __init__(self, size):
+        self.size, self.held, self.launched = size, {}, []
 
     def cuMemAllocFromPoolAsync(self, size, pool, stream):
-        if size > self.room - sum(map(len, self.held.values())):
+        if size > self.size - sum(map(len, self.held.values())):
             return self.CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0
         buffer = ctypes.create_string_buffer(size)
         self.held[ctypes.addressof(buffer)] = buffer
@@ -615,7 +645,7 @@ class Driver:
         return self.ok
 
     def cuMemGetInfo(self):
-        return *self.ok, self.room - sum(map(len, self.held.values())), self.room
+        return *self.ok, self.size - sum(map(len, self.held.values())), self.size
 
     def cuMemcpyHtoDAsync(self, target, source, size, stream):
         ctypes.memmove(target, source, size)
@@ -643,12 +673,12 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    driver = Driver(room=100_000)
+    driver = Driver(size=100_000)
     monkeypatch.setattr(gpu, "driver", driver)
     return driver
 
 
-def test_memory_that_does_not_suffice_is_said_with_the_sizes_and_nothing_is_kept(driver):
+def test_running_out_of_memory_is_reported_with_the_sizes_and_everything_is_freed(driver):
     for _ in range(3):
         with gpu.DeviceMemory(HOPPER) as memory:
             memory.put(numbers(100, 100))
@@ -674,10 +704,11 @@ def test_what_is_put_is_what_is_got(driver):
             np.testing.assert_array_equal(memory.get(place, line.shape, line.dtype), line)
         assert memory.put(np.zeros((0, 3))) == 0
         spread = np.broadcast_to(numbers(3, 1), (2, 3, 4))
-        there = memory.array(spread)
-        assert there.strides == (0, 4, 0)
+        there = to_device(spread, memory)
+        assert array_at(there).strides == (0, 4, 0)
         assert there.shape == (2, 3, 4)
         np.testing.assert_array_equal(memory.get(there.address, (3,), "f4"), spread[0, :, 0])
+        np.testing.assert_array_equal(to_host(there, memory), spread)
 
 
 def test_a_failure_of_the_driver_has_its_name(driver):
@@ -685,7 +716,7 @@ def test_a_failure_of_the_driver_has_its_name(driver):
     driver.cuStreamSynchronize.__name__ = "cuStreamSynchronize"
     sentence = "cuStreamSynchronize failed on the GPU: CUDA_ERROR_LAUNCH_FAILED, it is Sunday"
     with pytest.raises(gpu.DeviceError, match=sentence):
-        gpu.finish(0)
+        gpu.synchronize(0)
 
 
 SIZES = {"u64": 8, "s64": 8, "b64": 8, "f64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4, "u8": 1,
@@ -699,9 +730,9 @@ def test_parameters_are_packed_as_the_kernel_declares_them(rung, driver, monkeyp
     problem = Problem.of(q, k, v, softcap=3.0, alibi_slopes=[1, 2, 3, 4])
     with gpu.DeviceMemory(HOPPER, stream=7) as memory:
         if rung in cuda.TAKE_ARRAYS:
-            arguments = cuda_entry.placed_arrays(problem, memory.array)
+            arguments = placed_arrays(problem, lambda x: array_at(to_device(x, memory)))
         else:
-            arguments = cuda_entry.place(problem, memory)
+            arguments = place(problem, memory)
         for launch, values in MODULES[rung].launches(problem, arguments, memory.scratch):
             names = ", ".join(f"a{number}" for number in range(len(launch.signature)))
             text = ptx_of(launch._replace(function=eval(f"lambda {names}: None")))
@@ -725,7 +756,7 @@ def test_parameters_are_packed_as_the_kernel_declares_them(rung, driver, monkeyp
             )
 
 
-def test_an_empty_grid_starts_nothing(driver):
+def test_an_empty_grid_launches_nothing(driver):
     launch = Launch(lambda: None, (), (0, 1, 1), 32)
     gpu.DeviceMemory(HOPPER).launch(launch, ())
     assert not driver.launched
@@ -753,10 +784,7 @@ def test_copies_convert_and_widen(source, target):
         near = np.where(finite, np.clip(wide, -limit, limit), wide)
         expected[..., :9] = near.astype(DTYPES[target]) if target != "float64" else array
     arena = Arena()
-    given, to = (
-        gpu.array_at(arena.put(x), x.shape, x.strides, x.itemsize)
-        for x in (array, np.ones_like(expected))
-    )
-    emulate(*copies.copying(given, array.dtype, to, expected.dtype), arena)
-    got = arena.get(to.address, expected.shape, expected.dtype)
+    given, to = (to_device(x, arena) for x in (array, np.ones_like(expected)))
+    emulate(*copies.copying(given, to), arena)
+    got = to_host(to, arena)
     np.testing.assert_array_equal(got.astype(np.float64), expected.astype(np.float64))

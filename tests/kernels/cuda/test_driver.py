@@ -1,5 +1,5 @@
 """The CUDA rungs and the backend on a GPU: skipped, with the reason, where there is none."""
-# ruff: noqa: E402  (what needs a GPU is imported once one is found)
+# ruff: noqa: E402  (what needs a GPU is imported only where there is one)
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +22,10 @@ if NO_GPU:
 
 from cuda.bindings import driver
 
-from minimha.kernels.cuda import arguments as cuda_entry
 from minimha.kernels.cuda import backend as cuda
 from minimha.kernels.cuda import copies
 from minimha.kernels.cuda import driver as gpu
+from minimha.kernels.cuda.arguments import place, to_device, to_host
 from minimha.kernels.cuda.launch import ptx as ptx_of
 
 inf = np.inf
@@ -34,7 +34,7 @@ ROUNDED = {"float16": 1e-3, "bfloat16": 8e-3}  # two units in the last place of 
 
 
 def on_rung(name, q, k, v, **given):
-    """O and L from that rung, or a skip that says why it takes no such problem."""
+    """O and L from that rung, or a skip with the reason why it cannot take the problem."""
     problem = Problem.of(q, k, v, **given)
     module = cuda._module(name)
     if module.unsupported(problem) and problem.dtype != problem.compute:
@@ -136,7 +136,7 @@ def test_queries_that_see_nothing(Lk, name):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", *SIXTEEN])
 @pytest.mark.parametrize("Lq", [0, 1, 64])
-def test_numpy_arrays_are_copied_there_and_back(Lq, dtype):
+def test_numpy_arrays_are_uploaded_and_the_result_is_downloaded(Lq, dtype):
     q, k, v = (x.astype(SIXTEEN.get(dtype, dtype)) for x in ragged(Lq=Lq))
     output, lse = attention(q, k, v, return_lse=True, backend="cuda")
     assert output.dtype == q.dtype
@@ -161,11 +161,11 @@ def test_several_threads_may_call_at_once():
 
 
 def free_bytes():
-    gpu.finish(0)
+    gpu.synchronize(0)
     return gpu.call(driver.cuMemGetInfo)[0]
 
 
-def test_memory_that_does_not_suffice_is_said_and_nothing_leaks():
+def test_running_out_of_memory_is_reported_and_nothing_leaks():
     q, k, v = ragged()
     attention(q, k, v, backend="cuda")
     before = free_bytes()
@@ -188,9 +188,9 @@ def test_copies_convert(source, target):
     expected = np.zeros((2, 3, 5, 16), target)
     expected[..., :7] = array.astype(np.float64).astype(target)
     with gpu.DeviceMemory(gpu.current()) as memory:
-        to = memory.array(np.ones_like(expected))
-        memory.launch(*copies.copying(memory.array(array), source, to, target))
-        got = memory.get(to.address, expected.shape, target)
+        to = to_device(np.ones_like(expected), memory)
+        memory.launch(*copies.copying(to_device(array, memory), to))
+        got = to_host(to, memory)
     np.testing.assert_array_equal(got.astype("f8"), expected.astype("f8"))
 
 
@@ -199,7 +199,7 @@ def test_the_launch_that_the_device_runs_is_the_one_that_is_compiled_offline():
     problem = Problem.of(q, k, v)
     name, given = cuda.rung_for(problem, gpu.current())
     with gpu.DeviceMemory(gpu.current()) as memory:
-        arguments = cuda_entry.place(given, memory)
+        arguments = place(given, memory)
         launches = cuda._module(name).launches(given, arguments, memory.scratch)
     for launch, _ in launches:
         assert ".visible .entry" in ptx_of(launch, gpu.current().cc)
@@ -284,11 +284,11 @@ def test_nothing_leaks_from_torchs_memory(torch):
 
 def test_what_a_tensor_cannot_be(torch):
     (q,) = tensors(torch, "float32", (1, 2, 16, 32))
-    with pytest.raises(TypeError, match="q lies on a GPU but k is a Tensor on the host"):
+    with pytest.raises(TypeError, match=r"q is on a GPU but k \(Tensor\) is on the host"):
         attention(q, q.cpu(), q)
     with pytest.raises(TypeError, match="v has dtype float16 but q has float32"):
         attention(q, q, q.half())
-    with pytest.raises(TypeError, match="q cannot be read where it lies"):
+    with pytest.raises(TypeError, match="q cannot be read in place"):
         attention(q.clone().requires_grad_(), q, q)
     with pytest.raises(ValueError, match="k has D=16 but q has D=32"):
         attention(q, q[..., :16], q)
@@ -299,9 +299,9 @@ def test_several_devices(torch):
         pytest.skip("one GPU only")
     (q,) = tensors(torch, "float32", (1, 2, 16, 32))
     other = q.to("cuda:1")
-    with pytest.raises(ValueError, match="k lies on GPU 1 but q on GPU 0"):
+    with pytest.raises(ValueError, match="k is on GPU 1 but q is on GPU 0"):
         attention(q, other, q)
-    with pytest.raises(ValueError, match="q lies on GPU 1 but GPU 0 is current"):
+    with pytest.raises(ValueError, match="q is on GPU 1 but GPU 0 is current"):
         attention(other, other, other)
     with torch.cuda.device(1):
         np.testing.assert_allclose(host(attention(other, other, other)), host(attention(q, q, q)))
