@@ -76,8 +76,8 @@ class Numbers(NamedTuple):
     """Sizes and small options.
 
     ``q_offset`` and ``kv_lengths`` are addresses of (B,) int64, ``slopes`` and ``sinks`` of (H,)
-    float32; ``slopes`` is 0 without ALiBi, sinks are -inf where there are none. ``left`` and
-    ``right`` are at most ``visibility.UNBOUNDED``. ``softcap`` is 0 where there is none.
+    float32. What is absent is neutral: ``slopes`` and ``softcap`` are 0, sinks -inf. ``left`` and
+    ``right`` are at most ``visibility.UNBOUNDED``.
     """
 
     H: int
@@ -330,42 +330,30 @@ def as_addresses(
     def pairs(name: str) -> Pairs:
         return Pairs(given[name].address, *given[name].strides) if name in given else NO_PAIRS
 
+    o = options(problem)
+    q_offset, kv_lengths, slopes, sinks = put([o.q_offset, o.kv_lengths, o.slopes, o.sinks])
     return Arguments(
         q=rows("q"),
         k=rows("k"),
         v=rows("v"),
         mask=pairs("attn_mask"),
         bias=pairs("attn_bias"),
-        o=_numbers(problem, put),
+        o=Numbers(
+            H=problem.q.shape[1],
+            Hkv=problem.k.shape[1],
+            Lq=problem.q.shape[2],
+            Lk=problem.k.shape[2],
+            left=o.left,
+            right=o.right,
+            q_offset=q_offset,
+            kv_lengths=kv_lengths,
+            slopes=slopes if o.slopes.size else 0,
+            sinks=sinks,
+            scale=o.scale,
+            softcap=o.softcap,
+        ),
         O=rows("O"),
         L=given["L"].address,
-    )
-
-
-def _numbers(problem: Problem, put: Callable[[list[NDArray[Any]]], list[int]]) -> Numbers:
-    H, slopes = problem.q.shape[1], problem.alibi_slopes
-    sinks = np.full(H, -np.inf) if problem.sinks is None else problem.sinks
-    lines: list[NDArray[Any]] = [
-        problem.q_offset,
-        problem.kv_lengths,
-        np.asarray(sinks, np.float32),
-    ]
-    if slopes is not None:
-        lines.append(np.asarray(slopes, np.float32))
-    q_offset, kv_lengths, sinks_at, *rest = put(lines)
-    return Numbers(
-        H=H,
-        Hkv=problem.k.shape[1],
-        Lq=problem.q.shape[2],
-        Lk=problem.k.shape[2],
-        left=problem.left,
-        right=problem.right,
-        q_offset=q_offset,
-        kv_lengths=kv_lengths,
-        slopes=rest[0] if rest else 0,
-        sinks=sinks_at,
-        scale=problem.scale,
-        softcap=problem.softcap or 0.0,
     )
 
 

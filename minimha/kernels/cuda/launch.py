@@ -1,6 +1,6 @@
-"""What a kernel needs to be launched, and its PTX; no GPU and no driver are needed for either.
+"""What a kernel needs to be launched, and its PTX, without a GPU or a driver.
 
-The driver, the offline compiler and the tests' emulator all accept a ``Launch`` as it is.
+The driver, the offline compiler and the tests' emulator all accept a ``Launch``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numba import cuda
 
 
 class Launch(NamedTuple):
-    """One kernel, ready to be compiled and started.
+    """One kernel, ready to be compiled and launched.
 
     Attributes
     ----------
@@ -22,11 +22,11 @@ class Launch(NamedTuple):
     grid : (int, int, int)
         Thread blocks.
     threads : int
-        Per block.
+        Threads per block.
     shared : int, default 0
-        Bytes of dynamic shared memory.
+        Bytes of dynamic shared memory per block.
     registers : int, optional
-        The most that one thread may use. Unlimited by default.
+        The most that one thread may use. Default is no limit.
     """
 
     function: Callable[..., None]
@@ -38,7 +38,7 @@ class Launch(NamedTuple):
 
 
 def ptx(launch: Launch, cc: tuple[int, int] = (9, 0)) -> str:
-    """Return the kernel's PTX for compute capability ``cc``; no GPU and no driver are needed."""
+    """The kernel's PTX for compute capability ``cc``, by default (9, 0)."""
     text, _ = cuda.compile(
         launch.function,
         launch.signature,
