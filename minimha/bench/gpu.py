@@ -1,7 +1,7 @@
-"""How fast on a GPU: correctness gate → warm-up → turns, by CUDA events, with a cold L2 cache.
+"""How fast on a GPU: correctness gate → warm-up → rounds, by CUDA events, with a cold L2 cache.
 
 The same records as ``bench/cpu.py``, beside each of torch's own backends by its name. Everything
-but the clock runs on a CPU as well, where the tests run it.
+but the clock also runs on a CPU, where it is tested.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SHAPES = (
     Shape(16, 32, 8, 1, 8192, 128, "none", "bfloat16"),
 )
 TORCH = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-PLAIN = "torch MATH"  # whose error is the unit of the others'
+PLAIN = "torch MATH"  # its error is the unit of the others' errors
 CACHE = 256 << 20  # bytes written before each call, more than any L2 cache holds
-FLUSHES = 16  # times: about a millisecond, in which Python gets ahead of the GPU
-MATRIX = 8192  # of the product beside which attention is measured
-STREAM = 1 << 30  # bytes that are read to measure the memory
+FLUSHES = 16  # that many times: about a millisecond, in which Python gets ahead of the GPU
+MATRIX = 8192  # side of the matrices whose product measures the GPU's arithmetic
+STREAM = 1 << 30  # bytes that are read to measure the GPU's memory
 TINY = Shape(1, 1, 1, 16, 16, 64)  # so small that a call is all overhead
-CALLS = 200  # of it
+CALLS = 200  # with which the overhead is measured
 
 
 def against_torch(
@@ -50,24 +50,25 @@ def against_torch(
     ----------
     shapes : sequence of Shape
     seconds : float
-        For the timed calls of a shape.
-    progress : callable
-        Is told what comes next, once for the overhead and once a shape.
-    device : {"cuda", "cpu"}
+        Time for the timed calls of each shape.
+    progress : callable, optional
+        Called with what is done next: once for compiling and once per shape. Default is to report
+        nothing.
+    device : {"cuda", "cpu"}, default "cuda"
 
     Raises
     ------
     BackendUnavailable
         There is no GPU, or torch is not installed.
     ValueError
-        A mask that is neither none nor causal.
+        A mask other than "none" and "causal".
     """
     for shape in shapes:
         if shape.mask not in ("none", "causal"):
             raise ValueError(f"shape {shape}: on a GPU none and causal are measured")
     if not find_spec("torch"):
         raise BackendUnavailable(
-            "torch, which measures on a GPU and is measured, is not installed: "
+            "torch, which the bench on a GPU compares with, is not installed: "
             "pip install 'minimha[bench]'"
         )
     reason = backends()[device]
@@ -98,7 +99,7 @@ def against_torch(
 
 
 def _tensors(shape: Shape, device: str) -> Any:
-    """q, k, v of ``shape`` on the device, in its dtype; the same numbers on every run."""
+    """q, k, v of ``shape``, in its dtype, on the device; the same numbers on every run."""
     import torch
 
     inputs = shape.inputs()
@@ -107,7 +108,7 @@ def _tensors(shape: Shape, device: str) -> Any:
 
 
 def _candidates(shape: Shape, tensors: Any, device: str) -> dict[str, Callable[[], Any]]:
-    """Calls by name: minimha, and every backend of torch that takes the problem."""
+    """Calls by name: minimha, and every backend of torch that supports the problem."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -132,7 +133,7 @@ def _candidates(shape: Shape, tensors: Any, device: str) -> dict[str, Callable[[
         run = by(getattr(SDPBackend, name))
         try:
             run()
-        except RuntimeError:  # torch's way to say that a backend does not take this problem
+        except RuntimeError:  # how torch says that a backend does not support the problem
             continue
         found[f"torch {name.removesuffix('_ATTENTION')}"] = run
     return found
@@ -145,7 +146,7 @@ def _compare(
     seconds: float,
     clock: Callable[[Callable[[], Any]], float],
 ) -> list[Record]:
-    """Check and time; ratios are to minimha."""
+    """Check and time the candidates; ratios are to minimha."""
     worst = {name: _error(shape, tensors, run()) for name, run in candidates.items()}
     records = {name: Record(str(shape), name, e / worst[PLAIN]) for name, e in worst.items()}
     timed = {name: run for name, run in candidates.items() if records[name].error <= GATE}
@@ -156,13 +157,13 @@ def _compare(
         for name, run in (*timed.items(), ("machine", machine)):
             times[name].append(clock(run))
     rate = work / float(np.median(times.pop("machine")))
-    for name, taken in times.items():
-        records[name] = measured(records[name], shape, taken, times.get(OURS), rate)
+    for name, found in times.items():
+        records[name] = measured(records[name], shape, found, times.get(OURS), rate)
     return list(records.values())
 
 
 def _error(shape: Shape, tensors: Any, output: Any) -> float:
-    """Largest error against float64 on the last rows of the first and the last head."""
+    """The largest error against float64, over the last rows of the first and the last head."""
     rows = slice(max(0, shape.Lq - GATE_ROWS), shape.Lq)
     group, worst = shape.H // shape.Hkv, 0.0
     for b, h in ((0, 0), (shape.B - 1, shape.H - 1)):
@@ -182,10 +183,10 @@ def _numbers(x: Any) -> NDArray[np.float64]:
 
 
 def _machine(shape: Shape, device: Any) -> tuple[float, Callable[[], Any]]:
-    """What the machine is measured by, and how much work it is: a product, or reading memory."""
+    """The call that measures the machine, and its work: FLOPs of a product, or bytes read."""
     import torch
 
-    size = 1 if device.type == "cuda" else 32  # a CPU is asked for less
+    size = 1 if device.type == "cuda" else 32  # a CPU gets a smaller one
     if shape.is_decode:
         numbers = torch.ones(STREAM // 4 // size, device=device)
         return 4.0 * len(numbers), lambda: numbers.sum()
@@ -195,7 +196,7 @@ def _machine(shape: Shape, device: Any) -> tuple[float, Callable[[], Any]]:
 
 
 def _overhead(device: str) -> float:
-    """Seconds that a call takes from Python, whatever the GPU does meanwhile."""
+    """Seconds that a call takes in Python, whatever the GPU does meanwhile."""
     tensors = _tensors(TINY, device)
     run = _candidates(TINY, tensors, device)[OURS]
     run()
@@ -206,10 +207,10 @@ def _overhead(device: str) -> float:
 
 
 def _cuda_clock(run: Callable[[], Any]) -> float:
-    """Seconds between two events around the call; nothing of its inputs is left in the L2 cache.
+    """Seconds between two events around the call; none of its inputs are left in the L2 cache.
 
-    The GPU still writes the cache full when Python has queued the call and both events. So what
-    Python takes for the call is not in the time, as long as it is less; ``_overhead`` measures it.
+    The GPU is still flushing its cache when Python has queued the call and both events. So Python's
+    own time is not included, unless it is longer than the flush; ``_overhead`` measures it.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The GPU's bench, run where there is none: on a CPU all of it but the events is the same."""
+"""The GPU's bench on a CPU, where all of it but the events is the same."""
 
 import pytest
 
@@ -41,23 +41,23 @@ def test_wrong_numbers_are_not_timed(monkeypatch):
 
 @pytest.mark.skipif(not backends()["cuda"], reason="a GPU is here")
 def test_without_a_gpu_it_says_why(capsys):
-    with pytest.raises(BackendUnavailable, match=r"torch, which measures|backend 'cuda': "):
+    with pytest.raises(BackendUnavailable, match=r"torch, which the bench|backend 'cuda': "):
         gpu.against_torch(SMALL[:1], 0.01)
     assert cli.main(["bench", "--backend", "cuda"]) == 2
     assert capsys.readouterr().err.startswith("minimha: ")
 
 
-def test_masks_that_torch_s_backends_do_not_share_are_refused():
+def test_masks_that_not_every_backend_of_torch_supports_are_refused():
     with pytest.raises(ValueError, match="40 window: on a GPU none and causal are measured"):
         gpu.against_torch([Shape(1, 1, 1, 40, 40, 40, "window")], 0.01)
 
 
-def test_the_cpu_s_options_are_refused(capsys):
+def test_options_of_the_cpu_s_bench_are_refused(capsys):
     assert cli.main(["bench", "--backend", "cuda", "--ladder"]) == 2
     assert "--ladder and --threads are of the CPU" in capsys.readouterr().err
 
 
-def test_what_is_measured_unless_shapes_are_given():
+def test_the_default_shapes():
     shapes = [str(shape) for shape in gpu.SHAPES]
     assert shapes == [
         "4,16,16,4096,4096,128 bfloat16",
