@@ -146,7 +146,7 @@ def forward(module, problem, order=None, *, change=None):
     from minimha.kernels.cuda import arguments as cuda_entry
 
     memory = Arena()
-    arguments = cuda_entry.place(problem, memory)
+    arguments = cuda_entry.upload(problem, memory)
     for launch, given in module.launches(problem, arguments, memory.scratch):
         run(launch, given, memory, order, change=change)
-    return cuda_entry.taken(problem, arguments, memory)
+    return cuda_entry.download(problem, arguments, memory)

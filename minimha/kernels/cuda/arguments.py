@@ -357,8 +357,11 @@ def as_addresses(
     )
 
 
-def placed_arrays(problem: Problem, put: Callable[[NDArray[Any]], Any]) -> Arrays:
-    """``problem`` in the compute dtype, each array as ``put`` returns it; O and L are 0."""
+# Whole problems, for the simulator and the emulator, which run a rung without the backend
+
+
+def upload_arrays(problem: Problem, put: Callable[[NDArray[Any]], Any]) -> Arrays:
+    """The arguments for ``problem``, each array as ``put`` returns it; O and L are 0."""
     (B, H, Lq, _), Dv = problem.q.shape, problem.v.shape[3]
     given = host_arrays(problem, problem.compute)
     given["O"] = np.zeros((B, H, Lq, Dv), problem.compute)
@@ -366,8 +369,8 @@ def placed_arrays(problem: Problem, put: Callable[[NDArray[Any]], Any]) -> Array
     return as_arrays(problem, {name: put(array) for name, array in given.items()}, put)
 
 
-def place(problem: Problem, memory: Memory) -> Arguments:
-    """``problem``, float32 or of 16 bits, uploaded to ``memory``; O and L are 0."""
+def upload(problem: Problem, memory: Memory) -> Arguments:
+    """Upload ``problem``, float32 or 16-bit, and return the arguments for it; O and L are 0."""
     B, H, Lq, _ = problem.q.shape
     width = padded_width(problem)
     given = host_arrays(problem, problem.dtype, width)
@@ -380,10 +383,10 @@ def place(problem: Problem, memory: Memory) -> Arguments:
     )
 
 
-def taken(
+def download(
     problem: Problem, arguments: Arguments, memory: Memory
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O, in the problem's dtype, and L, as the kernels left them."""
+    """Download O, in the problem's dtype, and L."""
     B, H, Lq, _ = problem.q.shape
     O = memory.get(arguments.O.address, (B, H, Lq, padded_width(problem)), problem.dtype)
     L = memory.get(arguments.L, (B, H, Lq), np.float32)

@@ -89,18 +89,20 @@ def current() -> Device:
 @cache
 def _device(ordinal: int) -> Device:
     handle, attribute = call(driver.cuDeviceGet, ordinal), driver.CUdevice_attribute
-    asked = (
+    attributes = (
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
         attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
         attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
     )
-    major, minor, count, shared = (int(call(driver.cuDeviceGetAttribute, x, handle)) for x in asked)
-    wanted = driver.CUmemPoolProps()
-    wanted.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    wanted.location.id = ordinal
-    pool = call(driver.cuMemPoolCreate, wanted)
+    major, minor, count, shared = (
+        int(call(driver.cuDeviceGetAttribute, x, handle)) for x in attributes
+    )
+    properties = driver.CUmemPoolProps()
+    properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = ordinal
+    pool = call(driver.cuMemPoolCreate, properties)
     kept = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
     call(driver.cuMemPoolSetAttribute, pool, kept, driver.cuuint64_t(KEPT))
     context = int(call(driver.cuDevicePrimaryCtxRetain, handle))

@@ -17,7 +17,7 @@ from numba.cuda.simulator.kernel import BlockThread
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import rung1_rows, rung2_tiles
-from minimha.kernels.cuda.arguments import placed_arrays
+from minimha.kernels.cuda.arguments import upload_arrays
 
 SMALL = {
     (rung1_rows, "THREADS"): 8,
@@ -42,7 +42,7 @@ def solve(rung, arrays, options):
     """O and L from a rung, at whatever block sizes it has now."""
     problem = Problem.of(*arrays, **options)
     assert rung.unsupported(problem) is None
-    arguments = placed_arrays(problem, lambda array: np.array(array, order="C"))
+    arguments = upload_arrays(problem, lambda array: np.array(array, order="C"))
     for launch, given in rung.launches(problem, arguments, None):
         if launch.grid[0]:
             cuda.jit(launch.function)[launch.grid, launch.threads](*given)

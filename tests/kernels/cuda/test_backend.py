@@ -40,10 +40,10 @@ from minimha.kernels.cuda.arguments import (
     Arrays,
     array_at,
     padded_width,
-    place,
-    placed_arrays,
     to_device,
     to_host,
+    upload,
+    upload_arrays,
 )
 from minimha.kernels.cuda.launch import Launch
 from minimha.kernels.cuda.launch import ptx as ptx_of
@@ -730,9 +730,9 @@ def test_parameters_are_packed_as_the_kernel_declares_them(rung, driver, monkeyp
     problem = Problem.of(q, k, v, softcap=3.0, alibi_slopes=[1, 2, 3, 4])
     with gpu.DeviceMemory(HOPPER, stream=7) as memory:
         if rung in cuda.TAKE_ARRAYS:
-            arguments = placed_arrays(problem, lambda x: array_at(to_device(x, memory)))
+            arguments = upload_arrays(problem, lambda x: array_at(to_device(x, memory)))
         else:
-            arguments = place(problem, memory)
+            arguments = upload(problem, memory)
         for launch, values in MODULES[rung].launches(problem, arguments, memory.scratch):
             names = ", ".join(f"a{number}" for number in range(len(launch.signature)))
             text = ptx_of(launch._replace(function=eval(f"lambda {names}: None")))

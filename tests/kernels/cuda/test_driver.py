@@ -25,7 +25,7 @@ from cuda.bindings import driver
 from minimha.kernels.cuda import backend as cuda
 from minimha.kernels.cuda import copies
 from minimha.kernels.cuda import driver as gpu
-from minimha.kernels.cuda.arguments import place, to_device, to_host
+from minimha.kernels.cuda.arguments import to_device, to_host, upload
 from minimha.kernels.cuda.launch import ptx as ptx_of
 
 inf = np.inf
@@ -199,7 +199,7 @@ def test_the_launch_that_the_device_runs_is_the_one_that_is_compiled_offline():
     problem = Problem.of(q, k, v)
     name, given = cuda.rung_for(problem, gpu.current())
     with gpu.DeviceMemory(gpu.current()) as memory:
-        arguments = place(given, memory)
+        arguments = upload(given, memory)
         launches = cuda._module(name).launches(given, arguments, memory.scratch)
     for launch, _ in launches:
         assert ".visible .entry" in ptx_of(launch, gpu.current().cc)

@@ -281,7 +281,7 @@ def test_everything_stays_in_registers(rung, D, name, archs):
     q, k, v = given(rung, Lq=most, D=D, Dv=D)
     problem = Problem.of(q, k, v, **options(most)[name])
     memory = Arena()
-    launches = rung.launches(problem, entry.place(problem, memory), memory.scratch)
+    launches = rung.launches(problem, entry.upload(problem, memory), memory.scratch)
     for launch, _ in launches:
         assert launch.shared <= 227 * 1024
         for arch in archs:
