@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.masks import owner_by_axes, owner_by_values
-from minimha.equations.arguments import argument_names, as_floating, flag, integer, rectangular
+from minimha.dialects.masks import boolean, owner_by_axes
+from minimha.equations.arguments import argument_names, as_floating, as_integers, flag, integer
 
 Array = NDArray[Any]
 
@@ -37,12 +37,13 @@ def flash_attn_func(
     Where it differs from ``minimha.attention``:
 
     - Arrays are (B, L, H, D), the log-sum-exp is (B, H, Lq).
-    - ``causal`` and windows are aligned bottom-right: the last query that is no padding stands at
-      the last key that is none, so query i of batch entry b stands at i + (keys - queries)[b].
-    - A window side of -1 is unbounded, and None too; ``softcap=0`` is none.
-    - Padding masks say True = **keep**. A padded query gets 0.
-    - ``alibi_slopes`` may differ in every batch entry. The package's causal kernels add slope · j
-      alone, which shifts their log-sum-exp by a constant a row; here it is the formula's.
+    - ``causal`` and windows are aligned bottom-right: the last query that is not padding is at the
+      position of the last key that is not, so query i of batch entry b is at
+      i + (keys - queries)[b].
+    - A window side of -1 or None is unbounded; ``softcap=0`` is no cap.
+    - In padding masks True = **keep**. A padded query gets 0.
+    - ``alibi_slopes`` may differ between batch entries. The package's causal kernels add slope · j
+      alone, which shifts their log-sum-exp by one constant per row; here it follows the formula.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
 
@@ -51,27 +52,27 @@ def flash_attn_func(
     q : array_like of shape (B, Lq, H, D)
     k : array_like of shape (B, Lk, Hkv, D)
     v : array_like of shape (B, Lk, Hkv, Dv)
-    softmax_scale : float
-        1/√D if not given.
-    causal : bool
-        No key after the query; the right side of a window becomes 0.
-    window_size : pair of int
+    softmax_scale : float, optional
+        Default is 1/√D.
+    causal : bool, default False
+        Hide the keys after the query; the right side of a window becomes 0.
+    window_size : pair of int or None, default (-1, -1)
         (left, right), both inclusive.
-    softcap : float
+    softcap : float, default 0.0
         Positive c: scores become c · tanh(score / c).
-    alibi_slopes : array_like of shape (H,) or (B, H)
-    learnable_sink : array_like of shape (H,)
-        A score a head that joins the denominator and has no value.
-    query_padding_mask : array_like of shape (B, Lq), bool
-    key_padding_mask : array_like of shape (B, Lk), bool
-    key_leftpad : array_like of shape (B,), int
-        The first keys of each batch entry that are padding.
-    attention_chunk : int
-        Positive c: positions fall into chunks of c, and a query sees its own chunk only.
-    sink_token_length : int
-        So many first tokens are visible however far to the left the window begins.
-    backend : str
-        That of ``minimha.attention``.
+    alibi_slopes : array_like of shape (H,) or (B, H), optional
+    learnable_sink : array_like of shape (H,), optional
+        One score per head that joins the denominator and has no value.
+    query_padding_mask : array_like of shape (B, Lq), bool, optional
+    key_padding_mask : array_like of shape (B, Lk), bool, optional
+    key_leftpad : array_like of shape (B,), int, optional
+        How many of the first keys of each batch entry are padding. Default is 0.
+    attention_chunk : int, default 0
+        Positive c: positions are divided into chunks of c, and a query sees its own chunk only.
+    sink_token_length : int, default 0
+        This many first tokens are visible even where the window begins after them.
+    backend : str, default "auto"
+        As in ``minimha.attention``.
 
     Returns
     -------
@@ -92,7 +93,7 @@ def flash_attn_func(
 
     Examples
     --------
-    Two queries, three keys: the first query stands at the second key.
+    Two queries, three keys: the first query is at the position of the second key.
 
     >>> q, k, v = np.zeros((1, 2, 1, 1)), np.zeros((1, 3, 1, 1)), np.array([2.0, 4.0, 9.0])
     >>> flash_attn_func(q, k, v.reshape(1, 3, 1, 1), causal=True)[0].ravel()
@@ -108,7 +109,7 @@ def flash_attn_func(
     scores = (B, H, Lq, Lk)
     queries = _padding("query_padding_mask", query_padding_mask, (B, Lq), scores)
     keys = _padding("key_padding_mask", key_padding_mask, (B, Lk), scores)
-    # Positions of keys count from the first behind the padding at the left.
+    # Positions of keys count from the first key after the padding on the left.
     offset = keys.sum(axis=1) - queries.sum(axis=1)
     i = np.arange(Lq)[:, None] + offset[:, None, None]  # (B, Lq, 1)
     j = np.arange(Lk) - leftpad[:, None, None]  # (B, 1, Lk)
@@ -147,7 +148,7 @@ def _heads_first(name: str, value: ArrayLike) -> Array:
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None]:
-    """(left, right) with None for a side without a limit, which -1 is here."""
+    """(left, right), with None for a side without a limit, which flash-attention writes as -1."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(
             f"window_size is {window_size!r}: expected a pair (left, right) of counts of keys, -1 "
@@ -163,14 +164,12 @@ def _window(window_size: Any) -> tuple[int | None, int | None]:
 def _leftpad(value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
     if value is None:
         return np.zeros(B, np.int64)
-    array = rectangular("key_leftpad", value)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"key_leftpad has dtype {array.dtype}: expected integers")
+    array = as_integers("key_leftpad", value)
     if array.shape != (B,):
         raise ValueError(f"key_leftpad has shape {array.shape}: expected (B,) = ({B},)")
     if ((array < 0) | (array > Lk)).any():
         raise ValueError(f"key_leftpad is {value!r}: expected integers from 0 to Lk={Lk}")
-    return array.astype(np.int64)
+    return array
 
 
 def _padding(
@@ -178,11 +177,7 @@ def _padding(
 ) -> NDArray[np.bool_]:
     if value is None:
         return np.ones(shape, np.bool_)
-    array = rectangular(name, value)
-    if array.dtype != np.bool_:
-        raise TypeError(
-            f"{name} has dtype {array.dtype}: expected bool, True = keep{owner_by_values(array)}"
-        )
+    array = boolean(name, value, "bool, True = keep")
     if array.shape != shape:
         raise ValueError(
             f"{name} has shape {array.shape}: expected (B, L) = {shape}"
@@ -194,7 +189,7 @@ def _padding(
 def _alibi(
     slopes: ArrayLike | None, shape: tuple[int, int], distance: NDArray[np.int64]
 ) -> Array | None:
-    """The bias (B, H, Lq, Lk) of slopes, one a head or one a batch entry and head."""
+    """The bias (B, H, Lq, Lk) of one slope per head, or per batch entry and head."""
     if slopes is None:
         return None
     array = as_floating("alibi_slopes", slopes)

@@ -1,6 +1,6 @@
-"""What dialects' masks share: their dtype, their shape, and whose a refused one looks like.
+"""What the dialects' masks share: checks of dtype and shape, and whose mask a refused one may be.
 
-Libraries mean different things by the same words, so an error says whose mask it may be.
+Libraries mean different things by the same words, so an error says whose mask it looks like.
 """
 
 from __future__ import annotations
@@ -10,7 +10,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.arguments import as_floating, rectangular
+from minimha.equations.arguments import as_floating, name_of, rectangular
+
+
+def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
+    """``value`` as an array of bool; ``expected`` says what True means.
+
+    Raises
+    ------
+    TypeError
+        Another dtype, or a masked array.
+    ValueError
+        Its rows differ in length.
+
+    Examples
+    --------
+    >>> boolean("mask", [[1, 1, 0]], "bool, True = keep")
+    Traceback (most recent call last):
+    TypeError: mask has dtype int64: expected bool, True = keep; it looks like Hugging Face's
+    attention_mask, where 1 = may attend
+    """
+    mask = rectangular(name, value)
+    if mask.dtype != np.bool_:
+        raise TypeError(
+            f"{name_of(name)} has dtype {mask.dtype}: expected {expected}{owner_by_values(mask)}"
+        )
+    return mask
 
 
 def boolean_or_floating(name: str, value: ArrayLike) -> NDArray[Any]:
@@ -40,7 +65,7 @@ def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:
 
 
 def owner_by_axes(mask: NDArray[Any], shape: tuple[int, ...]) -> str:
-    """Whose boolean mask one of wrong axes looks like, to end a sentence; "" where that is open.
+    """Whose boolean mask one of a wrong shape looks like, to end a sentence; "" where unclear.
 
     Examples
     --------
@@ -62,7 +87,7 @@ def owner_by_axes(mask: NDArray[Any], shape: tuple[int, ...]) -> str:
 
 
 def owner_by_values(mask: NDArray[Any]) -> str:
-    """Whose mask one of a wrong dtype looks like, to end a sentence; "" where that is open.
+    """Whose mask one of a wrong dtype looks like, to end a sentence; "" where unclear.
 
     Examples
     --------

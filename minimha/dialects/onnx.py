@@ -1,35 +1,48 @@
 """ONNX's operators Attention, RotaryEmbedding and TensorScatter, in ONNX's words.
 
-Inputs and attributes are named, laid out and defaulted as in the operators' specification; what is
-attention is computed by ``minimha.attention``, rotation by ``minimha.layers.rope``.
-The specification: https://onnx.ai/onnx/operators.
+Inputs and attributes have the names, layouts and defaults of the operators' specification,
+https://onnx.ai/onnx/operators. ``minimha.attention`` computes the attention and
+``minimha.layers.rope`` the rotation.
 """
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention as minimha_attention
-from minimha.equations.arguments import as_floating, flag
+from minimha.dialects.masks import boolean_or_floating, broadcasts
+from minimha.equations.arguments import (
+    argument_names,
+    as_floating,
+    as_integers,
+    flag,
+    integer,
+    number,
+    rectangular,
+)
 from minimha.layers.rope import rotate_by_table
 
-DOUBLE = 11  # ONNX's numbers of the types that a softmax can be computed in
+Array = NDArray[Any]
+
+DOUBLE = 11  # ONNX's numbers for the types that a softmax can be computed in
 PRECISIONS = {1: "float", 10: "float16", DOUBLE: "double", 16: "bfloat16"}
-# The steps that each qk_matmul_output_mode adds to those of the mode before.
+# The steps that each qk_matmul_output_mode adds to those of the previous mode.
 STEPS = (("scores", "scaled"), ("capped",), ("biased", "masked"), ("weights",))
+WORDS = {
+    "q": "Q", "k": "K", "v": "V", "attn_bias": "attn_mask", "kv_lengths": "nonpad_kv_seqlen",
+}  # fmt: skip
 
 
 class AttentionOutputs(NamedTuple):
     """What ONNX's Attention returns; ``qk_matmul_output`` is None unless it was asked for."""
 
-    Y: NDArray[Any]
-    present_key: NDArray[Any]
-    present_value: NDArray[Any]
-    qk_matmul_output: NDArray[Any] | None
+    Y: Array
+    present_key: Array
+    present_value: Array
+    qk_matmul_output: Array | None
 
 
 def attention(
@@ -60,11 +73,11 @@ def attention(
 
     Where ONNX differs from ``minimha.attention``:
 
-    - Causality and windows need no offset: query i stands at key position i + P with a past, at
+    - Causality and windows need no offset: query i is at key position i + P with a past, at
       i + nonpad_kv_seqlen - Lq with ``nonpad_kv_seqlen``, else at i.
     - A 3-D array is (B, L, heads · width), not (H, L, D).
-    - ``attn_mask`` is one argument for two things: booleans select (True = may attend), any other
-      dtype is added to the scores, integers too. A mask of three dimensions is (H, Lq, Lk).
+    - ``attn_mask`` is one argument for two things: booleans select (True = may attend), numbers,
+      integers too, are added to the scores. A mask of three dimensions is (H, Lq, Lk).
     - 0 is no softcap, -1 is a window side without a limit, flags are 0 and 1.
     - ONNX rounds to the inputs' type after every step. Here float16 and bfloat16 are computed in
       float32 and rounded once, which may differ by one unit in the last place.
@@ -74,35 +87,35 @@ def attention(
     Q : array_like of shape (B, H, Lq, D) or (B, Lq, H * D)
     K : array_like of shape (B, Hkv, L, D) or (B, L, Hkv * D), the dtype of Q
     V : array_like of shape (B, Hkv, L, Dv) or (B, L, Hkv * Dv)
-    attn_mask : array_like that broadcasts to (B, H, Lq, Lk), bool or numbers
-        A shorter last axis hides the keys after it, an axis of length 1 all but key 0: opsets 24
-        and 25 say so and ONNX's reference does the same for 23. It must reach the largest
-        ``nonpad_kv_seqlen``.
-    past_key : array_like of shape (B, Hkv, P, D), the dtype of K
-    past_value : array_like of shape (B, Hkv, P, Dv), the dtype of V
-    nonpad_kv_seqlen : array_like of shape (B,), int
-        Only keys j < nonpad_kv_seqlen exist; excludes a past.
-    is_causal : {0, 1}
-    kv_num_heads, q_num_heads : int
-        Hkv and H, needed with 3-D inputs. With 4-D inputs, which say it themselves, they may be
-        given if they agree; opset 25 forbids them there.
-    left_window_size, right_window_size : int
-        Inclusive; -1 is without a limit.
-    qk_matmul_output_mode : {0, 1, 2, 3}
-        What ``qk_matmul_output`` is: scaled scores, those capped, those masked, or the weights.
+    attn_mask : array_like that broadcasts to (B, H, Lq, Lk), bool or numbers, optional
+        A shorter last axis hides the keys after it, so one of length 1 hides all keys but key 0:
+        opsets 24 and 25 say so, and ONNX's reference does the same for 23. It must reach the
+        largest ``nonpad_kv_seqlen``.
+    past_key : array_like of shape (B, Hkv, P, D), the dtype of K, optional
+    past_value : array_like of shape (B, Hkv, P, Dv), the dtype of V, optional
+    nonpad_kv_seqlen : array_like of shape (B,), int, optional
+        Only keys j < nonpad_kv_seqlen exist; cannot be combined with a past. Default is all keys.
+    is_causal : {0, 1}, default 0
+    kv_num_heads, q_num_heads : int, optional
+        Hkv and H, required with 3-D inputs. With 4-D inputs, whose shapes give them, they may be
+        passed if they agree; opset 25 forbids them there.
+    left_window_size, right_window_size : int, default -1
+        Inclusive; -1 is no limit.
+    qk_matmul_output_mode : {0, 1, 2, 3}, default 0
+        What ``qk_matmul_output`` is: the scaled scores, the capped, the masked, or the weights.
         Mode 0 is never capped, as the specification says; ONNX's reference caps it.
-    scale : float
-        1/√D if not given. Not negative, because ONNX multiplies Q and K by √scale each.
-    softcap : float
+    scale : float, optional
+        Default is 1/√D. Not negative, because ONNX multiplies Q and K by √scale each.
+    softcap : float, default 0.0
         c > 0: scores become c · tanh(score / c).
-    softmax_precision : {1, 10, 11, 16}
-        float, float16, double or bfloat16. Taken as the least precision: 11 makes everything
-        float64, with the others the inputs decide, at least float32.
-    return_qk_matmul_output : bool
-        Also return the debug output, which the dense equations compute a second time. Asking for
-        it does not change Y.
-    backend : str
-        That of ``minimha.attention``, for Y.
+    softmax_precision : {1, 10, 11, 16}, optional
+        float, float16, double or bfloat16. A lower bound: 11 computes everything in float64; with
+        the others, as by default, the inputs decide, and it is float32 at least.
+    return_qk_matmul_output : bool, default False
+        Also return the debug output, which the dense equations compute separately. Asking for it
+        does not change Y.
+    backend : str, default "auto"
+        As in ``minimha.attention``, for Y.
 
     Returns
     -------
@@ -115,7 +128,8 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        An attribute outside its range, 3-D inputs without numbers of heads, inputs that do not fit.
+        An attribute outside its range, 3-D inputs without their numbers of heads, inputs whose
+        shapes do not fit.
 
     References
     ----------
@@ -142,22 +156,23 @@ def attention(
     shape = (*q.shape[:3], k.shape[2])
     lengths = _lengths(nonpad_kv_seqlen, shape)
     mask = {} if attn_mask is None else _mask(attn_mask, shape, lengths)
-    double = _is_double(softmax_precision) or np.float64 in (q.dtype, v.dtype)
+    is_double = _is_double(softmax_precision) or np.float64 in (q.dtype, v.dtype)
+    compute = np.dtype(np.float64 if is_double else np.float32)
     options: dict[str, Any] = {
         "is_causal": bool(_integer("is_causal", is_causal, 0, 1)),
         "window_size": _window(left_window_size, right_window_size),
         "q_offset": past if lengths is None else lengths - shape[2],
         "kv_lengths": lengths,
-        "scale": None if scale is None else _not_negative("scale", scale, "ONNX takes its root"),
-        "softcap": _not_negative("softcap", softcap, "0 is no cap") or None,
+        "scale": None if scale is None else number("scale", scale, compute, low=0),
+        "softcap": number("softcap", softcap, compute, low=0) or None,
         **mask,
     }
     mode = _integer("qk_matmul_output_mode", qk_matmul_output_mode, 0, 3)
     is_debugged = flag("return_qk_matmul_output", return_qk_matmul_output)
-    compute = np.float64 if double else np.float32
     wide = [array.astype(compute, copy=False) for array in (q, k, v)]
-    Y = minimha_attention(*wide, backend=backend, **options).astype(q.dtype, copy=False)
-    debug = _debug_output(wide, options, mode).astype(q.dtype) if is_debugged else None
+    with argument_names(**WORDS):
+        Y = minimha_attention(*wide, backend=backend, **options).astype(q.dtype, copy=False)
+        debug = _debug_output(wide, options, mode).astype(q.dtype) if is_debugged else None
     return AttentionOutputs(Y if rank == 4 else _joined(Y), k, v, debug)
 
 
@@ -170,26 +185,26 @@ def rotary_embedding(
     interleaved: int = 0,
     num_heads: int | None = None,
     rotary_embedding_dim: int = 0,
-) -> NDArray[Any]:
+) -> Array:
     """(x1 cos - x2 sin, x1 sin + x2 cos) of each pair in X, as ONNX's RotaryEmbedding, opset 23.
 
     Axes: ``B`` batch, ``H`` heads, ``L`` tokens, ``D`` head width, ``R`` rotated width.
 
-    The tables hold each angle once, so they are R / 2 wide. float16 and bfloat16 are computed in
+    The tables hold each angle once, so their width is R / 2. float16 and bfloat16 are computed in
     float32 and rounded once, where ONNX rounds every product.
 
     Parameters
     ----------
     X : array_like of shape (B, H, L, D) or (B, L, H * D)
     cos_cache, sin_cache : array_like of shape (positions, R / 2), or (B, L, R / 2)
-        A table of positions with ``position_ids``, else the row of every token.
-    position_ids : array_like of shape (B, L), int
+        With ``position_ids`` a table with one row per position, else one row per token.
+    position_ids : array_like of shape (B, L), int, optional
         From 0 to positions - 1.
-    interleaved : {0, 1}
+    interleaved : {0, 1}, default 0
         0 pairs entry i with entry i + R / 2, 1 pairs entry 2 i with entry 2 i + 1.
-    num_heads : int
-        H, needed with a 3-D X.
-    rotary_embedding_dim : int
+    num_heads : int, optional
+        H, required with a 3-D X.
+    rotary_embedding_dim : int, default 0
         R, even; the entries after it are left as they are. 0 is all of D.
 
     Returns
@@ -229,7 +244,8 @@ def rotary_embedding(
         for name, cache in (("cos_cache", cos_cache), ("sin_cache", sin_cache))
     )
     is_interleaved = bool(_integer("interleaved", interleaved, 0, 1))
-    Y = rotate_by_table(x, cos, sin, interleaved=is_interleaved)
+    with argument_names(x="X", cos="cos_cache", sin="sin_cache"):
+        Y = rotate_by_table(x, cos, sin, interleaved=is_interleaved)
     return _joined(Y) if is_flat else Y
 
 
@@ -240,22 +256,22 @@ def tensor_scatter(
     *,
     axis: int = -2,
     mode: str = "linear",
-) -> NDArray[Any]:
+) -> Array:
     """``past_cache`` with ``update`` written from ``write_indices`` on: TensorScatter, opset 24.
 
-    The cache comes back as a new array; nothing is written to the one that was given.
+    The result is a new array; ``past_cache`` itself is not written to.
 
     Parameters
     ----------
     past_cache : array_like of shape (B, …, Lmax, …)
     update : array_like of shape (B, …, L, …), the dtype of ``past_cache``
         L ≤ Lmax; every other axis as in ``past_cache``.
-    write_indices : array_like of shape (B,), int
-        Where each batch entry's update begins; 0 if not given.
-    axis : int
-        That of Lmax and L; not the batch.
-    mode : {"linear", "circular"}
-        "linear" must end within the cache, "circular" goes on at its start.
+    write_indices : array_like of shape (B,), int, optional
+        Where each batch entry's update begins. Default is 0.
+    axis : int, default -2
+        The axis of Lmax and L; not the batch.
+    mode : {"linear", "circular"}, default "linear"
+        "linear" must end within the cache, "circular" continues at its start.
 
     Returns
     -------
@@ -264,8 +280,8 @@ def tensor_scatter(
     Raises
     ------
     TypeError, ValueError
-        An attribute outside its range, shapes that differ elsewhere than in ``axis``, or a linear
-        update that leaves the cache.
+        An attribute outside its range, shapes that differ in another axis than ``axis``, or a
+        linear update that does not end within the cache.
 
     References
     ----------
@@ -276,15 +292,15 @@ def tensor_scatter(
     >>> tensor_scatter([[[0], [1], [2]]], [[[8], [9]]], [2], mode="circular").tolist()
     [[[9], [1], [8]]]
     """
-    cache = np.array(_array("past_cache", past_cache))
-    new = _array("update", update)
+    cache = np.array(rectangular("past_cache", past_cache))
+    new = rectangular("update", update)
     if mode not in ("linear", "circular"):
         raise ValueError(f"mode is {mode!r}: expected 'linear' or 'circular'")
     if cache.ndim < 2:
         raise ValueError(f"past_cache has shape {cache.shape}: expected a batch and a sequence")
     axis = _integer("axis", axis, -cache.ndim, cache.ndim - 1) % cache.ndim
     if axis == 0:
-        raise ValueError("axis is that of the batch: expected the axis of the sequence")
+        raise ValueError("axis is the batch's: expected the axis of the sequence")
     fits = new.ndim == cache.ndim and all(
         a == b or (i == axis and a < b)
         for i, (a, b) in enumerate(zip(new.shape, cache.shape, strict=True))
@@ -296,20 +312,18 @@ def tensor_scatter(
         )
     if new.dtype != cache.dtype:
         raise TypeError(f"update has dtype {new.dtype} but past_cache has {cache.dtype}")
-    B, room, L = cache.shape[0], cache.shape[axis], new.shape[axis]
+    B, Lmax, L = cache.shape[0], cache.shape[axis], new.shape[axis]
     start = np.zeros(B, np.int64)
     if write_indices is not None:
         start = _integers("write_indices", write_indices, {"B": B})
     if mode == "linear":
-        _check_within("write_indices", start, 0, room - L, f"{L} entries must fit into {room}")
-    places = start[:, None] + np.arange(L)
-    np.moveaxis(cache, axis, 1)[np.arange(B)[:, None], places % max(room, 1)] = np.moveaxis(
-        new, axis, 1
-    )
+        _check_within("write_indices", start, 0, Lmax - L, f"{L} entries must fit into {Lmax}")
+    slots = (start[:, None] + np.arange(L)) % max(Lmax, 1)
+    np.moveaxis(cache, axis, 1)[np.arange(B)[:, None], slots] = np.moveaxis(new, axis, 1)
     return cache
 
 
-def _common_rank(arrays: dict[str, NDArray[Any]]) -> int:
+def _common_rank(arrays: dict[str, Array]) -> int:
     """3 or 4, the same for Q, K and V."""
     ranks = {array.ndim for array in arrays.values()}
     if ranks not in ({3}, {4}):
@@ -318,7 +332,7 @@ def _common_rank(arrays: dict[str, NDArray[Any]]) -> int:
     return ranks.pop()
 
 
-def _by_head(name: str, array: NDArray[Any], attribute: str, count: int | None) -> NDArray[Any]:
+def _by_head(name: str, array: Array, attribute: str, count: int | None) -> Array:
     """``array`` as (B, H, L, D), its last axis split into heads if it was 3-D."""
     if count is not None:
         count = _integer(attribute, count, 1)
@@ -342,7 +356,7 @@ def _by_head(name: str, array: NDArray[Any], attribute: str, count: int | None) 
     return np.asarray(array.reshape(B, L, count, width // count).swapaxes(1, 2))
 
 
-def _joined(array: NDArray[Any]) -> NDArray[Any]:
+def _joined(array: Array) -> Array:
     """(B, H, L, D) as (B, L, H · D)."""
     B, H, L, D = array.shape
     return np.asarray(array.swapaxes(1, 2).reshape(B, L, H * D))
@@ -359,19 +373,17 @@ def _past_length(
         raise ValueError(f"{missing} is missing: past_key and past_value go together")
     if nonpad_kv_seqlen is not None:
         raise ValueError(
-            "nonpad_kv_seqlen came with past_key: it speaks of a cache that K and V hold whole, "
-            "past_key of one that they continue"
+            "nonpad_kv_seqlen came with past_key: the former means that K and V are the whole "
+            "cache, the latter that they continue one"
         )
-    shape = np.shape(past_key)
+    shape = as_floating("past_key", past_key).shape
     if len(shape) != 4:
         raise ValueError(f"past_key has shape {shape}: expected (B, Hkv, P, D)")
     return int(shape[2])
 
 
-def _with_past(
-    name: str, past: ArrayLike | None, new_name: str, new: NDArray[Any], length: int
-) -> NDArray[Any]:
-    """The past and the new keys or values, one after the other."""
+def _with_past(name: str, past: ArrayLike | None, new_name: str, new: Array, length: int) -> Array:
+    """The past keys or values, followed by the new ones."""
     if past is None:
         return new
     old = as_floating(name, past)
@@ -398,15 +410,12 @@ def _lengths(
 
 def _mask(
     attn_mask: ArrayLike, shape: tuple[int, ...], lengths: NDArray[np.int64] | None
-) -> dict[str, NDArray[Any]]:
-    """The option of ``minimha.attention`` that ``attn_mask`` stands for, 4-D and Lk wide."""
-    array = _array("attn_mask", attn_mask)
-    is_boolean = array.dtype == np.bool_
-    if not is_boolean:
-        array = as_floating("attn_mask", attn_mask)
-    size = array.shape
-    fits = 1 <= array.ndim <= 4 and size[-1] <= shape[-1]
-    if not fits or any(a not in (1, b) for a, b in zip(size[-2::-1], shape[-2::-1], strict=False)):
+) -> dict[str, Array]:
+    """``attn_mask`` as the option of ``minimha.attention`` that it is, 4-D and Lk wide."""
+    array = boolean_or_floating("attn_mask", attn_mask)
+    is_boolean, size = array.dtype == np.bool_, array.shape
+    # The last axis may be shorter; without it the others must broadcast as usual.
+    if not size or size[-1] > shape[-1] or not broadcasts(array[..., :0], (*shape[:-1], 0)):
         raise ValueError(
             f"attn_mask has shape {size}: expected 1 to 4 axes that broadcast to (B, H, Lq, Lk) = "
             f"{shape}, the last one at most Lk; booleans are True where a query may attend, "
@@ -438,10 +447,10 @@ def _window(left: int, right: int) -> tuple[int | None, int | None]:
     return None if left < 0 else left, None if right < 0 else right
 
 
-def _debug_output(arrays: list[NDArray[Any]], options: dict[str, Any], mode: int) -> NDArray[Any]:
-    """The last step that the dense equations took up to ``mode``."""
+def _debug_output(arrays: list[Array], options: dict[str, Any], mode: int) -> Array:
+    """The last of the steps up to ``mode`` that the dense equations took."""
     wanted = [name for steps in STEPS[: mode + 1] for name in steps]
-    heard: list[NDArray[Any]] = []
+    heard: list[Array] = []
 
     def listen(name: str, value: Any) -> Any:
         if name in wanted:
@@ -454,15 +463,15 @@ def _debug_output(arrays: list[NDArray[Any]], options: dict[str, Any], mode: int
 
 def _angles(
     name: str, cache: ArrayLike, position_ids: ArrayLike | None, shape: tuple[int, int, int]
-) -> NDArray[Any]:
+) -> Array:
     """The rows of ``cache`` for every token, (B, L, R / 2)."""
     table = as_floating(name, cache)
     B, L, half = shape
     if position_ids is None:
         if table.shape != shape:
             raise ValueError(
-                f"{name} has shape {table.shape}: expected (B, L, R / 2) = {shape}, because no "
-                f"position_ids say which rows of a table to take"
+                f"{name} has shape {table.shape}: expected (B, L, R / 2) = {shape}, one row per "
+                f"token, because there are no position_ids"
             )
         return table
     if table.ndim != 2 or table.shape[1] != half:
@@ -476,23 +485,14 @@ def _angles(
 
 
 def _integers(name: str, value: ArrayLike, axes: dict[str, int]) -> NDArray[np.int64]:
-    """``value`` as integers of the shape that ``axes`` gives."""
-    array = _array(name, value)
+    """``value`` as integers, if it has the shape that ``axes`` gives."""
+    array = as_integers(name, value)
     if array.shape != tuple(axes.values()):
         letters = ", ".join(axes) + "," * (len(axes) == 1)
         raise ValueError(
             f"{name} has shape {array.shape}: expected ({letters}) = {tuple(axes.values())}"
         )
-    if array.dtype.kind not in "iu" and array.size:
-        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
-    return array.astype(np.int64)
-
-
-def _array(name: str, value: ArrayLike) -> NDArray[Any]:
-    try:
-        return np.asarray(value)
-    except ValueError as error:
-        raise ValueError(f"{name} is not a rectangular array: {error}") from None
+    return array
 
 
 def _check_within(name: str, array: NDArray[np.int64], low: int, high: int, why: str) -> None:
@@ -503,18 +503,8 @@ def _check_within(name: str, array: NDArray[np.int64], low: int, high: int, why:
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    if not isinstance(value, (numbers.Integral, np.bool_)):
-        raise TypeError(f"{name} is {value!r}: expected an integer")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} is {value!r}: expected an integer {limits}")
-    return number
-
-
-def _not_negative(name: str, value: Any, why: str) -> Any:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r}: expected a number")
-    if not value >= 0:  # type: ignore[operator]  # numbers.Real declares no order with int
-        raise ValueError(f"{name} is {value!r}: expected a number of at least 0, because {why}")
-    return value
+    """An attribute; the flags among them are 0 and 1 in ONNX, so False and True are accepted."""
+    whole = integer(name, int(value) if isinstance(value, (bool, np.bool_)) else value, low)
+    if high is not None and whole > high:
+        raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")
+    return whole

@@ -55,6 +55,8 @@ def test_equal_scores_average_the_values_that_are_seen(options, expected):
          "; it looks like the float masks of torch and ONNX, which are added: 0 = may attend"),
         ({"key_padding_mask": np.ones((1, 1, 2, 3), bool)}, ValueError,
          "; it looks like scaled_dot_product_attention's attn_mask, where True = may attend"),
+        ({"key_padding_mask": np.ma.ones((1, 3), bool)}, TypeError,
+         "key_padding_mask is a masked array, whose mask would be lost"),
         ({"key_padding_mask": [[True], [True, False]]}, ValueError,
          "key_padding_mask is not a rectangular array"),
         ({"key_leftpad": [4]}, ValueError, "key_leftpad is [4]: expected integers from 0 to Lk=3"),

@@ -81,7 +81,7 @@ def test_a_masked_nan_stays_hidden_where_some_key_is_seen():
             "query is float16, key is bfloat16, value is float64: no common dtype",
         ),
         ({"key": np.zeros((1, 3, 2, 5))}, ValueError, "key has D=5 but query has D=4"),
-        ({"key": np.zeros((2, 3, 2, 4))}, ValueError, "they must be equal"),
+        ({"key": np.zeros((2, 3, 2, 4))}, ValueError, "batches must be equal"),
         ({"value": np.zeros((1, 4, 2, 4))}, ValueError, "every key needs one value"),
         (
             {"key": np.zeros((1, 3, 3, 4)), "value": np.zeros((1, 3, 3, 4))},
@@ -91,6 +91,7 @@ def test_a_masked_nan_stays_hidden_where_some_key_is_seen():
         ({"mask": np.zeros((3, 3))}, TypeError, "go into bias$"),
         ({"mask": np.eye(3)}, TypeError, "bias; it looks like Hugging Face's attention_mask, wher"),
         ({"mask": np.log(np.eye(3) + 1e-99)}, TypeError, "like the float masks of torch and ONNX"),
+        ({"mask": np.ma.ones((3, 3), bool)}, TypeError, "mask is a masked array, whose mask would"),
         ({"mask": [[True], [True, False]]}, ValueError, "mask is not a rectangular array"),
         ({"mask": np.zeros((3, 2), bool)}, ValueError, r"^mask has shape \(3, 2\): expected one"),
         ({"mask": np.zeros((2, 1, 1, 1), bool)}, ValueError, r"^mask has shape \(2, 1, 1, 1\): ex"),

@@ -245,6 +245,7 @@ def test_scatter_without_indices_writes_at_the_start_of_any_dtype():
 
 
 FLAT = np.ones((2, 3, 8))
+MASKED = np.ma.masked_array(np.ones((3, 6), int), mask=True)
 REFUSED = [
     ({"is_causal": 2}, ValueError, "is_causal is 2: expected an integer from 0 to 1"),
     ({"is_causal": 0.5}, TypeError, "is_causal is 0.5: expected an integer"),
@@ -253,7 +254,7 @@ REFUSED = [
     ({"right_window_size": -2}, ValueError, "right_window_size is -2"),
     ({"softcap": -1.0}, ValueError, "softcap is -1.0: expected a number of at least 0"),
     ({"softcap": float("nan")}, ValueError, "softcap is nan"),
-    ({"scale": -1.0}, ValueError, "scale is -1.0: expected a number of at least 0, because ONNX"),
+    ({"scale": -1.0}, ValueError, "scale is -1.0: expected a number of at least 0"),
     ({"scale": "1"}, TypeError, "scale is '1': expected a number"),
     ({"softmax_precision": 7}, ValueError, "softmax_precision is 7: expected 1 (float), 10 (float"),
     ({"q_num_heads": 3}, ValueError, "q_num_heads is 3 but Q has 4 heads, shape (2, 4, 3, 5)"),
@@ -273,7 +274,7 @@ REFUSED = [
     ({"nonpad_kv_seqlen": [1.0, 2.0]}, TypeError, "nonpad_kv_seqlen has dtype float64"),
     ({"attn_mask": np.ones((3, 7), bool)}, ValueError, "attn_mask has shape (3, 7): expected 1 to"),
     ({"attn_mask": np.ones((2, 3, 6))}, ValueError, "attn_mask has shape (2, 3, 6)"),
-    ({"attn_mask": [[1, 0], [1]]}, ValueError, "attn_mask is not a rectangular array: "),
+    ({"attn_mask": [[1, 0], [1]]}, ValueError, "attn_mask is not a rectangular array of numbers: "),
     ({"attn_mask": np.float64(1)}, ValueError, "attn_mask has shape ()"),
     ({"attn_mask": np.ones((3, 4)), "nonpad_kv_seqlen": NONPAD}, ValueError,
      "attn_mask has shape (3, 4), a last axis of 4: expected at least 5, the largest nonpad_kv"),
@@ -285,6 +286,10 @@ REFUSED = [
      "Q has a last axis of 8, shape (2, 3, 8): expected a multiple of q_num_heads=3"),
     ({"return_qk_matmul_output": 1}, TypeError, "return_qk_matmul_output is 1: expected True or"),
     ({"backend": "gpu"}, ValueError, "backend is 'gpu'"),
+    ({"Q": Q[:, :3]}, ValueError, "K has 2 heads but Q has 3: H must be a multiple of Hkv"),
+    ({"attn_mask": MASKED}, TypeError, "attn_mask is a masked array, whose mask would be lost"),
+    ({"nonpad_kv_seqlen": MASKED[0, :2]}, TypeError, "nonpad_kv_seqlen is a masked array"),
+    ({"past_key": [[1], []], "past_value": PAST_V}, ValueError, "past_key is not a rectangular ar"),
 ]  # fmt: skip
 
 
@@ -325,8 +330,8 @@ def test_refused_rotation_is_a_sentence(changes, kind, sentence):
     ("changes", "kind", "sentence"),
     [
         ({"mode": "ring"}, ValueError, "mode is 'ring': expected 'linear' or 'circular'"),
-        ({"axis": 0}, ValueError, "axis is that of the batch"),
-        ({"axis": -3}, ValueError, "axis is that of the batch"),
+        ({"axis": 0}, ValueError, "axis is the batch's"),
+        ({"axis": -3}, ValueError, "axis is the batch's"),
         ({"axis": 3}, ValueError, "axis is 3: expected an integer from -3 to 2"),
         ({"write_indices": [0, 3]}, ValueError, "write_indices is [0, 3]: expected integers from"),
         ({"write_indices": [-1, 0]}, ValueError, "because 2 entries must fit into 4"),
@@ -334,8 +339,9 @@ def test_refused_rotation_is_a_sentence(changes, kind, sentence):
         ({"update": np.ones((2, 5, 3))}, ValueError, "update has shape (2, 5, 3) but past_cache"),
         ({"update": np.ones((2, 2, 2))}, ValueError, "they may differ in axis 1 only"),
         ({"update": np.ones((2, 2, 3), "f4")}, TypeError, "update has dtype float32 but past_cac"),
-        ({"update": [[1], [1, 2]]}, ValueError, "update is not a rectangular array: "),
+        ({"update": [[1], [1, 2]]}, ValueError, "update is not a rectangular array of numbers: "),
         ({"past_cache": np.ones(2)}, ValueError, "past_cache has shape (2,): expected a batch"),
+        ({"update": np.ma.ones((2, 2, 3))}, TypeError, "update is a masked array"),
     ],
 )
 def test_refused_scatter_is_a_sentence(changes, kind, sentence):
