@@ -1,23 +1,23 @@
 """Whole attention modules of Hugging Face's transformers, version 5, from their weights and config.
 
-A module becomes a ``MultiHeadAttention`` whose every step can be tapped. How one class differs from
-another, in its weights' names, in how they are fused, in rotation, scale and cap, is the table
-``CONVENTIONS``.
+A module becomes a ``MultiHeadAttention`` whose every step can be tapped. The table ``CONVENTIONS``
+says how the classes differ: in the names of their weights, in how these are fused, in rotation,
+scale and cap.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.masks import owner_by_values
+from minimha.dialects.masks import boolean_or_floating, owner_by_values
 from minimha.dialects.transformers_classes import (
     CLASSES,
     CONVENTIONS,
@@ -37,18 +37,15 @@ __all__ = ["CLASSES", "CONVENTIONS", "AttentionModule", "Convention", "DynamicCa
 Array = NDArray[Any]
 Linear = tuple[Array, Array | None]  # weight (out, in) and bias (out,)
 
-BUCKETS = "relative_attention_bias.weight"
-CONTEXTS = ("encoder_hidden_states", "key_value_states")
+BUCKETS = "relative_attention_bias.weight"  # T5's bias for each bucket of distances and head
 LOWEST = np.finfo(np.float32).min
-MASKS = ("attention_mask", "mask", "encoder_attention_mask")
-REQUIRED = ("position_embeddings", "position_ids", "alibi", "residual")  # where a class takes them
+REQUIRED = ("position_embeddings", "position_ids", "alibi", "residual")  # if the class takes them
 
 
 class DynamicCache:
-    """Keys and values of one module's tokens so far, as the layers of transformers' DynamicCache.
+    """Keys and values of one module's tokens so far, as one layer of transformers' DynamicCache.
 
     Unlike ``minimha.layers.cache.KVCache`` it knows no positions: what a query sees, the mask says.
-    A mask with fewer columns than there are keys is about the latest, as that of a sliding window.
 
     Attributes
     ----------
@@ -58,10 +55,81 @@ class DynamicCache:
     def __init__(self) -> None:
         self.keys: Array | None = None
         self.values: Array | None = None
+        self._before: tuple[Array | None, Array | None] = (None, None)
 
     def get_seq_length(self) -> int:
         """Tokens so far."""
         return 0 if self.keys is None else int(self.keys.shape[2])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens so far, (1,): they are as many in every batch entry."""
+        return np.array([self.get_seq_length()])
+
+    def append(self, k: Array, v: Array) -> None:
+        """Add the keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) of the next tokens.
+
+        Raises
+        ------
+        ValueError
+            Another size than L differs from that of the earlier tokens.
+        """
+        self._before = self.keys, self.values
+        if self.keys is not None and self.values is not None:
+            for name, new, old in (("keys", k, self.keys), ("values", v, self.values)):
+                if (*new.shape[:2], new.shape[3]) != (*old.shape[:2], old.shape[3]):
+                    raise ValueError(
+                        f"past_key_values has {name} of shape {old.shape}, these are {new.shape}: "
+                        f"only the number of tokens may differ"
+                    )
+            k = np.concatenate([self.keys, k], axis=2)
+            v = np.concatenate([self.values, v], axis=2)
+        self.keys, self.values = k, v
+
+    def undo(self) -> None:
+        """Remove what was appended last."""
+        self.keys, self.values = self._before
+
+    def attend(
+        self,
+        q: Array,
+        *,
+        columns: int | None = None,
+        weights: list[Array] | None = None,
+        tap: Tap = no_tap,
+        **options: Any,
+    ) -> Any:
+        """Attention of the queries ``q`` over the keys, as far as ``options`` show them.
+
+        Parameters
+        ----------
+        q : ndarray of shape (B, H, L, D)
+        columns : int, optional
+            How many of the keys, the latest, the options are about, as those of a sliding window
+            are. Default is all.
+        weights : list, optional
+            The weights (B, H, L, columns) are appended to it.
+        tap : callable ``tap(name, value) -> value``, optional
+            Hears every step of the attention.
+        **options
+            Those of ``minimha.attention``.
+
+        Returns
+        -------
+        ndarray of shape (B, H, L, Dv)
+
+        Raises
+        ------
+        ValueError
+            No token was appended.
+        """
+        if self.keys is None or self.values is None:
+            raise ValueError("past_key_values is empty: append keys and values before attending")
+        first = 0 if columns is None else max(self.get_seq_length() - columns, 0)
+        k, v = self.keys[:, :, first:], self.values[:, :, first:]
+        if weights is not None:
+            weights.append(attention_weights(q, k, **options).astype(k.dtype, copy=False))
+        return attention(q, k, v, tap=tap, **options)
 
 
 class AttentionModule:
@@ -69,22 +137,23 @@ class AttentionModule:
 
     Where it differs from ``minimha.attention``:
 
-    - A mask is added to the scores, and 0 hides nothing; a boolean one says True = may attend, but
-      MPT's True = hidden. Without a mask all is seen: a class is causal or windowed by its mask.
+    - A mask is added to the scores, so 0 hides nothing. In a boolean mask True = may attend, but in
+      MPT's True = hidden. Without a mask every key is visible: it is the mask that makes a class
+      causal or windowed.
     - transformers' masks hide with the lowest finite number of their dtype. A query whose keys are
-      all hidden gets the mean of all values, the hidden ones, as there (minimha: 0).
-    - ``position_embeddings`` are tables of cos and sin, and mostly hold each angle twice.
+      all hidden gets the mean of all values, as in transformers (minimha: 0).
+    - ``position_embeddings`` are tables of cos and sin, most of which hold each angle twice.
     - T5 does not scale; Gemma's scale is 1/√query_pre_attn_scalar, Granite's attention_multiplier.
     - Gemma's gains are 1 + w.
 
     Where it differs from transformers:
 
-    - It computes what ``attn_implementation="eager"`` does, in inference. 16 bits are computed in
-      float32 and rounded to once (there after every step), float64 in float64 (there the softmax of
-      many classes in float32).
-    - ``past_key_values`` holds the tokens of this module, not those of every layer, and
-      cross-attention projects its context anew at every call.
-    - What forward returns is always (output, weights), also where T5 returns its bias between them;
+    - It computes what ``attn_implementation="eager"`` does in inference, but 16 bits in float32,
+      rounded once at the end and not after every step, and float64 all in float64, where many
+      classes compute the softmax in float32.
+    - ``past_key_values`` holds the tokens of this module alone, not those of every layer, and
+      cross-attention projects its context again in every call.
+    - A call always returns (output, weights), also where T5 returns its bias between them;
       ``compute_bias`` gives that.
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``Hkv`` key/value heads, ``D``
@@ -93,30 +162,30 @@ class AttentionModule:
     Parameters
     ----------
     cls : str
-        The class's name, such as "LlamaAttention"; ``CLASSES`` has them all.
+        The class's name, such as "LlamaAttention"; ``CLASSES`` has all of them.
     params : mapping of str to array_like
         The module's ``state_dict()`` as arrays.
     config : mapping of str to Any
-        The module's ``config.to_dict()``. What is left out has transformers' default, but for the
-        number of heads. ``is_decoder`` decides T5's buckets, and the number of heads where a config
-        has one for encoder and decoder each.
-    layer_idx : int
-        Which layer it is in, from 0; GPT-2 may scale by it.
+        The module's ``config.to_dict()``. An entry that is missing has transformers' default,
+        except the number of heads. ``is_decoder`` decides T5's buckets, and the number of heads
+        where a config has one for the encoder and one for the decoder.
+    layer_idx : int, default 0
+        The layer that the module is in, from 0; GPT-2 may scale by it.
 
     Attributes
     ----------
     layer : MultiHeadAttention
-        The module's projections and norms. Its ``rope`` is None, as angles come with each call: to
-        use it by itself set it. The identity is its ``W_o`` where a class, such as BERT's, leaves
-        the output projection to another module.
+        The module's projections and norms. Its ``rope`` is None, as the angles come with each call:
+        set it to use the layer by itself. ``W_o`` is the identity if the class, such as BERT's,
+        leaves the output projection to another module.
     options : dict
-        What ``layer`` must be called with: scale, softcap and sinks, where the class has them.
+        What ``layer`` must be called with: scale, softcap and sinks, if the class has them.
 
     Raises
     ------
     TypeError, ValueError
-        A class that is not known, a weight that is missing, does not fit or belongs to something
-        that is not computed here (a layer norm of queries), a config without heads.
+        An unknown class; a weight that is missing, does not fit or belongs to something that is
+        not computed here (a layer norm of queries); a config without a number of heads.
 
     References
     ----------
@@ -147,16 +216,16 @@ class AttentionModule:
         if "position_ids" in self.convention.takes:
             rotary_dim = config.get("rotary_dim", 64)
             self.layer.rope = RoPE(self.layer.head_dim, rotary_dim=rotary_dim, interleaved=True)
-        self.turns = self.convention.turns(config, layer_idx)
-        self.buckets = weights.taken(BUCKETS)
+        self.is_rotated = self.convention.is_rotated(config, layer_idx)
+        self.buckets = weights.pop(BUCKETS)
         options = {
             "scale": self.convention.scale(config, self.layer.head_dim, layer_idx),
             "softcap": self.convention.softcap
             and config.get("attn_logit_softcapping", self.convention.softcap),
-            "sinks": weights.taken("sinks"),
+            "sinks": weights.pop("sinks"),
         }
         self.options = {name: value for name, value in options.items() if value is not None}
-        weights.check_all_taken(cls)
+        weights.check_all_popped(cls)
 
     def __call__(
         self,
@@ -173,83 +242,105 @@ class AttentionModule:
         Parameters
         ----------
         hidden_states : array_like of shape (B, L, E)
-        past_key_values : DynamicCache
-            Earlier tokens; keys and values of these are appended, unless the call fails.
-        output_attentions : bool
-            Return the weights too; the output stays the same bit by bit.
-        backend : str
-            That of ``minimha.attention``.
-        tap : callable ``tap(name, value) -> value``
+        past_key_values : DynamicCache, optional
+            Earlier tokens. The keys and values of these are appended, unless the call fails.
+        output_attentions : bool, default False
+            Return the weights too; the output stays the same, bit for bit.
+        backend : str, default "auto"
+            As in ``minimha.attention``.
+        tap : callable ``tap(name, value) -> value``, optional
             Hears every step; see ``MultiHeadAttention``.
         **given
-            Those of the following that the class's forward takes.
+            Those of the following that the class's forward takes; optional unless required.
         attention_mask, mask : array_like broadcastable to (B, H, L, Lk), floating or bool
-            T5 calls it mask. With a cache Lk counts the earlier tokens too.
+            T5 calls it mask. With a cache Lk counts the earlier tokens too; a mask with fewer
+            columns is about the latest keys, as that of a sliding window is.
         position_ids : array_like of shape (1, L) or (B, L), int
-            GPT-J's, required. Every class takes them, for models hand them on, but no other uses
-            them.
+            Required by GPT-J. Every class takes them, because models pass them on, but no other
+            uses them.
         position_embeddings : pair of array_like of shape (1, L, R) or (B, L, R)
             cos and sin of these tokens; (…, R/2) for GPT-OSS. Required.
         encoder_hidden_states, key_value_states : array_like of shape (B, Lc, Ec)
-            The context of cross-attention; T5's and BART's family calls it key_value_states.
+            The context of cross-attention, which T5's and BART's families call key_value_states.
+            Required by classes that attend to nothing else.
         encoder_attention_mask : array_like broadcastable to (B, H, L, Lc), floating or bool
             GPT-2's mask in cross-attention.
         position_bias : array_like broadcastable to (B, H, L, Lk)
-            T5's, of a layer that has none of its own; ``compute_bias`` if not given. MPT's is
-            (H, 1, at least Lk), and the last Lk count.
+            T5's, for a layer that has none of its own. Default is ``compute_bias``. MPT's is
+            (H, 1, at least Lk), of which the last Lk columns count.
         alibi : array_like of shape (B · H, 1, Lk)
-            BLOOM's and Falcon's slope · position, which Falcon scales as the scores. Required.
+            BLOOM's and Falcon's slope · position, which Falcon scales like the scores. Required.
         residual : array_like of shape (B, L, E)
             BLOOM adds it to the output. Required.
 
         Returns
         -------
         output : ndarray of shape (B, L, E), dtype of the inputs
-        weights : ndarray of shape (B, H, L, Lk), or None without ``output_attentions``
+        weights : ndarray of shape (B, H, L, Lk), or None unless ``output_attentions``
 
         Raises
         ------
         TypeError, ValueError
-            An argument that the class does not take, that is missing, or that does not fit.
+            An argument that the class does not take, that is missing, or that does not fit. The
+            cache is then as it was before.
         """
         given = self._checked(given)
-        x = as_floating("hidden_states", hidden_states)
-        if x.ndim != 3:
-            raise ValueError(f"hidden_states has shape {x.shape}: expected (B, L, E)")
-        context = _context(given)
-        mask = self._mask(given)
-        wants_weights = flag("output_attentions", output_attentions)
-        step = None
-        if past_key_values is not None:
-            if context is not None:
+        x = _three_axes("hidden_states", hidden_states, "(B, L, E)")
+        c, context = self.convention, None
+        if c.context in given:
+            context = _three_axes(c.context, given[c.context], "(B, Lc, Ec)")
+            if past_key_values is not None:
                 raise ValueError(
-                    "past_key_values and a context are both given: keys of a context are not cached"
+                    f"past_key_values and {c.context} are both given: keys of a context are not "
+                    f"cached"
                 )
-            step = _Step(past_key_values, None if mask is None else mask.shape[-1], wants_weights)
+        mask = self._mask(given[c.mask]) if c.mask in given else None
         bias = self._bias(given, len(x), x.shape[1], context, past_key_values)
-        added = next((n for n in (*MASKS, "position_bias", "alibi") if n in given), BUCKETS)
-        called = {"x": "hidden_states", "positions": "position_ids"}
-        with argument_names(**called, attn_bias=added, attn_mask=added):
-            result = self._turned(given)(
+        options = self.options | _options(mask, bias)
+        wants_weights = flag("output_attentions", output_attentions)
+        heard: list[Array] = []
+        cache = copy(past_key_values)  # the caller's stays as it is if the call fails
+        if cache is not None:
+            options["columns"] = None if mask is None else mask.shape[-1]
+            options["weights"] = heard if wants_weights else None
+        added = next((n for n in (c.mask, "position_bias", "alibi") if n in given), BUCKETS)
+        with argument_names(
+            x="hidden_states",
+            context=c.context,
+            positions="position_ids",
+            attn_bias=added,
+            attn_mask=added,
+            softcap="attn_logit_softcapping",
+        ):
+            result = self._layer_of_call(given)(
                 x,
                 context,
                 positions=given.get("position_ids"),
-                cache=step,
-                return_weights=wants_weights and step is None,
+                cache=cache,
+                return_weights=wants_weights and cache is None,
                 backend=backend,
                 tap=tap,
-                **self.options,
-                **_options(mask, bias),
+                **options,
             )
         output, weights = result if isinstance(result, tuple) else (result, None)
         if "residual" in given:
             output = output + _residual(given["residual"], output)
-        if step is not None:
-            weights = step.committed()
+        if past_key_values is not None and cache is not None:
+            past_key_values.keys, past_key_values.values = cache.keys, cache.values
+            weights = heard[0] if wants_weights else None
         return output, weights
 
     def compute_bias(self, query_length: int, key_length: int, past_seen_tokens: int = 0) -> Array:
-        """T5's bias, of shape (1, H, query_length, key_length), the queries after those seen.
+        """T5's bias for queries that follow the first ``past_seen_tokens`` tokens.
+
+        Parameters
+        ----------
+        query_length, key_length : int
+        past_seen_tokens : int, default 0
+
+        Returns
+        -------
+        ndarray of shape (1, H, query_length, key_length)
 
         Raises
         ------
@@ -272,7 +363,7 @@ class AttentionModule:
         given = {name: value for name, value in given.items() if value is not None}
         takes = self.convention.takes
         if "position_ids" not in takes:
-            given.pop("position_ids", None)  # every model hands them on; here the tables know
+            given.pop("position_ids", None)  # every model passes them on; here the tables decide
         for name in given:
             if name not in takes:
                 raise TypeError(
@@ -289,11 +380,9 @@ class AttentionModule:
             given["position_ids"] = _position_ids(given["position_ids"])
         return given
 
-    def _mask(self, given: dict[str, Any]) -> Array | None:
-        name = next((name for name in MASKS if name in given), None)
-        if name is None:
-            return None
-        mask = rectangular(name, given[name])
+    def _mask(self, value: ArrayLike) -> Array:
+        name = self.convention.mask
+        mask = rectangular(name, value)
         if mask.ndim != 4 or mask.dtype.kind in "iu":
             raise ValueError(
                 f"{name} has shape {mask.shape} and dtype {mask.dtype}: expected (B, H, L, Lk), of "
@@ -302,7 +391,7 @@ class AttentionModule:
             )
         if mask.dtype == np.bool_ and self.convention.hides_where_true:
             return np.asarray(np.where(mask, LOWEST, np.float32(0)))
-        return mask
+        return boolean_or_floating(name, mask)
 
     def _bias(
         self,
@@ -312,7 +401,7 @@ class AttentionModule:
         context: Array | None,
         past: DynamicCache | None,
     ) -> Array | None:
-        """What is added to the scores beside the mask."""
+        """What is added to the scores besides the mask."""
         if "alibi" in given:
             alibi = as_floating("alibi", given["alibi"])
             H = self.layer.num_heads
@@ -329,20 +418,19 @@ class AttentionModule:
             return np.asarray(bias[None, :, :, -Lk:]) if bias.ndim == 3 else bias
         return None if self.buckets is None else self.compute_bias(L, Lk, seen)
 
-    def _turned(self, given: dict[str, Any]) -> MultiHeadAttention:
-        """The layer with the angles of this call."""
+    def _layer_of_call(self, given: dict[str, Any]) -> MultiHeadAttention:
+        """The layer, with the angles of this call if it rotates."""
         rotary = self.convention.rotary
-        if rotary is None or not self.turns:
+        if rotary is None or not self.is_rotated:
             return self.layer
         layer = copy(self.layer)
-        tables = _tables(rotary, given["position_embeddings"])
-        layer.rope = _Tables(layer.head_dim, rotary, *tables)
+        layer.rope = _Tables(layer.head_dim, rotary, *_tables(rotary, given["position_embeddings"]))
         return layer
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """In the place of a ``RoPE``: the angles of one call's tokens."""
+    """A ``Rotation`` by the angles of one call's tokens."""
 
     head_dim: int
     rotary: Rotary
@@ -351,7 +439,7 @@ class _Tables:
     is_dynamic: ClassVar[bool] = False
 
     def rotate(self, x: Array, positions: ArrayLike, tap: Tap) -> Array:
-        """Return ``x`` turned; the tables are of the tokens, so positions say no more."""
+        """Return ``x`` rotated. The rows of the tables are tokens, so positions are not needed."""
         return rotate_by_table(
             x,
             self.cos,
@@ -362,58 +450,19 @@ class _Tables:
         )
 
 
-class _Step:
-    """In the place of a ``KVCache``, for one call: the mask alone says what is seen."""
-
-    def __init__(self, past: DynamicCache, columns: int | None, wants_weights: bool) -> None:
-        self._past, self._columns, self._wants_weights = past, columns, wants_weights
-        self._weights: Array | None = None
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.array([self._past.get_seq_length()])
-
-    def append(self, k: Array, v: Array) -> None:
-        past = self._past
-        if past.keys is not None and past.values is not None:
-            for name, new, old in (("keys", k, past.keys), ("values", v, past.values)):
-                if (*new.shape[:2], new.shape[3]) != (*old.shape[:2], old.shape[3]):
-                    raise ValueError(
-                        f"past_key_values has {name} of shape {old.shape}, these are {new.shape}: "
-                        f"only the number of tokens may differ"
-                    )
-            k = np.concatenate([past.keys, k], axis=2)
-            v = np.concatenate([past.values, v], axis=2)
-        self._keys, self._values = k, v
-
-    def attend(self, q: Array, *, tap: Tap = no_tap, **options: Any) -> Any:
-        first = 0 if self._columns is None else max(self._keys.shape[2] - self._columns, 0)
-        k, v = self._keys[:, :, first:], self._values[:, :, first:]
-        if self._wants_weights:
-            self._weights = attention_weights(q, k, **options).astype(k.dtype, copy=False)
-        return attention(q, k, v, tap=tap, **options)
-
-    def undo(self) -> None:
-        """Do nothing: the past changes only when it is committed."""
-
-    def committed(self) -> Array | None:
-        """Keep the new keys and values, for the call went well, and return the weights."""
-        self._past.keys, self._past.values = self._keys, self._values
-        return self._weights
-
-
 class _Weights:
-    """A state_dict that is read name by name, so that what nobody reads is noticed."""
+    """A state_dict from which a layer is made; a weight that nothing uses is noticed."""
 
     def __init__(self, convention: Convention, params: Mapping[str, ArrayLike]) -> None:
         self._convention = convention
         self._left = {name: as_floating(name, value) for name, value in params.items()}
 
-    def taken(self, name: str) -> Array | None:
-        """The weight of that name, None where there is none."""
+    def pop(self, name: str) -> Array | None:
+        """The weight of that name, None if there is none."""
         return self._left.pop(name, None)
 
-    def check_all_taken(self, cls: str) -> None:
+    def check_all_popped(self, cls: str) -> None:
+        """Raise if a weight is left, without which the result would differ."""
         if self._left:
             raise ValueError(
                 f"params has {', '.join(self._left)}, which {cls} is not computed with here: "
@@ -421,41 +470,41 @@ class _Weights:
             )
 
     def layer(self, config: Config) -> MultiHeadAttention:
+        """The layer with these weights, for the number of heads that ``config`` gives."""
         c, H = self._convention, _num_heads(config)
-        parts = dict(zip("qkv", self._queries_keys_values(config, H), strict=True))
+        o = None if c.o is None else self._linear(c.o)
+        parts = dict(zip("qkv", self._queries_keys_values(config, H, o), strict=True))
         width = len(parts["q"][0])
         if width % (2 * H if c.is_gated else H):
             gates = " and their gates" if c.is_gated else ""
             raise ValueError(f"queries{gates} have width {width}: expected {H} heads of one width")
         if c.is_gated:
-            parts |= {name: _of_heads(parts["q"], H, half) for half, name in enumerate("qg")}
+            parts |= zip("qg", _split(parts["q"], lambda x: _halves_of_heads(x, H)), strict=True)
         D = len(parts["q"][0]) // H
         kv_heads, rest = divmod(len(parts["k"][0]), D)
         if rest or not kv_heads:
             raise ValueError(
                 f"keys have width {len(parts['k'][0])}: expected a multiple of the head width {D}"
             )
-        if c.o is None:
-            parts["o"] = np.eye(H * D, dtype=parts["q"][0].dtype), None
-        else:
-            parts["o"] = self._linear(c.o)
+        parts["o"] = o or (np.eye(H * D, dtype=parts["q"][0].dtype), None)
         weights = {f"W_{name}": W.T for name, (W, _) in parts.items()}
         weights |= {f"b_{name}": b for name, (_, b) in parts.items() if b is not None}
         if c.qk_norm is not None:
             for name in "qk":
                 gain = self._required(f"{name}_norm.weight")
                 weights[f"g_{name}"] = gain + gain.dtype.type(c.has_unit_offset)
-        return MultiHeadAttention.from_combined(
-            **weights,
-            num_heads=H,
-            num_kv_heads=kv_heads,
-            qk_norm=c.qk_norm,
-            epsilon=config.get("rms_norm_eps", c.epsilon),
-            gate="elementwise" if c.is_gated else None,
-        )
+        with argument_names(**_names(c)):
+            return MultiHeadAttention.from_combined(
+                **weights,
+                num_heads=H,
+                num_kv_heads=kv_heads,
+                qk_norm=c.qk_norm,
+                epsilon=config.get("rms_norm_eps", c.epsilon),
+                gate="elementwise" if c.is_gated else None,
+            )
 
     def _required(self, name: str) -> Array:
-        array = self.taken(name)
+        array = self.pop(name)
         if array is None:
             raise ValueError(f"params has no {name}: it has {', '.join(self._left) or 'nothing'}")
         return array
@@ -464,36 +513,42 @@ class _Weights:
         W = self._required(f"{name}.weight")
         if W.ndim != 2:
             raise ValueError(f"{name}.weight has shape {W.shape}: expected 2 axes")
-        return W.T if self._convention.is_conv1d else W, self.taken(f"{name}.bias")
+        return W.T if self._convention.is_conv1d else W, self.pop(f"{name}.bias")
 
-    def _queries_keys_values(self, config: Config, H: int) -> list[Linear]:
+    def _queries_keys_values(self, config: Config, H: int, o: Linear | None) -> list[Linear]:
         c = self._convention
         if c.qkv is None:
             return [self._linear(name) for name in (c.q, c.k, c.v)]
-        W, b = self._linear(c.qkv)
-        groups = None if c.groups is None else c.groups(config, H)
-        width = 0 if c.is_cross else self._heads_width()
-
-        def split(fused: Array) -> list[Array]:
-            return _split(str(c.qkv), fused, H, groups, width)
-
-        parts = list(zip(split(W), [None] * 3 if b is None else split(b), strict=True))
+        fused, groups = c.qkv, None if c.groups is None else c.groups(config, H)
+        width = 0 if o is None or c.is_cross else o[0].shape[1]  # H · D, which o projects
+        parts = _split(self._linear(fused), lambda x: _rows(fused, x, H, groups, width))
         return [self._linear(c.q), *parts[1:]] if c.is_cross else parts
 
-    def _heads_width(self) -> int:
-        """H · D, as the output projection takes it."""
-        name = f"{self._convention.o}.weight"
-        W = self._left.get(name)
-        if W is None or W.ndim != 2:
-            raise ValueError(f"params has no {name} of 2 axes")
-        return int(W.shape[0 if self._convention.is_conv1d else 1])
+
+def _names(c: Convention) -> dict[str, str]:
+    """What the module calls the arguments of its layer, whose matrices are (in, out)."""
+    fused = dict.fromkeys("qkv", c.qkv) if c.qkv else {}
+    linears = {"q": c.q, "k": c.k, "v": c.v, "o": c.o} | fused | ({"q": c.q} if c.is_cross else {})
+    axes = "" if c.is_conv1d else ".T"
+    names = {"epsilon": "rms_norm_eps", "g_q": "q_norm.weight", "g_k": "k_norm.weight"}
+    for letter, linear in linears.items():
+        names |= {f"W_{letter}": f"{linear}.weight{axes}", f"b_{letter}": f"{linear}.bias"}
+    return names
 
 
-def _split(name: str, fused: Array, H: int, groups: int | None, width: int) -> list[Array]:
-    """Rows of queries, keys and values.
+def _split(linear: Linear, rows: Callable[[Array], list[Array]]) -> list[Linear]:
+    """Several linear maps of one: those whose weight and bias are the parts that ``rows`` gives."""
+    weight, bias = linear
+    weights = rows(weight)
+    biases = [None] * len(weights) if bias is None else rows(bias)
+    return list(zip(weights, biases, strict=True))
 
-    One below the other; or, with ``groups``, the queries of H / groups heads, their key and their
-    value, then those of the next.
+
+def _rows(name: str, fused: Array, H: int, groups: int | None, width: int) -> list[Array]:
+    """The rows of queries, keys and values.
+
+    Without ``groups`` all queries, which have ``width`` rows, then all keys, then all values. With
+    them each group has the queries of H / groups heads, then their key, then their value.
     """
     rows, others = len(fused), fused.shape[1:]
     if groups is None:
@@ -507,13 +562,17 @@ def _split(name: str, fused: Array, H: int, groups: int | None, width: int) -> l
     )
 
 
-def _of_heads(linear: Linear, H: int, half: int) -> Linear:
-    """The first or the second half of every head's rows."""
-    W, b = (
-        None if x is None else x.reshape(H, 2, -1, *x.shape[1:])[:, half].reshape(-1, *x.shape[1:])
-        for x in linear
-    )
-    return cast(Array, W), b
+def _halves_of_heads(x: Array, H: int) -> list[Array]:
+    """The first and the second halves of every head's rows."""
+    halves = x.reshape(H, 2, -1, *x.shape[1:])
+    return [halves[:, half].reshape(-1, *x.shape[1:]) for half in (0, 1)]
+
+
+def _three_axes(name: str, value: ArrayLike, expected: str) -> Array:
+    array = as_floating(name, value)
+    if array.ndim != 3:
+        raise ValueError(f"{name} has shape {array.shape}: expected {expected}")
+    return array
 
 
 def _check_not_clipped(config: Config) -> None:
@@ -522,18 +581,8 @@ def _check_not_clipped(config: Config) -> None:
         raise ValueError(f"clip_qkv is {settings['clip_qkv']!r}: expected None, nothing is clipped")
 
 
-def _context(given: dict[str, Any]) -> Array | None:
-    name = next((name for name in CONTEXTS if name in given), None)
-    if name is None:
-        return None
-    context = as_floating(name, given[name])
-    if context.ndim != 3:
-        raise ValueError(f"{name} has shape {context.shape}: expected (B, Lc, Ec)")
-    return context
-
-
 def _position_ids(value: ArrayLike) -> NDArray[Any]:
-    """(L,) or (B, L), as a layer takes them."""
+    """(L,) or (B, L), as a layer expects them."""
     ids = rectangular("position_ids", value)
     return ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
 
@@ -550,19 +599,19 @@ def _num_heads(config: Config) -> int:
 def _tables(rotary: Rotary, position_embeddings: Any) -> list[Array]:
     """cos and sin, (L, R) or (B, L, R), each angle where the numbers of its pair are."""
     if len(position_embeddings) != 2:
-        raise ValueError(f"position_embeddings has {len(position_embeddings)} parts: cos and sin")
+        raise ValueError(
+            f"position_embeddings has {len(position_embeddings)} parts: expected cos and sin"
+        )
     tables = []
     for name, value in zip(("cos", "sin"), position_embeddings, strict=True):
-        table = as_floating(name, value)
-        if table.ndim != 3:
-            raise ValueError(f"{name} has shape {table.shape}: expected (1, L, R) or (B, L, R)")
+        table = _three_axes(name, value, "(1, L, R) or (B, L, R)")
         if rotary.is_interleaved and rotary.stored == "halves":
             table = table[..., : table.shape[-1] // 2].repeat(2, axis=-1)
         tables.append(table[0] if len(table) == 1 else table)
     return tables
 
 
-def _options(mask: Array | None, bias: Array | None) -> dict[str, Array]:
+def _options(mask: Array | None, bias: Array | None) -> dict[str, Any]:
     """The options of ``attention`` that hide and add."""
     if mask is None:
         return {} if bias is None else {"attn_bias": bias}

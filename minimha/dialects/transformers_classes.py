@@ -1,6 +1,6 @@
-"""What transformers' attention classes call their weights, and what each does beside attending.
+"""What transformers' attention classes call their weights, and what each does besides attention.
 
-``CONVENTIONS`` has a row for each kind of module, and the names of the classes of that kind.
+``CONVENTIONS`` has one row per kind of module, with the names of the classes of that kind.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from typing import Any
 
 Config = Mapping[str, Any]
 
+MASKS = ("attention_mask", "mask", "encoder_attention_mask")
+CONTEXTS = ("encoder_hidden_states", "key_value_states")
+
 
 @dataclass(frozen=True)
 class Rotary:
-    """Which numbers are a pair, and how ``position_embeddings`` store the angle of each pair."""
+    """Which numbers form a pair, and how ``position_embeddings`` store the angle of each pair."""
 
     is_interleaved: bool = False  # pairs (2i, 2i + 1) rather than (i, i + R/2)
     stored: str = "halves"  # angles 0 1 0 1, or "pairs" 0 0 1 1, or "once" 0 1
@@ -23,27 +26,37 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Convention:
-    """What one kind of module calls its weights, and what it does beside attending."""
+    """What one kind of module calls its weights, and what it does besides attention."""
 
     q: str = "q_proj"
     k: str = "k_proj"
     v: str = "v_proj"
-    o: str | None = "o_proj"  # None where another module mixes the heads
-    qkv: str | None = None  # one weight in the place of q, k and v
-    groups: Callable[[Config, int], int] | None = None  # in qkv; of the config and H
+    o: str | None = "o_proj"  # None if another module mixes the heads
+    qkv: str | None = None  # one weight instead of q, k and v
+    groups: Callable[[Config, int], int] | None = None  # of heads in qkv, from the config and H
     is_conv1d: bool = False  # weights are (in, out)
     is_gated: bool = False  # q holds queries and gate of head 0, of head 1, …
     qk_norm: str | None = None
-    epsilon: float = 1e-6  # where the config has no rms_norm_eps
+    epsilon: float = 1e-6  # if the config has no rms_norm_eps
     has_unit_offset: bool = False  # gains are 1 + w
     rotary: Rotary | None = None
-    turns: Callable[[Config, int], bool] = lambda config, layer_idx: True  # does this layer?
+    is_rotated: Callable[[Config, int], bool] = lambda config, layer_idx: True  # this layer?
     scale: Callable[[Config, int, int], float | None] = lambda config, head_dim, layer_idx: None
-    softcap: float | None = None  # where the config has none; None where a class caps nothing
+    softcap: float | None = None  # if the config has none; None if the class caps nothing
     hides_where_true: bool = False  # the meaning of a boolean mask
-    scales_alibi: bool = False  # as it scales the scores
-    is_cross: bool = False  # it attends to nothing but a context
+    scales_alibi: bool = False  # like the scores
+    is_cross: bool = False  # it attends to a context only
     takes: tuple[str, ...] = ("attention_mask",)  # arguments of forward that not all classes have
+
+    @property
+    def mask(self) -> str:
+        """What forward calls its mask."""
+        return next(name for name in MASKS if name in self.takes)
+
+    @property
+    def context(self) -> str:
+        """What forward calls its context; "context" if it takes none."""
+        return next((name for name in CONTEXTS if name in self.takes), "context")
 
 
 def _gemma_scale(config: Config, head_dim: int, layer_idx: int) -> float:
@@ -64,7 +77,7 @@ def _mpt_scale(config: Config, head_dim: int, layer_idx: int) -> float | None:
     return None if scale is None else float(scale)
 
 
-def _heads_alone(config: Config, H: int) -> int:
+def _group_per_head(config: Config, H: int) -> int:
     return H
 
 
@@ -78,7 +91,7 @@ def _falcon_groups(config: Config, H: int) -> int:
     return _bigcode_groups(config, H)
 
 
-def _cohere2_turns(config: Config, layer_idx: int) -> bool:
+def _cohere2_is_rotated(config: Config, layer_idx: int) -> bool:
     if config.get("sliding_window", 4096) is None:
         return False
     if config.get("layer_types") is not None:
@@ -86,7 +99,7 @@ def _cohere2_turns(config: Config, layer_idx: int) -> bool:
     return bool((layer_idx + 1) % 4)
 
 
-def _smollm3_turns(config: Config, layer_idx: int) -> bool:
+def _smollm3_is_rotated(config: Config, layer_idx: int) -> bool:
     if config.get("no_rope_layers") is not None:
         return bool(config["no_rope_layers"][layer_idx])
     return bool((layer_idx + 1) % config.get("no_rope_layer_interval", 4))
@@ -99,7 +112,7 @@ def _unscaled(config: Config, head_dim: int, layer_idx: int) -> float:
 LLAMA = Convention(rotary=Rotary(), takes=("attention_mask", "position_embeddings"))
 GEMMA2 = replace(LLAMA, scale=_gemma_scale, softcap=50.0)
 COHERE = replace(LLAMA, rotary=Rotary(is_interleaved=True, stored="pairs"))
-NEOX = replace(LLAMA, qkv="query_key_value", groups=_heads_alone, o="dense")
+NEOX = replace(LLAMA, qkv="query_key_value", groups=_group_per_head, o="dense")
 FALCON = replace(NEOX, groups=_falcon_groups)
 FALCON_ALIBI = replace(FALCON, rotary=None, scales_alibi=True, takes=("attention_mask", "alibi"))
 GPT2 = Convention(qkv="c_attn", o="c_proj", is_conv1d=True, scale=_gpt2_scale)
@@ -123,9 +136,9 @@ CONVENTIONS: list[tuple[Convention, str]] = [
     (replace(LLAMA, o="dense"), "PhiAttention"),
     (replace(LLAMA, qkv="qkv_proj"), "Phi3Attention"),
     (replace(LLAMA, qkv="Wqkv", o="Wo"), "ModernBertAttention"),
-    (replace(LLAMA, turns=_smollm3_turns), "SmolLM3Attention"),
+    (replace(LLAMA, is_rotated=_smollm3_is_rotated), "SmolLM3Attention"),
     (COHERE, "CohereAttention"),
-    (replace(COHERE, turns=_cohere2_turns), "Cohere2Attention"),
+    (replace(COHERE, is_rotated=_cohere2_is_rotated), "Cohere2Attention"),
     (replace(LLAMA, rotary=Rotary(is_interleaved=True)),
      "Ernie4_5Attention Ernie4_5_MoeAttention GlmAttention Glm4Attention HeliumAttention"),
     (replace(LLAMA, rotary=Rotary(stored="once")), "GptOssAttention"),
@@ -181,7 +194,7 @@ CLASSES = {name: convention for convention, names in CONVENTIONS for name in nam
 
 
 def convention_of(cls: str, params: Mapping[str, Any], config: Config) -> Convention:
-    """That of the class; GPT-2's and Falcon's come in two forms."""
+    """The class's convention; GPT-2 and Falcon have two each."""
     if CLASSES[cls] is GPT2 and f"{GPT2_CROSS.q}.weight" in params:
         return GPT2_CROSS
     if CLASSES[cls] is FALCON and config.get("alibi"):

@@ -141,7 +141,7 @@ def hf_module(meta, inputs):
         start = f"s{step}."
         given = {key[len(start) :]: x for key, x in inputs.items() if key.startswith(start)}
         tables = [given.pop(f"position_embeddings.{i}", None) for i in (0, 1)]
-        context |= {key: given[key] for key in transformers.CONTEXTS if key in given}
+        context |= {key: x for key, x in given.items() if key == module.convention.context}
         known = {key: x for key, x in given.items() if key in module.convention.takes}
         if "position_embeddings" in module.convention.takes:
             known["position_embeddings"] = tables

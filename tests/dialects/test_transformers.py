@@ -436,7 +436,7 @@ GIVEN = {"position_embeddings": TABLES}
         (lambda: AttentionModule("LlamaAttention", LLAMA, {"num_attention_heads": 3}), ValueError,
          "queries have width 16: expected 3 heads of one width"),
         (lambda: AttentionModule("LlamaAttention", {}, HEADS), ValueError,
-         "params has no q_proj.weight: it has nothing"),
+         "params has no o_proj.weight: it has nothing"),
         (lambda: llama(**{"q_norm.weight": np.ones(4)}), ValueError,
          "params has q_norm.weight, which LlamaAttention is not computed with here"),
         (lambda: AttentionModule("OlmoAttention", LLAMA, HEADS | {"clip_qkv": 8.0}), ValueError,
