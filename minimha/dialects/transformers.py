@@ -440,14 +440,15 @@ class _Tables:
 
     def rotate(self, x: Array, positions: ArrayLike, tap: Tap) -> Array:
         """Return ``x`` rotated. The rows of the tables are tokens, so positions are not needed."""
-        return rotate_by_table(
-            x,
-            self.cos,
-            self.sin,
-            interleaved=self.rotary.is_interleaved,
-            repeated=self.rotary.stored != "once",
-            tap=tap,
-        )
+        with argument_names(**{name: f"{name} in position_embeddings" for name in ("cos", "sin")}):
+            return rotate_by_table(
+                x,
+                self.cos,
+                self.sin,
+                interleaved=self.rotary.is_interleaved,
+                repeated=self.rotary.stored != "once",
+                tap=tap,
+            )
 
 
 class _Weights:
@@ -604,7 +605,7 @@ def _tables(rotary: Rotary, position_embeddings: Any) -> list[Array]:
         )
     tables = []
     for name, value in zip(("cos", "sin"), position_embeddings, strict=True):
-        table = _three_axes(name, value, "(1, L, R) or (B, L, R)")
+        table = _three_axes(f"{name} in position_embeddings", value, "(1, L, R) or (B, L, R)")
         if rotary.is_interleaved and rotary.stored == "halves":
             table = table[..., : table.shape[-1] // 2].repeat(2, axis=-1)
         tables.append(table[0] if len(table) == 1 else table)

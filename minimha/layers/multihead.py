@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from minimha.api import attention
 from minimha.equations.arguments import (
+    argument_names,
     as_floating,
     choice,
     common_dtype,
@@ -452,7 +453,7 @@ class MultiHeadAttention:
             letters = f"{LETTERS[name]} = " if name in LETTERS else ""
             hint = "; it looks transposed, weights are applied as x @ W"
             raise ValueError(
-                f"{name} has shape {array.shape}: expected {letters}{expected}"
+                f"{name_of(name)} has shape {array.shape}: expected {letters}{expected}"
                 f"{hint if array.shape == expected[::-1] else ''}"
             )
         return array
@@ -592,7 +593,9 @@ def _by_root_mean_square(x: Array, epsilon: float) -> Array:
 
 def _rotated(name: str, x: Array, rope: Rotation, at: ArrayLike, tap: Tap) -> Array:
     """Queries or keys, rotated by their positions."""
-    return rope.rotate(x, at, renamed(tap, cos=f"cos[{name}]", sin=f"sin[{name}]", rotated=None))
+    heard = renamed(tap, cos=f"cos[{name}]", sin=f"sin[{name}]", rotated=None)
+    with argument_names(x=name):
+        return rope.rotate(x, at, heard)
 
 
 def _positions(given: ArrayLike | None, x: Array, cache: Cache | None = None) -> ArrayLike:
@@ -632,14 +635,14 @@ def _matrix(name: str, value: ArrayLike) -> Array:
     W = as_floating(name, value)
     if W.ndim != 2:
         hint = "; from_heads takes one matrix per head" if W.ndim == 3 and name != "W_o" else ""
-        raise ValueError(f"{name} has shape {W.shape}: expected {LETTERS[name]}{hint}")
+        raise ValueError(f"{name_of(name)} has shape {W.shape}: expected {LETTERS[name]}{hint}")
     return W
 
 
 def _width(name: str, W: Array, heads: int) -> int:
     if W.shape[1] % heads:
         raise ValueError(
-            f"{name} has shape {W.shape}: expected columns for {heads} heads of one width"
+            f"{name_of(name)} has shape {W.shape}: expected columns for {heads} heads of one width"
         )
     return int(W.shape[1]) // heads
 

@@ -413,6 +413,17 @@ def test_the_layer_is_there_to_be_used_by_itself():
     np.testing.assert_array_equal(output, module(X[..., :4], mask=mask)[0])
 
 
+def test_the_layer_by_itself_takes_the_modules_cache():
+    layer = AttentionModule("T5Attention", {f"{n}.weight": np.eye(4) for n in "qkvo"}, HEADS).layer
+    x, cache, mask = X[..., :4], DynamicCache(), np.tri(5, dtype=bool)
+    parts = [layer(x[:, :3], cache=cache, attn_mask=mask[:3, :3])]
+    with pytest.raises(ValueError, match="attn_mask has shape"):
+        layer(x[:, 3:], cache=cache, attn_mask=mask)
+    assert cache.lengths == 3
+    parts.append(layer(x[:, 3:], cache=cache, attn_mask=mask[3:]))
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), layer(x, attn_mask=mask))
+
+
 def test_inputs_are_not_written_to():
     given = {"attention_mask": MASK, "position_embeddings": TABLES}
     kept = [array.copy() for array in (X, MASK, *TABLES, *LLAMA.values())]
@@ -437,6 +448,9 @@ GIVEN = {"position_embeddings": TABLES}
          "queries have width 16: expected 3 heads of one width"),
         (lambda: AttentionModule("LlamaAttention", {}, HEADS), ValueError,
          "params has no o_proj.weight: it has nothing"),
+        (lambda: llama(**{"o_proj.weight": np.ones((16, 8))}), ValueError,
+         r"o_proj.weight.T has shape \(8, 16\): expected \(H · Dv, Eo\)"),
+        (lambda: llama(**{"q_proj.bias": np.ones(3)}), ValueError, "q_proj.bias has shape"),
         (lambda: llama(**{"q_norm.weight": np.ones(4)}), ValueError,
          "params has q_norm.weight, which LlamaAttention is not computed with here"),
         (lambda: AttentionModule("OlmoAttention", LLAMA, HEADS | {"clip_qkv": 8.0}), ValueError,
@@ -453,10 +467,14 @@ GIVEN = {"position_embeddings": TABLES}
          r"attention_mask has shape \(2, 5\) and dtype int64.*looks like Hugging Face's"),
         (lambda: llama()(X, attention_mask=np.zeros((2, 1, 5, 4)), **GIVEN), ValueError,
          r"attention_mask has shape \(2, 1, 5, 4\): expected"),
+        (lambda: llama()(X, attention_mask=np.ma.zeros((2, 1, 5, 5)), **GIVEN), TypeError,
+         "attention_mask is a masked array, whose mask would be lost"),
+        (lambda: llama()(X, position_embeddings=[t[:, :4] for t in TABLES]), ValueError,
+         r"cos in position_embeddings has shape \(4,\), before the angles, but q has shape"),
         (lambda: llama()(X, position_embeddings=[t[..., [0, 2, 1, 3]] for t in TABLES]), ValueError,
-         "cos does not hold every angle twice in the half-split layout"),
+         "cos in position_embeddings does not hold every angle twice in the half-split layout"),
         (lambda: llama()(X, position_embeddings=[t[0] for t in TABLES]), ValueError,
-         r"cos has shape \(5, 4\): expected \(1, L, R\) or \(B, L, R\)"),
+         r"cos in position_embeddings has shape \(5, 4\): expected \(1, L, R\) or \(B, L, R\)"),
         (lambda: AttentionModule("Qwen3NextAttention", LLAMA, {"n_head": 16}), ValueError,
          "queries and their gates have width 16: expected 16 heads"),
         (lambda: AttentionModule("BertCrossAttention", BERT, HEADS)(X), TypeError,
