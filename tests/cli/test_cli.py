@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from minimha import attention, backends
-from minimha.cli import FORMATS, _in_units, main
+from minimha.cli import main
+from minimha.cli.output import FORMATS
+from minimha.cli.sizes import in_units
 
 REPOSITORY = Path(__file__).parents[2]
 COMMANDS = ["examples", "example", "attend", "flash", "sizes", "kernels", "backends"]
@@ -248,7 +250,7 @@ def test_sizes_for_programs_are_exact(run, tmp_path, name):
     ],
 )  # fmt: skip
 def test_units_have_three_digits(number, unit, text):
-    assert _in_units(number, unit) == text
+    assert in_units(number, unit) == text
 
 
 def test_piped_output_is_plain_and_unwrapped():
@@ -290,6 +292,18 @@ def test_every_command_has_help(command, capsys):
         main([command, "--help"])
     assert caught.value.code == 0
     assert "--format" in capsys.readouterr().out
+
+
+def test_an_example_loads_nothing_that_other_commands_need():
+    run = "import sys; from minimha.cli import main; main(['example']); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", run], cwd=REPOSITORY, capture_output=True, text=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"}, encoding="utf-8", check=True,
+    )  # fmt: skip
+    loaded = set(done.stdout.splitlines()[-1].split())
+    foreign = {"minimha.bench", "minimha.models", "minimha.kernels.ladder", "minimha.cli.files"}
+    assert "minimha.cli.bench" in loaded
+    assert not foreign & loaded
 
 
 # The reader's own numbers
@@ -661,7 +675,7 @@ def test_a_problem_without_end_is_refused_in_a_sentence(run, monkeypatch):
     def exhausted(*args, **kwargs):
         raise MemoryError
 
-    monkeypatch.setattr("minimha.cli.attention", exhausted)
+    monkeypatch.setattr("minimha.cli.attend.attention", exhausted)
     np.savez("p.npz", q=np.ones((1, 1)), k=np.ones((1, 1)), v=np.ones((1, 1)))
     status, _, err = run("attend p.npz")
     assert (status, err) == (

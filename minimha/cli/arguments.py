@@ -1,0 +1,56 @@
+"""Arguments that several commands have, and converters of their values."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from minimha.examples import sentences
+
+MAX_TOKENS = max(sentences.SENTENCES)
+
+
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A converter for argparse: a whole number from ``low`` on, up to ``high``."""
+    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if number < low or (high is not None and number > high):
+            raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, came {text!r}")
+        return number
+
+    return convert
+
+
+tokens = whole(1, MAX_TOKENS)
+count = whole(1)
+natural = whole(0)
+decimals = whole(0, 17)
+
+
+def add_sentence(group: Any, which: str) -> None:
+    group.add_argument("--tokens", type=tokens, metavar="N", help=f"1 to {MAX_TOKENS}: {which}")
+    group.add_argument("--sentence", metavar="WORDS", help="a sentence of your own")
+
+
+def add_changes(parser: argparse.ArgumentParser) -> None:
+    flag = argparse.BooleanOptionalAction
+    parser.add_argument("--causal", action=flag, help="hide later tokens, or not")
+    parser.add_argument("--scale", action=flag, help="divide the scores by √d_k, or not")
+    parser.add_argument("--seed", type=natural, metavar="N", help="of embeddings and weights (1)")
+
+
+def add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="show this step only (may be repeated)",
+    )
+    parser.add_argument("--decimals", type=decimals, default=3, metavar="N", help="(3)")

@@ -1,0 +1,157 @@
+"""``attend``: every matrix of attention over the reader's own numbers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import numpy as np
+
+from minimha import attention
+from minimha.api import TAPPED
+from minimha.cli.arguments import add_steps
+from minimha.cli.output import add_output, deliver
+from minimha.equations import tiled
+from minimha.explain import render
+from minimha.explain.trace import Trace, token_labels
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's ``commands``."""
+    parser = commands.add_parser(
+        "attend",
+        help="show every matrix of attention over your own numbers",
+        description="Attention over your own numbers: a problem file, or a CSV file each for q, k "
+        "and v. The file's keys are q, k, v and the options of minimha.attention: is_causal, "
+        "q_offset, window_size, attn_mask, attn_bias, kv_lengths, alibi_slopes, scale, softcap, "
+        "sinks, return_lse, backend. A flag wins over the file.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("problem", nargs="?", help="problem.json or problem.npz")
+    for name in ("q", "k", "v"):
+        parser.add_argument(f"--{name}", metavar="CSV", help=f"{name}, a row a token")
+    flag = argparse.BooleanOptionalAction
+    add = parser.add_argument
+    add("--causal", dest="is_causal", action=flag, help="hide the keys after each query")
+    add("--q-offset", type=_integers, metavar="N", help="position of query 0 among the keys")
+    add(
+        "--window",
+        dest="window_size",
+        type=_window,
+        metavar="LEFT,RIGHT",
+        help="keys seen to each side; none = all",
+    )
+    add("--attn-mask", metavar="CSV", help="1 = may attend, 0 = may not")
+    add("--attn-bias", metavar="CSV", help="added to the scores")
+    add("--kv-lengths", type=_integers, metavar="N,…", help="number of filled keys")
+    add("--alibi-slopes", type=_numbers, metavar="X,…", help="one slope a head")
+    add("--scale", type=float, metavar="X", help="instead of 1/√D")
+    add("--softcap", type=float, metavar="C", help="cap the scores at ±C")
+    add("--sinks", type=_numbers, metavar="X,…", help="one extra score a head")
+    add("--return-lse", action=flag, help="show the log-sum-exp too")
+    add("--backend", metavar="NAME", help="auto, dense, tiled; cpu: the output alone")
+    add("--labels", metavar="WORDS", help="a word for each token, separated by spaces")
+    add_steps(parser)
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Show attention over the reader's own numbers."""
+    problem, source = _problem(args)
+    trace = Trace(
+        example="attention over your own numbers",
+        source=source,
+        labels=_labels(args.labels, problem),
+        blocks=(tiled.BLOCK_ROWS, tiled.BLOCK_COLUMNS),
+    )
+    if problem.get("backend", "auto") in ("auto", *TAPPED):
+        attention(**problem, tap=trace)
+    else:  # a kernel keeps no steps; its results can be shown beside the others' all the same
+        backend, results = problem["backend"], ("output", "lse")
+        if not set(args.only) <= set(results):
+            raise ValueError(
+                f"backend {backend!r} keeps no steps, so --only can name {' and '.join(results)} "
+                f"alone: {' and '.join(TAPPED)} keep every step"
+            )
+        with render.busy(sys.stderr, "preparing the kernel, which is compiled once on a machine"):
+            output, lse = attention(**{**problem, "return_lse": True})
+        trace("output", output)
+        if problem.get("return_lse"):
+            trace("lse", lse)
+    deliver(args, trace)
+
+
+def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """The arguments of ``attention``, from the problem file, the CSV files and the flags."""
+    from minimha.cli import files
+
+    matrices = {name: getattr(args, name) for name in ("q", "k", "v")}
+    missing = [f"--{name}" for name, path in matrices.items() if path is None]
+    if args.problem is None and missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ValueError(
+            f"attend needs a problem file, or --q, --k and --v; "
+            f"{' and '.join(missing)} {verb} missing"
+        )
+    if args.problem is not None and len(missing) < 3:
+        raise ValueError("attend takes a problem file or --q, --k and --v, and both were given")
+    problem = {} if args.problem is None else files.read_problem(args.problem)
+    for name in files.KEYS:
+        value = getattr(args, name)
+        if isinstance(value, str) and name != "backend":
+            value = files.read_matrix(value)
+            if name == "attn_mask":
+                value = files.as_mask("--attn-mask", value)
+        if value is not None:
+            problem[name] = value
+    paths = [args.problem] if args.problem else list(matrices.values())
+    return problem, ", ".join(str(path) for path in paths)
+
+
+def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Labels for the keys, and for those queries that stand at a key's position; or for queries."""
+    if words is None:
+        return {}
+    labels = tuple(words.split())
+    Lq, Lk = (np.shape(problem[name])[-2] if np.ndim(problem[name]) > 1 else 0 for name in "qk")
+    if len(labels) == Lk:
+        offset = problem.get("q_offset", 0)
+        start = 0 if offset is None else offset if isinstance(offset, int) else -1
+        is_aligned = 0 <= start <= Lk - Lq
+        return token_labels(labels[start : start + Lq] if is_aligned else (), labels)
+    if len(labels) == Lq:
+        return token_labels(labels, ())
+    raise ValueError(
+        f"--labels has {len(labels)} words: expected one for each key ({Lk}) or query ({Lq})"
+    )
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected numbers separated by commas, came {text!r}"
+        ) from None
+
+
+def _integers(text: str) -> int | list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers separated by commas, came {text!r}"
+        ) from None
+    return found[0] if len(found) == 1 else found
+
+
+def _window(text: str) -> tuple[int | None, int | None]:
+    sides = text.split(",")
+    try:
+        left, right = (None if side.strip().lower() == "none" else int(side) for side in sides)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected LEFT,RIGHT, two whole numbers or none, came {text!r}"
+        ) from None
+    return left, right

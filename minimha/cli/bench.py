@@ -1,0 +1,137 @@
+"""``bench``: how fast the kernels are, beside other libraries."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from minimha.cli.arguments import count
+from minimha.cli.output import add_output, deliver_numbers, format_of
+from minimha.explain import render
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's ``commands``."""
+    parser = commands.add_parser(
+        "bench",
+        help="how fast the CPU kernels are, beside other libraries",
+        description="Time minimha's CPU kernels beside NumPy and, where they are installed "
+        "(pip install 'minimha[bench]'), torch and onnxruntime. What computes wrong numbers is "
+        "not timed. ratio is a candidate's time / minimha's, error its largest error as a "
+        "multiple of plain NumPy's, of machine its rate as a part of what this machine's matrix "
+        "product (decode: reading memory) reaches in the same run.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--shape",
+        action="append",
+        type=_shape,
+        default=[],
+        metavar="B,H,Hkv,Lq,Lk,D[,MASK[,DTYPE]]",
+        help="sizes, and none, causal, window or mask (may be repeated; 16 shapes); on a GPU a "
+        "dtype may follow: causal,bfloat16",
+    )
+    parser.add_argument(
+        "--backend", choices=("cpu", "cuda"), default="cpu", help="cuda: on a GPU, beside torch"
+    )
+    parser.add_argument("--ladder", action="store_true", help="time every rung instead of peers")
+    parser.add_argument(
+        "--seconds", type=_seconds, default=4.0, metavar="S", help="of timed calls a shape (4)"
+    )
+    parser.add_argument("--threads", type=count, metavar="N", help="of everyone (all)")
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, and show one table a shape."""
+    from minimha.bench import cpu as bench
+    from minimha.bench import shapes as known
+    from minimha.bench.report import as_json, as_rows
+    from minimha.cli import files
+
+    kind = format_of(args, only_to_disk=("npz",))
+    if args.output and kind != "csv":
+        files.check_free(args.output, force=args.force)
+    if args.backend == "cuda":
+        report = _on_gpu(args)
+    else:
+        shapes = args.shape or [known.LADDER_SHAPE] if args.ladder else args.shape or known.SHAPES
+        measure = bench.ladder if args.ladder else bench.against_peers
+        with render.progress(sys.stderr, 1 + len(shapes)) as progress:
+            report = measure(shapes, args.seconds, args.threads, progress)
+    if report.missing:
+        names = " and ".join(report.missing)
+        verb = "is" if len(report.missing) == 1 else "are"
+        print(
+            f"minimha: {names} {verb} not installed, so there are fewer to compare with: "
+            f"pip install 'minimha[bench]'",
+            file=sys.stderr,
+        )
+    rows = [{"shape": r.shape} | row for r, row in zip(
+        report.records, as_rows(report.records), strict=True
+    )]  # fmt: skip
+    deliver_numbers(args, as_json(report), _tables(report, rows), "bench", rows)
+
+
+def _on_gpu(args: argparse.Namespace) -> Any:
+    from minimha.bench import gpu
+
+    if args.ladder or args.threads:
+        raise ValueError("--ladder and --threads are of the CPU: --backend cuda takes neither")
+    shapes = args.shape or gpu.SHAPES
+    with render.progress(sys.stderr, 1 + len(shapes)) as progress:
+        return gpu.against_torch(shapes, args.seconds, progress)
+
+
+def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
+    from minimha.bench.report import best_peers, geometric_mean
+
+    machine = report.machine
+    titled: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        titled.setdefault(row["shape"], []).append(
+            {name: value for name, value in row.items() if name != "shape"}
+        )
+    pairs = list(best_peers(report.records))
+    fastest = [
+        {"shape": ours.shape, "fastest peer": peer.candidate, "ratio": f"{peer.ratio:.2f}"}
+        for ours, peer in pairs
+    ]
+    if fastest:
+        mean = geometric_mean([peer.ratio for _, peer in pairs])
+        titled["how many times minimha's time the fastest peer takes"] = [
+            *fastest, {"shape": "geometric mean", "fastest peer": "", "ratio": f"{mean:.2f}"}
+        ]  # fmt: skip
+    where = ", ".join(
+        str(value) if name in ("processor", "system", "date") else f"{name} {value}"
+        for name, value in machine.items()
+    )
+    machine_line = (
+        f"{where}; compiling or loading the kernels took {report.compile_seconds:.1f} s, which no "
+        f"time here includes"
+    )
+    return titled | {machine_line: []}
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, came {text!r}")
+    return seconds
+
+
+def _shape(text: str) -> Any:
+    from minimha.bench.shapes import Shape
+
+    sizes, kind = text.split(",")[:6], text.split(",")[6:]
+    try:
+        B, H, Hkv, Lq, Lk, D = (count(size) for size in sizes)
+        return Shape(B, H, Hkv, Lq, Lk, D, *kind)
+    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"expected B,H,Hkv,Lq,Lk,D and perhaps a mask, came {text!r} ({error})"
+        ) from None

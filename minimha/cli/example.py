@@ -1,0 +1,81 @@
+"""``example``: every matrix of a worked example, or of any sentence."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from minimha import examples
+from minimha.cli.arguments import add_changes, add_sentence, add_steps, count
+from minimha.cli.output import add_output, deliver
+from minimha.examples import Example, sentences, translation
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's ``commands``."""
+    parser = commands.add_parser(
+        "example",
+        help="show every matrix of a worked example",
+        description="Show every matrix of a worked example: one by name, as 'examples' lists them "
+        "(a document's own stands beside the numbers that it prints), or a sentence through a "
+        "multi-head attention with small weights.",
+    )
+    parser.set_defaults(run=run)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("name", nargs="?", help="an example's name, as translation")
+    add_sentence(which, "1 is document 000, 3 document 003, the others a sentence of that length")
+    which.add_argument(
+        "--document",
+        type=lambda number: number.zfill(3) if number.isdigit() else number,
+        choices=tuple(examples.DOCUMENTS),
+        help="a document's example",
+    )
+    parser.add_argument("--heads", type=count, metavar="H", help="query heads (2)")
+    parser.add_argument("--kv-heads", type=count, metavar="H", help="key/value heads (as --heads)")
+    parser.add_argument("--d-model", type=count, metavar="E", help="model width (4)")
+    parser.add_argument("--rope", action="store_true", help="turn queries and keys by position")
+    parser.add_argument(
+        "--cross",
+        nargs="?",
+        const=" ".join(translation.ENGLISH),
+        metavar="WORDS",
+        help="attend to another sentence (cross-attention); French to English, if none is given",
+    )
+    add_changes(parser)
+    add_steps(parser)
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Show one worked example."""
+    deliver(args, _example(args).trace(args.causal, args.scale))
+
+
+def _example(args: argparse.Namespace) -> Example:
+    settings = {
+        "num_heads": args.heads, "num_kv_heads": args.kv_heads, "d_model": args.d_model,
+        "seed": args.seed, "rope": args.rope or None,
+        "context": None if args.cross is None else args.cross.split(),
+    }  # fmt: skip
+    given = {name: value for name, value in settings.items() if value is not None}
+    if args.sentence is not None:
+        return sentences.sentence(args.sentence.split(), **given)
+    own = {1: "000", 3: "003", None: "003"}.get(args.tokens) if not given else None
+    name = args.name or args.document or own
+    if name is None and args.tokens is None and "context" in given:
+        return sentences.sentence(translation.FRENCH, source="document 000", **given)
+    if name is None:
+        return sentences.of_length(args.tokens or 3, **given)
+    if name == "002" and given:  # a sentence without numbers
+        return sentences.of_length(6, **given)
+    if name not in examples.EXAMPLES:
+        raise ValueError(f"no example {name!r}: there are {', '.join(examples.EXAMPLES)}")
+    if given:
+        first = next(iter(given))
+        flags = {"num_heads": "heads", "num_kv_heads": "kv-heads", "d_model": "d-model"}
+        flag = flags.get(first, "cross" if first == "context" else first)
+        raise ValueError(
+            f"--{flag} cannot change example {name}, whose numbers are its own: use it with "
+            f"--tokens N or --sentence"
+        )
+    return examples.EXAMPLES[name]

@@ -1,0 +1,41 @@
+"""``flash``: naive attention against FlashAttention, block by block."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from minimha.cli.arguments import add_changes, add_sentence, add_steps, count
+from minimha.cli.output import add_output, deliver
+from minimha.examples import blocks, sentences
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's ``commands``."""
+    parser = commands.add_parser(
+        "flash",
+        help="naive attention against FlashAttention, block by block",
+        description="One head over a sentence: first with whole matrices, then in blocks, with "
+        "what is loaded and what m, l and O are after each.",
+    )
+    parser.set_defaults(run=run)
+    add_sentence(parser.add_mutually_exclusive_group(), "a sentence of that length (6)")
+    parser.add_argument("--block-queries", type=count, metavar="B_r", default=2, help="(2)")
+    parser.add_argument("--block-keys", type=count, metavar="B_c", default=2, help="(2)")
+    parser.add_argument("--d-model", type=count, metavar="E", default=4, help="model width (4)")
+    add_changes(parser)
+    add_steps(parser)
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Show naive and tiled attention over one sentence."""
+    settings = {
+        "B_r": args.block_queries, "B_c": args.block_keys, "d_model": args.d_model,
+        "seed": sentences.DEFAULT_SEED if args.seed is None else args.seed,
+    }  # fmt: skip
+    if args.sentence is None:
+        example = blocks.of_length(args.tokens or 6, **settings)
+    else:
+        example = blocks.block_by_block(args.sentence.split(), **settings)
+    deliver(args, example.trace(args.causal, args.scale))

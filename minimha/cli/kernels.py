@@ -1,0 +1,65 @@
+"""``kernels``: the rungs of both ladders, or what ptxas says of the CUDA rungs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from minimha import BackendUnavailable
+from minimha.cli.output import add_output, deliver_numbers, deliver_table
+from minimha.explain import render
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's ``commands``."""
+    parser = commands.add_parser(
+        "kernels",
+        help="list the kernels, rung by rung",
+        description="Every rung of the two ladders: its idea, what it takes, what was measured.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--ptx",
+        action="store_true",
+        help="compile the CUDA rungs, without a GPU, and report what ptxas says",
+    )
+    parser.add_argument(
+        "--rung", action="append", default=[], metavar="NAME", help="this rung (may be repeated)"
+    )
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """List the rungs, or what ptxas says of the CUDA rungs."""
+    from minimha.kernels.ladder import CUDA_LADDER, LADDER
+
+    known = CUDA_LADDER if args.ptx else LADDER | CUDA_LADDER
+    for name in args.rung:
+        if name not in known:
+            raise ValueError(f"no rung {name!r} here: there are {', '.join(known)}")
+    rungs = args.rung or list(known)
+    if not args.ptx:
+        deliver_table(args, "kernels", [{"rung": name} | known[name]._asdict() for name in rungs])
+        return
+    if not find_spec("numba_cuda"):
+        raise BackendUnavailable(
+            "numba-cuda, which compiles the CUDA rungs, is not installed: "
+            "pip install 'minimha[cuda]'"
+        )
+    from minimha.kernels.cuda import ptxas
+
+    if ptxas.ptxas() is None:
+        print(
+            "minimha: ptxas is not found, so registers, stack and spill are not known; it comes "
+            "with the CUDA toolkit",
+            file=sys.stderr,
+        )
+    with render.busy(sys.stderr, "compiling the CUDA rungs"):
+        found = [record._asdict() for record in ptxas.assembled(tuple(rungs))]
+    rows = [
+        {name: "-" if value is None else str(value) for name, value in record.items()}
+        for record in found
+    ]
+    deliver_numbers(args, found, {"CUDA rungs, assembled": rows}, "kernels", rows)

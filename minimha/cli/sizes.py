@@ -1,0 +1,141 @@
+"""``sizes``: parameters, FLOPs and KV cache of known models."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from minimha.cli.arguments import count
+from minimha.cli.output import FOR_READERS, add_output, deliver_numbers, format_of
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's ``commands``."""
+    parser = commands.add_parser(
+        "sizes",
+        help="parameters, FLOPs and KV cache of known models",
+        description="Parameters, FLOPs (a multiplication and an addition are two) and KV-cache "
+        "bytes of known models, and what grouped heads save. Exact numbers: --format json.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--preset", metavar="NAME", help="one model, as gpt3 (a table of all)")
+    parser.add_argument("--length", type=count, metavar="N", help="tokens (the most it takes)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), default="float16", help="(float16)"
+    )
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Show a table of all presets, or of one preset's quantities."""
+    from minimha.models import sizes
+
+    kind = format_of(args, only_to_disk=("npz",))
+    written = in_units if kind in FOR_READERS else lambda number, unit: str(number)
+    if args.preset is not None:
+        preset = sizes.find(args.preset)
+        if args.length is not None:
+            sizes.check_length(preset, args.length)
+        content: Any = _record(preset, args.length, args.dtype)
+        title, rows = f"{preset.name}: {preset.source}", _quantities(content, written)
+    else:
+        known = list(sizes.PRESETS.values())
+        longest = max(preset.max_length for preset in known)
+        if args.length is not None and args.length > longest:
+            raise ValueError(
+                f"--length is {args.length} but no preset was made for more than {longest} tokens"
+            )
+        content = [_record(preset, args.length, args.dtype) for preset in known]
+        where = f"at {args.length} tokens" if args.length else "each at its longest"
+        title = f"{where}, in {args.dtype}; saved: part of the cache, by grouped heads"
+        rows = [_row(record, written) for record in content]
+    deliver_numbers(args, content, {title: rows}, title, rows)
+
+
+def _record(preset: Any, length: int | None, dtype: str) -> dict[str, Any]:
+    """One preset in exact numbers; None for what it does not have: beyond its length, no cache."""
+    from dataclasses import asdict
+
+    from minimha.models import sizes
+
+    def parts(count: Any) -> dict[str, int]:
+        return asdict(count) | {"total": count.total}
+
+    length = length or preset.max_length
+    takes = length <= preset.max_length
+    writes = takes and preset.is_causal
+    return asdict(preset) | {
+        "length": length if takes else None,
+        "dtype": dtype,
+        "parameters": parts(sizes.parameters(preset)),
+        "weight_bytes": sizes.weight_bytes(preset, dtype),
+        "prefill_flops": parts(sizes.prefill_flops(preset, length)) if takes else None,
+        "decode_flops": parts(sizes.decode_flops(preset, length)) if writes else None,
+        "kv_cache_bytes": sizes.kv_cache_bytes(preset, length, dtype) if writes else None,
+        "saved_by_groups": (
+            asdict(sizes.saved_by_groups(preset, length, dtype)) if writes else None
+        ),
+    }
+
+
+def _row(record: dict[str, Any], written: Callable[[int, str], str]) -> dict[str, str]:
+    """One preset in the table of all."""
+    prefill, decode = record["prefill_flops"], record["decode_flops"]
+    cache, saved = record["kv_cache_bytes"], record["saved_by_groups"]
+    part = 100 * saved["kv_cache_bytes"] / (saved["kv_cache_bytes"] + cache) if saved else None
+    return {
+        "model": record["name"],
+        "parameters": written(record["parameters"]["total"], ""),
+        "H/Hkv": f"{record['num_heads']}/{record['num_kv_heads']}",
+        "length": str(record["length"] or f"≤ {record['max_length']}"),
+        "prefill": written(prefill["total"], "FLOP") if prefill else "-",
+        "decode": written(decode["total"], "FLOP") if decode else "-",
+        "KV cache": written(cache, "B") if decode else "-",
+        "saved": "-" if part is None else f"{part:.3g} %",
+    }
+
+
+def _quantities(record: dict[str, Any], written: Callable[[int, str], str]) -> list[dict[str, str]]:
+    """One preset, a row a quantity."""
+    said = {True: "yes", False: "no"}
+    sizes = list(record)[1 : list(record).index("length")]  # the preset's own, but for its name
+    found = {
+        name: said[value] if isinstance(value, bool) else str(value)
+        for name in sizes
+        if name != "source" and (value := record[name]) is not None
+    }
+    length, dtype = record["length"], record["dtype"]
+    counts = {
+        "parameters": (record["parameters"], ""),
+        f"prefill of {length} tokens": (record["prefill_flops"], "FLOP"),
+        f"decode step at {length} tokens": (record["decode_flops"] or {}, "FLOP"),
+    }
+    for title, (parts, unit) in counts.items():
+        for part, number in sorted(parts.items(), key=lambda item: item[0] != "total"):
+            name = "" if part == "total" else f": {part.replace('_', '-')}"
+            found[title + name] = written(number, unit)
+    found[f"weights in {dtype}"] = written(record["weight_bytes"], "B")
+    if record["kv_cache_bytes"] is not None:
+        found[f"KV cache of {length} tokens in {dtype}"] = written(record["kv_cache_bytes"], "B")
+        saved = record["saved_by_groups"]
+        units = {"parameters": "", "prefill_flops": "FLOP", "decode_flops": "FLOP"}
+        for name, number in saved.items():
+            what = "KV cache" if name == "kv_cache_bytes" else name.replace("_flops", " FLOPs")
+            found[f"grouped heads save: {what}"] = written(number, units.get(name, "B"))
+    return [{"quantity": quantity, "value": value} for quantity, value in found.items()]
+
+
+def in_units(number: int, unit: str) -> str:
+    """Three digits and a unit: 124 M, 1.21 GiB (bytes in powers of 1024), 722 TFLOP."""
+    base = 1024 if unit == "B" else 1000
+    signs = {"": ("K", "M", "B", "T"), "B": ("Ki", "Mi", "Gi", "Ti")}.get(
+        unit, ("K", "M", "G", "T", "P", "E")
+    )
+    scaled, sign = float(number), ""
+    for larger in signs:
+        if round(scaled) < base:
+            break
+        scaled, sign = scaled / base, larger
+    digits = f"{scaled:#.3g}".rstrip(".") if sign and scaled < 999.5 else f"{scaled:.0f}"
+    return f"{digits} {sign}{unit}".rstrip()
