@@ -11,7 +11,7 @@ import numpy as np
 from minimha import attention
 from minimha.api import TAPPED
 from minimha.cli.arguments import add_steps
-from minimha.cli.output import add_output, deliver
+from minimha.cli.output import TRACE_FORMATS, add_output, deliver
 from minimha.equations import tiled
 from minimha.explain import render
 from minimha.explain.trace import Trace, token_labels
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
     add("--backend", metavar="NAME", help="auto, dense, tiled; cpu: the output alone")
     add("--labels", metavar="WORDS", help="a word for each token, separated by spaces")
     add_steps(parser)
-    add_output(parser)
+    add_output(parser, TRACE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:

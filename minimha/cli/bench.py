@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from minimha.cli.arguments import count
-from minimha.cli.output import add_output, deliver_numbers, format_of
+from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table, format_of
 from minimha.explain import render
 
 
@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
         "--seconds", type=_seconds, default=4.0, metavar="S", help="of timed calls a shape (4)"
     )
     parser.add_argument("--threads", type=count, metavar="N", help="of everyone (all)")
-    add_output(parser)
+    add_output(parser, TABLE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> None:
     from minimha.bench.report import as_json, as_rows
     from minimha.cli import files
 
-    kind = format_of(args, only_to_disk=("npz",))
-    if args.output and kind != "csv":
+    format_of(args)
+    if args.output:
         files.check_free(args.output, force=args.force)
     if args.backend == "cuda":
         report = _on_gpu(args)
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     rows = [{"shape": r.shape} | row for r, row in zip(
         report.records, as_rows(report.records), strict=True
     )]  # fmt: skip
-    deliver_numbers(args, as_json(report), _tables(report, rows), "bench", rows)
+    deliver_table(args, rows, _tables(report, rows), as_json(report))
 
 
 def _on_gpu(args: argparse.Namespace) -> Any:

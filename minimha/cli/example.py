@@ -7,7 +7,7 @@ from typing import Any
 
 from minimha import examples
 from minimha.cli.arguments import add_changes, add_sentence, add_steps, count
-from minimha.cli.output import add_output, deliver
+from minimha.cli.output import TRACE_FORMATS, add_output, deliver
 from minimha.examples import Example, sentences, translation
 
 
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
     )
     add_changes(parser)
     add_steps(parser)
-    add_output(parser)
+    add_output(parser, TRACE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from minimha.cli.arguments import add_changes, add_sentence, add_steps, count
-from minimha.cli.output import add_output, deliver
+from minimha.cli.output import TRACE_FORMATS, add_output, deliver
 from minimha.examples import blocks, sentences
 
 
@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--d-model", type=count, metavar="E", default=4, help="model width (4)")
     add_changes(parser)
     add_steps(parser)
-    add_output(parser)
+    add_output(parser, TRACE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from minimha import BackendUnavailable
-from minimha.cli.output import add_output, deliver_numbers, deliver_table
+from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table
 from minimha.explain import render
 
 
@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--rung", action="append", default=[], metavar="NAME", help="this rung (may be repeated)"
     )
-    add_output(parser)
+    add_output(parser, TABLE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"no rung {name!r} here: there are {', '.join(known)}")
     rungs = args.rung or list(known)
     if not args.ptx:
-        deliver_table(args, "kernels", [{"rung": name} | known[name]._asdict() for name in rungs])
+        deliver_table(args, [{"rung": name} | known[name]._asdict() for name in rungs])
         return
     if not find_spec("numba_cuda"):
         raise BackendUnavailable(
@@ -62,4 +62,4 @@ def run(args: argparse.Namespace) -> None:
         {name: "-" if value is None else str(value) for name, value in record.items()}
         for record in found
     ]
-    deliver_numbers(args, found, {"CUDA rungs, assembled": rows}, "kernels", rows)
+    deliver_table(args, rows, {"CUDA rungs, assembled": rows}, found)

@@ -5,35 +5,52 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from minimha.explain import render
 from minimha.explain.trace import Trace
 
-FORMATS = ("text", "json", "markdown", "latex", "csv", "npz", "svg", "html")
-SUFFIXES = {
+TRACE_FORMATS = ("text", "json", "markdown", "latex", "csv", "npz", "svg", "html")
+TABLE_FORMATS = ("text", "json", "markdown", "csv")
+ENDINGS = {
     "": "text",
-    ".txt": "text", ".json": "json", ".md": "markdown", ".tex": "latex", ".npz": "npz",
-    ".svg": "svg", ".html": "html",
+    ".txt": "text", ".json": "json", ".md": "markdown", ".tex": "latex", ".csv": "csv",
+    ".npz": "npz", ".svg": "svg", ".html": "html",
 }  # fmt: skip
 FOR_READERS = ("text", "markdown", "latex", "svg", "html")
 LARGEST_MATRIX = 32 * 32  # numbers; more in one matrix cannot be read, only processed
 LARGEST_RUN = 16 * LARGEST_MATRIX
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", choices=FORMATS, help="(text, or by the ending of --output)")
+def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> None:
+    """Add ``--format``, ``--output`` and ``--force``, for a command with these ``formats``."""
+    what, output = "a table", "write a file"
+    if formats is TRACE_FORMATS:
+        what, output = "a trace", "write a file; csv writes a folder of steps"
+
+    def known(text: str) -> str:
+        if text not in formats:
+            raise argparse.ArgumentTypeError(
+                f"the formats of {what} are {', '.join(formats)}, came {text!r}"
+            )
+        return text
+
+    parser.set_defaults(formats=formats)
     parser.add_argument(
-        "--output", metavar="PATH", help="write a file; csv writes a folder of steps"
+        "--format",
+        type=known,
+        metavar=f"{{{','.join(formats)}}}",
+        help="(text, or by the ending of --output)",
     )
+    parser.add_argument("--output", metavar="PATH", help=output)
     parser.add_argument("--force", action="store_true", help="replace what --output names")
 
 
 def deliver(args: argparse.Namespace, trace: Trace) -> None:
     """Print ``trace`` in the asked format, or write it to ``--output``."""
     trace.only = args.only
-    kind = format_of(args, only_to_disk=("csv", "npz"))
+    kind = format_of(args)
     if kind in FOR_READERS:
         _check_readable(trace)
     if kind == "text":
@@ -44,54 +61,68 @@ def deliver(args: argparse.Namespace, trace: Trace) -> None:
     _put(args, export.trace_as(kind, trace, args.decimals))
 
 
-def deliver_table(args: argparse.Namespace, title: str, records: list[dict[str, str]]) -> None:
-    """Print a list of records in the asked format, or write it to ``--output``."""
-    kind = format_of(args, only_to_disk=("npz",))
+def deliver_table(
+    args: argparse.Namespace,
+    records: list[dict[str, str]],
+    titled: dict[str, list[dict[str, str]]] | None = None,
+    exact: Any = None,
+) -> None:
+    """Print a table in the asked format, or write it to ``--output``.
+
+    Parameters
+    ----------
+    args : Namespace
+    records : list of dict
+        The rows, with the same keys.
+    titled : dict from title to records, optional
+        Tables of numbers to show as text. Default is ``records``, as one table of words.
+    exact : optional
+        What to write as JSON. Default is ``records``.
+    """
+    kind = format_of(args)
     if kind == "text":
-        _show(args, lambda *how: render.table(records))
+        _show(
+            args,
+            lambda width, in_color: (
+                render.table(records) if titled is None else render.tables(titled, width)
+            ),
+        )
         return
     from minimha.explain import export
 
-    _put(args, export.table_as(kind, title, records))
-
-
-def deliver_numbers(
-    args: argparse.Namespace,
-    exact: Any,
-    tables: dict[str, list[dict[str, str]]],
-    title: str,
-    records: list[dict[str, str]],
-) -> None:
-    """``exact`` as JSON, ``tables`` as text, ``records`` in any other format."""
-    kind = format_of(args, only_to_disk=("npz",))
     if kind == "json":
-        import json
-
-        _put(args, json.dumps(exact, ensure_ascii=False, indent=1) + "\n")
-    elif kind == "text":
-        _show(args, lambda *how: render.tables(tables, how[0]))
+        _put(args, export.table_as_json(records if exact is None else exact))
     else:
-        deliver_table(args, title, records)
+        as_text = export.table_as_csv if kind == "csv" else export.table_as_markdown
+        _put(args, as_text(records))
 
 
-def format_of(args: argparse.Namespace, only_to_disk: Sequence[str]) -> str:
+def format_of(args: argparse.Namespace) -> str:
+    """Return the format that ``--format`` names, or else the ending of ``--output``.
+
+    Raises
+    ------
+    ValueError
+        The ending names no format of the command, or the format cannot be printed.
+    """
+    is_trace = args.formats is TRACE_FORMATS
     ending = os.path.splitext(args.output or "")[1].lower()
-    kind: str | None = args.format or SUFFIXES.get(ending)
-    if kind is None and ending == ".csv" and "csv" not in only_to_disk:
-        kind = "csv"
-    if kind is None:
+    kind: str = args.format or ENDINGS.get(ending, "")
+    is_folder = is_trace and kind == "csv"  # which a name with an ending does not look like
+    if kind not in args.formats or (is_folder and args.format is None):
         raise ValueError(
-            f"--output {args.output} ends in {ending!r}, which names no format: add --format, one "
-            f"of {', '.join(FORMATS)} (csv writes a folder of steps)"
+            f"--output {args.output} ends in {ending!r}, which names no format of "
+            f"{'a trace' if is_trace else 'a table'}: add --format, one of "
+            f"{', '.join(args.formats)}{' (csv writes a folder of steps)' * is_trace}"
         )
-    if kind in only_to_disk and args.output is None:
-        what = "a folder" if kind == "csv" else "a file"
+    if is_trace and kind in ("csv", "npz") and args.output is None:
+        what = "a folder" if is_folder else "a file"
         raise ValueError(f"--format {kind} needs --output: the name of {what} to write")
     return kind
 
 
 def _show(args: argparse.Namespace, as_text: Callable[[int | None, bool], Any]) -> None:
-    """Text fits a terminal's width and colours; elsewhere it has neither."""
+    """Text fits a terminal's width and has its colours; elsewhere it has neither."""
     console = render.console_for(sys.stdout)
     if args.output is None and console.is_terminal:
         in_color = console.color_system in ("256", "truecolor") and not console.no_color

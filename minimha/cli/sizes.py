@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minimha.cli.arguments import count
-from minimha.cli.output import FOR_READERS, add_output, deliver_numbers, format_of
+from minimha.cli.output import FOR_READERS, TABLE_FORMATS, add_output, deliver_table, format_of
 
 
 def add_parser(commands: Any) -> None:
@@ -24,14 +24,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), default="float16", help="(float16)"
     )
-    add_output(parser)
+    add_output(parser, TABLE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:
     """Show a table of all presets, or of one preset's quantities."""
     from minimha.models import sizes
 
-    kind = format_of(args, only_to_disk=("npz",))
+    kind = format_of(args)
     written = in_units if kind in FOR_READERS else lambda number, unit: str(number)
     if args.preset is not None:
         preset = sizes.find(args.preset)
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
         where = f"at {args.length} tokens" if args.length else "each at its longest"
         title = f"{where}, in {args.dtype}; saved: part of the cache, by grouped heads"
         rows = [_row(record, written) for record in content]
-    deliver_numbers(args, content, {title: rows}, title, rows)
+    deliver_table(args, rows, {title: rows}, content)
 
 
 def _record(preset: Any, length: int | None, dtype: str) -> dict[str, Any]:
@@ -97,13 +97,13 @@ def _row(record: dict[str, Any], written: Callable[[int, str], str]) -> dict[str
 
 
 def _quantities(record: dict[str, Any], written: Callable[[int, str], str]) -> list[dict[str, str]]:
-    """One preset, a row a quantity."""
+    """One preset, one row per quantity; what is zero is left out."""
     said = {True: "yes", False: "no"}
     sizes = list(record)[1 : list(record).index("length")]  # the preset's own, but for its name
     found = {
         name: said[value] if isinstance(value, bool) else str(value)
         for name in sizes
-        if name != "source" and (value := record[name]) is not None
+        if name != "source" and ((value := record[name]) or value is False)
     }
     length, dtype = record["length"], record["dtype"]
     counts = {
@@ -114,7 +114,8 @@ def _quantities(record: dict[str, Any], written: Callable[[int, str], str]) -> l
     for title, (parts, unit) in counts.items():
         for part, number in sorted(parts.items(), key=lambda item: item[0] != "total"):
             name = "" if part == "total" else f": {part.replace('_', '-')}"
-            found[title + name] = written(number, unit)
+            if number:
+                found[title + name] = written(number, unit)
     found[f"weights in {dtype}"] = written(record["weight_bytes"], "B")
     if record["kv_cache_bytes"] is not None:
         found[f"KV cache of {length} tokens in {dtype}"] = written(record["kv_cache_bytes"], "B")
@@ -122,7 +123,8 @@ def _quantities(record: dict[str, Any], written: Callable[[int, str], str]) -> l
         units = {"parameters": "", "prefill_flops": "FLOP", "decode_flops": "FLOP"}
         for name, number in saved.items():
             what = "KV cache" if name == "kv_cache_bytes" else name.replace("_flops", " FLOPs")
-            found[f"grouped heads save: {what}"] = written(number, units.get(name, "B"))
+            if number:
+                found[f"grouped heads save: {what}"] = written(number, units.get(name, "B"))
     return [{"quantity": quantity, "value": value} for quantity, value in found.items()]
 
 

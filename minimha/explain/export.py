@@ -1,4 +1,4 @@
-"""A trace, or a table, as data and as pages: JSON, CSV, npz, Markdown, LaTeX, SVG, HTML.
+"""A trace as JSON, CSV, npz, Markdown, LaTeX, SVG and HTML; a table as JSON, CSV and Markdown.
 
 Each function returns what is to be written and writes nothing itself.
 """
@@ -36,21 +36,6 @@ def trace_as(kind: str, trace: Trace, decimals: int) -> str | bytes | dict[str, 
     makers: dict[str, Callable[[Trace], str | bytes | dict[str, str]]]
     makers = {"json": as_json, "csv": as_csv, "npz": as_npz}
     return makers[kind](trace)
-
-
-def table_as(kind: str, title: str, records: Sequence[Mapping[str, str]]) -> str | bytes:
-    """Return a table with the records' keys as its head in the format ``kind``."""
-    if kind in ("svg", "html"):
-        shown = render.table(records)
-        return render.svg(shown, title) if kind == "svg" else render.html(shown)
-    makers: dict[str, Callable[[Sequence[Mapping[str, str]]], str | bytes]] = {
-        "json": _table_as_json,
-        "markdown": _table_as_markdown,
-        "latex": _table_as_latex,
-        "csv": _table_as_csv,
-        "npz": _table_as_npz,
-    }
-    return makers[kind](records)
 
 
 def as_json(trace: Trace) -> str:
@@ -218,7 +203,7 @@ def _unknown_characters(text: str) -> str:
 
 
 LATEX_PREAMBLE = r"""\documentclass{article}
-\usepackage{amsmath,graphicx,iftex,longtable}
+\usepackage{amsmath,graphicx,iftex}
 \ifPDFTeX
 \usepackage[utf8]{inputenc}
 \usepackage[T1]{fontenc}
@@ -258,32 +243,23 @@ def _plain(value: NDArray[Any]) -> NDArray[Any]:
     return value if value.dtype.kind in "fiub" else value.astype(np.float32)
 
 
-def _table_as_json(records: Sequence[Mapping[str, str]]) -> str:
-    return json.dumps(list(records), ensure_ascii=False, indent=1) + "\n"
+def table_as_json(content: Any) -> str:
+    """Return ``content``, a table's records or its exact numbers, as JSON."""
+    return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
 
 
-def _table_as_markdown(records: Sequence[Mapping[str, str]]) -> str:
+def table_as_markdown(records: Sequence[Mapping[str, str]]) -> str:
+    """Return a table with the records' keys as its head."""
     lines = [[_markdown(cell) for cell in row] for row in _rows(records)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _table_as_latex(records: Sequence[Mapping[str, str]]) -> str:
-    rows = _rows(records)
-    column = rf"p{{{0.9 / len(rows[0]):.2f}\linewidth}}"
-    lines = " \\\\\n".join(" & ".join(map(_latex, row)) for row in rows)
-    start = rf"\begin{{longtable}}{{{column * len(rows[0])}}}"  # which goes on on the next page
-    return _latex_document(f"{start}\n{lines}\n\\end{{longtable}}")
-
-
-def _table_as_csv(records: Sequence[Mapping[str, str]]) -> str:
+def table_as_csv(records: Sequence[Mapping[str, str]]) -> str:
+    """Return a line for each record, after one with their keys."""
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(_rows(records))
     return stream.getvalue()
-
-
-def _table_as_npz(records: Sequence[Mapping[str, str]]) -> bytes:
-    return _archive({name: np.array([record[name] for record in records]) for name in records[0]})
 
 
 def _rows(records: Sequence[Mapping[str, str]]) -> list[list[str]]:

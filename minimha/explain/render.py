@@ -35,7 +35,6 @@ BAR = "█"
 LONGEST_BAR = 40  # of a weight of 1, where there is room
 LABEL_WIDTH = 10  # of a heatmap; a matrix shows its labels whole
 EXPORT_WIDTH = 100
-UNBROKEN = 1000
 STYLES = {
     Status.EXACT: "green",
     Status.TRUNCATED: "magenta",
@@ -140,10 +139,19 @@ def progress(stream: IO[str], steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def plain(shown: RenderableType) -> str:
-    """``shown`` as text without colour, no line broken and no blanks at the end of one."""
-    stream = io.StringIO()
-    Console(file=stream, width=UNBROKEN, markup=False, emoji=False, highlight=False).print(shown)
-    lines = shown.plain if isinstance(shown, Text) else stream.getvalue().rstrip("\n")
+    """``shown`` as text without colour and without blanks at the end of a line.
+
+    Tables are ``EXPORT_WIDTH`` wide; the lines of a ``Text`` stay as they are.
+    """
+    if isinstance(shown, Text):
+        lines = shown.plain
+    else:
+        stream = io.StringIO()
+        console = Console(
+            file=stream, width=EXPORT_WIDTH, markup=False, emoji=False, highlight=False
+        )
+        console.print(shown)
+        lines = stream.getvalue().rstrip("\n")
     return "".join(f"{line.rstrip()}\n" for line in lines.split("\n"))
 
 

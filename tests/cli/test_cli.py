@@ -1,5 +1,6 @@
 """The command line: what it shows, what it writes, and what it says to bad input."""
 
+import itertools
 import json
 import os
 import pickle
@@ -13,7 +14,7 @@ import pytest
 
 from minimha import attention, backends
 from minimha.cli import main
-from minimha.cli.output import FORMATS
+from minimha.cli.output import TABLE_FORMATS, TRACE_FORMATS
 from minimha.cli.sizes import in_units
 
 REPOSITORY = Path(__file__).parents[2]
@@ -232,7 +233,16 @@ def test_sizes_of_one_preset_in_units_and_exactly(run):
     assert "KV cache" not in shown(run, "sizes --preset bert-base")
 
 
-@pytest.mark.parametrize("name", ["s.csv", "s.npz"])
+def test_sizes_of_one_preset_leave_out_what_is_zero(run):
+    out = shown(run, "sizes --preset gpt3")
+    assert not {"0", "0 FLOP", "0 B"} & {line[40:].strip() for line in out.splitlines()}
+    assert "grouped heads save" not in out
+    assert "num_segments" not in out
+    exact = json.loads(shown(run, "sizes --preset gpt3 --format json"))
+    assert exact["saved_by_groups"]["kv_cache_bytes"] == exact["num_segments"] == 0
+
+
+@pytest.mark.parametrize("name", ["s.csv", "s.json"])
 def test_sizes_for_programs_are_exact(run, tmp_path, name):
     shown(run, f"sizes --preset gpt2-small --format {name[2:]} --output {name}")
     assert b"124439808" in (tmp_path / name).read_bytes().replace(b"\0", b"")
@@ -263,6 +273,11 @@ def test_piped_output_is_plain_and_unwrapped():
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) > 120
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("line", ["examples", "kernels", "sizes", "sizes --preset mistral-7b"])
+def test_a_piped_table_is_at_most_100_columns_wide(run, line):
+    assert max(map(len, shown(run, line).splitlines())) <= 100
 
 
 def test_a_pipe_without_the_signs_of_mathematics_gets_others():
@@ -443,10 +458,14 @@ def test_its_own_json_is_understood_again(run, numbers, tmp_path):
 # Writing
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    "command",
-    ["examples", "backends", "example", "flash --tokens 3", "sizes", "sizes --preset gpt3"],
+    ("command", "format"),
+    [
+        *itertools.product(("example", "flash --tokens 3"), TRACE_FORMATS),
+        *itertools.product(
+            ("examples", "backends", "kernels", "sizes", "sizes --preset gpt3"), TABLE_FORMATS
+        ),
+    ],
 )
 def test_every_format_of_every_command_can_be_written(run, tmp_path, command, format):
     assert run(f"{command} --format {format} --output result") == (0, "", "")
@@ -563,14 +582,16 @@ BAD_LINES = [
     ("example --cross --causal", "a causal mask has no meaning between two sentences"),
     ("example --cross=", "the sentence to attend to has no tokens"),
     ("example --only softmax", "no step 'softmax' here: the steps are x, W_q"),
-    ("example --format pdf", "argument --format: invalid choice: 'pdf'"),
+    ("example --format pdf", "argument --format: the formats of a trace are text, json, markdown"),
     ("example --format npz", "--format npz needs --output: the name of a file to write"),
     ("example --format csv", "--format csv needs --output: the name of a folder to write"),
-    ("examples --format npz", "--format npz needs --output"),
+    ("examples --format svg",
+     "argument --format: the formats of a table are text, json, markdown, csv, came 'svg'"),
+    ("sizes --output x.npz", "x.npz ends in '.npz', which names no format of a table: add --f"),
     ("example --output no/where.json", "--output no/where.json: the folder no does not exist"),
     ("example --format csv --output no/where", "the folder no does not exist, make it first"),
     ("example --output broken.json", "broken.json exists already: add --force to replace it"),
-    ("example --output x.pdf", "x.pdf ends in '.pdf', which names no format: add --format"),
+    ("example --output x.pdf", "x.pdf ends in '.pdf', which names no format of a trace: add --"),
     ("example --output x.csv", "(csv writes a folder of steps)"),
     ("example --output pipe", "--output pipe is no ordinary file: it will not be replaced"),
     ("example --output pipe --force", "--output pipe is no ordinary file"),
