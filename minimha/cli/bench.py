@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from minimha.cli.arguments import count
-from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table, format_of
+from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table, format_of, grouped
 from minimha.explain import render
 
 
@@ -88,11 +88,7 @@ def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str,
     from minimha.bench.report import best_peers, geometric_mean
 
     machine = report.machine
-    titled: dict[str, list[dict[str, str]]] = {}
-    for row in rows:
-        titled.setdefault(row["shape"], []).append(
-            {name: value for name, value in row.items() if name != "shape"}
-        )
+    titled = grouped(rows, "shape")
     pairs = list(best_peers(report.records))
     fastest = [
         {"shape": ours.shape, "fastest peer": peer.candidate, "ratio": f"{peer.ratio:.2f}"}

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from minimha import BackendUnavailable
-from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table
+from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table, grouped
 from minimha.explain import render
 
 
@@ -62,4 +62,4 @@ def run(args: argparse.Namespace) -> None:
         {name: "-" if value is None else str(value) for name, value in record.items()}
         for record in found
     ]
-    deliver_table(args, rows, {"CUDA rungs, assembled": rows}, found)
+    deliver_table(args, rows, grouped(rows, "rung"), found)

@@ -97,6 +97,15 @@ def deliver_table(
         _put(args, as_text(records))
 
 
+def grouped(records: list[dict[str, str]], key: str) -> dict[str, list[dict[str, str]]]:
+    """Return the records under each value of ``key``, which they no longer have."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for record in records:
+        rest = {name: value for name, value in record.items() if name != key}
+        found.setdefault(record[key], []).append(rest)
+    return found
+
+
 def format_of(args: argparse.Namespace) -> str:
     """Return the format that ``--format`` names, or else the ending of ``--output``.
 

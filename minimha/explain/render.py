@@ -106,7 +106,7 @@ def tables(titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None)
         if records:
             shown = table(records)
             for column in shown.columns[1:]:
-                column.justify = "right"
+                column.justify, column.overflow = "right", "fold"  # no digit is lost
             parts.append(shown)
     return Group(*parts[1:])
 
