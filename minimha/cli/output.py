@@ -49,7 +49,7 @@ def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> Non
 
 def deliver(args: argparse.Namespace, trace: Trace) -> None:
     """Print ``trace`` in the asked format, or write it to ``--output``."""
-    trace.only = args.only
+    trace = trace.selected(args.only)
     kind = format_of(args)
     if kind in FOR_READERS:
         _check_readable(trace)

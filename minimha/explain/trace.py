@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 from unicodedata import category
 
@@ -137,6 +138,7 @@ class Trace:
         kept = np.array(value)
         kept.setflags(write=False)
         self._values[name] = kept
+        self.__dict__.pop("steps", None)  # made before this one was kept
         return value
 
     def __contains__(self, name: str) -> bool:
@@ -157,8 +159,14 @@ class Trace:
         )
         return value.squeeze(single)
 
-    @property
-    def steps(self) -> list[Step]:
+    def selected(self, names: Sequence[str]) -> Trace:
+        """Return a trace of what was kept so far that shows only these steps; all, if empty."""
+        chosen = replace(self, only=tuple(names))
+        chosen._values = dict(self._values)
+        return chosen
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
         """Every step in order, one for each batch entry and head; only the chosen, if ``only``."""
         bases = {name.partition("[")[0] for name in self}
         unknown = [name for name in self.only if name not in (*bases, *self)]
@@ -166,12 +174,12 @@ class Trace:
             stages = (re.sub(r"\[[^=]*\]", "", name) for name in self)  # the base chooses all
             shown = dict.fromkeys(re.sub(r"=\d+", "=…", name) for name in stages)
             raise ValueError(f"no step {unknown[0]!r} here: the steps are {', '.join(shown)}")
-        return [
+        return tuple(
             step
             for name in self
             if not self.only or {name, name.partition("[")[0]} & set(self.only)
             for step in self._split(name)
-        ]
+        )
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:

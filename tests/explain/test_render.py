@@ -27,8 +27,7 @@ def test_no_line_is_wider_than_the_terminal(trace, width, in_color):
 
 
 def test_columns_that_do_not_fit_are_shown_below_under_the_same_labels():
-    trace = sentences.of_length(12).trace()
-    trace.only = ["weights"]
+    trace = sentences.of_length(12).trace().selected(["weights"])
     narrow, wide = (render.text(trace, 3, width, False).plain for width in (80, None))
     head = " ".join(trace.labels["L"])
     assert any(" ".join(line.split()) == head for line in wide.splitlines())
@@ -83,15 +82,13 @@ def test_hidden_is_what_a_mask_hides_and_not_what_is_merely_small():
     assert "0 █████   ×" not in render.text(trace, 3, 80, False).plain
     masked = Trace()
     attention([[1.0]], [[1.0], [-1.0]], [[1.0], [2.0]], attn_mask=[[True, False]], tap=masked)
-    masked.only = ["weights"]
-    assert "0 █████   ×" in render.text(masked, 3, 80, False).plain
+    assert "0 █████   ×" in render.text(masked.selected(["weights"]), 3, 80, False).plain
 
 
 def test_shades_go_from_blank_over_any_share_to_full():
     trace = Trace()
     attention([[1.0]], np.log([[1], [2], [3], [10]]), np.ones((4, 1)), scale=1, tap=trace)
-    trace.only = ["weights"]
-    last = render.text(trace, 3, 80, False).plain.splitlines()[-1]
+    last = render.text(trace.selected(["weights"]), 3, 80, False).plain.splitlines()[-1]
     assert last.split() == ["0", "░░░░░", "░░░░░", "░░░░░", "▓▓▓▓▓"]
 
 

@@ -106,16 +106,27 @@ def test_numbers_printed_of_no_head_are_not_shown_at_every_head():
 
 def test_only_takes_names_with_or_without_their_block():
     trace = traced((3, 2), (3, 2), (3, 2), options={"backend": "tiled"}, blocks=(128, 128))
-    trace.only = ["S"]
-    assert [step.name for step in trace.steps] == ["S[i=0,j=0]"]
-    trace.only = ["S[i=0,j=0]", "output"]
-    assert [step.name for step in trace.steps] == ["S[i=0,j=0]", "output"]
-    assert list(trace.arrays) == ["S[i=0,j=0]", "output"]
-    trace.only = ["softmax"]
+    assert [step.name for step in trace.selected(["S"]).steps] == ["S[i=0,j=0]"]
+    chosen = trace.selected(["S[i=0,j=0]", "output"])
+    assert [step.name for step in chosen.steps] == ["S[i=0,j=0]", "output"]
+    assert list(chosen.arrays) == ["S[i=0,j=0]", "output"]
+    chosen = trace.selected(["softmax"])
     with pytest.raises(
         ValueError, match=r"no step 'softmax' here: the steps are Q\[i=…\], K\[i=…,j=…\]"
     ):
-        _ = trace.steps
+        _ = chosen.steps
+    assert len(trace.selected([]).steps) == len(trace.steps) > 2
+
+
+def test_steps_are_made_once_and_again_after_another_one_was_kept():
+    trace = Trace()
+    trace("a", np.ones(2))
+    first = trace.steps
+    assert trace.steps is first
+    chosen = trace.selected(["a"])
+    trace("b", np.ones(2))
+    assert [step.name for step in trace.steps] == ["a", "b"]
+    assert list(chosen) == ["a"]
 
 
 def test_a_given_q_is_not_said_to_be_projected():
