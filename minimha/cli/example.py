@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from minimha import examples
 from minimha.cli.arguments import add_changes, add_sentence, add_steps, count
 from minimha.cli.output import TRACE_FORMATS, add_output, deliver
-from minimha.examples import Example, sentences, translation
+from minimha.examples import DOCUMENTS, EXAMPLES, Example, sentences, translation
 
 
 def add_parser(commands: Any) -> None:
@@ -27,7 +26,7 @@ def add_parser(commands: Any) -> None:
     which.add_argument(
         "--document",
         type=lambda number: number.zfill(3) if number.isdigit() else number,
-        choices=tuple(examples.DOCUMENTS),
+        choices=tuple(DOCUMENTS),
         help="a document's example",
     )
     parser.add_argument("--heads", type=count, metavar="H", help="query heads (2)")
@@ -60,22 +59,23 @@ def _example(args: argparse.Namespace) -> Example:
     given = {name: value for name, value in settings.items() if value is not None}
     if args.sentence is not None:
         return sentences.sentence(args.sentence.split(), **given)
-    own = {1: "000", 3: "003", None: "003"}.get(args.tokens) if not given else None
-    name = args.name or args.document or own
+    name = DOCUMENTS.get(args.name or args.document, args.name)
+    if name is None and not given:
+        name = {None: "the-cat-sat", 1: "two-heads", 3: "the-cat-sat"}.get(args.tokens)
     if name is None and args.tokens is None and "context" in given:
         return sentences.sentence(translation.FRENCH, source="document 000", **given)
     if name is None:
         return sentences.of_length(args.tokens or 3, **given)
-    if name == "002" and given:  # a sentence without numbers
+    if name == "bank" and given:  # a sentence, without numbers of its own
         return sentences.of_length(6, **given)
-    if name not in examples.EXAMPLES:
-        raise ValueError(f"no example {name!r}: there are {', '.join(examples.EXAMPLES)}")
+    if name not in EXAMPLES:
+        raise ValueError(f"no example {name!r}: there are {', '.join(EXAMPLES)}")
     if given:
         first = next(iter(given))
         flags = {"num_heads": "heads", "num_kv_heads": "kv-heads", "d_model": "d-model"}
         flag = flags.get(first, "cross" if first == "context" else first)
         raise ValueError(
-            f"--{flag} cannot change example {name}, whose numbers are its own: use it with "
-            f"--tokens N or --sentence"
+            f"--{flag} cannot change example {EXAMPLES[name].label}, whose numbers are its own: "
+            f"use it with --tokens N or --sentence"
         )
-    return examples.EXAMPLES[name]
+    return EXAMPLES[name]

@@ -11,7 +11,14 @@ from minimha.examples import EXAMPLES
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser("examples", help="list the documents' worked examples")
+    parser = commands.add_parser(
+        "examples",
+        help="list the worked examples",
+        description="List the worked examples. An example with a document's number reproduces that "
+        "document's numbers. The documents are five texts that teach attention: 000, 001 and 002, "
+        "'Multi-Head Attention'; 003, 'A Deep Dive into the Multi-Head Attention Mechanism'; 004, "
+        "'Multi-head Attention'.",
+    )
     parser.set_defaults(run=run)
     add_output(parser, TABLE_FORMATS)
 
@@ -21,7 +28,8 @@ def run(args: argparse.Namespace) -> None:
     deliver_table(
         args,
         [
-            {"name": e.name, "title": e.title, "sentence": e.sentence, "source": e.source}
-            for e in EXAMPLES.values()
+            {"name": name}
+            | {key: getattr(example, key) for key in ("document", "title", "sentence", "source")}
+            for name, example in EXAMPLES.items()
         ],
     )

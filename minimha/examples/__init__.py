@@ -1,7 +1,23 @@
-"""The worked examples of the five documents, and the examples that they promise or describe.
+"""The worked examples of five teaching documents, and the examples that these promise or describe.
 
-``DOCUMENTS`` and ``EXAMPLES`` map a name to its example, which is imported when it is asked for:
-one example on the terminal should not wait for all the others.
+The documents, by the numbers that they have throughout the project:
+
+000
+    "Multi-Head Attention": one token through two heads, then self-attention and cross-attention in
+    a translation.
+001
+    "Multi-Head Attention": shapes, what heads learn, the sizes of known models, code for PyTorch.
+002
+    "Multi-Head Attention": the idea in words and formulas, without numbers.
+003
+    "A Deep Dive into the Multi-Head Attention Mechanism": three tokens through one causal head,
+    grouped-query attention.
+004
+    "Multi-head Attention": Q, K and V given, scores against cosines, FlashAttention.
+
+``EXAMPLES`` maps a name to its example, which is imported when it is asked for: one example on the
+terminal should not wait for all the others. ``DOCUMENTS`` maps a document's number to the name of
+the example that reproduces it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,45 +25,45 @@ from importlib import import_module
 
 from minimha.examples.example import Example
 
+DOCUMENTS = {
+    "000": "two-heads",
+    "001": "shapes",
+    "002": "bank",
+    "003": "the-cat-sat",
+    "004": "given-qkv",
+}
+PLACES = {  # module.attribute
+    "two-heads": "two_heads.EXAMPLE",
+    "shapes": "shapes.EXAMPLE",
+    "bank": "sentences.BANK",
+    "the-cat-sat": "the_cat_sat.EXAMPLE",
+    "given-qkv": "given_qkv.EXAMPLE",
+    "heads-000": "roles.ADOPTED",
+    "heads-001": "roles.RAN_AWAY",
+    "heads-002": "roles.BANK",
+    "translation": "translation.EXAMPLE",
+    "gpt2": "language_models.GPT2",
+    "llama": "language_models.LLAMA",
+    "cosine": "other_scores.COSINE",
+    "additive": "other_scores.ADDITIVE",
+}
+
 
 class Examples(Mapping[str, Example]):
-    """Examples by name, each given as ``module.attribute`` of this package."""
-
-    def __init__(self, places: dict[str, str]) -> None:
-        self._places = places
+    """Every example by its name."""
 
     def __getitem__(self, name: str) -> Example:
-        module, attribute = self._places[name].split(".")
+        module, attribute = PLACES[name].split(".")
         example: Example = getattr(import_module(f"minimha.examples.{module}"), attribute)
         return example
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(PLACES)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(PLACES)
 
 
-PLACES = {
-    "000": "two_heads.EXAMPLE",
-    "001": "shapes.EXAMPLE",
-    "002": "sentences.BANK",
-    "003": "the_cat_sat.EXAMPLE",
-    "004": "given_qkv.EXAMPLE",
-}
-DOCUMENTS = Examples(PLACES)
-EXAMPLES = Examples(
-    PLACES
-    | {
-        "heads-000": "roles.ADOPTED",
-        "heads-001": "roles.RAN_AWAY",
-        "heads-002": "roles.BANK",
-        "translation": "translation.EXAMPLE",
-        "gpt2": "language_models.GPT2",
-        "llama": "language_models.LLAMA",
-        "cosine": "other_scores.COSINE",
-        "additive": "other_scores.ADDITIVE",
-    }
-)
+EXAMPLES = Examples()
 
 __all__ = ["DOCUMENTS", "EXAMPLES", "Example"]

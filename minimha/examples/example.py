@@ -21,7 +21,7 @@ class Example:
     Attributes
     ----------
     name, title : str
-        Its number or key, and a line that says what it shows.
+        What it is called, and a line that says what it shows.
     source : str
         Where it stands.
     sentence : str
@@ -40,6 +40,8 @@ class Example:
         Block sizes, where the example runs in tiles.
     given : tuple of str
         Names of steps that are given, not computed as the catalogue has it.
+    document : str
+        The number of the document whose numbers it reproduces; empty where there is none.
     """
 
     name: str
@@ -55,6 +57,12 @@ class Example:
     notes: Mapping[str, str] = field(default_factory=dict)
     blocks: tuple[int, int] | None = None
     given: tuple[str, ...] = ()
+    document: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name and the document: ``the-cat-sat (document 003)``."""
+        return f"{self.name} (document {self.document})" if self.document else self.name
 
     def trace(self, is_causal: bool | None = None, is_scaled: bool | None = None) -> Trace:
         """Run the example and return its trace.
@@ -67,7 +75,7 @@ class Example:
         is_own = (causal, scaled) == (self.is_causal, self.is_scaled)
         if not is_own and not self.is_adjustable:
             raise ValueError(
-                f"example {self.name} has neither a causal mask nor scaling to change: "
+                f"example {self.label} has neither a causal mask nor scaling to change: "
                 f"it shows {self.title}"
             )
         changes = [
@@ -78,7 +86,7 @@ class Example:
             )
             if now != before
         ]
-        own = f"{self.name}: {self.title}"
+        own = f"{self.label}: {self.title}"
         trace = Trace(
             example=own if is_own else f"{own} (changed: {', '.join(changes)})",
             source=self.source,

@@ -67,7 +67,8 @@ def with_root(tap: Tap) -> Tap:
 
 
 EXAMPLE = Example(
-    name="004",
+    name="given-qkv",
+    document="004",
     title="Q, K and V given, and the outputs that do not follow from them",
     source=f"document 004, {TOY}, and {FLOW}",
     sentence="three tokens without words",

@@ -53,7 +53,8 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 EXAMPLE = Example(
-    name="001",
+    name="shapes",
+    document="001",
     title="the shapes of eight heads, and the sizes of known models",
     source=f"document 001, {CODE} and {TABLE}",
     sentence="The quick brown fox jumps",

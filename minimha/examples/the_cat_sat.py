@@ -49,7 +49,8 @@ def divided(tap: Tap) -> Tap:
 
 
 EXAMPLE = Example(
-    name="003",
+    name="the-cat-sat",
+    document="003",
     title="The cat sat, one causal head",
     source=SOURCE,
     sentence="The cat sat",

@@ -46,7 +46,8 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 EXAMPLE = Example(
-    name="000",
+    name="two-heads",
+    document="000",
     title="one token, two heads",
     source=SOURCE,
     sentence="X = [1, 2, 3, 4]",

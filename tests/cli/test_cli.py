@@ -62,24 +62,27 @@ def values(run, line, name, *more):
 
 def test_examples_lists_every_document_with_source_and_sentence(run):
     out = shown(run, "examples")
-    for text in ("000", "001", "002", "003", "004", "The cat sat", "section 'Worked"):
+    for text in ("000", "001", "002", "003", "004", "The cat sat", "'Worked"):
         assert text in out
 
 
 @pytest.mark.parametrize(
     ("line", "title"),
     [
-        ("example", "003: The cat sat"),
-        ("example --tokens 3", "003: The cat sat"),
-        ("example --tokens 1", "000: one token, two heads"),
-        ("example --document 3", "003: The cat sat"),
-        ("example --document 000", "000: one token"),
-        ("example --document 004", "004: Q, K and V given"),
+        ("example", "the-cat-sat (document 003): The cat sat"),
+        ("example --tokens 3", "the-cat-sat (document 003): The cat sat"),
+        ("example --tokens 1", "two-heads (document 000): one token, two heads"),
+        ("example --document 3", "the-cat-sat (document 003): The cat sat"),
+        ("example --document 000", "two-heads (document 000): one token"),
+        ("example --document 004", "given-qkv (document 004): Q, K and V given"),
         ("example --tokens 5", "5 tokens: The quick brown fox jumps, 2 heads"),
         ("example --tokens 6 --heads 4 --kv-heads 2 --d-model 8",
          "6 tokens: The bank approved the loan yesterday, 4 heads on 2 key/value heads"),
         ("example --tokens 3 --heads 2", "3 tokens: The cat sat, 2 heads"),
-        ("example 004", "004: Q, K and V given"),
+        ("example two-heads", "two-heads (document 000): one token, two heads"),
+        ("example bank", "bank (document 002): The bank approved the loan yesterday, 2 heads"),
+        ("example 002", "bank (document 002): The bank approved the loan yesterday, 2 heads"),
+        ("example 004", "given-qkv (document 004): Q, K and V given"),
         ("example translation", "translation: The boy trains the puppy → Le garçon"),
         ("example heads-002", "heads-002: The bank approved the loan yesterday, heads set by hand"),
         ("example gpt2", "gpt2: The cat sat, as GPT-2"),
@@ -483,7 +486,8 @@ def test_what_is_written_is_what_is_printed(run, tmp_path, format):
 
 
 def test_the_ending_of_the_file_says_the_format(run, tmp_path):
-    for ending, start in ((".json", "{"), (".md", "# 003"), (".tex", "\\doc"), (".svg", "<svg")):
+    starts = {".json": "{", ".md": "# the-cat-sat", ".tex": "\\doc", ".svg": "<svg"}
+    for ending, start in starts.items():
         shown(run, f"example --output result{ending}")
         assert (tmp_path / f"result{ending}").read_text(encoding="utf-8").startswith(start)
 
@@ -566,8 +570,8 @@ BAD_LINES = [
     ("example --tokens three", "expected a whole number from 1 to 12, came 'three'"),
     ("example --tokens 3 --document 003", "--document: not allowed with argument --tokens"),
     ("example --document 007", "argument --document: invalid choice: '007'"),
-    ("example --document 003 --heads 2", "--heads cannot change example 003"),
-    ("example --document 001 --causal", "example 001 has neither a causal mask nor scaling"),
+    ("example --document 003 --heads 2", "--heads cannot change example the-cat-sat (document"),
+    ("example --document 001 --causal", "example shapes (document 001) has neither a causal mask"),
     ("example --tokens 5 --heads 3", "d-model is 4 and heads is 3"),
     ("example --tokens 5 --heads 4 --kv-heads 3", "heads is 4 and kv-heads is 3"),
     ("example --heads 0", "argument --heads: expected a whole number of at least 1, came '0'"),
@@ -575,9 +579,9 @@ BAD_LINES = [
     ("example --decimals 40", "expected a whole number from 0 to 17, came '40'"),
     ("kernels --rung nope", "no rung 'nope' here: there are cpu.rung1_rows"),
     ("kernels --ptx --rung cpu.rung1_rows", "there are cuda.rung1_rows"),
-    ("example nope", "no example 'nope': there are 000, 001"),
+    ("example nope", "no example 'nope': there are two-heads, shapes"),
     ("example translation --heads 2", "--heads cannot change example translation, whose numbers"),
-    ("example 000 --rope", "--rope cannot change example 000"),
+    ("example 000 --rope", "--rope cannot change example two-heads (document 000)"),
     ("example llama --cross", "--cross cannot change example llama"),
     ("example --cross --causal", "a causal mask has no meaning between two sentences"),
     ("example --cross=", "the sentence to attend to has no tokens"),

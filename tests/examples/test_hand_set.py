@@ -154,7 +154,7 @@ def test_cosine_and_dot_product_side_by_side():
     root = 1 / np.sqrt(2)
     wanted = [[1, root, 0], [0, root, 1], [root, 1, root]]
     np.testing.assert_allclose(trace["cosine[cosine]"], wanted, atol=1e-15)
-    np.testing.assert_array_equal(trace["scores[dot]"], EXAMPLES["004"].trace()["scores"])
+    np.testing.assert_array_equal(trace["scores[dot]"], EXAMPLES["given-qkv"].trace()["scores"])
 
 
 def test_a_small_network_scores_document_004():

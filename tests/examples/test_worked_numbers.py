@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from minimha import attention
-from minimha.examples import EXAMPLES
+from minimha.examples import DOCUMENTS, EXAMPLES
 from minimha.examples.sentences import SENTENCES
 from minimha.explain.printed import Status
 from minimha.layers.multihead import MultiHeadAttention
@@ -18,7 +18,7 @@ inf = float("inf")
 E, T, R, W, A = (
     Status.EXACT, Status.TRUNCATED, Status.FROM_ROUNDED, Status.WRONG, Status.ASSUMED
 )  # fmt: skip
-TRACES = {name: example.trace() for name, example in EXAMPLES.items()}
+TRACES = {example.document or name: example.trace() for name, example in EXAMPLES.items()}
 
 # (document, step, head): the exact value
 EXACT = {
@@ -166,7 +166,7 @@ def test_a_wrongly_given_status_fails(example):
 
 
 def test_wrong_outputs_follow_from_neither_printed_matrix_of_weights():
-    example, trace = EXAMPLES["004"], TRACES["004"]
+    example, trace = EXAMPLES["given-qkv"], TRACES["004"]
     printed = next(p for p in example.printed if p.step == "output")
     for weights in (p.values for p in example.printed if p.step == "weights"):
         for comparison in replace(printed, rounded=weights @ trace["v"]).compare(trace["output"]):
@@ -179,7 +179,7 @@ def test_an_average_of_values_stays_between_them():
 
 
 def test_000_one_token_attends_to_itself_whatever_the_scale():
-    unscaled = EXAMPLES["000"].trace(is_scaled=False)
+    unscaled = EXAMPLES["two-heads"].trace(is_scaled=False)
     np.testing.assert_array_equal(unscaled["head_output"], TRACES["000"]["v"])
 
 
@@ -199,7 +199,7 @@ def test_001_every_configuration_satisfies_d_model_is_heads_times_d_k():
 
 
 def test_002_prints_no_numbers_and_names_its_relations():
-    assert EXAMPLES["002"].sentence == "The bank approved the loan yesterday"
+    assert EXAMPLES["bank"].sentence == "The bank approved the loan yesterday"
     assert not any(s.printed for s in TRACES["002"].steps)
     assert "bank ↔ loan, approved ↔ bank, yesterday ↔ approved" in step("002", "weights", 0).note
 
@@ -222,21 +222,30 @@ def test_004_512_wide_in_eight_heads_of_64_is_512_wide_again():
     assert shapes == [(5, 512), (1, 8, 5, 64), (5, 512), (5, 512)]
 
 
+def test_a_document_s_number_is_that_of_its_example():
+    numbers = {example.document: name for name, example in EXAMPLES.items() if example.document}
+    assert numbers == DOCUMENTS
+    assert all(example.name == name for name, example in EXAMPLES.items())
+
+
 def test_the_documents_have_a_sentence_of_every_length():
     assert list(SENTENCES) == list(range(1, 13))
     assert all(len(words.split()) == n for n, (words, _) in SENTENCES.items())
 
 
 def test_numbers_are_not_compared_once_the_example_is_changed():
-    changed = EXAMPLES["003"].trace(is_scaled=True)
+    changed = EXAMPLES["the-cat-sat"].trace(is_scaled=True)
     assert not any(s.printed for s in changed.steps)
     assert "changed" in changed.example
     np.testing.assert_array_equal(changed["output"], TRACES["003"]["output[divided]"])
     np.testing.assert_array_equal(
-        EXAMPLES["003"].trace(is_causal=True, is_scaled=False)["output"], TRACES["003"]["output"]
+        EXAMPLES["the-cat-sat"].trace(is_causal=True, is_scaled=False)["output"],
+        TRACES["003"]["output"],
     )
 
 
 def test_an_example_without_these_settings_refuses_them():
-    with pytest.raises(ValueError, match="example 001 has neither a causal mask nor scaling"):
-        EXAMPLES["001"].trace(is_causal=True)
+    with pytest.raises(
+        ValueError, match=r"example shapes \(document 001\) has neither a causal mask nor scaling"
+    ):
+        EXAMPLES["shapes"].trace(is_causal=True)

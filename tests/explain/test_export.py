@@ -16,7 +16,7 @@ from minimha import attention
 from minimha.examples import EXAMPLES, blocks, sentences
 from minimha.explain import Trace, export
 
-CAT = EXAMPLES["003"].trace()
+CAT = EXAMPLES["the-cat-sat"].trace()
 HEADS = sentences.of_length(5).trace()
 AWKWARD = sentences.sentence(
     [
@@ -79,7 +79,7 @@ def test_json_names_heads_only_where_there_are_several():
 
 
 def test_json_writes_a_picture_number_without_an_exact_one():
-    steps = json.loads(export.as_json(EXAMPLES["001"].trace()))["steps"]
+    steps = json.loads(export.as_json(EXAMPLES["shapes"].trace()))["steps"]
     assert steps[-1]["printed"][0]["exact"] is None
     assert steps[-1]["printed"][0]["status"] == "illustrative"
 
@@ -169,7 +169,7 @@ def test_markdown_says_what_is_printed():
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 @pytest.mark.parametrize(
     "trace",
-    [CAT, HEADS, AWKWARD, EXAMPLES["001"].trace(), blocks.of_length(4).trace()],
+    [CAT, HEADS, AWKWARD, EXAMPLES["shapes"].trace(), blocks.of_length(4).trace()],
     ids=["003", "heads", "awkward", "001", "flash"],
 )
 def test_latex_compiles_as_it_is(trace, tmp_path):

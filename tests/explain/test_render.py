@@ -39,7 +39,7 @@ def test_columns_that_do_not_fit_are_shown_below_under_the_same_labels():
 
 
 def test_without_a_terminal_no_line_is_broken_or_padded():
-    shown = render.text(TRACES["004"], 3, None, False)
+    shown = render.text(TRACES["given-qkv"], 3, None, False)
     lines = render.plain(shown).splitlines()
     assert lines == [line.rstrip() for line in lines]
     assert any(len(line) > 120 for line in lines)
@@ -47,15 +47,15 @@ def test_without_a_terminal_no_line_is_broken_or_padded():
 
 
 def test_statuses_are_in_words():
-    text = render.text(TRACES["003"], 3, None, False).plain
+    text = render.text(TRACES["the-cat-sat"], 3, None, False).plain
     assert "row cat, column The: printed 0.268, exact 0.268941: cut, not rounded" in text
     assert "the other 6 are exact, correctly rounded" in text
-    text = render.text(TRACES["004"], 3, None, False).plain
+    text = render.text(TRACES["given-qkv"], 3, None, False).plain
     assert "printed 1.198, exact 1.000000: does not follow from the printed weights and V" in text
 
 
 def test_raw_masked_and_softmax_side_by_side_for_one_head():
-    lines = render.text(TRACES["003"], 3, 80, False).plain.splitlines()
+    lines = render.text(TRACES["the-cat-sat"], 3, 80, False).plain.splitlines()
     titles = [line.split() for line in lines]
     at = titles.index(["raw", "scores", "masked", "softmax", "weights"])
     assert titles[at + 1] == ["The", "cat", "sat"] * 3
@@ -93,7 +93,7 @@ def test_shades_go_from_blank_over_any_share_to_full():
 
 
 def test_how_one_query_picks_its_values():
-    lines = render.text(TRACES["004"], 3, 80, False).plain.splitlines()
+    lines = render.text(TRACES["given-qkv"], 3, 80, False).plain.splitlines()
     at = lines.index("how query 2 picks values")
     assert [line.split() for line in lines[at + 2 :]] == [
         ["0", "█" * 10, "0.248", "·", "[1", "0]"],
@@ -110,7 +110,7 @@ def test_one_heatmap_a_head():
 
 
 def test_a_heatmap_in_colour_writes_its_numbers_on_grounds_of_its_own():
-    shown = render.text(TRACES["003"], 3, 80, True)
+    shown = render.text(TRACES["the-cat-sat"], 3, 80, True)
     stream = io.StringIO()
     Console(file=stream, force_terminal=True, color_system="truecolor", width=80).print(shown)
     assert "\x1b[38;2;255;255;255;48;2;8;48;107m 1.00" in stream.getvalue()
