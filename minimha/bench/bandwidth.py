@@ -16,7 +16,7 @@ STREAM = 1 << 25  # float32 numbers that are read to measure the bandwidth
 def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
     """The work of one call, and the call: bytes read for a decode shape, else operations."""
     if shape.is_decode:
-        from minimha.kernels.cpu.simd import read_memory
+        from minimha.kernels.cpu.simd.memory import read_memory
 
         numbers = np.ones(STREAM, np.float32)
         return 4.0 * STREAM, lambda: read_memory(numbers)

@@ -26,7 +26,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.simd import FASTMATH
+from minimha.kernels.cpu.simd.vector import FASTMATH
 from minimha.kernels.cpu.threads import turn
 from minimha.kernels.options import NO_BIAS, NO_MASK, Options, options
 

@@ -23,17 +23,11 @@ from numpy.typing import NDArray
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.kernel import glue, jit, kernel
 from minimha.kernels.cpu.scores import bend_tile, bends, hide, see_tile
-from minimha.kernels.cpu.simd import (
-    VECTOR_BITS,
-    VECTORS,
-    flat,
-    lanes,
-    lanes_exp,
-    lanes_max,
-    tile_product,
-    tile_product_add,
-    transpose,
-)
+from minimha.kernels.cpu.simd.memory import flat
+from minimha.kernels.cpu.simd.product import tile_product, tile_product_add
+from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
+from minimha.kernels.cpu.simd.transpose import transpose
+from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS, lanes
 
 B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of the L1 cache
 full_panel = jit(lanes)

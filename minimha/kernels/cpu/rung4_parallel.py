@@ -37,7 +37,9 @@ from minimha.kernels.cpu.rung3_vector_tiles import (
     take_tile,
 )
 from minimha.kernels.cpu.scores import key_range, sees
-from minimha.kernels.cpu.simd import FASTMATH, ROWS, flat, lanes, take_ticket
+from minimha.kernels.cpu.simd.memory import flat, take_ticket
+from minimha.kernels.cpu.simd.product import ROWS
+from minimha.kernels.cpu.simd.vector import FASTMATH, lanes
 from minimha.kernels.cpu.threads import num_workers
 
 PANELS = 4  # of a task

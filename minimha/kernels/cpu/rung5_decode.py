@@ -27,15 +27,10 @@ from minimha.kernels.cpu.kernel import jit, kernel
 from minimha.kernels.cpu.rung3_vector_tiles import full_panel, has_wild
 from minimha.kernels.cpu.rung4_parallel import TASKS_A_THREAD, readable
 from minimha.kernels.cpu.scores import bends, final_score, head_of, is_seen, key_range, sees
-from minimha.kernels.cpu.simd import (
-    VECTORS,
-    dot_products,
-    flat,
-    lanes,
-    lanes_exp,
-    lanes_max,
-    weighted_rows,
-)
+from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
+from minimha.kernels.cpu.simd.memory import flat
+from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
+from minimha.kernels.cpu.simd.vector import VECTORS, lanes
 from minimha.kernels.cpu.threads import num_workers
 
 B_C = 768  # keys at least whose scores are known before the maximum is taken

@@ -17,7 +17,9 @@ import numpy as np
 from minimha.equations import visibility
 from minimha.kernels import score
 from minimha.kernels.cpu.kernel import glue, jit
-from minimha.kernels.cpu.simd import flat, soft_cap, transpose
+from minimha.kernels.cpu.simd.memory import flat
+from minimha.kernels.cpu.simd.softmax import soft_cap
+from minimha.kernels.cpu.simd.transpose import transpose
 
 sees = jit(visibility.sees)
 key_range = jit(visibility.key_range)

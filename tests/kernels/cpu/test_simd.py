@@ -8,8 +8,14 @@ from pathlib import Path
 import numba
 import numpy as np
 import pytest
+from kernels.cpu import plain_simd
 
-from minimha.kernels.cpu import simd
+from minimha.kernels.cpu.simd import vector
+from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
+from minimha.kernels.cpu.simd.memory import flat, take_ticket
+from minimha.kernels.cpu.simd.product import tile_product, tile_product_add
+from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max, soft_cap
+from minimha.kernels.cpu.simd.transpose import transpose
 
 DTYPES = [np.float32, np.float64]
 RNG = np.random.default_rng(0)
@@ -22,9 +28,9 @@ def numbers(*shape, dtype=np.float32):
 @numba.njit
 def product(adds, *arguments):
     if adds:
-        simd.tile_product_add(*arguments)
+        tile_product_add(*arguments)
     else:
-        simd.tile_product(*arguments)
+        tile_product(*arguments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -32,22 +38,22 @@ def product(adds, *arguments):
 @pytest.mark.parametrize("vectors", [1, 2, 3])
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (8, 5), (11, 64), (16, 0), (0, 4), (23, 7)])
 def test_tile_products(rows, depth, vectors, adds, dtype):
-    lanes = vectors * simd.lanes(np.dtype(dtype).itemsize) // simd.VECTORS
+    lanes = vectors * vector.lanes(np.dtype(dtype).itemsize) // vector.VECTORS
     a_row, b_k, c_row = depth + 3, lanes + 2, lanes + 1
     A, B = numbers(rows + 2, a_row, dtype=dtype), numbers(depth + 2, b_k, dtype=dtype)
     C, factor = numbers(rows + 2, c_row, dtype=dtype), numbers(lanes, dtype=dtype)
     expected = C.copy()
     at = (A, 2, a_row, 1, B, 1, b_k)
     product(adds, *at, C, 3, c_row, factor, rows, vectors, depth)
-    simd.tile_product_plain(*at, expected, 3, c_row, factor, rows, lanes, depth, adds)
+    plain_simd.tile_product(*at, expected, 3, c_row, factor, rows, lanes, depth, adds)
     np.testing.assert_allclose(C, expected, atol=50 * np.finfo(dtype).eps)
 
 
 def test_a_tile_product_may_run_down_the_columns_of_A():
-    rows, depth, lanes = 9, 4, simd.lanes(4)
+    rows, depth, lanes = 9, 4, vector.lanes(4)
     A, B, factor = numbers(depth, rows), numbers(depth, lanes), np.ones(lanes, np.float32)
     C = np.zeros(rows * lanes, np.float32)
-    product(False, A, 0, 1, rows, B, 0, lanes, C, 0, lanes, factor, rows, simd.VECTORS, depth)
+    product(False, A, 0, 1, rows, B, 0, lanes, C, 0, lanes, factor, rows, vector.VECTORS, depth)
     expected = A.reshape(depth, rows).T @ B.reshape(depth, lanes)
     np.testing.assert_allclose(C.reshape(rows, lanes), expected, rtol=1e-5, atol=1e-6)
 
@@ -56,37 +62,37 @@ def test_a_tile_product_may_run_down_the_columns_of_A():
 @pytest.mark.parametrize("vectors", [1, 2, 3])
 @pytest.mark.parametrize("n", [0, 1, 7])
 def test_the_largest_of_a_lane(n, vectors, dtype):
-    lanes = vectors * simd.lanes(np.dtype(dtype).itemsize) // simd.VECTORS
+    lanes = vectors * vector.lanes(np.dtype(dtype).itemsize) // vector.VECTORS
     S = numbers(n + 1, lanes, dtype=dtype)
     S[::5], S[1::7] = np.nan, -np.inf
     largest, expected = np.zeros(lanes, dtype), np.zeros(lanes, dtype)
-    simd.lanes_max(S, 3, n, vectors, largest)
-    simd.lanes_max_plain(S, 3, n, lanes, expected)
+    lanes_max(S, 3, n, vectors, largest)
+    plain_simd.lanes_max(S, 3, n, lanes, expected)
     np.testing.assert_array_equal(largest, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vectors", [1, 2, 3])
 def test_the_exponential_of_a_lane(vectors, dtype):
-    lanes = vectors * simd.lanes(np.dtype(dtype).itemsize) // simd.VECTORS
+    lanes = vectors * vector.lanes(np.dtype(dtype).itemsize) // vector.VECTORS
     n, limits = 400, np.finfo(dtype)
     S = np.linspace(np.log(limits.tiny) * 0.999, 0, n * lanes, dtype=dtype)
     S[: 4 * lanes] = np.tile([0, -np.inf, np.nan, -1e-30], lanes)
     shift, expected = np.zeros(lanes, dtype), S.copy()
     sums, expected_sums = np.zeros(lanes, dtype), np.zeros(lanes, dtype)
     with np.errstate(invalid="ignore"):
-        simd.lanes_exp_plain(expected, 0, n, lanes, shift, expected_sums)
-    simd.lanes_exp(S, 0, n, vectors, shift, sums)
+        plain_simd.lanes_exp(expected, 0, n, lanes, shift, expected_sums)
+    lanes_exp(S, 0, n, vectors, shift, sums)
     np.testing.assert_allclose(S, expected, rtol=2.5 * limits.eps)
     np.testing.assert_allclose(sums, expected_sums, rtol=100 * limits.eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_too_small_for_a_normal_number_becomes_0(dtype):
-    lanes = simd.lanes(np.dtype(dtype).itemsize)
+    lanes = vector.lanes(np.dtype(dtype).itemsize)
     S = np.full(lanes, 1.01 * np.log(np.finfo(dtype).tiny), dtype)
     sums = np.zeros(lanes, dtype)
-    simd.lanes_exp(S, 0, 1, simd.VECTORS, np.zeros(lanes, dtype), sums)
+    lanes_exp(S, 0, 1, vector.VECTORS, np.zeros(lanes, dtype), sums)
     assert (S == 0).all()
     assert (sums == 0).all()
 
@@ -99,8 +105,8 @@ def test_dot_products(rows, depth, queries, dtype):
     C = np.zeros((queries + 1, rows + 2), dtype)
     expected = C.copy()
     to = (2, rows + 2, rows, queries, depth)
-    simd.dot_products(A, 1, depth + 2, B, 1, depth + 2, C.ravel(), *to)
-    simd.dot_products_plain(A, 1, depth + 2, B, 1, depth + 2, expected.ravel(), *to)
+    dot_products(A, 1, depth + 2, B, 1, depth + 2, C.ravel(), *to)
+    plain_simd.dot_products(A, 1, depth + 2, B, 1, depth + 2, expected.ravel(), *to)
     np.testing.assert_allclose(C, expected, atol=200 * np.finfo(dtype).eps)
 
 
@@ -113,8 +119,8 @@ def test_weighted_rows(depth, columns, rows, dtype):
     O = numbers(rows + 1, columns + 2, dtype=dtype)
     expected = O.copy()
     at = (P, 1, depth + 1, V, 2, columns + 3)
-    simd.weighted_rows(*at, O, 1, columns + 2, rows, columns, depth)
-    simd.weighted_rows_plain(*at, expected, 1, columns + 2, rows, columns, depth)
+    weighted_rows(*at, O, 1, columns + 2, rows, columns, depth)
+    plain_simd.weighted_rows(*at, expected, 1, columns + 2, rows, columns, depth)
     np.testing.assert_allclose(O, expected, atol=50 * np.finfo(dtype).eps)
 
 
@@ -124,7 +130,7 @@ def test_memory_from_an_element_on():
 
     @numba.njit
     def copy(X, pair):
-        line = simd.flat(X, 2)
+        line = flat(X, 2)
         pair[0], pair[1] = line[0], line[3]
 
     copy(X, pair)
@@ -135,7 +141,7 @@ def test_each_ticket_is_drawn_once():
     @numba.njit(parallel=True)
     def draw(counter, times):
         for _ in numba.prange(1000):
-            times[simd.take_ticket(counter)] += 1
+            times[take_ticket(counter)] += 1
 
     times = np.zeros(1000, np.int64)
     draw(np.zeros(1, np.int64), times)
@@ -149,12 +155,12 @@ def test_each_ticket_is_drawn_once():
 )
 def test_narrower_vectors_pass_the_same_tests(name, features, width):
     """What a machine without AVX-512, or without AVX2, compiles, forced upon this one."""
-    host = simd.binding.get_default_triple()
+    host = vector.binding.get_default_triple()
     if name == "haswell" and not host.startswith("x86_64"):
         pytest.skip(f"AVX2 is of x86-64, and this machine is {host}")
     here = Path(__file__).parent
     environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
-    wanted = "from minimha.kernels.cpu.simd import *; print(VECTOR_BITS, REGISTERS)"
+    wanted = "from minimha.kernels.cpu.simd.vector import *; print(VECTOR_BITS, REGISTERS)"
     told = subprocess.run(
         [sys.executable, "-c", wanted], env=environment, capture_output=True, text=True, check=True
     )
@@ -175,8 +181,8 @@ def test_a_soft_cap(cap, dtype):
     S = np.concatenate([[0, np.inf, -np.inf, np.nan], sizes, -sizes]).astype(dtype)
     expected = cap * np.tanh(S.astype(float) / cap)
     twin = S.copy()
-    simd.soft_cap(S, 0, S.size, cap)
-    simd.soft_cap_plain(twin, 0, twin.size, cap)
+    soft_cap(S, 0, S.size, cap)
+    plain_simd.soft_cap(twin, 0, twin.size, cap)
     for got in (S, twin):
         np.testing.assert_allclose(got, expected, rtol=4 * np.finfo(dtype).eps)
 
@@ -187,7 +193,7 @@ def test_a_transposition(dtype):
     X = np.random.default_rng(4).integers(0, 2 if dtype == np.bool_ else 99, 3 + rows * x_row)
     X = X.astype(dtype)
     Y, expected = (np.zeros(2 + columns * y_row, dtype) for _ in range(2))
-    simd.transpose(X, 3, x_row, Y, 2, y_row, rows, columns)
-    simd.transpose_plain(X, 3, x_row, expected, 2, y_row, rows, columns)
+    transpose(X, 3, x_row, Y, 2, y_row, rows, columns)
+    plain_simd.transpose(X, 3, x_row, expected, 2, y_row, rows, columns)
     np.testing.assert_array_equal(Y, expected)
     assert expected.any()

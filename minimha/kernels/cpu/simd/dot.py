@@ -1,0 +1,282 @@
+"""The two products of few queries, for which K and V are read once."""
+
+from __future__ import annotations
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from minimha.kernels.cpu.simd.memory import _asker
+from minimha.kernels.cpu.simd.product import ROWS
+from minimha.kernels.cpu.simd.vector import (
+    FASTMATH,
+    INT,
+    VECTOR_BITS,
+    Vector,
+    _loop,
+    _pointer,
+    _total,
+)
+
+ROWS_AHEAD = 16  # rows of K or V that are asked for before they are needed
+
+
+TOGETHER = ROWS // 2  # rows of K that meet four queries in registers
+
+
+def _sums(builder, vector, values):
+    """A vector of the sums of as many vectors as it has lanes, in their order.
+
+    Step by step two vectors become one: half of the numbers of each value join the other half. At
+    first within pieces of 128 bits, where shuffles are fast, then across them.
+    """
+    width, piece = vector.width, min(vector.width, 128 // vector.bits)
+    steps, m = [], 1
+    while m < piece:  # m values stand side by side in a piece
+        steps.append(
+            [
+                [
+                    source + start + half + x + y
+                    for start in range(0, width, piece)
+                    for x in range(0, piece // 2, m)
+                    for source in (0, width)
+                    for y in range(m)
+                ]
+                for half in (0, piece // 2)
+            ]
+        )
+        m *= 2
+    span = width
+    while span > piece:  # lanes over which a value is spread
+        steps.append(
+            [
+                [
+                    source + start + half + x
+                    for source in (0, width)
+                    for start in range(0, width, span)
+                    for x in range(span // 2)
+                ]
+                for half in (0, span // 2)
+            ]
+        )
+        span //= 2
+    for halves in steps:
+        picks = [ir.Constant(ir.VectorType(ir.IntType(32), width), half) for half in halves]
+        values = [
+            builder.fadd(*(builder.shuffle_vector(one, other, pick) for pick in picks))
+            for one, other in zip(values[::2], values[1::2], strict=True)
+        ]
+    return values[0]
+
+
+def _dots(queries, together, vectors):
+    """Primitive: ``queries`` rows of B against as many rows of A as make a vector of products.
+
+    ``together`` rows of A stand side by side, so that a vector of B, once loaded, serves them all;
+    ``vectors`` of each are taken at once. Depth is in whole vectors.
+    """
+
+    @intrinsic
+    def dots(typing, A, a, a_row, B, b, b_row, C, c, c_row, depth):
+        index = types.intp
+        signature = types.void(A, index, index, B, index, index, C, index, index, index)
+
+        def generate(context, builder, signature, arguments):
+            A, a, a_row, B, b, b_row, C, c, c_row, depth = arguments
+            kinds = signature.args
+            vector = Vector(kinds[6].dtype)
+            A = _pointer(context, builder, kinds[0], A, a)
+            B = _pointer(context, builder, kinds[3], B, b)
+            C = _pointer(context, builder, kinds[6], C, c)
+            rows = max(together, vector.width // queries)
+            step = vectors * vector.width
+            whole = builder.and_(depth, INT(-step))
+            rest = builder.sub(depth, whole)
+            others = [builder.gep(B, [builder.mul(INT(g), b_row)]) for g in range(queries)]
+            tile = [(g, r) for g in range(queries) for r in range(together)]
+            totals = cgutils.alloca_once(builder, vector.type, queries * rows)
+            ask = _asker(builder, vector, a_row, depth, together)
+
+            def some_rows(first, _):
+                own = [
+                    builder.gep(A, [builder.mul(builder.add(first, INT(r)), a_row)])
+                    for r in range(together)
+                ]
+                later = builder.gep(own[0], [builder.mul(INT(ROWS_AHEAD), a_row)])
+
+                def some_vectors(begin, number):
+                    def body(k, sums):
+                        start = builder.add(begin, k)
+                        left = [builder.gep(row, [start]) for row in own]
+                        for u in range(number):
+                            ask(later, builder.add(start, INT(u * vector.width)))
+                        results = []
+                        for u in range(number):
+                            x = [vector.load(builder, row, u) for row in left]
+                            y = [
+                                vector.load(builder, builder.gep(row, [start]), u) for row in others
+                            ]
+                            results += [
+                                vector.fma(builder, x[r], y[g], total)
+                                for (g, r), total in zip(tile, sums[u * len(tile) :], strict=False)
+                            ]
+                        return results + sums[number * len(tile) :]
+
+                    return body
+
+                sums = [vector.constant(0.0)] * (vectors * len(tile))
+                sums = _loop(builder, whole, step, sums, some_vectors(INT(0), vectors))
+                if vectors > 1:
+                    sums = _loop(builder, rest, vector.width, sums, some_vectors(whole, 1))
+                for x, (g, r) in enumerate(tile):
+                    total = _total(builder, sums[x :: len(tile)])
+                    place = builder.add(INT(g * rows + r), first)
+                    builder.store(total, builder.gep(totals, [place]))
+                return []
+
+            _loop(builder, INT(rows), together, [], some_rows)
+            for first in range(0, queries * rows, vector.width):
+                to_add = [
+                    builder.load(builder.gep(totals, [INT(first + x)])) for x in range(vector.width)
+                ]
+                products = _sums(builder, vector, to_add)
+                for lane in range(0, vector.width, min(rows, vector.width)):
+                    g, r = divmod(first + lane, rows)
+                    to = builder.gep(C, [builder.add(builder.mul(INT(g), c_row), INT(r))])
+                    vector.store_part(builder, products, lane, min(rows, vector.width), to)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return dots
+
+
+_dots_of_4, _dots_of_2, _dots_of_1 = _dots(4, TOGETHER, 1), _dots(2, TOGETHER, 1), _dots(1, 1, 4)
+
+
+@numba.njit(fastmath=FASTMATH)
+def dot_products(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
+    """C[c + g · c_row + r] = Σ_k A[a + r · a_row + k] · B[b + g · b_row + k], reading A once.
+
+    For ``rows`` r and ``queries`` g; flat arrays.
+    """
+    width = VECTOR_BITS // (8 * C.itemsize)
+    by_4, by_2, most = max(TOGETHER, width // 4), max(TOGETHER, width // 2), max(TOGETHER, width)
+    ready, whole = rows // most * most, depth // width * width
+    g = 0
+    while g < queries:
+        from_b, to = b + g * b_row, c + g * c_row
+        if g + 4 <= queries:
+            for r in range(0, ready, by_4):
+                _dots_of_4(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, whole)
+            g += 4
+        elif g + 2 <= queries:
+            for r in range(0, ready, by_2):
+                _dots_of_2(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, whole)
+            g += 2
+        else:
+            for r in range(0, ready, width):
+                _dots_of_1(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, whole)
+            g += 1
+    if ready == rows and whole == depth:
+        return
+    for g in range(queries):
+        for r in range(rows):
+            first, to = whole if r < ready else 0, c + g * c_row + r
+            total = C.dtype.type(0)
+            for k in range(first, depth):
+                total += A[a + r * a_row + k] * B[b + g * b_row + k]
+            C[to] = C[to] + total if r < ready else total
+
+
+def _weigh(queries, keys):
+    """Primitive: O += P V for ``queries`` rows of O, ``keys`` whole rows of V at a time.
+
+    The weights stay in registers while the rows of V pass side by side, asked for in memory's
+    order; O's are loaded and stored once for all the keys. ``columns`` are in whole vectors,
+    ``depth`` is divisible by keys.
+    """
+
+    @intrinsic
+    def weigh(typing, P, p, p_row, V, v, v_row, O, o, o_row, columns, depth):
+        index = types.intp
+        signature = types.void(P, index, index, V, index, index, O, index, index, index, index)
+
+        def generate(context, builder, signature, arguments):
+            P, p, p_row, V, v, v_row, O, o, o_row, columns, depth = arguments
+            kinds = signature.args
+            vector = Vector(kinds[6].dtype)
+            P = _pointer(context, builder, kinds[0], P, p)
+            V = _pointer(context, builder, kinds[3], V, v)
+            O = _pointer(context, builder, kinds[6], O, o)
+            ask = _asker(builder, vector, v_row, columns, keys)
+            rows_of_O = [builder.gep(O, [builder.mul(INT(g), o_row)]) for g in range(queries)]
+            rows_of_P = [builder.gep(P, [builder.mul(INT(g), p_row)]) for g in range(queries)]
+
+            def some_keys(k, _):
+                places_of_k = [builder.add(k, INT(x)) for x in range(keys)]
+                rows_of_V = [builder.gep(V, [builder.mul(at, v_row)]) for at in places_of_k]
+                weights = [
+                    [
+                        vector.splat(builder, builder.load(builder.gep(row, [place])))
+                        for place in places_of_k
+                    ]
+                    for row in rows_of_P
+                ]
+
+                def column(n, _):
+                    ask(later, n)
+                    places = [builder.gep(row, [n]) for row in rows_of_V]
+                    values = [vector.load(builder, place) for place in places]
+                    for row, own in zip(rows_of_O, weights, strict=True):
+                        place = builder.gep(row, [n])
+                        total = vector.load(builder, place)
+                        for weight, value in zip(own, values, strict=True):
+                            total = vector.fma(builder, weight, value, total)
+                        vector.store(builder, total, place)
+                    return []
+
+                later = builder.gep(rows_of_V[0], [builder.mul(INT(ROWS_AHEAD), v_row)])
+                _loop(builder, columns, vector.width, [], column)
+                return []
+
+            _loop(builder, depth, keys, [], some_keys)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return weigh
+
+
+_weigh_4, _weigh_2, _weigh_1 = (_weigh(queries, 4) for queries in (4, 2, 1))
+
+
+@numba.njit(fastmath=FASTMATH)
+def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, depth):
+    """O += P V for ``rows`` rows of O, reading V from memory once.
+
+    P's element (r, k) lies at p + r · p_row + k, V's row k at v + k · v_row, O's row r at
+    o + r · o_row; flat arrays.
+    """
+    width = VECTOR_BITS // (8 * O.itemsize)
+    whole, by_four = columns // width * width, depth // 4 * 4
+    r = 0
+    while r < rows:
+        from_p, to = p + r * p_row, o + r * o_row
+        if r + 4 <= rows:
+            _weigh_4(P, from_p, p_row, V, v, v_row, O, to, o_row, whole, by_four)
+            r += 4
+        elif r + 2 <= rows:
+            _weigh_2(P, from_p, p_row, V, v, v_row, O, to, o_row, whole, by_four)
+            r += 2
+        else:
+            _weigh_1(P, from_p, p_row, V, v, v_row, O, to, o_row, whole, by_four)
+            r += 1
+    if whole == columns and by_four == depth:
+        return
+    for r in range(rows):
+        for k in range(depth):
+            for d in range(whole if k < by_four else 0, columns):
+                O[o + r * o_row + d] += P[p + r * p_row + k] * V[v + k * v_row + d]

@@ -1,0 +1,249 @@
+"""What a softmax does to a tile of scores: cap, maximum, exponential and sum."""
+
+from __future__ import annotations
+
+import math
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from minimha.kernels.cpu.simd.vector import (
+    FASTMATH,
+    INT,
+    VECTOR_BITS,
+    Vector,
+    _loop,
+    _pointer,
+    _total,
+)
+
+PAIRED = 4  # rows of exponentials that are added pair by pair
+
+
+def _lanes_max(vectors):
+    @intrinsic
+    def maximum(typing, S, s, n, M):
+        signature = types.void(S, types.intp, types.intp, M)
+
+        def generate(context, builder, signature, arguments):
+            S, s, n, M = arguments
+            vector = Vector(signature.args[0].dtype)
+            S = _pointer(context, builder, signature.args[0], S, s)
+            M = _pointer(context, builder, signature.args[3], M, INT(0))
+
+            def body(k, best):
+                row = builder.gep(S, [builder.mul(k, INT(vectors * vector.width))])
+                results = []
+                for u in range(vectors):
+                    x = vector.load(builder, row, u)
+                    larger = builder.fcmp_ordered(">", x, best[u])
+                    results.append(builder.select(larger, x, best[u]))
+                return results
+
+            lowest = [vector.constant(-math.inf)] * vectors
+            for u, best in enumerate(_loop(builder, n, 1, lowest, body)):
+                vector.store(builder, best, M, u)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return maximum
+
+
+_max_3, _max_2, _max_1 = (_lanes_max(vectors) for vectors in (3, 2, 1))
+
+
+@numba.njit(fastmath=FASTMATH)
+def lanes_max(S, s, n, vectors, M):
+    """M[lane] = the largest of n rows S[s + row · lanes + lane]; NaN is passed over."""
+    if vectors == 3:
+        _max_3(S, s, n, M)
+    elif vectors == 2:
+        _max_2(S, s, n, M)
+    else:
+        _max_1(S, s, n, M)
+
+
+# e^r for |r| <= ln(2) / 2, highest power first: fitted with a relative error of 3e-9 for float32,
+# the Taylor series, whose error is below 1e-17 there, for float64.
+POLYNOMIAL = {
+    32: [
+        1.3814540580e-3,
+        8.3687454462e-3,
+        4.1668388993e-2,
+        1.6666521132e-1,
+        0.49999994040,
+        1.0,
+        1.0,
+    ],
+    64: [1 / math.factorial(n) for n in range(13, -1, -1)],
+}
+LN_2 = {
+    32: (0.693359375, -2.12194440e-4),
+    64: (0.693145751953125, 1.42860682030941723e-6),
+}
+MANTISSA = {32: 23, 64: 52}
+SMALLEST = {32: -126.0, 64: -1022.0}
+
+
+def _reduced(builder, vector, x):
+    """Whole w, r with x = w · ln(2) + r, and where e^x is too small for a normal number.
+
+    ln(2) comes in two parts, the first so short that w times it is exact (Cody and Waite, 1980).
+    """
+    bits = vector.bits
+    y = builder.fmul(x, vector.constant(1 / math.log(2)))
+    w = vector.call(builder, "rint", y)
+    r = x
+    for part in LN_2[bits]:
+        r = vector.fma(builder, w, vector.constant(-part), r)
+    return w, r, builder.fcmp_ordered("<", y, vector.constant(SMALLEST[bits]))
+
+
+def _polynomial(builder, vector, coefficients, r):
+    first, *rest = coefficients
+    power = vector.constant(first)
+    for coefficient in rest:
+        power = vector.fma(builder, power, r, vector.constant(coefficient))
+    return power
+
+
+def _times_power_of_2(builder, vector, x, w):
+    """x · 2^w, by adding w to the exponent bits of x."""
+    mantissa = MANTISSA[vector.bits]
+    # Added to 1.5 · 2^mantissa a small whole number stands in the lowest bits, NaN or not.
+    shifted = builder.bitcast(
+        builder.fadd(w, vector.constant(1.5 * 2.0**mantissa)), vector.integers
+    )
+    exponent = builder.shl(shifted, ir.Constant(vector.integers, [mantissa] * vector.width))
+    return builder.bitcast(
+        builder.add(builder.bitcast(x, vector.integers), exponent), vector.type
+    )  # fmt: skip
+
+
+def _exp(builder, vector, x):
+    """exp(x) of a vector of numbers that are at most 0, or NaN.
+
+    Below the normal numbers, and for -inf, the result is exactly 0.
+    """
+    w, r, vanishes = _reduced(builder, vector, x)
+    power = _polynomial(builder, vector, POLYNOMIAL[vector.bits], r)
+    scaled = _times_power_of_2(builder, vector, power, w)
+    return builder.select(vanishes, vector.constant(0.0), scaled)
+
+
+def _tanh(builder, vector, x):
+    """tanh(x) = -e / (e + 2) with e = exp(-2 abs(x)) - 1, which keeps the digits of a small x.
+
+    e = 2^w (e^r - 1) + (2^w - 1), and the polynomial of e^r without its 1 is divisible by r.
+    """
+    one = vector.constant(1.0)
+    size = builder.fmul(vector.call(builder, "fabs", x), vector.constant(-2.0))
+    w, r, vanishes = _reduced(builder, vector, size)
+    power = _times_power_of_2(builder, vector, one, w)
+    rest = builder.fmul(r, _polynomial(builder, vector, POLYNOMIAL[vector.bits][:-1], r))
+    e = vector.fma(builder, power, rest, builder.fsub(power, one))
+    e = builder.select(vanishes, vector.constant(-1.0), e)
+    quotient = builder.fdiv(e, builder.fadd(e, vector.constant(2.0)))
+    return vector.call(builder, "copysign", quotient, x)
+
+
+@intrinsic
+def _cap(typing, S, s, n, cap):
+    """``soft_cap`` of n items, which fill whole vectors."""
+    signature = types.void(S, types.intp, types.intp, S.dtype)
+
+    def generate(context, builder, signature, arguments):
+        S, s, n, cap = arguments
+        vector = Vector(signature.args[0].dtype)
+        S = _pointer(context, builder, signature.args[0], S, s)
+        cap = vector.splat(builder, cap)
+
+        def body(k, _):
+            place = builder.gep(S, [k])
+            ratio = builder.fdiv(vector.load(builder, place), cap)
+            vector.store(builder, builder.fmul(cap, _tanh(builder, vector, ratio)), place)
+            return []
+
+        _loop(builder, n, vector.width, [], body)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@numba.njit(fastmath=FASTMATH)
+def soft_cap(S, s, n, cap):
+    """S = cap · tanh(S / cap) in n items from S[s] on."""
+    width = VECTOR_BITS // (8 * S.itemsize)
+    ready = n // width * width
+    _cap(S, s, ready, S.dtype.type(cap))
+    for x in range(s + ready, s + n):
+        S[x] = cap * math.tanh(S[x] / cap)
+
+
+def _lanes_exp(vectors):
+    @intrinsic
+    def exponential(typing, S, s, n, M, T):
+        signature = types.void(S, types.intp, types.intp, M, T)
+
+        def generate(context, builder, signature, arguments):
+            S, s, n, M, T = arguments
+            vector = Vector(signature.args[0].dtype)
+            S = _pointer(context, builder, signature.args[0], S, s)
+            M = _pointer(context, builder, signature.args[3], M, INT(0))
+            T = _pointer(context, builder, signature.args[4], T, INT(0))
+            m = [vector.load(builder, M, u) for u in range(vectors)]
+
+            def exp_of(place, u):
+                difference = builder.fsub(vector.load(builder, place), m[u])
+                p = _exp(builder, vector, difference)
+                vector.store(builder, p, place)
+                return p
+
+            def some_rows(first, rows):
+                """Exponentials of ``rows`` rows from ``first`` on, and their sums, pair by pair."""
+
+                def body(k, sums):
+                    row = builder.mul(builder.add(first, k), INT(vectors * vector.width))
+                    results = []
+                    for u in range(vectors):
+                        terms = []
+                        for x in range(rows):
+                            offset = INT((x * vectors + u) * vector.width)
+                            place = builder.gep(S, [builder.add(row, offset)])
+                            terms.append(exp_of(place, u))
+                        results.append(builder.fadd(sums[u], _total(builder, terms)))
+                    return results
+
+                return body
+
+            whole = builder.and_(n, INT(-PAIRED))
+            sums = [vector.constant(0.0)] * vectors
+            sums = _loop(builder, whole, PAIRED, sums, some_rows(INT(0), PAIRED))
+            sums = _loop(builder, builder.sub(n, whole), 1, sums, some_rows(whole, 1))
+            for u, total in enumerate(sums):
+                vector.store(builder, total, T, u)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return exponential
+
+
+_exp_3, _exp_2, _exp_1 = (_lanes_exp(vectors) for vectors in (3, 2, 1))
+
+
+@numba.njit(fastmath=FASTMATH)
+def lanes_exp(S, s, n, vectors, M, T):
+    """S = exp(S - M[lane]) in n rows of lanes from S[s] on, and T[lane] = the sum over the rows.
+
+    S - M must be at most 0. What is too small for a normal number becomes 0, as -inf does.
+    """
+    if vectors == 3:
+        _exp_3(S, s, n, M, T)
+    elif vectors == 2:
+        _exp_2(S, s, n, M, T)
+    else:
+        _exp_1(S, s, n, M, T)

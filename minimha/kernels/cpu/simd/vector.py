@@ -1,0 +1,136 @@
+"""Vectors of the machine compiled for, as LLVM knows them."""
+
+from __future__ import annotations
+
+import numba
+from llvmlite import binding, ir
+from numba.core import cgutils
+
+FASTMATH = {
+    "nsz",
+    "arcp",
+    "contract",
+    "afn",
+    "reassoc",
+}  # but never nnan or ninf: -inf is real
+VECTORS = 3
+
+
+def host_vectors():
+    """Bits of a vector register and number of vector registers of the machine compiled for.
+
+    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES, where they are set, decide as they do for numba itself,
+    so that what is compiled here fits what numba caches it under.
+    """
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
+        given = (numba.config.CPU_FEATURES or "").split(",")
+        features = {name[1:]: True for name in given if name.startswith("+")}
+    else:
+        features = dict(binding.get_host_cpu_features())
+    if features.get("avx512f"):
+        return 512, 32
+    if features.get("avx2") and features.get("fma"):
+        return 256, 16
+    return 128, 32 if binding.get_default_triple().startswith(("aarch64", "arm64")) else 16
+
+
+VECTOR_BITS, REGISTERS = host_vectors()
+
+
+def lanes(itemsize):
+    """Lanes of a full panel of items of ``itemsize`` bytes."""
+    return VECTORS * VECTOR_BITS // (8 * itemsize)
+
+
+INT = ir.IntType(64)
+
+
+class Vector:
+    """LLVM's types for one floating dtype, and the few operations on them."""
+
+    def __init__(self, dtype):
+        self.bits = dtype.bitwidth
+        self.width = VECTOR_BITS // self.bits
+        self.item = ir.FloatType() if self.bits == 32 else ir.DoubleType()
+        self.type = ir.VectorType(self.item, self.width)
+        self.integers = ir.VectorType(ir.IntType(self.bits), self.width)
+        self.suffix = f"v{self.width}f{self.bits}"
+
+    def constant(self, number):
+        return ir.Constant(self.type, [number] * self.width)
+
+    def call(self, builder, name, *arguments):
+        """LLVM's elementwise intrinsic ``name``."""
+        kind = ir.FunctionType(self.type, [self.type] * len(arguments))
+        function = cgutils.get_or_insert_function(
+            builder.module, kind, f"llvm.{name}.{self.suffix}"
+        )
+        return builder.call(function, arguments)
+
+    def fma(self, builder, a, b, c):
+        """a · b + c, in one instruction where the machine has it."""
+        return self.call(builder, "fmuladd", a, b, c)
+
+    def load(self, builder, pointer, number=0):
+        """The ``number``-th vector from ``pointer`` on."""
+        place = builder.gep(pointer, [INT(number * self.width)])
+        loaded = builder.load(builder.bitcast(place, self.type.as_pointer()))
+        loaded.align = self.bits // 8
+        return loaded
+
+    def store(self, builder, value, pointer, number=0):
+        place = builder.gep(pointer, [INT(number * self.width)])
+        stored = builder.store(value, builder.bitcast(place, self.type.as_pointer()))
+        stored.align = self.bits // 8
+
+    def store_part(self, builder, value, first, number, pointer):
+        """Store ``number`` lanes of ``value``, from lane ``first`` on."""
+        lane = ir.IntType(32)
+        picked = ir.Constant(ir.VectorType(lane, number), [lane(first + x) for x in range(number)])
+        part = builder.shuffle_vector(value, value, picked)
+        stored = builder.store(part, builder.bitcast(pointer, part.type.as_pointer()))
+        stored.align = self.bits // 8
+
+    def splat(self, builder, scalar):
+        """``scalar`` in every lane."""
+        undefined = ir.Constant(self.type, ir.Undefined)
+        first = builder.insert_element(undefined, scalar, ir.IntType(32)(0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.width), [0] * self.width)
+        return builder.shuffle_vector(first, undefined, zeros)
+
+
+def _pointer(context, builder, kind, array, offset):
+    """Pointer to the element ``offset`` of an array's memory."""
+    item = Vector(kind.dtype).item
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.gep(builder.bitcast(data, item.as_pointer()), [offset])
+
+
+def _loop(builder, stop, step, initial, body):
+    """for k in range(0, stop, step): values = body(k, values). Returns the last values."""
+    before = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    k = builder.phi(INT)
+    k.add_incoming(INT(0), before)
+    values = [builder.phi(value.type) for value in initial]
+    for phi, value in zip(values, initial, strict=True):
+        phi.add_incoming(value, before)
+    builder.cbranch(builder.icmp_signed("<", k, stop), inside, after)
+    builder.position_at_end(inside)
+    results = body(k, values)
+    k.add_incoming(builder.add(k, INT(step)), builder.block)
+    for phi, value in zip(values, results, strict=True):
+        phi.add_incoming(value, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return values
+
+
+def _total(builder, terms):
+    """Sum of a power of two of vectors, pair by pair."""
+    while len(terms) > 1:
+        pairs = zip(terms[::2], terms[1::2], strict=True)
+        terms = [builder.fadd(*pair) for pair in pairs]
+    return terms[0]

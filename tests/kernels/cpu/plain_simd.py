@@ -1,0 +1,73 @@
+"""The vector primitives of ``minimha.kernels.cpu.simd`` in plain numba: loops that can be read."""
+
+import math
+
+import numba
+
+
+@numba.njit
+def tile_product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, num_lanes, depth, adds):
+    """Twin of both tile products, over flat arrays; ``adds`` chooses which."""
+    for r in range(rows):
+        for lane in range(num_lanes):
+            place = c + r * c_row + lane
+            total = C[place] * factor[lane] if adds else C.dtype.type(0)
+            for k in range(depth):
+                total += A[a + r * a_row + k * a_k] * B[b + k * b_k + lane]
+            C[place] = total if adds else total * factor[lane]
+
+
+@numba.njit
+def lanes_max(S, s, n, num_lanes, M):
+    """Twin of ``lanes_max``."""
+    for lane in range(num_lanes):
+        M[lane] = -math.inf
+        for row in range(n):
+            if S[s + row * num_lanes + lane] > M[lane]:
+                M[lane] = S[s + row * num_lanes + lane]
+
+
+@numba.njit
+def soft_cap(S, s, n, cap):
+    """Twin of ``soft_cap``."""
+    for x in range(s, s + n):
+        S[x] = cap * math.tanh(S[x] / cap)
+
+
+@numba.njit
+def lanes_exp(S, s, n, num_lanes, M, T):
+    """Twin of ``lanes_exp``."""
+    for lane in range(num_lanes):
+        T[lane] = 0
+        for row in range(n):
+            place = s + row * num_lanes + lane
+            S[place] = math.exp(S[place] - M[lane])
+            T[lane] += S[place]
+
+
+@numba.njit
+def dot_products(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
+    """Twin of ``dot_products``."""
+    for g in range(queries):
+        for r in range(rows):
+            total = C.dtype.type(0)
+            for k in range(depth):
+                total += A[a + r * a_row + k] * B[b + g * b_row + k]
+            C[c + g * c_row + r] = total
+
+
+@numba.njit
+def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, depth):
+    """Twin of ``weighted_rows``."""
+    for r in range(rows):
+        for d in range(columns):
+            for k in range(depth):
+                O[o + r * o_row + d] += P[p + r * p_row + k] * V[v + k * v_row + d]
+
+
+@numba.njit
+def transpose(X, x, x_row, Y, y, y_row, rows, columns):
+    """Twin of ``transpose``."""
+    for r in range(rows):
+        for c in range(columns):
+            Y[y + c * y_row + r] = X[x + r * x_row + c]
