@@ -1,4 +1,4 @@
-"""The door: validate once, choose a backend, return."""
+"""``attention``: check the arguments once, choose a backend, return its result."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
 from minimha.kernels.cuda.availability import is_device_array, reason_without_cuda
 
-# Imported when used: numba, which the kernels need, takes longer to import than a toy takes to run.
+# Imported when used: importing numba, for the kernels, takes longer than solving a toy problem.
 BACKENDS = {
     "dense": "minimha.equations.dense",
     "tiled": "minimha.equations.tiled",
     "cpu": "minimha.kernels.cpu.backend",
     "cuda": "minimha.kernels.cuda.backend",
 }
-TAPPED = ("dense", "tiled")  # those whose steps can be tapped
-WORTH_COMPILING = 1 << 26  # products: there the dense backend needs some milliseconds
+TAPPED = ("dense", "tiled")  # the backends whose steps can be tapped
+WORTH_COMPILING = 1 << 26  # products, for which the dense backend needs some milliseconds
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about the machine)
-    """The backend that was asked for by name cannot run here, or cannot take this problem."""
+    """The requested backend cannot run here, or does not support this problem."""
 
 
 def backends() -> dict[str, str | None]:
-    """Return every backend's name with the reason why it cannot run, None where it can.
+    """Return for each backend the reason why it cannot run here, or None if it can.
 
     >>> backends()["dense"] is None
     True
@@ -38,7 +38,7 @@ def backends() -> dict[str, str | None]:
 
 
 def _reason(backend: str) -> str | None:
-    """Why a backend cannot run; only CUDA's own question wakes NVIDIA's driver."""
+    """Why a backend cannot run here, or None; NVIDIA's driver is initialized only for "cuda"."""
     if backend == "cuda":
         return reason_without_cuda()
     if backend == "cpu" and not find_spec("numba"):
@@ -65,63 +65,63 @@ def attention(
     backend: str = "auto",
     tap: Tap = no_tap,
 ) -> Any:
-    """softmax(scale · Q Kᵀ) V: each query's average of the values, weighted by how keys fit it.
+    """softmax(scale · Q Kᵀ) V: for each query, the mean of the values with softmax weights.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
-    ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are taken as
-    one batch, and the output comes back as they came.
+    ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are a batch of
+    one, and the output has the same number of dimensions.
 
-    Arrays of torch, CuPy, JAX or numba that lie on an NVIDIA GPU are computed there, by the backend
-    "cuda", on their library's current stream, and the output is an array of that library. q, k, v
-    then have one floating dtype, and ``attn_mask`` and ``attn_bias`` lie there too.
+    With arrays of torch, CuPy, JAX or numba on an NVIDIA GPU the backend "cuda" computes there, on
+    their library's current stream, and returns arrays of that library. q, k, v must then have one
+    floating dtype, and ``attn_mask`` and ``attn_bias`` must be on the same GPU.
 
-    The options act in this order: scale → softcap → bias → mask → softmax.
+    The options are applied in this order: scale → softcap → bias → mask → softmax.
 
     Parameters
     ----------
     q : array_like of shape (B, H, Lq, D)
         Queries. Integers are computed in float64, float16 and bfloat16 in float32.
     k : array_like of shape (B, Hkv, Lk, D)
-        Keys. H must be a multiple of Hkv: query head h reads key/value head h // (H // Hkv).
+        Keys. H must be a multiple of Hkv: query head h uses key/value head h // (H // Hkv).
     v : array_like of shape (B, Hkv, Lk, Dv)
         Values.
-    is_causal : bool
-        Query i, which stands at key position i + q_offset, sees no key after that position.
-    q_offset : int or array_like of shape (B,), int
-        Position of query 0 among the keys; any integer. 0 where Lq = Lk; must be given where
-        Lq ≠ Lk and ``is_causal``, ``window_size`` or ``alibi_slopes`` asks for positions.
-    window_size : pair of int or None
-        (left, right), both inclusive: query i sees keys i + q_offset - left to
-        i + q_offset + right. None is a side without a limit.
-    attn_mask : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), bool
+    is_causal : bool, default False
+        Query i, which is at key position i + q_offset, sees no key after that position.
+    q_offset : int or array_like of shape (B,), int, optional
+        Position of query 0 among the keys; any integer. Default is 0 if Lq = Lk; otherwise it is
+        required with ``is_causal``, ``window_size`` or ``alibi_slopes``, which depend on positions.
+    window_size : pair of int or None, optional
+        (left, right), both inclusive: query i sees the keys from i + q_offset - left to
+        i + q_offset + right. None is a side without a limit. Default is no window.
+    attn_mask : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), bool, optional
         True = may attend.
-    attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk)
-        Added to the scores; -inf hides a key as a False in ``attn_mask`` does. A finite number
-        beyond the compute dtype's range counts as the largest in it.
-    kv_lengths : int or array_like of shape (B,), int
-        Only keys j < length exist.
-    alibi_slopes : array_like of shape (H,)
+    attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), optional
+        Added to the scores; -inf hides a key as False in ``attn_mask`` does. A finite number
+        outside the compute dtype's range is clipped to it.
+    kv_lengths : int or array_like of shape (B,), int, optional
+        Only keys j < length exist. Default is Lk.
+    alibi_slopes : array_like of shape (H,), optional
         Adds -slope · abs(i + q_offset - j) to the scores. Finite.
-    scale : float
-        Multiplies the scores; 1/√D if not given. 0 and negative numbers are legal.
-    softcap : float
+    scale : float, optional
+        Multiplies the scores; may be 0 or negative. Default is 1/sqrt(D).
+    softcap : float, optional
         Positive c: scores become c · tanh(score / c).
-    sinks : array_like of shape (H,)
-        Extra scores that join the denominator and the log-sum-exp but have no value. Finite, or
-        -inf for none.
-    return_lse : bool
+    sinks : array_like of shape (H,), optional
+        Extra scores in the denominator and the log-sum-exp that have no value. Finite, or -inf for
+        none.
+    return_lse : bool, default False
         Return the log-sum-exp too.
-    backend : {"auto", "dense", "tiled", "cpu", "cuda"}
-        A backend that is named is used or refuses. "auto" takes "cpu" from 2^26 products on
-        (B · H · Lq · Lk · (D + Dv)), else, and where a tap listens, "dense"; never "cuda", which
-        runs when it is named or where the arrays lie on a GPU.
-    tap : callable ``tap(name, value) -> value``
-        Hears every intermediate; see ``minimha.explain.Trace``.
+    backend : {"auto", "dense", "tiled", "cpu", "cuda"}, default "auto"
+        A backend that is named computes or raises. "auto" chooses "cpu" from 2^26 products on
+        (B · H · Lq · Lk · (D + Dv)), and "dense" below and with a tap; it never chooses "cuda",
+        which computes if it is named or if the arrays are on a GPU.
+    tap : callable ``tap(name, value) -> value``, optional
+        Receives every intermediate; see ``minimha.explain.Trace``.
 
     Returns
     -------
     output : ndarray of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
-        A query that sees no key gets 0.
+        0 for a query that sees no key.
     lse : ndarray of shape (B, H, Lq), float32 or float64, if ``return_lse``
         Natural logarithm of the sum of the exponentials of a row's final scores, sinks included;
         -inf for a query that sees no key and has no sink.
@@ -129,11 +129,12 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        An argument that does not fit, named in a sentence. No array is ever written to.
+        An argument of the wrong type, shape or range; the message names it. No array is ever
+        written to.
     BackendUnavailable
-        The named backend cannot run here or cannot take this problem.
+        The named backend cannot run here or does not support this problem.
     MemoryError
-        It does not fit into memory, the GPU's or the machine's.
+        The problem does not fit into the memory of the machine or the GPU.
 
     References
     ----------
@@ -180,11 +181,11 @@ def attention(
 
 
 def _device_module(backend: str, name: str, tap: Tap) -> Any:
-    """Return the module that computes where arrays lie on a GPU, as argument ``name`` does."""
+    """Return the module that computes on the GPU, where argument ``name`` is."""
     if backend not in ("auto", "cuda"):
         raise BackendUnavailable(
-            f"backend {backend!r} cannot run: {name} lies on a GPU; copy it to the host first, or "
-            f"take backend 'cuda'"
+            f"backend {backend!r} cannot run: {name} is on a GPU; copy it to the host first, or "
+            f"use backend 'cuda'"
         )
     reason = _untapped() if tap is not no_tap else _reason("cuda")
     if reason:

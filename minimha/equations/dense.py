@@ -1,12 +1,12 @@
-"""Attention as the papers write it: whole matrices, one line an equation.
+"""Attention as the papers write it: whole matrices, one line per equation.
 
 Vaswani et al., "Attention Is All You Need", 2017, equation 1, with the options that later models
-added, in the order in which they act:
+added, in the order in which they are applied:
 
     scores → scaled → capped → biased → masked → weights → output
 
-Arithmetic follows IEEE 754 without a warning: a NaN or infinity that a query sees shows in that
-query's row, one that it does not see never does.
+Arithmetic follows IEEE 754 without warnings: a NaN or infinity that a query sees propagates to that
+query's row, and one that it does not see never does.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from minimha.equations.tap import Tap, no_tap
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this backend cannot take ``problem``: it takes all, so None."""
+    """Return why this backend does not support ``problem``: it supports all, so None."""
     return None
 
 
 def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[Any]]:
     """O = softmax(S) V and L = log Σ exp S, with S the scaled, capped, biased, masked Q Kᵀ.
+
+    Parameters
+    ----------
+    problem : Problem
+    tap : callable, optional
+        Receives every intermediate; see ``minimha.equations.tap``.
 
     Returns
     -------
@@ -52,7 +58,7 @@ def scores(
 ) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
     """The final scores of the queries ``rows`` and the keys ``keys``, and which keys are seen.
 
-    ``Q`` and ``K`` hold those rows and keys only, so that a tile asks for its own block. The second
+    ``Q`` and ``K`` hold only those rows and keys, so that a tile computes its own block. The second
     value is None where nothing can be hidden.
     """
     S = tap("scores", Q @ K.swapaxes(-1, -2))
@@ -90,9 +96,9 @@ def softmax(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Weights exp(S) / Σ exp(S) of each row, and the row's log-sum-exp.
 
-    The row's maximum is subtracted first, which changes nothing but the range: every exponent is at
-    most 0. A row of -inf alone, a query that sees no key, has weights 0 and log-sum-exp -inf.
-    ``sinks`` (H,) join each row's sum and log-sum-exp without being a key.
+    The row's maximum is subtracted first, so that no exponential overflows; the weights stay the
+    same. A row of nothing but -inf, a query that sees no key, has weights 0 and log-sum-exp -inf.
+    ``sinks`` (H,) are added to each row's sum and log-sum-exp without being keys.
     """
     m = S.max(axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
@@ -109,21 +115,21 @@ def softmax(
 def weighted_sum(P: NDArray[Any], V: NDArray[Any], seen: NDArray[np.bool_] | None) -> NDArray[Any]:
     """P V in which a key that a query does not see adds nothing, not even 0 · NaN.
 
-    Only a value that is not finite makes the difference. Its terms are added by themselves, to the
-    rows that see it.
+    Only values that are not finite need care. The terms of their keys are added separately, and
+    only to the rows that see them.
     """
-    wild = ~np.isfinite(V).all(axis=-1)
-    if seen is None or not wild.any():
+    nonfinite = ~np.isfinite(V).all(axis=-1)
+    if seen is None or not nonfinite.any():
         return np.asarray(P @ V)
-    O = np.asarray(P @ np.where(wild[..., None], V.dtype.type(0), V))
-    for j in np.flatnonzero((wild & seen.any(axis=-2)).any(axis=(0, 1))):
-        counts = seen[..., j] & wild[..., j, None]
-        O += np.where(counts[..., None], P[..., j, None] * V[..., j, None, :], V.dtype.type(0))
+    O = np.asarray(P @ np.where(nonfinite[..., None], V.dtype.type(0), V))
+    for j in np.flatnonzero((nonfinite & seen.any(axis=-2)).any(axis=(0, 1))):
+        rows = seen[..., j] & nonfinite[..., j, None]
+        O += np.where(rows[..., None], P[..., j, None] * V[..., j, None, :], V.dtype.type(0))
     return O
 
 
 def for_query_heads(problem: Problem, X: NDArray[Any]) -> NDArray[Any]:
-    """Each key/value head repeated for its query heads: query head h reads head h // (H // Hkv).
+    """Each key/value head repeated for its query heads: query head h uses head h // (H // Hkv).
 
     Ainslie et al., "GQA", 2023.
     """

@@ -1,7 +1,7 @@
-"""One attention problem, checked: every check and every default of the library happens here.
+"""One attention problem, checked: every check and every default of ``attention`` is here.
 
-Behind this door the arrays are 4-D, of one compute dtype, and every option has its final form, so
-that equations and kernels hold no checks at all.
+In a ``Problem`` the arrays are 4-D, of one dtype, and every option has its final form, so that
+equations and kernels need no checks at all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MASK_SHAPES = "(Lq, Lk), or 4-D and broadcastable to (B, H, Lq, Lk)"
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """softmax(scale · Q Kᵀ + bias, over the visible keys) V, with everything decided.
+    """softmax(scale · Q Kᵀ + bias, over the visible keys) V, with every default filled in.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``D`` head width, ``Dv`` value width.
@@ -48,7 +48,7 @@ class Problem:
         Query i sees keys from i + q_offset - left to i + q_offset + right; causality is right = 0.
     q_offset : ndarray of shape (B,), int64
     kv_lengths : ndarray of shape (B,), int64
-        Number of filled keys; Lk where the caller gave none.
+        Number of filled keys; Lk if the caller gave none.
     attn_mask : ndarray of shape (B, H, Lq, Lk), bool, or None
         True = may attend. A read-only view, broadcast from what the caller gave.
     attn_bias : ndarray of shape (B, H, Lq, Lk), compute dtype, or None
@@ -58,8 +58,8 @@ class Problem:
     dtype : numpy.dtype
         Of q, k, v and the output.
     compute : numpy.dtype
-        Of everything in between: float64 for float64, else float32. Numbers of 16 bits are
-        widened when they are read and the output is rounded once.
+        Of everything in between: float64 for float64, else float32. 16-bit numbers are widened
+        when they are read, and the output is rounded once.
     rank : int
         Dimensions of the caller's arrays, 2 to 4.
     """
@@ -99,14 +99,14 @@ class Problem:
         softcap: float | None = None,
         sinks: ArrayLike | None = None,
     ) -> Problem:
-        """Check the arguments of ``minimha.attention`` (which describes them) and fix the defaults.
+        """Check the arguments, which ``minimha.attention`` describes, and fill in the defaults.
 
         Raises
         ------
         TypeError
-            An argument is of the wrong kind: text where numbers belong, a mask that is not boolean.
+            An argument of the wrong type: text instead of numbers, a mask that is not boolean.
         ValueError
-            Shapes that do not fit together, or a value outside its range.
+            Shapes that do not match, or a value outside its range.
         """
         rank, (q4, k4, v4) = _arrays(q, k, v)
         B, H, Lq, D = q4.shape
@@ -264,8 +264,8 @@ def _offset(
     if q_offset is None:
         if Lq != Lk and positional:
             raise ValueError(
-                f"{name_of(positional[0])} with Lq={Lq} and Lk={Lk} needs q_offset: query i stands "
-                f"at key position i + q_offset; q_offset=0 aligns the first query with the first "
+                f"{name_of(positional[0])} with Lq={Lq} and Lk={Lk} needs q_offset: query i is at "
+                f"key position i + q_offset; q_offset=0 aligns the first query with the first "
                 f"key, q_offset={Lk - Lq} the last with the last"
             )
         return np.zeros(B, np.int64)
@@ -279,7 +279,7 @@ def _lengths(kv_lengths: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]
 
 
 def _per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> NDArray[np.int64]:
-    """One integer within ``limits`` for every batch entry; a single integer stands for all."""
+    """One integer within ``limits`` for each batch entry; a single integer is for all of them."""
     array = rectangular(name, value)
     items = array.ravel().tolist()  # Python's integers, which do not wrap around
     if not all(type(item) is int for item in items):
@@ -325,7 +325,7 @@ def _per_head(
 
 
 def _narrowed(array: NDArray[Any], compute: np.dtype[Any]) -> NDArray[Any]:
-    """``array`` in the compute dtype; what is finite stays finite, at the dtype's limit."""
+    """``array`` in the compute dtype; finite numbers stay finite, clipped to the dtype's range."""
     if array.dtype.itemsize <= compute.itemsize:
         return array.astype(compute, copy=False)
     limit = np.finfo(compute).max

@@ -1,8 +1,8 @@
-"""A tap is an identity that someone may listen to.
+"""A tap is an identity function that may record what passes through it.
 
-The equations pass every intermediate through ``tap(name, value)`` and go on with what comes back,
-so a line with a tap still reads as mathematics. ``no_tap`` listens to nothing; ``explain.Trace``
-keeps what passes.
+The equations pass every intermediate through ``tap(name, value)`` and continue with the value that
+it returns, so that a line with a tap still reads as mathematics. ``no_tap`` records nothing;
+``explain.Trace`` records everything.
 """
 
 from collections.abc import Callable
@@ -12,21 +12,21 @@ Tap = Callable[[str, Any], Any]
 
 
 def no_tap(name: str, value: Any) -> Any:
-    """Return ``value`` as it came; nobody listens."""
+    """Return ``value`` unchanged."""
     return value
 
 
 def renamed(tap: Tap, **names: str | None) -> Tap:
-    """Return a tap that hears ``old`` as ``new`` for each ``old="new"``, not at all for None.
+    """Return a tap to which ``old`` is ``new`` for each ``old="new"``; None drops the name.
 
-    A layer uses it where the result of one equation is a middle step of its own.
+    A layer uses it where the result of one equation is one of its own intermediates.
 
     >>> heard = []
     >>> tap = renamed(lambda name, value: heard.append(name) or value, output="head_output", q=None)
     >>> tap("q", 2.0), tap("output", 1.0), tap("weights", 0.5), heard
     (2.0, 1.0, 0.5, ['head_output', 'weights'])
     """
-    if tap is no_tap:  # nobody listens to the new names either, which lets any backend compute
+    if tap is no_tap:  # returned as it is, since a backend that cannot be tapped accepts only this
         return no_tap
 
     def hear(name: str, value: Any) -> Any:
@@ -37,7 +37,7 @@ def renamed(tap: Tap, **names: str | None) -> Tap:
 
 
 def staged(tap: Tap, stage: str) -> Tap:
-    """Return a tap that hears every name as ``name[stage]``, so that layers may follow each other.
+    """Return a tap to which every name is ``name[stage]``, so that several layers can share it.
 
     >>> heard = []
     >>> staged(lambda name, value: heard.append(name) or value, "decoder")("q", 2.0), heard

@@ -1,14 +1,15 @@
 """FlashAttention-2's Algorithm 1 in NumPy: the specification that the kernels follow.
 
-Dao, "FlashAttention-2", 2023. The scores are never whole. A block of B_r queries stays while the
-keys and values pass by, B_c at a time; each row keeps its maximum m, its sum l of exponentials and
-its output O, all relative to the maximum so far. A larger maximum rescales what has been summed:
+Dao, "FlashAttention-2", 2023. The full matrix of scores is never stored. A block of B_r queries
+stays while it visits the keys and values, B_c at a time; each row keeps its maximum m, its sum l of
+exponentials and its output O, all relative to the maximum so far. A larger maximum rescales what
+has been summed:
 
     exp(s - m_new) = exp(s - m_old) · exp(m_old - m_new)
 
-Batch and heads are carried along as leading axes. Line 10 as printed in the paper multiplies O by
-the *inverse* of diag(exp(m_old - m_new)); the inverse is a slip there: line 9 rescales l without
-it, and O and l must be rescaled alike.
+Batch and heads are leading axes throughout. Line 10 as printed in the paper multiplies O by the
+*inverse* of diag(exp(m_old - m_new)); the inverse is a slip there: line 9 rescales l without it,
+and O and l must be rescaled alike.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
 from minimha.equations.visibility import key_range
 
-BLOCK_ROWS = 128  # B_r and B_c unless others are asked for
-BLOCK_COLUMNS = 128
+BLOCK_ROWS = 128  # default B_r
+BLOCK_COLUMNS = 128  # default B_c
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this backend cannot take ``problem``: it takes all, so None."""
+    """Return why this backend does not support ``problem``: it supports all, so None."""
     return None
 
 
@@ -37,15 +38,27 @@ def forward(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``, from blocks of ``B_r`` queries and ``B_c`` keys.
 
-    A block of keys that lies outside the reach of all its queries, by position and length, in
-    every batch entry, is never loaded; ``attn_mask`` and ``attn_bias`` do not count. A tap hears
-    each block as ``Q[i=0]``, ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, and after it ``m[…]``, ``l[…]``,
-    ``O[…]``.
+    A block of keys that no query of a block can reach, by position and length, in any batch entry,
+    is never loaded; ``attn_mask`` and ``attn_bias`` do not count.
+
+    Parameters
+    ----------
+    problem : Problem
+    tap : callable, optional
+        Receives each block as ``Q[i=0]``, ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, and after it
+        ``m[…]``, ``l[…]``, ``O[…]``; see ``minimha.equations.tap``.
+    B_r, B_c : int, default 128
+        Rows of a block of queries, and of a block of keys.
 
     Returns
     -------
     O : ndarray of shape (B, H, Lq, Dv), compute dtype
     L : ndarray of shape (B, H, Lq), compute dtype, natural logarithm
+
+    Raises
+    ------
+    ValueError
+        A block would have no row.
     """
     for name, size in (("B_r", B_r), ("B_c", B_c)):
         if size < 1:
@@ -84,7 +97,7 @@ def _row_block(
 
 
 def _start(problem: Problem, rows: slice) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """m, l and O before the first block; a sink is a key with value 0, seen before all others."""
+    """m, l and O before the first block; a sink acts as a first key with value 0."""
     B, H = problem.q.shape[:2]
     num_rows, Dv = rows.stop - rows.start, problem.v.shape[3]
     m = np.full((B, H, num_rows, 1), -np.inf, problem.compute)
@@ -95,7 +108,7 @@ def _start(problem: Problem, rows: slice) -> tuple[NDArray[Any], NDArray[Any], N
 
 
 def visible_blocks(problem: Problem, rows: slice, B_c: int) -> list[tuple[int, slice]]:
-    """Number and keys of each block that some query of ``rows``, in some batch entry, can reach."""
+    """Index and keys of each block that some query of ``rows``, in some batch entry, can reach."""
     ranges = [
         key_range(rows.start, rows.stop, int(offset), problem.left, problem.right, int(length))
         for offset, length in zip(problem.q_offset, problem.kv_lengths, strict=True)

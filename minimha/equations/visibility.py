@@ -1,9 +1,9 @@
 """May query i see key j? One rule, for NumPy, numba and CUDA alike.
 
-Causality, a sliding window and a padded cache are one statement with different bounds. Query i
-stands at key position p = i + q_offset and sees the keys from p - left to p + right, both
-included, as far as the cache is filled (j < length). A causal problem has right = 0; a side without
-a limit is ``UNBOUNDED``::
+Causality, a sliding window and a padded cache are one condition with different bounds. Query i is
+at key position p = i + q_offset and sees the keys from p - left to p + right, both inclusive, as
+far as the cache is filled (j < length). A causal problem has right = 0; a side without a limit is
+``UNBOUNDED``::
 
     Lq = Lk = 5              causal         window (1, 0)    window (1, 1)    causal, q_offset = -2
     left, right        UNBOUNDED, 0             1, 0             1, 1          UNBOUNDED, 0
@@ -14,16 +14,16 @@ a limit is ``UNBOUNDED``::
     .: may not          # # # # .        . . # # .        . . # # #        # # . . .
                         # # # # #        . . . # #        . . . # #        # # # . .
 
-The functions ``sees``, ``key_range`` and ``query_range`` use arithmetic alone, so that a kernel can
-compile them as they stand. ``Problem.visible`` lays the rule over a grid of queries and keys and
-joins it with the masks that are given as arrays.
+The functions ``sees``, ``key_range`` and ``query_range`` use arithmetic alone, so that kernels can
+compile them unchanged. ``Problem.visible`` applies the rule to a grid of queries and keys and
+combines it with the masks that are given as arrays.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-UNBOUNDED = 1 << 40  # longer than any sequence, and far from overflow when a position is added
+UNBOUNDED = 1 << 40  # longer than any sequence; a position can be added without overflow
 
 
 def sees(i: Any, j: Any, q_offset: Any, left: Any, right: Any, length: Any) -> Any:
@@ -41,8 +41,8 @@ def key_range(
 ) -> tuple[int, int]:
     """Half-open range of the keys that any of the queries ``i_start <= i < i_stop`` may see.
 
-    Outside it a block need not be visited. The range is empty (start >= stop) where no query sees
-    a key.
+    Blocks outside it need not be visited. The range is empty (start >= stop) where no query sees a
+    key.
 
     >>> key_range(2, 4, 0, 1, 0, 10)  # queries 2 and 3, window (1, 0): keys 1, 2 and 3
     (1, 4)

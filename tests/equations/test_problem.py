@@ -27,7 +27,7 @@ SHAPES = [
 
 OPTIONS = [
     ({"is_causal": 1}, TypeError, "is_causal is 1: expected True or False"),
-    ({"is_causal": True}, ValueError, "is_causal with Lq=3 and Lk=6 needs q_offset: query i stands "
+    ({"is_causal": True}, ValueError, "is_causal with Lq=3 and Lk=6 needs q_offset: query i is "
      "at key position i + q_offset; q_offset=0 aligns the first query with the first key, "
      "q_offset=3 the last with the last"),
     ({"window_size": (1, 0)}, ValueError, "window_size with Lq=3 and Lk=6 needs q_offset"),

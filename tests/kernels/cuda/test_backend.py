@@ -568,7 +568,7 @@ def test_device_arrays_take_no_tap_and_no_other_backend(stood_in):
     x = Capsule(numbers(3, 4))
     with pytest.raises(BackendUnavailable, match="'cuda' cannot run: it keeps no steps to tap"):
         attention(x, x, x, tap=lambda name, value: value)
-    with pytest.raises(BackendUnavailable, match="backend 'cpu' cannot run: q lies on a GPU"):
+    with pytest.raises(BackendUnavailable, match="backend 'cpu' cannot run: q is on a GPU"):
         attention(x, x, x, backend="cpu")
     with pytest.raises(ValueError, match="backend is 'gpu': expected auto"):
         attention(x, x, x, backend="gpu")
