@@ -1,7 +1,7 @@
-"""What the options do to one score, in plain Python: the CPU rungs and the CUDA rungs compile it.
+"""What the options do to one score, in plain Python that the CPU and the CUDA rungs compile.
 
-The order is that of the equations: scaled → capped → biased → masked. Causality, window and lengths
-are not here: they are ``minimha.equations.visibility``.
+The order is that of the equations: scaled → capped → biased (``attn_bias``, then ALiBi) → masked.
+Causality, window and lengths are in ``minimha.equations.visibility``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Head(NamedTuple):
-    """The options of one head, numbers all: numba counts no references of them."""
+    """The options of one head, all of them numbers: numba counts no references to these."""
 
     left: int
     right: int
@@ -23,7 +23,7 @@ class Head(NamedTuple):
 
 
 def head_of(o: Any, b: Any, h: Any) -> Any:
-    """``entry.Options`` as they are for head h of batch entry b."""
+    """Of ``options.Options`` o what applies to head h of batch entry b."""
     slope = o.slopes[h] if o.slopes.size else o.sinks.dtype.type(0)
     return Head(o.left, o.right, o.q_offset[b], o.kv_lengths[b], o.scale, o.softcap, slope)
 
@@ -36,7 +36,7 @@ def is_hidden(mask: Any, bias: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def final_score(s: Any, bias: Any, head: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """The score of query i and key j from their product ``s``: scaled, capped and biased."""
+    """The score of query i and key j from their dot product ``s``: scaled, capped and biased."""
     s *= head.scale
     if head.softcap:
         s = head.softcap * math.tanh(s / head.softcap)

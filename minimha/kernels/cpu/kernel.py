@@ -1,16 +1,16 @@
-"""How a problem enters a compiled kernel, and how a kernel comes to be compiled.
+"""How a problem is passed to a compiled kernel, and how a kernel is compiled.
 
 Every CPU rung is one function with the same arguments::
 
     rung(q, k, v, mask, bias, o, O, L, *sizes)
 
-q, k, v   (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), read in place: strides are free but for
-          the last, which is 1. float32, float64, or 16-bit numbers as their bits (uint16).
+q, k, v   (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), read in place: any strides except the
+          last, which is one item. float32, float64, or 16-bit numbers as their bits (uint16).
 mask      (B, H, Lq, Lk) bool, any strides; of size 0 if there is none
-bias      (B, H, Lq, Lk), any strides; of size 0 if there is none
+bias      (B, H, Lq, Lk), compute dtype, any strides; of size 0 if there is none
 o         ``Options``: everything that is small
 O, L      (B, H, Lq, Dv) and (B, H, Lq), written; float32 or float64, the compute dtype
-sizes     whole numbers of the rung's own, such as block sizes
+sizes     integers that are the rung's own, such as block sizes
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.simd.vector import FASTMATH
-from minimha.kernels.cpu.threads import turn
+from minimha.kernels.cpu.threads import launch_lock
 from minimha.kernels.options import NO_BIAS, NO_MASK, Options, options
 
 jit = numba.njit(fastmath=FASTMATH, nogil=True)
-glue = numba.njit(fastmath=FASTMATH, nogil=True, inline="always")
+jit_inline = numba.njit(fastmath=FASTMATH, nogil=True, inline="always")
 
 
 class Kernel:
-    """A rung's function, compiled for a storage dtype when that is first asked for.
+    """A rung's function, compiled for each storage dtype when it is first needed.
 
     Compiled code is cached on disk beside the source, or in the user's cache folder; where neither
-    can be written it is compiled anew by each process. ``compiled`` tells which dtypes this process
-    has.
+    is writable, each process compiles for itself. ``compiled`` has this process's dtypes.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Kernel:
         if O.size or L.size:
             mask = NO_MASK if problem.attn_mask is None else problem.attn_mask
             bias = NO_BIAS[problem.compute] if problem.attn_bias is None else problem.attn_bias
-            with turn() if self.parallel else nullcontext():
+            with launch_lock() if self.parallel else nullcontext():
                 run(q, k, v, mask, bias, options(problem), O, L, *sizes)
         return O, L
 
@@ -90,8 +89,14 @@ def kernel(
 ) -> Callable[[Callable[..., None]], Kernel]:
     """Decorator that makes a rung's function a ``Kernel``.
 
-    ``num_sizes`` whole numbers come last among its arguments. A rung that ``widens`` takes 16-bit
-    numbers as they are, for another they are widened first.
+    Parameters
+    ----------
+    num_sizes : int, default 0
+        Number of ``sizes``, the last of its arguments.
+    parallel : bool, default False
+        Whether it has parallel loops.
+    widens : bool, default False
+        Whether it reads 16-bit numbers itself; for other rungs they are widened first.
     """
     return lambda function: Kernel(function, num_sizes, parallel, widens)
 

@@ -1,9 +1,8 @@
 """CPU rung 1, rows: one query at a time, one key at a time, with the online softmax.
 
-Algorithm 1 of FlashAttention-2 with blocks of one row and one key: nothing but the query's own
-maximum m, sum l and output O is kept, so the memory needed does not grow with the sequence. Plain
-scalar loops: each product of two rows is a loop of its own, and each score waits for the one
-before it.
+Algorithm 1 of FlashAttention-2 with blocks of one row and one key: only the query's own maximum m,
+sum l and output O are kept, so that the memory needed does not grow with the sequence. All loops
+are scalar: each product of two rows is a loop of its own, and each score waits for the one before.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from minimha.kernels.cpu.scores import final_score, head_of, is_seen
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this rung cannot take ``problem``: it takes all, so None."""
+    """Return why this rung does not support ``problem``: it supports all, so None."""
     return None
 
 

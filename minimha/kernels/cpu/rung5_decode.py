@@ -1,16 +1,15 @@
 """CPU rung 5, decode: few queries against many keys, where reading K and V is all the work.
 
-With one query a head the panels of rung 4 would be nearly empty and one head a task too little for
-many cores. Here the keys are split among the tasks, and a task takes all the queries that share a
-key/value head (H / Hkv heads of Lq queries each), so that every key and value is read from memory
-once. S = Q K_jᵀ has a query a row; a score is a dot product along the head width. Each split ends
-with its own m, l and O, and log-sum-exp merges them:
+With one query per head the panels of rung 4 would be nearly empty, and one task per head too few
+for many cores. Here the keys are split among tasks (split-K, as in Flash-Decoding), and a task
+computes all the queries that share a key/value head (H / Hkv heads of Lq queries each), so that
+every key and value is read from memory once. S = Q K_jᵀ has one query per row; a score is a dot
+product along the head width. Each split has its own m, l and O, which log-sum-exp merges:
 
     m = max m_s,   l = Σ exp(m_s - m) l_s,   O = Σ exp(m_s - m) O_s / l
 
-Measured: K and V are read at 80 % or more of the rate at which the same threads read memory and do
-nothing else (32 heads over 8, 2048 keys: 80, 87 and 93 % in three runs; two cores of an AMD EPYC,
-2026-11-21).
+Measured: K and V are read at 80 % or more of the bandwidth of the same threads when they only read
+(32 heads over 8, 2048 keys: 80, 87 and 93 % in three runs; two cores of an AMD EPYC, 2026-11-21).
 """
 
 from __future__ import annotations
@@ -24,26 +23,34 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.kernel import jit, kernel
-from minimha.kernels.cpu.rung3_vector_tiles import full_panel, has_wild
-from minimha.kernels.cpu.rung4_parallel import TASKS_A_THREAD, readable
-from minimha.kernels.cpu.scores import bends, final_score, head_of, is_seen, key_range, sees
+from minimha.kernels.cpu.nonfinite import add_seen_values, has_nonfinite
+from minimha.kernels.cpu.scores import (
+    final_score,
+    has_softcap_or_bias,
+    head_of,
+    is_seen,
+    key_range,
+    sees,
+)
 from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
 from minimha.kernels.cpu.simd.memory import flat
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
-from minimha.kernels.cpu.simd.vector import VECTORS, lanes
-from minimha.kernels.cpu.threads import num_workers
+from minimha.kernels.cpu.simd.vector import VECTORS, panel_width
+from minimha.kernels.cpu.storage import float_rows, make_copies
+from minimha.kernels.cpu.threads import TASKS_PER_THREAD, num_workers
 
-B_C = 768  # keys at least whose scores are known before the maximum is taken
-SCORES = 9216  # of a block, if it can have more keys: the seldomer reading pauses for the softmax
+B_C = 768  # keys per block, at least
+SCORES = 9216  # per block, if it can have more keys: the softmax then interrupts reading less often
 NEAR = 32  # keys, or values, that stay in the L1 cache from one use to the next
-SUMMED = 256  # keys whose values are added before the sum joins O
-SPLIT = 512  # keys of a split at least: less is not worth a merge
+SUMMED = 256  # keys whose values are summed before the sum is added to O
+SPLIT = 512  # keys per split, at least: fewer are not worth a merge
 
 
 class Scratch(NamedTuple):
-    """Room for one block.
+    """Buffers for one block of B_c keys, with R queries.
 
-    Scores and who sees whom (R, B_c), widened K and V, numbers a lane, part of a sum (R, Dv).
+    ``S`` and ``seen`` (R, B_c): scores and who sees whom. ``copies``: widened K and V. ``zeros`` to
+    ``sums``: numbers per key, per lane and per column of V. ``part`` (R, Dv): a part of O's sum.
     """
 
     S: Any
@@ -59,7 +66,7 @@ class Scratch(NamedTuple):
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this rung cannot take ``problem``: it takes all, so None."""
+    """Return why this rung does not support ``problem``: it supports all, so None."""
     return None
 
 
@@ -68,15 +75,19 @@ def forward(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``; see ``minimha.equations.tiled.forward``.
 
-    ``splits`` of the keys are as many as give each thread a few tasks, unless they are given, and
-    ``B_c``, rounded up to whole panels of lanes, follows from ``SCORES``.
+    Parameters
+    ----------
+    splits : int, optional
+        Splits of the keys. Default is as many as give each thread a few tasks.
+    B_c : int, optional
+        Keys per block, rounded up to whole panels. Default is ``block_size(problem)``.
     """
     workers = num_workers()
-    panel = lanes(problem.compute.itemsize)
+    panel = panel_width(problem.compute.itemsize)
     B_c = -(-(B_c or block_size(problem)) // panel) * panel
     if splits is None:
         B, Hkv, Lk, _ = problem.k.shape
-        wanted = -(-TASKS_A_THREAD * max(1, workers) // max(1, B * Hkv))
+        wanted = -(-TASKS_PER_THREAD * max(1, workers) // max(1, B * Hkv))
         splits = max(1, min(wanted, Lk // SPLIT))
     if workers:
         return parallel_decode(problem, workers, splits, B_c)
@@ -84,7 +95,7 @@ def forward(
 
 
 def block_size(problem: Problem) -> int:
-    """Keys of a block, as ``SCORES`` says."""
+    """Keys per block: ``B_C``, or as many as make ``SCORES`` scores."""
     (_, H, Lq, _), (_, Hkv, Lk, _) = problem.q.shape, problem.k.shape
     most = max(B_C, SCORES // max(1, H // Hkv * Lq))
     return int(max(1, min(Lk, most)))
@@ -92,7 +103,7 @@ def block_size(problem: Problem) -> int:
 
 @kernel(num_sizes=3, parallel=True, widens=True)
 def parallel_decode(q, k, v, mask, bias, o, O, L, workers, splits, B_c):
-    parts_O, parts_ml = room_for_parts(k, O, splits)
+    parts_O, parts_ml = make_parts(k, O, splits)
     tasks = parts_O.shape[0] * splits
     for worker in numba.prange(workers):
         first, last = worker * tasks // workers, (worker + 1) * tasks // workers
@@ -103,15 +114,15 @@ def parallel_decode(q, k, v, mask, bias, o, O, L, workers, splits, B_c):
 
 @kernel(num_sizes=2, widens=True)
 def serial_decode(q, k, v, mask, bias, o, O, L, splits, B_c):
-    parts_O, parts_ml = room_for_parts(k, O, splits)
+    parts_O, parts_ml = make_parts(k, O, splits)
     attend(q, k, v, mask, bias, o, parts_O, parts_ml, 0, parts_O.shape[0] * splits, B_c)
     for b in range(O.shape[0]):
         merge(parts_O, parts_ml, o, O, L, b)
 
 
 @jit
-def room_for_parts(k, O, splits):
-    """Arrays (B · Hkv, splits, R, Dv) for O and (B · Hkv, splits, 2, R) for m and l."""
+def make_parts(k, O, splits):
+    """O (B · Hkv, splits, R, Dv), and m and l (B · Hkv, splits, 2, R), of every split."""
     (B, H, Lq, Dv), Hkv = O.shape, k.shape[1]
     rows = H // Hkv * Lq
     parts_O = np.zeros((B * Hkv, splits, rows, Dv), O.dtype)
@@ -120,15 +131,15 @@ def room_for_parts(k, O, splits):
 
 @jit
 def attend(q, k, v, mask, bias, o, parts_O, parts_ml, first, last, B_c):
-    """The tasks ``first`` to ``last``: one split of the keys of one key/value head each."""
+    """The tasks ``first`` to ``last``, each one split of the keys of one key/value head."""
     (_, H, Lq, D), (Hkv, _, Dv) = q.shape, v.shape[1:]
     splits, rows = parts_O.shape[1:3]
-    widest, dtype = full_panel(parts_O.itemsize), parts_O.dtype
+    widest, dtype = panel_width(parts_O.itemsize), parts_O.dtype
     Q = np.empty((rows, D), dtype)
     scratch = Scratch(
         np.empty((rows, B_c), dtype),
         np.empty((rows, B_c), np.bool_),
-        np.empty((1, 2, 0 if q.itemsize == parts_O.itemsize else NEAR * max(D, Dv)), dtype),
+        make_copies(1, 2, NEAR, q, parts_O),
         np.zeros(B_c, dtype),
         np.ones(2 * widest, dtype),
         np.empty(widest, dtype),
@@ -150,7 +161,7 @@ def attend(q, k, v, mask, bias, o, parts_O, parts_ml, first, last, B_c):
         start += split * size // splits
         for j0 in range(start, stop, B_c):
             n = min(B_c, stop - j0)
-            take_block(Q, k, v, O, m, l, mask, bias, o, b, kv, Lq, j0, n, scratch)
+            update_rows(Q, k, v, O, m, l, mask, bias, o, b, kv, Lq, j0, n, scratch)
 
 
 @jit
@@ -159,29 +170,29 @@ def load_queries(q, Q, o, b, kv, group, copies):
     Lq, D = q.shape[2:]
     for g in range(group):
         for i in range(Lq):
-            row = readable(q, b, kv * group + g, i, 1, o, copies, 0, 0)
+            row = float_rows(q, b, kv * group + g, i, 1, o, copies, 0, 0)
             for d in range(D):
                 Q[g * Lq + i, d] = row.line[row.start + d]
 
 
 @jit
-def take_block(Q, k, v, O, m, l, mask, bias, o, b, kv, Lq, j0, n, t):
-    """Lines 8 to 10 for all rows of Q and n keys."""
+def update_rows(Q, k, v, O, m, l, mask, bias, o, b, kv, Lq, j0, n, t):
+    """Lines 8 to 10 for all rows of Q: the online softmax over the keys j0 to j0 + n."""
     (rows, D), S = Q.shape, t.S
     B_c, panel = S.shape[1], t.top.size
     lowest = S.dtype.type(-math.inf)
     Q_, S_ = flat(Q, 0), flat(S, 0)
-    size = keys_of_piece(k, Q, n)
+    size = piece_size(k, Q, n)
     for near in range(0, n, size):
         depth = min(size, n - near)
-        K = readable(k, b, kv, j0 + near, depth, o, t.copies, 0, 0)
+        K = float_rows(k, b, kv, j0 + near, depth, o, t.copies, 0, 0)
         dot_products(K.line, K.start, K.stride, Q_, 0, D, S_, near, B_c, depth, rows, D)  # line 8
-    is_cut = mask.size > 0 or bias.size > 0
+    is_partial = mask.size > 0 or bias.size > 0
     for i in range(Lq):
         first = sees(i, j0, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
         last = sees(i, j0 + n - 1, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
-        is_cut = is_cut or not (first and last)
-    finish_scores(S, t.seen, mask, bias, o, b, kv * (rows // Lq), Lq, j0, n, is_cut)
+        is_partial = is_partial or not (first and last)
+    apply_options(S, t.seen, mask, bias, o, b, kv * (rows // Lq), Lq, j0, n, is_partial)
     padded = -(-n // panel) * panel
     for r in range(rows):  # line 9
         S[r, n:padded] = lowest
@@ -195,31 +206,31 @@ def take_block(Q, k, v, O, m, l, mask, bias, o, b, kv, Lq, j0, n, t):
         if correction != 1:
             O[r] *= S.dtype.type(correction)
     for begin in range(0, n, SUMMED):  # line 10
-        add_values(v, O, o, b, kv, j0, begin, min(SUMMED, n - begin), is_cut, t)
+        add_values(v, O, o, b, kv, j0, begin, min(SUMMED, n - begin), is_partial, t)
 
 
 @jit
-def keys_of_piece(X, Q, n):
-    """How many of n rows of k or v to take at a time.
+def piece_size(X, Q, n):
+    """How many of n rows of k or v to process at a time.
 
-    One, two or four queries meet a row as it comes from memory, and pieces would only interrupt.
-    Others come again, and widened rows are read again: from the L1 cache.
+    One, two or four queries use a row at once, as it comes from memory, and pieces would only
+    interrupt. Other numbers of queries, and widened rows, need a second pass: from the L1 cache.
     """
-    at_once = Q.shape[0] in (1, 2, 4) and X.itemsize == Q.itemsize
-    return n if at_once else min(n, NEAR)
+    is_one_pass = Q.shape[0] in (1, 2, 4) and X.itemsize == Q.itemsize
+    return n if is_one_pass else min(n, NEAR)
 
 
 @jit
-def add_values(v, O, o, b, kv, j0, begin, n, is_cut, t):
+def add_values(v, O, o, b, kv, j0, begin, n, is_partial, t):
     """O += P V for n keys of a block; a long sum is one of short sums, which loses fewer digits."""
     (rows, Dv), B_c = O.shape, t.S.shape[1]
     P, part = flat(t.S, 0), flat(t.part, 0)
     t.part[:] = 0
-    size = keys_of_piece(v, O, n)
+    size = piece_size(v, O, n)
     for near in range(begin, begin + n, size):
         depth = min(size, begin + n - near)
-        V = readable(v, b, kv, j0 + near, depth, o, t.copies, 0, 1)
-        if is_cut and has_wild(V, depth, Dv, t.zeros, t.ones, t.sums):
+        V = float_rows(v, b, kv, j0 + near, depth, o, t.copies, 0, 1)
+        if is_partial and has_nonfinite(V, depth, Dv, t.zeros, t.ones, t.sums):
             add_seen_values(t.S, t.seen, V, t.part, near, depth)
         else:
             weighted_rows(P, near, B_c, V.line, V.start, V.stride, part, 0, Dv, rows, Dv, depth)
@@ -229,19 +240,19 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_cut, t):
 
 
 @jit
-def finish_scores(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_cut):
-    """Scale, cap, bias and mask the scores; mark in ``seen`` who sees whom, if that is needed."""
-    scale, is_bent = S.dtype.type(o.scale), bends(bias, o)
+def apply_options(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
+    """Scale, cap, bias and, if ``is_partial``, mask the scores; ``seen`` is written only then."""
+    scale, is_scaled_only = S.dtype.type(o.scale), not has_softcap_or_bias(bias, o)
     for r in range(S.shape[0]):
         h, i = first_head + r // Lq, r % Lq
         head = head_of(o, b, h)
-        if is_bent:
-            for j in range(n):
-                S[r, j] = final_score(S[r, j], bias, head, b, h, i, j0 + j)
-        else:
+        if is_scaled_only:  # a loop of its own, which LLVM vectorizes
             for j in range(n):
                 S[r, j] *= scale
-        if is_cut:
+        else:
+            for j in range(n):
+                S[r, j] = final_score(S[r, j], bias, head, b, h, i, j0 + j)
+        if is_partial:
             for j in range(n):
                 seen[r, j] = is_seen(mask, bias, head, b, h, i, j0 + j)
                 if not seen[r, j]:
@@ -249,18 +260,8 @@ def finish_scores(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_cut):
 
 
 @jit
-def add_seen_values(P, seen, V, O, first, n):
-    """O += P V for n keys where a value that is not finite may be hidden from some queries."""
-    for r in range(O.shape[0]):
-        for j in range(n):
-            if seen[r, first + j]:
-                for d in range(O.shape[1]):
-                    O[r, d] += P[r, first + j] * V.line[V.start + j * V.stride + d]
-
-
-@jit
 def merge(parts_O, parts_ml, o, O, L, b):
-    """Write O and L of batch entry b from its splits; a sink joins them as one more."""
+    """Merge the splits of batch entry b into O and L; a sink counts as one more split."""
     _, H, Lq, Dv = O.shape
     splits, rows = parts_O.shape[1:3]
     group = rows // max(1, Lq)

@@ -1,10 +1,11 @@
-"""What the options do to scores, for every CPU rung: one score at a time, or a tile of them.
+"""What the options do to scores, for every CPU rung: to one score, or to a tile of them.
 
-The order is that of the equations: scaled → capped → biased → masked. Who sees whom is decided by
-``minimha.equations.visibility``, compiled here as it stands.
+``minimha.kernels.score`` says what is done, in which order, and ``equations.visibility`` who sees
+whom; both are compiled here unchanged. For a tile, ``mask_tile`` and ``apply_softcap_and_bias`` do
+each step for all scores before the next: such loops become vector code, calls per score do not.
 
-A tile is transposed: row j holds key j0 + j against one panel of queries, a query a lane, so that
-every step of the softmax goes down the lanes and none across them. S[j · lanes + r] belongs to
+A tile is transposed: row j holds key j0 + j against one panel of queries, one query per lane, so
+that every step of the softmax goes down the lanes and none across them. S[j · lanes + r] belongs to
 query i0 + r; lanes from ``rows`` on are padding.
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from minimha.equations import visibility
 from minimha.kernels import score
-from minimha.kernels.cpu.kernel import glue, jit
+from minimha.kernels.cpu.kernel import jit, jit_inline
 from minimha.kernels.cpu.simd.memory import flat
 from minimha.kernels.cpu.simd.softmax import soft_cap
 from minimha.kernels.cpu.simd.transpose import transpose
@@ -25,11 +26,11 @@ sees = jit(visibility.sees)
 key_range = jit(visibility.key_range)
 query_range = jit(visibility.query_range)
 head_of = jit(score.head_of)
-is_hidden = glue(score.is_hidden)
-final_score = glue(score.final_score)
+is_hidden = jit_inline(score.is_hidden)
+final_score = jit_inline(score.final_score)
 
 
-@glue
+@jit_inline
 def is_seen(mask, bias, head, b, h, i, j):
     """May query i of head h see key j?"""
     if not sees(i, j, head.offset, head.left, head.right, head.length):
@@ -38,14 +39,14 @@ def is_seen(mask, bias, head, b, h, i, j):
 
 
 @jit
-def bends(bias, o):
-    """Whether a scaled score is not final yet."""
+def has_softcap_or_bias(bias, o):
+    """Whether a scaled score is not final yet; ALiBi is a bias."""
     return o.softcap != 0 or bias.size > 0 or o.slopes.size > 0
 
 
 @jit
-def tile_of(X, b, h, i0, rows, j0, n, lanes, tile):
-    """Write X[b, h, i0 : i0 + rows, j0 : j0 + n] into ``tile``, a key a row and a query a lane."""
+def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
+    """Write X[b, h, i0 : i0 + rows, j0 : j0 + n] into ``tile``, one key per row."""
     offset = b * X.strides[0] + h * X.strides[1] + i0 * X.strides[2] + j0 * X.strides[3]
     size = X.itemsize
     if X.strides[3] == size and X.strides[2] % size == 0 and offset % size == 0:
@@ -57,22 +58,22 @@ def tile_of(X, b, h, i0, rows, j0, n, lanes, tile):
                 tile[j * lanes + r] = X[b, h, i0 + r, j0 + j]
 
 
-@glue
-def see_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_in_reach, seen, biases):
-    """Mark in ``seen`` which lanes see which of n keys; return how many pairs do.
+@jit_inline
+def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_in_reach, seen, biases):
+    """Write into ``seen`` which lanes see which of n keys; return how many pairs do.
 
     ``is_in_reach`` says that causality, window and length hide nothing here. The tile's biases are
     left in ``biases``.
     """
     size, count = n * lanes, 0
     if mask.size:
-        tile_of(mask, b, h, i0, rows, j0, n, lanes, seen)
+        load_tile(mask, b, h, i0, rows, j0, n, lanes, seen)
     else:
         for x in range(size):
             seen[x] = 1
     if bias.size:
         lowest = biases.dtype.type(-math.inf)
-        tile_of(bias, b, h, i0, rows, j0, n, lanes, biases)
+        load_tile(bias, b, h, i0, rows, j0, n, lanes, biases)
         for x in range(size):
             seen[x] &= biases[x] != lowest
     if not is_in_reach:
@@ -91,9 +92,9 @@ def see_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_in_reach, seen, bia
     return count
 
 
-@glue
-def bend_tile(S, bias, biases, o, b, h, i0, j0, n, lanes):
-    """Cap and bias a scaled tile of n keys; ``biases`` are those of ``see_tile``."""
+@jit_inline
+def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
+    """Cap and bias a scaled tile of n keys; ``biases`` is what ``mask_tile`` left there."""
     if o.softcap:
         soft_cap(S, 0, n * lanes, o.softcap)
     if bias.size:
@@ -106,8 +107,8 @@ def bend_tile(S, bias, biases, o, b, h, i0, j0, n, lanes):
                 S[j * lanes + r] -= o.slopes[h] * S.dtype.type(abs(first + r))
 
 
-@glue
+@jit_inline
 def hide(S, seen, size):
-    """Put -inf where a query does not see the key."""
+    """Write -inf where a query does not see the key."""
     for x in range(size):
         S[x] = S[x] if seen[x] else S.dtype.type(-math.inf)

@@ -1,9 +1,9 @@
-"""How many threads a parallel kernel may use, and when it must not use any.
+"""How many threads a parallel kernel may use, and where it must run alone or serially.
 
-GNU's OpenMP, on which numba runs its parallel loops on Linux, ends a process that forks after a
-parallel loop and then starts one itself. In a forked child the kernels therefore run serially.
-Numba's own work queue, which it takes where there is neither OpenMP nor TBB, ends a process in
-which two threads start parallel loops at once. There they take turns.
+GNU's OpenMP, with which numba runs its parallel loops on Linux, ends a process that is forked after
+a parallel loop and then starts one itself. In a forked child the kernels therefore run serially.
+numba's own work queue, its choice where there is neither OpenMP nor TBB, ends a process in which
+two threads start parallel loops at once. There a lock serializes the launches.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numba
 
-_turn = threading.Lock()
+TASKS_PER_THREAD = 4  # at least, so that threads end together
 
+_lock = threading.Lock()
 _is_forked = False
 
 
@@ -33,22 +34,22 @@ def num_workers() -> int:
     return 0 if _is_forked else int(numba.get_num_threads())
 
 
-def turn() -> AbstractContextManager[object]:
+def launch_lock() -> AbstractContextManager[object]:
     """What to hold during a parallel loop: a lock where only one may run at a time."""
     try:
-        runs_many = numba.threading_layer() in ("omp", "tbb")
-    except ValueError:  # numba chooses with the first parallel loop
-        runs_many = False
-    return nullcontext() if runs_many else _turn
+        is_threadsafe = numba.threading_layer() in ("omp", "tbb")
+    except ValueError:  # numba chooses the layer with the first parallel loop
+        is_threadsafe = False
+    return nullcontext() if is_threadsafe else _lock
 
 
 def set_workers(number: int) -> None:
-    """Allow the kernels so many threads.
+    """Set the number of threads that kernels may use.
 
     Raises
     ------
     ValueError
-        There are not so many.
+        ``number`` is not between 1 and the number of cores.
     """
     most = int(numba.config.NUMBA_NUM_THREADS)
     if not 1 <= number <= most:

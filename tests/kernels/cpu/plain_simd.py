@@ -7,14 +7,14 @@ import numba
 
 @numba.njit
 def tile_product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, num_lanes, depth, adds):
-    """Twin of both tile products, over flat arrays; ``adds`` chooses which."""
+    """Twin of ``tile_product`` and, if ``adds``, ``tile_product_add``; flat arrays."""
     for r in range(rows):
         for lane in range(num_lanes):
-            place = c + r * c_row + lane
-            total = C[place] * factor[lane] if adds else C.dtype.type(0)
+            to = c + r * c_row + lane
+            total = C[to] * factor[lane] if adds else C.dtype.type(0)
             for k in range(depth):
                 total += A[a + r * a_row + k * a_k] * B[b + k * b_k + lane]
-            C[place] = total if adds else total * factor[lane]
+            C[to] = total if adds else total * factor[lane]
 
 
 @numba.njit
@@ -40,9 +40,9 @@ def lanes_exp(S, s, n, num_lanes, M, T):
     for lane in range(num_lanes):
         T[lane] = 0
         for row in range(n):
-            place = s + row * num_lanes + lane
-            S[place] = math.exp(S[place] - M[lane])
-            T[lane] += S[place]
+            x = s + row * num_lanes + lane
+            S[x] = math.exp(S[x] - M[lane])
+            T[lane] += S[x]
 
 
 @numba.njit

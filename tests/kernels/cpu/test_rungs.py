@@ -1,4 +1,4 @@
-"""What concerns the compiled rungs alone: sizes beyond a tile, storage, threads, caches, memory.
+"""Tests of the compiled rungs alone: sizes beyond one tile, storage, threads, caches, memory.
 
 That each rung computes attention, with every option, is tested in ``tests/test_backends.py``.
 """
@@ -22,8 +22,8 @@ from minimha import attention
 from minimha.equations import dense
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu import backend as cpu
-from minimha.kernels.cpu import kernel as entry
-from minimha.kernels.cpu import rung4_parallel, rung5_decode, threads
+from minimha.kernels.cpu import kernel as cpu_kernel
+from minimha.kernels.cpu import rung4_parallel, rung5_decode, storage, threads
 from minimha.kernels.ladder import LADDER
 
 inf = np.inf
@@ -37,21 +37,21 @@ def ragged(Lq=131, Lk=203, H=4, Hkv=2, D=20, Dv=13, B=2, dtype=np.float32, sprea
 
 
 def options(B=2, H=4, Lq=131, Lk=203):
-    """Each option in sizes that cut some tiles, leave some whole and hide some."""
+    """Each option, in sizes that make some tiles full, some partial and some skipped."""
     rng = np.random.default_rng(1)
     block = np.repeat(np.repeat(rng.random((5, 5)) < 0.5, 64, 0), 64, 1)[:Lq, :Lk]
     bias = rng.normal(size=(1, H, Lq, Lk))
     return {
         "nothing": {},
         "causal": {"is_causal": True, "q_offset": Lk - Lq},
-        "causal, a batch entry": {"is_causal": True, "q_offset": np.array([-40, 7])},
+        "causal, per batch entry": {"is_causal": True, "q_offset": np.array([-40, 7])},
         "window": {"window_size": (30, 5), "q_offset": np.array([0, 50])},
         "window to the left": {"window_size": (17, None), "q_offset": 60},
         "mask": {"attn_mask": rng.random((B, 1, Lq, Lk)) < 0.7},
         "mask of blocks": {"attn_mask": block},
-        "mask a key": {"attn_mask": rng.random((B, 1, 1, Lk)) < 0.5},
-        "mask a query": {"attn_mask": rng.random((1, H, Lq, 1)) < 0.5},
-        "mask in Fortran's order": {"attn_mask": np.asfortranarray(rng.random((Lq, Lk)) < 0.5)},
+        "mask per key": {"attn_mask": rng.random((B, 1, 1, Lk)) < 0.5},
+        "mask per query": {"attn_mask": rng.random((1, H, Lq, 1)) < 0.5},
+        "mask in Fortran order": {"attn_mask": np.asfortranarray(rng.random((Lq, Lk)) < 0.5)},
         "bias": {"attn_bias": bias},
         "bias of -inf": {"attn_bias": np.where(rng.random((B, H, Lq, Lk)) < 0.3, -inf, bias)},
         "lengths": {"kv_lengths": np.array([Lk, 97])},
@@ -137,7 +137,7 @@ def test_16_bits_are_read_as_the_numbers_they_are(dtype, name):
 
 @pytest.mark.parametrize(
     ("dtype", "widened"),
-    [(np.float16, rung4_parallel.of_float16), (ml_dtypes.bfloat16, rung4_parallel.of_bfloat16)],
+    [(np.float16, storage.of_float16), (ml_dtypes.bfloat16, storage.of_bfloat16)],
 )
 def test_all_16_bit_numbers(dtype, widened):
     numbers = np.arange(2**16, dtype=np.uint16).view(dtype)
@@ -149,10 +149,10 @@ def test_all_16_bit_numbers(dtype, widened):
 
 
 @pytest.mark.parametrize("name", LADDER)
-def test_inputs_are_read_where_they_lie_and_never_written(name):
+def test_inputs_are_read_in_place_and_never_written(name):
     q, k, v = ragged()
     expected = run(name, q, k, v)
-    packed = np.zeros((2, 203, 3, 2, 40), np.float32)  # as a fused projection leaves them
+    packed = np.zeros((2, 203, 3, 2, 40), np.float32)  # as a fused projection returns them
     packed[:, :, 1, :, :20], packed[:, :, 2, :, 3:16] = k.swapaxes(1, 2), v.swapaxes(1, 2)
     strided = packed[:, :, 1, :, :20].swapaxes(1, 2), packed[:, :, 2, :, 3:16].swapaxes(1, 2)
     backwards = q[:, :, ::-1].copy()[:, :, ::-1]
@@ -179,7 +179,9 @@ def test_unaligned_arrays_are_copied():
     bytes_ = np.zeros(q.nbytes + 1, np.uint8)
     unaligned = bytes_[1:].view(np.float32).reshape(q.shape)
     unaligned[:] = q
-    for got, wanted in zip(run("cpu", unaligned, k, v), run("cpu", q, k, v), strict=True):
+    for got, wanted in zip(
+        run("cpu.backend", unaligned, k, v), run("cpu.backend", q, k, v), strict=True
+    ):
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -189,13 +191,11 @@ def test_few_queries_decode_and_many_do_not(monkeypatch):
         monkeypatch.setattr(rung, "forward", lambda problem, rung=rung: taken.append(rung.__name__))
     for Lq in (1, 8, 9):
         cpu.forward(Problem.of(*ragged(Lq=Lq)))
-    assert [name.split(".")[-1] for name in taken] == ["cpu.rung5_decode"] * 2 + [
-        "cpu.rung4_parallel"
-    ]
+    assert [name.split(".")[-1] for name in taken] == ["rung5_decode"] * 2 + ["rung4_parallel"]
 
 
 def up_to_the_edge(array):
-    """A copy whose last byte is the last of a page, with a page behind it that must not be read."""
+    """A copy whose last byte is the last of a page, followed by a page that must not be read."""
     size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = mmap.mmap(-1, size + mmap.PAGESIZE)
     beyond = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + size
@@ -217,9 +217,9 @@ def read_up_to_the_edge():
         attention(*arrays, attn_bias=bias, backend="cpu")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are protected as Linux does it")
+@pytest.mark.skipif(sys.platform != "linux", reason="mprotect is called as on Linux")
 def test_nothing_beyond_the_arrays_is_read():
-    """Reading there ends the process, so it is another one."""
+    """Reading there ends the process, hence a child process."""
     child = multiprocessing.get_context("spawn").Process(target=read_up_to_the_edge)
     child.start()
     child.join()
@@ -236,8 +236,8 @@ def test_several_threads_may_call_at_once(Lq):
         np.testing.assert_array_equal(got, expected[i % 8])
 
 
-def test_threads_take_turns_on_numbas_own_work_queue():
-    """It would end the process otherwise."""
+def test_launches_are_serialized_on_numbas_own_work_queue():
+    """It ends the process otherwise."""
     code = (
         "import numba, numpy as np, minimha\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -263,9 +263,9 @@ def test_the_number_of_threads_is_numbas_and_stays(Lq, monkeypatch):
     rung, kernel = (
         (rung5_decode, "parallel_decode") if Lq == 2 else (rung4_parallel, "parallel_tiles")
     )
-    whole = getattr(rung, kernel)
+    launch = getattr(rung, kernel)
     monkeypatch.setattr(
-        rung, kernel, lambda p, workers, *sizes: asked.append(workers) or whole(p, workers, *sizes)
+        rung, kernel, lambda p, workers, *sizes: asked.append(workers) or launch(p, workers, *sizes)
     )
     q, k, v = ragged(Lq=Lq)
     expected = attention(q, k, v, backend="cpu")
@@ -308,8 +308,8 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch):
         return njit(*given, **settings)
 
     rows = import_module("minimha.kernels.cpu.rung1_rows").rows
-    again = entry.Kernel(rows.function, rows.num_sizes, rows.parallel, rows.widens)
-    monkeypatch.setattr(entry.numba, "njit", refusing)
+    again = cpu_kernel.Kernel(rows.function, rows.num_sizes, rows.parallel, rows.widens)
+    monkeypatch.setattr(cpu_kernel.numba, "njit", refusing)
     problem = Problem.of(*ragged(Lq=3))
     np.testing.assert_array_equal(again(problem)[0], rows(problem)[0])
 
@@ -338,7 +338,7 @@ def test_a_second_process_finds_the_compiled_kernel(tmp_path):
     assert hits == ["0", "1"]
 
 
-def test_too_little_memory_is_said_with_the_sizes():
+def test_too_little_memory_raises_with_the_shape():
     q = np.broadcast_to(np.float32(1), (1, 1, 2**45, 8))
     k = np.ones((1, 1, 4, 8), np.float32)
     with pytest.raises(MemoryError, match=r"Unable to allocate .* shape \(1, 1, 35184372088832, 8"):
@@ -346,7 +346,7 @@ def test_too_little_memory_is_said_with_the_sizes():
 
 
 def test_memory_does_not_grow_with_the_keys():
-    """Room is allocated inside the kernels, so it is the process that is asked."""
+    """Scratch is allocated inside the kernels, so the peak of a whole process is measured."""
     code = (
         "import resource, numpy as np, minimha\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

@@ -12,7 +12,7 @@ from kernels.cpu import plain_simd
 
 from minimha.kernels.cpu.simd import vector
 from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
-from minimha.kernels.cpu.simd.memory import flat, take_ticket
+from minimha.kernels.cpu.simd.memory import fetch_add, flat
 from minimha.kernels.cpu.simd.product import tile_product, tile_product_add
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max, soft_cap
 from minimha.kernels.cpu.simd.transpose import transpose
@@ -38,7 +38,7 @@ def product(adds, *arguments):
 @pytest.mark.parametrize("vectors", [1, 2, 3])
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (8, 5), (11, 64), (16, 0), (0, 4), (23, 7)])
 def test_tile_products(rows, depth, vectors, adds, dtype):
-    lanes = vectors * vector.lanes(np.dtype(dtype).itemsize) // vector.VECTORS
+    lanes = vectors * vector.panel_width(np.dtype(dtype).itemsize) // vector.VECTORS
     a_row, b_k, c_row = depth + 3, lanes + 2, lanes + 1
     A, B = numbers(rows + 2, a_row, dtype=dtype), numbers(depth + 2, b_k, dtype=dtype)
     C, factor = numbers(rows + 2, c_row, dtype=dtype), numbers(lanes, dtype=dtype)
@@ -50,7 +50,7 @@ def test_tile_products(rows, depth, vectors, adds, dtype):
 
 
 def test_a_tile_product_may_run_down_the_columns_of_A():
-    rows, depth, lanes = 9, 4, vector.lanes(4)
+    rows, depth, lanes = 9, 4, vector.panel_width(4)
     A, B, factor = numbers(depth, rows), numbers(depth, lanes), np.ones(lanes, np.float32)
     C = np.zeros(rows * lanes, np.float32)
     product(False, A, 0, 1, rows, B, 0, lanes, C, 0, lanes, factor, rows, vector.VECTORS, depth)
@@ -62,7 +62,7 @@ def test_a_tile_product_may_run_down_the_columns_of_A():
 @pytest.mark.parametrize("vectors", [1, 2, 3])
 @pytest.mark.parametrize("n", [0, 1, 7])
 def test_the_largest_of_a_lane(n, vectors, dtype):
-    lanes = vectors * vector.lanes(np.dtype(dtype).itemsize) // vector.VECTORS
+    lanes = vectors * vector.panel_width(np.dtype(dtype).itemsize) // vector.VECTORS
     S = numbers(n + 1, lanes, dtype=dtype)
     S[::5], S[1::7] = np.nan, -np.inf
     largest, expected = np.zeros(lanes, dtype), np.zeros(lanes, dtype)
@@ -74,7 +74,7 @@ def test_the_largest_of_a_lane(n, vectors, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vectors", [1, 2, 3])
 def test_the_exponential_of_a_lane(vectors, dtype):
-    lanes = vectors * vector.lanes(np.dtype(dtype).itemsize) // vector.VECTORS
+    lanes = vectors * vector.panel_width(np.dtype(dtype).itemsize) // vector.VECTORS
     n, limits = 400, np.finfo(dtype)
     S = np.linspace(np.log(limits.tiny) * 0.999, 0, n * lanes, dtype=dtype)
     S[: 4 * lanes] = np.tile([0, -np.inf, np.nan, -1e-30], lanes)
@@ -89,7 +89,7 @@ def test_the_exponential_of_a_lane(vectors, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_too_small_for_a_normal_number_becomes_0(dtype):
-    lanes = vector.lanes(np.dtype(dtype).itemsize)
+    lanes = vector.panel_width(np.dtype(dtype).itemsize)
     S = np.full(lanes, 1.01 * np.log(np.finfo(dtype).tiny), dtype)
     sums = np.zeros(lanes, dtype)
     lanes_exp(S, 0, 1, vector.VECTORS, np.zeros(lanes, dtype), sums)
@@ -137,14 +137,14 @@ def test_memory_from_an_element_on():
     assert pair.tolist() == [2, 5]
 
 
-def test_each_ticket_is_drawn_once():
+def test_fetch_add_returns_each_number_once():
     @numba.njit(parallel=True)
-    def draw(counter, times):
+    def count(counter, times):
         for _ in numba.prange(1000):
-            times[take_ticket(counter)] += 1
+            times[fetch_add(counter)] += 1
 
     times = np.zeros(1000, np.int64)
-    draw(np.zeros(1, np.int64), times)
+    count(np.zeros(1, np.int64), times)
     assert (times == 1).all()
 
 
@@ -154,7 +154,7 @@ def test_each_ticket_is_drawn_once():
     [("haswell", "+avx,+avx2,+fma", (256, 16)), ("generic", "", (128, None))],
 )
 def test_narrower_vectors_pass_the_same_tests(name, features, width):
-    """What a machine without AVX-512, or without AVX2, compiles, forced upon this one."""
+    """What a machine without AVX-512, or without AVX2, compiles, forced on this one."""
     host = vector.binding.get_default_triple()
     if name == "haswell" and not host.startswith("x86_64"):
         pytest.skip(f"AVX2 is of x86-64, and this machine is {host}")

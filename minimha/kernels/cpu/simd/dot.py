@@ -1,4 +1,4 @@
-"""The two products of few queries, for which K and V are read once."""
+"""The two products for few queries, S = Q Kᵀ and O += P V, each row of K and V read once."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from minimha.kernels.cpu.simd.memory import _asker
-from minimha.kernels.cpu.simd.product import ROWS
+from minimha.kernels.cpu.simd.memory import prefetcher
 from minimha.kernels.cpu.simd.vector import (
     FASTMATH,
     INT,
+    REGISTERS,
     VECTOR_BITS,
     Vector,
-    _loop,
-    _pointer,
-    _total,
+    loop,
+    pairwise_sum,
+    pointer_to,
 )
 
-ROWS_AHEAD = 16  # rows of K or V that are asked for before they are needed
+ROWS_AHEAD = 16  # distance in rows of K or V at which they are prefetched
+TOGETHER = REGISTERS // 8  # rows of K that meet four queries in registers
 
 
-TOGETHER = ROWS // 2  # rows of K that meet four queries in registers
+def _horizontal_sums(builder, vector, values):
+    """One vector with the horizontal sum of each of ``values``, as many vectors as it has lanes.
 
-
-def _sums(builder, vector, values):
-    """A vector of the sums of as many vectors as it has lanes, in their order.
-
-    Step by step two vectors become one: half of the numbers of each value join the other half. At
-    first within pieces of 128 bits, where shuffles are fast, then across them.
+    Step by step two vectors become one: each adds one half of its lanes to the other half. First
+    within pieces of 128 bits, where shuffles are fast, then across them.
     """
     width, piece = vector.width, min(vector.width, 128 // vector.bits)
     steps, m = [], 1
-    while m < piece:  # m values stand side by side in a piece
+    while m < piece:  # a piece holds partial sums of m values
         steps.append(
             [
                 [
@@ -49,7 +47,7 @@ def _sums(builder, vector, values):
         )
         m *= 2
     span = width
-    while span > piece:  # lanes over which a value is spread
+    while span > piece:  # the partial sums of a value are spread over so many lanes
         steps.append(
             [
                 [
@@ -72,10 +70,10 @@ def _sums(builder, vector, values):
 
 
 def _dots(queries, together, vectors):
-    """Primitive: ``queries`` rows of B against as many rows of A as make a vector of products.
+    """Primitive: ``queries`` rows of B times as many rows of A as fill a vector with products.
 
-    ``together`` rows of A stand side by side, so that a vector of B, once loaded, serves them all;
-    ``vectors`` of each are taken at once. Depth is in whole vectors.
+    ``together`` rows of A are read side by side, so that a vector of B, once loaded, is used for
+    all of them, and ``vectors`` of each row in one step. The depth is a multiple of the width.
     """
 
     @intrinsic
@@ -87,17 +85,17 @@ def _dots(queries, together, vectors):
             A, a, a_row, B, b, b_row, C, c, c_row, depth = arguments
             kinds = signature.args
             vector = Vector(kinds[6].dtype)
-            A = _pointer(context, builder, kinds[0], A, a)
-            B = _pointer(context, builder, kinds[3], B, b)
-            C = _pointer(context, builder, kinds[6], C, c)
+            A = pointer_to(context, builder, kinds[0], A, a)
+            B = pointer_to(context, builder, kinds[3], B, b)
+            C = pointer_to(context, builder, kinds[6], C, c)
             rows = max(together, vector.width // queries)
             step = vectors * vector.width
-            whole = builder.and_(depth, INT(-step))
-            rest = builder.sub(depth, whole)
+            full = builder.and_(depth, INT(-step))
+            rest = builder.sub(depth, full)
             others = [builder.gep(B, [builder.mul(INT(g), b_row)]) for g in range(queries)]
             tile = [(g, r) for g in range(queries) for r in range(together)]
             totals = cgutils.alloca_once(builder, vector.type, queries * rows)
-            ask = _asker(builder, vector, a_row, depth, together)
+            prefetch_rows = prefetcher(builder, vector, a_row, depth, together)
 
             def some_rows(first, _):
                 own = [
@@ -111,7 +109,7 @@ def _dots(queries, together, vectors):
                         start = builder.add(begin, k)
                         left = [builder.gep(row, [start]) for row in own]
                         for u in range(number):
-                            ask(later, builder.add(start, INT(u * vector.width)))
+                            prefetch_rows(later, builder.add(start, INT(u * vector.width)))
                         results = []
                         for u in range(number):
                             x = [vector.load(builder, row, u) for row in left]
@@ -127,25 +125,25 @@ def _dots(queries, together, vectors):
                     return body
 
                 sums = [vector.constant(0.0)] * (vectors * len(tile))
-                sums = _loop(builder, whole, step, sums, some_vectors(INT(0), vectors))
+                sums = loop(builder, full, step, sums, some_vectors(INT(0), vectors))
                 if vectors > 1:
-                    sums = _loop(builder, rest, vector.width, sums, some_vectors(whole, 1))
+                    sums = loop(builder, rest, vector.width, sums, some_vectors(full, 1))
                 for x, (g, r) in enumerate(tile):
-                    total = _total(builder, sums[x :: len(tile)])
+                    total = pairwise_sum(builder, sums[x :: len(tile)])
                     place = builder.add(INT(g * rows + r), first)
                     builder.store(total, builder.gep(totals, [place]))
                 return []
 
-            _loop(builder, INT(rows), together, [], some_rows)
+            loop(builder, INT(rows), together, [], some_rows)
             for first in range(0, queries * rows, vector.width):
                 to_add = [
                     builder.load(builder.gep(totals, [INT(first + x)])) for x in range(vector.width)
                 ]
-                products = _sums(builder, vector, to_add)
+                products = _horizontal_sums(builder, vector, to_add)
                 for lane in range(0, vector.width, min(rows, vector.width)):
                     g, r = divmod(first + lane, rows)
                     to = builder.gep(C, [builder.add(builder.mul(INT(g), c_row), INT(r))])
-                    vector.store_part(builder, products, lane, min(rows, vector.width), to)
+                    vector.store_lanes(builder, products, lane, min(rows, vector.width), to)
             return context.get_dummy_value()
 
         return signature, generate
@@ -164,39 +162,39 @@ def dot_products(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
     """
     width = VECTOR_BITS // (8 * C.itemsize)
     by_4, by_2, most = max(TOGETHER, width // 4), max(TOGETHER, width // 2), max(TOGETHER, width)
-    ready, whole = rows // most * most, depth // width * width
+    full_rows, full_depth = rows // most * most, depth // width * width
     g = 0
     while g < queries:
         from_b, to = b + g * b_row, c + g * c_row
         if g + 4 <= queries:
-            for r in range(0, ready, by_4):
-                _dots_of_4(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, whole)
+            for r in range(0, full_rows, by_4):
+                _dots_of_4(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, full_depth)
             g += 4
         elif g + 2 <= queries:
-            for r in range(0, ready, by_2):
-                _dots_of_2(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, whole)
+            for r in range(0, full_rows, by_2):
+                _dots_of_2(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, full_depth)
             g += 2
         else:
-            for r in range(0, ready, width):
-                _dots_of_1(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, whole)
+            for r in range(0, full_rows, width):
+                _dots_of_1(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, full_depth)
             g += 1
-    if ready == rows and whole == depth:
+    if full_rows == rows and full_depth == depth:
         return
     for g in range(queries):
         for r in range(rows):
-            first, to = whole if r < ready else 0, c + g * c_row + r
+            first, to = full_depth if r < full_rows else 0, c + g * c_row + r
             total = C.dtype.type(0)
             for k in range(first, depth):
                 total += A[a + r * a_row + k] * B[b + g * b_row + k]
-            C[to] = C[to] + total if r < ready else total
+            C[to] = C[to] + total if r < full_rows else total
 
 
 def _weigh(queries, keys):
-    """Primitive: O += P V for ``queries`` rows of O, ``keys`` whole rows of V at a time.
+    """Primitive: O += P V for ``queries`` rows of O, ``keys`` rows of V at a time.
 
-    The weights stay in registers while the rows of V pass side by side, asked for in memory's
-    order; O's are loaded and stored once for all the keys. ``columns`` are in whole vectors,
-    ``depth`` is divisible by keys.
+    The weights stay in registers while the rows of V are read side by side and prefetched in
+    memory order; a row of O is loaded and stored once for all of these keys. ``columns`` is a
+    multiple of the vector width, ``depth`` one of ``keys``.
     """
 
     @intrinsic
@@ -208,41 +206,38 @@ def _weigh(queries, keys):
             P, p, p_row, V, v, v_row, O, o, o_row, columns, depth = arguments
             kinds = signature.args
             vector = Vector(kinds[6].dtype)
-            P = _pointer(context, builder, kinds[0], P, p)
-            V = _pointer(context, builder, kinds[3], V, v)
-            O = _pointer(context, builder, kinds[6], O, o)
-            ask = _asker(builder, vector, v_row, columns, keys)
+            P = pointer_to(context, builder, kinds[0], P, p)
+            V = pointer_to(context, builder, kinds[3], V, v)
+            O = pointer_to(context, builder, kinds[6], O, o)
+            prefetch_rows = prefetcher(builder, vector, v_row, columns, keys)
             rows_of_O = [builder.gep(O, [builder.mul(INT(g), o_row)]) for g in range(queries)]
             rows_of_P = [builder.gep(P, [builder.mul(INT(g), p_row)]) for g in range(queries)]
 
             def some_keys(k, _):
-                places_of_k = [builder.add(k, INT(x)) for x in range(keys)]
-                rows_of_V = [builder.gep(V, [builder.mul(at, v_row)]) for at in places_of_k]
+                indices = [builder.add(k, INT(x)) for x in range(keys)]
+                rows_of_V = [builder.gep(V, [builder.mul(j, v_row)]) for j in indices]
                 weights = [
-                    [
-                        vector.splat(builder, builder.load(builder.gep(row, [place])))
-                        for place in places_of_k
-                    ]
+                    [vector.splat(builder, builder.load(builder.gep(row, [j]))) for j in indices]
                     for row in rows_of_P
                 ]
 
                 def column(n, _):
-                    ask(later, n)
-                    places = [builder.gep(row, [n]) for row in rows_of_V]
-                    values = [vector.load(builder, place) for place in places]
+                    prefetch_rows(later, n)
+                    starts = [builder.gep(row, [n]) for row in rows_of_V]
+                    values = [vector.load(builder, start) for start in starts]
                     for row, own in zip(rows_of_O, weights, strict=True):
-                        place = builder.gep(row, [n])
-                        total = vector.load(builder, place)
+                        to = builder.gep(row, [n])
+                        total = vector.load(builder, to)
                         for weight, value in zip(own, values, strict=True):
                             total = vector.fma(builder, weight, value, total)
-                        vector.store(builder, total, place)
+                        vector.store(builder, total, to)
                     return []
 
                 later = builder.gep(rows_of_V[0], [builder.mul(INT(ROWS_AHEAD), v_row)])
-                _loop(builder, columns, vector.width, [], column)
+                loop(builder, columns, vector.width, [], column)
                 return []
 
-            _loop(builder, depth, keys, [], some_keys)
+            loop(builder, depth, keys, [], some_keys)
             return context.get_dummy_value()
 
         return signature, generate
@@ -257,26 +252,26 @@ _weigh_4, _weigh_2, _weigh_1 = (_weigh(queries, 4) for queries in (4, 2, 1))
 def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, depth):
     """O += P V for ``rows`` rows of O, reading V from memory once.
 
-    P's element (r, k) lies at p + r · p_row + k, V's row k at v + k · v_row, O's row r at
+    P's element (r, k) is at p + r · p_row + k, V's row k at v + k · v_row, O's row r at
     o + r · o_row; flat arrays.
     """
     width = VECTOR_BITS // (8 * O.itemsize)
-    whole, by_four = columns // width * width, depth // 4 * 4
+    full_columns, full_depth = columns // width * width, depth // 4 * 4
     r = 0
     while r < rows:
         from_p, to = p + r * p_row, o + r * o_row
         if r + 4 <= rows:
-            _weigh_4(P, from_p, p_row, V, v, v_row, O, to, o_row, whole, by_four)
+            _weigh_4(P, from_p, p_row, V, v, v_row, O, to, o_row, full_columns, full_depth)
             r += 4
         elif r + 2 <= rows:
-            _weigh_2(P, from_p, p_row, V, v, v_row, O, to, o_row, whole, by_four)
+            _weigh_2(P, from_p, p_row, V, v, v_row, O, to, o_row, full_columns, full_depth)
             r += 2
         else:
-            _weigh_1(P, from_p, p_row, V, v, v_row, O, to, o_row, whole, by_four)
+            _weigh_1(P, from_p, p_row, V, v, v_row, O, to, o_row, full_columns, full_depth)
             r += 1
-    if whole == columns and by_four == depth:
+    if full_columns == columns and full_depth == depth:
         return
     for r in range(rows):
         for k in range(depth):
-            for d in range(whole if k < by_four else 0, columns):
+            for d in range(full_columns if k < full_depth else 0, columns):
                 O[o + r * o_row + d] += P[p + r * p_row + k] * V[v + k * v_row + d]

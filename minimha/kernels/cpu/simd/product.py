@@ -1,4 +1,11 @@
-"""The two products of a tile: S = K Q and O += V P."""
+"""The two products of a tile, S = K_j Q_iᵀ and O += V_jᵀ P, with their sums in registers.
+
+``tile_product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth)`` is
+C = factor ∘ (A B), and ``tile_product_add`` with the same arguments is C = factor ∘ C + A B. C has
+``rows`` rows of ``vectors`` vectors, and the inner dimension is ``depth``. A's element (r, k) is at
+a + r · a_row + k · a_k, B's row k starts at b + k · b_k and C's row r at c + r · c_row, all counted
+in elements. ``factor`` has one number per lane.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,13 @@ import numba
 from numba import types
 from numba.extending import intrinsic
 
-from minimha.kernels.cpu.simd.vector import FASTMATH, INT, REGISTERS, Vector, _loop, _pointer
+from minimha.kernels.cpu.simd.vector import FASTMATH, INT, REGISTERS, Vector, loop, pointer_to
 
-ROWS = 8 if REGISTERS == 32 else 4
+ROWS = REGISTERS // 4  # of a register tile
 
 
-def _tile_product(rows, vectors, adds):
-    """Primitive for a tile of ``rows`` × ``vectors`` sums; see ``tile_product`` for its meaning."""
+def _register_tile(rows, vectors, adds):
+    """Primitive for a tile of ``rows`` × ``vectors`` vectors of sums."""
 
     @intrinsic
     def product(typing, A, a, a_row, a_k, B, b, b_k, C, c, c_row, F, depth):
@@ -25,10 +32,10 @@ def _tile_product(rows, vectors, adds):
             A, a, a_row, a_k, B, b, b_k, C, c, c_row, F, depth = arguments
             kinds = signature.args
             vector = Vector(kinds[7].dtype)
-            A = _pointer(context, builder, kinds[0], A, a)
-            B = _pointer(context, builder, kinds[4], B, b)
-            C = _pointer(context, builder, kinds[7], C, c)
-            F = _pointer(context, builder, kinds[10], F, INT(0))
+            A = pointer_to(context, builder, kinds[0], A, a)
+            B = pointer_to(context, builder, kinds[4], B, b)
+            C = pointer_to(context, builder, kinds[7], C, c)
+            F = pointer_to(context, builder, kinds[10], F, INT(0))
 
             def row_of(pointer, stride, r):
                 return builder.gep(pointer, [builder.mul(INT(r), stride)])
@@ -52,9 +59,9 @@ def _tile_product(rows, vectors, adds):
                     for (r, n), total in zip(tile, sums, strict=True)
                 ]
 
-            sums = _loop(builder, depth, 1, zeros, body)
+            sums = loop(builder, depth, 1, zeros, body)
             for (r, n), total in zip(tile, sums, strict=True):
-                if adds:  # last, so that a long sum is one of short sums and loses few digits
+                if adds:  # last, so that a long sum is one of short sums and loses fewer digits
                     so_far = vector.load(builder, rows_of_C[r], n)
                     result = vector.fma(builder, so_far, factors[n], total)
                 else:
@@ -67,55 +74,31 @@ def _tile_product(rows, vectors, adds):
     return product
 
 
-_set_3, _set_2, _set_1 = (_tile_product(ROWS, vectors, False) for vectors in (3, 2, 1))
-_set_row_3, _set_row_2, _set_row_1 = (_tile_product(1, vectors, False) for vectors in (3, 2, 1))
-_add_3, _add_2, _add_1 = (_tile_product(ROWS, vectors, True) for vectors in (3, 2, 1))
-_add_row_3, _add_row_2, _add_row_1 = (_tile_product(1, vectors, True) for vectors in (3, 2, 1))
+def _tile_product(adds):
+    rows_3, rows_2, rows_1 = (_register_tile(ROWS, vectors, adds) for vectors in (3, 2, 1))
+    row_3, row_2, row_1 = (_register_tile(1, vectors, adds) for vectors in (3, 2, 1))
+
+    @numba.njit(fastmath=FASTMATH)
+    def product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth):
+        r = 0
+        while r + ROWS <= rows:
+            if vectors == 3:
+                rows_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+            elif vectors == 2:
+                rows_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+            else:
+                rows_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+            a, c, r = a + ROWS * a_row, c + ROWS * c_row, r + ROWS
+        while r < rows:
+            if vectors == 3:
+                row_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+            elif vectors == 2:
+                row_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+            else:
+                row_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+            a, c, r = a + a_row, c + c_row, r + 1
+
+    return product
 
 
-@numba.njit(fastmath=FASTMATH)
-def tile_product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth):
-    """C = factor ∘ (A B): ``rows`` rows of ``vectors`` vectors, over ``depth`` products.
-
-    A's element (r, k) lies at a + r · a_row + k · a_k, B's row k at b + k · b_k, C's row r at
-    c + r · c_row, all counted in elements; ``factor`` has one number a lane.
-    """
-    r = 0
-    while r + ROWS <= rows:
-        if vectors == 3:
-            _set_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        elif vectors == 2:
-            _set_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        else:
-            _set_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        a, c, r = a + ROWS * a_row, c + ROWS * c_row, r + ROWS
-    while r < rows:
-        if vectors == 3:
-            _set_row_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        elif vectors == 2:
-            _set_row_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        else:
-            _set_row_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        a, c, r = a + a_row, c + c_row, r + 1
-
-
-@numba.njit(fastmath=FASTMATH)
-def tile_product_add(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth):
-    """C = factor ∘ C + A B; the arguments are those of ``tile_product``."""
-    r = 0
-    while r + ROWS <= rows:
-        if vectors == 3:
-            _add_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        elif vectors == 2:
-            _add_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        else:
-            _add_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        a, c, r = a + ROWS * a_row, c + ROWS * c_row, r + ROWS
-    while r < rows:
-        if vectors == 3:
-            _add_row_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        elif vectors == 2:
-            _add_row_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        else:
-            _add_row_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-        a, c, r = a + a_row, c + c_row, r + 1
+tile_product, tile_product_add = _tile_product(adds=False), _tile_product(adds=True)

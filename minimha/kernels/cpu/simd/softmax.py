@@ -1,4 +1,4 @@
-"""What a softmax does to a tile of scores: cap, maximum, exponential and sum."""
+"""The softmax of a tile, down the lanes: soft cap, maximum, exponential and sum."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from minimha.kernels.cpu.simd.vector import (
     INT,
     VECTOR_BITS,
     Vector,
-    _loop,
-    _pointer,
-    _total,
+    loop,
+    pairwise_sum,
+    pointer_to,
 )
 
-PAIRED = 4  # rows of exponentials that are added pair by pair
+PAIRED = 4  # rows of exponentials that are summed pair by pair
 
 
 def _lanes_max(vectors):
@@ -30,8 +30,8 @@ def _lanes_max(vectors):
         def generate(context, builder, signature, arguments):
             S, s, n, M = arguments
             vector = Vector(signature.args[0].dtype)
-            S = _pointer(context, builder, signature.args[0], S, s)
-            M = _pointer(context, builder, signature.args[3], M, INT(0))
+            S = pointer_to(context, builder, signature.args[0], S, s)
+            M = pointer_to(context, builder, signature.args[3], M, INT(0))
 
             def body(k, best):
                 row = builder.gep(S, [builder.mul(k, INT(vectors * vector.width))])
@@ -43,7 +43,7 @@ def _lanes_max(vectors):
                 return results
 
             lowest = [vector.constant(-math.inf)] * vectors
-            for u, best in enumerate(_loop(builder, n, 1, lowest, body)):
+            for u, best in enumerate(loop(builder, n, 1, lowest, body)):
                 vector.store(builder, best, M, u)
             return context.get_dummy_value()
 
@@ -57,7 +57,7 @@ _max_3, _max_2, _max_1 = (_lanes_max(vectors) for vectors in (3, 2, 1))
 
 @numba.njit(fastmath=FASTMATH)
 def lanes_max(S, s, n, vectors, M):
-    """M[lane] = the largest of n rows S[s + row · lanes + lane]; NaN is passed over."""
+    """M[lane] = the largest of n rows S[s + row · lanes + lane]; NaN is ignored."""
     if vectors == 3:
         _max_3(S, s, n, M)
     elif vectors == 2:
@@ -66,8 +66,8 @@ def lanes_max(S, s, n, vectors, M):
         _max_1(S, s, n, M)
 
 
-# e^r for |r| <= ln(2) / 2, highest power first: fitted with a relative error of 3e-9 for float32,
-# the Taylor series, whose error is below 1e-17 there, for float64.
+# Coefficients of e^r for |r| <= ln(2) / 2, highest power first: for float32 a fit with a relative
+# error of 3e-9, for float64 the Taylor series, whose error is below 1e-17 there.
 POLYNOMIAL = {
     32: [
         1.3814540580e-3,
@@ -89,9 +89,10 @@ SMALLEST = {32: -126.0, 64: -1022.0}
 
 
 def _reduced(builder, vector, x):
-    """Whole w, r with x = w · ln(2) + r, and where e^x is too small for a normal number.
+    """w and r with x = w · ln(2) + r and w an integer, and where e^x is no normal number.
 
-    ln(2) comes in two parts, the first so short that w times it is exact (Cody and Waite, 1980).
+    ln(2) is the sum of two parts, the first so short that w times it is exact (Cody and Waite,
+    "Software Manual for the Elementary Functions", 1980).
     """
     bits = vector.bits
     y = builder.fmul(x, vector.constant(1 / math.log(2)))
@@ -113,20 +114,21 @@ def _polynomial(builder, vector, coefficients, r):
 def _times_power_of_2(builder, vector, x, w):
     """x · 2^w, by adding w to the exponent bits of x."""
     mantissa = MANTISSA[vector.bits]
-    # Added to 1.5 · 2^mantissa a small whole number stands in the lowest bits, NaN or not.
-    shifted = builder.bitcast(
-        builder.fadd(w, vector.constant(1.5 * 2.0**mantissa)), vector.integers
+    # Adding 1.5 · 2^mantissa moves a small integer into the lowest bits, without a conversion,
+    # which would be undefined for NaN.
+    shifted = builder.fadd(w, vector.constant(1.5 * 2.0**mantissa))
+    exponent = builder.shl(
+        builder.bitcast(shifted, vector.integers),
+        ir.Constant(vector.integers, [mantissa] * vector.width),
     )
-    exponent = builder.shl(shifted, ir.Constant(vector.integers, [mantissa] * vector.width))
-    return builder.bitcast(
-        builder.add(builder.bitcast(x, vector.integers), exponent), vector.type
-    )  # fmt: skip
+    total = builder.add(builder.bitcast(x, vector.integers), exponent)
+    return builder.bitcast(total, vector.type)
 
 
 def _exp(builder, vector, x):
     """exp(x) of a vector of numbers that are at most 0, or NaN.
 
-    Below the normal numbers, and for -inf, the result is exactly 0.
+    The result is exactly 0 where it would be no normal number, and for -inf.
     """
     w, r, vanishes = _reduced(builder, vector, x)
     power = _polynomial(builder, vector, POLYNOMIAL[vector.bits], r)
@@ -152,22 +154,22 @@ def _tanh(builder, vector, x):
 
 @intrinsic
 def _cap(typing, S, s, n, cap):
-    """``soft_cap`` of n items, which fill whole vectors."""
+    """``soft_cap`` of n items, a multiple of the vector width."""
     signature = types.void(S, types.intp, types.intp, S.dtype)
 
     def generate(context, builder, signature, arguments):
         S, s, n, cap = arguments
         vector = Vector(signature.args[0].dtype)
-        S = _pointer(context, builder, signature.args[0], S, s)
+        S = pointer_to(context, builder, signature.args[0], S, s)
         cap = vector.splat(builder, cap)
 
         def body(k, _):
-            place = builder.gep(S, [k])
-            ratio = builder.fdiv(vector.load(builder, place), cap)
-            vector.store(builder, builder.fmul(cap, _tanh(builder, vector, ratio)), place)
+            pointer = builder.gep(S, [k])
+            ratio = builder.fdiv(vector.load(builder, pointer), cap)
+            vector.store(builder, builder.fmul(cap, _tanh(builder, vector, ratio)), pointer)
             return []
 
-        _loop(builder, n, vector.width, [], body)
+        loop(builder, n, vector.width, [], body)
         return context.get_dummy_value()
 
     return signature, generate
@@ -177,9 +179,9 @@ def _cap(typing, S, s, n, cap):
 def soft_cap(S, s, n, cap):
     """S = cap · tanh(S / cap) in n items from S[s] on."""
     width = VECTOR_BITS // (8 * S.itemsize)
-    ready = n // width * width
-    _cap(S, s, ready, S.dtype.type(cap))
-    for x in range(s + ready, s + n):
+    full = n // width * width
+    _cap(S, s, full, S.dtype.type(cap))
+    for x in range(s + full, s + n):
         S[x] = cap * math.tanh(S[x] / cap)
 
 
@@ -191,15 +193,15 @@ def _lanes_exp(vectors):
         def generate(context, builder, signature, arguments):
             S, s, n, M, T = arguments
             vector = Vector(signature.args[0].dtype)
-            S = _pointer(context, builder, signature.args[0], S, s)
-            M = _pointer(context, builder, signature.args[3], M, INT(0))
-            T = _pointer(context, builder, signature.args[4], T, INT(0))
+            S = pointer_to(context, builder, signature.args[0], S, s)
+            M = pointer_to(context, builder, signature.args[3], M, INT(0))
+            T = pointer_to(context, builder, signature.args[4], T, INT(0))
             m = [vector.load(builder, M, u) for u in range(vectors)]
 
-            def exp_of(place, u):
-                difference = builder.fsub(vector.load(builder, place), m[u])
+            def exp_of(pointer, u):
+                difference = builder.fsub(vector.load(builder, pointer), m[u])
                 p = _exp(builder, vector, difference)
-                vector.store(builder, p, place)
+                vector.store(builder, p, pointer)
                 return p
 
             def some_rows(first, rows):
@@ -212,17 +214,16 @@ def _lanes_exp(vectors):
                         terms = []
                         for x in range(rows):
                             offset = INT((x * vectors + u) * vector.width)
-                            place = builder.gep(S, [builder.add(row, offset)])
-                            terms.append(exp_of(place, u))
-                        results.append(builder.fadd(sums[u], _total(builder, terms)))
+                            terms.append(exp_of(builder.gep(S, [builder.add(row, offset)]), u))
+                        results.append(builder.fadd(sums[u], pairwise_sum(builder, terms)))
                     return results
 
                 return body
 
-            whole = builder.and_(n, INT(-PAIRED))
+            full = builder.and_(n, INT(-PAIRED))
             sums = [vector.constant(0.0)] * vectors
-            sums = _loop(builder, whole, PAIRED, sums, some_rows(INT(0), PAIRED))
-            sums = _loop(builder, builder.sub(n, whole), 1, sums, some_rows(whole, 1))
+            sums = loop(builder, full, PAIRED, sums, some_rows(INT(0), PAIRED))
+            sums = loop(builder, builder.sub(n, full), 1, sums, some_rows(full, 1))
             for u, total in enumerate(sums):
                 vector.store(builder, total, T, u)
             return context.get_dummy_value()
@@ -239,7 +240,7 @@ _exp_3, _exp_2, _exp_1 = (_lanes_exp(vectors) for vectors in (3, 2, 1))
 def lanes_exp(S, s, n, vectors, M, T):
     """S = exp(S - M[lane]) in n rows of lanes from S[s] on, and T[lane] = the sum over the rows.
 
-    S - M must be at most 0. What is too small for a normal number becomes 0, as -inf does.
+    S - M must be at most 0. A result too small for a normal number is 0, as it is for -inf.
     """
     if vectors == 3:
         _exp_3(S, s, n, M, T)

@@ -1,26 +1,23 @@
-"""Vectors of the machine compiled for, as LLVM knows them."""
+"""Vectors in LLVM's terms: their width on this machine, loads, stores, multiply-adds, loops."""
 
 from __future__ import annotations
 
 import numba
 from llvmlite import binding, ir
 from numba.core import cgutils
+from numba.extending import register_jitable
 
-FASTMATH = {
-    "nsz",
-    "arcp",
-    "contract",
-    "afn",
-    "reassoc",
-}  # but never nnan or ninf: -inf is real
-VECTORS = 3
+# Without nnan and ninf: NaN and infinity are legal values here.
+FASTMATH = {"nsz", "arcp", "contract", "afn", "reassoc"}
+VECTORS = 3  # side by side in a full panel
+INT = ir.IntType(64)
 
 
 def host_vectors():
     """Bits of a vector register and number of vector registers of the machine compiled for.
 
-    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES, where they are set, decide as they do for numba itself,
-    so that what is compiled here fits what numba caches it under.
+    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES take precedence, as they do for numba itself, so that
+    what is compiled here matches the key under which numba caches it.
     """
     if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
         given = (numba.config.CPU_FEATURES or "").split(",")
@@ -37,12 +34,10 @@ def host_vectors():
 VECTOR_BITS, REGISTERS = host_vectors()
 
 
-def lanes(itemsize):
+@register_jitable
+def panel_width(itemsize):
     """Lanes of a full panel of items of ``itemsize`` bytes."""
     return VECTORS * VECTOR_BITS // (8 * itemsize)
-
-
-INT = ir.IntType(64)
 
 
 class Vector:
@@ -71,23 +66,24 @@ class Vector:
         """a · b + c, in one instruction where the machine has it."""
         return self.call(builder, "fmuladd", a, b, c)
 
-    def load(self, builder, pointer, number=0):
-        """The ``number``-th vector from ``pointer`` on."""
-        place = builder.gep(pointer, [INT(number * self.width)])
-        loaded = builder.load(builder.bitcast(place, self.type.as_pointer()))
+    def load(self, builder, pointer, n=0):
+        """The n-th vector from ``pointer`` on."""
+        source = builder.gep(pointer, [INT(n * self.width)])
+        loaded = builder.load(builder.bitcast(source, self.type.as_pointer()))
         loaded.align = self.bits // 8
         return loaded
 
-    def store(self, builder, value, pointer, number=0):
-        place = builder.gep(pointer, [INT(number * self.width)])
-        stored = builder.store(value, builder.bitcast(place, self.type.as_pointer()))
+    def store(self, builder, value, pointer, n=0):
+        """Write the n-th vector from ``pointer`` on."""
+        target = builder.gep(pointer, [INT(n * self.width)])
+        stored = builder.store(value, builder.bitcast(target, self.type.as_pointer()))
         stored.align = self.bits // 8
 
-    def store_part(self, builder, value, first, number, pointer):
-        """Store ``number`` lanes of ``value``, from lane ``first`` on."""
+    def store_lanes(self, builder, value, first, number, pointer):
+        """Write ``number`` lanes of ``value``, from lane ``first`` on."""
         lane = ir.IntType(32)
-        picked = ir.Constant(ir.VectorType(lane, number), [lane(first + x) for x in range(number)])
-        part = builder.shuffle_vector(value, value, picked)
+        picks = ir.Constant(ir.VectorType(lane, number), [lane(first + x) for x in range(number)])
+        part = builder.shuffle_vector(value, value, picks)
         stored = builder.store(part, builder.bitcast(pointer, part.type.as_pointer()))
         stored.align = self.bits // 8
 
@@ -99,14 +95,14 @@ class Vector:
         return builder.shuffle_vector(first, undefined, zeros)
 
 
-def _pointer(context, builder, kind, array, offset):
-    """Pointer to the element ``offset`` of an array's memory."""
-    item = Vector(kind.dtype).item
+def pointer_to(context, builder, kind, array, offset):
+    """Pointer to element ``offset`` of the memory of ``array``, whose numba type is ``kind``."""
     data = context.make_array(kind)(context, builder, array).data
+    item = context.get_data_type(kind.dtype)
     return builder.gep(builder.bitcast(data, item.as_pointer()), [offset])
 
 
-def _loop(builder, stop, step, initial, body):
+def loop(builder, stop, step, initial, body):
     """for k in range(0, stop, step): values = body(k, values). Returns the last values."""
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
@@ -128,8 +124,8 @@ def _loop(builder, stop, step, initial, body):
     return values
 
 
-def _total(builder, terms):
-    """Sum of a power of two of vectors, pair by pair."""
+def pairwise_sum(builder, terms):
+    """Sum of vectors, a power of two of them, pair by pair."""
     while len(terms) > 1:
         pairs = zip(terms[::2], terms[1::2], strict=True)
         terms = [builder.fadd(*pair) for pair in pairs]

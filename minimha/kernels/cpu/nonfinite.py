@@ -1,0 +1,86 @@
+"""Values that are NaN or infinite reach the queries that see them, and no others.
+
+A hidden key has the weight 0, but 0 · NaN and 0 · inf are NaN. So wherever a tile hides some key
+from some query, the kernels first look for a value that is not finite (``has_nonfinite``). Only if
+there is one do they leave the fast product: rungs 3 and 4 compute it with zeros in place of that
+key's values (``zero_nonfinite``) and add these to the queries that see the key (``add_nonfinite``);
+rung 5 sums the few rows of its piece over the keys that each query sees (``add_seen_values``).
+"""
+
+from __future__ import annotations
+
+import math
+
+from minimha.kernels.cpu.kernel import jit
+from minimha.kernels.cpu.simd.product import tile_product
+from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS
+from minimha.kernels.cpu.storage import Rows
+
+
+@jit
+def has_nonfinite(V_j, n, Dv, zeros, ones, sums):
+    """Whether any of the values is not finite: only then is its product with 0 not 0.
+
+    ``zeros`` are n, ``ones`` as many as a panel has lanes, and ``sums`` is scratch for Dv numbers.
+    """
+    width = VECTOR_BITS // (8 * sums.itemsize)
+    d = 0
+    while d + width <= Dv:
+        vectors = min(VECTORS, (Dv - d) // width)
+        V = V_j.start + d
+        tile_product(zeros, 0, 0, 1, V_j.line, V, V_j.stride, sums, d, 0, ones, 1, vectors, n)
+        d += vectors * width
+    found = False
+    for x in range(d):
+        found |= sums[x] != 0
+    for x in range(d, Dv):
+        for j in range(n):
+            found |= is_nonfinite(V_j.line[V_j.start + j * V_j.stride + x])
+    return found
+
+
+@jit
+def is_nonfinite(number):
+    """Whether it is NaN or infinite; a comparison, since compilers may fold 0 · number to 0."""
+    return not abs(number) < math.inf
+
+
+@jit
+def is_nonfinite_key(V_j, j, Dv):
+    found = False
+    for d in range(Dv):
+        found |= is_nonfinite(V_j.line[V_j.start + j * V_j.stride + d])
+    return found
+
+
+@jit
+def zero_nonfinite(V_j, n, Dv, copy):
+    """A copy of the values, all of them 0 for a key that has one that is not finite."""
+    for j in range(n):
+        is_zeroed = is_nonfinite_key(V_j, j, Dv)
+        for d in range(Dv):
+            copy[j * Dv + d] = 0 if is_zeroed else V_j.line[V_j.start + j * V_j.stride + d]
+    return Rows(copy, 0, Dv)
+
+
+@jit
+def add_nonfinite(O, P, seen, V_j, n, Dv, rows, lanes):
+    """Add what ``zero_nonfinite`` left out to the queries that see it, the lanes of O and P."""
+    for j in range(n):
+        if is_nonfinite_key(V_j, j, Dv):
+            for r in range(rows):
+                if seen[j * lanes + r]:
+                    for d in range(Dv):
+                        O[d * lanes + r] += (
+                            P[j * lanes + r] * V_j.line[V_j.start + j * V_j.stride + d]
+                        )
+
+
+@jit
+def add_seen_values(P, seen, V, O, first, n):
+    """O += P V for n keys, ``first`` being the first in P and ``seen``; queries are rows."""
+    for r in range(O.shape[0]):
+        for j in range(n):
+            if seen[r, first + j]:
+                for d in range(O.shape[1]):
+                    O[r, d] += P[r, first + j] * V.line[V.start + j * V.stride + d]

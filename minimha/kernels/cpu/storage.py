@@ -1,0 +1,84 @@
+"""How kernels read q, k and v: rows in place, or 16-bit numbers widened one block at a time."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from minimha.kernels.cpu.kernel import jit
+from minimha.kernels.cpu.simd.memory import flat
+from minimha.kernels.cpu.simd.vector import FASTMATH
+
+
+class Rows(NamedTuple):
+    """Rows of floats: row r starts at item start + r · stride of ``line``."""
+
+    line: Any
+    start: int
+    stride: int
+
+
+@jit
+def rows_at(X, b, h, i):
+    """The rows of X[b, h] from i on, in place."""
+    offset = b * X.strides[0] + h * X.strides[1] + i * X.strides[2]
+    return Rows(flat(X, offset // X.itemsize), 0, X.strides[2] // X.itemsize)
+
+
+@jit
+def rows_from(rows, r):
+    """``rows`` without the first r."""
+    return Rows(rows.line, rows.start + r * rows.stride, rows.stride)
+
+
+@jit
+def make_copies(workers, slots, n, q, O):
+    """Scratch for widened rows: ``slots`` blocks of n rows per worker; empty without widening."""
+    size = 0 if q.itemsize == O.itemsize else n * max(q.shape[3], O.shape[3])
+    return np.empty((workers, slots, size), O.dtype)
+
+
+def float_rows(X, b, h, i, n, o, copies, worker, slot):
+    """n rows of X[b, h] from i on: in place, or widened into a slot of the worker's ``copies``."""
+
+
+@overload(float_rows, jit_options={"fastmath": FASTMATH})
+def _float_rows(X, b, h, i, n, o, copies, worker, slot):
+    if X.dtype != types.uint16:
+        return lambda X, b, h, i, n, o, copies, worker, slot: rows_at(X, b, h, i)
+
+    def widen(X, b, h, i, n, o, copies, worker, slot):
+        D, rows = X.shape[3], rows_at(X, b, h, i)
+        copy = flat(copies, (worker * copies.shape[1] + slot) * copies.shape[2])
+        for r in range(n):
+            first = rows.start + r * rows.stride
+            if o.is_bfloat16:
+                for d in range(D):
+                    copy[r * D + d] = of_bfloat16(rows.line[first + d])
+            else:
+                for d in range(D):
+                    copy[r * D + d] = of_float16(rows.line[first + d])
+        return Rows(copy, 0, D)
+
+    return widen
+
+
+@jit
+def of_bfloat16(bits):
+    """The float32 whose upper half is ``bits``."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@jit
+def of_float16(bits):
+    """The float32 equal to the float16 with these bits."""
+    word = np.uint32(bits)
+    rest = np.uint32((word & np.uint32(0x7FFF)) << np.uint32(13))
+    # With exponent and mantissa shifted, every finite number is too small by 2^112, also subnormal.
+    finite = np.uint32(rest).view(np.float32) * np.float32(2.0**112)
+    other = np.uint32(rest | np.uint32(0x7F800000)).view(np.float32)  # infinity and NaN
+    magnitude = other if rest >= np.uint32(0x7C00 << 13) else finite
+    return -magnitude if word & np.uint32(0x8000) else magnitude
