@@ -12,7 +12,7 @@ from kernels.cpu import plain_simd
 
 from minimha.kernels.cpu.simd import vector
 from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
-from minimha.kernels.cpu.simd.memory import fetch_add, flat
+from minimha.kernels.cpu.simd.memory import fetch_add, flat, read_memory
 from minimha.kernels.cpu.simd.product import tile_product, tile_product_add
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max, soft_cap
 from minimha.kernels.cpu.simd.transpose import transpose
@@ -146,6 +146,14 @@ def test_fetch_add_returns_each_number_once():
     times = np.zeros(1000, np.int64)
     count(np.zeros(1, np.int64), times)
     assert (times == 1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reading_memory_reads_all_of_it(dtype):
+    x = np.random.default_rng(2).permutation(1000 * vector.panel_width(np.dtype(dtype).itemsize))
+    lanes_of_threads = read_memory(x.astype(dtype))
+    expected = x.reshape(1000, -1).max(axis=0)
+    np.testing.assert_array_equal(lanes_of_threads.max(axis=0), expected)
 
 
 @pytest.mark.skipif("NUMBA_CPU_NAME" in os.environ, reason="they are forced already")

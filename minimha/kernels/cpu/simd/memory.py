@@ -83,14 +83,20 @@ def prefetcher(builder, vector, stride, columns, rows):
 
 
 def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Read every number of a 1-D array once, with all of numba's threads."""
-    width = VECTORS * panel_width(numbers.itemsize)
-    largest: NDArray[Any] = _read_memory(numbers, numba.get_num_threads(), width)
+    """Read a 1-D array once, with all of numba's threads, up to the last full panel of lanes.
+
+    Returns
+    -------
+    ndarray of shape (threads, lanes)
+        The largest number that each lane of each thread read.
+    """
+    largest: NDArray[Any] = _read_memory(numbers, numba.get_num_threads())
     return largest
 
 
 @numba.njit(parallel=True, fastmath=FASTMATH, cache=True)
-def _read_memory(numbers, workers, width):
+def _read_memory(numbers, workers):
+    width = panel_width(numbers.itemsize)
     rows = numbers.size // width
     largest = np.empty((workers, width), numbers.dtype)
     for worker in numba.prange(workers):
