@@ -1,4 +1,4 @@
-"""The command line: one module per command. The only room that prints."""
+"""The command line: one module per command. No other package prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and converters of their values."""
+"""Arguments that several commands share, and the converters of their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_TOKENS = max(sentences.SENTENCES)
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A converter for argparse: a whole number from ``low`` on, up to ``high``."""
+    """Return a converter for argparse: a whole number from ``low`` to ``high``, where given."""
     bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
 
     def convert(text: str) -> int:
@@ -21,7 +21,7 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
         except ValueError:
             number = low - 1
         if number < low or (high is not None and number > high):
-            raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, came {text!r}")
+            raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, got {text!r}")
         return number
 
     return convert
@@ -34,11 +34,13 @@ decimals = whole(0, 17)
 
 
 def add_sentence(group: Any, which: str) -> None:
+    """Add ``--tokens``, whose help says ``which`` sentences these are, and ``--sentence``."""
     group.add_argument("--tokens", type=tokens, metavar="N", help=f"1 to {MAX_TOKENS}: {which}")
     group.add_argument("--sentence", metavar="WORDS", help="a sentence of your own")
 
 
 def add_changes(parser: argparse.ArgumentParser) -> None:
+    """Add ``--causal``, ``--scale`` and ``--seed``, which change an example's numbers."""
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--causal", action=flag, help="hide later tokens, or not")
     parser.add_argument("--scale", action=flag, help="divide the scores by √d_k, or not")
@@ -46,6 +48,7 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
+    """Add ``--only`` and ``--decimals``, which steps to show and how."""
     parser.add_argument(
         "--only",
         action="append",

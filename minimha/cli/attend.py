@@ -22,15 +22,15 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "attend",
         help="show every matrix of attention over your own numbers",
-        description="Attention over your own numbers: a problem file, or a CSV file each for q, k "
-        "and v. The file's keys are q, k, v and the options of minimha.attention: is_causal, "
+        description="Attention over your own numbers: a problem file, or one CSV file each for "
+        "q, k and v. The file's keys are q, k, v and the options of minimha.attention: is_causal, "
         "q_offset, window_size, attn_mask, attn_bias, kv_lengths, alibi_slopes, scale, softcap, "
-        "sinks, return_lse, backend. A flag wins over the file.",
+        "sinks, return_lse, backend. A flag takes precedence over the file.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("problem", nargs="?", help="problem.json or problem.npz")
     for name in ("q", "k", "v"):
-        parser.add_argument(f"--{name}", metavar="CSV", help=f"{name}, a row a token")
+        parser.add_argument(f"--{name}", metavar="CSV", help=f"{name}, one row per token")
     flag = argparse.BooleanOptionalAction
     add = parser.add_argument
     add("--causal", dest="is_causal", action=flag, help="hide the keys after each query")
@@ -40,18 +40,18 @@ def add_parser(commands: Any) -> None:
         dest="window_size",
         type=_window,
         metavar="LEFT,RIGHT",
-        help="keys seen to each side; none = all",
+        help="keys seen on each side; none = all",
     )
     add("--attn-mask", metavar="CSV", help="1 = may attend, 0 = may not")
     add("--attn-bias", metavar="CSV", help="added to the scores")
     add("--kv-lengths", type=_integers, metavar="N,…", help="number of filled keys")
-    add("--alibi-slopes", type=_numbers, metavar="X,…", help="one slope a head")
+    add("--alibi-slopes", type=_numbers, metavar="X,…", help="one slope per head")
     add("--scale", type=float, metavar="X", help="instead of 1/√D")
     add("--softcap", type=float, metavar="C", help="cap the scores at ±C")
-    add("--sinks", type=_numbers, metavar="X,…", help="one extra score a head")
+    add("--sinks", type=_numbers, metavar="X,…", help="one extra score per head")
     add("--return-lse", action=flag, help="show the log-sum-exp too")
     add("--backend", metavar="NAME", help="auto, dense, tiled; cpu: the output alone")
-    add("--labels", metavar="WORDS", help="a word for each token, separated by spaces")
+    add("--labels", metavar="WORDS", help="one word per token, separated by spaces")
     add_steps(parser)
     add_output(parser, TRACE_FORMATS)
 
@@ -67,14 +67,14 @@ def run(args: argparse.Namespace) -> None:
     )
     if problem.get("backend", "auto") in ("auto", *TAPPED):
         attention(**problem, tap=trace)
-    else:  # a kernel keeps no steps; its results can be shown beside the others' all the same
+    else:  # a kernel keeps no steps, but its results can be shown
         backend, results = problem["backend"], ("output", "lse")
         if not set(args.only) <= set(results):
             raise ValueError(
-                f"backend {backend!r} keeps no steps, so --only can name {' and '.join(results)} "
-                f"alone: {' and '.join(TAPPED)} keep every step"
+                f"backend {backend!r} keeps no steps, so --only can name only "
+                f"{' and '.join(results)}: {' and '.join(TAPPED)} keep every step"
             )
-        with render.busy(sys.stderr, "preparing the kernel, which is compiled once on a machine"):
+        with render.busy(sys.stderr, "preparing the kernel, which is compiled once per machine"):
             output, lse = attention(**{**problem, "return_lse": True})
         trace("output", output)
         if problem.get("return_lse"):
@@ -95,7 +95,7 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"{' and '.join(missing)} {verb} missing"
         )
     if args.problem is not None and len(missing) < 3:
-        raise ValueError("attend takes a problem file or --q, --k and --v, and both were given")
+        raise ValueError("attend takes a problem file or --q, --k and --v, but both were given")
     problem = {} if args.problem is None else files.read_problem(args.problem)
     for name in files.KEYS:
         value = getattr(args, name)
@@ -110,7 +110,7 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Labels for the keys, and for those queries that stand at a key's position; or for queries."""
+    """Labels for the keys, and for the queries at the keys' positions; or for the queries alone."""
     if words is None:
         return {}
     labels = tuple(words.split())
@@ -132,7 +132,7 @@ def _numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected numbers separated by commas, came {text!r}"
+            f"expected numbers separated by commas, got {text!r}"
         ) from None
 
 
@@ -141,7 +141,7 @@ def _integers(text: str) -> int | list[int]:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected whole numbers separated by commas, came {text!r}"
+            f"expected whole numbers separated by commas, got {text!r}"
         ) from None
     return found[0] if len(found) == 1 else found
 
@@ -152,6 +152,6 @@ def _window(text: str) -> tuple[int | None, int | None]:
         left, right = (None if side.strip().lower() == "none" else int(side) for side in sides)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected LEFT,RIGHT, two whole numbers or none, came {text!r}"
+            f"expected LEFT,RIGHT, two whole numbers or none, got {text!r}"
         ) from None
     return left, right

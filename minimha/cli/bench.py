@@ -17,10 +17,10 @@ def add_parser(commands: Any) -> None:
         "bench",
         help="how fast the CPU kernels are, beside other libraries",
         description="Time minimha's CPU kernels beside NumPy and, where they are installed "
-        "(pip install 'minimha[bench]'), torch and onnxruntime. What computes wrong numbers is "
-        "not timed. ratio is a candidate's time / minimha's, error its largest error as a "
-        "multiple of plain NumPy's, of machine its rate as a part of what this machine's matrix "
-        "product (decode: reading memory) reaches in the same run.",
+        "(pip install 'minimha[bench]'), torch and onnxruntime. A candidate whose numbers are "
+        "wrong is not timed. ratio: a candidate's time / minimha's. error: its largest error as a "
+        "multiple of plain NumPy's. of machine: its rate as a fraction of what this machine's "
+        "matrix product (decode: reading memory) reaches in the same run.",
     )
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -29,22 +29,22 @@ def add_parser(commands: Any) -> None:
         type=_shape,
         default=[],
         metavar="B,H,Hkv,Lq,Lk,D[,MASK[,DTYPE]]",
-        help="sizes, and none, causal, window or mask (may be repeated; 16 shapes); on a GPU a "
-        "dtype may follow: causal,bfloat16",
+        help="sizes, and none, causal, window or mask (may be repeated; 16 shapes); on a GPU also "
+        "a dtype: causal,bfloat16",
     )
     parser.add_argument(
         "--backend", choices=("cpu", "cuda"), default="cpu", help="cuda: on a GPU, beside torch"
     )
     parser.add_argument("--ladder", action="store_true", help="time every rung instead of peers")
     parser.add_argument(
-        "--seconds", type=_seconds, default=4.0, metavar="S", help="of timed calls a shape (4)"
+        "--seconds", type=_seconds, default=4.0, metavar="S", help="of timed calls per shape (4)"
     )
-    parser.add_argument("--threads", type=count, metavar="N", help="of everyone (all)")
+    parser.add_argument("--threads", type=count, metavar="N", help="for every candidate (all)")
     add_output(parser, TABLE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, and show one table a shape."""
+    """Measure, and show one table per shape."""
     from minimha.bench import cpu as bench
     from minimha.bench import shapes as known
     from minimha.bench.report import as_json, as_rows
@@ -78,7 +78,7 @@ def _on_gpu(args: argparse.Namespace) -> Any:
     from minimha.bench import gpu
 
     if args.ladder or args.threads:
-        raise ValueError("--ladder and --threads are of the CPU: --backend cuda takes neither")
+        raise ValueError("--ladder and --threads are for the CPU: --backend cuda accepts neither")
     shapes = args.shape or gpu.SHAPES
     with render.progress(sys.stderr, 1 + len(shapes)) as progress:
         return gpu.against_torch(shapes, args.seconds, progress)
@@ -96,7 +96,7 @@ def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str,
     ]
     if fastest:
         mean = geometric_mean([peer.ratio for _, peer in pairs])
-        titled["how many times minimha's time the fastest peer takes"] = [
+        titled["the fastest peer's time as a multiple of minimha's"] = [
             *fastest, {"shape": "geometric mean", "fastest peer": "", "ratio": f"{mean:.2f}"}
         ]  # fmt: skip
     where = ", ".join(
@@ -104,8 +104,8 @@ def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str,
         for name, value in machine.items()
     )
     machine_line = (
-        f"{where}; compiling or loading the kernels took {report.compile_seconds:.1f} s, which no "
-        f"time here includes"
+        f"{where}; compiling or loading the kernels took {report.compile_seconds:.1f} s, "
+        f"included in none of these times"
     )
     return titled | {machine_line: []}
 
@@ -116,7 +116,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, came {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
     return seconds
 
 
@@ -129,5 +129,5 @@ def _shape(text: str) -> Any:
         return Shape(B, H, Hkv, Lq, Lk, D, *kind)
     except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
         raise argparse.ArgumentTypeError(
-            f"expected B,H,Hkv,Lq,Lk,D and perhaps a mask, came {text!r} ({error})"
+            f"expected B,H,Hkv,Lq,Lk,D and perhaps a mask, got {text!r} ({error})"
         ) from None

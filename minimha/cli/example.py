@@ -16,12 +16,12 @@ def add_parser(commands: Any) -> None:
         "example",
         help="show every matrix of a worked example",
         description="Show every matrix of a worked example: one by name, as 'examples' lists them "
-        "(a document's own stands beside the numbers that it prints), or a sentence through a "
+        "(a document's is shown beside the numbers that it prints), or a sentence through a "
         "multi-head attention with small weights.",
     )
     parser.set_defaults(run=run)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("name", nargs="?", help="an example's name, as translation")
+    which.add_argument("name", nargs="?", help="an example's name, such as translation")
     add_sentence(which, "1 is document 000, 3 document 003, the others a sentence of that length")
     which.add_argument(
         "--document",
@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--heads", type=count, metavar="H", help="query heads (2)")
     parser.add_argument("--kv-heads", type=count, metavar="H", help="key/value heads (as --heads)")
     parser.add_argument("--d-model", type=count, metavar="E", help="model width (4)")
-    parser.add_argument("--rope", action="store_true", help="turn queries and keys by position")
+    parser.add_argument("--rope", action="store_true", help="rotate queries and keys by position")
     parser.add_argument(
         "--cross",
         nargs="?",

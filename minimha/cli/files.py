@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from minimha.api import attention
 
-MAX_DEPTH = 8  # of nested lists; what is deeper is no array of this library
+MAX_DEPTH = 8  # of nested lists; no array of this library is deeper
 KEYS = tuple(name for name in inspect.signature(attention).parameters if name != "tap")
 
 
@@ -64,7 +64,7 @@ def read_matrix(name: str) -> NDArray[np.float64]:
     try:
         lines = list(csv.reader(_read_text(path).splitlines()))
     except csv.Error as error:
-        raise ValueError(f"{path} is no CSV file: {error}") from None
+        raise ValueError(f"{path} is not a CSV file: {error}") from None
     numbered = [(n, cells) for n, cells in enumerate(lines, 1) if cells]
     if not numbered:
         raise ValueError(f"{path} is empty: expected rows of numbers separated by commas")
@@ -94,7 +94,7 @@ def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def check_free(name: str, *, force: bool, option: str = "--output") -> None:
-    """Refuse to write the file ``name`` before the work for it is done; ``option`` gave it.
+    """Refuse a file that cannot be written, before the work for it is done; ``option`` gave it.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def check_free(name: str, *, force: bool, option: str = "--output") -> None:
     if path.is_dir():
         raise ValueError(f"{option} {name} is a folder: expected the name of a file")
     if path.exists() and not path.is_file():
-        raise ValueError(f"{option} {name} is no ordinary file: it will not be replaced")
+        raise ValueError(f"{option} {name} is not a regular file: it will not be replaced")
     if path.exists() and not force:
         raise ValueError(f"{option} {name} exists already: add --force to replace it")
 
@@ -121,11 +121,11 @@ def write_file(name: str, content: bytes, *, force: bool, option: str = "--outpu
     """
     check_free(name, force=force, option=option)
     path = _target(name, option)
-    _place(name, path.parent, {path.name: content}, option=option)
+    _write(name, path.parent, {path.name: content}, option=option)
 
 
 def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
-    """Write every file into the folder ``name``, which is made if its parent exists.
+    """Write every file into the folder ``name``, which is created if its parent exists.
 
     Other files in the folder stay as they are.
 
@@ -138,16 +138,16 @@ def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
     path = _target(name)
     contents = {file: text.encode() for file, text in files.items()}
     if not path.exists():
-        _place(name, path.parent, contents, new_folder=path.name)
+        _write(name, path.parent, contents, new_folder=path.name)
         return
     if not path.is_dir():
-        raise ValueError(f"--output {name} is a file: expected a folder, for one file a step")
+        raise ValueError(f"--output {name} is a file: expected a folder, for one file per step")
     if any(path.iterdir()) and not force:
         raise ValueError(f"--output {name} is not empty: add --force to write into it")
     for file in files:
         if (path / file).exists() and not (path / file).is_file():
-            raise ValueError(f"--output {name} holds {file}, which is no ordinary file")
-    _place(name, path, contents)
+            raise ValueError(f"--output {name} holds {file}, which is not a regular file")
+    _write(name, path, contents)
 
 
 def _target(name: str, option: str = "--output") -> Path:
@@ -159,14 +159,14 @@ def _target(name: str, option: str = "--output") -> Path:
     return path
 
 
-def _place(
+def _write(
     name: str,
     folder: Path,
     contents: Mapping[str, bytes],
     new_folder: str | None = None,
     option: str = "--output",
 ) -> None:
-    """Write everything beside its place, then rename: what is there is never half of it."""
+    """Write everything to a temporary folder, then move it: a result is never half written."""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".minimha-") as temporary:
             written = Path(temporary) / (new_folder or "")
@@ -218,7 +218,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands twice in one JSON object: which one counts?")
+        raise ValueError(f"the key {twice!r} occurs twice in one JSON object: which one counts?")
     return found
 
 
@@ -230,7 +230,7 @@ def _from_json(name: str, value: Any) -> Any:
 
 
 def _numbers(name: str, value: list[Any], depth: int) -> list[Any]:
-    """A rectangular nested list of numbers; or a sentence about what is there instead."""
+    """A rectangular nested list of numbers; ValueError says what is there instead."""
     if depth == MAX_DEPTH:
         raise ValueError(f"{name} is nested more than {MAX_DEPTH} deep: expected a matrix")
     lengths = {len(part) if isinstance(part, list) else -1 for part in value}
@@ -257,7 +257,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     try:
         if not zipfile.is_zipfile(content):
-            raise ValueError("this is no zip archive")
+            raise ValueError("this is not a zip archive")
         archive = np.load(content, allow_pickle=False)
         return {name: archive[name] for name in archive.files}
     except MemoryError:

@@ -17,7 +17,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "kernels",
         help="list the kernels, rung by rung",
-        description="Every rung of the two ladders: its idea, what it takes, what was measured.",
+        description="Every rung of the two ladders: its idea, the problems it takes, and what was "
+        "measured.",
     )
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
 
     if ptxas.ptxas() is None:
         print(
-            "minimha: ptxas is not found, so registers, stack and spill are not known; it comes "
+            "minimha: ptxas is not found, so registers, stack and spill are unknown; it comes "
             "with the CUDA toolkit",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""What a command shows: its format, where it goes, and what is too large to be read."""
+"""What a command shows: its format, where it is written, and what is too large to read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> Non
     def known(text: str) -> str:
         if text not in formats:
             raise argparse.ArgumentTypeError(
-                f"the formats of {what} are {', '.join(formats)}, came {text!r}"
+                f"the formats of {what} are {', '.join(formats)}, got {text!r}"
             )
         return text
 
@@ -117,7 +117,7 @@ def format_of(args: argparse.Namespace) -> str:
     is_trace = args.formats is TRACE_FORMATS
     ending = os.path.splitext(args.output or "")[1].lower()
     kind: str = args.format or ENDINGS.get(ending, "")
-    is_folder = is_trace and kind == "csv"  # which a name with an ending does not look like
+    is_folder = is_trace and kind == "csv"  # whose name has no ending
     if kind not in args.formats or (is_folder and args.format is None):
         raise ValueError(
             f"--output {args.output} ends in {ending!r}, which names no format of "

@@ -19,8 +19,10 @@ def add_parser(commands: Any) -> None:
         "bytes of known models, and what grouped heads save. Exact numbers: --format json.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--preset", metavar="NAME", help="one model, as gpt3 (a table of all)")
-    parser.add_argument("--length", type=count, metavar="N", help="tokens (the most it takes)")
+    parser.add_argument("--preset", metavar="NAME", help="one model, such as gpt3 (a table of all)")
+    parser.add_argument(
+        "--length", type=count, metavar="N", help="tokens (as many as the model takes)"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), default="float16", help="(float16)"
     )
@@ -44,17 +46,17 @@ def run(args: argparse.Namespace) -> None:
         longest = max(preset.max_length for preset in known)
         if args.length is not None and args.length > longest:
             raise ValueError(
-                f"--length is {args.length} but no preset was made for more than {longest} tokens"
+                f"--length is {args.length} but no preset takes more than {longest} tokens"
             )
         content = [_record(preset, args.length, args.dtype) for preset in known]
         where = f"at {args.length} tokens" if args.length else "each at its longest"
-        title = f"{where}, in {args.dtype}; saved: part of the cache, by grouped heads"
+        title = f"{where}, in {args.dtype}; saved: share of the cache, by grouped heads"
         rows = [_row(record, written) for record in content]
     deliver_table(args, rows, {title: rows}, content)
 
 
 def _record(preset: Any, length: int | None, dtype: str) -> dict[str, Any]:
-    """One preset in exact numbers; None for what it does not have: beyond its length, no cache."""
+    """One preset in exact numbers; None for what it does not have, as a cache beyond its length."""
     from dataclasses import asdict
 
     from minimha.models import sizes
@@ -129,7 +131,7 @@ def _quantities(record: dict[str, Any], written: Callable[[int, str], str]) -> l
 
 
 def in_units(number: int, unit: str) -> str:
-    """Three digits and a unit: 124 M, 1.21 GiB (bytes in powers of 1024), 722 TFLOP."""
+    """Return three digits and a unit: 124 M, 1.21 GiB (powers of 1024), 722 TFLOP."""
     base = 1024 if unit == "B" else 1000
     signs = {"": ("K", "M", "B", "T"), "B": ("Ki", "Mi", "Gi", "Ti")}.get(
         unit, ("K", "M", "G", "T", "P", "E")

@@ -1,4 +1,4 @@
-"""Naive attention against FlashAttention, block by block: document 004 offers it, and stops."""
+"""Naive attention against FlashAttention, block by block: document 004 offers it and stops."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def block_by_block(
     Parameters
     ----------
     tokens : sequence of str
-    B_r, B_c : int
+    B_r, B_c : int, default 2
         Queries and keys in a block.
-    d_model : int
+    d_model : int, default 4
         Model width, even; the head is half as wide.
-    seed : int
+    seed : int, default 1
         Of embeddings and weights, at least 0.
 
     Raises
@@ -82,10 +82,10 @@ def block_by_block(
         labels=token_labels(tokens),
         is_causal=True,
         notes={
-            "output": "Here the naive way ends; the blocks follow.",
+            "output": "This is the end of the naive way; the blocks follow.",
             "kept[naive]": "Whole matrices: S and A.",
-            "kept[tiled]": "One block: Q_i, K_j, V_j, S_ij, m_i, l_i and O_i; more tokens need no "
-            "more. With 4,096 tokens, head width 64 and blocks of 64: "
+            "kept[tiled]": "One block: Q_i, K_j, V_j, S_ij, m_i, l_i and O_i, however many tokens "
+            "there are. With 4,096 tokens, head width 64 and blocks of 64: "
             f"{naive:,} numbers whole, {in_tiles:,} in blocks.",
         },
         blocks=(B_r, B_c),
@@ -93,10 +93,10 @@ def block_by_block(
 
 
 def numbers_kept(L: int, *, D: int, B_r: int, B_c: int) -> tuple[int, int]:
-    """How many numbers each way keeps beyond Q, K, V and O in memory: whole matrices, blocks.
+    """How many numbers each way keeps in memory beyond Q, K, V and O: whole matrices, blocks.
 
-    Whole: S and A, L × L each. In blocks: what one block has at hand, Q_i, K_j, V_j, S_ij, m_i, l_i
-    and O_i, whatever L is.
+    Whole: S and A, L × L each. In blocks: Q_i, K_j, V_j, S_ij, m_i, l_i and O_i of one block, which
+    do not depend on L.
 
     >>> numbers_kept(4096, D=64, B_r=64, B_c=64)
     (33554432, 20608)

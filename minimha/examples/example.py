@@ -1,4 +1,4 @@
-"""A worked example: inputs, how they are run, what the document prints of it, where it stands."""
+"""A worked example: its inputs, its computation, what the document prints of it, and where."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Example:
     name, title : str
         What it is called, and a line that says what it shows.
     source : str
-        Where it stands.
+        Where it comes from.
     sentence : str
         The tokens, as the document writes them.
     run : callable ``run(tap, is_causal, is_scaled)``
         Computes it, every step tapped.
     labels : mapping from axis name to labels
     is_causal, is_scaled : bool
-        As the document computes it: with a causal mask, with the division by √d_k.
+        Whether the document computes it with a causal mask, and with the division by √d_k.
     is_adjustable : bool
-        Whether these two mean anything here.
+        Whether these two can be changed.
     printed : tuple of PrintedMatrix
-        Every number that the document prints of it.
+        Every number that the document prints.
     notes : mapping from step name to str
     blocks : (B_r, B_c) or None
         Block sizes, where the example runs in tiles.
     given : tuple of str
-        Names of steps that are given, not computed as the catalogue has it.
+        Names of steps that are given, not computed by the catalogue's formula.
     document : str
         The number of the document whose numbers it reproduces; empty where there is none.
     """
@@ -67,7 +67,7 @@ class Example:
     def trace(self, is_causal: bool | None = None, is_scaled: bool | None = None) -> Trace:
         """Run the example and return its trace.
 
-        With ``is_causal`` or ``is_scaled`` other than the document's, the numbers are no longer
+        Where ``is_causal`` or ``is_scaled`` differs from the document's, the numbers are no longer
         those that it prints, and none are shown beside them.
         """
         causal = self.is_causal if is_causal is None else is_causal

@@ -55,7 +55,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def with_root(tap: Tap) -> Tap:
-    """A tap that hears √d_k just before the scores are divided by it, as the document has it."""
+    """A tap that gets √d_k just before the scores are divided by it, as in the document."""
 
     def hear(name: str, value: np.ndarray) -> np.ndarray:
         if name == "scaled":

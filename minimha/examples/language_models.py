@@ -35,7 +35,7 @@ def run_gpt2(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def run_llama(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Queries and keys turn by their positions; two query heads share one key/value head."""
+    """Queries and keys are rotated by position; two query heads share one key/value head."""
     num_heads, num_kv_heads, E = 2, 1, 8
     weights = sentences.draw_weights(E, num_heads, num_kv_heads, SEED)
     layer = MultiHeadAttention.from_heads(*weights, rope=RoPE(E // num_heads))
@@ -69,9 +69,10 @@ LLAMA = Example(
     notes={
         "x": "No position is added here. (LLaMA's normalisation of X is left out.)",
         "k": "One key/value head serves both query heads.",
-        "cos[q]": "Pair 0 turns by 1 a token, pair 1 by 1/100: θ_i = 10000^(-2i/4).",
+        "cos[q]": "Pair 0 is rotated by 1 per token, pair 1 by 1/100: θ_i = 10000^(-2i/4).",
         "q_rotated": "Numbers 0 and 2 are pair 0, numbers 1 and 3 pair 1 (the half-split layout). "
-        "The first token, at position 0, is not turned.",
-        "scores": "V is not rotated: positions decide who is read, not what is passed on.",
+        "The first token, at position 0, is not rotated.",
+        "scores": "V is not rotated: positions decide which tokens are read, not what those "
+        "pass on.",
     },
 )

@@ -35,9 +35,9 @@ COSINE = Example(
     sentence="three tokens without words",
     run=run_cosine,
     notes={
-        "scores[dot]": "Query 2 and key 1 are both [1, 1]: being long, they score twice as high as "
-        "query 0 and key 0, which point the same way too.",
-        "cosine[cosine]": "Here both pairs have cosine 1: length counts no more.",
+        "scores[dot]": "Query 2 and key 1 are both [1, 1]: being longer, they score twice as high "
+        "as query 0 and key 0, which point the same way too.",
+        "cosine[cosine]": "Here both pairs have cosine 1: length no longer counts.",
         "weights[cosine]": "Scores lie between -1 and 1, so no key can get more than e² ≈ 7.4 "
         "times the weight of another. Models that use cosines learn a factor for them.",
     },
@@ -51,7 +51,7 @@ ADDITIVE = Example(
     run=run_additive,
     is_scaled=False,
     notes={
-        "energies": "Here keys that are longer win, whatever the query is: a network that adds "
-        "must learn matrices with which the sum of a fitting pair is large.",
+        "energies": "Here the longer key wins, whatever the query is: a network that adds must "
+        "learn matrices with which the sum of a matching pair is large.",
     },
 )

@@ -21,15 +21,15 @@ from minimha.examples.example import Example
 from minimha.explain.trace import token_labels
 from minimha.layers.multihead import MultiHeadAttention
 
-GAIN = 16.0  # of every query, so that one column more or less decides
-SPREAD = " A query of zeros has nothing to ask and spreads evenly."
+GAIN = 16.0  # of every query, so that one matching column more or less decides
+SPREAD = " A query of zeros asks for nothing and spreads evenly."
 NEAR = {-1: 0.75, 0: 1.0, 1: 0.75}  # how much each neighbour is asked for by the local head
 Pairs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Head:
-    """What one head asks for.
+    """What one head looks for.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Head:
     asks : sequence of (query column, key column)
         A query with the first column set asks for keys with the second one set.
     offsets : mapping of int to float
-        How much a query asks for the key that stands so many places after it.
+        How much a query asks for the key that many places after it.
     """
 
     name: str
@@ -81,8 +81,8 @@ def _example(
         labels=token_labels(words) | {"E": (*columns, *map(str, range(L)))},
         notes={
             "x": "Columns: the token's grammar, 1 where it applies, and its position.",
-            "W_v": "Every token passes on its number, so a head's output says whom it reads.",
-            "output": "One column a head: the number of the token that it reads, or an average.",
+            "W_v": "Every token passes on its number, so a head's output says which one it reads.",
+            "output": "One column per head: the number of the token that it reads, or an average.",
             **readings,
         },
     )
@@ -140,7 +140,7 @@ ADOPTED, RAN_AWAY, BANK = (
                 "columns must agree; the others spread over their clause",
                 (("verb", "subject"), ("main", "main"), ("clause", "clause")),
             ),
-            Head("coreference", "'that' reads 'cat', for which it stands", (("pronoun", "noun"),)),
+            Head("coreference", "'that' reads 'cat', to which it refers", (("pronoun", "noun"),)),
             LOCAL,
         ],
     ),

@@ -1,8 +1,8 @@
 """Any sentence through a whole multi-head attention, with weights small enough to follow by eye.
 
 The documents promise such an example and leave it out. Nothing here is learned: embeddings and
-weights are whole numbers drawn from a seed, a word always gets the same embedding, and every later
-number is computed from them.
+weights are integers drawn from a seed, a word always has the same embedding, and every later number
+is computed from these.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEFAULT_SEED = 1  # no zero columns, and row maxima that grow from block to bloc
 BANK_RELATIONS = (
     "The document says what heads may learn in this sentence (bank ↔ loan, approved ↔ bank, "
     "yesterday ↔ approved, its structure) and prints no numbers; these weights are drawn, not "
-    "learned, and show none of that; example heads-002 has weights that do."
+    "learned, and show none of that; those of example heads-002 do."
 )
 
 
@@ -70,23 +70,24 @@ def sentence(
     Parameters
     ----------
     tokens : sequence of str
-    num_heads, num_kv_heads : int
-        Query heads, and key/value heads (as many, unless given).
-    d_model : int
+    num_heads : int, default 2
+    num_kv_heads : int, optional
+        Default is ``num_heads``.
+    d_model : int, default 4
         Model width E; each head has width E / num_heads.
-    seed : int
+    seed : int, default 1
         Of embeddings and weights, at least 0.
-    rope : bool
-        Turn queries and keys by their positions.
-    context : sequence of str
-        Another sentence, from which keys and values are made (cross-attention).
-    source : str
+    rope : bool, default False
+        Rotate queries and keys by their positions.
+    context : sequence of str, optional
+        Another sentence, from which keys and values are computed (cross-attention).
+    source : str, optional
         Where the sentence comes from.
 
     Raises
     ------
     ValueError
-        No tokens, a count below 1, or heads that do not divide.
+        No tokens, a count below 1, or widths or numbers of heads that do not divide.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check(tokens, num_heads, num_kv_heads, d_model, seed)
@@ -95,10 +96,10 @@ def sentence(
         raise ValueError("the sentence to attend to has no tokens: expected at least one word")
     if rope and d_model // num_heads % 2:
         raise ValueError(
-            f"d-model is {d_model} and heads is {num_heads}: a rotation turns pairs, so a head's "
-            f"width must be even"
+            f"d-model is {d_model} and heads is {num_heads}: rotary positions rotate pairs, so "
+            f"a head's width must be even"
         )
-    turned = _rope(d_model // num_heads) if rope else None
+    rotation = _rope(d_model // num_heads) if rope else None
 
     def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
         if context is not None and is_causal:
@@ -107,7 +108,7 @@ def sentence(
                 "whole"
             )
         weights = draw_weights(d_model, num_heads, num_kv_heads, seed)
-        layer = MultiHeadAttention.from_heads(*weights, rope=turned)
+        layer = MultiHeadAttention.from_heads(*weights, rope=rotation)
         layer(
             embeddings(tokens, d_model, seed),
             None if context is None else embeddings(context, d_model, seed),
@@ -137,7 +138,7 @@ def sentence(
 
 
 def embeddings(tokens: Sequence[str], d_model: int, seed: int) -> NDArray[np.float64]:
-    """Shape (L, E), each number -1, 0 or 1: a word has the same row wherever it stands."""
+    """Shape (L, E), each number -1, 0 or 1: a word has the same row at every position."""
 
     def row(token: str) -> NDArray[np.int64]:
         rng = np.random.default_rng([seed, zlib.crc32(token.casefold().encode("utf-8", "replace"))])
@@ -184,13 +185,13 @@ def check(
 
 
 def _rope(head_dim: int) -> Any:
-    from minimha.layers.rope import RoPE  # only for those who ask: it takes its time to load
+    from minimha.layers.rope import RoPE  # only where it is used: it takes time to load
 
     return RoPE(head_dim)
 
 
 def _notes(text: str, num_heads: int, num_kv_heads: int) -> dict[str, str]:
-    notes = {"x": "A word has the same row wherever it stands."}
+    notes = {"x": "A word has the same row at every position."}
     if text == SENTENCES[6][0]:
         notes["weights"] = BANK_RELATIONS
     group = num_heads // num_kv_heads

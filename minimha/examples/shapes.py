@@ -65,7 +65,7 @@ EXAMPLE = Example(
     notes={
         "weights_shape": "In the document's code a mask entry equal to 0 is blocked and any other "
         "may be attended; here a mask is boolean and True may be attended.",
-        "illustration": "The vectors drawn for the token 'The', one row a head; like the "
-        "document's shaded heatmaps they stand for no computation.",
+        "illustration": "The vectors drawn for the token 'The', one row per head; like the "
+        "document's shaded heatmaps they show no computation.",
     },
 )

@@ -33,7 +33,7 @@ PRINTED = (
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """One head; where it is not scaled, once more with the division that the formula has."""
+    """One head; where it is not scaled, once more with the division in the formula."""
     x = tap("x", X)
     q, k = x @ tap("W_q", I), x @ tap("W_k", I)
     tap("W_v", I)
@@ -43,7 +43,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def divided(tap: Tap) -> Tap:
-    """A tap for the run with the division: it hears what that changes, under other names."""
+    """A tap for the run with the division: it keeps what that changes, under other names."""
     changed = ("scaled", "masked", "weights", "output")
     return lambda name, value: tap(f"{name}[divided]", value) if name in changed else value
 
@@ -61,11 +61,11 @@ EXAMPLE = Example(
     printed=PRINTED,
     given=("v",),
     notes={
-        "v": "The document gives this V, although with its W_v = I V would equal X. "
+        "v": "The document gives this V, although X W_v, with its W_v = I, would be X. "
         "The steps below use the V that it gives.",
-        "weights": "The document's formula divides by √d_k first, its example does not.",
+        "weights": "The document's formula divides by √d_k first; its example does not.",
         "output": "The document leaves this product to the reader.",
-        "scaled[divided]": "From here on: the same once more, with the division that the "
-        "document's formula has.",
+        "scaled[divided]": "From here on: the same once more, with the division in the "
+        "document's formula.",
     },
 )

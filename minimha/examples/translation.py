@@ -3,8 +3,8 @@
 "The boy trains the puppy" → "Le garçon entraîne le chiot". A token is written as 0 and 1 in named
 columns: what it means, in either language, and its position. Three things have to be found out:
 whether "trains" is a noun or a verb, which article belongs to which noun, and which English word
-each French word says. Residual connections are there, so that a token keeps what it was; layer
-normalisation and feed-forward layers, which a whole transformer has, would only hide the numbers.
+each French word translates. Residual connections let a token keep what it was; layer normalisation
+and feed-forward layers, which a whole transformer has, would only hide the numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEANINGS = ("article", "boy", "puppy", "trains, noun", "to train")
 SHORT = ("art", "boy", "pup", "noun", "verb", "after", *map(str, range(5)))  # of the columns of x
 AFTER = len(MEANINGS)  # the column that says: this token follows the verb
 E = len(SHORT)
-GAIN = 16.0  # of every query, so that one column more or less decides
+GAIN = 16.0  # of every query, so that one matching column more or less decides
 
 
 def embeddings(verb: tuple[float, float]) -> NDArray[np.float64]:
@@ -43,7 +43,7 @@ def encoder() -> MultiHeadAttention:
     before, after = _previous_token()
     asks, offers = np.zeros((2, E, 5))
     asks[[3, 4], 0] = GAIN  # an ambiguous word asks for nouns …
-    asks[[0, 1, 2], 1] = GAIN  # … and any other for an article, which has nothing to pass on
+    asks[[0, 1, 2], 1] = GAIN  # … and any other for an article, which passes on nothing
     offers[[1, 2], 0] = offers[0, 1] = 1
     is_train, is_noun = np.zeros((2, E, 1))
     is_train[[3, 4]] = is_noun[[1, 2]] = 1
@@ -62,7 +62,7 @@ def decoder() -> MultiHeadAttention:
 
 
 def cross() -> MultiHeadAttention:
-    """One head: which English word means what I mean, and stands on my side of the verb?"""
+    """One head: which English word means what I mean, and is on my side of the verb?"""
     D = AFTER + 1
     W, W_v = np.zeros((E, D)), np.zeros((E, AFTER))
     W[:AFTER, :AFTER] = W_v[:AFTER] = np.eye(AFTER)
@@ -116,13 +116,13 @@ EXAMPLE = Example(
         "weights[encoder], head 0": "Each token reads the one before it, the first itself.",
         "weights[encoder], head 1": "'trains' looks at the nouns; the others rest on the articles, "
         "whose value there is 0.",
-        "added[encoder]": "'trains' has become a verb, because nouns stand beside it, and the "
+        "added[encoder]": "'trains' has become a verb, because there are nouns beside it, and the "
         "second 'the' is known to follow the verb.",
-        "masked[decoder]": "A French word sees no later one: it is not yet written.",
+        "masked[decoder]": "A French word sees no later one, which is not yet written.",
         "added[decoder]": "Now the two 'le' differ: the second follows the verb.",
         "x[cross]": "Z of the decoder.",
         "context[cross]": "Z of the encoder.",
-        "weights[cross]": "The alignment of the two sentences. Nobody looked at the positions: "
+        "weights[cross]": "The alignment of the two sentences. No head looks at positions here: "
         "meaning and side of the verb decide.",
         "output[cross]": "What each French word has retrieved: article, boy, puppy, noun, verb.",
     },

@@ -56,8 +56,8 @@ EXAMPLE = Example(
     printed=ASSUMED,
     notes={
         "q": "(The document counts heads from 1: its head 1 is head 0 here.)",
-        "weights": "There is one key only, so its share is all: the weight is 1, "
-        "whatever Q and K are.",
+        "weights": "There is only one key, so it gets the whole share: the weight is "
+        "1, whatever Q and K are.",
         "head_output": "With weight 1 the head's output is its V. The outputs that the document "
         "assumes cannot come from its matrices.",
         "W_o": "The document gives none ('some matrix'); this one is chosen here: columns 0 and 1 "

@@ -1,4 +1,4 @@
-"""How it is seen: a trace of every step, what each name means, and ways to show it."""
+"""A trace of every step, what each name means, and ways to show it."""
 
 from minimha.explain.trace import Step, Trace
 

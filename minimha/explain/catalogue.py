@@ -1,8 +1,8 @@
-"""What each traced name means. The mathematics knows names; what is said of them is here.
+"""What each traced name means. The equations only name their steps; the words are here.
 
-``formula`` is for a terminal, ``tex`` for a page. A name inside tiles carries its block,
-``S[i=0,j=1]``, a name computed in a second way a word, ``weights[divided]``: the entry is that of
-the name before the bracket.
+``formula`` is for a terminal, ``tex`` for a page. A name inside a tile has its block in brackets,
+``S[i=0,j=1]``, and a step that is computed a second time has a word, ``weights[divided]``: the
+entry is that of the name before the bracket.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ TEX_ROTATED = r"(x_1 \cos - x_2 \sin,\; x_2 \cos + x_1 \sin) \text{, pair by pai
 CATALOGUE: dict[str, Entry] = {
     "x": Entry(
         "X", "X", ("B", "L", "E"), "X", "X",
-        "One row a token: its embedding.",
+        "One row per token: its embedding.",
         "Vaswani et al. 2017, section 3.4",
     ),
     "context": Entry(
         "X_enc", r"X_{\mathrm{enc}}", ("B", "Lc", "E"), "X_enc", r"X_{\mathrm{enc}}",
-        "One row a token of the other sequence, to which this one attends.",
+        "One row per token of the other sequence, to which this one attends.",
         "Vaswani et al. 2017, section 3.2.3",
     ),
     "wte": Entry(
         "wte", r"\mathrm{wte}", ("L", "E"), "wte", r"\mathrm{wte}",
-        "Word token embeddings: one row a token, whatever its position.",
+        "Word token embeddings: one row per token, whatever its position.",
         GPT2,
     ),
     "wpe": Entry(
         "wpe", r"\mathrm{wpe}", ("L", "E"), "wpe", r"\mathrm{wpe}",
-        "Word position embeddings: one row a position, whatever stands there.",
+        "Word position embeddings: one row per position, whatever the token is.",
         GPT2,
     ),
     "c_attn": Entry(
@@ -85,42 +85,42 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "b_q": Entry(
         "b_q", "b_q", ("H", "D"), "b_q", "b_q",
-        "Is added to every query.",
+        "Added to every query.",
         VASWANI,
     ),
     "b_k": Entry(
         "b_k", "b_k", ("Hkv", "D"), "b_k", "b_k",
-        "Is added to every key.",
+        "Added to every key.",
         VASWANI,
     ),
     "b_v": Entry(
         "b_v", "b_v", ("Hkv", "Dv"), "b_v", "b_v",
-        "Is added to every value.",
+        "Added to every value.",
         VASWANI,
     ),
     "q": Entry(
         "Q", "Q", ("B", "H", "Lq", "D"), "Q = X W_q", r"Q = X W_q",
-        "One query a row.",
+        "One query per row.",
         VASWANI,
     ),
     "k": Entry(
         "K", "K", ("B", "Hkv", "Lk", "D"), "K = X W_k", r"K = X W_k",
-        "One key a row.",
+        "One key per row.",
         VASWANI,
     ),
     "v": Entry(
         "V", "V", ("B", "Hkv", "Lk", "Dv"), "V = X W_v", r"V = X W_v",
-        "One value a row.",
+        "One value per row.",
         VASWANI,
     ),
     "scores": Entry(
         "S", "S", SCORES, "S = Q Kᵀ", r"S = Q K^\top",
-        "How well each key (column) answers each query (row): their dot product.",
+        "How well each key (column) matches each query (row): their dot product.",
         VASWANI,
     ),
     "sqrt_d_k": Entry(
         "√d_k", r"\sqrt{d_k}", (), "√d_k", r"\sqrt{d_k}",
-        "What the scores are divided by: the root of the head width.",
+        "What the scores are divided by: the square root of the head width.",
         VASWANI,
     ),
     "scaled": Entry(
@@ -138,7 +138,7 @@ CATALOGUE: dict[str, Entry] = {
     "biased": Entry(
         "S", "S", SCORES, "S ← S + bias - slope · |i + q_offset - j|",
         r"S \leftarrow S + \mathrm{bias} - \mathrm{slope} \cdot |i + q_{\mathrm{offset}} - j|",
-        "Adds what is known of each pair beforehand: a given bias, ALiBi's distance, or both.",
+        "Adds what is known about each pair beforehand: a given bias, ALiBi's distance, or both.",
         "Press et al. 2022 (ALiBi), section 3",
     ),
     "masked": Entry(
@@ -171,7 +171,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "b_o": Entry(
         "b_o", "b_o", ("E",), "b_o", "b_o",
-        "Is added to every row at the end.",
+        "Added to every row at the end.",
         VASWANI,
     ),
     "g_q": Entry(
@@ -187,13 +187,13 @@ CATALOGUE: dict[str, Entry] = {
     "q_normed": Entry(
         "Q", "Q", ("B", "H", "Lq", "D"), "Q ← g_q · Q / rms(Q), row by row",
         r"Q \leftarrow g_q \cdot Q / \mathrm{rms}(Q)",
-        "Every query at one length, so that no score grows with it.",
+        "All queries have the same length now, so that no score grows with it.",
         QK_NORM,
     ),
     "k_normed": Entry(
         "K", "K", ("B", "Hkv", "Lk", "D"), "K ← g_k · K / rms(K), row by row",
         r"K \leftarrow g_k \cdot K / \mathrm{rms}(K)",
-        "Every key at one length, so that no score grows with it.",
+        "All keys have the same length now, so that no score grows with it.",
         QK_NORM,
     ),
     "W_g": Entry(
@@ -203,7 +203,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "b_g": Entry(
         "b_g", "b_g", ("H·Dv",), "b_g", "b_g",
-        "Is added before the sigmoid.",
+        "Added before the sigmoid.",
         GATED,
     ),
     "gate": Entry(
@@ -213,12 +213,12 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "gated": Entry(
         "C", "C", ("B", "L", "H·Dv"), "C ← C · G, entry by entry", r"C \leftarrow C \odot G",
-        "What the gates let pass of the heads' outputs.",
+        "What the gates let through of the heads' outputs.",
         GATED,
     ),
     "projected": Entry(
         "Y", "Y", ("B", "L", "E"), "Y = C W_o", r"Y = C W_o",
-        "One row a token, as wide as the embedding again.",
+        "One row per token, as wide as the embedding again.",
         VASWANI,
     ),
     "output": Entry(
@@ -245,14 +245,14 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "lse": Entry(
         "L", "L", ("B", "H", "Lq"), "L_i = log Σ_j exp(S_ij)", r"L_i = \log \sum_j \exp S_{ij}",
-        "The logarithm of each row's softmax denominator, to which a sink belongs.",
+        "The logarithm of each row's softmax denominator, its sink included.",
         FLASH2,
     ),
     "cos": Entry(
         "cos", r"\cos", ("B", "L", "R/2"), "cos(m θ_i), for position m and pair i",
         r"\cos(m \theta_i)",
-        "One row a position, one column a pair: the first pair turns fastest. A scaling may change "
-        "the angles, and multiply cos and sin by one factor.",
+        "One row per position, one column per pair: the first pair rotates fastest. A scaling may "
+        "change the angles, and multiply cos and sin by one factor.",
         ROFORMER,
     ),
     "sin": Entry(
@@ -263,81 +263,82 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "rotated": Entry(
         "X", "X", ("B", "H", "L", "D"), f"X ← {ROTATED}", rf"X \leftarrow {TEX_ROTATED}",
-        "Each pair of numbers turns by the angle of its position.",
+        "Each pair of numbers is rotated by the angle of its position.",
         ROFORMER,
     ),
     "q_rotated": Entry(
         "Q", "Q", ("B", "H", "Lq", "D"), f"Q ← {ROTATED}", rf"Q \leftarrow {TEX_ROTATED}",
-        "Each pair of numbers in a query turns by the angle of its position.",
+        "Each pair of numbers in a query is rotated by the angle of its position.",
         ROFORMER,
     ),
     "k_rotated": Entry(
         "K", "K", ("B", "Hkv", "Lk", "D"), f"K ← {ROTATED}", rf"K \leftarrow {TEX_ROTATED}",
-        "Keys turn as queries do, so a score knows how far apart two tokens are, and not where.",
+        "Keys are rotated as queries are, so a score depends on how far apart two tokens are, not "
+        "on where they are.",
         ROFORMER,
     ),
     "W_q_hidden": Entry(
         "W_q", "W_q", ("D", "A"), "W_q", "W_q",
-        "Takes a query to the hidden numbers in which it meets the keys.",
+        "Maps a query to the hidden layer, in which it meets the keys.",
         BAHDANAU,
     ),
     "W_k_hidden": Entry(
         "W_k", "W_k", ("D", "A"), "W_k", "W_k",
-        "Takes a key to the same hidden numbers.",
+        "Maps a key to the same hidden layer.",
         BAHDANAU,
     ),
     "q_hidden": Entry(
         "Q_h", "Q_h", ("B", "H", "Lq", "A"), "Q_h = Q W_q", "Q_h = Q W_q",
-        "What each query brings to the hidden numbers of all its pairs.",
+        "What each query contributes to the hidden layer of all its pairs.",
         BAHDANAU,
     ),
     "k_hidden": Entry(
         "K_h", "K_h", ("B", "Hkv", "Lk", "A"), "K_h = K W_k", "K_h = K W_k",
-        "What each key brings to them.",
+        "What each key contributes to it.",
         BAHDANAU,
     ),
     "b_hidden": Entry(
         "b", "b", ("A",), "b", "b",
-        "Is added to the hidden numbers of every pair.",
+        "Added to the hidden layer of every pair.",
         BAHDANAU,
     ),
     "hidden": Entry(
         "Z", "Z", ("B", "H", "Lq·Lk", "A"), "Z_ij = tanh(Q_h,i + K_h,j), + b inside where given",
         r"Z_{ij} = \tanh(Q_{h,i} + K_{h,j})\text{, } + b \text{ inside where given}",
-        "One row a pair: the first query with each key, then the next query. The sum gives the "
+        "One row per pair: the first query with each key, then the next query. The sum gives the "
         "attention its name.",
         BAHDANAU,
     ),
     "w": Entry(
         "w", "w", ("A",), "w", "w",
-        "What each hidden number counts in the score.",
+        "How much each hidden number counts in the score.",
         BAHDANAU,
     ),
     "energies": Entry(
         "S", "S", SCORES, "S_ij = w · Z_ij", r"S_{ij} = w \cdot Z_{ij}",
-        "How well each key (column) answers each query (row), as a small network judges it.",
+        "How well each key (column) matches each query (row), as a small network judges it.",
         BAHDANAU,
     ),
     "energies_ij": Entry(
         "S_ij", "S_{ij}", ("B", "H", "B_r", "B_c"),
-        "S_ij = a block of S, biased and masked as asked",
-        r"S_{ij} = \text{a block of } S \text{, biased and masked as asked}",
+        "S_ij = a block of S, biased and masked as requested",
+        r"S_{ij} = \text{a block of } S \text{, biased and masked as requested}",
         "A block of the scores that the network gave.",
         f"{FLASH2}, line 8",
     ),
     "q_unit": Entry(
         "Q", "Q", ("B", "H", "Lq", "D"), "Q_i ← Q_i / |Q_i|", r"Q_i \leftarrow Q_i / \|Q_i\|",
-        "Every query has length 1 now; one of zeros stays as it is.",
+        "Every query has length 1 now; a query of zeros stays as it is.",
         UNIT,
     ),
     "k_unit": Entry(
         "K", "K", ("B", "Hkv", "Lk", "D"), "K_j ← K_j / |K_j|", r"K_j \leftarrow K_j / \|K_j\|",
-        "So has every key, and a dot product is the cosine of an angle.",
+        "So has every key, and their dot product is the cosine of an angle.",
         UNIT,
     ),
     "scaled_cosine": Entry(
         "S", "S", SCORES, "S_ij = scale · cos_ij", r"S_{ij} = \mathrm{scale} \cdot \cos_{ij}",
-        "From -1 to 1 a softmax hardly chooses; a learned scale widens the range.",
+        "Between -1 and 1 a softmax is nearly uniform; a learned scale widens the range.",
         UNIT,
     ),
     "cosine": Entry(
@@ -349,7 +350,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "head_width": Entry(
         "d_k", "d_k", (), "d_k = d_model / h", r"d_k = d_{\mathrm{model}} / h",
-        "The width of each head, where d_model = 512 is shared by h = 8 heads.",
+        "The width of each head, where d_model = 512 is divided among h = 8 heads.",
         VASWANI,
     ),
     "x_shape": Entry(
@@ -417,7 +418,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "K": Entry(
         "K_j", "K_j", ("B", "Hkv", "B_c", "D"), "load K_j", r"\text{load } K_j",
-        "A block of keys passes by.",
+        "The next block of keys.",
         f"{FLASH2}, line 7",
     ),
     "V": Entry(
@@ -427,8 +428,8 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "S": Entry(
         "S_ij", "S_{ij}", ("B", "H", "B_r", "B_c"),
-        "S_ij = scale · Q_i K_jᵀ, capped, biased, masked as asked",
-        r"S_{ij} = \mathrm{scale} \cdot Q_i K_j^\top \text{, capped, biased, masked as asked}",
+        "S_ij = scale · Q_i K_jᵀ, capped, biased, masked as requested",
+        r"S_{ij} = \mathrm{scale} \cdot Q_i K_j^\top \text{, capped, biased, masked as requested}",
         "The scores of this block alone; the next block overwrites them.",
         f"{FLASH2}, line 8",
     ),

@@ -1,6 +1,6 @@
 """A trace as JSON, CSV, npz, Markdown, LaTeX, SVG and HTML; a table as JSON, CSV and Markdown.
 
-Each function returns what is to be written and writes nothing itself.
+Each function returns what is to be written, and writes nothing itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def as_json(trace: Trace) -> str:
 
     A step has name, symbol, axes, formula, note, shape and value; ``batch``, ``head`` or
     ``kv_head``, counted from 0, where there are several; and ``printed`` where a document prints
-    numbers of it.
+    numbers for it.
     """
     steps = [_step_record(step) for step in trace.steps]
     record = {"example": trace.example, "source": trace.source, "steps": steps}
@@ -51,7 +51,7 @@ def as_json(trace: Trace) -> str:
 
 
 def as_markdown(trace: Trace, decimals: int) -> str:
-    """Return a page with a heading, a formula and a table for each step."""
+    """Return a page with a heading, a formula and a table per step."""
     parts = [f"# {_markdown(trace.example)}"]
     if trace.source:
         parts.append(_markdown(trace.source))
@@ -83,7 +83,7 @@ def as_latex(trace: Trace, decimals: int) -> str:
 
 
 def as_csv(trace: Trace) -> dict[str, str]:
-    """Return file name → text, one file a step and head, numbers at full precision, no header.
+    """Return file name → text: one file per step and head, numbers at full precision, no header.
 
     A matrix is written row by row; a vector is one row, a scalar one number.
     """
@@ -91,7 +91,7 @@ def as_csv(trace: Trace) -> dict[str, str]:
 
 
 def as_npz(trace: Trace) -> bytes:
-    """Return an npz archive with one array a step, all heads together."""
+    """Return an npz archive with one array per step, all heads together."""
     return _archive({name: _plain(value) for name, value in trace.arrays.items()})
 
 
@@ -137,7 +137,7 @@ def _said(step: Step) -> str:
 
 
 def _labels(step: Step, body: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
-    """A label for each row and for each column, empty where the axis is mere width."""
+    """A label for each row and for each column, empty where the axis counts no tokens."""
     rows = step.rows if step.value.ndim > 1 else None
     return list(rows or [""] * len(body)), list(step.columns or [""] * len(body[0] if body else ()))
 
@@ -256,7 +256,7 @@ def table_as_markdown(records: Sequence[Mapping[str, str]]) -> str:
 
 
 def table_as_csv(records: Sequence[Mapping[str, str]]) -> str:
-    """Return a line for each record, after one with their keys."""
+    """Return one line per record, after a line with their keys."""
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(_rows(records))
     return stream.getvalue()

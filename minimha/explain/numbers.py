@@ -1,4 +1,4 @@
-"""Numbers as text: one rule for the terminal and for every page."""
+"""Numbers as text, by one rule for the terminal and for every page."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LARGEST_FIXED = 1e6  # from here on a column of fixed decimals would be mostly digits
+LARGEST_FIXED = 1e6  # beyond, a number with fixed decimals would be mostly digits
 
 
 def cells(value: NDArray[Any], decimals: int) -> list[list[str]]:
     """The numbers of ``value`` as rows of text; a scalar is one row of one, a vector one row.
 
-    Whole numbers are written without decimals, where all are whole; numbers of which the largest
-    is too large or too small for so many decimals, with an exponent.
+    Decimals are left out where all numbers are whole. Where the largest number is too large or too
+    small for fixed decimals, all have an exponent.
 
     >>> cells(np.array([[1.0, -np.inf]]), 3), cells(np.array([0.5, -1e-9]), 3)
     ([['1', '-∞']], [['0.500', '0.000']])

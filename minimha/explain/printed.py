@@ -1,8 +1,8 @@
-"""A number as a document prints it, beside the exact one, and what became of it in between.
+"""A number as a document prints it, beside the exact one, and how the two are related.
 
 The status of a printed number is computed from the number itself, the exact value, and the value
 that the *printed*, already rounded, previous step would give. A worked example also states the
-status it expects; a test holds the two together, so that neither can be wrong alone.
+status it expects; a test compares the two, so that neither can be wrong alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# A number half-way between two decimals is rounded to the even one or away from 0; both are right.
+# A number halfway between two decimals is rounded to even or away from zero; both are right.
 NEAREST = (ROUND_HALF_EVEN, ROUND_HALF_UP)
 DOWN = (ROUND_DOWN,)
 
@@ -34,8 +34,9 @@ class Status(str, Enum):
 
 IN_WORDS = {
     Status.EXACT: "correctly rounded",
-    Status.TRUNCATED: "cut, not rounded",
-    Status.FROM_ROUNDED: "follows from the rounded numbers of the step before, not the exact ones",
+    Status.TRUNCATED: "truncated, not rounded",
+    Status.FROM_ROUNDED: "follows from the rounded numbers of the previous step, not from the "
+    "exact ones",
     Status.WRONG: "does not follow from {origin}",
     Status.ASSUMED: "assumed by the document, not computed from its inputs",
     Status.ILLUSTRATIVE: "a picture's number, with no inputs behind it",
@@ -59,13 +60,13 @@ class Comparison:
     status : Status
         As the worked example states it.
     computed : Status
-        As the numbers have it; equal to ``status`` in every worked example of the project.
+        As the numbers themselves say; equal to ``status`` in every worked example of the project.
     origin : str
         What the number should follow from.
     source : str
         Where in the document.
     text : str
-        The number as it stands there.
+        The number as it is printed there.
     exactly : str
         What the exact value is called in the sentence.
     """
@@ -87,7 +88,7 @@ class Comparison:
 
         >>> PrintedMatrix("weights", ("0.268",), status=Status.TRUNCATED, source="").compare(
         ...     np.array([0.2689414]))[0].sentence
-        'printed 0.268, exact 0.268941: cut, not rounded'
+        'printed 0.268, exact 0.268941: truncated, not rounded'
         """
         words = IN_WORDS[self.status].format(origin=self.origin)
         if self.exact is None:
@@ -98,34 +99,34 @@ class Comparison:
 
 @dataclass(frozen=True)
 class PrintedMatrix:
-    """What a document prints of one step, with the status that each number is stated to have.
+    """What a document prints for one step, with the status that each number is stated to have.
 
     Attributes
     ----------
     step : str
         Name of the step that it belongs to.
     rows : tuple of str
-        The printed numbers, a line a row, decimals kept: ``("0.268 0.731 0",)``.
+        The printed numbers, one line per row, decimals kept: ``("0.268 0.731 0",)``.
     source : str
         Where in the document.
-    status : Status
+    status : Status, default EXACT
         Of every number that ``but`` does not name.
-    but : mapping from index to Status
+    but : mapping from index to Status, optional
         The exceptions.
-    head : int or None
+    head : int, optional
         The head it belongs to, where the step has heads.
-    exact : ndarray or None
-        What the document's inputs give, if that is not the step's own value.
-    rounded : ndarray or None
-        What the printed numbers of the step before give.
-    origin : str
+    exact : ndarray, optional
+        What the document's inputs give. Default is the step's own value.
+    rounded : ndarray, optional
+        What the printed numbers of the previous step give.
+    origin : str, optional
         What the numbers should follow from, as a phrase.
-    says : str
-        The document's words on which the numbers rest, where they decide the status: "Assume: …".
-    has_inputs : bool
-        False for a picture's numbers, which nothing could be compared with.
-    exactly : str
-        What the exact value is called, if it is not the step's own.
+    says : str, optional
+        The document's own words, where they decide the status: "Assume: …".
+    has_inputs : bool, default True
+        False for a picture's numbers, which cannot be compared with anything.
+    exactly : str, default "exact"
+        What the exact value is called.
     """
 
     step: str
@@ -147,12 +148,12 @@ class PrintedMatrix:
         return np.array([[_number(text) for text in row.split()] for row in self.rows])
 
     def compare(self, step_value: NDArray[Any]) -> tuple[Comparison, ...]:
-        """Return one comparison for each printed number of this step, in reading order."""
+        """Return one comparison per printed number of this step, in reading order."""
         exact = step_value if self.exact is None else self.exact
         texts = [text for row in self.rows for text in row.split()]
         if len(texts) != exact.size:
             raise ValueError(
-                f"{self.source} prints {len(texts)} numbers of {self.step}, "
+                f"{self.source} prints {len(texts)} numbers for {self.step}, "
                 f"which has shape {exact.shape}"
             )
         return tuple(
@@ -188,9 +189,9 @@ def classify(
         As printed, so that its decimals count.
     exact : float or None
         The value that the document's inputs give, None where it gives none.
-    rounded : float or None
-        The value that the printed numbers of the step before give, where that is known.
-    is_assumed : bool
+    rounded : float, optional
+        The value that the printed numbers of the previous step give, where that is known.
+    is_assumed : bool, default False
         The document says that it assumes the number.
 
     >>> [classify(text, 0.2689414).value for text in ("0.269", "0.268", "0.3", "0.25")]
@@ -213,7 +214,7 @@ def _rounds_to(value: float, text: str, roundings: tuple[str, ...]) -> bool:
         return value == printed
     step = Decimal(1).scaleb(-_decimals(text))
     # A sum such as 0.401 · 1 + 0.198 · 3 misses its decimal value by a few float64 roundings, which
-    # must not decide where it is cut.
+    # must not decide how it is truncated.
     clean = Decimal(repr(round(value, 12)))
     return Decimal(repr(printed)) in [clean.quantize(step, rounding=way) for way in roundings]
 

@@ -1,7 +1,7 @@
-"""A trace on a terminal, and, by rich's recorders, as SVG and HTML. The only room that knows rich.
+"""A trace on a terminal, and, by rich's recorders, as SVG and HTML. No other module imports rich.
 
-Everything is built as lines of text, so that what is wide can be split by columns on a terminal and
-stays whole in a file.
+Everything is built as lines of text, so that a wide matrix can be split by columns on a terminal
+and stays whole in a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 SHADES = " ░▒▓█"
 CELL_SIZES = (5, 3, 1)  # of a heatmap: a number fits, a syllable fits, only the shade
 BAR = "█"
-LONGEST_BAR = 40  # of a weight of 1, where there is room
+LONGEST_BAR = 40  # of a weight of 1, where the width allows it
 LABEL_WIDTH = 10  # of a heatmap; a matrix shows its labels whole
 EXPORT_WIDTH = 100
 STYLES = {
@@ -46,7 +46,7 @@ STYLES = {
 
 
 def console_for(stream: IO[str]) -> Console:
-    """A console on ``stream`` that takes text as it is: tokens are no markup."""
+    """A console on ``stream`` that prints text as it is: tokens are not markup."""
     return Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
@@ -59,7 +59,7 @@ def text(trace: Trace, decimals: int, width: int | None, in_color: bool) -> Text
     decimals : int
         Of numbers that are not whole.
     width : int or None
-        Columns that there are; None does not break any line.
+        Columns available; None breaks no line.
     in_color : bool
         Whether heatmaps may use colour; otherwise they are shaded with characters.
     """
@@ -69,7 +69,7 @@ def text(trace: Trace, decimals: int, width: int | None, in_color: bool) -> Text
     said: set[tuple[str, str]] = set()
     for number, step in enumerate(steps, 1):
         lines += [Text(), *_heading(step, number)]
-        if (step.formula, step.note) not in said:  # else an earlier head or block has said it
+        if (step.formula, step.note) not in said:  # else an earlier head or block said it
             lines += [*_explanation(step, width), Text()]
             said.add((step.formula, step.note))
         lines += _matrix(step, decimals, width)
@@ -99,7 +99,7 @@ def table(records: Sequence[Mapping[str, str]]) -> Table:
 
 
 def tables(titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None) -> Group:
-    """A table of numbers under each title, all columns but the first to the right; or just it."""
+    """A table of numbers, right-aligned but for its first column, under each title that has one."""
     parts: list[RenderableType] = []
     for title, records in titled.items():
         parts += [Text(), *_paragraph(title, width, "bold" if records else "", indent=0)]
@@ -113,7 +113,7 @@ def tables(titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None)
 
 @contextmanager
 def busy(stream: IO[str], doing: str) -> Iterator[None]:
-    """Say on a terminal what takes its time; gone at the end."""
+    """Say on a terminal what takes time; gone at the end."""
     console = Console(file=stream, markup=False, highlight=False)
     with console.status(doing) if console.is_terminal else nullcontext():
         yield
@@ -121,9 +121,9 @@ def busy(stream: IO[str], doing: str) -> Iterator[None]:
 
 @contextmanager
 def progress(stream: IO[str], steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal that is told what comes next, ``steps`` times; gone at the end."""
+    """A bar on a terminal, told ``steps`` times what comes next; gone at the end."""
     console = Console(file=stream, markup=False, highlight=False)
-    if not console.is_terminal:  # where older rich ends even a bar that is disabled with a newline
+    if not console.is_terminal:  # older rich ends even a disabled bar with a newline
         yield lambda doing: None
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -191,7 +191,7 @@ def _explanation(step: Step, width: int | None) -> list[Text]:
 
 
 def _matrix(step: Step, decimals: int, width: int | None) -> list[Text]:
-    """The numbers under their labels, in as many groups of columns as the width asks for."""
+    """The numbers under their labels, in as many groups of columns as the width requires."""
     body = cells(step.value, decimals)
     if not body or not body[0]:
         return [Text(" " * INDENT + "(empty)")]
@@ -201,7 +201,7 @@ def _matrix(step: Step, decimals: int, width: int | None) -> list[Text]:
     heads = step.columns or [str(n) for n in range(len(body[0]))]
     widths = [max(cell_len(cell) for cell in column) for column in zip(heads, *body, strict=True)]
     groups = _column_groups(widths, None if width is None else width - margin)
-    if len(groups) == 1 and step.columns is None:  # numbers are for columns torn apart
+    if len(groups) == 1 and step.columns is None:  # numbers are only for columns in groups
         heads = [""] * len(body[0])
     lines: list[Text] = []
     for group in groups:
@@ -215,7 +215,7 @@ def _matrix(step: Step, decimals: int, width: int | None) -> list[Text]:
 
 
 def _column_groups(widths: Sequence[int], available: int | None, gap: int = GAP) -> list[list[int]]:
-    """Columns that fit side by side, as groups of their numbers."""
+    """The numbers of the columns, in groups that fit side by side."""
     groups: list[list[int]] = [[]]
     used = 0
     for column, size in enumerate(widths):
@@ -228,7 +228,7 @@ def _column_groups(widths: Sequence[int], available: int | None, gap: int = GAP)
 
 
 def _printed(step: Step, width: int | None) -> list[Text]:
-    """What a document prints of this step, and what became of it."""
+    """What a document prints for this step, and how it relates to the exact numbers."""
     lines: list[Text] = []
     for source, numbers, remarks in wording.printed(step):
         unbroken = numbers.replace(" ", NO_BREAK).replace(f"]{NO_BREAK}[", "] [")
@@ -239,7 +239,7 @@ def _printed(step: Step, width: int | None) -> list[Text]:
 
 
 def _drawn(steps: Iterable[Step]) -> list[tuple[str, Step]]:
-    """The steps worth a heatmap, with a title: weights, and what came before with a single head."""
+    """The steps to draw, with titles: weights, and for a single head the scores before them."""
     steps = [step for step in steps if step.value.ndim == 2 and step.value.size]
     weights = [step for step in steps if step.name == "weights"]
     weights = weights or [step for step in steps if step.base == "weights"]
@@ -256,7 +256,7 @@ def _drawn(steps: Iterable[Step]) -> list[tuple[str, Step]]:
 
 
 def _heatmaps(drawn: Sequence[tuple[str, Step]], width: int, in_color: bool) -> list[Text]:
-    """The maps side by side if cells of some size allow it, else as many in a row as fit."""
+    """The maps side by side, if cells of some size allow it; else as many in a row as fit."""
     sizes = {
         size: [_heatmap(title, step, size, in_color) for title, step in drawn]
         for size in CELL_SIZES
@@ -288,7 +288,7 @@ def _heatmap(title: str, step: Step, size: int, in_color: bool) -> list[Text]:
 
 
 def _heat(level: float, number: str, size: int, in_color: bool) -> Text:
-    """One cell: with its number where colour makes the ground, else as dark as its value."""
+    """One cell: its number on a coloured ground, or a shade as dark as its value."""
     if not np.isfinite(level):
         return Text(("×" if np.isneginf(level) else "?").center(size))
     if not in_color:
@@ -314,10 +314,10 @@ def _pick(steps: Sequence[Step], decimals: int, width: int) -> list[Text]:
     labels = [_short(label, LABEL_WIDTH) for label in weights.columns or ()]
     margin = max(map(cell_len, labels)) + GAP
     total = f"sum: [{' '.join(cells(output.value, decimals)[-1])}]"
-    room = width - INDENT - margin - GAP - max(map(len, [*picked, total]))
-    if room < 10:
+    longest = width - INDENT - margin - GAP - max(map(len, [*picked, total]))
+    if longest < 10:
         return []
-    bars = [BAR * round(share * min(room, LONGEST_BAR)) for share in np.nan_to_num(shares)]
+    bars = [BAR * round(share * min(longest, LONGEST_BAR)) for share in np.nan_to_num(shares)]
     length = max(map(len, bars)) + GAP
     query = (weights.rows or ())[-1]
     lines = [Text(), Text(f"how query {query} picks values", "bold"), Text()]
@@ -330,7 +330,7 @@ def _legend(width: int | None, in_color: bool, has_gaps: bool) -> list[Text]:
     scale = (
         "Darker is more" if in_color else f"Blank is least, then {SHADES[1:-1]}, {SHADES[-1]} most"
     )
-    gap = " ? is infinite or not a number." if has_gaps else ""
+    gap = " ? is infinite or NaN." if has_gaps else ""
     words = f"{scale}; × is hidden: score -∞, weight 0.{gap} Rows are queries, columns keys."
     return _paragraph(words, width)
 
@@ -356,8 +356,8 @@ def _width(block: Sequence[Text]) -> int:
 
 
 def _paragraph(words: str, width: int | None, style: str = "", indent: int = INDENT) -> list[Text]:
-    room = None if width is None else max(20, width - indent)
-    return [Text(" " * indent).append(line, style) for line in _wrapped(words, room)]
+    available = None if width is None else max(20, width - indent)
+    return [Text(" " * indent).append(line, style) for line in _wrapped(words, available)]
 
 
 def _wrapped(words: str, width: int | None) -> list[str]:

@@ -22,7 +22,7 @@ BLOCK = re.compile(r"\[i=(\d+)(?:,j=(\d+))?\]")
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One matrix of one head, ready to be shown: whatever shows a trace needs nothing else.
+    """One matrix of one head, ready to be shown: nothing else is needed to show it.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class Step:
     hidden : ndarray of bool or None
         Which weights belong to keys that a mask hides; None where nothing is hidden.
     printed : tuple of Comparison
-        The numbers that a document prints of this step.
+        The numbers that a document prints for this step.
     """
 
     name: str
@@ -62,43 +62,43 @@ class Step:
 
     @property
     def base(self) -> str:
-        """The name without its block or variant: ``S`` of ``S[i=0,j=1]``."""
+        """The name without its block or variant: ``S`` for ``S[i=0,j=1]``."""
         return self.name.partition("[")[0]
 
     @property
     def variant(self) -> str:
-        """What follows the name in brackets, a stage or a block: ``encoder`` of ``q[encoder]``."""
+        """What follows the name in brackets, a stage or a block: ``encoder`` for ``q[encoder]``."""
         return self.name.partition("[")[2].rstrip("]")
 
     @property
     def place(self) -> str:
-        """Which batch entry and head, in words; empty where there is only one."""
+        """Batch entry and head in words; empty where there is only one."""
         parts = (("batch", self.batch), ("head", self.head), ("key/value head", self.kv_head))
         return ", ".join(f"{word} {number}" for word, number in parts if number is not None)
 
 
 @dataclass(eq=False)
 class Trace:
-    """A tap that listens: call it, or hand it to ``attention(…, tap=trace)``.
+    """A tap that remembers: call it, or pass it to ``attention(…, tap=trace)``.
 
     Parameters
     ----------
-    example, source : str
+    example, source : str, optional
         What is traced, and where it comes from.
-    labels : mapping from axis name to labels
-        Usually made by ``token_labels``. Those of one variant's axis, as ``Lk[cross]``, go before
-        those of the axis.
-    notes : mapping from step name to str
-        What to say of a step, or of one head's (``weights, head 1``), beyond the catalogue's
-        sentence.
-    printed : sequence of PrintedMatrix
-        What a document prints of these steps.
-    blocks : (B_r, B_c) or None
+    labels : mapping from axis name to labels, optional
+        Usually made by ``token_labels``. Labels of one variant's axis, ``Lk[cross]``, take
+        precedence over those of the axis.
+    notes : mapping from step name to str, optional
+        What to say about a step, or about one head of it (``weights, head 1``), beyond the
+        catalogue's sentence.
+    printed : sequence of PrintedMatrix, optional
+        The numbers that a document prints for these steps.
+    blocks : (B_r, B_c), optional
         Block sizes, where tiles are traced, so that their rows can be labelled.
-    given : collection of str
+    given : collection of str, optional
         Names of steps that are given where the catalogue has a formula.
-    only : sequence of str
-        The steps to show, with or without their block; all, if empty.
+    only : sequence of str, optional
+        The steps to show, with or without their block. Default is all.
 
     Examples
     --------
@@ -138,7 +138,7 @@ class Trace:
         kept = np.array(value)
         kept.setflags(write=False)
         self._values[name] = kept
-        self.__dict__.pop("steps", None)  # made before this one was kept
+        self.__dict__.pop("steps", None)  # of the steps kept before
         return value
 
     def __contains__(self, name: str) -> bool:
@@ -160,7 +160,7 @@ class Trace:
         return value.squeeze(single)
 
     def selected(self, names: Sequence[str]) -> Trace:
-        """Return a trace of what was kept so far that shows only these steps; all, if empty."""
+        """Return a trace of the same run that shows these steps alone, or all if none are named."""
         chosen = replace(self, only=tuple(names))
         chosen._values = dict(self._values)
         return chosen
@@ -189,7 +189,7 @@ class Trace:
     def _entry(self, name: str) -> Entry:
         base = name.partition("[")[0]
         known = entry(name)
-        if base == "output" and _beside(name, "concat") in self:  # all heads' results, projected
+        if base == "output" and _beside(name, "concat") in self:  # the heads' results, projected
             known = entry("projected")
         elif base == "output" and (_beside(name, "weights") not in self or name == "output[tiled]"):
             known = entry("normalised")
@@ -202,7 +202,7 @@ class Trace:
         return known
 
     def _as_computed(self, name: str) -> dict[str, tuple[str, str]]:
-        """What stands in a projection's formula, plain and in TeX, beyond the catalogue's form."""
+        """What a projection's formula, plain and in TeX, has instead of the catalogue's symbols."""
         base = name.partition("[")[0]
         letter = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}.get(base)
         changes = {}
@@ -281,7 +281,7 @@ class Trace:
         )
 
     def _axis_labels(self, name: str, axis: str, size: int) -> tuple[str, ...] | None:
-        """Labels along one axis: tokens, or their numbers; None where an axis is mere width."""
+        """Labels along one axis: tokens, or their numbers; None where an axis counts none."""
         start = 0
         if axis in ("B_r", "B_c"):
             block = BLOCK.search(name)
@@ -306,22 +306,25 @@ def _beside(name: str, base: str) -> str:
 
 
 def _row_sums(name: str, value: NDArray[Any]) -> str:
-    """What can be said of these weights' rows; nothing of another step."""
+    """What the rows of these weights sum to, in words; empty for any other step."""
     if name.partition("[")[0] != "weights" or not value.size:
         return ""
     sums = value.sum(axis=-1)
     kinds = {
         "A row sums to 1.": np.isclose(sums, 1, atol=1e-3),
-        "A query that sees no key has a row of 0.": sums == 0,
+        "A query that sees no key has a row of zeros.": sums == 0,
     }
     said = [sentence for sentence, rows in kinds.items() if rows.any()]
     if not np.logical_or.reduce(list(kinds.values())).all() and np.isfinite(sums).all():
-        said.append("What a row lacks of 1 goes to its sink.")
+        said.append("The rest of each row goes to its sink.")
     return " ".join(said)
 
 
 def printable(text: str) -> str:
-    """``text`` with its control characters, which a terminal or XML would obey, made visible.
+    """Return ``text`` with a visible sign for each control character.
+
+    A terminal would obey them, and XML does not allow them.
+
 
     >>> printable("a\\x1b[2J")
     'a�[2J'

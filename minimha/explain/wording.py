@@ -1,4 +1,4 @@
-"""What is said of a step, in words: the same on a terminal, in Markdown and in LaTeX."""
+"""What is said about a step: the same words on a terminal, in Markdown and in LaTeX."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from minimha.explain.trace import Step
 
 
 class Remark(NamedTuple):
-    """A sentence about one printed number, or about all of a matrix that are exact."""
+    """A sentence about one printed number, or about all the exact ones of a matrix."""
 
     status: Status
     sentence: str
 
 
 def title(step: Step) -> str:
-    """The name, and which batch entry and head."""
+    """The step's name, and its batch entry and head."""
     return f"{step.name}, {step.place}" if step.place else step.name
 
 
 def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
-    """For each place that prints numbers of this step: the place, the numbers, the remarks.
+    """For each place that prints numbers for this step: the place, the numbers, the remarks.
 
-    A number that is off has a remark of its own; the exact ones share the last.
+    An inexact number has a remark of its own; the exact ones share the last.
     """
     for source, group in groupby(step.printed, key=lambda comparison: comparison.source):
         comparisons = list(group)
@@ -41,7 +41,7 @@ def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
 
 
 def _exact_ones(comparisons: Sequence[Comparison]) -> str:
-    """How many of the printed numbers are exact."""
+    """How many of the printed numbers are exact, in words."""
     exact = [c for c in comparisons if c.status is Status.EXACT]
     is_same = all(c.value == c.exact for c in exact)
     words = "exact" if is_same else "exact, correctly rounded"
@@ -53,7 +53,7 @@ def _exact_ones(comparisons: Sequence[Comparison]) -> str:
 
 
 def _as_printed(comparisons: Sequence[Comparison]) -> str:
-    """The numbers as the document has them, row by row: ``[1 0] [0 1]``."""
+    """The numbers as the document prints them, row by row: ``[1 0] [0 1]``."""
     rows = groupby(comparisons, key=lambda c: c.index[:-1])
     return " ".join(f"[{' '.join(c.text for c in row)}]" for _, row in rows)
 

@@ -127,7 +127,7 @@ def test_the_translation_s_three_stages_have_a_heatmap_each(run):
 
 def test_tokens_3_shows_what_the_document_prints_and_what_is_wrong(run):
     out = shown(run, "example --tokens 3")
-    assert "printed 0.268, exact 0.268941: cut, not rounded" in out
+    assert "printed 0.268, exact 0.268941: truncated, not rounded" in out
     assert "printed 2, X W_v gives 0.000000: does not follow from the W_v = I given" in out
     assert "2.340  0.660" in out
     assert "raw scores" in out
@@ -388,7 +388,7 @@ def test_attend_labels_tokens(run, numbers):
     assert "ein  zwei  drei" in out
 
 
-def test_attend_labels_a_query_by_the_position_where_it_stands(run, numbers, tmp_path):
+def test_attend_labels_a_query_by_its_position(run, numbers, tmp_path):
     (tmp_path / "q.csv").write_text("1,0\n0,1\n")
     line = f"{numbers} --only scores --causal --q-offset 1 --labels"
     lines = shown(run, line, "ein zwei drei").splitlines()
@@ -399,8 +399,8 @@ def test_attend_labels_a_query_by_the_position_where_it_stands(run, numbers, tmp
 def test_attend_says_what_the_rows_of_weights_sum_to(run, numbers):
     for flags, sentence in (
         ("", "A row sums to 1."),
-        ("--kv-lengths 0", "A query that sees no key has a row of 0."),
-        ("--sinks 1", "What a row lacks of 1 goes to its sink."),
+        ("--kv-lengths 0", "A query that sees no key has a row of zeros."),
+        ("--sinks 1", "The rest of each row goes to its sink."),
     ):
         out = shown(run, f"{numbers} --only weights {flags}")
         assert sentence in out
@@ -516,7 +516,7 @@ def test_force_replaces_and_leaves_the_rest_of_a_folder_alone(run, tmp_path):
 BAD_LINES = [
     ("attend --q q.csv --k k.csv", "a problem file, or --q, --k and --v; --v is missing"),
     ("attend", "--q and --k and --v are missing"),
-    ("attend p.json --q q.csv", "a problem file or --q, --k and --v, and both were given"),
+    ("attend p.json --q q.csv", "a problem file or --q, --k and --v, but both were given"),
     ("attend --q no.csv --k k.csv --v v.csv", "no.csv cannot be read: No such file"),
     ("attend --q . --k k.csv --v v.csv", ". cannot be read: Is a directory"),
     ("attend --q ragged.csv --k k.csv --v v.csv",
@@ -545,10 +545,10 @@ BAD_LINES = [
     ("attend broken.json", "broken.json is not JSON"),
     ("attend deep.json", "q is nested more than 8 deep: expected a matrix"),
     ("attend abyss.json", "abyss.json is nested too deeply"),
-    ("attend twice.json", "the key 'q' stands twice in one JSON object"),
+    ("attend twice.json", "the key 'q' occurs twice in one JSON object"),
     ("attend true.json", "q holds True: expected a number"),
     ("attend wide.json --q-offset 18446744073709551615", "q_offset is 18446744073709551615"),
-    ("attend --q long.csv --k k.csv --v v.csv", "long.csv is no CSV file: field larger"),
+    ("attend --q long.csv --k k.csv --v v.csv", "long.csv is not a CSV file: field larger"),
     ("attend corrupt.npz", "corrupt.npz is refused"),
     ("attend list.json", "list.json holds list: expected an object with q, k and v"),
     ("attend causal.json", "has the key 'causal': did you mean 'is_causal'? expected q, k, v"),
@@ -564,19 +564,19 @@ BAD_LINES = [
     ("attend pickle.npz", "pickle.npz is refused"),
     ("attend array.npz", "array.npz is refused"),
     ("attend truncated.npz", "truncated.npz is refused"),
-    ("example --tokens 0", "argument --tokens: expected a whole number from 1 to 12, came '0'"),
-    ("example --tokens 13", "argument --tokens: expected a whole number from 1 to 12, came '13'"),
-    ("example --tokens -1", "argument --tokens: expected a whole number from 1 to 12, came '-1'"),
-    ("example --tokens three", "expected a whole number from 1 to 12, came 'three'"),
+    ("example --tokens 0", "argument --tokens: expected a whole number from 1 to 12, got '0'"),
+    ("example --tokens 13", "argument --tokens: expected a whole number from 1 to 12, got '13'"),
+    ("example --tokens -1", "argument --tokens: expected a whole number from 1 to 12, got '-1'"),
+    ("example --tokens three", "expected a whole number from 1 to 12, got 'three'"),
     ("example --tokens 3 --document 003", "--document: not allowed with argument --tokens"),
     ("example --document 007", "argument --document: invalid choice: '007'"),
     ("example --document 003 --heads 2", "--heads cannot change example the-cat-sat (document"),
     ("example --document 001 --causal", "example shapes (document 001) has neither a causal mask"),
     ("example --tokens 5 --heads 3", "d-model is 4 and heads is 3"),
     ("example --tokens 5 --heads 4 --kv-heads 3", "heads is 4 and kv-heads is 3"),
-    ("example --heads 0", "argument --heads: expected a whole number of at least 1, came '0'"),
-    ("example --tokens 5 --seed -1", "expected a whole number of at least 0, came '-1'"),
-    ("example --decimals 40", "expected a whole number from 0 to 17, came '40'"),
+    ("example --heads 0", "argument --heads: expected a whole number of at least 1, got '0'"),
+    ("example --tokens 5 --seed -1", "expected a whole number of at least 0, got '-1'"),
+    ("example --decimals 40", "expected a whole number from 0 to 17, got '40'"),
     ("kernels --rung nope", "no rung 'nope' here: there are cpu.rung1_rows"),
     ("kernels --ptx --rung cpu.rung1_rows", "there are cuda.rung1_rows"),
     ("example nope", "no example 'nope': there are two-heads, shapes"),
@@ -590,16 +590,16 @@ BAD_LINES = [
     ("example --format npz", "--format npz needs --output: the name of a file to write"),
     ("example --format csv", "--format csv needs --output: the name of a folder to write"),
     ("examples --format svg",
-     "argument --format: the formats of a table are text, json, markdown, csv, came 'svg'"),
+     "argument --format: the formats of a table are text, json, markdown, csv, got 'svg'"),
     ("sizes --output x.npz", "x.npz ends in '.npz', which names no format of a table: add --f"),
     ("example --output no/where.json", "--output no/where.json: the folder no does not exist"),
     ("example --format csv --output no/where", "the folder no does not exist, make it first"),
     ("example --output broken.json", "broken.json exists already: add --force to replace it"),
     ("example --output x.pdf", "x.pdf ends in '.pdf', which names no format of a trace: add --"),
     ("example --output x.csv", "(csv writes a folder of steps)"),
-    ("example --output pipe", "--output pipe is no ordinary file: it will not be replaced"),
-    ("example --output pipe --force", "--output pipe is no ordinary file"),
-    ("example --format csv --output full --force", "full holds 03_W_k.csv, which is no ordinary"),
+    ("example --output pipe", "--output pipe is not a regular file: it will not be replaced"),
+    ("example --output pipe --force", "--output pipe is not a regular file"),
+    ("example --format csv --output full --force", "full holds 03_W_k.csv, which is not a regular"),
     ("example --document= --only x", "invalid choice: ''"),
     ("example --output .", "--output . is a folder: expected the name of a file"),
     ("example --format csv --output q.csv", "--output q.csv is a file: expected a folder"),
@@ -608,8 +608,8 @@ BAD_LINES = [
     ("flash --tokens 99", "argument --tokens: expected a whole number from 1 to 12"),
     ("sizes --preset gpt5", "preset is 'gpt5': expected one of BERT-Base, BERT-Large, GPT-2 Small"),
     ("sizes --preset gpt3 --length 2049", "length is 2049 but GPT-3 was made for at most 2048"),
-    ("sizes --length 8193", "--length is 8193 but no preset was made for more than 8192 tokens"),
-    ("sizes --length 0", "argument --length: expected a whole number of at least 1, came '0'"),
+    ("sizes --length 8193", "--length is 8193 but no preset takes more than 8192 tokens"),
+    ("sizes --length 0", "argument --length: expected a whole number of at least 1, got '0'"),
     ("sizes --dtype int8", "argument --dtype: invalid choice: 'int8'"),
     ("dance", "invalid choice: 'dance'"),
     ("example --dance", "unrecognized arguments: --dance"),

@@ -136,7 +136,10 @@ def test_a_sentence_attends_to_another():
     ("settings", "sentence"),
     [
         ({"context": []}, "the sentence to attend to has no tokens"),
-        ({"rope": True, "num_heads": 4}, "d-model is 4 and heads is 4: a rotation turns pairs"),
+        (
+            {"rope": True, "num_heads": 4},
+            "d-model is 4 and heads is 4: rotary positions rotate pairs",
+        ),
     ],
 )
 def test_a_rotation_or_another_sentence_that_cannot_be(settings, sentence):

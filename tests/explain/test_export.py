@@ -54,8 +54,8 @@ def test_json_has_the_documented_form():
     assert set(weights) == {
         "name", "symbol", "axes", "formula", "note", "shape", "value", "printed"
     }  # fmt: skip
-    cut = weights["printed"][3]
-    assert cut == {
+    truncated = weights["printed"][3]
+    assert truncated == {
         "value": 0.268, "exact": CAT["weights"][1, 0], "decimals": 3, "status": "truncated",
         "index": [1, 0],
     }  # fmt: skip
@@ -110,7 +110,7 @@ def test_taps_of_ones_own_export_whatever_their_name():
     assert r"\text{my step}" in export.as_latex(trace, 3)
 
 
-def test_csv_has_one_file_a_step_and_head_at_full_precision():
+def test_csv_has_one_file_per_step_and_head_at_full_precision():
     found = export.as_csv(HEADS)
     assert list(found)[:4] == [
         "01_x.csv",
@@ -163,7 +163,7 @@ def test_formulas_and_sources_are_those_of_the_papers():
 def test_markdown_says_what_is_printed():
     text = export.as_markdown(CAT, 3)
     assert "| cat | 0.269 | 0.731 | 0.000 |" in text
-    assert "- row cat, column The: printed 0.268, exact 0.268941: cut, not rounded" in text
+    assert "- row cat, column The: printed 0.268, exact 0.268941: truncated, not rounded" in text
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")

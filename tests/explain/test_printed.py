@@ -22,7 +22,7 @@ E, T, R, W, A, I = (
         ("-0.26", -0.268941, None, False, T),
         ("−0.27", -0.268941, None, False, E),
         ("0.7", 0.7, None, False, E),
-        ("0.6", 0.7, None, False, W),  # 0.7 in binary is a little less, and is not cut to 0.6
+        ("0.6", 0.7, None, False, W),  # 0.7 in binary is a little less, and is not truncated to 0.6
         ("1.198", 1.0, 1.2, False, W),
         ("0.995", 0.99444, 0.995, False, R),
         ("0.994", 0.99444, 0.995, False, E),  # what is exact is not called anything less
@@ -36,7 +36,7 @@ E, T, R, W, A, I = (
         ("0.13", 0.125, None, False, E),
         ("0.995", 0.9, 0.9946, False, R),
         ("0.994", 0.99467, 0.994, False, T),
-        ("0.5", 0.2, 0.56, False, W),  # the rounded value must be rounded, not cut
+        ("0.5", 0.2, 0.56, False, W),  # the rounded value must be rounded, not truncated
         ("0.7", 0.7999999999999, None, False, W),  # 0.8, but for float64
     ],
 )
@@ -48,12 +48,12 @@ def test_status(text, exact, rounded, assumed, status):
     ("matrix", "value", "sentence"),
     [
         (PrintedMatrix("w", ("0.268",), "", T), 0.268941,
-         "printed 0.268, exact 0.268941: cut, not rounded"),
+         "printed 0.268, exact 0.268941: truncated, not rounded"),
         (PrintedMatrix("o", ("1.198",), "", W, origin="the printed weights and V"), 1.0,
          "printed 1.198, exact 1.000000: does not follow from the printed weights and V"),
         (PrintedMatrix("o", ("0.995",), "", R), 0.99444,
-         "printed 0.995, exact 0.994440: follows from the rounded numbers of the step before, "
-         "not the exact ones"),
+         "printed 0.995, exact 0.994440: follows from the rounded numbers of the previous step, "
+         "not from the exact ones"),
         (PrintedMatrix("o", ("0.5",), "", A), 4.0,
          "printed 0.5, exact 4.000000: assumed by the document, not computed from its inputs"),
         (PrintedMatrix("o", ("0.2",), "", I, has_inputs=False), 0.2,
@@ -78,5 +78,7 @@ def test_each_number_is_compared_with_its_own_rounded_one():
 
 
 def test_as_many_numbers_as_the_step_has():
-    with pytest.raises(ValueError, match=r"page 3 prints 2 numbers of w, which has shape \(1, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"page 3 prints 2 numbers for w, which has shape \(1, 3\)"
+    ):
         PrintedMatrix("w", ("1 2",), "page 3").compare(np.zeros((1, 3)))

@@ -48,7 +48,7 @@ def test_without_a_terminal_no_line_is_broken_or_padded():
 
 def test_statuses_are_in_words():
     text = render.text(TRACES["the-cat-sat"], 3, None, False).plain
-    assert "row cat, column The: printed 0.268, exact 0.268941: cut, not rounded" in text
+    assert "row cat, column The: printed 0.268, exact 0.268941: truncated, not rounded" in text
     assert "the other 6 are exact, correctly rounded" in text
     text = render.text(TRACES["given-qkv"], 3, None, False).plain
     assert "printed 1.198, exact 1.000000: does not follow from the printed weights and V" in text
