@@ -44,7 +44,9 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--causal", action=flag, help="hide later tokens, or not")
     parser.add_argument("--scale", action=flag, help="divide the scores by √d_k, or not")
-    parser.add_argument("--seed", type=natural, metavar="N", help="of embeddings and weights (1)")
+    parser.add_argument(
+        "--seed", type=natural, metavar="N", help="of embeddings and weights (default 1)"
+    )
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
@@ -56,4 +58,10 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
         metavar="STEP",
         help="show this step only (may be repeated)",
     )
-    parser.add_argument("--decimals", type=decimals, default=3, metavar="N", help="(3)")
+    parser.add_argument(
+        "--decimals",
+        type=decimals,
+        default=3,
+        metavar="N",
+        help="of numbers that are not whole (default 3)",
+    )

@@ -29,17 +29,23 @@ def add_parser(commands: Any) -> None:
         type=_shape,
         default=[],
         metavar="B,H,Hkv,Lq,Lk,D[,MASK[,DTYPE]]",
-        help="sizes, and none, causal, window or mask (may be repeated; 16 shapes); on a GPU also "
-        "a dtype: causal,bfloat16",
+        help="sizes, and none, causal, window or mask (may be repeated; default 16 shapes); on a "
+        "GPU also a dtype: causal,bfloat16",
     )
     parser.add_argument(
         "--backend", choices=("cpu", "cuda"), default="cpu", help="cuda: on a GPU, beside torch"
     )
     parser.add_argument("--ladder", action="store_true", help="time every rung instead of peers")
     parser.add_argument(
-        "--seconds", type=_seconds, default=4.0, metavar="S", help="of timed calls per shape (4)"
+        "--seconds",
+        type=_seconds,
+        default=4.0,
+        metavar="S",
+        help="of timed calls per shape (default 4)",
     )
-    parser.add_argument("--threads", type=count, metavar="N", help="for every candidate (all)")
+    parser.add_argument(
+        "--threads", type=count, metavar="N", help="for every candidate (default all)"
+    )
     add_output(parser, TABLE_FORMATS)
 
 

@@ -16,8 +16,8 @@ def add_parser(commands: Any) -> None:
         "example",
         help="show every matrix of a worked example",
         description="Show every matrix of a worked example: one by name, as 'examples' lists them "
-        "(a document's is shown beside the numbers that it prints), or a sentence through a "
-        "multi-head attention with small weights.",
+        "(a document's example has the numbers that the document prints beside its own), or a "
+        "sentence through a multi-head attention with small weights.",
     )
     parser.set_defaults(run=run)
     which = parser.add_mutually_exclusive_group()
@@ -29,9 +29,11 @@ def add_parser(commands: Any) -> None:
         choices=tuple(DOCUMENTS),
         help="a document's example",
     )
-    parser.add_argument("--heads", type=count, metavar="H", help="query heads (2)")
-    parser.add_argument("--kv-heads", type=count, metavar="H", help="key/value heads (as --heads)")
-    parser.add_argument("--d-model", type=count, metavar="E", help="model width (4)")
+    parser.add_argument("--heads", type=count, metavar="H", help="query heads (default 2)")
+    parser.add_argument(
+        "--kv-heads", type=count, metavar="H", help="key/value heads (default as --heads)"
+    )
+    parser.add_argument("--d-model", type=count, metavar="E", help="model width (default 4)")
     parser.add_argument("--rope", action="store_true", help="rotate queries and keys by position")
     parser.add_argument(
         "--cross",

@@ -41,14 +41,14 @@ def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> Non
         "--format",
         type=known,
         metavar=f"{{{','.join(formats)}}}",
-        help="(text, or by the ending of --output)",
+        help="default text, or what the ending of --output names",
     )
     parser.add_argument("--output", metavar="PATH", help=output)
     parser.add_argument("--force", action="store_true", help="replace what --output names")
 
 
 def deliver(args: argparse.Namespace, trace: Trace) -> None:
-    """Print ``trace`` in the asked format, or write it to ``--output``."""
+    """Print ``trace`` in the requested format, or write it to ``--output``."""
     trace = trace.selected(args.only)
     kind = format_of(args)
     if kind in FOR_READERS:
@@ -67,7 +67,7 @@ def deliver_table(
     titled: dict[str, list[dict[str, str]]] | None = None,
     exact: Any = None,
 ) -> None:
-    """Print a table in the asked format, or write it to ``--output``.
+    """Print a table in the requested format, or write it to ``--output``.
 
     Parameters
     ----------

@@ -19,12 +19,17 @@ def add_parser(commands: Any) -> None:
         "bytes of known models, and what grouped heads save. Exact numbers: --format json.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--preset", metavar="NAME", help="one model, such as gpt3 (a table of all)")
     parser.add_argument(
-        "--length", type=count, metavar="N", help="tokens (as many as the model takes)"
+        "--preset", metavar="NAME", help="one model, such as gpt3 (default all, in a table)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), default="float16", help="(float16)"
+        "--length", type=count, metavar="N", help="tokens (default as many as the model takes)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="float16",
+        help="default float16",
     )
     add_output(parser, TABLE_FORMATS)
 
