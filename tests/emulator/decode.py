@@ -14,7 +14,7 @@ BARRIER = re.compile(r"(sync|red\.(or|and|popc))(\.aligned)?(\.\w+)?")
 
 
 class Flow(NamedTuple):
-    """An instruction after which threads go on elsewhere, or later.
+    """An instruction after which threads continue elsewhere, or later.
 
     Attributes
     ----------
@@ -48,11 +48,11 @@ class Program:
     code : list of callables of a team; None where ``flow`` has the instruction
     flow : dict of int to Flow
     votes : dict of int to Vote
-        By the instruction behind each ``bar.red``, at which its threads wait.
+        By the instruction after each ``bar.red``, at which its threads wait.
     is_collective : list of bool
         Whether an instruction is for whole warps.
     stop_all, stop_some : list of int
-        How far threads may go on from each instruction: all threads of a team up to the next
+        How far threads may run from each instruction: all threads of a team up to the next
         ``flow``, some of them no further than the next label or collective, where others may join.
 
     Raises

@@ -7,7 +7,6 @@ that it does not know is a NotImplementedError (KeyError, ValueError and IndexEr
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 import numpy as np
@@ -531,7 +530,9 @@ def _load(kernel, words, operands):
     kind, space = kind_of(words[-1]), space_of(words)
     to = [kernel.at_least(name, kind) for name in components(operands[0])]
     if space == "param":
-        (name,) = re.fullmatch(r"\[\s*([\w$]+)\s*\]", operands[1]).groups()
+        name = operands[1].strip("[] ")
+        if name not in [parameter for _, parameter in kernel.parameters]:
+            raise NotImplementedError(f"parameter {name}")
         ((written, register),) = to
 
         def load_parameter(team):

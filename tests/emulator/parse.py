@@ -35,6 +35,7 @@ VARIABLE = re.compile(
 )
 SKIPPED = re.compile(r"\s+|\.loc\s[^\n]*")
 LABEL = re.compile(r"([$\w]+):(?!:)")
+ADDRESS = re.compile(r"\[\s*([^\s+]+)\s*(?:\+\s*(-?\d+))?\s*\]")
 INSTRUCTION = re.compile(r"(?:@(!?%?[\w$.]+)\s+)?([\w.:]+)\s*(.*)")
 
 
@@ -204,8 +205,11 @@ class Kernel:
 
     def address(self, text):
         """A function that returns a team's addresses, int64, for ``[register + offset]``."""
-        base, offset = re.fullmatch(r"\[\s*([^\s+]+)\s*(?:\+\s*(-?\d+))?\s*\]", text).groups()
-        kind, offset = self.own_kind(base, "u64"), int(offset or 0)
+        parts = ADDRESS.fullmatch(text)
+        if parts is None:
+            raise NotImplementedError(f"address {text}")
+        base, offset = parts[1], int(parts[2] or 0)
+        kind = self.own_kind(base, "u64")
         at = self.operand(base, kind)
         return lambda team: team.active(team.registers[kind][at]).astype(np.int64) + offset
 

@@ -1,8 +1,8 @@
 """A team of threads: their registers, which of them execute what next, and where they reconverge.
 
 The threads of a team that are at the same instruction execute it together. Where they diverge,
-those that are furthest behind in the text go first, up to the next that wait further on: compilers
-lay code out so that this brings them together again. Instructions of whole warps ("collectives":
+those that are furthest behind in the text go first, up to where the next ones wait: compilers lay
+code out so that this brings them together again. Instructions of whole warps ("collectives":
 shuffles, votes, matrix products, barriers) hold lanes back until the other lanes of their warp
 arrive; if these went elsewhere, that is an error.
 """
@@ -33,7 +33,7 @@ class Team:
     mask : array or None
         Which threads the present instruction is for (the active ones); None for all.
     pc : array
-        Where each thread goes on; not kept up to date while it runs.
+        Where each thread continues; not kept up to date while it runs.
     is_alive, is_at_barrier, is_parked : array
         Not yet exited; waiting for all of the block; waiting for the other lanes of its warp.
     warp_syncs, collectives : array
@@ -279,7 +279,7 @@ class Team:
                 return
 
     def _diverge(self, chosen, rest, kind, target, following):
-        """Let ``chosen`` exit or branch to ``target``, and ``rest`` go on at ``following``."""
+        """Let ``chosen`` exit or branch to ``target``, and ``rest`` continue at ``following``."""
         self.pc[rest] = following
         if kind == "exit":
             self.is_alive &= ~chosen
