@@ -92,9 +92,9 @@ class Shared(Memory):
     A granule is as many bytes as the kernel's smallest access. Its last writer and its last reader
     are kept as tags, integers that order by
 
-    - the barriers that the block has passed (``epoch``),
-    - the warp; one more than there are means that lanes of several warps read the granule,
-    - collectives that the warp has executed,
+    - the barriers that the block has passed: the epoch,
+    - the warp; the number after the last one's means that several warps read the granule,
+    - the collectives that the warp has executed,
     - the lane.
 
     Between two barriers no two warps are ordered. Two lanes of a warp are ordered by collectives:
@@ -102,7 +102,7 @@ class Shared(Memory):
     collective, such as a shuffle. Of several lanes of one warp that read a granule only the last
     is kept.
 
-    With ``finds_races`` False only missing writes and copies in flight are noticed.
+    With ``finds_races`` False it only notices missing writes and copies in flight.
     """
 
     def __init__(self, blocks, size, granule, warps, finds_races):

@@ -197,7 +197,7 @@ class Kernel:
     def at_least(self, text, kind):
         """(kind, index) of an operand of ``cvt``, ``ld`` or ``st``, whose register may be wider.
 
-        PTX ISA, operand size exceeding instruction-type size.
+        PTX ISA 9.4.1, operand size exceeding instruction-type size.
         """
         own = self.own_kind(text, kind)
         kind = own if BYTES[own] > BYTES[kind] else kind
