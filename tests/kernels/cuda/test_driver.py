@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from kernels.test_rungs import options, ragged
+from kernels.cpu.test_rungs import options, ragged
 from problems import assert_as_good_as_plain, assert_close_to_exact
 from test_backends import ALONE, small
 
