@@ -82,15 +82,15 @@ def attention(
     is_causal
         Hide every key after the query's own position.
     q_offset
-        Query `i` stands at key position `i + q_offset`: one int, or one for each of the B items.
+        Query `i` is at key position `i + q_offset`: one int, or one for each of the B items.
     window_size
-        `(left, right)`: how far a query sees to each side, inclusive; None is without bound.
+        `(left, right)`: how far a query sees to each side, inclusive; None means no limit.
     attn_mask, attn_bias
         Full (B, H, Lq, Lk). True may attend; a bias is added to the score, and -inf hides the key.
     kv_lengths
         For each of the B items, the number of leading keys that exist.
     alibi_slopes
-        For each of the H heads, what one step of distance takes off the score.
+        For each of the H heads, what each step of distance subtracts from the score.
     scale, softcap
         The factor on the dot product (None is 1 / sqrt(D)), and the bound `c` in `c * tanh(s / c)`.
     sinks

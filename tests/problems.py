@@ -1,10 +1,10 @@
 """Problems to test with, ways to solve them outside the library, and the error that is allowed.
 
 The oracle is ``naive``, in Python floats. ``plain`` is what one would write in NumPy without
-further thought; its error against the oracle in the same dtype is what float arithmetic costs, and
-a backend may err twice as much (the rule of flash-attention's tests). Where chance makes that error
-vanish, what remains is the rounding of the scores themselves: a score that is a sum of products of
-size s is known to s · eps only, and its weight to the same relative precision.
+further thought; its error against the oracle in the same dtype is the price of float arithmetic,
+and a backend's error may be twice as large (the rule of flash-attention's tests). Where that error
+is small by chance, the rounding of the scores remains: a score that is a sum of products of size s
+is accurate only to s · eps, and its weight to the same relative precision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FULL = ("attn_mask", "attn_bias")
 
 
 def run(name, q, k, v, **options):
-    """Output and log-sum-exp from the equations or the rung of that name."""
+    """Output and log-sum-exp from the equations or the rung ``name``."""
     room = "equations" if name in ("dense", "tiled") else "kernels"
     problem = Problem.of(q, k, v, **options)
     return problem.as_given(*import_module(f"minimha.{room}.{name}").forward(problem))
@@ -42,7 +42,7 @@ def naive_attention(q, k, v, **options):
 
 
 def spoiling(name):
-    """A tap that turns one step into NaN and leaves the others as they are."""
+    """A tap that makes one step NaN and returns the others unchanged."""
     return lambda heard, value: value * np.nan if heard == name else value
 
 
@@ -53,7 +53,7 @@ def naive_merge(parts):
 
 
 def visible(q, k, o):
-    """Who sees whom, from the options as they are given."""
+    """Which query sees which key, from the options as given."""
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
     p = np.arange(Lq)[:, None] + np.reshape(o.get("q_offset", 0), (-1, 1, 1, 1))
     j = np.arange(Lk)
@@ -75,7 +75,7 @@ def visible(q, k, o):
 
 
 def plain(q, k, v, **o):
-    """Attention in plain NumPy, in the dtype of q; and the size of what each score sums up."""
+    """Attention in plain NumPy in the dtype of q, and the largest sum of magnitudes in a score."""
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
     dtype = q.dtype.type
@@ -113,7 +113,7 @@ def assert_as_good_as_plain(q, k, v, options, output, lse):
 
 
 def assert_close_to_exact(q, k, v, options, output, lse):
-    """The same where the oracle would take too long, with dense float64 in its place."""
+    """The same with dense float64 in place of the oracle, which would take too long."""
     wide = [x.astype(np.float64) for x in (q, k, v)]
     _assert_as_good_as_plain(q, k, v, options, output, lse, run("dense", *wide, **options))
 

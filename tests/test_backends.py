@@ -1,4 +1,4 @@
-"""Every way to compute attention, against the same oracle: each option alone, and combined.
+"""Every way to compute attention against one oracle: each option alone, and combinations.
 
 ``dense`` and ``tiled`` are the equations, the others are the rungs of the ladder of kernels.
 """
@@ -43,7 +43,7 @@ ALONE = {
     "causal": {"is_causal": True},
     "causal, later": {"is_causal": True, "q_offset": 2},
     "causal, earlier": {"is_causal": True, "q_offset": -2},
-    "causal, offset a batch entry": {"is_causal": True, "q_offset": np.array([-1, 3])},
+    "causal, offset per batch entry": {"is_causal": True, "q_offset": np.array([-1, 3])},
     "window to the left": {"window_size": (1, None)},
     "window to the right": {"window_size": (None, 1)},
     "window": {"window_size": (2, 1)},
@@ -52,10 +52,10 @@ ALONE = {
     "window, offset": {"window_size": (1, 0), "q_offset": 3},
     "mask 2-D": {"attn_mask": random((5, 5)) < 0.5},
     "mask 4-D": {"attn_mask": random((2, 4, 5, 5)) < 0.5},
-    "mask a head": {"attn_mask": random((1, 4, 1, 5)) < 0.5},
+    "mask per head": {"attn_mask": random((1, 4, 1, 5)) < 0.5},
     "mask of nothing": {"attn_mask": np.zeros((5, 5), bool)},
     "bias 2-D": {"attn_bias": random((5, 5))},
-    "bias a batch entry": {"attn_bias": random((2, 1, 5, 5))},
+    "bias per batch entry": {"attn_bias": random((2, 1, 5, 5))},
     "bias of -inf": {"attn_bias": np.where(random((5, 5)) < 0.5, -inf, 1.0)},
     "lengths": {"kv_lengths": np.array([5, 2])},
     "lengths 0": {"kv_lengths": np.array([0, 1])},
@@ -129,7 +129,7 @@ def test_whatever_hides_a_key_hides_its_nan_too(options, poison, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("poison", [np.nan, inf, -inf])
-def test_a_row_is_touched_only_by_keys_that_it_sees(poison, backend):
+def test_a_row_depends_only_on_keys_that_it_sees(poison, backend):
     q, k, v = small(dtype=np.float64)
     expected = attention(q, k, v, is_causal=True)
     k[1, 0, 3], v[1, 1, 2, 0] = poison, poison
@@ -142,7 +142,7 @@ def test_a_row_is_touched_only_by_keys_that_it_sees(poison, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_each_of_several_wild_values_reaches_its_own_column(backend):
+def test_each_of_several_nonfinite_values_reaches_its_own_column(backend):
     q, k, v = small()
     v[0, 0, 1, 0], v[0, 0, 3, 1] = np.nan, np.nan
     output, _ = run(backend, q, k, v, is_causal=True)
@@ -229,7 +229,7 @@ def test_no_number_is_too_large_for_the_softmax(backend):
     np.testing.assert_allclose(lse, 1e8 + np.log(2))
 
 
-def test_query_heads_share_key_value_heads_in_groups_not_in_turn():
+def test_query_heads_share_key_value_heads_in_groups_not_interleaved():
     q, k, v = small(H=8, Hkv=2)
     output = attention(q, k, v)
     for h in range(8):

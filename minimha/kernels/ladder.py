@@ -1,16 +1,15 @@
-"""The ladders: how fast attention can be computed, one rung a file, one idea a rung.
+"""The ladders: how fast attention can be computed, one file per rung, one idea per rung.
 
-A rung is a module with ``unsupported(problem)``, and all rungs pass the same tests as the
-equations. A CPU rung has ``forward(problem)``, a CUDA rung ``launches(…)``, see
-``cuda/arguments.py``.
-Nothing is imported before it is used, since numba takes its time.
+A rung is a module with ``unsupported(problem)``. A CPU rung has ``forward(problem)``, a CUDA rung
+``launches(…)``, see ``cuda/arguments.py``. All rungs pass the same tests as the equations. No rung
+is imported before it is used, because numba is slow to import.
 """
 
 from typing import NamedTuple
 
 
 class Rung(NamedTuple):
-    """A rung's idea, which problems it takes, and what was measured of it, where and when."""
+    """A rung's idea, the problems it takes, and its speed as measured, with where and when."""
 
     idea: str
     takes: str
@@ -44,23 +43,23 @@ LADDER = {
     "cpu.rung5_decode": Rung(
         "few queries: the keys are split, K and V are read once",
         "every problem; made for few queries",
-        f"80 % of the rate of reading memory, and more; {EPYC}",
+        f"80 % or more of the bandwidth of reading alone; {EPYC}",
     ),
 }
 CUDA_LADDER = {
     "cuda.rung1_rows": Rung(
-        "one thread a query, the online softmax",
-        "every problem; 16 bits are widened before",
+        "one thread per query, the online softmax",
+        "every problem; 16 bits are widened first",
         NO_GPU,
     ),
     "cuda.rung2_tiles": Rung(
         "a block of threads shares tiles of keys and values",
-        "every problem; 16 bits are widened before",
+        "every problem; 16 bits are widened first",
         NO_GPU,
     ),
     "cuda.rung3_register_tiles": Rung(
-        "8 × 8 scores a thread, in registers: what is read is used eight times",
-        "float32, heads up to 256 wide; 16 bits are widened before",
+        "8 × 8 scores per thread, in registers: each number read is used eight times",
+        "float32, heads up to 256 wide; 16 bits are widened first",
         NO_GPU,
     ),
     "cuda.rung4_tensor_cores": Rung(
@@ -74,4 +73,4 @@ CUDA_LADDER = {
         NO_GPU,
     ),
 }
-FEW_QUERIES = 8  # up to here reading K and V is the work, and lanes full of queries do not pay
+FEW_QUERIES = 8  # up to here reading K and V is the work, and a panel would be mostly padding

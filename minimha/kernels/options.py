@@ -1,4 +1,4 @@
-"""The small options of a problem in the form that kernels take, on CPU and on CUDA alike."""
+"""The small options of a problem as arguments of a kernel, for the CPU and CUDA alike."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NO_BIAS = {
 
 
 class Options(NamedTuple):
-    """The small options of a problem, in the form that a kernel takes.
+    """The small options of a problem, as arguments of a kernel.
 
-    ``softcap`` is 0 where there is none, ``sinks`` are -inf; ``slopes`` is empty without ALiBi.
-    ``is_bfloat16`` says which 16-bit numbers the uint16 arrays hold.
+    Without a soft cap ``softcap`` is 0, without sinks ``sinks`` is all -inf, and without ALiBi
+    ``slopes`` is empty. ``is_bfloat16`` says which 16-bit dtype the uint16 arrays hold.
     """
 
     left: int
@@ -35,7 +35,7 @@ class Options(NamedTuple):
 
 
 def options(problem: Problem) -> Options:
-    """``problem``'s small options, absent ones in their neutral form."""
+    """The small options of ``problem``, absent ones in their neutral form."""
     compute, H = problem.compute, problem.q.shape[1]
     slopes, sinks = problem.alibi_slopes, problem.sinks
     return Options(
@@ -53,5 +53,5 @@ def options(problem: Problem) -> Options:
 
 @cache
 def _neutral(number: int, compute: np.dtype[Any]) -> NDArray[Any]:
-    """So many sinks that are none, or no slopes; a new array would cost a microsecond a call."""
+    """Sinks without effect, or no slopes; cached, since a new array costs 1 µs per call."""
     return np.full(number, -np.inf, compute)
