@@ -1,10 +1,10 @@
 """How fast: correctness gate → warm-up → interleaved measurement → records.
 
 A candidate whose numbers are wrong is never timed. All candidates of a shape take turns in one
-run, so that what the machine does besides meets them alike. Before each turn the threads of the one
-before must have fallen asleep (OpenBLAS's wait actively for a tenth of a second, and take a core
-from whoever comes next), and an untimed call wakes its own. Times are medians, with the quartiles
-as spread.
+run, so that whatever else the machine does affects them alike. Before each turn the threads of the
+previous candidate must be asleep (OpenBLAS's spin for a tenth of a second, on a core that the next
+candidate needs), and an untimed call wakes the candidate's own. Times are medians, with the
+quartiles as spread.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from minimha.equations.problem import Problem
 from minimha.kernels.ladder import FEW_QUERIES, LADDER
 
 TURN = 0.02  # seconds of timed calls in one turn
-WAIT, BUSY = 0.01, 0.002  # quiet is a wait in which the process computes for less than BUSY
+WAIT, BUSY = 0.01, 0.002  # seconds; quiet: the process computes for less than BUSY in a WAIT
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
-LADDER_NORM = "cpu.rung4_parallel"  # the rung that the others' ratios are to
+LADDER_NORM = "cpu.rung4_parallel"  # the rung to which the ratios are
 
 
 def against_peers(
@@ -47,11 +47,17 @@ def against_peers(
     ----------
     shapes : sequence of Shape
     seconds : float
-        For the timed calls of a shape.
-    threads : int or None
-        For everyone; None is all that numba may use.
-    progress : callable
-        Is told what comes next, once for compiling and once a shape.
+        Time for the timed calls of each shape.
+    threads : int, optional
+        Threads of every candidate. Default is as many as numba may use.
+    progress : callable, optional
+        Called with what is done next: once for compiling and once per shape. Default is to report
+        nothing.
+
+    Raises
+    ------
+    ValueError
+        A dtype other than float32.
     """
     for shape in shapes:
         if shape.dtype != "float32":
@@ -73,7 +79,10 @@ def ladder(
     shapes: Sequence[Shape], seconds: float, threads: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Report:  # fmt: skip
-    """Measure every rung, and the equations before them; the ratio is to ``LADDER_NORM``."""
+    """Measure the equations and every rung; ratios are to ``LADDER_NORM``.
+
+    The parameters are those of ``against_peers``.
+    """
     modules = {name: import_module(f"minimha.equations.{name}") for name in ("dense", "tiled")}
     modules |= {name: import_module(f"minimha.kernels.{name}") for name in LADDER}
     with _workers(threads) as number:
@@ -96,24 +105,24 @@ def ladder(
 def compare(
     shape: Shape, inputs: Inputs, candidates: dict[str, Peer], seconds: float, ours: str
 ) -> list[Record]:
-    """Check, warm up and time ``candidates``; ratios are to the candidate ``ours``."""
+    """Check, warm up and time ``candidates``; ratios are to the one named ``ours``."""
     records = {name: Record(str(shape), name, _error(inputs, c)) for name, c in candidates.items()}
     timed = {name: c.run for name, c in candidates.items() if records[name].error <= GATE}
     memory = {name: extra_memory(run) for name, run in timed.items()}
     work, run = yardstick(shape)
     times = interleaved({**timed, "machine": run}, seconds)
     machine_rate = work / float(np.median(times.pop("machine")))
-    for name, taken in times.items():
-        record = measured(records[name], shape, taken, times.get(ours), machine_rate)
+    for name, found in times.items():
+        record = measured(records[name], shape, found, times.get(ours), machine_rate)
         records[name] = replace(record, extra_memory=memory[name])
     return list(records.values())
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Seconds of the calls of each: turns of a few calls, until ``seconds`` have passed."""
+    """Seconds of each candidate's calls: turns of a few calls, until ``seconds`` have passed."""
     calls = {}
     for name, run in runs.items():
-        _wait_for_quiet()  # who shares a core with another's threads would get too short a turn
+        _wait_for_quiet()  # a core shared with another's threads would make the turn too short
         run()
         calls[name] = max(1, int(TURN / min(seconds_of(run) for _ in range(3))))
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -128,10 +137,13 @@ def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str,
 
 
 def extra_memory(run: Callable[[], Any]) -> int | None:
-    """Peak of the process's memory during a call beyond what it held before and the output."""
+    """Peak bytes of the process during a call, besides what it held before and the output.
+
+    None unless the system tells them.
+    """
     if not (os.access(CLEAR, os.W_OK) and STATUS.exists()):
         return None
-    CLEAR.write_text("5")  # the peak begins anew at what is held now
+    CLEAR.write_text("5")  # resets the peak to what is held now
     before = _status("VmRSS")
     output = run()
     peak = _status("VmHWM")
@@ -147,7 +159,7 @@ def compile_seconds(shape: Shape) -> float:
 
 @contextmanager
 def _workers(threads: int | None) -> Iterator[int]:
-    """Let the kernels use so many threads meanwhile."""
+    """Let the kernels use so many threads inside the block; gives their number."""
     from minimha.kernels.cpu.threads import num_workers, set_workers
 
     before = num_workers()
@@ -159,7 +171,7 @@ def _workers(threads: int | None) -> Iterator[int]:
 
 
 def _kinds(shapes: Sequence[Shape]) -> list[Shape]:
-    """A shape for each kernel that ``shapes`` need."""
+    """One shape for each kernel that ``shapes`` need."""
     return list({shape.Lq <= FEW_QUERIES: shape for shape in shapes}.values())
 
 
@@ -184,7 +196,7 @@ def _error(inputs: Inputs, candidate: Peer) -> float:
         if inputs.is_causal or inputs.window:
             options["q_offset"] = start
         exact = attention(*(x.astype(np.float64) for x in (q[:, :, rows], k, v)), **options)
-        worst = float(np.maximum(worst, abs(output[:, :, rows] - exact).max()))  # NaN wins
+        worst = float(np.maximum(worst, abs(output[:, :, rows] - exact).max()))  # NaN stays
         plain = max(plain, float(abs(attention(q[:, :, rows], k, v, **options) - exact).max()))
     return worst / plain if np.isfinite(worst) else float("inf")
 
@@ -219,6 +231,6 @@ def _wait_for_quiet() -> None:
 
 
 def _status(key: str) -> int:
-    """Bytes that the system says of this process under ``key``."""
+    """Bytes that the system reports for this process as ``key``."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
     return int(line.split()[1]) * 1024

@@ -1,6 +1,7 @@
 """Other libraries' attention on the same arrays, for ``minimha.bench`` to compare with.
 
-Each library is imported when it is asked for, so that none is needed. The extra ``bench`` has them.
+Each library is imported only where it is used, so that none is required. The extra ``bench``
+installs them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Peer(NamedTuple):
 def load() -> list[str]:
     """Import the libraries that are installed; return the names of those that are not.
 
-    It must come before the first parallel loop of numba. torch has an OpenMP library of its own;
-    where the system's is there already torch takes that one, in which it is seven times slower.
+    It must be called before the first parallel loop of numba. torch has an OpenMP library of its
+    own; if the system's is loaded already, torch uses that one, with which it is seven times
+    slower.
     """
     absent = [name for name in LIBRARIES if find_spec(name) is None]
     for name in LIBRARIES:
@@ -41,7 +43,7 @@ def load() -> list[str]:
 
 
 def peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """Every peer that is installed and can take the problem, by name."""
+    """Every peer that is installed and supports the problem, by name."""
     found = numpy_peers(inputs) if _scores_fit(inputs) else {}
     if find_spec("torch"):
         found |= torch_peers(inputs, threads)
@@ -63,14 +65,18 @@ def numpy_peers(inputs: Inputs) -> dict[str, Peer]:
 
 
 def _scores_fit(inputs: Inputs) -> bool:
-    """Whether memory holds what NumPy needs: all scores, and as much again twice."""
+    """Whether what NumPy needs fits into memory: three arrays as large as the scores."""
     (B, H, Lq, _), Lk = inputs.q.shape, inputs.k.shape[2]
     pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 0
     return not pages or 3 * 4 * B * H * Lq * Lk < pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """``torch.nn.functional.scaled_dot_product_attention``."""
+    """``torch.nn.functional.scaled_dot_product_attention``.
+
+    Fewer key heads than query heads: with ``enable_gqa`` ("GQA"), and, if there is one query per
+    head, with the query heads of a group as the rows of one head ("folded").
+    """
     import torch
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -86,17 +92,18 @@ def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
     if Hkv == H:
         return {"torch SDPA": Peer(lambda: sdpa(q, k, v, **options), as_array)}
-    found = {
-        "torch SDPA, enable_gqa": Peer(lambda: sdpa(q, k, v, **options, enable_gqa=True), as_array)
-    }
+    found = {"torch SDPA GQA": Peer(lambda: sdpa(q, k, v, **options, enable_gqa=True), as_array)}
     if Lq == 1 and mask is None and not inputs.is_causal:
         folded = q.reshape(B, Hkv, H // Hkv, D)
-        found["torch SDPA, heads as rows"] = Peer(lambda: sdpa(folded, k, v), as_array)
+        found["torch SDPA folded"] = Peer(lambda: sdpa(folded, k, v), as_array)
     return found
 
 
 def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """ONNX's Attention-23, and the MultiHeadAttention and GroupQueryAttention of onnxruntime."""
+    """onnxruntime's ("ORT") kernels of ONNX's Attention-23 and of operators of its own.
+
+    These are MultiHeadAttention ("MHA") and GroupQueryAttention ("GQA").
+    """
     B, H, Lq, _ = inputs.q.shape
     Hkv, Lk = inputs.k.shape[1:3]
     mask = inputs.whole_mask
@@ -112,7 +119,7 @@ def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
     if mask is not None:
         feeds["mask"] = np.broadcast_to(mask, (B, 1, Lq, Lk))
     run = _session("Attention", "", feeds, threads, is_causal=int(is_causal))
-    found = {"onnxruntime Attention-23": Peer(run, whole)}
+    found = {"ORT Attention-23": Peer(run, whole)}
     rows = {
         name: np.ascontiguousarray(array.swapaxes(1, 2)).reshape(B, array.shape[2], -1)
         for name, array in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
@@ -127,7 +134,7 @@ def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
             "MultiHeadAttention", "com.microsoft", feeds, threads,
             num_heads=H, unidirectional=int(is_causal),
         )  # fmt: skip
-        found["onnxruntime MultiHeadAttention"] = Peer(run, packed)
+        found["ORT MHA"] = Peer(run, packed)
     is_left_window = inputs.window is not None and inputs.window[1] == 0
     if Lq == Lk and inputs.mask is None and (inputs.is_causal or is_left_window):
         lengths = {"s": np.full(B, Lk - 1, np.int32), "t": np.array(Lk, np.int32)}
@@ -138,7 +145,7 @@ def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
             outputs=("o", "present_k", "present_v"),
             num_heads=H, kv_num_heads=Hkv, local_window_size=window,
         )  # fmt: skip
-        found["onnxruntime GroupQueryAttention"] = Peer(run, packed)
+        found["ORT GQA"] = Peer(run, packed)
     return found
 
 

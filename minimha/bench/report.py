@@ -16,8 +16,8 @@ import numpy as np
 from minimha.bench.shapes import Shape
 
 OURS = "minimha"
-GATE = 5  # times the error of plain NumPy: beyond, a candidate is wrong
-GATE_ROWS = 24  # queries at the beginning, in the middle and at the end are checked
+GATE = 5  # times the error of plain NumPy: above it a candidate is wrong
+GATE_ROWS = 24  # so many queries are checked at the beginning, in the middle and at the end
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -32,17 +32,18 @@ class Record:
         Largest error against float64 on the rows that the gate checks, as a multiple of plain
         NumPy's in float32.
     median, low, high : float
-        Seconds of a call: median and quartiles; NaN if the gate was not passed.
+        Seconds per call: median and quartiles; NaN if the gate was not passed.
     runs : int
         Timed calls.
     rate : float
-        Operations a second, for a decode shape bytes of K and V a second.
+        Operations per second; for a decode shape bytes of K and V per second.
     of_machine : float
-        ``rate`` as a fraction of this machine's sgemm, or of its memory's reading, in the same run.
+        ``rate`` as a fraction of the rate of this machine's sgemm, or of reading its memory, in the
+        same run.
     ratio : float
         ``median`` / minimha's median: above 1 minimha is faster.
     extra_memory : int or None
-        Bytes at the peak beyond inputs and output, where the system tells (Linux).
+        Peak bytes besides inputs and output; None unless the system tells them (Linux does).
     """
 
     shape: str
@@ -62,7 +63,7 @@ class Record:
 class Report:
     """All records of a run, with the machine and the seconds that compiling took.
 
-    ``missing`` names the libraries that were not there to be compared with.
+    ``missing`` names the libraries that were not installed, so not compared with.
     """
 
     records: list[Record]
@@ -78,7 +79,7 @@ def measured(
     ours: Sequence[float] | None,
     machine_rate: float,
 ) -> Record:
-    """``record`` with what its ``times`` say, beside minimha's and the machine's rate."""
+    """``record`` with what follows from its ``times``, minimha's and the machine's rate."""
     low, median, high = (float(np.quantile(times, part)) for part in (0.25, 0.5, 0.75))
     rate = (shape.bytes_read if shape.is_decode else shape.operations) / median
     return replace(
@@ -103,7 +104,7 @@ def machine(threads: int) -> dict[str, str | int]:
 
 
 def best_peers(records: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
-    """minimha's record and the fastest peer's for each shape that has both."""
+    """minimha's record and the fastest peer's, for each shape that has both."""
     for _, group in groupby(records, lambda record: record.shape):
         timed = [record for record in group if record.runs]
         ours = [record for record in timed if record.candidate == OURS]
@@ -113,12 +114,12 @@ def best_peers(records: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
-    """The factor that all ratios have on average; NaN of none."""
+    """The geometric mean of ``ratios``; NaN if there are none."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as JSON's own types; what was not measured is null."""
+    """The report in JSON's own types; what was not measured is null."""
     rows = [
         {key: value if _is_json(value) else None for key, value in asdict(record).items()}
         for record in report.records
@@ -147,11 +148,11 @@ def as_rows(records: Iterable[Record]) -> list[dict[str, str]]:
 
 
 def _digits(number: float, decimals: int | None = None) -> str:
-    """Three digits that count, or so many decimals; nothing for NaN."""
+    """Three significant digits but at most four decimals, or ``decimals``; nothing for NaN."""
     if math.isnan(number):
         return ""
     if decimals is None:
-        decimals = max(0, 2 - math.floor(math.log10(number))) if number else 0
+        decimals = min(max(0, 2 - math.floor(math.log10(number))), 4) if number else 0
     return f"{number:.{decimals}f}"
 
 

@@ -14,10 +14,10 @@ WINDOW = (511, 0)
 
 
 class Inputs(NamedTuple):
-    """One problem as every library takes it.
+    """One problem, from which each library's inputs are made.
 
-    ``window`` is (left, right) or None, ``mask`` a boolean (B, 1, Lq, Lk), True = may attend, or
-    None. A causal problem has Lq = Lk.
+    ``window`` is (left, right) or None, ``mask`` a boolean array (B, 1, Lq, Lk), True = may attend,
+    or None. A causal problem has Lq = Lk.
     """
 
     q: NDArray[Any]
@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
 
     @property
     def whole_mask(self) -> NDArray[np.bool_] | None:
-        """The mask, or the window's as one, for those who know no window."""
+        """The mask, or the window as one, for libraries without windows."""
         if self.window is None:
             return self.mask
         distance = np.arange(self.k.shape[2]) - np.arange(self.q.shape[2])[:, None]
@@ -39,9 +39,10 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and mask of a problem: ``mask`` is none, causal, window (511, 0) or a random mask.
+    """Sizes and mask of a problem.
 
-    ``dtype`` is float32 on a CPU, float16 and bfloat16 as well on a GPU.
+    ``mask`` is "none", "causal", "window", (511, 0), or "mask", a random one. ``dtype`` is float32
+    on a CPU; on a GPU it may also be float16 or bfloat16.
     """
 
     B: int
@@ -70,7 +71,7 @@ class Shape:
 
     @property
     def operations(self) -> float:
-        """4 · D for each visible pair of query and key; a random mask counts all."""
+        """4 · D per visible pair of query and key; with a random mask all pairs count."""
         pairs: float = self.Lq * self.Lk
         if self.mask == "causal":
             pairs = self.Lq * self.Lk / 2
@@ -80,16 +81,16 @@ class Shape:
 
     @property
     def bytes_read(self) -> float:
-        """Of K and V, once."""
+        """Of K and V, read once."""
         return 2.0 * ITEMSIZE[self.dtype] * self.B * self.Hkv * self.Lk * self.D
 
     @property
     def is_decode(self) -> bool:
-        """One query a head: reading is the work."""
+        """Whether there is one query per head, so that reading is the work."""
         return self.Lq == 1
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Random arrays of these sizes, float32; a GPU's are rounded to its dtype there."""
+        """Random arrays of these sizes, float32; on a GPU they are then rounded to ``dtype``."""
         rng = np.random.default_rng(seed)
         sizes = ((self.H, self.Lq), (self.Hkv, self.Lk), (self.Hkv, self.Lk))
         q, k, v = (

@@ -136,13 +136,14 @@ def run(*arguments):
 
 
 def test_the_command_prints_a_table(capsys):
-    assert run() == 0
+    assert run("--shape", "1,4,2,1,64,16") == 0
     out = capsys.readouterr().out
     assert out.startswith("1,2,2,40,40,16\n")
     assert "minimha" in out
     assert "NumPy" in out
     assert "compiling or loading" in out
-    assert max(map(len, out.split("\n\n")[0].splitlines())) <= 80
+    for table in out.split("\n\n")[:2]:
+        assert max(map(len, table.splitlines())) <= 80
 
 
 def test_the_command_says_which_extra_is_missing_and_goes_on(capsys, monkeypatch):
