@@ -1,1 +1,1 @@
-"""The same attention in other libraries' conventions, each translated into minimha's own."""
+"""Attention in other libraries' conventions, each translated into minimha's own."""

@@ -1,4 +1,4 @@
-"""The bench measures what it says: checked numbers, counted work, one run for all."""
+"""The bench measures what it says: checked numbers, counted work, all candidates in one run."""
 
 import json
 import time
@@ -41,7 +41,7 @@ def test_a_candidate_that_returns_nan_is_wrong():
     assert record.runs == 0
 
 
-def test_the_gate_looks_at_the_last_rows_too():
+def test_the_gate_checks_the_last_rows_too():
     inputs = SMALL.inputs()
     right = peers.numpy_peers(inputs)["NumPy"]
 
@@ -104,7 +104,7 @@ def test_scores_count_as_extra_memory_and_tiles_do_not():
     bench.compile_seconds(shape)
     dense = bench.extra_memory(peers.numpy_peers(inputs)["NumPy"].run)
     if dense is None:
-        pytest.skip("the system does not tell a process's peak memory")
+        pytest.skip("the system does not report a process's peak memory")
     tiles = bench.extra_memory(lambda: bench._ours(inputs).run())
     assert dense > 3000 * 3000 * 4
     assert tiles < 4 << 20

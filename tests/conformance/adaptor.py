@@ -1,4 +1,4 @@
-"""minimha as the stored conformance cases call it: one thin function a kind of case."""
+"""minimha as the stored conformance cases call it: one thin function per kind of case."""
 
 import numpy as np
 
@@ -105,7 +105,7 @@ def keras_layer(meta, params, inputs):
         **{name: cfg[name] for name in known if name in cfg},
         use_causal_mask=call.get("use_causal_mask", False),
         return_attention_scores=asks,
-        # Keras goes another way for scores and for dropout: a query that sees no key gets 0.
+        # With scores or dropout Keras computes differently: a query that sees no key gets 0.
         empty_rows="zero" if asks or cfg.get("dropout") else None,
         backend=BACKEND,
     )

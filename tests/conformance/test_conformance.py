@@ -1,4 +1,4 @@
-"""Other people's stored cases, one test a case and backend; their expected values are theirs."""
+"""Stored cases of others, with their expected values: one test per case and backend."""
 
 import importlib.util
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not PATHS, reason=f"no stored cases in {FOLDER}"
 
 @pytest.fixture(scope="module")
 def score():
-    """The scorer that stands beside the cases: it calls the adaptor and knows the tolerances."""
+    """The scorer that is stored beside the cases: it calls the adaptor and has the tolerances."""
     spec = importlib.util.spec_from_file_location("score", FOLDER / "score.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

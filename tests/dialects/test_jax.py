@@ -48,7 +48,7 @@ def test_options_show_each_query_its_keys_from_the_top_left(options, visible, Lk
     )
 
 
-def test_queries_behind_their_length_get_zero():
+def test_queries_beyond_their_length_get_zero():
     x = rng.normal(size=(2, 3, 1, 2))
     output = dot_product_attention(x, x, x, query_seq_lengths=[1, 3])
     assert not output[0, 1:].any()

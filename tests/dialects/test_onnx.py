@@ -1,4 +1,4 @@
-"""ONNX's operators: its own node tests, the corners of its conventions, and what is refused."""
+"""ONNX's operators: ONNX's own node tests, corner cases of its conventions, refused arguments."""
 
 import importlib
 import warnings
@@ -23,7 +23,7 @@ def normal(*shape, seed=0, dtype=np.float64):
 
 
 def node_cases(module, operator):
-    """ONNX's own cases of one operator, without those that expand it into a graph."""
+    """ONNX's own cases for one operator, except those that expand it into a graph."""
     node = pytest.importorskip(
         "onnx.backend.test.case.node", reason="the node tests come with the onnx package"
     )
@@ -35,7 +35,7 @@ def node_cases(module, operator):
 
 
 def check(case, function, **options):
-    """Fail where an output of ``function`` differs from what a node test expects."""
+    """Fail if an output of ``function`` differs from what a node test expects."""
     from onnx import helper
 
     node = case.model.graph.node[0]
@@ -71,7 +71,7 @@ def test_every_node_test_of_onnx_passes(operator):
 
 
 def oracle(q, k, v, sees, **options):
-    """The pure-Python attention over the keys that ``sees(b, i, j)`` tells."""
+    """The pure-Python attention over the keys for which ``sees(b, i, j)``."""
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
     mask = [
         [[[sees(b, i, j) for j in range(Lk)] for i in range(Lq)] for _ in range(H)]
@@ -194,7 +194,7 @@ def test_the_output_has_the_dtype_of_q_whatever_the_softmax_has(dtype):
 
 
 def rotated(x, cos, sin, pairs):
-    """Each pair of one vector turned by hand."""
+    """One vector, each pair rotated by hand."""
     y = list(x)
     for (a, b), c, s in zip(pairs, cos, sin, strict=True):
         y[a], y[b] = x[a] * c - x[b] * s, x[a] * s + x[b] * c

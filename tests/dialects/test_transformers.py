@@ -1,4 +1,4 @@
-"""transformers' attention modules: as the library computes them, and as loops over heads do."""
+"""transformers' attention modules: compared with the library itself and with loops over heads."""
 
 import inspect
 import math
@@ -35,7 +35,7 @@ SETTINGS = {
     "rms_norm_eps": 1e-3,
     "sliding_window": 4,
 }
-CONFIGS = {  # where the class does not say its config's name, or that of a larger model
+CONFIGS = {  # of classes that do not name their config, or name that of a larger model
     "AltRobertaSelfAttention": "AltCLIPTextConfig",
     "DecisionTransformerGPT2Attention": "DecisionTransformerConfig",
     "Emu3Attention": "Emu3TextConfig",
@@ -65,7 +65,7 @@ def torch():
 
 @cache
 def modeling():
-    """Where transformers defines each class."""
+    """The module in which transformers defines each class."""
     import transformers
 
     found = {}
@@ -104,7 +104,7 @@ def ours(module, settings=None, **others):
 
 
 def position_embeddings(torch, module, positions):
-    """The tables that the model of this module would make."""
+    """The tables that the module's model would make."""
     modules = import_module(type(module).__module__)
     prefix = type(module).__name__.removesuffix("Attention").removesuffix("Self")
     names = [f"{prefix}{kind}RotaryEmbedding" for kind in ("", "Text")]
@@ -117,7 +117,7 @@ def position_embeddings(torch, module, positions):
 
 
 def causal(B, L, Lk, window=None, hidden=2):
-    """The model's mask of the last L of Lk tokens; entry 0 begins with padding."""
+    """The model's mask for the last L of Lk tokens; batch entry 0 begins with padding."""
     ahead = np.arange(Lk) - np.arange(Lk - L, Lk)[:, None]
     visible = np.broadcast_to((ahead <= 0) & (ahead > -(window or Lk)), (B, 1, L, Lk)).copy()
     visible[0, ..., : hidden + min(Lk - L, 0)] = False
@@ -125,7 +125,7 @@ def causal(B, L, Lk, window=None, hidden=2):
 
 
 def further(torch, module, L, Lk=None, Lc=None, B=2):
-    """What the class's forward takes beside hidden states, of random content."""
+    """Random values for what the class's forward takes besides hidden states."""
     takes = ours(module).convention.takes
     Lk = L if Lk is None else Lk
     given = {"attention_mask": causal(B, L, Lk)} | {"mask": causal(B, L, Lk)}
@@ -146,7 +146,7 @@ def further(torch, module, L, Lk=None, Lc=None, B=2):
 
 
 def library(torch, module, x, **given):
-    """What the library computes, whatever it calls the cache."""
+    """What the library computes, whichever name its forward has for the cache."""
     wanted = inspect.signature(module.forward).parameters
     required = {name for name in wanted if wanted[name].default is inspect.Parameter.empty}
     given |= dict.fromkeys(required - {"hidden_states", "kwargs"} - set(given))
@@ -265,7 +265,7 @@ def test_what_a_config_leaves_out_has_the_librarys_default(torch, cls):
     module = library_module(torch, cls, {})
     with torch.no_grad():
         for name, weight in module.named_parameters():
-            weight *= 1e-2 if name[0] in "qk" and "norm" not in name else 1  # epsilon is felt
+            weight *= 1e-2 if name[0] in "qk" and "norm" not in name else 1  # so epsilon matters
     x, given = normal(2, 6, 32), further(torch, module, 6)
     got = ours(module, {"num_attention_heads": 4})(x, output_attentions=True, **given)
     assert_equal(got, library(torch, module, x, **given))
@@ -288,7 +288,7 @@ def test_t5s_buckets_are_the_librarys_at_every_distance(torch, is_decoder):
 
 
 def loops(q, k, v, bias, scale):
-    """softmax(scale q·k + bias) v, a head and a query at a time; heads of one width."""
+    """softmax(scale q·k + bias) v, one head and one query at a time; heads of one width."""
     rows = []
     for b, h, i in np.ndindex(q.shape[:3]):
         g = h * k.shape[1] // q.shape[1]
@@ -399,14 +399,14 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
     assert past.get_seq_length() == 5
 
 
-def test_every_step_is_heard():
+def test_a_tap_hears_every_step():
     trace = Trace()
     llama()(X, attention_mask=MASK, position_embeddings=TABLES, tap=trace)
     wanted = ["x", "q", "q_rotated", "scores", "scaled", "biased", "weights", "concat", "output"]
     assert [name for name in trace if name in wanted] == wanted
 
 
-def test_the_layer_is_there_to_be_used_by_itself():
+def test_the_layer_can_be_used_by_itself():
     module = AttentionModule("T5Attention", {f"{n}.weight": np.eye(4) for n in "qkvo"}, HEADS)
     output = module.layer(X[..., :4], is_causal=True, **module.options)
     mask = np.where(np.tri(5), 0, -np.inf)[None, None]
