@@ -16,8 +16,8 @@ from numba import cuda, float32, float64, int32, types, uint16, uint32
 from numba.cuda import libdevice
 
 from minimha.kernels.cuda.arguments import DeviceArray, array_at
-from minimha.kernels.cuda.functions import device
 from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.parts import device
 
 THREADS = 256
 STORED = {

@@ -10,7 +10,7 @@ beginning of the block's own window (``shared_address``). A vector access (v2, v
 that is a multiple of its size.
 
 Half a register is a 16-bit number. Where two share one, the first of a pair, which has the lower
-column or the lower address, lies in the lower half.
+column or the lower address, is in the lower half.
 
 References
 ----------
@@ -209,9 +209,9 @@ f32_as_bits = instruction("mov.b32 $0, $1;", (u32,), (f32,))
 # 9.7.9, cvt: a float16 given by its bits.
 cvt_f32_f16 = instruction("cvt.f32.f16 $0, $1;", (f32,), (u16,))
 
-# 9.7.9, mov: a number that is what it was, but the compiler does not know this. So it computes what
-# depends on it where that stands, and not ahead of a loop, to be kept in registers from there on.
-afresh = instruction("mov.b32 $0, $1;", (i32,), (i32,), has_effects=True)
+# 9.7.9, mov: the same number, but the compiler does not know this. So it computes what depends on
+# it where the program does, and not ahead of a loop, to be kept in registers from there on.
+optimization_barrier = instruction("mov.b32 $0, $1;", (i32,), (i32,), has_effects=True)
 
 # 9.7.9, cp.async: 16 bytes from global into shared memory, past the registers and the first cache.
 # (shared address: u32, global address: u64, bytes: u32), both multiples of 16. Of the 16 bytes the

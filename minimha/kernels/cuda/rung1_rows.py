@@ -1,16 +1,18 @@
-"""CUDA rung 1, rows: one thread a query, one key at a time, with the online softmax.
+"""CUDA rung 1, rows: one query per thread, one key at a time, with the online softmax.
 
-CPU rung 1 with its loops over b, h and i made threads: Algorithm 1 with blocks of one row and one
-key. A thread keeps its maximum m, its sum l and its output O_i in registers and walks the keys that
-its query may see. Neighbouring threads walk the same keys, but each reads every one of them, and
-its own query again and again, from global memory, and each key waits for the exponential of the one
-before it.
+This is CPU rung 1 with its loops over b, h and i turned into threads: Algorithm 1 with blocks of
+one row and one key. A thread keeps its maximum m, its sum l and its output O_i in registers and
+visits the keys that its query may see.
 
-A thread has 255 registers, too few for a wide O_i. It keeps a part of ``WIDE`` bytes at most; the
-other parts are other threads', which compute the same scores again. Rung 3 ends that: there a row's
-threads share its scores.
+What makes it slow: neighbouring threads visit the same keys, but each reads every one of them, and
+its own query again and again, from global memory; and each key waits for the exponential of the
+one before it.
 
-Launch: a thread a query, blocks of ``THREADS`` along x over all B · H · Lq queries; along y the
+A thread has 255 registers, too few for a wide O_i. It keeps a part of at most ``WIDE`` bytes; the
+other parts belong to other threads, which compute the same scores again. From rung 3 on the threads
+of a row share its scores.
+
+Launch: one query per thread, blocks of ``THREADS`` along x over all B · H · Lq queries; along y the
 parts of O_i.
 
 Not measured: no GPU yet.
@@ -27,22 +29,22 @@ from numba import cuda
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
-from minimha.kernels.cuda.functions import final_score, head_of, is_hidden, key_range
 from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.parts.mask import final_score, head_of, is_hidden, key_range
 
 THREADS = 128
 WIDE = 256
 
 
 def unsupported(problem: Problem) -> str | None:
-    """None: this rung takes every problem."""
+    """Return None: this rung accepts every problem."""
     return None
 
 
 def launches(
     problem: Problem, arguments: Arrays, scratch: Callable[[tuple[int, ...]], int]
 ) -> list[tuple[Launch, tuple[Any, ...]]]:
-    """The one launch; no scratch memory."""
+    """Return the one launch, which needs no scratch memory."""
     B, H, Lq, _ = problem.q.shape
     real: Any = problem.compute.type
     parts, columns = in_parts(problem.v.shape[3], WIDE // problem.compute.itemsize)
@@ -52,8 +54,8 @@ def launches(
 
 @cache
 def kernel(columns: int, real: Any) -> Callable[..., None]:
-    """The kernel in which a thread keeps so many columns of O_i, float32 or float64."""
-    lowest, room = real(-math.inf), max(columns, 1)  # an array of size 0 cannot be had
+    """The kernel whose threads keep so many columns of O_i, float32 or float64."""
+    lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
 
     def rows(q, k, v, mask, bias, o, O, L):
         H, Lq, D = q.shape[1], q.shape[2], q.shape[3]
@@ -62,9 +64,9 @@ def kernel(columns: int, real: Any) -> Callable[..., None]:
             return
         i, h, b = row % Lq, row // Lq % H, row // Lq // H
         kv, head = h // (H // k.shape[1]), head_of(o, b, h)
-        # The last part is as wide as the others, and has columns that the one before it has, too.
+        # The last part is as wide as the others and may overlap the one before it.
         first = min(cuda.blockIdx.y * columns, v.shape[3] - columns)
-        O_i = cuda.local.array(room, real)
+        O_i = cuda.local.array(size, real)
         for d in range(columns):
             O_i[d] = real(0)
         m = o.sinks[h]

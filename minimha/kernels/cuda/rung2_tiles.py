@@ -1,22 +1,24 @@
-"""CUDA rung 2, tiles: a block of threads reads B_c keys and values once, for B_r queries.
+"""CUDA rung 2, tiles: one thread block per B_r queries reads B_c keys and values at a time.
 
-The keys and values that rung 1 read B_r times come from global memory once a block: the threads
-carry them into shared memory together, then each reads them there for its own query. A row is
-rescaled once a tile instead of once a key, so that the B_c products of a tile do not wait for
-exponentials. Tiles that no query of the block sees are not read, and who sees whom is asked only in
-tiles that something cuts.
+What changed from rung 1: the threads of a block copy keys and values into shared memory together,
+then each reads them there for its own query. A row is rescaled once per tile instead of once per
+key.
 
-    lines 3, 4   a block of threads is row block i, a thread one of its rows
+Why it should be faster: what rung 1 read B_r times from global memory is read once per block, and
+the B_c products of a tile do not wait for exponentials. Tiles in which no query of the block sees
+a key are skipped, and full tiles, whose queries see all of its keys, are not masked.
+
+    lines 3, 4   one thread block per row block i, one row per thread
     line 5       m, l and O_i: in the thread's registers
-    lines 6, 7   all threads carry K_j and V_j (B_c rows) into shared memory
+    lines 6, 7   all threads copy K_j and V_j (B_c rows) into shared memory
     lines 8-10   each thread for its row: B_c scores, then the softmax, then the values
     lines 12-15  each thread writes its row
 
-Of Q_i and O_i a thread's registers hold ``WIDE`` bytes each. Wider queries and keys come a part at
-a time, each part adding its products to the scores of the tile. Of a wider O_i a thread has a part,
-as in rung 1, and the scores are computed again for every part.
+A thread's registers hold at most ``WIDE`` bytes of Q_i and as many of O_i. Wider queries and keys
+are read one part at a time, each part adding its products to the scores of the tile. A wider O_i is
+computed in parts, as in rung 1, and the scores are computed again for every part.
 
-Launch: B_r = ``B_R`` threads a block, along x over all B · H · ⌈Lq / B_r⌉ row blocks; along y the
+Launch: B_r = ``B_R`` threads per block, along x over all B · H · ⌈Lq / B_r⌉ row blocks; along y the
 parts of O_i. B_c is ``B_C``.
 
 Not measured: no GPU yet.
@@ -33,29 +35,30 @@ from numba import cuda
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
-from minimha.kernels.cuda.functions import (
-    device,
+from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.parts import device
+from minimha.kernels.cuda.parts.mask import (
     final_score,
     head_of,
+    is_full,
     is_hidden,
     key_range,
     sees,
 )
-from minimha.kernels.cuda.launch import Launch
 
 B_R, B_C = 64, 32
 WIDE = 256
 
 
 def unsupported(problem: Problem) -> str | None:
-    """None: this rung takes every problem."""
+    """Return None: this rung accepts every problem."""
     return None
 
 
 def launches(
     problem: Problem, arguments: Arrays, scratch: Callable[[tuple[int, ...]], int]
 ) -> list[tuple[Launch, tuple[Any, ...]]]:
-    """The one launch; no scratch memory."""
+    """Return the one launch, which needs no scratch memory."""
     B, H, Lq, D = problem.q.shape
     real: Any = problem.compute.type
     widest = WIDE // problem.compute.itemsize
@@ -68,12 +71,12 @@ def launches(
 
 @cache
 def kernel(depth: int, columns: int, real: Any) -> Callable[..., None]:
-    """The kernel with so many columns of Q_i and of O_i in registers, float32 or float64."""
-    lowest, room = real(-math.inf), max(columns, 1)  # an array of size 0 cannot be had
+    """The kernel whose threads keep so many columns of Q_i and of O_i, float32 or float64."""
+    lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
 
     @device
-    def carry(r, X, b, h, j, n, first, width, X_j):
-        """Line 7: n rows of X from j on, ``width`` columns, as 0 where X has no more of them."""
+    def copy_to_shared(r, X, b, h, j, n, first, width, X_j):
+        """Line 7: n rows of X from j on, ``width`` columns, 0 beyond the last one of X."""
         for x in range(r, n * width, B_R):
             row, d = x // width, x % width
             is_there = first + d < X.shape[3]
@@ -82,10 +85,10 @@ def kernel(depth: int, columns: int, real: Any) -> Callable[..., None]:
     def tiles(q, k, v, mask, bias, o, O, L):
         H, Lq, D = q.shape[1], q.shape[2], q.shape[3]
         K_j = cuda.shared.array((B_C, depth), real)
-        V_j = cuda.shared.array((B_C, room), real)
-        S = cuda.shared.array((B_C, B_R), real)  # a thread's scores stand in its own column
+        V_j = cuda.shared.array((B_C, size), real)
+        S = cuda.shared.array((B_C, B_R), real)  # each thread has a column for its scores
         Q_i = cuda.local.array(depth, real)
-        O_i = cuda.local.array(room, real)
+        O_i = cuda.local.array(size, real)
         row_blocks = (Lq + B_R - 1) // B_R
         r = cuda.threadIdx.x
         block = cuda.blockIdx.x
@@ -93,7 +96,7 @@ def kernel(depth: int, columns: int, real: Any) -> Callable[..., None]:
         i_stop = min(i0 + B_R, Lq)
         i = min(i0 + r, i_stop - 1)  # threads beyond the last row compute it too
         kv, head = h // (H // k.shape[1]), head_of(o, b, h)
-        # The last part is as wide as the others, and has columns that the one before it has, too.
+        # The last part is as wide as the others and may overlap the one before it.
         first = min(cuda.blockIdx.y * columns, v.shape[3] - columns)
         for d in range(columns):
             O_i[d] = real(0)
@@ -107,8 +110,8 @@ def kernel(depth: int, columns: int, real: Any) -> Callable[..., None]:
             for d0 in range(0, D, depth):
                 cuda.syncthreads()  # nobody reads K_j and V_j any more
                 if d0 == 0:
-                    carry(r, v, b, kv, j0, n, first, columns, V_j)
-                carry(r, k, b, kv, j0, n, d0, depth, K_j)
+                    copy_to_shared(r, v, b, kv, j0, n, first, columns, V_j)
+                copy_to_shared(r, k, b, kv, j0, n, d0, depth, K_j)
                 if j0 == start or depth < D:
                     for d in range(depth):  # line 4
                         Q_i[d] = q[b, h, i, d0 + d] if d0 + d < D else real(0)
@@ -118,17 +121,16 @@ def kernel(depth: int, columns: int, real: Any) -> Callable[..., None]:
                     for d in range(depth):
                         s += Q_i[d] * K_j[j, d]
                     S[j, r] += s
-            is_cut = not (
-                sees(i0, j0 + n - 1, head.offset, head.left, head.right, head.length)
-                and sees(i_stop - 1, j0, head.offset, head.left, head.right, head.length)
+            is_partial = not is_full(
+                i0, i_stop, j0, j0 + n, head.offset, head.left, head.right, head.length
             )
             m_old = m
             for j in range(n):
                 s = lowest
-                is_seen = not is_cut or sees(
+                is_visible = not is_partial or sees(
                     i, j0 + j, head.offset, head.left, head.right, head.length
                 )
-                if is_seen and not is_hidden(mask, bias, b, h, i, j0 + j):
+                if is_visible and not is_hidden(mask, bias, b, h, i, j0 + j):
                     s = real(final_score(S[j, r], bias, head, b, h, i, j0 + j))
                 S[j, r] = s
                 if s > m:

@@ -1,4 +1,4 @@
-"""What concerns rung 4 alone: places in shared memory, strides, marks, and its instructions.
+"""What concerns rung 4 alone: swizzled tiles, strides, nonfinite values, and its instructions.
 
 That it computes attention, with every option, is tested with the other rungs that take addresses.
 """
@@ -15,6 +15,7 @@ import ml_dtypes
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as cuda_entry
 from minimha.kernels.cuda import ptxas, rung4_tensor_cores
+from minimha.kernels.cuda.parts import fragments
 
 inf, nan = np.inf, np.nan
 WIDTHS = range(16, 257, 16)
@@ -45,21 +46,16 @@ def exact(q, k, v, **options):
 def test_no_two_chunks_share_a_place(width):
     chunks = width // 8
     places = {
-        rung4_tensor_cores.swizzled(row, chunk, chunks)
-        for row in range(64)
-        for chunk in range(chunks)
+        fragments.swizzled(row, chunk, chunks) for row in range(64) for chunk in range(chunks)
     }
     assert places == set(range(0, 64 * width * 2, 16))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_eight_rows_of_one_column_lie_in_different_banks(width):
+def test_eight_rows_of_one_column_are_in_different_banks(width):
     for chunk in range(width // 8):
         for first in range(0, 64, 8):
-            places = [
-                rung4_tensor_cores.swizzled(row, chunk, width // 8)
-                for row in range(first, first + 8)
-            ]
+            places = [fragments.swizzled(row, chunk, width // 8) for row in range(first, first + 8)]
             assert len({place % 128 for place in places}) == 8
 
 
@@ -72,12 +68,12 @@ def test_tiles_fit_into_99_kilobytes_and_whole_warps(width, options, dtype):
     B_r, B_c = rung4_tensor_cores.blocks(made_for)
     assert B_r % (16 * rung4_tensor_cores.WARPS) == 0
     assert B_c % 16 == 0
-    assert B_c <= 64  # ``seen`` has 32 bits, 4 for every 8 keys
+    assert B_c <= 64  # ``visible`` has 32 bits, 4 for every 8 keys
     assert rung4_tensor_cores.shared_bytes(made_for) <= 99 * 1024
 
 
 @pytest.mark.parametrize("order", [None, 0])
-def test_rows_may_lie_in_any_order(order):
+def test_rows_may_be_stored_in_any_order(order):
     q, k, v = given(B=2, H=4, Hkv=2)
     options = {"is_causal": True, "q_offset": 50}
 
@@ -113,7 +109,7 @@ def test_rows_that_begin_between_16_bytes_are_refused():
 
 
 @pytest.mark.parametrize("order", [None, 0])
-def test_wild_values_of_many_tiles_add_up_where_they_are_seen(order):
+def test_nonfinite_values_of_many_tiles_add_up_where_they_are_seen(order):
     q, k, v = given(Lk=300)
     seen = np.random.default_rng(1).random((40, 300)) < 0.7
     seen[:, 60] = seen[:, 200] = np.arange(40) < 20
@@ -143,7 +139,7 @@ def test_a_softcap_is_exact_however_small_or_large_its_scores_are(softcap, sprea
 
 
 @pytest.mark.parametrize("Lk", [64, 192])
-def test_only_tiles_that_are_cut_are_masked(Lk):
+def test_only_partial_tiles_are_masked(Lk):
     problem = given(Lq=128, Lk=Lk)
     masking = "ld.global.s64"  # only there lengths and offsets are read again
 
@@ -167,12 +163,12 @@ def test_the_instructions_are_those_that_the_tiles_need():
         # O stays in registers only if the loop over its columns is unrolled. That over the columns
         # of K is left as a loop of this many steps of 16 at a time.
         steps = {64: 4, 128: 2}[W]
-        # Over keys in the rare tiles with wild values: unrolled only where they are 3 times 16.
-        wild = {64: 1, 128: 3}[W]
-        scores, values, marks = M * B_c // 8 * steps, M * W // 8 * B_c // 16, 2 * wild
+        # Over keys in the rare tiles with nonfinite values: unrolled only for 3 times 16 keys.
+        nonfinite = {64: 1, 128: 3}[W]
+        scores, values, marks = M * B_c // 8 * steps, M * W // 8 * B_c // 16, 2 * nonfinite
         assert found.mma == scores + values + marks
-        assert found.ldmatrix == (M + B_c // 16) * steps + W // 16 * B_c // 16 + wild
-        # Q_i, and K_j and V_j before and in the loop, 16 bytes a thread.
+        assert found.ldmatrix == (M + B_c // 16) * steps + W // 16 * B_c // 16 + nonfinite
+        # Q_i, and K_j and V_j before and in the loop, 16 bytes per thread.
         assert found.cp_async == (128 + 4 * B_c) * W * 2 // 16 // 128
         assert found.local == 0
         assert found.stack in (0, None)

@@ -1,0 +1,17 @@
+"""Parts of the CUDA kernels: device functions, and factories that make them.
+
+A factory is given on the host what is constant in a kernel (its width, dtype and options) and
+returns a device function, which can be tested in a kernel of its own. The rungs put them together
+to Algorithm 1.
+
+fragments        tiles and rows: their addresses, copies, vector loads and stores, and products
+mask             which keys a query sees, and what the options do to its scores
+nonfinite        NaN and infinity among the values: they reach the rows that see them, and no other
+online_softmax   row maxima, exponentials, rescaling, and the log-sum-exp at the end
+"""
+
+from __future__ import annotations
+
+from numba import cuda
+
+device = cuda.jit(device=True, inline="always")  # only the driver could link a call that remains

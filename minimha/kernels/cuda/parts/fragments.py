@@ -1,0 +1,588 @@
+"""Tiles and rows, spread over the threads of a block: addresses, copies, loads, stores, products.
+
+A *chunk* is 16 bytes of a row, what a thread copies at once. A *fragment* is what one lane of a
+warp holds of a matrix; ``ptx.mma_f16`` says which numbers those are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, types, uint32, uint64
+
+from minimha.kernels.cuda.parts import device
+from minimha.kernels.cuda.ptx import (
+    bits_as_f32,
+    cp_async_16,
+    cvt_f32_f16,
+    ld_global_nc_f32,
+    ld_global_nc_u32,
+    ld_global_nc_v2_f32,
+    ld_global_nc_v2_u32,
+    ld_global_nc_v4_f32,
+    ld_global_nc_v4_u32,
+    ld_shared_f32,
+    ld_shared_v2_f32,
+    ld_shared_v4_f32,
+    ld_shared_v4_u32,
+    ldmatrix_x4,
+    ldmatrix_x4_trans,
+    lower_halves,
+    mma_bf16,
+    mma_bf16_in,
+    mma_f16,
+    mma_f16_in,
+    optimization_barrier,
+    pack_bf16x2,
+    pack_f16x2,
+    split_b32,
+    st_global_f32,
+    st_global_v2_f32,
+    st_global_v4_f32,
+    st_global_v4_u32,
+    st_shared_v4_f32,
+    upper_halves,
+)
+
+
+class Format(NamedTuple):
+    """A 16-bit floating format: bits of infinity and of 1, and instructions for pairs of it."""
+
+    infinity: int
+    one: int
+    pack: Any
+    mma: Any
+    mma_in: Any
+
+
+FORMATS = {
+    "float16": Format(0x7C00, 0x3C00, pack_f16x2, mma_f16, mma_f16_in),
+    "bfloat16": Format(0x7F80, 0x3F80, pack_bf16x2, mma_bf16, mma_bf16_in),
+}
+
+
+@device
+def row_address(X, b, h, i, itemsize):
+    """Address of X[b, h, i]."""
+    return X.address + uint64((b * X.batch + h * X.head + i * X.row) * itemsize)
+
+
+def widen(dtype: str) -> Any:
+    """halves(word): the two 16-bit numbers of a register as float32, the lower half first."""
+    is_float16 = dtype == "float16"
+
+    @device
+    def halves(word):
+        if is_float16:
+            low, high = split_b32(word)
+            return cvt_f32_f16(low), cvt_f32_f16(high)
+        shifted = uint32(word << uint32(16))
+        return bits_as_f32(shifted), bits_as_f32(word & uint32(0xFFFF0000))
+
+    return halves
+
+
+# ---- rows spread over lanes by vector loads and stores
+
+GLOBAL_F32 = (ld_global_nc_f32, ld_global_nc_v2_f32, ld_global_nc_v4_f32)
+GLOBAL_U32 = (ld_global_nc_u32, ld_global_nc_v2_u32, ld_global_nc_v4_u32)
+SHARED_F32 = (ld_shared_f32, ld_shared_v2_f32, ld_shared_v4_f32)
+
+
+def load_row(words: int, lanes: int, instructions: tuple[Any, Any, Any]) -> Any:
+    """load(address, lane, into, first): a lane's ``words`` 32-bit words of a row of numbers.
+
+    ``lanes`` lanes share the row. Each takes 16 bytes as long as there are enough for all, then 8,
+    then 4, so that neighbours read side by side.
+    """
+    one, two, four = instructions
+    fours, has_two, has_one = words // 4, words & 2, words & 1
+
+    @device
+    def load(address, lane, into, first):
+        lane = uint64(lane)
+        for piece in range(fours):
+            at = first + 4 * piece
+            a, b, c, d = four(address + uint64(16 * lanes * piece) + lane * uint64(16))
+            into[at], into[at + 1], into[at + 2], into[at + 3] = a, b, c, d
+        if has_two:
+            at = first + 4 * fours
+            a, b = two(address + uint64(16 * lanes * fours) + lane * uint64(8))
+            into[at], into[at + 1] = a, b
+        if has_one:
+            beyond = uint64(4 * lanes * (words - 1))
+            into[first + words - 1] = one(address + beyond + lane * uint64(4))
+
+    return load
+
+
+def store_row(words: int, lanes: int, numbers: int) -> Any:
+    """store(address, lane, values): as float32 what ``load_row`` spread, ``numbers`` per word."""
+    fours, has_two, has_one = words // 4, words & 2, words & 1
+
+    @device
+    def store(address, lane, values):
+        lane = uint64(lane)
+        for piece in range(fours):
+            to = address + uint64(16 * numbers) * (uint64(lanes * piece) + lane)
+            for quarter in range(numbers):
+                x = 4 * (numbers * piece + quarter)
+                st_global_v4_f32(
+                    to + uint64(16 * quarter),
+                    values[x],
+                    values[x + 1],
+                    values[x + 2],
+                    values[x + 3],
+                )
+        if has_two:
+            x = 4 * numbers * fours
+            to = address + uint64(4 * x * lanes) + uint64(8 * numbers) * lane
+            for half in range(numbers):
+                st_global_v2_f32(
+                    to + uint64(8 * half), values[x + 2 * half], values[x + 2 * half + 1]
+                )
+        if has_one:
+            x = numbers * (words - 1)
+            to = address + uint64(4 * x * lanes) + uint64(4 * numbers) * lane
+            for item in range(numbers):
+                st_global_f32(to + uint64(4 * item), values[x + item])
+
+    return store
+
+
+# ---- tiles of which a thread computes 8 × 8 scores: rung 3
+
+
+class RegisterTiles(NamedTuple):
+    """How ``threads`` threads share the products of B_r queries and B_c keys.
+
+    A warp is ``columns`` lanes wide and ``row_step`` = 32 / columns high. A lane owns ``rows``
+    queries, each ``row_step`` after the one before it, every ``columns``-th key, ``keys`` in all,
+    and ``width`` / columns = ``own`` columns of O. In shared memory, counted in numbers, a row of
+    Q_i and K_j takes ``long_row``, one of P_ij ``weights_row``, and the tile that is first K_j,
+    then P_ij, ``keys_or_weights``.
+    """
+
+    width: int
+    columns: int
+    rows: int
+    B_c: int
+    threads: int
+
+    @property
+    def B_r(self) -> int:
+        return self.rows * self.threads // self.columns
+
+    @property
+    def row_step(self) -> int:
+        return 32 // self.columns
+
+    @property
+    def keys(self) -> int:
+        return self.B_c // self.columns
+
+    @property
+    def own(self) -> int:
+        return self.width // self.columns
+
+    @property
+    def long_row(self) -> int:
+        """Four numbers longer: 8 lanes that read 16 bytes each of 8 successive rows."""
+        return self.width + 4
+
+    @property
+    def weights_row(self) -> int:
+        return self.B_c + self.columns
+
+    @property
+    def keys_or_weights(self) -> int:
+        return max(self.B_c * self.long_row, self.B_r * self.weights_row)
+
+    @property
+    def bytes(self) -> int:
+        """Of Q_i, of K_j or P_ij, and of V_j."""
+        V_j = self.B_c * self.width
+        return 4 * (self.B_r * self.long_row + self.keys_or_weights + V_j)
+
+
+def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
+    """copy(t, to, row_length, X, row_stride, length): ``rows`` rows, from ``length`` on as 0.
+
+    It returns whether a number that thread t copied is NaN or infinite.
+    """
+    threads, chunks = tiles.threads, tiles.width // 4
+    # What a thread reads at once. ptxas spills where more would have to stay in a register.
+    most = 8 if tiles.width <= 64 else 4
+    at_once = max(n for n in range(1, most + 1) if rows * chunks // threads % n == 0)
+
+    @device
+    def copy(t, to, row_length, X, row_stride, length):
+        x = cuda.local.array((8, 4), float32)
+        found = False
+        for start in range(t, rows * chunks, at_once * threads):
+            for n in range(at_once):
+                place = start + n * threads
+                row = place // chunks
+                for e in range(4):
+                    x[n, e] = 0
+                if row < length:
+                    x[n, 0], x[n, 1], x[n, 2], x[n, 3] = ld_global_nc_v4_f32(
+                        X + 4 * (row * row_stride) + 16 * (place % chunks)
+                    )
+            for n in range(at_once):
+                place = start + n * threads
+                for e in range(4):
+                    found |= not abs(x[n, e]) < math.inf
+                st_shared_v4_f32(
+                    to + 4 * row_length * (place // chunks) + 16 * (place % chunks),
+                    x[n, 0], x[n, 1], x[n, 2], x[n, 3],
+                )  # fmt: skip
+        return found
+
+    return copy
+
+
+def fma_keys(tiles: RegisterTiles) -> Any:
+    """multiply_keys(Q_at, K_at, S): line 8, S_ij = Q_i K_jᵀ, of the thread's rows and keys."""
+    width, columns, rows, keys = tiles.width, tiles.columns, tiles.rows, tiles.keys
+    row_step, long_row = tiles.row_step, tiles.long_row
+
+    @device
+    def multiply_keys(Q_at, K_at, S):
+        K = cuda.local.array((keys, 4), float32)
+        for i in range(rows):
+            for j in range(keys):
+                S[i, j] = 0
+        for d in range(0, width, 4):
+            for j in range(keys):
+                K[j, 0], K[j, 1], K[j, 2], K[j, 3] = ld_shared_v4_f32(
+                    K_at + 4 * (d + j * columns * long_row)
+                )
+            for i in range(rows):
+                q0, q1, q2, q3 = ld_shared_v4_f32(Q_at + 4 * (d + i * row_step * long_row))
+                for j in range(keys):
+                    S[i, j] += q0 * K[j, 0]
+                    S[i, j] += q1 * K[j, 1]
+                    S[i, j] += q2 * K[j, 2]
+                    S[i, j] += q3 * K[j, 3]
+
+    return multiply_keys
+
+
+def fma_values(tiles: RegisterTiles) -> Any:
+    """multiply_values(P_at, V_j, column, O): line 10, O_i + P_ij V_j, of the thread's numbers."""
+    width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
+    row_step, weights_row = tiles.row_step, tiles.weights_row
+    few = 2 if 64 < width < 240 else 4  # weights of a row at once: with more ptxas spills
+    load = load_row(own, tiles.columns, SHARED_F32)
+
+    @device
+    def multiply_values(P_at, V_j, column, O):
+        P = cuda.local.array((rows, 4), float32)
+        V = cuda.local.array(own, float32)
+        for j in range(0, B_c, few):
+            for i in range(rows):
+                at = P_at + 4 * (j + i * row_step * weights_row)
+                if few == 4:
+                    P[i, 0], P[i, 1], P[i, 2], P[i, 3] = ld_shared_v4_f32(at)
+                else:
+                    P[i, 0], P[i, 1] = ld_shared_v2_f32(at)
+            for n in range(few):
+                load(V_j + 4 * (j + n) * width, column, V, 0)
+                for i in range(rows):
+                    for x in range(own):
+                        O[i, x] += P[i, n] * V[x]
+
+    return multiply_values
+
+
+# ---- tiles for ``mma``: rung 4
+
+
+class MmaTiles(NamedTuple):
+    """How ``warps`` warps share the products of B_r queries and B_c keys.
+
+    Each owns 16 · ``M`` queries. S_ij is (M, ``N``) fragments of (16, 8) scores, O_i (M,
+    ``chunks``) of (16, 8) columns, four numbers of each in a lane.
+    """
+
+    width: int
+    dtype: str
+    B_r: int
+    B_c: int
+    warps: int
+
+    @property
+    def M(self) -> int:
+        return self.B_r // (16 * self.warps)
+
+    @property
+    def N(self) -> int:
+        return self.B_c // 8
+
+    @property
+    def chunks(self) -> int:
+        """Of 16 bytes in a row."""
+        return self.width // 8
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that all threads copy in one pass."""
+        return 32 * self.warps // self.chunks
+
+
+def swizzled(row: int, chunk: int, chunks: int) -> int:
+    """Offset in bytes of a chunk of a row, in a tile of shared memory.
+
+    Eight chunks are as wide as the banks. The same chunk of eight successive rows must be in eight
+    different places there. Rows return to the same place after 8 / spread of them, where spread is
+    the largest power of 2 in the number of chunks, at most 8; from there on they are moved by an
+    exclusive or, which keeps them within groups of ``spread`` chunks.
+
+    >>> [[swizzled(row, chunk, 4) // 16 % 8 for chunk in range(4)] for row in range(4)]
+    [[0, 1, 2, 3], [4, 5, 6, 7], [1, 0, 3, 2], [5, 4, 7, 6]]
+    """
+    spread = min(chunks & -chunks, 8)
+    return 16 * (row * chunks + (chunk ^ ((row // (8 // spread)) & (spread - 1))))
+
+
+offset_in_tile = device(swizzled)
+
+
+def lane_and_row(tiles: MmaTiles) -> Any:
+    """lane_and_row(t): lane of thread t, and the first row of Q_i that its warp owns."""
+    rows = 16 * tiles.M
+
+    @device
+    def lane_and_row(t):
+        t = optimization_barrier(t)
+        return t & 31, (t >> 5) * rows
+
+    return lane_and_row
+
+
+def is_copied(tiles: MmaTiles) -> Any:
+    """is_copied(t, row, rows): whether thread t copies a chunk of ``row``.
+
+    The last pass may have fewer rows, and threads may be left over.
+    """
+    chunks, at_once = tiles.chunks, tiles.rows_at_once
+    is_even = 32 * tiles.warps % chunks == 0 and tiles.B_c % at_once == 0
+
+    @device
+    def is_copied(t, row, rows):
+        return is_even or (t < at_once * chunks and row < rows)
+
+    return is_copied
+
+
+def first_chunk(tiles: MmaTiles) -> Any:
+    """first_chunk(t, X, b, h, i): address of thread t's first chunk of the rows of X from i on."""
+    chunks = tiles.chunks
+
+    @device
+    def first_chunk(t, X, b, h, i):
+        return row_address(X, b, h, i + t // chunks, 2) + 16 * (t % chunks)
+
+    return first_chunk
+
+
+def prefetch_tile(tiles: MmaTiles) -> Any:
+    """prefetch(t, to, X, row_bytes, rows, present): start to copy rows into shared memory.
+
+    ``X`` is thread t's ``first_chunk``. Of the ``rows`` rows those beyond ``present`` become 0.
+    """
+    chunks, at_once = tiles.chunks, tiles.rows_at_once
+    copies = is_copied(tiles)
+
+    @device
+    def prefetch(t, to, X, row_bytes, rows, present):
+        first, chunk = t // chunks, t % chunks
+        for r in range(-(-rows // at_once)):
+            row = np.int32(first + r * at_once)
+            if copies(t, row, rows):
+                size = 16 if row < present else 0
+                cp_async_16(to + offset_in_tile(row, chunk, chunks), X, size)
+            X += at_once * row_bytes
+
+    return prefetch
+
+
+def mma_keys(tiles: MmaTiles) -> Any:
+    """multiply_keys(t, Q_i, K_j, S): line 8, S_ij = Q_i K_jᵀ."""
+    M, N, chunks, mma = tiles.M, tiles.N, tiles.chunks, FORMATS[tiles.dtype].mma_in
+    A_size, S_size = 4 * M, 4 * M * N
+    place = lane_and_row(tiles)
+
+    @device
+    def multiply_keys(t, Q_i, K_j, S):
+        lane, first_row = place(t)
+        A = cuda.local.array(A_size, types.uint32)
+        B = cuda.local.array(4, types.uint32)
+        for e in range(S_size):
+            S[e] = 0
+        for d in range(0, chunks, 2):
+            for i in range(M):
+                row = first_row + 16 * i + (lane & 15)
+                ldmatrix_x4(A, 4 * i, Q_i + offset_in_tile(row, d + (lane >> 4), chunks))
+            for n in range(0, N, 2):
+                key = 8 * n + (lane & 7) + ((lane >> 4) << 3)
+                ldmatrix_x4(B, 0, K_j + offset_in_tile(key, d + ((lane >> 3) & 1), chunks))
+                for i in range(M):
+                    mma(S, 4 * (i * N + n), A, 4 * i, B, 0)
+                    mma(S, 4 * (i * N + n + 1), A, 4 * i, B, 2)
+
+    return multiply_keys
+
+
+def mma_values(tiles: MmaTiles) -> Any:
+    """multiply_values(t, V_j, P, O): line 10, O_i + P_ij V_j."""
+    M, N, chunks = tiles.M, tiles.N, tiles.chunks
+    _, _, pack, _, mma = FORMATS[tiles.dtype]
+    A_size = 4 * M
+    place = lane_and_row(tiles)
+
+    @device
+    def multiply_values(t, V_j, P, O):
+        lane, _ = place(t)
+        A = cuda.local.array(A_size, types.uint32)
+        B = cuda.local.array(4, types.uint32)
+        for j in range(N // 2):
+            for i in range(M):
+                for a in range(4):
+                    e = 4 * (i * N + 2 * j) + 2 * a
+                    A[4 * i + a] = pack(P[e], P[e + 1])
+            for d in range(0, chunks, 2):
+                key = 16 * j + (lane & 15)
+                ldmatrix_x4_trans(B, 0, V_j + offset_in_tile(key, d + (lane >> 4), chunks))
+                for i in range(M):
+                    mma(O, 4 * (i * chunks + d), A, 4 * i, B, 0)
+                    mma(O, 4 * (i * chunks + d + 1), A, 4 * i, B, 2)
+
+    return multiply_values
+
+
+def store_tile(tiles: MmaTiles) -> Any:
+    """store(lane, first_row, tile, to, row_bytes, rows): rows of a warp from shared memory to O.
+
+    Lines 14 and 15. ``to`` is the address of the block's first row, ``rows`` how many it has.
+    """
+    M, chunks = tiles.M, tiles.chunks
+
+    @device
+    def store(lane, first_row, tile, to, row_bytes, rows):
+        cuda.syncwarp()  # no other warp writes these rows
+        for c in range(16 * M * chunks // 32):
+            place = lane + 32 * c
+            r, chunk = first_row + place // chunks, place % chunks
+            if r < rows:
+                w0, w1, w2, w3 = ld_shared_v4_u32(tile + offset_in_tile(r, chunk, chunks))
+                st_global_v4_u32(to + r * row_bytes + 16 * chunk, w0, w1, w2, w3)
+
+    return store
+
+
+# ---- fragments straight from global memory: rung 5
+
+
+class DecodeTiles(NamedTuple):
+    """``keys`` keys for the 8 or 16 ``rows`` of a warp; lane = 4 g + t, as ``ptx.mma_f16`` says.
+
+    S = Q Kᵀ: A holds the queries, row g and g + 8; B the keys, key g of 8. Lane (g, t) gives both
+    the part t of 4 of a row, so that it has S[g, 2t], S[g, 2t + 1] and the same of row g + 8.
+    Oᵀ = Vᵀ Pᵀ: P of row g and 16 keys is B as it is; lane (g, t) gives part g of 8 of the values of
+    the keys 2t and 2t + 1 of both eights, paired up, and has O of rows 2t and 2t + 1.
+    """
+
+    width: int
+    dtype: str
+    rows: int
+    keys: int
+
+    @property
+    def sides(self) -> int:
+        """2 if rows g + 8 are there."""
+        return self.rows // 8
+
+    @property
+    def q_words(self) -> int:
+        """32-bit words of a row of Q or K in a lane."""
+        return self.width // 8
+
+    @property
+    def v_words(self) -> int:
+        return self.width // 16
+
+
+def load_keys(tiles: DecodeTiles) -> Any:
+    """load(K, K_row, j, stop, g, t, K_j): keys from j on; the last one again from ``stop`` on."""
+    tiles_of_8, words = tiles.keys // 8, tiles.q_words
+    load_row_of_K = load_row(words, 4, GLOBAL_U32)
+
+    @device
+    def load(K, K_row, j, stop, g, t, K_j):
+        for n in range(tiles_of_8):
+            key = min(int32(j + 8 * n + g), int32(stop - 1))
+            load_row_of_K(K + uint64(key) * K_row, t, K_j, n * words)
+
+    return load
+
+
+def load_values(tiles: DecodeTiles) -> Any:
+    """load(V, V_row, j, stop, g, t, V_j): their values."""
+    tiles_of_8, words = tiles.keys // 8, tiles.v_words
+    load_row_of_V = load_row(words, 8, GLOBAL_U32)
+
+    @device
+    def load(V, V_row, j, stop, g, t, V_j):
+        for n in range(tiles_of_8):
+            for x in range(2):
+                key = min(int32(j + 8 * n + 2 * t + x), int32(stop - 1))
+                load_row_of_V(V + uint64(key) * V_row, g, V_j, (2 * n + x) * words)
+
+    return load
+
+
+def transposed_keys(tiles: DecodeTiles) -> Any:
+    """multiply_keys(Q, K_j, S): line 8."""
+    tiles_of_8, words, mma = tiles.keys // 8, tiles.q_words, FORMATS[tiles.dtype].mma
+
+    @device
+    def multiply_keys(Q, K_j, S):
+        for x in range(4 * tiles_of_8):
+            S[x] = float32(0)
+        for x in range(words // 2):
+            a0, a1, a2, a3 = Q[2 * x], Q[words + 2 * x], Q[2 * x + 1], Q[words + 2 * x + 1]
+            for n in range(tiles_of_8):
+                b0, b1 = K_j[n * words + 2 * x], K_j[n * words + 2 * x + 1]
+                S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3] = mma(
+                    a0, a1, a2, a3, b0, b1, S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]
+                )
+
+    return multiply_keys
+
+
+def transposed_values(tiles: DecodeTiles) -> Any:
+    """multiply_values(V_j, P_upper, P_rest, O): line 10, Oᵀ + Vᵀ Pᵀ."""
+    tiles_of_8, words, sides = tiles.keys // 8, tiles.v_words, tiles.sides
+    mma = FORMATS[tiles.dtype].mma
+
+    @device
+    def multiply_values(V_j, P_upper, P_rest, O):
+        for n in range(0, tiles_of_8, 2):
+            for M in range(words):
+                a, b = V_j[2 * n * words + M], V_j[(2 * n + 1) * words + M]
+                c, d = V_j[(2 * n + 2) * words + M], V_j[(2 * n + 3) * words + M]
+                a0, a1 = lower_halves(a, b), upper_halves(a, b)
+                a2, a3 = lower_halves(c, d), upper_halves(c, d)
+                for side in range(sides):
+                    x, y = 4 * (side * words + M), side * tiles_of_8 + n
+                    p0, p1, rest0, rest1 = P_upper[y], P_upper[y + 1], P_rest[y], P_rest[y + 1]
+                    o0, o1, o2, o3 = mma(a0, a1, a2, a3, p0, p1, O[x], O[x + 1], O[x + 2], O[x + 3])
+                    O[x], O[x + 1], O[x + 2], O[x + 3] = mma(
+                        a0, a1, a2, a3, rest0, rest1, o0, o1, o2, o3
+                    )
+
+    return multiply_values

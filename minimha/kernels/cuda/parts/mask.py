@@ -1,0 +1,361 @@
+"""Which keys a query sees, and what the options do to its scores.
+
+The functions of ``equations/visibility.py`` and ``score.py``, compiled as they are, serve the rungs
+that take arrays. Those that take addresses have the same options here in forms of their own, all
+built for the ``ScoreOptions`` of a problem, so that an option that is absent costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import float32, int32, int64, uint64
+
+from minimha.equations import visibility
+from minimha.equations.problem import Problem
+from minimha.kernels import score
+from minimha.kernels.cuda.parts import device
+from minimha.kernels.cuda.parts.fragments import MmaTiles, RegisterTiles
+from minimha.kernels.cuda.parts.online_softmax import LOG2_E, LOWEST
+from minimha.kernels.cuda.ptx import (
+    ex2_approx,
+    ld_global_f32,
+    ld_global_nc_f32,
+    ld_global_nc_s64,
+    ld_global_nc_u8,
+    ld_global_s64,
+    ld_global_u8,
+    optimization_barrier,
+    rcp_approx,
+)
+
+sees = device(visibility.sees)
+key_range = device(visibility.key_range)
+head_of = device(score.head_of)
+is_hidden = device(score.is_hidden)
+final_score = device(score.final_score)
+
+
+class ScoreOptions(NamedTuple):
+    """Which options look at each score by itself, beside its scale."""
+
+    has_softcap: bool
+    has_slopes: bool
+    has_mask: bool
+    has_bias: bool
+
+    @classmethod
+    def of(cls, problem: Problem) -> ScoreOptions:
+        return cls(
+            problem.softcap is not None,
+            problem.alibi_slopes is not None,
+            problem.attn_mask is not None,
+            problem.attn_bias is not None,
+        )
+
+    @property
+    def change_scores(self) -> bool:
+        return self.has_softcap or self.has_slopes or self.has_bias
+
+    @property
+    def hide_keys(self) -> bool:
+        """So that no tile is full."""
+        return self.has_mask or self.has_bias
+
+
+# ---- visibility of a tile, which is full, partial or skipped
+
+
+@device
+def is_full(i_start, i_stop, j_start, j_stop, q_offset, left, right, length):
+    """Whether all queries of a tile see all of its keys, as far as positions decide."""
+    return sees(i_stop - 1, j_start, q_offset, left, right, length) & sees(
+        i_start, j_stop - 1, q_offset, left, right, length
+    )
+
+
+@device
+def visible_keys(i_start, i_stop, b, o):
+    """``key_range`` of batch entry b, as numbers from 0 to Lk."""
+    q_offset = ld_global_nc_s64(o.q_offset + uint64(8) * uint64(b))
+    length = ld_global_nc_s64(o.kv_lengths + uint64(8) * uint64(b))
+    start, stop = key_range(int64(i_start), int64(i_stop), q_offset, o.left, o.right, length)
+    limit = int64(o.Lk)
+    return int32(min(start, limit)), int32(max(int64(0), min(stop, limit)))
+
+
+@device
+def tile_bounds(i_start, i_stop, b, o):
+    """start, stop: keys that any of the queries sees; full_start, full_stop: those that all see.
+
+    The latter are from the first key of the last query to the last key of the first query.
+    """
+    start, stop = visible_keys(i_start, i_stop, b, o)
+    full_start, _ = visible_keys(i_stop - 1, i_stop, b, o)
+    _, full_stop = visible_keys(i_start, i_start + 1, b, o)
+    return start, stop, full_start, full_stop
+
+
+# ---- one score: rungs 3 and 5
+
+
+@device
+def pair_address(X, b, h, i, j, itemsize):
+    """Address of X[b, h, i, j], which is one number for query i and key j."""
+    at = b * X.batch + h * X.head + i * X.row + j * X.column
+    return X.address + uint64(at * itemsize)
+
+
+def score_pair(options: ScoreOptions) -> Any:
+    """score(s, is_visible, distance, slope, mask_at, bias_at, o): -inf if the key is hidden.
+
+    ``s`` is scaled already, ``distance`` from query to key, and the others are addresses of the
+    pair's numbers, which are read only if the key is visible so far.
+    """
+    has_softcap, has_slopes, has_mask, has_bias = options
+
+    @device
+    def score(s, is_visible, distance, slope, mask_at, bias_at, o):
+        if has_softcap:
+            s = o.softcap * float32(math.tanh(s / o.softcap))
+        if has_mask and is_visible:
+            is_visible = ld_global_nc_u8(mask_at) != 0
+        if has_bias and is_visible:
+            added = ld_global_nc_f32(bias_at)
+            s += added
+            is_visible = added != LOWEST
+        if has_slopes:
+            s -= slope * float32(abs(distance))
+        return s if is_visible else LOWEST
+
+    return score
+
+
+class Row(NamedTuple):
+    """The options of one query: keys in its reach, its position, and addresses of its first pairs.
+
+    For several queries each field is an array.
+    """
+
+    start: Any
+    stop: Any
+    position: Any
+    slope: Any
+    mask: Any
+    bias: Any
+
+
+def row_options(options: ScoreOptions) -> Any:
+    """describe(b, h, i, mask, bias, o): the ``Row`` of query i."""
+    _, has_slopes, has_mask, has_bias = options
+
+    @device
+    def describe(b, h, i, mask, bias, o):
+        start, stop = visible_keys(i, i + 1, b, o)
+        position, slope, mask_at, bias_at = int64(0), float32(0), uint64(0), uint64(0)
+        if has_slopes:
+            position = i + ld_global_nc_s64(o.q_offset + uint64(8) * uint64(b))
+            slope = ld_global_nc_f32(o.slopes + uint64(4) * uint64(h))
+        if has_mask:
+            mask_at = pair_address(mask, b, h, i, 0, 1)
+        if has_bias:
+            bias_at = pair_address(bias, b, h, i, 0, 4)
+        return Row(start, stop, position, slope, mask_at, bias_at)
+
+    return describe
+
+
+def score_row(options: ScoreOptions) -> Any:
+    """score(s, j, row, is_partial, mask, bias, o): scaled, capped, biased; -inf if j is hidden."""
+    score = score_pair(options)
+
+    @device
+    def score_of(s, j, row, is_partial, mask, bias, o):
+        if is_partial and (j < row.start or j >= row.stop):
+            return LOWEST
+        mask_at = row.mask + uint64(j * mask.column)
+        bias_at = row.bias + uint64(4) * uint64(j * bias.column)
+        return score(s * o.scale, True, row.position - j, row.slope, mask_at, bias_at, o)
+
+    return score_of
+
+
+def mask_registers(tiles: RegisterTiles, options: ScoreOptions) -> Any:
+    """mask_tile(S, mask, bias, o, b, h, row, column, left, right, length): options, and -inf.
+
+    ``row`` and ``column`` are query and key of the thread's first score. ``left`` and ``right`` are
+    bounds seen from the query's number instead of its position.
+    """
+    columns, rows, keys, row_step = tiles.columns, tiles.rows, tiles.keys, tiles.row_step
+    _, has_slopes, has_mask, has_bias = options
+    score = score_pair(options)
+
+    @device
+    def rotate(S):
+        """Bring the next row of scores to S[0], the first one behind the last.
+
+        Registers have no numbers at run time: what is done row by row, in a loop too long to be
+        unrolled, is done to row 0.
+        """
+        for j in range(keys):
+            first = S[0, j]
+            for i in range(rows - 1):
+                S[i, j] = S[i + 1, j]
+            S[rows - 1, j] = first
+
+    @device
+    def mask_row(S, mask, bias, o, b, h, r, column, left, right, length):
+        # Seen from query r itself. Bounds of each row would be kept in registers for all tiles.
+        away, end = int32(column - r), int32(length - r)
+        mask_at = pair_address(mask, b, h, r, column, 1)
+        bias_at = pair_address(bias, b, h, r, column, 4)
+        slope, distance = float32(0), int64(0)
+        if has_slopes:
+            slope = ld_global_nc_f32(o.slopes + 4 * h)
+            distance = r + ld_global_nc_s64(o.q_offset + 8 * b) - column
+        for j in range(keys):
+            is_visible = sees(0, int32(away + j * columns), 0, left, right, end)
+            if has_mask or has_bias:
+                is_visible &= r < o.Lq
+            S[0, j] = score(S[0, j], is_visible, distance - j * columns, slope, mask_at, bias_at, o)
+            mask_at += columns * mask.column
+            bias_at += 4 * columns * bias.column
+
+    @device
+    def mask_tile(S, mask, bias, o, b, h, row, column, left, right, length):
+        for i in range(rows):
+            r = row + i * row_step
+            mask_row(S, mask, bias, o, b, h, r, column, left, right, length)
+            rotate(S)
+
+    return mask_tile
+
+
+# ---- scores as ``mma`` leaves them: rung 4
+
+
+@device
+def last_or(i, length):
+    """i, or the last of ``length`` for those beyond, whose scores nobody uses."""
+    return int32(min(i, length - 1))
+
+
+def first_score(tiles: MmaTiles) -> Any:
+    """first_score(t, i_start, j): query and key of thread t's first score.
+
+    They are computed each time, since registers are scarce.
+    """
+    rows = 16 * tiles.M
+
+    @device
+    def first_score(t, i_start, j):
+        t = optimization_barrier(t)
+        return i_start + (t >> 5) * rows + ((t & 31) >> 2), j + 2 * (t & 3)
+
+    return first_score
+
+
+@device
+def softcapped(x, softcap):
+    """softcap · tanh(x / softcap) by ``ex2`` and ``rcp``, in far fewer registers than math.tanh."""
+    x *= np.float32(1) / softcap
+    size = abs(x)
+    square = size * size
+    # 1 - 2 / (1 + exp(2 x)) has no digits left where x is small; there is a series.
+    power = ex2_approx(size * np.float32(2 * LOG2_E))
+    capped = np.float32(1) - np.float32(2) * rcp_approx(np.float32(1) + power)
+    if size < np.float32(0.1):
+        series = np.float32(2 / 15) * square - np.float32(1 / 3)
+        capped = size + size * square * series
+    return softcap * (-capped if x < 0 else capped)
+
+
+def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
+    """apply(t, S, bias, o, b, h, i_start, j_start): scale, softcap, ALiBi and bias."""
+    M, N = tiles.M, tiles.N
+    S_size = 4 * M * N
+    has_softcap, has_slopes, _, has_bias = options
+    corner = first_score(tiles)
+
+    @device
+    def apply(t, S, bias, o, b, h, i_start, j_start):
+        for e in range(S_size):
+            S[e] *= o.scale
+            if has_softcap:
+                S[e] = softcapped(S[e], o.softcap)
+        if has_slopes:
+            slope = ld_global_nc_f32(o.slopes + 4 * h)
+            row, column = corner(t, i_start, j_start)
+            distance = row + ld_global_s64(o.q_offset + 8 * b) - column
+            for i in range(M):
+                for n in range(N):
+                    for e in range(4):
+                        further = distance + (16 * i + 8 * (e // 2) - 8 * n - e % 2)
+                        S[4 * (i * N + n) + e] -= slope * np.float32(abs(further))
+        if has_bias:
+            for i in range(M):
+                for half in range(2):
+                    row, column = corner(t, i_start, j_start)
+                    query = last_or(row + 16 * i + 8 * half, o.Lq)
+                    bias_at = pair_address(bias, b, h, query, 0, 4)
+                    for n in range(N):
+                        for x in range(2):
+                            key = last_or(column + 8 * n + x, o.Lk)
+                            S[4 * (i * N + n) + 2 * half + x] += ld_global_f32(
+                                bias_at + 4 * key * bias.column
+                            )
+
+    return apply
+
+
+def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
+    """visible(t, mask, bias, o, b, h, i_start, j_start, i): bit 4 n + e is that of S[i, n, e]."""
+    N, B_c = tiles.N, tiles.B_c
+    _, _, has_mask, has_bias = options
+    corner = first_score(tiles)
+
+    @device
+    def visible(t, mask, bias, o, b, h, i_start, j_start, i):
+        q_offset, length = ld_global_s64(o.q_offset + 8 * b), ld_global_s64(o.kv_lengths + 8 * b)
+        bits = np.uint32(0)
+        for half in range(2):
+            row, column = corner(t, i_start, j_start)
+            r = row + 16 * i + 8 * half
+            start, stop = key_range(r, r + 1, q_offset, o.left, o.right, length)
+            low = np.int32(min(start - column, B_c))
+            high = np.int32(max(min(stop - column, B_c), 0))
+            query = last_or(r, o.Lq)
+            mask_at, bias_at = (
+                pair_address(mask, b, h, query, 0, 1),
+                pair_address(bias, b, h, query, 0, 4),
+            )
+            for n in range(N):
+                for x in range(2):
+                    j = 8 * n + x
+                    is_visible = (low <= j) & (j < high)
+                    key = last_or(column + j, o.Lk)
+                    if has_mask:
+                        is_visible &= ld_global_u8(mask_at + key * mask.column) != 0
+                    if has_bias:
+                        added = ld_global_f32(bias_at + 4 * key * bias.column)
+                        is_visible &= added != -math.inf
+                    bits |= np.uint32(is_visible) << np.uint32(4 * n + 2 * half + x)
+        return np.uint32(bits)
+
+    return visible
+
+
+def mask_tile(tiles: MmaTiles) -> Any:
+    """mask_tile(S, visible): -inf for the keys that a query does not see."""
+    M, N = tiles.M, tiles.N
+
+    @device
+    def mask_tile(S, visible):
+        for i in range(M):
+            for x in range(4 * N):
+                if not (visible[i] >> x) & 1:
+                    S[4 * N * i + x] = np.float32(-math.inf)
+
+    return mask_tile

@@ -1,0 +1,245 @@
+"""NaN and infinity among the values: they reach the rows that see them, and no other.
+
+A hidden key has the weight 0, and 0 · NaN is NaN: a product with all the values of a tile would
+spoil the rows that do not see the one that is not finite. So in tiles that are not seen by all
+rows such a value becomes 0, and is added on its own where it is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import cuda, float32, types, uint32, uint64
+
+from minimha.kernels.cuda.parts import device
+from minimha.kernels.cuda.parts.fragments import (
+    FORMATS,
+    SHARED_F32,
+    MmaTiles,
+    RegisterTiles,
+    is_copied,
+    lane_and_row,
+    load_row,
+    offset_in_tile,
+    widen,
+)
+from minimha.kernels.cuda.parts.online_softmax import LOWEST
+from minimha.kernels.cuda.ptx import (
+    ld_global_f32,
+    ld_global_nc_u32,
+    ld_global_u32,
+    ld_shared_f32,
+    ld_shared_v4_u32,
+    ldmatrix_x4_trans,
+    st_global_f32,
+    st_global_u32,
+    st_shared_v4_u32,
+)
+
+# ---- weights and values in shared memory: rung 3
+
+
+def add_nonfinite_values(tiles: RegisterTiles) -> Any:
+    """add_values(P_at, V_j, column, O): line 10, where each row leaves out what it does not see.
+
+    There its weight is the negative zero, which no exponential is.
+    """
+    width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
+    row_step, weights_row = tiles.row_step, tiles.weights_row
+    load = load_row(own, tiles.columns, SHARED_F32)
+
+    @device
+    def add_values(P_at, V_j, column, O):
+        V = cuda.local.array(own, float32)
+        for j in range(B_c):
+            load(V_j + 4 * j * width, column, V, 0)
+            for i in range(rows):
+                p = ld_shared_f32(P_at + 4 * (j + i * row_step * weights_row))
+                if math.copysign(float32(1), p) > 0:
+                    for x in range(own):
+                        O[i, x] += p * V[x]
+
+    return add_values
+
+
+# ---- two 16-bit numbers in a register: rungs 4 and 5
+
+
+def nonfinite_in(dtype: str) -> Any:
+    """nonfinite(word): not 0 where a half is NaN or infinite; bit 15 or 31 says which one.
+
+    Adding the lowest bit of the exponent to an exponent of ones carries out of it.
+    """
+    infinity = FORMATS[dtype].infinity
+    exponents, lowest = infinity << 16 | infinity, (0x8000 - infinity) << 16 | 0x8000 - infinity
+
+    @device
+    def nonfinite(word):
+        return uint32((word & uint32(exponents)) + uint32(lowest)) & uint32(0x80008000)
+
+    return nonfinite
+
+
+def zero_nonfinite_in(dtype: str) -> Any:
+    """zero_nonfinite(word): 0 in place of each half that is NaN or infinite."""
+    nonfinite = nonfinite_in(dtype)
+
+    @device
+    def zero_nonfinite(word):
+        return word & ~uint32((nonfinite(word) >> uint32(15)) * uint32(0xFFFF))
+
+    return zero_nonfinite
+
+
+# ---- a tile of values in shared memory, multiplied by ``mma``: rung 4
+
+
+def has_nonfinite_tile(tiles: MmaTiles) -> Any:
+    """has_nonfinite(t, V_j): not 0 if thread t copied a value that is NaN or infinite."""
+    B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
+    copies, nonfinite = is_copied(tiles), nonfinite_in(tiles.dtype)
+
+    @device
+    def has_nonfinite(t, V_j):
+        found = uint32(0)
+        first, chunk = t // chunks, t % chunks
+        for r in range(-(-B_c // at_once)):
+            row = first + r * at_once
+            if copies(t, row, B_c):
+                a, b, c, d = ld_shared_v4_u32(V_j + offset_in_tile(row, chunk, chunks))
+                found |= nonfinite(a) | nonfinite(b) | nonfinite(c) | nonfinite(d)
+        return found
+
+    return has_nonfinite
+
+
+def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
+    """zero_nonfinite(t, V_j): 0 in place of what is not finite among the values thread t copied."""
+    B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
+    copies, zeroed = is_copied(tiles), zero_nonfinite_in(tiles.dtype)
+
+    @device
+    def zero_nonfinite(t, V_j):
+        first, chunk = t // chunks, t % chunks
+        for r in range(-(-B_c // at_once)):
+            row = first + r * at_once
+            if copies(t, row, B_c):
+                place = V_j + offset_in_tile(row, chunk, chunks)
+                a, b, c, d = ld_shared_v4_u32(place)
+                st_shared_v4_u32(place, zeroed(a), zeroed(b), zeroed(c), zeroed(d))
+
+    return zero_nonfinite
+
+
+def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
+    """mark_nonfinite(t, V_j, visible, sign, has_marks, O_at, row_bytes, rows): one more product.
+
+    It adds NaN and the infinity of that sign bit to the marks of the rows that see them. A 0/1
+    visibility mask times a 0/1 nonfinite mask counts, exactly, the nonfinite values each row sees.
+    The marks are stored where the output will be, each written and read by a single thread;
+    ``has_marks`` if some are there.
+    """
+    M, N, chunks = tiles.M, tiles.N, tiles.chunks
+    infinity, one, pack, _, mma = FORMATS[tiles.dtype]
+    place, halves = lane_and_row(tiles), widen(tiles.dtype)
+
+    @device
+    def flag(half, sign):
+        """1 for NaN and for the infinity of that sign bit, 0 for all else."""
+        is_one = (half & 0x7FFF) > infinity or half ^ sign == infinity
+        return one if is_one else 0
+
+    @device
+    def flags(word, sign):
+        return flag(word & 0xFFFF, sign) | (flag(word >> 16, sign) << 16)
+
+    @device
+    def mark_nonfinite(t, V_j, visible, sign, has_marks, O_at, row_bytes, rows):
+        A = cuda.local.array(4, types.uint32)
+        B = cuda.local.array(4, types.uint32)
+        C = cuda.local.array(8, types.float32)
+        infinite = np.float32(-math.inf if sign else math.inf)
+        for i in range(M):
+            for d in range(0, chunks, 2):
+                lane, first_row = place(t)
+                bits = visible[0] if i == 0 else visible[M - 1]
+                for e in range(8):
+                    C[e] = 0
+                for j in range(N // 2):
+                    for a in range(4):
+                        pair = bits >> (8 * j + 2 * a)
+                        A[a] = (pair & 1) * one | (((pair >> 1) & 1) * one) << 16
+                    key = 16 * j + (lane & 15)
+                    ldmatrix_x4_trans(B, 0, V_j + offset_in_tile(key, d + (lane >> 4), chunks))
+                    for e in range(4):
+                        B[e] = flags(B[e], sign)
+                    mma(C, 0, A, 0, B, 0)
+                    mma(C, 4, A, 0, B, 2)
+                for x in range(4):
+                    row = first_row + 16 * i + 8 * (x % 2) + (lane >> 2)
+                    if row < rows:
+                        to = O_at + row * row_bytes + 16 * (d + x // 2) + 4 * (lane & 3)
+                        low = infinite if C[2 * x] > 0 else np.float32(0)
+                        high = infinite if C[2 * x + 1] > 0 else np.float32(0)
+                        if has_marks:
+                            old_low, old_high = halves(ld_global_u32(to))
+                            low += old_low
+                            high += old_high
+                        st_global_u32(to, pack(low, high))
+
+    return mark_nonfinite
+
+
+def add_nonfinite_marks(tiles: MmaTiles) -> Any:
+    """add_nonfinite(t, O, O_at, row_bytes, rows): O_i plus its marks."""
+    M, chunks = tiles.M, tiles.chunks
+    place, halves = lane_and_row(tiles), widen(tiles.dtype)
+
+    @device
+    def add_nonfinite(t, O, O_at, row_bytes, rows):
+        lane, first_row = place(t)
+        for i in range(M):
+            for half in range(2):
+                row = first_row + 16 * i + 8 * half + (lane >> 2)
+                if row < rows:
+                    for d in range(chunks):
+                        to = O_at + row * row_bytes + 16 * d + 4 * (lane & 3)
+                        low, high = halves(ld_global_u32(to))
+                        O[4 * (i * chunks + d) + 2 * half] += low
+                        O[4 * (i * chunks + d) + 2 * half + 1] += high
+
+    return add_nonfinite
+
+
+# ---- rows of O in global memory, after all the others: rung 5
+
+
+def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any:
+    """add(lane, V, V_row, start, stop, O_at, rows, here, mask, bias, o): what became 0 before.
+
+    The warp goes through its keys once more and adds the values that are not finite to the rows of
+    O that see them. ``describe`` and ``score`` say which those are.
+    """
+    nonfinite, halves = nonfinite_in(dtype), widen(dtype)
+
+    @device
+    def add(lane, V, V_row, start, stop, O_at, rows, here, mask, bias, o):
+        for j in range(start, stop):
+            for x in range(lane, width // 2, 32):
+                word = ld_global_nc_u32(V + uint64(j) * V_row + uint64(4) * uint64(x))
+                found = nonfinite(word)
+                if found != uint32(0):
+                    low, high = halves(word)
+                    for r in range(rows):
+                        row = describe(r, here, mask, bias, o)
+                        if score(float32(0), j, row, True, mask, bias, o) != LOWEST:
+                            at = O_at + uint64(4 * width) * uint64(r) + uint64(8) * uint64(x)
+                            if found & uint32(0x8000) != uint32(0):
+                                st_global_f32(at, ld_global_f32(at) + low)
+                            if found & uint32(0x80000000) != uint32(0):
+                                at += uint64(4)
+                                st_global_f32(at, ld_global_f32(at) + high)
+
+    return add

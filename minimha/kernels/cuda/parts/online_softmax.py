@@ -1,0 +1,248 @@
+"""The online softmax: row maxima, exponentials, rescaling, and the log-sum-exp at the end.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Algorithm 1 of
+FlashAttention-2, lines 9 to 13. Exponentials and logarithms to base 2 are instructions of a GPU,
+so base e costs a factor: ``LOG2_E`` or ``LN_2``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import cuda, float32, int32, uint32
+
+from minimha.kernels.cuda.parts import device
+from minimha.kernels.cuda.parts.fragments import (
+    FORMATS,
+    DecodeTiles,
+    MmaTiles,
+    RegisterTiles,
+)
+from minimha.kernels.cuda.ptx import (
+    bits_as_f32,
+    ex2_approx,
+    f32_as_bits,
+    lg2_approx,
+    max_f32,
+    shfl_bfly_f32,
+    shfl_idx_f32,
+    st_shared_f32,
+)
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
+LOWEST = float32(-math.inf)  # the score of a hidden key, and the maximum of none
+
+
+@device
+def exp(x):
+    return ex2_approx(x * float32(LOG2_E))
+
+
+@device
+def log(x):
+    return lg2_approx(x) * float32(LN_2)
+
+
+@device
+def shift_of(m):
+    """What is subtracted before ``exp``: m, or 0 where no key has been seen, lest it be NaN."""
+    return m if m > LOWEST else float32(0)
+
+
+@device
+def with_sink(m, l, sink):
+    """Lines 12 and 13: maximum and sum of a row with its sink, and the factor that completes O_i.
+
+    L_i is the maximum plus the logarithm of the sum. The factor is 0 for a row that sees no key.
+    """
+    m_new = max_f32(m, sink)
+    shift = shift_of(m_new)
+    correction = exp(m - shift)
+    l = l * correction + exp(sink - shift)
+    return m_new, l, correction / l if l != 0 else float32(0)
+
+
+def bits_of(lanes: int) -> tuple[int, ...]:
+    """The bits in which the numbers of ``lanes`` neighbouring lanes differ.
+
+    >>> bits_of(8)
+    (1, 2, 4)
+    """
+    return tuple(1 << bit for bit in range(lanes.bit_length() - 1))
+
+
+def maximum_over(*bits: int) -> Any:
+    """maximum(x): the largest among the lanes whose numbers differ in these bits."""
+
+    @device
+    def maximum(x):
+        for bit in bits:
+            x = max_f32(x, shfl_bfly_f32(x, bit))
+        return x
+
+    return maximum
+
+
+def sum_over(*bits: int) -> Any:
+    """total(x): the sum over the lanes whose numbers differ in these bits, added in that order."""
+
+    @device
+    def total(x):
+        for bit in bits:
+            x += shfl_bfly_f32(x, bit)
+        return x
+
+    return total
+
+
+def update_halves(rows: int, keys: int, words: int) -> Any:
+    """update(S, V_j, O, m, l, is_partial) for rows of which a lane has ``words`` columns of O.
+
+    Lines 9 and 10, the product with its ``keys`` values too. In a partial tile a hidden key is left
+    out: 0 times NaN would be NaN.
+    """
+
+    @device
+    def update(S, V_j, O, m, l, is_partial):
+        for r in range(rows):
+            m_new = m[r]
+            for u in range(keys):
+                m_new = max_f32(m_new, S[r * keys + u])
+            shift = shift_of(m_new)
+            if m_new != m[r]:
+                correction = exp(m[r] - shift)
+                l[r] *= correction
+                for x in range(words):
+                    O[r * words + x] *= correction
+                m[r] = m_new
+            for u in range(keys):
+                s = S[r * keys + u]
+                if not is_partial or s != LOWEST:
+                    p = exp(s - shift)
+                    l[r] += p
+                    for x in range(words):
+                        O[r * words + x] += p * V_j[u * words + x]
+
+    return update
+
+
+def update_transposed(tiles: DecodeTiles) -> Any:
+    """update_softmax(S, O, m, l, P_upper, P_rest, t) for Sᵀ and Oᵀ as ``mma`` leaves them.
+
+    Line 9, and of line 10 O_i for the new maximum. P_ij is given as two 16-bit numbers, its upper
+    bits and what they leave.
+    """
+    sides, keys, words = tiles.sides, tiles.keys // 8, tiles.v_words
+    _, _, pack, _, _ = FORMATS[tiles.dtype]
+    upper_bits = 0xFFFFE000 if tiles.dtype == "float16" else 0xFFFF0000  # those that 16 bits hold
+    maximum = maximum_over(1, 2)
+
+    @device
+    def upper(p):
+        return bits_as_f32(f32_as_bits(p) & uint32(upper_bits))
+
+    @device
+    def update_softmax(S, O, m, l, P_upper, P_rest, t):
+        for side in range(sides):
+            m_new = m[side]
+            for n in range(keys):
+                for x in range(2):
+                    m_new = max_f32(m_new, S[4 * n + 2 * side + x])
+            m_new = maximum(m_new)
+            shift = shift_of(m_new)
+            correction = exp(m[side] - shift)
+            m[side] = m_new
+            l[side] *= correction
+            for n in range(keys):
+                p0 = exp(S[4 * n + 2 * side] - shift)
+                p1 = exp(S[4 * n + 2 * side + 1] - shift)
+                l[side] += p0 + p1
+                upper0, upper1 = upper(p0), upper(p1)
+                P_upper[side * keys + n] = pack(upper0, upper1)
+                P_rest[side * keys + n] = pack(p0 - upper0, p1 - upper1)
+            # A row's scores are in four lanes with one g, its columns of O in those with one t.
+            first = shfl_idx_f32(correction, int32(8) * t)
+            second = shfl_idx_f32(correction, int32(8) * t + int32(4))
+            if first != float32(1) or second != float32(1):
+                for M in range(words):
+                    x = 4 * (side * words + M)
+                    O[x] *= first
+                    O[x + 1] *= second
+                    O[x + 2] *= first
+                    O[x + 3] *= second
+
+    return update_softmax
+
+
+def update_registers(tiles: RegisterTiles) -> Any:
+    """update_softmax(S, O, m, l, P_at) for scores of rows that ``columns`` lanes share.
+
+    Lines 9 and 10: m_i, P_ij into shared memory, l_i; O_i for the new maximum. The weight of a
+    hidden key is the negative zero, as ``nonfinite.add_nonfinite_values`` expects it.
+    """
+    columns, rows, keys, own = tiles.columns, tiles.rows, tiles.keys, tiles.own
+    row_step, weights_row = tiles.row_step, tiles.weights_row
+    maximum = maximum_over(*bits_of(columns))
+
+    @device
+    def update_softmax(S, O, m, l, P_at):
+        for i in range(rows):
+            m_new = S[i, 0]
+            for j in range(1, keys):
+                m_new = max_f32(m_new, S[i, j])
+            m_new = max_f32(maximum(m_new), m[i])
+            shift = shift_of(m_new)
+            correction = exp(m[i] - shift)
+            m[i] = m_new
+            total = float32(0)
+            for j in range(keys):
+                p = exp(S[i, j] - shift)
+                total += p
+                p = p if S[i, j] != LOWEST else float32(-0.0)
+                st_shared_f32(P_at + 4 * (i * row_step * weights_row + j * columns), p)
+            l[i] = correction * l[i] + total
+            for x in range(own):
+                O[i, x] *= correction
+
+    return update_softmax
+
+
+def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
+    """update_softmax(S, O, m, l, factor) for scores as ``mma`` leaves them.
+
+    ``factor`` takes scores to base 2. If ``is_plain`` it holds their scale, too.
+    """
+    M, N, chunks = tiles.M, tiles.N, tiles.chunks
+    maximum = maximum_over(1, 2)
+
+    @device
+    def update_softmax(S, O, m, l, factor):
+        """Lines 9 and 10: m_i, P_ij in the place of S_ij, l_i; O_i for the new maximum."""
+        for i in range(M):
+            for half in range(2):
+                e = 2 * half
+                m_new = m[i, half]
+                for n in range(N):
+                    m_new = max(m_new, max(S[4 * (i * N + n) + e], S[4 * (i * N + n) + e + 1]))
+                m_new = maximum(m_new)
+                shift = shift_of(m_new)
+                correction = ex2_approx((m[i, half] - shift) * factor)
+                m[i, half] = m_new
+                total = np.float32(0)
+                for n in range(N):
+                    for x in range(2):
+                        if is_plain:
+                            power = cuda.fma(S[4 * (i * N + n) + e + x], factor, -shift * factor)
+                        else:  # a bias may be so large that its product would overflow
+                            power = (S[4 * (i * N + n) + e + x] - shift) * factor
+                        S[4 * (i * N + n) + e + x] = ex2_approx(power)
+                        total += S[4 * (i * N + n) + e + x]
+                l[i, half] = correction * l[i, half] + total
+                for d in range(chunks):
+                    O[4 * (i * chunks + d) + e] *= correction
+                    O[4 * (i * chunks + d) + e + 1] *= correction
+
+    return update_softmax
