@@ -29,7 +29,7 @@ SMALL = {
 
 
 def start_alone(thread):
-    """Let a thread come to its first barrier, or its end, before the next one starts.
+    """Let a thread reach its first barrier, or its end, before the next one starts.
 
     Two that start together may both make a shared array, each its own: the simulator has no lock.
     """
@@ -51,7 +51,7 @@ def solve(rung, arrays, options):
 
 def main():
     BlockThread.start = start_alone
-    sys.setswitchinterval(1e-5)  # the simulator waits for its threads in a loop that never rests
+    sys.setswitchinterval(1e-5)  # the simulator waits for its threads in a busy loop
     rungs = {"cuda.rung1_rows": rung1_rows, "cuda.rung2_tiles": rung2_tiles}
     usual = {(module, name): getattr(module, name) for module, name in SMALL}
     results = []

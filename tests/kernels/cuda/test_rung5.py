@@ -110,7 +110,7 @@ def test_keys_that_no_row_sees_are_not_read(dtype):
     whole = cuda_entry.upload(problem, memory)
 
     def only(array, first, last):
-        """Rows as if the others were there too, where the emulator knows of no array."""
+        """Rows at their addresses in an array of which the emulator knows no other rows."""
         array = np.pad(array, ((0, 0), (0, 0), (0, 0), (0, 16 - array.shape[3])))
         part = memory.put(array[:, :, first:last])
         return whole.k._replace(address=part - first * 16 * array.itemsize)
@@ -168,7 +168,7 @@ def test_an_infinite_value_is_the_output_of_the_rows_that_see_it(dtype):
     ("problem", "splits"),
     [
         ({"B": 16, "H": 32, "Hkv": 8, "Lk": 8192}, 17),  # 128 heads: 2112 warps are wanted
-        ({"B": 1, "H": 8, "Hkv": 8, "Lk": 8192}, 128),  # no fewer than 64 keys a split
+        ({"B": 1, "H": 8, "Hkv": 8, "Lk": 8192}, 128),  # no fewer than 64 keys per split
         ({"B": 1, "H": 8, "Hkv": 8, "Lk": 63}, 1),
         ({"B": 600, "H": 4, "Hkv": 4, "Lk": 8192}, 1),
     ],
@@ -181,15 +181,15 @@ def test_splits_are_as_many_as_keep_the_gpu_busy(problem, splits):
         for heads, length in (("H", "Lq"), ("Hkv", "Lk"), ("Hkv", "Lk"))
     )
     shapes = []
-    (take, given), _ = rung5_decode.launches(
+    (split, given), _ = rung5_decode.launches(
         Problem.of(q, k, v), (None,) * 8, lambda shape: shapes.append(shape) or 0
     )
     assert given[-1] == splits
     assert [shape[1] for shape in shapes] == [splits] * 2
-    assert take.grid[1] * take.threads // 32 >= splits
+    assert split.grid[1] * split.threads // 32 >= splits
 
 
-def test_what_it_cannot_take_is_said():
+def test_it_says_what_it_does_not_support():
     wide, narrow = np.ones((2, 257), np.float32), np.ones((2, 256), np.float32)
     assert "272 wide" in rung5_decode.unsupported(Problem.of(wide, wide, wide))
     assert "float64" in rung5_decode.unsupported(Problem.of(*np.ones((3, 2, 4))))

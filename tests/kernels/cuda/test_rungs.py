@@ -1,9 +1,10 @@
 """The CUDA rungs that take addresses, without a GPU: in the emulator, and as ptxas sees them.
 
-A rung is run on problems that cut its tiles in every way, in lockstep and in random orders of
-warps; see ``tests/emulator`` for what that notices. float32 must be as good as plain NumPy. What 16
-bits may cost is derived: an output is a mean of values with weights that were rounded once, and is
-rounded once itself; scores, and with them the log-sum-exp, are as exact as in float32.
+A rung is run on problems that leave its tiles partial in every way, in lockstep and in random
+orders of warps; see ``tests/emulator`` for what that detects. float32 must be as good as plain
+NumPy. What 16 bits may cost is derived: an output is a mean of values with weights that were
+rounded once, and is rounded once itself; scores, and with them the log-sum-exp, are as exact as in
+float32.
 """
 
 import re
@@ -50,7 +51,7 @@ def as_dtype(name):
 
 
 def given(rung, dtype=None, B=2, H=4, Hkv=2, Lq=131, Lk=150, D=50, Dv=33, spread=1.0, seed=0):
-    """q, k, v for the rung; ``Lq`` is cut to what it is made for."""
+    """q, k, v for the rung; ``Lq`` is at most what it is made for."""
     dtypes, most = about(rung)
     rng = np.random.default_rng(seed)
     shapes = ((B, H, min(Lq, most), D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv))
@@ -82,7 +83,7 @@ def check(rung, arrays, options, order=None):
 
 
 def options(Lq, Lk=150, B=2, H=4):
-    """Each option alone, in sizes that cut some tiles and leave some whole; and all together."""
+    """Each option alone, in sizes that leave some tiles partial and some full; and all together."""
     rng = np.random.default_rng(1)
     bias = rng.normal(size=(1, H, Lq, Lk)).astype(np.float32)
     slopes = np.array([0.5, 0.25, 0.1, 0])
@@ -90,7 +91,7 @@ def options(Lq, Lk=150, B=2, H=4):
     return {
         "nothing": {},
         "causal": {"is_causal": True, "q_offset": Lk - Lq},
-        "causal, a batch entry": {"is_causal": True, "q_offset": np.array([-3, 70])},
+        "causal, per batch entry": {"is_causal": True, "q_offset": np.array([-3, 70])},
         "window": {"window_size": (30, 5), "q_offset": np.array([0, 50])},
         "window to the left": {"window_size": (17, None), "q_offset": 60},
         "window to the right": {"window_size": (None, 20), "q_offset": 2},
@@ -102,12 +103,12 @@ def options(Lq, Lk=150, B=2, H=4):
         "scale 0": {"scale": 0.0},
         "mask": {"attn_mask": mask},
         "mask of nothing": {"attn_mask": np.zeros((Lq, Lk), bool)},
-        "mask a key": {"attn_mask": rng.random((B, 1, 1, Lk)) < 0.5},
-        "mask a query": {"attn_mask": rng.random((1, H, Lq, 1)) < 0.5},
+        "mask per key": {"attn_mask": rng.random((B, 1, 1, Lk)) < 0.5},
+        "mask per query": {"attn_mask": rng.random((1, H, Lq, 1)) < 0.5},
         "mask in Fortran's order": {"attn_mask": np.asfortranarray(mask[0, 0])},
         "bias": {"attn_bias": bias},
         "bias of -inf": {"attn_bias": np.where(rng.random((B, H, Lq, Lk)) < 0.3, -inf, bias)},
-        "bias a key": {"attn_bias": bias[:, :1, :1]},
+        "bias per key": {"attn_bias": bias[:, :1, :1]},
         "alibi": {"alibi_slopes": slopes, "q_offset": np.array([0, 70])},
         "softcap": {"softcap": 1.5},
         "everything": {
@@ -126,7 +127,7 @@ def test_every_option_on_ragged_sizes(rung, name):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", ["nothing", "causal, a batch entry", "lengths", "everything"])
+@pytest.mark.parametrize("name", ["nothing", "causal, per batch entry", "lengths", "everything"])
 def test_the_order_of_warps_does_not_matter(rung, name, seed):
     arrays = given(rung)
     check(rung, arrays, options(arrays[0].shape[2])[name], order=seed)
@@ -197,7 +198,7 @@ def test_whatever_hides_a_key_hides_its_nan_too(rung, hides, poison):
         np.testing.assert_array_equal(L[:, :, rows], clean_L[:, :, rows])
 
 
-def test_a_wild_value_reaches_its_own_column_of_those_that_see_it(rung):
+def test_a_nonfinite_value_reaches_its_own_column_of_those_that_see_it(rung):
     q, k, v = given(rung, Lq=40, Lk=90, B=1, H=2, Hkv=1)
     v[0, 0, 41, 2], v[0, 0, 42, 5], v[0, 0, 43, 7] = np.nan, inf, -inf
     v[0, 0, 3, 1] = np.nan  # seen by all, in a tile that all see
@@ -213,7 +214,7 @@ def test_a_wild_value_reaches_its_own_column_of_those_that_see_it(rung):
 
 def test_the_farthest_offsets_and_windows_are_no_limit(rung):
     arrays = given(rung, Lq=20, Lk=70, B=1)
-    whole, _ = forward(rung, Problem.of(*arrays))
+    unmasked, _ = forward(rung, Problem.of(*arrays))
     far = 2**31 - 1
     for same in (
         {"is_causal": True, "q_offset": far},
@@ -221,7 +222,7 @@ def test_the_farthest_offsets_and_windows_are_no_limit(rung):
         {"window_size": (2**40, 2**40), "q_offset": 5},
     ):
         O, _ = forward(rung, Problem.of(*arrays, **same))
-        np.testing.assert_array_equal(O, whole)
+        np.testing.assert_array_equal(O, unmasked)
     O, L = forward(rung, Problem.of(*arrays, is_causal=True, q_offset=-far))
     assert (O.astype(np.float32) == 0).all()
     assert np.isneginf(L).all()
@@ -235,14 +236,14 @@ def test_the_longest_windows_end_where_they_end(rung):
     check(rung, arrays, {"window_size": (2**30 + 9, 2**30 - 40), "q_offset": 2**30})
 
 
-def test_what_it_cannot_take_it_says(rung):
+def test_it_says_what_it_does_not_support(rung):
     known = about(rung)[0]
     for dtype in ("float64", "float32", "float16"):
         q, k, v = (x.astype(dtype) for x in given(rung, Lq=2, Lk=3))
         assert (rung.unsupported(Problem.of(q, k, v)) is None) == (dtype in known)
-    for D, is_taken in ((256, True), (257, False)):
+    for D, is_supported in ((256, True), (257, False)):
         said = rung.unsupported(Problem.of(*given(rung, Lq=2, Lk=3, D=D)))
-        assert (said is None) == is_taken
+        assert (said is None) == is_supported
         assert said is None or "256" in said
 
 
@@ -298,7 +299,7 @@ WIDTHS = [(n, n) for n in (16, 32, 40, 64, 80, 96, 128, 160, 192, 256)] + [(24, 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ["cuda.rung1_rows", "cuda.rung2_tiles"])
-def test_rungs_for_whole_arrays_stay_in_registers_too(name, dtype):
+def test_rungs_that_take_arrays_stay_in_registers_too(name, dtype):
     pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles the kernels, is missing")
     assembled = import_module("minimha.kernels.cuda.ptxas")
     module = import_module(f"minimha.kernels.{name}")

@@ -1,8 +1,8 @@
 """CUDA rungs 1 and 2, executed thread by thread in numba's simulator: no GPU is needed.
 
 One process runs all cases. With blocks of a few rows even the small problems of the feature grid
-have several blocks of threads and several tiles, whole ones and cut ones; with two numbers of a row
-a thread even their narrow heads come in parts.
+have several thread blocks and several tiles, full and partial ones; with two numbers of a row per
+thread even their narrow heads are computed in parts.
 """
 
 import os
@@ -61,7 +61,7 @@ EDGES = {
     for rung in RUNGS
 }
 OTHERS = {
-    **{("whole blocks", rung): (rung, False, ragged(67, 70), {"is_causal": True, "q_offset": 3})
+    **{("usual blocks", rung): (rung, False, ragged(67, 70), {"is_causal": True, "q_offset": 3})
        for rung in RUNGS},
     **{("poison", rung): (rung, True, poisoned(), {"window_size": (None, 0), "kv_lengths": [3, 2]})
        for rung in RUNGS},
@@ -90,8 +90,8 @@ def test_every_option_and_every_edge(case, results):
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_blocks_of_their_usual_size(rung, results):
-    _, _, (q, k, v), options = CASES["whole blocks", rung]
-    assert_close_to_exact(q, k, v, options, *results["whole blocks", rung])
+    _, _, (q, k, v), options = CASES["usual blocks", rung]
+    assert_close_to_exact(q, k, v, options, *results["usual blocks", rung])
 
 
 @pytest.mark.parametrize("rung", RUNGS)
