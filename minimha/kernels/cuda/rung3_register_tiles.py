@@ -37,14 +37,6 @@ from minimha.kernels.cuda.arguments import (
     too_wide,
 )
 from minimha.kernels.cuda.launch import Launch
-from minimha.kernels.cuda.parts.fragments import (
-    RegisterTiles,
-    copy_to_shared,
-    fma_keys,
-    fma_values,
-    row_address,
-    store_row,
-)
 from minimha.kernels.cuda.parts.mask import ScoreOptions, is_full, key_range, mask_registers
 from minimha.kernels.cuda.parts.nonfinite import add_nonfinite_values
 from minimha.kernels.cuda.parts.online_softmax import (
@@ -54,6 +46,13 @@ from minimha.kernels.cuda.parts.online_softmax import (
     update_registers,
     with_sink,
 )
+from minimha.kernels.cuda.parts.register_tiles import (
+    RegisterTiles,
+    copy_to_shared,
+    fma_keys,
+    fma_values,
+)
+from minimha.kernels.cuda.parts.rows import row_address, store_row
 from minimha.kernels.cuda.ptx import (
     ld_global_nc_f32,
     ld_global_nc_s64,

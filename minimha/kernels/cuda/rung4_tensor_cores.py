@@ -50,7 +50,6 @@ from minimha.kernels.cuda.parts.fragments import (
     mma_values,
     offset_in_tile,
     prefetch_tile,
-    row_address,
     store_tile,
 )
 from minimha.kernels.cuda.parts.mask import (
@@ -73,6 +72,7 @@ from minimha.kernels.cuda.parts.online_softmax import (
     update_fragments,
     with_sink,
 )
+from minimha.kernels.cuda.parts.rows import row_address
 from minimha.kernels.cuda.ptx import (
     cp_async_commit_group,
     cp_async_wait_group,

@@ -36,14 +36,9 @@ from minimha.kernels.cuda.launch import Launch
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.fragments import (
     FORMATS,
-    GLOBAL_F32,
-    GLOBAL_U32,
     DecodeTiles,
     load_keys,
-    load_row,
     load_values,
-    row_address,
-    store_row,
     transposed_keys,
     transposed_values,
 )
@@ -63,6 +58,7 @@ from minimha.kernels.cuda.parts.online_softmax import (
     update_halves,
     update_transposed,
 )
+from minimha.kernels.cuda.parts.rows import GLOBAL_F32, GLOBAL_U32, load_row, row_address, store_row
 
 WARPS = 2  # per block: fewer waste less of the registers
 WARPS_PER_MULTIPROCESSOR = 16  # there are as many splits as give each multiprocessor so many

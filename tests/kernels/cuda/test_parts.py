@@ -14,7 +14,7 @@ from minimha.equations.visibility import sees
 from minimha.kernels.cuda import arguments
 from minimha.kernels.cuda import ptx as instructions
 from minimha.kernels.cuda.launch import Launch
-from minimha.kernels.cuda.parts import fragments, mask, nonfinite, online_softmax
+from minimha.kernels.cuda.parts import fragments, mask, nonfinite, online_softmax, rows
 
 inf, nan = np.inf, np.nan
 NUMBERS = {
@@ -87,8 +87,8 @@ def test_a_word_is_widened_to_its_two_numbers(dtype):
 @pytest.mark.parametrize("bits", [(1,), (1, 2), (8, 4, 2, 1), (16, 8, 4, 2, 1)])
 def test_lanes_share_the_maximum_and_the_sum_of_their_row(bits):
     x = np.random.default_rng(0).integers(-50, 50, 32).astype(np.float32)
-    rows = np.arange(32) & ~sum(bits)
-    same = rows == rows[:, None]
+    row = np.arange(32) & ~sum(bits)
+    same = row == row[:, None]
     largest = execute(of_numbers(online_softmax.maximum_over(*bits)), x, 32)
     np.testing.assert_array_equal(largest, np.where(same, x, -inf).max(axis=1))
     total = execute(of_numbers(online_softmax.sum_over(*bits)), x, 32)
@@ -104,11 +104,11 @@ def test_a_sink_joins_the_sum_and_completes_the_row():
         m, l, factor = with_sink(m, l, sink)
         instructions.st_global_v2_f32(to + uint64(8) * lane, m + log(l), factor)
 
-    rows = [(1, 2, -inf), (1, 2, 3), (5, 2, -100), (-inf, 0, 2), (-inf, 0, -inf), (-80, 1, 90)]
+    lines = [(1, 2, -inf), (1, 2, 3), (5, 2, -100), (-inf, 0, 2), (-inf, 0, -inf), (-80, 1, 90)]
     given = np.zeros((32, 4), np.float32)
-    given[: len(rows), :3] = rows
-    L, factor = execute(kernel, given, 64).reshape(32, 2)[: len(rows)].T
-    m, l, sink = np.array(rows, float).T
+    given[: len(lines), :3] = lines
+    L, factor = execute(kernel, given, 64).reshape(32, 2)[: len(lines)].T
+    m, l, sink = np.array(lines, float).T
     with np.errstate(divide="ignore"):
         exact_L = np.logaddexp(m + np.log(l), sink)
     np.testing.assert_allclose(L, exact_L, rtol=1e-6)
@@ -121,8 +121,8 @@ def test_a_sink_joins_the_sum_and_completes_the_row():
 @pytest.mark.parametrize("words", range(1, 9))
 @pytest.mark.parametrize("lanes", [4, 16, 32])
 def test_a_row_is_spread_over_lanes_and_stored_as_it_was(words, lanes):
-    load = fragments.load_row(words, lanes, fragments.GLOBAL_F32)
-    store = fragments.store_row(words, lanes, 1)
+    load = rows.load_row(words, lanes, rows.GLOBAL_F32)
+    store = rows.store_row(words, lanes, 1)
 
     def kernel(at, to):
         row = uint64(4 * words * lanes) * uint64(cuda.threadIdx.x // lanes)

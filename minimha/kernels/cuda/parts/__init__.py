@@ -1,10 +1,12 @@
 """Parts of the CUDA kernels: device functions, and factories that make them.
 
 A factory is given on the host what is constant in a kernel (its width, dtype and options) and
-returns a device function, which can be tested in a kernel of its own. The rungs put them together
-to Algorithm 1.
+returns a device function, which can be tested in a kernel of its own. The rungs assemble them into
+Algorithm 1.
 
-fragments        tiles and rows: their addresses, copies, vector loads and stores, and products
+rows             addresses of rows, and vector loads and stores that spread them over lanes
+register_tiles   tiles multiplied in registers: copies and products of rung 3
+fragments        tiles multiplied by ``mma``: copies and products of rungs 4 and 5
 mask             which keys a query sees, and what the options do to its scores
 nonfinite        NaN and infinity among the values: they reach the rows that see them, and no other
 online_softmax   row maxima, exponentials, rescaling, and the log-sum-exp at the end

@@ -1,31 +1,22 @@
-"""Tiles and rows, spread over the threads of a block: addresses, copies, loads, stores, products.
+"""Fragments of ``mma``: how tiles get into them and are multiplied: rungs 4 and 5.
 
-A *chunk* is 16 bytes of a row, what a thread copies at once. A *fragment* is what one lane of a
-warp holds of a matrix; ``ptx.mma_f16`` says which numbers those are.
+A fragment is what one lane of a warp holds of a matrix; ``ptx.mma_f16`` says which numbers those
+are. A chunk is 16 bytes of a row, what a thread copies at once.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, float32, int32, types, uint32, uint64
 
 from minimha.kernels.cuda.parts import device
+from minimha.kernels.cuda.parts.rows import GLOBAL_U32, load_row, row_address
 from minimha.kernels.cuda.ptx import (
     bits_as_f32,
     cp_async_16,
     cvt_f32_f16,
-    ld_global_nc_f32,
-    ld_global_nc_u32,
-    ld_global_nc_v2_f32,
-    ld_global_nc_v2_u32,
-    ld_global_nc_v4_f32,
-    ld_global_nc_v4_u32,
-    ld_shared_f32,
-    ld_shared_v2_f32,
-    ld_shared_v4_f32,
     ld_shared_v4_u32,
     ldmatrix_x4,
     ldmatrix_x4_trans,
@@ -38,11 +29,7 @@ from minimha.kernels.cuda.ptx import (
     pack_bf16x2,
     pack_f16x2,
     split_b32,
-    st_global_f32,
-    st_global_v2_f32,
-    st_global_v4_f32,
     st_global_v4_u32,
-    st_shared_v4_f32,
     upper_halves,
 )
 
@@ -63,12 +50,6 @@ FORMATS = {
 }
 
 
-@device
-def row_address(X, b, h, i, itemsize):
-    """Address of X[b, h, i]."""
-    return X.address + uint64((b * X.batch + h * X.head + i * X.row) * itemsize)
-
-
 def widen(dtype: str) -> Any:
     """halves(word): the two 16-bit numbers of a register as float32, the lower half first."""
     is_float16 = dtype == "float16"
@@ -82,220 +63,6 @@ def widen(dtype: str) -> Any:
         return bits_as_f32(shifted), bits_as_f32(word & uint32(0xFFFF0000))
 
     return halves
-
-
-# ---- rows spread over lanes by vector loads and stores
-
-GLOBAL_F32 = (ld_global_nc_f32, ld_global_nc_v2_f32, ld_global_nc_v4_f32)
-GLOBAL_U32 = (ld_global_nc_u32, ld_global_nc_v2_u32, ld_global_nc_v4_u32)
-SHARED_F32 = (ld_shared_f32, ld_shared_v2_f32, ld_shared_v4_f32)
-
-
-def load_row(words: int, lanes: int, instructions: tuple[Any, Any, Any]) -> Any:
-    """load(address, lane, into, first): a lane's ``words`` 32-bit words of a row of numbers.
-
-    ``lanes`` lanes share the row. Each takes 16 bytes as long as there are enough for all, then 8,
-    then 4, so that neighbours read side by side.
-    """
-    one, two, four = instructions
-    fours, has_two, has_one = words // 4, words & 2, words & 1
-
-    @device
-    def load(address, lane, into, first):
-        lane = uint64(lane)
-        for piece in range(fours):
-            at = first + 4 * piece
-            a, b, c, d = four(address + uint64(16 * lanes * piece) + lane * uint64(16))
-            into[at], into[at + 1], into[at + 2], into[at + 3] = a, b, c, d
-        if has_two:
-            at = first + 4 * fours
-            a, b = two(address + uint64(16 * lanes * fours) + lane * uint64(8))
-            into[at], into[at + 1] = a, b
-        if has_one:
-            beyond = uint64(4 * lanes * (words - 1))
-            into[first + words - 1] = one(address + beyond + lane * uint64(4))
-
-    return load
-
-
-def store_row(words: int, lanes: int, numbers: int) -> Any:
-    """store(address, lane, values): as float32 what ``load_row`` spread, ``numbers`` per word."""
-    fours, has_two, has_one = words // 4, words & 2, words & 1
-
-    @device
-    def store(address, lane, values):
-        lane = uint64(lane)
-        for piece in range(fours):
-            to = address + uint64(16 * numbers) * (uint64(lanes * piece) + lane)
-            for quarter in range(numbers):
-                x = 4 * (numbers * piece + quarter)
-                st_global_v4_f32(
-                    to + uint64(16 * quarter),
-                    values[x],
-                    values[x + 1],
-                    values[x + 2],
-                    values[x + 3],
-                )
-        if has_two:
-            x = 4 * numbers * fours
-            to = address + uint64(4 * x * lanes) + uint64(8 * numbers) * lane
-            for half in range(numbers):
-                st_global_v2_f32(
-                    to + uint64(8 * half), values[x + 2 * half], values[x + 2 * half + 1]
-                )
-        if has_one:
-            x = numbers * (words - 1)
-            to = address + uint64(4 * x * lanes) + uint64(4 * numbers) * lane
-            for item in range(numbers):
-                st_global_f32(to + uint64(4 * item), values[x + item])
-
-    return store
-
-
-# ---- tiles of which a thread computes 8 × 8 scores: rung 3
-
-
-class RegisterTiles(NamedTuple):
-    """How ``threads`` threads share the products of B_r queries and B_c keys.
-
-    A warp is ``columns`` lanes wide and ``row_step`` = 32 / columns high. A lane owns ``rows``
-    queries, each ``row_step`` after the one before it, every ``columns``-th key, ``keys`` in all,
-    and ``width`` / columns = ``own`` columns of O. In shared memory, counted in numbers, a row of
-    Q_i and K_j takes ``long_row``, one of P_ij ``weights_row``, and the tile that is first K_j,
-    then P_ij, ``keys_or_weights``.
-    """
-
-    width: int
-    columns: int
-    rows: int
-    B_c: int
-    threads: int
-
-    @property
-    def B_r(self) -> int:
-        return self.rows * self.threads // self.columns
-
-    @property
-    def row_step(self) -> int:
-        return 32 // self.columns
-
-    @property
-    def keys(self) -> int:
-        return self.B_c // self.columns
-
-    @property
-    def own(self) -> int:
-        return self.width // self.columns
-
-    @property
-    def long_row(self) -> int:
-        """Four numbers longer: 8 lanes that read 16 bytes each of 8 successive rows."""
-        return self.width + 4
-
-    @property
-    def weights_row(self) -> int:
-        return self.B_c + self.columns
-
-    @property
-    def keys_or_weights(self) -> int:
-        return max(self.B_c * self.long_row, self.B_r * self.weights_row)
-
-    @property
-    def bytes(self) -> int:
-        """Of Q_i, of K_j or P_ij, and of V_j."""
-        V_j = self.B_c * self.width
-        return 4 * (self.B_r * self.long_row + self.keys_or_weights + V_j)
-
-
-def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
-    """copy(t, to, row_length, X, row_stride, length): ``rows`` rows, from ``length`` on as 0.
-
-    It returns whether a number that thread t copied is NaN or infinite.
-    """
-    threads, chunks = tiles.threads, tiles.width // 4
-    # What a thread reads at once. ptxas spills where more would have to stay in a register.
-    most = 8 if tiles.width <= 64 else 4
-    at_once = max(n for n in range(1, most + 1) if rows * chunks // threads % n == 0)
-
-    @device
-    def copy(t, to, row_length, X, row_stride, length):
-        x = cuda.local.array((8, 4), float32)
-        found = False
-        for start in range(t, rows * chunks, at_once * threads):
-            for n in range(at_once):
-                place = start + n * threads
-                row = place // chunks
-                for e in range(4):
-                    x[n, e] = 0
-                if row < length:
-                    x[n, 0], x[n, 1], x[n, 2], x[n, 3] = ld_global_nc_v4_f32(
-                        X + 4 * (row * row_stride) + 16 * (place % chunks)
-                    )
-            for n in range(at_once):
-                place = start + n * threads
-                for e in range(4):
-                    found |= not abs(x[n, e]) < math.inf
-                st_shared_v4_f32(
-                    to + 4 * row_length * (place // chunks) + 16 * (place % chunks),
-                    x[n, 0], x[n, 1], x[n, 2], x[n, 3],
-                )  # fmt: skip
-        return found
-
-    return copy
-
-
-def fma_keys(tiles: RegisterTiles) -> Any:
-    """multiply_keys(Q_at, K_at, S): line 8, S_ij = Q_i K_jᵀ, of the thread's rows and keys."""
-    width, columns, rows, keys = tiles.width, tiles.columns, tiles.rows, tiles.keys
-    row_step, long_row = tiles.row_step, tiles.long_row
-
-    @device
-    def multiply_keys(Q_at, K_at, S):
-        K = cuda.local.array((keys, 4), float32)
-        for i in range(rows):
-            for j in range(keys):
-                S[i, j] = 0
-        for d in range(0, width, 4):
-            for j in range(keys):
-                K[j, 0], K[j, 1], K[j, 2], K[j, 3] = ld_shared_v4_f32(
-                    K_at + 4 * (d + j * columns * long_row)
-                )
-            for i in range(rows):
-                q0, q1, q2, q3 = ld_shared_v4_f32(Q_at + 4 * (d + i * row_step * long_row))
-                for j in range(keys):
-                    S[i, j] += q0 * K[j, 0]
-                    S[i, j] += q1 * K[j, 1]
-                    S[i, j] += q2 * K[j, 2]
-                    S[i, j] += q3 * K[j, 3]
-
-    return multiply_keys
-
-
-def fma_values(tiles: RegisterTiles) -> Any:
-    """multiply_values(P_at, V_j, column, O): line 10, O_i + P_ij V_j, of the thread's numbers."""
-    width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
-    row_step, weights_row = tiles.row_step, tiles.weights_row
-    few = 2 if 64 < width < 240 else 4  # weights of a row at once: with more ptxas spills
-    load = load_row(own, tiles.columns, SHARED_F32)
-
-    @device
-    def multiply_values(P_at, V_j, column, O):
-        P = cuda.local.array((rows, 4), float32)
-        V = cuda.local.array(own, float32)
-        for j in range(0, B_c, few):
-            for i in range(rows):
-                at = P_at + 4 * (j + i * row_step * weights_row)
-                if few == 4:
-                    P[i, 0], P[i, 1], P[i, 2], P[i, 3] = ld_shared_v4_f32(at)
-                else:
-                    P[i, 0], P[i, 1] = ld_shared_v2_f32(at)
-            for n in range(few):
-                load(V_j + 4 * (j + n) * width, column, V, 0)
-                for i in range(rows):
-                    for x in range(own):
-                        O[i, x] += P[i, n] * V[x]
-
-    return multiply_values
 
 
 # ---- tiles for ``mma``: rung 4

@@ -17,8 +17,9 @@ from minimha.equations import visibility
 from minimha.equations.problem import Problem
 from minimha.kernels import score
 from minimha.kernels.cuda.parts import device
-from minimha.kernels.cuda.parts.fragments import MmaTiles, RegisterTiles
+from minimha.kernels.cuda.parts.fragments import MmaTiles
 from minimha.kernels.cuda.parts.online_softmax import LOG2_E, LOWEST
+from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
 from minimha.kernels.cuda.ptx import (
     ex2_approx,
     ld_global_f32,

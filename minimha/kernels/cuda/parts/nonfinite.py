@@ -16,16 +16,15 @@ from numba import cuda, float32, types, uint32, uint64
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.fragments import (
     FORMATS,
-    SHARED_F32,
     MmaTiles,
-    RegisterTiles,
     is_copied,
     lane_and_row,
-    load_row,
     offset_in_tile,
     widen,
 )
 from minimha.kernels.cuda.parts.online_softmax import LOWEST
+from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
+from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
 from minimha.kernels.cuda.ptx import (
     ld_global_f32,
     ld_global_nc_u32,

@@ -14,12 +14,8 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from minimha.kernels.cuda.parts import device
-from minimha.kernels.cuda.parts.fragments import (
-    FORMATS,
-    DecodeTiles,
-    MmaTiles,
-    RegisterTiles,
-)
+from minimha.kernels.cuda.parts.fragments import FORMATS, DecodeTiles, MmaTiles
+from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
 from minimha.kernels.cuda.ptx import (
     bits_as_f32,
     ex2_approx,

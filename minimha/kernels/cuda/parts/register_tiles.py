@@ -1,0 +1,160 @@
+"""Tiles of which each thread multiplies 8 queries by as many as 8 keys in its registers: rung 3."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from numba import cuda, float32
+
+from minimha.kernels.cuda.parts import device
+from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
+from minimha.kernels.cuda.ptx import (
+    ld_global_nc_v4_f32,
+    ld_shared_v2_f32,
+    ld_shared_v4_f32,
+    st_shared_v4_f32,
+)
+
+
+class RegisterTiles(NamedTuple):
+    """How ``threads`` threads share the products of B_r queries and B_c keys.
+
+    A warp is ``columns`` lanes wide and ``row_step`` = 32 / columns high. A lane owns ``rows``
+    queries, each ``row_step`` after the one before it, every ``columns``-th key, ``keys`` in all,
+    and ``width`` / columns = ``own`` columns of O. In shared memory, counted in numbers, a row of
+    Q_i and K_j takes ``long_row``, one of P_ij ``weights_row``, and the tile that is first K_j,
+    then P_ij, ``keys_or_weights``.
+    """
+
+    width: int
+    columns: int
+    rows: int
+    B_c: int
+    threads: int
+
+    @property
+    def B_r(self) -> int:
+        return self.rows * self.threads // self.columns
+
+    @property
+    def row_step(self) -> int:
+        return 32 // self.columns
+
+    @property
+    def keys(self) -> int:
+        return self.B_c // self.columns
+
+    @property
+    def own(self) -> int:
+        return self.width // self.columns
+
+    @property
+    def long_row(self) -> int:
+        """Four numbers longer: 8 lanes that read 16 bytes each of 8 successive rows."""
+        return self.width + 4
+
+    @property
+    def weights_row(self) -> int:
+        return self.B_c + self.columns
+
+    @property
+    def keys_or_weights(self) -> int:
+        return max(self.B_c * self.long_row, self.B_r * self.weights_row)
+
+    @property
+    def bytes(self) -> int:
+        """Of Q_i, of K_j or P_ij, and of V_j."""
+        V_j = self.B_c * self.width
+        return 4 * (self.B_r * self.long_row + self.keys_or_weights + V_j)
+
+
+def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
+    """copy(t, to, row_length, X, row_stride, length): ``rows`` rows, from ``length`` on as 0.
+
+    It returns whether a number that thread t copied is NaN or infinite.
+    """
+    threads, chunks = tiles.threads, tiles.width // 4
+    # What a thread reads at once. ptxas spills where more would have to stay in a register.
+    most = 8 if tiles.width <= 64 else 4
+    at_once = max(n for n in range(1, most + 1) if rows * chunks // threads % n == 0)
+
+    @device
+    def copy(t, to, row_length, X, row_stride, length):
+        x = cuda.local.array((8, 4), float32)
+        found = False
+        for start in range(t, rows * chunks, at_once * threads):
+            for n in range(at_once):
+                place = start + n * threads
+                row = place // chunks
+                for e in range(4):
+                    x[n, e] = 0
+                if row < length:
+                    x[n, 0], x[n, 1], x[n, 2], x[n, 3] = ld_global_nc_v4_f32(
+                        X + 4 * (row * row_stride) + 16 * (place % chunks)
+                    )
+            for n in range(at_once):
+                place = start + n * threads
+                for e in range(4):
+                    found |= not abs(x[n, e]) < math.inf
+                st_shared_v4_f32(
+                    to + 4 * row_length * (place // chunks) + 16 * (place % chunks),
+                    x[n, 0], x[n, 1], x[n, 2], x[n, 3],
+                )  # fmt: skip
+        return found
+
+    return copy
+
+
+def fma_keys(tiles: RegisterTiles) -> Any:
+    """multiply_keys(Q_at, K_at, S): line 8, S_ij = Q_i K_jᵀ, of the thread's rows and keys."""
+    width, columns, rows, keys = tiles.width, tiles.columns, tiles.rows, tiles.keys
+    row_step, long_row = tiles.row_step, tiles.long_row
+
+    @device
+    def multiply_keys(Q_at, K_at, S):
+        K = cuda.local.array((keys, 4), float32)
+        for i in range(rows):
+            for j in range(keys):
+                S[i, j] = 0
+        for d in range(0, width, 4):
+            for j in range(keys):
+                K[j, 0], K[j, 1], K[j, 2], K[j, 3] = ld_shared_v4_f32(
+                    K_at + 4 * (d + j * columns * long_row)
+                )
+            for i in range(rows):
+                q0, q1, q2, q3 = ld_shared_v4_f32(Q_at + 4 * (d + i * row_step * long_row))
+                for j in range(keys):
+                    S[i, j] += q0 * K[j, 0]
+                    S[i, j] += q1 * K[j, 1]
+                    S[i, j] += q2 * K[j, 2]
+                    S[i, j] += q3 * K[j, 3]
+
+    return multiply_keys
+
+
+def fma_values(tiles: RegisterTiles) -> Any:
+    """multiply_values(P_at, V_j, column, O): line 10, O_i + P_ij V_j, of the thread's numbers."""
+    width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
+    row_step, weights_row = tiles.row_step, tiles.weights_row
+    few = 2 if 64 < width < 240 else 4  # weights of a row at once: with more ptxas spills
+    load = load_row(own, tiles.columns, SHARED_F32)
+
+    @device
+    def multiply_values(P_at, V_j, column, O):
+        P = cuda.local.array((rows, 4), float32)
+        V = cuda.local.array(own, float32)
+        for j in range(0, B_c, few):
+            for i in range(rows):
+                at = P_at + 4 * (j + i * row_step * weights_row)
+                if few == 4:
+                    P[i, 0], P[i, 1], P[i, 2], P[i, 3] = ld_shared_v4_f32(at)
+                else:
+                    P[i, 0], P[i, 1] = ld_shared_v2_f32(at)
+            for n in range(few):
+                load(V_j + 4 * (j + n) * width, column, V, 0)
+                for i in range(rows):
+                    for x in range(own):
+                        O[i, x] += P[i, n] * V[x]
+
+    return multiply_values

@@ -1,0 +1,94 @@
+"""Rows of D contiguous numbers: their addresses, and vector loads and stores that spread them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import uint64
+
+from minimha.kernels.cuda.parts import device
+from minimha.kernels.cuda.ptx import (
+    ld_global_nc_f32,
+    ld_global_nc_u32,
+    ld_global_nc_v2_f32,
+    ld_global_nc_v2_u32,
+    ld_global_nc_v4_f32,
+    ld_global_nc_v4_u32,
+    ld_shared_f32,
+    ld_shared_v2_f32,
+    ld_shared_v4_f32,
+    st_global_f32,
+    st_global_v2_f32,
+    st_global_v4_f32,
+)
+
+GLOBAL_F32 = (ld_global_nc_f32, ld_global_nc_v2_f32, ld_global_nc_v4_f32)
+GLOBAL_U32 = (ld_global_nc_u32, ld_global_nc_v2_u32, ld_global_nc_v4_u32)
+SHARED_F32 = (ld_shared_f32, ld_shared_v2_f32, ld_shared_v4_f32)
+
+
+@device
+def row_address(X, b, h, i, itemsize):
+    """Address of X[b, h, i]."""
+    return X.address + uint64((b * X.batch + h * X.head + i * X.row) * itemsize)
+
+
+def load_row(words: int, lanes: int, instructions: tuple[Any, Any, Any]) -> Any:
+    """load(address, lane, into, first): a lane's ``words`` 32-bit words of a row of numbers.
+
+    ``lanes`` lanes share the row. Each takes 16 bytes as long as there are enough for all, then 8,
+    then 4, so that neighbours read side by side.
+    """
+    one, two, four = instructions
+    fours, has_two, has_one = words // 4, words & 2, words & 1
+
+    @device
+    def load(address, lane, into, first):
+        lane = uint64(lane)
+        for piece in range(fours):
+            at = first + 4 * piece
+            a, b, c, d = four(address + uint64(16 * lanes * piece) + lane * uint64(16))
+            into[at], into[at + 1], into[at + 2], into[at + 3] = a, b, c, d
+        if has_two:
+            at = first + 4 * fours
+            a, b = two(address + uint64(16 * lanes * fours) + lane * uint64(8))
+            into[at], into[at + 1] = a, b
+        if has_one:
+            beyond = uint64(4 * lanes * (words - 1))
+            into[first + words - 1] = one(address + beyond + lane * uint64(4))
+
+    return load
+
+
+def store_row(words: int, lanes: int, numbers: int) -> Any:
+    """store(address, lane, values): as float32 what ``load_row`` spread, ``numbers`` per word."""
+    fours, has_two, has_one = words // 4, words & 2, words & 1
+
+    @device
+    def store(address, lane, values):
+        lane = uint64(lane)
+        for piece in range(fours):
+            to = address + uint64(16 * numbers) * (uint64(lanes * piece) + lane)
+            for quarter in range(numbers):
+                x = 4 * (numbers * piece + quarter)
+                st_global_v4_f32(
+                    to + uint64(16 * quarter),
+                    values[x],
+                    values[x + 1],
+                    values[x + 2],
+                    values[x + 3],
+                )
+        if has_two:
+            x = 4 * numbers * fours
+            to = address + uint64(4 * x * lanes) + uint64(8 * numbers) * lane
+            for half in range(numbers):
+                st_global_v2_f32(
+                    to + uint64(8 * half), values[x + 2 * half], values[x + 2 * half + 1]
+                )
+        if has_one:
+            x = numbers * (words - 1)
+            to = address + uint64(4 * x * lanes) + uint64(4 * numbers) * lane
+            for item in range(numbers):
+                st_global_f32(to + uint64(4 * item), values[x + item])
+
+    return store
