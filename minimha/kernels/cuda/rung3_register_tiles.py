@@ -78,7 +78,7 @@ def tiles_of(width: int) -> RegisterTiles:
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this rung cannot take ``problem``, or None."""
+    """Return why this rung does not support ``problem``, or None."""
     if problem.dtype != np.float32:
         return f"register tiles are made for float32, and q, k, v are {problem.dtype}"
     return too_wide(problem)
@@ -135,7 +135,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         b = int32(cuda.blockIdx.x // row_blocks // o.H)
         kv = int32(h // (o.H // o.Hkv))
 
-        # Seen from the number of a query instead of its position, bounds need 32 bits and no more.
+        # Relative to the number of a query instead of its position, bounds need no more than 32 bits.
         q_offset = ld_global_nc_s64(o.q_offset + 8 * b)
         left = int32(min(max(o.left - q_offset, -LONGEST), LONGEST))
         right = int32(min(max(o.right + q_offset, -LONGEST), LONGEST))

@@ -98,7 +98,7 @@ class Variant(NamedTuple):
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this rung cannot take ``problem``, or None."""
+    """Return why this rung does not support ``problem``, or None."""
     if problem.dtype.name not in FORMATS:
         return f"tensor cores take float16 and bfloat16 here, and q, k, v are {problem.dtype}"
     return too_wide(problem)

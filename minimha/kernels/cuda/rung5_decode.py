@@ -94,7 +94,7 @@ class Place(NamedTuple):
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this rung cannot take ``problem``, or None."""
+    """Return why this rung does not support ``problem``, or None."""
     if problem.dtype.itemsize > 4:
         return "q, k and v are float64: GPU kernels take float32, float16 and bfloat16"
     return too_wide(problem)

@@ -187,7 +187,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions) -> Any:
     """mask_tile(S, mask, bias, o, b, h, row, column, left, right, length): options, and -inf.
 
     ``row`` and ``column`` are query and key of the thread's first score. ``left`` and ``right`` are
-    bounds seen from the query's number instead of its position.
+    bounds relative to the query's number instead of its position.
     """
     columns, rows, keys, row_step = tiles.columns, tiles.rows, tiles.keys, tiles.row_step
     _, has_slopes, has_mask, has_bias = options
@@ -195,7 +195,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions) -> Any:
 
     @device
     def rotate(S):
-        """Bring the next row of scores to S[0], the first one behind the last.
+        """Move the next row of scores to S[0], the first one after the last.
 
         Registers have no numbers at run time: what is done row by row, in a loop too long to be
         unrolled, is done to row 0.
@@ -208,7 +208,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions) -> Any:
 
     @device
     def mask_row(S, mask, bias, o, b, h, r, column, left, right, length):
-        # Seen from query r itself. Bounds of each row would be kept in registers for all tiles.
+        # Relative to query r. Bounds of each row would be kept in registers for all tiles.
         away, end = int32(column - r), int32(length - r)
         mask_at = pair_address(mask, b, h, r, column, 1)
         bias_at = pair_address(bias, b, h, r, column, 4)
@@ -274,7 +274,10 @@ def softcapped(x, softcap):
 
 
 def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """apply(t, S, bias, o, b, h, i_start, j_start): scale, softcap, ALiBi and bias."""
+    """apply(t, S, bias, o, b, h, i_start, j_start): scale, softcap, ALiBi and bias.
+
+    It is not ``score_pair``: what a row or a column shares is computed once for the fragment.
+    """
     M, N = tiles.M, tiles.N
     S_size = 4 * M * N
     has_softcap, has_slopes, _, has_bias = options
@@ -319,6 +322,7 @@ def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
 
     @device
     def visible(t, mask, bias, o, b, h, i_start, j_start, i):
+        # Not ``ld.global.nc``: read again where it is needed, not kept in registers for all tiles.
         q_offset, length = ld_global_s64(o.q_offset + 8 * b), ld_global_s64(o.kv_lengths + 8 * b)
         bits = np.uint32(0)
         for half in range(2):
