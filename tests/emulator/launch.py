@@ -143,10 +143,10 @@ def run(launch, arguments, memory, order=None, *, change=None):
 
 def forward(module, problem, order=None, *, change=None):
     """O and L of ``problem`` from a rung that takes addresses; the options are those of ``run``."""
-    from minimha.kernels.cuda import arguments as cuda_entry
+    from gpu_problems import download, upload
 
     memory = Arena()
-    arguments = cuda_entry.upload(problem, memory)
+    arguments = upload(problem, memory)
     for launch, given in module.launches(problem, arguments, memory.scratch):
         run(launch, given, memory, order, change=change)
-    return cuda_entry.download(problem, arguments, memory)
+    return download(problem, arguments, memory)

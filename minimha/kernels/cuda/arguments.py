@@ -355,39 +355,3 @@ def as_addresses(
         O=rows("O"),
         L=given["L"].address,
     )
-
-
-# Whole problems, for the simulator and the emulator, which run a rung without the backend
-
-
-def upload_arrays(problem: Problem, put: Callable[[NDArray[Any]], Any]) -> Arrays:
-    """The arguments for ``problem``, each array as ``put`` returns it; O and L are 0."""
-    (B, H, Lq, _), Dv = problem.q.shape, problem.v.shape[3]
-    given = host_arrays(problem, problem.compute)
-    given["O"] = np.zeros((B, H, Lq, Dv), problem.compute)
-    given["L"] = np.zeros((B, H, Lq), problem.compute)
-    return as_arrays(problem, {name: put(array) for name, array in given.items()}, put)
-
-
-def upload(problem: Problem, memory: Memory) -> Arguments:
-    """Upload ``problem``, float32 or 16-bit, and return the arguments for it; O and L are 0."""
-    B, H, Lq, _ = problem.q.shape
-    width = padded_width(problem)
-    given = host_arrays(problem, problem.dtype, width)
-    given["O"] = np.zeros((B, H, Lq, width), problem.dtype)
-    given["L"] = np.zeros((B, H, Lq), np.float32)
-    return as_addresses(
-        problem,
-        {name: to_device(array, memory) for name, array in given.items()},
-        lambda lines: [memory.put(line) for line in lines],
-    )
-
-
-def download(
-    problem: Problem, arguments: Arguments, memory: Memory
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Download O, in the problem's dtype, and L."""
-    B, H, Lq, _ = problem.q.shape
-    O = memory.get(arguments.O.address, (B, H, Lq, padded_width(problem)), problem.dtype)
-    L = memory.get(arguments.L, (B, H, Lq), np.float32)
-    return O[..., : problem.v.shape[3]], L

@@ -29,6 +29,7 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from minimha.equations.problem import Problem
+from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.arguments import (
     ADDRESSES,
     Arguments,
@@ -53,12 +54,6 @@ from minimha.kernels.cuda.parts.register_tiles import (
     fma_values,
 )
 from minimha.kernels.cuda.parts.rows import row_address, store_row
-from minimha.kernels.cuda.ptx import (
-    ld_global_nc_f32,
-    ld_global_nc_s64,
-    shared_address,
-    st_global_f32,
-)
 
 THREADS = 64
 ROWS = 8  # of scores and of O that a thread owns
@@ -135,11 +130,11 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         b = int32(cuda.blockIdx.x // row_blocks // o.H)
         kv = int32(h // (o.H // o.Hkv))
 
-        # Relative to the number of a query instead of its position, bounds need no more than 32 bits.
-        q_offset = ld_global_nc_s64(o.q_offset + 8 * b)
+        # Bounds relative to the number of a query, not its position, need no more than 32 bits.
+        q_offset = ptx.ld_global_nc_s64(o.q_offset + 8 * b)
         left = int32(min(max(o.left - q_offset, -LONGEST), LONGEST))
         right = int32(min(max(o.right + q_offset, -LONGEST), LONGEST))
-        length = int32(ld_global_nc_s64(o.kv_lengths + 8 * b))
+        length = int32(ptx.ld_global_nc_s64(o.kv_lengths + 8 * b))
         i_stop = int32(min(i_start + B_r, o.Lq))
         j_start, j_stop = key_range(i_start, i_stop, 0, left, right, length)
         j_start, j_stop = int32(min(j_start, length)), int32(max(j_stop, 0))
@@ -148,7 +143,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         my_column = lane % columns
         row = i_start + my_row
         # 32 bits again, from which ptxas makes one register and constant offsets.
-        Q_i = shared_address(cuda.shared.array(0, float32, alignment=16))
+        Q_i = ptx.shared_address(cuda.shared.array(0, float32, alignment=16))
         K_j = uint32(Q_i + 4 * B_r * long_row)
         V_j = uint32(K_j + 4 * keys_or_weights)
         Q_at = uint32(Q_i + 4 * my_row * long_row)
@@ -190,13 +185,13 @@ def kernel(made_for: Variant) -> Callable[..., None]:
             else:
                 multiply_values(P_at, V_j, my_column, O_i)
 
-        sink = ld_global_nc_f32(o.sinks + 4 * h)
+        sink = ptx.ld_global_nc_f32(o.sinks + 4 * h)
         for i in range(ROWS):  # lines 12 to 15
             r = row + i * row_step
             m, l, inverse = with_sink(m_i[i], total(l_i[i]), sink)
             if r < o.Lq:
                 if my_column == 0:  # here ``lg2`` would be the largest error
-                    st_global_f32(L + 4 * ((b * o.H + h) * o.Lq + r), m + math.log(l))
+                    ptx.st_global_f32(L + 4 * ((b * o.H + h) * o.Lq + r), m + math.log(l))
                 for x in range(own):
                     O_i[i, x] *= inverse
                 store(row_address(O, b, h, r, 4), my_column, O_i[i])

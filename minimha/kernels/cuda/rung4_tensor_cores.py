@@ -32,6 +32,7 @@ import numpy as np
 from numba import cuda, types
 
 from minimha.equations.problem import Problem
+from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.arguments import (
     ADDRESSES,
     Arguments,
@@ -73,19 +74,10 @@ from minimha.kernels.cuda.parts.online_softmax import (
     with_sink,
 )
 from minimha.kernels.cuda.parts.rows import row_address
-from minimha.kernels.cuda.ptx import (
-    cp_async_commit_group,
-    cp_async_wait_group,
-    ld_global_nc_f32,
-    optimization_barrier,
-    shared_address,
-    st_global_f32,
-    st_shared_u32,
-)
 
 WARPS = 4
 THREADS = 32 * WARPS
-wait_for_all = cp_async_wait_group(0)
+wait_for_all = ptx.cp_async_wait_group(0)
 
 
 class Variant(NamedTuple):
@@ -175,11 +167,11 @@ def epilogue(tiles: MmaTiles) -> Any:
                 m_i, l_i, inverse = with_sink(m[i, half] * unit, total(l[i, half]), sink)
                 r = 16 * i + 8 * half
                 if lane & 3 == 0 and row + r < o.Lq:
-                    st_global_f32(L_at + 4 * (row + r), m_i + log(l_i))
+                    ptx.st_global_f32(L_at + 4 * (row + r), m_i + log(l_i))
                 for d in range(chunks):
                     e = 4 * (i * chunks + d) + 2 * half
                     to = Q_i + offset_in_tile(first_row + r + (lane >> 2), d, chunks)
-                    st_shared_u32(to + 4 * (lane & 3), pack(O[e] * inverse, O[e + 1] * inverse))
+                    ptx.st_shared_u32(to + 4 * (lane & 3), pack(O[e] * inverse, O[e + 1] * inverse))
 
     return epilogue
 
@@ -215,7 +207,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         kv = np.int32(np.uint32(h) // np.uint32(np.uint32(o.H) // np.uint32(o.Hkv)))
         j_start, j_stop, full_start, full_stop = tile_bounds(i_start, i_stop, b, o)
 
-        Q_i = shared_address(cuda.shared.array(0, types.uint8, alignment=16))
+        Q_i = ptx.shared_address(cuda.shared.array(0, types.uint8, alignment=16))
         K, V = Q_i + B_r * W * 2, Q_i + B_r * W * 2 + 2 * stage
         K_at, V_at = first(t, k, b, kv, j_start), first(t, v, b, kv, j_start)
         O_at = row_address(O, b, h, i_start, 2)
@@ -239,7 +231,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
             prefetch(t, Q_i, first(t, q, b, h, i_start), 2 * q.row, B_r, o.Lq - i_start)  # line 4
             prefetch(t, K, K_at, 2 * k.row, B_c, remaining)  # line 7
             prefetch(t, V, V_at, 2 * v.row, B_c, remaining)
-            cp_async_commit_group()
+            ptx.cp_async_commit_group()
         now, has_marks = 0, False
         for j in range(j_start, j_stop, B_c):  # line 6
             K_j, V_j = K + now, V + now
@@ -253,19 +245,19 @@ def kernel(made_for: Variant) -> Callable[..., None]:
                 V_at += 2 * B_c * v.row
                 prefetch(t, K + now, K_at, 2 * k.row, B_c, j_stop - j - B_c)
                 prefetch(t, V + now, V_at, 2 * v.row, B_c, j_stop - j - B_c)
-            cp_async_commit_group()
+            ptx.cp_async_commit_group()
             if is_partial:
                 visible[0] = visible_in(t, mask, bias, o, b, h, i_start, j, 0)
                 if M == 2:
                     visible[M - 1] = visible_in(t, mask, bias, o, b, h, i_start, j, 1)
-                if cuda.syncthreads_or(has_nonfinite(optimization_barrier(t), V_j)):
+                if cuda.syncthreads_or(has_nonfinite(ptx.optimization_barrier(t), V_j)):
                     for sign in range(2):
                         mark_nonfinite(
                             t, V_j, visible, sign << 15, has_marks, O_at, 2 * O.row, o.Lq - i_start
                         )
                         has_marks = True
                     cuda.syncthreads()
-                    zero_nonfinite(optimization_barrier(t), V_j)
+                    zero_nonfinite(ptx.optimization_barrier(t), V_j)
                     cuda.syncthreads()
             multiply_keys(t, Q_i, K_j, S_ij)
             if not is_plain:
@@ -279,7 +271,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
             add_nonfinite(t, O_i, O_at, 2 * O.row, o.Lq - i_start)
         lane, first_row = place(t)
         row = i_start + first_row + (lane >> 2)
-        sink = ld_global_nc_f32(o.sinks + 4 * h)
+        sink = ptx.ld_global_nc_f32(o.sinks + 4 * h)
         L_at = L + 4 * o.Lq * (b * o.H + h)
         finish(lane, row, first_row, Q_i, O_i, m_i, l_i, unit, sink, o, L_at)
         store(lane, first_row, Q_i, O_at, 2 * O.row, o.Lq - i_start)

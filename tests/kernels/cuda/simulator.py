@@ -12,12 +12,12 @@ import time
 os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
 import numpy as np
+from gpu_problems import upload_arrays
 from numba import cuda
 from numba.cuda.simulator.kernel import BlockThread
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import rung1_rows, rung2_tiles
-from minimha.kernels.cuda.arguments import upload_arrays
 
 SMALL = {
     (rung1_rows, "THREADS"): 8,

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_problems import upload, upload_arrays
 from test_backends import ALONE, small
 
 from minimha import BackendUnavailable, attention
@@ -36,15 +37,7 @@ from minimha.kernels.cuda import (
     rung5_decode,
 )
 from minimha.kernels.cuda import driver as gpu
-from minimha.kernels.cuda.arguments import (
-    Arrays,
-    array_at,
-    padded_width,
-    to_device,
-    to_host,
-    upload,
-    upload_arrays,
-)
+from minimha.kernels.cuda.arguments import Arrays, array_at, padded_width, to_device, to_host
 from minimha.kernels.cuda.launch import Launch
 from minimha.kernels.cuda.launch import ptx as ptx_of
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_problems import upload
 from kernels.cpu.test_rungs import options, ragged
 from problems import assert_as_good_as_plain, assert_close_to_exact
 from test_backends import ALONE, small
@@ -25,7 +26,7 @@ from cuda.bindings import driver
 from minimha.kernels.cuda import backend as cuda
 from minimha.kernels.cuda import copies
 from minimha.kernels.cuda import driver as gpu
-from minimha.kernels.cuda.arguments import to_device, to_host, upload
+from minimha.kernels.cuda.arguments import to_device, to_host
 from minimha.kernels.cuda.launch import ptx as ptx_of
 
 inf = np.inf

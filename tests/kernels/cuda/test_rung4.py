@@ -11,6 +11,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles the kernels
 
 import emulator
 import ml_dtypes
+from gpu_problems import download, upload
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as cuda_entry
@@ -27,13 +28,13 @@ def given(Lq=40, Lk=90, D=16, H=2, Hkv=1, B=1, dtype=ml_dtypes.bfloat16, seed=0)
     return [rng.normal(size=shape).astype(dtype) for shape in shapes]
 
 
-def solve(q, k, v, order=None, place=cuda_entry.upload, **options):
+def solve(q, k, v, order=None, place=upload, **options):
     """O and L, in float64, from the emulator; ``place`` puts the problem into its memory."""
     problem, memory = Problem.of(q, k, v, **options), emulator.Arena()
     arguments = place(problem, memory)
     for launch, with_what in rung4_tensor_cores.launches(problem, arguments, memory.scratch):
         emulator.run(launch, with_what, memory, order)
-    return [x.astype(np.float64) for x in cuda_entry.download(problem, arguments, memory)]
+    return [x.astype(np.float64) for x in download(problem, arguments, memory)]
 
 
 def exact(q, k, v, **options):
@@ -79,7 +80,7 @@ def test_rows_may_be_stored_in_any_order(order):
 
     def place_lengths_first(problem, memory):
         """As (L, B, H, D): O too."""
-        arguments = cuda_entry.upload(problem, memory)
+        arguments = upload(problem, memory)
 
         def moved(array):
             B, H, _, D = array.shape
@@ -99,7 +100,7 @@ def test_rows_may_be_stored_in_any_order(order):
 
 def test_rows_that_begin_between_16_bytes_are_refused():
     problem = Problem.of(*given())
-    arguments = cuda_entry.upload(problem, emulator.Arena())
+    arguments = upload(problem, emulator.Arena())
     for wrong in (
         arguments.k._replace(address=arguments.k.address + 8),
         arguments.k._replace(row=20),

@@ -14,9 +14,9 @@ from problems import naive_attention
 pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles the kernels, is not installed")
 
 import emulator
+from gpu_problems import download, upload
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cuda import arguments as cuda_entry
 from minimha.kernels.cuda import rung5_decode
 
 inf = np.inf
@@ -107,7 +107,7 @@ def test_keys_that_no_row_sees_are_not_read(dtype):
     options = {"is_causal": True, "window_size": (9, 0), "q_offset": 20}  # keys 11 to 21
     problem = Problem.of(q, k, v, **options)
     memory = emulator.Arena()
-    whole = cuda_entry.upload(problem, memory)
+    whole = upload(problem, memory)
 
     def only(array, first, last):
         """Rows at their addresses in an array of which the emulator knows no other rows."""
@@ -119,7 +119,7 @@ def test_keys_that_no_row_sees_are_not_read(dtype):
         arguments = whole._replace(k=only(k, first, last), v=only(v, first, last))
         for launch, given in rung5_decode.launches(problem, arguments, memory.scratch, splits=2):
             emulator.run(launch, given, memory)
-        return (x.astype(np.float64) for x in cuda_entry.download(problem, whole, memory))
+        return (x.astype(np.float64) for x in download(problem, whole, memory))
 
     assert_right(q, k, v, *run(11, 22), **options)
     for first, last in [(12, 22), (11, 21)]:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from emulator import Arena, forward, ptx_of
+from gpu_problems import upload
 from problems import assert_close_to_exact, plain, run
 
 from minimha.equations.problem import Problem
@@ -277,12 +278,11 @@ def assert_in_registers(launch, text, arch):
 @pytest.mark.parametrize(("D", "name", "archs"), COMPILED)
 def test_everything_stays_in_registers(rung, D, name, archs):
     assembled = import_module("minimha.kernels.cuda.ptxas")
-    entry = import_module("minimha.kernels.cuda.arguments")
     most = about(rung)[1]
     q, k, v = given(rung, Lq=most, D=D, Dv=D)
     problem = Problem.of(q, k, v, **options(most)[name])
     memory = Arena()
-    launches = rung.launches(problem, entry.upload(problem, memory), memory.scratch)
+    launches = rung.launches(problem, upload(problem, memory), memory.scratch)
     for launch, _ in launches:
         assert launch.shared <= 227 * 1024
         for arch in archs:

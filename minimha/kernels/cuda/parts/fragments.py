@@ -11,27 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, types, uint32, uint64
 
+from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.rows import GLOBAL_U32, load_row, row_address
-from minimha.kernels.cuda.ptx import (
-    bits_as_f32,
-    cp_async_16,
-    cvt_f32_f16,
-    ld_shared_v4_u32,
-    ldmatrix_x4,
-    ldmatrix_x4_trans,
-    lower_halves,
-    mma_bf16,
-    mma_bf16_in,
-    mma_f16,
-    mma_f16_in,
-    optimization_barrier,
-    pack_bf16x2,
-    pack_f16x2,
-    split_b32,
-    st_global_v4_u32,
-    upper_halves,
-)
 
 
 class Format(NamedTuple):
@@ -45,8 +27,8 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "float16": Format(0x7C00, 0x3C00, pack_f16x2, mma_f16, mma_f16_in),
-    "bfloat16": Format(0x7F80, 0x3F80, pack_bf16x2, mma_bf16, mma_bf16_in),
+    "float16": Format(0x7C00, 0x3C00, ptx.pack_f16x2, ptx.mma_f16, ptx.mma_f16_in),
+    "bfloat16": Format(0x7F80, 0x3F80, ptx.pack_bf16x2, ptx.mma_bf16, ptx.mma_bf16_in),
 }
 
 
@@ -57,10 +39,10 @@ def widen(dtype: str) -> Any:
     @device
     def halves(word):
         if is_float16:
-            low, high = split_b32(word)
-            return cvt_f32_f16(low), cvt_f32_f16(high)
+            low, high = ptx.split_b32(word)
+            return ptx.cvt_f32_f16(low), ptx.cvt_f32_f16(high)
         shifted = uint32(word << uint32(16))
-        return bits_as_f32(shifted), bits_as_f32(word & uint32(0xFFFF0000))
+        return ptx.bits_as_f32(shifted), ptx.bits_as_f32(word & uint32(0xFFFF0000))
 
     return halves
 
@@ -124,7 +106,7 @@ def lane_and_row(tiles: MmaTiles) -> Any:
 
     @device
     def lane_and_row(t):
-        t = optimization_barrier(t)
+        t = ptx.optimization_barrier(t)
         return t & 31, (t >> 5) * rows
 
     return lane_and_row
@@ -171,7 +153,7 @@ def prefetch_tile(tiles: MmaTiles) -> Any:
             row = np.int32(first + r * at_once)
             if copies(t, row, rows):
                 size = 16 if row < present else 0
-                cp_async_16(to + offset_in_tile(row, chunk, chunks), X, size)
+                ptx.cp_async_16(to + offset_in_tile(row, chunk, chunks), X, size)
             X += at_once * row_bytes
 
     return prefetch
@@ -193,10 +175,10 @@ def mma_keys(tiles: MmaTiles) -> Any:
         for d in range(0, chunks, 2):
             for i in range(M):
                 row = first_row + 16 * i + (lane & 15)
-                ldmatrix_x4(A, 4 * i, Q_i + offset_in_tile(row, d + (lane >> 4), chunks))
+                ptx.ldmatrix_x4(A, 4 * i, Q_i + offset_in_tile(row, d + (lane >> 4), chunks))
             for n in range(0, N, 2):
                 key = 8 * n + (lane & 7) + ((lane >> 4) << 3)
-                ldmatrix_x4(B, 0, K_j + offset_in_tile(key, d + ((lane >> 3) & 1), chunks))
+                ptx.ldmatrix_x4(B, 0, K_j + offset_in_tile(key, d + ((lane >> 3) & 1), chunks))
                 for i in range(M):
                     mma(S, 4 * (i * N + n), A, 4 * i, B, 0)
                     mma(S, 4 * (i * N + n + 1), A, 4 * i, B, 2)
@@ -223,7 +205,7 @@ def mma_values(tiles: MmaTiles) -> Any:
                     A[4 * i + a] = pack(P[e], P[e + 1])
             for d in range(0, chunks, 2):
                 key = 16 * j + (lane & 15)
-                ldmatrix_x4_trans(B, 0, V_j + offset_in_tile(key, d + (lane >> 4), chunks))
+                ptx.ldmatrix_x4_trans(B, 0, V_j + offset_in_tile(key, d + (lane >> 4), chunks))
                 for i in range(M):
                     mma(O, 4 * (i * chunks + d), A, 4 * i, B, 0)
                     mma(O, 4 * (i * chunks + d + 1), A, 4 * i, B, 2)
@@ -245,8 +227,8 @@ def store_tile(tiles: MmaTiles) -> Any:
             place = lane + 32 * c
             r, chunk = first_row + place // chunks, place % chunks
             if r < rows:
-                w0, w1, w2, w3 = ld_shared_v4_u32(tile + offset_in_tile(r, chunk, chunks))
-                st_global_v4_u32(to + r * row_bytes + 16 * chunk, w0, w1, w2, w3)
+                w0, w1, w2, w3 = ptx.ld_shared_v4_u32(tile + offset_in_tile(r, chunk, chunks))
+                ptx.st_global_v4_u32(to + r * row_bytes + 16 * chunk, w0, w1, w2, w3)
 
     return store
 
@@ -342,8 +324,8 @@ def transposed_values(tiles: DecodeTiles) -> Any:
             for M in range(words):
                 a, b = V_j[2 * n * words + M], V_j[(2 * n + 1) * words + M]
                 c, d = V_j[(2 * n + 2) * words + M], V_j[(2 * n + 3) * words + M]
-                a0, a1 = lower_halves(a, b), upper_halves(a, b)
-                a2, a3 = lower_halves(c, d), upper_halves(c, d)
+                a0, a1 = ptx.lower_halves(a, b), ptx.upper_halves(a, b)
+                a2, a3 = ptx.lower_halves(c, d), ptx.upper_halves(c, d)
                 for side in range(sides):
                     x, y = 4 * (side * words + M), side * tiles_of_8 + n
                     p0, p1, rest0, rest1 = P_upper[y], P_upper[y + 1], P_rest[y], P_rest[y + 1]

@@ -16,21 +16,11 @@ from numba import float32, int32, int64, uint64
 from minimha.equations import visibility
 from minimha.equations.problem import Problem
 from minimha.kernels import score
+from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.fragments import MmaTiles
 from minimha.kernels.cuda.parts.online_softmax import LOG2_E, LOWEST
 from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
-from minimha.kernels.cuda.ptx import (
-    ex2_approx,
-    ld_global_f32,
-    ld_global_nc_f32,
-    ld_global_nc_s64,
-    ld_global_nc_u8,
-    ld_global_s64,
-    ld_global_u8,
-    optimization_barrier,
-    rcp_approx,
-)
 
 sees = device(visibility.sees)
 key_range = device(visibility.key_range)
@@ -80,8 +70,8 @@ def is_full(i_start, i_stop, j_start, j_stop, q_offset, left, right, length):
 @device
 def visible_keys(i_start, i_stop, b, o):
     """``key_range`` of batch entry b, as numbers from 0 to Lk."""
-    q_offset = ld_global_nc_s64(o.q_offset + uint64(8) * uint64(b))
-    length = ld_global_nc_s64(o.kv_lengths + uint64(8) * uint64(b))
+    q_offset = ptx.ld_global_nc_s64(o.q_offset + uint64(8) * uint64(b))
+    length = ptx.ld_global_nc_s64(o.kv_lengths + uint64(8) * uint64(b))
     start, stop = key_range(int64(i_start), int64(i_stop), q_offset, o.left, o.right, length)
     limit = int64(o.Lk)
     return int32(min(start, limit)), int32(max(int64(0), min(stop, limit)))
@@ -122,9 +112,9 @@ def score_pair(options: ScoreOptions) -> Any:
         if has_softcap:
             s = o.softcap * float32(math.tanh(s / o.softcap))
         if has_mask and is_visible:
-            is_visible = ld_global_nc_u8(mask_at) != 0
+            is_visible = ptx.ld_global_nc_u8(mask_at) != 0
         if has_bias and is_visible:
-            added = ld_global_nc_f32(bias_at)
+            added = ptx.ld_global_nc_f32(bias_at)
             s += added
             is_visible = added != LOWEST
         if has_slopes:
@@ -157,8 +147,8 @@ def row_options(options: ScoreOptions) -> Any:
         start, stop = visible_keys(i, i + 1, b, o)
         position, slope, mask_at, bias_at = int64(0), float32(0), uint64(0), uint64(0)
         if has_slopes:
-            position = i + ld_global_nc_s64(o.q_offset + uint64(8) * uint64(b))
-            slope = ld_global_nc_f32(o.slopes + uint64(4) * uint64(h))
+            position = i + ptx.ld_global_nc_s64(o.q_offset + uint64(8) * uint64(b))
+            slope = ptx.ld_global_nc_f32(o.slopes + uint64(4) * uint64(h))
         if has_mask:
             mask_at = pair_address(mask, b, h, i, 0, 1)
         if has_bias:
@@ -214,8 +204,8 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions) -> Any:
         bias_at = pair_address(bias, b, h, r, column, 4)
         slope, distance = float32(0), int64(0)
         if has_slopes:
-            slope = ld_global_nc_f32(o.slopes + 4 * h)
-            distance = r + ld_global_nc_s64(o.q_offset + 8 * b) - column
+            slope = ptx.ld_global_nc_f32(o.slopes + 4 * h)
+            distance = r + ptx.ld_global_nc_s64(o.q_offset + 8 * b) - column
         for j in range(keys):
             is_visible = sees(0, int32(away + j * columns), 0, left, right, end)
             if has_mask or has_bias:
@@ -252,7 +242,7 @@ def first_score(tiles: MmaTiles) -> Any:
 
     @device
     def first_score(t, i_start, j):
-        t = optimization_barrier(t)
+        t = ptx.optimization_barrier(t)
         return i_start + (t >> 5) * rows + ((t & 31) >> 2), j + 2 * (t & 3)
 
     return first_score
@@ -265,8 +255,8 @@ def softcapped(x, softcap):
     size = abs(x)
     square = size * size
     # 1 - 2 / (1 + exp(2 x)) has no digits left where x is small; there is a series.
-    power = ex2_approx(size * np.float32(2 * LOG2_E))
-    capped = np.float32(1) - np.float32(2) * rcp_approx(np.float32(1) + power)
+    power = ptx.ex2_approx(size * np.float32(2 * LOG2_E))
+    capped = np.float32(1) - np.float32(2) * ptx.rcp_approx(np.float32(1) + power)
     if size < np.float32(0.1):
         series = np.float32(2 / 15) * square - np.float32(1 / 3)
         capped = size + size * square * series
@@ -290,9 +280,9 @@ def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
             if has_softcap:
                 S[e] = softcapped(S[e], o.softcap)
         if has_slopes:
-            slope = ld_global_nc_f32(o.slopes + 4 * h)
+            slope = ptx.ld_global_nc_f32(o.slopes + 4 * h)
             row, column = corner(t, i_start, j_start)
-            distance = row + ld_global_s64(o.q_offset + 8 * b) - column
+            distance = row + ptx.ld_global_s64(o.q_offset + 8 * b) - column
             for i in range(M):
                 for n in range(N):
                     for e in range(4):
@@ -307,7 +297,7 @@ def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
                     for n in range(N):
                         for x in range(2):
                             key = last_or(column + 8 * n + x, o.Lk)
-                            S[4 * (i * N + n) + 2 * half + x] += ld_global_f32(
+                            S[4 * (i * N + n) + 2 * half + x] += ptx.ld_global_f32(
                                 bias_at + 4 * key * bias.column
                             )
 
@@ -323,7 +313,10 @@ def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
     @device
     def visible(t, mask, bias, o, b, h, i_start, j_start, i):
         # Not ``ld.global.nc``: read again where it is needed, not kept in registers for all tiles.
-        q_offset, length = ld_global_s64(o.q_offset + 8 * b), ld_global_s64(o.kv_lengths + 8 * b)
+        q_offset, length = (
+            ptx.ld_global_s64(o.q_offset + 8 * b),
+            ptx.ld_global_s64(o.kv_lengths + 8 * b),
+        )
         bits = np.uint32(0)
         for half in range(2):
             row, column = corner(t, i_start, j_start)
@@ -342,9 +335,9 @@ def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
                     is_visible = (low <= j) & (j < high)
                     key = last_or(column + j, o.Lk)
                     if has_mask:
-                        is_visible &= ld_global_u8(mask_at + key * mask.column) != 0
+                        is_visible &= ptx.ld_global_u8(mask_at + key * mask.column) != 0
                     if has_bias:
-                        added = ld_global_f32(bias_at + 4 * key * bias.column)
+                        added = ptx.ld_global_f32(bias_at + 4 * key * bias.column)
                         is_visible &= added != -math.inf
                     bits |= np.uint32(is_visible) << np.uint32(4 * n + 2 * half + x)
         return np.uint32(bits)

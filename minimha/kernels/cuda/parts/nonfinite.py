@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, types, uint32, uint64
 
+from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.fragments import (
     FORMATS,
@@ -25,17 +26,6 @@ from minimha.kernels.cuda.parts.fragments import (
 from minimha.kernels.cuda.parts.online_softmax import LOWEST
 from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
 from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
-from minimha.kernels.cuda.ptx import (
-    ld_global_f32,
-    ld_global_nc_u32,
-    ld_global_u32,
-    ld_shared_f32,
-    ld_shared_v4_u32,
-    ldmatrix_x4_trans,
-    st_global_f32,
-    st_global_u32,
-    st_shared_v4_u32,
-)
 
 # ---- weights and values in shared memory: rung 3
 
@@ -55,7 +45,7 @@ def add_nonfinite_values(tiles: RegisterTiles) -> Any:
         for j in range(B_c):
             load(V_j + 4 * j * width, column, V, 0)
             for i in range(rows):
-                p = ld_shared_f32(P_at + 4 * (j + i * row_step * weights_row))
+                p = ptx.ld_shared_f32(P_at + 4 * (j + i * row_step * weights_row))
                 if math.copysign(float32(1), p) > 0:
                     for x in range(own):
                         O[i, x] += p * V[x]
@@ -107,7 +97,7 @@ def has_nonfinite_tile(tiles: MmaTiles) -> Any:
         for r in range(-(-B_c // at_once)):
             row = first + r * at_once
             if copies(t, row, B_c):
-                a, b, c, d = ld_shared_v4_u32(V_j + offset_in_tile(row, chunk, chunks))
+                a, b, c, d = ptx.ld_shared_v4_u32(V_j + offset_in_tile(row, chunk, chunks))
                 found |= nonfinite(a) | nonfinite(b) | nonfinite(c) | nonfinite(d)
         return found
 
@@ -126,8 +116,8 @@ def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
             row = first + r * at_once
             if copies(t, row, B_c):
                 place = V_j + offset_in_tile(row, chunk, chunks)
-                a, b, c, d = ld_shared_v4_u32(place)
-                st_shared_v4_u32(place, zeroed(a), zeroed(b), zeroed(c), zeroed(d))
+                a, b, c, d = ptx.ld_shared_v4_u32(place)
+                ptx.st_shared_v4_u32(place, zeroed(a), zeroed(b), zeroed(c), zeroed(d))
 
     return zero_nonfinite
 
@@ -171,7 +161,7 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
                         pair = bits >> (8 * j + 2 * a)
                         A[a] = (pair & 1) * one | (((pair >> 1) & 1) * one) << 16
                     key = 16 * j + (lane & 15)
-                    ldmatrix_x4_trans(B, 0, V_j + offset_in_tile(key, d + (lane >> 4), chunks))
+                    ptx.ldmatrix_x4_trans(B, 0, V_j + offset_in_tile(key, d + (lane >> 4), chunks))
                     for e in range(4):
                         B[e] = flags(B[e], sign)
                     mma(C, 0, A, 0, B, 0)
@@ -183,10 +173,10 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
                         low = infinite if C[2 * x] > 0 else np.float32(0)
                         high = infinite if C[2 * x + 1] > 0 else np.float32(0)
                         if has_marks:
-                            old_low, old_high = halves(ld_global_u32(to))
+                            old_low, old_high = halves(ptx.ld_global_u32(to))
                             low += old_low
                             high += old_high
-                        st_global_u32(to, pack(low, high))
+                        ptx.st_global_u32(to, pack(low, high))
 
     return mark_nonfinite
 
@@ -205,7 +195,7 @@ def add_nonfinite_marks(tiles: MmaTiles) -> Any:
                 if row < rows:
                     for d in range(chunks):
                         to = O_at + row * row_bytes + 16 * d + 4 * (lane & 3)
-                        low, high = halves(ld_global_u32(to))
+                        low, high = halves(ptx.ld_global_u32(to))
                         O[4 * (i * chunks + d) + 2 * half] += low
                         O[4 * (i * chunks + d) + 2 * half + 1] += high
 
@@ -227,7 +217,7 @@ def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any
     def add(lane, V, V_row, start, stop, O_at, rows, here, mask, bias, o):
         for j in range(start, stop):
             for x in range(lane, width // 2, 32):
-                word = ld_global_nc_u32(V + uint64(j) * V_row + uint64(4) * uint64(x))
+                word = ptx.ld_global_nc_u32(V + uint64(j) * V_row + uint64(4) * uint64(x))
                 found = nonfinite(word)
                 if found != uint32(0):
                     low, high = halves(word)
@@ -236,9 +226,9 @@ def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any
                         if score(float32(0), j, row, True, mask, bias, o) != LOWEST:
                             at = O_at + uint64(4 * width) * uint64(r) + uint64(8) * uint64(x)
                             if found & uint32(0x8000) != uint32(0):
-                                st_global_f32(at, ld_global_f32(at) + low)
+                                ptx.st_global_f32(at, ptx.ld_global_f32(at) + low)
                             if found & uint32(0x80000000) != uint32(0):
                                 at += uint64(4)
-                                st_global_f32(at, ld_global_f32(at) + high)
+                                ptx.st_global_f32(at, ptx.ld_global_f32(at) + high)
 
     return add

@@ -13,19 +13,10 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, int32, uint32
 
+from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.fragments import FORMATS, DecodeTiles, MmaTiles
 from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
-from minimha.kernels.cuda.ptx import (
-    bits_as_f32,
-    ex2_approx,
-    f32_as_bits,
-    lg2_approx,
-    max_f32,
-    shfl_bfly_f32,
-    shfl_idx_f32,
-    st_shared_f32,
-)
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
@@ -34,12 +25,12 @@ LOWEST = float32(-math.inf)  # the score of a hidden key, and the maximum of non
 
 @device
 def exp(x):
-    return ex2_approx(x * float32(LOG2_E))
+    return ptx.ex2_approx(x * float32(LOG2_E))
 
 
 @device
 def log(x):
-    return lg2_approx(x) * float32(LN_2)
+    return ptx.lg2_approx(x) * float32(LN_2)
 
 
 @device
@@ -54,7 +45,7 @@ def with_sink(m, l, sink):
 
     L_i is the maximum plus the logarithm of the sum. The factor is 0 for a row that sees no key.
     """
-    m_new = max_f32(m, sink)
+    m_new = ptx.max_f32(m, sink)
     shift = shift_of(m_new)
     correction = exp(m - shift)
     l = l * correction + exp(sink - shift)
@@ -76,7 +67,7 @@ def maximum_over(*bits: int) -> Any:
     @device
     def maximum(x):
         for bit in bits:
-            x = max_f32(x, shfl_bfly_f32(x, bit))
+            x = ptx.max_f32(x, ptx.shfl_bfly_f32(x, bit))
         return x
 
     return maximum
@@ -88,7 +79,7 @@ def sum_over(*bits: int) -> Any:
     @device
     def total(x):
         for bit in bits:
-            x += shfl_bfly_f32(x, bit)
+            x += ptx.shfl_bfly_f32(x, bit)
         return x
 
     return total
@@ -106,7 +97,7 @@ def update_halves(rows: int, keys: int, words: int) -> Any:
         for r in range(rows):
             m_new = m[r]
             for u in range(keys):
-                m_new = max_f32(m_new, S[r * keys + u])
+                m_new = ptx.max_f32(m_new, S[r * keys + u])
             shift = shift_of(m_new)
             if m_new != m[r]:
                 correction = exp(m[r] - shift)
@@ -138,7 +129,7 @@ def update_transposed(tiles: DecodeTiles) -> Any:
 
     @device
     def upper(p):
-        return bits_as_f32(f32_as_bits(p) & uint32(upper_bits))
+        return ptx.bits_as_f32(ptx.f32_as_bits(p) & uint32(upper_bits))
 
     @device
     def update_softmax(S, O, m, l, P_upper, P_rest, t):
@@ -146,7 +137,7 @@ def update_transposed(tiles: DecodeTiles) -> Any:
             m_new = m[side]
             for n in range(keys):
                 for x in range(2):
-                    m_new = max_f32(m_new, S[4 * n + 2 * side + x])
+                    m_new = ptx.max_f32(m_new, S[4 * n + 2 * side + x])
             m_new = maximum(m_new)
             shift = shift_of(m_new)
             correction = exp(m[side] - shift)
@@ -160,8 +151,8 @@ def update_transposed(tiles: DecodeTiles) -> Any:
                 P_upper[side * keys + n] = pack(upper0, upper1)
                 P_rest[side * keys + n] = pack(p0 - upper0, p1 - upper1)
             # A row's scores are in four lanes with one g, its columns of O in those with one t.
-            first = shfl_idx_f32(correction, int32(8) * t)
-            second = shfl_idx_f32(correction, int32(8) * t + int32(4))
+            first = ptx.shfl_idx_f32(correction, int32(8) * t)
+            second = ptx.shfl_idx_f32(correction, int32(8) * t + int32(4))
             if first != float32(1) or second != float32(1):
                 for M in range(words):
                     x = 4 * (side * words + M)
@@ -188,8 +179,8 @@ def update_registers(tiles: RegisterTiles) -> Any:
         for i in range(rows):
             m_new = S[i, 0]
             for j in range(1, keys):
-                m_new = max_f32(m_new, S[i, j])
-            m_new = max_f32(maximum(m_new), m[i])
+                m_new = ptx.max_f32(m_new, S[i, j])
+            m_new = ptx.max_f32(maximum(m_new), m[i])
             shift = shift_of(m_new)
             correction = exp(m[i] - shift)
             m[i] = m_new
@@ -198,7 +189,7 @@ def update_registers(tiles: RegisterTiles) -> Any:
                 p = exp(S[i, j] - shift)
                 total += p
                 p = p if S[i, j] != LOWEST else float32(-0.0)
-                st_shared_f32(P_at + 4 * (i * row_step * weights_row + j * columns), p)
+                ptx.st_shared_f32(P_at + 4 * (i * row_step * weights_row + j * columns), p)
             l[i] = correction * l[i] + total
             for x in range(own):
                 O[i, x] *= correction
@@ -225,7 +216,7 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
                     m_new = max(m_new, max(S[4 * (i * N + n) + e], S[4 * (i * N + n) + e + 1]))
                 m_new = maximum(m_new)
                 shift = shift_of(m_new)
-                correction = ex2_approx((m[i, half] - shift) * factor)
+                correction = ptx.ex2_approx((m[i, half] - shift) * factor)
                 m[i, half] = m_new
                 total = np.float32(0)
                 for n in range(N):
@@ -234,7 +225,7 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
                             power = cuda.fma(S[4 * (i * N + n) + e + x], factor, -shift * factor)
                         else:  # a bias may be so large that its product would overflow
                             power = (S[4 * (i * N + n) + e + x] - shift) * factor
-                        S[4 * (i * N + n) + e + x] = ex2_approx(power)
+                        S[4 * (i * N + n) + e + x] = ptx.ex2_approx(power)
                         total += S[4 * (i * N + n) + e + x]
                 l[i, half] = correction * l[i, half] + total
                 for d in range(chunks):

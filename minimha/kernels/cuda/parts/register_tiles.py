@@ -7,14 +7,9 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32
 
+from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
-from minimha.kernels.cuda.ptx import (
-    ld_global_nc_v4_f32,
-    ld_shared_v2_f32,
-    ld_shared_v4_f32,
-    st_shared_v4_f32,
-)
 
 
 class RegisterTiles(NamedTuple):
@@ -90,14 +85,14 @@ def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
                 for e in range(4):
                     x[n, e] = 0
                 if row < length:
-                    x[n, 0], x[n, 1], x[n, 2], x[n, 3] = ld_global_nc_v4_f32(
+                    x[n, 0], x[n, 1], x[n, 2], x[n, 3] = ptx.ld_global_nc_v4_f32(
                         X + 4 * (row * row_stride) + 16 * (place % chunks)
                     )
             for n in range(at_once):
                 place = start + n * threads
                 for e in range(4):
                     found |= not abs(x[n, e]) < math.inf
-                st_shared_v4_f32(
+                ptx.st_shared_v4_f32(
                     to + 4 * row_length * (place // chunks) + 16 * (place % chunks),
                     x[n, 0], x[n, 1], x[n, 2], x[n, 3],
                 )  # fmt: skip
@@ -119,11 +114,11 @@ def fma_keys(tiles: RegisterTiles) -> Any:
                 S[i, j] = 0
         for d in range(0, width, 4):
             for j in range(keys):
-                K[j, 0], K[j, 1], K[j, 2], K[j, 3] = ld_shared_v4_f32(
+                K[j, 0], K[j, 1], K[j, 2], K[j, 3] = ptx.ld_shared_v4_f32(
                     K_at + 4 * (d + j * columns * long_row)
                 )
             for i in range(rows):
-                q0, q1, q2, q3 = ld_shared_v4_f32(Q_at + 4 * (d + i * row_step * long_row))
+                q0, q1, q2, q3 = ptx.ld_shared_v4_f32(Q_at + 4 * (d + i * row_step * long_row))
                 for j in range(keys):
                     S[i, j] += q0 * K[j, 0]
                     S[i, j] += q1 * K[j, 1]
@@ -148,9 +143,9 @@ def fma_values(tiles: RegisterTiles) -> Any:
             for i in range(rows):
                 at = P_at + 4 * (j + i * row_step * weights_row)
                 if few == 4:
-                    P[i, 0], P[i, 1], P[i, 2], P[i, 3] = ld_shared_v4_f32(at)
+                    P[i, 0], P[i, 1], P[i, 2], P[i, 3] = ptx.ld_shared_v4_f32(at)
                 else:
-                    P[i, 0], P[i, 1] = ld_shared_v2_f32(at)
+                    P[i, 0], P[i, 1] = ptx.ld_shared_v2_f32(at)
             for n in range(few):
                 load(V_j + 4 * (j + n) * width, column, V, 0)
                 for i in range(rows):

@@ -6,25 +6,12 @@ from typing import Any
 
 from numba import uint64
 
+from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device
-from minimha.kernels.cuda.ptx import (
-    ld_global_nc_f32,
-    ld_global_nc_u32,
-    ld_global_nc_v2_f32,
-    ld_global_nc_v2_u32,
-    ld_global_nc_v4_f32,
-    ld_global_nc_v4_u32,
-    ld_shared_f32,
-    ld_shared_v2_f32,
-    ld_shared_v4_f32,
-    st_global_f32,
-    st_global_v2_f32,
-    st_global_v4_f32,
-)
 
-GLOBAL_F32 = (ld_global_nc_f32, ld_global_nc_v2_f32, ld_global_nc_v4_f32)
-GLOBAL_U32 = (ld_global_nc_u32, ld_global_nc_v2_u32, ld_global_nc_v4_u32)
-SHARED_F32 = (ld_shared_f32, ld_shared_v2_f32, ld_shared_v4_f32)
+GLOBAL_F32 = (ptx.ld_global_nc_f32, ptx.ld_global_nc_v2_f32, ptx.ld_global_nc_v4_f32)
+GLOBAL_U32 = (ptx.ld_global_nc_u32, ptx.ld_global_nc_v2_u32, ptx.ld_global_nc_v4_u32)
+SHARED_F32 = (ptx.ld_shared_f32, ptx.ld_shared_v2_f32, ptx.ld_shared_v4_f32)
 
 
 @device
@@ -71,7 +58,7 @@ def store_row(words: int, lanes: int, numbers: int) -> Any:
             to = address + uint64(16 * numbers) * (uint64(lanes * piece) + lane)
             for quarter in range(numbers):
                 x = 4 * (numbers * piece + quarter)
-                st_global_v4_f32(
+                ptx.st_global_v4_f32(
                     to + uint64(16 * quarter),
                     values[x],
                     values[x + 1],
@@ -82,13 +69,13 @@ def store_row(words: int, lanes: int, numbers: int) -> Any:
             x = 4 * numbers * fours
             to = address + uint64(4 * x * lanes) + uint64(8 * numbers) * lane
             for half in range(numbers):
-                st_global_v2_f32(
+                ptx.st_global_v2_f32(
                     to + uint64(8 * half), values[x + 2 * half], values[x + 2 * half + 1]
                 )
         if has_one:
             x = numbers * (words - 1)
             to = address + uint64(4 * x * lanes) + uint64(4 * numbers) * lane
             for item in range(numbers):
-                st_global_f32(to + uint64(4 * item), values[x + item])
+                ptx.st_global_f32(to + uint64(4 * item), values[x + item])
 
     return store
