@@ -5,8 +5,8 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles the kernels, is not installed")
 
+import emulator
 import ml_dtypes
-import ptx
 from numba import cuda, float32, types, uint64
 
 from minimha.equations.problem import Problem
@@ -25,10 +25,10 @@ NUMBERS = {
 
 def execute(kernel, given, size, dtype=np.float32):
     """What 32 threads of ``kernel(address of given, address of the result)`` leave."""
-    memory = ptx.Arena()
+    memory = emulator.Arena()
     at, to = memory.put(np.asarray(given)), memory.put(np.zeros(size, dtype))
     launch = Launch(kernel, (types.uint64, types.uint64), (1, 1, 1), 32)
-    ptx.Emulator(ptx.ptx_of(launch)).run(launch, (at, to), memory)
+    emulator.run(launch, (at, to), memory)
     return memory.get(to, (size,), dtype)
 
 
@@ -164,13 +164,13 @@ def test_a_score_with_its_options(name):
         s = score(s, lane < 30, 7 - lane, float32(0.5), mask_at, bias_at, o)
         instructions.st_global_f32(to + uint64(4 * lane), s)
 
-    memory = ptx.Arena()
+    memory = emulator.Arena()
     given = np.concatenate([x.view(np.uint8) for x in (s, added, is_odd)])
     at, to = memory.put(given), memory.put(np.zeros(32, np.float32))
     o = arguments.Numbers(1, 1, 1, 32, 0, 0, 0, 0, 0, 0, 1.0, 2.0)
     signature = (types.uint64, types.uint64, arguments.NUMBERS)
     launch = Launch(kernel, signature, (1, 1, 1), 32)
-    ptx.Emulator(ptx.ptx_of(launch)).run(launch, (at, to, o), memory)
+    emulator.run(launch, (at, to, o), memory)
     exact = np.where(np.arange(32) < 30, expected(s.astype(float), np.arange(32), added), -inf)
     np.testing.assert_allclose(memory.get(to, (32,), np.float32), exact, rtol=1e-6, atol=1e-6)
 
