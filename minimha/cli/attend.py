@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The arguments of ``attention``, from the problem file, the CSV files and the flags."""
-    from minimha.cli import files
+    from minimha.cli import inputs
 
     matrices = {name: getattr(args, name) for name in ("q", "k", "v")}
     missing = [f"--{name}" for name, path in matrices.items() if path is None]
@@ -96,13 +96,13 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         )
     if args.problem is not None and len(missing) < 3:
         raise ValueError("attend takes a problem file or --q, --k and --v, but both were given")
-    problem = {} if args.problem is None else files.read_problem(args.problem)
-    for name in files.KEYS:
+    problem = {} if args.problem is None else inputs.read_problem(args.problem)
+    for name in inputs.KEYS:
         value = getattr(args, name)
         if isinstance(value, str) and name != "backend":
-            value = files.read_matrix(value)
+            value = inputs.read_matrix(value)
             if name == "attn_mask":
-                value = files.as_mask("--attn-mask", value)
+                value = inputs.as_mask("--attn-mask", value)
         if value is not None:
             problem[name] = value
     paths = [args.problem] if args.problem else list(matrices.values())

@@ -7,7 +7,14 @@ import sys
 from typing import Any
 
 from minimha.cli.arguments import count
-from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table, format_of, grouped
+from minimha.cli.output import (
+    TABLE_FORMATS,
+    add_output,
+    check_free,
+    deliver_table,
+    format_of,
+    grouped,
+)
 from minimha.explain import render
 
 
@@ -54,11 +61,10 @@ def run(args: argparse.Namespace) -> None:
     from minimha.bench import cpu as bench
     from minimha.bench import shapes as known
     from minimha.bench.report import as_json, as_rows
-    from minimha.cli import files
 
     format_of(args)
     if args.output:
-        files.check_free(args.output, force=args.force)
+        check_free(args.output, force=args.force)
     if args.backend == "cuda":
         report = _on_gpu(args)
     else:

@@ -1,11 +1,12 @@
-"""What a command shows: its format, where it is written, and what is too large to read."""
+"""What a command shows: its format, what is too large to read, and --output, written atomically."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from minimha.explain import render
@@ -145,13 +146,11 @@ def _put(args: argparse.Namespace, content: str | bytes | dict[str, str]) -> Non
     if args.output is None:
         print(content, end="")
         return
-    from minimha.cli import files
-
     if isinstance(content, dict):
-        files.write_folder(args.output, content, force=args.force)
+        write_folder(args.output, content, force=args.force)
     else:
         encoded = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
-        files.write_file(args.output, encoded, force=args.force)
+        write_file(args.output, encoded, force=args.force)
 
 
 def _check_readable(trace: Trace) -> None:
@@ -174,3 +173,93 @@ def _check_readable(trace: Trace) -> None:
             f"all steps together are too large to print, {total:,} numbers where {LARGEST_RUN:,} "
             f"can be read: {instead}"
         )
+
+
+def check_free(name: str, *, force: bool) -> None:
+    """Refuse a file that cannot be written, before the work for it is done.
+
+    Raises
+    ------
+    ValueError
+        The folder does not exist, ``name`` is a folder or a device, or it exists and ``force`` is
+        False.
+    """
+    path = _target(name)
+    if path.is_dir():
+        raise ValueError(f"--output {name} is a folder: expected the name of a file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"--output {name} is not a regular file: it will not be replaced")
+    if path.exists() and not force:
+        raise ValueError(f"--output {name} exists already: add --force to replace it")
+
+
+def write_file(name: str, content: bytes, *, force: bool) -> None:
+    """Write ``content`` to the file ``name``, whole or not at all; a link is followed.
+
+    Raises
+    ------
+    ValueError
+        As ``check_free``, or it cannot be written.
+    """
+    check_free(name, force=force)
+    path = _target(name)
+    _write(name, path.parent, {path.name: content})
+
+
+def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
+    """Write every file into the folder ``name``, which is created if its parent exists.
+
+    Other files in the folder stay as they are.
+
+    Raises
+    ------
+    ValueError
+        The parent does not exist, ``name`` is a file, the folder holds something already and
+        ``force`` is False, or it cannot be written.
+    """
+    path = _target(name)
+    contents = {file: text.encode() for file, text in files.items()}
+    if not path.exists():
+        _write(name, path.parent, contents, new_folder=path.name)
+        return
+    if not path.is_dir():
+        raise ValueError(f"--output {name} is a file: expected a folder, for one file per step")
+    if any(path.iterdir()) and not force:
+        raise ValueError(f"--output {name} is not empty: add --force to write into it")
+    for file in files:
+        if (path / file).exists() and not (path / file).is_file():
+            raise ValueError(f"--output {name} holds {file}, which is not a regular file")
+    _write(name, path, contents)
+
+
+def _target(name: str) -> Path:
+    path = Path(name).resolve()
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"--output {name}: the folder {Path(name).parent} does not exist, make it first"
+        )
+    return path
+
+
+def _write(
+    name: str,
+    folder: Path,
+    contents: Mapping[str, bytes],
+    new_folder: str | None = None,
+) -> None:
+    """Write everything to a temporary folder, then move it: a result is never half written."""
+    import tempfile
+
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".minimha-") as temporary:
+            written = Path(temporary) / (new_folder or "")
+            written.mkdir(exist_ok=True)
+            for file, content in contents.items():
+                (written / file).write_bytes(content)
+            if new_folder:
+                os.replace(written, folder / new_folder)
+                return
+            for file in contents:
+                os.replace(written / file, folder / file)
+    except OSError as error:
+        raise ValueError(f"--output {name} cannot be written: {error.strerror}") from None

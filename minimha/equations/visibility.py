@@ -14,9 +14,9 @@ far as the cache is filled (j < length). A causal problem has right = 0; a side 
     .: may not          # # # # .        . . # # .        . . # # #        # # . . .
                         # # # # #        . . . # #        . . . # #        # # # . .
 
-The functions ``sees``, ``key_range`` and ``query_range`` use arithmetic alone, so that kernels can
-compile them unchanged. ``Problem.visible`` applies the rule to a grid of queries and keys and
-combines it with the masks that are given as arrays.
+``sees``, ``key_range``, ``is_full`` and ``query_range`` use arithmetic alone, so that kernels can
+compile them unchanged. ``Problem.visible`` applies the rule to a grid of queries and
+keys, together with the masks that are given as arrays.
 """
 
 from __future__ import annotations
@@ -50,6 +50,22 @@ def key_range(
     start = max(0, i_start + q_offset - left)
     stop = min(length, i_stop - 1 + q_offset + right + 1)
     return start, stop
+
+
+def is_full(
+    i_start: Any, i_stop: Any, j_start: Any, j_stop: Any, q_offset: Any, left: Any, right: Any,
+    length: Any,
+) -> Any:  # fmt: skip
+    """True where all queries of a tile see all of its keys, as far as positions decide.
+
+    A tile is skipped where ``key_range`` ends before it begins, partial where neither holds.
+
+    >>> is_full(2, 4, 0, 3, 0, UNBOUNDED, 0, 10), is_full(2, 4, 0, 4, 0, UNBOUNDED, 0, 10)
+    (True, False)
+    """
+    is_left = i_stop - 1 + q_offset - left <= j_start
+    is_right = j_stop - 1 <= i_start + q_offset + right
+    return is_left & is_right & (j_stop <= length)
 
 
 def query_range(j: int, q_offset: int, left: int, right: int, length: int) -> tuple[int, int]:

@@ -319,7 +319,7 @@ def test_an_example_loads_nothing_that_other_commands_need():
         env={**os.environ, "PYTHONIOENCODING": "utf-8"}, encoding="utf-8", check=True,
     )  # fmt: skip
     loaded = set(done.stdout.splitlines()[-1].split())
-    foreign = {"minimha.bench", "minimha.models", "minimha.kernels.ladder", "minimha.cli.files"}
+    foreign = {"minimha.bench", "minimha.models", "minimha.kernels.ladder", "minimha.cli.inputs"}
     assert "minimha.cli.bench" in loaded
     assert not foreign & loaded
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minimha.kernels.cpu.kernel import jit, jit_inline
+from minimha.kernels.cpu.mask import apply_softcap_and_bias, has_softcap_or_bias, hide, mask_tile
 from minimha.kernels.cpu.nonfinite import add_nonfinite, has_nonfinite, zero_nonfinite
-from minimha.kernels.cpu.scores import apply_softcap_and_bias, has_softcap_or_bias, hide, mask_tile
 from minimha.kernels.cpu.simd.memory import flat
 from minimha.kernels.cpu.simd.product import tile_product, tile_product_add
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
@@ -163,19 +163,17 @@ def load_panel(panel, Q, D, Dv, sink):
 
 
 @jit_inline
-def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, is_in_reach):
+def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, is_full):
     """Lines 8 to 10: the online softmax over the keys j0 to j0 + n.
 
-    ``is_in_reach`` says that causality, window and length let every query see all of them.
+    ``is_full`` says that causality, window and length let every query see all of them.
     """
     S, seen = t.S, t.seen
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
     lanes = vectors * panel_width(S.itemsize) // VECTORS
     num_seen = n * rows
-    if mask.size or bias.size or not is_in_reach:
-        num_seen = mask_tile(
-            mask, bias, o, b, h, i0, rows, j0, n, lanes, is_in_reach, seen, t.biases
-        )
+    if mask.size or bias.size or not is_full:
+        num_seen = mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_full, seen, t.biases)
         if num_seen == 0:
             return
     tile_product(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.kernel import jit, kernel
-from minimha.kernels.cpu.scores import final_score, head_of, is_seen
+from minimha.kernels.cpu.mask import final_score, head_of, is_seen
 
 
 def unsupported(problem: Problem) -> str | None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.kernel import jit, kernel
-from minimha.kernels.cpu.scores import apply_softcap_and_bias, mask_tile
+from minimha.kernels.cpu.mask import apply_softcap_and_bias, mask_tile
 
 B_R, B_C = 64, 64
 

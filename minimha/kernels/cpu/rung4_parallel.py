@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.kernel import jit, jit_inline, kernel
+from minimha.kernels.cpu.mask import is_full, key_range
 from minimha.kernels.cpu.panel import (
     B_C,
     Memory,
@@ -32,7 +33,6 @@ from minimha.kernels.cpu.panel import (
     store_panel,
     update_panel,
 )
-from minimha.kernels.cpu.scores import key_range, sees
 from minimha.kernels.cpu.simd.memory import fetch_add
 from minimha.kernels.cpu.simd.product import ROWS
 from minimha.kernels.cpu.simd.vector import panel_width
@@ -136,8 +136,6 @@ def visit_keys(q, k, v, mask, bias, o, memory, copies, worker, scratch, b, h, fi
             j0 = max(block, low // ROWS * ROWS)
             j1 = min(block_stop, -(-high // ROWS) * ROWS)
             if j0 < j1:
-                is_in_reach = sees(end - 1, j0, offset, o.left, o.right, length) and sees(
-                    i0, j1 - 1, offset, o.left, o.right, length
-                )
+                full = is_full(i0, end, j0, j1, offset, o.left, o.right, length)
                 K, V = rows_from(K_j, j0 - block), rows_from(V_j, j0 - block)
-                update_panel(panel, K, V, j0, j1 - j0, D, Dv, scratch, mask, bias, o, is_in_reach)
+                update_panel(panel, K, V, j0, j1 - j0, D, Dv, scratch, mask, bias, o, full)

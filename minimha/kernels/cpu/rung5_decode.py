@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.kernel import jit, kernel
-from minimha.kernels.cpu.nonfinite import add_seen_values, has_nonfinite
-from minimha.kernels.cpu.scores import (
+from minimha.kernels.cpu.mask import (
     final_score,
     has_softcap_or_bias,
     head_of,
+    is_full,
     is_seen,
     key_range,
-    sees,
 )
+from minimha.kernels.cpu.nonfinite import add_seen_values, has_nonfinite
 from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
 from minimha.kernels.cpu.simd.memory import flat
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
@@ -189,9 +189,9 @@ def update_rows(Q, k, v, O, m, l, mask, bias, o, b, kv, Lq, j0, n, t):
         dot_products(K.line, K.start, K.stride, Q_, 0, D, S_, near, B_c, depth, rows, D)  # line 8
     is_partial = mask.size > 0 or bias.size > 0
     for i in range(Lq):
-        first = sees(i, j0, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
-        last = sees(i, j0 + n - 1, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
-        is_partial = is_partial or not (first and last)
+        offset, length = o.q_offset[b], o.kv_lengths[b]
+        full = is_full(i, i + 1, j0, j0 + n, offset, o.left, o.right, length)
+        is_partial = is_partial or not full
     apply_options(S, t.seen, mask, bias, o, b, kv * (rows // Lq), Lq, j0, n, is_partial)
     padded = -(-n // panel) * panel
     for r in range(rows):  # line 9

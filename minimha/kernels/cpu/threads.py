@@ -1,9 +1,9 @@
 """How many threads a parallel kernel may use, and where it must run alone or serially.
 
-GNU's OpenMP, with which numba runs its parallel loops on Linux, ends a process that is forked after
-a parallel loop and then starts one itself. In a forked child the kernels therefore run serially.
-numba's own work queue, its choice where there is neither OpenMP nor TBB, ends a process in which
-two threads start parallel loops at once. There a lock serializes the launches.
+GNU's OpenMP, with which numba runs its parallel loops on Linux, aborts a forked child that starts a
+parallel loop if its parent had already run one. In a forked child the kernels therefore run
+serially. numba's own work queue, its choice where there is neither OpenMP nor TBB, aborts a process
+in which two threads start parallel loops at once. There a lock serializes the launches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numba
 
-TASKS_PER_THREAD = 4  # at least, so that threads end together
+TASKS_PER_THREAD = 4  # at least, so that threads finish together
 
 _lock = threading.Lock()
 _is_forked = False

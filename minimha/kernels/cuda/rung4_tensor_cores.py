@@ -6,15 +6,15 @@ key to the last: S_ij, packed in pairs, is already where ``mma`` expects P_ij. S
 Q_i and two tiles each of K and V. While the warps work on one tile, ``cp.async`` copies the next
 past the registers, and one barrier per tile keeps the two apart. ``ldmatrix`` reads the same column
 of eight rows at a time, which would be in the same banks; so the 16-byte chunks of a row are
-swizzled: their places are an exclusive or with the row's number.
+swizzled: a chunk's index is XORed with the row's.
 
 Why it should be faster: a tensor core does with one instruction what takes a warp 64 fused
 multiply-adds, each number that is read from shared memory takes part in more of them, and no thread
 waits for the copy of the next tile.
 
 Tiles in which no query of the block sees a key are skipped, and full tiles, which are most of them,
-are not masked. In partial tiles each score is masked by itself, and values that are not finite are
-treated apart (``parts/nonfinite.py``), at the cost of two more products.
+are not masked. In partial tiles each score is masked by itself, and nonfinite values are handled
+separately (``parts/nonfinite.py``), at the cost of two more products.
 
 Rows of q, k, v and O must begin at multiples of 16 bytes.
 
@@ -56,7 +56,7 @@ from minimha.kernels.cuda.parts.fragments import (
 from minimha.kernels.cuda.parts.mask import (
     ScoreOptions,
     apply_softcap_and_bias,
-    mask_tile,
+    hide_keys,
     tile_bounds,
     visible_bits,
 )
@@ -99,8 +99,8 @@ def unsupported(problem: Problem) -> str | None:
 def blocks(made_for: Variant) -> tuple[int, int]:
     """B_r and B_c, so that 255 registers per thread and 99 KB of shared memory suffice.
 
-    S_ij and O_i are (B_c + W) · B_r / 64 registers. Options that look at every score by itself
-    need others, and so does a width of 112, whose 14 chunks per row 128 threads share unevenly.
+    S_ij and O_i are (B_c + W) · B_r / 64 registers. Options that change or hide single scores need
+    extra registers, and so does a width of 112, whose 14 chunks per row 128 threads share unevenly.
     """
     width, _, is_plain, options = made_for
     is_tight = options.has_mask or not is_plain or width == 112
@@ -189,7 +189,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     place, first, prefetch = lane_and_row(tiles), first_chunk(tiles), prefetch_tile(tiles)
     multiply_keys, multiply_values = mma_keys(tiles), mma_values(tiles)
     visible_in = visible_bits(tiles, options)
-    apply_options, hide = apply_softcap_and_bias(tiles, options), mask_tile(tiles)
+    apply_options, hide = apply_softcap_and_bias(tiles, options), hide_keys(tiles)
     has_nonfinite, zero_nonfinite = has_nonfinite_tile(tiles), zero_nonfinite_tile(tiles)
     mark_nonfinite, add_nonfinite = mark_nonfinite_tile(tiles), add_nonfinite_marks(tiles)
     update_softmax = update_fragments(tiles, is_plain)
@@ -224,7 +224,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         for e in range(O_size):
             O_i[e] = 0
 
-        unit = o.scale if is_plain else np.float32(1)  # what is left to multiply m_i by
+        unit = o.scale if is_plain else np.float32(1)  # the scale that m_i still lacks
         factor = np.float32(LOG2_E) * unit
         remaining = j_stop - j_start
         if remaining > 0:

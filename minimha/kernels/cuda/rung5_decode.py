@@ -13,10 +13,10 @@ the memory busy.
 
 Lines 8 to 10 of Algorithm 1 are in ``_tensor_cores`` for 16-bit numbers and in ``_multiply_adds``
 for float32. On the tensor cores S = Q Kᵀ may sum over the head width in any order, and Oᵀ = Vᵀ Pᵀ
-over the keys, as long as both factors have the same one. So a lane reads 16 bytes of a row in one
+over the keys, as long as both factors use the same order. So a lane reads 16 bytes of a row in one
 piece and uses them for those parts of the fragment that it has to hold; and S comes out where Pᵀ
-has to go in. P is given as two 16-bit numbers, its upper bits and what they leave, which makes O as
-exact as in float32: the tensor cores have time for it.
+has to go in. P is split into two 16-bit numbers, its upper bits and the residual, which makes O as
+exact as in float32: the tensor cores have throughput to spare.
 
 Not measured: no GPU yet.
 """
@@ -61,8 +61,8 @@ from minimha.kernels.cuda.parts.online_softmax import (
 from minimha.kernels.cuda.parts.rows import GLOBAL_F32, GLOBAL_U32, load_row, row_address, store_row
 
 WARPS = 2  # per block: fewer waste less of the registers
-WARPS_PER_MULTIPROCESSOR = 16  # there are as many splits as give each multiprocessor so many
-SPLIT = 64  # keys of a split at least: fewer are not worth a merge
+WARPS_PER_MULTIPROCESSOR = 16  # enough splits to give each multiprocessor this many
+SPLIT = 64  # the fewest keys per split: fewer are not worth a merge
 MERGERS = 8  # warps that merge the splits of a row
 SIGNATURE = (*ADDRESSES[:6], types.uint64, types.uint64, types.int32)
 MERGE_SIGNATURE = (*ADDRESSES[5:], types.uint64, types.uint64, types.int32)

@@ -24,6 +24,7 @@ from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
 
 sees = device(visibility.sees)
 key_range = device(visibility.key_range)
+is_full = device(visibility.is_full)
 head_of = device(score.head_of)
 is_hidden = device(score.is_hidden)
 final_score = device(score.final_score)
@@ -52,19 +53,11 @@ class ScoreOptions(NamedTuple):
 
     @property
     def hide_keys(self) -> bool:
-        """So that no tile is full."""
+        """Whether keys may be hidden one by one, so that no tile counts as full."""
         return self.has_mask or self.has_bias
 
 
 # ---- visibility of a tile, which is full, partial or skipped
-
-
-@device
-def is_full(i_start, i_stop, j_start, j_stop, q_offset, left, right, length):
-    """Whether all queries of a tile see all of its keys, as far as positions decide."""
-    return sees(i_stop - 1, j_start, q_offset, left, right, length) & sees(
-        i_start, j_stop - 1, q_offset, left, right, length
-    )
 
 
 @device
@@ -187,7 +180,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions) -> Any:
     def rotate(S):
         """Move the next row of scores to S[0], the first one after the last.
 
-        Registers have no numbers at run time: what is done row by row, in a loop too long to be
+        Registers cannot be indexed at run time: what is done row by row, in a loop too long to be
         unrolled, is done to row 0.
         """
         for j in range(keys):
@@ -279,15 +272,6 @@ def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
             S[e] *= o.scale
             if has_softcap:
                 S[e] = softcapped(S[e], o.softcap)
-        if has_slopes:
-            slope = ptx.ld_global_nc_f32(o.slopes + 4 * h)
-            row, column = corner(t, i_start, j_start)
-            distance = row + ptx.ld_global_s64(o.q_offset + 8 * b) - column
-            for i in range(M):
-                for n in range(N):
-                    for e in range(4):
-                        further = distance + (16 * i + 8 * (e // 2) - 8 * n - e % 2)
-                        S[4 * (i * N + n) + e] -= slope * np.float32(abs(further))
         if has_bias:
             for i in range(M):
                 for half in range(2):
@@ -300,6 +284,15 @@ def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
                             S[4 * (i * N + n) + 2 * half + x] += ptx.ld_global_f32(
                                 bias_at + 4 * key * bias.column
                             )
+        if has_slopes:
+            slope = ptx.ld_global_nc_f32(o.slopes + 4 * h)
+            row, column = corner(t, i_start, j_start)
+            distance = row + ptx.ld_global_s64(o.q_offset + 8 * b) - column
+            for i in range(M):
+                for n in range(N):
+                    for e in range(4):
+                        further = distance + (16 * i + 8 * (e // 2) - 8 * n - e % 2)
+                        S[4 * (i * N + n) + e] -= slope * np.float32(abs(further))
 
     return apply
 
@@ -345,15 +338,15 @@ def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
     return visible
 
 
-def mask_tile(tiles: MmaTiles) -> Any:
-    """mask_tile(S, visible): -inf for the keys that a query does not see."""
+def hide_keys(tiles: MmaTiles) -> Any:
+    """hide(S, visible): -inf for the keys that a query does not see."""
     M, N = tiles.M, tiles.N
 
     @device
-    def mask_tile(S, visible):
+    def hide(S, visible):
         for i in range(M):
             for x in range(4 * N):
                 if not (visible[i] >> x) & 1:
                     S[4 * N * i + x] = np.float32(-math.inf)
 
-    return mask_tile
+    return hide

@@ -20,7 +20,7 @@ from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
-LOWEST = float32(-math.inf)  # the score of a hidden key, and the maximum of none
+LOWEST = float32(-math.inf)  # the score of a hidden key, and the maximum of no scores
 
 
 @device
@@ -35,7 +35,7 @@ def log(x):
 
 @device
 def shift_of(m):
-    """What is subtracted before ``exp``: m, or 0 where no key has been seen, lest it be NaN."""
+    """What is subtracted before ``exp``: m, or 0 where no key has been seen: -inf - -inf is NaN."""
     return m if m > LOWEST else float32(0)
 
 
@@ -53,7 +53,7 @@ def with_sink(m, l, sink):
 
 
 def bits_of(lanes: int) -> tuple[int, ...]:
-    """The bits in which the numbers of ``lanes`` neighbouring lanes differ.
+    """The bits in which the indices of ``lanes`` neighbouring lanes differ.
 
     >>> bits_of(8)
     (1, 2, 4)
@@ -62,7 +62,7 @@ def bits_of(lanes: int) -> tuple[int, ...]:
 
 
 def maximum_over(*bits: int) -> Any:
-    """maximum(x): the largest among the lanes whose numbers differ in these bits."""
+    """maximum(x): the largest among the lanes whose indices differ in these bits."""
 
     @device
     def maximum(x):
@@ -74,7 +74,7 @@ def maximum_over(*bits: int) -> Any:
 
 
 def sum_over(*bits: int) -> Any:
-    """total(x): the sum over the lanes whose numbers differ in these bits, added in that order."""
+    """total(x): the sum over the lanes whose indices differ in these bits, added in that order."""
 
     @device
     def total(x):

@@ -1,4 +1,4 @@
-"""Reading a problem from files, and writing results whole or not at all."""
+"""Reading a problem, or one matrix of it, from files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import difflib
 import inspect
 import io
 import json
-import os
-import tempfile
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,95 +88,6 @@ def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
         came = numbers.dtype if numbers.dtype.kind not in "biuf" else f"{numbers[~legal][0]:g}"
         raise ValueError(f"{name} holds {came}: expected 1 (may attend) and 0 (may not)")
     return numbers.astype(np.bool_)
-
-
-def check_free(name: str, *, force: bool, option: str = "--output") -> None:
-    """Refuse a file that cannot be written, before the work for it is done; ``option`` gave it.
-
-    Raises
-    ------
-    ValueError
-        The folder does not exist, ``name`` is a folder or a device, or it exists and ``force`` is
-        False.
-    """
-    path = _target(name, option)
-    if path.is_dir():
-        raise ValueError(f"{option} {name} is a folder: expected the name of a file")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{option} {name} is not a regular file: it will not be replaced")
-    if path.exists() and not force:
-        raise ValueError(f"{option} {name} exists already: add --force to replace it")
-
-
-def write_file(name: str, content: bytes, *, force: bool, option: str = "--output") -> None:
-    """Write ``content`` to the file ``name``, whole or not at all; a link is followed.
-
-    Raises
-    ------
-    ValueError
-        As ``check_free``, or it cannot be written.
-    """
-    check_free(name, force=force, option=option)
-    path = _target(name, option)
-    _write(name, path.parent, {path.name: content}, option=option)
-
-
-def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
-    """Write every file into the folder ``name``, which is created if its parent exists.
-
-    Other files in the folder stay as they are.
-
-    Raises
-    ------
-    ValueError
-        The parent does not exist, ``name`` is a file, the folder holds something already and
-        ``force`` is False, or it cannot be written.
-    """
-    path = _target(name)
-    contents = {file: text.encode() for file, text in files.items()}
-    if not path.exists():
-        _write(name, path.parent, contents, new_folder=path.name)
-        return
-    if not path.is_dir():
-        raise ValueError(f"--output {name} is a file: expected a folder, for one file per step")
-    if any(path.iterdir()) and not force:
-        raise ValueError(f"--output {name} is not empty: add --force to write into it")
-    for file in files:
-        if (path / file).exists() and not (path / file).is_file():
-            raise ValueError(f"--output {name} holds {file}, which is not a regular file")
-    _write(name, path, contents)
-
-
-def _target(name: str, option: str = "--output") -> Path:
-    path = Path(name).resolve()
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"{option} {name}: the folder {Path(name).parent} does not exist, make it first"
-        )
-    return path
-
-
-def _write(
-    name: str,
-    folder: Path,
-    contents: Mapping[str, bytes],
-    new_folder: str | None = None,
-    option: str = "--output",
-) -> None:
-    """Write everything to a temporary folder, then move it: a result is never half written."""
-    try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".minimha-") as temporary:
-            written = Path(temporary) / (new_folder or "")
-            written.mkdir(exist_ok=True)
-            for file, content in contents.items():
-                (written / file).write_bytes(content)
-            if new_folder:
-                os.replace(written, folder / new_folder)
-                return
-            for file in contents:
-                os.replace(written / file, folder / file)
-    except OSError as error:
-        raise ValueError(f"{option} {name} cannot be written: {error.strerror}") from None
 
 
 def _read_text(path: Path) -> str:

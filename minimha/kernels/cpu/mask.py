@@ -1,4 +1,4 @@
-"""What the options do to scores, for every CPU rung: to one score, or to a tile of them.
+"""Which keys a query sees, and what the options do to one score or to a tile of them.
 
 ``minimha.kernels.score`` says what is done, in which order, and ``equations.visibility`` who sees
 whom; both are compiled here unchanged. For a tile, ``mask_tile`` and ``apply_softcap_and_bias`` do
@@ -25,6 +25,7 @@ from minimha.kernels.cpu.simd.transpose import transpose
 sees = jit(visibility.sees)
 key_range = jit(visibility.key_range)
 query_range = jit(visibility.query_range)
+is_full = jit(visibility.is_full)
 head_of = jit(score.head_of)
 is_hidden = jit_inline(score.is_hidden)
 final_score = jit_inline(score.final_score)
@@ -59,10 +60,10 @@ def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
 
 
 @jit_inline
-def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_in_reach, seen, biases):
+def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_full, seen, biases):
     """Write into ``seen`` which lanes see which of n keys; return how many pairs do.
 
-    ``is_in_reach`` says that causality, window and length hide nothing here. The tile's biases are
+    ``is_full`` says that causality, window and length hide nothing here. The tile's biases are
     left in ``biases``.
     """
     size, count = n * lanes, 0
@@ -76,7 +77,7 @@ def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_in_reach, seen, bi
         load_tile(bias, b, h, i0, rows, j0, n, lanes, biases)
         for x in range(size):
             seen[x] &= biases[x] != lowest
-    if not is_in_reach:
+    if not is_full:
         for j in range(n):
             start, stop = query_range(j0 + j, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
             low = np.int32(min(max(start - i0, 0), lanes))
