@@ -60,10 +60,10 @@ def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
 
 
 @jit_inline
-def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_full, seen, biases):
+def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, biases):
     """Write into ``seen`` which lanes see which of n keys; return how many pairs do.
 
-    ``is_full`` says that causality, window and length hide nothing here. The tile's biases are
+    ``full`` says that causality, window and length hide nothing here. The tile's biases are
     left in ``biases``.
     """
     size, count = n * lanes, 0
@@ -77,7 +77,7 @@ def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_full, seen, biases
         load_tile(bias, b, h, i0, rows, j0, n, lanes, biases)
         for x in range(size):
             seen[x] &= biases[x] != lowest
-    if not is_full:
+    if not full:
         for j in range(n):
             start, stop = query_range(j0 + j, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
             low = np.int32(min(max(start - i0, 0), lanes))

@@ -163,17 +163,17 @@ def load_panel(panel, Q, D, Dv, sink):
 
 
 @jit_inline
-def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, is_full):
+def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, full):
     """Lines 8 to 10: the online softmax over the keys j0 to j0 + n.
 
-    ``is_full`` says that causality, window and length let every query see all of them.
+    ``full`` says that causality, window and length let every query see all of them.
     """
     S, seen = t.S, t.seen
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
     lanes = vectors * panel_width(S.itemsize) // VECTORS
     num_seen = n * rows
-    if mask.size or bias.size or not is_full:
-        num_seen = mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, is_full, seen, t.biases)
+    if mask.size or bias.size or not full:
+        num_seen = mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, t.biases)
         if num_seen == 0:
             return
     tile_product(

@@ -257,7 +257,7 @@ def softcapped(x, softcap):
 
 
 def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """apply(t, S, bias, o, b, h, i_start, j_start): scale, softcap, ALiBi and bias.
+    """apply(t, S, bias, o, b, h, i_start, j_start): scale, softcap, bias and ALiBi.
 
     It is not ``score_pair``: what a row or a column shares is computed once for the fragment.
     """
