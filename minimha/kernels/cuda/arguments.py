@@ -213,13 +213,7 @@ def too_wide(problem: Problem) -> str | None:
 
 
 def check_alignment(arguments: Arguments, itemsize: int) -> None:
-    """Refuse rows of q, k, v or O that cannot be read or written 16 bytes at a time.
-
-    Raises
-    ------
-    ValueError
-        A row does not begin at a multiple of 16 bytes.
-    """
+    """Refuse rows of q, k, v or O that cannot be read or written 16 bytes at a time."""
     for name in ("q", "k", "v", "O"):
         address, *strides = getattr(arguments, name)
         if address % 16 or any(stride * itemsize % 16 for stride in strides):
@@ -254,14 +248,7 @@ def host_arrays(
 ) -> dict[str, NDArray[Any]]:
     """q, k, v, and the mask and the bias if there are any, by their names in ``problem``.
 
-    Parameters
-    ----------
-    problem : Problem
-    dtype : numpy.dtype
-        Of q, k and v.
-    width : int, optional
-        Rows of q, k and v are padded to it with 0, which changes no score. By default they keep
-        theirs.
+    Rows of q, k and v, of that ``dtype``, are padded with 0 to ``width``, which changes no score.
     """
 
     def rows(array: NDArray[Any]) -> NDArray[Any]:
@@ -280,30 +267,18 @@ def host_arrays(
 def as_arrays(
     problem: Problem, given: Mapping[str, Any], put: Callable[[NDArray[Any]], Any]
 ) -> Arrays:
-    """The arguments of a kernel that takes arrays.
+    """The arguments of a kernel that takes arrays: small options of ``problem``, and ``given``.
 
-    Parameters
-    ----------
-    problem : Problem
-        For its small options.
-    given : mapping of str to ArrayAt
-        "q", "k", "v", "O", "L" in the compute dtype, and "attn_mask" and "attn_bias", of the shape
-        of the scores, if there are any.
-    put : callable
-        Copies an array to the device and returns what ``given`` would hold of it.
+    That holds "q", "k", "v", "O", "L" in the compute dtype, and "attn_mask" and "attn_bias", of the
+    shape of the scores, if there are any. ``put`` copies an array to the device and returns what
+    ``given`` would hold of it, an ``ArrayAt``.
     """
     o = options(problem)
     lines = {name: put(getattr(o, name)) for name in ("q_offset", "kv_lengths", "slopes", "sinks")}
-    return Arrays(
-        q=given["q"],
-        k=given["k"],
-        v=given["v"],
-        mask=given["attn_mask"] if "attn_mask" in given else put(NO_MASK),
-        bias=given["attn_bias"] if "attn_bias" in given else put(NO_BIAS[problem.compute]),
-        o=o._replace(**lines),
-        O=given["O"],
-        L=given["L"],
-    )
+    mask = given["attn_mask"] if "attn_mask" in given else put(NO_MASK)
+    bias = given["attn_bias"] if "attn_bias" in given else put(NO_BIAS[problem.compute])
+    q, k, v, O, L = (given[name] for name in ("q", "k", "v", "O", "L"))
+    return Arrays(q, k, v, mask, bias, o._replace(**lines), O, L)
 
 
 def as_addresses(
@@ -311,17 +286,11 @@ def as_addresses(
     given: Mapping[str, DeviceArray],
     put: Callable[[list[NDArray[Any]]], list[int]],
 ) -> Arguments:
-    """The arguments of a kernel that takes addresses.
+    """The arguments of a kernel that takes addresses: small options of ``problem``, and ``given``.
 
-    Parameters
-    ----------
-    problem : Problem
-        For its sizes and its small options.
-    given : mapping of str to DeviceArray
-        "q", "k", "v", "O", of the width ``padded_width`` and in the problem's dtype; "L", float32;
-        and "attn_mask" and "attn_bias" (float32), of the shape of the scores, if there are any.
-    put : callable
-        Copies arrays to the device and returns their addresses.
+    That holds "q", "k", "v", "O", of the width ``padded_width`` and in the problem's dtype; "L",
+    float32; and "attn_mask" and "attn_bias" (float32), of the shape of the scores, if there are
+    any. ``put`` copies arrays to the device and returns their addresses.
     """
 
     def rows(name: str) -> Rows:
@@ -332,26 +301,12 @@ def as_addresses(
 
     o = options(problem)
     q_offset, kv_lengths, slopes, sinks = put([o.q_offset, o.kv_lengths, o.slopes, o.sinks])
+    (_, H, Lq, _), (_, Hkv, Lk, _) = problem.q.shape, problem.k.shape
+    numbers = Numbers(
+        H, Hkv, Lq, Lk, o.left, o.right, q_offset, kv_lengths, slopes if o.slopes.size else 0,
+        sinks, o.scale, o.softcap,
+    )  # fmt: skip
+    over_scores = pairs("attn_mask"), pairs("attn_bias")
     return Arguments(
-        q=rows("q"),
-        k=rows("k"),
-        v=rows("v"),
-        mask=pairs("attn_mask"),
-        bias=pairs("attn_bias"),
-        o=Numbers(
-            H=problem.q.shape[1],
-            Hkv=problem.k.shape[1],
-            Lq=problem.q.shape[2],
-            Lk=problem.k.shape[2],
-            left=o.left,
-            right=o.right,
-            q_offset=q_offset,
-            kv_lengths=kv_lengths,
-            slopes=slopes if o.slopes.size else 0,
-            sinks=sinks,
-            scale=o.scale,
-            softcap=o.softcap,
-        ),
-        O=rows("O"),
-        L=given["L"].address,
+        rows("q"), rows("k"), rows("v"), *over_scores, numbers, rows("O"), given["L"].address
     )

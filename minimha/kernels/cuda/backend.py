@@ -17,19 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
+from minimha.kernels.cuda import arguments as kernel_arguments
 from minimha.kernels.cuda import driver as gpu
-from minimha.kernels.cuda.arguments import (
-    PLACEHOLDERS,
-    ArrayAt,
-    DeviceArray,
-    array_at,
-    as_addresses,
-    as_arrays,
-    host_arrays,
-    padded_width,
-    to_device,
-    to_host,
-)
+from minimha.kernels.cuda.arguments import DeviceArray, array_at, padded_width, to_device, to_host
 from minimha.kernels.cuda.availability import is_device_array
 from minimha.kernels.cuda.copies import STORED, copying
 from minimha.kernels.cuda.interop import as_device_array, empty_like, must_synchronize, stream_of
@@ -50,12 +40,8 @@ def unsupported(problem: Problem) -> str | None:
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``; see ``minimha.equations.dense.forward``.
 
-    Raises
-    ------
-    MemoryError
-        The problem does not fit into the GPU's memory.
-    DeviceError
-        The driver failed.
+    A MemoryError says that it does not fit into the GPU's memory, a DeviceError that the driver
+    failed.
     """
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
@@ -69,7 +55,7 @@ def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     (B, H, Lq, _), Dv = problem.q.shape, problem.v.shape[3]
     dtype, width = _form(name, problem)
     with gpu.DeviceMemory(gpu.current()) as memory:
-        on_host = host_arrays(problem, dtype, width)
+        on_host = kernel_arguments.host_arrays(problem, dtype, width)
         given = {key: to_device(array, memory) for key, array in on_host.items()}
         given["O"] = memory.scratch_array((B, H, Lq, width or Dv), dtype)
         given["L"] = memory.scratch_array((B, H, Lq), problem.compute)
@@ -115,7 +101,7 @@ def _candidates(problem: Problem, cc: tuple[int, int]) -> Iterator[Problem]:
 
 def _shared_bytes(name: str, problem: Problem) -> int:
     """The dynamic shared memory of a block of the rung, in bytes."""
-    launches = _module(name).launches(problem, PLACEHOLDERS, lambda shape: 0)
+    launches = _module(name).launches(problem, kernel_arguments.PLACEHOLDERS, lambda shape: 0)
     return max((launch.shared for launch, _ in launches), default=0)
 
 
@@ -132,29 +118,11 @@ def widened(problem: Problem) -> Problem:
 
 
 def attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> Any:
-    """``minimha.attention`` for arrays on a GPU.
+    """``minimha.attention`` for arrays on a GPU; what it returns is of the library of q, there too.
 
-    Parameters
-    ----------
-    given : dict of str to array_like or None
-        The arguments that may be arrays, by name.
-    options : dict of str to object
-        The other arguments.
-    return_lse : bool
-        Return the log-sum-exp too.
-
-    Returns
-    -------
-    output : array of the library of q, on the same device
-    lse : array of the library of q, on the same device, if ``return_lse``
-
-    Raises
-    ------
-    TypeError, ValueError
-        Arrays on different devices or on one that is not current, or a stream of another device;
-        dtypes that differ; and what ``Problem.of`` raises.
-    MemoryError
-        The problem does not fit into the GPU's memory.
+    ``given`` are the arguments that may be arrays, by name, ``options`` the others. Arrays on
+    different devices or on one that is not current, a stream of another device and dtypes that
+    differ are refused, and so is what ``Problem.of`` refuses and what does not fit into the memory.
     """
     _check_all_on_gpu(given)
     on_gpu = {name: x for name, x in given.items() if is_device_array(x)}
@@ -218,20 +186,12 @@ def _broadcast(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
 def _solve_on_device(
     name: str, problem: Problem, given: dict[str, DeviceArray], memory: gpu.DeviceMemory
 ) -> None:
-    """Write O and L with the rung of that name.
+    """Write O and L with the rung of that name, for sizes and small options of ``problem``.
 
-    What the rung cannot read or write in place goes through a copy on the device.
-
-    Parameters
-    ----------
-    name : str
-    problem : Problem
-        For its sizes and its small options.
-    given : dict of str to DeviceArray
-        "q", "k", "v", "O", of any strides and of any dtype in ``copies.STORED``; "L", contiguous,
-        in the compute dtype; and "attn_mask" and "attn_bias" if there are any. They have the shapes
-        that they have in ``problem``; rows of q, k, v and O may be padded to ``padded_width``.
-    memory : DeviceMemory
+    ``given`` holds "q", "k", "v", "O", of any strides and of any dtype in ``copies.STORED``; "L",
+    contiguous, in the compute dtype; and "attn_mask" and "attn_bias" if there are any. They have
+    the shapes that they have in ``problem``; rows of q, k, v and O may be padded to
+    ``padded_width``. What the rung cannot read or write in place goes through a copy on the device.
     """
     dtype, width = _form(name, problem)
     ready = given | {key: _readable(given[key], dtype, width, memory) for key in ("q", "k", "v")}
@@ -241,14 +201,13 @@ def _solve_on_device(
     if not _is_readable(O, dtype, width):
         ready["O"] = memory.scratch_array((*O.shape[:3], width or O.shape[3]), dtype)
     if name in TAKE_ARRAYS:
-
-        def put(array: NDArray[Any]) -> ArrayAt:
-            return array_at(to_device(array, memory))
-
         in_arrays = {key: array_at(array) for key, array in ready.items()}
-        _run(name, problem, as_arrays(problem, in_arrays, put), memory)
+        arguments: Any = kernel_arguments.as_arrays(
+            problem, in_arrays, lambda array: array_at(to_device(array, memory))
+        )
     else:
-        _run(name, problem, as_addresses(problem, ready, memory.put_together), memory)
+        arguments = kernel_arguments.as_addresses(problem, ready, memory.put_together)
+    _run(name, problem, arguments, memory)
     if ready["O"] is not O:
         memory.launch(*copying(ready["O"], O))
 

@@ -21,11 +21,8 @@ from minimha.kernels.cuda.parts import device
 
 THREADS = 256
 STORED = {
-    "float16": types.float16,
-    "bfloat16": types.uint16,
-    "float32": types.float32,
-    "float64": types.float64,
-}
+    "float16": types.float16, "bfloat16": types.uint16, "float32": float32, "float64": float64
+}  # fmt: skip
 HIGHEST = float(np.finfo(np.float32).max)
 
 
@@ -107,8 +104,5 @@ def to_float64(x):
 
 READ = {"float16": widened, "bfloat16": from_bfloat16, "float32": same, "float64": same}
 WRITE = {
-    "float16": to_float16,
-    "bfloat16": to_bfloat16,
-    "float32": to_float32,
-    "float64": to_float64,
-}
+    "float16": to_float16, "bfloat16": to_bfloat16, "float32": to_float32, "float64": to_float64
+}  # fmt: skip

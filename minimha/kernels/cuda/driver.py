@@ -28,14 +28,10 @@ from minimha.kernels.cuda.launch import Launch, ptx
 ALIGNMENT = 256  # bytes: of every allocation, and of each array that is copied with others
 KEPT = 64 << 20  # bytes that stay reserved between calls
 DEFAULT_STREAMS = (0, 1, 2)  # the legacy and the per-thread default stream belong to any device
-FORMATS = {
-    types.boolean: "B7x",
-    types.int32: "i4x",
-    types.int64: "q",
-    types.uint64: "Q",
-    types.float32: "f4x",
-    types.float64: "d",
-}  # a parameter of a kernel, in a slot of eight bytes
+FORMATS = {  # a parameter of a kernel, in a slot of eight bytes
+    types.boolean: "B7x", types.int32: "i4x", types.int64: "q", types.uint64: "Q",
+    types.float32: "f4x", types.float64: "d",
+}  # fmt: skip
 DYNAMIC_SHARED = 48 << 10  # bytes of shared memory beyond which a kernel must opt in
 
 
@@ -55,12 +51,9 @@ class Device(NamedTuple):
 
 
 def call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """Call a function of the driver and return its result, a tuple if there are several.
+    """The result of a function of the driver, or a ``DeviceError`` with its name for the failure.
 
-    Raises
-    ------
-    DeviceError
-        With the driver's name for the failure.
+    Several results are a tuple.
     """
     status, *results = function(*arguments)
     if status != driver.CUresult.CUDA_SUCCESS:
@@ -158,10 +151,7 @@ class DeviceMemory:
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """Allocate memory for an array and return its address; 0 for an empty array.
 
-        Raises
-        ------
-        MemoryError
-            It does not fit, with the sizes.
+        A MemoryError says what does not fit, with the sizes.
         """
         size = prod(shape) * np.dtype(dtype).itemsize
         if size == 0:
@@ -223,18 +213,9 @@ class DeviceMemory:
         slots = ctypes.create_string_buffer(packed, len(packed))
         first = ctypes.addressof(slots)
         pointers = (ctypes.c_void_p * (len(packed) // 8))(*range(first, first + len(packed), 8))
-        call(
-            driver.cuLaunchKernel,
-            function,
-            *launch.grid,
-            launch.threads,
-            1,
-            1,
-            launch.shared,
-            self.stream,
-            ctypes.addressof(pointers),
-            0,
-        )
+        block = (launch.threads, 1, 1)
+        settings = (*launch.grid, *block, launch.shared, self.stream)
+        call(driver.cuLaunchKernel, function, *settings, ctypes.addressof(pointers), 0)
 
 
 def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:

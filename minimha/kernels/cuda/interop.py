@@ -42,13 +42,7 @@ def stream_of(value: Any, device: int) -> int:
 
 
 def as_device_array(name: str, value: Any) -> DeviceArray:
-    """``value`` without copying, to be used on ``stream_of(value)``.
-
-    Raises
-    ------
-    TypeError
-        It has a dtype that NumPy does not have, or its library refuses to export it.
-    """
+    """``value`` without copying, to be used on ``stream_of(value)``; a TypeError says why not."""
     if not hasattr(value, "__dlpack__"):
         return _from_interface(name, value.__cuda_array_interface__, value)
     has_stream = library_of(value) in ("torch", "cupy")
@@ -60,20 +54,7 @@ def as_device_array(name: str, value: Any) -> DeviceArray:
 
 
 def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> Any:
-    """A new array of the library and on the device of ``value``.
-
-    Parameters
-    ----------
-    value : array of one of ``LIBRARIES``
-    shape : tuple of int
-    dtype : dtype, optional
-        Default is that of ``value``.
-
-    Raises
-    ------
-    TypeError
-        Its library is none of ``LIBRARIES``.
-    """
+    """A new array of the library, on the device and, unless given, of the dtype of ``value``."""
     library = library_of(value)
     module = sys.modules.get(library)
     if library == "torch":

@@ -12,40 +12,18 @@ from numba import cuda
 
 
 class Launch(NamedTuple):
-    """One kernel, ready to be compiled and launched.
+    """One kernel, ready to be compiled and launched."""
 
-    Attributes
-    ----------
-    function : callable
-        The kernel's Python function, its block sizes and options closed over as constants.
-    signature : tuple of numba types
-    grid : (int, int, int)
-        Thread blocks.
-    threads : int
-        Threads per block.
-    shared : int, default 0
-        Bytes of dynamic shared memory per block.
-    registers : int, optional
-        The most that one thread may use. Default is no limit.
-    """
-
-    function: Callable[..., None]
-    signature: tuple[Any, ...]
-    grid: tuple[int, int, int]
-    threads: int
-    shared: int = 0
-    registers: int | None = None
+    function: Callable[..., None]  # its block sizes and options are closed over as constants
+    signature: tuple[Any, ...]  # numba types
+    grid: tuple[int, int, int]  # thread blocks
+    threads: int  # per block
+    shared: int = 0  # bytes of dynamic shared memory per block
+    registers: int | None = None  # the most that one thread may use; None is no limit
 
 
 def ptx(launch: Launch, cc: tuple[int, int] = (9, 0)) -> str:
     """The kernel's PTX for compute capability ``cc``, by default (9, 0)."""
-    text, _ = cuda.compile(
-        launch.function,
-        launch.signature,
-        device=False,
-        abi="numba",
-        cc=cc,
-        launch_bounds=(launch.threads, 1),
-        output="ptx",
-    )
+    how = {"device": False, "abi": "numba", "launch_bounds": (launch.threads, 1), "output": "ptx"}
+    text, _ = cuda.compile(launch.function, launch.signature, cc=cc, **how)
     return str(text)

@@ -30,37 +30,27 @@ from numba.cuda.extending import intrinsic
 
 # The letter by which inline assembly calls a register of a type.
 REGISTER = {
-    types.uint16: "h",
-    types.uint32: "r",
-    types.int32: "r",
-    types.uint64: "l",
-    types.int64: "l",
+    types.uint16: "h", types.uint32: "r", types.int32: "r", types.uint64: "l", types.int64: "l",
     types.float32: "f",
-}
+}  # fmt: skip
 u16, u32, i32, u64, i64, f32 = REGISTER
+Types = tuple[Any, ...]
 
 
 def instruction(
     text: str,
-    results: tuple[Any, ...] = (),
-    operands: tuple[Any, ...] = (),
+    results: Types = (),
+    operands: Types = (),
     *,
     has_effects: bool = False,
     is_collective: bool = False,
 ) -> Any:
-    """An intrinsic that is one PTX instruction.
+    """An intrinsic that is one PTX instruction, with ``$0, $1, …`` for results, then operands.
 
-    Parameters
-    ----------
-    text : str
-        The instruction, with ``$0, $1, …`` for results, then operands.
-    results, operands : tuple of numba types
-        What it is called with is converted to the operands' types.
-    has_effects : bool
-        It reads what other instructions write, or writes itself: it is neither left out nor moved
-        across another one of these.
-    is_collective : bool
-        All threads of a warp execute it together: it is not moved into or out of a branch.
+    What it is called with is converted to the operands' types. One that ``has_effects`` reads what
+    other instructions write, or writes itself: it is neither left out nor moved across another one
+    of these. One that ``is_collective`` is executed by all threads of a warp together: it is not
+    moved into or out of a branch.
     """
     paste = _paste(text, results, operands, has_effects, is_collective)
     if len(results) > 1:
@@ -88,11 +78,7 @@ def instruction(
 
 
 def _paste(
-    text: str,
-    results: tuple[Any, ...],
-    operands: tuple[Any, ...],
-    has_effects: bool,
-    is_collective: bool,
+    text: str, results: Types, operands: Types, has_effects: bool, is_collective: bool
 ) -> Callable[..., list[Any]]:
     """The function that puts the instruction into the program and returns its results."""
     letters = [f"={REGISTER[t]}" for t in results] + [REGISTER[t] for t in operands]
@@ -186,15 +172,16 @@ lg2_approx = instruction("lg2.approx.ftz.f32 $0, $1;", (f32,), (f32,))
 rcp_approx = instruction("rcp.approx.ftz.f32 $0, $1;", (f32,), (f32,))
 
 
-# 9.7.9, shfl.sync.bfly: the number that lane (own lane ^ bits) holds. (number, bits) -> number. The
-# last lane of the exchange is 31, and the mask says that all 32 take part.
-shfl_bfly_f32 = instruction(
-    "shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;",
-    (f32,),
-    (f32, i32),
-    has_effects=True,
-    is_collective=True,
-)
+def _shuffle(mode: str) -> Any:
+    # The last lane of the exchange is 31, and the mask says that all 32 take part.
+    text = f"shfl.sync.{mode}.b32 $0, $1, $2, 31, 0xffffffff;"
+    return instruction(text, (f32,), (f32, i32), has_effects=True, is_collective=True)
+
+
+# 9.7.9, shfl.sync: the number that another lane holds. (number, lane) -> number; with ``bfly`` that
+# of lane (own lane ^ bits). (number, bits) -> number
+shfl_idx_f32 = _shuffle("idx")
+shfl_bfly_f32 = _shuffle("bfly")
 
 # 9.7.9, cvt: two float32 (first, second) rounded to the nearest into one register, the first in the
 # lower half. PTX names the upper half first.
@@ -311,25 +298,13 @@ max_f32 = instruction("max.f32 $0, $1, $2;", (f32,), (f32, f32))
 # 9.7.1, div: the whole part of a quotient. numba divides in 64 bits. (dividend, divisor) -> number
 div_u32 = instruction("div.u32 $0, $1, $2;", (u32,), (u32, u32))
 
-# 9.7.9, shfl.sync.idx: the number that another lane holds. (number, lane) -> number
-shfl_idx_f32 = instruction(
-    "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
-    (f32,),
-    (f32, i32),
-    has_effects=True,
-    is_collective=True,
-)
-
 # 9.7.9, prmt: the lower halves of two registers in one, or their upper halves, the first's below.
 lower_halves = instruction("prmt.b32 $0, $1, $2, 0x5410;", (u32,), (u32, u32))
 upper_halves = instruction("prmt.b32 $0, $1, $2, 0x7632;", (u32,), (u32, u32))
 
 # 9.7.13, vote.sync.ballot: a bit for each lane of the warp whose number is not 0. (number) -> bits
-ballot = instruction(
+_BALLOT = (
     "{ .reg .pred %is_set; setp.ne.u32 %is_set, $1, 0; "
-    "vote.sync.ballot.b32 $0, %is_set, 0xffffffff; }",
-    (u32,),
-    (u32,),
-    has_effects=True,
-    is_collective=True,
+    "vote.sync.ballot.b32 $0, %is_set, 0xffffffff; }"
 )
+ballot = instruction(_BALLOT, (u32,), (u32,), has_effects=True, is_collective=True)

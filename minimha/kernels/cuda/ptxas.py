@@ -73,32 +73,15 @@ def ptxas() -> str | None:
 
 
 def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled]:
-    """Compile every kernel of ``rungs`` for every architecture, dtype and width, one by one.
-
-    Parameters
-    ----------
-    rungs : tuple of str, optional
-        Names in ``CUDA_LADDER``. Default is all of them.
-
-    Raises
-    ------
-    RuntimeError
-        ptxas refuses a kernel; with its own words.
-    """
+    """Compile every kernel of ``rungs`` for every architecture, dtype and width, one by one."""
     for rung in rungs:
         for head_dim in HEAD_DIMS:
             for dtype, launch in _kernels(rung, head_dim):
                 for arch, cc in ARCHS.items():
-                    text = ptx(launch, cc)
-                    yield Assembled(
-                        rung,
-                        launch.function.__name__,
-                        arch,
-                        dtype,
-                        head_dim,
-                        **by_ptxas(text, arch, launch.registers),
-                        **{name: len(re.findall(p, text)) for name, p in IN_PTX.items()},
-                    )
+                    text, name = ptx(launch, cc), launch.function.__name__
+                    counts = {key: len(re.findall(p, text)) for key, p in IN_PTX.items()}
+                    found = by_ptxas(text, arch, launch.registers) | counts
+                    yield Assembled(rung, name, arch, dtype, head_dim, **found)
 
 
 def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
@@ -128,19 +111,8 @@ def _dtypes() -> Iterator[DTypeLike]:
 def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
     """What ptxas reports on a kernel's PTX, by the names in ``IN_REPORT``; None without ptxas.
 
-    Parameters
-    ----------
-    text : str
-        The PTX.
-    arch : str
-        Such as "sm_90".
-    registers : int or None
-        The most that one thread may use; None for no limit.
-
-    Raises
-    ------
-    RuntimeError
-        ptxas refuses the kernel; with its own words.
+    ``arch`` is such as "sm_90", ``registers`` the most that one thread may use. If ptxas refuses
+    the kernel, a RuntimeError has its own words.
     """
     program = ptxas()
     if program is None:
