@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from minimha import attention
 from minimha.bench.bandwidth import yardstick
@@ -41,23 +40,11 @@ def against_peers(
     shapes: Sequence[Shape], seconds: float, threads: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Report:  # fmt: skip
-    """Measure minimha's CPU backend beside every peer that is installed.
+    """Measure minimha's CPU backend beside every peer that is installed, in float32.
 
-    Parameters
-    ----------
-    shapes : sequence of Shape
-    seconds : float
-        Time for the timed calls of each shape.
-    threads : int, optional
-        Threads of every candidate. Default is as many as numba may use.
-    progress : callable, optional
-        Called with what is done next: once for compiling and once per shape. Default is to report
-        nothing.
-
-    Raises
-    ------
-    ValueError
-        A dtype other than float32.
+    The timed calls of each shape take ``seconds``. Every candidate has so many ``threads``, by
+    default as many as numba may use. ``progress`` is called with what is done next: once for
+    compiling and once per shape.
     """
     for shape in shapes:
         if shape.dtype != "float32":
@@ -79,10 +66,7 @@ def ladder(
     shapes: Sequence[Shape], seconds: float, threads: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Report:  # fmt: skip
-    """Measure the equations and every rung; ratios are to ``LADDER_NORM``.
-
-    The parameters are those of ``against_peers``.
-    """
+    """As ``against_peers`` for the equations and every rung; ratios are to ``LADDER_NORM``."""
     modules = {name: import_module(f"minimha.equations.{name}") for name in ("dense", "tiled")}
     modules |= {name: import_module(f"minimha.kernels.{name}") for name in LADDER}
     with _workers(threads) as number:
@@ -176,21 +160,21 @@ def _kinds(shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def _ours(inputs: Inputs) -> Peer:
-    return Peer(lambda: attention(*_arrays(inputs), **_options(inputs), backend="cpu"), _same)
+    return Peer(lambda: attention(*inputs.arrays, **inputs.options, backend="cpu"), np.asarray)
 
 
 def _problem(inputs: Inputs) -> Problem:
-    return Problem.of(*_arrays(inputs), **_options(inputs))
+    return Problem.of(*inputs.arrays, **inputs.options)
 
 
 def _error(inputs: Inputs, candidate: Peer) -> float:
     """Largest error on some rows, as a multiple of plain NumPy's in the same dtype."""
     output = candidate.as_array(candidate.run())
-    q, k, v = _arrays(inputs)
+    q, k, v = inputs.arrays
     worst, plain = 0.0, 0.0
     for start in sorted({0, q.shape[2] // 2, max(0, q.shape[2] - GATE_ROWS)}):
         rows = slice(start, start + GATE_ROWS)
-        options: dict[str, Any] = dict(_options(inputs), backend="dense")
+        options = inputs.options | {"backend": "dense"}
         if inputs.mask is not None:
             options["attn_mask"] = inputs.mask[:, :, rows]
         if inputs.is_causal or inputs.window:
@@ -199,20 +183,6 @@ def _error(inputs: Inputs, candidate: Peer) -> float:
         worst = float(np.maximum(worst, abs(output[:, :, rows] - exact).max()))  # NaN stays
         plain = max(plain, float(abs(attention(q[:, :, rows], k, v, **options) - exact).max()))
     return worst / plain if np.isfinite(worst) else float("inf")
-
-
-def _arrays(inputs: Inputs) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    return inputs.q, inputs.k, inputs.v
-
-
-def _options(inputs: Inputs) -> dict[str, Any]:
-    return {
-        "is_causal": inputs.is_causal, "window_size": inputs.window, "attn_mask": inputs.mask
-    }  # fmt: skip
-
-
-def _same(output: Any) -> NDArray[Any]:
-    return np.asarray(output)
 
 
 def seconds_of(run: Callable[[], Any]) -> float:

@@ -39,29 +39,12 @@ CALLS = 200  # with which the overhead is measured
 
 
 def against_torch(
-    shapes: Sequence[Shape],
-    seconds: float,
-    progress: Callable[[str], None] = lambda doing: None,
-    device: str = "cuda",
-) -> Report:
-    """Measure minimha beside torch's scaled_dot_product_attention on ``device``.
+    shapes: Sequence[Shape], seconds: float,
+    progress: Callable[[str], None] = lambda doing: None, device: str = "cuda",
+) -> Report:  # fmt: skip
+    """Measure minimha beside torch's scaled_dot_product_attention on ``device``, "cuda" or "cpu".
 
-    Parameters
-    ----------
-    shapes : sequence of Shape
-    seconds : float
-        Time for the timed calls of each shape.
-    progress : callable, optional
-        Called with what is done next: once for compiling and once per shape. Default is to report
-        nothing.
-    device : {"cuda", "cpu"}, default "cuda"
-
-    Raises
-    ------
-    BackendUnavailable
-        There is no GPU, or torch is not installed.
-    ValueError
-        A mask other than "none" and "causal".
+    As ``bench.cpu.against_peers``, but for problems without a mask and causal ones alone.
     """
     for shape in shapes:
         if shape.mask not in ("none", "causal"):
@@ -104,7 +87,7 @@ def _tensors(shape: Shape, device: str) -> Any:
 
     inputs = shape.inputs()
     dtype = getattr(torch, shape.dtype)
-    return tuple(torch.from_numpy(x).to(device, dtype) for x in (inputs.q, inputs.k, inputs.v))
+    return tuple(torch.from_numpy(x).to(device, dtype) for x in inputs.arrays)
 
 
 def _candidates(shape: Shape, tensors: Any, device: str) -> dict[str, Callable[[], Any]]:
@@ -140,12 +123,9 @@ def _candidates(shape: Shape, tensors: Any, device: str) -> dict[str, Callable[[
 
 
 def _compare(
-    shape: Shape,
-    tensors: Any,
-    candidates: dict[str, Callable[[], Any]],
-    seconds: float,
+    shape: Shape, tensors: Any, candidates: dict[str, Callable[[], Any]], seconds: float,
     clock: Callable[[Callable[[], Any]], float],
-) -> list[Record]:
+) -> list[Record]:  # fmt: skip
     """Check and time the candidates; ratios are to minimha."""
     worst = {name: _error(shape, tensors, run()) for name, run in candidates.items()}
     records = {name: Record(str(shape), name, e / worst[PLAIN]) for name, e in worst.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -54,13 +55,7 @@ def peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 def numpy_peers(inputs: Inputs) -> dict[str, Peer]:
     """softmax(Q Kᵀ / √D) V with BLAS, in float32."""
-
-    def run() -> Any:
-        return attention(
-            inputs.q, inputs.k, inputs.v, is_causal=inputs.is_causal, window_size=inputs.window,
-            attn_mask=inputs.mask, backend="dense",
-        )  # fmt: skip
-
+    run = partial(attention, *inputs.arrays, **inputs.options, backend="dense")
     return {"NumPy": Peer(run, np.asarray)}
 
 
@@ -81,7 +76,7 @@ def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
     torch.set_num_threads(threads)
-    q, k, v = (torch.from_numpy(array) for array in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (torch.from_numpy(array) for array in inputs.arrays)
     B, H, Lq, D = q.shape
     Hkv = k.shape[1]
     mask = None if inputs.whole_mask is None else torch.from_numpy(inputs.whole_mask)
@@ -150,13 +145,9 @@ def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 
 def _session(
-    operator: str,
-    domain: str,
-    feeds: dict[str, Any],
-    threads: int,
-    outputs: tuple[str, ...] = ("o",),
-    **attributes: Any,
-) -> Callable[[], Any]:
+    operator: str, domain: str, feeds: dict[str, Any], threads: int,
+    outputs: tuple[str, ...] = ("o",), **attributes: Any,
+) -> Callable[[], Any]:  # fmt: skip
     """A model of one operator, ready to run on ``feeds``; a feed of None is an absent input."""
     import onnxruntime
     from onnx import TensorProto, helper

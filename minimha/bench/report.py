@@ -23,40 +23,25 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Record:
-    """What was measured of one candidate on one shape.
+    """What was measured of one candidate on one shape; NaN if the gate was not passed.
 
-    Attributes
-    ----------
-    shape, candidate : str
-    error : float
-        Largest error against float64 on the rows that the gate checks, as a multiple of plain
-        NumPy's in float32.
-    median, low, high : float
-        Seconds per call: median and quartiles; NaN if the gate was not passed.
-    runs : int
-        Timed calls.
-    rate : float
-        Operations per second; for a decode shape bytes of K and V per second.
-    of_machine : float
-        ``rate`` as a fraction of the rate of this machine's sgemm, or of reading its memory, in the
-        same run.
-    ratio : float
-        ``median`` / minimha's median: above 1 minimha is faster.
-    extra_memory : int or None
-        Peak bytes besides inputs and output; None unless the system tells them (Linux does).
+    ``error`` is the largest against float64 on the rows that the gate checks, as a multiple of
+    plain NumPy's in float32. ``rate`` counts operations per second, for a decode shape bytes of K
+    and V; ``of_machine`` is its fraction of what this machine's sgemm, or reading its memory,
+    reaches in the same run.
     """
 
     shape: str
     candidate: str
     error: float
-    median: float = float("nan")
-    low: float = float("nan")
-    high: float = float("nan")
-    runs: int = 0
-    rate: float = float("nan")
-    of_machine: float = float("nan")
-    ratio: float = float("nan")
-    extra_memory: int | None = None
+    median: float = math.nan  # seconds per call, with its quartiles
+    low: float = math.nan
+    high: float = math.nan
+    runs: int = 0  # timed calls
+    rate: float = math.nan
+    of_machine: float = math.nan
+    ratio: float = math.nan  # median / minimha's median: above 1 minimha is faster
+    extra_memory: int | None = None  # peak bytes besides inputs and output; Linux tells them
 
 
 @dataclass(frozen=True)
@@ -73,19 +58,16 @@ class Report:
 
 
 def measured(
-    record: Record,
-    shape: Shape,
-    times: Sequence[float],
-    ours: Sequence[float] | None,
+    record: Record, shape: Shape, times: Sequence[float], ours: Sequence[float] | None,
     machine_rate: float,
-) -> Record:
+) -> Record:  # fmt: skip
     """``record`` with what follows from its ``times``, minimha's and the machine's rate."""
     low, median, high = (float(np.quantile(times, part)) for part in (0.25, 0.5, 0.75))
     rate = (shape.bytes_read if shape.is_decode else shape.operations) / median
     return replace(
         record, median=median, low=low, high=high, runs=len(times), rate=rate,
         of_machine=rate / machine_rate,
-        ratio=float("nan") if ours is None else float(median / np.median(ours)),
+        ratio=math.nan if ours is None else float(median / np.median(ours)),
     )  # fmt: skip
 
 

@@ -28,6 +28,15 @@ class Inputs(NamedTuple):
     mask: NDArray[np.bool_] | None
 
     @property
+    def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        return self.q, self.k, self.v
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of ``minimha.attention``."""
+        return {"is_causal": self.is_causal, "window_size": self.window, "attn_mask": self.mask}
+
+    @property
     def whole_mask(self) -> NDArray[np.bool_] | None:
         """The mask, or the window as one, for libraries without windows."""
         if self.window is None:

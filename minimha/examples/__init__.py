@@ -26,12 +26,8 @@ from importlib import import_module
 from minimha.examples.example import Example
 
 DOCUMENTS = {
-    "000": "two-heads",
-    "001": "shapes",
-    "002": "bank",
-    "003": "the-cat-sat",
-    "004": "given-qkv",
-}
+    "000": "two-heads", "001": "shapes", "002": "bank", "003": "the-cat-sat", "004": "given-qkv"
+}  # fmt: skip
 PLACES = {  # module.attribute
     "two-heads": "two_heads.EXAMPLE",
     "shapes": "shapes.EXAMPLE",

@@ -12,6 +12,7 @@ from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, renamed
 from minimha.examples import sentences
 from minimha.examples.example import Example
+from minimha.examples.sentences import DEFAULT_SEED
 from minimha.explain.trace import token_labels
 
 NUM_HEADS = 2  # of the sentence's example, whose head 0 this is
@@ -23,26 +24,12 @@ def of_length(num_tokens: int, **settings: Any) -> Example:
 
 
 def block_by_block(
-    tokens: Sequence[str],
-    *,
-    B_r: int = 2,
-    B_c: int = 2,
-    d_model: int = 4,
-    seed: int = sentences.DEFAULT_SEED,
+    tokens: Sequence[str], *, B_r: int = 2, B_c: int = 2, d_model: int = 4, seed: int = DEFAULT_SEED
 ) -> Example:
     """One causal head over ``tokens``, first with whole matrices, then in blocks of B_r × B_c.
 
-    It is head 0 of ``sentences.sentence(tokens)``, so that Q, K and V are known from there.
-
-    Parameters
-    ----------
-    tokens : sequence of str
-    B_r, B_c : int, default 2
-        Queries and keys in a block.
-    d_model : int, default 4
-        Model width, even; the head is half as wide.
-    seed : int, default 1
-        Of embeddings and weights, at least 0.
+    It is head 0 of ``sentences.sentence(tokens)``, so that Q, K and V are known from there; that
+    says what ``d_model``, here even, and ``seed`` are.
 
     Raises
     ------

@@ -29,22 +29,12 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Head:
-    """What one head looks for.
-
-    Attributes
-    ----------
-    name, reading : str
-        What it is called, and what its weights show.
-    asks : sequence of (query column, key column)
-        A query with the first column set asks for keys with the second one set.
-    offsets : mapping of int to float
-        How much a query asks for the key that many places after it.
-    """
+    """What one head looks for, what it is called, and what its weights show (``reading``)."""
 
     name: str
     reading: str
-    asks: Pairs = ()
-    offsets: Mapping[int, float] | None = None
+    asks: Pairs = ()  # a query with the first column set asks for keys with the second one set
+    offsets: Mapping[int, float] | None = None  # how much for the key that many places after it
 
 
 def _example(
@@ -120,92 +110,43 @@ PREVIOUS = Head(
 LOCAL = Head("position", "each word reads itself and its neighbours", (), NEAR)
 
 ADOPTED, RAN_AWAY, BANK = (
-    _example(
-        "heads-000",
-        "000",
-        {
-            "The": "main",
-            "cat": "noun subject main",
-            "that": "pronoun clause",
-            "I": "subject clause",
-            "adopted": "verb clause",
-            "sleeps": "verb main",
-        },
+    _example("heads-000", "000",
+        {"The": "main", "cat": "noun subject main", "that": "pronoun clause",
+         "I": "subject clause", "adopted": "verb clause", "sleeps": "verb main"},
         ("noun", "subject", "verb", "pronoun", "main", "clause"),
         [
             PREVIOUS,
-            Head(
-                "subject and verb",
+            Head("subject and verb",
                 "'sleeps' reads 'cat' and 'adopted' reads 'I', the subject of its own clause: two "
                 "columns must agree; the others spread over their clause",
-                (("verb", "subject"), ("main", "main"), ("clause", "clause")),
-            ),
+                (("verb", "subject"), ("main", "main"), ("clause", "clause"))),
             Head("coreference", "'that' reads 'cat', to which it refers", (("pronoun", "noun"),)),
             LOCAL,
-        ],
-    ),
-    _example(
-        "heads-001",
-        "001",
-        {
-            "The": "",
-            "cat": "subject action",
-            "that": "clause",
-            "I": "clause",
-            "saw": "clause",
-            "yesterday": "",
-            "ran": "verb action",
-            "away": "action",
-        },
+        ]),
+    _example("heads-001", "001",
+        {"The": "", "cat": "subject action", "that": "clause", "I": "clause",
+         "saw": "clause", "yesterday": "", "ran": "verb action", "away": "action"},
         ("subject", "verb", "clause", "action"),
         [
-            Head(
-                "syntactic structure",
-                "'cat' and 'ran', subject and verb, read each other",
-                (("subject", "verb"), ("verb", "subject")),
-            ),
+            Head("syntactic structure", "'cat' and 'ran', subject and verb, read each other",
+                (("subject", "verb"), ("verb", "subject"))),
             LOCAL,
-            Head(
-                "relative clause",
-                "'that', 'I' and 'saw' read each other",
-                (("clause", "clause"),),
-            ),
-            Head(
-                "long range",
-                "'cat', 'ran' and 'away', who did what, read each other",
-                (("action", "action"),),
-            ),
-        ],
-    ),
-    _example(
-        "heads-002",
-        "002",
-        {
-            "The": "",
-            "bank": "lender actor",
-            "approved": "verb",
-            "the": "",
-            "loan": "lent",
-            "yesterday": "time",
-        },
+            Head("relative clause", "'that', 'I' and 'saw' read each other",
+                (("clause", "clause"),)),
+            Head("long range", "'cat', 'ran' and 'away', who did what, read each other",
+                (("action", "action"),)),
+        ]),
+    _example("heads-002", "002",
+        {"The": "", "bank": "lender actor", "approved": "verb",
+         "the": "", "loan": "lent", "yesterday": "time"},
         ("lender", "lent", "actor", "verb", "time"),
         [
-            Head(
-                "meaning",
-                "'bank' and 'loan' read each other",
-                (("lender", "lent"), ("lent", "lender")),
-            ),
-            Head(
-                "action",
-                "'approved' and 'bank' read each other",
-                (("verb", "actor"), ("actor", "verb")),
-            ),
-            Head(
-                "time",
-                "'yesterday' and 'approved' read each other",
-                (("time", "verb"), ("verb", "time")),
-            ),
+            Head("meaning", "'bank' and 'loan' read each other",
+                (("lender", "lent"), ("lent", "lender"))),
+            Head("action", "'approved' and 'bank' read each other",
+                (("verb", "actor"), ("actor", "verb"))),
+            Head("time", "'yesterday' and 'approved' read each other",
+                (("time", "verb"), ("verb", "time"))),
             PREVIOUS,
-        ],
-    ),
+        ]),
 )  # fmt: skip
