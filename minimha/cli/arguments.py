@@ -44,24 +44,13 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--causal", action=flag, help="hide later tokens, or not")
     parser.add_argument("--scale", action=flag, help="divide the scores by √d_k, or not")
-    parser.add_argument(
-        "--seed", type=natural, metavar="N", help="of embeddings and weights (default 1)"
-    )
+    drawn = "of embeddings and weights (default 1)"
+    parser.add_argument("--seed", type=natural, metavar="N", help=drawn)
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
     """Add ``--only`` and ``--decimals``, which steps to show and how."""
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="STEP",
-        help="show this step only (may be repeated)",
-    )
-    parser.add_argument(
-        "--decimals",
-        type=decimals,
-        default=3,
-        metavar="N",
-        help="of numbers that are not whole (default 3)",
-    )
+    which = "show this step only (may be repeated)"
+    how = "of numbers that are not whole (default 3)"
+    parser.add_argument("--only", action="append", default=[], metavar="STEP", help=which)
+    parser.add_argument("--decimals", type=decimals, default=3, metavar="N", help=how)

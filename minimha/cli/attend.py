@@ -35,13 +35,8 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("--causal", dest="is_causal", action=flag, help="hide the keys after each query")
     add("--q-offset", type=_integers, metavar="N", help="position of query 0 among the keys")
-    add(
-        "--window",
-        dest="window_size",
-        type=_window,
-        metavar="LEFT,RIGHT",
-        help="keys seen on each side; none = all",
-    )
+    sides = "keys seen on each side; none = all"
+    add("--window", dest="window_size", type=_window, metavar="LEFT,RIGHT", help=sides)
     add("--attn-mask", metavar="CSV", help="1 = may attend, 0 = may not")
     add("--attn-bias", metavar="CSV", help="added to the scores")
     add("--kv-lengths", type=_integers, metavar="N,…", help="number of filled keys")

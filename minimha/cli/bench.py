@@ -6,15 +6,9 @@ import argparse
 import sys
 from typing import Any
 
+from minimha.cli import output
 from minimha.cli.arguments import count
-from minimha.cli.output import (
-    TABLE_FORMATS,
-    add_output,
-    check_free,
-    deliver_table,
-    format_of,
-    grouped,
-)
+from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table
 from minimha.explain import render
 
 
@@ -30,7 +24,8 @@ def add_parser(commands: Any) -> None:
         "matrix product (decode: reading memory) reaches in the same run.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--shape",
         action="append",
         type=_shape,
@@ -39,20 +34,11 @@ def add_parser(commands: Any) -> None:
         help="sizes, and none, causal, window or mask (may be repeated; default 16 shapes); on a "
         "GPU also a dtype: causal,bfloat16",
     )
-    parser.add_argument(
-        "--backend", choices=("cpu", "cuda"), default="cpu", help="cuda: on a GPU, beside torch"
-    )
-    parser.add_argument("--ladder", action="store_true", help="time every rung instead of peers")
-    parser.add_argument(
-        "--seconds",
-        type=_seconds,
-        default=4.0,
-        metavar="S",
-        help="of timed calls per shape (default 4)",
-    )
-    parser.add_argument(
-        "--threads", type=count, metavar="N", help="for every candidate (default all)"
-    )
+    add("--backend", choices=("cpu", "cuda"), default="cpu", help="cuda: on a GPU, beside torch")
+    add("--ladder", action="store_true", help="time every rung instead of peers")
+    calls = "of timed calls per shape (default 4)"
+    add("--seconds", type=_seconds, default=4.0, metavar="S", help=calls)
+    add("--threads", type=count, metavar="N", help="for every candidate (default all)")
     add_output(parser, TABLE_FORMATS)
 
 
@@ -62,9 +48,9 @@ def run(args: argparse.Namespace) -> None:
     from minimha.bench import shapes as known
     from minimha.bench.report import as_json, as_rows
 
-    format_of(args)
+    output.format_of(args)
     if args.output:
-        check_free(args.output, force=args.force)
+        output.check_free(args.output, force=args.force)
     if args.backend == "cuda":
         report = _on_gpu(args)
     else:
@@ -100,7 +86,7 @@ def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str,
     from minimha.bench.report import best_peers, geometric_mean
 
     machine = report.machine
-    titled = grouped(rows, "shape")
+    titled = output.grouped(rows, "shape")
     pairs = list(best_peers(report.records))
     fastest = [
         {"shape": ours.shape, "fastest peer": peer.candidate, "ratio": f"{peer.ratio:.2f}"}

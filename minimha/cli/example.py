@@ -20,6 +20,7 @@ def add_parser(commands: Any) -> None:
         "sentence through a multi-head attention with small weights.",
     )
     parser.set_defaults(run=run)
+    add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument("name", nargs="?", help="an example's name, such as translation")
     add_sentence(which, "1 is document 000, 3 document 003, the others a sentence of that length")
@@ -29,13 +30,11 @@ def add_parser(commands: Any) -> None:
         choices=tuple(DOCUMENTS),
         help="a document's example",
     )
-    parser.add_argument("--heads", type=count, metavar="H", help="query heads (default 2)")
-    parser.add_argument(
-        "--kv-heads", type=count, metavar="H", help="key/value heads (default as --heads)"
-    )
-    parser.add_argument("--d-model", type=count, metavar="E", help="model width (default 4)")
-    parser.add_argument("--rope", action="store_true", help="rotate queries and keys by position")
-    parser.add_argument(
+    add("--heads", type=count, metavar="H", help="query heads (default 2)")
+    add("--kv-heads", type=count, metavar="H", help="key/value heads (default as --heads)")
+    add("--d-model", type=count, metavar="E", help="model width (default 4)")
+    add("--rope", action="store_true", help="rotate queries and keys by position")
+    add(
         "--cross",
         nargs="?",
         const=" ".join(translation.ENGLISH),

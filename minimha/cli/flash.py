@@ -19,16 +19,11 @@ def add_parser(commands: Any) -> None:
         "what is loaded and what m, l and O are after each.",
     )
     parser.set_defaults(run=run)
+    add = parser.add_argument
     add_sentence(parser.add_mutually_exclusive_group(), "a sentence of that length (default 6)")
-    parser.add_argument(
-        "--block-queries", type=count, metavar="B_r", default=2, help="in a block (default 2)"
-    )
-    parser.add_argument(
-        "--block-keys", type=count, metavar="B_c", default=2, help="in a block (default 2)"
-    )
-    parser.add_argument(
-        "--d-model", type=count, metavar="E", default=4, help="model width (default 4)"
-    )
+    add("--block-queries", type=count, metavar="B_r", default=2, help="in a block (default 2)")
+    add("--block-keys", type=count, metavar="B_c", default=2, help="in a block (default 2)")
+    add("--d-model", type=count, metavar="E", default=4, help="model width (default 4)")
     add_changes(parser)
     add_steps(parser)
     add_output(parser, TRACE_FORMATS)

@@ -21,14 +21,10 @@ def add_parser(commands: Any) -> None:
         "measured.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "--ptx",
-        action="store_true",
-        help="compile the CUDA rungs, without a GPU, and report what ptxas says",
-    )
-    parser.add_argument(
-        "--rung", action="append", default=[], metavar="NAME", help="this rung (may be repeated)"
-    )
+    add = parser.add_argument
+    compile_only = "compile the CUDA rungs, without a GPU, and report what ptxas says"
+    add("--ptx", action="store_true", help=compile_only)
+    add("--rung", action="append", default=[], metavar="NAME", help="this rung (may be repeated)")
     add_output(parser, TABLE_FORMATS)
 
 

@@ -19,18 +19,11 @@ def add_parser(commands: Any) -> None:
         "bytes of known models, and what grouped heads save. Exact numbers: --format json.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "--preset", metavar="NAME", help="one model, such as gpt3 (default all, in a table)"
-    )
-    parser.add_argument(
-        "--length", type=count, metavar="N", help="tokens (default as many as the model takes)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "float16", "bfloat16"),
-        default="float16",
-        help="default float16",
-    )
+    add = parser.add_argument
+    add("--preset", metavar="NAME", help="one model, such as gpt3 (default all, in a table)")
+    add("--length", type=count, metavar="N", help="tokens (default as many as the model takes)")
+    dtypes = "float32", "float16", "bfloat16"
+    add("--dtype", choices=dtypes, default="float16", help="default float16")
     add_output(parser, TABLE_FORMATS)
 
 
@@ -80,9 +73,7 @@ def _record(preset: Any, length: int | None, dtype: str) -> dict[str, Any]:
         "prefill_flops": parts(sizes.prefill_flops(preset, length)) if takes else None,
         "decode_flops": parts(sizes.decode_flops(preset, length)) if writes else None,
         "kv_cache_bytes": sizes.kv_cache_bytes(preset, length, dtype) if writes else None,
-        "saved_by_groups": (
-            asdict(sizes.saved_by_groups(preset, length, dtype)) if writes else None
-        ),
+        "saved_by_groups": asdict(sizes.saved_by_groups(preset, length, dtype)) if writes else None,
     }
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.masks import boolean, owner_by_axes
-from minimha.equations.arguments import argument_names, as_floating, as_integers, flag, integer
+from minimha.dialects.masks import boolean, integers, owner_by_axes
+from minimha.equations.arguments import argument_names, as_floating, flag, integer
 
 Array = NDArray[Any]
 
@@ -124,19 +124,10 @@ def flash_attn_func(
     bias = _alibi(alibi_slopes, (B, H), abs(i - j))
     with argument_names(scale="softmax_scale", sinks="learnable_sink"):
         output, lse = attention(
-            q4,
-            k4,
-            v4,
-            window_size=(left, right),
-            q_offset=offset + leftpad,
-            attn_mask=visible[:, None],
-            attn_bias=bias,
-            scale=softmax_scale,
-            softcap=softcap or None,
-            sinks=learnable_sink,
-            return_lse=True,
-            backend=backend,
-        )
+            q4, k4, v4, window_size=(left, right), q_offset=offset + leftpad,
+            attn_mask=visible[:, None], attn_bias=bias, scale=softmax_scale,
+            softcap=softcap or None, sinks=learnable_sink, return_lse=True, backend=backend,
+        )  # fmt: skip
     return np.asarray(output.swapaxes(1, 2)), lse
 
 
@@ -164,9 +155,7 @@ def _window(window_size: Any) -> tuple[int | None, int | None]:
 def _leftpad(value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
     if value is None:
         return np.zeros(B, np.int64)
-    array = as_integers("key_leftpad", value)
-    if array.shape != (B,):
-        raise ValueError(f"key_leftpad has shape {array.shape}: expected (B,) = ({B},)")
+    array = integers("key_leftpad", value, {"B": B})
     if ((array < 0) | (array > Lk)).any():
         raise ValueError(f"key_leftpad is {value!r}: expected integers from 0 to Lk={Lk}")
     return array

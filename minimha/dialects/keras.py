@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.masks import boolean_or_floating, broadcasts
+from minimha.dialects.masks import boolean_or_floating, broadcasts, refuse_dropout
 from minimha.equations.arguments import (
     as_floating,
     choice,
@@ -160,21 +160,13 @@ def multi_head_attention(
     q = inputs["query"]
     output_sizes = _output_shape(output_shape, q.shape[-1])
     axes = _attention_axes(attention_axes, q.ndim)
-    _refuse_dropout(dropout)
+    refuse_dropout("dropout", dropout)
     layer = _layer(params, inputs, (H, H), (D, Dv), output_sizes, use_bias, use_gate)
+    masks = attention_mask, query_mask, key_mask, value_mask
     return _attended(
-        layer,
-        inputs,
-        dtype,
-        output_sizes,
-        axes,
-        sliding_window=sliding_window,
-        masks=(attention_mask, query_mask, key_mask, value_mask),
-        return_attention_scores=return_attention_scores,
-        use_causal_mask=use_causal_mask,
-        empty_rows=empty_rows,
-        backend=backend,
-    )
+        layer, inputs, dtype, output_sizes, axes, use_causal_mask, sliding_window, masks,
+        return_attention_scores, empty_rows, backend,
+    )  # fmt: skip
 
 
 def grouped_query_attention(
@@ -222,15 +214,9 @@ def grouped_query_attention(
         D, H and Hkv. H must be a multiple of Hkv: query head h reads key/value head
         h // (H // Hkv).
     dropout, use_bias, sliding_window, use_gate : optional
-        As in ``multi_head_attention``.
     query_mask, value_mask, key_mask, attention_mask : optional
-        As in ``multi_head_attention``.
-    return_attention_scores, use_causal_mask : bool, default False
-        As in ``multi_head_attention``.
-    empty_rows : {None, "mean", "zero"}, default None
-        What the heads of a query that sees no key get. None is "mean".
-    backend : str, default "auto"
-        That of ``minimha.attention``.
+    return_attention_scores, use_causal_mask, empty_rows, backend : optional
+        As in ``multi_head_attention``; ``empty_rows=None`` is "mean".
 
     Returns
     -------
@@ -269,40 +255,19 @@ def grouped_query_attention(
     q = inputs["query"]
     if q.ndim != 3:
         raise ValueError(f"query has shape {q.shape}: expected 3 axes (B, L, E), one of lengths")
-    _refuse_dropout(dropout)
+    refuse_dropout("dropout", dropout)
     layer = _layer(params, inputs, (H, Hkv), (D, D), q.shape[-1:], use_bias, use_gate)
+    masks = attention_mask, query_mask, key_mask, value_mask
     return _attended(
-        layer,
-        inputs,
-        dtype,
-        q.shape[-1:],
-        axes=(1,),
-        sliding_window=sliding_window,
-        masks=(attention_mask, query_mask, key_mask, value_mask),
-        return_attention_scores=return_attention_scores,
-        use_causal_mask=use_causal_mask,
-        empty_rows=empty_rows,
-        backend=backend,
-    )
-
-
-def _refuse_dropout(dropout: float) -> None:
-    if dropout != 0:
-        raise ValueError(
-            f"dropout is {dropout!r}: expected 0, minimha computes inference, where nothing is "
-            f"dropped"
-        )
+        layer, inputs, dtype, q.shape[-1:], (1,), use_causal_mask, sliding_window, masks,
+        return_attention_scores, empty_rows, backend,
+    )  # fmt: skip
 
 
 def _layer(
-    params: Mapping[str, ArrayLike],
-    inputs: dict[str, Array],
-    heads: tuple[int, int],
-    widths: tuple[int, int],
-    output_shape: tuple[int, ...],
-    use_bias: bool,
-    use_gate: bool,
-) -> MultiHeadAttention:
+    params: Mapping[str, ArrayLike], inputs: dict[str, Array], heads: tuple[int, int],
+    widths: tuple[int, int], output_shape: tuple[int, ...], use_bias: bool, use_gate: bool,
+) -> MultiHeadAttention:  # fmt: skip
     """Keras's layer for ``heads`` (H, Hkv) and ``widths`` (D, Dv), which it keeps on axes apart."""
     (H, Hkv), (D, Dv) = heads, widths
     projections = {"query": ("query", H, D), "key": ("key", Hkv, D), "value": ("value", Hkv, Dv)}
@@ -324,29 +289,18 @@ def _layer(
         else:
             rows = array.shape[: 2 if name == "attention_output" else 1]
             combined[f"W_{LETTERS[name]}"] = array.reshape(math.prod(rows), -1)
+    gate, Ev = "elementwise" if use_gate else None, inputs["value"].shape[-1]
     return MultiHeadAttention.from_combined(
-        num_heads=H,
-        num_kv_heads=Hkv,
-        value_source_dim=inputs["value"].shape[-1],
-        gate="elementwise" if use_gate else None,
-        **combined,
+        num_heads=H, num_kv_heads=Hkv, value_source_dim=Ev, gate=gate, **combined
     )
 
 
 def _attended(
-    layer: MultiHeadAttention,
-    inputs: dict[str, Array],
-    dtype: np.dtype[Any],
-    output_shape: tuple[int, ...],
-    axes: tuple[int, ...],
-    *,
-    sliding_window: int | None,
-    masks: tuple[ArrayLike | None, ...],
-    return_attention_scores: bool,
-    use_causal_mask: bool,
-    empty_rows: str | None,
-    backend: str,
-) -> Any:
+    layer: MultiHeadAttention, inputs: dict[str, Array], dtype: np.dtype[Any],
+    output_shape: tuple[int, ...], axes: tuple[int, ...], use_causal_mask: bool,
+    sliding_window: int | None, masks: tuple[ArrayLike | None, ...],
+    return_attention_scores: bool, empty_rows: str | None, backend: str,
+) -> Any:  # fmt: skip
     """What both layers return, for attention over ``axes``."""
     wants_scores = flag("return_attention_scores", return_attention_scores)
     _check_lengths(inputs, axes)
@@ -505,11 +459,8 @@ def _positions(
             f"{name} with attention over the axes {axes}: expected axis 1 alone, along which Keras "
             f"counts positions"
         )
-    return {
-        "is_causal": is_causal,
-        "window_size": None if window is None else (window, window),
-        "q_offset": 0,
-    }
+    sides = None if window is None else (window, window)
+    return {"is_causal": is_causal, "window_size": sides, "q_offset": 0}
 
 
 def _visible(

@@ -17,15 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
+from minimha.dialects import transformers_classes
 from minimha.dialects.masks import boolean_or_floating, owner_by_values
-from minimha.dialects.transformers_classes import (
-    CLASSES,
-    CONVENTIONS,
-    Config,
-    Convention,
-    Rotary,
-    convention_of,
-)
+from minimha.dialects.transformers_classes import CLASSES, CONVENTIONS, Config, Convention, Rotary
 from minimha.equations.arguments import argument_names, as_floating, flag, integer, rectangular
 from minimha.equations.tap import Tap, no_tap
 from minimha.layers.biases import t5_bias
@@ -208,7 +202,7 @@ class AttentionModule:
         if cls not in CLASSES:
             raise ValueError(f"cls is {cls!r}: expected one of {', '.join(sorted(CLASSES))}")
         self.cls, self.config = cls, dict(config)
-        self.convention = convention_of(cls, params, config)
+        self.convention = transformers_classes.convention_of(cls, params, config)
         integer("layer_idx", layer_idx, low=0)
         _check_not_clipped(config)
         weights = _Weights(self.convention, params)
@@ -295,7 +289,8 @@ class AttentionModule:
                     f"cached"
                 )
         mask = self._mask(given[c.mask]) if c.mask in given else None
-        bias = self._bias(given, len(x), x.shape[1], context, past_key_values)
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        bias = self._bias(given, len(x), x.shape[1], context, seen)
         options = self.options | _options(mask, bias)
         wants_weights = flag("output_attentions", output_attentions)
         heard: list[Array] = []
@@ -305,23 +300,13 @@ class AttentionModule:
             options["weights"] = heard if wants_weights else None
         added = next((n for n in (c.mask, "position_bias", "alibi") if n in given), BUCKETS)
         with argument_names(
-            x="hidden_states",
-            context=c.context,
-            positions="position_ids",
-            attn_bias=added,
-            attn_mask=added,
-            softcap="attn_logit_softcapping",
-        ):
+            x="hidden_states", context=c.context, positions="position_ids", attn_bias=added,
+            attn_mask=added, softcap="attn_logit_softcapping",
+        ):  # fmt: skip
             result = self._layer_of_call(given)(
-                x,
-                context,
-                positions=given.get("position_ids"),
-                cache=cache,
-                return_weights=wants_weights and cache is None,
-                backend=backend,
-                tap=tap,
-                **options,
-            )
+                x, context, positions=given.get("position_ids"), cache=cache, backend=backend,
+                return_weights=wants_weights and cache is None, tap=tap, **options,
+            )  # fmt: skip
         output, weights = result if isinstance(result, tuple) else (result, None)
         if "residual" in given:
             output = output + _residual(given["residual"], output)
@@ -394,12 +379,7 @@ class AttentionModule:
         return boolean_or_floating(name, mask)
 
     def _bias(
-        self,
-        given: dict[str, Any],
-        B: int,
-        L: int,
-        context: Array | None,
-        past: DynamicCache | None,
+        self, given: dict[str, Any], B: int, L: int, context: Array | None, seen: int
     ) -> Array | None:
         """What is added to the scores besides the mask."""
         if "alibi" in given:
@@ -411,7 +391,6 @@ class AttentionModule:
                 )
             bias = alibi.reshape(B, H, 1, -1)
             return bias / math.sqrt(self.layer.head_dim) if self.convention.scales_alibi else bias
-        seen = 0 if past is None else past.get_seq_length()
         Lk = L + seen if context is None else context.shape[1]
         if "position_bias" in given:
             bias = as_floating("position_bias", given["position_bias"])
@@ -441,13 +420,9 @@ class _Tables:
     def rotate(self, x: Array, positions: ArrayLike, tap: Tap) -> Array:
         """Return ``x`` rotated. The rows of the tables are tokens, so positions are not needed."""
         with argument_names(**{name: f"{name} in position_embeddings" for name in ("cos", "sin")}):
+            interleaved, repeated = self.rotary.is_interleaved, self.rotary.stored != "once"
             return rotate_by_table(
-                x,
-                self.cos,
-                self.sin,
-                interleaved=self.rotary.is_interleaved,
-                repeated=self.rotary.stored != "once",
-                tap=tap,
+                x, self.cos, self.sin, interleaved=interleaved, repeated=repeated, tap=tap
             )
 
 
@@ -496,13 +471,10 @@ class _Weights:
                 weights[f"g_{name}"] = gain + gain.dtype.type(c.has_unit_offset)
         with argument_names(**_names(c)):
             return MultiHeadAttention.from_combined(
-                **weights,
-                num_heads=H,
-                num_kv_heads=kv_heads,
-                qk_norm=c.qk_norm,
+                **weights, num_heads=H, num_kv_heads=kv_heads, qk_norm=c.qk_norm,
                 epsilon=config.get("rms_norm_eps", c.epsilon),
                 gate="elementwise" if c.is_gated else None,
-            )
+            )  # fmt: skip
 
     def _required(self, name: str) -> Array:
         array = self.pop(name)

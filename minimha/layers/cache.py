@@ -82,13 +82,9 @@ class KVCache:
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
         sizes = {
-            "batch": batch,
-            "num_kv_heads": num_kv_heads,
-            "capacity": capacity,
-            "head_dim": head_dim,
-            "value_dim": value_dim,
-            "window": 1 if window is None else window,
-        }
+            "batch": batch, "num_kv_heads": num_kv_heads, "capacity": capacity,
+            "head_dim": head_dim, "value_dim": value_dim, "window": 1 if window is None else window,
+        }  # fmt: skip
         for name, size in sizes.items():
             integer(name, size)
         if window is not None and window > capacity:
@@ -196,17 +192,9 @@ class KVCache:
                 f"queries of the chunk that was appended last"
             )
         k, v = self._in_order(self._k), self._in_order(self._v)
-        return attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            q_offset=starts - self._first,
-            kv_lengths=self._stored(),
-            window_size=None if self.window is None else (self.window - 1, 0),
-            tap=tap,
-            **options,
-        )
+        options["window_size"] = None if self.window is None else (self.window - 1, 0)
+        options["q_offset"], options["kv_lengths"] = starts - self._first, self._stored()
+        return attention(q, k, v, is_causal=True, tap=tap, **options)
 
     def _stored(self) -> NDArray[np.int64]:
         return self._lengths - self._first

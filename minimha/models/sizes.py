@@ -7,6 +7,7 @@ num_kv_heads, ``D`` = head_dim, ``F`` = d_ff, ``V`` = vocabulary, ``L`` = tokens
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 from minimha.equations.arguments import choice, flag, integer
 
@@ -149,51 +150,38 @@ class Savings:
     kv_cache_bytes: int
 
 
-def _bert(name: str, layers: int, d_model: int, num_heads: int) -> Preset:
-    return Preset(
-        name=name, layers=layers, d_model=d_model, num_heads=num_heads, num_kv_heads=num_heads,
-        head_dim=64, d_ff=4 * d_model, vocabulary=30522, max_length=512, is_gated=False,
-        has_biases=True, is_tied=True, has_learned_positions=True, is_causal=False, num_segments=2,
-        source="Devlin et al., BERT, 2018, section 3",
-    )  # fmt: skip
-
-
-def _gpt(
-    name: str, layers: int, d_model: int, num_heads: int, max_length: int, source: str
-) -> Preset:
-    return Preset(
-        name=name, layers=layers, d_model=d_model, num_heads=num_heads, num_kv_heads=num_heads,
-        head_dim=d_model // num_heads, d_ff=4 * d_model, vocabulary=50257, max_length=max_length,
-        is_gated=False, has_biases=True, is_tied=True, has_learned_positions=True, source=source,
-    )  # fmt: skip
-
-
-def _grouped(
-    name: str, layers: int, num_heads: int, d_ff: int, vocabulary: int, source: str,
-    window: int | None = None,
-) -> Preset:  # fmt: skip
-    return Preset(
-        name=name, layers=layers, d_model=128 * num_heads, num_heads=num_heads, num_kv_heads=8,
-        head_dim=128, d_ff=d_ff, vocabulary=vocabulary, max_length=8192, is_gated=True,
-        has_biases=False, is_tied=False, has_learned_positions=False, source=source, window=window,
-    )  # fmt: skip
-
-
-_GPT2 = "Radford et al., 2019, table 2, and its released weights"
-_LLAMA3 = "Llama Team, 2024, table 3, and its first release"
+_BERT: dict[str, Any] = {
+    "vocabulary": 30522, "max_length": 512, "is_gated": False, "has_biases": True,
+    "is_tied": True, "has_learned_positions": True, "is_causal": False, "num_segments": 2,
+    "source": "Devlin et al., BERT, 2018, section 3",
+}  # fmt: skip
 # GPT-2's paper prints 117M and 762M; the weights released with it hold 124M and 774M.
+_GPT2: dict[str, Any] = {
+    "vocabulary": 50257, "max_length": 1024, "is_gated": False, "has_biases": True,
+    "is_tied": True, "has_learned_positions": True,
+    "source": "Radford et al., 2019, table 2, and its released weights",
+}  # fmt: skip
 # Every other layer of GPT-3 sees a band of keys whose width is not published: counted as if dense.
+_GPT3 = _GPT2 | {"max_length": 2048, "source": "Brown et al., 2020, table 2.1"}
+_LLAMA3: dict[str, Any] = {
+    "vocabulary": 128256, "max_length": 8192, "is_gated": True, "has_biases": False,
+    "is_tied": False, "has_learned_positions": False,
+    "source": "Llama Team, 2024, table 3, and its first release",
+}  # fmt: skip
+_MISTRAL = _LLAMA3 | {
+    "vocabulary": 32000, "window": 4096, "source": "Jiang et al., 2023, table 1"
+}  # fmt: skip
 PRESETS = {
-    preset.name: preset
-    for preset in (
-        _bert("BERT-Base", 12, 768, 12),
-        _bert("BERT-Large", 24, 1024, 16),
-        _gpt("GPT-2 Small", 12, 768, 12, 1024, _GPT2),
-        _gpt("GPT-2 Large", 36, 1280, 20, 1024, _GPT2),
-        _gpt("GPT-3", 96, 12288, 96, 2048, "Brown et al., 2020, table 2.1"),
-        _grouped("Llama-3-8B", 32, 32, 14336, 128256, _LLAMA3),
-        _grouped("Llama-3-70B", 80, 64, 28672, 128256, _LLAMA3),
-        _grouped("Mistral-7B", 32, 32, 14336, 32000, "Jiang et al., 2023, table 1", window=4096),
+    name: Preset(name, *sizes, **family)
+    for name, sizes, family in (  # layers, E, H, Hkv, D, F
+        ("BERT-Base", (12, 768, 12, 12, 64, 3072), _BERT),
+        ("BERT-Large", (24, 1024, 16, 16, 64, 4096), _BERT),
+        ("GPT-2 Small", (12, 768, 12, 12, 64, 3072), _GPT2),
+        ("GPT-2 Large", (36, 1280, 20, 20, 64, 5120), _GPT2),
+        ("GPT-3", (96, 12288, 96, 96, 128, 49152), _GPT3),
+        ("Llama-3-8B", (32, 4096, 32, 8, 128, 14336), _LLAMA3),
+        ("Llama-3-70B", (80, 8192, 64, 8, 128, 28672), _LLAMA3),
+        ("Mistral-7B", (32, 4096, 32, 8, 128, 14336), _MISTRAL),
     )
 }
 
@@ -203,10 +191,8 @@ def find(name: str) -> Preset:
 
     Raises
     ------
-    TypeError
-        The name is not a string.
-    ValueError
-        There is no such preset.
+    TypeError, ValueError
+        The name is not a string, or no preset's.
 
     Examples
     --------
@@ -226,10 +212,8 @@ def check_length(preset: Preset, length: int) -> int:
 
     Raises
     ------
-    TypeError
-        The length is not an integer, or the preset not a Preset.
-    ValueError
-        It is not from 1 to the preset's max_length.
+    TypeError, ValueError
+        The length is not an integer from 1 to the preset's max_length, or that not a Preset.
     """
     _check_preset(preset)
     tokens = integer("length", length, 1)
@@ -268,10 +252,11 @@ def parameters(preset: Preset) -> Parameters:
         head = 0 if preset.is_tied else _head_weights(preset)
     else:
         head = _head_weights(preset) + biases * E
+    attention = _projection_weights(preset) + biases * (joined + 2 * joined_kv + E)
+    feed_forward = _feed_forward_weights(preset) + biases * (inner * F + E)
     return Parameters(
-        attention=preset.layers
-        * (_projection_weights(preset) + biases * (joined + 2 * joined_kv + E)),
-        feed_forward=preset.layers * (_feed_forward_weights(preset) + biases * (inner * F + E)),
+        attention=preset.layers * attention,
+        feed_forward=preset.layers * feed_forward,
         norms=(2 * preset.layers + 1) * E * (1 + biases),
         embeddings=rows * E,
         head=head,

@@ -38,15 +38,9 @@ from minimha.kernels.cuda.arguments import (
     too_wide,
 )
 from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.parts import online_softmax as softmax
 from minimha.kernels.cuda.parts.mask import ScoreOptions, is_full, key_range, mask_registers
 from minimha.kernels.cuda.parts.nonfinite import add_nonfinite_values
-from minimha.kernels.cuda.parts.online_softmax import (
-    LOWEST,
-    bits_of,
-    sum_over,
-    update_registers,
-    with_sink,
-)
 from minimha.kernels.cuda.parts.register_tiles import (
     RegisterTiles,
     copy_to_shared,
@@ -82,13 +76,7 @@ def unsupported(problem: Problem) -> str | None:
 def launches(
     problem: Problem, arguments: Arguments, scratch: Callable[[tuple[int, ...]], int]
 ) -> list[tuple[Launch, tuple[Any, ...]]]:
-    """One launch, one thread block per B_r queries of a head; none if there is no query.
-
-    Raises
-    ------
-    ValueError
-        Rows of q, k, v or O do not begin at multiples of 16 bytes.
-    """
+    """One launch, one thread block per B_r queries of a head; none if there is no query."""
     check_alignment(arguments, 4)
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
@@ -117,8 +105,8 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     copy_queries, copy = copy_to_shared(tiles, B_r), copy_to_shared(tiles, B_c)
     multiply_keys, multiply_values = fma_keys(tiles), fma_values(tiles)
     add_values = add_nonfinite_values(tiles)
-    mask_tile, update_softmax = mask_registers(tiles, options), update_registers(tiles)
-    total, store = sum_over(*bits_of(columns)), store_row(own, columns, 1)
+    mask_tile, update_softmax = mask_registers(tiles, options), softmax.update_registers(tiles)
+    total, store = softmax.sum_over(*softmax.bits_of(columns)), store_row(own, columns, 1)
 
     def register_tiles(q, k, v, mask, bias, o, O, L):
         t = cuda.threadIdx.x
@@ -156,7 +144,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         m_i = cuda.local.array(ROWS, float32)
         l_i = cuda.local.array(ROWS, float32)
         for i in range(ROWS):  # line 5
-            m_i[i], l_i[i] = LOWEST, 0
+            m_i[i], l_i[i] = softmax.LOWEST, 0
             for x in range(own):
                 O_i[i, x] = 0
         if j_start < j_stop:
@@ -188,7 +176,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         sink = ptx.ld_global_nc_f32(o.sinks + 4 * h)
         for i in range(ROWS):  # lines 12 to 15
             r = row + i * row_step
-            m, l, inverse = with_sink(m_i[i], total(l_i[i]), sink)
+            m, l, inverse = softmax.with_sink(m_i[i], total(l_i[i]), sink)
             if r < o.Lq:
                 if my_column == 0:  # here ``lg2`` would be the largest error
                     ptx.st_global_f32(L + 4 * ((b * o.H + h) * o.Lq + r), m + math.log(l))

@@ -41,38 +41,9 @@ from minimha.kernels.cuda.arguments import (
     too_wide,
 )
 from minimha.kernels.cuda.launch import Launch
-from minimha.kernels.cuda.parts import device
-from minimha.kernels.cuda.parts.fragments import (
-    FORMATS,
-    MmaTiles,
-    first_chunk,
-    lane_and_row,
-    mma_keys,
-    mma_values,
-    offset_in_tile,
-    prefetch_tile,
-    store_tile,
-)
-from minimha.kernels.cuda.parts.mask import (
-    ScoreOptions,
-    apply_softcap_and_bias,
-    hide_keys,
-    tile_bounds,
-    visible_bits,
-)
-from minimha.kernels.cuda.parts.nonfinite import (
-    add_nonfinite_marks,
-    has_nonfinite_tile,
-    mark_nonfinite_tile,
-    zero_nonfinite_tile,
-)
-from minimha.kernels.cuda.parts.online_softmax import (
-    LOG2_E,
-    log,
-    sum_over,
-    update_fragments,
-    with_sink,
-)
+from minimha.kernels.cuda.parts import device, fragments, nonfinite
+from minimha.kernels.cuda.parts import mask as masks
+from minimha.kernels.cuda.parts import online_softmax as softmax
 from minimha.kernels.cuda.parts.rows import row_address
 
 WARPS = 4
@@ -86,12 +57,12 @@ class Variant(NamedTuple):
     width: int
     dtype: str
     is_plain: bool
-    options: ScoreOptions
+    options: masks.ScoreOptions
 
 
 def unsupported(problem: Problem) -> str | None:
     """Return why this rung does not support ``problem``, or None."""
-    if problem.dtype.name not in FORMATS:
+    if problem.dtype.name not in fragments.FORMATS:
         return f"tensor cores take float16 and bfloat16 here, and q, k, v are {problem.dtype}"
     return too_wide(problem)
 
@@ -119,7 +90,7 @@ def shared_bytes(made_for: Variant) -> int:
 
 def variant(problem: Problem) -> Variant:
     """What is constant in the kernel for ``problem``."""
-    options = ScoreOptions.of(problem)
+    options = masks.ScoreOptions.of(problem)
     # The largest of the products is the largest score only if the scale is positive.
     is_positive = problem.scale >= float(np.finfo(np.float32).tiny)
     is_plain = is_positive and not options.change_scores
@@ -129,13 +100,7 @@ def variant(problem: Problem) -> Variant:
 def launches(
     problem: Problem, arguments: Arguments, scratch: Callable[[tuple[int, ...]], int]
 ) -> list[tuple[Launch, tuple[Any, ...]]]:
-    """One launch, one thread block per B_r queries of a head; none if there is no query.
-
-    Raises
-    ------
-    ValueError
-        Rows of q, k, v or O do not begin at multiples of 16 bytes.
-    """
+    """One launch, one thread block per B_r queries of a head; none if there is no query."""
     check_alignment(arguments, 2)
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
@@ -152,25 +117,25 @@ def launches(
     return [(launch, arguments)]
 
 
-def epilogue(tiles: MmaTiles) -> Any:
+def epilogue(tiles: fragments.MmaTiles) -> Any:
     """epilogue(lane, row, first_row, Q_i, O, m, l, unit, sink, o, L_at): lines 12 and 13.
 
     L_i, and O_i / l_i, rounded, in the place of Q_i.
     """
-    M, chunks, pack = tiles.M, tiles.chunks, FORMATS[tiles.dtype].pack
-    total = sum_over(1, 2)
+    M, chunks, pack = tiles.M, tiles.chunks, fragments.FORMATS[tiles.dtype].pack
+    total = softmax.sum_over(1, 2)
 
     @device
     def epilogue(lane, row, first_row, Q_i, O, m, l, unit, sink, o, L_at):
         for i in range(M):
             for half in range(2):
-                m_i, l_i, inverse = with_sink(m[i, half] * unit, total(l[i, half]), sink)
+                m_i, l_i, inverse = softmax.with_sink(m[i, half] * unit, total(l[i, half]), sink)
                 r = 16 * i + 8 * half
                 if lane & 3 == 0 and row + r < o.Lq:
-                    ptx.st_global_f32(L_at + 4 * (row + r), m_i + log(l_i))
+                    ptx.st_global_f32(L_at + 4 * (row + r), m_i + softmax.log(l_i))
                 for d in range(chunks):
                     e = 4 * (i * chunks + d) + 2 * half
-                    to = Q_i + offset_in_tile(first_row + r + (lane >> 2), d, chunks)
+                    to = Q_i + fragments.offset_in_tile(first_row + r + (lane >> 2), d, chunks)
                     ptx.st_shared_u32(to + 4 * (lane & 3), pack(O[e] * inverse, O[e + 1] * inverse))
 
     return epilogue
@@ -181,19 +146,21 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     """The kernel for a width, a dtype and a set of options."""
     W, dtype, is_plain, options = made_for
     B_r, B_c = blocks(made_for)
-    tiles = MmaTiles(W, dtype, B_r, B_c, WARPS)
+    tiles = fragments.MmaTiles(W, dtype, B_r, B_c, WARPS)
     M = tiles.M
     S_size, O_size = 4 * M * tiles.N, 4 * M * tiles.chunks  # numbers of a thread
     stage = B_c * W * 2  # bytes of a tile of K or V
     hides_keys = options.hide_keys
-    place, first, prefetch = lane_and_row(tiles), first_chunk(tiles), prefetch_tile(tiles)
-    multiply_keys, multiply_values = mma_keys(tiles), mma_values(tiles)
-    visible_in = visible_bits(tiles, options)
-    apply_options, hide = apply_softcap_and_bias(tiles, options), hide_keys(tiles)
-    has_nonfinite, zero_nonfinite = has_nonfinite_tile(tiles), zero_nonfinite_tile(tiles)
-    mark_nonfinite, add_nonfinite = mark_nonfinite_tile(tiles), add_nonfinite_marks(tiles)
-    update_softmax = update_fragments(tiles, is_plain)
-    finish, store = epilogue(tiles), store_tile(tiles)
+    place, first = fragments.lane_and_row(tiles), fragments.first_chunk(tiles)
+    prefetch, store = fragments.prefetch_tile(tiles), fragments.store_tile(tiles)
+    multiply_keys, multiply_values = fragments.mma_keys(tiles), fragments.mma_values(tiles)
+    visible_in = masks.visible_bits(tiles, options)
+    apply_options, hide = masks.apply_softcap_and_bias(tiles, options), masks.hide_keys(tiles)
+    has_nonfinite = nonfinite.has_nonfinite_tile(tiles)
+    zero_nonfinite = nonfinite.zero_nonfinite_tile(tiles)
+    mark_nonfinite = nonfinite.mark_nonfinite_tile(tiles)
+    add_nonfinite = nonfinite.add_nonfinite_marks(tiles)
+    update_softmax, finish = softmax.update_fragments(tiles, is_plain), epilogue(tiles)
 
     def tensor_cores(q, k, v, mask, bias, o, O, L):
         t = cuda.threadIdx.x
@@ -205,7 +172,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         head = np.uint32(block // row_blocks)
         h, b = np.int32(head % np.uint32(o.H)), np.int32(head // np.uint32(o.H))
         kv = np.int32(np.uint32(h) // np.uint32(np.uint32(o.H) // np.uint32(o.Hkv)))
-        j_start, j_stop, full_start, full_stop = tile_bounds(i_start, i_stop, b, o)
+        j_start, j_stop, full_start, full_stop = masks.tile_bounds(i_start, i_stop, b, o)
 
         Q_i = ptx.shared_address(cuda.shared.array(0, types.uint8, alignment=16))
         K, V = Q_i + B_r * W * 2, Q_i + B_r * W * 2 + 2 * stage
@@ -225,7 +192,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
             O_i[e] = 0
 
         unit = o.scale if is_plain else np.float32(1)  # the scale that m_i still lacks
-        factor = np.float32(LOG2_E) * unit
+        factor = np.float32(softmax.LOG2_E) * unit
         remaining = j_stop - j_start
         if remaining > 0:
             prefetch(t, Q_i, first(t, q, b, h, i_start), 2 * q.row, B_r, o.Lq - i_start)  # line 4

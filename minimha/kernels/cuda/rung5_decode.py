@@ -33,31 +33,10 @@ from minimha.equations.problem import Problem
 from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.arguments import ADDRESSES, Arguments, padded_width, too_wide
 from minimha.kernels.cuda.launch import Launch
-from minimha.kernels.cuda.parts import device
-from minimha.kernels.cuda.parts.fragments import (
-    FORMATS,
-    DecodeTiles,
-    load_keys,
-    load_values,
-    transposed_keys,
-    transposed_values,
-)
+from minimha.kernels.cuda.parts import device, fragments
+from minimha.kernels.cuda.parts import nonfinite as special
+from minimha.kernels.cuda.parts import online_softmax as softmax
 from minimha.kernels.cuda.parts.mask import Row, ScoreOptions, row_options, score_row, tile_bounds
-from minimha.kernels.cuda.parts.nonfinite import (
-    add_nonfinite_rows,
-    nonfinite_in,
-    zero_nonfinite_in,
-)
-from minimha.kernels.cuda.parts.online_softmax import (
-    LOWEST,
-    exp,
-    log,
-    maximum_over,
-    shift_of,
-    sum_over,
-    update_halves,
-    update_transposed,
-)
 from minimha.kernels.cuda.parts.rows import GLOBAL_F32, GLOBAL_U32, load_row, row_address, store_row
 
 WARPS = 2  # per block: fewer waste less of the registers
@@ -227,12 +206,7 @@ def put_row(rows, x, row):
 @device
 def row_at(rows, x):
     return Row(
-        rows.start[x],
-        rows.stop[x],
-        rows.position[x],
-        rows.slope[x],
-        rows.mask[x],
-        rows.bias[x],
+        rows.start[x], rows.stop[x], rows.position[x], rows.slope[x], rows.mask[x], rows.bias[x]
     )
 
 
@@ -253,7 +227,7 @@ def _multiply_adds(made_for: Variant) -> Callable[..., None]:
     load, store = load_row(words, 16, GLOBAL_F32), store_row(words, 16, 1)
     locate, describe, score = _locator(R, 2 * U), _describer(options), score_row(options)
     hides_keys = options.hide_keys
-    total, update = sum_over(8, 4, 2, 1), update_halves(R, U, words)
+    total, update = softmax.sum_over(8, 4, 2, 1), softmax.update_halves(R, U, words)
 
     @device
     def load_rows(X, X_row, j, half, part, stop, into):
@@ -294,7 +268,7 @@ def _multiply_adds(made_for: Variant) -> Callable[..., None]:
             cuda.local.array(R, uint64),
         )
         for r in range(R):
-            m[r], l[r] = LOWEST, float32(0)
+            m[r], l[r] = softmax.LOWEST, float32(0)
             put_row(rows, r, describe(r, here, mask, bias, o))
             for x in range(words):
                 Q[r * words + x], O[r * words + x] = float32(0), float32(0)
@@ -328,7 +302,7 @@ def _multiply_adds(made_for: Variant) -> Callable[..., None]:
         line = cuda.local.array(words, float32)
         for r in range(R):
             m_both = ptx.max_f32(m[r], ptx.shfl_bfly_f32(m[r], 16))
-            correction = exp(m[r] - shift_of(m_both))
+            correction = softmax.exp(m[r] - softmax.shift_of(m_both))
             l_half = correction * l[r]
             l_both = l_half + ptx.shfl_bfly_f32(l_half, 16)
             for x in range(words):
@@ -350,16 +324,17 @@ def _tensor_cores(made_for: Variant) -> Callable[..., None]:
     W, dtype, R, options = made_for
     tiles = 4 if W <= 64 else 2
     step = 8 * tiles
-    layout = DecodeTiles(W, dtype, R, step)
+    layout = fragments.DecodeTiles(W, dtype, R, step)
     sides, q_words, v_words = layout.sides, layout.q_words, layout.v_words
     is_ahead = W * R <= 128 * 8  # are there registers for the next keys beside these values?
-    fetch_keys, fetch_values = load_keys(layout), load_values(layout)
+    fetch_keys, fetch_values = fragments.load_keys(layout), fragments.load_values(layout)
     load, store = load_row(q_words, 4, GLOBAL_U32), store_row(v_words, 8, 2)
     locate, describe, score = _locator(R, step), _describer(options), score_row(options)
-    multiply_keys, multiply_values = transposed_keys(layout), transposed_values(layout)
-    nonfinite, zero_nonfinite = nonfinite_in(dtype), zero_nonfinite_in(dtype)
-    add_nonfinite = add_nonfinite_rows(dtype, W, describe, score)
-    update_softmax, total = update_transposed(layout), sum_over(1, 2)
+    multiply_keys = fragments.transposed_keys(layout)
+    multiply_values = fragments.transposed_values(layout)
+    nonfinite, zero_nonfinite = special.nonfinite_in(dtype), special.zero_nonfinite_in(dtype)
+    add_nonfinite = special.add_nonfinite_rows(dtype, W, describe, score)
+    update_softmax, total = softmax.update_transposed(layout), softmax.sum_over(1, 2)
     hides_keys = options.hide_keys
     Q_size, K_size, V_size = 2 * q_words, tiles * q_words, 2 * tiles * v_words
     S_size, P_size, O_size = 4 * tiles, sides * tiles, 4 * v_words * sides
@@ -393,7 +368,7 @@ def _tensor_cores(made_for: Variant) -> Callable[..., None]:
         for x in range(Q_size):
             Q[x] = uint32(0)
         for side in range(sides):
-            m[side], l[side] = LOWEST, float32(0)
+            m[side], l[side] = softmax.LOWEST, float32(0)
             r = int32(g + 8 * side)
             put_row(rows, side, describe(r, here, mask, bias, o))
             if has_row(here, r):
@@ -469,8 +444,8 @@ def _merge(width: int, dtype: str, R: int) -> Callable[..., None]:
     """
     columns = -(-width // 32)
     is_wide = dtype == "float32"
-    pack = None if is_wide else FORMATS[dtype].pack
-    maximum = maximum_over(16, 8, 4, 2, 1)
+    pack = None if is_wide else fragments.FORMATS[dtype].pack
+    maximum = softmax.maximum_over(16, 8, 4, 2, 1)
 
     def merge(o, O, L, parts_O, parts_ml, splits):
         thread = int32(cuda.threadIdx.x)
@@ -494,7 +469,7 @@ def _merge(width: int, dtype: str, R: int) -> Callable[..., None]:
         for s in range(lane, splits, 32):
             m = ptx.max_f32(m, ptx.ld_global_nc_f32(ml + uint64(s) * uint64(8 * R)))
         m = maximum(m)
-        shift = shift_of(m)
+        shift = softmax.shift_of(m)
 
         l = float32(0)
         line = cuda.local.array(columns, float32)
@@ -502,7 +477,7 @@ def _merge(width: int, dtype: str, R: int) -> Callable[..., None]:
             line[c] = float32(0)
         for s in range(warp, splits, MERGERS):
             at = ml + uint64(s) * uint64(8 * R)
-            correction = exp(ptx.ld_global_nc_f32(at) - shift)
+            correction = softmax.exp(ptx.ld_global_nc_f32(at) - shift)
             l += correction * ptx.ld_global_nc_f32(at + uint64(4 * R))
             O_s = parts + uint64(s) * uint64(4 * R * width) + uint64(4) * uint64(lane)
             for c in range(columns):
@@ -514,7 +489,7 @@ def _merge(width: int, dtype: str, R: int) -> Callable[..., None]:
         if lane == 0:
             totals[warp] = l
         cuda.syncthreads()
-        l = exp(sink - shift)
+        l = softmax.exp(sink - shift)
         for w in range(MERGERS):
             l += totals[w]
         if thread < width:
@@ -531,6 +506,6 @@ def _merge(width: int, dtype: str, R: int) -> Callable[..., None]:
                 ptx.st_global_b16(at + uint64(2) * uint64(thread), low)
         if thread == 0:
             to = L + uint64(4) * ((uint64(b) * uint64(o.H) + uint64(h)) * uint64(o.Lq) + uint64(i))
-            ptx.st_global_f32(to, m + log(l))
+            ptx.st_global_f32(to, m + softmax.log(l))
 
     return merge

@@ -306,10 +306,8 @@ def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
     @device
     def visible(t, mask, bias, o, b, h, i_start, j_start, i):
         # Not ``ld.global.nc``: read again where it is needed, not kept in registers for all tiles.
-        q_offset, length = (
-            ptx.ld_global_s64(o.q_offset + 8 * b),
-            ptx.ld_global_s64(o.kv_lengths + 8 * b),
-        )
+        q_offset = ptx.ld_global_s64(o.q_offset + 8 * b)
+        length = ptx.ld_global_s64(o.kv_lengths + 8 * b)
         bits = np.uint32(0)
         for half in range(2):
             row, column = corner(t, i_start, j_start)
@@ -318,10 +316,8 @@ def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
             low = np.int32(min(start - column, B_c))
             high = np.int32(max(min(stop - column, B_c), 0))
             query = last_or(r, o.Lq)
-            mask_at, bias_at = (
-                pair_address(mask, b, h, query, 0, 1),
-                pair_address(bias, b, h, query, 0, 4),
-            )
+            mask_at = pair_address(mask, b, h, query, 0, 1)
+            bias_at = pair_address(bias, b, h, query, 0, 4)
             for n in range(N):
                 for x in range(2):
                     j = 8 * n + x

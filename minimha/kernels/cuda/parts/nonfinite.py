@@ -14,15 +14,8 @@ import numpy as np
 from numba import cuda, float32, types, uint32, uint64
 
 from minimha.kernels.cuda import ptx
-from minimha.kernels.cuda.parts import device
-from minimha.kernels.cuda.parts.fragments import (
-    FORMATS,
-    MmaTiles,
-    is_copied,
-    lane_and_row,
-    offset_in_tile,
-    widen,
-)
+from minimha.kernels.cuda.parts import device, fragments
+from minimha.kernels.cuda.parts.fragments import MmaTiles, offset_in_tile
 from minimha.kernels.cuda.parts.online_softmax import LOWEST
 from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
 from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
@@ -61,7 +54,7 @@ def nonfinite_in(dtype: str) -> Any:
 
     Adding the lowest bit of the exponent to an exponent of ones carries out of it.
     """
-    infinity = FORMATS[dtype].infinity
+    infinity = fragments.FORMATS[dtype].infinity
     exponents, lowest = infinity << 16 | infinity, (0x8000 - infinity) << 16 | 0x8000 - infinity
 
     @device
@@ -88,7 +81,7 @@ def zero_nonfinite_in(dtype: str) -> Any:
 def has_nonfinite_tile(tiles: MmaTiles) -> Any:
     """has_nonfinite(t, V_j): not 0 if thread t copied a value that is NaN or infinite."""
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
-    copies, nonfinite = is_copied(tiles), nonfinite_in(tiles.dtype)
+    copies, nonfinite = fragments.is_copied(tiles), nonfinite_in(tiles.dtype)
 
     @device
     def has_nonfinite(t, V_j):
@@ -107,7 +100,7 @@ def has_nonfinite_tile(tiles: MmaTiles) -> Any:
 def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
     """zero_nonfinite(t, V_j): 0 in place of what is not finite among the values thread t copied."""
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
-    copies, zeroed = is_copied(tiles), zero_nonfinite_in(tiles.dtype)
+    copies, zeroed = fragments.is_copied(tiles), zero_nonfinite_in(tiles.dtype)
 
     @device
     def zero_nonfinite(t, V_j):
@@ -131,8 +124,8 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
     ``has_marks`` if some are there.
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
-    infinity, one, pack, _, mma = FORMATS[tiles.dtype]
-    place, halves = lane_and_row(tiles), widen(tiles.dtype)
+    infinity, one, pack, _, mma = fragments.FORMATS[tiles.dtype]
+    place, halves = fragments.lane_and_row(tiles), fragments.widen(tiles.dtype)
 
     @device
     def flag(half, sign):
@@ -184,7 +177,7 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
 def add_nonfinite_marks(tiles: MmaTiles) -> Any:
     """add_nonfinite(t, O, O_at, row_bytes, rows): O_i plus its marks."""
     M, chunks = tiles.M, tiles.chunks
-    place, halves = lane_and_row(tiles), widen(tiles.dtype)
+    place, halves = fragments.lane_and_row(tiles), fragments.widen(tiles.dtype)
 
     @device
     def add_nonfinite(t, O, O_at, row_bytes, rows):
@@ -211,7 +204,7 @@ def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any
     The warp goes through its keys once more and adds the values that are not finite to the rows of
     O that see them. ``describe`` and ``score`` say which those are.
     """
-    nonfinite, halves = nonfinite_in(dtype), widen(dtype)
+    nonfinite, halves = nonfinite_in(dtype), fragments.widen(dtype)
 
     @device
     def add(lane, V, V_row, start, stop, O_at, rows, here, mask, bias, o):

@@ -57,14 +57,8 @@ def store_row(words: int, lanes: int, numbers: int) -> Any:
         for piece in range(fours):
             to = address + uint64(16 * numbers) * (uint64(lanes * piece) + lane)
             for quarter in range(numbers):
-                x = 4 * (numbers * piece + quarter)
-                ptx.st_global_v4_f32(
-                    to + uint64(16 * quarter),
-                    values[x],
-                    values[x + 1],
-                    values[x + 2],
-                    values[x + 3],
-                )
+                x, at = 4 * (numbers * piece + quarter), to + uint64(16 * quarter)
+                ptx.st_global_v4_f32(at, values[x], values[x + 1], values[x + 2], values[x + 3])
         if has_two:
             x = 4 * numbers * fours
             to = address + uint64(4 * x * lanes) + uint64(8 * numbers) * lane
