@@ -52,7 +52,8 @@ def against_peers(
     missing = load()
     with _workers(threads) as number:
         progress("compiling")
-        compiling = sum(compile_seconds(shape) for shape in _kinds(shapes))
+        one_per_kernel = {shape.Lq <= FEW_QUERIES: shape for shape in shapes}.values()
+        compiling = sum(map(compile_seconds, one_per_kernel))
         records: list[Record] = []
         for shape in shapes:
             progress(str(shape))
@@ -152,11 +153,6 @@ def _workers(threads: int | None) -> Iterator[int]:
         yield num_workers()
     finally:
         set_workers(before)
-
-
-def _kinds(shapes: Sequence[Shape]) -> list[Shape]:
-    """One shape for each kernel that ``shapes`` need."""
-    return list({shape.Lq <= FEW_QUERIES: shape for shape in shapes}.values())
 
 
 def _ours(inputs: Inputs) -> Peer:

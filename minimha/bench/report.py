@@ -102,10 +102,11 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 def as_json(report: Report) -> dict[str, Any]:
     """The report in JSON's own types; what was not measured is null."""
-    rows = [
-        {key: value if _is_json(value) else None for key, value in asdict(record).items()}
-        for record in report.records
-    ]
+
+    def finite(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    rows = [{key: finite(x) for key, x in asdict(record).items()} for record in report.records]
     return {
         "machine": report.machine, "compile_seconds": report.compile_seconds,
         "missing": report.missing, "records": rows,
@@ -136,7 +137,3 @@ def _digits(number: float, decimals: int | None = None) -> str:
     if decimals is None:
         decimals = min(max(0, 2 - math.floor(math.log10(number))), 4) if number else 0
     return f"{number:.{decimals}f}"
-
-
-def _is_json(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)

@@ -116,7 +116,8 @@ def dot_product_attention(
         )
     if Lk:
         sees_nothing = ~visible.any(axis=-1, keepdims=True)
-        output = np.where(sees_nothing, _mean(v, q.shape[1]).astype(output.dtype), output)
+        mean = v.astype(compute_dtype(v.dtype)).mean(axis=2, keepdims=True).astype(output.dtype)
+        output = np.where(sees_nothing, np.repeat(mean, H // v.shape[1], axis=1), output)
     output = np.where(queries[:, None, :, None], output, output.dtype.type(0)).swapaxes(1, 2)
     return output if rank == 4 else output[0]
 
@@ -167,9 +168,3 @@ def _exist(name: str, lengths: ArrayLike | None, B: int, L: int) -> NDArray[np.b
     if lengths is None:
         return np.ones((B, L), np.bool_)
     return np.asarray(np.arange(L) < integers(name, lengths, {"B": B})[:, None])
-
-
-def _mean(v: Array, H: int) -> Array:
-    """The mean of all values, hidden ones too, for each query head: (B, H, 1, Dv)."""
-    mean = v.astype(compute_dtype(v.dtype)).mean(axis=2, keepdims=True)
-    return np.repeat(mean, H // v.shape[1], axis=1)

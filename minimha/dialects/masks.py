@@ -19,10 +19,8 @@ def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
 
     Raises
     ------
-    TypeError
-        Another dtype, or a masked array.
-    ValueError
-        Its rows differ in length.
+    TypeError, ValueError
+        Another dtype, or a masked array; its rows differ in length.
 
     Examples
     --------
@@ -44,10 +42,8 @@ def boolean_or_floating(name: str, value: ArrayLike) -> NDArray[Any]:
 
     Raises
     ------
-    TypeError
-        It holds something other than booleans or numbers, or hides some of them (a masked array).
-    ValueError
-        Its rows differ in length.
+    TypeError, ValueError
+        As ``as_floating``.
     """
     mask = rectangular(name, value)
     return mask if mask.dtype == np.bool_ else as_floating(name, mask)

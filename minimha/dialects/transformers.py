@@ -362,7 +362,8 @@ class AttentionModule:
             if name not in given:
                 raise TypeError(f"{name} is missing: {self.cls} cannot do without it")
         if "position_ids" in given:
-            given["position_ids"] = _position_ids(given["position_ids"])
+            ids = rectangular("position_ids", given["position_ids"])  # a layer expects (L,), (B, L)
+            given["position_ids"] = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
         return given
 
     def _mask(self, value: ArrayLike) -> Array:
@@ -552,12 +553,6 @@ def _check_not_clipped(config: Config) -> None:
     settings = {**config, **(config.get("attn_config") or {})}
     if settings.get("clip_qkv") is not None:
         raise ValueError(f"clip_qkv is {settings['clip_qkv']!r}: expected None, nothing is clipped")
-
-
-def _position_ids(value: ArrayLike) -> NDArray[Any]:
-    """(L,) or (B, L), as a layer expects them."""
-    ids = rectangular("position_ids", value)
-    return ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
 
 
 def _num_heads(config: Config) -> int:

@@ -68,17 +68,9 @@ def _gpt2_scale(config: Config, head_dim: int, layer_idx: int) -> float:
     return scale / (layer_idx + 1) if config.get("scale_attn_by_inverse_layer_idx") else scale
 
 
-def _granite_scale(config: Config, head_dim: int, layer_idx: int) -> float:
-    return float(config.get("attention_multiplier", 1.0))
-
-
 def _mpt_scale(config: Config, head_dim: int, layer_idx: int) -> float | None:
     scale = (config.get("attn_config") or {}).get("softmax_scale")
     return None if scale is None else float(scale)
-
-
-def _group_per_head(config: Config, H: int) -> int:
-    return H
 
 
 def _bigcode_groups(config: Config, H: int) -> int:
@@ -105,14 +97,10 @@ def _smollm3_is_rotated(config: Config, layer_idx: int) -> bool:
     return bool((layer_idx + 1) % config.get("no_rope_layer_interval", 4))
 
 
-def _unscaled(config: Config, head_dim: int, layer_idx: int) -> float:
-    return 1.0
-
-
 LLAMA = Convention(rotary=Rotary(), takes=("attention_mask", "position_embeddings"))
 GEMMA2 = replace(LLAMA, scale=_gemma_scale, softcap=50.0)
 COHERE = replace(LLAMA, rotary=Rotary(is_interleaved=True, stored="pairs"))
-NEOX = replace(LLAMA, qkv="query_key_value", groups=_group_per_head, o="dense")
+NEOX = replace(LLAMA, qkv="query_key_value", groups=lambda config, H: H, o="dense")
 FALCON = replace(NEOX, groups=_falcon_groups)
 FALCON_ALIBI = replace(FALCON, rotary=None, scales_alibi=True, takes=("attention_mask", "alibi"))
 GPT2 = Convention(qkv="c_attn", o="c_proj", is_conv1d=True, scale=_gpt2_scale)
@@ -121,7 +109,7 @@ GPT2_CROSS = replace(
 )
 BART = Convention(o="out_proj", takes=("attention_mask", "key_value_states"))
 BERT = Convention(q="query", k="key", v="value", o=None)
-T5 = Convention(q="q", k="k", v="v", o="o", scale=_unscaled)
+T5 = Convention(q="q", k="k", v="v", o="o", scale=lambda *_: 1.0)
 
 CONVENTIONS: list[tuple[Convention, str]] = [
     (
@@ -131,7 +119,7 @@ CONVENTIONS: list[tuple[Convention, str]] = [
         "NemotronAttention OlmoAttention PhimoeAttention Qwen2Attention Qwen2MoeAttention "
         "StableLmAttention Starcoder2Attention",
     ),
-    (replace(LLAMA, scale=_granite_scale),
+    (replace(LLAMA, scale=lambda config, *_: float(config.get("attention_multiplier", 1.0))),
      "GraniteAttention GraniteMoeAttention GraniteMoeSharedAttention"),
     (replace(LLAMA, o="dense"), "PhiAttention"),
     (replace(LLAMA, qkv="qkv_proj"), "Phi3Attention"),

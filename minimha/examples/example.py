@@ -16,30 +16,19 @@ from minimha.explain.trace import Trace
 
 @dataclass(frozen=True)
 class Example:
-    """One worked example.
+    """One worked example; what is not said here is as in ``explain.Trace``.
 
     Attributes
     ----------
     name, title : str
         What it is called, and a line that says what it shows.
-    source : str
-        Where it comes from.
     sentence : str
         The tokens, as the document writes them.
     run : callable ``run(tap, is_causal, is_scaled)``
         Computes it, every step tapped.
-    labels : mapping from axis name to labels
-    is_causal, is_scaled : bool
-        Whether the document computes it with a causal mask, and with the division by √d_k.
-    is_adjustable : bool
-        Whether these two can be changed.
-    printed : tuple of PrintedMatrix
-        Every number that the document prints.
-    notes : mapping from step name to str
-    blocks : (B_r, B_c) or None
-        Block sizes, where the example runs in tiles.
-    given : tuple of str
-        Names of steps that are given, not computed by the catalogue's formula.
+    is_causal, is_scaled, is_adjustable : bool
+        Whether the document computes it with a causal mask, and with the division by √d_k, and
+        whether these two can be changed.
     document : str
         The number of the document whose numbers it reproduces; empty where there is none.
     """
@@ -78,24 +67,13 @@ class Example:
                 f"example {self.label} has neither a causal mask nor scaling to change: "
                 f"it shows {self.title}"
             )
-        changes = [
-            word if now else f"not {word}"
-            for word, now, before in (
-                ("causal", causal, self.is_causal),
-                ("scaled", scaled, self.is_scaled),
-            )
-            if now != before
-        ]
-        own = f"{self.label}: {self.title}"
+        own = {"causal": (causal, self.is_causal), "scaled": (scaled, self.is_scaled)}
+        changes = [word if now else f"not {word}" for word, (now, was) in own.items() if now != was]
+        changed = "" if is_own else f" (changed: {', '.join(changes)})"
         trace = Trace(
-            example=own if is_own else f"{own} (changed: {', '.join(changes)})",
-            source=self.source,
-            labels=self.labels,
-            notes=self.notes,
-            printed=self.printed if is_own else (),
-            blocks=self.blocks,
-            given=self.given,
-        )
+            f"{self.label}: {self.title}{changed}", self.source, self.labels, self.notes,
+            self.printed if is_own else (), self.blocks, self.given,
+        )  # fmt: skip
         self.run(trace, causal, scaled)
         return trace
 

@@ -99,7 +99,11 @@ def sentence(
             f"d-model is {d_model} and heads is {num_heads}: rotary positions rotate pairs, so "
             f"a head's width must be even"
         )
-    rotation = _rope(d_model // num_heads) if rope else None
+    rotation: Any = None
+    if rope:
+        from minimha.layers.rope import RoPE  # only where it is used: it takes time to load
+
+        rotation = RoPE(d_model // num_heads)
 
     def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
         if context is not None and is_causal:
@@ -182,12 +186,6 @@ def check(
         )
     if seed < 0:
         raise ValueError(f"seed is {seed}: expected 0 or more")
-
-
-def _rope(head_dim: int) -> Any:
-    from minimha.layers.rope import RoPE  # only where it is used: it takes time to load
-
-    return RoPE(head_dim)
 
 
 def _notes(text: str, num_heads: int, num_kv_heads: int) -> dict[str, str]:

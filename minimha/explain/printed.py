@@ -164,18 +164,11 @@ class PrintedMatrix:
     def _compare(self, text: str, index: tuple[int, ...], exact: NDArray[Any]) -> Comparison:
         value = float(exact[index]) if self.has_inputs else None
         rounded = None if self.rounded is None else float(self.rounded[index])
+        computed = classify(text, value, rounded, is_assumed="assume" in self.says.lower())
         return Comparison(
-            value=_number(text),
-            exact=value,
-            decimals=_decimals(text),
-            index=index,
-            status=self.but.get(index, self.status),
-            computed=classify(text, value, rounded, is_assumed="assume" in self.says.lower()),
-            origin=self.origin,
-            source=self.source,
-            text=text,
-            exactly=self.exactly,
-        )
+            _number(text), value, _decimals(text), index, self.but.get(index, self.status),
+            computed, self.origin, self.source, text, self.exactly,
+        )  # fmt: skip
 
 
 def classify(
@@ -220,8 +213,7 @@ def _rounds_to(value: float, text: str, roundings: tuple[str, ...]) -> bool:
 
 
 def _number(text: str) -> float:
-    plain = text.replace("−", "-").replace("∞", "inf")
-    return float(plain)
+    return float(text.replace("−", "-").replace("∞", "inf"))
 
 
 def _decimals(text: str) -> int:

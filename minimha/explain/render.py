@@ -35,14 +35,7 @@ BAR = "█"
 LONGEST_BAR = 40  # of a weight of 1, where the width allows it
 LABEL_WIDTH = 10  # of a heatmap; a matrix shows its labels whole
 EXPORT_WIDTH = 100
-STYLES = {
-    Status.EXACT: "green",
-    Status.TRUNCATED: "magenta",
-    Status.FROM_ROUNDED: "magenta",
-    Status.WRONG: "bold red",
-    Status.ASSUMED: "magenta",
-    Status.ILLUSTRATIVE: "magenta",
-}
+STYLES = dict.fromkeys(Status, "magenta") | {Status.EXACT: "green", Status.WRONG: "bold red"}
 
 
 def console_for(stream: IO[str]) -> Console:
@@ -53,15 +46,8 @@ def console_for(stream: IO[str]) -> Console:
 def text(trace: Trace, decimals: int, width: int | None, in_color: bool) -> Text:
     """Every step of ``trace``, its weights as heatmaps, and how one query picks its values.
 
-    Parameters
-    ----------
-    trace : Trace
-    decimals : int
-        Of numbers that are not whole.
-    width : int or None
-        Columns available; None breaks no line.
-    in_color : bool
-        Whether heatmaps may use colour; otherwise they are shaded with characters.
+    ``decimals`` are those of numbers that are not whole. A ``width`` of None breaks no line.
+    Without colour heatmaps are shaded with characters.
     """
     lines = _paragraph(trace.example, width, "bold", indent=0)
     lines += _paragraph(trace.source, width, "", indent=0) if trace.source else []
@@ -70,7 +56,9 @@ def text(trace: Trace, decimals: int, width: int | None, in_color: bool) -> Text
     for number, step in enumerate(steps, 1):
         lines += [Text(), *_heading(step, number)]
         if (step.formula, step.note) not in said:  # else an earlier head or block said it
-            lines += [*_explanation(step, width), Text()]
+            if step.formula not in (step.symbol, step.name):
+                lines += _paragraph(step.formula, width)
+            lines += [*_paragraph(step.note, width), Text()]
             said.add((step.formula, step.note))
         lines += _matrix(step, decimals, width)
         if step.printed:
@@ -167,13 +155,9 @@ def html(shown: RenderableType) -> str:
 
 def _recorded(shown: RenderableType) -> Console:
     console = Console(
-        record=True,
-        width=EXPORT_WIDTH,
-        file=io.StringIO(),
-        force_terminal=True,
-        color_system="truecolor",
-        legacy_windows=False,
-    )
+        record=True, width=EXPORT_WIDTH, file=io.StringIO(), force_terminal=True,
+        color_system="truecolor", legacy_windows=False,
+    )  # fmt: skip
     console.print(shown, soft_wrap=True)
     return console
 
@@ -183,11 +167,6 @@ def _heading(step: Step, number: int) -> list[Text]:
     size = " × ".join(str(n) for n in step.value.shape)
     axes = f"   {' × '.join(step.axes)} = {size}" if step.axes else ""
     return [Text(f"{number:>2}  ").append(step.name + place, "bold").append(axes)]
-
-
-def _explanation(step: Step, width: int | None) -> list[Text]:
-    formula = [] if step.formula in (step.symbol, step.name) else _paragraph(step.formula, width)
-    return formula + _paragraph(step.note, width)
 
 
 def _matrix(step: Step, decimals: int, width: int | None) -> list[Text]:

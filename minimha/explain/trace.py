@@ -124,10 +124,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         self.example, self.source = printable(self.example), printable(self.source)
-        self.labels = {
-            axis: tuple(printable(label) for label in labels)
-            for axis, labels in self.labels.items()
-        }
+        self.labels = {axis: tuple(map(printable, names)) for axis, names in self.labels.items()}
 
     def __call__(self, name: str, value: Any) -> Any:
         """Keep a read-only copy of ``value`` under ``name`` and return ``value`` itself."""
@@ -246,13 +243,9 @@ class Trace:
         return None
 
     def _step(
-        self,
-        name: str,
-        value: NDArray[Any],
-        axes: tuple[str, ...],
-        place: dict[str, int | None],
-        hidden: NDArray[np.bool_] | None,
-    ) -> Step:
+        self, name: str, value: NDArray[Any], axes: tuple[str, ...],
+        place: dict[str, int | None], hidden: NDArray[np.bool_] | None,
+    ) -> Step:  # fmt: skip
         known = self._entry(name)
         note = self.notes.get(f"{name}, head {place.get('head')}", self.notes.get(name, ""))
         parts = (known.sentence, _row_sums(name, value), note)
@@ -263,22 +256,12 @@ class Trace:
             for axis, size in zip(axes, value.shape, strict=True)
         ]
         rows, columns = [None, None, *labels][-2:]
+        printed = tuple(c for matrix in matrices for c in matrix.compare(value))
         return Step(
-            name=name,
-            symbol=known.symbol,
-            tex_symbol=known.tex_symbol,
-            axes=axes,
-            formula=known.formula,
-            tex=known.tex,
-            note=note,
-            source=known.source,
-            value=value,
-            rows=rows,
-            columns=columns,
-            hidden=hidden,
-            printed=tuple(c for matrix in matrices for c in matrix.compare(value)),
+            name, known.symbol, known.tex_symbol, axes, known.formula, known.tex, note,
+            known.source, value, rows=rows, columns=columns, hidden=hidden, printed=printed,
             **place,
-        )
+        )  # fmt: skip
 
     def _axis_labels(self, name: str, axis: str, size: int) -> tuple[str, ...] | None:
         """Labels along one axis: tokens, or their numbers; None where an axis counts none."""
@@ -287,10 +270,8 @@ class Trace:
             block = BLOCK.search(name)
             if block is None or self.blocks is None:
                 return None
-            number, step = (
-                (block[1], self.blocks[0]) if axis == "B_r" else (block[2], self.blocks[1])
-            )
-            axis, start = ("Lq" if axis == "B_r" else "Lk"), int(number) * step
+            n, along = (0, "Lq") if axis == "B_r" else (1, "Lk")
+            axis, start = along, int(block[n + 1]) * self.blocks[n]
         if axis not in (*TOKEN_AXES, *self.labels):
             return None
         own = self.labels.get(_beside(name, axis))
