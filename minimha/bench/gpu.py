@@ -39,10 +39,12 @@ CALLS = 200  # with which the overhead is measured
 
 
 def against_torch(
-    shapes: Sequence[Shape], seconds: float,
-    progress: Callable[[str], None] = lambda doing: None, device: str = "cuda",
-) -> Report:  # fmt: skip
-    """Measure minimha beside torch's scaled_dot_product_attention on ``device``, "cuda" or "cpu".
+    shapes: Sequence[Shape],
+    seconds: float,
+    progress: Callable[[str], None] = lambda doing: None,
+    device: str = "cuda",
+) -> Report:
+    """Measure minimha beside torch's scaled_dot_product_attention on ``device``.
 
     As ``bench.cpu.against_peers``, but for problems without a mask and causal ones alone.
     """

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.masks import boolean, integers, owner_by_axes
-from minimha.equations.arguments import argument_names, as_floating, flag, integer
+from minimha.dialects.masks import boolean, owner_by_axes
+from minimha.equations.arguments import argument_names, as_floating, as_integers, flag, integer
 
 Array = NDArray[Any]
 
@@ -155,7 +155,9 @@ def _window(window_size: Any) -> tuple[int | None, int | None]:
 def _leftpad(value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
     if value is None:
         return np.zeros(B, np.int64)
-    array = integers("key_leftpad", value, {"B": B})
+    array = as_integers("key_leftpad", value)
+    if array.shape != (B,):
+        raise ValueError(f"key_leftpad has shape {array.shape}: expected (B,) = ({B},)")
     if ((array < 0) | (array > Lk)).any():
         raise ValueError(f"key_leftpad is {value!r}: expected integers from 0 to Lk={Lk}")
     return array

@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.masks import boolean, broadcasts, integers, owner_by_axes
+from minimha.dialects.masks import boolean, broadcasts, owner_by_axes
 from minimha.equations.arguments import (
     LARGEST_INTEGER,
     argument_names,
     as_floating,
+    as_integers,
     compute_dtype,
     flag,
     integer,
@@ -167,4 +168,7 @@ def _exist(name: str, lengths: ArrayLike | None, B: int, L: int) -> NDArray[np.b
     """Which of L positions exist in each batch entry, (B, L)."""
     if lengths is None:
         return np.ones((B, L), np.bool_)
-    return np.asarray(np.arange(L) < integers(name, lengths, {"B": B})[:, None])
+    array = as_integers(name, lengths)
+    if array.shape != (B,):
+        raise ValueError(f"{name} has shape {array.shape}: expected (B,) = ({B},)")
+    return np.asarray(np.arange(L) < array[:, None])

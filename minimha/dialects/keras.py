@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects.masks import boolean_or_floating, broadcasts, refuse_dropout
+from minimha.dialects.masks import boolean_or_floating, broadcasts
 from minimha.equations.arguments import (
     as_floating,
     choice,
@@ -160,12 +160,12 @@ def multi_head_attention(
     q = inputs["query"]
     output_sizes = _output_shape(output_shape, q.shape[-1])
     axes = _attention_axes(attention_axes, q.ndim)
-    refuse_dropout("dropout", dropout)
+    _refuse_dropout(dropout)
     layer = _layer(params, inputs, (H, H), (D, Dv), output_sizes, use_bias, use_gate)
-    masks = attention_mask, query_mask, key_mask, value_mask
     return _attended(
-        layer, inputs, dtype, output_sizes, axes, use_causal_mask, sliding_window, masks,
-        return_attention_scores, empty_rows, backend,
+        layer, inputs, dtype, output_sizes, axes, sliding_window=sliding_window,
+        masks=(attention_mask, query_mask, key_mask, value_mask), use_causal_mask=use_causal_mask,
+        return_attention_scores=return_attention_scores, empty_rows=empty_rows, backend=backend,
     )  # fmt: skip
 
 
@@ -255,13 +255,21 @@ def grouped_query_attention(
     q = inputs["query"]
     if q.ndim != 3:
         raise ValueError(f"query has shape {q.shape}: expected 3 axes (B, L, E), one of lengths")
-    refuse_dropout("dropout", dropout)
+    _refuse_dropout(dropout)
     layer = _layer(params, inputs, (H, Hkv), (D, D), q.shape[-1:], use_bias, use_gate)
-    masks = attention_mask, query_mask, key_mask, value_mask
     return _attended(
-        layer, inputs, dtype, q.shape[-1:], (1,), use_causal_mask, sliding_window, masks,
-        return_attention_scores, empty_rows, backend,
+        layer, inputs, dtype, q.shape[-1:], (1,), sliding_window=sliding_window,
+        masks=(attention_mask, query_mask, key_mask, value_mask), use_causal_mask=use_causal_mask,
+        return_attention_scores=return_attention_scores, empty_rows=empty_rows, backend=backend,
     )  # fmt: skip
+
+
+def _refuse_dropout(dropout: float) -> None:
+    if dropout != 0:
+        raise ValueError(
+            f"dropout is {dropout!r}: expected 0, minimha computes inference, where nothing is "
+            f"dropped"
+        )
 
 
 def _layer(
@@ -296,11 +304,19 @@ def _layer(
 
 
 def _attended(
-    layer: MultiHeadAttention, inputs: dict[str, Array], dtype: np.dtype[Any],
-    output_shape: tuple[int, ...], axes: tuple[int, ...], use_causal_mask: bool,
-    sliding_window: int | None, masks: tuple[ArrayLike | None, ...],
-    return_attention_scores: bool, empty_rows: str | None, backend: str,
-) -> Any:  # fmt: skip
+    layer: MultiHeadAttention,
+    inputs: dict[str, Array],
+    dtype: np.dtype[Any],
+    output_shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    *,
+    sliding_window: int | None,
+    masks: tuple[ArrayLike | None, ...],
+    return_attention_scores: bool,
+    use_causal_mask: bool,
+    empty_rows: str | None,
+    backend: str,
+) -> Any:
     """What both layers return, for attention over ``axes``."""
     wants_scores = flag("return_attention_scores", return_attention_scores)
     _check_lengths(inputs, axes)

@@ -1,17 +1,16 @@
-"""What the dialects check alike: dropout, lengths, and masks, of which each library has its own.
+"""What the dialects' masks share: checks of dtype and shape, and whose mask a refused one may be.
 
 Libraries mean different things by the same words, so an error says whose mask it looks like.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.arguments import as_floating, as_integers, name_of, rectangular
+from minimha.equations.arguments import as_floating, name_of, rectangular
 
 
 def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
@@ -43,29 +42,11 @@ def boolean_or_floating(name: str, value: ArrayLike) -> NDArray[Any]:
     Raises
     ------
     TypeError, ValueError
-        As ``as_floating``.
+        It holds something other than booleans or numbers, or hides some of them (a masked array);
+        its rows differ in length.
     """
     mask = rectangular(name, value)
     return mask if mask.dtype == np.bool_ else as_floating(name, mask)
-
-
-def refuse_dropout(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value`` is 0."""
-    if np.ndim(value) or value != 0:
-        raise ValueError(
-            f"{name} is {value!r}: expected 0, minimha computes inference, where nothing is dropped"
-        )
-
-
-def integers(name: str, value: ArrayLike, axes: Mapping[str, int]) -> NDArray[np.int64]:
-    """``value`` as integers, if it has the shape that ``axes`` gives by their letters."""
-    array = as_integers(name, value)
-    if array.shape != tuple(axes.values()):
-        letters = ", ".join(axes) + "," * (len(axes) == 1)
-        raise ValueError(
-            f"{name} has shape {array.shape}: expected ({letters}) = {tuple(axes.values())}"
-        )
-    return array
 
 
 def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention as minimha_attention
-from minimha.dialects.masks import boolean_or_floating, broadcasts, integers
+from minimha.dialects.masks import boolean_or_floating, broadcasts
 from minimha.equations.arguments import (
     argument_names,
     as_floating,
+    as_integers,
     flag,
     integer,
     number,
@@ -314,7 +315,7 @@ def tensor_scatter(
     B, Lmax, L = cache.shape[0], cache.shape[axis], new.shape[axis]
     start = np.zeros(B, np.int64)
     if write_indices is not None:
-        start = integers("write_indices", write_indices, {"B": B})
+        start = _integers("write_indices", write_indices, {"B": B})
     if mode == "linear":
         _check_within("write_indices", start, 0, Lmax - L, f"{L} entries must fit into {Lmax}")
     slots = (start[:, None] + np.arange(L)) % max(Lmax, 1)
@@ -402,7 +403,7 @@ def _lengths(
 ) -> NDArray[np.int64] | None:
     if nonpad_kv_seqlen is None:
         return None
-    lengths = integers("nonpad_kv_seqlen", nonpad_kv_seqlen, {"B": shape[0]})
+    lengths = _integers("nonpad_kv_seqlen", nonpad_kv_seqlen, {"B": shape[0]})
     _check_within("nonpad_kv_seqlen", lengths, 0, shape[3], f"K has {shape[3]} keys")
     return lengths
 
@@ -478,9 +479,20 @@ def _angles(
             f"{name} has shape {table.shape}: expected (positions, R / 2) with R / 2 = {half}, "
             f"the rows that position_ids choose from"
         )
-    rows = integers("position_ids", position_ids, {"B": B, "L": L})
+    rows = _integers("position_ids", position_ids, {"B": B, "L": L})
     _check_within("position_ids", rows, 0, len(table) - 1, f"{name} has {len(table)} rows")
     return np.asarray(table[rows])
+
+
+def _integers(name: str, value: ArrayLike, axes: dict[str, int]) -> NDArray[np.int64]:
+    """``value`` as integers, if it has the shape that ``axes`` gives."""
+    array = as_integers(name, value)
+    if array.shape != tuple(axes.values()):
+        letters = ", ".join(axes) + "," * (len(axes) == 1)
+        raise ValueError(
+            f"{name} has shape {array.shape}: expected ({letters}) = {tuple(axes.values())}"
+        )
+    return array
 
 
 def _check_within(name: str, array: NDArray[np.int64], low: int, high: int, why: str) -> None:

@@ -17,9 +17,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
-from minimha.dialects import transformers_classes
 from minimha.dialects.masks import boolean_or_floating, owner_by_values
-from minimha.dialects.transformers_classes import CLASSES, CONVENTIONS, Config, Convention, Rotary
+from minimha.dialects.transformers_classes import (
+    CLASSES,
+    CONVENTIONS,
+    Config,
+    Convention,
+    Rotary,
+    convention_of,
+)
 from minimha.equations.arguments import argument_names, as_floating, flag, integer, rectangular
 from minimha.equations.tap import Tap, no_tap
 from minimha.layers.biases import t5_bias
@@ -202,7 +208,7 @@ class AttentionModule:
         if cls not in CLASSES:
             raise ValueError(f"cls is {cls!r}: expected one of {', '.join(sorted(CLASSES))}")
         self.cls, self.config = cls, dict(config)
-        self.convention = transformers_classes.convention_of(cls, params, config)
+        self.convention = convention_of(cls, params, config)
         integer("layer_idx", layer_idx, low=0)
         _check_not_clipped(config)
         weights = _Weights(self.convention, params)
@@ -289,8 +295,7 @@ class AttentionModule:
                     f"cached"
                 )
         mask = self._mask(given[c.mask]) if c.mask in given else None
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        bias = self._bias(given, len(x), x.shape[1], context, seen)
+        bias = self._bias(given, len(x), x.shape[1], context, past_key_values)
         options = self.options | _options(mask, bias)
         wants_weights = flag("output_attentions", output_attentions)
         heard: list[Array] = []
@@ -380,7 +385,12 @@ class AttentionModule:
         return boolean_or_floating(name, mask)
 
     def _bias(
-        self, given: dict[str, Any], B: int, L: int, context: Array | None, seen: int
+        self,
+        given: dict[str, Any],
+        B: int,
+        L: int,
+        context: Array | None,
+        past: DynamicCache | None,
     ) -> Array | None:
         """What is added to the scores besides the mask."""
         if "alibi" in given:
@@ -392,6 +402,7 @@ class AttentionModule:
                 )
             bias = alibi.reshape(B, H, 1, -1)
             return bias / math.sqrt(self.layer.head_dim) if self.convention.scales_alibi else bias
+        seen = 0 if past is None else past.get_seq_length()
         Lk = L + seen if context is None else context.shape[1]
         if "position_bias" in given:
             bias = as_floating("position_bias", given["position_bias"])

@@ -35,7 +35,14 @@ BAR = "█"
 LONGEST_BAR = 40  # of a weight of 1, where the width allows it
 LABEL_WIDTH = 10  # of a heatmap; a matrix shows its labels whole
 EXPORT_WIDTH = 100
-STYLES = dict.fromkeys(Status, "magenta") | {Status.EXACT: "green", Status.WRONG: "bold red"}
+STYLES = {
+    Status.EXACT: "green",
+    Status.TRUNCATED: "magenta",
+    Status.FROM_ROUNDED: "magenta",
+    Status.WRONG: "bold red",
+    Status.ASSUMED: "magenta",
+    Status.ILLUSTRATIVE: "magenta",
+}
 
 
 def console_for(stream: IO[str]) -> Console:

@@ -109,8 +109,15 @@ def additive_attention(
         with np.errstate(all="ignore"):
             S = np.where(hides, problem.attn_bias, S + problem.attn_bias)
     is_biased = problem.attn_bias is not None or options.get("alibi_slopes") is not None
-    q, k, v = (x[(0,) * (4 - problem.rank)] for x in (problem.q, problem.k, problem.v))
-    return attention(q, k, v, attn_bias=S, tap=_after_energies(tap, is_biased), **options)
+    leading = (0,) * (4 - problem.rank)
+    return attention(
+        problem.q[leading],
+        problem.k[leading],
+        problem.v[leading],
+        attn_bias=S,
+        tap=_after_energies(tap, is_biased),
+        **options,
+    )
 
 
 def _check_widths(

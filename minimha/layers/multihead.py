@@ -218,11 +218,17 @@ class MultiHeadAttention:
         Hkv = H if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
         D, Dv = (_width(name, matrices[name], n) for name, n in (("W_q", H), ("W_v", Hkv)))
         weights = matrices | {name: others.pop(name) for name in WEIGHTS if name in others}
-        E, Ec = matrices["W_q"].shape[0], _free(matrices["W_k"], 0, Hkv * D)
-        Eo = _free(matrices["W_o"], 1, H * Dv)
-        bias = any(name[0] == "b" for name in weights)
         return cls(
-            E, H, Hkv, D, Dv, bias, context_dim=Ec, output_dim=Eo, parameters=weights, **others
+            matrices["W_q"].shape[0],
+            H,
+            Hkv,
+            D,
+            Dv,
+            any(name[0] == "b" for name in weights),
+            context_dim=_free(matrices["W_k"], 0, Hkv * D),
+            output_dim=_free(matrices["W_o"], 1, H * Dv),
+            parameters=weights,
+            **others,
         )
 
     @classmethod

@@ -362,7 +362,12 @@ class RoPE:
         return np.cos(angles) * magnitude, np.sin(angles) * magnitude
 
     def rotate(
-        self, x: ArrayLike, positions: ArrayLike, tap: Tap = no_tap, *, length: int | None = None
+        self,
+        x: ArrayLike,
+        positions: ArrayLike,
+        tap: Tap = no_tap,
+        *,
+        length: int | None = None,
     ) -> NDArray[Any]:
         """Return ``x``, each vector rotated by its position.
 
