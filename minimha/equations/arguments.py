@@ -1,7 +1,8 @@
 """Checks of single arguments, shared by every public function, and the names that errors give them.
 
 Each check takes the argument's name first and returns the value in one form, or raises a sentence:
-which argument, what was expected, what came, why.
+which argument, what was expected, what came, why. A value of a type that was not expected is a
+TypeError, another one that does not fit a ValueError.
 """
 
 from __future__ import annotations
@@ -49,26 +50,14 @@ def name_of(argument: str) -> str:
 
 
 def flag(name: str, value: Any) -> bool:
-    """``value`` if it is True or False.
-
-    Raises
-    ------
-    TypeError
-        It is neither.
-    """
+    """``value`` if it is True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name_of(name)} is {value!r}: expected True or False")
     return bool(value)
 
 
 def choice(name: str, value: T, choices: Iterable[str | None]) -> T:
-    """``value`` if it is one of ``choices``.
-
-    Raises
-    ------
-    ValueError
-        It is not.
-    """
+    """``value`` if it is one of ``choices``."""
     if not isinstance(value, str | None) or value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"{name_of(name)} is {value!r}: expected one of {listed}")
@@ -76,15 +65,7 @@ def choice(name: str, value: T, choices: Iterable[str | None]) -> T:
 
 
 def integer(name: str, value: Any, low: int = 1) -> int:
-    """``value`` as Python's integer, which never wraps as NumPy's do, if it is ``low`` or more.
-
-    Raises
-    ------
-    TypeError
-        It is no integer.
-    ValueError
-        It is below ``low``.
-    """
+    """``value`` as Python's integer, which never wraps as NumPy's do, if it is ``low`` or more."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name_of(name)} is {value!r}: expected an integer")
     if value < low:
@@ -145,15 +126,7 @@ def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
 
 
 def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
-    """``value`` as an array of a floating dtype that the library computes with.
-
-    Raises
-    ------
-    TypeError
-        It holds something other than numbers, or hides some of them (a masked array).
-    ValueError
-        Its rows differ in length.
-    """
+    """``value`` as an array of a floating dtype that the library computes with."""
     array = rectangular(name, value, hint=" and attn_mask")
     if array.dtype in COMPUTED:
         return array
@@ -168,15 +141,7 @@ def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def as_integers(name: str, value: ArrayLike) -> NDArray[np.int64]:
-    """``value`` as an array of int64 whose sums and differences do not wrap around.
-
-    Raises
-    ------
-    TypeError
-        It holds something other than integers, or hides some of them (a masked array).
-    ValueError
-        Its rows differ in length, or an integer is beyond ±2^53.
-    """
+    """``value`` as an array of int64 whose sums and differences do not wrap around."""
     array = rectangular(name, value)
     if array.size == 0:
         return array.astype(np.int64)
@@ -193,10 +158,7 @@ def as_integers(name: str, value: ArrayLike) -> NDArray[np.int64]:
 def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
     """The one dtype that holds the arguments of these dtypes, in native byte order.
 
-    Raises
-    ------
-    TypeError
-        There is none, as for float16 beside bfloat16.
+    There is none for float16 beside bfloat16.
     """
     first, *rest = dtypes.values()
     if first in COMPUTED and all(dtype == first for dtype in rest):

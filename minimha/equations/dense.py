@@ -28,16 +28,8 @@ def unsupported(problem: Problem) -> str | None:
 def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[Any]]:
     """O = softmax(S) V and L = log Σ exp S, with S the scaled, capped, biased, masked Q Kᵀ.
 
-    Parameters
-    ----------
-    problem : Problem
-    tap : callable, optional
-        Receives every intermediate; see ``minimha.equations.tap``.
-
-    Returns
-    -------
-    O : ndarray of shape (B, H, Lq, Dv), compute dtype
-    L : ndarray of shape (B, H, Lq), compute dtype, natural logarithm
+    O has shape (B, H, Lq, Dv), L (B, H, Lq), both the compute dtype. ``tap`` receives every
+    intermediate.
     """
     with np.errstate(all="ignore"):
         Q, K, V = (

@@ -41,24 +41,8 @@ def forward(
     A block of keys that no query of a block can reach, by position and length, in any batch entry,
     is never loaded; ``attn_mask`` and ``attn_bias`` do not count.
 
-    Parameters
-    ----------
-    problem : Problem
-    tap : callable, optional
-        Receives each block as ``Q[i=0]``, ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, and after it
-        ``m[…]``, ``l[…]``, ``O[…]``; see ``minimha.equations.tap``.
-    B_r, B_c : int, default 128
-        Rows of a block of queries, and of a block of keys.
-
-    Returns
-    -------
-    O : ndarray of shape (B, H, Lq, Dv), compute dtype
-    L : ndarray of shape (B, H, Lq), compute dtype, natural logarithm
-
-    Raises
-    ------
-    ValueError
-        A block would have no row.
+    O has shape (B, H, Lq, Dv), L (B, H, Lq), both the compute dtype. ``tap`` receives each block as
+    ``Q[i=0]``, ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, and after it ``m[…]``, ``l[…]``, ``O[…]``.
     """
     for name, size in (("B_r", B_r), ("B_c", B_c)):
         if size < 1:

@@ -30,11 +30,6 @@ def block_by_block(
 
     It is head 0 of ``sentences.sentence(tokens)``, so that Q, K and V are known from there; that
     says what ``d_model``, here even, and ``seed`` are.
-
-    Raises
-    ------
-    ValueError
-        No tokens, a count below 1, or an odd model width.
     """
     sentences.check(tokens, NUM_HEADS, NUM_HEADS, d_model, seed)
     for name, size in (("block-queries", B_r), ("block-keys", B_c)):

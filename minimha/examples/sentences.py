@@ -65,29 +65,11 @@ def sentence(
 ) -> Example:
     """A multi-head attention over ``tokens``, every matrix of every head.
 
-    It is causal, unless the tokens attend to another sentence.
-
-    Parameters
-    ----------
-    tokens : sequence of str
-    num_heads : int, default 2
-    num_kv_heads : int, optional
-        Default is ``num_heads``.
-    d_model : int, default 4
-        Model width E; each head has width E / num_heads.
-    seed : int, default 1
-        Of embeddings and weights, at least 0.
-    rope : bool, default False
-        Rotate queries and keys by their positions.
-    context : sequence of str, optional
-        Another sentence, from which keys and values are computed (cross-attention).
-    source : str, optional
-        Where the sentence comes from.
-
-    Raises
-    ------
-    ValueError
-        No tokens, a count below 1, or widths or numbers of heads that do not divide.
+    It is causal, unless the tokens attend to another sentence, ``context``, from which keys and
+    values are computed (cross-attention). Each head has width ``d_model`` / ``num_heads``, and one
+    key/value head unless ``num_kv_heads`` is given; ``rope`` rotates queries and keys by their
+    positions. Embeddings and weights are drawn with ``seed``, ``source`` is where the sentence
+    comes from. What does not fit is refused by ``check``.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check(tokens, num_heads, num_kv_heads, d_model, seed)

@@ -23,7 +23,7 @@ from minimha.kernels.cuda.arguments import DeviceArray, array_at, padded_width, 
 from minimha.kernels.cuda.availability import is_device_array
 from minimha.kernels.cuda.copies import STORED, copying
 from minimha.kernels.cuda.interop import as_device_array, empty_like, must_synchronize, stream_of
-from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.launch import Launches
 from minimha.kernels.ladder import CUDA_LADDER, FEW_QUERIES
 
 TAKE_ARRAYS = ("cuda.rung1_rows", "cuda.rung2_tiles")  # the other rungs take addresses
@@ -252,9 +252,7 @@ def _run(name: str, problem: Problem, arguments: Any, memory: gpu.DeviceMemory) 
     settings: dict[str, Any] = {}
     if name == "cuda.rung5_decode":
         settings["multiprocessors"] = memory.device.multiprocessors
-    launches: list[tuple[Launch, tuple[Any, ...]]] = _module(name).launches(
-        problem, arguments, memory.scratch, **settings
-    )
+    launches: Launches = _module(name).launches(problem, arguments, memory.scratch, **settings)
     for launch, values in launches:
         memory.launch(launch, values)
 

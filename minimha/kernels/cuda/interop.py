@@ -104,13 +104,9 @@ def _from_capsule(name: str, capsule: Any, value: Any) -> DeviceArray:
     tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor"))
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else contiguous(shape)
-    return DeviceArray(
-        address=tensor.data + tensor.byte_offset,
-        shape=shape,
-        strides=strides,
-        dtype=_dtype(name, tensor.code, tensor.bits, tensor.lanes),
-        owner=(capsule, value),
-    )
+    address, owner = tensor.data + tensor.byte_offset, (capsule, value)
+    dtype = _dtype(name, tensor.code, tensor.bits, tensor.lanes)
+    return DeviceArray(address, shape, strides, dtype, owner)
 
 
 def _from_interface(name: str, interface: dict[str, Any], value: Any) -> DeviceArray:
@@ -125,14 +121,8 @@ def _from_interface(name: str, interface: dict[str, Any], value: Any) -> DeviceA
             f"{name} has strides {tuple(steps)}: expected multiples of the {dtype.itemsize} bytes "
             f"of {dtype}"
         )
-    return DeviceArray(
-        address=interface["data"][0] or 0,
-        shape=shape,
-        strides=tuple(step // dtype.itemsize for step in steps),
-        dtype=dtype,
-        owner=value,
-        ready_on=interface.get("stream"),
-    )
+    address, strides = interface["data"][0] or 0, tuple(step // dtype.itemsize for step in steps)
+    return DeviceArray(address, shape, strides, dtype, value, ready_on=interface.get("stream"))
 
 
 def _dtype(name: str, code: int, bits: int, lanes: int) -> np.dtype[Any]:

@@ -22,6 +22,10 @@ class Launch(NamedTuple):
     registers: int | None = None  # the most that one thread may use; None is no limit
 
 
+Launches = list[tuple[Launch, tuple[Any, ...]]]  # each with the kernel's arguments
+Scratch = Callable[[tuple[int, ...]], int]  # the address of float32 memory of that shape
+
+
 def ptx(launch: Launch, cc: tuple[int, int] = (9, 0)) -> str:
     """The kernel's PTX for compute capability ``cc``, by default (9, 0)."""
     how = {"device": False, "abi": "numba", "launch_bounds": (launch.threads, 1), "output": "ptx"}

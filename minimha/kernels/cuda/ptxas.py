@@ -88,7 +88,10 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
     """The rung's kernels, each once, with the first dtype for which it is compiled."""
     module = import_module(f"minimha.kernels.{rung}")
     known = set()
-    for dtype in _dtypes():
+    dtypes: list[DTypeLike] = [np.float32, np.float64, np.float16]
+    if find_spec("ml_dtypes"):
+        dtypes.append(import_module("ml_dtypes").bfloat16)
+    for dtype in dtypes:
         Lq = 1 if "decode" in rung else 256
         q, k = np.zeros((1, 32, Lq, head_dim), dtype), np.zeros((1, 8, 4096, head_dim), dtype)
         problem = Problem.of(q, k, k)
@@ -98,14 +101,6 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
             if (launch.function, launch.signature) not in known:
                 known.add((launch.function, launch.signature))
                 yield np.dtype(dtype).name, launch
-
-
-def _dtypes() -> Iterator[DTypeLike]:
-    yield from (np.float32, np.float64, np.float16)
-    if find_spec("ml_dtypes"):
-        import ml_dtypes
-
-        yield ml_dtypes.bfloat16
 
 
 def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:

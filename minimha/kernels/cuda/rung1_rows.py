@@ -29,7 +29,7 @@ from numba import cuda
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
-from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts.mask import final_score, head_of, is_hidden, key_range
 
 THREADS = 128
@@ -41,9 +41,7 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def launches(
-    problem: Problem, arguments: Arrays, scratch: Callable[[tuple[int, ...]], int]
-) -> list[tuple[Launch, tuple[Any, ...]]]:
+def launches(problem: Problem, arguments: Arrays, scratch: Scratch) -> Launches:
     """Return the one launch, which needs no scratch memory."""
     B, H, Lq, _ = problem.q.shape
     real: Any = problem.compute.type

@@ -35,7 +35,7 @@ from numba import cuda
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
-from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.mask import (
     final_score,
@@ -55,9 +55,7 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def launches(
-    problem: Problem, arguments: Arrays, scratch: Callable[[tuple[int, ...]], int]
-) -> list[tuple[Launch, tuple[Any, ...]]]:
+def launches(problem: Problem, arguments: Arrays, scratch: Scratch) -> Launches:
     """Return the one launch, which needs no scratch memory."""
     B, H, Lq, D = problem.q.shape
     real: Any = problem.compute.type

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda, float32, int32, uint32
@@ -37,7 +37,7 @@ from minimha.kernels.cuda.arguments import (
     padded_width,
     too_wide,
 )
-from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import online_softmax as softmax
 from minimha.kernels.cuda.parts.mask import ScoreOptions, is_full, key_range, mask_registers
 from minimha.kernels.cuda.parts.nonfinite import add_nonfinite_values
@@ -73,9 +73,7 @@ def unsupported(problem: Problem) -> str | None:
     return too_wide(problem)
 
 
-def launches(
-    problem: Problem, arguments: Arguments, scratch: Callable[[tuple[int, ...]], int]
-) -> list[tuple[Launch, tuple[Any, ...]]]:
+def launches(problem: Problem, arguments: Arguments, scratch: Scratch) -> Launches:
     """One launch, one thread block per B_r queries of a head; none if there is no query."""
     check_alignment(arguments, 4)
     B, H, Lq, _ = problem.q.shape
@@ -83,14 +81,9 @@ def launches(
         return []
     width = padded_width(problem)
     tiles = tiles_of(width)
-    launch = Launch(
-        function=kernel(Variant(width, ScoreOptions.of(problem))),
-        signature=ADDRESSES,
-        grid=(-(-Lq // tiles.B_r) * H * B, 1, 1),
-        threads=THREADS,
-        shared=tiles.bytes,
-    )
-    return [(launch, arguments)]
+    function = kernel(Variant(width, ScoreOptions.of(problem)))
+    grid = (-(-Lq // tiles.B_r) * H * B, 1, 1)
+    return [(Launch(function, ADDRESSES, grid, THREADS, tiles.bytes), arguments)]
 
 
 @cache

@@ -40,7 +40,7 @@ from minimha.kernels.cuda.arguments import (
     padded_width,
     too_wide,
 )
-from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device, fragments, nonfinite
 from minimha.kernels.cuda.parts import mask as masks
 from minimha.kernels.cuda.parts import online_softmax as softmax
@@ -97,24 +97,16 @@ def variant(problem: Problem) -> Variant:
     return Variant(padded_width(problem), problem.dtype.name, is_plain, options)
 
 
-def launches(
-    problem: Problem, arguments: Arguments, scratch: Callable[[tuple[int, ...]], int]
-) -> list[tuple[Launch, tuple[Any, ...]]]:
+def launches(problem: Problem, arguments: Arguments, scratch: Scratch) -> Launches:
     """One launch, one thread block per B_r queries of a head; none if there is no query."""
     check_alignment(arguments, 2)
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
         return []
     made_for = variant(problem)
-    launch = Launch(
-        function=kernel(made_for),
-        signature=ADDRESSES,
-        grid=(-(-Lq // blocks(made_for)[0]) * H * B, 1, 1),
-        threads=THREADS,
-        shared=shared_bytes(made_for),
-        registers=255,
-    )
-    return [(launch, arguments)]
+    grid = (-(-Lq // blocks(made_for)[0]) * H * B, 1, 1)
+    shared = shared_bytes(made_for)
+    return [(Launch(kernel(made_for), ADDRESSES, grid, THREADS, shared, registers=255), arguments)]
 
 
 def epilogue(tiles: fragments.MmaTiles) -> Any:

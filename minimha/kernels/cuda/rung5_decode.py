@@ -32,7 +32,7 @@ from numba import cuda, float32, int32, int64, types, uint32, uint64
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.arguments import ADDRESSES, Arguments, padded_width, too_wide
-from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device, fragments
 from minimha.kernels.cuda.parts import nonfinite as special
 from minimha.kernels.cuda.parts import online_softmax as softmax
@@ -80,13 +80,9 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def launches(
-    problem: Problem,
-    arguments: Arguments,
-    scratch: Callable[[tuple[int, ...]], int],
-    *,
-    splits: int | None = None,
+    problem: Problem, arguments: Arguments, scratch: Scratch, *, splits: int | None = None,
     multiprocessors: int = 132,
-) -> list[tuple[Launch, tuple[Any, ...]]]:
+) -> Launches:  # fmt: skip
     """Return the two kernels and what they are called with.
 
     There are as many ``splits`` of the keys as keep ``multiprocessors`` busy, unless a number is
@@ -98,27 +94,18 @@ def launches(
         return []
     width, rows = padded_width(problem), H // Hkv * Lq
     itemsize = problem.dtype.itemsize
-    made_for = Variant(
-        width, problem.dtype.name, rows_of_warp(rows, width, itemsize), ScoreOptions.of(problem)
-    )
-    tiles = B * Hkv * -(-rows // made_for.rows)
+    R, options = rows_of_warp(rows, width, itemsize), ScoreOptions.of(problem)
+    made_for = Variant(width, problem.dtype.name, R, options)
+    tiles = B * Hkv * -(-rows // R)
     if splits is None:
         wanted = -(-multiprocessors * WARPS_PER_MULTIPROCESSOR // tiles)
         splits = max(1, min(wanted, Lk // SPLIT))
-    parts_O = scratch((tiles, splits, made_for.rows, width))
-    parts_ml = scratch((tiles, splits, 2, made_for.rows))
-    split = Launch(
-        function=(_multiply_adds if itemsize == 4 else _tensor_cores)(made_for),
-        signature=SIGNATURE,
-        grid=(tiles, -(-splits // WARPS), 1),
-        threads=32 * WARPS,
-    )
-    merge = Launch(
-        function=_merge(width, made_for.dtype, made_for.rows),
-        signature=MERGE_SIGNATURE,
-        grid=(B * H * Lq, 1, 1),
-        threads=32 * MERGERS,
-    )
+    parts_O = scratch((tiles, splits, R, width))
+    parts_ml = scratch((tiles, splits, 2, R))
+    rung = (_multiply_adds if itemsize == 4 else _tensor_cores)(made_for)
+    split = Launch(rung, SIGNATURE, (tiles, -(-splits // WARPS), 1), 32 * WARPS)
+    merging = _merge(width, problem.dtype.name, R)
+    merge = Launch(merging, MERGE_SIGNATURE, (B * H * Lq, 1, 1), 32 * MERGERS)
     return [
         (split, (*arguments[:6], parts_O, parts_ml, splits)),
         (merge, (*arguments[5:], parts_O, parts_ml, splits)),

@@ -40,12 +40,8 @@ class ScoreOptions(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> ScoreOptions:
-        return cls(
-            problem.softcap is not None,
-            problem.alibi_slopes is not None,
-            problem.attn_mask is not None,
-            problem.attn_bias is not None,
-        )
+        names = ("softcap", "alibi_slopes", "attn_mask", "attn_bias")
+        return cls(*(getattr(problem, name) is not None for name in names))
 
     @property
     def change_scores(self) -> bool:
