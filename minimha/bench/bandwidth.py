@@ -1,7 +1,5 @@
 """What the machine itself can do: its bandwidth of reading, and the rate of its matrix product."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

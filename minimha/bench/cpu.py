@@ -7,8 +7,6 @@ candidate needs), and an untimed call wakes the candidate's own. Times are media
 quartiles as spread.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ The same records as ``bench/cpu.py``, beside each of torch's own backends by its
 but the clock also runs on a CPU, where it is tested.
 """
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Callable, Sequence

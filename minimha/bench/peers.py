@@ -4,8 +4,6 @@ Each library is imported only where it is used, so that none is required. The ex
 installs them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What was measured, as records, and what follows from them: fastest peers, means, rows to show."""
 
-from __future__ import annotations
-
 import math
 import platform
 import time

@@ -1,7 +1,5 @@
 """The problems that are measured: sizes, masks, and the same random numbers on every run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

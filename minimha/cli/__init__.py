@@ -1,7 +1,5 @@
 """The command line: one module per command. No other package prints."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

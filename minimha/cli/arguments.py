@@ -1,7 +1,5 @@
 """Arguments that several commands share, and the converters of their values."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``attend``: every matrix of attention over the reader's own numbers."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

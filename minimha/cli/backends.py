@@ -1,7 +1,5 @@
 """``backends``: which can run here, and why the others cannot."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

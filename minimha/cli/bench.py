@@ -1,7 +1,5 @@
 """``bench``: how fast the kernels are, beside other libraries."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

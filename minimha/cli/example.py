@@ -1,7 +1,5 @@
 """``example``: every matrix of a worked example, or of any sentence."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

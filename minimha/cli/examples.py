@@ -1,7 +1,5 @@
 """``examples``: the worked examples in a table."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``flash``: naive attention against FlashAttention, block by block."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

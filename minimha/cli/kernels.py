@@ -1,7 +1,5 @@
 """``kernels``: the rungs of both ladders, or what ptxas says of the CUDA rungs."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib.util import find_spec

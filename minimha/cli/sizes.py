@@ -1,7 +1,5 @@
 """``sizes``: parameters, FLOPs and KV cache of known models."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

@@ -332,8 +332,10 @@ def _attended(
     over += moved["key"].shape[len(free) : -1]  # the shape of the scores
     options = _positions(use_causal_mask, sliding_window, axes)
     options |= {"attn_mask": _visible(masks, over, len(axes)), "backend": backend}
+    batch = math.prod(rows[: len(free)])
     x, key_source, value_source = (
-        _three(moved[name], len(free)) for name in ("query", "key", "value")
+        array.reshape(batch, math.prod(array.shape[len(free) : -1]), array.shape[-1])
+        for array in (moved["query"], moved["key"], moved["value"])
     )
     q, k, v = layer.project(x, key_source, value_source)
     heads, scores = _heads(q, k, v, gives_mean, wants_scores, options)
@@ -455,12 +457,6 @@ def _weights(
             raise ValueError(f"{name} has shape {array.shape}: expected {shape}{hint}")
         weights[name] = array.astype(compute, copy=False)
     return weights
-
-
-def _three(array: Array, batch_axes: int) -> Array:
-    """(B, …, L, …, E) as (B · …, L · …, E)."""
-    batch, (*lengths, E) = array.shape[:batch_axes], array.shape[batch_axes:]
-    return array.reshape(math.prod(batch), math.prod(lengths), E)
 
 
 def _positions(

@@ -314,7 +314,10 @@ class AttentionModule:
             )  # fmt: skip
         output, weights = result if isinstance(result, tuple) else (result, None)
         if "residual" in given:
-            output = output + _residual(given["residual"], output)
+            residual = as_floating("residual", given["residual"])
+            if residual.shape != output.shape:
+                raise ValueError(f"residual has shape {residual.shape}: expected {output.shape}")
+            output = output + residual.astype(output.dtype, copy=False)
         if past_key_values is not None and cache is not None:
             past_key_values.keys, past_key_values.values = cache.keys, cache.values
             weights = heard[0] if wants_weights else None
@@ -608,10 +611,3 @@ def _options(mask: Array | None, bias: Array | None) -> dict[str, Any]:
     # In 16 bits the lowest number, by which masks hide, would overflow together with a bias.
     wide = np.promote_types(np.promote_types(mask.dtype, bias.dtype), np.float32)
     return {"attn_bias": mask.astype(wide) + bias}
-
-
-def _residual(value: ArrayLike, output: Array) -> Array:
-    residual = as_floating("residual", value)
-    if residual.shape != output.shape:
-        raise ValueError(f"residual has shape {residual.shape}: expected {output.shape}")
-    return residual.astype(output.dtype, copy=False)

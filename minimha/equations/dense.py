@@ -9,8 +9,6 @@ Arithmetic follows IEEE 754 without warnings: a NaN or infinity that a query see
 query's row, and one that it does not see never does.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

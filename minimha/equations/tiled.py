@@ -12,8 +12,6 @@ Batch and heads are leading axes throughout. Line 10 as printed in the paper mul
 and O and l must be rescaled alike.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -19,8 +19,6 @@ compile them unchanged. ``Problem.visible`` applies the rule to a grid of querie
 keys, together with the masks that are given as arrays.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 UNBOUNDED = 1 << 40  # longer than any sequence; a position can be added without overflow

@@ -1,7 +1,5 @@
 """Naive attention against FlashAttention, block by block: document 004 offers it and stops."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,10 +57,7 @@ def block_by_block(
         title=f"{text}, whole matrices against blocks of {B_r} queries and {B_c} keys",
         source="document 004, section 'Flash Attentions'; Dao 2023 (FlashAttention-2), "
         f"Algorithm 1; embeddings and weights drawn with seed {seed}",
-        sentence=text,
-        run=run,
-        labels=token_labels(tokens),
-        is_causal=True,
+        sentence=text, run=run, labels=token_labels(tokens), is_causal=True,
         notes={
             "output": "This is the end of the naive way; the blocks follow.",
             "kept[naive]": "Whole matrices: S and A.",
@@ -71,7 +66,7 @@ def block_by_block(
             f"{naive:,} numbers whole, {in_tiles:,} in blocks.",
         },
         blocks=(B_r, B_c),
-    )
+    )  # fmt: skip
 
 
 def numbers_kept(L: int, *, D: int, B_r: int, B_c: int) -> tuple[int, int]:

@@ -1,7 +1,5 @@
 """A worked example: its inputs, its computation, what the document prints of it, and where."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

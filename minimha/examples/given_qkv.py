@@ -1,7 +1,5 @@
 """Document 004: Q, K and V given, no mask. Four of its six printed outputs are wrong."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from minimha.api import attention
@@ -67,12 +65,9 @@ def with_root(tap: Tap) -> Tap:
 
 
 EXAMPLE = Example(
-    name="given-qkv",
-    document="004",
+    name="given-qkv", document="004",
     title="Q, K and V given, and the outputs that do not follow from them",
-    source=f"document 004, {TOY}, and {FLOW}",
-    sentence="three tokens without words",
-    run=run,
+    source=f"document 004, {TOY}, and {FLOW}", sentence="three tokens without words", run=run,
     printed=PRINTED,
     notes={
         "output": "Each output is an average of the values with positive weights that sum to 1, so "
@@ -81,4 +76,4 @@ EXAMPLE = Example(
         "[1, 1], have cosine 1 like query 0 and key 0, but twice their dot product: longer vectors "
         "score higher.",
     },
-)
+)  # fmt: skip

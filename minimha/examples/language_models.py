@@ -1,7 +1,5 @@
 """Multi-head attention as GPT-2 and LLaMA use it, with weights small enough to follow by eye."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from minimha.equations.tap import Tap
@@ -46,26 +44,20 @@ def run_llama(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 GPT2 = Example(
     name="gpt2",
     title=f"{SENTENCE}, as GPT-2 computes it: learned positions, a fused c_attn, biases",
-    source=f"Radford et al. 2019 (GPT-2) and its code; {DRAWN}",
-    sentence=SENTENCE,
-    run=run_gpt2,
-    labels=token_labels(WORDS),
-    is_causal=True,
+    source=f"Radford et al. 2019 (GPT-2) and its code; {DRAWN}", sentence=SENTENCE, run=run_gpt2,
+    labels=token_labels(WORDS), is_causal=True,
     notes={
         "x": "The sum of the two: wte + wpe. (Its layer normalisation is left out.)",
         "c_attn": "Columns 0 to 3 are W_q of both heads, 4 to 7 W_k, 8 to 11 W_v.",
         "W_q": "Columns 0 and 1 of c_attn are head 0's, 2 and 3 head 1's.",
         "W_o": "GPT-2 calls it c_proj.",
     },
-)
+)  # fmt: skip
 LLAMA = Example(
     name="llama",
     title=f"{SENTENCE}, as LLaMA computes it: rotary positions, grouped heads, no biases",
     source=f"Touvron et al. 2023 (LLaMA 2), section 2.2; Su et al. 2021 (RoFormer); {DRAWN}",
-    sentence=SENTENCE,
-    run=run_llama,
-    labels=token_labels(WORDS),
-    is_causal=True,
+    sentence=SENTENCE, run=run_llama, labels=token_labels(WORDS), is_causal=True,
     notes={
         "x": "No position is added here. (LLaMA's normalisation of X is left out.)",
         "k": "One key/value head serves both query heads.",
@@ -75,4 +67,4 @@ LLAMA = Example(
         "scores": "V is not rotated: positions decide which tokens are read, not what those "
         "pass on.",
     },
-)
+)  # fmt: skip

@@ -1,7 +1,5 @@
 """Document 004's Q, K and V with two other ways to score: cosine similarity, a small network."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from minimha.api import attention
@@ -28,12 +26,10 @@ def run_additive(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 COSINE = Example(
-    name="cosine",
-    title="dot product against cosine similarity, on the Q, K and V of document 004",
+    name="cosine", title="dot product against cosine similarity, on the Q, K and V of document 004",
     source="document 004, section 'Dot Product vs Cosine Similarity', which offers it; Liu et al. "
     "2022 (Swin Transformer V2), section 3.3",
-    sentence="three tokens without words",
-    run=run_cosine,
+    sentence="three tokens without words", run=run_cosine,
     notes={
         "scores[dot]": "Query 2 and key 1 are both [1, 1]: being longer, they score twice as high "
         "as query 0 and key 0, which point the same way too.",
@@ -41,17 +37,14 @@ COSINE = Example(
         "weights[cosine]": "Scores lie between -1 and 1, so no key can get more than e² ≈ 7.4 "
         "times the weight of another. Models that use cosines learn a factor for them.",
     },
-)
+)  # fmt: skip
 ADDITIVE = Example(
-    name="additive",
-    title="additive (Bahdanau) attention on the Q, K and V of document 004",
+    name="additive", title="additive (Bahdanau) attention on the Q, K and V of document 004",
     source="document 004, 'Alternatives'; Bahdanau et al. 2015, appendix A.1.2; the network's "
     "weights are chosen here",
-    sentence="three tokens without words",
-    run=run_additive,
-    is_scaled=False,
+    sentence="three tokens without words", run=run_additive, is_scaled=False,
     notes={
         "energies": "Here the longer key wins, whatever the query is: a network that adds must "
         "learn matrices with which the sum of a matching pair is large.",
     },
-)
+)  # fmt: skip

@@ -8,8 +8,6 @@ in one more column than with the others scores higher, and the softmax does the 
 A head of a trained model is rarely as clear; what is shown is that the equations can do it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,17 +63,15 @@ def _example(
     return Example(
         name=name,
         title=f"{' '.join(words)}, heads set by hand to do what document {document} says",
-        source=f"a sentence of document {document}; weights set by hand",
-        sentence=" ".join(words),
-        run=run,
-        labels=token_labels(words) | {"E": (*columns, *map(str, range(L)))},
+        source=f"a sentence of document {document}; weights set by hand", sentence=" ".join(words),
+        run=run, labels=token_labels(words) | {"E": (*columns, *map(str, range(L)))},
         notes={
             "x": "Columns: the token's grammar, 1 where it applies, and its position.",
             "W_v": "Every token passes on its number, so a head's output says which one it reads.",
             "output": "One column per head: the number of the token that it reads, or an average.",
             **readings,
         },
-    )
+    )  # fmt: skip
 
 
 def _has_query_of_zeros(head: Head, grammar: Mapping[str, str]) -> bool:

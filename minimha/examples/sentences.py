@@ -5,8 +5,6 @@ weights are integers drawn from a seed, a word always has the same embedding, an
 is computed from these.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -95,13 +93,9 @@ def sentence(
             )
         weights = draw_weights(d_model, num_heads, num_kv_heads, seed)
         layer = MultiHeadAttention.from_heads(*weights, rope=rotation)
-        layer(
-            embeddings(tokens, d_model, seed),
-            None if context is None else embeddings(context, d_model, seed),
-            is_causal=is_causal,
-            scale=None if is_scaled else 1.0,
-            tap=tap,
-        )
+        x = embeddings(tokens, d_model, seed)
+        other = None if context is None else embeddings(context, d_model, seed)
+        layer(x, other, is_causal=is_causal, scale=None if is_scaled else 1.0, tap=tap)
 
     text = " ".join(tokens)
     if context is not None:
@@ -112,15 +106,11 @@ def sentence(
     if rope:
         heads += ", rotary positions"
     return Example(
-        name=f"{len(tokens)} token{'s' * (len(tokens) > 1)}",
-        title=f"{text}, {heads}",
-        source=f"{source}; embeddings and weights drawn with seed {seed}",
-        sentence=text,
-        run=run,
-        labels=token_labels(tokens, context),
-        is_causal=context is None,
+        name=f"{len(tokens)} token{'s' * (len(tokens) > 1)}", title=f"{text}, {heads}",
+        source=f"{source}; embeddings and weights drawn with seed {seed}", sentence=text, run=run,
+        labels=token_labels(tokens, context), is_causal=context is None,
         notes=_notes(text, num_heads, num_kv_heads),
-    )
+    )  # fmt: skip
 
 
 def embeddings(tokens: Sequence[str], d_model: int, seed: int) -> NDArray[np.float64]:

@@ -1,7 +1,5 @@
 """Document 001: the shapes of multi-head attention and the sizes of known models."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from minimha.equations.tap import Tap
@@ -53,19 +51,13 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 EXAMPLE = Example(
-    name="shapes",
-    document="001",
-    title="the shapes of eight heads, and the sizes of known models",
-    source=f"document 001, {CODE} and {TABLE}",
-    sentence="The quick brown fox jumps",
-    run=run,
-    labels={"model": MODELS},
-    is_adjustable=False,
-    printed=PRINTED,
+    name="shapes", document="001", title="the shapes of eight heads, and the sizes of known models",
+    source=f"document 001, {CODE} and {TABLE}", sentence="The quick brown fox jumps", run=run,
+    labels={"model": MODELS}, is_adjustable=False, printed=PRINTED,
     notes={
         "weights_shape": "In the document's code a mask entry equal to 0 is blocked and any other "
         "may be attended; here a mask is boolean and True may be attended.",
         "illustration": "The vectors drawn for the token 'The', one row per head; like the "
         "document's shaded heatmaps they show no computation.",
     },
-)
+)  # fmt: skip

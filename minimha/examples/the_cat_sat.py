@@ -1,7 +1,5 @@
 """Document 003: "The cat sat", causal, with and without the division by √d_k."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from minimha.api import attention
@@ -49,17 +47,9 @@ def divided(tap: Tap) -> Tap:
 
 
 EXAMPLE = Example(
-    name="the-cat-sat",
-    document="003",
-    title="The cat sat, one causal head",
-    source=SOURCE,
-    sentence="The cat sat",
-    run=run,
-    labels=token_labels(["The", "cat", "sat"]),
-    is_causal=True,
-    is_scaled=False,
-    printed=PRINTED,
-    given=("v",),
+    name="the-cat-sat", document="003", title="The cat sat, one causal head", source=SOURCE,
+    sentence="The cat sat", run=run, labels=token_labels(["The", "cat", "sat"]), is_causal=True,
+    is_scaled=False, printed=PRINTED, given=("v",),
     notes={
         "v": "The document gives this V, although X W_v, with its W_v = I, would be X. "
         "The steps below use the V that it gives.",
@@ -68,4 +58,4 @@ EXAMPLE = Example(
         "scaled[divided]": "From here on: the same once more, with the division in the "
         "document's formula.",
     },
-)
+)  # fmt: skip

@@ -7,8 +7,6 @@ each French word translates. Residual connections let a token keep what it was; 
 and feed-forward layers, which a whole transformer has, would only hide the numbers.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -106,9 +104,7 @@ EXAMPLE = Example(
     name="translation",
     title=f"{' '.join(ENGLISH)} → {' '.join(FRENCH)}: encoder, decoder, cross-attention",
     source="document 000, sections 4 and 5; Vaswani et al. 2017, figure 1; weights set by hand",
-    sentence=f"{' '.join(ENGLISH)} → {' '.join(FRENCH)}",
-    run=run,
-    labels=LABELS | {"E": SHORT},
+    sentence=f"{' '.join(ENGLISH)} → {' '.join(FRENCH)}", run=run, labels=LABELS | {"E": SHORT},
     is_causal=True,
     notes={
         "x[encoder]": "Columns: article, boy, puppy, 'trains' as a noun and as a verb, follows the "
@@ -126,4 +122,4 @@ EXAMPLE = Example(
         "meaning and side of the verb decide.",
         "output[cross]": "What each French word has retrieved: article, boy, puppy, noun, verb.",
     },
-)
+)  # fmt: skip

@@ -1,7 +1,5 @@
 """Document 000: one token, two heads of width 2. With a single key, attention returns V."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from minimha.equations.tap import Tap
@@ -46,14 +44,8 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 EXAMPLE = Example(
-    name="two-heads",
-    document="000",
-    title="one token, two heads",
-    source=SOURCE,
-    sentence="X = [1, 2, 3, 4]",
-    run=run,
-    labels=token_labels(["X"]),
-    printed=ASSUMED,
+    name="two-heads", document="000", title="one token, two heads", source=SOURCE,
+    sentence="X = [1, 2, 3, 4]", run=run, labels=token_labels(["X"]), printed=ASSUMED,
     notes={
         "q": "(The document counts heads from 1: its head 1 is head 0 here.)",
         "weights": "There is only one key, so it gets the whole share: the weight is "
@@ -65,4 +57,4 @@ EXAMPLE = Example(
         "concat[assumed]": "For comparison: the outputs that the document assumes.",
         "output[assumed]": "The assumed outputs through the same W_o.",
     },
-)
+)  # fmt: skip

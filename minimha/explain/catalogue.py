@@ -5,8 +5,6 @@
 entry is that of the name before the bracket.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Each function returns what is to be written, and writes nothing itself.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Numbers as text, by one rule for the terminal and for every page."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

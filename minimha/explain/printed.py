@@ -5,8 +5,6 @@ that the *printed*, already rounded, previous step would give. A worked example 
 status it expects; a test compares the two, so that neither can be wrong alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import ROUND_DOWN, ROUND_HALF_EVEN, ROUND_HALF_UP, Decimal

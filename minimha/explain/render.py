@@ -4,8 +4,6 @@ Everything is built as lines of text, so that a wide matrix can be split by colu
 and stays whole in a file.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import textwrap

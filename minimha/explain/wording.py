@@ -1,7 +1,5 @@
 """What is said about a step: the same words on a terminal, in Markdown and in LaTeX."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Pure integer arithmetic. Letters: ``E`` = d_model, ``H`` = num_heads, ``Hkv`` =
 num_kv_heads, ``D`` = head_dim, ``F`` = d_ff, ``V`` = vocabulary, ``L`` = tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -254,13 +252,9 @@ def parameters(preset: Preset) -> Parameters:
         head = _head_weights(preset) + biases * E
     attention = _projection_weights(preset) + biases * (joined + 2 * joined_kv + E)
     feed_forward = _feed_forward_weights(preset) + biases * (inner * F + E)
-    return Parameters(
-        attention=preset.layers * attention,
-        feed_forward=preset.layers * feed_forward,
-        norms=(2 * preset.layers + 1) * E * (1 + biases),
-        embeddings=rows * E,
-        head=head,
-    )
+    norms = (2 * preset.layers + 1) * E * (1 + biases)
+    n = preset.layers
+    return Parameters(n * attention, n * feed_forward, norms, rows * E, head)
 
 
 def prefill_flops(preset: Preset, length: int) -> Flops:

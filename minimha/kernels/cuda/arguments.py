@@ -17,8 +17,6 @@ L            address of (B, H, Lq), float32, contiguous
 Their strides count elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple, Protocol

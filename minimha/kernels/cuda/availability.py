@@ -1,7 +1,5 @@
 """Whether CUDA can run here and whether an array is on a GPU; asked on every call, so light."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

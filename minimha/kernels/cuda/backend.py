@@ -5,8 +5,6 @@ GPU come through ``attend``: they are read without copying, on their library's s
 result is an array of that library. In between, both take the same path, ``_solve_on_device``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module

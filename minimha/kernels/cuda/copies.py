@@ -4,8 +4,6 @@ One number per thread: from any strides to any strides, from one floating dtype 
 where the copy is wider than the original.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache
@@ -62,23 +60,8 @@ def kernel(source: str, target: str) -> Callable[..., None]:
 
 
 @device
-def same(x):
-    return x
-
-
-@device
-def widened(x):
-    return float32(x)
-
-
-@device
 def from_bfloat16(x):
     return libdevice.int_as_float(int32(uint32(x) << uint32(16)))
-
-
-@device
-def to_float16(x):
-    return types.float16(x)
 
 
 @device
@@ -97,12 +80,12 @@ def to_float32(x):
     return float32(x)
 
 
-@device
-def to_float64(x):
-    return float64(x)
-
-
-READ = {"float16": widened, "bfloat16": from_bfloat16, "float32": same, "float64": same}
+same = device(lambda x: x)
+READ = {
+    "float16": device(lambda x: float32(x)), "bfloat16": from_bfloat16,
+    "float32": same, "float64": same,
+}  # fmt: skip
 WRITE = {
-    "float16": to_float16, "bfloat16": to_bfloat16, "float32": to_float32, "float64": to_float64
+    "float16": device(lambda x: types.float16(x)), "bfloat16": to_bfloat16,
+    "float32": to_float32, "float64": device(lambda x: float64(x)),
 }  # fmt: skip

@@ -6,8 +6,6 @@ imported here: a caller who passes a torch tensor has imported torch.
 References: the DLPack specification, C API, ``DLManagedTensor``; CUDA Array Interface, version 3.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from typing import Any

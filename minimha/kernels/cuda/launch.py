@@ -3,8 +3,6 @@
 The driver, the offline compiler and the tests' emulator all accept a ``Launch``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

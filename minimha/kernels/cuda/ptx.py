@@ -18,8 +18,6 @@ NVIDIA, "PTX ISA", version 9.0: https://docs.nvidia.com/cuda/parallel-thread-exe
 the comments are its sections.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

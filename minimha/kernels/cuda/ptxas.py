@@ -3,8 +3,6 @@
 References: NVIDIA, "PTX ISA"; "CUDA Compiler Driver NVCC", section on ptxas.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

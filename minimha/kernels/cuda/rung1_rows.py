@@ -18,8 +18,6 @@ parts of O_i.
 Not measured: no GPU yet.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

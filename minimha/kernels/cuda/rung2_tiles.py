@@ -24,8 +24,6 @@ parts of O_i. B_c is ``B_C``.
 Not measured: no GPU yet.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache
@@ -37,14 +35,7 @@ from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device
-from minimha.kernels.cuda.parts.mask import (
-    final_score,
-    head_of,
-    is_full,
-    is_hidden,
-    key_range,
-    sees,
-)
+from minimha.kernels.cuda.parts import mask as masks
 
 B_R, B_C = 64, 32
 WIDE = 256
@@ -93,14 +84,14 @@ def kernel(depth: int, columns: int, real: Any) -> Callable[..., None]:
         i0, h, b = block % row_blocks * B_R, block // row_blocks % H, block // row_blocks // H
         i_stop = min(i0 + B_R, Lq)
         i = min(i0 + r, i_stop - 1)  # threads beyond the last row compute it too
-        kv, head = h // (H // k.shape[1]), head_of(o, b, h)
+        kv, head = h // (H // k.shape[1]), masks.head_of(o, b, h)
         # The last part is as wide as the others and may overlap the one before it.
         first = min(cuda.blockIdx.y * columns, v.shape[3] - columns)
         for d in range(columns):
             O_i[d] = real(0)
         m = o.sinks[h]  # line 5
         l = real(0) if m == lowest else real(1)
-        start, stop = key_range(i0, i_stop, head.offset, head.left, head.right, head.length)
+        start, stop = masks.key_range(i0, i_stop, head.offset, head.left, head.right, head.length)
         for j0 in range(start, stop, B_C):  # line 6
             n = min(B_C, stop - j0)
             for j in range(n):
@@ -119,17 +110,17 @@ def kernel(depth: int, columns: int, real: Any) -> Callable[..., None]:
                     for d in range(depth):
                         s += Q_i[d] * K_j[j, d]
                     S[j, r] += s
-            is_partial = not is_full(
+            is_partial = not masks.is_full(
                 i0, i_stop, j0, j0 + n, head.offset, head.left, head.right, head.length
             )
             m_old = m
             for j in range(n):
                 s = lowest
-                is_visible = not is_partial or sees(
+                is_visible = not is_partial or masks.sees(
                     i, j0 + j, head.offset, head.left, head.right, head.length
                 )
-                if is_visible and not is_hidden(mask, bias, b, h, i, j0 + j):
-                    s = real(final_score(S[j, r], bias, head, b, h, i, j0 + j))
+                if is_visible and not masks.is_hidden(mask, bias, b, h, i, j0 + j):
+                    s = real(masks.final_score(S[j, r], bias, head, b, h, i, j0 + j))
                 S[j, r] = s
                 if s > m:
                     m = s

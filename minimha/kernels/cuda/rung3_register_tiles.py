@@ -18,8 +18,6 @@ a row leaves out those with that weight, because 0 · NaN is NaN.
 Dao, "FlashAttention-2", 2023, Algorithm 1, whose lines are named below. Not measured: no GPU yet.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache
@@ -29,14 +27,8 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from minimha.equations.problem import Problem
+from minimha.kernels.cuda import arguments as kernel_arguments
 from minimha.kernels.cuda import ptx
-from minimha.kernels.cuda.arguments import (
-    ADDRESSES,
-    Arguments,
-    check_alignment,
-    padded_width,
-    too_wide,
-)
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import online_softmax as softmax
 from minimha.kernels.cuda.parts.mask import ScoreOptions, is_full, key_range, mask_registers
@@ -70,20 +62,20 @@ def unsupported(problem: Problem) -> str | None:
     """Return why this rung does not support ``problem``, or None."""
     if problem.dtype != np.float32:
         return f"register tiles are made for float32, and q, k, v are {problem.dtype}"
-    return too_wide(problem)
+    return kernel_arguments.too_wide(problem)
 
 
-def launches(problem: Problem, arguments: Arguments, scratch: Scratch) -> Launches:
+def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: Scratch) -> Launches:
     """One launch, one thread block per B_r queries of a head; none if there is no query."""
-    check_alignment(arguments, 4)
+    kernel_arguments.check_alignment(arguments, 4)
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
         return []
-    width = padded_width(problem)
+    width = kernel_arguments.padded_width(problem)
     tiles = tiles_of(width)
     function = kernel(Variant(width, ScoreOptions.of(problem)))
     grid = (-(-Lq // tiles.B_r) * H * B, 1, 1)
-    return [(Launch(function, ADDRESSES, grid, THREADS, tiles.bytes), arguments)]
+    return [(Launch(function, kernel_arguments.ADDRESSES, grid, THREADS, tiles.bytes), arguments)]
 
 
 @cache

@@ -21,8 +21,6 @@ Rows of q, k, v and O must begin at multiples of 16 bytes.
 Dao, "FlashAttention-2", 2023, Algorithm 1, whose lines are named below. Not measured: no GPU yet.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache
@@ -32,14 +30,8 @@ import numpy as np
 from numba import cuda, types
 
 from minimha.equations.problem import Problem
+from minimha.kernels.cuda import arguments as kernel_arguments
 from minimha.kernels.cuda import ptx
-from minimha.kernels.cuda.arguments import (
-    ADDRESSES,
-    Arguments,
-    check_alignment,
-    padded_width,
-    too_wide,
-)
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device, fragments, nonfinite
 from minimha.kernels.cuda.parts import mask as masks
@@ -64,7 +56,7 @@ def unsupported(problem: Problem) -> str | None:
     """Return why this rung does not support ``problem``, or None."""
     if problem.dtype.name not in fragments.FORMATS:
         return f"tensor cores take float16 and bfloat16 here, and q, k, v are {problem.dtype}"
-    return too_wide(problem)
+    return kernel_arguments.too_wide(problem)
 
 
 def blocks(made_for: Variant) -> tuple[int, int]:
@@ -94,19 +86,20 @@ def variant(problem: Problem) -> Variant:
     # The largest of the products is the largest score only if the scale is positive.
     is_positive = problem.scale >= float(np.finfo(np.float32).tiny)
     is_plain = is_positive and not options.change_scores
-    return Variant(padded_width(problem), problem.dtype.name, is_plain, options)
+    return Variant(kernel_arguments.padded_width(problem), problem.dtype.name, is_plain, options)
 
 
-def launches(problem: Problem, arguments: Arguments, scratch: Scratch) -> Launches:
+def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: Scratch) -> Launches:
     """One launch, one thread block per B_r queries of a head; none if there is no query."""
-    check_alignment(arguments, 2)
+    kernel_arguments.check_alignment(arguments, 2)
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
         return []
     made_for = variant(problem)
     grid = (-(-Lq // blocks(made_for)[0]) * H * B, 1, 1)
     shared = shared_bytes(made_for)
-    return [(Launch(kernel(made_for), ADDRESSES, grid, THREADS, shared, registers=255), arguments)]
+    launch = Launch(kernel(made_for), kernel_arguments.ADDRESSES, grid, THREADS, shared, 255)
+    return [(launch, arguments)]
 
 
 def epilogue(tiles: fragments.MmaTiles) -> Any:

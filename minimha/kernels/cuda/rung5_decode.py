@@ -21,8 +21,7 @@ exact as in float32: the tensor cores have throughput to spare.
 Not measured: no GPU yet.
 """
 
-from __future__ import annotations
-
+from collections import namedtuple
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -56,20 +55,8 @@ class Variant(NamedTuple):
     options: ScoreOptions
 
 
-class Place(NamedTuple):
-    """Which rows a warp has, and which keys: its own, and those that all of its rows see."""
-
-    b: int
-    kv: int
-    group: int
-    first_row: int
-    rows: int
-    start: int
-    stop: int
-    full_start: int
-    full_stop: int
-    split: int
-    part: int
+# Which rows a warp has, and which keys: its own, and those that all of its rows see.
+Place = namedtuple("Place", "b kv group first_row rows start stop full_start full_stop split part")
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -246,14 +233,10 @@ def _multiply_adds(made_for: Variant) -> Callable[..., None]:
         S = cuda.local.array(RU, float32)
         m = cuda.local.array(R, float32)
         l = cuda.local.array(R, float32)
-        rows = Row(
-            cuda.local.array(R, int32),
-            cuda.local.array(R, int32),
-            cuda.local.array(R, int64),
-            cuda.local.array(R, float32),
-            cuda.local.array(R, uint64),
-            cuda.local.array(R, uint64),
-        )
+        start, stop = cuda.local.array(R, int32), cuda.local.array(R, int32)
+        position, slope = cuda.local.array(R, int64), cuda.local.array(R, float32)
+        mask_at, bias_at = cuda.local.array(R, uint64), cuda.local.array(R, uint64)
+        rows = Row(start, stop, position, slope, mask_at, bias_at)
         for r in range(R):
             m[r], l[r] = softmax.LOWEST, float32(0)
             put_row(rows, r, describe(r, here, mask, bias, o))
@@ -342,14 +325,10 @@ def _tensor_cores(made_for: Variant) -> Callable[..., None]:
         O = cuda.local.array(O_size, float32)
         m = cuda.local.array(sides, float32)
         l = cuda.local.array(sides, float32)
-        rows = Row(
-            cuda.local.array(sides, int32),
-            cuda.local.array(sides, int32),
-            cuda.local.array(sides, int64),
-            cuda.local.array(sides, float32),
-            cuda.local.array(sides, uint64),
-            cuda.local.array(sides, uint64),
-        )
+        start, stop = cuda.local.array(sides, int32), cuda.local.array(sides, int32)
+        position, slope = cuda.local.array(sides, int64), cuda.local.array(sides, float32)
+        mask_at, bias_at = cuda.local.array(sides, uint64), cuda.local.array(sides, uint64)
+        rows = Row(start, stop, position, slope, mask_at, bias_at)
         for x in range(O_size):
             O[x] = float32(0)
         for x in range(Q_size):

@@ -12,8 +12,6 @@ nonfinite        NaN and infinity among the values: they reach the rows that see
 online_softmax   row maxima, exponentials, rescaling, and the log-sum-exp at the end
 """
 
-from __future__ import annotations
-
 from numba import cuda
 
 device = cuda.jit(device=True, inline="always")  # only the driver could link a call that remains

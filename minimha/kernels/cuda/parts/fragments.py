@@ -4,8 +4,6 @@ A fragment is what one lane of a warp holds of a matrix; ``ptx.mma_f16`` says wh
 are. A chunk is 16 bytes of a row, what a thread copies at once.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

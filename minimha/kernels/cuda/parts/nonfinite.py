@@ -5,8 +5,6 @@ spoil the rows that do not see the one that is not finite. So in tiles that are 
 rows such a value becomes 0, and is added on its own where it is seen.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

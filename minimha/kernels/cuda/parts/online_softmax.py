@@ -5,8 +5,6 @@ FlashAttention-2, lines 9 to 13. Exponentials and logarithms to base 2 are instr
 so base e costs a factor: ``LOG2_E`` or ``LN_2``.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiles of which each thread multiplies 8 queries by as many as 8 keys in its registers: rung 3."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Rows of D contiguous numbers: their addresses, and vector loads and stores that spread them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from numba import uint64
