@@ -7,6 +7,7 @@ but the clock also runs on a CPU, where it is tested.
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -97,12 +98,8 @@ def _candidates(shape: Shape, tensors: Any, device: str) -> dict[str, Callable[[
 
     is_causal, is_grouped = shape.mask == "causal", shape.Hkv < shape.H
     given = tensors if device == "cuda" else [x.numpy() for x in tensors]
-
-    def ours() -> Any:
-        return attention(*given, is_causal=is_causal, backend=device)
-
-    def default() -> Any:
-        return sdpa(*tensors, is_causal=is_causal, enable_gqa=is_grouped)
+    ours = partial(attention, *given, is_causal=is_causal, backend=device)
+    default = partial(sdpa, *tensors, is_causal=is_causal, enable_gqa=is_grouped)
 
     def by(backend: Any) -> Callable[[], Any]:
         def run() -> Any:

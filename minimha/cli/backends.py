@@ -16,10 +16,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """List the backends."""
-    deliver_table(
-        args,
-        [
-            {"backend": name, "runs": "no" if reason else "yes", "why not": reason or ""}
-            for name, reason in backends().items()
-        ],
-    )
+    rows = [
+        {"backend": name, "runs": "no" if reason else "yes", "why not": reason or ""}
+        for name, reason in backends().items()
+    ]
+    deliver_table(args, rows)

@@ -23,11 +23,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """List the worked examples."""
-    deliver_table(
-        args,
-        [
-            {"name": name}
-            | {key: getattr(example, key) for key in ("document", "title", "sentence", "source")}
-            for name, example in EXAMPLES.items()
-        ],
-    )
+    keys = "document", "title", "sentence", "source"
+    rows = {name: {key: getattr(EXAMPLES[name], key) for key in keys} for name in EXAMPLES}
+    deliver_table(args, [{"name": name} | row for name, row in rows.items()])

@@ -537,13 +537,9 @@ def _with_extra_keys(
 
 
 def _mha_masks(
-    key_padding_mask: ArrayLike | None,
-    attn_mask: ArrayLike | None,
-    shape: tuple[int, int, int, int],
-    is_batched: bool,
-    num_keys: int,
-    compute: np.dtype[Any],
-) -> dict[str, Any]:
+    key_padding_mask: ArrayLike | None, attn_mask: ArrayLike | None,
+    shape: tuple[int, int, int, int], is_batched: bool, num_keys: int, compute: np.dtype[Any],
+) -> dict[str, Any]:  # fmt: skip
     """The two masks, whose True means ignore, as options of ``attention`` over ``num_keys``."""
     B, H, Lq, Lk = shape
     of_keys = ("(B, Lk)", (B, Lk)) if is_batched else ("(Lk,)", (Lk,))

@@ -116,18 +116,12 @@ class Problem:
         has_window = (left, right) != (UNBOUNDED, UNBOUNDED)
         if flag("is_causal", is_causal):
             right = 0
-        positional = {
-            "is_causal": is_causal,
-            "window_size": has_window,
-            "alibi_slopes": alibi_slopes is not None,
-        }
+        has_slopes = alibi_slopes is not None
+        options = {"is_causal": is_causal, "window_size": has_window, "alibi_slopes": has_slopes}
+        positional = [name for name, is_given in options.items() if is_given]
         return cls(
-            q=q4,
-            k=k4,
-            v=v4,
-            left=left,
-            right=right,
-            q_offset=_offset(q_offset, B, Lq, Lk, [name for name, on in positional.items() if on]),
+            q=q4, k=k4, v=v4, left=left, right=right,
+            q_offset=_offset(q_offset, B, Lq, Lk, positional),
             kv_lengths=_lengths(kv_lengths, B, Lk),
             attn_mask=_mask(attn_mask, (B, H, Lq, Lk)),
             attn_bias=_bias(attn_bias, (B, H, Lq, Lk), compute),
@@ -135,10 +129,8 @@ class Problem:
             sinks=_sinks(sinks, H, compute),
             scale=1 / math.sqrt(D) if scale is None else number("scale", scale, compute),
             softcap=_softcap(softcap, compute),
-            dtype=q4.dtype,
-            compute=compute,
-            rank=rank,
-        )
+            dtype=q4.dtype, compute=compute, rank=rank,
+        )  # fmt: skip
 
     def visible(self, rows: slice, keys: slice) -> NDArray[np.bool_]:
         """Which of the keys ``keys`` each of the queries ``rows`` may see.

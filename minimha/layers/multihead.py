@@ -560,14 +560,12 @@ def _apart(W: Array, heads: int) -> Array:
 
 def _combined(W: Array) -> Array:
     """The heads' matrices side by side: the opposite of ``_apart``, without copying its result."""
-    side_by_side: Array = np.moveaxis(W, 0, 1).reshape(W.shape[1], -1)
-    return side_by_side
+    return np.asarray(np.moveaxis(W, 0, 1).reshape(W.shape[1], -1))
 
 
 def _heads(y: Array, heads: int) -> Array:
     """(..., L, heads · width) as (..., heads, L, width); a view."""
-    apart: Array = y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads).swapaxes(-3, -2)
-    return apart
+    return np.swapaxes(y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads), -3, -2)
 
 
 def _side_by_side(x: Array) -> Array:

@@ -357,7 +357,7 @@ class RoPE:
             )
         angles = m[..., None] * self.frequencies(length)
         if flag("repeated", repeated):
-            angles = _repeat(angles, self.interleaved)
+            angles = angles.repeat(2, axis=-1) if self.interleaved else np.tile(angles, 2)
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
         return np.cos(angles) * magnitude, np.sin(angles) * magnitude
 
@@ -502,10 +502,6 @@ def _pairs(R: int, interleaved: bool) -> tuple[slice, slice]:
     if interleaved:
         return slice(0, R, 2), slice(1, R, 2)
     return slice(0, R // 2), slice(R // 2, R)
-
-
-def _repeat(table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
-    return table.repeat(2, axis=-1) if interleaved else np.concatenate([table, table], axis=-1)
 
 
 def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:

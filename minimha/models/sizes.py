@@ -54,11 +54,9 @@ class Preset:
 
     Raises
     ------
-    TypeError
-        A size that is not an integer, or an is_ or has_ that is neither True nor False.
-    ValueError
-        A size below 1 (num_segments: below 0), heads that cannot be grouped, or an encoder with a
-        window.
+    TypeError, ValueError
+        A size that is not an integer, or below 1 (num_segments: below 0), an is_ or has_ that is
+        neither True nor False, heads that cannot be grouped, or an encoder with a window.
     """
 
     name: str

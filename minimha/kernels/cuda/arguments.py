@@ -17,6 +17,7 @@ L            address of (B, H, Lq), float32, contiguous
 Their strides count elements.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -105,21 +106,9 @@ class Arguments(NamedTuple):
     L: int
 
 
-class Arrays(NamedTuple):
-    """What a kernel that takes arrays is called with, in its order.
-
-    On a device each array is an ``ArrayAt``, in the simulator a NumPy array. ``mask`` and ``bias``
-    are empty if there is none.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    mask: Any
-    bias: Any
-    o: Options
-    O: Any
-    L: Any
+# What a kernel that takes arrays is called with, in its order. On a device each array is an
+# ``ArrayAt``, in the simulator a NumPy array. ``mask`` and ``bias`` are empty if there is none.
+Arrays = namedtuple("Arrays", "q k v mask bias o O L")
 
 
 class ArrayAt(NamedTuple):

@@ -30,11 +30,9 @@ IN_REPORT = {  # of ptxas -v
     "registers": r"Used (\d+) registers",
 }
 IN_PTX = {
-    "local": r"\.local\b",
-    "mma": r"mma\.sync",
-    "ldmatrix": r"ldmatrix",
+    "local": r"\.local\b", "mma": r"mma\.sync", "ldmatrix": r"ldmatrix",
     "cp_async": r"cp\.async\.c[ag]",
-}
+}  # fmt: skip
 
 
 class Assembled(NamedTuple):

@@ -8,6 +8,7 @@ built for the ``ScoreOptions`` of a problem, so that an option that is absent co
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,18 +114,9 @@ def score_pair(options: ScoreOptions) -> Any:
     return score
 
 
-class Row(NamedTuple):
-    """The options of one query: keys in its reach, its position, and addresses of its first pairs.
-
-    For several queries each field is an array.
-    """
-
-    start: Any
-    stop: Any
-    position: Any
-    slope: Any
-    mask: Any
-    bias: Any
+# The options of one query: keys in its reach, its position, and addresses of its first pairs. For
+# several queries each field is an array.
+Row = namedtuple("Row", "start stop position slope mask bias")
 
 
 def row_options(options: ScoreOptions) -> Any:
