@@ -103,10 +103,9 @@ class Problem:
 
         Raises
         ------
-        TypeError
-            An argument of the wrong type: text instead of numbers, a mask that is not boolean.
-        ValueError
-            Shapes that do not match, or a value outside its range.
+        TypeError, ValueError
+            An argument of the wrong type (text instead of numbers, a mask that is not boolean),
+            shapes that do not match, or a value outside its range.
         """
         rank, (q4, k4, v4) = _arrays(q, k, v)
         B, H, Lq, D = q4.shape
@@ -133,13 +132,9 @@ class Problem:
         )  # fmt: skip
 
     def visible(self, rows: slice, keys: slice) -> NDArray[np.bool_]:
-        """Which of the keys ``keys`` each of the queries ``rows`` may see.
+        """Which of the keys ``keys`` each of the queries ``rows`` may see, (B, 1 or H, rows, keys).
 
         A False in ``attn_mask`` hides a key; so does -inf in ``attn_bias``.
-
-        Returns
-        -------
-        ndarray of shape (B, 1, rows, keys) or (B, H, rows, keys), bool
         """
         i = np.arange(rows.start, rows.stop)[:, None]
         j = np.arange(keys.start, keys.stop)

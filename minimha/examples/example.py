@@ -69,8 +69,9 @@ class Example:
         changes = [word if now else f"not {word}" for word, (now, was) in own.items() if now != was]
         changed = "" if is_own else f" (changed: {', '.join(changes)})"
         trace = Trace(
-            f"{self.label}: {self.title}{changed}", self.source, self.labels, self.notes,
-            self.printed if is_own else (), self.blocks, self.given,
+            f"{self.label}: {self.title}{changed}", source=self.source, labels=self.labels,
+            notes=self.notes, printed=self.printed if is_own else (), blocks=self.blocks,
+            given=self.given,
         )  # fmt: skip
         self.run(trace, causal, scaled)
         return trace

@@ -164,8 +164,9 @@ class PrintedMatrix:
         rounded = None if self.rounded is None else float(self.rounded[index])
         computed = classify(text, value, rounded, is_assumed="assume" in self.says.lower())
         return Comparison(
-            _number(text), value, _decimals(text), index, self.but.get(index, self.status),
-            computed, self.origin, self.source, text, self.exactly,
+            value=_number(text), exact=value, decimals=_decimals(text), index=index,
+            status=self.but.get(index, self.status), computed=computed, origin=self.origin,
+            source=self.source, text=text, exactly=self.exactly,
         )  # fmt: skip
 
 

@@ -258,9 +258,9 @@ class Trace:
         rows, columns = [None, None, *labels][-2:]
         printed = tuple(c for matrix in matrices for c in matrix.compare(value))
         return Step(
-            name, known.symbol, known.tex_symbol, axes, known.formula, known.tex, note,
-            known.source, value, rows=rows, columns=columns, hidden=hidden, printed=printed,
-            **place,
+            name=name, symbol=known.symbol, tex_symbol=known.tex_symbol, axes=axes,
+            formula=known.formula, tex=known.tex, note=note, source=known.source, value=value,
+            rows=rows, columns=columns, hidden=hidden, printed=printed, **place,
         )  # fmt: skip
 
     def _axis_labels(self, name: str, axis: str, size: int) -> tuple[str, ...] | None:

@@ -235,7 +235,8 @@ def host_arrays(
 ) -> dict[str, NDArray[Any]]:
     """q, k, v, and the mask and the bias if there are any, by their names in ``problem``.
 
-    Rows of q, k and v, of that ``dtype``, are padded with 0 to ``width``, which changes no score.
+    q, k and v get that ``dtype``; if a ``width`` is given, their rows are padded to it with 0,
+    which changes no score.
     """
 
     def rows(array: NDArray[Any]) -> NDArray[Any]:
@@ -290,8 +291,9 @@ def as_addresses(
     q_offset, kv_lengths, slopes, sinks = put([o.q_offset, o.kv_lengths, o.slopes, o.sinks])
     (_, H, Lq, _), (_, Hkv, Lk, _) = problem.q.shape, problem.k.shape
     numbers = Numbers(
-        H, Hkv, Lq, Lk, o.left, o.right, q_offset, kv_lengths, slopes if o.slopes.size else 0,
-        sinks, o.scale, o.softcap,
+        H=H, Hkv=Hkv, Lq=Lq, Lk=Lk, left=o.left, right=o.right, q_offset=q_offset,
+        kv_lengths=kv_lengths, slopes=slopes if o.slopes.size else 0, sinks=sinks,
+        scale=o.scale, softcap=o.softcap,
     )  # fmt: skip
     over_scores = pairs("attn_mask"), pairs("attn_bias")
     return Arguments(

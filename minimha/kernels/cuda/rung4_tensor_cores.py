@@ -97,8 +97,8 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
         return []
     made_for = variant(problem)
     grid = (-(-Lq // blocks(made_for)[0]) * H * B, 1, 1)
-    shared = shared_bytes(made_for)
-    launch = Launch(kernel(made_for), kernel_arguments.ADDRESSES, grid, THREADS, shared, 255)
+    function, shared = kernel(made_for), shared_bytes(made_for)
+    launch = Launch(function, kernel_arguments.ADDRESSES, grid, THREADS, shared, registers=255)
     return [(launch, arguments)]
 
 
