@@ -4,9 +4,15 @@ import argparse
 import sys
 from typing import Any
 
-from minimha.cli import output
 from minimha.cli.arguments import count
-from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table
+from minimha.cli.output import (
+    TABLE_FORMATS,
+    add_output,
+    check_free,
+    deliver_table,
+    format_of,
+    grouped,
+)
 from minimha.explain import render
 
 
@@ -46,9 +52,9 @@ def run(args: argparse.Namespace) -> None:
     from minimha.bench import shapes as known
     from minimha.bench.report import as_json, as_rows
 
-    output.format_of(args)
+    format_of(args)
     if args.output:
-        output.check_free(args.output, force=args.force)
+        check_free(args.output, force=args.force)
     if args.backend == "cuda":
         report = _on_gpu(args)
     else:
@@ -84,7 +90,7 @@ def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str,
     from minimha.bench.report import best_peers, geometric_mean
 
     machine = report.machine
-    titled = output.grouped(rows, "shape")
+    titled = grouped(rows, "shape")
     pairs = list(best_peers(report.records))
     fastest = [
         {"shape": ours.shape, "fastest peer": peer.candidate, "ratio": f"{peer.ratio:.2f}"}

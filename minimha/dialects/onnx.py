@@ -426,9 +426,8 @@ def _mask(
             f"attn_mask has shape {size}, a last axis of {size[-1]}: expected at least "
             f"{max(lengths)}, the largest nonpad_kv_seqlen"
         )
-    hidden = np.full(
-        (*size[:-1], shape[-1] - size[-1]), False if is_boolean else -np.inf, array.dtype
-    )
+    beyond = (*size[:-1], shape[-1] - size[-1])
+    hidden = np.full(beyond, False if is_boolean else -np.inf, array.dtype)
     whole = np.concatenate([array, hidden], axis=-1)
     name = "attn_mask" if is_boolean else "attn_bias"
     return {name: whole[(None,) * (4 - whole.ndim)]}

@@ -582,9 +582,8 @@ def _product(x: Array, W: Array) -> Array:
 
 def _by_root_mean_square(x: Array, epsilon: float) -> Array:
     """Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4."""
-    return np.asarray(
-        x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(epsilon))
-    )
+    mean_square = np.square(x).mean(axis=-1, keepdims=True)
+    return np.asarray(x / np.sqrt(mean_square + x.dtype.type(epsilon)))
 
 
 def _rotated(name: str, x: Array, rope: Rotation, at: ArrayLike, tap: Tap) -> Array:

@@ -164,9 +164,7 @@ _LLAMA3: dict[str, Any] = {
     "is_tied": False, "has_learned_positions": False,
     "source": "Llama Team, 2024, table 3, and its first release",
 }  # fmt: skip
-_MISTRAL = _LLAMA3 | {
-    "vocabulary": 32000, "window": 4096, "source": "Jiang et al., 2023, table 1"
-}  # fmt: skip
+_MISTRAL = _LLAMA3 | {"vocabulary": 32000, "window": 4096, "source": "Jiang et al., 2023, table 1"}
 PRESETS = {
     name: Preset(name, *sizes, **family)
     for name, sizes, family in (  # layers, E, H, Hkv, D, F

@@ -38,8 +38,7 @@ def unsupported(problem: Problem) -> str | None:
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``; see ``minimha.equations.dense.forward``.
 
-    A MemoryError says that it does not fit into the GPU's memory, a DeviceError that the driver
-    failed.
+    A MemoryError says that it does not fit into the GPU, a DeviceError that the driver failed.
     """
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
