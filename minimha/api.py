@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.arguments import flag
+from minimha.equations.arguments import choice, flag
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
+from minimha.kernels import auto, forks  # noqa: F401  (forks registers itself)
+from minimha.kernels.cpu import remembered
 from minimha.kernels.cuda.availability import is_device_array, reason_without_cuda
 
 # Imported when used: importing numba, for the kernels, takes longer than solving a toy problem.
@@ -21,7 +26,6 @@ BACKENDS = {
     "cuda": "minimha.kernels.cuda.backend",
 }
 TAPPED = ("dense", "tiled")  # the backends whose steps can be tapped
-WORTH_COMPILING = 1 << 26  # products, for which the dense backend needs some milliseconds
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about the machine)
@@ -43,7 +47,42 @@ def _reason(backend: str) -> str | None:
         return reason_without_cuda()
     if backend == "cpu" and not find_spec("numba"):
         return "numba, which compiles the kernels, is not installed"
+    if backend == "cpu" and os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        return "NUMBA_DISABLE_JIT forbids to compile the kernels"
     return None
+
+
+def compile(
+    dtypes: Sequence[str] = ("float32",), progress: Callable[[str], None] = lambda doing: None
+) -> None:
+    """Compile the CPU kernels ahead of their first use, and keep them on disk.
+
+    Parameters
+    ----------
+    dtypes : sequence of {"float32", "float64", "float16", "bfloat16"}, default ("float32",)
+        Each one needs two kernels, for many queries and for few.
+    progress : callable, optional
+        Called with the name of each kernel when its turn comes. Default is to report nothing.
+
+    Raises
+    ------
+    ValueError
+        Another dtype.
+    BackendUnavailable
+        The kernels cannot be compiled on this machine.
+    """
+    known = ("float32", "float64", "float16", "bfloat16")
+    for dtype in dtypes:
+        choice("dtypes", dtype, known)
+    reason = _reason("cpu")
+    if reason:
+        raise BackendUnavailable(f"the CPU kernels cannot be compiled: {reason}")
+    from minimha.kernels.cpu import backend
+
+    try:
+        backend.compile_ahead(dtypes, progress)
+    except backend.CompilationFailed as error:
+        raise BackendUnavailable(f"the CPU kernels cannot be compiled: {error}") from error
 
 
 def attention(
@@ -112,9 +151,11 @@ def attention(
     return_lse : bool, default False
         Return the log-sum-exp too.
     backend : {"auto", "dense", "tiled", "cpu", "cuda"}, default "auto"
-        A backend that is named computes or raises. "auto" chooses "cpu" from 2^26 products on
-        (B · H · Lq · Lk · (D + Dv)), and "dense" below and with a tap; it never chooses "cuda",
-        which computes if it is named or if the arrays are on a GPU.
+        A backend that is named computes or raises. "auto" takes "cpu" at every size once its
+        kernel is compiled. Until then "dense" computes, as long as getting the kernel ready would
+        take longer than "dense" has taken so far (half a second to load it, some seconds to
+        compile it); so the last digits may change between two calls. With a tap it takes "dense".
+        It never chooses "cuda", which computes if it is named or if the arrays are on a GPU.
     tap : callable ``tap(name, value) -> value``, optional
         Receives every intermediate; see ``minimha.explain.Trace``.
 
@@ -148,6 +189,18 @@ def attention(
            [1.401112, 1.203336],
            [0.99302 , 1.255235]])
     """
+    key = None
+    if (
+        attn_mask is None and attn_bias is None and kv_lengths is None and alibi_slopes is None
+        and sinks is None and tap is no_tap
+    ):  # fmt: skip
+        window = window_size if type(window_size) is tuple else (window_size,)
+        key = remembered.key_of(q, k, v, backend, is_causal, q_offset, scale, softcap, *window)
+        plan = remembered.recall(key)
+        if plan is not None:
+            O, L = plan.run(q, k, v)
+            O = O.astype(q.dtype, copy=False)  # type: ignore[union-attr]
+            return (O, L) if flag("return_lse", return_lse) else O
     given = {
         "q": q,
         "k": k,
@@ -173,11 +226,38 @@ def attention(
     problem = Problem.of(**given, **options)  # type: ignore[arg-type]
     if not callable(tap):
         raise TypeError(f"tap is {tap!r}: expected a callable tap(name, value) that returns value")
-    chosen = _chosen(backend, problem, tap is not no_tap)
-    O, L = chosen.forward(problem) if tap is no_tap else chosen.forward(problem, tap)
+    O, L = _computed(backend, problem, tap, key, (q, k, v))
     if has_lse:
         return problem.as_given(O, tap("lse", L))
     return problem.as_given(O, L)[0]
+
+
+def _computed(
+    backend: str, problem: Problem, tap: Tap, key: tuple[Any, ...] | None, given: tuple[Any, ...]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """O and L in the compute dtype; a plan is remembered under ``key`` if it fits ``given``."""
+    _check_backend(backend)
+    is_auto, is_tapped = backend == "auto", tap is not no_tap
+    if is_auto:
+        backend = "dense" if is_tapped or _reason("cpu") else auto.choose(problem)
+    module = _module(backend, problem, is_tapped)
+    if backend == "cpu":
+        try:
+            plan = module.plan(problem)
+        except module.CompilationFailed as error:
+            if not is_auto:
+                raise BackendUnavailable(f"backend 'cpu' cannot run: {error}") from error
+            auto.give_up(error)
+            return _computed("dense", problem, tap, None, given)
+        if key is not None and plan.fits(problem, given):
+            remembered.remember(key, plan)
+        result: tuple[NDArray[Any], NDArray[Any]] = plan(problem)
+        return result
+    start = time.perf_counter()
+    result = module.forward(problem, tap) if is_tapped else module.forward(problem)
+    if is_auto and not is_tapped:
+        auto.spent(time.perf_counter() - start)
+    return result
 
 
 def _device_module(backend: str, name: str, tap: Tap) -> Any:
@@ -193,14 +273,15 @@ def _device_module(backend: str, name: str, tap: Tap) -> Any:
     return import_module(BACKENDS["cuda"])
 
 
-def _chosen(backend: str, problem: Problem, is_tapped: bool) -> Any:
+def _module(backend: str, problem: Problem, is_tapped: bool) -> Any:
     """Return the module that computes ``problem``."""
-    _check_backend(backend)
-    if backend == "auto":
-        backend = "dense" if is_tapped or _is_small(problem) or _reason("cpu") else "cpu"
     reason = _untapped() if is_tapped and backend not in TAPPED else _reason(backend)
-    module: Any = None if reason else import_module(BACKENDS[backend])
-    reason = reason or module.unsupported(problem)
+    if not reason:
+        try:
+            module: Any = import_module(BACKENDS[backend])
+            reason = module.unsupported(problem)
+        except Exception as error:  # a numba that is broken may raise anything
+            reason = f"{type(error).__name__}: {error}"
     if reason:
         raise BackendUnavailable(f"backend {backend!r} cannot run: {reason}")
     return module
@@ -213,9 +294,3 @@ def _check_backend(backend: str) -> None:
 
 def _untapped() -> str:
     return f"it keeps no steps to tap; {' and '.join(TAPPED)} do"
-
-
-def _is_small(problem: Problem) -> bool:
-    B, H, Lq, D = problem.q.shape
-    Lk, Dv = problem.v.shape[2:]
-    return bool(B * H * Lq * Lk * (D + Dv) < WORTH_COMPILING)

@@ -1,6 +1,7 @@
 """What the machine itself can do: its bandwidth of reading, and the rate of its matrix product."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,31 @@ STREAM = 1 << 25  # float32 numbers that are read to measure the bandwidth
 def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
     """The work of one call, and the call: bytes read for a decode shape, else operations."""
     if shape.is_decode:
-        from minimha.kernels.cpu.simd.memory import read_memory
-
         numbers = np.ones(STREAM, np.float32)
-        read: Callable[[NDArray[np.float32]], Any] = read_memory
-        return 4.0 * STREAM, lambda: read(numbers)
+        return 4.0 * STREAM, lambda: read_memory(numbers)
     matrix = np.random.default_rng(0).standard_normal((MATRIX, MATRIX), np.float32)
     return 2.0 * MATRIX**3, lambda: matrix @ matrix
+
+
+def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
+    """Read a 1-D array once, with as many threads as the kernels use.
+
+    Returns
+    -------
+    ndarray of shape (threads, lanes)
+        The largest number that each lane of each thread read, up to the last full panel of lanes.
+    """
+    from minimha.kernels.cpu.simd.softmax import lanes_max
+    from minimha.kernels.cpu.simd.vector import VECTORS, panel_width
+    from minimha.kernels.cpu.threads import get_num_threads
+
+    threads, width = get_num_threads(), panel_width(numbers.itemsize)
+    rows, largest = numbers.size // width, np.empty((threads, width), numbers.dtype)
+
+    def read(thread: int) -> None:
+        first, last = thread * rows // threads, (thread + 1) * rows // threads
+        lanes_max(numbers, first * width, last - first, VECTORS, largest[thread])
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, range(threads)))
+    return largest

@@ -41,7 +41,7 @@ def against_peers(
     """Measure minimha's CPU backend beside every peer that is installed, in float32.
 
     The timed calls of each shape take ``seconds``. Every candidate has so many ``threads``, by
-    default as many as numba may use. ``progress`` is called with what is done next: once for
+    default ``minimha.get_num_threads()``. ``progress`` is called with what is done next: once for
     compiling and once per shape.
     """
     for shape in shapes:
@@ -143,14 +143,14 @@ def compile_seconds(shape: Shape) -> float:
 @contextmanager
 def _workers(threads: int | None) -> Iterator[int]:
     """Let the kernels use so many threads inside the block; gives their number."""
-    from minimha.kernels.cpu.threads import num_workers, set_workers
+    from minimha.kernels.cpu.threads import get_num_threads, set_num_threads
 
-    before = num_workers()
-    set_workers(threads or before)
+    before = get_num_threads()
+    set_num_threads(threads or before)
     try:
-        yield num_workers()
+        yield get_num_threads()
     finally:
-        set_workers(before)
+        set_num_threads(before)
 
 
 def _ours(inputs: Inputs) -> Peer:

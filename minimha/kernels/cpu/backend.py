@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu import rung4_parallel, rung5_decode
+from minimha.kernels.cpu.kernel import CompilationFailed, Kernel, Plan
+from minimha.kernels.cpu.threads import get_num_threads
 from minimha.kernels.ladder import FEW_QUERIES
+
+__all__ = ["CompilationFailed", "compile_ahead", "forward", "plan", "unsupported"]
+KERNELS = {"prefill": rung4_parallel, "decode": rung5_decode}
+STORAGE = {"float32": "float32", "float64": "float64", "float16": "uint16", "bfloat16": "uint16"}
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -23,6 +36,59 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     bfloat16, which are widened to float32 one block at a time. The first call for a dtype compiles
     for some seconds, once per machine.
     """
-    if problem.q.shape[2] <= FEW_QUERIES:
-        return rung5_decode.forward(problem)
-    return rung4_parallel.forward(problem)
+    return plan(problem)(problem)
+
+
+def plan(problem: Problem) -> Plan:
+    """How problems like this one are computed, compiled."""
+    planned: Plan = _rung(problem).plan(problem)
+    return planned
+
+
+def is_ready(problem: Problem) -> bool:
+    """Whether this process has the kernel for ``problem``."""
+    kernel: Kernel = _rung(problem).KERNEL
+    return kernel.storage(problem) in kernel.compiled
+
+
+def is_stored(problem: Problem) -> bool:
+    """Whether the kernel for ``problem`` is on disk."""
+    kernel: Kernel = _rung(problem).KERNEL
+    return kernel.is_stored(kernel.storage(problem))
+
+
+def compile_ahead(
+    dtypes: Sequence[str], progress: Callable[[str], None] = lambda doing: None
+) -> None:
+    """Compile the kernels for ``dtypes``, each in a process of its own, as many as threads.
+
+    What cannot be stored on disk is compiled in this process.
+    """
+    wanted = [
+        (module.KERNEL, np.dtype(storage))
+        for storage in dict.fromkeys(STORAGE[dtype] for dtype in dtypes)
+        for module in KERNELS.values()
+    ]
+    missing = [(kernel, dtype) for kernel, dtype in wanted if not kernel.is_stored(dtype)]
+
+    def compile_one(job: tuple[Kernel, np.dtype[Any]]) -> None:
+        kernel, dtype = job
+        progress(kernel.name(dtype))
+        code = (
+            f"import numpy as np; from {kernel.function.__module__} import KERNEL; "
+            f"KERNEL.compile(np.dtype({dtype.name!r}))"
+        )
+        path = os.pathsep.join(filter(None, sys.path))
+        environment = os.environ | {"PYTHONPATH": path}
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+
+    if len(missing) > 1 and sys.executable and get_num_threads() > 1:
+        with ThreadPoolExecutor(get_num_threads()) as pool:
+            list(pool.map(compile_one, missing))
+    for kernel, dtype in wanted:
+        progress(kernel.name(dtype))
+        kernel.compile(dtype)
+
+
+def _rung(problem: Problem) -> ModuleType:
+    return rung5_decode if problem.q.shape[2] <= FEW_QUERIES else rung4_parallel

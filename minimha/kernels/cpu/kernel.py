@@ -1,8 +1,9 @@
-"""How a problem is passed to a compiled kernel, and how a kernel is compiled.
+"""A rung as a kernel: planned for problems of one kind, compiled when it is needed, launched.
 
-Every CPU rung is one function with the same arguments::
+Every CPU rung is one function of the line that has its arguments and the number of the thread, 0
+for the caller. It begins with ``unpack`` (see ``arguments``), which gives::
 
-    rung(q, k, v, mask, bias, o, O, L, *sizes)
+    q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
 
 q, k, v   (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), read in place: any strides except the
           last, which is one item. float32, float64, or 16-bit numbers as their bits (uint16).
@@ -10,14 +11,17 @@ mask      (B, H, Lq, Lk) bool, any strides; of size 0 if there is none
 bias      (B, H, Lq, Lk), compute dtype, any strides; of size 0 if there is none
 o         ``Options``: everything that is small
 O, L      (B, H, Lq, Dv) and (B, H, Lq), written; float32 or float64, the compute dtype
-sizes     integers that are the rung's own, such as block sizes
+memory    the rung's buffers, a named tuple of 1-D arrays, most of them the thread's own
+sizes     two integers that are the rung's own, such as block sizes
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -26,103 +30,229 @@ from numba import types
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.simd.vector import FASTMATH
-from minimha.kernels.cpu.threads import launch_lock
-from minimha.kernels.options import NO_BIAS, NO_MASK, Options, options
+from minimha.kernels.cpu.arguments import (
+    ARRAY,
+    AXES,
+    BYTE,
+    COUNTER,
+    COUNTERS,
+    DOUBLE,
+    NONFINITE,
+    OWN,
+    REAL,
+    Buffer,
+    Layout,
+    pack,
+    slots,
+)
+from minimha.kernels.cpu.compiler import Compiled, compiled, is_stored
+from minimha.kernels.cpu.pool import CACHE_LINE, pool
+from minimha.kernels.options import NO_BIAS, NO_MASK, options
 
-jit = numba.njit(fastmath=FASTMATH, nogil=True)
-jit_inline = numba.njit(fastmath=FASTMATH, nogil=True, inline="always")
+LONG = 1 << 33  # products: some tenths of a second, after which a person wants an answer to Ctrl-C
+FLOAT64, UINT8, INT64 = np.dtype(np.float64), np.dtype(np.uint8), np.dtype(np.int64)
+CANCELLED = 1 << 62  # a task that does not exist: each thread then finds that none is left
+
+
+class CompilationFailed(RuntimeError):  # noqa: N818  (it states a fact about the machine)
+    """A kernel cannot be compiled on this machine."""
 
 
 class Kernel:
-    """A rung's function, compiled for each storage dtype when it is first needed.
-
-    Compiled code is cached on disk beside the source, or in the user's cache folder; where neither
-    is writable, each process compiles for itself. ``compiled`` has this process's dtypes.
-    """
-
-    def __init__(
-        self, function: Callable[..., None], num_sizes: int, parallel: bool, widens: bool
-    ) -> None:
-        self.function = function
-        self.num_sizes = num_sizes
-        self.parallel = parallel
-        self.widens = widens
-        self.compiled: dict[np.dtype[Any], Any] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, problem: Problem, *sizes: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Run on ``problem``; return O and L in the compute dtype."""
-        storage = problem.dtype if self.widens else problem.compute
-        given = (problem.q, problem.k, problem.v)
-        q, k, v = (_storage(array.astype(storage, copy=False)) for array in given)
-        run = self.compiled.get(q.dtype) or self._compile(q.dtype)
-        B, H, Lq, _ = q.shape
-        O = np.empty((B, H, Lq, v.shape[3]), problem.compute)
-        L = np.empty((B, H, Lq), problem.compute)
-        if O.size or L.size:
-            mask = NO_MASK if problem.attn_mask is None else problem.attn_mask
-            bias = NO_BIAS[problem.compute] if problem.attn_bias is None else problem.attn_bias
-            with launch_lock() if self.parallel else nullcontext():
-                run(q, k, v, mask, bias, options(problem), O, L, *sizes)
-        return O, L
-
-    def _compile(self, storage: np.dtype[Any]) -> Any:
-        with self._lock:
-            if storage not in self.compiled:
-                settings: dict[str, Any] = {
-                    "fastmath": FASTMATH,
-                    "nogil": True,
-                    "parallel": self.parallel,
-                }
-                wanted = [_signature(storage, self.num_sizes)]
-                try:
-                    run = numba.njit(wanted, cache=True, **settings)(self.function)
-                except RuntimeError:  # numba's "no locator available": no folder can be written
-                    run = numba.njit(wanted, **settings)(self.function)
-                self.compiled[storage] = run
-            return self.compiled[storage]
-
-
-def kernel(
-    num_sizes: int = 0, parallel: bool = False, widens: bool = False
-) -> Callable[[Callable[..., None]], Kernel]:
-    """Decorator that makes a rung's function a ``Kernel``.
+    """A rung's function, compiled for each dtype of storage when it is first needed.
 
     Parameters
     ----------
-    num_sizes : int, default 0
-        Number of ``sizes``, the last of its arguments.
-    parallel : bool, default False
-        Whether it has parallel loops.
+    function : callable
+        The rung.
     widens : bool, default False
         Whether it reads 16-bit numbers itself; for other rungs they are widened first.
+    buffers : dict of str to Buffer
+        What it writes besides O and L.
     """
-    return lambda function: Kernel(function, num_sizes, parallel, widens)
+
+    def __init__(
+        self, function: Callable[..., None], buffers: dict[str, Buffer], widens: bool = False
+    ) -> None:
+        self.function, self.widens, self.buffers = function, widens, buffers
+        self.slots = slots(buffers)
+        self.compiled: dict[np.dtype[Any], Compiled] = {}
+
+    def plan(
+        self, problem: Problem, *sizes: int, lengths: dict[str, int], workers: int = 1
+    ) -> Plan:
+        """Plan problems like this one; ``lengths`` are those of the buffers, in items."""
+        return Plan(self, problem, sizes, lengths, workers)
+
+    def storage(self, problem: Problem) -> np.dtype[Any]:
+        """The dtype in which q, k and v are read."""
+        if not self.widens:
+            return problem.compute
+        return np.dtype(np.uint16) if problem.dtype.itemsize == 2 else problem.dtype
+
+    def compile(self, storage: np.dtype[Any]) -> Compiled:
+        """The machine code for one dtype of storage."""
+        if storage not in self.compiled:
+            name = self.name(storage)
+            try:
+                self.compiled[storage] = compiled(
+                    self.function, _signature(storage), name, is_slow=True
+                )
+            except Exception as error:  # numba and LLVM raise what they like
+                summary = str(error).strip().splitlines() or [""]
+                raise CompilationFailed(
+                    f"{name} cannot be compiled here: {type(error).__name__}: {summary[0]}"
+                ) from error
+        return self.compiled[storage]
+
+    def is_stored(self, storage: np.dtype[Any]) -> bool:
+        """Whether the machine code for one dtype of storage is on disk."""
+        return is_stored(_signature(storage), self.name(storage))
+
+    def name(self, storage: np.dtype[Any]) -> str:
+        """What it is called in the log and on disk."""
+        return f"{self.function.__name__}-{storage.name}"
 
 
-def _signature(storage: np.dtype[Any], num_sizes: int) -> Any:
-    item = numba.from_dtype(storage)
-    real = types.float64 if storage == np.float64 else types.float32
+class Plan:
+    """How problems of the same shapes, strides, dtypes and options are computed.
 
-    def strided(dtype: Any, ndim: int, is_read: bool = True) -> Any:
-        return types.Array(dtype, ndim, "A", readonly=is_read)
+    It holds everything that does not depend on the numbers in q, k and v. Several threads may call
+    it at once.
+    """
 
-    def line(dtype: Any) -> Any:
-        return types.Array(dtype, 1, "C")
+    def __init__(
+        self, kernel: Kernel, problem: Problem, sizes: tuple[int, ...], lengths: dict[str, int],
+        workers: int,
+    ) -> None:  # fmt: skip
+        (B, H, Lq, D), (Lk, Dv) = problem.q.shape, problem.v.shape[2:]
+        self.compute, self.storage, self.workers = problem.compute, kernel.storage(problem), workers
+        self.shape, self.is_long = (B, H, Lq, Dv), B * H * Lq * Lk * (D + Dv) >= LONG
+        lengths = {"counters": OWN} | lengths
+        self.num_counters = lengths["counters"]
+        o = options(problem)
+        self._held = {
+            "mask": NO_MASK if problem.attn_mask is None else problem.attn_mask,
+            "bias": NO_BIAS[problem.compute] if problem.attn_bias is None else problem.attn_bias,
+        } | {name: getattr(o, name) for name in ("q_offset", "kv_lengths", "slopes", "sinks")}
+        arrays = self._held | dict(zip("qkv", self.readable(problem), strict=True))
+        layouts = {name: Layout(array.shape, array.strides) for name, array in arrays.items()}
+        layouts |= {"O": _contiguous(self.shape, problem.compute)}
+        layouts |= {"L": _contiguous(self.shape[:3], problem.compute)}
+        dtypes = {REAL: problem.compute, DOUBLE: FLOAT64, BYTE: UINT8, COUNTER: INT64}
+        starts, self._size = [], 0  # bytes of what a call allocates
+        for name, buffer in kernel.buffers.items():
+            itemsize = dtypes[buffer.kind].itemsize
+            nbytes = _rounded(lengths[name] * itemsize)
+            layouts[name] = Layout((lengths[name],), (itemsize, nbytes))
+            if name not in COUNTERS:
+                starts.append(self._size)
+                self._size += nbytes * (1 if buffer.is_shared else workers)
+        self._line = pack(layouts, kernel.slots, o, sizes)
+        first = kernel.slots[next(iter(kernel.buffers))]
+        self._buffers = slice(first, first + len(starts) * ARRAY, ARRAY)
+        self._line[self._buffers] = starts  # to which a call adds where its memory is
+        for name, array in self._held.items():
+            self._line[kernel.slots[name]] = _address(array)
+        self._written = [kernel.slots[name] for name in ("q", "k", "v", "counters", "O", "L")]
+        first = kernel.slots["v"] + 1 + AXES
+        self._strides_of_v = slice(first, first + AXES)
+        self._kernel = kernel.compile(self.storage).address
 
-    small = [types.int64, types.int64, line(types.int64), line(types.int64), line(real), line(real),
-             types.float64, types.float64, types.boolean]  # fmt: skip
-    arrays = [*[strided(item, 4)] * 3, strided(types.boolean, 4), strided(real, 4)]
-    outputs = [strided(real, 4, False), strided(real, 3, False)]
-    sizes = [types.int64] * num_sizes
-    return types.void(*arrays, types.NamedTuple(small, Options), *outputs, *sizes)
+    def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
+        """O and L of a problem, in the compute dtype."""
+        return self.run(*self.readable(problem))
+
+    def run(
+        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """O and L for arrays of the shapes, strides and dtypes that were planned."""
+        O, L, is_finite = self._launch(q, k, v)
+        if not is_finite:
+            shrink = self._shrink(v)
+            if shrink < 1:
+                with np.errstate(all="ignore"):
+                    small = v * v.dtype.type(shrink)
+                    O = np.where(np.isfinite(O), O, self._launch(q, k, small)[0] / shrink)
+        return O, L
+
+    def _launch(
+        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any], bool]:
+        """O and L, and whether all of O is finite."""
+        O, L = np.empty(self.shape, self.compute), np.empty(self.shape[:3], self.compute)
+        if not L.size:
+            return O, L, True
+        memory = np.empty(self._size + CACHE_LINE, np.uint8)
+        counters = np.zeros(self.num_counters, np.int64)
+        line = self._line.copy()
+        for slot, array in zip(self._written, (q, k, v, counters, O, L), strict=True):
+            line[slot] = _address(array)
+        line[self._strides_of_v] = v.strides
+        line[self._buffers] += _rounded(_address(memory))
+
+        def launch() -> None:
+            pool().run(self._kernel, _address(line), self.workers)
+
+        if self.is_long and threading.current_thread() is threading.main_thread():
+            _interruptible(launch, counters)
+        else:
+            launch()
+        return O, L, not counters[NONFINITE]
+
+    def _shrink(self, v: NDArray[Any]) -> float:
+        """A power of 2 times which no sum of values overflows; 1 if none can."""
+        limit, longest = float(np.finfo(self.compute).max), v.shape[2]
+        with np.errstate(all="ignore"):
+            sizes = abs(v.astype(self.compute, copy=False))
+        largest = float(sizes.max(initial=0, where=np.isfinite(sizes)))
+        return 1.0 if largest < limit / longest else 2.0 ** -math.ceil(math.log2(2 * longest))
+
+    def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
+        """Whether ``run`` may be called with arrays as ``given``, since nothing was converted."""
+        return (
+            all(
+                x.dtype == problem.dtype and x.strides == y.strides
+                for x, y in zip(given, self.readable(problem), strict=True)
+            )
+            and problem.dtype.itemsize == self.storage.itemsize
+        )
+
+    def readable(self, problem: Problem) -> list[NDArray[Any]]:
+        """q, k and v as the kernel reads them: in place if their last axis is contiguous."""
+        return [_readable(array, self.storage) for array in (problem.q, problem.k, problem.v)]
 
 
-def _storage(array: NDArray[Any]) -> NDArray[Any]:
-    """``array`` as a kernel reads it: in place if its last axis is contiguous, else copied."""
-    if array.dtype.itemsize == 2:
-        array = array.view(np.uint16)
+def _signature(storage: np.dtype[Any]) -> Any:
+    return types.void(types.CPointer(numba.from_dtype(storage)), types.int64)
+
+
+def _interruptible(launch: Callable[[], None], counters: NDArray[np.int64]) -> None:
+    """Run ``launch`` on another thread: Ctrl-C reaches only the main thread, and only in Python."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            launch()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="minimha-launch")
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        counters[0] = CANCELLED
+        thread.join()
+        raise
+    if failed:
+        raise failed[0]
+
+
+def _readable(array: NDArray[Any], storage: np.dtype[Any]) -> NDArray[Any]:
+    """``array`` in the dtype of storage and as a kernel reads it, copied if it must be."""
+    if storage != np.uint16:  # 16-bit numbers stay what they are: a kernel reads their bits
+        array = array.astype(storage, copy=False)
     if array.flags.c_contiguous and array.flags.aligned:
         return array
     size = array.itemsize
@@ -130,3 +260,34 @@ def _storage(array: NDArray[Any]) -> NDArray[Any]:
     if in_place and not any(stride % size for stride in array.strides):
         return array
     return np.ascontiguousarray(array)
+
+
+def _contiguous(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
+    strides = [dtype.itemsize]
+    for length in reversed(shape[1:]):
+        strides.insert(0, strides[0] * length)
+    return Layout(shape, tuple(strides))
+
+
+def _address_in_header(array: NDArray[Any]) -> int:
+    """Where the data of an array is, which its header begins with: in a tenth of the time.
+
+    NumPy's C API fixes the header, and so does CPython that ``id`` is where it is.
+    """
+    return POINTER(id(array) + HEADER).value or 0
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.ctypes.data)
+
+
+POINTER, HEADER = ctypes.c_void_p.from_address, object.__basicsize__
+if sys.implementation.name == "cpython" and all(
+    _address_in_header(x) == _address(x) for x in (np.empty(3), np.empty((4, 5), np.uint8)[1:, 2:])
+):
+    _address = _address_in_header
+
+
+def _rounded(bytes_: int) -> int:
+    """Up to whole cache lines, so that no two threads write to one."""
+    return -(-bytes_ // CACHE_LINE) * CACHE_LINE

@@ -17,7 +17,7 @@ import numpy as np
 
 from minimha.equations import visibility
 from minimha.kernels import score
-from minimha.kernels.cpu.kernel import jit, jit_inline
+from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.simd.memory import flat
 from minimha.kernels.cpu.simd.softmax import soft_cap
 from minimha.kernels.cpu.simd.transpose import transpose
@@ -59,7 +59,7 @@ def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
                 tile[j * lanes + r] = X[b, h, i0 + r, j0 + j]
 
 
-@jit_inline
+@jit
 def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, biases):
     """Write into ``seen`` which lanes see which of n keys; return how many pairs do.
 
@@ -93,7 +93,7 @@ def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, biases):
     return count
 
 
-@jit_inline
+@jit
 def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
     """Cap and bias a scaled tile of n keys; ``biases`` is what ``mask_tile`` left there."""
     if o.softcap:
@@ -108,7 +108,7 @@ def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
                 S[j * lanes + r] -= o.slopes[h] * S.dtype.type(abs(first + r))
 
 
-@jit_inline
+@jit
 def hide(S, seen, size):
     """Write -inf where a query does not see the key."""
     for x in range(size):

@@ -11,31 +11,17 @@ from __future__ import annotations
 
 import math
 
-from minimha.kernels.cpu.kernel import jit
-from minimha.kernels.cpu.simd.product import tile_product
-from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS
+from minimha.kernels.cpu.arguments import NONFINITE
+from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.storage import Rows
 
 
 @jit
-def has_nonfinite(V_j, n, Dv, zeros, ones, sums):
-    """Whether any of the values is not finite: only then is its product with 0 not 0.
-
-    ``zeros`` are n, ``ones`` as many as a panel has lanes, and ``sums`` is scratch for Dv numbers.
-    """
-    width = VECTOR_BITS // (8 * sums.itemsize)
-    d = 0
-    while d + width <= Dv:
-        vectors = min(VECTORS, (Dv - d) // width)
-        V = V_j.start + d
-        tile_product(zeros, 0, 0, 1, V_j.line, V, V_j.stride, sums, d, 0, ones, 1, vectors, n)
-        d += vectors * width
+def has_nonfinite(V_j, n, Dv):
+    """Whether any of the values is not finite: only then is its product with 0 not 0."""
     found = False
-    for x in range(d):
-        found |= sums[x] != 0
-    for x in range(d, Dv):
-        for j in range(n):
-            found |= is_nonfinite(V_j.line[V_j.start + j * V_j.stride + x])
+    for j in range(n):
+        found |= is_nonfinite_key(V_j, j, Dv)
     return found
 
 
@@ -47,10 +33,18 @@ def is_nonfinite(number):
 
 @jit
 def is_nonfinite_key(V_j, j, Dv):
+    """Whether one of key j's values is not finite; without a branch, so that LLVM vectorizes it."""
     found = False
     for d in range(Dv):
         found |= is_nonfinite(V_j.line[V_j.start + j * V_j.stride + d])
     return found
+
+
+@jit
+def note_nonfinite(row, n, counters):
+    """Note a row of O that is not finite: its sum may have overflowed where the mean would not."""
+    if is_nonfinite_key(row, 0, n):
+        counters[NONFINITE] = 1
 
 
 @jit

@@ -8,13 +8,19 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
+from numba.extending import register_jitable
 
-from minimha.kernels.cpu.kernel import jit, jit_inline
+from minimha.kernels.cpu.arguments import BYTE, DOUBLE, NONFINITE, REAL, Buffer
+from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.mask import apply_softcap_and_bias, has_softcap_or_bias, hide, mask_tile
-from minimha.kernels.cpu.nonfinite import add_nonfinite, has_nonfinite, zero_nonfinite
+from minimha.kernels.cpu.nonfinite import (
+    add_nonfinite,
+    has_nonfinite,
+    is_nonfinite,
+    zero_nonfinite,
+)
 from minimha.kernels.cpu.simd.memory import flat
-from minimha.kernels.cpu.simd.product import tile_product, tile_product_add
+from minimha.kernels.cpu.simd.product import ROWS, tile_product, tile_product_add
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
 from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS, panel_width
@@ -40,97 +46,37 @@ class Panel(NamedTuple):
     i0: int
     rows: int
     vectors: int
+    lanes: int
 
 
-class Scratch(NamedTuple):
-    """Buffers for one tile: scores, who sees whom, biases, a copy of V, five numbers per lane.
-
-    ``zeros``, ``ones`` and ``sums`` are those of ``has_nonfinite``.
-    """
-
-    S: Any
-    seen: Any
-    biases: Any
-    V: Any
-    scale: Any
-    top: Any
-    shift: Any
-    correction: Any
-    total: Any
-    zeros: Any
-    ones: Any
-    sums: Any
+# One thread's buffers. Of each panel: Q, O, m and l. Of one tile: scores, who sees whom, biases, a
+# copy of V. Lines of lanes: scales to total.
+PANEL_BUFFERS = dict.fromkeys(
+    ("Qs", "Os", "ms", "S", "biases", "V_j", "scales", "top", "shift", "correction", "total"),
+    Buffer(REAL),
+) | {"ls": Buffer(DOUBLE), "seen": Buffer(BYTE)}
 
 
-class Memory(NamedTuple):
-    """The memory of the panels and scratch of all threads, one row per thread.
-
-    They are ``flat`` parts of it, to which numba counts no references: counting takes longer than
-    the softmax of a small tile. Whoever allocates the memory passes it down, and so outlives them.
-    """
-
-    reals: Any
-    doubles: Any
-    bytes: Any
+def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dict[str, int]:
+    """Lengths of ``PANEL_BUFFERS`` for so many panels; products write whole register tiles."""
+    lanes, keys, columns = panel_width(itemsize), -(-B_c // ROWS) * ROWS, -(-Dv // ROWS) * ROWS
+    lengths = dict.fromkeys(("scales", "top", "shift", "correction", "total"), lanes)
+    lengths |= dict.fromkeys(("S", "seen", "biases"), keys * lanes) | {"V_j": keys * Dv}
+    lengths |= {"Qs": panels * D * lanes, "Os": panels * columns * lanes}
+    return lengths | {"ms": panels * lanes, "ls": panels * lanes}
 
 
 @jit
-def make_memory(workers, panels, O, D, B_c):
-    """Memory for ``workers`` threads with ``panels`` panels each."""
-    widest, Dv = panel_width(O.itemsize), O.shape[3]
-    reals = panels * (D + Dv + 1) * widest + (2 * B_c + 6) * widest + B_c * (Dv + 1) + Dv
-    return Memory(
-        np.empty((workers, reals), O.dtype),
-        np.empty((workers, panels * widest)),
-        np.empty((workers, B_c * widest), np.uint8),
-    )
+def panel_of(t, u, Lq, D, Dv, b, h, p):
+    """Panel p of head h in the u-th place of the buffers."""
+    widest = panel_width(t.ms.itemsize)
+    i0, rows, vectors = panel_rows(Lq, t.ms.itemsize, p)
+    O = flat(t.Os, u * (-(-Dv // ROWS) * ROWS) * widest)
+    Q, m, l = flat(t.Qs, u * D * widest), flat(t.ms, u * widest), flat(t.ls, u * widest)
+    return Panel(Q, O, m, l, b, h, i0, rows, vectors, vectors * widest // VECTORS)
 
 
-@jit_inline
-def make_panel(memory, worker, u, Lq, D, Dv, b, h, p):
-    """Panel p of head h, the u-th from the end of the worker's memory."""
-    reals = memory.reals
-    widest, end = panel_width(reals.itemsize), (worker + 1) * reals.shape[1]
-    Q = end - (u + 1) * (D + Dv + 1) * widest
-    O = Q + D * widest
-    l = flat(memory.doubles, worker * memory.doubles.shape[1] + u * widest)
-    i0, rows, vectors = panel_rows(Lq, reals.itemsize, p)
-    return Panel(
-        flat(reals, Q), flat(reals, O), flat(reals, O + Dv * widest), l, b, h, i0, rows, vectors
-    )
-
-
-@jit_inline
-def make_scratch(memory, worker, o, B_c, D, Dv):
-    """The worker's scratch, at the beginning of its memory."""
-    reals = memory.reals
-    widest, start = panel_width(reals.itemsize), worker * reals.shape[1]
-    biases = start + B_c * widest
-    lines = biases + B_c * widest
-    V = lines + 6 * widest
-    zeros = V + B_c * Dv
-    t = Scratch(
-        flat(reals, start),
-        flat(memory.bytes, worker * memory.bytes.shape[1]),
-        flat(reals, biases),
-        flat(reals, V),
-        flat(reals, lines),
-        flat(reals, lines + widest),
-        flat(reals, lines + 2 * widest),
-        flat(reals, lines + 3 * widest),
-        flat(reals, lines + 4 * widest),
-        flat(reals, zeros),
-        flat(reals, lines + 5 * widest),
-        flat(reals, zeros + B_c),
-    )
-    for r in range(widest):
-        t.scale[r], t.ones[r] = o.scale, 1
-    for j in range(B_c):
-        t.zeros[j] = 0
-    return t
-
-
-@jit
+@register_jitable
 def num_panels(Lq, itemsize):
     """Number of panels for Lq queries; ``panel_rows`` divides the queries evenly among them."""
     return -(-Lq // panel_width(itemsize))
@@ -146,18 +92,19 @@ def panel_rows(Lq, itemsize, p):
     return first * width, min(Lq - first * width, vectors * width), vectors
 
 
-@jit_inline
-def load_panel(panel, Q, D, Dv, sink):
+@jit
+def load_panel(panel, Q, D, Dv, t, o):
     """Lines 4 and 5: Q transposed, m, l and O before the first key."""
-    lanes = panel.vectors * panel_width(panel.m.itemsize) // VECTORS
+    lanes, sink = panel.lanes, o.sinks[panel.h]
     transpose(Q.line, Q.start, Q.stride, panel.Q, 0, lanes, panel.rows, D)
     if panel.rows < lanes:
         for d in range(D):
             for r in range(panel.rows, lanes):
                 panel.Q[d * lanes + r] = 0
-    for x in range(Dv * lanes):
+    for x in range(-(-Dv // ROWS) * ROWS * lanes):
         panel.O[x] = 0
     for r in range(lanes):
+        t.scales[r] = o.scale
         panel.m[r] = sink
         panel.l[r] = 0 if sink == -math.inf else 1
 
@@ -168,16 +115,16 @@ def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, full):
 
     ``full`` says that causality, window and length let every query see all of them.
     """
-    S, seen = t.S, t.seen
+    S, seen = flat(t.S, 0), flat(t.seen, 0)
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
-    lanes = vectors * panel_width(S.itemsize) // VECTORS
+    lanes = panel.lanes
     num_seen = n * rows
     if mask.size or bias.size or not full:
         num_seen = mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, t.biases)
         if num_seen == 0:
             return
     tile_product(
-        K_j.line, K_j.start, K_j.stride, 1, panel.Q, 0, lanes, S, 0, lanes, t.scale, n, vectors, D
+        K_j.line, K_j.start, K_j.stride, 1, panel.Q, 0, lanes, S, 0, lanes, t.scales, n, vectors, D
     )  # line 8
     if has_softcap_or_bias(bias, o):
         apply_softcap_and_bias(S, bias, t.biases, o, b, h, i0, j0, n, lanes)
@@ -192,8 +139,8 @@ def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, full):
     lanes_exp(S, 0, n, vectors, t.shift, t.total)
     for r in range(lanes):
         panel.l[r] = t.correction[r] * panel.l[r] + t.total[r]
-    is_zeroed = num_seen < n * rows and has_nonfinite(V_j, n, Dv, t.zeros, t.ones, t.sums)
-    V = zero_nonfinite(V_j, n, Dv, t.V) if is_zeroed else V_j
+    is_zeroed = num_seen < n * rows and has_nonfinite(V_j, n, Dv)
+    V = zero_nonfinite(V_j, n, Dv, t.V_j) if is_zeroed else V_j
     tile_product_add(
         V.line, V.start, 1, V.stride, S, 0, lanes, panel.O, 0, lanes, t.correction, Dv, vectors, n
     )  # line 10
@@ -201,17 +148,21 @@ def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, full):
         add_nonfinite(panel.O, S, seen, V_j, n, Dv, rows, lanes)
 
 
-@jit_inline
-def store_panel(panel, O, L):
+@jit
+def store_panel(panel, O, L, counters):
     """Lines 12 to 15: O / l, transposed back, and m + log l; 0 and -inf if no key was seen."""
-    lanes, Dv = panel.vectors * panel_width(O.itemsize) // VECTORS, O.shape[3]
+    lanes, Dv = panel.lanes, O.shape[3]
     b, h, i0 = panel.b, panel.h, panel.i0
     for r in range(panel.rows):
         m, l = panel.m[r], panel.l[r]
         L[b, h, i0 + r] = m + math.log(O.dtype.type(l)) if l != 0 else -math.inf
         panel.m[r] = 1 / l if l != 0 else 0
+    found = False
     for d in range(Dv):
         for r in range(lanes):
             panel.O[d * lanes + r] *= panel.m[r]
+            found |= is_nonfinite(panel.O[d * lanes + r])
+    if found:
+        counters[NONFINITE] = 1
     to = rows_at(O, b, h, i0)
     transpose(panel.O, 0, lanes, to.line, to.start, to.stride, Dv, panel.rows)

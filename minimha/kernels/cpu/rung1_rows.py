@@ -10,12 +10,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.kernel import jit, kernel
+from minimha.kernels.cpu.arguments import COUNTERS, DOUBLE, Buffer, unpacker
+from minimha.kernels.cpu.jit import jit
+from minimha.kernels.cpu.kernel import Kernel
 from minimha.kernels.cpu.mask import final_score, head_of, is_seen
+from minimha.kernels.cpu.nonfinite import note_nonfinite
+from minimha.kernels.cpu.storage import rows_at
+
+BUFFERS = {"O_i": Buffer(DOUBLE)} | COUNTERS
+unpack = unpacker(**BUFFERS)
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -25,26 +31,32 @@ def unsupported(problem: Problem) -> str | None:
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
-    return rows(problem)
+    return KERNEL.plan(problem, lengths={"O_i": problem.v.shape[3]})(problem)
 
 
-@kernel()
-def rows(q, k, v, mask, bias, o, O, L):
+def rows(line, worker):
+    q, k, v, mask, bias, o, O, L, memory, _ = unpack(line, worker)
     B, H, Lq, _ = q.shape
     for b in range(B):
         for h in range(H):
             for i in range(Lq):
-                L[b, h, i] = row(q, k, v, mask, bias, o, O, b, h, i)
+                L[b, h, i] = row(q, k, v, mask, bias, o, O, memory.O_i, b, h, i)
+                note_nonfinite(rows_at(O, b, h, i), O.shape[3], memory.counters)
+
+
+KERNEL = Kernel(rows, BUFFERS)
 
 
 @jit
-def row(q, k, v, mask, bias, o, O, b, h, i):
+def row(q, k, v, mask, bias, o, O, O_i, b, h, i):
     """Write O[b, h, i] and return L[b, h, i]."""
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv = q.shape[3], v.shape[3]
     m = float(o.sinks[h])
     l = 0.0 if m == -math.inf else 1.0
-    O_i, head = np.zeros(Dv), head_of(o, b, h)
+    head = head_of(o, b, h)
+    for d in range(Dv):
+        O_i[d] = 0
     for j in range(k.shape[2]):
         if not is_seen(mask, bias, head, b, h, i, j):
             continue

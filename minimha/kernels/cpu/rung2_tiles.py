@@ -12,14 +12,23 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.kernel import jit, kernel
+from minimha.kernels.cpu.arguments import BYTE, COUNTERS, DOUBLE, REAL, Buffer, unpacker
+from minimha.kernels.cpu.jit import jit
+from minimha.kernels.cpu.kernel import Kernel
 from minimha.kernels.cpu.mask import apply_softcap_and_bias, mask_tile
+from minimha.kernels.cpu.nonfinite import note_nonfinite
+from minimha.kernels.cpu.simd.memory import matrix
+from minimha.kernels.cpu.storage import rows_at
 
 B_R, B_C = 64, 64
+
+# l is a long sum of positive numbers, in float64.
+BUFFERS = dict.fromkeys(("S", "biases", "m", "O_i"), Buffer(REAL))
+BUFFERS |= {"l": Buffer(DOUBLE), "seen": Buffer(BYTE)} | COUNTERS
+unpack = unpacker(**BUFFERS)
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -31,40 +40,46 @@ def forward(
     problem: Problem, *, B_r: int = B_R, B_c: int = B_C
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
-    return tiles(problem, B_r, B_c)
+    lengths = dict.fromkeys(("S", "biases", "seen"), B_r * B_c)
+    lengths |= {"m": B_r, "l": B_r, "O_i": B_r * problem.v.shape[3]}
+    return KERNEL.plan(problem, B_r, B_c, lengths=lengths)(problem)
 
 
-@kernel(num_sizes=2)
-def tiles(q, k, v, mask, bias, o, O, L, B_r, B_c):
-    B, H, Lq, _ = q.shape
+def plain_tiles(line, worker):
+    q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
+    (B, H, Lq, _), (B_r, B_c) = q.shape, sizes
     for b in range(B):
         for h in range(H):
             for i0 in range(0, Lq, B_r):  # line 3
-                row_block(q, k, v, mask, bias, o, O, L, b, h, i0, min(B_r, Lq - i0), B_c)
+                row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, min(B_r, Lq - i0), B_c)
+
+
+KERNEL = Kernel(plain_tiles, BUFFERS)
 
 
 @jit
-def row_block(q, k, v, mask, bias, o, O, L, b, h, i0, rows, B_c):
+def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
     """Lines 4 to 15: write O and L of the queries i0 to i0 + rows."""
     kv = h // (q.shape[1] // k.shape[1])
     D, Lk, Dv = q.shape[3], k.shape[2], v.shape[3]
     zero, lowest = O.dtype.type(0), O.dtype.type(-math.inf)
-    Q_i = np.ascontiguousarray(q[b, h, i0 : i0 + rows])  # line 4
-    m = np.full(rows, o.sinks[h])  # line 5
-    l = np.where(m == lowest, 0.0, 1.0)  # float64: a long sum of positive numbers
-    O_i = np.zeros((rows, Dv), O.dtype)
-    S, biases = np.empty((2, B_c * rows), O.dtype)  # key j and query r meet at j · rows + r
-    seen = np.empty(B_c * rows, np.uint8)
+    S, biases, seen, m, l = memory.S, memory.biases, memory.seen, memory.m, memory.l
+    O_i = matrix(memory.O_i, 0, rows, Dv)
+    Q_i = rows_at(q, b, h, i0)  # line 4
+    for r in range(rows):  # line 5
+        m[r] = o.sinks[h]
+        l[r] = 0 if m[r] == lowest else 1
+        for d in range(Dv):
+            O_i[r, d] = 0
     for j0 in range(0, Lk, B_c):  # line 6
         n = min(B_c, Lk - j0)
-        K_j = np.ascontiguousarray(k[b, kv, j0 : j0 + n])  # line 7
-        V_j = np.ascontiguousarray(v[b, kv, j0 : j0 + n])
+        K_j, V_j = rows_at(k, b, kv, j0), rows_at(v, b, kv, j0)  # line 7
         mask_tile(mask, bias, o, b, h, i0, rows, j0, n, rows, False, seen, biases)
-        for j in range(n):  # line 8
+        for j in range(n):  # line 8: key j and query r meet at j · rows + r
             for r in range(rows):
                 s = zero
                 for d in range(D):
-                    s += Q_i[r, d] * K_j[j, d]
+                    s += Q_i.line[r * Q_i.stride + d] * K_j.line[j * K_j.stride + d]
                 S[j * rows + r] = o.scale * s
         apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, rows)
         for r in range(rows):
@@ -82,8 +97,9 @@ def row_block(q, k, v, mask, bias, o, O, L, b, h, i0, rows, B_c):
                     p = math.exp(S[j * rows + r] - shift)
                     l[r] += p
                     for d in range(Dv):
-                        O_i[r, d] += p * V_j[j, d]
+                        O_i[r, d] += p * V_j.line[j * V_j.stride + d]
     for r in range(rows):
         for d in range(Dv):  # line 12
             O[b, h, i0 + r, d] = O_i[r, d] / l[r] if l[r] != 0 else zero
+        note_nonfinite(rows_at(O, b, h, i0 + r), Dv, memory.counters)
         L[b, h, i0 + r] = m[r] + math.log(l[r]) if l[r] != 0 else lowest  # line 13

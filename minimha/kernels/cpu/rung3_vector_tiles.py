@@ -18,18 +18,22 @@ from typing import Any
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.kernel import jit_inline, kernel
+from minimha.kernels.cpu.arguments import COUNTERS, unpacker
+from minimha.kernels.cpu.kernel import Kernel
 from minimha.kernels.cpu.panel import (
     B_C,
+    PANEL_BUFFERS,
+    buffer_lengths,
     load_panel,
-    make_memory,
-    make_panel,
-    make_scratch,
     num_panels,
+    panel_of,
     store_panel,
     update_panel,
 )
 from minimha.kernels.cpu.storage import rows_at
+
+BUFFERS = PANEL_BUFFERS | COUNTERS
+unpack = unpacker(**BUFFERS)
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -39,28 +43,26 @@ def unsupported(problem: Problem) -> str | None:
 
 def forward(problem: Problem, *, B_c: int = B_C) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
-    return vector_tiles(problem, B_c)
+    D, Dv = problem.q.shape[3], problem.v.shape[3]
+    lengths = buffer_lengths(problem.compute.itemsize, D, Dv, B_c, 1)
+    return KERNEL.plan(problem, B_c, lengths=lengths)(problem)
 
 
-@kernel(num_sizes=1)
-def vector_tiles(q, k, v, mask, bias, o, O, L, B_c):
-    memory = make_memory(1, 1, O, q.shape[3], B_c)
-    visit_all(q, k, v, mask, bias, o, O, L, memory, B_c)
-
-
-@jit_inline
-def visit_all(q, k, v, mask, bias, o, O, L, memory, B_c):
+def vector_tiles(line, worker):
     """Algorithm 1, with a panel as its block of queries."""
-    (B, H, Lq, D), (Hkv, Lk, Dv) = q.shape, v.shape[1:]
-    scratch = make_scratch(memory, 0, o, B_c, D, Dv)
+    q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
+    (B, H, Lq, D), (Hkv, Lk, Dv), B_c = q.shape, v.shape[1:], sizes[0]
     for b in range(B):
         for h in range(H):
             kv = h // (H // Hkv)
             for p in range(num_panels(Lq, O.itemsize)):  # line 3
-                panel = make_panel(memory, 0, 0, Lq, D, Dv, b, h, p)
-                load_panel(panel, rows_at(q, b, h, panel.i0), D, Dv, o.sinks[h])  # lines 4 and 5
+                panel = panel_of(memory, 0, Lq, D, Dv, b, h, p)
+                load_panel(panel, rows_at(q, b, h, panel.i0), D, Dv, memory, o)  # lines 4 and 5
                 for j0 in range(0, Lk, B_c):  # line 6
                     n = min(B_c, Lk - j0)
                     K_j, V_j = rows_at(k, b, kv, j0), rows_at(v, b, kv, j0)  # line 7
-                    update_panel(panel, K_j, V_j, j0, n, D, Dv, scratch, mask, bias, o, False)
-                store_panel(panel, O, L)
+                    update_panel(panel, K_j, V_j, j0, n, D, Dv, memory, mask, bias, o, False)
+                store_panel(panel, O, L, memory.counters)
+
+
+KERNEL = Kernel(vector_tiles, BUFFERS)

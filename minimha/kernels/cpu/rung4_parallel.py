@@ -14,21 +14,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
-import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.kernel import jit, jit_inline, kernel
+from minimha.kernels.cpu.arguments import COUNTERS, REAL, TASKS, Buffer, unpacker
+from minimha.kernels.cpu.jit import jit_inline
+from minimha.kernels.cpu.kernel import Kernel, Plan
 from minimha.kernels.cpu.mask import is_full, key_range
 from minimha.kernels.cpu.panel import (
     B_C,
-    Memory,
+    PANEL_BUFFERS,
+    buffer_lengths,
     load_panel,
-    make_memory,
-    make_panel,
-    make_scratch,
     num_panels,
+    panel_of,
     panel_rows,
     store_panel,
     update_panel,
@@ -36,10 +35,14 @@ from minimha.kernels.cpu.panel import (
 from minimha.kernels.cpu.simd.memory import fetch_add
 from minimha.kernels.cpu.simd.product import ROWS
 from minimha.kernels.cpu.simd.vector import panel_width
-from minimha.kernels.cpu.storage import float_rows, make_copies, rows_from
-from minimha.kernels.cpu.threads import TASKS_PER_THREAD, num_workers
+from minimha.kernels.cpu.storage import float_rows, rows_from
+from minimha.kernels.cpu.threads import TASKS_PER_THREAD, get_num_threads
 
 PANELS = 4  # of a task, at most
+WORTH_SHARING = 1 << 19  # products, which one thread computes while another one wakes up
+WIDENED = ("wide_Q", "wide_K", "wide_V")
+BUFFERS = PANEL_BUFFERS | dict.fromkeys(WIDENED, Buffer(REAL)) | COUNTERS
+unpack = unpacker(**BUFFERS)
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -59,62 +62,57 @@ def forward(
     B_c : int
         Keys per block, rounded up to whole rows of the tile product.
     """
-    B_c = -(-B_c // ROWS) * ROWS
-    workers = num_workers()
+    return plan(problem, panels=panels, B_c=B_c)(problem)
+
+
+def plan(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Plan:
+    """How problems like this one are computed; the parameters are those of ``forward``."""
+    (B, H, Lq, D), (Lk, Dv), itemsize = (
+        problem.q.shape,
+        problem.v.shape[2:],
+        problem.compute.itemsize,
+    )
+    all_panels = B * H * num_panels(Lq, itemsize)
+    workers = get_num_threads() if B * H * Lq * Lk * (D + Dv) >= WORTH_SHARING else 1
     if panels is None:
-        B, H, Lq, _ = problem.q.shape
-        all_panels = B * H * -(-Lq // panel_width(problem.compute.itemsize))
-        panels = min(PANELS, max(1, all_panels // (TASKS_PER_THREAD * max(1, workers))))
-    if workers:
-        return parallel_tiles(problem, workers, panels, B_c)
-    return serial_tiles(problem, panels, B_c)
+        panels = min(PANELS, max(1, all_panels // (TASKS_PER_THREAD * workers)))
+    B_c = -(-B_c // ROWS) * ROWS
+    lengths = buffer_lengths(itemsize, D, Dv, B_c, panels)
+    is_widened = problem.dtype.itemsize < itemsize
+    lengths |= {"wide_Q": panel_width(itemsize) * D, "wide_K": B_c * D, "wide_V": B_c * Dv}
+    lengths |= {name: lengths[name] * is_widened for name in WIDENED}
+    return KERNEL.plan(problem, panels, B_c, workers=workers, lengths=lengths)
 
 
-@kernel(num_sizes=3, parallel=True, widens=True)
-def parallel_tiles(q, k, v, mask, bias, o, O, L, workers, panels, B_c):
-    reals, doubles, bytes = make_memory(workers, panels, O, q.shape[3], B_c)
-    copies = make_copies(workers, 3, max(B_c, panel_width(O.itemsize)), q, O)
-    counter = np.zeros(1, np.int64)
-    for worker in numba.prange(workers):
-        memory = Memory(reals, doubles, bytes)  # numba cannot pass a tuple of arrays to a thread
-        work(q, k, v, mask, bias, o, O, L, counter, memory, copies, worker, panels, B_c)
-
-
-@kernel(num_sizes=2, widens=True)
-def serial_tiles(q, k, v, mask, bias, o, O, L, panels, B_c):
-    memory = make_memory(1, panels, O, q.shape[3], B_c)
-    copies = make_copies(1, 3, max(B_c, panel_width(O.itemsize)), q, O)
-    counter = np.zeros(1, np.int64)
-    work(q, k, v, mask, bias, o, O, L, counter, memory, copies, 0, panels, B_c)
-
-
-@jit
-def work(q, k, v, mask, bias, o, O, L, counter, memory, copies, worker, panels, B_c):
+def tiles(line, worker):
     """One thread: fetch and compute tasks until none is left."""
-    (B, H, Lq, D), Dv = q.shape, v.shape[3]
+    q, k, v, mask, bias, o, O, L, t, sizes = unpack(line, worker)
+    (B, H, Lq, D), Dv, (panels, B_c) = q.shape, v.shape[3], sizes
     number = num_panels(Lq, O.itemsize)
     groups = -(-number // panels)
-    scratch = make_scratch(memory, worker, o, B_c, D, Dv)
     while True:
-        task = fetch_add(counter)
+        task = fetch_add(t.counters, TASKS)
         if task >= B * H * groups:
             return
         group, head = groups - 1 - task // (B * H), task % (B * H)
         b, h = head // H, head % H
         first, last = group * panels, min((group + 1) * panels, number)
         for p in range(first, last):
-            panel = make_panel(memory, worker, p - first, Lq, D, Dv, b, h, p)
-            Q = float_rows(q, b, h, panel.i0, panel.rows, o, copies, worker, 0)
-            load_panel(panel, Q, D, Dv, o.sinks[h])
-        visit_keys(q, k, v, mask, bias, o, memory, copies, worker, scratch, b, h, first, last, B_c)
+            panel = panel_of(t, p - first, Lq, D, Dv, b, h, p)
+            Q = float_rows(q, b, h, panel.i0, panel.rows, o, t.wide_Q)
+            load_panel(panel, Q, D, Dv, t, o)
+        visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c)
         for p in range(first, last):
-            store_panel(make_panel(memory, worker, p - first, Lq, D, Dv, b, h, p), O, L)
+            store_panel(panel_of(t, p - first, Lq, D, Dv, b, h, p), O, L, t.counters)
+
+
+KERNEL = Kernel(tiles, BUFFERS, widens=True)
 
 
 @jit_inline
-def visit_keys(q, k, v, mask, bias, o, memory, copies, worker, scratch, b, h, first, last, B_c):
+def visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c):
     """Lines 6 to 11 for the panels of a task, one block of keys at a time."""
-    (H, Lq, D), Dv, itemsize = q.shape[1:], v.shape[3], memory.reals.itemsize
+    (H, Lq, D), Dv, itemsize = q.shape[1:], v.shape[3], t.ms.itemsize
     kv = h // (H // k.shape[1])
     offset, length = o.q_offset[b], o.kv_lengths[b]
     i_start, _, _ = panel_rows(Lq, itemsize, first)
@@ -126,10 +124,10 @@ def visit_keys(q, k, v, mask, bias, o, memory, copies, worker, scratch, b, h, fi
     size = max(1, -(-(stop - start) // (blocks * ROWS))) * ROWS
     for block in range(start, stop, size):
         block_stop = min(block + size, stop)
-        K_j = float_rows(k, b, kv, block, block_stop - block, o, copies, worker, 1)
-        V_j = float_rows(v, b, kv, block, block_stop - block, o, copies, worker, 2)
+        K_j = float_rows(k, b, kv, block, block_stop - block, o, t.wide_K)
+        V_j = float_rows(v, b, kv, block, block_stop - block, o, t.wide_V)
         for p in range(first, last):
-            panel = make_panel(memory, worker, p - first, Lq, D, Dv, b, h, p)
+            panel = panel_of(t, p - first, Lq, D, Dv, b, h, p)
             i0, end = panel.i0, panel.i0 + panel.rows
             low, high = key_range(i0, end, offset, o.left, o.right, length)
             # Whole rows of the tile product: a few hidden keys cost less than keys one by one.
@@ -138,4 +136,4 @@ def visit_keys(q, k, v, mask, bias, o, memory, copies, worker, scratch, b, h, fi
             if j0 < j1:
                 full = is_full(i0, end, j0, j1, offset, o.left, o.right, length)
                 K, V = rows_from(K_j, j0 - block), rows_from(V_j, j0 - block)
-                update_panel(panel, K, V, j0, j1 - j0, D, Dv, scratch, mask, bias, o, full)
+                update_panel(panel, K, V, j0, j1 - j0, D, Dv, t, mask, bias, o, full)

@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numba
-import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.kernel import jit, kernel
+from minimha.kernels.cpu.arguments import BYTE, COUNTERS, DOUBLE, OWN, REAL, TASKS, Buffer, unpacker
+from minimha.kernels.cpu.jit import jit, jit_inline
+from minimha.kernels.cpu.kernel import Kernel, Plan
 from minimha.kernels.cpu.mask import (
     final_score,
     has_softcap_or_bias,
@@ -31,38 +31,27 @@ from minimha.kernels.cpu.mask import (
     is_seen,
     key_range,
 )
-from minimha.kernels.cpu.nonfinite import add_seen_values, has_nonfinite
+from minimha.kernels.cpu.nonfinite import add_seen_values, has_nonfinite, note_nonfinite
 from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
-from minimha.kernels.cpu.simd.memory import flat
+from minimha.kernels.cpu.simd.memory import fetch_add, flat, matrix
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
 from minimha.kernels.cpu.simd.vector import VECTORS, panel_width
-from minimha.kernels.cpu.storage import float_rows, make_copies
-from minimha.kernels.cpu.threads import TASKS_PER_THREAD, num_workers
+from minimha.kernels.cpu.storage import float_rows, rows_at
+from minimha.kernels.cpu.threads import TASKS_PER_THREAD, get_num_threads
 
 B_C = 768  # keys per block, at least
 SCORES = 9216  # per block, if it can have more keys: the softmax then interrupts reading less often
 NEAR = 32  # keys, or values, that stay in the L1 cache from one use to the next
 SUMMED = 256  # keys whose values are summed before the sum is added to O
 SPLIT = 512  # keys per split, at least: fewer are not worth a merge
+WORTH_SHARING = 1 << 16  # numbers of K and V, which one thread reads while another one wakes up
 
-
-class Scratch(NamedTuple):
-    """Buffers for one block of B_c keys, with R queries.
-
-    ``S`` and ``seen`` (R, B_c): scores and who sees whom. ``copies``: widened K and V. ``zeros`` to
-    ``sums``: numbers per key, per lane and per column of V. ``part`` (R, Dv): a part of O's sum.
-    """
-
-    S: Any
-    seen: Any
-    copies: Any
-    zeros: Any
-    ones: Any
-    top: Any
-    shift: Any
-    total: Any
-    sums: Any
-    part: Any
+# One thread's: queries (R, D), scores and who sees whom (R, B_c), a part of O's sum (R, Dv), lines
+# of lanes, widened rows. Shared: O (R, Dv), and m and l (R), of every split of every head.
+BUFFERS = dict.fromkeys(("Q", "S", "part", "top", "shift", "total", "wide"), Buffer(REAL))
+BUFFERS |= {"seen": Buffer(BYTE), "parts_O": Buffer(REAL, is_shared=True)}
+BUFFERS |= {"parts_ml": Buffer(DOUBLE, is_shared=True)} | COUNTERS
+unpack = unpacker(**BUFFERS)
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -82,16 +71,25 @@ def forward(
     B_c : int, optional
         Keys per block, rounded up to whole panels. Default is ``block_size(problem)``.
     """
-    workers = num_workers()
-    panel = panel_width(problem.compute.itemsize)
-    B_c = -(-(B_c or block_size(problem)) // panel) * panel
+    return plan(problem, splits=splits, B_c=B_c)(problem)
+
+
+def plan(problem: Problem, *, splits: int | None = None, B_c: int | None = None) -> Plan:
+    """How problems like this one are computed; the parameters are those of ``forward``."""
+    (B, H, Lq, D), (Hkv, Lk, Dv) = problem.q.shape, problem.v.shape[1:]
+    itemsize, rows = problem.compute.itemsize, H // Hkv * Lq
+    widest = panel_width(itemsize)
+    B_c = -(-(B_c or block_size(problem)) // widest) * widest
+    workers = get_num_threads() if B * Hkv * Lk * (D + Dv) >= WORTH_SHARING else 1
     if splits is None:
-        B, Hkv, Lk, _ = problem.k.shape
-        wanted = -(-TASKS_PER_THREAD * max(1, workers) // max(1, B * Hkv))
+        wanted = -(-TASKS_PER_THREAD * workers // max(1, B * Hkv))
         splits = max(1, min(wanted, Lk // SPLIT))
-    if workers:
-        return parallel_decode(problem, workers, splits, B_c)
-    return serial_decode(problem, splits, B_c)
+    lengths = dict.fromkeys(("S", "seen"), rows * B_c) | {"Q": rows * D, "part": rows * Dv}
+    lengths |= dict.fromkeys(("top", "shift", "total"), widest)
+    lengths |= {"wide": NEAR * max(D, Dv) if problem.dtype.itemsize < itemsize else 0}
+    lengths |= {"parts_O": B * Hkv * splits * rows * Dv, "parts_ml": B * Hkv * splits * 2 * rows}
+    lengths |= {"counters": OWN + B * Hkv}
+    return KERNEL.plan(problem, splits, B_c, workers=workers, lengths=lengths)
 
 
 def block_size(problem: Problem) -> int:
@@ -101,67 +99,52 @@ def block_size(problem: Problem) -> int:
     return int(max(1, min(Lk, most)))
 
 
-@kernel(num_sizes=3, parallel=True, widens=True)
-def parallel_decode(q, k, v, mask, bias, o, O, L, workers, splits, B_c):
-    parts_O, parts_ml = make_parts(k, O, splits)
-    tasks = parts_O.shape[0] * splits
-    for worker in numba.prange(workers):
-        first, last = worker * tasks // workers, (worker + 1) * tasks // workers
-        attend(q, k, v, mask, bias, o, parts_O, parts_ml, first, last, B_c)
-    for b in numba.prange(O.shape[0]):
-        merge(parts_O, parts_ml, o, O, L, b)
-
-
-@kernel(num_sizes=2, widens=True)
-def serial_decode(q, k, v, mask, bias, o, O, L, splits, B_c):
-    parts_O, parts_ml = make_parts(k, O, splits)
-    attend(q, k, v, mask, bias, o, parts_O, parts_ml, 0, parts_O.shape[0] * splits, B_c)
-    for b in range(O.shape[0]):
-        merge(parts_O, parts_ml, o, O, L, b)
-
-
-@jit
-def make_parts(k, O, splits):
-    """O (B · Hkv, splits, R, Dv), and m and l (B · Hkv, splits, 2, R), of every split."""
-    (B, H, Lq, Dv), Hkv = O.shape, k.shape[1]
+def decode(line, worker):
+    """One thread: fetch and compute splits; who computes the last one of a head merges them."""
+    q, k, v, mask, bias, o, O, L, t, sizes = unpack(line, worker)
+    (B, H, Lq, D), (Hkv, _, Dv), (splits, B_c) = q.shape, v.shape[1:], sizes
     rows = H // Hkv * Lq
-    parts_O = np.zeros((B * Hkv, splits, rows, Dv), O.dtype)
-    return parts_O, np.empty((B * Hkv, splits, 2, rows))
-
-
-@jit
-def attend(q, k, v, mask, bias, o, parts_O, parts_ml, first, last, B_c):
-    """The tasks ``first`` to ``last``, each one split of the keys of one key/value head."""
-    (_, H, Lq, D), (Hkv, _, Dv) = q.shape, v.shape[1:]
-    splits, rows = parts_O.shape[1:3]
-    widest, dtype = panel_width(parts_O.itemsize), parts_O.dtype
-    Q = np.empty((rows, D), dtype)
-    scratch = Scratch(
-        np.empty((rows, B_c), dtype),
-        np.empty((rows, B_c), np.bool_),
-        make_copies(1, 2, NEAR, q, parts_O),
-        np.zeros(B_c, dtype),
-        np.ones(2 * widest, dtype),
-        np.empty(widest, dtype),
-        np.empty(widest, dtype),
-        np.empty(widest, dtype),
-        np.empty(Dv, dtype),
-        np.empty((rows, Dv), dtype),
-    )
-    for task in range(first, last):
+    while True:
+        task = fetch_add(t.counters, TASKS)
+        if task >= B * Hkv * splits:
+            return
         head, split = task // splits, task % splits
         b, kv = head // Hkv, head % Hkv
-        load_queries(q, Q, o, b, kv, H // Hkv, scratch.copies)
-        O, m, l = parts_O[head, split], parts_ml[head, split, 0], parts_ml[head, split, 1]
-        m[:] = -math.inf
-        l[:] = 0
+        load_queries(q, matrix(t.Q, 0, rows, D), o, b, kv, H // Hkv, t.wide)
+        part = part_of(t, head, split, splits, rows, Dv)
+        for r in range(rows):
+            part.m[r] = -math.inf
+            part.l[r] = 0
+            for d in range(Dv):
+                part.O[r, d] = 0
         start, stop = key_range(0, Lq, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
         size = max(0, stop - start)
         stop = start + (split + 1) * size // splits
         start += split * size // splits
         for j0 in range(start, stop, B_c):
             n = min(B_c, stop - j0)
-            update_rows(Q, k, v, O, m, l, mask, bias, o, b, kv, Lq, j0, n, scratch)
+            update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, t)
+        if fetch_add(t.counters, OWN + head) == splits - 1:
+            merge(t, splits, o, O, L, b, kv)
+
+
+KERNEL = Kernel(decode, BUFFERS, widens=True)
+
+
+class Part(NamedTuple):
+    """O (R, Dv), m and l (R) of one split of one head."""
+
+    O: Any
+    m: Any
+    l: Any
+
+
+@jit
+def part_of(t, head, split, splits, rows, Dv):
+    """What the threads share of one split."""
+    n = head * splits + split
+    m = flat(t.parts_ml, 2 * n * rows)
+    return Part(matrix(t.parts_O, n * rows * Dv, rows, Dv), m, flat(m, rows))
 
 
 @jit
@@ -170,73 +153,82 @@ def load_queries(q, Q, o, b, kv, group, copies):
     Lq, D = q.shape[2:]
     for g in range(group):
         for i in range(Lq):
-            row = float_rows(q, b, kv * group + g, i, 1, o, copies, 0, 0)
+            row = float_rows(q, b, kv * group + g, i, 1, o, copies)
             for d in range(D):
                 Q[g * Lq + i, d] = row.line[row.start + d]
 
 
-@jit
-def update_rows(Q, k, v, O, m, l, mask, bias, o, b, kv, Lq, j0, n, t):
+@jit_inline
+def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, t):
     """Lines 8 to 10 for all rows of Q: the online softmax over the keys j0 to j0 + n."""
-    (rows, D), S = Q.shape, t.S
-    B_c, panel = S.shape[1], t.top.size
+    rows, panel = part.O.shape[0], panel_width(t.S.itemsize)
+    S, seen = matrix(t.S, 0, rows, B_c), matrix(t.seen, 0, rows, B_c)
     lowest = S.dtype.type(-math.inf)
-    Q_, S_ = flat(Q, 0), flat(S, 0)
-    size = piece_size(k, Q, n)
+    size = piece_size(k, S, rows, n)
     for near in range(0, n, size):
         depth = min(size, n - near)
-        K = float_rows(k, b, kv, j0 + near, depth, o, t.copies, 0, 0)
-        dot_products(K.line, K.start, K.stride, Q_, 0, D, S_, near, B_c, depth, rows, D)  # line 8
+        K = float_rows(k, b, kv, j0 + near, depth, o, t.wide)
+        dot_products(K.line, K.start, K.stride, t.Q, 0, D, t.S, near, B_c, depth, rows, D)  # line 8
     is_partial = mask.size > 0 or bias.size > 0
     for i in range(Lq):
         offset, length = o.q_offset[b], o.kv_lengths[b]
         full = is_full(i, i + 1, j0, j0 + n, offset, o.left, o.right, length)
         is_partial = is_partial or not full
-    apply_options(S, t.seen, mask, bias, o, b, kv * (rows // Lq), Lq, j0, n, is_partial)
+    apply_options(S, seen, mask, bias, o, b, kv * (rows // Lq), Lq, j0, n, is_partial)
     padded = -(-n // panel) * panel
     for r in range(rows):  # line 9
-        S[r, n:padded] = lowest
-        lanes_max(S, r * B_c, padded // panel, VECTORS, t.top)
-        m_old, largest = m[r], t.top.max()
-        m[r] = max(m_old, largest)
-        t.shift[:] = m[r] if m[r] > lowest else 0
-        correction = math.exp(m_old - t.shift[0])
-        lanes_exp(S, r * B_c, padded // panel, VECTORS, t.shift, t.total)
-        l[r] = correction * l[r] + t.total.sum()
+        for j in range(n, padded):
+            S[r, j] = lowest
+        lanes_max(t.S, r * B_c, padded // panel, VECTORS, t.top)
+        m_old = part.m[r]
+        largest = S.dtype.type(m_old)
+        for lane in range(panel):
+            largest = max(largest, t.top[lane])
+        shift = largest if largest > lowest else S.dtype.type(0)
+        for lane in range(panel):
+            t.shift[lane] = shift
+        lanes_exp(t.S, r * B_c, padded // panel, VECTORS, t.shift, t.total)
+        total = S.dtype.type(0)
+        for lane in range(panel):
+            total += t.total[lane]
+        correction = math.exp(m_old - shift)
+        part.m[r] = largest
+        part.l[r] = correction * part.l[r] + total
         if correction != 1:
-            O[r] *= S.dtype.type(correction)
+            for d in range(part.O.shape[1]):
+                part.O[r, d] *= S.dtype.type(correction)
     for begin in range(0, n, SUMMED):  # line 10
-        add_values(v, O, o, b, kv, j0, begin, min(SUMMED, n - begin), is_partial, t)
+        add_values(v, part.O, o, b, kv, j0, begin, min(SUMMED, n - begin), is_partial, S, seen, t)
 
 
 @jit
-def piece_size(X, Q, n):
+def piece_size(X, S, rows, n):
     """How many of n rows of k or v to process at a time.
 
     One, two or four queries use a row at once, as it comes from memory, and pieces would only
     interrupt. Other numbers of queries, and widened rows, need a second pass: from the L1 cache.
     """
-    is_one_pass = Q.shape[0] in (1, 2, 4) and X.itemsize == Q.itemsize
+    is_one_pass = (rows == 1 or rows == 2 or rows == 4) and X.itemsize == S.itemsize
     return n if is_one_pass else min(n, NEAR)
 
 
-@jit
-def add_values(v, O, o, b, kv, j0, begin, n, is_partial, t):
+@jit_inline
+def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
     """O += P V for n keys of a block; a long sum is one of short sums, which loses fewer digits."""
-    (rows, Dv), B_c = O.shape, t.S.shape[1]
-    P, part = flat(t.S, 0), flat(t.part, 0)
-    t.part[:] = 0
-    size = piece_size(v, O, n)
+    (rows, Dv), B_c, P, part = O.shape, S.shape[1], t.S, t.part
+    for x in range(rows * Dv):
+        part[x] = 0
+    size = piece_size(v, O, rows, n)
     for near in range(begin, begin + n, size):
         depth = min(size, begin + n - near)
-        V = float_rows(v, b, kv, j0 + near, depth, o, t.copies, 0, 1)
-        if is_partial and has_nonfinite(V, depth, Dv, t.zeros, t.ones, t.sums):
-            add_seen_values(t.S, t.seen, V, t.part, near, depth)
+        V = float_rows(v, b, kv, j0 + near, depth, o, t.wide)
+        if is_partial and has_nonfinite(V, depth, Dv):
+            add_seen_values(S, seen, V, matrix(part, 0, rows, Dv), near, depth)
         else:
             weighted_rows(P, near, B_c, V.line, V.start, V.stride, part, 0, Dv, rows, Dv, depth)
     for r in range(rows):
         for d in range(Dv):
-            O[r, d] += t.part[r, d]
+            O[r, d] += part[r * Dv + d]
 
 
 @jit
@@ -260,27 +252,29 @@ def apply_options(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
 
 
 @jit
-def merge(parts_O, parts_ml, o, O, L, b):
-    """Merge the splits of batch entry b into O and L; a sink counts as one more split."""
-    _, H, Lq, Dv = O.shape
-    splits, rows = parts_O.shape[1:3]
-    group = rows // max(1, Lq)
-    for h in range(H):
-        head = b * (H // group) + h // group
-        for i in range(Lq):
-            r = h % group * Lq + i
-            m = o.sinks[h]
-            for s in range(splits):
-                m = max(m, parts_ml[head, s, 0, r])
-            shift = m if m > -math.inf else O.dtype.type(0)
-            l = math.exp(o.sinks[h] - shift)
-            O[b, h, i, :] = 0
-            for s in range(splits):
-                correction = math.exp(parts_ml[head, s, 0, r] - shift)
-                l += correction * parts_ml[head, s, 1, r]
-                for d in range(Dv):
-                    O[b, h, i, d] += correction * parts_O[head, s, r, d]
-            inverse = 1 / l if l != 0 else O.dtype.type(0)
+def merge(t, splits, o, O, L, b, kv):
+    """Merge the splits of one key/value head into O and L; a sink counts as one more split."""
+    B, H, Lq, Dv = O.shape
+    Hkv, zero = (t.counters.size - OWN) // B, O.dtype.type(0)
+    group = H // Hkv
+    rows = group * Lq
+    for r in range(rows):
+        h, i = kv * group + r // Lq, r % Lq
+        m = float(o.sinks[h])
+        for s in range(splits):
+            m = max(m, part_of(t, b * Hkv + kv, s, splits, rows, Dv).m[r])
+        shift = m if m > -math.inf else 0.0
+        l = math.exp(o.sinks[h] - shift)
+        for d in range(Dv):
+            O[b, h, i, d] = 0
+        for s in range(splits):
+            part = part_of(t, b * Hkv + kv, s, splits, rows, Dv)
+            correction = math.exp(part.m[r] - shift)
+            l += correction * part.l[r]
             for d in range(Dv):
-                O[b, h, i, d] *= inverse
-            L[b, h, i] = m + math.log(l) if l != 0 else -math.inf
+                O[b, h, i, d] += O.dtype.type(correction) * part.O[r, d]
+        inverse = O.dtype.type(1 / l) if l != 0 else zero
+        for d in range(Dv):
+            O[b, h, i, d] *= inverse
+        note_nonfinite(rows_at(O, b, h, i), Dv, t.counters)
+        L[b, h, i] = m + math.log(l) if l != 0 else -math.inf

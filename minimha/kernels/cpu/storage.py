@@ -8,9 +8,8 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from minimha.kernels.cpu.kernel import jit
+from minimha.kernels.cpu.jit import OPTIONS, jit
 from minimha.kernels.cpu.simd.memory import flat
-from minimha.kernels.cpu.simd.vector import FASTMATH
 
 
 class Rows(NamedTuple):
@@ -34,25 +33,17 @@ def rows_from(rows, r):
     return Rows(rows.line, rows.start + r * rows.stride, rows.stride)
 
 
-@jit
-def make_copies(workers, slots, n, q, O):
-    """Scratch for widened rows: ``slots`` blocks of n rows per worker; empty without widening."""
-    size = 0 if q.itemsize == O.itemsize else n * max(q.shape[3], O.shape[3])
-    return np.empty((workers, slots, size), O.dtype)
+def float_rows(X, b, h, i, n, o, copy):
+    """n rows of X[b, h] from i on: in place, or widened into ``copy``."""
 
 
-def float_rows(X, b, h, i, n, o, copies, worker, slot):
-    """n rows of X[b, h] from i on: in place, or widened into a slot of the worker's ``copies``."""
-
-
-@overload(float_rows, jit_options={"fastmath": FASTMATH})
-def _float_rows(X, b, h, i, n, o, copies, worker, slot):
+@overload(float_rows, jit_options=OPTIONS)
+def _float_rows(X, b, h, i, n, o, copy):
     if X.dtype != types.uint16:
-        return lambda X, b, h, i, n, o, copies, worker, slot: rows_at(X, b, h, i)
+        return lambda X, b, h, i, n, o, copy: rows_at(X, b, h, i)
 
-    def widen(X, b, h, i, n, o, copies, worker, slot):
+    def widen(X, b, h, i, n, o, copy):
         D, rows = X.shape[3], rows_at(X, b, h, i)
-        copy = flat(copies, (worker * copies.shape[1] + slot) * copies.shape[2])
         for r in range(n):
             first = rows.start + r * rows.stride
             if o.is_bfloat16:

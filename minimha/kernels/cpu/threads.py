@@ -1,57 +1,89 @@
-"""How many threads a parallel kernel may use, and where it must run alone or serially.
+"""How many threads a kernel may use.
 
-GNU's OpenMP, with which numba runs its parallel loops on Linux, aborts a forked child that starts a
-parallel loop if its parent had already run one. In a forked child the kernels therefore run
-serially. numba's own work queue, its choice where there is neither OpenMP nor TBB, aborts a process
-in which two threads start parallel loops at once. There a lock serializes the launches.
+``set_num_threads`` decides; without it NUMBA_NUM_THREADS, else OMP_NUM_THREADS, as in the libraries
+that run beside minimha. There are never more threads than CPUs that the process may use: those of
+its affinity mask, and as many as the quota of its container pays for.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path, PurePosixPath
 
-import numba
+from minimha.equations.arguments import integer
+from minimha.kernels.cpu import remembered
 
 TASKS_PER_THREAD = 4  # at least, so that threads finish together
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
-_lock = threading.Lock()
-_is_forked = False
-
-
-def _note_fork() -> None:
-    global _is_forked
-    _is_forked = True
+_chosen: int | None = None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+def get_num_threads() -> int:
+    """Threads that kernels use, the caller's among them."""
+    return _chosen or _from_environment()
 
 
-def num_workers() -> int:
-    """Threads that ``numba.set_num_threads`` allows; 0 where only serial code is safe."""
-    return 0 if _is_forked else int(numba.get_num_threads())
+def set_num_threads(number: int) -> None:
+    """Set how many threads the CPU kernels of this process use, the caller's among them.
 
-
-def launch_lock() -> AbstractContextManager[object]:
-    """What to hold during a parallel loop: a lock where only one may run at a time."""
-    try:
-        is_threadsafe = numba.threading_layer() in ("omp", "tbb")
-    except ValueError:  # numba chooses the layer with the first parallel loop
-        is_threadsafe = False
-    return nullcontext() if is_threadsafe else _lock
-
-
-def set_workers(number: int) -> None:
-    """Set the number of threads that kernels may use.
+    Parameters
+    ----------
+    number : int
+        From 1 to the number of CPUs that this process may use.
 
     Raises
     ------
-    ValueError
-        ``number`` is not between 1 and the number of cores.
+    TypeError, ValueError
+        Another type, or a number outside of that range.
     """
-    most = int(numba.config.NUMBA_NUM_THREADS)
-    if not 1 <= number <= most:
-        raise ValueError(f"threads is {number}: expected 1 to {most}, the cores of this machine")
-    numba.set_num_threads(number)
+    global _chosen
+    most = usable_cpus()
+    if integer("number", number) > most:
+        raise ValueError(
+            f"number is {number!r}: expected 1 to {most}, the CPUs that this process may use"
+        )
+    _chosen = int(number)
+    remembered.forget()
+
+
+@cache
+def _from_environment() -> int:
+    for name in ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS"):
+        first = os.environ.get(name, "").split(",")[0].strip()  # OpenMP: one number per level
+        if first.isdecimal() and int(first) > 0:
+            return min(int(first), usable_cpus())
+    return usable_cpus()
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use, as its affinity mask and its container's quota allow."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, min([cpus, *_quotas()]))
+
+
+def _quotas() -> Iterator[int]:
+    """CPUs, rounded up, that the control groups of this process pay for (cgroups v2, then v1)."""
+    try:
+        lines = OWN_CGROUP.read_text().splitlines()
+    except OSError:  # not Linux, or no /proc
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            folder, names = CGROUPS, ["cpu.max"]
+        elif "cpu" in controllers.split(","):
+            folder, names = CGROUPS / controllers, ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        relative = PurePosixPath(group.lstrip("/"))
+        for part in (relative, *relative.parents):  # a parent's quota holds for its children
+            try:
+                numbers = " ".join((folder / part / name).read_text() for name in names).split()
+            except OSError:  # the container does not see its own path
+                continue
+            if len(numbers) == 2 and numbers[0].isdecimal() and int(numbers[1]) > 0:
+                yield max(1, -(-int(numbers[0]) // int(numbers[1])))

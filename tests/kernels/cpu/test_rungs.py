@@ -1,4 +1,4 @@
-"""Tests of the compiled rungs alone: sizes beyond one tile, storage, threads, caches, memory.
+"""Tests of the compiled rungs alone: sizes beyond one tile, storage, memory.
 
 That each rung computes attention, with every option, is tested in ``tests/test_backends.py``.
 """
@@ -6,14 +6,11 @@ That each rung computes attention, with every option, is tested in ``tests/test_
 import ctypes
 import mmap
 import multiprocessing
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 
 import ml_dtypes
-import numba
 import numpy as np
 import pytest
 from problems import assert_close_to_exact, run
@@ -22,8 +19,7 @@ from minimha import attention
 from minimha.equations import dense
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu import backend as cpu
-from minimha.kernels.cpu import kernel as cpu_kernel
-from minimha.kernels.cpu import rung4_parallel, rung5_decode, storage, threads
+from minimha.kernels.cpu import rung4_parallel, rung5_decode, storage
 from minimha.kernels.ladder import LADDER
 
 inf = np.inf
@@ -188,9 +184,9 @@ def test_unaligned_arrays_are_copied():
 def test_few_queries_decode_and_many_do_not(monkeypatch):
     taken = []
     for rung in (rung4_parallel, rung5_decode):
-        monkeypatch.setattr(rung, "forward", lambda problem, rung=rung: taken.append(rung.__name__))
+        monkeypatch.setattr(rung, "plan", lambda problem, rung=rung: taken.append(rung.__name__))
     for Lq in (1, 8, 9):
-        cpu.forward(Problem.of(*ragged(Lq=Lq)))
+        cpu.plan(Problem.of(*ragged(Lq=Lq)))
     assert [name.split(".")[-1] for name in taken] == ["rung5_decode"] * 2 + ["rung4_parallel"]
 
 
@@ -236,108 +232,6 @@ def test_several_threads_may_call_at_once(Lq):
         np.testing.assert_array_equal(got, expected[i % 8])
 
 
-def test_launches_are_serialized_on_numbas_own_work_queue():
-    """It ends the process otherwise."""
-    code = (
-        "import numba, numpy as np, minimha\n"
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "x = np.random.default_rng(0).standard_normal((1, 8, 300, 32), np.float32)\n"
-        "def once(_): return minimha.attention(x, x, x, backend='cpu')\n"
-        "with ThreadPoolExecutor(8) as pool: outputs = list(pool.map(once, range(40)))\n"
-        "assert all((output == outputs[0]).all() for output in outputs)\n"
-        "print(numba.threading_layer())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"NUMBA_THREADING_LAYER": "workqueue"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "workqueue"
-
-
-@pytest.mark.parametrize("Lq", [2, 131])
-def test_the_number_of_threads_is_numbas_and_stays(Lq, monkeypatch):
-    asked = []
-    rung, kernel = (
-        (rung5_decode, "parallel_decode") if Lq == 2 else (rung4_parallel, "parallel_tiles")
-    )
-    launch = getattr(rung, kernel)
-    monkeypatch.setattr(
-        rung, kernel, lambda p, workers, *sizes: asked.append(workers) or launch(p, workers, *sizes)
-    )
-    q, k, v = ragged(Lq=Lq)
-    expected = attention(q, k, v, backend="cpu")
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    try:
-        np.testing.assert_allclose(attention(q, k, v, backend="cpu"), expected, rtol=1e-4)
-        assert numba.get_num_threads() == 1
-    finally:
-        numba.set_num_threads(before)
-    assert asked == [before, 1]
-
-
-def in_child(queue, problem):
-    queue.put((threads.num_workers(), attention(*problem, backend="cpu")))
-
-
-@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
-@pytest.mark.parametrize("Lq", [2, 131])
-def test_a_child_process_computes_the_same(Lq, method):
-    problem = ragged(Lq=Lq)
-    expected = attention(*problem, backend="cpu")  # this process has its threads now
-    context = multiprocessing.get_context(method)
-    queue = context.SimpleQueue()
-    child = context.Process(target=in_child, args=(queue, problem))
-    child.start()
-    workers, output = queue.get()
-    child.join(60)
-    assert child.exitcode == 0
-    assert (workers == 0) is (method == "fork")
-    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch):
-    njit = numba.njit
-
-    def refusing(*given, cache=False, **settings):
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return njit(*given, **settings)
-
-    rows = import_module("minimha.kernels.cpu.rung1_rows").rows
-    again = cpu_kernel.Kernel(rows.function, rows.num_sizes, rows.parallel, rows.widens)
-    monkeypatch.setattr(cpu_kernel.numba, "njit", refusing)
-    problem = Problem.of(*ragged(Lq=3))
-    np.testing.assert_array_equal(again(problem)[0], rows(problem)[0])
-
-
-def test_a_second_process_finds_the_compiled_kernel(tmp_path):
-    code = (
-        "import numpy as np, minimha\n"
-        "from minimha.kernels.cpu import rung1_rows\n"
-        "minimha.attention(*np.ones((3, 9, 4)), backend='dense')\n"
-        "from minimha.equations.problem import Problem\n"
-        "rung1_rows.forward(Problem.of(*np.ones((3, 9, 4))))\n"
-        "run = rung1_rows.rows.compiled[np.dtype(float)]\n"
-        "print(sum(run.stats.cache_hits.values()))\n"
-    )
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    hits = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for _ in range(2)
-    ]
-    assert hits == ["0", "1"]
-
-
 def test_too_little_memory_raises_with_the_shape():
     q = np.broadcast_to(np.float32(1), (1, 1, 2**45, 8))
     k = np.ones((1, 1, 4, 8), np.float32)
@@ -346,7 +240,6 @@ def test_too_little_memory_raises_with_the_shape():
 
 
 def test_memory_does_not_grow_with_the_keys():
-    """Scratch is allocated inside the kernels, so the peak of a whole process is measured."""
     code = (
         "import resource, numpy as np, minimha\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.simd.memory import prefetcher
 from minimha.kernels.cpu.simd.vector import (
-    FASTMATH,
     INT,
     REGISTERS,
     VECTOR_BITS,
@@ -154,7 +153,7 @@ def _dots(queries, together, vectors):
 _dots_of_4, _dots_of_2, _dots_of_1 = _dots(4, TOGETHER, 1), _dots(2, TOGETHER, 1), _dots(1, 1, 4)
 
 
-@numba.njit(fastmath=FASTMATH)
+@jit
 def dot_products(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
     """C[c + g · c_row + r] = Σ_k A[a + r · a_row + k] · B[b + g · b_row + k], reading A once.
 
@@ -248,7 +247,7 @@ def _weigh(queries, keys):
 _weigh_4, _weigh_2, _weigh_1 = (_weigh(queries, 4) for queries in (4, 2, 1))
 
 
-@numba.njit(fastmath=FASTMATH)
+@jit
 def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, depth):
     """O += P V for ``rows`` rows of O, reading V from memory once.
 

@@ -1,54 +1,69 @@
-"""Memory: views without reference counts, a counter that threads share, prefetching, bandwidth."""
+"""Memory: views of it, a counter that threads share, prefetching."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 
-from minimha.kernels.cpu.simd.softmax import lanes_max
-from minimha.kernels.cpu.simd.vector import FASTMATH, INT, VECTORS, panel_width, pointer_to
+from minimha.kernels.cpu.simd.vector import INT, pointer_to
+
+# The length of a view whose length is unknown: numba adds it to a negative index, which is meant
+# as it is where the rows of an array run backwards.
+UNKNOWN = INT(0)
 
 
 @intrinsic
 def flat(typing, X, offset):
-    """The memory of X from element ``offset`` on, as a 1-D array without a length of its own.
-
-    numba does not count references to it, so X must outlive it.
-    """
+    """The memory of X from element ``offset`` on, as a 1-D array."""
     signature = types.Array(X.dtype, 1, "C")(X, types.intp)
 
     def generate(context, builder, signature, arguments):
-        kind = signature.args[0]
-        line = context.make_array(signature.return_type)(context, builder)
-        itemsize = INT(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
-        context.populate_array(
-            line,
-            data=pointer_to(context, builder, kind, *arguments),
-            shape=[INT(0)],
-            strides=[itemsize],
-            itemsize=itemsize,
-            meminfo=None,
+        kind, line = signature.args[0], signature.return_type
+        return _view(
+            context, builder, line, pointer_to(context, builder, kind, *arguments), [UNKNOWN]
         )
-        return line._getvalue()
 
     return signature, generate
 
 
 @intrinsic
-def fetch_add(typing, counter):
-    """counter[0] += 1, atomically; returns the value before."""
-    signature = types.int64(counter)
+def matrix(typing, X, offset, rows, columns):
+    """The memory of X from element ``offset`` on, as a 2-D array."""
+    signature = types.Array(X.dtype, 2, "C")(X, types.intp, types.intp, types.intp)
 
     def generate(context, builder, signature, arguments):
-        pointer = pointer_to(context, builder, signature.args[0], arguments[0], INT(0))
-        return builder.atomic_rmw("add", pointer, INT(1), "monotonic")
+        kind, table = signature.args[0], signature.return_type
+        pointer = pointer_to(context, builder, kind, *arguments[:2])
+        return _view(context, builder, table, pointer, arguments[2:])
+
+    return signature, generate
+
+
+def _view(context, builder, kind, pointer, shape):
+    view = context.make_array(kind)(context, builder)
+    itemsize = INT(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+    strides = [itemsize]
+    for length in reversed(shape[1:]):
+        strides.insert(0, builder.mul(length, strides[0]))
+    context.populate_array(
+        view, data=pointer, shape=shape, strides=strides, itemsize=itemsize, meminfo=None
+    )
+    return view._getvalue()
+
+
+@intrinsic
+def fetch_add(typing, counters, n):
+    """counters[n] += 1, atomically; returns the value before.
+
+    What a thread wrote before it counted can be read by whoever counts after it.
+    """
+    signature = types.int64(counters, types.intp)
+
+    def generate(context, builder, signature, arguments):
+        pointer = pointer_to(context, builder, signature.args[0], *arguments)
+        return builder.atomic_rmw("add", pointer, INT(1), "acq_rel")
 
     return signature, generate
 
@@ -80,26 +95,3 @@ def prefetcher(builder, vector, stride, columns, rows):
             prefetch(builder, builder.gep(pointer, [offset]))
 
     return prefetch_rows
-
-
-def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Read a 1-D array once, with all of numba's threads, up to the last full panel of lanes.
-
-    Returns
-    -------
-    ndarray of shape (threads, lanes)
-        The largest number that each lane of each thread read.
-    """
-    largest: NDArray[Any] = _read_memory(numbers, numba.get_num_threads())
-    return largest
-
-
-@numba.njit(parallel=True, fastmath=FASTMATH, cache=True)
-def _read_memory(numbers, workers):
-    width = panel_width(numbers.itemsize)
-    rows = numbers.size // width
-    largest = np.empty((workers, width), numbers.dtype)
-    for worker in numba.prange(workers):
-        first, last = worker * rows // workers, (worker + 1) * rows // workers
-        lanes_max(numbers, first * width, last - first, VECTORS, largest[worker])
-    return largest

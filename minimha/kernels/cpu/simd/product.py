@@ -4,32 +4,36 @@
 C = factor ∘ (A B), and ``tile_product_add`` with the same arguments is C = factor ∘ C + A B. C has
 ``rows`` rows of ``vectors`` vectors, and the inner dimension is ``depth``. A's element (r, k) is at
 a + r · a_row + k · a_k, B's row k starts at b + k · b_k and C's row r at c + r · c_row, all counted
-in elements. ``factor`` has one number per lane.
+in elements. ``factor`` has one number per lane. C must have room for whole register tiles: rows up
+to the next multiple of ``ROWS`` are written too, with copies of the last one's product.
 """
 
 from __future__ import annotations
 
-import numba
 from numba import types
 from numba.extending import intrinsic
 
-from minimha.kernels.cpu.simd.vector import FASTMATH, INT, REGISTERS, Vector, loop, pointer_to
+from minimha.kernels.cpu.jit import jit_inline
+from minimha.kernels.cpu.simd.vector import INT, REGISTERS, Vector, loop, pointer_to
 
 ROWS = REGISTERS // 4  # of a register tile
 
 
-def _register_tile(rows, vectors, adds):
-    """Primitive for a tile of ``rows`` × ``vectors`` vectors of sums."""
+def _register_tile(vectors, adds):
+    """Primitive for a tile of ``ROWS`` × ``vectors`` vectors of sums.
+
+    Where fewer rows are left, the last of them is read again in place of those that are missing.
+    """
 
     @intrinsic
-    def product(typing, A, a, a_row, a_k, B, b, b_k, C, c, c_row, F, depth):
+    def product(typing, A, a, a_row, a_k, B, b, b_k, C, c, c_row, F, left, depth):
         index = types.intp
         signature = types.void(
-            A, index, index, index, B, index, index, C, index, index, F, index
-        )  # fmt: skip
+            A, index, index, index, B, index, index, C, index, index, F, index, index
+        )
 
         def generate(context, builder, signature, arguments):
-            A, a, a_row, a_k, B, b, b_k, C, c, c_row, F, depth = arguments
+            A, a, a_row, a_k, B, b, b_k, C, c, c_row, F, left, depth = arguments
             kinds = signature.args
             vector = Vector(kinds[7].dtype)
             A = pointer_to(context, builder, kinds[0], A, a)
@@ -38,11 +42,16 @@ def _register_tile(rows, vectors, adds):
             F = pointer_to(context, builder, kinds[10], F, INT(0))
 
             def row_of(pointer, stride, r):
-                return builder.gep(pointer, [builder.mul(INT(r), stride)])
+                return builder.gep(pointer, [builder.mul(r, stride)])
 
-            rows_of_A = [row_of(A, a_row, r) for r in range(rows)]
-            rows_of_C = [row_of(C, c_row, r) for r in range(rows)]
-            tile = [(r, n) for r in range(rows) for n in range(vectors)]
+            last = builder.sub(left, INT(1))
+            present = [
+                builder.select(builder.icmp_signed("<", INT(r), left), INT(r), last)
+                for r in range(ROWS)
+            ]
+            rows_of_A = [row_of(A, a_row, r) for r in present]
+            rows_of_C = [row_of(C, c_row, INT(r)) for r in range(ROWS)]
+            tile = [(r, n) for r in range(ROWS) for n in range(vectors)]
             factors = [vector.load(builder, F, n) for n in range(vectors)]
             zeros = [vector.constant(0.0)] * len(tile)
 
@@ -75,30 +84,19 @@ def _register_tile(rows, vectors, adds):
 
 
 def _tile_product(adds):
-    rows_3, rows_2, rows_1 = (_register_tile(ROWS, vectors, adds) for vectors in (3, 2, 1))
-    row_3, row_2, row_1 = (_register_tile(1, vectors, adds) for vectors in (3, 2, 1))
+    tile_3, tile_2, tile_1 = (_register_tile(vectors, adds) for vectors in (3, 2, 1))
 
-    @numba.njit(fastmath=FASTMATH)
     def product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth):
-        r = 0
-        while r + ROWS <= rows:
+        for r in range(0, rows, ROWS):
+            from_a, to, left = a + r * a_row, c + r * c_row, rows - r
             if vectors == 3:
-                rows_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+                tile_3(A, from_a, a_row, a_k, B, b, b_k, C, to, c_row, factor, left, depth)
             elif vectors == 2:
-                rows_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
+                tile_2(A, from_a, a_row, a_k, B, b, b_k, C, to, c_row, factor, left, depth)
             else:
-                rows_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-            a, c, r = a + ROWS * a_row, c + ROWS * c_row, r + ROWS
-        while r < rows:
-            if vectors == 3:
-                row_3(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-            elif vectors == 2:
-                row_2(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-            else:
-                row_1(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, depth)
-            a, c, r = a + a_row, c + c_row, r + 1
+                tile_1(A, from_a, a_row, a_k, B, b, b_k, C, to, c_row, factor, left, depth)
 
-    return product
+    return jit_inline(product)
 
 
 tile_product, tile_product_add = _tile_product(adds=False), _tile_product(adds=True)

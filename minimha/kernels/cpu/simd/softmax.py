@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.simd.vector import (
-    FASTMATH,
     INT,
     VECTOR_BITS,
     Vector,
@@ -55,7 +54,7 @@ def _lanes_max(vectors):
 _max_3, _max_2, _max_1 = (_lanes_max(vectors) for vectors in (3, 2, 1))
 
 
-@numba.njit(fastmath=FASTMATH)
+@jit
 def lanes_max(S, s, n, vectors, M):
     """M[lane] = the largest of n rows S[s + row · lanes + lane]; NaN is ignored."""
     if vectors == 3:
@@ -112,7 +111,10 @@ def _polynomial(builder, vector, coefficients, r):
 
 
 def _times_power_of_2(builder, vector, x, w):
-    """x · 2^w, by adding w to the exponent bits of x."""
+    """x · 2^w, where 2^w is a normal number; NaN stays NaN, whatever its payload.
+
+    Adding w to the exponent bits of x would save an instruction, and turn some NaNs into numbers.
+    """
     mantissa = MANTISSA[vector.bits]
     # Adding 1.5 · 2^mantissa moves a small integer into the lowest bits, without a conversion,
     # which would be undefined for NaN.
@@ -121,8 +123,9 @@ def _times_power_of_2(builder, vector, x, w):
         builder.bitcast(shifted, vector.integers),
         ir.Constant(vector.integers, [mantissa] * vector.width),
     )
-    total = builder.add(builder.bitcast(x, vector.integers), exponent)
-    return builder.bitcast(total, vector.type)
+    one = builder.bitcast(vector.constant(1.0), vector.integers)
+    power = builder.bitcast(builder.add(exponent, one), vector.type)
+    return builder.fmul(x, power)
 
 
 def _exp(builder, vector, x):
@@ -175,7 +178,7 @@ def _cap(typing, S, s, n, cap):
     return signature, generate
 
 
-@numba.njit(fastmath=FASTMATH)
+@jit
 def soft_cap(S, s, n, cap):
     """S = cap · tanh(S / cap) in n items from S[s] on."""
     width = VECTOR_BITS // (8 * S.itemsize)
@@ -236,7 +239,7 @@ def _lanes_exp(vectors):
 _exp_3, _exp_2, _exp_1 = (_lanes_exp(vectors) for vectors in (3, 2, 1))
 
 
-@numba.njit(fastmath=FASTMATH)
+@jit
 def lanes_exp(S, s, n, vectors, M, T):
     """S = exp(S - M[lane]) in n rows of lanes from S[s] on, and T[lane] = the sum over the rows.
 

@@ -7,8 +7,6 @@ from llvmlite import binding, ir
 from numba.core import cgutils
 from numba.extending import register_jitable
 
-# Without nnan and ninf: NaN and infinity are legal values here.
-FASTMATH = {"nsz", "arcp", "contract", "afn", "reassoc"}
 VECTORS = 3  # side by side in a full panel
 INT = ir.IntType(64)
 

@@ -1,0 +1,65 @@
+"""Which backend "auto" takes: the fastest one that costs less to get ready than it saves.
+
+The CPU kernels win at every size once they are compiled. But importing numba and loading them takes
+half a second, and compiling them some seconds. So "dense" computes until it has taken as long as
+that: whoever solves one toy problem never waits, and whoever solves many never loses more than
+twice the time.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib import import_module
+from types import ModuleType
+
+from minimha.equations.problem import Problem
+
+LOG = logging.getLogger("minimha")
+LOADING, COMPILING = 0.5, 10.0  # seconds until a kernel is ready, from disk and from its source
+DENSE_RATE = 5e9  # products per second, about, of the dense backend
+DENSE_MEMORY = 1 << 30  # bytes of scores, beyond which the kernels are worth their compilation
+
+_spent = 0.0  # seconds that "auto" has spent in the dense backend
+_broken = False
+
+
+def choose(problem: Problem) -> str:
+    """ "cpu" or "dense"."""
+    if _broken:
+        return "dense"
+    loaded = sys.modules.get("minimha.kernels.cpu.backend")
+    if loaded and loaded.is_ready(problem):
+        return "cpu"
+    (B, H, Lq, D), (Lk, Dv) = problem.q.shape, problem.v.shape[2:]
+    cost = _spent + B * H * Lq * Lk * (D + Dv) / DENSE_RATE
+    if cost < LOADING:
+        return "dense"
+    backend = _imported()
+    if backend is None:
+        return "dense"
+    scores = B * H * Lq * Lk * problem.compute.itemsize
+    if cost < COMPILING and scores < DENSE_MEMORY and not backend.is_stored(problem):
+        return "dense"
+    return "cpu"
+
+
+def spent(seconds: float) -> None:
+    """Note how long the dense backend took for what "auto" gave it."""
+    global _spent
+    _spent += seconds
+
+
+def give_up(error: Exception) -> None:
+    """Do without the CPU kernels from now on, because they cannot be compiled here."""
+    global _broken
+    _broken = True
+    LOG.warning("minimha: the CPU kernels cannot run here, NumPy computes instead: %s", error)
+
+
+def _imported() -> ModuleType | None:
+    try:
+        return import_module("minimha.kernels.cpu.backend")
+    except Exception as error:  # a numba that is broken may raise anything
+        give_up(error)
+        return None

@@ -1,0 +1,130 @@
+"""Machine code of this process: loaded from disk, or compiled and stored there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from numba.core import config
+from numba.core.ccallback import CFunc
+from numba.core.compiler import CompileResult
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.serialize import dumps
+
+from minimha.kernels.cpu.disk import File
+from minimha.kernels.cpu.jit import OPTIONS
+
+LOG = logging.getLogger("minimha")
+
+
+class Compiled:
+    """A function as C calls it, with integers for arguments; ``address`` is where it is."""
+
+    def __init__(self, function: CFunc) -> None:
+        self._owner = function  # of the machine code
+        self.address = int(function.address)
+
+    def __call__(self, *arguments: int) -> Any:
+        return self._owner.ctypes(*arguments)
+
+
+class _Code:
+    """Where numba looks for machine code before it compiles, and puts it afterwards."""
+
+    def __init__(self, code: bytes | None) -> None:
+        self.code = code
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        if self.code is None:
+            return None
+        target_context.refresh()
+        return CompileResult._rebuild(target_context, *pickle.loads(self.code))
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        self.code = dumps(result._reduce())
+
+
+_lock = threading.RLock()
+
+
+def compiled(
+    function: Callable[..., Any], signature: Any, name: str, is_slow: bool = False
+) -> Compiled:
+    """``function`` as machine code, from disk if it was compiled before.
+
+    One process compiles and stores, others that come meanwhile wait and load.
+
+    Parameters
+    ----------
+    function : callable
+        Of integers.
+    signature : numba signature
+    name : str
+        Its name on disk, with whatever it depends on besides the sources and this machine.
+    is_slow : bool, default False
+        Whether it takes seconds to compile, which is then logged.
+    """
+    file = File(name, str(signature))
+    with _lock:
+        found = _loaded(function, signature, file)
+        if found:
+            return found
+        with file.exclusive():
+            found = _loaded(function, signature, file)
+            if found:
+                return found
+            if is_slow:
+                LOG.warning(
+                    "minimha: compiling %s, some seconds, once on this machine; "
+                    "minimha.compile() does it ahead",
+                    name,
+                )
+            made, code = _compile(function, signature, None)
+            file.write(code)
+            return made
+
+
+def is_stored(signature: Any, name: str) -> bool:
+    """Whether ``compiled`` would load it."""
+    return File(name, str(signature)).read() is not None
+
+
+def _loaded(function: Callable[..., Any], signature: Any, file: File) -> Compiled | None:
+    code = file.read()
+    if code is None:
+        return None
+    try:
+        return _compile(function, signature, code)[0]
+    except Exception as error:  # whatever is wrong with the file, compiling anew mends it
+        LOG.warning("minimha: %s cannot be loaded (%s): compiling it anew", file.file, error)
+        return None
+
+
+def _compile(
+    function: Callable[..., Any], signature: Any, code: bytes | None
+) -> tuple[Compiled, bytes]:
+    """``function`` from its code, or from its source; and its code."""
+    made = CFunc(function, (signature.args, signature.return_type), {}, dict(OPTIONS))
+    made._cache = _Code(code)
+    with global_compiler_lock:
+        before = config.BOUNDSCHECK  # NUMBA_BOUNDSCHECK would overrule the option
+        config.BOUNDSCHECK = None
+        try:
+            made.compile()
+        finally:
+            config.BOUNDSCHECK = before
+    return Compiled(made), made._cache.code
+
+
+def _forget_lock() -> None:
+    """In a forked child no thread lives that could release it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)

@@ -1,0 +1,297 @@
+"""Helper threads that join a job if they get a core, and that nobody waits for if they do not.
+
+A barrier, as at the end of OpenMP's loops, waits for every thread, even for one that never ran
+because another process held its core. Here the caller computes too. It opens the job, takes tasks
+until none is left, closes the job, and waits only for helpers that have entered it. Whoever arrives
+late finds the door closed. So a job takes as long as the cores that were free need for it.
+
+Helpers spin for ``SPIN`` seconds and then sleep on a futex; where there is none, in Python. They
+belong to one process: a forked child, which has none of its parent's threads, starts its own.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from minimha.kernels.cpu.compiler import Compiled, compiled
+from minimha.kernels.cpu.jit import jit
+from minimha.kernels.cpu.simd.vector import INT
+
+SPIN = 30e-6  # seconds: longer than the gap between two calls, shorter than a neighbour notices
+CACHE_LINE = 64  # bytes
+# The words that caller and helpers share, each on a cache line of its own.
+DOOR, BELL, ASLEEP, WAITING, BUSY, NEXT, LIMIT, KERNEL, ARGUMENTS, CPU, ALLOWED, MASK, IDS = (
+    n * CACHE_LINE for n in range(13)
+)
+# DOOR is OPEN plus the number of helpers inside; BELL counts jobs; NEXT deals out worker numbers up
+# to LIMIT; IDS has the number of helpers, then their thread ids.
+OPEN = 1 << 40
+MOST = 1024  # helpers
+
+# The number of the system call, where this file knows it.
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
+FUTEX_WAIT, FUTEX_WAKE = 128, 129  # private to the process
+PAUSE = {"x86_64": "llvm.x86.sse2.pause", "AMD64": "llvm.x86.sse2.pause"}.get(platform.machine())
+
+I64 = types.int64
+
+
+def _atomic(name: str) -> Any:
+    """Primitive: an atomic operation on the word at an address; returns the value before."""
+
+    @intrinsic
+    def operation(typing, address, value):
+        def generate(context, builder, signature, arguments):
+            word = builder.inttoptr(arguments[0], INT.as_pointer())
+            return builder.atomic_rmw(name, word, arguments[1], "seq_cst")
+
+        return I64(I64, I64), generate
+
+    return operation
+
+
+add, exchange = _atomic("add"), _atomic("xchg")
+
+
+@intrinsic
+def load(typing, address):
+    """The word at an address, read atomically."""
+
+    def generate(context, builder, signature, arguments):
+        word = builder.inttoptr(arguments[0], INT.as_pointer())
+        return builder.load_atomic(word, "seq_cst", 8)
+
+    return I64(I64), generate
+
+
+@intrinsic
+def pause(typing):
+    """Tell the core that this thread spins."""
+
+    def generate(context, builder, signature, arguments):
+        if PAUSE:
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, PAUSE), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def call(typing, function, arguments, worker):
+    """Call the kernel at an address."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [INT, INT])
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(I64, I64, I64), generate
+
+
+if FUTEX:
+    _syscall = types.ExternalFunction("syscall", I64(I64, I64, I64, I64, I64, I64, I64))
+    _getcpu = types.ExternalFunction("sched_getcpu", types.int32())
+    _setaffinity = types.ExternalFunction("sched_setaffinity", types.int32(types.int32, I64, I64))
+
+    @jit
+    def sleep(address, value):
+        """Sleep until the word is woken, unless it is not ``value`` any more."""
+        _syscall(FUTEX, address, FUTEX_WAIT, value & 0xFFFFFFFF, 0, 0, 0)
+
+    @jit
+    def wake(address, number):
+        """Wake so many threads that sleep on a word."""
+        _syscall(FUTEX, address, FUTEX_WAKE, number, 0, 0, 0)
+
+    @jit
+    def leave_core_to_caller(words):
+        """Keep the helpers off the caller's core, where the scheduler likes to wake them."""
+        cpu = np.int64(_getcpu())
+        allowed = load(words + ALLOWED)
+        mask = allowed & ~(np.int64(1) << cpu)
+        if allowed and mask and load(words + CPU) != cpu:
+            exchange(words + CPU, cpu)
+            exchange(words + MASK, mask)
+            for n in range(load(words + IDS)):
+                _setaffinity(np.int32(load(words + IDS + 8 * (n + 1))), 8, words + MASK)
+
+else:
+
+    @jit
+    def sleep(address, value):
+        """Without a futex a thread returns to Python to sleep, and here it spins."""
+
+    @jit
+    def wake(address, number):
+        """Without a futex Python wakes the helpers before the job opens."""
+
+    @jit
+    def leave_core_to_caller(words):
+        """Only Linux says on which core a thread runs."""
+
+
+def run_job(words, kernel, arguments, workers, spins):
+    """Run a kernel with up to ``workers`` threads, the caller's among them."""
+    is_open = workers > 1 and exchange(words + BUSY, 1) == 0  # else another thread has the helpers
+    if is_open:
+        exchange(words + KERNEL, kernel)
+        exchange(words + ARGUMENTS, arguments)
+        exchange(words + NEXT, 1)
+        exchange(words + LIMIT, workers)
+        leave_core_to_caller(words)
+        add(words + DOOR, OPEN)
+        add(words + BELL, 1)
+        if load(words + ASLEEP) > 0:
+            wake(words + BELL, workers - 1)
+    call(kernel, arguments, 0)
+    if is_open:
+        inside = add(words + DOOR, -OPEN) - OPEN
+        spun = 0
+        while inside > 0 and (spun < spins or not FUTEX):
+            pause()
+            spun += 1
+            inside = load(words + DOOR)
+        if inside > 0:  # a helper was taken off its core: sleep, and leave this one to it
+            exchange(words + WAITING, 1)
+            inside = load(words + DOOR)
+            while inside > 0:
+                sleep(words + DOOR, inside)
+                inside = load(words + DOOR)
+            exchange(words + WAITING, 0)
+        exchange(words + BUSY, 0)
+
+
+def help_out(words, seen, spins):
+    """A helper: wait for the bell, join the job if its door is open, for ever.
+
+    Without a futex it returns the number of jobs that it has seen, to sleep in Python.
+    """
+    while True:
+        spun = 0
+        while load(words + BELL) == seen:
+            if spun < spins:
+                pause()
+                spun += 1
+            elif FUTEX:
+                add(words + ASLEEP, 1)
+                sleep(words + BELL, seen)
+                add(words + ASLEEP, -1)
+            else:
+                return seen
+        seen = load(words + BELL)
+        if load(words + DOOR) >= OPEN:
+            if add(words + DOOR, 1) >= OPEN:
+                worker = add(words + NEXT, 1)
+                if worker < load(words + LIMIT):
+                    call(load(words + KERNEL), load(words + ARGUMENTS), worker)
+            add(words + DOOR, -1)
+            if load(words + WAITING):
+                wake(words + DOOR, 1)
+
+
+def spin(number):
+    """Pause so many times."""
+    for _ in range(number):
+        pause()
+
+
+class Pool:
+    """The helper threads of this process."""
+
+    def __init__(self) -> None:
+        self._buffer = np.zeros((IDS + 8 * (MOST + 1)) // 8 + CACHE_LINE // 8, np.int64)
+        self.words = -(-self._buffer.ctypes.data // CACHE_LINE) * CACHE_LINE
+        self._helpers: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._bell = None if FUTEX else threading.Semaphore(0)
+        system = "futex" if FUTEX else "portable"
+        self._run = compiled(run_job, types.void(I64, I64, I64, I64, I64), f"run_job-{system}")
+        self._help = compiled(help_out, I64(I64, I64, I64), f"help_out-{system}")
+        self.spins = _spins(compiled(spin, types.void(I64), f"spin-{system}"))
+        if FUTEX:
+            cpus = os.sched_getaffinity(0)
+            if max(cpus) < 63:
+                self._write(ALLOWED, sum(1 << cpu for cpu in cpus))
+            self._write(CPU, -1)
+
+    def run(self, kernel: int, arguments: int, workers: int) -> None:
+        """Run the kernel at an address with up to ``workers`` threads."""
+        if workers > len(self._helpers) + 1:
+            self._start(workers - 1)
+        if self._bell and workers > 1:
+            self._bell.release(workers - 1)
+        self._run(self.words, kernel, arguments, workers, self.spins)
+
+    def _start(self, helpers: int) -> None:
+        with self._lock:
+            while len(self._helpers) < min(helpers, MOST):
+                name = f"minimha-{len(self._helpers) + 1}"
+                thread = threading.Thread(target=self._helper, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system gives no more threads: those that run suffice
+                    return
+                self._helpers.append(thread)
+
+    def _helper(self) -> None:
+        if FUTEX:
+            with suppress(OSError):  # woken, it shall not take a core from others, or its caller
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            with self._lock:
+                number = self._read(IDS) + 1
+                self._write(IDS + 8 * number, threading.get_native_id())
+                self._write(IDS, number)
+            self._write(CPU, -1)
+        seen = self._read(BELL)
+        while True:
+            if self._bell:
+                self._bell.acquire()
+            seen = self._help(self.words, seen, self.spins)
+
+    def _read(self, word: int) -> int:
+        return int(self._buffer[(self.words + word - self._buffer.ctypes.data) // 8])
+
+    def _write(self, word: int, value: int) -> None:
+        self._buffer[(self.words + word - self._buffer.ctypes.data) // 8] = value
+
+
+def _spins(spin: Compiled) -> int:
+    """How many pauses take ``SPIN`` seconds on this machine; one takes 10 to 50 ns."""
+    start = time.perf_counter()
+    spin(2000)
+    return max(100, int(2000 * SPIN / max(1e-9, time.perf_counter() - start)))
+
+
+_pool: Pool | None = None
+_making = threading.Lock()
+
+
+def pool() -> Pool:
+    """The helper threads of this process, started when a job first wants them."""
+    global _pool
+    if _pool is None:
+        with _making:
+            _pool = _pool or Pool()
+    return _pool
+
+
+def _forget() -> None:
+    global _pool, _making
+    _pool, _making = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,32 @@
+"""What a fork must wait for, so that the child finds it whole.
+
+A child has only the thread that forked. A lock that another thread held then is held for ever in
+the child, and what that thread was changing stays half changed. numba compiles under one lock, and
+the child needs it, so a fork waits until no other thread compiles: at most some seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+WAIT = 60  # seconds
+
+_held: list[Any] = []
+
+
+def _hold() -> None:
+    module = sys.modules.get("numba.core.compiler_lock")
+    lock = getattr(getattr(module, "global_compiler_lock", None), "_lock", None)
+    if lock is not None and lock.acquire(timeout=WAIT):
+        _held.append(lock)
+
+
+def _release() -> None:
+    while _held:
+        _held.pop().release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)

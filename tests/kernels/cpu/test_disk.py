@@ -1,0 +1,247 @@
+"""Machine code on disk: found again, never the wrong one, and no error where it cannot be kept."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernels.cpu.test_rungs import ragged
+
+import minimha
+from minimha.equations import dense
+from minimha.equations.problem import Problem
+from minimha.kernels.cpu import disk, rung1_rows
+from minimha.kernels.cpu.kernel import Kernel
+
+LIMIT = 300  # seconds, for a process that could wait for ever
+ONE = """
+import numpy as np
+from minimha.equations.problem import Problem
+from minimha.kernels.cpu import rung1_rows
+q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 9, 4), np.float32)
+print(rung1_rows.forward(Problem.of(q, k, v, scale=1.0))[0].sum(dtype=float))
+"""
+PROBLEM = Problem.of(*ragged(Lq=3, Lk=50))
+
+
+def computed(**settings):
+    """What a process of its own prints, and what it logs."""
+    done = subprocess.run(
+        [sys.executable, "-c", ONE], capture_output=True, text=True, timeout=LIMIT, **settings
+    )
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout), done.stderr
+
+
+def a_fresh_kernel():
+    """Rung 1 as a process has it that has compiled nothing."""
+    return Kernel(rung1_rows.rows, rung1_rows.BUFFERS)
+
+
+def assert_right(kernel):
+    O, L = kernel.plan(PROBLEM, lengths={"O_i": PROBLEM.v.shape[3]})(PROBLEM)
+    for got, expected in zip((O, L), dense.forward(PROBLEM), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The only folder for compiled kernels."""
+    monkeypatch.setattr(disk, "folders", lambda: [tmp_path])
+    tmp_path.chmod(0o755)
+    return tmp_path
+
+
+def stored(folder):
+    (file,) = folder.glob("minimha-rows-*.code")
+    return file
+
+
+def test_a_second_process_finds_the_machine_code(tmp_path):
+    settings = {"env": os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}}
+    first, log = computed(**settings)
+    assert "compiling rows-float32, some seconds, once on this machine" in log
+    assert computed(**settings) == (first, "")
+
+
+def test_one_of_several_processes_compiles_and_the_others_wait(tmp_path):
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=LIMIT) for process in processes]
+    assert len({output for output, _ in said}) == 1
+    assert sum(log.count("compiling") for _, log in said) == 1
+
+
+@pytest.mark.parametrize("changed", ["kernels/score.py", "kernels/cpu/mask.py"])
+def test_an_upgrade_in_place_computes_with_the_new_code(changed, tmp_path):
+    """numba's own cache knows only the file of the kernel itself, not those that it imports."""
+    package = tmp_path / "minimha"
+    shutil.copytree(
+        Path(minimha.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    settings = {"cwd": tmp_path, "env": os.environ | {"NUMBA_CACHE_DIR": ""}}
+    before, _ = computed(**settings)
+    source = package / changed
+    text, status = source.read_text(), source.stat()
+    upgraded = text.replace("s *= head.scale", "s *= 2 * head.scale").replace(
+        "return not is_hidden(", "return j != 1 and not is_hidden("
+    )
+    assert upgraded != text
+    source.write_text(upgraded)
+    os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a reproducible build has it
+    for cached in package.rglob("__pycache__/*.pyc"):
+        cached.unlink()
+    after, log = computed(**settings)
+    assert "compiling" in log
+    assert after != before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda code: b"",
+        lambda code: code[:10],
+        lambda code: code[:-1],
+        lambda code: bytes(len(code)),
+        lambda code: code[:32] + os.urandom(len(code) - 32),
+        lambda code: code[:1000] + b"?" + code[1001:],
+        lambda code: b"\x80" * 5000,
+    ],
+)
+def test_a_damaged_file_is_not_found(damage, folder):
+    assert_right(a_fresh_kernel())
+    stored(folder).write_bytes(damage(stored(folder).read_bytes()))
+    assert_right(a_fresh_kernel())
+    assert len(stored(folder).read_bytes()) > 5000  # whole again
+
+
+def test_machine_code_that_does_not_load_is_compiled_anew(folder, caplog):
+    """Whole, but no pickle of numba's."""
+    assert_right(a_fresh_kernel())
+    file = stored(folder)
+    disk.File("rows-float32", "").write(b"x")
+    (other,) = set(folder.glob("*.code")) - {file}
+    other.replace(file)
+    assert_right(a_fresh_kernel())
+    assert "cannot be loaded" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="this system has no owners of files")
+@pytest.mark.parametrize("path", ["folder", "file"])
+@pytest.mark.parametrize("harm", ["owned by another user", "writable by others"])
+def test_what_somebody_else_could_have_written_is_not_read(harm, path, folder, monkeypatch):
+    assert_right(a_fresh_kernel())
+    name = Path(stored(folder)).name
+    target = folder if path == "folder" else folder / name
+    if harm == "writable by others":
+        target.chmod(0o777)
+    else:
+        stat, foreign = Path.stat, 4242
+
+        def owned(self, **options):
+            found = stat(self, **options)
+            if self != target:
+                return found
+            return os.stat_result((*found[:4], foreign, *found[5:]))
+
+        monkeypatch.setattr(Path, "stat", owned)
+    read = []
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read.append(self) or b"")
+    assert disk.is_trusted(target) is False
+    file = disk.File("rows-float32", "")
+    monkeypatch.setattr(file, "file", name)
+    assert file.read() is None
+    assert read == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="resource limits are POSIX's")
+def test_a_full_disk_is_no_error(tmp_path):
+    limited = (
+        "import resource, signal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limited + ONE],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=LIMIT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cannot be stored in") == 1
+    assert not list((tmp_path / "minimha").glob(".minimha-*"))
+
+
+def test_no_folder_at_all_is_no_error(monkeypatch, caplog):
+    monkeypatch.setattr(disk, "folders", list)
+    disk._warn_once.cache_clear()
+    assert_right(a_fresh_kernel())
+    assert_right(a_fresh_kernel())
+    assert caplog.text.count("every process compiles anew") == 1
+
+
+def test_a_folder_that_is_a_file_is_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(disk, "folders", lambda: [tmp_path / "file", tmp_path / "new" / "cache"])
+    assert_right(a_fresh_kernel())
+    assert stored(tmp_path / "new" / "cache")
+
+
+def test_a_read_only_folder_is_read(tmp_path, monkeypatch):
+    """As in a container whose kernels were compiled when it was built."""
+    monkeypatch.setattr(disk, "folders", lambda: [tmp_path])
+    tmp_path.chmod(0o755)
+    assert_right(a_fresh_kernel())
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(disk.File, "write", lambda self, code: pytest.fail("compiled again"))
+    assert_right(a_fresh_kernel())
+
+
+def test_nobody_waits_for_ever(folder, monkeypatch):
+    """The lock's holder may be stuck."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c",
+         "import fcntl, sys, time\n"
+         "lock = open(sys.argv[1], 'ab')\n"
+         "fcntl.lockf(lock, fcntl.LOCK_EX)\n"
+         "print('held', flush=True)\n"
+         "time.sleep(300)\n", str(folder / "minimha-rows-float32.lock")],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "held\n"
+        monkeypatch.setattr(disk, "WAIT", 0.2)
+        assert_right(a_fresh_kernel())
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_old_versions_are_deleted(folder):
+    for n in range(disk.KEPT + 3):
+        file = disk.File("rows-float32", str(n))
+        file.write(b"code")
+        os.utime(folder / file.file, (n, n))
+    assert len(list(folder.glob("*.code"))) == disk.KEPT
+    assert disk.File("rows-float32", str(disk.KEPT + 2)).read() == b"code"
+    assert disk.File("rows-float32", "0").read() is None
+
+
+def test_nothing_is_left_behind_by_a_write_that_fails(folder, monkeypatch, caplog):
+    def full(*paths):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    disk._warn_once.cache_clear()
+    assert_right(a_fresh_kernel())
+    assert "No space left on device" in caplog.text
+    assert not list(folder.glob("*.tmp"))

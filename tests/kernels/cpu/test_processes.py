@@ -1,0 +1,235 @@
+"""Forks, other libraries' threads, Ctrl-C: nobody hangs. Each process here has a time limit."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from importlib.util import find_spec
+
+import pytest
+
+LIMIT = 240  # seconds; a cold machine compiles first
+COMMON = """
+import multiprocessing, os, sys, threading, time
+import numpy as np
+import minimha
+rng = np.random.default_rng(0)
+many, few = (
+    [rng.standard_normal((2, 4, L, 32), np.float32) for L in (Lq, 3000, 3000)] for Lq in (300, 2)
+)
+
+def compute(_=None):
+    return [minimha.attention(*x, backend="cpu") for x in (many, few)]
+
+def check(results, expected):
+    for got, wanted in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+"""
+
+
+def finishes(code, **settings):
+    """Run Python code in a process of its own, which must end well within ``LIMIT``."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON + textwrap.dedent(code)],
+        capture_output=True, text=True, timeout=LIMIT, **settings,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+POOL = """
+if __name__ == "__main__":
+    {parent}
+    expected = None if {unused} else compute()
+    with multiprocessing.get_context("{method}").Pool(2) as pool:
+        results = pool.map_async(compute, range(4)).get({limit})
+    for result in results:
+        check(result, expected or compute())
+"""
+PARENTS = {
+    "nothing": "pass",
+    "torch": "import torch; a = torch.ones(512, 512); a @ a",
+    "numba's prange": "from tests_prange import run; run()",
+}
+PRANGE = """
+import numba, numpy as np
+
+@numba.njit(parallel=True)
+def total(x):
+    s = 0.0
+    for i in numba.prange(x.size):
+        s += x[i]
+    return s
+
+def run():
+    total(np.ones(1_000_000))
+"""
+
+
+@pytest.mark.parametrize("unused", [True, False], ids=["parent unused", "parent used"])
+@pytest.mark.parametrize("parent", PARENTS)
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_pool_of_processes(method, parent, unused, tmp_path):
+    if method not in __import__("multiprocessing").get_all_start_methods():
+        pytest.skip(f"{method} is not a way to start a process here")
+    if parent == "torch" and not find_spec("torch"):
+        pytest.skip("torch is not installed")
+    (tmp_path / "tests_prange.py").write_text(PRANGE)
+    main = tmp_path / "main.py"
+    main.write_text(
+        COMMON + POOL.format(parent=PARENTS[parent], method=method, unused=unused, limit=LIMIT / 2)
+    )
+    root = os.getcwd()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, str(tmp_path)])}
+    done = subprocess.run(
+        [sys.executable, str(main)], env=environment,
+        capture_output=True, text=True, timeout=LIMIT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_workers_of_torchs_data_loader():
+    if not find_spec("torch"):
+        pytest.skip("torch is not installed")
+    finishes("""
+        import torch
+
+        class Rows(torch.utils.data.Dataset):
+            def __len__(self):
+                return 6
+
+            def __getitem__(self, n):
+                return torch.from_numpy(compute()[n % 2].copy())
+
+        torch.ones(512, 512) @ torch.ones(512, 512)
+        loader = torch.utils.data.DataLoader(
+            Rows(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=120
+        )
+        for n, got in enumerate(loader):
+            np.testing.assert_array_equal(got.numpy(), compute()[n % 2])
+    """)
+
+
+def test_a_fork_while_another_thread_compiles(tmp_path):
+    finishes(
+        """
+        thread = threading.Thread(target=compute)
+        thread.start()
+        while "numba.core.ccallback" not in sys.modules:
+            time.sleep(0.01)
+        for _ in range(5):
+            time.sleep(0.4)
+            child = os.fork()
+            if not child:
+                compute()
+                os._exit(0)
+            deadline = time.monotonic() + 100
+            while os.waitpid(child, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    os.kill(child, 9)
+                    sys.exit("the child hangs")
+                time.sleep(0.05)
+        thread.join()
+        """,
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+    )
+
+
+def test_many_forks_while_other_threads_compute():
+    finishes("""
+        expected = compute()
+        stop = False
+
+        def keep_computing():
+            while not stop:
+                compute()
+
+        threads = [threading.Thread(target=keep_computing) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for n in range(60):
+            child = os.fork()
+            if not child:
+                check(compute(), expected)
+                os._exit(0)
+            deadline = time.monotonic() + 60
+            while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+                if time.monotonic() > deadline:
+                    os.kill(child, 9)
+                    os._exit(1)
+                time.sleep(0.001)
+            assert ended[1] == 0, ended
+        stop = True
+    """)
+
+
+def test_a_grandchild():
+    finishes("""
+        expected = compute()
+        for _ in range(3):
+            child = os.fork()
+            if child:
+                os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        check(compute(), expected)
+    """)
+
+
+def test_calls_from_many_threads_while_helpers_are_wanted_by_all():
+    finishes("""
+        from concurrent.futures import ThreadPoolExecutor
+
+        expected = compute()
+        with ThreadPoolExecutor(8) as pool:
+            for result in pool.map(compute, range(80)):
+                check(result, expected)
+    """)
+
+
+def test_helpers_without_a_futex_sleep_in_python():
+    """As on systems other than Linux."""
+    finishes("""
+        import platform, numba
+        platform.machine = lambda: "unknown"
+        from minimha.kernels.cpu import pool
+        assert pool.FUTEX is None and pool.PAUSE is None
+        from concurrent.futures import ThreadPoolExecutor
+
+        expected = [minimha.attention(*x, backend="dense") for x in (many, few)]
+        with ThreadPoolExecutor(4) as executor:
+            for result in executor.map(compute, range(30)):
+                for got, wanted in zip(result, expected, strict=True):
+                    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+        child = os.fork()
+        if not child:
+            compute()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+def test_ctrl_c_is_answered_while_a_kernel_runs():
+    code = COMMON + textwrap.dedent("""
+        compute()
+        x = np.ones((1, 32, 16384, 64), np.float32)
+        print("ready", flush=True)
+        try:
+            minimha.attention(x, x, x, backend="cpu")
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+            check(compute(), compute())
+    """)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        said, error = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    assert said == "interrupted\n", error
+    assert process.returncode == 0
