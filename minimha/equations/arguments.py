@@ -81,10 +81,11 @@ def number(
     Raises
     ------
     TypeError
-        It is no real number.
+        It is no real number, or a masked one.
     ValueError
         It is below ``low``, NaN, infinite or beyond the dtype's range.
     """
+    _check_unmasked(name, value)
     scalar = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
         raise TypeError(f"{name_of(name)} is {value!r}: expected a number")
@@ -108,14 +109,12 @@ def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
     Raises
     ------
     TypeError
-        It is a masked array, whose mask NumPy would drop; ``hint`` says what to give instead.
+        It is a masked array, or a list with one in it, whose mask NumPy would drop; ``hint`` says
+        what to give instead.
     ValueError
         Its rows differ in length.
     """
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name_of(name)} is a masked array, whose mask would be lost: give a plain array{hint}"
-        )
+    _check_unmasked(name, value, hint)
     try:
         return np.asarray(value)
     except (ValueError, TypeError) as error:
@@ -123,6 +122,25 @@ def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
             f"{name_of(name)} is not a rectangular array of numbers: rows of one matrix must have "
             f"equal lengths ({error})"
         ) from None
+
+
+def _check_unmasked(name: str, value: Any, hint: str = "") -> None:
+    if _has_mask(value):
+        is_list = isinstance(value, (list, tuple))
+        raise TypeError(
+            f"{name_of(name)} {'holds' if is_list else 'is'} a masked array, whose mask would be "
+            f"lost: give a plain array{hint}"
+        )
+
+
+def _has_mask(value: Any) -> bool:
+    """Whether ``value`` is a masked array or number, or a list with one in it, however deep."""
+    if not isinstance(value, (list, tuple)):
+        return isinstance(value, np.ma.MaskedArray)
+    kinds = set(map(type, value))  # spares a call for each of many numbers
+    return any(issubclass(kind, (np.ma.MaskedArray, list, tuple)) for kind in kinds) and any(
+        map(_has_mask, value)
+    )
 
 
 def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:

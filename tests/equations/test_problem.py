@@ -112,9 +112,40 @@ def test_unsupported_dtypes(q, sentence):
     assert sentence in str(caught.value)
 
 
-def test_a_masked_array_is_refused_since_its_mask_would_be_lost():
-    with pytest.raises(TypeError, match="v is a masked array, whose mask would be lost"):
-        attention([[1.0]], [[1.0]], np.ma.masked_array([[1.0]], [[True]]))
+MASKED = {
+    "v": np.ma.masked_array(V, V > 0),
+    "attn_mask": np.ma.masked_array(np.ones((3, 6), bool), True),
+    "attn_bias": np.ma.masked_array(np.ones((3, 6)), True),
+    "kv_lengths": np.ma.masked_array([1, 2], [True, False]),
+    "q_offset": np.ma.masked_array([1, 2], [True, False]),
+    "alibi_slopes": np.ma.masked_array(np.ones(4), True),
+    "sinks": np.ma.masked_array(np.ones(4), True),
+    "scale": np.ma.masked_array(2.0, True),
+    "softcap": np.ma.masked,
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_masked_array_is_refused_since_its_mask_would_be_lost(name):
+    given = {"q": Q, "k": K, "v": V, "q_offset": 0, name: MASKED[name]}
+    with pytest.raises(TypeError, match=f"{name} is a masked array, whose mask would be lost"):
+        attention(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("v", [MASKED["v"][0], V[1]]),
+        ("attn_mask", [[np.ma.masked] * 6] * 3),
+        ("kv_lengths", (np.ma.masked, 2)),
+        ("q_offset", [np.ma.masked_array(3, True), 2]),
+        ("sinks", [np.ma.masked, 0.0, 1.0, 2.0]),
+    ],
+)
+def test_so_is_a_list_that_holds_one(name, value):
+    given = {"q": Q, "k": K, "v": V, name: value}
+    with pytest.raises(TypeError, match=f"{name} holds a masked array, whose mask would be lost"):
+        attention(**given)
 
 
 @pytest.mark.parametrize("option", [{"softcap": 1e-50}, {"softcap": 1e39}, {"scale": 1e300}])
