@@ -143,6 +143,21 @@ def _has_mask(value: Any) -> bool:
     )
 
 
+def cast(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """``array`` in ``dtype``, rounded as IEEE 754 says; the caller's ``np.seterr`` has no say.
+
+    Examples
+    --------
+    >>> with np.errstate(all="raise"):
+    ...     cast(np.array([1e-300, 1e300]), np.dtype(np.float32))
+    array([ 0., inf], dtype=float32)
+    """
+    if array.dtype == dtype:
+        return array
+    with np.errstate(all="ignore"):
+        return array.astype(dtype)
+
+
 def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
     """``value`` as an array of a floating dtype that the library computes with."""
     array = rectangular(name, value, hint=" and attn_mask")

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import (
     as_floating,
+    cast,
     common_dtype,
     compute_dtype,
     counted,
@@ -160,7 +161,7 @@ class Problem:
     def as_given(self, O: NDArray[Any], L: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return output and log-sum-exp in the caller's rank, the output in the caller's dtype."""
         leading = (0,) * (4 - self.rank)
-        return O[leading].astype(self.dtype, copy=False), L[leading]
+        return cast(O[leading], self.dtype), L[leading]
 
 
 def _arrays(
@@ -182,7 +183,7 @@ def _arrays(
                 f"must all be {RANKS[rank]}"
             )
     dtype = common_dtype({name: array.dtype for name, array in given.items()})
-    q4, k4, v4 = (array.astype(dtype, copy=False)[(None,) * (4 - rank)] for array in given.values())
+    q4, k4, v4 = (cast(array, dtype)[(None,) * (4 - rank)] for array in given.values())
     _check_shapes(q4, k4, v4)
     return rank, (q4, k4, v4)
 
@@ -314,10 +315,9 @@ def _per_head(
 def _narrowed(array: NDArray[Any], compute: np.dtype[Any]) -> NDArray[Any]:
     """``array`` in the compute dtype; finite numbers stay finite, clipped to the dtype's range."""
     if array.dtype.itemsize <= compute.itemsize:
-        return array.astype(compute, copy=False)
+        return cast(array, compute)
     limit = np.finfo(compute).max
-    with np.errstate(over="ignore"):
-        narrow = array.astype(compute)
+    narrow = cast(array, compute)
     overflowed = np.isinf(narrow) & np.isfinite(array)
     return np.where(overflowed, np.copysign(limit, narrow), narrow) if overflowed.any() else narrow
 

@@ -156,6 +156,29 @@ def test_options_must_be_representable_in_the_compute_dtype(option):
     assert np.isfinite(attention(*[q.astype(float)] * 3, **option)).all()
 
 
+SIGNALLING = np.array([0x7F800001], np.uint32).view(np.float32)[0]  # a NaN that casts report
+CASTS = {
+    "to a narrower output": ([(np.arange(12.0).reshape(3, 4) * 6e-8).astype("f2")] * 3, {}),
+    "to a common dtype": (
+        [np.ones((3, 4)), np.ones((3, 4), "f4"), np.full((3, 4), SIGNALLING)],
+        {},
+    ),
+    "of a bias": ([np.ones((3, 4), "f4")] * 3, {"attn_bias": np.full((3, 3), 1e-300)}),
+    "of sinks": ([np.ones((3, 4), "f4")] * 3, {"sinks": [1e300]}),
+    "of nothing": ([np.array([[1e300, np.inf, -np.inf, np.nan]] * 3)] * 3, {"softcap": 1.0}),
+}
+
+
+@pytest.mark.parametrize("backend", ["dense", "tiled", "cpu"])
+@pytest.mark.parametrize(("qkv", "options"), CASTS.values(), ids=CASTS)
+def test_no_errstate_of_the_caller_changes_the_result(qkv, options, backend):
+    with np.errstate(all="ignore"):
+        expected = attention(*qkv, **options, backend=backend)
+    with np.errstate(all="raise"):
+        output = attention(*qkv, **options, backend=backend)
+    np.testing.assert_array_equal(output, expected)
+
+
 def test_a_finite_bias_stays_finite_in_a_narrower_dtype():
     q, v = np.ones((1, 1), np.float32), np.array([[1.0], [3.0]], np.float32)
     bias = np.full((1, 2), np.finfo(float).min)  # some libraries use it instead of minus infinity
