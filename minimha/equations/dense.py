@@ -34,7 +34,6 @@ def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[
             tap(name, array.astype(problem.compute, copy=False))
             for name, array in (("q", problem.q), ("k", problem.k), ("v", problem.v))
         )
-        K, V = for_query_heads(problem, K), for_query_heads(problem, V)
         rows, keys = slice(0, Q.shape[2]), slice(0, K.shape[2])
         S, seen = scores(problem, Q, K, rows, keys, tap)
         P, L = softmax(S, problem.sinks)
@@ -51,7 +50,7 @@ def scores(
     ``Q`` and ``K`` hold only those rows and keys, so that a tile computes its own block. The second
     value is None where nothing can be hidden.
     """
-    S = tap("scores", Q @ K.swapaxes(-1, -2))
+    S = tap("scores", product_in_groups(Q, K.swapaxes(-1, -2)))
     if problem.scale != 1:
         S = tap("scaled", S * S.dtype.type(problem.scale))
     if problem.softcap is not None:
@@ -110,18 +109,32 @@ def weighted_sum(P: NDArray[Any], V: NDArray[Any], seen: NDArray[np.bool_] | Non
     """
     nonfinite = ~np.isfinite(V).all(axis=-1)
     if seen is None or not nonfinite.any():
-        return np.asarray(P @ V)
-    O = np.asarray(P @ np.where(nonfinite[..., None], V.dtype.type(0), V))
+        return product_in_groups(P, V)
+    O = product_in_groups(P, np.where(nonfinite[..., None], V.dtype.type(0), V))
+    H = P.shape[1]
+    nonfinite = for_query_heads(H, nonfinite)
     for j in np.flatnonzero((nonfinite & seen.any(axis=-2)).any(axis=(0, 1))):
         rows = seen[..., j] & nonfinite[..., j, None]
-        O += np.where(rows[..., None], P[..., j, None] * V[..., j, None, :], V.dtype.type(0))
+        V_j = for_query_heads(H, V[..., j, None, :])
+        O += np.where(rows[..., None], P[..., j, None] * V_j, V.dtype.type(0))
     return O
 
 
-def for_query_heads(problem: Problem, X: NDArray[Any]) -> NDArray[Any]:
-    """Each key/value head repeated for its query heads: query head h uses head h // (H // Hkv).
+def product_in_groups(X: NDArray[Any], Y: NDArray[Any]) -> NDArray[Any]:
+    """X @ Y, where query head h of X, of H heads, uses head h // (H // Hkv) of Y.
 
-    Ainslie et al., "GQA", 2023.
+    The heads of X that share a head of Y are an axis of their own, along which Y is broadcast: as
+    in ``for_query_heads``, without a copy of Y. Ainslie et al., "GQA", 2023.
     """
-    group = problem.q.shape[1] // X.shape[1]
+    (B, H, rows, _), (_, Hkv, inner, columns) = X.shape, Y.shape
+    group = H // Hkv
+    if group == 1:
+        return np.asarray(X @ Y)
+    groups = X.reshape(B, Hkv, group, rows, inner)
+    return np.asarray(groups @ Y[:, :, None]).reshape(B, H, rows, columns)
+
+
+def for_query_heads(H: int, X: NDArray[Any]) -> NDArray[Any]:
+    """Each key/value head of X repeated for its query heads, H in all."""
+    group = H // X.shape[1]
     return X if group == 1 else X.repeat(group, axis=1)

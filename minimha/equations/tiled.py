@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.equations.dense import for_query_heads, scores, weighted_sum
+from minimha.equations.dense import scores, weighted_sum
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
 from minimha.equations.visibility import key_range
@@ -66,7 +66,6 @@ def _row_block(
         at = f"[i={i},j={j}]"
         K_j = tap(f"K{at}", problem.k[..., keys, :].astype(compute, copy=False))  # line 7
         V_j = tap(f"V{at}", problem.v[..., keys, :].astype(compute, copy=False))
-        K_j, V_j = for_query_heads(problem, K_j), for_query_heads(problem, V_j)
         S, seen = scores(problem, Q_i, K_j, rows, keys)  # line 8, with the options
         S = tap(f"S{at}", S)
         m_old, m = m, tap(f"m{at}", np.maximum(m, S.max(axis=-1, keepdims=True)))  # line 9

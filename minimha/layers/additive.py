@@ -167,7 +167,7 @@ def _energies(problem: Problem, arrays: dict[str, Array], tap: Tap) -> Array:
     with np.errstate(all="ignore"):
         q_hidden = tap("q_hidden", q @ tap("W_q_hidden", wide["W_q"]))
         k_hidden = tap("k_hidden", k @ tap("W_k_hidden", wide["W_k"]))
-        total = q_hidden[..., None, :] + for_query_heads(problem, k_hidden)[..., None, :, :]
+        total = q_hidden[..., None, :] + for_query_heads(H, k_hidden)[..., None, :, :]
         if "b" in wide:
             total = total + tap("b_hidden", wide["b"])
         hidden = tap("hidden", np.tanh(total).reshape(B, H, Lq * Lk, total.shape[-1]))
