@@ -7,6 +7,9 @@ has been summed:
 
     exp(s - m_new) = exp(s - m_old) · exp(m_old - m_new)
 
+O is a sum, which may overflow where the mean of the values does not. If it could, P is multiplied
+by a small power of 2 before it multiplies V, and so is the l that divides O: no digit changes.
+
 Batch and heads are leading axes throughout. Line 10 as printed in the paper multiplies O by the
 *inverse* of diag(exp(m_old - m_new)); the inverse is a slip there: line 9 rescales l without it,
 and O and l must be rescaled alike.
@@ -49,14 +52,15 @@ def forward(
     O = np.empty((B, H, Lq, problem.v.shape[3]), problem.compute)
     L = np.empty((B, H, Lq), problem.compute)
     with np.errstate(all="ignore"):
+        factor = factor_against_overflow(problem)
         for i, start in enumerate(range(0, Lq, B_r)):  # line 3
             rows = slice(start, min(start + B_r, Lq))
-            O[..., rows, :], L[..., rows] = _row_block(problem, i, rows, B_c, tap)
+            O[..., rows, :], L[..., rows] = _row_block(problem, i, rows, B_c, factor, tap)
     return tap("output", O), L
 
 
 def _row_block(
-    problem: Problem, i: int, rows: slice, B_c: int, tap: Tap
+    problem: Problem, i: int, rows: slice, B_c: int, factor: float, tap: Tap
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Lines 4 to 15: one block of queries against all the keys that it may see."""
     compute = problem.compute
@@ -73,8 +77,18 @@ def _row_block(
         P = np.exp(S - shift)
         correction = np.exp(m_old - shift)
         l = tap(f"l{at}", correction * l + P.sum(axis=-1, keepdims=True))
-        O = tap(f"O{at}", correction * O + weighted_sum(P, V_j, seen))  # line 10
-    return O / np.where(l == 0, l.dtype.type(1), l), (m + np.log(l))[..., 0]  # lines 12 and 13
+        O = tap(f"O{at}", correction * O + weighted_sum(factor * P, V_j, seen))  # line 10
+    O = O / np.where(l == 0, l.dtype.type(1), factor * l)  # line 12
+    return O, (m + np.log(l))[..., 0]  # line 13
+
+
+def factor_against_overflow(problem: Problem) -> float:
+    """The power of 2 with which no sum of weights times values overflows; 1 where none would."""
+    V = problem.v.astype(problem.compute, copy=False)
+    largest = abs(V).max(initial=0, where=np.isfinite(V))
+    terms = 2 * V.shape[2]  # twice as many as there are, so that rounding does not overflow either
+    is_safe = terms == 0 or largest <= np.finfo(V.dtype).max / terms
+    return 1.0 if is_safe else 2.0 ** -terms.bit_length()
 
 
 def _start(problem: Problem, rows: slice) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
