@@ -1,0 +1,81 @@
+"""The smallest problem that fails as a larger one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from fuzz.cases import Case, plain
+from fuzz.run import check
+
+AXES = {"q": "BHiD", "k": "BGjD", "v": "BGjE", "attn_mask": "BHij", "attn_bias": "BHij",
+        "alibi_slopes": "H", "sinks": "H", "q_offset": "B", "kv_lengths": "B"}  # fmt: skip
+
+
+def reduced(case: Case, backend: str) -> Case:
+    """``case`` with all left out that its first fault does not need."""
+    kind = _kind(check(case, backend))
+    found = bool(kind)
+    while found:
+        found = False
+        for smaller in _smaller(case):
+            try:
+                is_same = _kind(check(smaller, backend)) == kind
+            except (ValueError, TypeError):  # no legal problem
+                continue
+            if is_same:
+                case, found = smaller, True
+                break
+    return case
+
+
+def _kind(faults: list[str]) -> str:
+    return faults[0].partition(":")[0] if faults else ""
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    if case.errstate != "ignore":
+        yield replace(case, errstate="ignore")
+    if case.layouts:
+        yield replace(case, layouts={})
+        for name in case.layouts:
+            yield replace(case, layouts=case.layouts | {name: plain(case.arrays[name].ndim)})
+    for name in case.options:
+        yield replace(case, options={n: x for n, x in case.options.items() if n != name})
+    for name in set(case.arrays) - set("qkv"):
+        yield replace(case, arrays={n: x for n, x in case.arrays.items() if n != name})
+    sizes = {axis: n for x in "qkv" for axis, n in zip(AXES[x], case.arrays[x].shape, strict=True)}
+    group = sizes["H"] // sizes["G"]
+    for axis in "BGijDE":
+        n = sizes[axis]
+        for start, stop in ((0, n // 2), (n // 2, n), (1, n), (0, n - 1)):
+            if 0 < stop - start < n:
+                yield _cut(case, axis, slice(start, stop), group)
+    if group > 1:
+        arrays = {
+            name: array[:, ::group] if name == "q" else array
+            for name, array in case.arrays.items()
+            if "H" not in AXES[name] or name == "q"
+        }
+        yield replace(case, arrays=arrays)
+    for name in "qkv":
+        array = case.arrays[name]
+        for value in (0, 1):
+            simple = np.where(np.isfinite(array), array.dtype.type(value), array)
+            if simple.tobytes() != array.tobytes() and not (array == 1).all():
+                yield replace(case, arrays=case.arrays | {name: simple})
+
+
+def _cut(case: Case, axis: str, part: slice, group: int) -> Case:
+    """``case`` with a part of one axis; head axis H follows the axis G of key/value heads."""
+    arrays = {}
+    for name, array in case.arrays.items():
+        axes = AXES[name][-array.ndim :]
+        heads = slice(part.start * group, part.stop * group)
+        for letter, cut in ((axis, part), ("H", heads if axis == "G" else slice(None))):
+            if letter in axes and array.shape[axes.index(letter)] > 1:
+                array = array[(slice(None),) * axes.index(letter) + (cut,)]
+        arrays[name] = array
+    return replace(case, arrays=arrays)
