@@ -1,14 +1,27 @@
 """Every number of attention, from a three-token sentence on paper to a fast kernel."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from minimha.api import BackendUnavailable, attention, backends, compile
 from minimha.kernels.cpu.threads import get_num_threads, set_num_threads
 
 __all__ = [
-    "BackendUnavailable",
-    "attention",
-    "backends",
-    "compile",
-    "get_num_threads",
-    "set_num_threads",
-]
+    "BackendUnavailable", "attention", "backends", "compile", "dialects", "explain",
+    "get_num_threads", "layers", "set_num_threads",
+]  # fmt: skip
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from minimha import dialects, explain, layers
+else:
+
+    def __getattr__(name):
+        """Import a package when it is first used, so that ``import minimha`` stays fast."""
+        if name in __all__:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

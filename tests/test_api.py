@@ -97,4 +97,14 @@ def test_every_option_adds_its_step_to_the_trace():
 
 
 def test_the_public_names():
-    assert sorted(minimha.__all__) == ["BackendUnavailable", "attention", "backends"]
+    functions = ["BackendUnavailable", "attention", "backends"]
+    assert sorted(minimha.__all__) == [*functions, "dialects", "explain", "layers"]
+    assert sorted(dir(minimha)) == sorted([*minimha.__all__, "__version__"])
+    assert all(hasattr(minimha, name) for name in minimha.__all__)
+    for package in (minimha.dialects, minimha.layers):
+        assert all(hasattr(package, name) for name in package.__all__)
+        assert not hasattr(package, "RoPe")
+    assert dir(minimha.layers) == minimha.layers.__all__
+    assert minimha.layers.RoPE is minimha.layers.rope.RoPE
+    with pytest.raises(AttributeError, match="module 'minimha' has no attribute 'atention'"):
+        _ = minimha.atention

@@ -19,15 +19,16 @@ BELOW = {
     "equations": set(),
     "kernels": {"equations"},
     "api": {"kernels", "equations"},
-    "minimha": {"api"},
     "explain": {"equations"},
-    "layers": {"minimha", "api", "equations"},
-    "dialects": {"layers", "minimha", "api", "equations"},
+    "layers": {"api", "equations"},
+    "dialects": {"layers", "api", "equations"},
+    "minimha": {"dialects", "explain", "layers", "api"},
     "models": {"layers", "minimha", "api", "equations"},
     "examples": {"explain", "layers", "minimha", "api", "equations"},
     "bench": {"minimha", "api", "kernels", "equations"},
 }
 BELOW["cli"] = set(BELOW)
+BELOW["__main__"] = {"cli"}
 FOR_TRACES = "minimha.equations.tap"  # all that explain/ knows of the equations
 HOMES = {"numba": "minimha.kernels", "rich": "minimha.explain.render"}
 
@@ -117,8 +118,16 @@ def loaded_after(code):
     return set(done.stderr.split())
 
 
-def test_importing_the_library_loads_neither_numba_nor_rich():
-    assert not {"numba", "rich"} & loaded_after("import minimha")
+def test_importing_the_library_loads_no_other_library_but_numpy():
+    heavy = {"numba", "rich", "ml_dtypes", "torch", "jax"}
+    assert not heavy & loaded_after("import minimha; minimha.layers, minimha.dialects")
+
+
+def test_packages_are_loaded_when_they_are_first_used():
+    packages = {f"minimha.{name}" for name in ("dialects", "explain", "layers")}
+    assert not packages & loaded_after("import minimha; dir(minimha)")
+    assert packages <= loaded_after("import minimha; minimha.dialects.torch, minimha.explain.Trace")
+    assert "minimha.layers.rope" not in loaded_after("from minimha.layers import attention_weights")
 
 
 def test_an_example_on_the_terminal_does_not_load_numba():

@@ -1,1 +1,52 @@
 """What is built on attention."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__all__ = [
+    "Cache",
+    "DynamicNTKScaling",
+    "KVCache",
+    "LinearScaling",
+    "Llama3Scaling",
+    "MultiHeadAttention",
+    "RoPE",
+    "Rotation",
+    "YaRNScaling",
+    "additive_attention",
+    "alibi_slopes",
+    "attention_weights",
+    "cosine_attention",
+    "rotate_by_table",
+    "t5_bias",
+    "t5_buckets",
+]
+
+if TYPE_CHECKING:
+    from minimha.layers.additive import additive_attention
+    from minimha.layers.biases import alibi_slopes, t5_bias, t5_buckets
+    from minimha.layers.cache import KVCache
+    from minimha.layers.cosine import cosine_attention
+    from minimha.layers.multihead import MultiHeadAttention, attention_weights
+    from minimha.layers.protocols import Cache, Rotation
+    from minimha.layers.rope import (
+        DynamicNTKScaling,
+        LinearScaling,
+        Llama3Scaling,
+        RoPE,
+        YaRNScaling,
+        rotate_by_table,
+    )
+else:
+    MODULES = ("protocols", "multihead", "rope", "cache", "biases", "additive", "cosine")
+
+    def __getattr__(name):
+        """Import a name when it is first used: who needs one layer does not load all of them."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        modules = (import_module(f"{__name__}.{module}") for module in MODULES)
+        return next(vars(module)[name] for module in modules if name in vars(module))
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -283,6 +283,15 @@ def test_a_piped_table_is_at_most_100_columns_wide(run, line):
     assert max(map(len, shown(run, line).splitlines())) <= 100
 
 
+def test_the_package_is_run_as_the_command_is():
+    done = subprocess.run(
+        [sys.executable, "-m", "minimha", "exmaple"],
+        cwd=REPOSITORY, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("minimha: argument command: invalid choice: 'exmaple'")
+
+
 def test_a_pipe_without_the_signs_of_mathematics_gets_others():
     done = subprocess.run(
         [sys.executable, "cli.py", "example"], cwd=REPOSITORY, capture_output=True,
