@@ -12,6 +12,7 @@ from typing import Any
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import choice, flag
+from minimha.equations.arrays import like
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
 from minimha.kernels import auto, forks  # noqa: F401  (forks registers itself)
@@ -110,9 +111,10 @@ def attention(
     ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are a batch of
     one, and the output has the same number of dimensions.
 
-    With arrays of torch, CuPy, JAX or numba on an NVIDIA GPU the backend "cuda" computes there, on
-    their library's current stream, and returns arrays of that library. q, k, v must then have one
-    floating dtype, and ``attn_mask`` and ``attn_bias`` must be on the same GPU.
+    Arrays of torch and JAX on the CPU are read without copying, and the results are arrays of q's
+    library. With arrays of torch, CuPy, JAX or numba on an NVIDIA GPU the backend "cuda" computes
+    there, on their library's current stream; q, k, v must then have one floating dtype, and
+    ``attn_mask`` and ``attn_bias`` must be on the same GPU.
 
     The options are applied in this order: scale → softcap → bias → mask → softmax.
 
@@ -161,9 +163,9 @@ def attention(
 
     Returns
     -------
-    output : ndarray of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
-        0 for a query that sees no key.
-    lse : ndarray of shape (B, H, Lq), float32 or float64, if ``return_lse``
+    output : array of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
+        An ndarray, or an array of q's library (see above). 0 for a query that sees no key.
+    lse : array of shape (B, H, Lq), float32 or float64, if ``return_lse``
         Natural logarithm of the sum of the exponentials of a row's final scores, sinks included;
         -inf for a query that sees no key and has no sink.
 
@@ -228,8 +230,9 @@ def attention(
         raise TypeError(f"tap is {tap!r}: expected a callable tap(name, value) that returns value")
     O, L = _computed(backend, problem, tap, key, (q, k, v))
     if has_lse:
-        return problem.as_given(O, tap("lse", L))
-    return problem.as_given(O, L)[0]
+        output, lse = problem.as_given(O, tap("lse", L))
+        return like(q, output), like(q, lse)
+    return like(q, problem.as_given(O, L)[0])
 
 
 def _computed(

@@ -1,4 +1,7 @@
-"""Attention in other libraries' conventions, each translated into minimha's own."""
+"""Attention in other libraries' conventions, each translated into minimha's own.
+
+Arrays may be of NumPy, torch or JAX, on the CPU; what is returned is NumPy's.
+"""
 
 from minimha.dialects import flash_attention, jax, keras, onnx, torch, transformers
 

@@ -18,6 +18,7 @@ from minimha.equations.arguments import (
     compute_dtype,
     flag,
     integer,
+    rectangular,
 )
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
 
@@ -502,8 +503,9 @@ def _mask(name: str, value: ArrayLike) -> NDArray[np.bool_]:
     """``value`` as bool, if it holds nothing but True, False, 1 and 0."""
     mask = boolean_or_floating(name, value)
     if not ((mask == 0) | (mask == 1)).all():
+        dtype = rectangular(name, value).dtype
         raise TypeError(
-            f"{name} has dtype {np.asarray(value).dtype} and values other than 0 and 1: expected "
+            f"{name} has dtype {dtype} and values other than 0 and 1: expected "
             f"bool, True where a query may attend to a key; Keras adds no mask to the scores"
         )
     return np.asarray(mask == 1)

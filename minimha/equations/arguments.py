@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from minimha.equations.arrays import LIBRARIES, as_numpy, library_of
+
 COMPUTED = (np.dtype(np.float32), np.dtype(np.float64))  # dtypes that need no second look
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 LARGEST_INTEGER = 1 << 53  # float64, in which angles are computed, holds all integers up to here
@@ -104,17 +106,20 @@ def number(
 
 
 def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
-    """``value`` as an array of any dtype.
+    """``value`` as an array of any dtype, without copying if it is an array already.
 
     Raises
     ------
     TypeError
         It is a masked array, or a list with one in it, whose mask NumPy would drop; ``hint`` says
-        what to give instead.
+        what to give instead. Or it is an array of another library that NumPy cannot read (see
+        ``as_numpy``).
     ValueError
         Its rows differ in length.
     """
     _check_unmasked(name, value, hint)
+    if library_of(value) in LIBRARIES:
+        return as_numpy(name_of(name), value)
     try:
         return np.asarray(value)
     except (ValueError, TypeError) as error:

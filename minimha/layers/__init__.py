@@ -1,4 +1,8 @@
-"""What is built on attention."""
+"""What is built on attention.
+
+A layer that is called with arrays of torch or JAX returns arrays of that library. Weights may be of
+any library; tables of angles and biases are NumPy's.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
 from minimha.equations.arguments import as_floating, common_dtype
+from minimha.equations.arrays import like
 from minimha.equations.dense import for_query_heads
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
@@ -67,8 +68,8 @@ def additive_attention(
 
     Returns
     -------
-    output : ndarray of shape (B, H, Lq, Dv), the common dtype of all arrays but ``attn_bias``
-    lse : ndarray of shape (B, H, Lq), if ``return_lse``
+    output : array of shape (B, H, Lq, Dv), the common dtype of all arrays but ``attn_bias``
+    lse : array of shape (B, H, Lq), if ``return_lse``
 
     Raises
     ------
@@ -110,7 +111,7 @@ def additive_attention(
             S = np.where(hides, problem.attn_bias, S + problem.attn_bias)
     is_biased = problem.attn_bias is not None or options.get("alibi_slopes") is not None
     leading = (0,) * (4 - problem.rank)
-    return attention(
+    result = attention(
         problem.q[leading],
         problem.k[leading],
         problem.v[leading],
@@ -118,6 +119,7 @@ def additive_attention(
         tap=_after_energies(tap, is_biased),
         **options,
     )
+    return tuple(like(q, x) for x in result) if isinstance(result, tuple) else like(q, result)
 
 
 def _check_widths(

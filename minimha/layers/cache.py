@@ -173,8 +173,8 @@ class KVCache:
 
         Returns
         -------
-        output : ndarray of shape (B, H, L, Dv)
-        lse : ndarray of shape (B, H, L), if ``return_lse``
+        output : array of shape (B, H, L, Dv)
+        lse : array of shape (B, H, L), if ``return_lse``
 
         Raises
         ------
@@ -184,11 +184,11 @@ class KVCache:
         for name in OWN:
             if name in options:
                 raise TypeError(f"{name} is no option of attend: the cache knows it")
-        q = as_floating("q", q)
+        shape = as_floating("q", q).shape
         starts, L = self._chunk
-        if q.ndim != 4 or q.shape[2] != L:
+        if len(shape) != 4 or shape[2] != L:
             raise ValueError(
-                f"{name_of('q')} has shape {q.shape}: expected (B, H, L, D) with L={L}, the "
+                f"{name_of('q')} has shape {shape}: expected (B, H, L, D) with L={L}, the "
                 f"queries of the chunk that was appended last"
             )
         k, v = self._in_order(self._k), self._in_order(self._v)

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import attention
 from minimha.equations.arguments import as_floating, flag
+from minimha.equations.arrays import like
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap, renamed
 
@@ -58,8 +59,8 @@ def cosine_attention(
 
     Returns
     -------
-    output : ndarray of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
-    lse : ndarray of shape (B, H, Lq), float32 or float64, if ``return_lse``
+    output : array of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
+    lse : array of shape (B, H, Lq), float32 or float64, if ``return_lse``
 
     Raises
     ------
@@ -94,9 +95,9 @@ def cosine_attention(
     heard_by = renamed(tap, q=None, k=None, **heard)
     result = attention(q, k, v, scale=scale, return_lse=return_lse, tap=heard_by, **options)
     if not flag("return_lse", return_lse):
-        return result.astype(problem.dtype, copy=False)
+        return like(q, result.astype(problem.dtype, copy=False))
     output, lse = result
-    return output.astype(problem.dtype, copy=False), lse
+    return like(q, output.astype(problem.dtype, copy=False)), like(q, lse)
 
 
 def _unit(x: NDArray[Any]) -> NDArray[Any]:

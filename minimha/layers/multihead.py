@@ -24,6 +24,7 @@ from minimha.equations.arguments import (
     name_of,
     number,
 )
+from minimha.equations.arrays import like
 from minimha.equations.tap import Tap, no_tap, renamed
 from minimha.layers.protocols import Cache, Rotation
 
@@ -300,8 +301,8 @@ class MultiHeadAttention:
 
         Returns
         -------
-        output : ndarray of shape (L, Eo) or (B, L, Eo), common dtype of x, context and the weights
-        weights : ndarray of shape (H, L, Lk) or (B, H, L, Lk), if ``return_weights``
+        output : array of shape (L, Eo) or (B, L, Eo), common dtype of x, context and the weights
+        weights : array of shape (H, L, Lk) or (B, H, L, Lk), if ``return_weights``
 
         Raises
         ------
@@ -345,8 +346,9 @@ class MultiHeadAttention:
                 raise
         output = self.combine(heads, tokens, tap).astype(dtype, copy=False)
         if not flag("return_weights", return_weights):
-            return output
-        return output, attention_weights(q, k, **options).astype(dtype, copy=False)
+            return like(x, output)
+        weights = attention_weights(q, k, **options).astype(dtype, copy=False)
+        return like(x, output), like(x, weights)
 
     def project(
         self, x: Array, key_source: Array, value_source: Array, tap: Tap = no_tap
@@ -519,7 +521,7 @@ class MultiHeadAttention:
         return np.asarray(getattr(self, name).astype(compute, copy=False))
 
 
-def attention_weights(q: ArrayLike, k: ArrayLike, **options: Any) -> Array:
+def attention_weights(q: ArrayLike, k: ArrayLike, **options: Any) -> Any:
     """softmax(scale · Q Kᵀ): what share each query gives to each key, on any backend.
 
     Fast kernels keep no weights. With the identity as values, a query's output is its row of
@@ -534,7 +536,7 @@ def attention_weights(q: ArrayLike, k: ArrayLike, **options: Any) -> Array:
 
     Returns
     -------
-    ndarray of shape (B, H, Lq, Lk), (H, Lq, Lk) or (Lq, Lk)
+    array of shape (B, H, Lq, Lk), (H, Lq, Lk) or (Lq, Lk)
 
     Raises
     ------
@@ -550,7 +552,7 @@ def attention_weights(q: ArrayLike, k: ArrayLike, **options: Any) -> Array:
     k = as_floating("k", k)
     Lk = k.shape[-2] if k.ndim > 1 else 0
     one_hot = np.broadcast_to(np.eye(Lk, dtype=k.dtype), (*k.shape[:-1], Lk))
-    return np.asarray(attention(q, k, one_hot, **options))
+    return attention(q, k, one_hot, **options)
 
 
 def _apart(W: Array, heads: int) -> Array:

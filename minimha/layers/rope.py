@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, get_args, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,6 +25,7 @@ from minimha.equations.arguments import (
     name_of,
     number,
 )
+from minimha.equations.arrays import Numbers, like
 from minimha.equations.tap import Tap, no_tap
 
 
@@ -361,6 +362,14 @@ class RoPE:
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
         return np.cos(angles) * magnitude, np.sin(angles) * magnitude
 
+    @overload
+    def rotate(
+        self, x: Numbers, positions: ArrayLike, tap: Tap = ..., *, length: int | None = None
+    ) -> NDArray[Any]: ...
+    @overload
+    def rotate(
+        self, x: ArrayLike, positions: ArrayLike, tap: Tap = ..., *, length: int | None = None
+    ) -> Any: ...
     def rotate(
         self,
         x: ArrayLike,
@@ -368,7 +377,7 @@ class RoPE:
         tap: Tap = no_tap,
         *,
         length: int | None = None,
-    ) -> NDArray[Any]:
+    ) -> Any:
         """Return ``x``, each vector rotated by its position.
 
         Parameters
@@ -383,25 +392,47 @@ class RoPE:
 
         Returns
         -------
-        ndarray of shape (..., L, D), x's dtype
+        array of shape (..., L, D), x's dtype
 
         Raises
         ------
         TypeError, ValueError
             ``x`` is not of width D, or positions are not integers or do not fit it.
         """
-        x = as_floating("x", x)
-        if x.ndim < 2 or x.shape[-1] != self.head_dim:
+        vectors = as_floating("x", x)
+        if vectors.ndim < 2 or vectors.shape[-1] != self.head_dim:
             raise ValueError(
-                f"{name_of('x')} has shape {x.shape}: expected (..., L, D) with head_dim "
+                f"{name_of('x')} has shape {vectors.shape}: expected (..., L, D) with head_dim "
                 f"D={self.head_dim}"
             )
         m = as_integers("positions", positions)
-        _check_fits("positions", m.shape, x)
+        _check_fits("positions", m.shape, vectors)
         cos, sin = self.tables(m, length=length)
-        return _rotate(x, cos, sin, self.interleaved, tap)
+        return like(x, _rotate(vectors, cos, sin, self.interleaved, tap))
 
 
+@overload
+def rotate_by_table(
+    x: Numbers,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    positions: ArrayLike | None = None,
+    *,
+    interleaved: bool = False,
+    repeated: bool = False,
+    tap: Tap = ...,
+) -> NDArray[Any]: ...
+@overload
+def rotate_by_table(
+    x: ArrayLike,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    positions: ArrayLike | None = None,
+    *,
+    interleaved: bool = False,
+    repeated: bool = False,
+    tap: Tap = ...,
+) -> Any: ...
 def rotate_by_table(
     x: ArrayLike,
     cos: ArrayLike,
@@ -411,7 +442,7 @@ def rotate_by_table(
     interleaved: bool = False,
     repeated: bool = False,
     tap: Tap = no_tap,
-) -> NDArray[Any]:
+) -> Any:
     """Return ``x`` rotated by angles that are given as a table of cos and sin.
 
     Parameters
@@ -431,7 +462,7 @@ def rotate_by_table(
 
     Returns
     -------
-    ndarray of shape (..., L, D), x's dtype
+    array of shape (..., L, D), x's dtype
 
     Raises
     ------
@@ -448,6 +479,7 @@ def rotate_by_table(
     array([[0., 1.],
            [3., 4.]])
     """
+    given = x
     x, cos, sin = as_floating("x", x), as_floating("cos", cos), as_floating("sin", sin)
     X, COS, SIN = map(name_of, ("x", "cos", "sin"))
     if cos.shape != sin.shape:
@@ -478,7 +510,7 @@ def rotate_by_table(
         cos, sin = cos[m], sin[m]
     else:
         _check_fits("cos", cos.shape[:-1], x)
-    return _rotate(x, cos, sin, flag("interleaved", interleaved), tap)
+    return like(given, _rotate(x, cos, sin, flag("interleaved", interleaved), tap))
 
 
 def _rotate(

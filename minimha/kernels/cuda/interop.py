@@ -13,20 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from minimha.equations.arrays import LIBRARIES, bfloat16, library_of
 from minimha.kernels.cuda.arguments import DeviceArray, contiguous
 
 LEGACY_STREAM = 1  # the default stream, as DLPack and CUDA Array Interface call it
 NO_SYNC = -1  # DLPack: the array is used on its library's own stream
 KINDS = {0: "int", 1: "uint", 2: "float", 6: "bool"}  # those of DLPack's type codes that NumPy has
 BFLOAT = 4
-LIBRARIES = ("torch", "cupy", "jax", "numba")
-
-
-def library_of(value: Any) -> str:
-    """The name of the library whose array ``value`` is."""
-    roots = [base.__module__.split(".")[0] for base in type(value).__mro__]
-    named = ["jax" if root == "jaxlib" else root for root in roots]
-    return next((name for name in named if name in LIBRARIES), named[0])
 
 
 def stream_of(value: Any, device: int) -> int:
@@ -125,15 +118,7 @@ def _from_interface(name: str, interface: dict[str, Any], value: Any) -> DeviceA
 
 def _dtype(name: str, code: int, bits: int, lanes: int) -> np.dtype[Any]:
     if lanes == 1 and code == BFLOAT and bits == 16:
-        try:
-            import ml_dtypes
-        except ImportError:
-            raise TypeError(
-                f"{name} is bfloat16, which NumPy knows only through ml_dtypes: "
-                f"pip install ml_dtypes"
-            ) from None
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
+        return bfloat16(name)
     kind = KINDS.get(code)
     if lanes != 1 or kind is None:
         raise TypeError(

@@ -1,0 +1,265 @@
+"""Arrays of torch and JAX on the CPU: read in place, and returned as they came."""
+
+import sys
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import minimha.dialects
+from minimha import attention
+from minimha.equations.arguments import as_floating, rectangular
+from minimha.layers import (
+    KVCache,
+    MultiHeadAttention,
+    RoPE,
+    additive_attention,
+    attention_weights,
+    cosine_attention,
+    rotate_by_table,
+)
+
+DTYPES = {np.dtype(t).name: np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, "f4", "f8")}
+FAST = ("dense", "tiled", "cpu")
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="torch, whose tensors are given, is not installed")
+
+
+@pytest.fixture
+def jax():
+    """JAX with float64, which it does not have unless it is told to."""
+    jax = pytest.importorskip("jax", reason="jax, whose arrays are given, is not installed")
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield jax
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture(params=["torch", "jax"])
+def library(request):
+    """What the tests need to know of a library: its arrays' type, and how to make and read one."""
+    module = request.getfixturevalue(request.param)
+    if request.param == "jax":
+        return SimpleNamespace(
+            type=module.Array,
+            make=module.numpy.array,
+            address=lambda array: array.unsafe_buffer_pointer(),
+            numbers=np.array,
+        )
+
+    def make(array):
+        wide = module.from_numpy(array.astype(np.float64))  # torch reads no bfloat16 of NumPy's
+        return wide.to(getattr(module, array.dtype.name))
+
+    return SimpleNamespace(
+        type=module.Tensor,
+        make=make,
+        address=lambda array: array.data_ptr(),
+        numbers=lambda array: array.to(module.float64).numpy(),
+    )
+
+
+def random(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def assert_same(library, found, expected):
+    """``found`` is an array of the library, with the dtype and the numbers of ``expected``."""
+    assert isinstance(found, library.type)
+    assert str(found.dtype).removeprefix("torch.") == expected.dtype.name
+    np.testing.assert_array_equal(library.numbers(found), expected.astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_they_are_read_in_place(library, dtype):
+    given = random(3, 4, dtype=dtype)
+    there = library.make(given)
+    found = as_floating("q", there)
+    assert found.dtype == dtype
+    assert found.ctypes.data == library.address(there)
+    np.testing.assert_array_equal(found, given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_views_of_a_tensor_are_read_in_place(torch, dtype):
+    whole = torch.arange(24.0).to(getattr(torch, dtype.name)).reshape(2, 3, 4)
+    view = whole.transpose(0, 2)[1:, ::2, :1]
+    found = as_floating("q", view)
+    assert found.ctypes.data == view.data_ptr()
+    assert found.tolist() == view.tolist()
+    assert as_floating("q", whole[0, 0, 1]).shape == ()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_cpu_backend_gets_16_bits_in_their_own_memory(library, dtype, monkeypatch):
+    q, k, v = (library.make(random(1, 2, 4, 8, dtype=DTYPES[dtype], seed=i)) for i in range(3))
+    got = []
+
+    def forward(problem):
+        got.append(problem)
+        return np.zeros((1, 2, 4, 8), np.float32), np.zeros((1, 2, 4), np.float32)
+
+    monkeypatch.setattr("minimha.kernels.cpu.backend.forward", forward)
+    attention(q, k, v, backend="cpu")
+    for given, read in zip((q, k, v), (got[0].q, got[0].k, got[0].v), strict=True):
+        assert read.dtype == DTYPES[dtype]
+        assert read.ctypes.data == library.address(given)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_attention_returns_them_as_they_came(library, dtype, backend):
+    given = [random(2, 3, 4, 5, dtype=dtype, seed=i) for i in range(3)]
+    there = [library.make(x) for x in given]
+    options = {"is_causal": True, "backend": backend}
+    expected = attention(*given, **options, return_lse=True)
+    assert_same(library, attention(*there, **options), expected[0])
+    for found, wanted in zip(attention(*there, **options, return_lse=True), expected, strict=True):
+        assert_same(library, found, wanted)
+
+
+def test_options_may_be_of_a_library_too(library):
+    q, k, v = (random(2, 2, 4, 4, seed=i) for i in range(3))
+    options = {
+        "attn_mask": np.tri(4, dtype=bool),
+        "attn_bias": random(4, 4, dtype=ml_dtypes.bfloat16),
+        "kv_lengths": np.array([4, 2]),
+        "q_offset": np.array([0, 1]),
+        "alibi_slopes": np.array([0.5, 0.25]),
+        "sinks": random(2),
+    }
+    there = {name: library.make(value) for name, value in options.items()}
+    found = attention(q, library.make(k), v, **there)
+    assert type(found) is np.ndarray  # as q
+    np.testing.assert_array_equal(found, attention(q, k, v, **options))
+
+
+def test_integers_are_computed_in_float64(library):
+    ones = np.ones((2, 2), np.int64)
+    assert_same(library, attention(*[library.make(ones)] * 3), np.ones((2, 2)))
+
+
+def test_the_output_is_the_callers_own(torch):
+    q = torch.ones(3, 4)
+    output = attention(q, q, q)
+    output[:] = 7
+    assert q.tolist() == torch.ones(3, 4).tolist()
+    assert output.requires_grad is False
+
+
+def test_jax_keeps_its_own_widths(jax):
+    jax.config.update("jax_enable_x64", False)  # as a user finds it
+    ones = jax.numpy.ones((2, 2), "int32")
+    assert attention(ones, ones, ones).dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_layers_return_them_as_they_came(library, dtype):
+    dtype = DTYPES[dtype]
+    layer = MultiHeadAttention(8, 2, rope=RoPE(4), dtype=dtype)
+    weights = {name: library.make(getattr(layer, name)) for name in layer.shapes}
+    same = MultiHeadAttention(8, 2, rope=RoPE(4), parameters=weights)
+    x, q = random(2, 3, 8, dtype=dtype), random(1, 2, 3, 4, dtype=dtype)
+    W, w = random(4, 6, dtype=dtype), random(6, dtype=dtype)
+    for call in (
+        lambda to: same(to(x)) if to is library.make else layer(x),
+        lambda to: layer(to(x), to(x), return_weights=True)[0],
+        lambda to: layer(to(x), return_weights=True)[1],
+        lambda to: layer(to(x), cache=KVCache(2, 2, 3, 4, dtype=dtype)),
+        lambda to: attention_weights(to(q), q),
+        lambda to: cosine_attention(to(q), q, q),
+        lambda to: cosine_attention(to(q), q, to(q), return_lse=True)[1],
+        lambda to: additive_attention(to(q), q, q, W, to(W), w),
+        lambda to: additive_attention(to(q), q, q, W, W, w, return_lse=True)[1],
+        lambda to: RoPE(4).rotate(to(q), to(np.arange(3))),
+        lambda to: rotate_by_table(to(q), to(W[:3, :2]), W[:3, :2]),
+    ):
+        assert_same(library, call(library.make), call(lambda array: array))
+
+
+def test_a_cache_takes_and_returns_them(library):
+    q, k, v = (random(1, 2, 3, 4, dtype=ml_dtypes.bfloat16, seed=i) for i in range(3))
+    here, there = (KVCache(1, 2, 3, 4, dtype=ml_dtypes.bfloat16) for _ in range(2))
+    here.append(k, v)
+    there.append(library.make(k), library.make(v))
+    assert_same(library, there.attend(library.make(q)), here.attend(q))
+
+
+def test_dialects_read_them_and_return_numpy_arrays(library):
+    q = random(1, 2, 3, 4, dtype=ml_dtypes.bfloat16)
+    there = library.make(q)
+    dialects = minimha.dialects
+    for function in (
+        dialects.torch.scaled_dot_product_attention,
+        dialects.torch.flex_attention,
+        dialects.jax.dot_product_attention,
+        lambda *qkv: dialects.onnx.attention(*qkv).Y,
+        lambda *qkv: dialects.flash_attention.flash_attn_func(*qkv)[0],
+    ):
+        found, expected = function(there, there, there), function(q, q, q)
+        assert type(found) is np.ndarray
+        assert found.dtype == expected.dtype == q.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_module_of_bfloat16_is_computed_from_its_state_dict(torch):
+    module = torch.nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.bfloat16).eval()
+    x = torch.randn(2, 3, 8).to(torch.bfloat16)
+    with torch.no_grad():
+        expected, _ = module(x, x, x)
+    output, _ = minimha.dialects.torch.multihead_attention(
+        module.state_dict(), x, x, x, num_heads=2, batch_first=True
+    )
+    np.testing.assert_allclose(output.astype(np.float32), expected.float(), atol=0.02)
+
+
+def test_a_tensor_that_requires_grad_is_refused(torch):
+    q = torch.ones(2, 2)
+    sentence = "v requires grad, but minimha computes no gradients: give v.detach()"
+    with pytest.raises(TypeError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
+        attention(q, q, q.clone().requires_grad_())
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="in_proj_weight requires grad"):
+        minimha.dialects.torch.multihead_attention(
+            {"in_proj_weight": layer.weight}, q, q, q, num_heads=1
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda torch: torch.ones(2, 2).to_sparse(), "Sparse layout"),
+        (lambda torch: torch.ones(2, 2, device="meta"), "meta device"),
+        (lambda torch: torch.ones(2, 2, device="meta", dtype=torch.bfloat16), "meta device"),
+        (lambda torch: torch.ones(2, 2).to(torch.float8_e4m3fn), "Float8_e4m3fn"),
+    ],
+    ids=["sparse", "meta", "meta, bfloat16", "float8"],
+)
+def test_what_numpy_cannot_read_is_refused_with_torchs_reason(torch, make, reason):
+    with pytest.raises(
+        TypeError, match=f"q is an array of torch that NumPy cannot read: .*{reason}"
+    ):
+        attention(make(torch), [[1.0]], [[1.0]])
+
+
+def test_a_traced_array_is_refused(jax):
+    sentence = "q is an array of jax that NumPy cannot read: .*traced array with shape float32"
+    with pytest.raises(TypeError, match=sentence):
+        jax.jit(lambda q: attention(q, q, q))(jax.numpy.ones((2, 2), "float32"))
+
+
+def test_bfloat16_needs_ml_dtypes(torch, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    q = torch.ones(2, 2, dtype=torch.bfloat16)
+    sentence = "q is bfloat16, which NumPy knows only through ml_dtypes: pip install ml_dtypes"
+    with pytest.raises(TypeError, match=sentence):
+        attention(q, q, q)
+
+
+def test_ragged_lists_are_still_no_array_of_a_library():
+    with pytest.raises(ValueError, match="mask is not a rectangular array of numbers"):
+        rectangular("mask", [[1, 2], [3]])
