@@ -7,17 +7,22 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import choice, flag
-from minimha.equations.arrays import like
+from minimha.equations.arrays import Given, Numbers, like
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
 from minimha.kernels import auto, forks  # noqa: F401  (forks registers itself)
 from minimha.kernels.cpu import remembered
 from minimha.kernels.cuda.availability import is_device_array, reason_without_cuda
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Backend = Literal["auto", "dense", "tiled", "cpu", "cuda"]
 
 # Imported when used: importing numba, for the kernels, takes longer than solving a toy problem.
 BACKENDS = {
@@ -31,6 +36,36 @@ TAPPED = ("dense", "tiled")  # the backends whose steps can be tapped
 
 class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about the machine)
     """The requested backend cannot run here, or does not support this problem."""
+
+
+class Masks(TypedDict, total=False):
+    """Options of ``attention`` that everything built on it has."""
+
+    attn_mask: ArrayLike | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    backend: Backend
+
+
+class Positions(TypedDict, total=False):
+    """Options of ``attention`` that say which key is where."""
+
+    is_causal: bool
+    q_offset: ArrayLike | None
+    window_size: tuple[int | None, int | None] | None
+    kv_lengths: ArrayLike | None
+
+
+class Scores(TypedDict, total=False):
+    """Options of ``attention`` that change scores."""
+
+    attn_bias: ArrayLike | None
+    scale: float | None
+    softcap: float | None
+
+
+class AttentionOptions(Masks, Positions, Scores, total=False):
+    """Options of ``attention`` that a layer passes on."""
 
 
 def backends() -> dict[str, str | None]:
@@ -86,10 +121,60 @@ def compile(
         raise BackendUnavailable(f"the CPU kernels cannot be compiled: {error}") from error
 
 
+@overload
+def attention(
+    q: Numbers,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    tap: Tap = ...,
+    **options: Unpack[AttentionOptions],
+) -> NDArray[Any]: ...
+@overload
+def attention(
+    q: Numbers,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    tap: Tap = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[NDArray[Any], NDArray[Any]]: ...
+@overload
+def attention(
+    q: Given,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    tap: Tap = ...,
+    **options: Unpack[AttentionOptions],
+) -> Given: ...
+@overload
+def attention(
+    q: Given,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    tap: Tap = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Given, Given]: ...
+@overload
 def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
+    *,
+    return_lse: bool = False,
+    tap: Tap = ...,
+    **options: Unpack[AttentionOptions],
+) -> Any: ...
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
     *,
     is_causal: bool = False,
     q_offset: ArrayLike | None = None,
@@ -102,7 +187,7 @@ def attention(
     softcap: float | None = None,
     sinks: ArrayLike | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
     tap: Tap = no_tap,
 ) -> Any:
     """softmax(scale · Q Kᵀ) V: for each query, the mean of the values with softmax weights.

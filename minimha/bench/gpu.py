@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha import BackendUnavailable, attention, backends
+from minimha.api import Backend
 from minimha.bench.cpu import seconds_of
 from minimha.bench.report import GATE, GATE_ROWS, OURS, Record, Report, measured
 from minimha.bench.shapes import Shape
@@ -41,7 +42,7 @@ def against_torch(
     shapes: Sequence[Shape],
     seconds: float,
     progress: Callable[[str], None] = lambda doing: None,
-    device: str = "cuda",
+    device: Backend = "cuda",
 ) -> Report:
     """Measure minimha beside torch's scaled_dot_product_attention on ``device``.
 
@@ -91,7 +92,7 @@ def _tensors(shape: Shape, device: str) -> Any:
     return tuple(torch.from_numpy(x).to(device, dtype) for x in inputs.arrays)
 
 
-def _candidates(shape: Shape, tensors: Any, device: str) -> dict[str, Callable[[], Any]]:
+def _candidates(shape: Shape, tensors: Any, device: Backend) -> dict[str, Callable[[], Any]]:
     """Calls by name: minimha, and every backend of torch that supports the problem."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -172,7 +173,7 @@ def _machine(shape: Shape, device: Any) -> tuple[float, Callable[[], Any]]:
     return 2.0 * side**3, lambda: matrix @ matrix
 
 
-def _overhead(device: str) -> float:
+def _overhead(device: Backend) -> float:
     """Seconds that a call takes in Python, whatever the GPU does meanwhile."""
     tensors = _tensors(TINY, device)
     run = _candidates(TINY, tensors, device)[OURS]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import attention
+from minimha.api import Backend, attention
 from minimha.dialects.masks import boolean, owner_by_axes
 from minimha.equations.arguments import argument_names, as_floating, as_integers, flag, integer
 
@@ -30,7 +30,7 @@ def flash_attn_func(
     key_leftpad: ArrayLike | None = None,
     attention_chunk: int = 0,
     sink_token_length: int = 0,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Array, Array]:
     """softmax(scale · Q Kᵀ) V in the conventions of the flash-attention package and its reference.
 

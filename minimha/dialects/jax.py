@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import attention
+from minimha.api import Backend, attention
 from minimha.dialects.masks import boolean, broadcasts, owner_by_axes
 from minimha.equations.arguments import (
     LARGEST_INTEGER,
@@ -34,7 +34,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Array:
     """softmax(scale · Q Kᵀ + bias) V, as ``jax.nn.dot_product_attention``.
 

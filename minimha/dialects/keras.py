@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import attention
+from minimha.api import Backend, attention
 from minimha.dialects.masks import boolean_or_floating, broadcasts
 from minimha.equations.arguments import (
     as_floating,
@@ -50,7 +50,7 @@ def multi_head_attention(
     return_attention_scores: bool = False,
     use_causal_mask: bool = False,
     empty_rows: str | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Any:
     """concat(head_0, …) W_o + b_o, as ``keras.layers.MultiHeadAttention`` in inference.
 
@@ -190,7 +190,7 @@ def grouped_query_attention(
     return_attention_scores: bool = False,
     use_causal_mask: bool = False,
     empty_rows: str | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Any:
     """``multi_head_attention`` whose heads share keys, as ``keras.layers.GroupQueryAttention``.
 
@@ -316,7 +316,7 @@ def _attended(
     return_attention_scores: bool,
     use_causal_mask: bool,
     empty_rows: str | None,
-    backend: str,
+    backend: Backend,
 ) -> Any:
     """What both layers return, for attention over ``axes``."""
     wants_scores = flag("return_attention_scores", return_attention_scores)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from minimha.api import Backend
 from minimha.api import attention as minimha_attention
 from minimha.dialects.masks import boolean_or_floating, broadcasts
 from minimha.equations.arguments import (
@@ -64,7 +65,7 @@ def attention(
     softcap: float = 0.0,
     softmax_precision: int | None = None,
     return_qk_matmul_output: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> AttentionOutputs:
     """softmax(scale · Q Kᵀ + mask) V as ONNX's Attention, opsets 23 to 25.
 

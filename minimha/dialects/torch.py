@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import attention
+from minimha.api import Backend, attention
 from minimha.dialects.masks import (
     boolean_or_floating,
     broadcasts,
@@ -42,7 +42,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Array:
     """softmax(scale · Q Kᵀ + mask) V, as ``torch.nn.functional.scaled_dot_product_attention``.
 
@@ -124,7 +124,7 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     *,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Any:
     """softmax(score_mod(scale · Q Kᵀ)) V, as ``torch.nn.attention.flex_attention``.
 
@@ -221,7 +221,7 @@ def multihead_attention(
     average_attn_weights: bool = True,
     add_zero_attn: bool = False,
     batch_first: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Array, Array | None]:
     """concat(head_0, …) W_oᵀ + b_o, as ``torch.nn.MultiheadAttention`` in inference.
 

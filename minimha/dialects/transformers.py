@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import attention
+from minimha.api import Backend, attention
 from minimha.dialects.masks import boolean_or_floating, owner_by_values
 from minimha.dialects.transformers_classes import (
     CLASSES,
@@ -233,7 +233,7 @@ class AttentionModule:
         *,
         past_key_values: DynamicCache | None = None,
         output_attentions: bool = False,
-        backend: str = "auto",
+        backend: Backend = "auto",
         tap: Tap = no_tap,
         **given: Any,
     ) -> tuple[Array, Array | None]:
@@ -296,7 +296,7 @@ class AttentionModule:
                 )
         mask = self._mask(given[c.mask]) if c.mask in given else None
         bias = self._bias(given, len(x), x.shape[1], context, past_key_values)
-        options = self.options | _options(mask, bias)
+        options: dict[str, Any] = self.options | _options(mask, bias)
         wants_weights = flag("output_attentions", output_attentions)
         heard: list[Array] = []
         cache = copy(past_key_values)  # the caller's stays as it is if the call fails

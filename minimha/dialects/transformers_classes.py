@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minimha.layers.multihead import Norm
+
 Config = Mapping[str, Any]
 
 MASKS = ("attention_mask", "mask", "encoder_attention_mask")
@@ -36,7 +38,7 @@ class Convention:
     groups: Callable[[Config, int], int] | None = None  # of heads in qkv, from the config and H
     is_conv1d: bool = False  # weights are (in, out)
     is_gated: bool = False  # q holds queries and gate of head 0, of head 1, …
-    qk_norm: str | None = None
+    qk_norm: Norm | None = None
     epsilon: float = 1e-6  # if the config has no rms_norm_eps
     has_unit_offset: bool = False  # gains are 1 + w
     rotary: Rotary | None = None

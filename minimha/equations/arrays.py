@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,19 @@ from numpy.typing import NDArray
 LIBRARIES = ("torch", "cupy", "jax", "numba")
 
 Numbers = NDArray[Any] | Sequence[Any]  # for these, results are NumPy arrays
+
+
+class DLPackArray(Protocol):
+    """An array of torch or CuPy, for type checkers: results have its own type.
+
+    So do those for arrays of JAX, which does not declare these methods: their type is Any.
+    """
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __dlpack_device__(self) -> Any: ...
+
+
+Given = TypeVar("Given", bound=DLPackArray)
 
 
 def library_of(value: Any) -> str:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import attention
+from minimha.api import Masks, Positions, attention
 from minimha.equations.arguments import as_floating, common_dtype
 from minimha.equations.arrays import like
 from minimha.equations.dense import for_query_heads
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Array = NDArray[Any]
+
+
+class AdditiveOptions(Masks, Positions, total=False):
+    """Options of ``attention`` that ``additive_attention`` passes on."""
+
+    return_lse: bool
 
 
 def additive_attention(
@@ -28,7 +37,7 @@ def additive_attention(
     b: ArrayLike | None = None,
     attn_bias: ArrayLike | None = None,
     tap: Tap = no_tap,
-    **options: Any,
+    **options: Unpack[AdditiveOptions],
 ) -> Any:
     """softmax(S) V with S_ij = w · tanh(q_i W_q + k_j W_k + b), Bahdanau's attention.
 

@@ -6,7 +6,7 @@ prefill, prefill in chunks and decoding token by token are one computation in pa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -14,6 +14,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from minimha.api import attention
 from minimha.equations.arguments import FLOATING, as_floating, as_integers, integer, name_of
 from minimha.equations.tap import Tap, no_tap
+from minimha.layers.protocols import CacheOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the cache decides
 
@@ -156,7 +160,7 @@ class KVCache:
         self._lengths = self._chunk[0]
         self._chunk = self._lengths, 0
 
-    def attend(self, q: ArrayLike, *, tap: Tap = no_tap, **options: Any) -> Any:
+    def attend(self, q: ArrayLike, *, tap: Tap = no_tap, **options: Unpack[CacheOptions]) -> Any:
         """Causal attention of the last chunk's queries over all that is cached.
 
         Parameters

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import attention
+from minimha.api import Masks, Positions, attention
 from minimha.equations.arguments import as_floating, flag
 from minimha.equations.arrays import like
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap, renamed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class CosineOptions(Masks, Positions, total=False):
+    """Options of ``attention`` that ``cosine_attention`` passes on."""
+
+    attn_bias: ArrayLike | None
+    softcap: float | None
 
 
 def cosine_attention(
@@ -22,7 +32,7 @@ def cosine_attention(
     scale: ArrayLike = 1.0,
     return_lse: bool = False,
     tap: Tap = no_tap,
-    **options: Any,
+    **options: Unpack[CosineOptions],
 ) -> Any:
     """softmax(scale · cos) V with cos_ij = q_i · k_j / (|q_i| |k_j|).
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from minimha.api import attention
+from minimha.api import AttentionOptions, attention
 from minimha.equations.arguments import (
     argument_names,
     as_floating,
@@ -24,11 +24,16 @@ from minimha.equations.arguments import (
     name_of,
     number,
 )
-from minimha.equations.arrays import like
+from minimha.equations.arrays import Given, Numbers, like
 from minimha.equations.tap import Tap, no_tap, renamed
-from minimha.layers.protocols import Cache, Rotation
+from minimha.layers.protocols import Cache, CacheOptions, Rotation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Array = NDArray[Any]
+Norm = Literal["head", "full"]
+Gate = Literal["elementwise", "headwise"]
 
 LETTERS = {
     "W_q": "(E, H · D)", "W_k": "(Ec, Hkv · D)", "W_v": "(Ev, Hkv · Dv)", "W_o": "(H · Dv, Eo)",
@@ -37,6 +42,33 @@ WEIGHTS = (*LETTERS, "b_q", "b_k", "b_v", "b_o", "g_q", "g_k", "W_g", "b_g")
 NORMS = (None, "head", "full")
 GATES = (None, "elementwise", "headwise")
 EPSILON = 1e-6
+
+
+class LayerOptions(TypedDict, total=False):
+    """What a layer may have besides its four matrices."""
+
+    b_q: ArrayLike
+    b_k: ArrayLike
+    b_v: ArrayLike
+    b_o: ArrayLike
+    g_q: ArrayLike
+    g_k: ArrayLike
+    W_g: ArrayLike
+    b_g: ArrayLike
+    value_source_dim: int | None
+    qk_norm: Norm | None
+    epsilon: float
+    gate: Gate | None
+    rope: Rotation | None
+
+
+class CallOptions(AttentionOptions, total=False):
+    """Options of a call of a layer."""
+
+    positions: ArrayLike | None
+    context_positions: ArrayLike | None
+    cache: Cache | None
+    tap: Tap
 
 
 class MultiHeadAttention:
@@ -137,9 +169,9 @@ class MultiHeadAttention:
         context_dim: int | None = None,
         value_source_dim: int | None = None,
         output_dim: int | None = None,
-        qk_norm: str | None = None,
+        qk_norm: Norm | None = None,
         epsilon: float = EPSILON,
-        gate: str | None = None,
+        gate: Gate | None = None,
         rope: Rotation | None = None,
         parameters: Mapping[str, ArrayLike] | None = None,
         dtype: DTypeLike = np.float32,
@@ -185,7 +217,7 @@ class MultiHeadAttention:
         *,
         num_heads: int,
         num_kv_heads: int | None = None,
-        **others: Any,
+        **others: Unpack[LayerOptions],
     ) -> MultiHeadAttention:
         """Return a layer from matrices that hold all heads side by side.
 
@@ -218,7 +250,8 @@ class MultiHeadAttention:
         H = integer("num_heads", num_heads)
         Hkv = H if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
         D, Dv = (_width(name, matrices[name], n) for name, n in (("W_q", H), ("W_v", Hkv)))
-        weights = matrices | {name: others.pop(name) for name in WEIGHTS if name in others}
+        settings: dict[str, Any] = {**others}
+        weights = matrices | {name: settings.pop(name) for name in WEIGHTS if name in settings}
         return cls(
             matrices["W_q"].shape[0],
             H,
@@ -229,12 +262,17 @@ class MultiHeadAttention:
             context_dim=_free(matrices["W_k"], 0, Hkv * D),
             output_dim=_free(matrices["W_o"], 1, H * Dv),
             parameters=weights,
-            **others,
+            **settings,
         )
 
     @classmethod
     def from_heads(
-        cls, W_q: ArrayLike, W_k: ArrayLike, W_v: ArrayLike, W_o: ArrayLike, **others: Any
+        cls,
+        W_q: ArrayLike,
+        W_k: ArrayLike,
+        W_v: ArrayLike,
+        W_o: ArrayLike,
+        **others: Unpack[LayerOptions],
     ) -> MultiHeadAttention:
         """Return a layer from one matrix per head, as papers and teaching documents write them.
 
@@ -260,14 +298,60 @@ class MultiHeadAttention:
         H, Hkv, Hv = (len(W) for W in heads.values())
         if Hv != Hkv:
             raise ValueError(f"W_v has {Hv} matrices but W_k has {Hkv}: expected one per head")
+        combined: dict[str, Any] = {**others}
         for name in {"b_q", "b_k", "b_v"} & set(others):
-            others[name] = np.ravel(as_floating(name, others[name]))
-        combined = {name: _combined(W) for name, W in heads.items()}
-        return cls.from_combined(**combined, W_o=W_o, num_heads=H, num_kv_heads=Hkv, **others)
+            combined[name] = np.ravel(as_floating(name, combined[name]))
+        combined |= {name: _combined(W) for name, W in heads.items()}
+        return cls.from_combined(**combined, W_o=W_o, num_heads=H, num_kv_heads=Hkv)
 
+    @overload
+    def __call__(
+        self,
+        x: Numbers,
+        context: ArrayLike | None = None,
+        *,
+        return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
+    ) -> Array: ...
+    @overload
+    def __call__(
+        self,
+        x: Numbers,
+        context: ArrayLike | None = None,
+        *,
+        return_weights: Literal[True],
+        **options: Unpack[CallOptions],
+    ) -> tuple[Array, Array]: ...
+    @overload
+    def __call__(
+        self,
+        x: Given,
+        context: ArrayLike | None = None,
+        *,
+        return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
+    ) -> Given: ...
+    @overload
+    def __call__(
+        self,
+        x: Given,
+        context: ArrayLike | None = None,
+        *,
+        return_weights: Literal[True],
+        **options: Unpack[CallOptions],
+    ) -> tuple[Given, Given]: ...
+    @overload
     def __call__(
         self,
         x: ArrayLike,
+        context: ArrayLike | None = None,
+        *,
+        return_weights: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Any: ...
+    def __call__(
+        self,
+        x: Any,
         context: ArrayLike | None = None,
         *,
         positions: ArrayLike | None = None,
@@ -275,7 +359,7 @@ class MultiHeadAttention:
         cache: Cache | None = None,
         return_weights: bool = False,
         tap: Tap = no_tap,
-        **options: Any,
+        **options: Unpack[AttentionOptions],
     ) -> Any:
         """Attend from ``x`` to itself, or to ``context``.
 
@@ -340,7 +424,7 @@ class MultiHeadAttention:
         else:
             cache.append(k.astype(dtype, copy=False), v.astype(dtype, copy=False))
             try:
-                heads = cache.attend(q, tap=heard, **options)
+                heads = cache.attend(q, tap=heard, **cast("CacheOptions", options))
             except Exception:
                 cache.undo()
                 raise
@@ -521,7 +605,11 @@ class MultiHeadAttention:
         return np.asarray(getattr(self, name).astype(compute, copy=False))
 
 
-def attention_weights(q: ArrayLike, k: ArrayLike, **options: Any) -> Any:
+@overload
+def attention_weights(q: Numbers, k: ArrayLike, **options: Unpack[AttentionOptions]) -> Array: ...
+@overload
+def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[AttentionOptions]) -> Any: ...
+def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[AttentionOptions]) -> Any:
     """softmax(scale · Q Kᵀ): what share each query gives to each key, on any backend.
 
     Fast kernels keep no weights. With the identity as values, a query's output is its row of

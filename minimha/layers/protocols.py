@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from minimha.api import Masks, Scores
 from minimha.equations.tap import Tap
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @runtime_checkable
@@ -26,6 +30,12 @@ class Rotation(Protocol):
         """Return ``x`` (..., H, L, D), rotated."""
 
 
+class CacheOptions(Masks, Scores, total=False):
+    """Options of ``attention`` that a cache passes on: all but those that it decides itself."""
+
+    return_lse: bool
+
+
 class Cache(Protocol):
     """Holds the keys and values of earlier tokens: ``minimha.layers.cache.KVCache``, or others."""
 
@@ -36,7 +46,7 @@ class Cache(Protocol):
     def append(self, k: NDArray[Any], v: NDArray[Any]) -> None:
         """Add a chunk's keys (B, Hkv, L, D) and values (B, Hkv, L, Dv); all of them, or none."""
 
-    def attend(self, q: NDArray[Any], *, tap: Tap, **options: Any) -> Any:
+    def attend(self, q: NDArray[Any], *, tap: Tap, **options: Unpack[CacheOptions]) -> Any:
         """Return the last chunk's queries (B, H, L, D) attending to all that is held."""
 
     def undo(self) -> None:
