@@ -18,6 +18,9 @@ from minimha.explain.printed import Comparison, PrintedMatrix
 
 TOKEN_AXES = ("L", "Lq", "Lk", "Lc")
 BLOCK = re.compile(r"\[i=(\d+)(?:,j=(\d+))?\]")
+UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, bidirectional ones among them; separators
+JOINERS = "\u200c\u200d"  # without which Persian words and many emoji fall apart
+NOT_IN_XML = "\ufffe\uffff"
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,15 +305,20 @@ def _row_sums(name: str, value: NDArray[Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with a visible sign for each control character.
+    """Return ``text`` with an escape for each character that acts and is not seen.
 
-    A terminal would obey them, and XML does not allow them.
+    A terminal obeys control characters, bidirectional ones show the text after them in another
+    order, and XML does not allow some at all.
 
-
-    >>> printable("a\\x1b[2J")
-    'a�[2J'
+    >>> print(printable("a\\x1b[2J \\u202eb"))
+    a\\x1b[2J \\u202eb
     """
-    return "".join("\N{REPLACEMENT CHARACTER}" if category(c) == "Cc" else c for c in text)
+    return "".join(
+        c.encode("unicode_escape").decode()
+        if (category(c) in UNSEEN and c not in JOINERS) or c in NOT_IN_XML
+        else c
+        for c in text
+    )
 
 
 def token_labels(

@@ -198,6 +198,21 @@ def test_svg_is_xml_and_shows_the_numbers(trace):
     assert "1.000" in words
 
 
+@pytest.mark.parametrize("kind", ["svg", "html", "markdown", "latex", "json"])
+def test_what_acts_unseen_is_escaped_in_every_export(kind):
+    unseen = "\x1b\x07\x9b\u061c\u200e\u202a\u202e\u2066\u2069\u2028\ufeff\ufffe"
+    page = export.trace_as(kind, sentences.sentence([f"a{c}b" for c in unseen]).trace(), 3)
+    assert not set(unseen) & set(page)
+    assert "u202e" in page
+    if kind == "svg":
+        ET.fromstring(page)
+
+
+def test_words_and_emoji_that_need_joiners_keep_them():
+    words = ["می\u200cخواهم", "👩\u200d🔬"]
+    assert sentences.sentence(words).trace().labels["L"] == tuple(words)
+
+
 def test_html_shows_the_numbers_and_escapes_tokens():
     class Reader(HTMLParser):
         words = ""
