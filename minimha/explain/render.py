@@ -41,6 +41,39 @@ STYLES = {
     Status.ASSUMED: "magenta",
     Status.ILLUSTRATIVE: "magenta",
 }
+# rich's own template names a server to fetch a font from: a picture must not say who opened it.
+SVG = """\
+<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+    <style>
+    .{unique_id}-matrix {{
+        font-family: Fira Code, monospace;
+        font-size: {char_height}px;
+        line-height: {line_height}px;
+        font-variant-east-asian: full-width;
+    }}
+    .{unique_id}-title {{
+        font-size: 18px;
+        font-weight: bold;
+        font-family: arial;
+    }}
+    {styles}
+    </style>
+    <defs>
+    <clipPath id="{unique_id}-clip-terminal">
+      <rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" />
+    </clipPath>
+    {lines}
+    </defs>
+    {chrome}
+    <g transform="translate({terminal_x}, {terminal_y})"
+       clip-path="url(#{unique_id}-clip-terminal)">
+    {backgrounds}
+    <g class="{unique_id}-matrix">
+    {matrix}
+    </g>
+    </g>
+</svg>
+"""
 
 
 def console_for(stream: IO[str]) -> Console:
@@ -149,8 +182,9 @@ def plain(shown: RenderableType) -> str:
 
 
 def svg(shown: RenderableType, title: str) -> str:
-    """``shown`` as a picture of a terminal, SVG."""
-    return str(_recorded(shown).export_svg(title=title, theme=DEFAULT_TERMINAL_THEME))
+    """``shown`` as a picture of a terminal, SVG, that stands alone."""
+    recorded = _recorded(shown)
+    return recorded.export_svg(title=title, theme=DEFAULT_TERMINAL_THEME, code_format=SVG)
 
 
 def html(shown: RenderableType) -> str:

@@ -198,6 +198,17 @@ def test_svg_is_xml_and_shows_the_numbers(trace):
     assert "1.000" in words
 
 
+OUTSIDE = re.compile(r"https?:|//\w|@import|@font-face|url\((?!#)|<script|<link|<img|src=", re.I)
+
+
+@pytest.mark.parametrize("kind", ["svg", "html", "markdown", "latex"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_pages_fetch_nothing(name, kind):
+    page = export.trace_as(kind, EXAMPLES[name].trace(), 3)
+    page = page.replace('xmlns="http://www.w3.org/2000/svg"', "")  # a name, never fetched
+    assert not OUTSIDE.findall(page)
+
+
 @pytest.mark.parametrize("kind", ["svg", "html", "markdown", "latex", "json"])
 def test_what_acts_unseen_is_escaped_in_every_export(kind):
     unseen = "\x1b\x07\x9b\u061c\u200e\u202a\u202e\u2066\u2069\u2028\ufeff\ufffe"
