@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import secrets
+import shutil
+import signal
+import stat
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +29,8 @@ ENDINGS = {
 FOR_READERS = ("text", "markdown", "latex", "svg", "html")
 LARGEST_MATRIX = 32 * 32  # numbers; more in one matrix cannot be read, only processed
 LARGEST_RUN = 16 * LARGEST_MATRIX
+STEP_FILE = re.compile(r"\d\d+_\w+\.csv")  # 03_W_q_head0.csv
+IN_USE = ".minimha-new"  # in a folder that a process is writing into
 
 
 def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> None:
@@ -184,56 +193,133 @@ def check_free(name: str, *, force: bool) -> None:
         The folder does not exist, ``name`` is a folder or a device, or it exists and ``force`` is
         False.
     """
-    path = _target(name)
-    if path.is_dir():
-        raise ValueError(f"--output {name} is a folder: expected the name of a file")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"--output {name} is not a regular file: it will not be replaced")
-    if path.exists() and not force:
-        raise ValueError(f"--output {name} exists already: add --force to replace it")
+    _target(name)
+    with _in_a_sentence(name):
+        found = _status(name or os.curdir)
+        if found is None:
+            return
+        if stat.S_ISDIR(found.st_mode):
+            raise ValueError(f"--output {name} is a folder: expected the name of a file")
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"--output {name} is not a regular file: it will not be replaced")
+        if not force:
+            raise FileExistsError
 
 
 def write_file(name: str, content: bytes, *, force: bool) -> None:
-    """Write ``content`` to the file ``name``, whole or not at all; a link is followed.
+    """Write ``content`` to the file ``name``, whole or not at all; a symbolic link is followed.
+
+    A file that is replaced keeps its mode and its owner. One with several names (hard links) is
+    overwritten where it is, since they would part otherwise: that alone can be cut short.
 
     Raises
     ------
     ValueError
-        As ``check_free``, or it cannot be written.
+        As ``check_free``, or it cannot be written. Where several processes write one new file
+        without ``force``, in all but one of them.
     """
     check_free(name, force=force)
     path = _target(name)
-    _write(name, path.parent, {path.name: content})
+    with _in_a_sentence(name), _undisturbed(), _staging(path.parent) as staging:
+        if force:
+            _replace_all(path.parent, {path.name: content}, staging)
+        else:
+            _save(staging / path.name, content)
+            _create(staging / path.name, path)
 
 
 def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
     """Write every file into the folder ``name``, which is created if its parent exists.
 
-    Other files in the folder stay as they are.
+    Other files in the folder stay as they are; steps of another run, which would be taken for this
+    one's, are refused.
 
     Raises
     ------
     ValueError
         The parent does not exist, ``name`` is a file, the folder holds something already and
-        ``force`` is False, or it cannot be written.
+        ``force`` is False, it holds steps that would not be replaced, another process is writing
+        there, or it cannot be written.
     """
     path = _target(name)
     contents = {file: text.encode() for file, text in files.items()}
-    if not path.exists():
-        _write(name, path.parent, contents, new_folder=path.name)
-        return
-    if not path.is_dir():
-        raise ValueError(f"--output {name} is a file: expected a folder, for one file per step")
-    if any(path.iterdir()) and not force:
+    with _in_a_sentence(name), _undisturbed():
+        if path.is_dir():
+            with _staging(path, IN_USE) as staging:
+                _check_folder(name, path, files, force=force)
+                _replace_all(path, contents, staging)
+        elif path.exists():
+            raise ValueError(f"--output {name} is a file: expected a folder, for one file per step")
+        else:
+            with _staging(path.parent) as staging:
+                new = staging / path.name
+                new.mkdir()
+                for file, content in contents.items():
+                    _save(new / file, content)
+                os.rename(new, path)  # fails where another process has written meanwhile
+
+
+def _check_folder(name: str, path: Path, files: Collection[str], *, force: bool) -> None:
+    held = sorted(set(os.listdir(path)) - {IN_USE})
+    if held and not force:
         raise ValueError(f"--output {name} is not empty: add --force to write into it")
-    for file in files:
-        if (path / file).exists() and not (path / file).is_file():
+    for file in held:
+        if file in files and not stat.S_ISREG((path / file).lstat().st_mode):
             raise ValueError(f"--output {name} holds {file}, which is not a regular file")
-    _write(name, path, contents)
+        if file not in files and STEP_FILE.fullmatch(file):
+            raise ValueError(
+                f"--output {name} holds {file}, which this run does not write: remove it first, "
+                f"or choose another folder, so that the steps of two runs are not mixed"
+            )
+
+
+def _replace_all(folder: Path, contents: Mapping[str, bytes], staging: Path) -> None:
+    """Write everything aside, and only then move it."""
+    for file, content in contents.items():
+        old = _status(folder / file)
+        _save(staging / file, content, 0o666 if old is None else stat.S_IMODE(old.st_mode))
+    for file, content in contents.items():
+        path, old = folder / file, _status(folder / file)
+        if old is not None and old.st_nlink > 1:
+            (staging / file).unlink()  # there was room for it, and now there is
+            _save(path, content)
+            continue
+        if old is not None:
+            with suppress(AttributeError, OSError):  # Windows; a file of somebody else's
+                os.chown(staging / file, old.st_uid, old.st_gid)
+            os.chmod(staging / file, stat.S_IMODE(old.st_mode))
+        os.replace(staging / file, path)
+
+
+def _create(written: Path, path: Path) -> None:
+    """Move ``written`` to ``path``, unless that exists: unlike renaming, linking never replaces."""
+    try:
+        os.link(written, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a filesystem without links, such as a memory card's
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.replace(written, path)
+
+
+def _save(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file, as far as the disk: a crash after it is renamed must not leave it empty."""
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _status(path: str | Path) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
 
 
 def _target(name: str) -> Path:
-    path = Path(name).resolve()
+    """The path that ``name`` leads to, through any symbolic links."""
+    path = Path(os.path.realpath(name))
     if not path.parent.is_dir():
         raise ValueError(
             f"--output {name}: the folder {Path(name).parent} does not exist, make it first"
@@ -241,25 +327,47 @@ def _target(name: str) -> Path:
     return path
 
 
-def _write(
-    name: str,
-    folder: Path,
-    contents: Mapping[str, bytes],
-    new_folder: str | None = None,
-) -> None:
-    """Write everything to a temporary folder, then move it: a result is never half written."""
-    import tempfile
-
+@contextmanager
+def _staging(folder: Path, name: str | None = None) -> Iterator[Path]:
+    """A folder in ``folder`` to write in, gone at the end; one with a ``name`` has one writer."""
+    staging = folder / (name or f".minimha-{secrets.token_hex(8)}")
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".minimha-") as temporary:
-            written = Path(temporary) / (new_folder or "")
-            written.mkdir(exist_ok=True)
-            for file, content in contents.items():
-                (written / file).write_bytes(content)
-            if new_folder:
-                os.replace(written, folder / new_folder)
-                return
-            for file in contents:
-                os.replace(written / file, folder / file)
+        staging.mkdir()
+    except FileExistsError:
+        raise ValueError(
+            f"{staging} exists: another process is writing into this folder, or was killed while "
+            f"it did (remove {staging.name} then)"
+        ) from None
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Put off Ctrl-C, SIGTERM and SIGHUP, which would leave temporary files or half of a result."""
+    handlers: dict[int, Any] = {}
+    caught: list[int] = []
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")):
+                if number is not None:
+                    handlers[number] = signal.signal(number, lambda n, frame: caught.append(n))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        for number in caught[:1]:
+            signal.raise_signal(number)
+
+
+@contextmanager
+def _in_a_sentence(name: str) -> Iterator[None]:
+    """Turn the system's errors into errors of ``--output``."""
+    try:
+        yield
+    except FileExistsError:
+        raise ValueError(f"--output {name} exists already: add --force to replace it") from None
     except OSError as error:
         raise ValueError(f"--output {name} cannot be written: {error.strerror}") from None

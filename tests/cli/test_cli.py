@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -517,6 +518,155 @@ def test_force_replaces_and_leaves_the_rest_of_a_folder_alone(run, tmp_path):
     shown(run, "example --format csv --output folder --force")
     assert (tmp_path / "folder" / "mine.txt").read_text() == "precious"
     assert (tmp_path / "folder" / "01_x.csv").exists()
+
+
+def test_force_keeps_mode_owner_and_hard_links(run, tmp_path):
+    for name in ("alone.json", "one.json"):
+        (tmp_path / name).write_text("old")
+        (tmp_path / name).chmod(0o600)
+    os.link(tmp_path / "one.json", tmp_path / "other.json")
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "alone.json", 1, 1)
+    before = (tmp_path / "alone.json").stat()
+    for name in ("alone.json", "one.json"):
+        shown(run, f"example --output {name} --force")
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    after = (tmp_path / "alone.json").stat()
+    assert (after.st_uid, after.st_gid) == (before.st_uid, before.st_gid)
+    assert (tmp_path / "one.json").samefile(tmp_path / "other.json")
+    assert json.loads((tmp_path / "other.json").read_text(encoding="utf-8"))["example"]
+
+
+def test_new_files_honour_the_umask(run, tmp_path):
+    before = os.umask(0o027)
+    try:
+        shown(run, "example --output x.json")
+        shown(run, "example --format csv --output folder")
+    finally:
+        os.umask(before)
+    modes = {
+        n: (tmp_path / n).stat().st_mode & 0o777 for n in ("x.json", "folder", "folder/01_x.csv")
+    }
+    assert modes == {"x.json": 0o640, "folder": 0o750, "folder/01_x.csv": 0o640}
+
+
+def without_links(*names):
+    raise PermissionError(1, "Operation not permitted")
+
+
+@pytest.mark.parametrize("link", [os.link, without_links])
+def test_of_two_processes_with_one_output_the_second_is_refused(run, tmp_path, monkeypatch, link):
+    monkeypatch.setattr("os.link", link)
+    monkeypatch.setattr("minimha.cli.output.check_free", lambda name, force: None)  # both passed it
+    shown(run, "example --tokens 1 --output x.json")
+    first = (tmp_path / "x.json").read_bytes()
+    status, _, err = run("example --tokens 3 --output x.json")
+    assert (status, err) == (
+        2, "minimha: --output x.json exists already: add --force to replace it\n"
+    )  # fmt: skip
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("x.json", first)]
+
+
+@pytest.mark.parametrize(
+    "line", ["--output x.json", "--output x.json --force", "--format csv --output x"]
+)
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(run, monkeypatch, line):
+    calls = []
+
+    def recorded(kind, really):
+        return lambda *args: (calls.append(kind), really(*args))
+
+    for name in ("fsync", "link", "replace", "rename"):
+        kind = "fsync" if name == "fsync" else "named"
+        monkeypatch.setattr(f"os.{name}", recorded(kind, getattr(os, name)))
+    shown(run, f"example {line}")
+    assert calls[-1] == "named"
+    assert set(calls[:-1]) == {"fsync"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are otherwise elsewhere")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_leaves_a_whole_file_and_no_other(tmp_path, name):
+    number = getattr(signal, name)
+    (tmp_path / "x.json").write_text("old")
+    program = (
+        "import os, signal, sys; from minimha.cli import main; replace = os.replace\n"
+        f"def late(*names): os.kill(os.getpid(), {int(number)}); return replace(*names)\n"
+        "os.replace = late\n"
+        f"sys.exit(main(['example', '--force', '--output', {str(tmp_path / 'x.json')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True)
+    assert done.returncode == (130 if name == "SIGINT" else -number)
+    assert done.stderr == b""
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+    assert json.loads((tmp_path / "x.json").read_bytes())["example"]
+
+
+def test_steps_of_two_runs_are_never_mixed(run, tmp_path):
+    line = "example --tokens 4 --format csv --output folder"
+    shown(run, line)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir()}
+    status, _, err = run(f"{line} --heads 1 --force")
+    assert status == 2
+    assert "--output folder holds 02_W_q_head0.csv, which this run does not write" in err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir()} == before
+    shown(run, f"{line} --seed 2 --force")
+
+
+def test_one_process_at_a_time_writes_into_a_folder(run, tmp_path):
+    (tmp_path / "folder" / ".minimha-new").mkdir(parents=True)
+    for force in ("", " --force"):
+        status, _, err = run(f"example --format csv --output folder{force}")
+        assert status == 2
+        assert "another process is writing into this folder, or was killed" in err
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == [".minimha-new"]
+
+
+def test_of_two_processes_that_make_one_folder_the_second_is_refused(run, tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def overtaken(descriptor):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder" / "01_x.csv").write_text("theirs")
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", overtaken)
+    status, _, err = run("example --format csv --output folder")
+    assert (status, err) == (
+        2, "minimha: --output folder cannot be written: Directory not empty\n"
+    )  # fmt: skip
+    found = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))]
+    assert found == ["folder", "folder/01_x.csv"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is no limit to the size of a file elsewhere")
+@pytest.mark.parametrize(
+    "line", ["--output x.json --force", "--output y.json", "--output z --format csv"]
+)
+def test_a_full_disk_leaves_what_was_there(tmp_path, line):
+    (tmp_path / "x.json").write_text("precious")
+    command = f"ulimit -f 0; exec {sys.executable} {REPOSITORY / 'cli.py'} example {line}"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.endswith("cannot be written: File too large\n")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x.json", "precious")]
+
+
+def test_a_link_to_itself_is_refused(run, tmp_path):
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    status, _, err = run("example --output loop.json --force")
+    assert (status, err) == (
+        2, "minimha: --output loop.json cannot be written: Too many levels of symbolic links\n"
+    )  # fmt: skip
+
+
+def test_an_input_may_be_replaced_by_its_result(run, tmp_path):
+    problem = '{"q": [[1]], "k": [[1]], "v": [[2]]}'
+    (tmp_path / "p.json").write_text(problem)
+    status, _, _ = run("attend p.json --output p.json")
+    assert (status, (tmp_path / "p.json").read_text()) == (2, problem)
+    shown(run, "attend p.json --output p.json --force")
+    assert json.loads((tmp_path / "p.json").read_text())["steps"][-1]["value"] == [[2]]
 
 
 # Bad input
