@@ -4,35 +4,45 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn, TextIO
 
 from minimha import BackendUnavailable, __version__
 from minimha.cli import attend, backends, bench, example, examples, flash, kernels, sizes
+from minimha.explain.trace import printable
 
 COMMANDS = (examples, example, attend, flash, sizes, bench, kernels, backends)
 
 
+LONGEST_ERROR = 2000  # characters
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0, or 2 after a sentence on stderr."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed: what is said there is not heard, and no file takes its place
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without ∞ shows ? instead of failing
-    parser = build_parser()
     try:
-        args = parser.parse_args(argv)
-        if args.run is None:
-            parser.print_help()
-        else:
-            args.run(args)
-        if sys.stdout is not None:  # it may have been closed
-            sys.stdout.flush()
+        try:
+            parser = build_parser()
+            args = parser.parse_args(argv)
+            if args.run is None:
+                parser.print_help()
+            else:
+                args.run(args)
+        finally:
+            sys.stdout.flush()  # here, where a failure has a sentence; at exit it has none
     except BrokenPipeError:  # the reader of our pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)
     except MemoryError:
         return _refuse("the problem does not fit into memory: take fewer tokens or heads")
     except OSError as error:
+        _discard(sys.stdout)
         return _refuse(f"{error.filename or 'output'}: {error.strerror or error}")
-    except (ValueError, TypeError, BackendUnavailable) as error:
+    except (ValueError, TypeError, OverflowError, BackendUnavailable) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         return 130
@@ -40,17 +50,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(sentence: str) -> int:
-    print("minimha:", " ".join(sentence.split()), file=sys.stderr)
+    """Print an error without the control characters that a file's name may bring into it."""
+    words = " ".join(sentence.split())
+    if len(words) > LONGEST_ERROR:
+        words = f"{words[: LONGEST_ERROR // 2]} … {words[-LONGEST_ERROR // 2 :]}"
+    try:
+        print("minimha:", printable(words), file=sys.stderr, flush=True)
+    except OSError:  # nobody reads what is wrong: the status says that something is
+        _discard(sys.stderr)
     return 2
 
 
+def _discard(stream: TextIO) -> None:
+    """Lead ``stream`` nowhere, so that what it still holds does not fail again at exit."""
+    with suppress(OSError, ValueError):  # a test's stream has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is one sentence and never a page of usage."""
+    """argparse, but an error is one sentence and never a page of usage, and none is kept quiet."""
 
     def error(self, message: str) -> NoReturn:
         if "expected one argument" in message:
             message += " (one that begins with a minus sign is joined on: --option=-1,0)"
         raise ValueError(message)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.option_strings and arg_strings == ["--"]:  # which Python before 3.13 loses
+            self.error(f"argument {action.option_strings[0]}: '--' is no value")
+        return super()._get_values(action, arg_strings)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file)  # argparse's own ignores a full disk
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -449,10 +449,70 @@ def test_a_link_is_followed(run, tmp_path):
     assert json.loads((tmp_path / "real.json").read_text(encoding="utf-8"))["example"]
 
 
-def test_a_closed_output_is_no_error():
-    line = f"{sys.executable} cli.py example >&-"
-    done = subprocess.run(line, shell=True, cwd=REPOSITORY, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+LINES = ("example", "examples", "--version", "example --help", "example --format json")
+FULL = "minimha: output: No space left on device\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no disk to fill")
+@pytest.mark.parametrize(
+    ("line", "streams", "status", "seen"),
+    [
+        *((line, ">&-", 0, "") for line in LINES),
+        *((line, ">&- 2>&- <&-", 0, "") for line in LINES),
+        *((line, ">/dev/full", 2, FULL) for line in LINES),
+        ("dance", "2>&-", 2, ""),
+        ("dance", "2>/dev/full", 2, ""),
+        ("example --tokens 12 --heads 4", "2>&1 | head -n 1 >/dev/null", 0, ""),
+        ("dance", "2>&1 >/dev/null | true", 2, ""),
+    ],
+)
+def test_closed_and_full_streams_need_no_traceback(tmp_path, line, streams, status, seen):
+    script = f"{sys.executable} cli.py {line} {streams}; echo ${{PIPESTATUS[0]}} >{tmp_path}/status"
+    done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", seen)
+    assert int((tmp_path / "status").read_text()) == status
+
+
+def test_a_file_takes_the_place_of_no_closed_stream(tmp_path):
+    line = f"{sys.executable} cli.py example --output {tmp_path}/x.json >&- 2>&-"
+    assert subprocess.run(line, shell=True, cwd=REPOSITORY).returncode == 0
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["example"]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            ["attend", "--q", "\x1b[31mno.csv", "--k", "k", "--v", "v"],
+            "\\x1b[31mno.csv cannot be read",
+        ),
+        (["attend", "\u202egnp.json"], "\\u202egnp.json cannot be read"),
+        (["example", "--output", "no\x9b/x.json"], "the folder no\\x9b does not exist"),
+        (["example", "--\x1b]0;title\x07"], "unrecognized arguments: --\\x1b]0;title\\x07"),
+        (["\udcff"], "\\udcff"),
+    ],
+)
+def test_an_error_shows_what_a_terminal_would_obey(run, words, shown):
+    status, out, err = run("", *words)
+    assert (status, out) == (2, "")
+    assert shown in err
+    assert err.removesuffix("\n").isprintable()
+
+
+def test_an_error_is_no_longer_than_a_page(run):
+    status, _, err = run("example", "x" * 100_000)
+    assert status == 2
+    assert len(err) < 2100
+    assert err.endswith("cosine, additive\n")
+
+
+@pytest.mark.parametrize(
+    "line", ["example --sentence=--", "example --heads=--", "attend --labels=--"]
+)
+def test_two_dashes_are_no_value(run, line):
+    status, _, err = run(line)
+    assert status == 2
+    assert "'--' is no value" in err
 
 
 def test_attend_in_tiles(run, numbers):
