@@ -1,12 +1,84 @@
 """Arguments that several commands share, and the converters of their values."""
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
-from minimha.examples import sentences
+from minimha.examples import Example, sentences
 
 MAX_TOKENS = max(sentences.SENTENCES)
+LARGEST_COUNT = 2**20
+LARGEST_STEP = 2**22  # numbers of one step, all heads together, in a trace that keeps every step
+
+
+def number(text: str) -> float:
+    """Return a number as a float; also ``inf`` and ``nan``.
+
+    Raises
+    ------
+    ValueError
+        It is none, or only Python takes it for one: ``1_0``, ``infinity``, the digits of other
+        scripts.
+
+    >>> number("1e3"), number("-inf")
+    (1000.0, -inf)
+    """
+    if not text.isascii() or "_" in text or "infinity" in text.lower():
+        raise ValueError
+    return float(text)
+
+
+def integer(text: str) -> int:
+    """Return a whole number, by the rules of ``number``.
+
+    Raises
+    ------
+    ValueError
+        It is none.
+    """
+    if not text.isascii() or "_" in text:
+        raise ValueError
+    return int(text)
+
+
+def check_step(what: str, *sizes: int, largest: int = LARGEST_STEP) -> None:
+    """Refuse a step of these sizes if it is too large to be kept.
+
+    Raises
+    ------
+    ValueError
+        It would hold more than ``largest`` numbers.
+    """
+    total = math.prod(sizes)
+    if total > largest:
+        size = " × ".join(str(n) for n in sizes)
+        raise ValueError(
+            f"{what} would hold {size} = {total:,} numbers where {largest:,} can be kept: "
+            f"the library, minimha.attention, has no such limit"
+        )
+
+
+def check_sizes(example: Example, num_heads: int, d_model: int) -> None:
+    """Refuse a sentence whose steps are too large to be traced, before they are computed.
+
+    Raises
+    ------
+    ValueError
+        A matrix of its weights, its embeddings or its scores is.
+    """
+    queries, keys = (len(example.labels.get(axis, ())) for axis in ("Lq", "Lk"))
+    check_step("W_q", d_model, d_model)
+    check_step("x", max(queries, keys), d_model)
+    check_step("scores", num_heads, queries, keys)
+
+
+def real(text: str) -> float:
+    """Convert for argparse: ``number``, or a sentence."""
+    try:
+        return number(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -15,18 +87,18 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
 
     def convert(text: str) -> int:
         try:
-            number = int(text)
+            found = integer(text)
         except ValueError:
-            number = low - 1
-        if number < low or (high is not None and number > high):
+            found = low - 1
+        if found < low or (high is not None and found > high):
             raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, got {text!r}")
-        return number
+        return found
 
     return convert
 
 
 tokens = whole(1, MAX_TOKENS)
-count = whole(1)
+count = whole(1, LARGEST_COUNT)
 natural = whole(0)
 decimals = whole(0, 17)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from minimha import attention
 from minimha.api import TAPPED
-from minimha.cli.arguments import add_steps
+from minimha.cli.arguments import add_steps, check_step, integer, number, real
 from minimha.cli.output import TRACE_FORMATS, add_output, deliver
 from minimha.equations import tiled
 from minimha.explain import render
@@ -39,8 +39,8 @@ def add_parser(commands: Any) -> None:
     add("--attn-bias", metavar="CSV", help="added to the scores")
     add("--kv-lengths", type=_integers, metavar="N,…", help="number of filled keys")
     add("--alibi-slopes", type=_numbers, metavar="X,…", help="one slope per head")
-    add("--scale", type=float, metavar="X", help="instead of 1/√D")
-    add("--softcap", type=float, metavar="C", help="cap the scores at ±C")
+    add("--scale", type=real, metavar="X", help="instead of 1/√D")
+    add("--softcap", type=real, metavar="C", help="cap the scores at ±C")
     add("--sinks", type=_numbers, metavar="X,…", help="one extra score per head")
     add("--return-lse", action=flag, help="show the log-sum-exp too")
     add("--backend", metavar="NAME", help="auto, dense, tiled; cpu: the output alone")
@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> None:
         labels=_labels(args.labels, problem),
         blocks=(tiled.BLOCK_ROWS, tiled.BLOCK_COLUMNS),
     )
-    if problem.get("backend", "auto") in ("auto", *TAPPED):
+    is_traced = problem.get("backend", "auto") in ("auto", *TAPPED)
+    _check_sizes(problem, is_traced)
+    if is_traced:
         attention(**problem, tap=trace)
     else:  # a kernel keeps no steps, but its results can be shown
         backend, results = problem["backend"], ("output", "lse")
@@ -102,6 +104,23 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return problem, ", ".join(str(path) for path in paths)
 
 
+def _check_sizes(problem: dict[str, Any], is_traced: bool) -> None:
+    """Refuse a problem that is far larger than its files: two of 1 MB have 10¹⁰ scores."""
+    from minimha.cli.inputs import LARGEST_INPUT
+
+    q, k, v = (np.shape(problem[name]) for name in ("q", "k", "v"))
+    if min(len(q), len(k), len(v)) < 2:
+        return  # ``attention`` says why not
+    *heads, Lq, D = q
+    if not is_traced:
+        check_step("output", *heads, Lq, v[-1], largest=LARGEST_INPUT)
+        return
+    for name, shape in {
+        "q": (Lq, D), "k": (k[-2], D), "v": v[-2:], "scores": (Lq, k[-2]), "output": (Lq, v[-1])
+    }.items():  # fmt: skip
+        check_step(name, *heads, *shape)
+
+
 def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """Labels for the keys, and for the queries at the keys' positions; or for the queries alone."""
     if words is None:
@@ -122,7 +141,7 @@ def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, 
 
 def _numbers(text: str) -> list[float]:
     try:
-        return [float(part) for part in text.split(",")]
+        return [number(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"expected numbers separated by commas, got {text!r}"
@@ -131,7 +150,7 @@ def _numbers(text: str) -> list[float]:
 
 def _integers(text: str) -> int | list[int]:
     try:
-        found = [int(part) for part in text.split(",")]
+        found = [integer(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"expected whole numbers separated by commas, got {text!r}"
@@ -142,7 +161,7 @@ def _integers(text: str) -> int | list[int]:
 def _window(text: str) -> tuple[int | None, int | None]:
     sides = text.split(",")
     try:
-        left, right = (None if side.strip().lower() == "none" else int(side) for side in sides)
+        left, right = (None if side.strip().lower() == "none" else integer(side) for side in sides)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"expected LEFT,RIGHT, two whole numbers or none, got {text!r}"

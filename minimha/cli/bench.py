@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from minimha.cli.arguments import count
+from minimha.cli.arguments import count, number
 from minimha.cli.output import (
     TABLE_FORMATS,
     add_output,
@@ -114,7 +114,7 @@ def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str,
 
 def _seconds(text: str) -> float:
     try:
-        seconds = float(text)
+        seconds = number(text)
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):

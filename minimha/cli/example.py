@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from minimha.cli.arguments import add_changes, add_sentence, add_steps, count
+from minimha.cli.arguments import add_changes, add_sentence, add_steps, check_sizes, count
 from minimha.cli.output import TRACE_FORMATS, add_output, deliver
 from minimha.examples import DOCUMENTS, EXAMPLES, Example, sentences, translation
 
@@ -46,7 +46,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Show one worked example."""
-    deliver(args, _example(args).trace(args.causal, args.scale))
+    example = _example(args)
+    check_sizes(example, args.heads or 2, args.d_model or 4)
+    deliver(args, example.trace(args.causal, args.scale))
 
 
 def _example(args: argparse.Namespace) -> Example:

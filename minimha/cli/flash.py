@@ -3,9 +3,11 @@
 import argparse
 from typing import Any
 
-from minimha.cli.arguments import add_changes, add_sentence, add_steps, count
+from minimha.cli.arguments import add_changes, add_sentence, add_steps, check_sizes, count
 from minimha.cli.output import TRACE_FORMATS, add_output, deliver
 from minimha.examples import blocks, sentences
+
+LARGEST_GRID = 2**12  # blocks
 
 
 def add_parser(commands: Any) -> None:
@@ -37,4 +39,12 @@ def run(args: argparse.Namespace) -> None:
         example = blocks.of_length(args.tokens or 6, **settings)
     else:
         example = blocks.block_by_block(args.sentence.split(), **settings)
+    check_sizes(example, blocks.NUM_HEADS, args.d_model)
+    num_tokens = len(example.labels["L"])
+    num_blocks = -(-num_tokens // args.block_queries) * -(-num_tokens // args.block_keys)
+    if num_blocks > LARGEST_GRID:
+        raise ValueError(
+            f"{num_tokens} tokens make {num_blocks:,} blocks where {LARGEST_GRID:,} can be traced: "
+            f"take larger ones, with --block-queries and --block-keys"
+        )
     deliver(args, example.trace(args.causal, args.scale))

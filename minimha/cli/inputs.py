@@ -1,4 +1,7 @@
-"""Reading a problem, or one matrix of it, from files."""
+"""Reading a problem, or one matrix of it, from files that nobody vouches for.
+
+What a file says of its size is believed only up to a limit, and before anything is read.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,14 @@ import difflib
 import inspect
 import io
 import json
+import math
+import os
+import stat
+import warnings
 import zipfile
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.api import attention
+from minimha.cli.arguments import number
 
 MAX_DEPTH = 8  # of nested lists; no array of this library is deeper
+LARGEST_TEXT = 2**25  # bytes of a CSV or JSON file, whose numbers take some 50 each in memory
+LARGEST_INPUT = 2**27  # numbers in all arrays of an npz file: 1 GiB in float64
+LARGEST_PIECE = 2**20  # bytes that are read of an archive at once
+LONGEST_HEADER = 2**16  # bytes, of an array
 KEYS = tuple(name for name in inspect.signature(attention).parameters if name != "tap")
 
 
@@ -32,20 +47,10 @@ def read_problem(name: str) -> dict[str, Any]:
         The file is missing or broken, holds another key, or lacks q, k or v.
     """
     path = Path(name)
-    readers = {".json": (_read_json, _from_json), ".npz": (_read_npz, _from_npz)}
+    readers = {".json": _read_json, ".npz": _read_npz}
     if path.suffix not in readers:
         raise ValueError(f"{path} ends in {path.suffix!r}: expected a .json or .npz file")
-    read, convert = readers[path.suffix]
-    found = read(path)
-    for key in found:
-        if key not in KEYS:
-            near = difflib.get_close_matches(key.lower(), KEYS, 1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"{path} has the key {key!r}: {meant}expected {', '.join(KEYS)}")
-    for key in ("q", "k", "v"):
-        if key not in found:
-            raise ValueError(f"{path} lacks the key {key!r}: q, k and v are needed")
-    return {key: convert(key, value) for key, value in found.items()}
+    return readers[path.suffix](path)
 
 
 def read_matrix(name: str) -> NDArray[np.float64]:
@@ -58,22 +63,23 @@ def read_matrix(name: str) -> NDArray[np.float64]:
         is not a number.
     """
     path = Path(name)
+    rows = csv.reader(io.StringIO(_read_text(path), newline=""))
+    numbers, first, width = array("d"), 0, 0
     try:
-        lines = list(csv.reader(_read_text(path).splitlines()))
+        for n, cells in enumerate(rows, 1):
+            if not cells:
+                continue
+            first, width = first or n, width or len(cells)
+            if len(cells) != width:
+                raise ValueError(
+                    f"{path} is ragged: row {n} has {len(cells)} numbers, row {first} has {width}"
+                )
+            numbers.extend(_cell(path, n, c, cell) for c, cell in enumerate(cells, 1))
     except csv.Error as error:
         raise ValueError(f"{path} is not a CSV file: {error}") from None
-    numbered = [(n, cells) for n, cells in enumerate(lines, 1) if cells]
-    if not numbered:
+    if not numbers:
         raise ValueError(f"{path} is empty: expected rows of numbers separated by commas")
-    first, width = numbered[0][0], len(numbered[0][1])
-    for n, cells in numbered:
-        if len(cells) != width:
-            raise ValueError(
-                f"{path} is ragged: row {n} has {len(cells)} numbers, row {first} has {width}"
-            )
-    return np.array(
-        [[_cell(path, n, c, cell) for c, cell in enumerate(cells, 1)] for n, cells in numbered]
-    )
+    return np.array(numbers).reshape(-1, width)
 
 
 def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
@@ -90,18 +96,63 @@ def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
     return numbers.astype(np.bool_)
 
 
+class _InPieces(io.FileIO):
+    """A file for zipfile, which reads an archive's table of contents at once, however long."""
+
+    def read(self, size: int | None = -1, /) -> bytes | Any:
+        if size is not None and size > LARGEST_PIECE:
+            raise ValueError(f"its table of contents has {size:,} bytes")
+        return super().read(size)
+
+
+def _open(path: Path) -> _InPieces:
+    """Open a file, or a pipe that somebody is writing into; what may never end is refused."""
+    mode = path.stat().st_mode
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
+        raise ValueError(f"{path} is a device or a socket, which may never end: expected a file")
+
+    def at_once(name: str, flags: int) -> int:  # and not when a pipe's first writer comes
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+    file = _InPieces(path, opener=at_once)
+    if stat.S_ISFIFO(mode):
+        os.set_blocking(file.fileno(), True)
+    return file
+
+
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        with io.BufferedReader(_open(path)) as file:
+            content = file.read(LARGEST_TEXT + 1)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > LARGEST_TEXT:
+        raise ValueError(
+            f"{path} is too long: expected at most {LARGEST_TEXT:,} bytes of text; larger arrays "
+            f"can be in an npz file"
+        )
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not text: expected UTF-8") from None
 
 
+def _check_keys(path: Path, keys: Sequence[str]) -> None:
+    for key in keys:
+        if key not in KEYS:
+            near = difflib.get_close_matches(key[:40].lower(), KEYS, 1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{path} has the key {key!r}: {meant}expected {', '.join(KEYS)}")
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"{path} has a key twice: which one counts?")
+    for key in ("q", "k", "v"):
+        if key not in keys:
+            raise ValueError(f"{path} lacks the key {key!r}: q, k and v are needed")
+
+
 def _cell(path: Path, row: int, column: int, cell: str) -> float:
     try:
-        return float(cell)
+        return number(cell)
     except ValueError:
         raise ValueError(
             f"{path}, row {row}, column {column} is {cell.strip()!r}: expected a number (rows of "
@@ -118,15 +169,16 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is nested too deeply: expected matrices, 2 to 4 deep") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds {type(found).__name__}: expected an object with q, k and v")
-    return found
+    _check_keys(path, list(found))
+    return {key: _from_json(key, value) for key, value in found.items()}
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} occurs twice in one JSON object: which one counts?")
+    found = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r} occurs twice in one JSON object: which one counts?")
+        found[name] = value
     return found
 
 
@@ -160,21 +212,56 @@ def _item(name: str, value: Any) -> Any:
 
 def _read_npz(path: Path) -> dict[str, Any]:
     try:
-        content = io.BytesIO(path.read_bytes())
+        file = _open(path)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    with file:
+        with _refusing(path):
+            archive = zipfile.ZipFile(file)
+            members = {info: info.filename.removesuffix(".npy") for info in archive.infolist()}
+        _check_keys(path, list(members.values()))
+        with _refusing(path):
+            total = sum(_size(archive, info) for info in members)
+        if total > LARGEST_INPUT:
+            raise ValueError(
+                f"{path} holds {total:,} numbers: expected at most {LARGEST_INPUT:,} in all arrays"
+            )
+        with _refusing(path):
+            arrays = {key: _array(archive, info) for info, key in members.items()}
+    return {key: _from_npz(key, array) for key, array in arrays.items()}
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turn what a broken archive raises in zlib, zipfile, tokenize, NumPy, … into one sentence."""
     try:
-        if not zipfile.is_zipfile(content):
-            raise ValueError("this is not a zip archive")
-        archive = np.load(content, allow_pickle=False)
-        return {name: archive[name] for name in archive.files}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python 2's arrays, which are read all the same
+            yield
     except MemoryError:
         raise
-    except Exception as error:  # a broken archive fails in zlib, zipfile, tokenize, NumPy, ...
+    except Exception as error:
         raise ValueError(
             f"{path} is refused: expected an npz archive of plain arrays; objects and pickles are "
             f"never loaded ({error})"
         ) from None
+
+
+def _size(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> int:
+    """How many float64 an array would fill, by its header; nothing else of it is read."""
+    with archive.open(info) as member:
+        start = io.BytesIO(member.read(LONGEST_HEADER))
+    version = np.lib.format.read_magic(start)
+    read_header = np.lib.format.read_array_header_1_0
+    if version != (1, 0):
+        read_header = np.lib.format.read_array_header_2_0
+    shape, _, dtype = read_header(start)
+    return math.prod(map(abs, shape)) * max(1, dtype.itemsize // 8)
+
+
+def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
+    with archive.open(info) as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
 
 
 def _from_npz(name: str, array: NDArray[Any]) -> Any:

@@ -7,6 +7,8 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -754,7 +756,8 @@ BAD_LINES = [
      "--labels has 1 words: expected one for each key (3) or query (3)"),
     ("attend --q q.csv --k k.csv --v v.csv --backend gpu", "backend is 'gpu': expected auto"),
     ("attend --q q.csv --k k.csv --v v.csv --backend cuda", "backend 'cuda' cannot run"),
-    ("attend --q q.csv --k k.csv --v v.csv --scale big", "argument --scale: invalid float value"),
+    ("attend --q q.csv --k k.csv --v v.csv --scale big",
+     "argument --scale: expected a number, got 'big'"),
     ("attend --q q.csv --k k.csv --v v.csv --window 1", "expected LEFT,RIGHT, two whole numbers"),
     ("attend --q q.csv --k k.csv --v v.csv --sinks a", "expected numbers separated by commas"),
     ("attend --q q.csv --k k.csv --v v.csv --kv-lengths 1.5", "expected whole numbers separated"),
@@ -783,6 +786,21 @@ BAD_LINES = [
     ("attend pickle.npz", "pickle.npz is refused"),
     ("attend array.npz", "array.npz is refused"),
     ("attend truncated.npz", "truncated.npz is refused"),
+    ("attend raw.npz", "raw.npz is refused: expected an npz archive of plain arrays"),
+    ("attend claims.npz", "claims.npz holds 1,099,511,627,778 numbers: expected at"),
+    ("attend doubled.npz", "doubled.npz has a key twice: which one counts?"),
+    ("attend names.npz", "names.npz has the key 'weights': expected q, k, v"),
+    ("attend --q /dev/zero --k k.csv --v v.csv", "/dev/zero is a device or a socket, which may n"),
+    ("attend --q pipe --k k.csv --v v.csv", "pipe is empty: expected rows of numbers"),
+    ("attend --q under.csv --k k.csv --v v.csv", "under.csv, row 1, column 2 is '1_0': expected a"),
+    ("attend --q words.csv --k k.csv --v v.csv", "words.csv, row 1, column 2 is '-Infinity'"),
+    ("attend --q digits.csv --k k.csv --v v.csv", "digits.csv, row 1, column 2 is '１'"),
+    ("attend --q q.csv --k k.csv --v v.csv --scale 1_0", "--scale: expected a number, got '1_0'"),
+    ("attend --q q.csv --k k.csv --v v.csv --window 1_0,0", "two whole numbers or none, got '1_0,"),
+    ("example --heads 99999999999999999999", "expected a whole number from 1 to 1048576, got '9"),
+    ("example --tokens 1_0", "expected a whole number from 1 to 12, got '1_0'"),
+    ("example --d-model 4096", "W_q would hold 4096 × 4096 = 16,777,216 numbers where 4,194,304"),
+    ("flash --d-model 4096", "W_q would hold 4096 × 4096 = 16,777,216 numbers where 4,194,304"),
     ("example --tokens 0", "argument --tokens: expected a whole number from 1 to 12, got '0'"),
     ("example --tokens 13", "argument --tokens: expected a whole number from 1 to 12, got '13'"),
     ("example --tokens -1", "argument --tokens: expected a whole number from 1 to 12, got '-1'"),
@@ -793,7 +811,7 @@ BAD_LINES = [
     ("example --document 001 --causal", "example shapes (document 001) has neither a causal mask"),
     ("example --tokens 5 --heads 3", "d-model is 4 and heads is 3"),
     ("example --tokens 5 --heads 4 --kv-heads 3", "heads is 4 and kv-heads is 3"),
-    ("example --heads 0", "argument --heads: expected a whole number of at least 1, got '0'"),
+    ("example --heads 0", "argument --heads: expected a whole number from 1 to 1048576, got '0'"),
     ("example --tokens 5 --seed -1", "expected a whole number of at least 0, got '-1'"),
     ("example --decimals 40", "expected a whole number from 0 to 17, got '40'"),
     ("kernels --rung nope", "no rung 'nope' here: there are cpu.rung1_rows"),
@@ -823,16 +841,20 @@ BAD_LINES = [
     ("example --output .", "--output . is a folder: expected the name of a file"),
     ("example --format csv --output q.csv", "--output q.csv is a file: expected a folder"),
     ("example --format csv --output full", "--output full is not empty: add --force to write"),
-    ("flash --block-keys 0", "argument --block-keys: expected a whole number of at least 1"),
+    ("flash --block-keys 0", "argument --block-keys: expected a whole number from 1 to 1048576"),
     ("flash --tokens 99", "argument --tokens: expected a whole number from 1 to 12"),
     ("sizes --preset gpt5", "preset is 'gpt5': expected one of BERT-Base, BERT-Large, GPT-2 Small"),
     ("sizes --preset gpt3 --length 2049", "length is 2049 but GPT-3 was made for at most 2048"),
     ("sizes --length 8193", "--length is 8193 but no preset takes more than 8192 tokens"),
-    ("sizes --length 0", "argument --length: expected a whole number of at least 1, got '0'"),
+    ("sizes --length 0", "argument --length: expected a whole number from 1 to 1048576, got '0'"),
     ("sizes --dtype int8", "argument --dtype: invalid choice: 'int8'"),
     ("dance", "invalid choice: 'dance'"),
     ("example --dance", "unrecognized arguments: --dance"),
 ]  # fmt: skip
+
+
+NPY_OF_8_TB = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1048576, 1048576)}"
+NPY_OF_8_TB = b"\x93NUMPY\1\0\x76\0" + NPY_OF_8_TB.ljust(117) + b"\n"
 
 
 @pytest.fixture
@@ -853,6 +875,7 @@ def bad_files(tmp_path, numbers):
         "nested.json": '{"q": [[1], [1, 2]], "k": [[1]], "v": [[1]]}',
         "heads.json": json.dumps({"q": [[[1]]] * 4, "k": [[[1]]] * 3, "v": [[[1]]] * 3}),
         "ranks.json": '{"q": [[1]], "k": [[[1]]], "v": [[[1]]]}',
+        "under.csv": "1,1_0\n", "words.csv": "1,-Infinity\n", "digits.csv": "1,１\n",
         "flat.json": '{"q": [1, 2], "k": [[1]], "v": [[1]]}',
     }  # fmt: skip
     for name, text in texts.items():
@@ -870,6 +893,18 @@ def bad_files(tmp_path, numbers):
     np.savez(tmp_path / "truncated.npz", q=one, k=one, v=one)
     whole = (tmp_path / "truncated.npz").read_bytes()
     (tmp_path / "truncated.npz").write_bytes(whole[: len(whole) // 2])
+    with zipfile.ZipFile(tmp_path / "raw.npz", "w") as archive:
+        for name in "qkv":
+            archive.writestr(name, b"1")
+    np.savez(tmp_path / "doubled.npz", q=one, k=one, v=one)
+    with zipfile.ZipFile(tmp_path / "doubled.npz", "a") as archive:
+        archive.writestr("q", b"1")
+    np.savez(tmp_path / "claims.npz", k=one, v=one)
+    with zipfile.ZipFile(tmp_path / "claims.npz", "a") as archive:
+        archive.writestr("q.npy", NPY_OF_8_TB)
+    np.savez(tmp_path / "names.npz", q=one, k=one, v=one)
+    with zipfile.ZipFile(tmp_path / "names.npz", "a") as archive:
+        archive.writestr("weights.npy", NPY_OF_8_TB)  # nothing is read where a name is wrong
     np.savez_compressed(tmp_path / "corrupt.npz", q=np.arange(1e4).reshape(-1, 1), k=one, v=one)
     whole = bytearray((tmp_path / "corrupt.npz").read_bytes())
     whole[200:400] = bytes(200)
@@ -889,6 +924,77 @@ def test_bad_input_gets_a_sentence_and_changes_nothing(run, tmp_path, line, sent
     assert err.startswith("minimha: ")
     assert err.count("\n") == 1
     assert contents() == before
+
+
+def test_a_text_has_a_limit(run, numbers, monkeypatch):
+    monkeypatch.setattr("minimha.cli.inputs.LARGEST_TEXT", 11)
+    status, _, err = run(numbers)
+    assert status == 2
+    assert "q.csv is too long: expected at most 11 bytes of text" in err
+
+
+@pytest.mark.parametrize(
+    ("q", "rows", "sentence"),
+    [
+        (
+            (5000, 1000),
+            1,
+            "q would hold 5000 × 1000 = 5,000,000 numbers where 4,194,304 can be kept",
+        ),
+        ((5000, 1), 5000, "scores would hold 5000 × 5000 = 25,000,000 numbers where 4,194,304 can"),
+        (
+            (9, 1000, 1),
+            1000,
+            "scores would hold 9 × 1000 × 1000 = 9,000,000 numbers where 4,194,304",
+        ),
+    ],
+)
+def test_what_is_too_large_to_trace_is_refused_before_it_is_computed(run, q, rows, sentence):
+    k = np.ones((*q[:-2], rows, q[-1]))
+    np.savez("large.npz", q=np.ones(q), k=k, v=k)
+    status, _, err = run("attend large.npz")
+    assert status == 2
+    assert sentence in err
+
+
+def test_many_blocks_cannot_be_traced(run):
+    status, _, err = run("flash --block-queries 1 --block-keys 1 --sentence", "word " * 65)
+    assert status == 2
+    assert "65 tokens make 4,225 blocks where 4,096 can be traced" in err
+
+
+def test_a_kernel_takes_more_than_a_trace_keeps(run, tmp_path):
+    column = np.ones((5000, 1))
+    np.savez(tmp_path / "tall.npz", q=column, k=column, v=column)
+    out = shown(run, "attend tall.npz --backend cpu --format json")
+    assert json.loads(out)["steps"][0]["shape"] == [5000, 1]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no named pipes elsewhere")
+def test_a_pipe_is_read_as_a_file_is(run, numbers, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(
+        tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK
+    )  # so that the writer can open it
+    writer = threading.Thread(
+        target=(tmp_path / "pipe").write_text, args=("1,0\n0,1\n1,1\n" * 9000,)
+    )
+    writer.start()
+    try:
+        found = values(run, numbers.replace("q.csv", "pipe") + " --backend cpu", "output")
+    finally:
+        os.close(reader)
+        writer.join()
+    expected = values(run, numbers, "output")
+    np.testing.assert_allclose(found[-3:], expected, atol=1e-6)
+
+
+def test_python_2_s_arrays_are_read_without_a_warning(run, tmp_path):
+    start = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1L, 1L)}".ljust(117) + b"\n"
+    with zipfile.ZipFile(tmp_path / "old.npz", "w") as archive:
+        for name in "qkv":
+            archive.writestr(f"{name}.npy", b"\x93NUMPY\1\0\x76\0" + start + np.ones(1).tobytes())
+    assert values(run, "attend old.npz", "output") == [[1]]
 
 
 def test_an_empty_sentence(run):
