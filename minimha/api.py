@@ -286,7 +286,7 @@ def attention(
         plan = remembered.recall(key)
         if plan is not None:
             O, L = plan.run(q, k, v)
-            O = O.astype(q.dtype, copy=False)  # type: ignore[union-attr]
+            O = O.astype(q.dtype, copy=False)
             return (O, L) if flag("return_lse", return_lse) else O
     given = {
         "q": q,

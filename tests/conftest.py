@@ -1,12 +1,22 @@
-"""Hypothesis draws new examples at each run, but always the same ones in CI."""
+"""What holds for all tests."""
 
 import os
 
+import pytest
 from hypothesis import settings
 
+from minimha.kernels import auto
+
+# Hypothesis draws new examples at each run, but always the same ones in CI.
 settings.register_profile("fresh", deadline=None)
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.load_profile("same" if os.environ.get("CI") else "fresh")
 
 # A program that switches numba's simulator on, for good, when it is imported.
 collect_ignore = ["kernels/cuda/simulator.py"]
+
+
+@pytest.fixture(autouse=True)
+def dense_by_default(monkeypatch):
+    """Which kernels other tests have compiled must not decide what this one computes with."""
+    monkeypatch.setattr(auto, "choose", lambda problem: "dense")

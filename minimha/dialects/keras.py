@@ -298,10 +298,10 @@ def _layer(
         else:
             rows = array.shape[: 2 if name == "attention_output" else 1]
             combined[f"W_{LETTERS[name]}"] = array.reshape(math.prod(rows), -1)
-    gate, Ev = "elementwise" if use_gate else None, inputs["value"].shape[-1]
     return MultiHeadAttention.from_combined(
-        num_heads=H, num_kv_heads=Hkv, value_source_dim=Ev, gate=gate, **combined
-    )
+        num_heads=H, num_kv_heads=Hkv, value_source_dim=inputs["value"].shape[-1],
+        gate="elementwise" if use_gate else None, **combined,
+    )  # fmt: skip
 
 
 def _attended(

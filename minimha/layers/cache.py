@@ -196,9 +196,13 @@ class KVCache:
                 f"queries of the chunk that was appended last"
             )
         k, v = self._in_order(self._k), self._in_order(self._v)
-        options["window_size"] = None if self.window is None else (self.window - 1, 0)
-        options["q_offset"], options["kv_lengths"] = starts - self._first, self._stored()
-        return attention(q, k, v, is_causal=True, tap=tap, **options)
+        own: Any = {
+            "is_causal": True,
+            "window_size": None if self.window is None else (self.window - 1, 0),
+            "q_offset": starts - self._first,
+            "kv_lengths": self._stored(),
+        }
+        return attention(q, k, v, tap=tap, **own, **options)
 
     def _stored(self) -> NDArray[np.int64]:
         return self._lengths - self._first

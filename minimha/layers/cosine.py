@@ -101,9 +101,9 @@ def cosine_attention(
         q_unit, scale, heard = q_unit * factors[:, None, None], 1.0, {"scores": "scaled_cosine"}
     else:
         scale, heard = float(factors), {"scores": "cosine", "scaled": "scaled_cosine"}
-    q, k, v = (x[(0,) * (4 - problem.rank)] for x in (q_unit, k_unit, V))
+    units = (x[(0,) * (4 - problem.rank)] for x in (q_unit, k_unit, V))
     heard_by = renamed(tap, q=None, k=None, **heard)
-    result = attention(q, k, v, scale=scale, return_lse=return_lse, tap=heard_by, **options)
+    result = attention(*units, scale=scale, return_lse=return_lse, tap=heard_by, **options)
     if not flag("return_lse", return_lse):
         return like(q, result.astype(problem.dtype, copy=False))
     output, lse = result
