@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from numpy.typing import ArrayLike, NDArray
@@ -31,6 +32,7 @@ BACKENDS = {
     "cpu": "minimha.kernels.cpu.backend",
     "cuda": "minimha.kernels.cuda.backend",
 }
+DTYPES = ("float32", "float64", "float16", "bfloat16")  # that the CPU kernels read in place
 TAPPED = ("dense", "tiled")  # the backends whose steps can be tapped
 
 
@@ -90,7 +92,7 @@ def _reason(backend: str) -> str | None:
 
 def compile(
     dtypes: Sequence[str] = ("float32",), progress: Callable[[str], None] = lambda doing: None
-) -> None:
+) -> dict[str, Path | None]:
     """Compile the CPU kernels ahead of their first use, and keep them on disk.
 
     Parameters
@@ -100,6 +102,11 @@ def compile(
     progress : callable, optional
         Called with the name of each kernel when its turn comes. Default is to report nothing.
 
+    Returns
+    -------
+    dict of str to Path or None
+        The file of each kernel; None where no folder can be written, so that it is only in memory.
+
     Raises
     ------
     ValueError
@@ -107,16 +114,15 @@ def compile(
     BackendUnavailable
         The kernels cannot be compiled on this machine.
     """
-    known = ("float32", "float64", "float16", "bfloat16")
     for dtype in dtypes:
-        choice("dtypes", dtype, known)
+        choice("dtypes", dtype, DTYPES)
     reason = _reason("cpu")
     if reason:
         raise BackendUnavailable(f"the CPU kernels cannot be compiled: {reason}")
     from minimha.kernels.cpu import backend
 
     try:
-        backend.compile_ahead(dtypes, progress)
+        return backend.compile_ahead(dtypes, progress)
     except backend.CompilationFailed as error:
         raise BackendUnavailable(f"the CPU kernels cannot be compiled: {error}") from error
 

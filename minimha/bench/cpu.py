@@ -36,13 +36,13 @@ LADDER_NORM = "cpu.rung4_parallel"  # the rung to which the ratios are
 
 def against_peers(
     shapes: Sequence[Shape], seconds: float, threads: int | None = None,
-    progress: Callable[[str], None] = lambda doing: None,
+    progress: Callable[[str], None] = lambda doing: None, *, is_crowded: bool = False,
 ) -> Report:  # fmt: skip
     """Measure minimha's CPU backend beside every peer that is installed, in float32.
 
     The timed calls of each shape take ``seconds``. Every candidate has so many ``threads``, by
     default ``minimha.get_num_threads()``. ``progress`` is called with what is done next: once for
-    compiling and once per shape.
+    compiling and once per shape. ``is_crowded`` is as in ``compare``.
     """
     for shape in shapes:
         if shape.dtype != "float32":
@@ -57,7 +57,7 @@ def against_peers(
             progress(str(shape))
             inputs = shape.inputs()
             candidates = {OURS: _ours(inputs)} | peers(inputs, number)
-            records += compare(shape, inputs, candidates, seconds, OURS)
+            records += compare(shape, inputs, candidates, seconds, OURS, is_crowded)
         return Report(records, compiling, machine(number), missing)
 
 
@@ -86,14 +86,21 @@ def ladder(
 
 
 def compare(
-    shape: Shape, inputs: Inputs, candidates: dict[str, Peer], seconds: float, ours: str
-) -> list[Record]:
-    """Check, warm up and time ``candidates``; ratios are to the one named ``ours``."""
+    shape: Shape, inputs: Inputs, candidates: dict[str, Peer], seconds: float, ours: str,
+    is_crowded: bool = False,
+) -> list[Record]:  # fmt: skip
+    """Check, warm up and time ``candidates``; ratios are to the one named ``ours``.
+
+    If ``is_crowded``, each call meets the threads of the others, which spin for a while.
+    """
     records = {name: Record(str(shape), name, _error(inputs, c)) for name, c in candidates.items()}
     timed = {name: c.run for name, c in candidates.items() if records[name].error <= GATE}
     memory = {name: extra_memory(run) for name, run in timed.items()}
     work, run = yardstick(shape)
-    times = interleaved({**timed, "machine": run}, seconds)
+    if is_crowded:
+        times = crowded(timed, seconds) | interleaved({"machine": run}, 0)
+    else:
+        times = interleaved({**timed, "machine": run}, seconds)
     machine_rate = work / float(np.median(times.pop("machine")))
     for name, found in times.items():
         record = measured(records[name], shape, found, times.get(ours), machine_rate)
@@ -115,6 +122,21 @@ def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str,
             _wait_for_quiet()
             run()
             times[name] += [seconds_of(run) for _ in range(calls[name])]
+        rounds += 1
+    return times
+
+
+def crowded(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
+    """Seconds of single calls that take turns in random order, until ``seconds`` have passed.
+
+    As in a program that uses several libraries: nobody waits until the others' threads sleep.
+    """
+    order = np.random.default_rng(0)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 10 or time.perf_counter() < end:
+        for name in order.permutation(list(runs)):
+            times[name].append(seconds_of(runs[name]))
         rounds += 1
     return times
 

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from functools import partial
 from typing import Any
 
 from minimha.cli.arguments import count, number
@@ -40,6 +41,8 @@ def add_parser(commands: Any) -> None:
     )
     add("--backend", choices=("cpu", "cuda"), default="cpu", help="cuda: on a GPU, beside torch")
     add("--ladder", action="store_true", help="time every rung instead of peers")
+    crowd = "single calls in random order, among the threads of the others, which spin for a while"
+    add("--crowded", action="store_true", help=crowd)
     calls = "of timed calls per shape (default 4)"
     add("--seconds", type=_seconds, default=4.0, metavar="S", help=calls)
     add("--threads", type=count, metavar="N", help="for every candidate (default all)")
@@ -59,7 +62,10 @@ def run(args: argparse.Namespace) -> None:
         report = _on_gpu(args)
     else:
         shapes = args.shape or [known.LADDER_SHAPE] if args.ladder else args.shape or known.SHAPES
-        measure = bench.ladder if args.ladder else bench.against_peers
+        if args.ladder and args.crowded:
+            raise ValueError("--ladder and --crowded: expected one of them; rungs have no threads")
+        peers = partial(bench.against_peers, is_crowded=args.crowded)
+        measure = bench.ladder if args.ladder else peers
         with render.progress(sys.stderr, 1 + len(shapes)) as progress:
             report = measure(shapes, args.seconds, args.threads, progress)
     if report.missing:
@@ -79,8 +85,10 @@ def run(args: argparse.Namespace) -> None:
 def _on_gpu(args: argparse.Namespace) -> Any:
     from minimha.bench import gpu
 
-    if args.ladder or args.threads:
-        raise ValueError("--ladder and --threads are for the CPU: --backend cuda accepts neither")
+    if args.ladder or args.threads or args.crowded:
+        raise ValueError(
+            "--ladder, --crowded and --threads are for the CPU: --backend cuda accepts none of them"
+        )
     shapes = args.shape or gpu.SHAPES
     with render.progress(sys.stderr, 1 + len(shapes)) as progress:
         return gpu.against_torch(shapes, args.seconds, progress)

@@ -1,4 +1,4 @@
-"""``kernels``: the rungs of both ladders, or what ptxas says of the CUDA rungs."""
+"""``kernels``: the rungs of both ladders, compiled ahead, or what ptxas says of the CUDA rungs."""
 
 import argparse
 import sys
@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from minimha import BackendUnavailable
+from minimha import compile as compile_ahead
+from minimha.api import DTYPES
 from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table, grouped
 from minimha.explain import render
 
@@ -22,14 +24,38 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     compile_only = "compile the CUDA rungs, without a GPU, and report what ptxas says"
     add("--ptx", action="store_true", help=compile_only)
+    ahead = "compile the CPU backend's kernels ahead of their first use, and keep them on disk"
+    add("--compile", action="store_true", help=ahead)
+    add("--dtype", action="append", choices=DTYPES, default=[],
+        help="with --compile: this dtype (may be repeated; default float32)")  # fmt: skip
     add("--rung", action="append", default=[], metavar="NAME", help="this rung (may be repeated)")
     add_output(parser, TABLE_FORMATS)
+
+
+def _compile(args: argparse.Namespace) -> None:
+    if args.ptx or args.rung:
+        raise ValueError(
+            "--compile compiles the CPU backend's kernels: give no --ptx and no --rung"
+        )
+    dtypes = args.dtype or DTYPES[:1]
+    with render.progress(sys.stderr, 4 * len(dtypes)) as progress:
+        kept = compile_ahead(dtypes, progress)
+    rows = [
+        {"kernel": name, "kept in": str(path or "memory: no folder can be written")}
+        for name, path in kept.items()
+    ]
+    deliver_table(args, rows)
 
 
 def run(args: argparse.Namespace) -> None:
     """List the rungs, or what ptxas says of the CUDA rungs."""
     from minimha.kernels.ladder import CUDA_LADDER, LADDER
 
+    if args.compile:
+        _compile(args)
+        return
+    if args.dtype:
+        raise ValueError("--dtype says what --compile compiles: give both")
     known = CUDA_LADDER if args.ptx else LADDER | CUDA_LADDER
     for name in args.rung:
         if name not in known:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -54,22 +55,22 @@ def is_ready(problem: Problem) -> bool:
 def is_stored(problem: Problem) -> bool:
     """Whether the kernel for ``problem`` is on disk."""
     kernel: Kernel = _rung(problem).KERNEL
-    return kernel.is_stored(kernel.storage(problem))
+    return kernel.file(kernel.storage(problem)).read() is not None
 
 
 def compile_ahead(
     dtypes: Sequence[str], progress: Callable[[str], None] = lambda doing: None
-) -> None:
+) -> dict[str, Path | None]:
     """Compile the kernels for ``dtypes``, each in a process of its own, as many as threads.
 
-    What cannot be stored on disk is compiled in this process.
+    What cannot be stored on disk is compiled in this process. Returns the file of each kernel.
     """
     wanted = [
         (module.KERNEL, np.dtype(storage))
         for storage in dict.fromkeys(STORAGE[dtype] for dtype in dtypes)
         for module in KERNELS.values()
     ]
-    missing = [(kernel, dtype) for kernel, dtype in wanted if not kernel.is_stored(dtype)]
+    missing = [(kernel, dtype) for kernel, dtype in wanted if not kernel.file(dtype).read()]
 
     def compile_one(job: tuple[Kernel, np.dtype[Any]]) -> None:
         kernel, dtype = job
@@ -88,6 +89,7 @@ def compile_ahead(
     for kernel, dtype in wanted:
         progress(kernel.name(dtype))
         kernel.compile(dtype)
+    return {kernel.name(dtype): kernel.file(dtype).path() for kernel, dtype in wanted}
 
 
 def _rung(problem: Problem) -> ModuleType:

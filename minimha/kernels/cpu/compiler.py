@@ -52,7 +52,7 @@ _lock = threading.RLock()
 
 
 def compiled(
-    function: Callable[..., Any], signature: Any, name: str, is_slow: bool = False
+    function: Callable[..., Any], signature: Any, file: File, is_slow: bool = False
 ) -> Compiled:
     """``function`` as machine code, from disk if it was compiled before.
 
@@ -63,12 +63,11 @@ def compiled(
     function : callable
         Of integers.
     signature : numba signature
-    name : str
-        Its name on disk, with whatever it depends on besides the sources and this machine.
+    file : File
+        Where its machine code is kept.
     is_slow : bool, default False
         Whether it takes seconds to compile, which is then logged.
     """
-    file = File(name, str(signature))
     with _lock:
         found = _loaded(function, signature, file)
         if found:
@@ -81,16 +80,11 @@ def compiled(
                 LOG.warning(
                     "minimha: compiling %s, some seconds, once on this machine; "
                     "minimha.compile() does it ahead",
-                    name,
+                    file.name,
                 )
             made, code = _compile(function, signature, None)
             file.write(code)
             return made
-
-
-def is_stored(signature: Any, name: str) -> bool:
-    """Whether ``compiled`` would load it."""
-    return File(name, str(signature)).read() is not None
 
 
 def _loaded(function: Callable[..., Any], signature: Any, file: File) -> Compiled | None:

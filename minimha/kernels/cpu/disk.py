@@ -56,18 +56,20 @@ class File:
 
     def read(self) -> bytes | None:
         """The machine code, or None if no folder has it whole."""
+        return next((code for _, code in self._found()), None)
+
+    def path(self) -> Path | None:
+        """Which file has the machine code, if any."""
+        return next((path for path, _ in self._found()), None)
+
+    def _found(self) -> Iterator[tuple[Path, bytes]]:
         for folder in folders():
-            try:
-                if is_trusted(folder) and is_trusted(folder / self.file):
-                    content = (folder / self.file).read_bytes()
-                else:
-                    continue
-            except OSError:
-                continue
-            checksum, code = content[:32], content[32:]
-            if code and hashlib.sha256(code).digest() == checksum:
-                return code
-        return None
+            path = folder / self.file
+            with suppress(OSError):
+                if is_trusted(folder) and is_trusted(path):
+                    content = path.read_bytes()
+                    if content[32:] and hashlib.sha256(content[32:]).digest() == content[:32]:
+                        yield path, content[32:]
 
     def write(self, code: bytes) -> None:
         """Store the machine code; where that fails, say so in the log and go on."""

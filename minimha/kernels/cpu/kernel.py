@@ -45,7 +45,8 @@ from minimha.kernels.cpu.arguments import (
     pack,
     slots,
 )
-from minimha.kernels.cpu.compiler import Compiled, compiled, is_stored
+from minimha.kernels.cpu.compiler import Compiled, compiled
+from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.pool import CACHE_LINE, pool
 from minimha.kernels.options import NO_BIAS, NO_MASK, options
 
@@ -96,7 +97,7 @@ class Kernel:
             name = self.name(storage)
             try:
                 self.compiled[storage] = compiled(
-                    self.function, _signature(storage), name, is_slow=True
+                    self.function, _signature(storage), self.file(storage), is_slow=True
                 )
             except Exception as error:  # numba and LLVM raise what they like
                 summary = str(error).strip().splitlines() or [""]
@@ -105,9 +106,9 @@ class Kernel:
                 ) from error
         return self.compiled[storage]
 
-    def is_stored(self, storage: np.dtype[Any]) -> bool:
-        """Whether the machine code for one dtype of storage is on disk."""
-        return is_stored(_signature(storage), self.name(storage))
+    def file(self, storage: np.dtype[Any]) -> File:
+        """Where the machine code for one dtype of storage is kept."""
+        return File(self.name(storage), str(_signature(storage)))
 
     def name(self, storage: np.dtype[Any]) -> str:
         """What it is called in the log and on disk."""

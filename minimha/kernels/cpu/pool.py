@@ -16,6 +16,7 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,6 +27,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from minimha.kernels.cpu.compiler import Compiled, compiled
+from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.simd.vector import INT
 
@@ -217,10 +219,9 @@ class Pool:
         self._helpers: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._bell = None if FUTEX else threading.Semaphore(0)
-        system = "futex" if FUTEX else "portable"
-        self._run = compiled(run_job, types.void(I64, I64, I64, I64, I64), f"run_job-{system}")
-        self._help = compiled(help_out, I64(I64, I64, I64), f"help_out-{system}")
-        self.spins = _spins(compiled(spin, types.void(I64), f"spin-{system}"))
+        self._run = _compiled(run_job, types.void(I64, I64, I64, I64, I64))
+        self._help = _compiled(help_out, I64(I64, I64, I64))
+        self.spins = _spins(_compiled(spin, types.void(I64)))
         if FUTEX:
             cpus = os.sched_getaffinity(0)
             if max(cpus) < 63:
@@ -266,6 +267,11 @@ class Pool:
 
     def _write(self, word: int, value: int) -> None:
         self._buffer[(self.words + word - self._buffer.ctypes.data) // 8] = value
+
+
+def _compiled(function: Callable[..., Any], signature: Any) -> Compiled:
+    system = "futex" if FUTEX else "portable"
+    return compiled(function, signature, File(f"{function.__name__}-{system}", str(signature)))
 
 
 def _spins(spin: Compiled) -> int:
