@@ -89,7 +89,7 @@ class Expected:
         mean = weights @ V
         self.largest = _largest_seen(V, seen)
         rounding = 4 * n * n * denormal + n * tiny * self.largest
-        relative = np.expm1(2 * np.minimum(noise, NOISE))[..., None] + u * (n + 32)
+        relative = np.expm1(2 * np.where(self.is_noise, NOISE, noise))[..., None] + u * (n + 32)
         out = ml_dtypes.finfo(problem.dtype)
         self.bound = relative * mean + rounding
         self.bound = self.bound + float(out.eps) * (abs(np.nan_to_num(O)) + self.bound)
