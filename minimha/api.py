@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.arguments import choice, flag
+from minimha.equations.arguments import cast, choice, flag
 from minimha.equations.arrays import Given, Numbers, like
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
@@ -292,7 +292,7 @@ def attention(
         plan = remembered.recall(key)
         if plan is not None:
             O, L = plan.run(q, k, v)
-            O = O.astype(q.dtype, copy=False)
+            O = cast(O, q.dtype)
             return (O, L) if flag("return_lse", return_lse) else O
     given = {
         "q": q,

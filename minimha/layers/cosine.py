@@ -105,9 +105,9 @@ def cosine_attention(
     heard_by = renamed(tap, q=None, k=None, **heard)
     result = attention(*units, scale=scale, return_lse=return_lse, tap=heard_by, **options)
     if not flag("return_lse", return_lse):
-        return like(q, result.astype(problem.dtype, copy=False))
+        return like(q, cast(result, problem.dtype))
     output, lse = result
-    return like(q, output.astype(problem.dtype, copy=False)), like(q, lse)
+    return like(q, cast(output, problem.dtype)), like(q, lse)
 
 
 def _unit(x: NDArray[Any]) -> NDArray[Any]:

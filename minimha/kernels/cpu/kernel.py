@@ -207,7 +207,7 @@ class Plan:
         with np.errstate(all="ignore"):
             sizes = abs(v.astype(self.compute, copy=False))
         largest = float(sizes.max(initial=0, where=np.isfinite(sizes)))
-        return 1.0 if largest < limit / longest else 2.0 ** -math.ceil(math.log2(2 * longest))
+        return 1.0 if largest * longest < limit else 2.0 ** -math.ceil(math.log2(2 * longest))
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
         """Whether ``run`` may be called with arrays as ``given``, since nothing was converted."""

@@ -157,6 +157,8 @@ def store_panel(panel, O, L, counters):
         m, l = panel.m[r], panel.l[r]
         L[b, h, i0 + r] = m + math.log(O.dtype.type(l)) if l != 0 else -math.inf
         panel.m[r] = 1 / l if l != 0 else 0
+    for r in range(panel.rows, lanes):
+        panel.m[r] = 0
     found = False
     for d in range(Dv):
         for r in range(lanes):

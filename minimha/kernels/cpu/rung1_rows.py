@@ -73,5 +73,5 @@ def row(q, k, v, mask, bias, o, O, O_i, b, h, i):
         for d in range(Dv):  # line 10
             O_i[d] = correction * O_i[d] + p * v[b, kv, j, d]
     for d in range(Dv):  # line 12
-        O[b, h, i, d] = O_i[d] / l if l != 0 else 0.0
+        O[b, h, i, d] = O_i[d] / l if l != 0 else O_i[d]
     return m + math.log(l) if l != 0 else -math.inf  # line 13

@@ -100,6 +100,6 @@ def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
                         O_i[r, d] += p * V_j.line[j * V_j.stride + d]
     for r in range(rows):
         for d in range(Dv):  # line 12
-            O[b, h, i0 + r, d] = O_i[r, d] / l[r] if l[r] != 0 else zero
+            O[b, h, i0 + r, d] = O_i[r, d] / l[r] if l[r] != 0 else O_i[r, d]
         note_nonfinite(rows_at(O, b, h, i0 + r), Dv, memory.counters)
         L[b, h, i0 + r] = m[r] + math.log(l[r]) if l[r] != 0 else lowest  # line 13
