@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Masks, Positions, attention
-from minimha.equations.arguments import as_floating, flag
+from minimha.equations.arguments import as_floating, cast, flag
 from minimha.equations.arrays import like
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap, renamed
