@@ -3,8 +3,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from minimha.api import BackendUnavailable, attention, backends, compile
-from minimha.kernels.cpu.threads import get_num_threads, set_num_threads
+from minimha.api import (
+    BackendUnavailable,
+    attention,
+    backends,
+    compile,
+    get_num_threads,
+    set_num_threads,
+)
 
 __all__ = [
     "BackendUnavailable", "attention", "backends", "compile", "dialects", "explain",

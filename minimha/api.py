@@ -18,10 +18,15 @@ from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
 from minimha.kernels import auto, forks  # noqa: F401  (forks registers itself)
 from minimha.kernels.cpu import remembered
+from minimha.kernels.cpu.threads import get_num_threads, set_num_threads
 from minimha.kernels.cuda.availability import is_device_array, reason_without_cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+__all__ = [
+    "BackendUnavailable", "attention", "backends", "compile", "get_num_threads", "set_num_threads",
+]  # fmt: skip
 
 Backend = Literal["auto", "dense", "tiled", "cpu", "cuda"]
 

@@ -22,11 +22,11 @@ from minimha.kernels.cpu.simd.memory import flat
 from minimha.kernels.cpu.simd.softmax import soft_cap
 from minimha.kernels.cpu.simd.transpose import transpose
 
-sees = jit(visibility.sees)
-key_range = jit(visibility.key_range)
+sees = jit_inline(visibility.sees)
+key_range = jit_inline(visibility.key_range)
 query_range = jit(visibility.query_range)
-is_full = jit(visibility.is_full)
-head_of = jit(score.head_of)
+is_full = jit_inline(visibility.is_full)
+head_of = jit_inline(score.head_of)
 is_hidden = jit_inline(score.is_hidden)
 final_score = jit_inline(score.final_score)
 
@@ -39,7 +39,7 @@ def is_seen(mask, bias, head, b, h, i, j):
     return not is_hidden(mask, bias, b, h, i, j)
 
 
-@jit
+@jit_inline
 def has_softcap_or_bias(bias, o):
     """Whether a scaled score is not final yet; ALiBi is a bias."""
     return o.softcap != 0 or bias.size > 0 or o.slopes.size > 0

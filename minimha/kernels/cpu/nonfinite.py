@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from minimha.kernels.cpu.arguments import NONFINITE
-from minimha.kernels.cpu.jit import jit
+from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.storage import Rows
 
 
@@ -25,13 +25,13 @@ def has_nonfinite(V_j, n, Dv):
     return found
 
 
-@jit
+@jit_inline
 def is_nonfinite(number):
     """Whether it is NaN or infinite; a comparison, since compilers may fold 0 · number to 0."""
     return not abs(number) < math.inf
 
 
-@jit
+@jit_inline
 def is_nonfinite_key(V_j, j, Dv):
     """Whether one of key j's values is not finite; without a branch, so that LLVM vectorizes it."""
     found = False
@@ -40,7 +40,7 @@ def is_nonfinite_key(V_j, j, Dv):
     return found
 
 
-@jit
+@jit_inline
 def note_nonfinite(row, n, counters):
     """Note a row of O that is not finite: its sum may have overflowed where the mean would not."""
     if is_nonfinite_key(row, 0, n):
@@ -70,7 +70,7 @@ def add_nonfinite(O, P, seen, V_j, n, Dv, rows, lanes):
                         )
 
 
-@jit
+@jit_inline
 def add_seen_values(P, seen, V, O, first, n):
     """O += P V for n keys, ``first`` being the first in P and ``seen``; queries are rows."""
     for r in range(O.shape[0]):

@@ -139,7 +139,7 @@ class Part(NamedTuple):
     l: Any
 
 
-@jit
+@jit_inline
 def part_of(t, head, split, splits, rows, Dv):
     """What the threads share of one split."""
     n = head * splits + split
@@ -147,7 +147,7 @@ def part_of(t, head, split, splits, rows, Dv):
     return Part(matrix(t.parts_O, n * rows * Dv, rows, Dv), m, flat(m, rows))
 
 
-@jit
+@jit_inline
 def load_queries(q, Q, o, b, kv, group, copies):
     """Row g · Lq + i is query i of the g-th head that shares key/value head ``kv``."""
     Lq, D = q.shape[2:]
@@ -201,7 +201,7 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, t):
         add_values(v, part.O, o, b, kv, j0, begin, min(SUMMED, n - begin), is_partial, S, seen, t)
 
 
-@jit
+@jit_inline
 def piece_size(X, S, rows, n):
     """How many of n rows of k or v to process at a time.
 

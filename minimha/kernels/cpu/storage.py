@@ -8,7 +8,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from minimha.kernels.cpu.jit import OPTIONS, jit
+from minimha.kernels.cpu.jit import OPTIONS, jit, jit_inline
 from minimha.kernels.cpu.simd.memory import flat
 
 
@@ -20,14 +20,14 @@ class Rows(NamedTuple):
     stride: int
 
 
-@jit
+@jit_inline
 def rows_at(X, b, h, i):
     """The rows of X[b, h] from i on, in place."""
     offset = b * X.strides[0] + h * X.strides[1] + i * X.strides[2]
     return Rows(flat(X, offset // X.itemsize), 0, X.strides[2] // X.itemsize)
 
 
-@jit
+@jit_inline
 def rows_from(rows, r):
     """``rows`` without the first r."""
     return Rows(rows.line, rows.start + r * rows.stride, rows.stride)

@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from kernels.cpu import plain_simd
 
-from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.simd import vector
 from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
 from minimha.kernels.cpu.simd.memory import fetch_add, flat, matrix
@@ -26,7 +27,13 @@ def numbers(*shape, dtype=np.float32):
     return RNG.normal(size=shape).astype(dtype).ravel()
 
 
-@jit
+@cache
+def from_python(function):
+    """``function`` with a wrapper, which the kernels need not have."""
+    return numba.njit(lambda *arguments: function(*arguments))
+
+
+@numba.njit
 def product(adds, A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth):
     if adds:
         tile_product_add(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth)
@@ -68,7 +75,7 @@ def test_the_largest_of_a_lane(n, vectors, dtype):
     S = numbers(n + 1, lanes, dtype=dtype)
     S[::5], S[1::7] = np.nan, -np.inf
     largest, expected = np.zeros(lanes, dtype), np.zeros(lanes, dtype)
-    lanes_max(S, 3, n, vectors, largest)
+    from_python(lanes_max)(S, 3, n, vectors, largest)
     plain_simd.lanes_max(S, 3, n, lanes, expected)
     np.testing.assert_array_equal(largest, expected)
 
@@ -84,7 +91,7 @@ def test_the_exponential_of_a_lane(vectors, dtype):
     sums, expected_sums = np.zeros(lanes, dtype), np.zeros(lanes, dtype)
     with np.errstate(invalid="ignore"):
         plain_simd.lanes_exp(expected, 0, n, lanes, shift, expected_sums)
-    lanes_exp(S, 0, n, vectors, shift, sums)
+    from_python(lanes_exp)(S, 0, n, vectors, shift, sums)
     np.testing.assert_allclose(S, expected, rtol=2.5 * limits.eps)
     np.testing.assert_allclose(sums, expected_sums, rtol=100 * limits.eps)
 
@@ -94,7 +101,7 @@ def test_what_is_too_small_for_a_normal_number_becomes_0(dtype):
     lanes = vector.panel_width(np.dtype(dtype).itemsize)
     S = np.full(lanes, 1.01 * np.log(np.finfo(dtype).tiny), dtype)
     sums = np.zeros(lanes, dtype)
-    lanes_exp(S, 0, 1, vector.VECTORS, np.zeros(lanes, dtype), sums)
+    from_python(lanes_exp)(S, 0, 1, vector.VECTORS, np.zeros(lanes, dtype), sums)
     assert (S == 0).all()
     assert (sums == 0).all()
 
@@ -107,7 +114,7 @@ def test_dot_products(rows, depth, queries, dtype):
     C = np.zeros((queries + 1, rows + 2), dtype)
     expected = C.copy()
     to = (2, rows + 2, rows, queries, depth)
-    dot_products(A, 1, depth + 2, B, 1, depth + 2, C.ravel(), *to)
+    from_python(dot_products)(A, 1, depth + 2, B, 1, depth + 2, C.ravel(), *to)
     plain_simd.dot_products(A, 1, depth + 2, B, 1, depth + 2, expected.ravel(), *to)
     np.testing.assert_allclose(C, expected, atol=200 * np.finfo(dtype).eps)
 
@@ -121,7 +128,7 @@ def test_weighted_rows(depth, columns, rows, dtype):
     O = numbers(rows + 1, columns + 2, dtype=dtype)
     expected = O.copy()
     at = (P, 1, depth + 1, V, 2, columns + 3)
-    weighted_rows(*at, O, 1, columns + 2, rows, columns, depth)
+    from_python(weighted_rows)(*at, O, 1, columns + 2, rows, columns, depth)
     plain_simd.weighted_rows(*at, expected, 1, columns + 2, rows, columns, depth)
     np.testing.assert_allclose(O, expected, atol=50 * np.finfo(dtype).eps)
 
@@ -130,7 +137,7 @@ def test_memory_from_an_element_on():
     X = np.arange(6.0)
     pair = np.zeros(2)
 
-    @jit
+    @numba.njit
     def copy(X, pair):
         line = flat(X, 2)
         pair[0], pair[1] = line[0], line[3]
@@ -142,7 +149,7 @@ def test_memory_from_an_element_on():
 def test_a_matrix_in_a_line():
     X = np.arange(20.0)
 
-    @jit
+    @numba.njit
     def corner(X):
         return matrix(X, 2, 3, 4)[2, 3]
 
@@ -150,7 +157,7 @@ def test_a_matrix_in_a_line():
 
 
 def test_fetch_add_returns_each_number_once():
-    @jit
+    @numba.njit
     def count(counters, times):
         while True:
             number = fetch_add(counters, 1)
@@ -175,7 +182,7 @@ def test_a_nan_stays_one_whatever_its_payload(dtype):
     payloads[::2] |= np.uint64(1 << (bits - 1))
     payloads[:3] = first, 2 ** (bits - 1) - 1, 2**bits - 1
     S, sums = payloads.astype(f"u{bits // 8}").view(dtype), np.zeros(lanes, dtype)
-    lanes_exp(S, 0, 40, vector.VECTORS, np.zeros(lanes, dtype), sums)
+    from_python(lanes_exp)(S, 0, 40, vector.VECTORS, np.zeros(lanes, dtype), sums)
     assert np.isnan(S).all()
     assert np.isnan(sums).all()
 
@@ -213,7 +220,7 @@ def test_a_soft_cap(cap, dtype):
     S = np.concatenate([[0, np.inf, -np.inf, np.nan], sizes, -sizes]).astype(dtype)
     expected = cap * np.tanh(S.astype(float) / cap)
     twin = S.copy()
-    soft_cap(S, 0, S.size, cap)
+    from_python(soft_cap)(S, 0, S.size, cap)
     plain_simd.soft_cap(twin, 0, twin.size, cap)
     for got in (S, twin):
         np.testing.assert_allclose(got, expected, rtol=4 * np.finfo(dtype).eps)
@@ -225,7 +232,7 @@ def test_a_transposition(dtype):
     X = np.random.default_rng(4).integers(0, 2 if dtype == np.bool_ else 99, 3 + rows * x_row)
     X = X.astype(dtype)
     Y, expected = (np.zeros(2 + columns * y_row, dtype) for _ in range(2))
-    transpose(X, 3, x_row, Y, 2, y_row, rows, columns)
+    from_python(transpose)(X, 3, x_row, Y, 2, y_row, rows, columns)
     plain_simd.transpose(X, 3, x_row, expected, 2, y_row, rows, columns)
     np.testing.assert_array_equal(Y, expected)
     assert expected.any()
