@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -249,8 +248,6 @@ class Pool:
 
     def _helper(self) -> None:
         if FUTEX:
-            with suppress(OSError):  # woken, it shall not take a core from others, or its caller
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             with self._lock:
                 number = self._read(IDS) + 1
                 self._write(IDS + 8 * number, threading.get_native_id())
