@@ -28,12 +28,7 @@ class Peer(NamedTuple):
 
 
 def load() -> list[str]:
-    """Import the libraries that are installed; return the names of those that are not.
-
-    It must be called before the first parallel loop of numba. torch has an OpenMP library of its
-    own; if the system's is loaded already, torch uses that one, with which it is seven times
-    slower.
-    """
+    """Import the libraries that are installed; return the names of those that are not."""
     absent = [name for name in LIBRARIES if find_spec(name) is None]
     for name in LIBRARIES:
         if name not in absent:

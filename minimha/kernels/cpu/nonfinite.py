@@ -20,8 +20,8 @@ from minimha.kernels.cpu.storage import Rows
 @jit
 def has_nonfinite(V_j, n, Dv):
     """Whether any of the values is not finite: only then is its product with 0 not 0."""
-    # Without its sign a number that is not finite has an exponent of ones, and one more carries into
-    # the sign: arithmetic of integers, which LLVM makes vector code of.
+    # Without its sign, a number that is not finite has an exponent of ones; one more carries into
+    # the sign. That is arithmetic of integers, which LLVM makes vector code of.
     bits = bits_of(V_j.line)
     word, itemsize = bits.dtype.type, V_j.line.itemsize
     sign, one = word(1 << (8 * itemsize - 1)), word(1 << (23 if itemsize == 4 else 52))
