@@ -54,7 +54,7 @@ def test_masks_that_not_every_backend_of_torch_supports_are_refused():
 
 def test_options_of_the_cpu_s_bench_are_refused(capsys):
     assert cli.main(["bench", "--backend", "cuda", "--ladder"]) == 2
-    assert "--ladder and --threads are for the CPU" in capsys.readouterr().err
+    assert "--ladder, --crowded and --threads are for the CPU" in capsys.readouterr().err
 
 
 def test_the_default_shapes():

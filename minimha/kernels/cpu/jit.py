@@ -12,9 +12,7 @@ FASTMATH = {"nsz", "arcp", "contract", "afn", "reassoc"}
 OPTIONS = {"fastmath": FASTMATH, "nogil": True, "error_model": "numpy", "_nrt": False,
            "boundscheck": False}  # fmt: skip
 
-# Nobody calls these functions from Python, and the wrappers for that would be compiled for nothing.
-UNWRAPPED = OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-jit = numba.njit(**UNWRAPPED)
+jit = numba.njit(**OPTIONS)
 # numba compiles each function as a library of its own, and again in each of its callers. What is
 # large and called once is therefore inlined before it is compiled at all.
-jit_inline = numba.njit(**UNWRAPPED, inline="always")
+jit_inline = numba.njit(**OPTIONS, inline="always")

@@ -61,18 +61,28 @@ def stored(folder):
     return file
 
 
-def test_a_second_process_finds_the_machine_code(tmp_path):
-    settings = {"env": os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}}
-    first, log = computed(**settings)
+@pytest.fixture
+def fresh(tmp_path):
+    """Settings of a process that finds a copy of the package, and no compiled kernel anywhere."""
+    shutil.copytree(
+        Path(minimha.__file__).parent,
+        tmp_path / "minimha",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    here = {"NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    return {"cwd": tmp_path, "env": os.environ | here}
+
+
+def test_a_second_process_finds_the_machine_code(fresh):
+    first, log = computed(**fresh)
     assert "compiling rows-float32, some seconds, once on this machine" in log
-    assert computed(**settings) == (first, "")
+    assert computed(**fresh) == (first, "")
 
 
-def test_one_of_several_processes_compiles_and_the_others_wait(tmp_path):
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+def test_one_of_several_processes_compiles_and_the_others_wait(fresh):
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", ONE], env=environment, text=True,
+            [sys.executable, "-c", ONE], **fresh, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for _ in range(3)
@@ -83,14 +93,10 @@ def test_one_of_several_processes_compiles_and_the_others_wait(tmp_path):
 
 
 @pytest.mark.parametrize("changed", ["kernels/score.py", "kernels/cpu/mask.py"])
-def test_an_upgrade_in_place_computes_with_the_new_code(changed, tmp_path):
+def test_an_upgrade_in_place_computes_with_the_new_code(changed, fresh):
     """numba's own cache knows only the file of the kernel itself, not those that it imports."""
-    package = tmp_path / "minimha"
-    shutil.copytree(
-        Path(minimha.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    settings = {"cwd": tmp_path, "env": os.environ | {"NUMBA_CACHE_DIR": ""}}
-    before, _ = computed(**settings)
+    package = fresh["cwd"] / "minimha"
+    before, _ = computed(**fresh)
     source = package / changed
     text, status = source.read_text(), source.stat()
     upgraded = text.replace("s *= head.scale", "s *= 2 * head.scale").replace(
@@ -101,7 +107,7 @@ def test_an_upgrade_in_place_computes_with_the_new_code(changed, tmp_path):
     os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a reproducible build has it
     for cached in package.rglob("__pycache__/*.pyc"):
         cached.unlink()
-    after, log = computed(**settings)
+    after, log = computed(**fresh)
     assert "compiling" in log
     assert after != before
 
@@ -165,7 +171,7 @@ def test_what_somebody_else_could_have_written_is_not_read(harm, path, folder, m
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="resource limits are POSIX's")
-def test_a_full_disk_is_no_error(tmp_path):
+def test_a_full_disk_is_no_error(fresh):
     limited = (
         "import resource, signal\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -173,12 +179,12 @@ def test_a_full_disk_is_no_error(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", limited + ONE],
-        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        **fresh,
         capture_output=True, text=True, timeout=LIMIT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("cannot be stored in") == 1
-    assert not list((tmp_path / "minimha").glob(".minimha-*"))
+    assert not list(fresh["cwd"].rglob(".minimha-*"))
 
 
 def test_no_folder_at_all_is_no_error(monkeypatch, caplog):

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from kernels.cpu.test_simd import from_python
 from problems import assert_close_to_exact, run
 
 from minimha import attention
@@ -139,7 +138,6 @@ def test_16_bits_are_read_as_the_numbers_they_are(dtype, name):
 def test_all_16_bit_numbers(dtype, widened):
     numbers = np.arange(2**16, dtype=np.uint16).view(dtype)
     finite = numbers[np.isfinite(numbers.astype(np.float32))]
-    widened = from_python(widened)
     np.testing.assert_array_equal([widened(x) for x in finite.view("u2")], finite.astype("f4"))
     for x in (np.inf, -np.inf, np.nan):
         bits = np.array(x, dtype).view(np.uint16)[()]

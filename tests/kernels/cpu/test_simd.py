@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 import numba
@@ -25,12 +24,6 @@ RNG = np.random.default_rng(0)
 
 def numbers(*shape, dtype=np.float32):
     return RNG.normal(size=shape).astype(dtype).ravel()
-
-
-@cache
-def from_python(function):
-    """``function`` with a wrapper, which the kernels need not have."""
-    return numba.njit(lambda *arguments: function(*arguments))
 
 
 @numba.njit
@@ -75,7 +68,7 @@ def test_the_largest_of_a_lane(n, vectors, dtype):
     S = numbers(n + 1, lanes, dtype=dtype)
     S[::5], S[1::7] = np.nan, -np.inf
     largest, expected = np.zeros(lanes, dtype), np.zeros(lanes, dtype)
-    from_python(lanes_max)(S, 3, n, vectors, largest)
+    lanes_max(S, 3, n, vectors, largest)
     plain_simd.lanes_max(S, 3, n, lanes, expected)
     np.testing.assert_array_equal(largest, expected)
 
@@ -91,7 +84,7 @@ def test_the_exponential_of_a_lane(vectors, dtype):
     sums, expected_sums = np.zeros(lanes, dtype), np.zeros(lanes, dtype)
     with np.errstate(invalid="ignore"):
         plain_simd.lanes_exp(expected, 0, n, lanes, shift, expected_sums)
-    from_python(lanes_exp)(S, 0, n, vectors, shift, sums)
+    lanes_exp(S, 0, n, vectors, shift, sums)
     np.testing.assert_allclose(S, expected, rtol=2.5 * limits.eps)
     np.testing.assert_allclose(sums, expected_sums, rtol=100 * limits.eps)
 
@@ -101,7 +94,7 @@ def test_what_is_too_small_for_a_normal_number_becomes_0(dtype):
     lanes = vector.panel_width(np.dtype(dtype).itemsize)
     S = np.full(lanes, 1.01 * np.log(np.finfo(dtype).tiny), dtype)
     sums = np.zeros(lanes, dtype)
-    from_python(lanes_exp)(S, 0, 1, vector.VECTORS, np.zeros(lanes, dtype), sums)
+    lanes_exp(S, 0, 1, vector.VECTORS, np.zeros(lanes, dtype), sums)
     assert (S == 0).all()
     assert (sums == 0).all()
 
@@ -114,7 +107,7 @@ def test_dot_products(rows, depth, queries, dtype):
     C = np.zeros((queries + 1, rows + 2), dtype)
     expected = C.copy()
     to = (2, rows + 2, rows, queries, depth)
-    from_python(dot_products)(A, 1, depth + 2, B, 1, depth + 2, C.ravel(), *to)
+    dot_products(A, 1, depth + 2, B, 1, depth + 2, C.ravel(), *to)
     plain_simd.dot_products(A, 1, depth + 2, B, 1, depth + 2, expected.ravel(), *to)
     np.testing.assert_allclose(C, expected, atol=200 * np.finfo(dtype).eps)
 
@@ -128,7 +121,7 @@ def test_weighted_rows(depth, columns, rows, dtype):
     O = numbers(rows + 1, columns + 2, dtype=dtype)
     expected = O.copy()
     at = (P, 1, depth + 1, V, 2, columns + 3)
-    from_python(weighted_rows)(*at, O, 1, columns + 2, rows, columns, depth)
+    weighted_rows(*at, O, 1, columns + 2, rows, columns, depth)
     plain_simd.weighted_rows(*at, expected, 1, columns + 2, rows, columns, depth)
     np.testing.assert_allclose(O, expected, atol=50 * np.finfo(dtype).eps)
 
@@ -182,7 +175,7 @@ def test_a_nan_stays_one_whatever_its_payload(dtype):
     payloads[::2] |= np.uint64(1 << (bits - 1))
     payloads[:3] = first, 2 ** (bits - 1) - 1, 2**bits - 1
     S, sums = payloads.astype(f"u{bits // 8}").view(dtype), np.zeros(lanes, dtype)
-    from_python(lanes_exp)(S, 0, 40, vector.VECTORS, np.zeros(lanes, dtype), sums)
+    lanes_exp(S, 0, 40, vector.VECTORS, np.zeros(lanes, dtype), sums)
     assert np.isnan(S).all()
     assert np.isnan(sums).all()
 
@@ -220,7 +213,7 @@ def test_a_soft_cap(cap, dtype):
     S = np.concatenate([[0, np.inf, -np.inf, np.nan], sizes, -sizes]).astype(dtype)
     expected = cap * np.tanh(S.astype(float) / cap)
     twin = S.copy()
-    from_python(soft_cap)(S, 0, S.size, cap)
+    soft_cap(S, 0, S.size, cap)
     plain_simd.soft_cap(twin, 0, twin.size, cap)
     for got in (S, twin):
         np.testing.assert_allclose(got, expected, rtol=4 * np.finfo(dtype).eps)
@@ -232,7 +225,7 @@ def test_a_transposition(dtype):
     X = np.random.default_rng(4).integers(0, 2 if dtype == np.bool_ else 99, 3 + rows * x_row)
     X = X.astype(dtype)
     Y, expected = (np.zeros(2 + columns * y_row, dtype) for _ in range(2))
-    from_python(transpose)(X, 3, x_row, Y, 2, y_row, rows, columns)
+    transpose(X, 3, x_row, Y, 2, y_row, rows, columns)
     plain_simd.transpose(X, 3, x_row, expected, 2, y_row, rows, columns)
     np.testing.assert_array_equal(Y, expected)
     assert expected.any()
