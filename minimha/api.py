@@ -91,7 +91,7 @@ def _reason(backend: str) -> str | None:
     if backend == "cpu" and not find_spec("numba"):
         return "numba, which compiles the kernels, is not installed"
     if backend == "cpu" and os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
-        return "NUMBA_DISABLE_JIT forbids to compile the kernels"
+        return "NUMBA_DISABLE_JIT forbids compiling the kernels"
     return None
 
 
@@ -338,7 +338,9 @@ def _computed(
     _check_backend(backend)
     is_auto, is_tapped = backend == "auto", tap is not no_tap
     if is_auto:
-        backend = "dense" if is_tapped or _reason("cpu") else auto.choose(problem)
+        backend = "dense" if is_tapped else auto.choose(problem)
+        if backend == "cpu" and _reason("cpu"):
+            backend = "dense"
     module = _module(backend, problem, is_tapped)
     if backend == "cpu":
         try:

@@ -30,8 +30,8 @@ def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
     ndarray of shape (threads, lanes)
         The largest number that each lane of each thread read, up to the last full panel of lanes.
     """
-    from minimha.kernels.cpu.simd import softmax
-    from minimha.kernels.cpu.simd.vector import panel_width
+    from minimha.kernels.cpu.simd.softmax import lanes_max
+    from minimha.kernels.cpu.simd.vector import VECTORS, panel_width
     from minimha.kernels.cpu.threads import get_num_threads
 
     threads, width = get_num_threads(), panel_width(numbers.itemsize)
@@ -39,7 +39,7 @@ def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
 
     def read_part(thread: int) -> None:
         first, last = thread * rows // threads, (thread + 1) * rows // threads
-        softmax.read(numbers, first * width, last - first, largest[thread])
+        lanes_max(numbers, first * width, last - first, VECTORS, largest[thread])
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(read_part, range(threads)))

@@ -164,6 +164,18 @@ class Problem:
         return cast(O[leading], self.dtype), L[leading]
 
 
+def factor_against_overflow(V: NDArray[Any]) -> float:
+    """The power of 2 with which no sum of weights times values overflows; 1 where none would.
+
+    ``V`` (..., Lk, Dv) has the compute dtype. A mean of values may be within its range although
+    their sum, before it is divided, is not.
+    """
+    largest = abs(V).max(initial=0, where=np.isfinite(V))
+    terms = 2 * V.shape[-2]  # twice as many as there are, so that rounding does not overflow either
+    is_safe = terms == 0 or largest <= np.finfo(V.dtype).max / terms
+    return 1.0 if is_safe else 2.0 ** -terms.bit_length()
+
+
 def _arrays(
     q: ArrayLike, k: ArrayLike, v: ArrayLike
 ) -> tuple[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:

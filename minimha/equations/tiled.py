@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.dense import scores, weighted_sum
-from minimha.equations.problem import Problem
+from minimha.equations.problem import Problem, factor_against_overflow
 from minimha.equations.tap import Tap, no_tap
 from minimha.equations.visibility import key_range
 
@@ -52,7 +52,7 @@ def forward(
     O = np.empty((B, H, Lq, problem.v.shape[3]), problem.compute)
     L = np.empty((B, H, Lq), problem.compute)
     with np.errstate(all="ignore"):
-        factor = factor_against_overflow(problem)
+        factor = factor_against_overflow(problem.v.astype(problem.compute, copy=False))
         for i, start in enumerate(range(0, Lq, B_r)):  # line 3
             rows = slice(start, min(start + B_r, Lq))
             O[..., rows, :], L[..., rows] = _row_block(problem, i, rows, B_c, factor, tap)
@@ -80,15 +80,6 @@ def _row_block(
         O = tap(f"O{at}", correction * O + weighted_sum(factor * P, V_j, seen))  # line 10
     O = O / np.where(l == 0, l.dtype.type(1), factor * l)  # line 12
     return O, (m + np.log(l))[..., 0]  # line 13
-
-
-def factor_against_overflow(problem: Problem) -> float:
-    """The power of 2 with which no sum of weights times values overflows; 1 where none would."""
-    V = problem.v.astype(problem.compute, copy=False)
-    largest = abs(V).max(initial=0, where=np.isfinite(V))
-    terms = 2 * V.shape[2]  # twice as many as there are, so that rounding does not overflow either
-    is_safe = terms == 0 or largest <= np.finfo(V.dtype).max / terms
-    return 1.0 if is_safe else 2.0 ** -terms.bit_length()
 
 
 def _start(problem: Problem, rows: slice) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:

@@ -9,9 +9,11 @@ import pytest
 from minimha import cli
 from minimha.bench import cpu as bench
 from minimha.bench import peers
+from minimha.bench.bandwidth import read_memory
 from minimha.bench.peers import Peer
 from minimha.bench.report import OURS, Record, Report, as_json, as_rows, best_peers, geometric_mean
 from minimha.bench.shapes import MASKS, Shape
+from minimha.kernels.cpu.simd.vector import panel_width
 
 SMALL = Shape(1, 2, 2, 40, 40, 16)
 MASKED = [Shape(1, 2, 2, 40, 40, 16, mask) for mask in MASKS]
@@ -181,3 +183,11 @@ def test_the_command_refuses_in_a_sentence(arguments, words, capsys):
     assert words in err
     assert out == ""
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_reading_memory_reads_all_of_it(dtype):
+    x = np.random.default_rng(2).permutation(1000 * panel_width(np.dtype(dtype).itemsize))
+    lanes_of_threads = read_memory(x.astype(dtype))
+    expected = x.reshape(1000, -1).max(axis=0)
+    np.testing.assert_array_equal(lanes_of_threads.max(axis=0), expected)

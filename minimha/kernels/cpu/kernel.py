@@ -18,7 +18,6 @@ sizes     two integers that are the rung's own, such as block sizes
 from __future__ import annotations
 
 import ctypes
-import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from minimha.equations.problem import Problem
+from minimha.equations.problem import Problem, factor_against_overflow
 from minimha.kernels.cpu.arguments import (
     ARRAY,
     AXES,
@@ -40,6 +39,7 @@ from minimha.kernels.cpu.arguments import (
     NONFINITE,
     OWN,
     REAL,
+    TASKS,
     Buffer,
     Layout,
     pack,
@@ -66,10 +66,10 @@ class Kernel:
     ----------
     function : callable
         The rung.
-    widens : bool, default False
-        Whether it reads 16-bit numbers itself; for other rungs they are widened first.
     buffers : dict of str to Buffer
         What it writes besides O and L.
+    widens : bool, default False
+        Whether it reads 16-bit numbers itself; for other rungs they are widened first.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class Plan:
             "mask": NO_MASK if problem.attn_mask is None else problem.attn_mask,
             "bias": NO_BIAS[problem.compute] if problem.attn_bias is None else problem.attn_bias,
         } | {name: getattr(o, name) for name in ("q_offset", "kv_lengths", "slopes", "sinks")}
-        arrays = self._held | dict(zip("qkv", self.readable(problem), strict=True))
-        layouts = {name: Layout(array.shape, array.strides) for name, array in arrays.items()}
+        layouts = {name: Layout(array.shape, array.strides) for name, array in self._held.items()}
+        layouts |= {name: self._layout(getattr(problem, name)) for name in "qkv"}
         layouts |= {"O": _contiguous(self.shape, problem.compute)}
         layouts |= {"L": _contiguous(self.shape[:3], problem.compute)}
         dtypes = {REAL: problem.compute, DOUBLE: FLOAT64, BYTE: UINT8, COUNTER: INT64}
@@ -162,34 +162,35 @@ class Plan:
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
         """O and L of a problem, in the compute dtype."""
-        return self.run(*self.readable(problem))
+        given = (problem.q, problem.k, problem.v)
+        return self.run(*(x if self._is_readable(x) else self._copy(x) for x in given))
 
     def run(
         self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """O and L for arrays of the shapes, strides and dtypes that were planned."""
-        O, L, is_finite = self._launch(q, k, v)
+        O, L, is_finite = self._launch(self._line.copy(), q, k, v)
         if not is_finite:
-            shrink = self._shrink(v)
-            if shrink < 1:
-                with np.errstate(all="ignore"):
-                    small = v * v.dtype.type(shrink)
-                    O = np.where(np.isfinite(O), O, self._launch(q, k, small)[0] / shrink)
+            with np.errstate(all="ignore"):
+                factor = factor_against_overflow(v.astype(self.compute, copy=False))
+                if factor < 1:
+                    small = v * v.dtype.type(factor)
+                    line = self._line.copy()
+                    line[self._strides_of_v] = small.strides
+                    O = np.where(np.isfinite(O), O, self._launch(line, q, k, small)[0] / factor)
         return O, L
 
     def _launch(
-        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
+        self, line: NDArray[np.int64], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any], bool]:
-        """O and L, and whether all of O is finite."""
+        """O and L, and whether all of O is finite; addresses are written into ``line``."""
         O, L = np.empty(self.shape, self.compute), np.empty(self.shape[:3], self.compute)
         if not L.size:
             return O, L, True
         memory = np.empty(self._size + CACHE_LINE, np.uint8)
         counters = np.zeros(self.num_counters, np.int64)
-        line = self._line.copy()
         for slot, array in zip(self._written, (q, k, v, counters, O, L), strict=True):
             line[slot] = _address(array)
-        line[self._strides_of_v] = v.strides
         line[self._buffers] += _rounded(_address(memory))
 
         def launch() -> None:
@@ -201,27 +202,26 @@ class Plan:
             launch()
         return O, L, not counters[NONFINITE]
 
-    def _shrink(self, v: NDArray[Any]) -> float:
-        """A power of 2 times which no sum of values overflows; 1 if none can."""
-        limit, longest = float(np.finfo(self.compute).max), v.shape[2]
-        with np.errstate(all="ignore"):
-            sizes = abs(v.astype(self.compute, copy=False))
-        largest = float(sizes.max(initial=0, where=np.isfinite(sizes)))
-        return 1.0 if largest * longest < limit else 2.0 ** -math.ceil(math.log2(2 * longest))
-
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
-        """Whether ``run`` may be called with arrays as ``given``, since nothing was converted."""
-        return (
-            all(
-                x.dtype == problem.dtype and x.strides == y.strides
-                for x, y in zip(given, self.readable(problem), strict=True)
-            )
-            and problem.dtype.itemsize == self.storage.itemsize
-        )
+        """Whether ``run`` may be called with arrays as ``given``: nothing had to be converted."""
+        return all(x.dtype == problem.dtype and self._is_readable(x) for x in given)
 
-    def readable(self, problem: Problem) -> list[NDArray[Any]]:
-        """q, k and v as the kernel reads them: in place if their last axis is contiguous."""
-        return [_readable(array, self.storage) for array in (problem.q, problem.k, problem.v)]
+    def _is_readable(self, array: NDArray[Any]) -> bool:
+        """Whether a kernel can read it in place; of 16-bit numbers it reads the bits."""
+        size = self.storage.itemsize
+        if array.itemsize != size or not array.flags.aligned:
+            return False
+        is_contiguous = array.shape[3] <= 1 or array.strides[3] == size
+        return is_contiguous and not any(stride % size for stride in array.strides)
+
+    def _layout(self, array: NDArray[Any]) -> Layout:
+        if self._is_readable(array):
+            return Layout(array.shape, array.strides)
+        return _contiguous(array.shape, self.storage)
+
+    def _copy(self, array: NDArray[Any]) -> NDArray[Any]:
+        is_widened = array.itemsize != self.storage.itemsize
+        return np.ascontiguousarray(array, self.storage if is_widened else None)
 
 
 def _signature(storage: np.dtype[Any]) -> Any:
@@ -243,24 +243,11 @@ def _interruptible(launch: Callable[[], None], counters: NDArray[np.int64]) -> N
     try:
         thread.join()
     except BaseException:
-        counters[0] = CANCELLED
+        counters[TASKS] = CANCELLED
         thread.join()
         raise
     if failed:
         raise failed[0]
-
-
-def _readable(array: NDArray[Any], storage: np.dtype[Any]) -> NDArray[Any]:
-    """``array`` in the dtype of storage and as a kernel reads it, copied if it must be."""
-    if storage != np.uint16:  # 16-bit numbers stay what they are: a kernel reads their bits
-        array = array.astype(storage, copy=False)
-    if array.flags.c_contiguous and array.flags.aligned:
-        return array
-    size = array.itemsize
-    in_place = array.flags.aligned and (array.shape[3] <= 1 or array.strides[3] == size)
-    if in_place and not any(stride % size for stride in array.strides):
-        return array
-    return np.ascontiguousarray(array)
 
 
 def _contiguous(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:

@@ -20,7 +20,7 @@ from minimha.kernels.cpu.nonfinite import (
     zero_nonfinite,
 )
 from minimha.kernels.cpu.simd.memory import flat
-from minimha.kernels.cpu.simd.product import ROWS, tile_product, tile_product_add
+from minimha.kernels.cpu.simd.product import tile_product, tile_product_add, whole_tiles
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
 from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS, panel_width
@@ -59,7 +59,7 @@ PANEL_BUFFERS = dict.fromkeys(
 
 def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dict[str, int]:
     """Lengths of ``PANEL_BUFFERS`` for so many panels; products write whole register tiles."""
-    lanes, keys, columns = panel_width(itemsize), -(-B_c // ROWS) * ROWS, -(-Dv // ROWS) * ROWS
+    lanes, keys, columns = panel_width(itemsize), whole_tiles(B_c), whole_tiles(Dv)
     lengths = dict.fromkeys(("scales", "top", "shift", "correction", "total"), lanes)
     lengths |= dict.fromkeys(("S", "seen", "biases"), keys * lanes) | {"V_j": keys * Dv}
     lengths |= {"Qs": panels * D * lanes, "Os": panels * columns * lanes}
@@ -71,7 +71,7 @@ def panel_of(t, u, Lq, D, Dv, b, h, p):
     """Panel p of head h in the u-th place of the buffers."""
     widest = panel_width(t.ms.itemsize)
     i0, rows, vectors = panel_rows(Lq, t.ms.itemsize, p)
-    O = flat(t.Os, u * (-(-Dv // ROWS) * ROWS) * widest)
+    O = flat(t.Os, u * whole_tiles(Dv) * widest)
     Q, m, l = flat(t.Qs, u * D * widest), flat(t.ms, u * widest), flat(t.ls, u * widest)
     return Panel(Q, O, m, l, b, h, i0, rows, vectors, vectors * widest // VECTORS)
 
@@ -101,7 +101,7 @@ def load_panel(panel, Q, D, Dv, t, o):
         for d in range(D):
             for r in range(panel.rows, lanes):
                 panel.Q[d * lanes + r] = 0
-    for x in range(-(-Dv // ROWS) * ROWS * lanes):
+    for x in range(whole_tiles(Dv) * lanes):
         panel.O[x] = 0
     for r in range(lanes):
         t.scales[r] = o.scale

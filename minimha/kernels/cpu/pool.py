@@ -213,8 +213,9 @@ class Pool:
     """The helper threads of this process."""
 
     def __init__(self) -> None:
-        self._buffer = np.zeros((IDS + 8 * (MOST + 1)) // 8 + CACHE_LINE // 8, np.int64)
-        self.words = -(-self._buffer.ctypes.data // CACHE_LINE) * CACHE_LINE
+        buffer = np.zeros((IDS + 8 * (MOST + 1) + CACHE_LINE) // 8, np.int64)
+        self._words = buffer[-buffer.ctypes.data % CACHE_LINE // 8 :]
+        self.words = int(self._words.ctypes.data)
         self._helpers: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._bell = None if FUTEX else threading.Semaphore(0)
@@ -260,10 +261,10 @@ class Pool:
             seen = self._help(self.words, seen, self.spins)
 
     def _read(self, word: int) -> int:
-        return int(self._buffer[(self.words + word - self._buffer.ctypes.data) // 8])
+        return int(self._words[word // 8])
 
     def _write(self, word: int, value: int) -> None:
-        self._buffer[(self.words + word - self._buffer.ctypes.data) // 8] = value
+        self._words[word // 8] = value
 
 
 def _compiled(function: Callable[..., Any], signature: Any) -> Compiled:

@@ -33,7 +33,7 @@ from minimha.kernels.cpu.panel import (
     update_panel,
 )
 from minimha.kernels.cpu.simd.memory import fetch_add
-from minimha.kernels.cpu.simd.product import ROWS
+from minimha.kernels.cpu.simd.product import ROWS, whole_tiles
 from minimha.kernels.cpu.simd.vector import panel_width
 from minimha.kernels.cpu.storage import float_rows, rows_from
 from minimha.kernels.cpu.threads import TASKS_PER_THREAD, get_num_threads
@@ -67,16 +67,13 @@ def forward(
 
 def plan(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Plan:
     """How problems like this one are computed; the parameters are those of ``forward``."""
-    (B, H, Lq, D), (Lk, Dv), itemsize = (
-        problem.q.shape,
-        problem.v.shape[2:],
-        problem.compute.itemsize,
-    )
+    (B, H, Lq, D), (Lk, Dv) = problem.q.shape, problem.v.shape[2:]
+    itemsize = problem.compute.itemsize
     all_panels = B * H * num_panels(Lq, itemsize)
     workers = get_num_threads() if B * H * Lq * Lk * (D + Dv) >= WORTH_SHARING else 1
     if panels is None:
         panels = min(PANELS, max(1, all_panels // (TASKS_PER_THREAD * workers)))
-    B_c = -(-B_c // ROWS) * ROWS
+    B_c = whole_tiles(B_c)
     lengths = buffer_lengths(itemsize, D, Dv, B_c, panels)
     is_widened = problem.dtype.itemsize < itemsize
     lengths |= {"wide_Q": panel_width(itemsize) * D, "wide_K": B_c * D, "wide_V": B_c * Dv}
@@ -132,7 +129,7 @@ def visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c):
             low, high = key_range(i0, end, offset, o.left, o.right, length)
             # Whole rows of the tile product: a few hidden keys cost less than keys one by one.
             j0 = max(block, low // ROWS * ROWS)
-            j1 = min(block_stop, -(-high // ROWS) * ROWS)
+            j1 = min(block_stop, whole_tiles(high))
             if j0 < j1:
                 full = is_full(i0, end, j0, j1, offset, o.left, o.right, length)
                 K, V = rows_from(K_j, j0 - block), rows_from(V_j, j0 - block)

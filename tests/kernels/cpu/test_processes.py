@@ -1,5 +1,6 @@
 """Forks, other libraries' threads, Ctrl-C: nobody hangs. Each process here has a time limit."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -72,7 +73,7 @@ def run():
 @pytest.mark.parametrize("parent", PARENTS)
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_pool_of_processes(method, parent, unused, tmp_path):
-    if method not in __import__("multiprocessing").get_all_start_methods():
+    if method not in multiprocessing.get_all_start_methods():
         pytest.skip(f"{method} is not a way to start a process here")
     if parent == "torch" and not find_spec("torch"):
         pytest.skip("torch is not installed")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from minimha.kernels.cpu.jit import OPTIONS, jit
+from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.simd.vector import (
     INT,
     VECTOR_BITS,
-    VECTORS,
     Vector,
     loop,
     pairwise_sum,
@@ -66,12 +64,6 @@ def lanes_max(S, s, n, vectors, M):
         _max_2(S, s, n, M)
     else:
         _max_1(S, s, n, M)
-
-
-@numba.njit(**OPTIONS)
-def read(S, s, n, M):
-    """``lanes_max`` of full panels, for Python: the bench measures how fast memory is read."""
-    lanes_max(S, s, n, VECTORS, M)
 
 
 # Coefficients of e^r for |r| <= ln(2) / 2, highest power first: for float32 a fit with a relative
