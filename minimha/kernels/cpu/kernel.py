@@ -11,14 +11,13 @@ mask      (B, H, Lq, Lk) bool, any strides; of size 0 if there is none
 bias      (B, H, Lq, Lk), compute dtype, any strides; of size 0 if there is none
 o         ``Options``: everything that is small
 O, L      (B, H, Lq, Dv) and (B, H, Lq), written; float32 or float64, the compute dtype
-memory    the rung's buffers, a named tuple of 1-D arrays, most of them the thread's own
+memory    the rung's buffers, a named tuple of 1-D arrays, most of them the thread's own; and
+          ``counters``, which all threads share
 sizes     two integers that are the rung's own, such as block sizes
 """
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,29 +29,30 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem, factor_against_overflow
 from minimha.kernels.cpu.arguments import (
-    ARRAY,
     AXES,
     BYTE,
-    COUNTER,
-    COUNTERS,
+    CACHE_LINE,
     DOUBLE,
+    HEADERS,
     NONFINITE,
     OWN,
     REAL,
     TASKS,
     Buffer,
     Layout,
+    address,
     pack,
     slots,
 )
 from minimha.kernels.cpu.compiler import Compiled, compiled
 from minimha.kernels.cpu.disk import File
-from minimha.kernels.cpu.pool import CACHE_LINE, pool
+from minimha.kernels.cpu.pool import pool
 from minimha.kernels.options import NO_BIAS, NO_MASK, options
 
 LONG = 1 << 33  # products: some tenths of a second, after which a person wants an answer to Ctrl-C
-FLOAT64, UINT8, INT64 = np.dtype(np.float64), np.dtype(np.uint8), np.dtype(np.int64)
+FLOAT64, UINT8 = np.dtype(np.float64), np.dtype(np.uint8)
 CANCELLED = 1 << 62  # a task that does not exist: each thread then finds that none is left
+SPARES, LARGEST_SPARE = 4, 1 << 22  # blocks of memory that are kept for later calls, and bytes
 
 
 class CompilationFailed(RuntimeError):  # noqa: N818  (it states a fact about the machine)
@@ -129,8 +129,6 @@ class Plan:
         (B, H, Lq, D), (Lk, Dv) = problem.q.shape, problem.v.shape[2:]
         self.compute, self.storage, self.workers = problem.compute, kernel.storage(problem), workers
         self.shape, self.is_long = (B, H, Lq, Dv), B * H * Lq * Lk * (D + Dv) >= LONG
-        lengths = {"counters": OWN} | lengths
-        self.num_counters = lengths["counters"]
         o = options(problem)
         self._held = {
             "mask": NO_MASK if problem.attn_mask is None else problem.attn_mask,
@@ -140,24 +138,23 @@ class Plan:
         layouts |= {name: self._layout(getattr(problem, name)) for name in "qkv"}
         layouts |= {"O": _contiguous(self.shape, problem.compute)}
         layouts |= {"L": _contiguous(self.shape[:3], problem.compute)}
-        dtypes = {REAL: problem.compute, DOUBLE: FLOAT64, BYTE: UINT8, COUNTER: INT64}
-        starts, self._size = [], 0  # bytes of what a call allocates
+        dtypes = {REAL: problem.compute, DOUBLE: FLOAT64, BYTE: UINT8}
+        starts, self._size = {}, 0  # of the buffers in the memory that a call brings, in bytes
         for name, buffer in kernel.buffers.items():
             itemsize = dtypes[buffer.kind].itemsize
             nbytes = _rounded(lengths[name] * itemsize)
             layouts[name] = Layout((lengths[name],), (itemsize, nbytes))
-            if name not in COUNTERS:
-                starts.append(self._size)
-                self._size += nbytes * (1 if buffer.is_shared else workers)
-        self._line = pack(layouts, kernel.slots, o, sizes)
-        first = kernel.slots[next(iter(kernel.buffers))]
-        self._buffers = slice(first, first + len(starts) * ARRAY, ARRAY)
-        self._line[self._buffers] = starts  # to which a call adds where its memory is
+            starts[name] = self._size
+            self._size += nbytes * (1 if buffer.is_shared else workers)
+        num_counters = OWN + lengths.get("counters", 0)
+        self._line = pack(layouts, kernel.slots, o, sizes, num_counters)
         for name, array in self._held.items():
-            self._line[kernel.slots[name]] = _address(array)
-        self._written = [kernel.slots[name] for name in ("q", "k", "v", "counters", "O", "L")]
+            self._line[kernel.slots[name]] = address(array)
+        for name, start in starts.items():
+            self._line[kernel.slots[name]] = start
         first = kernel.slots["v"] + 1 + AXES
         self._strides_of_v = slice(first, first + AXES)
+        self._counters = kernel.slots["counters"]
         self._kernel = kernel.compile(self.storage).address
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -183,24 +180,23 @@ class Plan:
     def _launch(
         self, line: NDArray[np.int64], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any], bool]:
-        """O and L, and whether all of O is finite; addresses are written into ``line``."""
+        """O and L, and whether all of O is finite; headers are written into ``line``."""
         O, L = np.empty(self.shape, self.compute), np.empty(self.shape[:3], self.compute)
         if not L.size:
             return O, L, True
-        memory = np.empty(self._size + CACHE_LINE, np.uint8)
-        counters = np.zeros(self.num_counters, np.int64)
-        for slot, array in zip(self._written, (q, k, v, counters, O, L), strict=True):
-            line[slot] = _address(array)
-        line[self._buffers] += _rounded(_address(memory))
-
-        def launch() -> None:
-            pool().run(self._kernel, _address(line), self.workers)
-
+        memory = _memory(self._size)
+        headers = (id(q), id(k), id(v), id(O), id(L), id(memory))
+        HEADERS.pack_into(line, 0, *headers)  # type: ignore[arg-type]  # Python 3.12 says Buffer
         if self.is_long and threading.current_thread() is threading.main_thread():
-            _interruptible(launch, counters)
+            _interruptible(self._run, line, line[self._counters :])
         else:
-            launch()
-        return O, L, not counters[NONFINITE]
+            self._run(line)
+        if len(_spares) < SPARES and memory.nbytes <= LARGEST_SPARE:
+            _spares.append(memory)
+        return O, L, not line[self._counters + NONFINITE]
+
+    def _run(self, line: NDArray[np.int64]) -> None:
+        pool().run(self._kernel, address(line), self.workers)
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
         """Whether ``run`` may be called with arrays as ``given``: nothing had to be converted."""
@@ -228,17 +224,39 @@ def _signature(storage: np.dtype[Any]) -> Any:
     return types.void(types.CPointer(numba.from_dtype(storage)), types.int64)
 
 
-def _interruptible(launch: Callable[[], None], counters: NDArray[np.int64]) -> None:
-    """Run ``launch`` on another thread: Ctrl-C reaches only the main thread, and only in Python."""
+_spares: list[NDArray[np.uint8]] = []
+
+
+def _memory(nbytes: int) -> NDArray[np.uint8]:
+    """At least ``nbytes`` from the beginning of a cache line on, of a former call if it suffices.
+
+    Fresh memory is slow: the system clears each page when it is first written.
+    """
+    try:
+        spare = _spares.pop()
+    except IndexError:
+        spare = None
+    if spare is None or spare.nbytes < nbytes:
+        block = np.empty(nbytes + CACHE_LINE, np.uint8)
+        spare = block[-address(block) % CACHE_LINE :]
+    return spare
+
+
+def _interruptible(
+    run: Callable[[NDArray[np.int64]], None],
+    line: NDArray[np.int64],
+    counters: NDArray[np.int64],
+) -> None:
+    """Run ``line`` on another thread: Ctrl-C reaches only the main thread, and only in Python."""
     failed: list[BaseException] = []
 
-    def run() -> None:
+    def run_or_note() -> None:
         try:
-            launch()
+            run(line)
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, name="minimha-launch")
+    thread = threading.Thread(target=run_or_note, name="minimha-launch")
     thread.start()
     try:
         thread.join()
@@ -255,25 +273,6 @@ def _contiguous(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
     for length in reversed(shape[1:]):
         strides.insert(0, strides[0] * length)
     return Layout(shape, tuple(strides))
-
-
-def _address_in_header(array: NDArray[Any]) -> int:
-    """Where the data of an array is, which its header begins with: in a tenth of the time.
-
-    NumPy's C API fixes the header, and so does CPython that ``id`` is where it is.
-    """
-    return POINTER(id(array) + HEADER).value or 0
-
-
-def _address(array: NDArray[Any]) -> int:
-    return int(array.ctypes.data)
-
-
-POINTER, HEADER = ctypes.c_void_p.from_address, object.__basicsize__
-if sys.implementation.name == "cpython" and all(
-    _address_in_header(x) == _address(x) for x in (np.empty(3), np.empty((4, 5), np.uint8)[1:, 2:])
-):
-    _address = _address_in_header
 
 
 def _rounded(bytes_: int) -> int:

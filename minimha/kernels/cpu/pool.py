@@ -25,13 +25,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from minimha.kernels.cpu.arguments import CACHE_LINE
 from minimha.kernels.cpu.compiler import Compiled, compiled
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.simd.vector import INT
 
 SPIN = 30e-6  # seconds: longer than the gap between two calls, shorter than a neighbour notices
-CACHE_LINE = 64  # bytes
 # The words that caller and helpers share, each on a cache line of its own.
 DOOR, BELL, ASLEEP, WAITING, BUSY, NEXT, LIMIT, KERNEL, ARGUMENTS, CPU, ALLOWED, MASK, IDS = (
     n * CACHE_LINE for n in range(13)

@@ -13,14 +13,14 @@ from typing import Any
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.arguments import COUNTERS, DOUBLE, Buffer, unpacker
+from minimha.kernels.cpu.arguments import DOUBLE, Buffer, unpacker
 from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.kernel import Kernel
 from minimha.kernels.cpu.mask import final_score, head_of, is_seen
 from minimha.kernels.cpu.nonfinite import note_nonfinite
 from minimha.kernels.cpu.storage import rows_at
 
-BUFFERS = {"O_i": Buffer(DOUBLE)} | COUNTERS
+BUFFERS = {"O_i": Buffer(DOUBLE)}
 unpack = unpacker(**BUFFERS)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.arguments import BYTE, COUNTERS, DOUBLE, REAL, Buffer, unpacker
+from minimha.kernels.cpu.arguments import BYTE, DOUBLE, REAL, Buffer, unpacker
 from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.kernel import Kernel
 from minimha.kernels.cpu.mask import apply_softcap_and_bias, mask_tile
@@ -27,7 +27,7 @@ B_R, B_C = 64, 64
 
 # l is a long sum of positive numbers, in float64.
 BUFFERS = dict.fromkeys(("S", "biases", "m", "O_i"), Buffer(REAL))
-BUFFERS |= {"l": Buffer(DOUBLE), "seen": Buffer(BYTE)} | COUNTERS
+BUFFERS |= {"l": Buffer(DOUBLE), "seen": Buffer(BYTE)}
 unpack = unpacker(**BUFFERS)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.arguments import COUNTERS, unpacker
+from minimha.kernels.cpu.arguments import unpacker
 from minimha.kernels.cpu.kernel import Kernel
 from minimha.kernels.cpu.panel import (
     B_C,
@@ -32,7 +32,7 @@ from minimha.kernels.cpu.panel import (
 )
 from minimha.kernels.cpu.storage import rows_at
 
-BUFFERS = PANEL_BUFFERS | COUNTERS
+BUFFERS = PANEL_BUFFERS
 unpack = unpacker(**BUFFERS)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.arguments import COUNTERS, REAL, TASKS, Buffer, unpacker
+from minimha.kernels.cpu.arguments import REAL, TASKS, Buffer, unpacker
 from minimha.kernels.cpu.jit import jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Plan
 from minimha.kernels.cpu.mask import is_full, key_range
@@ -41,7 +41,7 @@ from minimha.kernels.cpu.threads import TASKS_PER_THREAD, get_num_threads
 PANELS = 4  # of a task, at most
 WORTH_SHARING = 1 << 19  # products, which one thread computes while another one wakes up
 WIDENED = ("wide_Q", "wide_K", "wide_V")
-BUFFERS = PANEL_BUFFERS | dict.fromkeys(WIDENED, Buffer(REAL)) | COUNTERS
+BUFFERS = PANEL_BUFFERS | dict.fromkeys(WIDENED, Buffer(REAL))
 unpack = unpacker(**BUFFERS)
 
 

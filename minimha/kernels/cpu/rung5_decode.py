@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.arguments import BYTE, COUNTERS, DOUBLE, OWN, REAL, TASKS, Buffer, unpacker
+from minimha.kernels.cpu.arguments import BYTE, DOUBLE, OWN, REAL, TASKS, Buffer, unpacker
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Plan
 from minimha.kernels.cpu.mask import (
@@ -50,7 +50,7 @@ WORTH_SHARING = 1 << 16  # numbers of K and V, which one thread reads while anot
 # of lanes, widened rows. Shared: O (R, Dv), and m and l (R), of every split of every head.
 BUFFERS = dict.fromkeys(("Q", "S", "part", "top", "shift", "total", "wide"), Buffer(REAL))
 BUFFERS |= {"seen": Buffer(BYTE), "parts_O": Buffer(REAL, is_shared=True)}
-BUFFERS |= {"parts_ml": Buffer(DOUBLE, is_shared=True)} | COUNTERS
+BUFFERS |= {"parts_ml": Buffer(DOUBLE, is_shared=True)}
 unpack = unpacker(**BUFFERS)
 
 
@@ -88,7 +88,7 @@ def plan(problem: Problem, *, splits: int | None = None, B_c: int | None = None)
     lengths |= dict.fromkeys(("top", "shift", "total"), widest)
     lengths |= {"wide": NEAR * max(D, Dv) if problem.dtype.itemsize < itemsize else 0}
     lengths |= {"parts_O": B * Hkv * splits * rows * Dv, "parts_ml": B * Hkv * splits * 2 * rows}
-    lengths |= {"counters": OWN + B * Hkv}
+    lengths |= {"counters": B * Hkv}  # one per head
     return KERNEL.plan(problem, splits, B_c, workers=workers, lengths=lengths)
 
 
@@ -125,7 +125,7 @@ def decode(line, worker):
             n = min(B_c, stop - j0)
             update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, t)
         if fetch_add(t.counters, OWN + head) == splits - 1:
-            merge(t, splits, o, O, L, b, kv)
+            merge(t, splits, o, O, L, b, kv, Hkv)
 
 
 KERNEL = Kernel(decode, BUFFERS, widens=True)
@@ -252,10 +252,9 @@ def apply_options(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
 
 
 @jit
-def merge(t, splits, o, O, L, b, kv):
+def merge(t, splits, o, O, L, b, kv, Hkv):
     """Merge the splits of one key/value head into O and L; a sink counts as one more split."""
-    B, H, Lq, Dv = O.shape
-    Hkv, zero = (t.counters.size - OWN) // B, O.dtype.type(0)
+    (H, Lq, Dv), zero = O.shape[1:], O.dtype.type(0)
     group = H // Hkv
     rows = group * Lq
     for r in range(rows):

@@ -80,12 +80,15 @@ def test_the_exponential_of_a_lane(vectors, dtype):
     n, limits = 400, np.finfo(dtype)
     S = np.linspace(np.log(limits.tiny) * 0.999, 0, n * lanes, dtype=dtype)
     S[: 4 * lanes] = np.tile([0, -np.inf, np.nan, -1e-30], lanes)
+    # 1 / ln(2) is rounded, and where no multiply-add is fused so is x / ln(2): errors grow with x.
+    bounds = (2.5 + 0.65 * abs(np.nan_to_num(S, neginf=0))) * limits.eps
     shift, expected = np.zeros(lanes, dtype), S.copy()
     sums, expected_sums = np.zeros(lanes, dtype), np.zeros(lanes, dtype)
     with np.errstate(invalid="ignore"):
         plain_simd.lanes_exp(expected, 0, n, lanes, shift, expected_sums)
     lanes_exp(S, 0, n, vectors, shift, sums)
-    np.testing.assert_allclose(S, expected, rtol=2.5 * limits.eps)
+    np.testing.assert_array_equal(np.isnan(S), np.isnan(expected))
+    assert np.all((abs(S - expected) <= bounds * expected) | np.isnan(S))
     np.testing.assert_allclose(sums, expected_sums, rtol=100 * limits.eps)
 
 
