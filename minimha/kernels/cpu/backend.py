@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu import rung4_parallel, rung5_decode
 from minimha.kernels.cpu.kernel import CompilationFailed, Kernel, Plan
+from minimha.kernels.cpu.pool import pool
 from minimha.kernels.cpu.threads import get_num_threads
 from minimha.kernels.ladder import FEW_QUERIES
 
@@ -84,11 +85,12 @@ def compile_ahead(
         subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
 
     if len(missing) > 1 and sys.executable and get_num_threads() > 1:
-        with ThreadPoolExecutor(get_num_threads()) as pool:
-            list(pool.map(compile_one, missing))
+        with ThreadPoolExecutor(get_num_threads()) as executor:
+            list(executor.map(compile_one, missing))
     for kernel, dtype in wanted:
         progress(kernel.name(dtype))
         kernel.compile(dtype)
+    pool()  # what its threads run is compiled too
     return {kernel.name(dtype): kernel.file(dtype).path() for kernel, dtype in wanted}
 
 

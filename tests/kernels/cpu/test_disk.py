@@ -1,6 +1,7 @@
 """Machine code on disk: found again, never the wrong one, and no error where it cannot be kept."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -210,6 +211,38 @@ def test_a_read_only_folder_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(disk.File, "write", lambda self, code: pytest.fail("compiled again"))
     assert_right(a_fresh_kernel())
+
+
+IN_A_CONTAINER = """
+import numpy as np, minimha
+from minimha.kernels.cpu import disk
+disk._writable_folder = lambda: None  # its file system is read-only
+minimha.set_num_threads(minimha.kernels.cpu.threads.usable_cpus())
+for Lq in (1, 200):
+    q, k, v = (np.ones((1, 8, L, 64), np.float32) for L in (Lq, 200, 200))
+    minimha.attention(q, k, v, backend="cpu")
+"""
+
+
+def test_a_container_compiles_nothing_after_its_build(fresh):
+    """Neither the kernels nor what the helper threads run."""
+
+    def python(*arguments):
+        return subprocess.run(
+            [sys.executable, *arguments], **fresh, capture_output=True, text=True, timeout=LIMIT
+        )
+
+    built = python("-m", "minimha", "kernels", "--compile", "--format", "json")
+    assert built.returncode == 0, built.stderr
+    assert all(row["kept in"].startswith(str(fresh["cwd"])) for row in json.loads(built.stdout))
+    used = python("-c", IN_A_CONTAINER)
+    assert (used.returncode, used.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("dtypes", [["int8"], ["float32", "float128"]])
+def test_only_dtypes_of_kernels_can_be_compiled(dtypes):
+    with pytest.raises(ValueError, match=f"dtypes is '{dtypes[-1]}': expected one of 'float32', "):
+        minimha.compile(dtypes)
 
 
 def test_nobody_waits_for_ever(folder, monkeypatch):
