@@ -93,7 +93,7 @@ def deliver_table(
     if kind == "text":
         _show(
             args,
-            lambda width, in_color: (
+            lambda width, ramp: (
                 render.table(records) if titled is None else render.tables(titled, width)
             ),
         )
@@ -140,14 +140,15 @@ def format_of(args: argparse.Namespace) -> str:
     return kind
 
 
-def _show(args: argparse.Namespace, as_text: Callable[[int | None, bool], Any]) -> None:
+def _show(args: argparse.Namespace, as_text: Callable[[int | None, str], Any]) -> None:
     """Text fits a terminal's width and has its colours; elsewhere it has neither."""
     console = render.console_for(sys.stdout)
-    if args.output is None and console.is_terminal:
-        in_color = console.color_system in ("256", "truecolor") and not console.no_color
-        console.print(as_text(console.width, in_color), soft_wrap=True)
+    if args.output is not None:
+        _put(args, render.plain(as_text(None, "blocks")))
+    elif console.is_terminal:
+        console.print(as_text(console.width, render.ramp_for(console)), soft_wrap=True)
     else:
-        _put(args, render.plain(as_text(None, False)))
+        _put(args, render.plain(as_text(None, render.ramp_for(console))))
 
 
 def _put(args: argparse.Namespace, content: str | bytes | dict[str, str]) -> None:

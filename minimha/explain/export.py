@@ -27,7 +27,7 @@ def trace_as(kind: str, trace: Trace, decimals: int) -> str | bytes | dict[str, 
     SVG and HTML are rich's recordings of what a terminal shows.
     """
     if kind in ("svg", "html"):
-        shown = render.text(trace, decimals, render.EXPORT_WIDTH, in_color=True)
+        shown = render.text(trace, decimals, render.EXPORT_WIDTH, "truecolor")
         return render.svg(shown, trace.example) if kind == "svg" else render.html(shown)
     if kind in ("markdown", "latex"):
         return as_markdown(trace, decimals) if kind == "markdown" else as_latex(trace, decimals)

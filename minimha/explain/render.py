@@ -5,7 +5,6 @@ and stays whole in a file.
 """
 
 import io
-import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,14 +21,14 @@ from rich.text import Text
 from minimha.explain import wording
 from minimha.explain.numbers import cells
 from minimha.explain.printed import Status
+from minimha.explain.ramp import RAMPS, Ramp
 from minimha.explain.trace import Step, Trace
 
 INDENT = 4
 GAP = 2
 NO_BREAK = "\N{NO-BREAK SPACE}"
-SHADES = " ░▒▓█"
-CELL_SIZES = (5, 3, 1)  # of a heatmap: a number fits, a syllable fits, only the shade
-BAR = "█"
+CELL_SIZES = (5, 3, 1)  # of a heatmap: a number fits, a share without its 0, only the shade
+SCALE_SIZE = 15  # cells of the scale beside a heatmap
 LONGEST_BAR = 40  # of a weight of 1, where the width allows it
 LABEL_WIDTH = 10  # of a heatmap; a matrix shows its labels whole
 EXPORT_WIDTH = 100
@@ -81,12 +80,23 @@ def console_for(stream: IO[str]) -> Console:
     return Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
-def text(trace: Trace, decimals: int, width: int | None, in_color: bool) -> Text:
+def ramp_for(console: Console) -> str:
+    """The name of the ramp that this console's colours, or the characters it can write, allow."""
+    try:
+        RAMPS["blocks"].bar.encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return "ascii"
+    depth = None if console.no_color or not console.is_terminal else console.color_system
+    return depth if depth in RAMPS else "standard" if depth else "blocks"
+
+
+def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
     """Every step of ``trace``, its weights as heatmaps, and how one query picks its values.
 
     ``decimals`` are those of numbers that are not whole. A ``width`` of None breaks no line.
-    Without colour heatmaps are shaded with characters.
+    Heatmaps have the shades of the ``ramp`` of this name.
     """
+    shades = RAMPS[ramp]
     lines = _paragraph(trace.example, width, "bold", indent=0)
     lines += _paragraph(trace.source, width, "", indent=0) if trace.source else []
     steps = trace.steps
@@ -103,12 +113,9 @@ def text(trace: Trace, decimals: int, width: int | None, in_color: bool) -> Text
             lines += [Text(), *_printed(step, width)]
     drawn = _drawn(steps)
     if drawn:
-        has_gaps = not all(
-            np.isfinite(step.value[~np.isneginf(step.value)]).all() for _, step in drawn
-        )
-        lines += [Text(), Text("heatmap", "bold"), *_legend(width, in_color, has_gaps), Text()]
-        lines += _heatmaps(drawn, width or EXPORT_WIDTH, in_color)
-    lines += _pick(steps, decimals, width or EXPORT_WIDTH)
+        lines += [Text(), Text("heatmap", "bold"), *_legend(drawn, width, shades), Text()]
+        lines += _heatmaps(drawn, width or EXPORT_WIDTH, shades)
+    lines += _pick(steps, decimals, width or EXPORT_WIDTH, shades.bar)
     return Text("\n").join(lines)
 
 
@@ -273,23 +280,32 @@ def _drawn(steps: Iterable[Step]) -> list[tuple[str, Step]]:
     return [(title, step) for name, title in order.items() for step in steps if step.name == name]
 
 
-def _heatmaps(drawn: Sequence[tuple[str, Step]], width: int, in_color: bool) -> list[Text]:
-    """The maps side by side, if cells of some size allow it; else as many in a row as fit."""
-    sizes = {
-        size: [_heatmap(title, step, size, in_color) for title, step in drawn]
-        for size in CELL_SIZES
-    }
-    widths = {size: [_width(block) for block in blocks] for size, blocks in sizes.items()}
-    fitting = [size for size in sizes if sum(widths[size]) <= width]
-    fitting += [size for size in sizes if max(widths[size]) <= width]
-    return _side_by_side(sizes[(*fitting, CELL_SIZES[-1])[0]], width)
+def _limits(drawn: Sequence[tuple[str, Step]], is_weights: bool) -> tuple[float, float]:
+    """The scale that all maps of weights, or all of scores, share."""
+    if is_weights:
+        return 0.0, 1.0
+    values = [step.value[np.isfinite(step.value)] for _, step in drawn if step.base != "weights"]
+    finite = np.concatenate([np.asarray(value, np.float64) for value in values])
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
-def _heatmap(title: str, step: Step, size: int, in_color: bool) -> list[Text]:
+def _heatmaps(drawn: Sequence[tuple[str, Step]], width: int, ramp: Ramp) -> list[Text]:
+    """The maps with the largest cells in which one fits, as many side by side as then fit."""
+    blocks: list[list[Text]] = []
+    for size in CELL_SIZES:
+        blocks = [
+            _heatmap(title, step, size, ramp, _limits(drawn, step.base == "weights"))
+            for title, step in drawn
+        ]
+        if max(map(_width, blocks)) <= width:
+            break
+    return _side_by_side(blocks, width)
+
+
+def _heatmap(
+    title: str, step: Step, size: int, ramp: Ramp, limits: tuple[float, float]
+) -> list[Text]:
     value = np.asarray(step.value, np.float64)
-    finite = value[np.isfinite(value)]
-    is_weights = step.base == "weights"
-    low, high = (0.0, 1.0) if is_weights else (finite.min(initial=0), finite.max(initial=0))
     rows = [_short(label, LABEL_WIDTH) for label in step.rows or ()]
     margin = max(map(cell_len, rows)) + 1
     heads = " ".join(set_cell_size(label, size) for label in step.columns or ())
@@ -297,27 +313,27 @@ def _heatmap(title: str, step: Step, size: int, in_color: bool) -> list[Text]:
     hidden = np.isneginf(value) if step.hidden is None else step.hidden
     shown = np.where(hidden, -np.inf, value)
     for label, row, texts in zip(rows, shown.tolist(), cells(value, 2), strict=True):
-        drawn = []
-        for number, text in zip(row, texts, strict=True):
-            level = (number - low) / (high - low) if high > low else min(number, 0.0)
-            drawn.append(_heat(level, text, size, in_color))
+        drawn = [
+            _heat(number, text, size, ramp, limits) for number, text in zip(row, texts, strict=True)
+        ]
         lines.append(Text(set_cell_size(label, margin)).append_text(Text(" ").join(drawn)))
     return lines
 
 
-def _heat(level: float, number: str, size: int, in_color: bool) -> Text:
-    """One cell: its number on a coloured ground, or a shade as dark as its value."""
-    if not np.isfinite(level):
-        return Text(("×" if np.isneginf(level) else "?").center(size))
-    if not in_color:
-        return Text(SHADES[math.ceil(level * (len(SHADES) - 1))] * size)
-    red, green, blue = (round(a + (b - a) * level) for a, b in ((247, 8), (251, 48), (255, 107)))
-    ink = "rgb(255,255,255)" if level > 0.5 else "rgb(0,0,0)"
-    shown = number if len(number) <= size else ""
-    return Text(shown.center(size), f"{ink} on rgb({red},{green},{blue})")
+def _heat(number: float, text: str, size: int, ramp: Ramp, limits: tuple[float, float]) -> Text:
+    """One cell: its number on a coloured ground, or a shade as dense as its value."""
+    if not np.isfinite(number):
+        return Text((ramp.hidden if np.isneginf(number) else "?").center(size))
+    low, high = limits
+    character, style = ramp.shade((number - low) / (high - low) if high > low else 0.0)
+    if not ramp.in_color:
+        return Text(character * size)
+    if len(text) > size:  # 1.00 and 0.27 as 1 and .27
+        text = text.removesuffix(".00").removeprefix("0" if number else "")
+    return Text((text if len(text) <= size else "").center(size), style)
 
 
-def _pick(steps: Sequence[Step], decimals: int, width: int) -> list[Text]:
+def _pick(steps: Sequence[Step], decimals: int, width: int, bar: str) -> list[Text]:
     """How the last query of a single head picks values: a bar as long as each weight."""
     whole = [step for step in steps if not step.place and step.value.ndim == 2 and step.value.size]
     named = {step.name: step for step in whole}
@@ -335,22 +351,33 @@ def _pick(steps: Sequence[Step], decimals: int, width: int) -> list[Text]:
     longest = width - INDENT - margin - GAP - max(map(len, [*picked, total]))
     if longest < 10:
         return []
-    bars = [BAR * round(share * min(longest, LONGEST_BAR)) for share in np.nan_to_num(shares)]
+    bars = [bar * round(share * min(longest, LONGEST_BAR)) for share in np.nan_to_num(shares)]
     length = max(map(len, bars)) + GAP
     query = (weights.rows or ())[-1]
     lines = [Text(), Text(f"how query {query} picks values", "bold"), Text()]
-    for label, bar, text in zip(labels, bars, picked, strict=True):
-        lines.append(Text(" " * INDENT + set_cell_size(label, margin) + bar.ljust(length) + text))
+    for label, drawn, text in zip(labels, bars, picked, strict=True):
+        start = " " * INDENT + set_cell_size(label, margin)
+        lines.append(Text(start + drawn.ljust(length) + text))
     return [*lines, Text(" " * (INDENT + margin + length) + total)]
 
 
-def _legend(width: int | None, in_color: bool, has_gaps: bool) -> list[Text]:
-    scale = (
-        "Darker is more" if in_color else f"Blank is least, then {SHADES[1:-1]}, {SHADES[-1]} most"
-    )
-    gap = " ? is infinite or NaN." if has_gaps else ""
-    words = f"{scale}; × is hidden: score -∞, weight 0.{gap} Rows are queries, columns keys."
-    return _paragraph(words, width)
+def _legend(drawn: Sequence[tuple[str, Step]], width: int | None, ramp: Ramp) -> list[Text]:
+    """The scale of the scores and that of the weights, drawn, and what the marks mean."""
+    lines = []
+    for name, is_weights in (("scores", False), ("weights", True)):
+        if not any((step.base == "weights") == is_weights for _, step in drawn):
+            continue
+        limits = _limits(drawn, is_weights)
+        low, high = cells(np.array(limits), 2)[0]
+        line = Text(" " * INDENT + f"{name:<{GAP + len('weights')}}{low} ")
+        line.append("" if ramp.in_color else "[")
+        for n in range(SCALE_SIZE):
+            line.append(*ramp.shade(n / (SCALE_SIZE - 1)))
+        lines.append(line.append(f"{'' if ramp.in_color else ']'} {high}"))
+    values = [step.value[~np.isneginf(step.value)] for _, step in drawn]
+    gap = "" if all(np.isfinite(value).all() for value in values) else " ? is infinite or NaN."
+    hidden = f"{ramp.hidden} is hidden: score -∞, weight 0."
+    return [*lines, *_paragraph(f"{hidden}{gap} Rows are queries, columns keys.", width)]
 
 
 def _side_by_side(blocks: Sequence[list[Text]], width: int) -> list[Text]:

@@ -1,6 +1,7 @@
 """What a terminal of some width shows."""
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -20,15 +21,15 @@ TRACES["8 heads"] = sentences.of_length(8, num_heads=8, num_kv_heads=2, d_model=
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
-@pytest.mark.parametrize("in_color", [True, False])
-def test_no_line_is_wider_than_the_terminal(trace, width, in_color):
-    for line in render.text(trace, 3, width, in_color).plain.splitlines():
+@pytest.mark.parametrize("ramp", ["truecolor", "blocks"])
+def test_no_line_is_wider_than_the_terminal(trace, width, ramp):
+    for line in render.text(trace, 3, width, ramp).plain.splitlines():
         assert cell_len(line) <= width, line
 
 
 def test_columns_that_do_not_fit_are_shown_below_under_the_same_labels():
     trace = sentences.of_length(12).trace().selected(["weights"])
-    narrow, wide = (render.text(trace, 3, width, False).plain for width in (80, None))
+    narrow, wide = (render.text(trace, 3, width, "blocks").plain for width in (80, None))
     head = " ".join(trace.labels["L"])
     assert any(" ".join(line.split()) == head for line in wide.splitlines())
     assert narrow.count("Self-attention") > wide.count("Self-attention")
@@ -39,7 +40,7 @@ def test_columns_that_do_not_fit_are_shown_below_under_the_same_labels():
 
 
 def test_without_a_terminal_no_line_is_broken_or_padded():
-    shown = render.text(TRACES["given-qkv"], 3, None, False)
+    shown = render.text(TRACES["given-qkv"], 3, None, "blocks")
     lines = render.plain(shown).splitlines()
     assert lines == [line.rstrip() for line in lines]
     assert any(len(line) > 120 for line in lines)
@@ -47,15 +48,15 @@ def test_without_a_terminal_no_line_is_broken_or_padded():
 
 
 def test_statuses_are_in_words():
-    text = render.text(TRACES["the-cat-sat"], 3, None, False).plain
+    text = render.text(TRACES["the-cat-sat"], 3, None, "blocks").plain
     assert "row cat, column The: printed 0.268, exact 0.268941: truncated, not rounded" in text
     assert "the other 6 are exact, correctly rounded" in text
-    text = render.text(TRACES["given-qkv"], 3, None, False).plain
+    text = render.text(TRACES["given-qkv"], 3, None, "blocks").plain
     assert "printed 1.198, exact 1.000000: does not follow from the printed weights and V" in text
 
 
 def test_raw_masked_and_softmax_side_by_side_for_one_head():
-    lines = render.text(TRACES["the-cat-sat"], 3, 80, False).plain.splitlines()
+    lines = render.text(TRACES["the-cat-sat"], 3, 80, "blocks").plain.splitlines()
     titles = [line.split() for line in lines]
     at = titles.index(["raw", "scores", "masked", "softmax", "weights"])
     assert titles[at + 1] == ["The", "cat", "sat"] * 3
@@ -78,22 +79,24 @@ def test_hidden_is_what_a_mask_hides_and_not_what_is_merely_small():
     trace = Trace()
     attention([[1000.0]], [[1.0], [-1.0]], [[1.0], [2.0]], tap=trace)
     assert trace["weights"].tolist() == [[1.0, 0.0]]
-    assert "█████" in render.text(trace, 3, 80, False).plain
-    assert "0 █████   ×" not in render.text(trace, 3, 80, False).plain
+    assert "█████" in render.text(trace, 3, 80, "blocks").plain
+    assert "0 █████   ×" not in render.text(trace, 3, 80, "blocks").plain
     masked = Trace()
     attention([[1.0]], [[1.0], [-1.0]], [[1.0], [2.0]], attn_mask=[[True, False]], tap=masked)
-    assert "0 █████   ×" in render.text(masked.selected(["weights"]), 3, 80, False).plain
+    assert "0 █████   ×" in render.text(masked.selected(["weights"]), 3, 80, "blocks").plain
 
 
-def test_shades_go_from_blank_over_any_share_to_full():
+def test_shades_are_the_nearest_from_blank_to_full():
     trace = Trace()
-    attention([[1.0]], np.log([[1], [2], [3], [10]]), np.ones((4, 1)), scale=1, tap=trace)
-    last = render.text(trace.selected(["weights"]), 3, 80, False).plain.splitlines()[-1]
-    assert last.split() == ["0", "░░░░░", "░░░░░", "░░░░░", "▓▓▓▓▓"]
+    attention([[1.0]], np.log([[1], [2], [3], [14]]), np.ones((4, 1)), scale=1, tap=trace)
+    last = render.text(trace.selected(["weights"]), 3, 80, "blocks").plain.splitlines()[-1]
+    assert last.split() == ["0", "░░░░░", "▓▓▓▓▓"]  # 1/20 and 2/20 are nearest to none
+    last = render.text(trace.selected(["weights"]), 3, 80, "ascii").plain.splitlines()[-1]
+    assert last.split() == ["0", ".....", "+++++"]
 
 
 def test_how_one_query_picks_its_values():
-    lines = render.text(TRACES["given-qkv"], 3, 80, False).plain.splitlines()
+    lines = render.text(TRACES["given-qkv"], 3, 80, "blocks").plain.splitlines()
     at = lines.index("how query 2 picks values")
     assert [line.split() for line in lines[at + 2 :]] == [
         ["0", "█" * 10, "0.248", "·", "[1", "0]"],
@@ -101,36 +104,66 @@ def test_how_one_query_picks_its_values():
         ["2", "█" * 10, "0.248", "·", "[3", "1]"],
         ["sum:", "[0.993", "1.255]"],
     ]
-    assert "picks values" not in render.text(TRACES["8 heads"], 3, 80, False).plain
+    assert "picks values" not in render.text(TRACES["8 heads"], 3, 80, "blocks").plain
 
 
 def test_one_heatmap_a_head():
-    text = render.text(TRACES["8 heads"], 3, 80, False).plain
+    text = render.text(TRACES["8 heads"], 3, 80, "blocks").plain
     assert [text.count(f"weights, head {h}") for h in range(8)] == [1] * 8
 
 
 def test_a_heatmap_in_colour_writes_its_numbers_on_grounds_of_its_own():
-    shown = render.text(TRACES["the-cat-sat"], 3, 80, True)
-    stream = io.StringIO()
-    Console(file=stream, force_terminal=True, color_system="truecolor", width=80).print(shown)
-    assert "\x1b[38;2;255;255;255;48;2;8;48;107m 1.00" in stream.getvalue()
-    assert "\x1b[38;2;0;0;0;48;2;183;196;215m 0.27" in stream.getvalue()
+    for ramp, one, quarter in (
+        ("truecolor", "38;2;0;0;0;48;2;135;255;255", "38;2;255;255;255;48;2;0;59;150"),
+        ("256", "38;5;16;48;5;123", "38;5;231;48;5;24"),
+        ("standard", "30;106", "97;44"),
+    ):
+        shown = render.text(TRACES["the-cat-sat"], 3, 80, ramp)
+        stream = io.StringIO()
+        Console(file=stream, force_terminal=True, color_system=ramp, width=80).print(shown)
+        assert f"\x1b[{one}m 1.00" in stream.getvalue()
+        assert f"\x1b[{quarter}m 0.27" in stream.getvalue()
+
+
+def test_cells_are_legible_before_maps_stand_side_by_side():
+    trace = sentences.of_length(8, num_heads=8, num_kv_heads=2, d_model=16).trace()
+    for width in (80, 120, 200):
+        shown = render.text(trace, 3, width, "256").plain
+        assert len(re.findall(r"\b[01]\.\d\d\b", shown.partition("\nheatmap")[2])) == 8 * 36
+
+
+def test_the_scale_is_drawn_beside_the_maps():
+    lines = render.text(TRACES["the-cat-sat"], 3, 80, "blocks").plain.splitlines()
+    at = lines.index("heatmap")
+    assert lines[at + 1 : at + 3] == [
+        "    scores   0 [  ░░░░▒▒▒▓▓▓▓██] 2",
+        "    weights  0 [  ░░░░▒▒▒▓▓▓▓██] 1",
+    ]
+
+
+class Windows(io.StringIO):
+    encoding = "cp1252"
+
+
+def test_a_stream_without_blocks_gets_ascii():
+    assert render.ramp_for(render.console_for(Windows())) == "ascii"
+    assert render.ramp_for(render.console_for(io.StringIO())) == "blocks"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("settings", [{}, {"num_heads": 4, "d_model": 8}])
 def test_every_visible_weight_is_painted_however_narrow_its_cell(width, settings):
     trace = sentences.of_length(12, **settings).trace()
-    shown = render.text(trace, 3, width, True)
+    shown = render.text(trace, 3, width, "truecolor")
     grounds = [span for span in shown.spans if " on rgb" in str(span.style)]
-    assert len(grounds) == np.count_nonzero(trace["weights"])
+    assert len(grounds) == np.count_nonzero(trace["weights"]) + render.SCALE_SIZE
 
 
 def test_tokens_are_text_and_not_markup():
     trace = sentences.sentence(["[bold]", ":smile:"]).trace()
     stream = io.StringIO()
     console = render.console_for(stream)
-    console.print(render.text(trace, 3, 80, False))
+    console.print(render.text(trace, 3, 80, "blocks"))
     assert "[bold]" in stream.getvalue()
     assert ":smile:" in stream.getvalue()
 
@@ -138,14 +171,14 @@ def test_tokens_are_text_and_not_markup():
 def test_empty_matrices_say_so():
     trace = Trace()
     attention(np.zeros((0, 2)), np.zeros((0, 2)), np.zeros((0, 2)), tap=trace)
-    assert "(empty)" in render.text(trace, 3, 80, False).plain
+    assert "(empty)" in render.text(trace, 3, 80, "blocks").plain
 
 
 def test_scores_that_are_all_hidden_or_not_numbers_are_drawn():
     trace = Trace()
     q, hidden = np.array([[np.nan], [1.0]]), np.zeros((2, 2), bool)
     attention(q, q, q, attn_mask=hidden, tap=trace)
-    text = render.text(trace, 3, 80, False).plain
+    text = render.text(trace, 3, 80, "blocks").plain
     assert "NaN" in text
     assert "×" in text
 

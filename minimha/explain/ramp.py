@@ -1,0 +1,91 @@
+"""From least to most, in shades: one ramp per colour depth of a terminal, and characters for none.
+
+Every ramp grows lighter without a step back, so that it can be read by anyone and on any ground: a
+terminal does not say whether its own is dark or light, and a scale is drawn beside what is shaded.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+BLACK, WHITE = (0, 0, 0), (255, 255, 255)
+# Of the 256 colours, about 15 steps of lightness (CIE L*) apart: 8, 20, 38, 52, 68, 82, 94. The
+# last is still seen on white.
+ANCHORS = {
+    17: (0, 0, 95), 19: (0, 0, 175), 24: (0, 95, 135), 31: (0, 135, 175), 74: (95, 175, 215),
+    117: (135, 215, 255), 123: (135, 255, 255),
+}  # fmt: skip
+BETWEEN = 8  # shades from one anchor to the next, where the colours are not counted
+# Black, blue, cyan, bright cyan, by the numbers under which a terminal keeps them; and their ink.
+SIXTEEN = {0: 15, 4: 15, 6: 0, 14: 0}
+
+
+class Ramp(NamedTuple):
+    """Shades from least to most, each a character and a style, and what goes with them."""
+
+    shades: tuple[tuple[str, str], ...]
+    hidden: str
+    bar: str
+
+    @property
+    def in_color(self) -> bool:
+        """Whether a number can stand on a shade."""
+        return bool(self.shades[0][1])
+
+    def shade(self, level: float) -> tuple[str, str]:
+        """Return the nearest shade to ``level``, from 0 to 1.
+
+        >>> [RAMPS["blocks"].shade(level)[0] for level in (0.001, 0.249, 0.5, 1)]
+        [' ', '░', '▒', '█']
+        """
+        return self.shades[round(level * (len(self.shades) - 1))]
+
+
+def luminance(color: tuple[int, int, int]) -> float:
+    """Return the relative luminance of an sRGB colour, from 0 to 1 (WCAG 2.2).
+
+    >>> luminance(BLACK), luminance(WHITE)
+    (0.0, 1.0)
+    """
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+        for part in (channel / 255 for channel in color)
+    ]
+    return sum(w * part for w, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def ink_on(color: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return black or white, whichever has more contrast: always 4.5 or more.
+
+    >>> ink_on((0, 0, 95)), ink_on((135, 255, 255))
+    ((255, 255, 255), (0, 0, 0))
+    """
+    return BLACK if luminance(color) > 0.179 else WHITE
+
+
+def _truecolor() -> tuple[tuple[str, str], ...]:
+    anchors = list(ANCHORS.values())
+    colors = [
+        tuple(round(a + (b - a) * n / BETWEEN) for a, b in zip(low, high, strict=True))
+        for low, high in pairwise(anchors)
+        for n in range(BETWEEN)
+    ]
+    return tuple(
+        (" ", f"rgb{ink_on(c)} on rgb{c}".replace(", ", ",")) for c in [*colors, anchors[-1]]
+    )
+
+
+RAMPS = {
+    "truecolor": Ramp(_truecolor(), "×", "█"),
+    "256": Ramp(
+        tuple(
+            (" ", f"color({16 if ink_on(color) == BLACK else 231}) on color({number})")
+            for number, color in ANCHORS.items()
+        ), "×", "█",
+    ),
+    "standard": Ramp(
+        tuple((" ", f"color({ink}) on color({ground})") for ground, ink in SIXTEEN.items()),
+        "×", "█",
+    ),
+    "blocks": Ramp(tuple((shade, "") for shade in " ░▒▓█"), "×", "█"),
+    "ascii": Ramp(tuple((shade, "") for shade in " .:+#"), "x", "#"),
+}  # fmt: skip
