@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.explain import render, wording
+from minimha.explain import figures, render, wording
+from minimha.explain.figures import raster
 from minimha.explain.numbers import cells
 from minimha.explain.printed import Comparison
 from minimha.explain.trace import Step, Trace
@@ -24,11 +25,13 @@ from minimha.explain.trace import Step, Trace
 def trace_as(kind: str, trace: Trace, decimals: int) -> str | bytes | dict[str, str]:
     """Return ``trace`` in the format ``kind``; CSV is a dictionary from file name to text.
 
-    SVG and HTML are rich's recordings of what a terminal shows.
+    SVG and PNG show the figures alone.
     """
-    if kind in ("svg", "html"):
-        shown = render.text(trace, decimals, render.EXPORT_WIDTH, "truecolor")
-        return render.svg(shown, trace.example) if kind == "svg" else render.html(shown)
+    if kind == "html":
+        return render.html(render.text(trace, decimals, render.EXPORT_WIDTH, "truecolor"))
+    if kind in ("svg", "png"):
+        picture = figures.svg(trace, decimals)
+        return picture if kind == "svg" else raster.png(picture)
     if kind in ("markdown", "latex"):
         return as_markdown(trace, decimals) if kind == "markdown" else as_latex(trace, decimals)
     makers: dict[str, Callable[[Trace], str | bytes | dict[str, str]]]

@@ -1,6 +1,7 @@
 """Numbers as text, by one rule for the terminal and for every page."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,18 @@ def cells(value: NDArray[Any], decimals: int) -> list[list[str]]:
     else:
         form = ".0f" if (finite == np.rint(finite)).all() else f".{decimals}f"
     return [[_cell(number, form) for number in row] for row in matrix.tolist()]
+
+
+def limits(values: Iterable[NDArray[Any]]) -> tuple[float, float]:
+    """Return the least and the greatest finite number of all ``values``; zeros if there is none.
+
+    >>> limits([np.array([1.0, -np.inf]), np.array([[2]])])
+    (1.0, 2.0)
+    """
+    numbers = [np.asarray(value, np.float64).ravel() for value in values]
+    every = np.concatenate([*numbers, np.empty(0)])
+    finite = every[np.isfinite(every)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
 def _cell(number: float, form: str) -> str:

@@ -7,6 +7,7 @@ terminal does not say whether its own is dark or light, and a scale is drawn bes
 from itertools import pairwise
 from typing import NamedTuple
 
+Color = tuple[int, int, int]
 BLACK, WHITE = (0, 0, 0), (255, 255, 255)
 # Of the 256 colours, about 15 steps of lightness (CIE L*) apart: 8, 20, 38, 52, 68, 82, 94. The
 # last is still seen on white.
@@ -40,7 +41,7 @@ class Ramp(NamedTuple):
         return self.shades[round(level * (len(self.shades) - 1))]
 
 
-def luminance(color: tuple[int, int, int]) -> float:
+def luminance(color: Color) -> float:
     """Return the relative luminance of an sRGB colour, from 0 to 1 (WCAG 2.2).
 
     >>> luminance(BLACK), luminance(WHITE)
@@ -53,7 +54,7 @@ def luminance(color: tuple[int, int, int]) -> float:
     return sum(w * part for w, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def ink_on(color: tuple[int, int, int]) -> tuple[int, int, int]:
+def ink_on(color: Color) -> Color:
     """Return black or white, whichever has more contrast: always 4.5 or more.
 
     >>> ink_on((0, 0, 95)), ink_on((135, 255, 255))
@@ -62,16 +63,16 @@ def ink_on(color: tuple[int, int, int]) -> tuple[int, int, int]:
     return BLACK if luminance(color) > 0.179 else WHITE
 
 
+def _mixed(low: Color, high: Color, part: float) -> Color:
+    red, green, blue = (round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
+    return red, green, blue
+
+
 def _truecolor() -> tuple[tuple[str, str], ...]:
-    anchors = list(ANCHORS.values())
-    colors = [
-        tuple(round(a + (b - a) * n / BETWEEN) for a, b in zip(low, high, strict=True))
-        for low, high in pairwise(anchors)
-        for n in range(BETWEEN)
-    ]
-    return tuple(
-        (" ", f"rgb{ink_on(c)} on rgb{c}".replace(", ", ",")) for c in [*colors, anchors[-1]]
-    )
+    pairs = pairwise(ANCHORS.values())
+    colors = [_mixed(*pair, n / BETWEEN) for pair in pairs for n in range(BETWEEN)]
+    colors.append(list(ANCHORS.values())[-1])
+    return tuple((" ", f"rgb{ink_on(c)} on rgb{c}".replace(", ", ",")) for c in colors)
 
 
 RAMPS = {

@@ -1,4 +1,4 @@
-"""A trace on a terminal, and, by rich's recorders, as SVG and HTML. No other module imports rich.
+"""A trace on a terminal, and, by rich's recorder, as HTML. No other module imports rich.
 
 Everything is built as lines of text, so that a wide matrix can be split by columns on a terminal
 and stays whole in a file.
@@ -6,7 +6,7 @@ and stays whole in a file.
 
 import io
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from typing import IO
@@ -15,11 +15,10 @@ import numpy as np
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 from minimha.explain import wording
-from minimha.explain.numbers import cells
+from minimha.explain.numbers import cells, limits
 from minimha.explain.printed import Status
 from minimha.explain.ramp import RAMPS, Ramp
 from minimha.explain.trace import Step, Trace
@@ -40,39 +39,6 @@ STYLES = {
     Status.ASSUMED: "magenta",
     Status.ILLUSTRATIVE: "magenta",
 }
-# rich's own template names a server to fetch a font from: a picture must not say who opened it.
-SVG = """\
-<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-    <style>
-    .{unique_id}-matrix {{
-        font-family: Fira Code, monospace;
-        font-size: {char_height}px;
-        line-height: {line_height}px;
-        font-variant-east-asian: full-width;
-    }}
-    .{unique_id}-title {{
-        font-size: 18px;
-        font-weight: bold;
-        font-family: arial;
-    }}
-    {styles}
-    </style>
-    <defs>
-    <clipPath id="{unique_id}-clip-terminal">
-      <rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" />
-    </clipPath>
-    {lines}
-    </defs>
-    {chrome}
-    <g transform="translate({terminal_x}, {terminal_y})"
-       clip-path="url(#{unique_id}-clip-terminal)">
-    {backgrounds}
-    <g class="{unique_id}-matrix">
-    {matrix}
-    </g>
-    </g>
-</svg>
-"""
 
 
 def console_for(stream: IO[str]) -> Console:
@@ -111,7 +77,7 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
         lines += _matrix(step, decimals, width)
         if step.printed:
             lines += [Text(), *_printed(step, width)]
-    drawn = _drawn(steps)
+    drawn = wording.heatmaps(steps)
     if drawn:
         lines += [Text(), Text("heatmap", "bold"), *_legend(drawn, width, shades), Text()]
         lines += _heatmaps(drawn, width or EXPORT_WIDTH, shades)
@@ -188,12 +154,6 @@ def plain(shown: RenderableType) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines.split("\n"))
 
 
-def svg(shown: RenderableType, title: str) -> str:
-    """``shown`` as a picture of a terminal, SVG, that stands alone."""
-    recorded = _recorded(shown)
-    return recorded.export_svg(title=title, theme=DEFAULT_TERMINAL_THEME, code_format=SVG)
-
-
 def html(shown: RenderableType) -> str:
     """``shown`` as a page that stands alone, HTML."""
     return str(_recorded(shown).export_html(inline_styles=True))
@@ -263,30 +223,11 @@ def _printed(step: Step, width: int | None) -> list[Text]:
     return lines
 
 
-def _drawn(steps: Iterable[Step]) -> list[tuple[str, Step]]:
-    """The steps to draw, with titles: weights, and for a single head the scores before them."""
-    steps = [step for step in steps if step.value.ndim == 2 and step.value.size]
-    weights = [step for step in steps if step.name == "weights"]
-    weights = weights or [step for step in steps if step.base == "weights"]
-    if len(weights) > 1:
-        return [
-            (", ".join(part for part in ("weights", step.variant, step.place) if part), step)
-            for step in weights
-        ]
-    order = {
-        "scores": "raw scores", "energies": "raw scores", "masked": "masked",
-        "weights": "softmax weights",
-    }  # fmt: skip
-    return [(title, step) for name, title in order.items() for step in steps if step.name == name]
-
-
 def _limits(drawn: Sequence[tuple[str, Step]], is_weights: bool) -> tuple[float, float]:
     """The scale that all maps of weights, or all of scores, share."""
     if is_weights:
         return 0.0, 1.0
-    values = [step.value[np.isfinite(step.value)] for _, step in drawn if step.base != "weights"]
-    finite = np.concatenate([np.asarray(value, np.float64) for value in values])
-    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return limits(step.value for _, step in drawn if step.base != "weights")
 
 
 def _heatmaps(drawn: Sequence[tuple[str, Step]], width: int, ramp: Ramp) -> list[Text]:
@@ -367,8 +308,7 @@ def _legend(drawn: Sequence[tuple[str, Step]], width: int | None, ramp: Ramp) ->
     for name, is_weights in (("scores", False), ("weights", True)):
         if not any((step.base == "weights") == is_weights for _, step in drawn):
             continue
-        limits = _limits(drawn, is_weights)
-        low, high = cells(np.array(limits), 2)[0]
+        low, high = cells(np.array(_limits(drawn, is_weights)), 2)[0]
         line = Text(" " * INDENT + f"{name:<{GAP + len('weights')}}{low} ")
         line.append("" if ramp.in_color else "[")
         for n in range(SCALE_SIZE):

@@ -1,6 +1,6 @@
 """What is said about a step: the same words on a terminal, in Markdown and in LaTeX."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -36,6 +36,23 @@ def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
         if len(off) < len(comparisons):
             remarks.append(Remark(Status.EXACT, _exact_ones(comparisons)))
         yield source, _as_printed(comparisons), remarks
+
+
+def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
+    """Title and step of each heatmap: weights, and for a single head the scores before them."""
+    steps = [step for step in steps if step.value.ndim == 2 and step.value.size]
+    weights = [step for step in steps if step.name == "weights"]
+    weights = weights or [step for step in steps if step.base == "weights"]
+    if len(weights) > 1:
+        return [
+            (", ".join(part for part in ("weights", step.variant, step.place) if part), step)
+            for step in weights
+        ]
+    order = {
+        "scores": "raw scores", "energies": "raw scores", "masked": "masked",
+        "weights": "softmax weights",
+    }  # fmt: skip
+    return [(title, step) for name, title in order.items() for step in steps if step.name == name]
 
 
 def _exact_ones(comparisons: Sequence[Comparison]) -> str:

@@ -1,0 +1,157 @@
+"""What every figure is drawn with: rectangles, lines and text at explicit positions, as SVG.
+
+Each text has its own position and anchor, so that a figure looks the same whatever font a renderer
+has. Colours are classes: a page that prefers a dark scheme shows the dark ones, and a renderer
+that knows no schemes the light ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from html import escape
+from unicodedata import east_asian_width
+
+SIZE = 13  # of text, in pixels
+ADVANCE = 0.6  # of a character, about, in parts of the size; full-width ones have two
+BASELINE = 0.35  # from a text's middle to its baseline, in parts of the size
+STYLE = """\
+text{font-family:system-ui,"Segoe UI","DejaVu Sans",sans-serif;fill:#1a1a1a}
+.ground{fill:#fff}.muted{fill:#595959}.bold{font-weight:bold}
+.number{font-family:ui-monospace,"DejaVu Sans Mono",monospace}
+.heat{fill:#08306b}.ink{fill:#000}.on{fill:#fff}.bar{fill:#2171b5}
+.box{fill:#f3f6fa;stroke:#8aa0b8}.cell{fill:none;stroke:#c4ccd4}.skipped{fill:#e4e4e4;stroke:#9a9a9a}
+.line{fill:none;stroke:#595959}.one{fill:none;stroke:#2171b5;stroke-width:2.5}
+.two{fill:none;stroke:#b5520a;stroke-width:2.5}.faint{fill:none;stroke:#9a9a9a;stroke-dasharray:4 3}
+.tip{fill:#595959}.tip-one{fill:#2171b5}.tip-two{fill:#b5520a}
+@media (prefers-color-scheme:dark){
+text{fill:#ececec}.ground{fill:#15171a}.muted{fill:#a9b4b4}
+.heat{fill:#6eaaf0}.ink{fill:#fff}.on{fill:#000}.bar{fill:#6aaef0}
+.box{fill:#20262d;stroke:#5b6b7c}.cell{stroke:#3a4450}.skipped{fill:#2b2f34;stroke:#70777f}
+.line{stroke:#a9b4b4}.one{stroke:#6aaef0}.two{stroke:#f0a060}.faint{stroke:#70777f}
+.tip{fill:#a9b4b4}.tip-one{fill:#6aaef0}.tip-two{fill:#f0a060}
+}"""
+
+
+def breadth(words: str, size: float = SIZE) -> float:
+    """Return about how wide ``words`` are, in pixels.
+
+    >>> breadth("cat", 10) < breadth("猫猫", 10)
+    True
+    """
+    return size * ADVANCE * sum(2 if east_asian_width(c) in "WF" else 1 for c in words)
+
+
+def short(words: str, longest: int) -> str:
+    """Return ``words``, cut to ``longest`` characters with an ellipsis.
+
+    >>> short("understanding", 8)
+    'underst…'
+    """
+    return words if len(words) <= longest else words[: longest - 1] + "…"
+
+
+@dataclass
+class Drawing:
+    """Shapes on a plane whose y grows downwards, and how much of it they take.
+
+    A drawing can be placed on another one; each shape is kept as a line of SVG.
+    """
+
+    width: float = 0
+    height: float = 0
+    shapes: list[str] = field(default_factory=list)
+
+    def rect(
+        self, x: float, y: float, width: float, height: float, kind: str,
+        *, opacity: float | None = None, title: str = "",
+    ) -> None:  # fmt: skip
+        """Draw a rectangle of the class ``kind``; ``title`` is shown where it is pointed at."""
+        shade = "" if opacity is None else f' fill-opacity="{_plain(opacity)}"'
+        inside = f"><title>{escape(title)}</title></rect>" if title else "/>"
+        self._draw(
+            f'<rect class="{kind}" x="{_plain(x)}" y="{_plain(y)}" width="{_plain(width)}" '
+            f'height="{_plain(height)}"{shade}{inside}',
+            x + width, y + height,
+        )  # fmt: skip
+
+    def text(
+        self, x: float, y: float, words: str, kind: str = "", *, anchor: str = "start",
+        size: float = SIZE, title: str = "",
+    ) -> None:  # fmt: skip
+        """Write ``words`` with their middle at height ``y``; ``anchor`` says what ``x`` is."""
+        name = f' class="{kind}"' if kind else ""
+        hint = f"<title>{escape(title)}</title>" if title else ""
+        reach = breadth(words, size) * {"start": 1, "middle": 0.5, "end": 0}[anchor]
+        self._draw(
+            f'<text{name} x="{_plain(x)}" y="{_plain(y + BASELINE * size)}" '
+            f'font-size="{_plain(size)}" text-anchor="{anchor}">{hint}{escape(words)}</text>',
+            x + reach, y + size / 2,
+        )  # fmt: skip
+
+    def line(self, *points: tuple[float, float], kind: str = "line", tip: str = "") -> None:
+        """Draw a line through ``points``; with an arrowhead at the last, of the class ``tip``."""
+        path = " ".join(f"{_plain(x)},{_plain(y)}" for x, y in points)
+        far = max(x for x, _ in points), max(y for _, y in points)
+        self._draw(f'<polyline class="{kind}" points="{path}"/>', *far)
+        if tip:
+            (x0, y0), (x, y) = points[-2:]
+            length = ((x - x0) ** 2 + (y - y0) ** 2) ** 0.5 or 1
+            dx, dy = 8 * (x - x0) / length, 8 * (y - y0) / length
+            back, aside = (x - dx, y - dy), (dy / 2, -dx / 2)
+            corners = (x, y), (back[0] - aside[0], back[1] - aside[1]), (
+                back[0] + aside[0], back[1] + aside[1]
+            )  # fmt: skip
+            path = " ".join(f"{_plain(a)},{_plain(b)}" for a, b in corners)
+            self._draw(f'<polygon class="{tip}" points="{path}"/>', *far)
+
+    def place(self, other: Drawing, x: float, y: float) -> None:
+        """Put ``other`` on this drawing with its corner at (x, y)."""
+        self._draw(f'<g transform="translate({_plain(x)} {_plain(y)})">', 0, 0)
+        self.shapes += other.shapes
+        self._draw("</g>", x + other.width, y + other.height)
+
+    def _draw(self, shape: str, right: float, bottom: float) -> None:
+        self.shapes.append(shape)
+        self.width, self.height = max(self.width, right), max(self.height, bottom)
+
+    def svg(self, title: str, margin: float = 16) -> str:
+        """Return a picture that stands alone, on a ground of its own."""
+        width, height = (round(size + 2 * margin) for size in (self.width, self.height))
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+                f'viewBox="0 0 {width} {height}" role="img">',
+                f"<title>{escape(title)}</title>",
+                f"<style>{STYLE}</style>",
+                f'<rect class="ground" width="{width}" height="{height}"/>',
+                f'<g transform="translate({_plain(margin)} {_plain(margin)})">',
+                *self.shapes,
+                "</g>",
+                "</svg>\n",
+            ]
+        )
+
+
+def stacked(parts: list[Drawing], gap: float) -> Drawing:
+    """Return the drawings below each other."""
+    whole = Drawing()
+    for part in parts:
+        whole.place(part, 0, whole.height + gap if whole.shapes else 0)
+    return whole
+
+
+def in_rows(parts: list[Drawing], widest: float, gap: float) -> Drawing:
+    """Return the drawings side by side, in rows at most ``widest`` wide where one allows it."""
+    whole = Drawing()
+    x = y = bottom = 0.0
+    for part in parts:
+        if x and x + part.width > widest:
+            x, y = 0.0, bottom + gap
+        whole.place(part, x, y)
+        x, bottom = x + part.width + gap, max(bottom, y + part.height)
+    return whole
+
+
+def _plain(number: float) -> str:
+    """At most two decimals, and none that say nothing."""
+    return f"{number:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,122 @@
+"""A matrix under its labels; scores and weights as a heatmap, all of one kind in one scale."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from minimha.explain.figures.drawing import SIZE, Drawing, breadth, short
+from minimha.explain.numbers import cells, limits
+from minimha.explain.trace import Step
+
+ROW = 24  # pixels
+LABEL = 10  # characters; the whole label is shown where it is pointed at
+SMALL = 12  # size of numbers and labels
+LIGHTEST_ON = 0.66  # from here on, light ink has more contrast on the heat than dark ink
+MAPPED = ("scores", "energies", "cosine", "scaled", "scaled_cosine", "capped", "biased",
+          "modified", "masked", "exponentials", "weights")  # fmt: skip
+SHARES = ("exponentials", "weights")  # from 0 to 1
+BLOCK = "S"  # of scores
+Limits = tuple[float, float]
+
+
+def scales_of(steps: Iterable[Step]) -> tuple[Limits, Limits]:
+    """Return the scale of all scores among ``steps``, and that of all weights."""
+    return limits(step.value for step in steps if _is_scores(step)), (0.0, 1.0)
+
+
+def matrix(
+    step: Step, title: str, decimals: int, scales: tuple[Limits, Limits], formula: str = ""
+) -> Drawing:
+    """Draw the numbers of ``step`` under ``title``, ``formula`` and its labels."""
+    body = cells(step.value, decimals)
+    rows = step.rows if step.value.ndim > 1 else None
+    margin = max((breadth(short(label, LABEL), SMALL) for label in rows or ()), default=0) + 8
+    margin = margin if rows else 0
+    widths = _widths(body, step.columns)
+    edges = [margin + sum(widths[:j]) for j in range(len(widths))]
+    drawing = Drawing()
+    drawing.text(0, SIZE / 2, title, "bold")
+    top = ROW
+    if formula:
+        drawing.text(0, top + SMALL / 2 - 4, formula, "muted", size=SMALL)
+        top += ROW - 4
+    if step.columns:
+        for x, width, label in zip(edges, widths, step.columns, strict=True):
+            _label(drawing, x + width / 2, top + SMALL / 2, label, "middle")
+        top += ROW - 4
+    heat = _levels(step, scales)
+    for i, row in enumerate(body):
+        if rows:
+            _label(drawing, margin - 8, top + (i + 0.5) * ROW, rows[i], "end")
+        for j, number in enumerate(row):
+            level = None if heat is None else heat[i][j]
+            _cell(drawing, edges[j], top + i * ROW, widths[j], number, level)
+    if not body or not body[0]:
+        drawing.text(margin, top + ROW / 2, "(empty)", "muted")
+    return drawing
+
+
+def scale(name: str, bounds: Limits, steps: int = 20) -> Drawing:
+    """Draw the scale of a heatmap, from least to most."""
+    drawing = Drawing()
+    low, high = cells(np.array(bounds), 2)[0]
+    drawing.text(0, ROW / 2, name, "muted", size=SMALL)
+    x = breadth("weights ", SMALL)
+    drawing.text(x + 40, ROW / 2, low, "number", anchor="end", size=SMALL)
+    for n in range(steps):
+        drawing.rect(x + 46 + 8 * n, 4, 8, ROW - 8, "heat", opacity=n / (steps - 1))
+    drawing.rect(x + 46, 4, 8 * steps, ROW - 8, "cell")
+    drawing.text(x + 52 + 8 * steps, ROW / 2, high, "number", size=SMALL)
+    return drawing
+
+
+def legend(steps: Sequence[Step], scales: tuple[Limits, Limits]) -> Drawing:
+    """Draw the scales that ``steps`` use, and say what × means."""
+    drawing = Drawing()
+    if any(map(_is_scores, steps)):
+        drawing.place(scale("scores", scales[0]), 0, 0)
+    if any(step.base in SHARES for step in steps):
+        drawing.place(scale("weights", scales[1]), 0, drawing.height)
+    words = "× is hidden: score −∞, weight 0. Rows are queries, columns keys."
+    drawing.text(0, drawing.height + ROW / 2, words, "muted", size=SMALL)
+    return drawing
+
+
+def _is_scores(step: Step) -> bool:
+    return step.base in {*MAPPED, BLOCK} - set(SHARES)
+
+
+def _widths(body: Sequence[Sequence[str]], columns: Sequence[str] | None) -> list[float]:
+    heads = [short(label, LABEL) for label in columns or [""] * len(body[0] if body else ())]
+    texts = zip(heads, *body, strict=True)
+    return [max(36, round(max(breadth(text, SMALL) for text in column) + 8)) for column in texts]
+
+
+def _label(drawing: Drawing, x: float, y: float, label: str, anchor: str) -> None:
+    shown = short(label, LABEL)
+    title = label if shown != label else ""
+    drawing.text(x, y, shown, "muted", anchor=anchor, size=SMALL, title=title)
+
+
+def _levels(step: Step, scales: tuple[Limits, Limits]) -> list[list[float]] | None:
+    """From 0 to 1 for each cell of a heatmap, -∞ where it is hidden; None for other matrices."""
+    if step.base not in (*MAPPED, BLOCK) or step.value.ndim != 2:
+        return None
+    low, high = scales[step.base in SHARES]
+    value = np.asarray(step.value, np.float64)
+    level = (value - low) / ((high - low) or 1)
+    hidden = np.isneginf(value) if step.hidden is None else step.hidden
+    return np.where(hidden, -np.inf, level).tolist()  # type: ignore[no-any-return]
+
+
+def _cell(
+    drawing: Drawing, x: float, y: float, width: float, number: str, level: float | None
+) -> None:
+    ink = "number"
+    if level is not None and np.isfinite(level):
+        drawing.rect(x, y, width, ROW, "heat", opacity=level)
+        ink = "number on" if level >= LIGHTEST_ON else "number ink"
+    elif level is not None:
+        number, ink = "×" if level < 0 else "?", "number muted"
+    drawing.rect(x, y, width, ROW, "cell")
+    drawing.text(x + width / 2, y + ROW / 2, number, ink, anchor="middle", size=SMALL)

@@ -1,0 +1,34 @@
+"""A drawn figure as PNG, by a rasteriser that this machine has."""
+
+import importlib.util
+import shutil
+import subprocess
+
+ZOOM = 2  # pixels of the picture per pixel of the figure
+
+
+def png(svg: str) -> bytes:
+    """Return the picture ``svg`` as PNG.
+
+    Raises
+    ------
+    ValueError
+        Neither librsvg's rsvg-convert nor the package cairosvg is installed, or it failed.
+    """
+    command = shutil.which("rsvg-convert")
+    if command is not None:
+        done = subprocess.run(
+            [command, "--format", "png", "--zoom", str(ZOOM)], input=svg.encode(),
+            capture_output=True, check=False,
+        )  # fmt: skip
+        if done.returncode or not done.stdout:
+            said = " ".join(done.stderr.decode(errors="replace").split())
+            raise ValueError(f"rsvg-convert cannot draw this picture: {said}; export it as svg")
+        return done.stdout
+    if importlib.util.find_spec("cairosvg") is not None:
+        cairosvg = importlib.import_module("cairosvg")
+        return bytes(cairosvg.svg2png(bytestring=svg.encode(), scale=ZOOM))
+    raise ValueError(
+        "--format png needs a rasteriser: install rsvg-convert (Debian's librsvg2-bin) or the "
+        "Python package cairosvg, or export svg, which every browser shows"
+    )

@@ -1,0 +1,66 @@
+"""Which figures a trace has, and all of them on one sheet."""
+
+from collections.abc import Sequence
+
+from minimha.explain import wording
+from minimha.explain.figures.drawing import SIZE, Drawing, in_rows, stacked
+from minimha.explain.figures.matrix import MAPPED, legend, matrix, scales_of
+from minimha.explain.trace import Step, Trace
+
+WIDEST = 960  # pixels, but for a figure that is wider alone
+GAP = 28
+
+
+def svg(trace: Trace, decimals: int) -> str:
+    """Return every figure of ``trace`` as one picture, SVG, that stands alone."""
+    head = Drawing()
+    head.text(0, SIZE / 2 + 2, trace.example, "bold", size=SIZE + 3)
+    if trace.source:
+        head.text(0, 32, trace.source, "muted")
+    return stacked([head, *figures(trace, decimals).values()], GAP).svg(trace.example)
+
+
+def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
+    """Return title → figure: those that suit this run, or only the matrices that were chosen."""
+    if trace.only:
+        return {"matrices": _chosen(trace.steps, decimals)}
+    drawn = {"heatmaps": _heatmaps(trace.steps, decimals)}
+    found = {title: drawing for title, drawing in drawn.items() if drawing.shapes}
+    return found or {"matrices": _chosen(trace.steps, decimals)}
+
+
+def _chosen(steps: Sequence[Step], decimals: int) -> Drawing:
+    """Each step as a matrix, the scale of those that are heatmaps, and what documents print."""
+    scales = scales_of(steps)
+    drawn = [matrix(s, wording.title(s), decimals, scales, _formula(s)) for s in steps]
+    parts = [in_rows(drawn, WIDEST, GAP)]
+    mapped = [step for step in steps if step.base in MAPPED]
+    parts += [legend(mapped, scales)] if mapped else []
+    parts += [_printed(step) for step in steps if step.printed]
+    return stacked(parts, GAP)
+
+
+def _formula(step: Step) -> str:
+    return "" if step.formula in (step.symbol, step.name) else step.formula
+
+
+def _printed(step: Step) -> Drawing:
+    drawing = Drawing()
+    for source, numbers, remarks in wording.printed(step):
+        lines = [f"{wording.title(step)}, printed in {source}: {numbers}"]
+        lines += [f"    {remark.sentence}" for remark in remarks]
+        for line in lines:
+            indent = 16 * line.startswith(" ")
+            drawing.text(indent, drawing.height + SIZE, line.strip(), "" if indent else "muted")
+    return drawing
+
+
+def _heatmaps(steps: Sequence[Step], decimals: int) -> Drawing:
+    """One map of weights per head; for a single head its raw and masked scores beside them."""
+    drawn = wording.heatmaps(steps)
+    if not drawn:
+        return Drawing()
+    mapped = [step for _, step in drawn]
+    scales = scales_of(mapped)
+    maps = [matrix(step, title, decimals, scales) for title, step in drawn]
+    return stacked([in_rows(maps, WIDEST, GAP), legend(mapped, scales)], GAP)

@@ -1,0 +1,105 @@
+"""Heatmaps and matrices as drawn: every label at its row or column, every number in its cell."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+from minimha import attention
+from minimha.examples import EXAMPLES, sentences
+from minimha.explain import Trace, figures
+from minimha.explain.figures.drawing import Drawing, in_rows
+
+CAT = EXAMPLES["the-cat-sat"].trace()
+NS = "{http://www.w3.org/2000/svg}"
+
+
+def placed(element, x=0.0, y=0.0):
+    """Each rectangle and text of a picture with its corner or anchor on the whole picture."""
+    dx, dy = map(float, re.findall(r"[-\d.]+", element.get("transform", "0 0")))
+    for child in element:
+        if child.tag == f"{NS}g":
+            yield from placed(child, x + dx, y + dy)
+        elif child.tag in (f"{NS}rect", f"{NS}text"):
+            at = x + dx + float(child.get("x", 0)), y + dy + float(child.get("y", 0))
+            yield child, *at
+
+
+def texts(picture):
+    return [(t.text, x, y) for t, x, y in placed(ET.fromstring(picture)) if t.tag == f"{NS}text"]
+
+
+def test_labels_stand_over_their_columns_and_numbers_under_them():
+    found = texts(figures.svg(CAT.selected(["weights"]), 3))
+    numbers = {number: (x, y) for number, x, y in found}
+    heads = [(x, y) for label, x, y in found if label == "cat"]
+    assert numbers["0.731"][0] in [x for x, _ in heads]
+    assert any(abs(numbers["0.731"][1] - y) < 1 for _, y in heads)
+
+
+def test_text_is_inside_the_picture():
+    for example in EXAMPLES.values():
+        picture = figures.svg(example.trace(), 3)
+        width, height = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', picture).groups())
+        for _, x, y in texts(picture):
+            assert 0 <= x <= width
+            assert 0 <= y <= height
+
+
+def test_a_darker_cell_is_a_larger_weight():
+    picture = ET.fromstring(figures.svg(CAT.selected(["weights"]), 3))
+    cells = [
+        r for r, _, _ in placed(picture) if r.get("class") == "heat" and r.get("height") != "16"
+    ]
+    shades = [float(cell.get("fill-opacity")) for cell in cells]
+    weights = CAT["weights"][np.tril_indices(3)]
+    np.testing.assert_allclose(shades[:6], weights, atol=0.005)
+
+
+def test_scores_before_and_after_the_mask_share_one_scale():
+    trace = Trace()
+    attention([[1.0], [2.0]], [[1.0], [-3.0]], np.eye(2), is_causal=True, scale=1, tap=trace)
+    picture = ET.fromstring(figures.svg(trace.selected(["scores", "masked"]), 3))
+    cells = [
+        r for r, _, _ in placed(picture) if r.get("class") == "heat" and r.get("height") != "16"
+    ]
+    shades = [float(cell.get("fill-opacity")) for cell in cells]
+    np.testing.assert_allclose(shades, [7 / 8, 3 / 8, 1, 0, 7 / 8, 1, 0], atol=0.005)
+
+
+def test_a_picture_of_chosen_steps_shows_them_and_what_is_printed():
+    words = [words for words, _, _ in texts(figures.svg(CAT.selected(["weights"]), 3))]
+    assert "weights, printed in 'Step 3: Softmax Normalization': [1 0 0]" in " ".join(words)
+    assert "row cat, column The: printed 0.268, exact 0.268941: truncated, not rounded" in words
+    assert "raw scores" not in words
+
+
+def test_a_picture_selects_as_text_and_escapes_tokens():
+    trace = sentences.sentence(["<script>", "a&b", "understanding"]).trace()
+    picture = figures.svg(trace, 3)
+    assert "<script>" in [words for words, _, _ in texts(picture)]
+    assert "<script>" not in picture
+    assert "<title>understanding</title>" in picture  # whole, where the label is cut
+
+
+def test_an_empty_matrix_says_so():
+    trace = Trace()
+    attention(np.zeros((0, 2)), np.zeros((0, 2)), np.zeros((0, 2)), tap=trace)
+    assert "(empty)" in figures.svg(trace.selected(["scores"]), 3)
+
+
+def test_rows_break_where_they_are_full():
+    part = Drawing()
+    part.rect(0, 0, 40, 10, "cell")
+    whole = in_rows([part] * 3, 100, 10)
+    assert (whole.width, whole.height) == (90, 30)
+
+
+def test_png_is_the_same_picture_or_a_sentence(monkeypatch):
+    from minimha.explain.figures import raster
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs a rasteriser: install rsvg-convert"):
+        raster.png(figures.svg(CAT, 3))
