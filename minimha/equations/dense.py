@@ -3,7 +3,7 @@
 Vaswani et al., "Attention Is All You Need", 2017, equation 1, with the options that later models
 added, in the order in which they are applied:
 
-    scores → scaled → capped → biased → masked → weights → output
+    scores → scaled → capped → biased → masked → row_max, exponentials, row_sum → weights → output
 
 Arithmetic follows IEEE 754 without warnings: a NaN or infinity that a query sees propagates to that
 query's row, and one that it does not see never does.
@@ -36,9 +36,8 @@ def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[
         )
         rows, keys = slice(0, Q.shape[2]), slice(0, K.shape[2])
         S, seen = scores(problem, Q, K, rows, keys, tap)
-        P, L = softmax(S, problem.sinks)
-        P = tap("weights", P)
-        O = tap("output", weighted_sum(P, V, seen))
+        A, L = softmax(S, problem.sinks, tap)
+        O = tap("output", weighted_sum(tap("weights", A), V, seen))
     return O, L
 
 
@@ -55,9 +54,9 @@ def scores(
         S = tap("scaled", S * S.dtype.type(problem.scale))
     if problem.softcap is not None:
         cap = S.dtype.type(problem.softcap)
-        S = tap("capped", cap * np.tanh(S / cap))
+        S = tap("capped", tap("softcap", cap) * np.tanh(S / cap))
     if problem.attn_bias is not None or problem.alibi_slopes is not None:
-        S = tap("biased", S + bias(problem, rows, keys))
+        S = tap("biased", S + tap("bias", bias(problem, rows, keys)))
     if not problem.hides:
         return S, None
     seen = problem.visible(rows, keys)
@@ -81,23 +80,24 @@ def bias(problem: Problem, rows: slice, keys: slice) -> NDArray[Any]:
 
 
 def softmax(
-    S: NDArray[Any], sinks: NDArray[Any] | None = None
+    S: NDArray[Any], sinks: NDArray[Any] | None = None, tap: Tap = no_tap
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Weights exp(S) / Σ exp(S) of each row, and the row's log-sum-exp.
 
     The row's maximum is subtracted first, so that no exponential overflows; the weights stay the
     same. A row of nothing but -inf, a query that sees no key, has weights 0 and log-sum-exp -inf.
-    ``sinks`` (H,) are added to each row's sum and log-sum-exp without being keys.
+    ``sinks`` (H,) are added to each row's sum and log-sum-exp without being keys. ``tap`` hears the
+    maximum, the exponentials and their sum.
     """
     m = S.max(axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
-        m = np.maximum(m, sinks[:, None, None])
-    m = np.where(np.isneginf(m), S.dtype.type(0), m)
-    P = np.exp(S - m)
+        m = np.maximum(m, tap("sinks", sinks)[:, None, None])
+    m = tap("row_max", np.where(np.isneginf(m), S.dtype.type(0), m))
+    P = tap("exponentials", np.exp(S - m))
     total = P.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + np.exp(sinks[:, None, None] - m)
-    L = (m + np.log(total))[..., 0]
+    L = (m + np.log(tap("row_sum", total)))[..., 0]
     return P / np.where(total == 0, S.dtype.type(1), total), L
 
 

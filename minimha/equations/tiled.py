@@ -43,7 +43,8 @@ def forward(
     is never loaded; ``attn_mask`` and ``attn_bias`` do not count.
 
     O has shape (B, H, Lq, Dv), L (B, H, Lq), both the compute dtype. ``tap`` receives each block as
-    ``Q[i=0]``, ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, and after it ``m[…]``, ``l[…]``, ``O[…]``.
+    ``Q[i=0]``, ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, and after it ``m[…]``, ``P[…]``, ``factor[…]``,
+    by which l and O so far are multiplied, ``l[…]`` and ``O[…]``.
     """
     for name, size in (("B_r", B_r), ("B_c", B_c)):
         if size < 1:
@@ -74,8 +75,8 @@ def _row_block(
         S = tap(f"S{at}", S)
         m_old, m = m, tap(f"m{at}", np.maximum(m, S.max(axis=-1, keepdims=True)))  # line 9
         shift = np.where(np.isneginf(m), S.dtype.type(0), m)
-        P = np.exp(S - shift)
-        correction = np.exp(m_old - shift)
+        P = tap(f"P{at}", np.exp(S - shift))
+        correction = tap(f"factor{at}", np.exp(m_old - shift))
         l = tap(f"l{at}", correction * l + P.sum(axis=-1, keepdims=True))
         O = tap(f"O{at}", correction * O + weighted_sum(factor * P, V_j, seen))  # line 10
     O = O / np.where(l == 0, l.dtype.type(1), factor * l)  # line 12

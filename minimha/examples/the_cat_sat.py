@@ -42,7 +42,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 def divided(tap: Tap) -> Tap:
     """A tap for the run with the division: it keeps what that changes, under other names."""
-    changed = ("scaled", "masked", "weights", "output")
+    changed = {"scaled", "masked", "row_max", "exponentials", "row_sum", "weights", "output"}
     return lambda name, value: tap(f"{name}[divided]", value) if name in changed else value
 
 

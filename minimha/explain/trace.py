@@ -44,6 +44,8 @@ class Step:
         Which weights belong to keys that a mask hides; None where nothing is hidden.
     printed : tuple of Comparison
         The numbers that a document prints for this step.
+    made : tuple of str
+        How its cells come about, as in the catalogue; empty where they are given.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Step:
     columns: tuple[str, ...] | None = None
     hidden: NDArray[np.bool_] | None = None
     printed: tuple[Comparison, ...] = ()
+    made: tuple[str, ...] = ()
 
     @property
     def base(self) -> str:
@@ -138,7 +141,8 @@ class Trace:
         kept = np.array(value)
         kept.setflags(write=False)
         self._values[name] = kept
-        self.__dict__.pop("steps", None)  # of the steps kept before
+        for made in ("steps", "by_name"):  # of the steps kept before
+            self.__dict__.pop(made, None)
         return value
 
     def __contains__(self, name: str) -> bool:
@@ -178,8 +182,13 @@ class Trace:
             step
             for name in self
             if not self.only or {name, name.partition("[")[0]} & set(self.only)
-            for step in self._split(name)
+            for step in self.by_name[name]
         )
+
+    @cached_property
+    def by_name(self) -> dict[str, tuple[Step, ...]]:
+        """The steps of every name, one for each batch entry and head, whatever ``only`` says."""
+        return {name: tuple(self._split(name)) for name in self}
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -194,7 +203,7 @@ class Trace:
         elif base == "output" and (_beside(name, "weights") not in self or name == "output[tiled]"):
             known = entry("normalised")
         if name in self.given or (base in ("q", "k", "v") and _beside(name, "x") not in self):
-            return known._replace(formula=known.symbol, tex=known.tex_symbol)
+            return known._replace(formula=known.symbol, tex=known.tex_symbol, made=())
         for old, new in self._as_computed(name).items():
             known = known._replace(
                 formula=known.formula.replace(old, new[0]), tex=known.tex.replace(old, new[1])
@@ -263,7 +272,7 @@ class Trace:
         return Step(
             name=name, symbol=known.symbol, tex_symbol=known.tex_symbol, axes=axes,
             formula=known.formula, tex=known.tex, note=note, source=known.source, value=value,
-            rows=rows, columns=columns, hidden=hidden, printed=printed, **place,
+            rows=rows, columns=columns, hidden=hidden, printed=printed, made=known.made, **place,
         )  # fmt: skip
 
     def _axis_labels(self, name: str, axis: str, size: int) -> tuple[str, ...] | None:

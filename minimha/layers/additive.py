@@ -187,10 +187,13 @@ def _energies(problem: Problem, arrays: dict[str, Array], tap: Tap) -> Array:
 
 
 def _after_energies(tap: Tap, is_biased: bool) -> Tap:
-    """A tap that hears nothing of the zeros in place of queries, keys and their products."""
+    """A tap that hears nothing of the zeros in place of queries, keys and their products.
+
+    Nor of the bias that the energies are passed on as.
+    """
     if tap is no_tap:
         return no_tap
-    silent = {"q", "k", "Q", "K", "scores"} | (set() if is_biased else {"biased"})
+    silent = {"q", "k", "Q", "K", "scores", "bias"} | (set() if is_biased else {"biased"})
 
     def hear(name: str, value: Any) -> Any:
         base, _, block = name.partition("[")

@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 
 from minimha.explain import wording
+from minimha.explain.figures.angles import angles
+from minimha.explain.figures.blocks import grid
 from minimha.explain.figures.drawing import SIZE, Drawing, in_rows, stacked
+from minimha.explain.figures.flow import flow
 from minimha.explain.figures.matrix import MAPPED, legend, matrix, scales_of
+from minimha.explain.figures.pick import pick
 from minimha.explain.trace import Step, Trace
 
 WIDEST = 960  # pixels, but for a figure that is wider alone
@@ -24,7 +28,13 @@ def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
     """Return title → figure: those that suit this run, or only the matrices that were chosen."""
     if trace.only:
         return {"matrices": _chosen(trace.steps, decimals)}
-    drawn = {"heatmaps": _heatmaps(trace.steps, decimals)}
+    drawn = {
+        "flow of data": flow(trace, 1.5 * WIDEST),
+        "heatmaps": _heatmaps(trace.steps, decimals),
+        "values picked": pick(trace.steps, decimals),
+        "angles": angles(trace.steps, WIDEST, decimals),
+        "blocks": grid(trace),
+    }
     found = {title: drawing for title, drawing in drawn.items() if drawing.shapes}
     return found or {"matrices": _chosen(trace.steps, decimals)}
 

@@ -1,10 +1,10 @@
 """Heatmaps and matrices as drawn: every label at its row or column, every number in its cell."""
 
 import re
-import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
+from pictures import of, shapes, words
 
 from minimha import attention
 from minimha.examples import EXAMPLES, sentences
@@ -12,22 +12,17 @@ from minimha.explain import Trace, figures
 from minimha.explain.figures.drawing import Drawing, in_rows
 
 CAT = EXAMPLES["the-cat-sat"].trace()
-NS = "{http://www.w3.org/2000/svg}"
-
-
-def placed(element, x=0.0, y=0.0):
-    """Each rectangle and text of a picture with its corner or anchor on the whole picture."""
-    dx, dy = map(float, re.findall(r"[-\d.]+", element.get("transform", "0 0")))
-    for child in element:
-        if child.tag == f"{NS}g":
-            yield from placed(child, x + dx, y + dy)
-        elif child.tag in (f"{NS}rect", f"{NS}text"):
-            at = x + dx + float(child.get("x", 0)), y + dy + float(child.get("y", 0))
-            yield child, *at
 
 
 def texts(picture):
-    return [(t.text, x, y) for t, x, y in placed(ET.fromstring(picture)) if t.tag == f"{NS}text"]
+    found = [shape for shape in shapes(picture) if shape.tag.endswith("text")]
+    return [(words(text), float(text.get("x")), float(text.get("y"))) for text in found]
+
+
+def shades(picture):
+    """How strong each cell is, without those of the scales."""
+    cells = [cell for cell in of(shapes(picture), "rect", "heat") if cell.get("height") != "16"]
+    return [float(cell.get("fill-opacity")) for cell in cells]
 
 
 def test_labels_stand_over_their_columns_and_numbers_under_them():
@@ -48,37 +43,29 @@ def test_text_is_inside_the_picture():
 
 
 def test_a_darker_cell_is_a_larger_weight():
-    picture = ET.fromstring(figures.svg(CAT.selected(["weights"]), 3))
-    cells = [
-        r for r, _, _ in placed(picture) if r.get("class") == "heat" and r.get("height") != "16"
-    ]
-    shades = [float(cell.get("fill-opacity")) for cell in cells]
+    found = shades(figures.svg(CAT.selected(["weights"]), 3))
     weights = CAT["weights"][np.tril_indices(3)]
-    np.testing.assert_allclose(shades[:6], weights, atol=0.005)
+    np.testing.assert_allclose(found[:6], weights, atol=0.005)
 
 
 def test_scores_before_and_after_the_mask_share_one_scale():
     trace = Trace()
     attention([[1.0], [2.0]], [[1.0], [-3.0]], np.eye(2), is_causal=True, scale=1, tap=trace)
-    picture = ET.fromstring(figures.svg(trace.selected(["scores", "masked"]), 3))
-    cells = [
-        r for r, _, _ in placed(picture) if r.get("class") == "heat" and r.get("height") != "16"
-    ]
-    shades = [float(cell.get("fill-opacity")) for cell in cells]
-    np.testing.assert_allclose(shades, [7 / 8, 3 / 8, 1, 0, 7 / 8, 1, 0], atol=0.005)
+    found = shades(figures.svg(trace.selected(["scores", "masked"]), 3))
+    np.testing.assert_allclose(found, [7 / 8, 3 / 8, 1, 0, 7 / 8, 1, 0], atol=0.005)
 
 
 def test_a_picture_of_chosen_steps_shows_them_and_what_is_printed():
-    words = [words for words, _, _ in texts(figures.svg(CAT.selected(["weights"]), 3))]
-    assert "weights, printed in 'Step 3: Softmax Normalization': [1 0 0]" in " ".join(words)
-    assert "row cat, column The: printed 0.268, exact 0.268941: truncated, not rounded" in words
-    assert "raw scores" not in words
+    said = [text for text, _, _ in texts(figures.svg(CAT.selected(["weights"]), 3))]
+    assert "weights, printed in 'Step 3: Softmax Normalization': [1 0 0]" in " ".join(said)
+    assert "row cat, column The: printed 0.268, exact 0.268941: truncated, not rounded" in said
+    assert "raw scores" not in said
 
 
 def test_a_picture_selects_as_text_and_escapes_tokens():
     trace = sentences.sentence(["<script>", "a&b", "understanding"]).trace()
     picture = figures.svg(trace, 3)
-    assert "<script>" in [words for words, _, _ in texts(picture)]
+    assert "<script>" in [text for text, _, _ in texts(picture)]
     assert "<script>" not in picture
     assert "<title>understanding</title>" in picture  # whole, where the label is cut
 

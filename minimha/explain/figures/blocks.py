@@ -1,0 +1,107 @@
+"""FlashAttention's grid: blocks of scores in the order in which they are loaded, or skipped."""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from minimha.explain.figures.drawing import SIZE, Drawing, breadth, short
+from minimha.explain.figures.matrix import LIGHTEST_ON, scale
+from minimha.explain.numbers import cells, limits
+from minimha.explain.trace import Step, Trace
+
+CELL, ROW = 38, 24  # pixels of one score
+APART, ABOVE = 10, 18  # between blocks: aside, and above for what stands there
+SMALL = 11
+LABEL = 5  # characters
+
+
+def grid(trace: Trace) -> Drawing:
+    """Draw the blocks of the first head; nothing where nothing was computed in blocks."""
+    steps = [step for step in trace.steps if step.base == "S" and not (step.head or step.batch)]
+    drawing = Drawing()
+    if not steps or trace.blocks is None:
+        return drawing
+    B_r, B_c = trace.blocks
+    skipped = [s.value for s in trace.steps if s.base == "skipped" and not (s.head or s.batch)]
+    pairs = [(int(i), int(j)) for i, j in np.reshape(skipped, (-1, 2))]
+    drawing.text(0, SIZE / 2, _title(len(steps), len(pairs)), "bold")
+    bounds = limits(step.value for step in steps)
+    loaded = {_place(step): (n, step) for n, step in enumerate(steps, 1)}
+    labels = trace.labels.get("Lq", ()), trace.labels.get("Lk", ())
+    left = max((breadth(short(label, 10), SMALL) for label in labels[0]), default=20) + 8
+    _axes(drawing, labels, (B_r, B_c), left)
+    for (i, j), (n, step) in loaded.items():
+        _block(
+            drawing,
+            step,
+            f"{n}.",
+            left + _at(j * B_c, B_c, CELL, APART),
+            _down(i * B_r, B_r),
+            bounds,
+        )
+    for i, j in pairs:
+        size = min(B_r, len(labels[0]) - i * B_r), min(B_c, len(labels[1]) - j * B_c)
+        _skip(drawing, left + _at(j * B_c, B_c, CELL, APART), _down(i * B_r, B_r), size)
+    drawing.place(scale("scores", bounds), 0, drawing.height + 12)
+    return drawing
+
+
+def _title(num_loaded: int, num_skipped: int) -> str:
+    words = f"blocks of scores in the order of loading: {num_loaded} loaded"
+    return f"{words}, {num_skipped} skipped" if num_skipped else words
+
+
+def _place(step: Step) -> tuple[int, int]:
+    i, j = re.findall(r"\d+", step.variant)
+    return int(i), int(j)
+
+
+def _at(n: int, block: int, size: int, apart: int) -> float:
+    """Where the ``n``-th token begins, with a space before every block."""
+    return n * size + n // block * apart
+
+
+def _down(n: int, block: int) -> float:
+    return 2 * ROW + ABOVE + _at(n, block, ROW, ABOVE)
+
+
+def _axes(
+    drawing: Drawing, labels: tuple[Sequence[str], Sequence[str]], blocks: tuple[int, int],
+    left: float,
+) -> None:  # fmt: skip
+    for n, label in enumerate(labels[1]):
+        x = left + _at(n, blocks[1], CELL, APART) + CELL / 2
+        shown = short(label, LABEL)
+        title = label if shown != label else ""
+        drawing.text(x, 1.6 * ROW, shown, "muted", anchor="middle", size=SMALL, title=title)
+    for n, label in enumerate(labels[0]):
+        y = _down(n, blocks[0]) + ROW / 2
+        drawing.text(left - 8, y, short(label, 10), "muted", anchor="end", size=SMALL)
+
+
+def _block(
+    drawing: Drawing, step: Step, order: str, x: float, y: float, bounds: tuple[float, float]
+) -> None:
+    low, high = bounds
+    level = (np.asarray(step.value, np.float64) - low) / ((high - low) or 1)
+    numbers = cells(step.value, 1)
+    for i, row in enumerate(level.tolist()):
+        for j, shade in enumerate(row):
+            at = x + j * CELL, y + i * ROW
+            kind, number = "number muted", "×"
+            if np.isfinite(shade):
+                drawing.rect(*at, CELL, ROW, "heat", opacity=shade)
+                kind, number = f"number {'on' if shade >= LIGHTEST_ON else 'ink'}", numbers[i][j]
+            drawing.rect(*at, CELL, ROW, "cell")
+            drawing.text(
+                at[0] + CELL / 2, at[1] + ROW / 2, number, kind, anchor="middle", size=SMALL
+            )
+    drawing.text(x, y - 8, order, "bold", size=SMALL)
+
+
+def _skip(drawing: Drawing, x: float, y: float, size: tuple[int, int]) -> None:
+    height, width = size[0] * ROW, size[1] * CELL
+    drawing.rect(x, y, width, height, "skipped", title="no query here may see a key: never loaded")
+    drawing.line((x, y), (x + width, y + height), kind="faint")
+    drawing.line((x, y + height), (x + width, y), kind="faint")

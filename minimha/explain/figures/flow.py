@@ -1,0 +1,180 @@
+"""How data flows through a layer: a box per matrix, arrows to what is computed from it, shapes.
+
+Boxes stand in rows, each below all that it is computed from; a matrix that is given stands just
+above where it is first needed. Within a row they are ordered by where their arrows come from and
+lead to, and an arrow past a row has a place of its own in it (Sugiyama et al. 1981).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from minimha.explain.figures.drawing import Drawing, breadth, in_rows, short
+from minimha.explain.origins import origin
+from minimha.explain.trace import BLOCK, Trace
+
+NAME, FORMULA = 13, 11  # sizes of text
+LONGEST = 40  # characters of a formula
+BOX, BETWEEN, ASIDE = 42, 40, 18  # height of a box, space below it and beside it
+SWEEPS = 8
+
+
+@dataclass(eq=False)
+class Box:
+    """A matrix, or a place that an arrow past its row keeps free; ``x`` is its middle."""
+
+    row: int
+    width: float = 2.0
+    name: str = ""
+    formula: str = ""
+    shape: str = ""
+    x: float = 0.0
+    above: list[Box] = field(default_factory=list)
+    below: list[Box] = field(default_factory=list)
+
+
+def flow(trace: Trace, widest: float) -> Drawing:
+    """Draw every step outside of blocks that is computed from another or leads to one."""
+    parts = _connected(_sources(trace))
+    return in_rows([_flow(trace, part) for part in parts], widest, 3 * ASIDE)
+
+
+def _flow(trace: Trace, sources: Mapping[str, list[str]]) -> Drawing:
+    rows = _arranged(_boxes(trace, sources))
+    drawing = Drawing()
+    left = min((box.x - box.width / 2 for row in rows for box in row), default=0.0)
+    for box in (box for row in rows for box in row):
+        box.x -= left
+    boxes = [box for row in rows for box in row if box.name]
+    for draw in (_arrows, _draw):
+        for box in boxes:
+            draw(drawing, box)
+    return drawing
+
+
+def _sources(trace: Trace) -> dict[str, list[str]]:
+    """For each name outside of blocks, the names that it is computed from, all heads together."""
+    names = [name for name in trace.by_name if not BLOCK.search(name)]
+    found = {}
+    for name in names:
+        made = origin(trace, trace.by_name[name][0])
+        operands = [s.name for s in made.operands if s is not None] if made else []
+        found[name] = [operand for operand in dict.fromkeys(operands) if operand in names]
+    return found
+
+
+def _connected(sources: Mapping[str, list[str]]) -> list[dict[str, list[str]]]:
+    """The parts between which there is no arrow, without names that have none at all."""
+    parts: list[dict[str, list[str]]] = []
+    for name, operands in sources.items():
+        near = [part for part in parts if part.keys() & set(operands)]
+        joined = {key: part[key] for part in near for key in part} | {name: operands}
+        parts = [part for part in parts if part not in near] + [joined]
+    return [part for part in parts if len(part) > 1]
+
+
+def _rows_of(sources: Mapping[str, list[str]]) -> dict[str, int]:
+    """The row of each name."""
+    rows: dict[str, int] = {}
+    for name, operands in sources.items():  # in the order in which they were computed
+        rows[name] = 1 + max((rows[operand] for operand in operands), default=-1)
+    users = {operand: [n for n in sources if operand in sources[n]] for operand in sources}
+    for name, operands in sources.items():
+        if not operands and users[name]:
+            rows[name] = min(rows[user] for user in users[name]) - 1
+    return rows
+
+
+def _boxes(trace: Trace, sources: Mapping[str, list[str]]) -> list[list[Box]]:
+    """The boxes in rows, and a chain of free places for each arrow that passes rows."""
+    numbers = _rows_of(sources)
+    rows: list[list[Box]] = [[] for _ in range(1 + max(numbers.values(), default=-1))]
+    boxes: dict[str, Box] = {}
+    for name in numbers:
+        step = trace.by_name[name][0]
+        formula = "" if step.formula in (step.symbol, name) else short(step.formula, LONGEST)
+        width = 18 + max(breadth(name, NAME), breadth(formula, FORMULA))
+        shape = " × ".join(map(str, trace[name].shape))
+        boxes[name] = Box(numbers[name], width, name, formula, shape)
+        rows[numbers[name]].append(boxes[name])
+    for name in numbers:
+        for operand in sources[name]:
+            above = boxes[operand]
+            for row in range(above.row + 1, numbers[name]):
+                place = Box(row)
+                rows[row].append(place)
+                _join(above, place)
+                above = place
+            _join(above, boxes[name])
+    return rows
+
+
+def _join(above: Box, below: Box) -> None:
+    above.below.append(below)
+    below.above.append(above)
+
+
+def _arranged(rows: list[list[Box]]) -> list[list[Box]]:
+    """Give each box its place in its row: as near as they let it to the mean of its neighbours."""
+    for row in rows:
+        _spread(row, range(len(row)))
+    for sweep in range(SWEEPS):
+        downwards = sweep % 2 == 0
+        for row in rows if downwards else rows[::-1]:
+            near = [box.above if downwards else box.below for box in row]
+            wanted = [
+                fmean(other.x for other in others) if others else box.x
+                for box, others in zip(row, near, strict=True)
+            ]
+            _spread(row, wanted)
+    return rows
+
+
+def _spread(row: list[Box], wanted: Iterable[float]) -> None:
+    """Order the boxes by where they want to be, move them apart, and centre what had to move."""
+    pairs = sorted(zip(wanted, row, strict=True), key=lambda pair: pair[0])
+    row[:] = [box for _, box in pairs]
+    right = -float("inf")
+    for place, box in pairs:
+        box.x = max(place, right + ASIDE + box.width / 2)
+        right = box.x + box.width / 2
+    shift = fmean(place - box.x for place, box in pairs)
+    for box in row:
+        box.x += shift
+
+
+def _draw(drawing: Drawing, box: Box) -> None:
+    """A box, and the shape of what leaves it on the arrows' beginning."""
+    top = box.row * (BOX + BETWEEN)
+    drawing.rect(box.x - box.width / 2, top, box.width, BOX, "box")
+    middle = top + BOX / 2
+    drawing.text(
+        box.x, middle - 8 * bool(box.formula), box.name, "bold", anchor="middle", size=NAME
+    )
+    drawing.text(box.x, middle + 10, box.formula, "muted", anchor="middle", size=FORMULA)
+    if box.below:
+        half, y = breadth(box.shape, FORMULA) / 2 + 2, top + BOX + 12
+        drawing.rect(box.x - half, y - 7, 2 * half, 14, "ground")
+        drawing.text(box.x, y, box.shape, "muted", anchor="middle", size=FORMULA)
+
+
+def _arrows(drawing: Drawing, box: Box) -> None:
+    """Its arrows, as far as the boxes that they lead to."""
+    top = box.row * (BOX + BETWEEN)
+    for below in box.below:
+        points = [(box.x, top + BOX)]
+        place, last = below, box
+        while not place.name:
+            y = place.row * (BOX + BETWEEN)
+            points += [(place.x, y), (place.x, y + BOX)]
+            place, last = place.below[0], place
+        entry = place.x + _aside(place, last)
+        drawing.line(*points, (entry, place.row * (BOX + BETWEEN)), tip="tip")
+
+
+def _aside(box: Box, source: Box) -> float:
+    """How far from its middle an arrow enters a box, so that several have places of their own."""
+    order = sorted(box.above, key=lambda other: other.x)
+    return (order.index(source) - (len(order) - 1) / 2) * min(24, box.width / (len(order) + 1))

@@ -1,0 +1,276 @@
+"""Where the numbers of a step come from: an operation on other steps of the same trace.
+
+The catalogue says it by names (``Entry.made``); ``origin`` finds the steps that these names stand
+for, of the same batch entry and head, and computes the whole step from them. A claim that does not
+give the step's own numbers is not made.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.explain.catalogue import QUERIES
+from minimha.explain.trace import Step, Trace
+
+Matrix = NDArray[Any]
+HALF_SPLIT, INTERLEAVED = 0.0, 1.0  # the constant of "rotated": which numbers are a pair
+
+
+def _plus(product: Matrix, bias: Matrix | None = None) -> Matrix:
+    return product if bias is None else product + bias
+
+
+def _row_max(S: Matrix, sink: Matrix | None = None) -> Matrix:
+    m = _running_max(S, sink)
+    return np.where(np.isneginf(m), 0.0, m)
+
+
+def _running_max(S: Matrix, old: Matrix | None = None) -> Matrix:
+    m: Matrix = S.max(axis=-1, keepdims=True, initial=-np.inf)
+    return m if old is None else np.maximum(m, old)
+
+
+def _exp(S: Matrix, m: Matrix) -> Matrix:
+    return np.asarray(np.exp(S - np.where(np.isneginf(m), 0.0, m)))
+
+
+def _total(P: Matrix, sink: Matrix | None, m: Matrix) -> Matrix:
+    return _plus(P.sum(axis=-1, keepdims=True), None if sink is None else np.exp(sink - m))
+
+
+def _share(P: Matrix, total: Matrix) -> Matrix:
+    shares: Matrix = P / np.where(total == 0, 1.0, total)
+    return shares
+
+
+def _running_sum(P: Matrix, factor: Matrix, old: Matrix | None = None) -> Matrix:
+    return _plus(P.sum(axis=-1, keepdims=True), None if old is None else factor * old)
+
+
+def _running_product(P: Matrix, V: Matrix, factor: Matrix, old: Matrix | None = None) -> Matrix:
+    return _plus(P @ V, None if old is None else factor * old)
+
+
+def _decay(m: Matrix, old: Matrix | None = None) -> Matrix:
+    return _exp(np.full_like(m, -np.inf) if old is None else old, m)
+
+
+def _normalise(*blocks: Matrix) -> Matrix:
+    pairs = zip(blocks[::2], blocks[1::2], strict=True)
+    return np.concatenate([_share(O, total) for O, total in pairs])
+
+
+def _block(Q: Matrix, K: Matrix, scale: float) -> Matrix:
+    return np.asarray(scale * (Q @ K.T))
+
+
+def _cosine(Q: Matrix, K: Matrix) -> Matrix:
+    return np.asarray(_unit(Q) @ _unit(K).T)
+
+
+def _unit(x: Matrix) -> Matrix:
+    return _share(x, np.sqrt(np.square(x).sum(axis=-1, keepdims=True)))
+
+
+def _rms(x: Matrix, gain: Matrix) -> Matrix:
+    return np.asarray(x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True)) * gain)
+
+
+def _rotated(x: Matrix, cos: Matrix, sin: Matrix, layout: float) -> Matrix:
+    y = x.copy()
+    a, b = pairs(cos.shape[-1], layout)
+    y[:, a], y[:, b] = x[:, a] * cos - x[:, b] * sin, x[:, b] * cos + x[:, a] * sin
+    return y
+
+
+def pairs(num_pairs: int, layout: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The columns that are first in a pair, and those that are second.
+
+    >>> [columns.tolist() for columns in pairs(2, HALF_SPLIT)]
+    [[0, 1], [2, 3]]
+    >>> [columns.tolist() for columns in pairs(2, INTERLEAVED)]
+    [[0, 2], [1, 3]]
+    """
+    n = np.arange(num_pairs)
+    return (2 * n, 2 * n + 1) if layout == INTERLEAVED else (n, n + num_pairs)
+
+
+def _hidden(Q: Matrix, K: Matrix, bias: Matrix | None = None) -> Matrix:
+    return np.asarray(np.tanh(_plus(Q[:, None] + K, bias)))
+
+
+# What each operation computes, from its operands and its constant, where it has one.
+OPERATIONS: dict[str, Callable[..., Matrix]] = {
+    "product": lambda A, B, bias=None: _plus(A @ B, bias),
+    "dot": lambda Q, K: Q @ K.T,
+    "cosine": _cosine,
+    "scale": lambda S, factor: S * factor,
+    "cap": lambda S, cap: cap * np.tanh(S / cap),
+    "sum": np.add,
+    "times": np.multiply,
+    "mask": lambda S: S,  # where it is not hidden
+    "row max": _row_max,
+    "exp": _exp,
+    "total": _total,
+    "share": _share,
+    "concat": lambda *heads: np.concatenate(heads, axis=-1),
+    "lse": lambda m, total: m + np.log(total),
+    "unit": _unit,
+    "rms": _rms,
+    "rotated": _rotated,
+    "sigmoid": lambda x, W, bias=None: 1 / (1 + np.exp(-_plus(x @ W, bias))),
+    "tanh": _hidden,
+    "pairs": lambda hidden, w, K: hidden @ w,  # K says how many keys a query has
+    "block": _block,  # where it is not hidden
+    "running max": _running_max,
+    "decay": _decay,
+    "running sum": _running_sum,
+    "running product": _running_product,
+    "normalise": _normalise,
+}
+
+
+class Origin(NamedTuple):
+    """What a step is computed from.
+
+    Attributes
+    ----------
+    operation : str
+        A key of ``OPERATIONS``.
+    operands : tuple of Step or None
+        In the order of the operation's arguments; None for an optional one that is missing. For
+        "concat" the heads, for "normalise" O and l after the last block of each row of blocks.
+    constant : float or None
+        The factor of "scale" and "block", the layout of "rotated"; None elsewhere.
+    """
+
+    operation: str
+    operands: tuple[Step | None, ...]
+    constant: float | None = None
+
+    def computed(self) -> Matrix:
+        """The numbers that the operation gives, float64."""
+        values = [None if s is None else np.asarray(s.value, np.float64) for s in self.operands]
+        constant = [] if self.constant is None else [self.constant]
+        with np.errstate(all="ignore"):
+            return np.asarray(OPERATIONS[self.operation](*values, *constant))
+
+
+def origin(trace: Trace, step: Step) -> Origin | None:
+    """Return what ``step``, one of ``trace``, is computed from; None where it is given."""
+    if not step.made:
+        return None
+    operation, *names = step.made
+    operands = _operands(trace, step, operation, names)
+    if operands is None:
+        return None
+    constants: Sequence[float | None] = (None,)
+    if operation in ("scale", "block"):
+        unscaled = Origin(operation, operands, 1.0).computed()
+        constants = (_factor(step, unscaled, _operand(trace, step, f"Q|{QUERIES}")),)
+    elif operation == "rotated":
+        constants = (HALF_SPLIT, INTERLEAVED)
+    found = (Origin(operation, operands, constant) for constant in constants)
+    return next((made for made in found if _gives(made, step)), None)
+
+
+def _gives(made: Origin, step: Step) -> bool:
+    """Whether the operation gives the step's numbers, up to rounding."""
+    try:
+        computed = made.computed()
+    except ValueError:  # shapes that do not fit
+        return False
+    value = np.asarray(step.value, np.float64)
+    if computed.size != value.size:
+        return False
+    if made.operation in ("mask", "block"):
+        computed = np.where(np.isneginf(value), value, computed)
+    tolerance = 1e-10 if step.value.dtype == np.float64 else 1e-4
+    largest = abs(value[np.isfinite(value)]).max(initial=0)
+    return np.allclose(
+        computed.reshape(value.shape), value, rtol=tolerance, atol=tolerance * largest,
+        equal_nan=True,
+    )  # fmt: skip
+
+
+def _operands(
+    trace: Trace, step: Step, operation: str, names: Sequence[str]
+) -> tuple[Step | None, ...] | None:
+    """The steps that the names stand for; None where one is missing that is needed."""
+    if operation == "concat":
+        heads = next(_candidates(trace, step, names[0]), ())
+        return tuple(head for head in heads if head.batch == step.batch) or None
+    if operation == "normalise":
+        return tuple(_last_blocks(trace, step, names)) or None
+    found = [_operand(trace, step, name.removesuffix("?")) for name in names]
+    is_missing = any(
+        s is None and not name.endswith("?") for s, name in zip(found, names, strict=True)
+    )
+    return None if is_missing else tuple(found)
+
+
+def _operand(trace: Trace, step: Step, name: str) -> Step | None:
+    """The step that ``name`` stands for, of the batch entry and head of ``step``."""
+    for steps in _candidates(trace, step, name):
+        for other in steps:
+            if _is_beside(other, steps, step, trace):
+                return other
+    return None
+
+
+def _candidates(trace: Trace, step: Step, names: str) -> Iterator[tuple[Step, ...]]:
+    """What ``a|b`` may mean, the likeliest first, all batch entries and heads together.
+
+    The same variant or block is likelier than the same row of blocks, than none; ``m<`` is of the
+    nearest block before.
+    """
+    known = list(trace)
+    before = set(known[: known.index(step.name)])
+    rest = step.name[len(step.base) :]
+    places = [rest, re.sub(r",j=\d+", "", rest), ""]
+    if names.endswith("<"):
+        j = re.search(r"j=(\d+)", rest)
+        earlier = range(int(j[1]) - 1, -1, -1) if j else ()
+        places = [re.sub(r"j=\d+", f"j={n}", rest) for n in earlier]
+    for place in dict.fromkeys(places):
+        for base in names.removesuffix("<").split("|"):
+            if base + place in before:
+                yield trace.by_name[base + place]
+
+
+def _is_beside(other: Step, others: Sequence[Step], step: Step, trace: Trace) -> bool:
+    """Whether ``other``, one of ``others``, belongs to the batch entry and head of ``step``."""
+    if other.batch not in (None, step.batch) or other.head not in (None, step.head):
+        return False
+    if other.kv_head is None or other.kv_head == step.kv_head:
+        return True
+    num_heads = 1 + max(s.head or 0 for s in trace.by_name[step.name])
+    num_kv_heads = 1 + max(s.kv_head or 0 for s in others)
+    return step.head is not None and step.head // (num_heads // num_kv_heads) == other.kv_head
+
+
+def _last_blocks(trace: Trace, step: Step, names: Sequence[str]) -> Iterator[Step]:
+    """For each row of blocks, the steps ``names`` after its last block."""
+    last: dict[str, str] = {}  # row of blocks → its last block
+    for name in trace:
+        block = re.fullmatch(rf"{names[0]}(\[i=(\d+),j=\d+\])", name)
+        if block:
+            last[block[2]] = block[1]
+    for place in last.values():
+        for base in names:
+            yield from (s for s in trace.by_name[base + place] if _is_beside(s, (s,), step, trace))
+
+
+def _factor(step: Step, before: Matrix, queries: Step | None) -> float:
+    """What ``step`` is divided by what it was ``before``: 1/√D wherever that is it."""
+    usual = 1.0 if queries is None else float(1 / np.sqrt(queries.value.shape[-1]))
+    after = np.asarray(step.value, np.float64)
+    size = np.where(np.isfinite(after) & np.isfinite(before), abs(before), 0)
+    if not size.any():
+        return usual
+    at = np.unravel_index(size.argmax(), size.shape)
+    factor = float(after[at] / before[at])
+    return usual if abs(factor - usual) < 1e-4 * usual else factor

@@ -1,0 +1,357 @@
+"""One cell written out: the numbers that made it, and what they give.
+
+    S[sat,cat] = 1·0 + 1·1 = 1
+
+The numbers are those of the trace, and ``origins`` has checked that the operation gives them.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minimha.explain.numbers import cells
+from minimha.explain.origins import Origin, origin, pairs
+from minimha.explain.trace import Step, Trace
+
+Index = tuple[int, ...]
+Say = Callable[[float], str]
+FATES = ("hidden by the mask", "not hidden", "not rotated")  # of a number that stays, or does not
+
+
+class Place(NamedTuple):
+    """One cell of a step."""
+
+    step: Step
+    at: Index
+
+    @property
+    def value(self) -> float:
+        """The number there."""
+        return float(self.step.value[self.at])
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """A label for each axis: a token, or the number; none along a column of one number."""
+        names = [self.step.rows, self.step.columns][-len(self.at) :] if self.at else []
+        axes = self.step.axes[-len(self.at) :]
+        return tuple(
+            known[n] if known else str(n)
+            for axis, known, n in zip(axes, names, self.at, strict=True)
+            if axis != "1"
+        )
+
+    @property
+    def text(self) -> str:
+        """Symbol and labels: ``S[sat,cat]``."""
+        return self.step.symbol + (f"[{','.join(self.labels)}]" if self.labels else "")
+
+
+Places = tuple[Place, ...]
+
+
+class Parts(NamedTuple):
+    """What a cell is made from: a row, a column, further cells, and how they are written."""
+
+    row: Places
+    column: Places
+    others: Places
+    text: str
+
+
+class Written(NamedTuple):
+    """How one cell comes about.
+
+    Attributes
+    ----------
+    place : Place
+        The cell.
+    operation : str
+        As in ``origins``; "given" where the number is given.
+    row, column : tuple of Place
+        The cells of the first and of the second operand that it is made from: for a product the row
+        and the column, whose products are summed in this order.
+    others : tuple of Place
+        Further cells: a bias, a sink, what was summed before.
+    right : str
+        What stands between the cell and its value; empty where it is given.
+    text : str
+        The whole line.
+    """
+
+    place: Place
+    operation: str
+    row: Places
+    column: Places
+    others: Places
+    right: str
+    text: str
+
+
+def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
+    """Write out the cell ``index`` of ``step``, which is one of the steps of ``trace``.
+
+    >>> from minimha import attention
+    >>> from minimha.explain.trace import token_labels
+    >>> trace = Trace(labels=token_labels(["cat", "sat"]))
+    >>> output = attention([[0, 1], [1, 1]], [[0, 1], [1, 1]], [[2], [4]], scale=1, tap=trace)
+    >>> [scores] = trace.by_name["scores"]
+    >>> cell(trace, scores, (1, 0)).text
+    'S[sat,cat] = 1·0 + 1·1 = 1'
+    """
+    return cell_of(origin(trace, step), step, index, decimals)
+
+
+def cell_of(made: Origin | None, step: Step, index: Index, decimals: int = 3) -> Written:
+    """Write out a cell of ``step``, whose origin is ``made``."""
+
+    def say(number: float) -> str:
+        return cells(np.array(number), decimals)[0][0]
+
+    place = Place(step, index)
+    value = say(place.value)
+    if made is None:
+        return Written(place, "given", (), (), (), "", f"{place.text} = {value}, given")
+    i, j = (0, 0, *index)[-2:]
+    parts = WRITERS[made.operation](made, i, j, say)
+    if made.operation in ("mask", "block") and np.isneginf(place.value):
+        parts = parts._replace(text="hidden by the mask")
+    if parts.text in FATES:
+        text = f"{place.text} = {value}, {parts.text}"
+    else:
+        text = f"{place.text} = {parts.text} = {value}"
+    return Written(place, made.operation, *parts, text)
+
+
+def _row(step: Step, i: int) -> Places:
+    return tuple(Place(step, (i, n)) for n in range(step.value.shape[1]))
+
+
+def _column(step: Step, j: int) -> Places:
+    return tuple(Place(step, (n, j)) for n in range(step.value.shape[0]))
+
+
+def _at(step: Step | None, i: int, j: int) -> Places:
+    """The cell that meets (i, j): a column or a row of numbers, or a single one, is repeated."""
+    if step is None:
+        return ()
+    shape = step.value.shape
+    index = (i, j)[2 - len(shape) :]
+    return (Place(step, tuple(min(n, s - 1) for n, s in zip(index, shape, strict=True))),)
+
+
+def _factor(number: str) -> str:
+    return f"({number})" if number.startswith("-") else number
+
+
+def _plus(terms: Iterable[str]) -> str:
+    return " + ".join(terms)
+
+
+def _products(row: Places, column: Places, say: Say) -> str:
+    return _plus(
+        f"{_factor(say(a.value))}·{_factor(say(b.value))}" for a, b in zip(row, column, strict=True)
+    )
+
+
+def _numbers(places: Places, say: Say) -> list[str]:
+    return [_factor(say(place.value)) for place in places]
+
+
+def _length(places: Places, say: Say) -> str:
+    return f"√({_plus(f'{number}²' for number in _numbers(places, say))})"
+
+
+def _operands(made: Origin, count: int) -> list[Any]:
+    """The first ``count`` operands; an optional one that is missing is None."""
+    return [*made.operands, *[None] * count][:count]
+
+
+def _product(made: Origin, i: int, j: int, say: Say) -> Parts:
+    A, B, bias = _operands(made, 3)
+    row, column, added = _row(A, i), _column(B, j), _at(bias, i, j)
+    terms = [_products(row, column, say), *_numbers(added, say)]
+    return Parts(row, column, added, _plus(terms))
+
+
+def _sigmoid(made: Origin, i: int, j: int, say: Say) -> Parts:
+    parts = _product(made, i, j, say)
+    return parts._replace(text=f"1 / (1 + exp(-({parts.text})))")
+
+
+def _dot(made: Origin, i: int, j: int, say: Say) -> Parts:
+    Q, K = _operands(made, 2)
+    row, column = _row(Q, i), _row(K, j)
+    return Parts(row, column, (), _products(row, column, say))
+
+
+def _block(made: Origin, i: int, j: int, say: Say) -> Parts:
+    parts = _dot(made, i, j, say)
+    return parts._replace(text=f"({parts.text}) · {_factor(say(made.constant or 0))}")
+
+
+def _cosine(made: Origin, i: int, j: int, say: Say) -> Parts:
+    parts = _dot(made, i, j, say)
+    lengths = f"{_length(parts.row, say)} · {_length(parts.column, say)}"
+    return parts._replace(text=f"({parts.text}) / ({lengths})")
+
+
+def _scale(made: Origin, i: int, j: int, say: Say) -> Parts:
+    row = _at(made.operands[0], i, j)
+    return Parts(row, (), (), f"{_factor(say(row[0].value))} · {_factor(say(made.constant or 0))}")
+
+
+def _cap(made: Origin, i: int, j: int, say: Say) -> Parts:
+    S, cap = _operands(made, 2)
+    row, others = _at(S, i, j), _at(cap, i, j)
+    score, c = _numbers((*row, *others), say)
+    return Parts(row, (), others, f"{c} · tanh({score} / {c})")
+
+
+def _mask(made: Origin, i: int, j: int, say: Say) -> Parts:
+    return Parts(_at(made.operands[0], i, j), (), (), "not hidden")
+
+
+def _with(form: str) -> Callable[[Origin, int, int, Say], Parts]:
+    """Return the writer of an operation on two cells, in a form such as ``{} / {}``."""
+
+    def write(made: Origin, i: int, j: int, say: Say) -> Parts:
+        A, B = _operands(made, 2)
+        row, column = _at(A, i, j), _at(B, i, j)
+        text = form.format(say(row[0].value), _factor(say(column[0].value)))
+        return Parts(row, column, (), text)
+
+    return write
+
+
+def _max(made: Origin, i: int, j: int, say: Say) -> Parts:
+    S, other = _operands(made, 2)
+    row, others = _row(S, i), _at(other, i, 0)
+    numbers = [say(place.value) for place in (*row, *others)]
+    return Parts(row, (), others, f"max({', '.join(numbers)})")
+
+
+def _total(made: Origin, i: int, j: int, say: Say) -> Parts:
+    P, sink, m = _operands(made, 3)
+    row, others = _row(P, i), _at(sink, i, 0)
+    terms = _numbers(row, say)
+    if others:
+        others += _at(m, i, 0)
+        terms.append(f"exp({say(others[0].value)} - {_factor(say(others[1].value))})")
+    return Parts(row, (), others, _plus(terms))
+
+
+def _concat(made: Origin, i: int, j: int, say: Say) -> Parts:
+    heads = [step for step in made.operands if step is not None]
+    width = heads[0].value.shape[-1]
+    source = Place(heads[j // width], (i, j % width))
+    of = f" of {source.step.place}" if source.step.place else ""
+    return Parts((source,), (), (), f"{source.text}{of}")
+
+
+def _lse(made: Origin, i: int, j: int, say: Say) -> Parts:
+    m, total = _operands(made, 2)
+    row, column = _at(m, j, 0), _at(total, j, 0)
+    text = f"{say(row[0].value)} + log {say(column[0].value)}"
+    return Parts(row, column, (), text)
+
+
+def _unit(made: Origin, i: int, j: int, say: Say) -> Parts:
+    (x,) = _operands(made, 1)
+    row = _row(x, i)
+    return Parts(row, (), (), f"{_factor(say(row[j].value))} / {_length(row, say)}")
+
+
+def _rms(made: Origin, i: int, j: int, say: Say) -> Parts:
+    x, gain = _operands(made, 2)
+    row, column = _row(x, i), _at(gain, i, j)
+    root = f"√(({_plus(f'{number}²' for number in _numbers(row, say))}) / {len(row)})"
+    text = f"{_factor(say(column[0].value))} · {_factor(say(row[j].value))} / {root}"
+    return Parts(row, column, (), text)
+
+
+def _rotated(made: Origin, i: int, j: int, say: Say) -> Parts:
+    x, cos, sin = _operands(made, 3)
+    first, second = pairs(cos.value.shape[-1], made.constant or 0)
+    if j not in (*first, *second):
+        return Parts(_at(x, i, j), (), (), "not rotated")
+    n = int(np.flatnonzero(first == j if j in first else second == j)[0])
+    row = (Place(x, (i, int(first[n]))), Place(x, (i, int(second[n]))))
+    column = (Place(cos, (i, n)), Place(sin, (i, n)))
+    (a, b), (c, s) = _numbers(row, say), _numbers(column, say)
+    return Parts(row, column, (), f"{a}·{c} - {b}·{s}" if j in first else f"{b}·{c} + {a}·{s}")
+
+
+def _tanh(made: Origin, i: int, j: int, say: Say) -> Parts:
+    Q, K, bias = _operands(made, 3)
+    query, key = divmod(i, len(K.value))
+    row, column, others = _at(Q, query, j), _at(K, key, j), _at(bias, i, j)
+    return Parts(row, column, others, f"tanh({_plus(_numbers((*row, *column, *others), say))})")
+
+
+def _decay(made: Origin, i: int, j: int, say: Say) -> Parts:
+    m, old = _operands(made, 2)
+    row, column = _at(old, i, 0), _at(m, i, 0)
+    before = say(row[0].value) if row else "-∞"
+    return Parts(row, column, (), f"exp({before} - {_factor(say(column[0].value))})")
+
+
+def _running_sum(made: Origin, i: int, j: int, say: Say) -> Parts:
+    P, factor, old = _operands(made, 3)
+    row, others = _row(P, i), (*_at(factor, i, 0), *_at(old, i, 0))
+    terms = [_products(others[:1], others[1:], say)] if len(others) > 1 else []
+    return Parts(row, (), others, _plus([*terms, *_numbers(row, say)]))
+
+
+def _running_product(made: Origin, i: int, j: int, say: Say) -> Parts:
+    P, V, factor, old = _operands(made, 4)
+    row, column, others = _row(P, i), _column(V, j), (*_at(factor, i, 0), *_at(old, i, j))
+    terms = [_products(others[:1], others[1:], say)] if len(others) > 1 else []
+    return Parts(row, column, others, _plus([*terms, _products(row, column, say)]))
+
+
+def _pairs(made: Origin, i: int, j: int, say: Say) -> Parts:
+    hidden, w, K = _operands(made, 3)
+    row = _row(hidden, i * len(K.value) + j)
+    column = tuple(Place(w, (n,)) for n in range(w.value.size))
+    return Parts(row, column, (), _products(row, column, say))
+
+
+def _normalise(made: Origin, i: int, j: int, say: Say) -> Parts:
+    steps = _operands(made, len(made.operands))
+    blocks = list(zip(steps[::2], steps[1::2], strict=True))
+    while i >= len(blocks[0][0].value):
+        i -= len(blocks.pop(0)[0].value)
+    O, total = blocks[0]
+    row, column = _at(O, i, j), _at(total, i, 0)
+    return Parts(row, column, (), " / ".join(_numbers((*row, *column), say)))
+
+
+WRITERS: dict[str, Callable[[Origin, int, int, Say], Parts]] = {
+    "product": _product,
+    "dot": _dot,
+    "cosine": _cosine,
+    "scale": _scale,
+    "cap": _cap,
+    "sum": _with("{} + {}"),
+    "times": _with("{} · {}"),
+    "mask": _mask,
+    "row max": _max,
+    "exp": _with("exp({} - {})"),
+    "total": _total,
+    "share": _with("{} / {}"),
+    "concat": _concat,
+    "lse": _lse,
+    "unit": _unit,
+    "rms": _rms,
+    "rotated": _rotated,
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+    "pairs": _pairs,
+    "block": _block,
+    "running max": _max,
+    "decay": _decay,
+    "running sum": _running_sum,
+    "running product": _running_product,
+    "normalise": _normalise,
+}

@@ -1,0 +1,106 @@
+"""The flow of data, blocks, bars and angles: what is drawn is what the trace holds."""
+
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+from pictures import corners, of, shapes
+
+from minimha.examples import EXAMPLES, blocks, sentences
+from minimha.explain.figures import figures
+from minimha.explain.figures.angles import PANEL
+from minimha.explain.figures.pick import WHOLE
+
+HEADS = sentences.of_length(5, num_kv_heads=1).trace()
+GIVEN = EXAMPLES["given-qkv"].trace()
+FLASH = blocks.of_length(5).trace(is_causal=True)
+
+
+def drawn(trace, title):
+    return shapes(figures(trace, 3)[title].svg(title))
+
+
+def boxes(picture):
+    """Name → left, top, right, bottom."""
+    names = [text.text for text in of(picture, "text", "bold")]
+    sides = [[float(box.get(key)) for key in ("x", "y", "width", "height")]
+             for box in of(picture, "rect", "box")]  # fmt: skip
+    return {
+        name: (x, y, x + width, y + height)
+        for name, (x, y, width, height) in zip(names, sides, strict=True)
+    }
+
+
+def test_arrows_lead_from_what_a_matrix_is_computed_from_to_it():
+    picture = drawn(HEADS, "flow of data")
+    places = boxes(picture)
+    found = set()
+    for arrow in of(picture, "polyline", "line"):
+        (x0, y0), *_, (x, y) = corners(arrow)
+        start = [
+            n for n, (a, _, b, bottom) in places.items() if a <= x0 <= b and abs(bottom - y0) < 0.1
+        ]
+        end = [n for n, (a, top, b, _) in places.items() if a <= x <= b and abs(top - y) < 0.1]
+        found.add((*start, *end))
+    assert {("x", "q"), ("W_q", "q"), ("q", "scores"), ("k", "scores"), ("scaled", "masked"),
+            ("v", "head_output"), ("weights", "head_output"), ("head_output", "concat"),
+            ("concat", "output"), ("W_o", "output")} <= found  # fmt: skip
+    assert len(of(picture, "polygon", "tip")) == len(found)
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "shapes"])
+def test_boxes_do_not_touch_and_have_their_shapes(name):
+    trace = EXAMPLES[name].trace()
+    picture = drawn(trace, "flow of data")
+    found = boxes(picture)
+    for one, other in itertools.combinations(found.values(), 2):
+        apart = one[2] < other[0] or other[2] < one[0] or one[3] < other[1] or other[3] < one[1]
+        assert apart
+    assert set(found) <= set(trace)
+    words = [text.text for text in of(picture, "text", "muted")]
+    assert " × ".join(map(str, trace[next(iter(found))].shape)) in words
+
+
+def test_blocks_are_numbered_as_they_are_loaded_and_skipped_ones_are_crossed_out():
+    picture = drawn(FLASH, "blocks")
+    loaded = [name for name in FLASH if name.startswith("S[")]
+    orders = [text.text for text in of(picture, "text", "bold")][1:]
+    assert orders == [f"{n}." for n in range(1, len(loaded) + 1)]
+    assert len(of(picture, "rect", "skipped")) == len(FLASH["skipped"])
+    scores = [shape for shape in of(picture, "rect", "heat") if shape.get("height") == "24"]
+    finite = sum(int(np.isfinite(FLASH[name]).sum()) for name in loaded)
+    assert len(scores) == finite == 15
+    crossed = [text.text for text in of(picture, "text", "number muted")]
+    assert crossed.count("×") == sum(FLASH[name].size for name in loaded) - finite
+
+
+def test_bars_are_as_long_as_the_weights():
+    bars = [float(bar.get("width")) for bar in of(drawn(GIVEN, "values picked"), "rect", "bar")]
+    np.testing.assert_allclose(bars, WHOLE * GIVEN["weights"][-1], atol=0.01)
+
+
+def test_arrows_have_the_vectors_lengths_and_angles():
+    picture = drawn(GIVEN, "angles")
+    arrows = [
+        [(b[0] - a[0], a[1] - b[1]) for a, b in map(corners, of(picture, "polyline", kind))]
+        for kind in ("one", "two")
+    ]
+    longest = max(np.hypot(*vector) for side in arrows for vector in side)
+    assert longest == pytest.approx(PANEL, abs=0.02)
+    for (qx, qy), (kx, ky), k in zip(*arrows, GIVEN["k"], strict=True):
+        q = GIVEN["q"][-1]
+        assert math.hypot(kx, ky) / math.hypot(qx, qy) == pytest.approx(
+            np.linalg.norm(k) / np.linalg.norm(q), abs=1e-3
+        )
+        cosine = q @ k / np.linalg.norm(q) / np.linalg.norm(k)
+        found = (qx * kx + qy * ky) / math.hypot(qx, qy) / math.hypot(kx, ky)
+        assert found == pytest.approx(cosine, abs=1e-3)
+
+
+def test_a_figure_that_does_not_suit_a_run_is_left_out():
+    assert list(figures(HEADS, 3)) == ["flow of data", "heatmaps"]
+    assert list(figures(EXAMPLES["shapes"].trace(), 3)) == ["matrices"]
+    assert "blocks" in figures(FLASH, 3)
+    assert re.search("angle 45.0°", figures(GIVEN, 3)["angles"].svg(""))
