@@ -30,7 +30,11 @@ BELOW = {
 BELOW["cli"] = set(BELOW)
 BELOW["__main__"] = {"cli"}
 FOR_TRACES = "minimha.equations.tap"  # all that explain/ knows of the equations
-HOMES = {"numba": "minimha.kernels", "rich": "minimha.explain.render"}
+HOMES = {
+    "numba": "minimha.kernels",
+    "rich": "minimha.explain.render",
+    "xlsxwriter": "minimha.explain.sheet",
+}
 
 
 def module_of(name):

@@ -19,12 +19,12 @@ from typing import Any
 from minimha.explain import render
 from minimha.explain.trace import Trace
 
-TRACE_FORMATS = ("text", "json", "markdown", "latex", "csv", "npz", "svg", "png", "html")
+TRACE_FORMATS = ("text", "json", "markdown", "latex", "csv", "npz", "xlsx", "svg", "png", "html")
 TABLE_FORMATS = ("text", "json", "markdown", "csv")
 ENDINGS = {
     "": "text",
     ".txt": "text", ".json": "json", ".md": "markdown", ".tex": "latex", ".csv": "csv",
-    ".npz": "npz", ".svg": "svg", ".png": "png", ".html": "html",
+    ".npz": "npz", ".xlsx": "xlsx", ".svg": "svg", ".png": "png", ".html": "html",
 }  # fmt: skip
 FOR_READERS = ("text", "markdown", "latex", "svg", "png", "html")
 LARGEST_MATRIX = 32 * 32  # numbers; more in one matrix cannot be read, only processed
@@ -134,7 +134,7 @@ def format_of(args: argparse.Namespace) -> str:
             f"{'a trace' if is_trace else 'a table'}: add --format, one of "
             f"{', '.join(args.formats)}{' (csv writes a folder of steps)' * is_trace}"
         )
-    if is_trace and kind in ("csv", "npz", "png") and args.output is None:
+    if is_trace and kind in ("csv", "npz", "xlsx", "png") and args.output is None:
         what = "a folder" if is_folder else "a file"
         raise ValueError(f"--format {kind} needs --output: the name of {what} to write")
     return kind

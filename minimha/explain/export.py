@@ -1,4 +1,4 @@
-"""A trace as JSON, CSV, npz, Markdown, LaTeX, SVG and HTML; a table as JSON, CSV and Markdown.
+"""A trace as JSON, CSV, npz, xlsx, Markdown, LaTeX, SVG, HTML; a table as JSON, CSV, Markdown.
 
 Each function returns what is to be written, and writes nothing itself.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.explain import figures, render, wording
+from minimha.explain import figures, render, sheet, wording
 from minimha.explain.figures import raster
 from minimha.explain.numbers import cells
 from minimha.explain.printed import Comparison
@@ -34,6 +34,8 @@ def trace_as(kind: str, trace: Trace, decimals: int) -> str | bytes | dict[str, 
         return picture if kind == "svg" else raster.png(picture)
     if kind in ("markdown", "latex"):
         return as_markdown(trace, decimals) if kind == "markdown" else as_latex(trace, decimals)
+    if kind == "xlsx":
+        return sheet.as_workbook(trace, decimals)
     makers: dict[str, Callable[[Trace], str | bytes | dict[str, str]]]
     makers = {"json": as_json, "csv": as_csv, "npz": as_npz}
     return makers[kind](trace)

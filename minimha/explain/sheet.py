@@ -1,0 +1,446 @@
+"""A trace as a workbook: every matrix a labelled range, every computed cell a live formula.
+
+What is given is yellow: change it, and everything below follows. Heads stand side by side, so that
+the sheet is read downwards, in the order of the computation. There are no macros.
+
+XlsxWriter writes it, not openpyxl, because it keeps the value beside each formula: a preview, or a
+reader that computes nothing, shows the numbers too. Words are written as strings, so that a token
+such as ``=1+1`` is never a formula.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.explain import wording
+from minimha.explain.numbers import LARGEST_FIXED
+from minimha.explain.origins import HALF_SPLIT, Origin, origin, pairs
+from minimha.explain.trace import BLOCK, TOKEN_AXES, Step, Trace
+
+SHEET = "attention"
+LARGEST_TOKENS = 64
+LARGEST_SHEET = 2**18  # numbers
+WIDEST_SHEET = 2**14  # columns: the format has no more
+LONGEST_WORD = 255  # characters, of 32,767 that a cell can hold
+NARROWEST, WIDEST_LABEL = 8, 24  # characters that a column shows
+HIDDEN = "-∞"  # text, which MAX and SUM pass over
+YELLOW, GREY = "#FFF2CC", "#666666"
+FRAME = {"border": 1, "border_color": "#BBBBBB", "align": "right"}
+LEGEND = "Yellow cells are given: change one, and everything below follows."
+INSTEAD = "export it with --format json, npz or csv"
+CELL_LIKE = re.compile(r"\d.*|[a-z]{1,3}\d+|r\d*c?\d*|c\d*", re.IGNORECASE)
+
+Formula = Callable[[int, int], str]  # of entry (i, j)
+
+
+class Panel(NamedTuple):
+    """Where a matrix stands: its first cell, counted from 0, and its size.
+
+    An axis of length 1 is broadcast, as in NumPy.
+    """
+
+    top: int
+    left: int
+    rows: int
+    columns: int
+
+    def cell(self, i: int, j: int) -> str:
+        """The address of entry (i, j): ``B7``."""
+        row = self.top + (i if self.rows > 1 else 0)
+        return f"{_letters(self.left + (j if self.columns > 1 else 0))}{row + 1}"
+
+    def row(self, i: int) -> str:
+        """The addresses of row i: ``B7:D7``."""
+        return f"{self.cell(i, 0)}:{self.cell(i, self.columns - 1)}"
+
+    def column(self, j: int) -> str:
+        """The addresses of column j: ``B7:B9``."""
+        return f"{self.cell(0, j)}:{self.cell(self.rows - 1, j)}"
+
+    @property
+    def area(self) -> str:
+        """The addresses of all cells: ``B7:D9``."""
+        return f"{self.cell(0, 0)}:{self.cell(self.rows - 1, self.columns - 1)}"
+
+
+def _letters(column: int) -> str:
+    """The name of a column: 0 is A, 26 is AA."""
+    more, letter = divmod(column, 26)
+    return (_letters(more - 1) if more else "") + chr(ord("A") + letter)
+
+
+Setting = Panel | float | bool
+
+
+def _product(i: int, j: int, x: Panel, W: Panel, b: Panel | None = None) -> str:
+    return f"MMULT({x.row(i)},{W.column(j)})" + (f"+{b.cell(i, j)}" if b else "")
+
+
+def _sum(i: int, j: int, x: Panel, y: Panel, hides: bool) -> str:
+    a, b = x.cell(i, j), y.cell(i, j)
+    return f'IF(COUNT({a},{b})=2,{a}+{b},"{HIDDEN}")' if hides else f"{a}+{b}"
+
+
+def _row_max(i: int, j: int, S: Panel, sink: Panel | None) -> str:
+    return f"MAX({S.row(i)}" + (f",{sink.cell(i, j)})" if sink else ")")
+
+
+def _exp(i: int, j: int, S: Panel, m: Panel) -> str:
+    return f"IF(ISNUMBER({S.cell(i, j)}),EXP({S.cell(i, j)}-{m.cell(i, j)}),0)"
+
+
+def _total(i: int, j: int, P: Panel, sink: Panel | None, m: Panel) -> str:
+    return f"SUM({P.row(i)})" + (f"+EXP({sink.cell(i, j)}-{m.cell(i, j)})" if sink else "")
+
+
+def _share(i: int, j: int, P: Panel, total: Panel) -> str:
+    return f"IF({total.cell(i, j)}=0,0,{P.cell(i, j)}/{total.cell(i, j)})"
+
+
+def _log_sum(_: int, i: int, m: Panel, total: Panel) -> str:
+    return f'IF({total.cell(i, 0)}=0,"{HIDDEN}",{m.cell(i, 0)}+LN({total.cell(i, 0)}))'
+
+
+def _concat(i: int, j: int, *heads: Panel) -> str:
+    head, column = divmod(j, heads[0].columns)
+    return heads[head].cell(i, column)
+
+
+def _rotated(i: int, j: int, x: Panel, cos: Panel, sin: Panel, layout: float) -> str:
+    first, second = (columns.tolist() for columns in pairs(cos.columns, layout))
+    if j not in first + second:
+        return x.cell(i, j)
+    n, sign = (first.index(j), "-") if j in first else (second.index(j), "+")
+    other = second[n] if j in first else first[n]
+    return f"{x.cell(i, j)}*{cos.cell(i, n)}{sign}{x.cell(i, other)}*{sin.cell(i, n)}"
+
+
+def _unit(i: int, j: int, x: Panel) -> str:
+    return f"IF(SUMSQ({x.row(i)})=0,0,{x.cell(i, j)}/SQRT(SUMSQ({x.row(i)})))"
+
+
+def _cosine(i: int, j: int, q: Panel, k: Panel) -> str:
+    lengths = f"SUMSQ({q.row(i)})*SUMSQ({k.row(j)})"
+    return f"IF({lengths}=0,0,SUMPRODUCT({q.row(i)},{k.row(j)})/SQRT({lengths}))"
+
+
+def _tanh(n: int, a: int, q: Panel, k: Panel, b: Panel | None) -> str:
+    i, j = divmod(n, k.rows)
+    return f"TANH({q.cell(i, a)}+{k.cell(j, a)}" + (f"+{b.cell(0, a)})" if b else ")")
+
+
+# The formula of entry (i, j) for each operation of ``origins``, from the places of its operands and
+# of its setting.
+FORMULAS: dict[str, Callable[..., str]] = {
+    "product": _product,
+    "dot": lambda i, j, q, k: f"SUMPRODUCT({q.row(i)},{k.row(j)})",
+    "scale": lambda i, j, S, scale: f"{S.cell(i, j)}*{scale.cell(i, j)}",
+    "cap": lambda i, j, S, c: f"{c.cell(i, j)}*TANH({S.cell(i, j)}/{c.cell(i, j)})",
+    "mask": lambda i, j, S, seen: f'IF({seen.cell(i, j)}=1,{S.cell(i, j)},"{HIDDEN}")',
+    "row max": _row_max,
+    "exp": _exp,
+    "total": _total,
+    "share": _share,
+    "lse": _log_sum,
+    "concat": _concat,
+    "sum": _sum,
+    "times": lambda i, j, x, y: f"{x.cell(i, j)}*{y.cell(i, j)}",
+    "sigmoid": lambda i, j, x, W, b: f"1/(1+EXP(-({_product(i, j, x, W, b)})))",
+    "rotated": _rotated,
+    "unit": _unit,
+    "cosine": _cosine,
+    "tanh": _tanh,
+    "pairs": lambda i, j, Z, w, k: f"SUMPRODUCT({Z.row(i * k.rows + j)},{w.row(0)})",
+}
+
+
+def as_workbook(trace: Trace, decimals: int) -> bytes:
+    """Return ``trace`` as an xlsx file that shows computed numbers with ``decimals``.
+
+    Raises
+    ------
+    ValueError
+        The extra ``sheets`` is not installed, or ``trace`` is what a sheet cannot hold: blocks,
+        chosen steps alone, a step that no formula gives, more than 64 tokens, NaN, ∞.
+    """
+    try:
+        import xlsxwriter
+    except ImportError:
+        raise ValueError(
+            "XlsxWriter, which writes spreadsheets, is not installed: pip install 'minimha[sheets]'"
+        ) from None
+    _check(trace)
+    origins = {wording.title(step): _origin(trace, step) for step in trace.steps}
+    if not any(origins.values()):
+        raise ValueError(f"no step here is computed from another that is shown: {INSTEAD}")
+    stream = io.BytesIO()
+    with xlsxwriter.Workbook(stream, {"in_memory": True}) as book:
+        _Sheet(book, trace, decimals, origins).write()
+    return stream.getvalue()
+
+
+def _check(trace: Trace) -> None:
+    """Refuse what a sheet cannot hold."""
+    if trace.only:
+        raise ValueError(
+            "a sheet computes every step from those before it, so it holds all of them: leave out "
+            "--only"
+        )
+    for step in trace.steps:
+        if BLOCK.search(step.name):
+            raise ValueError(
+                f"{step.name} is one of many blocks, and a sheet holds whole matrices: "
+                f"FlashAttention is not written as xlsx, {INSTEAD}"
+            )
+        for axis, size in zip(step.axes, step.value.shape, strict=True):
+            if axis in TOKEN_AXES and size > LARGEST_TOKENS:
+                raise ValueError(
+                    f"{step.name} has {axis}={size}, and a sheet holds at most {LARGEST_TOKENS} "
+                    f"tokens: {INSTEAD}"
+                )
+        if not step.value.size:
+            raise ValueError(f"{step.name} has no numbers: {INSTEAD}")
+        if np.isnan(step.value).any() or np.isposinf(step.value).any():
+            raise ValueError(f"{step.name} holds NaN or ∞, which no cell can: {INSTEAD}")
+    total = sum(step.value.size for step in trace.steps)
+    if total > LARGEST_SHEET:
+        raise ValueError(
+            f"all steps together have {total:,} numbers, and a sheet holds at most "
+            f"{LARGEST_SHEET:,}: {INSTEAD}"
+        )
+    for name, steps in trace.by_name.items():
+        width = len(steps) * _stride(trace) if len(steps) > 1 else _flat(steps[0].value).shape[1]
+        if width >= WIDEST_SHEET:
+            raise ValueError(
+                f"{name} would be {width:,} columns wide, and a sheet has {WIDEST_SHEET:,}: "
+                f"{INSTEAD}"
+            )
+
+
+def _stride(trace: Trace) -> int:
+    """Columns from one head to the next: those of the widest matrix and its labels."""
+    return 1 + max((_flat(step.value).shape[1] for step in trace.steps if step.place), default=0)
+
+
+def _origin(trace: Trace, step: Step) -> Origin | None:
+    """What ``step`` is computed from; refused where the trace has that, but no formula gives it."""
+    found = origin(trace, step)
+    if found is not None and found.operation in FORMULAS:
+        return found
+    sources = {name.strip("?") for names in step.made[1:] for name in names.split("|")}
+    if sources & {name.partition("[")[0] for name in trace}:
+        raise ValueError(
+            f"{step.name} follows from the steps before it in no way that a sheet can compute: "
+            f"{INSTEAD}"
+        )
+    return None
+
+
+class Matrix(NamedTuple):
+    """A matrix to be written, with the formula of its entries; None where they are given."""
+
+    title: str
+    place: str
+    values: NDArray[Any]
+    rows: Sequence[str] | None = None
+    columns: Sequence[str] | None = None
+    formula: Formula | None = None
+
+
+class _Sheet:
+    """Writes a trace from top to bottom, and remembers where each matrix stands."""
+
+    def __init__(
+        self, book: Any, trace: Trace, decimals: int, origins: dict[str, Origin | None]
+    ) -> None:
+        self.book, self.trace, self.decimals, self.origins = book, trace, decimals, origins
+        self.sheet = book.add_worksheet(SHEET)
+        self.panels: dict[str, Panel] = {}
+        self.styles: dict[str, Any] = {}
+        self.names: set[str] = set()
+        self.widths: dict[int, int] = {}
+        self.top = 0
+        self.stride = _stride(trace)
+
+    def write(self) -> None:
+        """Write every step, below the title and a line that says what can be changed."""
+        self._line(self.trace.example, bold=True)
+        self._line(self.trace.source, font_color=GREY)
+        self._line(LEGEND, bg_color=YELLOW)
+        for _, steps in groupby(self.trace.steps, key=lambda step: step.name):
+            self._step(list(steps))
+        for column, width in self.widths.items():
+            self.sheet.set_column(column, column, width)
+        self.sheet.hide_gridlines(2)
+        self.sheet.set_landscape()
+        self.sheet.fit_to_pages(1, 0)
+
+    def _step(self, steps: list[Step]) -> None:
+        """The matrices of one name, and above them what they take beside other steps."""
+        settings = self._settings(steps)
+        notes = list(dict.fromkeys(step.note for step in steps))
+        if len(notes) > 1:
+            notes = [f"{step.place}: {step.note}" for step in steps]
+        name, formula = steps[0].name, steps[0].formula
+        self._band(name if formula == steps[0].symbol else f"{name}:  {formula}", notes, [
+            Matrix(
+                wording.title(step), step.place, step.value, step.rows, step.columns,
+                self._formula(step, setting),
+            )
+            for step, setting in zip(steps, settings, strict=True)
+        ])  # fmt: skip
+        if steps[0].base == "weights":
+            for step in steps:
+                self._shade(self.panels[wording.title(step)])
+
+    def _formula(self, step: Step, setting: tuple[Setting, ...]) -> Formula | None:
+        made = self.origins[wording.title(step)]
+        if made is None:
+            return None
+        operands = [known and self.panels[wording.title(known)] for known in made.operands]
+        return lambda i, j: FORMULAS[made.operation](i, j, *operands, *setting)
+
+    def _settings(self, steps: Sequence[Step]) -> list[tuple[Setting, ...]]:
+        """What the formula of each step takes after its operands; a scale and a mask are cells."""
+        made, stage = self.origins[wording.title(steps[0])], steps[0].name[len(steps[0].base) :]
+        if made is None:
+            return [()] * len(steps)
+        if made.operation == "scale":
+            return [(self._scale(f"scale{stage}", steps),)] * len(steps)
+        if made.operation == "mask":
+            return [(panel,) for panel in self._visible(f"visible{stage}", steps)]
+        if made.operation == "rotated":
+            return [(made.constant or HALF_SPLIT,)] * len(steps)
+        if made.operation == "sum":
+            return [(bool(np.isneginf(step.value).any()),) for step in steps]
+        return [()] * len(steps)
+
+    def _scale(self, name: str, steps: Sequence[Step]) -> Panel:
+        """One number for all heads, as the largest scores show it."""
+        made = self.origins[wording.title(max(steps, key=lambda step: abs(step.value).max()))]
+        scale = Matrix(name, "", np.array(made.constant if made else None))
+        self._band(name, ["1/√D, unless another is given."], [scale])
+        return self.panels[name]
+
+    def _visible(self, name: str, steps: Sequence[Step]) -> list[Panel]:
+        """Which keys each step's queries see: written once where that is the same for all heads."""
+        seen = [np.isfinite(step.value) for step in steps]
+        is_one = all(np.array_equal(seen[0], other) for other in seen)
+        matrices = [
+            Matrix(f"{name}, {step.place}", step.place, see, step.rows, step.columns)
+            for step, see in zip(steps, seen, strict=True)
+        ]
+        if is_one:
+            matrices = [matrices[0]._replace(title=name, place="")]
+        self._band(name, ["1 where a query (row) may see a key (column), 0 where not."], matrices)
+        return [self.panels[matrix.title] for matrix in matrices] * (len(steps) if is_one else 1)
+
+    def _band(self, heading: str, notes: Sequence[str], matrices: Sequence[Matrix]) -> None:
+        """Matrices side by side, below what is said of them."""
+        self.top += 1
+        self._line(heading, bold=True)
+        for note in notes:
+            self._line(note, font_color=GREY)
+        self.top += any(matrix.place or matrix.columns for matrix in matrices)
+        for n, matrix in enumerate(matrices):
+            self._matrix(matrix, n * self.stride)
+        self.top += max(self.panels[matrix.title].rows for matrix in matrices)
+
+    def _matrix(self, matrix: Matrix, left: int) -> None:
+        values = _flat(matrix.values)
+        panel = Panel(self.top, left + 1, *values.shape)
+        self.panels[matrix.title] = panel
+        self._label(self.top - 1, left, matrix.place, indent=1)
+        for j, label in enumerate(matrix.columns or ()):
+            self._label(self.top - 1, left + 1 + j, label)
+        for i, label in enumerate(matrix.rows or ()):
+            self._label(self.top + i, left, label, indent=1)
+        number_format = _number_format(values, self.decimals)
+        look = {"bg_color": YELLOW} if matrix.formula is None else {"num_format": number_format}
+        style = self._style(**FRAME, **look)
+        for (i, j), value in np.ndenumerate(values):
+            formula = matrix.formula and matrix.formula(i, j)
+            self._cell(panel.top + i, panel.left + j, float(value), formula, style)
+        digits = 1 if "E" in number_format else len(f"{_largest(values):.0f}")
+        for column in range(panel.left, panel.left + panel.columns):
+            self._widen(column, max(NARROWEST, len(number_format) + digits + 2))
+        self._name(matrix.title, panel)
+
+    def _cell(self, row: int, column: int, value: float, formula: str | None, style: Any) -> None:
+        shown = HIDDEN if value == -np.inf else value
+        if formula is None and shown is HIDDEN:
+            self.sheet.write_string(row, column, HIDDEN, style)
+        elif formula is None:
+            self.sheet.write_number(row, column, value, style)
+        elif "MMULT" in formula:  # which Excel reads as a matrix in array formulas alone
+            self.sheet.write_array_formula(row, column, row, column, f"={formula}", style, shown)
+        else:
+            self.sheet.write_formula(row, column, f"={formula}", style, shown)
+
+    def _label(self, row: int, column: int, label: str, indent: int = 0) -> None:
+        if label:
+            style = self._style(font_color=GREY, align="right", indent=indent)
+            self.sheet.write_string(row, column, _word(label), style)
+            self._widen(column, min(len(label) + 2, WIDEST_LABEL))
+
+    def _widen(self, column: int, width: int) -> None:
+        self.widths[column] = max(width, self.widths.get(column, 0))
+
+    def _line(self, text: str, **style: Any) -> None:
+        if text:
+            self.sheet.write_string(self.top, 0, _word(text), self._style(**style))
+            self.top += 1
+
+    def _shade(self, panel: Panel) -> None:
+        """The larger a weight, the darker its cell."""
+        self.sheet.conditional_format(
+            panel.area,
+            {
+                "type": "2_color_scale", "min_type": "num", "max_type": "num", "min_value": 0,
+                "max_value": 1, "min_color": "#FFFFFF", "max_color": "#6FA8DC",
+            },
+        )  # fmt: skip
+
+    def _name(self, title: str, panel: Panel) -> None:
+        """Give the range the name under which spreadsheets list it, ``weights_head_0``."""
+        name = re.sub(r"\W+", "_", title).strip("_")[:LONGEST_WORD]
+        name = f"_{name}" if not name or CELL_LIKE.fullmatch(name) else name
+        if name.casefold() not in self.names:
+            self.names.add(name.casefold())
+            absolute = re.sub(r"([A-Z]+)(\d+)", r"$\1$\2", panel.area)
+            self.book.define_name(name, f"={SHEET}!{absolute}")
+
+    def _style(self, **properties: Any) -> Any:
+        key = str(properties)
+        if key not in self.styles:
+            self.styles[key] = self.book.add_format(properties)
+        return self.styles[key]
+
+
+def _flat(value: NDArray[Any]) -> NDArray[np.float64]:
+    """``value`` as a matrix: a vector is one row, a scalar one number."""
+    width = value.shape[-1] if value.ndim else 1
+    return np.asarray(value, np.float64).reshape(-1, width)
+
+
+def _largest(values: NDArray[Any]) -> float:
+    return float(abs(values[np.isfinite(values)]).max(initial=0))
+
+
+def _number_format(values: NDArray[Any], decimals: int) -> str:
+    """As ``numbers.cells``, but with decimals for whole numbers, which can become others here."""
+    largest = _largest(values)
+    fixed = f"0.{'0' * decimals}" if decimals else "0"
+    is_far = largest >= LARGEST_FIXED or 0 < largest < 0.5 * 10.0**-decimals
+    return f"{fixed}E+00" if is_far else fixed
+
+
+def _word(text: str) -> str:
+    return text if len(text) <= LONGEST_WORD else f"{text[: LONGEST_WORD - 1]}…"
