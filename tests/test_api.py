@@ -71,6 +71,7 @@ def test_the_log_sum_exp_is_returned_only_on_request():
 @pytest.mark.parametrize("backend", ["dense", "tiled"])
 def test_a_traced_run_returns_the_same_bits(backend):
     options = {"is_causal": True, "softcap": 2.0, "return_lse": True, "backend": backend}
+    options |= {"sinks": [0.5, 1.0, -1.0], "alibi_slopes": [1, 2, 3]}
     untraced = attention(Q, K, V, **options)
     traced = attention(Q, K, V, **options, tap=Trace())
     for one, other in zip(untraced, traced, strict=True):
@@ -80,10 +81,12 @@ def test_a_traced_run_returns_the_same_bits(backend):
 def test_every_option_adds_its_step_to_the_trace():
     trace = Trace()
     attention(
-        Q, K, V, is_causal=True, softcap=2.0, alibi_slopes=[1, 2, 3], return_lse=True, tap=trace
-    )
+        Q, K, V, is_causal=True, softcap=2.0, alibi_slopes=[1, 2, 3], sinks=[0, 1, 2],
+        return_lse=True, tap=trace,
+    )  # fmt: skip
     assert list(trace) == [
-        "q", "k", "v", "scores", "scaled", "capped", "biased", "masked", "weights", "output", "lse"
+        "q", "k", "v", "scores", "scaled", "softcap", "capped", "bias", "biased", "masked", "sinks",
+        "row_max", "exponentials", "row_sum", "weights", "output", "lse",
     ]  # fmt: skip
 
 

@@ -53,8 +53,8 @@ def scores(
     if problem.scale != 1:
         S = tap("scaled", S * S.dtype.type(problem.scale))
     if problem.softcap is not None:
-        cap = S.dtype.type(problem.softcap)
-        S = tap("capped", tap("softcap", cap) * np.tanh(S / cap))
+        cap = tap("softcap", S.dtype.type(problem.softcap))
+        S = tap("capped", cap * np.tanh(S / cap))
     if problem.attn_bias is not None or problem.alibi_slopes is not None:
         S = tap("biased", S + tap("bias", bias(problem, rows, keys)))
     if not problem.hides:
@@ -97,7 +97,8 @@ def softmax(
     total = P.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + np.exp(sinks[:, None, None] - m)
-    L = (m + np.log(tap("row_sum", total)))[..., 0]
+    total = tap("row_sum", total)
+    L = (m + np.log(total))[..., 0]
     return P / np.where(total == 0, S.dtype.type(1), total), L
 
 

@@ -50,6 +50,9 @@ GPT2 = Example(
         "x": "The sum of the two: wte + wpe. (Its layer normalisation is left out.)",
         "c_attn": "Columns 0 to 3 are W_q of both heads, 4 to 7 W_k, 8 to 11 W_v.",
         "W_q": "Columns 0 and 1 of c_attn are head 0's, 2 and 3 head 1's.",
+        "q_combined": "Columns 0 to 3 of X c_attn + b_attn.",
+        "k_combined": "Columns 4 to 7.",
+        "v_combined": "Columns 8 to 11.",
         "W_o": "GPT-2 calls it c_proj.",
     },
 )  # fmt: skip

@@ -71,6 +71,21 @@ CATALOGUE: dict[str, Entry] = {
         "Added to every key.", VASWANI),
     "b_v": Entry("b_v", "b_v", ("Hkv", "Dv"), "b_v", "b_v",
         "Added to every value.", VASWANI),
+    "q_combined": Entry("Q", "Q", ("B", "L", "H·D"),
+        "[Q of head 0, Q of head 1, …] = X W_q", r"[Q_0, Q_1, \ldots] = X W_q",
+        "The queries of all heads side by side, one product, which is split: from H·D numbers "
+        "per token to H heads of D.", VASWANI,
+        made=("products", "x", "W_q", "b_q?")),
+    "k_combined": Entry("K", "K", ("B", "L", "Hkv·D"),
+        "[K of head 0, K of head 1, …] = X W_k", r"[K_0, K_1, \ldots] = X W_k",
+        "The keys of all heads side by side, one product, which is split: from Hkv·D numbers "
+        "per token to Hkv heads of D.", VASWANI,
+        made=("products", "context|x", "W_k", "b_k?")),
+    "v_combined": Entry("V", "V", ("B", "L", "Hkv·Dv"),
+        "[V of head 0, V of head 1, …] = X W_v", r"[V_0, V_1, \ldots] = X W_v",
+        "The values of all heads side by side, one product, which is split: from Hkv·Dv numbers "
+        "per token to Hkv heads of Dv.", VASWANI,
+        made=("products", "context|x", "W_v", "b_v?")),
     "q": Entry("Q", "Q", ("B", "H", "Lq", "D"), "Q = X W_q", r"Q = X W_q",
         "One query per row.", VASWANI,
         made=("product", "x", "W_q", "b_q?")),

@@ -115,7 +115,7 @@ class Trace:
     array([[0.731, 0.269],
            [0.269, 0.731]])
     >>> [step.name for step in trace.steps]
-    ['q', 'k', 'v', 'scores', 'weights', 'output']
+    ['q', 'k', 'v', 'scores', 'row_max', 'exponentials', 'row_sum', 'weights', 'output']
     """
 
     example: str = "attention"
@@ -212,7 +212,7 @@ class Trace:
 
     def _as_computed(self, name: str) -> dict[str, tuple[str, str]]:
         """What a projection's formula, plain and in TeX, has instead of the catalogue's symbols."""
-        base = name.partition("[")[0]
+        base = name.partition("[")[0].removesuffix("_combined")
         letter = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}.get(base)
         changes = {}
         if base in ("k", "v") and _beside(name, "context") in self:

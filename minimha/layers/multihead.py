@@ -80,6 +80,7 @@ class MultiHeadAttention:
 
     Head h's matrix is the columns h · D to (h + 1) · D - 1 of the combined one, so the H small
     products x W_q[h] are one large product: ``from_heads`` and ``from_combined`` make equal layers.
+    Where the matrices are combined, a tap hears that product too: q_combined, then its heads, q.
 
     Parameters
     ----------
@@ -156,6 +157,7 @@ class MultiHeadAttention:
     W_v: Array
     W_o: Array
     dtype: np.dtype[Any]
+    _is_combined = True  # from_heads has none to split
 
     def __init__(
         self,
@@ -302,7 +304,9 @@ class MultiHeadAttention:
         for name in {"b_q", "b_k", "b_v"} & set(others):
             combined[name] = np.ravel(as_floating(name, combined[name]))
         combined |= {name: _combined(W) for name, W in heads.items()}
-        return cls.from_combined(**combined, W_o=W_o, num_heads=H, num_kv_heads=Hkv)
+        layer = cls.from_combined(**combined, W_o=W_o, num_heads=H, num_kv_heads=Hkv)
+        layer._is_combined = False
+        return layer
 
     @overload
     def __call__(
@@ -583,6 +587,8 @@ class MultiHeadAttention:
         y = _product(x, matrix)
         if self.bias:
             y = y + tap(b, self._row(b, x.dtype).reshape(heads, -1)).ravel()
+        if self._is_combined and heads > 1:
+            y = tap(f"{name}_combined", y)
         return _heads(y, heads)
 
     def _normed(self, name: str, x: Array, tap: Tap) -> Array:

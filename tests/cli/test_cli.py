@@ -568,7 +568,7 @@ def test_csv_makes_a_folder_or_takes_an_empty_one(run, tmp_path):
     (tmp_path / "there").mkdir()
     for name in ("there", "new"):
         shown(run, f"example --format csv --output {name}")
-        assert (tmp_path / name / "10_weights.csv").read_text().startswith("1.0,0.0,0.0\n")
+        assert (tmp_path / name / "13_weights.csv").read_text().startswith("1.0,0.0,0.0\n")
 
 
 def test_force_replaces_and_leaves_the_rest_of_a_folder_alone(run, tmp_path):

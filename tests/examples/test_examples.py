@@ -6,8 +6,8 @@ import pytest
 from minimha.examples import blocks, sentences
 
 STEPS = [
-    "x", "W_q", "W_k", "W_v", "q", "k", "v", "scores", "scaled", "masked", "weights",
-    "head_output", "concat", "W_o", "output",
+    "x", "W_q", "W_k", "W_v", "q", "k", "v", "scores", "scaled", "masked", "row_max",
+    "exponentials", "row_sum", "weights", "head_output", "concat", "W_o", "output",
 ]  # fmt: skip
 
 
@@ -20,6 +20,9 @@ def test_every_matrix_of_every_head_is_there_and_follows_from_those_before(num_t
     np.testing.assert_array_equal(t["scores"], t["q"] @ t["k"].swapaxes(-1, -2))
     np.testing.assert_allclose(t["scaled"], t["scores"] / np.sqrt(2))
     assert (np.isneginf(t["masked"]) == np.triu(np.ones((num_tokens,) * 2), 1)).all()
+    np.testing.assert_array_equal(t["row_max"][..., 0], t["masked"].max(-1))
+    np.testing.assert_array_equal(t["exponentials"], np.exp(t["masked"] - t["row_max"]))
+    np.testing.assert_allclose(t["row_sum"][..., 0], t["exponentials"].sum(-1))
     np.testing.assert_allclose(t["weights"].sum(-1), 1)
     np.testing.assert_allclose(t["head_output"], t["weights"] @ t["v"])
     np.testing.assert_array_equal(t["concat"], np.hstack(list(t["head_output"])))
@@ -85,7 +88,11 @@ def test_every_block_shows_what_is_loaded_and_what_comes_of_it():
     trace = blocks.of_length(6).trace()
     names = list(trace)
     at = names.index("K[i=2,j=1]")
-    assert names[at : at + 6] == [f"{letter}[i=2,j=1]" for letter in "KVSmlO"]
+    steps = ("K", "V", "S", "m", "P", "factor", "l", "O")
+    assert names[at : at + 8] == [f"{letter}[i=2,j=1]" for letter in steps]
+    S, m, before = (trace[name] for name in ("S[i=2,j=1]", "m[i=2,j=1]", "m[i=2,j=0]"))
+    np.testing.assert_array_equal(trace["P[i=2,j=1]"], np.exp(S - m))
+    np.testing.assert_array_equal(trace["factor[i=2,j=1]"], np.exp(before - m))
     assert "K[i=0,j=1]" not in trace
     assert trace["skipped"].tolist() == [[0, 1], [0, 2], [1, 2]]
     assert "skipped" not in blocks.of_length(6).trace(is_causal=False)

@@ -43,14 +43,15 @@ def test_json_has_the_documented_form():
     record = json.loads(export.as_json(CAT))
     assert list(record) == ["example", "source", "steps"]
     names = [step["name"] for step in record["steps"]]
-    assert names[:11] == [
-        "x", "W_q", "W_k", "W_v", "q", "k", "v", "scores", "masked", "weights", "output"
+    assert names[:14] == [
+        "x", "W_q", "W_k", "W_v", "q", "k", "v", "scores", "masked", "row_max", "exponentials",
+        "row_sum", "weights", "output",
     ]  # fmt: skip
     masked = record["steps"][8]
     assert masked["value"] == [[1, "-inf", "-inf"], [0, 1, "-inf"], [1, 1, 2]]
     assert masked["axes"] == ["Lq", "Lk"]
     assert masked["shape"] == [3, 3]
-    weights = record["steps"][9]
+    weights = record["steps"][12]
     assert set(weights) == {
         "name", "symbol", "axes", "formula", "note", "shape", "value", "printed"
     }  # fmt: skip
@@ -130,7 +131,7 @@ def test_csv_of_scalars_vectors_and_blocks():
     assert any("S_i_1_j_0" in name for name in found)
     trace = Trace()
     attention([[1], [2]], [[1]], [[1]], return_lse=True, tap=trace)
-    assert export.as_csv(trace)["07_lse.csv"] == "1.0,2.0\n"
+    assert export.as_csv(trace)["10_lse.csv"] == "1.0,2.0\n"
 
 
 @pytest.mark.parametrize("trace", [CAT, HEADS, AWKWARD], ids=["003", "heads", "awkward"])
@@ -150,7 +151,7 @@ def test_formulas_and_sources_are_those_of_the_papers():
     }
     assert formulas["q"] == "Q = X W_q"
     assert formulas["scores"] == "S = Q Kᵀ"
-    assert formulas["weights"] == "A = softmax(S), row by row"
+    assert formulas["weights"] == "A = softmax(S), row by row: A_ij = P_ij / l_i"
     assert formulas["head_output"] == "O = A V"
     assert formulas["output"] == "Y = C W_o"
     page, tex = export.as_markdown(HEADS, 3), export.as_latex(HEADS, 3)

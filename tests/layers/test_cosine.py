@@ -128,15 +128,18 @@ def test_a_vector_that_is_not_finite_shows(spoilt):
     assert np.isnan(output).sum() == DV
 
 
+WEIGHTS = "row_max exponentials row_sum weights"
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "q q_unit k k_unit v cosine weights output"),
-        ({"scale": 4}, "q q_unit k k_unit v cosine scaled_cosine weights output"),
-        ({"scale": [4.0] * H}, "q q_unit k k_unit v scaled_cosine weights output"),
-        ({"kv_lengths": 2}, "q q_unit k k_unit v cosine masked weights output"),
-        ({"return_lse": True}, "q q_unit k k_unit v cosine weights output lse"),
-        ({"backend": "tiled"}, "q q_unit k k_unit Q K V S m l O output"),
+        ({}, f"q q_unit k k_unit v cosine {WEIGHTS} output"),
+        ({"scale": 4}, f"q q_unit k k_unit v cosine scaled_cosine {WEIGHTS} output"),
+        ({"scale": [4.0] * H}, f"q q_unit k k_unit v scaled_cosine {WEIGHTS} output"),
+        ({"kv_lengths": 2}, f"q q_unit k k_unit v cosine masked {WEIGHTS} output"),
+        ({"return_lse": True}, f"q q_unit k k_unit v cosine {WEIGHTS} output lse"),
+        ({"backend": "tiled"}, "q q_unit k k_unit Q K V S m P factor l O output"),
     ],
 )
 def test_every_step_is_heard(options, expected):

@@ -220,8 +220,8 @@ def test_every_step_is_traced_under_its_name(x):
     trace = Trace()
     output = LAYER(x, tap=trace)
     assert list(trace) == [
-        "x", "W_q", "W_k", "W_v", "q", "k", "v", "scores", "scaled", "weights", "head_output",
-        "concat", "W_o", "output",
+        "x", "W_q", "W_k", "W_v", "q", "k", "v", "scores", "scaled", "row_max", "exponentials",
+        "row_sum", "weights", "head_output", "concat", "W_o", "output",
     ]  # fmt: skip
     np.testing.assert_array_equal(trace["output"], output)
     np.testing.assert_array_equal(trace["W_q"], W_Q)
@@ -234,14 +234,19 @@ def test_every_step_of_a_layer_that_has_everything():
     trace = Trace()
     MultiHeadAttention(6, 2, context_dim=4, **EVERYTHING)(X, CONTEXT, tap=trace)
     assert list(trace) == [
-        "x", "context", "W_q", "b_q", "W_k", "b_k", "W_v", "b_v", "q", "g_q", "k", "g_k",
-        "q_normed", "cos[q]", "sin[q]", "k_normed", "cos[k]", "sin[k]", "q_rotated", "k_rotated",
-        "v", "scores", "scaled", "weights", "head_output", "concat", "W_g", "b_g", "gate", "gated",
-        "W_o", "b_o", "output",
+        "x", "context", "W_q", "b_q", "q_combined", "W_k", "b_k", "k_combined", "W_v", "b_v",
+        "v_combined", "q", "g_q", "k", "g_k", "q_normed", "cos[q]", "sin[q]", "k_normed", "cos[k]",
+        "sin[k]", "q_rotated", "k_rotated", "v", "scores", "scaled", "row_max", "exponentials",
+        "row_sum", "weights", "head_output", "concat", "W_g", "b_g", "gate", "gated", "W_o", "b_o",
+        "output",
     ]  # fmt: skip
     formulas = {step.name: step.formula for step in trace.steps}
     assert formulas["q"] == "Q = X W_q + b_q"
     assert formulas["k"] == "K = X_enc W_k + b_k"
+    assert formulas["k_combined"] == "[K of head 0, K of head 1, …] = X_enc W_k + b_k"
+    np.testing.assert_array_equal(
+        trace["q_combined"], np.concatenate(trace["q"].swapaxes(0, 1), -1)
+    )
     assert formulas["gate"] == "G = sigmoid(X W_g + b_g)"
     assert formulas["output"] == "Y = C W_o + b_o"
 
