@@ -20,7 +20,7 @@ HALF_SPLIT, INTERLEAVED = 0.0, 1.0  # the constant of "rotated": which numbers a
 
 
 def _plus(product: Matrix, bias: Matrix | None = None) -> Matrix:
-    return product if bias is None else product + bias
+    return product if bias is None else np.add(product, bias)
 
 
 def _row_max(S: Matrix, sink: Matrix | None = None) -> Matrix:
@@ -67,6 +67,11 @@ def _block(Q: Matrix, K: Matrix, scale: float) -> Matrix:
     return np.asarray(scale * (Q @ K.T))
 
 
+def _products(x: Matrix, *heads: Matrix) -> Matrix:
+    W, b = ([M for M in heads if M.ndim == ndim] for ndim in (2, 1))
+    return _plus(np.matmul(x, np.concatenate(W, axis=1)), np.concatenate(b) if b else None)
+
+
 def _cosine(Q: Matrix, K: Matrix) -> Matrix:
     return np.asarray(_unit(Q) @ _unit(K).T)
 
@@ -80,7 +85,7 @@ def _rms(x: Matrix, gain: Matrix) -> Matrix:
 
 
 def _rotated(x: Matrix, cos: Matrix, sin: Matrix, layout: float) -> Matrix:
-    y = x.copy()
+    y: Matrix = x.copy()
     a, b = pairs(cos.shape[-1], layout)
     y[:, a], y[:, b] = x[:, a] * cos - x[:, b] * sin, x[:, b] * cos + x[:, a] * sin
     return y
@@ -105,6 +110,7 @@ def _hidden(Q: Matrix, K: Matrix, bias: Matrix | None = None) -> Matrix:
 # What each operation computes, from its operands and its constant, where it has one.
 OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "product": lambda A, B, bias=None: _plus(A @ B, bias),
+    "products": _products,
     "dot": lambda Q, K: Q @ K.T,
     "cosine": _cosine,
     "scale": lambda S, factor: S * factor,
@@ -142,7 +148,8 @@ class Origin(NamedTuple):
         A key of ``OPERATIONS``.
     operands : tuple of Step or None
         In the order of the operation's arguments; None for an optional one that is missing. For
-        "concat" the heads, for "normalise" O and l after the last block of each row of blocks.
+        "concat" the heads, for "products" x, the matrix of each head and then the bias of each, for
+        "normalise" O and l after the last block of each row of blocks.
     constant : float or None
         The factor of "scale" and "block", the layout of "rotated"; None elsewhere.
     """
@@ -201,8 +208,11 @@ def _operands(
 ) -> tuple[Step | None, ...] | None:
     """The steps that the names stand for; None where one is missing that is needed."""
     if operation == "concat":
-        heads = next(_candidates(trace, step, names[0]), ())
-        return tuple(head for head in heads if head.batch == step.batch) or None
+        return tuple(_all_heads(trace, step, names[0])) or None
+    if operation == "products":
+        source, *heads = names
+        x = _operand(trace, step, source)
+        return (x, *(s for name in heads for s in _all_heads(trace, step, name.removesuffix("?"))))
     if operation == "normalise":
         return tuple(_last_blocks(trace, step, names)) or None
     found = [_operand(trace, step, name.removesuffix("?")) for name in names]
@@ -219,6 +229,13 @@ def _operand(trace: Trace, step: Step, name: str) -> Step | None:
             if _is_beside(other, steps, step, trace):
                 return other
     return None
+
+
+def _all_heads(trace: Trace, step: Step, name: str) -> Iterator[Step]:
+    """The heads of the step that ``name`` stands for, of the batch entry of ``step``."""
+    for head in next(_candidates(trace, step, name), ()):
+        if head.batch in (None, step.batch):
+            yield head
 
 
 def _candidates(trace: Trace, step: Step, names: str) -> Iterator[tuple[Step, ...]]:

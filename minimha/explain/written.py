@@ -148,7 +148,7 @@ def _plus(terms: Iterable[str]) -> str:
     return " + ".join(terms)
 
 
-def _products(row: Places, column: Places, say: Say) -> str:
+def _sum_of_products(row: Places, column: Places, say: Say) -> str:
     return _plus(
         f"{_factor(say(a.value))}·{_factor(say(b.value))}" for a, b in zip(row, column, strict=True)
     )
@@ -170,8 +170,16 @@ def _operands(made: Origin, count: int) -> list[Any]:
 def _product(made: Origin, i: int, j: int, say: Say) -> Parts:
     A, B, bias = _operands(made, 3)
     row, column, added = _row(A, i), _column(B, j), _at(bias, i, j)
-    terms = [_products(row, column, say), *_numbers(added, say)]
+    terms = [_sum_of_products(row, column, say), *_numbers(added, say)]
     return Parts(row, column, added, _plus(terms))
+
+
+def _products(made: Origin, i: int, j: int, say: Say) -> Parts:
+    x, *heads = _operands(made, len(made.operands))
+    matrices, biases = ([M for M in heads if M.value.ndim == ndim] for ndim in (2, 1))
+    head, j = divmod(j, matrices[0].value.shape[1])
+    of_head = made._replace(operands=(x, matrices[head], *biases[head : head + 1]))
+    return _product(of_head, i, j, say)
 
 
 def _sigmoid(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -182,7 +190,7 @@ def _sigmoid(made: Origin, i: int, j: int, say: Say) -> Parts:
 def _dot(made: Origin, i: int, j: int, say: Say) -> Parts:
     Q, K = _operands(made, 2)
     row, column = _row(Q, i), _row(K, j)
-    return Parts(row, column, (), _products(row, column, say))
+    return Parts(row, column, (), _sum_of_products(row, column, say))
 
 
 def _block(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -299,22 +307,22 @@ def _decay(made: Origin, i: int, j: int, say: Say) -> Parts:
 def _running_sum(made: Origin, i: int, j: int, say: Say) -> Parts:
     P, factor, old = _operands(made, 3)
     row, others = _row(P, i), (*_at(factor, i, 0), *_at(old, i, 0))
-    terms = [_products(others[:1], others[1:], say)] if len(others) > 1 else []
+    terms = [_sum_of_products(others[:1], others[1:], say)] if len(others) > 1 else []
     return Parts(row, (), others, _plus([*terms, *_numbers(row, say)]))
 
 
 def _running_product(made: Origin, i: int, j: int, say: Say) -> Parts:
     P, V, factor, old = _operands(made, 4)
     row, column, others = _row(P, i), _column(V, j), (*_at(factor, i, 0), *_at(old, i, j))
-    terms = [_products(others[:1], others[1:], say)] if len(others) > 1 else []
-    return Parts(row, column, others, _plus([*terms, _products(row, column, say)]))
+    terms = [_sum_of_products(others[:1], others[1:], say)] if len(others) > 1 else []
+    return Parts(row, column, others, _plus([*terms, _sum_of_products(row, column, say)]))
 
 
 def _pairs(made: Origin, i: int, j: int, say: Say) -> Parts:
     hidden, w, K = _operands(made, 3)
     row = _row(hidden, i * len(K.value) + j)
     column = tuple(Place(w, (n,)) for n in range(w.value.size))
-    return Parts(row, column, (), _products(row, column, say))
+    return Parts(row, column, (), _sum_of_products(row, column, say))
 
 
 def _normalise(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -329,6 +337,7 @@ def _normalise(made: Origin, i: int, j: int, say: Say) -> Parts:
 
 WRITERS: dict[str, Callable[[Origin, int, int, Say], Parts]] = {
     "product": _product,
+    "products": _products,
     "dot": _dot,
     "cosine": _cosine,
     "scale": _scale,

@@ -1,0 +1,163 @@
+"""Every step says what it is computed from, and every cell of it can be written out."""
+
+import numpy as np
+import pytest
+
+from minimha import attention
+from minimha.examples import EXAMPLES, blocks, sentences
+from minimha.explain import Trace
+from minimha.explain.origins import INTERLEAVED, OPERATIONS, origin
+from minimha.explain.trace import token_labels
+from minimha.explain.written import WRITERS, cell, cell_of
+from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.rope import RoPE
+
+RNG = np.random.default_rng(0)
+OPTIONS = {
+    "is_causal": True, "softcap": 2.0, "alibi_slopes": [0.5] * 4, "sinks": [0.5, -1, 2, 0],
+    "return_lse": True,
+}  # fmt: skip
+
+
+def traced(backend="dense", dtype=np.float64, **options):
+    """Four query heads on two key/value heads, in a batch of two."""
+    trace = Trace(blocks=(128, 128))
+    shapes = (2, 4, 5, 6), (2, 2, 5, 6), (2, 2, 5, 3)
+    q, k, v = (RNG.normal(size=shape).astype(dtype) for shape in shapes)
+    attention(q, k, v, tap=trace, backend=backend, **options)
+    return trace
+
+
+def layer(**settings):
+    trace, options = Trace(), {"value_dim": 2, "head_dim": 4, "num_kv_heads": 2} | settings
+    made = MultiHeadAttention(6, 4, dtype=np.float64, **options)
+    made(RNG.normal(size=(2, 5, 6)), RNG.normal(size=(2, 3, 6)), tap=trace)
+    return trace
+
+
+TRACES = {name: example.trace() for name, example in EXAMPLES.items()}
+TRACES |= {
+    "flash": blocks.of_length(6).trace(),
+    "ragged blocks": blocks.of_length(5, B_r=3, B_c=2).trace(is_causal=False),
+    "grouped": sentences.of_length(4, num_heads=4, num_kv_heads=2, d_model=8, rope=True).trace(),
+    "cross": sentences.of_length(4, context=["a", "b"]).trace(),
+    "options": traced(**OPTIONS),
+    "float32": traced(dtype=np.float32),
+    "a row sees nothing": traced(kv_lengths=0),
+    "layer": layer(gate="elementwise", rope=RoPE(4, interleaved=True)),
+    "normed": layer(qk_norm="head", epsilon=0),
+}
+GIVEN = {
+    "x", "context", "wte", "wpe", "c_attn", "c_attn_bias", "W_q", "W_k", "W_v", "W_o", "W_g", "b_q",
+    "b_k", "b_v", "b_o", "b_g", "g_q", "g_k", "W_q_hidden", "W_k_hidden", "w", "q", "k", "v", "Q",
+    "K", "V", "sqrt_d_k", "cos", "sin", "softcap", "bias", "sinks", "skipped", "difference", "kept",
+    "concat[assumed]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", set(TRACES) - {"shapes"})
+def test_every_step_that_is_not_given_says_what_it_is_computed_from(name):
+    trace = TRACES[name]
+    silent = {s.name for s in trace.steps if origin(trace, s) is None}
+    assert not {
+        name for name in silent if name not in GIVEN and name.partition("[")[0] not in GIVEN
+    }
+    if "x" in trace and name != "the-cat-sat":
+        assert not silent & {"q", "k", "v"}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_every_cell_is_written_out_with_its_own_value(name):
+    trace = TRACES[name]
+    for step in trace.steps:
+        made = origin(trace, step)
+        for at in np.ndindex(step.value.shape):
+            written = cell_of(made, step, at, 6)
+            assert written.place.value == step.value[at] or np.isnan(step.value[at])
+            assert written.text.startswith(step.symbol)
+            if written.operation in ("product", "dot"):
+                terms = [
+                    a.value * b.value for a, b in zip(written.row, written.column, strict=True)
+                ]
+                np.testing.assert_allclose(
+                    sum(terms) + sum(p.value for p in written.others), step.value[at],
+                    rtol=1e-4, atol=1e-6,
+                )  # fmt: skip
+
+
+def test_every_operation_of_the_catalogue_can_be_computed_and_written():
+    used = {s.made[0] for trace in TRACES.values() for s in trace.steps if s.made}
+    assert used == set(OPERATIONS) == set(WRITERS)
+
+
+CAT = TRACES["the-cat-sat"]
+
+
+@pytest.mark.parametrize(
+    ("trace", "name", "at", "text"),
+    [
+        (CAT, "x", (2, 0), "X[sat,0] = 1, given"),
+        (CAT, "scores", (2, 1), "S[sat,cat] = 1·0 + 1·1 = 1"),
+        (CAT, "masked", (2, 1), "S[sat,cat] = 1, not hidden"),
+        (CAT, "masked", (0, 1), "S[The,cat] = -∞, hidden by the mask"),
+        (CAT, "row_max", (2, 0), "m[sat] = max(1, 1, 2) = 2"),
+        (CAT, "exponentials", (2, 1), "P[sat,cat] = exp(1 - 2) = 0.368"),
+        (CAT, "row_sum", (2, 0), "l[sat] = 0.368 + 0.368 + 1 = 1.736"),
+        (CAT, "weights", (2, 1), "A[sat,cat] = 0.368 / 1.736 = 0.212"),
+        (CAT, "output", (2, 0), "O[sat,0] = 0.212·1 + 0.212·3 + 0.576·0 = 0.848"),
+        (CAT, "scaled[divided]", (2, 1), "S[sat,cat] = 1 · 0.707 = 0.707"),
+        (CAT, "weights[divided]", (1, 0), "A[cat,The] = 0.493 / 1.493 = 0.330"),
+        (TRACES["two-heads"], "concat", (0, 2), "C[X,2] = O[X,0] of head 1 = 6"),
+        (TRACES["two-heads"], "output", (0, 2), "Y[X,2] = 4·1 + 11·0 + 6·(-1) + 9·0 = -2"),
+        (TRACES["gpt2"], "q_combined", (1, 3), "Q[cat,3] = (-1)·0 + 1·(-1) + 2·0 + 0·0 + 1 = 0"),
+        (TRACES["flash"], "S[i=1,j=1]", (0, 1), "S_ij[approved,the] = -∞, hidden by the mask"),
+        (TRACES["flash"], "factor[i=1,j=0]", (0, 0), "α_i[approved] = exp(-∞ - 0) = 0"),
+    ],
+)  # fmt: skip
+def test_in_words(trace, name, at, text):
+    step = trace.by_name[name][-1 if name.startswith("concat") else 0]
+    assert cell(trace, step, at).text == text
+
+
+def test_a_block_goes_on_from_the_one_before():
+    trace = TRACES["flash"]
+    texts = {
+        base: cell(trace, trace.by_name[f"{base}[i=2,j=1]"][0], (1, 0)).text
+        for base in ("m", "factor", "l", "O")
+    }
+    assert texts["m"].startswith("m_i[yesterday] = max(")
+    assert [place.step.name for place in _others(trace, "m")] == ["m[i=2,j=0]"]
+    assert [place.step.name for place in _others(trace, "l")] == ["factor[i=2,j=1]", "l[i=2,j=0]"]
+    assert [place.step.name for place in _others(trace, "O")] == ["factor[i=2,j=1]", "O[i=2,j=0]"]
+
+
+def _others(trace, base):
+    return cell(trace, trace.by_name[f"{base}[i=2,j=1]"][0], (1, 0)).others
+
+
+def test_a_claim_that_does_not_hold_is_not_made():
+    trace = Trace(labels=token_labels(["a", "b"]))
+    trace("weights", np.eye(2))
+    trace("v", np.ones((2, 1)))
+    trace("output", np.full((2, 1), 5.0))
+    [output] = trace.by_name["output"]
+    assert origin(trace, output) is None
+    assert cell(trace, output, (0, 0)).text == "O[a,0] = 5, given"
+
+
+def test_a_scale_of_ones_own_is_found():
+    trace = traced(scale=-0.3)
+    made = origin(trace, trace.by_name["scaled"][0])
+    assert made.constant == pytest.approx(-0.3)
+
+
+def test_shared_keys_are_those_of_the_head():
+    trace = traced()
+    for step in trace.by_name["scores"]:
+        _, k = origin(trace, step).operands
+        assert (k.batch, k.kv_head) == (step.batch, step.head // 2)
+
+
+def test_the_layout_of_pairs_is_found():
+    trace = TRACES["layer"]
+    assert origin(trace, trace.by_name["q_rotated"][0]).constant == INTERLEAVED
