@@ -46,6 +46,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 EXAMPLE = Example(
     name="two-heads", document="000", title="one token, two heads", source=SOURCE,
     sentence="X = [1, 2, 3, 4]", run=run, labels=token_labels(["X"]), printed=ASSUMED,
+    given=("concat[assumed]",),
     notes={
         "q": "(The document counts heads from 1: its head 1 is head 0 here.)",
         "weights": "There is only one key, so it gets the whole share: the weight is "
