@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from minimha.explain import wording
 from minimha.explain.numbers import LARGEST_FIXED
-from minimha.explain.origins import HALF_SPLIT, Origin, origin, pairs
+from minimha.explain.origins import Origin, origin, pairs
 from minimha.explain.trace import BLOCK, TOKEN_AXES, Step, Trace
 
 SHEET = "attention"
@@ -70,17 +70,24 @@ class Panel(NamedTuple):
         return f"{self.cell(0, 0)}:{self.cell(self.rows - 1, self.columns - 1)}"
 
 
+Setting = Panel | float
+
+
 def _letters(column: int) -> str:
     """The name of a column: 0 is A, 26 is AA."""
     more, letter = divmod(column, 26)
     return (_letters(more - 1) if more else "") + chr(ord("A") + letter)
 
 
-Setting = Panel | float | bool
-
-
 def _product(i: int, j: int, x: Panel, W: Panel, b: Panel | None = None) -> str:
     return f"MMULT({x.row(i)},{W.column(j)})" + (f"+{b.cell(i, j)}" if b else "")
+
+
+def _products(i: int, j: int, x: Panel, *heads: Any) -> str:
+    """``heads`` are the matrix of each, the bias of each where they have one, and their number."""
+    *parts, num_heads = heads
+    head, column = divmod(j, parts[0].columns)
+    return _product(i, column, x, parts[head], *parts[num_heads + head :: num_heads])
 
 
 def _sum(i: int, j: int, x: Panel, y: Panel, hides: bool) -> str:
@@ -140,6 +147,8 @@ def _tanh(n: int, a: int, q: Panel, k: Panel, b: Panel | None) -> str:
 # of its setting.
 FORMULAS: dict[str, Callable[..., str]] = {
     "product": _product,
+    "products": _products,
+    "columns": lambda i, j, W, first: W.cell(i, int(first) + j),
     "dot": lambda i, j, q, k: f"SUMPRODUCT({q.row(i)},{k.row(j)})",
     "scale": lambda i, j, S, scale: f"{S.cell(i, j)}*{scale.cell(i, j)}",
     "cap": lambda i, j, S, c: f"{c.cell(i, j)}*TANH({S.cell(i, j)}/{c.cell(i, j)})",
@@ -316,8 +325,11 @@ class _Sheet:
             return [(self._scale(f"scale{stage}", steps),)] * len(steps)
         if made.operation == "mask":
             return [(panel,) for panel in self._visible(f"visible{stage}", steps)]
-        if made.operation == "rotated":
-            return [(made.constant or HALF_SPLIT,)] * len(steps)
+        if made.operation in ("rotated", "columns"):
+            found = [self.origins[wording.title(step)] for step in steps]
+            return [((made and made.constant) or 0.0,) for made in found]
+        if made.operation == "products":
+            return [(sum(s is not None and s.base[0] == "W" for s in made.operands),)] * len(steps)
         if made.operation == "sum":
             return [(bool(np.isneginf(step.value).any()),) for step in steps]
         return [()] * len(steps)

@@ -536,7 +536,8 @@ def test_its_own_json_is_understood_again(run, numbers, tmp_path):
 @pytest.mark.parametrize(
     ("command", "format"),
     [
-        *itertools.product(("example", "flash --tokens 3"), TRACE_FORMATS),
+        *itertools.product(("example",), TRACE_FORMATS),
+        *itertools.product(("flash --tokens 3",), [f for f in TRACE_FORMATS if f != "xlsx"]),
         *itertools.product(
             ("examples", "backends", "kernels", "sizes", "sizes --preset gpt3"), TABLE_FORMATS
         ),
@@ -826,6 +827,9 @@ BAD_LINES = [
     ("example --format pdf", "argument --format: the formats of a trace are text, json, markdown"),
     ("example --format npz", "--format npz needs --output: the name of a file to write"),
     ("example --format csv", "--format csv needs --output: the name of a folder to write"),
+    ("example --format xlsx", "--format xlsx needs --output: the name of a file to write"),
+    ("example --only weights --output x.xlsx", "so it holds all of them: leave out --only"),
+    ("flash --output x.xlsx", "FlashAttention is not written as xlsx, export it with --format"),
     ("examples --format svg",
      "argument --format: the formats of a table are text, json, markdown, csv, got 'svg'"),
     ("sizes --output x.npz", "x.npz ends in '.npz', which names no format of a table: add --f"),
