@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ SHEET = "attention"
 LARGEST_TOKENS = 64
 LARGEST_SHEET = 2**18  # numbers
 WIDEST_SHEET = 2**14  # columns: the format has no more
-LONGEST_WORD = 255  # characters, of 32,767 that a cell can hold
+LONGEST_WORD, LONGEST_LINE = 255, 110  # characters
 NARROWEST, WIDEST_LABEL = 8, 24  # characters that a column shows
 HIDDEN = "-∞"  # text, which MAX and SUM pass over
 YELLOW, GREY = "#FFF2CC", "#666666"
@@ -406,8 +407,9 @@ class _Sheet:
         self.widths[column] = max(width, self.widths.get(column, 0))
 
     def _line(self, text: str, **style: Any) -> None:
-        if text:
-            self.sheet.write_string(self.top, 0, _word(text), self._style(**style))
+        """Text in as many rows as it takes to be read without scrolling aside."""
+        for row in textwrap.wrap(text, LONGEST_LINE):
+            self.sheet.write_string(self.top, 0, row, self._style(**style))
             self.top += 1
 
     def _shade(self, panel: Panel) -> None:
