@@ -187,9 +187,7 @@ def as_workbook(trace: Trace, decimals: int) -> bytes:
             "XlsxWriter, which writes spreadsheets, is not installed: pip install 'minimha[sheets]'"
         ) from None
     _check(trace)
-    origins = {wording.title(step): _origin(trace, step) for step in trace.steps}
-    if not any(origins.values()):
-        raise ValueError(f"no step here is computed from another that is shown: {INSTEAD}")
+    origins = _origins(trace)
     stream = io.BytesIO()
     with xlsxwriter.Workbook(stream, {"in_memory": True}) as book:
         _Sheet(book, trace, decimals, origins).write()
@@ -198,11 +196,6 @@ def as_workbook(trace: Trace, decimals: int) -> bytes:
 
 def _check(trace: Trace) -> None:
     """Refuse what a sheet cannot hold."""
-    if trace.only:
-        raise ValueError(
-            "a sheet computes every step from those before it, so it holds all of them: leave out "
-            "--only"
-        )
     for step in trace.steps:
         if BLOCK.search(step.name):
             raise ValueError(
@@ -237,6 +230,22 @@ def _check(trace: Trace) -> None:
 def _stride(trace: Trace) -> int:
     """Columns from one head to the next: those of the widest matrix and its labels."""
     return 1 + max((_flat(step.value).shape[1] for step in trace.steps if step.place), default=0)
+
+
+def _origins(trace: Trace) -> dict[str, Origin | None]:
+    """What every step is computed from, by its title; refused where that is not shown."""
+    origins = {wording.title(step): _origin(trace, step) for step in trace.steps}
+    computed = {title: made for title, made in origins.items() if made is not None}
+    for title, made in computed.items():
+        for operand in made.operands:
+            if operand is not None and wording.title(operand) not in origins:
+                raise ValueError(
+                    f"{title} is computed from {operand.name}, which is not shown: a sheet holds "
+                    f"every step, so leave out --only and --head"
+                )
+    if not computed:
+        raise ValueError(f"no step here is computed from another: {INSTEAD}")
+    return origins
 
 
 def _origin(trace: Trace, step: Step) -> Origin | None:

@@ -828,7 +828,7 @@ BAD_LINES = [
     ("example --format npz", "--format npz needs --output: the name of a file to write"),
     ("example --format csv", "--format csv needs --output: the name of a folder to write"),
     ("example --format xlsx", "--format xlsx needs --output: the name of a file to write"),
-    ("example --only weights --output x.xlsx", "so it holds all of them: leave out --only"),
+    ("example --only weights --output x.xlsx", "which is not shown: a sheet holds every step"),
     ("flash --output x.xlsx", "FlashAttention is not written as xlsx, export it with --format"),
     ("examples --format svg",
      "argument --format: the formats of a table are text, json, markdown, csv, got 'svg'"),

@@ -282,10 +282,10 @@ def long(num_tokens, d_model=2):
         (lambda: long(65), "x has L=65, and a sheet holds at most 64 tokens: export it with"),
         (lambda: long(3, 512), "all steps together have 1,0"),
         (lambda: core(backend="tiled"), "Q[i=0] is one of many blocks, and a sheet"),
-        (lambda: long(3).selected(["weights"]), "so it holds all of them: leave out --only"),
+        (lambda: long(3).selected(["weights"]), "which is not shown: a sheet holds every step,"),
         (lambda: core(with_number(Q, 0, np.nan)), "q holds NaN or ∞, which no cell can"),
         (lambda: core(Q, K[..., :0, :], V[..., :0, :]), "k has no numbers: export it with"),
-        (EXAMPLES["shapes"].trace, "no step here is computed from another that is shown: export"),
+        (EXAMPLES["shapes"].trace, "no step here is computed from another: export it"),
         (lambda: core(np.ones((1, 4096, 1, 4)), K[:1, :1], V[:1, :1]), "q would be 20,480 columns"),
     ],
 )  # fmt: skip
