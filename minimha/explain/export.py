@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.explain import figures, render, sheet, wording
+from minimha.explain import figures, sheet, wording
 from minimha.explain.figures import raster
 from minimha.explain.numbers import cells
+from minimha.explain.page import page
 from minimha.explain.printed import Comparison
 from minimha.explain.trace import Step, Trace
 
@@ -28,7 +29,7 @@ def trace_as(kind: str, trace: Trace, decimals: int) -> str | bytes | dict[str, 
     SVG and PNG show the figures alone.
     """
     if kind == "html":
-        return render.html(render.text(trace, decimals, render.EXPORT_WIDTH, "truecolor"))
+        return page(trace, decimals)
     if kind in ("svg", "png"):
         picture = figures.svg(trace, decimals)
         return picture if kind == "svg" else raster.png(picture)

@@ -1,4 +1,4 @@
-"""A trace on a terminal, and, by rich's recorder, as HTML. No other module imports rich.
+"""A trace on a terminal. No other module imports rich.
 
 Everything is built as lines of text, so that a wide matrix can be split by columns on a terminal
 and stays whole in a file.
@@ -152,20 +152,6 @@ def plain(shown: RenderableType) -> str:
         console.print(shown)
         lines = stream.getvalue().rstrip("\n")
     return "".join(f"{line.rstrip()}\n" for line in lines.split("\n"))
-
-
-def html(shown: RenderableType) -> str:
-    """``shown`` as a page that stands alone, HTML."""
-    return str(_recorded(shown).export_html(inline_styles=True))
-
-
-def _recorded(shown: RenderableType) -> Console:
-    console = Console(
-        record=True, width=EXPORT_WIDTH, file=io.StringIO(), force_terminal=True,
-        color_system="truecolor", legacy_windows=False,
-    )  # fmt: skip
-    console.print(shown, soft_wrap=True)
-    return console
 
 
 def _heading(step: Step, number: int) -> list[Text]:

@@ -13,6 +13,7 @@ from unicodedata import east_asian_width
 
 SIZE = 13  # of text, in pixels
 ADVANCE = 0.6  # of a character, about, in parts of the size; full-width ones have two
+MARGIN = 16  # around a picture
 BASELINE = 0.35  # from a text's middle to its baseline, in parts of the size
 STYLE = """\
 text{font-family:system-ui,"Segoe UI","DejaVu Sans",sans-serif;fill:#1a1a1a}
@@ -114,17 +115,31 @@ class Drawing:
         self.shapes.append(shape)
         self.width, self.height = max(self.width, right), max(self.height, bottom)
 
-    def svg(self, title: str, margin: float = 16) -> str:
+    def svg(self, title: str) -> str:
         """Return a picture that stands alone, on a ground of its own."""
-        width, height = (round(size + 2 * margin) for size in (self.width, self.height))
+        width, height = self._size()
+        first = [
+            f"<style>{STYLE}</style>",
+            f'<rect class="ground" width="{width}" height="{height}"/>',
+        ]
+        return self._picture(title, first, ' xmlns="http://www.w3.org/2000/svg"')
+
+    def inline(self, title: str) -> str:
+        """Return a picture for a page that has ``STYLE`` and a ground already."""
+        return self._picture(title, [], "")
+
+    def _size(self) -> tuple[int, int]:
+        return round(self.width + 2 * MARGIN), round(self.height + 2 * MARGIN)
+
+    def _picture(self, title: str, first: list[str], namespace: str) -> str:
+        width, height = self._size()
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+                f'<svg{namespace} width="{width}" height="{height}" '
                 f'viewBox="0 0 {width} {height}" role="img">',
                 f"<title>{escape(title)}</title>",
-                f"<style>{STYLE}</style>",
-                f'<rect class="ground" width="{width}" height="{height}"/>',
-                f'<g transform="translate({_plain(margin)} {_plain(margin)})">',
+                *first,
+                f'<g transform="translate({MARGIN} {MARGIN})">',
                 *self.shapes,
                 "</g>",
                 "</svg>\n",

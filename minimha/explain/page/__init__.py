@@ -1,0 +1,251 @@
+"""A trace as one page that answers: point at a cell, and it shows what made it.
+
+The page is one file that asks nobody for anything. A small run travels whole; of a large one only
+what is given does, and the page computes the rest from it, by the operations that ``origins`` has
+checked. It does so too where its reader changes the scale or the mask.
+"""
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.explain import wording
+from minimha.explain.figures.drawing import STYLE
+from minimha.explain.figures.matrix import BLOCK, MAPPED, SHARES
+from minimha.explain.figures.sheet import figures
+from minimha.explain.mathml import mathml
+from minimha.explain.origins import Origin, origin
+from minimha.explain.trace import Step, Trace
+
+LARGEST = 2**21  # numbers that travel: about 8 MB
+SMALL = 2**16  # numbers of a run that travels whole, and exactly
+LARGEST_FIGURES = 2**12  # numbers of a trace whose figures can be taken in
+
+
+def page(trace: Trace, decimals: int) -> str:
+    """Return the page of ``trace``, HTML, with ``decimals`` of numbers that are not whole.
+
+    Raises
+    ------
+    ValueError
+        More numbers would travel than a page should hold.
+    """
+    record, travelling = _record(trace, decimals)
+    data = _packed(_exactly(travelling) if record["isSmall"] else _rounded(record, travelling))
+    groups = record["groups"]
+    links = (
+        f'<li><a href="#{group["steps"][0]},0,0" data-group="{n}">{n + 1}. '
+        f"{html.escape(group['name'])}</a></li>"
+        for n, group in enumerate(groups)
+    )
+    style = f"{_part('style.css')}\n{STYLE}"
+    script = f"{_part('operations.js')}\n{_part('page.js')}"
+    content = {
+        "style-hash": _digest(style), "script-hash": _digest(script),
+        "style": style, "script": script,
+        "example": html.escape(trace.example), "source": html.escape(trace.source),
+        "list": "\n".join(links), "figures": _figures(trace, decimals),
+        "formulas": "\n".join(mathml(group.pop("tex")) for group in groups),
+        "trace": json.dumps(record, ensure_ascii=False).replace("<", "\\u003c"), "data": data,
+    }  # fmt: skip
+    parts = _part("template.html").split("@")  # every second one is a name
+    return "".join(content[part] if n % 2 else part for n, part in enumerate(parts))
+
+
+def _part(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """What the page's policy knows its own style and script by."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _figures(trace: Trace, decimals: int) -> str:
+    """The figures that say more than the matrices, unless they are too large to be taken in."""
+    if sum(step.value.size for step in trace.steps) > LARGEST_FIGURES:
+        return "<p>The steps are on the left.</p>"
+    drawn = figures(trace.selected([]), decimals)
+    shown = {
+        title: figure for title, figure in drawn.items() if title not in ("heatmaps", "matrices")
+    }
+    return "\n".join(
+        f"<h2>{html.escape(title.capitalize())}</h2>\n{figure.inline(title)}"
+        for title, figure in shown.items()
+    )
+
+
+def _record(trace: Trace, decimals: int) -> tuple[dict[str, Any], list[NDArray[np.float64]]]:
+    """What the page knows of the trace, and the numbers that travel beside it."""
+    shown = dict.fromkeys(step.name for step in trace.steps)
+    made = _needed(trace, shown)
+    number = {step: n for n, step in enumerate(made)}
+    tables = Tables()
+    records = [_step(step, how, tables) for step, how in made.items()]
+    is_small = sum(step.value.size for step in made) <= SMALL
+    travelling, at = [], 0
+    for (step, how), record in zip(made.items(), records, strict=True):
+        if how is None or is_small:
+            record["at"] = at
+            travelling.append(np.asarray(step.value, np.float64).ravel())
+            at += step.value.size
+        if how is not None:
+            record["made"] = {
+                "operation": how.operation, "constant": how.constant,
+                "from": [None if s is None else number[s] for s in how.operands],
+            }  # fmt: skip
+    if at > LARGEST:
+        raise ValueError(
+            f"a page would hold {at:,} numbers where {LARGEST:,} can be: export this run with "
+            f"--format npz or json, or choose fewer steps with --only"
+        )
+    whole = {
+        "isSmall": is_small, "decimals": decimals,
+        "labels": tables.labels, "patterns": tables.patterns,
+        "groups": _groups(number, shown, records), "steps": records, **_changes(made, records),
+    }  # fmt: skip
+    return whole, travelling
+
+
+class Tables:
+    """Labels and masks, each kept once however many steps have it."""
+
+    def __init__(self) -> None:
+        self.labels: list[Sequence[str]] = []
+        self.patterns: list[str] = []
+
+    def label(self, labels: Sequence[str] | None) -> int | None:
+        """The number of these labels; None where there are none."""
+        return None if labels is None else _number(self.labels, labels)
+
+    def mask(self, step: Step) -> dict[str, int | None]:
+        """How far a causal mask lets a query see beyond its own place, or which bits hide a key."""
+        hidden = np.isneginf(np.atleast_2d(step.value))
+        offset = int((~hidden[0]).sum()) - 1
+        if hidden.any() and (hidden == np.triu(np.ones_like(hidden), offset + 1)).all():
+            return {"offset": offset, "pattern": None}
+        pattern = base64.b64encode(np.packbits(hidden).tobytes()).decode()
+        return {"offset": None, "pattern": _number(self.patterns, pattern)}
+
+
+def _number(known: list[Any], item: Any) -> int:
+    if item not in known:
+        known.append(item)
+    return known.index(item)
+
+
+def _needed(trace: Trace, shown: Iterable[str]) -> dict[Step, Origin | None]:
+    """The steps shown and all that they are computed from, in order, each with its origin."""
+    found: dict[Step, Origin | None] = {}
+    waiting = [step for name in shown for step in trace.by_name[name]]
+    while waiting:
+        step = waiting.pop()
+        if step in found:
+            continue
+        how = None if step.is_blank else origin(trace, step)
+        if how is not None and any(s is not None and s.is_blank for s in how.operands):
+            how = None  # what is to be found is not on the page
+        found[step] = how
+        waiting += [] if how is None else [s for s in how.operands if s is not None]
+    ordered = (step for steps in trace.by_name.values() for step in steps)
+    return {step: found[step] for step in ordered if step in found}
+
+
+def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
+    shape = step.value.shape
+    rows = int(np.prod(shape[:-1])) if len(shape) > 1 else 1
+    is_masking = how is not None and how.operation in ("mask", "block")
+    mapped = "weights" if step.base in SHARES else "scores"
+    return {
+        "title": wording.title(step), "symbol": step.symbol, "place": step.place,
+        "axes": list(step.axes), "shape": list(shape),
+        "rows": rows, "cols": shape[-1] if shape else 1,
+        "rowLabels": tables.label(step.rows) if len(shape) > 1 else None,
+        "columnLabels": tables.label(step.columns),
+        "mapped": mapped if step.base in (*MAPPED, BLOCK) else None,
+        "size": step.value.size, "made": None, "at": None, "group": None, "blank": step.is_blank,
+        "mask": tables.mask(step) if is_masking else None,
+        "isBlock": how is not None and how.operation == "block",
+        "stale": how is None and (bool(step.made) or step.base in ("difference", "kept")),
+    }  # fmt: skip
+
+
+def _groups(
+    number: Mapping[Step, int], shown: Iterable[str], records: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """For each name, what all heads of it share; the steps are told which group is theirs."""
+    groups = []
+    for n, name in enumerate(shown):
+        steps = [step for step in number if step.name == name]
+        for step in steps:
+            records[number[step]]["group"] = n
+        group = {
+            "name": name, "tex": steps[0].tex, "source": steps[0].source,
+            "note": " ".join(dict.fromkeys(step.note for step in steps)),
+            "printed": [line for step in steps for line in _printed(step)],
+            "steps": [number[step] for step in steps],
+        }  # fmt: skip
+        groups.append(group)
+    return groups
+
+
+def _printed(step: Step) -> Iterator[str]:
+    for source, numbers, remarks in wording.printed(step):
+        yield f"printed in {source}: {numbers}"
+        yield from (remark.sentence for remark in remarks)
+
+
+def _changes(made: dict[Step, Origin | None], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a reader may change, and what it is now; marks the steps that the scale changes."""
+    hows = [how for how in made.values() if how is not None]
+    rescaled = {s for how in hows if how.operation == "scale" for s in how.operands}
+    scales = []
+    for (step, how), record in zip(made.items(), records, strict=True):
+        record["scales"] = None
+        if how is not None and how.operation in ("scale", "block"):
+            record["scales"] = "constant"
+            scales.append(how.constant)
+        elif (
+            how is not None and how.operation in ("dot", "cosine", "pairs") and step not in rescaled
+        ):
+            record["scales"] = "product"
+            scales.append(1.0)
+    operations = {how.operation for how in hows}
+    is_causal = any(r["mask"] and r["mask"]["offset"] is not None for r in records)
+    return {
+        "scale": scales[0] if scales and scales[0] else 1.0, "canScale": bool(scales),
+        "causal": is_causal, "addsMask": not is_causal,
+        "canMask": "exp" in operations and "block" not in operations,
+    }  # fmt: skip
+
+
+def _exactly(travelling: Sequence[NDArray[np.float64]]) -> bytes:
+    return b"".join(value.astype("<f8").tobytes() for value in travelling)
+
+
+def _rounded(record: dict[str, Any], travelling: Sequence[NDArray[np.float64]]) -> bytes:
+    """Whole multiples of a quantum, two digits finer than what is shown: all first bytes, then…"""
+    wholes = []
+    given = [step for step in record["steps"] if step["at"] is not None]
+    for step, value in zip(given, travelling, strict=True):
+        finite = np.isfinite(value)
+        largest = abs(value[finite]).max(initial=0)
+        step["quantum"] = float(max(10.0 ** -(record["decimals"] + 2), largest / 2**30))
+        whole = np.rint(np.where(finite, value, 0) / step["quantum"]).astype("<i4")
+        for n, place in enumerate((np.isneginf(value), np.isposinf(value), np.isnan(value))):
+            whole[place] = n - 2**31  # the three lowest stand for what is not finite
+        wholes.append(whole)
+    planes: NDArray[np.uint8] = np.concatenate(wholes).view(np.uint8).reshape(-1, 4).T
+    return planes.tobytes()
+
+
+def _packed(content: bytes) -> str:
+    return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()

@@ -1,0 +1,350 @@
+/* What each operation of the catalogue computes, and how one of its cells is written out: the
+   counterpart of origins.py and written.py, so that a page can follow a change.
+
+   A matrix is {rows, cols, data, name, place}, where name(i, j) names a cell; get(M, i, j) repeats a row, a column or a number that is too
+   small. compute(out, operands, constant, hidden) fills out.data. write(i, j, operands, constant,
+   hidden) returns {text, used}, or {fate, used} where a number stays as it is or is hidden; used
+   lists [operand, i, j, role], and a role is "row", "column" or "other". */
+"use strict";
+
+const get = (M, i, j) => M.data[Math.min(i, M.rows - 1) * M.cols + Math.min(j, M.cols - 1)];
+const range = (n) => Array.from({ length: n }, (_, k) => k);
+const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
+
+function fill(out, cell) {
+  for (let i = 0; i < out.rows; i++)
+    for (let j = 0; j < out.cols; j++) out.data[i * out.cols + j] = cell(i, j);
+}
+
+/* A B, or A Bᵀ, without a function call per number: the only loops that take time. */
+function multiply(out, A, B, isTransposed, start) {
+  const depth = A.cols;
+  for (let i = 0; i < out.rows; i++)
+    for (let j = 0; j < out.cols; j++) {
+      let total = start(i, j), b = isTransposed ? j * B.cols : j;
+      const stride = isTransposed ? 1 : B.cols;
+      for (let d = 0; d < depth; d++, b += stride) total += A.data[i * depth + d] * B.data[b];
+      out.data[i * out.cols + j] = total;
+    }
+}
+
+const rowOf = (M, i) => range(M.cols).map((d) => get(M, i, d));
+const norm = (M, i) => Math.hypot(...rowOf(M, i));
+const least = (m) => (m === -Infinity ? 0 : m);
+const ratio = (a, b) => a / (b === 0 ? 1 : b);
+
+/* The pair that column j belongs to: which pair, its two columns, and whether j is the first. */
+function pairOf(j, numPairs, isInterleaved) {
+  const n = isInterleaved ? Math.floor(j / 2) : j % numPairs;
+  if (j >= 2 * numPairs) return null;
+  const columns = isInterleaved ? [2 * n, 2 * n + 1] : [n, n + numPairs];
+  return { n, columns, isFirst: columns[0] === j };
+}
+
+/* Numbers as the terminal shows them: half to even, as Python rounds. ``text`` is rounded, and
+   ``exact`` has every digit: where those after the decimals are a half, the even neighbour. */
+function even(text, exact, decimals) {
+  const cut = exact.indexOf(".") + 1 + decimals;
+  if (!/^50*(e|$)/.test(exact.slice(cut))) return text;
+  const down = exact.slice(0, decimals ? cut : cut - 1);
+  return "02468".includes(down.at(-1)) ? down + (/e.*/.exec(exact) ?? "") : text;
+}
+
+const fixed = (x, n) => even(x.toFixed(n), x.toFixed(Math.min(100, n + 60)), n);
+const power = (x, n) => even(x.toExponential(n), x.toExponential(Math.min(100, n + 60)), n);
+
+function form(numbers, decimals) {
+  let largest = 0, isWhole = true;
+  for (const x of numbers)
+    if (Number.isFinite(x)) {
+      largest = Math.max(largest, Math.abs(x));
+      isWhole = isWhole && Number.isInteger(x);
+    }
+  if (largest >= 1e6 || (largest > 0 && largest < 0.5 * 10 ** -decimals))
+    return (x) => power(x, decimals).replace(/e([+-])(\d)$/, "e$10$2");
+  return (x) => fixed(x, isWhole ? 0 : decimals);
+}
+
+function sayer(numbers, decimals) {
+  const as = form(numbers, decimals);
+  return (x) => {
+    if (Number.isNaN(x)) return "NaN";
+    if (!Number.isFinite(x)) return x > 0 ? "∞" : "-∞";
+    const text = as(x);
+    return Number(text) === 0 ? text.replace("-", "") : text;
+  };
+}
+
+let decimals = 3; // of numbers that are not whole, set by the page
+const say = (x) => sayer([x], decimals)(x);
+const factor = (x) => (say(x).startsWith("-") ? `(${say(x)})` : say(x));
+const MOST = 16; // terms that are written out
+
+function joined(terms, by = " + ") {
+  if (terms.length <= MOST) return terms.join(by);
+  return [...terms.slice(0, MOST / 2), "…", ...terms.slice(-MOST / 2)].join(by);
+}
+
+/* The cells of a row, or of a column, of the operand n. */
+const along = (n, M, i, role = "row") => range(M.cols).map((d) => [n, i, d, role]);
+const down = (n, M, j, role = "column") => range(M.rows).map((d) => [n, d, j, role]);
+const products = (a, b) => joined(a.map((x, n) => `${factor(x)}·${factor(b[n])}`));
+const columnOf = (M, j) => range(M.rows).map((d) => get(M, d, j));
+const at = (n, M, i, j, role) => (M ? [[n, Math.min(i, M.rows - 1), Math.min(j, M.cols - 1), role]] : []);
+
+function writeProduct(i, j, [A, B, bias]) {
+  const added = bias ? ` + ${factor(get(bias, i, j))}` : "";
+  return {
+    text: products(rowOf(A, i), columnOf(B, j)) + added,
+    used: [...along(0, A, i), ...down(1, B, j), ...at(2, bias, i, j, "other")],
+  };
+}
+
+const writeDot = (i, j, [Q, K]) => ({
+  text: products(rowOf(Q, i), rowOf(K, j)),
+  used: [...along(0, Q, i), ...along(1, K, j, "column")],
+});
+
+/* One number of each of two operands, in a form such as (a, b) => `${a} / ${b}`. */
+const two = (text) => (i, j, [A, B]) => ({
+  text: text(get(A, i, j), B ? get(B, i, j) : -Infinity),
+  used: [...at(0, A, i, j, "row"), ...at(1, B, i, j, "column")],
+});
+
+function writeMax(i, j, [S, other]) {
+  const others = other ? [say(get(other, i, 0))] : [];
+  return {
+    text: `max(${joined([...rowOf(S, i).map(say), ...others], ", ")})`,
+    used: [...along(0, S, i), ...at(1, other, i, 0, "other")],
+  };
+}
+
+/* The part of a combined projection that column j belongs to: its matrix, its bias, its column. */
+function partOf([x, ...heads], j) {
+  const isWide = heads.filter((M) => M.ndim === 2), biases = heads.filter((M) => M.ndim === 1);
+  const n = Math.floor(j / isWide[0].cols);
+  return { W: isWide[n], bias: biases[n], n, numHeads: isWide.length, j: j % isWide[0].cols };
+}
+
+/* The block of rows that row i belongs to: its operands and its row. */
+function blockOf(operands, i) {
+  let n = 0;
+  while (i >= operands[n].rows) i -= operands[n].rows, (n += 2);
+  return [n, i];
+}
+
+const length = (M, i) => `√(${joined(rowOf(M, i).map((x) => `${factor(x)}²`))})`;
+
+const OPERATIONS = {
+  product: {
+    compute: (out, [A, B, bias]) =>
+      multiply(out, A, B, false, (i, j) => (bias ? get(bias, i, j) : 0)),
+    write: writeProduct,
+  },
+  products: {
+    compute: (out, operands) =>
+      fill(out, (i, j) => {
+        const part = partOf(operands, j), x = rowOf(operands[0], i);
+        return sum(x.map((a, d) => a * get(part.W, d, part.j))) + (part.bias ? get(part.bias, 0, part.j) : 0);
+      }),
+    write(i, j, operands) {
+      const part = partOf(operands, j);
+      const { text, used } = writeProduct(i, part.j, [operands[0], part.W, part.bias]);
+      const places = [0, 1 + part.n, 1 + part.numHeads + part.n];
+      return { text, used: used.map(([n, ...rest]) => [places[n], ...rest]) };
+    },
+  },
+  dot: { compute: (out, [Q, K]) => multiply(out, Q, K, true, () => 0), write: writeDot },
+  cosine: {
+    compute(out, [Q, K]) {
+      multiply(out, Q, K, true, () => 0);
+      const q = range(Q.rows).map((i) => norm(Q, i)), k = range(K.rows).map((j) => norm(K, j));
+      fill(out, (i, j) => ratio(ratio(get(out, i, j), q[i]), k[j]));
+    },
+    write(i, j, [Q, K]) {
+      const { text, used } = writeDot(i, j, [Q, K]);
+      return { text: `(${text}) / (${length(Q, i)} · ${length(K, j)})`, used };
+    },
+  },
+  scale: {
+    compute: (out, [S], c) => fill(out, (i, j) => get(S, i, j) * c),
+    write: (i, j, [S], c) => ({ text: `${factor(get(S, i, j))} · ${factor(c)}`, used: at(0, S, i, j, "row") }),
+  },
+  cap: {
+    compute: (out, [S, cap]) => fill(out, (i, j) => get(cap, 0, 0) * Math.tanh(get(S, i, j) / get(cap, 0, 0))),
+    write: two((s, c) => `${factor(c)} · tanh(${factor(s)} / ${factor(c)})`),
+  },
+  sum: {
+    compute: (out, [A, B]) => fill(out, (i, j) => get(A, i, j) + get(B, i, j)),
+    write: two((a, b) => `${say(a)} + ${factor(b)}`),
+  },
+  times: {
+    compute: (out, [A, B]) => fill(out, (i, j) => get(A, i, j) * get(B, i, j)),
+    write: two((a, b) => `${say(a)} · ${factor(b)}`),
+  },
+  mask: {
+    compute: (out, [S], c, hidden) => fill(out, (i, j) => (hidden(i, j) ? -Infinity : get(S, i, j))),
+    write: (i, j, [S], c, hidden) => ({
+      fate: hidden(i, j) ? "hidden by the mask" : "not hidden",
+      used: at(0, S, i, j, "row"),
+    }),
+  },
+  "row max": {
+    compute: (out, [S, sink]) =>
+      fill(out, (i) => least(rowOf(S, i).reduce((m, x) => (x > m || Number.isNaN(x) ? x : m), sink ? get(sink, i, 0) : -Infinity))),
+    write: writeMax,
+  },
+  exp: {
+    compute: (out, [S, m]) => fill(out, (i, j) => Math.exp(get(S, i, j) - least(get(m, i, j)))),
+    write: two((s, m) => `exp(${say(s)} - ${factor(m)})`),
+  },
+  total: {
+    compute: (out, [P, sink, m]) =>
+      fill(out, (i) => sum(rowOf(P, i)) + (sink ? Math.exp(get(sink, i, 0) - get(m, i, 0)) : 0)),
+    write(i, j, [P, sink, m]) {
+      const rest = sink ? [`exp(${say(get(sink, i, 0))} - ${factor(get(m, i, 0))})`] : [];
+      const used = sink ? [...at(1, sink, i, 0, "other"), ...at(2, m, i, 0, "other")] : [];
+      return { text: joined([...rowOf(P, i).map(factor), ...rest]), used: [...along(0, P, i), ...used] };
+    },
+  },
+  share: {
+    compute: (out, [P, total]) => fill(out, (i, j) => ratio(get(P, i, j), get(total, i, j))),
+    write: two((p, total) => `${say(p)} / ${factor(total)}`),
+  },
+  concat: {
+    compute: (out, heads) =>
+      fill(out, (i, j) => get(heads[Math.floor(j / heads[0].cols)], i, j % heads[0].cols)),
+    write(i, j, heads) {
+      const n = Math.floor(j / heads[0].cols);
+      const column = j % heads[0].cols, of = heads[n].place ? ` of ${heads[n].place}` : "";
+      return { text: heads[n].name(i, column) + of, used: [[n, i, column, "row"]] };
+    },
+  },
+  columns: {
+    compute: (out, [W], first) => fill(out, (i, j) => get(W, i, first + j)),
+    write: (i, j, [W], first) => ({ text: W.name(i, first + j), used: [[0, i, first + j, "row"]] }),
+  },
+  lse: {
+    compute: (out, [m, total]) => fill(out, (i, j) => get(m, out.cols > 1 ? j : i, 0) + Math.log(get(total, out.cols > 1 ? j : i, 0))),
+    write: (i, j, [m, total]) => ({
+      text: `${say(get(m, j, 0))} + log ${say(get(total, j, 0))}`,
+      used: [[0, j, 0, "row"], [1, j, 0, "column"]],
+    }),
+  },
+  unit: {
+    compute: (out, [x]) => fill(out, (i, j) => ratio(get(x, i, j), norm(x, i))),
+    write: (i, j, [x]) => ({ text: `${factor(get(x, i, j))} / ${length(x, i)}`, used: along(0, x, i) }),
+  },
+  rms: {
+    compute: (out, [x, gain]) =>
+      fill(out, (i, j) => (get(x, i, j) / (norm(x, i) / Math.sqrt(x.cols))) * get(gain, i, j)),
+    write: (i, j, [x, gain]) => ({
+      text: `${factor(get(gain, i, j))} · ${factor(get(x, i, j))} / √((${joined(rowOf(x, i).map((a) => `${factor(a)}²`))}) / ${x.cols})`,
+      used: [...along(0, x, i), ...at(1, gain, i, j, "column")],
+    }),
+  },
+  rotated: {
+    compute: (out, [x, cos, sin], layout) =>
+      fill(out, (i, j) => {
+        const pair = pairOf(j, cos.cols, layout === 1);
+        if (!pair) return get(x, i, j);
+        const [a, b] = pair.columns.map((d) => get(x, i, d)), c = get(cos, i, pair.n), s = get(sin, i, pair.n);
+        return pair.isFirst ? a * c - b * s : b * c + a * s;
+      }),
+    write(i, j, [x, cos, sin], layout) {
+      const pair = pairOf(j, cos.cols, layout === 1);
+      if (!pair) return { fate: "not rotated", used: [[0, i, j, "row"]] };
+      const [a, b] = pair.columns.map((d) => factor(get(x, i, d)));
+      const c = factor(get(cos, i, pair.n)), s = factor(get(sin, i, pair.n));
+      return {
+        text: pair.isFirst ? `${a}·${c} - ${b}·${s}` : `${b}·${c} + ${a}·${s}`,
+        used: [...pair.columns.map((d) => [0, i, d, "row"]), [1, i, pair.n, "column"], [2, i, pair.n, "column"]],
+      };
+    },
+  },
+  sigmoid: {
+    compute: (out, [x, W, bias]) => {
+      OPERATIONS.product.compute(out, [x, W, bias]);
+      fill(out, (i, j) => 1 / (1 + Math.exp(-get(out, i, j))));
+    },
+    write(i, j, operands) {
+      const { text, used } = writeProduct(i, j, operands);
+      return { text: `1 / (1 + exp(-(${text})))`, used };
+    },
+  },
+  tanh: {
+    compute: (out, [Q, K, bias]) =>
+      fill(out, (i, j) => Math.tanh(get(Q, Math.floor(i / K.rows), j) + get(K, i % K.rows, j) + (bias ? get(bias, 0, j) : 0))),
+    write(i, j, [Q, K, bias]) {
+      const query = Math.floor(i / K.rows), key = i % K.rows;
+      const terms = [get(Q, query, j), get(K, key, j), ...(bias ? [get(bias, 0, j)] : [])];
+      return {
+        text: `tanh(${terms.map(factor).join(" + ")})`,
+        used: [[0, query, j, "row"], [1, key, j, "column"], ...at(2, bias, 0, j, "other")],
+      };
+    },
+  },
+  pairs: {
+    compute: (out, [hidden, w, K]) =>
+      fill(out, (i, j) => sum(rowOf(hidden, i * K.rows + j).map((x, d) => x * w.data[d]))),
+    write: (i, j, [hidden, w, K]) => ({
+      text: products(rowOf(hidden, i * K.rows + j), [...w.data]),
+      used: [...along(0, hidden, i * K.rows + j), ...along(1, w, 0, "column")],
+    }),
+  },
+  block: {
+    compute(out, [Q, K], c, hidden) {
+      multiply(out, Q, K, true, () => 0);
+      fill(out, (i, j) => (hidden(i, j) ? -Infinity : c * get(out, i, j)));
+    },
+    write(i, j, [Q, K], c, hidden) {
+      const { text, used } = writeDot(i, j, [Q, K]);
+      if (hidden(i, j)) return { fate: "hidden by the mask", used };
+      return { text: `(${text}) · ${factor(c)}`, used };
+    },
+  },
+  "running max": {
+    compute: (out, [S, old]) =>
+      fill(out, (i) => Math.max(...rowOf(S, i), old ? get(old, i, 0) : -Infinity)),
+    write: writeMax,
+  },
+  decay: {
+    compute: (out, [m, old]) =>
+      fill(out, (i) => Math.exp((old ? get(old, i, 0) : -Infinity) - least(get(m, i, 0)))),
+    write: (i, j, [m, old]) => ({
+      text: `exp(${old ? say(get(old, i, 0)) : "-∞"} - ${factor(get(m, i, 0))})`,
+      used: [...at(1, old, i, 0, "row"), [0, i, 0, "column"]],
+    }),
+  },
+  "running sum": {
+    compute: (out, [P, a, old]) =>
+      fill(out, (i) => sum(rowOf(P, i)) + (old ? get(a, i, 0) * get(old, i, 0) : 0)),
+    write: (i, j, [P, a, old]) => ({
+      text: joined([...(old ? [`${factor(get(a, i, 0))}·${factor(get(old, i, 0))}`] : []), ...rowOf(P, i).map(factor)]),
+      used: [...along(0, P, i), ...at(1, old && a, i, 0, "other"), ...at(2, old, i, 0, "other")],
+    }),
+  },
+  "running product": {
+    compute: (out, [P, V, a, old]) =>
+      multiply(out, P, V, false, (i, j) => (old ? get(a, i, 0) * get(old, i, j) : 0)),
+    write(i, j, [P, V, a, old]) {
+      const { text, used } = writeProduct(i, j, [P, V]);
+      const before = old ? `${factor(get(a, i, 0))}·${factor(get(old, i, j))} + ` : "";
+      return { text: before + text, used: [...used, ...at(2, old && a, i, 0, "other"), ...at(3, old, i, j, "other")] };
+    },
+  },
+  normalise: {
+    compute: (out, operands) =>
+      fill(out, (row, j) => {
+        const [n, i] = blockOf(operands, row);
+        return ratio(get(operands[n], i, j), get(operands[n + 1], i, 0));
+      }),
+    write(row, j, operands) {
+      const [n, i] = blockOf(operands, row);
+      return {
+        text: `${factor(get(operands[n], i, j))} / ${factor(get(operands[n + 1], i, 0))}`,
+        used: [[n, i, j, "row"], [n + 1, i, 0, "column"]],
+      };
+    },
+  },
+};
