@@ -13,20 +13,24 @@ LARGEST_STEP = 2**22  # numbers of one step, all heads together, in a trace that
 
 
 def number(text: str) -> float:
-    """Return a number as a float; also ``inf`` and ``nan``.
+    """Return a number as a float; also ``inf``, ``∞``, ``nan``, and a minus sign as printed.
 
     Raises
     ------
     ValueError
-        It is none, or only Python takes it for one: ``1_0``, ``infinity``, the digits of other
-        scripts.
+        It is none, only Python takes it for one (``1_0``, ``infinity``, the digits of other
+        scripts), or it is larger than a float64 can be.
 
-    >>> number("1e3"), number("-inf")
-    (1000.0, -inf)
+    >>> number("1e3"), number("-inf"), number("−0.5")
+    (1000.0, -inf, -0.5)
     """
+    text = text.replace("−", "-").replace("∞", "inf")
     if not text.isascii() or "_" in text or "infinity" in text.lower():
         raise ValueError
-    return float(text)
+    found = float(text)
+    if math.isinf(found) and "inf" not in text.lower():
+        raise ValueError
+    return found
 
 
 def integer(text: str) -> int:
@@ -37,6 +41,7 @@ def integer(text: str) -> int:
     ValueError
         It is none.
     """
+    text = text.replace("−", "-")
     if not text.isascii() or "_" in text:
         raise ValueError
     return int(text)
@@ -119,8 +124,16 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
-    """Add ``--only`` and ``--decimals``, which steps to show and how."""
-    which = "show this step only (may be repeated)"
+    """Add what says which steps to show, how, and what of them to leave out."""
+    add = parser.add_argument
+    which = "show this step only, as it is named or displayed, heatmap or picks (may be repeated)"
+    add("--only", action="append", default=[], metavar="STEP", help=which)
+    add("--head", type=natural, metavar="N", help="show this head only, counted from 0")
+    add("--query", default="", metavar="WORD", help="the query that is shown picking its values")
+    entry = "write out one entry of each step, by words or numbers: sat,cat"
+    add("--cell", default="", metavar="ROW,COLUMN", help=entry)
+    blank = "leave this step's numbers blank, as a worksheet (may be repeated)"
+    add("--hide", action="append", default=[], metavar="STEP", help=blank)
+    add("--answer", metavar="CSV", help="check these numbers of the hidden step")
     how = "of numbers that are not whole (default 3)"
-    parser.add_argument("--only", action="append", default=[], metavar="STEP", help=which)
-    parser.add_argument("--decimals", type=decimals, default=3, metavar="N", help=how)
+    add("--decimals", type=decimals, default=3, metavar="N", help=how)

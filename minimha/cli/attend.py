@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ def add_parser(commands: Any) -> None:
         "attend",
         help="show every matrix of attention over your own numbers",
         description="Attention over your own numbers: a problem file, or one CSV file each for "
-        "q, k and v. The file's keys are q, k, v and the options of minimha.attention: is_causal, "
-        "q_offset, window_size, attn_mask, attn_bias, kv_lengths, alibi_slopes, scale, softcap, "
-        "sinks, return_lse, backend. A flag takes precedence over the file.",
+        "q, k and v; or what was exported as JSON or npz, shown again. A problem's keys are q, k, "
+        "v and the options of minimha.attention: is_causal, q_offset, window_size, attn_mask, "
+        "attn_bias, kv_lengths, alibi_slopes, scale, softcap, sinks, return_lse, backend. A flag "
+        "takes precedence over the file. In CSV # begins a comment, and semicolons may separate "
+        "numbers with decimal commas.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("problem", nargs="?", help="problem.json or problem.npz")
@@ -50,8 +53,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Show attention over the reader's own numbers."""
+    """Show attention over the reader's own numbers, or a trace that was exported."""
     problem, source = _problem(args)
+    if isinstance(problem, Trace):
+        deliver(args, problem)
+        return
     trace = Trace(
         example="attention over your own numbers",
         source=source,
@@ -77,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     deliver(args, trace)
 
 
-def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
     """The arguments of ``attention``, from the problem file, the CSV files and the flags."""
     from minimha.cli import inputs
 
@@ -90,8 +96,14 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"{' and '.join(missing)} {verb} missing"
         )
     if args.problem is not None and len(missing) < 3:
-        raise ValueError("attend takes a problem file or --q, --k and --v, but both were given")
+        quoted = "" if args.labels is None else " (--labels takes several words in quotes)"
+        raise ValueError(
+            f"attend takes a problem file or --q, --k and --v, but both were given{quoted}"
+        )
     problem = {} if args.problem is None else inputs.read_problem(args.problem)
+    if isinstance(problem, Trace):
+        _check_unchanged(args, inputs.KEYS)
+        return problem, args.problem
     for name in inputs.KEYS:
         value = getattr(args, name)
         if isinstance(value, str) and name != "backend":
@@ -100,8 +112,23 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
                 value = inputs.as_mask("--attn-mask", value)
         if value is not None:
             problem[name] = value
-    paths = [args.problem] if args.problem else list(matrices.values())
-    return problem, ", ".join(str(path) for path in paths)
+    if args.problem is not None:
+        return problem, args.problem
+    sizes = (
+        f"{matrices[name]} ({len(x)} × {len(x[0])})" for name in "qkv" for x in [problem[name]]
+    )
+    return problem, f"{', '.join(sizes)}"
+
+
+def _check_unchanged(args: argparse.Namespace, keys: Iterable[str]) -> None:
+    """Refuse what would change the numbers of a trace that was exported."""
+    for name in (*keys, "labels"):
+        if getattr(args, name, None) is not None:
+            flags = {"is_causal": "causal", "window_size": "window"}
+            raise ValueError(
+                f"{args.problem} is an exported trace, shown as it was computed: "
+                f"--{flags.get(name, name).replace('_', '-')} cannot change it"
+            )
 
 
 def _check_sizes(problem: dict[str, Any], is_traced: bool) -> None:

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import re
 import stat
 import warnings
 import zipfile
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from minimha.api import attention
 from minimha.cli.arguments import number
+from minimha.explain.trace import Trace
 
 MAX_DEPTH = 8  # of nested lists; no array of this library is deeper
 LARGEST_TEXT = 2**25  # bytes of a CSV or JSON file, whose numbers take some 50 each in memory
@@ -35,11 +37,12 @@ LONGEST_HEADER = 2**16  # bytes, of an array
 KEYS = tuple(name for name in inspect.signature(attention).parameters if name != "tap")
 
 
-def read_problem(name: str) -> dict[str, Any]:
-    """Return the arguments of ``attention`` that a JSON or npz file holds.
+def read_problem(name: str) -> dict[str, Any] | Trace:
+    """Return the arguments of ``attention`` that a JSON or npz file holds, or an exported trace.
 
-    Keys are ``q``, ``k``, ``v`` and any option of ``attention``; in JSON null is None and "-inf",
-    "inf" and "nan" are numbers. An npz is read without unpickling anything.
+    A trace is known by its ``steps`` in JSON, by its ``trace`` in npz. Keys of a problem are ``q``,
+    ``k``, ``v`` and any option of ``attention``; in JSON null is None and "-inf", "inf" and "nan"
+    are numbers. An npz is read without unpickling anything.
 
     Raises
     ------
@@ -59,27 +62,43 @@ def read_matrix(name: str) -> NDArray[np.float64]:
     Raises
     ------
     ValueError
-        The file is missing or empty, a row is shorter or longer than the first, or something in it
-        is not a number.
+        As ``read_rows``, or a row is shorter or longer than the first, or something in it is not a
+        number, NaN among them.
+    """
+    numbers, first, width = array("d"), 0, 0
+    for line, fields in read_rows(name):
+        first, width = first or line, width or len(fields)
+        if len(fields) != width:
+            came = f"{len(fields)} number{'s' * (len(fields) != 1)}"
+            raise ValueError(f"{name} is ragged: line {line} has {came}, line {first} has {width}")
+        numbers.extend(_field(name, line, n, text) for n, text in enumerate(fields, 1))
+    return np.array(numbers).reshape(-1, width)
+
+
+def read_rows(name: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each line of a CSV file and its fields, with decimal points.
+
+    What follows a ``#`` is a comment. Where a semicolon separates, a comma is a decimal one.
+
+    Raises
+    ------
+    ValueError
+        The file is missing or empty, or no CSV file.
     """
     path = Path(name)
-    rows = csv.reader(io.StringIO(_read_text(path), newline=""))
-    numbers, first, width = array("d"), 0, 0
+    text = re.sub(r"#[^\r\n]*", "", _read_text(path))
+    has_semicolons = ";" in text
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=";" if has_semicolons else ",")
+    is_empty = True
     try:
-        for n, cells in enumerate(rows, 1):
-            if not cells:
-                continue
-            first, width = first or n, width or len(cells)
-            if len(cells) != width:
-                raise ValueError(
-                    f"{path} is ragged: row {n} has {len(cells)} numbers, row {first} has {width}"
-                )
-            numbers.extend(_cell(path, n, c, cell) for c, cell in enumerate(cells, 1))
+        for fields in rows:
+            if any(field.strip() for field in fields) or len(fields) > 1:
+                is_empty = False
+                yield rows.line_num, [f.replace(",", ".") if has_semicolons else f for f in fields]
     except csv.Error as error:
         raise ValueError(f"{path} is not a CSV file: {error}") from None
-    if not numbers:
+    if is_empty:
         raise ValueError(f"{path} is empty: expected rows of numbers separated by commas")
-    return np.array(numbers).reshape(-1, width)
 
 
 def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
@@ -150,25 +169,43 @@ def _check_keys(path: Path, keys: Sequence[str]) -> None:
             raise ValueError(f"{path} lacks the key {key!r}: q, k and v are needed")
 
 
-def _cell(path: Path, row: int, column: int, cell: str) -> float:
+def _field(name: str, line: int, n: int, text: str) -> float:
+    """One number of a CSV file, in which a missing one is often written as NaN."""
     try:
-        return number(cell)
+        found = number(text)
     except ValueError:
+        found = math.nan
+    if math.isnan(found):
         raise ValueError(
-            f"{path}, row {row}, column {column} is {cell.strip()!r}: expected a number (rows of "
-            f"numbers separated by commas, no header)"
-        ) from None
+            f"{name}, line {line}, field {n} is {text.strip()!r}: expected {_expected(text)}"
+        )
+    return found
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _expected(text: str) -> str:
+    """What a CSV file should have instead of ``text``."""
+    if re.fullmatch(r"\s*[-−+]?\d+,\d+\s*", text):
+        return "a decimal point, or semicolons between numbers with decimal commas"
+    if re.fullmatch(r"\s*[-−+]?[\d.]+[eE]\+?\d+\s*", text):
+        return "at most 1.8e308, the largest float64"
+    if text.strip().lower() == "nan":
+        return "a number (a NaN that is meant can be in a JSON or npz file)"
+    return "a number (rows of numbers separated by commas, no header)"
+
+
+def _read_json(path: Path) -> dict[str, Any] | Trace:
     try:
-        found = json.loads(_read_text(path), object_pairs_hook=_without_duplicates)
+        found = json.loads(
+            _read_text(path), object_pairs_hook=_without_duplicates, parse_float=_finite
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply: expected matrices, 2 to 4 deep") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds {type(found).__name__}: expected an object with q, k and v")
+    if "steps" in found:
+        return _trace(path, found)
     _check_keys(path, list(found))
     return {key: _from_json(key, value) for key, value in found.items()}
 
@@ -182,7 +219,17 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _finite(text: str) -> float:
+    """A number of a JSON file, where infinity is a string."""
+    found = float(text)
+    if math.isinf(found):
+        raise ValueError(f"{text[:40]} is too large: expected at most 1.8e308, the largest float64")
+    return found
+
+
 def _from_json(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        raise ValueError(f"{name} is an object, {{…}}: expected rows of numbers, [[1, 2], [3, 4]]")
     if not isinstance(value, list) or name == "window_size":
         return value
     array = np.array(_numbers(name, value, depth=0))
@@ -210,7 +257,7 @@ def _item(name: str, value: Any) -> Any:
     raise ValueError(f"{name} holds {value!r}: expected a number")
 
 
-def _read_npz(path: Path) -> dict[str, Any]:
+def _read_npz(path: Path) -> dict[str, Any] | Trace:
     try:
         file = _open(path)
     except OSError as error:
@@ -219,7 +266,9 @@ def _read_npz(path: Path) -> dict[str, Any]:
         with _refusing(path):
             archive = zipfile.ZipFile(file)
             members = {info: info.filename.removesuffix(".npy") for info in archive.infolist()}
-        _check_keys(path, list(members.values()))
+        is_trace = "trace" in members.values()
+        if not is_trace:
+            _check_keys(path, list(members.values()))
         with _refusing(path):
             total = sum(_size(archive, info) for info in members)
         if total > LARGEST_INPUT:
@@ -228,7 +277,23 @@ def _read_npz(path: Path) -> dict[str, Any]:
             )
         with _refusing(path):
             arrays = {key: _array(archive, info) for info, key in members.items()}
+    if is_trace:
+        with _refusing(path):
+            record = json.loads(str(arrays.pop("trace")))
+        return _trace(path, record, arrays)
     return {key: _from_npz(key, array) for key, array in arrays.items()}
+
+
+def _trace(
+    path: Path, record: dict[str, Any], arrays: dict[str, NDArray[Any]] | None = None
+) -> Trace:
+    """An exported trace; ValueError says where it is not as it was written."""
+    from minimha.explain.reading import trace_from
+
+    try:
+        return trace_from(record, arrays)
+    except ValueError as error:
+        raise ValueError(f"{path} has steps, but {error}") from None
 
 
 @contextmanager

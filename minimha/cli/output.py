@@ -26,6 +26,7 @@ ENDINGS = {
     ".txt": "text", ".json": "json", ".md": "markdown", ".tex": "latex", ".csv": "csv",
     ".npz": "npz", ".xlsx": "xlsx", ".svg": "svg", ".png": "png", ".html": "html",
 }  # fmt: skip
+WORKSHEETS = ("text", "markdown", "latex", "csv")
 FOR_READERS = ("text", "markdown", "latex", "svg", "png", "html")
 LARGEST_MATRIX = 32 * 32  # numbers; more in one matrix cannot be read, only processed
 LARGEST_RUN = 16 * LARGEST_MATRIX
@@ -59,8 +60,27 @@ def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> Non
 
 def deliver(args: argparse.Namespace, trace: Trace) -> None:
     """Print ``trace`` in the requested format, or write it to ``--output``."""
-    trace = trace.selected(args.only)
     kind = format_of(args)
+    if args.answer is not None:
+        from minimha.cli.worksheet import checked
+
+        if kind not in TABLE_FORMATS:
+            raise ValueError(f"--answer gives a table: {', '.join(TABLE_FORMATS)}, not {kind}")
+        title, wrong, records = checked(args, trace)
+        deliver_table(args, records, {title: wrong})
+        return
+    if args.hide and kind not in WORKSHEETS:
+        raise ValueError(
+            f"--hide makes a worksheet, which is {', '.join(WORKSHEETS[:-1])} or {WORKSHEETS[-1]}, "
+            f"and not {kind}"
+        )
+    if args.hide and args.cell:
+        raise ValueError("--cell writes out what --hide leaves blank: take one of the two")
+    trace = trace.selected(
+        args.only, head=args.head, query=args.query, cell=args.cell, blank=args.hide
+    )
+    if not trace.steps and kind not in FOR_READERS:
+        raise ValueError(f"--only {args.only[0]} is a drawing: {kind} holds steps")
     if kind in FOR_READERS:
         _check_readable(trace)
     if kind == "text":

@@ -39,6 +39,22 @@ ROWS = ("B", "H", "Lq", "1")
 QUERIES, KEYS = "q_rotated|q_normed|q", "k_rotated|k_normed|k"
 RAW = "scaled|scaled_cosine|cosine|energies|scores"
 FINAL = f"masked|biased|capped|{RAW}"  # what the softmax gets
+AXES = {
+    "B": "batch entries",
+    "L": "tokens",
+    "Lq": "queries",
+    "Lk": "keys",
+    "Lc": "tokens of the other sequence",
+    "E": "model width",
+    "H": "heads",
+    "Hkv": "key/value heads",
+    "D": "head width, d_k in the papers",
+    "Dv": "width of a value",
+    "R": "rotated width",
+    "A": "width of the hidden layer",
+    "B_r": "queries of a block",
+    "B_c": "keys of a block",
+}
 ROTATED = "(x_1 cos - x_2 sin, x_2 cos + x_1 sin), pair by pair"
 TEX_ROTATED = r"(x_1 \cos - x_2 \sin,\; x_2 \cos + x_1 \sin) \text{, pair by pair}"
 
@@ -60,17 +76,23 @@ CATALOGUE: dict[str, Entry] = {
         r"b_{\mathrm{attn}} = [b_q, b_k, b_v]",
         "Their biases, side by side too.", GPT2),
     "W_q": Entry("W_q", "W_q", ("H", "E", "D"), "W_q", "W_q",
-        "Turns an embedding into a query: what the token looks for.", VASWANI),
+        "Turns an embedding into a query: what the token looks for.", VASWANI,
+        made=("columns", "c_attn")),
     "W_k": Entry("W_k", "W_k", ("Hkv", "E", "D"), "W_k", "W_k",
-        "Turns an embedding into a key: what the token offers.", VASWANI),
+        "Turns an embedding into a key: what the token offers.", VASWANI,
+        made=("columns", "c_attn")),
     "W_v": Entry("W_v", "W_v", ("Hkv", "E", "Dv"), "W_v", "W_v",
-        "Turns an embedding into a value: what the token passes on.", VASWANI),
+        "Turns an embedding into a value: what the token passes on.", VASWANI,
+        made=("columns", "c_attn")),
     "b_q": Entry("b_q", "b_q", ("H", "D"), "b_q", "b_q",
-        "Added to every query.", VASWANI),
+        "Added to every query.", VASWANI,
+        made=("columns", "c_attn_bias")),
     "b_k": Entry("b_k", "b_k", ("Hkv", "D"), "b_k", "b_k",
-        "Added to every key.", VASWANI),
+        "Added to every key.", VASWANI,
+        made=("columns", "c_attn_bias")),
     "b_v": Entry("b_v", "b_v", ("Hkv", "Dv"), "b_v", "b_v",
-        "Added to every value.", VASWANI),
+        "Added to every value.", VASWANI,
+        made=("columns", "c_attn_bias")),
     "q_combined": Entry("Q", "Q", ("B", "L", "H·D"),
         "[Q of head 0, Q of head 1, …] = X W_q", r"[Q_0, Q_1, \ldots] = X W_q",
         "The queries of all heads side by side, one product, which is split: from H·D numbers "
@@ -98,10 +120,10 @@ CATALOGUE: dict[str, Entry] = {
     "scores": Entry("S", "S", SCORES, "S = Q Kᵀ", r"S = Q K^\top",
         "How well each key (column) matches each query (row): their dot product.", VASWANI,
         made=("dot", QUERIES, KEYS)),
-    "sqrt_d_k": Entry("√d_k", r"\sqrt{d_k}", (), "√d_k", r"\sqrt{d_k}",
+    "sqrt_d_k": Entry("√D", r"\sqrt{D}", (), "√D", r"\sqrt{D}",
         "What the scores are divided by: the square root of the head width.", VASWANI),
-    "scaled": Entry("S", "S", SCORES, "S ← S · scale, 1/√d_k unless given",
-        r"S \leftarrow S \cdot \mathrm{scale},\quad \mathrm{scale} = 1/\sqrt{d_k}"
+    "scaled": Entry("S", "S", SCORES, "S ← S · scale, 1/√D unless given",
+        r"S \leftarrow S \cdot \mathrm{scale},\quad \mathrm{scale} = 1/\sqrt{D}"
         r"\text{ unless given}",
         "Keeps the scores in one range whatever the head width is.", VASWANI,
         made=("scale", "scores")),

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from minimha.explain import figures, sheet, wording
 from minimha.explain.figures import raster
-from minimha.explain.numbers import cells
+from minimha.explain.page import page
 from minimha.explain.page import page
 from minimha.explain.printed import Comparison
+from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
 
@@ -43,22 +44,43 @@ def trace_as(kind: str, trace: Trace, decimals: int) -> str | bytes | dict[str, 
 
 
 def as_json(trace: Trace) -> str:
-    """Return ``{"example", "source", "steps": [...]}``; -inf, inf and nan are strings.
+    """Return ``{"example", "source", …, "steps": [...]}``; -inf, inf and nan are strings.
 
-    A step has name, symbol, axes, formula, note, shape and value; ``batch``, ``head`` or
-    ``kv_head``, counted from 0, where there are several; and ``printed`` where a document prints
-    numbers for it.
+    A step has name, symbol, axes, formula, note, shape and value; ``rows`` and ``columns``, labels
+    where there are any; ``batch``, ``head`` or ``kv_head``, counted from 0, where there are
+    several; and ``printed`` where a document prints numbers for it. ``cell`` has the lines that
+    write out one cell. With ``reading.trace_from`` it is the same trace again.
     """
-    steps = [_step_record(step) for step in trace.steps]
-    record = {"example": trace.example, "source": trace.source, "steps": steps}
+    return _as_json(trace, _value_record)
+
+
+def _as_json(trace: Trace, values: Callable[[Step], dict[str, Any]]) -> str:
+    record: dict[str, Any] = {
+        "example": trace.example,
+        "source": trace.source,
+        "axes": trace.legend,
+        "labels": {axis: list(names) for axis, names in trace.labels.items()},
+        "notes": dict(trace.notes),
+        "given": list(trace.given),
+        "blocks": None if trace.blocks is None else list(trace.blocks),
+        "num_heads": trace.num_query_heads(),
+        "computed": list(dict.fromkeys([*trace, *trace.computed])),
+        "steps": [
+            _step_record(step) | values(step) | _printed_records(step) for step in trace.steps
+        ],
+    }
+    if trace.cell:
+        record["cell"] = [
+            {"step": written.place.step.title, "operation": written.operation, "text": written.text}
+            for written in story(trace)
+        ]
     return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
 
 def as_markdown(trace: Trace, decimals: int) -> str:
     """Return a page with a heading, a formula and a table per step."""
     parts = [f"# {_markdown(trace.example)}"]
-    if trace.source:
-        parts.append(_markdown(trace.source))
+    parts += [_markdown(words) for words in (trace.source, _axes(trace)) if words]
     for step in trace.steps:
         parts.append(f"## {_markdown(wording.title(step))}")
         parts.append(f"```math\n{step.tex}\n```")
@@ -67,12 +89,15 @@ def as_markdown(trace: Trace, decimals: int) -> str:
         for source, numbers, remarks in wording.printed(step):
             items = "\n".join(f"- {_markdown(remark.sentence)}" for remark in remarks)
             parts.append(f"Printed in {_markdown(source)}: `{numbers}`\n\n{items}")
+    if trace.cell:
+        lines = [f"- {_markdown(line)}" for line in _story(trace, decimals)]
+        parts += [f"## {_markdown(f'cell {trace.cell}')}", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 
 def as_latex(trace: Trace, decimals: int) -> str:
     """Return a document that compiles as it is, with pdfLaTeX, XeLaTeX or LuaLaTeX."""
-    body = [rf"\section*{{{_latex(trace.example)}}}", _latex(trace.source)]
+    body = [rf"\section*{{{_latex(trace.example)}}}", _latex(trace.source), _latex(_axes(trace))]
     for step in trace.steps:
         body.append(rf"\subsection*{{{_latex(wording.title(step))}}}")
         body.append(rf"\[ {step.tex} \]")
@@ -82,6 +107,10 @@ def as_latex(trace: Trace, decimals: int) -> str:
             body.append(f"Printed in {_latex(source)}: {_latex(numbers)}")
             items = "\n".join(rf"\item {_latex(remark.sentence)}" for remark in remarks)
             body.append(f"\\begin{{itemize}}\n{items}\n\\end{{itemize}}")
+    if trace.cell:
+        lines = "\n".join(rf"\item {_latex(line)}" for line in _story(trace, decimals))
+        body.append(rf"\subsection*{{cell {_latex(trace.cell)}}}")
+        body.append(f"\\begin{{itemize}}\n{lines}\n\\end{{itemize}}")
     text = "\n\n".join(part for part in body if part.strip())
     return _latex_document(text)
 
@@ -89,14 +118,32 @@ def as_latex(trace: Trace, decimals: int) -> str:
 def as_csv(trace: Trace) -> dict[str, str]:
     """Return file name → text: one file per step and head, numbers at full precision, no header.
 
-    A matrix is written row by row; a vector is one row, a scalar one number.
+    A matrix is written row by row; a vector is one row, a scalar one number. ``labels.csv`` has the
+    labels of the rows and columns of each file, ``cell.csv`` the lines that write out one cell.
     """
-    return {_file_name(n, step): _csv(step.value) for n, step in enumerate(trace.steps, 1)}
+    files = {_file_name(n, step): step for n, step in enumerate(trace.steps, 1)}
+    labels = [
+        [name, axis, *names]
+        for name, step in files.items()
+        for axis, names in (("rows", step.rows), ("columns", step.columns))
+        if names and (axis == "columns" or step.value.ndim > 1)
+    ]
+    found = {name: _csv(step) for name, step in files.items()} | {"labels.csv": _lines(labels)}
+    if trace.cell:
+        story_lines = [[w.place.step.title, w.text] for w in story(trace)]
+        found["cell.csv"] = _lines(story_lines)
+    return found
 
 
 def as_npz(trace: Trace) -> bytes:
-    """Return an npz archive with one array per step, all heads together."""
-    return _archive({name: _plain(value) for name, value in trace.arrays.items()})
+    """Return an npz archive with one array per step, all heads together.
+
+    ``trace`` is what else ``as_json`` holds, labels among it, as text.
+    """
+    arrays = {name: _plain(value) for name, value in trace.arrays.items()}
+    if "trace" in arrays:
+        raise ValueError("a step is called 'trace', which an npz archive calls its description")
+    return _archive(arrays | {"trace": np.array(_as_json(trace, lambda step: {}))})
 
 
 def _step_record(step: Step) -> dict[str, Any]:
@@ -109,11 +156,20 @@ def _step_record(step: Step) -> dict[str, Any]:
         "formula": step.formula,
         "note": step.note,
         "shape": list(step.value.shape),
-        "value": _nested(np.asarray(step.value, np.float64).tolist()),
     }
-    if step.printed:
-        record["printed"] = [_printed_record(comparison) for comparison in step.printed]
+    labels = {"rows": step.rows if step.value.ndim > 1 else None, "columns": step.columns}
+    record |= {key: list(names) for key, names in labels.items() if names}
+    if step.value.dtype != np.float64:
+        record["dtype"] = _plain(step.value).dtype.name
     return record
+
+
+def _value_record(step: Step) -> dict[str, Any]:
+    return {"value": _nested(np.asarray(step.value, np.float64).tolist())}
+
+
+def _printed_records(step: Step) -> dict[str, Any]:
+    return {"printed": [_printed_record(c) for c in step.printed]} if step.printed else {}
 
 
 def _printed_record(comparison: Comparison) -> dict[str, Any]:
@@ -123,6 +179,10 @@ def _printed_record(comparison: Comparison) -> dict[str, Any]:
         "decimals": comparison.decimals,
         "status": comparison.status.value,
         "index": list(comparison.index),
+        "text": comparison.text,
+        "source": comparison.source,
+        "origin": comparison.origin,
+        "exactly": comparison.exactly,
     }
 
 
@@ -131,6 +191,15 @@ def _nested(value: Any) -> Any:
     if isinstance(value, list):
         return [_nested(part) for part in value]
     return value if value is None or math.isfinite(value) else str(value)
+
+
+def _axes(trace: Trace) -> str:
+    return wording.legend(trace) if trace.legend else ""
+
+
+def _story(trace: Trace, decimals: int) -> list[str]:
+    """The lines that write out one cell."""
+    return [f"{w.place.step.title}: {w.text}" for w in story(trace, decimals)]
 
 
 def _said(step: Step) -> str:
@@ -147,7 +216,7 @@ def _labels(step: Step, body: Sequence[Sequence[str]]) -> tuple[list[str], list[
 
 
 def _markdown_table(step: Step, decimals: int) -> str:
-    body = cells(step.value, decimals)
+    body = wording.numbers(step, decimals)
     rows, columns = _labels(step, body)
     lines = [["", *map(_markdown, columns)], ["---", *["---:"] * len(columns)]]
     lines += [[_markdown(label), *row] for label, row in zip(rows, body, strict=True)]
@@ -159,7 +228,7 @@ def _markdown(text: str) -> str:
 
 
 def _latex_matrix(step: Step, decimals: int) -> str:
-    body = cells(step.value, decimals)
+    body = wording.numbers(step, decimals)
     rows, columns = _labels(step, body)
     numbers = [[cell.replace("∞", r"\infty") for cell in row] for row in body]
     head = [rf"\text{{{_latex(label)}}}" for label in columns] if any(columns) else []
@@ -224,11 +293,16 @@ def _file_name(number: int, step: Step) -> str:
     return "_".join(parts) + ".csv"
 
 
-def _csv(value: NDArray[Any]) -> str:
-    stream = io.StringIO()
+def _csv(step: Step) -> str:
+    value = step.value
     width = value.shape[-1] if value.ndim else 1
     matrix = _plain(value).reshape(math.prod(value.shape[:-1]), width)
-    csv.writer(stream, lineterminator="\n").writerows(matrix.tolist())
+    return _lines([[""] * width] * len(matrix) if step.is_blank else matrix.tolist())
+
+
+def _lines(rows: Sequence[Sequence[Any]]) -> str:
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(rows)
     return stream.getvalue()
 
 
@@ -261,9 +335,7 @@ def table_as_markdown(records: Sequence[Mapping[str, str]]) -> str:
 
 def table_as_csv(records: Sequence[Mapping[str, str]]) -> str:
     """Return one line per record, after a line with their keys."""
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(_rows(records))
-    return stream.getvalue()
+    return _lines(_rows(records))
 
 
 def _rows(records: Sequence[Mapping[str, str]]) -> list[list[str]]:

@@ -111,6 +111,7 @@ def _hidden(Q: Matrix, K: Matrix, bias: Matrix | None = None) -> Matrix:
 OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "product": lambda A, B, bias=None: _plus(A @ B, bias),
     "products": _products,
+    "columns": lambda W, first: W[..., int(first) :],  # as many as the step has
     "dot": lambda Q, K: Q @ K.T,
     "cosine": _cosine,
     "scale": lambda S, factor: S * factor,
@@ -151,7 +152,8 @@ class Origin(NamedTuple):
         "concat" the heads, for "products" x, the matrix of each head and then the bias of each, for
         "normalise" O and l after the last block of each row of blocks.
     constant : float or None
-        The factor of "scale" and "block", the layout of "rotated"; None elsewhere.
+        The factor of "scale" and "block", the layout of "rotated", the first of the "columns"; None
+        elsewhere.
     """
 
     operation: str
@@ -180,6 +182,8 @@ def origin(trace: Trace, step: Step) -> Origin | None:
         constants = (_factor(step, unscaled, _operand(trace, step, f"Q|{QUERIES}")),)
     elif operation == "rotated":
         constants = (HALF_SPLIT, INTERLEAVED)
+    elif operation == "columns":
+        constants = (_first_column(trace, step, operands[0]),)
     found = (Origin(operation, operands, constant) for constant in constants)
     return next((made for made in found if _gives(made, step)), None)
 
@@ -191,6 +195,8 @@ def _gives(made: Origin, step: Step) -> bool:
     except ValueError:  # shapes that do not fit
         return False
     value = np.asarray(step.value, np.float64)
+    if made.operation == "columns":
+        computed = computed[..., : value.shape[-1]]
     if computed.size != value.size:
         return False
     if made.operation in ("mask", "block"):
@@ -291,3 +297,10 @@ def _factor(step: Step, before: Matrix, queries: Step | None) -> float:
     at = np.unravel_index(size.argmax(), size.shape)
     factor = float(after[at] / before[at])
     return usual if abs(factor - usual) < 1e-4 * usual else factor
+
+
+def _first_column(trace: Trace, step: Step, combined: Step | None) -> float:
+    """Where the columns of a head begin in a matrix of all queries, keys and values."""
+    total = 0 if combined is None else combined.value.shape[-1]
+    before = "qkv".index(step.base[-1]) * total // 3
+    return float(before + (step.head or 0) * step.value.shape[-1])

@@ -65,6 +65,7 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
     shades = RAMPS[ramp]
     lines = _paragraph(trace.example, width, "bold", indent=0)
     lines += _paragraph(trace.source, width, "", indent=0) if trace.source else []
+    lines += _paragraph(wording.legend(trace), width, "", indent=0) if trace.legend else []
     steps = trace.steps
     said: set[tuple[str, str]] = set()
     for number, step in enumerate(steps, 1):
@@ -77,11 +78,13 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
         lines += _matrix(step, decimals, width)
         if step.printed:
             lines += [Text(), *_printed(step, width)]
-    drawn = wording.heatmaps(steps)
+    drawn = wording.heatmaps(trace.drawn("heatmap"))
     if drawn:
         lines += [Text(), Text("heatmap", "bold"), *_legend(drawn, width, shades), Text()]
         lines += _heatmaps(drawn, width or EXPORT_WIDTH, shades)
-    lines += _pick(steps, decimals, width or EXPORT_WIDTH, shades.bar)
+    for pick in wording.picks(trace):
+        lines += _pick(pick, decimals, width or EXPORT_WIDTH, shades.bar)
+    lines += _story(trace, decimals, width) if trace.cell else []
     return Text("\n").join(lines)
 
 
@@ -163,7 +166,7 @@ def _heading(step: Step, number: int) -> list[Text]:
 
 def _matrix(step: Step, decimals: int, width: int | None) -> list[Text]:
     """The numbers under their labels, in as many groups of columns as the width requires."""
-    body = cells(step.value, decimals)
+    body = wording.numbers(step, decimals)
     if not body or not body[0]:
         return [Text(" " * INDENT + "(empty)")]
     labels = step.rows if step.value.ndim > 1 else None
@@ -260,32 +263,37 @@ def _heat(number: float, text: str, size: int, ramp: Ramp, limits: tuple[float, 
     return Text((text if len(text) <= size else "").center(size), style)
 
 
-def _pick(steps: Sequence[Step], decimals: int, width: int, bar: str) -> list[Text]:
-    """How the last query of a single head picks values: a bar as long as each weight."""
-    whole = [step for step in steps if not step.place and step.value.ndim == 2 and step.value.size]
-    named = {step.name: step for step in whole}
-    if not {"weights", "v", "output"} <= named.keys() or named["output"].axes != ("Lq", "Dv"):
-        return []
-    weights, values, output = (named[name] for name in ("weights", "v", "output"))
-    shares = weights.value[-1]
+def _pick(pick: wording.Pick, decimals: int, width: int, bar: str) -> list[Text]:
+    """How a query picks its values: a bar as long as each weight."""
+    weights, values, output = pick.weights, pick.values, pick.output
+    shares = weights.value[pick.query]
     picked = [
         f"{cell} · [{' '.join(row)}]"
         for cell, row in zip(cells(shares, decimals)[0], cells(values.value, decimals), strict=True)
     ]
     labels = [_short(label, LABEL_WIDTH) for label in weights.columns or ()]
     margin = max(map(cell_len, labels)) + GAP
-    total = f"sum: [{' '.join(cells(output.value, decimals)[-1])}]"
+    total = f"sum: [{' '.join(cells(output.value, decimals)[pick.query])}]"
     longest = width - INDENT - margin - GAP - max(map(len, [*picked, total]))
     if longest < 10:
         return []
     bars = [bar * round(share * min(longest, LONGEST_BAR)) for share in np.nan_to_num(shares)]
     length = max(map(len, bars)) + GAP
-    query = (weights.rows or ())[-1]
-    lines = [Text(), Text(f"how query {query} picks values", "bold"), Text()]
+    lines = [Text(), Text(pick.title, "bold"), Text()]
     for label, drawn, text in zip(labels, bars, picked, strict=True):
         start = " " * INDENT + set_cell_size(label, margin)
         lines.append(Text(start + drawn.ljust(length) + text))
     return [*lines, Text(" " * (INDENT + margin + length) + total)]
+
+
+def _story(trace: Trace, decimals: int, width: int | None) -> list[Text]:
+    """One cell written out, step by step."""
+    from minimha.explain.story import story
+
+    lines = [Text(), Text(f"cell {trace.cell}", "bold"), Text()]
+    for written in story(trace, decimals):
+        lines += _paragraph(f"{written.place.step.title}: {written.text}", width)
+    return lines
 
 
 def _legend(drawn: Sequence[tuple[str, Step]], width: int | None, ramp: Ramp) -> list[Text]:

@@ -13,10 +13,12 @@ from unicodedata import category
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.explain.catalogue import Entry, entry
+from minimha.explain.catalogue import AXES, Entry, entry
 from minimha.explain.printed import Comparison, PrintedMatrix
 
 TOKEN_AXES = ("L", "Lq", "Lk", "Lc")
+UNNAMED = {"Lq": "q", "Lk": "k"}  # what numbers tokens without labels have before them
+DRAWINGS = ("heatmap", "picks")  # what is drawn beside the steps, which ``only`` may name too
 BLOCK = re.compile(r"\[i=(\d+)(?:,j=(\d+))?\]")
 UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, bidirectional ones among them; separators
 JOINERS = "\u200c\u200d"  # without which Persian words and many emoji fall apart
@@ -46,6 +48,8 @@ class Step:
         The numbers that a document prints for this step.
     made : tuple of str
         How its cells come about, as in the catalogue; empty where they are given.
+    is_blank : bool
+        The numbers are left out, for a reader to find: ``value`` is NaN throughout.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Step:
     hidden: NDArray[np.bool_] | None = None
     printed: tuple[Comparison, ...] = ()
     made: tuple[str, ...] = ()
+    is_blank: bool = False
 
     @property
     def base(self) -> str:
@@ -81,6 +86,17 @@ class Step:
         """Batch entry and head in words; empty where there is only one."""
         parts = (("batch", self.batch), ("head", self.head), ("key/value head", self.kv_head))
         return ", ".join(f"{word} {number}" for word, number in parts if number is not None)
+
+    @property
+    def title(self) -> str:
+        """The name, and the batch entry and head: ``weights, head 1``."""
+        return ", ".join(part for part in (self.name, self.place) if part)
+
+    @property
+    def names(self) -> set[str]:
+        """What a reader may call it: with its head or block, or without."""
+        drawn = ", ".join(part for part in (self.base, self.variant, self.place) if part)
+        return {self.name, self.base, self.title, drawn}
 
 
 @dataclass(eq=False)
@@ -103,8 +119,20 @@ class Trace:
         Block sizes, where tiles are traced, so that their rows can be labelled.
     given : collection of str, optional
         Names of steps that are given where the catalogue has a formula.
+    computed : collection of str, optional
+        Names of steps that the run has, and that are not kept here: an export holds some alone.
+    num_heads : int, optional
+        Of the queries, where the run has some that are not kept here.
     only : sequence of str, optional
-        The steps to show, with or without their block. Default is all.
+        The steps to show, with or without their block or head, and ``DRAWINGS``. Default is all.
+    head : int, optional
+        The query head to show, with the keys and values that it reads. Default is all.
+    query : str, optional
+        Label or number of the query that is shown picking its values. Default is the last one.
+    cell : str, optional
+        Labels or numbers of the cell to write out, ``sat,cat``.
+    blank : sequence of str, optional
+        The steps whose numbers are left out.
 
     Examples
     --------
@@ -125,7 +153,13 @@ class Trace:
     printed: Sequence[PrintedMatrix] = ()
     blocks: tuple[int, int] | None = None
     given: Collection[str] = ()
+    computed: Collection[str] = ()
+    num_heads: int | None = None
     only: Sequence[str] = ()
+    head: int | None = None
+    query: str = ""
+    cell: str = ""
+    blank: Sequence[str] = ()
     _values: dict[str, NDArray[Any]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -163,46 +197,101 @@ class Trace:
         )
         return value.squeeze(single)
 
-    def selected(self, names: Sequence[str]) -> Trace:
-        """Return a trace of the same run that shows these steps alone, or all if none are named."""
-        chosen = replace(self, only=tuple(names))
+    def selected(self, names: Sequence[str] = (), **others: Any) -> Trace:
+        """Return a trace of the same run that shows these steps alone, or all if none are named.
+
+        ``others`` are the attributes that say what is shown: head, query, cell and blank.
+        """
+        only = tuple(name.replace(" · ", ", ") for name in names)  # as the headings have it
+        chosen = replace(self, only=only, **others)
         chosen._values = dict(self._values)
         return chosen
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """Every step in order, one for each batch entry and head; only the chosen, if ``only``."""
-        bases = {name.partition("[")[0] for name in self}
-        unknown = [name for name in self.only if name not in (*bases, *self)]
-        if unknown:
-            stages = (re.sub(r"\[[^=]*\]", "", name) for name in self)  # the base chooses all
-            shown = dict.fromkeys(re.sub(r"=\d+", "=…", name) for name in stages)
-            raise ValueError(f"no step {unknown[0]!r} here: the steps are {', '.join(shown)}")
-        return tuple(
-            step
-            for name in self
-            if not self.only or {name, name.partition("[")[0]} & set(self.only)
-            for step in self.by_name[name]
-        )
+        self._check_names()
+        only = set(self.only)
+        return tuple(step for step in self._of_head() if not only or step.names & only)
 
     @cached_property
     def by_name(self) -> dict[str, tuple[Step, ...]]:
         """The steps of every name, one for each batch entry and head, whatever ``only`` says."""
         return {name: tuple(self._split(name)) for name in self}
 
+    def drawn(self, drawing: str) -> tuple[Step, ...]:
+        """The steps from which one of ``DRAWINGS`` is made; none where it is not to be shown."""
+        steps = self._of_head() if drawing in self.only else self.steps
+        return tuple(step for step in steps if not step.is_blank)
+
+    def _of_head(self) -> tuple[Step, ...]:
+        """Every step; of the heads only the chosen one, with the keys and values that it reads."""
+        every = [step for name in self for step in self.by_name[name]]
+        if self.head is None:
+            return tuple(every)
+        heads = {step.head for step in every} - {None}
+        if self.head not in heads:
+            here = f"the heads are 0 to {len(heads) - 1}" if heads else "there is only one"
+            raise ValueError(f"no head {self.head} here: {here}")
+        return tuple(step for step in every if self._head_of(step) in (None, self.head))
+
+    def _head_of(self, step: Step) -> int | None:
+        """The head of a step; of a key/value head, that chosen head which reads it, or none."""
+        if step.kv_head is None or self.head is None:
+            return step.head
+        group = (self.num_query_heads(step.name) or 1) // len(self.by_name[step.name])
+        return self.head if self.head // group == step.kv_head else -1
+
+    def _check_names(self) -> None:
+        """Refuse a name in ``only`` and ``blank`` that no step has, and say which it might be."""
+        every = [step for steps in self.by_name.values() for step in steps]
+        known = dict.fromkeys(name for step in every for name in sorted(step.names))
+        for name in (*self.only, *self.blank):
+            if name in known or (name in DRAWINGS and name not in self.blank):
+                continue
+            from difflib import get_close_matches  # here: nothing else of a start needs it
+
+            near = get_close_matches(name[:60], [*known, *DRAWINGS], 1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            stages = (re.sub(r"\[[^=]*\]", "", name) for name in self)  # the base chooses all
+            shown = dict.fromkeys(re.sub(r"=\d+", "=…", name) for name in stages)
+            raise ValueError(f"no step {name!r} here: {meant}the steps are {', '.join(shown)}")
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """What the letters of the axes shown mean."""
+        shown = {
+            letter for s in self.steps for axis in s.axes for letter in re.findall(r"\w+", axis)
+        }
+        return {letter: meaning for letter, meaning in AXES.items() if letter in shown}
+
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The whole array of each step shown, all heads together."""
-        return {step.name: self[step.name] for step in self.steps}
+        """The whole array of each step shown, all heads that are shown together."""
+        found = {}
+        for name, steps in itertools.groupby(self.steps, key=lambda step: step.name):
+            shown = list(steps)
+            sizes = (
+                len({getattr(s, key) for s in shown} - {None})
+                for key in ("batch", "kv_head" if shown[0].head is None else "head")
+            )
+            lead = [size for size in sizes if size]
+            found[name] = np.stack([s.value for s in shown]).reshape((*lead, *shown[0].value.shape))
+        return found
+
+    def _has(self, name: str) -> bool:
+        return name in self._values or name in self.computed
 
     def _entry(self, name: str) -> Entry:
         base = name.partition("[")[0]
         known = entry(name)
-        if base == "output" and _beside(name, "concat") in self:  # the heads' results, projected
+        if base == "output" and self._has(_beside(name, "concat")):  # the heads' results, projected
             known = entry("projected")
-        elif base == "output" and (_beside(name, "weights") not in self or name == "output[tiled]"):
+        elif base == "output" and (
+            not self._has(_beside(name, "weights")) or name == "output[tiled]"
+        ):
             known = entry("normalised")
-        if name in self.given or (base in ("q", "k", "v") and _beside(name, "x") not in self):
+        if name in self.given or (base in ("q", "k", "v") and not self._has(_beside(name, "x"))):
             return known._replace(formula=known.symbol, tex=known.tex_symbol, made=())
         for old, new in self._as_computed(name).items():
             known = known._replace(
@@ -215,10 +304,14 @@ class Trace:
         base = name.partition("[")[0].removesuffix("_combined")
         letter = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}.get(base)
         changes = {}
-        if base in ("k", "v") and _beside(name, "context") in self:
+        if base == "row_sum" and self._has(_beside(name, "sinks")):
+            changes["Σ_j P_ij"] = changes[r"\sum_j P_{ij}"] = (
+                "Σ_j P_ij + exp(sink - m_i)", r"\sum_j P_{ij} + e^{\mathrm{sink} - m_i}"
+            )  # fmt: skip
+        if base in ("k", "v") and self._has(_beside(name, "context")):
             context = entry("context")
             changes["X"] = context.symbol, context.tex_symbol
-        if letter and _beside(name, f"b_{letter}") in self:
+        if letter and self._has(_beside(name, f"b_{letter}")):
             added = f"W_{letter} + b_{letter}"
             changes[f"W_{letter}"] = added, added
         return changes
@@ -232,7 +325,7 @@ class Trace:
     def _split(self, name: str) -> Iterator[Step]:
         value, axes = self._values[name], self._axes(name)
         split = [n for n, axis in enumerate(axes) if axis in ("B", "H", "Hkv")]
-        shared = "Hkv" in axes and self._num_heads(name) not in (
+        shared = "Hkv" in axes and self.num_query_heads(name) not in (
             value.shape[axes.index("Hkv")], None
         )  # fmt: skip
         for index in itertools.product(*(range(value.shape[n]) for n in split)):
@@ -247,12 +340,12 @@ class Trace:
             hidden = np.isneginf(masked[tuple(at)]) if masked is not value else None
             yield self._step(name, value[tuple(at)], kept, place, hidden)
 
-    def _num_heads(self, name: str) -> int | None:
-        """The number of query heads beside the step ``name``."""
+    def num_query_heads(self, name: str = "") -> int | None:
+        """The number of query heads beside the step ``name``, None where there are no queries."""
         for query in (_beside(name, "q"), "q", "Q[i=0]"):
             if query in self:
                 return int(self._values[query].shape[self._axes(query).index("H")])
-        return None
+        return self.num_heads
 
     def _step(
         self, name: str, value: NDArray[Any], axes: tuple[str, ...],
@@ -269,28 +362,42 @@ class Trace:
         ]
         rows, columns = [None, None, *labels][-2:]
         printed = tuple(c for matrix in matrices for c in matrix.compare(value))
-        return Step(
+        step = Step(
             name=name, symbol=known.symbol, tex_symbol=known.tex_symbol, axes=axes,
             formula=known.formula, tex=known.tex, note=note, source=known.source, value=value,
-            rows=rows, columns=columns, hidden=hidden, printed=printed, made=known.made, **place,
+            rows=rows, columns=columns, hidden=hidden, printed=printed, made=known.made,
+            is_blank=False, **place,
         )  # fmt: skip
+        if not step.names & set(self.blank):
+            return step
+        blank = np.full(value.shape, np.nan)
+        return replace(step, value=blank, hidden=None, printed=(), is_blank=True)
+
+    def start(self, name: str, axis: str) -> int:
+        """The number of the first token along an axis of the step ``name``: a block's, or 0."""
+        block = BLOCK.search(name)
+        if axis not in ("B_r", "B_c") or block is None or self.blocks is None:
+            return 0
+        n = ("B_r", "B_c").index(axis)
+        return int(block[n + 1]) * self.blocks[n]
 
     def _axis_labels(self, name: str, axis: str, size: int) -> tuple[str, ...] | None:
         """Labels along one axis: tokens, or their numbers; None where an axis counts none."""
-        start = 0
+        start = self.start(name, axis)
         if axis in ("B_r", "B_c"):
-            block = BLOCK.search(name)
-            if block is None or self.blocks is None:
+            if BLOCK.search(name) is None or self.blocks is None:
                 return None
-            n, along = (0, "Lq") if axis == "B_r" else (1, "Lk")
-            axis, start = along, int(block[n + 1]) * self.blocks[n]
+            axis = "Lq" if axis == "B_r" else "Lk"
         if axis not in (*TOKEN_AXES, *self.labels):
             return None
         own = self.labels.get(_beside(name, axis))
         labels = (self.labels.get(axis, ()) if own is None else own)[start : start + size]
         if axis not in TOKEN_AXES:
             return labels if len(self.labels[axis]) == size else None
-        return labels if len(labels) == size else tuple(str(start + n) for n in range(size))
+        unnamed = UNNAMED.get(axis, "")
+        return (
+            labels if len(labels) == size else tuple(f"{unnamed}{start + n}" for n in range(size))
+        )
 
 
 def _beside(name: str, base: str) -> str:

@@ -4,8 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from minimha.explain.numbers import cells
+from minimha.explain.origins import origin
 from minimha.explain.printed import Comparison, Status
-from minimha.explain.trace import Step
+from minimha.explain.trace import Step, Trace
+
+BLANK = "_" * 6  # a number for the reader to find
 
 
 class Remark(NamedTuple):
@@ -15,9 +19,36 @@ class Remark(NamedTuple):
     sentence: str
 
 
+class Pick(NamedTuple):
+    """How one query of a head picks its values: with its row of weights."""
+
+    query: int
+    weights: Step
+    values: Step
+    output: Step
+
+    @property
+    def title(self) -> str:
+        """The query, and the run and head where there are several."""
+        places = "".join(f", {part}" for part in (self.output.variant, self.output.place) if part)
+        return f"how query {(self.weights.rows or ())[self.query]} picks values{places}"
+
+
 def title(step: Step) -> str:
     """The step's name, and its batch entry and head."""
-    return f"{step.name}, {step.place}" if step.place else step.name
+    return step.title
+
+
+def legend(trace: Trace) -> str:
+    """What the letters of the axes shown mean, in one sentence."""
+    return f"Axes: {', '.join(f'{letter} {words}' for letter, words in trace.legend.items())}."
+
+
+def numbers(step: Step, decimals: int) -> list[list[str]]:
+    """The numbers of a step as rows of text, or as many blanks to fill in."""
+    if not step.is_blank:
+        return cells(step.value, decimals)
+    return [[BLANK for _ in row] for row in cells(step.value, decimals)]
 
 
 def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
@@ -53,6 +84,46 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
         "weights": "softmax weights",
     }  # fmt: skip
     return [(title, step) for name, title in order.items() for step in steps if step.name == name]
+
+
+def picks(trace: Trace) -> list[Pick]:
+    """The query of each head that is shown picking its values.
+
+    It is the last one, of a single head, unless ``trace`` says which query, which head, or to draw
+    nothing else.
+
+    Raises
+    ------
+    ValueError
+        No head has the query that was asked for.
+    """
+    steps = trace.drawn("picks")
+    is_asked = bool(trace.query) or trace.head is not None or "picks" in trace.only
+    heads = []
+    for step in steps:
+        made = origin(trace, step) if is_asked or step.title == "output" else None
+        if made is None or made.operation != "product" or step.axes != ("Lq", "Dv"):
+            continue
+        weights, values = made.operands[:2]
+        if weights in steps and values in steps and step.value.size:
+            heads.append((weights, values, step))
+    found = [Pick(query, *head) for head in heads for query in _query(trace, head[0])]
+    if trace.query and not found:
+        rows = dict.fromkeys(row for head in heads for row in head[0].rows or ())
+        there = f": the queries are {', '.join(rows)}" if rows else ", with weights and values"
+        raise ValueError(f"no query {trace.query!r} here{there}")
+    return found
+
+
+def _query(trace: Trace, weights: Step) -> list[int]:
+    """The row that ``trace.query`` stands for, the last by default; empty if it is not there."""
+    rows = weights.rows or ()
+    if not trace.query:
+        return [len(rows) - 1]
+    if trace.query in rows:
+        return [rows.index(trace.query)]
+    is_number = trace.query.isascii() and trace.query.isdigit()
+    return [int(trace.query)] if is_number and int(trace.query) < len(rows) else []
 
 
 def _exact_ones(comparisons: Sequence[Comparison]) -> str:

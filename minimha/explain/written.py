@@ -33,11 +33,11 @@ class Place(NamedTuple):
     @property
     def labels(self) -> tuple[str, ...]:
         """A label for each axis: a token, or the number; none along a column of one number."""
-        names = [self.step.rows, self.step.columns][-len(self.at) :] if self.at else []
-        axes = self.step.axes[-len(self.at) :]
+        names = [self.step.rows, self.step.columns][-self.step.value.ndim :]
+        axes = self.step.axes[-self.step.value.ndim :]
         return tuple(
             known[n] if known else str(n)
-            for axis, known, n in zip(axes, names, self.at, strict=True)
+            for axis, known, n in zip(axes, names, self.at, strict=False)
             if axis != "1"
         )
 
@@ -180,6 +180,11 @@ def _products(made: Origin, i: int, j: int, say: Say) -> Parts:
     head, j = divmod(j, matrices[0].value.shape[1])
     of_head = made._replace(operands=(x, matrices[head], *biases[head : head + 1]))
     return _product(of_head, i, j, say)
+
+
+def _columns(made: Origin, i: int, j: int, say: Say) -> Parts:
+    row = _at(made.operands[0], i, j + int(made.constant or 0))
+    return Parts(row, (), (), row[0].text)
 
 
 def _sigmoid(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -338,6 +343,7 @@ def _normalise(made: Origin, i: int, j: int, say: Say) -> Parts:
 WRITERS: dict[str, Callable[[Origin, int, int, Say], Parts]] = {
     "product": _product,
     "products": _products,
+    "columns": _columns,
     "dot": _dot,
     "cosine": _cosine,
     "scale": _scale,

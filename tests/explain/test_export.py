@@ -41,7 +41,12 @@ AWKWARD = sentences.sentence(
 
 def test_json_has_the_documented_form():
     record = json.loads(export.as_json(CAT))
-    assert list(record) == ["example", "source", "steps"]
+    assert list(record) == [
+        "example", "source", "axes", "labels", "notes", "given", "blocks", "num_heads", "computed",
+        "steps",
+    ]  # fmt: skip
+    assert record["labels"]["Lk"] == ["The", "cat", "sat"]
+    assert record["axes"]["D"] == "head width, d_k in the papers"
     names = [step["name"] for step in record["steps"]]
     assert names[:14] == [
         "x", "W_q", "W_k", "W_v", "q", "k", "v", "scores", "masked", "row_max", "exponentials",
@@ -53,12 +58,14 @@ def test_json_has_the_documented_form():
     assert masked["shape"] == [3, 3]
     weights = record["steps"][12]
     assert set(weights) == {
-        "name", "symbol", "axes", "formula", "note", "shape", "value", "printed"
+        "name", "symbol", "axes", "formula", "note", "shape", "value", "printed", "rows", "columns"
     }  # fmt: skip
+    assert weights["rows"] == weights["columns"] == ["The", "cat", "sat"]
     truncated = weights["printed"][3]
     assert truncated == {
         "value": 0.268, "exact": CAT["weights"][1, 0], "decimals": 3, "status": "truncated",
-        "index": [1, 0],
+        "index": [1, 0], "text": "0.268", "source": "'Step 3: Softmax Normalization'",
+        "origin": "the document's own inputs", "exactly": "exact",
     }  # fmt: skip
     assert "printed" not in record["steps"][0]
 
@@ -87,7 +94,10 @@ def test_json_writes_a_picture_number_without_an_exact_one():
 
 def test_npz_holds_whole_arrays():
     with np.load(io.BytesIO(export.as_npz(HEADS)), allow_pickle=False) as archive:
-        assert archive.files == list(HEADS)
+        assert archive.files == [*HEADS, "trace"]
+        said = json.loads(str(archive["trace"]))
+        assert said["labels"]["L"] == list(HEADS.labels["L"])
+        assert "value" not in said["steps"][0]
         for name in HEADS:
             np.testing.assert_array_equal(archive[name], HEADS[name])
         assert archive["weights"].shape == (2, 5, 5)
@@ -99,7 +109,7 @@ def test_npz_and_csv_of_bfloat16_can_be_read_by_anyone():
     trace("x", np.array([[1.5, -np.inf]], dtype))
     with np.load(io.BytesIO(export.as_npz(trace)), allow_pickle=False) as archive:
         assert archive["x"].tolist() == [[1.5, -np.inf]]
-    assert export.as_csv(trace) == {"01_x.csv": "1.5,-inf\n"}
+    assert export.as_csv(trace)["01_x.csv"] == "1.5,-inf\n"
 
 
 def test_taps_of_ones_own_export_whatever_their_name():
@@ -107,7 +117,7 @@ def test_taps_of_ones_own_export_whatever_their_name():
     for name in ("file", "my_step", "a&b"):
         trace(name, np.ones((1, 2)))
     with np.load(io.BytesIO(export.as_npz(trace))) as archive:
-        assert archive.files == ["file", "my_step", "a&b"]
+        assert archive.files == ["file", "my_step", "a&b", "trace"]
     assert r"\text{my step}" in export.as_latex(trace, 3)
 
 
@@ -119,6 +129,9 @@ def test_csv_has_one_file_per_step_and_head_at_full_precision():
         "03_W_q_head1.csv",
         "04_W_k_head0.csv",
     ]
+    labels = list(csv.reader(io.StringIO(found.pop("labels.csv"))))
+    assert labels[0] == ["01_x.csv", "rows", *HEADS.labels["L"]]
+    assert ["14_scores_head0.csv", "columns", *HEADS.labels["L"]] in labels
     assert len(found) == len(HEADS.steps)
     for text, step in zip(found.values(), HEADS.steps, strict=True):
         rows = [[float(cell) for cell in row] for row in csv.reader(io.StringIO(text))]

@@ -110,6 +110,7 @@ CAT = TRACES["the-cat-sat"]
         (TRACES["two-heads"], "concat", (0, 2), "C[X,2] = O[X,0] of head 1 = 6"),
         (TRACES["two-heads"], "output", (0, 2), "Y[X,2] = 4·1 + 11·0 + 6·(-1) + 9·0 = -2"),
         (TRACES["gpt2"], "q_combined", (1, 3), "Q[cat,3] = (-1)·0 + 1·(-1) + 2·0 + 0·0 + 1 = 0"),
+        (TRACES["gpt2"], "W_q", (1, 1), "W_q[1,1] = c_attn[1,1] = 1"),
         (TRACES["flash"], "S[i=1,j=1]", (0, 1), "S_ij[approved,the] = -∞, hidden by the mask"),
         (TRACES["flash"], "factor[i=1,j=0]", (0, 0), "α_i[approved] = exp(-∞ - 0) = 0"),
     ],

@@ -80,28 +80,28 @@ def test_hidden_is_what_a_mask_hides_and_not_what_is_merely_small():
     attention([[1000.0]], [[1.0], [-1.0]], [[1.0], [2.0]], tap=trace)
     assert trace["weights"].tolist() == [[1.0, 0.0]]
     assert "█████" in render.text(trace, 3, 80, "blocks").plain
-    assert "0 █████   ×" not in render.text(trace, 3, 80, "blocks").plain
+    assert "q0 █████   ×" not in render.text(trace, 3, 80, "blocks").plain
     masked = Trace()
     attention([[1.0]], [[1.0], [-1.0]], [[1.0], [2.0]], attn_mask=[[True, False]], tap=masked)
-    assert "0 █████   ×" in render.text(masked.selected(["weights"]), 3, 80, "blocks").plain
+    assert "q0 █████   ×" in render.text(masked.selected(["weights"]), 3, 80, "blocks").plain
 
 
 def test_shades_are_the_nearest_from_blank_to_full():
     trace = Trace()
     attention([[1.0]], np.log([[1], [2], [3], [14]]), np.ones((4, 1)), scale=1, tap=trace)
     last = render.text(trace.selected(["weights"]), 3, 80, "blocks").plain.splitlines()[-1]
-    assert last.split() == ["0", "░░░░░", "▓▓▓▓▓"]  # 1/20 and 2/20 are nearest to none
+    assert last.split() == ["q0", "░░░░░", "▓▓▓▓▓"]  # 1/20 and 2/20 are nearest to none
     last = render.text(trace.selected(["weights"]), 3, 80, "ascii").plain.splitlines()[-1]
-    assert last.split() == ["0", ".....", "+++++"]
+    assert last.split() == ["q0", ".....", "+++++"]
 
 
 def test_how_one_query_picks_its_values():
     lines = render.text(TRACES["given-qkv"], 3, 80, "blocks").plain.splitlines()
-    at = lines.index("how query 2 picks values")
+    at = lines.index("how query q2 picks values")
     assert [line.split() for line in lines[at + 2 :]] == [
-        ["0", "█" * 10, "0.248", "·", "[1", "0]"],
-        ["1", "█" * 20, "0.503", "·", "[0", "2]"],
-        ["2", "█" * 10, "0.248", "·", "[3", "1]"],
+        ["k0", "█" * 10, "0.248", "·", "[1", "0]"],
+        ["k1", "█" * 20, "0.503", "·", "[0", "2]"],
+        ["k2", "█" * 10, "0.248", "·", "[3", "1]"],
         ["sum:", "[0.993", "1.255]"],
     ]
     assert "picks values" not in render.text(TRACES["8 heads"], 3, 80, "blocks").plain

@@ -77,12 +77,12 @@ def test_tokens_label_rows_and_columns_and_numbers_do_where_there_are_none():
     unnamed = {
         step.name: (step.rows, step.columns) for step in traced((2, 3), (1, 3), (1, 3)).steps
     }
-    assert unnamed["scores"] == (("0", "1"), ("0",))
+    assert unnamed["scores"] == (("q0", "q1"), ("k0",))
 
 
 def test_labels_of_another_length_give_way_to_numbers():
     steps = traced((3, 2), (3, 2), (3, 2), labels=token_labels(["a", "b"])).steps
-    assert next(step for step in steps if step.name == "weights").rows == ("0", "1", "2")
+    assert next(step for step in steps if step.name == "weights").rows == ("q0", "q1", "q2")
 
 
 def test_a_place_is_named_by_batch_entry_and_head():

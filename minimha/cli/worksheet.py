@@ -1,0 +1,73 @@
+"""``--answer``: a filled worksheet, checked entry by entry."""
+
+import argparse
+from decimal import Decimal
+
+import numpy as np
+
+from minimha.cli.arguments import number
+from minimha.explain.printed import Status, classify
+from minimha.explain.trace import Step, Trace
+from minimha.explain.written import Index, Place
+
+Records = list[dict[str, str]]
+FATES = {
+    Status.EXACT: "right",
+    Status.TRUNCATED: "truncated, not rounded",
+    Status.WRONG: "wrong",
+}
+
+
+def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Records]:
+    """Return a title, the numbers that are not right and all numbers of ``--answer``.
+
+    They are those of the step that ``--hide`` names. A number is right where the exact one rounds
+    to it, with the decimals that it has.
+
+    Raises
+    ------
+    ValueError
+        No step is hidden, or the file is not as large as the hidden steps are, one below another.
+    """
+    from minimha.cli.inputs import read_rows
+
+    if not args.hide:
+        raise ValueError("--answer needs --hide: the step whose numbers it holds")
+    steps = trace.selected(args.hide, head=args.head).steps
+    rows = list(read_rows(args.answer))
+    expected = [(step, row) for step in steps for row in _rows(step)]
+    widths = {len(row) for _, row in expected}
+    shape = f"{len(expected)} rows of {' or '.join(map(str, sorted(widths)))}"
+    if len(rows) != len(expected):
+        raise ValueError(f"{args.answer} has {len(rows)} rows: {steps[0].name} has {shape}")
+    records = []
+    for (line, fields), (step, row) in zip(rows, expected, strict=True):
+        where = f"{args.answer}, line {line}"
+        if len(fields) != len(row):
+            raise ValueError(f"{where} has {len(fields)} fields: {steps[0].name} has {shape}")
+        for n, ((at, exact), text) in enumerate(zip(row, fields, strict=True), 1):
+            records.append(_record(f"{where}, field {n}", step, at, exact, text))
+    wrong = [record for record in records if record["answer"] != FATES[Status.EXACT]]
+    right = len(records) - len(wrong)
+    return f"{right} of {len(records)} numbers are right", wrong, records
+
+
+def _rows(step: Step) -> list[list[tuple[Index, float]]]:
+    """The numbers of a step with their places, row by row."""
+    width = step.value.shape[-1] if step.value.ndim else 1
+    places = [(at, float(step.value[at])) for at in np.ndindex(step.value.shape)]
+    return [places[n : n + width] for n in range(0, len(places), width)]
+
+
+def _record(where: str, step: Step, at: Index, exact: float, text: str) -> dict[str, str]:
+    """One number of the answer, and what it is."""
+    text = text.strip()
+    found = {"cell": f"{step.title}: {Place(step, at).text}", "given": text}
+    if not text:
+        return found | {"answer": "left blank"}
+    try:
+        number(text)
+    except ValueError:
+        raise ValueError(f"{where} is {text!r}: expected a number, or nothing") from None
+    plain = format(Decimal(text.replace("−", "-")), "f") if "e" in text.lower() else text
+    return found | {"answer": FATES[classify(plain, exact)]}

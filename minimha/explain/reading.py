@@ -1,0 +1,90 @@
+"""A trace that was exported as JSON or npz, as it was: the opposite of ``export``."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.explain.catalogue import entry
+from minimha.explain.printed import PrintedMatrix, Status
+from minimha.explain.trace import Trace, printable
+
+NAME = re.compile(r"[^\W\d]\w*(\[[\w=,]+\])*")  # of a step; exports have file names made of it
+HEADS = ("H", "Hkv")
+
+
+def trace_from(
+    record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
+) -> Trace:
+    """Return the trace whose JSON is ``record``; an npz has the values in ``arrays``.
+
+    Raises
+    ------
+    ValueError
+        Something is not as ``export`` writes it.
+    """
+    try:
+        trace = Trace(
+            example=str(record["example"]), source=str(record["source"]),
+            labels={axis: tuple(map(str, names)) for axis, names in record["labels"].items()},
+            notes={step: printable(str(note)) for step, note in record["notes"].items()},
+            printed=[matrix for step in record["steps"] for matrix in _printed(step)],
+            blocks=tuple(record["blocks"]) if record["blocks"] else None,
+            given=tuple(record["given"]), computed=tuple(record["computed"]),
+            num_heads=record["num_heads"],
+        )  # fmt: skip
+        by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for step in record["steps"]:
+            by_name[step["name"]].append(step)
+        for name, steps in by_name.items():
+            if not NAME.fullmatch(name):
+                raise ValueError(f"{name[:40]!r} is no name of a step")
+            trace(name, _whole(name, steps, None if arrays is None else arrays[name]))
+        _ = trace.steps
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"it is no trace as minimha exports it: {what}") from None
+    return trace
+
+
+def _whole(
+    name: str, steps: Sequence[Mapping[str, Any]], array: NDArray[Any] | None
+) -> NDArray[Any]:
+    """The values of all batch entries and heads of a step in one array."""
+    shape = tuple(steps[0]["shape"])
+    if array is None:
+        array = np.array([step["value"] for step in steps], steps[0].get("dtype", "float64"))
+    batches, heads = (
+        len({step[key] for step in steps for key in keys if key in step})
+        for keys in (("batch",), ("head", "kv_head"))
+    )
+    if batches and not heads and set(HEADS) & set(entry(name).axes):
+        heads = 1  # the axis that was left out
+    return array.reshape((*(n for n in (batches, heads) if n), *shape))
+
+
+def _printed(step: Mapping[str, Any]) -> list[PrintedMatrix]:
+    """What documents print for a step, a matrix for each place that does."""
+    return [
+        _matrix(step, source, list(numbers))
+        for source, numbers in groupby(step.get("printed", ()), key=lambda p: str(p["source"]))
+    ]
+
+
+def _matrix(
+    step: Mapping[str, Any], source: str, numbers: Sequence[Mapping[str, Any]]
+) -> PrintedMatrix:
+    rows = groupby(numbers, key=lambda number: number["index"][:-1])
+    first = numbers[0]
+    exact = np.array([number["exact"] for number in numbers], np.float64)
+    return PrintedMatrix(
+        step["name"], tuple(" ".join(str(n["text"]) for n in row) for _, row in rows),
+        printable(source),
+        but={tuple(n["index"]): Status(n["status"]) for n in numbers}, head=step.get("head"),
+        exact=exact.reshape(step["shape"]), origin=printable(first["origin"]),
+        has_inputs=first["exact"] is not None, exactly=printable(first["exactly"]),
+    )  # fmt: skip

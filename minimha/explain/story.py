@@ -1,0 +1,122 @@
+"""One cell through all the steps: a score, scaled, masked, its share, and what that passes on."""
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+
+from minimha.explain.numbers import cells
+from minimha.explain.origins import origin
+from minimha.explain.trace import Step, Trace
+from minimha.explain.written import Index, Place, Written, cell
+
+PAIRS = (("Lq", "Lk"), ("B_r", "B_c"))  # axes of a matrix with a cell for a query and a key
+
+
+def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
+    """The cell of ``trace.cell`` written out in every step shown that has it, in order.
+
+    A row and a column, ``sat,cat``, are a query and a key: their score, scaled, masked, its
+    exponential, their weight, and what the key's value adds to the query's output. Where ``only``
+    names steps, they may be the row and the column of any of these.
+
+    Raises
+    ------
+    ValueError
+        No step shown has such a cell, or a label is there twice.
+    """
+    parts = [part.strip() for part in trace.cell.split(",")]
+    found: list[Written] = []
+    for step in trace.steps:
+        index = _index(trace, step, parts)
+        if index is not None:
+            found.append(cell(trace, step, index, decimals))
+        elif step.made[:1] in (("product",), ("running product",)):
+            found += _share_of(trace, step, parts, decimals)
+    if len(parts) > 1:  # a number per row belongs to the cells of its row that were found
+        there = {_beside(w.place.step) for w in found if not _is_per_row(w.place.step)}
+        found = [w for w in found if _beside(w.place.step) in there]
+    if not found:
+        raise ValueError(_not_there(trace, parts))
+    return tuple(found)
+
+
+def _beside(step: Step) -> tuple[str, str]:
+    """What the steps of one run, block, batch entry and head have in common."""
+    return step.name[len(step.base) :], step.place
+
+
+def _is_per_row(step: Step) -> bool:
+    return step.axes[-1:] == ("1",) and step.value.ndim == 2
+
+
+def _index(trace: Trace, step: Step, parts: Sequence[str]) -> Index | None:
+    """The index of the cell in ``step``, which has it; a row is enough for one number per row."""
+    if _is_per_row(step):
+        row = _number(trace, step, 0, parts[0])
+        return None if row is None or len(parts) > 2 else (row, 0)
+    if step.value.ndim != len(parts) or not (step.axes[-2:] in PAIRS or trace.only):
+        return None
+    numbers = [_number(trace, step, n, part) for n, part in enumerate(parts)]
+    index = tuple(n for n in numbers if n is not None)
+    return index if len(index) == len(parts) else None
+
+
+def _number(trace: Trace, step: Step, axis: int, label: str) -> int | None:
+    """The number of the row (axis 0) or column with this label, or this number; None: no such."""
+    labels = [step.rows, step.columns][-step.value.ndim :][axis] or ()
+    found = [n for n, name in enumerate(labels) if name == label]
+    if len(found) > 1:
+        raise ValueError(
+            f"{label!r} is there {len(found)} times, at {', '.join(map(str, found))}: give the "
+            f"number of the one that is meant"
+        )
+    if found or not (label.isascii() and label.isdigit()):
+        return found[0] if found else None
+    number = int(label) - trace.start(step.name, step.axes[-step.value.ndim :][axis])
+    return number if 0 <= number < step.value.shape[axis] else None
+
+
+def _share_of(trace: Trace, step: Step, parts: Sequence[str], decimals: int) -> Iterator[Written]:
+    """What the value of a key adds to the output of a query, where ``step`` is that output."""
+    made = origin(trace, step)
+    weights, values = (None, None) if made is None else made.operands[:2]
+    if weights is None or values is None or weights.axes[-2:] not in PAIRS:
+        return
+    index = _index(trace, weights, parts)
+    if index is None:
+        return
+    i, j = index
+    [[weight], row] = (cells(x, decimals)[0] for x in (weights.value[i, j], values.value[j]))
+    share = cells(weights.value[i, j] * values.value[j], decimals)[0]
+    output = cells(step.value[i], decimals)[0]
+    place = Place(step, (i,))
+    right = f"{weight} · [{' '.join(row)}] = [{' '.join(share)}]"
+    text = f"{right}, its part of {place.text} = [{' '.join(output)}]"
+    yield Written(
+        place,
+        "part",
+        (Place(weights, index),),
+        tuple(Place(values, (j, n)) for n in range(values.value.shape[1])),
+        (),
+        right,
+        text,
+    )
+
+
+def _not_there(trace: Trace, parts: Sequence[str]) -> str:
+    """Why no step shown has the cell, and which labels there are."""
+    if len(parts) > 2:
+        return f"cell {trace.cell!r} has {len(parts)} parts: expected a row and a column"
+    steps = [s for s in trace.steps if s.value.ndim == 2 and (s.axes[-2:] in PAIRS or trace.only)]
+    if not steps:
+        return f"cell {trace.cell!r}: no step shown has a query per row and a key per column"
+    step = steps[0]
+    sizes = zip(("rows", "columns"), (step.rows, step.columns), step.value.shape, strict=True)
+    there = [
+        f"{word} {', '.join(labels)}" if labels else f"{word} 0 to {size - 1}"
+        for word, labels, size in sizes
+        if not (word == "columns" and _is_per_row(step))
+    ]
+    known = [*(step.rows or ()), *(step.columns or ())]
+    near = [m for part in parts if part not in known for m in get_close_matches(part, known, 1)]
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return f"no cell {trace.cell!r} here: {meant}{step.title} has {', '.join(there)}"
