@@ -70,7 +70,33 @@ def _discard(stream: TextIO) -> None:
 class Parser(argparse.ArgumentParser):
     """argparse, but an error is one sentence and never a page of usage, and none is kept quiet."""
 
+    given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Name an option that there is not before anything else is taken for wrong."""
+        self.given = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:
+            options = [word.partition("=")[0] for word in self.given if word.startswith("--")]
+            for option in options:
+                if not any(known.startswith(option) for known in self._option_string_actions):
+                    self.error(f"unrecognized arguments: {option}{self._meant(option)}")
+        return super().parse_known_args(args, namespace)
+
+    def _meant(self, option: str) -> str:
+        """The option that this one may stand for: ``--d_model``, ``--num-heads``."""
+        known, name = self._option_string_actions, option.replace("_", "-")
+        ends = [o for o in known if o.startswith("--") and f"-{name}".endswith(o[1:])]
+        near = [name] if name in known else sorted(ends, key=len)[-1:]
+        if not near:
+            from difflib import get_close_matches  # here: nothing else of a start needs it
+
+            near = get_close_matches(name[:40], known, 1, cutoff=0.75)
+        return f" (did you mean {near[0]}?)" if near else ""
+
     def error(self, message: str) -> NoReturn:
+        many = [o for o in ("--sentence", "--cross", "--labels") if o in self.given]
+        if many and ("argument name: not allowed" in message or "unrecognized" in message):
+            message += f' (several words are one argument, in quotes: {many[0]} "The cat sat")'
         if "expected one argument" in message:
             message += " (one that begins with a minus sign is joined on: --option=-1,0)"
         raise ValueError(message)

@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
         nargs="?",
         const=" ".join(translation.ENGLISH),
         metavar="WORDS",
-        help="attend to another sentence (cross-attention); French to English, if none is given",
+        help="attend to another sentence (cross-attention); alone, a French one to its English",
     )
     add_changes(parser)
     add_steps(parser)

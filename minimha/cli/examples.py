@@ -23,6 +23,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """List the worked examples."""
-    keys = "document", "title", "sentence", "source"
-    rows = {name: {key: getattr(EXAMPLES[name], key) for key in keys} for name in EXAMPLES}
-    deliver_table(args, [{"name": name} | row for name, row in rows.items()])
+    keys = "name", "document", "title", "source", "sentence", "left_out"
+    exact = [{key: getattr(EXAMPLES[name], key) for key in keys} for name in EXAMPLES]
+    rows = [
+        {key: row[key] for key in keys[:3]}  # a title has the sentence
+        | {"source": row["source"] + f" (left out: {row['left_out']})" * bool(row["left_out"])}
+        for row in exact
+    ]
+    deliver_table(args, rows, exact=exact)

@@ -29,6 +29,11 @@ def block_by_block(
     It is head 0 of ``sentences.sentence(tokens)``, so that Q, K and V are known from there; that
     says what ``d_model``, here even, and ``seed`` are.
     """
+    if d_model % NUM_HEADS:
+        raise ValueError(
+            f"d-model is {d_model}: the head shown is one of {NUM_HEADS}, so the model width must "
+            f"be even"
+        )
     sentences.check(tokens, NUM_HEADS, NUM_HEADS, d_model, seed)
     for name, size in (("block-queries", B_r), ("block-keys", B_c)):
         if size < 1:

@@ -13,6 +13,15 @@ from minimha.explain.trace import Trace
 
 
 @dataclass(frozen=True)
+class Note:
+    """A note that holds only with this mask or this scaling; None: with either."""
+
+    words: str
+    is_causal: bool | None = None
+    is_scaled: bool | None = None
+
+
+@dataclass(frozen=True)
 class Example:
     """One worked example; what is not said here is as in ``explain.Trace``.
 
@@ -29,6 +38,9 @@ class Example:
         whether these two can be changed.
     document : str
         The number of the document whose numbers it reproduces; empty where there is none.
+    left_out : str
+        The numbers of that document that it does not reproduce, and why.
+    notes : mapping from step name to str or Note
     """
 
     name: str
@@ -41,10 +53,11 @@ class Example:
     is_scaled: bool = True
     is_adjustable: bool = True
     printed: tuple[PrintedMatrix, ...] = ()
-    notes: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str | Note] = field(default_factory=dict)
     blocks: tuple[int, int] | None = None
     given: tuple[str, ...] = ()
     document: str = ""
+    left_out: str = ""
 
     @property
     def label(self) -> str:
@@ -70,11 +83,21 @@ class Example:
         changed = "" if is_own else f" (changed: {', '.join(changes)})"
         trace = Trace(
             f"{self.label}: {self.title}{changed}", source=self.source, labels=self.labels,
-            notes=self.notes, printed=self.printed if is_own else (), blocks=self.blocks,
-            given=self.given,
+            notes=_holding(self.notes, causal, scaled), printed=self.printed if is_own else (),
+            blocks=self.blocks, given=self.given,
         )  # fmt: skip
         self.run(trace, causal, scaled)
         return trace
+
+
+def _holding(notes: Mapping[str, str | Note], causal: bool, scaled: bool) -> dict[str, str]:
+    """The words of the notes that hold for this mask and this scaling."""
+    given = {name: note if isinstance(note, Note) else Note(note) for name, note in notes.items()}
+    return {
+        name: note.words
+        for name, note in given.items()
+        if note.is_causal in (None, causal) and note.is_scaled in (None, scaled)
+    }
 
 
 def matrix(*rows: str) -> NDArray[np.float64]:

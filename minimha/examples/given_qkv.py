@@ -4,7 +4,7 @@ import numpy as np
 
 from minimha.api import attention
 from minimha.equations.tap import Tap
-from minimha.examples.example import Example, matrix
+from minimha.examples.example import Example, Note, matrix
 from minimha.explain.printed import PrintedMatrix, Status
 
 TOY = "section 6, 'A concrete numeric toy example'"
@@ -69,9 +69,13 @@ EXAMPLE = Example(
     title="Q, K and V given, and the outputs that do not follow from them",
     source=f"document 004, {TOY}, and {FLOW}", sentence="three tokens without words", run=run,
     printed=PRINTED,
+    left_out="'about 40 %, 20 %, 50 %, 25 %', its weights in words",
     notes={
-        "output": "Each output is an average of the values with positive weights that sum to 1, so "
-        "no entry of column 1 can exceed 2, the largest there: 2.005 cannot be right.",
+        "output": Note(
+            "Each output is an average of the values with positive weights that sum to 1, so no "
+            "entry of column 1 can exceed 2, the largest there: 2.005 cannot be right.",
+            is_causal=False, is_scaled=True,
+        ),
         "cosine": "The document offers this comparison and leaves it out. Query 2 and key 1, both "
         "[1, 1], have cosine 1 like query 0 and key 0, but twice their dot product: longer vectors "
         "score higher.",

@@ -4,7 +4,7 @@ import numpy as np
 
 from minimha.api import attention
 from minimha.equations.tap import Tap, staged
-from minimha.examples.example import Example
+from minimha.examples.example import Example, Note
 from minimha.examples.given_qkv import K, Q, V
 from minimha.layers.additive import additive_attention
 from minimha.layers.cosine import cosine_attention
@@ -34,8 +34,11 @@ COSINE = Example(
         "scores[dot]": "Query 2 and key 1 are both [1, 1]: being longer, they score twice as high "
         "as query 0 and key 0, which point the same way too.",
         "cosine[cosine]": "Here both pairs have cosine 1: length no longer counts.",
-        "weights[cosine]": "Scores lie between -1 and 1, so no key can get more than e² ≈ 7.4 "
-        "times the weight of another. Models that use cosines learn a factor for them.",
+        "weights[cosine]": Note(
+            "Scores lie between -1 and 1, so no key can get more than e² ≈ 7.4 times the weight of "
+            "another. Models that use cosines learn a factor for them.",
+            is_causal=False,
+        ),
     },
 )  # fmt: skip
 ADDITIVE = Example(

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.tap import Tap
-from minimha.examples.example import Example
+from minimha.examples.example import Example, Note
 from minimha.explain.trace import token_labels
 from minimha.layers.multihead import MultiHeadAttention
 
@@ -56,8 +56,11 @@ def _example(
         layer(x, tap=tap, is_causal=is_causal, scale=None if is_scaled else 1.0)
 
     readings = {
-        f"weights, head {h}": f"{head.name.capitalize()}: {head.reading}."
-        + SPREAD * _has_query_of_zeros(head, grammar)
+        f"weights, head {h}": Note(
+            f"{head.name.capitalize()}: {head.reading}."
+            + SPREAD * _has_query_of_zeros(head, grammar),
+            *(None, None) if head is PREVIOUS else (False, True),
+        )
         for h, head in enumerate(heads)
     }
     return Example(

@@ -99,7 +99,7 @@ def sentence(
 
     text = " ".join(tokens)
     if context is not None:
-        text += f" → {' '.join(context)}"
+        text += f", attending to {' '.join(context)}"
     heads = f"{num_heads} head{'s' * (num_heads > 1)}"
     if num_kv_heads != num_heads:
         heads += f" on {num_kv_heads} key/value head{'s' * (num_kv_heads > 1)}"

@@ -53,6 +53,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 EXAMPLE = Example(
     name="shapes", document="001", title="the shapes of eight heads, and the sizes of known models",
     source=f"document 001, {CODE} and {TABLE}", sentence="The quick brown fox jumps", run=run,
+    left_out="the vectors of 'quick' in its picture, which no inputs are given for",
     labels={"model": MODELS}, is_adjustable=False, printed=PRINTED,
     notes={
         "weights_shape": "In the document's code a mask entry equal to 0 is blocked and any other "

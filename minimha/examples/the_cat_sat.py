@@ -4,7 +4,7 @@ import numpy as np
 
 from minimha.api import attention
 from minimha.equations.tap import Tap
-from minimha.examples.example import Example, matrix
+from minimha.examples.example import Example, Note, matrix
 from minimha.explain.printed import PrintedMatrix, Status
 from minimha.explain.trace import token_labels
 
@@ -50,11 +50,14 @@ EXAMPLE = Example(
     name="the-cat-sat", document="003", title="The cat sat, one causal head", source=SOURCE,
     sentence="The cat sat", run=run, labels=token_labels(["The", "cat", "sat"]), is_causal=True,
     is_scaled=False, printed=PRINTED, given=("v",),
+    left_out="the embeddings [0.1, 0.9, 0.2, ...] of its introduction, whose ends it leaves open",
     notes={
         "v": "The document gives this V, although X W_v, with its W_v = I, would be X. "
         "The steps below use the V that it gives.",
-        "weights": "The document's formula divides by √d_k first; its example does not.",
-        "output": "The document leaves this product to the reader.",
+        "weights": Note(
+            "The document's formula divides by √d_k first; its example does not.", is_scaled=False
+        ),
+        "output": Note("The document leaves this product to the reader.", is_causal=True),
         "scaled[divided]": "From here on: the same once more, with the division in the "
         "document's formula.",
     },
