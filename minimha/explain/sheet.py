@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from minimha.explain import wording
 from minimha.explain.numbers import LARGEST_FIXED
 from minimha.explain.origins import Origin, origin, pairs
+from minimha.explain.story import story
 from minimha.explain.trace import BLOCK, TOKEN_AXES, Step, Trace
 
 SHEET = "attention"
@@ -234,11 +235,11 @@ def _stride(trace: Trace) -> int:
 
 def _origins(trace: Trace) -> dict[str, Origin | None]:
     """What every step is computed from, by its title; refused where that is not shown."""
-    origins = {wording.title(step): _origin(trace, step) for step in trace.steps}
+    origins = {step.title: _origin(trace, step) for step in trace.steps}
     computed = {title: made for title, made in origins.items() if made is not None}
     for title, made in computed.items():
         for operand in made.operands:
-            if operand is not None and wording.title(operand) not in origins:
+            if operand is not None and operand.title not in origins:
                 raise ValueError(
                     f"{title} is computed from {operand.name}, which is not shown: a sheet holds "
                     f"every step, so leave out --only and --head"
@@ -292,14 +293,25 @@ class _Sheet:
         """Write every step, below the title and a line that says what can be changed."""
         self._line(self.trace.example, bold=True)
         self._line(self.trace.source, font_color=GREY)
+        if self.trace.legend:
+            self._line(wording.legend(self.trace), font_color=GREY)
         self._line(LEGEND, bg_color=YELLOW)
         for _, steps in groupby(self.trace.steps, key=lambda step: step.name):
             self._step(list(steps))
+        if self.trace.cell:
+            self._story()
         for column, width in self.widths.items():
             self.sheet.set_column(column, column, width)
         self.sheet.hide_gridlines(2)
         self.sheet.set_landscape()
         self.sheet.fit_to_pages(1, 0)
+
+    def _story(self) -> None:
+        """One cell written out, with numbers that do not follow."""
+        self.top += 1
+        self._line(f"cell {self.trace.cell}, with the numbers as they were exported", bold=True)
+        for written in story(self.trace, self.decimals):
+            self._line(f"{written.place.step.title}: {written.text}")
 
     def _step(self, steps: list[Step]) -> None:
         """The matrices of one name, and above them what they take beside other steps."""
@@ -310,25 +322,25 @@ class _Sheet:
         name, formula = steps[0].name, steps[0].formula
         self._band(name if formula == steps[0].symbol else f"{name}:  {formula}", notes, [
             Matrix(
-                wording.title(step), step.place, step.value, step.rows, step.columns,
+                step.title, step.place, step.value, step.rows, step.columns,
                 self._formula(step, setting),
             )
             for step, setting in zip(steps, settings, strict=True)
         ])  # fmt: skip
         if steps[0].base == "weights":
             for step in steps:
-                self._shade(self.panels[wording.title(step)])
+                self._shade(self.panels[step.title])
 
     def _formula(self, step: Step, setting: tuple[Setting, ...]) -> Formula | None:
-        made = self.origins[wording.title(step)]
+        made = self.origins[step.title]
         if made is None:
             return None
-        operands = [known and self.panels[wording.title(known)] for known in made.operands]
+        operands = [known and self.panels[known.title] for known in made.operands]
         return lambda i, j: FORMULAS[made.operation](i, j, *operands, *setting)
 
     def _settings(self, steps: Sequence[Step]) -> list[tuple[Setting, ...]]:
         """What the formula of each step takes after its operands; a scale and a mask are cells."""
-        made, stage = self.origins[wording.title(steps[0])], steps[0].name[len(steps[0].base) :]
+        made, stage = self.origins[steps[0].title], steps[0].name[len(steps[0].base) :]
         if made is None:
             return [()] * len(steps)
         if made.operation == "scale":
@@ -336,7 +348,7 @@ class _Sheet:
         if made.operation == "mask":
             return [(panel,) for panel in self._visible(f"visible{stage}", steps)]
         if made.operation in ("rotated", "columns"):
-            found = [self.origins[wording.title(step)] for step in steps]
+            found = [self.origins[step.title] for step in steps]
             return [((made and made.constant) or 0.0,) for made in found]
         if made.operation == "products":
             return [(sum(s is not None and s.base[0] == "W" for s in made.operands),)] * len(steps)
@@ -346,7 +358,7 @@ class _Sheet:
 
     def _scale(self, name: str, steps: Sequence[Step]) -> Panel:
         """One number for all heads, as the largest scores show it."""
-        made = self.origins[wording.title(max(steps, key=lambda step: abs(step.value).max()))]
+        made = self.origins[max(steps, key=lambda step: abs(step.value).max()).title]
         scale = Matrix(name, "", np.array(made.constant if made else None))
         self._band(name, ["1/√D, unless another is given."], [scale])
         return self.panels[name]

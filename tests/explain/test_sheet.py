@@ -312,6 +312,14 @@ def test_without_the_extra_a_sentence_says_what_to_install(monkeypatch):
         sheet.as_workbook(core(), 3)
 
 
+def test_a_cell_is_written_out_below():
+    trace = EXAMPLES["the-cat-sat"].trace().selected(cell="sat,cat")
+    lines = [str(row[0].value) for row in opened(trace)["attention"].iter_rows()]
+    heading = lines.index("cell sat,cat, with the numbers as they were exported")
+    assert lines[heading + 1] == "scores: S[sat,cat] = 1·0 + 1·1 = 1"
+    assert lines[2].startswith("Axes: ")
+
+
 def test_decimals_and_large_numbers_have_their_formats():
     book = openpyxl.load_workbook(io.BytesIO(sheet.as_workbook(core(Q * 1e9), 1)))
     formats = {name: area[0][0].number_format for name, area in ranges(book).items()}
