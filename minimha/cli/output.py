@@ -27,7 +27,7 @@ ENDINGS = {
     ".npz": "npz", ".xlsx": "xlsx", ".svg": "svg", ".png": "png", ".html": "html",
 }  # fmt: skip
 WORKSHEETS = ("text", "markdown", "latex", "csv")
-FOR_READERS = ("text", "markdown", "latex", "svg", "png", "html")
+FOR_READERS = ("text", "markdown", "latex", "svg", "png")  # html shows as much as is looked at
 LARGEST_MATRIX = 32 * 32  # numbers; more in one matrix cannot be read, only processed
 LARGEST_RUN = 16 * LARGEST_MATRIX
 STEP_FILE = re.compile(r"\d\d+_\w+\.csv")  # 03_W_q_head0.csv

@@ -215,7 +215,7 @@ def test_a_large_run_is_small_and_opens(opened):
     np.testing.assert_allclose(weights, trace["weights"][11].ravel(), atol=1e-4)
     shown.locator("#matrices canvas").nth(3).click(position={"x": 20, "y": 120})
     assert shown.text_content("#says").startswith("A[t")
-    assert shown.locator("#matrices td[data-at]").count() == 24 * 24
+    assert shown.locator("#matrices td[data-at]").count() == 16 * 16
 
 
 def test_paper_has_every_step(opened):

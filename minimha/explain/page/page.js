@@ -6,8 +6,9 @@
 
 const $ = (id) => document.getElementById(id);
 const T = JSON.parse($("trace").textContent);
-const WINDOW = 24; /* rows and columns of a table: a larger matrix is a map with a table beside it */
+const WINDOW = 16; /* rows and columns of a table: a larger matrix is a map with a table beside it */
 const READABLE = 32;
+const MAP = 256; /* pixels of a map's longer side */
 const media = matchMedia("(prefers-color-scheme: dark)");
 decimals = T.decimals;
 
@@ -20,6 +21,7 @@ let affected = new Set(); /* the steps that a change has changed */
 let group = -1; /* the one that is shown; -1 is the overview */
 let pointed = null; /* {step, i, j}: the cell that is written out */
 let isPinned = false;
+const maps = new Map(); /* canvases, as long as their numbers are the same */
 const views = new Map(); /* of large steps: the first row and column that their table shows */
 
 function element(tag, attributes = {}, ...children) {
@@ -200,15 +202,19 @@ function shade(cell, level) {
   if (level >= 0.66) cell.classList.add("on");
 }
 
-/* A large matrix as a map, drawn when it comes into view. */
+/* A large matrix as a map, drawn when it first comes into view. */
 function map(n) {
+  if (maps.has(n)) return maps.get(n);
   const step = T.steps[n];
   const canvas = element("canvas", {
     width: step.cols, height: step.rows, class: "map", role: "img", "data-map": n,
     "aria-label": `map of ${step.title}, ${step.rows} rows and ${step.cols} columns; the table beside it can be walked with the arrow keys`,
   });
-  canvas.style.aspectRatio = `${step.cols} / ${step.rows}`;
+  const size = MAP / Math.max(step.rows, step.cols);
+  canvas.style.width = `${Math.max(12, size * step.cols)}px`;
+  canvas.style.height = `${Math.max(12, size * step.rows)}px`;
   seen.observe(canvas);
+  maps.set(n, canvas);
   return canvas;
 }
 
@@ -230,19 +236,19 @@ const seen = new IntersectionObserver((entries) => {
     if (isIntersecting) draw(target), seen.unobserve(target);
 });
 
-function figure(n, i, j, isGrid) {
+/* A step under its title: a table, or of a large one a map, and the part of it around (i, j). */
+function figure(n, [i, j], { isGrid = false, hasMap = true, hasTable = true } = {}) {
   const step = T.steps[n], shape = step.shape.length ? `${step.axes.join(" × ")} = ${step.shape.join(" × ")}` : "";
   const caption = element("figcaption", {}, element("b", {}, step.title), ` ${shape}`);
-  const made = element("figure", { "data-step": n }, caption);
+  const made = element("figure", {}, caption);
   if (!step.rows || !step.cols) return made.append("(empty)"), made;
-  if (!isLarge(step)) return made.append(table(n, i, j, isGrid)), made;
-  const hint = step.mapped === "weights" ? "map: shade is the cube root" : "map";
-  made.append(element("div", { class: "large" }, map(n)), element("small", {}, hint));
-  if (!isGrid || (pointed && pointed.step === n)) {
+  if (isLarge(step) && hasMap)
+    made.append(map(n), element("br"), element("small", {}, step.mapped === "weights" ? "shade: cube root" : ""));
+  if (isLarge(step) && hasTable) {
     const [top, left] = viewOf(n, i, j, isGrid);
     caption.append(`, rows from ${top}, columns from ${left}`);
-    made.querySelector(".large").append(table(n, i, j, isGrid));
   }
+  if (hasTable) made.append(table(n, i, j, isGrid));
   return made;
 }
 
@@ -269,10 +275,10 @@ function show(n) {
 }
 
 function redraw() {
-  const grids = T.groups[group].steps.map((n) => {
-    const { i, j } = pointed.step === n ? pointed : { i: 0, j: 0 };
-    return figure(n, i, j, true);
-  });
+  const { step, i, j } = pointed, { steps } = T.groups[group];
+  const grids = steps.map((n) =>
+    figure(n, n === step ? [i, j] : [0, 0], { isGrid: true, hasTable: !isLarge(T.steps[n]) }));
+  if (isLarge(T.steps[step])) grids.push(figure(step, [i, j], { isGrid: true, hasMap: false }));
   $("matrices").replaceChildren(...grids);
   explain();
 }
@@ -284,7 +290,7 @@ function explain() {
   $("pinned").hidden = !isPinned;
   const operands = [...new Set(used.map(([n]) => n))];
   const first = (n) => used.find(([other]) => other === n);
-  $("operands").replaceChildren(...operands.map((n) => figure(n, first(n)[1], first(n)[2], false)));
+  $("operands").replaceChildren(...operands.map((n) => figure(n, first(n).slice(1, 3), { hasMap: false })));
   $("links").replaceChildren(...operands.map((n) => linkTo(first(n))));
   for (const cell of document.querySelectorAll("td.row, td.column, td.other, td.here"))
     cell.classList.remove("row", "column", "other", "here");
@@ -331,6 +337,7 @@ function findAffected() {
 
 function change() {
   values.current.clear();
+  maps.clear();
   affected = findAffected();
   const badge = [];
   if (changes.factor !== 1) badge.push(`scale ${say(T.scale * changes.factor)} instead of ${say(T.scale)}`);
@@ -420,7 +427,7 @@ function fromAddress() {
 function print() {
   const parts = T.groups.map(({ steps, name, note }, n) => {
     const small = steps.filter((s) => !isLarge(T.steps[s]));
-    const tables = small.map((s) => figure(s, 0, 0, false));
+    const tables = small.map((s) => figure(s, [0, 0]));
     const rest = steps.length > small.length ? [element("p", {}, "too large to print")] : [];
     return element("section", {}, element("h2", {}, `${n + 1}. ${name}`), $("formulas").children[n].cloneNode(true),
       element("p", {}, note), element("div", { class: "side" }, ...tables), ...rest);
@@ -462,7 +469,10 @@ async function begin() {
   addEventListener("popstate", fromAddress);
   addEventListener("beforeprint", print);
   addEventListener("afterprint", () => $("paper").replaceChildren());
-  media.addEventListener("change", () => group >= 0 && redraw());
+  media.addEventListener("change", () => {
+    maps.clear();
+    if (group >= 0) redraw();
+  });
   fromAddress();
   document.body.dataset.ready = "yes";
 }

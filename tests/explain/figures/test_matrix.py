@@ -1,6 +1,8 @@
 """Heatmaps and matrices as drawn: every label at its row or column, every number in its cell."""
 
 import re
+import shutil
+import struct
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from pictures import of, shapes, words
 from minimha import attention
 from minimha.examples import EXAMPLES, sentences
 from minimha.explain import Trace, figures
+from minimha.explain.figures import raster
 from minimha.explain.figures.drawing import Drawing, in_rows
 
 CAT = EXAMPLES["the-cat-sat"].trace()
@@ -83,9 +86,17 @@ def test_rows_break_where_they_are_full():
     assert (whole.width, whole.height) == (90, 30)
 
 
-def test_png_is_the_same_picture_or_a_sentence(monkeypatch):
-    from minimha.explain.figures import raster
+def test_png_is_the_picture_twice_as_large():
+    if shutil.which("rsvg-convert") is None:
+        pytest.skip("rsvg-convert is not installed (Debian's librsvg2-bin)")
+    picture = figures.svg(CAT, 3)
+    width, height = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', picture).groups())
+    png = raster.png(picture)
+    assert png.startswith(b"\x89PNG")
+    assert struct.unpack(">II", png[16:24]) == (2 * width, 2 * height)
 
+
+def test_without_a_rasteriser_a_sentence_says_which_there_are(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs a rasteriser: install rsvg-convert"):

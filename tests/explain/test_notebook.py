@@ -1,0 +1,39 @@
+"""A trace at the end of a notebook's cell is its page, in a frame."""
+
+import re
+from html import unescape
+
+import pytest
+
+from minimha.examples import EXAMPLES
+from minimha.explain import page
+
+CAT = EXAMPLES["the-cat-sat"].trace()
+
+
+def test_a_trace_shows_its_page_in_a_frame_that_can_do_nothing_else():
+    shown = CAT._repr_html_()
+    assert re.match('<iframe sandbox="allow-scripts" title="the-cat-sat', shown)
+    assert unescape(re.search('srcdoc="([^"]*)"', shown)[1]) == page.page(CAT, 3)
+
+
+def test_a_trace_that_is_too_large_says_so(monkeypatch):
+    monkeypatch.setattr(page, "LARGEST", 10)
+    assert CAT._repr_html_().startswith("<p>a page would hold")
+
+
+def test_a_notebook_runs(tmp_path):
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    code = """\
+from minimha import attention
+from minimha.explain import Trace
+trace = Trace()
+attention([[1, 0], [0, 1]], [[1, 0], [0, 1]], [[1], [3]], tap=trace)
+trace"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=120, resources=resources).execute()
+    (output,) = notebook.cells[0].outputs
+    assert output["data"]["text/html"].startswith("<iframe sandbox")
