@@ -48,7 +48,7 @@ AXES = {
     "E": "model width",
     "H": "heads",
     "Hkv": "key/value heads",
-    "D": "head width, d_k in the papers",
+    "D": "head width (d_k in the papers)",
     "Dv": "width of a value",
     "R": "rotated width",
     "A": "width of the hidden layer",

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from minimha.explain import figures, sheet, wording
 from minimha.explain.figures import raster
 from minimha.explain.page import page
-from minimha.explain.page import page
 from minimha.explain.printed import Comparison
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
@@ -48,8 +47,9 @@ def as_json(trace: Trace) -> str:
 
     A step has name, symbol, axes, formula, note, shape and value; ``rows`` and ``columns``, labels
     where there are any; ``batch``, ``head`` or ``kv_head``, counted from 0, where there are
-    several; and ``printed`` where a document prints numbers for it. ``cell`` has the lines that
-    write out one cell. With ``reading.trace_from`` it is the same trace again.
+    several; ``hidden``, which weights a mask hides; and ``printed`` where a document prints numbers
+    for it. ``cell`` has the lines that write out one cell. With ``reading.trace_from`` it is the
+    same trace again.
     """
     return _as_json(trace, _value_record)
 
@@ -157,6 +157,8 @@ def _step_record(step: Step) -> dict[str, Any]:
         "note": step.note,
         "shape": list(step.value.shape),
     }
+    if step.hidden is not None and step.hidden.any():
+        record["hidden"] = np.argwhere(step.hidden).tolist()
     labels = {"rows": step.rows if step.value.ndim > 1 else None, "columns": step.columns}
     record |= {key: list(names) for key, names in labels.items() if names}
     if step.value.dtype != np.float64:

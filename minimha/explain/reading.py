@@ -27,6 +27,7 @@ def trace_from(
     ValueError
         Something is not as ``export`` writes it.
     """
+    hidden: dict[str, NDArray[np.bool_]] = {}
     try:
         trace = Trace(
             example=str(record["example"]), source=str(record["source"]),
@@ -35,7 +36,7 @@ def trace_from(
             printed=[matrix for step in record["steps"] for matrix in _printed(step)],
             blocks=tuple(record["blocks"]) if record["blocks"] else None,
             given=tuple(record["given"]), computed=tuple(record["computed"]),
-            num_heads=record["num_heads"],
+            num_heads=record["num_heads"], hidden=hidden,
         )  # fmt: skip
         by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for step in record["steps"]:
@@ -44,6 +45,8 @@ def trace_from(
             if not NAME.fullmatch(name):
                 raise ValueError(f"{name[:40]!r} is no name of a step")
             trace(name, _whole(name, steps, None if arrays is None else arrays[name]))
+            if any("hidden" in step for step in steps):
+                hidden[name] = _whole(name, steps, np.array([_hidden(step) for step in steps]))
         _ = trace.steps
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
@@ -65,6 +68,14 @@ def _whole(
     if batches and not heads and set(HEADS) & set(entry(name).axes):
         heads = 1  # the axis that was left out
     return array.reshape((*(n for n in (batches, heads) if n), *shape))
+
+
+def _hidden(step: Mapping[str, Any]) -> NDArray[np.bool_]:
+    """Which weights of one head a mask hides."""
+    found = np.zeros(step["shape"], bool)
+    for at in step.get("hidden", ()):
+        found[tuple(at)] = True
+    return found
 
 
 def _printed(step: Mapping[str, Any]) -> list[PrintedMatrix]:

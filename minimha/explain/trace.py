@@ -123,6 +123,8 @@ class Trace:
         Names of steps that are given where the catalogue has a formula.
     computed : collection of str, optional
         Names of steps that the run has, and that are not kept here: an export holds some alone.
+    hidden : mapping from step name to ndarray of bool, optional
+        Which weights a mask hides, where the masked scores are not kept here.
     num_heads : int, optional
         Of the queries, where the run has some that are not kept here.
     only : sequence of str, optional
@@ -156,6 +158,7 @@ class Trace:
     blocks: tuple[int, int] | None = None
     given: Collection[str] = ()
     computed: Collection[str] = ()
+    hidden: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     num_heads: int | None = None
     only: Sequence[str] = ()
     head: int | None = None
@@ -352,6 +355,8 @@ class Trace:
             kept = tuple(axis for n, axis in enumerate(axes) if n not in split)
             masked = self._values.get(name.replace("weights", "masked", 1), value)
             hidden = np.isneginf(masked[tuple(at)]) if masked is not value else None
+            if name in self.hidden:
+                hidden = self.hidden[name][tuple(at)]
             yield self._step(name, value[tuple(at)], kept, place, hidden)
 
     def num_query_heads(self, name: str = "") -> int | None:

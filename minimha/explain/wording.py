@@ -83,7 +83,12 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
         "scores": "raw scores", "energies": "raw scores", "masked": "masked",
         "weights": "softmax weights",
     }  # fmt: skip
-    return [(title, step) for name, title in order.items() for step in steps if step.name == name]
+    return [
+        (", ".join(part for part in (title, step.place) if part), step)
+        for name, title in order.items()
+        for step in steps
+        if step.name == name
+    ]
 
 
 def picks(trace: Trace) -> list[Pick]:

@@ -46,7 +46,7 @@ def test_json_has_the_documented_form():
         "steps",
     ]  # fmt: skip
     assert record["labels"]["Lk"] == ["The", "cat", "sat"]
-    assert record["axes"]["D"] == "head width, d_k in the papers"
+    assert record["axes"]["D"] == "head width (d_k in the papers)"
     names = [step["name"] for step in record["steps"]]
     assert names[:14] == [
         "x", "W_q", "W_k", "W_v", "q", "k", "v", "scores", "masked", "row_max", "exponentials",
@@ -58,7 +58,8 @@ def test_json_has_the_documented_form():
     assert masked["shape"] == [3, 3]
     weights = record["steps"][12]
     assert set(weights) == {
-        "name", "symbol", "axes", "formula", "note", "shape", "value", "printed", "rows", "columns"
+        "name", "symbol", "axes", "formula", "note", "shape", "value", "printed", "rows", "columns",
+        "hidden",
     }  # fmt: skip
     assert weights["rows"] == weights["columns"] == ["The", "cat", "sat"]
     truncated = weights["printed"][3]

@@ -37,6 +37,7 @@ TRACES |= {
     "one head": one_head_in_a_batch(),
 }
 TRACES["some"] = TRACES["grouped"].selected(["k", "scores", "output"])
+TRACES["weights"] = TRACES["grouped"].selected(["weights"])
 TRACES["some of flash"] = TRACES["flash"].selected(["S"])
 
 
@@ -59,9 +60,8 @@ def test_the_same_is_shown_again(name, read):
         assert (step.note, step.rows, step.columns) == (other.note, other.rows, other.columns)
         assert step.value.dtype == other.value.dtype or name == "shapes" or "skipped" in step.name
         np.testing.assert_array_equal(step.value, other.value)
-    if not trace.only:
-        shown = (render.text(t, 3, 80, "blocks").plain for t in (trace, again))
-        assert next(shown) == next(shown)
+    shown = (render.text(t, 3, 80, "blocks").plain for t in (trace, again))
+    assert next(shown) == next(shown)
 
 
 WHOLE = json.loads(export.as_json(TRACES["the-cat-sat"]))
@@ -77,6 +77,7 @@ WHOLE = json.loads(export.as_json(TRACES["the-cat-sat"]))
         (lambda r: r["steps"][0].update(name="../x"), "'../x' is no name of a step"),
         (lambda r: r["steps"][0].update(shape=[7, 7]), "cannot reshape"),
         (lambda r: r["steps"][8]["printed"][0].update(status="fine"), "not a valid Status"),
+        (lambda r: r["steps"][12].update(hidden=[[9, 9]]), "out of bounds"),
         (lambda r: r.update(steps=3), "not iterable"),
         (lambda r: r.update(blocks=7), "not iterable"),
     ],
