@@ -35,6 +35,9 @@ def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Recor
         raise ValueError("--answer needs --hide: the step whose numbers it holds")
     steps = trace.selected(args.hide, head=args.head).steps
     rows = list(read_rows(args.answer))
+    named = [step for step in steps if step.title in args.hide]  # and not its other runs or heads
+    if len(rows) == sum(len(_rows(step)) for step in named):
+        steps = tuple(named)
     expected = [(step, row) for step in steps for row in _rows(step)]
     widths = {len(row) for _, row in expected}
     shape = f"{len(expected)} rows of {' or '.join(map(str, sorted(widths)))}"

@@ -91,7 +91,7 @@ def test_examples_lists_every_document_with_source_and_sentence(run):
         ("example gpt2", "gpt2: The cat sat, as GPT-2"),
         ("example llama", "llama: The cat sat, as LLaMA"),
         ("example --rope", "3 tokens: The cat sat, 2 heads, rotary positions"),
-        ("example --cross", "5 tokens: Le garçon entraîne le chiot, attending to The boy trains the puppy"),
+        ("example --cross", "5 tokens: Le garçon entraîne le chiot, attending to The boy trains"),
         ("example --tokens 1 --cross oui", "1 token: Attention, attending to oui, 2 heads"),
         ("flash --tokens 4", "flash: Translation quality would collapse"),
     ],
