@@ -121,6 +121,21 @@ def test_links_lead_back_to_the_inputs_and_the_browser_back_again(opened):
     assert shown.text_content("#heading") == "5. q"
 
 
+def test_a_cell_that_was_asked_for_is_written_out_first(opened):
+    shown = opened(page(CAT.selected(cell="sat,cat"), 3))
+    assert "S[sat,cat] = 1·0 + 1·1 = 1" in shown.text_content("#overview")
+    shown.locator("#overview li a", has_text="weights").first.click()
+    assert shown.text_content("#says").startswith("A[sat,cat] = ")
+    assert shown.is_visible("#pinned")
+
+
+def test_one_head_alone(opened):
+    shown = opened(page(TRACES["heads"].selected(head=2), 3))
+    go(shown, "weights")
+    assert shown.locator("#matrices figcaption b").all_text_contents() == ["weights, head 2"]
+    assert shown.locator("#operands figcaption b").first.text_content() == "exponentials, head 2"
+
+
 def test_everything_by_keyboard_alone(opened):
     shown = opened(page(CAT, 3))
     for _ in range(8):

@@ -9,6 +9,7 @@ from minimha.explain.figures.drawing import SIZE, Drawing, in_rows, stacked
 from minimha.explain.figures.flow import flow
 from minimha.explain.figures.matrix import MAPPED, legend, matrix, scales_of
 from minimha.explain.figures.pick import pick
+from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
 WIDEST = 960  # pixels, but for a figure that is wider alone
@@ -25,18 +26,30 @@ def svg(trace: Trace, decimals: int) -> str:
 
 
 def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
-    """Return title → figure: those that suit this run, or only the matrices that were chosen."""
-    if trace.only:
-        return {"matrices": _chosen(trace.steps, decimals)}
-    drawn = {
-        "flow of data": flow(trace, 1.5 * WIDEST),
-        "heatmaps": _heatmaps(trace.steps, decimals),
-        "values picked": pick(trace.steps, decimals),
-        "angles": angles(trace.steps, WIDEST, decimals),
-        "blocks": grid(trace),
-    }
+    """Return title → figure: those that suit this run, or what was chosen of it."""
+    drawn = {"cell": _cell(trace, decimals)} if trace.cell else {}
+    if not trace.only:
+        drawn |= {"flow of data": flow(trace, 1.5 * WIDEST)}
+    if not trace.only or "heatmap" in trace.only:
+        drawn["heatmaps"] = _heatmaps(trace.drawn("heatmap"), decimals)
+    picked = [pick(one, decimals) for one in wording.picks(trace)]
+    drawn["values picked"] = in_rows(picked, WIDEST, GAP)
+    if not trace.only:
+        drawn |= {"angles": angles(trace.steps, WIDEST, decimals), "blocks": grid(trace)}
     found = {title: drawing for title, drawing in drawn.items() if drawing.shapes}
-    return found or {"matrices": _chosen(trace.steps, decimals)}
+    if (trace.only and trace.steps) or not found:
+        found["matrices"] = _chosen(trace.steps, decimals)
+    return found
+
+
+def _cell(trace: Trace, decimals: int) -> Drawing:
+    """One cell through the steps that have it, written out."""
+    drawing = Drawing()
+    drawing.text(0, SIZE / 2, f"cell {trace.cell}", "bold")
+    for written in story(trace, decimals):
+        line = f"{wording.title(written.place.step)}: {written.text}"
+        drawing.text(0, drawing.height + SIZE, line, "number")
+    return drawing
 
 
 def _chosen(steps: Sequence[Step], decimals: int) -> Drawing:

@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -23,6 +23,7 @@ from minimha.explain.figures.matrix import BLOCK, MAPPED, SHARES
 from minimha.explain.figures.sheet import figures
 from minimha.explain.mathml import mathml
 from minimha.explain.origins import Origin, origin
+from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
 LARGEST = 2**21  # numbers that travel: about 8 MB
@@ -38,7 +39,9 @@ def page(trace: Trace, decimals: int) -> str:
     ValueError
         More numbers would travel than a page should hold.
     """
-    record, travelling = _record(trace, decimals)
+    made = _needed(trace)
+    number = {step: n for n, step in enumerate(made)}
+    record, travelling = _record(trace, made, number, decimals)
     data = _packed(_exactly(travelling) if record["isSmall"] else _rounded(record, travelling))
     groups = record["groups"]
     links = (
@@ -52,7 +55,9 @@ def page(trace: Trace, decimals: int) -> str:
         "style-hash": _digest(style), "script-hash": _digest(script),
         "style": style, "script": script,
         "example": html.escape(trace.example), "source": html.escape(trace.source),
-        "list": "\n".join(links), "figures": _figures(trace, decimals),
+        "legend": html.escape(wording.legend(trace) if trace.legend else ""),
+        "list": "\n".join(links), "cell": _cell(trace, number, decimals),
+        "figures": _figures(trace, decimals),
         "formulas": "\n".join(mathml(group.pop("tex")) for group in groups),
         "trace": json.dumps(record, ensure_ascii=False).replace("<", "\\u003c"), "data": data,
     }  # fmt: skip
@@ -69,25 +74,34 @@ def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
+def _cell(trace: Trace, number: Mapping[Step, int], decimals: int) -> str:
+    """The cell that was asked for, written out in every step, with links to it there."""
+    if not trace.cell:
+        return ""
+    items = []
+    for written in story(trace, decimals):
+        step, at = written.place.step, (0, 0, *written.place.at)[-2:]
+        link = f'<a href="#{number[step]},{at[0]},{at[1]}">{html.escape(wording.title(step))}</a>'
+        items.append(f"<li>{link}: <code>{html.escape(written.text)}</code></li>")
+    return f"<h2>Cell {html.escape(trace.cell)}</h2>\n<ul>{''.join(items)}</ul>"
+
+
 def _figures(trace: Trace, decimals: int) -> str:
     """The figures that say more than the matrices, unless they are too large to be taken in."""
     if sum(step.value.size for step in trace.steps) > LARGEST_FIGURES:
         return "<p>The steps are on the left.</p>"
-    drawn = figures(trace.selected([]), decimals)
-    shown = {
-        title: figure for title, figure in drawn.items() if title not in ("heatmaps", "matrices")
-    }
+    drawn = figures(trace.selected(head=trace.head, query=trace.query), decimals)
     return "\n".join(
         f"<h2>{html.escape(title.capitalize())}</h2>\n{figure.inline(title)}"
-        for title, figure in shown.items()
+        for title, figure in drawn.items()
+        if title not in ("heatmaps", "matrices")
     )
 
 
-def _record(trace: Trace, decimals: int) -> tuple[dict[str, Any], list[NDArray[np.float64]]]:
+def _record(
+    trace: Trace, made: Mapping[Step, Origin | None], number: Mapping[Step, int], decimals: int
+) -> tuple[dict[str, Any], list[NDArray[np.float64]]]:
     """What the page knows of the trace, and the numbers that travel beside it."""
-    shown = dict.fromkeys(step.name for step in trace.steps)
-    made = _needed(trace, shown)
-    number = {step: n for n, step in enumerate(made)}
     tables = Tables()
     records = [_step(step, how, tables) for step, how in made.items()]
     is_small = sum(step.value.size for step in made) <= SMALL
@@ -110,7 +124,8 @@ def _record(trace: Trace, decimals: int) -> tuple[dict[str, Any], list[NDArray[n
     whole = {
         "isSmall": is_small, "decimals": decimals,
         "labels": tables.labels, "patterns": tables.patterns,
-        "groups": _groups(number, shown, records), "steps": records, **_changes(made, records),
+        "groups": _groups(trace.steps, number, records), "steps": records,
+        **_changes(made, records),
     }  # fmt: skip
     return whole, travelling
 
@@ -142,10 +157,10 @@ def _number(known: list[Any], item: Any) -> int:
     return known.index(item)
 
 
-def _needed(trace: Trace, shown: Iterable[str]) -> dict[Step, Origin | None]:
+def _needed(trace: Trace) -> dict[Step, Origin | None]:
     """The steps shown and all that they are computed from, in order, each with its origin."""
     found: dict[Step, Origin | None] = {}
-    waiting = [step for name in shown for step in trace.by_name[name]]
+    waiting = list(trace.steps)
     while waiting:
         step = waiting.pop()
         if step in found:
@@ -179,12 +194,12 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
 
 
 def _groups(
-    number: Mapping[Step, int], shown: Iterable[str], records: Sequence[dict[str, Any]]
+    shown: Sequence[Step], number: Mapping[Step, int], records: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """For each name, what all heads of it share; the steps are told which group is theirs."""
     groups = []
-    for n, name in enumerate(shown):
-        steps = [step for step in number if step.name == name]
+    for n, name in enumerate(dict.fromkeys(step.name for step in shown)):
+        steps = [step for step in shown if step.name == name]
         for step in steps:
             records[number[step]]["group"] = n
         group = {
@@ -203,7 +218,9 @@ def _printed(step: Step) -> Iterator[str]:
         yield from (remark.sentence for remark in remarks)
 
 
-def _changes(made: dict[Step, Origin | None], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _changes(
+    made: Mapping[Step, Origin | None], records: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """What a reader may change, and what it is now; marks the steps that the scale changes."""
     hows = [how for how in made.values() if how is not None]
     rescaled = {s for how in hows if how.operation == "scale" for s in how.operands}

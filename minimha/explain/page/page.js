@@ -409,6 +409,16 @@ function go(n) {
   remember(n < 0 ? "#overview" : `#${T.groups[n].steps[0]},0,0`);
 }
 
+/* A link to a cell. */
+function follow(event) {
+  const link = event.target.closest("a");
+  if (!link) return;
+  event.preventDefault();
+  const [step, i, j] = link.hash.slice(1).split(",").map(Number);
+  remember(link.hash);
+  point({ step, i, j }, { focus: true, pin: true });
+}
+
 function remember(hash) {
   try {
     history.pushState(null, "", hash);
@@ -457,14 +467,8 @@ async function begin() {
     const link = event.target.closest("a");
     if (link) event.preventDefault(), go(Number(link.dataset.group));
   });
-  $("links").addEventListener("click", (event) => {
-    const link = event.target.closest("a");
-    if (!link) return;
-    event.preventDefault();
-    const [step, i, j] = link.hash.slice(1).split(",").map(Number);
-    remember(link.hash);
-    point({ step, i, j }, { focus: true, pin: true });
-  });
+  $("step").addEventListener("click", follow);
+  $("overview").addEventListener("click", follow);
   document.addEventListener("keydown", onKey);
   addEventListener("popstate", fromAddress);
   addEventListener("beforeprint", print);

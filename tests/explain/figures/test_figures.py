@@ -99,6 +99,14 @@ def test_arrows_have_the_vectors_lengths_and_angles():
         assert found == pytest.approx(cosine, abs=1e-3)
 
 
+def test_figures_can_be_chosen_and_a_cell_is_written_out():
+    assert list(figures(HEADS.selected(["heatmap"]), 3)) == ["heatmaps"]
+    assert list(figures(GIVEN.selected(["picks", "q"]), 3)) == ["values picked", "matrices"]
+    picture = figures(GIVEN.selected(query="q0"), 3)["values picked"].svg("")
+    assert "how query q0 picks values" in picture
+    assert "scores: S[" in figures(GIVEN.selected(cell="1,2"), 3)["cell"].svg("")
+
+
 def test_a_figure_that_does_not_suit_a_run_is_left_out():
     assert list(figures(HEADS, 3)) == ["flow of data", "heatmaps"]
     assert list(figures(EXAMPLES["shapes"].trace(), 3)) == ["matrices"]
