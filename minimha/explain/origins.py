@@ -272,7 +272,7 @@ def _is_beside(other: Step, others: Sequence[Step], step: Step, trace: Trace) ->
         return True
     num_heads = 1 + max(s.head or 0 for s in trace.by_name[step.name])
     num_kv_heads = 1 + max(s.kv_head or 0 for s in others)
-    return step.head is not None and step.head // (num_heads // num_kv_heads) == other.kv_head
+    return step.head is not None and step.head // max(1, num_heads // num_kv_heads) == other.kv_head
 
 
 def _last_blocks(trace: Trace, step: Step, names: Sequence[str]) -> Iterator[Step]:

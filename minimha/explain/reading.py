@@ -36,7 +36,8 @@ def trace_from(
             printed=[matrix for step in record["steps"] for matrix in _printed(step)],
             blocks=tuple(record["blocks"]) if record["blocks"] else None,
             given=tuple(record["given"]), computed=tuple(record["computed"]),
-            num_heads=record["num_heads"], hidden=hidden,
+            num_heads=None if record["num_heads"] is None else int(record["num_heads"]),
+            hidden=hidden,
         )  # fmt: skip
         by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for step in record["steps"]:

@@ -235,6 +235,8 @@ class Trace:
         if self.head is None:
             return tuple(every)
         heads = {step.head for step in every} - {None}
+        if not heads and self.head == 0:
+            return tuple(every)
         if self.head not in heads:
             here = f"the heads are 0 to {len(heads) - 1}" if heads else "there is only one"
             raise ValueError(f"no head {self.head} here: {here}")
@@ -244,11 +246,14 @@ class Trace:
         """The head of a step; of a key/value head, that chosen head which reads it, or none."""
         if step.kv_head is None or self.head is None:
             return step.head
-        group = (self.num_query_heads(step.name) or 1) // len(self.by_name[step.name])
+        num_kv_heads = 1 + max(other.kv_head or 0 for other in self.by_name[step.name])
+        group = max(1, (self.num_query_heads(step.name) or 1) // num_kv_heads)
         return self.head if self.head // group == step.kv_head else -1
 
     def _check_names(self) -> None:
         """Refuse a name in ``only`` and ``blank`` that no step has, and say which it might be."""
+        if not self.only and not self.blank:
+            return
         every = [step for steps in self.by_name.values() for step in steps]
         known = dict.fromkeys(name for step in every for name in sorted(step.names))
         for name in (*self.only, *self.blank):

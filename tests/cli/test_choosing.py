@@ -57,6 +57,7 @@ def test_one_head_and_what_it_shares(run):
     assert {name for name, head in found if head == 3} >= {"W_q", "q", "weights", "head_output"}
     assert {name for name, head in found if head == 1} == {"W_k", "W_v", "k", "v"}
     assert ("concat", None) in found
+    assert titles(run, "example --head 0") == titles(run, "example")
     assert not [name for name, head in found if head in (0, 2)]
 
 

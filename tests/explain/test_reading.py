@@ -78,6 +78,7 @@ WHOLE = json.loads(export.as_json(TRACES["the-cat-sat"]))
         (lambda r: r["steps"][0].update(shape=[7, 7]), "cannot reshape"),
         (lambda r: r["steps"][8]["printed"][0].update(status="fine"), "not a valid Status"),
         (lambda r: r["steps"][12].update(hidden=[[9, 9]]), "out of bounds"),
+        (lambda r: r.update(num_heads="x"), "invalid literal"),
         (lambda r: r.update(steps=3), "not iterable"),
         (lambda r: r.update(blocks=7), "not iterable"),
     ],
