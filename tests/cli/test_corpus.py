@@ -49,12 +49,23 @@ OPTIONS = {
     "example --format json": "",
     "": "",
 }
-PRODUCTS = [
-    [*command.split(), *([f"{option}={word}"] if option else [word])]
-    for command, options in OPTIONS.items()
-    for option in options.split() or [""]
-    for word in WORDS
-]
+CHOICES = {  # later than the others, so that these keep their numbers
+    "example": "--head --query --cell --hide",
+    "example --hide weights": "--answer",
+    "flash --tokens 3": "--cell --head",
+}
+
+
+def products(options_of):
+    """Each option of each command with each of the words."""
+    return [
+        [*command.split(), *([f"{option}={word}"] if option else [word])]
+        for command, options in options_of.items()
+        for option in options.split() or [""]
+        for word in WORDS
+    ]
+
+
 LARGE = [
     line.split()
     for line in (
@@ -242,6 +253,20 @@ def bind(path):
 
 FROM_PYTHON_2 = b"\x93NUMPY\x01\x00" + struct.pack("<H", 80)
 FROM_PYTHON_2 += b"{'descr': '<f8', 'fortran_order': False, 'shape': (1L, 1L)}".ljust(79) + b"\n"
+STEP = '{"name": "weights", "shape": [1, 1], "value": [[1]]'
+TRACES = [  # what follows "steps" in a file that seems to be exported
+    "3", "null", "{}", "[3]", '["x"]', "[{}]", f"[{STEP}}}]", f"[{STEP}}}, {STEP}}}]",
+    f'[{STEP}, "head": 7}}]', f'[{STEP}, "head": "x", "batch": []}}]', f'[{STEP}, "kv_head": -1}}]',
+    f'[{STEP}, "hidden": [[7, 7]]}}]', f'[{STEP}, "hidden": 7}}]', f'[{STEP}, "printed": 7}}]',
+    f'[{STEP}, "printed": [{{}}]}}]', f'[{STEP}, "dtype": "object"}}]',
+    f'[{STEP}, "dtype": "V99999999999"}}]',
+    STEP.replace("weights", "\\u202e../x").join(("[", "}]")),
+    STEP.replace("weights", "S[i=9999999999999999999999,j=1]").join(("[", "}]")),
+    STEP.replace("[1, 1]", "[99999999999, 99999999999]").join(("[", "}]")),
+    STEP.replace("[1, 1]", "[-1]").join(("[", "}]")), STEP.replace("[[1]]", "[[" * 9).join("[]"),
+    STEP.replace("[[1]]", '[["\\u001b"]]').join(("[", "}]")),
+    STEP.replace("[[1]]", "[[1e999]]").join(("[", "}]")),
+]  # fmt: skip
 FILES = {
     "q.csv": lambda: "1,0\n0,1\n",
     "k.csv": lambda: "1,0\n1,1\n",
@@ -297,7 +322,9 @@ CASES = [
     *LARGE,
     *PROBLEMS,
     *OUTPUTS,
-    *PRODUCTS,
+    *products(OPTIONS),
+    *(["attend", f"trace{n}.json"] for n in range(len(TRACES))),
+    *products(CHOICES),
 ]
 
 
@@ -308,6 +335,10 @@ def make(path):
     content = FILES.get(path.name, lambda: None)()
     if path.name in MAKERS:
         MAKERS[path.name](path)
+    elif re.fullmatch(r"trace\d+", stem):
+        rest = '"example": "", "source": "", "labels": {}, "notes": {}, "given": [], "computed": []'
+        steps = TRACES[int(stem[5:])]
+        content = f'{{{rest}, "blocks": [2, 2], "num_heads": 1, "steps": {steps}}}'
     elif re.fullmatch(r"cell\d+", stem):
         content = CELLS[int(stem[4:])]
     elif key in KEYS and ending == ".json":
