@@ -9,14 +9,16 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minimha.explain import figures, sheet, wording
-from minimha.explain.figures import raster
+from minimha.explain.figures import latex, raster
+from minimha.explain.figures.matrix import LIGHTEST_ON, scales_of, shades
 from minimha.explain.page import page
 from minimha.explain.printed import Comparison
 from minimha.explain.story import story
@@ -92,27 +94,61 @@ def as_markdown(trace: Trace, decimals: int) -> str:
     if trace.cell:
         lines = [f"- {_markdown(line)}" for line in _story(trace, decimals)]
         parts += [f"## {_markdown(f'cell {trace.cell}')}", "\n".join(lines)]
+    for name, drawing in figures.figures(trace, decimals).items():
+        if name != "matrices":
+            url = quote(drawing.svg(name), safe="")
+            parts += [f"### {name}", f"![{name}](data:image/svg+xml,{url})"]
     return "\n\n".join(parts) + "\n"
 
 
 def as_latex(trace: Trace, decimals: int) -> str:
-    """Return a document that compiles as it is, with pdfLaTeX, XeLaTeX or LuaLaTeX."""
+    """Return a document that compiles as it is, with pdfLaTeX, XeLaTeX or LuaLaTeX.
+
+    Steps stand side by side where they are narrow; what an earlier head or block said is not
+    repeated.
+    """
     body = [rf"\section*{{{_latex(trace.example)}}}", _latex(trace.source), _latex(_axes(trace))]
-    for step in trace.steps:
-        body.append(rf"\subsection*{{{_latex(wording.title(step))}}}")
-        body.append(rf"\[ {step.tex} \]")
-        body.append(_latex(_said(step)))
-        body.append(_latex_matrix(step, decimals))
-        for source, numbers, remarks in wording.printed(step):
-            body.append(f"Printed in {_latex(source)}: {_latex(numbers)}")
-            items = "\n".join(rf"\item {_latex(remark.sentence)}" for remark in remarks)
-            body.append(f"\\begin{{itemize}}\n{items}\n\\end{{itemize}}")
+    body.append("\n".join(_latex_step(*found, decimals) for found in _news(trace.steps)))
     if trace.cell:
         lines = "\n".join(rf"\item {_latex(line)}" for line in _story(trace, decimals))
         body.append(rf"\subsection*{{cell {_latex(trace.cell)}}}")
         body.append(f"\\begin{{itemize}}\n{lines}\n\\end{{itemize}}")
+    drawn = figures.figures(trace, decimals)
+    pictures = (latex.picture(drawn[name], _latex) for name in FIGURES if name in drawn)
+    body.append("\n".join(pictures))
     text = "\n\n".join(part for part in body if part.strip())
     return _latex_document(text)
+
+
+def _news(steps: Sequence[Step]) -> Iterator[tuple[Step, bool]]:
+    """Each step, and whether its formula and note have not been said before."""
+    said: set[tuple[str, str]] = set()
+    for step in steps:
+        yield step, (step.formula, step.note) not in said
+        said.add((step.formula, step.note))
+
+
+def _latex_step(step: Step, is_new: bool, decimals: int) -> str:
+    body = wording.numbers(step, decimals)
+    rows, columns = _labels(step, body)
+    width = max(map(len, rows), default=0) + sum(
+        max(len(text) for text in column) + 3 for column in zip(columns, *body, strict=True)
+    )
+    parts = [rf"\textbf{{{_latex(wording.title(step))}}}"]
+    if is_new and step.formula not in (step.symbol, step.name):
+        parts.append(_fitting(rf"$ {step.tex} $"))
+    parts.append(_latex_matrix(step, decimals))
+    if is_new:
+        parts.append(rf"{{\scriptsize {_latex(_said(step))}\par}}")
+    for source, numbers, remarks in wording.printed(step):
+        lines = [f"printed in {source}: {numbers}", *(remark.sentence for remark in remarks)]
+        parts += [rf"{{\scriptsize {_latex(line)}\par}}" for line in lines]
+    share = next((share for most, share in SHARES if width <= most), "1")
+    inside = "\n\n".join(parts)
+    return (
+        f"\\begin{{minipage}}[t]{{{share}\\linewidth}}\\vspace{{0pt}}\\raggedright\n{inside}\n"
+        r"\par\vspace{1.5ex}\end{minipage}\hspace{0.005\linewidth}"
+    )
 
 
 def as_csv(trace: Trace) -> dict[str, str]:
@@ -230,22 +266,35 @@ def _markdown(text: str) -> str:
 
 
 def _latex_matrix(step: Step, decimals: int) -> str:
+    """A table under its labels; scores and weights shaded as in a heatmap."""
     body = wording.numbers(step, decimals)
     rows, columns = _labels(step, body)
-    numbers = [[cell.replace("∞", r"\infty") for cell in row] for row in body]
-    head = [rf"\text{{{_latex(label)}}}" for label in columns] if any(columns) else []
-    lines = ["& " + " & ".join(head)] if head else []
-    lines += [
-        rf"\text{{{_latex(label)}}} & " + " & ".join(row)
-        for label, row in zip(rows, numbers, strict=True)
-    ]
-    table = " \\\\\n".join(lines)
+    levels = shades(step, scales_of([step]))
+    lines = []
+    for i, row in enumerate(body):
+        line = [f"{{{_latex(rows[i])}}}"]  # a bracket would belong to the line above
+        for j, number in enumerate(row):
+            level = -math.inf if levels is None else levels[i][j]
+            line.append(_latex_cell(number.replace("∞", r"\infty"), level))
+        lines.append(" & ".join(line))
+    head = ["", *map(_latex, columns)] if any(columns) else []
+    table = " \\\\\n".join(lines) + r" \\"
+    top = rf"{' & '.join(head)} \\ \midrule" if head else ""
     width = "r" * (len(columns) or 1)
-    return (
-        rf"\begin{{center}}\resizebox{{\ifdim\width>\linewidth\linewidth\else\width\fi}}{{!}}{{$"
-        f"{step.tex_symbol} = \\begin{{array}}{{l{width}}}\n{table}\n\\end{{array}}$}}"
-        r"\end{center}"
-    )
+    rules = rf"\begin{{tabular}}{{l{width}}}\toprule"
+    return _fitting(f"{rules}\n{top}\n{table}\n\\bottomrule\\end{{tabular}}")
+
+
+def _fitting(content: str) -> str:
+    """What is wider than its line, made as wide as that."""
+    return rf"\resizebox{{\ifdim\width>\linewidth\linewidth\else\width\fi}}{{!}}{{{content}}}"
+
+
+def _latex_cell(number: str, level: float) -> str:
+    if not math.isfinite(level):
+        return f"${number}$"
+    ink = r"\color{white}" if level >= LIGHTEST_ON else ""
+    return rf"\cellcolor[HTML]{{{latex.shade(level)}}}{ink}${number}$"
 
 
 def _latex(text: str) -> str:
@@ -277,14 +326,20 @@ def _unknown_characters(text: str) -> str:
     return "".join(["\\ifPDFTeX\n", *(f"{line}\n" for line in lines), "\\fi\n"]) if lines else ""
 
 
-LATEX_PREAMBLE = r"""\documentclass{article}
-\usepackage{amsmath,graphicx,iftex}
+FIGURES = ("flow of data", "values picked", "angles", "blocks")  # besides the matrices
+SHARES = ((30, "0.32"), (48, "0.49"))  # characters of a step, and how much of a line it takes
+LATEX_PREAMBLE = r"""\documentclass[10pt]{article}
+\usepackage[a4paper,margin=15mm]{geometry}
+\usepackage{amsmath,booktabs,graphicx,iftex,pict2e}
+\usepackage[table]{xcolor}
 \ifPDFTeX
 \usepackage[utf8]{inputenc}
 \usepackage[T1]{fontenc}
 \IfFileExists{lmodern.sty}{\usepackage{lmodern}}{}
 \fi
 \setlength{\parindent}{0pt}
+\setlength{\parskip}{1ex}
+\raggedright
 """
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_taps_of_ones_own_export_whatever_their_name():
         trace(name, np.ones((1, 2)))
     with np.load(io.BytesIO(export.as_npz(trace))) as archive:
         assert archive.files == ["file", "my_step", "a&b", "trace"]
-    assert r"\text{my step}" in export.as_latex(trace, 3)
+    assert r"\textbf{my\_step}" in export.as_latex(trace, 3)
 
 
 def test_csv_has_one_file_per_step_and_head_at_full_precision():
@@ -170,7 +171,7 @@ def test_formulas_and_sources_are_those_of_the_papers():
     assert formulas["output"] == "Y = C W_o"
     page, tex = export.as_markdown(HEADS, 3), export.as_latex(HEADS, 3)
     assert "```math\nS = Q K^\\top\n```" in page
-    assert r"\[ S = Q K^\top \]" in tex
+    assert r"{$ S = Q K^\top $}" in tex
     for text in (page, tex):
         assert "Source: Vaswani et al. 2017, section 3.2." in text
 
@@ -194,14 +195,37 @@ def test_latex_compiles_as_it_is(trace, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:]
 
 
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+def test_three_tokens_with_their_figures_take_two_pages(tmp_path):
+    (tmp_path / "page.tex").write_text(export.as_latex(CAT, 3), encoding="utf-8")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
+    assert "(2 pages" in done.stdout
+    assert "Overfull" not in done.stdout
+
+
+def test_markdown_and_latex_have_the_figures():
+    page = export.as_markdown(CAT, 3)
+    pictures = re.findall(r"!\[(.*?)\]\(data:image/svg\+xml,([^)\s]*)\)", page)
+    assert [name for name, _ in pictures] == ["flow of data", "heatmaps", "values picked"]
+    for _, picture in pictures:
+        ET.fromstring(unquote(picture))
+    tex = export.as_latex(CAT, 3)
+    assert tex.count(r"\begin{picture}") == 2
+    assert r"how query sat picks values" in tex
+
+
 def test_latex_is_a_whole_document_with_every_matrix():
     text = export.as_latex(CAT, 3)
     assert text.startswith(r"\documentclass")
-    assert text.count(r"\begin{array}") == len(CAT.steps)
-    assert r"\text{cat} & 0.269 & 0.731 & 0.000" in text
+    assert text.count(r"\begin{tabular}") == len(CAT.steps)
+    shades = (
+        r"{cat} & \cellcolor[HTML]{BDC7D7}$0.269$ & \cellcolor[HTML]{4A6893}\color{white}$0.731$"
+    )
+    assert shades in text
     assert r"-\infty" in text
     escaped = export.as_latex(AWKWARD, 3)
-    assert r"\text{50\%}" in escaped
+    assert r"{50\%} & " in escaped
     assert r"\DeclareUnicodeCharacter{732B}{[U+732B]}" in escaped
 
 

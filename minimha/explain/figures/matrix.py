@@ -44,7 +44,7 @@ def matrix(
         for x, width, label in zip(edges, widths, step.columns, strict=True):
             _label(drawing, x + width / 2, top + SMALL / 2, label, "middle")
         top += ROW - 4
-    heat = _levels(step, scales)
+    heat = shades(step, scales)
     for i, row in enumerate(body):
         if rows:
             _label(drawing, margin - 8, top + (i + 0.5) * ROW, rows[i], "end")
@@ -98,7 +98,7 @@ def _label(drawing: Drawing, x: float, y: float, label: str, anchor: str) -> Non
     drawing.text(x, y, shown, "muted", anchor=anchor, size=SMALL, title=title)
 
 
-def _levels(step: Step, scales: tuple[Limits, Limits]) -> list[list[float]] | None:
+def shades(step: Step, scales: tuple[Limits, Limits]) -> list[list[float]] | None:
     """From 0 to 1 for each cell of a heatmap, -∞ where it is hidden; None for other matrices."""
     if step.base not in (*MAPPED, BLOCK) or step.value.ndim != 2:
         return None
