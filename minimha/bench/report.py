@@ -128,10 +128,9 @@ def as_rows(records: Iterable[Record]) -> list[dict[str, str]]:
     ]
 
 
-def _digits(number: float, decimals: int | None = None) -> str:
-    """Three significant digits but at most four decimals, or ``decimals``; nothing for NaN."""
+def _digits(number: float, most: int = 4) -> str:
+    """Three significant digits but at most so many decimals; nothing for NaN."""
     if math.isnan(number):
         return ""
-    if decimals is None:
-        decimals = min(max(0, 2 - math.floor(math.log10(number))), 4) if number else 0
+    decimals = min(max(0, 2 - math.floor(math.log10(number))), most) if number else 0
     return f"{number:.{decimals}f}"

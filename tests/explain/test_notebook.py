@@ -2,12 +2,14 @@
 
 import re
 from html import unescape
+from pathlib import Path
 
 import pytest
 
 from minimha.examples import EXAMPLES
 from minimha.explain import page
 
+ROOT = Path(__file__).parents[2]
 CAT = EXAMPLES["the-cat-sat"].trace()
 
 
@@ -22,7 +24,7 @@ def test_a_trace_that_is_too_large_says_so(monkeypatch):
     assert CAT._repr_html_().startswith("<p>a page would hold")
 
 
-def test_a_notebook_runs(tmp_path):
+def test_a_notebook_runs():
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
@@ -33,7 +35,7 @@ trace = Trace()
 attention([[1, 0], [0, 1]], [[1, 0], [0, 1]], [[1], [3]], tap=trace)
 trace"""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-    resources = {"metadata": {"path": str(tmp_path)}}
+    resources = {"metadata": {"path": str(ROOT)}}  # where minimha is found if it is not installed
     nbclient.NotebookClient(notebook, timeout=120, resources=resources).execute()
     (output,) = notebook.cells[0].outputs
     assert output["data"]["text/html"].startswith("<iframe sandbox")
