@@ -1,0 +1,33 @@
+"""What the checked function answered to one problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Output, log-sum-exp, refusal and faults of one call.
+
+    Attributes
+    ----------
+    output : ndarray of shape (B, H, Lq, Dv), float32 or float64, or None
+        None where the call was refused or failed. It keeps the shape that came, right or wrong.
+    lse : ndarray of shape (B, H, Lq), float32 or float64, or None
+    refusal : str or None
+        One line: why the function does not take this problem. Never evidence of a bug.
+    faults : tuple of str
+        What the caller saw: "wrong_shape", "wrong_dtype", "writes_into_inputs",
+        "not_deterministic".
+    dtype : str
+        Of the output as it was returned, "" where there is none.
+    """
+
+    output: NDArray[Any] | None
+    lse: NDArray[Any] | None = None
+    refusal: str | None = None
+    faults: tuple[str, ...] = ()
+    dtype: str = "float32"
