@@ -21,13 +21,17 @@ class Answer:
         One line: why the function does not take this problem. Never evidence of a bug.
     faults : tuple of str
         What the caller saw: "wrong_shape", "wrong_dtype", "writes_into_inputs",
-        "not_deterministic".
+        "not_deterministic", "returns_its_input"; and where there is no output "not_an_array",
+        "crashes", "hangs", "exhausts_memory".
     dtype : str
         Of the output as it was returned, "" where there is none.
+    note : str
+        A sentence about the faults: the expected shape, how the process ended.
     """
 
-    output: NDArray[Any] | None
+    output: NDArray[Any] | None = None
     lse: NDArray[Any] | None = None
     refusal: str | None = None
     faults: tuple[str, ...] = ()
-    dtype: str = "float32"
+    dtype: str = ""
+    note: str = ""
