@@ -1,0 +1,279 @@
+"""A problem in minimha's words, said in another library's: its layout, its names, its masks.
+
+The dialects go in the other direction, and are what this is tested with. A library that has no such
+option refuses; one whose words mean something else is called with them all the same, as a user who
+does not know would do, and what comes out is then described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Options = dict[str, Any]
+
+
+class Refused(Exception):  # noqa: N818
+    """The dialect has no words for an option."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one library's attention is called.
+
+    Attributes
+    ----------
+    arrays : str
+        Whose arrays it takes, as a rule.
+    heads_first : bool
+        Arrays are (B, H, L, D), and not (B, L, H, D).
+    translated : callable
+        ``translated(q, k, v, options) -> keywords``; it removes from ``options`` what it has said,
+        and what it leaves is refused.
+    lse : str
+        The argument that asks for the log-sum-exp, "" where there is none.
+    lse_heads_first : bool
+        The log-sum-exp is (B, H, Lq), and not (B, Lq, H).
+    conventions : mapping of str to str
+        Deviations from minimha that are the library's own choice, as a clause that says so.
+    """
+
+    arrays: str
+    heads_first: bool
+    translated: Callable[[Array, Array, Array, Options], Options]
+    lse: str = ""
+    lse_heads_first: bool = True
+    conventions: Mapping[str, str] = field(default_factory=dict)
+
+
+def said(
+    speaks: str, arguments: Mapping[str, Any], *, wants_lse: bool
+) -> tuple[list[Array], Options]:
+    """The positional and the keyword arguments of a call, in the dialect ``speaks``.
+
+    Parameters
+    ----------
+    speaks : str
+        A key of ``DIALECTS``.
+    arguments : mapping
+        q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), and options of
+        ``minimha.attention``.
+    wants_lse : bool
+        Ask for the log-sum-exp too, if the problem does and the dialect can.
+
+    Raises
+    ------
+    Refused
+        The dialect has no such option.
+
+    Examples
+    --------
+    >>> x = np.zeros((1, 1, 2, 3))
+    >>> said("jax", {"q": x, "k": x, "v": x, "is_causal": True}, wants_lse=False)[1]
+    {'is_causal': True}
+    >>> said("torch", {"q": x, "k": x, "v": x, "softcap": 2.0}, wants_lse=False)
+    Traceback (most recent call last):
+    minimha.check.speaking.Refused: torch has no word for softcap
+    """
+    dialect = DIALECTS[speaks]
+    options = {
+        name: value
+        for name, value in arguments.items()
+        if name not in ("q", "k", "v", "return_lse") and value is not None and value is not False
+    }
+    q, k, v = (arguments[name] for name in ("q", "k", "v"))
+    words = dialect.translated(q, k, v, options)
+    if options:
+        raise Refused(f"{speaks} has no word for {' and '.join(options)}")
+    if wants_lse and dialect.lse and arguments.get("return_lse"):
+        words[dialect.lse] = True
+    k, v = words.pop("K", k), words.pop("V", v)  # without those that are said to be the past
+    if not dialect.heads_first:
+        q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
+    return [q, k, v], words
+
+
+def results(returned: Any) -> tuple[Any, Any]:
+    """The output, and what may be the log-sum-exp, of what a function returned."""
+    if isinstance(returned, tuple):
+        return (*returned, None, None)[:2]
+    return returned, None
+
+
+def expected_shapes(
+    speaks: str, q: Array, v: Array
+) -> tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]:
+    """Letters and sizes of the output and of the log-sum-exp, in the dialect's order of axes."""
+    dialect = DIALECTS[speaks]
+    (B, H, Lq, _), Dv = q.shape, v.shape[-1]
+    output = (
+        ("(B, H, Lq, Dv)", (B, H, Lq, Dv))
+        if dialect.heads_first
+        else ("(B, Lq, H, Dv)", (B, Lq, H, Dv))
+    )
+    lse = ("(B, H, Lq)", (B, H, Lq)) if dialect.lse_heads_first else ("(B, Lq, H)", (B, Lq, H))
+    return output, lse
+
+
+def heads_first(speaks: str, output: Array, lse: Array | None) -> tuple[Array, Array | None]:
+    """What the dialect returned, in minimha's order of axes; as it came where axes are missing."""
+    dialect = DIALECTS[speaks]
+    if not dialect.heads_first and output.ndim == 4:
+        output = output.swapaxes(1, 2)
+    if not dialect.lse_heads_first and lse is not None and lse.ndim == 3:
+        lse = lse.swapaxes(1, 2)
+    return output, lse
+
+
+def _minimha(q: Array, k: Array, v: Array, options: Options) -> Options:
+    words = dict(options)
+    options.clear()
+    return words
+
+
+def _torch(q: Array, k: Array, v: Array, options: Options) -> Options:
+    words = _causal(q, k, options) | _moved(options, scale="scale")
+    mask, bias = options.pop("attn_mask", None), options.pop("attn_bias", None)
+    if bias is not None:  # one argument for both kinds
+        words["attn_mask"] = (
+            bias if mask is None else np.where(mask, bias, bias.dtype.type(-np.inf))
+        )
+    elif mask is not None:
+        words["attn_mask"] = mask
+    if k.shape[1] != q.shape[1]:
+        words["enable_gqa"] = True
+    return words
+
+
+def _jax(q: Array, k: Array, v: Array, options: Options) -> Options:
+    _refuse_offset(q, k, options, 0, "window_size")
+    words = _causal(q, k, options)
+    words |= _moved(options, scale="scale", kv_lengths="key_value_seq_lengths")
+    words |= _four_axes(options, attn_mask="mask", attn_bias="bias")
+    if "window_size" in options:
+        everything = q.shape[2] + k.shape[2]
+        sides = options.pop("window_size")
+        words["local_window_size"] = tuple(everything if s is None else s for s in sides)
+    return words
+
+
+def _keras(q: Array, k: Array, v: Array, options: Options) -> Options:
+    words = _causal(q, k, options)
+    words |= _moved(options, scale="scale", softcap="attn_logits_soft_cap")
+    scores = (*q.shape[:3], k.shape[2])
+    for name, word in (("attn_mask", "mask"), ("attn_bias", "bias")):
+        if name in options:  # not every backend of Keras broadcasts
+            words[word] = np.broadcast_to(options.pop(name), scores).copy()
+    return words
+
+
+def _flash_attention(q: Array, k: Array, v: Array, options: Options) -> Options:
+    last = k.shape[2] - q.shape[2]
+    _refuse_offset(q, k, options, last, "window_size", "alibi_slopes")
+    if "kv_lengths" in options:  # which also say where the last query stands
+        if {"is_causal", "window_size", "alibi_slopes"} & set(options):
+            raise Refused("flash_attention counts positions from the last key that is no padding")
+        lengths = options.pop("kv_lengths")
+        options["key_padding_mask"] = np.arange(k.shape[2]) < np.asarray(lengths)[:, None]
+    words: Options = {"causal": True} if _causal(q, k, options) else {}
+    if "window_size" in options:
+        words["window_size"] = tuple(-1 if s is None else s for s in options.pop("window_size"))
+    return words | _moved(
+        options, scale="softmax_scale", softcap="softcap", alibi_slopes="alibi_slopes",
+        sinks="learnable_sink", key_padding_mask="key_padding_mask",
+    )  # fmt: skip
+
+
+def _onnx(q: Array, k: Array, v: Array, options: Options) -> Options:
+    words: Options = {}
+    offset = options.pop("q_offset", 0)
+    if "kv_lengths" in options:
+        lengths = np.asarray(options.pop("kv_lengths"))
+        is_placed = {"is_causal", "window_size"} & set(options)
+        if is_placed and not np.array_equal(
+            np.broadcast_to(offset, lengths.shape), lengths - q.shape[2]
+        ):
+            raise Refused("onnx counts positions from nonpad_kv_seqlen - Lq")
+        words["nonpad_kv_seqlen"] = lengths
+    elif np.ndim(offset) or not 0 <= offset <= k.shape[2]:
+        raise Refused("onnx has no word for this q_offset: a past is of one length")
+    elif offset:
+        words |= {"past_key": k[:, :, :offset].copy(), "past_value": v[:, :, :offset].copy()}
+        words |= {"K": k[:, :, offset:].copy(), "V": v[:, :, offset:].copy()}
+    if options.pop("is_causal", False):
+        words["is_causal"] = 1
+    if "window_size" in options:
+        sides = (-1 if s is None else s for s in options.pop("window_size"))
+        words |= dict(zip(("left_window_size", "right_window_size"), sides, strict=True))
+    if "attn_mask" in options and "attn_bias" in options:
+        options["attn_bias"] = _hidden(options["attn_bias"], options.pop("attn_mask"))
+    return words | _moved(
+        options, scale="scale", softcap="softcap", attn_mask="attn_mask", attn_bias="attn_mask"
+    )
+
+
+def _hidden(bias: Array, mask: Array) -> Array:
+    """Both in one argument: -inf where the mask says False."""
+    return np.where(mask, bias, bias.dtype.type(-np.inf))
+
+
+def _moved(options: Options, **words: str) -> Options:
+    """The options that have a word here, under it; they are no longer in ``options``."""
+    return {word: options.pop(name) for name, word in words.items() if name in options}
+
+
+def _four_axes(options: Options, **words: str) -> Options:
+    moved = _moved(options, **words)
+    return {word: array[(None,) * (4 - array.ndim)] for word, array in moved.items()}
+
+
+def _causal(q: Array, k: Array, options: Options) -> Options:
+    """``is_causal`` alone: a library that has no offset aligns the diagonal as it thinks right."""
+    if not options.pop("is_causal", False):
+        return {}
+    if np.ndim(options.get("q_offset", 0)):
+        raise Refused("it has no word for a q_offset per batch entry")
+    options.pop("q_offset", None)
+    return {"is_causal": True}
+
+
+def _refuse_offset(q: Array, k: Array, options: Options, aligned: int, *names: str) -> None:
+    """Refuse positions other than the library's own where something else than causality asks."""
+    if not set(names) & set(options):
+        return
+    offset = options.get("q_offset", 0)
+    if not np.array_equal(np.unique(offset), [aligned]):
+        raise Refused(f"it has no word for a q_offset other than {aligned} here")
+    options.pop("q_offset", None)
+
+
+TOP_LEFT = {"causal_top_left": "causal is aligned top-left, as {} does"}
+LEAKS = {"nan_leaks": "a NaN in a hidden value reaches the output, as {} lets it"}
+MEAN = {"dead_rows_mean": "a query that sees no key gets the mean of all values, as {} gives it"}
+
+
+def _as(library: str, *clauses: Mapping[str, str]) -> dict[str, str]:
+    return {name: clause.format(library) for part in clauses for name, clause in part.items()}
+
+
+DIALECTS = {
+    "minimha": Dialect("numpy", True, _minimha, lse="return_lse"),
+    "torch": Dialect("torch", True, _torch, conventions=_as("torch", TOP_LEFT, LEAKS)),
+    "flash_attention": Dialect(
+        "torch", False, _flash_attention, lse="return_attn_probs",
+        conventions={
+            "causal_bottom_right": "causal is aligned bottom-right, as flash-attention does"
+        } | _as("flash-attention", LEAKS),
+    ),
+    "jax": Dialect(
+        "jax", False, _jax, lse="return_residual", lse_heads_first=False,
+        conventions=_as("JAX", TOP_LEFT, MEAN, LEAKS),
+    ),
+    "keras": Dialect("numpy", False, _keras, conventions=_as("Keras", TOP_LEFT, MEAN, LEAKS)),
+    "onnx": Dialect("numpy", True, _onnx, conventions=_as("onnxruntime", LEAKS)),
+}  # fmt: skip
