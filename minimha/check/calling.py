@@ -1,0 +1,203 @@
+"""Calling somebody's function on one problem, in this process, and reading what it returned."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check import speaking
+from minimha.check.answer import Answer
+from minimha.equations.arrays import as_numpy, bfloat16, library_of, like
+
+Array = NDArray[Any]
+
+ARRAYS = ("numpy", "torch", "jax", "cupy")
+DTYPES = ("float32", "float16", "bfloat16")
+IN_DTYPE = ("q", "k", "v", "attn_bias")  # the other options' numbers stay float32
+SAME = 256  # times the dtype's epsilon: what two runs of one kernel may differ by
+LONGEST_REASON = 300  # characters of somebody's error
+
+
+class NotAnArray(TypeError):  # noqa: N818
+    """A function returned something that holds no numbers."""
+
+
+class Caller:
+    """A function, and how it wants to be called.
+
+    Parameters
+    ----------
+    function : callable
+    speaks : str
+        Whose words it understands, a key of ``speaking.DIALECTS``.
+    dtype : {"float32", "float16", "bfloat16"}
+        Of queries, keys, values and bias.
+    arrays : {"numpy", "torch", "jax", "cupy"}, optional
+        Whose arrays it takes. By default those of the dialect, and if it refuses them, those of the
+        libraries that its module has imported.
+    device : str, optional
+        Where torch's arrays are. Default is the CPU.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        speaks: str,
+        dtype: str,
+        arrays: str | None = None,
+        device: str | None = None,
+    ) -> None:
+        self.function, self.speaks, self.device = function, speaks, device
+        self.dtype = bfloat16("dtype") if dtype == "bfloat16" else np.dtype(dtype)
+        self.kinds = [arrays] if arrays else self._likely()
+
+    def _likely(self) -> list[str]:
+        first = speaking.DIALECTS[self.speaks].arrays
+        return [first, *(kind for kind in ARRAYS if kind != first and kind in sys.modules)][:3]
+
+    def answer(self, arguments: Mapping[str, Any]) -> Answer:
+        """What the function returns for a problem, run twice on arrays of its own.
+
+        Whatever it raises is a refusal. What it does beside computing is among the faults.
+        """
+        reasons = []
+        for kind in self.kinds:
+            try:
+                answer = self._asked(kind, arguments)
+            except NotAnArray as error:
+                return Answer(faults=("not_an_array",), note=str(error))
+            except speaking.Refused as error:
+                return Answer(refusal=str(error))
+            except SystemExit as error:
+                return Answer(faults=("crashes",), note=f"it ended the process: {error!r}")
+            except Exception as error:
+                reasons.append(_reason(error))
+            else:
+                self.kinds = [kind]
+                return answer
+        return Answer(refusal=reasons[0])
+
+    def _asked(self, kind: str, arguments: Mapping[str, Any]) -> Answer:
+        try:
+            return self._run(kind, arguments, wants_lse=True)
+        except (speaking.Refused, NotAnArray):
+            raise
+        except Exception:
+            if not arguments.get("return_lse"):
+                raise
+        return self._run(kind, arguments, wants_lse=False)
+
+    def _run(self, kind: str, arguments: Mapping[str, Any], *, wants_lse: bool) -> Answer:
+        cast = {name: self._cast(name, value) for name, value in arguments.items()}
+        given, words = speaking.said(self.speaks, cast, wants_lse=wants_lse)
+        output, lse, faults = self._once(kind, given, words)
+        again, _, _ = self._once(kind, given, words)
+        if not _same(output, again):
+            faults.append("not_deterministic")
+        if not arguments.get("return_lse"):
+            lse = None
+        return self._read(cast, output, lse, faults)
+
+    def _once(
+        self, kind: str, given: list[Array], words: Mapping[str, Any]
+    ) -> tuple[Array, Array | None, list[str]]:
+        """One call on fresh arrays; what came back, and what became of the arrays."""
+        theirs = [self._theirs(kind, x) for x in given]
+        options = {name: self._theirs(kind, value) for name, value in words.items()}
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            returned, extra = speaking.results(self.function(*theirs, **options))
+            output = _numbers(returned)
+            lse = None if extra is None else _numbers(extra)
+        faults = []
+        for before, after in zip(
+            [*given, *words.values()], [*theirs, *options.values()], strict=True
+        ):
+            if isinstance(before, np.ndarray):
+                now = _numbers(after)
+                if not np.array_equal(before, now, equal_nan=before.dtype.kind == "f"):
+                    faults = ["writes_into_inputs"]
+                if kind in ("numpy", "torch") and np.shares_memory(output, now):
+                    return output.copy(), lse, ["returns_its_input"]
+        return output, lse, faults
+
+    def _cast(self, name: str, value: Any) -> Any:
+        if not isinstance(value, np.ndarray) or value.dtype.kind in "biu":
+            return value
+        return value.astype(self.dtype if name in IN_DTYPE else np.float32)
+
+    def _theirs(self, kind: str, value: Any) -> Any:
+        """A copy of an array as one of the library's; anything else as it is."""
+        if not isinstance(value, np.ndarray):
+            return value
+        copy = np.array(value, order="C")
+        if kind == "numpy":
+            return copy
+        library = import_module({"jax": "jax.numpy"}.get(kind, kind))
+        if kind == "cupy":
+            return library.asarray(copy)
+        array = like(library.zeros(0), copy)
+        return array.to(self.device) if self.device and kind == "torch" else array
+
+    def _read(
+        self, cast: Mapping[str, Any], output: Array, lse: Array | None, faults: list[str]
+    ) -> Answer:
+        """The arrays that came back in minimha's order of axes, or what is wrong with them."""
+        faults, notes, name = [*faults], [], output.dtype.name
+        if output.dtype != self.dtype:
+            faults.append("wrong_dtype")
+            notes.append(f"its output has dtype {name}: expected {self.dtype.name}, as q, k and v")
+        wide, axes = _wide(output), speaking.expected_shapes(self.speaks, cast["q"], cast["v"])
+        log_sum = None if lse is None else _wide(lse)
+        for what, array, (letters, sizes) in zip(
+            ("output", "log-sum-exp"), (output, lse), axes, strict=True
+        ):
+            if array is not None and array.shape != sizes:
+                faults.append("wrong_shape")
+                notes.append(f"its {what} has shape {array.shape}: expected {letters} = {sizes}")
+        wide, log_sum = speaking.heads_first(self.speaks, wide, log_sum)
+        return Answer(wide, log_sum, None, tuple(dict.fromkeys(faults)), name, "; ".join(notes))
+
+
+def _numbers(value: Any) -> Array:
+    """An array of any library, or nested lists, as NumPy's."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    elif library_of(value) == "cupy":
+        value = value.get()
+    try:
+        array = as_numpy("output", value)
+    except (TypeError, ValueError):
+        array = np.array(None)
+    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+        raise NotAnArray(f"it returned {type(value).__name__}: expected an array of numbers")
+    return array
+
+
+def _wide(array: Array) -> Array:
+    return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+
+
+def _same(a: Array, b: Array) -> bool:
+    """Whether two runs agree but for the order of sums."""
+    if a.shape != b.shape:
+        return False
+    first, second = _wide(a), _wide(b)
+    epsilon = 2.0**-7 if a.dtype.name == "bfloat16" else np.finfo(first.dtype).eps
+    if a.dtype == np.float16:
+        epsilon = 2.0**-10
+    largest = abs(first[np.isfinite(first)]).max(initial=0)
+    with np.errstate(all="ignore"):
+        close = abs(first - second) <= SAME * epsilon * largest
+    return bool((close | (first == second) | (np.isnan(first) & np.isnan(second))).all())
+
+
+def _reason(error: BaseException) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:LONGEST_REASON]}" if words else type(error).__name__

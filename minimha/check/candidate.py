@@ -1,0 +1,229 @@
+"""Somebody's function in a process of its own: a crash, a hang or ``exit()`` is an answer too."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from minimha.check.answer import Answer
+from minimha.check.problems import Graded
+from minimha.check.wire import receive, send
+from minimha.check.worker import as_answer
+
+TIMEOUT = 20.0  # seconds per problem
+FIRST = 3  # times as long for loading, and for the first call, which may compile
+MEMORY = 4 * 2**30  # bytes beyond those that the process has after its first call
+GIVE_UP = 3  # hangs, or crashes before it has answered anything
+POLL = 0.05  # seconds
+KEPT_LINES, LONGEST_LINE = 3, 200  # of what a crash leaves on stderr
+
+# As multiprocessing does: the child finds modules where this process does.
+START = (
+    "import sys; sys.path[:] = {path!r}; from minimha.check.worker import main; "
+    "sys.argv[1:] = {arguments!r}; main()"
+)
+
+
+class _Ended(Exception):  # noqa: N818
+    """The process is gone; the fault, and a sentence."""
+
+
+class Candidate:
+    """A function that runs in a process of its own, restarted after a crash or a hang.
+
+    It gets a fresh interpreter instead of a fork, so that it finds none of our threads and locks.
+    Memory is limited by looking at what is resident (on Linux), because a limit on addresses
+    refuses what CUDA, JAX and torch only reserve.
+
+    Parameters
+    ----------
+    target : str
+        ``mykernel.py:attention`` or ``package.module:attention``.
+    timeout : float, default 20
+        Seconds for one problem. Loading and the first call, which may compile, get three times
+        that.
+    memory : int, default 4 GiB
+        Bytes that it may take beyond those after loading.
+    **settings
+        Those of ``calling.Caller``: speaks, dtype, arrays, device.
+
+    Raises
+    ------
+    ValueError
+        When it starts: there is no such function, or it cannot be imported.
+    """
+
+    def __init__(
+        self, target: str, timeout: float = TIMEOUT, memory: int = MEMORY, **settings: Any
+    ) -> None:
+        self.settings = {"target": target, **settings}
+        self.target, self.timeout, self.memory = target, timeout, memory
+        self.has_answered = False
+        self._process: _Process | None = None
+
+    def __enter__(self) -> Candidate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def answers(
+        self, problems: Iterable[Graded], progress: Callable[[str], None] = lambda doing: None
+    ) -> list[Answer]:
+        """The answers to all problems, in order; after too many failures the rest is not asked."""
+        found: list[Answer] = []
+        failures = 0
+        for problem in problems:
+            if failures >= GIVE_UP:
+                found.append(Answer(refusal=f"not asked, after it had failed: {found[0].note}"))
+                continue
+            progress(problem.name)
+            answer = self.answer(problem.arguments)
+            found.append(answer)
+            if "hangs" in answer.faults or (answer.faults and not self.has_answered):
+                failures += 1
+        return found
+
+    def answer(self, problem: Mapping[str, Any]) -> Answer:
+        """The answer to one problem."""
+        if self._process is None:
+            self._process = self._started()
+        process = self._process
+        is_first = process.num_answers == 0
+        try:
+            record = process.ask(problem, self.timeout * (FIRST if is_first else 1))
+        except _Ended as end:
+            self._end()
+            fault, note = end.args
+            return Answer(faults=(fault,), note=note)
+        self.has_answered = True
+        return as_answer(record)
+
+    def _started(self) -> _Process:
+        process = _Process(self.settings, self.memory)
+        try:
+            first = process.next(FIRST * self.timeout)
+        except _Ended as end:
+            process.kill()
+            raise ValueError(f"{self.target} cannot be loaded: {end.args[1]}") from None
+        except BaseException:
+            process.kill()
+            raise
+        if "error" in first:
+            process.kill()
+            raise ValueError(first["error"])
+        process.base = process.resident()
+        return process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+
+class _Process:
+    """One process, and what it says."""
+
+    def __init__(self, settings: Mapping[str, Any], memory: int) -> None:
+        path = [place or os.getcwd() for place in sys.path]
+        code = START.format(path=path, arguments=[json.dumps(settings)])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # its own children end with it
+        )
+        self.memory, self.base, self.num_answers = memory, 0, 0
+        self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._said: deque[bytes] = deque(maxlen=KEPT_LINES)
+        self._listeners = [
+            threading.Thread(target=listen, args=(stream,), daemon=True)
+            for listen, stream in (
+                (self._hear, self.process.stdout), (self._remember, self.process.stderr)
+            )
+        ]  # fmt: skip
+        for listener in self._listeners:
+            listener.start()
+
+    def ask(self, problem: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """The answer to a problem, within so many seconds."""
+        assert self.process.stdin is not None
+        with suppress(OSError):  # it has ended: the next line finds out how
+            send(self.process.stdin, problem)
+        record = self.next(seconds)
+        self.num_answers += 1
+        return record
+
+    def next(self, seconds: float) -> dict[str, Any]:
+        """What it says next, or ``_Ended``."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                record = self._records.get(timeout=POLL)
+            except queue.Empty:
+                self._check(seconds, deadline)
+                continue
+            if record is None:
+                raise _Ended("crashes", self._how_it_ended())
+            return record
+
+    def resident(self) -> int:
+        """Bytes of memory in use; 0 where the system does not say."""
+        with suppress(OSError, ValueError, IndexError, AttributeError):
+            pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
+            return int(pages) * os.sysconf("SC_PAGE_SIZE")
+        return 0
+
+    def kill(self) -> None:
+        """End it, and its children."""
+        if hasattr(os, "killpg"):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        for listener in self._listeners:
+            listener.join(timeout=1)
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            with suppress(OSError):
+                stream.close()  # type: ignore[union-attr]
+
+    def _check(self, seconds: float, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise _Ended("hangs", f"it did not return within {seconds:g} s")
+        grown = self.resident() - self.base
+        if grown > self.memory:
+            raise _Ended("exhausts_memory", f"it took {grown / 2**30:.1f} GiB of memory")
+
+    def _how_it_ended(self) -> str:
+        status = self.process.wait()
+        how = f"it ended with exit status {status}"
+        if status < 0:
+            name = signal.Signals(-status).name if -status in set(signal.Signals) else -status
+            how = f"it was ended by signal {name}"
+        self._listeners[1].join(timeout=1)
+        lines = [line.decode("utf-8", "replace").strip() for line in self._said]
+        said = " | ".join(line for line in lines if line)
+        return f"{how}; the end of its stderr: {said}" if said else how
+
+    def _hear(self, stream: IO[bytes]) -> None:
+        with suppress(OSError, ValueError):  # closed, or nothing that we sent
+            while (record := receive(stream)) is not None:
+                self._records.put(record)
+        self._records.put(None)
+
+    def _remember(self, stream: IO[bytes]) -> None:
+        with suppress(OSError, ValueError):
+            while line := stream.readline(2**16):
+                self._said.append(line[:LONGEST_LINE])

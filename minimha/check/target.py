@@ -1,0 +1,92 @@
+"""Finding the function or class that is named: ``mykernel.py:attention``, ``package:name``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def split(target: str) -> tuple[str, str]:
+    """The file or module of ``target``, and the name in it.
+
+    Raises
+    ------
+    ValueError
+        It is not of the form ``file.py:name`` or ``module:name``, or there is no such file.
+
+    Examples
+    --------
+    >>> split("torch.nn.functional:scaled_dot_product_attention")
+    ('torch.nn.functional', 'scaled_dot_product_attention')
+    """
+    where, _, name = target.rpartition(":")
+    if not where or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(
+            f"{target!r} names no function: expected mykernel.py:attention or "
+            f"package.module:attention"
+        )
+    if where.endswith(".py") or os.sep in where:
+        if not Path(where).is_file():
+            raise ValueError(f"{where} cannot be read: no such file")
+    elif not all(part.isidentifier() for part in where.split(".")):
+        raise ValueError(f"{where!r} is no module's name: expected a file.py or package.module")
+    return where, name
+
+
+def load(target: str) -> Any:
+    """The function or class that ``target`` names, from the module, which is imported.
+
+    Raises
+    ------
+    ValueError
+        There is no such module or name, it cannot be imported, or it cannot be called.
+    """
+    where, name = split(target)
+    try:
+        module = _file(Path(where)) if where.endswith(".py") or os.sep in where else _module(where)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{where} cannot be imported: {_place(error, where)}") from None
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            near = difflib.get_close_matches(part, dir(found), 1)
+            meant = f", did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{where} has no {part!r}{meant}") from None
+    if not callable(found):
+        kind = type(found).__name__
+        raise ValueError(f"{target} is of type {kind}: expected a function that can be called")
+    return found
+
+
+def _module(name: str) -> ModuleType:
+    sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
+
+
+def _file(path: Path) -> ModuleType:
+    sys.path.insert(0, str(path.resolve().parent))  # for what it imports from beside itself
+    name = path.stem if path.stem.isidentifier() else "kernel"
+    if name in sys.modules:  # a library of that name is needed under it
+        name = f"checked_{name}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _place(error: BaseException, where: str) -> str:
+    """What went wrong, and in which line of the file, if it is one of its own."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == where]
+    return f"{words} (line {lines[-1]})" if lines else words

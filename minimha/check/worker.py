@@ -1,0 +1,71 @@
+"""The process in which somebody's function runs: problems come on stdin, answers go to stdout.
+
+What the function itself prints goes to stderr, and what it reads is empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import IO, Any
+
+from minimha.check.answer import Answer
+from minimha.check.wire import receive, send
+
+
+def main() -> None:
+    """Load the function that the command line names, and answer problems until stdin ends."""
+    settings = json.loads(sys.argv[1])
+    problems, answers = _private_streams()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        caller = _caller(settings)
+    except (ValueError, TypeError) as error:
+        send(answers, {"error": str(error)})
+        os._exit(0)
+    send(answers, {"loaded": True})
+    while (problem := receive(problems)) is not None:
+        if problem.get("window_size") is not None:
+            problem["window_size"] = tuple(problem["window_size"])
+        send(answers, as_record(caller.answer(problem)))
+    os._exit(0)  # whatever threads the function has left
+
+
+def as_record(answer: Answer) -> dict[str, Any]:
+    """An answer as what a pipe carries."""
+    return {"faults": list(answer.faults)} | {
+        name: value
+        for name in ("output", "lse", "refusal", "dtype", "note")
+        if (value := getattr(answer, name)) is not None
+    }
+
+
+def as_answer(record: dict[str, Any]) -> Answer:
+    """The answer that ``as_record`` was given."""
+    return Answer(**{**record, "faults": tuple(record["faults"])})
+
+
+def _caller(settings: dict[str, Any]) -> Any:
+    from minimha.check.calling import Caller
+    from minimha.check.target import load
+
+    return Caller(load(settings.pop("target")), **settings)
+
+
+def _private_streams() -> tuple[IO[bytes], IO[bytes]]:
+    """stdin and stdout for us alone; in their places an empty file, and stderr."""
+    problems, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return problems, answers
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it has ended, whatever the function does."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
