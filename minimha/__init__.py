@@ -13,13 +13,14 @@ from minimha.api import (
 )
 
 __all__ = [
-    "BackendUnavailable", "attention", "backends", "compile", "dialects", "explain",
+    "BackendUnavailable", "attention", "backends", "check", "compile", "dialects", "explain",
     "get_num_threads", "layers", "set_num_threads",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from minimha import dialects, explain, layers
+    from minimha.check import check
 else:
 
     def __getattr__(name):

@@ -8,17 +8,21 @@ from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from minimha import BackendUnavailable, __version__
-from minimha.cli import attend, backends, bench, example, examples, flash, kernels, sizes
+from minimha.cli import attend, backends, bench, check, example, examples, flash, kernels, sizes
 from minimha.explain.trace import printable
 
-COMMANDS = (examples, example, attend, flash, sizes, bench, kernels, backends)
+COMMANDS = (examples, example, attend, flash, check, sizes, bench, kernels, backends)
 
 
 LONGEST_ERROR = 2000  # characters
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, or 2 after a sentence on stderr."""
+    """Run the command line and return its exit status.
+
+    0; 1 if ``check`` finds a bug; 2 after a sentence on stderr; 130 after Ctrl-C.
+    """
+    status = 0
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed: what is said there is not heard, and no file takes its place
@@ -32,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.run is None:
                 parser.print_help()
             else:
-                args.run(args)
+                status = args.run(args) or 0
         finally:
             sys.stdout.flush()  # here, where a failure has a sentence; at exit it has none
     except BrokenPipeError:  # the reader of our pipe has seen enough
@@ -46,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except KeyboardInterrupt:
         return 130
-    return 0
+    return status
 
 
 def _refuse(sentence: str) -> int:

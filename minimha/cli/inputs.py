@@ -17,7 +17,7 @@ import stat
 import warnings
 import zipfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def read_rows(name: str) -> Iterator[tuple[int, list[str]]]:
         The file is missing or empty, or no CSV file.
     """
     path = Path(name)
-    text = re.sub(r"#[^\r\n]*", "", _read_text(path))
+    text = re.sub(r"#[^\r\n]*", "", read_text(path))
     has_semicolons = ";" in text
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=";" if has_semicolons else ",")
     is_empty = True
@@ -139,7 +139,14 @@ def _open(path: Path) -> _InPieces:
     return file
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return what a file of text holds.
+
+    Raises
+    ------
+    ValueError
+        The file is missing, too long or not UTF-8.
+    """
     try:
         with io.BufferedReader(_open(path)) as file:
             content = file.read(LARGEST_TEXT + 1)
@@ -196,7 +203,7 @@ def _expected(text: str) -> str:
 def _read_json(path: Path) -> dict[str, Any] | Trace:
     try:
         found = json.loads(
-            _read_text(path), object_pairs_hook=_without_duplicates, parse_float=_finite
+            read_text(path), object_pairs_hook=_without_duplicates, parse_float=_finite
         )
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
@@ -258,6 +265,24 @@ def _item(name: str, value: Any) -> Any:
 
 
 def _read_npz(path: Path) -> dict[str, Any] | Trace:
+    arrays = read_arrays(path, lambda keys: "trace" in keys or _check_keys(path, keys))
+    if "trace" in arrays:
+        with _refusing(path):
+            record = json.loads(str(arrays.pop("trace")))
+        return _trace(path, record, arrays)
+    return {key: _from_npz(key, array) for key, array in arrays.items()}
+
+
+def read_arrays(
+    path: Path, check_keys: Callable[[list[str]], object] = lambda keys: None
+) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an npz file, whose keys ``check_keys`` sees before any is read.
+
+    Raises
+    ------
+    ValueError
+        The file is missing or broken, holds objects, or is too large.
+    """
     try:
         file = _open(path)
     except OSError as error:
@@ -266,9 +291,7 @@ def _read_npz(path: Path) -> dict[str, Any] | Trace:
         with _refusing(path):
             archive = zipfile.ZipFile(file)
             members = {info: info.filename.removesuffix(".npy") for info in archive.infolist()}
-        is_trace = "trace" in members.values()
-        if not is_trace:
-            _check_keys(path, list(members.values()))
+        check_keys(list(members.values()))
         with _refusing(path):
             total = sum(_size(archive, info) for info in members)
         if total > LARGEST_INPUT:
@@ -276,12 +299,7 @@ def _read_npz(path: Path) -> dict[str, Any] | Trace:
                 f"{path} holds {total:,} numbers: expected at most {LARGEST_INPUT:,} in all arrays"
             )
         with _refusing(path):
-            arrays = {key: _array(archive, info) for info, key in members.items()}
-    if is_trace:
-        with _refusing(path):
-            record = json.loads(str(arrays.pop("trace")))
-        return _trace(path, record, arrays)
-    return {key: _from_npz(key, array) for key, array in arrays.items()}
+            return {key: _array(archive, info) for info, key in members.items()}
 
 
 def _trace(

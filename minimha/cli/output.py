@@ -21,6 +21,8 @@ from minimha.explain.trace import Trace
 
 TRACE_FORMATS = ("text", "json", "markdown", "latex", "csv", "npz", "xlsx", "svg", "png", "html")
 TABLE_FORMATS = ("text", "json", "markdown", "csv")
+REPORT_FORMATS = ("text", "json", "markdown", "html")
+KINDS = {TRACE_FORMATS: "a trace", TABLE_FORMATS: "a table", REPORT_FORMATS: "a report"}
 ENDINGS = {
     "": "text",
     ".txt": "text", ".json": "json", ".md": "markdown", ".tex": "latex", ".csv": "csv",
@@ -36,9 +38,9 @@ IN_USE = ".minimha-new"  # in a folder that a process is writing into
 
 def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> None:
     """Add ``--format``, ``--output`` and ``--force``, for a command with these ``formats``."""
-    what, output = "a table", "write a file"
+    what, output = KINDS[formats], "write a file"
     if formats is TRACE_FORMATS:
-        what, output = "a trace", "write a file; csv writes a folder of steps"
+        output = "write a file; csv writes a folder of steps"
 
     def known(text: str) -> str:
         if text not in formats:
@@ -127,6 +129,11 @@ def deliver_table(
         _put(args, as_text(records))
 
 
+def deliver_page(args: argparse.Namespace, written: Callable[[str], str]) -> None:
+    """Print the page that ``written`` makes in the requested format, or write it to --output."""
+    _put(args, written(format_of(args)))
+
+
 def grouped(records: list[dict[str, str]], key: str) -> dict[str, list[dict[str, str]]]:
     """Return the records under each value of ``key``, which they no longer have."""
     found: dict[str, list[dict[str, str]]] = {}
@@ -151,7 +158,7 @@ def format_of(args: argparse.Namespace) -> str:
     if kind not in args.formats or (is_folder and args.format is None):
         raise ValueError(
             f"--output {args.output} ends in {ending!r}, which names no format of "
-            f"{'a trace' if is_trace else 'a table'}: add --format, one of "
+            f"{KINDS[args.formats]}: add --format, one of "
             f"{', '.join(args.formats)}{' (csv writes a folder of steps)' * is_trace}"
         )
     if is_trace and kind in ("csv", "npz", "xlsx", "png") and args.output is None:
@@ -249,7 +256,7 @@ def write_file(name: str, content: bytes, *, force: bool) -> None:
             _create(staging / path.name, path)
 
 
-def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
+def write_folder(name: str, files: Mapping[str, str | bytes], *, force: bool) -> None:
     """Write every file into the folder ``name``, which is created if its parent exists.
 
     Other files in the folder stay as they are; steps of another run, which would be taken for this
@@ -263,7 +270,7 @@ def write_folder(name: str, files: Mapping[str, str], *, force: bool) -> None:
         there, or it cannot be written.
     """
     path = _target(name)
-    contents = {file: text.encode() for file, text in files.items()}
+    contents = {f: c if isinstance(c, bytes) else c.encode() for f, c in files.items()}
     with _in_a_sentence(name), _undisturbed():
         if path.is_dir():
             with _staging(path, IN_USE) as staging:

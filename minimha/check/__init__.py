@@ -1,0 +1,186 @@
+"""Whose attention has which bug: a function runs on graded problems, and what is wrong is named.
+
+``minimha.check`` is the function below, and has these names too:
+
+>>> import minimha
+>>> import numpy as np
+>>> def without_scale(q, k, v):
+...     weights = np.exp(q @ k.swapaxes(-1, -2))
+...     return weights / weights.sum(axis=-1, keepdims=True) @ v
+>>> report = minimha.check(without_scale)
+>>> report.verdict, report.deviations
+('wrong', ('scale_missing', 'softmax_no_maximum'))
+>>> from minimha.check import assert_attention
+>>> assert_attention(minimha.attention)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from minimha.check import speaking
+from minimha.check.answer import Answer
+from minimha.check.calling import ARRAYS, DTYPES, Caller
+from minimha.check.candidate import TIMEOUT, Candidate
+from minimha.check.problems import graded
+from minimha.check.report import Report
+from minimha.check.verdict import judge
+from minimha.equations.arguments import choice, number
+
+__all__ = ["Report", "assert_attention", "check"]
+
+Progress = Callable[[str], None]
+
+
+def check(
+    function: Callable[..., Any] | str,
+    speaks: str = "minimha",
+    dtype: str = "float32",
+    *,
+    arrays: str | None = None,
+    device: str | None = None,
+    timeout: float = TIMEOUT,
+    progress: Progress = lambda doing: None,
+) -> Report:
+    """What a function computes instead of softmax(scale · Q Kᵀ + bias) V, if anything.
+
+    It is called on graded problems, each of which switches on as little as possible, and its
+    outputs are compared with those of attention computed right, and wrong in every known way. What
+    it raises means that it does not take an option, and is no evidence of a bug.
+
+    Parameters
+    ----------
+    function : str or callable
+        ``"mykernel.py:attention"`` or ``"package.module:attention"`` runs in a process of its own,
+        where a crash, a hang or ``exit()`` is a result. A callable, which may be a closure, runs in
+        this process, without limits.
+    speaks : {"minimha", "torch", "flash_attention", "jax", "keras", "onnx"}, default "minimha"
+        Whose words it understands: ``function(q, k, v, **options)`` as ``minimha.attention``, or
+        as that library's function, in its layout and with its masks.
+    dtype : {"float32", "float16", "bfloat16"}, default "float32"
+        Of queries, keys and values.
+    arrays : {"numpy", "torch", "jax", "cupy"}, optional
+        Whose arrays it gets. By default what it speaks suggests; where that is refused, those of
+        the libraries that it has imported.
+    device : str, optional
+        Where torch's arrays are, such as "cuda". Default is the CPU.
+    timeout : float, default 20
+        Seconds for one problem, in a process of its own; three times that for the first.
+    progress : callable ``progress(doing)``, optional
+        Is told what is done next.
+
+    Returns
+    -------
+    Report
+        Its ``verdict`` is "right", "wrong" or "cannot tell", its ``deviations`` are the smallest
+        set that explains most problems, and ``str()`` of it is a page for readers.
+
+    Raises
+    ------
+    ValueError, TypeError
+        There is no such function, or it takes none of the problems: what it says to the plainest.
+
+    Examples
+    --------
+    >>> from minimha.dialects import torch
+    >>> minimha.check(torch.scaled_dot_product_attention, speaks="torch").verdict
+    'right'
+    """
+    choice("speaks", speaks, speaking.DIALECTS)
+    choice("dtype", dtype, DTYPES)
+    choice("arrays", arrays, (None, *ARRAYS))
+    settings: dict[str, Any] = {
+        "speaks": speaks,
+        "dtype": dtype,
+        "arrays": arrays,
+        "device": device,
+    }
+    problems = graded(dtype)
+    if isinstance(function, str):
+        timeout = number("timeout", timeout, low=1e-3)
+        with Candidate(function, timeout, **settings) as candidate:
+            answers = candidate.answers(problems, progress)
+        name = function
+    elif callable(function):
+        caller, answers = Caller(function, **settings), []
+        for problem in problems:
+            progress(problem.name)
+            answers.append(caller.answer(problem.arguments))
+        name = _name_of(function)
+    else:
+        raise TypeError(
+            f"function is of type {type(function).__name__}: expected something that can be "
+            f"called, or where it is, such as 'mykernel.py:attention'"
+        )
+    return judged(problems, answers, name, speaks, dtype, progress)
+
+
+def judged(
+    problems: Sequence[Any],
+    answers: Sequence[Answer],
+    function: str,
+    speaks: str,
+    dtype: str,
+    progress: Progress = lambda doing: None,
+) -> Report:
+    """The report on a function that gave ``answers``.
+
+    Raises
+    ------
+    ValueError
+        It took none of the problems.
+    """
+    if all(answer.refusal is not None for answer in answers):
+        raise ValueError(
+            f"{function} takes none of the problems; on the plainest, {problems[0].name!r}: "
+            f"{answers[0].refusal}"
+        )
+    findings = judge(problems, answers, dtype=dtype, progress=progress)
+    return Report.of(findings, function, speaks, dtype)
+
+
+def assert_attention(function: Callable[..., Any] | str, **settings: Any) -> None:
+    """Fail unless ``check`` finds the function right; the verdict is the message.
+
+    Parameters
+    ----------
+    function, **settings
+        Those of ``check``.
+
+    Raises
+    ------
+    AssertionError
+        The function is wrong: how, the smallest problem that shows it, and what to change.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> def mean(q, k, v):
+    ...     return np.broadcast_to(v.mean(axis=-2, keepdims=True), (*q.shape[:-1], v.shape[-1]))
+    >>> assert_attention(mean)
+    Traceback (most recent call last):
+    AssertionError: mean is wrong
+    """
+    __tracebackhide__ = True  # pytest shows the caller's line
+    report = check(function, **settings)
+    if report.verdict != "right":
+        raise AssertionError(str(report))
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+class _Callable(ModuleType):
+    """This module, which is the function ``check`` too."""
+
+    __call__ = staticmethod(check)
+
+    def __dir__(self) -> list[str]:
+        return __all__
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,162 @@
+"""Problems as files for any language, and answers that were computed elsewhere.
+
+A problem is an npz file with q, k, v and its options; ``problems.json`` lists them. Its answer is
+an array ``output``, and ``lse`` where the problem asks for it, in ``NAME.out.npz`` in a folder, or
+as ``NAME.output`` and ``NAME.lse`` in one npz file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check.answer import Answer
+from minimha.check.problems import Graded
+
+Array = NDArray[Any]
+
+MANIFEST = "problems.json"
+ANSWER = ".out.npz"  # after a problem's name
+PARTS = ("output", "lse")
+
+
+def names_of(problems: Sequence[Graded]) -> list[str]:
+    """A file's name, without its ending, for each problem: ``01_one_head``."""
+    return [
+        f"{n:02}_{re.sub('[^a-z0-9]+', '_', problem.name.lower()).strip('_')}"
+        for n, problem in enumerate(problems, 1)
+    ]
+
+
+def files_of(problems: Sequence[Graded], dtype: str) -> dict[str, str | bytes]:
+    """Every problem as an npz file, and a list of them as JSON, by file name."""
+    files: dict[str, str | bytes] = {}
+    listed = []
+    for name, problem in zip(names_of(problems), problems, strict=True):
+        arrays = _arrays(problem, dtype)
+        files[f"{name}.npz"] = _archive(arrays)
+        *rows, _ = problem.arguments["q"].shape
+        asks = bool(problem.arguments.get("return_lse"))
+        listed.append(
+            {
+                "file": f"{name}.npz",
+                "answer": f"{name}{ANSWER}",
+                "name": problem.name,
+                "shows": problem.shows,
+                "options": sorted(set(arrays) - {"q", "k", "v"}),
+                "output": [*rows, problem.arguments["v"].shape[-1]],
+                "lse": rows if asks else None,
+            }
+        )
+    manifest = {"dtype": dtype, "digest": digest(problems), "problems": listed}
+    return files | {MANIFEST: json.dumps(manifest, indent=1) + "\n"}
+
+
+def digest(problems: Sequence[Graded]) -> str:
+    """A short name for exactly these problems."""
+    found = hashlib.sha256()
+    for name, problem in zip(names_of(problems), problems, strict=True):
+        found.update(name.encode())
+        for key, value in sorted(_arrays(problem, "float32").items()):
+            found.update(key.encode() + value.tobytes())
+    return found.hexdigest()[:16]
+
+
+def answers_of(
+    arrays: Mapping[str, Array], problems: Sequence[Graded], where: str, dtype: str
+) -> list[Answer]:
+    """Answers from arrays that are named ``NAME.output`` and ``NAME.lse``.
+
+    Raises
+    ------
+    ValueError
+        One of them belongs to no problem, or no problem has one.
+    """
+    names = names_of(problems)
+    expected = {f"{name}.{part}" for name in names for part in PARTS}
+    for found in arrays:
+        if found not in expected:
+            raise ValueError(
+                f"{where} has the array {found!r}, which is the answer to none of these problems: "
+                f"expected names such as {names[0]}.output"
+            )
+    if not arrays:
+        raise ValueError(f"{where} holds no answers: expected arrays such as {names[0]}.output")
+    return [
+        _answer(arrays, name, problem, dtype) for name, problem in zip(names, problems, strict=True)
+    ]
+
+
+def check_manifest(text: str, problems: Sequence[Graded], where: str, dtype: str) -> None:
+    """Refuse a folder whose problems are others than these.
+
+    Raises
+    ------
+    ValueError
+        They are of another dtype, or of another version.
+    """
+    try:
+        manifest = json.loads(text)
+        other, found = manifest["dtype"], manifest["digest"]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{where} is not the list that --write-problems wrote") from None
+    if other != dtype:
+        raise ValueError(f"{where} lists problems in {other}, not in {dtype}: add --dtype {other}")
+    if found != digest(problems):
+        raise ValueError(
+            f"{where} lists the problems of another version: the answers there belong to those"
+        )
+
+
+def _answer(arrays: Mapping[str, Array], name: str, problem: Graded, dtype: str) -> Answer:
+    output, lse = (arrays.get(f"{name}.{part}") for part in PARTS)
+    if output is None:
+        return Answer(refusal="there is no answer to it")
+    for part, array in zip(PARTS, (output, lse), strict=True):
+        if array is not None and array.dtype.kind not in "biuf":
+            note = f"{name}.{part} has dtype {array.dtype}: expected numbers"
+            return Answer(faults=("not_an_array",), note=note)
+    *rows, _ = problem.arguments["q"].shape
+    sizes = (*rows, problem.arguments["v"].shape[-1])
+    faults: tuple[str, ...] = ()
+    note = ""
+    if output.shape != sizes:
+        faults = ("wrong_shape",)
+        note = f"{name}.output has shape {output.shape}: expected (B, H, Lq, Dv) = {sizes}"
+    elif lse is not None and lse.shape != tuple(rows):
+        faults = ("wrong_shape",)
+        note = f"{name}.lse has shape {lse.shape}: expected (B, H, Lq) = {tuple(rows)}"
+    is_low = output.dtype == np.float32 and dtype != "float32"  # bfloat16, which npz has not
+    name_of_dtype = dtype if is_low else output.dtype.name
+    wide = output.astype(np.float64)
+    return Answer(
+        wide, None if lse is None else lse.astype(np.float64), None, faults, name_of_dtype, note
+    )
+
+
+def _arrays(problem: Graded, dtype: str) -> dict[str, Array]:
+    """The arguments as arrays: None in a window is -1, bfloat16 is float32."""
+    found = {}
+    for name, value in problem.arguments.items():
+        if value is None:
+            continue
+        if name == "window_size":
+            value = [-1 if side is None else side for side in value]
+        array = np.asarray(value)
+        if name in ("q", "k", "v") and dtype == "float16":
+            array = array.astype(np.float16)
+        found[name] = array
+    return found
+
+
+def _archive(arrays: Mapping[str, Array]) -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, **arrays)  # type: ignore[arg-type]
+    return stream.getvalue()

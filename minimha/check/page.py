@@ -1,0 +1,281 @@
+"""A report as a page: text, Markdown or HTML, made of the same parts in the same order."""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check.deviations import DEVIATIONS
+from minimha.check.report import Report, features
+from minimha.check.verdict import Result
+from minimha.explain.numbers import cells
+from minimha.explain.trace import printable
+
+WIDTH = 80
+LARGEST = 8  # rows and columns of a matrix that is shown
+DECIMALS = 4
+MARK = "*"
+INDENT = "    "
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A line above a part."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Sentences."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Records with the same keys."""
+
+    records: Sequence[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """What is expected and what came, side by side, cells with ``differs`` marked."""
+
+    expected: Sequence[Sequence[str]]
+    got: Sequence[Sequence[str]]
+    differs: NDArray[np.bool_]
+
+
+Part = Heading | Paragraph | Table | Matrices
+
+
+def as_text(report: Report) -> str:
+    """The report in lines of at most 80 columns."""
+    blocks = [_text(part) for part in parts(report)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def as_markdown(report: Report) -> str:
+    """The report as a Markdown page; differing cells are bold."""
+    return "\n\n".join(_markdown(part) for part in parts(report)) + "\n"
+
+
+def as_html(report: Report) -> str:
+    """The report as a page that stands alone; differing cells are marked."""
+    body = "\n".join(_html(part) for part in parts(report))
+    title = html.escape(printable(report.function))
+    return PAGE.format(title=title, body=body)
+
+
+def parts(report: Report) -> Iterator[Part]:
+    """What a report says, in its order: verdict, evidence, what to change, option by option."""
+    yield Paragraph(" ".join(report.sentences))
+    if report.findings.tell_apart:
+        yield Paragraph(report.findings.tell_apart)
+    if report.alternatives:
+        others = " or ".join(" with ".join(names) for names in report.alternatives)
+        yield Paragraph(f"As likely: {others}.")
+    smallest = report.smallest
+    if smallest is not None:
+        yield from _shown(smallest)
+    known = [DEVIATIONS[name] for name in report.deviations if name in DEVIATIONS]
+    if known and report.verdict != "right":
+        yield Heading("what to change")
+        yield Table([{"deviation": d.identifier, "change": d.change} for d in known])
+    if report.readings:
+        yield Heading("what its outputs show")
+        yield Table([_reading(reading) for reading in report.readings])
+    yield Heading("option by option")
+    yield Table(report.conformance())
+
+
+def _reading(reading: dict[str, Any]) -> dict[str, str]:
+    return {
+        "reading": reading["name"], "value": reading["value"], "fit": f"{reading['fit']:.4g}"
+    }  # fmt: skip
+
+
+def _shown(result: Result) -> Iterator[Part]:
+    """The smallest failing problem, and the first head in which it fails."""
+    yield Heading(f"the smallest problem that shows it: {result.problem.name}")
+    yield Paragraph(f"{_arguments(result)}. It shows {result.problem.shows}.")
+    answer = result.answer
+    if answer.note:
+        yield Paragraph(f"{answer.note[0].upper()}{answer.note[1:]}.")
+    if answer.output is None or answer.output.shape != result.expected.shape:
+        return
+    name, expected, got = "output", result.expected, np.asarray(answer.output)
+    wrong = _differs(expected, got, result.bound)
+    has_lse = answer.lse is not None and result.expected_lse is not None
+    if not wrong.any() and has_lse and answer.lse.shape == result.expected_lse.shape:  # type: ignore[union-attr]
+        name, expected = "log-sum-exp", np.asarray(result.expected_lse)[..., None]
+        got = np.asarray(answer.lse)[..., None]
+        wrong = _differs(expected, got, result.bound)
+    b, h = next(zip(*np.nonzero(wrong.any(axis=(2, 3))), strict=True), (0, 0))
+    rows = slice(0, LARGEST)
+    if expected.shape[2] > LARGEST:  # around the first row that differs
+        first = int(wrong[b, h].any(axis=-1).argmax())
+        rows = slice(max(0, first - LARGEST // 2), max(0, first - LARGEST // 2) + LARGEST)
+    where = (b, h, rows, slice(0, LARGEST))
+    of = f", batch entry {b}, head {h}" if expected.shape[0] * expected.shape[1] > 1 else ""
+    size = f"rows {rows.start} to {rows.stop - 1} of the " if expected.shape[2] > LARGEST else ""
+    yield Paragraph(f"{size}{name}{of} (one row per query; {MARK} differs)".capitalize())
+    yield Matrices(cells(expected[where], DECIMALS), cells(got[where], DECIMALS), wrong[where])
+
+
+def _differs(expected: NDArray[Any], got: NDArray[Any], bound: float) -> NDArray[np.bool_]:
+    with np.errstate(all="ignore"):
+        close = (abs(expected - got) <= bound) | (expected == got)
+    wrong: NDArray[np.bool_] = ~(close | (np.isnan(expected) & np.isnan(got)))
+    return wrong
+
+
+def _arguments(result: Result) -> str:
+    """Sizes and options: ``q (1, 1, 3, 4), k and v (1, 1, 5, 4), is_causal=True``."""
+    given = result.problem.arguments
+    q, k, v = (given[name].shape for name in ("q", "k", "v"))
+    sizes = f"q {q}, k and v {k}" if k == v else f"q {q}, k {k}, v {v}"
+    options = [
+        f"{name} {value.shape}" if isinstance(value, np.ndarray) and value.ndim > 1
+        else f"{name}={value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value}"
+        for name, value in given.items()
+        if name in features(result)
+    ]  # fmt: skip
+    return ", ".join([sizes, *options])
+
+
+def _text(part: Part) -> str:
+    match part:
+        case Heading(words):
+            return printable(words)
+        case Paragraph(words):
+            return textwrap.fill(printable(words), WIDTH, break_on_hyphens=False)
+        case Table(records):
+            return "\n".join(_text_table(records))
+        case Matrices():
+            return "\n".join(_text_matrices(part))
+
+
+def _text_table(records: Sequence[dict[str, str]]) -> Iterator[str]:
+    """Columns as wide as their words, the last one broken into lines."""
+    *names, last = records[0]
+    widths = [max(len(n), *(len(r[n]) for r in records)) + 2 for n in names]
+    start = len(INDENT) + sum(widths)
+    has_last = any(record[last] for record in records)
+    for record in [{n: n for n in records[0]}, *records]:
+        front = INDENT + "".join(record[n].ljust(w) for n, w in zip(names, widths, strict=True))
+        words = printable(record[last]) if has_last else ""
+        lines = textwrap.wrap(words, max(20, WIDTH - start), max_lines=4, placeholder=" …") or [""]
+        yield (front + lines[0]).rstrip()
+        yield from (" " * start + line for line in lines[1:])
+
+
+def _text_matrices(part: Matrices) -> Iterator[str]:
+    marks = [[MARK if cell else " " for cell in row] for row in part.differs]
+    got = [
+        [number + mark for number, mark in zip(row, line, strict=True)]
+        for row, line in zip(part.got, marks, strict=True)
+    ]
+    left, right = _aligned("expected", part.expected), _aligned("got", got)
+    width = len(INDENT) + max(map(len, left)) + 4
+    if width + max(map(len, right)) > WIDTH:
+        yield from (INDENT + line for line in [*left, "", *right])
+        return
+    for one, other in zip(left, right, strict=True):
+        yield ((INDENT + one).ljust(width) + other).rstrip()
+
+
+def _aligned(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [title] + [
+        "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
+    ]
+
+
+def _markdown(part: Part) -> str:
+    match part:
+        case Heading(words):
+            return f"## {_escaped(words)}"
+        case Paragraph(words):
+            return _escaped(words)
+        case Table(records):
+            rows = [[_escaped(cell) for cell in record.values()] for record in records]
+            return _piped([[*records[0]], ["---"] * len(records[0]), *rows])
+        case Matrices():
+            width = len(part.expected[0])
+            head = [["expected", *[""] * (width - 1), "got", *[""] * (width - 1)]]
+            return _piped([*head, ["---:"] * 2 * width, *_paired(part, "**{}**".format)])
+
+
+def _piped(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _paired(part: Matrices, marked: Callable[[str], str]) -> list[list[str]]:
+    """Rows of expected and got cells, those that differ as ``marked`` makes them."""
+    return [
+        [*row, *(marked(cell) if bad else cell for cell, bad in zip(got, wrong, strict=True))]
+        for row, got, wrong in zip(part.expected, part.got, part.differs, strict=True)
+    ]
+
+
+def _escaped(words: str) -> str:
+    for character in "\\`*_[]<>|":
+        words = words.replace(character, "\\" + character)
+    return printable(words)
+
+
+def _html(part: Part) -> str:
+    match part:
+        case Heading(words):
+            return f"<h2>{_quoted(words)}</h2>"
+        case Paragraph(words):
+            return f"<p>{_quoted(words)}</p>"
+        case Table(records):
+            rows = [_row("th", [_quoted(name) for name in records[0]])]
+            rows += [_row("td", [_quoted(cell) for cell in r.values()]) for r in records]
+            return f"<table>{''.join(rows)}</table>"
+        case Matrices():
+            width = len(part.expected[0])
+            head = "".join(f'<th colspan="{width}">{name}</th>' for name in ("expected", "got"))
+            rows = [f"<tr>{head}</tr>"]
+            rows += [_row("td", row) for row in _paired(part, "<mark>{}</mark>".format)]
+            return f'<table class="matrices">{"".join(rows)}</table>'
+
+
+def _row(tag: str, row: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in row)}</tr>"
+
+
+def _quoted(words: str) -> str:
+    return html.escape(printable(words))
+
+
+PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+  color: #1a1a1a; background: #fff }}
+table {{ border-collapse: collapse }}
+td, th {{ padding: .2rem .8rem; text-align: left; vertical-align: top;
+  border-bottom: 1px solid #ccc }}
+.matrices td {{ text-align: right; font-family: monospace }}
+mark {{ background: #ffd9d4; color: #7a0000; font-weight: bold }}
+</style>
+<body>
+{body}
+</body>
+</html>
+"""

@@ -1,0 +1,248 @@
+"""The report on a checked function: its fields, and what they say in sentences."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from minimha.check.deviations import DEVIATIONS
+from minimha.check.speaking import DIALECTS
+from minimha.check.verdict import Findings, Result
+
+MOST_LISTED = 16  # numbers of an option in the JSON; of a longer one its size alone
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``check`` found; ``str(report)`` is a page for readers.
+
+    Attributes
+    ----------
+    function, speaks, dtype : str
+        What was checked, in whose words.
+    verdict : {"right", "wrong", "cannot tell"}
+        "right" also where all that deviates is the spoken library's own convention.
+    deviations : tuple of str
+        Identifiers of the smallest set that explains most problems.
+    alternatives : tuple of tuple of str
+        Other sets that explain as many.
+    explains : pair of int
+        Problems that are explained, and problems that the function takes.
+    refused : tuple of str
+        Options that it does not take.
+    readings : tuple of dict
+        ``name``, ``value`` and ``fit`` of what its outputs show, whatever the deviation is.
+    problems : tuple of dict
+        ``name``, ``options``, ``error`` (None where there is no output), ``is_right`` and
+        ``is_refused`` of each problem.
+    conventions : tuple of str
+        Clauses about the deviations that are the spoken library's own choice.
+    findings : Findings
+        The problems, answers and expected outputs themselves.
+    """
+
+    function: str
+    speaks: str
+    dtype: str
+    verdict: str
+    deviations: tuple[str, ...]
+    alternatives: tuple[tuple[str, ...], ...]
+    explains: tuple[int, int]
+    refused: tuple[str, ...]
+    readings: tuple[dict[str, Any], ...]
+    problems: tuple[dict[str, Any], ...]
+    conventions: tuple[str, ...]
+    findings: Findings = field(repr=False)
+
+    @classmethod
+    def of(cls, findings: Findings, function: str, speaks: str, dtype: str) -> Report:
+        """The report on ``findings``."""
+        own = DIALECTS[speaks].conventions
+        conventions = tuple(own[name] for name in findings.deviations if name in own)
+        is_own = findings.verdict == "wrong" and len(conventions) == len(findings.deviations) > 0
+        return cls(
+            function,
+            speaks,
+            dtype,
+            "right" if is_own else findings.verdict,
+            findings.deviations,
+            findings.alternatives,
+            findings.explains,
+            findings.refused,
+            tuple(
+                {"name": reading.name, "value": reading.value, "fit": reading.fit}
+                for reading in findings.readings
+            ),
+            tuple(_record(result) for result in findings.results),
+            conventions,
+            findings,
+        )
+
+    def to_json(self) -> str:
+        """The fields above but the last two, as JSON; infinite errors are strings."""
+        names = (
+            "function", "speaks", "dtype", "verdict", "deviations", "alternatives", "explains",
+            "refused", "readings", "problems",
+        )  # fmt: skip
+        record = {name: getattr(self, name) for name in names}
+        return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+
+    def __str__(self) -> str:
+        from minimha.check.page import as_text
+
+        return as_text(self)
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing could be compared, as a sentence; None where something could."""
+        answers = [result.answer for result in self.findings.results]
+        if any(a.output is not None and "wrong_shape" not in a.faults for a in answers):
+            return None
+        first = next(a for a in answers if a.refusal is None)
+        return f"{self.function} gives no output that can be compared: {first.note}"
+
+    @property
+    def sentences(self) -> tuple[str, str]:
+        """The verdict, and its evidence."""
+        explained, taken = self.explains
+        refused = f"It does not take {_listed(self.refused)}." if self.refused else ""
+        if self.verdict == "right":
+            own = f"; {_listed(self.conventions)}" if self.conventions else ""
+            first = f"{self.function} is right in all {taken} problems that it takes{own}."
+            return first, refused or "It takes every option."
+        failing = sum(not (r.is_right or r.is_refused) for r in self.findings.results)
+        if self.verdict == "cannot tell":
+            return (
+                f"{self.function} is wrong in {failing} of {taken} problems, and no known "
+                f"deviation explains how.",
+                " ".join(["What its outputs show is read below.", refused]).strip(),
+            )
+        what = "; ".join(_clause(name) for name in self.deviations) or "no deviation explains how"
+        evidence = f"This explains {explained} of the {taken} problems that it takes."
+        return f"{self.function} is wrong: {what}.", f"{evidence} {refused}".strip()
+
+    @property
+    def smallest(self) -> Result | None:
+        """The failing problem with the fewest scores and options, one with an output if any."""
+        failing = [
+            (answer.output is None or result.expected.shape != answer.output.shape,
+             _num_scores(result), len(_options(result)), n)
+            for n, result in enumerate(self.findings.results)
+            for answer in [result.answer]
+            if not (result.is_right or result.is_refused)
+        ]  # fmt: skip
+        return self.findings.results[min(failing)[-1]] if failing else None
+
+    def conformance(self) -> list[dict[str, str]]:
+        """One record per option: right, refused or deviates, and in which way."""
+        seen = {name: None for result in self.findings.results for name in features(result)}
+        right = {n for r in self.findings.results if r.is_right for n in features(r)}
+        taken = {n for r in self.findings.results if not r.is_refused for n in features(r)}
+        blamed: set[str] = set()
+        for result in self.findings.results:
+            if not (result.is_right or result.is_refused):
+                found = features(result)
+                blamed |= set(found) - right or set(found)
+        records = []
+        for name in seen:
+            is_refused = name not in taken or name in self.refused
+            state = "refused" if is_refused else "deviates" if name in blamed else "right"
+            records.append({"option": name, "": state, "how": self._how(name, state)})
+        return records
+
+    def _how(self, name: str, state: str) -> str:
+        if state == "refused":
+            reasons = (
+                r.answer.refusal
+                for r in self.findings.results
+                if r.is_refused and name in features(r) and r.answer.refusal
+            )
+            return next(reasons, "")
+        if state == "right":
+            return ""
+        own = DIALECTS[self.speaks].conventions
+        named = [n for n in self.deviations if name in STAGES.get(stage_of(n), ())]
+        return "; ".join(own.get(n) or _clause(n) for n in named)
+
+
+# The rows of the conformance table that a deviation of a stage may be about.
+PLAIN, GROUPED = "no option", "grouped heads"
+DEAD, LEAK = "queries that see no key", "NaN in hidden keys"
+STAGES = {
+    "products": (PLAIN,), "heads": (PLAIN, GROUPED), "scale": (PLAIN, "scale"),
+    "softcap": ("softcap",), "bias": ("attn_bias",), "alibi": ("alibi_slopes",),
+    "causal": ("is_causal", "q_offset"), "window": ("window_size",), "mask": ("attn_mask",),
+    "hiding": ("attn_mask", "kv_lengths", "is_causal", "window_size"), "lengths": ("kv_lengths",),
+    "softmax": (PLAIN,), "online": (PLAIN,), "sinks": ("sinks",), "dead": (DEAD,),
+    "leaks": (LEAK,), "output": (PLAIN,), "lse": ("return_lse",), "precision": (PLAIN,),
+    "run": (PLAIN,),
+}  # fmt: skip
+
+
+def stage_of(identifier: str) -> str:
+    """The stage of a deviation."""
+    stage = DEVIATIONS[identifier].stage if identifier in DEVIATIONS else "run"
+    return "dead" if "nothing" in stage or "dead" in stage else stage
+
+
+def features(result: Result) -> list[str]:
+    """What a problem switches on: its options, and what is no argument but can go wrong."""
+    arguments = result.problem.arguments
+    found = list(_options(result))
+    if arguments["k"].shape[1] != arguments["q"].shape[1]:
+        found.append(GROUPED)
+    if result.expected_lse is not None and np.isneginf(result.expected_lse).any():
+        found.append(DEAD)
+    if any(np.isnan(arguments[name]).any() for name in ("k", "v")):
+        found.append(LEAK)
+    return found or [PLAIN]
+
+
+def _options(result: Result) -> Mapping[str, Any]:
+    return {
+        name: value
+        for name, value in result.problem.arguments.items()
+        if name not in ("q", "k", "v") and value is not None and value is not False
+    }
+
+
+def _record(result: Result) -> dict[str, Any]:
+    error = None if result.is_refused or result.answer.output is None else result.error
+    return {
+        "name": result.problem.name,
+        "options": {name: _plain(value) for name, value in _options(result).items()},
+        "error": error if error is None or math.isfinite(error) else str(error),
+        "is_right": bool(result.is_right),
+        "is_refused": bool(result.is_refused),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value.item() if isinstance(value, np.generic) else value
+    if value.size <= MOST_LISTED and value.ndim < 2:
+        return value.tolist()
+    return f"{value.dtype.name} {value.shape}"
+
+
+def _num_scores(result: Result) -> int:
+    arguments = result.problem.arguments
+    return int(np.prod(arguments["q"].shape[:-1])) * int(arguments["k"].shape[-2])
+
+
+def _clause(identifier: str) -> str:
+    """What is wrong, to stand within a sentence."""
+    if identifier not in DEVIATIONS:
+        return identifier
+    words = DEVIATIONS[identifier].wrong.rstrip(".")
+    starts_plain = len(words) > 1 and words[1].islower()
+    return words[0].lower() + words[1:] if starts_plain else words
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

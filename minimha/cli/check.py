@@ -1,0 +1,116 @@
+"""``check``: whose attention has which bug."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from minimha.cli.arguments import real
+from minimha.cli.output import REPORT_FORMATS, add_output, check_free, deliver_page, format_of
+from minimha.explain import render
+
+NOTHING_WRONG, WRONG = 0, 1
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's ``commands``."""
+    parser = commands.add_parser(
+        "check",
+        help="point it at your attention, and it names the bug",
+        description="Run a function on graded problems, in a process of its own, and name what it "
+        "computes wrong. Exit status: 0 right, 1 wrong, 2 it cannot be checked.",
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("function", nargs="?", metavar="FUNCTION",
+        help="mykernel.py:attention or package.module:attention")  # fmt: skip
+    add("--speaks", metavar="DIALECT", default="minimha",
+        help="minimha (default), torch, flash_attention, jax, keras or onnx")  # fmt: skip
+    add("--dtype", metavar="DTYPE", default="float32",
+        help="of q, k and v: float32 (default), float16 or bfloat16")  # fmt: skip
+    add("--arrays", metavar="LIBRARY", help="what it takes: numpy, torch, jax or cupy")
+    add("--device", metavar="NAME", help="where torch's arrays are, such as cuda")
+    add("--timeout", type=real, metavar="S", default=20.0,
+        help="seconds for one problem (default 20), three times that for the first")  # fmt: skip
+    add("--write-problems", metavar="FOLDER", help="write the problems as npz, for any language")
+    add("--compare", metavar="PATH",
+        help="answers to those problems, computed elsewhere: out.npz or a folder")  # fmt: skip
+    add_output(parser, REPORT_FORMATS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check a function, or answers; or write the problems."""
+    modes = [n for n in ("function", "write_problems", "compare") if getattr(args, n) is not None]
+    if len(modes) != 1:
+        raise ValueError(
+            "check takes one of: a function such as mykernel.py:attention, --write-problems FOLDER "
+            "and --compare PATH"
+        )
+    format_of(args)
+    if args.output:
+        check_free(args.output, force=args.force)
+    if modes == ["write_problems"]:
+        return _write(args)
+    report = _compared(args) if modes == ["compare"] else _checked(args)
+    if report.failure is None or args.format == "json":
+        deliver_page(args, _written(report))
+    if report.failure is not None:
+        raise ValueError(report.failure)
+    return NOTHING_WRONG if report.verdict == "right" else WRONG
+
+
+def _checked(args: argparse.Namespace) -> Any:
+    from minimha.check import check
+    from minimha.check.problems import graded
+
+    with render.progress(sys.stderr, len(graded(args.dtype)) + 1) as progress:
+        return check(
+            args.function, args.speaks, args.dtype, arrays=args.arrays, device=args.device,
+            timeout=args.timeout, progress=progress,
+        )  # fmt: skip
+
+
+def _written(report: Any) -> Any:
+    from minimha.check import page
+
+    def written(kind: str) -> str:
+        makers = {"text": page.as_text, "markdown": page.as_markdown, "html": page.as_html}
+        return str(report.to_json() if kind == "json" else makers[kind](report))
+
+    return written
+
+
+def _write(args: argparse.Namespace) -> int:
+    from minimha.check.exchange import files_of
+    from minimha.check.problems import graded
+    from minimha.cli.output import write_folder
+
+    problems = graded(args.dtype)
+    write_folder(args.write_problems, files_of(problems, args.dtype), force=args.force)
+    print(
+        f"{len(problems)} problems are in {args.write_problems}; problems.json says what they are"
+    )
+    return NOTHING_WRONG
+
+
+def _compared(args: argparse.Namespace) -> Any:
+    from minimha.check import judged
+    from minimha.check.exchange import ANSWER, MANIFEST, answers_of, check_manifest, names_of
+    from minimha.check.problems import graded
+    from minimha.cli.inputs import read_arrays, read_text
+
+    problems, path = graded(args.dtype), Path(args.compare)
+    if path.is_dir():
+        if (path / MANIFEST).exists():
+            manifest = path / MANIFEST
+            check_manifest(read_text(manifest), problems, str(manifest), args.dtype)
+        arrays = {
+            f"{name}.{part}": array
+            for name in names_of(problems)
+            if (path / f"{name}{ANSWER}").exists()
+            for part, array in read_arrays(path / f"{name}{ANSWER}").items()
+        }
+    else:
+        arrays = read_arrays(path)
+    answers = answers_of(arrays, problems, args.compare, args.dtype)
+    return judged(problems, answers, args.compare, "minimha", args.dtype)
