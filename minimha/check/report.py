@@ -162,7 +162,8 @@ class Report:
                 for r in self.findings.results
                 if r.is_refused and name in features(r) and r.answer.refusal
             )
-            return next(reasons, "")
+            reason = next(reasons, "")
+            return "" if "unexpected keyword argument" in reason else reason
         if state == "right":
             return ""
         own = DIALECTS[self.speaks].conventions

@@ -78,7 +78,7 @@ def said(
     {'is_causal': True}
     >>> said("torch", {"q": x, "k": x, "v": x, "softcap": 2.0}, wants_lse=False)
     Traceback (most recent call last):
-    minimha.check.speaking.Refused: torch has no word for softcap
+    minimha.check.speaking.Refused: no word for softcap in torch
     """
     dialect = DIALECTS[speaks]
     options = {
@@ -89,7 +89,7 @@ def said(
     q, k, v = (arguments[name] for name in ("q", "k", "v"))
     words = dialect.translated(q, k, v, options)
     if options:
-        raise Refused(f"{speaks} has no word for {' and '.join(options)}")
+        raise Refused(f"no word for {' and '.join(options)} in {speaks}")
     if wants_lse and dialect.lse and arguments.get("return_lse"):
         words[dialect.lse] = True
     k, v = words.pop("K", k), words.pop("V", v)  # without those that are said to be the past
@@ -177,7 +177,7 @@ def _flash_attention(q: Array, k: Array, v: Array, options: Options) -> Options:
     _refuse_offset(q, k, options, last, "window_size", "alibi_slopes")
     if "kv_lengths" in options:  # which also say where the last query stands
         if {"is_causal", "window_size", "alibi_slopes"} & set(options):
-            raise Refused("flash_attention counts positions from the last key that is no padding")
+            raise Refused("positions are counted from the last key that is no padding")
         lengths = options.pop("kv_lengths")
         options["key_padding_mask"] = np.arange(k.shape[2]) < np.asarray(lengths)[:, None]
     words: Options = {"causal": True} if _causal(q, k, options) else {}
@@ -198,10 +198,10 @@ def _onnx(q: Array, k: Array, v: Array, options: Options) -> Options:
         if is_placed and not np.array_equal(
             np.broadcast_to(offset, lengths.shape), lengths - q.shape[2]
         ):
-            raise Refused("onnx counts positions from nonpad_kv_seqlen - Lq")
+            raise Refused("positions are counted from nonpad_kv_seqlen - Lq")
         words["nonpad_kv_seqlen"] = lengths
     elif np.ndim(offset) or not 0 <= offset <= k.shape[2]:
-        raise Refused("onnx has no word for this q_offset: a past is of one length")
+        raise Refused("no word for this q_offset: a past has one length, of 0 or more")
     elif offset:
         words |= {"past_key": k[:, :, :offset].copy(), "past_value": v[:, :, :offset].copy()}
         words |= {"K": k[:, :, offset:].copy(), "V": v[:, :, offset:].copy()}
@@ -237,7 +237,7 @@ def _causal(q: Array, k: Array, options: Options) -> Options:
     if not options.pop("is_causal", False):
         return {}
     if np.ndim(options.get("q_offset", 0)):
-        raise Refused("it has no word for a q_offset per batch entry")
+        raise Refused("no word for a q_offset per batch entry")
     options.pop("q_offset", None)
     return {"is_causal": True}
 
@@ -248,7 +248,7 @@ def _refuse_offset(q: Array, k: Array, options: Options, aligned: int, *names: s
         return
     offset = options.get("q_offset", 0)
     if not np.array_equal(np.unique(offset), [aligned]):
-        raise Refused(f"it has no word for a q_offset other than {aligned} here")
+        raise Refused(f"no word for a q_offset other than {aligned} here")
     options.pop("q_offset", None)
 
 

@@ -88,5 +88,6 @@ def _file(path: Path) -> ModuleType:
 def _place(error: BaseException, where: str) -> str:
     """What went wrong, and in which line of the file, if it is one of its own."""
     words = " ".join(f"{type(error).__name__}: {error}".split())
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == where]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == os.path.abspath(where)]
     return f"{words} (line {lines[-1]})" if lines else words
