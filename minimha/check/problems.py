@@ -1,30 +1,428 @@
-"""Graded problems, easy to hard; each switches on as little as possible."""
+"""Graded problems: from one head without options to numbers that 16 bits cannot hold.
+
+Each problem switches on as little as possible, and no two of its sizes are equal by chance. Where
+a problem needs it (positions, masks), a square one comes beside it, for functions that take
+nothing else. Every number is a small multiple of 1/16, which 16 bits hold exactly, unless the
+problem is about precision; so the problems are the same in every dtype.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 
 from minimha.equations.arguments import choice
 
-DTYPES = ("float32", "float16", "bfloat16")
+Array = NDArray[Any]
+
+SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
+LARGEST = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.4e38}
+MANY = 301  # keys: divisible by no usual size of a block
 
 
 @dataclass(frozen=True, eq=False)
 class Graded:
-    """One graded problem: a name, the arguments of ``minimha.attention``, and what it shows."""
+    """One graded problem.
+
+    Attributes
+    ----------
+    name : str
+        For example "causal, more keys than queries".
+    arguments : mapping of str to Any
+        Keyword arguments of ``minimha.attention``: q, k, v and other arrays float32, and
+        ``return_lse=True`` where the log-sum-exp is asked for.
+    shows : str
+        One phrase: what this problem makes observable.
+    is_exact : bool
+        Whether scores were chosen so that none is rounded: the products of queries and keys, and
+        these scaled, are representable in the dtype.
+    """
 
     name: str
     arguments: Mapping[str, Any]
     shows: str
+    is_exact: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments besides q, k and v."""
+        return {name: x for name, x in self.arguments.items() if name not in ("q", "k", "v")}
 
 
 def graded(dtype: str = "float32") -> list[Graded]:
-    """The problems, always the same ones; every number is representable in ``dtype``."""
-    choice("dtype", dtype, DTYPES)
-    rng = np.random.default_rng(1)
-    q, k, v = (rng.integers(-48, 49, (1, 1, n, 4)).astype(np.float32) / 16 for n in (5, 7, 7))
-    return [Graded("one head", {"q": q, "k": k, "v": v}, "products, scale and softmax")]
+    """The problems, always the same ones; every number is representable in ``dtype``.
+
+    Raises
+    ------
+    ValueError
+        A dtype other than float32, float16 and bfloat16.
+
+    Examples
+    --------
+    >>> problem = graded()[0]
+    >>> problem.name, problem.arguments["q"].shape
+    ('one head', (1, 1, 5, 4))
+    """
+    choice("dtype", dtype, tuple(SIGNIFICANT_BITS))
+    families = (
+        _plain, _related, _causal, _windows, _masks, _lengths, _biases, _caps_and_sinks,
+        _rows_that_see_nothing, _hidden_nan, _wide_ranges, _many_keys, _precision,
+    )  # fmt: skip
+    problems = [problem for family in families for problem in family()]
+    return [
+        replace(problem, is_exact=problem.is_exact and _has_exact_scores(problem, dtype))
+        for problem in problems
+        if all(_is_representable(problem.arguments[name], dtype) for name in "qkv")
+    ]
+
+
+def _has_exact_scores(problem: Graded, dtype: str) -> bool:
+    q, k = (problem.arguments[name].astype(np.float64) for name in "qk")
+    S = q @ k.repeat(q.shape[1] // k.shape[1], 1).swapaxes(-1, -2)
+    return _is_representable(S, dtype) and _is_representable(S / np.sqrt(q.shape[-1]), dtype)
+
+
+def _is_representable(x: Array, dtype: str) -> bool:
+    """Whether every finite number of ``x`` is one of ``dtype``."""
+    x = x[np.isfinite(x)].astype(np.float64)
+    mantissa = np.frexp(x)[0] * 2.0 ** SIGNIFICANT_BITS[dtype]
+    return bool((mantissa == np.round(mantissa)).all() and abs(x).max(initial=0) <= LARGEST[dtype])
+
+
+class _Draw:
+    """Random numbers of one problem: its name is the seed, so that no problem changes another."""
+
+    def __init__(self, name: str) -> None:
+        self.rng = np.random.default_rng(crc32(name.encode()))
+
+    def numbers(self, *shape: int, spread: float = 1) -> Array:
+        """Normal numbers, rounded to multiples of 1/16 that have 7 bits."""
+        x = np.clip(self.rng.normal(size=shape) * spread, -7.9, 7.9)
+        return (np.round(x * 16) / 16).astype(np.float32)
+
+    def qkv(
+        self, B: int = 1, H: int = 1, Lq: int = 5, Lk: int = 7, D: int = 4, Dv: int | None = None,
+        Hkv: int | None = None, spread: float = 1,
+    ) -> dict[str, Array]:  # fmt: skip
+        """Queries, keys and values."""
+        Hkv = H if Hkv is None else Hkv
+        q, k = self.numbers(B, H, Lq, D, spread=spread), self.numbers(B, Hkv, Lk, D, spread=spread)
+        return {"q": q, "k": k, "v": self.numbers(B, Hkv, Lk, D if Dv is None else Dv, spread=1.75)}
+
+    def mask(self, *shape: int) -> Array:
+        """A mask in which every query sees a key and misses one."""
+        mask = self.rng.random(shape) < 0.6
+        Lq, Lk = shape[-2:]
+        i = np.arange(Lq)
+        mask[..., i, i % Lk], mask[..., i, (i + 1 + i // 3) % Lk] = True, False
+        return mask
+
+
+def _problem(name: str, shows: str, arguments: Mapping[str, Any], **options: Any) -> Graded:
+    return Graded(name, {**arguments, **options}, shows)
+
+
+def _chosen(name: str, shows: str, q: Any, k: Any, v: Any, **options: Any) -> Graded:
+    """One head whose scores are chosen, not drawn."""
+    rows = {n: np.array(x, np.float32)[None, None] for n, x in (("q", q), ("k", k), ("v", v))}
+    return Graded(name, {**rows, **options}, shows, is_exact=True)
+
+
+def _plain() -> Iterator[Graded]:
+    yield _problem("one head", "products, scale and softmax", _Draw("one head").qkv())
+    yield _problem("square", "which of two equal sizes is meant", _Draw("square").qkv(Lq=6, Lk=6))
+    draw = _Draw("heads and batch")
+    yield _problem("heads and batch", "the axes of heads and batch", draw.qkv(2, 3))
+    draw = _Draw("heads and batch, square")
+    shapes = draw.qkv(2, 3, Lq=4, Lk=4, D=5)
+    yield _problem("heads and batch, square", "heads moved to their place and back", shapes)
+    yield _problem("narrow values", "Dv other than D", _Draw("narrow values").qkv(H=2, Dv=3))
+    draw = _Draw("grouped heads")
+    yield _problem("grouped heads", "which key/value head is read", draw.qkv(H=6, Hkv=3))
+    yield _problem("scale", "the argument scale", _Draw("scale").qkv(H=2), scale=0.3125)
+    draw = _Draw("log-sum-exp")
+    yield _problem("log-sum-exp", "the log-sum-exp", draw.qkv(H=2), return_lse=True)
+    draw = _Draw("weights")
+    square = {**draw.qkv(Lq=8, Lk=8, D=8), "v": _identity(8)}
+    yield _problem("weights", "the weights themselves: V = I", square)
+    draw = _Draw("weights of two heads")
+    wide = {**draw.qkv(H=2, Lq=6, Lk=12, D=4), "v": _identity(12, heads=2)}
+    yield _problem("weights of two heads", "the weights at other sizes: V = I", wide)
+
+
+def _identity(size: int, heads: int = 1) -> Array:
+    return np.broadcast_to(np.eye(size, dtype=np.float32), (1, heads, size, size)).copy()
+
+
+def _related() -> Iterator[Graded]:
+    """Problems whose answers must be related to that of "one head", whatever the conventions."""
+    x = _Draw("one head").qkv()
+    order = np.random.default_rng(3).permutation(7)
+    permuted = {"q": x["q"], "k": x["k"][:, :, order], "v": x["v"][:, :, order]}
+    yield _problem("keys permuted", "whether the order of keys matters", permuted)
+    shift = np.array([0.5, -1.0, 0.75, 0.25], np.float32)
+    shifted = {**x, "k": x["k"] + shift}
+    yield _problem("keys shifted", "whether a constant added to a row's scores matters", shifted)
+    doubled = {**x, "v": 2 * x["v"]}
+    yield _problem("values doubled", "whether the output is linear in V", doubled)
+    ones = {**x, "v": np.ones_like(x["v"])}
+    yield _problem("values of 1", "whether weights sum to 1", ones)
+    for name, part in (("first three keys", slice(0, 3)), ("last four keys", slice(3, 7))):
+        some = {"q": x["q"], "k": x["k"][:, :, part], "v": x["v"][:, :, part]}
+        yield _problem(name, "whether parts merge into the whole", some, return_lse=True)
+
+
+def _causal() -> Iterator[Graded]:
+    def causal(name: str, shows: str, sizes: Mapping[str, int], **options: Any) -> Graded:
+        return _problem(name, shows, _Draw(name).qkv(**sizes), is_causal=True, **options)
+
+    yield causal("causal", "who sees whom", {"H": 2, "Lq": 6, "Lk": 6})
+    yield causal(
+        "causal, more keys than queries", "where the first query stands",
+        {"H": 2, "Lq": 3, "Lk": 7}, q_offset=4,
+    )  # fmt: skip
+    yield causal("decoding", "one query after all others", {"H": 2, "Lq": 1, "Lk": 6}, q_offset=5)
+    yield causal(
+        "causal, amid the keys", "whether q_offset is read or guessed", {"Lq": 3, "Lk": 8},
+        q_offset=2,
+    )  # fmt: skip
+    yield causal(
+        "causal, an offset for each batch entry", "q_offset of shape (B,)",
+        {"B": 2, "Lq": 3, "Lk": 8}, q_offset=np.array([1, 4]),
+    )  # fmt: skip
+    yield causal("causal, 64 tokens", "sizes that suit tiles", {"Lq": 64, "Lk": 64, "D": 16})
+    draw = _Draw("causal weights")
+    square = {**draw.qkv(Lq=8, Lk=8, D=8), "v": _identity(8)}
+    yield _problem("causal weights", "which keys each query sees: V = I", square, is_causal=True)
+    few = {**square, "q": square["q"][:, :, :4]}
+    yield _problem(
+        "causal weights at an offset", "which keys each query sees: V = I", few, is_causal=True,
+        q_offset=3,
+    )  # fmt: skip
+    yield _low_scores("causal, low scores", "whether future keys are hidden for good", is_causal=True)
+
+
+def _low_scores(name: str, shows: str, **options: Any) -> Graded:
+    """Scores of -160 and -162, so low that a fill like -10 is above them; exact in 16 bits."""
+    q = np.full((6, 4), 8.0)
+    q[:, 3] = 0.5
+    k = np.full((6, 4), -8.0)
+    k[:, :2] *= 2
+    k[:, 3] = np.array([0, -8, 0, 0, -8, -8])
+    return _chosen(name, shows, q, k, _Draw(name).numbers(6, 4), **options)
+
+
+def _windows() -> Iterator[Graded]:
+    def window(name: str, shows: str, sizes: Mapping[str, int], **options: Any) -> Graded:
+        return _problem(name, shows, _Draw(name).qkv(**sizes), **options)
+
+    square = {"H": 2, "Lq": 9, "Lk": 9}
+    yield window("window", "both sides of a window", square, window_size=(3, 1))
+    yield window(
+        "window, causal", "a window of the past", square, window_size=(3, 0), is_causal=True
+    )
+    yield window(
+        "window, more keys than queries", "where a window stands", {"Lq": 4, "Lk": 10},
+        window_size=(2, 1), q_offset=3,
+    )  # fmt: skip
+    yield window("window on the left", "a side without a limit", square, window_size=(2, None))
+    draw = _Draw("window weights")
+    weights = {**draw.qkv(Lq=8, Lk=8, D=8), "v": _identity(8)}
+    shows = "which keys each query sees: V = I"
+    yield _problem("window weights", shows, weights, window_size=(2, 1))
+
+
+def _masks() -> Iterator[Graded]:
+    draw = _Draw("mask")
+    yield _problem("mask", "what True means", draw.qkv(Lq=6, Lk=6), attn_mask=draw.mask(6, 6))
+    draw = _Draw("mask for each head")
+    each = draw.mask(2, 2, 5, 7)
+    yield _problem("mask for each head", "a mask's axes", draw.qkv(2, 2), attn_mask=each)
+    draw = _Draw("mask over keys")
+    padding = np.array([[1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]], bool)[:, None, None]
+    yield _problem("mask over keys", "padding as a mask", draw.qkv(2, 2), attn_mask=padding)
+    draw = _Draw("mask, causal")
+    square = draw.qkv(Lq=6, Lk=6)
+    mask = draw.mask(6, 6) | np.eye(6, dtype=bool)
+    yield _problem("mask, causal", "two that hide", square, attn_mask=mask, is_causal=True)
+    draw = _Draw("mask weights")
+    square = {**draw.qkv(Lq=8, Lk=8, D=8), "v": _identity(8)}
+    shows = "which keys each query sees: V = I"
+    yield _problem("mask weights", shows, square, attn_mask=draw.mask(8, 8))
+    mask = _Draw("mask, low scores").mask(6, 6)
+    yield _low_scores("mask, low scores", "whether keys are hidden for good", attn_mask=mask)
+
+
+def _lengths() -> Iterator[Graded]:
+    def lengths(name: str, shows: str, sizes: Mapping[str, int], **options: Any) -> Graded:
+        return _problem(name, shows, _Draw(name).qkv(**sizes), **options)
+
+    yield lengths(
+        "lengths", "padded keys", {"B": 3, "H": 2, "Lq": 4, "Lk": 8},
+        kv_lengths=np.array([5, 3, 7]),
+    )  # fmt: skip
+    yield lengths(
+        "lengths, square", "padded keys", {"B": 2, "Lq": 6, "Lk": 6}, kv_lengths=np.array([4, 5])
+    )
+    yield lengths(
+        "lengths, causal", "two that hide", {"B": 2, "Lq": 6, "Lk": 6},
+        kv_lengths=np.array([3, 5]), is_causal=True,
+    )  # fmt: skip
+    shows = "whether padded keys are hidden for good"
+    yield _low_scores("lengths, low scores", shows, kv_lengths=np.array([4]))
+
+
+def _biases() -> Iterator[Graded]:
+    draw = _Draw("bias")
+    square = draw.qkv(Lq=6, Lk=6)
+    yield _problem("bias", "what is added to scores", square, attn_bias=draw.numbers(6, 6))
+    draw = _Draw("bias for each head")
+    each = draw.numbers(2, 2, 5, 7)
+    yield _problem("bias for each head", "a bias's axes", draw.qkv(2, 2), attn_bias=each)
+    draw = _Draw("bias that hides")
+    bias = np.where(draw.mask(5, 7), draw.numbers(5, 7), np.float32(-np.inf))
+    yield _problem("bias that hides", "-inf in a bias", draw.qkv(H=2), attn_bias=bias)
+    slopes = np.array([0.5, 0.25, 0.125], np.float32)
+    draw = _Draw("ALiBi")
+    square = draw.qkv(H=3, Lq=6, Lk=6)
+    yield _problem("ALiBi", "distances", square, alibi_slopes=slopes)
+    yield _problem("ALiBi, causal", "distances", square, alibi_slopes=slopes, is_causal=True)
+    draw = _Draw("ALiBi, more keys than queries")
+    yield _problem(
+        "ALiBi, more keys than queries", "distances from where queries stand",
+        draw.qkv(H=3, Lq=4, Lk=7), alibi_slopes=slopes, q_offset=3,
+    )  # fmt: skip
+
+
+def _caps_and_sinks() -> Iterator[Graded]:
+    draw = _Draw("softcap")
+    yield _problem("softcap", "soft-capped scores", draw.qkv(H=2, spread=1.75), softcap=2.0)
+    draw = _Draw("softcap and bias")
+    inputs, bias = draw.qkv(spread=1.75, Lq=6, Lk=6), draw.numbers(6, 6, spread=1.75)
+    yield _problem(
+        "softcap and bias", "their order", inputs, softcap=1.5, attn_bias=bias
+    )  # fmt: skip
+    draw = _Draw("softcap and mask")
+    inputs, mask = draw.qkv(spread=1.75, Lq=6, Lk=6), draw.mask(6, 6)
+    yield _problem("softcap and mask", "their order", inputs, softcap=2.5, attn_mask=mask)
+    draw = _Draw("softcap, causal")
+    square = draw.qkv(spread=1.75, Lq=6, Lk=6)
+    yield _problem("softcap, causal", "their order", square, softcap=2.5, is_causal=True)
+    draw = _Draw("sinks")
+    inputs, sinks = draw.qkv(H=3), np.array([1.5, -1.0, 4.0], np.float32)
+    yield _problem("sinks", "scores without a value", inputs, sinks=sinks)
+    shows = "what a sink adds to the log-sum-exp"
+    yield _problem("sinks, log-sum-exp", shows, inputs, sinks=sinks, return_lse=True)
+    draw = _Draw("sinks, causal")
+    square, sinks = draw.qkv(H=2, Lq=6, Lk=6), np.array([0.5, 2.0], np.float32)
+    shows = "scores without a value"
+    yield _problem("sinks, causal", shows, square, sinks=sinks, is_causal=True)
+    yield _chosen(
+        "a sink above all scores", "whether the maximum includes the sink",
+        [[1, 0, 0, 0], [0, 2, 0, 0]], [[2, 0, 0, 0], [0, 2, 0, 0], [2, 2, 0, 0]],
+        [[1, 0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1]], sinks=np.array([1024], np.float32),
+        return_lse=True,
+    )  # fmt: skip
+
+
+def _rows_that_see_nothing() -> Iterator[Graded]:
+    draw = _Draw("mask that hides rows")
+    inputs, mask = draw.qkv(H=2, Lq=6, Lk=6), draw.mask(6, 6)
+    mask[[1, 4]] = False
+    yield _problem("mask that hides rows", "rows that see nothing", inputs, attn_mask=mask)
+    bias = np.where(mask, draw.numbers(6, 6), np.float32(-np.inf))
+    yield _problem("bias that hides rows", "rows that see nothing", inputs, attn_bias=bias)
+    draw = _Draw("no keys")
+    yield _problem(
+        "no keys", "rows that see nothing", draw.qkv(2, 2), kv_lengths=np.array([0, 4])
+    )  # fmt: skip
+    draw = _Draw("causal, before the keys")
+    square = draw.qkv(H=2, Lq=6, Lk=6)
+    shows = "rows that see nothing"
+    yield _problem("causal, before the keys", shows, square, is_causal=True, q_offset=-2)
+    yield _problem("window beyond the keys", shows, square, window_size=(1, 0), q_offset=3)
+    shows = "the log-sum-exp of rows that see nothing"
+    yield _problem(
+        "log-sum-exp of hidden rows", shows, inputs, attn_mask=mask, return_lse=True
+    )  # fmt: skip
+
+
+def _hidden_nan() -> Iterator[Graded]:
+    """A NaN in what no query, or not every query, may see."""
+
+    def spoiled(name: str, at: int, **options: Any) -> Graded:
+        x = _Draw(name).qkv(H=2, Lq=6, Lk=6)
+        x["k"][:, :, at:] = x["v"][:, :, at:] = np.nan
+        return _problem(name, "whether a hidden NaN stays hidden", x, **options)
+
+    yield spoiled("NaN behind the length", 4, kv_lengths=np.array([4]))
+    mask = _Draw("NaN behind the mask").mask(6, 6)
+    mask[:, 5], mask[5, 2] = False, True
+    yield spoiled("NaN behind the mask", 5, attn_mask=mask)
+    yield spoiled("NaN in the future", 4, is_causal=True)
+
+
+def _wide_ranges() -> Iterator[Graded]:
+    v = [[1, 0, 2, 0], [0, 1, 0, 3], [1, 1, -1, 1]]
+    yield _chosen(
+        "large scores", "exponentials that overflow",
+        [[32, 0, 0, 0], [0, 32, 0, 0]],
+        [[64, 32, 0, 0], [64, 64, 0, 0], [63.5, 64, 0, 0]], v,
+    )  # fmt: skip
+    yield _chosen(
+        "rows far apart", "a maximum for each row",
+        [[32, 0, 0, 0], [0, 32, 0, 0]],
+        [[64, -64, 0, 0], [64, -64, 0, 0], [63.5, -63.5, 0, 0]], v,
+    )  # fmt: skip
+
+
+def _many_keys() -> Iterator[Graded]:
+    draw = _Draw("64 tokens")
+    yield _problem("64 tokens", "sizes that suit tiles", draw.qkv(Lq=64, Lk=64, D=16))
+    for name, Dv in ((f"{MANY} keys", 4), (f"weights of {MANY} keys", MANY)):
+        draw = _Draw(f"{MANY} keys")
+        x = draw.qkv(Lq=3, Lk=MANY, Dv=4, spread=1)
+        ramp = np.round(np.linspace(-2, 3, MANY) * 16) / 16
+        x["k"][..., 0] = ramp  # later blocks hold larger scores
+        x["q"][..., 0] = [1.5, 2, 1]
+        if Dv == MANY:
+            x["v"] = _identity(MANY)
+        yield _problem(name, "blocks of keys", x)
+
+
+def _precision() -> Iterator[Graded]:
+    two = [[1, 0, 0, 0], [0, 1, 0, 0]]
+    yield _chosen(
+        "scores of 2049", "scores kept in 16 bits", [[4096, 2, 0, 0]],
+        [[1, 1, 0, 0], [1, 0, 0, 0]], two,
+    )  # fmt: skip
+    yield _chosen(
+        "scores of 257", "scores kept in 8 bits", [[512, 2, 0, 0]],
+        [[1, 1, 0, 0], [1, 0, 0, 0]], two,
+    )  # fmt: skip
+    wide = np.ones((2, 4096))
+    wide[1, 2048:] = 0
+    yield _chosen(
+        "sums of 4096 products", "scores added up in 16 bits", np.ones((1, 4096)), wide,
+        np.eye(2, 4096),
+    )  # fmt: skip
+    for name, extra, size in (
+        ("1 + 2^-9", 2.0**-9, 2048), ("1 + 2^-12", 2.0**-12, 8192),
+    ):  # fmt: skip
+        keys = [[1 + extra, 0, 0, 0], [1, 0, 0, 0]]
+        yield _chosen(name, "inputs rounded", [[size, 0, 0, 0]], keys, two)
+    small = [[0, 0, 0, 0], [-16, 0, 0, 0]]
+    unlike = [[0, 1, 0, 1], [1, 1, 2, 0]]
+    yield _chosen("1 + e^-8", "a denominator in 16 bits", [[1, 0, 0, 0]], small, unlike)
+    tiny = [[0, 0, 0, 0], [-36, 0, 0, 0]]
+    values = [[0, 0, 0, 0], [2.0**24, 0, 2.0**25, 2.0**23]]
+    yield _chosen("a weight of e^-18", "weights in 16 bits", [[1, 0, 0, 0]], tiny, values)
+    keys = np.zeros((4096, 2))
+    values = np.ones((4096, 2))
+    values[:, 1] = np.arange(4096) % 2
+    yield _chosen("4096 equal keys", "a denominator added up in 16 bits", [[1, 0]], keys, values)

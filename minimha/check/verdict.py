@@ -1,47 +1,81 @@
-"""From answers to a verdict: right, wrong and why, or cannot tell."""
+"""From answers to a verdict: right, wrong and why, or cannot tell.
+
+First what needs no catalogue: which answers are right, and which relations between them hold. Then
+the smallest set of deviations that explains the answers. Then, where something remains
+unexplained, what can be read from the weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.api import attention
+from minimha.check import readings, relations
 from minimha.check.answer import Answer
+from minimha.check.deviations import DEVIATIONS
 from minimha.check.problems import Graded
+from minimha.check.readings import Reading
+from minimha.check.search import NONE, Hypothesis, Problems, Search, names_of
 
 Verdict = Literal["right", "wrong", "cannot tell"]
+
+TOLERANCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}  # of relations between answers
+WIDER = ("float32", "float64")  # an output dtype that loses nothing
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """One problem with its answer, and how far the answer is from the right one."""
+    """One problem with its answer, and how far the answer is from the right one.
+
+    Attributes
+    ----------
+    problem : Graded
+    answer : Answer
+    expected : ndarray of shape (B, H, Lq, Dv), float64
+    expected_lse : ndarray of shape (B, H, Lq), float64, or None where it was not asked for
+    error : float
+        The largest; infinite where a number is not finite, or the shape another one.
+    bound : float
+        The largest that rounding in the dtype explains; it differs from number to number, so an
+        answer may be wrong although its error is below.
+    is_right, is_refused : bool
+    """
 
     problem: Graded
     answer: Answer
     expected: NDArray[Any]
     expected_lse: NDArray[Any] | None
-    error: float  # the largest error of an output; infinite where one is NaN or has no place
-    bound: float  # the largest that rounding in the dtype explains
+    error: float
+    bound: float
     is_right: bool
     is_refused: bool
 
 
-@dataclass(frozen=True)
-class Reading:
-    """A number or a fact that the answers show, whatever the deviation is."""
-
-    name: str
-    value: str
-    fit: float = 1.0
-
-
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """The verdict with its evidence."""
+    """The verdict with its evidence.
+
+    Attributes
+    ----------
+    verdict : {"right", "wrong", "cannot tell"}
+    deviations : tuple of str
+        The smallest set that explains most answers.
+    alternatives : tuple of tuple of str
+        Other sets that explain as many.
+    explains : (int, int)
+        Answers explained, answers.
+    refused : tuple of str
+        Options that the function took in no problem.
+    readings : tuple of Reading
+    results : tuple of Result
+    tell_apart : str or None
+        A sentence: what would tell ``deviations`` from ``alternatives``.
+    """
 
     verdict: Verdict
     deviations: tuple[str, ...]
@@ -50,7 +84,7 @@ class Findings:
     refused: tuple[str, ...]
     readings: tuple[Reading, ...]
     results: tuple[Result, ...]
-    tell_apart: str | None = None  # which option would tell the alternatives apart
+    tell_apart: str | None = None
 
 
 def judge(
@@ -60,16 +94,142 @@ def judge(
     dtype: str = "float32",
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Findings:
-    """The verdict on the function that gave ``answers`` to ``problems``."""
-    results = []
-    for problem, answer in zip(problems, answers, strict=True):
-        options = {**problem.arguments, "backend": "dense", "return_lse": True}
-        expected, lse = attention(**options)
-        refused = answer.output is None
-        error = np.inf if answer.output is None else float(abs(answer.output - expected).max())
-        is_right = error <= 1e-4
-        results.append(Result(problem, answer, expected, lse, error, 1e-4, is_right, refused))
+    """The verdict on the function that gave ``answers`` to ``problems``.
+
+    Parameters
+    ----------
+    problems : sequence of Graded
+    answers : sequence of Answer, one for each problem
+    dtype : {"float32", "float16", "bfloat16"}, default "float32"
+        In which the function was given q, k and v.
+    progress : callable, optional
+        Called with what is being done. Default is to report nothing.
+
+    Raises
+    ------
+    ValueError
+        Not as many answers as problems.
+    """
+    if len(problems) != len(answers):
+        raise ValueError(f"there are {len(answers)} answers to {len(problems)} problems")
+    known = _known(tuple(problems), dtype)
+    search = Search(known, answers, progress)
+    results = tuple(_result(search, n) for n in range(len(problems)))
     taken = [r for r in results if not r.is_refused]
-    right = sum(r.is_right for r in taken)
-    verdict: Verdict = "cannot tell" if not taken else "right" if right == len(taken) else "wrong"
-    return Findings(verdict, (), (), (right, len(taken)), (), (), tuple(results))
+    refused = _refused(problems, answers)
+    faults = _faults(answers, dtype)
+    wrong = [r for r in taken if not r.is_right]
+    if not taken:
+        return Findings("cannot tell", (), (), (0, 0), refused, (), results)
+    if not wrong:
+        verdict: Verdict = "wrong" if faults else "right"
+        counts = (len(taken), len(taken))
+        return Findings(verdict, faults, (), counts, refused, _notes(answers, dtype), results)
+    found = _explanations(search)
+    explained = len(taken) - len(search.contradicted(found[0]))
+    sets = _distinct(found)
+    read = _readings(problems, answers, found, dtype)
+    dropped = any(r.name == "dropout" for r in read) and explained < len(taken)
+    first = ("weights_dropped_out",) if dropped else tuple(sorted(sets[0], key=_place))
+    return Findings(
+        "wrong",
+        first + tuple(f for f in faults if f not in first),
+        tuple(tuple(sorted(s, key=_place)) for s in sets[1:]),
+        (explained, len(taken)),
+        refused,
+        (*read, *_notes(answers, dtype)),
+        results,
+        _tell_apart(known, search, found),
+    )
+
+
+@lru_cache(maxsize=4)
+def _known(problems: tuple[Graded, ...], dtype: str) -> Problems:
+    """What is predicted for the problems, kept for the next function that is judged by them."""
+    return Problems(problems, dtype)
+
+
+def _result(search: Search, n: int) -> Result:
+    problem, answer = search.problems.graded[n], search.answers[n]
+    expected = search.problems.predicted(n, NONE)
+    assert expected is not None  # the equations themselves can always be computed
+    fit = search.fit(n, NONE)
+    asks_lse = bool(problem.arguments.get("return_lse"))
+    return Result(
+        problem, answer, expected.output, expected.lse if asks_lse else None, fit.error, fit.bound,
+        fit.is_explained, answer.output is None,
+    )  # fmt: skip
+
+
+def _explanations(search: Search) -> list[Hypothesis]:
+    return search.run()
+
+
+def _distinct(found: Sequence[Hypothesis]) -> list[frozenset[str]]:
+    """The sets of identifiers, each once, in order."""
+    return list(dict.fromkeys(map(names_of, found)))
+
+
+def _place(identifier: str) -> int:
+    return list(DEVIATIONS).index(identifier)
+
+
+def _refused(problems: Sequence[Graded], answers: Sequence[Answer]) -> tuple[str, ...]:
+    """The options that were refused in every problem that has them."""
+    taken: dict[str, bool] = {}
+    for problem, answer in zip(problems, answers, strict=True):
+        for option in problem.options:
+            taken[option] = taken.get(option, False) or answer.output is not None
+    return tuple(option for option, is_taken in taken.items() if not is_taken)
+
+
+def _faults(answers: Sequence[Answer], dtype: str) -> tuple[str, ...]:
+    """The faults of the run; an output of a wider dtype is none."""
+    found = {fault for answer in answers for fault in answer.faults}
+    if all(a.dtype in WIDER for a in answers if "wrong_dtype" in a.faults):
+        found.discard("wrong_dtype")
+    return tuple(sorted(found, key=_place))
+
+
+def _notes(answers: Sequence[Answer], dtype: str) -> tuple[Reading, ...]:
+    dtypes = {a.dtype for a in answers if "wrong_dtype" in a.faults}
+    return tuple(Reading("dtype", f"returns {name} for {dtype}") for name in sorted(dtypes))
+
+
+def _readings(
+    problems: Sequence[Graded], answers: Sequence[Answer], found: Sequence[Hypothesis], dtype: str
+) -> tuple[Reading, ...]:
+    """The values of the deviations that were named, the relations that fail, and what is read."""
+    read = []
+    for name, value in sorted(found[0], key=str):
+        if len(DEVIATIONS[name].values) > 1:
+            read.append(Reading(name, _text(value)))
+    by_name = {p.name: a for p, a in zip(problems, answers, strict=True)}
+    for name, sentence in relations.broken(by_name, TOLERANCE[dtype]).items():
+        read.append(Reading(name, sentence))
+    return (*read, *readings.read(problems, answers))
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _tell_apart(known: Problems, search: Search, found: Sequence[Hypothesis]) -> str | None:
+    """Which options, if the function took them, would tell the first two sets apart."""
+    other = next((h for h in found if names_of(h) != names_of(found[0])), None)
+    if other is None:
+        return None
+    needed: list[set[str]] = []
+    for n, problem in enumerate(known.graded):
+        if n in search.taken:
+            continue
+        a, b = known.predicted(n, found[0]), known.predicted(n, other)
+        if a is None or b is None:
+            continue
+        apart = abs(a.output - b.output) > a.bound + b.bound
+        if (apart & ~a.is_free & ~b.is_free).any():
+            needed.append(set(problem.options))
+    if not needed:
+        return "no problem tells them apart"
+    options = min(needed, key=len)
+    return f"to tell them apart, accept {' and '.join(sorted(options)) or 'other sizes'}"

@@ -1,0 +1,657 @@
+"""Attention with any set of deviations, in float64, and how far rounding may lead from it.
+
+The equations are those of ``minimha.equations.dense``, with every place at which an implementation
+goes wrong made visible. Deviations of different stages compose. The order of operations on the
+scores is data (``ORDER``), so that "the cap before the scale" is another order and not another
+formula.
+
+What no deviation decides is left open: a row that sees nothing only because of the deviation
+itself may hold anything, a NaN in a hidden key may or may not leak where hiding is deviated.
+
+The bounds follow from rounding, as in the tests of the kernels: with u half an eps of the dtype, a
+score is a sum of D products with an error up to 2⁻²⁴ (D + 8) |scale| Σ |q_d k_d| and a few u of
+itself, an error δ of the scores is one of exp(2δ) - 1 of a weight, and weights and output are
+rounded to the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check.rounding import accumulated, rounded
+from minimha.equations.problem import Problem
+from minimha.equations.visibility import UNBOUNDED
+
+Array = NDArray[Any]
+
+FLOAT32 = 2.0**-24  # half an eps: sums are accumulated in float32 whatever the dtype is
+UNITS = {"float32": FLOAT32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+OVERFLOW = {"float32": 88.0, "float64": 709.0}  # exp of more is infinite
+
+# When each operation on the scores takes its turn, and where deviations put it.
+ORDER = {"scale": 1.0, "cap": 2.0, "bias": 3.0, "alibi": 3.1, "hide": 4.0}
+MOVED = {
+    "softcap_before_scale": ("cap", 0.5),
+    "bias_before_scale": ("bias", 0.7),
+    "alibi_before_scale": ("alibi", 0.8),
+    "softcap_after_bias": ("cap", 3.5),
+    "softcap_after_mask": ("cap", 4.5),
+}
+SOFTMAX_AXES = {
+    "softmax_over_queries": (-2,),
+    "softmax_over_heads": (1,),
+    "softmax_over_all": (-2, -1),
+}
+HIDDEN_FINITELY = (
+    "hidden_after_softmax", "hidden_score_zero", "hidden_score_small", "softcap_after_mask",
+    "mask_added_as_number",
+)  # fmt: skip
+HIDDEN_ROWS = ("dead_rows_nan", "dead_rows_mean", "dead_rows_first_value", "lse_of_dead_rows")
+
+
+class Impossible(ValueError):
+    """The deviation cannot be computed with these shapes: a function that has it would fail."""
+
+
+@dataclass(frozen=True, eq=False)
+class Deviated:
+    """What a function with some deviations answers.
+
+    Attributes
+    ----------
+    output, bound : ndarray of shape (B, H, Lq, Dv), float64
+        The output, and how far from it rounding may lead.
+    lse, lse_bound : ndarray of shape (B, H, Lq), float64
+    others : tuple of ndarray of shape (B, H, Lq, Dv)
+        What may stand in the output's place, number by number.
+    is_free : ndarray of shape (B, H, Lq, Dv), bool
+        Where anything may stand.
+    is_lse_free : ndarray of shape (B, H, Lq), bool
+    """
+
+    output: Array
+    bound: Array
+    lse: Array
+    lse_bound: Array
+    others: tuple[Array, ...]
+    is_free: Array
+    is_lse_free: Array
+
+
+def attend(
+    arguments: Mapping[str, Any], deviations: Iterable[str] | Mapping[str, Any] = ()
+) -> tuple[Array, Array]:
+    """Output (B, H, Lq, Dv) and log-sum-exp (B, H, Lq) with the named deviations, in float64.
+
+    Parameters
+    ----------
+    arguments : mapping of str to Any
+        Keyword arguments of ``minimha.attention``, arrays 4-D.
+    deviations : iterable of str, or mapping of str to Any
+        Identifiers, or identifiers with the value that each one has ("hidden_score_small": -100).
+        Without any, the result is that of the dense equations.
+
+    Raises
+    ------
+    Impossible
+        A deviation does not fit the shapes, as Q and K swapped where Lq is not Lk.
+
+    Examples
+    --------
+    >>> x = np.eye(2)[None, None]
+    >>> attend({"q": x, "k": x, "v": x}, ["scale_missing"])[0].round(3)[0, 0]
+    array([[0.731, 0.269],
+           [0.269, 0.731]])
+    """
+    result = deviate(Prepared(arguments), values_of(deviations))
+    return result.output, result.lse
+
+
+def values_of(deviations: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Identifiers with their values; the usual one where none is given."""
+    from minimha.check.deviations import DEVIATIONS
+
+    if isinstance(deviations, Mapping):
+        return dict(deviations)
+    return {name: DEVIATIONS[name].values[0] for name in deviations}
+
+
+class Prepared:
+    """A problem's arrays in float64, and what most deviations leave as it is."""
+
+    def __init__(
+        self, arguments: Mapping[str, Any], dtype: str = "float32", is_exact: bool = False
+    ) -> None:
+        options = {name: x for name, x in arguments.items() if name != "return_lse"}
+        self.problem = Problem.of(**options)
+        self.given = arguments
+        self.unit, self.is_exact = UNITS[dtype], is_exact
+        self.q, self.k, self.v = (getattr(self.problem, n).astype(np.float64) for n in "qkv")
+        self.B, self.H, self.Lq, self.D = self.q.shape
+        self.Hkv, self.Lk, self.Dv = self.v.shape[1:]
+        self.shape = (self.B, self.H, self.Lq, self.Lk)
+        self.i, self.j = np.arange(self.Lq)[:, None], np.arange(self.Lk)
+        self.offset = self.problem.q_offset[:, None, None, None]
+        self.lengths = self.problem.kv_lengths[:, None, None, None]
+        self.seen = np.broadcast_to(
+            self.problem.visible(slice(0, self.Lq), slice(0, self.Lk)), self.shape
+        )
+        self.has_nan = not (np.isfinite(self.k).all() and np.isfinite(self.v).all())
+        self.sees_nothing = ~self.seen.any(-1)
+        if self.problem.sinks is not None:
+            self.sees_nothing &= False
+        biases = self.problem.attn_bias
+        self.bias = None if biases is None else biases.astype(np.float64)
+
+    @cached_property
+    def heads(self) -> Array:
+        """The key/value head that each query head reads, (H,)."""
+        return np.arange(self.H) // (self.H // self.Hkv)
+
+    @cached_property
+    def products(self) -> tuple[Array, Array]:
+        """Q Kᵀ, and the same of magnitudes."""
+        K = self.k[:, self.heads].swapaxes(-1, -2)
+        return self.q @ K, abs(self.q) @ abs(K)
+
+
+def deviate(prepared: Prepared, deviations: Mapping[str, Any]) -> Deviated:
+    """What a function with ``deviations``, identifiers and their values, answers."""
+    with np.errstate(all="ignore"):
+        return _Deviation(prepared, deviations).result()
+
+
+class _Deviation:
+    """One computation, stage after stage; each stage reads what the ones before it wrote."""
+
+    def __init__(self, prepared: Prepared, deviations: Mapping[str, Any]) -> None:
+        self.x, self.d = prepared, deviations
+        self.is_free = np.zeros(prepared.shape[:3], bool)
+        self.is_lse_free = np.zeros(prepared.shape[:3], bool)
+        self.others: list[Array] = []
+        self.looseness = 0.0  # relative, of weights, where precision is lost
+
+    def result(self) -> Deviated:
+        self.multiply()
+        self.look()
+        self.score()
+        self.normalise()
+        self.weigh()
+        self.take_logarithm()
+        self.settle_rows()
+        return self.finish()
+
+    # Products.
+
+    def multiply(self) -> None:
+        """The products S and the sums of their magnitudes, and the values of each query head."""
+        x, d = self.x, self.d
+        heads = x.heads
+        if "kv_heads_tiled" in d:
+            heads = np.arange(x.H) % x.Hkv
+        if "kv_head_0_for_all" in d:
+            heads = np.zeros(x.H, int)
+        q, k, v = self.moved(x.q), self.moved(x.k), self.moved(x.v)
+        bits = self.input_bits()
+        if bits is not None:
+            q, k, v = rounded(q, *bits), rounded(k, *bits), rounded(v, *bits)
+        K, V = k[:, heads], v[:, heads]
+        changed = {"heads_not_split", "q_k_swapped", "k_reshaped_not_transposed"} & set(d)
+        if heads is x.heads and bits is None and not changed:
+            self.S, self.size = x.products
+        elif "q_k_swapped" in d:
+            if x.Lq != x.Lk:
+                raise Impossible("Q and K are swapped but Lq is not Lk")
+            self.S, self.size = K @ q.swapaxes(-1, -2), abs(K) @ abs(q).swapaxes(-1, -2)
+        else:
+            is_reshaped = "k_reshaped_not_transposed" in d
+            T = K.reshape(*K.shape[:2], x.D, x.Lk) if is_reshaped else K.swapaxes(-1, -2)
+            self.S, self.size = q @ T, abs(q) @ abs(T)
+        self.q, self.V = q, (K if "v_is_k" in d else V)
+        self.delta = FLOAT32 * (x.D + 8) * self.size
+        self.round_products(q, K)
+
+    def moved(self, a: Array) -> Array:
+        """Heads and tokens confused where they are split: (B, L, H, D) read as (B, H, L, D)."""
+        way = self.d.get("heads_not_split")
+        return a if way is None else confused(a, way)
+
+    def input_bits(self) -> tuple[int, int] | None:
+        formats = {
+            "inputs_in_bfloat16": (8, 128), "inputs_in_tf32": (11, 128),
+            "inputs_in_float16": (11, 16),
+        }  # fmt: skip
+        return next((bits for name, bits in formats.items() if name in self.d), None)
+
+    def round_products(self, q: Array, K: Array) -> None:
+        for name, bits in (("scores_in_float16", 11), ("scores_in_bfloat16", 8)):
+            if name in self.d:
+                if self.d[name] == "accumulated":
+                    self.S = accumulated(q[..., :, None, :] * K[..., None, :, :], bits)
+                self.S = rounded(self.S, bits)
+                if not self.x.is_exact:
+                    self.delta = self.delta + 2.0**-bits * (self.x.D + 6) * self.size
+
+    # Who sees whom.
+
+    def look(self) -> None:
+        """Which keys are seen as far as positions, lengths and the mask decide, each by itself."""
+        x, d = self.x, self.d
+        self.by_positions = self.seen_in_window() & self.seen_causally()
+        self.by_lengths = self.seen_by_length()
+        self.by_mask = self.seen_by_mask()
+        for name in ("online_last_block_dropped",):
+            if name in d:
+                self.by_lengths = self.by_lengths & (x.j < x.Lk // d[name] * d[name])
+
+    def position(self, name: str) -> Array:
+        """The position of each query for causality or the window."""
+        x, d = self.x, self.d
+        for deviation, offset in (("causal_top_left", 0), ("causal_bottom_right", x.Lk - x.Lq)):
+            if name in d.get(deviation, ()):
+                return np.asarray(x.i + np.full_like(x.offset, offset))
+        if name == "window" and "window_ignores_offset" in d:
+            return np.asarray(x.i + np.zeros_like(x.offset))
+        return np.asarray(x.i + x.offset)
+
+    def seen_causally(self) -> Array:
+        x, d = self.x, self.d
+        is_given = bool(x.given.get("is_causal"))
+        if d.get("causal_ignored") == "with a mask":
+            is_given = is_given and x.given.get("attn_mask") is None
+        elif "causal_ignored" in d:
+            is_given = False
+        if not is_given:
+            return np.ones((1, 1, 1, 1), bool)
+        p = self.position("causal")
+        if "causal_reversed" in d:
+            return np.asarray(x.j >= p)
+        ahead = d.get("causal_sees_one_ahead", 0) - d.get("causal_excludes_self", 0)
+        return np.asarray(x.j <= p + ahead)
+
+    def seen_in_window(self) -> Array:
+        x, d = self.x, self.d
+        window = x.given.get("window_size")
+        if window is None or "window_ignored" in d:
+            return np.ones((1, 1, 1, 1), bool)
+        left, right = (UNBOUNDED if side is None else side for side in window)
+        left += d.get("window_left_long", 0) - d.get("window_left_short", 0)
+        right += d.get("window_right_long", 0) - d.get("window_right_short", 0)
+        left = UNBOUNDED if "window_left_ignored" in d else left
+        right = UNBOUNDED if "window_right_ignored" in d else right
+        p = self.position("window")
+        return np.asarray((p - left <= x.j) & (x.j <= p + right))
+
+    def seen_by_length(self) -> Array:
+        x, d = self.x, self.d
+        if x.given.get("kv_lengths") is None or "lengths_ignored" in d:
+            return np.ones((1, 1, 1, 1), bool)
+        lengths = x.lengths[:1] if "lengths_batch_0_for_all" in d else x.lengths
+        lengths = lengths + d.get("lengths_one_too_long", 0) - d.get("lengths_one_too_short", 0)
+        return np.asarray(x.j < lengths)
+
+    def seen_by_mask(self) -> Array:
+        x, d = self.x, self.d
+        mask = x.problem.attn_mask
+        is_beside = d.get("mask_ignored") == "with causality" and not x.given.get("is_causal")
+        if mask is None or ("mask_ignored" in d and not is_beside):
+            return np.ones((1, 1, 1, 1), bool)
+        if "mask_head_0_for_all" in d:
+            mask = mask[:, :1]
+        if "mask_batch_0_for_all" in d:
+            mask = mask[:1]
+        if "mask_transposed" in d:
+            if x.Lq != x.Lk:
+                raise Impossible("the mask is transposed but Lq is not Lk")
+            mask = mask.swapaxes(-1, -2)
+        if "mask_inverted" in d:
+            mask = ~mask
+        return mask
+
+    # Scores.
+
+    def score(self) -> None:
+        """Scale, cap, bias and mask the scores, in the order that the deviations leave."""
+        order = dict(ORDER)
+        for deviation, (operation, turn) in MOVED.items():
+            if deviation in self.d:
+                order[operation] = turn
+        self.raw, self.soft = self.S, None
+        for operation in sorted(order, key=order.__getitem__):
+            getattr(self, operation)()
+        self.has_score = np.broadcast_to(~np.isneginf(self.S), self.x.shape)
+
+    def scale_used(self) -> float:
+        x, d = self.x, self.d
+        given = x.given.get("scale")
+        if given is None or "scale_argument_ignored" in d or d.get("scale_missing") == "given too":
+            scale = 1 / np.sqrt(x.D)
+            for name, value in (
+                ("scale_missing", 1), ("scale_1_over_d", 1 / x.D), ("scale_sqrt_d", np.sqrt(x.D)),
+                ("scale_model_width", 1 / np.sqrt(x.H * x.D)),
+            ):  # fmt: skip
+                scale = value if name in d else scale
+        else:
+            scale = given
+        return float(scale**2 if "scale_twice" in d else scale)
+
+    def scale(self) -> None:
+        factor = self.scale_used()
+        self.S, self.delta = self.S * factor, self.delta * abs(factor)
+        if not self.x.is_exact:
+            self.delta = self.delta + 2 * self.x.unit * abs(self.S)
+
+    def cap(self) -> None:
+        cap = self.x.given.get("softcap")
+        if cap is None or "softcap_ignored" in self.d:
+            return
+        factor = 1 if "softcap_not_multiplied_back" in self.d else cap
+        self.S = factor * np.tanh(self.S / cap)
+        self.delta = np.minimum(self.delta, 2 * cap) * (factor / cap) + 4 * self.x.unit * factor
+
+    def bias(self) -> None:
+        bias, d = self.x.bias, self.d
+        if bias is None or "bias_ignored" in d:
+            return
+        if "bias_head_0_for_all" in d:
+            bias = bias[:, :1]
+        if "bias_batch_0_for_all" in d:
+            bias = bias[:1]
+        if "bias_transposed" in d:
+            if self.x.Lq != self.x.Lk:
+                raise Impossible("the bias is transposed but Lq is not Lk")
+            bias = bias.swapaxes(-1, -2)
+        self.add(-bias if "bias_subtracted" in d else bias)
+
+    def alibi(self) -> None:
+        x, d = self.x, self.d
+        slopes = x.problem.alibi_slopes
+        if slopes is None or "alibi_ignored" in d:
+            return
+        slopes = slopes.astype(np.float64)[: 1 if "alibi_slope_0_for_all" in d else None]
+        ignores = "alibi_ignores_offset" in d or "alibi" in d.get("causal_top_left", ())
+        p = x.i + np.zeros_like(x.offset) if ignores else x.i + x.offset
+        distance = p - x.j if "alibi_signed_distance" in d else abs(p - x.j)
+        self.add((1 if "alibi_sign" in d else -1) * slopes[:, None, None] * distance)
+
+    def add(self, term: Array) -> None:
+        self.S = self.S + term
+        sizes = np.where(np.isfinite(term), abs(term), 0) + abs(self.S)
+        self.delta = self.delta + self.x.unit * np.where(np.isfinite(sizes), sizes, 0)
+
+    def hide(self) -> None:
+        """Hidden scores become -inf, or what the deviations make of them."""
+        d = self.d
+        kinds = {
+            "mask": self.by_mask, "positions": self.by_positions, "lengths": self.by_lengths,
+        }  # fmt: skip
+        if "mask_added_as_number" in d:
+            self.S = self.S + kinds["mask"]
+            kinds["mask"] = np.ones((1, 1, 1, 1), bool)
+        soft = [n for n in HIDDEN_FINITELY[:3] if n in d]
+        kind, fill, way = _softly(soft[0], d[soft[0]]) if soft else (None, 0.0, "")
+        hard = np.ones((1, 1, 1, 1), bool)
+        softly = np.ones((1, 1, 1, 1), bool)
+        for name, seen in kinds.items():
+            if kind in (name, "all"):
+                softly = softly & seen
+            else:
+                hard = hard & seen
+        self.unhidden = self.S
+        if way == "fill":
+            self.S = np.where(softly, self.S, fill)
+        elif way == "add":
+            self.S = np.where(softly, self.S, self.S + fill)
+        elif way == "after":
+            self.soft = np.broadcast_to(softly, self.x.shape)
+        self.S = np.where(hard, self.S, -np.inf)
+        self.seen = np.broadcast_to(hard & softly, self.x.shape) & ~np.isneginf(self.unhidden)
+
+    # Softmax.
+
+    def normalise(self) -> None:
+        """Weights W and the total of each row, plain and with the sink."""
+        d = self.d
+        name = next((n for n in SOFTMAX_AXES if n in d), "")
+        axis = SOFTMAX_AXES.get(name, (-1,))
+        exp = np.exp2 if "softmax_base_2" in d else np.exp
+        sinks = self.sinks_used()
+        keys_top = self.S.max(axis=axis, keepdims=True, initial=-np.inf)
+        top = keys_top
+        if sinks is not None and "sink_not_in_maximum" not in d:
+            top = np.maximum(top, sinks)
+        top = self.deviated_maximum(top)
+        top = np.where(np.isneginf(top), 0, top)
+        E = exp(self.S - top)
+        numerators, terms = self.online(E, exp, top)
+        plain = self.total(terms, axis)
+        total = plain
+        if sinks is not None:
+            total = plain + exp(sinks - (0 if "sink_unshifted" in d else top))
+        W = numerators if "softmax_not_normalised" in d else numerators / np.where(
+            total == 0, 1, total
+        )
+        if self.soft is not None:
+            W = np.where(self.soft, W, 0)
+        self.W, self.top, self.plain, self.total_used = W, top, plain, total
+        self.settle_softmax(name, keys_top, total)
+        self.round_weights()
+        self.relative = np.expm1(np.minimum(np.where(self.has_score, self.delta, 0), 50))
+        self.drift = (abs(np.nan_to_num(W)) * self.relative).sum(axis, keepdims=True)
+        self.is_mean = not name and "softmax_not_normalised" not in d
+
+    def sinks_used(self) -> Array | None:
+        d, sinks = self.d, self.x.problem.sinks
+        if sinks is None or "sinks_ignored" in d:
+            return None
+        sinks = sinks.astype(np.float64)[: 1 if "sink_0_for_all" in d else None, None, None]
+        return np.asarray(sinks * self.scale_used() if "sink_scaled" in d else sinks)
+
+    def deviated_maximum(self, top: Array) -> Array:
+        if "softmax_no_maximum" in self.d:
+            return np.zeros_like(top)
+        if "softmax_global_maximum" in self.d:
+            axes = {"row": None, "head": (-2, -1), "batch": (1, 2, 3), "all": (0, 1, 2, 3)}
+            axis = axes[self.d["softmax_global_maximum"]]
+            return np.broadcast_to(top.max(axis=axis, keepdims=True), top.shape)
+        return top
+
+    def online(self, E: Array, exp: Any, top: Array) -> tuple[Array, Array]:
+        """Numerators and the terms of the denominator, where a running maximum is forgotten."""
+        blocks = self.d.get("online_output_not_rescaled"), self.d.get("online_sum_not_rescaled")
+        if blocks == (None, None):
+            return E, E
+        stale = []
+        for B_c in blocks:
+            if B_c is None:
+                stale.append(E)
+                continue
+            running = np.maximum.accumulate(self.S, -1)
+            last = np.minimum((self.x.j // B_c + 1) * B_c, self.x.Lk) - 1
+            running = running[..., last]
+            stale.append(np.where(np.isneginf(running), 0, exp(self.S - running)))
+        return stale[0], stale[1]
+
+    def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
+        for name, bits in (("sum_in_float16", 11), ("sum_in_bfloat16", 8)):
+            if name in self.d:
+                self.loosen(2.0**-bits * min(self.x.Lk, 16))
+                if self.d[name] == "accumulated":
+                    return accumulated(terms, bits)[..., None]
+                return rounded(terms.sum(axis=axis, keepdims=True), bits)
+        return np.asarray(terms.sum(axis=axis, keepdims=True))
+
+    def round_weights(self) -> None:
+        for name, bits, exponent in (
+            ("weights_in_float16", 11, 16), ("weights_in_bfloat16", 8, 128),
+        ):  # fmt: skip
+            if name in self.d:
+                self.W = rounded(self.W, bits, exponent)
+                self.loosen(2.0**-bits * 4)
+
+    def loosen(self, relative: float) -> None:
+        """Widen the bounds of weights, unless the problem was made to show exactly this rounding."""
+        self.looseness += 0 if self.x.is_exact else relative
+
+    def settle_softmax(self, name: str, keys_top: Array, total: Array) -> None:
+        """Free the rows of which float32 and float64, or guards against 0/0, disagree."""
+        if {"softmax_no_maximum", "softmax_global_maximum"} & set(self.d):
+            distance = np.broadcast_to(keys_top - self.top, self.top.shape)
+            unsure = (distance > OVERFLOW["float32"]) & (distance <= OVERFLOW["float64"])
+            unsure |= (distance < -OVERFLOW["float32"] + 10) & np.isfinite(distance)
+            free = unsure.any() if name else unsure[..., 0]
+            self.is_free, self.is_lse_free = self.is_free | free, self.is_lse_free | free
+        if name:
+            self.is_lse_free = self.is_lse_free | True
+            if (total == 0).any():
+                self.others.append(np.full((*self.x.shape[:3], self.V.shape[-1]), np.nan))
+
+    # Output and log-sum-exp.
+
+    def weigh(self) -> None:
+        """O = W V, where a NaN in a hidden value adds nothing."""
+        W, V = self.W, self.V
+        if not self.x.has_nan:
+            self.O = W @ V
+        else:
+            is_bad = ~np.isfinite(V).all(-1)
+            self.O = W @ np.where(is_bad[..., None], 0, V)
+            seen = self.has_score if self.soft is None else self.has_score & self.soft
+            sees_bad = (seen & is_bad[:, :, None, :]).any(-1)
+            self.O = np.where(sees_bad[..., None], np.nan, self.O)
+        sizes = np.where(np.isfinite(V), abs(V), 0)
+        relative = self.looseness + 2 * self.x.unit + FLOAT32 * (self.x.Lk + 32)
+        self.bound = (abs(W) * relative) @ sizes + self.moved_by_scores() + 1e-30
+        if {"weights_in_float16"} & set(self.d):
+            self.bound = self.bound + (0 if self.x.is_exact else 2.0**-24) * sizes.sum(
+                -2, keepdims=True
+            )
+
+    def moved_by_scores(self) -> Array:
+        """How far rounded scores may move the output.
+
+        Where weights sum to 1, a weight that is too large by a factor 1 + ε moves the output by
+        W ε (V - O); that is small where one key has nearly all the weight.
+        """
+        V = np.where(np.isfinite(self.V), self.V, 0)
+        if not self.is_mean or self.x.unit == FLOAT32:
+            return np.asarray((abs(self.W) * (self.relative + self.drift)) @ abs(V))
+        distances = abs(V[:, :, None] - np.nan_to_num(self.O)[..., None, :])
+        moved = ((abs(self.W) * self.relative)[..., None] * distances).sum(-2)
+        return np.asarray(moved / (1 - np.minimum(self.drift, 0.5)))
+
+    def take_logarithm(self) -> None:
+        d = self.d
+        total = self.plain if "lse_without_sink" in d else self.total_used
+        if "softmax_base_2" in d:
+            L = np.log(total) + self.top * np.log(2)
+        else:
+            L = np.log(total) + (0 if "lse_without_maximum" in d else self.top)
+        if "lse_unscaled" in d:
+            L = _log_sum_exp(np.where(self.seen, self.raw, -np.inf))
+        if "lse_base_2" in d:
+            L = L / np.log(2)
+        rows, drift = self.x.shape[:3], self.drift
+        if set(SOFTMAX_AXES) & set(d):  # a row has no sum of its own
+            L, drift = np.zeros((*rows, 1)), np.zeros((*rows, 1))
+        self.L = L = np.broadcast_to(L[..., 0], rows)
+        drift = np.broadcast_to(drift[..., 0], rows)
+        sizes = np.where(np.isfinite(L), abs(L), 0)
+        self.lse_bound = 4 * drift + 4 * self.looseness + 4 * self.x.unit * (sizes + 1)
+        self.lse_bound = self.lse_bound + FLOAT32 * (self.x.Lk + 32)
+
+    def settle_rows(self) -> None:
+        """Rows that see nothing, and those that a hidden NaN may reach."""
+        x, d = self.x, self.d
+        is_hidden = ~self.has_score.any(-1)
+        if self.sinks_used() is not None:
+            is_hidden = np.zeros_like(is_hidden)
+        only_here = is_hidden & ~x.sees_nothing
+        self.is_free, self.is_lse_free = self.is_free | only_here, self.is_lse_free | only_here
+        rows = (is_hidden & x.sees_nothing)[..., None]
+        if rows.any() and set(HIDDEN_ROWS) & set(d):
+            self.others += [np.where(rows, o, self.O) for o in self.values_of_hidden_rows()]
+            sizes = np.where(np.isfinite(self.V), abs(self.V), 0).max(-2, keepdims=True)
+            rounding = (8 * x.unit + FLOAT32 * (x.Lk + 32)) * sizes
+            self.bound = np.where(rows, rounding, self.bound)
+            self.is_lse_free = self.is_lse_free | rows[..., 0]
+        if x.has_nan:
+            self.settle_nan()
+
+    def settle_nan(self) -> None:
+        is_bad = ~(np.isfinite(self.V).all(-1) & np.isfinite(self.x.k[:, self.x.heads]).all(-1))
+        leaks = (is_bad[:, :, None, :] & ~self.seen).any(-1)
+        if "nan_leaks" in self.d:
+            self.others.append(np.where(leaks[..., None], np.nan, self.O))
+        if set(HIDDEN_FINITELY) & set(self.d):
+            self.is_free = self.is_free | leaks
+
+    def values_of_hidden_rows(self) -> list[Array]:
+        """What the deviations put into rows that see nothing, (B, H, 1 or Lq, Dv) each."""
+        x, d, V = self.x, self.d, self.V
+        values: list[Array] = []
+        if "dead_rows_nan" in d:
+            values.append(np.full((1, 1, 1, 1), np.nan))
+        if "dead_rows_first_value" in d:
+            values.append(V[:, :, :1])
+        if "dead_rows_mean" in d:
+            S = np.where(np.isfinite(self.unhidden), self.unhidden, -np.inf)
+            flat = np.zeros_like(S)
+            for scores in (flat, S):
+                for seen in (np.ones_like(self.by_lengths), self.by_lengths, self.by_positions):
+                    values.append(_softmax(np.where(seen, scores, -np.inf)) @ V)
+        return values
+
+    def finish(self) -> Deviated:
+        arrays = [self.O, self.bound, *self.others]
+        is_free = np.broadcast_to(self.is_free[..., None], self.O.shape)
+        way = self.d.get("heads_not_moved_back")
+        if way is not None:
+            arrays = [confused(np.broadcast_to(a, self.O.shape), way) for a in arrays]
+            is_free = confused(is_free, way)
+        output, bound, *others = arrays
+        if "residual_added" in self.d:
+            if self.q.shape != output.shape:
+                raise Impossible("the input is added but Dv is not D")
+            output, others = output + self.x.q, [o + self.x.q for o in others]
+        bound = bound + 2 * self.x.unit * np.where(np.isfinite(output), abs(output), 0)
+        return Deviated(
+            output, bound, self.L, self.lse_bound, tuple(others), is_free, self.is_lse_free
+        )
+
+
+def confused(a: Array, way: str) -> Array:
+    """(B, H, L, D) whose heads and tokens were confused without moving a number.
+
+    "back": what (B, L, H, D) is when read as (B, H, L, D); "forth": the opposite.
+    """
+    B, H, L, D = a.shape
+    if way == "back":
+        return a.swapaxes(1, 2).reshape(a.shape)
+    return a.reshape(B, L, H, D).swapaxes(1, 2)
+
+
+def _softly(name: str, value: Any) -> tuple[str, float, str]:
+    """Which kind of keys is hidden without -inf, the number, and how it is used."""
+    if name == "hidden_after_softmax":
+        return value, 0.0, "after"
+    if name == "hidden_score_zero":
+        return value, 0.0, "fill"
+    kind, fill, way = value
+    return kind, fill, way
+
+
+def _softmax(S: Array) -> Array:
+    E = np.exp(S - S.max(-1, keepdims=True))
+    return np.asarray(E / E.sum(-1, keepdims=True))
+
+
+def _log_sum_exp(S: Array) -> Array:
+    m = S.max(-1, keepdims=True)
+    return np.asarray(m + np.log(np.exp(S - m).sum(-1, keepdims=True)))

@@ -1,0 +1,192 @@
+"""What the answers show by themselves, where no deviation that is known fits.
+
+With V = I the output is the weights. The logarithms of a row's weights differ as its scores do, so
+a line through them reads the scale; which weights are not 0 reads who sees whom; weights that are
+either 0 or all too large by one factor are dropped out. The size of the smallest errors reads how
+many bits the arithmetic keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log2, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check.answer import Answer
+from minimha.check.problems import MANY, Graded
+
+Array = NDArray[Any]
+
+FIT = 0.999  # of a line through the weights, below which there is none
+SHARED = 0.02  # relative, of a number that two problems must agree upon
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A number or a fact that the answers show, and how well it fits (R², at most 1)."""
+
+    name: str
+    value: str
+    fit: float = 1.0
+
+
+class Weights:
+    """The weights that a function gave to the problems with V = I, (B, H, Lq, Lk) each."""
+
+    def __init__(self, problems: Sequence[Graded], answers: Sequence[Answer]) -> None:
+        self.found: dict[str, tuple[Graded, Array]] = {}
+        for problem, answer in zip(problems, answers, strict=True):
+            v = problem.arguments["v"]
+            if "weights" not in problem.name or answer.output is None:
+                continue
+            if answer.output.shape == (*problem.arguments["q"].shape[:3], v.shape[3]):
+                self.found[problem.name] = problem, np.asarray(answer.output, np.float64)
+
+    def __getitem__(self, name: str) -> tuple[Graded, Array] | None:
+        return self.found.get(name)
+
+
+def read(problems: Sequence[Graded], answers: Sequence[Answer]) -> list[Reading]:
+    """Everything that can be read, most telling first."""
+    weights = Weights(problems, answers)
+    readings = [scale(weights), dropout(weights), lost_keys(weights), *visibility(weights)]
+    return [reading for reading in readings if reading is not None]
+
+
+def scale(weights: Weights) -> Reading | None:
+    """The scale, or the temperature, in the form that fits both problems with V = I."""
+    slopes = []
+    for name in ("weights", "weights of two heads"):
+        found = weights[name]
+        line = _line(*found) if found else None
+        if line is not None:
+            slopes.append((found[0].arguments, *line))  # type: ignore[index]
+    if not slopes:
+        return None
+    fit = min(r2 for _, _, r2 in slopes)
+    forms = {
+        "1/sqrt(D)": lambda a: 1 / sqrt(a["q"].shape[3]),
+        "1/D": lambda a: 1 / a["q"].shape[3],
+        "1": lambda a: 1.0,
+        "1/sqrt(Lk)": lambda a: 1 / sqrt(a["k"].shape[2]),
+        "1/sqrt(Lq)": lambda a: 1 / sqrt(a["q"].shape[2]),
+        "1/sqrt(H)": lambda a: 1 / sqrt(a["q"].shape[1]),
+        "1/sqrt(H · D)": lambda a: 1 / sqrt(a["q"].shape[1] * a["q"].shape[3]),
+        "1/sqrt(Dv)": lambda a: 1 / sqrt(a["v"].shape[3]),
+    }
+    for form, value in forms.items():
+        factors = [slope / value(arguments) for arguments, slope, _ in slopes]
+        mean = sum(factors) / len(factors)
+        if max(abs(f - mean) for f in factors) <= SHARED * abs(mean):
+            return Reading("scale", _times(mean, form), fit)
+    return Reading("scale", _times(slopes[0][1] * sqrt(slopes[0][0]["q"].shape[3]), "1/sqrt(D)"), fit)
+
+
+def _times(factor: float, form: str) -> str:
+    if abs(factor - 1) < 5e-4:
+        return form
+    return f"{factor:.3f}{form[1:]}" if form != "1" else f"{factor:.3f}"
+
+
+def _line(problem: Graded, A: Array) -> tuple[float, float] | None:
+    """Slope and R² of a row's log-weights against its products; None where there is no line."""
+    q, k = (np.asarray(problem.arguments[n], np.float64) for n in "qk")
+    S = q @ k.swapaxes(-1, -2)
+    if not (A > 0).all():
+        return None
+    y, x = (z - z.mean(-1, keepdims=True) for z in (np.log(A), S))
+    slope = float((x * y).sum() / (x * x).sum())
+    r2 = 1 - float(((y - slope * x) ** 2).sum() / (y**2).sum())
+    return (slope, r2) if r2 > FIT else None
+
+
+def dropout(weights: Weights) -> Reading | None:
+    """The share of weights that are 0 where none should be, if the others grew by one factor."""
+    found = weights["weights"], weights["weights of two heads"], weights[f"weights of {MANY} keys"]
+    zeros = count = 0
+    factors: list[float] = []
+    for pair in found:
+        if pair is None:
+            continue
+        problem, A = pair
+        right = _right_weights(problem)
+        is_zero = A == 0
+        zeros, count = zeros + int(is_zero.sum()), count + A.size
+        factors += list((A / right)[~is_zero])
+    if not 0 < zeros < count or not factors or not np.isfinite(factors).all():
+        return None
+    mean = float(np.mean(factors))
+    if np.ptp(factors) > SHARED * abs(mean) or mean <= 0:
+        return None
+    return Reading("dropout", f"{zeros / count:.0%} of the weights are 0, others × {mean:.3f}")
+
+
+def _right_weights(problem: Graded) -> Array:
+    from minimha.layers import attention_weights
+
+    q, k = (np.asarray(problem.arguments[n], np.float64) for n in "qk")
+    return np.asarray(attention_weights(q, k, backend="dense"))
+
+
+def lost_keys(weights: Weights) -> Reading | None:
+    """Keys without weight among many, as a tile's edge or a last block leaves them."""
+    found = weights[f"weights of {MANY} keys"]
+    if found is None or not np.isfinite(found[1]).all():
+        return None
+    A = found[1]
+    lost = np.flatnonzero((A == 0).all((0, 1, 2)))
+    if not 0 < len(lost) < A.shape[-1]:
+        return None
+    return Reading("keys without weight", f"{_ranges(lost)} of {MANY}")
+
+
+def _ranges(numbers: Array) -> str:
+    """``0, 16-18`` for 0, 16, 17, 18; no more than six of them."""
+    groups = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    texts = [f"{g[0]}" if len(g) == 1 else f"{g[0]}-{g[-1]}" for g in groups]
+    return ", ".join(texts[:6]) + (" …" if len(texts) > 6 else "")
+
+
+def visibility(weights: Weights) -> list[Reading]:
+    """Which keys query i sees, under causality and under a window, wherever it is one rule."""
+    readings = []
+    for name, (problem, A) in weights.found.items():
+        if not {"is_causal", "window_size"} & set(problem.options) or not np.isfinite(A).all():
+            continue
+        offset = int(problem.options.get("q_offset", 0))
+        rule = _band(A[0, 0] > 1e-9)
+        if rule is not None:
+            at = f" (q_offset {offset})" if offset else ""
+            readings.append(Reading(f"{name}{at}", f"query i sees keys {rule}"))
+    return readings
+
+
+def _band(seen: Array) -> str | None:
+    """``i - 2 <= j <= i + 1`` where this is exactly what is seen, with a side only if it limits."""
+    Lq, Lk = seen.shape
+    i, j = np.indices(seen.shape)
+    if not seen.any():
+        return None
+    low, high = (j - i)[seen].min(), (j - i)[seen].max()
+    if not np.array_equal(seen, (j - i >= low) & (j - i <= high)):
+        return None
+    left = "" if low <= 1 - Lq else f"{_shifted(low)} <= "
+    right = "" if high >= Lk - 1 else f" <= {_shifted(high)}"
+    return f"{left}j{right}" if left or right else "all"
+
+
+def _shifted(by: int) -> str:
+    return "i" if by == 0 else f"i {'+' if by > 0 else '-'} {abs(by)}"
+
+
+def precision(errors: Sequence[tuple[float, float]]) -> Reading | None:
+    """How many bits the answers keep: from pairs of an error and the size of its output."""
+    relative = [error / size for error, size in errors if size > 0 and 0 < error < 0.05 * size]
+    if len(relative) < len(errors) / 2 or not relative:
+        return None
+    bits = -log2(float(np.median(relative)))
+    return Reading("precision", f"about {bits:.0f} bits are right") if bits > 5 else None

@@ -1,0 +1,77 @@
+"""What must hold for any attention, whatever its conventions are.
+
+Each relation compares answers with each other and needs no catalogue: the weights of a row sum to
+1, the output is linear in V, the order of the keys and a constant added to a row's scores do not
+matter, and parts merged by their log-sum-exp are the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check.answer import Answer
+
+Array = NDArray[Any]
+
+
+def broken(answers: Mapping[str, Answer], tolerance: float) -> dict[str, str]:
+    """The relations that do not hold, each with a sentence of evidence.
+
+    Parameters
+    ----------
+    answers : mapping of str to Answer
+        By the name of the problem.
+    tolerance : float
+        The difference, relative to the largest output, that rounding explains.
+    """
+    outputs = {name: a.output for name, a in answers.items() if a.output is not None}
+    whole = outputs.get("one head")
+    if whole is None or not np.isfinite(whole).all():
+        return {}
+    size = float(abs(whole).max(initial=0))
+    found = {}
+    for name, sentence in (
+        ("keys permuted", "the order of the keys, values with them, changes the output by {:.2g}"),
+        ("keys shifted", "a constant added to a row's scores changes the output by {:.2g}"),
+    ):
+        difference = _difference(outputs.get(name), whole)
+        if difference > tolerance * size:
+            found[name] = sentence.format(difference)
+    difference = _difference(outputs.get("values doubled"), 2 * whole)
+    if difference > 2 * tolerance * size:
+        found["values doubled"] = f"with V doubled, the output differs by {difference:.2g} from twice"
+    ones = outputs.get("values of 1")
+    if ones is not None and np.isfinite(ones).all() and abs(ones - 1).max() > tolerance:
+        found["weights sum to 1"] = f"rows of weights sum to {ones.min():.3g} up to {ones.max():.3g}"
+    difference = _difference(_merged(answers), whole)
+    if difference > tolerance * size:
+        found["keys split"] = (
+            f"two parts merged by their log-sum-exp differ by {difference:.2g} from the whole"
+        )
+    return found
+
+
+def _difference(got: Array | None, wanted: Array) -> float:
+    """The largest difference; 0 where nothing was answered."""
+    if got is None or got.shape != wanted.shape:
+        return 0.0
+    difference = abs(got - wanted)
+    return float(np.where(np.isnan(difference), np.inf, difference).max(initial=0))
+
+
+def _merged(answers: Mapping[str, Answer]) -> Array | None:
+    """The first three and the last four keys as one."""
+    parts = [answers.get(name) for name in ("first three keys", "last four keys")]
+    if any(part is None or part.output is None or part.lse is None for part in parts):
+        return None
+    L = np.stack([np.asarray(part.lse, np.float64) for part in parts if part is not None])
+    O = np.stack([np.asarray(part.output, np.float64) for part in parts if part is not None])
+    if O.shape[:-1] != L.shape:
+        return None
+    with np.errstate(all="ignore"):
+        weights = np.exp(L - L.max(0))
+        return np.asarray((weights[..., None] * O).sum(0) / weights.sum(0)[..., None])

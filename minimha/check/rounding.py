@@ -1,0 +1,44 @@
+"""Numbers rounded to fewer bits than float64 has, and sums that are rounded at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def rounded(x: Array, bits: int, exponent: int = 128) -> Array:
+    """``x`` with a significand of ``bits`` bits, to nearest even, and below 2^exponent.
+
+    (11, 16) is float16, (11, 128) TF32, (8, 128) bfloat16; larger numbers become infinite, and
+    numbers below the smallest normal one keep fewer bits.
+
+    Examples
+    --------
+    >>> rounded(np.array([2049.0, 2051, 70000, 2e-8]), 11, 16)
+    array([2048., 2052.,   inf,   0.])
+    """
+    _, power = np.frexp(x)
+    power = np.maximum(power, 3 - exponent)  # below it numbers are subnormal
+    unit = np.ldexp(1.0, power - bits)
+    result = np.where(np.isfinite(x), np.rint(x / unit) * unit, x)
+    return np.where(abs(result) >= 2.0**exponent, np.copysign(np.inf, x), result)
+
+
+def accumulated(terms: Array, bits: int) -> Array:
+    """The sum along the last axis, rounded to ``bits`` bits after every addition.
+
+    Examples
+    --------
+    >>> float(accumulated(np.ones(4096), 11))
+    2048.0
+    """
+    if bits == 11:
+        return np.add.accumulate(terms.astype(np.float16), -1)[..., -1].astype(np.float64)
+    total = np.zeros(terms.shape[:-1])
+    for n in range(terms.shape[-1]):
+        total = rounded(total + rounded(terms[..., n], bits), bits)
+    return total

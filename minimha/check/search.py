@@ -1,0 +1,279 @@
+"""The smallest set of deviations that explains the answers.
+
+A function that ``has`` a set of deviations answers every problem that it takes as the deviated
+equations do. The search starts from no deviation, takes the first problem whose answer contradicts
+the set at hand, and adds whatever deviation, or pair, explains that answer; so it follows the
+evidence, problem by problem, and need not try all sets. Of what it finds it keeps the sets that
+the fewest answers contradict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check.answer import Answer
+from minimha.check.deviated import Deviated, Impossible, Prepared, deviate
+from minimha.check.deviations import DEVIATIONS
+from minimha.check.problems import Graded
+
+Array = NDArray[Any]
+Item = tuple[str, Any]  # an identifier and the value that it has
+Hypothesis = frozenset[Item]
+
+WIDTH = 12  # hypotheses that are followed at a time
+TARGETS = 2  # contradicted problems from which each of them grows
+PAIRS = 3  # problems on which pairs are tried where no single deviation explains the answer
+NONE: Hypothesis = frozenset()
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How an answer fits a prediction.
+
+    ``is_mute`` where the prediction leaves everything open.
+    """
+
+    is_explained: bool
+    is_mute: bool = False
+    error: float = np.inf
+    bound: float = 0.0
+
+
+class Problems:
+    """Graded problems with what any set of deviations answers to them; kept once computed."""
+
+    def __init__(self, problems: Sequence[Graded], dtype: str) -> None:
+        self.graded = list(problems)
+        self.prepared = [Prepared(p.arguments, dtype, p.is_exact) for p in problems]
+        self.options = [{n for n, x in p.options.items() if x is not None} for p in problems]
+        self._predicted: dict[tuple[int, Hypothesis], Deviated | None] = {}
+        self._kinds: dict[int, list[list[Item]]] = {}
+
+    def relevant(self, n: int, hypothesis: Iterable[Item]) -> Hypothesis:
+        """The deviations of a set that may change anything on problem ``n``."""
+        return frozenset(item for item in hypothesis if self.matters(n, item[0]))
+
+    def matters(self, n: int, identifier: str) -> bool:
+        needs = DEVIATIONS[identifier].needs
+        return not needs or not self.options[n].isdisjoint(needs)
+
+    def predicted(self, n: int, hypothesis: Iterable[Item]) -> Deviated | None:
+        """What a function with the deviations answers; None where it cannot answer at all."""
+        key = n, self.relevant(n, hypothesis)
+        if key not in self._predicted:
+            try:
+                self._predicted[key] = deviate(self.prepared[n], dict(key[1]))
+            except Impossible:
+                self._predicted[key] = None
+        return self._predicted[key]
+
+    def kinds(self, n: int) -> list[list[Item]]:
+        """The deviations that change something on problem ``n``, those that change the same together."""
+        if n not in self._kinds:
+            kinds: list[tuple[Deviated, list[Item]]] = []
+            right = self.predicted(n, NONE)
+            for item in all_items():
+                prediction = self.predicted(n, [item]) if self.matters(n, item[0]) else None
+                if prediction is None or _same(prediction, right):
+                    continue
+                alike = next((items for other, items in kinds if _same(prediction, other)), None)
+                if alike is None:
+                    kinds.append((prediction, [item]))
+                else:
+                    alike.append(item)
+            self._kinds[n] = [items for _, items in kinds]
+        return self._kinds[n]
+
+
+def all_items() -> list[Item]:
+    """Every deviation with each of its values."""
+    return [(d.identifier, value) for d in DEVIATIONS.values() for value in d.values]
+
+
+def _same(a: Deviated, b: Deviated | None) -> bool:
+    if b is None or a.output.shape != b.output.shape or len(a.others) != len(b.others):
+        return False
+    pairs = [(a.output, b.output), (a.lse, b.lse), (a.is_free, b.is_free)]
+    pairs += list(zip(a.others, b.others, strict=True))
+    return all(np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for x, y in pairs)
+
+
+def compare(answer: Answer, prediction: Deviated | None, asks_lse: bool) -> Fit:
+    """Whether an answer is what was predicted, within the bounds of rounding."""
+    if prediction is None or answer.output is None:
+        return Fit(False)
+    got = np.asarray(answer.output, np.float64)
+    if got.shape != prediction.output.shape:
+        return Fit(False)
+    with np.errstate(all="ignore"):
+        near = _near(got, prediction.output, prediction.bound) | prediction.is_free
+        for other in prediction.others:
+            near |= _near(got, other, prediction.bound)
+        error = _distance(got, prediction.output)
+        is_mute = bool(prediction.is_free.all())
+        if asks_lse and answer.lse is not None:
+            L = np.asarray(answer.lse, np.float64)
+            if L.shape != prediction.lse.shape:
+                return Fit(False)
+            near_lse = _near(L, prediction.lse, prediction.lse_bound) | prediction.is_lse_free
+            is_mute &= bool(prediction.is_lse_free.all())
+            error = max(error, _distance(L, prediction.lse))
+            return Fit(bool(near.all() and near_lse.all()), is_mute, error, _most(prediction))
+    return Fit(bool(near.all()), is_mute, error, _most(prediction))
+
+
+def _most(prediction: Deviated) -> float:
+    return float(np.nan_to_num(prediction.bound).max(initial=0))
+
+
+def _near(got: Array, wanted: Array, bound: Array) -> Array:
+    return (abs(got - wanted) <= bound) | (got == wanted) | (np.isnan(got) & np.isnan(wanted))
+
+
+def _distance(got: Array, wanted: Array) -> float:
+    """The largest difference; infinite where one of the two is not finite and the other is."""
+    same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
+    difference = np.where(same, 0, abs(got - wanted))
+    return float(np.where(np.isnan(difference), np.inf, difference).max(initial=0))
+
+
+@dataclass
+class Search:
+    """The search among sets of deviations for those that explain ``answers``."""
+
+    problems: Problems
+    answers: Sequence[Answer]
+    progress: Callable[[str], None] = lambda doing: None
+    most: int = 4
+    _fits: dict[tuple[int, Hypothesis], Fit] = field(default_factory=dict)
+    _pairs_tried: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.taken = [n for n, answer in enumerate(self.answers) if answer.output is not None]
+
+    def fit(self, n: int, hypothesis: Iterable[Item]) -> Fit:
+        key = n, self.problems.relevant(n, hypothesis)
+        if key not in self._fits:
+            asks_lse = bool(self.problems.graded[n].arguments.get("return_lse"))
+            prediction = self.problems.predicted(n, key[1])
+            self._fits[key] = compare(self.answers[n], prediction, asks_lse)
+        return self._fits[key]
+
+    def contradicted(self, hypothesis: Hypothesis) -> list[int]:
+        """The problems whose answers are not those of a function with these deviations."""
+        return [n for n in self.taken if not self.fit(n, hypothesis).is_explained]
+
+    def run(self) -> list[Hypothesis]:
+        """The smallest of the sets that the fewest answers contradict; [∅] if nothing helps."""
+        found: dict[Hypothesis, int] = {NONE: len(self.contradicted(NONE))}
+        beam = [NONE]
+        for size in range(1, self.most + 1):
+            self.progress(f"sets of {size}")
+            grown = {h for hypothesis in beam for h in self.grown(hypothesis)} - set(found)
+            found.update({h: len(self.contradicted(h)) for h in grown})
+            beam = self.best(grown, found)
+            if not beam or not min(found.values()):
+                break
+        return self.chosen(found)
+
+    def best(self, grown: Iterable[Hypothesis], found: Mapping[Hypothesis, int]) -> list[Hypothesis]:
+        """The hypotheses to follow, at most two of the same identifiers."""
+        kept: list[Hypothesis] = []
+        counts: dict[frozenset[str], int] = {}
+        for h in sorted(grown, key=lambda h: (found[h], len(h), _rank(h))):
+            names = names_of(h)
+            counts[names] = counts.get(names, 0) + 1
+            if counts[names] <= 2 and len(h) < self.most:
+                kept.append(h)
+        return kept[:WIDTH]
+
+    def grown(self, hypothesis: Hypothesis) -> list[Hypothesis]:
+        """The hypothesis with whatever explains the first answers that contradict it."""
+        targets, found = 0, []
+        for n in self.contradicted(hypothesis):
+            grown = [h for h in self.extended(n, hypothesis) if self.explains(n, h)]
+            if not grown and len(self._pairs_tried) < PAIRS and not hypothesis:
+                self._pairs_tried.add(n)
+                grown = self.grown_by_two(n)
+            found += grown
+            targets += bool(grown)
+            if targets == TARGETS:
+                break
+        return found
+
+    def explains(self, n: int, hypothesis: Hypothesis) -> bool:
+        fit = self.fit(n, hypothesis)
+        return fit.is_explained and not fit.is_mute
+
+    def extended(self, n: int, hypothesis: Hypothesis) -> list[Hypothesis]:
+        """One deviation more, of a stage that is free."""
+        stages = {DEVIATIONS[name].stage for name, _ in hypothesis}
+        return [
+            hypothesis | {item}
+            for item in all_items()
+            if self.problems.matters(n, item[0]) and DEVIATIONS[item[0]].stage not in stages
+        ]
+
+    def grown_by_two(self, n: int) -> list[Hypothesis]:
+        """The pairs that explain an answer; deviations that do the same here are tried once."""
+        found: list[Hypothesis] = []
+        for kinds in combinations(self.problems.kinds(n), 2):
+            pairs = [frozenset(p) for p in product(*kinds) if _stages_differ(p)]
+            if pairs and self.explains(n, pairs[0]):
+                found += pairs
+        return found
+
+    def chosen(self, found: Mapping[Hypothesis, int]) -> list[Hypothesis]:
+        """The sets with the fewest contradictions in which every deviation has its evidence."""
+        for least in sorted(set(found.values())):
+            if least == found[NONE]:
+                break
+            candidates = {self.needed(h) for h, n in found.items() if n == least}
+            candidates = {h for h in candidates if h and self.is_supported(h)}
+            if candidates:
+                smallest = min(map(len, candidates))
+                return sorted((h for h in candidates if len(h) == smallest), key=_rank)
+        return [NONE]
+
+    def needed(self, hypothesis: Hypothesis) -> Hypothesis:
+        """The set without what explains nothing."""
+        count = len(self.contradicted(hypothesis))
+        for item in sorted(hypothesis, key=str):
+            if len(self.contradicted(hypothesis - {item})) <= count:
+                return self.needed(hypothesis - {item})
+        return hypothesis
+
+    def is_supported(self, hypothesis: Hypothesis) -> bool:
+        """Whether each deviation explains an answer that nothing else of the set does."""
+        return all(self.evidence(hypothesis, item) for item in hypothesis)
+
+    def evidence(self, hypothesis: Hypothesis, item: Item) -> list[int]:
+        """The answers that contradict the set without ``item`` and agree with it."""
+        without = set(self.contradicted(hypothesis - {item}))
+        explained = [n for n in self.taken if n in without and self.explains(n, hypothesis)]
+        if DEVIATIONS[item[0]].stage.startswith("precision"):  # elsewhere its bounds are wide
+            explained = [n for n in explained if self.problems.graded[n].is_exact]
+        return explained
+
+
+def names_of(hypothesis: Iterable[Item]) -> frozenset[str]:
+    return frozenset(name for name, _ in hypothesis)
+
+
+def _stages_differ(items: Iterable[Item]) -> bool:
+    stages = [DEVIATIONS[name].stage for name, _ in items]
+    return len(stages) == len(set(stages))
+
+
+_PLACES = {item: n for n, item in enumerate(all_items())}
+
+
+def _rank(hypothesis: Hypothesis) -> list[int]:
+    """Usual values first, then in the order of the catalogue."""
+    return sorted(_PLACES.get(item, len(_PLACES)) for item in hypothesis)
