@@ -78,14 +78,12 @@ def as_html(report: Report) -> str:
 def parts(report: Report) -> Iterator[Part]:
     """What a report says, in its order: verdict, evidence, what to change, option by option."""
     yield Paragraph(" ".join(report.sentences))
-    if report.findings.tell_apart:
-        yield Paragraph(report.findings.tell_apart)
     if report.alternatives:
-        others = " or ".join(" with ".join(names) for names in report.alternatives)
-        yield Paragraph(f"As likely: {others}.")
+        others = ", or ".join(" with ".join(names) for names in report.alternatives)
+        yield Paragraph(f"As likely: {others}. {_sentence(report.findings.tell_apart or '')}")
     smallest = report.smallest
     if smallest is not None:
-        yield from _shown(smallest)
+        yield from _shown(smallest, report.deviations)
     known = [DEVIATIONS[name] for name in report.deviations if name in DEVIATIONS]
     if known and report.verdict != "right":
         yield Heading("what to change")
@@ -103,13 +101,13 @@ def _reading(reading: dict[str, Any]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _shown(result: Result) -> Iterator[Part]:
+def _shown(result: Result, named: Sequence[str]) -> Iterator[Part]:
     """The smallest failing problem, and the first head in which it fails."""
     yield Heading(f"the smallest problem that shows it: {result.problem.name}")
     yield Paragraph(f"{_arguments(result)}. It shows {result.problem.shows}.")
     answer = result.answer
-    if answer.note:
-        yield Paragraph(f"{answer.note[0].upper()}{answer.note[1:]}.")
+    if answer.note and (answer.output is None or set(answer.faults) & set(named)):
+        yield Paragraph(_sentence(answer.note))
     if answer.output is None or answer.output.shape != result.expected.shape:
         return
     name, expected, got = "output", result.expected, np.asarray(answer.output)
@@ -129,6 +127,10 @@ def _shown(result: Result) -> Iterator[Part]:
     size = f"rows {rows.start} to {rows.stop - 1} of the " if expected.shape[2] > LARGEST else ""
     yield Paragraph(f"{size}{name}{of} (one row per query; {MARK} differs)".capitalize())
     yield Matrices(cells(expected[where], DECIMALS), cells(got[where], DECIMALS), wrong[where])
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:].rstrip('.')}." if words else ""
 
 
 def _differs(expected: NDArray[Any], got: NDArray[Any], bound: float) -> NDArray[np.bool_]:

@@ -64,7 +64,8 @@ class Report:
         """The report on ``findings``."""
         own = DIALECTS[speaks].conventions
         conventions = tuple(own[name] for name in findings.deviations if name in own)
-        is_own = findings.verdict == "wrong" and len(conventions) == len(findings.deviations) > 0
+        explained, taken = findings.explains
+        is_own = len(conventions) == len(findings.deviations) > 0 and explained == taken
         return cls(
             function,
             speaks,
@@ -110,21 +111,23 @@ class Report:
     def sentences(self) -> tuple[str, str]:
         """The verdict, and its evidence."""
         explained, taken = self.explains
-        refused = f"It does not take {_listed(self.refused)}." if self.refused else ""
         if self.verdict == "right":
             own = f"; {_listed(self.conventions)}" if self.conventions else ""
             first = f"{self.function} is right in all {taken} problems that it takes{own}."
-            return first, refused or "It takes every option."
+            if self.refused:
+                return first, f"It does not take {_listed(self.refused)}."
+            return first, "It takes every option."
         failing = sum(not (r.is_right or r.is_refused) for r in self.findings.results)
         if self.verdict == "cannot tell":
             return (
                 f"{self.function} is wrong in {failing} of {taken} problems, and no known "
                 f"deviation explains how.",
-                " ".join(["What its outputs show is read below.", refused]).strip(),
+                "What its outputs show is read below.",
             )
         what = "; ".join(_clause(name) for name in self.deviations) or "no deviation explains how"
-        evidence = f"This explains {explained} of the {taken} problems that it takes."
-        return f"{self.function} is wrong: {what}.", f"{evidence} {refused}".strip()
+        share = f"all {taken}" if explained == taken else f"{explained} of the {taken}"
+        evidence = f"This explains {share} problems that it takes."
+        return f"{self.function} is wrong: {what}.", evidence
 
     @property
     def smallest(self) -> Result | None:
@@ -167,28 +170,23 @@ class Report:
         if state == "right":
             return ""
         own = DIALECTS[self.speaks].conventions
-        named = [n for n in self.deviations if name in STAGES.get(stage_of(n), ())]
+        named = [n for n in self.deviations if name in _rows(n)]
         return "; ".join(own.get(n) or _clause(n) for n in named)
 
 
-# The rows of the conformance table that a deviation of a stage may be about.
+# Rows of the conformance table that are no option.
 PLAIN, GROUPED = "no option", "grouped heads"
 DEAD, LEAK = "queries that see no key", "NaN in hidden keys"
-STAGES = {
-    "products": (PLAIN,), "heads": (PLAIN, GROUPED), "scale": (PLAIN, "scale"),
-    "softcap": ("softcap",), "bias": ("attn_bias",), "alibi": ("alibi_slopes",),
-    "causal": ("is_causal", "q_offset"), "window": ("window_size",), "mask": ("attn_mask",),
-    "hiding": ("attn_mask", "kv_lengths", "is_causal", "window_size"), "lengths": ("kv_lengths",),
-    "softmax": (PLAIN,), "online": (PLAIN,), "sinks": ("sinks",), "dead": (DEAD,),
-    "leaks": (LEAK,), "output": (PLAIN,), "lse": ("return_lse",), "precision": (PLAIN,),
-    "run": (PLAIN,),
-}  # fmt: skip
 
 
-def stage_of(identifier: str) -> str:
-    """The stage of a deviation."""
-    stage = DEVIATIONS[identifier].stage if identifier in DEVIATIONS else "run"
-    return "dead" if "nothing" in stage or "dead" in stage else stage
+def _rows(identifier: str) -> tuple[str, ...]:
+    """The rows of the conformance table that a deviation is about."""
+    deviation = DEVIATIONS.get(identifier)
+    if deviation is None:
+        return ()
+    rows = {"heads": (PLAIN, GROUPED), "rows that see nothing": (DEAD,), "leaks": (LEAK,)}
+    needs = (*deviation.needs, "q_offset") if "offset" in deviation.wrong else deviation.needs
+    return rows.get(deviation.stage, needs or (PLAIN,))
 
 
 def features(result: Result) -> list[str]:

@@ -114,5 +114,5 @@ def test_tokens_come_before_heads_where_the_dialect_says_so(speaks):
     ],
 )
 def test_an_option_without_a_word_is_refused(speaks, options):
-    with pytest.raises(Refused, match="no word for|positions are counted"):
+    with pytest.raises(Refused, match=r"no word for|positions are counted"):
         said(speaks, {**QKV, **options}, wants_lse=False)

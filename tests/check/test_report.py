@@ -1,0 +1,203 @@
+"""The report: its fields, its sentences, and its pages in three formats."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import minimha
+from minimha import attention
+from minimha.check import assert_attention
+from minimha.check.answer import Answer
+from minimha.check.page import WIDTH, as_html, as_markdown, as_text
+from minimha.check.problems import Graded
+from minimha.check.report import Report
+from minimha.check.verdict import Findings, Result
+
+x = np.arange(8, dtype=np.float32).reshape(1, 1, 2, 4) / 8
+QKV = {"q": x, "k": x, "v": x}
+FIELDS = [
+    "function", "speaks", "dtype", "verdict", "deviations", "alternatives", "explains", "refused",
+    "readings", "problems",
+]  # fmt: skip
+
+
+def result(name="plain", is_right=True, refusal=None, change=0.0, output=True, **options):
+    arguments = {**QKV, **options}
+    expected, lse = attention(**{**arguments, "return_lse": True})
+    got = None if refusal or not output else expected + np.float32(change)
+    is_refused = refusal is not None
+    answer = Answer(got, None, refusal, () if output else ("crashes",), "float32", "it broke")
+    error = np.inf if got is None else float(abs(got - expected).max())
+    return Result(
+        Graded(name, arguments, "something"), answer, expected, lse, error, 1e-5, is_right,
+        is_refused,
+    )  # fmt: skip
+
+
+def report(*results, speaks="minimha", **fields):
+    found = {
+        "verdict": "wrong", "deviations": (), "alternatives": (), "explains": (1, 2),
+        "refused": (), "readings": (), "tell_apart": None,
+    }  # fmt: skip
+    return Report.of(Findings(results=results, **found | fields), "k.py:f", speaks, "float32")
+
+
+WRONG = (
+    result(),
+    result("causal", False, change=0.25, is_causal=True),
+    result("scale", False, change=np.nan, scale=2.0),
+    result("sinks", False, refusal="TypeError: no sinks", sinks=np.zeros(1, np.float32)),
+)
+
+
+def test_json_has_exactly_the_fields_that_are_promised():
+    written = json.loads(report(*WRONG, deviations=("causal_ignored",)).to_json())
+    assert list(written) == FIELDS
+    plain, causal, scale, sinks = written["problems"]
+    assert plain == {
+        "name": "plain", "options": {}, "error": 0.0, "is_right": True, "is_refused": False
+    }  # fmt: skip
+    assert causal["options"] == {"is_causal": True}
+    assert causal["error"] == pytest.approx(0.25)
+    assert scale["error"] == "nan"
+    assert sinks["error"] is None
+    assert sinks["is_refused"] is True
+    assert sinks["options"] == {"sinks": [0.0]}
+
+
+def test_the_verdict_is_two_sentences():
+    found = report(*WRONG, deviations=("causal_ignored", "scale_missing"), explains=(3, 3))
+    assert found.sentences == (
+        "k.py:f is wrong: is_causal is ignored; the scores are not scaled.",
+        "This explains all 3 problems that it takes.",
+    )
+    assert report(
+        result(), verdict="right", explains=(1, 1), refused=("sinks", "scale")
+    ).sentences == (
+        "k.py:f is right in all 1 problems that it takes.",
+        "It does not take sinks and scale.",
+    )
+    first, _ = report(*WRONG, verdict="cannot tell").sentences
+    assert first == "k.py:f is wrong in 2 of 2 problems, and no known deviation explains how."
+
+
+def test_a_librarys_own_convention_is_right():
+    failing = result("decoding", False, change=1.0, is_causal=True, q_offset=0)
+    names = {"deviations": ("causal_top_left",), "explains": (2, 2)}
+    found = report(result(is_causal=True), failing, speaks="torch", **names)
+    assert found.verdict == "right"
+    assert found.deviations == ("causal_top_left",)
+    assert "causal is aligned top-left, as torch does" in str(found)
+    assert report(result(), failing, **names).verdict == "wrong"
+    more = {"deviations": ("causal_top_left", "scale_missing"), "explains": (2, 2)}
+    assert report(result(), failing, speaks="torch", **more).verdict == "wrong"
+    less = {"deviations": ("causal_top_left",), "explains": (1, 2)}
+    assert report(result(), failing, speaks="torch", **less).verdict == "wrong"
+
+
+def test_the_smallest_problem_has_fewest_scores_then_fewest_options():
+    many = result("many", False, change=1.0, **{name: np.tile(x, (1, 1, 2, 1)) for name in "qkv"})
+    two = result("two options", False, change=1.0, is_causal=True, scale=1.0)
+    one = result("one option", False, change=1.0, is_causal=True)
+    silent = result("no output", False, output=False)
+    assert report(silent, many, two, one).smallest.problem.name == "one option"
+    assert report(silent).smallest.problem.name == "no output"
+    assert report(result()).smallest is None
+
+
+def test_options_are_right_refused_or_blamed():
+    rows = report(
+        result(is_causal=True),
+        result("offset", False, change=1.0, is_causal=True, q_offset=1),
+        result("sinks", False, refusal="ValueError: no sinks", sinks=np.zeros(1, np.float32)),
+        deviations=("causal_top_left",),
+    ).conformance()
+    assert {row["option"]: row[""] for row in rows} == {
+        "is_causal": "right", "q_offset": "deviates", "sinks": "refused"
+    }  # fmt: skip
+    assert rows[1]["how"] == "causality is aligned to the first key: q_offset is ignored"
+    assert rows[2]["how"] == "ValueError: no sinks"
+
+
+def test_differing_cells_are_marked_in_every_format():
+    one = result("causal", False, is_causal=True)
+    got = one.expected.copy()
+    got[0, 0, 1, 2] += 1
+    found = report(replace(one, answer=Answer(got, dtype="float32"), error=1.0))
+    assert re.findall(r"\S+\*", as_text(found).split("differs)")[1]) == [f"{got[0, 0, 1, 2]:.4f}*"]
+    assert as_markdown(found).count("**") == 2
+    assert as_html(found).count("<mark>") == 1
+
+
+def test_text_fits_80_columns_and_html_is_well_formed():
+    wide = result("a" * 60, False, change=1e7, **{n: np.tile(x, (1, 1, 6, 2)) for n in "qkv"})
+    found = report(wide, *WRONG, deviations=("hidden_score_small", "dead_rows_nan"))
+    assert max(map(len, as_text(found).splitlines())) <= WIDTH
+    page = as_html(found)
+    body = re.search(r"<body>.*</body>", page, re.DOTALL)[0]
+    ET.fromstring(body)
+    assert "http" not in page
+
+
+def test_what_a_function_says_is_text_and_no_markup():
+    row = result("x", False, refusal="ValueError: <b> | \x1b[2J", softcap=1.0)
+    found = report(result(), row)
+    assert "&lt;b&gt;" in as_html(found)
+    assert "\\<b\\> \\|" in as_markdown(found)
+    assert "\x1b" not in as_text(found) + as_html(found) + as_markdown(found)
+
+
+def test_a_crash_is_told():
+    found = report(result(output=False, is_right=False), deviations=("crashes",))
+    assert "It broke." in as_text(found)
+    assert found.failure == "k.py:f gives no output that can be compared: it broke"
+    assert report(*WRONG).failure is None
+
+
+# minimha.check
+
+
+def without_scale(q, k, v):
+    weights = np.exp(q @ k.swapaxes(-1, -2))
+    return weights / weights.sum(axis=-1, keepdims=True) @ v
+
+
+def test_the_module_is_the_function():
+    assert minimha.check(attention).verdict == "right"
+    assert "check" in dir(minimha)
+    assert dir(minimha.check) == ["Report", "assert_attention", "check"]
+    from minimha.check import check
+
+    assert check(attention, dtype="bfloat16").verdict == "right"
+
+
+def test_assert_attention_fails_with_the_verdict():
+    assert_attention(attention)
+    with pytest.raises(AssertionError, match="without_scale is wrong: the scores are not scaled"):
+        assert_attention(without_scale)
+
+
+def test_progress_hears_every_problem():
+    heard = []
+    found = minimha.check(attention, progress=heard.append)
+    assert [problem["name"] for problem in found.problems] == heard[: len(found.problems)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ((3,), TypeError, "function is of type int: expected something that can be called"),
+        ((attention, "pytorch"), ValueError, "speaks is 'pytorch': expected one of 'minimha'"),
+        ((attention, "torch", "float64"), ValueError, "dtype is 'float64': expected one of"),
+        ((lambda q, k, v, mask: q,), ValueError,
+         r"takes none of the problems; on the plainest, 'one head': TypeError: .* missing 1 "
+         r"required positional argument: 'mask'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_checked_is_one_sentence(arguments, error, sentence):
+    with pytest.raises(error, match=sentence):
+        minimha.check(*arguments)
