@@ -33,7 +33,8 @@ def test_commands_run(command, capsys, tmp_path):
     if "--output" in arguments:
         name = Path(arguments[arguments.index("--output") + 1]).name
         arguments[arguments.index("--output") + 1] = str(tmp_path / name)
-    assert main(arguments) == 0
+    has_bug = command.startswith("check walkthroughs/kernels/")
+    assert main(arguments) == (1 if has_bug else 0)
     assert capsys.readouterr().err == ""
 
 
