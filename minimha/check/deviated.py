@@ -391,7 +391,7 @@ class _Deviation:
         kinds = {
             "mask": self.by_mask, "positions": self.by_positions, "lengths": self.by_lengths,
         }  # fmt: skip
-        if "mask_added_as_number" in d:
+        if "mask_added_as_number" in d and self.x.problem.attn_mask is not None:
             self.S = self.S + kinds["mask"]
             kinds["mask"] = np.ones((1, 1, 1, 1), bool)
         soft = [n for n in HIDDEN_FINITELY[:3] if n in d]
@@ -573,6 +573,10 @@ class _Deviation:
         if self.sinks_used() is not None:
             is_hidden = np.zeros_like(is_hidden)
         only_here = is_hidden & ~x.sees_nothing
+        if "online_last_block_dropped" in d and only_here.any():
+            self.others.append(np.where(only_here[..., None], np.nan, self.O))
+            self.is_lse_free = self.is_lse_free | only_here
+            only_here = np.zeros_like(only_here)
         self.is_free, self.is_lse_free = self.is_free | only_here, self.is_lse_free | only_here
         rows = (is_hidden & x.sees_nothing)[..., None]
         if rows.any() and set(HIDDEN_ROWS) & set(d):

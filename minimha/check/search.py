@@ -26,9 +26,14 @@ Array = NDArray[Any]
 Item = tuple[str, Any]  # an identifier and the value that it has
 Hypothesis = frozenset[Item]
 
-WIDTH = 12  # hypotheses that are followed at a time
-TARGETS = 2  # contradicted problems from which each of them grows
-PAIRS = 3  # problems on which pairs are tried where no single deviation explains the answer
+STEPS = 6  # from no deviation to four of them, with the right values
+WIDTH = 10  # hypotheses that are followed at a time
+TRIED = 6  # contradicted problems that are looked at, easy ones first,
+TARGETS = 2  # until so many of them are explained
+BRANCHES = 24  # hypotheses that grow from one,
+SAMPLE = 10  # those that explain most of so many problems
+SHARE = 0.2  # of the wrong answers, that a set must explain to be named
+MOST_FITS = 20_000  # comparisons after which nothing new is tried
 NONE: Hypothesis = frozenset()
 
 
@@ -82,6 +87,8 @@ class Problems:
                 prediction = self.predicted(n, [item]) if self.matters(n, item[0]) else None
                 if prediction is None or _same(prediction, right):
                     continue
+                if is_precision(item[0]) and not self.graded[n].is_exact:
+                    continue  # its bounds are too wide here to be evidence
                 alike = next((items for other, items in kinds if _same(prediction, other)), None)
                 if alike is None:
                     kinds.append((prediction, [item]))
@@ -152,7 +159,6 @@ class Search:
     progress: Callable[[str], None] = lambda doing: None
     most: int = 4
     _fits: dict[tuple[int, Hypothesis], Fit] = field(default_factory=dict)
-    _pairs_tried: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.taken = [n for n, answer in enumerate(self.answers) if answer.output is not None]
@@ -172,14 +178,17 @@ class Search:
     def run(self) -> list[Hypothesis]:
         """The smallest of the sets that the fewest answers contradict; [∅] if nothing helps."""
         found: dict[Hypothesis, int] = {NONE: len(self.contradicted(NONE))}
-        beam = [NONE]
-        for size in range(1, self.most + 1):
-            self.progress(f"sets of {size}")
+        beam, least = [NONE], found[NONE]
+        for step in range(STEPS):
+            self.progress(f"deviations, step {step + 1}")
             grown = {h for hypothesis in beam for h in self.grown(hypothesis)} - set(found)
             found.update({h: len(self.contradicted(h)) for h in grown})
             beam = self.best(grown, found)
-            if not beam or not min(found.values()):
+            if not beam or not found[beam[0]] or found[beam[0]] > least:
                 break
+            if len(self._fits) > MOST_FITS:
+                break
+            least = found[beam[0]]
         return self.chosen(found)
 
     def best(self, grown: Iterable[Hypothesis], found: Mapping[Hypothesis, int]) -> list[Hypothesis]:
@@ -189,42 +198,56 @@ class Search:
         for h in sorted(grown, key=lambda h: (found[h], len(h), _rank(h))):
             names = names_of(h)
             counts[names] = counts.get(names, 0) + 1
-            if counts[names] <= 2 and len(h) < self.most:
+            if counts[names] <= 2:
                 kept.append(h)
         return kept[:WIDTH]
 
     def grown(self, hypothesis: Hypothesis) -> list[Hypothesis]:
-        """The hypothesis with whatever explains the first answers that contradict it."""
+        """What explains the first answers that contradict the hypothesis, most promising first."""
         targets, found = 0, []
-        for n in self.contradicted(hypothesis):
+        contradicted = self.contradicted(hypothesis)
+        for n in self.targets(contradicted):
             grown = [h for h in self.extended(n, hypothesis) if self.explains(n, h)]
-            if not grown and len(self._pairs_tried) < PAIRS and not hypothesis:
-                self._pairs_tried.add(n)
+            if not grown and n == contradicted[0] and not hypothesis:
                 grown = self.grown_by_two(n)
             found += grown
             targets += bool(grown)
-            if targets == TARGETS:
+            if targets == TARGETS or len(self._fits) > MOST_FITS:
                 break
-        return found
+        sample = contradicted[:SAMPLE]
+
+        def unexplained(h: Hypothesis) -> int:
+            return sum(not self.fit(n, h).is_explained for n in sample)
+
+        return sorted(dict.fromkeys(found), key=lambda h: (unexplained(h), _rank(h)))[:BRANCHES]
+
+    def targets(self, contradicted: Sequence[int]) -> list[int]:
+        """The problems to look at: easy ones, and then those that were made to show rounding."""
+        is_exact = [self.problems.graded[n].is_exact for n in contradicted]
+        easy = [n for n, exact in zip(contradicted, is_exact, strict=True) if not exact]
+        return easy[:TRIED] + [n for n, exact in zip(contradicted, is_exact, strict=True) if exact]
 
     def explains(self, n: int, hypothesis: Hypothesis) -> bool:
         fit = self.fit(n, hypothesis)
         return fit.is_explained and not fit.is_mute
 
     def extended(self, n: int, hypothesis: Hypothesis) -> list[Hypothesis]:
-        """One deviation more, of a stage that is free."""
+        """One deviation more, of a stage that is free, or another value of one that it has."""
         stages = {DEVIATIONS[name].stage for name, _ in hypothesis}
-        return [
-            hypothesis | {item}
-            for item in all_items()
-            if self.problems.matters(n, item[0]) and DEVIATIONS[item[0]].stage not in stages
-        ]
+        found = []
+        if len(hypothesis) < self.most:
+            items = [item for items in self.problems.kinds(n) for item in items]
+            found = [hypothesis | {i} for i in items if DEVIATIONS[i[0]].stage not in stages]
+        for held in hypothesis:
+            for value in DEVIATIONS[held[0]].values:
+                found.append(hypothesis - {held} | {(held[0], value)})
+        return found
 
     def grown_by_two(self, n: int) -> list[Hypothesis]:
         """The pairs that explain an answer; deviations that do the same here are tried once."""
         found: list[Hypothesis] = []
         for kinds in combinations(self.problems.kinds(n), 2):
-            pairs = [frozenset(p) for p in product(*kinds) if _stages_differ(p)]
+            pairs = [frozenset(p) for p in product(*map(_usual, kinds)) if _stages_differ(p)]
             if pairs and self.explains(n, pairs[0]):
                 found += pairs
         return found
@@ -250,20 +273,43 @@ class Search:
         return hypothesis
 
     def is_supported(self, hypothesis: Hypothesis) -> bool:
-        """Whether each deviation explains an answer that nothing else of the set does."""
-        return all(self.evidence(hypothesis, item) for item in hypothesis)
+        """Whether each deviation explains an answer that nothing else of the set does.
+
+        Some of the answers must be numbers: zeros or NaN everywhere are explained too easily. And
+        the set must explain some share of what is wrong: one answer of many fits by chance.
+        """
+        tells = any(
+            self.explains(n, hypothesis) and _has_numbers(self.answers[n]) for n in self.taken
+        )
+        wrong, left = len(self.contradicted(NONE)), len(self.contradicted(hypothesis))
+        enough = wrong - left >= SHARE * wrong
+        return tells and enough and all(self.evidence(hypothesis, item) for item in hypothesis)
 
     def evidence(self, hypothesis: Hypothesis, item: Item) -> list[int]:
         """The answers that contradict the set without ``item`` and agree with it."""
         without = set(self.contradicted(hypothesis - {item}))
         explained = [n for n in self.taken if n in without and self.explains(n, hypothesis)]
-        if DEVIATIONS[item[0]].stage.startswith("precision"):  # elsewhere its bounds are wide
+        if is_precision(item[0]):
             explained = [n for n in explained if self.problems.graded[n].is_exact]
         return explained
 
 
+def _has_numbers(answer: Answer) -> bool:
+    O = answer.output
+    return O is not None and bool((np.isfinite(O) & (O != 0)).any())
+
+
+def is_precision(identifier: str) -> bool:
+    return DEVIATIONS[identifier].stage.startswith("precision")
+
+
 def names_of(hypothesis: Iterable[Item]) -> frozenset[str]:
     return frozenset(name for name, _ in hypothesis)
+
+
+def _usual(items: Iterable[Item]) -> list[Item]:
+    """The first value of each identifier."""
+    return list({item[0]: item for item in reversed(list(items))}.values())
 
 
 def _stages_differ(items: Iterable[Item]) -> bool:
