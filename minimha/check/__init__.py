@@ -25,6 +25,7 @@ from minimha.check import speaking
 from minimha.check.answer import Answer
 from minimha.check.calling import ARRAYS, DTYPES, Caller
 from minimha.check.candidate import TIMEOUT, Candidate
+from minimha.check.page import as_text
 from minimha.check.problems import graded
 from minimha.check.report import Report
 from minimha.check.verdict import judge
@@ -76,7 +77,7 @@ def check(
     -------
     Report
         Its ``verdict`` is "right", "wrong" or "cannot tell", its ``deviations`` are the smallest
-        set that explains most problems, and ``str()`` of it is a page for readers.
+        set that explains most problems, and ``str()`` of it is the verdict in two sentences.
 
     Raises
     ------
@@ -163,7 +164,7 @@ def assert_attention(function: Callable[..., Any] | str, **settings: Any) -> Non
     __tracebackhide__ = True  # pytest shows the caller's line
     report = check(function, **settings)
     if report.verdict != "right":
-        raise AssertionError(str(report))
+        raise AssertionError(as_text(report))
 
 
 def _name_of(function: Any) -> str:

@@ -19,7 +19,7 @@ MOST_LISTED = 16  # numbers of an option in the JSON; of a longer one its size a
 
 @dataclass(frozen=True)
 class Report:
-    """What ``check`` found; ``str(report)`` is a page for readers.
+    """What ``check`` found; ``str(report)`` is the verdict, ``page.as_text`` all of it for readers.
 
     Attributes
     ----------
@@ -94,9 +94,7 @@ class Report:
         return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
     def __str__(self) -> str:
-        from minimha.check.page import as_text
-
-        return as_text(self)
+        return " ".join(self.sentences)
 
     @property
     def failure(self) -> str | None:

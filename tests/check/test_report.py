@@ -91,7 +91,8 @@ def test_a_librarys_own_convention_is_right():
     found = report(result(is_causal=True), failing, speaks="torch", **names)
     assert found.verdict == "right"
     assert found.deviations == ("causal_top_left",)
-    assert "causal is aligned top-left, as torch does" in str(found)
+    assert "causal is aligned top-left, as torch does" in as_text(found)
+    assert str(found).endswith("as torch does. It takes every option.")
     assert report(result(), failing, **names).verdict == "wrong"
     more = {"deviations": ("causal_top_left", "scale_missing"), "explains": (2, 2)}
     assert report(result(), failing, speaks="torch", **more).verdict == "wrong"
