@@ -1,0 +1,117 @@
+"""Other libraries and our own kernels, described truly; each where it is installed."""
+
+import os
+from functools import partial
+
+import pytest
+from check import libraries
+from problems import run
+
+import minimha
+from minimha import attention
+from minimha.kernels.ladder import LADDER
+
+TOP_LEFT, MEAN, LEAKS = "causal_top_left", "dead_rows_mean", "nan_leaks"
+
+
+@pytest.fixture
+def module():
+    """A library, if it is installed."""
+
+    def module(name):
+        return pytest.importorskip(name, reason=f"{name}, which is described, is not installed")
+
+    return module
+
+
+@pytest.fixture
+def keras(module, monkeypatch):
+    module("torch")
+    monkeypatch.setitem(os.environ, "KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "torch"))
+    return module("keras")
+
+
+def assert_is(report, verdict, *deviations):
+    assert (report.verdict, set(report.deviations)) == (verdict, set(deviations)), str(report)
+    assert report.explains[0] == report.explains[1]
+    assert report.explains[1] > 30
+
+
+def test_torch_sdpa_is_right_by_its_own_conventions(module):
+    sdpa = module("torch").nn.functional.scaled_dot_product_attention
+    report = minimha.check(sdpa, "torch")
+    assert_is(report, "right", TOP_LEFT, LEAKS)
+    assert "causal is aligned top-left, as torch does" in report.sentences[0]
+    assert {"sinks", "softcap", "window_size"} < set(report.refused)
+
+
+def test_torch_multi_head_attention_hides_where_the_mask_is_true(module):
+    module("torch")
+    report = minimha.check(libraries.torch_multi_head_attention)
+    assert_is(report, "wrong", "mask_inverted")
+
+
+def test_flex_attention_is_right_but_for_hidden_nan(module):
+    module("torch.nn.attention.flex_attention")
+    assert_is(minimha.check(libraries.flex_attention), "wrong", LEAKS)
+
+
+def test_keras_is_right_by_its_own_conventions(keras):
+    report = minimha.check(keras.ops.dot_product_attention, "keras")
+    assert_is(report, "right", TOP_LEFT, MEAN, LEAKS)
+    assert "softcap" in report.refused
+
+
+@pytest.mark.parametrize(
+    "layer", [libraries.keras_multi_head_attention, libraries.keras_grouped_query_attention]
+)
+def test_keras_layers_are_as_its_function(keras, layer):
+    assert_is(minimha.check(layer), "wrong", TOP_LEFT, MEAN, LEAKS)
+
+
+def test_jax_is_right_by_its_own_conventions(module):
+    report = minimha.check(module("jax").nn.dot_product_attention, "jax")
+    assert_is(report, "right", TOP_LEFT, MEAN, LEAKS)
+
+
+def test_onnxruntimes_attention_is_right_by_its_own_conventions(module):
+    module("onnxruntime")
+    assert_is(minimha.check(libraries.onnxruntime_attention, "onnx"), "right", LEAKS)
+
+
+def test_onnxruntimes_multi_head_attention_ignores_where_queries_stand(module):
+    module("onnxruntime")
+    report = minimha.check(libraries.onnxruntime_multi_head_attention)
+    assert (report.verdict, set(report.deviations)) == ("wrong", {TOP_LEFT, "dead_rows_nan", LEAKS})
+    problems = {problem["name"]: problem for problem in report.problems}
+    assert problems["decoding"]["is_right"]  # one query sees every key
+
+
+def test_onnxruntimes_grouped_query_attention_is_right_in_what_it_takes(module):
+    module("onnxruntime")
+    report = minimha.check(libraries.onnxruntime_grouped_query_attention)
+    assert (report.verdict, report.deviations) == ("right", ())
+
+
+def test_transformers_gives_a_mean_where_nothing_is_seen(module):
+    module("torch")
+    module("transformers")
+    assert_is(minimha.check(libraries.transformers_eager), "wrong", MEAN, LEAKS)
+
+
+@pytest.mark.parametrize("name", ["dense", "tiled", *LADDER])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_our_equations_and_rungs_are_right_in_everything(name, dtype):
+    def function(q, k, v, return_lse=False, **options):
+        output, lse = run(name, q, k, v, **options)
+        return output.astype(q.dtype), lse
+
+    report = minimha.check(function, dtype=dtype)
+    assert_is(report, "right")
+    assert not report.refused
+
+
+def test_our_backend_for_the_cpu_is_right_in_everything():
+    report = minimha.check(partial(attention, backend="cpu"))
+    assert_is(report, "right")
+    assert not report.refused
