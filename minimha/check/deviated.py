@@ -32,6 +32,7 @@ Array = NDArray[Any]
 
 FLOAT32 = 2.0**-24  # half an eps: sums are accumulated in float32 whatever the dtype is
 UNITS = {"float32": FLOAT32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}  # but for 0
 OVERFLOW = {"float32": 88.0, "float64": 709.0}  # exp of more is infinite
 
 # When each operation on the scores takes its turn, and where deviations put it.
@@ -131,7 +132,8 @@ class Prepared:
         options = {name: x for name, x in arguments.items() if name != "return_lse"}
         self.problem = Problem.of(**options)
         self.given = arguments
-        self.unit, self.is_exact = UNITS[dtype], is_exact
+        self.extra = 0.0  # relative, of products and values that were rounded before
+        self.unit, self.smallest, self.is_exact = UNITS[dtype], SMALLEST[dtype], is_exact
         self.q, self.k, self.v = (getattr(self.problem, n).astype(np.float64) for n in "qkv")
         self.B, self.H, self.Lq, self.D = self.q.shape
         self.Hkv, self.Lk, self.Dv = self.v.shape[1:]
@@ -214,7 +216,7 @@ class _Deviation:
             T = K.reshape(*K.shape[:2], x.D, x.Lk) if is_reshaped else K.swapaxes(-1, -2)
             self.S, self.size = q @ T, abs(q) @ abs(T)
         self.q, self.V = q, (K if "v_is_k" in d else V)
-        self.delta = FLOAT32 * (x.D + 8) * self.size
+        self.delta = (FLOAT32 * (x.D + 8) + 2 * x.extra) * self.size
         self.round_products(q, K)
 
     def moved(self, a: Array) -> Array:
@@ -516,8 +518,8 @@ class _Deviation:
 
     def weigh(self) -> None:
         """O = W V, where a NaN in a hidden value adds nothing."""
-        W, V = self.W, self.V
-        if not self.x.has_nan:
+        x, W, V = self.x, self.W, self.V
+        if not x.has_nan:
             self.O = W @ V
         else:
             is_bad = ~np.isfinite(V).all(-1)
@@ -526,12 +528,11 @@ class _Deviation:
             sees_bad = (seen & is_bad[:, :, None, :]).any(-1)
             self.O = np.where(sees_bad[..., None], np.nan, self.O)
         sizes = np.where(np.isfinite(V), abs(V), 0)
-        relative = self.looseness + 2 * self.x.unit + FLOAT32 * (self.x.Lk + 32)
-        self.bound = (abs(W) * relative) @ sizes + self.moved_by_scores() + 1e-30
-        if {"weights_in_float16"} & set(self.d):
-            self.bound = self.bound + (0 if self.x.is_exact else 2.0**-24) * sizes.sum(
-                -2, keepdims=True
-            )
+        relative = self.looseness + x.extra + 2 * x.unit + FLOAT32 * (x.Lk + 32)
+        self.bound = (abs(W) * relative) @ sizes + self.moved_by_scores()
+        self.bound = self.bound + x.smallest * (1 + sizes.sum(-2, keepdims=True))
+        if "weights_in_float16" in self.d and not x.is_exact:
+            self.bound = self.bound + SMALLEST["float16"] * sizes.sum(-2, keepdims=True)
 
     def moved_by_scores(self) -> Array:
         """How far rounded scores may move the output.

@@ -12,10 +12,11 @@ from typing import Any
 
 MASKS = ("attn_mask",)
 POSITIONS = ("is_causal", "window_size")
+LAYER = ("num_heads",)
 HIDING = ("attn_mask", "is_causal", "window_size", "kv_lengths")
 BLOCKS = (64, 32, 16, 128, 8, 4, 2, 1, 3, 5, 6, 7, 10, 12, 20, 24, 48, 50, 96, 100, 256)
 KINDS = ("all", "mask", "positions", "lengths")
-FILLS = (-10.0, -1.0, -2.0, -5.0, -15.0, -20.0, -30.0, -50.0, -100.0)
+FILLS = (-10.0, -2.0, -5.0, -15.0, -20.0, -30.0, -50.0, -100.0)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ _ALL = [
         ("heads_not_moved_back",
          "The output's heads and tokens are confused: (B, H, L, D) is read as (B, L, H, D).",
          "Swap the axes of heads and tokens before reshaping.", ("back", "forth")),
+        ("heads_interleaved", "Heads are split as (D, H), not as (H, D).",
+         "Head h is the columns h · D to (h + 1) · D - 1."),
         ("heads_not_split",
          "The inputs' heads and tokens are confused: they are reshaped without being transposed.",
          "Reshape to (B, L, H, D) and then swap the axes of heads and tokens.",
@@ -330,6 +333,94 @@ _ALL = [
          "Keep weights in float32 until they are summed."),
         ("weights_in_bfloat16", "Weights are rounded to bfloat16.",
          "Keep weights in float32 until they are summed."),
+    ),
+    *_stage(
+        "output matrix",
+        ("w_o_transposed", "W_o is transposed.", "Multiply by W_o, not by its transpose."),
+        ("w_o_ignored", "W_o is left out.", "Multiply the concatenated heads by W_o."),
+        needs=LAYER,
+    ),
+    *_stage(
+        "query matrix",
+        ("w_q_transposed", "W_q, or other matrices beside it, are transposed.",
+         "Multiply x by W, not by its transpose.", ("q", "qk", "qkv")),
+        needs=LAYER,
+    ),
+    *_stage(
+        "key matrix",
+        ("w_k_transposed", "W_k is transposed.", "Multiply x by W_k, not by its transpose."),
+        needs=LAYER,
+    ),
+    *_stage(
+        "value matrix",
+        ("w_v_transposed", "W_v is transposed.", "Multiply x by W_v, not by its transpose."),
+        needs=LAYER,
+    ),
+    *_stage(
+        "query bias",
+        ("bias_q_ignored", "b_q, or other biases beside it, are ignored.",
+         "Add the biases to the products.", ("q", "qk", "qkv")),
+        needs=("b_q",),
+    ),
+    *_stage(
+        "value bias",
+        ("bias_v_ignored", "b_v is ignored.", "Add b_v to x W_v."),
+        needs=("b_v",),
+    ),
+    *_stage(
+        "output bias",
+        ("bias_o_ignored", "b_o is ignored.", "Add b_o to the output."),
+        needs=("b_o",),
+    ),
+    *_stage(
+        "rotation",
+        ("rope_ignored", "Queries and keys are not rotated.", "Rotate them by their positions."),
+        ("rope_interleaved", "Neighbours are rotated, (2i, 2i + 1), in place of halves.",
+         "Rotate the pairs (i, i + D/2)."),
+        ("rope_half", "Halves are rotated, (i, i + D/2), in place of neighbours.",
+         "Rotate the pairs (2i, 2i + 1)."),
+        ("rope_over_heads", "Rotation takes the number of the head for the position.",
+         "Rotate along the axis of tokens."),
+        needs=("rope_base",),
+    ),
+    *_stage(
+        "direction of rotation",
+        ("rope_sign", "The rotation has the wrong sign.",
+         "Rotate by (x1 cos - x2 sin, x2 cos + x1 sin)."),
+        ("rope_on_queries_only", "Queries are rotated and keys are not.", "Rotate both."),
+        needs=("rope_base",),
+    ),
+    *_stage(
+        "base of rotation",
+        ("rope_base", "The rotation has another base than rope_base.",
+         "The angles are position · base^(-2i/D).",
+         (500000.0, 10000.0, 1000.0, 100.0, 100000.0, 1000000.0)),
+        needs=("rope_base",),
+    ),
+    *_stage(
+        "rotated values",
+        ("rope_on_values", "Values are rotated too.", "Rotate queries and keys alone."),
+        needs=("rope_base",),
+    ),
+    *_stage(
+        "positions of rotation",
+        ("rope_ignores_offset", "Positions start from 0 at every call.",
+         "Count positions from the cache's length."),
+        needs=("cache",),
+    ),
+    *_stage(
+        "cache",
+        ("cache_written_one_late", "A new key is written after it is needed: a query misses its own.",
+         "Append keys and values before attending."),
+        needs=("cache",),
+    ),
+    *_stage(
+        "concatenation",
+        ("concat_heads_reversed", "Heads are concatenated in reverse order.",
+         "Concatenate heads 0 to H - 1."),
+        ("concat_heads_interleaved", "Heads are interleaved: (B, L, D, H) is read as (B, L, H, D).",
+         "Move the axis of heads before that of D."),
+        needs=LAYER,
     ),
     *_stage(
         "run",

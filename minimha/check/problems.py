@@ -22,6 +22,7 @@ Array = NDArray[Any]
 
 SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 LARGEST = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.4e38}
+REQUIRED = ("q", "k", "v", "x", "W_q", "W_k", "W_v", "W_o", "num_heads")  # no options
 MANY = 301  # keys: divisible by no usual size of a block
 
 
@@ -47,11 +48,15 @@ class Graded:
     arguments: Mapping[str, Any]
     shows: str
     is_exact: bool = False
+    layer: Mapping[str, Any] | None = None
+    chunks: tuple[int, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments besides q, k and v."""
-        return {name: x for name, x in self.arguments.items() if name not in ("q", "k", "v")}
+        """The arguments besides q, k, v and x, and what is not usual about a layer."""
+        given = {**self.arguments, **(self.layer or {})}
+        options = {name: x for name, x in given.items() if name not in REQUIRED}
+        return {**options, "cache": self.chunks} if self.chunks else options
 
 
 def graded(dtype: str = "float32") -> list[Graded]:
@@ -71,7 +76,7 @@ def graded(dtype: str = "float32") -> list[Graded]:
     choice("dtype", dtype, tuple(SIGNIFICANT_BITS))
     families = (
         _plain, _related, _causal, _windows, _masks, _lengths, _biases, _caps_and_sinks,
-        _rows_that_see_nothing, _hidden_nan, _wide_ranges, _many_keys, _precision,
+        _rows_that_see_nothing, _hidden_nan, _wide_ranges, _many_keys, _tiles, _precision,
     )  # fmt: skip
     problems = [problem for family in families for problem in family()]
     return [
@@ -79,6 +84,18 @@ def graded(dtype: str = "float32") -> list[Graded]:
         for problem in problems
         if all(_is_representable(problem.arguments[name], dtype) for name in "qkv")
     ]
+
+
+def layer_problems(dtype: str = "float32") -> list[Graded]:
+    """Problems for a whole multi-head layer with its weights, always the same ones.
+
+    Raises
+    ------
+    ValueError
+        A dtype other than float32, float16 and bfloat16.
+    """
+    choice("dtype", dtype, tuple(SIGNIFICANT_BITS))
+    return list(_layers())
 
 
 def _has_exact_scores(problem: Graded, dtype: str) -> bool:
@@ -143,7 +160,9 @@ def _plain() -> Iterator[Graded]:
     yield _problem("heads and batch, square", "heads moved to their place and back", shapes)
     yield _problem("narrow values", "Dv other than D", _Draw("narrow values").qkv(H=2, Dv=3))
     draw = _Draw("grouped heads")
-    yield _problem("grouped heads", "which key/value head is read", draw.qkv(H=6, Hkv=3))
+    shows = "which key/value head is read"
+    yield _problem("grouped heads", shows, draw.qkv(H=6, Hkv=3))
+    yield _problem("grouped heads, square", shows, draw.qkv(H=4, Hkv=2, Lq=6, Lk=6))
     yield _problem("scale", "the argument scale", _Draw("scale").qkv(H=2), scale=0.3125)
     draw = _Draw("log-sum-exp")
     yield _problem("log-sum-exp", "the log-sum-exp", draw.qkv(H=2), return_lse=True)
@@ -395,6 +414,75 @@ def _many_keys() -> Iterator[Graded]:
         yield _problem(name, "blocks of keys", x)
 
 
+def _tiles() -> Iterator[Graded]:
+    """Each option once at a size that functions with whole tiles take."""
+    sizes: dict[str, Any] = {"Lq": 64, "Lk": 64, "D": 16}
+    name = "grouped heads, 64 tokens"
+    yield _problem(name, "which key/value head is read", _Draw(name).qkv(H=4, Hkv=2, **sizes))
+    draw = _Draw("64 tokens with an option")
+    x, shows = draw.qkv(**sizes), "an option at a size that suits tiles"
+    lower = np.tril(np.ones((64, 64), bool))
+    options: dict[str, dict[str, Any]] = {
+        "window": {"window_size": (9, 3)},
+        "mask": {"attn_mask": draw.mask(64, 64) | (lower & ~np.tril(lower, -2))},
+        "lengths": {"kv_lengths": np.array([37])},
+        "bias": {"attn_bias": draw.numbers(64, 64)},
+        "ALiBi": {"alibi_slopes": np.array([0.25], np.float32), "is_causal": True},
+        "softcap": {"softcap": 1.5},
+        "sinks": {"sinks": np.array([2.5], np.float32)},
+        "log-sum-exp": {"return_lse": True},
+    }
+    for option, given in options.items():
+        yield _problem(f"{option}, 64 tokens", shows, x, **given)
+
+
+def _layers() -> Iterator[Graded]:
+    def layer(
+        name: str, shows: str, B: int = 1, L: int = 6, H: int = 1, D: int = 4, Hkv: int | None = None,
+        chunks: tuple[int, ...] = (), call: Mapping[str, Any] | None = None, biases: bool = False,
+        E: int | None = None, **more: Any,
+    ) -> Graded:  # fmt: skip
+        draw, groups, width = _Draw(name), H if Hkv is None else Hkv, H * D if E is None else E
+        shapes = {"q": (width, H * D), "k": (width, groups * D), "v": (width, groups * D)}
+        shapes["o"] = H * D, width
+        given: dict[str, Any] = {
+            f"W_{n}": draw.numbers(*shape, spread=1 / np.sqrt(shape[0]))
+            for n, shape in shapes.items()
+        }
+        if biases:
+            given |= {f"b_{n}": draw.numbers(shape[1], spread=0.5) for n, shape in shapes.items()}
+        if Hkv is not None:
+            given["num_kv_heads"] = Hkv
+        arguments = {"x": draw.numbers(B, L, width), **(call or {})}
+        given |= {"num_heads": H, **more}
+        return Graded(name, arguments, shows, layer=given, chunks=chunks)
+
+    rotary = {"rope_base": 10000.0, "rope_interleaved": False}
+    causal = {"is_causal": True}
+    yield layer("one head", "the matrices", D=6)
+    yield layer("three heads", "heads split and joined", B=2, L=5, H=3)
+    yield layer("as many heads as tokens", "heads split and joined", L=4, H=4)
+    yield layer("narrow heads", "heads narrower than E / H", H=2, D=3, E=8)
+    yield layer("causal", "who sees whom", H=2, call=causal)
+    mask = _Draw("mask of a layer").mask(6, 6)
+    yield layer("mask", "what True means", H=2, call={"attn_mask": mask})
+    yield layer("biases", "what is added to products", H=2, biases=True)
+    yield layer("grouped heads", "which key/value head is read", H=4, Hkv=2)
+    yield layer("rotary", "rotated halves", H=2, D=8, **rotary)
+    yield layer(
+        "rotary, interleaved", "rotated pairs", H=2, D=8, rope_base=10000.0, rope_interleaved=True
+    )
+    yield layer("rotary, another base", "the base", H=2, D=8, rope_base=500.0, rope_interleaved=False)
+    yield layer("cache", "what earlier calls leave", H=2, chunks=(3, 1, 2), call=causal)
+    yield layer(
+        "cache, rotary", "positions after earlier calls", H=2, D=8, chunks=(3, 1, 2), call=causal,
+        **rotary,
+    )  # fmt: skip
+    yield layer(
+        "everything", "all of it together", B=2, H=4, D=4, Hkv=2, biases=True, call=causal, **rotary
+    )  # fmt: skip
+
+
 def _precision() -> Iterator[Graded]:
     two = [[1, 0, 0, 0], [0, 1, 0, 0]]
     yield _chosen(
@@ -405,11 +493,11 @@ def _precision() -> Iterator[Graded]:
         "scores of 257", "scores kept in 8 bits", [[512, 2, 0, 0]],
         [[1, 1, 0, 0], [1, 0, 0, 0]], two,
     )  # fmt: skip
-    wide = np.ones((2, 4096))
-    wide[1, 2048:] = 0
+    wide = np.ones((3, 4096))
+    wide[1, 2048:] = wide[2, 512:] = 0
     yield _chosen(
         "sums of 4096 products", "scores added up in 16 bits", np.ones((1, 4096)), wide,
-        np.eye(2, 4096),
+        np.eye(3, 4096),
     )  # fmt: skip
     for name, extra, size in (
         ("1 + 2^-9", 2.0**-9, 2048), ("1 + 2^-12", 2.0**-12, 8192),

@@ -96,11 +96,12 @@ def _line(problem: Graded, A: Array) -> tuple[float, float] | None:
     """Slope and R² of a row's log-weights against its products; None where there is no line."""
     q, k = (np.asarray(problem.arguments[n], np.float64) for n in "qk")
     S = q @ k.swapaxes(-1, -2)
-    if not (A > 0).all():
+    if not ((A > 0) & np.isfinite(A)).all():
         return None
     y, x = (z - z.mean(-1, keepdims=True) for z in (np.log(A), S))
     slope = float((x * y).sum() / (x * x).sum())
-    r2 = 1 - float(((y - slope * x) ** 2).sum() / (y**2).sum())
+    variation = float((y**2).sum())
+    r2 = 1 - float(((y - slope * x) ** 2).sum()) / variation if variation else 0.0
     return (slope, r2) if r2 > FIT else None
 
 
