@@ -23,13 +23,15 @@ from typing import Any
 
 from minimha.check import speaking
 from minimha.check.answer import Answer
-from minimha.check.calling import ARRAYS, DTYPES, Caller
+from minimha.check.calling import ARRAYS, DTYPES, Caller, arguments_of
 from minimha.check.candidate import TIMEOUT, Candidate
+from minimha.check.layers import LayerCaller
 from minimha.check.page import as_text
-from minimha.check.problems import graded
+from minimha.check.problems import graded, layer_problems
 from minimha.check.report import Report
+from minimha.check.target import split
 from minimha.check.verdict import judge
-from minimha.equations.arguments import choice, number
+from minimha.equations.arguments import choice, flag, number
 
 __all__ = ["Report", "assert_attention", "check"]
 
@@ -41,6 +43,7 @@ def check(
     speaks: str = "minimha",
     dtype: str = "float32",
     *,
+    is_layer: bool = False,
     arrays: str | None = None,
     device: str | None = None,
     timeout: float = TIMEOUT,
@@ -63,6 +66,9 @@ def check(
         as that library's function, in its layout and with its masks.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
         Of queries, keys and values.
+    is_layer : bool, default False
+        ``function`` is a class of whole layers, with matrices and heads: see
+        ``minimha.check.layers`` for how it is called. It speaks "minimha" or "torch".
     arrays : {"numpy", "torch", "jax", "cupy"}, optional
         Whose arrays it gets. By default what it speaks suggests; where that is refused, those of
         the libraries that it has imported.
@@ -99,17 +105,19 @@ def check(
         "arrays": arrays,
         "device": device,
     }
-    problems = graded(dtype)
+    problems = layer_problems(dtype) if flag("is_layer", is_layer) else graded(dtype)
     if isinstance(function, str):
         timeout = number("timeout", timeout, low=1e-3)
-        with Candidate(function, timeout, **settings) as candidate:
+        split(function)
+        with Candidate(function, timeout, is_layer=is_layer, **settings) as candidate:
             answers = candidate.answers(problems, progress)
         name = function
     elif callable(function):
-        caller, answers = Caller(function, **settings), []
+        caller = (LayerCaller if is_layer else Caller)(function, **settings)
+        answers = []
         for problem in problems:
             progress(problem.name)
-            answers.append(caller.answer(problem.arguments))
+            answers.append(caller.answer(arguments_of(problem)))
         name = _name_of(function)
     else:
         raise TypeError(

@@ -13,15 +13,19 @@ from numpy.typing import NDArray
 
 from minimha.check import speaking
 from minimha.check.answer import Answer
+from minimha.check.problems import Graded
 from minimha.equations.arrays import as_numpy, bfloat16, library_of, like
 
 Array = NDArray[Any]
 
 ARRAYS = ("numpy", "torch", "jax", "cupy")
 DTYPES = ("float32", "float16", "bfloat16")
-IN_DTYPE = ("q", "k", "v", "attn_bias")  # the other options' numbers stay float32
+IN_DTYPE = ("q", "k", "v", "attn_bias")
 SAME = 256  # times the dtype's epsilon: what two runs of one kernel may differ by
 LONGEST_REASON = 300  # characters of somebody's error
+
+
+Axes = tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]
 
 
 class NotAnArray(TypeError):  # noqa: N818
@@ -95,7 +99,7 @@ class Caller:
 
     def _run(self, kind: str, arguments: Mapping[str, Any], *, wants_lse: bool) -> Answer:
         cast = {name: self._cast(name, value) for name, value in arguments.items()}
-        given, words = speaking.said(self.speaks, cast, wants_lse=wants_lse)
+        given, words = self._said(cast, wants_lse)
         output, lse, faults = self._once(kind, given, words)
         again, _, _ = self._once(kind, given, words)
         if not _same(output, again):
@@ -103,6 +107,16 @@ class Caller:
         if not (arguments.get("return_lse") and speaking.DIALECTS[self.speaks].lse):
             lse = None  # a second result is something else
         return self._read(cast, output, lse, faults)
+
+    def _said(
+        self, cast: Mapping[str, Any], wants_lse: bool
+    ) -> tuple[list[Array], Mapping[str, Any]]:
+        """The positional and the keyword arguments."""
+        return speaking.said(self.speaks, cast, wants_lse=wants_lse)
+
+    def _axes(self, cast: Mapping[str, Any]) -> Axes:
+        """Letters and sizes of the output and of the log-sum-exp."""
+        return speaking.expected_shapes(self.speaks, cast["q"], cast["v"])
 
     def _once(
         self, kind: str, given: list[Array], words: Mapping[str, Any]
@@ -113,14 +127,14 @@ class Caller:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             returned, extra = speaking.results(self.function(*theirs, **options))
-            output = _numbers(returned)
-            lse = None if extra is None else _numbers(extra)
+            output = numbers_of(returned)
+            lse = None if extra is None else numbers_of(extra)
         faults = []
         for before, after in zip(
             [*given, *words.values()], [*theirs, *options.values()], strict=True
         ):
             if isinstance(before, np.ndarray):
-                now = _numbers(after)
+                now = numbers_of(after)
                 if not np.array_equal(_wide(before), _wide(now), equal_nan=True):
                     faults = ["writes_into_inputs"]
                 if kind in ("numpy", "torch") and np.shares_memory(output, now):
@@ -130,7 +144,10 @@ class Caller:
     def _cast(self, name: str, value: Any) -> Any:
         if not isinstance(value, np.ndarray) or value.dtype.kind in "biu":
             return value
-        return value.astype(self.dtype if name in IN_DTYPE else np.float32)
+        return value.astype(self.dtype if self._is_in_dtype(name) else np.float32)
+
+    def _is_in_dtype(self, name: str) -> bool:
+        return name in IN_DTYPE  # the other options' numbers stay float32
 
     def _theirs(self, kind: str, value: Any) -> Any:
         """A copy of an array as one of the library's; anything else as it is."""
@@ -152,11 +169,10 @@ class Caller:
         faults, notes, name = [*faults], [], output.dtype.name
         if output.dtype != self.dtype:
             faults.append("wrong_dtype")
-            notes.append(f"its output has dtype {name}: expected {self.dtype.name}, as q, k and v")
-        wide, axes = _wide(output), speaking.expected_shapes(self.speaks, cast["q"], cast["v"])
-        log_sum = None if lse is None else _wide(lse)
+            notes.append(f"its output has dtype {name}: expected its inputs', {self.dtype.name}")
+        wide, log_sum = _wide(output), None if lse is None else _wide(lse)
         for what, array, (letters, sizes) in zip(
-            ("output", "log-sum-exp"), (output, lse), axes, strict=True
+            ("output", "log-sum-exp"), (output, lse), self._axes(cast), strict=True
         ):
             if array is not None and array.shape != sizes:
                 faults.append("wrong_shape")
@@ -165,7 +181,14 @@ class Caller:
         return Answer(wide, log_sum, None, tuple(dict.fromkeys(faults)), name, "; ".join(notes))
 
 
-def _numbers(value: Any) -> Array:
+def arguments_of(problem: Graded) -> Mapping[str, Any]:
+    """All that a ``Caller`` needs of a problem: a layer's matrices are arguments like others."""
+    if problem.layer is None:
+        return problem.arguments
+    return {**problem.arguments, **problem.layer, "chunks": list(problem.chunks)}
+
+
+def numbers_of(value: Any) -> Array:
     """An array of any library, or nested lists, as NumPy's."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from minimha.check.answer import Answer
+from minimha.check.calling import arguments_of
 from minimha.check.problems import Graded
 from minimha.check.wire import receive, send
 from minimha.check.worker import as_answer
@@ -56,7 +57,7 @@ class Candidate:
     memory : int, default 4 GiB
         Bytes that it may take beyond those after loading.
     **settings
-        Those of ``calling.Caller``: speaks, dtype, arrays, device.
+        Those of ``calling.Caller``, speaks, dtype, arrays and device; ``is_layer`` for a class.
 
     Raises
     ------
@@ -89,7 +90,7 @@ class Candidate:
                 found.append(Answer(refusal=f"not asked, after it had failed: {found[0].note}"))
                 continue
             progress(problem.name)
-            answer = self.answer(problem.arguments)
+            answer = self.answer(arguments_of(problem))
             found.append(answer)
             if "hangs" in answer.faults or (answer.faults and not self.has_answered):
                 failures += 1

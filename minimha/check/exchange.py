@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,24 @@ def digest(problems: Sequence[Graded]) -> str:
     return found.hexdigest()[:16]
 
 
+def check_names(found: Iterable[str], problems: Sequence[Graded], where: str) -> None:
+    """Refuse arrays of which one is the answer to none of the problems, before they are read.
+
+    Raises
+    ------
+    ValueError
+        Which it is.
+    """
+    names = names_of(problems)
+    expected = {f"{name}.{part}" for name in names for part in PARTS}
+    for name in found:
+        if name not in expected:
+            raise ValueError(
+                f"{where} has the array {name!r}, which is the answer to none of these problems: "
+                f"expected names such as {names[0]}.output"
+            )
+
+
 def answers_of(
     arrays: Mapping[str, Array], problems: Sequence[Graded], where: str, dtype: str
 ) -> list[Answer]:
@@ -77,16 +95,9 @@ def answers_of(
     Raises
     ------
     ValueError
-        One of them belongs to no problem, or no problem has one.
+        There are none.
     """
     names = names_of(problems)
-    expected = {f"{name}.{part}" for name in names for part in PARTS}
-    for found in arrays:
-        if found not in expected:
-            raise ValueError(
-                f"{where} has the array {found!r}, which is the answer to none of these problems: "
-                f"expected names such as {names[0]}.output"
-            )
     if not arrays:
         raise ValueError(f"{where} holds no answers: expected arrays such as {names[0]}.output")
     return [

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check.deviations import DEVIATIONS
-from minimha.check.report import Report, features
+from minimha.check.report import Report, options_of
 from minimha.check.verdict import Result
 from minimha.explain.numbers import cells
 from minimha.explain.trace import printable
+
+Array = NDArray[Any]
 
 WIDTH = 80
 LARGEST = 8  # rows and columns of a matrix that is shown
@@ -110,22 +112,27 @@ def _shown(result: Result, named: Sequence[str]) -> Iterator[Part]:
         yield Paragraph(_sentence(answer.note))
     if answer.output is None or answer.output.shape != result.expected.shape:
         return
-    name, expected, got = "output", result.expected, np.asarray(answer.output)
-    wrong = _differs(expected, got, result.bound)
-    has_lse = answer.lse is not None and result.expected_lse is not None
-    if not wrong.any() and has_lse and answer.lse.shape == result.expected_lse.shape:  # type: ignore[union-attr]
-        name, expected = "log-sum-exp", np.asarray(result.expected_lse)[..., None]
-        got = np.asarray(answer.lse)[..., None]
-        wrong = _differs(expected, got, result.bound)
+    name, pair = "output", (result.expected, answer.output)
+    if not _differs(*pair, result.bound).any() and answer.lse is not None:
+        name, pair = (
+            "log-sum-exp",
+            (np.asarray(result.expected_lse)[..., None], answer.lse[..., None]),
+        )
+    if result.problem.layer is not None:  # whose heads are mixed
+        pair = pair[0][:, None], pair[1][:, None]
+    yield from _side_by_side(name, *pair, result.bound)
+
+
+def _side_by_side(name: str, expected: Array, got: Array, bound: float) -> Iterator[Part]:
+    """One head, (B, H, Lq, Dv), as much of it as can be read, from where it differs."""
+    wrong = _differs(expected, got, bound)
     b, h = next(zip(*np.nonzero(wrong.any(axis=(2, 3))), strict=True), (0, 0))
-    rows = slice(0, LARGEST)
-    if expected.shape[2] > LARGEST:  # around the first row that differs
-        first = int(wrong[b, h].any(axis=-1).argmax())
-        rows = slice(max(0, first - LARGEST // 2), max(0, first - LARGEST // 2) + LARGEST)
-    where = (b, h, rows, slice(0, LARGEST))
-    of = f", batch entry {b}, head {h}" if expected.shape[0] * expected.shape[1] > 1 else ""
-    size = f"rows {rows.start} to {rows.stop - 1} of the " if expected.shape[2] > LARGEST else ""
-    yield Paragraph(f"{size}{name}{of} (one row per query; {MARK} differs)".capitalize())
+    first = int(wrong[b, h].any(axis=-1).argmax()) if expected.shape[2] > LARGEST else 0
+    where = (b, h, slice(first, first + LARGEST), slice(0, LARGEST))
+    words = f"Rows {first} to {first + LARGEST - 1} of the {name}" if first else name.capitalize()
+    if expected.shape[0] * expected.shape[1] > 1:
+        words += f", batch entry {b}, head {h}"
+    yield Paragraph(f"{words} (one row per query; {MARK} differs)")
     yield Matrices(cells(expected[where], DECIMALS), cells(got[where], DECIMALS), wrong[where])
 
 
@@ -142,16 +149,20 @@ def _differs(expected: NDArray[Any], got: NDArray[Any], bound: float) -> NDArray
 
 def _arguments(result: Result) -> str:
     """Sizes and options: ``q (1, 1, 3, 4), k and v (1, 1, 5, 4), is_causal=True``."""
-    given = result.problem.arguments
-    q, k, v = (given[name].shape for name in ("q", "k", "v"))
-    sizes = f"q {q}, k and v {k}" if k == v else f"q {q}, k {k}, v {v}"
-    options = [
-        f"{name} {value.shape}" if isinstance(value, np.ndarray) and value.ndim > 1
-        else f"{name}={value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value}"
-        for name, value in given.items()
-        if name in features(result)
-    ]  # fmt: skip
-    return ", ".join([sizes, *options])
+    given, layer = result.problem.arguments, result.problem.layer
+    if layer is not None:
+        sizes = f"x {given['x'].shape}, num_heads={layer['num_heads']}"
+    else:
+        q, k, v = (given[name].shape for name in ("q", "k", "v"))
+        sizes = f"q {q}, k and v {k}" if k == v else f"q {q}, k {k}, v {v}"
+    return ", ".join([sizes, *(_option(*item) for item in options_of(result).items())])
+
+
+def _option(name: str, value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        is_short = value.size <= LARGEST and value.ndim == 1
+        return f"{name}={value.tolist()}" if is_short else f"{name} {value.shape}"
+    return f"{name}={value}"
 
 
 def _text(part: Part) -> str:

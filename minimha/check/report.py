@@ -137,7 +137,7 @@ class Report:
         """The failing problem with the fewest scores and options, one with an output if any."""
         failing = [
             (answer.output is None or result.expected.shape != answer.output.shape,
-             _num_scores(result), len(_options(result)), n)
+             _num_scores(result), len(options_of(result)), n)
             for n, result in enumerate(self.findings.results)
             for answer in [result.answer]
             if not (result.is_right or result.is_refused)
@@ -180,6 +180,11 @@ class Report:
 # Rows of the conformance table that are no option.
 PLAIN, GROUPED = "no option", "grouped heads"
 DEAD, LEAK = "queries that see no key", "NaN in hidden keys"
+GATHERED = {  # of a layer: the row of each argument
+    **dict.fromkeys(("b_q", "b_k", "b_v", "b_o"), "biases"),
+    **dict.fromkeys(("rope_base", "rope_interleaved"), "rotary positions"),
+    "num_kv_heads": GROUPED,
+}
 
 
 def _rows(identifier: str) -> tuple[str, ...]:
@@ -195,29 +200,28 @@ def _rows(identifier: str) -> tuple[str, ...]:
 def features(result: Result) -> list[str]:
     """What a problem switches on: its options, and what is no argument but can go wrong."""
     arguments = result.problem.arguments
-    found = list(_options(result))
-    if arguments["k"].shape[1] != arguments["q"].shape[1]:
-        found.append(GROUPED)
-    if result.expected_lse is not None and np.isneginf(result.expected_lse).any():
-        found.append(DEAD)
-    if any(np.isnan(arguments[name]).any() for name in ("k", "v")):
-        found.append(LEAK)
-    return found or [PLAIN]
+    found = dict.fromkeys(GATHERED.get(name, name) for name in options_of(result))
+    if result.problem.layer is None:
+        if arguments["k"].shape[1] != arguments["q"].shape[1]:
+            found[GROUPED] = None
+        if (result.expected == 0).all(axis=-1).any():
+            found[DEAD] = None
+        if any(np.isnan(arguments[name]).any() for name in ("k", "v")):
+            found[LEAK] = None
+    return list(found) or [PLAIN]
 
 
-def _options(result: Result) -> Mapping[str, Any]:
-    return {
-        name: value
-        for name, value in result.problem.arguments.items()
-        if name not in ("q", "k", "v") and value is not None and value is not False
-    }
+def options_of(result: Result) -> Mapping[str, Any]:
+    """The options that a problem gives."""
+    options = result.problem.options
+    return {n: x for n, x in options.items() if x is not None and x is not False}
 
 
 def _record(result: Result) -> dict[str, Any]:
     error = None if result.is_refused or result.answer.output is None else result.error
     return {
         "name": result.problem.name,
-        "options": {name: _plain(value) for name, value in _options(result).items()},
+        "options": {name: _plain(value) for name, value in options_of(result).items()},
         "error": error if error is None or math.isfinite(error) else str(error),
         "is_right": bool(result.is_right),
         "is_refused": bool(result.is_refused),
@@ -233,8 +237,12 @@ def _plain(value: Any) -> Any:
 
 
 def _num_scores(result: Result) -> int:
-    arguments = result.problem.arguments
-    return int(np.prod(arguments["q"].shape[:-1])) * int(arguments["k"].shape[-2])
+    """Of a layer the square of its tokens, head by head and entry by entry."""
+    given = result.problem.arguments
+    if result.problem.layer is None:
+        return int(np.prod(given["q"].shape[:-1])) * int(given["k"].shape[-2])
+    B, L, _ = given["x"].shape
+    return int(B * L * L * result.problem.layer["num_heads"])
 
 
 def _clause(identifier: str) -> str:

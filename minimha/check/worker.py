@@ -50,9 +50,11 @@ def as_answer(record: dict[str, Any]) -> Answer:
 
 def _caller(settings: dict[str, Any]) -> Any:
     from minimha.check.calling import Caller
+    from minimha.check.layers import LayerCaller
     from minimha.check.target import load
 
-    return Caller(load(settings.pop("target")), **settings)
+    kind = LayerCaller if settings.pop("is_layer", False) else Caller
+    return kind(load(settings.pop("target")), **settings)
 
 
 def _private_streams() -> tuple[IO[bytes], IO[bytes]]:

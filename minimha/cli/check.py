@@ -8,8 +8,10 @@ from typing import Any
 from minimha.cli.arguments import real
 from minimha.cli.output import REPORT_FORMATS, add_output, check_free, deliver_page, format_of
 from minimha.explain import render
+from minimha.explain.trace import printable
 
 NOTHING_WRONG, WRONG = 0, 1
+MODES = ("function", "layer", "write_problems", "compare")
 
 
 def add_parser(commands: Any) -> None:
@@ -24,6 +26,8 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("function", nargs="?", metavar="FUNCTION",
         help="mykernel.py:attention or package.module:attention")  # fmt: skip
+    add("--layer", metavar="CLASS",
+        help="module:Class of whole layers, Class(W_q=…, …, num_heads=H)(x)")  # fmt: skip
     add("--speaks", metavar="DIALECT", default="minimha",
         help="minimha (default), torch, flash_attention, jax, keras or onnx")  # fmt: skip
     add("--dtype", metavar="DTYPE", default="float32",
@@ -40,11 +44,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check a function, or answers; or write the problems."""
-    modes = [n for n in ("function", "write_problems", "compare") if getattr(args, n) is not None]
+    modes = [name for name in MODES if getattr(args, name) is not None]
     if len(modes) != 1:
         raise ValueError(
-            "check takes one of: a function such as mykernel.py:attention, --write-problems FOLDER "
-            "and --compare PATH"
+            "check takes one of: a function such as mykernel.py:attention, --layer module:Class, "
+            "--write-problems FOLDER and --compare PATH"
         )
     format_of(args)
     if args.output:
@@ -61,12 +65,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> Any:
     from minimha.check import check
-    from minimha.check.problems import graded
+    from minimha.check.problems import graded, layer_problems
 
-    with render.progress(sys.stderr, len(graded(args.dtype)) + 1) as progress:
+    is_layer = args.layer is not None
+    problems = (layer_problems if is_layer else graded)(args.dtype)
+    with render.progress(sys.stderr, len(problems) + 1) as progress:
         return check(
-            args.function, args.speaks, args.dtype, arrays=args.arrays, device=args.device,
-            timeout=args.timeout, progress=progress,
+            args.layer if is_layer else args.function, args.speaks, args.dtype, is_layer=is_layer,
+            arrays=args.arrays, device=args.device, timeout=args.timeout, progress=progress,
         )  # fmt: skip
 
 
@@ -87,30 +93,43 @@ def _write(args: argparse.Namespace) -> int:
 
     problems = graded(args.dtype)
     write_folder(args.write_problems, files_of(problems, args.dtype), force=args.force)
-    print(
-        f"{len(problems)} problems are in {args.write_problems}; problems.json says what they are"
-    )
+    where = printable(args.write_problems)
+    print(f"{len(problems)} problems are in {where}, listed in problems.json")
     return NOTHING_WRONG
 
 
 def _compared(args: argparse.Namespace) -> Any:
     from minimha.check import judged
-    from minimha.check.exchange import ANSWER, MANIFEST, answers_of, check_manifest, names_of
+    from minimha.check.exchange import MANIFEST, answers_of, check_manifest
     from minimha.check.problems import graded
-    from minimha.cli.inputs import read_arrays, read_text
+    from minimha.cli.inputs import read_text
 
     problems, path = graded(args.dtype), Path(args.compare)
-    if path.is_dir():
-        if (path / MANIFEST).exists():
-            manifest = path / MANIFEST
-            check_manifest(read_text(manifest), problems, str(manifest), args.dtype)
-        arrays = {
-            f"{name}.{part}": array
-            for name in names_of(problems)
-            if (path / f"{name}{ANSWER}").exists()
-            for part, array in read_arrays(path / f"{name}{ANSWER}").items()
-        }
-    else:
-        arrays = read_arrays(path)
+    manifest = path / MANIFEST
+    if path.is_dir() and manifest.exists():
+        check_manifest(read_text(manifest), problems, str(manifest), args.dtype)
+    arrays = _folder(path, problems) if path.is_dir() else _answers(path, problems, "")
     answers = answers_of(arrays, problems, args.compare, args.dtype)
     return judged(problems, answers, args.compare, "minimha", args.dtype)
+
+
+def _folder(path: Path, problems: Any) -> dict[str, Any]:
+    """The arrays of all answers in a folder."""
+    from minimha.check.exchange import ANSWER, names_of
+
+    arrays: dict[str, Any] = {}
+    for name in names_of(problems):
+        if (path / f"{name}{ANSWER}").exists():
+            arrays |= _answers(path / f"{name}{ANSWER}", problems, f"{name}.")
+    return arrays
+
+
+def _answers(path: Path, problems: Any, prefix: str) -> dict[str, Any]:
+    """The arrays of one file, their names after ``prefix``."""
+    from minimha.check.exchange import check_names
+    from minimha.cli.inputs import read_arrays
+
+    def check(names: list[str]) -> None:
+        check_names([prefix + name for name in names], problems, str(path))
+
+    return {prefix + name: array for name, array in read_arrays(path, check).items()}

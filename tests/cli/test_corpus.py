@@ -45,6 +45,9 @@ OPTIONS = {
     "sizes": "--preset --length --dtype",
     "kernels": "--rung",
     "bench --format none": "--shape --seconds --threads --backend",
+    "check": "--compare --write-problems",
+    "check none.py:f": "--speaks --dtype --arrays --device --timeout --format",
+    "check ": "",
     "attend": "",
     "example --format json": "",
     "": "",
@@ -319,6 +322,7 @@ MAKERS = {
 }
 CASES = [
     *(["attend", name] for name in (*FILES, *MAKERS)),
+    *(["check", f"--compare={name}"] for name in (*FILES, *MAKERS)),
     *LARGE,
     *PROBLEMS,
     *OUTPUTS,

@@ -1,0 +1,137 @@
+"""A class of whole layers, made into a function: its matrices go in with every call.
+
+A class of one's own is called ``Layer(W_q=…, W_k=…, W_v=…, W_o=…, num_heads=H)`` and, where a
+problem has them, with ``num_kv_heads``, ``b_q`` to ``b_o``, ``rope_base`` and ``rope_interleaved``;
+its instances ``layer(x)`` and, where a problem asks, with ``is_causal``, ``attn_mask`` (True = may
+attend) and ``cache``, a dictionary that starts empty and is passed again with the next tokens.
+Matrices are applied as x @ W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from minimha.check.calling import Array, Axes, Caller, numbers_of
+from minimha.check.speaking import Refused, results
+from minimha.layers import KVCache, MultiHeadAttention, RoPE
+
+SPOKEN = ("minimha", "torch")
+BIASES: tuple[str, ...] = ("b_q", "b_k", "b_v", "b_o")
+
+
+class LayerCaller(Caller):
+    """A class of layers, and how it wants to be called; parameters are those of ``Caller``."""
+
+    def __init__(self, cls: Callable[..., Any], speaks: str, *settings: Any, **more: Any) -> None:
+        super().__init__(function_of(cls, speaks), speaks, *settings, **more)
+
+    def _said(
+        self, cast: Mapping[str, Any], wants_lse: bool
+    ) -> tuple[list[Array], Mapping[str, Any]]:
+        words = {name: value for name, value in cast.items() if name != "x"}
+        return [cast["x"]], words
+
+    def _axes(self, cast: Mapping[str, Any]) -> Axes:
+        return ("(B, L, E)", cast["x"].shape), ("()", ())
+
+    def _is_in_dtype(self, name: str) -> bool:
+        return True
+
+
+def function_of(cls: Callable[..., Any], speaks: str) -> Callable[..., Any]:
+    """``cls`` as ``function(x, **matrices and options)``, which makes a layer and calls it.
+
+    Raises
+    ------
+    ValueError
+        A dialect whose layers are made otherwise.
+    """
+    if speaks not in SPOKEN:
+        raise ValueError(f"speaks is {speaks!r}: expected one of {SPOKEN}, for a layer")
+    if isinstance(cls, type) and issubclass(cls, MultiHeadAttention):
+        return _ours(cls)
+    return _torch(cls) if speaks == "torch" else _plain(cls)
+
+
+def _plain(cls: Callable[..., Any]) -> Callable[..., Any]:
+    def function(
+        x: Any, chunks: Sequence[int] = (), is_causal: bool = False, attn_mask: Any = None,
+        **layer: Any,
+    ) -> Any:  # fmt: skip
+        made, options = cls(**layer), _given(is_causal, attn_mask)
+        if not chunks:
+            return made(x, **options)
+        cache: dict[Any, Any] = {}
+        return _in_chunks(x, chunks, lambda tokens: made(tokens, **options, cache=cache))
+
+    return function
+
+
+def _ours(cls: type[MultiHeadAttention]) -> Callable[..., Any]:
+    def function(
+        x: Any, chunks: Sequence[int] = (), is_causal: bool = False, attn_mask: Any = None,
+        rope_base: float | None = None, rope_interleaved: bool = False, **layer: Any,
+    ) -> Any:  # fmt: skip
+        D = np.shape(layer["W_q"])[1] // layer["num_heads"]
+        if rope_base is not None:
+            layer["rope"] = RoPE(D, rope_base, interleaved=rope_interleaved)
+        made = cls.from_combined(**layer)
+        if not chunks:
+            return made(x, **_given(is_causal, attn_mask))
+        shape = len(x), made.num_kv_heads, sum(chunks), made.head_dim
+        cache = KVCache(*shape, value_dim=made.value_dim, dtype=made.dtype)
+        return _in_chunks(x, chunks, lambda tokens: made(tokens, cache=cache))  # causal by itself
+
+    return function
+
+
+def _torch(cls: Callable[..., Any]) -> Callable[..., Any]:
+    """As torch.nn.MultiheadAttention: matrices by its state dict, and True hides in a mask."""
+
+    def function(
+        x: Any, chunks: Sequence[int] = (), is_causal: bool = False, attn_mask: Any = None,
+        num_heads: int = 1, **layer: Any,
+    ) -> Any:  # fmt: skip
+        import torch
+
+        matrices = {f"W_{name}": layer.pop(f"W_{name}") for name in "qkvo"}
+        biases = {name: layer.pop(name) for name in BIASES if name in layer}
+        if layer or chunks:
+            raise Refused(f"no word for {' and '.join(layer) or 'a cache'} in torch")
+        state = {
+            "in_proj_weight": torch.cat([matrices[f"W_{name}"].mT for name in "qkv"]),
+            "out_proj.weight": matrices["W_o"].mT,
+        }
+        if biases:
+            state["in_proj_bias"] = torch.cat([biases[f"b_{name}"] for name in "qkv"])
+            state["out_proj.bias"] = biases["b_o"]
+        module = cls(x.shape[-1], num_heads, bias=bool(biases), batch_first=True)
+        module.load_state_dict(state)
+        hidden = torch.zeros(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+        if is_causal:
+            hidden |= torch.ones_like(hidden).triu(1)
+        if attn_mask is not None:
+            hidden |= ~attn_mask
+        options = {"attn_mask": hidden} if is_causal or attn_mask is not None else {}
+        with torch.no_grad():
+            return module.to(x).eval()(x, x, x, **options)
+
+    return function
+
+
+def _given(is_causal: bool, attn_mask: Any) -> dict[str, Any]:
+    options = {"is_causal": True} if is_causal else {}
+    return options if attn_mask is None else {**options, "attn_mask": attn_mask}
+
+
+def _in_chunks(x: Any, chunks: Sequence[int], call: Callable[[Any], Any]) -> Array:
+    """The outputs of calls with so many tokens each, one after the other."""
+    ends = np.cumsum(chunks).tolist()
+    outputs = [
+        numbers_of(results(call(x[:, start:end]))[0])
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+    return np.concatenate(outputs, axis=1)
