@@ -34,6 +34,7 @@ FLOAT32 = 2.0**-24  # half an eps: sums are accumulated in float32 whatever the 
 UNITS = {"float32": FLOAT32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}  # but for 0
 OVERFLOW = {"float32": 88.0, "float64": 709.0}  # exp of more is infinite
+UNDERFLOW = -746.0  # exp of less is 0 in float64 too
 
 # When each operation on the scores takes its turn, and where deviations put it.
 ORDER = {"scale": 1.0, "cap": 2.0, "bias": 3.0, "alibi": 3.1, "hide": 4.0}
@@ -177,6 +178,7 @@ class _Deviation:
         self.is_free = np.zeros(prepared.shape[:3], bool)
         self.is_lse_free = np.zeros(prepared.shape[:3], bool)
         self.others: list[Array] = []
+        self.lost: Array | None = None  # rows whose sum is 0 although they see keys
         self.looseness = 0.0  # relative, of weights, where precision is lost
 
     def result(self) -> Deviated:
@@ -398,8 +400,7 @@ class _Deviation:
             kinds["mask"] = np.ones((1, 1, 1, 1), bool)
         soft = [n for n in HIDDEN_FINITELY[:3] if n in d]
         kind, fill, way = _softly(soft[0], d[soft[0]]) if soft else (None, 0.0, "")
-        hard = np.ones((1, 1, 1, 1), bool)
-        softly = np.ones((1, 1, 1, 1), bool)
+        hard = softly = np.ones((1, 1, 1, 1), bool)
         for name, seen in kinds.items():
             if kind in (name, "all"):
                 softly = softly & seen
@@ -413,6 +414,11 @@ class _Deviation:
         elif way == "after":
             self.soft = np.broadcast_to(softly, self.x.shape)
         self.S = np.where(hard, self.S, -np.inf)
+        self.softly = softly  # what else may reach a row than what it sees
+        if "softcap_after_mask" in d:
+            self.softly = softly & hard
+        if "mask_added_as_number" in d:
+            self.softly = softly & self.by_mask
         self.seen = np.broadcast_to(hard & softly, self.x.shape) & ~np.isneginf(self.unhidden)
 
     # Softmax.
@@ -426,7 +432,7 @@ class _Deviation:
         sinks = self.sinks_used()
         keys_top = self.S.max(axis=axis, keepdims=True, initial=-np.inf)
         top = keys_top
-        if sinks is not None and "sink_not_in_maximum" not in d:
+        if sinks is not None and not {"sink_not_in_maximum", "sink_unshifted"} & set(d):
             top = np.maximum(top, sinks)
         top = self.deviated_maximum(top)
         top = np.where(np.isneginf(top), 0, top)
@@ -436,8 +442,10 @@ class _Deviation:
         total = plain
         if sinks is not None:
             total = plain + exp(sinks - (0 if "sink_unshifted" in d else top))
-        W = numerators if "softmax_not_normalised" in d else numerators / np.where(
-            total == 0, 1, total
+        W = (
+            numerators
+            if "softmax_not_normalised" in d
+            else numerators / np.where(total == 0, 1, total)
         )
         if self.soft is not None:
             W = np.where(self.soft, W, 0)
@@ -506,9 +514,13 @@ class _Deviation:
         if {"softmax_no_maximum", "softmax_global_maximum"} & set(self.d):
             distance = np.broadcast_to(keys_top - self.top, self.top.shape)
             unsure = (distance > OVERFLOW["float32"]) & (distance <= OVERFLOW["float64"])
-            unsure |= (distance < -OVERFLOW["float32"] + 10) & np.isfinite(distance)
+            unsure |= (distance < 10 - OVERFLOW["float32"]) & (distance >= UNDERFLOW)
+            lost = (distance < UNDERFLOW) & np.isfinite(distance)  # 0/0, or 0 where it is caught
+            if lost.any():
+                self.lost = np.full((1, 1, 1, 1), True) if name else lost
             free = unsure.any() if name else unsure[..., 0]
-            self.is_free, self.is_lse_free = self.is_free | free, self.is_lse_free | free
+            self.is_free = self.is_free | free
+            self.is_lse_free = self.is_lse_free | free | lost.any()
         if name:
             self.is_lse_free = self.is_lse_free | True
             if (total == 0).any():
@@ -570,6 +582,8 @@ class _Deviation:
     def settle_rows(self) -> None:
         """Rows that see nothing, and those that a hidden NaN may reach."""
         x, d = self.x, self.d
+        if self.lost is not None:
+            self.others.append(np.where(self.lost, np.nan, self.O))
         is_hidden = ~self.has_score.any(-1)
         if self.sinks_used() is not None:
             is_hidden = np.zeros_like(is_hidden)
@@ -595,7 +609,8 @@ class _Deviation:
         if "nan_leaks" in self.d:
             self.others.append(np.where(leaks[..., None], np.nan, self.O))
         if set(HIDDEN_FINITELY) & set(self.d):
-            self.is_free = self.is_free | leaks
+            reached = (is_bad[:, :, None, :] & ~self.softly).any(-1)
+            self.is_free, self.is_lse_free = self.is_free | reached, self.is_lse_free | reached
 
     def values_of_hidden_rows(self) -> list[Array]:
         """What the deviations put into rows that see nothing, (B, H, 1 or Lq, Dv) each."""
@@ -610,7 +625,8 @@ class _Deviation:
             flat = np.zeros_like(S)
             for scores in (flat, S):
                 for seen in (np.ones_like(self.by_lengths), self.by_lengths, self.by_positions):
-                    values.append(_softmax(np.where(seen, scores, -np.inf)) @ V)
+                    mean = _softmax(np.where(seen, scores, -np.inf)) @ V
+                    values.append(np.where(np.isnan(mean), self.O, mean))
         return values
 
     def finish(self) -> Deviated:

@@ -68,8 +68,6 @@ _ALL = [
         ("heads_not_moved_back",
          "The output's heads and tokens are confused: (B, H, L, D) is read as (B, L, H, D).",
          "Swap the axes of heads and tokens before reshaping.", ("back", "forth")),
-        ("heads_interleaved", "Heads are split as (D, H), not as (H, D).",
-         "Head h is the columns h · D to (h + 1) · D - 1."),
         ("heads_not_split",
          "The inputs' heads and tokens are confused: they are reshaped without being transposed.",
          "Reshape to (B, L, H, D) and then swap the axes of heads and tokens.",
@@ -333,6 +331,12 @@ _ALL = [
          "Keep weights in float32 until they are summed."),
         ("weights_in_bfloat16", "Weights are rounded to bfloat16.",
          "Keep weights in float32 until they are summed."),
+    ),
+    *_stage(
+        "columns of heads",
+        ("heads_interleaved", "Heads are split as (D, H), not as (H, D).",
+         "Head h is the columns h · D to (h + 1) · D - 1."),
+        needs=LAYER,
     ),
     *_stage(
         "output matrix",

@@ -223,17 +223,21 @@ def _causal() -> Iterator[Graded]:
         "causal weights at an offset", "which keys each query sees: V = I", few, is_causal=True,
         q_offset=3,
     )  # fmt: skip
-    yield _low_scores("causal, low scores", "whether future keys are hidden for good", is_causal=True)
+    shows = "whether future keys are hidden for good"
+    lower = np.tril(np.ones((6, 6), bool))
+    yield _low_scores("causal, low scores", shows, lower, is_causal=True)
 
 
-def _low_scores(name: str, shows: str, **options: Any) -> Graded:
-    """Scores of -160 and -162, so low that a fill like -10 is above them; exact in 16 bits."""
-    q = np.full((6, 4), 8.0)
-    q[:, 3] = 0.5
-    k = np.full((6, 4), -8.0)
-    k[:, :2] *= 2
-    k[:, 3] = np.array([0, -8, 0, 0, -8, -8])
-    return _chosen(name, shows, q, k, _Draw(name).numbers(6, 4), **options)
+def _low_scores(name: str, shows: str, seen: Array, **options: Any) -> Graded:
+    """Seen keys have scores of -160 and -162, far below those of hidden keys, 0; exact in 16 bits.
+
+    A fill of -10, or of -100 added to the scores, does not hide such keys.
+    """
+    rows, keys = np.indices(seen.shape)
+    scores = np.where(seen, -160 - 2 * ((rows + keys) % 3 == 0), 0)
+    q, k = 16 * np.eye(len(seen), 16), np.zeros((seen.shape[1], 16))
+    k[:, : len(seen)] = scores.T / 4  # scale · q is 4
+    return _chosen(name, shows, q, k, _Draw(name).numbers(seen.shape[1], 16), **options)
 
 
 def _windows() -> Iterator[Graded]:
@@ -274,7 +278,8 @@ def _masks() -> Iterator[Graded]:
     shows = "which keys each query sees: V = I"
     yield _problem("mask weights", shows, square, attn_mask=draw.mask(8, 8))
     mask = _Draw("mask, low scores").mask(6, 6)
-    yield _low_scores("mask, low scores", "whether keys are hidden for good", attn_mask=mask)
+    shows = "whether keys are hidden for good"
+    yield _low_scores("mask, low scores", shows, mask, attn_mask=mask)
 
 
 def _lengths() -> Iterator[Graded]:
@@ -293,7 +298,8 @@ def _lengths() -> Iterator[Graded]:
         kv_lengths=np.array([3, 5]), is_causal=True,
     )  # fmt: skip
     shows = "whether padded keys are hidden for good"
-    yield _low_scores("lengths, low scores", shows, kv_lengths=np.array([4]))
+    filled = np.broadcast_to(np.arange(6) < 4, (6, 6))
+    yield _low_scores("lengths, low scores", shows, filled, kv_lengths=np.array([4]))
 
 
 def _biases() -> Iterator[Graded]:
@@ -472,7 +478,9 @@ def _layers() -> Iterator[Graded]:
     yield layer(
         "rotary, interleaved", "rotated pairs", H=2, D=8, rope_base=10000.0, rope_interleaved=True
     )
-    yield layer("rotary, another base", "the base", H=2, D=8, rope_base=500.0, rope_interleaved=False)
+    yield layer(
+        "rotary, another base", "the base", H=2, D=8, rope_base=500.0, rope_interleaved=False
+    )
     yield layer("cache", "what earlier calls leave", H=2, chunks=(3, 1, 2), call=causal)
     yield layer(
         "cache, rotary", "positions after earlier calls", H=2, D=8, chunks=(3, 1, 2), call=causal,

@@ -83,7 +83,9 @@ def scale(weights: Weights) -> Reading | None:
         mean = sum(factors) / len(factors)
         if max(abs(f - mean) for f in factors) <= SHARED * abs(mean):
             return Reading("scale", _times(mean, form), fit)
-    return Reading("scale", _times(slopes[0][1] * sqrt(slopes[0][0]["q"].shape[3]), "1/sqrt(D)"), fit)
+    return Reading(
+        "scale", _times(slopes[0][1] * sqrt(slopes[0][0]["q"].shape[3]), "1/sqrt(D)"), fit
+    )
 
 
 def _times(factor: float, form: str) -> str:

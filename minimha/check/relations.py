@@ -43,10 +43,14 @@ def broken(answers: Mapping[str, Answer], tolerance: float) -> dict[str, str]:
             found[name] = sentence.format(difference)
     difference = _difference(outputs.get("values doubled"), 2 * whole)
     if difference > 2 * tolerance * size:
-        found["values doubled"] = f"with V doubled, the output differs by {difference:.2g} from twice"
+        found["values doubled"] = (
+            f"with V doubled, the output differs by {difference:.2g} from twice"
+        )
     ones = outputs.get("values of 1")
     if ones is not None and np.isfinite(ones).all() and abs(ones - 1).max() > tolerance:
-        found["weights sum to 1"] = f"rows of weights sum to {ones.min():.3g} up to {ones.max():.3g}"
+        found["weights sum to 1"] = (
+            f"rows of weights sum to {ones.min():.3g} up to {ones.max():.3g}"
+        )
     difference = _difference(_merged(answers), whole)
     if difference > tolerance * size:
         found["keys split"] = (

@@ -9,6 +9,7 @@ the fewest answers contradict.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
@@ -28,7 +29,8 @@ Item = tuple[str, Any]  # an identifier and the value that it has
 Hypothesis = frozenset[Item]
 
 STEPS = 6  # from no deviation to four of them, with the right values
-WIDTH = 10  # hypotheses that are followed at a time
+WIDTH = 8  # hypotheses that are followed at a time,
+MARGIN = 3  # if so many answers more contradict them than the best one
 TRIED = 6  # contradicted problems that are looked at, easy ones first,
 TARGETS = 2  # until so many of them are explained
 BRANCHES = 24  # hypotheses that grow from one,
@@ -36,19 +38,46 @@ SAMPLE = 10  # those that explain most of so many problems
 SHARE = 0.2  # of the wrong answers, that a set must explain to be named
 MOST_FITS = 20_000  # comparisons after which nothing new is tried
 NONE: Hypothesis = frozenset()
+KINDS = {  # the options that hide keys, by the name that deviations of hiding know them by
+    "mask": {"attn_mask"},
+    "positions": {"is_causal", "window_size"},
+    "lengths": {"kv_lengths"},
+}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fit:
     """How an answer fits a prediction.
 
-    ``is_mute`` where the prediction leaves everything open.
+    Attributes
+    ----------
+    is_explained : bool
+    wrong : tuple of (ndarray, ndarray)
+        Of the output, and of the log-sum-exp where it is compared: where the answer is not what was
+        predicted, and where anything may stand. Empty where they have no common shape.
+    error, bound : float
+        The largest difference, and the largest that rounding explains.
     """
 
     is_explained: bool
-    is_mute: bool = False
+    wrong: tuple[tuple[Array, Array], ...] = ()
     error: float = np.inf
     bound: float = 0.0
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether the prediction leaves everything open."""
+        return all(bool(is_free.all()) for _, is_free in self.wrong)
+
+    def tells_more_than(self, other: Fit) -> bool:
+        """Whether something that is explained here, not left open, is wrong there."""
+        if not other.wrong or not self.wrong:
+            return self.is_explained and not self.is_mute
+        pairs = zip(self.wrong, other.wrong, strict=False)
+        return self.is_explained and any(
+            there.shape != is_free.shape or bool((there & ~is_free).any())
+            for (_, is_free), (there, _) in pairs
+        )
 
 
 class Problems:
@@ -63,17 +92,39 @@ class Problems:
             Prepared(p.arguments, dtype, p.is_exact) if p.layer is None else PreparedLayer(p, dtype)
             for p in problems
         ]
+        self.lengths = [p.arguments["x" if p.layer else "k"].shape[-2] for p in problems]
         self.options = [set(p.options) | set(p.layer or ()) for p in problems]
         self._predicted: dict[tuple[int, Hypothesis], Deviated | None] = {}
         self._kinds: dict[int, list[list[Item]]] = {}
 
     def relevant(self, n: int, hypothesis: Iterable[Item]) -> Hypothesis:
-        """The deviations of a set that may change anything on problem ``n``."""
-        return frozenset(item for item in hypothesis if self.matters(n, item[0]))
+        """The deviations of a set that may change anything on problem ``n``.
 
-    def matters(self, n: int, identifier: str) -> bool:
-        needs = DEVIATIONS[identifier].needs
-        return not needs or not self.options[n].isdisjoint(needs)
+        Values that come to the same there, as blocks of 16 and of 32 keys do where there are six,
+        are one.
+        """
+        items = (self.usual(n, item) for item in hypothesis)
+        return frozenset(item for item in items if item is not None)
+
+    def usual(self, n: int, item: Item) -> Item | None:
+        """The item, or the one that stands for all that come to the same; None if it does nothing."""
+        name, value = item
+        needs = DEVIATIONS[name].needs
+        if needs and self.options[n].isdisjoint(needs):
+            return None
+        if name.startswith("online"):
+            Lk = self.lengths[n]
+            if name == "online_last_block_dropped":
+                return None if Lk % value == 0 else (name, min(value, Lk + 1))
+            return None if value >= Lk else item
+        if DEVIATIONS[name].stage == "hiding":
+            kind, *more = value if isinstance(value, tuple) else (value,)
+            present = [k for k, options in KINDS.items() if not self.options[n].isdisjoint(options)]
+            if kind != "all" and kind not in present:
+                return None
+            kind = "all" if present == [kind] else kind
+            return name, (kind, *more) if more else kind
+        return item
 
     def predicted(self, n: int, hypothesis: Iterable[Item]) -> Deviated | None:
         """What a function with the deviations answers; None where it cannot answer at all."""
@@ -91,20 +142,17 @@ class Problems:
     def kinds(self, n: int) -> list[list[Item]]:
         """The deviations that change something on problem ``n``, those that change the same together."""
         if n not in self._kinds:
-            kinds: list[tuple[Deviated, list[Item]]] = []
-            right = self.predicted(n, NONE)
+            right = _fingerprint(self.predicted(n, NONE))
+            kinds: dict[Any, list[Item]] = {}
             for item in all_items():
-                prediction = self.predicted(n, [item]) if self.matters(n, item[0]) else None
-                if prediction is None or _same(prediction, right):
+                if self.usual(n, item) is None:
                     continue
                 if is_precision(item[0]) and not self.graded[n].is_exact:
                     continue  # its bounds are too wide here to be evidence
-                alike = next((items for other, items in kinds if _same(prediction, other)), None)
-                if alike is None:
-                    kinds.append((prediction, [item]))
-                else:
-                    alike.append(item)
-            self._kinds[n] = [items for _, items in kinds]
+                prediction = _fingerprint(self.predicted(n, [item]))
+                if prediction not in (None, right):
+                    kinds.setdefault(prediction, []).append(item)
+            self._kinds[n] = list(kinds.values())
         return self._kinds[n]
 
 
@@ -119,36 +167,33 @@ def all_items() -> list[Item]:
     return [(d.identifier, value) for d in DEVIATIONS.values() for value in d.values]
 
 
-def _same(a: Deviated, b: Deviated | None) -> bool:
-    if b is None or a.output.shape != b.output.shape or len(a.others) != len(b.others):
-        return False
-    pairs = [(a.output, b.output), (a.lse, b.lse), (a.is_free, b.is_free)]
-    pairs += list(zip(a.others, b.others, strict=True))
-    return all(np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for x, y in pairs)
+def _fingerprint(prediction: Deviated | None) -> Any:
+    """Equal for equal predictions."""
+    if prediction is None:
+        return None
+    p = prediction
+    return tuple(x.tobytes() for x in (p.output, p.lse, p.is_free, *p.others))
 
 
 def compare(answer: Answer, prediction: Deviated | None, asks_lse: bool) -> Fit:
     """Whether an answer is what was predicted, within the bounds of rounding."""
     if prediction is None or answer.output is None:
         return Fit(False)
-    got = np.asarray(answer.output, np.float64)
-    if got.shape != prediction.output.shape:
+    p, got = prediction, np.asarray(answer.output, np.float64)
+    if got.shape != p.output.shape:
         return Fit(False)
     with np.errstate(all="ignore"):
-        near = _near(got, prediction.output, prediction.bound) | prediction.is_free
-        for other in prediction.others:
-            near |= _near(got, other, prediction.bound)
-        error = _distance(got, prediction.output)
-        is_mute = bool(prediction.is_free.all())
+        near = _near(got, p.output, p.bound) | p.is_free
+        for other in p.others:
+            near |= _near(got, other, p.bound)
+        wrong, error = [(~near, p.is_free)], _distance(got, p.output)
         if asks_lse and answer.lse is not None:
             L = np.asarray(answer.lse, np.float64)
-            if L.shape != prediction.lse.shape:
+            if L.shape != p.lse.shape:
                 return Fit(False)
-            near_lse = _near(L, prediction.lse, prediction.lse_bound) | prediction.is_lse_free
-            is_mute &= bool(prediction.is_lse_free.all())
-            error = max(error, _distance(L, prediction.lse))
-            return Fit(bool(near.all() and near_lse.all()), is_mute, error, _most(prediction))
-    return Fit(bool(near.all()), is_mute, error, _most(prediction))
+            wrong.append((~(_near(L, p.lse, p.lse_bound) | p.is_lse_free), p.is_lse_free))
+            error = max(error, _distance(L, p.lse))
+    return Fit(not any(where.any() for where, _ in wrong), tuple(wrong), error, _most(p))
 
 
 def _most(prediction: Deviated) -> float:
@@ -207,16 +252,12 @@ class Search:
             least = found[beam[0]]
         return self.chosen(found)
 
-    def best(self, grown: Iterable[Hypothesis], found: Mapping[Hypothesis, int]) -> list[Hypothesis]:
-        """The hypotheses to follow, at most two of the same identifiers."""
-        kept: list[Hypothesis] = []
-        counts: dict[frozenset[str], int] = {}
-        for h in sorted(grown, key=lambda h: (found[h], len(h), _rank(h))):
-            names = names_of(h)
-            counts[names] = counts.get(names, 0) + 1
-            if counts[names] <= 2:
-                kept.append(h)
-        return kept[:WIDTH]
+    def best(
+        self, grown: Iterable[Hypothesis], found: Mapping[Hypothesis, int]
+    ) -> list[Hypothesis]:
+        """The hypotheses to follow."""
+        ranked = sorted(grown, key=lambda h: (found[h], len(h), _rank(h)))
+        return [h for h in _varied(ranked) if found[h] <= found[ranked[0]] + MARGIN][:WIDTH]
 
     def grown(self, hypothesis: Hypothesis) -> list[Hypothesis]:
         """What explains the first answers that contradict the hypothesis, most promising first."""
@@ -235,7 +276,8 @@ class Search:
         def unexplained(h: Hypothesis) -> int:
             return sum(not self.fit(n, h).is_explained for n in sample)
 
-        return sorted(dict.fromkeys(found), key=lambda h: (unexplained(h), _rank(h)))[:BRANCHES]
+        ranked = sorted(dict.fromkeys(found), key=lambda h: (unexplained(h), _rank(h)))
+        return _varied(ranked)[:BRANCHES]
 
     def targets(self, contradicted: Sequence[int]) -> list[int]:
         """The problems to look at: easy ones, and then those that were made to show rounding."""
@@ -303,8 +345,12 @@ class Search:
 
     def evidence(self, hypothesis: Hypothesis, item: Item) -> list[int]:
         """The answers that contradict the set without ``item`` and agree with it."""
-        without = set(self.contradicted(hypothesis - {item}))
-        explained = [n for n in self.taken if n in without and self.explains(n, hypothesis)]
+        less = hypothesis - {item}
+        explained = [
+            n
+            for n in self.contradicted(less)
+            if self.fit(n, hypothesis).tells_more_than(self.fit(n, less))
+        ]
         if item[0] in HIDDEN_ROWS[:3]:  # they leave the log-sum-exp open
             explained = [n for n in explained if "return_lse" not in self.problems.options[n]]
         if is_precision(item[0]):
@@ -328,6 +374,17 @@ def names_of(hypothesis: Iterable[Item]) -> frozenset[str]:
 def _usual(items: Iterable[Item]) -> list[Item]:
     """The first value of each identifier."""
     return list({item[0]: item for item in reversed(list(items))}.values())
+
+
+def _varied(hypotheses: Iterable[Hypothesis]) -> list[Hypothesis]:
+    """The hypotheses in their order, no more than two of the same identifiers."""
+    counts: Counter[frozenset[str]] = Counter()
+    kept = []
+    for hypothesis in hypotheses:
+        counts[names_of(hypothesis)] += 1
+        if counts[names_of(hypothesis)] <= 2:
+            kept.append(hypothesis)
+    return kept
 
 
 def _stages_differ(items: Iterable[Item]) -> bool:

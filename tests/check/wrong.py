@@ -1,0 +1,266 @@
+"""Wrong kernels, written as people write them; each has the deviations that its decorator names."""
+
+import numpy as np
+
+WRONG = []
+
+
+def has(*deviations):
+    """Register a function with the deviations that it has."""
+
+    def register(function):
+        WRONG.append((function, deviations))
+        return function
+
+    return register
+
+
+def softmax(S, axis=-1):
+    E = np.exp(S - S.max(axis=axis, keepdims=True))
+    return E / E.sum(axis=axis, keepdims=True)
+
+
+def repeated(q, k, v):
+    group = q.shape[1] // k.shape[1]
+    return np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+
+
+@has("dead_rows_nan", "nan_leaks")
+def plain_softmax(q, k, v, attn_mask=None, is_causal=False, q_offset=0):
+    k, v = repeated(q, k, v)
+    S = np.einsum("bhid,bhjd->bhij", q, k) / np.sqrt(q.shape[-1])
+    if attn_mask is not None:
+        S = np.where(attn_mask, S, -np.inf)
+    if is_causal:
+        i = np.arange(q.shape[2])[:, None] + np.reshape(q_offset, (-1, 1, 1, 1))
+        S = np.where(np.arange(k.shape[2]) <= i, S, -np.inf)
+    return np.einsum("bhij,bhjd->bhid", softmax(S), v)
+
+
+@has("dead_rows_mean", "nan_leaks")
+def minus_billion(q, k, v, attn_mask=None, kv_lengths=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    if attn_mask is not None:
+        S = S + (1.0 - attn_mask) * -1e9
+    if kv_lengths is not None:
+        S = S + np.where(np.arange(k.shape[2]) < kv_lengths[:, None, None, None], 0, -1e9)
+    return softmax(S) @ v
+
+
+@has("hidden_score_small")
+def minus_hundred(q, k, v, is_causal=False):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+    if is_causal:
+        if q.shape[2] != k.shape[2]:
+            raise NotImplementedError
+        S[..., np.triu(np.ones(S.shape[-2:], bool), 1)] = -100
+    return softmax(S) @ v
+
+
+@has("causal_sees_one_ahead", "nan_leaks")
+def triu_of_two(q, k, v, is_causal=False):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+    if is_causal:
+        S = np.where(np.triu(np.ones(S.shape[-2:], bool), 2), -np.inf, S)
+    return softmax(S) @ v
+
+
+@has("causal_top_left", "kv_heads_tiled", "nan_leaks")
+def tiled_and_top_left(q, k, v, is_causal=False, q_offset=None, scale=None):
+    group = q.shape[1] // k.shape[1]
+    k, v = np.tile(k, (1, group, 1, 1)), np.tile(v, (1, group, 1, 1))
+    S = q @ k.swapaxes(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        S = np.where(np.tri(*S.shape[-2:], dtype=bool), S, -np.inf)
+    return softmax(S) @ v
+
+
+@has("causal_excludes_self")
+def strict(q, k, v, is_causal=False):
+    B, H, Lq, D = q.shape
+    k, v = repeated(q, k, v)
+    O = np.zeros((B, H, Lq, v.shape[-1]), np.float32)
+    for b, h, i in np.ndindex(B, H, Lq):
+        keys = k[b, h, :i] if is_causal else k[b, h]
+        if len(keys):
+            w = softmax(keys @ q[b, h, i] / np.sqrt(D))
+            O[b, h, i] = w @ v[b, h, : len(keys)]
+    return O
+
+
+def tiles(q, k, v, B_c=16, rescales_output=True, rescales_sum=True, drops=False, base=np.exp):
+    k, v = repeated(q, k, v)
+    q = q / np.sqrt(q.shape[-1]).astype(np.float32)
+    m = np.full((*q.shape[:3], 1), -np.inf, np.float32)
+    l, O = np.zeros_like(m), np.zeros((*q.shape[:3], v.shape[-1]), np.float32)
+    Lk = k.shape[2] // B_c * B_c if drops else k.shape[2]
+    for j in range(0, Lk, B_c):
+        S = q @ k[:, :, j : j + B_c].swapaxes(-1, -2)
+        m_new = np.maximum(m, S.max(-1, keepdims=True))
+        P, alpha = base(S - m_new), base(m - m_new)
+        l = (alpha * l if rescales_sum else l) + P.sum(-1, keepdims=True)
+        O = (alpha * O if rescales_output else O) + P @ v[:, :, j : j + B_c]
+        m = m_new
+    return O / l
+
+
+@has("online_output_not_rescaled")
+def stale_output(q, k, v):
+    return tiles(q, k, v, B_c=32, rescales_output=False)
+
+
+@has("online_sum_not_rescaled")
+def stale_sum(q, k, v):
+    return tiles(q, k, v, B_c=2, rescales_sum=False)
+
+
+@has("online_last_block_dropped", "softmax_base_2")
+def whole_tiles_of_powers(q, k, v):
+    with np.errstate(invalid="ignore"):
+        return tiles(q, k, v, B_c=4, drops=True, base=np.exp2)
+
+
+@has("softmax_no_maximum", "dead_rows_nan")
+def bare_exponentials(q, k, v, attn_bias=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(np.float32(q.shape[-1]))
+    P = np.exp(S if attn_bias is None else S + attn_bias)
+    return P @ v / P.sum(-1, keepdims=True)
+
+
+@has("softmax_over_queries")
+def wrong_axis(q, k, v):
+    k, v = repeated(q, k, v)
+    return softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), axis=2) @ v
+
+
+@has("hidden_after_softmax")
+def masked_late(q, k, v, attn_mask=None):
+    k, v = repeated(q, k, v)
+    P = softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]))
+    return (P if attn_mask is None else P * attn_mask) @ v
+
+
+@has("hidden_score_zero")
+def mask_multiplied(q, k, v, attn_mask=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    return softmax(S if attn_mask is None else S * attn_mask) @ v
+
+
+@has("mask_inverted", "dead_rows_nan", "nan_leaks")
+def mask_as_padding(q, k, v, attn_mask=None, kv_lengths=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    if attn_mask is not None:
+        S = np.where(attn_mask, -np.inf, S)
+    if kv_lengths is not None:
+        S = np.where(np.arange(S.shape[-1]) < kv_lengths[:, None, None, None], S, -np.inf)
+    return softmax(S) @ v
+
+
+@has("window_left_short")
+def keeps_w_keys(q, k, v, window_size=None, is_causal=False):
+    B, H, Lq, D = q.shape
+    k, v = repeated(q, k, v)
+    O = np.zeros((B, H, Lq, v.shape[-1]), np.float32)
+    for i in range(Lq):
+        low, high = 0, i + 1 if is_causal else k.shape[2]
+        if window_size is not None:
+            if window_size[1] is None:
+                raise NotImplementedError
+            low, high = max(0, i - window_size[0] + 1), min(high, i + window_size[1] + 1)
+        w = softmax(q[:, :, i : i + 1] @ k[:, :, low:high].swapaxes(-1, -2) / np.sqrt(D))
+        O[:, :, i : i + 1] = w @ v[:, :, low:high]
+    return O
+
+
+@has("softcap_before_scale", "sinks_ignored")
+def gemma(q, k, v, softcap=None, sinks=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2)
+    if softcap:
+        S = np.tanh(S / softcap) * softcap
+    return softmax(S / np.sqrt(q.shape[-1])) @ v
+
+
+@has("sink_unshifted")
+def gpt_oss(q, k, v, sinks=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    P = np.exp(S - S.max(-1, keepdims=True))
+    total = P.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks.astype(np.float64))[:, None, None]
+    return P @ v / total
+
+
+@has("alibi_signed_distance", "dead_rows_nan")
+def bloom(q, k, v, alibi_slopes=None, is_causal=False, q_offset=0):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    j = np.arange(k.shape[2])
+    if alibi_slopes is not None:
+        S = S + alibi_slopes[:, None, None] * j
+    if is_causal:
+        i = np.arange(q.shape[2])[:, None] + np.reshape(q_offset, (-1, 1, 1, 1))
+        S = np.where(j <= i, S, -np.inf)
+    P = softmax(S)
+    return np.where(np.isnan(v).any(), np.nan_to_num(P) @ np.nan_to_num(v), P @ v)
+
+
+@has("lengths_one_too_long", "lse_base_2")
+def off_by_one(q, k, v, kv_lengths=None, return_lse=False):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]) * np.float32(np.log2(np.e))
+    if kv_lengths is not None:
+        S = np.where(np.arange(k.shape[2]) <= kv_lengths[:, None, None, None], S, -np.inf)
+    m = S.max(-1, keepdims=True)
+    P = np.exp2(S - m)
+    O = P @ v / P.sum(-1, keepdims=True)
+    return (O, (m + np.log2(P.sum(-1, keepdims=True)))[..., 0]) if return_lse else O
+
+
+@has("heads_not_moved_back")
+def reshaped_back(q, k, v):
+    k, v = repeated(q, k, v)
+    O = softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v
+    return O.transpose(0, 2, 1, 3).reshape(O.shape)
+
+
+@has("scores_in_float16")
+def half_scores(q, k, v):
+    k, v = repeated(q, k, v)
+    S = np.matmul(q, k.swapaxes(-1, -2)).astype(np.float16).astype(np.float32)
+    return softmax(S / np.sqrt(q.shape[-1])) @ v
+
+
+@has("bias_before_scale", "scale_argument_ignored")
+def t5(q, k, v, attn_bias=None, scale=None):
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2)
+    if attn_bias is not None:
+        S = np.where(np.isneginf(attn_bias), -np.inf, S + attn_bias)
+    with np.errstate(all="ignore"):
+        P = np.exp((S - S.max(-1, keepdims=True)) / np.sqrt(q.shape[-1]))
+        total = P.sum(-1, keepdims=True)
+        return np.nan_to_num(P) @ v / np.where(np.isnan(total) | (total == 0), 1, total)
+
+
+@has("scale_model_width", "residual_added", "dead_rows_first_value")
+def block(q, k, v, attn_mask=None):
+    if v.shape[-1] != q.shape[-1]:
+        raise NotImplementedError
+    q0 = q
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1] * q.shape[1])
+    if attn_mask is not None:
+        S = np.where(attn_mask, S, -np.inf)
+        dead = ~np.broadcast_to(attn_mask, S.shape).any(-1)
+        S[dead, 0] = 0
+    P = softmax(S)
+    bad = np.isnan(v).any(-1)
+    return P @ np.where(bad[..., None], 0, v) + q0
