@@ -18,21 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.check import visible
+from minimha.check.prepared import FLOAT32, SMALLEST, Impossible, Prepared
 from minimha.check.rounding import accumulated, rounded
-from minimha.equations.problem import Problem
-from minimha.equations.visibility import UNBOUNDED
 
 Array = NDArray[Any]
 
-FLOAT32 = 2.0**-24  # half an eps: sums are accumulated in float32 whatever the dtype is
-UNITS = {"float32": FLOAT32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}  # but for 0
 OVERFLOW = {"float32": 88.0, "float64": 709.0}  # exp of more is infinite
 UNDERFLOW = -746.0  # exp of less is 0 in float64 too
 
@@ -55,10 +51,6 @@ HIDDEN_FINITELY = (
     "mask_added_as_number",
 )  # fmt: skip
 HIDDEN_ROWS = ("dead_rows_nan", "dead_rows_mean", "dead_rows_first_value", "lse_of_dead_rows")
-
-
-class Impossible(ValueError):
-    """The deviation cannot be computed with these shapes: a function that has it would fail."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,46 +114,6 @@ def values_of(deviations: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(deviations, Mapping):
         return dict(deviations)
     return {name: DEVIATIONS[name].values[0] for name in deviations}
-
-
-class Prepared:
-    """A problem's arrays in float64, and what most deviations leave as it is."""
-
-    def __init__(
-        self, arguments: Mapping[str, Any], dtype: str = "float32", is_exact: bool = False
-    ) -> None:
-        options = {name: x for name, x in arguments.items() if name != "return_lse"}
-        self.problem = Problem.of(**options)
-        self.given = arguments
-        self.extra = 0.0  # relative, of products and values that were rounded before
-        self.unit, self.smallest, self.is_exact = UNITS[dtype], SMALLEST[dtype], is_exact
-        self.q, self.k, self.v = (getattr(self.problem, n).astype(np.float64) for n in "qkv")
-        self.B, self.H, self.Lq, self.D = self.q.shape
-        self.Hkv, self.Lk, self.Dv = self.v.shape[1:]
-        self.shape = (self.B, self.H, self.Lq, self.Lk)
-        self.i, self.j = np.arange(self.Lq)[:, None], np.arange(self.Lk)
-        self.offset = self.problem.q_offset[:, None, None, None]
-        self.lengths = self.problem.kv_lengths[:, None, None, None]
-        self.seen = np.broadcast_to(
-            self.problem.visible(slice(0, self.Lq), slice(0, self.Lk)), self.shape
-        )
-        self.has_nan = not (np.isfinite(self.k).all() and np.isfinite(self.v).all())
-        self.sees_nothing = ~self.seen.any(-1)
-        if self.problem.sinks is not None:
-            self.sees_nothing &= False
-        biases = self.problem.attn_bias
-        self.bias = None if biases is None else biases.astype(np.float64)
-
-    @cached_property
-    def heads(self) -> Array:
-        """The key/value head that each query head reads, (H,)."""
-        return np.arange(self.H) // (self.H // self.Hkv)
-
-    @cached_property
-    def products(self) -> tuple[Array, Array]:
-        """Q Kᵀ, and the same of magnitudes."""
-        K = self.k[:, self.heads].swapaxes(-1, -2)
-        return self.q @ K, abs(self.q) @ abs(K)
 
 
 def deviate(prepared: Prepared, deviations: Mapping[str, Any]) -> Deviated:
@@ -246,77 +198,9 @@ class _Deviation:
 
     def look(self) -> None:
         """Which keys are seen as far as positions, lengths and the mask decide, each by itself."""
-        x, d = self.x, self.d
-        self.by_positions = self.seen_in_window() & self.seen_causally()
-        self.by_lengths = self.seen_by_length()
-        self.by_mask = self.seen_by_mask()
-        for name in ("online_last_block_dropped",):
-            if name in d:
-                self.by_lengths = self.by_lengths & (x.j < x.Lk // d[name] * d[name])
-
-    def position(self, name: str) -> Array:
-        """The position of each query for causality or the window."""
-        x, d = self.x, self.d
-        for deviation, offset in (("causal_top_left", 0), ("causal_bottom_right", x.Lk - x.Lq)):
-            if name in d.get(deviation, ()):
-                return np.asarray(x.i + np.full_like(x.offset, offset))
-        if name == "window" and "window_ignores_offset" in d:
-            return np.asarray(x.i + np.zeros_like(x.offset))
-        return np.asarray(x.i + x.offset)
-
-    def seen_causally(self) -> Array:
-        x, d = self.x, self.d
-        is_given = bool(x.given.get("is_causal"))
-        if d.get("causal_ignored") == "with a mask":
-            is_given = is_given and x.given.get("attn_mask") is None
-        elif "causal_ignored" in d:
-            is_given = False
-        if not is_given:
-            return np.ones((1, 1, 1, 1), bool)
-        p = self.position("causal")
-        if "causal_reversed" in d:
-            return np.asarray(x.j >= p)
-        ahead = d.get("causal_sees_one_ahead", 0) - d.get("causal_excludes_self", 0)
-        return np.asarray(x.j <= p + ahead)
-
-    def seen_in_window(self) -> Array:
-        x, d = self.x, self.d
-        window = x.given.get("window_size")
-        if window is None or "window_ignored" in d:
-            return np.ones((1, 1, 1, 1), bool)
-        left, right = (UNBOUNDED if side is None else side for side in window)
-        left += d.get("window_left_long", 0) - d.get("window_left_short", 0)
-        right += d.get("window_right_long", 0) - d.get("window_right_short", 0)
-        left = UNBOUNDED if "window_left_ignored" in d else left
-        right = UNBOUNDED if "window_right_ignored" in d else right
-        p = self.position("window")
-        return np.asarray((p - left <= x.j) & (x.j <= p + right))
-
-    def seen_by_length(self) -> Array:
-        x, d = self.x, self.d
-        if x.given.get("kv_lengths") is None or "lengths_ignored" in d:
-            return np.ones((1, 1, 1, 1), bool)
-        lengths = x.lengths[:1] if "lengths_batch_0_for_all" in d else x.lengths
-        lengths = lengths + d.get("lengths_one_too_long", 0) - d.get("lengths_one_too_short", 0)
-        return np.asarray(x.j < lengths)
-
-    def seen_by_mask(self) -> Array:
-        x, d = self.x, self.d
-        mask = x.problem.attn_mask
-        is_beside = d.get("mask_ignored") == "with causality" and not x.given.get("is_causal")
-        if mask is None or ("mask_ignored" in d and not is_beside):
-            return np.ones((1, 1, 1, 1), bool)
-        if "mask_head_0_for_all" in d:
-            mask = mask[:, :1]
-        if "mask_batch_0_for_all" in d:
-            mask = mask[:1]
-        if "mask_transposed" in d:
-            if x.Lq != x.Lk:
-                raise Impossible("the mask is transposed but Lq is not Lk")
-            mask = mask.swapaxes(-1, -2)
-        if "mask_inverted" in d:
-            mask = ~mask
-        return mask
+        self.by_positions = visible.by_positions(self.x, self.d)
+        self.by_lengths = visible.by_lengths(self.x, self.d)
+        self.by_mask = visible.by_mask(self.x, self.d)
 
     # Scores.
 
@@ -326,7 +210,8 @@ class _Deviation:
         for deviation, (operation, turn) in MOVED.items():
             if deviation in self.d:
                 order[operation] = turn
-        self.raw, self.soft = self.S, None
+        self.raw = self.S
+        self.soft: Array | None = None  # which keys keep their weight, if hidden after the softmax
         for operation in sorted(order, key=order.__getitem__):
             getattr(self, operation)()
         self.has_score = np.broadcast_to(~np.isneginf(self.S), self.x.shape)
@@ -506,7 +391,7 @@ class _Deviation:
                 self.loosen(2.0**-bits * 4)
 
     def loosen(self, relative: float) -> None:
-        """Widen the bounds of weights, unless the problem was made to show exactly this rounding."""
+        """Widen the bounds of weights, but for problems made to show exactly this rounding."""
         self.looseness += 0 if self.x.is_exact else relative
 
     def settle_softmax(self, name: str, keys_top: Array, total: Array) -> None:
@@ -518,7 +403,7 @@ class _Deviation:
             lost = (distance < UNDERFLOW) & np.isfinite(distance)  # 0/0, or 0 where it is caught
             if lost.any():
                 self.lost = np.full((1, 1, 1, 1), True) if name else lost
-            free = unsure.any() if name else unsure[..., 0]
+            free = np.asarray(unsure.any() if name else unsure[..., 0])
             self.is_free = self.is_free | free
             self.is_lse_free = self.is_lse_free | free | lost.any()
         if name:
@@ -534,10 +419,10 @@ class _Deviation:
         if not x.has_nan:
             self.O = W @ V
         else:
-            is_bad = ~np.isfinite(V).all(-1)
+            is_bad = np.asarray(~np.isfinite(V).all(-1))
             self.O = W @ np.where(is_bad[..., None], 0, V)
             seen = self.has_score if self.soft is None else self.has_score & self.soft
-            sees_bad = (seen & is_bad[:, :, None, :]).any(-1)
+            sees_bad = np.asarray((seen & is_bad[:, :, None, :]).any(-1))
             self.O = np.where(sees_bad[..., None], np.nan, self.O)
         sizes = np.where(np.isfinite(V), abs(V), 0)
         relative = self.looseness + x.extra + 2 * x.unit + FLOAT32 * (x.Lk + 32)
@@ -584,16 +469,16 @@ class _Deviation:
         x, d = self.x, self.d
         if self.lost is not None:
             self.others.append(np.where(self.lost, np.nan, self.O))
-        is_hidden = ~self.has_score.any(-1)
+        is_hidden = np.asarray(~self.has_score.any(-1))
         if self.sinks_used() is not None:
             is_hidden = np.zeros_like(is_hidden)
-        only_here = is_hidden & ~x.sees_nothing
+        only_here = np.asarray(is_hidden & ~x.sees_nothing)
         if "online_last_block_dropped" in d and only_here.any():
             self.others.append(np.where(only_here[..., None], np.nan, self.O))
             self.is_lse_free = self.is_lse_free | only_here
             only_here = np.zeros_like(only_here)
         self.is_free, self.is_lse_free = self.is_free | only_here, self.is_lse_free | only_here
-        rows = (is_hidden & x.sees_nothing)[..., None]
+        rows = np.asarray(is_hidden & x.sees_nothing)[..., None]
         if rows.any() and set(HIDDEN_ROWS) & set(d):
             self.others += [np.where(rows, o, self.O) for o in self.values_of_hidden_rows()]
             sizes = np.where(np.isfinite(self.V), abs(self.V), 0).max(-2, keepdims=True)
@@ -614,7 +499,7 @@ class _Deviation:
 
     def values_of_hidden_rows(self) -> list[Array]:
         """What the deviations put into rows that see nothing, (B, H, 1 or Lq, Dv) each."""
-        x, d, V = self.x, self.d, self.V
+        d, V = self.d, self.V
         values: list[Array] = []
         if "dead_rows_nan" in d:
             values.append(np.full((1, 1, 1, 1), np.nan))
@@ -654,8 +539,8 @@ def confused(a: Array, way: str) -> Array:
     """
     B, H, L, D = a.shape
     if way == "back":
-        return a.swapaxes(1, 2).reshape(a.shape)
-    return a.reshape(B, L, H, D).swapaxes(1, 2)
+        return np.asarray(a.swapaxes(1, 2).reshape(a.shape))
+    return np.asarray(a.reshape(B, L, H, D).swapaxes(1, 2))
 
 
 def _softly(name: str, value: Any) -> tuple[str, float, str]:

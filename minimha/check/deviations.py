@@ -79,7 +79,7 @@ _ALL = [
          (1, "given too")),
         ("scale_1_over_d", "The scores are scaled by 1/D.", "Scale by 1/sqrt(D)."),
         ("scale_sqrt_d", "The scores are multiplied by sqrt(D).", "Divide by sqrt(D)."),
-        ("scale_twice", "The scale is applied twice.", "Scale the queries or the scores, not both."),
+        ("scale_twice", "The scale is applied twice.", "Scale queries or scores, not both."),
         ("scale_model_width", "The scores are scaled by 1/sqrt(H · D), the width of the model.",
          "Scale by 1/sqrt(D), with D the width of a head."),
     ),
@@ -414,7 +414,7 @@ _ALL = [
     ),
     *_stage(
         "cache",
-        ("cache_written_one_late", "A new key is written after it is needed: a query misses its own.",
+        ("cache_written_one_late", "A new key is written too late: its own query misses it.",
          "Append keys and values before attending."),
         needs=("cache",),
     ),

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.deviated import UNITS, Deviated, Impossible, Prepared, confused, deviate
+from minimha.check.deviated import Deviated, confused, deviate
+from minimha.check.prepared import UNITS, Impossible, Prepared
 from minimha.check.problems import Graded
 from minimha.layers import RoPE
 
@@ -65,7 +66,7 @@ def deviate_layer(prepared: PreparedLayer, deviations: Mapping[str, Any]) -> Dev
 def _projected(p: PreparedLayer, d: Mapping[str, Any]) -> tuple[Array, Array, Array]:
     W, b = dict(p.W), dict(p.b)
     for name in "qkv":
-        if name in d.get("w_q_transposed", "") or f"w_{name}_transposed" in d and name != "q":
+        if name in d.get("w_q_transposed", "") or (f"w_{name}_transposed" in d and name != "q"):
             W[name] = _transposed(W[name])
     for name in d.get("bias_q_ignored", ""):
         b.pop(name, None)
@@ -81,14 +82,14 @@ def _projected(p: PreparedLayer, d: Mapping[str, Any]) -> tuple[Array, Array, Ar
 def _transposed(W: Array) -> Array:
     if W.shape[0] != W.shape[1]:
         raise Impossible("the matrix is transposed but not square")
-    return W.T
+    return np.asarray(W.T)
 
 
 def _split(y: Array, heads: int, d: Mapping[str, Any]) -> Array:
     """(B, L, heads · D) as (B, heads, L, D)."""
     B, L, width = y.shape
     if "heads_interleaved" in d:
-        return y.reshape(B, L, width // heads, heads).transpose(0, 3, 1, 2)
+        return np.asarray(y.reshape(B, L, width // heads, heads).transpose(0, 3, 1, 2))
     split = y.reshape(B, L, heads, width // heads).swapaxes(1, 2)
     return confused(split, d["heads_not_split"]) if "heads_not_split" in d else split
 
@@ -110,8 +111,9 @@ def _rotated(
 
     def turned(x: Array) -> Array:
         if "rope_over_heads" in d:
-            return rope.rotate(x.swapaxes(1, 2), np.arange(x.shape[1])).swapaxes(1, 2)
-        return rope.rotate(x, at)
+            at_heads = np.arange(x.shape[1])
+            return np.asarray(rope.rotate(x.swapaxes(1, 2), at_heads).swapaxes(1, 2))
+        return np.asarray(rope.rotate(x, at))
 
     v = turned(v) if "rope_on_values" in d else v
     return turned(q), k if "rope_on_queries_only" in d else turned(k), v
@@ -138,8 +140,8 @@ def _combined(p: PreparedLayer, d: Mapping[str, Any], heads: Deviated) -> Deviat
         O = np.broadcast_to(O, heads.output.shape)
         O = O[:, ::-1] if "concat_heads_reversed" in d else O
         if "concat_heads_interleaved" in d:
-            return O.transpose(0, 2, 3, 1).reshape(*O.shape[:1], O.shape[2], -1)
-        return O.swapaxes(1, 2).reshape(O.shape[0], O.shape[2], -1)
+            return np.asarray(O.transpose(0, 2, 3, 1).reshape(O.shape[0], O.shape[2], -1))
+        return np.asarray(O.swapaxes(1, 2).reshape(O.shape[0], O.shape[2], -1))
 
     added = b + (p.x if "residual_added" in d else 0)
     if np.shape(added) and np.shape(added)[-1] != W.shape[1]:

@@ -175,7 +175,7 @@ def _plain() -> Iterator[Graded]:
 
 
 def _identity(size: int, heads: int = 1) -> Array:
-    return np.broadcast_to(np.eye(size, dtype=np.float32), (1, heads, size, size)).copy()
+    return np.tile(np.eye(size, dtype=np.float32), (1, heads, 1, 1))
 
 
 def _related() -> Iterator[Graded]:
@@ -443,52 +443,51 @@ def _tiles() -> Iterator[Graded]:
 
 
 def _layers() -> Iterator[Graded]:
-    def layer(
-        name: str, shows: str, B: int = 1, L: int = 6, H: int = 1, D: int = 4, Hkv: int | None = None,
-        chunks: tuple[int, ...] = (), call: Mapping[str, Any] | None = None, biases: bool = False,
-        E: int | None = None, **more: Any,
-    ) -> Graded:  # fmt: skip
-        draw, groups, width = _Draw(name), H if Hkv is None else Hkv, H * D if E is None else E
-        shapes = {"q": (width, H * D), "k": (width, groups * D), "v": (width, groups * D)}
-        shapes["o"] = H * D, width
-        given: dict[str, Any] = {
-            f"W_{n}": draw.numbers(*shape, spread=1 / np.sqrt(shape[0]))
-            for n, shape in shapes.items()
-        }
-        if biases:
-            given |= {f"b_{n}": draw.numbers(shape[1], spread=0.5) for n, shape in shapes.items()}
-        if Hkv is not None:
-            given["num_kv_heads"] = Hkv
-        arguments = {"x": draw.numbers(B, L, width), **(call or {})}
-        given |= {"num_heads": H, **more}
-        return Graded(name, arguments, shows, layer=given, chunks=chunks)
-
     rotary = {"rope_base": 10000.0, "rope_interleaved": False}
     causal = {"is_causal": True}
-    yield layer("one head", "the matrices", D=6)
-    yield layer("three heads", "heads split and joined", B=2, L=5, H=3)
-    yield layer("as many heads as tokens", "heads split and joined", L=4, H=4)
-    yield layer("narrow heads", "heads narrower than E / H", H=2, D=3, E=8)
-    yield layer("causal", "who sees whom", H=2, call=causal)
+    yield _layer("one head", "the matrices", D=6)
+    yield _layer("three heads", "heads split and joined", B=2, L=5, H=3)
+    yield _layer("as many heads as tokens", "heads split and joined", L=4, H=4)
+    yield _layer("narrow heads", "heads narrower than E / H", H=2, D=3, E=8)
+    yield _layer("causal", "who sees whom", H=2, call=causal)
     mask = _Draw("mask of a layer").mask(6, 6)
-    yield layer("mask", "what True means", H=2, call={"attn_mask": mask})
-    yield layer("biases", "what is added to products", H=2, biases=True)
-    yield layer("grouped heads", "which key/value head is read", H=4, Hkv=2)
-    yield layer("rotary", "rotated halves", H=2, D=8, **rotary)
-    yield layer(
-        "rotary, interleaved", "rotated pairs", H=2, D=8, rope_base=10000.0, rope_interleaved=True
-    )
-    yield layer(
-        "rotary, another base", "the base", H=2, D=8, rope_base=500.0, rope_interleaved=False
-    )
-    yield layer("cache", "what earlier calls leave", H=2, chunks=(3, 1, 2), call=causal)
-    yield layer(
-        "cache, rotary", "positions after earlier calls", H=2, D=8, chunks=(3, 1, 2), call=causal,
-        **rotary,
+    yield _layer("mask", "what True means", H=2, call={"attn_mask": mask})
+    yield _layer("biases", "what is added to products", H=2, has_biases=True)
+    yield _layer("grouped heads", "which key/value head is read", H=4, Hkv=2)
+    yield _layer("rotary", "rotated halves", H=2, D=8, more=rotary)
+    pairs = {**rotary, "rope_interleaved": True}
+    yield _layer("rotary, interleaved", "rotated pairs", H=2, D=8, more=pairs)
+    other = {**rotary, "rope_base": 500.0}
+    yield _layer("rotary, another base", "the base", H=2, D=8, more=other)
+    chunks = (3, 1, 2)
+    yield _layer("cache", "what earlier calls leave", H=2, chunks=chunks, call=causal)
+    shows = "positions after earlier calls"
+    yield _layer("cache, rotary", shows, H=2, D=8, chunks=chunks, call=causal, more=rotary)
+    yield _layer(
+        "everything", "all of it together", B=2, H=4, Hkv=2, has_biases=True, call=causal,
+        more=rotary,
     )  # fmt: skip
-    yield layer(
-        "everything", "all of it together", B=2, H=4, D=4, Hkv=2, biases=True, call=causal, **rotary
-    )  # fmt: skip
+
+
+def _layer(
+    name: str, shows: str, B: int = 1, L: int = 6, H: int = 1, D: int = 4, Hkv: int | None = None,
+    E: int | None = None, has_biases: bool = False, chunks: tuple[int, ...] = (),
+    call: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None,
+) -> Graded:  # fmt: skip
+    """A layer of width E, H · D unless given, with ``more`` in its constructor."""
+    draw, groups, width = _Draw(name), H if Hkv is None else Hkv, H * D if E is None else E
+    shapes = {"q": (width, H * D), "k": (width, groups * D), "v": (width, groups * D)}
+    shapes["o"] = H * D, width
+    given: dict[str, Any] = {
+        f"W_{n}": draw.numbers(*shape, spread=1 / np.sqrt(shape[0])) for n, shape in shapes.items()
+    }
+    if has_biases:
+        given |= {f"b_{n}": draw.numbers(shape[1], spread=0.5) for n, shape in shapes.items()}
+    if Hkv is not None:
+        given["num_kv_heads"] = Hkv
+    given |= {"num_heads": H, **(more or {})}
+    arguments = {"x": draw.numbers(B, L, width), **(call or {})}
+    return Graded(name, arguments, shows, layer=given, chunks=chunks)
 
 
 def _precision() -> Iterator[Graded]:
@@ -516,9 +515,9 @@ def _precision() -> Iterator[Graded]:
     unlike = [[0, 1, 0, 1], [1, 1, 2, 0]]
     yield _chosen("1 + e^-8", "a denominator in 16 bits", [[1, 0, 0, 0]], small, unlike)
     tiny = [[0, 0, 0, 0], [-36, 0, 0, 0]]
-    values = [[0, 0, 0, 0], [2.0**24, 0, 2.0**25, 2.0**23]]
-    yield _chosen("a weight of e^-18", "weights in 16 bits", [[1, 0, 0, 0]], tiny, values)
-    keys = np.zeros((4096, 2))
+    large = [[0, 0, 0, 0], [2.0**24, 0, 2.0**25, 2.0**23]]
+    yield _chosen("a weight of e^-18", "weights in 16 bits", [[1, 0, 0, 0]], tiny, large)
     values = np.ones((4096, 2))
     values[:, 1] = np.arange(4096) % 2
-    yield _chosen("4096 equal keys", "a denominator added up in 16 bits", [[1, 0]], keys, values)
+    shows = "a denominator added up in 16 bits"
+    yield _chosen("4096 equal keys", shows, [[1, 0]], np.zeros((4096, 2)), values)

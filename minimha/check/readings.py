@@ -8,7 +8,7 @@ many bits the arithmetic keeps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2, sqrt
 from typing import Any
@@ -68,7 +68,7 @@ def scale(weights: Weights) -> Reading | None:
     if not slopes:
         return None
     fit = min(r2 for _, _, r2 in slopes)
-    forms = {
+    forms: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "1/sqrt(D)": lambda a: 1 / sqrt(a["q"].shape[3]),
         "1/D": lambda a: 1 / a["q"].shape[3],
         "1": lambda a: 1.0,

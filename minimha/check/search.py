@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check.answer import Answer
-from minimha.check.deviated import HIDDEN_ROWS, Deviated, Impossible, Prepared, deviate
+from minimha.check.deviated import HIDDEN_ROWS, Deviated, deviate
 from minimha.check.deviations import DEVIATIONS
 from minimha.check.layer_deviated import PreparedLayer, deviate_layer
+from minimha.check.prepared import Impossible, Prepared
 from minimha.check.problems import Graded
 
 Array = NDArray[Any]
@@ -107,7 +108,7 @@ class Problems:
         return frozenset(item for item in items if item is not None)
 
     def usual(self, n: int, item: Item) -> Item | None:
-        """The item, or the one that stands for all that come to the same; None if it does nothing."""
+        """The item, or one for all that come to the same; None if it does nothing."""
         name, value = item
         needs = DEVIATIONS[name].needs
         if needs and self.options[n].isdisjoint(needs):
@@ -140,7 +141,7 @@ class Problems:
         return prediction
 
     def kinds(self, n: int) -> list[list[Item]]:
-        """The deviations that change something on problem ``n``, those that change the same together."""
+        """What changes something on problem ``n``; what changes it in the same way is together."""
         if n not in self._kinds:
             right = _fingerprint(self.predicted(n, NONE))
             kinds: dict[Any, list[Item]] = {}
@@ -201,7 +202,8 @@ def _most(prediction: Deviated) -> float:
 
 
 def _near(got: Array, wanted: Array, bound: Array) -> Array:
-    return (abs(got - wanted) <= bound) | (got == wanted) | (np.isnan(got) & np.isnan(wanted))
+    near = (abs(got - wanted) <= bound) | (got == wanted)
+    return np.asarray(near | (np.isnan(got) & np.isnan(wanted)))
 
 
 def _distance(got: Array, wanted: Array) -> float:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check import readings, relations

@@ -4,13 +4,14 @@ import ml_dtypes
 import numpy as np
 
 from minimha.check.answer import Answer
-from minimha.check.deviated import HIDDEN_ROWS, Impossible, Prepared, deviate
+from minimha.check.deviated import HIDDEN_ROWS, deviate
+from minimha.check.prepared import Impossible, Prepared
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def answers(problems, deviations, dtype="float32", prepared=None):
-    """What a function with ``deviations``, identifiers and their values, answers to each problem."""
+    """What a function with ``deviations``, identifiers and values, answers to each problem."""
     prepared = prepared or [Prepared(p.arguments, dtype, p.is_exact) for p in problems]
     return [
         answer(problem, x, deviations, dtype) for problem, x in zip(problems, prepared, strict=True)

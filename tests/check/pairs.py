@@ -4,8 +4,8 @@ import itertools
 import sys
 import time
 
-from minimha.check.deviated import Prepared
 from minimha.check.deviations import DEVIATIONS
+from minimha.check.prepared import Prepared
 from minimha.check.problems import graded
 from minimha.check.verdict import judge
 from tests.check.mutants import answers

@@ -1,0 +1,87 @@
+"""Who sees whom, with deviations: by position, by length and by the mask, each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.check.prepared import Impossible, Prepared
+from minimha.equations.visibility import UNBOUNDED
+
+Array = NDArray[np.bool_]
+
+ALL = np.ones((1, 1, 1, 1), bool)
+
+
+def by_positions(x: Prepared, d: Mapping[str, Any]) -> Array:
+    """Whether query i sees key j as far as causality and the window decide."""
+    return _by_window(x, d) & _by_causality(x, d)
+
+
+def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
+    is_given = bool(x.given.get("is_causal"))
+    if d.get("causal_ignored") == "with a mask":
+        is_given = is_given and x.given.get("attn_mask") is None
+    elif "causal_ignored" in d:
+        is_given = False
+    if not is_given:
+        return ALL
+    p = _position(x, d, "causal")
+    if "causal_reversed" in d:
+        return np.asarray(x.j >= p)
+    ahead = d.get("causal_sees_one_ahead", 0) - d.get("causal_excludes_self", 0)
+    return np.asarray(x.j <= p + ahead)
+
+
+def _by_window(x: Prepared, d: Mapping[str, Any]) -> Array:
+    window = x.given.get("window_size")
+    if window is None or "window_ignored" in d:
+        return ALL
+    left, right = (UNBOUNDED if side is None else side for side in window)
+    left += d.get("window_left_long", 0) - d.get("window_left_short", 0)
+    right += d.get("window_right_long", 0) - d.get("window_right_short", 0)
+    left = UNBOUNDED if "window_left_ignored" in d else left
+    right = UNBOUNDED if "window_right_ignored" in d else right
+    p = _position(x, d, "window")
+    return np.asarray((p - left <= x.j) & (x.j <= p + right))
+
+
+def _position(x: Prepared, d: Mapping[str, Any], name: str) -> NDArray[Any]:
+    """The position of each query among the keys, for causality or for the window."""
+    for deviation, offset in (("causal_top_left", 0), ("causal_bottom_right", x.Lk - x.Lq)):
+        if name in d.get(deviation, ()):
+            return np.asarray(x.i + np.full_like(x.offset, offset))
+    if name == "window" and "window_ignores_offset" in d:
+        return np.asarray(x.i + np.zeros_like(x.offset))
+    return np.asarray(x.i + x.offset)
+
+
+def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
+    """Whether key j exists, (B, 1, 1, Lk)."""
+    seen: Array = ALL
+    if x.given.get("kv_lengths") is not None and "lengths_ignored" not in d:
+        lengths = x.lengths[:1] if "lengths_batch_0_for_all" in d else x.lengths
+        lengths = lengths + d.get("lengths_one_too_long", 0) - d.get("lengths_one_too_short", 0)
+        seen = x.j < lengths
+    B_c = d.get("online_last_block_dropped")
+    return seen if B_c is None else seen & (x.j < x.Lk // B_c * B_c)
+
+
+def by_mask(x: Prepared, d: Mapping[str, Any]) -> Array:
+    """Whether the mask lets query i see key j, broadcastable to (B, H, Lq, Lk)."""
+    mask = x.problem.attn_mask
+    is_beside = d.get("mask_ignored") == "with causality" and not x.given.get("is_causal")
+    if mask is None or ("mask_ignored" in d and not is_beside):
+        return ALL
+    if "mask_head_0_for_all" in d:
+        mask = mask[:, :1]
+    if "mask_batch_0_for_all" in d:
+        mask = mask[:1]
+    if "mask_transposed" in d:
+        if x.Lq != x.Lk:
+            raise Impossible("the mask is transposed but Lq is not Lk")
+        mask = mask.swapaxes(-1, -2)
+    return ~mask if "mask_inverted" in d else mask
