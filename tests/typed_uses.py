@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import minimha
 from minimha import attention
+from minimha.check import Report, assert_attention
 from minimha.layers import KVCache, MultiHeadAttention, RoPE, additive_attention, cosine_attention
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def right(x: NDArray[np.float32], t: Tensor, wants: bool, layer: MultiHeadAttent
     MultiHeadAttention.from_combined(x, t, x, x, num_heads=2, gate="headwise", W_g=x, rope=RoPE(4))
     cosine_attention(x, x, x, window_size=(None, 0), return_lse=True)
     additive_attention(x, x, x, x, x, x, sinks=[0.0])
+    assert_type(minimha.check(attention, speaks="minimha", dtype="bfloat16"), Report)
+    assert_type(minimha.check("kernel.py:attention").verdict, str)
+    assert_attention(attention, timeout=5.0)
     minimha.explain.Trace()
     minimha.layers.alibi_slopes(2)
 
@@ -60,4 +64,6 @@ def wrong(x: NDArray[np.float32], layer: MultiHeadAttention) -> None:
     cosine_attention(x, x, x, scales=2.0)  # type: ignore[call-arg]
     additive_attention(x, x, x, x, x, x, softcap=2.0)  # type: ignore[call-arg]
     KVCache(1, 1, 1, 1).attend(x, is_causal=True)  # type: ignore[call-arg]
+    minimha.check(x)  # type: ignore[arg-type]
+    minimha.check(attention, dialect="torch")  # type: ignore[call-arg]
     minimha.atention(x, x, x)  # type: ignore[attr-defined]
