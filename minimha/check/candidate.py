@@ -23,7 +23,8 @@ from minimha.check.wire import receive, send
 from minimha.check.worker import as_answer
 
 TIMEOUT = 20.0  # seconds per problem
-FIRST = 3  # times as long for loading, and for the first call, which may compile
+FIRST = 3  # times as long for the first call, which may compile
+LOADING = 60.0  # seconds for a module and all that it imports
 MEMORY = 4 * 2**30  # bytes beyond those that the process has after its first call
 GIVE_UP = 3  # hangs, or crashes before it has answered anything
 POLL = 0.05  # seconds
@@ -52,8 +53,8 @@ class Candidate:
     target : str
         ``mykernel.py:attention`` or ``package.module:attention``.
     timeout : float, default 20
-        Seconds for one problem. Loading and the first call, which may compile, get three times
-        that.
+        Seconds for one problem. The first call, which may compile, gets three times that, and
+        loading a minute.
     memory : int, default 4 GiB
         Bytes that it may take beyond those after loading.
     **settings
@@ -114,7 +115,7 @@ class Candidate:
     def _started(self) -> _Process:
         process = _Process(self.settings, self.memory)
         try:
-            first = process.next(FIRST * self.timeout)
+            first = process.next(LOADING)
         except _Ended as end:
             process.kill()
             raise ValueError(f"{self.target} cannot be loaded: {end.args[1]}") from None

@@ -433,6 +433,11 @@ _ALL = [
         ("wrong_dtype", "The output has another dtype than the inputs.",
          "Round once, to the inputs' dtype."),
         ("wrong_shape", "The output has the wrong shape.", "Return (B, H, Lq, Dv)."),
+        ("returns_its_input", "The output is a view of an input.", "Return an array of its own."),
+        ("not_an_array", "It returns something that is no array.", "Return an array of numbers."),
+        ("crashes", "It ends its process.", "Raise an exception for what it does not take."),
+        ("hangs", "It does not return in time.", "Look for a loop that has no end."),
+        ("exhausts_memory", "It takes ever more memory.", "Look for a list that only grows."),
     ),
 ]  # fmt: skip
 

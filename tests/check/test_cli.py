@@ -182,7 +182,7 @@ def test_problems_of_16_bits_are_compared_in_16_bits(run):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("", "check takes one of: a function such as mykernel.py:attention, --write-problems"),
+        ("", "check takes one of: a function such as mykernel.py:attention, --layer module:"),
         ("kernel.py:right --compare x.npz", "check takes one of"),
         ("none.py:f", "none.py cannot be read: no such file"),
         ("kernel.py", "'kernel.py' names no function: expected mykernel.py:attention or"),
