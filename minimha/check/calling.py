@@ -20,6 +20,7 @@ Array = NDArray[Any]
 
 ARRAYS = ("numpy", "torch", "jax", "cupy")
 DTYPES = ("float32", "float16", "bfloat16")
+WIDE = ("float32", "float64")  # dtypes of an output that lose nothing
 IN_DTYPE = ("q", "k", "v", "attn_bias")
 SAME = 256  # times the dtype's epsilon: what two runs of one kernel may differ by
 LONGEST_REASON = 300  # characters of somebody's error
@@ -167,9 +168,6 @@ class Caller:
     ) -> Answer:
         """The arrays that came back in minimha's order of axes, or what is wrong with them."""
         faults, notes, name = [*faults], [], output.dtype.name
-        if output.dtype != self.dtype:
-            faults.append("wrong_dtype")
-            notes.append(f"its output has dtype {name}: expected its inputs', {self.dtype.name}")
         wide, log_sum = _wide(output), None if lse is None else _wide(lse)
         for what, array, (letters, sizes) in zip(
             ("output", "log-sum-exp"), (output, lse), self._axes(cast), strict=True
@@ -177,6 +175,10 @@ class Caller:
             if array is not None and array.shape != sizes:
                 faults.append("wrong_shape")
                 notes.append(f"its {what} has shape {array.shape}: expected {letters} = {sizes}")
+        if output.dtype != self.dtype:
+            faults.append("wrong_dtype")
+            if name not in WIDE:
+                notes.append(f"its output has dtype {name}: expected {self.dtype.name}")
         wide, log_sum = speaking.heads_first(self.speaks, wide, log_sum)
         return Answer(wide, log_sum, None, tuple(dict.fromkeys(faults)), name, "; ".join(notes))
 
@@ -204,7 +206,7 @@ def numbers_of(value: Any) -> Array:
 
 
 def _wide(array: Array) -> Array:
-    return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+    return array if array.dtype.name in WIDE else array.astype(np.float32)
 
 
 def _same(a: Array, b: Array) -> bool:
