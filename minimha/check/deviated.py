@@ -322,7 +322,7 @@ class _Deviation:
         top = self.deviated_maximum(top)
         top = np.where(np.isneginf(top), 0, top)
         E = exp(self.S - top)
-        numerators, terms = self.online(E, exp, top)
+        numerators, terms = self.online(E, exp, exp(keys_top - top))
         plain = self.total(terms, axis)
         total = plain
         if sinks is not None:
@@ -357,8 +357,11 @@ class _Deviation:
             return np.broadcast_to(top.max(axis=axis, keepdims=True), top.shape)
         return top
 
-    def online(self, E: Array, exp: Any, top: Array) -> tuple[Array, Array]:
-        """Numerators and the terms of the denominator, where a running maximum is forgotten."""
+    def online(self, E: Array, exp: Any, last: Array) -> tuple[Array, Array]:
+        """Numerators and the terms of the denominator, where a running maximum is forgotten.
+
+        ``last`` is the factor by which a sink, joined in the end, shrinks both.
+        """
         blocks = self.d.get("online_output_not_rescaled"), self.d.get("online_sum_not_rescaled")
         if blocks == (None, None):
             return E, E
@@ -368,9 +371,9 @@ class _Deviation:
                 stale.append(E)
                 continue
             running = np.maximum.accumulate(self.S, -1)
-            last = np.minimum((self.x.j // B_c + 1) * B_c, self.x.Lk) - 1
-            running = running[..., last]
-            stale.append(np.where(np.isneginf(running), 0, exp(self.S - running)))
+            ends = np.minimum((self.x.j // B_c + 1) * B_c, self.x.Lk) - 1
+            running = running[..., ends]
+            stale.append(np.where(np.isneginf(running), 0, exp(self.S - running) * last))
         return stale[0], stale[1]
 
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:

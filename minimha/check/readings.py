@@ -40,9 +40,9 @@ class Weights:
     def __init__(self, problems: Sequence[Graded], answers: Sequence[Answer]) -> None:
         self.found: dict[str, tuple[Graded, Array]] = {}
         for problem, answer in zip(problems, answers, strict=True):
-            v = problem.arguments["v"]
             if "weights" not in problem.name or answer.output is None:
                 continue
+            v = problem.arguments["v"]
             if answer.output.shape == (*problem.arguments["q"].shape[:3], v.shape[3]):
                 self.found[problem.name] = problem, np.asarray(answer.output, np.float64)
 

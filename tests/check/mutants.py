@@ -5,14 +5,16 @@ import numpy as np
 
 from minimha.check.answer import Answer
 from minimha.check.deviated import HIDDEN_ROWS, deviate
-from minimha.check.prepared import Impossible, Prepared
+from minimha.check.layer_deviated import PreparedLayer, deviate_layer
+from minimha.check.prepared import Impossible
+from minimha.check.search import Problems
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def answers(problems, deviations, dtype="float32", prepared=None):
     """What a function with ``deviations``, identifiers and values, answers to each problem."""
-    prepared = prepared or [Prepared(p.arguments, dtype, p.is_exact) for p in problems]
+    prepared = prepared or Problems(problems, dtype).prepared
     return [
         answer(problem, x, deviations, dtype) for problem, x in zip(problems, prepared, strict=True)
     ]
@@ -20,7 +22,8 @@ def answers(problems, deviations, dtype="float32", prepared=None):
 
 def answer(problem, prepared, deviations, dtype):
     try:
-        found = deviate(prepared, deviations)
+        of = deviate_layer if isinstance(prepared, PreparedLayer) else deviate
+        found = of(prepared, deviations)
     except Impossible as error:
         return Answer(None, refusal=str(error))
     output = found.output

@@ -3,25 +3,33 @@
 import itertools
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests import each other from there
+
+from check.mutants import answers
 
 from minimha.check.deviations import DEVIATIONS
 from minimha.check.prepared import Prepared
 from minimha.check.problems import graded
 from minimha.check.verdict import judge
-from tests.check.mutants import answers
 
 UNSIMULATED = ("run", "dropout")  # stages that no equation computes
 OF_LAYERS = ("num_heads", "b_q", "b_v", "b_o", "rope_base", "cache")
 
 
+def of_attention():
+    """The deviations that a function of q, k and v may have, and that equations compute."""
+    return [
+        deviation
+        for deviation in DEVIATIONS.values()
+        if deviation.stage not in UNSIMULATED and not set(deviation.needs) & set(OF_LAYERS)
+    ]
+
+
 def pairs():
     """Identifiers of different stages, two by two."""
-    known = [
-        d
-        for d in DEVIATIONS.values()
-        if d.stage not in UNSIMULATED and not set(d.needs) & set(OF_LAYERS)
-    ]
-    for a, b in itertools.combinations(known, 2):
+    for a, b in itertools.combinations(of_attention(), 2):
         if a.stage != b.stage:
             yield a.identifier, b.identifier
 

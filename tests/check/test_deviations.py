@@ -1,0 +1,250 @@
+"""A deviated computation is the right one of a problem that was changed in the same way."""
+
+import numpy as np
+import pytest
+
+from minimha import attention
+from minimha.check.deviated import attend, deviate
+from minimha.check.deviations import DEVIATIONS
+from minimha.check.prepared import Impossible, Prepared
+from minimha.check.problems import graded
+
+PROBLEMS = {problem.name: problem.arguments for problem in graded()}
+
+
+def right(name, **changed):
+    """Output and log-sum-exp of a problem, in float64, with some arguments changed."""
+    arguments = {**PROBLEMS[name], **changed, "return_lse": True, "backend": "dense"}
+    wide = {n: arguments[n].astype(np.float64) for n in "qkv"}
+    return attention(**{**arguments, **wide})
+
+
+def softmax(S, axis=-1):
+    E = np.exp(S - S.max(axis=axis, keepdims=True))
+    return E / E.sum(axis=axis, keepdims=True)
+
+
+def scores(name):
+    x = PROBLEMS[name]
+    q, k = x["q"].astype(np.float64), x["k"].astype(np.float64)
+    return q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_without_deviations_it_is_the_dense_equations(name):
+    output, lse = attend(PROBLEMS[name])
+    expected, expected_lse = right(name)
+    np.testing.assert_allclose(output, expected, rtol=1e-10, atol=1e-13)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-10)
+
+
+def mask_of(name):
+    return PROBLEMS[name]["attn_mask"]
+
+
+def bias_of(name):
+    return PROBLEMS[name]["attn_bias"]
+
+
+AS = {  # a deviation, a problem, and the arguments that have the same effect
+    "scale_missing": ("one head", {"scale": 1.0}),
+    "scale_1_over_d": ("one head", {"scale": 0.25}),
+    "scale_sqrt_d": ("one head", {"scale": 2.0}),
+    "scale_twice": ("scale", {"scale": 0.3125**2}),
+    "scale_model_width": ("heads and batch", {"scale": 12**-0.5}),
+    "scale_argument_ignored": ("scale", {"scale": None}),
+    "softcap_ignored": ("softcap", {"softcap": None}),
+    "bias_ignored": ("bias", {"attn_bias": None}),
+    "bias_subtracted": ("bias", {"attn_bias": -bias_of("bias")}),
+    "bias_before_scale": ("bias", {"attn_bias": bias_of("bias") / 2}),
+    "bias_transposed": ("bias", {"attn_bias": bias_of("bias").T}),
+    "bias_head_0_for_all": (
+        "bias for each head", {"attn_bias": bias_of("bias for each head")[:, :1]},
+    ),
+    "bias_batch_0_for_all": (
+        "bias for each head", {"attn_bias": bias_of("bias for each head")[:1]},
+    ),
+    "alibi_ignored": ("ALiBi", {"alibi_slopes": None}),
+    "alibi_sign": ("ALiBi", {"alibi_slopes": -PROBLEMS["ALiBi"]["alibi_slopes"]}),
+    "alibi_before_scale": ("ALiBi", {"alibi_slopes": PROBLEMS["ALiBi"]["alibi_slopes"] / 2}),
+    "alibi_ignores_offset": ("ALiBi, more keys than queries", {"q_offset": 0}),
+    "alibi_slope_0_for_all": ("ALiBi", {"alibi_slopes": np.full(3, 0.5, np.float32)}),
+    "causal_ignored": ("causal", {"is_causal": False}),
+    "causal_sees_one_ahead": ("causal", {"q_offset": 1}),
+    "causal_top_left": ("causal, amid the keys", {"q_offset": 0}),
+    "causal_bottom_right": ("causal, amid the keys", {"q_offset": 5}),
+    "causal_reversed": (
+        "causal", {"is_causal": False, "attn_mask": np.triu(np.ones((6, 6), bool))},
+    ),
+    "window_ignored": ("window", {"window_size": None}),
+    "window_left_short": ("window", {"window_size": (2, 1)}),
+    "window_left_long": ("window", {"window_size": (4, 1)}),
+    "window_right_short": ("window", {"window_size": (3, 0)}),
+    "window_right_long": ("window", {"window_size": (3, 2)}),
+    "window_left_ignored": ("window", {"window_size": (None, 1)}),
+    "window_right_ignored": ("window", {"window_size": (3, None)}),
+    "window_ignores_offset": ("window, more keys than queries", {"q_offset": 0}),
+    "mask_ignored": ("mask", {"attn_mask": None}),
+    "mask_inverted": ("mask", {"attn_mask": ~mask_of("mask")}),
+    "mask_transposed": ("mask", {"attn_mask": mask_of("mask").T}),
+    "mask_head_0_for_all": (
+        "mask for each head", {"attn_mask": mask_of("mask for each head")[:, :1]},
+    ),
+    "mask_batch_0_for_all": (
+        "mask for each head", {"attn_mask": mask_of("mask for each head")[:1]},
+    ),
+    "mask_added_as_number": (
+        "mask", {"attn_mask": None, "attn_bias": mask_of("mask").astype(np.float32)},
+    ),
+    "hidden_score_small": (
+        "mask", {"attn_mask": None,
+                 "attn_bias": np.where(mask_of("mask"), 0, -10 - scores("mask")[0, 0])},
+    ),
+    "hidden_score_zero": (
+        "mask", {"attn_mask": None,
+                 "attn_bias": np.where(mask_of("mask"), 0, -scores("mask")[0, 0])},
+    ),
+    "lengths_ignored": ("lengths", {"kv_lengths": None}),
+    "lengths_one_too_long": ("lengths", {"kv_lengths": np.array([6, 4, 8])}),
+    "lengths_one_too_short": ("lengths", {"kv_lengths": np.array([4, 2, 6])}),
+    "lengths_batch_0_for_all": ("lengths", {"kv_lengths": np.array([5, 5, 5])}),
+    "softmax_base_2": ("one head", {"scale": 0.5 * np.log(2)}),
+    "sinks_ignored": ("sinks", {"sinks": None}),
+    "sink_0_for_all": ("sinks", {"sinks": np.full(3, 1.5, np.float32)}),
+    "sink_scaled": ("sinks", {"sinks": np.array([0.75, -0.5, 2.0])}),
+    "v_is_k": ("one head", {"v": PROBLEMS["one head"]["k"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("identifier", AS)
+def test_a_deviation_is_the_right_answer_to_another_problem(identifier):
+    name, changed = AS[identifier]
+    output, _ = attend(PROBLEMS[name], [identifier])
+    expected, _ = right(name, **changed)
+    np.testing.assert_allclose(output, expected, rtol=1e-6, atol=1e-9)
+    assert not np.allclose(output, right(name)[0], atol=1e-5)
+
+
+def test_heads_are_tiled_or_all_the_first():
+    x = PROBLEMS["grouped heads"]
+    for identifier, heads in (("kv_heads_tiled", [0, 1, 2] * 2), ("kv_head_0_for_all", [0] * 6)):
+        output, _ = attend(x, [identifier])
+        expected, _ = right("grouped heads", k=x["k"][:, heads], v=x["v"][:, heads])
+        np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
+def test_products_are_swapped_or_reshaped():
+    x = {n: a.astype(np.float64) for n, a in PROBLEMS["square"].items()}
+    output, _ = attend(PROBLEMS["square"], ["q_k_swapped"])
+    S = scores("square").swapaxes(-1, -2)
+    np.testing.assert_allclose(output, softmax(S) @ x["v"], rtol=1e-10)
+    output, _ = attend(PROBLEMS["square"], ["k_reshaped_not_transposed"])
+    S = x["q"] @ x["k"].reshape(1, 1, 4, 6) / 2
+    np.testing.assert_allclose(output, softmax(S) @ x["v"], rtol=1e-10)
+    with pytest.raises(Impossible, match="Lq is not Lk"):
+        attend(PROBLEMS["one head"], ["q_k_swapped"])
+
+
+@pytest.mark.parametrize(
+    ("identifier", "axis"),
+    [("softmax_over_queries", 2), ("softmax_over_heads", 1), ("softmax_over_all", (2, 3))],
+)
+def test_the_softmax_runs_over_another_axis(identifier, axis):
+    name = "heads and batch"
+    output, _ = attend(PROBLEMS[name], [identifier])
+    expected = softmax(scores(name), axis) @ PROBLEMS[name]["v"]
+    np.testing.assert_allclose(output, expected, rtol=1e-6)
+
+
+def online(S, V, B_c, rescales_output, rescales_sum):
+    """The online softmax over blocks of B_c keys, as a kernel would forget parts of it."""
+    m = np.full((*S.shape[:-1], 1), -np.inf)
+    l, O = np.zeros_like(m), np.zeros((*S.shape[:-1], V.shape[-1]))
+    for j in range(0, S.shape[-1], B_c):
+        m_new = np.maximum(m, S[..., j : j + B_c].max(-1, keepdims=True))
+        alpha, P = np.exp(m - m_new), np.exp(S[..., j : j + B_c] - m_new)
+        l = (alpha if rescales_sum else 1) * l + P.sum(-1, keepdims=True)
+        O = (alpha if rescales_output else 1) * O + P @ V[..., j : j + B_c, :]
+        m = m_new
+    return O / l
+
+
+@pytest.mark.parametrize("B_c", [1, 16, 64])
+def test_running_sums_are_not_rescaled(B_c):
+    name = "301 keys"
+    S, V = scores(name), PROBLEMS[name]["v"].astype(np.float64)
+    for identifier, rescaled in (
+        ("online_output_not_rescaled", (False, True)), ("online_sum_not_rescaled", (True, False)),
+    ):  # fmt: skip
+        output, _ = attend(PROBLEMS[name], {identifier: B_c})
+        np.testing.assert_allclose(output, online(S, V, B_c, *rescaled), rtol=1e-9, atol=1e-12)
+
+
+def test_the_last_block_is_dropped():
+    x = PROBLEMS["301 keys"]
+    output, _ = attend(x, {"online_last_block_dropped": 64})
+    expected, _ = right("301 keys", k=x["k"][:, :, :256], v=x["v"][:, :, :256])
+    np.testing.assert_allclose(output, expected, rtol=1e-10)
+
+
+def test_the_log_sum_exp_has_another_base_or_lacks_something():
+    output, L = right("sinks, log-sum-exp")
+    x = PROBLEMS["sinks, log-sum-exp"]
+    S = scores("sinks, log-sum-exp")
+    expected = {
+        "lse_base_2": L / np.log(2),
+        "lse_without_sink": np.log(np.exp(S).sum(-1)),
+        "lse_unscaled": np.log(np.exp(2 * S).sum(-1)),
+        "lse_without_maximum": L - np.maximum(S.max(-1), x["sinks"][:, None]),
+    }
+    for identifier, wanted in expected.items():
+        same, lse = attend(x, [identifier])
+        np.testing.assert_allclose(lse, wanted, rtol=1e-6)
+        np.testing.assert_allclose(same, output, rtol=1e-6)
+
+
+def test_rows_that_see_nothing_may_hold_what_is_named():
+    x = PROBLEMS["mask that hides rows"]
+    mean = x["v"].mean(axis=2)
+    for identifier, wanted in (
+        ("dead_rows_nan", np.full_like(mean, np.nan)),
+        ("dead_rows_mean", mean),
+        ("dead_rows_first_value", x["v"][:, :, 0]),
+    ):
+        found = deviate(Prepared(x), {identifier: 1})
+        assert any(np.allclose(o[:, :, 1], wanted, equal_nan=True) for o in found.others)
+        np.testing.assert_array_equal(found.output[:, :, 1], 0)
+
+
+def test_exponentials_overflow_without_a_maximum():
+    output, _ = attend(PROBLEMS["large scores"], ["softmax_no_maximum"])
+    assert np.isnan(output).all()
+
+
+@pytest.mark.parametrize(
+    ("identifier", "name", "weights"),
+    [
+        ("scores_in_float16", "scores of 2049", [0.5, 0.5]),
+        ("scores_in_bfloat16", "scores of 257", [0.5, 0.5]),
+        ("inputs_in_bfloat16", "1 + 2^-9", [0.5, 0.5]),
+        ("inputs_in_tf32", "1 + 2^-12", [0.5, 0.5]),
+    ],
+)
+def test_numbers_that_few_bits_cannot_hold_become_equal(identifier, name, weights):
+    output, _ = attend(PROBLEMS[name], [identifier])
+    np.testing.assert_array_equal(output[0, 0, 0, :2], weights)
+    assert right(name)[0][0, 0, 0, 0] > 0.7
+
+
+def test_a_sum_in_float16_loses_its_small_terms():
+    output, _ = attend(PROBLEMS["1 + e^-8"], ["sum_in_float16"])
+    assert output[0, 0, 0, 1] == 1 + np.exp(-8)
+    output, _ = attend(PROBLEMS["4096 equal keys"], ["sum_in_float16"])
+    np.testing.assert_array_equal(output[0, 0, 0], [2, 1])
+
+
+def test_what_is_wrong_and_what_to_change_are_sentences():
+    for deviation in DEVIATIONS.values():
+        for sentence in (deviation.wrong, deviation.change):
+            assert sentence.endswith(".")
+            assert sentence[0].isupper() or "(" in sentence or sentence.split()[0].islower()

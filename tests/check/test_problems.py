@@ -1,0 +1,72 @@
+import inspect
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from minimha import attention
+from minimha.check.problems import REQUIRED, graded, layer_problems
+
+OPTIONS = set(inspect.signature(attention).parameters) - {"q", "k", "v", "backend", "tap"}
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_is_representable(dtype):
+    for problem in graded(dtype):
+        for name in "qkv":
+            x = problem.arguments[name]
+            with np.errstate(over="ignore"):
+                narrow = x.astype(DTYPES[dtype]).astype(np.float32)
+            np.testing.assert_array_equal(narrow, x, err_msg=problem.name)
+
+
+def test_problems_are_always_the_same_and_have_names_of_their_own():
+    first, second = graded(), graded()
+    assert len({problem.name for problem in first}) == len(first)
+    for a, b in zip(first, second, strict=True):
+        assert a.name == b.name
+        for name, x in a.arguments.items():
+            np.testing.assert_array_equal(x, b.arguments[name])
+
+
+def test_every_option_is_asked_for_and_its_first_problem_has_no_other():
+    seen = {}
+    for problem in graded():
+        for option in problem.options:
+            seen.setdefault(option, set(problem.options))
+    assert set(seen) == OPTIONS
+    alone = OPTIONS - {"q_offset"}  # which means something only beside another option
+    assert all(seen[option] == {option} for option in alone)
+
+
+def test_positions_and_masks_have_a_square_problem():
+    """For functions that take as many queries as keys, and no more."""
+    options = {"is_causal", "window_size", "attn_mask", "attn_bias", "kv_lengths", "alibi_slopes"}
+    square = set()
+    for problem in graded():
+        q, k = problem.arguments["q"], problem.arguments["k"]
+        if q.shape == k.shape and len(problem.options) == 1:
+            square |= set(problem.options)
+    assert options <= square
+
+
+def test_attention_answers_every_problem():
+    for problem in graded():
+        found = attention(**problem.arguments, backend="dense")
+        output = found[0] if problem.arguments.get("return_lse") else found
+        q, v = problem.arguments["q"], problem.arguments["v"]
+        assert output.shape == (*q.shape[:3], v.shape[3])
+
+
+def test_layers_say_what_they_are_made_of():
+    for problem in layer_problems():
+        assert {name for name in REQUIRED if name[0] == "W"} <= set(problem.layer)
+        x, W = problem.arguments["x"], problem.layer["W_o"]
+        assert x.shape[-1] == problem.layer["W_q"].shape[0] == W.shape[1]
+        assert sum(problem.chunks) in (0, x.shape[1])
+
+
+def test_an_unknown_dtype_is_named():
+    with pytest.raises(ValueError, match="dtype is 'float8'"):
+        graded("float8")
