@@ -41,6 +41,8 @@ class Dialect:
         The log-sum-exp is (B, H, Lq), and not (B, Lq, H).
     conventions : mapping of str to str
         Deviations from minimha that are the library's own choice, as a clause that says so.
+    inconsistent : tuple of str
+        Names of problems in which the library does not follow its own convention.
     """
 
     arrays: str
@@ -49,6 +51,7 @@ class Dialect:
     lse: str = ""
     lse_heads_first: bool = True
     conventions: Mapping[str, str] = field(default_factory=dict)
+    inconsistent: tuple[str, ...] = ()
 
 
 def said(
@@ -273,6 +276,7 @@ DIALECTS = {
     "jax": Dialect(
         "jax", False, _jax, lse="return_residual", lse_heads_first=False,
         conventions=_as("JAX", TOP_LEFT, MEAN, LEAKS),
+        inconsistent=("bias that hides rows",),  # NaN where a bias of -inf hides every key
     ),
     "keras": Dialect("numpy", False, _keras, conventions=_as("Keras", TOP_LEFT, MEAN, LEAKS)),
     "onnx": Dialect("numpy", True, _onnx, conventions=_as("onnxruntime", LEAKS)),
