@@ -338,7 +338,7 @@ class _Deviation:
         self.settle_softmax(name, keys_top, total)
         self.round_weights()
         self.relative = np.expm1(np.minimum(np.where(self.has_score, self.delta, 0), 50))
-        self.drift = (abs(np.nan_to_num(W)) * self.relative).sum(axis, keepdims=True)
+        self.drift = (abs(W) * self.relative).sum(axis, keepdims=True)
         self.is_mean = not name and "softmax_not_normalised" not in d
 
     def sinks_used(self) -> Array | None:

@@ -14,7 +14,7 @@ MASKS = ("attn_mask",)
 POSITIONS = ("is_causal", "window_size")
 LAYER = ("num_heads",)
 HIDING = ("attn_mask", "is_causal", "window_size", "kv_lengths")
-BLOCKS = (64, 32, 16, 128, 8, 4, 2, 1, 3, 5, 6, 7, 10, 12, 20, 24, 48, 50, 96, 100, 256)
+BLOCKS = (64, 32, 16, 128, 8, 4, 2, 1, 3, 5, 6, 7, 10, 12, 24, 48, 96, 100, 256)
 KINDS = ("all", "mask", "positions", "lengths")
 FILLS = (-10.0, -2.0, -5.0, -15.0, -20.0, -30.0, -50.0, -100.0)
 

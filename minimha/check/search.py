@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from minimha.check.problems import Graded
 Array = NDArray[Any]
 Item = tuple[str, Any]  # an identifier and the value that it has
 Hypothesis = frozenset[Item]
+Items = TypeVar("Items", Hypothesis, list[Item])
 
 STEPS = 6  # from no deviation to four of them, with the right values
 WIDTH = 8  # hypotheses that are followed at a time,
@@ -259,7 +260,7 @@ class Search:
     ) -> list[Hypothesis]:
         """The hypotheses to follow."""
         ranked = sorted(grown, key=lambda h: (found[h], len(h), _rank(h)))
-        return [h for h in _varied(ranked) if found[h] <= found[ranked[0]] + MARGIN][:WIDTH]
+        return [h for h in _varied(ranked, 2) if found[h] <= found[ranked[0]] + MARGIN][:WIDTH]
 
     def grown(self, hypothesis: Hypothesis) -> list[Hypothesis]:
         """What explains the first answers that contradict the hypothesis, most promising first."""
@@ -279,7 +280,7 @@ class Search:
             return sum(not self.fit(n, h).is_explained for n in sample)
 
         ranked = sorted(dict.fromkeys(found), key=lambda h: (unexplained(h), _rank(h)))
-        return _varied(ranked)[:BRANCHES]
+        return _varied(ranked, 2)[:BRANCHES]
 
     def targets(self, contradicted: Sequence[int]) -> list[int]:
         """The problems to look at: easy ones, and then those that were made to show rounding."""
@@ -306,7 +307,7 @@ class Search:
     def grown_by_two(self, n: int) -> list[Hypothesis]:
         """The pairs that explain an answer; deviations that do the same here are tried once."""
         found: list[Hypothesis] = []
-        for kinds in combinations(self.problems.kinds(n), 2):
+        for kinds in combinations(_varied(self.problems.kinds(n), 3), 2):
             pairs = [frozenset(p) for p in product(*map(_usual, kinds)) if _stages_differ(p)]
             if pairs and self.explains(n, pairs[0]):
                 found += pairs
@@ -380,14 +381,14 @@ def _usual(items: Iterable[Item]) -> list[Item]:
     return list({item[0]: item for item in reversed(list(items))}.values())
 
 
-def _varied(hypotheses: Iterable[Hypothesis]) -> list[Hypothesis]:
-    """The hypotheses in their order, no more than two of the same identifiers."""
+def _varied(candidates: Iterable[Items], most: int) -> list[Items]:
+    """The candidates in their order, no more than ``most`` of the same identifiers."""
     counts: Counter[frozenset[str]] = Counter()
     kept = []
-    for hypothesis in hypotheses:
-        counts[names_of(hypothesis)] += 1
-        if counts[names_of(hypothesis)] <= 2:
-            kept.append(hypothesis)
+    for items in candidates:
+        counts[names_of(items)] += 1
+        if counts[names_of(items)] <= most:
+            kept.append(items)
     return kept
 
 

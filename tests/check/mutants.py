@@ -1,4 +1,4 @@
-"""Functions that have the deviations that they are told to have."""
+"""Answers of functions, of those that have the deviations that they are told to have too."""
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +10,13 @@ from minimha.check.prepared import Impossible
 from minimha.check.search import Problems
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+ROUNDED_BY = {  # deviations that come to rounding in the dtype itself, which is right
+    "float32": set(),
+    "float16": {"inputs_in_tf32", "inputs_in_float16", "weights_in_float16"},
+    "bfloat16": {
+        "inputs_in_bfloat16", "inputs_in_tf32", "inputs_in_float16", "weights_in_bfloat16",
+    },
+}  # fmt: skip
 
 
 def answers(problems, deviations, dtype="float32", prepared=None):
@@ -18,6 +25,22 @@ def answers(problems, deviations, dtype="float32", prepared=None):
     return [
         answer(problem, x, deviations, dtype) for problem, x in zip(problems, prepared, strict=True)
     ]
+
+
+def answered_by(function, problems):
+    """The answers of a NumPy function; an exception is a refusal."""
+    found = []
+    for problem in problems:
+        arguments = {n: x.copy() if n in "qkv" else x for n, x in problem.arguments.items()}
+        try:
+            with np.errstate(all="ignore"):
+                result = function(**arguments)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            found.append(Answer(None, refusal=str(error)))
+            continue
+        output, lse = result if isinstance(result, tuple) else (result, None)
+        found.append(Answer(np.asarray(output, np.float32), lse))
+    return found
 
 
 def answer(problem, prepared, deviations, dtype):

@@ -3,6 +3,7 @@
 import itertools
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests import each other from there
@@ -35,34 +36,37 @@ def pairs():
 
 
 def verdict_on(pair, problems, prepared, dtype="float32"):
-    """ "pair", "one of these", "alone" (a smaller set explains all), or what was named instead."""
+    """How a function with both deviations was judged.
+
+    "pair"; "one of these", the pair among them; "alone: …" where fewer deviations, or others of as
+    few, explain every answer, so that nothing tells them apart; "other: …".
+    """
     deviations = {name: DEVIATIONS[name].values[0] for name in pair}
     found = judge(problems, answers(problems, deviations, dtype, prepared), dtype=dtype)
     sets = [set(found.deviations), *map(set, found.alternatives)]
-    explains_all = found.explains[0] == found.explains[1]
     if sets == [set(pair)]:
         return "pair"
     if set(pair) in sets:
-        return "one of these"
-    if explains_all and len(found.deviations) < 2:
-        return f"alone: {found.deviations}"
-    return f"{found.deviations} {found.alternatives[:2]} {found.explains}"
+        return f"one of these: {found.deviations} {found.alternatives}"
+    explains_all = found.explains[0] == found.explains[1]
+    kind = "alone" if explains_all and len(found.deviations) <= 2 else "other"
+    return f"{kind}: {found.deviations} {found.explains}"
 
 
 def main(every=1, dtype="float32"):
+    """All pairs, or every n-th."""
     problems = graded(dtype)
     prepared = [Prepared(p.arguments, dtype, p.is_exact) for p in problems]
-    counts, longest = {}, 0.0
+    counts, longest = Counter(), 0.0
     for pair in itertools.islice(pairs(), 0, None, every):
-        start = time.perf_counter()
+        start = time.process_time()
         said = verdict_on(pair, problems, prepared, dtype)
-        longest = max(longest, time.perf_counter() - start)
-        kind = said.split(":")[0] if said[0] != "(" else "other"
-        counts[kind] = counts.get(kind, 0) + 1
-        if kind != "pair":
+        longest = max(longest, time.process_time() - start)
+        counts[said.partition(":")[0]] += 1
+        if said != "pair":
             sys.stdout.write(f"{pair[0]} {pair[1]} → {said}\n")
             sys.stdout.flush()
-    sys.stdout.write(f"{counts}, the longest took {longest:.1f} s\n")
+    sys.stdout.write(f"{dict(counts)}, the longest took {longest:.1f} s\n")
 
 
 if __name__ == "__main__":

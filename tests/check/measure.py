@@ -1,0 +1,63 @@
+"""What `check` names and what it does not: ``python -m tests.check.measure``."""
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests import each other from there
+
+from check.mutants import DTYPES, ROUNDED_BY, answered_by, answers
+from check.pairs import of_attention
+from check.right import random_kernel
+
+from minimha.check.deviations import DEVIATIONS
+from minimha.check.prepared import Prepared
+from minimha.check.problems import graded
+from minimha.check.verdict import judge
+
+
+def singles(dtype):
+    """Each deviation with each of its usual values alone: how many are named, and what is not."""
+    problems = graded(dtype)
+    prepared = [Prepared(p.arguments, dtype, p.is_exact) for p in problems]
+    missed, names = [], [d.identifier for d in of_attention()]
+    observable = [name for name in names if name not in ROUNDED_BY[dtype]]
+    for name in observable:
+        deviations = {name: DEVIATIONS[name].values[0]}
+        found = judge(problems, answers(problems, deviations, dtype, prepared), dtype=dtype)
+        if found.deviations != (name,) or found.alternatives:
+            missed.append((name, found.deviations, found.alternatives))
+    return len(observable) - len(missed), len(observable), missed
+
+
+def false_alarms(dtype, count):
+    """Random right kernels that are not found right, and the longest time of a verdict."""
+    problems, rng = graded(dtype), np.random.default_rng(17)
+    alarms, longest = [], 0.0
+    for _ in range(count):
+        kernel, choices = random_kernel(rng, dtype)
+        given = answered_by(kernel, problems)
+        start = time.process_time()
+        found = judge(problems, given, dtype=dtype)
+        longest = max(longest, time.process_time() - start)
+        if found.verdict != "right":
+            alarms.append((choices, found.deviations))
+    return alarms, longest
+
+
+def main(count=200):
+    for dtype in DTYPES:
+        named, of, missed = singles(dtype)
+        sys.stdout.write(f"{dtype}: {named} of {of} deviations named; missed {missed}\n")
+        alarms, longest = false_alarms(dtype, count)
+        sys.stdout.write(
+            f"{dtype}: {len(alarms)} false alarms on {count} right kernels {alarms[:3]}; "
+            f"the longest verdict took {longest:.2f} s\n"
+        )
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))
