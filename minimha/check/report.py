@@ -79,7 +79,7 @@ class Report:
             findings.deviations,
             findings.alternatives,
             findings.explains,
-            findings.refused,
+            findings.refused + _without_lse(findings),
             tuple(
                 {"name": reading.name, "value": reading.value, "fit": reading.fit}
                 for reading in findings.readings
@@ -133,6 +133,8 @@ class Report:
                 "What its outputs show is read below.",
             )
         what = "; ".join(_clause(name) for name in self.deviations) or "no deviation explains how"
+        if not explained:
+            return f"{self.function} is wrong: {what}.", f"{failing} of {taken} problems show it."
         share = f"all {taken}" if explained == taken else f"{explained} of the {taken}"
         evidence = f"This explains {share} problems that it takes."
         return f"{self.function} is wrong: {what}.", evidence
@@ -151,19 +153,23 @@ class Report:
 
     def conformance(self) -> list[dict[str, str]]:
         """One record per option: right, refused or deviates, and in which way."""
-        seen = {name: None for result in self.findings.results for name in features(result)}
-        right = {n for r in self.findings.results if r.is_right for n in features(r)}
-        taken = {n for r in self.findings.results if not r.is_refused for n in features(r)}
-        blamed: set[str] = set()
-        for result in self.findings.results:
-            if not (result.is_right or result.is_refused):
-                found = features(result)
-                blamed |= set(found) - right or set(found)
+        results = self.findings.results
+        seen = {name: None for result in results for name in features(result)}
+        right = {name for r in results if r.is_right for name in features(r)}
+        taken = {name for r in results if r.answer.refusal is None for name in features(r)}
+        blamed: dict[str, str] = {}
+        for result in results:
+            if not result.is_right and result.answer.refusal is None:
+                found = set(features(result))
+                is_silent = result.answer.output is None
+                for name in found - right or found:
+                    blamed.setdefault(name, result.answer.note if is_silent else "")
         records = []
         for name in seen:
             is_refused = name not in taken or name in self.refused
             state = "refused" if is_refused else "deviates" if name in blamed else "right"
-            records.append({"option": name, "": state, "how": self._how(name, state)})
+            how = blamed.get(name) or self._how(name, state)
+            records.append({"option": name, "": state, "how": "" if state == "right" else how})
         return records
 
     def _how(self, name: str, state: str) -> str:
@@ -175,8 +181,6 @@ class Report:
             )
             reason = next(reasons, "")
             return "" if "unexpected keyword argument" in reason else reason
-        if state == "right":
-            return ""
         own = DIALECTS[self.speaks].conventions
         named = [n for n in self.deviations if name in _rows(n)]
         return "; ".join(own.get(n) or _clause(n) for n in named)
@@ -229,7 +233,7 @@ def _record(result: Result) -> dict[str, Any]:
         "options": {name: _plain(value) for name, value in options_of(result).items()},
         "error": error if error is None or math.isfinite(error) else str(error),
         "is_right": bool(result.is_right),
-        "is_refused": bool(result.is_refused),
+        "is_refused": result.answer.refusal is not None,
     }
 
 
@@ -239,6 +243,16 @@ def _plain(value: Any) -> Any:
     if value.size <= MOST_LISTED and value.ndim < 2:
         return value.tolist()
     return f"{value.dtype.name} {value.shape}"
+
+
+def _without_lse(findings: Findings) -> tuple[str, ...]:
+    """``return_lse``, if outputs came without it wherever it was asked for."""
+    asked = [
+        result.answer for result in findings.results
+        if result.problem.arguments.get("return_lse") and result.answer.output is not None
+    ]  # fmt: skip
+    has_none = asked and all(answer.lse is None for answer in asked)
+    return ("return_lse",) if has_none and "return_lse" not in findings.refused else ()
 
 
 def _num_scores(result: Result) -> int:
@@ -255,8 +269,9 @@ def _clause(identifier: str) -> str:
     if identifier not in DEVIATIONS:
         return identifier
     words = DEVIATIONS[identifier].wrong.rstrip(".")
-    starts_plain = len(words) > 1 and words[1].islower()
-    return words[0].lower() + words[1:] if starts_plain else words
+    first = words.split()[0]
+    is_name = first in ("K", "Q", "V") or first[1:] != first[1:].lower()  # ALiBi, NaN
+    return words if is_name else words[0].lower() + words[1:]
 
 
 def _listed(words: tuple[str, ...]) -> str:

@@ -124,6 +124,25 @@ def test_options_are_right_refused_or_blamed():
     assert rows[2]["how"] == "ValueError: no sinks"
 
 
+def test_a_crash_is_blamed_on_its_option_and_is_no_refusal():
+    crashed = result("mask", False, output=False, attn_mask=np.ones((2, 2), bool))
+    found = report(result(), crashed, deviations=("crashes",))
+    assert {"option": "attn_mask", "": "deviates", "how": "it broke"} in found.conformance()
+    assert found.problems[1]["is_refused"] is False
+
+
+def test_a_log_sum_exp_that_never_comes_is_refused():
+    assert report(result(return_lse=True)).refused == ("return_lse",)
+    assert "return_lse" not in report(result()).refused
+
+
+def test_clauses_begin_in_lower_case_unless_with_a_name():
+    found = report(*WRONG, deviations=("dead_rows_mean", "k_reshaped_not_transposed", "alibi_sign"))
+    assert "is wrong: a query that sees no key" in found.sentences[0]
+    assert "; K is reshaped" in found.sentences[0]
+    assert "; ALiBi raises" in found.sentences[0]
+
+
 def test_differing_cells_are_marked_in_every_format():
     one = result("causal", False, is_causal=True)
     got = one.expected.copy()
