@@ -210,6 +210,8 @@ class _Deviation:
         for deviation, (operation, turn) in MOVED.items():
             if deviation in self.d:
                 order[operation] = turn
+        if self.d.get("softcap_after_mask") == "bias last":
+            order["bias"], order["alibi"] = 4.7, 4.8
         self.raw = self.S
         self.soft: Array | None = None  # which keys keep their weight, if hidden after the softmax
         for operation in sorted(order, key=order.__getitem__):
@@ -281,7 +283,8 @@ class _Deviation:
             "mask": self.by_mask, "positions": self.by_positions, "lengths": self.by_lengths,
         }  # fmt: skip
         if "mask_added_as_number" in d and self.x.problem.attn_mask is not None:
-            self.S = self.S + kinds["mask"]
+            factor = self.scale_used() if d["mask_added_as_number"] == "before the scale" else 1
+            self.S = self.S + factor * kinds["mask"]
             kinds["mask"] = np.ones((1, 1, 1, 1), bool)
         soft = [n for n in HIDDEN_FINITELY[:3] if n in d]
         kind, fill, way = _softly(soft[0], d[soft[0]]) if soft else (None, 0.0, "")
@@ -292,7 +295,8 @@ class _Deviation:
             else:
                 hard = hard & seen
         self.unhidden = self.S
-        if way == "fill":
+        if way.startswith("fill"):
+            fill = fill * self.scale_used() if way != "fill" else fill
             self.S = np.where(softly, self.S, fill)
         elif way == "add":
             self.S = np.where(softly, self.S, self.S + fill)
@@ -450,10 +454,9 @@ class _Deviation:
     def take_logarithm(self) -> None:
         d = self.d
         total = self.plain if "lse_without_sink" in d else self.total_used
-        if "softmax_base_2" in d:
-            L = np.log(total) + self.top * np.log(2)
-        else:
-            L = np.log(total) + (0 if "lse_without_maximum" in d else self.top)
+        logarithm = np.log2(total) if d.get("softmax_base_2") == "log2" else np.log(total)
+        top = self.top * (np.log(2) if d.get("softmax_base_2") == "consistent" else 1)
+        L = logarithm + (0 if "lse_without_maximum" in d else top)
         if "lse_unscaled" in d:
             L = _log_sum_exp(np.where(self.seen, self.raw, -np.inf))
         if "lse_base_2" in d:

@@ -16,6 +16,7 @@ LAYER = ("num_heads",)
 HIDING = ("attn_mask", "is_causal", "window_size", "kv_lengths")
 BLOCKS = (64, 32, 16, 128, 8, 4, 2, 1, 3, 5, 6, 7, 10, 12, 24, 48, 96, 100, 256)
 KINDS = ("all", "mask", "positions", "lengths")
+WAYS = ("fill", "add", "fill before the scale")
 FILLS = (-10.0, -2.0, -5.0, -15.0, -20.0, -30.0, -50.0, -100.0)
 
 
@@ -112,7 +113,7 @@ _ALL = [
         ("softcap_after_bias", "Scores are capped after the bias was added.",
          "Cap first, then add the bias."),
         ("softcap_after_mask", "Scores are capped after the mask, which makes -inf a finite -c.",
-         "Cap first, then mask."),
+         "Cap first, then mask.", ("bias first", "bias last")),
         needs=("softcap",),
     ),
     *_stage(
@@ -132,6 +133,10 @@ _ALL = [
         ("bias_transposed", "attn_bias is transposed.", "Its rows are queries, its columns keys."),
         ("bias_head_0_for_all", "Head 0's attn_bias is used for all heads.",
          "Index attn_bias by head."),
+        needs=("attn_bias",),
+    ),
+    *_stage(
+        "the bias's batch",
         ("bias_batch_0_for_all", "Batch entry 0's attn_bias is used for all.",
          "Index attn_bias by batch entry."),
         needs=("attn_bias",),
@@ -172,7 +177,7 @@ _ALL = [
         ("causal_sees_one_ahead", "A query sees keys of the future: j <= i + q_offset + 1.",
          "Hide every key j > i + q_offset.", (1, 2)),
         ("causal_reversed", "A query sees the future and not the past.",
-         "Hide the keys j > i + q_offset, not those below."),
+         "Hide the keys j > i + q_offset, not those below.", (0, 1)),
         needs=POSITIONS,
     ),
     *_stage(
@@ -222,13 +227,17 @@ _ALL = [
          (1, "with causality")),
         ("mask_inverted", "attn_mask is inverted: True hides.", "True means: may attend."),
         ("mask_added_as_number", "attn_mask is added to the scores as 0 and 1.",
-         "Put -inf where the mask is False."),
+         "Put -inf where the mask is False.", ("to scaled scores", "before the scale")),
         needs=MASKS,
     ),
     *_stage(
         "the mask's axes",
         ("mask_transposed", "attn_mask is transposed.", "Its rows are queries, its columns keys."),
         ("mask_head_0_for_all", "Head 0's mask is used for all heads.", "Index the mask by head."),
+        needs=MASKS,
+    ),
+    *_stage(
+        "the mask's batch",
         ("mask_batch_0_for_all", "Batch entry 0's mask is used for all.",
          "Index the mask by batch entry."),
         needs=MASKS,
@@ -242,7 +251,7 @@ _ALL = [
          "Put -inf into the scores.", KINDS),
         ("hidden_score_small", "Hidden keys get a finite score that is too large to hide them.",
          "Put -inf into the scores.",
-         tuple((kind, fill, way) for way in ("fill", "add") for kind in KINDS for fill in FILLS)),
+         tuple((kind, fill, way) for way in WAYS for kind in KINDS for fill in FILLS)),
         needs=HIDING,
     ),
     *_stage(
@@ -277,7 +286,7 @@ _ALL = [
     *_stage(
         "exponential",
         ("softmax_base_2", "2^s is computed in place of e^s.",
-         "Multiply the scores by log2(e) before exp2."),
+         "Multiply the scores by log2(e) before exp2.", ("ln", "log2", "consistent")),
     ),
     *_stage(
         "maximum",

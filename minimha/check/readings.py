@@ -62,9 +62,9 @@ def scale(weights: Weights) -> Reading | None:
     slopes = []
     for name in ("weights", "weights of two heads"):
         found = weights[name]
-        line = _line(*found) if found else None
-        if line is not None:
-            slopes.append((found[0].arguments, *line))  # type: ignore[index]
+        fitting = line(*found) if found else None
+        if found and fitting:
+            slopes.append((found[0].arguments, *fitting))
     if not slopes:
         return None
     fit = min(r2 for _, _, r2 in slopes)
@@ -94,7 +94,7 @@ def _times(factor: float, form: str) -> str:
     return f"{factor:.3f}{form[1:]}" if form != "1" else f"{factor:.3f}"
 
 
-def _line(problem: Graded, A: Array) -> tuple[float, float] | None:
+def line(problem: Graded, A: Array) -> tuple[float, float] | None:
     """Slope and R² of a row's log-weights against its products; None where there is no line."""
     q, k = (np.asarray(problem.arguments[n], np.float64) for n in "qk")
     S = q @ k.swapaxes(-1, -2)
@@ -186,10 +186,9 @@ def _shifted(by: int) -> str:
     return "i" if by == 0 else f"i {'+' if by > 0 else '-'} {abs(by)}"
 
 
-def precision(errors: Sequence[tuple[float, float]]) -> Reading | None:
-    """How many bits the answers keep: from pairs of an error and the size of its output."""
+def precision(errors: Sequence[tuple[float, float]]) -> tuple[Reading, ...]:
+    """How many bits most answers keep: from pairs of an error and the size of its output."""
     relative = [error / size for error, size in errors if size > 0 and 0 < error < 0.05 * size]
-    if len(relative) < len(errors) / 2 or not relative:
-        return None
-    bits = -log2(float(np.median(relative)))
-    return Reading("precision", f"about {bits:.0f} bits are right") if bits > 5 else None
+    if not relative or len(relative) < len(errors) / 2:
+        return ()
+    return (Reading("precision", f"about {-log2(float(np.median(relative))):.0f} bits are right"),)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from minimha.check.answer import Answer
 from minimha.check.deviated import HIDDEN_ROWS, Deviated, deviate
 from minimha.check.deviations import DEVIATIONS
+from minimha.check.fitted import fitted
 from minimha.check.layer_deviated import PreparedLayer, deviate_layer
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.problems import Graded
@@ -226,6 +227,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.taken = [n for n, answer in enumerate(self.answers) if answer.output is not None]
+        self.fitted = fitted(self.problems.graded, self.answers)
 
     def fit(self, n: int, hypothesis: Iterable[Item]) -> Fit:
         key = n, self.problems.relevant(n, hypothesis)
@@ -298,10 +300,12 @@ class Search:
         found = []
         if len(hypothesis) < self.most:
             items = [item for items in self.problems.kinds(n) for item in items]
+            items += [item for item in self.fitted if self.problems.usual(n, item) is not None]
             found = [hypothesis | {i} for i in items if DEVIATIONS[i[0]].stage not in stages]
         for held in hypothesis:
-            for value in DEVIATIONS[held[0]].values:
-                found.append(hypothesis - {held} | {(held[0], value)})
+            values = [(held[0], value) for value in DEVIATIONS[held[0]].values]
+            values += [item for item in self.fitted if item[0] == held[0]]
+            found += [hypothesis - {held} | {item} for item in values]
         return found
 
     def grown_by_two(self, n: int) -> list[Hypothesis]:

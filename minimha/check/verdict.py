@@ -124,15 +124,19 @@ def judge(
         verdict: Verdict = "wrong" if faults else "right"
         counts = (len(taken), len(taken))
         return Findings(verdict, faults, (), counts, refused, _notes(answers, dtype), results)
-    found = _explanations(search)
+    found = search.run()
     explained = len(taken) - len(search.contradicted(found[0]))
     sets = _distinct(found)
     read = _readings(problems, answers, found, dtype)
-    dropped = any(r.name == "dropout" for r in read) and explained < len(taken)
-    first = ("weights_dropped_out",) if dropped else tuple(sorted(sets[0], key=_place))
+    if not sets[0]:
+        read += readings.precision([(r.error, float(abs(r.expected).max())) for r in taken])
+    first = tuple(sorted(sets[0], key=_place))
+    if explained < len(taken) and any(r.name == "dropout" for r in read):
+        first = ("weights_dropped_out",)
+    faults = tuple(f for f in faults if not _is_explained(f, first, search, found[0]))
     return Findings(
         "wrong",
-        first + tuple(f for f in faults if f not in first),
+        first + faults,
         tuple(tuple(sorted(s, key=_place)) for s in sets[1:]),
         (explained, len(taken)),
         refused,
@@ -160,8 +164,14 @@ def _result(search: Search, n: int) -> Result:
     )  # fmt: skip
 
 
-def _explanations(search: Search) -> list[Hypothesis]:
-    return search.run()
+def _is_explained(fault: str, named: Sequence[str], search: Search, found: Hypothesis) -> bool:
+    """Whether a fault only follows from what was named, as randomness does from dropout."""
+    if fault == "not_deterministic":
+        return "weights_dropped_out" in named
+    if fault != "wrong_shape" or not named:
+        return False
+    with_it = [n for n, answer in enumerate(search.answers) if fault in answer.faults]
+    return all(search.fit(n, found).is_explained for n in with_it)
 
 
 def _distinct(found: Sequence[Hypothesis]) -> list[frozenset[str]]:

@@ -31,7 +31,7 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
         return ALL
     p = _position(x, d, "causal")
     if "causal_reversed" in d:
-        return np.asarray(x.j >= p)
+        return np.asarray(x.j >= p + d["causal_reversed"])
     ahead = d.get("causal_sees_one_ahead", 0) - d.get("causal_excludes_self", 0)
     return np.asarray(x.j <= p + ahead)
 

@@ -1,5 +1,6 @@
 """What `judge` says of functions with one deviation, with several, with none, and with others."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -127,11 +128,20 @@ def test_three_and_four_deviations_are_named(names):
         ("causal_top_left", ("causal", "window")),
         ("softmax_global_maximum", "all"),
         ("heads_not_moved_back", "forth"),
+        ("softcap_after_mask", "bias last"),
+        ("softmax_base_2", "log2"),
+        ("hidden_score_small", ("all", -7.0, "fill")),  # values that no list holds
+        ("hidden_score_small", ("mask", -12.5, "add")),
+        ("hidden_score_small", ("all", -33.0, "fill before the scale")),
+        ("online_last_block_dropped", 40),
+        ("online_output_not_rescaled", 37),
+        ("online_sum_not_rescaled", 80),
     ],
 )
 def test_other_values_of_a_deviation_have_its_name(identifier, value):
     found = judged({identifier: value})
     assert found.deviations == (identifier,)
+    assert found.explains[0] == found.explains[1]
 
 
 def changed(change):
@@ -256,6 +266,29 @@ def test_faults_of_the_run_are_deviations_but_for_a_wider_dtype():
     assert reading(found, "dtype").value == "returns float64 for float32"
     narrow = [Answer(a.output, a.lse, faults=("wrong_dtype",), dtype="float16") for a in right]
     assert judge(problems_in("float32"), narrow).deviations == ("wrong_dtype",)
+
+
+def test_a_fault_that_follows_from_a_deviation_is_not_named_beside_it():
+    given = answers(problems_in("float32"), {"v_is_k": 1}, prepared=prepared_in("float32"))
+    shapes = [p.arguments["v"].shape[3] for p in problems_in("float32")]
+    faulty = [
+        a if a.output is None or a.output.shape[3] == Dv else replace(a, faults=("wrong_shape",))
+        for a, Dv in zip(given, shapes, strict=True)
+    ]
+    assert any(a.faults for a in faulty)
+    assert judge(problems_in("float32"), faulty).deviations == ("v_is_k",)
+
+
+def test_an_imprecise_exponential_is_wrong_and_its_bits_are_read():
+    def attend(q, k, v):
+        k, v = (np.repeat(x, q.shape[1] // k.shape[1], 1) for x in (k, v))
+        S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        P = np.maximum(1 + (S - S.max(-1, keepdims=True)) / 4096, 0) ** 4096
+        return P @ v / P.sum(-1, keepdims=True)
+
+    found = judge(problems_in("float32"), answered(attend))
+    assert (found.verdict, found.deviations) == ("wrong", ())
+    assert "bits are right" in reading(found, "precision").value
 
 
 def test_answers_and_problems_must_belong_together():
