@@ -158,20 +158,21 @@ class _Deviation:
         if bits is not None:
             q, k, v = rounded(q, *bits), rounded(k, *bits), rounded(v, *bits)
         K, V = k[:, heads], v[:, heads]
+        rows, columns = q, K.swapaxes(-1, -2)
+        if "q_k_swapped" in d:
+            if x.Lq != x.Lk:
+                raise Impossible("Q and K are swapped but Lq is not Lk")
+            rows, columns = K, q.swapaxes(-1, -2)
+        if "k_reshaped_not_transposed" in d:
+            columns = columns.swapaxes(-1, -2).reshape(columns.shape)
         changed = {"heads_not_split", "q_k_swapped", "k_reshaped_not_transposed"} & set(d)
         if heads is x.heads and bits is None and not changed:
             self.S, self.size = x.products
-        elif "q_k_swapped" in d:
-            if x.Lq != x.Lk:
-                raise Impossible("Q and K are swapped but Lq is not Lk")
-            self.S, self.size = K @ q.swapaxes(-1, -2), abs(K) @ abs(q).swapaxes(-1, -2)
         else:
-            is_reshaped = "k_reshaped_not_transposed" in d
-            T = K.reshape(*K.shape[:2], x.D, x.Lk) if is_reshaped else K.swapaxes(-1, -2)
-            self.S, self.size = q @ T, abs(q) @ abs(T)
+            self.S, self.size = rows @ columns, abs(rows) @ abs(columns)
         self.q, self.V = q, (K if "v_is_k" in d else V)
         self.delta = (FLOAT32 * (x.D + 8) + 2 * x.extra) * self.size
-        self.round_products(q, K)
+        self.round_products(rows, columns)
 
     def moved(self, a: Array) -> Array:
         """Heads and tokens confused where they are split: (B, L, H, D) read as (B, H, L, D)."""
@@ -185,11 +186,12 @@ class _Deviation:
         }  # fmt: skip
         return next((bits for name, bits in formats.items() if name in self.d), None)
 
-    def round_products(self, q: Array, K: Array) -> None:
+    def round_products(self, rows: Array, columns: Array) -> None:
         for name, bits in (("scores_in_float16", 11), ("scores_in_bfloat16", 8)):
             if name in self.d:
                 if self.d[name] == "accumulated":
-                    self.S = accumulated(q[..., :, None, :] * K[..., None, :, :], bits)
+                    T = columns.swapaxes(-1, -2)
+                    self.S = accumulated(rows[..., :, None, :] * T[..., None, :, :], bits)
                 self.S = rounded(self.S, bits)
                 if not self.x.is_exact:
                     self.delta = self.delta + 2.0**-bits * (self.x.D + 6) * self.size

@@ -145,7 +145,9 @@ def _problem(name: str, shows: str, arguments: Mapping[str, Any], **options: Any
 
 
 def _chosen(name: str, shows: str, q: Any, k: Any, v: Any, **options: Any) -> Graded:
-    """One head whose scores are chosen, not drawn."""
+    """One head whose scores are chosen; a single query is asked as often as there are keys."""
+    if len(q) == 1 and len(k) < 10:
+        q = np.repeat(q, len(k), axis=0)
     rows = {n: np.array(x, np.float32)[None, None] for n, x in (("q", q), ("k", k), ("v", v))}
     return Graded(name, {**rows, **options}, shows, is_exact=True)
 
@@ -350,7 +352,7 @@ def _caps_and_sinks() -> Iterator[Graded]:
     yield _problem("sinks, causal", shows, square, sinks=sinks, is_causal=True)
     yield _chosen(
         "a sink above all scores", "whether the maximum includes the sink",
-        [[1, 0, 0, 0], [0, 2, 0, 0]], [[2, 0, 0, 0], [0, 2, 0, 0], [2, 2, 0, 0]],
+        [[1, 0, 0, 0], [0, 2, 0, 0], [1, 1, 0, 0]], [[2, 0, 0, 0], [0, 2, 0, 0], [2, 2, 0, 0]],
         [[1, 0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1]], sinks=np.array([1024], np.float32),
         return_lse=True,
     )  # fmt: skip
@@ -397,12 +399,12 @@ def _wide_ranges() -> Iterator[Graded]:
     v = [[1, 0, 2, 0], [0, 1, 0, 3], [1, 1, -1, 1]]
     yield _chosen(
         "large scores", "exponentials that overflow",
-        [[32, 0, 0, 0], [0, 32, 0, 0]],
+        [[32, 0, 0, 0], [0, 32, 0, 0], [16, 16, 0, 0]],
         [[64, 32, 0, 0], [64, 64, 0, 0], [63.5, 64, 0, 0]], v,
     )  # fmt: skip
     yield _chosen(
         "rows far apart", "a maximum for each row",
-        [[32, 0, 0, 0], [0, 32, 0, 0]],
+        [[32, 0, 0, 0], [0, 32, 0, 0], [0, 0, 1, 0]],
         [[64, -64, 0, 0], [64, -64, 0, 0], [63.5, -63.5, 0, 0]], v,
     )  # fmt: skip
 

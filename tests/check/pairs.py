@@ -38,8 +38,8 @@ def pairs():
 def verdict_on(pair, problems, prepared, dtype="float32"):
     """How a function with both deviations was judged.
 
-    "pair"; "one of these", the pair among them; "alone: …" where fewer deviations, or others of as
-    few, explain every answer, so that nothing tells them apart; "other: …".
+    "pair"; "one of these: …", the pair among them; "alone: …", where the other deviation changes
+    no answer; "other: …".
     """
     deviations = {name: DEVIATIONS[name].values[0] for name in pair}
     found = judge(problems, answers(problems, deviations, dtype, prepared), dtype=dtype)
@@ -49,8 +49,9 @@ def verdict_on(pair, problems, prepared, dtype="float32"):
     if set(pair) in sets:
         return f"one of these: {found.deviations} {found.alternatives}"
     explains_all = found.explains[0] == found.explains[1]
-    kind = "alone" if explains_all and len(found.deviations) <= 2 else "other"
-    return f"{kind}: {found.deviations} {found.explains}"
+    if explains_all and set(found.deviations) < set(pair):
+        return f"alone: {found.deviations}"
+    return f"other: {found.deviations} {found.alternatives} {found.explains}"
 
 
 def main(every=1, dtype="float32"):
