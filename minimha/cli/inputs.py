@@ -265,7 +265,11 @@ def _item(name: str, value: Any) -> Any:
 
 
 def _read_npz(path: Path) -> dict[str, Any] | Trace:
-    arrays = read_arrays(path, lambda keys: "trace" in keys or _check_keys(path, keys))
+    def check(keys: list[str]) -> None:
+        if "trace" not in keys:
+            _check_keys(path, keys)
+
+    arrays = read_arrays(path, check)
     if "trace" in arrays:
         with _refusing(path):
             record = json.loads(str(arrays.pop("trace")))
@@ -274,7 +278,7 @@ def _read_npz(path: Path) -> dict[str, Any] | Trace:
 
 
 def read_arrays(
-    path: Path, check_keys: Callable[[list[str]], object] = lambda keys: None
+    path: Path, check_keys: Callable[[list[str]], None] = lambda keys: None
 ) -> dict[str, NDArray[Any]]:
     """Return the arrays of an npz file, whose keys ``check_keys`` sees before any is read.
 
