@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 from zlib import crc32
 
@@ -62,6 +63,8 @@ class Graded:
 def graded(dtype: str = "float32") -> list[Graded]:
     """The problems, always the same ones; every number is representable in ``dtype``.
 
+    They are computed once, and their arrays are read-only.
+
     Raises
     ------
     ValueError
@@ -74,16 +77,29 @@ def graded(dtype: str = "float32") -> list[Graded]:
     ('one head', (1, 1, 5, 4))
     """
     choice("dtype", dtype, tuple(SIGNIFICANT_BITS))
+    return list(_graded(dtype))
+
+
+@cache
+def _graded(dtype: str) -> tuple[Graded, ...]:
     families = (
         _plain, _related, _causal, _windows, _masks, _lengths, _biases, _caps_and_sinks,
         _rows_that_see_nothing, _hidden_nan, _wide_ranges, _many_keys, _tiles, _precision,
     )  # fmt: skip
     problems = [problem for family in families for problem in family()]
-    return [
-        replace(problem, is_exact=problem.is_exact and _has_exact_scores(problem, dtype))
+    return tuple(
+        replace(_kept(problem), is_exact=problem.is_exact and _has_exact_scores(problem, dtype))
         for problem in problems
         if all(_is_representable(problem.arguments[name], dtype) for name in "qkv")
-    ]
+    )
+
+
+def _kept(problem: Graded) -> Graded:
+    """The problem with arrays that cannot be written to, since it is kept for other functions."""
+    for x in (*problem.arguments.values(), *(problem.layer or {}).values()):
+        if isinstance(x, np.ndarray):
+            x.flags.writeable = False
+    return problem
 
 
 def layer_problems(dtype: str = "float32") -> list[Graded]:
@@ -95,7 +111,12 @@ def layer_problems(dtype: str = "float32") -> list[Graded]:
         A dtype other than float32, float16 and bfloat16.
     """
     choice("dtype", dtype, tuple(SIGNIFICANT_BITS))
-    return list(_layers())
+    return list(_graded_layers())
+
+
+@cache
+def _graded_layers() -> tuple[Graded, ...]:
+    return tuple(map(_kept, _layers()))
 
 
 def _has_exact_scores(problem: Graded, dtype: str) -> bool:

@@ -111,39 +111,27 @@ def judge(
     """
     if len(problems) != len(answers):
         raise ValueError(f"there are {len(answers)} answers to {len(problems)} problems")
-    known = _known(tuple(problems), dtype)
-    search = Search(known, answers, progress)
+    search = Search(_known(tuple(problems), dtype), answers, progress)
     results = tuple(_result(search, n) for n in range(len(problems)))
+    refused, faults, notes = _refused(problems, answers), _faults(answers), _notes(answers, dtype)
     taken = [r for r in results if not r.is_refused]
-    refused = _refused(problems, answers)
-    faults = _faults(answers, dtype)
-    wrong = [r for r in taken if not r.is_right]
+    counts = sum(r.is_right for r in taken), len(taken)
     if not taken:
-        return Findings("cannot tell", (), (), (0, 0), refused, (), results)
-    if not wrong:
+        return Findings("cannot tell", (), (), counts, refused, (), results)
+    if all(r.is_right for r in taken):
         verdict: Verdict = "wrong" if faults else "right"
-        counts = (len(taken), len(taken))
-        return Findings(verdict, faults, (), counts, refused, _notes(answers, dtype), results)
+        return Findings(verdict, faults, (), counts, refused, notes, results)
     found = search.run()
-    explained = len(taken) - len(search.contradicted(found[0]))
-    sets = _distinct(found)
-    read = _readings(problems, answers, found, dtype)
-    if not sets[0]:
-        read += readings.precision([(r.error, float(abs(r.expected).max())) for r in taken])
-    first = tuple(sorted(sets[0], key=_place))
-    if explained < len(taken) and any(r.name == "dropout" for r in read):
-        first = ("weights_dropped_out",)
-    faults = tuple(f for f in faults if not _is_explained(f, first, search, found[0]))
+    sets = [tuple(sorted(names, key=_place)) for names in dict.fromkeys(map(names_of, found))]
+    read = _readings(search, found[0], results, dtype)
+    counts = len(taken) - len(search.contradicted(found[0])), len(taken)
+    if counts[0] < counts[1] and any(r.name == "dropout" for r in read):
+        sets = [("weights_dropped_out",)]
+    faults = tuple(f for f in faults if not _follows(f, sets[0], search, found[0]))
     return Findings(
-        "wrong",
-        first + faults,
-        tuple(tuple(sorted(s, key=_place)) for s in sets[1:]),
-        (explained, len(taken)),
-        refused,
-        (*read, *_notes(answers, dtype)),
-        results,
-        _tell_apart(known, search, found),
-    )
+        "wrong", sets[0] + faults, tuple(sets[1:]), counts, refused, (*read, *notes), results,
+        _tell_apart(search, found),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4)
@@ -164,7 +152,7 @@ def _result(search: Search, n: int) -> Result:
     )  # fmt: skip
 
 
-def _is_explained(fault: str, named: Sequence[str], search: Search, found: Hypothesis) -> bool:
+def _follows(fault: str, named: Sequence[str], search: Search, found: Hypothesis) -> bool:
     """Whether a fault only follows from what was named, as randomness does from dropout."""
     if fault == "not_deterministic":
         return "weights_dropped_out" in named
@@ -172,11 +160,6 @@ def _is_explained(fault: str, named: Sequence[str], search: Search, found: Hypot
         return False
     with_it = [n for n, answer in enumerate(search.answers) if fault in answer.faults]
     return all(search.fit(n, found).is_explained for n in with_it)
-
-
-def _distinct(found: Sequence[Hypothesis]) -> list[frozenset[str]]:
-    """The sets of identifiers, each once, in order."""
-    return list(dict.fromkeys(map(names_of, found)))
 
 
 def _place(identifier: str) -> int:
@@ -192,7 +175,7 @@ def _refused(problems: Sequence[Graded], answers: Sequence[Answer]) -> tuple[str
     return tuple(option for option, is_taken in taken.items() if not is_taken)
 
 
-def _faults(answers: Sequence[Answer], dtype: str) -> tuple[str, ...]:
+def _faults(answers: Sequence[Answer]) -> tuple[str, ...]:
     """The faults of the run; an output of a wider dtype is none."""
     found = {fault for answer in answers for fault in answer.faults}
     if all(a.dtype in WIDER for a in answers if "wrong_dtype" in a.faults):
@@ -206,25 +189,32 @@ def _notes(answers: Sequence[Answer], dtype: str) -> tuple[Reading, ...]:
 
 
 def _readings(
-    problems: Sequence[Graded], answers: Sequence[Answer], found: Sequence[Hypothesis], dtype: str
+    search: Search, found: Hypothesis, results: Sequence[Result], dtype: str
 ) -> tuple[Reading, ...]:
     """The values of the deviations that were named, the relations that fail, and what is read."""
-    read = []
-    for name, value in sorted(found[0], key=str):
-        if len(DEVIATIONS[name].values) > 1:
-            read.append(Reading(name, _text(value)))
+    problems, answers = search.problems.graded, search.answers
+    read = [
+        Reading(name, _text(value))
+        for name, value in sorted(found, key=str)
+        if len(DEVIATIONS[name].values) > 1
+    ]
     by_name = {p.name: a for p, a in zip(problems, answers, strict=True)}
-    for name, sentence in relations.broken(by_name, TOLERANCE[dtype]).items():
-        read.append(Reading(name, sentence))
-    return (*read, *readings.read(problems, answers))
+    broken = relations.broken(by_name, TOLERANCE[dtype])
+    read += [Reading(name, sentence) for name, sentence in broken.items()]
+    read += readings.read(problems, answers)
+    if not found:
+        taken = [r for r in results if not r.is_refused]
+        read += readings.precision([(r.error, float(abs(r.expected).max())) for r in taken])
+    return tuple(read)
 
 
 def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _tell_apart(known: Problems, search: Search, found: Sequence[Hypothesis]) -> str | None:
+def _tell_apart(search: Search, found: Sequence[Hypothesis]) -> str | None:
     """Which options, if the function took them, would tell the first two sets apart."""
+    known = search.problems
     other = next((h for h in found if names_of(h) != names_of(found[0])), None)
     if other is None:
         return None
