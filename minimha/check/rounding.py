@@ -38,7 +38,15 @@ def accumulated(terms: Array, bits: int) -> Array:
     """
     if bits == 11:
         return np.add.accumulate(terms.astype(np.float16), -1)[..., -1].astype(np.float64)
-    total = np.zeros(terms.shape[:-1])
-    for n in range(terms.shape[-1]):
-        total = rounded(total + rounded(terms[..., n], bits), bits)
-    return total
+    drop = 24 - bits  # of the bits of float32, in which the sums of such numbers are exact enough
+    below, kept = np.uint32((1 << (drop - 1)) - 1), np.uint32(0xFFFFFFFF ^ ((1 << drop) - 1))
+
+    def narrow(x: Array) -> Array:
+        u = x.view(np.uint32)  # half of what is dropped, ties to even, is added and cut off
+        return np.asarray(((u + (below + ((u >> drop) & 1))) & kept).view(np.float32))
+
+    each = np.ascontiguousarray(np.moveaxis(terms, -1, 0), np.float32)
+    total = np.zeros(each.shape[1:], np.float32)
+    for term in narrow(each):
+        total = narrow(total + term)
+    return total.astype(np.float64)

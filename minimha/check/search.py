@@ -39,7 +39,7 @@ TARGETS = 2  # until so many of them are explained
 BRANCHES = 24  # hypotheses that grow from one,
 SAMPLE = 10  # those that explain most of so many problems
 SHARE = 0.2  # of the wrong answers, that a set must explain to be named
-MOST_FITS = 20_000  # comparisons after which nothing new is tried
+MOST_FITS = 5_000  # comparisons after which nothing new is tried
 NONE: Hypothesis = frozenset()
 KINDS = {  # the options that hide keys, by the name that deviations of hiding know them by
     "mask": {"attn_mask"},

@@ -201,7 +201,8 @@ def _readings(
     by_name = {p.name: a for p, a in zip(problems, answers, strict=True)}
     broken = relations.broken(by_name, TOLERANCE[dtype])
     read += [Reading(name, sentence) for name, sentence in broken.items()]
-    read += readings.read(problems, answers)
+    if search.contradicted(found):  # something remains unexplained
+        read += readings.read(problems, answers)
     if not found:
         taken = [r for r in results if not r.is_refused]
         read += readings.precision([(r.error, float(abs(r.expected).max())) for r in taken])

@@ -26,6 +26,15 @@ def test_a_sum_of_ones_stops_growing(bits, stops_at):
     assert accumulated(np.ones((2, 3000)), bits).tolist() == [stops_at, stops_at]
 
 
+def test_sums_in_bfloat16_are_rounded_at_each_step():
+    terms = np.random.default_rng(3).normal(size=(2, 40)).astype(ml_dtypes.bfloat16)
+    total = np.zeros(2, ml_dtypes.bfloat16)
+    for n in range(40):
+        total = total + terms[:, n]
+    assert total.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(accumulated(terms.astype(np.float64), 8), total)
+
+
 def test_what_is_not_finite_stays():
     assert np.isnan(rounded(np.array([np.nan]), 11, 16)[0])
     assert rounded(np.array([-np.inf]), 8)[0] == -np.inf
