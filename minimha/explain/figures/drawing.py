@@ -51,6 +51,26 @@ def short(words: str, longest: int) -> str:
     return words if len(words) <= longest else words[: longest - 1] + "…"
 
 
+def in_lines(words: str, longest: int) -> list[str]:
+    """Return ``words`` as one line, or as two of about a length where one is too long.
+
+    They break after a comma or a colon, and between other words only where no such break will do.
+
+    >>> in_lines("A = softmax(S), row by row: A_ij = P_ij / l_i", 40)
+    ['A = softmax(S), row by row:', 'A_ij = P_ij / l_i']
+    """
+    breaks = [n for n, character in enumerate(words) if character == " "]
+    if len(words) <= longest or not breaks:
+        return [words]
+
+    def unevenness(n: int) -> tuple[bool, bool, int]:
+        length = max(n, len(words) - n - 1)
+        return length > longest, words[n - 1] not in ",:", length
+
+    at = min(breaks, key=unevenness)
+    return [words[:at], words[at + 1 :]]
+
+
 @dataclass
 class Drawing:
     """Shapes on a plane whose y grows downwards, and how much of it they take.

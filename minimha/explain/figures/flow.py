@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from minimha.explain.figures.drawing import Drawing, breadth, in_rows, short
+from minimha.explain.figures.drawing import Drawing, breadth, in_lines, in_rows
 from minimha.explain.origins import origin
 from minimha.explain.trace import BLOCK, Trace
 
 NAME, FORMULA = 13, 11  # sizes of text
-LONGEST = 40  # characters of a formula
-BOX, BETWEEN, ASIDE = 42, 40, 18  # height of a box, space below it and beside it
+LONGEST = 40  # characters of a line of a formula
+BOX, LINE = 28, 14  # height of a box without a formula, and what each line of one adds
+BETWEEN, ASIDE = 40, 18  # space below a box and beside it
 SWEEPS = 8
 
 
@@ -28,9 +29,11 @@ class Box:
     row: int
     width: float = 2.0
     name: str = ""
-    formula: str = ""
+    formula: list[str] = field(default_factory=list)
     shape: str = ""
     x: float = 0.0
+    top: float = 0.0
+    height: float = BOX
     above: list[Box] = field(default_factory=list)
     below: list[Box] = field(default_factory=list)
 
@@ -47,6 +50,7 @@ def _flow(trace: Trace, sources: Mapping[str, list[str]]) -> Drawing:
     left = min((box.x - box.width / 2 for row in rows for box in row), default=0.0)
     for box in (box for row in rows for box in row):
         box.x -= left
+    _stack(rows)
     boxes = [box for row in rows for box in row if box.name]
     for draw in (_arrows, _draw):
         for box in boxes:
@@ -94,9 +98,11 @@ def _boxes(trace: Trace, sources: Mapping[str, list[str]]) -> list[list[Box]]:
     boxes: dict[str, Box] = {}
     for name in numbers:
         step = trace.by_name[name][0]
-        formula = "" if step.formula in (step.symbol, name) else short(step.formula, LONGEST)
-        width = 18 + max(breadth(name, NAME), breadth(formula, FORMULA))
+        is_named = step.formula in (step.symbol, name)
+        formula = [] if is_named else in_lines(step.formula, LONGEST)
         shape = " × ".join(map(str, trace[name].shape))
+        words = [breadth(line, FORMULA) for line in formula]
+        width = 18 + max([breadth(name, NAME), *words])
         boxes[name] = Box(numbers[name], width, name, formula, shape)
         rows[numbers[name]].append(boxes[name])
     for name in numbers:
@@ -145,33 +151,39 @@ def _spread(row: list[Box], wanted: Iterable[float]) -> None:
         box.x += shift
 
 
+def _stack(rows: list[list[Box]]) -> None:
+    """Give each row its place: as high as its longest formula needs."""
+    top = 0.0
+    for row in rows:
+        height = BOX + LINE * max([1, *(len(box.formula) for box in row)])
+        for box in row:
+            box.top, box.height = top, height
+        top += height + BETWEEN
+
+
 def _draw(drawing: Drawing, box: Box) -> None:
     """A box, and the shape of what leaves it on the arrows' beginning."""
-    top = box.row * (BOX + BETWEEN)
-    drawing.rect(box.x - box.width / 2, top, box.width, BOX, "box")
-    middle = top + BOX / 2
-    drawing.text(
-        box.x, middle - 8 * bool(box.formula), box.name, "bold", anchor="middle", size=NAME
-    )
-    drawing.text(box.x, middle + 10, box.formula, "muted", anchor="middle", size=FORMULA)
+    drawing.rect(box.x - box.width / 2, box.top, box.width, box.height, "box")
+    y = box.top + box.height / 2 - (LINE * len(box.formula) + 2) / 2 * bool(box.formula)
+    drawing.text(box.x, y, box.name, "bold", anchor="middle", size=NAME)
+    for n, line in enumerate(box.formula, 1):
+        drawing.text(box.x, y + 3 + n * LINE, line, "muted", anchor="middle", size=FORMULA)
     if box.below:
-        half, y = breadth(box.shape, FORMULA) / 2 + 2, top + BOX + 12
+        half, y = breadth(box.shape, FORMULA) / 2 + 2, box.top + box.height + 12
         drawing.rect(box.x - half, y - 7, 2 * half, 14, "ground")
         drawing.text(box.x, y, box.shape, "muted", anchor="middle", size=FORMULA)
 
 
 def _arrows(drawing: Drawing, box: Box) -> None:
     """Its arrows, as far as the boxes that they lead to."""
-    top = box.row * (BOX + BETWEEN)
     for below in box.below:
-        points = [(box.x, top + BOX)]
+        points = [(box.x, box.top + box.height)]
         place, last = below, box
         while not place.name:
-            y = place.row * (BOX + BETWEEN)
-            points += [(place.x, y), (place.x, y + BOX)]
+            points += [(place.x, place.top), (place.x, place.top + place.height)]
             place, last = place.below[0], place
         entry = place.x + _aside(place, last)
-        drawing.line(*points, (entry, place.row * (BOX + BETWEEN)), tip="tip")
+        drawing.line(*points, (entry, place.top), tip="tip")
 
 
 def _aside(box: Box, source: Box) -> float:

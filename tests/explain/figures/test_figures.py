@@ -63,6 +63,22 @@ def test_boxes_do_not_touch_and_have_their_shapes(name):
     assert " × ".join(map(str, trace[next(iter(found))].shape)) in words
 
 
+@pytest.mark.parametrize("name", ["the-cat-sat", "llama", "gpt2", "additive"])
+def test_a_long_formula_stands_whole_on_two_lines_inside_its_box(name):
+    trace = EXAMPLES[name].trace()
+    picture = drawn(trace, "flow of data")
+    lines = [text for text in of(picture, "text", "muted") if text.get("font-size") == "11"]
+    said = " ".join(text.text for text in lines)
+    places = boxes(picture)
+    for box in places:
+        step = trace.by_name[box][0]
+        assert step.formula in (step.symbol, box) or step.formula in said, step.formula
+    for line in lines:
+        if " may see key " in line.text or "row by row" in line.text:
+            x, y = float(line.get("x")), float(line.get("y"))
+            assert any(a < x < b and top < y < bottom for a, top, b, bottom in places.values())
+
+
 def test_blocks_are_numbered_as_they_are_loaded_and_skipped_ones_are_crossed_out():
     picture = drawn(FLASH, "blocks")
     loaded = [name for name in FLASH if name.startswith("S[")]
