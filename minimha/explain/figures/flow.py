@@ -101,7 +101,7 @@ def _boxes(trace: Trace, sources: Mapping[str, list[str]]) -> list[list[Box]]:
         is_named = step.formula in (step.symbol, name)
         formula = [] if is_named else in_lines(step.formula, LONGEST)
         shape = " × ".join(map(str, trace[name].shape))
-        words = [breadth(line, FORMULA) for line in formula]
+        words = [breadth(line, FORMULA) for line in [*formula, shape]]
         width = 18 + max([breadth(name, NAME), *words])
         boxes[name] = Box(numbers[name], width, name, formula, shape)
         rows[numbers[name]].append(boxes[name])

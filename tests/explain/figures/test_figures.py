@@ -79,6 +79,16 @@ def test_a_long_formula_stands_whole_on_two_lines_inside_its_box(name):
             assert any(a < x < b and top < y < bottom for a, top, b, bottom in places.values())
 
 
+@pytest.mark.parametrize("name", ["heads-000", "llama"])
+def test_shapes_stand_apart(name):
+    picture = drawn(EXAMPLES[name].trace(), "flow of data")
+    sides = [[float(box.get(key)) for key in ("x", "y", "width")]
+             for box in of(picture, "rect", "ground") if box.get("height") == "14"]  # fmt: skip
+    assert sides
+    for (x, y, width), (other_x, other_y, other_width) in itertools.combinations(sides, 2):
+        assert y != other_y or x + width < other_x or other_x + other_width < x
+
+
 def test_blocks_are_numbered_as_they_are_loaded_and_skipped_ones_are_crossed_out():
     picture = drawn(FLASH, "blocks")
     loaded = [name for name in FLASH if name.startswith("S[")]
