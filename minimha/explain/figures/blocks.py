@@ -44,6 +44,9 @@ def grid(trace: Trace) -> Drawing:
         size = min(B_r, len(labels[0]) - i * B_r), min(B_c, len(labels[1]) - j * B_c)
         _skip(drawing, left + _at(j * B_c, B_c, CELL, APART), _down(i * B_r, B_r), size)
     drawing.place(scale("scores", bounds), 0, drawing.height + 12)
+    if any((np.isnan(step.value) | np.isposinf(step.value)).any() for step in steps):
+        words = "? is infinite or NaN."
+        drawing.text(0, drawing.height + SIZE, words, "muted", size=SMALL)
     return drawing
 
 
@@ -89,7 +92,7 @@ def _block(
     for i, row in enumerate(level.tolist()):
         for j, shade in enumerate(row):
             at = x + j * CELL, y + i * ROW
-            kind, number = "number muted", "×"
+            kind, number = "number muted", "×" if shade < 0 else "?"
             if np.isfinite(shade):
                 drawing.rect(*at, CELL, ROW, "heat", opacity=shade)
                 kind, number = f"number {'on' if shade >= LIGHTEST_ON else 'ink'}", numbers[i][j]

@@ -11,6 +11,7 @@ from minimha.explain.trace import Step
 ROW = 24  # pixels
 LABEL = 10  # characters; the whole label is shown where it is pointed at
 SMALL = 12  # size of numbers and labels
+LOW = 40  # pixels for the least number of a scale
 LIGHTEST_ON = 0.66  # from here on, light ink has more contrast on the heat than dark ink
 MAPPED = ("scores", "energies", "cosine", "scaled", "scaled_cosine", "capped", "biased",
           "modified", "masked", "exponentials", "weights")  # fmt: skip
@@ -56,28 +57,32 @@ def matrix(
     return drawing
 
 
-def scale(name: str, bounds: Limits, steps: int = 20) -> Drawing:
-    """Draw the scale of a heatmap, from least to most."""
+def scale(name: str, bounds: Limits, steps: int = 20, *, room: float = LOW) -> Drawing:
+    """Draw the scale of a heatmap, from least to most; the least has ``room`` pixels or more."""
     drawing = Drawing()
     low, high = cells(np.array(bounds), 2)[0]
     drawing.text(0, ROW / 2, name, "muted", size=SMALL)
-    x = breadth("weights ", SMALL)
-    drawing.text(x + 40, ROW / 2, low, "number", anchor="end", size=SMALL)
+    x = breadth("weights ", SMALL) + max(room, breadth(low, SMALL))
+    drawing.text(x, ROW / 2, low, "number", anchor="end", size=SMALL)
     for n in range(steps):
-        drawing.rect(x + 46 + 8 * n, 4, 8, ROW - 8, "heat", opacity=n / (steps - 1))
-    drawing.rect(x + 46, 4, 8 * steps, ROW - 8, "cell")
-    drawing.text(x + 52 + 8 * steps, ROW / 2, high, "number", size=SMALL)
+        drawing.rect(x + 6 + 8 * n, 4, 8, ROW - 8, "heat", opacity=n / (steps - 1))
+    drawing.rect(x + 6, 4, 8 * steps, ROW - 8, "cell")
+    drawing.text(x + 12 + 8 * steps, ROW / 2, high, "number", size=SMALL)
     return drawing
 
 
 def legend(steps: Sequence[Step], scales: tuple[Limits, Limits]) -> Drawing:
-    """Draw the scales that ``steps`` use, and say what × means."""
+    """Draw the scales that ``steps`` use, and say what × and ? mean."""
     drawing = Drawing()
-    if any(map(_is_scores, steps)):
-        drawing.place(scale("scores", scales[0]), 0, 0)
+    scored = any(map(_is_scores, steps))
+    room = max(LOW, breadth(cells(np.array(scales[0]), 2)[0][0], SMALL)) if scored else LOW
+    if scored:
+        drawing.place(scale("scores", scales[0], room=room), 0, 0)
     if any(step.base in SHARES for step in steps):
-        drawing.place(scale("weights", scales[1]), 0, drawing.height)
-    words = "× is hidden: score −∞, weight 0. Rows are queries, columns keys."
+        drawing.place(scale("weights", scales[1], room=room), 0, drawing.height)
+    levels = [x for step in steps for row in shades(step, scales) or () for x in row]
+    gap = " ? is infinite or NaN." if any(not np.isfinite(x) and not x < 0 for x in levels) else ""
+    words = f"× is hidden: score −∞, weight 0.{gap} Rows are queries, columns keys."
     drawing.text(0, drawing.height + ROW / 2, words, "muted", size=SMALL)
     return drawing
 

@@ -12,7 +12,7 @@ from minimha import attention
 from minimha.examples import EXAMPLES, sentences
 from minimha.explain import Trace, figures
 from minimha.explain.figures import raster
-from minimha.explain.figures.drawing import Drawing, in_rows
+from minimha.explain.figures.drawing import Drawing, breadth, in_rows
 
 CAT = EXAMPLES["the-cat-sat"].trace()
 
@@ -56,6 +56,39 @@ def test_scores_before_and_after_the_mask_share_one_scale():
     attention([[1.0], [2.0]], [[1.0], [-3.0]], np.eye(2), is_causal=True, scale=1, tap=trace)
     found = shades(figures.svg(trace.selected(["scores", "masked"]), 3))
     np.testing.assert_allclose(found, [7 / 8, 3 / 8, 1, 0, 7 / 8, 1, 0], atol=0.005)
+
+
+@pytest.mark.parametrize("backend", ["dense", "tiled"])
+def test_a_question_mark_is_explained_where_there_is_one(backend):
+    trace = Trace()
+    q, k = [[1.0], [2.0]], [[1.0], [np.nan]]
+    attention(q, k, np.eye(2), is_causal=True, backend=backend, tap=trace)
+    said = " ".join(text for text, _, _ in texts(figures.svg(trace, 3)))
+    assert " ? " in said
+    assert "? is infinite or NaN." in said
+    assert "? is infinite or NaN." not in figures.svg(CAT, 3)
+
+
+def test_a_block_tells_what_is_infinite_from_what_is_hidden():
+    trace = Trace(blocks=(2, 2))
+    q, k = [[1.0], [2.0]], [[1.0], [np.nan]]
+    attention(q, k, np.eye(2), is_causal=True, backend="tiled", tap=trace)
+    found = figures.figures(trace, 3)["blocks"].svg("")
+    said = [text for text, _, _ in texts(found)]
+    assert (said.count("?"), said.count("×")) == (1, 1)
+    assert "? is infinite or NaN." in said
+
+
+def test_a_scale_has_room_for_its_least_number():
+    trace = Trace()
+    attention([[1e9], [2e9]], [[1.0], [2.0]], np.eye(2), scale=1, tap=trace)
+    picture = shapes(figures.svg(trace.selected(["scores", "weights"]), 3))
+    [name] = [text for text in of(picture, "text", "muted") if text.text == "scores"]
+    [low] = [text for text in of(picture, "text", "number") if text.text == "1.00e+09"]
+    right = float(name.get("x")) + breadth("scores", 12)
+    assert right < float(low.get("x")) - breadth("1.00e+09", 12)
+    bars = [bar for bar in of(picture, "rect", "heat") if bar.get("height") == "16"]
+    assert len({bar.get("x") for bar in bars}) == 20  # both scales begin at one place
 
 
 def test_a_picture_of_chosen_steps_shows_them_and_what_is_printed():
