@@ -57,6 +57,14 @@ def numbers(values):
     return np.array([float(v.replace("Infinity", "inf").replace("NaN", "nan")) for v in values])
 
 
+def test_a_long_word_does_not_widen_the_page(opened):
+    word = "attention" * 40
+    trace = Trace(example=word, source=word)
+    attention([[1.0]], [[1.0]], [[1.0]], tap=trace)
+    shown = opened(page(trace, 3), viewport={"width": 600, "height": 800})
+    assert shown.evaluate("document.documentElement.scrollWidth") <= 600
+
+
 @pytest.mark.parametrize("name", TRACES)
 def test_what_the_page_computes_is_what_the_trace_holds(opened, name):
     trace = TRACES[name]

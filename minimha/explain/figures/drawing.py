@@ -12,7 +12,8 @@ from html import escape
 from unicodedata import east_asian_width
 
 SIZE = 13  # of text, in pixels
-ADVANCE = 0.6  # of a character, about, in parts of the size; full-width ones have two
+# How wide a character is, about, in parts of the size, in a wide font such as DejaVu Sans.
+ADVANCE, CAPITAL, WIDE, FULL = 0.6, 0.75, 1.0, 1.2
 MARGIN = 16  # around a picture
 BASELINE = 0.35  # from a text's middle to its baseline, in parts of the size
 STYLE = """\
@@ -36,10 +37,18 @@ text{fill:#ececec}.ground{fill:#15171a}.muted{fill:#a9b4b4}
 def breadth(words: str, size: float = SIZE) -> float:
     """Return about how wide ``words`` are, in pixels.
 
-    >>> breadth("cat", 10) < breadth("猫猫", 10)
+    >>> breadth("cat", 10) < breadth("mmm", 10) < breadth("猫猫猫", 10)
     True
     """
-    return size * ADVANCE * sum(2 if east_asian_width(c) in "WF" else 1 for c in words)
+    return size * sum(map(_advance, words))
+
+
+def _advance(character: str) -> float:
+    if east_asian_width(character) in "WF":
+        return FULL
+    if character in "mwMW@%…—":
+        return WIDE
+    return CAPITAL if character.isupper() else ADVANCE
 
 
 def short(words: str, longest: int) -> str:

@@ -12,7 +12,7 @@ from minimha import attention
 from minimha.examples import EXAMPLES, sentences
 from minimha.explain import Trace, figures
 from minimha.explain.figures import raster
-from minimha.explain.figures.drawing import Drawing, breadth, in_rows
+from minimha.explain.figures.drawing import MARGIN, Drawing, breadth, in_rows
 
 CAT = EXAMPLES["the-cat-sat"].trace()
 
@@ -34,6 +34,21 @@ def test_labels_stand_over_their_columns_and_numbers_under_them():
     heads = [(x, y) for label, x, y in found if label == "cat"]
     assert numbers["0.731"][0] in [x for x, _ in heads]
     assert any(abs(numbers["0.731"][1] - y) < 1 for _, y in heads)
+
+
+@pytest.mark.parametrize("label", ["mmmmmmmmmm", "WWWWWWWWWWWW", "understanding", "HEADQUOTED"])
+def test_the_longest_row_label_begins_where_the_page_does(label):
+    """The font's own widths, in parts of the size: DejaVu Sans, the widest of those asked for."""
+    widths = dict(zip("mWHEADQUOTunderstaig", (
+        0.974, 0.989, 0.752, 0.632, 0.684, 0.770, 0.787, 0.732, 0.787, 0.611,
+        0.634, 0.634, 0.635, 0.615, 0.411, 0.521, 0.392, 0.613, 0.278, 0.635,
+    ), strict=True), **{"…": 1.0})  # fmt: skip
+    trace = sentences.sentence([label, "a"]).trace()
+    picture = shapes(figures.figures(trace, 3)["heatmaps"].svg(""))
+    ends = [text for text in of(picture, "text", "muted") if text.get("text-anchor") == "end"]
+    shown = max(ends, key=lambda text: len(words(text)))
+    width = sum(12 * widths[character] for character in words(shown))
+    assert width <= float(shown.get("x")) - MARGIN
 
 
 def test_text_is_inside_the_picture():
