@@ -60,13 +60,22 @@ def _flow(trace: Trace, sources: Mapping[str, list[str]]) -> Drawing:
 
 def _sources(trace: Trace) -> dict[str, list[str]]:
     """For each name outside of blocks, the names that it is computed from, all heads together."""
-    names = [name for name in trace.by_name if not BLOCK.search(name)]
-    found = {}
-    for name in names:
-        made = origin(trace, trace.by_name[name][0])
-        operands = [s.name for s in made.operands if s is not None] if made else []
-        found[name] = [operand for operand in dict.fromkeys(operands) if operand in names]
+    found: dict[str, list[str]] = {}
+    for name in (name for name in trace.by_name if not BLOCK.search(name)):
+        operands = _operands(trace, name)
+        found[name] = [operand for operand in dict.fromkeys(operands) if operand in found]
     return found
+
+
+def _operands(trace: Trace, name: str) -> list[str]:
+    """The names that numbers of ``name`` come from."""
+    made = origin(trace, trace.by_name[name][0])
+    operands = [] if made is None else list(made.operands)
+    if made is not None and made.operation == "pairs":
+        del operands[2:]  # it only says how many keys a query has
+    if made is not None and made.operation == "total" and operands[1] is None:
+        del operands[2:]  # only a sink is relative to the maximum
+    return [step.name for step in operands if step is not None]
 
 
 def _connected(sources: Mapping[str, list[str]]) -> list[dict[str, list[str]]]:

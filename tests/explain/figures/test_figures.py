@@ -33,8 +33,8 @@ def boxes(picture):
     }
 
 
-def test_arrows_lead_from_what_a_matrix_is_computed_from_to_it():
-    picture = drawn(HEADS, "flow of data")
+def arrows(picture):
+    """Where each arrow leads: from and to which name."""
     places = boxes(picture)
     found = set()
     for arrow in of(picture, "polyline", "line"):
@@ -44,6 +44,12 @@ def test_arrows_lead_from_what_a_matrix_is_computed_from_to_it():
         ]
         end = [n for n, (a, top, b, _) in places.items() if a <= x <= b and abs(top - y) < 0.1]
         found.add((*start, *end))
+    return found
+
+
+def test_arrows_lead_from_what_a_matrix_is_computed_from_to_it():
+    picture = drawn(HEADS, "flow of data")
+    found = arrows(picture)
     assert {("x", "q"), ("W_q", "q"), ("q", "scores"), ("k", "scores"), ("scaled", "masked"),
             ("v", "head_output"), ("weights", "head_output"), ("head_output", "concat"),
             ("concat", "output"), ("W_o", "output")} <= found  # fmt: skip
@@ -87,6 +93,12 @@ def test_shapes_stand_apart(name):
     assert sides
     for (x, y, width), (other_x, other_y, other_width) in itertools.combinations(sides, 2):
         assert y != other_y or x + width < other_x or other_x + other_width < x
+
+
+def test_no_arrow_leads_from_what_gives_no_number():
+    found = arrows(drawn(EXAMPLES["additive"].trace(), "flow of data"))
+    assert {start for start, end in found if end == "energies"} == {"hidden", "w"}
+    assert {start for start, end in found if end == "row_sum"} == {"exponentials"}
 
 
 def test_blocks_are_numbered_as_they_are_loaded_and_skipped_ones_are_crossed_out():
