@@ -38,7 +38,8 @@ TRIED = 6  # contradicted problems that are looked at, easy ones first,
 TARGETS = 2  # until so many of them are explained
 BRANCHES = 24  # hypotheses that grow from one,
 SAMPLE = 10  # those that explain most of so many problems
-SHARE = 0.2  # of the wrong answers, that a set must explain to be named
+SHARE = 0.5  # of the wrong answers, that a set must explain to be named,
+NEARLY_ALL = 0.95  # and of all answers, if lost precision is in it
 MOST_FITS = 5_000  # comparisons after which nothing new is tried
 NONE: Hypothesis = frozenset()
 KINDS = {  # the options that hide keys, by the name that deviations of hiding know them by
@@ -341,13 +342,16 @@ class Search:
         """Whether each deviation explains an answer that nothing else of the set does.
 
         Some of the answers must be numbers: zeros or NaN everywhere are explained too easily. And
-        the set must explain some share of what is wrong: one answer of many fits by chance.
+        the set must explain half of what is wrong: some answers of many fit by chance. Lost
+        precision, whose bounds are wide, must leave next to nothing unexplained.
         """
         tells = any(
             self.explains(n, hypothesis) and _has_numbers(self.answers[n]) for n in self.taken
         )
         wrong, left = len(self.contradicted(NONE)), len(self.contradicted(hypothesis))
         enough = wrong - left >= SHARE * wrong
+        if any(is_precision(name) for name, _ in hypothesis):
+            enough = enough and left <= (1 - NEARLY_ALL) * len(self.taken)
         return tells and enough and all(self.evidence(hypothesis, item) for item in hypothesis)
 
     def evidence(self, hypothesis: Hypothesis, item: Item) -> list[int]:
