@@ -23,6 +23,7 @@ Array = NDArray[Any]
 
 FIT = 0.999  # of a line through the weights, below which there is none
 SHARED = 0.02  # relative, of a number that two problems must agree upon
+LARGER = 1.005  # the factor of weights from which on they are larger than they should be
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,10 @@ class Weights:
 def read(problems: Sequence[Graded], answers: Sequence[Answer]) -> list[Reading]:
     """Everything that can be read, most telling first."""
     weights = Weights(problems, answers)
-    readings = [scale(weights), dropout(weights), lost_keys(weights), *visibility(weights)]
+    readings = [
+        scale(weights), dropout(weights, _is_random(answers)), lost_keys(weights),
+        *visibility(weights),
+    ]  # fmt: skip
     return [reading for reading in readings if reading is not None]
 
 
@@ -107,8 +111,16 @@ def line(problem: Graded, A: Array) -> tuple[float, float] | None:
     return (slope, r2) if r2 > FIT else None
 
 
-def dropout(weights: Weights) -> Reading | None:
-    """The share of weights that are 0 where none should be, if the others grew by one factor."""
+def _is_random(answers: Sequence[Answer]) -> bool:
+    return any("not_deterministic" in answer.faults for answer in answers)
+
+
+def dropout(weights: Weights, is_random: bool) -> Reading | None:
+    """The share of weights that are 0 where none should be, if the others grew by one factor.
+
+    Where the others are as they should be, zeros are dropout only if two runs differ: a function
+    may as well lose the same keys every time.
+    """
     found = weights["weights"], weights["weights of two heads"], weights[f"weights of {MANY} keys"]
     zeros = count = 0
     factors: list[float] = []
@@ -124,6 +136,8 @@ def dropout(weights: Weights) -> Reading | None:
         return None
     mean = float(np.mean(factors))
     if np.ptp(factors) > SHARED * abs(mean) or mean <= 0:
+        return None
+    if mean < LARGER and not is_random:
         return None
     return Reading("dropout", f"{zeros / count:.0%} of the weights are 0, others × {mean:.3f}")
 

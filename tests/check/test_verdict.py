@@ -259,6 +259,20 @@ def test_dropout_is_read_from_the_weights(rate):
     assert f"× {1 / (1 - rate):.3f}" in reading(found, "dropout").value
 
 
+def test_a_key_that_is_always_lost_is_not_dropped_out():
+    """Dropout makes the other weights larger, or at least differs from run to run."""
+
+    def attend(q, k, v):
+        return plain(q, k, np.where(np.arange(k.shape[2])[:, None] == k.shape[2] - 1, 0, v))
+
+    given = answered(attend)
+    found = judge(problems_in("float32"), given)
+    assert (found.verdict, found.deviations) == ("wrong", ())
+    assert "dropout" not in {r.name for r in found.readings}
+    random = [replace(a, faults=("not_deterministic",)) for a in given]
+    assert judge(problems_in("float32"), random).deviations == ("weights_dropped_out",)
+
+
 def test_what_cannot_be_told_apart_is_said():
     """Where scale is refused, 1/D and 1/sqrt(D) applied twice are the same."""
 
