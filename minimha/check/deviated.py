@@ -41,6 +41,9 @@ MOVED = {
     "softcap_after_bias": ("cap", 3.5),
     "softcap_after_mask": ("cap", 4.5),
 }
+MULTIPLIED_OTHERWISE = {
+    "heads_not_split", "q_k_swapped", "k_reshaped_not_transposed", "k_v_swapped",
+}  # fmt: skip
 SOFTMAX_AXES = {
     "softmax_over_queries": (-2,),
     "softmax_over_heads": (1,),
@@ -154,6 +157,10 @@ class _Deviation:
         if "kv_head_0_for_all" in d:
             heads = np.zeros(x.H, int)
         q, k, v = self.moved(x.q), self.moved(x.k), self.moved(x.v)
+        if "k_v_swapped" in d:
+            if x.Dv != x.D:
+                raise Impossible("K and V are swapped but D is not Dv")
+            k, v = v, k
         bits = self.input_bits()
         if bits is not None:
             q, k, v = rounded(q, *bits), rounded(k, *bits), rounded(v, *bits)
@@ -165,8 +172,7 @@ class _Deviation:
             rows, columns = K, q.swapaxes(-1, -2)
         if "k_reshaped_not_transposed" in d:
             columns = columns.swapaxes(-1, -2).reshape(columns.shape)
-        changed = {"heads_not_split", "q_k_swapped", "k_reshaped_not_transposed"} & set(d)
-        if heads is x.heads and bits is None and not changed:
+        if heads is x.heads and bits is None and not MULTIPLIED_OTHERWISE & set(d):
             self.S, self.size = x.products
         else:
             self.S, self.size = rows @ columns, abs(rows) @ abs(columns)

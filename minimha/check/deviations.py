@@ -58,6 +58,8 @@ _ALL = [
          "Compute Q Kᵀ, one row for each query."),
         ("k_reshaped_not_transposed", "K is reshaped to (D, Lk) where it must be transposed.",
          "Swap K's last two axes; reshape keeps the order of the numbers."),
+        ("k_v_swapped", "K and V are swapped: queries are compared with values, and keys weighed.",
+         "Compute Q Kᵀ, and multiply the weights by V."),
     ),
     *_stage(
         "values",

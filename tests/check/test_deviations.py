@@ -113,6 +113,9 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "sink_0_for_all": ("sinks", {"sinks": np.full(3, 1.5, np.float32)}),
     "sink_scaled": ("sinks", {"sinks": np.array([0.75, -0.5, 2.0])}),
     "v_is_k": ("one head", {"v": PROBLEMS["one head"]["k"]}),
+    "k_v_swapped": (
+        "one head", {"k": PROBLEMS["one head"]["v"], "v": PROBLEMS["one head"]["k"]},
+    ),
 }  # fmt: skip
 
 
