@@ -183,6 +183,12 @@ _ALL = [
         needs=POSITIONS,
     ),
     *_stage(
+        "causal",
+        ("causal_always", "Keys of the future are hidden though is_causal was not given.",
+         "Hide the keys j > i + q_offset where is_causal is true, and only there.",
+         ("from the first key", "to the last key")),
+    ),
+    *_stage(
         "where causality stands",
         ("causal_top_left", "Causality is aligned to the first key: q_offset is ignored.",
          "Query i stands at key position i + q_offset.",

@@ -116,6 +116,8 @@ class Problems:
         needs = DEVIATIONS[name].needs
         if needs and self.options[n].isdisjoint(needs):
             return None
+        if name == "causal_always" and "is_causal" in self.options[n]:
+            return None
         if name.startswith("online"):
             Lk = self.lengths[n]
             if name == "online_last_block_dropped":

@@ -27,9 +27,11 @@ def _by_causality(x: Prepared, d: Mapping[str, Any]) -> Array:
         is_given = is_given and x.given.get("attn_mask") is None
     elif "causal_ignored" in d:
         is_given = False
-    if not is_given:
+    if not is_given and "causal_always" not in d:
         return ALL
     p = _position(x, d, "causal")
+    if not is_given and d["causal_always"] == "to the last key":
+        p = x.i + np.full_like(x.offset, x.Lk - x.Lq)
     if "causal_reversed" in d:
         return np.asarray(x.j >= p + d["causal_reversed"])
     ahead = d.get("causal_sees_one_ahead", 0) - d.get("causal_excludes_self", 0)

@@ -70,6 +70,7 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "alibi_ignores_offset": ("ALiBi, more keys than queries", {"q_offset": 0}),
     "alibi_slope_0_for_all": ("ALiBi", {"alibi_slopes": np.full(3, 0.5, np.float32)}),
     "causal_ignored": ("causal", {"is_causal": False}),
+    "causal_always": ("square", {"is_causal": True}),
     "causal_sees_one_ahead": ("causal", {"q_offset": 1}),
     "causal_top_left": ("causal, amid the keys", {"q_offset": 0}),
     "causal_bottom_right": ("causal, amid the keys", {"q_offset": 5}),

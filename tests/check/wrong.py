@@ -270,3 +270,21 @@ def block(q, k, v, attn_mask=None):
 def in_another_order(q, k, v):
     v, k = repeated(q, k, v)
     return softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v
+
+
+@has("causal_always")
+def decoder(q, k, v):
+    k, v = repeated(q, k, v)
+    seen = np.tri(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], dtype=bool)
+    return softmax(np.where(seen, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)) @ v
+
+
+@has("causal_always")
+def decoder_unless_told(q, k, v, is_causal=True):
+    if q.shape[2] > k.shape[2]:
+        raise NotImplementedError
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    if is_causal:
+        S = np.where(np.tri(*S.shape[-2:], dtype=bool), S, -np.inf)
+    return softmax(S) @ np.nan_to_num(v)
