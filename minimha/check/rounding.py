@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+
+FORMATS = {"bfloat16": (8, 128), "float16": (11, 16)}  # bits and exponent, coarsest first
 
 
 def rounded(x: Array, bits: int, exponent: int = 128) -> Array:
@@ -26,6 +29,25 @@ def rounded(x: Array, bits: int, exponent: int = 128) -> Array:
     unit = np.ldexp(1.0, power - bits)
     result = np.where(np.isfinite(x), np.rint(x / unit) * unit, x)
     return np.where(abs(result) >= 2.0**exponent, np.copysign(np.inf, x), result)
+
+
+def format_of(arrays: Iterable[Array]) -> str | None:
+    """The coarsest format that holds every number; None if none does, or if far fewer bits would.
+
+    Examples
+    --------
+    >>> format_of([np.array([0.0999755859375, 3.0])])
+    'float16'
+    >>> format_of([np.ones(3)]) is None
+    True
+    """
+    numbers = np.concatenate([np.ravel(x) for x in arrays] or [np.zeros(0)]).astype(np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    for name, (bits, exponent) in FORMATS.items():
+        if np.array_equal(rounded(numbers, bits, exponent), numbers):
+            is_coarser = np.array_equal(rounded(numbers, bits - 3, exponent), numbers)
+            return None if is_coarser else name
+    return None
 
 
 def accumulated(terms: Array, bits: int) -> Array:

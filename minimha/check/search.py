@@ -25,6 +25,7 @@ from minimha.check.fitted import fitted
 from minimha.check.layer_deviated import PreparedLayer, deviate_layer
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.problems import Graded
+from minimha.check.rounding import FORMATS, rounded
 
 Array = NDArray[Any]
 Item = tuple[str, Any]  # an identifier and the value that it has
@@ -181,17 +182,29 @@ def _fingerprint(prediction: Deviated | None) -> Any:
     return tuple(x.tobytes() for x in (p.output, p.lse, p.is_free, p.is_lse_free, *p.others))
 
 
-def compare(answer: Answer, prediction: Deviated | None, asks_lse: bool) -> Fit:
-    """Whether an answer is what was predicted, within the bounds of rounding."""
+def compare(
+    answer: Answer, prediction: Deviated | None, asks_lse: bool, rounded_to: str | None = None
+) -> Fit:
+    """Whether an answer is what was predicted, within the bounds of rounding.
+
+    ``rounded_to`` is a format that the output was rounded to in the end, besides its dtype.
+    """
     if prediction is None or answer.output is None:
         return Fit(False)
     p, got = prediction, np.asarray(answer.output, np.float64)
     if got.shape != p.output.shape:
         return Fit(False)
     with np.errstate(all="ignore"):
-        near = _near(got, p.output, p.bound) | p.is_free
+        bound = p.bound
+        if rounded_to is not None:
+            bits, exponent = FORMATS[rounded_to]
+            size = np.where(np.isfinite(p.output), abs(p.output), 0)
+            bound = bound + 2.0**-bits * size + 2.0 ** (2 - exponent - bits)
+        near = _near(got, p.output, bound) | p.is_free
         for other in p.others:
-            near |= _near(got, other, p.bound)
+            near |= _near(got, other, bound)
+        if rounded_to is not None:  # what it cannot hold became infinite
+            near |= np.isinf(got) & (got == rounded(p.output, bits, exponent))
         wrong, error = [(~near, p.is_free)], _distance(got, p.output)
         if asks_lse and answer.lse is not None:
             L = np.asarray(answer.lse, np.float64)
@@ -226,6 +239,7 @@ class Search:
     answers: Sequence[Answer]
     progress: Callable[[str], None] = lambda doing: None
     most: int = 4
+    rounded_to: str | None = None
     _fits: dict[tuple[int, Hypothesis], Fit] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -237,7 +251,7 @@ class Search:
         if key not in self._fits:
             asks_lse = bool(self.problems.graded[n].arguments.get("return_lse"))
             prediction = self.problems.predicted(n, key[1])
-            self._fits[key] = compare(self.answers[n], prediction, asks_lse)
+            self._fits[key] = compare(self.answers[n], prediction, asks_lse, self.rounded_to)
         return self._fits[key]
 
     def contradicted(self, hypothesis: Hypothesis) -> list[int]:

@@ -19,6 +19,7 @@ from minimha.check.answer import Answer
 from minimha.check.deviations import DEVIATIONS
 from minimha.check.problems import Graded
 from minimha.check.readings import Reading
+from minimha.check.rounding import format_of
 from minimha.check.search import NONE, Hypothesis, Problems, Search, names_of
 
 Verdict = Literal["right", "wrong", "cannot tell"]
@@ -121,10 +122,13 @@ def judge(
     if all(r.is_right for r in taken):
         verdict: Verdict = "wrong" if faults else "right"
         return Findings(verdict, faults, (), counts, refused, notes, results)
+    coarse = _rounded_to(answers, dtype)
+    search = Search(search.problems, answers, progress, rounded_to=coarse)
     found = search.run()
     sets = [tuple(sorted(names, key=_place)) for names in dict.fromkeys(map(names_of, found))]
-    read = _readings(search, found[0], results, dtype)
-    counts = len(taken) - len(search.contradicted(found[0])), len(taken)
+    read = _readings(search, found[0], results, coarse or dtype)
+    if found[0] or faults:
+        counts = len(taken) - len(search.contradicted(found[0])), len(taken)
     if counts[0] < counts[1] and any(r.name == "dropout" for r in read):
         sets = [("weights_dropped_out",)]
     faults = tuple(f for f in faults if not _follows(f, sets[0], search, found[0]))
@@ -132,6 +136,12 @@ def judge(
         "wrong", sets[0] + faults, tuple(sets[1:]), counts, refused, (*read, *notes), results,
         _tell_apart(search, found),
     )  # fmt: skip
+
+
+def _rounded_to(answers: Sequence[Answer], dtype: str) -> str | None:
+    """The format that all outputs were rounded to, where it is coarser than their dtype."""
+    found = format_of(a.output for a in answers if a.output is not None)
+    return found if found in list(TOLERANCE)[list(TOLERANCE).index(dtype) + 1 :] else None
 
 
 @lru_cache(maxsize=4)
@@ -199,6 +209,8 @@ def _readings(
         if len(DEVIATIONS[name].values) > 1
     ]
     by_name = {p.name: a for p, a in zip(problems, answers, strict=True)}
+    if search.rounded_to is not None:
+        read.append(Reading("output", f"is rounded to {search.rounded_to}"))
     broken = relations.broken(by_name, TOLERANCE[dtype])
     read += [Reading(name, sentence) for name, sentence in broken.items()]
     if search.contradicted(found):  # something remains unexplained

@@ -305,6 +305,27 @@ def test_faults_of_the_run_are_deviations_but_for_a_wider_dtype():
     assert judge(problems_in("float32"), narrow).deviations == ("wrong_dtype",)
 
 
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_an_output_that_is_rounded_is_no_other_lost_precision(name):
+    given = answered(lambda q, k, v: plain(q, k, v).astype(DTYPES[name]))
+    found = judge(problems_in("float32"), given)
+    assert (found.verdict, found.deviations) == ("wrong", ())
+    assert reading(found, "output").value == f"is rounded to {name}"
+    narrow = [replace(a, faults=("wrong_dtype",) * (a.output is not None)) for a in given]
+    found = judge(problems_in("float32"), [replace(a, dtype=name) for a in narrow])
+    assert found.deviations == ("wrong_dtype",)
+    assert found.explains[0] == found.explains[1]
+
+
+def test_a_rounded_output_does_not_hide_a_deviation():
+    def attend(q, k, v):
+        return plain(q * np.sqrt(q.shape[-1]), k, v).astype(np.float16)
+
+    found = judge(problems_in("float32"), answered(attend))
+    assert found.deviations == ("scale_missing",)
+    assert found.explains[0] == found.explains[1]
+
+
 def test_a_fault_that_follows_from_a_deviation_is_not_named_beside_it():
     given = answers(problems_in("float32"), {"v_is_k": 1}, prepared=prepared_in("float32"))
     shapes = [p.arguments["v"].shape[3] for p in problems_in("float32")]
