@@ -274,6 +274,7 @@ class _Deviation:
         if slopes is None or "alibi_ignored" in d:
             return
         slopes = slopes.astype(np.float64)[: 1 if "alibi_slope_0_for_all" in d else None]
+        slopes = slopes[x.heads] if "alibi_by_kv_head" in d else slopes
         ignores = "alibi_ignores_offset" in d or "alibi" in d.get("causal_top_left", ())
         p = x.i + np.zeros_like(x.offset) if ignores else x.i + x.offset
         distance = p - x.j if "alibi_signed_distance" in d else abs(p - x.j)
@@ -358,6 +359,7 @@ class _Deviation:
         if sinks is None or "sinks_ignored" in d:
             return None
         sinks = sinks.astype(np.float64)[: 1 if "sink_0_for_all" in d else None, None, None]
+        sinks = sinks[self.x.heads] if "sinks_by_kv_head" in d else sinks
         return np.asarray(sinks * self.scale_used() if "sink_scaled" in d else sinks)
 
     def deviated_maximum(self, top: Array) -> Array:

@@ -168,6 +168,8 @@ _ALL = [
         "slopes",
         ("alibi_slope_0_for_all", "Head 0's slope is used for all heads.",
          "Use one slope for each head."),
+        ("alibi_by_kv_head", "Query heads that share a key/value head share its number's slope.",
+         "Index alibi_slopes by query head, not by key/value head."),
         needs=("alibi_slopes",),
     ),
     *_stage(
@@ -330,6 +332,8 @@ _ALL = [
         "sinks",
         ("sinks_ignored", "sinks are ignored.", "Add exp(sink - maximum) to the denominator."),
         ("sink_0_for_all", "Head 0's sink is used for all heads.", "Use one sink for each head."),
+        ("sinks_by_kv_head", "Query heads that share a key/value head share its number's sink.",
+         "Index sinks by query head, not by key/value head."),
         needs=("sinks",),
     ),
     *_stage(

@@ -84,7 +84,8 @@ def graded(dtype: str = "float32") -> list[Graded]:
 def _graded(dtype: str) -> tuple[Graded, ...]:
     families = (
         _plain, _related, _causal, _windows, _masks, _lengths, _biases, _caps_and_sinks,
-        _rows_that_see_nothing, _hidden_nan, _wide_ranges, _many_keys, _tiles, _precision,
+        _rows_that_see_nothing, _hidden_nan, _wide_ranges, _many_keys, _tiles, _options_together,
+        _precision,
     )  # fmt: skip
     problems = [problem for family in families for problem in family()]
     return tuple(
@@ -464,6 +465,31 @@ def _tiles() -> Iterator[Graded]:
     }
     for option, given in options.items():
         yield _problem(f"{option}, 64 tokens", shows, x, **given)
+
+
+def _options_together() -> Iterator[Graded]:
+    """What differs by query head where heads share keys, and options that meet, in whole tiles."""
+    draw = _Draw("options by head, grouped heads")
+    x, shows = draw.qkv(H=4, Hkv=2, Lq=6, Lk=6), "one for each query head, not for each key head"
+    by_head: dict[str, dict[str, Any]] = {
+        "ALiBi": {"alibi_slopes": np.array([0.5, 0.125, 0.25, 0.0625], np.float32)},
+        "sinks": {"sinks": np.array([1.5, -1.0, 0.5, 3.0], np.float32)},
+        "mask for each head": {"attn_mask": draw.mask(1, 4, 6, 6)},
+        "bias for each head": {"attn_bias": draw.numbers(1, 4, 6, 6)},
+    }
+    for option, given in by_head.items():
+        yield _problem(f"{option}, grouped heads", shows, x, **given)
+    draw = _Draw("two options, 64 tokens")
+    x = draw.qkv(Lq=64, Lk=64, D=16, spread=1.5)
+    bias, slopes = draw.numbers(64, 64), np.array([0.25], np.float32)
+    sinks = np.array([1.5], np.float32)
+    pairs: dict[str, dict[str, Any]] = {
+        "softcap and bias": {"softcap": 1.5, "attn_bias": bias},
+        "ALiBi and bias": {"alibi_slopes": slopes, "attn_bias": bias},
+        "sinks and softcap": {"sinks": sinks, "softcap": 1.5},
+    }
+    for options, given in pairs.items():
+        yield _problem(f"{options}, 64 tokens", "options that meet, in tiles", x, **given)
 
 
 def _layers() -> Iterator[Graded]:

@@ -69,6 +69,9 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "alibi_before_scale": ("ALiBi", {"alibi_slopes": PROBLEMS["ALiBi"]["alibi_slopes"] / 2}),
     "alibi_ignores_offset": ("ALiBi, more keys than queries", {"q_offset": 0}),
     "alibi_slope_0_for_all": ("ALiBi", {"alibi_slopes": np.full(3, 0.5, np.float32)}),
+    "alibi_by_kv_head": (
+        "ALiBi, grouped heads", {"alibi_slopes": np.array([0.5, 0.5, 0.125, 0.125])},
+    ),
     "causal_ignored": ("causal", {"is_causal": False}),
     "causal_always": ("square", {"is_causal": True}),
     "causal_sees_one_ahead": ("causal", {"q_offset": 1}),
@@ -113,6 +116,7 @@ AS = {  # a deviation, a problem, and the arguments that have the same effect
     "sinks_ignored": ("sinks", {"sinks": None}),
     "sink_0_for_all": ("sinks", {"sinks": np.full(3, 1.5, np.float32)}),
     "sink_scaled": ("sinks", {"sinks": np.array([0.75, -0.5, 2.0])}),
+    "sinks_by_kv_head": ("sinks, grouped heads", {"sinks": np.array([1.5, 1.5, -1.0, -1.0])}),
     "v_is_k": ("one head", {"v": PROBLEMS["one head"]["k"]}),
     "k_v_swapped": (
         "one head", {"k": PROBLEMS["one head"]["v"], "v": PROBLEMS["one head"]["k"]},

@@ -56,6 +56,15 @@ def test_positions_and_masks_have_a_square_problem():
     assert options <= square
 
 
+def test_what_differs_by_head_is_asked_where_heads_share_keys():
+    grouped = set()
+    for problem in graded():
+        H, Hkv = problem.arguments["q"].shape[1], problem.arguments["k"].shape[1]
+        by_head = {n for n, x in problem.options.items() if H in np.shape(x)[-3:][:1]}
+        grouped |= by_head if 1 < Hkv < H else set()
+    assert {"alibi_slopes", "sinks", "attn_mask", "attn_bias"} <= grouped
+
+
 def test_attention_answers_every_problem():
     for problem in graded():
         found = attention(**problem.arguments, backend="dense")

@@ -288,3 +288,21 @@ def decoder_unless_told(q, k, v, is_causal=True):
     if is_causal:
         S = np.where(np.tri(*S.shape[-2:], dtype=bool), S, -np.inf)
     return softmax(S) @ np.nan_to_num(v)
+
+
+@has("alibi_by_kv_head", "sinks_by_kv_head")
+def grouped_throughout(q, k, v, alibi_slopes=None, sinks=None):
+    group, heads = q.shape[1] // k.shape[1], np.arange(q.shape[1])
+    k, v = repeated(q, k, v)
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    if alibi_slopes is not None:
+        i, j = np.indices(S.shape[-2:])
+        S = S - alibi_slopes[heads // group, None, None] * abs(i - j)
+    top = S.max(-1, keepdims=True)
+    extra = 0
+    if sinks is not None:
+        sinks = sinks[heads // group, None, None]
+        top = np.maximum(top, sinks)
+        extra = np.exp(sinks - top)
+    E = np.exp(S - top)
+    return E / (E.sum(-1, keepdims=True) + extra) @ v
