@@ -105,7 +105,8 @@ class Caller:
         again, _, _ = self._once(kind, given, words)
         if not _same(output, again):
             faults.append("not_deterministic")
-        if not (arguments.get("return_lse") and speaking.DIALECTS[self.speaks].lse):
+        is_asked = wants_lse and arguments.get("return_lse")
+        if not (is_asked and speaking.DIALECTS[self.speaks].lse):
             lse = None  # a second result is something else
         return self._read(cast, output, lse, faults)
 

@@ -69,13 +69,15 @@ def _difference(got: Array | None, wanted: Array) -> float:
 
 def _merged(answers: Mapping[str, Answer]) -> Array | None:
     """The first three and the last four keys as one."""
-    parts = [answers.get(name) for name in ("first three keys", "last four keys")]
-    if any(part is None or part.output is None or part.lse is None for part in parts):
+    pairs = [
+        (np.asarray(answer.lse, np.float64), np.asarray(answer.output, np.float64))
+        for answer in map(answers.get, ("first three keys", "last four keys"))
+        if answer is not None and answer.output is not None and answer.lse is not None
+    ]
+    shapes = {(lse.shape, output.shape[:-1]) for lse, output in pairs}
+    if len(pairs) < 2 or len(shapes) > 1 or len(set(*shapes)) > 1:
         return None
-    L = np.stack([np.asarray(part.lse, np.float64) for part in parts if part is not None])
-    O = np.stack([np.asarray(part.output, np.float64) for part in parts if part is not None])
-    if O.shape[:-1] != L.shape:
-        return None
+    L, O = (np.stack(arrays) for arrays in zip(*pairs, strict=True))
     with np.errstate(all="ignore"):
         weights = np.exp(L - L.max(0))
         return np.asarray((weights[..., None] * O).sum(0) / weights.sum(0)[..., None])

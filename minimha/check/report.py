@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from minimha.check.deviations import DEVIATIONS
+from minimha.check.deviations import DEVIATIONS, Deviation
 from minimha.check.speaking import DIALECTS
 from minimha.check.verdict import Findings, Result
 
@@ -132,12 +132,35 @@ class Report:
                 f"deviation explains how.",
                 "What its outputs show is read below.",
             )
-        what = "; ".join(_clause(name) for name in self.deviations) or "no deviation explains how"
+        what = "; ".join(map(self._clause, self.deviations)) or "no deviation explains how"
         if not explained:
             return f"{self.function} is wrong: {what}.", f"{failing} of {taken} problems show it."
         share = f"all {taken}" if explained == taken else f"{explained} of the {taken}"
         evidence = f"This explains {share} problems that it takes."
         return f"{self.function} is wrong: {what}.", evidence
+
+    def change(self, deviation: Deviation) -> str:
+        """What to change, as a sentence."""
+        if deviation.identifier == "wrong_shape" and self._lse_note:
+            return "Return (output, log-sum-exp), and nothing else in its place."
+        return deviation.change
+
+    def _clause(self, identifier: str) -> str:
+        """What is wrong, to stand within a sentence."""
+        if identifier == "wrong_shape" and self._lse_note:
+            return self._lse_note
+        return _clause(identifier)
+
+    @property
+    def _lse_note(self) -> str:
+        """What a log-sum-exp of the wrong shape is, where every output has the right one."""
+        wrong = [r for r in self.findings.results if "wrong_shape" in r.answer.faults]
+        outputs = [r.answer.output for r in wrong]
+        is_lse = all(
+            output is not None and output.shape == r.expected.shape
+            for output, r in zip(outputs, wrong, strict=True)
+        )
+        return wrong[0].answer.note if wrong and is_lse else ""
 
     @property
     def smallest(self) -> Result | None:
@@ -161,7 +184,7 @@ class Report:
         for result in results:
             if not result.is_right and result.answer.refusal is None:
                 found = set(features(result))
-                is_silent = result.answer.output is None
+                is_silent = result.answer.output is None or "wrong_shape" in result.answer.faults
                 for name in found - right or found:
                     blamed.setdefault(name, result.answer.note if is_silent else "")
         records = []

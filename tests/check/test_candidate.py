@@ -96,6 +96,9 @@ def warns(q, k, v):
 def shape_of_lse(q, k, v, return_lse=False):
     return (right(q, k, v), np.zeros((*q.shape[:-1], 1), "f")) if return_lse else right(q, k, v)
 
+def with_weights(q, k, v):
+    return right(q, k, v), q @ k.swapaxes(-1, -2)
+
 number = 3
 """
 PROBLEMS = graded()
@@ -229,6 +232,14 @@ def test_notes_name_shapes_in_letters_and_numbers(kernels):
     caller = Caller(load(f"{kernels}:shape_of_lse"), "minimha", "float32")
     note = caller.answer(ASKS_LSE.arguments).note
     assert note == "its log-sum-exp has shape (1, 2, 5, 1): expected (B, H, Lq) = (1, 2, 5)"
+
+
+def test_a_second_result_that_was_not_asked_for_is_no_log_sum_exp(kernels):
+    answer = Caller(load(f"{kernels}:with_weights"), "minimha", "float32").answer(
+        ASKS_LSE.arguments
+    )
+    assert (answer.faults, answer.lse) == ((), None)
+    assert answer.output is not None
 
 
 def test_what_it_raises_is_a_refusal(kernels):

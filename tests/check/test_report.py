@@ -201,6 +201,22 @@ def test_assert_attention_fails_with_the_verdict():
         assert_attention(without_scale)
 
 
+@pytest.mark.parametrize("returned", [lambda A: A, lambda A: A[0, 0, 0, :3]])
+def test_weights_in_place_of_the_log_sum_exp_are_named(returned):
+    def with_weights(q, k, v, return_lse=False):
+        S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        A = np.exp(S - S.max(axis=-1, keepdims=True))
+        A = A / A.sum(axis=-1, keepdims=True)
+        return (A @ v, returned(A)) if return_lse else A @ v
+
+    found = minimha.check(with_weights)
+    assert found.verdict == "wrong"
+    assert re.search(r"its log-sum-exp has shape .*: expected \(B, H, Lq\) = ", str(found))
+    assert "The output has the wrong shape" not in as_text(found)
+    (row,) = (row for row in found.conformance() if row["option"] == "return_lse")
+    assert "its log-sum-exp has shape" in row["how"]
+
+
 def test_progress_hears_every_problem():
     heard = []
     found = minimha.check(attention, progress=heard.append)
