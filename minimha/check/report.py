@@ -137,6 +137,8 @@ class Report:
             return f"{self.function} is wrong: {what}.", f"{failing} of {taken} problems show it."
         share = f"all {taken}" if explained == taken else f"{explained} of the {taken}"
         evidence = f"This explains {share} problems that it takes."
+        if explained < taken and all(map(_is_of_the_run, self.deviations)):
+            evidence = f"{share} problems come out right."
         return f"{self.function} is wrong: {what}.", evidence
 
     def change(self, deviation: Deviation) -> str:
@@ -207,6 +209,11 @@ class Report:
         own = DIALECTS[self.speaks].conventions
         named = [n for n in self.deviations if name in _rows(n)]
         return "; ".join(own.get(n) or _clause(n) for n in named)
+
+
+def _is_of_the_run(identifier: str) -> bool:
+    """Whether a deviation predicts no output."""
+    return identifier in DEVIATIONS and DEVIATIONS[identifier].stage == "run"
 
 
 # Rows of the conformance table that are no option.

@@ -81,6 +81,9 @@ def test_the_verdict_is_two_sentences():
         "k.py:f is right in all 1 problems that it takes.",
         "It does not take sinks and scale.",
     )
+    for names in ((), ("not_deterministic",)):  # which explain no output
+        _, evidence = report(*WRONG, deviations=names, explains=(79, 86)).sentences
+        assert evidence == "79 of the 86 problems come out right."
     first, _ = report(*WRONG, verdict="cannot tell").sentences
     assert first == "k.py:f is wrong in 2 of 2 problems, and no known deviation explains how."
 
