@@ -88,6 +88,16 @@ def test_the_verdict_is_two_sentences():
     assert first == "k.py:f is wrong in 2 of 2 problems, and no known deviation explains how."
 
 
+def test_what_differs_by_a_hidden_nan_alone_is_right_but_for_it():
+    names = {"deviations": ("nan_leaks",), "explains": (2, 2)}
+    found = report(result(), result("NaN", False, change=np.nan, is_causal=True), **names)
+    assert found.verdict == "wrong"
+    assert str(found) == (
+        "k.py:f is right but for one thing: a NaN in a hidden key or value reaches the output. "
+        "1 of the 2 problems that it takes come out right."
+    )
+
+
 def test_a_librarys_own_convention_is_right():
     failing = result("decoding", False, change=1.0, is_causal=True, q_offset=0)
     names = {"deviations": ("causal_top_left",), "explains": (2, 2)}
