@@ -307,6 +307,7 @@ def _clause(identifier: str) -> str:
     words = DEVIATIONS[identifier].wrong.rstrip(".")
     first = words.split()[0]
     is_name = first in ("K", "Q", "V") or first[1:] != first[1:].lower()  # ALiBi, NaN
+    is_name = is_name or first[1:2] == "_"  # W_o
     return words if is_name else words[0].lower() + words[1:]
 
 

@@ -154,6 +154,8 @@ def test_clauses_begin_in_lower_case_unless_with_a_name():
     assert "is wrong: a query that sees no key" in found.sentences[0]
     assert "; K is reshaped" in found.sentences[0]
     assert "; ALiBi raises" in found.sentences[0]
+    found = report(*WRONG, deviations=("w_o_transposed", "w_q_transposed"))
+    assert "is wrong: W_o is transposed; W_q, or other" in found.sentences[0]
 
 
 def test_differing_cells_are_marked_in_every_format():
