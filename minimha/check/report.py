@@ -116,9 +116,11 @@ class Report:
         return f"{self.function} gives no output that can be compared: {first.note}"
 
     @property
-    def sentences(self) -> tuple[str, str]:
-        """The verdict, and its evidence."""
+    def sentences(self) -> tuple[str, ...]:
+        """The verdict, and its evidence; or why there is none."""
         explained, taken = self.explains
+        if self.failure is not None:
+            return (f"{self.failure.rstrip('.')}.",)
         if self.verdict == "right":
             own = f"; {_listed(self.conventions)}" if self.conventions else ""
             first = f"{self.function} is right in all {taken} problems that it takes{own}."

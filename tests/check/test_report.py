@@ -214,6 +214,10 @@ def test_assert_attention_fails_with_the_verdict():
     assert_attention(attention)
     with pytest.raises(AssertionError, match="without_scale is wrong: the scores are not scaled"):
         assert_attention(without_scale)
+    with pytest.raises(
+        AssertionError, match=r"gives no output\s+that can be compared: it returned NoneType"
+    ):
+        assert_attention(lambda q, k, v: None)
 
 
 @pytest.mark.parametrize("returned", [lambda A: A, lambda A: A[0, 0, 0, :3]])
