@@ -7,6 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+NOT_ASKED = "not asked"  # how a refusal begins where the function was not called
+
 
 @dataclass(frozen=True, eq=False)
 class Answer:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from minimha.check.answer import Answer
+from minimha.check.answer import NOT_ASKED, Answer
 from minimha.check.calling import arguments_of
 from minimha.check.problems import Graded
 from minimha.check.wire import receive, send
@@ -85,16 +85,16 @@ class Candidate:
     ) -> list[Answer]:
         """The answers to all problems, in order; after too many failures the rest is not asked."""
         found: list[Answer] = []
-        failures = 0
+        failures, note = 0, ""
         for problem in problems:
             if failures >= GIVE_UP:
-                found.append(Answer(refusal=f"not asked, after it had failed: {found[0].note}"))
+                found.append(Answer(refusal=f"{NOT_ASKED}, after it had failed: {note}"))
                 continue
             progress(problem.name)
             answer = self.answer(arguments_of(problem))
             found.append(answer)
             if "hangs" in answer.faults or (answer.faults and not self.has_answered):
-                failures += 1
+                failures, note = failures + 1, answer.note
         return found
 
     def answer(self, problem: Mapping[str, Any]) -> Answer:

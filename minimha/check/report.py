@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from minimha.check.answer import NOT_ASKED
 from minimha.check.deviations import DEVIATIONS, Deviation
 from minimha.check.speaking import DIALECTS
 from minimha.check.verdict import Findings, Result
@@ -79,7 +80,7 @@ class Report:
             findings.deviations,
             findings.alternatives,
             findings.explains,
-            findings.refused + _without_lse(findings),
+            _refused(findings) + _without_lse(findings),
             tuple(
                 {"name": reading.name, "value": reading.value, "fit": reading.fit}
                 for reading in findings.readings
@@ -190,6 +191,7 @@ class Report:
         seen = {name: None for result in results for name in features(result)}
         right = {name for r in results if r.is_right for name in features(r)}
         taken = {name for r in results if r.answer.refusal is None for name in features(r)}
+        asked = {name for r in results if _is_refused(r) for name in features(r)}
         blamed: dict[str, str] = {}
         for result in results:
             if not result.is_right and result.answer.refusal is None:
@@ -201,7 +203,9 @@ class Report:
         for name in seen:
             is_refused = name not in taken or name in self.refused
             state = "refused" if is_refused else "deviates" if name in blamed else "right"
-            how = blamed.get(name) or self._how(name, state)
+            if name not in taken | asked:
+                state = NOT_ASKED
+            how = "" if state == NOT_ASKED else blamed.get(name) or self._how(name, state)
             records.append({"option": name, "": state, "how": "" if state == "right" else how})
         return records
 
@@ -210,7 +214,7 @@ class Report:
             reasons = (
                 r.answer.refusal
                 for r in self.findings.results
-                if r.is_refused and name in features(r) and r.answer.refusal
+                if _is_refused(r) and name in features(r) and r.answer.refusal
             )
             reason = next(reasons, "")
             return "" if "unexpected keyword argument" in reason else reason
@@ -281,6 +285,21 @@ def _plain(value: Any) -> Any:
     if value.size <= MOST_LISTED and value.ndim < 2:
         return value.tolist()
     return f"{value.dtype.name} {value.shape}"
+
+
+def _is_refused(result: Result) -> bool:
+    """Whether the function itself did not take a problem."""
+    refusal = result.answer.refusal
+    return refusal is not None and not refusal.startswith(NOT_ASKED)
+
+
+def _refused(findings: Findings) -> tuple[str, ...]:
+    """The options without an output, but for those with which it failed or was not called."""
+    silent = [r for r in findings.results if r.answer.output is None]
+    refused = {name for r in silent if _is_refused(r) for name in r.problem.options}
+    failed = {name for r in silent if r.answer.refusal is None for name in r.problem.options}
+    others = {name for r in silent for name in r.problem.options} - refused
+    return tuple(name for name in findings.refused if name not in failed | others)
 
 
 def _without_lse(findings: Findings) -> tuple[str, ...]:

@@ -144,6 +144,20 @@ def test_a_crash_is_blamed_on_its_option_and_is_no_refusal():
     assert found.problems[1]["is_refused"] is False
 
 
+def test_what_was_not_asked_is_not_refused():
+    hung = result("causal", False, output=False, is_causal=True)
+    never = result("scale", False, refusal="not asked, after it had failed: it hung", scale=2.0)
+    refusal = result("sinks", False, refusal="no sinks", sinks=np.zeros(1, np.float32))
+    names = ("is_causal", "scale", "sinks")
+    more = result("offset", False, refusal="no q_offset", is_causal=True)
+    results = result(), result(), hung, more, never, refusal
+    found = report(*results, deviations=("hangs",), refused=names)
+    assert found.refused == ("sinks",)
+    assert [(row[""], row["how"]) for row in found.conformance()] == [
+        ("right", ""), ("deviates", "it broke"), ("not asked", ""), ("refused", "no sinks")
+    ]  # fmt: skip
+
+
 def test_a_log_sum_exp_that_never_comes_is_refused():
     assert report(result(return_lse=True)).refused == ("return_lse",)
     assert "return_lse" not in report(result()).refused
