@@ -7,6 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+MISSING = "there is no answer to it"  # the refusal where none was handed in
 NOT_ASKED = "not asked"  # how a refusal begins where the function was not called
 
 

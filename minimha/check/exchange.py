@@ -2,7 +2,8 @@
 
 A problem is an npz file with q, k, v and its options; ``problems.json`` lists them. Its answer is
 an array ``output``, and ``lse`` where the problem asks for it, in ``NAME.out.npz`` in a folder, or
-as ``NAME.output`` and ``NAME.lse`` in one npz file.
+as ``NAME.output`` and ``NAME.lse`` in one npz file. What a function does not take is answered by an
+array ``refused``, a single True.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.answer import Answer
+from minimha.check.answer import MISSING, Answer
 from minimha.check.problems import Graded
 
 Array = NDArray[Any]
@@ -25,6 +26,7 @@ Array = NDArray[Any]
 MANIFEST = "problems.json"
 ANSWER = ".out.npz"  # after a problem's name
 PARTS = ("output", "lse")
+REFUSED = "refused"
 
 
 def names_of(problems: Sequence[Graded]) -> list[str]:
@@ -78,7 +80,7 @@ def check_names(found: Iterable[str], problems: Sequence[Graded], where: str) ->
         Which it is.
     """
     names = names_of(problems)
-    expected = {f"{name}.{part}" for name in names for part in PARTS}
+    expected = {f"{name}.{part}" for name in names for part in (*PARTS, REFUSED)}
     for name in found:
         if name not in expected:
             raise ValueError(
@@ -129,7 +131,8 @@ def check_manifest(text: str, problems: Sequence[Graded], where: str, dtype: str
 def _answer(arrays: Mapping[str, Array], name: str, problem: Graded, dtype: str) -> Answer:
     output, lse = (arrays.get(f"{name}.{part}") for part in PARTS)
     if output is None:
-        return Answer(refusal="there is no answer to it")
+        is_refused = np.any(arrays.get(f"{name}.{REFUSED}", False))
+        return Answer(refusal="its answer says so" if is_refused else MISSING)
     for part, array in zip(PARTS, (output, lse), strict=True):
         if array is not None and array.dtype.kind not in "biuf":
             note = f"{name}.{part} has dtype {array.dtype}: expected numbers"

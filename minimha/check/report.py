@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from minimha.check.answer import NOT_ASKED
+from minimha.check.answer import MISSING, NOT_ASKED
 from minimha.check.deviations import DEVIATIONS, Deviation
 from minimha.check.speaking import DIALECTS
 from minimha.check.verdict import Findings, Result
@@ -71,12 +71,14 @@ class Report:
             for result in findings.results
             if not (result.is_right or result.is_refused)
         )
+        is_complete = all(r.answer.refusal != MISSING for r in findings.results)
         is_own = len(conventions) == len(findings.deviations) > 0 and explained + known >= taken
+        verdict = "right" if is_own else findings.verdict
         return cls(
             function,
             speaks,
             dtype,
-            "right" if is_own else findings.verdict,
+            verdict if verdict != "right" or is_complete else "cannot tell",
             findings.deviations,
             findings.alternatives,
             findings.explains,
@@ -112,9 +114,23 @@ class Report:
         misshapen = [answer for answer in answers if "wrong_shape" in answer.faults]
         num_compared = sum(a.output is not None for a in answers) - len(misshapen)
         if num_compared > len(misshapen):
-            return None
+            return self._missing if self.verdict == "cannot tell" else None
         first = next(answer for answer in answers if answer.faults)
         return f"{self.function} gives no output that can be compared: {first.note}"
+
+    @property
+    def _missing(self) -> str | None:
+        """That answers are missing, as a sentence; None where there are all."""
+        results = self.findings.results
+        names = [r.problem.name for r in results if r.answer.refusal == MISSING]
+        if not names:
+            return None
+        is_or_are = "is" if len(names) == 1 else "are"
+        return (
+            f"{self.function} has answers to {len(results) - len(names)} of {len(results)} "
+            f"problems; {len(names)} {is_or_are} missing, the first to {names[0]!r}: where your "
+            f"function does not take a problem, answer with an array 'refused' that is True"
+        )
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -148,7 +164,8 @@ class Report:
         evidence = f"This explains {share} problems that it takes."
         if explained < taken and all(map(_is_of_the_run, self.deviations)):
             evidence = f"{share} problems come out right."
-        return f"{self.function} is wrong: {what}.", evidence
+        found = f"{self.function} is wrong: {what}.", evidence
+        return (*found, f"{self._missing}.") if self._missing else found
 
     def change(self, deviation: Deviation) -> str:
         """What to change, as a sentence."""

@@ -164,6 +164,24 @@ def test_answers_in_one_file_may_be_wrong_and_some_may_be_missing(run, problems)
     assert "sinks" in report["refused"]
 
 
+def test_answers_that_are_missing_are_not_right(run, problems):
+    for problem in problems[:4]:
+        np.savez(f"problems/{problem['answer']}", **answer(problem))
+    status, out, err = run("--compare problems")
+    assert (status, out) == (2, "")
+    assert f"problems has answers to 4 of {len(problems)} problems; {len(problems) - 4} are" in err
+    assert json.loads(run("--compare problems --format json")[1])["verdict"] == "cannot tell"
+
+
+def test_an_answer_may_be_that_it_is_refused(run, problems):
+    for problem in problems:
+        found = {"refused": True} if "sinks" in problem["options"] else answer(problem)
+        np.savez(f"problems/{problem['answer']}", **found)
+    status, out, err = run("--compare problems")
+    assert (status, err) == (0, "")
+    assert "It does not take sinks." in " ".join(out.split())
+
+
 def test_problems_of_16_bits_are_compared_in_16_bits(run):
     assert run("--write-problems problems --dtype float16")[0] == 0
     listed = json.loads(Path("problems/problems.json").read_text())
