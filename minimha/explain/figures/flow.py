@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
+import numpy as np
+
 from minimha.explain.figures.drawing import Drawing, breadth, in_lines, in_rows
 from minimha.explain.origins import origin
 from minimha.explain.trace import BLOCK, Trace
@@ -62,7 +64,7 @@ def _sources(trace: Trace) -> dict[str, list[str]]:
     """For each name outside of blocks, the names that it is computed from, all heads together."""
     found: dict[str, list[str]] = {}
     for name in (name for name in trace.by_name if not BLOCK.search(name)):
-        operands = _operands(trace, name)
+        operands = _split(trace, name, found) or _operands(trace, name)
         found[name] = [operand for operand in dict.fromkeys(operands) if operand in found]
     return found
 
@@ -75,7 +77,22 @@ def _operands(trace: Trace, name: str) -> list[str]:
         del operands[2:]  # it only says how many keys a query has
     if made is not None and made.operation == "total" and operands[1] is None:
         del operands[2:]  # only a sink is relative to the maximum
-    return [step.name for step in operands if step is not None]
+    names = [step.name for step in operands if step is not None]
+    if made is not None and made.operation == "cosine":  # the dot product of what has length 1
+        units = [operand[0] + "_unit" + operand[1:] for operand in names]
+        names = units if all(unit in trace.by_name for unit in units) else names
+    return names
+
+
+def _split(trace: Trace, name: str, before: Iterable[str]) -> list[str]:
+    """The matrix of all heads side by side, which ``name`` is a head of, where there is one."""
+    step = trace.by_name[name][0]
+    combined = f"{step.base}_combined{name[len(step.base) :]}"
+    if combined not in before:
+        return []
+    part = trace.by_name[combined][0].value[..., : step.value.shape[-1]]
+    is_part = part.shape == step.value.shape and np.allclose(part, step.value, equal_nan=True)
+    return [combined] if is_part else []
 
 
 def _connected(sources: Mapping[str, list[str]]) -> list[dict[str, list[str]]]:

@@ -101,6 +101,19 @@ def test_no_arrow_leads_from_what_gives_no_number():
     assert {start for start, end in found if end == "row_sum"} == {"exponentials"}
 
 
+@pytest.mark.parametrize("name", ["gpt2", "cosine"])
+def test_only_what_comes_out_leads_nowhere(name):
+    trace = EXAMPLES[name].trace()
+    picture = drawn(trace, "flow of data")
+    leading = {start for start, _ in arrows(picture)}
+    assert {box.partition("[")[0] for box in set(boxes(picture)) - leading} == {"output"}
+
+
+def test_heads_are_split_from_what_is_computed_side_by_side():
+    found = arrows(drawn(EXAMPLES["gpt2"].trace(), "flow of data"))
+    assert {start for start, end in found if end == "q"} == {"q_combined"}
+
+
 def test_blocks_are_numbered_as_they_are_loaded_and_skipped_ones_are_crossed_out():
     picture = drawn(FLASH, "blocks")
     loaded = [name for name in FLASH if name.startswith("S[")]
