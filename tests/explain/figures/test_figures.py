@@ -114,6 +114,12 @@ def test_heads_are_split_from_what_is_computed_side_by_side():
     assert {start for start, end in found if end == "q"} == {"q_combined"}
 
 
+def test_layers_are_joined_where_one_takes_what_another_puts_out():
+    found = arrows(drawn(EXAMPLES["translation"].trace(), "flow of data"))
+    assert ("added[encoder]", "context[cross]") in found
+    assert ("added[decoder]", "x[cross]") in found
+
+
 def test_blocks_are_numbered_as_they_are_loaded_and_skipped_ones_are_crossed_out():
     picture = drawn(FLASH, "blocks")
     loaded = [name for name in FLASH if name.startswith("S[")]
