@@ -172,7 +172,7 @@ def assert_attention(function: Callable[..., Any] | str, **settings: Any) -> Non
     __tracebackhide__ = True  # pytest shows the caller's line
     report = check(function, **settings)
     if report.verdict != "right":
-        raise AssertionError(as_text(report))
+        raise AssertionError(as_text(report, taken=len("AssertionError: ")))
 
 
 def _name_of(function: Any) -> str:

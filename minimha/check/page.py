@@ -20,6 +20,7 @@ from minimha.explain.trace import printable
 Array = NDArray[Any]
 
 WIDTH = 80
+WIDEST = 32  # columns of a table's column but the last
 LARGEST = 8  # rows and columns of a matrix that is shown
 DECIMALS = 4
 MARK = "*"
@@ -59,10 +60,12 @@ class Matrices:
 Part = Heading | Paragraph | Table | Matrices
 
 
-def as_text(report: Report) -> str:
-    """The report in lines of at most 80 columns."""
-    blocks = [_text(part) for part in parts(report)]
-    return "\n\n".join(blocks) + "\n"
+def as_text(report: Report, taken: int = 0) -> str:
+    """The report in lines of at most 80 columns, of which the first line's ``taken`` are in use."""
+    first, *others = parts(report)
+    assert isinstance(first, Paragraph)
+    verdict = _filled(first.words, taken)[taken:]
+    return "\n\n".join([verdict, *map(_text, others)]) + "\n"
 
 
 def as_markdown(report: Report) -> str:
@@ -99,7 +102,7 @@ def parts(report: Report) -> Iterator[Part]:
 
 def _reading(reading: dict[str, Any]) -> dict[str, str]:
     return {
-        "reading": reading["name"], "value": reading["value"], "fit": f"{reading['fit']:.4g}"
+        "reading": reading["name"], "fit": f"{reading['fit']:.4g}", "value": reading["value"]
     }  # fmt: skip
 
 
@@ -169,25 +172,38 @@ def _text(part: Part) -> str:
         case Heading(words):
             return printable(words)
         case Paragraph(words):
-            return textwrap.fill(printable(words), WIDTH, break_on_hyphens=False)
+            return _filled(words)
         case Table(records):
             return "\n".join(_text_table(records))
         case Matrices():
             return "\n".join(_text_matrices(part))
 
 
+def _filled(words: str, indent: int = 0) -> str:
+    front = " " * indent
+    return textwrap.fill(printable(words), WIDTH, initial_indent=front, break_on_hyphens=False)
+
+
 def _text_table(records: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Columns as wide as their words, the last one broken into lines."""
+    """Columns as wide as their words, long ones and the last broken into lines."""
     *names, last = records[0]
-    widths = [max(len(n), *(len(r[n]) for r in records)) + 2 for n in names]
+    widths = [min(WIDEST, max(len(n), *(len(r[n]) for r in records))) + 2 for n in names]
     start = len(INDENT) + sum(widths)
     has_last = any(record[last] for record in records)
     for record in [{n: n for n in records[0]}, *records]:
-        front = INDENT + "".join(record[n].ljust(w) for n, w in zip(names, widths, strict=True))
+        columns = [
+            [line.ljust(w) for line in textwrap.wrap(printable(record[n]), w - 2) or [""]]
+            for n, w in zip(names, widths, strict=True)
+        ]
         words = printable(record[last]) if has_last else ""
-        lines = textwrap.wrap(words, max(20, WIDTH - start), max_lines=4, placeholder=" …") or [""]
-        yield (front + lines[0]).rstrip()
-        yield from (" " * start + line for line in lines[1:])
+        room = max(20, WIDTH - start)
+        columns.append(textwrap.wrap(words, room, max_lines=4, placeholder=" …") or [""])
+        for n in range(max(map(len, columns))):
+            row = [
+                column[n] if n < len(column) else " " * w
+                for column, w in zip(columns, [*widths, 0], strict=True)
+            ]
+            yield (INDENT + "".join(row)).rstrip()
 
 
 def _text_matrices(part: Matrices) -> Iterator[str]:

@@ -14,6 +14,7 @@ from minimha.check import assert_attention
 from minimha.check.answer import Answer
 from minimha.check.page import WIDTH, as_html, as_markdown, as_text
 from minimha.check.problems import Graded
+from minimha.check.readings import Reading
 from minimha.check.report import Report
 from minimha.check.verdict import Findings, Result
 
@@ -186,6 +187,13 @@ def test_text_fits_80_columns_and_html_is_well_formed():
     wide = result("a" * 60, False, change=1e7, **{n: np.tile(x, (1, 1, 6, 2)) for n in "qkv"})
     found = report(wide, *WRONG, deviations=("hidden_score_small", "dead_rows_nan"))
     assert max(map(len, as_text(found).splitlines())) <= WIDTH
+    for name in ("scale", "causal weights at an offset (q_offset 3)"):
+        reading = Reading(name, "a constant added to a row's scores changes the output by 0.0029")
+        found = report(*WRONG, readings=(reading,))
+        text = as_text(found, taken=16)
+        assert max(map(len, text.splitlines())) <= WIDTH
+        assert len(text.splitlines()[0]) <= WIDTH - 16
+        assert "changes the output by 0.0029" in " ".join(text.split())
     page = as_html(found)
     body = re.search(r"<body>.*</body>", page, re.DOTALL)[0]
     ET.fromstring(body)
