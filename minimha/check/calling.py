@@ -71,7 +71,7 @@ class Caller:
 
         Whatever it raises is a refusal. What it does beside computing is among the faults.
         """
-        reasons = []
+        reasons: dict[str, str] = {}
         for kind in self.kinds:
             try:
                 answer = self._asked(kind, arguments)
@@ -82,11 +82,12 @@ class Caller:
             except SystemExit as error:
                 return Answer(faults=("crashes",), note=f"it ended the process: {error!r}")
             except Exception as error:
-                reasons.append(_reason(error))
+                reasons[_reason(error)] = kind
             else:
                 self.kinds = [kind]
                 return answer
-        return Answer(refusal=reasons[0])
+        said = [f"given {kind}'s arrays, {reason}" for reason, kind in reasons.items()]
+        return Answer(refusal="; ".join(said if len(said) > 1 else reasons))
 
     def _asked(self, kind: str, arguments: Mapping[str, Any]) -> Answer:
         try:

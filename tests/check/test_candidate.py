@@ -284,6 +284,17 @@ def test_torch_tensors_are_tried_where_arrays_are_refused():
     assert Caller(function, "minimha", "float32").answer(PLAIN.arguments).output is not None
 
 
+def test_what_refuses_every_librarys_arrays_is_quoted_on_each():
+    torch = pytest.importorskip("torch", reason="torch, whose tensors are given, is not installed")
+
+    def function(q, k, v):
+        return torch.softmax(torch.matmul(q, k.mT).view(3, 99), -1) @ v
+
+    refusal = Caller(function, "minimha", "float32").answer(PLAIN.arguments).refusal
+    assert refusal.startswith("given numpy's arrays, TypeError: matmul(): argument 'input'")
+    assert "; given torch's arrays, RuntimeError: shape '[3, 99]' is invalid" in refusal
+
+
 # Where it is
 
 
