@@ -73,7 +73,7 @@ def check(
         Whose arrays it gets. By default what it speaks suggests; where that is refused, those of
         the libraries that it has imported.
     device : str, optional
-        Where torch's arrays are, such as "cuda". Default is the CPU.
+        Where torch's arrays are, such as "cuda": it then gets no others. Default is the CPU.
     timeout : float, default 20
         Seconds for one problem, in a process of its own; three times that for the first.
     progress : callable ``progress(doing)``, optional
@@ -98,7 +98,8 @@ def check(
     """
     choice("speaks", speaks, speaking.DIALECTS)
     choice("dtype", dtype, DTYPES)
-    choice("arrays", arrays, (None, *ARRAYS))
+    if arrays is not None:
+        choice("arrays", arrays, ARRAYS)
     settings: dict[str, Any] = {
         "speaks": speaks,
         "dtype": dtype,

@@ -47,7 +47,12 @@ class Caller:
         Whose arrays it takes. By default those of the dialect, and if it refuses them, those of the
         libraries that its module has imported.
     device : str, optional
-        Where torch's arrays are. Default is the CPU.
+        Where torch's arrays are, which it then gets. Default is the CPU.
+
+    Raises
+    ------
+    ValueError
+        There is no such device, or ``arrays`` are not torch's.
     """
 
     def __init__(
@@ -60,6 +65,9 @@ class Caller:
     ) -> None:
         self.function, self.speaks, self.device = function, speaks, device
         self.dtype = bfloat16("dtype") if dtype == "bfloat16" else np.dtype(dtype)
+        if device:
+            arrays = arrays or "torch"
+            _check_device(device, arrays)
         self.kinds = [arrays] if arrays else self._likely()
 
     def _likely(self) -> list[str]:
@@ -183,6 +191,16 @@ class Caller:
                 notes.append(f"its output has dtype {name}: expected {self.dtype.name}")
         wide, log_sum = speaking.heads_first(self.speaks, wide, log_sum)
         return Answer(wide, log_sum, None, tuple(dict.fromkeys(faults)), name, "; ".join(notes))
+
+
+def _check_device(device: str, arrays: str) -> None:
+    if arrays != "torch":
+        raise ValueError(f"device is {device!r}, but only torch's arrays have one, not {arrays}'s")
+    try:
+        library = import_module("torch")
+        library.zeros(1).to(device)
+    except Exception as error:
+        raise ValueError(f"device is {device!r}: {_reason(error)}") from None
 
 
 def arguments_of(problem: Graded) -> Mapping[str, Any]:

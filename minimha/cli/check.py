@@ -92,7 +92,10 @@ def _write(args: argparse.Namespace) -> int:
     from minimha.cli.output import write_folder
 
     problems = graded(args.dtype)
-    write_folder(args.write_problems, files_of(problems, args.dtype), force=args.force)
+    try:
+        write_folder(args.write_problems, files_of(problems, args.dtype), force=args.force)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--output", "--write-problems", 1)) from None
     where = printable(args.write_problems)
     print(f"{len(problems)} problems are in {where}, listed in problems.json")
     return NOTHING_WRONG

@@ -214,7 +214,9 @@ def test_problems_of_16_bits_are_compared_in_16_bits(run):
         ("kernel.py:without_return", "it returned NoneType: expected an array of numbers"),
         ("kernel.py:right --speaks pytorch", "speaks is 'pytorch': expected one of 'minimha'"),
         ("kernel.py:right --dtype float64", "dtype is 'float64': expected one of 'float32'"),
-        ("kernel.py:right --arrays lists", "arrays is 'lists': expected one of None, 'numpy'"),
+        ("kernel.py:right --arrays lists", "arrays is 'lists': expected one of 'numpy'"),
+        ("kernel.py:right --arrays numpy --device cuda", "device is 'cuda', but only torch's"),
+        ("kernel.py:right --device nonsense", "device is 'nonsense': "),
         ("kernel.py:right --timeout 0", "timeout is 0.0: expected a number of at least 0.001"),
         ("kernel.py:right --timeout nan", "timeout is nan: expected a finite number"),
         ("kernel.py:right --format csv", "the formats of a report are text, json, markdown, html"),
@@ -266,6 +268,6 @@ def test_a_problem_of_another_version_is_refused(run, problems):
 def test_the_folder_of_problems_is_not_overwritten_unasked(run, problems):
     status, _, err = run("--write-problems problems")
     assert status == 2
-    assert "--force" in err
+    assert "--write-problems problems is not empty: add --force" in err
     assert run("--write-problems problems --force")[0] == 0
     assert len(os.listdir("problems")) == len(problems) + 1
