@@ -8,7 +8,7 @@ import numpy as np
 from minimha.cli.arguments import number
 from minimha.explain.printed import Status, classify
 from minimha.explain.trace import Step, Trace
-from minimha.explain.written import Index, Place
+from minimha.explain.written import NO_KEY, Index, Place, cell
 
 Records = list[dict[str, str]]
 FATES = {
@@ -49,10 +49,22 @@ def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Recor
         if len(fields) != len(row):
             raise ValueError(f"{where} has {len(fields)} fields: {steps[0].name} has {shape}")
         for n, ((at, exact), text) in enumerate(zip(row, fields, strict=True), 1):
-            records.append(_record(f"{where}, field {n}", step, at, exact, text))
+            record = _record(f"{where}, field {n}", step, at, exact, text)
+            if _is_no_maximum(trace, step, at, text):
+                record["answer"] = FATES[Status.EXACT]
+            records.append(record)
     wrong = [record for record in records if record["answer"] != FATES[Status.EXACT]]
     right = len(records) - len(wrong)
     return f"{right} of {len(records)} numbers are right", wrong, records
+
+
+def _is_no_maximum(trace: Trace, step: Step, at: Index, text: str) -> bool:
+    """Whether the answer is -∞, the largest of no scores, where 0 is a convention."""
+    return (
+        step.base == "row_max"
+        and text.strip().replace("−", "-") in ("-inf", "-∞")
+        and NO_KEY in cell(trace, step, at).text
+    )
 
 
 def _rows(step: Step) -> list[list[tuple[Index, float]]]:

@@ -377,7 +377,7 @@ class Trace:
     ) -> Step:  # fmt: skip
         known = self._entry(name)
         note = self.notes.get(f"{name}, head {place.get('head')}", self.notes.get(name, ""))
-        parts = (known.sentence, _row_sums(name, value), note)
+        parts = (known.sentence, _row_sums(name, value), self._unseen(name, value), note)
         note = " ".join(part for part in parts if part)
         matrices = [p for p in self.printed if p.step == name and p.head == place.get("head")]
         labels = [
@@ -396,6 +396,13 @@ class Trace:
             return step
         blank = np.full(value.shape, np.nan)
         return replace(step, value=blank, hidden=None, printed=(), is_blank=True)
+
+    def _unseen(self, name: str, value: NDArray[Any]) -> str:
+        """What the largest score of a row without any is, in words; empty elsewhere."""
+        sums = self._values.get(_beside(name, "row_sum"))
+        if name.partition("[")[0] != "row_max" or sums is None or (sums != 0).all():
+            return ""
+        return "A query that sees no key has 0, by convention."
 
     def start(self, name: str, axis: str) -> int:
         """The number of the first token along an axis of the step ``name``: a block's, or 0."""

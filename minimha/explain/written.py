@@ -16,7 +16,9 @@ from minimha.explain.trace import Step, Trace
 
 Index = tuple[int, ...]
 Say = Callable[[float], str]
-FATES = ("hidden by the mask", "not hidden", "not rotated")  # of a number that stays, or does not
+NO_KEY = "no key is seen: 0 by convention"
+# Of a number that stays, or does not, and of one that nothing gives.
+FATES = ("hidden by the mask", "not hidden", "not rotated", NO_KEY)
 
 
 class Place(NamedTuple):
@@ -240,8 +242,15 @@ def _with(form: str) -> Callable[[Origin, int, int, Say], Parts]:
 def _max(made: Origin, i: int, j: int, say: Say) -> Parts:
     S, other = _operands(made, 2)
     row, others = _row(S, i), _at(other, i, 0)
+    if made.operation == "row max" and all(np.isneginf(p.value) for p in (*row, *others)):
+        return Parts(row, (), others, NO_KEY)
     numbers = [say(place.value) for place in (*row, *others)]
     return Parts(row, (), others, f"max({', '.join(numbers)})")
+
+
+def _share(made: Origin, i: int, j: int, say: Say) -> Parts:
+    parts = _with("{} / {}")(made, i, j, say)
+    return parts._replace(text=NO_KEY) if parts.column[0].value == 0 else parts
 
 
 def _total(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -337,7 +346,8 @@ def _normalise(made: Origin, i: int, j: int, say: Say) -> Parts:
         i -= len(blocks.pop(0)[0].value)
     O, total = blocks[0]
     row, column = _at(O, i, j), _at(total, i, 0)
-    return Parts(row, column, (), " / ".join(_numbers((*row, *column), say)))
+    text = " / ".join(_numbers((*row, *column), say)) if column[0].value else NO_KEY
+    return Parts(row, column, (), text)
 
 
 WRITERS: dict[str, Callable[[Origin, int, int, Say], Parts]] = {
@@ -354,7 +364,7 @@ WRITERS: dict[str, Callable[[Origin, int, int, Say], Parts]] = {
     "row max": _max,
     "exp": _with("exp({} - {})"),
     "total": _total,
-    "share": _with("{} / {}"),
+    "share": _share,
     "concat": _concat,
     "lse": _lse,
     "unit": _unit,

@@ -192,6 +192,18 @@ def test_answers_may_be_written_as_documents_write_them(run, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("answer", "right"), [("0\n-inf\n1\n", 3), ("0\n0\n1\n", 3), ("-inf\n-inf\n-inf\n", 1)]
+)
+def test_the_largest_of_no_scores_may_be_minus_infinity(run, tmp_path, answer, right):
+    (tmp_path / "p.json").write_text(
+        '{"q": [[0], [0], [1]], "k": [[1]], "v": [[1]], "attn_mask": [[1], [0], [1]]}'
+    )
+    (tmp_path / "a.csv").write_text(answer)
+    out = shown(run, "attend p.json --hide row_max --answer a.csv")
+    assert out.startswith(f"{right} of 3 numbers are right\n")
+
+
+@pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("1,0\n1,1\n", "a.csv has 2 rows: weights has 6 rows of 3"),

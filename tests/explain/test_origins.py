@@ -120,6 +120,18 @@ def test_in_words(trace, name, at, text):
     assert cell(trace, step, at).text == text
 
 
+@pytest.mark.parametrize("backend", ["dense", "tiled"])
+def test_a_query_that_sees_no_key_has_0_by_convention(backend):
+    trace = traced(attn_mask=np.arange(5)[:, None] > [0] * 5, backend=backend)
+    names = ("row_max", "weights") if backend == "dense" else ("output",)
+    for name in names:
+        text = cell(trace, trace.by_name[name][0], (0, 0)).text
+        assert text.endswith(" = 0, no key is seen: 0 by convention")
+    if backend == "dense":
+        assert trace.by_name["row_max"][0].note.endswith("has 0, by convention.")
+        assert "convention" not in traced().by_name["row_max"][0].note
+
+
 def test_a_block_goes_on_from_the_one_before():
     trace = TRACES["flash"]
     texts = {

@@ -111,6 +111,18 @@ const two = (text) => (i, j, [A, B]) => ({
   used: [...at(0, A, i, j, "row"), ...at(1, B, i, j, "column")],
 });
 
+const NO_KEY = "no key is seen: 0 by convention";
+
+/* The largest score of a whole row; where it has none, that is said. */
+function writeRowMax(i, j, operands) {
+  const { text, used } = writeMax(i, j, operands), [S, sink] = operands;
+  const isEmpty = [...rowOf(S, i), ...(sink ? [get(sink, i, 0)] : [])].every((x) => x === -Infinity);
+  return isEmpty ? { fate: NO_KEY, used } : { text, used };
+}
+
+/* A quotient, but where there is nothing to divide by. */
+const shared = (written, total) => (total === 0 ? { fate: NO_KEY, used: written.used } : written);
+
 function writeMax(i, j, [S, other]) {
   const others = other ? [say(get(other, i, 0))] : [];
   return {
@@ -192,7 +204,7 @@ const OPERATIONS = {
   "row max": {
     compute: (out, [S, sink]) =>
       fill(out, (i) => least(rowOf(S, i).reduce((m, x) => (x > m || Number.isNaN(x) ? x : m), sink ? get(sink, i, 0) : -Infinity))),
-    write: writeMax,
+    write: writeRowMax,
   },
   exp: {
     compute: (out, [S, m]) => fill(out, (i, j) => Math.exp(get(S, i, j) - least(get(m, i, j)))),
@@ -209,7 +221,8 @@ const OPERATIONS = {
   },
   share: {
     compute: (out, [P, total]) => fill(out, (i, j) => ratio(get(P, i, j), get(total, i, j))),
-    write: two((p, total) => `${say(p)} / ${factor(total)}`),
+    write: (i, j, operands) =>
+      shared(two((p, total) => `${say(p)} / ${factor(total)}`)(i, j, operands), get(operands[1], i, j)),
   },
   concat: {
     compute: (out, heads) =>
@@ -341,10 +354,8 @@ const OPERATIONS = {
       }),
     write(row, j, operands) {
       const [n, i] = blockOf(operands, row);
-      return {
-        text: `${factor(get(operands[n], i, j))} / ${factor(get(operands[n + 1], i, 0))}`,
-        used: [[n, i, j, "row"], [n + 1, i, 0, "column"]],
-      };
+      const text = `${factor(get(operands[n], i, j))} / ${factor(get(operands[n + 1], i, 0))}`;
+      return shared({ text, used: [[n, i, j, "row"], [n + 1, i, 0, "column"]] }, get(operands[n + 1], i, 0));
     },
   },
 };
