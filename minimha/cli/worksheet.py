@@ -1,6 +1,8 @@
 """``--answer``: a filled worksheet, checked entry by entry."""
 
 import argparse
+import re
+from collections.abc import Sequence
 from decimal import Decimal
 
 import numpy as np
@@ -39,15 +41,17 @@ def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Recor
     if len(rows) == sum(len(_rows(step)) for step in named):
         steps = tuple(named)
     expected = [(step, row) for step in steps for row in _rows(step)]
-    widths = {len(row) for _, row in expected}
-    shape = f"{len(expected)} rows of {' or '.join(map(str, sorted(widths)))}"
+    shape = _shape(named or steps)
     if len(rows) != len(expected):
-        raise ValueError(f"{args.answer} has {len(rows)} rows: {steps[0].name} has {shape}")
+        raise ValueError(f"{args.answer} has {_count(len(rows), 'row')}: {shape}")
     records = []
     for (line, fields), (step, row) in zip(rows, expected, strict=True):
         where = f"{args.answer}, line {line}"
         if len(fields) != len(row):
-            raise ValueError(f"{where} has {len(fields)} fields: {steps[0].name} has {shape}")
+            blank = re.search(r"\S[\t ]+\S", fields[0].strip()) if len(fields) == 1 else None
+            hint = " (commas separate numbers)" if blank else ""
+            came = f"{_count(len(fields), 'field')}{hint}"
+            raise ValueError(f"{where} has {came}: {step.title} has {_count(len(row), 'column')}")
         for n, ((at, exact), text) in enumerate(zip(row, fields, strict=True), 1):
             record = _record(f"{where}, field {n}", step, at, exact, text)
             if _is_no_maximum(trace, step, at, text):
@@ -65,6 +69,18 @@ def _is_no_maximum(trace: Trace, step: Step, at: Index, text: str) -> bool:
         and text.strip().replace("−", "-") in ("-inf", "-∞")
         and NO_KEY in cell(trace, step, at).text
     )
+
+
+def _shape(steps: Sequence[Step]) -> str:
+    """How many rows each step has, and all together: ``weights has 3 rows of 3``."""
+    sizes = [(step.title, len(_rows(step)), len(_rows(step)[0])) for step in steps if _rows(step)]
+    said = [f"{title} has {_count(rows, 'row')} of {width}" for title, rows, width in sizes]
+    total = f", {sum(rows for _, rows, _ in sizes)} in all" if len(sizes) > 1 else ""
+    return ", ".join(said) + total
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _rows(step: Step) -> list[list[tuple[Index, float]]]:

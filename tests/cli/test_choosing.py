@@ -206,8 +206,13 @@ def test_the_largest_of_no_scores_may_be_minus_infinity(run, tmp_path, answer, r
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("1,0\n1,1\n", "a.csv has 2 rows: weights has 6 rows of 3"),
-        ("1,0\n1,1\n1,1\n", "a.csv, line 1 has 2 fields: weights has"),
+        ("1,0\n1,1\n", "a.csv has 2 rows: weights has 3 rows of 3"),
+        ("1,0\n1,1\n1,1\n", "a.csv, line 1 has 2 fields: weights has 3 columns"),
+        (
+            "1\t0\t0\n1\t1\t1\n1\t1\t1\n",
+            "line 1 has 1 field (commas separate numbers): weights has 3",
+        ),
+        ("1 0 0\n1 1 1\n1 1 1\n", "line 1 has 1 field (commas separate numbers): weights has 3"),
         ("1,0,0\n1,cat,1\n1,1,1\n", "a.csv, line 2, field 2 is 'cat': expected a number, or not"),
     ],
 )
