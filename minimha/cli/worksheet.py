@@ -55,9 +55,9 @@ def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Recor
         for n, ((at, exact), text) in enumerate(zip(row, fields, strict=True), 1):
             record = _record(f"{where}, field {n}", step, at, exact, text)
             if _is_no_maximum(trace, step, at, text):
-                record["answer"] = FATES[Status.EXACT]
+                record["verdict"] = FATES[Status.EXACT]
             records.append(record)
-    wrong = [record for record in records if record["answer"] != FATES[Status.EXACT]]
+    wrong = [record for record in records if record["verdict"] != FATES[Status.EXACT]]
     right = len(records) - len(wrong)
     return f"{right} of {len(records)} numbers are right", wrong, records
 
@@ -95,10 +95,10 @@ def _record(where: str, step: Step, at: Index, exact: float, text: str) -> dict[
     text = text.strip()
     found = {"cell": f"{step.title}: {Place(step, at).text}", "given": text}
     if not text:
-        return found | {"answer": "left blank"}
+        return found | {"verdict": "left blank"}
     try:
         number(text)
     except ValueError:
         raise ValueError(f"{where} is {text!r}: expected a number, or nothing") from None
     plain = format(Decimal(text.replace("−", "-")), "f") if "e" in text.lower() else text
-    return found | {"answer": FATES[classify(plain, exact)]}
+    return found | {"verdict": FATES[classify(plain, exact)]}

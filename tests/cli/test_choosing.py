@@ -183,6 +183,7 @@ def test_a_worksheet_as_csv_is_filled_and_checked(run, tmp_path):
     ]  # fmt: skip
     records = json.loads(shown(run, f"example --hide weights --answer {path} --format json"))
     assert len(records) == 9
+    assert list(records[0]) == ["cell", "given", "verdict"]
 
 
 def test_answers_may_be_written_as_documents_write_them(run, tmp_path):
