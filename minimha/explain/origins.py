@@ -140,6 +140,9 @@ OPERATIONS: dict[str, Callable[..., Matrix]] = {
 }
 
 
+PRODUCTS = ("product", "running product")
+
+
 class Origin(NamedTuple):
     """What a step is computed from.
 
@@ -165,7 +168,35 @@ class Origin(NamedTuple):
         values = [None if s is None else np.asarray(s.value, np.float64) for s in self.operands]
         constant = [] if self.constant is None else [self.constant]
         with np.errstate(all="ignore"):
-            return np.asarray(OPERATIONS[self.operation](*values, *constant))
+            added = self._seen_alone(values)
+            return np.asarray(OPERATIONS[self.operation](*values, *constant)) + added
+
+    def hides(self, i: int, j: int) -> bool:
+        """Whether query i of a product does not see key j, whose NaN or ∞ must not count then."""
+        weights = self.operands[0]
+        if self.operation not in PRODUCTS or weights is None:
+            return False
+        hidden = weights.hidden
+        if self.operation == "running product":  # whose weights are 0 where a block hides
+            hidden = weights.value == 0
+        return hidden is not None and bool(hidden[i, j])
+
+    def _seen_alone(self, values: list[Matrix | None]) -> Matrix | float:
+        """Put 0 for values of a product that are not finite; return what they add where seen."""
+        if self.operation not in PRODUCTS:
+            return 0.0
+        A, B = values[:2]
+        if A is None or B is None:
+            return 0.0
+        finite = np.isfinite(B)
+        if finite.all() or A.shape[-1] != len(B) or B.ndim != 2:
+            return 0.0
+        values[1] = np.where(finite, B, 0)
+        added = np.zeros((len(A), B.shape[1]))
+        for j in np.flatnonzero(~finite.all(axis=1)):
+            seen = [i for i in range(len(A)) if not self.hides(i, int(j))]
+            added[seen] += np.where(finite[j], 0, A[seen, j, None] * B[j])
+        return added
 
 
 def origin(trace: Trace, step: Step) -> Origin | None:

@@ -151,8 +151,12 @@ def _plus(terms: Iterable[str]) -> str:
 
 
 def _sum_of_products(row: Places, column: Places, say: Say) -> str:
-    return _plus(
-        f"{_factor(say(a.value))}·{_factor(say(b.value))}" for a, b in zip(row, column, strict=True)
+    return (
+        _plus(
+            f"{_factor(say(a.value))}·{_factor(say(b.value))}"
+            for a, b in zip(row, column, strict=True)
+        )
+        or "0"
     )
 
 
@@ -169,9 +173,17 @@ def _operands(made: Origin, count: int) -> list[Any]:
     return [*made.operands, *[None] * count][:count]
 
 
+def _row_and_column(made: Origin, i: int, j: int) -> tuple[Places, Places]:
+    """What a product multiplies, without NaN and ∞ that the query does not see."""
+    A, B = _operands(made, 2)
+    pairs = zip(_row(A, i), _column(B, j), strict=True)
+    seen = [(a, b) for a, b in pairs if np.isfinite(b.value) or not made.hides(i, a.at[1])]
+    return tuple(a for a, _ in seen), tuple(b for _, b in seen)
+
+
 def _product(made: Origin, i: int, j: int, say: Say) -> Parts:
-    A, B, bias = _operands(made, 3)
-    row, column, added = _row(A, i), _column(B, j), _at(bias, i, j)
+    bias = _operands(made, 3)[2]
+    (row, column), added = _row_and_column(made, i, j), _at(bias, i, j)
     terms = [_sum_of_products(row, column, say), *_numbers(added, say)]
     return Parts(row, column, added, _plus(terms))
 
@@ -326,8 +338,9 @@ def _running_sum(made: Origin, i: int, j: int, say: Say) -> Parts:
 
 
 def _running_product(made: Origin, i: int, j: int, say: Say) -> Parts:
-    P, V, factor, old = _operands(made, 4)
-    row, column, others = _row(P, i), _column(V, j), (*_at(factor, i, 0), *_at(old, i, j))
+    factor, old = _operands(made, 4)[2:]
+    row, column = _row_and_column(made, i, j)
+    others = (*_at(factor, i, 0), *_at(old, i, j))
     terms = [_sum_of_products(others[:1], others[1:], say)] if len(others) > 1 else []
     return Parts(row, column, others, _plus([*terms, _sum_of_products(row, column, say)]))
 

@@ -132,6 +132,18 @@ def test_a_query_that_sees_no_key_has_0_by_convention(backend):
         assert "convention" not in traced().by_name["row_max"][0].note
 
 
+@pytest.mark.parametrize("backend", ["dense", "tiled"])
+def test_nan_that_a_query_does_not_see_is_not_in_its_sum(backend):
+    trace = Trace(blocks=(128, 128))
+    v = [[1, 2], [3, np.nan]]
+    attention(np.eye(2), np.eye(2), v, is_causal=True, scale=1, tap=trace, backend=backend)
+    name = "output" if backend == "dense" else "O[i=0,j=0]"
+    [output] = trace.by_name[name]
+    texts = [cell(trace, output, at).text.partition(" = ")[2] for at in ((0, 1), (1, 1))]
+    weights = "0.269·2 + 0.731" if backend == "dense" else "0.368·2 + 1"
+    assert texts == ["1·2 = 2", f"{weights}·NaN = NaN"]
+
+
 def test_a_block_goes_on_from_the_one_before():
     trace = TRACES["flash"]
     texts = {

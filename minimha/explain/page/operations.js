@@ -16,6 +16,10 @@ function fill(out, cell) {
     for (let j = 0; j < out.cols; j++) out.data[i * out.cols + j] = cell(i, j);
 }
 
+/* The pairs of a product that count: NaN and ∞ with a weight of 0, of a hidden key, do not. */
+const counted = (row, column) =>
+  row.map((a, d) => [a, column[d]]).filter(([a, b]) => a !== 0 || Number.isFinite(b));
+
 /* A B, or A Bᵀ, without a function call per number: the only loops that take time. */
 function multiply(out, A, B, isTransposed, start) {
   const depth = A.cols;
@@ -24,6 +28,10 @@ function multiply(out, A, B, isTransposed, start) {
       let total = start(i, j), b = isTransposed ? j * B.cols : j;
       const stride = isTransposed ? 1 : B.cols;
       for (let d = 0; d < depth; d++, b += stride) total += A.data[i * depth + d] * B.data[b];
+      if (Number.isNaN(total) && !isTransposed) {
+        total = start(i, j);
+        for (const [a, b] of counted(rowOf(A, i), columnOf(B, j))) total += a * b;
+      }
       out.data[i * out.cols + j] = total;
     }
 }
@@ -94,8 +102,9 @@ const at = (n, M, i, j, role) => (M ? [[n, Math.min(i, M.rows - 1), Math.min(j, 
 
 function writeProduct(i, j, [A, B, bias]) {
   const added = bias ? ` + ${factor(get(bias, i, j))}` : "";
+  const pairs = counted(rowOf(A, i), columnOf(B, j));
   return {
-    text: products(rowOf(A, i), columnOf(B, j)) + added,
+    text: (products(pairs.map(([a]) => a), pairs.map(([, b]) => b)) || "0") + added,
     used: [...along(0, A, i), ...down(1, B, j), ...at(2, bias, i, j, "other")],
   };
 }
