@@ -117,6 +117,6 @@ def _not_there(trace: Trace, parts: Sequence[str]) -> str:
         if not (word == "columns" and _is_per_row(step))
     ]
     known = [*(step.rows or ()), *(step.columns or ())]
-    near = [m for part in parts if part not in known for m in get_close_matches(part, known, 1)]
-    meant = f"did you mean {near[0]!r}? " if near else ""
+    near = [[part] if part in known else get_close_matches(part, known, 1) for part in parts]
+    meant = f"did you mean {','.join(m[0] for m in near)!r}? " if all(near) else ""
     return f"no cell {trace.cell!r} here: {meant}{step.title} has {', '.join(there)}"

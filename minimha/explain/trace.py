@@ -261,7 +261,10 @@ class Trace:
                 continue
             from difflib import get_close_matches  # here: nothing else of a start needs it
 
-            near = get_close_matches(name[:60], [*known, *DRAWINGS], 1)
+            # What stands before a head or run may be there without it.
+            plain = re.split(r"[,·\[]", name[:60])[0].strip().lower()
+            exact = [plain] if plain in {*known, *DRAWINGS} else []
+            near = exact or get_close_matches(name[:60], [*known, *DRAWINGS], 1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             stages = (re.sub(r"\[[^=]*\]", "", name) for name in self)  # the base chooses all
             shown = dict.fromkeys(re.sub(r"=\d+", "=…", name) for name in stages)

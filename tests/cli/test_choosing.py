@@ -83,6 +83,8 @@ def test_one_query_picks_its_values(run):
     [
         ("example --only wieghts", "no step 'wieghts' here: did you mean 'weights'? the steps are"),
         ("example --only heatmpa", "did you mean 'heatmap'?"),
+        ("example --only Weights", "did you mean 'weights'?"),
+        ("example --only weights·head1", "did you mean 'weights'?"),
         ("example --hide wieghts", "did you mean 'weights'?"),
         ("example --hide heatmap", "no step 'heatmap' here"),
         ("example --head 1", "no head 1 here: there is only one"),

@@ -61,7 +61,7 @@ def test_tiles_show_the_block_of_the_cell_alone():
 @pytest.mark.parametrize(
     ("trace", "cell", "sentence"),
     [
-        (CAT, "sat,cta", "no cell 'sat,cta' here: did you mean 'cat'? scores has rows The, cat"),
+        (CAT, "sat,cta", "no cell 'sat,cta' here: did you mean 'sat,cat'? scores has rows The"),
         (CAT, "3,0", "no cell '3,0' here: scores has rows The, cat, sat, columns The, cat, sat"),
         (CAT, "1,1,1", "cell '1,1,1' has 3 parts: expected a row and a column"),
         (EXAMPLES["shapes"].trace(), "0,0", "no step shown has a query per row and a key per"),
