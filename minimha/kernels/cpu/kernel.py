@@ -217,7 +217,7 @@ class Plan:
 
     def _copy(self, array: NDArray[Any]) -> NDArray[Any]:
         is_widened = array.itemsize != self.storage.itemsize
-        return np.ascontiguousarray(array, self.storage if is_widened else None)
+        return np.require(array, self.storage if is_widened else None, ["C", "ALIGNED"])
 
 
 def _signature(storage: np.dtype[Any]) -> Any:

@@ -20,6 +20,7 @@ from minimha.equations import dense
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu import backend as cpu
 from minimha.kernels.cpu import rung4_parallel, rung5_decode, storage
+from minimha.kernels.cpu.kernel import Plan
 from minimha.kernels.ladder import LADDER
 
 inf = np.inf
@@ -170,7 +171,9 @@ def test_one_set_of_keys_may_stand_for_all():
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_unaligned_arrays_are_copied():
+def test_unaligned_arrays_are_copied(monkeypatch):
+    read, compute = [], Plan.run
+    monkeypatch.setattr(Plan, "run", lambda plan, *x: read.extend(x) or compute(plan, *x))
     q, k, v = ragged(Lq=12)
     bytes_ = np.zeros(q.nbytes + 1, np.uint8)
     unaligned = bytes_[1:].view(np.float32).reshape(q.shape)
@@ -179,6 +182,8 @@ def test_unaligned_arrays_are_copied():
         run("cpu.backend", unaligned, k, v), run("cpu.backend", q, k, v), strict=True
     ):
         np.testing.assert_array_equal(got, wanted)
+    assert len(read) == 6
+    assert all(x.flags.aligned for x in read)
 
 
 def test_few_queries_decode_and_many_do_not(monkeypatch):
