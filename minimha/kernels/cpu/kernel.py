@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numba
@@ -188,7 +190,7 @@ class Plan:
         headers = (id(q), id(k), id(v), id(O), id(L), id(memory))
         HEADERS.pack_into(line, 0, *headers)  # type: ignore[arg-type]  # Python 3.12 says Buffer
         if self.is_long and threading.current_thread() is threading.main_thread():
-            _interruptible(self._run, line, line[self._counters :])
+            _interruptible(partial(self._run, line), line[self._counters :])
         else:
             self._run(line)
         if len(_spares) < SPARES and memory.nbytes <= LARGEST_SPARE:
@@ -232,31 +234,25 @@ def _memory(nbytes: int) -> NDArray[np.uint8]:
 
     Fresh memory is slow: the system clears each page when it is first written.
     """
-    try:
+    with suppress(IndexError):  # another thread may take the last one
         spare = _spares.pop()
-    except IndexError:
-        spare = None
-    if spare is None or spare.nbytes < nbytes:
-        block = np.empty(nbytes + CACHE_LINE, np.uint8)
-        spare = block[-address(block) % CACHE_LINE :]
-    return spare
+        if spare.nbytes >= nbytes:
+            return spare
+    block = np.empty(nbytes + CACHE_LINE, np.uint8)
+    return block[-address(block) % CACHE_LINE :]
 
 
-def _interruptible(
-    run: Callable[[NDArray[np.int64]], None],
-    line: NDArray[np.int64],
-    counters: NDArray[np.int64],
-) -> None:
-    """Run ``line`` on another thread: Ctrl-C reaches only the main thread, and only in Python."""
+def _interruptible(launch: Callable[[], None], counters: NDArray[np.int64]) -> None:
+    """Run ``launch`` on another thread: Ctrl-C reaches only the main thread, and only in Python."""
     failed: list[BaseException] = []
 
-    def run_or_note() -> None:
+    def run() -> None:
         try:
-            run(line)
+            launch()
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run_or_note, name="minimha-launch")
+    thread = threading.Thread(target=run, name="minimha-launch")
     thread.start()
     try:
         thread.join()
