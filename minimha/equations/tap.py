@@ -44,3 +44,14 @@ def staged(tap: Tap, stage: str) -> Tap:
     (2.0, ['q[decoder]'])
     """
     return no_tap if tap is no_tap else lambda name, value: tap(f"{name}[{stage}]", value)
+
+
+def prefixed(tap: Tap, prefix: str) -> Tap:
+    """Return a tap to which every name begins with ``prefix``, for an equation used twice.
+
+    >>> heard = []
+    >>> tap = prefixed(lambda name, value: heard.append(name) or value, "final_")
+    >>> tap("normed", 2.0), heard
+    (2.0, ['final_normed'])
+    """
+    return no_tap if tap is no_tap else lambda name, value: tap(f"{prefix}{name}", value)

@@ -34,6 +34,10 @@ ROFORMER = "Su et al. 2021 (RoFormer), equation 34"
 BAHDANAU = "Bahdanau, Cho and Bengio 2015, appendix A.1.2"
 UNIT = "Henry et al. 2020; Liu et al. 2022 (Swin Transformer V2), section 3.3"
 GPT2 = "Radford et al. 2019 (GPT-2)"
+BA = "Ba, Kiros and Hinton 2016 (layer normalisation), equation 4"
+RMS = "Zhang and Sennrich 2019 (RMSNorm), equation 4"
+SHAZEER = "Vaswani et al. 2017, section 3.3; gated: Shazeer 2020 (GLU variants)"
+GEMMA2 = "Gemma Team 2024 (Gemma 2), section 2"
 SCORES = ("B", "H", "Lq", "Lk")
 ROWS = ("B", "H", "Lq", "1")
 QUERIES, KEYS = "q_rotated|q_normed|q", "k_rotated|k_normed|k"
@@ -52,6 +56,8 @@ AXES = {
     "Dv": "width of a value",
     "R": "rotated width",
     "A": "width of the hidden layer",
+    "F": "width inside the feed-forward",
+    "V": "tokens of the vocabulary",
     "B_r": "queries of a block",
     "B_c": "keys of a block",
 }
@@ -97,26 +103,26 @@ CATALOGUE: dict[str, Entry] = {
         "[Q of head 0, Q of head 1, …] = X W_q", r"[Q_0, Q_1, \ldots] = X W_q",
         "The queries of all heads side by side, one product, which is split: from H·D numbers "
         "per token to H heads of D.", VASWANI,
-        made=("products", "x", "W_q", "b_q?")),
+        made=("products", "normed|x", "W_q", "b_q?")),
     "k_combined": Entry("K", "K", ("B", "L", "Hkv·D"),
         "[K of head 0, K of head 1, …] = X W_k", r"[K_0, K_1, \ldots] = X W_k",
         "The keys of all heads side by side, one product, which is split: from Hkv·D numbers "
         "per token to Hkv heads of D.", VASWANI,
-        made=("products", "context|x", "W_k", "b_k?")),
+        made=("products", "context|normed|x", "W_k", "b_k?")),
     "v_combined": Entry("V", "V", ("B", "L", "Hkv·Dv"),
         "[V of head 0, V of head 1, …] = X W_v", r"[V_0, V_1, \ldots] = X W_v",
         "The values of all heads side by side, one product, which is split: from Hkv·Dv numbers "
         "per token to Hkv heads of Dv.", VASWANI,
-        made=("products", "context|x", "W_v", "b_v?")),
+        made=("products", "context|normed|x", "W_v", "b_v?")),
     "q": Entry("Q", "Q", ("B", "H", "Lq", "D"), "Q = X W_q", r"Q = X W_q",
         "One query per row.", VASWANI,
-        made=("product", "x", "W_q", "b_q?")),
+        made=("product", "normed|x", "W_q", "b_q?")),
     "k": Entry("K", "K", ("B", "Hkv", "Lk", "D"), "K = X W_k", r"K = X W_k",
         "One key per row.", VASWANI,
-        made=("product", "context|x", "W_k", "b_k?")),
+        made=("product", "context|normed|x", "W_k", "b_k?")),
     "v": Entry("V", "V", ("B", "Hkv", "Lk", "Dv"), "V = X W_v", r"V = X W_v",
         "One value per row.", VASWANI,
-        made=("product", "context|x", "W_v", "b_v?")),
+        made=("product", "context|normed|x", "W_v", "b_v?")),
     "scores": Entry("S", "S", SCORES, "S = Q Kᵀ", r"S = Q K^\top",
         "How well each key (column) matches each query (row): their dot product.", VASWANI,
         made=("dot", QUERIES, KEYS)),
@@ -193,7 +199,7 @@ CATALOGUE: dict[str, Entry] = {
         "Added before the sigmoid.", GATED),
     "gate": Entry("G", "G", ("B", "L", "H·Dv"), "G = sigmoid(X W_g)", r"G = \sigma(X W_g)",
         "How much of each number may pass, from 0 to 1.", GATED,
-        made=("sigmoid", "x", "W_g", "b_g?")),
+        made=("sigmoid", "normed|x", "W_g", "b_g?")),
     "gated": Entry("C", "C", ("B", "L", "H·Dv"), "C ← C · G, entry by entry",
         r"C \leftarrow C \odot G",
         "What the gates let through of the heads' outputs.", GATED,
@@ -207,7 +213,66 @@ CATALOGUE: dict[str, Entry] = {
     "added": Entry("Z", "Z", ("B", "L", "E"), "Z = X + Y", r"Z = X + Y",
         "The residual connection: what the token was, and what it found.",
         "Vaswani et al. 2017, section 3.1",
-        made=("sum", "x", "output")),
+        made=("sum", "x", "output_normed|output")),
+    "embedded": Entry("X", "X", ("L", "E"), "X = the tokens' rows, and what says where they are",
+        r"X = \text{the tokens' rows, and what says where they are}",
+        "One row per token: what enters the first layer.", "Vaswani et al. 2017, section 3.4",
+        made=("sum", "wte", "wpe")),
+    "W_in": Entry("W_in", r"W_{\mathrm{in}}", ("E", "F"), "W_in", r"W_{\mathrm{in}}",
+        "Widens each row for the feed-forward.", SHAZEER),
+    "b_in": Entry("b_in", r"b_{\mathrm{in}}", ("F",), "b_in", r"b_{\mathrm{in}}",
+        "Added to every wide row.", SHAZEER),
+    "W_gate": Entry("W_gate", r"W_{\mathrm{gate}}", ("E", "F"), "W_gate", r"W_{\mathrm{gate}}",
+        "Makes what the feed-forward's gates are computed from.", SHAZEER),
+    "b_gate": Entry("b_gate", r"b_{\mathrm{gate}}", ("F",), "b_gate", r"b_{\mathrm{gate}}",
+        "Added before the activation.", SHAZEER),
+    "W_out": Entry("W_out", r"W_{\mathrm{out}}", ("F", "E"), "W_out", r"W_{\mathrm{out}}",
+        "Narrows each row to the model width again.", SHAZEER),
+    "b_out": Entry("b_out", r"b_{\mathrm{out}}", ("E",), "b_out", r"b_{\mathrm{out}}",
+        "Added to every row at the end.", SHAZEER),
+    "expanded": Entry("U", "U", ("B", "L", "F"), "U = Z' W_in, + b_in where given",
+        r"U = Z' W_{\mathrm{in}} \text{, } + b_{\mathrm{in}} \text{ where given}",
+        "The wide row of each token, which no other token has a part in.", SHAZEER,
+        made=("product", "added_normed|added", "W_in", "b_in?")),
+    "gate_input": Entry("G", "G", ("B", "L", "F"), "G = Z' W_gate, + b_gate where given",
+        r"G = Z' W_{\mathrm{gate}} \text{, } + b_{\mathrm{gate}} \text{ where given}",
+        "What decides how much of each number passes.", SHAZEER,
+        made=("product", "added_normed|added", "W_gate", "b_gate?")),
+    "activated": Entry("Φ", r"\Phi", ("B", "L", "F"), "Φ = φ(U), φ(G) where it is gated",
+        r"\Phi = \varphi(U) \text{, } \varphi(G) \text{ where it is gated}",
+        "The activation φ (ReLU, GELU, SiLU), number by number: negative ones nearly vanish.",
+        SHAZEER),
+    "gated_product": Entry("U", "U", ("B", "L", "F"), "U ← Φ · U, entry by entry",
+        r"U \leftarrow \Phi \odot U",
+        "What the gates let through.", "Shazeer 2020 (GLU variants)",
+        made=("times", "activated", "expanded")),
+    "feed_forward": Entry("F", "F", ("B", "L", "E"),
+        "F = Φ W_out, U W_out where it is gated, + b_out where given",
+        r"F = \Phi W_{\mathrm{out}} \text{, } U W_{\mathrm{out}} \text{ where it is gated, }"
+        r" + b_{\mathrm{out}} \text{ where given}",
+        "What each token makes by itself of what attention brought it.", SHAZEER,
+        made=("product", "gated_product|activated", "W_out", "b_out?")),
+    "residual": Entry("X", "X", ("B", "L", "E"), "X ← Z + F", r"X \leftarrow Z + F",
+        "What leaves the layer, and enters the next one: all that was found so far.",
+        "Vaswani et al. 2017, section 3.1",
+        made=("sum", "added", "feed_forward_normed|feed_forward")),
+    "W_vocab": Entry("W_vocab", r"W_{\mathrm{vocab}}", ("E", "V"), "W_vocab",
+        r"W_{\mathrm{vocab}}",
+        "One column per token of the vocabulary; if it is tied, the embedding's rows.",
+        "Press and Wolf 2017 (tied embeddings)"),
+    "uncapped_logits": Entry("logits", r"\mathrm{logits}", ("B", "L", "V"), "logits = X' W_vocab",
+        r"\mathrm{logits} = X' W_{\mathrm{vocab}}",
+        "The scores before they are capped.", GEMMA2,
+        made=("product", "final_normed", "W_vocab")),
+    "logits": Entry("logits", r"\mathrm{logits}", ("B", "L", "V"), "logits = X' W_vocab",
+        r"\mathrm{logits} = X' W_{\mathrm{vocab}}",
+        "How well each token of the vocabulary (column) would follow each token (row).",
+        "Vaswani et al. 2017, section 3.4",
+        made=("product", "final_normed", "W_vocab")),
+    "probabilities": Entry("p", "p", ("B", "L", "V"), "p = softmax(logits), row by row",
+        r"p = \mathrm{softmax}(\mathrm{logits})",
+        "How probable each token of the vocabulary (column) is after each token (row).",
+        "Vaswani et al. 2017, section 3.4"),
     "normalised": Entry("O", "O", ("B", "H", "Lq", "Dv"), "O_i ← O_i / l_i, for every block i",
         r"O_i \leftarrow O_i / \ell_i",
         "Each row of blocks, divided by its softmax denominator at the end.", f"{FLASH2}, line 12",
@@ -352,6 +417,42 @@ CATALOGUE: dict[str, Entry] = {
         f"{FLASH2}, line 10, without its misprinted inverse",
         made=("running product", "P", "V", "factor", "O<?")),
 }  # fmt: skip
+
+
+def _of_norm(prefix: str, letter: str, step: str, what: str) -> dict[str, Entry]:
+    """The steps of the normalisation of ``step``, whose names begin with ``prefix``."""
+    gain, bias, mean, variance, square = (
+        f"{prefix}{name}" for name in ("norm_gain", "norm_bias", "mean", "variance", "mean_square")
+    )
+    normed, rows, each = f"{letter}'", ("B", "L", "E"), ("B", "L", "1")
+    return {
+        gain: Entry("g", "g", ("E",), "g", "g", f"The gain of each entry of {what}.", BA),
+        bias: Entry("b", "b", ("E",), "b", "b", "Added after the normalisation.", BA),
+        mean: Entry("μ", r"\mu", each, f"μ = mean of {letter}, row by row",
+            rf"\mu = \mathrm{{mean}}({letter})", f"The mean of each row of {what}.", BA),
+        variance: Entry("σ²", r"\sigma^2", each, f"σ² = mean of ({letter} - μ)², row by row",
+            rf"\sigma^2 = \mathrm{{mean}}(({letter} - \mu)^2)",
+            "How far its numbers are spread around that mean.", BA),
+        square: Entry("s", "s", each, f"s = mean of {letter}², row by row",
+            rf"s = \mathrm{{mean}}({letter}^2)", f"How large the numbers of {what} are.", RMS),
+        f"{prefix}normed": Entry(normed, normed, rows,
+            f"{normed} = g · ({letter} - μ) / √(σ² + ε) + b",
+            rf"{normed} = g \cdot \frac{{{letter} - \mu}}{{\sqrt{{\sigma^2 + \varepsilon}}}} + b",
+            f"Every row of {what} has one mean and one size now, before gain and bias.", BA),
+        f"{prefix}rms_normed": Entry(normed, normed, rows, f"{normed} = g · {letter} / √(s + ε)",
+            rf"{normed} = g \cdot \frac{{{letter}}}{{\sqrt{{s + \varepsilon}}}}",
+            f"Every row of {what} has one size now, before the gain.", RMS,
+            made=("rms", step, gain) if step else ()),
+    }  # fmt: skip
+
+
+CATALOGUE |= (
+    _of_norm("", "X", "x", "what enters the layer")
+    | _of_norm("output_", "Y", "output", "what attention found")
+    | _of_norm("added_", "Z", "added", "the residual stream")
+    | _of_norm("feed_forward_", "F", "feed_forward", "what the feed-forward made")
+    | _of_norm("final_", "X", "", "what leaves the last layer")  # a step of another variant
+)
 
 
 def entry(name: str) -> Entry:

@@ -316,6 +316,9 @@ class Trace:
             not self._has(_beside(name, "weights")) or name == "output[tiled]"
         ):
             known = entry("normalised")
+        prefix = base.removesuffix("normed")
+        if prefix != base and self._has(_beside(name, f"{prefix}mean_square")):
+            known = entry(f"{prefix}rms_normed")
         if name in self.given or (base in ("q", "k", "v") and not self._has(_beside(name, "x"))):
             return known._replace(formula=known.symbol, tex=known.tex_symbol, made=())
         for old, new in self._as_computed(name).items():
@@ -336,6 +339,9 @@ class Trace:
         if base in ("k", "v") and self._has(_beside(name, "context")):
             context = entry("context")
             changes["X"] = context.symbol, context.tex_symbol
+        elif letter in ("q", "k", "v", "g") and self._has(_beside(name, "normed")):
+            normed = entry("normed")
+            changes["X"] = normed.symbol, normed.tex_symbol
         if letter and self._has(_beside(name, f"b_{letter}")):
             added = f"W_{letter} + b_{letter}"
             changes[f"W_{letter}"] = added, added

@@ -1,0 +1,81 @@
+"""Embeddings: a token's number becomes a row of numbers that also knows where the token is.
+
+Axes: ``L`` tokens, ``E`` model width, ``V`` vocabulary, ``P`` positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.arguments import integer
+from minimha.equations.tap import Tap, no_tap
+
+Array = NDArray[Any]
+
+
+def sinusoidal(num_positions: int, d_model: int) -> NDArray[np.float64]:
+    """sin(p / 10000^(2i/E)) in column 2i, cos of the same angle in column 2i + 1, for position p.
+
+    Parameters
+    ----------
+    num_positions, d_model : int
+        P, and E, which must be even.
+
+    Returns
+    -------
+    ndarray of shape (P, E), float64
+
+    Raises
+    ------
+    TypeError, ValueError
+        A size that is not a positive integer, or an odd E.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
+
+    Examples
+    --------
+    >>> sinusoidal(2, 4).round(4)
+    array([[0.    , 1.    , 0.    , 1.    ],
+           [0.8415, 0.5403, 0.01  , 1.    ]])
+    """
+    P, E = integer("num_positions", num_positions), integer("d_model", d_model)
+    if E % 2:
+        raise ValueError(f"d_model is {E}: sines and cosines are in pairs, so it must be even")
+    angles = np.arange(P)[:, None] / 10000 ** (np.arange(0, E, 2) / E)
+    return np.asarray(np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(P, E))
+
+
+@dataclass(frozen=True, eq=False)
+class Embeddings:
+    """scale · tokens[id] + positions[p]: one row per token.
+
+    Parameters
+    ----------
+    tokens : ndarray of shape (V, E)
+    positions : ndarray of shape (P, E), optional
+        Learned or ``sinusoidal``. Default is none: rotary embedding acts on queries and keys.
+    scale : float, default 1.0
+        Vaswani et al. and Gemma multiply a token's row by √E.
+    """
+
+    tokens: Array
+    positions: Array | None = None
+    scale: float = 1.0
+
+    def __call__(self, ids: NDArray[np.int64], start: int = 0, tap: Tap = no_tap) -> Array:
+        """Return the rows of the tokens ids (L,), the first of which is at position ``start``.
+
+        ``tap`` hears embedded, and before it wte and wpe where there are two parts.
+        """
+        x = self.tokens[ids]
+        if self.scale != 1:
+            x = x * x.dtype.type(self.scale)
+        if self.positions is not None:
+            x = tap("wte", x) + tap("wpe", self.positions[start : start + len(ids)])
+        return np.asarray(tap("embedded", x))

@@ -1,0 +1,118 @@
+"""The feed-forward: after attention has mixed tokens, each token is computed on by itself.
+
+Axes: ``L`` tokens, ``E`` model width, ``F`` width of the hidden layer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.tap import Tap, no_tap
+
+Array = NDArray[Any]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+def relu(x: Array) -> Array:
+    """max(x, 0)."""
+    return np.asarray(np.maximum(x, x.dtype.type(0)))
+
+
+def gelu(x: Array) -> Array:
+    """x · Φ(x), with the normal distribution's Φ(x) = (1 + erf(x / √2)) / 2.
+
+    Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
+
+    >>> gelu(np.array([-1.0, 0.0, 1.0])).round(4)
+    array([-0.1587,  0.    ,  0.8413])
+    """
+    erf = np.asarray(_erf(x / math.sqrt(2))).astype(x.dtype)
+    return np.asarray(x * (0.5 + 0.5 * erf))
+
+
+def gelu_tanh(x: Array) -> Array:
+    """x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2, which is nearly ``gelu``: GPT-2's.
+
+    Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
+
+    >>> gelu_tanh(np.array([-1.0, 0.0, 1.0])).round(4)
+    array([-0.1588,  0.    ,  0.8412])
+    """
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+    return np.asarray(0.5 * x * (1 + np.tanh(inner)))
+
+
+def silu(x: Array) -> Array:
+    """x · sigmoid(x) = x / (1 + exp(-x)), also called swish.
+
+    Elfwing, Uchibe and Doya, "Sigmoid-Weighted Linear Units", 2017.
+
+    >>> silu(np.array([-1.0, 0.0, 1.0])).round(4)
+    array([-0.2689,  0.    ,  0.7311])
+    """
+    with np.errstate(over="ignore"):  # exp(-x) may be infinite, x / ∞ is 0
+        return np.asarray(x / (1 + np.exp(-x)))
+
+
+ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu}
+
+
+@dataclass(frozen=True, eq=False)
+class FeedForward:
+    """activation(x W_in + b_in) W_out + b_out, or gated: (activation(x W_gate) · (x W_in)) W_out.
+
+    Parameters
+    ----------
+    W_in : ndarray of shape (E, F)
+    W_out : ndarray of shape (F, E)
+    activation : {"relu", "gelu", "gelu_tanh", "silu"}
+    b_in, b_gate : ndarray of shape (F,), optional
+    b_out : ndarray of shape (E,), optional
+    W_gate : ndarray of shape (E, F), optional
+        Makes it gated: SwiGLU with silu, GEGLU with gelu.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, equation 2; Shazeer, "GLU Variants Improve
+    Transformer", 2020, equation 6.
+
+    Examples
+    --------
+    >>> I = np.eye(2)
+    >>> FeedForward(I, I, "relu")(np.array([[-1.0, 2.0]]))
+    array([[0., 2.]])
+    """
+
+    W_in: Array
+    W_out: Array
+    activation: Activation
+    b_in: Array | None = None
+    b_out: Array | None = None
+    W_gate: Array | None = None
+    b_gate: Array | None = None
+
+    def __call__(self, x: Array, tap: Tap = no_tap) -> Array:
+        """Return what each token of x (..., L, E) becomes, (..., L, E).
+
+        ``tap`` hears the weights, expanded, activated, for a gated one gate_input and gated_product
+        too, and feed_forward.
+        """
+        activate = ACTIVATIONS[self.activation]
+        if self.W_gate is None:
+            inner = tap("activated", activate(tap("expanded", self._linear("in", x, tap))))
+        else:
+            gate = tap("activated", activate(tap("gate_input", self._linear("gate", x, tap))))
+            inner = tap("gated_product", gate * tap("expanded", self._linear("in", x, tap)))
+        return np.asarray(tap("feed_forward", self._linear("out", inner, tap)))
+
+    def _linear(self, name: str, x: Array, tap: Tap) -> Array:
+        y = x @ tap(f"W_{name}", getattr(self, f"W_{name}"))
+        bias = getattr(self, f"b_{name}")
+        return np.asarray(y if bias is None else y + tap(f"b_{name}", bias))

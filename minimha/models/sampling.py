@@ -1,0 +1,106 @@
+"""From logits to the next token: a softmax, what it is cut to, and a draw.
+
+Axes: ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.equations.arguments import as_floating, integer, name_of, number
+
+
+def probabilities(
+    logits: ArrayLike,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> NDArray[np.float64]:
+    """softmax(logits / temperature), cut to the likeliest tokens and summing to 1 again.
+
+    Parameters
+    ----------
+    logits : array_like of shape (..., V)
+    temperature : float, default 1.0
+        Positive. Below 1 likely tokens become likelier, above 1 all become more alike.
+    top_k : int, optional
+        Keep the k likeliest tokens; 1 is greedy. Of equally likely ones, the first. Default is all.
+    top_p : float, optional
+        From 0 to 1: of what is kept, keep the fewest likeliest tokens whose probabilities sum to p
+        or more, at least one. Default is all.
+
+    Returns
+    -------
+    ndarray of shape (..., V), float64
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number outside its range.
+
+    References
+    ----------
+    Fan, Lewis and Dauphin, "Hierarchical Neural Story Generation", 2018 (top-k); Holtzman et al.,
+    "The Curious Case of Neural Text Degeneration", 2020, section 3.1 (top-p, or nucleus).
+
+    Examples
+    --------
+    >>> logits = np.log([0.5, 0.2, 0.3])
+    >>> probabilities(logits).round(4)
+    array([0.5, 0.2, 0.3])
+    >>> probabilities(logits, top_k=2).round(4)
+    array([0.625, 0.   , 0.375])
+    >>> probabilities(logits, temperature=0.5).round(4)
+    array([0.6579, 0.1053, 0.2368])
+    """
+    scores = as_floating("logits", logits).astype(np.float64)
+    check(temperature, top_k, top_p)
+    p = _softmax(scores / temperature)
+    order = np.argsort(-p, axis=-1, kind="stable")
+    sorted_p = np.take_along_axis(p, order, axis=-1)
+    if top_k is not None:
+        sorted_p[..., top_k:] = 0
+        sorted_p /= sorted_p.sum(axis=-1, keepdims=True)
+    if top_p is not None:
+        before = np.cumsum(sorted_p, axis=-1) - sorted_p
+        before[..., 0] = -1.0  # the first is always kept
+        sorted_p[before >= top_p] = 0
+        sorted_p /= sorted_p.sum(axis=-1, keepdims=True)
+    np.put_along_axis(p, order, sorted_p, axis=-1)
+    return p
+
+
+def check(temperature: Any, top_k: Any, top_p: Any) -> None:
+    """Check the options of ``probabilities``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A temperature that is not positive, a top_k below 1, a top_p outside 0 to 1.
+    """
+    if number("temperature", temperature) <= 0:
+        raise ValueError(
+            f"{name_of('temperature')} is {temperature!r}: expected a positive number; the "
+            f"likeliest token alone is top_k=1"
+        )
+    if top_k is not None:
+        integer("top_k", top_k)
+    if top_p is not None and number("top_p", top_p, low=0) > 1:
+        raise ValueError(f"{name_of('top_p')} is {top_p!r}: expected a number from 0 to 1")
+
+
+def draw(p: NDArray[np.float64], rng: np.random.Generator) -> int:
+    """Draw a token's number with the probabilities p (V,).
+
+    >>> draw(np.array([0.0, 1.0]), np.random.default_rng(0))
+    1
+    """
+    return int(rng.choice(len(p), p=p))
+
+
+def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.asarray(exponentials / exponentials.sum(axis=-1, keepdims=True))
