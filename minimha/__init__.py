@@ -14,12 +14,12 @@ from minimha.api import (
 
 __all__ = [
     "BackendUnavailable", "attention", "backends", "check", "compile", "dialects", "explain",
-    "get_num_threads", "layers", "set_num_threads",
+    "get_num_threads", "layers", "models", "set_num_threads",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from minimha import dialects, explain, layers
+    from minimha import dialects, explain, layers, models
     from minimha.check import check
 else:
 

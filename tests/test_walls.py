@@ -23,8 +23,8 @@ BELOW = {
     "layers": {"api", "equations"},
     "dialects": {"layers", "api", "equations"},
     "check": {"dialects", "explain", "layers", "api", "equations"},
-    "minimha": {"check", "dialects", "explain", "layers", "api"},
-    "models": {"layers", "minimha", "api", "equations"},
+    "minimha": {"check", "dialects", "explain", "layers", "models", "api"},
+    "models": {"layers", "api", "equations"},
     "examples": {"explain", "layers", "minimha", "api", "equations"},
     "bench": {"minimha", "api", "kernels", "equations"},
 }
@@ -124,14 +124,18 @@ def loaded_after(code):
 
 
 def test_importing_the_library_loads_no_other_library_but_numpy():
-    heavy = {"numba", "rich", "ml_dtypes", "torch", "jax"}
-    assert not heavy & loaded_after("import minimha; minimha.layers, minimha.dialects")
+    heavy = {"numba", "rich", "ml_dtypes", "torch", "jax", "tokenizers"}
+    assert not heavy & loaded_after(
+        "import minimha; minimha.layers, minimha.dialects, minimha.models.load"
+    )
 
 
 def test_packages_are_loaded_when_they_are_first_used():
-    packages = {f"minimha.{name}" for name in ("dialects", "explain", "layers")}
+    packages = {f"minimha.{name}" for name in ("dialects", "explain", "layers", "models")}
     assert not packages & loaded_after("import minimha; dir(minimha)")
-    assert packages <= loaded_after("import minimha; minimha.dialects.torch, minimha.explain.Trace")
+    assert packages <= loaded_after(
+        "import minimha; minimha.dialects.torch, minimha.explain.Trace, minimha.models"
+    )
     assert "minimha.layers.rope" not in loaded_after("from minimha.layers import attention_weights")
 
 

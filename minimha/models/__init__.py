@@ -1,1 +1,24 @@
-"""What a model has around its attention."""
+"""What a model has around its attention, and whole models: from a sentence to the next word."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__all__ = ["Transformer", "checkpoints", "load", "sizes"]
+
+if TYPE_CHECKING:
+    from minimha.models import checkpoints, sizes
+    from minimha.models.checkpoints import load
+    from minimha.models.transformer import Transformer
+else:
+    HOMES = {"Transformer": "transformer", "load": "checkpoints"}
+
+    def __getattr__(name):
+        """Import a name when it is first used: counting parameters needs no model."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(f"{__name__}.{HOMES.get(name, name)}")
+        return getattr(module, name) if name in HOMES else module
+
+
+def __dir__() -> list[str]:
+    return __all__

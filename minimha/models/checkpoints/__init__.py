@@ -1,0 +1,118 @@
+"""Checkpoints in Hugging Face's layout: config.json, safetensors and tokenizer.json in one folder.
+
+Nothing is downloaded, and no pickle is opened. A family of models is one module, which says what
+its config.json means and what its tensors are called.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from minimha.models.checkpoints import safetensors
+from minimha.models.checkpoints.settings import Settings
+from minimha.models.checkpoints.tensors import Tensors
+from minimha.models.tokens import FileTokenizer, Tokenizer
+from minimha.models.transformer import Transformer
+
+# The module that reads each architecture, by ``model_type`` in config.json.
+FAMILIES = {
+    "gpt2": "gpt2",
+    "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama",
+    "gemma2": "gemma", "gemma3_text": "gemma",
+}  # fmt: skip
+
+
+def load(path: str | Path) -> Transformer:
+    """Return the model in a folder on this machine.
+
+    Weights in float32 stay in their files, from which the system reads them when they are used;
+    those of 16 bits are widened to float32 once.
+
+    Parameters
+    ----------
+    path : str or Path
+        A folder with config.json, model.safetensors or its shards with their index and, for text,
+        tokenizer.json.
+
+    Returns
+    -------
+    Transformer
+
+    Raises
+    ------
+    ValueError
+        No such folder, a file that is missing or damaged, weights in a pickle, an architecture or a
+        setting that is not known, a tensor that is missing, left over or of another shape.
+
+    Examples
+    --------
+    >>> load("no/such/folder")
+    Traceback (most recent call last):
+    ValueError: no/such/folder is no folder: expected one with config.json and model.safetensors
+    """
+    folder = Path(path)
+    safetensors.check_no_pickle(folder)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is no folder: expected one with config.json and model.safetensors"
+        )
+    config = read_json(folder / "config.json")
+    tokenizer = folder / "tokenizer.json"
+    return from_tensors(
+        config,
+        safetensors.read_folder(folder),
+        FileTokenizer(tokenizer) if tokenizer.exists() else None,
+    )
+
+
+def from_tensors(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, ArrayLike],
+    tokenizer: Tokenizer | None = None,
+) -> Transformer:
+    """Return the model of a checkpoint that is in memory.
+
+    Parameters
+    ----------
+    config : mapping
+        What config.json holds.
+    tensors : mapping of str to array_like
+        The weights under their names in the checkpoint; float32 arrays are used as they are.
+    tokenizer : Tokenizer, optional
+
+    Raises
+    ------
+    ValueError
+        As ``load``.
+    """
+    settings = Settings(config)
+    architecture = settings.text("model_type")
+    if architecture not in FAMILIES:
+        raise ValueError(
+            f"config.json's model_type is {architecture!r}: expected one of {', '.join(FAMILIES)}"
+        )
+    settings.expect("quantization_config", None)
+    family = import_module(f"{__name__}.{FAMILIES[architecture]}")
+    weights = Tensors(tensors)
+    model: Transformer = family.transformer(settings, weights, tokenizer)
+    weights.check_all_taken()
+    return model
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; a ValueError says what is wrong with it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}: expected an object")
+    return value

@@ -1,0 +1,83 @@
+"""GPT-2: learned positions, layer norms, one matrix for queries, keys and values.
+
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Its matrices are stored
+as they are applied, x @ W.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minimha.layers.multihead import MultiHeadAttention
+from minimha.models.checkpoints.settings import Settings
+from minimha.models.checkpoints.tensors import Tensors
+from minimha.models.config import Config
+from minimha.models.embeddings import Embeddings
+from minimha.models.feed_forward import FeedForward
+from minimha.models.norms import LayerNorm
+from minimha.models.tokens import Tokenizer
+from minimha.models.transformer import Block, Transformer
+
+PREFIX = "transformer."  # of most checkpoints; the first ones have none
+
+
+def transformer(
+    settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
+) -> Transformer:
+    """The model of these settings and tensors."""
+    config = read_config(settings)
+    V, E, P = config.vocabulary, config.d_model, config.max_length
+    at = PREFIX if f"{PREFIX}wte.weight" in tensors else ""
+    tokens = tensors.take(f"{at}wte.weight", V, E)
+    positions = tensors.take(f"{at}wpe.weight", P, E)
+    return Transformer(
+        config,
+        Embeddings(tokens, positions),
+        [_block(config, tensors, f"{at}h.{n}.") for n in range(config.num_layers)],
+        _norm(config, tensors, f"{at}ln_f"),
+        tensors.tied("lm_head.weight", tokens, config.is_tied),
+        tokenizer,
+    )
+
+
+def read_config(settings: Settings) -> Config:
+    """What the settings mean."""
+    settings.expect("add_cross_attention", False)
+    settings.expect("scale_attn_weights", True)
+    settings.expect("scale_attn_by_inverse_layer_idx", False)
+    E, H, layers = (settings.count(key) for key in ("n_embd", "n_head", "n_layer"))
+    return Config(
+        architecture=settings.text("model_type"),
+        vocabulary=settings.count("vocab_size"),
+        num_layers=layers, d_model=E, num_heads=H, num_kv_heads=H, head_dim=E // H,
+        d_ff=settings.count("n_inner", 4 * E),
+        max_length=settings.count("n_positions"),
+        epsilon=settings.number("layer_norm_epsilon", 1e-5),
+        activation=settings.activation("activation_function", "gelu_new"),
+        is_tied=settings.flag("tie_word_embeddings", True),
+        ropes=(None,) * layers, windows=(None,) * layers,
+    )  # fmt: skip
+
+
+def _block(config: Config, tensors: Tensors, at: str) -> Block:
+    E, F = config.d_model, config.d_ff
+    W_q, W_k, W_v = np.split(tensors.take(f"{at}attn.c_attn.weight", E, 3 * E), 3, axis=1)
+    b_q, b_k, b_v = np.split(tensors.take(f"{at}attn.c_attn.bias", 3 * E), 3)
+    attention = MultiHeadAttention.from_combined(
+        W_q, W_k, W_v, tensors.take(f"{at}attn.c_proj.weight", E, E), num_heads=config.num_heads,
+        b_q=b_q, b_k=b_k, b_v=b_v, b_o=tensors.take(f"{at}attn.c_proj.bias", E),
+    )  # fmt: skip
+    feed_forward = FeedForward(
+        W_in=tensors.take(f"{at}mlp.c_fc.weight", E, F),
+        b_in=tensors.take(f"{at}mlp.c_fc.bias", F),
+        W_out=tensors.take(f"{at}mlp.c_proj.weight", F, E),
+        b_out=tensors.take(f"{at}mlp.c_proj.bias", E),
+        activation=config.activation,
+    )
+    norms = (_norm(config, tensors, f"{at}{name}") for name in ("ln_1", "ln_2"))
+    return Block(next(norms), attention, next(norms), feed_forward)
+
+
+def _norm(config: Config, tensors: Tensors, name: str) -> LayerNorm:
+    gain, bias = (tensors.take(f"{name}.{part}", config.d_model) for part in ("weight", "bias"))
+    return LayerNorm(gain, bias, config.epsilon)

@@ -1,0 +1,106 @@
+"""Files of safetensors: eight bytes with the header's length, a header in JSON, and the numbers.
+
+They are mapped, not read, so that weights in float32 take no memory besides the system's own copy
+of the file, and no package is needed.
+
+The format: https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
+DTYPES = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": "<u2"}
+
+
+def check_no_pickle(path: Path) -> None:
+    """Refuse a pickle, and a folder that has its weights in nothing else."""
+    names = [path] if path.is_file() else sorted(path.glob("*"))
+    pickles = [name for name in names if name.suffix in PICKLES]
+    if pickles and not any(name.suffix == ".safetensors" for name in names):
+        raise ValueError(
+            f"{pickles[0]} is a pickle, which can run any code when it is opened: convert it where "
+            f"you trust it, with transformers' AutoModelForCausalLM.from_pretrained(folder)"
+            f".save_pretrained(new_folder)"
+        )
+
+
+def read_folder(folder: Path) -> dict[str, Array]:
+    """Return all tensors of a folder by name; of one file, or of the shards that the index names.
+
+    Raises
+    ------
+    ValueError
+        A file is missing or damaged.
+    """
+    if (folder / WHOLE).is_file() or not (folder / INDEX).is_file():
+        return read(folder / WHOLE)
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        shards = set(index["weight_map"].values())
+        is_valid = all(Path(shard).name == shard for shard in shards)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_valid = False
+    if not is_valid:
+        raise ValueError(
+            f"{folder / INDEX} is damaged: expected a weight_map from tensors to files beside it"
+        )
+    tensors: dict[str, Array] = {}
+    for shard in sorted(shards):
+        tensors |= read(folder / shard)
+    return tensors
+
+
+def read(path: Path) -> dict[str, Array]:
+    """Return the tensors of one file by name: float32 as views of the mapped file.
+
+    Raises
+    ------
+    ValueError
+        The file is missing or damaged, or a tensor has a dtype other than float16, bfloat16,
+        float32 and float64.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    if path.stat().st_size < 8:
+        raise ValueError(f"{path} is damaged: it ends before its header")
+    data = np.asarray(np.memmap(path, np.uint8, mode="r"))
+    length = int(data[:8].view("<u8")[0])
+    if length > min(LARGEST_HEADER, data.size - 8):
+        raise ValueError(f"{path} is damaged: its header would have {length} bytes")
+    try:
+        header = json.loads(data[8 : 8 + length].tobytes())
+        header.pop("__metadata__", None)
+        return {name: _tensor(name, data[8 + length :], **entry) for name, entry in header.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _tensor(
+    name: str, data: NDArray[np.uint8], dtype: str, shape: list[int], data_offsets: list[int]
+) -> Array:
+    """One tensor: a view, or what 16 bits are widened to."""
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {name} is {dtype}, expected one of {', '.join(DTYPES)}")
+    begin, end = data_offsets
+    expected = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    if not 0 <= begin <= end <= data.size or end - begin != expected:
+        raise ValueError(
+            f"tensor {name} of shape {shape} in {dtype} should have {expected} bytes, but has "
+            f"{begin} to {end} of {data.size}"
+        )
+    array: Array = data[begin:end].view(DTYPES[dtype]).reshape(shape)
+    if dtype == "BF16":  # the upper half of a float32
+        return np.left_shift(array, 16, dtype=np.uint32).view(np.float32)
+    return array.astype(np.float32) if dtype == "F16" else array

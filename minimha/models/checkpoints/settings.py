@@ -1,0 +1,131 @@
+"""The settings in a config.json, each checked where it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minimha.equations.arguments import flag, integer, number
+from minimha.layers.rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YaRNScaling
+from minimha.models.feed_forward import Activation
+
+# What config.json calls the activations.
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu", "swish": "silu",
+}  # fmt: skip
+# The kinds of rope_scaling; its settings by our names, required and optional ones.
+SCALINGS: dict[str, tuple[type[Any], dict[str, str], dict[str, str]]] = {
+    "linear": (LinearScaling, {"factor": "factor"}, {}),
+    "llama3": (
+        Llama3Scaling,
+        {
+            "factor": "factor", "original_max_position_embeddings": "original_length",
+            "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+        },
+        {},
+    ),
+    "yarn": (
+        YaRNScaling,
+        {"factor": "factor", "original_max_position_embeddings": "original_length"},
+        {
+            "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+            "attention_factor": "attention_factor",
+        },
+    ),
+}  # fmt: skip
+
+
+class Settings:
+    """The settings of one model.
+
+    A setting that is missing, or null, has the default that its family has in transformers.
+    """
+
+    def __init__(self, values: Mapping[str, Any], name: str = "config.json") -> None:
+        self.values, self.name = values, name
+
+    def get(self, key: str) -> Any:
+        """The value, None where it is missing."""
+        return self.values.get(key)
+
+    def text(self, key: str) -> str:
+        """The value, a string."""
+        value = self.get(key)
+        if not isinstance(value, str):
+            raise ValueError(f"{self._called(key)} is {value!r}: expected a string")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """The value, a positive integer."""
+        return integer(self._called(key), self._given(key, default))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The value, a finite number."""
+        return number(self._called(key), self._given(key, default))
+
+    def flag(self, key: str, default: bool) -> bool:
+        """The value, True or False."""
+        return flag(self._called(key), self._given(key, default))
+
+    def optional(self, key: str) -> float | None:
+        """The value, a finite number, or None where it is missing."""
+        return None if self.get(key) is None else self.number(key)
+
+    def expect(self, key: str, *values: Any) -> None:
+        """Refuse any value but these, the first of which is the default."""
+        value = self.values.get(key, values[0])
+        if value not in values:
+            listed = " or ".join(map(repr, values))
+            raise ValueError(f"{self._called(key)} is {value!r}: only {listed} is implemented")
+
+    def activation(self, key: str, default: str) -> Activation:
+        """The value, an activation by our name."""
+        value = self._given(key, default)
+        if value not in ACTIVATIONS:
+            raise ValueError(
+                f"{self._called(key)} is {value!r}: expected one of {', '.join(ACTIVATIONS)}"
+            )
+        return ACTIVATIONS[value]
+
+    def rope(self, head_dim: int, kind: str = "full_attention") -> RoPE:
+        """The rotary embedding of layers of one kind, which most models have only one of.
+
+        transformers writes rope_parameters since version 5; before, rope_theta and rope_scaling.
+        """
+        old = "rope_theta" if kind == "full_attention" else "rope_local_base_freq"
+        scaling = self.get("rope_scaling") if kind == "full_attention" else None
+        given = self.get("rope_parameters") or {"rope_theta": self.get(old), **(scaling or {})}
+        parameters = Settings(given.get(kind, given), f"{self.name}'s rope")
+        parameters.expect("partial_rotary_factor", None, 1.0)
+        self.expect("partial_rotary_factor", None, 1.0)
+        base = parameters.number("rope_theta", 10000.0)
+        return RoPE(head_dim, base, scaling=parameters._scaling())
+
+    def _scaling(self) -> Scaling | None:
+        kind = self.get("rope_type") or self.get("type") or "default"
+        if kind == "default":
+            return None
+        if kind not in SCALINGS:
+            known = ", ".join(["default", *SCALINGS])
+            raise ValueError(f"{self._called('rope_type')} is {kind!r}: expected one of {known}")
+        scaling, required, optional = SCALINGS[kind]
+        known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        for key in self.values:
+            if key not in {*required, *optional, *known_keys} and self.get(key) is not None:
+                raise ValueError(f"{self._called(key)} is {self.get(key)!r}: not implemented")
+        given = {ours: self._given(key, None) for key, ours in required.items()}
+        given |= {
+            ours: self.get(key) for key, ours in optional.items() if self.get(key) is not None
+        }
+        made: Scaling = scaling(**given)
+        return made
+
+    def _given(self, key: str, default: Any) -> Any:
+        value = default if self.get(key) is None else self.get(key)
+        if value is None:
+            raise ValueError(f"{self._called(key)} is missing")
+        return value
+
+    def _called(self, key: str) -> str:
+        return f"{self.name}'s {key}"

@@ -1,0 +1,83 @@
+"""The tensors of a checkpoint, taken one by one: none is missing, misshapen or left over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.equations.arguments import as_floating, cast
+
+Array = NDArray[Any]
+
+# What old checkpoints hold although it is no weight: masks, and the angles of rotary embedding.
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+class Tensors:
+    """The tensors that are still to be taken.
+
+    Parameters
+    ----------
+    tensors : mapping of str to array_like
+    """
+
+    def __init__(self, tensors: Mapping[str, ArrayLike]) -> None:
+        self._left = {name: array for name, array in tensors.items() if not name.endswith(BUFFERS)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def take(self, name: str, *shape: int) -> Array:
+        """Take the tensor of that name and shape, float32.
+
+        Raises
+        ------
+        ValueError
+            There is none, or it has another shape or no floating dtype.
+        """
+        if name not in self._left:
+            raise ValueError(f"tensor {name} is missing: expected shape {shape}")
+        array = as_floating(f"tensor {name}", self._left.pop(name))
+        if array.shape != shape:
+            raise ValueError(f"tensor {name} has shape {array.shape}: expected {shape}")
+        return cast(array, np.dtype(np.float32))
+
+    def linear(
+        self, ours: str, name: str, rows: int, columns: int, has_bias: bool = False
+    ) -> dict[str, Array]:
+        """Take ``name.weight`` and ``name.bias`` as W_ours (rows, columns) and b_ours (columns,).
+
+        torch stores W as (columns, rows) and computes x Wᵀ; here it is a view, applied as x @ W.
+        """
+        taken = {f"W_{ours}": self.take(f"{name}.weight", columns, rows).T}
+        if has_bias:
+            taken[f"b_{ours}"] = self.take(f"{name}.bias", columns)
+        return taken
+
+    def tied(self, name: str, tokens: Array, is_tied: bool) -> Array:
+        """The unembedding (E, V): the token embedding (V, E) transposed, or a tensor of its own.
+
+        Raises
+        ------
+        ValueError
+            Also if it should be tied, but the checkpoint has another one.
+        """
+        if is_tied and name not in self:
+            return np.asarray(tokens.T)
+        own = self.take(name, *tokens.shape)
+        if is_tied and not np.array_equal(own, tokens):
+            raise ValueError(
+                f"tensor {name} differs from the token embedding, but config.json says "
+                f"tie_word_embeddings"
+            )
+        return np.asarray(tokens.T if is_tied else own.T)
+
+    def check_all_taken(self) -> None:
+        """Refuse a checkpoint with a tensor that nothing has asked for."""
+        if self._left:
+            first, *others = self._left
+            more = f" and {len(others)} more are" if others else " is"
+            raise ValueError(f"tensor {first}{more} left over: the architecture has no use for it")

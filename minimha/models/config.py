@@ -1,0 +1,57 @@
+"""What a transformer is, in numbers and names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minimha.layers.rope import RoPE
+from minimha.models.feed_forward import Activation
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a decoder, and what its family does differently from others.
+
+    Attributes
+    ----------
+    architecture : str
+        The family's name, as ``model_type`` in config.json has it.
+    vocabulary : int
+        V, the tokens that it knows.
+    num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff : int
+        Its layers; E, H, Hkv, D and F of each.
+    max_length : int
+        The most tokens that it was made for.
+    epsilon : float
+        Of its normalisations.
+    activation : {"relu", "gelu", "gelu_tanh", "silu"}
+        Of its feed-forward.
+    is_tied : bool
+        The token embedding is also the matrix that scores the next token.
+    ropes : tuple of RoPE or None, one for each layer
+        Rotary embedding; None where there is none.
+    windows : tuple of int or None, one for each layer
+        How many tokens a query sees, itself included; None for all.
+    scale : float, optional
+        Of the scores. Default is 1/√D.
+    softcap, logit_softcap : float, optional
+        Caps of the scores and of the logits.
+    """
+
+    architecture: str
+    vocabulary: int
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ff: int
+    max_length: int
+    epsilon: float
+    activation: Activation
+    is_tied: bool
+    ropes: tuple[RoPE | None, ...]
+    windows: tuple[int | None, ...]
+    scale: float | None = None
+    softcap: float | None = None
+    logit_softcap: float | None = None

@@ -1,0 +1,66 @@
+"""Tokenizers: from text to the numbers of its tokens, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """What a model needs of its tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers of the tokens of ``text``."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these tokens."""
+
+    def label(self, id: int) -> str:
+        """A printable name of one token, never empty."""
+
+
+class FileTokenizer:
+    """The tokenizer of a tokenizer.json, by the package tokenizers.
+
+    Parameters
+    ----------
+    path : path of the file
+
+    Raises
+    ------
+    ValueError
+        The package is not installed, or the file is no tokenizer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer as Tokenizers
+        except ImportError:
+            raise ValueError(
+                f"{path} is read by the package tokenizers, which is not installed: "
+                f"pip install 'minimha[models]'"
+            ) from None
+        try:
+            self._tokenizer: Any = Tokenizers.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise ValueError(f"{path} is no tokenizer: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers of the tokens of ``text``, with those that mark its beginning and end."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these tokens, marks of beginning and end included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def label(self, id: int) -> str:
+        """The token's text with ``_`` for a space; its name in the vocabulary if it has no text.
+
+        A token may be a part of a character, which is no text.
+        """
+        name = str(self._tokenizer.id_to_token(id))
+        text = self.decode([id])
+        if name.startswith("▁") and not text.startswith(" "):
+            text = f" {text}"  # decoding a sentence drops its first space
+        return text.replace(" ", "_") if text and "\ufffd" not in text else name

@@ -1,0 +1,285 @@
+"""A decoder-only transformer: from tokens to the logits of the next one.
+
+tokens → embedded → blocks → final norm → unembedding → logits
+
+Axes: ``L`` tokens, ``E`` model width, ``V`` vocabulary. Inside, arrays have a batch axis of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.api import Backend
+from minimha.equations.arguments import as_integers, counted, integer, name_of
+from minimha.equations.tap import Tap, no_tap, prefixed, renamed, staged
+from minimha.layers.cache import KVCache
+from minimha.layers.multihead import MultiHeadAttention
+from minimha.models.config import Config
+from minimha.models.embeddings import Embeddings
+from minimha.models.feed_forward import FeedForward
+from minimha.models.norms import Norm
+from minimha.models.sampling import check, draw, probabilities
+from minimha.models.tokens import Tokenizer
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One layer: x + attention(norm(x)), and to that its feed_forward(norm(…)) is added.
+
+    Parameters
+    ----------
+    attention_norm, feed_forward_norm : Norm
+        Of what goes in.
+    attention : MultiHeadAttention
+    feed_forward : FeedForward
+    attention_output_norm, feed_forward_output_norm : Norm, optional
+        Of what comes out, before it is added.
+    window : int, optional
+        How many tokens a query sees, itself included. Default is all.
+    scale, softcap : float, optional
+        Of the attention.
+
+    References
+    ----------
+    Radford et al., 2019 (GPT-2), section 2.3, where the norm moved to the input of each sub-block;
+    Gemma Team, 2024 (Gemma 2), section 2, where there is one on either side.
+    """
+
+    attention_norm: Norm
+    attention: MultiHeadAttention
+    feed_forward_norm: Norm
+    feed_forward: FeedForward
+    attention_output_norm: Norm | None = None
+    feed_forward_output_norm: Norm | None = None
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+    def __call__(
+        self, x: Array, cache: KVCache | None = None, backend: Backend = "auto", tap: Tap = no_tap
+    ) -> Array:
+        """Return what x (B, L, E) becomes, (B, L, E).
+
+        ``tap`` hears x, what the parts hear, added and residual. The steps of the norms are called
+        normed, added_normed, output_normed and feed_forward_normed, after what is normalised.
+        """
+        normed = self.attention_norm(tap("x", x), tap)
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "backend": backend}
+        if cache is None:
+            window = None if self.window is None else (self.window - 1, 0)
+            options |= {"is_causal": True, "window_size": window}
+        y = self.attention(normed, cache=cache, tap=renamed(tap, x=None), **options)
+        if self.attention_output_norm is not None:
+            y = self.attention_output_norm(y, prefixed(tap, "output_"))
+        x = tap("added", x + y)
+        y = self.feed_forward(self.feed_forward_norm(x, prefixed(tap, "added_")), tap)
+        if self.feed_forward_output_norm is not None:
+            y = self.feed_forward_output_norm(y, prefixed(tap, "feed_forward_"))
+        return np.asarray(tap("residual", x + y))
+
+
+@dataclass(frozen=True, eq=False)
+class Transformer:
+    """logits = unembedding(norm(blocks(embedded tokens))): a decoder-only language model.
+
+    ``minimha.models.load`` makes one from a checkpoint. Nothing is changed in place, so
+    ``dataclasses.replace`` makes a variant that shares all other weights.
+
+    Parameters
+    ----------
+    config : Config
+    embeddings : Embeddings
+    blocks : sequence of Block
+    final_norm : Norm
+    W_vocab : ndarray of shape (E, V)
+        The unembedding; if it is tied, the token embedding transposed.
+    tokenizer : Tokenizer, optional
+        Without one, tokens are given as numbers.
+    """
+
+    config: Config
+    embeddings: Embeddings
+    blocks: Sequence[Block]
+    final_norm: Norm
+    W_vocab: Array
+    tokenizer: Tokenizer | None = None
+
+    def logits(
+        self,
+        ids: str | ArrayLike,
+        *,
+        cache: Sequence[KVCache] | None = None,
+        backend: Backend = "auto",
+        tap: Tap = no_tap,
+    ) -> Array:
+        """Return for each token the logits of the token after it.
+
+        Parameters
+        ----------
+        ids : str, or array_like of shape (L,), int
+            The tokens' numbers, or text for the tokenizer.
+        cache : sequence of KVCache, optional
+            One per layer, from ``new_cache``: the tokens before these, which follow them there.
+        backend : str, default "auto"
+            As in ``minimha.attention``.
+        tap : callable ``tap(name, value) -> value``, optional
+            Hears every step; those of layer n are called ``weights[layer n]``.
+
+        Returns
+        -------
+        ndarray of shape (L, V), float32
+
+        Raises
+        ------
+        TypeError, ValueError
+            Text without a tokenizer, a token outside the vocabulary, more tokens than positions.
+        """
+        x = self.residual(ids, cache=cache, backend=backend, tap=tap)
+        return np.asarray(self.unembed(x, tap)[0])
+
+    def residual(
+        self,
+        ids: str | ArrayLike,
+        *,
+        cache: Sequence[KVCache] | None = None,
+        backend: Backend = "auto",
+        tap: Tap = no_tap,
+    ) -> Array:
+        """Return each token's row after the last block, (1, L, E); arguments as in ``logits``."""
+        tokens = self.encode(ids)
+        start = 0 if cache is None else int(cache[0].lengths[0])
+        self._check_length(len(tokens), start)
+        x = self.embeddings(tokens, start, tap)[None]
+        for n, block in enumerate(self.blocks):
+            kept = None if cache is None else cache[n]
+            x = block(x, kept, backend, staged(tap, f"layer {n}"))
+        return x
+
+    def unembed(self, x: Array, tap: Tap = no_tap) -> Array:
+        """Return the logits (..., L, V) that a row x (..., L, E) of the residual stream stands for.
+
+        After any layer, not only the last, they say what would be predicted there (nostalgebraist,
+        "Interpreting GPT: the logit lens", 2020).
+        """
+        normed = self.final_norm(x, prefixed(tap, "final_"))
+        logits = normed @ tap("W_vocab", self.W_vocab)
+        cap = self.config.logit_softcap
+        if cap is not None:
+            logits = cap * np.tanh(tap("uncapped_logits", logits) / cap)
+        return np.asarray(tap("logits", logits))
+
+    def new_cache(self, capacity: int | None = None) -> list[KVCache]:
+        """Return an empty cache for each layer.
+
+        Parameters
+        ----------
+        capacity : int, optional
+            How many tokens it must hold. Default is the most that the model was made for.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A capacity that is not a positive integer.
+        """
+        config = self.config
+        size = integer("capacity", config.max_length if capacity is None else capacity)
+        return [
+            KVCache(
+                1, config.num_kv_heads, size, config.head_dim,
+                window=None if block.window is None else min(block.window, size),
+            )
+            for block in self.blocks
+        ]  # fmt: skip
+
+    def generate(
+        self,
+        ids: str | ArrayLike,
+        num_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        backend: Backend = "auto",
+    ) -> Iterator[int]:
+        """Yield ``num_tokens`` tokens, each drawn given all those before it.
+
+        Parameters
+        ----------
+        ids : str, or array_like of shape (L,), int
+            How the text begins.
+        num_tokens : int
+        temperature, top_k, top_p
+            As in ``minimha.models.sampling.probabilities``; ``top_k=1`` is greedy.
+        seed : int, default 0
+            Of the draws.
+        backend : str, default "auto"
+            As in ``minimha.attention``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            At the call, not at the first token: as ``logits``, and for an option outside its range.
+        """
+        tokens, count = self.encode(ids), integer("num_tokens", num_tokens)
+        check(temperature, top_k, top_p)
+        rng = np.random.default_rng(integer("seed", seed, low=0))
+        needed = len(tokens) + count - 1  # the last one is not read again
+        if needed > self.config.max_length:
+            raise ValueError(
+                f"num_tokens is {num_tokens} after {counted(len(tokens), 'token')}: the model has "
+                f"only {self.config.max_length} positions"
+            )
+        cache = self.new_cache(needed)
+
+        def drawn(new: NDArray[np.int64]) -> Iterator[int]:
+            for _ in range(count):
+                x = self.residual(new, cache=cache, backend=backend)
+                logits = self.unembed(x[0, -1:])[0]
+                new = np.array([draw(probabilities(logits, temperature, top_k, top_p), rng)])
+                yield int(new[0])
+
+        return drawn(tokens)
+
+    def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
+        """Return the numbers of the tokens (L,), checked; text goes through the tokenizer.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Text without a tokenizer, no token, or one that is not in the vocabulary.
+        """
+        name, V = name_of("ids"), self.config.vocabulary
+        if isinstance(ids, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"{name} is text, but the model has no tokenizer: give the tokens' numbers"
+                )
+            ids = self.tokenizer.encode(ids)
+        tokens = as_integers("ids", ids)
+        if tokens.ndim != 1 or not tokens.size:
+            raise ValueError(
+                f"{name} has shape {tokens.shape}: expected (L,) with at least 1 token"
+            )
+        outside = np.flatnonzero((tokens < 0) | (tokens >= V))
+        if outside.size:
+            raise ValueError(
+                f"{name}[{outside[0]}] is {tokens[outside[0]]}: expected 0 to {V - 1}, the "
+                f"vocabulary's tokens"
+            )
+        return tokens
+
+    def _check_length(self, num_tokens: int, start: int) -> None:
+        if start + num_tokens > self.config.max_length:
+            after = f" after {start} earlier ones" if start else ""
+            raise ValueError(
+                f"{name_of('ids')} has {counted(num_tokens, 'token')}{after}: the model has only "
+                f"{self.config.max_length} positions"
+            )

@@ -1,0 +1,87 @@
+"""Checkpoints that transformers writes: the same logits, at once and token by token."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from minimha.explain import Trace
+from minimha.models import load
+
+# Wide enough that the logits depend on every part, and random norms are set below.
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+GEMMA = SMALL | {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}
+CASES = {
+    "GPT-2": ("gpt2", {
+        "vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64,
+        "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2,
+    }),
+    "LLaMA 2": ("llama", SMALL),
+    "LLaMA 3": ("llama", SMALL | {"rope_parameters": LLAMA3}),
+    "LLaMA, tied": ("llama", SMALL | {"tie_word_embeddings": True}),
+    "LLaMA, biases": ("llama", SMALL | {"attention_bias": True, "mlp_bias": True}),
+    "Mistral": ("mistral", SMALL | {"sliding_window": 5}),
+    "Qwen 2": ("qwen2", SMALL | {"rope_parameters": YARN}),
+    "Qwen 2, window": ("qwen2", SMALL | {
+        "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
+    }),
+    "Qwen 3": ("qwen3", SMALL | {"head_dim": 16}),
+    "Gemma 2": ("gemma2", GEMMA | {
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+    }),
+    "Gemma 3": ("gemma3_text", GEMMA | {"layer_types": [LOCAL, GLOBAL, LOCAL]}),
+}  # fmt: skip
+IDS = [3, 17, 42, 8, 90, 5, 11, 60, 22, 96, 0, 33]
+
+
+@pytest.fixture(params=CASES)
+def case(request, tmp_path):
+    """A folder that transformers wrote, and the logits that it computes."""
+    pytest.importorskip("transformers", reason="transformers, which is compared with, is missing")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own
+        return tmp_path, written(*CASES[request.param], tmp_path)
+
+
+def written(architecture, settings, folder):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.ndim == 1:  # gains and biases begin as ones and zeros
+                tensor += 0.3 * torch.randn(tensor.shape)
+        model.save_pretrained(folder)
+        return model(torch.tensor([IDS])).logits[0].numpy()
+
+
+def relative(got, wanted):
+    return np.abs(got - wanted).max() / np.abs(wanted).max()
+
+
+def test_logits_are_transformers(case):
+    folder, wanted = case
+    model = load(folder)
+    assert wanted.std() > 0.5
+    got = model.logits(IDS)
+    assert got.dtype == np.float32
+    assert relative(got, wanted) < 1e-5
+    cache = model.new_cache()
+    steps = np.concatenate([model.logits([token], cache=cache) for token in IDS])
+    assert relative(steps, wanted) < 1e-5
+    np.testing.assert_array_equal(model.logits(IDS, tap=Trace()), got)
