@@ -1,6 +1,7 @@
 """The command line: one module per command. No other package prints."""
 
 import argparse
+import codecs
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any, NoReturn, TextIO
 
 from minimha import BackendUnavailable, __version__
 from minimha.cli import attend, backends, bench, check, example, examples, flash, kernels, sizes
+from minimha.explain.spelling import spelled
 from minimha.explain.trace import printable
 
 COMMANDS = (examples, example, attend, flash, check, sizes, bench, kernels, backends)
@@ -23,12 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     0; 1 if ``check`` finds a bug; 2 after a sentence on stderr; 130 after Ctrl-C.
     """
     status = 0
+    codecs.register_error("spelled", spelled)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed: what is said there is not heard, and no file takes its place
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without ∞ shows ? instead of failing
+            stream.reconfigure(errors="spelled")  # a terminal without ∞ shows inf
     try:
         try:
             parser = build_parser()

@@ -26,6 +26,7 @@ class Ramp(NamedTuple):
     shades: tuple[tuple[str, str], ...]
     hidden: str
     bar: str
+    infinity: str = "∞"
 
     @property
     def in_color(self) -> bool:
@@ -88,5 +89,5 @@ RAMPS = {
         "×", "█",
     ),
     "blocks": Ramp(tuple((shade, "") for shade in " ░▒▓█"), "×", "█"),
-    "ascii": Ramp(tuple((shade, "") for shade in " .:+#"), "x", "#"),
+    "ascii": Ramp(tuple((shade, "") for shade in " .:+#"), "x", "#", "inf"),
 }  # fmt: skip

@@ -49,7 +49,7 @@ def console_for(stream: IO[str]) -> Console:
 def ramp_for(console: Console) -> str:
     """The name of the ramp that this console's colours, or the characters it can write, allow."""
     try:
-        RAMPS["blocks"].bar.encode(console.encoding)
+        "█∞".encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
         return "ascii"
     depth = None if console.no_color or not console.is_terminal else console.color_system
@@ -75,7 +75,7 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
                 lines += _paragraph(step.formula, width)
             lines += [*_paragraph(step.note, width), Text()]
             said.add((step.formula, step.note))
-        lines += _matrix(step, decimals, width)
+        lines += _matrix(step, decimals, width, shades.infinity)
         if step.printed:
             lines += [Text(), *_printed(step, width)]
     drawn = wording.heatmaps(trace.drawn("heatmap"))
@@ -164,9 +164,10 @@ def _heading(step: Step, number: int) -> list[Text]:
     return [Text(f"{number:>2}  ").append(step.name + place, "bold").append(axes)]
 
 
-def _matrix(step: Step, decimals: int, width: int | None) -> list[Text]:
+def _matrix(step: Step, decimals: int, width: int | None, infinity: str) -> list[Text]:
     """The numbers under their labels, in as many groups of columns as the width requires."""
-    body = wording.numbers(step, decimals)
+    numbers = wording.numbers(step, decimals)
+    body = [[number.replace("∞", infinity) for number in row] for row in numbers]
     if not body or not body[0]:
         return [Text(" " * INDENT + "(empty)")]
     labels = step.rows if step.value.ndim > 1 else None

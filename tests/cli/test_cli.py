@@ -295,12 +295,21 @@ def test_the_package_is_run_as_the_command_is():
     assert done.stderr.startswith("minimha: argument command: invalid choice: 'exmaple'")
 
 
-def test_a_pipe_without_the_signs_of_mathematics_gets_others():
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "cp850"])
+def test_a_pipe_without_the_signs_of_mathematics_gets_others(encoding):
     done = subprocess.run(
-        [sys.executable, "cli.py", "example"], cwd=REPOSITORY, capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True,
+        [sys.executable, "cli.py", "example", "--cell", "The,sat", "--only", "masked"],
+        cwd=REPOSITORY, capture_output=True, check=True, encoding=encoding,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
     )  # fmt: skip
-    assert b"The  1.000  0.000  0.000" in done.stdout
+    assert "?" not in done.stdout
+    for line in (
+        "S_ij <- S_ij if query i may see key j, else -inf",
+        "The    1  -inf  -inf\n    cat    0     1  -inf\n",
+        "[1 -inf -inf] [0 1 -inf] [1 1 2]",
+        "masked: S[The,sat] = -inf, hidden by the mask",
+    ):
+        assert line in done.stdout
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes close otherwise elsewhere")

@@ -1,0 +1,23 @@
+"""The signs of mathematics in letters, for a stream whose encoding lacks them."""
+
+SPELLINGS = {
+    "∞": "inf", "−": "-", "·": "*", "×": "x", "√": "sqrt ", "²": "^2", "ᵀ": "^T", "Σ": "sum",
+    "∑": "sum", "±": "+-", "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "←": "<-", "→": "->",
+    "↔": "<->", "…": "...", "–": "-", "—": "-", "α": "alpha", "δ": "delta", "ε": "epsilon",
+    "θ": "theta", "π": "pi", "σ": "sigma", "τ": "tau", "µ": "u", "μ": "u", "ℓ": "l",
+    "°": " degrees", "½": "1/2",
+}  # fmt: skip
+
+
+def spelled(error: UnicodeError) -> tuple[str, int]:
+    """Spell what cannot be encoded, or put ``?``: an error handler for ``codecs``.
+
+    >>> import codecs
+    >>> codecs.register_error("spelled", spelled)
+    >>> "-∞ · 2 → 猫".encode("cp1252", "spelled")
+    b'-inf \\xb7 2 -> ?'
+    """
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    return "".join(SPELLINGS.get(character, "?") for character in missing), error.end
