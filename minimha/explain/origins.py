@@ -63,6 +63,11 @@ def _normalise(*blocks: Matrix) -> Matrix:
     return np.concatenate([_share(O, total) for O, total in pairs])
 
 
+def _lse(*blocks: Matrix) -> Matrix:
+    pairs = zip(blocks[::2], blocks[1::2], strict=True)
+    return np.concatenate([m + np.log(total) for m, total in pairs])
+
+
 def _block(Q: Matrix, K: Matrix, scale: float) -> Matrix:
     return np.asarray(scale * (Q @ K.T))
 
@@ -124,7 +129,7 @@ OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "total": _total,
     "share": _share,
     "concat": lambda *heads: np.concatenate(heads, axis=-1),
-    "lse": lambda m, total: m + np.log(total),
+    "lse": _lse,
     "unit": _unit,
     "rms": _rms,
     "rotated": _rotated,
@@ -153,7 +158,7 @@ class Origin(NamedTuple):
     operands : tuple of Step or None
         In the order of the operation's arguments; None for an optional one that is missing. For
         "concat" the heads, for "products" x, the matrix of each head and then the bias of each, for
-        "normalise" O and l after the last block of each row of blocks.
+        "normalise" O and l after the last block of each row of blocks, and for "lse" m and l then.
     constant : float or None
         The factor of "scale" and "block", the layout of "rotated", the first of the "columns"; None
         elsewhere.
@@ -253,6 +258,8 @@ def _operands(
     if operation == "normalise":
         return tuple(_last_blocks(trace, step, names)) or None
     found = [_operand(trace, step, name.removesuffix("?")) for name in names]
+    if operation == "lse" and None in found:  # not of whole rows
+        return tuple(_last_blocks(trace, step, ("m", "l"))) or None
     is_missing = any(
         s is None and not name.endswith("?") for s, name in zip(found, names, strict=True)
     )

@@ -45,14 +45,15 @@ def _beside(step: Step) -> tuple[str, str]:
 
 
 def _is_per_row(step: Step) -> bool:
-    return step.axes[-1:] == ("1",) and step.value.ndim == 2
+    """Whether the step has one number for each query."""
+    return (step.axes[-1:] == ("1",) and step.value.ndim == 2) or step.axes == ("Lq",)
 
 
 def _index(trace: Trace, step: Step, parts: Sequence[str]) -> Index | None:
     """The index of the cell in ``step``, which has it; a row is enough for one number per row."""
     if _is_per_row(step):
         row = _number(trace, step, 0, parts[0])
-        return None if row is None or len(parts) > 2 else (row, 0)
+        return None if row is None or len(parts) > 2 else (row, 0)[: step.value.ndim]
     if step.value.ndim != len(parts) or not (step.axes[-2:] in PAIRS or trace.only):
         return None
     numbers = [_number(trace, step, n, part) for n, part in enumerate(parts)]

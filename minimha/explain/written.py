@@ -284,7 +284,7 @@ def _concat(made: Origin, i: int, j: int, say: Say) -> Parts:
 
 
 def _lse(made: Origin, i: int, j: int, say: Say) -> Parts:
-    m, total = _operands(made, 2)
+    (m, total), j = _block_of(made, j)
     row, column = _at(m, j, 0), _at(total, j, 0)
     text = f"{say(row[0].value)} + log {say(column[0].value)}"
     return Parts(row, column, (), text)
@@ -352,12 +352,17 @@ def _pairs(made: Origin, i: int, j: int, say: Say) -> Parts:
     return Parts(row, column, (), _sum_of_products(row, column, say))
 
 
-def _normalise(made: Origin, i: int, j: int, say: Say) -> Parts:
+def _block_of(made: Origin, i: int) -> tuple[tuple[Step, Step], int]:
+    """The two operands of the block of rows that row ``i`` belongs to, and its number there."""
     steps = _operands(made, len(made.operands))
     blocks = list(zip(steps[::2], steps[1::2], strict=True))
     while i >= len(blocks[0][0].value):
         i -= len(blocks.pop(0)[0].value)
-    O, total = blocks[0]
+    return blocks[0], i
+
+
+def _normalise(made: Origin, i: int, j: int, say: Say) -> Parts:
+    (O, total), i = _block_of(made, i)
     row, column = _at(O, i, j), _at(total, i, 0)
     text = " / ".join(_numbers((*row, *column), say)) if column[0].value else NO_KEY
     return Parts(row, column, (), text)

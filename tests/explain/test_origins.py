@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from minimha import attention
+from minimha.equations import tiled
 from minimha.examples import EXAMPLES, blocks, sentences
 from minimha.explain import Trace
 from minimha.explain.origins import INTERLEAVED, OPERATIONS, origin
@@ -142,6 +143,15 @@ def test_nan_that_a_query_does_not_see_is_not_in_its_sum(backend):
     texts = [cell(trace, output, at).text.partition(" = ")[2] for at in ((0, 1), (1, 1))]
     weights = "0.269·2 + 0.731" if backend == "dense" else "0.368·2 + 1"
     assert texts == ["1·2 = 2", f"{weights}·NaN = NaN"]
+
+
+def test_the_log_sum_exp_of_blocks_is_that_of_the_last_block_of_its_row():
+    rows = tiled.BLOCK_ROWS + 1
+    trace = Trace(blocks=(tiled.BLOCK_ROWS, tiled.BLOCK_COLUMNS))
+    attention([[1]] * rows, [[2], [2]], [[3], [5]], scale=1, return_lse=True, backend="tiled",
+              tap=trace)  # fmt: skip
+    [lse] = trace.by_name["lse"]
+    assert cell(trace, lse, (rows - 1,)).text == f"L[q{rows - 1}] = 2 + log 2 = 2.693"
 
 
 def test_a_block_goes_on_from_the_one_before():

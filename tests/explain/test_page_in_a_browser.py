@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from minimha import attention
+from minimha.equations import tiled
 from minimha.examples import EXAMPLES, blocks, sentences
 from minimha.explain import Trace
 from minimha.explain.numbers import cells
@@ -37,10 +38,18 @@ def attention_with_everything():
     return trace
 
 
+def tiled_with_lse():
+    trace = Trace(blocks=(tiled.BLOCK_ROWS, tiled.BLOCK_COLUMNS))
+    q, k, v = (np.linspace(-1, 1, n).reshape(n, 1) for n in (tiled.BLOCK_ROWS + 1, 3, 3))
+    attention(q, k, v, return_lse=True, backend="tiled", tap=trace)
+    return trace
+
+
 TRACES = {name: example.trace() for name, example in EXAMPLES.items() if name != "shapes"}
 TRACES["heads"] = sentences.of_length(6, num_heads=4, num_kv_heads=2, d_model=8).trace()
 TRACES["rope"] = sentences.of_length(4, num_heads=2, d_model=8, rope=True).trace()
 TRACES["blocks"] = blocks.of_length(5).trace(is_causal=True)
+TRACES["tiled"] = tiled_with_lse()
 TRACES["layer"] = layer_with_everything()
 TRACES["options"] = attention_with_everything()
 CAT = TRACES["the-cat-sat"]

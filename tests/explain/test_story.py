@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from minimha import attention
 from minimha.examples import EXAMPLES, blocks, sentences
-from minimha.explain import export, render
+from minimha.explain import Trace, export, render
 from minimha.explain.story import story
 
 CAT = EXAMPLES["the-cat-sat"].trace()
@@ -42,6 +43,12 @@ def test_one_step_may_be_any():
     assert lines(CAT, "sat,1", ["q"]) == ["q: Q[sat,1] = 1·0 + 1·1 = 1"]
     assert lines(CAT, "sat", ["row_max[divided]"])[0].startswith("row_max[divided]: m[sat] = max(")
     assert lines(CAT, "sat,0", ["output"])[0].startswith("output: O[sat,0] = 0.212·1 + 0.212·3 +")
+
+
+def test_the_log_sum_exp_of_the_row_comes_last():
+    trace = Trace()
+    attention([[1], [2]], [[2], [2]], [[3], [5]], scale=1, return_lse=True, tap=trace)
+    assert lines(trace, "1,0")[-1] == "lse: L[q1] = 4 + log 2 = 4.693"
 
 
 def test_one_head():

@@ -247,11 +247,18 @@ const OPERATIONS = {
     write: (i, j, [W], first) => ({ text: W.name(i, first + j), used: [[0, i, first + j, "row"]] }),
   },
   lse: {
-    compute: (out, [m, total]) => fill(out, (i, j) => get(m, out.cols > 1 ? j : i, 0) + Math.log(get(total, out.cols > 1 ? j : i, 0))),
-    write: (i, j, [m, total]) => ({
-      text: `${say(get(m, j, 0))} + log ${say(get(total, j, 0))}`,
-      used: [[0, j, 0, "row"], [1, j, 0, "column"]],
-    }),
+    compute: (out, operands) =>
+      fill(out, (_, row) => {
+        const [n, i] = blockOf(operands, row);
+        return get(operands[n], i, 0) + Math.log(get(operands[n + 1], i, 0));
+      }),
+    write(_, row, operands) {
+      const [n, i] = blockOf(operands, row), [m, total] = operands.slice(n);
+      return {
+        text: `${say(get(m, i, 0))} + log ${say(get(total, i, 0))}`,
+        used: [[n, i, 0, "row"], [n + 1, i, 0, "column"]],
+      };
+    },
   },
   unit: {
     compute: (out, [x]) => fill(out, (i, j) => ratio(get(x, i, j), norm(x, i))),
