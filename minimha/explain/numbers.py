@@ -1,7 +1,7 @@
 """Numbers as text, by one rule for the terminal and for every page."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -10,24 +10,31 @@ from numpy.typing import NDArray
 LARGEST_FIXED = 1e6  # beyond, a number with fixed decimals would be mostly digits
 
 
-def cells(value: NDArray[Any], decimals: int) -> list[list[str]]:
+def cells(value: NDArray[Any], decimals: int, like: NDArray[Any] | None = None) -> list[list[str]]:
     """The numbers of ``value`` as rows of text; a scalar is one row of one, a vector one row.
 
     Decimals are left out where all numbers are whole. Where the largest number is too large or too
-    small for fixed decimals, all have an exponent.
+    small for fixed decimals, all have an exponent. They look as those of ``like`` do, if given.
 
     >>> cells(np.array([[1.0, -np.inf]]), 3), cells(np.array([0.5, -1e-9]), 3)
     ([['1', '-∞']], [['0.500', '0.000']])
     """
     width = value.shape[-1] if value.ndim else 1
     matrix = np.asarray(value, np.float64).reshape(math.prod(value.shape[:-1]), width)
-    finite = matrix[np.isfinite(matrix)]
-    largest = abs(finite).max(initial=0)
-    if largest >= LARGEST_FIXED or 0 < largest < 0.5 * 10.0**-decimals:
-        form = f".{decimals}e"
-    else:
-        form = ".0f" if (finite == np.rint(finite)).all() else f".{decimals}f"
+    form = _form(matrix if like is None else np.asarray(like, np.float64), decimals)
     return [[_cell(number, form) for number in row] for row in matrix.tolist()]
+
+
+def term(value: NDArray[Any], decimals: int) -> Callable[[float], str]:
+    """Return how a number of ``value`` is written in a line: as in ``cells``, a whole one short.
+
+    >>> say = term(np.array([0.5, 1, 1e-17]), 3)
+    >>> say(0.5), say(1), say(1e-17)
+    ('0.500', '1', '0.000')
+    """
+    form = _form(np.asarray(value, np.float64), decimals)
+    short = form if form.endswith("e") else ".0f"
+    return lambda number: _cell(number, short if number == np.rint(number) else form)
 
 
 def limits(values: Iterable[NDArray[Any]]) -> tuple[float, float]:
@@ -40,6 +47,15 @@ def limits(values: Iterable[NDArray[Any]]) -> tuple[float, float]:
     every = np.concatenate([*numbers, np.empty(0)])
     finite = every[np.isfinite(every)]
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+def _form(value: NDArray[np.float64], decimals: int) -> str:
+    """The format that all numbers of ``value`` share."""
+    finite = value[np.isfinite(value)]
+    largest = abs(finite).max(initial=0)
+    if largest >= LARGEST_FIXED or 0 < largest < 0.5 * 10.0**-decimals:
+        return f".{decimals}e"
+    return ".0f" if (finite == np.rint(finite)).all() else f".{decimals}f"
 
 
 def _cell(number: float, form: str) -> str:

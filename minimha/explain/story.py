@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
-from minimha.explain.numbers import cells
+from minimha.explain.numbers import cells, term
 from minimha.explain.origins import origin
 from minimha.explain.trace import Step, Trace
 from minimha.explain.written import Index, Place, Written, cell
@@ -86,12 +86,12 @@ def _share_of(trace: Trace, step: Step, parts: Sequence[str], decimals: int) -> 
     if index is None:
         return
     i, j = index
-    [[weight], row] = (cells(x, decimals)[0] for x in (weights.value[i, j], values.value[j]))
-    share = cells(weights.value[i, j] * values.value[j], decimals)[0]
-    output = cells(step.value[i], decimals)[0]
+    weight = term(weights.value, decimals)(weights.value[i, j])
+    row, output = (" ".join(cells(s.value, decimals)[n]) for s, n in ((values, j), (step, i)))
+    [share] = cells(weights.value[i, j] * values.value[j], decimals, like=step.value)
     place = Place(step, (i,))
-    right = f"{weight} · [{' '.join(row)}] = [{' '.join(share)}]"
-    text = f"{right}, its part of {place.text} = [{' '.join(output)}]"
+    right = f"{weight} · [{row}] = [{' '.join(share)}]"
+    text = f"{right}, its part of {place.text} = [{output}]"
     yield Written(
         place,
         "part",

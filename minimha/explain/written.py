@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minimha.explain.numbers import cells
+from minimha.explain.numbers import term
 from minimha.explain.origins import Origin, origin, pairs
 from minimha.explain.trace import Step, Trace
 
 Index = tuple[int, ...]
-Say = Callable[[float], str]
 NO_KEY = "no key is seen: 0 by convention"
 # Of a number that stays, or does not, and of one that nothing gives.
 FATES = ("hidden by the mask", "not hidden", "not rotated", NO_KEY)
@@ -50,6 +49,25 @@ class Place(NamedTuple):
 
 
 Places = tuple[Place, ...]
+
+
+class Say:
+    """Writes the numbers of cells as their matrices print them."""
+
+    def __init__(self, decimals: int) -> None:
+        self.decimals = decimals
+        self.steps: dict[Step, Callable[[float], str]] = {}
+
+    def __call__(self, place: Place) -> str:
+        """The number of a cell."""
+        if place.step not in self.steps:
+            self.steps[place.step] = term(place.step.value, self.decimals)
+        return self.steps[place.step](place.value)
+
+    def constant(self, made: Origin) -> str:
+        """The factor of an operation, which is in no matrix."""
+        factor = made.constant or 0.0
+        return term(np.array(factor), self.decimals)(factor)
 
 
 class Parts(NamedTuple):
@@ -107,11 +125,9 @@ def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
 def cell_of(made: Origin | None, step: Step, index: Index, decimals: int = 3) -> Written:
     """Write out a cell of ``step``, whose origin is ``made``."""
 
-    def say(number: float) -> str:
-        return cells(np.array(number), decimals)[0][0]
-
+    say = Say(decimals)
     place = Place(step, index)
-    value = say(place.value)
+    value = say(place)
     if made is None:
         return Written(place, "given", (), (), (), "", f"{place.text} = {value}, given")
     i, j = (0, 0, *index)[-2:]
@@ -152,16 +168,13 @@ def _plus(terms: Iterable[str]) -> str:
 
 def _sum_of_products(row: Places, column: Places, say: Say) -> str:
     return (
-        _plus(
-            f"{_factor(say(a.value))}·{_factor(say(b.value))}"
-            for a, b in zip(row, column, strict=True)
-        )
+        _plus(f"{_factor(say(a))}·{_factor(say(b))}" for a, b in zip(row, column, strict=True))
         or "0"
     )
 
 
 def _numbers(places: Places, say: Say) -> list[str]:
-    return [_factor(say(place.value)) for place in places]
+    return [_factor(say(place)) for place in places]
 
 
 def _length(places: Places, say: Say) -> str:
@@ -214,7 +227,7 @@ def _dot(made: Origin, i: int, j: int, say: Say) -> Parts:
 
 def _block(made: Origin, i: int, j: int, say: Say) -> Parts:
     parts = _dot(made, i, j, say)
-    return parts._replace(text=f"({parts.text}) · {_factor(say(made.constant or 0))}")
+    return parts._replace(text=f"({parts.text}) · {_factor(say.constant(made))}")
 
 
 def _cosine(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -225,7 +238,7 @@ def _cosine(made: Origin, i: int, j: int, say: Say) -> Parts:
 
 def _scale(made: Origin, i: int, j: int, say: Say) -> Parts:
     row = _at(made.operands[0], i, j)
-    return Parts(row, (), (), f"{_factor(say(row[0].value))} · {_factor(say(made.constant or 0))}")
+    return Parts(row, (), (), f"{_factor(say(row[0]))} · {_factor(say.constant(made))}")
 
 
 def _cap(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -245,7 +258,7 @@ def _with(form: str) -> Callable[[Origin, int, int, Say], Parts]:
     def write(made: Origin, i: int, j: int, say: Say) -> Parts:
         A, B = _operands(made, 2)
         row, column = _at(A, i, j), _at(B, i, j)
-        text = form.format(say(row[0].value), _factor(say(column[0].value)))
+        text = form.format(say(row[0]), _factor(say(column[0])))
         return Parts(row, column, (), text)
 
     return write
@@ -256,7 +269,7 @@ def _max(made: Origin, i: int, j: int, say: Say) -> Parts:
     row, others = _row(S, i), _at(other, i, 0)
     if made.operation == "row max" and all(np.isneginf(p.value) for p in (*row, *others)):
         return Parts(row, (), others, NO_KEY)
-    numbers = [say(place.value) for place in (*row, *others)]
+    numbers = [say(place) for place in (*row, *others)]
     return Parts(row, (), others, f"max({', '.join(numbers)})")
 
 
@@ -271,7 +284,7 @@ def _total(made: Origin, i: int, j: int, say: Say) -> Parts:
     terms = _numbers(row, say)
     if others:
         others += _at(m, i, 0)
-        terms.append(f"exp({say(others[0].value)} - {_factor(say(others[1].value))})")
+        terms.append(f"exp({say(others[0])} - {_factor(say(others[1]))})")
     return Parts(row, (), others, _plus(terms))
 
 
@@ -286,21 +299,21 @@ def _concat(made: Origin, i: int, j: int, say: Say) -> Parts:
 def _lse(made: Origin, i: int, j: int, say: Say) -> Parts:
     (m, total), j = _block_of(made, j)
     row, column = _at(m, j, 0), _at(total, j, 0)
-    text = f"{say(row[0].value)} + log {say(column[0].value)}"
+    text = f"{say(row[0])} + log {say(column[0])}"
     return Parts(row, column, (), text)
 
 
 def _unit(made: Origin, i: int, j: int, say: Say) -> Parts:
     (x,) = _operands(made, 1)
     row = _row(x, i)
-    return Parts(row, (), (), f"{_factor(say(row[j].value))} / {_length(row, say)}")
+    return Parts(row, (), (), f"{_factor(say(row[j]))} / {_length(row, say)}")
 
 
 def _rms(made: Origin, i: int, j: int, say: Say) -> Parts:
     x, gain = _operands(made, 2)
     row, column = _row(x, i), _at(gain, i, j)
     root = f"√(({_plus(f'{number}²' for number in _numbers(row, say))}) / {len(row)})"
-    text = f"{_factor(say(column[0].value))} · {_factor(say(row[j].value))} / {root}"
+    text = f"{_factor(say(column[0]))} · {_factor(say(row[j]))} / {root}"
     return Parts(row, column, (), text)
 
 
@@ -326,8 +339,8 @@ def _tanh(made: Origin, i: int, j: int, say: Say) -> Parts:
 def _decay(made: Origin, i: int, j: int, say: Say) -> Parts:
     m, old = _operands(made, 2)
     row, column = _at(old, i, 0), _at(m, i, 0)
-    before = say(row[0].value) if row else "-∞"
-    return Parts(row, column, (), f"exp({before} - {_factor(say(column[0].value))})")
+    before = say(row[0]) if row else "-∞"
+    return Parts(row, column, (), f"exp({before} - {_factor(say(column[0]))})")
 
 
 def _running_sum(made: Origin, i: int, j: int, say: Say) -> Parts:

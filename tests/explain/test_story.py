@@ -51,6 +51,17 @@ def test_the_log_sum_exp_of_the_row_comes_last():
     assert lines(trace, "1,0")[-1] == "lse: L[q1] = 4 + log 2 = 4.693"
 
 
+def test_numbers_are_those_that_the_matrices_print():
+    trace = Trace()
+    attention([[1]], [[-1e-17], [0.5]], [[3e-9], [1]], scale=1, tap=trace)
+    texts = [line.partition(" = ")[2] for line in lines(trace, "0,0")]
+    assert texts == [
+        "1·0.000 = 0.000", "max(0.000, 0.500) = 0.500", "exp(0.000 - 0.500) = 0.607",
+        "0.607 + 1 = 1.607", "0.607 / 1.607 = 0.378",
+        "[0.000], its part of O[q0] = [0.622]",
+    ]  # fmt: skip
+
+
 def test_one_head():
     found = lines(HEADS, "the,bank", head=1)
     assert all(line.partition(":")[0].endswith("head 1") for line in found)
@@ -61,7 +72,7 @@ def test_tiles_show_the_block_of_the_cell_alone():
     found = lines(FLASH, "loan,bank")
     names = [line.partition(":")[0] for line in found]
     assert names[-6:] == [f"{base}[i=2,j=0]" for base in ("S", "m", "P", "factor", "l", "O")]
-    assert found[-1].startswith("O[i=2,j=0]: 1 · [0 -1] = [0 -1], its part of O_i[loan] = ")
+    assert found[-1].startswith("O[i=2,j=0]: 1 · [0 -1] = [0.000 -1.000], its part of O_i[loan] = ")
     assert lines(FLASH, "4,1") == found
 
 

@@ -16,9 +16,9 @@ function fill(out, cell) {
     for (let j = 0; j < out.cols; j++) out.data[i * out.cols + j] = cell(i, j);
 }
 
-/* The pairs of a product that count: NaN and ∞ with a weight of 0, of a hidden key, do not. */
-const counted = (row, column) =>
-  row.map((a, d) => [a, column[d]]).filter(([a, b]) => a !== 0 || Number.isFinite(b));
+/* Which keys count in a product: NaN and ∞ with a weight of 0, of a hidden key, do not. */
+const counted = (A, B, i, j) =>
+  range(A.cols).filter((d) => get(A, i, d) !== 0 || Number.isFinite(get(B, d, j)));
 
 /* A B, or A Bᵀ, without a function call per number: the only loops that take time. */
 function multiply(out, A, B, isTransposed, start) {
@@ -30,7 +30,7 @@ function multiply(out, A, B, isTransposed, start) {
       for (let d = 0; d < depth; d++, b += stride) total += A.data[i * depth + d] * B.data[b];
       if (Number.isNaN(total) && !isTransposed) {
         total = start(i, j);
-        for (const [a, b] of counted(rowOf(A, i), columnOf(B, j))) total += a * b;
+        for (const d of counted(A, B, i, j)) total += get(A, i, d) * get(B, d, j);
       }
       out.data[i * out.cols + j] = total;
     }
@@ -61,7 +61,8 @@ function even(text, exact, decimals) {
 const fixed = (x, n) => even(x.toFixed(n), x.toFixed(Math.min(100, n + 60)), n);
 const power = (x, n) => even(x.toExponential(n), x.toExponential(Math.min(100, n + 60)), n);
 
-function form(numbers, decimals) {
+/* How all of these numbers are written; a whole one may be ``short``, without decimals. */
+function form(numbers, decimals, short) {
   let largest = 0, isWhole = true;
   for (const x of numbers)
     if (Number.isFinite(x)) {
@@ -70,11 +71,11 @@ function form(numbers, decimals) {
     }
   if (largest >= 1e6 || (largest > 0 && largest < 0.5 * 10 ** -decimals))
     return (x) => power(x, decimals).replace(/e([+-])(\d)$/, "e$10$2");
-  return (x) => fixed(x, isWhole ? 0 : decimals);
+  return (x) => fixed(x, isWhole || (short && Number.isInteger(x)) ? 0 : decimals);
 }
 
-function sayer(numbers, decimals) {
-  const as = form(numbers, decimals);
+function sayer(numbers, decimals, short = false) {
+  const as = form(numbers, decimals, short);
   return (x) => {
     if (Number.isNaN(x)) return "NaN";
     if (!Number.isFinite(x)) return x > 0 ? "∞" : "-∞";
@@ -85,7 +86,13 @@ function sayer(numbers, decimals) {
 
 let decimals = 3; // of numbers that are not whole, set by the page
 const say = (x) => sayer([x], decimals)(x);
-const factor = (x) => (say(x).startsWith("-") ? `(${say(x)})` : say(x));
+const inParentheses = (text) => (text.startsWith("-") ? `(${text})` : text);
+const factor = (x) => inParentheses(say(x));
+
+/* A number of a matrix as that prints it, in a line, and as a factor or a term that is added. */
+const said = (M, i, j) => (M.said ??= sayer(M.data, decimals, true))(get(M, i, j));
+const term = (M, i, j) => inParentheses(said(M, i, j));
+const terms = (M, i) => range(M.cols).map((d) => term(M, i, d));
 const MOST = 16; // terms that are written out
 
 function joined(terms, by = " + ") {
@@ -96,27 +103,26 @@ function joined(terms, by = " + ") {
 /* The cells of a row, or of a column, of the operand n. */
 const along = (n, M, i, role = "row") => range(M.cols).map((d) => [n, i, d, role]);
 const down = (n, M, j, role = "column") => range(M.rows).map((d) => [n, d, j, role]);
-const products = (a, b) => joined(a.map((x, n) => `${factor(x)}·${factor(b[n])}`));
-const columnOf = (M, j) => range(M.rows).map((d) => get(M, d, j));
+const products = (keys, a, b) => joined(keys.map((d) => `${a(d)}·${b(d)}`));
 const at = (n, M, i, j, role) => (M ? [[n, Math.min(i, M.rows - 1), Math.min(j, M.cols - 1), role]] : []);
 
 function writeProduct(i, j, [A, B, bias]) {
-  const added = bias ? ` + ${factor(get(bias, i, j))}` : "";
-  const pairs = counted(rowOf(A, i), columnOf(B, j));
+  const added = bias ? ` + ${term(bias, i, j)}` : "";
+  const sum = products(counted(A, B, i, j), (d) => term(A, i, d), (d) => term(B, d, j));
   return {
-    text: (products(pairs.map(([a]) => a), pairs.map(([, b]) => b)) || "0") + added,
+    text: (sum || "0") + added,
     used: [...along(0, A, i), ...down(1, B, j), ...at(2, bias, i, j, "other")],
   };
 }
 
 const writeDot = (i, j, [Q, K]) => ({
-  text: products(rowOf(Q, i), rowOf(K, j)),
+  text: products(range(Q.cols), (d) => term(Q, i, d), (d) => term(K, j, d)),
   used: [...along(0, Q, i), ...along(1, K, j, "column")],
 });
 
 /* One number of each of two operands, in a form such as (a, b) => `${a} / ${b}`. */
 const two = (text) => (i, j, [A, B]) => ({
-  text: text(get(A, i, j), B ? get(B, i, j) : -Infinity),
+  text: text(said(A, i, j), term(B, i, j)),
   used: [...at(0, A, i, j, "row"), ...at(1, B, i, j, "column")],
 });
 
@@ -133,9 +139,9 @@ function writeRowMax(i, j, operands) {
 const shared = (written, total) => (total === 0 ? { fate: NO_KEY, used: written.used } : written);
 
 function writeMax(i, j, [S, other]) {
-  const others = other ? [say(get(other, i, 0))] : [];
+  const others = other ? [said(other, i, 0)] : [];
   return {
-    text: `max(${joined([...rowOf(S, i).map(say), ...others], ", ")})`,
+    text: `max(${joined([...range(S.cols).map((d) => said(S, i, d)), ...others], ", ")})`,
     used: [...along(0, S, i), ...at(1, other, i, 0, "other")],
   };
 }
@@ -154,7 +160,8 @@ function blockOf(operands, i) {
   return [n, i];
 }
 
-const length = (M, i) => `√(${joined(rowOf(M, i).map((x) => `${factor(x)}²`))})`;
+const squares = (M, i) => joined(terms(M, i).map((x) => `${x}²`));
+const length = (M, i) => `√(${squares(M, i)})`;
 
 const OPERATIONS = {
   product: {
@@ -189,19 +196,19 @@ const OPERATIONS = {
   },
   scale: {
     compute: (out, [S], c) => fill(out, (i, j) => get(S, i, j) * c),
-    write: (i, j, [S], c) => ({ text: `${factor(get(S, i, j))} · ${factor(c)}`, used: at(0, S, i, j, "row") }),
+    write: (i, j, [S], c) => ({ text: `${term(S, i, j)} · ${factor(c)}`, used: at(0, S, i, j, "row") }),
   },
   cap: {
     compute: (out, [S, cap]) => fill(out, (i, j) => get(cap, 0, 0) * Math.tanh(get(S, i, j) / get(cap, 0, 0))),
-    write: two((s, c) => `${factor(c)} · tanh(${factor(s)} / ${factor(c)})`),
+    write: two((s, c) => `${c} · tanh(${inParentheses(s)} / ${c})`),
   },
   sum: {
     compute: (out, [A, B]) => fill(out, (i, j) => get(A, i, j) + get(B, i, j)),
-    write: two((a, b) => `${say(a)} + ${factor(b)}`),
+    write: two((a, b) => `${a} + ${b}`),
   },
   times: {
     compute: (out, [A, B]) => fill(out, (i, j) => get(A, i, j) * get(B, i, j)),
-    write: two((a, b) => `${say(a)} · ${factor(b)}`),
+    write: two((a, b) => `${a} · ${b}`),
   },
   mask: {
     compute: (out, [S], c, hidden) => fill(out, (i, j) => (hidden(i, j) ? -Infinity : get(S, i, j))),
@@ -217,21 +224,21 @@ const OPERATIONS = {
   },
   exp: {
     compute: (out, [S, m]) => fill(out, (i, j) => Math.exp(get(S, i, j) - least(get(m, i, j)))),
-    write: two((s, m) => `exp(${say(s)} - ${factor(m)})`),
+    write: two((s, m) => `exp(${s} - ${m})`),
   },
   total: {
     compute: (out, [P, sink, m]) =>
       fill(out, (i) => sum(rowOf(P, i)) + (sink ? Math.exp(get(sink, i, 0) - get(m, i, 0)) : 0)),
     write(i, j, [P, sink, m]) {
-      const rest = sink ? [`exp(${say(get(sink, i, 0))} - ${factor(get(m, i, 0))})`] : [];
+      const rest = sink ? [`exp(${said(sink, i, 0)} - ${term(m, i, 0)})`] : [];
       const used = sink ? [...at(1, sink, i, 0, "other"), ...at(2, m, i, 0, "other")] : [];
-      return { text: joined([...rowOf(P, i).map(factor), ...rest]), used: [...along(0, P, i), ...used] };
+      return { text: joined([...terms(P, i), ...rest]), used: [...along(0, P, i), ...used] };
     },
   },
   share: {
     compute: (out, [P, total]) => fill(out, (i, j) => ratio(get(P, i, j), get(total, i, j))),
     write: (i, j, operands) =>
-      shared(two((p, total) => `${say(p)} / ${factor(total)}`)(i, j, operands), get(operands[1], i, j)),
+      shared(two((p, total) => `${p} / ${total}`)(i, j, operands), get(operands[1], i, j)),
   },
   concat: {
     compute: (out, heads) =>
@@ -255,20 +262,20 @@ const OPERATIONS = {
     write(_, row, operands) {
       const [n, i] = blockOf(operands, row), [m, total] = operands.slice(n);
       return {
-        text: `${say(get(m, i, 0))} + log ${say(get(total, i, 0))}`,
+        text: `${said(m, i, 0)} + log ${said(total, i, 0)}`,
         used: [[n, i, 0, "row"], [n + 1, i, 0, "column"]],
       };
     },
   },
   unit: {
     compute: (out, [x]) => fill(out, (i, j) => ratio(get(x, i, j), norm(x, i))),
-    write: (i, j, [x]) => ({ text: `${factor(get(x, i, j))} / ${length(x, i)}`, used: along(0, x, i) }),
+    write: (i, j, [x]) => ({ text: `${term(x, i, j)} / ${length(x, i)}`, used: along(0, x, i) }),
   },
   rms: {
     compute: (out, [x, gain]) =>
       fill(out, (i, j) => (get(x, i, j) / (norm(x, i) / Math.sqrt(x.cols))) * get(gain, i, j)),
     write: (i, j, [x, gain]) => ({
-      text: `${factor(get(gain, i, j))} · ${factor(get(x, i, j))} / √((${joined(rowOf(x, i).map((a) => `${factor(a)}²`))}) / ${x.cols})`,
+      text: `${term(gain, i, j)} · ${term(x, i, j)} / √((${squares(x, i)}) / ${x.cols})`,
       used: [...along(0, x, i), ...at(1, gain, i, j, "column")],
     }),
   },
@@ -283,8 +290,8 @@ const OPERATIONS = {
     write(i, j, [x, cos, sin], layout) {
       const pair = pairOf(j, cos.cols, layout === 1);
       if (!pair) return { fate: "not rotated", used: [[0, i, j, "row"]] };
-      const [a, b] = pair.columns.map((d) => factor(get(x, i, d)));
-      const c = factor(get(cos, i, pair.n)), s = factor(get(sin, i, pair.n));
+      const [a, b] = pair.columns.map((d) => term(x, i, d));
+      const c = term(cos, i, pair.n), s = term(sin, i, pair.n);
       return {
         text: pair.isFirst ? `${a}·${c} - ${b}·${s}` : `${b}·${c} + ${a}·${s}`,
         used: [...pair.columns.map((d) => [0, i, d, "row"]), [1, i, pair.n, "column"], [2, i, pair.n, "column"]],
@@ -306,9 +313,9 @@ const OPERATIONS = {
       fill(out, (i, j) => Math.tanh(get(Q, Math.floor(i / K.rows), j) + get(K, i % K.rows, j) + (bias ? get(bias, 0, j) : 0))),
     write(i, j, [Q, K, bias]) {
       const query = Math.floor(i / K.rows), key = i % K.rows;
-      const terms = [get(Q, query, j), get(K, key, j), ...(bias ? [get(bias, 0, j)] : [])];
+      const inside = [term(Q, query, j), term(K, key, j), ...(bias ? [term(bias, 0, j)] : [])];
       return {
-        text: `tanh(${terms.map(factor).join(" + ")})`,
+        text: `tanh(${inside.join(" + ")})`,
         used: [[0, query, j, "row"], [1, key, j, "column"], ...at(2, bias, 0, j, "other")],
       };
     },
@@ -317,7 +324,7 @@ const OPERATIONS = {
     compute: (out, [hidden, w, K]) =>
       fill(out, (i, j) => sum(rowOf(hidden, i * K.rows + j).map((x, d) => x * w.data[d]))),
     write: (i, j, [hidden, w, K]) => ({
-      text: products(rowOf(hidden, i * K.rows + j), [...w.data]),
+      text: products(range(hidden.cols), (d) => term(hidden, i * K.rows + j, d), (d) => term(w, 0, d)),
       used: [...along(0, hidden, i * K.rows + j), ...along(1, w, 0, "column")],
     }),
   },
@@ -341,7 +348,7 @@ const OPERATIONS = {
     compute: (out, [m, old]) =>
       fill(out, (i) => Math.exp((old ? get(old, i, 0) : -Infinity) - least(get(m, i, 0)))),
     write: (i, j, [m, old]) => ({
-      text: `exp(${old ? say(get(old, i, 0)) : "-∞"} - ${factor(get(m, i, 0))})`,
+      text: `exp(${old ? said(old, i, 0) : "-∞"} - ${term(m, i, 0)})`,
       used: [...at(1, old, i, 0, "row"), [0, i, 0, "column"]],
     }),
   },
@@ -349,7 +356,7 @@ const OPERATIONS = {
     compute: (out, [P, a, old]) =>
       fill(out, (i) => sum(rowOf(P, i)) + (old ? get(a, i, 0) * get(old, i, 0) : 0)),
     write: (i, j, [P, a, old]) => ({
-      text: joined([...(old ? [`${factor(get(a, i, 0))}·${factor(get(old, i, 0))}`] : []), ...rowOf(P, i).map(factor)]),
+      text: joined([...(old ? [`${term(a, i, 0)}·${term(old, i, 0)}`] : []), ...terms(P, i)]),
       used: [...along(0, P, i), ...at(1, old && a, i, 0, "other"), ...at(2, old, i, 0, "other")],
     }),
   },
@@ -358,7 +365,7 @@ const OPERATIONS = {
       multiply(out, P, V, false, (i, j) => (old ? get(a, i, 0) * get(old, i, j) : 0)),
     write(i, j, [P, V, a, old]) {
       const { text, used } = writeProduct(i, j, [P, V]);
-      const before = old ? `${factor(get(a, i, 0))}·${factor(get(old, i, j))} + ` : "";
+      const before = old ? `${term(a, i, 0)}·${term(old, i, j)} + ` : "";
       return { text: before + text, used: [...used, ...at(2, old && a, i, 0, "other"), ...at(3, old, i, j, "other")] };
     },
   },
@@ -370,7 +377,7 @@ const OPERATIONS = {
       }),
     write(row, j, operands) {
       const [n, i] = blockOf(operands, row);
-      const text = `${factor(get(operands[n], i, j))} / ${factor(get(operands[n + 1], i, 0))}`;
+      const text = `${term(operands[n], i, j)} / ${term(operands[n + 1], i, 0)}`;
       return shared({ text, used: [[n, i, j, "row"], [n + 1, i, 0, "column"]] }, get(operands[n + 1], i, 0));
     },
   },

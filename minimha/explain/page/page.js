@@ -100,7 +100,7 @@ function computed(step, now) {
 }
 
 function written(n, i, j) {
-  const step = T.steps[n], value = say(get(matrix(n), i, j));
+  const step = T.steps[n], value = said(matrix(n), i, j);
   const name = nameOf(step, i, j);
   if (step.blank) return { text: `${name} is yours to find`, used: [] };
   if (!step.made) return { text: `${name} = ${value}, given`, used: [] };
