@@ -179,12 +179,9 @@ class Origin(NamedTuple):
     def hides(self, i: int, j: int) -> bool:
         """Whether query i of a product does not see key j, whose NaN or ∞ must not count then."""
         weights = self.operands[0]
-        if self.operation not in PRODUCTS or weights is None:
+        if self.operation not in PRODUCTS or weights is None or weights.hidden is None:
             return False
-        hidden = weights.hidden
-        if self.operation == "running product":  # whose weights are 0 where a block hides
-            hidden = weights.value == 0
-        return hidden is not None and bool(hidden[i, j])
+        return bool(weights.hidden[i, j])
 
     def _seen_alone(self, values: list[Matrix | None]) -> Matrix | float:
         """Put 0 for values of a product that are not finite; return what they add where seen."""

@@ -22,6 +22,7 @@ TOKEN_AXES = ("L", "Lq", "Lk", "Lc")
 UNNAMED = {"Lq": "q", "Lk": "k"}  # what numbers tokens without labels have before them
 DRAWINGS = ("heatmap", "picks")  # what is drawn beside the steps, which ``only`` may name too
 BLOCK = re.compile(r"\[i=(\d+)(?:,j=(\d+))?\]")
+SCORES_OF = {"weights": "masked", "P": "S"}  # where it can be seen which weights a mask hides
 UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, bidirectional ones among them; separators
 JOINERS = "\u200c\u200d"  # without which Persian words and many emoji fall apart
 NOT_IN_XML = "\ufffe\uffff"
@@ -359,6 +360,8 @@ class Trace:
         shared = "Hkv" in axes and self.num_query_heads(name) not in (
             value.shape[axes.index("Hkv")], None
         )  # fmt: skip
+        masked = SCORES_OF.get(name.partition("[")[0], "")
+        scores = self._values.get(_beside(name, masked), np.empty(0))
         for index in itertools.product(*(range(value.shape[n]) for n in split)):
             at: list[Any] = [slice(None)] * value.ndim
             place: dict[str, int | None] = {}
@@ -367,8 +370,7 @@ class Trace:
                 key = {"B": "batch", "H": "head", "Hkv": "kv_head" if shared else "head"}[axes[n]]
                 place[key] = i if value.shape[n] > 1 else None
             kept = tuple(axis for n, axis in enumerate(axes) if n not in split)
-            masked = self._values.get(name.replace("weights", "masked", 1), value)
-            hidden = np.isneginf(masked[tuple(at)]) if masked is not value else None
+            hidden = np.isneginf(scores[tuple(at)]) if scores.shape == value.shape else None
             if name in self.hidden:
                 hidden = self.hidden[name][tuple(at)]
             yield self._step(name, value[tuple(at)], kept, place, hidden)

@@ -200,6 +200,36 @@ def test_scale_and_mask_recompute_and_say_so(opened):
     assert shown.locator("td.changed").count() == 0
 
 
+UNDERFLOW = {"q": [[1.0], [1.0]], "k": [[0.0], [-2000.0]], "v": [[1.0], [np.inf]], "scale": 1}
+
+
+@pytest.mark.parametrize("backend", ["dense", "tiled"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_infinity_counts_where_a_weight_is_0_and_nothing_is_hidden(opened, backend, is_causal):
+    trace = Trace(blocks=(128, 128))
+    attention(**UNDERFLOW, is_causal=is_causal, backend=backend, tap=trace)
+    assert [np.isnan(x) for x in trace["output"].ravel()] == [not is_causal, True]
+    [output] = trace.by_name["output" if backend == "dense" else "O[i=0,j=0]"]
+    assert origin(trace, output) is not None
+    shown = opened(page(trace, 3))
+    for step, record in zip(
+        [step for steps in trace.by_name.values() for step in steps],
+        shown.evaluate(COMPUTED), strict=True,
+    ):  # fmt: skip
+        np.testing.assert_array_equal(numbers(record["values"]), np.ravel(step.value))
+
+
+def test_infinity_of_a_key_that_the_reader_hides_or_shows(opened):
+    for is_causal in (True, False):
+        trace, other = Trace(), Trace()
+        attention(**UNDERFLOW, is_causal=is_causal, tap=trace)
+        attention(**UNDERFLOW, is_causal=not is_causal, tap=other)
+        shown = opened(page(trace, 3))
+        shown.set_checked("#causal", not is_causal)
+        found = {record["title"]: numbers(record["values"]) for record in shown.evaluate(NOW)}
+        np.testing.assert_array_equal(found["output"], other["output"].ravel())
+
+
 def test_a_mask_can_be_added_where_there_was_none(opened):
     q, k, v = np.random.default_rng(2).normal(size=(3, 4, 3))
     trace, other = Trace(), Trace()

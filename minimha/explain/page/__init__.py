@@ -147,8 +147,11 @@ class Tables:
         offset = int((~hidden[0]).sum()) - 1
         if hidden.any() and (hidden == np.triu(np.ones_like(hidden), offset + 1)).all():
             return {"offset": offset, "pattern": None}
-        pattern = base64.b64encode(np.packbits(hidden).tobytes()).decode()
-        return {"offset": None, "pattern": _number(self.patterns, pattern)}
+        return {"offset": None, "pattern": self.pattern(hidden)}
+
+    def pattern(self, hidden: NDArray[np.bool_]) -> int:
+        """The number of these bits."""
+        return _number(self.patterns, base64.b64encode(np.packbits(hidden).tobytes()).decode())
 
 
 def _number(known: list[Any], item: Any) -> int:
@@ -178,6 +181,8 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
     shape = step.value.shape
     rows = int(np.prod(shape[:-1])) if len(shape) > 1 else 1
     is_masking = how is not None and how.operation in ("mask", "block")
+    hidden = np.isneginf(step.value) if step.made[:1] == ("mask",) else step.hidden
+    is_told = how is None and hidden is not None  # what no step of the page computes
     mapped = "weights" if step.base in SHARES else "scores"
     return {
         "title": wording.title(step), "symbol": step.symbol, "place": step.place,
@@ -188,6 +193,7 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
         "mapped": mapped if step.base in (*MAPPED, BLOCK) else None,
         "size": step.value.size, "made": None, "at": None, "group": None, "blank": step.is_blank,
         "mask": tables.mask(step) if is_masking else None,
+        "hides": tables.pattern(hidden) if is_told and hidden is not None else None,
         "isBlock": how is not None and how.operation == "block",
         "stale": how is None and (bool(step.made) or step.base in ("difference", "kept")),
     }  # fmt: skip

@@ -1,10 +1,11 @@
 /* What each operation of the catalogue computes, and how one of its cells is written out: the
    counterpart of origins.py and written.py, so that a page can follow a change.
 
-   A matrix is {rows, cols, data, name, place}, where name(i, j) names a cell; get(M, i, j) repeats a row, a column or a number that is too
-   small. compute(out, operands, constant, hidden) fills out.data. write(i, j, operands, constant,
-   hidden) returns {text, used}, or {fate, used} where a number stays as it is or is hidden; used
-   lists [operand, i, j, role], and a role is "row", "column" or "other". */
+   A matrix is {rows, cols, data, name, place}, where name(i, j) names a cell; get(M, i, j) repeats a
+   row, a column or a number that is too small. compute(out, operands, constant, hidden) fills
+   out.data, and hidden(i, j) says whether a mask hides a key from a query. write(i, j, operands,
+   constant, hidden) returns {text, used}, or {fate, used} where a number stays as it is or is
+   hidden; used lists [operand, i, j, role], and a role is "row", "column" or "other". */
 "use strict";
 
 const get = (M, i, j) => M.data[Math.min(i, M.rows - 1) * M.cols + Math.min(j, M.cols - 1)];
@@ -16,21 +17,21 @@ function fill(out, cell) {
     for (let j = 0; j < out.cols; j++) out.data[i * out.cols + j] = cell(i, j);
 }
 
-/* Which keys count in a product: NaN and ∞ with a weight of 0, of a hidden key, do not. */
-const counted = (A, B, i, j) =>
-  range(A.cols).filter((d) => get(A, i, d) !== 0 || Number.isFinite(get(B, d, j)));
+/* Which keys count in a product: NaN and ∞ of a hidden one do not. */
+const counted = (A, B, i, j, hidden) =>
+  range(A.cols).filter((d) => !hidden?.(i, d) || Number.isFinite(get(B, d, j)));
 
 /* A B, or A Bᵀ, without a function call per number: the only loops that take time. */
-function multiply(out, A, B, isTransposed, start) {
+function multiply(out, A, B, isTransposed, start, hidden) {
   const depth = A.cols;
   for (let i = 0; i < out.rows; i++)
     for (let j = 0; j < out.cols; j++) {
       let total = start(i, j), b = isTransposed ? j * B.cols : j;
       const stride = isTransposed ? 1 : B.cols;
       for (let d = 0; d < depth; d++, b += stride) total += A.data[i * depth + d] * B.data[b];
-      if (Number.isNaN(total) && !isTransposed) {
+      if (Number.isNaN(total) && hidden) {
         total = start(i, j);
-        for (const d of counted(A, B, i, j)) total += get(A, i, d) * get(B, d, j);
+        for (const d of counted(A, B, i, j, hidden)) total += get(A, i, d) * get(B, d, j);
       }
       out.data[i * out.cols + j] = total;
     }
@@ -106,9 +107,9 @@ const down = (n, M, j, role = "column") => range(M.rows).map((d) => [n, d, j, ro
 const products = (keys, a, b) => joined(keys.map((d) => `${a(d)}·${b(d)}`));
 const at = (n, M, i, j, role) => (M ? [[n, Math.min(i, M.rows - 1), Math.min(j, M.cols - 1), role]] : []);
 
-function writeProduct(i, j, [A, B, bias]) {
+function writeProduct(i, j, [A, B, bias], c, hidden) {
   const added = bias ? ` + ${term(bias, i, j)}` : "";
-  const sum = products(counted(A, B, i, j), (d) => term(A, i, d), (d) => term(B, d, j));
+  const sum = products(counted(A, B, i, j, hidden), (d) => term(A, i, d), (d) => term(B, d, j));
   return {
     text: (sum || "0") + added,
     used: [...along(0, A, i), ...down(1, B, j), ...at(2, bias, i, j, "other")],
@@ -165,8 +166,8 @@ const length = (M, i) => `√(${squares(M, i)})`;
 
 const OPERATIONS = {
   product: {
-    compute: (out, [A, B, bias]) =>
-      multiply(out, A, B, false, (i, j) => (bias ? get(bias, i, j) : 0)),
+    compute: (out, [A, B, bias], c, hidden) =>
+      multiply(out, A, B, false, (i, j) => (bias ? get(bias, i, j) : 0), hidden),
     write: writeProduct,
   },
   products: {
@@ -361,10 +362,10 @@ const OPERATIONS = {
     }),
   },
   "running product": {
-    compute: (out, [P, V, a, old]) =>
-      multiply(out, P, V, false, (i, j) => (old ? get(a, i, 0) * get(old, i, j) : 0)),
-    write(i, j, [P, V, a, old]) {
-      const { text, used } = writeProduct(i, j, [P, V]);
+    compute: (out, [P, V, a, old], c, hidden) =>
+      multiply(out, P, V, false, (i, j) => (old ? get(a, i, 0) * get(old, i, j) : 0), hidden),
+    write(i, j, [P, V, a, old], c, hidden) {
+      const { text, used } = writeProduct(i, j, [P, V], c, hidden);
       const before = old ? `${term(a, i, 0)}·${term(old, i, j)} + ` : "";
       return { text: before + text, used: [...used, ...at(2, old && a, i, 0, "other"), ...at(3, old, i, j, "other")] };
     },

@@ -54,8 +54,19 @@ function hiddenBy(step, now) {
   const causal = now ? changes.causal : T.causal, { offset, pattern } = step.mask;
   const isLater = (i, j) => j > i + (offset ?? 0);
   if (offset !== null) return (i, j) => (causal || step.isBlock) && isLater(i, j);
-  const isSet = (n) => (bits[pattern][n >> 3] >> (7 - (n & 7))) & 1;
-  return (i, j) => Boolean(isSet(i * step.cols + j)) || (T.addsMask && causal && isLater(i, j));
+  return (i, j) => isSet(pattern, i * step.cols + j) || (T.addsMask && causal && isLater(i, j));
+}
+
+const isSet = (pattern, n) => Boolean((bits[pattern][n >> 3] >> (7 - (n & 7))) & 1);
+
+/* Whether a mask hides cell (i, j) of a step, or of the scores that its weights are made from; null
+   where nothing can be hidden. */
+function hiddenIn(step, now) {
+  if (step.mask) return hiddenBy(step, now);
+  if (step.hides !== null) return (i, j) => isSet(step.hides, i * step.cols + j);
+  if (!["product", "running product", "share", "exp"].includes(step.made?.operation)) return null;
+  const from = T.steps[step.made.from[0]];
+  return isMaskedHere(step, from) ? (i, j) => now && changes.causal && j > i : hiddenIn(from, now);
 }
 
 /* The numbers of step n, as they are now or were: computed once, and kept until a change. */
@@ -92,7 +103,7 @@ const constantOf = (step, now) => step.made.constant * (step.scales && now ? cha
 
 function computed(step, now) {
   const out = shaped(step, new Float64Array(step.rows * step.cols));
-  const { operation } = step.made, hidden = step.mask && hiddenBy(step, now);
+  const { operation } = step.made, hidden = hiddenIn(step, now);
   OPERATIONS[operation].compute(out, operandsOf(step, now), constantOf(step, now), hidden);
   if (step.scales === "product" && now && changes.factor !== 1)
     fill(out, (i, j) => get(out, i, j) * changes.factor);
@@ -104,7 +115,7 @@ function written(n, i, j) {
   const name = nameOf(step, i, j);
   if (step.blank) return { text: `${name} is yours to find`, used: [] };
   if (!step.made) return { text: `${name} = ${value}, given`, used: [] };
-  const hidden = step.mask && hiddenBy(step, true);
+  const hidden = hiddenIn(step, true);
   const operation = OPERATIONS[step.made.operation];
   const { text, fate, used } = operation.write(i, j, operandsOf(step, true), constantOf(step, true), hidden);
   const scaled = step.scales === "product" && changes.factor !== 1;
