@@ -267,7 +267,7 @@ def _operand(trace: Trace, step: Step, name: str) -> Step | None:
     """The step that ``name`` stands for, of the batch entry and head of ``step``."""
     for steps in _candidates(trace, step, name):
         for other in steps:
-            if _is_beside(other, steps, step, trace):
+            if _is_beside(other, step, trace):
                 return other
     return None
 
@@ -299,15 +299,12 @@ def _candidates(trace: Trace, step: Step, names: str) -> Iterator[tuple[Step, ..
                 yield trace.by_name[base + place]
 
 
-def _is_beside(other: Step, others: Sequence[Step], step: Step, trace: Trace) -> bool:
-    """Whether ``other``, one of ``others``, belongs to the batch entry and head of ``step``."""
-    if other.batch not in (None, step.batch) or other.head not in (None, step.head):
+def _is_beside(other: Step, step: Step, trace: Trace) -> bool:
+    """Whether ``other`` belongs to the batch entry and head of ``step``."""
+    if other.batch not in (None, step.batch):
         return False
-    if other.kv_head is None or other.kv_head == step.kv_head:
-        return True
-    num_heads = 1 + max(s.head or 0 for s in trace.by_name[step.name])
-    num_kv_heads = 1 + max(s.kv_head or 0 for s in others)
-    return step.head is not None and step.head // max(1, num_heads // num_kv_heads) == other.kv_head
+    is_same = other.kv_head is not None and other.kv_head == step.kv_head
+    return is_same or trace.belongs(other, step.head)
 
 
 def _last_blocks(trace: Trace, step: Step, names: Sequence[str]) -> Iterator[Step]:
@@ -319,7 +316,7 @@ def _last_blocks(trace: Trace, step: Step, names: Sequence[str]) -> Iterator[Ste
             last[block[2]] = block[1]
     for place in last.values():
         for base in names:
-            yield from (s for s in trace.by_name[base + place] if _is_beside(s, (s,), step, trace))
+            yield from (s for s in trace.by_name[base + place] if _is_beside(s, step, trace))
 
 
 def _factor(step: Step, before: Matrix, queries: Step | None) -> float:

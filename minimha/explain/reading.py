@@ -15,6 +15,7 @@ from minimha.explain.trace import Trace, printable
 
 NAME = re.compile(r"[^\W\d]\w*(\[[\w=,]+\])*")  # of a step; exports have file names made of it
 HEADS = ("H", "Hkv")
+KINDS = ("head", "kv_head")
 
 
 def trace_from(
@@ -28,6 +29,7 @@ def trace_from(
         Something is not as ``export`` writes it.
     """
     hidden: dict[str, NDArray[np.bool_]] = {}
+    kept: dict[str, tuple[str, list[int]]] = {}
     try:
         trace = Trace(
             example=str(record["example"]), source=str(record["source"]),
@@ -37,7 +39,7 @@ def trace_from(
             blocks=tuple(record["blocks"]) if record["blocks"] else None,
             given=tuple(record["given"]), computed=tuple(record["computed"]),
             num_heads=None if record["num_heads"] is None else int(record["num_heads"]),
-            hidden=hidden,
+            hidden=hidden, kept=kept,
         )  # fmt: skip
         by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for step in record["steps"]:
@@ -46,6 +48,10 @@ def trace_from(
             if not NAME.fullmatch(name):
                 raise ValueError(f"{name[:40]!r} is no name of a step")
             trace(name, _whole(name, steps, None if arrays is None else arrays[name]))
+            kinds = [key for key in KINDS if key in steps[0]]
+            numbers = list(dict.fromkeys(step[kind] for kind in kinds for step in steps))
+            if kinds and numbers != list(range(max(2, len(numbers)))):
+                kept[name] = kinds[0], numbers
             if any("hidden" in step for step in steps):
                 hidden[name] = _whole(name, steps, np.array([_hidden(step) for step in steps]))
         _ = trace.steps
@@ -64,7 +70,7 @@ def _whole(
         array = np.array([step["value"] for step in steps], steps[0].get("dtype", "float64"))
     batches, heads = (
         len({step[key] for step in steps for key in keys if key in step})
-        for keys in (("batch",), ("head", "kv_head"))
+        for keys in (("batch",), KINDS)
     )
     if batches and not heads and set(HEADS) & set(entry(name).axes):
         heads = 1  # the axis that was left out

@@ -128,6 +128,8 @@ class Trace:
         Which weights a mask hides, where the masked scores are not kept here.
     num_heads : int, optional
         Of the queries, where the run has some that are not kept here.
+    kept : mapping from step name to (str, sequence of int), optional
+        "head" or "kv_head", and which of them are kept, where the run has more.
     only : sequence of str, optional
         The steps to show, with or without their block or head, and ``DRAWINGS``. Default is all.
     head : int, optional
@@ -161,6 +163,7 @@ class Trace:
     computed: Collection[str] = ()
     hidden: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     num_heads: int | None = None
+    kept: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
     only: Sequence[str] = ()
     head: int | None = None
     query: str = ""
@@ -239,17 +242,20 @@ class Trace:
         if not heads and self.head == 0:
             return tuple(every)
         if self.head not in heads:
-            here = f"the heads are 0 to {len(heads) - 1}" if heads else "there is only one"
+            which = {0: "one", 1: f"head {max(heads, default=0)}"}.get(len(heads))
+            here = f"there is only {which}" if which else f"the heads are 0 to {max(heads)}"
             raise ValueError(f"no head {self.head} here: {here}")
-        return tuple(step for step in every if self._head_of(step) in (None, self.head))
+        return tuple(step for step in every if self.belongs(step, self.head))
 
-    def _head_of(self, step: Step) -> int | None:
-        """The head of a step; of a key/value head, that chosen head which reads it, or none."""
-        if step.kv_head is None or self.head is None:
-            return step.head
-        num_kv_heads = 1 + max(other.kv_head or 0 for other in self.by_name[step.name])
-        group = max(1, (self.num_query_heads(step.name) or 1) // num_kv_heads)
-        return self.head if self.head // group == step.kv_head else -1
+    def belongs(self, step: Step, head: int | None) -> bool:
+        """Whether ``step`` is one of query head ``head``, or of all, or a key or value it reads."""
+        if step.kv_head is None:
+            return step.head in (None, head)
+        numbers = {other.kv_head or 0 for other in self.by_name[step.name]}
+        if step.name in self.kept and len(numbers) == 1:  # with the one head that reads it
+            return head is not None
+        group = max(1, (self.num_query_heads(step.name) or 1) // (1 + max(numbers)))
+        return head is not None and head // group == step.kv_head
 
     def _check_names(self) -> None:
         """Refuse a name in ``only`` and ``blank`` that no step has, and say which it might be."""
@@ -360,6 +366,7 @@ class Trace:
         shared = "Hkv" in axes and self.num_query_heads(name) not in (
             value.shape[axes.index("Hkv")], None
         )  # fmt: skip
+        kind, numbers = self.kept.get(name, ("kv_head" if shared else "head", None))
         masked = SCORES_OF.get(name.partition("[")[0], "")
         scores = self._values.get(_beside(name, masked), np.empty(0))
         for index in itertools.product(*(range(value.shape[n]) for n in split)):
@@ -367,8 +374,10 @@ class Trace:
             place: dict[str, int | None] = {}
             for n, i in zip(split, index, strict=True):
                 at[n] = i
-                key = {"B": "batch", "H": "head", "Hkv": "kv_head" if shared else "head"}[axes[n]]
+                key = {"B": "batch", "H": "head", "Hkv": kind}[axes[n]]
                 place[key] = i if value.shape[n] > 1 else None
+                if numbers and key == kind:
+                    place[key] = numbers[i]
             kept = tuple(axis for n, axis in enumerate(axes) if n not in split)
             hidden = np.isneginf(scores[tuple(at)]) if scores.shape == value.shape else None
             if name in self.hidden:
@@ -378,6 +387,8 @@ class Trace:
     def num_query_heads(self, name: str = "") -> int | None:
         """The number of query heads beside the step ``name``, None where there are no queries."""
         for query in (_beside(name, "q"), "q", "Q[i=0]"):
+            if query in self.kept:
+                return self.num_heads
             if query in self:
                 return int(self._values[query].shape[self._axes(query).index("H")])
         return self.num_heads

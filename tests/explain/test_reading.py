@@ -9,6 +9,7 @@ import pytest
 from minimha import attention
 from minimha.examples import EXAMPLES, blocks, sentences
 from minimha.explain import Trace, export, render
+from minimha.explain.origins import origin
 from minimha.explain.reading import trace_from
 
 RNG = np.random.default_rng(0)
@@ -38,6 +39,12 @@ TRACES |= {
 }
 TRACES["some"] = TRACES["grouped"].selected(["k", "scores", "output"])
 TRACES["weights"] = TRACES["grouped"].selected(["weights"])
+TRACES["head 0"] = TRACES["grouped"].selected(head=0)
+TRACES["head 3"] = TRACES["grouped"].selected(head=3)
+TRACES["head 2 of 6"] = sentences.of_length(
+    3, num_heads=6, num_kv_heads=3, d_model=12
+).trace().selected(head=2)  # fmt: skip
+TRACES["weights of head 1"] = TRACES["batches"].selected(["weights", "v", "output"], head=1)
 TRACES["some of flash"] = TRACES["flash"].selected(["S"])
 
 
@@ -60,8 +67,17 @@ def test_the_same_is_shown_again(name, read):
         assert (step.note, step.rows, step.columns) == (other.note, other.rows, other.columns)
         assert step.value.dtype == other.value.dtype or name == "shapes" or "skipped" in step.name
         np.testing.assert_array_equal(step.value, other.value)
-    shown = (render.text(t, 3, 80, "blocks").plain for t in (trace, again))
+    chosen = again.selected(head=trace.head)
+    shown = (render.text(t, 3, 80, "blocks").plain for t in (trace, chosen))
     assert next(shown) == next(shown)
+
+
+def test_one_head_is_computed_from_the_keys_that_it_reads():
+    again = from_json(TRACES["head 2 of 6"])
+    [scores] = again.by_name["scores"]
+    assert [(s.head, s.kv_head) for s in origin(again, scores).operands] == [(2, None), (None, 1)]
+    with pytest.raises(ValueError, match="no head 1 here: there is only head 2"):
+        _ = again.selected(head=1).steps
 
 
 WHOLE = json.loads(export.as_json(TRACES["the-cat-sat"]))
