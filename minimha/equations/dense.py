@@ -56,26 +56,30 @@ def scores(
         cap = tap("softcap", S.dtype.type(problem.softcap))
         S = tap("capped", cap * np.tanh(S / cap))
     if problem.attn_bias is not None or problem.alibi_slopes is not None:
-        S = tap("biased", S + tap("bias", bias(problem, rows, keys)))
+        S = tap("biased", S + tap("bias", bias(problem, rows, keys, tap)))
     if not problem.hides:
         return S, None
     seen = problem.visible(rows, keys)
     return tap("masked", np.where(seen, S, S.dtype.type(-np.inf))), seen
 
 
-def bias(problem: Problem, rows: slice, keys: slice) -> NDArray[Any]:
+def bias(problem: Problem, rows: slice, keys: slice, tap: Tap = no_tap) -> NDArray[Any]:
     """``attn_bias`` plus ALiBi's -slope · |i + q_offset - j|, shape (B or 1, H, rows, keys).
 
-    Press et al., "Train Short, Test Long", 2022.
+    ``tap`` hears what ALiBi's is made from, and the bias to which it is added. Press et al., "Train
+    Short, Test Long", 2022.
     """
     total: NDArray[Any] = np.zeros((1, 1, 1, 1), problem.compute)
     if problem.attn_bias is not None:
         total = total + problem.attn_bias[..., rows, keys]
     if problem.alibi_slopes is not None:
+        if problem.attn_bias is not None:
+            total = tap("attn_bias", total)
         i = np.arange(rows.start, rows.stop)[:, None]
         j = np.arange(keys.start, keys.stop)
         distance = abs(i + problem.q_offset[:, None, None, None] - j).astype(problem.compute)
-        total = total - problem.alibi_slopes[:, None, None] * distance
+        slopes, distance = tap("slopes", problem.alibi_slopes), tap("distances", distance)
+        total = total - slopes[:, None, None] * distance
     return total
 
 

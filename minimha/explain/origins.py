@@ -68,6 +68,10 @@ def _lse(*blocks: Matrix) -> Matrix:
     return np.concatenate([m + np.log(total) for m, total in pairs])
 
 
+def _alibi(slope: Matrix, distances: Matrix, given: Matrix | None = None) -> Matrix:
+    return _plus(-slope * distances, given)
+
+
 def _block(Q: Matrix, K: Matrix, scale: float) -> Matrix:
     return np.asarray(scale * (Q @ K.T))
 
@@ -123,6 +127,7 @@ OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "cap": lambda S, cap: cap * np.tanh(S / cap),
     "sum": np.add,
     "times": np.multiply,
+    "alibi": _alibi,
     "mask": lambda S: S,  # where it is not hidden
     "row max": _row_max,
     "exp": _exp,

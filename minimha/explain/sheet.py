@@ -97,6 +97,12 @@ def _sum(i: int, j: int, x: Panel, y: Panel, hides: bool) -> str:
     return f'IF(COUNT({a},{b})=2,{a}+{b},"{HIDDEN}")' if hides else f"{a}+{b}"
 
 
+def _alibi(i: int, j: int, slope: Panel, d: Panel, given: Panel | None, hides: bool) -> str:
+    part = f"-{slope.cell(i, j)}*{d.cell(i, j)}"
+    b = given.cell(i, j) if given else ""
+    return f'IF(ISNUMBER({b}),{b}{part},"{HIDDEN}")' if hides else b + part
+
+
 def _row_max(i: int, j: int, S: Panel, sink: Panel | None) -> str:
     return f"MAX({S.row(i)}" + (f",{sink.cell(i, j)})" if sink else ")")
 
@@ -162,6 +168,7 @@ FORMULAS: dict[str, Callable[..., str]] = {
     "lse": _log_sum,
     "concat": _concat,
     "sum": _sum,
+    "alibi": _alibi,
     "times": lambda i, j, x, y: f"{x.cell(i, j)}*{y.cell(i, j)}",
     "sigmoid": lambda i, j, x, W, b: f"1/(1+EXP(-({_product(i, j, x, W, b)})))",
     "rotated": _rotated,
@@ -352,7 +359,7 @@ class _Sheet:
             return [((made and made.constant) or 0.0,) for made in found]
         if made.operation == "products":
             return [(sum(s is not None and s.base[0] == "W" for s in made.operands),)] * len(steps)
-        if made.operation == "sum":
+        if made.operation in ("sum", "alibi"):
             return [(bool(np.isneginf(step.value).any()),) for step in steps]
         return [()] * len(steps)
 

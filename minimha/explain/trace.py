@@ -238,7 +238,7 @@ class Trace:
         every = [step for name in self for step in self.by_name[name]]
         if self.head is None:
             return tuple(every)
-        heads = {step.head for step in every} - {None}
+        heads = {step.head for step in every if step.head is not None}
         if not heads and self.head == 0:
             return tuple(every)
         if self.head not in heads:

@@ -248,6 +248,13 @@ def _cap(made: Origin, i: int, j: int, say: Say) -> Parts:
     return Parts(row, (), others, f"{c} · tanh({score} / {c})")
 
 
+def _alibi(made: Origin, i: int, j: int, say: Say) -> Parts:
+    slope, distances, given = _operands(made, 3)
+    row, column, others = _at(slope, i, j), _at(distances, i, j), _at(given, i, j)
+    slope, distance, *before = _numbers((*row, *column, *others), say)
+    return Parts(row, column, others, f"{f'{before[0]} - ' if before else '-'}{slope}·{distance}")
+
+
 def _mask(made: Origin, i: int, j: int, say: Say) -> Parts:
     return Parts(_at(made.operands[0], i, j), (), (), "not hidden")
 
@@ -391,6 +398,7 @@ WRITERS: dict[str, Callable[[Origin, int, int, Say], Parts]] = {
     "cap": _cap,
     "sum": _with("{} + {}"),
     "times": _with("{} · {}"),
+    "alibi": _alibi,
     "mask": _mask,
     "row max": _max,
     "exp": _with("exp({} - {})"),

@@ -189,11 +189,12 @@ def _energies(problem: Problem, arrays: dict[str, Array], tap: Tap) -> Array:
 def _after_energies(tap: Tap, is_biased: bool) -> Tap:
     """A tap that hears nothing of the zeros in place of queries, keys and their products.
 
-    Nor of the bias that the energies are passed on as.
+    Nor of the bias that the energies are passed on as, and of what it is made from.
     """
     if tap is no_tap:
         return no_tap
-    silent = {"q", "k", "Q", "K", "scores", "bias"} | (set() if is_biased else {"biased"})
+    silent = {"q", "k", "Q", "K", "scores", "bias", "attn_bias", "slopes", "distances"}
+    silent |= set() if is_biased else {"biased"}
 
     def hear(name: str, value: Any) -> Any:
         base, _, block = name.partition("[")

@@ -43,6 +43,7 @@ TRACES |= {
     "grouped": sentences.of_length(4, num_heads=4, num_kv_heads=2, d_model=8, rope=True).trace(),
     "cross": sentences.of_length(4, context=["a", "b"]).trace(),
     "options": traced(**OPTIONS),
+    "ALiBi on a bias": traced(alibi_slopes=[0.5, 1, 2, 3], attn_bias=RNG.normal(size=(5, 5))),
     "float32": traced(dtype=np.float32),
     "a row sees nothing": traced(kv_lengths=0),
     "layer": layer(gate="elementwise", rope=RoPE(4, interleaved=True)),
@@ -51,7 +52,8 @@ TRACES |= {
 GIVEN = {
     "x", "context", "wte", "wpe", "c_attn", "c_attn_bias", "W_q", "W_k", "W_v", "W_o", "W_g", "b_q",
     "b_k", "b_v", "b_o", "b_g", "g_q", "g_k", "W_q_hidden", "W_k_hidden", "w", "q", "k", "v", "Q",
-    "K", "V", "sqrt_d_k", "cos", "sin", "softcap", "bias", "sinks", "skipped", "difference", "kept",
+    "K", "V", "sqrt_d_k", "cos", "sin", "softcap", "attn_bias", "slopes", "distances", "sinks",
+    "skipped", "difference", "kept",
     "concat[assumed]",
 }  # fmt: skip
 
@@ -178,6 +180,15 @@ def test_a_claim_that_does_not_hold_is_not_made():
     [output] = trace.by_name["output"]
     assert origin(trace, output) is None
     assert cell(trace, output, (0, 0)).text == "O[a,0] = 5, given"
+
+
+def test_alibi_is_written_out():
+    trace = Trace()
+    attention([[1], [1]], [[1], [1]], [[1], [1]], alibi_slopes=[0.5], tap=trace)
+    [bias] = trace.by_name["bias"]
+    assert cell(trace, bias, (1, 0)).text == "bias[q1,k0] = -0.500·1 = -0.500"
+    [bias] = TRACES["ALiBi on a bias"].by_name["bias"][:1]
+    assert " - 0.500·4 = " in cell(TRACES["ALiBi on a bias"], bias, (0, 4)).text
 
 
 def test_a_scale_of_ones_own_is_found():

@@ -33,7 +33,7 @@ def attention_with_everything():
     trace = Trace()
     attention(
         q, k, v, window_size=(1, 1), alibi_slopes=[0.5, 0.25], softcap=2.0, sinks=[0.5, -1.0],
-        return_lse=True, tap=trace,
+        attn_bias=random.normal(size=(4, 4)), return_lse=True, tap=trace,
     )  # fmt: skip
     return trace
 

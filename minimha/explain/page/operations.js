@@ -211,6 +211,14 @@ const OPERATIONS = {
     compute: (out, [A, B]) => fill(out, (i, j) => get(A, i, j) * get(B, i, j)),
     write: two((a, b) => `${a} · ${b}`),
   },
+  alibi: {
+    compute: (out, [slope, distances, given]) =>
+      fill(out, (i, j) => (given ? get(given, i, j) : 0) - get(slope, 0, 0) * get(distances, i, j)),
+    write: (i, j, [slope, distances, given]) => ({
+      text: `${given ? `${term(given, i, j)} - ` : "-"}${term(slope, 0, 0)}·${term(distances, i, j)}`,
+      used: [...at(0, slope, i, j, "row"), ...at(1, distances, i, j, "column"), ...at(2, given, i, j, "other")],
+    }),
+  },
   mask: {
     compute: (out, [S], c, hidden) => fill(out, (i, j) => (hidden(i, j) ? -Infinity : get(S, i, j))),
     write: (i, j, [S], c, hidden) => ({
