@@ -57,7 +57,7 @@ def _example(
 
     readings = {
         f"weights, head {h}": Note(
-            f"{head.name.capitalize()}: {head.reading}."
+            f"{head.name[0].upper()}{head.name[1:]}: {head.reading}."
             + SPREAD * _has_query_of_zeros(head, grammar),
             *(None, None) if head is PREVIOUS else (False, True),
         )
@@ -110,17 +110,23 @@ LOCAL = Head("position", "each word reads itself and its neighbours", (), NEAR)
 
 ADOPTED, RAN_AWAY, BANK = (
     _example("heads-000", "000",
-        {"The": "main", "cat": "noun subject main", "that": "pronoun clause",
+        {"The": "article main", "cat": "noun subject main", "that": "clause",
          "I": "subject clause", "adopted": "verb clause", "sleeps": "verb main"},
-        ("noun", "subject", "verb", "pronoun", "main", "clause"),
+        ("article", "noun", "subject", "verb", "main", "clause"),
         [
-            PREVIOUS,
-            Head("subject and verb",
-                "'sleeps' reads 'cat' and 'adopted' reads 'I', the subject of its own clause: two "
+            Head("subject relation (cat → sleeps)",
+                "'cat' reads 'sleeps' and 'I' reads 'adopted', the verb of its own clause: two "
                 "columns must agree; the others spread over their clause",
+                (("subject", "verb"), ("main", "main"), ("clause", "clause"))),
+            Head("relative clause (I adopted → cat)",
+                "'that', 'I' and 'adopted' read 'cat', of which the clause speaks",
+                (("clause", "noun"),)),
+            Head("article relation (The → cat)", "'The' reads 'cat', its noun",
+                (("article", "noun"),)),
+            Head("semantic meaning (sleeps → cat)",
+                "'sleeps' reads 'cat' and 'adopted' reads 'I': who does it; the others spread over "
+                "their clause",
                 (("verb", "subject"), ("main", "main"), ("clause", "clause"))),
-            Head("coreference", "'that' reads 'cat', to which it refers", (("pronoun", "noun"),)),
-            LOCAL,
         ]),
     _example("heads-001", "001",
         {"The": "", "cat": "subject action", "that": "clause", "I": "clause",

@@ -142,7 +142,7 @@ def test_notes_state_their_condition(run):
     assert "its example does not" not in shown(run, "example --scale")
     assert "read each other" not in shown(run, "example heads-001 --causal")
     for flags in ("", "--causal", "--no-scale"):
-        assert "the first itself" in shown(run, f"example heads-000 {flags}")
+        assert "the first itself" in shown(run, f"example heads-002 {flags}")
 
 
 def test_exported_and_shown_again(run, tmp_path):

@@ -9,9 +9,10 @@ from minimha.layers.rope import RoPE
 
 READS = {  # example → head → who reads whom, most of all and alone
     "heads-000": {
-        0: "cat→The that→cat I→that adopted→I sleeps→adopted The→The",
-        1: "sleeps→cat adopted→I",
-        2: "that→cat",
+        0: "cat→sleeps I→adopted",
+        1: "that→cat I→cat adopted→cat",
+        2: "The→cat",
+        3: "sleeps→cat adopted→I",
     },
     "heads-001": {0: "cat→ran ran→cat"},
     "heads-002": {
@@ -55,9 +56,8 @@ def test_words_that_belong_together_share_their_attention(name, head, groups):
         np.testing.assert_allclose(shares, 1 / 3, atol=0.01)
 
 
-@pytest.mark.parametrize(("name", "head"), [("heads-000", 3), ("heads-001", 1)])
-def test_the_local_head_is_darkest_on_the_diagonal_and_lighter_beside_it(name, head):
-    _, A = weights(name, head)
+def test_the_local_head_is_darkest_on_the_diagonal_and_lighter_beside_it():
+    _, A = weights("heads-001", 1)
     beside = np.r_[np.diagonal(A, 1), np.diagonal(A, -1)]
     assert np.diagonal(A).min() > 0.6 > 0.25 > beside.max()
     assert beside.min() > 0.1
