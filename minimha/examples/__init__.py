@@ -26,17 +26,19 @@ from importlib import import_module
 from minimha.examples.example import Example
 
 DOCUMENTS = {
-    "000": "two-heads", "001": "shapes", "002": "bank", "003": "the-cat-sat", "004": "given-qkv"
+    "000": "two-heads", "001": "shapes", "002": "bank-drawn", "003": "the-cat-sat",
+    "004": "given-qkv",
 }  # fmt: skip
 PLACES = {  # module.attribute
     "two-heads": "two_heads.EXAMPLE",
     "shapes": "shapes.EXAMPLE",
-    "bank": "sentences.BANK",
+    "bank-drawn": "sentences.BANK",
     "the-cat-sat": "the_cat_sat.EXAMPLE",
     "given-qkv": "given_qkv.EXAMPLE",
     "heads-000": "roles.ADOPTED",
     "heads-001": "roles.RAN_AWAY",
     "heads-002": "roles.BANK",
+    "bank": "bank.EXAMPLE",
     "translation": "translation.EXAMPLE",
     "gpt2": "language_models.GPT2",
     "llama": "language_models.LLAMA",

@@ -174,4 +174,4 @@ def _notes(text: str, num_heads: int, num_kv_heads: int) -> dict[str, str]:
     return notes
 
 
-BANK = replace(of_length(6), name="bank", document="002")
+BANK = replace(of_length(6), name="bank-drawn", document="002")

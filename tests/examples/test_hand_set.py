@@ -71,6 +71,24 @@ def test_the_output_of_a_head_says_whom_it_reads(name):
     np.testing.assert_allclose(trace["output"], wanted, rtol=1e-12)
 
 
+def test_one_embedding_of_bank_has_two_outputs():
+    trace = EXAMPLES["bank"].trace()
+    bank = {name: trace[name][1] for name in trace if trace[name].ndim and len(trace[name]) > 1}
+    np.testing.assert_array_equal(bank["x[loan]"], bank["x[river]"])
+    for context, at, output in (("loan", 4, [1, 1, 0, 0]), ("river", 4, [1, 0, 1, 0])):
+        assert bank[f"weights[{context}]"][at] > 0.999
+        np.testing.assert_allclose(bank[f"added[{context}]"], output, atol=1e-3)
+        others = [0, 2, 3, 4, 5]
+        x, added = trace[f"x[{context}]"], trace[f"added[{context}]"]
+        np.testing.assert_allclose(added[others], x[others], atol=1e-3)
+
+
+def test_bank_learns_nothing_from_a_word_that_it_does_not_see():
+    trace = EXAMPLES["bank"].trace(is_causal=True)
+    np.testing.assert_array_equal(trace["added[loan]"][1], trace["x[loan]"][1])
+    assert not any(s.note and "'bank' reads" in s.note for s in trace.steps)
+
+
 def test_every_french_word_finds_its_english_one():
     trace = translation.EXAMPLE.trace()
     np.testing.assert_allclose(trace["weights[cross]"], np.eye(5), atol=0.01)

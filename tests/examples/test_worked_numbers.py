@@ -199,7 +199,7 @@ def test_001_every_configuration_satisfies_d_model_is_heads_times_d_k():
 
 
 def test_002_prints_no_numbers_and_names_its_relations():
-    assert EXAMPLES["bank"].sentence == "The bank approved the loan yesterday"
+    assert EXAMPLES["bank-drawn"].sentence == "The bank approved the loan yesterday"
     assert not any(s.printed for s in TRACES["002"].steps)
     assert "bank ↔ loan, approved ↔ bank, yesterday ↔ approved" in step("002", "weights", 0).note
 
