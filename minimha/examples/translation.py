@@ -1,125 +1,251 @@
 """Document 000's translation: encoder, masked decoder and cross-attention, set by hand.
 
 "The boy trains the puppy" → "Le garçon entraîne le chiot". A token is written as 0 and 1 in named
-columns: what it means, in either language, and its position. Three things have to be found out:
-whether "trains" is a noun or a verb, which article belongs to which noun, and which English word
-each French word translates. Residual connections let a token keep what it was; layer normalisation
-and feed-forward layers, which a whole transformer has, would only hide the numbers.
+columns: what it means, in either language, and its position. The encoder finds out whether "trains"
+is a noun or a verb. The decoder reads ``<s>`` and the words written so far, and knows what kind of
+word may follow; cross-attention finds the English word that it is. First all words are computed at
+once, as in training, where the translation is known; then one after the other, as when a model
+writes; then what the shift, the mask and cross-attention are for.
+
+Residual connections let a token keep what it was; layer normalisation and feed-forward layers,
+which a whole transformer has, would only hide the numbers.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.equations.tap import Tap, staged
-from minimha.examples.example import Example
+from minimha.equations.tap import Tap, no_tap, staged
+from minimha.examples.example import Example, Note, matrix
 from minimha.explain.trace import token_labels
 from minimha.layers.multihead import MultiHeadAttention
 
+Array = NDArray[np.float64]
+
 ENGLISH = ("The", "boy", "trains", "the", "puppy")
 FRENCH = ("Le", "garçon", "entraîne", "le", "chiot")
-MEANINGS = ("article", "boy", "puppy", "trains, noun", "to train")
-SHORT = ("art", "boy", "pup", "noun", "verb", "after", *map(str, range(5)))  # of the columns of x
-AFTER = len(MEANINGS)  # the column that says: this token follows the verb
-E = len(SHORT)
+READ = ("<s>", *FRENCH[:-1])  # what the decoder reads, shifted by one: the words so far
+VOCABULARY = ("le", "garçon", "chiot", "train", "entraîne")  # French for each of the meanings
+SHORT = ("art", "boy", "pup", "noun", "verb", "after", "<s>", *map(str, range(5)))  # columns of x
+AFTER, START, E = 5, 6, len(SHORT)  # the verb has been read; the token is <s>
+TRAINS = [3, 4]  # the columns of "trains", as a noun and as a verb
 GAIN = 16.0  # of every query, so that one matching column more or less decides
 
+IN_ENGLISH = matrix("1 0 0 0 0", "0 1 0 0 0", "0 0 0 0.5 0.5", "1 0 0 0 0", "0 0 1 0 0")
+IN_FRENCH = np.eye(5)[[VOCABULARY.index(word.lower()) for word in FRENCH]]
+# What kind of word follows an article (any noun), each of three nouns (a verb), a verb and <s>.
+NEXT = np.array([[0, 1 / 3, 1 / 3, 1 / 3, 0], *[[0, 0, 0, 0, 1]] * 3, *[[1, 0, 0, 0, 0]] * 2])
+W_VOCAB = GAIN * np.eye(E, 5)  # a word's logit is how much of its meaning there is
 
-def embeddings(verb: tuple[float, float]) -> NDArray[np.float64]:
-    """Shape (5, E): both sentences are article, boy, train, article, puppy.
 
-    ``verb`` is what its third word means by itself, as a noun and as a verb.
-    """
-    x = np.zeros((5, E))
-    x[[0, 3], 0] = x[1, 1] = x[4, 2] = 1
-    x[2, 3:5] = verb
-    x[:, AFTER + 1 :] = np.eye(5)
+def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
+    """Shape (L, E) for words with these meanings (L or L - 1, 5); if shifted, after ``<s>``."""
+    x = np.zeros((len(meanings) + is_shifted, E))
+    x[int(is_shifted) :, :AFTER] = meanings
+    x[0, START] = is_shifted
+    x[:, START + 1 :] = np.eye(len(x), 5)
     return x
 
 
 def encoder() -> MultiHeadAttention:
-    """Head 0: was the token before me the verb? Head 1: am I a noun or a verb?"""
-    before, after = _previous_token()
-    asks, offers = np.zeros((2, E, 5))
-    asks[[3, 4], 0] = GAIN  # an ambiguous word asks for nouns …
+    """Head 0: has the verb been read, up to me? Head 1: am I a noun or a verb?"""
+    so_far, places, asks, offers = np.zeros((4, E, 6))
+    so_far[START + 1 :] = (
+        GAIN * np.c_[2 * np.tri(5), np.ones(5)]
+    )  # the words up to me, and "trains"
+    places[START + 1 :, :5] = np.eye(5)
+    places[TRAINS, 5] = 1
+    asks[TRAINS, 0] = GAIN  # an ambiguous word asks for nouns …
     asks[[0, 1, 2], 1] = GAIN  # … and any other for an article, which passes on nothing
     offers[[1, 2], 0] = offers[0, 1] = 1
     is_train, is_noun = np.zeros((2, E, 1))
-    is_train[[3, 4]] = is_noun[[1, 2]] = 1
+    is_train[TRAINS] = is_noun[[1, 2]] = 1
     W_o = np.zeros((2, E))
     W_o[0, AFTER] = 1
-    W_o[1, [3, 4]] = -0.5, 0.5  # nouns beside it: it is the verb
-    return MultiHeadAttention.from_heads([before, asks], [after, offers], [is_train, is_noun], W_o)
+    W_o[1, TRAINS] = -0.5, 0.5  # nouns beside it: it is the verb
+    return MultiHeadAttention.from_heads([so_far, asks], [places, offers], [is_train, is_noun], W_o)
 
 
 def decoder() -> MultiHeadAttention:
-    """One head: was the word before me the verb? French needs no more, entraîne is a verb."""
-    before, after = _previous_token()
-    is_train, W_o = np.zeros((E, 1)), np.zeros((1, E))
-    is_train[[3, 4]] = W_o[0, AFTER] = 1
-    return MultiHeadAttention.from_heads([before], [after], [is_train], W_o)
+    """Head 0: is there a verb among the words so far? Head 1: what kind of word follows me?"""
+    asks, offers = np.zeros((2, E, 5))
+    asks[START + 1 :, :2] = GAIN * np.array([2, 1])  # a verb, or else <s>, which passes on nothing
+    offers[TRAINS, 0] = offers[START, 1] = 1
+    me = np.eye(E, 5, -START - 1)  # its position
+    is_train, meaning = np.zeros((2, E, 6))
+    is_train[TRAINS, 0] = 1
+    meaning[:AFTER, :5] = np.eye(5)
+    meaning[START, 5] = 1
+    W_o = np.zeros((12, E))
+    W_o[0, AFTER] = 1
+    W_o[6:, :AFTER] = NEXT
+    W_o[6:] -= meaning.T  # what is expected takes the place of what was read
+    return MultiHeadAttention.from_heads([asks, GAIN * me], [offers, me], [is_train, meaning], W_o)
 
 
 def cross() -> MultiHeadAttention:
-    """One head: which English word means what I mean, and is on my side of the verb?"""
-    D = AFTER + 1
-    W, W_v = np.zeros((E, D)), np.zeros((E, AFTER))
-    W[:AFTER, :AFTER] = W_v[:AFTER] = np.eye(AFTER)
-    W[AFTER, AFTER] = 2  # with the bias: -1 before the verb, 1 after it
-    side = np.zeros(D)
-    side[AFTER] = -1
+    """One head: which English word has a meaning that I expect, and is on my side of the verb?"""
+    W, side = np.eye(E, 6), np.eye(6)[AFTER]
+    W[AFTER] *= 2  # with the bias: -1 before the verb, 1 from it on
+    meaning = np.eye(E, 5)
     return MultiHeadAttention.from_heads(
-        [GAIN * W], [W], [W_v], np.eye(AFTER), b_q=GAIN * side, b_k=side
+        [GAIN * W * (3, 3, 3, 3, 3, 1)], [W], [meaning], meaning.T, b_q=-GAIN * side, b_k=-side
     )
 
 
-def _previous_token() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """W_q and W_k (E, 5) with which each token reads the one before it, the first itself."""
-    W_q, W_k = np.zeros((2, E, 5))
-    W_q[AFTER + 1 :] = GAIN * np.eye(5)[[0, 0, 1, 2, 3]]
-    W_k[AFTER + 1 :] = np.eye(5)
-    return W_q, W_k
+def copying() -> MultiHeadAttention:
+    """One head that reads the word after its own, which is the answer."""
+    me, meaning = np.eye(E, 5, -START - 1), np.eye(E, 5)
+    ahead = np.zeros((E, 5))
+    ahead[START + 1 : -1] = np.eye(5)[1:]
+    return MultiHeadAttention.from_heads([GAIN * ahead], [me], [meaning], meaning.T)
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Encoder self-attention → masked decoder self-attention → cross-attention."""
+    """The whole translation at once, then word by word, then what goes wrong without its parts."""
     scale = None if is_scaled else 1.0
-    english, french = embeddings(verb=(0.5, 0.5)), embeddings(verb=(0, 1))
+    english, french = embeddings(IN_ENGLISH), embeddings(IN_FRENCH[:-1], is_shifted=True)
     heard = staged(tap, "encoder")
     memory = heard("added", english + encoder()(english, scale=scale, tap=heard))
     heard = staged(tap, "decoder")
     found = decoder()(french, is_causal=is_causal, scale=scale, tap=heard)
     state = heard("added", french + found)
-    cross()(state, memory, scale=scale, tap=staged(tap, "cross"))
+    heard = staged(tap, "cross")
+    found = cross()(state, memory, scale=scale, tap=heard)
+    tap("W_vocab", W_VOCAB)
+    say(heard("added", state + found), heard)
+    write(memory, scale, tap)
+    say(state, staged(tap, "decoder"))
+    heard = staged(tap, "unshifted")
+    say(heard("x", embeddings(IN_FRENCH)), heard)
+    heard = staged(tap, "unmasked")
+    say(copying()(french, scale=scale, tap=heard), heard)
+
+
+def say(x: Array, tap: Tap) -> Array:
+    """The probability of each word of the vocabulary, (L, 5), for the rows x (L, E)."""
+    logits = tap("logits", x @ W_VOCAB)
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.asarray(tap("probabilities", exponentials / exponentials.sum(-1, keepdims=True)))
+
+
+def write(memory: Array, scale: float | None, tap: Tap) -> list[str]:
+    """Write five words, each given those before it, and show where each step looks."""
+    words: list[int] = []
+    for step in range(1, 6):
+        read = embeddings(np.eye(5)[words], is_shifted=True)
+        state = (read + decoder()(read, is_causal=True, scale=scale))[-1:]
+        heard = _looking(staged(tap, f"cross, step {step}"))
+        found = cross()(state, memory, scale=scale, tap=heard)
+        words.append(int(say(state + found, no_tap).argmax()))
+    return [VOCABULARY[word] for word in words]
+
+
+def _looking(tap: Tap) -> Tap:
+    """A tap for one step: its query and its weights; K, V and the matrices are known by now."""
+    new = "x", "q", "scores", "scaled", "row_max", "exponentials", "row_sum", "weights"
+
+    def hear(name: str, value: Any) -> Any:
+        return tap(name, value) if name in new else value
+
+    return hear
+
+
+def _labels(stage: str, queries: Sequence[str], keys: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    return {f"{axis}[{stage}]": labels for axis, labels in token_labels(queries, keys).items()}
+
+
+def _step_notes() -> dict[str, str]:
+    """What is written in each step."""
+    return {
+        f"weights[cross, step {n}]": f"Written so far: {' '.join(READ[:n])}. The decoder looks at "
+        f"'{english}' and writes '{french}'."
+        for n, (english, french) in enumerate(zip(ENGLISH, FRENCH, strict=True), 1)
+    }
 
 
 LABELS = {
-    f"{axis}[{stage}]": labels
+    axis: labels
     for stage, queries, keys in (
-        ("encoder", ENGLISH, ENGLISH), ("decoder", FRENCH, FRENCH), ("cross", FRENCH, ENGLISH),
+        ("encoder", ENGLISH, ENGLISH), ("decoder", READ, READ), ("cross", READ, ENGLISH),
+        *((f"cross, step {n}", (word,), ENGLISH) for n, word in enumerate(READ, 1)),
+        ("unshifted", FRENCH, FRENCH), ("unmasked", READ, READ),
     )
-    for axis, labels in token_labels(queries, keys).items()
+    for axis, labels in _labels(stage, queries, keys).items()
 }  # fmt: skip
 
 EXAMPLE = Example(
     name="translation",
     title=f"{' '.join(ENGLISH)} → {' '.join(FRENCH)}: encoder, decoder, cross-attention",
     source="document 000, sections 4 and 5; Vaswani et al. 2017, figure 1; weights set by hand",
-    sentence=f"{' '.join(ENGLISH)} → {' '.join(FRENCH)}", run=run, labels=LABELS | {"E": SHORT},
-    is_causal=True,
+    sentence=f"{' '.join(ENGLISH)} → {' '.join(FRENCH)}", run=run,
+    labels=LABELS | {"E": SHORT, "V": VOCABULARY}, is_causal=True,
     notes={
-        "x[encoder]": "Columns: article, boy, puppy, 'trains' as a noun and as a verb, follows the "
-        "verb (nothing yet), position. By itself 'trains' may be either: ½ and ½.",
-        "weights[encoder], head 0": "Each token reads the one before it, the first itself.",
+        "x[encoder]": "Columns: article, boy, puppy, 'trains' as a noun and as a verb, the verb "
+        "has been read (nothing yet), <s>, position. By itself 'trains' may be either: ½ and ½.",
+        "weights[encoder], head 0": "'trains' and the words after it read 'trains'; those before "
+        "it read the words so far.",
         "weights[encoder], head 1": "'trains' looks at the nouns; the others rest on the articles, "
         "whose value there is 0.",
-        "added[encoder]": "'trains' has become a verb, because there are nouns beside it, and the "
-        "second 'the' is known to follow the verb.",
+        "added[encoder]": "'trains' has become a verb, because there are nouns beside it, and from "
+        "there on it is known that the verb has been read.",
+        "x[decoder]": "The translation, shifted by one behind <s>: the last word of a row's "
+        "sentence so far, from which the next word is to follow. Here all five rows are computed "
+        "at once, as in training.",
         "masked[decoder]": "A French word sees no later one, which is not yet written.",
-        "added[decoder]": "Now the two 'le' differ: the second follows the verb.",
+        "weights[decoder], head 0": Note(
+            "'entraîne' and the word after it read the verb; the others rest on <s>, whose value "
+            "is 0.",
+            is_causal=True,
+        ),
+        "weights[decoder], head 1": "Each word reads itself.",
+        "added[decoder]": Note(
+            "What is expected next: after <s> an article, after an article any noun (⅓ each), "
+            "after a noun a verb. The two 'le' differ: only after the second has a verb been read.",
+            is_causal=True,
+        ),
         "x[cross]": "Z of the decoder.",
         "context[cross]": "Z of the encoder.",
-        "weights[cross]": "The alignment of the two sentences. No head looks at positions here: "
-        "meaning and side of the verb decide.",
-        "output[cross]": "What each French word has retrieved: article, boy, puppy, noun, verb.",
+        "weights[cross]": Note(
+            "Row n is what the decoder looks at to write word n. No head looks at positions here: "
+            "meaning and side of the verb decide.",
+            is_causal=True,
+        ),
+        "output[cross]": Note(
+            "What has been found for each French word: article, boy, verb, article, puppy.",
+            is_causal=True,
+        ),
+        "added[cross]": "What was expected, and what was found.",
+        "W_vocab": "A French word for each meaning: le, garçon, chiot, train (the noun), entraîne.",
+        "logits[cross]": Note(
+            "Without the mask, the verb is seen before it is written: the first article is taken "
+            "for the second, and the noun after it for the object, 'chiot'.",
+            is_causal=False,
+        ),
+        "probabilities[cross]": Note(
+            "In each row the next word: Le garçon entraîne le chiot.", is_causal=True
+        ),
+        "x[cross, step 1]": "Z of the decoder. From here on it writes, one word after the other, "
+        "and reads what it has written. With the mask every step is a row of the matrices above: "
+        "training and writing compute the same.",
+        **_step_notes(),
+        "logits[decoder]": "From here on: what goes wrong without a part. First the decoder "
+        "without cross-attention, Z of the decoder alone.",
+        "probabilities[decoder]": Note(
+            "Its grammar is right and it writes blindly: 'garçon', 'chiot' and 'train' are equally "
+            "likely, whatever the English says. (Of verbs this vocabulary has only one.)",
+            is_causal=True,
+        ),
+        "x[unshifted]": "Without the shift: the decoder reads the very words that it is to write.",
+        "probabilities[unshifted]": "Every word is right without any attention: it is copied from "
+        "the input. Nothing is learned of English, and where the next word is not yet written "
+        "there is nothing to copy.",
+        "x[unmasked]": "With the shift, but without the mask: the answer is one place ahead.",
+        "weights[unmasked]": "One head that looks one place ahead. The last row has nothing there "
+        "to look at, and asks for nothing.",
+        "probabilities[unmasked]": "Right without reading a word of English, except for the last "
+        "row, which is the only one that is like writing: what is ahead does not exist.",
     },
 )  # fmt: skip

@@ -46,6 +46,11 @@ def _share(P: Matrix, total: Matrix) -> Matrix:
     return shares
 
 
+def _softmax(x: Matrix) -> Matrix:
+    P = _exp(x, x.max(axis=-1, keepdims=True))
+    return _share(P, P.sum(axis=-1, keepdims=True))
+
+
 def _running_sum(P: Matrix, factor: Matrix, old: Matrix | None = None) -> Matrix:
     return _plus(P.sum(axis=-1, keepdims=True), None if old is None else factor * old)
 
@@ -133,6 +138,7 @@ OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "exp": _exp,
     "total": _total,
     "share": _share,
+    "softmax": _softmax,
     "concat": lambda *heads: np.concatenate(heads, axis=-1),
     "lse": _lse,
     "unit": _unit,
@@ -287,13 +293,13 @@ def _all_heads(trace: Trace, step: Step, name: str) -> Iterator[Step]:
 def _candidates(trace: Trace, step: Step, names: str) -> Iterator[tuple[Step, ...]]:
     """What ``a|b`` may mean, the likeliest first, all batch entries and heads together.
 
-    The same variant or block is likelier than the same row of blocks, than none; ``m<`` is of the
-    nearest block before.
+    The same variant or block is likelier than the same row of blocks or the run that a step is of,
+    ``[cross]`` for ``[cross, step 1]``, than none; ``m<`` is of the nearest block before.
     """
     known = list(trace)
     before = set(known[: known.index(step.name)])
     rest = step.name[len(step.base) :]
-    places = [rest, re.sub(r",j=\d+", "", rest), ""]
+    places = [rest, re.sub(r",[^,]*]$", "]", rest), ""]
     if names.endswith("<"):
         j = re.search(r"j=(\d+)", rest)
         earlier = range(int(j[1]) - 1, -1, -1) if j else ()

@@ -13,7 +13,7 @@ from minimha.explain.catalogue import entry
 from minimha.explain.printed import PrintedMatrix, Status
 from minimha.explain.trace import Trace, printable
 
-NAME = re.compile(r"[^\W\d]\w*(\[[\w=,]+\])*")  # of a step; exports have file names made of it
+NAME = re.compile(r"[^\W\d]\w*(\[[\w=, ]+\])*")  # of a step; exports have file names made of it
 HEADS = ("H", "Hkv")
 KINDS = ("head", "kv_head")
 

@@ -119,6 +119,11 @@ def _share(i: int, j: int, P: Panel, total: Panel) -> str:
     return f"IF({total.cell(i, j)}=0,0,{P.cell(i, j)}/{total.cell(i, j)})"
 
 
+def _softmax(i: int, j: int, x: Panel) -> str:
+    top = f"MAX({x.row(i)})"
+    return f"EXP({x.cell(i, j)}-{top})/SUMPRODUCT(EXP({x.row(i)}-{top}))"
+
+
 def _log_sum(_: int, i: int, m: Panel, total: Panel) -> str:
     return f'IF({total.cell(i, 0)}=0,"{HIDDEN}",{m.cell(i, 0)}+LN({total.cell(i, 0)}))'
 
@@ -165,6 +170,7 @@ FORMULAS: dict[str, Callable[..., str]] = {
     "exp": _exp,
     "total": _total,
     "share": _share,
+    "softmax": _softmax,
     "lse": _log_sum,
     "concat": _concat,
     "sum": _sum,

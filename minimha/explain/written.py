@@ -285,6 +285,12 @@ def _share(made: Origin, i: int, j: int, say: Say) -> Parts:
     return parts._replace(text=NO_KEY) if parts.column[0].value == 0 else parts
 
 
+def _softmax(made: Origin, i: int, j: int, say: Say) -> Parts:
+    row = _row(made.operands[0], i) if made.operands[0] else ()
+    powers = [f"exp({number.strip('()')})" for number in _numbers(row, say)]
+    return Parts(row, (), (), f"{powers[j]} / ({_plus(powers)})")
+
+
 def _total(made: Origin, i: int, j: int, say: Say) -> Parts:
     P, sink, m = _operands(made, 3)
     row, others = _row(P, i), _at(sink, i, 0)
@@ -404,6 +410,7 @@ WRITERS: dict[str, Callable[[Origin, int, int, Say], Parts]] = {
     "exp": _with("exp({} - {})"),
     "total": _total,
     "share": _share,
+    "softmax": _softmax,
     "concat": _concat,
     "lse": _lse,
     "unit": _unit,

@@ -93,7 +93,9 @@ def test_every_french_word_finds_its_english_one():
     trace = translation.EXAMPLE.trace()
     np.testing.assert_allclose(trace["weights[cross]"], np.eye(5), atol=0.01)
     found = trace["output[cross]"]
-    np.testing.assert_allclose(found[2], [0, 0, 0, 0, 1], atol=0.01)  # entraîne: trains, the verb
+    np.testing.assert_allclose(found[2, :5], [0, 0, 0, 0, 1], atol=0.01)  # trains, the verb
+    step = next(step for step in trace.steps if step.name == "weights[cross]")
+    assert (step.rows, step.columns) == (translation.READ, translation.ENGLISH)
 
 
 def test_the_encoder_finds_the_verb_and_what_follows_it():
@@ -101,25 +103,60 @@ def test_the_encoder_finds_the_verb_and_what_follows_it():
     before, after = trace["x[encoder]"], trace["added[encoder]"]
     assert before[2, 3:5].tolist() == [0.5, 0.5]
     np.testing.assert_allclose(after[2, 3:5], [0, 1], atol=0.01)
-    np.testing.assert_allclose(after[:, translation.AFTER], [0, 0, 0, 1, 0], atol=0.01)
+    np.testing.assert_allclose(after[:, translation.AFTER], [0, 0, 1, 1, 1], atol=0.01)
     np.testing.assert_array_equal(trace["context[cross]"], after)
     np.testing.assert_array_equal(trace["x[cross]"], trace["added[decoder]"])
 
 
+def test_the_decoder_expects_an_article_a_noun_or_a_verb_and_does_not_know_which():
+    article, noun, verb = [1, 0, 0, 0, 0], [0, 1 / 3, 1 / 3, 1 / 3, 0], [0, 0, 0, 0, 1]
+    wanted = [article, noun, verb, article, noun]
+    trace = translation.EXAMPLE.trace()
+    for name in ("added[decoder]", "probabilities[decoder]"):
+        np.testing.assert_allclose(trace[name][:, :5], wanted, atol=0.01)
+
+
+def words(probabilities):
+    return [translation.VOCABULARY[n] for n in probabilities.argmax(-1)]
+
+
+RIGHT = ["le", "garçon", "entraîne", "le", "chiot"]
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_written_word_by_word_it_is_what_the_whole_pass_says(is_scaled):
+    trace = translation.EXAMPLE.trace(is_scaled=is_scaled)
+    assert words(trace["probabilities[cross]"]) == RIGHT
+    scale = None if is_scaled else 1.0
+    assert translation.write(trace["added[encoder]"], scale, lambda name, value: value) == RIGHT
+    for n in range(5):
+        for name in ("x", "q", "scores", "weights"):
+            alone, whole = trace[f"{name}[cross, step {n + 1}]"], trace[f"{name}[cross]"]
+            np.testing.assert_allclose(alone[0], whole[n], rtol=1e-9, atol=1e-12)
+
+
 def test_without_position_the_articles_could_not_be_told_apart():
     """What aligns them is what self-attention found: without it both are read alike."""
-    french, english = translation.embeddings((0, 1)), translation.embeddings((0, 1))
-    _, A = translation.cross()(french, english, return_weights=True)
+    english = translation.embeddings(translation.IN_ENGLISH)
+    _, A = translation.cross()(english, english, return_weights=True)
     assert A[0, 0, 0] == A[0, 0, 3] == A[0, 3, 0]
 
 
-def test_the_decoder_does_not_see_what_is_not_yet_written():
+def test_without_the_mask_the_whole_pass_takes_the_second_half_for_the_first():
+    """The verb is seen before it is written, so that both nouns are taken for the object."""
     trace = translation.EXAMPLE.trace()
     assert not np.triu(trace["weights[decoder]"], 1).any()
     free = translation.EXAMPLE.trace(is_causal=False)
-    assert np.triu(free["weights[decoder]"], 1).any()
-    step = next(step for step in trace.steps if step.name == "weights[cross]")
-    assert (step.rows, step.columns) == (translation.FRENCH, translation.ENGLISH)
+    assert np.triu(free["weights[decoder]"][0], 1).max() > 0.9
+    assert words(free["probabilities[cross]"]) == ["le", "chiot", "entraîne", "le", "chiot"]
+
+
+def test_without_shift_or_mask_the_answer_is_copied_and_no_english_is_read():
+    trace = translation.EXAMPLE.trace()
+    assert words(trace["probabilities[unshifted]"]) == RIGHT
+    assert words(trace["probabilities[unmasked]"])[:4] == RIGHT[:4]
+    assert words(trace["probabilities[unmasked]"])[4] != RIGHT[4]  # nothing is ahead of it
+    np.testing.assert_allclose(trace["weights[unmasked]"][:4, 1:], np.eye(4), atol=0.01)
 
 
 def test_gpt2_s_fused_matrix_holds_those_of_both_heads():

@@ -53,8 +53,7 @@ GIVEN = {
     "x", "context", "wte", "wpe", "c_attn", "c_attn_bias", "W_q", "W_k", "W_v", "W_o", "W_g", "b_q",
     "b_k", "b_v", "b_o", "b_g", "g_q", "g_k", "W_q_hidden", "W_k_hidden", "w", "q", "k", "v", "Q",
     "K", "V", "sqrt_d_k", "cos", "sin", "softcap", "attn_bias", "slopes", "distances", "sinks",
-    "skipped", "difference", "kept",
-    "concat[assumed]",
+    "skipped", "difference", "kept", "concat[assumed]", "W_vocab",
 }  # fmt: skip
 
 

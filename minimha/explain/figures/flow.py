@@ -41,7 +41,10 @@ class Box:
 
 
 def flow(trace: Trace, widest: float) -> Drawing:
-    """Draw every step outside of blocks that is computed from another or leads to one."""
+    """Draw every step that is computed from another or leads to one.
+
+    Blocks are left out, and ``[cross, step 1]``, which repeats what ``[cross]`` shows.
+    """
     parts = _connected(_sources(trace))
     return in_rows([_flow(trace, part) for part in parts], widest, 3 * ASIDE)
 
@@ -61,9 +64,9 @@ def _flow(trace: Trace, sources: Mapping[str, list[str]]) -> Drawing:
 
 
 def _sources(trace: Trace) -> dict[str, list[str]]:
-    """For each name outside of blocks, the names that it is computed from, all heads together."""
+    """For each name that is drawn, the names that it is computed from, all heads together."""
     found: dict[str, list[str]] = {}
-    for name in (name for name in trace.by_name if not BLOCK.search(name)):
+    for name in (name for name in trace.by_name if "," not in name and not BLOCK.search(name)):
         operands = _split(trace, name, found) or _operands(trace, name)
         operands = operands or _carried(trace, name, found)
         found[name] = [operand for operand in dict.fromkeys(operands) if operand in found]

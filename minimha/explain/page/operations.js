@@ -249,6 +249,18 @@ const OPERATIONS = {
     write: (i, j, operands) =>
       shared(two((p, total) => `${p} / ${total}`)(i, j, operands), get(operands[1], i, j)),
   },
+  softmax: {
+    compute(out, [x]) {
+      const top = range(x.rows).map((i) => Math.max(...rowOf(x, i)));
+      fill(out, (i, j) => Math.exp(get(x, i, j) - top[i]));
+      const totals = range(out.rows).map((i) => sum(rowOf(out, i)));
+      fill(out, (i, j) => get(out, i, j) / totals[i]);
+    },
+    write(i, j, [x]) {
+      const powers = rowOf(x, i).map((a) => `exp(${say(a)})`);
+      return { text: `${powers[j]} / (${joined(powers)})`, used: along(0, x, i) };
+    },
+  },
   concat: {
     compute: (out, heads) =>
       fill(out, (i, j) => get(heads[Math.floor(j / heads[0].cols)], i, j % heads[0].cols)),
