@@ -38,6 +38,7 @@ BACKENDS = {
     "cuda": "minimha.kernels.cuda.backend",
 }
 DTYPES = ("float32", "float64", "float16", "bfloat16")  # that the CPU kernels read in place
+PACKING = ("cu_seqlens_q", "cu_seqlens_k", "block_table")
 TAPPED = ("dense", "tiled")  # the backends whose steps can be tapped
 
 
@@ -71,7 +72,15 @@ class Scores(TypedDict, total=False):
     softcap: float | None
 
 
-class AttentionOptions(Masks, Positions, Scores, total=False):
+class Packing(TypedDict, total=False):
+    """Options of ``attention`` that say where the rows of each sequence are."""
+
+    cu_seqlens_q: ArrayLike | None
+    cu_seqlens_k: ArrayLike | None
+    block_table: ArrayLike | None
+
+
+class AttentionOptions(Masks, Positions, Scores, Packing, total=False):
     """Options of ``attention`` that a layer passes on."""
 
 
@@ -197,6 +206,9 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: ArrayLike | None = None,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
+    block_table: ArrayLike | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
     tap: Tap = no_tap,
@@ -246,6 +258,17 @@ def attention(
     sinks : array_like of shape (H,), optional
         Extra scores in the denominator and the log-sum-exp that have no value. Finite, or -inf for
         none.
+    cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int, optional
+        n sequences stand one after another along Lq and Lk, with B = 1: sequence s is the rows
+        from cu_seqlens[s] to cu_seqlens[s + 1], of which the first is 0 and the last Lq or Lk. No
+        sequence sees another; positions count from its first query and key, and ``q_offset`` and
+        ``kv_lengths`` are one integer or n. ``attn_mask`` and ``attn_bias`` are refused, and so
+        are arrays on a GPU. ``cu_seqlens_k`` is ``cu_seqlens_q`` by default.
+    block_table : array_like of shape (B, pages), int, optional
+        Keys and values are paged: k is (num_pages, Hkv, page_size, D), v likewise, and key j of
+        batch entry b is key j % page_size of page block_table[b, j // page_size]. It needs
+        ``kv_lengths``; entries beyond are not read. With ``cu_seqlens_q`` there is one row for
+        each sequence. What is refused with ``cu_seqlens_q`` is refused here.
     return_lse : bool, default False
         Return the log-sum-exp too.
     backend : {"auto", "dense", "tiled", "cpu", "cuda"}, default "auto"
@@ -286,11 +309,19 @@ def attention(
     array([[0.99444 , 1.      ],
            [1.401112, 1.203336],
            [0.99302 , 1.255235]])
+
+    Packed, the first two tokens are a sequence of their own, and so is the third:
+
+    >>> attention(q, k, v, cu_seqlens_q=[0, 2, 3]).round(6)
+    array([[0.5     , 1.      ],
+           [0.330238, 1.339525],
+           [3.      , 1.      ]])
     """
     key = None
     if (
         attn_mask is None and attn_bias is None and kv_lengths is None and alibi_slopes is None
-        and sinks is None and tap is no_tap
+        and sinks is None and tap is no_tap and cu_seqlens_q is None and cu_seqlens_k is None
+        and block_table is None
     ):  # fmt: skip
         window = window_size if type(window_size) is tuple else (window_size,)
         key = remembered.key_of(q, k, v, backend, is_causal, q_offset, scale, softcap, *window)
@@ -309,6 +340,9 @@ def attention(
         "kv_lengths": kv_lengths,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "block_table": block_table,
     }
     options = {
         "is_causal": is_causal,
@@ -320,7 +354,8 @@ def attention(
     for name, value in given.items():
         if value is not None and is_device_array(value):
             _check_backend(backend)
-            return _device_module(backend, name, tap).attend(given, options, has_lse)
+            packing = [option for option in PACKING if given.pop(option) is not None]
+            return _device_module(backend, name, tap, packing).attend(given, options, has_lse)
     problem = Problem.of(**given, **options)  # type: ignore[arg-type]
     if not callable(tap):
         raise TypeError(f"tap is {tap!r}: expected a callable tap(name, value) that returns value")
@@ -361,8 +396,13 @@ def _computed(
     return result
 
 
-def _device_module(backend: str, name: str, tap: Tap) -> Any:
+def _device_module(backend: str, name: str, tap: Tap, packing: list[str]) -> Any:
     """Return the module that computes on the GPU, where argument ``name`` is."""
+    if packing:
+        raise BackendUnavailable(
+            f"backend 'cuda' cannot run: {packing[0]} needs one launch for each sequence, which "
+            f"it does only for arrays on the host, and {name} is on a GPU: call attention for each"
+        )
     if backend not in ("auto", "cuda"):
         raise BackendUnavailable(
             f"backend {backend!r} cannot run: {name} is on a GPU; copy it to the host first, or "

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.equations.tap import Tap, no_tap
+from minimha.equations.tap import Tap, no_tap, staged
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -27,8 +27,11 @@ def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[
     """O = softmax(S) V and L = log Σ exp S, with S the scaled, capped, biased, masked Q Kᵀ.
 
     O has shape (B, H, Lq, Dv), L (B, H, Lq), both the compute dtype. ``tap`` receives every
-    intermediate.
+    intermediate; those of packed or paged sequences are called ``weights[sequence 0]``.
     """
+    if problem.sequences is not None:
+        O, L = problem.by_sequence(lambda part, s: forward(part, staged(tap, f"sequence {s}")))
+        return tap("output", O), L
     with np.errstate(all="ignore"):
         Q, K, V = (
             tap(name, array.astype(problem.compute, copy=False))

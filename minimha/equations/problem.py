@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,9 +27,11 @@ from minimha.equations.arguments import (
     number,
     rectangular,
 )
+from minimha.equations.sequences import ONE_PAGE, Sequences, check_pages, sequences_of
 from minimha.equations.visibility import UNBOUNDED, sees
 
 MAX_OFFSET = 1 << 31  # keeps position arithmetic far inside UNBOUNDED
+Shape = tuple[int, int, int, int]
 RANKS = {2: "(L, D)", 3: "(H, L, D)", 4: "(B, H, L, D)"}
 MASK_SHAPES = "(Lq, Lk), or 4-D and broadcastable to (B, H, Lq, Lk)"
 
@@ -63,6 +66,10 @@ class Problem:
         when they are read, and the output is rounded once.
     rank : int
         Dimensions of the caller's arrays, 2 to 4.
+    sequences : Sequences or None
+        Where the queries and keys of each sequence are, if sequences are packed or keys are paged.
+        Everything above that is per batch entry is then per sequence, and k and v may have
+        another B and another Lk than q: pages and their size.
     """
 
     q: NDArray[Any]
@@ -81,6 +88,7 @@ class Problem:
     dtype: np.dtype[Any]
     compute: np.dtype[Any]
     rank: int
+    sequences: Sequences | None = None
 
     @classmethod
     def of(
@@ -99,6 +107,9 @@ class Problem:
         scale: float | None = None,
         softcap: float | None = None,
         sinks: ArrayLike | None = None,
+        cu_seqlens_q: ArrayLike | None = None,
+        cu_seqlens_k: ArrayLike | None = None,
+        block_table: ArrayLike | None = None,
     ) -> Problem:
         """Check the arguments, which ``minimha.attention`` describes, and fill in the defaults.
 
@@ -108,10 +119,13 @@ class Problem:
             An argument of the wrong type (text instead of numbers, a mask that is not boolean),
             shapes that do not match, or a value outside its range.
         """
-        rank, (q4, k4, v4) = _arrays(q, k, v)
-        B, H, Lq, D = q4.shape
-        Lk = k4.shape[2]
-        compute = compute_dtype(q4.dtype)
+        rank, (q4, k4, v4) = _arrays(q, k, v, is_paged=block_table is not None)
+        shape = (*q4.shape[:3], k4.shape[2])
+        compute, H = compute_dtype(q4.dtype), shape[1]
+        sequences = sequences_of(q4.shape, k4.shape, cu_seqlens_q, cu_seqlens_k, block_table)
+        if sequences is not None:
+            _refuse_over_scores(attn_mask=attn_mask, attn_bias=attn_bias)
+        lengths = _lengths(kv_lengths, shape, sequences, len(k4))
         left, right = _window(window_size)
         has_window = (left, right) != (UNBOUNDED, UNBOUNDED)
         if flag("is_causal", is_causal):
@@ -121,16 +135,52 @@ class Problem:
         positional = [name for name, is_given in options.items() if is_given]
         return cls(
             q=q4, k=k4, v=v4, left=left, right=right,
-            q_offset=_offset(q_offset, B, Lq, Lk, positional),
-            kv_lengths=_lengths(kv_lengths, B, Lk),
-            attn_mask=_mask(attn_mask, (B, H, Lq, Lk)),
-            attn_bias=_bias(attn_bias, (B, H, Lq, Lk), compute),
+            q_offset=_offset(q_offset, shape, sequences, lengths, positional),
+            kv_lengths=lengths,
+            attn_mask=_mask(attn_mask, shape),
+            attn_bias=_bias(attn_bias, shape, compute),
             alibi_slopes=_slopes(alibi_slopes, H, compute),
             sinks=_sinks(sinks, H, compute),
-            scale=1 / math.sqrt(D) if scale is None else number("scale", scale, compute),
+            scale=1 / math.sqrt(q4.shape[3]) if scale is None else number("scale", scale, compute),
             softcap=_softcap(softcap, compute),
-            dtype=q4.dtype, compute=compute, rank=rank,
+            dtype=q4.dtype, compute=compute, rank=rank, sequences=sequences,
         )  # fmt: skip
+
+    def each_sequence(self) -> Iterator[tuple[tuple[slice, slice, slice], Problem]]:
+        """The index of each sequence's queries in q, O and L, and the sequence as a problem."""
+        assert self.sequences is not None
+        for s, length in enumerate(self.kv_lengths.tolist()):
+            rows, one = self.sequences.rows(s), slice(s, s + 1)
+            k, v = (self.sequences.keys(X, s, length) for X in (self.k, self.v))
+            yield rows, replace(
+                self, q=self.q[rows], k=k, v=v, q_offset=self.q_offset[one],
+                kv_lengths=self.kv_lengths[one], sequences=None,
+            )  # fmt: skip
+
+    def by_sequence(
+        self, forward: Callable[[Problem, int], tuple[NDArray[Any], NDArray[Any]]]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """O and L, where ``forward(problem, s)`` computes sequence s on its own."""
+        O = np.empty((*self.q.shape[:3], self.v.shape[3]), self.compute)
+        L = np.empty(self.q.shape[:3], self.compute)
+        for s, (rows, problem) in enumerate(self.each_sequence()):
+            O[rows], L[rows] = forward(problem, s)
+        return O, L
+
+    @property
+    def num_queries(self) -> NDArray[np.int64]:
+        """Queries of each sequence, or batch entry, (B,)."""
+        if self.sequences is None:
+            return np.array([self.q.shape[2]] * len(self.q), np.int64)
+        return self.sequences.queries[:, 2]
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key of the same sequence, over all sequences and heads."""
+        B, H, Lq, _ = self.q.shape
+        if self.sequences is None:
+            return int(B * H * Lq * self.k.shape[2])
+        return int(H * (self.sequences.queries[:, 2] @ self.kv_lengths))
 
     def visible(self, rows: slice, keys: slice) -> NDArray[np.bool_]:
         """Which of the keys ``keys`` each of the queries ``rows`` may see, (B, 1 or H, rows, keys).
@@ -164,22 +214,22 @@ class Problem:
         return cast(O[leading], self.dtype), L[leading]
 
 
-def factor_against_overflow(V: NDArray[Any]) -> float:
+def factor_against_overflow(V: NDArray[Any], num_keys: int) -> float:
     """The power of 2 with which no sum of weights times values overflows; 1 where none would.
 
-    ``V`` (..., Lk, Dv) has the compute dtype. A mean of values may be within its range although
-    their sum, before it is divided, is not.
+    ``V`` has the compute dtype, and no query sees more than ``num_keys`` of its rows. A mean of
+    values may be within its range although their sum, before it is divided, is not.
     """
     largest = abs(V).max(initial=0, where=np.isfinite(V))
-    terms = 2 * V.shape[-2]  # twice as many as there are, so that rounding does not overflow either
+    terms = 2 * num_keys  # twice as many as there are, so that rounding does not overflow either
     is_safe = terms == 0 or largest <= np.finfo(V.dtype).max / terms
     return 1.0 if is_safe else 2.0 ** -terms.bit_length()
 
 
 def _arrays(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, is_paged: bool
 ) -> tuple[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-    """Rank, and q, k, v as 4-D arrays of one dtype."""
+    """Rank, and q, k, v as 4-D arrays of one dtype; with pages these are batch entries of k, v."""
     given = {name: as_floating(name, value) for name, value in (("q", q), ("k", k), ("v", v))}
     rank = given["q"].ndim
     for name, array in given.items():
@@ -196,15 +246,17 @@ def _arrays(
             )
     dtype = common_dtype({name: array.dtype for name, array in given.items()})
     q4, k4, v4 = (cast(array, dtype)[(None,) * (4 - rank)] for array in given.values())
-    _check_shapes(q4, k4, v4)
+    _check_shapes(q4, k4, v4, is_paged)
     return rank, (q4, k4, v4)
 
 
-def _check_shapes(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]) -> None:
-    (B, H, _, D), (_, Hkv, Lk, _) = q.shape, k.shape
+def _check_shapes(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], is_paged: bool) -> None:
+    (B, H, _, D), (pages, Hkv, Lk, _) = q.shape, k.shape
     Q, K, V = map(name_of, "qkv")
+    if is_paged and len(v) != pages:
+        raise ValueError(f"{V} has {counted(len(v), 'page')} but {K} has {pages}: expected as many")
     for name, array in ((K, k), (V, v)):
-        if array.shape[0] != B:
+        if array.shape[0] != B and not is_paged:
             raise ValueError(
                 f"{name} has B={array.shape[0]} but {Q} has B={B}: batches must be equal"
             )
@@ -258,24 +310,69 @@ def _window(window_size: Any) -> tuple[int, int]:
     return left, right
 
 
-def _offset(
-    q_offset: ArrayLike | None, B: int, Lq: int, Lk: int, positional: list[str]
-) -> NDArray[np.int64]:
-    if q_offset is None:
-        if Lq != Lk and positional:
+def _refuse_over_scores(**given: Any) -> None:
+    """A mask or a bias over all pairs of rows is most of it over pairs of different sequences."""
+    for name, value in given.items():
+        if value is not None:
             raise ValueError(
-                f"{name_of(positional[0])} with Lq={Lq} and Lk={Lk} needs q_offset: query i is at "
-                f"key position i + q_offset; q_offset=0 aligns the first query with the first "
-                f"key, q_offset={Lk - Lq} the last with the last"
+                f"{name_of(name)} covers one pair of Lq and Lk, but cu_seqlens and block_table "
+                f"give each sequence its own: is_causal, window_size, kv_lengths and alibi_slopes "
+                f"apply to each sequence"
             )
-        return np.zeros(B, np.int64)
-    return _per_batch("q_offset", q_offset, B, (1 - MAX_OFFSET, MAX_OFFSET - 1))
 
 
-def _lengths(kv_lengths: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
+def _offset(
+    q_offset: ArrayLike | None, shape: Shape, sequences: Sequences | None,
+    lengths: NDArray[np.int64], positional: list[str],
+) -> NDArray[np.int64]:  # fmt: skip
+    Lq, Lk = shape[2:]
+    if q_offset is not None:
+        return _per_batch("q_offset", q_offset, len(lengths), (1 - MAX_OFFSET, MAX_OFFSET - 1))
+    unequal, of_sequence = Lq != Lk, ""
+    if sequences is not None:
+        num_queries, num_keys = sequences.queries[:, 2], sequences.room
+        if sequences.page_size != ONE_PAGE:
+            num_keys = lengths
+        unequal = bool((num_queries != num_keys).any())
+        s = int((num_queries != num_keys).argmax()) if unequal else 0
+        of_sequence = f" in sequence {s}"
+        Lq, Lk = (int(x[s]) if unequal else 0 for x in (num_queries, num_keys))
+    if unequal and positional:
+        raise ValueError(
+            f"{name_of(positional[0])} with Lq={Lq} and Lk={Lk}{of_sequence} needs q_offset: query "
+            f"i is at key position i + q_offset; q_offset=0 aligns the first query with the first "
+            f"key, q_offset={Lk - Lq} the last with the last"
+        )
+    return np.zeros(len(lengths), np.int64)
+
+
+def _lengths(
+    kv_lengths: ArrayLike | None, shape: Shape, sequences: Sequences | None, num_pages: int
+) -> NDArray[np.int64]:
+    """How many keys each sequence, or batch entry, has."""
+    B, _, _, Lk = shape
+    if sequences is None:
+        if kv_lengths is None:
+            return np.array([Lk] * B, np.int64)  # several times as fast as np.full
+        return _per_batch("kv_lengths", kv_lengths, B, (0, Lk))
+    is_paged, n = sequences.page_size != ONE_PAGE, len(sequences.room)
+    if kv_lengths is None and not is_paged:
+        return sequences.room
     if kv_lengths is None:
-        return np.array([Lk] * B, np.int64)  # several times as fast as np.full
-    return _per_batch("kv_lengths", kv_lengths, B, (0, Lk))
+        raise ValueError(
+            f"{name_of('block_table')} needs kv_lengths: how many keys of its pages a sequence has"
+        )
+    lengths = _per_batch("kv_lengths", kv_lengths, n, (0, int(sequences.room.max(initial=0))))
+    beyond = np.flatnonzero(lengths > sequences.room)
+    if beyond.size:
+        s = beyond[0]
+        raise ValueError(
+            f"{name_of('kv_lengths')} is {lengths[s]} for sequence {s}: it has "
+            f"{sequences.room[s]} keys"
+        )
+    if is_paged:
+        check_pages(sequences, lengths, num_pages)
+    return lengths
 
 
 def _per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> NDArray[np.int64]:
@@ -334,9 +431,7 @@ def _narrowed(array: NDArray[Any], compute: np.dtype[Any]) -> NDArray[Any]:
     return np.where(overflowed, np.copysign(limit, narrow), narrow) if overflowed.any() else narrow
 
 
-def _mask(
-    attn_mask: ArrayLike | None, shape: tuple[int, int, int, int]
-) -> NDArray[np.bool_] | None:
+def _mask(attn_mask: ArrayLike | None, shape: Shape) -> NDArray[np.bool_] | None:
     if attn_mask is None:
         return None
     array = rectangular("attn_mask", attn_mask)
@@ -348,9 +443,7 @@ def _mask(
     return _over_scores("attn_mask", array, shape)
 
 
-def _bias(
-    attn_bias: ArrayLike | None, shape: tuple[int, int, int, int], compute: np.dtype[Any]
-) -> NDArray[Any] | None:
+def _bias(attn_bias: ArrayLike | None, shape: Shape, compute: np.dtype[Any]) -> NDArray[Any] | None:
     if attn_bias is None:
         return None
     array = rectangular("attn_bias", attn_bias)
@@ -362,7 +455,7 @@ def _bias(
     return _over_scores("attn_bias", _narrowed(as_floating("attn_bias", array), compute), shape)
 
 
-def _over_scores(name: str, array: NDArray[Any], shape: tuple[int, int, int, int]) -> NDArray[Any]:
+def _over_scores(name: str, array: NDArray[Any], shape: Shape) -> NDArray[Any]:
     """A read-only view of ``array`` with the shape of the scores, (B, H, Lq, Lk)."""
     fits = array.ndim == 4 and all(
         size in (1, whole) for size, whole in zip(array.shape, shape, strict=True)

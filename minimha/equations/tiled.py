@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.dense import scores, weighted_sum
 from minimha.equations.problem import Problem, factor_against_overflow
-from minimha.equations.tap import Tap, no_tap
+from minimha.equations.tap import Tap, no_tap, staged
 from minimha.equations.visibility import key_range
 
 BLOCK_ROWS = 128  # default B_r
@@ -49,11 +49,18 @@ def forward(
     for name, size in (("B_r", B_r), ("B_c", B_c)):
         if size < 1:
             raise ValueError(f"{name} is {size}: a block holds at least one row")
+    if problem.sequences is not None:
+        O, L = problem.by_sequence(
+            lambda part, s: forward(part, staged(tap, f"sequence {s}"), B_r=B_r, B_c=B_c)
+        )
+        return tap("output", O), L
     B, H, Lq, _ = problem.q.shape
     O = np.empty((B, H, Lq, problem.v.shape[3]), problem.compute)
     L = np.empty((B, H, Lq), problem.compute)
     with np.errstate(all="ignore"):
-        factor = factor_against_overflow(problem.v.astype(problem.compute, copy=False))
+        factor = factor_against_overflow(
+            problem.v.astype(problem.compute, copy=False), problem.k.shape[2]
+        )
         for i, start in enumerate(range(0, Lq, B_r)):  # line 3
             rows = slice(start, min(start + B_r, Lq))
             O[..., rows, :], L[..., rows] = _row_block(problem, i, rows, B_c, factor, tap)

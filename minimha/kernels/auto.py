@@ -31,14 +31,14 @@ def choose(problem: Problem) -> str:
     loaded = sys.modules.get("minimha.kernels.cpu.backend")
     if loaded and loaded.is_ready(problem):
         return "cpu"
-    (B, H, Lq, D), (Lk, Dv) = problem.q.shape, problem.v.shape[2:]
-    cost = _spent + B * H * Lq * Lk * (D + Dv) / DENSE_RATE
+    D, Dv = problem.q.shape[3], problem.v.shape[3]
+    cost = _spent + problem.num_pairs * (D + Dv) / DENSE_RATE
     if cost < LOADING:
         return "dense"
     backend = _imported()
     if backend is None:
         return "dense"
-    scores = B * H * Lq * Lk * problem.compute.itemsize
+    scores = problem.num_pairs * problem.compute.itemsize
     if cost < COMPILING and scores < DENSE_MEMORY and not backend.is_stored(problem):
         return "dense"
     return "cpu"

@@ -4,7 +4,7 @@ A kernel is called with the address of that line and the number of the thread. I
 
     6 integers               where the headers of q, k, v, O, L and the buffers' memory are
     9 integers per array     its address, its shape and its strides, filled up to four axes
-    5 numbers and 2 sizes
+    6 numbers and 2 sizes
     the counters             on a cache line of their own
 
 The next call with arrays of the same shapes and strides needs a copy in which only the first six
@@ -27,7 +27,6 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from minimha.kernels.cpu.simd.vector import INT
-from minimha.kernels.options import Options
 
 AXES = 4
 ARRAY = 1 + 2 * AXES  # integers that describe one array
@@ -37,6 +36,24 @@ REAL, DOUBLE, BYTE = "real", "double", "byte"  # REAL is the compute dtype
 # Counters begin at 0: the first one deals out the tasks, the second one becomes 1 where an output
 # is not finite, and more are the rung's own.
 TASKS, NONFINITE, OWN = 0, 1, 2
+
+
+class CpuOptions(NamedTuple):
+    """``Options``, then where the rows of each sequence are: those of ``Sequences``."""
+
+    left: int
+    right: int
+    q_offset: Any
+    kv_lengths: Any
+    slopes: Any
+    sinks: Any
+    scale: float
+    softcap: float
+    is_bfloat16: bool
+    queries: Any
+    pages: Any
+    first_keys: Any
+    page_size: int
 
 
 class Buffer(NamedTuple):
@@ -59,8 +76,10 @@ class Layout(NamedTuple):
 # What every call brings; then the arrays of every problem, in the order of a line. The buffers
 # follow, then the numbers.
 BROUGHT = ("q", "k", "v", "O", "L", "memory")
-ARRAYS = ("q", "k", "v", "mask", "bias", "O", "L", "q_offset", "kv_lengths", "slopes", "sinks")
-NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16")
+ROWS = ("queries", "pages", "first_keys")  # of ``Sequences``
+SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS)
+ARRAYS = ("q", "k", "v", "mask", "bias", "O", "L", *SMALL)
+NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size")
 HEADERS = Struct(f"={len(BROUGHT)}q")
 
 
@@ -76,7 +95,7 @@ def slots(buffers: Iterable[str]) -> dict[str, int]:
 
 
 def pack(
-    layouts: dict[str, Layout], slots: dict[str, int], o: Options, sizes: Sequence[int],
+    layouts: dict[str, Layout], slots: dict[str, int], o: CpuOptions, sizes: Sequence[int],
     num_counters: int,
 ) -> NDArray[np.int64]:  # fmt: skip
     """The line for arrays and buffers of these layouts, whose addresses are left open."""
@@ -127,14 +146,16 @@ def unpacker(**buffers: Buffer) -> Any:
         arrays = dict.fromkeys(("q", "k", "v"), types.Array(storage, 4, "A"))
         arrays |= dict.fromkeys(("bias", "O"), types.Array(real, 4, "A"))
         arrays |= {"mask": types.Array(types.boolean, 4, "A"), "L": types.Array(real, 3, "A")}
-        arrays |= dict.fromkeys(("q_offset", "kv_lengths"), types.Array(types.int64, 1, "C"))
+        lines = ("q_offset", "kv_lengths", "first_keys")
+        arrays |= dict.fromkeys(lines, types.Array(types.int64, 1, "C"))
+        arrays |= dict.fromkeys(("queries", "pages"), types.Array(types.int64, 2, "C"))
         arrays |= dict.fromkeys(("slopes", "sinks"), types.Array(real, 1, "C"))
         arrays |= {name: types.Array(kinds[x.kind], 1, "C") for name, x in buffers.items()}
         counters = types.Array(types.int64, 1, "C")
-        numbers = (types.int64, types.int64, types.float64, types.float64, types.boolean)
+        numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, types.int64)
         every = arrays | dict(zip(NUMBERS, numbers, strict=True))
         tuples = {
-            "o": types.NamedTuple([every[name] for name in Options._fields], Options),
+            "o": types.NamedTuple([every[name] for name in CpuOptions._fields], CpuOptions),
             "memory": types.NamedTuple([*(every[name] for name in buffers), counters], memory),
             "sizes": types.UniTuple(types.int64, NUM_SIZES),
         }
@@ -190,7 +211,7 @@ def unpacker(**buffers: Buffer) -> Any:
                 elif kind == types.boolean:
                     values[name] = builder.icmp_signed("!=", values[name], INT(0))
             fields = {
-                "o": [values[name] for name in Options._fields],
+                "o": [values[name] for name in CpuOptions._fields],
                 "memory": [*(values[name] for name in buffers), shared],
                 "sizes": [read(slot["sizes"] + n) for n in range(NUM_SIZES)],
             }

@@ -9,7 +9,8 @@ q, k, v   (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), read in place: any s
           last, which is one item. float32, float64, or 16-bit numbers as their bits (uint16).
 mask      (B, H, Lq, Lk) bool, any strides; of size 0 if there is none
 bias      (B, H, Lq, Lk), compute dtype, any strides; of size 0 if there is none
-o         ``Options``: everything that is small
+o         ``CpuOptions``: everything that is small, and where the rows of each sequence are: B
+          above is that of the arrays, and a problem has ``len(o.queries)`` sequences
 O, L      (B, H, Lq, Dv) and (B, H, Lq), written; float32 or float64, the compute dtype
 memory    the rung's buffers, a named tuple of 1-D arrays, most of them the thread's own; and
           ``counters``, which all threads share
@@ -30,6 +31,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem, factor_against_overflow
+from minimha.equations.sequences import one_per_entry
 from minimha.kernels.cpu.arguments import (
     AXES,
     BYTE,
@@ -39,8 +41,10 @@ from minimha.kernels.cpu.arguments import (
     NONFINITE,
     OWN,
     REAL,
+    SMALL,
     TASKS,
     Buffer,
+    CpuOptions,
     Layout,
     address,
     pack,
@@ -129,13 +133,19 @@ class Plan:
         workers: int,
     ) -> None:  # fmt: skip
         (B, H, Lq, D), (Lk, Dv) = problem.q.shape, problem.v.shape[2:]
+        rows = problem.sequences or one_per_entry(B, Lq, Lk)
         self.compute, self.storage, self.workers = problem.compute, kernel.storage(problem), workers
-        self.shape, self.is_long = (B, H, Lq, Dv), B * H * Lq * Lk * (D + Dv) >= LONG
-        o = options(problem)
+        self.shape, self.is_long = (B, H, Lq, Dv), problem.num_pairs * (D + Dv) >= LONG
+        self._num_keys = int(problem.kv_lengths.max(initial=0))
+        o = CpuOptions(
+            *options(problem), queries=np.ascontiguousarray(rows.queries),
+            pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
+            page_size=rows.page_size,
+        )  # fmt: skip
         self._held = {
             "mask": NO_MASK if problem.attn_mask is None else problem.attn_mask,
             "bias": NO_BIAS[problem.compute] if problem.attn_bias is None else problem.attn_bias,
-        } | {name: getattr(o, name) for name in ("q_offset", "kv_lengths", "slopes", "sinks")}
+        } | {name: getattr(o, name) for name in SMALL}
         layouts = {name: Layout(array.shape, array.strides) for name, array in self._held.items()}
         layouts |= {name: self._layout(getattr(problem, name)) for name in "qkv"}
         layouts |= {"O": _contiguous(self.shape, problem.compute)}
@@ -171,7 +181,7 @@ class Plan:
         O, L, is_finite = self._launch(self._line.copy(), q, k, v)
         if not is_finite:
             with np.errstate(all="ignore"):
-                factor = factor_against_overflow(v.astype(self.compute, copy=False))
+                factor = factor_against_overflow(v.astype(self.compute, copy=False), self._num_keys)
                 if factor < 1:
                     small = v * v.dtype.type(factor)
                     line = self._line.copy()

@@ -24,7 +24,7 @@ from minimha.kernels.cpu.simd.product import tile_product, tile_product_add, who
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
 from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS, panel_width
-from minimha.kernels.cpu.storage import rows_at
+from minimha.kernels.cpu.storage import queries_of, rows_at
 
 B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of the L1 cache
 
@@ -149,13 +149,14 @@ def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, full):
 
 
 @jit
-def store_panel(panel, O, L, counters):
+def store_panel(panel, O, L, o, counters):
     """Lines 12 to 15: O / l, transposed back, and m + log l; 0 and -inf if no key was seen."""
     lanes, Dv = panel.lanes, O.shape[3]
-    b, h, i0 = panel.b, panel.h, panel.i0
+    entry, first, _ = queries_of(o, panel.b)
+    h, i0 = panel.h, first + panel.i0
     for r in range(panel.rows):
         m, l = panel.m[r], panel.l[r]
-        L[b, h, i0 + r] = m + math.log(O.dtype.type(l)) if l != 0 else -math.inf
+        L[entry, h, i0 + r] = m + math.log(O.dtype.type(l)) if l != 0 else -math.inf
         panel.m[r] = 1 / l if l != 0 else 0
     for r in range(panel.rows, lanes):
         panel.m[r] = 0
@@ -166,5 +167,5 @@ def store_panel(panel, O, L, counters):
             found |= is_nonfinite(panel.O[d * lanes + r])
     if found:
         counters[NONFINITE] = 1
-    to = rows_at(O, b, h, i0)
+    to = rows_at(O, entry, h, i0)
     transpose(panel.O, 0, lanes, to.line, to.start, to.stride, Dv, panel.rows)

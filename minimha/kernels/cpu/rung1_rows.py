@@ -18,7 +18,7 @@ from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.kernel import Kernel
 from minimha.kernels.cpu.mask import final_score, head_of, is_seen
 from minimha.kernels.cpu.nonfinite import note_nonfinite
-from minimha.kernels.cpu.storage import rows_at
+from minimha.kernels.cpu.storage import key_at, queries_of, rows_at
 
 BUFFERS = {"O_i": Buffer(DOUBLE)}
 unpack = unpacker(**BUFFERS)
@@ -36,12 +36,13 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 
 def rows(line, worker):
     q, k, v, mask, bias, o, O, L, memory, _ = unpack(line, worker)
-    B, H, Lq, _ = q.shape
-    for b in range(B):
-        for h in range(H):
+    for b in range(len(o.queries)):
+        entry, first, Lq = queries_of(o, b)
+        for h in range(q.shape[1]):
             for i in range(Lq):
-                L[b, h, i] = row(q, k, v, mask, bias, o, O, memory.O_i, b, h, i)
-                note_nonfinite(rows_at(O, b, h, i), O.shape[3], memory.counters)
+                at = rows_at(O, entry, h, first + i)
+                L[entry, h, first + i] = row(q, k, v, mask, bias, o, at, memory.O_i, b, h, i)
+                note_nonfinite(at, v.shape[3], memory.counters)
 
 
 KERNEL = Kernel(rows, BUFFERS)
@@ -49,7 +50,8 @@ KERNEL = Kernel(rows, BUFFERS)
 
 @jit
 def row(q, k, v, mask, bias, o, O, O_i, b, h, i):
-    """Write O[b, h, i] and return L[b, h, i]."""
+    """Write O and return L of query i of sequence b."""
+    entry, first, _ = queries_of(o, b)
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv = q.shape[3], v.shape[3]
     m = float(o.sinks[h])
@@ -57,12 +59,13 @@ def row(q, k, v, mask, bias, o, O, O_i, b, h, i):
     head = head_of(o, b, h)
     for d in range(Dv):
         O_i[d] = 0
-    for j in range(k.shape[2]):
+    for j in range(o.kv_lengths[b]):
         if not is_seen(mask, bias, head, b, h, i, j):
             continue
+        page, at = key_at(o, b, j)
         s = 0.0
         for d in range(D):
-            s += q[b, h, i, d] * k[b, kv, j, d]
+            s += q[entry, h, first + i, d] * k[page, kv, at, d]
         s = final_score(s, bias, head, b, h, i, j)  # line 8
         m_old = m
         if s > m:
@@ -71,7 +74,7 @@ def row(q, k, v, mask, bias, o, O, O_i, b, h, i):
         correction, p = math.exp(m_old - shift), math.exp(s - shift)  # line 9
         l = correction * l + p
         for d in range(Dv):  # line 10
-            O_i[d] = correction * O_i[d] + p * v[b, kv, j, d]
+            O_i[d] = correction * O_i[d] + p * v[page, kv, at, d]
     for d in range(Dv):  # line 12
-        O[b, h, i, d] = O_i[d] / l if l != 0 else O_i[d]
+        O.line[O.start + d] = O_i[d] / l if l != 0 else O_i[d]
     return m + math.log(l) if l != 0 else -math.inf  # line 13

@@ -21,7 +21,7 @@ from minimha.kernels.cpu.kernel import Kernel
 from minimha.kernels.cpu.mask import apply_softcap_and_bias, mask_tile
 from minimha.kernels.cpu.nonfinite import note_nonfinite
 from minimha.kernels.cpu.simd.memory import matrix
-from minimha.kernels.cpu.storage import rows_at
+from minimha.kernels.cpu.storage import key_at, keys_ahead, queries_of, rows_at
 
 B_R, B_C = 64, 64
 
@@ -47,9 +47,10 @@ def forward(
 
 def plain_tiles(line, worker):
     q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
-    (B, H, Lq, _), (B_r, B_c) = q.shape, sizes
-    for b in range(B):
-        for h in range(H):
+    B_r, B_c = sizes
+    for b in range(len(o.queries)):
+        _, _, Lq = queries_of(o, b)
+        for h in range(q.shape[1]):
             for i0 in range(0, Lq, B_r):  # line 3
                 row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, min(B_r, Lq - i0), B_c)
 
@@ -61,19 +62,22 @@ KERNEL = Kernel(plain_tiles, BUFFERS)
 def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
     """Lines 4 to 15: write O and L of the queries i0 to i0 + rows."""
     kv = h // (q.shape[1] // k.shape[1])
-    D, Lk, Dv = q.shape[3], k.shape[2], v.shape[3]
+    D, Dv, Lk = q.shape[3], v.shape[3], o.kv_lengths[b]
+    entry, first, _ = queries_of(o, b)
     zero, lowest = O.dtype.type(0), O.dtype.type(-math.inf)
     S, biases, seen, m, l = memory.S, memory.biases, memory.seen, memory.m, memory.l
     O_i = matrix(memory.O_i, 0, rows, Dv)
-    Q_i = rows_at(q, b, h, i0)  # line 4
+    Q_i = rows_at(q, entry, h, first + i0)  # line 4
     for r in range(rows):  # line 5
         m[r] = o.sinks[h]
         l[r] = 0 if m[r] == lowest else 1
         for d in range(Dv):
             O_i[r, d] = 0
-    for j0 in range(0, Lk, B_c):  # line 6
-        n = min(B_c, Lk - j0)
-        K_j, V_j = rows_at(k, b, kv, j0), rows_at(v, b, kv, j0)  # line 7
+    j0 = 0
+    while j0 < Lk:  # line 6
+        n = min(B_c, Lk - j0, keys_ahead(o, j0))
+        page, at = key_at(o, b, j0)
+        K_j, V_j = rows_at(k, page, kv, at), rows_at(v, page, kv, at)  # line 7
         mask_tile(mask, bias, o, b, h, i0, rows, j0, n, rows, False, seen, biases)
         for j in range(n):  # line 8: key j and query r meet at j · rows + r
             for r in range(rows):
@@ -98,8 +102,9 @@ def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
                     l[r] += p
                     for d in range(Dv):
                         O_i[r, d] += p * V_j.line[j * V_j.stride + d]
+        j0 += n
     for r in range(rows):
         for d in range(Dv):  # line 12
-            O[b, h, i0 + r, d] = O_i[r, d] / l[r] if l[r] != 0 else O_i[r, d]
-        note_nonfinite(rows_at(O, b, h, i0 + r), Dv, memory.counters)
-        L[b, h, i0 + r] = m[r] + math.log(l[r]) if l[r] != 0 else lowest  # line 13
+            O[entry, h, first + i0 + r, d] = O_i[r, d] / l[r] if l[r] != 0 else O_i[r, d]
+        note_nonfinite(rows_at(O, entry, h, first + i0 + r), Dv, memory.counters)
+        L[entry, h, first + i0 + r] = m[r] + math.log(l[r]) if l[r] != 0 else lowest  # line 13

@@ -30,7 +30,7 @@ from minimha.kernels.cpu.panel import (
     store_panel,
     update_panel,
 )
-from minimha.kernels.cpu.storage import rows_at
+from minimha.kernels.cpu.storage import key_at, keys_ahead, queries_of, rows_at
 
 BUFFERS = PANEL_BUFFERS
 unpack = unpacker(**BUFFERS)
@@ -51,18 +51,24 @@ def forward(problem: Problem, *, B_c: int = B_C) -> tuple[NDArray[Any], NDArray[
 def vector_tiles(line, worker):
     """Algorithm 1, with a panel as its block of queries."""
     q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
-    (B, H, Lq, D), (Hkv, Lk, Dv), B_c = q.shape, v.shape[1:], sizes[0]
-    for b in range(B):
+    H, Hkv, D, Dv, B_c = q.shape[1], k.shape[1], q.shape[3], v.shape[3], sizes[0]
+    for b in range(len(o.queries)):
+        (entry, first, Lq), Lk = queries_of(o, b), o.kv_lengths[b]
         for h in range(H):
             kv = h // (H // Hkv)
             for p in range(num_panels(Lq, O.itemsize)):  # line 3
                 panel = panel_of(memory, 0, Lq, D, Dv, b, h, p)
-                load_panel(panel, rows_at(q, b, h, panel.i0), D, Dv, memory, o)  # lines 4 and 5
-                for j0 in range(0, Lk, B_c):  # line 6
-                    n = min(B_c, Lk - j0)
-                    K_j, V_j = rows_at(k, b, kv, j0), rows_at(v, b, kv, j0)  # line 7
+                load_panel(
+                    panel, rows_at(q, entry, h, first + panel.i0), D, Dv, memory, o
+                )  # lines 4 and 5
+                j0 = 0
+                while j0 < Lk:  # line 6
+                    n = min(B_c, Lk - j0, keys_ahead(o, j0))
+                    page, at = key_at(o, b, j0)
+                    K_j, V_j = rows_at(k, page, kv, at), rows_at(v, page, kv, at)  # line 7
                     update_panel(panel, K_j, V_j, j0, n, D, Dv, memory, mask, bias, o, False)
-                store_panel(panel, O, L, memory.counters)
+                    j0 += n
+                store_panel(panel, O, L, o, memory.counters)
 
 
 KERNEL = Kernel(vector_tiles, BUFFERS)

@@ -2,7 +2,7 @@
 
 - A task is up to four panels of one head. They process each block of keys one after another, so
   that K and V come from memory once for 192 queries. Threads fetch the tasks from an atomic
-  counter, the longest first, until none is left.
+  counter, one sequence after another and of each the longest first, until none is left.
 - A panel visits only the keys that its queries can reach (``key_range``), and checks single scores
   only in partial tiles: with a causal mask those on the diagonal.
 - 16-bit K and V are widened one block at a time, so that only half the bytes come from memory.
@@ -35,7 +35,14 @@ from minimha.kernels.cpu.panel import (
 from minimha.kernels.cpu.simd.memory import fetch_add
 from minimha.kernels.cpu.simd.product import ROWS, whole_tiles
 from minimha.kernels.cpu.simd.vector import panel_width
-from minimha.kernels.cpu.storage import float_rows, rows_from
+from minimha.kernels.cpu.storage import (
+    float_rows,
+    key_at,
+    keys_ahead,
+    most_queries,
+    queries_of,
+    rows_from,
+)
 from minimha.kernels.cpu.threads import TASKS_PER_THREAD, get_num_threads
 
 PANELS = 4  # of a task, at most
@@ -67,10 +74,10 @@ def forward(
 
 def plan(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Plan:
     """How problems like this one are computed; the parameters are those of ``forward``."""
-    (B, H, Lq, D), (Lk, Dv) = problem.q.shape, problem.v.shape[2:]
+    (_, H, _, D), Dv = problem.q.shape, problem.v.shape[3]
     itemsize = problem.compute.itemsize
-    all_panels = B * H * num_panels(Lq, itemsize)
-    workers = get_num_threads() if B * H * Lq * Lk * (D + Dv) >= WORTH_SHARING else 1
+    all_panels = H * int(num_panels(problem.num_queries, itemsize).sum())
+    workers = get_num_threads() if problem.num_pairs * (D + Dv) >= WORTH_SHARING else 1
     if panels is None:
         panels = min(PANELS, max(1, all_panels // (TASKS_PER_THREAD * workers)))
     B_c = whole_tiles(B_c)
@@ -84,23 +91,25 @@ def plan(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Plan
 def tiles(line, worker):
     """One thread: fetch and compute tasks until none is left."""
     q, k, v, mask, bias, o, O, L, t, sizes = unpack(line, worker)
-    (B, H, Lq, D), Dv, (panels, B_c) = q.shape, v.shape[3], sizes
-    number = num_panels(Lq, O.itemsize)
-    groups = -(-number // panels)
+    H, D, Dv, (panels, B_c) = q.shape[1], q.shape[3], v.shape[3], sizes
+    groups = -(-num_panels(most_queries(o), O.itemsize) // panels)
     while True:
         task = fetch_add(t.counters, TASKS)
-        if task >= B * H * groups:
+        if task >= len(o.queries) * groups * H:
             return
-        group, head = groups - 1 - task // (B * H), task % (B * H)
-        b, h = head // H, head % H
-        first, last = group * panels, min((group + 1) * panels, number)
+        b, h = task // (groups * H), task % H
+        group = groups - 1 - task // H % groups
+        entry, first_row, Lq = queries_of(o, b)
+        first, last = group * panels, min((group + 1) * panels, num_panels(Lq, O.itemsize))
+        if first >= last:  # a shorter sequence
+            continue
         for p in range(first, last):
             panel = panel_of(t, p - first, Lq, D, Dv, b, h, p)
-            Q = float_rows(q, b, h, panel.i0, panel.rows, o, t.wide_Q)
+            Q = float_rows(q, entry, h, first_row + panel.i0, panel.rows, o, t.wide_Q)
             load_panel(panel, Q, D, Dv, t, o)
         visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c)
         for p in range(first, last):
-            store_panel(panel_of(t, p - first, Lq, D, Dv, b, h, p), O, L, t.counters)
+            store_panel(panel_of(t, p - first, Lq, D, Dv, b, h, p), O, L, o, t.counters)
 
 
 KERNEL = Kernel(tiles, BUFFERS, widens=True)
@@ -109,7 +118,8 @@ KERNEL = Kernel(tiles, BUFFERS, widens=True)
 @jit_inline
 def visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c):
     """Lines 6 to 11 for the panels of a task, one block of keys at a time."""
-    (H, Lq, D), Dv, itemsize = q.shape[1:], v.shape[3], t.ms.itemsize
+    H, D, Dv, itemsize = q.shape[1], q.shape[3], v.shape[3], t.ms.itemsize
+    _, _, Lq = queries_of(o, b)
     kv = h // (H // k.shape[1])
     offset, length = o.q_offset[b], o.kv_lengths[b]
     i_start, _, _ = panel_rows(Lq, itemsize, first)
@@ -119,10 +129,12 @@ def visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c):
     blocks = max(1, -(-(stop - start) // B_c))
     # Blocks of equal size: a short tile has as much overhead as a long one.
     size = max(1, -(-(stop - start) // (blocks * ROWS))) * ROWS
-    for block in range(start, stop, size):
-        block_stop = min(block + size, stop)
-        K_j = float_rows(k, b, kv, block, block_stop - block, o, t.wide_K)
-        V_j = float_rows(v, b, kv, block, block_stop - block, o, t.wide_V)
+    block = start
+    while block < stop:
+        block_stop = min(block + size, stop, block + keys_ahead(o, block))
+        page, at = key_at(o, b, block)
+        K_j = float_rows(k, page, kv, at, block_stop - block, o, t.wide_K)
+        V_j = float_rows(v, page, kv, at, block_stop - block, o, t.wide_V)
         for p in range(first, last):
             panel = panel_of(t, p - first, Lq, D, Dv, b, h, p)
             i0, end = panel.i0, panel.i0 + panel.rows
@@ -134,3 +146,4 @@ def visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c):
                 full = is_full(i0, end, j0, j1, offset, o.left, o.right, length)
                 K, V = rows_from(K_j, j0 - block), rows_from(V_j, j0 - block)
                 update_panel(panel, K, V, j0, j1 - j0, D, Dv, t, mask, bias, o, full)
+        block = block_stop

@@ -36,7 +36,14 @@ from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
 from minimha.kernels.cpu.simd.memory import fetch_add, flat, matrix
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
 from minimha.kernels.cpu.simd.vector import VECTORS, panel_width
-from minimha.kernels.cpu.storage import float_rows, rows_at
+from minimha.kernels.cpu.storage import (
+    float_rows,
+    key_at,
+    keys_ahead,
+    most_queries,
+    queries_of,
+    rows_at,
+)
 from minimha.kernels.cpu.threads import TASKS_PER_THREAD, get_num_threads
 
 B_C = 768  # keys per block, at least
@@ -76,8 +83,9 @@ def forward(
 
 def plan(problem: Problem, *, splits: int | None = None, B_c: int | None = None) -> Plan:
     """How problems like this one are computed; the parameters are those of ``forward``."""
-    (B, H, Lq, D), (Hkv, Lk, Dv) = problem.q.shape, problem.v.shape[1:]
-    itemsize, rows = problem.compute.itemsize, H // Hkv * Lq
+    (_, H, _, D), (_, Hkv, _, Dv) = problem.q.shape, problem.v.shape
+    B, Lk = len(problem.kv_lengths), longest_k(problem)
+    itemsize, rows = problem.compute.itemsize, H // Hkv * longest_q(problem)
     widest = panel_width(itemsize)
     B_c = -(-(B_c or block_size(problem)) // widest) * widest
     workers = get_num_threads() if B * Hkv * Lk * (D + Dv) >= WORTH_SHARING else 1
@@ -94,24 +102,38 @@ def plan(problem: Problem, *, splits: int | None = None, B_c: int | None = None)
 
 def block_size(problem: Problem) -> int:
     """Keys per block: ``B_C``, or as many as make ``SCORES`` scores."""
-    (_, H, Lq, _), (_, Hkv, Lk, _) = problem.q.shape, problem.k.shape
-    most = max(B_C, SCORES // max(1, H // Hkv * Lq))
-    return int(max(1, min(Lk, most)))
+    group = problem.q.shape[1] // problem.k.shape[1]
+    most = max(B_C, SCORES // max(1, group * longest_q(problem)))
+    return int(max(1, min(longest_k(problem), most)))
+
+
+def longest_q(problem: Problem) -> int:
+    """Queries of the sequence that has most."""
+    return int(problem.num_queries.max(initial=0))
+
+
+def longest_k(problem: Problem) -> int:
+    """Keys of the sequence that has most; of batch entries those that there is room for."""
+    if problem.sequences is None:
+        return int(problem.k.shape[2])
+    return int(problem.kv_lengths.max(initial=0))
 
 
 def decode(line, worker):
     """One thread: fetch and compute splits; who computes the last one of a head merges them."""
     q, k, v, mask, bias, o, O, L, t, sizes = unpack(line, worker)
-    (B, H, Lq, D), (Hkv, _, Dv), (splits, B_c) = q.shape, v.shape[1:], sizes
-    rows = H // Hkv * Lq
+    H, D, Hkv, Dv, (splits, B_c) = q.shape[1], q.shape[3], v.shape[1], v.shape[3], sizes
+    most = H // Hkv * most_queries(o)
     while True:
         task = fetch_add(t.counters, TASKS)
-        if task >= B * Hkv * splits:
+        if task >= len(o.queries) * Hkv * splits:
             return
         head, split = task // splits, task % splits
         b, kv = head // Hkv, head % Hkv
+        _, _, Lq = queries_of(o, b)
+        rows = H // Hkv * Lq
         load_queries(q, matrix(t.Q, 0, rows, D), o, b, kv, H // Hkv, t.wide)
-        part = part_of(t, head, split, splits, rows, Dv)
+        part = part_of(t, head * splits + split, rows, most, Dv)
         for r in range(rows):
             part.m[r] = -math.inf
             part.l[r] = 0
@@ -125,7 +147,7 @@ def decode(line, worker):
             n = min(B_c, stop - j0)
             update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, t)
         if fetch_add(t.counters, OWN + head) == splits - 1:
-            merge(t, splits, o, O, L, b, kv, Hkv)
+            merge(t, splits, o, O, L, b, kv, Hkv, most)
 
 
 KERNEL = Kernel(decode, BUFFERS, widens=True)
@@ -140,20 +162,19 @@ class Part(NamedTuple):
 
 
 @jit_inline
-def part_of(t, head, split, splits, rows, Dv):
-    """What the threads share of one split."""
-    n = head * splits + split
-    m = flat(t.parts_ml, 2 * n * rows)
-    return Part(matrix(t.parts_O, n * rows * Dv, rows, Dv), m, flat(m, rows))
+def part_of(t, n, rows, most, Dv):
+    """What the threads share of the n-th split of all heads; none has more than ``most`` rows."""
+    m = flat(t.parts_ml, 2 * n * most)
+    return Part(matrix(t.parts_O, n * most * Dv, rows, Dv), m, flat(m, rows))
 
 
 @jit_inline
 def load_queries(q, Q, o, b, kv, group, copies):
     """Row g · Lq + i is query i of the g-th head that shares key/value head ``kv``."""
-    Lq, D = q.shape[2:]
+    (entry, first, Lq), D = queries_of(o, b), q.shape[3]
     for g in range(group):
         for i in range(Lq):
-            row = float_rows(q, b, kv * group + g, i, 1, o, copies)
+            row = float_rows(q, entry, kv * group + g, first + i, 1, o, copies)
             for d in range(D):
                 Q[g * Lq + i, d] = row.line[row.start + d]
 
@@ -165,10 +186,13 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, t):
     S, seen = matrix(t.S, 0, rows, B_c), matrix(t.seen, 0, rows, B_c)
     lowest = S.dtype.type(-math.inf)
     size = piece_size(k, S, rows, n)
-    for near in range(0, n, size):
-        depth = min(size, n - near)
-        K = float_rows(k, b, kv, j0 + near, depth, o, t.wide)
-        dot_products(K.line, K.start, K.stride, t.Q, 0, D, t.S, near, B_c, depth, rows, D)  # line 8
+    near = 0
+    while near < n:  # line 8
+        depth = min(size, n - near, keys_ahead(o, j0 + near))
+        page, at = key_at(o, b, j0 + near)
+        K = float_rows(k, page, kv, at, depth, o, t.wide)
+        dot_products(K.line, K.start, K.stride, t.Q, 0, D, t.S, near, B_c, depth, rows, D)
+        near += depth
     is_partial = mask.size > 0 or bias.size > 0
     for i in range(Lq):
         offset, length = o.q_offset[b], o.kv_lengths[b]
@@ -219,13 +243,16 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
     for x in range(rows * Dv):
         part[x] = 0
     size = piece_size(v, O, rows, n)
-    for near in range(begin, begin + n, size):
-        depth = min(size, begin + n - near)
-        V = float_rows(v, b, kv, j0 + near, depth, o, t.wide)
+    near = begin
+    while near < begin + n:
+        depth = min(size, begin + n - near, keys_ahead(o, j0 + near))
+        page, at = key_at(o, b, j0 + near)
+        V = float_rows(v, page, kv, at, depth, o, t.wide)
         if is_partial and has_nonfinite(V, depth, Dv):
             add_seen_values(S, seen, V, matrix(part, 0, rows, Dv), near, depth)
         else:
             weighted_rows(P, near, B_c, V.line, V.start, V.stride, part, 0, Dv, rows, Dv, depth)
+        near += depth
     for r in range(rows):
         for d in range(Dv):
             O[r, d] += part[r * Dv + d]
@@ -252,28 +279,28 @@ def apply_options(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
 
 
 @jit
-def merge(t, splits, o, O, L, b, kv, Hkv):
+def merge(t, splits, o, O, L, b, kv, Hkv, most):
     """Merge the splits of one key/value head into O and L; a sink counts as one more split."""
-    (H, Lq, Dv), zero = O.shape[1:], O.dtype.type(0)
-    group = H // Hkv
-    rows = group * Lq
+    (entry, first, Lq), Dv, zero = queries_of(o, b), O.shape[3], O.dtype.type(0)
+    group = O.shape[1] // Hkv
+    rows, split = group * Lq, (b * Hkv + kv) * splits
     for r in range(rows):
-        h, i = kv * group + r // Lq, r % Lq
+        h, i = kv * group + r // Lq, first + r % Lq
         m = float(o.sinks[h])
         for s in range(splits):
-            m = max(m, part_of(t, b * Hkv + kv, s, splits, rows, Dv).m[r])
+            m = max(m, part_of(t, split + s, rows, most, Dv).m[r])
         shift = m if m > -math.inf else 0.0
         l = math.exp(o.sinks[h] - shift)
         for d in range(Dv):
-            O[b, h, i, d] = 0
+            O[entry, h, i, d] = 0
         for s in range(splits):
-            part = part_of(t, b * Hkv + kv, s, splits, rows, Dv)
+            part = part_of(t, split + s, rows, most, Dv)
             correction = math.exp(part.m[r] - shift)
             l += correction * part.l[r]
             for d in range(Dv):
-                O[b, h, i, d] += O.dtype.type(correction) * part.O[r, d]
+                O[entry, h, i, d] += O.dtype.type(correction) * part.O[r, d]
         inverse = O.dtype.type(1 / l) if l != 0 else zero
         for d in range(Dv):
-            O[b, h, i, d] *= inverse
-        note_nonfinite(rows_at(O, b, h, i), Dv, t.counters)
-        L[b, h, i] = m + math.log(l) if l != 0 else -math.inf
+            O[entry, h, i, d] *= inverse
+        note_nonfinite(rows_at(O, entry, h, i), Dv, t.counters)
+        L[entry, h, i] = m + math.log(l) if l != 0 else -math.inf

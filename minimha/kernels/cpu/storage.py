@@ -33,6 +33,34 @@ def rows_from(rows, r):
     return Rows(rows.line, rows.start + r * rows.stride, rows.stride)
 
 
+@jit_inline
+def queries_of(o, b):
+    """Of sequence b the batch entry in q, O and L, its first row there and the number of rows."""
+    return o.queries[b, 0], o.queries[b, 1], o.queries[b, 2]
+
+
+@jit_inline
+def most_queries(o):
+    """Number of queries of the sequence that has most."""
+    most = 0
+    for b in range(len(o.queries)):
+        most = max(most, o.queries[b, 2])
+    return most
+
+
+@jit_inline
+def key_at(o, b, j):
+    """Of key j of sequence b the batch entry and the row in k and v."""
+    page = j // o.page_size
+    return o.pages[b, page], o.first_keys[b] + j - page * o.page_size
+
+
+@jit_inline
+def keys_ahead(o, j):
+    """Number of keys from j to the end of its page: their rows are next to each other."""
+    return o.page_size - j % o.page_size
+
+
 def float_rows(X, b, h, i, n, o, copy):
     """n rows of X[b, h] from i on: in place, or widened into ``copy``."""
 

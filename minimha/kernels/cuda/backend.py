@@ -40,6 +40,8 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 
     A MemoryError says that it does not fit into the GPU, a DeviceError that the driver failed.
     """
+    if problem.sequences is not None:  # one launch for each
+        return problem.by_sequence(lambda part, s: forward(part))
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
         O = np.zeros((B, H, Lq, problem.v.shape[3]), problem.dtype)

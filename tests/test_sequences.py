@@ -1,0 +1,301 @@
+"""Packed and paged sequences on every backend, against the oracle called once for each sequence."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import naive_attention, run
+
+from minimha import BackendUnavailable, attention
+from minimha.explain import Trace
+from minimha.kernels.ladder import LADDER
+
+BACKENDS = ("dense", "tiled", *LADDER)
+inf = np.inf
+
+
+def cumulative(lengths):
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def in_pages(rng, keys, values, page_size):
+    """The sequences' keys and values in a pool of pages in random order, NaN where nothing is."""
+    needed = [-(-k.shape[1] // page_size) for k in keys]
+    pages = rng.permutation(sum(needed) + 2)
+    table = np.full((len(keys), max(needed, default=0) + 1), -1)
+    pool_k, pool_v = (
+        np.full((len(pages), x[0].shape[0], page_size, x[0].shape[2]), np.nan, x[0].dtype)
+        for x in (keys, values)
+    )
+    for s, (k, v) in enumerate(zip(keys, values, strict=True)):
+        table[s, : needed[s]], pages = pages[: needed[s]], pages[needed[s] :]
+        for j in range(k.shape[1]):
+            at = table[s, j // page_size], slice(None), j % page_size
+            pool_k[at], pool_v[at] = k[:, j], v[:, j]
+    return pool_k, pool_v, table
+
+
+def one_by_one(q, keys, values, starts, offsets, options):
+    """The oracle's output and log-sum-exp of each sequence, put together again."""
+    output, lse = np.zeros((*q.shape[:2], values[0].shape[2])), np.zeros(q.shape[:2])
+    for s, (k, v) in enumerate(zip(keys, values, strict=True)):
+        rows = slice(starts[s], starts[s + 1])
+        given = options | {"q_offset": int(offsets[s])}
+        found = naive_attention(q[None, :, rows], k[None], v[None], **given)
+        output[:, rows], lse[:, rows] = (x[0] for x in found)
+    return output[None], lse[None]
+
+
+@st.composite
+def sequences(draw, most=4, longest=9, dtype=np.float64):
+    """q (H, L, D), the keys and values of each sequence, their starts in q, offsets, options."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    num_queries = draw(st.lists(st.integers(0, longest), min_size=1, max_size=most))
+    num_keys = [draw(st.integers(0, longest + 3)) for _ in num_queries]
+    Hkv, group, D, Dv = (draw(st.integers(1, n)) for n in (2, 3, 5, 4))
+    H = Hkv * group
+    q = rng.normal(size=(H, sum(num_queries), D)).astype(dtype)
+    keys = [rng.normal(size=(Hkv, n, D)).astype(dtype) for n in num_keys]
+    values = [rng.normal(size=(Hkv, n, Dv)).astype(dtype) for n in num_keys]
+    offsets = np.subtract(num_keys, num_queries)
+    side = st.none() | st.integers(0, 4)
+    options = {
+        "is_causal": draw(st.booleans()),
+        "window_size": draw(st.none() | st.tuples(side, side)),
+        "alibi_slopes": rng.random(H).astype(dtype) if draw(st.booleans()) else None,
+        "sinks": rng.normal(size=H).astype(dtype) if draw(st.booleans()) else None,
+        "softcap": draw(st.none() | st.just(2.0)),
+        "scale": draw(st.none() | st.just(-0.5)),
+    }
+    return rng, q, keys, values, cumulative(num_queries), offsets, options
+
+
+def assert_as_one_by_one(name, problem, page_size=None):
+    rng, q, keys, values, starts, offsets, options = problem
+    expected = one_by_one(q, keys, values, starts, offsets, options)
+    given = options | {"cu_seqlens_q": starts, "q_offset": offsets}
+    lengths = [k.shape[1] for k in keys]
+    if page_size is None:
+        k, v = (np.concatenate(x, axis=1)[None] for x in (keys, values))
+        given["cu_seqlens_k"] = cumulative(lengths)
+    else:
+        k, v, given["block_table"] = in_pages(rng, keys, values, page_size)
+        given["kv_lengths"] = np.array(lengths)
+    eps = np.finfo(q.dtype).eps
+    for got, wanted in zip(run(name, q[None], k, v, **given), expected, strict=True):
+        assert got.shape == wanted.shape
+        np.testing.assert_allclose(got, wanted, rtol=1e4 * eps, atol=1e3 * eps)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(problem=sequences())
+def test_packed_sequences_do_not_see_each_other(name, problem):
+    assert_as_one_by_one(name, problem)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(problem=sequences(), page_size=st.integers(1, 8))
+def test_paged_keys_are_found_wherever_they_are(name, problem, page_size):
+    assert_as_one_by_one(name, problem, page_size)
+
+
+def ragged(dtype=np.float32):
+    """Sequences of less than a tile and of several, one without queries, one without keys."""
+    rng = np.random.default_rng(0)
+    num_queries, num_keys = [70, 0, 1, 9, 203], [70, 5, 900, 0, 400]
+    q = rng.normal(size=(4, sum(num_queries), 20)).astype(dtype)
+    keys, values = (
+        [rng.normal(size=(2, n, width)).astype(dtype) for n in num_keys] for width in (20, 13)
+    )
+    return rng, q, keys, values, cumulative(num_queries), np.subtract(num_keys, num_queries)
+
+
+OPTIONS = {
+    "nothing": {},
+    "causal": {"is_causal": True},
+    "window": {"window_size": (30, 5)},
+    "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.1, 0], np.float32)},
+}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("page_size", [None, 16, 200])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_sequences_of_many_tiles(options, page_size, name):
+    rng, q, keys, values, starts, offsets = ragged()
+    exact = [
+        run("dense", q[:, a:b].astype("f8"), k.astype("f8"), v.astype("f8"), q_offset=o, **options)
+        for a, b, k, v, o in zip(starts, starts[1:], keys, values, offsets.tolist(), strict=False)
+    ]
+    given = options | {"cu_seqlens_q": starts, "q_offset": offsets}
+    lengths = [k.shape[1] for k in keys]
+    k, v = (np.concatenate(x, axis=1)[None] for x in (keys, values))
+    if page_size is None:
+        given["cu_seqlens_k"] = cumulative(lengths)
+    else:
+        k, v, given["block_table"] = in_pages(rng, keys, values, page_size)
+        given["kv_lengths"] = lengths
+    output, lse = run(name, q[None], k, v, **given)
+    np.testing.assert_allclose(output[0], np.concatenate([o for o, _ in exact], 1), atol=2e-6)
+    np.testing.assert_allclose(lse[0], np.concatenate([l for _, l in exact], 1), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["cpu.rung4_parallel", "cpu.rung5_decode"])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("page_size", [None, 24])
+def test_16_bits_are_widened_page_by_page(page_size, dtype, name):
+    rng, q, keys, values, starts, _ = ragged(dtype)
+    wide = [x.astype(np.float32) for x in keys], [x.astype(np.float32) for x in values]
+    expected = [
+        run(name, q[:, a:b].astype("f4"), k, v)[0]
+        for a, b, k, v in zip(starts, starts[1:], *wide, strict=False)
+    ]
+    lengths = [k.shape[1] for k in keys]
+    given = {"cu_seqlens_q": starts}
+    k, v = (np.concatenate(x, axis=1)[None] for x in (keys, values))
+    if page_size is None:
+        given["cu_seqlens_k"] = cumulative(lengths)
+    else:
+        k, v, given["block_table"] = in_pages(rng, keys, values, page_size)
+        given["kv_lengths"] = lengths
+    output, _ = run(name, q[None], k, v, **given)
+    assert output.dtype == dtype
+    half_step = float(ml_dtypes.finfo(dtype).eps) / 2
+    wanted = np.concatenate(expected, axis=1)
+    np.testing.assert_allclose(output[0].astype("f4"), wanted, rtol=half_step, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_numbers_that_are_not_finite_stay_in_their_sequence(name):
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 300, 8)).astype(np.float32)
+    starts = [0, 100, 150, 300]
+    expected, _ = run(name, q, k, v, cu_seqlens_q=starts, is_causal=True)
+    q[:, 120], k[:, 120], v[:, 120] = np.nan, inf, -inf
+    output, _ = run(name, q, k, v, cu_seqlens_q=starts, is_causal=True)
+    is_spoiled = np.zeros(300, bool)
+    is_spoiled[120:150] = True
+    np.testing.assert_array_equal(output[:, ~is_spoiled], expected[:, ~is_spoiled])
+    assert not np.isfinite(output[:, is_spoiled]).all(-1).any()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_large_values_of_a_sequence_do_not_overflow_where_their_mean_does_not(name):
+    q, k, v = np.zeros((3, 1, 64, 8), np.float32)
+    v[:] = 3e38
+    output, _ = run(name, q, k, v, cu_seqlens_q=[0, 4, 64])
+    np.testing.assert_allclose(output, v, rtol=1e-6)
+    paged = v.reshape(8, 1, 8, 8)
+    table = np.arange(8)[None]
+    output, _ = run(name, q[None], paged * 0, paged, block_table=table, kv_lengths=64)
+    np.testing.assert_allclose(output, v[None], rtol=1e-6)
+
+
+def test_rows_are_read_in_place_whatever_their_strides():
+    rng, q, keys, values, starts, offsets = ragged()
+    k, v, table = in_pages(rng, keys, values, 16)
+    lengths = [k.shape[1] for k in keys]
+    given = {"cu_seqlens_q": starts, "block_table": table, "kv_lengths": lengths,
+             "q_offset": offsets, "is_causal": True, "backend": "cpu"}  # fmt: skip
+    expected = attention(q[None], k, v, **given)
+    by_row = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (q[None], k, v)]
+    np.testing.assert_array_equal(attention(*by_row, **given), expected)
+
+
+def test_batch_entries_may_share_pages():
+    q, pool = np.random.default_rng(0).normal(size=(2, 3, 2, 4, 5)).astype(np.float32)
+    table, lengths = [[0, 1], [0, 2], [0, 0]], [8, 6, 3]
+    output = attention(q, pool, pool, block_table=table, kv_lengths=lengths, backend="cpu")
+    for b, (pages, length) in enumerate(zip(table, lengths, strict=True)):
+        k = np.concatenate([pool[page] for page in pages], axis=1)[:, :length]
+        np.testing.assert_allclose(output[b], attention(q[b], k, k), atol=1e-6)
+
+
+def test_the_steps_of_a_sequence_have_its_number():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 5, 2))
+    trace = Trace()
+    output = attention(q, k, v, cu_seqlens_q=[0, 2, 5], is_causal=True, tap=trace)
+    alone = Trace()
+    attention(q[2:], k[2:], v[2:], is_causal=True, tap=alone)
+    np.testing.assert_array_equal(trace["weights[sequence 1]"], alone["weights"])
+    np.testing.assert_array_equal(trace["output"], output)
+
+
+Q, K = np.ones((1, 2, 5, 3)), np.ones((1, 1, 6, 3))
+PAGES = np.ones((4, 1, 2, 3))
+REFUSED = [
+    ({"cu_seqlens_q": [0, 2, 5], "cu_seqlens_k": [1, 2, 6]}, ValueError,
+     "cu_seqlens_k begins with 1: the first sequence begins at row 0"),
+    ({"cu_seqlens_q": [0, 3, 2, 5], "cu_seqlens_k": [0, 2, 4, 6]}, ValueError,
+     "cu_seqlens_q decreases from 3 to 2: it must be the running total of lengths, and sequence 1 "
+     "would have -1 rows"),
+    ({"cu_seqlens_q": [0, 2, 7], "cu_seqlens_k": [0, 2, 6]}, ValueError,
+     "cu_seqlens_q ends with 7 but q has Lq=5: the last sequence ends with the last row"),
+    ({"cu_seqlens_q": [0, 2, 5]}, ValueError, "cu_seqlens_q ends with 5 but k has Lk=6"),
+    ({"cu_seqlens_q": [0, 5], "cu_seqlens_k": [0, 1, 6]}, ValueError,
+     "cu_seqlens_k has 3 entries but cu_seqlens_q has 2: both have one for each sequence"),
+    ({"cu_seqlens_q": [0.0, 5]}, TypeError, "cu_seqlens_q has dtype float64: expected integers"),
+    ({"cu_seqlens_q": [[0, 5]]}, ValueError, "cu_seqlens_q has shape (1, 2): expected (n + 1,)"),
+    ({"cu_seqlens_q": []}, ValueError, "cu_seqlens_q has shape (0,): expected (n + 1,)"),
+    ({"cu_seqlens_k": [0, 6]}, ValueError, "cu_seqlens_k is given without cu_seqlens_q"),
+    ({"q": np.ones((2, 2, 5, 3)), "k": np.ones((2, 1, 6, 3)), "cu_seqlens_q": [0, 5]}, ValueError,
+     "q has B=2: with cu_seqlens_q the sequences are packed one after another along Lq"),
+    ({"cu_seqlens_q": [0, 2, 5], "cu_seqlens_k": [0, 2, 6], "is_causal": True}, ValueError,
+     "is_causal with Lq=3 and Lk=4 in sequence 1 needs q_offset"),
+    ({"cu_seqlens_q": [0, 2, 5], "cu_seqlens_k": [0, 2, 6], "q_offset": [1, 2, 3]}, ValueError,
+     "q_offset has shape (3,)"),
+    ({"cu_seqlens_q": [0, 2, 5], "cu_seqlens_k": [0, 2, 6], "kv_lengths": [3, 3]}, ValueError,
+     "kv_lengths is 3 for sequence 0: it has 2 keys"),
+    ({"cu_seqlens_q": [0, 5], "cu_seqlens_k": [0, 6], "attn_mask": np.ones((5, 6), bool)},
+     ValueError, "attn_mask covers one pair of Lq and Lk, but cu_seqlens and block_table give"),
+    ({"cu_seqlens_q": [0, 5], "cu_seqlens_k": [0, 6], "attn_bias": np.ones((5, 6))},
+     ValueError, "attn_bias covers one pair"),
+    ({"k": PAGES, "block_table": [[0, 9]], "kv_lengths": 3}, ValueError,
+     "block_table[0, 1] is 9: expected a page from 0 to 3, since the 3 keys of sequence 0 take 2 "
+     "pages of 2"),
+    ({"k": PAGES, "block_table": [[-1, 0]], "kv_lengths": 1}, ValueError,
+     "block_table[0, 0] is -1"),
+    ({"k": PAGES, "block_table": [[0, 1]], "kv_lengths": 5}, ValueError,
+     "kv_lengths is 5: expected integers from 0 to 4"),
+    ({"k": PAGES, "block_table": [[0, 1]]}, ValueError, "block_table needs kv_lengths"),
+    ({"k": PAGES, "block_table": [0, 1], "kv_lengths": 3}, ValueError,
+     "block_table has shape (2,): expected (n, pages), the pages of each of n=1 sequences"),
+    ({"k": PAGES, "block_table": [[0.5]], "kv_lengths": 1}, TypeError,
+     "block_table has dtype float64: expected integers"),
+    ({"k": PAGES[:, :, :0], "block_table": [[0]], "kv_lengths": 0}, ValueError,
+     "k has pages of 0 keys: a page holds at least 1"),
+    ({"k": PAGES, "block_table": [[0, 1]], "kv_lengths": 3, "cu_seqlens_q": [0, 5],
+      "cu_seqlens_k": [0, 3]}, ValueError, "cu_seqlens_k is given with block_table"),
+    ({"k": PAGES, "v": PAGES[:3], "block_table": [[0, 1]], "kv_lengths": 3}, ValueError,
+     "v has 3 pages but k has 4: expected as many"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "error", "sentence"), REFUSED)
+def test_refused_in_a_sentence(given, error, sentence):
+    arrays = {"q": Q, "k": K} | given
+    with pytest.raises(error) as caught:
+        attention(**{"v": arrays["k"], **arrays})
+    assert sentence in str(caught.value)
+
+
+def test_the_gpu_takes_one_sequence_after_another(monkeypatch):
+    pytest.importorskip("cuda.core", reason="needs numba-cuda and cuda-core")
+    cuda = pytest.importorskip("minimha.kernels.cuda.backend")
+    from minimha.equations import dense
+
+    monkeypatch.setattr(cuda, "rung_for", lambda problem, device: ("", problem))
+    monkeypatch.setattr(cuda.gpu, "current", lambda: None)
+    monkeypatch.setattr(cuda, "solve", lambda name, problem: dense.forward(problem))
+    q, k, v = np.random.default_rng(0).normal(size=(3, 5, 2))
+    given = {"cu_seqlens_q": [0, 2, 2, 5], "is_causal": True}
+    for got, wanted in zip(
+        run("cuda.backend", q, k, v, **given), run("dense", q, k, v, **given), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_arrays_on_a_gpu_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr("minimha.api.is_device_array", lambda x: x is Q)
+    with pytest.raises(BackendUnavailable, match="cu_seqlens_q needs one launch for each sequence"):
+        attention(Q, Q, Q, cu_seqlens_q=[0, 5])
