@@ -26,6 +26,7 @@ from minimha.equations.arguments import (
 )
 from minimha.equations.arrays import Given, Numbers, like
 from minimha.equations.tap import Tap, no_tap, renamed
+from minimha.layers.linear import product
 from minimha.layers.protocols import Cache, CacheOptions, Rotation
 
 if TYPE_CHECKING:
@@ -481,7 +482,7 @@ class MultiHeadAttention:
         concat = tap("concat", _side_by_side(heads))
         if self.gate is not None:
             concat = tap("gated", concat * self._gates(x, tap))
-        output = _product(concat, tap("W_o", self._row("W_o", x.dtype)))
+        output = product(concat, tap("W_o", self._row("W_o", x.dtype)))
         if self.bias:
             output = output + tap("b_o", self._row("b_o", x.dtype))
         return np.asarray(tap("output", output))
@@ -584,7 +585,7 @@ class MultiHeadAttention:
         """x W + b with the heads apart, (..., heads, L, width)."""
         W, b = f"W_{name}", f"b_{name}"
         matrix = _combined(tap(W, _apart(getattr(self, W).astype(x.dtype, copy=False), heads)))
-        y = _product(x, matrix)
+        y = product(x, matrix)
         if self.bias:
             y = y + tap(b, self._row(b, x.dtype).reshape(heads, -1)).ravel()
         if self._is_combined and heads > 1:
@@ -601,7 +602,7 @@ class MultiHeadAttention:
 
     def _gates(self, x: Array, tap: Tap) -> Array:
         """sigmoid(x W_g + b_g), as wide as the heads side by side."""
-        z = _product(x, tap("W_g", self._row("W_g", x.dtype)))
+        z = product(x, tap("W_g", self._row("W_g", x.dtype)))
         if self.bias:
             z = z + tap("b_g", self._row("b_g", x.dtype))
         gates = tap("gate", 0.5 + 0.5 * np.tanh(0.5 * z))  # the sigmoid, without overflow
@@ -668,12 +669,6 @@ def _side_by_side(x: Array) -> Array:
     """(..., heads, L, width) as (..., L, heads · width)."""
     x = x.swapaxes(-3, -2)
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-
-
-def _product(x: Array, W: Array) -> Array:
-    """x W as one product of two matrices, whatever batch x has."""
-    with np.errstate(all="ignore"):
-        return np.reshape(x.reshape(-1, x.shape[-1]) @ W, (*x.shape[:-1], W.shape[1]))
 
 
 def _by_root_mean_square(x: Array, epsilon: float) -> Array:

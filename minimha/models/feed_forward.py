@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.tap import Tap, no_tap
+from minimha.layers.linear import product
 
 Array = NDArray[Any]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -113,6 +114,6 @@ class FeedForward:
         return np.asarray(tap("feed_forward", self._linear("out", inner, tap)))
 
     def _linear(self, name: str, x: Array, tap: Tap) -> Array:
-        y = x @ tap(f"W_{name}", getattr(self, f"W_{name}"))
+        y = product(x, tap(f"W_{name}", getattr(self, f"W_{name}")))
         bias = getattr(self, f"b_{name}")
         return np.asarray(y if bias is None else y + tap(f"b_{name}", bias))

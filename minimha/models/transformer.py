@@ -18,6 +18,7 @@ from minimha.api import Backend
 from minimha.equations.arguments import as_integers, counted, integer, name_of
 from minimha.equations.tap import Tap, no_tap, prefixed, renamed, staged
 from minimha.layers.cache import KVCache
+from minimha.layers.linear import product
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
@@ -169,7 +170,7 @@ class Transformer:
         "Interpreting GPT: the logit lens", 2020).
         """
         normed = self.final_norm(x, prefixed(tap, "final_"))
-        logits = normed @ tap("W_vocab", self.W_vocab)
+        logits = product(normed, tap("W_vocab", self.W_vocab))
         cap = self.config.logit_softcap
         if cap is not None:
             logits = cap * np.tanh(tap("uncapped_logits", logits) / cap)
