@@ -36,6 +36,11 @@ class Config:
         Of the scores. Default is 1/√D.
     softcap, logit_softcap : float, optional
         Caps of the scores and of the logits.
+
+    Raises
+    ------
+    ValueError
+        Heads that cannot be grouped.
     """
 
     architecture: str
@@ -55,3 +60,10 @@ class Config:
     scale: float | None = None
     softcap: float | None = None
     logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads is {self.num_kv_heads} but num_heads is {self.num_heads}: H must be "
+                f"a multiple of Hkv"
+            )

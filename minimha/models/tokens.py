@@ -55,12 +55,14 @@ class FileTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def label(self, id: int) -> str:
-        """The token's text with ``_`` for a space; its name in the vocabulary if it has no text.
+        """The token's text, ``_`` for a space and ``\\n`` for a new line.
 
-        A token may be a part of a character, which is no text.
+        If it has no text, because it is a part of a character, its name in the vocabulary.
         """
         name = str(self._tokenizer.id_to_token(id))
         text = self.decode([id])
         if name.startswith("▁") and not text.startswith(" "):
             text = f" {text}"  # decoding a sentence drops its first space
-        return text.replace(" ", "_") if text and "\ufffd" not in text else name
+        if not text or "\ufffd" in text:
+            return name
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text.replace(" ", "_"))

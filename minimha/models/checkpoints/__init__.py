@@ -46,7 +46,7 @@ def load(path: str | Path) -> Transformer:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         No such folder, a file that is missing or damaged, weights in a pickle, an architecture or a
         setting that is not known, a tensor that is missing, left over or of another shape.
 
@@ -88,7 +88,7 @@ def from_tensors(
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         As ``load``.
     """
     settings = Settings(config)

@@ -49,7 +49,8 @@ def read_config(settings: Settings) -> Config:
     return Config(
         architecture=settings.text("model_type"),
         vocabulary=settings.count("vocab_size"),
-        num_layers=layers, d_model=E, num_heads=H, num_kv_heads=H, head_dim=E // H,
+        num_layers=layers, d_model=E, num_heads=H, num_kv_heads=H,
+        head_dim=settings.quotient("n_embd", "n_head"),
         d_ff=settings.count("n_inner", 4 * E),
         max_length=settings.count("n_positions"),
         epsilon=settings.number("layer_norm_epsilon", 1e-5),

@@ -56,7 +56,11 @@ def transformer(
 def read_config(settings: Settings) -> Config:
     """What the settings mean."""
     E, H = settings.count("hidden_size"), settings.count("num_attention_heads")
-    D, layers = settings.count("head_dim", E // H), settings.count("num_hidden_layers")
+    if settings.get("head_dim") is None:
+        D = settings.quotient("hidden_size", "num_attention_heads")
+    else:
+        D = settings.count("head_dim")
+    layers = settings.count("num_hidden_layers")
     return Config(
         architecture=settings.text("model_type"),
         vocabulary=settings.count("vocab_size"),

@@ -60,6 +60,23 @@ class Settings:
         """The value, a positive integer."""
         return integer(self._called(key), self._given(key, default))
 
+    def quotient(self, key: str, divisor: str) -> int:
+        """The value of ``key``, which must be a multiple of that of ``divisor``, divided by it."""
+        width, parts = self.count(key), self.count(divisor)
+        if width % parts:
+            raise ValueError(
+                f"{self._called(key)} is {width} and its {divisor} {parts}: the first must be a "
+                f"multiple of the second"
+            )
+        return width // parts
+
+    def section(self, key: str) -> dict[str, Any]:
+        """The settings that stand under ``key``; none where it is missing."""
+        value = self.get(key)
+        if not isinstance(value, Mapping | None):
+            raise TypeError(f"{self._called(key)} is {value!r}: expected an object")
+        return {**(value or {})}
+
     def number(self, key: str, default: float | None = None) -> float:
         """The value, a finite number."""
         return number(self._called(key), self._given(key, default))
@@ -94,8 +111,8 @@ class Settings:
         transformers writes rope_parameters since version 5; before, rope_theta and rope_scaling.
         """
         old = "rope_theta" if kind == "full_attention" else "rope_local_base_freq"
-        scaling = self.get("rope_scaling") if kind == "full_attention" else None
-        given = self.get("rope_parameters") or {"rope_theta": self.get(old), **(scaling or {})}
+        scaling = self.section("rope_scaling") if kind == "full_attention" else {}
+        given = self.section("rope_parameters") or {"rope_theta": self.get(old), **scaling}
         parameters = Settings(given.get(kind, given), f"{self.name}'s rope")
         parameters.expect("partial_rotary_factor", None, 1.0)
         self.expect("partial_rotary_factor", None, 1.0)

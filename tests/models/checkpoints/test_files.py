@@ -1,0 +1,217 @@
+"""Folders of checkpoints: what is read, and the sentence that says why one is not."""
+
+import json
+import re
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+from models import plain
+
+from minimha.models import load
+from minimha.models.checkpoints import from_tensors
+
+IDS = [1, 2, 3, 4]
+LLAMA = plain.LLAMA
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    return plain.llama_tensors(np.random.default_rng(0))
+
+
+@pytest.fixture
+def folder(tmp_path, tensors):
+    return plain.write(tmp_path / "model", LLAMA, tensors)
+
+
+def refused(sentence, call, *args):
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)) as raised:
+        call(*args)
+    assert "\n" not in str(raised.value)
+
+
+def test_float32_stays_in_the_file_and_gives_the_same_logits(folder, tensors):
+    model = load(folder)
+    np.testing.assert_array_equal(model.logits(IDS), from_tensors(LLAMA, tensors).logits(IDS))
+    W = model.blocks[0].feed_forward.W_in
+    assert not W.flags.owndata
+    assert not W.flags.writeable
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_sixteen_bits_are_widened_to_float32(tmp_path, tensors, dtype):
+    narrow = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+    wide = {name: tensor.astype(np.float32) for name, tensor in narrow.items()}
+    got = load(plain.write(tmp_path, LLAMA, narrow)).logits(IDS)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, from_tensors(LLAMA, wide).logits(IDS))
+    np.testing.assert_array_equal(from_tensors(LLAMA, narrow).logits(IDS), got)
+
+
+def sharded(folder, tensors):
+    """The same checkpoint in two files with an index."""
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    index = {name: f"model-{n % 2 + 1}-of-2.safetensors" for n, name in enumerate(names)}
+    for shard in set(index.values()):
+        part = {name: tensors[name] for name in names if index[name] == shard}
+        plain.write(folder, None, part, shard)
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return path
+
+
+def test_shards_are_one_checkpoint(folder, tensors):
+    whole = load(folder).logits(IDS)
+    index = sharded(folder, tensors)
+    np.testing.assert_array_equal(load(folder).logits(IDS), whole)
+    (folder / "model-2-of-2.safetensors").unlink()
+    refused("model-2-of-2.safetensors is missing", load, folder)
+    for damaged in ('{"weight_map": {"a": "../b.safetensors"}}', '{"weight_map": 3}', "[", "{}"):
+        index.write_text(damaged)
+        refused("index.json is damaged: expected a weight_map from tensors to files", load, folder)
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_numbers_alone(folder):
+    model = load(folder)
+    assert model.tokenizer is None
+    refused("ids is text, but the model has no tokenizer", model.logits, "the cat")
+
+
+def test_a_tokenizer_beside_it_reads_text(folder):
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which reads it, is missing")
+    words = tokenizers.models.WordLevel({"the": 0, "cat": 1, "sat": 2, "?": 3}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    model = load(folder)
+    np.testing.assert_array_equal(model.logits("the cat sat"), model.logits([0, 1, 2]))
+    assert model.tokenizer.decode([0, 1]) == "the cat"
+    assert model.tokenizer.label(2) == "sat"
+    (folder / "tokenizer.json").write_text("{}")
+    refused("tokenizer.json is no tokenizer: ", load, folder)
+
+
+def test_labels_of_subwords_show_their_space_and_bytes(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which reads it, is missing")
+    from minimha.models.tokens import FileTokenizer
+
+    vocabulary = {"Ġcat": 0, "s": 1, "Ã": 2, "Ċ": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    read = FileTokenizer(tmp_path / "tokenizer.json")
+    assert [read.label(n) for n in range(4)] == ["_cat", "s", "Ã", "\\n"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, folder):
+    refused("nowhere is no folder: expected one with config.json", load, tmp_path / "nowhere")
+    refused("model.safetensors is no folder", load, folder / "model.safetensors")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused("config.json is missing", load, empty)
+    for text, why in (("{", "is no JSON: "), ("[]", "holds list: expected an object")):
+        (empty / "config.json").write_text(text)
+        refused(f"config.json {why}", load, empty)
+    (empty / "config.json").write_text(json.dumps(LLAMA))
+    refused("model.safetensors is missing", load, empty)
+
+
+def test_a_pickle_is_refused_with_the_way_out_and_never_opened(tmp_path, folder):
+    for name in ("pytorch_model.bin", "model.pt"):
+        pickled = tmp_path / f"with {name}"
+        pickled.mkdir(exist_ok=True)
+        (pickled / "config.json").write_text(json.dumps(LLAMA))
+        (pickled / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+        for path in (pickled, pickled / name):
+            refused(f"{name} is a pickle, which can run any code", load, path)
+            refused("AutoModelForCausalLM.from_pretrained(folder).save_pretrained", load, path)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    load(folder)  # which has safetensors too
+
+
+def test_damaged_files_are_refused(folder):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    (size,) = struct.unpack("<Q", whole[:8])
+    for damaged, why in (
+        (whole[:5], "is damaged: it ends before its header"),
+        (whole[: size // 2], f"is damaged: its header would have {size} bytes"),
+        (whole[:-4], "cannot be read: tensor "),
+        (b"\xff" * 8 + whole[8:], "is damaged: its header would have 18446744073709551615 bytes"),
+        (whole[:8] + b"[" + whole[9:], "cannot be read: "),
+        (whole.replace(b'"F32"', b'"I32"', 1), "is I32, expected one of F16, F32, F64, BF16"),
+        (whole.replace(b"[0, ", b"[-4,", 1), "cannot be read: tensor "),
+    ):
+        path.write_bytes(damaged)
+        refused(why, load, folder)
+
+
+def test_tensors_that_do_not_fit_are_named(tensors):
+    missing = {name: tensor for name, tensor in tensors.items() if name != GATE}
+    refused(f"tensor {GATE} is missing: expected shape (12, 8)", from_tensors, LLAMA, missing)
+    refused(
+        f"tensor {GATE} has shape (8, 12): expected (12, 8)",
+        from_tensors, LLAMA, tensors | {GATE: tensors[GATE].T},
+    )  # fmt: skip
+    more = tensors | {"model.extra.weight": tensors[GATE]}
+    refused("tensor model.extra.weight is left over", from_tensors, LLAMA, more)
+    more["another"] = tensors[GATE]
+    refused("tensor model.extra.weight and 1 more are left over", from_tensors, LLAMA, more)
+    flags = tensors | {GATE: np.ones((12, 8), bool)}
+    refused(f"tensor {GATE} has dtype bool", from_tensors, LLAMA, flags)
+    tied = LLAMA | {"tie_word_embeddings": True}
+    refused("lm_head.weight differs from the token embedding", from_tensors, tied, tensors)
+    same = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    assert from_tensors(tied, same).W_vocab.base is not None
+
+
+def test_buffers_of_old_checkpoints_are_no_weights(tensors):
+    old = tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(1, np.float32)}
+    from_tensors(LLAMA, old)
+    old = plain.gpt2_tensors(np.random.default_rng(0)) | {
+        "h.0.attn.bias": np.ones((1, 1, 12, 12), bool)
+    }
+    from_tensors(plain.GPT2, old)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "bloom"}, "model_type is 'bloom': expected one of gpt2, llama, mistral"),
+        ({"model_type": None}, "config.json's model_type is None: expected a string"),
+        ({"hidden_size": None}, "config.json's hidden_size is missing"),
+        ({"hidden_size": -8}, "config.json's hidden_size is -8: expected an integer of at least 1"),
+        ({"num_attention_heads": 3}, "hidden_size is 8 and its num_attention_heads 3: the first"),
+        ({"num_key_value_heads": 3}, "num_kv_heads is 3 but num_heads is 4"),
+        ({"hidden_act": "mish"}, "config.json's hidden_act is 'mish': expected one of relu, gelu"),
+        ({"rms_norm_eps": float("nan")}, "config.json's rms_norm_eps is nan"),
+        ({"quantization_config": {}}, "config.json's quantization_config is {}: only None is"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only None or 1.0 is"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope': expected one of"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "config.json's rope's factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor is 0.5: expected a number"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1.0}},
+            "config.json's rope's mscale is 1.0: not implemented",
+        ),
+        ({"rope_scaling": 3}, "config.json's rope_scaling is 3: expected an object"),
+    ],
+)
+def test_settings_that_are_not_known_are_refused_by_name(tensors, changes, sentence):
+    refused(sentence, from_tensors, LLAMA | changes, tensors)
+
+
+def test_variants_of_gpt2_are_refused_by_name():
+    tensors = plain.gpt2_tensors(np.random.default_rng(0))
+    for setting, value in (
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("scale_attn_weights", False),
+        ("add_cross_attention", True),
+    ):
+        sentence = f"config.json's {setting} is {value}: only {not value} is implemented"
+        refused(sentence, from_tensors, plain.GPT2 | {setting: value}, tensors)
