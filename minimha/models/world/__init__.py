@@ -1,0 +1,56 @@
+"""The model that ships: a small GPT-2, trained on sentences of a small world.
+
+Its text was drawn from ``minimha.models.world.grammar``, so that the right probability of every
+next word is known. For up to 200 questions about each relation, as the first passage of a text and
+after another one: the share whose most probable word is right, and the largest difference between
+a word's probability and the grammar's. No passage that training saw began like a question about a
+receiver, a repetition or a description; of the other kinds the grammar has too few to leave out.
+
+                        first             after another
+                        right   largest   right   largest
+seat                    1.000   0.019     1.000   0.019
+agreement               1.000   0.000     1.000   0.001
+he or she               1.000   0.000     1.000   0.000
+it or they              1.000   0.000     1.000   0.000
+too wide or too tired   1.000   0.006     1.000   0.016
+reason                  1.000   0.004     1.000   0.009
+bank of the river       1.000   0.000     1.000   0.000
+loan of the bank        1.000   0.000     1.000   0.000
+which bank              1.000   0.006     1.000   0.012
+receiver                1.000   0.002     1.000   0.001
+thing received          1.000   0.000     1.000   0.000
+repetition              1.000   0.000     1.000   0.000
+description             1.000   0.000     1.000   0.000
+
+``tools/judge_world.py`` prints this table, and a test compares it with the weights.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from minimha.models.checkpoints import from_tensors
+from minimha.models.transformer import Transformer
+from minimha.models.world.words import Words
+
+__all__ = ["load"]
+
+WEIGHTS = Path(__file__).with_name("world.npz")
+
+
+def load() -> Transformer:
+    """Return the small world's model, with its tokenizer.
+
+    Examples
+    --------
+    >>> model = load()
+    >>> logits = model.logits(model.tokenizer.encode("the cat sat on the"))
+    >>> model.tokenizer.label(logits[-1].argmax())
+    'mat'
+    """
+    with np.load(WEIGHTS) as stored:
+        tensors = {name: stored[name] for name in stored.files}
+    config = json.loads(tensors.pop("config").item())
+    words = Words(tensors.pop("vocabulary").tolist())
+    return from_tensors(config, tensors, words)
