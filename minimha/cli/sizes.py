@@ -6,6 +6,7 @@ from typing import Any
 
 from minimha.cli.arguments import count
 from minimha.cli.output import FOR_READERS, TABLE_FORMATS, add_output, deliver_table, format_of
+from minimha.explain.numbers import in_units
 
 
 def add_parser(commands: Any) -> None:
@@ -122,18 +123,3 @@ def _quantities(record: dict[str, Any], written: Callable[[int, str], str]) -> l
             if number:
                 found[f"grouped heads save: {what}"] = written(number, units.get(name, "B"))
     return [{"quantity": quantity, "value": value} for quantity, value in found.items()]
-
-
-def in_units(number: int, unit: str) -> str:
-    """Return three digits and a unit: 124 M, 1.21 GiB (powers of 1024), 722 TFLOP."""
-    base = 1024 if unit == "B" else 1000
-    signs = {"": ("K", "M", "B", "T"), "B": ("Ki", "Mi", "Gi", "Ti")}.get(
-        unit, ("K", "M", "G", "T", "P", "E")
-    )
-    scaled, sign = float(number), ""
-    for larger in signs:
-        if round(scaled) < base:
-            break
-        scaled, sign = scaled / base, larger
-    digits = f"{scaled:#.3g}".rstrip(".") if sign and scaled < 999.5 else f"{scaled:.0f}"
-    return f"{digits} {sign}{unit}".rstrip()

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.explain import figures, sheet, wording
-from minimha.explain.figures import latex, raster
+from minimha.explain.figures import charts, latex, raster
 from minimha.explain.figures.matrix import LIGHTEST_ON, scales_of, shades
 from minimha.explain.page import page
 from minimha.explain.printed import Comparison
+from minimha.explain.result import Result
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
@@ -390,10 +391,58 @@ def table_as_markdown(records: Sequence[Mapping[str, str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def table_as_csv(records: Sequence[Mapping[str, str]]) -> str:
+def table_as_csv(records: Sequence[Mapping[str, Any]]) -> str:
     """Return one line per record, after a line with their keys."""
     return _lines(_rows(records))
 
 
-def _rows(records: Sequence[Mapping[str, str]]) -> list[list[str]]:
+def result_as(kind: str, result: Result) -> str | bytes:
+    """Return an experiment's ``result`` in the format ``kind``; SVG and PNG show its figures.
+
+    JSON and CSV have exact numbers. CSV is one table: several have a first column with their
+    titles, and leave the columns of the others empty.
+    """
+    if kind in ("svg", "png"):
+        picture = charts.svg(result)
+        return picture if kind == "svg" else raster.png(picture)
+    if kind == "json":
+        return _result_as_json(result)
+    if kind == "markdown":
+        parts = [f"# {_markdown(result.title)}\n", f"{_markdown(result.about)}\n"]
+        for table in result.tables:
+            parts += [f"{_markdown(table.title)}:\n", table_as_markdown(table.written())]
+        return "\n".join([*parts, f"**{_markdown(result.conclusion)}**\n"])
+    if len(result.tables) == 1:
+        return table_as_csv(result.tables[0].records())
+    columns = dict.fromkeys(name for table in result.tables for name in table.columns)
+    return table_as_csv(
+        [
+            {"table": table.title} | {name: record.get(name) for name in columns}
+            for table in result.tables
+            for record in table.records()
+        ]
+    )
+
+
+def _result_as_json(result: Result) -> str:
+    """Return ``{"experiment", "title", …, "tables": [{"title", "rows"}], "conclusion"}``."""
+    tables = [
+        {
+            "title": table.title,
+            "rows": [
+                {name: _nested(x) if isinstance(x, float) else x for name, x in record.items()}
+                for record in table.records()
+            ],
+        }
+        for table in result.tables
+    ]
+    return table_as_json(
+        {
+            "experiment": result.name, "title": result.title, "about": result.about,
+            "seed": result.seed, "tables": tables, "conclusion": result.conclusion,
+        }
+    )  # fmt: skip
+
+
+def _rows(records: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     return [list(records[0]), *(list(record.values()) for record in records)]

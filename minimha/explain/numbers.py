@@ -58,6 +58,21 @@ def _form(value: NDArray[np.float64], decimals: int) -> str:
     return ".0f" if (finite == np.rint(finite)).all() else f".{decimals}f"
 
 
+def in_units(number: int, unit: str) -> str:
+    """Return three digits and a unit: 124 M, 1.21 GiB (powers of 1024), 722 TFLOP."""
+    base = 1024 if unit == "B" else 1000
+    signs = {"": ("K", "M", "B", "T"), "B": ("Ki", "Mi", "Gi", "Ti")}.get(
+        unit, ("K", "M", "G", "T", "P", "E")
+    )
+    scaled, sign = float(number), ""
+    for larger in signs:
+        if round(scaled) < base:
+            break
+        scaled, sign = scaled / base, larger
+    digits = f"{scaled:#.3g}".rstrip(".") if sign and scaled < 999.5 else f"{scaled:.0f}"
+    return f"{digits} {sign}{unit}".rstrip()
+
+
 def _cell(number: float, form: str) -> str:
     if np.isfinite(number):
         text = format(number, form)

@@ -21,6 +21,7 @@ from minimha.explain import wording
 from minimha.explain.numbers import cells, limits
 from minimha.explain.printed import Status
 from minimha.explain.ramp import RAMPS, Ramp
+from minimha.explain.result import Result
 from minimha.explain.trace import Step, Trace
 
 INDENT = 4
@@ -111,6 +112,21 @@ def tables(titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None)
                 column.justify, column.overflow = "right", "fold"  # no digit is lost
             parts.append(shown)
     return Group(*parts[1:])
+
+
+def result(found: Result, width: int | None, ramp: str) -> Group:
+    """An experiment: its tables, its charts and its conclusion."""
+    from minimha.explain.chart import Bars, Lines
+    from minimha.explain.plot import plot
+
+    parts: list[RenderableType] = [*_paragraph(found.title, width, "bold", indent=0)]
+    parts += _paragraph(found.about, width or EXPORT_WIDTH, indent=0)
+    parts += [Text(), tables({table.title: table.written() for table in found.tables}, width)]
+    for figure in found.figures:
+        if isinstance(figure, Lines | Bars):
+            lines = plot(figure, width or EXPORT_WIDTH, is_ascii=ramp == "ascii")
+            parts += [Text(), Text(figure.title, "bold"), *map(Text, lines)]
+    return Group(*parts, Text(), *_paragraph(found.conclusion, width or EXPORT_WIDTH, "bold", 0))
 
 
 @contextmanager

@@ -23,13 +23,18 @@ text{font-family:system-ui,"Segoe UI","DejaVu Sans",sans-serif;fill:#1a1a1a}
 .heat{fill:#08306b}.ink{fill:#000}.on{fill:#fff}.bar{fill:#2171b5}
 .box{fill:#f3f6fa;stroke:#8aa0b8}.cell{fill:none;stroke:#c4ccd4}.skipped{fill:#e4e4e4;stroke:#9a9a9a}
 .line{fill:none;stroke:#595959}.one{fill:none;stroke:#2171b5;stroke-width:2.5}
-.two{fill:none;stroke:#b5520a;stroke-width:2.5}.faint{fill:none;stroke:#9a9a9a;stroke-dasharray:4 3}
+.two{fill:none;stroke:#b5520a;stroke-width:2.5}
+.three{fill:none;stroke:#217346;stroke-width:2.5;stroke-dasharray:7 3}
+.four{fill:none;stroke:#8a3ea8;stroke-width:2.5;stroke-dasharray:2 3}
+.faint{fill:none;stroke:#9a9a9a;stroke-dasharray:4 3}
 .tip{fill:#595959}.tip-one{fill:#2171b5}.tip-two{fill:#b5520a}
+.tip-three{fill:#217346}.tip-four{fill:#8a3ea8}
 @media (prefers-color-scheme:dark){
 text{fill:#ececec}.ground{fill:#15171a}.muted{fill:#a9b4b4}
 .heat{fill:#6eaaf0}.ink{fill:#fff}.on{fill:#000}.bar{fill:#6aaef0}
 .box{fill:#20262d;stroke:#5b6b7c}.cell{stroke:#3a4450}.skipped{fill:#2b2f34;stroke:#70777f}
 .line{stroke:#a9b4b4}.one{stroke:#6aaef0}.two{stroke:#f0a060}.faint{stroke:#70777f}
+.three{stroke:#5fc98c}.four{stroke:#cf9aeb}.tip-three{fill:#5fc98c}.tip-four{fill:#cf9aeb}
 .tip{fill:#a9b4b4}.tip-one{fill:#6aaef0}.tip-two{fill:#f0a060}
 }"""
 

@@ -13,6 +13,8 @@ from pictures import of, shapes, words
 
 from minimha.examples import EXAMPLES
 from minimha.explain import figures
+from minimha.explain.chart import Axis, Lines
+from minimha.explain.figures import charts
 
 NS = "{http://www.w3.org/2000/svg}"
 ET.register_namespace("", NS[1:-1])
@@ -78,18 +80,41 @@ def differing(browser, one, other):
         return context.new_page().evaluate(DIFFERENCE, urls)
 
 
-@pytest.mark.parametrize("renderer", ["librsvg", "chromium light", "chromium dark"])
+RENDERERS = "librsvg", "chromium light", "chromium dark"
+PLACES = 256, 4096, 65536
+CHART = charts.chart(
+    Lines(
+        "growth", Axis("n", 2, str), Axis("value"), PLACES, {"fast": (0, 1, 2), "slow": (0, 1, 1)}
+    )
+).svg("")
+
+
+def seen(browser, tmp_path, renderer, picture, label):
+    """The left, right, top and bottom of a label, as it is rendered."""
+    paths = [tmp_path / "with.png", tmp_path / "without.png"]
+    for one, path in zip((picture, without(picture, label)), paths, strict=True):
+        if renderer == "librsvg":
+            by_librsvg(one, path)
+        else:
+            by_chromium(browser, one, path, renderer.split()[1])
+    return differing(browser, *paths)
+
+
+@pytest.mark.parametrize("renderer", RENDERERS)
 def test_labels_and_numbers_are_seen_in_the_middle_of_their_columns(browser, tmp_path, renderer):
     cells = [cell for cell in of(shapes(PICTURE), "rect", "cell") if cell.get("height") == "24"]
     columns = sorted({(float(c.get("x")), float(c.get("width"))) for c in cells})
     for label, n in zip(LABELS, (0, 1, 2, 0, 2), strict=True):
-        paths = [tmp_path / "with.png", tmp_path / "without.png"]
-        for picture, path in zip((PICTURE, without(PICTURE, label)), paths, strict=True):
-            if renderer == "librsvg":
-                by_librsvg(picture, path)
-            else:
-                by_chromium(browser, picture, path, renderer.split()[1])
-        left, right, top, bottom = differing(browser, *paths)
+        left, right, top, bottom = seen(browser, tmp_path, renderer, PICTURE, label)
         x, width = columns[n]
         assert abs((left + right) / 2 - (x + width / 2)) <= 1.5, (label, renderer)
+        assert 5 <= bottom - top <= 14
+
+
+@pytest.mark.parametrize("renderer", RENDERERS)
+def test_numbers_are_seen_under_what_a_chart_draws_over_them(browser, tmp_path, renderer):
+    marks = of(shapes(CHART), "rect", "tip-one")[1:]  # the first is the legend's
+    for place, mark in zip(PLACES, marks, strict=True):
+        left, right, top, bottom = seen(browser, tmp_path, renderer, CHART, str(place))
+        assert abs((left + right) / 2 - (float(mark.get("x")) + 3)) <= 1.5
         assert 5 <= bottom - top <= 14

@@ -1,0 +1,110 @@
+"""Charts as data: lines over numbers, and bars beside names; a terminal and SVG draw the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Written = Callable[[float], str]
+Point = tuple[float, float] | None  # None is a gap
+MOST_STEPS = 5  # between ticks
+CLOSE = 1e-9  # what rounding may add to a whole number
+
+
+class Axis(NamedTuple):
+    """What is measured along an axis, the base of its logarithms, if any, and how to write it."""
+
+    name: str
+    base: int | None = None
+    written: Written = "{:g}".format
+
+
+@dataclass(frozen=True)
+class Lines:
+    """One line for each of ``series``, whose values stand over ``places``.
+
+    A value that is not finite, or that a logarithmic axis does not have, leaves a gap.
+    """
+
+    title: str
+    x: Axis
+    y: Axis
+    places: tuple[float, ...]
+    series: Mapping[str, tuple[float, ...]]
+
+    def scales(self) -> tuple[Scale, Scale]:
+        """Return the scale along x and the one along y, which ends at its first and last tick."""
+        values = [value for series in self.series.values() for value in series]
+        y = Scale.of(values if self.y.base else [0, *values], self.y.base)
+        first, *_, last = y.ticks()
+        return Scale.of(self.places, self.x.base), Scale(first, last, y.base)
+
+    def points(self, values: tuple[float, ...], width: float) -> list[Point]:
+        """Return how far to the right and how high each value is, of ``width`` and of 1."""
+        across, up = self.scales()
+        found = ((across.at(x), up.at(y)) for x, y in zip(self.places, values, strict=True))
+        return [None if x is None or y is None else (x * width, y) for x, y in found]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """For each of ``names`` one bar from each of ``series``; values are 0 or more."""
+
+    title: str
+    names: tuple[str, ...]
+    series: Mapping[str, tuple[float, ...]]
+    written: Written = "{:g}".format
+
+    @property
+    def longest(self) -> float:
+        """The greatest value, or 1 where all are 0."""
+        return max((x for series in self.series.values() for x in series), default=0) or 1
+
+
+class Scale(NamedTuple):
+    """The numbers from ``low`` to ``high`` along a length, evenly or by logarithms to ``base``."""
+
+    low: float
+    high: float
+    base: int | None = None
+
+    @classmethod
+    def of(cls, values: Iterable[float], base: int | None) -> Scale:
+        """Return the scale of the finite ``values``; a logarithmic one is of the positive ones."""
+        shown = [x for x in values if math.isfinite(x) and (x > 0 or not base)]
+        return cls(min(shown, default=1), max(shown, default=1), base)
+
+    def at(self, number: float) -> float | None:
+        """Return the place of ``number``, from 0 to 1; None for one that has none.
+
+        >>> Scale(1, 100, 10).at(10), Scale(0, 4).at(1), Scale(1, 2, 10).at(0)
+        (0.5, 0.25, None)
+        """
+        if not math.isfinite(number) or (self.base and number <= 0):
+            return None
+        low, high = self.low, self.high
+        if self.base:
+            low, high, number = map(math.log10, (low, high, number))
+        return (number - low) / (high - low) if high > low else 0.0
+
+    def ticks(self) -> list[float]:
+        """Return two round numbers or more that enclose the scale.
+
+        They are powers of the base, or multiples of 1, 2 or 5 times a power of 10.
+
+        >>> Scale(0, 0.93).ticks(), Scale(3, 700, 10).ticks()
+        ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [1.0, 10.0, 100.0, 1000.0])
+        """
+        if self.base:
+            first = math.floor(math.log(self.low, self.base) + CLOSE)
+            last = max(math.ceil(math.log(self.high, self.base) - CLOSE), first + 1)
+            step = math.ceil((last - first) / MOST_STEPS)
+            return [float(self.base) ** n for n in range(first, last + step, step)]
+        least = (self.high - self.low) / MOST_STEPS or 1
+        power = 10.0 ** math.floor(math.log10(least))
+        size = next(n * power for n in (1, 2, 5, 10) if n * power > least - CLOSE)
+        first = math.floor(self.low / size + CLOSE)
+        last = max(math.ceil(self.high / size - CLOSE), first + 1)
+        return [round(n * size, 12) for n in range(first, last + 1)]

@@ -1,0 +1,104 @@
+"""Lines over numbers and bars beside names, and a whole result on one sheet."""
+
+import textwrap
+from itertools import pairwise
+
+from minimha.explain.chart import Bars, Lines, Written
+from minimha.explain.figures.drawing import SIZE, Drawing, breadth, in_rows, stacked
+from minimha.explain.result import Result
+
+WIDTH, HEIGHT = 360, 220  # of the plane on which lines are drawn
+BAR, LONGEST = 16, 260
+ROW, TOP = 24, 24
+SMALL = 12
+KINDS = ("one", "two", "three", "four")
+WIDEST, GAP = 960, 28
+COLUMNS = 120  # characters of a line of text
+
+
+def svg(result: Result) -> str:
+    """Return the title, every figure and the conclusion of ``result`` as one picture, SVG."""
+    head, end = Drawing(), Drawing()
+    head.text(0, SIZE / 2 + 2, result.title, "bold", size=SIZE + 3)
+    for drawing, words, kind in ((head, result.about, "muted"), (end, result.conclusion, "bold")):
+        for line in textwrap.wrap(words, COLUMNS):
+            drawing.text(0, drawing.height + SIZE, line, kind)
+    drawn = [figure if isinstance(figure, Drawing) else chart(figure) for figure in result.figures]
+    return stacked([head, in_rows(drawn, WIDEST, GAP), end], GAP).svg(result.title)
+
+
+def chart(data: Lines | Bars) -> Drawing:
+    """Draw a chart under its title, with a legend where it has several series."""
+    drawing = Drawing()
+    drawing.text(0, SIZE / 2, data.title, "bold")
+    x = 0.0
+    for name, kind in zip(data.series, KINDS, strict=False):
+        if len(data.series) > 1:
+            drawing.rect(x, ROW + 2, 10, 10, f"tip-{kind}")
+            drawing.text(x + 16, ROW + 7, name, size=SMALL)
+            x += 32 + breadth(name, SMALL)
+    body = _lines(data) if isinstance(data, Lines) else _bars(data)
+    drawing.place(body, 0, drawing.height + 12)
+    return drawing
+
+
+def _lines(data: Lines) -> Drawing:
+    drawing = Drawing()
+    left = _axes(drawing, data)
+    for kind, values in zip(KINDS, data.series.values(), strict=False):
+        line = [
+            point and (left + point[0], TOP + HEIGHT * (1 - point[1]))
+            for point in data.points(values, WIDTH)
+        ]
+        for start, end in pairwise(line):
+            if start and end:
+                drawing.line(start, end, kind=kind)
+        for x, y in filter(None, line):
+            drawing.rect(x - 3, y - 3, 6, 6, f"tip-{kind}")
+    return drawing
+
+
+def _axes(drawing: Drawing, data: Lines) -> float:
+    """Draw both axes and their ticks; return where x begins."""
+    across, up = data.scales()
+    ticks = {tick: data.y.written(tick) for tick in up.ticks()}
+    left = max(breadth(words, SMALL) for words in ticks.values()) + 10
+    drawing.text(0, SMALL / 2, data.y.name, "muted", size=SMALL)
+    for tick, words in ticks.items():
+        y = TOP + HEIGHT * (1 - (up.at(tick) or 0))
+        drawing.line((left, y), (left + WIDTH, y), kind="cell")
+        drawing.text(left - 8, y, words, "muted", anchor="end", size=SMALL)
+    bottom, end = TOP + HEIGHT, 0.0
+    for place in data.places:
+        words, x = data.x.written(place), left + WIDTH * (across.at(place) or 0)
+        half = breadth(words, SMALL) / 2
+        if x - half > end:
+            drawing.text(x, bottom + 14, words, "muted", anchor="middle", size=SMALL)
+            end = x + half + 6
+    drawing.line((left, TOP), (left, bottom), (left + WIDTH, bottom))
+    middle = left + WIDTH / 2
+    drawing.text(middle, bottom + 34, data.x.name, "muted", anchor="middle", size=SMALL)
+    return left
+
+
+def _bars(data: Bars) -> Drawing:
+    drawing = Drawing()
+    left = max(breadth(name, SMALL) for name in data.names) + 12
+    y = 0.0
+    for n, name in enumerate(data.names):
+        middle = y + BAR * len(data.series) / 2
+        drawing.text(left - 8, middle, name, "muted", anchor="end", size=SMALL)
+        for kind, values in zip(KINDS, data.series.values(), strict=False):
+            _bar(drawing, left, y, values[n], f"tip-{kind}", data.longest, data.written)
+            y += BAR
+        y += 8
+    drawing.line((left, 0), (left, y - 8))
+    return drawing
+
+
+def _bar(
+    drawing: Drawing, x: float, y: float, value: float, kind: str, longest: float, written: Written
+) -> None:  # fmt: skip
+    length = LONGEST * value / longest
+    drawing.rect(x, y + 1, length, BAR - 2, kind)
+    drawing.text(x + length + 6, y + BAR / 2, written(value), "number", size=SMALL)
