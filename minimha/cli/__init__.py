@@ -9,11 +9,22 @@ from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from minimha import BackendUnavailable, __version__
-from minimha.cli import attend, backends, bench, check, example, examples, flash, kernels, sizes
+from minimha.cli import (
+    attend,
+    backends,
+    bench,
+    check,
+    example,
+    examples,
+    flash,
+    kernels,
+    lab,
+    sizes,
+)
 from minimha.explain.spelling import spelled
 from minimha.explain.trace import printable
 
-COMMANDS = (examples, example, attend, flash, check, sizes, bench, kernels, backends)
+COMMANDS = (examples, example, attend, flash, lab, check, sizes, bench, kernels, backends)
 
 
 LONGEST_ERROR = 2000  # characters

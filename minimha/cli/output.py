@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from minimha.explain import render
+from minimha.explain.result import Result
 from minimha.explain.trace import Trace
 
 TRACE_FORMATS = ("text", "json", "markdown", "latex", "csv", "npz", "xlsx", "svg", "png", "html")
 TABLE_FORMATS = ("text", "json", "markdown", "csv")
 REPORT_FORMATS = ("text", "json", "markdown", "html")
-KINDS = {TRACE_FORMATS: "a trace", TABLE_FORMATS: "a table", REPORT_FORMATS: "a report"}
+RESULT_FORMATS = ("text", "json", "markdown", "csv", "svg", "png")
+KINDS = {
+    TRACE_FORMATS: "a trace", TABLE_FORMATS: "a table", REPORT_FORMATS: "a report",
+    RESULT_FORMATS: "an experiment",
+}  # fmt: skip
 ENDINGS = {
     "": "text",
     ".txt": "text", ".json": "json", ".md": "markdown", ".tex": "latex", ".csv": "csv",
@@ -129,6 +134,17 @@ def deliver_table(
         _put(args, as_text(records))
 
 
+def deliver_result(args: argparse.Namespace, result: Result) -> None:
+    """Print an experiment's result in the requested format, or write it to ``--output``."""
+    kind = format_of(args)
+    if kind == "text":
+        _show(args, lambda width, ramp: render.result(result, width, ramp))
+        return
+    from minimha.explain import export
+
+    _put(args, export.result_as(kind, result))
+
+
 def deliver_page(args: argparse.Namespace, written: Callable[[str], str]) -> None:
     """Print the page that ``written`` makes in the requested format, or write it to --output."""
     _put(args, written(format_of(args)))
@@ -161,7 +177,7 @@ def format_of(args: argparse.Namespace) -> str:
             f"{KINDS[args.formats]}: add --format, one of "
             f"{', '.join(args.formats)}{' (csv writes a folder of steps)' * is_trace}"
         )
-    if is_trace and kind in ("csv", "npz", "xlsx", "png") and args.output is None:
+    if (is_folder or kind in ("npz", "xlsx", "png")) and args.output is None:
         what = "a folder" if is_folder else "a file"
         raise ValueError(f"--format {kind} needs --output: the name of {what} to write")
     return kind

@@ -17,11 +17,11 @@ import pytest
 
 from minimha import attention, backends
 from minimha.cli import main
-from minimha.cli.output import TABLE_FORMATS, TRACE_FORMATS
-from minimha.cli.sizes import in_units
+from minimha.cli.output import RESULT_FORMATS, TABLE_FORMATS, TRACE_FORMATS
+from minimha.explain.numbers import in_units
 
 REPOSITORY = Path(__file__).parents[2]
-COMMANDS = ["examples", "example", "attend", "flash", "sizes", "kernels", "backends"]
+COMMANDS = ["examples", "example", "attend", "flash", "lab", "sizes", "kernels", "backends"]
 
 
 @pytest.fixture
@@ -549,8 +549,10 @@ def test_its_own_json_is_understood_again(run, numbers, tmp_path):
         *itertools.product(("example",), TRACE_FORMATS),
         *itertools.product(("flash --tokens 3",), [f for f in TRACE_FORMATS if f != "xlsx"]),
         *itertools.product(
-            ("examples", "backends", "kernels", "sizes", "sizes --preset gpt3"), TABLE_FORMATS
+            ("examples", "backends", "kernels", "sizes", "sizes --preset gpt3", "lab"),
+            TABLE_FORMATS,
         ),
+        *itertools.product(("lab masking",), [f for f in RESULT_FORMATS if f != "png"]),
     ],
 )
 def test_every_format_of_every_command_can_be_written(run, tmp_path, command, format):
@@ -862,6 +864,16 @@ BAD_LINES = [
     ("sizes --length 8193", "--length is 8193 but no preset takes more than 8192 tokens"),
     ("sizes --length 0", "argument --length: expected a whole number from 1 to 1048576, got '0'"),
     ("sizes --dtype int8", "argument --dtype: invalid choice: 'int8'"),
+    ("lab scales", "no experiment 'scales' (did you mean scale?): there are scale, similarity"),
+    ("lab scale --seed -1", "argument --seed: expected a whole number of at least 0, got '-1'"),
+    ("lab scale --seed one", "argument --seed: expected a whole number of at least 0, got 'one'"),
+    ("lab --seed 3", "--seed is an experiment's: name one of scale, similarity, heads"),
+    ("lab --format svg", "a list of experiments has no picture: name one of scale, similarity"),
+    ("lab scale --format html", "the formats of an experiment are text, json, markdown, csv, svg"),
+    ("lab scale --format png", "--format png needs --output: the name of a file to write"),
+    ("lab scale --output x.tex", "x.tex ends in '.tex', which names no format of an experiment"),
+    ("lab scale --output broken.json", "broken.json exists already: add --force to replace it"),
+    ("lab scale masking", "unrecognized arguments: masking"),
     ("dance", "invalid choice: 'dance'"),
     ("example --dance", "unrecognized arguments: --dance"),
 ]  # fmt: skip

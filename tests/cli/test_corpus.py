@@ -56,6 +56,8 @@ CHOICES = {  # later than the others, so that these keep their numbers
     "example": "--head --query --cell --hide",
     "example --hide weights": "--answer",
     "flash --tokens 3": "--cell --head",
+    "lab temperature": "--seed --format --output",
+    "lab": "",
 }
 
 

@@ -1,0 +1,62 @@
+"""``lab``: experiments, each with tables, figures and a conclusion."""
+
+import argparse
+import sys
+from typing import Any
+
+from minimha.cli.arguments import natural
+from minimha.cli.output import (
+    RESULT_FORMATS,
+    TABLE_FORMATS,
+    add_output,
+    check_free,
+    deliver_result,
+    deliver_table,
+    format_of,
+)
+from minimha.explain import render
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's ``commands``."""
+    parser = commands.add_parser(
+        "lab",
+        help="experiments: what scaling, masks, heads and tiles do, in numbers",
+        description="Run an experiment and show its tables, its figures and the sentence that "
+        "follows from the numbers. Without a name, list the experiments.",
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("name", nargs="?", metavar="EXPERIMENT", help="such as scale (default: list all)")
+    add("--seed", type=natural, metavar="N", help="of what is drawn (default 1)")
+    add_output(parser, RESULT_FORMATS)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run an experiment, or list all."""
+    from minimha import labs
+
+    if args.name is None:
+        _list(args)
+        return
+    format_of(args)
+    if args.output:
+        check_free(args.output, force=args.force)
+    known = labs.EXPERIMENTS.get(args.name)
+    with render.progress(sys.stderr, known.steps if known else 0) as progress:
+        found = labs.run(args.name, 1 if args.seed is None else args.seed, progress)
+    deliver_result(args, found)
+
+
+def _list(args: argparse.Namespace) -> None:
+    from minimha.labs import EXPERIMENTS
+
+    if args.seed is not None:
+        raise ValueError(f"--seed is an experiment's: name one of {', '.join(EXPERIMENTS)}")
+    if format_of(args) not in TABLE_FORMATS:
+        raise ValueError(
+            f"a list of experiments has no picture: name one of {', '.join(EXPERIMENTS)}"
+        )
+    deliver_table(
+        args, [{"experiment": name, "asks": known.question} for name, known in EXPERIMENTS.items()]
+    )

@@ -1,0 +1,62 @@
+"""Experiments: what can be seen by computing, each with tables, figures and a conclusion.
+
+A conclusion is made from the numbers of the run: what they do not show, it does not say.
+"""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NamedTuple
+
+from minimha.equations.arguments import integer
+from minimha.explain.result import Result
+
+__all__ = ["EXPERIMENTS", "Experiment", "run"]
+
+
+class Experiment(NamedTuple):
+    """What an experiment asks, and how many steps it tells a progress bar of."""
+
+    question: str
+    steps: int = 0
+
+
+EXPERIMENTS = {
+    "scale": Experiment("why are scores divided by √d_k?"),
+    "similarity": Experiment("what does a longer key change by dot product, and by cosine?"),
+    "heads": Experiment("can one head follow two patterns at once, and what if a head is removed?"),
+    "masking": Experiment("where does a large negative number stop being −∞?"),
+    "memory": Experiment("what do naive and tiled attention read and write, and the cache?", 8),
+    "temperature": Experiment("how does a temperature sharpen or flatten a distribution?"),
+}
+
+
+def run(name: str, seed: int = 1, progress: Callable[[str], None] = lambda doing: None) -> Result:
+    """Run the experiment ``name``.
+
+    Parameters
+    ----------
+    name : str
+        One of ``EXPERIMENTS``.
+    seed : int, default 1
+        Of everything that is drawn; 0 or more.
+    progress : callable, optional
+        Called with what is done next, where an experiment takes longer than a second.
+
+    Raises
+    ------
+    TypeError, ValueError
+        There is no such experiment, or the seed is not an integer of at least 0.
+
+    Examples
+    --------
+    >>> run("temperature").tables[0].columns["T"](0.25)
+    '0.25'
+    """
+    if name not in EXPERIMENTS:
+        near = get_close_matches(str(name)[:40], EXPERIMENTS, 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"no experiment {name!r}{meant}: there are {', '.join(EXPERIMENTS)}")
+    seed = integer("seed", seed, 0)
+    result: Result = import_module(f"{__name__}.{name}").run(seed, progress)
+    return result

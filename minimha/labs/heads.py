@@ -1,0 +1,157 @@
+"""Two patterns at once: one head mixes them, two heads keep them apart, and one that is removed.
+
+Every token has a content, a kind and a position. Two tokens of a sequence have each kind, and a
+query is to say the content of the token before it and that of the other token of its kind. Queries
+and keys are set by hand, ``x W_q`` and x; the values and the output are the best that there are: a
+linear map of what the heads read and of the token itself, by least squares.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.api import attention
+from minimha.explain.chart import Axis, Lines
+from minimha.explain.result import Result, Table
+
+NUM_CONTENTS, NUM_KINDS = 8, 6
+LENGTH = 2 * NUM_KINDS
+WIDTH = NUM_CONTENTS + NUM_KINDS + LENGTH
+NUM_SEQUENCES = 256  # to fit on, and as many others to test on
+STRENGTH = 20.0  # of the score of what a pattern looks for: any other key gets e^-20 of its weight
+SHARES = (0.0, 0.25, 0.4, 0.45, 0.5, 0.55, 0.6, 0.75, 1.0)
+CHANCE = 1 / NUM_CONTENTS
+# Both tokens are one, of LENGTH - 1, or have the same content; else their order may be guessed.
+ALIKE = (1 + (LENGTH - 2) * CHANCE) / (LENGTH - 1)
+GUESSED = (1 + ALIKE) / 2
+PATTERNS = "previous token", "matching token"
+TITLE = "heads: two patterns at once"
+ABOUT = (
+    f"Sequences of {LENGTH} tokens, each with a content (1 of {NUM_CONTENTS}), a kind (2 tokens "
+    f"have the same) and a position. Asked of each token: the content of the previous one and of "
+    f"the matching one, of its kind. Scores are set by hand; what is read from the heads' outputs "
+    f"and the token itself is fitted by least squares on {NUM_SEQUENCES} sequences and tested on "
+    f"{NUM_SEQUENCES} others. A removed head gives its mean output. Chance is {CHANCE:.3f}; "
+    f"who knows both contents and guesses which is which is right in {GUESSED:.3f}."
+)
+Heads = tuple[tuple[float, float], ...]  # for each head the strength of both patterns
+
+
+class Task(NamedTuple):
+    """Sequences and what is asked of them.
+
+    ``x`` has the shape (sequences, LENGTH, WIDTH), ``asked`` (sequences, LENGTH, 2), contents.
+    """
+
+    x: NDArray[np.float64]
+    asked: NDArray[np.int64]
+
+
+class Row(NamedTuple):
+    """Right answers, as shares of all."""
+
+    heads: str
+    previous: float
+    matching: float
+    both: float
+
+
+def run(seed: int, progress: Callable[[str], None]) -> Result:
+    """One head with every share of both patterns, two heads, and either of them removed."""
+    rng = np.random.default_rng(seed)
+    fitted, tested = draw(rng), draw(rng)
+    two = (STRENGTH, 0.0), (0.0, STRENGTH)
+    single = tuple(
+        _row(f"one head, {n:.0%} previous token", fitted, tested,
+             ((n * STRENGTH, (1 - n) * STRENGTH),)) for n in SHARES
+    )  # fmt: skip
+    rows = (
+        *single,
+        _row("two heads", fitted, tested, two),
+        _row("two, without the first", fitted, tested, two, removed=0),
+        _row("two, without the second", fitted, tested, two, removed=1),
+    )
+    names = *PATTERNS, "both"
+    columns = {"heads": str} | dict.fromkeys(names, "{:.3f}".format)
+    series = {name: tuple(float(row[n]) for row in single) for n, name in enumerate(names, 1)}
+    across = Axis("share of the head's scores for the previous token", None, "{:.0%}".format)
+    figure = Lines("right answers of one head", across, Axis("share"), SHARES, series)
+    table = Table("right answers, as shares of all", columns, rows)
+    return Result("heads", TITLE, ABOUT, seed, (table,), (figure,), conclude(rows))
+
+
+def conclude(rows: Sequence[Row]) -> str:
+    """Return what one head reaches at best, what two reach, and what each removal breaks."""
+    *single, two, first, second = rows
+    best = max(row.both for row in single)
+    return (
+        f"The best single head is right about both tokens in {best:.1%} of the cases (guessing "
+        f"which is which: {GUESSED:.1%}), two heads in {two.both:.1%}; without the first "
+        f"{_lost(two, first)}, without the second {_lost(two, second)} (chance: {CHANCE:.1%})."
+    )
+
+
+def _lost(whole: Row, less: Row) -> str:
+    """What falls by more than a tenth when a head is removed, and to what."""
+    pairs = (whole.previous, less.previous), (whole.matching, less.matching)
+    fallen = [
+        f"the {name} falls to {after:.1%}"
+        for name, (before, after) in zip(PATTERNS, pairs, strict=True)
+        if after < 0.9 * before
+    ]
+    return " and ".join(fallen) or "neither falls"
+
+
+def draw(rng: np.random.Generator) -> Task:
+    """Return NUM_SEQUENCES sequences and what is asked of them."""
+    size = NUM_SEQUENCES, LENGTH
+    contents = rng.integers(NUM_CONTENTS, size=size)
+    kinds = rng.permuted(np.tile(np.arange(LENGTH) % NUM_KINDS, (NUM_SEQUENCES, 1)), axis=1)
+    positions = np.broadcast_to(np.arange(LENGTH), size)
+    parts = (contents, NUM_CONTENTS), (kinds, NUM_KINDS), (positions, LENGTH)
+    same = (kinds[:, :, None] == kinds[:, None]) & ~np.eye(LENGTH, dtype=bool)
+    matching = np.take_along_axis(contents, same.argmax(axis=-1), axis=1)
+    asked = np.stack([np.roll(contents, 1, axis=1), matching], axis=-1)
+    return Task(np.concatenate([np.eye(n)[part] for part, n in parts], axis=-1), asked)
+
+
+def query_weights(previous: float, matching: float) -> NDArray[np.float64]:
+    """W_q (WIDTH, WIDTH) of a head whose keys are the tokens: a score for each pattern.
+
+    ``previous`` goes to the token one position back (from the first, to the last), ``matching`` to
+    a token of the same kind at another position.
+    """
+    W_q = np.zeros((WIDTH, WIDTH))
+    kinds, positions = (
+        slice(NUM_CONTENTS, NUM_CONTENTS + NUM_KINDS), slice(NUM_CONTENTS + NUM_KINDS, WIDTH)
+    )  # fmt: skip
+    W_q[kinds, kinds] = matching * np.eye(NUM_KINDS)
+    W_q[positions, positions] = previous * np.roll(np.eye(LENGTH), -1, axis=1)
+    W_q[positions, positions] -= matching * np.eye(LENGTH)
+    return W_q
+
+
+def _row(
+    name: str, fitted: Task, tested: Task, heads: Heads, removed: int | None = None
+) -> Row:  # fmt: skip
+    """Fit what is read from ``heads`` and test it; a ``removed`` head gives its mean output."""
+    seen, shown = _read(fitted.x, heads), _read(tested.x, heads)
+    targets = np.eye(NUM_CONTENTS)[fitted.asked].reshape(len(seen), -1)
+    W = np.linalg.lstsq(seen, targets, rcond=None)[0]
+    if removed is not None:
+        part = slice(removed * WIDTH, (removed + 1) * WIDTH)
+        shown[:, part] = seen[:, part].mean(axis=0)
+    said = (shown @ W).reshape(*tested.asked.shape, NUM_CONTENTS).argmax(axis=-1)
+    right = said == tested.asked
+    previous, matching = right.mean(axis=(0, 1)).tolist()
+    return Row(name, previous, matching, float(right.all(axis=-1).mean()))
+
+
+def _read(x: NDArray[np.float64], heads: Heads) -> NDArray[np.float64]:
+    """What each head reads of the tokens, and the token itself: one row per token."""
+    keys = x[:, None]
+    queries = (keys @ query_weights(*strengths) for strengths in heads)
+    read = [attention(q, keys, keys, scale=1.0, backend="dense")[:, 0] for q in queries]
+    return np.concatenate([*read, x], axis=-1).reshape(-1, (len(heads) + 1) * WIDTH)

@@ -1,0 +1,97 @@
+"""−∞ against a large negative number: how much weight reaches the keys that a mask hides."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.api import attention
+from minimha.explain.chart import Axis, Lines
+from minimha.explain.numbers import cells
+from minimha.explain.result import Result, Table
+
+NUM_KEYS, NUM_HIDDEN = 8, 4
+FILLS = (-np.inf, -1e9, -65504.0, -1e4)
+LEVELS = tuple(10.0**n for n in range(1, 12))  # how far below 0 the visible scores are
+OURS = "minimha"
+TITLE = "masking: −∞ against a large negative number"
+ABOUT = (
+    f"One query and {NUM_KEYS} keys, {NUM_HIDDEN} of them hidden: the weight that reaches the "
+    "hidden ones. minimha hides with −∞, and a query that sees no key gets 0; the other columns "
+    "write a number over the hidden scores (or add it, where that is said) and compute "
+    "exp(s − max) / Σ in the same dtype. −65504 is float16's lowest number."
+)
+Scores = NDArray[Any]
+
+
+def run(seed: int, progress: Callable[[str], None]) -> Result:
+    """Leaks in float32 and float16, in ordinary rows and in those where a number fails."""
+    s = np.random.default_rng(seed).standard_normal(NUM_KEYS)
+    cases: dict[str, tuple[Scores, str, int, bool]] = {
+        "float32, scores near 0": (s, "float32", NUM_HIDDEN, False),
+        "float32, visible near −2e4": (s - 2e4, "float32", NUM_HIDDEN, False),
+        "float32, visible near −2e9": (s - 2e9, "float32", NUM_HIDDEN, False),
+        "float32, every key hidden": (s, "float32", NUM_KEYS, False),
+        "float16, scores near 0": (s, "float16", NUM_HIDDEN, False),
+        "float16, visible near −2e4": (s - 2e4, "float16", NUM_HIDDEN, False),
+        "float16, every key hidden": (s, "float16", NUM_KEYS, False),
+        "float16, added, every key hidden": (s - 40, "float16", NUM_KEYS, True),
+    }
+    rows = tuple((name, *_leaks(*case)) for name, case in cases.items())
+    columns = {"case": str} | dict.fromkeys((OURS, *map(_named, FILLS)), written)
+    swept = {
+        _named(fill): tuple(_leak((s - n).astype(np.float32), fill) for n in LEVELS)
+        for fill in FILLS
+    }
+    across = Axis("visible scores are near −x", 10, _short)
+    figure = Lines("weight of the hidden keys, float32", across, Axis("weight"), LEVELS, swept)
+    table = Table("weight of the hidden keys; NaN is a row lost", columns, rows)
+    return Result("masking", TITLE, ABOUT, seed, (table,), (figure,), conclude(rows))
+
+
+def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
+    """Return in how many cases each way to hide leaks, and in how many it loses the row."""
+    said = []
+    for n, name in enumerate((OURS, *map(_named, FILLS)), 1):
+        leaks = [row[n] for row in rows]
+        lost = sum(map(np.isnan, leaks))
+        kept = sum(leak > 0 for leak in leaks)
+        faults = [f"leaks in {kept}"] * bool(kept) + [f"gives NaN in {lost}"] * bool(lost)
+        said.append(f"{name} {' and '.join(faults) or 'hides every key'}")
+    return f"Of {len(rows)} cases: {'; '.join(said)}."
+
+
+def written(leak: float) -> str:
+    """Return a share with three digits, 0 and 1 as such."""
+    return cells(np.array(leak), 3)[0][0] if leak in (0, 1) or np.isnan(leak) else f"{leak:.3g}"
+
+
+def _named(fill: float) -> str:
+    return "−∞" if np.isneginf(fill) else f"−{_short(-fill)}"
+
+
+def _short(number: float) -> str:
+    """A power of 10 as it is typed, 1e9; other numbers in full."""
+    exponent = np.log10(number)
+    return f"1e{exponent:.0f}" if exponent % 1 == 0 else f"{number:.0f}"
+
+
+def _leaks(s: Scores, dtype: str, num_hidden: int, is_added: bool) -> tuple[float, ...]:
+    """The weight of the first ``num_hidden`` keys: minimha's, and by each of ``FILLS``."""
+    s = s.astype(dtype)
+    seen = np.arange(NUM_KEYS) >= num_hidden
+    one = np.ones((1, 1), dtype)  # q·k is k: the scores
+    V = np.eye(NUM_KEYS, dtype=dtype)
+    ours = attention(one, s[:, None], V, scale=1, attn_mask=seen[None], backend="dense")
+    return float(ours[0, ~seen].sum()), *(_leak(s, fill, num_hidden, is_added) for fill in FILLS)
+
+
+def _leak(s: Scores, fill: float, num_hidden: int = NUM_HIDDEN, is_added: bool = False) -> float:
+    """The hidden keys' weight where a number stands for −∞, every step in the dtype of ``s``."""
+    hidden = np.arange(NUM_KEYS) < num_hidden
+    with np.errstate(all="ignore"):
+        number = np.array(fill).astype(s.dtype)
+        s = np.where(hidden, s + number if is_added else number, s)
+        P = np.exp(s - s.max())
+        return float((P / P.sum())[hidden].sum())
