@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.equations.dense import softmax
 from minimha.explain.chart import Axis, Bars, Lines
 from minimha.explain.result import Result, Table
+from minimha.models.sampling import probabilities
 
 TEMPERATURES = (0.01, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 100.0)
 SHOWN = (0.25, 1.0, 4.0)
@@ -65,11 +65,6 @@ def conclude(rows: Sequence[Row]) -> str:
         f"{np.log2(NUM_WORDS):.2f}; it {'rises' if is_steady else 'does not rise'} with every step "
         f"of T."
     )
-
-
-def probabilities(logits: NDArray[np.float64], T: float) -> NDArray[np.float64]:
-    """softmax(logits / T), for T > 0."""
-    return np.asarray(softmax(logits / T)[0])
 
 
 def _row(T: float, logits: NDArray[np.float64], rng: np.random.Generator) -> Row:
