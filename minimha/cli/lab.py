@@ -42,9 +42,14 @@ def run(args: argparse.Namespace) -> None:
     format_of(args)
     if args.output:
         check_free(args.output, force=args.force)
-    known = labs.EXPERIMENTS.get(args.name)
-    with render.progress(sys.stderr, known.steps if known else 0) as progress:
-        found = labs.run(args.name, 1 if args.seed is None else args.seed, progress)
+    seed = 1 if args.seed is None else args.seed
+    steps = labs.EXPERIMENTS[args.name].steps if args.name in labs.EXPERIMENTS else 0
+    if steps:
+        with render.progress(sys.stderr, steps) as progress:
+            found = labs.run(args.name, seed, progress)
+    else:
+        with render.busy(sys.stderr, "computing"):
+            found = labs.run(args.name, seed)
     deliver_result(args, found)
 
 

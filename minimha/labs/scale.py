@@ -39,10 +39,10 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
     """Weights of random queries and keys of each width, with and without √d_k."""
     rows = tuple(_row(D, np.random.default_rng((seed, D))) for D in WIDTHS)
     two, three = "{:.2f}".format, "{:.3f}".format
-    columns = {"D": "{}".format, "std of q·k": two, "√D": two} | {
+    columns = {"D": "{}".format, "std q·k": two, "√D": two} | {
         f"{scaled}{name}": three
         for scaled in ("", "scaled ")
-        for name in ("largest weight", "entropy", "slope")
+        for name in ("largest p", "entropy", "slope")
     }
     across = Axis("width D of queries and keys", base=2)
     spread = {
