@@ -26,7 +26,7 @@ BELOW = {
     "minimha": {"check", "dialects", "explain", "layers", "models", "api"},
     "models": {"layers", "api", "equations"},
     "examples": {"explain", "layers", "minimha", "api", "equations"},
-    "labs": {"models", "explain", "layers", "minimha", "api", "equations"},
+    "labs": {"models", "explain", "layers", "api", "equations"},
     "bench": {"minimha", "api", "kernels", "equations"},
 }
 BELOW["cli"] = set(BELOW)
