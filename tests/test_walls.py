@@ -25,8 +25,8 @@ BELOW = {
     "check": {"dialects", "explain", "layers", "api", "equations"},
     "minimha": {"check", "dialects", "explain", "layers", "models", "api"},
     "models": {"layers", "api", "equations"},
-    "examples": {"explain", "layers", "minimha", "api", "equations"},
     "labs": {"models", "explain", "layers", "api", "equations"},
+    "examples": {"explain", "models", "layers", "minimha", "api", "equations"},
     "bench": {"minimha", "api", "kernels", "equations"},
 }
 BELOW["cli"] = set(BELOW)

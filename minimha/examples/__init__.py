@@ -42,6 +42,7 @@ PLACES = {  # module.attribute
     "translation": "translation.EXAMPLE",
     "gpt2": "language_models.GPT2",
     "llama": "language_models.LLAMA",
+    "bert": "language_models.BERT",
     "cosine": "other_scores.COSINE",
     "additive": "other_scores.ADDITIVE",
 }

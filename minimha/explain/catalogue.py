@@ -252,7 +252,7 @@ CATALOGUE: dict[str, Entry] = {
     "activated": Entry("Φ", r"\Phi", ("B", "L", "F"), "Φ = φ(U), φ(G) where it is gated",
         r"\Phi = \varphi(U) \text{, } \varphi(G) \text{ where it is gated}",
         "The activation φ (ReLU, GELU, SiLU), number by number: negative ones nearly vanish.",
-        SHAZEER),
+        SHAZEER, made=("activation", "gate_input|expanded")),
     "gated_product": Entry("U", "U", ("B", "L", "F"), "U ← Φ · U, entry by entry",
         r"U \leftarrow \Phi \odot U",
         "What the gates let through.", "Shazeer 2020 (GLU variants)",
@@ -267,6 +267,10 @@ CATALOGUE: dict[str, Entry] = {
         "What leaves the layer, and enters the next one: all that was found so far.",
         "Vaswani et al. 2017, section 3.1",
         made=("sum", "added", "feed_forward_normed|feed_forward")),
+    "post_residual": Entry("R", "R", ("B", "L", "E"), "R = Z' + F", "R = Z' + F",
+        "The second residual connection, which starts from what was normalised.",
+        "Vaswani et al. 2017, section 3.1",
+        made=("sum", "added_normed", "feed_forward")),
     "W_vocab": Entry("W_vocab", r"W_{\mathrm{vocab}}", ("E", "V"), "W_vocab",
         r"W_{\mathrm{vocab}}",
         "One column per token of the vocabulary; if it is tied, the embedding's rows.",
@@ -441,20 +445,24 @@ def _of_norm(prefix: str, letter: str, step: str, what: str) -> dict[str, Entry]
         gain: Entry("g", "g", ("E",), "g", "g", f"The gain of each entry of {what}.", BA),
         bias: Entry("b", "b", ("E",), "b", "b", "Added after the normalisation.", BA),
         mean: Entry("μ", r"\mu", each, f"μ = mean of {letter}, row by row",
-            rf"\mu = \mathrm{{mean}}({letter})", f"The mean of each row of {what}.", BA),
+            rf"\mu = \mathrm{{mean}}({letter})", f"The mean of each row of {what}.", BA,
+            made=("mean", step) if step else ()),
         variance: Entry("σ²", r"\sigma^2", each, f"σ² = mean of ({letter} - μ)², row by row",
             rf"\sigma^2 = \mathrm{{mean}}(({letter} - \mu)^2)",
-            "How far its numbers are spread around that mean.", BA),
+            "How far its numbers are spread around that mean.", BA,
+            made=("mean square", step, mean) if step else ()),
         square: Entry("s", "s", each, f"s = mean of {letter}², row by row",
-            rf"s = \mathrm{{mean}}({letter}^2)", f"How large the numbers of {what} are.", RMS),
+            rf"s = \mathrm{{mean}}({letter}^2)", f"How large the numbers of {what} are.", RMS,
+            made=("mean square", step) if step else ()),
         f"{prefix}normed": Entry(normed, normed, rows,
             f"{normed} = g · ({letter} - μ) / √(σ² + ε) + b",
             rf"{normed} = g \cdot \frac{{{letter} - \mu}}{{\sqrt{{\sigma^2 + \varepsilon}}}} + b",
-            f"Every row of {what} has one mean and one size now, before gain and bias.", BA),
+            f"Every row of {what} has one mean and one size now, before gain and bias.", BA,
+            made=("norm", step, variance, gain, mean, bias) if step else ()),
         f"{prefix}rms_normed": Entry(normed, normed, rows, f"{normed} = g · {letter} / √(s + ε)",
             rf"{normed} = g \cdot \frac{{{letter}}}{{\sqrt{{s + \varepsilon}}}}",
             f"Every row of {what} has one size now, before the gain.", RMS,
-            made=("rms", step, gain) if step else ()),
+            made=("norm", step, square, gain) if step else ()),
     }  # fmt: skip
 
 
@@ -462,6 +470,8 @@ CATALOGUE |= (
     _of_norm("", "X", "x", "what enters the layer")
     | _of_norm("output_", "Y", "output", "what attention found")
     | _of_norm("added_", "Z", "added", "the residual stream")
+    | _of_norm("embedded_", "X", "embedded", "the embeddings")
+    | _of_norm("post_residual_", "R", "post_residual", "what leaves the feed-forward")
     | _of_norm("feed_forward_", "F", "feed_forward", "what the feed-forward made")
     | _of_norm("final_", "X", "", "what leaves the last layer")  # a step of another variant
 )

@@ -5,6 +5,7 @@ for, of the same batch entry and head, and computes the whole step from them. A 
 give the step's own numbers is not made.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from minimha.explain.trace import Step, Trace
 
 Matrix = NDArray[Any]
 HALF_SPLIT, INTERLEAVED = 0.0, 1.0  # the constant of "rotated": which numbers are a pair
+RELU, GELU, GELU_TANH, SILU = 0.0, 1.0, 2.0, 3.0  # the constant of "activation"
 
 
 def _plus(product: Matrix, bias: Matrix | None = None) -> Matrix:
@@ -98,6 +100,28 @@ def _rms(x: Matrix, gain: Matrix) -> Matrix:
     return np.asarray(x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True)) * gain)
 
 
+def _mean_square(x: Matrix, mean: Matrix | None = None) -> Matrix:
+    centred = x if mean is None else x - mean
+    return np.asarray(np.square(centred).mean(axis=-1, keepdims=True))
+
+
+def _norm(x: Matrix, square: Matrix, gain: Matrix, *rest: Any) -> Matrix:
+    *others, epsilon = rest
+    mean, bias = others or (0.0, 0.0)
+    return np.asarray(gain * (x - mean) / np.sqrt(square + epsilon) + bias)
+
+
+def _activation(x: Matrix, kind: float) -> Matrix:
+    if kind == RELU:
+        return np.maximum(x, 0)
+    if kind == SILU:
+        return np.asarray(x / (1 + np.exp(-x)))
+    if kind == GELU:
+        erf = np.vectorize(math.erf, otypes=[float])
+        return np.asarray(x * (1 + erf(x / math.sqrt(2))) / 2)
+    return np.asarray(x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2)
+
+
 def _rotated(x: Matrix, cos: Matrix, sin: Matrix, layout: float) -> Matrix:
     y: Matrix = x.copy()
     a, b = pairs(cos.shape[-1], layout)
@@ -143,6 +167,10 @@ OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "lse": _lse,
     "unit": _unit,
     "rms": _rms,
+    "mean": lambda x: x.mean(axis=-1, keepdims=True),
+    "mean square": _mean_square,
+    "norm": _norm,
+    "activation": _activation,
     "rotated": _rotated,
     "sigmoid": lambda x, W, bias=None: 1 / (1 + np.exp(-_plus(x @ W, bias))),
     "tanh": _hidden,
@@ -171,8 +199,8 @@ class Origin(NamedTuple):
         "concat" the heads, for "products" x, the matrix of each head and then the bias of each, for
         "normalise" O and l after the last block of each row of blocks, and for "lse" m and l then.
     constant : float or None
-        The factor of "scale" and "block", the layout of "rotated", the first of the "columns"; None
-        elsewhere.
+        The factor of "scale" and "block", the layout of "rotated", the first of the "columns", the
+        ε of "norm", which "activation" it is; None elsewhere.
     """
 
     operation: str
@@ -226,6 +254,10 @@ def origin(trace: Trace, step: Step) -> Origin | None:
         constants = (_factor(step, unscaled, _operand(trace, step, f"Q|{QUERIES}")),)
     elif operation == "rotated":
         constants = (HALF_SPLIT, INTERLEAVED)
+    elif operation == "activation":
+        constants = (RELU, GELU, GELU_TANH, SILU)
+    elif operation == "norm":
+        constants = _epsilons(step, operands)
     elif operation == "columns":
         constants = (_first_column(trace, step, operands[0]),)
     found = (Origin(operation, operands, constant) for constant in constants)
@@ -340,6 +372,22 @@ def _factor(step: Step, before: Matrix, queries: Step | None) -> float:
     at = np.unravel_index(size.argmax(), size.shape)
     factor = float(after[at] / before[at])
     return usual if abs(factor - usual) < 1e-4 * usual else factor
+
+
+def _epsilons(step: Step, operands: Sequence[Step | None]) -> tuple[float, ...]:
+    """What is added to the mean square of a row to give the numbers of ``step``, and nearly that.
+
+    It is looked for in the largest number, where it is a short one if it can be.
+    """
+    bias = operands[-1].value if len(operands) > 3 and operands[-1] is not None else 0.0
+    square = np.asarray(operands[1].value, np.float64) if operands[1] is not None else np.zeros(1)
+    after = np.asarray(step.value, np.float64) - bias
+    before = Origin("norm", tuple(operands), 0.0).computed() - bias
+    at = np.unravel_index(abs(after).argmax(), after.shape)
+    if not after[at]:
+        return (0.0,)
+    epsilon = float(square[at[0], 0] * ((before[at] / after[at]) ** 2 - 1))
+    return float(f"{epsilon:.1g}"), 0.0, epsilon
 
 
 def _first_column(trace: Trace, step: Step, combined: Step | None) -> float:

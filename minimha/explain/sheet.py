@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from minimha.explain import wording
 from minimha.explain.numbers import LARGEST_FIXED
-from minimha.explain.origins import Origin, origin, pairs
+from minimha.explain.origins import GELU, RELU, SILU, Origin, origin, pairs
 from minimha.explain.story import story
 from minimha.explain.trace import BLOCK, TOKEN_AXES, Step, Trace
 
@@ -146,6 +146,28 @@ def _unit(i: int, j: int, x: Panel) -> str:
     return f"IF(SUMSQ({x.row(i)})=0,0,{x.cell(i, j)}/SQRT(SUMSQ({x.row(i)})))"
 
 
+def _mean_square(i: int, j: int, x: Panel, mean: Panel | None = None) -> str:
+    centred = f"{x.row(i)}-{mean.cell(i, 0)}" if mean else x.row(i)
+    return f"SUMPRODUCT(({centred})^2)/{x.columns}"
+
+
+def _norm(i: int, j: int, x: Panel, square: Panel, gain: Panel, *rest: Any) -> str:
+    *others, epsilon = rest
+    a, root = x.cell(i, j), f"SQRT({square.cell(i, 0)}+{epsilon:G})"
+    if not others:
+        return f"{gain.cell(i, j)}*{a}/{root}"
+    mean, bias = others
+    return f"{gain.cell(i, j)}*({a}-{mean.cell(i, 0)})/{root}+{bias.cell(i, j)}"
+
+
+def _activation(i: int, j: int, x: Panel, kind: float) -> str:
+    a = x.cell(i, j)
+    forms = {
+        RELU: f"MAX({a},0)", GELU: f"{a}*(1+ERF({a}/SQRT(2)))/2", SILU: f"{a}/(1+EXP(-{a}))"
+    }  # fmt: skip
+    return forms.get(kind, f"{a}*(1+TANH(SQRT(2/PI())*({a}+0.044715*{a}^3)))/2")
+
+
 def _cosine(i: int, j: int, q: Panel, k: Panel) -> str:
     lengths = f"SUMSQ({q.row(i)})*SUMSQ({k.row(j)})"
     return f"IF({lengths}=0,0,SUMPRODUCT({q.row(i)},{k.row(j)})/SQRT({lengths}))"
@@ -177,6 +199,10 @@ FORMULAS: dict[str, Callable[..., str]] = {
     "alibi": _alibi,
     "times": lambda i, j, x, y: f"{x.cell(i, j)}*{y.cell(i, j)}",
     "sigmoid": lambda i, j, x, W, b: f"1/(1+EXP(-({_product(i, j, x, W, b)})))",
+    "mean": lambda i, j, x: f"AVERAGE({x.row(i)})",
+    "mean square": _mean_square,
+    "norm": _norm,
+    "activation": _activation,
     "rotated": _rotated,
     "unit": _unit,
     "cosine": _cosine,
@@ -360,7 +386,7 @@ class _Sheet:
             return [(self._scale(f"scale{stage}", steps),)] * len(steps)
         if made.operation == "mask":
             return [(panel,) for panel in self._visible(f"visible{stage}", steps)]
-        if made.operation in ("rotated", "columns"):
+        if made.operation in ("rotated", "columns", "norm", "activation"):
             found = [self.origins[step.title] for step in steps]
             return [((made and made.constant) or 0.0,) for made in found]
         if made.operation == "products":

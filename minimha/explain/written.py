@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minimha.explain.numbers import term
-from minimha.explain.origins import Origin, origin, pairs
+from minimha.explain.origins import GELU, RELU, SILU, Origin, origin, pairs
 from minimha.explain.trace import Step, Trace
 
 Index = tuple[int, ...]
@@ -330,6 +330,42 @@ def _rms(made: Origin, i: int, j: int, say: Say) -> Parts:
     return Parts(row, column, (), text)
 
 
+def _mean(made: Origin, i: int, j: int, say: Say) -> Parts:
+    (x,) = _operands(made, 1)
+    row = _row(x, i)
+    return Parts(row, (), (), f"({_plus(_numbers(row, say))}) / {len(row)}")
+
+
+def _mean_square(made: Origin, i: int, j: int, say: Say) -> Parts:
+    x, mean = _operands(made, 2)
+    row, others = _row(x, i), _at(mean, i, 0)
+    less = "".join(f" - {number}" for number in _numbers(others, say))
+    terms = [f"({number.strip('()')}{less})²" if less else f"{number}²"
+             for number in _numbers(row, say)]  # fmt: skip
+    return Parts(row, (), others, f"({_plus(terms)}) / {len(row)}")
+
+
+def _norm(made: Origin, i: int, j: int, say: Say) -> Parts:
+    x, square, gain, mean, bias = _operands(made, 5)
+    row, column = _at(x, i, j), _at(gain, i, j)
+    others = (*_at(square, i, 0), *_at(mean, i, 0), *_at(bias, i, j))
+    (a, g, s), rest = _numbers((*row, *column, *others[:1]), say), _numbers(others[1:], say)
+    a = f"({a.strip('()')} - {rest[0]})" if rest else a
+    added = f" + {rest[1]}" if rest else ""
+    return Parts(row, column, others, f"{g} · {a} / √({s} + {made.constant:g}){added}")
+
+
+def _activation(made: Origin, i: int, j: int, say: Say) -> Parts:
+    row = _at(made.operands[0], i, j)
+    (x,) = _numbers(row, say)
+    forms = {
+        RELU: f"max({x.strip('()')}, 0)", SILU: f"{x} / (1 + exp(-{x}))",
+        GELU: f"{x} · (1 + erf({x} / √2)) / 2",
+    }  # fmt: skip
+    tanh = f"{x} · (1 + tanh(√(2/π) · ({x} + 0.044715 · {x}³))) / 2"
+    return Parts(row, (), (), forms.get(made.constant or RELU, tanh))
+
+
 def _rotated(made: Origin, i: int, j: int, say: Say) -> Parts:
     x, cos, sin = _operands(made, 3)
     first, second = pairs(cos.value.shape[-1], made.constant or 0)
@@ -415,6 +451,10 @@ WRITERS: dict[str, Callable[[Origin, int, int, Say], Parts]] = {
     "lse": _lse,
     "unit": _unit,
     "rms": _rms,
+    "mean": _mean,
+    "mean square": _mean_square,
+    "norm": _norm,
+    "activation": _activation,
     "rotated": _rotated,
     "sigmoid": _sigmoid,
     "tanh": _tanh,

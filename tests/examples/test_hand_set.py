@@ -1,5 +1,7 @@
 """The examples beyond the documents' own numbers: what is said of them is what they show."""
 
+from statistics import NormalDist, fmean, pvariance
+
 import numpy as np
 import pytest
 
@@ -162,11 +164,11 @@ def test_without_shift_or_mask_the_answer_is_copied_and_no_english_is_read():
 def test_gpt2_s_fused_matrix_holds_those_of_both_heads():
     trace = models.GPT2.trace()
     np.testing.assert_array_equal(trace["x"], trace["wte"] + trace["wpe"])
-    fused = trace["x"] @ trace["c_attn"] + trace["c_attn_bias"]
+    fused = trace["normed"] @ trace["c_attn"] + trace["c_attn_bias"]
     for n, name in enumerate("qkv"):
         for head in (0, 1):
             columns = 4 * n + 2 * head + np.arange(2)
-            np.testing.assert_array_equal(trace[name][head], fused[:, columns])
+            np.testing.assert_allclose(trace[name][head], fused[:, columns], rtol=1e-12)
     assert not np.triu(trace["weights"], 1).any()
 
 
@@ -177,6 +179,65 @@ def test_llama_turns_queries_and_keys_and_shares_keys():
     np.testing.assert_allclose(trace["k_rotated"], rope.rotate(trace["k"], at), rtol=1e-12)
     wanted = trace["q_rotated"] @ trace["k_rotated"].T
     np.testing.assert_allclose(trace["scores"], wanted, rtol=1e-12)
+
+
+def layer_norm(x, gain, bias, epsilon):
+    return [
+        [g * (a - fmean(row)) / (pvariance(row) + epsilon) ** 0.5 + b
+         for a, g, b in zip(row, gain, bias, strict=True)]
+        for row in x.tolist()
+    ]  # fmt: skip
+
+
+def gelu(x):
+    return [[a * NormalDist().cdf(a) for a in row] for row in x.tolist()]
+
+
+@pytest.mark.parametrize("prefix", ["", "added_"])
+def test_gpt2_normalises_before_attention_and_before_the_feed_forward(prefix):
+    t = models.GPT2.trace()
+    source = t[prefix[:-1] or "x"]
+    wanted = layer_norm(source, t[f"{prefix}norm_gain"], t[f"{prefix}norm_bias"], 1e-5)
+    np.testing.assert_allclose(t[f"{prefix}normed"], wanted, rtol=1e-12)
+
+
+def test_gpt2_adds_what_attention_and_the_feed_forward_found():
+    t = models.GPT2.trace()
+    np.testing.assert_array_equal(t["added"], t["x"] + t["output"])
+    inner = t["added_normed"] @ t["W_in"] + t["b_in"]
+    np.testing.assert_allclose(t["activated"], gelu(inner), atol=5e-4)  # by tanh: nearly
+    wanted = t["added"] + t["activated"] @ t["W_out"] + t["b_out"]
+    np.testing.assert_allclose(t["residual"], wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("prefix", ["", "added_"])
+def test_llama_divides_by_the_root_mean_square(prefix):
+    t = models.LLAMA.trace()
+    x, gain = t[prefix[:-1] or "x"].tolist(), t[f"{prefix}norm_gain"]
+    wanted = [np.array(row) / (fmean(a * a for a in row) + 1e-5) ** 0.5 * gain for row in x]
+    np.testing.assert_allclose(t[f"{prefix}normed"], wanted, rtol=1e-12)
+
+
+def test_llama_gates_its_feed_forward():
+    t = models.LLAMA.trace()
+    gate = t["added_normed"] @ t["W_gate"]
+    inner = gate / (1 + np.exp(-gate)) * (t["added_normed"] @ t["W_in"])
+    wanted = t["x"] + t["output"] + inner @ t["W_out"]
+    np.testing.assert_allclose(t["residual"], wanted, rtol=1e-12)
+
+
+def test_bert_sees_every_token_and_normalises_what_was_added():
+    t = models.BERT.trace()
+    assert (t["weights"] > 0).all()
+    for prefix, source in (
+        ("embedded_", t["wte"] + t["wpe"]),
+        ("added_", t["x"] + t["output"]),
+        ("post_residual_", t["added_normed"] + t["feed_forward"]),
+    ):
+        wanted = layer_norm(source, t[f"{prefix}norm_gain"], t[f"{prefix}norm_bias"], 1e-12)
+        np.testing.assert_allclose(t[f"{prefix}normed"], wanted, rtol=1e-9, atol=1e-12)
+    np.testing.assert_array_equal(t["x"], t["embedded_normed"])
+    np.testing.assert_allclose(t["activated"], gelu(t["expanded"]), rtol=1e-12, atol=1e-12)
 
 
 def test_a_sentence_attends_to_another():

@@ -12,6 +12,8 @@ from minimha.explain.trace import token_labels
 from minimha.explain.written import WRITERS, cell, cell_of
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.rope import RoPE
+from minimha.models.feed_forward import FeedForward
+from minimha.models.norms import layer_norm
 
 RNG = np.random.default_rng(0)
 OPTIONS = {
@@ -53,7 +55,8 @@ GIVEN = {
     "x", "context", "wte", "wpe", "c_attn", "c_attn_bias", "W_q", "W_k", "W_v", "W_o", "W_g", "b_q",
     "b_k", "b_v", "b_o", "b_g", "g_q", "g_k", "W_q_hidden", "W_k_hidden", "w", "q", "k", "v", "Q",
     "K", "V", "sqrt_d_k", "cos", "sin", "softcap", "attn_bias", "slopes", "distances", "sinks",
-    "skipped", "difference", "kept", "concat[assumed]", "W_vocab",
+    "skipped", "difference", "kept", "concat[assumed]", "W_vocab", "W_in", "b_in", "W_out", "b_out",
+    "W_gate",
 }  # fmt: skip
 
 
@@ -62,8 +65,9 @@ def test_every_step_that_is_not_given_says_what_it_is_computed_from(name):
     trace = TRACES[name]
     silent = {s.name for s in trace.steps if origin(trace, s) is None}
     assert not {
-        name for name in silent if name not in GIVEN and name.partition("[")[0] not in GIVEN
-    }
+        name for name in silent
+        if not {name, name.partition("[")[0]} & GIVEN and not name.endswith(("_gain", "_bias"))
+    }  # fmt: skip
     if "x" in trace and name != "the-cat-sat":
         assert not silent & {"q", "k", "v"}
 
@@ -92,6 +96,34 @@ def test_every_operation_of_the_catalogue_can_be_computed_and_written():
     assert used == set(OPERATIONS) == set(WRITERS)
 
 
+@pytest.mark.parametrize(
+    ("activation", "written"),
+    [
+        ("relu", "max(-1, 0) = 0"),
+        ("gelu", "(-1) · (1 + erf((-1) / √2)) / 2 = -0.159"),
+        ("gelu_tanh", "(-1) · (1 + tanh(√(2/π) · ((-1) + 0.044715 · (-1)³))) / 2 = -0.159"),
+        ("silu", "(-1) / (1 + exp(-(-1))) = -0.269"),
+    ],
+)
+def test_the_activation_is_found_from_its_numbers(activation, written):
+    trace = Trace()
+    feed_forward = FeedForward(np.eye(2), np.eye(2), activation)
+    feed_forward(trace("added", np.array([[-1.0, 2.0]])), trace)
+    [step] = trace.by_name["activated"]
+    assert cell(trace, step, (0, 0)).text == f"Φ[0,0] = {written}"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("epsilon", [0, 1e-12, 1e-6, 0.00123456, 1])
+def test_a_norm_s_epsilon_is_found_from_its_numbers(epsilon, dtype):
+    trace, x = Trace(), RNG.normal(size=(3, 4)).astype(dtype)
+    gain, bias = RNG.normal(size=(2, 4)).astype(dtype)
+    layer_norm(trace("x", x), gain, bias, epsilon, trace)
+    made = origin(trace, trace.by_name["normed"][0])
+    rounding = 1e-12 if dtype is np.float64 else 1e-5
+    assert made.constant == pytest.approx(epsilon, rel=1e-3, abs=rounding)
+
+
 CAT = TRACES["the-cat-sat"]
 
 
@@ -111,7 +143,16 @@ CAT = TRACES["the-cat-sat"]
         (CAT, "weights[divided]", (1, 0), "A[cat,The] = 0.493 / 1.493 = 0.330"),
         (TRACES["two-heads"], "concat", (0, 2), "C[X,2] = O[X,0] of head 1 = 6"),
         (TRACES["two-heads"], "output", (0, 2), "Y[X,2] = 4·1 + 11·0 + 6·(-1) + 9·0 = -2"),
-        (TRACES["gpt2"], "q_combined", (1, 3), "Q[cat,3] = (-1)·0 + 1·(-1) + 2·0 + 0·0 + 1 = 0"),
+        (TRACES["gpt2"], "mean", (1, 0), "μ[cat] = ((-1) + 1 + 2 + 0) / 4 = 0.500"),
+        (TRACES["gpt2"], "variance", (1, 0),
+         "σ²[cat] = ((-1 - 0.500)² + (1 - 0.500)² + (2 - 0.500)² + (0 - 0.500)²) / 4 = 1.250"),
+        (TRACES["gpt2"], "normed", (1, 0),
+         "X'[cat,0] = 1 · (-1 - 0.500) / √(1.250 + 1e-05) + 1 = -0.342"),
+        (TRACES["llama"], "normed", (1, 0), "X'[cat,0] = 1 · (-1) / √(0.500 + 1e-05) = -1.414"),
+        (TRACES["translation"], "probabilities[unshifted]", (0, 0),
+         "p[Le,le] = exp(16) / (exp(16) + exp(0) + exp(0) + exp(0) + exp(0)) = 1.000"),
+        (TRACES["llama"], "mean_square", (1, 0),
+         "s[cat] = ((-1)² + 0² + 1² + 0² + 1² + 0² + (-1)² + 0²) / 8 = 0.500"),
         (TRACES["gpt2"], "W_q", (1, 1), "W_q[1,1] = c_attn[1,1] = 1"),
         (TRACES["flash"], "S[i=1,j=1]", (0, 1), "S_ij[approved,the] = -∞, hidden by the mask"),
         (TRACES["flash"], "factor[i=1,j=0]", (0, 0), "α_i[approved] = exp(-∞ - 0) = 0"),

@@ -92,7 +92,8 @@ def _carried(trace: Trace, name: str, before: Iterable[str]) -> list[str]:
     """What a layer before puts out, where it is what comes into this one, to the last bit."""
     if trace.by_name[name][0].base not in ("x", "context"):
         return []
-    last = [other for other in before if trace.by_name[other][0].base in ("added", "output")]
+    ends = ("added", "output", "residual", "embedded_normed")
+    last = [other for other in before if trace.by_name[other][0].base in ends]
     return [other for other in last if np.array_equal(trace[other], trace[name])][-1:]
 
 

@@ -164,6 +164,38 @@ function blockOf(operands, i) {
 const squares = (M, i) => joined(terms(M, i).map((x) => `${x}²`));
 const length = (M, i) => `√(${squares(M, i)})`;
 
+/* 2/√π e^(-x²) Σ 2ⁿ x^(2n+1) / (2n+1)!!, whose terms all have one sign. */
+function erf(x) {
+  if (Math.abs(x) > 6) return Math.sign(x);
+  let term = x, total = 0;
+  for (let n = 1; Math.abs(term) > 1e-17 * Math.abs(total); n++) {
+    total += term;
+    term *= (2 * x * x) / (2 * n + 1);
+  }
+  return (2 / Math.sqrt(Math.PI)) * Math.exp(-x * x) * total;
+}
+
+/* By the constant of "activation": ReLU, GELU, its approximation by tanh, SiLU. */
+const ACTIVATIONS = [
+  (x) => Math.max(x, 0),
+  (x) => (x * (1 + erf(x / Math.SQRT2))) / 2,
+  (x) => (x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3)))) / 2,
+  (x) => x / (1 + Math.exp(-x)),
+];
+const WRITTEN_ACTIVATIONS = [
+  (x) => `max(${say(x)}, 0)`,
+  (x) => `${factor(x)} · (1 + erf(${factor(x)} / √2)) / 2`,
+  (x) => `${factor(x)} · (1 + tanh(√(2/π) · (${factor(x)} + 0.044715 · ${factor(x)}³))) / 2`,
+  (x) => `${factor(x)} / (1 + exp(-${factor(x)}))`,
+];
+
+/* As Python writes a number such as 1e-05 with "g". */
+function short(x) {
+  const rounded = Number(x.toPrecision(6));
+  if (rounded === 0 || rounded >= 1e-4) return String(rounded);
+  return rounded.toExponential().replace(/e-(\d)$/, "e-0$1");
+}
+
 const OPERATIONS = {
   product: {
     compute: (out, [A, B, bias], c, hidden) =>
@@ -299,6 +331,43 @@ const OPERATIONS = {
       text: `${term(gain, i, j)} · ${term(x, i, j)} / √((${squares(x, i)}) / ${x.cols})`,
       used: [...along(0, x, i), ...at(1, gain, i, j, "column")],
     }),
+  },
+  mean: {
+    compute: (out, [x]) => fill(out, (i) => sum(rowOf(x, i)) / x.cols),
+    write: (i, j, [x]) => ({ text: `(${joined(rowOf(x, i).map(factor))}) / ${x.cols}`, used: along(0, x, i) }),
+  },
+  "mean square": {
+    compute: (out, [x, mean]) =>
+      fill(out, (i) => sum(rowOf(x, i).map((a) => (a - (mean ? get(mean, i, 0) : 0)) ** 2)) / x.cols),
+    write(i, j, [x, mean]) {
+      const square = (a) => (mean ? `(${say(a)} - ${factor(get(mean, i, 0))})²` : `${factor(a)}²`);
+      return {
+        text: `(${joined(rowOf(x, i).map(square))}) / ${x.cols}`,
+        used: [...along(0, x, i), ...at(1, mean, i, 0, "other")],
+      };
+    },
+  },
+  norm: {
+    compute: (out, [x, square, gain, mean, bias], epsilon) =>
+      fill(out, (i, j) => {
+        const a = get(x, i, j) - (mean ? get(mean, i, 0) : 0);
+        return (get(gain, i, j) * a) / Math.sqrt(get(square, i, 0) + epsilon) + (bias ? get(bias, i, j) : 0);
+      }),
+    write(i, j, [x, square, gain, mean, bias], epsilon) {
+      const a = mean ? `(${say(get(x, i, j))} - ${factor(get(mean, i, 0))})` : factor(get(x, i, j));
+      const root = `√(${factor(get(square, i, 0))} + ${short(epsilon)})`;
+      return {
+        text: `${factor(get(gain, i, j))} · ${a} / ${root}` + (bias ? ` + ${factor(get(bias, i, j))}` : ""),
+        used: [
+          ...at(0, x, i, j, "row"), ...at(2, gain, i, j, "column"), ...at(1, square, i, 0, "other"),
+          ...at(3, mean, i, 0, "other"), ...at(4, bias, i, j, "other"),
+        ],
+      };
+    },
+  },
+  activation: {
+    compute: (out, [x], kind) => fill(out, (i, j) => ACTIVATIONS[kind](get(x, i, j))),
+    write: (i, j, [x], kind) => ({ text: WRITTEN_ACTIVATIONS[kind](get(x, i, j)), used: at(0, x, i, j, "row") }),
   },
   rotated: {
     compute: (out, [x, cos, sin], layout) =>
