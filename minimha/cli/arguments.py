@@ -129,8 +129,13 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     which = "show this step only, as it is named or displayed, heatmap or picks (may be repeated)"
     add("--only", action="append", default=[], metavar="STEP", help=which)
     add("--head", type=natural, metavar="N", help="show this head only, counted from 0")
-    add("--query", default="", metavar="WORD", help="the query that is shown picking its values")
-    entry = "write out one entry of each step, by words or numbers: sat,cat"
+    add(
+        "--query",
+        default="",
+        metavar="WORD",
+        help="show the rows of this query only, and how it picks",
+    )
+    entry = "write out one entry of each step, by words or numbers: sat,cat; --only brings matrices"
     add("--cell", default="", metavar="ROW,COLUMN", help=entry)
     blank = "leave this step's numbers blank, as a worksheet (may be repeated)"
     add("--hide", action="append", default=[], metavar="STEP", help=blank)

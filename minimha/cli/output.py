@@ -208,17 +208,16 @@ def _put(args: argparse.Namespace, content: str | bytes | dict[str, str]) -> Non
 
 def _check_readable(trace: Trace) -> None:
     """Refuse to print what nobody can read, and say what to do instead."""
-    steps = trace.steps
+    steps = trace.shown
     instead = (
         "export it with --format json, npz or csv and --output PATH, or choose a smaller step "
-        "with --only"
+        "with --only, one token with --query or one entry with --cell"
     )
     for step in steps:
         if step.value.size > LARGEST_MATRIX:
-            size = " × ".join(str(n) for n in step.value.shape)
             raise ValueError(
-                f"{step.name} is too large to print, {size} = {step.value.size:,} numbers where "
-                f"{LARGEST_MATRIX:,} can be read: {instead}"
+                f"{step.name} is too large to print, {step.size} = {step.value.size:,} numbers "
+                f"where {LARGEST_MATRIX:,} can be read: {instead}"
             )
     total = sum(step.value.size for step in steps)
     if total > LARGEST_RUN:

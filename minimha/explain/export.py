@@ -84,7 +84,7 @@ def as_markdown(trace: Trace, decimals: int) -> str:
     """Return a page with a heading, a formula and a table per step."""
     parts = [f"# {_markdown(trace.example)}"]
     parts += [_markdown(words) for words in (trace.source, _axes(trace)) if words]
-    for step in trace.steps:
+    for step in trace.shown:
         parts.append(f"## {_markdown(wording.title(step))}")
         parts.append(f"```math\n{step.tex}\n```")
         parts.append(_markdown(_said(step)))
@@ -109,7 +109,7 @@ def as_latex(trace: Trace, decimals: int) -> str:
     repeated.
     """
     body = [rf"\section*{{{_latex(trace.example)}}}", _latex(trace.source), _latex(_axes(trace))]
-    body.append("\n".join(_latex_step(*found, decimals) for found in _news(trace.steps)))
+    body.append("\n".join(_latex_step(*found, decimals) for found in _news(trace.shown)))
     if trace.cell:
         lines = "\n".join(rf"\item {_latex(line)}" for line in _story(trace, decimals))
         body.append(rf"\subsection*{{cell {_latex(trace.cell)}}}")
@@ -233,7 +233,7 @@ def _nested(value: Any) -> Any:
 
 
 def _axes(trace: Trace) -> str:
-    return wording.legend(trace) if trace.legend else ""
+    return wording.legend(trace) if trace.legend and trace.shown else ""
 
 
 def _story(trace: Trace, decimals: int) -> list[str]:
@@ -242,7 +242,7 @@ def _story(trace: Trace, decimals: int) -> list[str]:
 
 
 def _said(step: Step) -> str:
-    shape = f"Shape ({', '.join(step.axes)}) = ({', '.join(map(str, step.value.shape))})."
+    shape = f"Shape ({', '.join(step.axes)}) = ({step.size.replace(' ×', ',')})."
     source = f"Source: {step.source}."
     parts = (step.note, shape if step.axes else "", source if step.source else "")
     return " ".join(part for part in parts if part)

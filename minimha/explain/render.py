@@ -66,8 +66,9 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
     shades = RAMPS[ramp]
     lines = _paragraph(trace.example, width, "bold", indent=0)
     lines += _paragraph(trace.source, width, "", indent=0) if trace.source else []
-    lines += _paragraph(wording.legend(trace), width, "", indent=0) if trace.legend else []
-    steps = trace.steps
+    steps = trace.shown
+    if steps and trace.legend:
+        lines += _paragraph(wording.legend(trace), width, "", indent=0)
     said: set[tuple[str, str]] = set()
     for number, step in enumerate(steps, 1):
         lines += [Text(), *_heading(step, number)]
@@ -175,8 +176,7 @@ def plain(shown: RenderableType) -> str:
 
 def _heading(step: Step, number: int) -> list[Text]:
     place = f" · {step.place}" if step.place else ""
-    size = " × ".join(str(n) for n in step.value.shape)
-    axes = f"   {' × '.join(step.axes)} = {size}" if step.axes else ""
+    axes = f"   {' × '.join(step.axes)} = {step.size}" if step.axes else ""
     return [Text(f"{number:>2}  ").append(step.name + place, "bold").append(axes)]
 
 
@@ -283,12 +283,14 @@ def _heat(number: float, text: str, size: int, ramp: Ramp, limits: tuple[float, 
 def _pick(pick: wording.Pick, decimals: int, width: int, bar: str) -> list[Text]:
     """How a query picks its values: a bar as long as each weight."""
     weights, values, output = pick.weights, pick.values, pick.output
-    shares = weights.value[pick.query]
-    picked = [
-        f"{cell} · [{' '.join(row)}]"
-        for cell, row in zip(cells(shares, decimals)[0], cells(values.value, decimals), strict=True)
-    ]
-    labels = [_short(label, LABEL_WIDTH) for label in weights.columns or ()]
+    row, rows = cells(weights.value[pick.query], decimals)[0], cells(values.value, decimals)
+    picked = [f"{row[n]} · [{' '.join(rows[n])}]" for n in pick.keys]
+    shares = [float(weights.value[pick.query, n]) for n in pick.keys]
+    labels = [_short((weights.columns or ())[n], LABEL_WIDTH) for n in pick.keys]
+    number, share = pick.rest
+    if number:
+        [[text]] = cells(np.array(share), decimals, like=weights.value[pick.query])
+        labels, picked, shares = [*labels, f"{number} more"], [*picked, text], [*shares, share]
     margin = max(map(cell_len, labels)) + GAP
     total = f"sum: [{' '.join(cells(output.value, decimals)[pick.query])}]"
     longest = width - INDENT - margin - GAP - max(map(len, [*picked, total]))

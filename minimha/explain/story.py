@@ -52,28 +52,13 @@ def _is_per_row(step: Step) -> bool:
 def _index(trace: Trace, step: Step, parts: Sequence[str]) -> Index | None:
     """The index of the cell in ``step``, which has it; a row is enough for one number per row."""
     if _is_per_row(step):
-        row = _number(trace, step, 0, parts[0])
+        row = trace.number(step, 0, parts[0])
         return None if row is None or len(parts) > 2 else (row, 0)[: step.value.ndim]
     if step.value.ndim != len(parts) or not (step.axes[-2:] in PAIRS or trace.only):
         return None
-    numbers = [_number(trace, step, n, part) for n, part in enumerate(parts)]
+    numbers = [trace.number(step, n, part) for n, part in enumerate(parts)]
     index = tuple(n for n in numbers if n is not None)
     return index if len(index) == len(parts) else None
-
-
-def _number(trace: Trace, step: Step, axis: int, label: str) -> int | None:
-    """The number of the row (axis 0) or column with this label, or this number; None: no such."""
-    labels = [step.rows, step.columns][-step.value.ndim :][axis] or ()
-    found = [n for n, name in enumerate(labels) if name == label]
-    if len(found) > 1:
-        raise ValueError(
-            f"{label!r} is there {len(found)} times, at {', '.join(map(str, found))}: give the "
-            f"number of the one that is meant"
-        )
-    if found or not (label.isascii() and label.isdigit()):
-        return found[0] if found else None
-    number = int(label) - trace.start(step.name, step.axes[-step.value.ndim :][axis])
-    return number if 0 <= number < step.value.shape[axis] else None
 
 
 def _share_of(trace: Trace, step: Step, parts: Sequence[str], decimals: int) -> Iterator[Written]:

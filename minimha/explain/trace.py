@@ -19,6 +19,8 @@ from minimha.explain.catalogue import AXES, Entry, entry
 from minimha.explain.printed import Comparison, PrintedMatrix
 
 TOKEN_AXES = ("L", "Lq", "Lk", "Lc")
+QUERY_AXES, KEY_AXES = (("L",), ("Lq",), ("B_r",)), ("Lk", "B_c")
+LONGEST_ROW, MOST = 32, 16  # entries of one query's row, and how many are shown of a longer one
 UNNAMED = {"Lq": "q", "Lk": "k"}  # what numbers tokens without labels have before them
 DRAWINGS = ("heatmap", "picks")  # what is drawn beside the steps, which ``only`` may name too
 BLOCK = re.compile(r"\[i=(\d+)(?:,j=(\d+))?\]")
@@ -53,6 +55,8 @@ class Step:
         How its cells come about, as in the catalogue; empty where they are given.
     is_blank : bool
         The numbers are left out, for a reader to find: ``value`` is NaN throughout.
+    whole : tuple of int
+        The shape of the matrix of which ``value`` is a part; empty where it is all of it.
     """
 
     name: str
@@ -73,6 +77,13 @@ class Step:
     printed: tuple[Comparison, ...] = ()
     made: tuple[str, ...] = ()
     is_blank: bool = False
+    whole: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> str:
+        """How many rows and columns: ``3 × 3``, or of a part ``1 of 64 × 16 of 64``."""
+        pairs = zip(self.value.shape, self.whole or self.value.shape, strict=True)
+        return " × ".join(str(n) if n == of else f"{n} of {of}" for n, of in pairs)
 
     @property
     def base(self) -> str:
@@ -135,9 +146,11 @@ class Trace:
     head : int, optional
         The query head to show, with the keys and values that it reads. Default is all.
     query : str, optional
-        Label or number of the query that is shown picking its values. Default is the last one.
+        Label or number of the query whose rows alone are shown, and how it picks its values.
+        Default is all rows, and the last one picks.
     cell : str, optional
-        Labels or numbers of the cell to write out, ``sat,cat``.
+        Labels or numbers of the cell to write out, ``sat,cat``, alone or beside the steps that
+        ``only`` names.
     blank : sequence of str, optional
         The steps whose numbers are left out.
 
@@ -184,7 +197,7 @@ class Trace:
         kept = np.array(value)
         kept.setflags(write=False)
         self._values[name] = kept
-        for made in ("steps", "by_name"):  # of the steps kept before
+        for made in ("steps", "shown", "by_name"):  # of the steps kept before
             self.__dict__.pop(made, None)
         return value
 
@@ -224,12 +237,69 @@ class Trace:
         return tuple(step for step in self._of_head() if not only or step.names & only)
 
     @cached_property
+    def shown(self) -> tuple[Step, ...]:
+        """What of ``steps`` is printed as matrices: of one query its row, of one cell nothing.
+
+        Steps that ``only`` names are printed beside the cell.
+        """
+        if self.cell and not self.only:
+            return ()
+        parts = map(self._of_query, self.steps) if self.query else self.steps
+        return tuple(part for part in parts if part is not None)
+
+    def _of_query(self, step: Step) -> Step | None:
+        """The row of the chosen query, if there is one, or what is largest in it."""
+        row = self.number(step, 0, self.query) if step.axes[:1] in QUERY_AXES else None
+        if row is None:
+            return None
+        value, columns, kept = step.value[row : row + 1], step.columns, [[row]]
+        if value.ndim == 2:
+            kept += [largest(value[0] if step.axes[1] in KEY_AXES else abs(value[0]))]
+            value, is_cut = value[:, kept[1]], len(kept[1]) < step.value.shape[1]
+            if columns or is_cut:
+                columns = tuple(columns[n] if columns else str(n) for n in kept[1])
+        elif columns:
+            columns = (columns[row],)
+        return replace(
+            step, value=value, columns=columns, whole=step.value.shape,
+            rows=step.rows and (step.rows[row],),
+            hidden=None if step.hidden is None else step.hidden[np.ix_(*kept)],
+            printed=tuple(
+                replace(c, index=tuple(k.index(n) for k, n in zip(kept, c.index, strict=True)))
+                for c in step.printed
+                if all(n in k for k, n in zip(kept, c.index, strict=True))
+            ),
+        )  # fmt: skip
+
+    def number(self, step: Step, axis: int, label: str) -> int | None:
+        """The number of the row (axis 0) or column with this label, or number; None: no such.
+
+        Raises
+        ------
+        ValueError
+            The label is there twice.
+        """
+        labels = [step.rows, step.columns][-step.value.ndim :][axis] or ()
+        found = [n for n, name in enumerate(labels) if name == label]
+        if len(found) > 1:
+            raise ValueError(
+                f"{label!r} is there {len(found)} times, at {', '.join(map(str, found))}: give the "
+                f"number of the one that is meant"
+            )
+        if found or not (label.isascii() and label.isdigit()):
+            return found[0] if found else None
+        number = int(label) - self.start(step.name, step.axes[-step.value.ndim :][axis])
+        return number if 0 <= number < step.value.shape[axis] else None
+
+    @cached_property
     def by_name(self) -> dict[str, tuple[Step, ...]]:
         """The steps of every name, one for each batch entry and head, whatever ``only`` says."""
         return {name: tuple(self._split(name)) for name in self}
 
     def drawn(self, drawing: str) -> tuple[Step, ...]:
         """The steps from which one of ``DRAWINGS`` is made; none where it is not to be shown."""
+        if not self.only and (self.cell or self.query) and not (self.query and drawing == "picks"):
+            return ()
         steps = self._of_head() if drawing in self.only else self.steps
         return tuple(step for step in steps if not step.is_blank)
 
@@ -412,7 +482,7 @@ class Trace:
             name=name, symbol=known.symbol, tex_symbol=known.tex_symbol, axes=axes,
             formula=known.formula, tex=known.tex, note=note, source=known.source, value=value,
             rows=rows, columns=columns, hidden=hidden, printed=printed, made=known.made,
-            is_blank=False, **place,
+            is_blank=False, whole=(), **place,
         )  # fmt: skip
         if not step.names & set(self.blank):
             return step
@@ -456,6 +526,17 @@ class Trace:
 def _beside(name: str, base: str) -> str:
     """The step ``base`` of the same variant: ``x[encoder]`` beside ``q[encoder]``."""
     return base + name[len(name.partition("[")[0]) :]
+
+
+def largest(row: NDArray[Any]) -> list[int]:
+    """The places of all entries of ``row``, or of the ``MOST`` largest of a long one.
+
+    >>> largest(np.zeros(3)), largest(np.arange(40))[:3]
+    ([0, 1, 2], [24, 25, 26])
+    """
+    if len(row) <= LONGEST_ROW:
+        return list(range(len(row)))
+    return sorted(np.argsort(-row, kind="stable")[:MOST].tolist())
 
 
 def _row_sums(name: str, value: NDArray[Any]) -> str:

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+
 from minimha.explain.numbers import cells
 from minimha.explain.origins import origin
 from minimha.explain.printed import Comparison, Status
-from minimha.explain.trace import Step, Trace
+from minimha.explain.trace import Step, Trace, largest
 
 BLANK = "_" * 6  # a number for the reader to find
 
@@ -26,6 +28,17 @@ class Pick(NamedTuple):
     weights: Step
     values: Step
     output: Step
+
+    @property
+    def keys(self) -> list[int]:
+        """The keys that are shown: all, or of many those with the largest weights."""
+        return largest(self.weights.value[self.query])
+
+    @property
+    def rest(self) -> tuple[int, float]:
+        """How many keys are not shown, and their share."""
+        row = np.delete(self.weights.value[self.query], self.keys)
+        return len(row), float(row.sum())
 
     @property
     def title(self) -> str:
@@ -113,7 +126,7 @@ def picks(trace: Trace) -> list[Pick]:
         if weights in steps and values in steps and step.value.size:
             heads.append((weights, values, step))
     found = [Pick(query, *head) for head in heads for query in _query(trace, head[0])]
-    if trace.query and not found:
+    if trace.query and not found and not trace.shown:
         rows = dict.fromkeys(row for head in heads for row in head[0].rows or ())
         there = f": the queries are {', '.join(rows)}" if rows else ", with weights and values"
         raise ValueError(f"no query {trace.query!r} here{there}")
@@ -125,10 +138,8 @@ def _query(trace: Trace, weights: Step) -> list[int]:
     rows = weights.rows or ()
     if not trace.query:
         return [len(rows) - 1]
-    if trace.query in rows:
-        return [rows.index(trace.query)]
-    is_number = trace.query.isascii() and trace.query.isdigit()
-    return [int(trace.query)] if is_number and int(trace.query) < len(rows) else []
+    row = trace.number(weights, 0, trace.query)
+    return [] if row is None else [row]
 
 
 def _exact_ones(comparisons: Sequence[Comparison]) -> str:

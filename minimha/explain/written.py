@@ -5,7 +5,7 @@
 The numbers are those of the trace, and ``origins`` has checked that the operation gives them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from minimha.explain.origins import GELU, RELU, SILU, Origin, origin, pairs
 from minimha.explain.trace import Step, Trace
 
 Index = tuple[int, ...]
+MOST = 16  # terms of a sum that are written out, as on the page
 NO_KEY = "no key is seen: 0 by convention"
 # Of a number that stays, or does not, and of one that nothing gives.
 FATES = ("hidden by the mask", "not hidden", "not rotated", NO_KEY)
@@ -162,15 +163,32 @@ def _factor(number: str) -> str:
     return f"({number})" if number.startswith("-") else number
 
 
+def _joined(terms: Sequence[str], sizes: Sequence[float], by: str = " + ") -> str:
+    """The terms; of too many the largest, with an ellipsis for those between."""
+    if len(terms) <= MOST:
+        return by.join(terms)
+    order = sorted(range(len(terms)), key=lambda n: -np.inf if np.isnan(sizes[n]) else -sizes[n])
+    kept = set(order[:MOST])
+    texts: list[str] = []
+    for n, text in enumerate(terms):
+        if n in kept or texts[-1:] != ["…"]:
+            texts.append(text if n in kept else "…")
+    return by.join(texts)
+
+
 def _plus(terms: Iterable[str]) -> str:
     return " + ".join(terms)
 
 
+def _sum(places: Places, say: Say, form: str = "{}") -> str:
+    """The numbers, each in ``form``."""
+    return _joined([*map(form.format, _numbers(places, say))], [abs(p.value) for p in places])
+
+
 def _sum_of_products(row: Places, column: Places, say: Say) -> str:
-    return (
-        _plus(f"{_factor(say(a))}·{_factor(say(b))}" for a, b in zip(row, column, strict=True))
-        or "0"
-    )
+    pairs = list(zip(row, column, strict=True))
+    terms = [f"{_factor(say(a))}·{_factor(say(b))}" for a, b in pairs]
+    return _joined(terms, [abs(a.value * b.value) for a, b in pairs]) or "0"
 
 
 def _numbers(places: Places, say: Say) -> list[str]:
@@ -178,7 +196,7 @@ def _numbers(places: Places, say: Say) -> list[str]:
 
 
 def _length(places: Places, say: Say) -> str:
-    return f"√({_plus(f'{number}²' for number in _numbers(places, say))})"
+    return f"√({_sum(places, say, '{}²')})"
 
 
 def _operands(made: Origin, count: int) -> list[Any]:
@@ -276,8 +294,9 @@ def _max(made: Origin, i: int, j: int, say: Say) -> Parts:
     row, others = _row(S, i), _at(other, i, 0)
     if made.operation == "row max" and all(np.isneginf(p.value) for p in (*row, *others)):
         return Parts(row, (), others, NO_KEY)
-    numbers = [say(place) for place in (*row, *others)]
-    return Parts(row, (), others, f"max({', '.join(numbers)})")
+    places = (*row, *others)
+    numbers = _joined([*map(say, places)], [place.value for place in places], ", ")
+    return Parts(row, (), others, f"max({numbers})")
 
 
 def _share(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -294,11 +313,11 @@ def _softmax(made: Origin, i: int, j: int, say: Say) -> Parts:
 def _total(made: Origin, i: int, j: int, say: Say) -> Parts:
     P, sink, m = _operands(made, 3)
     row, others = _row(P, i), _at(sink, i, 0)
-    terms = _numbers(row, say)
+    of_sink = []
     if others:
         others += _at(m, i, 0)
-        terms.append(f"exp({say(others[0])} - {_factor(say(others[1]))})")
-    return Parts(row, (), others, _plus(terms))
+        of_sink.append(f"exp({say(others[0])} - {_factor(say(others[1]))})")
+    return Parts(row, (), others, _plus([_sum(row, say), *of_sink]))
 
 
 def _concat(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -325,7 +344,7 @@ def _unit(made: Origin, i: int, j: int, say: Say) -> Parts:
 def _rms(made: Origin, i: int, j: int, say: Say) -> Parts:
     x, gain = _operands(made, 2)
     row, column = _row(x, i), _at(gain, i, j)
-    root = f"√(({_plus(f'{number}²' for number in _numbers(row, say))}) / {len(row)})"
+    root = f"√(({_sum(row, say, '{}²')}) / {len(row)})"
     text = f"{_factor(say(column[0]))} · {_factor(say(row[j]))} / {root}"
     return Parts(row, column, (), text)
 
@@ -396,7 +415,7 @@ def _running_sum(made: Origin, i: int, j: int, say: Say) -> Parts:
     P, factor, old = _operands(made, 3)
     row, others = _row(P, i), (*_at(factor, i, 0), *_at(old, i, 0))
     terms = [_sum_of_products(others[:1], others[1:], say)] if len(others) > 1 else []
-    return Parts(row, (), others, _plus([*terms, *_numbers(row, say)]))
+    return Parts(row, (), others, _plus([*terms, _sum(row, say)]))
 
 
 def _running_product(made: Origin, i: int, j: int, say: Say) -> Parts:

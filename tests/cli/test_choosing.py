@@ -78,6 +78,39 @@ def test_one_query_picks_its_values(run):
     assert "how query q1 picks values\n" in shown(run, "example 004 --query 1")
 
 
+def test_a_cell_comes_alone_or_beside_what_is_named(run):
+    out = shown(run, "example --cell sat,cat")
+    assert "cell sat,cat\n\n    scores: S[sat,cat] = " in out
+    assert not {"Axes:", "heatmap", "picks"} & set(out.split())
+    out = shown(run, "example --cell sat,cat --only weights")
+    assert "cat  0.269  0.731  0.000" in out
+    assert "weights: A[sat,cat] = 0.368 / 1.736 = 0.212" in out
+    assert "picks" in shown(run, "example --cell sat,cat --query sat")
+
+
+@pytest.mark.parametrize("format", ["text", "markdown", "latex", "svg"])
+def test_one_query_is_its_rows(run, format):
+    out = shown(run, f"example --query cat --format {format}")
+    assert "0.731" in out
+    assert "0.576" not in out  # of sat
+    if format == "text":
+        assert "Lq × Lk = 1 of 3 × 3\n" in out
+        assert "printed in 'Step 3: Softmax Normalization': [0.268 0.731 0]" in out
+
+
+def test_one_query_of_many_tokens_shows_what_is_largest(run, tmp_path):
+    rows = [[n % 7, n % 5] for n in range(64)]
+    (tmp_path / "p.json").write_text(json.dumps({"q": rows, "k": rows, "v": rows}))
+    assert "with --only, one token with --query" in refused(run, "attend p.json")
+    out = shown(run, "attend p.json --query 34 --only weights")
+    assert "Lq × Lk = 1 of 64 × 16 of 64" in out
+    [heads] = [line.split() for line in out.splitlines() if line.split()[:1] == ["k4"]]
+    best = sorted(range(64), key=lambda n: -(6 * (n % 7) + 4 * (n % 5)))[:16]
+    assert heads == [f"k{n}" for n in sorted(best)]
+    assert "48 more" in shown(run, "attend p.json --query q34")
+    assert "output: " in shown(run, "attend p.json --cell 34,3")
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

@@ -62,6 +62,14 @@ def test_numbers_are_those_that_the_matrices_print():
     ]  # fmt: skip
 
 
+def test_the_largest_of_many_terms_are_written_out():
+    trace = Trace()
+    keys = [[n] for n in range(20)]
+    attention([[1]], keys, keys, scale=1, tap=trace)
+    [row_max] = [line for line in lines(trace, "0,0") if line.startswith("row_max")]
+    assert row_max == f"row_max: m[q0] = max(…, {', '.join(map(str, range(4, 20)))}) = 19"
+
+
 def test_one_head():
     found = lines(HEADS, "the,bank", head=1)
     assert all(line.partition(":")[0].endswith("head 1") for line in found)

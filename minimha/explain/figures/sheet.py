@@ -28,17 +28,18 @@ def svg(trace: Trace, decimals: int) -> str:
 def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
     """Return title → figure: those that suit this run, or what was chosen of it."""
     drawn = {"cell": _cell(trace, decimals)} if trace.cell else {}
-    if not trace.only:
+    is_whole = not (trace.only or trace.cell or trace.query)
+    if is_whole:
         drawn |= {"flow of data": flow(trace, 1.5 * WIDEST)}
     if not trace.only or "heatmap" in trace.only:
         drawn["heatmaps"] = _heatmaps(trace.drawn("heatmap"), decimals)
     picked = [pick(one, decimals) for one in wording.picks(trace)]
     drawn["values picked"] = in_rows(picked, WIDEST, GAP)
-    if not trace.only:
+    if is_whole:
         drawn |= {"angles": angles(trace.steps, WIDEST, decimals), "blocks": grid(trace)}
     found = {title: drawing for title, drawing in drawn.items() if drawing.shapes}
-    if (trace.only and trace.steps) or not found:
-        found["matrices"] = _chosen(trace.steps, decimals)
+    if ((trace.only or trace.query) and trace.shown) or not found:
+        found["matrices"] = _chosen(trace.shown, decimals)
     return found
 
 

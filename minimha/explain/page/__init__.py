@@ -90,7 +90,9 @@ def _figures(trace: Trace, decimals: int) -> str:
     """The figures that say more than the matrices, unless they are too large to be taken in."""
     if sum(step.value.size for step in trace.steps) > LARGEST_FIGURES:
         return "<p>The steps are on the left.</p>"
-    drawn = figures(trace.selected(head=trace.head, query=trace.query), decimals)
+    drawn = figures(trace.selected(head=trace.head), decimals)
+    if trace.query:
+        drawn |= figures(trace.selected(["picks"], head=trace.head, query=trace.query), decimals)
     return "\n".join(
         f"<h2>{html.escape(title.capitalize())}</h2>\n{figure.inline(title)}"
         for title, figure in drawn.items()

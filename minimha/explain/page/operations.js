@@ -96,20 +96,32 @@ const term = (M, i, j) => inParentheses(said(M, i, j));
 const terms = (M, i) => range(M.cols).map((d) => term(M, i, d));
 const MOST = 16; // terms that are written out
 
-function joined(terms, by = " + ") {
+/* The terms; of too many the largest, with an ellipsis for those between. */
+function joined(terms, sizes, by = " + ") {
   if (terms.length <= MOST) return terms.join(by);
-  return [...terms.slice(0, MOST / 2), "…", ...terms.slice(-MOST / 2)].join(by);
+  const size = (n) => (Number.isNaN(sizes[n]) ? Infinity : sizes[n]);
+  const order = range(terms.length).sort((a, b) => (size(b) > size(a)) - (size(b) < size(a)) || a - b);
+  const kept = new Set(order.slice(0, MOST)), texts = [];
+  terms.forEach((term, n) => {
+    if (kept.has(n) || texts.at(-1) !== "…") texts.push(kept.has(n) ? term : "…");
+  });
+  return texts.join(by);
 }
 
 /* The cells of a row, or of a column, of the operand n. */
 const along = (n, M, i, role = "row") => range(M.cols).map((d) => [n, i, d, role]);
 const down = (n, M, j, role = "column") => range(M.rows).map((d) => [n, d, j, role]);
-const products = (keys, a, b) => joined(keys.map((d) => `${a(d)}·${b(d)}`));
+const products = (keys, a, b) =>
+  joined(
+    keys.map((d) => `${term(...a(d))}·${term(...b(d))}`),
+    keys.map((d) => Math.abs(get(...a(d)) * get(...b(d)))),
+  );
+const sizes = (M, i) => rowOf(M, i).map(Math.abs);
 const at = (n, M, i, j, role) => (M ? [[n, Math.min(i, M.rows - 1), Math.min(j, M.cols - 1), role]] : []);
 
 function writeProduct(i, j, [A, B, bias], c, hidden) {
   const added = bias ? ` + ${term(bias, i, j)}` : "";
-  const sum = products(counted(A, B, i, j, hidden), (d) => term(A, i, d), (d) => term(B, d, j));
+  const sum = products(counted(A, B, i, j, hidden), (d) => [A, i, d], (d) => [B, d, j]);
   return {
     text: (sum || "0") + added,
     used: [...along(0, A, i), ...down(1, B, j), ...at(2, bias, i, j, "other")],
@@ -117,7 +129,7 @@ function writeProduct(i, j, [A, B, bias], c, hidden) {
 }
 
 const writeDot = (i, j, [Q, K]) => ({
-  text: products(range(Q.cols), (d) => term(Q, i, d), (d) => term(K, j, d)),
+  text: products(range(Q.cols), (d) => [Q, i, d], (d) => [K, j, d]),
   used: [...along(0, Q, i), ...along(1, K, j, "column")],
 });
 
@@ -140,9 +152,10 @@ function writeRowMax(i, j, operands) {
 const shared = (written, total) => (total === 0 ? { fate: NO_KEY, used: written.used } : written);
 
 function writeMax(i, j, [S, other]) {
-  const others = other ? [said(other, i, 0)] : [];
+  const cells = [...range(S.cols).map((d) => [S, i, d]), ...(other ? [[other, i, 0]] : [])];
+  const numbers = joined(cells.map((c) => said(...c)), cells.map((c) => get(...c)), ", ");
   return {
-    text: `max(${joined([...range(S.cols).map((d) => said(S, i, d)), ...others], ", ")})`,
+    text: `max(${numbers})`,
     used: [...along(0, S, i), ...at(1, other, i, 0, "other")],
   };
 }
@@ -161,7 +174,7 @@ function blockOf(operands, i) {
   return [n, i];
 }
 
-const squares = (M, i) => joined(terms(M, i).map((x) => `${x}²`));
+const squares = (M, i) => joined(terms(M, i).map((x) => `${x}²`), sizes(M, i));
 const length = (M, i) => `√(${squares(M, i)})`;
 
 /* 2/√π e^(-x²) Σ 2ⁿ x^(2n+1) / (2n+1)!!, whose terms all have one sign. */
@@ -273,7 +286,7 @@ const OPERATIONS = {
     write(i, j, [P, sink, m]) {
       const rest = sink ? [`exp(${said(sink, i, 0)} - ${term(m, i, 0)})`] : [];
       const used = sink ? [...at(1, sink, i, 0, "other"), ...at(2, m, i, 0, "other")] : [];
-      return { text: joined([...terms(P, i), ...rest]), used: [...along(0, P, i), ...used] };
+      return { text: [joined(terms(P, i), sizes(P, i)), ...rest].join(" + "), used: [...along(0, P, i), ...used] };
     },
   },
   share: {
@@ -414,7 +427,7 @@ const OPERATIONS = {
     compute: (out, [hidden, w, K]) =>
       fill(out, (i, j) => sum(rowOf(hidden, i * K.rows + j).map((x, d) => x * w.data[d]))),
     write: (i, j, [hidden, w, K]) => ({
-      text: products(range(hidden.cols), (d) => term(hidden, i * K.rows + j, d), (d) => term(w, 0, d)),
+      text: products(range(hidden.cols), (d) => [hidden, i * K.rows + j, d], (d) => [w, 0, d]),
       used: [...along(0, hidden, i * K.rows + j), ...along(1, w, 0, "column")],
     }),
   },
@@ -446,7 +459,7 @@ const OPERATIONS = {
     compute: (out, [P, a, old]) =>
       fill(out, (i) => sum(rowOf(P, i)) + (old ? get(a, i, 0) * get(old, i, 0) : 0)),
     write: (i, j, [P, a, old]) => ({
-      text: joined([...(old ? [`${term(a, i, 0)}·${term(old, i, 0)}`] : []), ...terms(P, i)]),
+      text: (old ? `${term(a, i, 0)}·${term(old, i, 0)} + ` : "") + joined(terms(P, i), sizes(P, i)),
       used: [...along(0, P, i), ...at(1, old && a, i, 0, "other"), ...at(2, old, i, 0, "other")],
     }),
   },
