@@ -237,6 +237,16 @@ def test_infinity_of_a_key_that_the_reader_hides_or_shows(opened):
         np.testing.assert_array_equal(found["output"], other["output"].ravel())
 
 
+def test_the_overview_says_that_it_does_not_follow_a_change(opened):
+    shown = opened(page(CAT, 3))
+    said = shown.locator("text=The overview does not follow the change")
+    assert not said.is_visible()
+    shown.uncheck("#causal")
+    assert said.is_visible()
+    shown.click("#reset")
+    assert not said.is_visible()
+
+
 def test_a_mask_can_be_added_where_there_was_none(opened):
     q, k, v = np.random.default_rng(2).normal(size=(3, 4, 3))
     trace, other = Trace(), Trace()

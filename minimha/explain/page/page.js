@@ -354,7 +354,7 @@ function change() {
   if (changes.factor !== 1) badge.push(`scale ${say(T.scale * changes.factor)} instead of ${say(T.scale)}`);
   if (changes.causal !== T.causal) badge.push(changes.causal ? "causal mask added" : "causal mask removed");
   $("changed").textContent = badge.length ? `changed: ${badge.join(", ")}` : "";
-  $("reset").disabled = !badge.length;
+  $("reset").disabled = $("before").hidden = !badge.length;
   document.body.classList.toggle("is-changed", badge.length > 0);
   $("scale-now").textContent = say(T.scale * changes.factor);
   show(group);
