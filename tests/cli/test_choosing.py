@@ -5,33 +5,9 @@ import json
 
 import numpy as np
 import pytest
+from command_line import refused, shown
 
-from minimha.cli import main
 from minimha.examples import EXAMPLES
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """Run a command line in an empty folder; return its exit status, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(line, *more):
-        status = main([*line.split(), *more])
-        return status, *capsys.readouterr()
-
-    return run
-
-
-def shown(run, line, *more):
-    status, out, err = run(line, *more)
-    assert (status, err) == (0, "")
-    return out
-
-
-def refused(run, line, *more):
-    status, out, err = run(line, *more)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    return err
 
 
 def titles(run, line, *more):

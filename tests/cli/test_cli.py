@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import shown
 
 from minimha import attention, backends
 from minimha.cli import main
@@ -22,24 +23,6 @@ from minimha.explain.numbers import in_units
 
 REPOSITORY = Path(__file__).parents[2]
 COMMANDS = ["examples", "example", "attend", "flash", "lab", "sizes", "kernels", "backends"]
-
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """Run a command line in an empty folder; return its exit status, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(line, *more):
-        status = main([*line.split(), *more])
-        return status, *capsys.readouterr()
-
-    return run
-
-
-def shown(run, line, *more):
-    status, out, err = run(line, *more)
-    assert (status, err) == (0, "")
-    return out
 
 
 @pytest.fixture
