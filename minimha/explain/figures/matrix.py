@@ -14,9 +14,8 @@ SMALL = 12  # size of numbers and labels
 LOW = 40  # pixels for the least number of a scale
 LIGHTEST_ON = 0.66  # from here on, light ink has more contrast on the heat than dark ink
 MAPPED = ("scores", "energies", "cosine", "scaled", "scaled_cosine", "capped", "biased",
-          "modified", "masked", "exponentials", "weights")  # fmt: skip
+          "modified", "masked", "S", "exponentials", "weights")  # fmt: skip
 SHARES = ("exponentials", "weights")  # from 0 to 1
-BLOCK = "S"  # of scores
 Limits = tuple[float, float]
 
 
@@ -88,7 +87,7 @@ def legend(steps: Sequence[Step], scales: tuple[Limits, Limits]) -> Drawing:
 
 
 def _is_scores(step: Step) -> bool:
-    return step.base in {*MAPPED, BLOCK} - set(SHARES)
+    return step.base in set(MAPPED) - set(SHARES)
 
 
 def _widths(body: Sequence[Sequence[str]], columns: Sequence[str] | None) -> list[float]:
@@ -105,7 +104,7 @@ def _label(drawing: Drawing, x: float, y: float, label: str, anchor: str) -> Non
 
 def shades(step: Step, scales: tuple[Limits, Limits]) -> list[list[float]] | None:
     """From 0 to 1 for each cell of a heatmap, -∞ where it is hidden; None for other matrices."""
-    if step.base not in (*MAPPED, BLOCK) or step.value.ndim != 2:
+    if step.base not in MAPPED or step.value.ndim != 2:
         return None
     low, high = scales[step.base in SHARES]
     value = np.asarray(step.value, np.float64)

@@ -7,7 +7,7 @@ from minimha.explain.figures.angles import angles
 from minimha.explain.figures.blocks import grid
 from minimha.explain.figures.drawing import SIZE, Drawing, in_rows, stacked
 from minimha.explain.figures.flow import flow
-from minimha.explain.figures.matrix import BLOCK, MAPPED, legend, matrix, scales_of
+from minimha.explain.figures.matrix import MAPPED, legend, matrix, scales_of
 from minimha.explain.figures.pick import pick
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
@@ -58,7 +58,7 @@ def _chosen(steps: Sequence[Step], decimals: int) -> Drawing:
     scales = scales_of(steps)
     drawn = [matrix(s, wording.title(s), decimals, scales, _formula(s)) for s in steps]
     parts = [in_rows(drawn, WIDEST, GAP)]
-    mapped = [step for step in steps if step.base in (*MAPPED, BLOCK)]
+    mapped = [step for step in steps if step.base in MAPPED]
     parts += [legend(mapped, scales)] if mapped else []
     parts += [_printed(step) for step in steps if step.printed]
     return stacked(parts, GAP)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from minimha.explain import wording
 from minimha.explain.figures.drawing import STYLE
-from minimha.explain.figures.matrix import BLOCK, MAPPED, SHARES
+from minimha.explain.figures.matrix import MAPPED, SHARES
 from minimha.explain.figures.sheet import figures
 from minimha.explain.mathml import mathml
 from minimha.explain.origins import Origin, origin
@@ -192,7 +192,7 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
         "rows": rows, "cols": shape[-1] if shape else 1,
         "rowLabels": tables.label(step.rows) if len(shape) > 1 else None,
         "columnLabels": tables.label(step.columns),
-        "mapped": mapped if step.base in (*MAPPED, BLOCK) else None,
+        "mapped": mapped if step.base in MAPPED else None,
         "size": step.value.size, "made": None, "at": None, "group": None, "blank": step.is_blank,
         "mask": tables.mask(step) if is_masking else None,
         "hides": tables.pattern(hidden) if is_told and hidden is not None else None,
