@@ -1,17 +1,26 @@
-"""flash-attention's ``flash_attn_func``: lengths before heads, causal from the bottom right."""
+"""flash-attention's functions: lengths before heads, causal from the bottom right."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
 from minimha.dialects.masks import boolean, owner_by_axes
-from minimha.equations.arguments import argument_names, as_floating, as_integers, flag, integer
+from minimha.equations.arguments import (
+    argument_names,
+    as_floating,
+    as_integers,
+    cast,
+    flag,
+    integer,
+)
+from minimha.equations.problem import Problem
 
 Array = NDArray[Any]
+NAMES = {"scale": "softmax_scale", "sinks": "learnable_sink"}
 
 
 def flash_attn_func(
@@ -103,32 +112,245 @@ def flash_attn_func(
     q4, k4, v4 = (_heads_first(name, array) for name, array in given.items())
     B, H, Lq, _ = q4.shape
     Lk = k4.shape[2]
-    left, right = _window(window_size)
-    right = 0 if flag("causal", causal) else right
-    leftpad = _leftpad(key_leftpad, B, Lk)
+    leftpad = _leftpad("key_leftpad", key_leftpad, B, Lk)
     scores = (B, H, Lq, Lk)
     queries = _padding("query_padding_mask", query_padding_mask, (B, Lq), scores)
     keys = _padding("key_padding_mask", key_padding_mask, (B, Lk), scores)
     # Positions of keys count from the first key after the padding on the left.
-    offset = keys.sum(axis=1) - queries.sum(axis=1)
-    i = np.arange(Lq)[:, None] + offset[:, None, None]  # (B, Lq, 1)
-    j = np.arange(Lk) - leftpad[:, None, None]  # (B, 1, Lk)
-    visible = queries[:, :, None] & keys[:, None, :] & (j >= 0)
-    if integer("sink_token_length", sink_token_length, 0) and left is not None:
-        visible &= (j >= i - left) | (j < sink_token_length)
-        left = None
-    if integer("attention_chunk", attention_chunk, 0):
-        visible &= j // attention_chunk == i // attention_chunk
-    output: Array
-    lse: Array
-    bias = _alibi(alibi_slopes, (B, H), abs(i - j))
-    with argument_names(scale="softmax_scale", sinks="learnable_sink"):
-        output, lse = attention(
-            q4, k4, v4, window_size=(left, right), q_offset=offset + leftpad,
-            attn_mask=visible[:, None], attn_bias=bias, scale=softmax_scale,
-            softcap=softcap or None, sinks=learnable_sink, return_lse=True, backend=backend,
-        )  # fmt: skip
-    return np.asarray(output.swapaxes(1, 2)), lse
+    entries = {"q_offset": keys.sum(axis=1) - queries.sum(axis=1) + leftpad}
+    entries |= _kept(keys & (np.arange(Lk) >= leftpad[:, None]))
+    options = _options(softmax_scale, causal, window_size, softcap, backend)
+    own = _Own(
+        _slopes(alibi_slopes, B, H), leftpad, integer("attention_chunk", attention_chunk, 0),
+        integer("sink_token_length", sink_token_length, 0),
+    )  # fmt: skip
+    with argument_names(**NAMES):
+        output, lse = _attend(q4, k4, v4, entries, own, {**options, "sinks": learnable_sink})
+    output, lse = output.swapaxes(1, 2), lse.swapaxes(1, 2)  # (B, Lq, H, Dv), (B, Lq, H)
+    output[~queries] = 0
+    lse[~queries] = -np.inf if learnable_sink is None else learnable_sink
+    return output, lse.swapaxes(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    block_table: ArrayLike | None = None,
+    backend: Backend = "auto",
+) -> tuple[Array, Array]:
+    """softmax(scale · Q Kᵀ) V of sequences packed one after another, as flash-attention has it.
+
+    Axes: ``n`` sequences, ``Lq`` queries and ``Lk`` keys of all of them together, ``H`` query
+    heads, ``Hkv`` key/value heads, ``D``, ``Dv``. Causality and windows are aligned bottom-right in
+    each sequence.
+
+    Parameters
+    ----------
+    q : array_like of shape (Lq, H, D)
+    k : array_like of shape (Lk, Hkv, D), or (num_pages, page_size, Hkv, D) with ``block_table``
+    v : array_like of shape (Lk, Hkv, Dv), or (num_pages, page_size, Hkv, Dv)
+    cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int
+        Where each sequence begins, and the end. With ``block_table``, ``cu_seqlens_k`` only says
+        how many keys each sequence has.
+    max_seqlen_q, max_seqlen_k : int, optional
+        The largest numbers of queries and keys, which the package needs and this function only
+        checks. Default is whatever they are.
+    softmax_scale, causal, window_size, softcap, backend
+        As in ``flash_attn_func``.
+    alibi_slopes : array_like of shape (H,) or (n, H), optional
+    block_table : array_like of shape (n, pages), int, optional
+        The pages of each sequence's keys. The package wants a page size that is a multiple of 256,
+        this function takes any.
+
+    Returns
+    -------
+    output : ndarray of shape (Lq, H, Dv), the inputs' common dtype
+    lse : ndarray of shape (H, Lq), float32 or float64
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument that does not fit, named in a sentence.
+
+    Examples
+    --------
+    >>> q, v = np.zeros((3, 1, 1)), np.array([2.0, 4.0, 9.0]).reshape(3, 1, 1)
+    >>> flash_attn_varlen_func(q, q, v, [0, 2, 3], [0, 2, 3], causal=True)[0].ravel()
+    array([2., 3., 9.])
+    """
+    array = as_floating("q", q)
+    if array.ndim != 3:
+        raise ValueError(f"q has shape {array.shape}: expected 3 axes (Lq, H, D)")
+    starts = {"q": as_integers("cu_seqlens_q", cu_seqlens_q)}
+    starts |= {"k": as_integers("cu_seqlens_k", cu_seqlens_k)}
+    is_paged = block_table is not None
+    q4 = array[None].swapaxes(1, 2)
+    k4, v4 = (_heads_first(x, y if is_paged else _packed(x, y)) for x, y in (("k", k), ("v", v)))
+    n, H = max(0, len(starts["q"].ravel()) - 1), q4.shape[1]
+    options = _options(softmax_scale, causal, window_size, softcap, backend)
+    lengths = {name: np.diff(x.ravel()) for name, x in starts.items()}
+    for name, longest in (("q", max_seqlen_q), ("k", max_seqlen_k)):
+        if longest is not None and lengths[name].max(initial=0) > integer("max_seqlen", longest, 0):
+            raise ValueError(
+                f"max_seqlen_{name} is {longest} but a sequence of cu_seqlens_{name} has length "
+                f"{lengths[name].max()}"
+            )
+    entries: dict[str, Any] = {"cu_seqlens_q": starts["q"]}
+    if is_paged:
+        entries |= {"block_table": block_table, "kv_lengths": lengths["k"]}
+    else:
+        entries |= {"cu_seqlens_k": starts["k"]}
+    if len(lengths["q"]) == len(lengths["k"]):
+        entries["q_offset"] = lengths["k"] - lengths["q"]
+    with argument_names(**NAMES):
+        output, lse = _attend_packed(q4, k4, v4, entries, _slopes(alibi_slopes, n, H), options)
+    return np.asarray(output[0].swapaxes(0, 1)), lse[0]
+
+
+class _Own(NamedTuple):
+    """What each batch entry may have of its own, and ``attention`` has for all."""
+
+    slopes: Array | None  # (H,) or (B, H)
+    leftpad: NDArray[np.int64]  # (B,)
+    chunk: int = 0
+    num_first: int = 0  # keys after the padding that are seen whatever the window
+
+
+def _options(
+    softmax_scale: float | None, causal: bool, window_size: Any, softcap: float, backend: Backend
+) -> dict[str, Any]:
+    """What the functions have in common, as options of ``attention``."""
+    left, right = _window(window_size)
+    right = 0 if flag("causal", causal) else right
+    return {
+        "window_size": (left, right), "scale": softmax_scale, "softcap": softcap or None,
+        "return_lse": True, "backend": backend,
+    }  # fmt: skip
+
+
+def _attend(
+    q: Array, k: Array, v: Array, entries: dict[str, Any], own: _Own, options: dict[str, Any]
+) -> tuple[Array, Array]:
+    """Output (B, H, Lq, Dv) and log-sum-exp, one batch entry at a time if it has its own.
+
+    ``entries`` are the options of ``attention`` that have one item for each batch entry.
+    """
+    slopes = own.slopes if len(q) else None
+    each = slopes if slopes is not None and slopes.ndim == 2 else None
+    if not (each is not None or own.chunk or own.num_first) or not len(q):
+        output, lse = attention(q, k, v, **entries, alibi_slopes=slopes, **options)
+        return output, lse
+    is_paged = "block_table" in entries
+    if not is_paged:
+        Problem.of(q, k, v)  # refuses shapes that do not fit, which slices could hide
+    parts = []
+    for b in range(len(q)):
+        one = slice(b, b + 1)
+        entry = {name: x if x is None else x[one] for name, x in entries.items()}
+        k_b, v_b = (k, v) if is_paged else (k[one], v[one])
+        mine = _Own(None, own.leftpad[one], own.chunk, own.num_first)
+        given = {**options, "alibi_slopes": slopes if each is None else each[b]}
+        parts.append(_attend_in_chunks(q[one], k_b, v_b, entry, mine, given))
+    return _joined(parts, axis=0)
+
+
+def _attend_in_chunks(
+    q: Array, k: Array, v: Array, entry: dict[str, Any], own: _Own, options: dict[str, Any]
+) -> tuple[Array, Array]:
+    """One batch entry: the queries of each chunk of positions see the keys of that chunk."""
+    (leftpad,), Lq = own.leftpad.tolist(), q.shape[2]
+    if not own.chunk or not Lq:
+        return _attend_with_first(q, k, v, entry, leftpad + own.num_first, options)
+    first_position = int(entry["q_offset"][0]) - leftpad
+    parts, row = [], 0
+    while row < Lq:
+        begin = (first_position + row) // own.chunk * own.chunk
+        stop = min(Lq, begin + own.chunk - first_position)
+        start, end = (max(0, x + leftpad) for x in (begin, begin + own.chunk))
+        near = _of_keys(entry, start, min(end, k.shape[2]))
+        near["q_offset"] = near["q_offset"] + row
+        k_j, v_j = (x[:, :, start:end] for x in (k, v))
+        num_first = leftpad + own.num_first - start
+        rows = q[:, :, row:stop]
+        parts.append(_attend_with_first(rows, k_j, v_j, near, num_first, options))
+        row = stop
+    return _joined(parts, axis=2)
+
+
+def _attend_with_first(
+    q: Array, k: Array, v: Array, entry: dict[str, Any], num_first: int, options: dict[str, Any]
+) -> tuple[Array, Array]:
+    """One batch entry: the window's left side does not hide the first keys.
+
+    They are a part of their own, merged with the others by log-sum-exp.
+    """
+    left, right = options["window_size"]
+    n, Lk = min(max(num_first, 0), k.shape[2]), k.shape[2]
+    if left is None or not n:
+        output, lse = attention(q, k, v, **entry, **options)
+        return output, lse
+    first = {**options, "window_size": (None, right), "sinks": None}
+    parts = [
+        attention(q, k[:, :, keys], v[:, :, keys], **_of_keys(entry, keys.start, keys.stop), **o)
+        for keys, o in ((slice(0, n), first), (slice(n, Lk), options))
+    ]
+    with np.errstate(invalid="ignore"):  # no key at all: -inf - -inf
+        lse = np.logaddexp(parts[0][1], parts[1][1])
+        weights = [np.nan_to_num(np.exp(L - lse), nan=0.0)[..., None] for _, L in parts]
+    output = sum(w * O for w, (O, _) in zip(weights, parts, strict=True))
+    return cast(np.asarray(output), parts[0][0].dtype), lse
+
+
+def _attend_packed(
+    q: Array, k: Array, v: Array, entries: dict[str, Any], slopes: Array | None,
+    options: dict[str, Any],
+) -> tuple[Array, Array]:  # fmt: skip
+    """Output (1, H, Lq, Dv) and log-sum-exp, one sequence at a time if it has its own slopes."""
+    if slopes is None or slopes.ndim == 1:
+        output, lse = attention(q, k, v, **entries, alibi_slopes=slopes, **options)
+        return output, lse
+    names = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "kv_lengths")
+    sequences = Problem.of(
+        q, k, v, **{x: entries[x] for x in names if x in entries}
+    ).each_sequence()
+    parts = [
+        attention(x.q, x.k, x.v, q_offset=offset, alibi_slopes=slope, **options)
+        for (_, x), slope, offset in zip(sequences, slopes, entries["q_offset"], strict=True)
+    ]
+    return _joined(parts, axis=2) if parts else attention(q, k, v, **options)
+
+
+def _of_keys(entry: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """The options of one batch entry for its keys from ``start`` to ``stop`` alone."""
+    mask = entry["attn_mask"]
+    return {
+        "q_offset": entry["q_offset"] - start,
+        "kv_lengths": np.clip(entry["kv_lengths"] - start, 0, max(0, stop - start)),
+        "attn_mask": None if mask is None else mask[..., start:stop],
+    }
+
+
+def _joined(parts: list[Any], axis: int) -> tuple[Array, Array]:
+    outputs, lses = zip(*parts, strict=True)
+    return np.concatenate(outputs, axis), np.concatenate(lses, axis)
+
+
+def _packed(name: str, value: ArrayLike) -> Array:
+    array = as_floating(name, value)
+    if array.ndim != 3:
+        raise ValueError(f"{name} has shape {array.shape}: expected 3 axes (L, H, D)")
+    return array[None]
 
 
 def _heads_first(name: str, value: ArrayLike) -> Array:
@@ -152,15 +374,22 @@ def _window(window_size: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _leftpad(value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
+def _leftpad(name: str, value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
     if value is None:
         return np.zeros(B, np.int64)
-    array = as_integers("key_leftpad", value)
+    array = as_integers(name, value)
     if array.shape != (B,):
-        raise ValueError(f"key_leftpad has shape {array.shape}: expected (B,) = ({B},)")
+        raise ValueError(f"{name} has shape {array.shape}: expected (B,) = ({B},)")
     if ((array < 0) | (array > Lk)).any():
-        raise ValueError(f"key_leftpad is {value!r}: expected integers from 0 to Lk={Lk}")
+        raise ValueError(f"{name} is {value!r}: expected integers from 0 to Lk={Lk}")
     return array
+
+
+def _kept(keys: NDArray[np.bool_]) -> dict[str, Any]:
+    """The keys to be kept, (B, Lk), as a length, and as a mask if there are gaps before it."""
+    ends = (keys * np.arange(1, keys.shape[1] + 1)).max(axis=1, initial=0)
+    has_gaps = (keys.sum(axis=1) != ends).any()
+    return {"kv_lengths": ends, "attn_mask": keys[:, None, None] if has_gaps else None}
 
 
 def _padding(
@@ -177,17 +406,15 @@ def _padding(
     return array
 
 
-def _alibi(
-    slopes: ArrayLike | None, shape: tuple[int, int], distance: NDArray[np.int64]
-) -> Array | None:
-    """The bias (B, H, Lq, Lk) of one slope per head, or per batch entry and head."""
-    if slopes is None:
+def _slopes(value: ArrayLike | None, B: int, H: int) -> Array | None:
+    """ALiBi's slopes, one per head, or per batch entry and head."""
+    if value is None:
         return None
-    array = as_floating("alibi_slopes", slopes)
-    if array.shape not in (shape, shape[1:]):
+    array = as_floating("alibi_slopes", value)
+    if array.shape not in ((B, H), (H,)):
         raise ValueError(
-            f"alibi_slopes has shape {array.shape}: expected (H,) = {shape[1:]} or (B, H) = {shape}"
+            f"alibi_slopes has shape {array.shape}: expected (H,) = ({H},) or (B, H) = ({B}, {H})"
         )
     if not np.isfinite(array).all():
-        raise ValueError(f"alibi_slopes is {slopes!r}: expected finite numbers")
-    return np.asarray(-np.broadcast_to(array, shape)[:, :, None, None] * distance[:, None])
+        raise ValueError(f"alibi_slopes is {value!r}: expected finite numbers")
+    return array

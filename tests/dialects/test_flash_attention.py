@@ -1,11 +1,13 @@
 """flash-attention's conventions: errors and corner cases."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
+from problems import naive_attention
 
-from minimha.dialects.flash_attention import flash_attn_func
+from minimha.dialects.flash_attention import flash_attn_func, flash_attn_varlen_func
 
 Q = np.zeros((1, 2, 1, 1))
 V = np.array([2.0, 4.0, 9.0]).reshape(1, 3, 1, 1)
@@ -74,3 +76,131 @@ def test_errors_name_the_argument(options, error, sentence):
     with pytest.raises(error) as caught:
         flash_attn_func(**{"q": Q, "k": V, "v": V, **options})
     assert sentence in str(caught.value)
+
+
+def seen_by_definition(Lq, Lk, queries, keys, leftpad, causal, window, chunk, num_first):
+    """flash-attention's rules for one batch entry, one pair at a time, in its own coordinates."""
+    offset = sum(keys) - sum(queries)
+    left, right = window
+    seen = np.zeros((Lq, Lk), bool)
+    for row in range(Lq):
+        for column in range(Lk):
+            i, j = row + offset, column - leftpad
+            seen[row, column] = (
+                queries[row]
+                and keys[column]
+                and j >= 0
+                and not (causal and j > i)
+                and (right < 0 or causal or j <= i + right)
+                and (left < 0 or j >= i - left or j < num_first)
+                and (not chunk or j // chunk == i // chunk)
+            )
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_option_against_its_definition(seed):
+    rng = np.random.default_rng(seed)
+    B, Lq, Lk, Hkv, H = 2, *rng.integers(1, 9, 2).tolist(), *((1, 2), (2, 2))[seed % 2]
+    q, k, v = (rng.normal(size=(B, L, h, 3)) for L, h in ((Lq, H), (Lk, Hkv), (Lk, Hkv)))
+    causal, window = bool(rng.integers(2)), tuple(rng.integers(-1, 4, 2).tolist())
+    chunk, num_first = (int(rng.choice([0, 0, 2, 5])) for _ in range(2))
+    leftpad = rng.integers(0, Lk + 1, B) if rng.random() < 0.5 else np.zeros(B, int)
+    masks = {}
+    if rng.random() < 0.5:
+        masks["query_padding_mask"] = rng.random((B, Lq)) < 0.7
+    if rng.random() < 0.6:  # on the right, or anywhere
+        ragged = np.arange(Lk) < rng.integers(0, Lk + 1, (B, 1))
+        masks["key_padding_mask"] = ragged if rng.random() < 0.5 else rng.random((B, Lk)) < 0.7
+    slopes = rng.random((B, H))
+    queries = masks.get("query_padding_mask", np.ones((B, Lq), bool))
+    keys = masks.get("key_padding_mask", np.ones((B, Lk), bool))
+    seen = [
+        seen_by_definition(
+            Lq, Lk, queries[b], keys[b], leftpad[b], causal, window, chunk, num_first
+        )
+        for b in range(B)
+    ]
+    distance = np.arange(Lq)[:, None] - np.arange(Lk)
+    offset = (keys.sum(1) - queries.sum(1) + leftpad)[:, None, None, None]
+    bias = -slopes[:, :, None, None] * abs(distance + offset)
+    sinks = rng.normal(size=H)
+    expected = naive_attention(
+        *(x.swapaxes(1, 2) for x in (q, k, v)), attn_mask=np.array(seen)[:, None], attn_bias=bias,
+        sinks=sinks, softcap=3.0,
+    )  # fmt: skip
+    output, lse = flash_attn_func(
+        q, k, v, causal=causal, window_size=window, key_leftpad=leftpad, attention_chunk=chunk,
+        sink_token_length=num_first, alibi_slopes=slopes, learnable_sink=sinks, softcap=3.0,
+        **masks,
+    )  # fmt: skip
+    np.testing.assert_allclose(output.swapaxes(1, 2), expected[0], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("slopes", [None, (4,), (4, 4)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_are_those_of_separate_calls(is_paged, slopes, causal):
+    rng = np.random.default_rng(0)
+    num_queries, num_keys = [3, 0, 1, 5], [3, 2, 7, 4]
+    cu_q, cu_k = (np.cumsum([0, *n]).astype(np.int32) for n in (num_queries, num_keys))
+    q, k, v = (rng.normal(size=(n, h, 3)) for n, h in ((9, 4), (16, 2), (16, 2)))
+    options = {"causal": causal, "window_size": (4, -1), "softcap": 2.0}
+    slopes = None if slopes is None else rng.random(slopes)
+    given, keys = {}, (k, v)
+    if is_paged:  # pages of 4, the first two keys of the second sequence in page 2, and so on
+        table = np.array([[0, -1], [2, -1], [5, 1], [4, -1]])
+        keys = np.full((2, 6, 4, 2, 3), np.nan)
+        for s, length in enumerate(num_keys):
+            for j in range(length):
+                for pool, x in zip(keys, (k, v), strict=True):
+                    pool[table[s, j // 4], j % 4] = x[cu_k[s] + j]
+        given = {"block_table": table}
+    output, lse = flash_attn_varlen_func(
+        q, *keys, cu_q, cu_k, 5, 7, alibi_slopes=slopes, **options, **given
+    )
+    for s in range(4):
+        rows, its = slice(*cu_q[s : s + 2]), slice(*cu_k[s : s + 2])
+        own = slopes if slopes is None or slopes.ndim == 1 else slopes[s]
+        alone = flash_attn_func(
+            q[None, rows], k[None, its], v[None, its], alibi_slopes=own, **options
+        )
+        np.testing.assert_allclose(output[rows], alone[0][0], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(lse[:, rows], alone[1][0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"q": Q}, ValueError, "q has shape (1, 2, 1, 1): expected 3 axes (Lq, H, D)"),
+        ({"k": Q}, ValueError, "k has shape (1, 2, 1, 1): expected 3 axes (L, H, D)"),
+        ({"cu_seqlens_q": [0, 1]}, ValueError, "cu_seqlens_q ends with 1 but q has Lq=2"),
+        ({"cu_seqlens_k": [0, 1, 3]}, ValueError, "cu_seqlens_k has 3 entries but cu_seqlens_q"),
+        ({"cu_seqlens_k": [1, 3]}, ValueError, "cu_seqlens_k begins with 1"),
+        ({"cu_seqlens_k": [0.0, 3]}, TypeError, "cu_seqlens_k has dtype float64"),
+        ({"max_seqlen_q": 1}, ValueError, "max_seqlen_q is 1 but a sequence of cu_seqlens_q has"),
+        ({"alibi_slopes": [[1.0], [1.0]]}, ValueError,
+         "alibi_slopes has shape (2, 1): expected (H,) = (1,) or (B, H) = (1, 1)"),
+    ],
+)  # fmt: skip
+def test_packed_sequences_that_do_not_fit_are_named(options, error, sentence):
+    given = {"q": Q[0], "k": V[0], "v": V[0], "cu_seqlens_q": [0, 2], "cu_seqlens_k": [0, 3]}
+    with pytest.raises(error) as caught:
+        flash_attn_varlen_func(**given | options)
+    assert sentence in str(caught.value)
+
+
+def test_no_mask_of_all_pairs_is_built():
+    L, H, D = 4096, 1, 4
+    q = np.ones((1, L, H, D), np.float32)
+    flash_attn_func(q, q, q, causal=True, window_size=(8, 0), backend="cpu")
+    tracemalloc.start()
+    flash_attn_func(
+        q, q, q, causal=True, window_size=(8, 0), key_leftpad=[5], alibi_slopes=[[0.5]],
+        attention_chunk=1024, sink_token_length=4, key_padding_mask=np.ones((1, L), bool),
+        backend="cpu",
+    )  # fmt: skip
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < L * L / 8
