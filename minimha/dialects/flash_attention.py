@@ -7,17 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import Backend, attention
+from minimha.api import BACKENDS, Backend, attention
 from minimha.dialects.masks import boolean, owner_by_axes
 from minimha.equations.arguments import (
     argument_names,
     as_floating,
     as_integers,
     cast,
+    choice,
     flag,
     integer,
+    rectangular,
 )
 from minimha.equations.problem import Problem
+from minimha.layers.rope import rotate_by_table
 
 Array = NDArray[Any]
 NAMES = {"scale": "softmax_scale", "sinks": "learnable_sink"}
@@ -218,6 +221,227 @@ def flash_attn_varlen_func(
     return np.asarray(output[0].swapaxes(0, 1)), lse[0]
 
 
+def flash_attn_with_kvcache(
+    q: ArrayLike,
+    k_cache: Any,
+    v_cache: Any,
+    k: ArrayLike | None = None,
+    v: ArrayLike | None = None,
+    rotary_cos: ArrayLike | None = None,
+    rotary_sin: ArrayLike | None = None,
+    cache_seqlens: ArrayLike | None = None,
+    cache_batch_idx: ArrayLike | None = None,
+    cache_leftpad: ArrayLike | None = None,
+    block_table: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: ArrayLike | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    backend: Backend = "auto",
+) -> Array | tuple[Array, Array]:
+    """Write new keys and values into a cache, then attend to it, as flash-attention does.
+
+    Causality and windows are aligned bottom-right: the last query is at the position of the last
+    key, new ones included. Nothing is written if an argument is refused.
+
+    Axes: ``B`` batch, ``Lq`` queries, ``L`` new keys, ``Lk`` keys that the cache has room for,
+    ``H`` query heads, ``Hkv`` key/value heads, ``D``, ``Dv``.
+
+    Parameters
+    ----------
+    q : array_like of shape (B, Lq, H, D)
+    k_cache : array of shape (Bc, Lk, Hkv, D), or (num_pages, page_size, Hkv, D)
+        Written to if ``k`` is given; paged with ``block_table``. The package wants a page size
+        that is a multiple of 256, this function takes any.
+    v_cache : array of shape (Bc, Lk, Hkv, Dv), or (num_pages, page_size, Hkv, Dv)
+    k : array_like of shape (B, L, Hkv, D), the cache's dtype, optional
+        New keys, written from ``cache_seqlens`` on.
+    v : array_like of shape (B, L, Hkv, Dv), the cache's dtype, optional
+    rotary_cos, rotary_sin : array_like of shape (positions, R/2), optional
+        Rotate the first R numbers of new keys, at positions ``cache_seqlens`` and up, before they
+        are written, and of queries: at the same positions with ``causal`` or a window that is
+        shorter than the cache, else all at position ``cache_seqlens``. They need ``k``.
+    cache_seqlens : int or array_like of shape (B,), int, optional
+        Keys that the cache holds, padding on the left included. Needed with ``k``; else default is
+        all that it has room for.
+    cache_batch_idx : array_like of shape (B,), int, optional
+        The entry of the cache that belongs to each batch entry. Default is 0 to B - 1.
+    cache_leftpad : array_like of shape (B,), int, optional
+        How many of the first keys are padding. Refused with ``block_table``, as in the package.
+    block_table : array_like of shape (B, pages), int, optional
+        The pages of each batch entry.
+    softmax_scale, causal, window_size, softcap, backend
+        As in ``flash_attn_func``.
+    rotary_interleaved : bool, default True
+        Pairs are (2i, 2i + 1) rather than (i, i + R/2).
+    alibi_slopes : array_like of shape (H,) or (B, H), optional
+    num_splits : int
+        Without effect: how keys are split is the backend's affair.
+    return_softmax_lse : bool, default False
+
+    Returns
+    -------
+    output : ndarray of shape (B, Lq, H, Dv), the inputs' common dtype
+    lse : ndarray of shape (B, H, Lq), float32 or float64, if ``return_softmax_lse``
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument that does not fit, named in a sentence.
+
+    Examples
+    --------
+    >>> k_cache, v_cache = np.zeros((2, 1, 4, 1, 1))
+    >>> x = np.array([[[[2.0]], [[6.0]]]])
+    >>> flash_attn_with_kvcache(x * 0, k_cache, v_cache, x, x, cache_seqlens=0, causal=True).ravel()
+    array([2., 4.])
+    >>> v_cache.ravel()
+    array([2., 6., 0., 0.])
+    """
+    q4, k4, v4 = (_heads_first(*x) for x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)))
+    B, H, Lq, _ = q4.shape
+    cache = _cache_of(k4, B, cache_batch_idx, block_table)
+    new = _new_tokens(k, v, k_cache, v_cache, B)
+    num_new = 0 if new is None else new[0].shape[2]
+    lengths = _cache_lengths(cache_seqlens, B, cache.room, num_new, new is not None)
+    leftpad = _leftpad("cache_leftpad", cache_leftpad, B, cache.room)
+    if cache_leftpad is not None and block_table is not None:
+        raise ValueError("cache_leftpad is given with block_table: keys in pages have no padding")
+    choice("backend", backend, ("auto", *BACKENDS))
+    options = _options(softmax_scale, causal, window_size, softcap, backend)
+    if rotary_cos is not None or rotary_sin is not None:
+        if new is None or rotary_cos is None or rotary_sin is None:
+            raise ValueError("rotary_cos and rotary_sin go together, and need k and v")
+        is_local = any(side is not None and side < cache.room for side in options["window_size"])
+        rows = lengths[:, None] + np.arange(Lq) * is_local
+        tables = rotary_cos, rotary_sin, flag("rotary_interleaved", rotary_interleaved)
+        q4 = _rotated(q4, *tables, rows)
+        new = _rotated(new[0], *tables, lengths[:, None] + np.arange(num_new)), new[1]
+    total = lengths + num_new
+    entries: dict[str, Any] = {"q_offset": total - Lq, "kv_lengths": total}
+    entries["block_table"] = cache.table
+    own = _Own(_slopes(alibi_slopes, B, H), leftpad)
+    with argument_names(**NAMES, kv_lengths="cache_seqlens", k="k_cache", v="v_cache"):
+        given = {name: options[name] for name in ("window_size", "scale", "softcap")}
+        Problem.of(q4, k4, v4, **entries, **given)  # refuses before anything is written
+        if new is not None:
+            cache.write(k4, new[0], lengths)
+            cache.write(v4, new[1], lengths)
+        if cache_leftpad is not None:
+            k4, v4 = (x[entries["block_table"][:, 0]] for x in (k4, v4))
+            visible = np.arange(cache.room) >= leftpad[:, None]
+            entries |= {"block_table": None, "attn_mask": visible[:, None, None]}
+        output, lse = _attend(q4, k4, v4, entries, own, options)
+    output = np.asarray(output.swapaxes(1, 2))
+    return (output, lse) if flag("return_softmax_lse", return_softmax_lse) else output
+
+
+def _rotated(
+    x: Array, cos: ArrayLike, sin: ArrayLike, interleaved: bool, positions: NDArray[np.int64]
+) -> Array:
+    with argument_names(cos="rotary_cos", sin="rotary_sin", positions="positions after the cache"):
+        return np.asarray(rotate_by_table(x, cos, sin, positions, interleaved=interleaved))
+
+
+class _Cache(NamedTuple):
+    """Where the tokens of each batch entry are: in pages, of which an entry of a cache is one."""
+
+    table: NDArray[np.int64]  # (B, pages)
+    page_size: int
+
+    @property
+    def room(self) -> int:
+        """Tokens that a batch entry may have."""
+        return int(self.table.shape[1] * self.page_size)
+
+    def write(self, kept: Array, new: Array, lengths: NDArray[np.int64]) -> None:
+        """Write new rows (B, Hkv, L, D) after those that are there."""
+        pages, rows = np.divmod(lengths[:, None] + np.arange(new.shape[2]), max(1, self.page_size))
+        kept[np.take_along_axis(self.table, pages, axis=1), :, rows] = new.swapaxes(1, 2)
+
+
+def _cache_of(
+    k: Array, B: int, cache_batch_idx: ArrayLike | None, block_table: ArrayLike | None
+) -> _Cache:
+    if block_table is not None:
+        if cache_batch_idx is not None:
+            raise ValueError(
+                "cache_batch_idx is given with block_table, which says itself where keys are"
+            )
+        table = as_integers("block_table", block_table)
+        if table.ndim != 2 or len(table) != B:
+            raise ValueError(f"block_table has shape {table.shape}: expected (B, pages) with B={B}")
+        return _Cache(table, k.shape[2])
+    name = "q" if cache_batch_idx is None else "cache_batch_idx"
+    entries = np.arange(B) if cache_batch_idx is None else as_integers(name, cache_batch_idx)
+    if entries.shape != (B,):
+        raise ValueError(f"cache_batch_idx has shape {entries.shape}: expected (B,) = ({B},)")
+    wrong = entries[(entries < 0) | (entries >= len(k))]
+    if wrong.size:
+        raise ValueError(
+            f"{name} asks for entry {wrong[0]} of k_cache, which has the entries 0 to {len(k) - 1}"
+        )
+    return _Cache(entries[:, None], k.shape[2])
+
+
+def _new_tokens(
+    k: ArrayLike | None, v: ArrayLike | None, k_cache: Any, v_cache: Any, B: int
+) -> tuple[Array, Array] | None:
+    """New keys and values, heads first, if there are any and the caches can be written to."""
+    if k is None and v is None:
+        return None
+    if k is None or v is None:
+        raise ValueError("k and v go together: every new key needs one value")
+    new = {"k": _heads_first("k", k), "v": _heads_first("v", v)}
+    L = new["k"].shape[2]
+    for (name, array), given in zip(new.items(), (k_cache, v_cache), strict=True):
+        kept = rectangular(f"{name}_cache", given)
+        if isinstance(given, (list, tuple)) or not kept.flags.writeable:
+            raise TypeError(
+                f"{name}_cache cannot be written to: expected a writable array, where the new tokens "
+                f"go, and got {type(given).__name__}"
+            )
+        if array.dtype != kept.dtype:
+            raise TypeError(
+                f"{name} has dtype {array.dtype} but {name}_cache has {kept.dtype}: convert it "
+                f"first, so that no rounding goes unnoticed"
+            )
+        expected = (B, kept.shape[2], L, kept.shape[3])
+        if array.shape != expected:
+            B_, Hkv, L_, D = expected
+            raise ValueError(
+                f"{name} has shape {array.swapaxes(1, 2).shape}: expected (B, L, Hkv, D) = "
+                f"({B_}, {L_}, {Hkv}, {D})"
+            )
+    return new["k"], new["v"]
+
+
+def _cache_lengths(
+    value: ArrayLike | None, B: int, room: int, num_new: int, is_written: bool
+) -> NDArray[np.int64]:
+    if value is None:
+        if is_written:
+            raise ValueError("k needs cache_seqlens, which says where the new keys go")
+        return np.full(B, room)
+    lengths = as_integers("cache_seqlens", value)
+    if lengths.shape not in ((), (B,)):
+        raise ValueError(
+            f"cache_seqlens has shape {lengths.shape}: expected one integer, or (B,) = ({B},)"
+        )
+    if ((lengths < 0) | (lengths + num_new > room)).any():
+        new = f" with {num_new} new keys" if num_new else ""
+        raise ValueError(
+            f"cache_seqlens is {value!r}: expected integers from 0 to {room - num_new}, since the "
+            f"cache has room for {room} keys{new}"
+        )
+    return np.broadcast_to(lengths, B)
+
+
 class _Own(NamedTuple):
     """What each batch entry may have of its own, and ``attention`` has for all."""
 
@@ -251,7 +475,7 @@ def _attend(
     if not (each is not None or own.chunk or own.num_first) or not len(q):
         output, lse = attention(q, k, v, **entries, alibi_slopes=slopes, **options)
         return output, lse
-    is_paged = "block_table" in entries
+    is_paged = entries.get("block_table") is not None
     if not is_paged:
         Problem.of(q, k, v)  # refuses shapes that do not fit, which slices could hide
     parts = []

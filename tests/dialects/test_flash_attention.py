@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 from problems import naive_attention
 
-from minimha.dialects.flash_attention import flash_attn_func, flash_attn_varlen_func
+from minimha.dialects.flash_attention import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 
 Q = np.zeros((1, 2, 1, 1))
 V = np.array([2.0, 4.0, 9.0]).reshape(1, 3, 1, 1)
@@ -204,3 +208,121 @@ def test_no_mask_of_all_pairs_is_built():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < L * L / 8
+
+
+def turned(x, cos, sin, positions, interleaved):
+    """x (..., L, D) with its first numbers rotated, pair by pair as complex numbers."""
+    y, R = np.array(x), 2 * cos.shape[1]
+    first, second = (slice(0, R, 2), slice(1, R, 2)) if interleaved else (
+        slice(0, R // 2), slice(R // 2, R)
+    )  # fmt: skip
+    pairs = (x[..., first] + 1j * x[..., second]) * (cos + 1j * sin)[positions]
+    y[..., first], y[..., second] = pairs.real, pairs.imag
+    return y
+
+
+@pytest.mark.parametrize("backend", ["dense", "cpu"])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_cache_is_written_and_attended_to(seed, backend):
+    rng = np.random.default_rng(seed)
+    B, H, Hkv, D, page, pages = 3, 4, 2, 4, 5, 4
+    kind = ("entries", "chosen entries", "padded entries", "pages")[seed % 4]
+    Lq, L = (int(n) for n in rng.integers(1, 5, 2))
+    room = page * pages
+    shape = (B * pages + 2, page, Hkv, D) if kind == "pages" else (B + 2, room, Hkv, D)
+    caches = rng.normal(size=(2, *shape))
+    table, given = np.arange(B)[:, None], {}
+    if kind == "pages":
+        table = given["block_table"] = rng.permutation(shape[0])[: B * pages].reshape(B, pages)
+    elif kind == "chosen entries":
+        given["cache_batch_idx"] = rng.permutation(B + 2)[:B]
+        table = given["cache_batch_idx"][:, None]
+    lengths = rng.integers(0, room - max(L, Lq), B)
+    leftpad = rng.integers(0, 3, B) if kind == "padded entries" else np.zeros(B, int)
+    if leftpad.any():
+        given["cache_leftpad"] = leftpad
+    q, new = rng.normal(size=(B, Lq, H, D)), rng.normal(size=(2, B, L, Hkv, D))
+    slopes = rng.random((B, H) if seed % 3 else H)
+    causal, window = bool(rng.integers(2)), ((-1, -1), (3, -1), (2, 1), (99, 99))[seed % 7 % 4]
+    rotated, q_rotated, k_rotated, interleaved = {}, q, new[0], bool(seed % 2)
+    is_local = causal or 0 <= min(window) < room or 0 <= max(window) < room
+    if rng.random() < 0.6:
+        angles = rng.random((room, D // 4))
+        rotated = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}
+        q_at = lengths[:, None] + np.arange(Lq) * is_local
+        k_at = lengths[:, None] + np.arange(L)
+        tables = rotated["rotary_cos"], rotated["rotary_sin"]
+        q_rotated, k_rotated = (
+            turned(x.swapaxes(1, 2), *tables, at[:, None], interleaved).swapaxes(1, 2)
+            for x, at in ((q, q_at), (new[0], k_at))
+        )
+    expected = caches.copy()
+    for b in range(B):
+        for t in range(L):
+            at = table[b, (lengths[b] + t) // shape[1]], (lengths[b] + t) % shape[1]
+            expected[0][at], expected[1][at] = k_rotated[b, t], new[1, b, t]
+    output, lse = flash_attn_with_kvcache(
+        q, *caches, *new, cache_seqlens=lengths.astype(np.int32), causal=causal, window_size=window,
+        alibi_slopes=slopes, rotary_interleaved=interleaved, return_softmax_lse=True,
+        backend=backend, **rotated, **given,
+    )  # fmt: skip
+    np.testing.assert_allclose(caches, expected, rtol=1e-12)
+    for b in range(B):
+        k, v = expected[:, table[b]].reshape(2, -1, Hkv, D)
+        total = int(lengths[b]) + L
+        bias = np.zeros((1, 1, 1, room))
+        bias[..., : leftpad[b]] = -np.inf
+        wanted = naive_attention(
+            *(x[None].swapaxes(1, 2) for x in (q_rotated[b], k, v)), kv_lengths=[total],
+            is_causal=causal, q_offset=total - Lq, attn_bias=bias,
+            window_size=tuple(None if side < 0 else side for side in window),
+            alibi_slopes=slopes if slopes.ndim == 1 else slopes[b],
+        )  # fmt: skip
+        np.testing.assert_allclose(output[b].swapaxes(0, 1), wanted[0][0], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(lse[b], wanted[1][0], rtol=1e-9, atol=1e-12)
+
+
+CACHES = np.zeros((2, 2, 4, 1, 1))  # two entries of four tokens, or two pages
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"v": None}, ValueError, "k and v go together: every new key needs one value"),
+        ({"cache_seqlens": None}, ValueError, "k needs cache_seqlens"),
+        ({"cache_seqlens": 3}, ValueError, "cache_seqlens is 3: expected integers from 0 to 2, "
+         "since the cache has room for 4 keys with 2 new keys"),
+        ({"cache_seqlens": [0, -1]}, ValueError, "cache_seqlens has shape (2,)"),
+        ({"cache_seqlens": 0.0}, TypeError, "cache_seqlens has dtype float64: expected integers"),
+        ({"k_cache": CACHES[0].tolist()}, TypeError, "k_cache cannot be written to"),
+        ({"v_cache": np.broadcast_to(0.0, (2, 4, 1, 1))}, TypeError, "v_cache cannot be written to"),
+        ({"k": np.ones((1, 2, 1, 1), "f4")}, TypeError,
+         "k has dtype float32 but k_cache has float64: convert it first"),
+        ({"k": np.ones((1, 2, 2, 1))}, ValueError,
+         "k has shape (1, 2, 2, 1): expected (B, L, Hkv, D) = (1, 2, 1, 1)"),
+        ({"cache_batch_idx": [2]}, ValueError,
+         "cache_batch_idx asks for entry 2 of k_cache, which has the entries 0 to 1"),
+        ({"cache_batch_idx": 0}, ValueError, "cache_batch_idx has shape (): expected (B,) = (1,)"),
+        ({"q": np.zeros((3, 2, 1, 1)), "k": None, "v": None}, ValueError,
+         "q asks for entry 2 of k_cache, which has the entries 0 to 1"),
+        ({"block_table": [[0]], "cache_batch_idx": [0]}, ValueError,
+         "cache_batch_idx is given with block_table"),
+        ({"block_table": [[0]], "cache_leftpad": [1]}, ValueError,
+         "cache_leftpad is given with block_table"),
+        ({"block_table": [[7]]}, ValueError, "block_table[0, 0] is 7: expected a page from 0 to 1"),
+        ({"block_table": [0]}, ValueError, "block_table has shape (1,): expected (B, pages)"),
+        ({"rotary_cos": [[1.0]]}, ValueError, "rotary_cos and rotary_sin go together, and need k"),
+        ({"rotary_cos": [[1.0]], "rotary_sin": [[0.0]]}, ValueError,
+         "rotary_cos has 1 angles per row"),
+        ({"softcap": -1.0}, ValueError, "softcap is -1.0: expected a positive number"),
+        ({"backend": "gpu"}, ValueError, "backend is 'gpu'"),
+    ],
+)  # fmt: skip
+def test_a_cache_that_does_not_fit_is_not_written_to(options, error, sentence):
+    caches = CACHES.copy()
+    x = np.ones((1, 2, 1, 1))
+    given = {"q": x, "k_cache": caches[0], "v_cache": caches[1], "k": x, "v": x, "cache_seqlens": 0}
+    with pytest.raises(error) as caught:
+        flash_attn_with_kvcache(**given | options)
+    assert sentence in str(caught.value)
+    assert not caches.any()
