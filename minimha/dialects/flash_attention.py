@@ -403,8 +403,8 @@ def _new_tokens(
         kept = rectangular(f"{name}_cache", given)
         if isinstance(given, (list, tuple)) or not kept.flags.writeable:
             raise TypeError(
-                f"{name}_cache cannot be written to: expected a writable array, where the new tokens "
-                f"go, and got {type(given).__name__}"
+                f"{name}_cache cannot be written to: expected a writable array, where the new "
+                f"tokens go, and got {type(given).__name__}"
             )
         if array.dtype != kept.dtype:
             raise TypeError(

@@ -28,11 +28,12 @@ class KVCache:
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``L`` tokens of a chunk, ``D``
     head width, ``Dv`` value width.
 
-    With ``window`` the cache is a ring: token t is stored in slot t mod capacity and the oldest
-    tokens are overwritten, so a cache of limited size equals the full forward pass with
-    ``window_size=(window - 1, 0)`` for any number of tokens. A chunk's first query still needs the
-    window - 1 tokens before it, so a chunk of L tokens fits if min(length, window - 1) + L is at
-    most ``capacity``: window + L - 1 is enough for chunks of L, ``window`` for decoding.
+    With ``window`` the oldest tokens are dropped, so a cache of limited size equals the full
+    forward pass with ``window_size=(window - 1, 0)`` for any number of tokens. A chunk's first
+    query still needs the window - 1 tokens before it, so a chunk of L tokens fits if
+    min(length, window - 1) + L is at most ``capacity``: window + L - 1 is enough for chunks of L,
+    ``window`` for decoding. There is then room for twice the capacity: tokens stay next to each
+    other, in order, and are moved once, when the end is reached, rather than read around a ring.
 
     Parameters
     ----------
@@ -48,7 +49,7 @@ class KVCache:
     Attributes
     ----------
     lengths : ndarray of shape (B,), int64
-        Tokens appended so far, including those that the ring has dropped; the position of the next
+        Tokens appended so far, including those that were dropped; the position of the next
         token. A copy.
 
     Raises
@@ -59,7 +60,7 @@ class KVCache:
     References
     ----------
     Shazeer, "Fast Transformer Decoding", 2019, section 2.4 (incremental attention); Jiang et al.,
-    "Mistral 7B", 2023, section 2 (rolling buffer).
+    "Mistral 7B", 2023, section 2 (rolling buffer; here it slides).
 
     Examples
     --------
@@ -97,8 +98,10 @@ class KVCache:
                 f"must all be cached"
             )
         self.window, self.capacity, self.dtype = window, capacity, _dtype(dtype)
-        self._k = np.zeros((batch, num_kv_heads, capacity, head_dim), self.dtype)
-        self._v = np.zeros((batch, num_kv_heads, capacity, value_dim), self.dtype)
+        room = capacity if window is None else 2 * capacity
+        self._k = np.zeros((batch, num_kv_heads, room, head_dim), self.dtype)
+        self._v = np.zeros((batch, num_kv_heads, room, value_dim), self.dtype)
+        self._base: NDArray[np.int64] = np.zeros(batch, np.int64)  # the position of slot 0
         self._lengths: NDArray[np.int64] = np.zeros(batch, np.int64)
         self._first: NDArray[np.int64] = np.zeros(batch, np.int64)  # oldest token that is kept
         self._chunk = np.zeros(batch, np.int64), 0  # the last chunk's first positions, and its L
@@ -111,8 +114,10 @@ class KVCache:
     @property
     def key_positions(self) -> NDArray[np.int64]:
         """Positions of the keys that ``attend`` uses, (B, Lk), in order; -1 where there is none."""
-        positions = self._first[:, None] + np.arange(self._stored().max())
-        return np.asarray(np.where(positions < self._lengths[:, None], positions, -1), np.int64)
+        slots = self._slots()
+        positions = self._base[:, None] + np.arange(slots.start, slots.stop)
+        is_kept = (self._first[:, None] <= positions) & (positions < self._lengths[:, None])
+        return np.asarray(np.where(is_kept, positions, -1), np.int64)
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
         """Append copies of a chunk's keys and values; all of them, or none.
@@ -143,10 +148,11 @@ class KVCache:
             )
         added = self._added(lengths, L)
         self._check_capacity(added)
-        for b, (start, count) in enumerate(zip(self._lengths, added, strict=True)):
-            slots = np.arange(start, start + count) % self.capacity
-            self._k[b][:, slots] = k[b, :, :count]
-            self._v[b][:, slots] = v[b, :, :count]
+        if (self._lengths + added - self._base).max() > self._k.shape[2]:
+            self._slide()
+        for b, (start, count) in enumerate(zip(self._lengths - self._base, added, strict=True)):
+            self._k[b, :, start : start + count] = k[b, :, :count]
+            self._v[b, :, start : start + count] = v[b, :, :count]
         self._chunk = self._lengths, L
         self._lengths = self._lengths + added
         self._first = np.maximum(self._first, self._lengths - self.capacity)
@@ -154,7 +160,7 @@ class KVCache:
     def undo(self) -> None:
         """Remove the last chunk, so that the next one takes its place.
 
-        What a ring has dropped for it does not come back, since no later query would see it. Until
+        What was dropped for it does not come back, since no later query would see it. Until
         the next chunk there is nothing to ``attend`` with, and nothing more to undo.
         """
         self._lengths = self._chunk[0]
@@ -195,27 +201,31 @@ class KVCache:
                 f"{name_of('q')} has shape {shape}: expected (B, H, L, D) with L={L}, the "
                 f"queries of the chunk that was appended last"
             )
-        k, v = self._in_order(self._k), self._in_order(self._v)
+        slots = self._slots()
+        k, v = self._k[:, :, slots], self._v[:, :, slots]
+        for view in (k, v):
+            view.flags.writeable = False  # a tap hears it, and must not change what is kept
+        first = self._base + slots.start
         own: Any = {
             "is_causal": True,
             "window_size": None if self.window is None else (self.window - 1, 0),
-            "q_offset": starts - self._first,
-            "kv_lengths": self._stored(),
+            "q_offset": starts - first,
+            "kv_lengths": self._lengths - first,
         }
         return attention(q, k, v, tap=tap, **own, **options)
 
-    def _stored(self) -> NDArray[np.int64]:
-        return self._lengths - self._first
+    def _slots(self) -> slice:
+        """The slots from the first to the last token that any batch entry keeps."""
+        first, stop = (self._first - self._base).min(), (self._lengths - self._base).max()
+        return slice(int(first), int(stop))
 
-    def _in_order(self, kept: NDArray[Any]) -> NDArray[Any]:
-        """What is stored, in order of position: a ring begins at its oldest token."""
-        Lk = int(self._stored().max())
-        if self._first.any():
-            slots = (self._first[:, None] + np.arange(Lk)) % self.capacity
-            return np.take_along_axis(kept, slots[:, None, :, None], axis=2)
-        view = kept[:, :, :Lk]
-        view.flags.writeable = False  # a tap hears it, and must not change what is kept
-        return view
+    def _slide(self) -> None:
+        """Move what is kept to the first slots."""
+        for b, (start, stop) in enumerate(zip(self._first, self._lengths, strict=True)):
+            kept = slice(start - self._base[b], stop - self._base[b])
+            for array in (self._k, self._v):
+                array[b, :, : stop - start] = array[b, :, kept]
+        self._base = self._first.copy()
 
     def _check(self, name: str, array: NDArray[Any], kept: NDArray[Any]) -> None:
         B, Hkv, _, width = kept.shape

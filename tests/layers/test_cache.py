@@ -303,3 +303,23 @@ def test_a_cache_that_cannot_be(options, error, sentence):
     with pytest.raises(error) as raised:
         new(**options)
     assert sentence in str(raised.value)
+
+
+def test_dropping_old_tokens_moves_the_others_once_in_a_capacity(monkeypatch):
+    slides, slide = [], KVCache._slide
+    monkeypatch.setattr(KVCache, "_slide", lambda cache: slides.append(slide(cache)))
+    cache = KVCache(1, 1, 10, 2, window=10)
+    x = np.ones((1, 1, 1, 2), np.float32)
+    for _ in range(100):
+        cache.append(x, x)
+        cache.attend(x)
+    assert len(slides) == 8  # at 20 tokens, and then whenever 10 more have come
+
+
+def test_what_is_attended_to_is_not_copied():
+    cache, x = KVCache(2, 1, 64, 32, window=64), np.ones((2, 1, 1, 32), np.float32)
+    heard = {}
+    for _ in range(150):
+        cache.append(x, x)
+    cache.attend(x, tap=lambda name, value: heard.setdefault(name, value))
+    assert np.shares_memory(heard["k"], cache._k)
