@@ -14,6 +14,8 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "MultiHeadAttention",
+    "PagePool",
+    "PagedKVCache",
     "RoPE",
     "Rotation",
     "YaRNScaling",
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from minimha.layers.cache import KVCache
     from minimha.layers.cosine import cosine_attention
     from minimha.layers.multihead import MultiHeadAttention, attention_weights
+    from minimha.layers.pages import PagedKVCache, PagePool
     from minimha.layers.protocols import Cache, Rotation
     from minimha.layers.rope import (
         DynamicNTKScaling,
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
         rotate_by_table,
     )
 else:
-    MODULES = ("protocols", "multihead", "rope", "cache", "biases", "additive", "cosine")
+    MODULES = ("protocols", "multihead", "rope", "cache", "pages", "biases", "additive", "cosine")
 
     def __getattr__(name):
         """Import a name when it is first used: who needs one layer does not load all of them."""

@@ -6,6 +6,7 @@ prefill, prefill in chunks and decoding token by token are one computation in pa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,7 +98,7 @@ class KVCache:
                 f"window is {window} but capacity is {capacity}: a query sees window tokens, which "
                 f"must all be cached"
             )
-        self.window, self.capacity, self.dtype = window, capacity, _dtype(dtype)
+        self.window, self.capacity, self.dtype = window, capacity, cached_dtype(dtype)
         room = capacity if window is None else 2 * capacity
         self._k = np.zeros((batch, num_kv_heads, room, head_dim), self.dtype)
         self._v = np.zeros((batch, num_kv_heads, room, value_dim), self.dtype)
@@ -137,23 +138,14 @@ class KVCache:
         ValueError
             Shapes that do not fit, or more tokens than the capacity allows; nothing is written.
         """
-        k, v = as_floating("k", k), as_floating("v", v)
-        for name, array, kept in (("k", k, self._k), ("v", v, self._v)):
-            self._check(name, array, kept)
-        L = k.shape[2]
-        if v.shape[2] != L:
-            raise ValueError(
-                f"{name_of('v')} has L={v.shape[2]} but {name_of('k')} has L={L}: every key needs "
-                f"one value"
-            )
-        added = self._added(lengths, L)
+        k, v, added = checked_chunk(k, v, lengths, len(self._lengths), (self._k, self._v))
         self._check_capacity(added)
         if (self._lengths + added - self._base).max() > self._k.shape[2]:
             self._slide()
         for b, (start, count) in enumerate(zip(self._lengths - self._base, added, strict=True)):
             self._k[b, :, start : start + count] = k[b, :, :count]
             self._v[b, :, start : start + count] = v[b, :, :count]
-        self._chunk = self._lengths, L
+        self._chunk = self._lengths, k.shape[2]
         self._lengths = self._lengths + added
         self._first = np.maximum(self._first, self._lengths - self.capacity)
 
@@ -191,16 +183,9 @@ class KVCache:
         TypeError, ValueError
             An option that the cache decides, or queries that do not fit the last chunk.
         """
-        for name in OWN:
-            if name in options:
-                raise TypeError(f"{name} is no option of attend: the cache knows it")
-        shape = as_floating("q", q).shape
+        check_options(options)
         starts, L = self._chunk
-        if len(shape) != 4 or shape[2] != L:
-            raise ValueError(
-                f"{name_of('q')} has shape {shape}: expected (B, H, L, D) with L={L}, the "
-                f"queries of the chunk that was appended last"
-            )
+        check_queries(q, L)
         slots = self._slots()
         k, v = self._k[:, :, slots], self._v[:, :, slots]
         for view in (k, v):
@@ -227,37 +212,6 @@ class KVCache:
                 array[b, :, : stop - start] = array[b, :, kept]
         self._base = self._first.copy()
 
-    def _check(self, name: str, array: NDArray[Any], kept: NDArray[Any]) -> None:
-        B, Hkv, _, width = kept.shape
-        axis = "D" if name == "k" else "Dv"
-        if array.ndim != 4:
-            raise ValueError(
-                f"{name_of(name)} has shape {array.shape}: expected (B, Hkv, L, {axis})"
-            )
-        given = (array.shape[0], array.shape[1], array.shape[3])
-        for letter, got, expected in zip(("B", "Hkv", axis), given, (B, Hkv, width), strict=True):
-            if got != expected:
-                raise ValueError(
-                    f"{name_of(name)} has {letter}={got} but the cache has {letter}={expected}: "
-                    f"expected ({B}, {Hkv}, L, {width}), got {array.shape}"
-                )
-        if array.dtype != self.dtype:
-            raise TypeError(
-                f"{name_of(name)} has dtype {array.dtype} but the cache has {self.dtype}: convert "
-                f"it first, so that no rounding goes unnoticed"
-            )
-
-    def _added(self, lengths: ArrayLike | None, L: int) -> NDArray[np.int64]:
-        B = len(self._lengths)
-        if lengths is None:
-            return np.full(B, L, np.int64)
-        array, name = as_integers("lengths", lengths), name_of("lengths")
-        if array.shape != (B,):
-            raise ValueError(f"{name} has shape {array.shape}: expected (B,) = ({B},)")
-        if (array < 0).any() or (array > L).any():
-            raise ValueError(f"{name} is {lengths!r}: expected integers from 0 to L={L}")
-        return array
-
     def _check_capacity(self, added: NDArray[np.int64]) -> None:
         """A chunk may overwrite only what none of its queries sees."""
         needed = self._lengths
@@ -272,7 +226,77 @@ class KVCache:
             )
 
 
-def _dtype(value: DTypeLike) -> np.dtype[Any]:
+def checked_chunk(
+    k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, B: int, kept: tuple[Any, Any]
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
+    """A chunk's keys and values as arrays that fit those that are ``kept``, and its lengths (B,).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``KVCache.append``.
+    """
+    given = {"k": as_floating("k", k), "v": as_floating("v", v)}
+    for (name, array), like in zip(given.items(), kept, strict=True):
+        _check(name, array, B, like)
+    L = given["k"].shape[2]
+    if given["v"].shape[2] != L:
+        raise ValueError(
+            f"{name_of('v')} has L={given['v'].shape[2]} but {name_of('k')} has L={L}: every key "
+            f"needs one value"
+        )
+    return given["k"], given["v"], _added(lengths, B, L)
+
+
+def _check(name: str, array: NDArray[Any], B: int, kept: NDArray[Any]) -> None:
+    _, Hkv, _, width = kept.shape
+    axis = "D" if name == "k" else "Dv"
+    if array.ndim != 4:
+        raise ValueError(f"{name_of(name)} has shape {array.shape}: expected (B, Hkv, L, {axis})")
+    given = (array.shape[0], array.shape[1], array.shape[3])
+    for letter, got, expected in zip(("B", "Hkv", axis), given, (B, Hkv, width), strict=True):
+        if got != expected:
+            raise ValueError(
+                f"{name_of(name)} has {letter}={got} but the cache has {letter}={expected}: "
+                f"expected ({B}, {Hkv}, L, {width}), got {array.shape}"
+            )
+    if array.dtype != kept.dtype:
+        raise TypeError(
+            f"{name_of(name)} has dtype {array.dtype} but the cache has {kept.dtype}: convert it "
+            f"first, so that no rounding goes unnoticed"
+        )
+
+
+def _added(lengths: ArrayLike | None, B: int, L: int) -> NDArray[np.int64]:
+    if lengths is None:
+        return np.full(B, L, np.int64)
+    array, name = as_integers("lengths", lengths), name_of("lengths")
+    if array.shape != (B,):
+        raise ValueError(f"{name} has shape {array.shape}: expected (B,) = ({B},)")
+    if (array < 0).any() or (array > L).any():
+        raise ValueError(f"{name} is {lengths!r}: expected integers from 0 to L={L}")
+    return array
+
+
+def check_options(options: Iterable[str]) -> None:
+    """Refuse the options of ``attention`` that a cache decides."""
+    for name in OWN:
+        if name in options:
+            raise TypeError(f"{name} is no option of attend: the cache knows it")
+
+
+def check_queries(q: ArrayLike, L: int) -> None:
+    """Refuse queries that are not those of the last chunk, of L tokens."""
+    shape = as_floating("q", q).shape
+    if len(shape) != 4 or shape[2] != L:
+        raise ValueError(
+            f"{name_of('q')} has shape {shape}: expected (B, H, L, D) with L={L}, the queries of "
+            f"the chunk that was appended last"
+        )
+
+
+def cached_dtype(value: DTypeLike) -> np.dtype[Any]:
+    """``value`` as a floating dtype."""
     try:
         dtype = np.dtype(value)
     except TypeError:

@@ -1,0 +1,314 @@
+"""Key/value caches in pages of one pool, which sequences take, share and give back.
+
+A cache that reserves room for the longest sequence wastes most of it, and cannot share a prompt
+between the sequences that begin with it. In pages, a sequence takes one when it needs one; a
+prefix is shared by counting who uses a page, and a page in use by others is copied only when one
+of them writes to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from minimha.api import attention
+from minimha.equations.arguments import as_integers, counted, integer
+from minimha.equations.tap import Tap, no_tap
+from minimha.layers.cache import cached_dtype, check_options, check_queries, checked_chunk
+from minimha.layers.protocols import CacheOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class PagePool:
+    """Pages of keys and values, from which the caches of many sequences take theirs.
+
+    Parameters
+    ----------
+    num_pages, num_kv_heads, page_size, head_dim : int
+        Pages, Hkv, tokens per page, D.
+    value_dim : int, optional
+        Dv. Default is D.
+    dtype : float16, bfloat16, float32 or float64, default float32
+
+    Attributes
+    ----------
+    k : ndarray of shape (num_pages, Hkv, page_size, D)
+    v : ndarray of shape (num_pages, Hkv, page_size, Dv)
+
+    Raises
+    ------
+    TypeError, ValueError
+        A size that is not a positive integer, another dtype.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        num_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        sizes = {
+            "num_pages": num_pages, "num_kv_heads": num_kv_heads, "page_size": page_size,
+            "head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim,
+        }  # fmt: skip
+        *shape, D, Dv = (integer(name, size) for name, size in sizes.items())
+        self.k = np.zeros((*shape, D), cached_dtype(dtype))
+        self.v = np.zeros((*shape, Dv), self.k.dtype)
+        self._users = np.zeros(num_pages, np.int64)  # how many sequences use a page
+        self._free = list(range(num_pages))[::-1]
+
+    @property
+    def num_free(self) -> int:
+        """Pages that no sequence uses."""
+        return len(self._free)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return int(self.k.shape[2])
+
+    def take(self) -> int:
+        """A page that is free; whoever takes more than ``num_free`` gets an IndexError."""
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """Count one more user of a page."""
+        self._users[page] += 1
+
+    def num_users(self, page: int) -> int:
+        """How many sequences use a page."""
+        return int(self._users[page])
+
+    def give_back(self, page: int) -> None:
+        """Count one user less; without any the page is free."""
+        self._users[page] -= 1
+        if not self._users[page]:
+            self._free.append(page)
+
+
+class PagedKVCache:
+    """Keys and values of a batch of sequences, for causal attention, in pages of a pool.
+
+    It is used as ``KVCache`` is, also by a layer. What it lacks is a window, and ``attn_mask`` and
+    ``attn_bias``, which ``attention`` refuses for pages.
+
+    Parameters
+    ----------
+    pool : PagePool
+    batch : int, default 1
+        B, the number of sequences.
+
+    Attributes
+    ----------
+    lengths : ndarray of shape (B,), int64
+        Tokens of each sequence; the position of the next. A copy.
+    block_table : ndarray of shape (B, pages), int64
+        The pages of each sequence, -1 where it has fewer than the others. A copy.
+
+    References
+    ----------
+    Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", 2023, sections 4.2 to 4.4.
+
+    Examples
+    --------
+    Two answers share a prompt of three tokens, and the page that it fills.
+
+    >>> pool = PagePool(num_pages=4, num_kv_heads=1, page_size=2, head_dim=1)
+    >>> prompt, x = np.ones((1, 1, 3, 1), np.float32), np.ones((1, 1, 1, 1), np.float32)
+    >>> cache = PagedKVCache(pool)
+    >>> cache.append(prompt, prompt)
+    >>> other = cache.fork()
+    >>> other.append(x, 5 * x)
+    >>> cache.block_table.tolist(), other.block_table.tolist(), pool.num_free
+    ([[0, 1]], [[0, 2]], 1)
+    >>> other.attend(x).item()
+    2.0
+    """
+
+    def __init__(self, pool: PagePool, batch: int = 1) -> None:
+        self.pool = pool
+        self._pages: list[list[int]] = [[] for _ in range(integer("batch", batch))]
+        self._lengths: NDArray[np.int64] = np.zeros(batch, np.int64)
+        self._chunk = self._lengths, 0  # the last chunk's first positions, and its L
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sequence, (B,)."""
+        return np.array(self._lengths)
+
+    @property
+    def block_table(self) -> NDArray[np.int64]:
+        """The pages of each sequence, (B, pages), -1 where it has fewer than the others."""
+        table = np.full((len(self._pages), max(map(len, self._pages), default=0)), -1)
+        for row, pages in zip(table, self._pages, strict=True):
+            row[: len(pages)] = pages
+        return table
+
+    def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
+        """Append copies of a chunk's keys and values; all of them, or none.
+
+        Parameters
+        ----------
+        k : array_like of shape (B, Hkv, L, D), the pool's dtype
+        v : array_like of shape (B, Hkv, L, Dv), the pool's dtype
+        lengths : array_like of shape (B,), int, optional
+            Tokens of each sequence, from 0 to L; what follows them is padding and is not kept.
+            Default is L for all.
+
+        Raises
+        ------
+        TypeError
+            A dtype other than the pool's.
+        ValueError
+            Shapes that do not fit, or more pages than are free; nothing is written.
+        """
+        k, v, added = checked_chunk(k, v, lengths, len(self._pages), (self.pool.k, self.pool.v))
+        stops = self._lengths + added
+        self._check_free(stops)
+        for b, (start, stop) in enumerate(zip(self._lengths.tolist(), stops.tolist(), strict=True)):
+            self._make_writable(b, start, stop)
+            pages, rows = np.divmod(np.arange(start, stop), self.pool.page_size)
+            at = np.array(self._pages[b], np.int64)[pages]
+            self.pool.k[at, :, rows] = k[b, :, : stop - start].swapaxes(0, 1)
+            self.pool.v[at, :, rows] = v[b, :, : stop - start].swapaxes(0, 1)
+        self._chunk = self._lengths, k.shape[2]
+        self._lengths = stops
+
+    def attend(self, q: ArrayLike, *, tap: Tap = no_tap, **options: Unpack[CacheOptions]) -> Any:
+        """Causal attention of the last chunk's queries over all that is cached.
+
+        Parameters
+        ----------
+        q : array_like of shape (B, H, L, D)
+            Queries of the chunk that was appended last. In a ragged chunk a row of padding sees
+            only the tokens that are there, and its output is meaningless.
+        tap : callable ``tap(name, value) -> value``, optional
+            Hears every step of the attention, as ``weights[sequence 0]``.
+        **options
+            Those of ``minimha.attention``, except is_causal, q_offset, kv_lengths and window_size,
+            and those that it refuses for pages.
+
+        Returns
+        -------
+        output : array of shape (B, H, L, Dv)
+        lse : array of shape (B, H, L), if ``return_lse``
+
+        Raises
+        ------
+        TypeError, ValueError
+            An option that the cache decides, or queries that do not fit the last chunk.
+        """
+        check_options(options)
+        starts, L = self._chunk
+        check_queries(q, L)
+        own: Any = {
+            "is_causal": True, "q_offset": starts, "kv_lengths": self._lengths,
+            "block_table": self.block_table,
+        }  # fmt: skip
+        return attention(q, self.pool.k, self.pool.v, tap=tap, **own, **options)
+
+    def undo(self) -> None:
+        """Remove the last chunk, so that the next one takes its place."""
+        self._lengths, _ = self._chunk
+        self._chunk = self._lengths, 0
+        self._give_back(self._lengths)
+
+    def fork(
+        self, length: ArrayLike | None = None, entries: ArrayLike | None = None
+    ) -> PagedKVCache:
+        """Another cache of sequences that begin alike; the pages are shared until one is written.
+
+        Parameters
+        ----------
+        length : int or array_like of shape (n,), int, optional
+            How many tokens the new sequences begin with. Default is all.
+        entries : array_like of shape (n,), int, optional
+            Which sequence each of the n new ones continues: ``[0, 0, 0]`` are three answers to one
+            prompt. Default is each of them once.
+
+        Raises
+        ------
+        TypeError, ValueError
+            No integers from 0 to the lengths, or to B - 1.
+        """
+        B = len(self._pages)
+        sources = np.arange(B) if entries is None else as_integers("entries", entries)
+        if sources.ndim != 1 or not sources.size or ((sources < 0) | (sources >= B)).any():
+            raise ValueError(f"entries is {entries!r}: expected integers from 0 to {B - 1}")
+        whole = self._lengths[sources]
+        lengths = whole if length is None else as_integers("length", length)
+        if lengths.shape not in ((), whole.shape):
+            raise ValueError(
+                f"length has shape {lengths.shape}: expected one integer, or (n,) = {whole.shape}"
+            )
+        if ((lengths < 0) | (lengths > whole)).any():
+            raise ValueError(
+                f"length is {length!r}: expected integers from 0 to the lengths of the sequences, "
+                f"{whole.tolist()}"
+            )
+        other = PagedKVCache(self.pool, len(sources))
+        other._lengths = np.broadcast_to(lengths, whole.shape).copy()
+        other._chunk = other._lengths, 0
+        needed = self._needed(other._lengths).tolist()
+        for b, (source, number) in enumerate(zip(sources.tolist(), needed, strict=True)):
+            other._pages[b] = self._pages[source][:number]
+            for page in other._pages[b]:
+                self.pool.share(page)
+        return other
+
+    def free(self) -> None:
+        """Give back all pages; the sequences are empty then."""
+        self._lengths = np.zeros_like(self._lengths)
+        self._chunk = self._lengths, 0
+        self._give_back(self._lengths)
+
+    def _needed(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many pages so many tokens take."""
+        return -(-lengths // self.pool.page_size)
+
+    def _make_writable(self, b: int, start: int, stop: int) -> None:
+        """Give sequence b pages of its own for the tokens from ``start`` to ``stop``."""
+        pages, pool = self._pages[b], self.pool
+        first = start // pool.page_size
+        if start < stop and first < len(pages) and pool.num_users(pages[first]) > 1:
+            copy = pool.take()
+            pool.k[copy], pool.v[copy] = pool.k[pages[first]], pool.v[pages[first]]
+            pool.give_back(pages[first])
+            pages[first] = copy
+        while len(pages) * pool.page_size < stop:
+            pages.append(pool.take())
+
+    def _check_free(self, stops: NDArray[np.int64]) -> None:
+        """A page is needed for tokens beyond the last one, and for the copy of a shared one."""
+        needed = 0
+        users: dict[int, int] = {}  # of a page, less those that have copied it by then
+        for pages, start, stop in zip(self._pages, self._lengths, stops, strict=True):
+            needed += max(0, int(self._needed(stop)) - len(pages))
+            first = start // self.pool.page_size
+            if start < stop and first < len(pages):
+                page = pages[first]
+                users[page] = users.get(page, self.pool.num_users(page)) - 1
+                needed += users[page] > 0
+        if needed > self.pool.num_free:
+            raise ValueError(
+                f"the chunk needs {counted(needed, 'page')} but the pool has "
+                f"{self.pool.num_free} free of {len(self.pool.k)}: free a cache first; nothing was "
+                f"written"
+            )
+
+    def _give_back(self, lengths: NDArray[np.int64]) -> None:
+        """Give back the pages that so many tokens do not need."""
+        for pages, number in zip(self._pages, self._needed(lengths).tolist(), strict=True):
+            for page in pages[number:]:
+                self.pool.give_back(page)
+            del pages[number:]
