@@ -11,10 +11,11 @@ from minimha.api import (
     get_num_threads,
     set_num_threads,
 )
+from minimha.equations.merge import merge
 
 __all__ = [
     "BackendUnavailable", "attention", "backends", "check", "compile", "dialects", "explain",
-    "get_num_threads", "layers", "models", "set_num_threads",
+    "get_num_threads", "layers", "merge", "models", "set_num_threads",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

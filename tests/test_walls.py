@@ -23,7 +23,7 @@ BELOW = {
     "layers": {"api", "equations"},
     "dialects": {"layers", "api", "equations"},
     "check": {"dialects", "explain", "layers", "api", "equations"},
-    "minimha": {"check", "dialects", "explain", "layers", "models", "api"},
+    "minimha": {"check", "dialects", "explain", "layers", "models", "api", "equations"},
     "models": {"layers", "api", "equations"},
     "labs": {"models", "explain", "layers", "api", "equations"},
     "examples": {"explain", "models", "layers", "minimha", "api", "equations"},

@@ -1,0 +1,113 @@
+"""Attention over all keys, from attention over some of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.arguments import as_floating, cast, common_dtype
+from minimha.equations.arrays import like
+
+Part = tuple[Any, Any]
+
+
+def merge(parts: Iterable[Part]) -> Part:
+    """O = Σ_p exp(L_p - L) O_p with L = log Σ_p exp L_p: the parts p have different keys.
+
+    What ``attention(…, return_lse=True)`` gives for some of the keys at a time, it gives for all of
+    them. The order of the parts does not matter, and a merged part can be merged again, but for
+    rounding: sums are in float64, and each merge rounds once.
+
+    ``sinks`` are in the log-sum-exp of each part that was computed with them, so give them to one
+    part alone. All other options are the same for every part, except that positions and whatever
+    has an axis of keys count from the part's first key: for the keys from ``start`` to ``stop``,
+    ``q_offset - start``, ``kv_lengths - start`` (at least 0, at most ``stop - start``) and
+    ``attn_mask[..., start:stop]``.
+
+    Axes: ``B`` batch, ``H`` query heads, ``Lq`` queries, ``Dv`` value width.
+
+    Parameters
+    ----------
+    parts : iterable of pair (output, lse)
+        At least one. ``output`` is array_like of shape (B, H, Lq, Dv), (H, Lq, Dv) or (Lq, Dv),
+        floating; ``lse`` has that shape without Dv. All outputs have one shape.
+
+    Returns
+    -------
+    output : array of the shape of one output, their common dtype
+        An ndarray, or an array of the first output's library. 0 where no part sees a key.
+    lse : array of shape (B, H, Lq), the common dtype of the log-sum-exps
+        -inf for a query that sees no key in any part.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No parts, something that is not a pair, or shapes or dtypes that differ.
+
+    References
+    ----------
+    Dao, "FlashAttention-2", 2023, section 2.3.1; Milakov and Gimelshein, "Online normalizer
+    calculation for softmax", 2018, for why it is associative.
+
+    Examples
+    --------
+    >>> from minimha import attention
+    >>> q, k, v = [[1, 0]], [[1, 0], [1, 1], [0, 1]], [[1, 0], [0, 2], [3, 1]]
+    >>> first = attention(q, k[:2], v[:2], return_lse=True)
+    >>> second = attention(q, k[2:], v[2:], return_lse=True)
+    >>> merge([first, second])[0].round(6), attention(q, k, v).round(6)
+    (array([[0.99444, 1.     ]]), array([[0.99444, 1.     ]]))
+    """
+    parts = list(parts)
+    if not parts:
+        raise ValueError("parts is empty: expected at least one pair (output, lse)")
+    outputs, lses = zip(*(_pair(n, part) for n, part in enumerate(parts)), strict=True)
+    for n, output in enumerate(outputs):
+        if output.shape != outputs[0].shape:
+            raise ValueError(
+                f"parts[{n}] has an output of shape {output.shape}, but parts[0] one of shape "
+                f"{outputs[0].shape}: parts have the same queries, and differ only in their keys"
+            )
+    dtypes = [
+        common_dtype({f"the {kind} of parts[{n}]": x.dtype for n, x in enumerate(arrays)})
+        for kind, arrays in (("output", outputs), ("lse", lses))
+    ]
+    O, L = _merged(outputs, lses)
+    output, lse = cast(O, dtypes[0]), cast(L, dtypes[1])
+    return like(parts[0][0], output), like(parts[0][0], lse)
+
+
+def _merged(
+    outputs: tuple[NDArray[Any], ...], lses: tuple[NDArray[Any], ...]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """O and L in float64; a part that sees no key adds nothing, not even 0 · NaN."""
+    with np.errstate(all="ignore"):
+        top: NDArray[np.float64] = np.maximum.reduce(lses).astype(np.float64)
+        top = np.where(np.isneginf(top), 0, top)
+        shares = [np.exp(lse.astype(np.float64) - top) for lse in lses]
+        total = np.add.reduce(shares)
+        O = np.zeros(outputs[0].shape)
+        for output, lse, share in zip(outputs, lses, shares, strict=True):
+            weight = (share / np.where(total == 0, 1, total))[..., None]
+            O += np.where(np.isneginf(lse)[..., None], 0, weight * output)
+        return O, top + np.log(total)
+
+
+def _pair(n: int, part: Any) -> Part:
+    """Output and log-sum-exp of part ``n``, as arrays."""
+    if not isinstance(part, (tuple, list)) or len(part) != 2:
+        raise TypeError(
+            f"parts[{n}] is of type {type(part).__name__}: expected a pair (output, lse), as "
+            f"attention(…, return_lse=True) returns it"
+        )
+    output = as_floating(f"the output of parts[{n}]", part[0])
+    lse = as_floating(f"the lse of parts[{n}]", part[1])
+    if output.ndim < 2 or lse.shape != output.shape[:-1]:
+        raise ValueError(
+            f"parts[{n}] has an output of shape {output.shape} and an lse of shape {lse.shape}: "
+            f"expected (…, Lq, Dv) and (…, Lq)"
+        )
+    return output, lse
