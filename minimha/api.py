@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.arguments import cast, choice, flag
-from minimha.equations.arrays import Given, Numbers, like
+from minimha.equations.arguments import as_floating, cast, choice, flag
+from minimha.equations.arrays import Given, Numbers, is_stored, like
+from minimha.equations.parts import in_blocks, outline
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap
 from minimha.kernels import auto, forks  # noqa: F401  (forks registers itself)
@@ -224,6 +225,12 @@ def attention(
     there, on their library's current stream; q, k, v must then have one floating dtype, and
     ``attn_mask`` and ``attn_bias`` must be on the same GPU.
 
+    ``k`` and ``v`` may be longer than memory: of an ``np.memmap`` or an array of zarr, on every
+    backend and with every option, 32 MiB of keys and values are read at a time, or one chunk of the
+    store where that is more. The parts are put together as ``minimha.merge`` does. Not so with a
+    tap, for which everything is in memory, as ``q``, ``attn_mask``, ``attn_bias`` and the output
+    always are.
+
     The options are applied in this order: scale → softcap → bias → mask → softmax.
 
     Parameters
@@ -291,8 +298,8 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong type, shape or range; the message names it. No array is ever
-        written to.
+        An argument of the wrong type, shape or range, a stored array that cannot be read or
+        whose file is too short; the message names it. No array is ever written to.
     BackendUnavailable
         The named backend cannot run here or does not support this problem.
     MemoryError
@@ -356,14 +363,49 @@ def attention(
             _check_backend(backend)
             packing = [option for option in PACKING if given.pop(option) is not None]
             return _device_module(backend, name, tap, packing).attend(given, options, has_lse)
-    problem = Problem.of(**given, **options)  # type: ignore[arg-type]
-    if not callable(tap):
-        raise TypeError(f"tap is {tap!r}: expected a callable tap(name, value) that returns value")
-    O, L = _computed(backend, problem, tap, key, (q, k, v))
+    is_packed = any(given[option] is not None for option in PACKING)
+    if tap is no_tap and not is_packed and (is_stored(k) or is_stored(v)):
+        problem, (O, L) = _in_blocks(backend, given | options)
+    else:
+        problem = Problem.of(**given, **options)  # type: ignore[arg-type]
+        if not callable(tap):
+            raise TypeError(
+                f"tap is {tap!r}: expected a callable tap(name, value) that returns value"
+            )
+        O, L = _computed(backend, problem, tap, key, (q, k, v))
     if has_lse:
         output, lse = problem.as_given(O, tap("lse", L))
         return like(q, output), like(q, lse)
     return like(q, problem.as_given(O, L)[0])
+
+
+def _in_blocks(
+    backend: Backend, arguments: dict[str, Any]
+) -> tuple[Problem, tuple[NDArray[Any], NDArray[Any]]]:
+    """The problem of stored keys and values, without their numbers, and its O and L."""
+    _check_backend(backend)
+    arguments |= {name: _with_shape(name, arguments[name]) for name in "qkv"}
+    problem = outline(arguments)
+    chosen: Backend = backend
+    if backend == "auto":
+        is_dense = auto.choose(problem) == "dense" or _reason("cpu")
+        chosen = "dense" if is_dense else "cpu"
+
+    def attend(*qkv: Any, **options: Any) -> Any:
+        return attention(*qkv, **options, return_lse=True, backend=chosen)
+
+    try:
+        O, L = in_blocks(attend, problem, arguments, holds_scores=chosen == "dense")
+    except BackendUnavailable:
+        if backend == chosen:
+            raise
+        return _in_blocks("dense", arguments)
+    return problem, (cast(O, problem.compute), cast(L, problem.compute))
+
+
+def _with_shape(name: str, value: Any) -> Any:
+    """``value``, as an array unless it is stored."""
+    return value if is_stored(value) else as_floating(name, value)
 
 
 def _computed(

@@ -91,7 +91,8 @@ def test_every_option_adds_its_step_to_the_trace():
 
 
 def test_the_public_names():
-    functions = ["attention", "backends", "check", "compile", "get_num_threads", "set_num_threads"]
+    functions = ["attention", "backends", "check", "compile", "get_num_threads", "merge"]
+    functions += ["set_num_threads"]
     packages = ["dialects", "explain", "layers"]
     assert sorted(minimha.__all__) == sorted(["BackendUnavailable", *functions, *packages])
     assert sorted(dir(minimha)) == sorted([*minimha.__all__, "__version__"])

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.arrays import LIBRARIES, as_numpy, library_of
+from minimha.equations.arrays import LIBRARIES, as_numpy, check_file, library_of
 
 COMPUTED = (np.dtype(np.float32), np.dtype(np.float64))  # dtypes that need no second look
 FLOATING = ("float16", "bfloat16", "float32", "float64")
@@ -115,9 +115,10 @@ def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
         what to give instead. Or it is an array of another library that NumPy cannot read (see
         ``as_numpy``).
     ValueError
-        Its rows differ in length.
+        Its rows differ in length, or it is a map of a file that has become shorter.
     """
     _check_unmasked(name, value, hint)
+    check_file(name_of(name), value)
     if library_of(value) in LIBRARIES:
         return as_numpy(name_of(name), value)
     try:

@@ -1,4 +1,4 @@
-"""Arrays of other libraries on the CPU: read without copying, and made of the results.
+"""Arrays of other libraries on the CPU: read without copying, and made of the results; files.
 
 No array library is imported here: a caller who passes a torch tensor has imported torch. Arrays on
 a GPU are accepted by ``minimha.kernels.cuda.interop``.
@@ -6,6 +6,7 @@ a GPU are accepted by ``minimha.kernels.cuda.interop``.
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
@@ -38,6 +39,30 @@ def library_of(value: Any) -> str:
     roots = [base.__module__.split(".")[0] for base in type(value).__mro__]
     named = ["jax" if root == "jaxlib" else root for root in roots]
     return next((name for name in named if name in LIBRARIES), named[0])
+
+
+def is_stored(value: Any) -> bool:
+    """Whether an array is in a file, a map of it or a store of zarr's, and need not fit memory."""
+    return isinstance(value, np.memmap) or library_of(value) == "zarr"
+
+
+def check_file(name: str, value: Any) -> None:
+    """Refuse a map of a file that has become shorter: reading it would end the process.
+
+    Raises
+    ------
+    ValueError
+        The file ends before the array does.
+    """
+    mapped = getattr(value, "_mmap", None) if isinstance(value, np.memmap) else None
+    if not isinstance(mapped, mmap.mmap):
+        return
+    expected = value.offset - value.offset % mmap.ALLOCATIONGRANULARITY + len(mapped)
+    if mapped.size() < expected:
+        raise ValueError(
+            f"{name} is a map of {value.filename}, which has become shorter than its array: "
+            f"expected {expected:,} bytes, it has {mapped.size():,}"
+        )
 
 
 def as_numpy(name: str, value: Any) -> NDArray[Any]:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from minimha.equations.arguments import as_floating, cast, common_dtype
 from minimha.equations.arrays import like
 
-Part = tuple[Any, Any]
+Pair = tuple[Any, Any]
 
 
-def merge(parts: Iterable[Part]) -> Part:
+def merge(parts: Iterable[Pair]) -> Pair:
     """O = Σ_p exp(L_p - L) O_p with L = log Σ_p exp L_p: the parts p have different keys.
 
     What ``attention(…, return_lse=True)`` gives for some of the keys at a time, it gives for all of
@@ -96,7 +96,7 @@ def _merged(
         return O, top + np.log(total)
 
 
-def _pair(n: int, part: Any) -> Part:
+def _pair(n: int, part: Any) -> Pair:
     """Output and log-sum-exp of part ``n``, as arrays."""
     if not isinstance(part, (tuple, list)) or len(part) != 2:
         raise TypeError(

@@ -1,0 +1,203 @@
+"""A problem in parts: some of the queries with some of the keys, to be merged by log-sum-exp.
+
+A part is a problem of its own for ``minimha.attention``. What its options are, and whether any of
+its queries sees any of its keys, is decided from shapes and options, before a number is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.arguments import as_floating, cast, common_dtype, name_of, rectangular
+from minimha.equations.arrays import check_file, library_of
+from minimha.equations.merge import Pair, merge
+from minimha.equations.problem import Problem
+from minimha.equations.visibility import UNBOUNDED, key_range
+
+PER_SCORE = ("attn_mask", "attn_bias")
+BLOCK = 1 << 25  # bytes of k and v, in the compute dtype, that are read at once
+SCORES = 1 << 22  # in a block, for a backend that holds all of them
+
+
+class Part(NamedTuple):
+    """Which part of a problem: slices of B, H, Lq and Lk.
+
+    ``rows`` and ``keys`` have explicit starts and one step; with a step they are stripes.
+    """
+
+    batch: slice
+    heads: slice
+    rows: slice
+    keys: slice
+
+
+def outline(arguments: Mapping[str, Any]) -> Problem:
+    """The checked problem with zeros for q, k and v, of which only shapes and dtypes are asked.
+
+    ``arguments`` are those of ``attention``. Zeros stand in for a mask or bias of dask, too. Raises
+    what ``Problem.of`` does.
+    """
+    for name in "qkv":
+        check_file(name_of(name), arguments[name])
+    common = common_dtype({name: _floating(name, arguments[name]) for name in "qkv"})
+    zeros = {name: _zeros(arguments[name].shape, common) for name in "qkv"}
+    for name in PER_SCORE:
+        x: Any = arguments.get(name)
+        if library_of(x) == "dask":
+            zeros[name] = _zeros(x.shape, x.dtype)
+    return Problem.of(**{**arguments, **zeros})
+
+
+def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[str, Any] | None:
+    """The options of ``attention`` for a part; None if no query of it sees any of its keys.
+
+    Sinks are left out: ``unseen`` has them. ``given`` has ``attn_mask`` and ``attn_bias`` as arrays
+    that were not broadcast.
+    """
+    Lq, Lk = problem.q.shape[2], problem.k.shape[2]
+    num_rows, num_keys = len(range(Lq)[part.rows]), len(range(Lk)[part.keys])
+    step = part.keys.step or 1
+    q_offset = problem.q_offset[part.batch] + part.rows.start - part.keys.start
+    left, right = problem.left, problem.right
+    if step > 1:
+        q_offset, left, right = _striped(q_offset, left, right, step)
+    lengths = -((part.keys.start - problem.kv_lengths[part.batch]) // step)
+    lengths = np.clip(lengths, 0, num_keys)
+    ranges = [
+        key_range(0, num_rows, int(o), left, right, int(n))
+        for o, n in zip(q_offset, lengths, strict=True)
+    ]
+    if left < 0 or not any(start < stop for start, stop in ranges):
+        return None
+    options: dict[str, Any] = {"scale": problem.scale, "softcap": problem.softcap}
+    if left < UNBOUNDED or right < UNBOUNDED:
+        sides = (None if side >= UNBOUNDED else side for side in (left, right))
+        options["window_size"] = tuple(sides)
+    if problem.alibi_slopes is not None:
+        options["alibi_slopes"] = problem.alibi_slopes[part.heads]
+    if "window_size" in options or "alibi_slopes" in options:
+        is_one = (q_offset == q_offset[0]).all()
+        options["q_offset"] = int(q_offset[0]) if is_one else q_offset
+    if (lengths < num_keys).any():
+        options["kv_lengths"] = lengths
+    return options | {
+        name: _of_scores(given[name], part) for name in PER_SCORE if given.get(name) is not None
+    }
+
+
+def unseen(problem: Problem, part: Part) -> Pair:
+    """O = 0 and L = the sinks or -inf, in float64: the part's queries before they see a key."""
+    B, H, Lq = (
+        len(range(n)[s]) for n, s in zip(problem.q.shape[:3], part[:3], strict=True)
+    )  # fmt: skip
+    L = np.full((B, H, Lq), -np.inf)
+    if problem.sinks is not None:
+        L[:] = problem.sinks[part.heads, None]
+    return np.zeros((B, H, Lq, problem.v.shape[3])), L
+
+
+def in_blocks(
+    attend: Callable[..., Pair], problem: Problem, arguments: Mapping[str, Any], holds_scores: bool
+) -> Pair:
+    """O and L of stored keys and values, of which a block is in memory at a time.
+
+    Parameters
+    ----------
+    attend : callable ``attend(q, k, v, **options) -> (O, L)``
+    problem : Problem
+        The ``outline`` of ``arguments``.
+    arguments : dict
+        Those of ``attention``; k and v are read by slices of their keys.
+    holds_scores : bool
+        Whether ``attend`` holds all scores of a block, so that the block has few queries.
+
+    Raises
+    ------
+    ValueError
+        A block cannot be read.
+    """
+    Q = cast(as_floating("q", arguments["q"]), problem.compute)  # so that O is rounded once
+    k, v = arguments["k"], arguments["v"]
+    given = {n: rectangular(n, arguments[n]) for n in PER_SCORE if arguments.get(n) is not None}
+    (B, H, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
+    num_keys = _num_keys(problem, k, v)
+    num_rows = max(1, SCORES // (B * H * num_keys)) if holds_scores else max(1, Lq)
+    O, L = unseen(problem, Part(*(slice(0, n) for n in (B, H, Lq, Lk))))
+    for keys in _slices(Lk, num_keys):
+        seen = []
+        for rows in _slices(Lq, num_rows):
+            of_part = options_of(problem, given, Part(slice(0, B), slice(0, H), rows, keys))
+            if of_part is not None:
+                seen.append((rows, of_part))
+        K, V = (_read(n, x, keys) for n, x in (("k", k), ("v", v))) if seen else (None, None)
+        for rows, of_part in seen:
+            o, l = attend(Q[..., rows, :], K, V, **of_part)
+            shape = (B, H, *o.shape[-2:])
+            parts = (O[:, :, rows], L[:, :, rows]), (o.reshape(shape), l.reshape(shape[:3]))
+            O[:, :, rows], L[:, :, rows] = merge(parts)
+    return O, L
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def _num_keys(problem: Problem, k: Any, v: Any) -> int:
+    """How many keys are read at once: whole chunks of a store, which decodes no less than one."""
+    B, Hkv, _, D = problem.k.shape
+    per_key: int = B * Hkv * (D + problem.v.shape[3]) * problem.compute.itemsize
+    chunk: int = max(x.chunks[-2] if hasattr(x, "chunks") else 1 for x in (k, v))
+    return max(1, BLOCK // max(1, per_key * chunk)) * max(1, chunk)
+
+
+def _read(name: str, x: Any, keys: slice) -> NDArray[Any]:
+    """The keys ``keys`` of a stored array; a map's stay in their file."""
+    try:
+        return np.asarray(x[..., keys, :])
+    except MemoryError:
+        raise
+    except Exception as error:  # a store raises what its codecs and its file system do
+        raise ValueError(
+            f"{name_of(name)} cannot be read, keys {keys.start} to {keys.stop}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _striped(
+    q_offset: NDArray[np.int64], left: int, right: int, step: int
+) -> tuple[NDArray[np.int64], int, int]:
+    """Offset and window among stripes: query n, at x + step · n, sees key m, at step · m.
+
+    x - left ≤ step · (m - n) ≤ x + right, where x is the offset, the same for all of the batch. The
+    window is empty, with a negative left, where no multiple of ``step`` lies between.
+    """
+    if right < UNBOUNDED:
+        last = (q_offset + right) // step
+        if left < UNBOUNDED:
+            left = int((last + (left - q_offset) // step).min(initial=UNBOUNDED))
+        return last, left, 0
+    if left < UNBOUNDED:
+        return -((left - q_offset) // step), 0, right
+    return q_offset * 0, left, right
+
+
+def _of_scores(x: Any, part: Part) -> Any:
+    """The part of a mask or bias, whose axes of size 1 stay."""
+    if x.ndim == 2:
+        return x[part.rows, part.keys]
+    whole = slice(None)
+    return x[tuple(whole if n == 1 else s for n, s in zip(x.shape, part, strict=True))]
+
+
+def _floating(name: str, x: Any) -> np.dtype[Any]:
+    """The dtype in which the numbers of ``x`` are taken."""
+    return as_floating(name, np.empty(0, x.dtype)).dtype
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Zeros that take no memory."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
