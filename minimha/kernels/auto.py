@@ -16,6 +16,7 @@ from types import ModuleType
 from minimha.equations.problem import Problem
 
 LOG = logging.getLogger("minimha")
+BACKEND = "minimha.kernels.cpu.backend"
 LOADING, COMPILING = 0.5, 10.0  # seconds until a kernel is ready, from disk and from its source
 DENSE_RATE = 5e9  # products per second, about, of the dense backend
 DENSE_MEMORY = 1 << 30  # bytes of scores, beyond which the kernels are worth their compilation
@@ -28,7 +29,8 @@ def choose(problem: Problem) -> str:
     """ "cpu" or "dense"."""
     if _broken:
         return "dense"
-    loaded = sys.modules.get("minimha.kernels.cpu.backend")
+    # What another thread has begun to import is in sys.modules too: importing it waits.
+    loaded = _imported() if BACKEND in sys.modules else None
     if loaded and loaded.is_ready(problem):
         return "cpu"
     D, Dv = problem.q.shape[3], problem.v.shape[3]
@@ -59,7 +61,7 @@ def give_up(error: Exception) -> None:
 
 def _imported() -> ModuleType | None:
     try:
-        return import_module("minimha.kernels.cpu.backend")
+        return import_module(BACKEND)
     except Exception as error:  # a numba that is broken may raise anything
         give_up(error)
         return None
