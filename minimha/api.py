@@ -360,7 +360,7 @@ def attention(
     has_lse = flag("return_lse", return_lse)
     for name, value in given.items():
         if value is not None and is_device_array(value):
-            _check_backend(backend)
+            check_backend(backend)
             packing = [option for option in PACKING if given.pop(option) is not None]
             return _device_module(backend, name, tap, packing).attend(given, options, has_lse)
     is_packed = any(given[option] is not None for option in PACKING)
@@ -383,7 +383,7 @@ def _in_blocks(
     backend: Backend, arguments: dict[str, Any]
 ) -> tuple[Problem, tuple[NDArray[Any], NDArray[Any]]]:
     """The problem of stored keys and values, without their numbers, and its O and L."""
-    _check_backend(backend)
+    check_backend(backend)
     arguments |= {name: _with_shape(name, arguments[name]) for name in "qkv"}
     problem = outline(arguments)
     chosen: Backend = backend
@@ -412,7 +412,7 @@ def _computed(
     backend: str, problem: Problem, tap: Tap, key: tuple[Any, ...] | None, given: tuple[Any, ...]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L in the compute dtype; a plan is remembered under ``key`` if it fits ``given``."""
-    _check_backend(backend)
+    check_backend(backend)
     is_auto, is_tapped = backend == "auto", tap is not no_tap
     if is_auto:
         backend = "dense" if is_tapped else auto.choose(problem)
@@ -470,7 +470,8 @@ def _module(backend: str, problem: Problem, is_tapped: bool) -> Any:
     return module
 
 
-def _check_backend(backend: str) -> None:
+def check_backend(backend: str) -> None:
+    """Refuse what is no backend's name."""
     if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
 

@@ -22,6 +22,7 @@ BELOW = {
     "explain": {"equations"},
     "layers": {"api", "equations"},
     "dialects": {"layers", "api", "equations"},
+    "distributed": {"api", "equations"},
     "check": {"dialects", "explain", "layers", "api", "equations"},
     "minimha": {"check", "dialects", "explain", "layers", "models", "api", "equations"},
     "models": {"layers", "api", "equations"},
@@ -34,6 +35,7 @@ BELOW["__main__"] = {"cli"}
 FOR_TRACES = "minimha.equations.tap"  # all that explain/ knows of the equations
 HOMES = {
     "numba": "minimha.kernels",
+    "dask": "minimha.distributed",
     "rich": "minimha.explain.render",
     "xlsxwriter": "minimha.explain.sheet",
 }

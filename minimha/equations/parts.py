@@ -89,15 +89,15 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
     }
 
 
-def unseen(problem: Problem, part: Part) -> Pair:
-    """O = 0 and L = the sinks or -inf, in float64: the part's queries before they see a key."""
-    B, H, Lq = (
-        len(range(n)[s]) for n, s in zip(problem.q.shape[:3], part[:3], strict=True)
-    )  # fmt: skip
-    L = np.full((B, H, Lq), -np.inf)
-    if problem.sinks is not None:
-        L[:] = problem.sinks[part.heads, None]
-    return np.zeros((B, H, Lq, problem.v.shape[3])), L
+def unseen(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
+    """O = 0 and L = the sinks or -inf, in float64: queries before they see a key.
+
+    ``shape`` is O's, (B, H, Lq, Dv); ``sinks`` (H,) are those of its heads.
+    """
+    L = np.full(shape[:3], -np.inf)
+    if sinks is not None:
+        L[:] = sinks[:, None]
+    return np.zeros(shape), L
 
 
 def in_blocks(
@@ -126,7 +126,7 @@ def in_blocks(
     (B, H, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
     num_keys = _num_keys(problem, k, v)
     num_rows = max(1, SCORES // (B * H * num_keys)) if holds_scores else max(1, Lq)
-    O, L = unseen(problem, Part(*(slice(0, n) for n in (B, H, Lq, Lk))))
+    O, L = unseen((B, H, Lq, problem.v.shape[3]), problem.sinks)
     for keys in _slices(Lk, num_keys):
         seen = []
         for rows in _slices(Lq, num_rows):

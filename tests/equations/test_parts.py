@@ -28,7 +28,7 @@ def in_slices(problem, rows, keys):
     (B, H, Lq, _), Dv = q.shape, v.shape[3]
     O, L, seen = np.zeros((B, H, Lq, Dv)), np.zeros((B, H, Lq)), []
     for r in rows:
-        found = [unseen(whole, Part(slice(0, B), slice(0, H), r, slice(0, 0)))]
+        found = [unseen((B, H, len(range(Lq)[r]), Dv), whole.sinks)]
         for s in keys:
             of_part = options_of(whole, options, Part(slice(0, B), slice(0, H), r, s))
             if of_part is not None:

@@ -1,0 +1,26 @@
+"""Attention over keys that are longer than one machine: dask arrays in chunks.
+
+Each chunk of keys meets each chunk of queries, by ``minimha.attention``, and the parts are merged
+in a tree by log-sum-exp, as ``minimha.merge`` does. What is computed and what moves at most, for
+each head of width D, with numbers of b bytes and queries in C chunks::
+
+                                 FLOPs                 bytes
+    one chunk of queries         4 · Lq · Lk · D       about 2 · Lq · D · b for each chunk of keys
+    prefill, C chunks            4 · Lq · Lk · D       2 · C · Lk · D · b (half of each if causal)
+
+Decoding moves queries and results, never keys. A prefill has 2 · Lq / (C · b) FLOPs for each byte:
+the longer a chunk of queries is, the less the network matters. Under a causal mask the last chunk
+of queries has the most to do; in stripes (``striped``) all have the same.
+"""
+
+try:
+    import dask.array  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"dask is not installed, or not all that it needs: pip install 'minimha[dask]' ({error})"
+    ) from None
+
+from minimha.distributed.attending import attention
+from minimha.distributed.stripes import striped, unstriped
+
+__all__ = ["attention", "striped", "unstriped"]

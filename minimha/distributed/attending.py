@@ -1,0 +1,231 @@
+"""``attention`` on dask arrays: a task for each pair of chunks of queries and keys, and merging."""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
+from numpy.typing import NDArray
+
+from minimha import api
+from minimha.distributed import chunks
+from minimha.equations.arguments import cast, flag, integer
+from minimha.equations.merge import Pair, merge
+from minimha.equations.parts import PER_SCORE, Part, options_of, outline, unseen
+from minimha.equations.problem import Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+OPTIONS = (
+    "left", "right", "q_offset", "kv_lengths", "alibi_slopes", "sinks", "scale", "softcap", "dtype",
+)  # fmt: skip
+FAN_IN = 4  # parts that one task merges
+Key = tuple[Any, ...]
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, stripes: int = 1, return_lse: bool = False,
+    **options: Unpack[api.AttentionOptions],
+) -> Any:  # fmt: skip
+    """softmax(scale · Q Kᵀ) V over chunks of keys, on the machines of a dask cluster or on one.
+
+    The result is lazy: its ``.compute()`` computes it. Then each chunk of keys and values meets
+    each chunk of queries in a task ``attend-to-keys``, and tasks ``merge-parts`` and
+    ``merge-output`` put the results together, four at a time. These are the names on dask's
+    dashboard and progress bars. Where no query sees a key there is no task, and no key is read.
+    ``.compute(retries=3)`` runs a task that failed again; what a lost worker had, dask computes
+    again. A worker needs one thread, because the kernels have threads of their own.
+
+    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
+    ``D`` head width, ``Dv`` value width. As with ``minimha.attention``, all arrays may have 2 or 3
+    dimensions instead.
+
+    Parameters
+    ----------
+    q : dask array of shape (B, H, Lq, D)
+        D is in one chunk. What is no dask array becomes one, chunked as k is.
+    k : dask array of shape (B, Hkv, Lk, D)
+        Chunked as q along B; a chunk of heads has the key/value heads of q's chunk of heads. An
+        array of zarr keeps its chunks.
+    v : dask array of shape (B, Hkv, Lk, Dv)
+        Chunked as k. What is no dask array becomes one that is.
+    stripes : int, default 1
+        With more than 1, all axes of queries and keys are in stripes, as ``striped`` leaves them,
+        and no chunk is in two of them. This balances a causal prefill. ``alibi_slopes`` and offsets
+        that differ in a batch cannot be had then.
+    return_lse : bool, default False
+        Return the log-sum-exp too.
+    **options
+        Of ``minimha.attention``. ``attn_mask`` and ``attn_bias`` may be dask arrays.
+
+    Returns
+    -------
+    output : dask array of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
+        Chunked as q.
+    lse : dask array of shape (B, H, Lq), float32 or float64, if ``return_lse``
+
+    Raises
+    ------
+    TypeError, ValueError
+        What ``minimha.attention`` raises for such shapes and options, or chunks that do not fit
+        each other: at once, before anything is computed.
+
+    References
+    ----------
+    Dao et al., "Flash-Decoding for long-context inference", 2023; Brandon et al., "Striped
+    Attention", 2023.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> q, k, v = da.ones((1, 8)), da.ones((1000, 8), chunks=(100, 8)), da.ones((1000, 2))
+    >>> attention(q, k, v.rechunk((100, 2)), is_causal=True, q_offset=499).compute()
+    array([[1., 1.]])
+    """
+    given: dict[str, Any] = {**dict(zip("qkv", chunks.as_dask(q, k, v), strict=True)), **options}
+    backend = given.pop("backend", "auto")
+    api.check_backend(backend)
+    problem = outline(given)
+    has_lse = flag("return_lse", return_lse)
+    if integer("stripes", stripes) > 1:
+        chunks.check_striped(problem)
+    leading = (0,) * (4 - problem.rank)
+    arrays = {name: given[name][(None,) * len(leading)] for name in "qkv"}
+    chunks.check(arrays)
+    for name in PER_SCORE:
+        if given.get(name) is not None:
+            arrays[name] = chunks.over_scores(name, given[name], arrays["q"], arrays["k"])
+    output, lse = _Graph(arrays, problem, stripes, backend).results()
+    return (output[leading], lse[leading]) if has_lse else output[leading]
+
+
+def attend_to_keys(
+    options: dict[str, Any], masks: tuple[str, ...], q: NDArray[Any], *arrays: NDArray[Any]
+) -> Pair:
+    """O and L of a chunk of queries, over a chunk of keys and values.
+
+    ``arrays`` are k, v, and what the names in ``masks`` say. q has the compute dtype, and so have
+    O and L: 16-bit numbers are rounded once, at the end.
+    """
+    k, v, *given = arrays
+    with_masks = {**options, **dict(zip(masks, given, strict=True))}
+    pair: Pair = api.attention(q, k, v, **with_masks, return_lse=True)
+    return pair
+
+
+def merge_parts(*parts: Pair) -> Pair:
+    """O and L over the keys of all parts."""
+    return merge(parts)
+
+
+def merge_output(
+    shape: tuple[int, ...], sinks: NDArray[Any] | None, dtypes: tuple[Any, Any], *parts: Pair
+) -> Pair:
+    """O and L in their final ``dtypes``, over the keys of all parts and the sinks."""
+    O, L = merge([unseen(shape, sinks), *parts])
+    return cast(O, dtypes[0]), cast(L, dtypes[1])
+
+
+class _Graph:
+    """The tasks of one call.
+
+    Parameters
+    ----------
+    arrays : dict of str to dask array
+        q, k and v, of 4 dimensions; masks and biases, chunked as the scores or of size 1.
+    problem : Problem
+        Their outline.
+    stripes : int
+    backend : str
+    """
+
+    def __init__(
+        self, arrays: dict[str, Any], problem: Problem, stripes: int, backend: str
+    ) -> None:
+        self.arrays, self.problem, self.backend = arrays, problem, backend
+        q, k = arrays["q"], arrays["k"]
+        self.rows = chunks.spans("q", q.chunks[2], stripes)
+        self.keys = chunks.spans("k", k.chunks[2], stripes)
+        self.batch, self.heads = (chunks.spans("q", q.chunks[n]) for n in (0, 1))
+        options = [getattr(problem, name) for name in OPTIONS]
+        self.token = tokenize(*arrays.values(), *options, stripes, backend)
+        self.tasks: dict[Key, Any] = {}
+        self.used: dict[str, Any] = {}  # the other arrays are no dependencies: dask computed them
+
+    def results(self) -> tuple[Any, Any]:
+        """The output and the log-sum-exp, dask arrays of 4 and 3 dimensions."""
+        q, v, dtypes = (
+            self.arrays["q"],
+            self.arrays["v"],
+            (self.problem.dtype, self.problem.compute),
+        )
+        sizes = (*q.chunks[:3], v.chunks[3])
+        merged = f"merge-output-{self.token}"
+        for block in product(*map(range, q.numblocks[:3])):
+            parts = self._merging(block, self._attending(block))
+            shape = tuple(axis[n] for axis, n in zip(sizes, (*block, 0), strict=True))
+            sinks = self.problem.sinks
+            sinks = None if sinks is None else sinks[self.heads[block[1]]]
+            self._add((merged, *block), partial(merge_output, shape, sinks, dtypes), *parts)
+        graph = HighLevelGraph.from_collections(merged, self.tasks, list(self.used.values()))
+        output, lse = (f"{name}-{self.token}" for name in ("attention", "log-sum-exp"))
+        return (
+            _picked(graph, merged, 0, output, sizes, dtypes[0]),
+            _picked(graph, merged, 1, lse, sizes[:3], dtypes[1]),
+        )
+
+    def _attending(self, block: Key) -> list[Key]:
+        """Tasks for one chunk of queries, and for each chunk of keys that one of them sees."""
+        b, h, i = block
+        masks = tuple(name for name in PER_SCORE if name in self.arrays)
+        q = (f"widen-queries-{self.token}", *block)
+        found: list[Key] = []
+        for j, keys in enumerate(self.keys):
+            part = Part(self.batch[b], self.heads[h], self.rows[i], keys)
+            options = options_of(self.problem, {}, part)
+            if options is None:
+                continue
+            options["backend"] = self.backend
+            blocks = [self._block(n, b, h, j, 0) for n in "kv"]
+            blocks += [self._block(n, b, h, i, j) for n in masks]
+            found.append((f"attend-to-keys-{self.token}", *block, j))
+            self._add(found[-1], partial(attend_to_keys, options, masks), q, *blocks)
+        if found:
+            self._add(q, cast, self._block("q", b, h, i, 0), self.problem.compute)
+        return found
+
+    def _merging(self, block: Key, parts: list[Key]) -> list[Key]:
+        """Merge neighbours until few enough are left for the last task; a tree."""
+        level = 0
+        while len(parts) > FAN_IN:
+            groups = [parts[n : n + FAN_IN] for n in range(0, len(parts), FAN_IN)]
+            parts = [(f"merge-parts-{self.token}", *block, level, n) for n in range(len(groups))]
+            for key, group in zip(parts, groups, strict=True):
+                self._add(key, merge_parts, *group)
+            level += 1
+        return parts
+
+    def _add(self, key: Key, function: Any, *arguments: Any) -> None:
+        self.tasks[key] = (function, *arguments)
+
+    def _block(self, name: str, *indices: int) -> Key:
+        """The key of one chunk; of an axis with one chunk, there is the first alone."""
+        x = self.used[name] = self.arrays[name]
+        at = (n if blocks > 1 else 0 for n, blocks in zip(indices, x.numblocks, strict=True))
+        return (x.name, *at)
+
+
+def _picked(
+    graph: HighLevelGraph, merged: str, n: int, name: str, sizes: tuple[Any, ...], dtype: Any
+) -> Any:
+    """One of the two results of the tasks ``merged``, as an array."""
+    index = product(*(range(len(axis)) for axis in sizes))
+    tasks = {(name, *at): (operator.getitem, (merged, *at[:3]), n) for at in index}
+    layers, dependencies = {**graph.layers, name: tasks}, {**graph.dependencies, name: {merged}}
+    return da.Array(HighLevelGraph(layers, dependencies), name, sizes, dtype=dtype)
