@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from minimha.equations import tiled
 from minimha.explain import render
 from minimha.explain.trace import Trace, token_labels
 
+RESULTS = ("output", "lse")  # what there is without a trace
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser's ``commands``."""
@@ -25,11 +28,12 @@ def add_parser(commands: Any) -> None:
         "q, k and v; or what was exported as JSON or npz, shown again. A problem's keys are q, k, "
         "v and the options of minimha.attention: is_causal, q_offset, window_size, attn_mask, "
         "attn_bias, kv_lengths, alibi_slopes, scale, softcap, sinks, return_lse, backend. A flag "
-        "takes precedence over the file. In CSV # begins a comment, and semicolons may separate "
-        "numbers with decimal commas.",
+        "takes precedence over the file. A store of zarr, whose arrays and attributes have these "
+        "names, is read a block of keys at a time and may be larger than memory. In CSV # begins a "
+        "comment, and semicolons may separate numbers with decimal commas.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("problem", nargs="?", help="problem.json or problem.npz")
+    parser.add_argument("problem", nargs="?", help="problem.json, .npz or .zarr")
     for name in ("q", "k", "v"):
         parser.add_argument(f"--{name}", metavar="CSV", help=f"{name}, one row per token")
     flag = argparse.BooleanOptionalAction
@@ -47,6 +51,7 @@ def add_parser(commands: Any) -> None:
     add("--sinks", type=_numbers, metavar="X,…", help="one extra score per head")
     add("--return-lse", action=flag, help="show the log-sum-exp too")
     add("--backend", metavar="NAME", help="auto, dense, tiled; cpu: the output alone")
+    add("--cluster", metavar="tcp://…", help="of dask, to compute a .zarr store on")
     add("--labels", metavar="WORDS", help="one word per token, separated by spaces")
     add_steps(parser)
     add_output(parser, TRACE_FORMATS)
@@ -64,23 +69,37 @@ def run(args: argparse.Namespace) -> None:
         labels=_labels(args.labels, problem),
         blocks=(tiled.BLOCK_ROWS, tiled.BLOCK_COLUMNS),
     )
-    is_traced = problem.get("backend", "auto") in ("auto", *TAPPED)
+    backend, is_stored = problem.get("backend", "auto"), _is_store(args.problem)
+    is_traced = not is_stored and backend in ("auto", *TAPPED)
     _check_sizes(problem, is_traced)
     if is_traced:
         attention(**problem, tap=trace)
-    else:  # a kernel keeps no steps, but its results can be shown
-        backend, results = problem["backend"], ("output", "lse")
-        if not set(args.only) <= set(results):
+    else:  # its results can be shown
+        without_steps = "a store" if is_stored else f"backend {backend!r}"
+        if not set(args.only) <= set(RESULTS):
             raise ValueError(
-                f"backend {backend!r} keeps no steps, so --only can name only "
-                f"{' and '.join(results)}: {' and '.join(TAPPED)} keep every step"
+                f"{without_steps} keeps no steps, so --only can name only "
+                f"{' and '.join(RESULTS)}: {' and '.join(TAPPED)} keep every step"
             )
-        with render.busy(sys.stderr, "preparing the kernel, which is compiled once per machine"):
-            output, lse = attention(**{**problem, "return_lse": True})
+        output, lse = _computed(args, problem)
         trace("output", output)
         if problem.get("return_lse"):
             trace("lse", lse)
     deliver(args, trace)
+
+
+def _computed(args: argparse.Namespace, problem: dict[str, Any]) -> tuple[Any, Any]:
+    """Output and log-sum-exp, without a trace."""
+    if args.cluster is not None:
+        from minimha.cli.stores import on_cluster
+
+        return on_cluster(args.cluster, problem)
+    doing = "preparing the kernel, which is compiled once per machine"
+    if _is_store(args.problem):
+        doing = "reading keys and values, a block at a time"
+    with render.busy(sys.stderr, doing):
+        output, lse = attention(**{**problem, "return_lse": True})
+    return output, lse
 
 
 def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
@@ -89,6 +108,8 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
 
     matrices = {name: getattr(args, name) for name in ("q", "k", "v")}
     missing = [f"--{name}" for name, path in matrices.items() if path is None]
+    if args.cluster is not None and not _is_store(args.problem):
+        raise ValueError("--cluster computes over a store of zarr: expected a problem.zarr")
     if args.problem is None and missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ValueError(
@@ -100,7 +121,7 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
         raise ValueError(
             f"attend takes a problem file or --q, --k and --v, but both were given{quoted}"
         )
-    problem = {} if args.problem is None else inputs.read_problem(args.problem)
+    problem = {} if args.problem is None else _read(args.problem)
     if isinstance(problem, Trace):
         _check_unchanged(args, inputs.KEYS)
         return problem, args.problem
@@ -118,6 +139,22 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
         f"{matrices[name]} ({len(x)} × {len(x[0])})" for name in "qkv" for x in [problem[name]]
     )
     return problem, f"{', '.join(sizes)}"
+
+
+def _is_store(name: str | None) -> bool:
+    """Whether a problem's name is that of a store of zarr."""
+    return name is not None and Path(name).suffix == ".zarr"
+
+
+def _read(name: str) -> dict[str, Any] | Trace:
+    """A problem, or an exported trace."""
+    if _is_store(name):
+        from minimha.cli.stores import open_problem
+
+        return open_problem(name)
+    from minimha.cli.inputs import read_problem
+
+    return read_problem(name)
 
 
 def _check_unchanged(args: argparse.Namespace, keys: Iterable[str]) -> None:

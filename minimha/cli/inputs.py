@@ -52,7 +52,7 @@ def read_problem(name: str) -> dict[str, Any] | Trace:
     path = Path(name)
     readers = {".json": _read_json, ".npz": _read_npz}
     if path.suffix not in readers:
-        raise ValueError(f"{path} ends in {path.suffix!r}: expected a .json or .npz file")
+        raise ValueError(f"{path} ends in {path.suffix!r}: expected a .json, .npz or .zarr file")
     return readers[path.suffix](path)
 
 
@@ -163,7 +163,8 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} is not text: expected UTF-8") from None
 
 
-def _check_keys(path: Path, keys: Sequence[str]) -> None:
+def check_keys(path: Path, keys: Sequence[str]) -> None:
+    """Refuse names that are no arguments of ``attention``, or q, k or v missing among them."""
     for key in keys:
         if key not in KEYS:
             near = difflib.get_close_matches(key[:40].lower(), KEYS, 1)
@@ -213,7 +214,7 @@ def _read_json(path: Path) -> dict[str, Any] | Trace:
         raise ValueError(f"{path} holds {type(found).__name__}: expected an object with q, k and v")
     if "steps" in found:
         return _trace(path, found)
-    _check_keys(path, list(found))
+    check_keys(path, list(found))
     return {key: _from_json(key, value) for key, value in found.items()}
 
 
@@ -267,7 +268,7 @@ def _item(name: str, value: Any) -> Any:
 def _read_npz(path: Path) -> dict[str, Any] | Trace:
     def check(keys: list[str]) -> None:
         if "trace" not in keys:
-            _check_keys(path, keys)
+            check_keys(path, keys)
 
     arrays = read_arrays(path, check)
     if "trace" in arrays:

@@ -52,7 +52,7 @@ def attention(
         D is in one chunk. What is no dask array becomes one, chunked as k is.
     k : dask array of shape (B, Hkv, Lk, D)
         Chunked as q along B; a chunk of heads has the key/value heads of q's chunk of heads. An
-        array of zarr keeps its chunks.
+        array of zarr keeps its chunks, D excepted.
     v : dask array of shape (B, Hkv, Lk, Dv)
         Chunked as k. What is no dask array becomes one that is.
     stripes : int, default 1

@@ -13,19 +13,19 @@ from minimha.equations.problem import Problem
 
 
 def as_dask(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """The arrays as dask's, chunked as they are; one that is not chunked, as k is, or in one.
+    """The arrays as dask's, which stay as they are; others become some that fit k.
 
     Raises
     ------
     TypeError, ValueError
-        What ``rectangular`` raises; or a dask array that does not know its chunks' sizes.
+        What ``rectangular`` raises; or a dask array does not know the sizes of its chunks.
     """
-    k, v, q = (_as_dask(name, x) for name, x in (("k", k), ("v", v), ("q", q)))
-    is_chunked = {name: not isinstance(x, np.ndarray) for name, x in (("q", q), ("v", v))}
-    k = da.from_array(k, chunks=-1) if isinstance(k, np.ndarray) else k
-    if not is_chunked["v"]:
+    k, v, q = (_readable(name, x) for name, x in (("k", k), ("v", v), ("q", q)))
+    if library_of(k) != "dask":
+        k = da.from_array(k, chunks=(*getattr(k, "chunks", k.shape)[:-1], -1))
+    if library_of(v) != "dask":
         v = da.from_array(v, chunks=_like(v, k, (0, 1, 2)))
-    if not is_chunked["q"]:
+    if library_of(q) != "dask":
         q = da.from_array(q, chunks=_like(q, k, (0, 1)))
     return q, k, v
 
@@ -123,10 +123,10 @@ def spans(name: str, sizes: tuple[int, ...], stripes: int = 1) -> list[slice]:
     return found
 
 
-def _as_dask(name: str, x: Any) -> Any:
-    """A dask array; an array of zarr with its chunks; anything else as an array of NumPy."""
+def _readable(name: str, x: Any) -> Any:
+    """An array of dask, zarr or NumPy."""
     if library_of(x) == "zarr":
-        return da.from_array(x, chunks=x.chunks)
+        return x
     if library_of(x) != "dask":
         return rectangular(name, x)
     if any(np.isnan(size) for axis in x.chunks for size in axis):
@@ -137,7 +137,7 @@ def _as_dask(name: str, x: Any) -> Any:
 
 
 def _like(x: Any, k: Any, axes: tuple[int, ...]) -> Any:
-    """Chunks for an array of NumPy: those of k along ``axes``, counted from the fourth last.
+    """Chunks for an array that has none: those of k along ``axes``, counted from the fourth last.
 
     Where its shape does not match k's, which is refused later, and elsewhere: one chunk.
     """

@@ -760,7 +760,7 @@ BAD_LINES = [
     ("attend --q q.csv --k k.csv --v v.csv --kv-lengths 1.5", "expected whole numbers separated"),
     ("attend missing.json", "missing.json cannot be read: No such file or directory"),
     ("attend missing.npz", "missing.npz cannot be read: No such file or directory"),
-    ("attend q.csv", "q.csv ends in '.csv': expected a .json or .npz file"),
+    ("attend q.csv", "q.csv ends in '.csv': expected a .json, .npz or .zarr file"),
     ("attend broken.json", "broken.json is not JSON"),
     ("attend deep.json", "q is nested more than 8 deep: expected a matrix"),
     ("attend abyss.json", "abyss.json is nested too deeply"),

@@ -1,0 +1,132 @@
+"""A problem in a store of zarr, which need not fit into memory, and a cluster to compute it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from minimha.cli.inputs import LARGEST_INPUT, check_keys
+from minimha.explain import render
+
+STORED = ("k", "v")  # read by blocks; all other arrays are in memory
+PATIENCE = 10  # seconds until a cluster that does not answer is given up
+MOST_CHUNKS = 1 << 20
+RETRIES = 3  # of a task that fails
+# What decodes numbers and nothing else: a store may name codecs that unpickle or import.
+CODECS = {
+    "bytes", "blosc", "crc32c", "gzip", "sharding_indexed", "transpose", "zstd",
+    "zlib", "lz4", "bz2", "lzma",
+}  # fmt: skip
+
+
+def open_problem(name: str) -> dict[str, Any]:
+    """The arguments of ``attention`` in a store: k and v as arrays of zarr, the others as they are.
+
+    It is a group with the arrays q, k, v and those of other options; other options are attributes.
+
+    Raises
+    ------
+    ValueError
+        zarr is not installed; the store is missing or broken, holds another key or lacks q, k or v;
+        an array has chunks that were never written, codecs that do not only decode numbers, or
+        more numbers than are read at once.
+    """
+    try:
+        import zarr
+    except ImportError:
+        raise ValueError(
+            "zarr, which reads such stores, is not installed: pip install 'minimha[zarr]'"
+        ) from None
+    path = Path(name).resolve()  # workers of a cluster are elsewhere
+    if not path.is_dir():
+        raise ValueError(f"{name} cannot be read: no such folder")
+    try:
+        group = zarr.open_group(path, mode="r")
+        arrays, attributes = dict(group.arrays()), dict(group.attrs)
+    except Exception as error:  # zarr raises what its parsers do
+        raise ValueError(f"{name} is refused: expected a group of zarr ({error})") from None
+    check_keys(Path(name), [*arrays, *attributes])
+    for key, array in arrays.items():
+        _check(f"{name}, {key}", array, key in STORED)
+    return attributes | {key: x if key in STORED else _read(x) for key, x in arrays.items()}
+
+
+def on_cluster(address: str, problem: dict[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Output and log-sum-exp of a problem in a store, computed by the cluster at ``address``.
+
+    Raises
+    ------
+    ValueError
+        dask is not installed, or the cluster cannot be reached or has no workers.
+    """
+    try:
+        from distributed import Client
+
+        from minimha import distributed
+    except ImportError as error:
+        raise ValueError(f"--cluster needs dask: pip install 'minimha[dask]' ({error})") from None
+    lazy = distributed.attention(**{**problem, "return_lse": True})
+    try:
+        client = Client(address, timeout=PATIENCE, set_as_default=False)
+    except Exception as error:  # of its transport, or of what is no address
+        raise ValueError(f"the cluster {address} cannot be reached: {error}") from None
+    with client:
+        workers = len(client.scheduler_info(n_workers=-1)["workers"])
+        if not workers:
+            raise ValueError(f"the cluster {address} has no workers: start some with dask worker")
+        doing = f"{workers} workers compute; {client.dashboard_link} shows how far they are"
+        with render.busy(sys.stderr, doing):
+            output, lse = client.gather(client.compute(list(lazy), retries=RETRIES))
+    return output, lse
+
+
+def _check(title: str, array: Any, is_stored: bool) -> None:
+    """Refuse an array that cannot be trusted to be read; nothing of it has been."""
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise ValueError(f"{title} has dtype {array.dtype}: expected numbers")
+    for codec in _codecs(array):
+        if codec not in CODECS:
+            raise ValueError(
+                f"{title} is encoded by {codec!r}: expected one of {', '.join(sorted(CODECS))}"
+            )
+    at_once = math.prod(array.chunks if is_stored else array.shape)
+    if at_once > LARGEST_INPUT:
+        where = " in each chunk" if is_stored else ""
+        raise ValueError(
+            f"{title} has {at_once:,} numbers{where}: expected at most {LARGEST_INPUT:,}, because "
+            f"they are read at once"
+        )
+    if array.nchunks > MOST_CHUNKS:
+        raise ValueError(
+            f"{title} has {array.nchunks:,} chunks: expected at most {MOST_CHUNKS:,}; larger ones "
+            f"are also read faster"
+        )
+    if array.nchunks_initialized < array.nchunks:
+        raise ValueError(
+            f"{title} has {array.nchunks_initialized:,} of its {array.nchunks:,} chunks: the store "
+            f"was not written to its end; chunks of zeros are written with write_empty_chunks"
+        )
+
+
+def _codecs(array: Any) -> list[str]:
+    """The names of what encodes an array."""
+    metadata = array.metadata.to_dict()
+    if metadata["zarr_format"] == 2:
+        found = [metadata.get("compressor"), *(metadata.get("filters") or ())]
+        return [codec["id"] for codec in found if codec]
+    return [name for codec in metadata["codecs"] for name in _nested(codec)]
+
+
+def _nested(codec: dict[str, Any]) -> list[str]:
+    """The name of a codec, and of those of the shards that it makes."""
+    settings = codec.get("configuration") or {}
+    inner = [*settings.get("codecs", ()), *settings.get("index_codecs", ())]
+    return [codec["name"], *(name for c in inner for name in _nested(c))]
+
+
+def _read(array: Any) -> Any:
+    return array[...].item() if array.ndim == 0 else array[...]
