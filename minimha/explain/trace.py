@@ -21,6 +21,11 @@ from minimha.explain.printed import Comparison, PrintedMatrix
 TOKEN_AXES = ("L", "Lq", "Lk", "Lc")
 QUERY_AXES, KEY_AXES = (("L",), ("Lq",), ("B_r",)), ("Lk", "B_c")
 LONGEST_ROW, MOST = 32, 16  # entries of one query's row, and how many are shown of a longer one
+# What a formula is about, and the step that takes its place where it is normalised first.
+NORMALISED = {
+    "q": ("X", "normed"), "k": ("X", "normed"), "v": ("X", "normed"), "gate": ("X", "normed"),
+    "added": ("Y", "output_normed"), "residual": ("F", "feed_forward_normed"),
+}  # fmt: skip
 UNNAMED = {"Lq": "q", "Lk": "k"}  # what numbers tokens without labels have before them
 DRAWINGS = ("heatmap", "picks")  # what is drawn beside the steps, which ``only`` may name too
 BLOCK = re.compile(r"\[i=(\d+)(?:,j=(\d+))?\]")
@@ -396,6 +401,8 @@ class Trace:
         prefix = base.removesuffix("normed")
         if prefix != base and self._has(_beside(name, f"{prefix}mean_square")):
             known = entry(f"{prefix}rms_normed")
+        elif base == "logits" and self._has(_beside(name, "uncapped_logits")):
+            known = entry("capped_logits")
         if name in self.given or (base in ("q", "k", "v") and not self._has(_beside(name, "x"))):
             return known._replace(formula=known.symbol, tex=known.tex_symbol, made=())
         for old, new in self._as_computed(name).items():
@@ -405,7 +412,7 @@ class Trace:
         return known
 
     def _as_computed(self, name: str) -> dict[str, tuple[str, str]]:
-        """What a projection's formula, plain and in TeX, has instead of the catalogue's symbols."""
+        """What a formula, plain and in TeX, has instead of the catalogue's symbols."""
         base = name.partition("[")[0].removesuffix("_combined")
         letter = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}.get(base)
         changes = {}
@@ -416,9 +423,9 @@ class Trace:
         if base in ("k", "v") and self._has(_beside(name, "context")):
             context = entry("context")
             changes["X"] = context.symbol, context.tex_symbol
-        elif letter in ("q", "k", "v", "g") and self._has(_beside(name, "normed")):
-            normed = entry("normed")
-            changes["X"] = normed.symbol, normed.tex_symbol
+        elif base in NORMALISED and self._has(_beside(name, NORMALISED[base][1])):
+            term, normed = NORMALISED[base]
+            changes[term] = entry(normed).symbol, entry(normed).tex_symbol
         if letter and self._has(_beside(name, f"b_{letter}")):
             added = f"W_{letter} + b_{letter}"
             changes[f"W_{letter}"] = added, added

@@ -173,7 +173,8 @@ class Transformer:
         logits = product(normed, tap("W_vocab", self.W_vocab))
         cap = self.config.logit_softcap
         if cap is not None:
-            logits = cap * np.tanh(tap("uncapped_logits", logits) / cap)
+            logits, cap = tap("uncapped_logits", logits), tap("logit_softcap", np.float32(cap))
+            logits = cap * np.tanh(logits / cap)
         return np.asarray(tap("logits", logits))
 
     def new_cache(self, capacity: int | None = None) -> list[KVCache]:

@@ -50,7 +50,7 @@ def read_folder(folder: Path) -> dict[str, Array]:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         shards = set(index["weight_map"].values())
         is_valid = all(Path(shard).name == shard for shard in shards)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_valid = False
     if not is_valid:
         raise ValueError(
@@ -83,7 +83,7 @@ def read(path: Path) -> dict[str, Array]:
         header = json.loads(data[8 : 8 + length].tobytes())
         header.pop("__metadata__", None)
         return {name: _tensor(name, data[8 + length :], **entry) for name, entry in header.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 

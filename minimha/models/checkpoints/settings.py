@@ -9,6 +9,8 @@ from minimha.equations.arguments import flag, integer, number
 from minimha.layers.rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YaRNScaling
 from minimha.models.feed_forward import Activation
 
+LARGEST = 1 << 24  # of any count: a file must not make us reserve all memory
+
 # What config.json calls the activations.
 ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -57,8 +59,11 @@ class Settings:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """The value, a positive integer."""
-        return integer(self._called(key), self._given(key, default))
+        """The value, a positive integer, of a size that a model may have."""
+        value = integer(self._called(key), self._given(key, default))
+        if value > LARGEST:
+            raise ValueError(f"{self._called(key)} is {value}: expected at most {LARGEST}")
+        return value
 
     def quotient(self, key: str, divisor: str) -> int:
         """The value of ``key``, which must be a multiple of that of ``divisor``, divided by it."""

@@ -113,7 +113,11 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, folder):
     empty = tmp_path / "empty"
     empty.mkdir()
     refused("config.json is missing", load, empty)
-    for text, why in (("{", "is no JSON: "), ("[]", "holds list: expected an object")):
+    for text, why in (
+        ("{", "is no JSON: "),
+        ("[" * 99999, "is no JSON: "),
+        ("[]", "holds list: expected an object"),
+    ):
         (empty / "config.json").write_text(text)
         refused(f"config.json {why}", load, empty)
     (empty / "config.json").write_text(json.dumps(LLAMA))
@@ -187,6 +191,7 @@ def test_buffers_of_old_checkpoints_are_no_weights(tensors):
         ({"hidden_size": -8}, "config.json's hidden_size is -8: expected an integer of at least 1"),
         ({"num_attention_heads": 3}, "hidden_size is 8 and its num_attention_heads 3: the first"),
         ({"num_key_value_heads": 3}, "num_kv_heads is 3 but num_heads is 4"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000: expected at most"),
         ({"hidden_act": "mish"}, "config.json's hidden_act is 'mish': expected one of relu, gelu"),
         ({"rms_norm_eps": float("nan")}, "config.json's rms_norm_eps is nan"),
         ({"quantization_config": {}}, "config.json's quantization_config is {}: only None is"),
