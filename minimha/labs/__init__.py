@@ -24,7 +24,9 @@ class Experiment(NamedTuple):
 EXPERIMENTS = {
     "scale": Experiment("why are scores divided by √d_k?"),
     "similarity": Experiment("what does a longer key change by dot product, and by cosine?"),
-    "heads": Experiment("can one head follow two patterns at once, and what if a head is removed?"),
+    "heads": Experiment(
+        "can one head follow two patterns at once, and what if a head is removed?", 13
+    ),
     "masking": Experiment("where does a large negative number stop being −∞?"),
     "memory": Experiment("what do naive and tiled attention read and write, and the cache?", 8),
     "temperature": Experiment("how does a temperature sharpen or flatten a distribution?"),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from minimha.api import attention
 from minimha.explain.chart import Axis, Lines
 from minimha.explain.result import Result, Table
+from minimha.labs.removed import removals
 
 NUM_CONTENTS, NUM_KINDS = 8, 6
 LENGTH = 2 * NUM_KINDS
@@ -34,7 +35,8 @@ ABOUT = (
     f"the matching one, of its kind. Scores are set by hand; what is read from the heads' outputs "
     f"and the token itself is fitted by least squares on {NUM_SEQUENCES} sequences and tested on "
     f"{NUM_SEQUENCES} others. A removed head gives its mean output. Chance is {CHANCE:.3f}; "
-    f"who knows both contents and guesses which is which is right in {GUESSED:.3f}."
+    f"who knows both contents and guesses which is which is right in {GUESSED:.3f}. Then each head "
+    f"of the shipped model is removed, and the model is asked about the relations of its world."
 )
 Heads = tuple[tuple[float, float], ...]  # for each head the strength of both patterns
 
@@ -79,7 +81,10 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
     across = Axis("share of the head's scores for the previous token", None, "{:.0%}".format)
     figure = Lines("right answers of one head", across, Axis("share"), SHARES, series)
     table = Table("right answers, as shares of all", columns, rows)
-    return Result("heads", TITLE, ABOUT, seed, (table,), (figure,), conclude(rows))
+    removed, missed, words = removals(progress)
+    tables, figures = (table, removed), (figure, missed)
+    conclusion = f"{conclude(rows).removesuffix('.')}; {words}."
+    return Result("heads", TITLE, ABOUT, seed, tables, figures, conclusion)
 
 
 def conclude(rows: Sequence[Row]) -> str:

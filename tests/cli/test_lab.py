@@ -12,9 +12,16 @@ import pytest
 
 from minimha import labs
 from minimha.cli import main
+from minimha.labs import removed
 
 REPOSITORY = Path(__file__).parents[2]
 FAST = [name for name in labs.EXPERIMENTS if name != "memory"]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """The shipped model is asked little."""
+    monkeypatch.setattr(removed, "NUM_QUESTIONS", 1)
 
 
 def shown(capsys, *line):

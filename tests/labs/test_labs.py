@@ -8,15 +8,16 @@ import pytest
 from minimha import labs
 from minimha.equations import tiled
 from minimha.equations.problem import Problem
-from minimha.labs import heads, masking, memory, scale, similarity, temperature
+from minimha.labs import heads, masking, memory, removed, scale, similarity, temperature
 
 NAMES = list(labs.EXPERIMENTS)
 
 
 @pytest.fixture
 def short(monkeypatch):
-    """Nothing is timed at lengths that take long."""
+    """Nothing is timed at lengths that take long, and the shipped model is asked little."""
     monkeypatch.setattr(memory, "TIMED_LENGTHS", (8, 16))
+    monkeypatch.setattr(removed, "NUM_QUESTIONS", 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,16 +32,15 @@ def test_every_experiment_has_tables_figures_and_one_sentence(short, name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "memory"])
-def test_a_seed_repeats_what_is_drawn_and_another_one_changes_it(name):
+def test_a_seed_repeats_what_is_drawn_and_another_one_changes_it(short, name):
     first, again, other = (labs.run(name, seed) for seed in (5, 5, 6))
     assert str([table.rows for table in first.tables]) == str([t.rows for t in again.tables])
     if name != "masking":  # whose verdicts do not depend on what is drawn
         assert first.tables[0].rows != other.tables[0].rows
 
 
-def test_progress_is_told_as_often_as_is_announced(monkeypatch):
-    timed = len(memory.TIMED_LENGTHS)
-    monkeypatch.setattr(memory, "TIMED_LENGTHS", (8,) * timed)
+def test_progress_is_told_as_often_as_is_announced(short, monkeypatch):
+    monkeypatch.setattr(memory, "TIMED_LENGTHS", (8, 8, 8, 8))  # as many as without the fixture
     for name, experiment in labs.EXPERIMENTS.items():
         told = []
         labs.run(name, 1, told.append)
@@ -152,7 +152,7 @@ def test_a_heads_scores_are_highest_at_what_its_pattern_looks_for():
         assert (np.sort(S, axis=1)[:, -1] - np.sort(S, axis=1)[:, -2] == 20).all()
 
 
-def test_one_head_is_at_best_a_guess_at_the_order_and_two_heads_are_right():
+def test_one_head_is_at_best_a_guess_at_the_order_and_two_heads_are_right(short):
     *single, two, first, second = (heads.Row(*row) for row in labs.run("heads", 4).tables[0].rows)
     assert two[1:] == (1, 1, 1)
     # 3072 answers: four standard deviations of a share are at most 0.036.

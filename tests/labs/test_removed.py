@@ -1,0 +1,47 @@
+"""A head removed from a model: the same as a model whose output never reads that head."""
+
+import numpy as np
+import pytest
+from models import plain
+
+from minimha.labs import removed
+from minimha.models.checkpoints import from_tensors
+
+IDS = [1, 5, 2, 9, 4]
+TENSORS = plain.gpt2_tensors(np.random.default_rng(0))
+D = plain.GPT2["n_embd"] // plain.GPT2["n_head"]
+
+
+@pytest.mark.parametrize("head", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_head_that_gives_zeros_is_one_that_the_output_matrix_ignores(head):
+    layer, number = head
+    name = f"h.{layer}.attn.c_proj.weight"
+    W_o = TENSORS[name].copy()
+    W_o[number * D : (number + 1) * D] = 0
+    expected = plain.gpt2_logits(TENSORS | {name: W_o}, IDS)
+    model = from_tensors(plain.GPT2, TENSORS)
+    found = removed.Removed(model, removed.Head(*head), np.zeros(D, np.float32)).logits(IDS)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_conclusions_follow_their_rows():
+    rows = [removed.Row("0.0", "seat", 1.0, 0.95, 0), removed.Row("1.2", "receiver", 0.9, 0.2, 3)]
+    assert removed.conclude(rows) == (
+        "of the 2 heads of the shipped model 1 can be removed alone without any relation losing "
+        "more than 10% of its answers, and without head 1.2 'receiver' falls from 90% to 20%"
+    )
+    assert removed.conclude(rows[:1]).endswith("more than 10% of its answers")
+
+
+def test_every_head_of_the_shipped_model_is_removed_in_turn(monkeypatch):
+    monkeypatch.setattr(removed, "NUM_QUESTIONS", 3)
+    told = []
+    table, _, words = removed.removals(told.append)
+    rows = [removed.Row(*row) for row in table.rows]
+    config = removed.world.load().config
+    assert len({row.head for row in rows}) == config.num_layers * config.num_heads
+    assert told == list(removed.RELATIONS)
+    assert all(row.whole >= removed.LEARNED for row in rows)
+    assert all(row.broken == 0 for row in rows if row.relation == "nothing")
+    spared = sum(row.broken == 0 for row in rows)
+    assert words.startswith(f"of the {len(rows)} heads of the shipped model {spared} can be")
