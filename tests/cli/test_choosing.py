@@ -85,6 +85,8 @@ def test_one_query_of_many_tokens_shows_what_is_largest(run, tmp_path):
     assert heads == [f"k{n}" for n in sorted(best)]
     assert "48 more" in shown(run, "attend p.json --query q34")
     assert "output: " in shown(run, "attend p.json --cell 34,3")
+    drawn = shown(run, "attend p.json --query 34 --only weights --format svg")
+    assert "weights, 1 of 64 × 16 of 64" in drawn
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,11 @@ def _cell(trace: Trace, decimals: int) -> Drawing:
 def _chosen(steps: Sequence[Step], decimals: int) -> Drawing:
     """Each step as a matrix, the scale of those that are heatmaps, and what documents print."""
     scales = scales_of(steps)
-    drawn = [matrix(s, wording.title(s), decimals, scales, _formula(s)) for s in steps]
+    titles = [f"{wording.title(s)}, {s.size}" if s.whole else wording.title(s) for s in steps]
+    drawn = [
+        matrix(s, title, decimals, scales, _formula(s))
+        for s, title in zip(steps, titles, strict=True)
+    ]
     parts = [in_rows(drawn, WIDEST, GAP)]
     mapped = [step for step in steps if step.base in MAPPED]
     parts += [legend(mapped, scales)] if mapped else []
