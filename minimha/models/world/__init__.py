@@ -22,6 +22,9 @@ thing received          1.000   0.000     1.000   0.000
 repetition              1.000   0.000     1.000   0.000
 description             1.000   0.000     1.000   0.000
 
+The world has no questions such as "where is the ball?": the models that were trained on them knew
+which places had been named, but chose among them as if by lot.
+
 ``tools/judge_world.py`` prints this table, and a test compares it with the weights.
 """
 
