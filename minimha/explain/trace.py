@@ -426,6 +426,8 @@ class Trace:
         elif base in NORMALISED and self._has(_beside(name, NORMALISED[base][1])):
             term, normed = NORMALISED[base]
             changes[term] = entry(normed).symbol, entry(normed).tex_symbol
+        if base == "logits" and not self._has(_beside(name, "final_normed")):
+            changes["X'"] = "X", "X"
         if letter and self._has(_beside(name, f"b_{letter}")):
             added = f"W_{letter} + b_{letter}"
             changes[f"W_{letter}"] = added, added
