@@ -93,11 +93,11 @@ def test_every_option_adds_its_step_to_the_trace():
 def test_the_public_names():
     functions = ["attention", "backends", "check", "compile", "get_num_threads", "merge"]
     functions += ["set_num_threads"]
-    packages = ["dialects", "explain", "layers"]
+    packages = ["dialects", "explain", "layers", "models"]
     assert sorted(minimha.__all__) == sorted(["BackendUnavailable", *functions, *packages])
     assert sorted(dir(minimha)) == sorted([*minimha.__all__, "__version__"])
     assert all(hasattr(minimha, name) for name in minimha.__all__)
-    for package in (minimha.dialects, minimha.layers):
+    for package in (minimha.dialects, minimha.layers, minimha.models):
         assert all(hasattr(package, name) for name in package.__all__)
         assert not hasattr(package, "RoPe")
     assert dir(minimha.layers) == minimha.layers.__all__

@@ -52,14 +52,14 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these tokens, marks of beginning and end included."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        return str(self._tokenizer.decode([int(n) for n in ids], skip_special_tokens=False))
 
     def label(self, id: int) -> str:
         """The token's text, ``_`` for a space and ``\\n`` for a new line.
 
         If it has no text, because it is a part of a character, its name in the vocabulary.
         """
-        name = str(self._tokenizer.id_to_token(id))
+        name = str(self._tokenizer.id_to_token(int(id)))
         text = self.decode([id])
         if name.startswith("▁") and not text.startswith(" "):
             text = f" {text}"  # decoding a sentence drops its first space

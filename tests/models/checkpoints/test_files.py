@@ -90,7 +90,7 @@ def test_a_tokenizer_beside_it_reads_text(folder):
     model = load(folder)
     np.testing.assert_array_equal(model.logits("the cat sat"), model.logits([0, 1, 2]))
     assert model.tokenizer.decode([0, 1]) == "the cat"
-    assert model.tokenizer.label(2) == "sat"
+    assert model.tokenizer.label(np.int64(2)) == "sat"
     (folder / "tokenizer.json").write_text("{}")
     refused("tokenizer.json is no tokenizer: ", load, folder)
 
