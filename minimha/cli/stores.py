@@ -58,6 +58,8 @@ def open_problem(name: str) -> dict[str, Any]:
 def on_cluster(address: str, problem: dict[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Output and log-sum-exp of a problem in a store, computed by the cluster at ``address``.
 
+    Its workers must find the store under the same path.
+
     Raises
     ------
     ValueError

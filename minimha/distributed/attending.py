@@ -154,17 +154,14 @@ class _Graph:
         self.keys = chunks.spans("k", k.chunks[2], stripes)
         self.batch, self.heads = (chunks.spans("q", q.chunks[n]) for n in (0, 1))
         options = [getattr(problem, name) for name in OPTIONS]
-        self.token = tokenize(*arrays.values(), *options, stripes, backend)
+        self.token = tokenize(arrays, *options, stripes, backend)
         self.tasks: dict[Key, Any] = {}
-        self.used: dict[str, Any] = {}  # the other arrays are no dependencies: dask computed them
+        self.used: dict[str, Any] = {}  # dask would compute all of any other array, too
 
     def results(self) -> tuple[Any, Any]:
         """The output and the log-sum-exp, dask arrays of 4 and 3 dimensions."""
-        q, v, dtypes = (
-            self.arrays["q"],
-            self.arrays["v"],
-            (self.problem.dtype, self.problem.compute),
-        )
+        q, v = self.arrays["q"], self.arrays["v"]
+        dtypes = self.problem.dtype, self.problem.compute
         sizes = (*q.chunks[:3], v.chunks[3])
         merged = f"merge-output-{self.token}"
         for block in product(*map(range, q.numblocks[:3])):

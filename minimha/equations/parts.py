@@ -19,6 +19,10 @@ from minimha.equations.problem import Problem
 from minimha.equations.visibility import UNBOUNDED, key_range
 
 PER_SCORE = ("attn_mask", "attn_bias")
+IN_PARTS = {  # arguments of ``attention`` that this module knows how to give to a part
+    "q", "k", "v", "is_causal", "q_offset", "window_size", *PER_SCORE, "kv_lengths",
+    "alibi_slopes", "scale", "softcap", "sinks",
+}  # fmt: skip
 BLOCK = 1 << 25  # bytes of k and v, in the compute dtype, that are read at once
 SCORES = 1 << 22  # in a block, for a backend that holds all of them
 
@@ -39,8 +43,14 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
     """The checked problem with zeros for q, k and v, of which only shapes and dtypes are asked.
 
     ``arguments`` are those of ``attention``. Zeros stand in for a mask or bias of dask, too. Raises
-    what ``Problem.of`` does.
+    what ``Problem.of`` does, and TypeError for an option that no part would be given.
     """
+    for name, value in arguments.items():
+        if name not in IN_PARTS and value is not None:
+            raise TypeError(
+                f"{name_of(name)} is no option of attention over keys in parts, as those of files "
+                f"and clusters are: expected some of {', '.join(sorted(IN_PARTS))}"
+            )
     for name in "qkv":
         check_file(name_of(name), arguments[name])
     common = common_dtype({name: _floating(name, arguments[name]) for name in "qkv"})

@@ -102,11 +102,10 @@ def undecodable(path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"filters": [DELTA]}))
 
 
-def huge(path):
+def huge(path, name="q", shape=(1, 4, 2**37, 8)):
     write(path)
-    for name, shape in (("q", [1, 4, 2**37, 8]), ("k", [1, 2, 2**60, 8])):
-        file = path / name / "zarr.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"shape": shape}))
+    file = path / name / "zarr.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shape": shape}))
 
 
 def broken(path):
@@ -134,6 +133,10 @@ def nothing(path):
         (unwritten, "p.zarr lacks the key 'q'"),
         (undecodable, "p.zarr, k is encoded by 'delta': expected one of blosc, bytes"),
         (huge, "p.zarr, q has 4,398,046,511,104 numbers: expected at most 134,217,728"),
+        (
+            lambda path: huge(path, "k", (1, 2, 2**60, 8)),
+            "p.zarr, k has 144,115,188,075,855,872 chunks",
+        ),
         (broken, "k cannot be read, keys 0 to 50"),
     ],
 )

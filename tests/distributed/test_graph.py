@@ -168,6 +168,7 @@ K = chunked(1, 2, 5, 3)
         ((X, X, X), {"stripes": 2, "alibi_slopes": np.ones(4)}, ValueError,
          "alibi_slopes cannot be had with stripes"),
         ((X, X, X), {"stripes": 2, "q_offset": [0, 1]}, ValueError, r"q_offset is \[0, 1\]: with"),
+        ((X, K, K), {"tap": print}, TypeError, "tap is no option of attention over keys in parts"),
         (([["a"]], K, K), {}, TypeError, "q has dtype <U1: expected integers, float16"),
     ],
 )  # fmt: skip
