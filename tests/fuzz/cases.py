@@ -61,20 +61,24 @@ def plain(ndim: int) -> Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """A problem: q, k and v are 4-D, and lose their leading axes down to ``rank``."""
+    """A problem: q, k and v are 4-D, and lose their leading axes down to ``rank``.
+
+    ``form`` says how a backend gets the batch; see ``forms``.
+    """
 
     arrays: dict[str, np.ndarray]
     options: dict[str, Any]
     layouts: dict[str, Layout] = field(default_factory=dict)
     rank: int = 4
     errstate: str = "ignore"
+    form: str = "batch"
 
     def __str__(self) -> str:
         return "\n".join(
             [
                 *(self._described(name) for name in self.arrays),
                 *(f"{name}={value!r}" for name, value in self.options.items()),
-                f"rank={self.rank}, errstate={self.errstate!r}",
+                f"rank={self.rank}, errstate={self.errstate!r}, form={self.form!r}",
             ]
         )
 
@@ -119,7 +123,10 @@ def draw(seed: int, number: int) -> Case:
     rank = 4
     if B == 1 and rng.random() < 0.4:
         rank = 2 if H == 1 else 3
-    return Case(arrays, options, layouts, rank, str(rng.choice(ERRSTATES)))
+    errstate, form = str(rng.choice(ERRSTATES)), "batch"
+    if not {"attn_mask", "attn_bias"} & set(arrays) and rng.random() < 0.4:
+        form = str(rng.choice(["packed", "paged"]))
+    return Case(arrays, options, layouts, rank, errstate, form)
 
 
 def _length(rng: np.random.Generator) -> int:

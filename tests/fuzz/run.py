@@ -17,6 +17,7 @@ import numpy as np
 
 from fuzz.bounds import Expected
 from fuzz.cases import Case, draw, plain
+from fuzz.forms import presented
 from fuzz.memory import placed
 from minimha.api import BACKENDS, attention
 from minimha.equations.problem import Problem
@@ -61,6 +62,7 @@ Check = Callable[[Case, str, Expected | None], list[str]]
 def check(case: Case, backend: str, expected: Expected | None = None) -> list[str]:
     """What is wrong with a backend's result for ``case``, in sentences."""
     expected = expected or Expected(case)
+    case, back = presented(case)
     arrays = {}
     for name, array in case.arrays.items():
         arrays[name] = placed(array, case.layouts.get(name, plain(array.ndim)))
@@ -82,8 +84,7 @@ def check(case: Case, backend: str, expected: Expected | None = None) -> list[st
         now = np.reshape(arrays[name], array.shape)
         if now.tobytes() != np.ascontiguousarray(array).tobytes():
             faults.append(f"{name} was written to")
-    leading = (None,) * (4 - case.rank)
-    return faults + expected.faults(output[leading], lse[leading])
+    return faults + expected.faults(*back(output, lse))
 
 
 def failures(

@@ -38,6 +38,8 @@ def _kind(faults: list[str]) -> str:
 def _smaller(case: Case) -> Iterator[Case]:
     if case.errstate != "ignore":
         yield replace(case, errstate="ignore")
+    if case.form != "batch":
+        yield replace(case, form="batch")
     if case.layouts:
         yield replace(case, layouts={})
         for name in case.layouts:

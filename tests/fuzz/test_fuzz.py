@@ -13,6 +13,7 @@ import pytest
 
 from fuzz.bounds import Expected
 from fuzz.cases import Case, Layout, draw, plain
+from fuzz.forms import FORMS
 from fuzz.memory import placed
 from fuzz.run import RUN_ON, Failure, check, failures, solve
 from fuzz.smaller import reduced
@@ -88,6 +89,7 @@ def test_many_forms_are_drawn():
     assert {step for layout in layouts for step in layout.steps} == {-2, -1, 0, 1, 2, 3}
     assert any(layout.shift for layout in layouts)
     assert {case.rank for case in cases} == {2, 3, 4}
+    assert {case.form for case in cases} == set(FORMS)
 
 
 PROBE = Layout((2, 0, 1), (2, -1, 1))
