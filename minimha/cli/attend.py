@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ def add_parser(commands: Any) -> None:
         description="Attention over your own numbers: a problem file, or one CSV file each for "
         "q, k and v; or what was exported as JSON or npz, shown again. A problem's keys are q, k, "
         "v and the options of minimha.attention: is_causal, q_offset, window_size, attn_mask, "
-        "attn_bias, kv_lengths, alibi_slopes, scale, softcap, sinks, return_lse, backend. A flag "
-        "takes precedence over the file. A store of zarr, whose arrays and attributes have these "
-        "names, is read a block of keys at a time and may be larger than memory. In CSV # begins a "
-        "comment, and semicolons may separate numbers with decimal commas.",
+        "attn_bias, kv_lengths, alibi_slopes, scale, softcap, sinks, cu_seqlens_q, cu_seqlens_k, "
+        "block_table, return_lse, backend. A flag takes precedence over the file. A store of zarr, "
+        "whose arrays and attributes have these names, is read a block of keys at a time and may "
+        "be larger than memory. In CSV # begins a comment, and semicolons may separate numbers "
+        "with decimal commas.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("problem", nargs="?", help="problem.json, .npz or .zarr")
@@ -49,6 +51,8 @@ def add_parser(commands: Any) -> None:
     add("--scale", type=real, metavar="X", help="instead of 1/√D")
     add("--softcap", type=real, metavar="C", help="cap the scores at ±C")
     add("--sinks", type=_numbers, metavar="X,…", help="one extra score per head")
+    for side, rows in (("q", "queries"), ("k", "keys")):
+        add(f"--cu-seqlens-{side}", type=_integers, metavar="0,N,…", help=f"packed: ends of {rows}")
     add("--return-lse", action=flag, help="show the log-sum-exp too")
     add("--backend", metavar="NAME", help="auto, dense, tiled; cpu: the output alone")
     add("--cluster", metavar="tcp://…", help="of dask, to compute a .zarr store on")
@@ -126,7 +130,7 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
         _check_unchanged(args, inputs.KEYS)
         return problem, args.problem
     for name in inputs.KEYS:
-        value = getattr(args, name)
+        value = getattr(args, name, None)  # pages are given in a file alone
         if isinstance(value, str) and name != "backend":
             value = inputs.read_matrix(value)
             if name == "attn_mask":
@@ -195,12 +199,28 @@ def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, 
         offset = problem.get("q_offset", 0)
         start = 0 if offset is None else offset if isinstance(offset, int) else -1
         is_aligned = 0 <= start <= Lk - Lq
-        return token_labels(labels[start : start + Lq] if is_aligned else (), labels)
+        found = token_labels(labels[start : start + Lq] if is_aligned else (), labels)
+        return found | _labels_of_sequences(found, problem)
     if len(labels) == Lq:
-        return token_labels(labels, ())
+        found = token_labels(labels, ())
+        return found | _labels_of_sequences(found, problem)
     raise ValueError(
         f"--labels has {len(labels)} words: expected one for each key ({Lk}) or query ({Lq})"
     )
+
+
+def _labels_of_sequences(
+    labels: dict[str, tuple[str, ...]], problem: dict[str, Any]
+) -> dict[str, tuple[str, ...]]:
+    """The labels of each packed sequence's own rows; ``attention`` checks where they end."""
+    starts = {"Lq": problem.get("cu_seqlens_q")}
+    starts["Lk"] = problem.get("cu_seqlens_k", starts["Lq"])
+    return {
+        f"{axis}[sequence {s}]": labels[axis][start:stop]
+        for axis, ends in starts.items()
+        if np.ndim(ends) == 1
+        for s, (start, stop) in enumerate(pairwise(ends))
+    }
 
 
 def _numbers(text: str) -> list[float]:

@@ -413,6 +413,15 @@ def test_attend_says_what_the_rows_of_weights_sum_to(run, numbers):
         assert ("sums to 1" in out) == (not flags)
 
 
+def test_attend_labels_each_packed_sequence_with_its_own_words(run, numbers):
+    out = shown(run, f"{numbers} --only weights --cu-seqlens-q 0,2,3 --labels", "ein zwei drei")
+    matrices = out.partition("heatmap")[0]
+    rows = [line.split()[0] for line in matrices.splitlines() if line.startswith("    ")]
+    assert [word for word in rows if word in ("ein", "zwei", "drei")] == [
+        "ein", "ein", "zwei", "drei", "drei",  # a line of heads, then the rows of each matrix
+    ]  # fmt: skip
+
+
 def test_attend_labels_keys_when_offsets_differ(run, tmp_path):
     rng = np.random.default_rng(0)
     arrays = {name: rng.normal(size=(2, 1, 2, 3)) for name in "qkv"}
