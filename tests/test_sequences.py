@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from problems import naive_attention, run
 
 from minimha import BackendUnavailable, attention
+from minimha.equations.problem import Problem
 from minimha.explain import Trace
+from minimha.kernels.cpu import backend, rung4_parallel, rung5_decode
 from minimha.kernels.ladder import LADDER
 
 BACKENDS = ("dense", "tiled", *LADDER)
@@ -277,6 +279,16 @@ def test_refused_in_a_sentence(given, error, sentence):
     with pytest.raises(error) as caught:
         attention(**{"v": arrays["k"], **arrays})
     assert sentence in str(caught.value)
+
+
+def test_a_batch_of_single_queries_is_decoded(monkeypatch):
+    taken = []
+    for rung in (rung4_parallel, rung5_decode):
+        monkeypatch.setattr(rung, "plan", lambda problem, rung=rung: taken.append(rung))
+    x = np.ones((1, 1, 20, 4), np.float32)
+    for starts in (np.arange(21), [0, 8, 16, 20], [0, 9, 20]):
+        backend.plan(Problem.of(x, x, x, cu_seqlens_q=starts))
+    assert taken == [rung5_decode, rung5_decode, rung4_parallel]
 
 
 def test_the_gpu_takes_one_sequence_after_another(monkeypatch):

@@ -29,7 +29,8 @@ class PagePool:
     Parameters
     ----------
     num_pages, num_kv_heads, page_size, head_dim : int
-        Pages, Hkv, tokens per page, D.
+        Pages, Hkv, tokens per page, D. Decoding reads pages of 256 tokens as fast as one array, and
+        takes about twice as long for pages of 16.
     value_dim : int, optional
         Dv. Default is D.
     dtype : float16, bfloat16, float32 or float64, default float32
