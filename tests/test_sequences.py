@@ -286,9 +286,25 @@ def test_a_batch_of_single_queries_is_decoded(monkeypatch):
     for rung in (rung4_parallel, rung5_decode):
         monkeypatch.setattr(rung, "plan", lambda problem, rung=rung: taken.append(rung))
     x = np.ones((1, 1, 20, 4), np.float32)
-    for starts in (np.arange(21), [0, 8, 16, 20], [0, 9, 20]):
+    for starts in (np.arange(21), [0, 8, 16, 20], [0, 9, 20], [0, 9, 12, 20]):
         backend.plan(Problem.of(x, x, x, cu_seqlens_q=starts))
-    assert taken == [rung5_decode, rung5_decode, rung4_parallel]
+    both = [rung4_parallel, rung5_decode]
+    assert taken == [rung5_decode, rung5_decode, rung4_parallel, *both]
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_some_sequences_are_decoded_while_others_are_not(page_size):
+    rng, q, keys, values, starts, offsets = ragged()
+    lengths = [k.shape[1] for k in keys]
+    given = {"cu_seqlens_q": starts, "q_offset": offsets, "is_causal": True}
+    k, v = (np.concatenate(x, axis=1)[None] for x in (keys, values))
+    packed = given | {"cu_seqlens_k": cumulative(lengths)}
+    expected = run("dense", q[None], k, v, **packed)
+    if page_size is not None:
+        k, v, table = in_pages(rng, keys, values, page_size)
+        packed = given | {"block_table": table, "kv_lengths": lengths}
+    for got, wanted in zip(run("cpu.backend", q[None], k, v, **packed), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_gpu_takes_one_sequence_after_another(monkeypatch):

@@ -62,6 +62,13 @@ class Sequences(NamedTuple):
         rows = used.swapaxes(0, 1).reshape(1, X.shape[1], -1, X.shape[3])
         return np.asarray(rows[:, :, :length])
 
+    def some(self, chosen: NDArray[np.bool_]) -> Sequences:
+        """Some of the sequences; their rows are where they were."""
+        queries, pages, first_keys, page_size, room = self
+        return Sequences(
+            queries[chosen], pages[chosen], first_keys[chosen], page_size, room[chosen]
+        )
+
 
 def one_per_entry(B: int, Lq: int, Lk: int) -> Sequences:
     """The sequences of a problem that is neither packed nor paged: its batch entries."""

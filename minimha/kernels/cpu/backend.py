@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,10 +42,35 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     return plan(problem)(problem)
 
 
-def plan(problem: Problem) -> Plan:
+def plan(problem: Problem) -> Plan | Parts:
     """How problems like this one are computed, compiled."""
+    is_few = problem.num_queries <= FEW_QUERIES
+    if problem.sequences is not None and is_few.any() and not is_few.all():
+        return Parts(problem, is_few)
     planned: Plan = _rung(problem).plan(problem)
     return planned
+
+
+class Parts:
+    """How packed sequences are computed of which some have few queries: each by its own rung."""
+
+    def __init__(self, problem: Problem, is_few: NDArray[np.bool_]) -> None:
+        assert problem.sequences is not None
+        self._is_few_row = np.repeat(is_few, problem.num_queries)
+        self._plans: list[Plan] = []
+        for chosen in (~is_few, is_few):
+            part = replace(
+                problem, sequences=problem.sequences.some(chosen),
+                q_offset=problem.q_offset[chosen], kv_lengths=problem.kv_lengths[chosen],
+            )  # fmt: skip
+            self._plans.append(_rung(part).plan(part))
+
+    def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
+        """O and L of a problem, in the compute dtype."""
+        (O, L), (O_few, L_few) = (plan(problem) for plan in self._plans)
+        rows = self._is_few_row
+        O[:, :, rows], L[:, :, rows] = O_few[:, :, rows], L_few[:, :, rows]
+        return O, L
 
 
 def is_ready(problem: Problem) -> bool:
