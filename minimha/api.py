@@ -321,7 +321,7 @@ def attention(
 
     >>> attention(q, k, v, cu_seqlens_q=[0, 2, 3]).round(6)
     array([[0.5     , 1.      ],
-           [0.330238, 1.339525],
+           [0.330238, 1.339523],
            [3.      , 1.      ]])
     """
     key = None
