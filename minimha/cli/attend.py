@@ -213,7 +213,7 @@ def _labels_of_sequences(
     labels: dict[str, tuple[str, ...]], problem: dict[str, Any]
 ) -> dict[str, tuple[str, ...]]:
     """The labels of each packed sequence's own rows; ``attention`` checks where they end."""
-    starts = {"Lq": problem.get("cu_seqlens_q")}
+    starts: dict[str, Any] = {"Lq": problem.get("cu_seqlens_q")}
     starts["Lk"] = problem.get("cu_seqlens_k", starts["Lq"])
     return {
         f"{axis}[sequence {s}]": labels[axis][start:stop]
