@@ -120,7 +120,7 @@ def test_a_pipe_that_knows_ascii_alone_gets_marks_of_its_own():
         env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.isascii()
-    assert b"o q?k   x q?k / ?D" in done.stdout
+    assert b"o q*k   x q*k / sqrt D" in done.stdout
 
 
 def test_listing_experiments_runs_none():
