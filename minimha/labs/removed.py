@@ -4,30 +4,20 @@ A removed head gives, for every token, its mean output over the tokens of all qu
 layers after it meet no number that they never met.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from minimha.explain.chart import Bars, Written
 from minimha.explain.result import Table
-from minimha.models import Transformer, world
-from minimha.models.world.questions import RELATIONS, Question, questions, score
+from minimha.models import world
+from minimha.models.heads import Head, mean_outputs, without_heads
+from minimha.models.world.questions import RELATIONS, questions, score
 
 NUM_QUESTIONS = 20  # for each relation
 LEARNED = 0.9  # a relation of which fewer answers are right is left out: it has little to lose
 BROKEN = 0.1  # a share of right answers that falls by more is said to break
-
-
-class Head(NamedTuple):
-    """A head by its layer and its number, both from 0; written 1.0."""
-
-    layer: int
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.layer}.{self.number}"
 
 
 class Row(NamedTuple):
@@ -44,18 +34,16 @@ def removals(progress: Callable[[str], None]) -> tuple[Table, Bars, str]:
     """Return, for each head, what breaks without it: a table, a figure and a sentence."""
     model = world.load()
     asked = {name: questions(name, NUM_QUESTIONS) for name in RELATIONS}
-    means = mean_outputs(model, [one for found in asked.values() for one in found])
-    heads = [Head(*place) for place in np.ndindex(len(means), len(means[0]))]
+    means = mean_outputs(model, (" ".join(q.words) for found in asked.values() for q in found))
+    heads = [Head(*place) for place in np.ndindex(means.shape[:2])]
+    removed = {head: without_heads(model, [head], means) for head in heads}
     whole: dict[str, float] = {}
     without: dict[str, dict[Head, float]] = {}
     for name, found in asked.items():
         progress(name)
         whole[name] = score(model, found).right
         if whole[name] >= LEARNED:
-            without[name] = {
-                head: score(cast(Transformer, Removed(model, head, means[head])), found).right
-                for head in heads
-            }
+            without[name] = {head: score(less, found).right for head, less in removed.items()}
     rows = tuple(_row(head, whole, without) for head in heads)
     fixed: Written = "{:.2f}".format
     columns: dict[str, Callable[[Any], str]]
@@ -81,51 +69,6 @@ def conclude(rows: Sequence[Row]) -> str:
         f"{words}, and without head {worst.head} '{worst.relation}' falls from {worst.whole:.0%} "
         f"to {worst.without:.0%}"
     )
-
-
-class Removed:
-    """A model, as far as ``score`` asks it, one of whose heads gives ``output`` (D,) always."""
-
-    def __init__(self, model: Transformer, head: Head, output: NDArray[Any]) -> None:
-        self.model, self.head, self.output = model, head, output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def logits(self, ids: Any) -> NDArray[Any]:
-        """Return the logits of each next token, (L, V)."""
-        name = f"head_output[layer {self.head.layer}]"
-
-        def tap(heard: str, value: Any) -> Any:
-            if heard != name:
-                return value
-            value = value.copy()
-            value[:, self.head.number] = self.output
-            return value
-
-        return self.model.logits(ids, backend="dense", tap=tap)
-
-
-def mean_outputs(model: Transformer, asked: Sequence[Question]) -> NDArray[np.float64]:
-    """Return each head's mean output over all tokens of the questions, (layers, heads, D)."""
-    config = model.config
-    sums = np.zeros((config.num_layers, config.num_heads, config.head_dim))
-    for one in asked:
-        for layer, output in enumerate(_outputs(model, one.words)):
-            sums[layer] += output[0].sum(axis=1)
-    return sums / sum(len(one.words) for one in asked)
-
-
-def _outputs(model: Transformer, words: Sequence[str]) -> Iterator[NDArray[Any]]:
-    heard: list[NDArray[Any]] = []
-
-    def tap(name: str, value: Any) -> Any:
-        if name.startswith("head_output["):
-            heard.append(value)
-        return value
-
-    model.logits(" ".join(words), backend="dense", tap=tap)
-    yield from heard
 
 
 def _row(head: Head, whole: dict[str, float], without: dict[str, dict[Head, float]]) -> Row:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from minimha.models.transformer import Transformer
 from minimha.models.world import grammar
@@ -99,6 +100,29 @@ def questions(relation: str, number: int = 200, *, before: int = 0) -> list[Ques
             chain(*(grammar.passage(grammar.any_kind(other), other) for _ in range(before)))
         )
         found.append(Question((*context, *words), grammar.next_words([*context, *words])))
+    return found
+
+
+def passages(number: int = 20) -> list[str]:
+    """That many passages of each kind, always the same."""
+    draw = random.Random("passages")
+    return [" ".join(grammar.passage(kind, draw)) for kind in grammar.KINDS for _ in range(number)]
+
+
+def subjects(words: Sequence[str]) -> NDArray[np.bool_]:
+    """Which word (column) is the subject of the verb that follows a word (row): (L, L).
+
+    A subject that stands right before its verb is left out: the model need not look back for it.
+
+    >>> np.argwhere(subjects("the cats near the dog were wet .".split())).tolist()
+    [[4, 1]]
+    """
+    found = np.zeros((len(words), len(words)), bool)
+    for i in range(5, len(words)):
+        if words[i] in ("was", "were") and words[i - 2] == "the":
+            link = 2 if words[i - 3] == "near" else 3 if words[i - 4] == "that" else 0
+            if link:
+                found[i - 1, i - 2 - link] = True
     return found
 
 

@@ -1,0 +1,274 @@
+"""What the heads of a model do, what it predicts without some, and what it predicts on the way.
+
+Axes: ``L`` tokens, ``H`` heads, ``Dv`` width of a value, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.layers.multihead import MultiHeadAttention
+from minimha.models.config import Config
+from minimha.models.transformer import Transformer
+
+Array = NDArray[Any]
+Ids = NDArray[np.int64]
+Pattern = Callable[[Ids], NDArray[np.bool_]]  # of tokens (L,): which key (column) a query looks for
+Prompt = str | Sequence[int] | Ids
+
+
+class Head(NamedTuple):
+    """A head by its layer and its number, both from 0; written 1.0."""
+
+    layer: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.layer}.{self.number}"
+
+    @classmethod
+    def parse(cls, text: str, config: Config) -> Head:
+        """Return the head that ``text`` names, such as "1.0".
+
+        Raises
+        ------
+        ValueError
+            It names none of the model's heads.
+        """
+        parts = text.split(".")
+        if len(parts) == 2 and all(part.isascii() and part.isdigit() for part in parts):
+            head = cls(*(int(part[:9]) for part in parts))
+            if head.layer < config.num_layers and head.number < config.num_heads:
+                return head
+        last = cls(config.num_layers - 1, config.num_heads - 1)
+        raise ValueError(f"no head {text!r}: expected layer.head, from 0.0 to {last}")
+
+
+def without_heads(
+    model: Transformer, heads: Iterable[Head], means: Array | None = None
+) -> Transformer:
+    """Return the model without some heads: their rows of W_o are 0.
+
+    Parameters
+    ----------
+    model : Transformer
+        Which stays as it is; all other weights are shared.
+    heads : iterable of Head
+    means : ndarray of shape (layers, H, Dv), optional
+        From ``mean_outputs``: a removed head gives its mean instead of zeros, so that the layers
+        after it meet no numbers that they never met. Default is zeros.
+
+    References
+    ----------
+    Michel, Levy and Neubig, "Are Sixteen Heads Really Better than One?", 2019, section 2.2 (zeros);
+    Wang et al., "Interpretability in the Wild", 2022, section 2.1 (means).
+    """
+    removed = sorted(set(heads))
+    blocks = list(model.blocks)
+    for layer in sorted({head.layer for head in removed}):
+        numbers = [head.number for head in removed if head.layer == layer]
+        given = None if means is None else means[layer]
+        attention = _without(blocks[layer].attention, numbers, given)
+        blocks[layer] = replace(blocks[layer], attention=attention)
+    return replace(model, blocks=tuple(blocks))
+
+
+def _without(
+    whole: MultiHeadAttention, numbers: Sequence[int], means: Array | None
+) -> MultiHeadAttention:
+    """``whole`` without the heads of these numbers, whose means (H, Dv) its bias then has."""
+    less = copy.copy(whole)
+    W_o = whole.W_o.reshape(whole.num_heads, whole.value_dim, -1).copy()
+    if means is not None:
+        added = np.einsum("hd,hde->e", means[numbers], W_o[numbers]).astype(W_o.dtype)
+        if not whole.bias:
+            less.bias = True
+            for name, shape in less.shapes.items():
+                if name[0] == "b":
+                    setattr(less, name, np.zeros(shape, whole.dtype))
+        less.b_o = less.b_o + added
+    W_o[numbers] = 0
+    less.W_o = W_o.reshape(whole.W_o.shape)
+    return less
+
+
+def mean_outputs(model: Transformer, prompts: Iterable[Prompt]) -> NDArray[np.float64]:
+    """Return each head's mean output over all tokens of the prompts, (layers, H, Dv).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``model.logits``.
+    """
+    config = model.config
+    sums = np.zeros((config.num_layers, config.num_heads, model.blocks[0].attention.value_dim))
+    count = 0
+    for prompt in prompts:
+        outputs = _heard(model, prompt, "head_output")
+        sums += np.stack([output[0].sum(axis=1) for output in outputs])
+        count += outputs[0].shape[-2]
+    return sums / max(count, 1)
+
+
+def lens(model: Transformer, ids: str | ArrayLike) -> Array:
+    """What would be predicted from each layer on: logits of the embeddings and after every layer.
+
+    Parameters
+    ----------
+    model : Transformer
+    ids : str, or array_like of shape (L,), int
+
+    Returns
+    -------
+    ndarray of shape (1 + layers, L, V), float32
+        The last are the model's own logits.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``model.logits``.
+
+    References
+    ----------
+    nostalgebraist, "Interpreting GPT: the logit lens", 2020.
+    """
+    stream: list[Array] = []
+
+    def tap(name: str, value: Any) -> Any:
+        if name == "embedded" or name.startswith("residual["):
+            stream.append(value.reshape(-1, value.shape[-1]))
+        return value
+
+    model.residual(ids, backend="dense", tap=tap)
+    return np.stack([model.unembed(x) for x in stream])
+
+
+def previous(ids: Ids) -> NDArray[np.bool_]:
+    """The token before the query (Clark et al. 2019, section 3.1)."""
+    return np.eye(len(ids), k=-1, dtype=bool)
+
+
+def first(ids: Ids) -> NDArray[np.bool_]:
+    """The first token, from later ones: where a head looks that has nothing to do.
+
+    Clark et al. 2019, section 3.2; Xiao et al. 2024 (attention sinks).
+    """
+    i = np.arange(len(ids))
+    return (i[:, None] > 0) & (i == 0)
+
+
+def itself(ids: Ids) -> NDArray[np.bool_]:
+    """The query's own token; of the first one this says nothing, which sees no other."""
+    found = np.eye(len(ids), dtype=bool)
+    found[:1] = False
+    return found
+
+
+def matching(ids: Ids) -> NDArray[np.bool_]:
+    """Earlier tokens that are the same as the query (Wang et al. 2022, duplicate token heads)."""
+    return np.tril(ids[:, None] == ids, k=-1)
+
+
+def induction(ids: Ids) -> NDArray[np.bool_]:
+    """Tokens right after an earlier one that is the same as the query: what came next last time.
+
+    Elhage et al. 2021, "Induction Heads"; Olsson et al. 2022, where the score has the name prefix
+    matching.
+    """
+    found = np.zeros((len(ids), len(ids)), bool)
+    found[:, 1:] = matching(ids)[:, :-1]
+    return found
+
+
+PATTERNS: dict[str, Pattern] = {
+    "previous": previous, "first": first, "itself": itself, "matching": matching,
+    "induction": induction,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Behaviours:
+    """How much of its attention each head gives to what a pattern looks for.
+
+    Attributes
+    ----------
+    names : tuple of str
+        The n patterns that some prompt has.
+    scores : ndarray of shape (layers, H, n)
+        The mean share, over all queries that a pattern has a key for, of the keys that it marks.
+    uniform : ndarray of shape (n,)
+        The same of a head that gives equal shares to all that it sees.
+    counts : ndarray of shape (n,), int
+        The queries that a pattern has a key for.
+    """
+
+    names: tuple[str, ...]
+    scores: NDArray[np.float64]
+    uniform: NDArray[np.float64]
+    counts: NDArray[np.int64]
+
+
+def behaviours(
+    model: Transformer,
+    prompts: Iterable[Prompt],
+    patterns: Mapping[str, Pattern] = PATTERNS,
+) -> Behaviours:
+    """Score every head of a model by every pattern.
+
+    Parameters
+    ----------
+    model : Transformer
+    prompts : iterable of str or of sequence of int
+    patterns : mapping of str to function, optional
+        From tokens (L,) to bool (L, L): the keys (columns) that each query (row) looks for.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``model.logits``.
+
+    References
+    ----------
+    Clark et al., "What Does BERT Look At?", 2019; Elhage et al., "A Mathematical Framework for
+    Transformer Circuits", 2021; Olsson et al., "In-context Learning and Induction Heads", 2022;
+    Wang et al., "Interpretability in the Wild", 2022; Xiao et al., "Efficient Streaming Language
+    Models with Attention Sinks", 2024.
+    """
+    config, n = model.config, len(patterns)
+    scores = np.zeros((config.num_layers, config.num_heads, n))
+    uniform, counts = np.zeros(n), np.zeros(n, np.int64)
+    for prompt in prompts:
+        ids = model.encode(prompt)
+        weights = np.stack([A[0] for A in _heard(model, ids, "weights")])
+        alike = np.tri(len(ids)) / np.arange(1, len(ids) + 1)[:, None]
+        for p, pattern in enumerate(patterns.values()):
+            marked = pattern(ids)
+            scores[..., p] += (weights * marked).sum(axis=(-2, -1))
+            uniform[p] += (alike * marked).sum()
+            counts[p] += marked.any(axis=-1).sum()
+    shown = np.flatnonzero(counts)
+    return Behaviours(
+        tuple(name for name, count in zip(patterns, counts, strict=True) if count),
+        scores[..., shown] / counts[shown],
+        uniform[shown] / counts[shown],
+        counts[shown],
+    )
+
+
+def _heard(model: Transformer, prompt: Prompt, step: str) -> list[Array]:
+    """What a step is in every layer."""
+    found: list[Array] = []
+
+    def hear(name: str, value: Any) -> Any:
+        if name.startswith(f"{step}[layer "):
+            found.append(value)
+        return value
+
+    model.residual(prompt, backend="dense", tap=hear)
+    return found
