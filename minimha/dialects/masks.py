@@ -61,6 +61,32 @@ def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:
     return mask.ndim <= len(shape) and all(size in (1, whole) for size, whole in sizes)
 
 
+def score_options(mask: NDArray[Any] | None, bias: NDArray[Any] | None) -> dict[str, Any]:
+    """``mask``, boolean or added to the scores, and ``bias`` as options of ``attention``.
+
+    Raises
+    ------
+    ValueError
+        Both are added, and do not broadcast to each other.
+    """
+    if mask is None:
+        return {} if bias is None else {"attn_bias": bias}
+    if mask.dtype == np.bool_:
+        return {"attn_mask": mask} | score_options(None, bias)
+    if bias is None:
+        return {"attn_bias": mask}
+    try:
+        np.broadcast_shapes(mask.shape, bias.shape)
+    except ValueError:
+        raise ValueError(
+            f"the mask has shape {mask.shape} but the bias {bias.shape}: both are added to scores "
+            f"(B, H, L, Lk)"
+        ) from None
+    # In 16 bits the lowest number, by which masks hide, would overflow together with a bias.
+    wide = np.promote_types(np.promote_types(mask.dtype, bias.dtype), np.float32)
+    return {"attn_bias": mask.astype(wide) + bias}
+
+
 def owner_by_axes(mask: NDArray[Any], shape: tuple[int, ...]) -> str:
     """Whose boolean mask one of a wrong shape looks like, to end a sentence; "" where unclear.
 

@@ -3,6 +3,8 @@
 A module becomes a ``MultiHeadAttention`` whose every step can be tapped. The table ``CONVENTIONS``
 says how the classes differ: in the names of their weights, in how these are fused, in rotation,
 scale and cap.
+
+``register`` lets whole models of the library call minimha.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
-from minimha.dialects.masks import boolean_or_floating, owner_by_values
+from minimha.dialects.masks import boolean_or_floating, owner_by_values, score_options
 from minimha.dialects.transformers_classes import (
     CLASSES,
     CONVENTIONS,
@@ -26,13 +28,16 @@ from minimha.dialects.transformers_classes import (
     Rotary,
     convention_of,
 )
+from minimha.dialects.transformers_interface import register
 from minimha.equations.arguments import argument_names, as_floating, flag, integer, rectangular
 from minimha.equations.tap import Tap, no_tap
 from minimha.layers.biases import t5_bias
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
 from minimha.layers.rope import RoPE, rotate_by_table
 
-__all__ = ["CLASSES", "CONVENTIONS", "AttentionModule", "Convention", "DynamicCache", "Rotary"]
+__all__ = [
+    "CLASSES", "CONVENTIONS", "AttentionModule", "Convention", "DynamicCache", "Rotary", "register",
+]  # fmt: skip
 
 Array = NDArray[Any]
 Linear = tuple[Array, Array | None]  # weight (out, in) and bias (out,)
@@ -296,7 +301,7 @@ class AttentionModule:
                 )
         mask = self._mask(given[c.mask]) if c.mask in given else None
         bias = self._bias(given, len(x), x.shape[1], context, past_key_values)
-        options: dict[str, Any] = self.options | _options(mask, bias)
+        options: dict[str, Any] = self.options | score_options(mask, bias)
         wants_weights = flag("output_attentions", output_attentions)
         heard: list[Array] = []
         cache = copy(past_key_values)  # the caller's stays as it is if the call fails
@@ -591,23 +596,3 @@ def _tables(rotary: Rotary, position_embeddings: Any) -> list[Array]:
             table = table[..., : table.shape[-1] // 2].repeat(2, axis=-1)
         tables.append(table[0] if len(table) == 1 else table)
     return tables
-
-
-def _options(mask: Array | None, bias: Array | None) -> dict[str, Any]:
-    """The options of ``attention`` that hide and add."""
-    if mask is None:
-        return {} if bias is None else {"attn_bias": bias}
-    if mask.dtype == np.bool_:
-        return {"attn_mask": mask} | _options(None, bias)
-    if bias is None:
-        return {"attn_bias": mask}
-    try:
-        np.broadcast_shapes(mask.shape, bias.shape)
-    except ValueError:
-        raise ValueError(
-            f"the mask has shape {mask.shape} but the bias {bias.shape}: both are added to scores "
-            f"(B, H, L, Lk)"
-        ) from None
-    # In 16 bits the lowest number, by which masks hide, would overflow together with a bias.
-    wide = np.promote_types(np.promote_types(mask.dtype, bias.dtype), np.float32)
-    return {"attn_bias": mask.astype(wide) + bias}

@@ -1,0 +1,179 @@
+"""minimha as one of the attention functions that transformers' models can be told to call."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from minimha.api import Backend, attention
+from minimha.dialects.masks import owner_by_values, score_options
+from minimha.equations.arguments import argument_names, as_floating, rectangular
+from minimha.layers.multihead import attention_weights
+
+# What transformers calls the arguments of ``attention``.
+WORDS = {
+    "q": "query", "k": "key", "v": "value", "attn_mask": "attention_mask", "scale": "scaling",
+    "sinks": "s_aux",
+}  # fmt: skip
+REFUSED = {
+    "cache": "a paged cache, as continuous batching has",
+    "indices": "keys that are selected for each query",
+    "block_indices": "blocks of keys that are selected for each query",
+    "sinks": "sinks that differ from query to query",
+}
+
+
+def register(name: str = "minimha", *, backend: Backend = "auto") -> None:
+    """Add minimha to what ``model.set_attn_implementation`` of transformers 5 can choose.
+
+    Queries, keys and values on the CPU are read where torch keeps them, in their dtype, and grouped
+    heads are not repeated. Masks are those that "sdpa" gets: boolean, with windows and padding in
+    them, and none where a prompt is simply causal. Soft caps, sinks and T5's biases are applied.
+
+    Where it differs from "eager":
+
+    - 16 bits are computed in float32 and rounded once.
+    - A query that sees no key, as padding on the left does, gets 0 and not the mean of all values.
+    - A call of the model must not record gradients.
+
+    Some models (BLOOM, Falcon, GPT-J, MPT) have attention that cannot be chosen:
+    ``set_attn_implementation`` says so in a warning and leaves it as it is.
+
+    Parameters
+    ----------
+    name : str, default "minimha"
+        What ``set_attn_implementation`` knows it by; one that exists is replaced.
+    backend : str, default "auto"
+        That of ``minimha.attention``.
+
+    Raises
+    ------
+    ImportError
+        transformers is not installed, or older than 5.
+
+    References
+    ----------
+    transformers 5, "Attention backends": AttentionInterface and AttentionMaskInterface.
+
+    Examples
+    --------
+    >>> register()  # doctest: +SKIP
+    >>> model.set_attn_implementation("minimha")  # doctest: +SKIP
+    """
+    try:
+        import torch
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise ImportError(
+            f"register needs transformers 5 and torch: pip install 'minimha[peers]' ({error})"
+        ) from None
+    # torch.compile cannot look into what is no code of torch's.
+    forward = torch.compiler.disable(attention_forward)
+    AttentionInterface.register(name, partial(forward, backend=backend))
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def attention_forward(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any = None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Any = None,
+    s_aux: Any = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    output_attentions: bool = False,
+    backend: Backend = "auto",
+    **others: Any,
+) -> tuple[Any, Any]:
+    """Attention of one module, with the arguments and results of transformers' own functions.
+
+    Without a mask it is causal if the module is, unless there is one query: it sees every key.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its ``is_causal`` counts if the argument is None; a module that has none is causal.
+    query : tensor of shape (B, H, Lq, D)
+    key : tensor of shape (B, Hkv, Lk, D)
+    value : tensor of shape (B, Hkv, Lk, Dv)
+    attention_mask : tensor broadcastable to (B, H, Lq, Lk), bool or floating, optional
+        True = may attend; floating is added to the scores.
+    scaling : float, optional
+        Default is 1/√D.
+    is_causal : bool, optional
+    position_bias : tensor broadcastable to (B, H, Lq, Lk), optional
+        Added to the scores.
+    s_aux : tensor of shape (H,), optional
+        Sinks.
+    softcap : float, optional
+    dropout : float, default 0.0
+        Must be 0.
+    output_attentions : bool, default False
+        Return the weights too.
+    backend : str, default "auto"
+    **others
+        What models pass on to other functions than this; ignored, as "eager" ignores it.
+
+    Returns
+    -------
+    output : tensor of shape (B, Lq, H, Dv)
+    weights : tensor of shape (B, H, Lq, Lk), or None unless ``output_attentions``
+
+    Raises
+    ------
+    TypeError, ValueError
+        Gradients or dropout; an argument of another function that would change the result; a
+        tensor that does not fit.
+    """
+    _check_inference(query, key, value, dropout)
+    for name, what in REFUSED.items():
+        if others.get(name) is not None:
+            raise ValueError(f"{name} is given: minimha's function does not compute {what}")
+    q, k, v = query.detach(), key.detach(), value.detach()
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    options = _masks(attention_mask, position_bias) | {
+        "is_causal": is_causal and attention_mask is None and q.shape[2] > 1, "q_offset": 0,
+        "scale": scaling, "softcap": softcap, "backend": backend,
+        "sinks": None if s_aux is None else s_aux.detach(),
+    }  # fmt: skip
+    added = "attention_mask" if position_bias is None else "position_bias"
+    with argument_names(**WORDS, attn_bias=added):
+        output = attention(q, k, v, **options)
+        weights = attention_weights(q, k, **options) if output_attentions else None
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def _masks(attention_mask: Any, position_bias: Any) -> dict[str, Any]:
+    """The mask and the bias as options of ``attention``."""
+    mask = bias = None
+    if attention_mask is not None:
+        mask = rectangular("attention_mask", attention_mask.detach())
+        if mask.dtype.kind in "iu":
+            raise TypeError(
+                f"attention_mask has dtype {mask.dtype}: expected bool, True = may attend, or "
+                f"floating, which is added{owner_by_values(mask)}"
+            )
+    if position_bias is not None:
+        bias = as_floating("position_bias", position_bias.detach())
+    return score_options(mask, bias)
+
+
+def _check_inference(query: Any, key: Any, value: Any, dropout: float) -> None:
+    import torch
+
+    if dropout:
+        raise ValueError(
+            f"dropout is {dropout!r}: expected 0, minimha computes inference: call model.eval()"
+        )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+        raise TypeError(
+            "query, key or value requires grad, but minimha computes no gradients: call the model "
+            "under torch.no_grad()"
+        )
