@@ -1,6 +1,7 @@
 """The walls of the house: who may import whom, where heavy libraries live, and who may print."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,13 @@ def loaded_after(code):
     run = f"import sys\n{code}\nprint(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
     return set(done.stderr.split())
+
+
+def test_no_document_holds_both_sides_of_a_merge():
+    root = PACKAGE.parent
+    documents = [*root.glob("*.md"), *root.glob("walkthroughs/*.md")]
+    torn = [path.name for path in documents if re.search("^(<{7}|>{7}) ", path.read_text("utf-8"), re.M)]
+    assert not torn
 
 
 def test_importing_the_library_loads_no_other_library_but_numpy():
