@@ -584,7 +584,9 @@ class MultiHeadAttention:
     def _project(self, name: str, x: Array, heads: int, tap: Tap) -> Array:
         """x W + b with the heads apart, (..., heads, L, width)."""
         W, b = f"W_{name}", f"b_{name}"
-        matrix = _combined(tap(W, _apart(getattr(self, W).astype(x.dtype, copy=False), heads)))
+        matrix = self._row(W, x.dtype)
+        if tap is not no_tap:
+            matrix = _combined(tap(W, _apart(matrix, heads)))
         y = product(x, matrix)
         if self.bias:
             y = y + tap(b, self._row(b, x.dtype).reshape(heads, -1)).ravel()

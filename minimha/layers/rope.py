@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, get_args, overload
 
 import numpy as np
@@ -241,8 +242,44 @@ class Llama3Scaling:
         return theta / self.factor * (1 - kept) + theta * kept
 
 
+@dataclass(frozen=True)
+class FactorScaling:
+    """θ_i / f_i: each pair has a factor of its own.
+
+    Parameters
+    ----------
+    factors : sequence of float
+        f_i, positive, one for each pair.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A factor that is not a positive number.
+
+    References
+    ----------
+    Files of llama.cpp hold the result of Llama 3's rule in this form (rope_freqs).
+    """
+
+    factors: tuple[float, ...]
+    magnitude: float = field(default=1.0, init=False)
+
+    def __post_init__(self) -> None:
+        factors = tuple(_positive(f"factors[{n}]", f) for n, f in enumerate(self.factors))
+        _keep(self, factors=factors)
+
+    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
+        """Return θ_i / f_i."""
+        if len(theta) != len(self.factors):
+            raise ValueError(
+                f"factors has {len(self.factors)} numbers: expected one for each of "
+                f"{len(theta)} pairs"
+            )
+        return theta / self.factors
+
+
 # The rules that slow the rotation, so that a model reads longer sequences than it was trained on.
-Scaling = LinearScaling | DynamicNTKScaling | YaRNScaling | Llama3Scaling
+Scaling = LinearScaling | DynamicNTKScaling | YaRNScaling | Llama3Scaling | FactorScaling
 
 
 @dataclass(frozen=True)
@@ -259,8 +296,8 @@ class RoPE:
         R, even, at most D. The other D - R numbers stay as they are. Default is D.
     interleaved : bool, default False
         Pairs are (2i, 2i + 1) rather than (i, i + R/2).
-    scaling : LinearScaling, DynamicNTKScaling, YaRNScaling or Llama3Scaling, optional
-        Default is none.
+    scaling : Scaling, optional
+        One of the classes above. Default is none.
 
     Attributes
     ----------
@@ -407,7 +444,7 @@ class RoPE:
             )
         m = as_integers("positions", positions)
         _check_fits("positions", m.shape, vectors)
-        cos, sin = self.tables(m, length=length)
+        cos, sin = _remembered_tables(self, m.tobytes(), m.shape, length)
         return like(x, _rotate(vectors, cos, sin, self.interleaved, tap))
 
 
@@ -551,6 +588,17 @@ def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
             f"of a pair are rotated by one angle"
         )
     return table[..., first]
+
+
+@lru_cache(maxsize=4)
+def _remembered_tables(
+    rope: RoPE, positions: bytes, shape: tuple[int, ...], length: int | None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """``rope.tables``: the queries and keys of all layers of a model are at the same positions."""
+    m = np.frombuffer(positions, np.int64).reshape(shape)
+    cos, sin = rope.tables(m, length=length)
+    cos.flags.writeable = sin.flags.writeable = False
+    return cos, sin
 
 
 def _check_fits(name: str, shape: tuple[int, ...], x: NDArray[Any]) -> None:
