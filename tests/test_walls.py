@@ -135,7 +135,7 @@ def test_no_document_holds_both_sides_of_a_merge():
 
 
 def test_importing_the_library_loads_no_other_library_but_numpy():
-    heavy = {"numba", "rich", "ml_dtypes", "torch", "jax", "tokenizers"}
+    heavy = {"numba", "rich", "ml_dtypes", "torch", "jax", "tokenizers", "gguf"}
     assert not heavy & loaded_after(
         "import minimha; minimha.layers, minimha.dialects, minimha.models.load"
     )

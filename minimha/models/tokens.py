@@ -20,31 +20,16 @@ class Tokenizer(Protocol):
         """A printable name of one token, never empty."""
 
 
-class FileTokenizer:
-    """The tokenizer of a tokenizer.json, by the package tokenizers.
+class SubwordTokenizer:
+    """A tokenizer of the package tokenizers.
 
     Parameters
     ----------
-    path : path of the file
-
-    Raises
-    ------
-    ValueError
-        The package is not installed, or the file is no tokenizer.
+    tokenizer : tokenizers.Tokenizer
     """
 
-    def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer as Tokenizers
-        except ImportError:
-            raise ValueError(
-                f"{path} is read by the package tokenizers, which is not installed: "
-                f"pip install 'minimha[models]'"
-            ) from None
-        try:
-            self._tokenizer: Any = Tokenizers.from_file(str(path))
-        except Exception as error:  # tokenizers raises nothing more specific
-            raise ValueError(f"{path} is no tokenizer: {error}") from None
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
         """The numbers of the tokens of ``text``, with those that mark its beginning and end."""
@@ -66,3 +51,30 @@ class FileTokenizer:
         if not text or "\ufffd" in text:
             return name
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text.replace(" ", "_"))
+
+
+def from_file(path: Path) -> SubwordTokenizer:
+    """The tokenizer of a tokenizer.json.
+
+    Raises
+    ------
+    ValueError
+        The package tokenizers is not installed, or the file is no tokenizer.
+    """
+    tokenizers = library(path)
+    try:
+        return SubwordTokenizer(tokenizers.Tokenizer.from_file(str(path)))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ValueError(f"{path} is no tokenizer: {error}") from None
+
+
+def library(path: Path | str) -> Any:
+    """The package tokenizers, which reads the tokenizer in ``path``; a ValueError without it."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError(
+            f"{path} is read by the package tokenizers, which is not installed: "
+            f"pip install 'minimha[models]'"
+        ) from None
+    return tokenizers

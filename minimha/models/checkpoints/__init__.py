@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's layout: config.json, safetensors and tokenizer.json in one folder.
+"""Checkpoints: config.json, safetensors and tokenizer.json in one folder, or one file of GGUF.
 
 Nothing is downloaded, and no pickle is opened. A family of models is one module, which says what
 its config.json means and what its tensors are called.
@@ -14,10 +14,10 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from minimha.models.checkpoints import safetensors
+from minimha.models.checkpoints import gguf, gguf_tokens, safetensors
 from minimha.models.checkpoints.settings import Settings
 from minimha.models.checkpoints.tensors import Tensors
-from minimha.models.tokens import FileTokenizer, Tokenizer
+from minimha.models.tokens import Tokenizer, from_file
 from minimha.models.transformer import Transformer
 
 # The module that reads each architecture, by ``model_type`` in config.json.
@@ -29,16 +29,16 @@ FAMILIES = {
 
 
 def load(path: str | Path) -> Transformer:
-    """Return the model in a folder on this machine.
+    """Return the model in a folder or a file on this machine.
 
     Weights in float32 stay in their files, from which the system reads them when they are used;
-    those of 16 bits are widened to float32 once.
+    those of 16 bits, and quantised ones, are widened to float32 once.
 
     Parameters
     ----------
     path : str or Path
         A folder with config.json, model.safetensors or its shards with their index and, for text,
-        tokenizer.json.
+        tokenizer.json; or a file whose name ends in .gguf.
 
     Returns
     -------
@@ -47,8 +47,9 @@ def load(path: str | Path) -> Transformer:
     Raises
     ------
     TypeError, ValueError
-        No such folder, a file that is missing or damaged, weights in a pickle, an architecture or a
-        setting that is not known, a tensor that is missing, left over or of another shape.
+        No such folder or file, a file that is missing or damaged, weights in a pickle, an
+        architecture or a setting that is not known, a tensor that is missing, left over or of
+        another shape.
 
     Examples
     --------
@@ -57,17 +58,19 @@ def load(path: str | Path) -> Transformer:
     ValueError: no/such/folder is no folder: expected one with config.json and model.safetensors
     """
     folder = Path(path)
+    if folder.suffix == ".gguf":
+        config, tensors, metadata = gguf.read(folder)
+        return _model(config, tensors, gguf_tokens.tokenizer(metadata))
     safetensors.check_no_pickle(folder)
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is no folder: expected one with config.json and model.safetensors"
         )
-    config = read_json(folder / "config.json")
     tokenizer = folder / "tokenizer.json"
     return from_tensors(
-        config,
+        read_json(folder / "config.json"),
         safetensors.read_folder(folder),
-        FileTokenizer(tokenizer) if tokenizer.exists() else None,
+        from_file(tokenizer) if tokenizer.exists() else None,
     )
 
 
@@ -91,11 +94,17 @@ def from_tensors(
     TypeError, ValueError
         As ``load``.
     """
-    settings = Settings(config)
+    return _model(Settings(config), tensors, tokenizer)
+
+
+def _model(
+    settings: Settings, tensors: Mapping[str, ArrayLike], tokenizer: Tokenizer | None
+) -> Transformer:
     architecture = settings.text("model_type")
     if architecture not in FAMILIES:
         raise ValueError(
-            f"config.json's model_type is {architecture!r}: expected one of {', '.join(FAMILIES)}"
+            f"{settings.name}'s model_type is {architecture!r}: expected one of "
+            f"{', '.join(FAMILIES)}"
         )
     settings.expect("quantization_config", None)
     family = import_module(f"{__name__}.{FAMILIES[architecture]}")

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from minimha.equations.arguments import flag, integer, number
-from minimha.layers.rope import LinearScaling, Llama3Scaling, RoPE, Scaling, YaRNScaling
+from minimha.layers.rope import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RoPE,
+    Scaling,
+    YaRNScaling,
+)
 from minimha.models.feed_forward import Activation
 
 LARGEST = 1 << 24  # of any count: a file must not make us reserve all memory
@@ -19,6 +26,7 @@ ACTIVATIONS: dict[str, Activation] = {
 # The kinds of rope_scaling; its settings by our names, required and optional ones.
 SCALINGS: dict[str, tuple[type[Any], dict[str, str], dict[str, str]]] = {
     "linear": (LinearScaling, {"factor": "factor"}, {}),
+    "factors": (FactorScaling, {"factors": "factors"}, {}),  # as ``gguf`` reads Llama 3's
     "llama3": (
         Llama3Scaling,
         {

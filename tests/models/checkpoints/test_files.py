@@ -97,13 +97,13 @@ def test_a_tokenizer_beside_it_reads_text(folder):
 
 def test_labels_of_subwords_show_their_space_and_bytes(tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which reads it, is missing")
-    from minimha.models.tokens import FileTokenizer
+    from minimha.models.tokens import from_file
 
     vocabulary = {"Ġcat": 0, "s": 1, "Ã": 2, "Ċ": 3}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    read = FileTokenizer(tmp_path / "tokenizer.json")
+    read = from_file(tmp_path / "tokenizer.json")
     assert [read.label(n) for n in range(4)] == ["_cat", "s", "Ã", "\\n"]
 
 

@@ -1,0 +1,128 @@
+"""The tokenizer in a file of GGUF, built by the package tokenizers.
+
+Of two kinds: byte-level BPE, which GPT-2 began and whose files name the rule that splits a text
+into words; and SentencePiece's BPE, LLaMA 2's and Gemma's, which joins the pieces with the best
+scores first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minimha.models.checkpoints.settings import Settings
+from minimha.models.tokens import SubwordTokenizer, library
+
+LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+SHORT = r"'s|'t|'re|'ve|'m|'ll|'d"
+GPT2 = rf"{SHORT}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
+LATER = rf"(?i:{SHORT})|{LETTERS}|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# tokenizer.ggml.pre: expressions that cut a text, one after the other.
+WORDS = {
+    "gpt-2": (GPT2,), "default": (GPT2,),
+    "smollm": (r"\p{N}", GPT2),
+    "llama-bpe": (LATER % r"\p{N}{1,3}",),
+    "qwen2": (LATER % r"\p{N}",),
+}  # fmt: skip
+CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+KINDS = ("gpt2", "llama")
+
+
+def tokenizer(metadata: Settings) -> SubwordTokenizer | None:
+    """The tokenizer that the metadata describes, None where there is none.
+
+    Raises
+    ------
+    ValueError
+        The package tokenizers is not installed, or a kind of tokenizer that is not known.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind in (None, "none", "no_vocab"):
+        return None
+    if kind not in KINDS:
+        raise ValueError(
+            f"{metadata.name}'s tokenizer.ggml.model is {kind!r}: expected one of "
+            f"{', '.join(KINDS)}"
+        )
+    tokenizers, tokens = library(metadata.name), _list(metadata, "tokens")
+    build = _byte_level if kind == "gpt2" else _sentence_piece
+    built = build(tokenizers, metadata, {token: n for n, token in enumerate(tokens)})
+    marks = {CONTROL: built.add_special_tokens, USER_DEFINED: built.add_tokens}
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    for mark, add in marks.items():
+        marked = [t for t, its in zip(tokens, types, strict=False) if its == mark]
+        add([tokenizers.AddedToken(t, normalized=False, special=mark == CONTROL) for t in marked])
+    begins = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    if metadata.flag("tokenizer.ggml.add_bos_token", begins):
+        first = _token(metadata, "bos", tokens)
+        built.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[first, "$A"], special_tokens=[(first, tokens.index(first))]
+        )
+    return SubwordTokenizer(built)
+
+
+def _byte_level(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) -> Any:
+    """GPT-2's: a text is cut into words, a word into bytes, and pairs are joined in order."""
+    pre = metadata.get("tokenizer.ggml.pre") or "default"
+    if pre not in WORDS:
+        raise ValueError(
+            f"{metadata.name}'s tokenizer.ggml.pre is {pre!r}: expected one of {', '.join(WORDS)}"
+        )
+    merges = [tuple(pair.split(" ")) for pair in _list(metadata, "merges")]
+    built = tokenizers.Tokenizer(
+        tokenizers.models.BPE(numbers, merges, ignore_merges=pre == "llama-bpe")
+    )
+    cuts = [
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex(words), "isolated") for words in WORDS[pre]
+    ]
+    to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*cuts, to_bytes])
+    built.decoder = tokenizers.decoders.ByteLevel()
+    return built
+
+
+def _sentence_piece(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) -> Any:
+    """SentencePiece's: a space is ▁, and what no piece has is spelled in bytes."""
+    model = tokenizers.models.BPE(
+        numbers, _merges(numbers, _list(metadata, "scores")), fuse_unk=True, byte_fallback=True,
+        unk_token=_token(metadata, "unknown", list(numbers)),
+    )  # fmt: skip
+    built = tokenizers.Tokenizer(model)
+    spaces = [tokenizers.normalizers.Replace(" ", "▁")]
+    decoders = tokenizers.decoders
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.flag("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, tokenizers.normalizers.Prepend("▁"))
+        steps.append(decoders.Strip(" ", 1, 0))
+    built.normalizer = tokenizers.normalizers.Sequence(spaces)
+    built.decoder = decoders.Sequence(steps)
+    return built
+
+
+def _merges(numbers: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every pair of pieces that is a piece, that with the best score first."""
+    pairs = [
+        (-scores[number], numbers[piece[:cut]], numbers[piece[cut:]])
+        for piece, number in numbers.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in numbers and piece[cut:] in numbers
+    ]
+    pieces = list(numbers)
+    return [(pieces[left], pieces[right]) for _, left, right in sorted(pairs)]
+
+
+def _token(metadata: Settings, role: str, tokens: list[str]) -> str:
+    key = f"tokenizer.ggml.{role}_token_id"
+    number = metadata.get(key)
+    if not isinstance(number, int) or not 0 <= number < len(tokens):
+        raise ValueError(
+            f"{metadata.name}'s {key} is {number!r}: expected 0 to {len(tokens) - 1}, the "
+            f"vocabulary's tokens"
+        )
+    return tokens[number]
+
+
+def _list(metadata: Settings, name: str) -> list[Any]:
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, list):
+        raise ValueError(f"{metadata.name}'s tokenizer.ggml.{name} is {value!r}: expected a list")
+    return value
