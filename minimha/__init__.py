@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 
 from minimha.api import (
     BackendUnavailable,
+    BlockMask,
     attention,
     backends,
+    block_mask,
     compile,
     get_num_threads,
     set_num_threads,
@@ -14,8 +16,8 @@ from minimha.api import (
 from minimha.equations.merge import merge
 
 __all__ = [
-    "BackendUnavailable", "attention", "backends", "check", "compile", "dialects", "explain",
-    "get_num_threads", "layers", "merge", "models", "set_num_threads",
+    "BackendUnavailable", "BlockMask", "attention", "backends", "block_mask", "check", "compile",
+    "dialects", "explain", "get_num_threads", "layers", "merge", "models", "set_num_threads",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -10,12 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
+import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.arguments import as_floating, cast, choice, flag
+from minimha.equations import block_mask as blocks
+from minimha.equations.arguments import as_floating, cast, choice, flag, integer
 from minimha.equations.arrays import Given, Numbers, is_stored, like
+from minimha.equations.block_mask import BlockMask
+from minimha.equations.functions import checked, uses
 from minimha.equations.parts import in_blocks, outline
-from minimha.equations.problem import Problem
+from minimha.equations.problem import MAX_OFFSET, Problem
 from minimha.equations.tap import Tap, no_tap
 from minimha.kernels import auto, forks  # noqa: F401  (forks registers itself)
 from minimha.kernels.cpu import remembered
@@ -26,7 +30,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "BackendUnavailable", "attention", "backends", "compile", "get_num_threads", "set_num_threads",
+    "BackendUnavailable", "BlockMask", "attention", "backends", "block_mask", "compile",
+    "get_num_threads", "set_num_threads",
 ]  # fmt: skip
 
 Backend = Literal["auto", "dense", "tiled", "cpu", "cuda"]
@@ -71,6 +76,8 @@ class Scores(TypedDict, total=False):
     attn_bias: ArrayLike | None
     scale: float | None
     softcap: float | None
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
 
 
 class Packing(TypedDict, total=False):
@@ -142,6 +149,64 @@ def compile(
         raise BackendUnavailable(f"the CPU kernels cannot be compiled: {error}") from error
 
 
+def block_mask(
+    mask_mod: Callable[..., Any],
+    Lq: int,
+    Lk: int,
+    *,
+    B: int | None = None,
+    H: int | None = None,
+    q_offset: int = 0,
+) -> BlockMask:
+    """Find the blocks of scores that ``mask_mod`` hides whole, once for many calls of attention.
+
+    Given in place of the function, ``attention(…, mask_mod=block_mask(f, Lq, Lk))``, it saves each
+    call the search, which asks ``mask_mod`` about every pair.
+
+    Parameters
+    ----------
+    mask_mod : callable ``mask_mod(b, h, i, j) -> bool``
+        As in ``attention``.
+    Lq, Lk : int
+        Numbers of queries and keys.
+    B, H : int, optional
+        Batch entries and query heads; required if ``mask_mod`` uses b or h. Default is one result
+        for all of them.
+    q_offset : int, default 0
+        Position of query 0 among the keys, for all batch entries.
+
+    Returns
+    -------
+    BlockMask
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong type or range, a function that takes other parameters or returns
+        no bool, or that uses b or h without B or H.
+
+    Examples
+    --------
+    >>> block_mask(lambda b, h, i, j: i >= j, 1024, 1024)
+    BlockMask(Lq=1024, Lk=1024, 48% of the blocks hidden)
+    """
+    if checked("mask_mod", mask_mod) is None:
+        raise TypeError("mask_mod is None: expected a function mask_mod(b, h, i, j)")
+    for index, (letter, number) in enumerate((("B", B), ("H", H))):
+        if number is None and uses(mask_mod, index):
+            raise ValueError(
+                f"{letter} is None: expected a number, because mask_mod uses {letter.lower()}"
+            )
+    num_batch, num_heads = (1 if n is None else integer(x, n, 0) for x, n in (("B", B), ("H", H)))
+    Lq, Lk = integer("Lq", Lq, 0), integer("Lk", Lk, 0)
+    offset = integer("q_offset", q_offset, 1 - MAX_OFFSET)
+    find = blocks.states
+    if not _reason("cpu"):
+        find = import_module("minimha.kernels.cpu.functions").block_states
+    states = find(mask_mod, num_batch, num_heads, Lq, Lk, np.full(num_batch, offset))
+    return BlockMask(mask_mod, states, Lq, Lk, (offset,))
+
+
 @overload
 def attention(
     q: Numbers,
@@ -207,6 +272,8 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: ArrayLike | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     cu_seqlens_q: ArrayLike | None = None,
     cu_seqlens_k: ArrayLike | None = None,
     block_table: ArrayLike | None = None,
@@ -231,7 +298,7 @@ def attention(
     tap, for which everything is in memory, as ``q``, ``attn_mask``, ``attn_bias`` and the output
     always are.
 
-    The options are applied in this order: scale → softcap → bias → mask → softmax.
+    The options are applied in this order: scale → softcap → bias → score_mod → mask → softmax.
 
     Parameters
     ----------
@@ -245,7 +312,8 @@ def attention(
         Query i, which is at key position i + q_offset, sees no key after that position.
     q_offset : int or array_like of shape (B,), int, optional
         Position of query 0 among the keys; any integer. Default is 0 if Lq = Lk; otherwise it is
-        required with ``is_causal``, ``window_size`` or ``alibi_slopes``, which depend on positions.
+        required with ``is_causal``, ``window_size``, ``alibi_slopes``, ``score_mod`` or
+        ``mask_mod``, which depend on positions.
     window_size : pair of int or None, optional
         (left, right), both inclusive: query i sees the keys from i + q_offset - left to
         i + q_offset + right. None is a side without a limit. Default is no window.
@@ -265,6 +333,11 @@ def attention(
     sinks : array_like of shape (H,), optional
         Extra scores in the denominator and the log-sum-exp that have no value. Finite, or -inf for
         none.
+    score_mod : callable ``score_mod(score, b, h, i, j) -> score``, optional
+        The new score of query head h of batch entry b, for key j and the query at key position i
+        (i counts from ``q_offset``); -inf hides the key. See the notes.
+    mask_mod : callable ``mask_mod(b, h, i, j) -> bool``, or BlockMask, optional
+        True = may attend. ``minimha.block_mask`` finds once what it hides, for many calls.
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int, optional
         n sequences stand one after another along Lq and Lk, with B = 1: sequence s is the rows
         from cu_seqlens[s] to cu_seqlens[s + 1], of which the first is 0 and the last Lq or Lk. No
@@ -301,13 +374,28 @@ def attention(
         An argument of the wrong type, shape or range, a stored array that cannot be read or
         whose file is too short; the message names it. No array is ever written to.
     BackendUnavailable
-        The named backend cannot run here or does not support this problem.
+        The named backend cannot run here or does not support this problem, or cannot compile
+        ``score_mod`` or ``mask_mod``; the message names the line. "auto" then takes "dense".
     MemoryError
         The problem does not fit into the memory of the machine or the GPU.
 
+    Notes
+    -----
+    ``score_mod`` and ``mask_mod`` are functions of numbers: a score in the compute dtype, and
+    integers. They may use ``if`` and ``math``, and must have no effects: they are called in any
+    order, for hidden pairs too. The backend "cpu" compiles them with numba, in a second at most,
+    and calls the machine code once per tile of scores; blocks that ``mask_mod`` hides whole are
+    skipped. "dense" and "tiled" call them with arrays of indices that broadcast, or number by
+    number where they take no arrays.
+
+    Numbers and arrays that they capture are compiled in as constants. Each call compares them with
+    what was compiled, and compiles anew where one has changed; what changes in every call is faster
+    as ``attn_bias`` or ``attn_mask``.
+
     References
     ----------
-    Vaswani et al., "Attention Is All You Need", 2017, equation 1.
+    Vaswani et al., "Attention Is All You Need", 2017, equation 1. Dong et al., "Flex Attention",
+    2024, for ``score_mod`` and ``mask_mod``.
 
     Examples
     --------
@@ -323,12 +411,19 @@ def attention(
     array([[0.5     , 1.      ],
            [0.330238, 1.339523],
            [3.      , 1.      ]])
+
+    Each token attends to itself and its neighbours:
+
+    >>> attention(q, k, v, mask_mod=lambda b, h, i, j: abs(i - j) <= 1).round(6)
+    array([[0.66046 , 0.66046 ],
+           [1.401112, 1.203336],
+           [1.5     , 1.5     ]])
     """
     key = None
     if (
         attn_mask is None and attn_bias is None and kv_lengths is None and alibi_slopes is None
-        and sinks is None and tap is no_tap and cu_seqlens_q is None and cu_seqlens_k is None
-        and block_table is None
+        and sinks is None and score_mod is None and mask_mod is None and tap is no_tap
+        and cu_seqlens_q is None and cu_seqlens_k is None and block_table is None
     ):  # fmt: skip
         window = window_size if type(window_size) is tuple else (window_size,)
         key = remembered.key_of(q, k, v, backend, is_causal, q_offset, scale, softcap, *window)
@@ -356,6 +451,8 @@ def attention(
         "window_size": window_size,
         "scale": scale,
         "softcap": softcap,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
     }
     has_lse = flag("return_lse", return_lse)
     for name, value in given.items():

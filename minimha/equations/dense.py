@@ -3,7 +3,8 @@
 Vaswani et al., "Attention Is All You Need", 2017, equation 1, with the options that later models
 added, in the order in which they are applied:
 
-    scores → scaled → capped → biased → masked → row_max, exponentials, row_sum → weights → output
+    scores → scaled → capped → biased → modified → masked
+           → row_max, exponentials, row_sum → weights → output
 
 Arithmetic follows IEEE 754 without warnings: a NaN or infinity that a query sees propagates to that
 query's row, and one that it does not see never does.
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.equations.functions import modified
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap, staged
 
@@ -60,9 +62,14 @@ def scores(
         S = tap("capped", cap * np.tanh(S / cap))
     if problem.attn_bias is not None or problem.alibi_slopes is not None:
         S = tap("biased", S + tap("bias", bias(problem, rows, keys, tap)))
-    if not problem.hides:
+    seen = problem.visible(rows, keys) if problem.hides else None
+    if problem.score_mod is not None:
+        S = tap("modified", modified(problem.score_mod, S, problem.indices(rows, keys)))
+        kept = np.asarray(~np.isneginf(S))
+        if not kept.all():
+            seen = kept if seen is None else seen & kept
+    if seen is None:
         return S, None
-    seen = problem.visible(rows, keys)
     return tap("masked", np.where(seen, S, S.dtype.type(-np.inf))), seen
 
 

@@ -27,6 +27,8 @@ from minimha.equations.arguments import (
     number,
     rectangular,
 )
+from minimha.equations.block_mask import BlockMask
+from minimha.equations.functions import allowed, checked
 from minimha.equations.sequences import ONE_PAGE, Sequences, check_pages, sequences_of
 from minimha.equations.visibility import UNBOUNDED, sees
 
@@ -66,6 +68,8 @@ class Problem:
         when they are read, and the output is rounded once.
     rank : int
         Dimensions of the caller's arrays, 2 to 4.
+    score_mod : callable ``score_mod(score, b, h, i, j) -> score``, or None
+    mask_mod : callable ``mask_mod(b, h, i, j) -> bool``, which may be a ``BlockMask``, or None
     sequences : Sequences or None
         Where the queries and keys of each sequence are, if sequences are packed or keys are paged.
         Everything above that is per batch entry is then per sequence, and k and v may have
@@ -88,6 +92,8 @@ class Problem:
     dtype: np.dtype[Any]
     compute: np.dtype[Any]
     rank: int
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
     sequences: Sequences | None = None
 
     @classmethod
@@ -107,6 +113,8 @@ class Problem:
         scale: float | None = None,
         softcap: float | None = None,
         sinks: ArrayLike | None = None,
+        score_mod: Callable[..., Any] | None = None,
+        mask_mod: Callable[..., Any] | None = None,
         cu_seqlens_q: ArrayLike | None = None,
         cu_seqlens_k: ArrayLike | None = None,
         block_table: ArrayLike | None = None,
@@ -131,12 +139,19 @@ class Problem:
         if flag("is_causal", is_causal):
             right = 0
         has_slopes = alibi_slopes is not None
-        options = {"is_causal": is_causal, "window_size": has_window, "alibi_slopes": has_slopes}
+        options = {
+            "is_causal": is_causal,
+            "window_size": has_window,
+            "alibi_slopes": has_slopes,
+            "score_mod": score_mod is not None,
+            "mask_mod": mask_mod is not None,
+        }
         positional = [name for name, is_given in options.items() if is_given]
+        offset = _offset(q_offset, shape, sequences, lengths, positional)
+        if isinstance(mask_mod, BlockMask):
+            mask_mod.check(shape, offset)
         return cls(
-            q=q4, k=k4, v=v4, left=left, right=right,
-            q_offset=_offset(q_offset, shape, sequences, lengths, positional),
-            kv_lengths=lengths,
+            q=q4, k=k4, v=v4, left=left, right=right, q_offset=offset, kv_lengths=lengths,
             attn_mask=_mask(attn_mask, shape),
             attn_bias=_bias(attn_bias, shape, compute),
             alibi_slopes=_slopes(alibi_slopes, H, compute),
@@ -144,6 +159,7 @@ class Problem:
             scale=1 / math.sqrt(q4.shape[3]) if scale is None else number("scale", scale, compute),
             softcap=_softcap(softcap, compute),
             dtype=q4.dtype, compute=compute, rank=rank, sequences=sequences,
+            score_mod=checked("score_mod", score_mod), mask_mod=checked("mask_mod", mask_mod),
         )  # fmt: skip
 
     def each_sequence(self) -> Iterator[tuple[tuple[slice, slice, slice], Problem]]:
@@ -185,7 +201,7 @@ class Problem:
     def visible(self, rows: slice, keys: slice) -> NDArray[np.bool_]:
         """Which of the keys ``keys`` each of the queries ``rows`` may see, (B, 1 or H, rows, keys).
 
-        A False in ``attn_mask`` hides a key; so does -inf in ``attn_bias``.
+        A False in ``attn_mask`` or from ``mask_mod`` hides a key; so does -inf in ``attn_bias``.
         """
         i = np.arange(rows.start, rows.stop)[:, None]
         j = np.arange(keys.start, keys.stop)
@@ -195,7 +211,17 @@ class Problem:
             seen = seen & self.attn_mask[..., rows, keys]
         if self.attn_bias is not None:
             seen = seen & ~np.isneginf(self.attn_bias[..., rows, keys])
+        if self.mask_mod is not None:
+            shape = *self.q.shape[:2], len(i), len(j)
+            seen = seen & allowed(self.mask_mod, self.indices(rows, keys), shape)
         return seen
+
+    def indices(self, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
+        """b, h, i and j of a grid of scores, arrays that broadcast; i is a query's position."""
+        B, H = self.q.shape[:2]
+        b, h = np.arange(B)[:, None, None, None], np.arange(H)[:, None, None]
+        i = np.arange(rows.start, rows.stop)[:, None] + self.q_offset[:, None, None, None]
+        return b, h[None], i, np.arange(keys.start, keys.stop)[None, None, None]
 
     @cached_property
     def hides(self) -> bool:
@@ -204,6 +230,7 @@ class Problem:
             self.left < UNBOUNDED
             or self.right < UNBOUNDED
             or self.attn_mask is not None
+            or self.mask_mod is not None
             or bool((self.kv_lengths < self.k.shape[2]).any())
             or (self.attn_bias is not None and bool(np.isneginf(self.attn_bias).any()))
         )

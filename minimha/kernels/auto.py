@@ -23,6 +23,7 @@ DENSE_MEMORY = 1 << 30  # bytes of scores, beyond which the kernels are worth th
 
 _spent = 0.0  # seconds that "auto" has spent in the dense backend
 _broken = False
+_told: set[str] = set()  # why functions could not be compiled
 
 
 def choose(problem: Problem) -> str:
@@ -32,7 +33,7 @@ def choose(problem: Problem) -> str:
     # What another thread has begun to import is in sys.modules too: importing it waits.
     loaded = _imported() if BACKEND in sys.modules else None
     if loaded and loaded.is_ready(problem):
-        return "cpu"
+        return _supporting(loaded, problem)
     D, Dv = problem.q.shape[3], problem.v.shape[3]
     cost = _spent + problem.num_pairs * (D + Dv) / DENSE_RATE
     if cost < LOADING:
@@ -43,7 +44,7 @@ def choose(problem: Problem) -> str:
     scores = problem.num_pairs * problem.compute.itemsize
     if cost < COMPILING and scores < DENSE_MEMORY and not backend.is_stored(problem):
         return "dense"
-    return "cpu"
+    return _supporting(backend, problem)
 
 
 def spent(seconds: float) -> None:
@@ -57,6 +58,17 @@ def give_up(error: Exception) -> None:
     global _broken
     _broken = True
     LOG.warning("minimha: the CPU kernels cannot run here, NumPy computes instead: %s", error)
+
+
+def _supporting(backend: ModuleType, problem: Problem) -> str:
+    """ "cpu", unless it cannot compile a function of ``problem``."""
+    reason = backend.unsupported(problem)
+    if reason is None:
+        return "cpu"
+    if reason not in _told:
+        _told.add(reason)
+        LOG.warning("minimha: the CPU kernels are not used, NumPy computes instead: %s", reason)
+    return "dense"
 
 
 def _imported() -> ModuleType | None:

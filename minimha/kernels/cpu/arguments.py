@@ -4,7 +4,7 @@ A kernel is called with the address of that line and the number of the thread. I
 
     6 integers               where the headers of q, k, v, O, L and the buffers' memory are
     9 integers per array     its address, its shape and its strides, filled up to four axes
-    6 numbers and 2 sizes
+    8 numbers and 2 sizes
     the counters             on a cache line of their own
 
 The next call with arrays of the same shapes and strides needs a copy in which only the first six
@@ -38,24 +38,6 @@ REAL, DOUBLE, BYTE = "real", "double", "byte"  # REAL is the compute dtype
 TASKS, NONFINITE, OWN = 0, 1, 2
 
 
-class CpuOptions(NamedTuple):
-    """``Options``, then where the rows of each sequence are: those of ``Sequences``."""
-
-    left: int
-    right: int
-    q_offset: Any
-    kv_lengths: Any
-    slopes: Any
-    sinks: Any
-    scale: float
-    softcap: float
-    is_bfloat16: bool
-    queries: Any
-    pages: Any
-    first_keys: Any
-    page_size: int
-
-
 class Buffer(NamedTuple):
     """An array that a kernel may write besides O and L, a part of the memory that a call brings.
 
@@ -77,10 +59,20 @@ class Layout(NamedTuple):
 # follow, then the numbers.
 BROUGHT = ("q", "k", "v", "O", "L", "memory")
 ROWS = ("queries", "pages", "first_keys")  # of ``Sequences``
-SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS)
+SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS, "blocks", "failed")
 ARRAYS = ("q", "k", "v", "mask", "bias", "O", "L", *SMALL)
-NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size")
+NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size", "score_mod",
+           "mask_mod")  # fmt: skip
 HEADERS = Struct(f"={len(BROUGHT)}q")
+
+
+# ``Options``; where the rows of each sequence are, as in ``Sequences``; and a caller's functions, see
+# ``functions``: addresses of ``score_mod`` and ``mask_mod`` or 0, the states of a ``BlockMask`` if
+# blocks are skipped, (B, H, …), and where an exception is noted.
+CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
+    "CPUOptions",
+    (*Options._fields, *ROWS, "page_size", "score_mod", "mask_mod", "blocks", "failed"),
+)
 
 
 def slots(buffers: Iterable[str]) -> dict[str, int]:
@@ -95,7 +87,7 @@ def slots(buffers: Iterable[str]) -> dict[str, int]:
 
 
 def pack(
-    layouts: dict[str, Layout], slots: dict[str, int], o: CpuOptions, sizes: Sequence[int],
+    layouts: dict[str, Layout], slots: dict[str, int], o: CPUOptions, sizes: Sequence[int],
     num_counters: int,
 ) -> NDArray[np.int64]:  # fmt: skip
     """The line for arrays and buffers of these layouts, whose addresses are left open."""
@@ -150,12 +142,14 @@ def unpacker(**buffers: Buffer) -> Any:
         arrays |= dict.fromkeys(lines, types.Array(types.int64, 1, "C"))
         arrays |= dict.fromkeys(("queries", "pages"), types.Array(types.int64, 2, "C"))
         arrays |= dict.fromkeys(("slopes", "sinks"), types.Array(real, 1, "C"))
+        arrays |= {"blocks": types.Array(types.uint8, 4, "A")}
+        arrays |= {"failed": types.Array(types.int64, 1, "C")}
         arrays |= {name: types.Array(kinds[x.kind], 1, "C") for name, x in buffers.items()}
         counters = types.Array(types.int64, 1, "C")
-        numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, types.int64)
+        numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, *[types.int64] * 3)
         every = arrays | dict(zip(NUMBERS, numbers, strict=True))
         tuples = {
-            "o": types.NamedTuple([every[name] for name in CpuOptions._fields], CpuOptions),
+            "o": types.NamedTuple([every[name] for name in CPUOptions._fields], CPUOptions),
             "memory": types.NamedTuple([*(every[name] for name in buffers), counters], memory),
             "sizes": types.UniTuple(types.int64, NUM_SIZES),
         }
@@ -211,7 +205,7 @@ def unpacker(**buffers: Buffer) -> Any:
                 elif kind == types.boolean:
                     values[name] = builder.icmp_signed("!=", values[name], INT(0))
             fields = {
-                "o": [values[name] for name in CpuOptions._fields],
+                "o": [values[name] for name in CPUOptions._fields],
                 "memory": [*(values[name] for name in buffers), shared],
                 "sizes": [read(slot["sizes"] + n) for n in range(NUM_SIZES)],
             }

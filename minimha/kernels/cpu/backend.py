@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu import rung4_parallel, rung5_decode
+from minimha.kernels.cpu import functions, rung4_parallel, rung5_decode
 from minimha.kernels.cpu.kernel import CompilationFailed, Kernel, Plan
 from minimha.kernels.cpu.pool import pool
 from minimha.kernels.cpu.threads import get_num_threads
@@ -28,8 +28,8 @@ STORAGE = {"float32": "float32", "float64": "float64", "float16": "uint16", "bfl
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this backend does not support ``problem``: it supports all, so None."""
-    return None
+    """Return why this backend does not support ``problem``: numba cannot compile a function."""
+    return functions.unsupported(problem)
 
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -74,9 +74,9 @@ class Parts:
 
 
 def is_ready(problem: Problem) -> bool:
-    """Whether this process has the kernel for ``problem``."""
+    """Whether this process has the kernel for ``problem``, and its functions, compiled."""
     kernel: Kernel = _rung(problem).KERNEL
-    return kernel.storage(problem) in kernel.compiled
+    return kernel.storage(problem) in kernel.compiled and functions.is_ready(problem)
 
 
 def is_stored(problem: Problem) -> bool:

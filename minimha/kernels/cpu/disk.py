@@ -37,7 +37,9 @@ except ImportError:  # Windows
 LOG = logging.getLogger("minimha")
 PACKAGE = Path(__file__).resolve().parents[2]
 # What kernels are compiled from, besides each other.
-SOURCES = ("kernels/options.py", "kernels/score.py", "equations/visibility.py")
+SOURCES = (
+    "kernels/options.py", "kernels/score.py", "equations/visibility.py", "equations/block_mask.py",
+)  # fmt: skip
 SETTINGS = (
     "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "ENABLE_AVX", "DEBUGINFO_DEFAULT",
     "DEBUG_NRT", "NRT_STATS", "LLVM_REFPRUNE_PASS", "DISABLE_INTEL_SVML", "INTEL_SVML",

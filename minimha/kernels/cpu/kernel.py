@@ -9,8 +9,9 @@ q, k, v   (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), read in place: any s
           last, which is one item. float32, float64, or 16-bit numbers as their bits (uint16).
 mask      (B, H, Lq, Lk) bool, any strides; of size 0 if there is none
 bias      (B, H, Lq, Lk), compute dtype, any strides; of size 0 if there is none
-o         ``CpuOptions``: everything that is small, and where the rows of each sequence are: B
-          above is that of the arrays, and a problem has ``len(o.queries)`` sequences
+o         ``CPUOptions``: everything that is small, the caller's functions, and where the rows of
+          each sequence are: B above is that of the arrays, and a problem has ``len(o.queries)``
+          sequences
 O, L      (B, H, Lq, Dv) and (B, H, Lq), written; float32 or float64, the compute dtype
 memory    the rung's buffers, a named tuple of 1-D arrays, most of them the thread's own; and
           ``counters``, which all threads share
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem, factor_against_overflow
 from minimha.equations.sequences import one_per_entry
+from minimha.kernels.cpu import functions
 from minimha.kernels.cpu.arguments import (
     AXES,
     BYTE,
@@ -44,7 +46,7 @@ from minimha.kernels.cpu.arguments import (
     SMALL,
     TASKS,
     Buffer,
-    CpuOptions,
+    CPUOptions,
     Layout,
     address,
     pack,
@@ -56,6 +58,7 @@ from minimha.kernels.cpu.pool import pool
 from minimha.kernels.options import NO_BIAS, NO_MASK, options
 
 LONG = 1 << 33  # products: some tenths of a second, after which a person wants an answer to Ctrl-C
+NO_BLOCKS = np.empty((0, 0, 0, 0), np.uint8)
 FLOAT64, UINT8 = np.dtype(np.float64), np.dtype(np.uint8)
 CANCELLED = 1 << 62  # a task that does not exist: each thread then finds that none is left
 SPARES, LARGEST_SPARE = 4, 1 << 22  # blocks of memory that are kept for later calls, and bytes
@@ -76,12 +79,19 @@ class Kernel:
         What it writes besides O and L.
     widens : bool, default False
         Whether it reads 16-bit numbers itself; for other rungs they are widened first.
+    skips : bool, default False
+        Whether it skips the blocks that a ``mask_mod`` hides whole, so that it needs to know them.
     """
 
     def __init__(
-        self, function: Callable[..., None], buffers: dict[str, Buffer], widens: bool = False
+        self,
+        function: Callable[..., None],
+        buffers: dict[str, Buffer],
+        widens: bool = False,
+        skips: bool = False,
     ) -> None:
         self.function, self.widens, self.buffers = function, widens, buffers
+        self.skips = skips
         self.slots = slots(buffers)
         self.compiled: dict[np.dtype[Any], Compiled] = {}
 
@@ -132,16 +142,16 @@ class Plan:
         self, kernel: Kernel, problem: Problem, sizes: tuple[int, ...], lengths: dict[str, int],
         workers: int,
     ) -> None:  # fmt: skip
-        (B, H, Lq, D), (Lk, Dv) = problem.q.shape, problem.v.shape[2:]
-        rows = problem.sequences or one_per_entry(B, Lq, Lk)
+        (B, H, Lq, D), Dv = problem.q.shape, problem.v.shape[3]
         self.compute, self.storage, self.workers = problem.compute, kernel.storage(problem), workers
         self.shape, self.is_long = (B, H, Lq, Dv), problem.num_pairs * (D + Dv) >= LONG
         self._num_keys = int(problem.kv_lengths.max(initial=0))
-        o = CpuOptions(
-            *options(problem), queries=np.ascontiguousarray(rows.queries),
-            pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
-            page_size=rows.page_size,
-        )  # fmt: skip
+        self._functions = {
+            name: functions.tile_function(name, function, problem.compute)
+            for name, function in functions.given(problem).items()
+        }
+        self._problem = problem if self._functions else None
+        o = self._options(kernel, problem)
         self._held = {
             "mask": NO_MASK if problem.attn_mask is None else problem.attn_mask,
             "bias": NO_BIAS[problem.compute] if problem.attn_bias is None else problem.attn_bias,
@@ -169,6 +179,20 @@ class Plan:
         self._counters = kernel.slots["counters"]
         self._kernel = kernel.compile(self.storage).address
 
+    def _options(self, kernel: Kernel, problem: Problem) -> CPUOptions:
+        """Everything that is small, the functions, and where the rows of each sequence are."""
+        rows = problem.sequences or one_per_entry(*problem.q.shape[::2], problem.k.shape[2])
+        is_skipping = kernel.skips and problem.mask_mod is not None
+        addresses = {
+            name: getattr(self._functions.get(name), "address", 0) for name in functions.NAMES
+        }
+        return CPUOptions(
+            *options(problem), queries=np.ascontiguousarray(rows.queries),
+            pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
+            page_size=rows.page_size, **addresses, failed=np.zeros(1, np.int64),
+            blocks=functions.blocks_of(problem) if is_skipping else NO_BLOCKS,
+        )  # fmt: skip
+
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
         """O and L of a problem, in the compute dtype."""
         given = (problem.q, problem.k, problem.v)
@@ -179,6 +203,8 @@ class Plan:
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """O and L for arrays of the shapes, strides and dtypes that were planned."""
         O, L, is_finite = self._launch(self._line.copy(), q, k, v)
+        if self._problem is not None and self._held["failed"][0]:
+            functions.raise_again(self._problem)
         if not is_finite:
             with np.errstate(all="ignore"):
                 factor = factor_against_overflow(v.astype(self.compute, copy=False), self._num_keys)

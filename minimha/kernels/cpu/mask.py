@@ -17,6 +17,7 @@ import numpy as np
 
 from minimha.equations import visibility
 from minimha.kernels import score
+from minimha.kernels.cpu.functions import call_tile
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.simd.memory import flat
 from minimha.kernels.cpu.simd.softmax import soft_cap
@@ -63,8 +64,8 @@ def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
 def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, biases):
     """Write into ``seen`` which lanes see which of n keys; return how many pairs do.
 
-    ``full`` says that causality, window and length hide nothing here. The tile's biases are
-    left in ``biases``.
+    ``full`` says that causality, window, length and ``mask_mod`` hide nothing here. The tile's
+    biases are left in ``biases``.
     """
     size, count = n * lanes, 0
     if mask.size:
@@ -84,6 +85,9 @@ def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, biases):
             high = np.int32(min(max(stop - i0, 0), lanes))
             for r in range(np.int32(lanes)):
                 seen[j * lanes + r] &= (low <= r) & (r < high)
+    if o.mask_mod and not full:
+        i = i0 + o.q_offset[b]
+        call_tile(o.mask_mod, seen, 0, o.failed, b, h, i, j0, n, rows, lanes, 1)
     if rows < lanes:
         for j in range(n):
             for r in range(rows, lanes):
@@ -106,6 +110,17 @@ def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
             first = i0 + o.q_offset[b] - (j0 + j)
             for r in range(lanes):
                 S[j * lanes + r] -= o.slopes[h] * S.dtype.type(abs(first + r))
+
+
+@jit
+def apply_score_mod(S, seen, o, b, h, i0, rows, j0, n, lanes):
+    """Modify a tile of n keys; return how many pairs still see each other: -inf hides a key."""
+    call_tile(o.score_mod, S, 0, o.failed, b, h, i0 + o.q_offset[b], j0, n, rows, lanes, 1)
+    count, lowest = 0, S.dtype.type(-math.inf)
+    for x in range(n * lanes):
+        seen[x] &= S[x] != lowest
+        count += seen[x]
+    return count
 
 
 @jit

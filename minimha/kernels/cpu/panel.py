@@ -12,7 +12,13 @@ from numba.extending import register_jitable
 
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, NONFINITE, REAL, Buffer
 from minimha.kernels.cpu.jit import jit, jit_inline
-from minimha.kernels.cpu.mask import apply_softcap_and_bias, has_softcap_or_bias, hide, mask_tile
+from minimha.kernels.cpu.mask import (
+    apply_score_mod,
+    apply_softcap_and_bias,
+    has_softcap_or_bias,
+    hide,
+    mask_tile,
+)
 from minimha.kernels.cpu.nonfinite import (
     add_nonfinite,
     has_nonfinite,
@@ -113,13 +119,13 @@ def load_panel(panel, Q, D, Dv, t, o):
 def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, full):
     """Lines 8 to 10: the online softmax over the keys j0 to j0 + n.
 
-    ``full`` says that causality, window and length let every query see all of them.
+    ``full`` says that causality, window, length and ``mask_mod`` let every query see all of them.
     """
     S, seen = flat(t.S, 0), flat(t.seen, 0)
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
     lanes = panel.lanes
     num_seen = n * rows
-    if mask.size or bias.size or not full:
+    if mask.size or bias.size or o.score_mod or not full:
         num_seen = mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, t.biases)
         if num_seen == 0:
             return
@@ -128,6 +134,8 @@ def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, full):
     )  # line 8
     if has_softcap_or_bias(bias, o):
         apply_softcap_and_bias(S, bias, t.biases, o, b, h, i0, j0, n, lanes)
+    if o.score_mod:
+        num_seen = apply_score_mod(S, seen, o, b, h, i0, rows, j0, n, lanes)
     if num_seen < n * rows:
         hide(S, seen, n * lanes)
     lanes_max(S, 0, n, vectors, t.top)  # line 9

@@ -13,14 +13,15 @@ from typing import Any
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.arguments import DOUBLE, Buffer, unpacker
+from minimha.kernels.cpu.arguments import BYTE, DOUBLE, REAL, Buffer, unpacker
+from minimha.kernels.cpu.functions import call_tile
 from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.kernel import Kernel
 from minimha.kernels.cpu.mask import final_score, head_of, is_seen
 from minimha.kernels.cpu.nonfinite import note_nonfinite
 from minimha.kernels.cpu.storage import key_at, queries_of, rows_at
 
-BUFFERS = {"O_i": Buffer(DOUBLE)}
+BUFFERS = {"O_i": Buffer(DOUBLE), "s": Buffer(REAL), "seen": Buffer(BYTE)}  # two for functions
 unpack = unpacker(**BUFFERS)
 
 
@@ -31,7 +32,7 @@ def unsupported(problem: Problem) -> str | None:
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
-    return KERNEL.plan(problem, lengths={"O_i": problem.v.shape[3]})(problem)
+    return KERNEL.plan(problem, lengths={"O_i": problem.v.shape[3], "s": 1, "seen": 1})(problem)
 
 
 def rows(line, worker):
@@ -41,7 +42,7 @@ def rows(line, worker):
         for h in range(q.shape[1]):
             for i in range(Lq):
                 at = rows_at(O, entry, h, first + i)
-                L[entry, h, first + i] = row(q, k, v, mask, bias, o, at, memory.O_i, b, h, i)
+                L[entry, h, first + i] = row(q, k, v, mask, bias, o, at, memory, b, h, i)
                 note_nonfinite(at, v.shape[3], memory.counters)
 
 
@@ -49,8 +50,9 @@ KERNEL = Kernel(rows, BUFFERS)
 
 
 @jit
-def row(q, k, v, mask, bias, o, O, O_i, b, h, i):
+def row(q, k, v, mask, bias, o, O, memory, b, h, i):
     """Write O and return L of query i of sequence b."""
+    O_i, p_i = memory.O_i, i + o.q_offset[b]
     entry, first, _ = queries_of(o, b)
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv = q.shape[3], v.shape[3]
@@ -62,11 +64,22 @@ def row(q, k, v, mask, bias, o, O, O_i, b, h, i):
     for j in range(o.kv_lengths[b]):
         if not is_seen(mask, bias, head, b, h, i, j):
             continue
+        if o.mask_mod:
+            memory.seen[0] = 1
+            call_tile(o.mask_mod, memory.seen, 0, o.failed, b, h, p_i, j, 1, 1, 1, 0)
+            if not memory.seen[0]:
+                continue
         page, at = key_at(o, b, j)
         s = 0.0
         for d in range(D):
             s += q[entry, h, first + i, d] * k[page, kv, at, d]
         s = final_score(s, bias, head, b, h, i, j)  # line 8
+        if o.score_mod:
+            memory.s[0] = s
+            call_tile(o.score_mod, memory.s, 0, o.failed, b, h, p_i, j, 1, 1, 1, 0)
+            s = memory.s[0]
+            if s == -math.inf:
+                continue
         m_old = m
         if s > m:
             m = s

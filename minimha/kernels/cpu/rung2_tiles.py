@@ -18,7 +18,7 @@ from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, REAL, Buffer, unpacker
 from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.kernel import Kernel
-from minimha.kernels.cpu.mask import apply_softcap_and_bias, mask_tile
+from minimha.kernels.cpu.mask import apply_score_mod, apply_softcap_and_bias, mask_tile
 from minimha.kernels.cpu.nonfinite import note_nonfinite
 from minimha.kernels.cpu.simd.memory import matrix
 from minimha.kernels.cpu.storage import key_at, keys_ahead, queries_of, rows_at
@@ -86,6 +86,8 @@ def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
                     s += Q_i.line[r * Q_i.stride + d] * K_j.line[j * K_j.stride + d]
                 S[j * rows + r] = o.scale * s
         apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, rows)
+        if o.score_mod:
+            apply_score_mod(S, seen, o, b, h, i0, rows, j0, n, rows)
         for r in range(rows):
             m_old = m[r]
             for x in range(r, n * rows, rows):

@@ -4,7 +4,8 @@
   that K and V come from memory once for 192 queries. Threads fetch the tasks from an atomic
   counter, one sequence after another and of each the longest first, until none is left.
 - A panel visits only the keys that its queries can reach (``key_range``), and checks single scores
-  only in partial tiles: with a causal mask those on the diagonal.
+  only in partial tiles: with a causal mask those on the diagonal. Of a ``mask_mod`` it knows the
+  blocks that are hidden or seen whole.
 - 16-bit K and V are widened one block at a time, so that only half the bytes come from memory.
 
 Measured: 2.1 × as fast as rung 3 on two cores, 2.6 × with a causal mask (AMD EPYC, 2026-11-21).
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import REAL, TASKS, Buffer, unpacker
+from minimha.kernels.cpu.functions import seen_range
 from minimha.kernels.cpu.jit import jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Plan
 from minimha.kernels.cpu.mask import is_full, key_range
@@ -112,7 +114,7 @@ def tiles(line, worker):
             store_panel(panel_of(t, p - first, Lq, D, Dv, b, h, p), O, L, o, t.counters)
 
 
-KERNEL = Kernel(tiles, BUFFERS, widens=True)
+KERNEL = Kernel(tiles, BUFFERS, widens=True, skips=True)
 
 
 @jit_inline
@@ -125,6 +127,8 @@ def visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c):
     i_start, _, _ = panel_rows(Lq, itemsize, first)
     i_last, rows, _ = panel_rows(Lq, itemsize, last - 1)
     start, stop = key_range(i_start, i_last + rows, offset, o.left, o.right, length)
+    if o.mask_mod:
+        start, stop, _ = seen_range(o.blocks, b, h, i_start, i_last + rows, start, stop)
     start = start // ROWS * ROWS
     blocks = max(1, -(-(stop - start) // B_c))
     # Blocks of equal size: a short tile has as much overhead as a long one.
@@ -142,8 +146,11 @@ def visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c):
             # Whole rows of the tile product: a few hidden keys cost less than keys one by one.
             j0 = max(block, low // ROWS * ROWS)
             j1 = min(block_stop, whole_tiles(high))
+            all_seen = True
+            if o.mask_mod:
+                j0, j1, all_seen = seen_range(o.blocks, b, h, i0, end, j0, j1)
             if j0 < j1:
-                full = is_full(i0, end, j0, j1, offset, o.left, o.right, length)
+                full = all_seen and is_full(i0, end, j0, j1, offset, o.left, o.right, length)
                 K, V = rows_from(K_j, j0 - block), rows_from(V_j, j0 - block)
                 update_panel(panel, K, V, j0, j1 - j0, D, Dv, t, mask, bias, o, full)
         block = block_stop

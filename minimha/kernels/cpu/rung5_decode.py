@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, OWN, REAL, TASKS, Buffer, unpacker
+from minimha.kernels.cpu.functions import call_tile
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Plan
 from minimha.kernels.cpu.mask import (
@@ -193,7 +194,7 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, t):
         K = float_rows(k, page, kv, at, depth, o, t.wide)
         dot_products(K.line, K.start, K.stride, t.Q, 0, D, t.S, near, B_c, depth, rows, D)
         near += depth
-    is_partial = mask.size > 0 or bias.size > 0
+    is_partial = mask.size > 0 or bias.size > 0 or o.score_mod != 0 or o.mask_mod != 0
     for i in range(Lq):
         offset, length = o.q_offset[b], o.kv_lengths[b]
         full = is_full(i, i + 1, j0, j0 + n, offset, o.left, o.right, length)
@@ -260,7 +261,7 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
 
 @jit
 def apply_options(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
-    """Scale, cap, bias and, if ``is_partial``, mask the scores; ``seen`` is written only then."""
+    """Scale, cap, bias and, if ``is_partial``, modify and mask the scores, and write ``seen``."""
     scale, is_scaled_only = S.dtype.type(o.scale), not has_softcap_or_bias(bias, o)
     for r in range(S.shape[0]):
         h, i = first_head + r // Lq, r % Lq
@@ -274,6 +275,15 @@ def apply_options(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
         if is_partial:
             for j in range(n):
                 seen[r, j] = is_seen(mask, bias, head, b, h, i, j0 + j)
+            p = i + o.q_offset[b]
+            if o.mask_mod:
+                first = r * seen.shape[1]
+                call_tile(o.mask_mod, seen, first, o.failed, b, h, p, j0, 1, n, n, 0)
+            if o.score_mod:
+                first = r * S.shape[1]
+                call_tile(o.score_mod, S, first, o.failed, b, h, p, j0, 1, n, n, 0)
+            for j in range(n):
+                seen[r, j] &= S[r, j] != -math.inf or o.score_mod == 0
                 if not seen[r, j]:
                     S[r, j] = -math.inf
 

@@ -1,0 +1,97 @@
+"""Which blocks of scores a ``mask_mod`` hides whole, so that a kernel skips them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.arguments import name_of
+from minimha.equations.functions import allowed, contents, uses
+
+ROWS, COLUMNS = 16, 32  # queries and keys of a block
+HIDDEN, PARTIAL, FULL = 0, 1, 2
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """A ``mask_mod``, and for each block of 16 queries and 32 keys what it hides.
+
+    ``minimha.block_mask`` makes one. It is called as its ``mask_mod`` is, and given in its place.
+
+    Attributes
+    ----------
+    mask_mod : callable ``mask_mod(b, h, i, j) -> bool``
+    states : ndarray of shape (B or 1, H or 1, ceil(Lq / 16), ceil(Lk / 32)), uint8
+        0 where a block is hidden, 1 where some pairs of it are, 2 where none is.
+    Lq, Lk : int
+        Numbers of queries and keys.
+    q_offset : tuple of int
+        Positions of query 0, one for each entry of the batch, or one for all.
+    """
+
+    mask_mod: Callable[..., Any]
+    states: NDArray[np.uint8]
+    Lq: int
+    Lk: int
+    q_offset: tuple[int, ...]
+    _contents: Hashable = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_contents", contents(self.mask_mod))
+
+    def __call__(self, b: Any, h: Any, i: Any, j: Any) -> Any:
+        """Return what ``mask_mod`` returns."""
+        return self.mask_mod(b, h, i, j)
+
+    def __repr__(self) -> str:
+        share = (self.states == HIDDEN).mean() if self.states.size else 0
+        return f"BlockMask(Lq={self.Lq}, Lk={self.Lk}, {share:.0%} of the blocks hidden)"
+
+    def check(self, shape: tuple[int, int, int, int], q_offset: NDArray[np.int64]) -> None:
+        """Raise ValueError if it was made for other scores (B, H, Lq, Lk) or other positions."""
+        B, H, Lq, Lk = shape
+        mine = (*self.states.shape[:2], self.Lq, self.Lk)
+        if (Lq, Lk) != mine[2:] or mine[0] not in (1, B) or mine[1] not in (1, H):
+            raise ValueError(
+                f"{name_of('mask_mod')} is a BlockMask for (B, H, Lq, Lk) = {mine}: expected one "
+                f"for {shape}, where 1 stands for every batch entry and head"
+            )
+        if (q_offset != self.q_offset).any():
+            raise ValueError(
+                f"{name_of('mask_mod')} is a BlockMask with q_offset={self.q_offset}: expected "
+                f"{tuple(q_offset.tolist())}, the positions of the queries in this call"
+            )
+        if contents(self.mask_mod) != self._contents:
+            raise ValueError(
+                f"{name_of('mask_mod')} is a BlockMask whose function captures a value that has "
+                f"changed since: make the BlockMask anew"
+            )
+
+
+def extent(
+    mask_mod: Callable[..., Any], B: int, H: int, q_offset: NDArray[np.int64]
+) -> tuple[int, int]:
+    """For how many batch entries and heads the blocks differ: 1 where none of them matters."""
+    is_same = not uses(mask_mod, 0) and (q_offset == q_offset[:1]).all()
+    return (1 if is_same else B), (H if uses(mask_mod, 1) else 1)
+
+
+def states(
+    mask_mod: Callable[..., Any], B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
+) -> NDArray[np.uint8]:
+    """The states of all blocks, with NumPy, one row of blocks at a time."""
+    found = np.zeros((B, H, -(-Lq // ROWS), -(-Lk // COLUMNS)), np.uint8)
+    b, h, j = (np.arange(n).reshape(s) for n, s in ((B, (-1, 1, 1, 1)), (H, (-1, 1, 1)), (Lk, -1)))
+    for row in range(found.shape[2] if found.size else 0):
+        queries = np.arange(row * ROWS, min(Lq, (row + 1) * ROWS))
+        i = queries[:, None] + q_offset[:B, None, None, None]
+        seen = allowed(mask_mod, (b, h, i, j), (B, H, len(queries), Lk))
+        starts = np.arange(0, Lk, COLUMNS)
+        count = np.add.reduceat(seen.sum(axis=2), starts, axis=2)
+        size = len(queries) * np.minimum(COLUMNS, Lk - starts)
+        found[:, :, row] = (count > 0).astype(np.uint8) + (count == size)
+    return found

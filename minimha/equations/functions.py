@@ -1,0 +1,180 @@
+"""A caller's ``score_mod`` and ``mask_mod``: functions of one score and of one pair of positions.
+
+They are written on numbers. Kernels compile them; here they are called with arrays of indices, and
+number by number where they take no arrays, because of an ``if`` or a function of ``math``.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Hashable
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.arguments import as_floating, name_of, rectangular
+
+PARAMETERS = {"score_mod": ("score", "b", "h", "i", "j"), "mask_mod": ("b", "h", "i", "j")}
+MOST_DEEP = 8  # functions that capture functions
+LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # whose functions do not change
+
+
+def checked(name: str, function: Any) -> Any:
+    """``function`` if it can be called with the parameters of ``name``, or None.
+
+    Raises
+    ------
+    TypeError
+        It is no callable, or takes other parameters.
+    """
+    if function is None:
+        return None
+    wanted = f"{name_of(name)}({', '.join(PARAMETERS[name])})"
+    if not callable(function):
+        raise TypeError(f"{name_of(name)} is {function!r}: expected a function {wanted}, or None")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have none
+        return function
+    try:
+        signature.bind(*PARAMETERS[name])
+    except TypeError:
+        raise TypeError(
+            f"{name_of(name)} takes {signature}: expected {len(PARAMETERS[name])} parameters, as "
+            f"it is called with {wanted}"
+        ) from None
+    return function
+
+
+def modified(
+    score_mod: Callable[..., Any], S: NDArray[Any], indices: tuple[NDArray[Any], ...]
+) -> NDArray[Any]:
+    """``score_mod`` of the scores ``S`` (B, H, Lq, Lk) and their ``indices`` b, h, i and j."""
+    if not S.size:
+        return S
+    read_only = S.view()
+    read_only.flags.writeable = False
+    result = _called("score_mod", score_mod, (read_only, *indices), S.shape)
+    if result.dtype == np.bool_:
+        raise TypeError(refusal("score_mod", "bool"))
+    return as_floating(f"what {name_of('score_mod')} returned", result).astype(S.dtype, copy=False)
+
+
+def allowed(
+    mask_mod: Callable[..., Any], indices: tuple[NDArray[Any], ...], shape: tuple[int, ...]
+) -> NDArray[np.bool_]:
+    """``mask_mod`` of the ``indices`` b, h, i and j: True where a query may attend to a key."""
+    if 0 in shape:
+        return np.empty(shape, bool)
+    result = _called("mask_mod", mask_mod, indices, shape)
+    if result.dtype != np.bool_:
+        raise TypeError(refusal("mask_mod", str(result.dtype)))
+    return result
+
+
+def refusal(name: str, returned: str) -> str:
+    """What is wrong with a function that returned something of another kind."""
+    if name == "mask_mod":
+        expected = (
+            f"bool, True where a query may attend to a key; scores are changed in "
+            f"{name_of('score_mod')}"
+        )
+    else:
+        expected = f"a real number, the new score; True and False go into {name_of('mask_mod')}"
+    return f"{name_of(name)} returned {returned}: expected {expected}"
+
+
+def _called(
+    name: str, function: Callable[..., Any], arguments: tuple[NDArray[Any], ...],
+    shape: tuple[int, ...],
+) -> NDArray[Any]:  # fmt: skip
+    """What the function returns, broadcast to the shape of the scores."""
+    try:
+        returned = function(*arguments)
+    except (TypeError, ValueError):
+        result = _number_by_number(name, function, arguments)
+    else:
+        result = rectangular(f"what {name_of(name)} returned", returned)
+    if result.dtype.kind in "OUSc":
+        is_none = result.ndim == 0 and result.item() is None
+        raise TypeError(refusal(name, "None" if is_none else str(result.dtype)))
+    try:
+        return np.broadcast_to(result, shape)
+    except ValueError:
+        raise ValueError(
+            f"{name_of(name)} returned shape {result.shape}: expected one that broadcasts to "
+            f"(B, H, Lq, Lk) = {shape}"
+        ) from None
+
+
+def _number_by_number(
+    name: str, function: Callable[..., Any], arguments: tuple[NDArray[Any], ...]
+) -> NDArray[Any]:
+    """What the function returns for each pair alone, whose indices are Python's integers."""
+    whole = np.broadcast_arrays(*arguments)
+    numbers = (x.ravel() if x.dtype.kind == "f" else x.ravel().tolist() for x in whole)
+    results = []
+    for pair in zip(*numbers, strict=True):
+        result = function(*pair)
+        if not isinstance(result, (bool, int, float, complex, np.generic)):
+            raise TypeError(refusal(name, "None" if result is None else type(result).__name__))
+        results.append(result)
+    return np.array(results).reshape(whole[0].shape)
+
+
+def uses(function: Any, index: int) -> bool:
+    """Whether ``function`` reads its parameter at ``index``, as far as its bytecode shows."""
+    code = getattr(function, "__code__", None)
+    if code is None or index >= code.co_argcount:
+        return True
+    name = code.co_varnames[index]
+    read = (x.argval if isinstance(x.argval, tuple) else (x.argval,) for x in dis.Bytecode(code))
+    return any(name in names for names in read)
+
+
+class _Same:
+    """Equal to what holds the same object, which it keeps alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def contents(value: Any, depth: int = 0) -> Hashable:
+    """What a function computes with: its code, and the values that it captures.
+
+    Two functions of equal contents compute the same. Numbers and arrays count by value, so that the
+    contents change when a captured array is written to; other objects count as themselves.
+    """
+    value = getattr(value, "py_func", value)  # of numba's dispatchers
+    if isinstance(value, (np.ndarray, np.generic)):
+        return type(value), value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return type(value), repr(value)
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(contents(x, depth + 1) for x in value)
+    is_own = isinstance(value, FunctionType) and value.__module__.split(".")[0] not in LIBRARIES
+    if not is_own or depth > MOST_DEEP:
+        return _Same(value)
+    captured = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    captured += [cell.cell_contents for cell in value.__closure__ or ()]
+    names = sorted(_names(value.__code__))
+    for found in (value.__globals__[name] for name in names if name in value.__globals__):
+        captured.append(found)
+        if isinstance(found, ModuleType):  # whose attributes are compiled as constants, too
+            captured += [getattr(found, name) for name in names if hasattr(found, name)]
+    return value.__code__, tuple(contents(x, depth + 1) for x in captured)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names of the globals and attributes that a function and the functions in it read."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
