@@ -25,7 +25,7 @@ from minimha.equations.arguments import (
     integer,
     rectangular,
 )
-from minimha.equations.problem import Problem
+from minimha.equations.block_mask import BlockMask
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
 
 Array = NDArray[Any]
@@ -119,23 +119,19 @@ def flex_attention(
     key: ArrayLike,
     value: ArrayLike,
     score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     *,
+    block_mask: Any = None,
     backend: Backend = "auto",
 ) -> Any:
     """softmax(score_mod(scale · Q Kᵀ)) V, as ``torch.nn.attention.flex_attention``.
 
-    Where it differs from ``minimha.attention``: masks and biases are functions of indices. They are
-    called once here, with integer arrays b (B, 1, 1, 1), h (1, H, 1, 1), q_idx (1, 1, Lq, 1) and
-    kv_idx (1, 1, 1, Lk), and must work on arrays: ``np.where``, not ``if``. Where it differs from
-    torch: ``mask_mod`` replaces ``block_mask``, whose blocks are an optimisation.
-
-    ``score_mod`` may do anything to a score, so it is not a bias. The scores are computed with
-    NumPy, modified, and passed on as the bias of queries and keys of zeros: 0 + bias is exact,
-    while the difference score_mod(s) - s would lose digits if s is large.
+    ``score_mod`` and ``mask_mod`` are those of ``minimha.attention``, whose notes say how they are
+    compiled: functions of numbers, with ``if`` and ``math`` in place of ``torch.where``. Queries
+    and keys are counted from 0 each, ``q_offset=0``, even if Lq ≠ Lk.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
 
@@ -145,7 +141,7 @@ def flex_attention(
     key : array_like of shape (B, Hkv, Lk, D) or (1, Hkv, Lk, D)
     value : array_like of shape (B, Hkv, Lk, Dv) or (1, Hkv, Lk, Dv)
     score_mod : callable ``score_mod(score, b, h, q_idx, kv_idx) -> score``, optional
-        Gets the scaled scores (B, H, Lq, Lk); what it returns must broadcast to that shape.
+        The new score, from the scaled one.
     mask_mod : callable ``mask_mod(b, h, q_idx, kv_idx) -> bool``, optional
         True = may attend.
     scale : float, optional
@@ -154,6 +150,8 @@ def flex_attention(
         Allows Hkv to be a divisor of H; they must be equal otherwise.
     return_lse : bool, default False
         Return the log-sum-exp too, -inf for a query that sees no key.
+    block_mask : minimha.BlockMask or torch's BlockMask, optional
+        In place of ``mask_mod``. Of torch's the function counts, and its blocks are found anew.
     backend : str, default "auto"
         That of ``minimha.attention``.
 
@@ -185,25 +183,10 @@ def flex_attention(
     if not flag("enable_gqa", enable_gqa) and not q.shape[1] == k.shape[1] == v.shape[1]:
         raise ValueError(_differing_heads(q, k, v))
     _, (q, k, v) = _grouped(q, k, v)
-    shape = (*q.shape[:3], k.shape[2])
-    indices = np.ogrid[tuple(slice(size) for size in shape)]
-    visible = None if mask_mod is None else _called("mask_mod", mask_mod, indices, shape)
-    if visible is not None and visible.dtype != np.bool_:
-        raise TypeError(
-            f"mask_mod returned {visible.dtype}: expected bool, True where a query may attend to "
-            f"a key; scores are changed in score_mod"
-        )
-    bias = None
-    if score_mod is not None:
-        with argument_names(**WORDS):
-            problem = Problem.of(q, k, v, scale=scale)
-        bias = _called("score_mod", score_mod, (_scores(problem), *indices), shape)
-        bias = as_floating("what score_mod returned", bias)
-        q, k, scale = np.zeros_like(q[..., :1]), np.zeros_like(k[..., :1]), None
     with argument_names(**WORDS):
         return attention(
-            q, k, v, attn_mask=visible, attn_bias=bias, scale=scale, return_lse=return_lse,
-            backend=backend,
+            q, k, v, q_offset=0, score_mod=score_mod, mask_mod=_mask_function(mask_mod, block_mask),
+            scale=scale, return_lse=return_lse, backend=backend,
         )  # fmt: skip
 
 
@@ -427,28 +410,12 @@ def _mask(name: str, value: ArrayLike, meaning: str) -> Array:
     return boolean_or_floating(name, mask)
 
 
-def _scores(problem: Problem) -> Array:
-    """scale · Q Kᵀ for query heads in groups, in the compute dtype."""
-    q, k = (array.astype(problem.compute, copy=False) for array in (problem.q, problem.k))
-    (B, H, Lq, D), (_, Hkv, Lk, _) = q.shape, k.shape
-    scores = q.reshape(B, Hkv, H // Hkv, Lq, D) @ k[:, :, None].swapaxes(-1, -2)
-    return np.asarray(scores.reshape(B, H, Lq, Lk) * problem.compute.type(problem.scale))
-
-
-def _called(
-    name: str, function: Callable[..., Any], arguments: Any, shape: tuple[int, ...]
-) -> Array:
-    """What the caller's function returns, broadcast to the shape of the scores."""
-    if not callable(function):
-        raise TypeError(f"{name} is {function!r}: expected a callable, or None")
-    result = rectangular(f"what {name} returned", function(*arguments))
-    try:
-        return np.broadcast_to(result, shape)
-    except ValueError:
-        raise ValueError(
-            f"{name} returned shape {result.shape}: expected one that broadcasts to "
-            f"(B, H, Lq, Lk) = {shape}"
-        ) from None
+def _mask_function(mask_mod: Any, block_mask: Any) -> Any:
+    """The one that is given: a function, a ``BlockMask``, or torch's, which holds its function."""
+    if mask_mod is not None and block_mask is not None:
+        raise ValueError("mask_mod and block_mask are both given: expected one of them")
+    given = block_mask if mask_mod is None else mask_mod
+    return given if isinstance(given, BlockMask) else getattr(given, "mask_mod", given)
 
 
 def _batch_first(inputs: list[Array], batch_first: bool) -> tuple[list[Array], bool]:
