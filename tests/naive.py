@@ -25,8 +25,8 @@ def sees(p, j, *, is_causal, window, length, mask, bias):
     )
 
 
-def score(query, key, *, distance, scale, softcap, bias, slope):
-    """Return the score of one query and one key: scaled, then capped, then biased."""
+def score(query, key, *, distance, scale, softcap, bias, slope, modify):
+    """Return the score of one query and one key: scaled, capped, biased and modified."""
     if scale is None:
         scale = 1 / sqrt(len(query))
     s = scale * fsum(a * b for a, b in zip(query, key, strict=True))
@@ -36,7 +36,7 @@ def score(query, key, *, distance, scale, softcap, bias, slope):
         s += bias
     if slope is not None:
         s -= slope * distance
-    return s
+    return s if modify is None else modify(s)
 
 
 def row(scores, values, width, sink=-inf):
@@ -70,6 +70,8 @@ def attention(
     scale=None,
     softcap=None,
     sinks=None,
+    score_mod=None,
+    mask_mod=None,
     value_width=None,
 ):
     """Return scaled dot-product attention and its log-sum-exp, `(output, lse)`.
@@ -95,6 +97,9 @@ def attention(
         The factor on the dot product (None is 1 / sqrt(D)), and the bound `c` in `c * tanh(s / c)`.
     sinks
         For each of the H heads, the score of a key without a value.
+    score_mod, mask_mod
+        `score_mod(score, b, h, p, j)` returns the new score, `mask_mod(b, h, p, j)` tells whether
+        the query at key position `p` may attend to key `j`.
     value_width
         Dv, needed only where Lk is 0 and no value is there to show it.
 
@@ -117,6 +122,7 @@ def attention(
             "bias": bias,
         }
         seen = [j for j in range(len(keys)) if sees(p, j, **limits)]
+        seen = [j for j in seen if mask_mod is None or mask_mod(b, h, p, j)]
         scores = [
             score(
                 query,
@@ -126,6 +132,7 @@ def attention(
                 softcap=softcap,
                 bias=at(bias, j),
                 slope=at(alibi_slopes, h),
+                modify=score_mod and (lambda s, j=j: score_mod(s, b, h, p, j)),
             )
             for j in seen
         ]

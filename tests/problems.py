@@ -9,6 +9,7 @@ is accurate only to s · eps, and its weight to the same relative precision.
 
 from __future__ import annotations
 
+import math
 from importlib import import_module
 
 import naive
@@ -18,6 +19,41 @@ from hypothesis import strategies as st
 from minimha.equations.problem import Problem
 
 FULL = ("attn_mask", "attn_bias")
+TABLE = np.cos(np.arange(300.0))
+
+
+def by_distance(s, b, h, i, j):
+    return s - 0.25 * (h + 1) * abs(i - j) + b
+
+
+def bounded(s, b, h, i, j):
+    return 2.0 * math.tanh(0.5 * s) if (i + j) % 3 else s
+
+
+def hiding(s, b, h, i, j):
+    return s if j <= i + 1 and (b + j) % 4 else -math.inf
+
+
+def from_table(s, b, h, i, j):
+    return 0.5 * s + TABLE[abs(i - j) % 300]
+
+
+def earlier(b, h, i, j):
+    return i >= j
+
+
+def near(b, h, i, j):
+    return (abs(i - j) <= 2) | (j == 0)
+
+
+def of_parity(b, h, i, j):
+    return (i + j + b) % 2 == h % 2
+
+
+# Functions of every kind, and no more of them than are quickly compiled: all change a score by no
+# more than their argument changes, and which scores are -inf depends on the indices alone.
+SCORE_MODS = (by_distance, bounded, hiding, from_table)
+MASK_MODS = (earlier, near, of_parity)
 
 
 def run(name, q, k, v, **options):
@@ -71,7 +107,25 @@ def visible(q, k, o):
         seen &= o["attn_mask"]
     if o.get("attn_bias") is not None:
         seen &= o["attn_bias"] != -np.inf
+    if o.get("mask_mod") is not None:
+        seen &= over_pairs(o["mask_mod"], seen.shape, o, bool)
+    if o.get("score_mod") is not None:
+        seen &= ~np.isneginf(modified(np.zeros(seen.shape), o))
     return seen
+
+
+def over_pairs(function, shape, o, dtype):
+    """What a function of b, h, a query's position and j returns for every pair."""
+    offset = np.broadcast_to(o.get("q_offset", 0), shape[0]).tolist()
+    values = [function(b, h, i + offset[b], j) for b, h, i, j in np.ndindex(shape)]
+    return np.array(values, dtype).reshape(shape)
+
+
+def modified(scores, o):
+    """The option ``score_mod`` of every score."""
+    numbers = iter(scores.ravel().tolist())
+    function = lambda *pair: float(o["score_mod"](next(numbers), *pair))  # noqa: E731
+    return over_pairs(function, scores.shape, o, scores.dtype)
 
 
 def plain(q, k, v, **o):
@@ -92,6 +146,10 @@ def plain(q, k, v, **o):
     for bias in added:
         s = s + bias
         size = size + np.where(np.isfinite(bias), abs(bias), 0)
+    if o.get("score_mod") is not None:
+        s = modified(s, o)
+        added = modified(np.zeros(s.shape), o)
+        size = size + np.where(np.isfinite(added), abs(added), 0)
     seen = visible(q, k, o)
     s = np.where(seen, s, dtype(-np.inf))
     sink = np.full(q.shape[1], -np.inf) if o.get("sinks") is None else o["sinks"]
@@ -166,5 +224,7 @@ def random_problems(draw, dtype=np.float32):
         "scale": maybe(draw(st.sampled_from([0.0, 1.0, -0.5, 2.0]))),
         "softcap": maybe(draw(st.sampled_from([0.5, 5.0, 50.0]))),
         "sinks": maybe(rng.normal(size=H).astype(dtype)),
+        "score_mod": draw(st.sampled_from([None, None, *SCORE_MODS])),
+        "mask_mod": draw(st.sampled_from([None, None, *MASK_MODS])),
     }
     return *(x.astype(dtype) for x in (q, k, v)), options

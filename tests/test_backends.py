@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import (
+    MASK_MODS,
+    SCORE_MODS,
     assert_as_good_as_plain,
+    bounded,
+    by_distance,
     naive_attention,
     naive_merge,
+    near,
+    of_parity,
     random_problems,
     run,
     spoiling,
@@ -69,6 +75,11 @@ ALONE = {
     "softcap, bias": {"softcap": 0.7, "attn_bias": 3 * random((5, 5))},
     "sinks": {"sinks": SINKS},
     "sinks, nothing seen": {"sinks": SINKS, "kv_lengths": np.array([0, 3])},
+    **{f.__name__: {"score_mod": f} for f in SCORE_MODS},
+    **{f.__name__: {"mask_mod": f} for f in MASK_MODS},
+    "functions, offset": {"score_mod": by_distance, "mask_mod": near, "q_offset": [2, -3]},
+    "functions, causal": {"score_mod": bounded, "mask_mod": of_parity, "is_causal": True},
+    "functions, bias": {"score_mod": bounded, "softcap": 0.7, "attn_bias": 3 * random((5, 5))},
 }
 
 
@@ -271,7 +282,7 @@ def test_the_order_of_keys_does_not_matter(problem, seed, backend):
 @given(problem=random_problems(np.float64), constant=st.floats(-30, 30))
 def test_adding_a_constant_to_a_row_of_scores_changes_nothing(problem, constant, backend):
     q, k, v, options = problem
-    options |= {"sinks": None, "attn_bias": np.zeros((1, 1, q.shape[2], 1))}
+    options |= {"sinks": None, "score_mod": None, "attn_bias": np.zeros((1, 1, q.shape[2], 1))}
     expected, lse = attention(q, k, v, **options, return_lse=True)
     options["attn_bias"] = options["attn_bias"] + constant
     output, moved = run(backend, q, k, v, **options)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.equations.arguments import as_floating, name_of, rectangular
+from minimha.equations.arguments import name_of, rectangular
 
 PARAMETERS = {"score_mod": ("score", "b", "h", "i", "j"), "mask_mod": ("b", "h", "i", "j")}
 MOST_DEEP = 8  # functions that capture functions
@@ -58,9 +58,9 @@ def modified(
     read_only = S.view()
     read_only.flags.writeable = False
     result = _called("score_mod", score_mod, (read_only, *indices), S.shape)
-    if result.dtype == np.bool_:
-        raise TypeError(refusal("score_mod", "bool"))
-    return as_floating(f"what {name_of('score_mod')} returned", result).astype(S.dtype, copy=False)
+    if result.dtype.kind not in "iuf" and result.dtype.name != "bfloat16":
+        raise TypeError(refusal("score_mod", str(result.dtype)))
+    return result.astype(S.dtype, copy=False)
 
 
 def allowed(
@@ -98,9 +98,9 @@ def _called(
         result = _number_by_number(name, function, arguments)
     else:
         result = rectangular(f"what {name_of(name)} returned", returned)
-    if result.dtype.kind in "OUSc":
+    if result.dtype == object:
         is_none = result.ndim == 0 and result.item() is None
-        raise TypeError(refusal(name, "None" if is_none else str(result.dtype)))
+        raise TypeError(refusal(name, "None" if is_none else "objects"))
     try:
         return np.broadcast_to(result, shape)
     except ValueError:

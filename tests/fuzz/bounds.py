@@ -21,7 +21,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from problems import visible
+from problems import modified, visible
 
 from fuzz.cases import Case
 from minimha.equations import dense
@@ -49,11 +49,17 @@ class Expected:
         steps: dict[str, np.ndarray] = {}
         exact = dataclasses.replace(problem, compute=wide, **x)
         O, L = dense.forward(exact, lambda name, value: steps.setdefault(name, value))
-        S = next(steps[n] for n in ("masked", "biased", "capped", "scaled", "scores") if n in steps)
+        S = next(
+            steps[n]
+            for n in ("masked", "modified", "biased", "capped", "scaled", "scores")
+            if n in steps
+        )
         group = problem.q.shape[1] // problem.k.shape[1]
         finite = {n: np.where(np.isfinite(a), abs(a), 0).astype(np.float64) for n, a in x.items()}
         K, V = (finite[n].repeat(group, 1) for n in "kv")
         seen = visible(problem.q, problem.k, given)
+        if problem.score_mod is not None:
+            seen &= ~np.isneginf(S)
 
         info, D, n = np.finfo(problem.compute), problem.q.shape[3], problem.k.shape[2] + 1
         u, tiny, denormal = (float(y) for y in (info.eps / 2, info.tiny, info.smallest_subnormal))
@@ -65,6 +71,9 @@ class Expected:
         if problem.softcap is not None:
             cap = problem.softcap
             delta = np.minimum(delta, 2 * cap) + 32 * u * cap + 4 * cap * denormal
+        if problem.score_mod is not None:  # none of them makes a difference of scores larger
+            moved = modified(np.zeros(S.shape), given)
+            added = added + np.where(np.isfinite(moved), abs(moved), 0) + 16
         S64 = np.where(np.isfinite(S), S, 0).astype(np.float64)
         delta = delta + 4 * u * added + 8 * u * abs(S64)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from problems import visible
+from problems import MASK_MODS, SCORE_MODS, visible
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -77,7 +77,7 @@ class Case:
         return "\n".join(
             [
                 *(self._described(name) for name in self.arrays),
-                *(f"{name}={value!r}" for name, value in self.options.items()),
+                *(f"{n}={getattr(x, '__name__', repr(x))}" for n, x in self.options.items()),
                 f"rank={self.rank}, errstate={self.errstate!r}, form={self.form!r}",
             ]
         )
@@ -114,6 +114,7 @@ def draw(seed: int, number: int) -> Case:
     if rng.random() < 0.04 and name in ("float32", "float16"):  # a common dtype must be found
         x = str(rng.choice(["q", "k", "v"]))
         arrays[x] = arrays[x].astype(np.float64)
+    _add_functions(np.random.default_rng([seed, number, 1]), arrays, options)
     layouts = {}
     for x, array in arrays.items():
         if rng.random() < 0.5:
@@ -247,6 +248,17 @@ def _options(
     if maybe(0.2):
         options["softcap"] = float(rng.choice([0.5, 5, 50, 1e-3, 1e30]))
     return options
+
+
+def _add_functions(
+    rng: np.random.Generator, arrays: dict[str, np.ndarray], options: dict[str, Any]
+) -> None:
+    """Functions of scores and of pairs; drawn last, so that all else is as it was without them."""
+    for name, functions in (("score_mod", SCORE_MODS), ("mask_mod", MASK_MODS)):
+        if rng.random() < 0.1:
+            options[name] = functions[rng.integers(len(functions))]
+            if "q_offset" not in arrays:
+                options.setdefault("q_offset", 0)
 
 
 def _over_scores(rng: np.random.Generator, B: int, H: int, Lq: int, Lk: int) -> tuple[int, ...]:
