@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.equations.functions import modified
+from minimha.equations.functions import modified, source
 from minimha.equations.problem import Problem
 from minimha.equations.tap import Tap, no_tap, staged
 
@@ -63,6 +63,9 @@ def scores(
     if problem.attn_bias is not None or problem.alibi_slopes is not None:
         S = tap("biased", S + tap("bias", bias(problem, rows, keys, tap)))
     seen = problem.visible(rows, keys) if problem.hides else None
+    for name in ("score_mod", "mask_mod"):
+        if tap is not no_tap and getattr(problem, name) is not None:
+            tap(name, source(getattr(problem, name)))
     if problem.score_mod is not None:
         S = tap("modified", modified(problem.score_mod, S, problem.indices(rows, keys)))
         kept = np.asarray(~np.isneginf(S))

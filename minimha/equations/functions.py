@@ -125,6 +125,14 @@ def _number_by_number(
     return np.array(results).reshape(whole[0].shape)
 
 
+def source(function: Any) -> str:
+    """The lines in which ``function`` is written, or its name where there are none."""
+    try:
+        return inspect.cleandoc(inspect.getsource(getattr(function, "mask_mod", function)))
+    except (OSError, TypeError):
+        return getattr(function, "__name__", repr(function))
+
+
 def uses(function: Any, index: int) -> bool:
     """Whether ``function`` reads its parameter at ``index``, as far as its bytecode shows."""
     code = getattr(function, "__code__", None)

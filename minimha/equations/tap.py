@@ -2,7 +2,8 @@
 
 The equations pass every intermediate through ``tap(name, value)`` and continue with the value that
 it returns, so that a line with a tap still reads as mathematics. ``no_tap`` records nothing;
-``explain.Trace`` records everything.
+``explain.Trace`` records everything. A value is an array, or text: the source of a caller's
+function, which is heard before the step that it makes.
 """
 
 from collections.abc import Callable

@@ -42,7 +42,7 @@ SCORES = ("B", "H", "Lq", "Lk")
 ROWS = ("B", "H", "Lq", "1")
 QUERIES, KEYS = "q_rotated|q_normed|q", "k_rotated|k_normed|k"
 RAW = "scaled|scaled_cosine|cosine|energies|scores"
-FINAL = f"masked|biased|capped|{RAW}"  # what the softmax gets
+FINAL = f"masked|modified|biased|capped|{RAW}"  # what the softmax gets
 AXES = {
     "B": "batch entries",
     "L": "tokens",
@@ -159,11 +159,15 @@ CATALOGUE: dict[str, Entry] = {
         "Adds what is known about each pair beforehand.",
         "Press et al. 2022 (ALiBi), section 3",
         made=("sum", f"capped|{RAW}", "bias")),
+    "modified": Entry("S", "S", SCORES, "S_ij ← score_mod(S_ij, b, h, i, j)",
+        r"S_{ij} \leftarrow \mathrm{mod}(S_{ij}, b, h, i, j)",
+        "What a function makes of each score, for head h of batch entry b, the query at position i "
+        "and key j.", "Dong et al. 2024 (Flex Attention), section 3"),
     "masked": Entry("S", "S", SCORES, "S_ij ← S_ij if query i may see key j, else -∞",
         r"S_{ij} \leftarrow S_{ij} \text{ if query } i \text{ may see key } j"
         r"\text{, else } -\infty",
         "A hidden key scores -∞, so its weight will be exactly 0.", VASWANI,
-        made=("mask", f"biased|capped|{RAW}")),
+        made=("mask", f"modified|biased|capped|{RAW}")),
     "sinks": Entry("sink", r"\mathrm{sink}", ("H",), "sink", r"\mathrm{sink}",
         "One more score for every row of this head, which takes its share and passes nothing on.",
         "Xiao et al. 2024 (attention sinks)"),

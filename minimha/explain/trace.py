@@ -188,13 +188,20 @@ class Trace:
     cell: str = ""
     blank: Sequence[str] = ()
     _values: dict[str, NDArray[Any]] = field(default_factory=dict, init=False, repr=False)
+    _sources: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.example, self.source = printable(self.example), printable(self.source)
         self.labels = {axis: tuple(map(printable, names)) for axis, names in self.labels.items()}
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Keep a read-only copy of ``value`` under ``name`` and return ``value`` itself."""
+        """Keep a read-only copy of ``value`` under ``name`` and return ``value`` itself.
+
+        Text, the source of a function, is no step: it is a note to the step that the function made.
+        """
+        if isinstance(value, str):
+            self._sources[name] = value
+            return value
         if name in self._values:
             raise ValueError(
                 f"this trace already holds {name!r}: a trace follows one run, use a new one"
@@ -231,7 +238,7 @@ class Trace:
         """
         only = tuple(name.replace(" · ", ", ") for name in names)  # as the headings have it
         chosen = replace(self, only=only, **others)
-        chosen._values = dict(self._values)
+        chosen._values, chosen._sources = dict(self._values), dict(self._sources)
         return chosen
 
     @cached_property
@@ -478,7 +485,10 @@ class Trace:
     ) -> Step:  # fmt: skip
         known = self._entry(name)
         note = self.notes.get(f"{name}, head {place.get('head')}", self.notes.get(name, ""))
-        parts = (known.sentence, _row_sums(name, value), self._unseen(name, value), note)
+        function = name.replace("modified", "score_mod", 1).replace("masked", "mask_mod", 1)
+        is_written = function != name and function in self._sources
+        written = f"The function is: {self._sources[function]}" if is_written else ""
+        parts = (known.sentence, _row_sums(name, value), self._unseen(name, value), written, note)
         note = " ".join(part for part in parts if part)
         matrices = [p for p in self.printed if p.step == name and p.head == place.get("head")]
         labels = [

@@ -149,3 +149,19 @@ def test_every_entry_says_something(name):
     assert known.tex
     assert known.sentence.endswith(".")
     assert known.tex.count("{") == known.tex.count("}")
+
+
+def test_the_source_of_a_function_stands_beside_the_scores_that_it_made():
+    def score_mod(score, b, h, i, j):
+        return score - 0.5 * abs(i - j)
+
+    options = {"score_mod": score_mod, "mask_mod": lambda b, h, i, j: i >= j}
+    trace = traced((3, 2), (3, 2), (3, 2), options=options)
+    names = list(trace)
+    assert names[names.index("scaled") + 1 : names.index("row_max")] == ["modified", "masked"]
+    distance = abs(np.arange(3)[:, None] - np.arange(3))
+    np.testing.assert_allclose(trace["modified"], trace["scaled"] - 0.5 * distance)
+    notes = {step.name: step.note for step in trace.steps}
+    assert "return score - 0.5 * abs(i - j)" in notes["modified"]
+    assert "lambda b, h, i, j: i >= j" in notes["masked"]
+    assert "lambda" not in notes["weights"]
