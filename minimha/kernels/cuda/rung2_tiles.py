@@ -33,6 +33,7 @@ from numba import cuda
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
+from minimha.kernels.cuda.functions import DeviceFunction, device_functions
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts import mask as masks
@@ -53,15 +54,23 @@ def launches(problem: Problem, arguments: Arrays, scratch: Scratch) -> Launches:
     widest = WIDE // problem.compute.itemsize
     _, depth = in_parts(D, widest)
     parts, columns = in_parts(problem.v.shape[3], widest)
-    function = kernel(depth, columns, real)
+    function = kernel(depth, columns, real, *device_functions(problem))
     grid = (B * H * -(-Lq // B_R), parts, 1)
     return [(Launch(function, array_types(problem.compute), grid, B_R), arguments)]
 
 
 @cache
-def kernel(depth: int, columns: int, real: Any) -> Callable[..., None]:
+def kernel(
+    depth: int,
+    columns: int,
+    real: Any,
+    score_mod: DeviceFunction | None = None,
+    mask_mod: DeviceFunction | None = None,
+) -> Callable[..., None]:
     """The kernel whose threads keep so many columns of Q_i and of O_i, float32 or float64."""
     lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
+    is_modified, modified = score_mod is not None, score_mod and score_mod.compiled
+    is_masked, allowed = mask_mod is not None, mask_mod and mask_mod.compiled
 
     @device
     def copy_to_shared(r, X, b, h, j, n, first, width, X_j):
@@ -119,8 +128,12 @@ def kernel(depth: int, columns: int, real: Any) -> Callable[..., None]:
                 is_visible = not is_partial or masks.sees(
                     i, j0 + j, head.offset, head.left, head.right, head.length
                 )
+                if is_masked and is_visible:
+                    is_visible = allowed(b, h, i + head.offset, j0 + j)
                 if is_visible and not masks.is_hidden(mask, bias, b, h, i, j0 + j):
                     s = real(masks.final_score(S[j, r], bias, head, b, h, i, j0 + j))
+                    if is_modified:
+                        s = real(modified(s, b, h, i + head.offset, j0 + j))
                 S[j, r] = s
                 if s > m:
                     m = s

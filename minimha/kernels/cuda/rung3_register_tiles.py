@@ -28,7 +28,7 @@ from numba import cuda, float32, int32, uint32
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as kernel_arguments
-from minimha.kernels.cuda import ptx
+from minimha.kernels.cuda import functions, ptx
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import online_softmax as softmax
 from minimha.kernels.cuda.parts.mask import ScoreOptions, is_full, key_range, mask_registers
@@ -62,7 +62,7 @@ def unsupported(problem: Problem) -> str | None:
     """Return why this rung does not support ``problem``, or None."""
     if problem.dtype != np.float32:
         return f"register tiles are made for float32, and q, k, v are {problem.dtype}"
-    return kernel_arguments.too_wide(problem)
+    return functions.refused(problem) or kernel_arguments.too_wide(problem)
 
 
 def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: Scratch) -> Launches:

@@ -31,7 +31,7 @@ from numba import cuda, types
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as kernel_arguments
-from minimha.kernels.cuda import ptx
+from minimha.kernels.cuda import functions, ptx
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device, fragments, nonfinite
 from minimha.kernels.cuda.parts import mask as masks
@@ -56,7 +56,7 @@ def unsupported(problem: Problem) -> str | None:
     """Return why this rung does not support ``problem``, or None."""
     if problem.dtype.name not in fragments.FORMATS:
         return f"tensor cores take float16 and bfloat16 here, and q, k, v are {problem.dtype}"
-    return kernel_arguments.too_wide(problem)
+    return functions.refused(problem) or kernel_arguments.too_wide(problem)
 
 
 def blocks(made_for: Variant) -> tuple[int, int]:

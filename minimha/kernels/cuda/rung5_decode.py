@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from numba import cuda, float32, int32, int64, types, uint32, uint64
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cuda import ptx
+from minimha.kernels.cuda import functions, ptx
 from minimha.kernels.cuda.arguments import ADDRESSES, Arguments, padded_width, too_wide
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device, fragments
@@ -63,7 +63,7 @@ def unsupported(problem: Problem) -> str | None:
     """Return why this rung does not support ``problem``, or None."""
     if problem.dtype.itemsize > 4:
         return "q, k and v are float64: GPU kernels take float32, float16 and bfloat16"
-    return too_wide(problem)
+    return functions.refused(problem) or too_wide(problem)
 
 
 def launches(
