@@ -1,0 +1,81 @@
+"""Which blocks a function hides: counted pair by pair, and by the compiled function."""
+
+import numpy as np
+import pytest
+from problems import MASK_MODS, over_pairs
+
+import minimha
+from minimha import attention, block_mask
+from minimha.equations import block_mask as blocks
+from minimha.kernels.cpu.functions import block_states
+
+SIZES = [(1, 1), (16, 32), (17, 33), (50, 70), (0, 5), (5, 0)]
+
+
+def counted(mask_mod, shape, q_offset):
+    """States of blocks of 16 × 32, from every pair."""
+    B, H, Lq, Lk = shape
+    seen = over_pairs(mask_mod, shape, {"q_offset": q_offset}, bool)
+    states = np.zeros((B, H, -(-Lq // 16), -(-Lk // 32)), np.uint8)
+    for b, h, row, column in np.ndindex(states.shape):
+        block = seen[b, h, 16 * row : 16 * row + 16, 32 * column : 32 * column + 32]
+        states[b, h, row, column] = 2 if block.all() else int(block.any())
+    return states
+
+
+@pytest.mark.parametrize("find", [blocks.states, block_states])
+@pytest.mark.parametrize(("Lq", "Lk"), SIZES)
+@pytest.mark.parametrize("mask_mod", MASK_MODS)
+def test_states(mask_mod, Lq, Lk, find):
+    offset = np.array([0, 20])
+    expected = counted(mask_mod, (2, 3, Lq, Lk), offset)
+    np.testing.assert_array_equal(find(mask_mod, 2, 3, Lq, Lk, offset), expected)
+
+
+@pytest.mark.parametrize("backend", ["dense", "cpu"])
+def test_it_computes_what_its_function_does(backend):
+    x = np.random.default_rng(0).normal(size=(2, 2, 100, 4))
+    mask = block_mask(lambda b, h, i, j: i >= j, 100, 100)
+    assert repr(mask) == "BlockMask(Lq=100, Lk=100, 43% of the blocks hidden)"
+    got = attention(x, x, x, mask_mod=mask, backend=backend)
+    np.testing.assert_allclose(got, attention(x, x, x, is_causal=True), rtol=1e-9, atol=1e-12)
+
+
+def test_the_cpu_kernel_skips_what_it_says_is_hidden():
+    x = np.random.default_rng(0).normal(size=(1, 1, 64, 4))
+    states = np.zeros((1, 1, 4, 2), np.uint8)
+    states[..., 0] = 2
+    mask = minimha.BlockMask(lambda b, h, i, j: i >= j, states, 64, 64, (0,))
+    got = attention(x, x, x, mask_mod=mask, backend="cpu")
+    np.testing.assert_allclose(got, attention(x, x[:, :, :32], x[:, :, :32]), rtol=1e-9)
+
+
+def test_a_block_mask_for_another_problem_is_refused():
+    x, array = np.zeros((1, 2, 40, 4)), np.zeros(40)
+    for arguments, sentence in (
+        ({"Lk": 41}, r"a BlockMask for \(B, H, Lq, Lk\) = \(1, 1, 40, 41\): expected one for"),
+        ({"H": 3}, r"a BlockMask for \(B, H, Lq, Lk\) = \(1, 3, 40, 40\)"),
+        ({"q_offset": 2}, r"a BlockMask with q_offset=\(2,\): expected \(0,\)"),
+    ):
+        mask = block_mask(lambda b, h, i, j: i >= j, **{"Lq": 40, "Lk": 40, **arguments})
+        with pytest.raises(ValueError, match=sentence):
+            attention(x, x, x, mask_mod=mask)
+    mask = block_mask(lambda b, h, i, j: array[j] == 0, 40, 40)
+    array[3] = 1
+    with pytest.raises(ValueError, match="captures a value that has changed since"):
+        attention(x, x, x, mask_mod=mask)
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "error", "sentence"),
+    [
+        (None, {}, TypeError, "mask_mod is None: expected a function"),
+        (lambda b, h, i, j: b > j, {}, ValueError, "B is None: expected a number, because mask_"),
+        (lambda b, h, i, j: h > j, {"B": 2}, ValueError, "H is None"),
+        (lambda b, h, i, j: j - i, {}, TypeError, "mask_mod returned int64: expected bool"),
+        (lambda b, h, i, j: True, {"Lq": 4.0}, TypeError, "Lq is 4.0: expected an integer"),
+    ],
+)
+def test_wrong_arguments(function, sizes, error, sentence):
+    with pytest.raises(error, match=sentence):
+        block_mask(function, **{"Lq": 4, "Lk": 4, **sizes})
