@@ -415,9 +415,9 @@ def attention(
     Each token attends to itself and its neighbours:
 
     >>> attention(q, k, v, mask_mod=lambda b, h, i, j: abs(i - j) <= 1).round(6)
-    array([[0.66046 , 0.66046 ],
+    array([[0.5     , 1.      ],
            [1.401112, 1.203336],
-           [1.5     , 1.5     ]])
+           [0.990715, 1.669762]])
     """
     key = None
     if (

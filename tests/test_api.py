@@ -91,10 +91,11 @@ def test_every_option_adds_its_step_to_the_trace():
 
 
 def test_the_public_names():
-    functions = ["attention", "backends", "check", "compile", "get_num_threads", "merge"]
-    functions += ["set_num_threads"]
+    functions = ["attention", "backends", "block_mask", "check", "compile"]
+    functions += ["get_num_threads", "merge", "set_num_threads"]
     packages = ["dialects", "explain", "layers", "models"]
-    assert sorted(minimha.__all__) == sorted(["BackendUnavailable", *functions, *packages])
+    classes = ["BackendUnavailable", "BlockMask"]
+    assert sorted(minimha.__all__) == sorted([*classes, *functions, *packages])
     assert sorted(dir(minimha)) == sorted([*minimha.__all__, "__version__"])
     assert all(hasattr(minimha, name) for name in minimha.__all__)
     for package in (minimha.dialects, minimha.layers, minimha.models):

@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from minimha.equations.block_mask import BlockMask
 from minimha.equations.functions import allowed, contents, modified
 from minimha.equations.problem import Problem
+from minimha.kernels.cuda.parts import device
 
 
 class DeviceFunction:
@@ -35,7 +35,7 @@ class DeviceFunction:
     @cached_property
     def compiled(self) -> Any:
         """What a kernel calls."""
-        return cuda.jit(device=True)(self.function)
+        return device(self.function)
 
 
 def device_functions(problem: Problem) -> tuple[DeviceFunction | None, DeviceFunction | None]:
