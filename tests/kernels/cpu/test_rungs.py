@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from problems import assert_close_to_exact, run
+from problems import assert_close_to_exact, by_distance, earlier, hiding, run
 
 from minimha import attention
 from minimha.equations import dense
@@ -31,6 +31,10 @@ def ragged(Lq=131, Lk=203, H=4, Hkv=2, D=20, Dv=13, B=2, dtype=np.float32, sprea
     rng = np.random.default_rng(seed)
     shapes = ((B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv))
     return [rng.normal(size=shape, scale=spread).astype(dtype) for shape in shapes]
+
+
+def same_document(b, h, i, j):
+    return i // 37 == j // 37
 
 
 def options(B=2, H=4, Lq=131, Lk=203):
@@ -59,6 +63,10 @@ def options(B=2, H=4, Lq=131, Lk=203):
             "softcap": 0.7, "attn_bias": 3 * bias, "attn_mask": rng.random((Lq, Lk)) < 0.5,
         },
         "sinks": {"sinks": np.array([0, 3, -inf, 9.0]), "is_causal": True, "q_offset": 0},
+        "functions": {"score_mod": hiding, "mask_mod": earlier, "q_offset": np.array([-40, 60])},
+        "function of documents": {
+            "mask_mod": same_document, "score_mod": by_distance, "q_offset": 30,
+        },
         "scale negative": {"scale": -0.7},
         "scale 0": {"scale": 0.0},
     }  # fmt: skip
