@@ -2,12 +2,14 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import ml_dtypes
 import naive
 import numpy as np
 import pytest
 
+from minimha import block_mask
 from minimha.dialects.torch import (
     flex_attention,
     multihead_attention,
@@ -164,6 +166,17 @@ def test_flex_attention_of_empty_axes(B, Lq, Lk):
     got, lse = flex_attention(q, k, v, *mods, return_lse=True)
     np.testing.assert_array_equal(got, np.zeros((B, 2, Lq, 3)))
     np.testing.assert_array_equal(lse, np.full((B, 2, Lq), -np.inf))
+
+
+def test_a_block_mask_may_be_minimhas_or_hold_its_function():
+    x = normal(1, 2, 5, 3)
+    causal = scaled_dot_product_attention(x, x, x, is_causal=True)
+    function = lambda b, h, i, j: i >= j  # noqa: E731
+    ours, theirs = block_mask(function, 5, 5), SimpleNamespace(mask_mod=function)
+    for given in ({"mask_mod": ours}, {"block_mask": ours}, {"block_mask": theirs}):
+        np.testing.assert_allclose(flex_attention(x, x, x, **given), causal, rtol=1e-12)
+    with pytest.raises(ValueError, match="mask_mod and block_mask are both given"):
+        flex_attention(x, x, x, mask_mod=function, block_mask=ours)
 
 
 # ---- MultiheadAttention by hand -----------------------------------------------------------------
