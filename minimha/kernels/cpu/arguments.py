@@ -27,6 +27,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from minimha.kernels.cpu.simd.vector import INT
+from minimha.kernels.options import Options
 
 AXES = 4
 ARRAY = 1 + 2 * AXES  # integers that describe one array
@@ -66,10 +67,10 @@ NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size", "sco
 HEADERS = Struct(f"={len(BROUGHT)}q")
 
 
-# ``Options``; where the rows of each sequence are, as in ``Sequences``; and a caller's functions, see
-# ``functions``: addresses of ``score_mod`` and ``mask_mod`` or 0, the states of a ``BlockMask`` if
-# blocks are skipped, (B, H, …), and where an exception is noted.
-CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
+# ``Options``; where the rows of each sequence are, as in ``Sequences``; and the caller's functions,
+# see ``functions``: addresses of ``score_mod`` and ``mask_mod`` or 0, the states of a ``BlockMask``
+# if blocks are skipped, (B, H, …), and where an exception is noted.
+CPUOptions: Any = namedtuple(  # type: ignore[misc]  # mypy wants literals
     "CPUOptions",
     (*Options._fields, *ROWS, "page_size", "score_mod", "mask_mod", "blocks", "failed"),
 )
@@ -87,7 +88,7 @@ def slots(buffers: Iterable[str]) -> dict[str, int]:
 
 
 def pack(
-    layouts: dict[str, Layout], slots: dict[str, int], o: CPUOptions, sizes: Sequence[int],
+    layouts: dict[str, Layout], slots: dict[str, int], o: Any, sizes: Sequence[int],
     num_counters: int,
 ) -> NDArray[np.int64]:  # fmt: skip
     """The line for arrays and buffers of these layouts, whose addresses are left open."""

@@ -179,9 +179,10 @@ class Plan:
         self._counters = kernel.slots["counters"]
         self._kernel = kernel.compile(self.storage).address
 
-    def _options(self, kernel: Kernel, problem: Problem) -> CPUOptions:
+    def _options(self, kernel: Kernel, problem: Problem) -> Any:
         """Everything that is small, the functions, and where the rows of each sequence are."""
-        rows = problem.sequences or one_per_entry(*problem.q.shape[::2], problem.k.shape[2])
+        (B, _, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
+        rows = problem.sequences or one_per_entry(B, Lq, Lk)
         is_skipping = kernel.skips and problem.mask_mod is not None
         addresses = {
             name: getattr(self._functions.get(name), "address", 0) for name in functions.NAMES
