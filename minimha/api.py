@@ -341,9 +341,10 @@ def attention(
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int, optional
         n sequences stand one after another along Lq and Lk, with B = 1: sequence s is the rows
         from cu_seqlens[s] to cu_seqlens[s + 1], of which the first is 0 and the last Lq or Lk. No
-        sequence sees another; positions count from its first query and key, and ``q_offset`` and
-        ``kv_lengths`` are one integer or n. ``attn_mask`` and ``attn_bias`` are refused, and so
-        are arrays on a GPU. ``cu_seqlens_k`` is ``cu_seqlens_q`` by default.
+        sequence sees another; positions count from its first query and key, functions get s as
+        b, and ``q_offset`` and ``kv_lengths`` are one integer or n. ``attn_mask``, ``attn_bias``
+        and a BlockMask are refused, and so are arrays on a GPU. ``cu_seqlens_k`` is
+        ``cu_seqlens_q`` by default.
     block_table : array_like of shape (B, pages), int, optional
         Keys and values are paged: k is (num_pages, Hkv, page_size, D), v likewise, and key j of
         batch entry b is key j % page_size of page block_table[b, j // page_size]. It needs

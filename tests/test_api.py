@@ -81,12 +81,13 @@ def test_a_traced_run_returns_the_same_bits(backend):
 def test_every_option_adds_its_step_to_the_trace():
     trace = Trace()
     attention(
-        Q, K, V, is_causal=True, softcap=2.0, alibi_slopes=[1, 2, 3], sinks=[0, 1, 2],
-        return_lse=True, tap=trace,
+        Q, K, V, is_causal=True, softcap=2.0, attn_bias=np.zeros((4, 4)), alibi_slopes=[1, 2, 3],
+        sinks=[0, 1, 2], score_mod=lambda s, b, h, i, j: s, return_lse=True, tap=trace,
     )  # fmt: skip
     assert list(trace) == [
-        "q", "k", "v", "scores", "scaled", "softcap", "capped", "bias", "biased", "masked", "sinks",
-        "row_max", "exponentials", "row_sum", "weights", "output", "lse",
+        "q", "k", "v", "scores", "scaled", "softcap", "capped", "attn_bias", "slopes",
+        "distances", "bias", "biased", "modified", "masked", "sinks", "row_max", "exponentials",
+        "row_sum", "weights", "output", "lse",
     ]  # fmt: skip
 
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import naive_attention, run
+from problems import MASK_MODS, SCORE_MODS, earlier, naive_attention, of_parity, run
 
-from minimha import BackendUnavailable, attention
+from minimha import BackendUnavailable, attention, block_mask
 from minimha.equations.problem import Problem
 from minimha.explain import Trace
 from minimha.kernels.cpu import backend, rung4_parallel, rung5_decode
@@ -43,10 +43,19 @@ def one_by_one(q, keys, values, starts, offsets, options):
     output, lse = np.zeros((*q.shape[:2], values[0].shape[2])), np.zeros(q.shape[:2])
     for s, (k, v) in enumerate(zip(keys, values, strict=True)):
         rows = slice(starts[s], starts[s + 1])
-        given = options | {"q_offset": int(offsets[s])}
+        given = options | {"q_offset": int(offsets[s])} | _of_sequence(s, options)
         found = naive_attention(q[None, :, rows], k[None], v[None], **given)
         output[:, rows], lse[:, rows] = (x[0] for x in found)
     return output[None], lse[None]
+
+
+def _of_sequence(s, options):
+    """The functions of ``options``, which get the number of the sequence as b."""
+    score_mod, mask_mod = options["score_mod"], options["mask_mod"]
+    return {
+        "score_mod": score_mod and (lambda x, b, h, i, j: score_mod(x, s, h, i, j)),
+        "mask_mod": mask_mod and (lambda b, h, i, j: mask_mod(s, h, i, j)),
+    }
 
 
 @st.composite
@@ -69,6 +78,8 @@ def sequences(draw, most=4, longest=9, dtype=np.float64):
         "sinks": rng.normal(size=H).astype(dtype) if draw(st.booleans()) else None,
         "softcap": draw(st.none() | st.just(2.0)),
         "scale": draw(st.none() | st.just(-0.5)),
+        "score_mod": draw(st.none() | st.sampled_from(SCORE_MODS)),
+        "mask_mod": draw(st.none() | st.sampled_from(MASK_MODS)),
     }
     return rng, q, keys, values, cumulative(num_queries), offsets, options
 
@@ -293,10 +304,11 @@ def test_a_batch_of_single_queries_is_decoded(monkeypatch):
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_some_sequences_are_decoded_while_others_are_not(page_size):
+@pytest.mark.parametrize("mask_mod", [None, of_parity])
+def test_some_sequences_are_decoded_while_others_are_not(page_size, mask_mod):
     rng, q, keys, values, starts, offsets = ragged()
     lengths = [k.shape[1] for k in keys]
-    given = {"cu_seqlens_q": starts, "q_offset": offsets, "is_causal": True}
+    given = {"cu_seqlens_q": starts, "q_offset": offsets, "is_causal": True, "mask_mod": mask_mod}
     k, v = (np.concatenate(x, axis=1)[None] for x in (keys, values))
     packed = given | {"cu_seqlens_k": cumulative(lengths)}
     expected = run("dense", q[None], k, v, **packed)
@@ -321,6 +333,41 @@ def test_the_gpu_takes_one_sequence_after_another(monkeypatch):
         run("cuda.backend", q, k, v, **given), run("dense", q, k, v, **given), strict=True
     ):
         np.testing.assert_array_equal(got, wanted)
+
+
+def test_the_gpu_takes_no_function_of_the_sequence():
+    pytest.importorskip("cuda.core", reason="needs numba-cuda and cuda-core")
+    cuda = pytest.importorskip("minimha.kernels.cuda.backend")
+    reason = "mask_mod uses b, the number of a sequence, but each sequence is launched as number 0"
+    for mask_mod, expected in ((of_parity, reason), (earlier, None)):
+        problem = Problem.of(Q, Q, Q, cu_seqlens_q=[0, 5], mask_mod=mask_mod)
+        assert cuda.unsupported(problem) == expected
+
+
+def test_a_block_mask_is_of_one_length():
+    blocks = block_mask(earlier, 5, 5)
+    with pytest.raises(ValueError, match="mask_mod is a BlockMask, for one Lq and one Lk"):
+        attention(Q, Q, Q, cu_seqlens_q=[0, 2, 5], mask_mod=blocks)
+    attention(Q, Q, Q, cu_seqlens_q=[0, 2, 5], mask_mod=blocks.mask_mod)
+
+
+def test_what_a_function_raises_for_a_sequence_is_raised():
+    table = np.zeros(1)
+    with pytest.raises(IndexError, match="index 1 is out of bounds"):
+        attention(
+            Q, Q, Q, cu_seqlens_q=[0, 2, 5], backend="cpu",
+            score_mod=lambda s, b, h, i, j: s + table[b],
+        )  # fmt: skip
+
+
+def test_a_traced_function_has_its_source_in_each_sequence():
+    trace = Trace()
+    attention(Q, Q, Q, cu_seqlens_q=[0, 2, 5], alibi_slopes=[1, 2], mask_mod=of_parity, tap=trace)
+    step = next(step for step in trace.steps if step.name == "masked[sequence 1]")
+    assert "return (i + j + b) % 2 == h % 2" in step.note
+    assert "distances[sequence 1]" in trace
+    seen = np.isfinite(trace["masked[sequence 1]"][0, 0])
+    np.testing.assert_array_equal(seen, [[0, 1, 0], [1, 0, 1], [0, 1, 0]])  # i + j + 1 is even
 
 
 def test_arrays_on_a_gpu_are_refused_by_name(monkeypatch):

@@ -51,8 +51,16 @@ class BlockMask:
         share = (self.states == HIDDEN).mean() if self.states.size else 0
         return f"BlockMask(Lq={self.Lq}, Lk={self.Lk}, {share:.0%} of the blocks hidden)"
 
-    def check(self, shape: tuple[int, int, int, int], q_offset: NDArray[np.int64]) -> None:
+    def check(
+        self, shape: tuple[int, int, int, int], q_offset: NDArray[np.int64], has_sequences: bool
+    ) -> None:
         """Raise ValueError if it was made for other scores (B, H, Lq, Lk) or other positions."""
+        if has_sequences:
+            raise ValueError(
+                f"{name_of('mask_mod')} is a BlockMask, for one Lq and one Lk, but cu_seqlens and "
+                f"block_table give each sequence its own: expected the function that it holds, "
+                f"{name_of('mask_mod')}.mask_mod"
+            )
         B, H, Lq, Lk = shape
         mine = (*self.states.shape[:2], self.Lq, self.Lk)
         if (Lq, Lk) != mine[2:] or mine[0] not in (1, B) or mine[1] not in (1, H):

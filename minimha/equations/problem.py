@@ -74,6 +74,9 @@ class Problem:
         Where the queries and keys of each sequence are, if sequences are packed or keys are paged.
         Everything above that is per batch entry is then per sequence, and k and v may have
         another B and another Lk than q: pages and their size.
+    first_b : int
+        The b of batch entry 0 for ``score_mod`` and ``mask_mod``: of a sequence as a problem of its
+        own the sequence's number.
     """
 
     q: NDArray[Any]
@@ -95,6 +98,7 @@ class Problem:
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
     sequences: Sequences | None = None
+    first_b: int = 0
 
     @classmethod
     def of(
@@ -149,7 +153,7 @@ class Problem:
         positional = [name for name, is_given in options.items() if is_given]
         offset = _offset(q_offset, shape, sequences, lengths, positional)
         if isinstance(mask_mod, BlockMask):
-            mask_mod.check(shape, offset)
+            mask_mod.check(shape, offset, has_sequences=sequences is not None)
         return cls(
             q=q4, k=k4, v=v4, left=left, right=right, q_offset=offset, kv_lengths=lengths,
             attn_mask=_mask(attn_mask, shape),
@@ -171,6 +175,7 @@ class Problem:
             yield rows, replace(
                 self, q=self.q[rows], k=k, v=v, q_offset=self.q_offset[one],
                 kv_lengths=self.kv_lengths[one], sequences=None,
+                first_b=int(self.sequences.numbers[s]),
             )  # fmt: skip
 
     def by_sequence(
@@ -219,7 +224,8 @@ class Problem:
     def indices(self, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
         """b, h, i and j of a grid of scores, arrays that broadcast; i is a query's position."""
         B, H = self.q.shape[:2]
-        b, h = np.arange(B)[:, None, None, None], np.arange(H)[:, None, None]
+        b = np.arange(self.first_b, self.first_b + B)[:, None, None, None]
+        h = np.arange(H)[:, None, None]
         i = np.arange(rows.start, rows.stop)[:, None] + self.q_offset[:, None, None, None]
         return b, h[None], i, np.arange(keys.start, keys.stop)[None, None, None]
 

@@ -40,6 +40,8 @@ class Sequences(NamedTuple):
         ``ONE_PAGE`` if the keys are not paged.
     room : ndarray of shape (n,), int64
         How many keys there may be.
+    numbers : ndarray of shape (n,), int64
+        Which of the caller's sequences each one is: b of ``score_mod`` and ``mask_mod``.
     """
 
     queries: NDArray[np.int64]
@@ -47,6 +49,7 @@ class Sequences(NamedTuple):
     first_keys: NDArray[np.int64]
     page_size: int
     room: NDArray[np.int64]
+    numbers: NDArray[np.int64]
 
     def rows(self, s: int) -> tuple[slice, slice, slice]:
         """The index of the queries of sequence ``s`` in q, O and L."""
@@ -63,18 +66,19 @@ class Sequences(NamedTuple):
         return np.asarray(rows[:, :, :length])
 
     def some(self, chosen: NDArray[np.bool_]) -> Sequences:
-        """Some of the sequences; their rows are where they were."""
-        queries, pages, first_keys, page_size, room = self
+        """Some of the sequences; their rows are where they were, and their numbers as well."""
+        queries, pages, first_keys, page_size, room, numbers = self
         return Sequences(
-            queries[chosen], pages[chosen], first_keys[chosen], page_size, room[chosen]
-        )
+            queries[chosen], pages[chosen], first_keys[chosen], page_size, room[chosen],
+            numbers[chosen],
+        )  # fmt: skip
 
 
 def one_per_entry(B: int, Lq: int, Lk: int) -> Sequences:
     """The sequences of a problem that is neither packed nor paged: its batch entries."""
     entries, zeros = np.arange(B), np.zeros(B, np.int64)
     queries = np.column_stack((entries, zeros, np.full(B, Lq)))
-    return Sequences(queries, entries[:, None], zeros, ONE_PAGE, np.full(B, Lk))
+    return Sequences(queries, entries[:, None], zeros, ONE_PAGE, np.full(B, Lk), entries)
 
 
 def sequences_of(
@@ -121,8 +125,9 @@ def sequences_of(
             f"{name_of('cu_seqlens_k')} has {len(starts)} entries but {name_of('cu_seqlens_q')} "
             f"has {len(queries) + 1}: both have one for each sequence, and the end"
         )
-    pages = np.zeros((len(queries), 1), np.int64)
-    return Sequences(queries, pages, starts[:-1], ONE_PAGE, np.diff(starts))
+    n = len(queries)
+    pages = np.zeros((n, 1), np.int64)
+    return Sequences(queries, pages, starts[:-1], ONE_PAGE, np.diff(starts), np.arange(n))
 
 
 def _cumulative(name: str, value: Any, array: str, B: int, L: int) -> NDArray[np.int64]:
@@ -166,7 +171,7 @@ def _paged(queries: NDArray[np.int64], block_table: Any, page_size: int) -> Sequ
     if page_size == 0:
         raise ValueError(f"{name_of('k')} has pages of 0 keys: a page holds at least 1")
     room = np.full(n, table.shape[1] * page_size)
-    return Sequences(queries, table, np.zeros(n, np.int64), page_size, room)
+    return Sequences(queries, table, np.zeros(n, np.int64), page_size, room, np.arange(n))
 
 
 def check_pages(sequences: Sequences, kv_lengths: NDArray[np.int64], num_pages: int) -> None:

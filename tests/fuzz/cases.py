@@ -7,7 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from problems import MASK_MODS, SCORE_MODS, visible
+from problems import MASK_MODS, SCORE_MODS, by_distance, hiding, of_parity, visible
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -127,6 +127,8 @@ def draw(seed: int, number: int) -> Case:
     errstate, form = str(rng.choice(ERRSTATES)), "batch"
     if not {"attn_mask", "attn_bias"} & set(arrays) and rng.random() < 0.4:
         form = str(rng.choice(["packed", "paged"]))
+    if {by_distance, hiding, of_parity} & {options.get("score_mod"), options.get("mask_mod")}:
+        form = "batch"  # their b is the number of the entry, of which ``forms`` makes many
     return Case(arrays, options, layouts, rank, errstate, form)
 
 

@@ -59,7 +59,7 @@ class Layout(NamedTuple):
 # What every call brings; then the arrays of every problem, in the order of a line. The buffers
 # follow, then the numbers.
 BROUGHT = ("q", "k", "v", "O", "L", "memory")
-ROWS = ("queries", "pages", "first_keys")  # of ``Sequences``
+ROWS = ("queries", "pages", "first_keys", "numbers")  # of ``Sequences``
 SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS, "blocks", "failed")
 ARRAYS = ("q", "k", "v", "mask", "bias", "O", "L", *SMALL)
 NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size", "score_mod",
@@ -70,7 +70,7 @@ HEADERS = Struct(f"={len(BROUGHT)}q")
 # ``Options``; where the rows of each sequence are, as in ``Sequences``; and the caller's functions,
 # see ``functions``: addresses of ``score_mod`` and ``mask_mod`` or 0, the states of a ``BlockMask``
 # if blocks are skipped, (B, H, …), and where an exception is noted.
-CPUOptions: Any = namedtuple(  # type: ignore[misc]  # mypy wants literals
+CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
     "CPUOptions",
     (*Options._fields, *ROWS, "page_size", "score_mod", "mask_mod", "blocks", "failed"),
 )
@@ -139,7 +139,7 @@ def unpacker(**buffers: Buffer) -> Any:
         arrays = dict.fromkeys(("q", "k", "v"), types.Array(storage, 4, "A"))
         arrays |= dict.fromkeys(("bias", "O"), types.Array(real, 4, "A"))
         arrays |= {"mask": types.Array(types.boolean, 4, "A"), "L": types.Array(real, 3, "A")}
-        lines = ("q_offset", "kv_lengths", "first_keys")
+        lines = ("q_offset", "kv_lengths", "first_keys", "numbers")
         arrays |= dict.fromkeys(lines, types.Array(types.int64, 1, "C"))
         arrays |= dict.fromkeys(("queries", "pages"), types.Array(types.int64, 2, "C"))
         arrays |= dict.fromkeys(("slopes", "sinks"), types.Array(real, 1, "C"))

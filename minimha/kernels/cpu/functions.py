@@ -145,6 +145,19 @@ def block_states(
 
 def raise_again(problem: Problem) -> None:
     """Raise the exception that a function of ``problem`` raised in a kernel."""
+    parts = [problem]
+    if problem.sequences is not None:
+        parts = [part for _, part in problem.each_sequence()]
+    for part in parts:
+        _call_everywhere(part)
+    raise RuntimeError(
+        f"{' or '.join(map(name_of, given(problem)))} raised an exception in machine code, but "
+        f"raises none in Python"
+    )
+
+
+def _call_everywhere(problem: Problem) -> None:
+    """Call the functions of ``problem`` in Python for every pair, a tile at a time."""
     Lq, Lk = problem.q.shape[2], problem.k.shape[2]
     for i in range(0, Lq, CALLED):
         for j in range(0, Lk, CALLED):
@@ -155,10 +168,6 @@ def raise_again(problem: Problem) -> None:
                 allowed(problem.mask_mod, indices, shape)
             if problem.score_mod is not None:
                 modified(problem.score_mod, np.zeros(shape, problem.compute), indices)
-    raise RuntimeError(
-        f"{' or '.join(map(name_of, given(problem)))} raised an exception in machine code, but "
-        f"raises none in Python"
-    )
 
 
 @intrinsic
@@ -193,8 +202,10 @@ def call_tile(
 def seen_range(blocks, b, h, i0, i1, j0, j1):
     """The part of the keys j0 to j1 that the queries i0 to i1 may see, and whether they see it all.
 
-    ``blocks`` has the states of a ``BlockMask``.
+    ``blocks`` has the states of a ``BlockMask``, or none, where nothing is known.
     """
+    if not blocks.size:
+        return j0, j1, False
     first, last, is_full = j1, j0, True
     for column in range(j0 // COLUMNS, -(-j1 // COLUMNS)):
         for row in range(i0 // ROWS, -(-i1 // ROWS)):

@@ -183,14 +183,16 @@ class Plan:
         """Everything that is small, the functions, and where the rows of each sequence are."""
         (B, _, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
         rows = problem.sequences or one_per_entry(B, Lq, Lk)
-        is_skipping = kernel.skips and problem.mask_mod is not None
+        # Of packed sequences nothing is asked ahead: each has blocks of its own.
+        is_skipping = kernel.skips and problem.mask_mod is not None and problem.sequences is None
         addresses = {
             name: getattr(self._functions.get(name), "address", 0) for name in functions.NAMES
         }
-        return CPUOptions(
+        return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals
             *options(problem), queries=np.ascontiguousarray(rows.queries),
             pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
-            page_size=rows.page_size, **addresses, failed=np.zeros(1, np.int64),
+            numbers=rows.numbers, page_size=rows.page_size, **addresses,
+            failed=np.zeros(1, np.int64),
             blocks=functions.blocks_of(problem) if is_skipping else NO_BLOCKS,
         )  # fmt: skip
 

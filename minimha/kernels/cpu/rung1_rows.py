@@ -52,7 +52,7 @@ KERNEL = Kernel(rows, BUFFERS)
 @jit
 def row(q, k, v, mask, bias, o, O, memory, b, h, i):
     """Write O and return L of query i of sequence b."""
-    O_i, p_i = memory.O_i, i + o.q_offset[b]
+    O_i, number, p_i = memory.O_i, o.numbers[b], i + o.q_offset[b]
     entry, first, _ = queries_of(o, b)
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv = q.shape[3], v.shape[3]
@@ -66,7 +66,7 @@ def row(q, k, v, mask, bias, o, O, memory, b, h, i):
             continue
         if o.mask_mod:
             memory.seen[0] = 1
-            call_tile(o.mask_mod, memory.seen, 0, o.failed, b, h, p_i, j, 1, 1, 1, 0)
+            call_tile(o.mask_mod, memory.seen, 0, o.failed, number, h, p_i, j, 1, 1, 1, 0)
             if not memory.seen[0]:
                 continue
         page, at = key_at(o, b, j)
@@ -76,7 +76,7 @@ def row(q, k, v, mask, bias, o, O, memory, b, h, i):
         s = final_score(s, bias, head, b, h, i, j)  # line 8
         if o.score_mod:
             memory.s[0] = s
-            call_tile(o.score_mod, memory.s, 0, o.failed, b, h, p_i, j, 1, 1, 1, 0)
+            call_tile(o.score_mod, memory.s, 0, o.failed, number, h, p_i, j, 1, 1, 1, 0)
             s = memory.s[0]
             if s == -math.inf:
                 continue

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.equations.arguments import name_of
+from minimha.equations.functions import uses
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as kernel_arguments
 from minimha.kernels.cuda import driver as gpu
@@ -31,7 +33,19 @@ SMALL = ("q_offset", "kv_lengths", "alibi_slopes", "sinks")  # on the host or on
 
 
 def unsupported(problem: Problem) -> str | None:
-    """None: rungs 1 and 2 take every problem."""
+    """Return why this backend does not support ``problem``, or None.
+
+    Rungs 1 and 2 take everything but functions of a sequence's number.
+    """
+    if problem.sequences is None:
+        return None
+    for name, index in (("score_mod", 1), ("mask_mod", 0)):
+        function = getattr(problem, name)
+        if function is not None and uses(function, index):
+            return (
+                f"{name_of(name)} uses b, the number of a sequence, but each sequence is launched "
+                f"as number 0"
+            )
     return None
 
 
