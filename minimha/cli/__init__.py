@@ -17,14 +17,18 @@ from minimha.cli import (
     example,
     examples,
     flash,
+    heads,
     kernels,
     lab,
+    next,
     sizes,
 )
 from minimha.explain.spelling import spelled
 from minimha.explain.trace import printable
 
-COMMANDS = (examples, example, attend, flash, lab, check, sizes, bench, kernels, backends)
+COMMANDS = (
+    examples, example, attend, flash, next, heads, lab, check, sizes, bench, kernels, backends,
+)  # fmt: skip
 
 
 LONGEST_ERROR = 2000  # characters

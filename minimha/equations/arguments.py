@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -141,10 +142,13 @@ def _check_unmasked(name: str, value: Any, hint: str = "") -> None:
 
 def _has_mask(value: Any) -> bool:
     """Whether ``value`` is a masked array or number, or a list with one in it, however deep."""
+    ma = sys.modules.get("numpy.ma")  # which takes long to import; until then there is none
+    if ma is None:
+        return False
     if not isinstance(value, (list, tuple)):
-        return isinstance(value, np.ma.MaskedArray)
+        return isinstance(value, ma.MaskedArray)
     kinds = set(map(type, value))  # spares a call for each of many numbers
-    return any(issubclass(kind, (np.ma.MaskedArray, list, tuple)) for kind in kinds) and any(
+    return any(issubclass(kind, (ma.MaskedArray, list, tuple)) for kind in kinds) and any(
         map(_has_mask, value)
     )
 

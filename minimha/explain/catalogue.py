@@ -6,7 +6,7 @@ entry is that of the name before the bracket.
 
 ``made`` says how one cell comes about: an operation, which ``cells`` knows, and the steps that it
 takes. ``a|b`` is the first of these that the trace has, ``b?`` may be missing, ``m<`` is the m of
-the block before. Where it is empty, the numbers are given.
+the block before, or of the last layer. Where it is empty, the numbers are given.
 """
 
 import re
@@ -458,23 +458,23 @@ def _of_norm(prefix: str, letter: str, step: str, what: str) -> dict[str, Entry]
         bias: Entry("b", "b", ("E",), "b", "b", "Added after the normalisation.", BA),
         mean: Entry("μ", r"\mu", each, f"μ = mean of {letter}, row by row",
             rf"\mu = \mathrm{{mean}}({letter})", f"The mean of each row of {what}.", BA,
-            made=("mean", step) if step else ()),
+            made=("mean", step)),
         variance: Entry("σ²", r"\sigma^2", each, f"σ² = mean of ({letter} - μ)², row by row",
             rf"\sigma^2 = \mathrm{{mean}}(({letter} - \mu)^2)",
             "How far its numbers are spread around that mean.", BA,
-            made=("mean square", step, mean) if step else ()),
+            made=("mean square", step, mean)),
         square: Entry("s", "s", each, f"s = mean of {letter}², row by row",
             rf"s = \mathrm{{mean}}({letter}^2)", f"How large the numbers of {what} are.", RMS,
-            made=("mean square", step) if step else ()),
+            made=("mean square", step)),
         f"{prefix}normed": Entry(normed, normed, rows,
             f"{normed} = g · ({letter} - μ) / √(σ² + ε) + b",
             rf"{normed} = g \cdot \frac{{{letter} - \mu}}{{\sqrt{{\sigma^2 + \varepsilon}}}} + b",
             f"Every row of {what} has one mean and one size now, before gain and bias.", BA,
-            made=("norm", step, variance, gain, mean, bias) if step else ()),
+            made=("norm", step, variance, gain, mean, bias)),
         f"{prefix}rms_normed": Entry(normed, normed, rows, f"{normed} = g · {letter} / √(s + ε)",
             rf"{normed} = g \cdot \frac{{{letter}}}{{\sqrt{{s + \varepsilon}}}}",
             f"Every row of {what} has one size now, before the gain.", RMS,
-            made=("norm", step, square, gain) if step else ()),
+            made=("norm", step, square, gain)),
     }  # fmt: skip
 
 
@@ -485,7 +485,7 @@ CATALOGUE |= (
     | _of_norm("embedded_", "X", "embedded", "the embeddings")
     | _of_norm("post_residual_", "R", "post_residual", "what leaves the feed-forward")
     | _of_norm("feed_forward_", "F", "feed_forward", "what the feed-forward made")
-    | _of_norm("final_", "X", "", "what leaves the last layer")  # a step of another variant
+    | _of_norm("final_", "X", "residual<", "what leaves the last layer")
 )
 
 

@@ -1,4 +1,4 @@
-"""Charts as data: lines over numbers, and bars beside names; a terminal and SVG draw the same."""
+"""Charts as data: lines, bars and grids of shades; a terminal and SVG draw the same."""
 
 from __future__ import annotations
 
@@ -61,6 +61,17 @@ class Bars:
     def longest(self) -> float:
         """The greatest value, or 1 where all are 0."""
         return max((x for series in self.series.values() for x in series), default=0) or 1
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A number from 0 to 1 for each of ``rows`` in each of ``columns``, on a shade of its size."""
+
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[tuple[float, ...], ...]
+    written: Written = "{:.2f}".format
 
 
 class Scale(NamedTuple):

@@ -18,7 +18,8 @@ from minimha.explain.trace import Step, Trace
 
 Matrix = NDArray[Any]
 HALF_SPLIT, INTERLEAVED = 0.0, 1.0  # the constant of "rotated": which numbers are a pair
-RELU, GELU, GELU_TANH, SILU = 0.0, 1.0, 2.0, 3.0  # the constant of "activation"
+ACTIVATIONS = RELU, GELU, GELU_TANH, SILU = 0.0, 1.0, 2.0, 3.0  # the constant of "activation"
+EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12  # that models have
 
 
 def _plus(product: Matrix, bias: Matrix | None = None) -> Matrix:
@@ -255,7 +256,7 @@ def origin(trace: Trace, step: Step) -> Origin | None:
     elif operation == "rotated":
         constants = (HALF_SPLIT, INTERLEAVED)
     elif operation == "activation":
-        constants = (RELU, GELU, GELU_TANH, SILU)
+        constants = _nearest_first(step, operands)
     elif operation == "norm":
         constants = _epsilons(step, operands)
     elif operation == "columns":
@@ -326,7 +327,8 @@ def _candidates(trace: Trace, step: Step, names: str) -> Iterator[tuple[Step, ..
     """What ``a|b`` may mean, the likeliest first, all batch entries and heads together.
 
     The same variant or block is likelier than the same row of blocks or the run that a step is of,
-    ``[cross]`` for ``[cross, step 1]``, than none; ``m<`` is of the nearest block before.
+    ``[cross]`` for ``[cross, step 1]``, than none; ``m<`` is of the nearest block before, and for a
+    step without a variant of the nearest variant.
     """
     known = list(trace)
     before = set(known[: known.index(step.name)])
@@ -336,6 +338,8 @@ def _candidates(trace: Trace, step: Step, names: str) -> Iterator[tuple[Step, ..
         j = re.search(r"j=(\d+)", rest)
         earlier = range(int(j[1]) - 1, -1, -1) if j else ()
         places = [re.sub(r"j=\d+", f"j={n}", rest) for n in earlier]
+        if not rest:
+            places = [name[name.find("[") :] for name in reversed(known) if "[" in name]
     for place in dict.fromkeys(places):
         for base in names.removesuffix("<").split("|"):
             if base + place in before:
@@ -374,10 +378,21 @@ def _factor(step: Step, before: Matrix, queries: Step | None) -> float:
     return usual if abs(factor - usual) < 1e-4 * usual else factor
 
 
+def _nearest_first(step: Step, operands: tuple[Step | None, ...]) -> list[float]:
+    """The activations, that first whose numbers are nearest to those of ``step``."""
+
+    def distance(kind: float) -> float:
+        computed = Origin("activation", operands, kind).computed()
+        return float(abs(computed - step.value).max(initial=0))
+
+    return sorted(ACTIVATIONS, key=distance)
+
+
 def _epsilons(step: Step, operands: Sequence[Step | None]) -> tuple[float, ...]:
     """What is added to the mean square of a row to give the numbers of ``step``, and nearly that.
 
-    It is looked for in the largest number, where it is a short one if it can be.
+    It is looked for in the largest number, and is one that models have, or a short one, if it can
+    be: the rounding of the numbers leaves it open.
     """
     bias = operands[-1].value if len(operands) > 3 and operands[-1] is not None else 0.0
     square = np.asarray(operands[1].value, np.float64) if operands[1] is not None else np.zeros(1)
@@ -387,7 +402,9 @@ def _epsilons(step: Step, operands: Sequence[Step | None]) -> tuple[float, ...]:
     if not after[at]:
         return (0.0,)
     epsilon = float(square[at[0], 0] * ((before[at] / after[at]) ** 2 - 1))
-    return float(f"{epsilon:.1g}"), 0.0, epsilon
+    open_by = 16 * square[at[0], 0] * np.finfo(step.value.dtype).eps
+    usual = [one for one in EPSILONS if abs(one - epsilon) <= open_by]
+    return *usual, float(f"{epsilon:.1g}"), 0.0, epsilon
 
 
 def _first_column(trace: Trace, step: Step, combined: Step | None) -> float:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from rich.cells import cell_len, set_cell_size
@@ -23,6 +23,9 @@ from minimha.explain.printed import Status
 from minimha.explain.ramp import RAMPS, Ramp
 from minimha.explain.result import Result
 from minimha.explain.trace import Step, Trace
+
+if TYPE_CHECKING:
+    from minimha.explain.chart import Grid
 
 INDENT = 4
 GAP = 2
@@ -117,17 +120,37 @@ def tables(titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None)
 
 def result(found: Result, width: int | None, ramp: str) -> Group:
     """An experiment: its tables, its charts and its conclusion."""
-    from minimha.explain.chart import Bars, Lines
+    from minimha.explain.chart import Bars, Grid, Lines
     from minimha.explain.plot import plot
 
     parts: list[RenderableType] = [*_paragraph(found.title, width, "bold", indent=0)]
-    parts += _paragraph(found.about, width or EXPORT_WIDTH, indent=0)
-    parts += [Text(), tables({table.title: table.written() for table in found.tables}, width)]
+    parts += _paragraph(found.about, width or EXPORT_WIDTH, indent=0) if found.about else []
+    if found.tables:
+        written = {table.title: table.written() for table in found.tables}
+        parts += [Text(), tables(written, width)]
     for figure in found.figures:
         if isinstance(figure, Lines | Bars):
             lines = plot(figure, width or EXPORT_WIDTH, is_ascii=ramp == "ascii")
             parts += [Text(), Text(figure.title, "bold"), *map(Text, lines)]
+        elif isinstance(figure, Grid):
+            parts += [Text(), Text(figure.title, "bold"), Text(), *_grid(figure, RAMPS[ramp])]
     return Group(*parts, Text(), *_paragraph(found.conclusion, width or EXPORT_WIDTH, "bold", 0))
+
+
+def _grid(data: "Grid", ramp: Ramp) -> Iterator[Text]:
+    """Numbers on their shades, or beside them where there is no colour."""
+    margin = INDENT + max(map(cell_len, data.rows)) + GAP
+    widths = [max(cell_len(name), 7) for name in data.columns]
+    heads = zip(data.columns, widths, strict=True)
+    yield Text(" " * margin + " ".join(name.center(size) for name, size in heads).rstrip())
+    for name, row in zip(data.rows, data.values, strict=True):
+        line = Text(set_cell_size(" " * INDENT + name, margin))
+        for n, (value, size) in enumerate(zip(row, widths, strict=True)):
+            shade, style = ramp.shade(value)
+            words = data.written(value) + ("" if ramp.in_color else f" {shade * 2}")
+            line.append(" " if n else "").append(words.center(size), style)
+        line.rstrip()
+        yield line
 
 
 @contextmanager

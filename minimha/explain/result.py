@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minimha.explain.chart import Bars, Lines
+    from minimha.explain.chart import Bars, Grid, Lines
     from minimha.explain.figures.drawing import Drawing
 
 
@@ -44,7 +44,7 @@ class Result:
     seed : int
         Of everything that was drawn.
     tables : tuple of Table
-    figures : tuple of Lines, Bars or Drawing
+    figures : tuple of Lines, Bars, Grid or Drawing
         A ``Drawing`` is shown in pictures alone, the others on a terminal too.
     conclusion : str
         One sentence, made from the numbers in ``tables``.
@@ -55,5 +55,5 @@ class Result:
     about: str
     seed: int
     tables: tuple[Table, ...]
-    figures: tuple[Lines | Bars | Drawing, ...]
+    figures: tuple[Lines | Bars | Grid | Drawing, ...]
     conclusion: str

@@ -252,12 +252,26 @@ class Trace:
     def shown(self) -> tuple[Step, ...]:
         """What of ``steps`` is printed as matrices: of one query its row, of one cell nothing.
 
-        Steps that ``only`` names are printed beside the cell.
+        Steps that ``only`` names are printed beside the cell. Of a long vocabulary those tokens are
+        printed that the last query, or the chosen one, has the largest logits for.
         """
         if self.cell and not self.only:
             return ()
         parts = map(self._of_query, self.steps) if self.query else self.steps
-        return tuple(part for part in parts if part is not None)
+        return tuple(self._likeliest(part) for part in parts if part is not None)
+
+    def _likeliest(self, step: Step) -> Step:
+        """The columns of the likeliest tokens, where the columns are a long vocabulary."""
+        if step.axes[-1:] != ("V",) or step.value.shape[-1] <= LONGEST_ROW:
+            return step
+        logits = self._values.get(_beside(step.name, "logits"), step.value)
+        row = logits.reshape(-1, logits.shape[-1])[-1]
+        kept = np.argsort(-row, kind="stable")[:MOST].tolist()
+        labels = step.columns or [str(n) for n in range(len(row))]
+        return replace(
+            step, value=step.value[..., kept], columns=tuple(labels[n] for n in kept),
+            whole=step.value.shape,
+        )  # fmt: skip
 
     def _of_query(self, step: Step) -> Step | None:
         """The row of the chosen query, if there is one, or what is largest in it."""
@@ -548,7 +562,7 @@ def _beside(name: str, base: str) -> str:
 
 
 def largest(row: NDArray[Any]) -> list[int]:
-    """The places of all entries of ``row``, or of the ``MOST`` largest of a long one.
+    """The places of all entries of ``row``, in order, or of the ``MOST`` largest of a long one.
 
     >>> largest(np.zeros(3)), largest(np.arange(40))[:3]
     ([0, 1, 2], [24, 25, 26])

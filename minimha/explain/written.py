@@ -307,7 +307,8 @@ def _share(made: Origin, i: int, j: int, say: Say) -> Parts:
 def _softmax(made: Origin, i: int, j: int, say: Say) -> Parts:
     row = _row(made.operands[0], i) if made.operands[0] else ()
     powers = [f"exp({number.strip('()')})" for number in _numbers(row, say)]
-    return Parts(row, (), (), f"{powers[j]} / ({_plus(powers)})")
+    total = _joined(powers, [place.value for place in row])
+    return Parts(row, (), (), f"{powers[j]} / ({total})")
 
 
 def _total(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -352,7 +353,7 @@ def _rms(made: Origin, i: int, j: int, say: Say) -> Parts:
 def _mean(made: Origin, i: int, j: int, say: Say) -> Parts:
     (x,) = _operands(made, 1)
     row = _row(x, i)
-    return Parts(row, (), (), f"({_plus(_numbers(row, say))}) / {len(row)}")
+    return Parts(row, (), (), f"({_sum(row, say)}) / {len(row)}")
 
 
 def _mean_square(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -361,7 +362,9 @@ def _mean_square(made: Origin, i: int, j: int, say: Say) -> Parts:
     less = "".join(f" - {number}" for number in _numbers(others, say))
     terms = [f"({number.strip('()')}{less})²" if less else f"{number}²"
              for number in _numbers(row, say)]  # fmt: skip
-    return Parts(row, (), others, f"({_plus(terms)}) / {len(row)}")
+    centre = others[0].value if others else 0.0
+    total = _joined(terms, [abs(place.value - centre) for place in row])
+    return Parts(row, (), others, f"({total}) / {len(row)}")
 
 
 def _norm(made: Origin, i: int, j: int, say: Say) -> Parts:

@@ -157,6 +157,7 @@ class MultiHeadAttention:
     W_k: Array
     W_v: Array
     W_o: Array
+    b_o: Array
     dtype: np.dtype[Any]
     _is_combined = True  # from_heads has none to split
 

@@ -160,7 +160,7 @@ def first(ids: Ids) -> NDArray[np.bool_]:
     Clark et al. 2019, section 3.2; Xiao et al. 2024 (attention sinks).
     """
     i = np.arange(len(ids))
-    return (i[:, None] > 0) & (i == 0)
+    return np.asarray((i[:, None] > 0) & (i == 0))
 
 
 def itself(ids: Ids) -> NDArray[np.bool_]:
@@ -172,7 +172,8 @@ def itself(ids: Ids) -> NDArray[np.bool_]:
 
 def matching(ids: Ids) -> NDArray[np.bool_]:
     """Earlier tokens that are the same as the query (Wang et al. 2022, duplicate token heads)."""
-    return np.tril(ids[:, None] == ids, k=-1)
+    found: NDArray[np.bool_] = np.tril(ids[:, None] == ids, k=-1)
+    return found
 
 
 def induction(ids: Ids) -> NDArray[np.bool_]:

@@ -58,6 +58,10 @@ CHOICES = {  # later than the others, so that these keep their numbers
     "flash --tokens 3": "--cell --head",
     "lab temperature": "--seed --format --output",
     "lab": "",
+    "next the": "--top --generate --temperature --top-k --top-p --layer --head --without-head "
+    "--query --cell --only --model --sentences --format --output",
+    "next": "",
+    "heads": "--model --sentences",
 }
 
 

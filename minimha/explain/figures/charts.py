@@ -1,10 +1,11 @@
-"""Lines over numbers and bars beside names, and a whole result on one sheet."""
+"""Lines over numbers, bars beside names, grids of shades, and a whole result on one sheet."""
 
 import textwrap
 from itertools import pairwise
 
-from minimha.explain.chart import Bars, Lines, Written
+from minimha.explain.chart import Bars, Grid, Lines, Written
 from minimha.explain.figures.drawing import SIZE, Drawing, breadth, in_rows, stacked
+from minimha.explain.figures.matrix import LIGHTEST_ON
 from minimha.explain.result import Result
 
 WIDTH, HEIGHT = 360, 220  # of the plane on which lines are drawn
@@ -27,10 +28,13 @@ def svg(result: Result) -> str:
     return stacked([head, in_rows(drawn, WIDEST, GAP), end], GAP).svg(result.title)
 
 
-def chart(data: Lines | Bars) -> Drawing:
+def chart(data: Lines | Bars | Grid) -> Drawing:
     """Draw a chart under its title, with a legend where it has several series."""
     drawing = Drawing()
     drawing.text(0, SIZE / 2, data.title, "bold")
+    if isinstance(data, Grid):
+        drawing.place(_grid(data), 0, drawing.height + 12)
+        return drawing
     x = 0.0
     for name, kind in zip(data.series, KINDS, strict=False):
         if len(data.series) > 1:
@@ -39,6 +43,25 @@ def chart(data: Lines | Bars) -> Drawing:
             x += 32 + breadth(name, SMALL)
     body = _lines(data) if isinstance(data, Lines) else _bars(data)
     drawing.place(body, 0, drawing.height + 12)
+    return drawing
+
+
+def _grid(data: Grid) -> Drawing:
+    drawing = Drawing()
+    left = max(breadth(name, SMALL) for name in data.rows) + 12
+    width = max(breadth(name, SMALL) for name in data.columns) + 12
+    for j, name in enumerate(data.columns):
+        middle = left + (j + 0.5) * width
+        drawing.text(middle, ROW / 2, name, "muted", anchor="middle", size=SMALL)
+    for i, (name, row) in enumerate(zip(data.rows, data.values, strict=True), 1):
+        middle = (i + 0.5) * ROW
+        drawing.text(left - 8, middle, name, "muted", anchor="end", size=SMALL)
+        for j, value in enumerate(row):
+            x, ink = left + j * width, "number on" if value >= LIGHTEST_ON else "number ink"
+            drawing.rect(x, i * ROW, width, ROW, "heat", opacity=value)
+            drawing.rect(x, i * ROW, width, ROW, "cell")
+            written = data.written(value)
+            drawing.text(x + width / 2, middle, written, ink, anchor="middle", size=SMALL)
     return drawing
 
 

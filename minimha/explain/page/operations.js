@@ -303,7 +303,7 @@ const OPERATIONS = {
     },
     write(i, j, [x]) {
       const powers = rowOf(x, i).map((a) => `exp(${say(a)})`);
-      return { text: `${powers[j]} / (${joined(powers)})`, used: along(0, x, i) };
+      return { text: `${powers[j]} / (${joined(powers, rowOf(x, i))})`, used: along(0, x, i) };
     },
   },
   concat: {
@@ -347,15 +347,16 @@ const OPERATIONS = {
   },
   mean: {
     compute: (out, [x]) => fill(out, (i) => sum(rowOf(x, i)) / x.cols),
-    write: (i, j, [x]) => ({ text: `(${joined(rowOf(x, i).map(factor))}) / ${x.cols}`, used: along(0, x, i) }),
+    write: (i, j, [x]) => ({ text: `(${joined(rowOf(x, i).map(factor), sizes(x, i))}) / ${x.cols}`, used: along(0, x, i) }),
   },
   "mean square": {
     compute: (out, [x, mean]) =>
       fill(out, (i) => sum(rowOf(x, i).map((a) => (a - (mean ? get(mean, i, 0) : 0)) ** 2)) / x.cols),
     write(i, j, [x, mean]) {
+      const centre = mean ? get(mean, i, 0) : 0, sizes = rowOf(x, i).map((a) => Math.abs(a - centre));
       const square = (a) => (mean ? `(${say(a)} - ${factor(get(mean, i, 0))})²` : `${factor(a)}²`);
       return {
-        text: `(${joined(rowOf(x, i).map(square))}) / ${x.cols}`,
+        text: `(${joined(rowOf(x, i).map(square), sizes)}) / ${x.cols}`,
         used: [...along(0, x, i), ...at(1, mean, i, 0, "other")],
       };
     },

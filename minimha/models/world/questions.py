@@ -103,7 +103,7 @@ def questions(relation: str, number: int = 200, *, before: int = 0) -> list[Ques
     return found
 
 
-def passages(number: int = 20) -> list[str]:
+def passages(number: int = 40) -> list[str]:
     """That many passages of each kind, always the same."""
     draw = random.Random("passages")
     return [" ".join(grammar.passage(kind, draw)) for kind in grammar.KINDS for _ in range(number)]

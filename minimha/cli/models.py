@@ -1,0 +1,75 @@
+"""What ``next`` and ``heads`` share: the model that they load, and texts for it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minimha.explain import render
+
+if TYPE_CHECKING:
+    from minimha.models.transformer import Transformer
+
+LARGEST_TEXT = 2**20  # bytes of a file of sentences
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` and ``--sentences``."""
+    where = "a folder with config.json and model.safetensors (default the model that ships)"
+    parser.add_argument("--model", metavar="PATH", help=where)
+
+
+def load(args: argparse.Namespace) -> Transformer:
+    """Return the model that ``--model`` names, or the one that ships.
+
+    Raises
+    ------
+    ValueError
+        As ``minimha.models.load``, or the model has no tokenizer.
+    """
+    if args.model is None:
+        from minimha.models import world
+
+        return world.load()
+    from minimha.models import load
+
+    with render.busy(sys.stderr, f"reading {args.model}"):
+        model = load(args.model)
+    if model.tokenizer is None:
+        raise ValueError(
+            f"{args.model} has no tokenizer.json, so there is nothing to read text with: the "
+            f"library takes the tokens' numbers, model.logits([1, 2])"
+        )
+    return model
+
+
+def sentences(args: argparse.Namespace) -> list[str]:
+    """Return the lines of ``--sentences`` that are not empty, or the small world's passages.
+
+    Raises
+    ------
+    ValueError
+        There are none, or it is no text, or a large one.
+    """
+    if args.sentences is None:
+        from minimha.models.world.questions import passages
+
+        return passages()
+    name, path = args.sentences, Path(args.sentences)
+    if path.is_file() and path.stat().st_size > LARGEST_TEXT:
+        raise ValueError(f"--sentences {name} has more than {LARGEST_TEXT:,} bytes")
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except UnicodeDecodeError:
+        raise ValueError(f"--sentences {name} is no text in UTF-8") from None
+    if not any(lines):
+        raise ValueError(f"--sentences {name} has no sentence: expected one per line")
+    return [line for line in lines if line]
+
+
+def labels(model: Transformer, ids: list[int]) -> tuple[str, ...]:
+    """Return a printable name for each token."""
+    assert model.tokenizer is not None  # which load checked
+    return tuple(map(model.tokenizer.label, ids))
