@@ -143,8 +143,9 @@ class AttentionModule:
     Where it differs from ``minimha.attention``:
 
     - A mask is added to the scores, so 0 hides nothing. In a boolean mask True = may attend, but in
-      MPT's True = hidden. Without a mask every key is visible: it is the mask that makes a class
-      causal or windowed.
+      MPT's True = hidden. Without a mask several tokens are causal if ``is_causal``, as with
+      every attn_implementation but "eager", whose models always make a mask. Windows are in the
+      mask alone.
     - transformers' masks hide with the lowest finite number of their dtype. A query whose keys are
       all hidden gets the mean of all values, as in transformers (minimha: 0).
     - ``position_embeddings`` are tables of cos and sin, most of which hold each angle twice.
@@ -176,9 +177,15 @@ class AttentionModule:
         where a config has one for the encoder and one for the decoder.
     layer_idx : int, default 0
         The layer that the module is in, from 0; GPT-2 may scale by it.
+    is_causal : bool, optional
+        Whether a token sees no later one where there is no mask: ``module.is_causal`` in
+        transformers. Default is what the class and ``is_decoder`` say, if they do: modules of
+        BART's family, Whisper and CLIP may be either.
 
     Attributes
     ----------
+    is_causal : bool or None
+        As given, or found; None if that is unknown, and then every call needs a mask.
     layer : MultiHeadAttention
         The module's projections and norms. Its ``rope`` is None, as the angles come with each call:
         set it to use the layer by itself. ``W_o`` is the identity if the class, such as BERT's,
@@ -208,13 +215,22 @@ class AttentionModule:
     """
 
     def __init__(
-        self, cls: str, params: Mapping[str, ArrayLike], config: Config, *, layer_idx: int = 0
+        self,
+        cls: str,
+        params: Mapping[str, ArrayLike],
+        config: Config,
+        *,
+        layer_idx: int = 0,
+        is_causal: bool | None = None,
     ) -> None:
         if cls not in CLASSES:
             raise ValueError(f"cls is {cls!r}: expected one of {', '.join(sorted(CLASSES))}")
         self.cls, self.config = cls, dict(config)
         self.convention = convention_of(cls, params, config)
         integer("layer_idx", layer_idx, low=0)
+        if is_causal is None:
+            is_causal = self.convention.is_causal(config)
+        self.is_causal = None if is_causal is None else flag("is_causal", is_causal)
         _check_not_clipped(config)
         weights = _Weights(self.convention, params)
         self.layer = weights.layer(config)
@@ -302,6 +318,9 @@ class AttentionModule:
         mask = self._mask(given[c.mask]) if c.mask in given else None
         bias = self._bias(given, len(x), x.shape[1], context, past_key_values)
         options: dict[str, Any] = self.options | score_options(mask, bias)
+        if mask is None and context is None and x.shape[1] > 1:
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            options |= {"is_causal": self._is_causal(), "q_offset": seen}
         wants_weights = flag("output_attentions", output_attentions)
         heard: list[Array] = []
         cache = copy(past_key_values)  # the caller's stays as it is if the call fails
@@ -355,6 +374,15 @@ class AttentionModule:
             not self.config.get("is_decoder", False),
         )
         return bias[None]
+
+    def _is_causal(self) -> bool:
+        if self.is_causal is None:
+            raise ValueError(
+                f"{self.convention.mask} is missing, and the config does not say whether this "
+                f"{self.cls} is causal: give a mask, or is_causal to the constructor "
+                f"(module.is_causal in transformers)"
+            )
+        return self.is_causal
 
     def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments that are given, which must be those that the class takes."""

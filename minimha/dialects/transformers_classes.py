@@ -48,6 +48,8 @@ class Convention:
     hides_where_true: bool = False  # the meaning of a boolean mask
     scales_alibi: bool = False  # like the scores
     is_cross: bool = False  # it attends to a context only
+    # Without a mask; None if the config does not say whether this is a decoder's module.
+    is_causal: Callable[[Config], bool | None] = lambda config: True
     takes: tuple[str, ...] = ("attention_mask",)  # arguments of forward that not all classes have
 
     @property
@@ -99,6 +101,22 @@ def _smollm3_is_rotated(config: Config, layer_idx: int) -> bool:
     return bool((layer_idx + 1) % config.get("no_rope_layer_interval", 4))
 
 
+def _never(config: Config) -> bool:
+    return False
+
+
+def _in_decoder(config: Config) -> bool:
+    return bool(config.get("is_decoder", False))
+
+
+def _seq2seq_decoder(config: Config) -> bool | None:
+    return True if config.get("is_decoder") else None  # False in the config of both sides
+
+
+def _gemma3_is_causal(config: Config) -> bool:
+    return not config.get("use_bidirectional_attention", False)
+
+
 LLAMA = Convention(rotary=Rotary(), takes=("attention_mask", "position_embeddings"))
 GEMMA2 = replace(LLAMA, scale=_gemma_scale, softcap=50.0)
 COHERE = replace(LLAMA, rotary=Rotary(is_interleaved=True, stored="pairs"))
@@ -107,25 +125,33 @@ FALCON = replace(NEOX, groups=_falcon_groups)
 FALCON_ALIBI = replace(FALCON, rotary=None, scales_alibi=True, takes=("attention_mask", "alibi"))
 GPT2 = Convention(qkv="c_attn", o="c_proj", is_conv1d=True, scale=_gpt2_scale)
 GPT2_CROSS = replace(
-    GPT2, q="q_attn", is_cross=True, takes=("encoder_attention_mask", "encoder_hidden_states")
+    GPT2, q="q_attn", is_cross=True, is_causal=_never,
+    takes=("encoder_attention_mask", "encoder_hidden_states"),
+)  # fmt: skip
+BART = Convention(
+    o="out_proj", is_causal=_seq2seq_decoder, takes=("attention_mask", "key_value_states")
 )
-BART = Convention(o="out_proj", takes=("attention_mask", "key_value_states"))
-BERT = Convention(q="query", k="key", v="value", o=None)
-T5 = Convention(q="q", k="k", v="v", o="o", scale=lambda *_: 1.0)
+BERT = Convention(q="query", k="key", v="value", o=None, is_causal=_in_decoder)
+CLIP = Convention(o="out_proj")
+T5 = Convention(
+    q="q", k="k", v="v", o="o", scale=lambda *_: 1.0,
+    is_causal=lambda config: config.get("is_decoder"),
+)  # fmt: skip
 
 CONVENTIONS: list[tuple[Convention, str]] = [
     (
         LLAMA,
         "LlamaAttention AriaTextAttention ArceeAttention CsmAttention Emu3Attention "
-        "EuroBertAttention GemmaAttention MinistralAttention MistralAttention MixtralAttention "
-        "NemotronAttention OlmoAttention PhimoeAttention Qwen2Attention Qwen2MoeAttention "
-        "StableLmAttention Starcoder2Attention",
+        "GemmaAttention MinistralAttention MistralAttention MixtralAttention NemotronAttention "
+        "OlmoAttention PhimoeAttention Qwen2Attention Qwen2MoeAttention StableLmAttention "
+        "Starcoder2Attention",
     ),
+    (replace(LLAMA, is_causal=_never), "EuroBertAttention"),
     (replace(LLAMA, scale=lambda config, *_: float(config.get("attention_multiplier", 1.0))),
      "GraniteAttention GraniteMoeAttention GraniteMoeSharedAttention"),
     (replace(LLAMA, o="dense"), "PhiAttention"),
     (replace(LLAMA, qkv="qkv_proj"), "Phi3Attention"),
-    (replace(LLAMA, qkv="Wqkv", o="Wo"), "ModernBertAttention"),
+    (replace(LLAMA, qkv="Wqkv", o="Wo", is_causal=_never), "ModernBertAttention"),
     (replace(LLAMA, is_rotated=_smollm3_is_rotated), "SmolLM3Attention"),
     (COHERE, "CohereAttention"),
     (replace(COHERE, is_rotated=_cohere2_is_rotated), "Cohere2Attention"),
@@ -136,8 +162,11 @@ CONVENTIONS: list[tuple[Convention, str]] = [
     (replace(LLAMA, qk_norm="full", epsilon=1e-5),
      "Olmo2Attention Olmo3Attention OlmoeAttention"),
     (replace(LLAMA, qk_norm="full"), "FlexOlmoAttention"),
-    (GEMMA2, "Gemma2Attention T5GemmaSelfAttention VaultGemmaAttention"),
-    (replace(GEMMA2, softcap=None, qk_norm="head", has_unit_offset=True), "Gemma3Attention"),
+    (GEMMA2, "Gemma2Attention VaultGemmaAttention"),
+    (replace(GEMMA2, is_causal=T5.is_causal), "T5GemmaSelfAttention"),
+    (replace(GEMMA2, softcap=None, qk_norm="head", has_unit_offset=True,
+             is_causal=_gemma3_is_causal),
+     "Gemma3Attention"),
     (replace(LLAMA, qk_norm="head", has_unit_offset=True, is_gated=True),
      "Qwen3NextAttention Qwen3_5Attention Qwen3_5MoeAttention"),
     (NEOX, "GPTNeoXAttention"),
@@ -152,29 +181,36 @@ CONVENTIONS: list[tuple[Convention, str]] = [
      "GPTBigCodeAttention"),
     (Convention(o="out_proj", takes=("attention_mask", "position_ids")), "GPTJAttention"),
     (BERT,
-     "BertSelfAttention AlignTextSelfAttention AltRobertaSelfAttention "
-     "BertGenerationSelfAttention CamembertSelfAttention ChineseCLIPTextSelfAttention "
-     "ClapTextSelfAttention Data2VecTextSelfAttention ElectraSelfAttention ErnieSelfAttention "
-     "LayoutLMSelfAttention MarkupLMSelfAttention RoCBertSelfAttention RobertaSelfAttention "
-     "RobertaPreLayerNormSelfAttention SplinterSelfAttention XLMRobertaSelfAttention "
+     "BertSelfAttention BertGenerationSelfAttention CamembertSelfAttention "
+     "Data2VecTextSelfAttention ElectraSelfAttention ErnieSelfAttention RoCBertSelfAttention "
+     "RobertaSelfAttention RobertaPreLayerNormSelfAttention XLMRobertaSelfAttention "
      "XLMRobertaXLSelfAttention XmodSelfAttention"),
-    (replace(BERT, is_cross=True, takes=("attention_mask", "encoder_hidden_states")),
+    (replace(BERT, is_causal=_never),
+     "AlignTextSelfAttention AltRobertaSelfAttention ChineseCLIPTextSelfAttention "
+     "ClapTextSelfAttention LayoutLMSelfAttention MarkupLMSelfAttention SplinterSelfAttention"),
+    (replace(
+        BERT, is_cross=True, is_causal=_never, takes=("attention_mask", "encoder_hidden_states")),
      "BertCrossAttention BertGenerationCrossAttention CamembertCrossAttention "
      "Data2VecTextCrossAttention ElectraCrossAttention ErnieCrossAttention RoCBertCrossAttention "
      "RobertaCrossAttention RobertaPreLayerNormCrossAttention XLMRobertaCrossAttention "
      "XLMRobertaXLCrossAttention XmodCrossAttention"),
-    (Convention(q="q_lin", k="k_lin", v="v_lin", o="out_lin"), "DistilBertSelfAttention"),
-    (Convention(),
+    (Convention(q="q_lin", k="k_lin", v="v_lin", o="out_lin", is_causal=_never),
+     "DistilBertSelfAttention"),
+    (Convention(is_causal=_never),
      "ViTAttention ASTAttention DeiTAttention Dinov2Attention Dinov2WithRegistersAttention "
      "IJepaAttention ViTMAEAttention ViTMSNAttention VivitAttention"),
-    (Convention(o="out_proj"),
-     "CLIPAttention AltCLIPAttention CLIPSegAttention ChineseCLIPVisionAttention "
-     "MetaClip2Attention OPTAttention SiglipAttention Siglip2Attention"),
+    (CLIP, "OPTAttention"),
+    (replace(CLIP, is_causal=lambda config: None),  # causal for text, not for images
+     "CLIPAttention CLIPSegAttention MetaClip2Attention"),
+    (replace(CLIP, is_causal=_never),
+     "AltCLIPAttention ChineseCLIPVisionAttention SiglipAttention Siglip2Attention"),
     (BART,
-     "BartAttention BioGptAttention BlenderbotAttention BlenderbotSmallAttention "
-     "Data2VecAudioAttention HubertAttention M2M100Attention MBartAttention MarianAttention "
-     "MusicgenAttention PLBartAttention PegasusAttention PegasusXAttention SEWAttention "
-     "Speech2TextAttention UniSpeechAttention Wav2Vec2Attention WhisperAttention"),
+     "BartAttention BlenderbotAttention BlenderbotSmallAttention M2M100Attention MBartAttention "
+     "MarianAttention PLBartAttention PegasusAttention PegasusXAttention Speech2TextAttention "
+     "WhisperAttention"),
+    (replace(BART, is_causal=Convention.is_causal), "BioGptAttention MusicgenAttention"),
+    (replace(BART, is_causal=_never),
+     "Data2VecAudioAttention HubertAttention SEWAttention UniSpeechAttention Wav2Vec2Attention"),
     (replace(T5, takes=("mask", "key_value_states", "position_bias")),
      "T5Attention LongT5Attention MT5Attention Pop2PianoAttention SwitchTransformersAttention "
      "UdopAttention"),

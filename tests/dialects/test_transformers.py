@@ -3,12 +3,14 @@
 import inspect
 import math
 import re
+from copy import copy
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
+from whole_models import whole_model
 
 from minimha.dialects.transformers import CLASSES, AttentionModule, DynamicCache
 from minimha.explain import Trace
@@ -44,6 +46,7 @@ CONFIGS = {  # of classes that do not name their config, or name that of a large
     "Qwen3_5Attention": "Qwen3_5TextConfig",
     "Qwen3_5MoeAttention": "Qwen3_5MoeTextConfig",
 }
+ENCODERS = {f"{n}Attention" for n in ("Data2VecAudio", "Hubert", "SEW", "UniSpeech", "Wav2Vec2")}
 LOWEST = np.finfo(np.float32).min
 
 
@@ -271,6 +274,63 @@ def test_what_a_config_leaves_out_has_the_librarys_default(torch, cls):
     assert_equal(got, library(torch, module, x, **given))
 
 
+@pytest.mark.parametrize("cls", sorted(set(CLASSES) - {"BloomAttention", "MptAttention"}))
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_module_is_causal_if_the_librarys_is(torch, cls, is_decoder):
+    module = library_module(torch, cls, SETTINGS | {"is_decoder": is_decoder})
+    module.config.is_decoder = is_decoder
+    if cls in ENCODERS or cls.endswith("CrossAttention"):
+        wanted = {False}
+    elif cls in ("BioGptAttention", "MusicgenAttention"):
+        wanted = {True}
+    elif cls in ("CLIPAttention", "CLIPSegAttention", "MetaClip2Attention"):
+        wanted = {None}  # the model says it in every call
+    elif "is_causal" in inspect.signature(type(module).__init__).parameters:
+        wanted = {is_decoder, None}
+    else:
+        wanted = {getattr(module, "is_causal", False)}
+    assert ours(module).is_causal in wanted
+
+
+def seen_modules(torch, model, cls, **given):
+    """What a whole model gives each module of its attention, and what that returns."""
+    heard = []
+
+    def hear(module, arguments, options, result):
+        (x,) = arguments or (options["hidden_states"],)
+        given = {name: options[name] for name in ours(module).convention.takes if name in options}
+        heard.append((module, x.numpy(), given, result[0].numpy()))
+
+    for module in model.modules():
+        if type(module).__name__ == cls:
+            module.config = copy(model.config)
+            module.register_forward_hook(hear, with_kwargs=True)
+    model(**given)
+    return heard
+
+
+@pytest.mark.parametrize("name", ["T5", "Whisper"])
+def test_a_decoder_without_a_mask_is_causal(torch, name):
+    model = whole_model(name, attn_implementation="sdpa")
+    ids = torch.arange(3, 9)[None]
+    given = {"input_features": torch.randn(1, 8, 16)} if name == "Whisper" else {"input_ids": ids}
+    heard = seen_modules(torch, model, f"{name}Attention", decoder_input_ids=ids, **given)
+    causal = 0
+    for module, x, given, wanted in heard:
+        assert given.get("mask") is given.get("attention_mask") is None
+        given = {key: value.numpy() for key, value in given.items() if value is not None}
+        module.config.is_decoder = module.is_causal
+        got, _ = ours(module, is_causal=module.is_causal)(x, **given)
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+        if module.is_causal:
+            causal += 1
+            past, one = DynamicCache(), ours(module, is_causal=True)
+            parts = [one(x[:, now], past_key_values=past)[0] for now in (slice(4), slice(4, 6))]
+            if "position_bias" not in given:
+                np.testing.assert_allclose(np.concatenate(parts, 1), wanted, rtol=1e-4, atol=1e-5)
+    assert (causal, len(heard)) == (2, 6)
+
+
 @pytest.mark.parametrize("is_decoder", [False, True])
 def test_t5s_buckets_are_the_librarys_at_every_distance(torch, is_decoder):
     settings = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
@@ -370,6 +430,15 @@ def test_weights_on_request_leave_the_output_as_it_was():
     assert (weights[..., MASK[0, 0] < 0] == 0).all()
 
 
+def test_without_a_mask_later_tokens_are_hidden_where_the_class_is_causal():
+    given = {"position_embeddings": TABLES}
+    masked, _ = llama()(X, attention_mask=MASK, **given)
+    np.testing.assert_array_equal(llama()(X, **given)[0], masked)
+    seen, _ = AttentionModule("LlamaAttention", LLAMA, HEADS, is_causal=False)(X, **given)
+    np.testing.assert_array_equal(seen[:, -1], masked[:, -1])
+    assert not np.allclose(seen, masked)
+
+
 @pytest.mark.parametrize("wants_weights", [False, True])
 def test_steps_with_a_cache_are_the_whole_in_parts(wants_weights):
     whole, _ = llama()(X, attention_mask=MASK, position_embeddings=TABLES)
@@ -435,6 +504,7 @@ def test_inputs_are_not_written_to():
 BERT = {f"{name}.weight": np.eye(16) for name in ("query", "key", "value")}
 FUSED = {"query_key_value.weight": np.zeros((47, 16)), "dense.weight": np.eye(16)}
 GIVEN = {"position_embeddings": TABLES}
+T5 = {f"{name}.weight": np.eye(16) for name in "qkvo"}
 
 
 @pytest.mark.parametrize(
@@ -481,6 +551,10 @@ GIVEN = {"position_embeddings": TABLES}
          "encoder_hidden_states is missing"),
         (lambda: AttentionModule("BertCrossAttention", BERT, HEADS)(X, encoder_hidden_states=X[0]),
          ValueError, r"encoder_hidden_states has shape \(5, 16\): expected \(B, Lc, Ec\)"),
+        (lambda: AttentionModule("T5Attention", T5, HEADS)(X), ValueError,
+         "mask is missing, and the config does not say whether this T5Attention is causal: give"),
+        (lambda: AttentionModule("T5Attention", T5, HEADS, is_causal=1), TypeError,
+         "is_causal is 1: expected True or False"),
         (lambda: llama().compute_bias(5, 5), ValueError, "params has no relative_attention_bias"),
     ],
 )  # fmt: skip
