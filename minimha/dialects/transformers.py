@@ -197,7 +197,7 @@ class AttentionModule:
     ------
     TypeError, ValueError
         An unknown class; a weight that is missing, does not fit or belongs to something that is
-        not computed here (a layer norm of queries); a config without a number of heads.
+        not computed here (StableLM's norms of each head); a config without a number of heads.
 
     References
     ----------
@@ -231,7 +231,6 @@ class AttentionModule:
         if is_causal is None:
             is_causal = self.convention.is_causal(config)
         self.is_causal = None if is_causal is None else flag("is_causal", is_causal)
-        _check_not_clipped(config)
         weights = _Weights(self.convention, params)
         self.layer = weights.layer(config)
         if "position_ids" in self.convention.takes:
@@ -513,16 +512,26 @@ class _Weights:
         parts["o"] = o or (np.eye(H * D, dtype=parts["q"][0].dtype), None)
         weights = {f"W_{name}": W.T for name, (W, _) in parts.items()}
         weights |= {f"b_{name}": b for name, (_, b) in parts.items() if b is not None}
+        qk_norm, epsilon = c.qk_norm, config.get("rms_norm_eps", c.epsilon)
         if c.qk_norm is not None:
             for name in "qk":
                 gain = self._required(f"{name}_norm.weight")
                 weights[f"g_{name}"] = gain + gain.dtype.type(c.has_unit_offset)
+        if c.layer_norm is not None and f"{c.layer_norm.format('q')}.weight" in self._left:
+            qk_norm, epsilon = "layer", config.get("layer_norm_eps", 1e-5)
+            weights |= self._layer_norm("q", H) | self._layer_norm("k", kv_heads)
         with argument_names(**_names(c)):
             return MultiHeadAttention.from_combined(
-                **weights, num_heads=H, num_kv_heads=kv_heads, qk_norm=c.qk_norm,
-                epsilon=config.get("rms_norm_eps", c.epsilon),
-                gate="elementwise" if c.is_gated else None,
+                **weights, num_heads=H, num_kv_heads=kv_heads, qk_norm=qk_norm, epsilon=epsilon,
+                clip=_clip(config), gate="elementwise" if c.is_gated else None,
             )  # fmt: skip
+
+    def _layer_norm(self, name: str, heads: int) -> dict[str, Array]:
+        """Gains and shifts of every head, which may have its own or share one row."""
+        named = str(self._convention.layer_norm).format(name)
+        gain, shift = self._required(f"{named}.weight"), self.pop(f"{named}.bias")
+        rows = {f"g_{name}": gain} | ({} if shift is None else {f"s_{name}": shift})
+        return {key: np.tile(x, heads) if x.ndim == 1 else x.ravel() for key, x in rows.items()}
 
     def _required(self, name: str) -> Array:
         array = self.pop(name)
@@ -551,7 +560,12 @@ def _names(c: Convention) -> dict[str, str]:
     fused = dict.fromkeys("qkv", c.qkv) if c.qkv else {}
     linears = {"q": c.q, "k": c.k, "v": c.v, "o": c.o} | fused | ({"q": c.q} if c.is_cross else {})
     axes = "" if c.is_conv1d else ".T"
-    names = {"epsilon": "rms_norm_eps", "g_q": "q_norm.weight", "g_k": "k_norm.weight"}
+    names = {
+        "epsilon": "rms_norm_eps",
+        "clip": "clip_qkv",
+        "g_q": "q_norm.weight",
+        "g_k": "k_norm.weight",
+    }
     for letter, linear in linears.items():
         names |= {f"W_{letter}": f"{linear}.weight{axes}", f"b_{letter}": f"{linear}.bias"}
     return names
@@ -596,10 +610,10 @@ def _three_axes(name: str, value: ArrayLike, expected: str) -> Array:
     return array
 
 
-def _check_not_clipped(config: Config) -> None:
-    settings = {**config, **(config.get("attn_config") or {})}
-    if settings.get("clip_qkv") is not None:
-        raise ValueError(f"clip_qkv is {settings['clip_qkv']!r}: expected None, nothing is clipped")
+def _clip(config: Config) -> float | None:
+    """clip_qkv, which MPT and DBRX have in attn_config."""
+    clip = {**config, **(config.get("attn_config") or {})}.get("clip_qkv")
+    return None if clip is None else float(clip)
 
 
 def _num_heads(config: Config) -> int:

@@ -39,6 +39,7 @@ class Convention:
     is_conv1d: bool = False  # weights are (in, out)
     is_gated: bool = False  # q holds queries and gate of head 0, of head 1, …
     qk_norm: Norm | None = None
+    layer_norm: str | None = None  # what the layer norm of queries is called, if they have one
     epsilon: float = 1e-6  # if the config has no rms_norm_eps
     has_unit_offset: bool = False  # gains are 1 + w
     rotary: Rotary | None = None
@@ -119,7 +120,7 @@ def _gemma3_is_causal(config: Config) -> bool:
 
 LLAMA = Convention(rotary=Rotary(), takes=("attention_mask", "position_embeddings"))
 GEMMA2 = replace(LLAMA, scale=_gemma_scale, softcap=50.0)
-COHERE = replace(LLAMA, rotary=Rotary(is_interleaved=True, stored="pairs"))
+COHERE = replace(LLAMA, layer_norm="{}_norm", rotary=Rotary(is_interleaved=True, stored="pairs"))
 NEOX = replace(LLAMA, qkv="query_key_value", groups=lambda config, H: H, o="dense")
 FALCON = replace(NEOX, groups=_falcon_groups)
 FALCON_ALIBI = replace(FALCON, rotary=None, scales_alibi=True, takes=("attention_mask", "alibi"))
@@ -149,7 +150,7 @@ CONVENTIONS: list[tuple[Convention, str]] = [
     (replace(LLAMA, is_causal=_never), "EuroBertAttention"),
     (replace(LLAMA, scale=lambda config, *_: float(config.get("attention_multiplier", 1.0))),
      "GraniteAttention GraniteMoeAttention GraniteMoeSharedAttention"),
-    (replace(LLAMA, o="dense"), "PhiAttention"),
+    (replace(LLAMA, o="dense", layer_norm="{}_layernorm"), "PhiAttention"),
     (replace(LLAMA, qkv="qkv_proj"), "Phi3Attention"),
     (replace(LLAMA, qkv="Wqkv", o="Wo", is_causal=_never), "ModernBertAttention"),
     (replace(LLAMA, is_rotated=_smollm3_is_rotated), "SmolLM3Attention"),
@@ -170,6 +171,8 @@ CONVENTIONS: list[tuple[Convention, str]] = [
     (replace(LLAMA, qk_norm="head", has_unit_offset=True, is_gated=True),
      "Qwen3NextAttention Qwen3_5Attention Qwen3_5MoeAttention"),
     (NEOX, "GPTNeoXAttention"),
+    (replace(NEOX, layer_norm="{}_layernorm"), "PersimmonAttention"),
+    (replace(LLAMA, qkv="Wqkv", o="out_proj"), "DbrxAttention"),
     (FALCON, "FalconAttention"),
     (replace(NEOX, rotary=None, takes=("attention_mask", "alibi", "residual")), "BloomAttention"),
     (Convention(

@@ -35,12 +35,14 @@ BAHDANAU = "Bahdanau, Cho and Bengio 2015, appendix A.1.2"
 UNIT = "Henry et al. 2020; Liu et al. 2022 (Swin Transformer V2), section 3.3"
 GPT2 = "Radford et al. 2019 (GPT-2)"
 BA = "Ba, Kiros and Hinton 2016 (layer normalisation), equation 4"
+MPT = "MosaicML NLP Team 2023 (MPT-7B)"
 RMS = "Zhang and Sennrich 2019 (RMSNorm), equation 4"
 SHAZEER = "Vaswani et al. 2017, section 3.3; gated: Shazeer 2020 (GLU variants)"
 GEMMA2 = "Gemma Team 2024 (Gemma 2), section 2"
 SCORES = ("B", "H", "Lq", "Lk")
 ROWS = ("B", "H", "Lq", "1")
-QUERIES, KEYS = "q_rotated|q_normed|q", "k_rotated|k_normed|k"
+QUERIES = "q_rotated|q_clipped|q_layer_normed|q_normed|q"
+KEYS = "k_rotated|k_clipped|k_layer_normed|k_normed|k"
 RAW = "scaled|scaled_cosine|cosine|energies|scores"
 FINAL = f"masked|modified|biased|capped|{RAW}"  # what the softmax gets
 AXES = {
@@ -187,7 +189,7 @@ CATALOGUE: dict[str, Entry] = {
         made=("share", "exponentials", "row_sum")),
     "head_output": Entry("O", "O", ("B", "H", "Lq", "Dv"), "O = A V", r"O = A V",
         "Each row is the sum of the values, weighted by that row of A.", VASWANI,
-        made=("product", "weights", "v")),
+        made=("product", "weights", "v_clipped|v")),
     "concat": Entry("C", "C", ("B", "L", "H·Dv"), "C = [O of head 0, O of head 1, …]",
         r"C = [O_0, O_1, \ldots]",
         "The heads' outputs side by side.", VASWANI,
@@ -208,6 +210,31 @@ CATALOGUE: dict[str, Entry] = {
         r"K \leftarrow g_k \cdot K / \mathrm{rms}(K)",
         "All keys have the same length now, so that no score grows with it.", QK_NORM,
         made=("rms", "k", "g_k")),
+    "gains_q": Entry("g_q", "g_q", ("H", "1", "D"), "g_q", "g_q",
+        "The gain of each entry of a normalised query, head by head.", BA),
+    "s_q": Entry("s_q", "s_q", ("H", "1", "D"), "s_q", "s_q",
+        "What is added to each entry of a normalised query.", BA),
+    "q_layer_normed": Entry("Q", "Q", ("B", "H", "Lq", "D"),
+        "Q ← g_q · (Q - mean(Q)) / std(Q) + s_q, row by row",
+        r"Q \leftarrow g_q \cdot (Q - \mathrm{mean}(Q)) / \mathrm{std}(Q) + s_q",
+        "All queries have one mean and one length now, before gain and shift.", BA),
+    "gains_k": Entry("g_k", "g_k", ("Hkv", "1", "D"), "g_k", "g_k",
+        "The gain of each entry of a normalised key, head by head.", BA),
+    "s_k": Entry("s_k", "s_k", ("Hkv", "1", "D"), "s_k", "s_k",
+        "What is added to each entry of a normalised key.", BA),
+    "k_layer_normed": Entry("K", "K", ("B", "Hkv", "Lk", "D"),
+        "K ← g_k · (K - mean(K)) / std(K) + s_k, row by row",
+        r"K \leftarrow g_k \cdot (K - \mathrm{mean}(K)) / \mathrm{std}(K) + s_k",
+        "All keys have one mean and one length now, before gain and shift.", BA),
+    "q_clipped": Entry("Q", "Q", ("B", "H", "Lq", "D"), "Q ← Q clipped to -c … c",
+        r"Q \leftarrow \min(\max(Q, -c), c)",
+        "No number is beyond the limit.", MPT),
+    "k_clipped": Entry("K", "K", ("B", "Hkv", "Lk", "D"), "K ← K clipped to -c … c",
+        r"K \leftarrow \min(\max(K, -c), c)",
+        "No number is beyond the limit.", MPT),
+    "v_clipped": Entry("V", "V", ("B", "Hkv", "Lk", "Dv"), "V ← V clipped to -c … c",
+        r"V \leftarrow \min(\max(V, -c), c)",
+        "No number is beyond the limit.", MPT),
     "W_g": Entry("W_g", "W_g", ("E", "H·Dv"), "W_g", "W_g",
         "Turns an embedding into what its gates are made from.", GATED),
     "b_g": Entry("b_g", "b_g", ("H·Dv",), "b_g", "b_g",
@@ -224,7 +251,7 @@ CATALOGUE: dict[str, Entry] = {
         made=("product", "gated|concat", "W_o", "b_o?")),
     "output": Entry("O", "O", ("B", "H", "Lq", "Dv"), "O = A V", r"O = A V",
         "Each row is the sum of the values, weighted by that row of A.", VASWANI,
-        made=("product", "weights", "v")),
+        made=("product", "weights", "v_clipped|v")),
     "added": Entry("Z", "Z", ("B", "L", "E"), "Z = X + Y", r"Z = X + Y",
         "The residual connection: what the token was, and what it found.",
         "Vaswani et al. 2017, section 3.1",
@@ -325,12 +352,12 @@ CATALOGUE: dict[str, Entry] = {
     "q_rotated": Entry("Q", "Q", ("B", "H", "Lq", "D"), f"Q ← {ROTATED}",
         rf"Q \leftarrow {TEX_ROTATED}",
         "Each pair of numbers in a query is rotated by the angle of its position.", ROFORMER,
-        made=("rotated", "q_normed|q", "cos[q]", "sin[q]")),
+        made=("rotated", QUERIES.partition("|")[2], "cos[q]", "sin[q]")),
     "k_rotated": Entry("K", "K", ("B", "Hkv", "Lk", "D"), f"K ← {ROTATED}",
         rf"K \leftarrow {TEX_ROTATED}",
         "Keys are rotated as queries are, so a score depends on how far apart two tokens are, not "
         "on where they are.", ROFORMER,
-        made=("rotated", "k_normed|k", "cos[k]", "sin[k]")),
+        made=("rotated", KEYS.partition("|")[2], "cos[k]", "sin[k]")),
     "W_q_hidden": Entry("W_q", "W_q", ("D", "A"), "W_q", "W_q",
         "Maps a query to the hidden layer, in which it meets the keys.", BAHDANAU),
     "W_k_hidden": Entry("W_k", "W_k", ("D", "A"), "W_k", "W_k",

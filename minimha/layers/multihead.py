@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Array = NDArray[Any]
-Norm = Literal["head", "full"]
+Norm = Literal["head", "full", "layer"]
 Gate = Literal["elementwise", "headwise"]
 
 LETTERS = {
     "W_q": "(E, H · D)", "W_k": "(Ec, Hkv · D)", "W_v": "(Ev, Hkv · Dv)", "W_o": "(H · Dv, Eo)",
 }  # fmt: skip
-WEIGHTS = (*LETTERS, "b_q", "b_k", "b_v", "b_o", "g_q", "g_k", "W_g", "b_g")
-NORMS = (None, "head", "full")
+WEIGHTS = (*LETTERS, "b_q", "b_k", "b_v", "b_o", "g_q", "g_k", "s_q", "s_k", "W_g", "b_g")
+NORMS = (None, "head", "full", "layer")
 GATES = (None, "elementwise", "headwise")
 EPSILON = 1e-6
 
@@ -54,11 +54,14 @@ class LayerOptions(TypedDict, total=False):
     b_o: ArrayLike
     g_q: ArrayLike
     g_k: ArrayLike
+    s_q: ArrayLike
+    s_k: ArrayLike
     W_g: ArrayLike
     b_g: ArrayLike
     value_source_dim: int | None
     qk_norm: Norm | None
     epsilon: float
+    clip: float | None
     gate: Gate | None
     rope: Rotation | None
 
@@ -99,17 +102,22 @@ class MultiHeadAttention:
         Ev, for a layer whose ``project`` makes values from something else than keys. Default is Ec.
     output_dim : int, optional
         Eo. Default is E.
-    qk_norm : {None, "head", "full"}, default None
+    qk_norm : {None, "head", "full", "layer"}, default None
         Divide every query and key by its root mean square and multiply by g_q, g_k: each head by
-        itself, with gains (D,), or all heads together, with gains (H · D,) and (Hkv · D,).
+        itself, with gains (D,), or all heads together, with gains (H · D,) and (Hkv · D,). Or
+        layer norm: each head's mean is subtracted before, and s_q, s_k are added; each head has
+        its own gains and shifts, (H · D,) and (Hkv · D,).
     epsilon : float, default 1e-6
         What is added to the mean square under that root.
+    clip : float, optional
+        Positive: queries, keys and values are clipped to -clip … clip, after normalisation.
     gate : {None, "elementwise", "headwise"}, default None
         Multiply the heads' outputs by sigmoid(x W_g + b_g), W_g (E, H · Dv) or (E, H).
     rope : RoPE or another ``Rotation``, optional
         Rotate queries and keys by their positions, after normalisation.
     parameters : mapping of str to array_like, optional
-        The weights below by name. A bias that is not among them is 0, a gain 1. Without
+        The weights below by name. A bias or shift that is not among them is 0, a gain
+        1. Without
         ``parameters`` the weights are drawn: uniform in ±√(6 / (rows + columns)).
     dtype : float16, bfloat16, float32 or float64, default float32
         Of drawn weights.
@@ -122,7 +130,7 @@ class MultiHeadAttention:
     W_k : ndarray of shape (Ec, Hkv · D)
     W_v : ndarray of shape (Ev, Hkv · Dv)
     W_o : ndarray of shape (H · Dv, Eo)
-    b_q, b_k, b_v, b_o, g_q, g_k, W_g, b_g : ndarray
+    b_q, b_k, b_v, b_o, g_q, g_k, s_q, s_k, W_g, b_g : ndarray
         If the layer has them. All are applied as x @ W + b. An array that is assigned later is
         checked as those given to the constructor are.
 
@@ -136,7 +144,8 @@ class MultiHeadAttention:
     ----------
     Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2; Ainslie et al., "GQA", 2023;
     Henry et al., "Query-Key Normalization for Transformers", 2020, with the root mean square of
-    Zhang and Sennrich, 2019; Qiu et al., "Gated Attention for Large Language Models", 2025; Glorot
+    Zhang and Sennrich, 2019, or the layer norm of Ba et al., 2016; the MosaicML NLP Team, "MPT-7B",
+    2023 (clipping); Qiu et al., "Gated Attention for Large Language Models", 2025; Glorot
     and Bengio, 2010, equation 16 (the drawn weights).
 
     Examples
@@ -175,6 +184,7 @@ class MultiHeadAttention:
         output_dim: int | None = None,
         qk_norm: Norm | None = None,
         epsilon: float = EPSILON,
+        clip: float | None = None,
         gate: Gate | None = None,
         rope: Rotation | None = None,
         parameters: Mapping[str, ArrayLike] | None = None,
@@ -205,6 +215,9 @@ class MultiHeadAttention:
         self.bias = flag("bias", bias)
         self.qk_norm = choice("qk_norm", qk_norm, NORMS)
         self.epsilon = number("epsilon", epsilon, low=0)
+        self.clip = None if clip is None else number("clip", clip, low=0)
+        if self.clip == 0:
+            raise ValueError(f"{name_of('clip')} is {clip!r}: expected a positive number, or None")
         self.gate = choice("gate", gate, GATES)
         self.rope = _checked_rope(rope, self.head_dim)
         if parameters is None:
@@ -234,8 +247,8 @@ class MultiHeadAttention:
         num_kv_heads : int, optional
             Hkv. Default is H.
         **others
-            Further weights (b_q, b_k, b_v, b_o, g_q, g_k, W_g, b_g) and settings (qk_norm, gate,
-            rope, …) of the layer, by name.
+            Further weights (b_q, b_k, b_v, b_o, g_q, g_k, s_q, s_k, W_g, b_g) and settings
+            (qk_norm, gate, rope, …) of the layer, by name.
 
         Raises
         ------
@@ -410,10 +423,14 @@ class MultiHeadAttention:
         if others is not None:
             source = tap("context", others.astype(compute, copy=False))
         q, k, v = self.project(tokens, source, source, tap)
-        stage = ""  # of queries and keys; a tap hears q, q_normed and q_rotated
+        stage = value_stage = ""  # a tap hears q, q_normed, q_clipped and q_rotated
         if self.qk_norm is not None:
             q, k = self._normed("q", tap("q", q), tap), self._normed("k", tap("k", k), tap)
-            stage = "_normed"
+            stage = "_layer_normed" if self.qk_norm == "layer" else "_normed"
+        if self.clip is not None:
+            q, k, v = tap(f"q{stage}", q), tap(f"k{stage}", k), tap("v", v)
+            q, k, v = (np.clip(array, -self.clip, self.clip) for array in (q, k, v))
+            stage = value_stage = "_clipped"
         if self.rope is not None:
             at = _positions(positions, q, cache)
             at_keys = at if context is None else _positions(context_positions, k)
@@ -424,7 +441,9 @@ class MultiHeadAttention:
             raise ValueError(
                 f"{name_of('positions')} are given but the layer has no rope to use them"
             )
-        heard = renamed(tap, q=f"q{stage}", k=f"k{stage}", output="head_output")
+        heard = renamed(
+            tap, q=f"q{stage}", k=f"k{stage}", v=f"v{value_stage}", output="head_output"
+        )
         if cache is None:
             heads = attention(q, k, v, tap=heard, **options)
         else:
@@ -508,6 +527,8 @@ class MultiHeadAttention:
         if self.qk_norm is not None:
             per_head = self.qk_norm == "head"
             shapes |= {"g_q": (D,) if per_head else (q,), "g_k": (D,) if per_head else (k,)}
+        if self.qk_norm == "layer":
+            shapes |= {"s_q": (q,), "s_k": (k,)}
         if self.gate is not None:
             shapes["W_g"] = (E, concat if self.gate == "elementwise" else self.num_heads)
         if self.bias:
@@ -515,7 +536,7 @@ class MultiHeadAttention:
         return shapes
 
     def _take(self, parameters: Mapping[str, ArrayLike]) -> None:
-        """Set every weight; a bias that is not given is 0, a gain 1."""
+        """Set every weight; a bias or shift that is not given is 0, a gain 1."""
         shapes = self.shapes
         given = {name: self._fitting(name, value) for name, value in parameters.items()}
         missing = [name for name in shapes if name[0] == "W" and name not in given]
@@ -597,6 +618,12 @@ class MultiHeadAttention:
 
     def _normed(self, name: str, x: Array, tap: Tap) -> Array:
         """Queries or keys divided by their root mean square, times the gain."""
+        if self.qk_norm == "layer":
+            rows = (f"g_{name}", f"s_{name}")
+            gain, shift = (_heads(self._row(row, x.dtype)[None], x.shape[-3]) for row in rows)
+            gain, shift = tap(f"gains_{name}", gain), tap(rows[1], shift)
+            centred = x - x.mean(axis=-1, keepdims=True)
+            return np.asarray(_by_root_mean_square(centred, self.epsilon) * gain + shift)
         gain = tap(f"g_{name}", self._row(f"g_{name}", x.dtype))
         if self.qk_norm == "head":
             return np.asarray(_by_root_mean_square(x, self.epsilon) * gain)

@@ -119,9 +119,10 @@ class YaRNScaling:
     rotates ``beta_slow`` times or fewer is slow. cos and sin are multiplied by
     ``attention_factor``, so that scores grow by its square.
 
-    The ramp is linear in the pair's index between integer indices, as in the authors' code and in
-    transformers; the paper prints it linear in the number of rotations. If ``original_length`` is
-    so short or so long that the ramp's ends cross, the result is theirs, not the rule above.
+    The ramp is linear in the pair's index, between integer indices if ``truncate``, as in the
+    authors' code and in transformers; the paper prints it linear in the number of rotations. If
+    ``original_length`` is so short or so long that the ramp's ends cross, the result is theirs, not
+    the rule above.
 
     Parameters
     ----------
@@ -135,6 +136,8 @@ class YaRNScaling:
         Positive.
     attention_factor : float, optional
         Positive. Default is 0.1 · ln(factor) + 1.
+    truncate : bool, default True
+        Round the ramp's ends to integers, outwards. GPT-OSS does not.
 
     Raises
     ------
@@ -152,11 +155,13 @@ class YaRNScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         given = self.attention_factor
         _keep(
             self,
+            truncate=flag("truncate", self.truncate),
             factor=number("factor", self.factor, low=1),
             original_length=_length("original_length", self.original_length),
             beta_slow=_positive("beta_slow", self.beta_slow),
@@ -173,8 +178,11 @@ class YaRNScaling:
     def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
         """Return the mixture of θ_i and θ_i / factor."""
         R = 2 * len(theta)
-        low = max(math.floor(self._index_rotating(self.beta_fast, base, R)), 0)
-        high = min(math.ceil(self._index_rotating(self.beta_slow, base, R)), R - 1)
+        low = self._index_rotating(self.beta_fast, base, R)
+        high = self._index_rotating(self.beta_slow, base, R)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, R - 1)
         # If the ends meet, the ramp is a step; the original code gives it this width.
         width = high - low or 0.001
         slow = np.clip((np.arange(len(theta)) - low) / width, 0, 1)

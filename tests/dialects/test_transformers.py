@@ -89,6 +89,11 @@ def library_module(torch, cls, settings=SETTINGS, **arguments):
     configuration = import_module(modules.__name__.replace("modeling_", "configuration_"))
     Config = getattr(configuration, name)
     kept = {key for key in SIZES if not isinstance(getattr(Config, key, None), property)}
+    if cls == "DbrxAttention":
+        attn_config = {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0} | settings.get(
+            "attn_config", {}
+        )
+        settings = settings | {"attn_config": attn_config}
     config = Config(**{key: SIZES[key] for key in kept}, **settings)
     config._attn_implementation = "eager"
     config.update({key: arguments.pop(key) for key in list(arguments) if key not in wanted})
@@ -242,6 +247,13 @@ def test_cross_attention_is_as_in_the_library(torch, cls):
         ("Cohere2Attention", {"sliding_window": None}),
         ("MptAttention", {"attn_config": {"softmax_scale": 0.3}}),
         ("ModernBertAttention", {"attention_bias": True}),
+        ("PhiAttention", {"qk_layernorm": True, "layer_norm_eps": 1e-3}),
+        ("PersimmonAttention", {"qk_layernorm": False}),
+        ("CohereAttention", {"use_qk_norm": True, "layer_norm_eps": 1e-3}),
+        ("OlmoAttention", {"clip_qkv": 1.5}),
+        ("OlmoeAttention", {"clip_qkv": 1.5}),
+        ("MptAttention", {"attn_config": {"clip_qkv": 1.5}}),
+        ("DbrxAttention", {"attn_config": {"clip_qkv": 1.5}}),
         ("GPTNeoXAttention", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}),
     ],
 )
@@ -523,8 +535,8 @@ T5 = {f"{name}.weight": np.eye(16) for name in "qkvo"}
         (lambda: llama(**{"q_proj.bias": np.ones(3)}), ValueError, "q_proj.bias has shape"),
         (lambda: llama(**{"q_norm.weight": np.ones(4)}), ValueError,
          "params has q_norm.weight, which LlamaAttention is not computed with here"),
-        (lambda: AttentionModule("OlmoAttention", LLAMA, HEADS | {"clip_qkv": 8.0}), ValueError,
-         "clip_qkv is 8.0: expected None"),
+        (lambda: AttentionModule("OlmoAttention", LLAMA, HEADS | {"clip_qkv": -8.0}), ValueError,
+         "clip_qkv is -8.0: expected a number of at least 0"),
         (lambda: AttentionModule("BloomAttention", FUSED, HEADS), ValueError,
          "query_key_value projects to 47 numbers: expected queries, keys, values of 4 h"),
         (lambda: llama()(X[0], **GIVEN), ValueError,

@@ -403,3 +403,38 @@ def test_what_cannot_rotate_is_no_rope():
 def test_another_width_of_the_context_makes_it_necessary():
     with pytest.raises(ValueError, match=r"context is missing: .* width Ec=4, x has E=6"):
         MultiHeadAttention(6, 2, context_dim=4)(X)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_layer_norm_of_queries_and_keys_head_by_head_then_clipping(num_kv_heads):
+    rng, D = np.random.default_rng(5), 4
+    W = {f"W_{n}": rng.normal(size=(8, D * (num_kv_heads if n in "kv" else 2))) for n in "qkv"}
+    W["W_o"] = rng.normal(size=(8, 8))
+    norm = {n + c: rng.normal(size=W[f"W_{c}"].shape[1]) for n in ("g_", "s_") for c in "qk"}
+    layer = MultiHeadAttention.from_combined(
+        **W, **norm, num_heads=2, num_kv_heads=num_kv_heads, qk_norm="layer", epsilon=0.1, clip=0.7
+    )
+    x, outputs = rng.normal(size=(5, 8)), []
+
+    def made(letter, h):
+        columns = slice(h * D, (h + 1) * D)
+        y = x @ W[f"W_{letter}"][:, columns]
+        if letter != "v":
+            y = np.array([(row - np.mean(row)) / math.sqrt(np.var(row) + 0.1) for row in y])
+            y = y * norm[f"g_{letter}"][columns] + norm[f"s_{letter}"][columns]
+        return np.minimum(np.maximum(y, -0.7), 0.7)
+
+    for h in range(2):
+        g = h * num_kv_heads // 2
+        weights = np.exp(made("q", h) @ made("k", g).T / 2)
+        outputs.append(weights @ made("v", g) / weights.sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(layer(x), np.concatenate(outputs, axis=1) @ W["W_o"])
+    trace = Trace()
+    np.testing.assert_array_equal(layer(x, tap=trace), layer(x))
+    heard = ["gains_q", "s_q", "q_layer_normed", "v", "q_clipped", "v_clipped", "scores"]
+    assert [name for name in trace if name in heard] == heard
+
+
+def test_clipping_needs_a_positive_number():
+    with pytest.raises(ValueError, match="clip is 0: expected a positive number, or None"):
+        MultiHeadAttention(8, 2, clip=0)

@@ -143,7 +143,9 @@ def by_loop(scaling, R, base, length):
             for turns in (scaling.beta_fast, scaling.beta_slow):
                 wave = scaling.original_length / turns
                 ends.append(R / 2 * math.log(wave / (2 * math.pi), base))
-            low, high = max(0, math.floor(ends[0])), min(R - 1, math.ceil(ends[1]))
+            if scaling.truncate:
+                ends = math.floor(ends[0]), math.ceil(ends[1])
+            low, high = max(0, ends[0]), min(R - 1, ends[1])
             if low == high:
                 high += 0.001
             ramp = min(1, max(0, (i - low) / (high - low)))
@@ -170,6 +172,7 @@ def by_loop(scaling, R, base, length):
         (DynamicNTKScaling(2, 2048), 128, 10000.0, 5000),
         (YaRNScaling(16, 4096), 128, 10000.0, 1),
         (YaRNScaling(4, 32768, beta_fast=16, beta_slow=2), 64, 1e6, 1),
+        (YaRNScaling(32, 4096, truncate=False), 64, 150000.0, 1),  # GPT-OSS
         (YaRNScaling(4, 10**6, beta_fast=1e4), 8, 100.0, 1),  # the ramp ends at R - 1
         (YaRNScaling(4, 10**9), 4, 10000.0, 1),  # the ends meet
         (YaRNScaling(4, 1), 4, 2.0, 1),  # they cross, 0 over -5
@@ -194,6 +197,10 @@ def test_scaled_frequencies_follow_the_published_rules(scaling, R, base, length)
             }, 1)
             for n, base in ((4096, 1e4), (1, 2.0), (3, 1e4), (10**9, 1e4), (10**15, 1e4))
         ),
+        (YaRNScaling(32, 4096, truncate=False), 1.5e5, {
+            "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+            "truncate": False,
+        }, 1),
         (Llama3Scaling(8, 128), 5e5, {
             "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128,
             "low_freq_factor": 1.0, "high_freq_factor": 4.0,
