@@ -306,9 +306,8 @@ def _share(made: Origin, i: int, j: int, say: Say) -> Parts:
 
 def _softmax(made: Origin, i: int, j: int, say: Say) -> Parts:
     row = _row(made.operands[0], i) if made.operands[0] else ()
-    powers = [f"exp({number.strip('()')})" for number in _numbers(row, say)]
-    total = _joined(powers, [place.value for place in row])
-    return Parts(row, (), (), f"{powers[j]} / ({total})")
+    powers = [f"exp({say(place)})" for place in row]
+    return Parts(row, (), (), f"{powers[j]} / ({_joined(powers, [p.value for p in row])})")
 
 
 def _total(made: Origin, i: int, j: int, say: Say) -> Parts:
@@ -362,9 +361,9 @@ def _mean_square(made: Origin, i: int, j: int, say: Say) -> Parts:
     less = "".join(f" - {number}" for number in _numbers(others, say))
     terms = [f"({number.strip('()')}{less})²" if less else f"{number}²"
              for number in _numbers(row, say)]  # fmt: skip
-    centre = others[0].value if others else 0.0
-    total = _joined(terms, [abs(place.value - centre) for place in row])
-    return Parts(row, (), others, f"({total}) / {len(row)}")
+    middle = others[0].value if others else 0.0
+    sizes = [abs(place.value - middle) for place in row]
+    return Parts(row, (), others, f"({_joined(terms, sizes)}) / {len(row)}")
 
 
 def _norm(made: Origin, i: int, j: int, say: Say) -> Parts:

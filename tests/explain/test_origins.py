@@ -113,6 +113,22 @@ def test_the_activation_is_found_from_its_numbers(activation, written):
     assert cell(trace, step, (0, 0)).text == f"Φ[0,0] = {written}"
 
 
+def test_of_a_long_row_the_largest_numbers_are_written_out():
+    trace = Trace()
+    x = trace("x", np.arange(-20.0, 20)[None])
+    layer_norm(x, np.ones(40), np.zeros(40), 0, trace)
+    exponentials = np.exp(trace("logits", x))
+    trace("probabilities", exponentials / exponentials.sum())
+    texts = {
+        name: cell(trace, trace.by_name[name][0], (0, 0)).text
+        for name in ("mean", "variance", "probabilities")
+    }
+    assert texts["mean"].startswith("μ[0] = ((-20) + (-19) + ")
+    assert texts["mean"].endswith(" + (-12) + … + 13 + 14 + 15 + 16 + 17 + 18 + 19) / 40 = -0.500")
+    assert texts["variance"].count(" - (-0.500))²") == 16
+    assert texts["probabilities"].startswith("p[0,0] = exp(-20) / (… + exp(4) + exp(5) + ")
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("epsilon", [0, 1e-12, 1e-6, 0.00123456, 1])
 def test_a_norm_s_epsilon_is_found_from_its_numbers(epsilon, dtype):

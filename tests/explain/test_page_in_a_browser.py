@@ -16,6 +16,7 @@ from minimha.explain.page import page
 from minimha.explain.trace import token_labels
 from minimha.explain.written import cell_of
 from minimha.layers import MultiHeadAttention, RoPE
+from minimha.models.norms import layer_norm
 
 
 def layer_with_everything():
@@ -52,11 +53,22 @@ def tiled_with_lse():
     return trace
 
 
+def long_norms():
+    """Rows of more numbers than are written out, of a norm and of a softmax."""
+    trace, rng = Trace(), np.random.default_rng(6)
+    gain, bias, *x = rng.normal(size=(5, 20))
+    logits = trace("logits", layer_norm(trace("x", np.array(x)), gain, bias, 1e-5, trace))
+    exponentials = np.exp(logits)
+    trace("probabilities", exponentials / exponentials.sum(axis=-1, keepdims=True))
+    return trace
+
+
 TRACES = {name: example.trace() for name, example in EXAMPLES.items() if name != "shapes"}
 TRACES["heads"] = sentences.of_length(6, num_heads=4, num_kv_heads=2, d_model=8).trace()
 TRACES["rope"] = sentences.of_length(4, num_heads=2, d_model=8, rope=True).trace()
 TRACES["blocks"] = blocks.of_length(5).trace(is_causal=True)
 TRACES["tiled"] = tiled_with_lse()
+TRACES["norms"] = long_norms()
 TRACES["long"] = long_rows()
 TRACES["layer"] = layer_with_everything()
 TRACES["options"] = attention_with_everything()

@@ -196,10 +196,10 @@ const ACTIVATIONS = [
   (x) => x / (1 + Math.exp(-x)),
 ];
 const WRITTEN_ACTIVATIONS = [
-  (x) => `max(${say(x)}, 0)`,
-  (x) => `${factor(x)} · (1 + erf(${factor(x)} / √2)) / 2`,
-  (x) => `${factor(x)} · (1 + tanh(√(2/π) · (${factor(x)} + 0.044715 · ${factor(x)}³))) / 2`,
-  (x) => `${factor(x)} / (1 + exp(-${factor(x)}))`,
+  (x) => `max(${x}, 0)`,
+  (x) => `${inParentheses(x)} · (1 + erf(${inParentheses(x)} / √2)) / 2`,
+  (x) => `${inParentheses(x)} · (1 + tanh(√(2/π) · (${inParentheses(x)} + 0.044715 · ${inParentheses(x)}³))) / 2`,
+  (x) => `${inParentheses(x)} / (1 + exp(-${inParentheses(x)}))`,
 ];
 
 /* As Python writes a number such as 1e-05 with "g". */
@@ -302,7 +302,7 @@ const OPERATIONS = {
       fill(out, (i, j) => get(out, i, j) / totals[i]);
     },
     write(i, j, [x]) {
-      const powers = rowOf(x, i).map((a) => `exp(${say(a)})`);
+      const powers = range(x.cols).map((d) => `exp(${said(x, i, d)})`);
       return { text: `${powers[j]} / (${joined(powers, rowOf(x, i))})`, used: along(0, x, i) };
     },
   },
@@ -347,16 +347,17 @@ const OPERATIONS = {
   },
   mean: {
     compute: (out, [x]) => fill(out, (i) => sum(rowOf(x, i)) / x.cols),
-    write: (i, j, [x]) => ({ text: `(${joined(rowOf(x, i).map(factor), sizes(x, i))}) / ${x.cols}`, used: along(0, x, i) }),
+    write: (i, j, [x]) => ({ text: `(${joined(terms(x, i), sizes(x, i))}) / ${x.cols}`, used: along(0, x, i) }),
   },
   "mean square": {
     compute: (out, [x, mean]) =>
       fill(out, (i) => sum(rowOf(x, i).map((a) => (a - (mean ? get(mean, i, 0) : 0)) ** 2)) / x.cols),
     write(i, j, [x, mean]) {
-      const centre = mean ? get(mean, i, 0) : 0, sizes = rowOf(x, i).map((a) => Math.abs(a - centre));
-      const square = (a) => (mean ? `(${say(a)} - ${factor(get(mean, i, 0))})²` : `${factor(a)}²`);
+      const middle = mean ? get(mean, i, 0) : 0;
+      const square = (d) => (mean ? `(${said(x, i, d)} - ${term(mean, i, 0)})²` : `${term(x, i, d)}²`);
+      const sizes = rowOf(x, i).map((a) => Math.abs(a - middle));
       return {
-        text: `(${joined(rowOf(x, i).map(square), sizes)}) / ${x.cols}`,
+        text: `(${joined(range(x.cols).map(square), sizes)}) / ${x.cols}`,
         used: [...along(0, x, i), ...at(1, mean, i, 0, "other")],
       };
     },
@@ -368,10 +369,10 @@ const OPERATIONS = {
         return (get(gain, i, j) * a) / Math.sqrt(get(square, i, 0) + epsilon) + (bias ? get(bias, i, j) : 0);
       }),
     write(i, j, [x, square, gain, mean, bias], epsilon) {
-      const a = mean ? `(${say(get(x, i, j))} - ${factor(get(mean, i, 0))})` : factor(get(x, i, j));
-      const root = `√(${factor(get(square, i, 0))} + ${short(epsilon)})`;
+      const a = mean ? `(${said(x, i, j)} - ${term(mean, i, 0)})` : term(x, i, j);
+      const root = `√(${term(square, i, 0)} + ${short(epsilon)})`;
       return {
-        text: `${factor(get(gain, i, j))} · ${a} / ${root}` + (bias ? ` + ${factor(get(bias, i, j))}` : ""),
+        text: `${term(gain, i, j)} · ${a} / ${root}` + (bias ? ` + ${term(bias, i, j)}` : ""),
         used: [
           ...at(0, x, i, j, "row"), ...at(2, gain, i, j, "column"), ...at(1, square, i, 0, "other"),
           ...at(3, mean, i, 0, "other"), ...at(4, bias, i, j, "other"),
@@ -381,7 +382,7 @@ const OPERATIONS = {
   },
   activation: {
     compute: (out, [x], kind) => fill(out, (i, j) => ACTIVATIONS[kind](get(x, i, j))),
-    write: (i, j, [x], kind) => ({ text: WRITTEN_ACTIVATIONS[kind](get(x, i, j)), used: at(0, x, i, j, "row") }),
+    write: (i, j, [x], kind) => ({ text: WRITTEN_ACTIVATIONS[kind](said(x, i, j)), used: at(0, x, i, j, "row") }),
   },
   rotated: {
     compute: (out, [x, cos, sin], layout) =>
