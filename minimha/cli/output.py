@@ -121,7 +121,9 @@ def deliver_table(
         _show(
             args,
             lambda width, ramp: (
-                render.table(records) if titled is None else render.tables(titled, width)
+                render.table(records, _encoding(args))
+                if titled is None
+                else render.tables(titled, width, _encoding(args))
             ),
         )
         return
@@ -138,7 +140,7 @@ def deliver_result(args: argparse.Namespace, result: Result) -> None:
     """Print an experiment's result in the requested format, or write it to ``--output``."""
     kind = format_of(args)
     if kind == "text":
-        _show(args, lambda width, ramp: render.result(result, width, ramp))
+        _show(args, lambda width, ramp: render.result(result, width, ramp, _encoding(args)))
         return
     from minimha.explain import export
 
@@ -192,6 +194,11 @@ def _show(args: argparse.Namespace, as_text: Callable[[int | None, str], Any]) -
         console.print(as_text(console.width, render.ramp_for(console)), soft_wrap=True)
     else:
         _put(args, render.plain(as_text(None, render.ramp_for(console))))
+
+
+def _encoding(args: argparse.Namespace) -> str:
+    """Of what the text is written to."""
+    return "utf-8" if args.output is not None else sys.stdout.encoding or "utf-8"
 
 
 def _put(args: argparse.Namespace, content: str | bytes | dict[str, str]) -> None:

@@ -22,6 +22,7 @@ from minimha.explain.numbers import cells, limits
 from minimha.explain.printed import Status
 from minimha.explain.ramp import RAMPS, Ramp
 from minimha.explain.result import Result
+from minimha.explain.spelling import as_written
 from minimha.explain.trace import Step, Trace
 
 if TYPE_CHECKING:
@@ -93,32 +94,34 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
     return Text("\n").join(lines)
 
 
-def table(records: Sequence[Mapping[str, str]]) -> Table:
-    """A table with the records' keys as its head."""
+def table(records: Sequence[Mapping[str, str]], encoding: str = "utf-8") -> Table:
+    """A table with the records' keys as its head, for a stream of this encoding."""
     shown = Table(
-        *records[0], box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold"
+        *(as_written(key, encoding) for key in records[0]), box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold"
     )
     shown.columns[0].no_wrap = True  # a name, which may be typed elsewhere
     shown.columns[0].overflow = "ignore"
     for record in records:
-        shown.add_row(*record.values())
+        shown.add_row(*(as_written(text, encoding) for text in record.values()))
     return shown
 
 
-def tables(titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None) -> Group:
+def tables(
+    titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None, encoding: str = "utf-8"
+) -> Group:
     """A table of numbers, right-aligned but for its first column, under each title that has one."""
     parts: list[RenderableType] = []
     for title, records in titled.items():
         parts += [Text(), *_paragraph(title, width, "bold" if records else "", indent=0)]
         if records:
-            shown = table(records)
+            shown = table(records, encoding)
             for column in shown.columns[1:]:
                 column.justify, column.overflow = "right", "fold"  # no digit is lost
             parts.append(shown)
     return Group(*parts[1:])
 
 
-def result(found: Result, width: int | None, ramp: str) -> Group:
+def result(found: Result, width: int | None, ramp: str, encoding: str = "utf-8") -> Group:
     """An experiment: its tables, its charts and its conclusion."""
     from minimha.explain.chart import Bars, Grid, Lines
     from minimha.explain.plot import plot
@@ -127,7 +130,7 @@ def result(found: Result, width: int | None, ramp: str) -> Group:
     parts += _paragraph(found.about, width or EXPORT_WIDTH, indent=0) if found.about else []
     if found.tables:
         written = {table.title: table.written() for table in found.tables}
-        parts += [Text(), tables(written, width)]
+        parts += [Text(), tables(written, width, encoding)]
     for figure in found.figures:
         if isinstance(figure, Lines | Bars):
             lines = plot(figure, width or EXPORT_WIDTH, is_ascii=ramp == "ascii")

@@ -9,6 +9,20 @@ SPELLINGS = {
 }  # fmt: skip
 
 
+def as_written(text: str, encoding: str) -> str:
+    """Return ``text`` as a stream of this encoding shows it, so that it can be laid out.
+
+    >>> as_written("√d_k ≤ 2", "ascii")
+    'sqrt d_k <= 2'
+    """
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError as error:
+        signs, end = spelled(error)
+        return text[: error.start] + signs + as_written(text[end:], encoding)
+    return text
+
+
 def spelled(error: UnicodeError) -> tuple[str, int]:
     """Spell what cannot be encoded, or put ``?``: an error handler for ``codecs``.
 

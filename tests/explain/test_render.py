@@ -204,3 +204,9 @@ def test_a_table_is_aligned_and_its_words_are_wrapped_without_a_terminal():
     assert lines[0] == "name       why"
     assert lines[1] == "a          " + " ".join("x" * 45)
     assert lines[2:] == [" " * 11 + " ".join("x" * 5), "long name  [y]"]
+
+
+def test_a_table_is_laid_out_as_its_encoding_spells_it():
+    records = [{"√D": "2", "score": "1 · 2"}, {"√D": "16", "score": "3"}]
+    shown = render.plain(render.tables({"": records}, 80, "ascii"))
+    assert shown.splitlines()[1:] == ["sqrt D  score", "2       1 * 2", "16          3"]
