@@ -175,7 +175,7 @@ class Problem:
             yield rows, replace(
                 self, q=self.q[rows], k=k, v=v, q_offset=self.q_offset[one],
                 kv_lengths=self.kv_lengths[one], sequences=None,
-                first_b=int(self.sequences.numbers[s]),
+                first_b=int(self.sequences.ids[s]),
             )  # fmt: skip
 
     def by_sequence(

@@ -40,7 +40,7 @@ class Sequences(NamedTuple):
         ``ONE_PAGE`` if the keys are not paged.
     room : ndarray of shape (n,), int64
         How many keys there may be.
-    numbers : ndarray of shape (n,), int64
+    ids : ndarray of shape (n,), int64
         Which of the caller's sequences each one is: b of ``score_mod`` and ``mask_mod``.
     """
 
@@ -49,7 +49,7 @@ class Sequences(NamedTuple):
     first_keys: NDArray[np.int64]
     page_size: int
     room: NDArray[np.int64]
-    numbers: NDArray[np.int64]
+    ids: NDArray[np.int64]
 
     def rows(self, s: int) -> tuple[slice, slice, slice]:
         """The index of the queries of sequence ``s`` in q, O and L."""
@@ -66,11 +66,11 @@ class Sequences(NamedTuple):
         return np.asarray(rows[:, :, :length])
 
     def some(self, chosen: NDArray[np.bool_]) -> Sequences:
-        """Some of the sequences; their rows are where they were, and their numbers as well."""
-        queries, pages, first_keys, page_size, room, numbers = self
+        """Some of the sequences; their rows are where they were, and their ids stay."""
+        queries, pages, first_keys, page_size, room, ids = self
         return Sequences(
             queries[chosen], pages[chosen], first_keys[chosen], page_size, room[chosen],
-            numbers[chosen],
+            ids[chosen],
         )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ class Layout(NamedTuple):
 # What every call brings; then the arrays of every problem, in the order of a line. The buffers
 # follow, then the numbers.
 BROUGHT = ("q", "k", "v", "O", "L", "memory")
-ROWS = ("queries", "pages", "first_keys", "numbers")  # of ``Sequences``
+ROWS = ("queries", "pages", "first_keys", "ids")  # of ``Sequences``
 SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS, "blocks", "failed")
 ARRAYS = ("q", "k", "v", "mask", "bias", "O", "L", *SMALL)
 NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size", "score_mod",
@@ -139,7 +139,7 @@ def unpacker(**buffers: Buffer) -> Any:
         arrays = dict.fromkeys(("q", "k", "v"), types.Array(storage, 4, "A"))
         arrays |= dict.fromkeys(("bias", "O"), types.Array(real, 4, "A"))
         arrays |= {"mask": types.Array(types.boolean, 4, "A"), "L": types.Array(real, 3, "A")}
-        lines = ("q_offset", "kv_lengths", "first_keys", "numbers")
+        lines = ("q_offset", "kv_lengths", "first_keys", "ids")
         arrays |= dict.fromkeys(lines, types.Array(types.int64, 1, "C"))
         arrays |= dict.fromkeys(("queries", "pages"), types.Array(types.int64, 2, "C"))
         arrays |= dict.fromkeys(("slopes", "sinks"), types.Array(real, 1, "C"))

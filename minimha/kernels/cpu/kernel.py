@@ -191,7 +191,7 @@ class Plan:
         return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals
             *options(problem), queries=np.ascontiguousarray(rows.queries),
             pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
-            numbers=rows.numbers, page_size=rows.page_size, **addresses,
+            ids=rows.ids, page_size=rows.page_size, **addresses,
             failed=np.zeros(1, np.int64),
             blocks=functions.blocks_of(problem) if is_skipping else NO_BLOCKS,
         )  # fmt: skip

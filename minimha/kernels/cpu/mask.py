@@ -86,7 +86,7 @@ def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, biases):
             for r in range(np.int32(lanes)):
                 seen[j * lanes + r] &= (low <= r) & (r < high)
     if o.mask_mod and not full:
-        s, i = o.numbers[b], i0 + o.q_offset[b]
+        s, i = o.ids[b], i0 + o.q_offset[b]
         call_tile(o.mask_mod, seen, 0, o.failed, s, h, i, j0, n, rows, lanes, 1)
     if rows < lanes:
         for j in range(n):
@@ -115,7 +115,7 @@ def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
 @jit
 def apply_score_mod(S, seen, o, b, h, i0, rows, j0, n, lanes):
     """Modify a tile of n keys; return how many pairs still see each other: -inf hides a key."""
-    s, i = o.numbers[b], i0 + o.q_offset[b]
+    s, i = o.ids[b], i0 + o.q_offset[b]
     call_tile(o.score_mod, S, 0, o.failed, s, h, i, j0, n, rows, lanes, 1)
     count, lowest = 0, S.dtype.type(-math.inf)
     for x in range(n * lanes):

@@ -52,7 +52,7 @@ KERNEL = Kernel(rows, BUFFERS)
 @jit
 def row(q, k, v, mask, bias, o, O, memory, b, h, i):
     """Write O and return L of query i of sequence b."""
-    O_i, number, p_i = memory.O_i, o.numbers[b], i + o.q_offset[b]
+    O_i, number, p_i = memory.O_i, o.ids[b], i + o.q_offset[b]
     entry, first, _ = queries_of(o, b)
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv = q.shape[3], v.shape[3]

@@ -275,7 +275,7 @@ def apply_options(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
         if is_partial:
             for j in range(n):
                 seen[r, j] = is_seen(mask, bias, head, b, h, i, j0 + j)
-            number, p = o.numbers[b], i + o.q_offset[b]
+            number, p = o.ids[b], i + o.q_offset[b]
             if o.mask_mod:
                 first = r * seen.shape[1]
                 call_tile(o.mask_mod, seen, first, o.failed, number, h, p, j0, 1, n, n, 0)
