@@ -97,8 +97,9 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
 def table(records: Sequence[Mapping[str, str]], encoding: str = "utf-8") -> Table:
     """A table with the records' keys as its head, for a stream of this encoding."""
     shown = Table(
-        *(as_written(key, encoding) for key in records[0]), box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold"
-    )
+        *(as_written(key, encoding) for key in records[0]),
+        box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold",
+    )  # fmt: skip
     shown.columns[0].no_wrap = True  # a name, which may be typed elsewhere
     shown.columns[0].overflow = "ignore"
     for record in records:
