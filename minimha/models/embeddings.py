@@ -53,7 +53,7 @@ def sinusoidal(num_positions: int, d_model: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, eq=False)
 class Embeddings:
-    """scale · tokens[id] + positions[p]: one row per token.
+    """scale · tokens[id] + types[t] + positions[p]: one row per token.
 
     Parameters
     ----------
@@ -62,18 +62,30 @@ class Embeddings:
         Learned or ``sinusoidal``. Default is none: rotary embedding acts on queries and keys.
     scale : float, default 1.0
         Vaswani et al. and Gemma multiply a token's row by √E.
+    types : ndarray of shape (T, E), optional
+        BERT adds the row of the sentence, first or second, that the token is in.
     """
 
     tokens: Array
     positions: Array | None = None
     scale: float = 1.0
+    types: Array | None = None
 
-    def __call__(self, ids: NDArray[np.int64], start: int = 0, tap: Tap = no_tap) -> Array:
+    def __call__(
+        self,
+        ids: NDArray[np.int64],
+        start: int = 0,
+        tap: Tap = no_tap,
+        types: NDArray[np.int64] | None = None,
+    ) -> Array:
         """Return the rows of the tokens ids (L,), the first of which is at position ``start``.
 
-        ``tap`` hears embedded, and before it wte and wpe where there are two parts.
+        ``tap`` hears embedded, and before it wte, with the types, and wpe where there are two
+        parts. ``types`` (L,) are 0 by default.
         """
         x = self.tokens[ids]
+        if self.types is not None:
+            x = x + self.types[0 if types is None else types]
         if self.scale != 1:
             x = x * x.dtype.type(self.scale)
         if self.positions is not None:

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.equations.arguments import as_integers, counted, name_of
+
 
 class Tokenizer(Protocol):
     """What a model needs of its tokenizer."""
@@ -18,6 +23,46 @@ class Tokenizer(Protocol):
 
     def label(self, id: int) -> str:
         """A printable name of one token, never empty."""
+
+
+def numbers(
+    name: str, ids: str | ArrayLike, V: int, tokenizer: Tokenizer | None
+) -> NDArray[np.int64]:
+    """The numbers of the tokens (L,), checked; text goes through the tokenizer.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Text without a tokenizer, no token, or one that is not in the vocabulary of V.
+    """
+    if isinstance(ids, str):
+        if tokenizer is None:
+            raise ValueError(
+                f"{name_of(name)} is text, but the model has no tokenizer: give the tokens' numbers"
+            )
+        ids = tokenizer.encode(ids)
+    tokens = as_integers(name, ids)
+    if tokens.ndim != 1 or not tokens.size:
+        raise ValueError(
+            f"{name_of(name)} has shape {tokens.shape}: expected (L,) with at least 1 token"
+        )
+    outside = np.flatnonzero((tokens < 0) | (tokens >= V))
+    if outside.size:
+        raise ValueError(
+            f"{name_of(name)}[{outside[0]}] is {tokens[outside[0]]}: expected 0 to {V - 1}, the "
+            f"vocabulary's tokens"
+        )
+    return tokens
+
+
+def check_length(name: str, num_tokens: int, start: int, max_length: int) -> None:
+    """Refuse more tokens, the first at position ``start``, than there are positions."""
+    if start + num_tokens > max_length:
+        after = f" after {start} earlier ones" if start else ""
+        raise ValueError(
+            f"{name_of(name)} has {counted(num_tokens, 'token')}{after}: the model has only "
+            f"{max_length} positions"
+        )
 
 
 class SubwordTokenizer:

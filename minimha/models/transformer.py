@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend
-from minimha.equations.arguments import as_integers, counted, integer, name_of
+from minimha.equations.arguments import counted, integer
 from minimha.equations.tap import Tap, no_tap, prefixed, renamed, staged
 from minimha.layers.cache import KVCache
 from minimha.layers.linear import product
@@ -25,7 +25,7 @@ from minimha.models.embeddings import Embeddings
 from minimha.models.feed_forward import FeedForward
 from minimha.models.norms import Norm
 from minimha.models.sampling import check, draw, probabilities
-from minimha.models.tokens import Tokenizer
+from minimha.models.tokens import Tokenizer, check_length, numbers
 
 Array = NDArray[Any]
 
@@ -156,7 +156,7 @@ class Transformer:
         """Return each token's row after the last block, (1, L, E); arguments as in ``logits``."""
         tokens = self.encode(ids)
         start = 0 if cache is None else int(cache[0].lengths[0])
-        self._check_length(len(tokens), start)
+        check_length("ids", len(tokens), start, self.config.max_length)
         x = self.embeddings(tokens, start, tap)[None]
         for n, block in enumerate(self.blocks):
             kept = None if cache is None else cache[n]
@@ -258,30 +258,4 @@ class Transformer:
         TypeError, ValueError
             Text without a tokenizer, no token, or one that is not in the vocabulary.
         """
-        name, V = name_of("ids"), self.config.vocabulary
-        if isinstance(ids, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"{name} is text, but the model has no tokenizer: give the tokens' numbers"
-                )
-            ids = self.tokenizer.encode(ids)
-        tokens = as_integers("ids", ids)
-        if tokens.ndim != 1 or not tokens.size:
-            raise ValueError(
-                f"{name} has shape {tokens.shape}: expected (L,) with at least 1 token"
-            )
-        outside = np.flatnonzero((tokens < 0) | (tokens >= V))
-        if outside.size:
-            raise ValueError(
-                f"{name}[{outside[0]}] is {tokens[outside[0]]}: expected 0 to {V - 1}, the "
-                f"vocabulary's tokens"
-            )
-        return tokens
-
-    def _check_length(self, num_tokens: int, start: int) -> None:
-        if start + num_tokens > self.config.max_length:
-            after = f" after {start} earlier ones" if start else ""
-            raise ValueError(
-                f"{name_of('ids')} has {counted(num_tokens, 'token')}{after}: the model has only "
-                f"{self.config.max_length} positions"
-            )
+        return numbers("ids", ids, self.config.vocabulary, self.tokenizer)

@@ -10,25 +10,30 @@ import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from numpy.typing import ArrayLike
 
 from minimha.models.checkpoints import gguf, gguf_tokens, safetensors
 from minimha.models.checkpoints.settings import Settings
 from minimha.models.checkpoints.tensors import Tensors
+from minimha.models.encoder import Encoder
+from minimha.models.encoder_decoder import EncoderDecoder
 from minimha.models.tokens import Tokenizer, from_file
 from minimha.models.transformer import Transformer
+
+Model: TypeAlias = Transformer | Encoder | EncoderDecoder
 
 # The module that reads each architecture, by ``model_type`` in config.json.
 FAMILIES = {
     "gpt2": "gpt2",
     "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama",
     "gemma2": "gemma", "gemma3_text": "gemma",
+    "bert": "bert", "t5": "t5",
 }  # fmt: skip
 
 
-def load(path: str | Path) -> Transformer:
+def load(path: str | Path) -> Model:
     """Return the model in a folder or a file on this machine.
 
     Weights in float32 stay in their files, from which the system reads them when they are used;
@@ -42,7 +47,7 @@ def load(path: str | Path) -> Transformer:
 
     Returns
     -------
-    Transformer
+    Transformer, or an Encoder (BERT) or an EncoderDecoder (T5)
 
     Raises
     ------
@@ -78,7 +83,7 @@ def from_tensors(
     config: Mapping[str, Any],
     tensors: Mapping[str, ArrayLike],
     tokenizer: Tokenizer | None = None,
-) -> Transformer:
+) -> Model:
     """Return the model of a checkpoint that is in memory.
 
     Parameters
@@ -99,7 +104,7 @@ def from_tensors(
 
 def _model(
     settings: Settings, tensors: Mapping[str, ArrayLike], tokenizer: Tokenizer | None
-) -> Transformer:
+) -> Model:
     architecture = settings.text("model_type")
     if architecture not in FAMILIES:
         raise ValueError(
@@ -109,7 +114,7 @@ def _model(
     settings.expect("quantization_config", None)
     family = import_module(f"{__name__}.{FAMILIES[architecture]}")
     weights = Tensors(tensors)
-    model: Transformer = family.transformer(settings, weights, tokenizer)
+    model: Model = family.transformer(settings, weights, tokenizer)
     weights.check_all_taken()
     return model
 

@@ -45,6 +45,11 @@ class Tensors:
             raise ValueError(f"tensor {name} has shape {array.shape}: expected {shape}")
         return cast(array, np.dtype(np.float32))
 
+    def leave(self, *names: str) -> None:
+        """Leave out tensors that what is made from the checkpoint does not need."""
+        for name in names:
+            self._left.pop(name, None)
+
     def linear(
         self, ours: str, name: str, rows: int, columns: int, has_bias: bool = False
     ) -> dict[str, Array]:

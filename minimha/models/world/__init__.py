@@ -30,6 +30,7 @@ which places had been named, but chose among them as if by lot.
 
 import json
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -56,4 +57,4 @@ def load() -> Transformer:
         tensors = {name: stored[name] for name in stored.files}
     config = json.loads(tensors.pop("config").item())
     words = Words(tensors.pop("vocabulary").tolist())
-    return from_tensors(config, tensors, words)
+    return cast(Transformer, from_tensors(config, tensors, words))

@@ -1,0 +1,105 @@
+"""BERT: an encoder with learned positions and sentence types, norms after each sum.
+
+Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minimha.layers.multihead import MultiHeadAttention
+from minimha.models.checkpoints.settings import Settings
+from minimha.models.checkpoints.tensors import Tensors
+from minimha.models.config import Config
+from minimha.models.embeddings import Embeddings
+from minimha.models.encoder import Encoder, EncoderLayer, MaskedHead
+from minimha.models.feed_forward import FeedForward
+from minimha.models.norms import LayerNorm
+from minimha.models.tokens import Tokenizer
+
+PREFIX = "bert."  # of a checkpoint with a head
+PREDICTIONS = "cls.predictions"
+OF_SENTENCES = ("pooler.dense", "cls.seq_relationship")  # heads that look at the first token alone
+
+
+def transformer(
+    settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
+) -> Encoder:
+    """The model of these settings and tensors."""
+    config = read_config(settings)
+    V, E, P = config.vocabulary, config.d_model, config.max_length
+    at = PREFIX if f"{PREFIX}embeddings.word_embeddings.weight" in tensors else ""
+    tokens = tensors.take(f"{at}embeddings.word_embeddings.weight", V, E)
+    types = settings.count("type_vocab_size", 2)
+    for name in (f"{at}{OF_SENTENCES[0]}", OF_SENTENCES[1]):
+        tensors.leave(f"{name}.weight", f"{name}.bias")
+    tensors.leave(f"{at}embeddings.position_ids")
+    return Encoder(
+        config,
+        Embeddings(
+            tokens, tensors.take(f"{at}embeddings.position_embeddings.weight", P, E),
+            types=tensors.take(f"{at}embeddings.token_type_embeddings.weight", types, E),
+        ),
+        _norm(config, tensors, f"{at}embeddings.LayerNorm"),
+        [_layer(config, tensors, f"{at}encoder.layer.{n}") for n in range(config.num_layers)],
+        _head(config, tensors, tokens) if f"{PREDICTIONS}.bias" in tensors else None,
+        tokenizer,
+    )  # fmt: skip
+
+
+def read_config(settings: Settings) -> Config:
+    """What the settings mean."""
+    settings.expect("position_embedding_type", "absolute", None)
+    settings.expect("is_decoder", False)
+    layers, H = settings.count("num_hidden_layers"), settings.count("num_attention_heads")
+    return Config(
+        architecture=settings.text("model_type"),
+        vocabulary=settings.count("vocab_size"),
+        num_layers=layers, d_model=settings.count("hidden_size"), num_heads=H, num_kv_heads=H,
+        head_dim=settings.quotient("hidden_size", "num_attention_heads"),
+        d_ff=settings.count("intermediate_size"),
+        max_length=settings.count("max_position_embeddings"),
+        epsilon=settings.number("layer_norm_eps", 1e-12),
+        activation=settings.activation("hidden_act", "gelu"),
+        is_tied=settings.flag("tie_word_embeddings", True),
+        ropes=(None,) * layers, windows=(None,) * layers,
+    )  # fmt: skip
+
+
+def _layer(config: Config, tensors: Tensors, at: str) -> EncoderLayer:
+    E, F = config.d_model, config.d_ff
+    weights: dict[str, Any] = {}
+    for letter, name in (
+        ("q", "self.query"), ("k", "self.key"), ("v", "self.value"), ("o", "output.dense")
+    ):  # fmt: skip
+        weights |= tensors.linear(letter, f"{at}.attention.{name}", E, E, has_bias=True)
+    return EncoderLayer(
+        MultiHeadAttention.from_combined(**weights, num_heads=config.num_heads),
+        _norm(config, tensors, f"{at}.attention.output.LayerNorm"),
+        FeedForward(
+            activation=config.activation,
+            **tensors.linear("in", f"{at}.intermediate.dense", E, F, has_bias=True),
+            **tensors.linear("out", f"{at}.output.dense", F, E, has_bias=True),
+        ),
+        _norm(config, tensors, f"{at}.output.LayerNorm"),
+    )
+
+
+def _head(config: Config, tensors: Tensors, tokens: Any) -> MaskedHead:
+    E, V = config.d_model, config.vocabulary
+    transform = tensors.linear("in", f"{PREDICTIONS}.transform.dense", E, E, has_bias=True)
+    tensors.leave(f"{PREDICTIONS}.decoder.bias")  # of old checkpoints, the same once more
+    return MaskedHead(
+        transform["W_in"],
+        transform["b_in"],
+        _norm(config, tensors, f"{PREDICTIONS}.transform.LayerNorm"),
+        tensors.tied(f"{PREDICTIONS}.decoder.weight", tokens, config.is_tied),
+        tensors.take(f"{PREDICTIONS}.bias", V),
+    )
+
+
+def _norm(config: Config, tensors: Tensors, name: str) -> LayerNorm:
+    """A normalisation; the first checkpoints call its gain gamma, its bias beta."""
+    parts = ("gamma", "beta") if f"{name}.gamma" in tensors else ("weight", "bias")
+    gain, bias = (tensors.take(f"{name}.{part}", config.d_model) for part in parts)
+    return LayerNorm(gain, bias, config.epsilon)

@@ -1,0 +1,123 @@
+"""T5: an encoder and a decoder with RMSNorm first, biases for distances and unscaled scores.
+
+Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",
+2020; version 1.1 has a gated feed-forward and an unembedding of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minimha.layers.multihead import MultiHeadAttention
+from minimha.models.checkpoints.settings import Settings
+from minimha.models.checkpoints.tensors import Tensors
+from minimha.models.config import Config
+from minimha.models.embeddings import Embeddings
+from minimha.models.encoder import EncoderLayer
+from minimha.models.encoder_decoder import DecoderLayer, EncoderDecoder, RelativeBias
+from minimha.models.feed_forward import FeedForward
+from minimha.models.norms import RMSNorm
+from minimha.models.tokens import Tokenizer
+
+UNEMBEDDING = "lm_head.weight"
+# One table of biases serves all layers. Old checkpoints have one for cross-attention too, unused.
+BIAS = "{}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+# feed_forward_proj: whether it is gated, and the activation.
+FEED_FORWARDS = {
+    "relu": (False, "relu"), "gated-gelu": (True, "gelu_new"), "gated-silu": (True, "silu"),
+}  # fmt: skip
+
+
+def transformer(
+    settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
+) -> EncoderDecoder:
+    """The model of these settings and tensors."""
+    config = read_config(settings, is_tied=UNEMBEDDING not in tensors)
+    V, E, H = config.vocabulary, config.d_model, config.num_heads
+    tokens = tensors.take("shared.weight", V, E)
+    for side in ("encoder", "decoder"):
+        tensors.leave(f"{side}.embed_tokens.weight")  # old checkpoints repeat the shared one
+    tensors.leave(UNUSED)
+    buckets = settings.count("relative_attention_num_buckets", 32)
+    distance = settings.count("relative_attention_max_distance", 128)
+
+    def bias(side: str) -> RelativeBias:
+        table = tensors.take(BIAS.format(side), buckets, H)
+        return RelativeBias(table, distance, bidirectional=side == "encoder")
+
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(tensors.take(f"{name}.weight", E), config.epsilon)
+
+    def layer(at: str, last: int) -> EncoderLayer:
+        return EncoderLayer(
+            _attention(config, tensors, f"{at}.layer.0.SelfAttention"),
+            norm(f"{at}.layer.0.layer_norm"),
+            _feed_forward(config, tensors, f"{at}.layer.{last}.DenseReluDense", settings),
+            norm(f"{at}.layer.{last}.layer_norm"),
+            norm_first=True, scale=1.0,
+        )  # fmt: skip
+
+    def decoder(at: str) -> DecoderLayer:
+        cross = _attention(config, tensors, f"{at}.layer.1.EncDecAttention")
+        return DecoderLayer(layer(at, 2), cross, norm(f"{at}.layer.1.layer_norm"))
+
+    is_scaled = settings.flag("scale_decoder_outputs", settings.flag("tie_word_embeddings", True))
+    decoders = settings.count("num_decoder_layers", config.num_layers)
+    embeddings = Embeddings(tokens)
+    return EncoderDecoder(
+        config, embeddings, embeddings,
+        [layer(f"encoder.block.{n}", 1) for n in range(config.num_layers)],
+        [decoder(f"decoder.block.{n}") for n in range(decoders)],
+        np.asarray(tokens.T) if config.is_tied else tensors.take(UNEMBEDDING, V, E).T,
+        norm("encoder.final_layer_norm"), norm("decoder.final_layer_norm"),
+        bias("encoder"), bias("decoder"),
+        output_scale=E**-0.5 if is_scaled else 1.0,
+        start=settings.get("decoder_start_token_id") or 0,
+        tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def read_config(settings: Settings, is_tied: bool) -> Config:
+    """What the settings mean; ``num_layers`` is that of the encoder."""
+    kind, layers = settings.get("feed_forward_proj") or "relu", settings.count("num_layers")
+    if kind not in FEED_FORWARDS:
+        raise ValueError(
+            f"{settings.name}'s feed_forward_proj is {kind!r}: expected one of "
+            f"{', '.join(FEED_FORWARDS)}"
+        )
+    H = settings.count("num_heads")
+    return Config(
+        architecture=settings.text("model_type"),
+        vocabulary=settings.count("vocab_size"),
+        num_layers=layers, d_model=settings.count("d_model"), num_heads=H, num_kv_heads=H,
+        head_dim=settings.count("d_kv"), d_ff=settings.count("d_ff"),
+        max_length=settings.count("n_positions", 512),
+        epsilon=settings.number("layer_norm_epsilon", 1e-6),
+        activation=Settings({"act": FEED_FORWARDS[kind][1]}).activation("act", "relu"),
+        is_tied=is_tied, ropes=(None,) * layers, windows=(None,) * layers,
+    )  # fmt: skip
+
+
+def _attention(config: Config, tensors: Tensors, at: str) -> MultiHeadAttention:
+    E, inner = config.d_model, config.num_heads * config.head_dim
+    weights: dict[str, Any] = {}
+    for letter, rows, columns in (
+        ("q", E, inner), ("k", E, inner), ("v", E, inner), ("o", inner, E)
+    ):  # fmt: skip
+        weights |= tensors.linear(letter, f"{at}.{letter}", rows, columns)
+    return MultiHeadAttention.from_combined(**weights, num_heads=config.num_heads)
+
+
+def _feed_forward(config: Config, tensors: Tensors, at: str, settings: Settings) -> FeedForward:
+    E, F = config.d_model, config.d_ff
+    is_gated, _ = FEED_FORWARDS[settings.get("feed_forward_proj") or "relu"]
+    weights = tensors.linear("out", f"{at}.wo", F, E)
+    if is_gated:
+        weights |= tensors.linear("gate", f"{at}.wi_0", E, F)
+        weights |= tensors.linear("in", f"{at}.wi_1", E, F)
+    else:
+        weights |= tensors.linear("in", f"{at}.wi", E, F)
+    return FeedForward(activation=config.activation, **weights)

@@ -1,0 +1,206 @@
+"""Encoders: every token sees every other one, before and after it.
+
+tokens → embedded → layers → rows that know their sentence → logits of the hidden tokens
+
+Axes: ``L`` tokens, ``E`` model width, ``V`` vocabulary. Inside, arrays have a batch axis of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.api import Backend
+from minimha.equations.arguments import as_integers, name_of
+from minimha.equations.tap import Tap, no_tap, prefixed, renamed, staged
+from minimha.layers.linear import product
+from minimha.layers.multihead import MultiHeadAttention
+from minimha.models.config import Config
+from minimha.models.embeddings import Embeddings
+from minimha.models.feed_forward import ACTIVATIONS, FeedForward
+from minimha.models.norms import LayerNorm, Norm
+from minimha.models.tokens import Tokenizer, check_length, numbers
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderLayer:
+    """norm(x + attention(x)), then the same of its feed-forward; or x + attention(norm(x)).
+
+    Parameters
+    ----------
+    attention : MultiHeadAttention
+    attention_norm : Norm
+    feed_forward : FeedForward
+    feed_forward_norm : Norm
+    norm_first : bool, default False
+        Normalise what goes in, as T5 does, rather than the sum, as the first transformer and BERT.
+    scale : float, optional
+        Of the scores.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.1; Devlin et al., "BERT", 2019.
+    """
+
+    attention: MultiHeadAttention
+    attention_norm: Norm
+    feed_forward: FeedForward
+    feed_forward_norm: Norm
+    norm_first: bool = False
+    scale: float | None = None
+
+    def __call__(self, x: Array, tap: Tap = no_tap, **options: Any) -> Array:
+        """Return what x (B, L, E) becomes, (B, L, E); ``options`` are those of the attention.
+
+        ``tap`` hears x, what the parts hear, added, and residual or, with its norm, post_residual.
+        """
+        return self.feed(self.attend(x, tap, **options), tap)
+
+    def attend(self, x: Array, tap: Tap = no_tap, **options: Any) -> Array:
+        """The first half: x and what attention found; normalised, unless norms come first."""
+        y = self.attention_norm(tap("x", x), tap) if self.norm_first else tap("x", x)
+        y = self.attention(y, scale=self.scale, tap=renamed(tap, x=None), **options)
+        added = tap("added", x + y)
+        return added if self.norm_first else self.attention_norm(added, prefixed(tap, "added_"))
+
+    def feed(self, x: Array, tap: Tap = no_tap) -> Array:
+        """The second half: x and what the feed-forward made of each token."""
+        if self.norm_first:
+            y = self.feed_forward_norm(x, prefixed(tap, "added_"))
+            return np.asarray(tap("residual", x + self.feed_forward(y, tap)))
+        summed = tap("post_residual", x + self.feed_forward(x, tap))
+        return self.feed_forward_norm(summed, prefixed(tap, "post_residual_"))
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedHead:
+    """norm(activation(x W + b)) W_vocab + b_vocab: which token a masked one may have been.
+
+    Parameters
+    ----------
+    W : ndarray of shape (E, E)
+    b : ndarray of shape (E,)
+    norm : LayerNorm
+    W_vocab : ndarray of shape (E, V)
+    b_vocab : ndarray of shape (V,)
+    """
+
+    W: Array
+    b: Array
+    norm: LayerNorm
+    W_vocab: Array
+    b_vocab: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """layers(norm(embedded tokens)): an encoder like BERT.
+
+    Parameters
+    ----------
+    config : Config
+    embeddings : Embeddings
+    embedding_norm : Norm
+    layers : sequence of EncoderLayer
+    head : MaskedHead, optional
+        Of a masked language model.
+    tokenizer : Tokenizer, optional
+
+    References
+    ----------
+    Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019.
+    """
+
+    config: Config
+    embeddings: Embeddings
+    embedding_norm: Norm
+    layers: Sequence[EncoderLayer]
+    head: MaskedHead | None = None
+    tokenizer: Tokenizer | None = None
+
+    def hidden(
+        self,
+        ids: str | ArrayLike,
+        types: ArrayLike | None = None,
+        *,
+        backend: Backend = "auto",
+        tap: Tap = no_tap,
+    ) -> Array:
+        """Return each token's row after the last layer.
+
+        Parameters
+        ----------
+        ids : str, or array_like of shape (L,), int
+            The tokens' numbers, or text for the tokenizer. There is no padding.
+        types : array_like of shape (L,), int, optional
+            Of each token, the sentence that it is in: 0, the default, or 1.
+        backend : str, default "auto"
+            As in ``minimha.attention``.
+        tap : callable ``tap(name, value) -> value``, optional
+            Hears every step; those of layer n are called ``weights[layer n]``.
+
+        Returns
+        -------
+        ndarray of shape (L, E), float32
+
+        Raises
+        ------
+        TypeError, ValueError
+            Text without a tokenizer, a token outside the vocabulary, more tokens than positions,
+            or types that do not fit.
+        """
+        tokens = self.encode(ids)
+        check_length("ids", len(tokens), 0, self.config.max_length)
+        rows = self.embeddings(tokens, 0, tap, self._types(types, len(tokens)))
+        x = self.embedding_norm(rows, prefixed(tap, "embedded_"))[None]
+        for n, layer in enumerate(self.layers):
+            x = layer(x, staged(tap, f"layer {n}"), backend=backend)
+        return np.asarray(x[0])
+
+    def logits(
+        self,
+        ids: str | ArrayLike,
+        types: ArrayLike | None = None,
+        *,
+        backend: Backend = "auto",
+        tap: Tap = no_tap,
+    ) -> Array:
+        """Return for each token the logits (L, V) of what it was before it was masked.
+
+        Parameters are those of ``hidden``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As ``hidden``; or the checkpoint has no head.
+        """
+        if self.head is None:
+            raise ValueError(
+                "the checkpoint has no head of a masked language model (cls.predictions), so there "
+                "are no logits: hidden(ids) gives each token's row"
+            )
+        x, head = self.hidden(ids, types, backend=backend, tap=tap), self.head
+        activate = ACTIVATIONS[self.config.activation]
+        x = head.norm(activate(product(x, head.W) + head.b), prefixed(tap, "final_"))
+        return np.asarray(tap("logits", product(x, tap("W_vocab", head.W_vocab)) + head.b_vocab))
+
+    def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
+        """Return the numbers of the tokens (L,), checked; text goes through the tokenizer."""
+        return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
+
+    def _types(self, types: ArrayLike | None, L: int) -> NDArray[np.int64] | None:
+        if types is None or self.embeddings.types is None:
+            return None
+        given, T = as_integers("types", types), len(self.embeddings.types)
+        if given.shape != (L,) or (given < 0).any() or (given >= T).any():
+            raise ValueError(
+                f"{name_of('types')} is {types!r}: expected one number from 0 to {T - 1} for each "
+                f"of {L} tokens"
+            )
+        return given

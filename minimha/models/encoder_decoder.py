@@ -1,0 +1,393 @@
+"""Encoder and decoder: one text is read whole, another is written that depends on it.
+
+source → encoder → memory;  target → decoder, which looks at the memory → logits of the next token
+
+Axes: ``Ls`` tokens of the source, ``L`` of the target, ``E`` model width, ``V`` vocabulary. Inside,
+arrays have a batch axis of 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.api import Backend, attention
+from minimha.equations.arguments import as_floating, integer, name_of
+from minimha.equations.tap import Tap, no_tap, prefixed, renamed, staged
+from minimha.layers.biases import t5_bias
+from minimha.layers.cache import KVCache
+from minimha.layers.linear import product
+from minimha.layers.multihead import MultiHeadAttention
+from minimha.models.config import Config
+from minimha.models.embeddings import Embeddings, sinusoidal
+from minimha.models.encoder import EncoderLayer
+from minimha.models.feed_forward import FeedForward
+from minimha.models.norms import LayerNorm, Norm
+from minimha.models.sampling import check, draw, probabilities
+from minimha.models.tokens import Tokenizer, check_length, numbers
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """An encoder's layer, causal, that looks at the memory between attention and feed-forward.
+
+    Parameters
+    ----------
+    layer : EncoderLayer
+    cross : MultiHeadAttention
+        From the target's rows to the memory.
+    cross_norm : Norm
+    """
+
+    layer: EncoderLayer
+    cross: MultiHeadAttention
+    cross_norm: Norm
+
+    def look(
+        self, x: Array, memory: Array, kept: tuple[Array, Array] | None, tap: Tap, backend: Backend
+    ) -> Array:
+        """x (B, L, E) and what cross-attention found in the memory (B, Ls, E).
+
+        ``kept`` are the memory's keys and values, if they are known already.
+        """
+        norm_first = self.layer.norm_first
+        y = self.cross_norm(tap("x", x), tap) if norm_first else tap("x", x)
+        heard, scale = renamed(tap, x=None), self.layer.scale
+        if kept is None:
+            found = self.cross(y, memory, scale=scale, backend=backend, tap=heard)
+        else:
+            none = y[:, :0]  # the queries alone are made
+            q, _, _ = self.cross.project(y, none, none)
+            heads = renamed(heard, output="head_output")
+            found = attention(q, *kept, scale=scale, backend=backend, tap=heads)
+            found = self.cross.combine(found, y, heard)
+        added = tap("added", x + found)
+        return np.asarray(added if norm_first else self.cross_norm(added, prefixed(tap, "added_")))
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """T5's learned bias of a head for how far a key is from its query.
+
+    Parameters
+    ----------
+    table : ndarray of shape (buckets, H)
+    max_distance : int
+        From which on all distances share a bucket.
+    bidirectional : bool
+        As in ``minimha.layers.biases.t5_bias``.
+    """
+
+    table: Array
+    max_distance: int
+    bidirectional: bool
+
+    def __call__(self, start: int, stop: int) -> Array:
+        """The bias (1, H, stop - start, stop) of the queries from ``start`` on, for all keys."""
+        q, k = np.arange(start, stop), np.arange(stop)
+        return np.asarray(t5_bias(self.table, q, k, self.max_distance, self.bidirectional)[None])
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderCache:
+    """What a decoder keeps for its next token.
+
+    Attributes
+    ----------
+    own : list of KVCache
+        One per layer: the target's keys and values so far.
+    memory : list of (k, v)
+        One pair per layer, (1, H, Ls, D): the memory's, which no target changes.
+    """
+
+    own: list[KVCache]
+    memory: list[tuple[Array, Array]]
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderDecoder:
+    """logits = unembedding(decoder(target, encoder(source))): the first transformer, and T5.
+
+    Parameters
+    ----------
+    config : Config
+    source, target : Embeddings
+        Of the text that is read, and of the one that is written.
+    encoder : sequence of EncoderLayer
+    decoder : sequence of DecoderLayer
+    W_vocab : ndarray of shape (E, V)
+    encoder_norm, decoder_norm : Norm, optional
+        After the last layer. Default is none.
+    encoder_bias, decoder_bias : RelativeBias, optional
+        Of the scores of self-attention in every layer. Default is none.
+    output_scale : float, default 1.0
+        Of the rows that are unembedded; 1/√E in T5 with a tied unembedding.
+    start : int, default 0
+        The token with which every target begins.
+    tokenizer : Tokenizer, optional
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, figure 1; Raffel et al., "Exploring the
+    Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020, section 2.1.
+    """
+
+    config: Config
+    source: Embeddings
+    target: Embeddings
+    encoder: Sequence[EncoderLayer]
+    decoder: Sequence[DecoderLayer]
+    W_vocab: Array
+    encoder_norm: Norm | None = None
+    decoder_norm: Norm | None = None
+    encoder_bias: RelativeBias | None = None
+    decoder_bias: RelativeBias | None = None
+    output_scale: float = 1.0
+    start: int = 0
+    tokenizer: Tokenizer | None = None
+
+    def memory(
+        self, ids: str | ArrayLike, *, backend: Backend = "auto", tap: Tap = no_tap
+    ) -> Array:
+        """Return the rows of the source after the encoder.
+
+        Parameters
+        ----------
+        ids : str, or array_like of shape (Ls,), int
+            The source's tokens, or text for the tokenizer.
+        backend : str, default "auto"
+            As in ``minimha.attention``.
+        tap : callable ``tap(name, value) -> value``, optional
+            Hears every step; those of layer n are called ``weights[encoder 0]``.
+
+        Returns
+        -------
+        ndarray of shape (Ls, E), float32
+
+        Raises
+        ------
+        TypeError, ValueError
+            Text without a tokenizer, a token outside the vocabulary, more tokens than positions.
+        """
+        tokens = self.encode(ids)
+        self._check_length("ids", len(tokens), 0)
+        heard = staged(tap, "source")
+        x = self.source(tokens, 0, heard)[None]
+        bias = None if self.encoder_bias is None else self.encoder_bias(0, len(tokens))
+        for n, layer in enumerate(self.encoder):
+            x = layer(x, staged(tap, f"encoder {n}"), attn_bias=bias, backend=backend)
+        if self.encoder_norm is not None:
+            x = self.encoder_norm(x, prefixed(heard, "final_"))
+        return np.asarray(x[0])
+
+    def logits(
+        self,
+        memory: ArrayLike,
+        target: str | ArrayLike,
+        *,
+        cache: DecoderCache | None = None,
+        backend: Backend = "auto",
+        tap: Tap = no_tap,
+    ) -> Array:
+        """Return for each token of the target the logits of the token after it.
+
+        Parameters
+        ----------
+        memory : array_like of shape (Ls, E)
+            What ``memory`` returned for the source.
+        target : str, or array_like of shape (L,), int
+            The tokens so far, of which the first should be ``start``.
+        cache : DecoderCache, optional
+            From ``new_cache`` of this memory: the tokens before these, which follow them there.
+        backend : str, default "auto"
+            As in ``minimha.attention``.
+        tap : callable ``tap(name, value) -> value``, optional
+            Hears every step; those of layer n are called ``weights[decoder n]`` and, where it looks
+            at the memory, ``weights[cross n]``.
+
+        Returns
+        -------
+        ndarray of shape (L, V), float32
+
+        Raises
+        ------
+        TypeError, ValueError
+            As ``memory``, or a memory of another shape.
+        """
+        rows = self._checked_memory(memory)
+        tokens = numbers("target", target, self.config.vocabulary, self.tokenizer)
+        x = self._decoded(rows, tokens, cache, backend, tap)
+        return np.asarray(self.unembed(x, tap)[0])
+
+    def unembed(self, x: Array, tap: Tap = no_tap) -> Array:
+        """Return the logits (..., L, V) that rows x (..., L, E) of the decoder stand for."""
+        if self.decoder_norm is not None:
+            x = self.decoder_norm(x, prefixed(tap, "final_"))
+        if self.output_scale != 1:
+            x = x * x.dtype.type(self.output_scale)
+        return np.asarray(tap("logits", product(x, tap("W_vocab", self.W_vocab))))
+
+    def new_cache(self, memory: ArrayLike, capacity: int | None = None) -> DecoderCache:
+        """Return a cache for one target, with the memory's keys and values of every layer.
+
+        Parameters
+        ----------
+        memory : array_like of shape (Ls, E)
+        capacity : int, optional
+            How many tokens it must hold. Default is the most that the model was made for.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A memory of another shape, a capacity that is not a positive integer.
+        """
+        rows, config = self._checked_memory(memory), self.config
+        size = integer("capacity", config.max_length if capacity is None else capacity)
+        own, kept = [], []
+        for layer in self.decoder:
+            own.append(KVCache(1, config.num_kv_heads, size, config.head_dim))
+            kept.append(layer.cross.project(rows[:, :0], rows, rows)[1:])
+        return DecoderCache(own, kept)
+
+    def generate(
+        self,
+        ids: str | ArrayLike,
+        num_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        backend: Backend = "auto",
+    ) -> Iterator[int]:
+        """Yield ``num_tokens`` tokens of a target, each drawn given the source and those before.
+
+        Parameters
+        ----------
+        ids : str, or array_like of shape (Ls,), int
+            The source.
+        num_tokens : int
+        temperature, top_k, top_p
+            As in ``minimha.models.sampling.probabilities``; ``top_k=1`` is greedy.
+        seed : int, default 0
+            Of the draws.
+        backend : str, default "auto"
+            As in ``minimha.attention``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            At the call, not at the first token: as ``memory``, and for an option outside its range.
+        """
+        count = integer("num_tokens", num_tokens)
+        check(temperature, top_k, top_p)
+        rng = np.random.default_rng(integer("seed", seed, low=0))
+        if self.target.positions is not None and count > self.config.max_length:
+            raise ValueError(
+                f"num_tokens is {count}: the model has only {self.config.max_length} positions"
+            )
+        memory = self._checked_memory(self.memory(ids, backend=backend))
+        cache = self.new_cache(memory[0], count)
+
+        def drawn(new: int) -> Iterator[int]:
+            for _ in range(count):
+                x = self._decoded(memory, np.array([new]), cache, backend)
+                logits = self.unembed(x[0, -1:])[0]
+                new = draw(probabilities(logits, temperature, top_k, top_p), rng)
+                yield new
+
+        return drawn(self.start)
+
+    def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
+        """Return the numbers of the tokens (L,), checked; text goes through the tokenizer."""
+        return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
+
+    def _decoded(
+        self,
+        memory: Array,
+        tokens: NDArray[np.int64],
+        cache: DecoderCache | None,
+        backend: Backend,
+        tap: Tap = no_tap,
+    ) -> Array:
+        """The rows of the target after the last layer, (1, L, E)."""
+        start = 0 if cache is None else int(cache.own[0].lengths[0])
+        self._check_length("target", len(tokens), start)
+        x = self.target(tokens, start, tap)[None]
+        options: dict[str, Any] = {"backend": backend}
+        if self.decoder_bias is not None:
+            options["attn_bias"] = self.decoder_bias(start, start + len(tokens))
+        for n, decoder in enumerate(self.decoder):
+            own: Any = {"is_causal": True} if cache is None else {"cache": cache.own[n]}
+            kept = None if cache is None else cache.memory[n]
+            heard = staged(tap, f"decoder {n}")
+            x = decoder.layer.attend(x, heard, **own, **options)
+            x = decoder.look(x, memory, kept, staged(tap, f"cross {n}"), backend)
+            x = decoder.layer.feed(x, heard)
+        return x
+
+    def _check_length(self, name: str, num_tokens: int, start: int) -> None:
+        """Only positions that are in a table come to an end."""
+        if self.target.positions is not None:
+            check_length(name, num_tokens, start, self.config.max_length)
+
+    def _checked_memory(self, memory: ArrayLike) -> Array:
+        rows, E = as_floating("memory", memory), self.config.d_model
+        if rows.ndim != 2 or rows.shape[1] != E:
+            raise ValueError(
+                f"{name_of('memory')} has shape {rows.shape}: expected (Ls, E) with E={E}"
+            )
+        return rows[None]
+
+
+def original(config: Config, seed: int = 0) -> EncoderDecoder:
+    """The transformer of the paper, with weights that are drawn.
+
+    Norms follow the sums, positions are sinusoidal, the activation is the configuration's (the
+    paper's is ReLU), and one matrix embeds both texts, times √E, and scores the next token.
+
+    Parameters
+    ----------
+    config : Config
+        ``num_layers`` is that of the encoder and of the decoder.
+    seed : int, default 0
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, sections 3.1 to 3.5.
+    """
+    rng, E = np.random.default_rng(integer("seed", seed, low=0)), config.d_model
+
+    def matrix(rows: int, columns: int) -> Array:
+        return rng.normal(0, rows**-0.5, (rows, columns)).astype(np.float32)
+
+    def norm() -> LayerNorm:
+        return LayerNorm(np.ones(E, np.float32), np.zeros(E, np.float32), config.epsilon)
+
+    def heads() -> MultiHeadAttention:
+        return MultiHeadAttention(E, config.num_heads, seed=int(rng.integers(1 << 31)))
+
+    def layer() -> EncoderLayer:
+        F = config.d_ff
+        feed_forward = FeedForward(
+            matrix(E, F), matrix(F, E), config.activation,
+            b_in=np.zeros(F, np.float32), b_out=np.zeros(E, np.float32),
+        )  # fmt: skip
+        return EncoderLayer(heads(), norm(), feed_forward, norm())
+
+    tokens = rng.normal(0, E**-0.5, (config.vocabulary, E)).astype(np.float32)
+    positions = sinusoidal(config.max_length, E).astype(np.float32)
+    embeddings = Embeddings(tokens, positions, scale=math.sqrt(E))
+    return EncoderDecoder(
+        config, embeddings, embeddings,
+        [layer() for _ in range(config.num_layers)],
+        [DecoderLayer(layer(), heads(), norm()) for _ in range(config.num_layers)],
+        np.asarray(tokens.T),
+    )  # fmt: skip

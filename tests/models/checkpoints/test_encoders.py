@@ -1,0 +1,119 @@
+"""BERT's and T5's checkpoints that transformers writes: the same rows and logits."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from minimha.explain import Trace
+from minimha.models import load
+
+torch = pytest.importorskip("torch", reason="torch, which transformers needs, is missing")
+transformers = pytest.importorskip("transformers", reason="transformers is missing")
+
+IDS = [3, 17, 42, 8, 90, 5, 11, 60, 22, 96, 0, 33]
+TYPES = [0] * 5 + [1] * 7
+TARGET = [0, 42, 7, 7, 31, 64, 2]
+BERT = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 97, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_layers": 3, "num_heads": 4,
+    "num_decoder_layers": 2, "relative_attention_num_buckets": 8, "initializer_factor": 1.5,
+    "relative_attention_max_distance": 9, "decoder_start_token_id": 0,
+}  # fmt: skip
+T5S = {
+    "T5": {},
+    "T5 1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+}
+
+
+def written(kind, config, folder):
+    """A model of transformers, written to ``folder``."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # transformers' own
+        model = kind(config).eval()
+        for tensor in model.parameters():
+            if tensor.ndim == 1:  # gains and biases begin as ones and zeros
+                tensor += 0.3 * torch.randn(tensor.shape)
+        model.save_pretrained(folder)
+    return model
+
+
+def close(got, wanted):
+    wanted = wanted[0].detach().numpy()
+    return np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def bert(kind, folder):
+    return written(kind, transformers.BertConfig(**BERT, attn_implementation="eager"), folder)
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForPreTraining"])
+def test_a_masked_language_models_logits_are_transformers(name, tmp_path):
+    theirs, model = bert(getattr(transformers, name), tmp_path), load(tmp_path)
+    for types in (None, TYPES):
+        given = None if types is None else torch.tensor([types])
+        with torch.no_grad():
+            outputs = theirs(torch.tensor([IDS]), token_type_ids=given)
+        got = model.logits(IDS, types)
+        assert got.dtype == np.float32
+        assert close(got, outputs[0])
+    trace = Trace()
+    np.testing.assert_array_equal(model.logits(IDS, TYPES, tap=trace), got)
+    assert {"embedded_normed", "weights[layer 2]", "post_residual_normed[layer 2]"} <= set(trace)
+
+
+def test_without_a_head_there_are_rows_and_no_logits(tmp_path):
+    theirs, model = bert(transformers.BertModel, tmp_path), load(tmp_path)
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([IDS]), token_type_ids=torch.tensor([TYPES]))
+    assert close(model.hidden(IDS, TYPES), wanted.last_hidden_state)
+    with pytest.raises(ValueError, match="the checkpoint has no head of a masked language model"):
+        model.logits(IDS)
+    for types in ([0] * 11, [2] * 12):
+        with pytest.raises(ValueError, match=r"types is \[.*: expected one number from 0 to 1 for"):
+            model.hidden(IDS, types)
+    with pytest.raises(ValueError, match="ids has 65 tokens: the model has only 64 positions"):
+        model.hidden([1] * 65)
+
+
+@pytest.fixture(params=T5S)
+def t5(request, tmp_path):
+    config = transformers.T5Config(**T5, **T5S[request.param])
+    theirs = written(transformers.T5ForConditionalGeneration, config, tmp_path)
+    return theirs, load(tmp_path)
+
+
+def test_t5s_logits_are_transformers_at_once_and_token_by_token(t5):
+    theirs, model = t5
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([IDS]), decoder_input_ids=torch.tensor([TARGET]))
+    memory = model.memory(IDS)
+    assert close(memory, wanted.encoder_last_hidden_state)
+    got = model.logits(memory, TARGET)
+    assert got.dtype == np.float32
+    assert close(got, wanted.logits)
+    cache = model.new_cache(memory)
+    steps = [model.logits(memory, [token], cache=cache) for token in TARGET]
+    assert close(np.concatenate(steps), wanted.logits)
+    trace = Trace()
+    np.testing.assert_array_equal(model.logits(memory, TARGET, tap=trace), got)
+    assert trace["weights[cross 1]"].shape[-2:] == (len(TARGET), len(IDS))
+
+
+def test_t5_writes_what_is_likeliest(t5):
+    theirs, model = t5
+    target = [0]
+    for got in model.generate(IDS, 6, top_k=1):
+        with torch.no_grad():
+            logits = theirs(torch.tensor([IDS]), decoder_input_ids=torch.tensor([target])).logits
+        assert got == int(logits[0, -1].argmax())
+        target.append(got)
+    assert len(target) == 7
+    with pytest.raises(ValueError, match=r"memory has shape \(12, 31\): expected \(Ls, E\)"):
+        model.logits(np.zeros((12, 31)), [0])
+    with pytest.raises(ValueError, match=r"target\[0\] is 97: expected 0 to 96"):
+        model.logits(np.zeros((12, 32)), [97])
