@@ -152,7 +152,7 @@ BERT = Example(
     name="bert",
     title=f"{' '.join(MARKED)}, a layer of BERT: every token sees all, norms after, GELU",
     source=f"Devlin et al. 2019 (BERT), section 3; Vaswani et al. 2017, figure 1; {DRAWN}",
-    sentence=" ".join(MARKED), run=run_bert, labels=token_labels(MARKED), given=("x",),
+    sentence=" ".join(MARKED), run=run_bert, labels=token_labels(MARKED),
     notes={
         "wpe": "BERT adds a third row for the segment, which is the same for all tokens of one "
         "sentence and is left out here.",

@@ -6,7 +6,8 @@ entry is that of the name before the bracket.
 
 ``made`` says how one cell comes about: an operation, which ``cells`` knows, and the steps that it
 takes. ``a|b`` is the first of these that the trace has, ``b?`` may be missing, ``m<`` is the m of
-the block before, or of the last layer. Where it is empty, the numbers are given.
+the block before, and ``a|b*`` the latest of these before, of whatever run. Where it is empty, the
+numbers are given.
 """
 
 import re
@@ -44,6 +45,7 @@ ROWS = ("B", "H", "Lq", "1")
 QUERIES = "q_rotated|q_clipped|q_layer_normed|q_normed|q"
 KEYS = "k_rotated|k_clipped|k_layer_normed|k_normed|k"
 RAW = "scaled|scaled_cosine|cosine|energies|scores"
+STREAM = "embedded|embedded_normed|output|added|residual*"  # what a layer passes on to the next
 FINAL = f"masked|modified|biased|capped|{RAW}"  # what the softmax gets
 AXES = {
     "B": "batch entries",
@@ -69,10 +71,11 @@ TEX_ROTATED = r"(x_1 \cos - x_2 \sin,\; x_2 \cos + x_1 \sin) \text{, pair by pai
 CATALOGUE: dict[str, Entry] = {
     "x": Entry("X", "X", ("B", "L", "E"), "X", "X",
         "One row per token: its embedding.", "Vaswani et al. 2017, section 3.4",
-        made=("sum", "wte", "wpe")),
+        made=("rows", STREAM)),
     "context": Entry("X_enc", r"X_{\mathrm{enc}}", ("B", "Lc", "E"), "X_enc", r"X_{\mathrm{enc}}",
         "One row per token of the other sequence, to which this one attends.",
-        "Vaswani et al. 2017, section 3.2.3"),
+        "Vaswani et al. 2017, section 3.2.3",
+        made=("rows", STREAM)),
     "wte": Entry("wte", r"\mathrm{wte}", ("L", "E"), "wte", r"\mathrm{wte}",
         "Word token embeddings: one row per token, whatever its position.", GPT2),
     "wpe": Entry("wpe", r"\mathrm{wpe}", ("L", "E"), "wpe", r"\mathrm{wpe}",
@@ -512,7 +515,7 @@ CATALOGUE |= (
     | _of_norm("embedded_", "X", "embedded", "the embeddings")
     | _of_norm("post_residual_", "R", "post_residual", "what leaves the feed-forward")
     | _of_norm("feed_forward_", "F", "feed_forward", "what the feed-forward made")
-    | _of_norm("final_", "X", "residual<", "what leaves the last layer")
+    | _of_norm("final_", "X", "embedded|residual*", "what leaves the last layer")
 )
 
 

@@ -151,6 +151,7 @@ OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "product": lambda A, B, bias=None: _plus(A @ B, bias),
     "products": _products,
     "columns": lambda W, first: W[..., int(first) :],  # as many as the step has
+    "rows": lambda x, first: x[int(first) :],  # as many as the step has
     "dot": lambda Q, K: Q @ K.T,
     "cosine": _cosine,
     "scale": lambda S, factor: S * factor,
@@ -200,8 +201,8 @@ class Origin(NamedTuple):
         "concat" the heads, for "products" x, the matrix of each head and then the bias of each, for
         "normalise" O and l after the last block of each row of blocks, and for "lse" m and l then.
     constant : float or None
-        The factor of "scale" and "block", the layout of "rotated", the first of the "columns", the
-        ε of "norm", which "activation" it is; None elsewhere.
+        The factor of "scale" and "block", the layout of "rotated", the first of the "columns" or of
+        the "rows", the ε of "norm", which "activation" it is; None elsewhere.
     """
 
     operation: str
@@ -246,6 +247,8 @@ def origin(trace: Trace, step: Step) -> Origin | None:
     if not step.made:
         return None
     operation, *names = step.made
+    if operation == "rows":
+        return _rows(trace, step, names[0])
     operands = _operands(trace, step, operation, names)
     if operands is None:
         return None
@@ -265,6 +268,16 @@ def origin(trace: Trace, step: Step) -> Origin | None:
     return next((made for made in found if _gives(made, step)), None)
 
 
+def follows(trace: Trace, step: Step) -> bool:
+    """Whether ``trace`` has what ``step`` is computed from, or some of it: it is not simply given.
+
+    Rows that no step before has are an input.
+    """
+    operation, *names = step.made or ("rows",)
+    sources = {name.strip("?<*") for part in names for name in part.split("|")}
+    return operation != "rows" and not sources.isdisjoint(name.partition("[")[0] for name in trace)
+
+
 def _gives(made: Origin, step: Step) -> bool:
     """Whether the operation gives the step's numbers, up to rounding."""
     try:
@@ -274,6 +287,8 @@ def _gives(made: Origin, step: Step) -> bool:
     value = np.asarray(step.value, np.float64)
     if made.operation == "columns":
         computed = computed[..., : value.shape[-1]]
+    elif made.operation == "rows":
+        computed = computed[: len(value)]
     if computed.size != value.size:
         return False
     if made.operation in ("mask", "block"):
@@ -327,19 +342,21 @@ def _candidates(trace: Trace, step: Step, names: str) -> Iterator[tuple[Step, ..
     """What ``a|b`` may mean, the likeliest first, all batch entries and heads together.
 
     The same variant or block is likelier than the same row of blocks or the run that a step is of,
-    ``[cross]`` for ``[cross, step 1]``, than none; ``m<`` is of the nearest block before, and for a
-    step without a variant of the nearest variant.
+    ``[cross]`` for ``[cross, step 1]``, than none; ``m<`` is of the nearest block before, ``a*``
+    the latest of any.
     """
     known = list(trace)
-    before = set(known[: known.index(step.name)])
+    before = known[: known.index(step.name)]
+    if names.endswith("*"):
+        bases = names.removesuffix("*").split("|")
+        yield from (trace.by_name[name] for name in before[::-1] if name.partition("[")[0] in bases)
+        return
     rest = step.name[len(step.base) :]
     places = [rest, re.sub(r",[^,]*]$", "]", rest), ""]
     if names.endswith("<"):
         j = re.search(r"j=(\d+)", rest)
         earlier = range(int(j[1]) - 1, -1, -1) if j else ()
         places = [re.sub(r"j=\d+", f"j={n}", rest) for n in earlier]
-        if not rest:
-            places = [name[name.find("[") :] for name in reversed(known) if "[" in name]
     for place in dict.fromkeys(places):
         for base in names.removesuffix("<").split("|"):
             if base + place in before:
@@ -388,6 +405,18 @@ def _nearest_first(step: Step, operands: tuple[Step | None, ...]) -> list[float]
     return sorted(ACTIVATIONS, key=distance)
 
 
+def _rows(trace: Trace, step: Step, names: str) -> Origin | None:
+    """The latest of the steps ``names`` that has the rows of ``step``, all of them or some."""
+    for steps in _candidates(trace, step, names):
+        for other in (s for s in steps if _is_beside(s, step, trace)):
+            fits = other.value.ndim == 2 and other.value.shape[-1:] == step.value.shape[-1:]
+            for first in range(len(other.value) - len(step.value) + 1) if fits else ():
+                made = Origin("rows", (other,), float(first))
+                if _gives(made, step):
+                    return made
+    return None
+
+
 def _epsilons(step: Step, operands: Sequence[Step | None]) -> tuple[float, ...]:
     """What is added to the mean square of a row to give the numbers of ``step``, and nearly that.
 
@@ -401,10 +430,8 @@ def _epsilons(step: Step, operands: Sequence[Step | None]) -> tuple[float, ...]:
     at = np.unravel_index(abs(after).argmax(), after.shape)
     if not after[at]:
         return (0.0,)
-    epsilon = float(square[at[0], 0] * ((before[at] / after[at]) ** 2 - 1))
-    open_by = 16 * square[at[0], 0] * np.finfo(step.value.dtype).eps
-    usual = [one for one in EPSILONS if abs(one - epsilon) <= open_by]
-    return *usual, float(f"{epsilon:.1g}"), 0.0, epsilon
+    epsilon = max(0.0, float(square[at[0], 0] * ((before[at] / after[at]) ** 2 - 1)))
+    return float(f"{epsilon:.1g}"), 0.0, epsilon
 
 
 def _first_column(trace: Trace, step: Step, combined: Step | None) -> float:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from minimha.explain import wording
 from minimha.explain.numbers import LARGEST_FIXED
-from minimha.explain.origins import GELU, RELU, SILU, Origin, origin, pairs
+from minimha.explain.origins import GELU, RELU, SILU, Origin, follows, origin, pairs
 from minimha.explain.story import story
 from minimha.explain.trace import BLOCK, TOKEN_AXES, Step, Trace
 
@@ -184,6 +184,7 @@ FORMULAS: dict[str, Callable[..., str]] = {
     "product": _product,
     "products": _products,
     "columns": lambda i, j, W, first: W.cell(i, int(first) + j),
+    "rows": lambda i, j, x, first: x.cell(int(first) + i, j),
     "dot": lambda i, j, q, k: f"SUMPRODUCT({q.row(i)},{k.row(j)})",
     "scale": lambda i, j, S, scale: f"{S.cell(i, j)}*{scale.cell(i, j)}",
     "cap": lambda i, j, S, c: f"{c.cell(i, j)}*TANH({S.cell(i, j)}/{c.cell(i, j)})",
@@ -293,8 +294,7 @@ def _origin(trace: Trace, step: Step) -> Origin | None:
     found = origin(trace, step)
     if found is not None and found.operation in FORMULAS:
         return found
-    sources = {name.strip("?") for names in step.made[1:] for name in names.split("|")}
-    if sources & {name.partition("[")[0] for name in trace}:
+    if follows(trace, step):
         raise ValueError(
             f"{step.name} follows from the steps before it in no way that a sheet can compute: "
             f"{INSTEAD}"
@@ -386,7 +386,7 @@ class _Sheet:
             return [(self._scale(f"scale{stage}", steps),)] * len(steps)
         if made.operation == "mask":
             return [(panel,) for panel in self._visible(f"visible{stage}", steps)]
-        if made.operation in ("rotated", "columns", "norm", "activation"):
+        if made.operation in ("rotated", "columns", "rows", "norm", "activation"):
             found = [self.origins[step.title] for step in steps]
             return [((made and made.constant) or 0.0,) for made in found]
         if made.operation == "products":

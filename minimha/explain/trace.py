@@ -419,6 +419,8 @@ class Trace:
             not self._has(_beside(name, "weights")) or name == "output[tiled]"
         ):
             known = entry("normalised")
+        elif base == "x" and self._has(_beside(name, "wpe")) and not self._has("embedded"):
+            known = known._replace(made=entry("embedded").made)
         prefix = base.removesuffix("normed")
         if prefix != base and self._has(_beside(name, f"{prefix}mean_square")):
             known = entry(f"{prefix}rms_normed")

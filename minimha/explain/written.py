@@ -232,6 +232,11 @@ def _columns(made: Origin, i: int, j: int, say: Say) -> Parts:
     return Parts(row, (), (), row[0].text)
 
 
+def _rows(made: Origin, i: int, j: int, say: Say) -> Parts:
+    row = _at(made.operands[0], i + int(made.constant or 0), j)
+    return Parts(row, (), (), f"{row[0].text} of {row[0].step.variant or row[0].step.name}")
+
+
 def _sigmoid(made: Origin, i: int, j: int, say: Say) -> Parts:
     parts = _product(made, i, j, say)
     return parts._replace(text=f"1 / (1 + exp(-({parts.text})))")
@@ -455,6 +460,7 @@ WRITERS: dict[str, Callable[[Origin, int, int, Say], Parts]] = {
     "product": _product,
     "products": _products,
     "columns": _columns,
+    "rows": _rows,
     "dot": _dot,
     "cosine": _cosine,
     "scale": _scale,

@@ -12,6 +12,7 @@ from minimha.explain.trace import token_labels
 from minimha.explain.written import WRITERS, cell, cell_of
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.rope import RoPE
+from minimha.models import world
 from minimha.models.feed_forward import FeedForward
 from minimha.models.norms import layer_norm
 
@@ -35,6 +36,13 @@ def layer(**settings):
     trace, options = Trace(), {"value_dim": 2, "head_dim": 4, "num_kv_heads": 2} | settings
     made = MultiHeadAttention(6, 4, dtype=np.float64, **options)
     made(RNG.normal(size=(2, 5, 6)), RNG.normal(size=(2, 3, 6)), tap=trace)
+    return trace
+
+
+def model():
+    """A whole model: what one layer puts out is what the next one takes in."""
+    trace, small = Trace(), world.load()
+    small.logits([1, 2, 3], backend="dense", tap=trace)
     return trace
 
 
@@ -140,6 +148,28 @@ def test_a_norm_s_epsilon_is_found_from_its_numbers(epsilon, dtype):
     assert made.constant == pytest.approx(epsilon, rel=1e-3, abs=rounding)
 
 
+def test_no_negative_epsilon_is_made_up_where_rounding_hides_it():
+    trace, x = Trace(), RNG.normal(scale=100, size=(8, 64)).astype(np.float32)
+    for _ in range(20):
+        x = np.roll(x, 1, axis=1) * np.float32(1.01)
+        layer_norm(trace("x", x), np.ones(64, x.dtype), np.zeros(64, x.dtype), 1e-12, trace)
+        assert origin(trace, trace.by_name["normed"][0]).constant >= 0
+        trace = Trace()
+
+
+def test_what_a_layer_takes_in_is_what_the_one_before_put_out():
+    trace = model()
+    sources = {}
+    for step in trace.steps:
+        if step.base in ("x", "final_mean"):
+            made = origin(trace, step)
+            sources[step.name] = (made.operation, made.operands[0].name)
+    assert sources == {
+        "x[layer 0]": ("rows", "embedded"), "x[layer 1]": ("rows", "residual[layer 0]"),
+        "x[layer 2]": ("rows", "residual[layer 1]"), "final_mean": ("mean", "residual[layer 2]"),
+    }  # fmt: skip
+
+
 CAT = TRACES["the-cat-sat"]
 
 
@@ -164,6 +194,13 @@ CAT = TRACES["the-cat-sat"]
          "σ²[cat] = ((-1 - 0.500)² + (1 - 0.500)² + (2 - 0.500)² + (0 - 0.500)²) / 4 = 1.250"),
         (TRACES["gpt2"], "normed", (1, 0),
          "X'[cat,0] = 1 · (-1 - 0.500) / √(1.250 + 1e-05) + 1 = -0.342"),
+        (TRACES["gpt2"], "x", (1, 0), "X[cat,0] = -1 + 0 = -1"),
+        (TRACES["bert"], "x", (1, 0), "X[the,0] = X'[the,0] of embedded_normed = -1.414"),
+        (TRACES["translation"], "x[decoder]", (1, 0), "X[Le,art] = 1, given"),
+        (TRACES["translation"], "context[cross]", (2, 3),
+         "X_enc[trains,noun] = Z[trains,noun] of encoder = 0.001"),
+        (TRACES["translation"], "x[cross, step 3]", (0, 1),
+         "X[garçon,boy] = Z[garçon,boy] of decoder = 0.002"),
         (TRACES["llama"], "normed", (1, 0), "X'[cat,0] = 1 · (-1) / √(0.500 + 1e-05) = -1.414"),
         (TRACES["translation"], "probabilities[unshifted]", (0, 0),
          "p[Le,le] = exp(16) / (exp(16) + exp(0) + exp(0) + exp(0) + exp(0)) = 1.000"),

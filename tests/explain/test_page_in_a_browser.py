@@ -238,6 +238,23 @@ def test_infinity_counts_where_a_weight_is_0_and_nothing_is_hidden(opened, backe
         np.testing.assert_array_equal(numbers(record["values"]), np.ravel(step.value))
 
 
+def test_only_what_is_computed_can_fail_to_follow_a_change(opened):
+    shown = opened(page(TRACES["translation"], 3))
+    before = shown.evaluate(NOW)
+    shown.fill("#scale", "0.2")
+    changed = {
+        new["title"] for new, old in zip(shown.evaluate(NOW), before, strict=True) if new != old
+    }
+    assert {"context[cross]", "x[cross]", "x[cross, step 5]", "probabilities[cross]"} <= changed
+    for name in (r"x\[encoder\]", r"W_q\[encoder\]"):
+        go(shown, name)
+        assert not shown.is_visible("#stale")
+    other = opened(page(TRACES["blocks"], 3))
+    other.fill("#scale", "0.2")
+    go(other, "difference")
+    assert other.is_visible("#stale")
+
+
 def test_infinity_of_a_key_that_the_reader_hides_or_shows(opened):
     for is_causal in (True, False):
         trace, other = Trace(), Trace()

@@ -8,12 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from minimha import attention
-from minimha.examples import EXAMPLES, sentences
+from minimha.examples import EXAMPLES, sentences, translation
 from minimha.explain import Trace, sheet, wording
 from minimha.explain.trace import token_labels
 from minimha.layers.additive import additive_attention
@@ -52,6 +53,12 @@ def core(q=Q, k=K, v=V, function=attention, **options):
     trace = Trace("the core")
     function(q, k, v, tap=trace, **options)
     return trace
+
+
+def translated(english):
+    """The trace of the translation, an encoder and a decoder that reads it, of other meanings."""
+    with mock.patch.object(translation, "IN_ENGLISH", english):
+        return translation.EXAMPLE.trace()
 
 
 def with_number(array, index, number):
@@ -110,6 +117,11 @@ CASES = {
         [("w", 0, 4, 2)],
         core(Q[0], K[0], V[0], additive_attention, b=HIDDEN["w"],
             **HIDDEN | {"w": with_number(HIDDEN["w"], 4, 2)}),
+    ),
+    "one layer reads another": (
+        EXAMPLES["translation"].trace(),
+        [("x_encoder", 1, 1, 0.75)],
+        translated(with_number(translation.IN_ENGLISH, (1, 1), 0.75)),
     ),
 }  # fmt: skip
 # Examples as they are; the others compute nothing, or in blocks.

@@ -68,7 +68,6 @@ def _sources(trace: Trace) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in (name for name in trace.by_name if "," not in name and not BLOCK.search(name)):
         operands = _split(trace, name, found) or _operands(trace, name)
-        operands = operands or _carried(trace, name, found)
         found[name] = [operand for operand in dict.fromkeys(operands) if operand in found]
     return found
 
@@ -86,15 +85,6 @@ def _operands(trace: Trace, name: str) -> list[str]:
         units = [operand[0] + "_unit" + operand[1:] for operand in names]
         names = units if all(unit in trace.by_name for unit in units) else names
     return names
-
-
-def _carried(trace: Trace, name: str, before: Iterable[str]) -> list[str]:
-    """What a layer before puts out, where it is what comes into this one, to the last bit."""
-    if trace.by_name[name][0].base not in ("x", "context"):
-        return []
-    ends = ("added", "output", "residual", "embedded_normed")
-    last = [other for other in before if trace.by_name[other][0].base in ends]
-    return [other for other in last if np.array_equal(trace[other], trace[name])][-1:]
 
 
 def _split(trace: Trace, name: str, before: Iterable[str]) -> list[str]:

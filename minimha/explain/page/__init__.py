@@ -22,7 +22,7 @@ from minimha.explain.figures.drawing import STYLE
 from minimha.explain.figures.matrix import MAPPED, SHARES
 from minimha.explain.figures.sheet import figures
 from minimha.explain.mathml import mathml
-from minimha.explain.origins import Origin, origin
+from minimha.explain.origins import Origin, follows, origin
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
@@ -109,6 +109,9 @@ def _record(
     is_small = sum(step.value.size for step in made) <= SMALL
     travelling, at = [], 0
     for (step, how), record in zip(made.items(), records, strict=True):
+        record["stale"] = how is None and (
+            follows(trace, step) or step.base in ("difference", "kept")
+        )
         if how is None or is_small:
             record["at"] = at
             travelling.append(np.asarray(step.value, np.float64).ravel())
@@ -188,7 +191,7 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
     mapped = "weights" if step.base in SHARES else "scores"
     return {
         "title": wording.title(step), "symbol": step.symbol, "place": step.place,
-        "axes": list(step.axes), "shape": list(shape),
+        "stage": step.variant or step.name, "axes": list(step.axes), "shape": list(shape),
         "rows": rows, "cols": shape[-1] if shape else 1,
         "rowLabels": tables.label(step.rows) if len(shape) > 1 else None,
         "columnLabels": tables.label(step.columns),
@@ -197,7 +200,6 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
         "mask": tables.mask(step) if is_masking else None,
         "hides": tables.pattern(hidden) if is_told and hidden is not None else None,
         "isBlock": how is not None and how.operation == "block",
-        "stale": how is None and (bool(step.made) or step.base in ("difference", "kept")),
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 /* What each operation of the catalogue computes, and how one of its cells is written out: the
    counterpart of origins.py and written.py, so that a page can follow a change.
 
-   A matrix is {rows, cols, data, name, place}, where name(i, j) names a cell; get(M, i, j) repeats a
+   A matrix is {rows, cols, data, name, place, stage}, where name(i, j) names a cell; get(M, i, j) repeats a
    row, a column or a number that is too small. compute(out, operands, constant, hidden) fills
    out.data, and hidden(i, j) says whether a mask hides a key from a query. write(i, j, operands,
    constant, hidden) returns {text, used}, or {fate, used} where a number stays as it is or is
@@ -318,6 +318,10 @@ const OPERATIONS = {
   columns: {
     compute: (out, [W], first) => fill(out, (i, j) => get(W, i, first + j)),
     write: (i, j, [W], first) => ({ text: W.name(i, first + j), used: [[0, i, first + j, "row"]] }),
+  },
+  rows: {
+    compute: (out, [x], first) => fill(out, (i, j) => get(x, first + i, j)),
+    write: (i, j, [x], first) => ({ text: `${x.name(first + i, j)} of ${x.stage}`, used: at(0, x, first + i, j, "row") }),
   },
   lse: {
     compute: (out, operands) =>

@@ -78,8 +78,8 @@ function matrix(n, now = true) {
 }
 
 function shaped(step, data) {
-  const { rows, cols, place } = step;
-  return { rows, cols, place, data, ndim: step.shape.length, name: (i, j) => nameOf(step, i, j) };
+  const { rows, cols, place, stage } = step;
+  return { rows, cols, place, stage, data, ndim: step.shape.length, name: (i, j) => nameOf(step, i, j) };
 }
 
 const asItCame = (step) => shaped(step, travelled.subarray(step.at, step.at + step.size));
