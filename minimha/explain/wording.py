@@ -92,15 +92,16 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
             (", ".join(part for part in ("weights", step.variant, step.place) if part), step)
             for step in weights
         ]
+    variant = weights[0].name[len("weights") :] if weights else ""
     order = {
         "scores": "raw scores", "energies": "raw scores", "masked": "masked",
         "weights": "softmax weights",
     }  # fmt: skip
     return [
-        (", ".join(part for part in (title, step.place) if part), step)
+        (", ".join(part for part in (title, step.variant, step.place) if part), step)
         for name, title in order.items()
         for step in steps
-        if step.name == name
+        if step.name == name + variant
     ]
 
 
