@@ -49,6 +49,7 @@ def right(x: NDArray[np.float32], t: Tensor, wants: bool, layer: MultiHeadAttent
     assert_attention(attention, timeout=5.0)
     minimha.explain.Trace()
     model = minimha.models.load("folder")
+    assert isinstance(model, minimha.models.Transformer)
     assert_type(model.logits([1, 2], cache=model.new_cache(), backend="cpu"), NDArray[Any])
     assert_type(list(model.generate("the cat", 3, top_p=0.9)), list[int])
     minimha.layers.alibi_slopes(2)
@@ -69,5 +70,5 @@ def wrong(x: NDArray[np.float32], layer: MultiHeadAttention) -> None:
     KVCache(1, 1, 1, 1).attend(x, is_causal=True)  # type: ignore[call-arg]
     minimha.check(x)  # type: ignore[arg-type]
     minimha.check(attention, dialect="torch")  # type: ignore[call-arg]
-    minimha.models.load("folder").logits([1], backend="gpu")  # type: ignore[arg-type]
+    minimha.models.world.load().logits([1], backend="gpu")  # type: ignore[arg-type]
     minimha.atention(x, x, x)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ LARGEST_TEXT = 2**20  # bytes of a file of sentences
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add ``--model`` and ``--sentences``."""
-    where = "a folder with config.json and model.safetensors (default the model that ships)"
+    where = "a folder with config.json, or a .gguf file (default: the model that ships)"
     parser.add_argument("--model", metavar="PATH", help=where)
 
 
@@ -27,16 +27,21 @@ def load(args: argparse.Namespace) -> Transformer:
     Raises
     ------
     ValueError
-        As ``minimha.models.load``, or the model has no tokenizer.
+        As ``minimha.models.load``, or the model continues no text or has no tokenizer.
     """
     if args.model is None:
         from minimha.models import world
 
         return world.load()
-    from minimha.models import load
+    from minimha.models import Transformer, load
 
     with render.busy(sys.stderr, f"reading {args.model}"):
         model = load(args.model)
+    if not isinstance(model, Transformer):
+        raise ValueError(
+            f"{args.model} holds a {model.config.architecture}, which does not continue a text: "
+            f"expected a decoder, such as GPT-2 or LLaMA"
+        )
     if model.tokenizer is None:
         raise ValueError(
             f"{args.model} has no tokenizer.json, so there is nothing to read text with: the "

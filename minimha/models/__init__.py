@@ -3,14 +3,21 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["Transformer", "checkpoints", "load", "sizes"]
+__all__ = [
+    "Encoder", "EncoderDecoder", "Transformer", "checkpoints", "heads", "load", "sizes", "world",
+]  # fmt: skip
 
 if TYPE_CHECKING:
-    from minimha.models import checkpoints, sizes
+    from minimha.models import checkpoints, heads, sizes, world
     from minimha.models.checkpoints import load
+    from minimha.models.encoder import Encoder
+    from minimha.models.encoder_decoder import EncoderDecoder
     from minimha.models.transformer import Transformer
 else:
-    HOMES = {"Transformer": "transformer", "load": "checkpoints"}
+    HOMES = {
+        "Encoder": "encoder", "EncoderDecoder": "encoder_decoder", "Transformer": "transformer",
+        "load": "checkpoints",
+    }  # fmt: skip
 
     def __getattr__(name):
         """Import a name when it is first used: counting parameters needs no model."""
