@@ -431,7 +431,9 @@ def _epsilons(step: Step, operands: Sequence[Step | None]) -> tuple[float, ...]:
     if not after[at]:
         return (0.0,)
     epsilon = max(0.0, float(square[at[0], 0] * ((before[at] / after[at]) ** 2 - 1)))
-    return float(f"{epsilon:.1g}"), 0.0, epsilon
+    open_by = 16 * square[at[0], 0] * np.finfo(step.value.dtype).eps
+    usual = [one for one in EPSILONS if abs(one - epsilon) <= open_by]
+    return *usual, float(f"{epsilon:.1g}"), 0.0, epsilon
 
 
 def _first_column(trace: Trace, step: Step, combined: Step | None) -> float:
