@@ -9,6 +9,8 @@ from minimha.check.problems import REQUIRED, graded, layer_problems
 
 # Functions cannot be given to a kernel in another language, so that none is asked for.
 OTHERS = {"q", "k", "v", "backend", "tap", "score_mod", "mask_mod"}
+# Nor are sequences packed: what a kernel computes of one, it is asked for in other problems.
+OTHERS |= {"cu_seqlens_q", "cu_seqlens_k", "block_table"}
 OPTIONS = set(inspect.signature(attention).parameters) - OTHERS
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
