@@ -40,7 +40,8 @@ def whole_model(name, **settings):
     import transformers
 
     Config = getattr(transformers, f"{name}Config")
-    sizes = {key: size for key, size in SIZES.items() if hasattr(Config, key)}
+    kept = {key for key in SIZES if not isinstance(getattr(Config, key, property()), property)}
+    sizes = {key: SIZES[key] for key in kept}
     config = Config(**sizes | ENDS | SETTINGS.get(name, {}) | settings)
     kinds = [f"{name.removesuffix('Text')}ForCausalLM", f"{name}LMHeadModel"]
     if name in ENCODER_DECODERS:

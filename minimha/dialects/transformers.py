@@ -4,7 +4,8 @@ A module becomes a ``MultiHeadAttention`` whose every step can be tapped. The ta
 says how the classes differ: in the names of their weights, in how these are fused, in rotation,
 scale and cap.
 
-``register`` lets whole models of the library call minimha.
+``latent_attention`` makes DeepSeek's, and ``register`` lets whole models of the library call
+minimha.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from minimha.dialects.transformers_classes import (
     convention_of,
 )
 from minimha.dialects.transformers_interface import register
+from minimha.dialects.transformers_latent import latent_attention
 from minimha.equations.arguments import argument_names, as_floating, flag, integer, rectangular
+from minimha.equations.arrays import bfloat16
 from minimha.equations.tap import Tap, no_tap
-from minimha.layers.biases import t5_bias
+from minimha.layers.biases import alibi_slopes, t5_bias
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
 from minimha.layers.rope import RoPE, rotate_by_table
 
 __all__ = [
-    "CLASSES", "CONVENTIONS", "AttentionModule", "Convention", "DynamicCache", "Rotary", "register",
+    "CLASSES", "CONVENTIONS", "AttentionModule", "Convention", "DynamicCache", "Rotary",
+    "latent_attention", "register",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -288,8 +292,9 @@ class AttentionModule:
         position_bias : array_like broadcastable to (B, H, L, Lk)
             T5's, for a layer that has none of its own. Default is ``compute_bias``. MPT's is
             (H, 1, at least Lk), of which the last Lk columns count.
-        alibi : array_like of shape (B · H, 1, Lk)
-            BLOOM's and Falcon's slope · position, which Falcon scales like the scores. Required.
+        alibi : array_like of shape (B · H, 1, Lk) or, as Falcon's model gives it, (B, H, 1, Lk)
+            BLOOM's and Falcon's slope · position, which Falcon scales like the scores. Required;
+            ``compute_alibi`` makes it.
         residual : array_like of shape (B, L, E)
             BLOOM adds it to the output. Required.
 
@@ -374,6 +379,42 @@ class AttentionModule:
         )
         return bias[None]
 
+    def compute_alibi(self, attention_mask: ArrayLike) -> Array:
+        """BLOOM's or Falcon's slope · position, as the model gives it to every module.
+
+        Positions count from the first token that is not padding. Falcon rounds slopes, positions
+        and products to bfloat16. Its model also adds the result, scaled, to the mask, so that
+        attn_implementation="eager" adds it twice and "sdpa" once.
+
+        Parameters
+        ----------
+        attention_mask : array_like of shape (B, Lk), int or bool
+            The tokenizer's, 1 = may attend.
+
+        Returns
+        -------
+        ndarray of shape (B · H, 1, Lk), float32
+
+        Raises
+        ------
+        TypeError, ValueError
+            The class takes no alibi; a mask of another shape; ml_dtypes, which knows bfloat16, is
+            not installed.
+        """
+        if "alibi" not in self.convention.takes:
+            raise ValueError(f"this {self.cls} takes no alibi")
+        mask = rectangular("attention_mask", attention_mask)
+        if mask.ndim != 2 or mask.dtype.kind not in "iub":
+            raise ValueError(
+                f"attention_mask has shape {mask.shape} and dtype {mask.dtype}: expected (B, Lk), "
+                f"int or bool"
+            )
+        positions = (mask.cumsum(axis=-1) - 1) * mask
+        rounded = bfloat16("alibi") if self.convention.scales_alibi else np.dtype(np.float32)
+        slopes = alibi_slopes(self.layer.num_heads).astype(np.float32).astype(rounded)
+        alibi = slopes[:, None] * positions[:, None].astype(rounded)
+        return np.asarray(alibi.astype(np.float32).reshape(-1, 1, mask.shape[1]))
+
     def _is_causal(self) -> bool:
         if self.is_causal is None:
             raise ValueError(
@@ -431,9 +472,10 @@ class AttentionModule:
         if "alibi" in given:
             alibi = as_floating("alibi", given["alibi"])
             H = self.layer.num_heads
-            if alibi.ndim != 3 or alibi.shape[:2] != (B * H, 1):
+            if alibi.shape[:-1] not in ((B * H, 1), (B, H, 1)):
                 raise ValueError(
-                    f"alibi has shape {alibi.shape}: expected (B * H, 1, Lk) = ({B * H}, 1, Lk)"
+                    f"alibi has shape {alibi.shape}: expected (B * H, 1, Lk) = ({B * H}, 1, Lk) or "
+                    f"(B, H, 1, Lk) = ({B}, {H}, 1, Lk)"
                 )
             bias = alibi.reshape(B, H, 1, -1)
             return bias / math.sqrt(self.layer.head_dim) if self.convention.scales_alibi else bias

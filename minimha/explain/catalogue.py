@@ -36,6 +36,7 @@ BAHDANAU = "Bahdanau, Cho and Bengio 2015, appendix A.1.2"
 UNIT = "Henry et al. 2020; Liu et al. 2022 (Swin Transformer V2), section 3.3"
 GPT2 = "Radford et al. 2019 (GPT-2)"
 BA = "Ba, Kiros and Hinton 2016 (layer normalisation), equation 4"
+MLA = "DeepSeek-AI 2024 (DeepSeek-V2), section 2.1"
 MPT = "MosaicML NLP Team 2023 (MPT-7B)"
 RMS = "Zhang and Sennrich 2019 (RMSNorm), equation 4"
 SHAZEER = "Vaswani et al. 2017, section 3.3; gated: Shazeer 2020 (GLU variants)"
@@ -62,6 +63,8 @@ AXES = {
     "A": "width of the hidden layer",
     "F": "width inside the feed-forward",
     "V": "tokens of the vocabulary",
+    "C": "width of a latent",
+    "C+R": "width of a latent and a rotated key",
     "B_r": "queries of a block",
     "B_c": "keys of a block",
 }
@@ -238,6 +241,17 @@ CATALOGUE: dict[str, Entry] = {
     "v_clipped": Entry("V", "V", ("B", "Hkv", "Lk", "Dv"), "V ← V clipped to -c … c",
         r"V \leftarrow \min(\max(V, -c), c)",
         "No number is beyond the limit.", MPT),
+    "latents_and_key": Entry("[c, k_R]", "[c, k_R]", ("B", "L", "C+R"), "c = norm(X W_dkv)",
+        r"c = \mathrm{norm}(X W_{dkv})",
+        "A latent and a rotated key for each token: what a cache keeps.", MLA),
+    "latents": Entry("C", "C", ("B", "1", "Lk", "C"), "C = norm(X W_dkv)",
+        r"C = \mathrm{norm}(X W_{dkv})",
+        "One latent per token, which all heads share.", MLA),
+    "q_absorbed": Entry("Q", "Q", ("B", "H", "Lq", "C+R"), "Q ← Q W_ukᵀ",
+        r"Q \leftarrow Q W_{uk}^\top",
+        "Queries that meet latents themselves instead of keys made from them.", MLA),
+    "mean_latents": Entry("A C", "A C", ("B", "H", "Lq", "C"), "A C", r"A C",
+        "For each query, the mean of the latents with its weights; values are made from it.", MLA),
     "W_g": Entry("W_g", "W_g", ("E", "H·Dv"), "W_g", "W_g",
         "Turns an embedding into what its gates are made from.", GATED),
     "b_g": Entry("b_g", "b_g", ("H·Dv",), "b_g", "b_g",

@@ -11,6 +11,8 @@ __all__ = [
     "Cache",
     "DynamicNTKScaling",
     "KVCache",
+    "LatentAttention",
+    "LatentCache",
     "LinearScaling",
     "Llama3Scaling",
     "MultiHeadAttention",
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from minimha.layers.biases import alibi_slopes, t5_bias, t5_buckets
     from minimha.layers.cache import KVCache
     from minimha.layers.cosine import cosine_attention
+    from minimha.layers.latent import LatentAttention, LatentCache
     from minimha.layers.multihead import MultiHeadAttention, attention_weights
     from minimha.layers.pages import PagedKVCache, PagePool
     from minimha.layers.protocols import Cache, Rotation
@@ -45,7 +48,17 @@ if TYPE_CHECKING:
         rotate_by_table,
     )
 else:
-    MODULES = ("protocols", "multihead", "rope", "cache", "pages", "biases", "additive", "cosine")
+    MODULES = (
+        "protocols",
+        "multihead",
+        "rope",
+        "cache",
+        "pages",
+        "latent",
+        "biases",
+        "additive",
+        "cosine",
+    )
 
     def __getattr__(name):
         """Import a name when it is first used: who needs one layer does not load all of them."""

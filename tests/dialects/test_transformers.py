@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 from whole_models import whole_model
 
-from minimha.dialects.transformers import CLASSES, AttentionModule, DynamicCache
+from minimha.dialects.transformers import (
+    CLASSES,
+    AttentionModule,
+    DynamicCache,
+    latent_attention,
+)
 from minimha.explain import Trace
+from minimha.layers.latent import LatentCache
 
 RNG = np.random.default_rng(0)
 SIZES = {
@@ -310,7 +316,8 @@ def seen_modules(torch, model, cls, **given):
 
     def hear(module, arguments, options, result):
         (x,) = arguments or (options["hidden_states"],)
-        given = {name: options[name] for name in ours(module).convention.takes if name in options}
+        takes = ours(module).convention.takes if cls in CLASSES else ()
+        given = {name: options[name] for name in takes if options.get(name) is not None}
         heard.append((module, x.numpy(), given, result[0].numpy()))
 
     for module in model.modules():
@@ -329,8 +336,8 @@ def test_a_decoder_without_a_mask_is_causal(torch, name):
     heard = seen_modules(torch, model, f"{name}Attention", decoder_input_ids=ids, **given)
     causal = 0
     for module, x, given, wanted in heard:
-        assert given.get("mask") is given.get("attention_mask") is None
-        given = {key: value.numpy() for key, value in given.items() if value is not None}
+        assert not {"mask", "attention_mask"} & set(given)
+        given = {key: value.numpy() for key, value in given.items()}
         module.config.is_decoder = module.is_causal
         got, _ = ours(module, is_causal=module.is_causal)(x, **given)
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
@@ -354,6 +361,67 @@ def test_t5s_buckets_are_the_librarys_at_every_distance(torch, is_decoder):
     module.relative_attention_bias = torch.nn.Embedding(32, 4)
     wanted = module.compute_bias(150, 450, past_seen_tokens=150).numpy()
     np.testing.assert_array_equal(ours(module).compute_bias(150, 450, 150), wanted)
+
+
+@pytest.mark.parametrize(("name", "heads"), [("bloom", 6), ("falcon", 6), ("falcon", 4)])
+def test_alibi_is_what_the_librarys_model_makes(torch, name, heads, monkeypatch):
+    monkeypatch.setitem(SIZES, "num_attention_heads", heads)
+    monkeypatch.setitem(SIZES, "n_head", heads)
+    monkeypatch.setitem(SIZES, "hidden_size", 24)
+    module = library_module(torch, f"{name.capitalize()}Attention", SETTINGS | {"alibi": True})
+    mask = torch.ones(2, 700, dtype=torch.long)
+    mask[0, :5] = 0
+    make = import_module(f"transformers.models.{name}.modeling_{name}").build_alibi_tensor
+    wanted = make(mask, heads, torch.float32).numpy()
+    np.testing.assert_allclose(ours(module).compute_alibi(mask), wanted, rtol=1e-6)
+
+
+def test_falcon_in_its_model_adds_alibi_twice(torch):
+    model = whole_model("Falcon", attn_implementation="eager", alibi=True)
+    ids = torch.arange(3, 10)[None]
+    for module, x, given, wanted in seen_modules(torch, model, "FalconAttention", input_ids=ids):
+        mine, given = ours(module), {key: value.numpy() for key, value in given.items()}
+        alibi = mine.compute_alibi(np.ones((1, 7), int))
+        np.testing.assert_allclose(given["alibi"], alibi.reshape(1, 4, 1, 7), rtol=1e-6)
+        scaled = alibi.reshape(1, 4, 1, 7) / math.sqrt(8)
+        mask = np.where(np.tri(7), scaled, LOWEST).astype(np.float32)
+        np.testing.assert_allclose(given["attention_mask"], mask, rtol=1e-6)
+        np.testing.assert_allclose(mine(x, **given)[0], wanted, rtol=1e-4, atol=1e-5)
+
+
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7,
+    "mscale_all_dim": 1.3, "beta_fast": 4, "beta_slow": 1, "rope_theta": 100.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_absorbed", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"rope_interleave": False, "attention_bias": True},
+        {"q_lora_rank": None},
+        {"rope_parameters": YARN},
+        {"rope_parameters": YARN | {"mscale": None, "mscale_all_dim": None}},
+    ],
+)
+@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3"])
+def test_deepseeks_latent_attention_is_the_librarys(torch, name, settings, is_absorbed):
+    model = whole_model(name, attn_implementation="eager", max_position_embeddings=64, **settings)
+    heard = seen_modules(torch, model, f"{name}Attention", input_ids=torch.arange(3, 23)[None])
+    assert len(heard) == 2
+    for module, x, _, wanted in heard:
+        params, config = module.state_dict(), module.config.to_dict()
+        layer = latent_attention(f"{name}Attention", params, config)
+        got = layer(x, is_causal=True, is_absorbed=is_absorbed)
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+        cache = LatentCache(1, 20, layer.cached_width)
+        parts = [
+            layer(x[:, now], cache=cache, is_absorbed=is_absorbed)
+            for now in (slice(18), slice(18, 19), slice(19, 20))
+        ]
+        np.testing.assert_allclose(np.concatenate(parts, 1), wanted, rtol=1e-4, atol=1e-5)
 
 
 # Without the library.
@@ -567,6 +635,11 @@ T5 = {f"{name}.weight": np.eye(16) for name in "qkvo"}
          "mask is missing, and the config does not say whether this T5Attention is causal: give"),
         (lambda: AttentionModule("T5Attention", T5, HEADS, is_causal=1), TypeError,
          "is_causal is 1: expected True or False"),
+        (lambda: latent_attention("DeepseekV3Attention", {"q_norm.weight": X}, HEADS), ValueError,
+         "params has q_norm.weight, which DeepseekV3Attention is not computed with here"),
+        (lambda: latent_attention("DeepseekV3Attention", {}, HEADS), ValueError,
+         "kv_a_proj_with_mqa.weight.T is missing"),
+        (lambda: llama().compute_alibi([[1, 1]]), ValueError, "this LlamaAttention takes no alibi"),
         (lambda: llama().compute_bias(5, 5), ValueError, "params has no relative_attention_bias"),
     ],
 )  # fmt: skip

@@ -1,0 +1,322 @@
+"""Multi-head latent attention: keys and values of all heads are made from one short vector.
+
+x → queries; x → latents and one rotated key for all heads → keys and values → attention → output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from minimha.api import AttentionOptions, attention
+from minimha.equations.arguments import (
+    as_floating,
+    common_dtype,
+    compute_dtype,
+    flag,
+    integer,
+    name_of,
+    number,
+)
+from minimha.equations.arrays import like
+from minimha.equations.tap import Tap, no_tap, renamed
+from minimha.layers.cache import cached_dtype
+from minimha.layers.linear import product
+from minimha.layers.rope import RoPE
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Array = NDArray[Any]
+
+REQUIRED = ("W_dkv", "g_kv", "W_ukv", "W_o")
+WEIGHTS = (*REQUIRED, "W_q", "W_dq", "g_q", "W_uq", "b_dq", "b_dkv", "b_o")
+
+
+class LatentCache:
+    """Latents and rotated keys of the tokens so far: C + R numbers per token, whatever H is.
+
+    Parameters
+    ----------
+    batch, capacity, width : int
+        B, tokens that fit, and C + R, a layer's ``cached_width``.
+    dtype : float16, bfloat16, float32 or float64, default float32
+
+    Raises
+    ------
+    TypeError, ValueError
+        A size that is not a positive integer, another dtype.
+    """
+
+    def __init__(
+        self, batch: int, capacity: int, width: int, dtype: DTypeLike = np.float32
+    ) -> None:
+        shape = [integer(*size) for size in (("batch", batch), ("capacity", capacity))]
+        self._rows = np.zeros((*shape, integer("width", width)), cached_dtype(dtype))
+        self.length = 0
+
+    @property
+    def rows(self) -> Array:
+        """What is held, (B, length, C + R); read-only."""
+        rows = self._rows[:, : self.length]
+        rows.flags.writeable = False
+        return rows
+
+    def append(self, rows: Array) -> None:
+        """Add those of the next tokens, (B, L, C + R), or nothing if they do not fit.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Another dtype or shape than the cache's, or more tokens than its capacity.
+        """
+        B, capacity, width = self._rows.shape
+        if rows.ndim != 3 or (rows.shape[0], rows.shape[2]) != (B, width):
+            raise ValueError(f"rows have shape {rows.shape}: expected ({B}, L, {width})")
+        if rows.dtype != self._rows.dtype:
+            raise TypeError(f"rows have dtype {rows.dtype} but the cache has {self._rows.dtype}")
+        stop = self.length + rows.shape[1]
+        if stop > capacity:
+            raise ValueError(
+                f"{rows.shape[1]} tokens after {self.length} exceed capacity={capacity}; nothing "
+                f"was written"
+            )
+        self._rows[:, self.length : stop] = rows
+        self.length = stop
+
+
+class LatentAttention:
+    """concat(head_0, …) W_o, where head h attends with keys [c W_uk[h], k_R] and values c W_uv[h].
+
+    The latents c = norm(x W_dkv) and the rotated key k_R, one for all heads, are what a cache
+    keeps. A score's part without rotation is q · (c W_uk[h]) = (q W_uk[h]ᵀ) · c: in the absorbed
+    form queries go to the latents instead of latents to keys, and W_uv follows the attention. That
+    is attention with one key/value head of width C + R, and makes no key or value of any head.
+
+    Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``C`` width of a latent, ``Cq``
+    that of a query's latent, ``D`` width without rotation, ``R`` rotated width, ``Dv`` value width.
+
+    Parameters
+    ----------
+    parameters : mapping of str to array_like
+        W_dkv (E, C + R); g_kv (C,); W_ukv (C, H · (D + Dv)), each head's key, then its value; W_o
+        (H · Dv, E); and either W_q (E, H · (D + R)) or W_dq (E, Cq), g_q (Cq,) and W_uq
+        (Cq, H · (D + R)). Biases b_dq, b_dkv and b_o are optional. All are applied as x @ W + b.
+    num_heads : int
+        H.
+    rope : RoPE
+        Rotates the last R numbers of every query, and the key that all heads share.
+    scale : float, optional
+        Default is 1/√(D + R).
+    epsilon : float, default 1e-6
+        Of the norms: what is added to the mean square under the root.
+
+    Attributes
+    ----------
+    cached_width : int
+        C + R.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A weight that is missing, unknown or does not fit the others.
+
+    References
+    ----------
+    DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 and appendix C; the absorbed form is described
+    after equation 13.
+
+    Examples
+    --------
+    >>> weights = {"W_q": np.ones((2, 4)), "W_dkv": np.ones((2, 3)), "g_kv": np.ones(1),
+    ...            "W_ukv": np.ones((1, 4)), "W_o": np.ones((2, 2))}
+    >>> layer = LatentAttention(weights, num_heads=1, rope=RoPE(2))
+    >>> layer([[1.0, 0.0], [0.0, 1.0]], is_causal=True).round(4)
+    array([[2., 2.],
+           [2., 2.]])
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, ArrayLike],
+        *,
+        num_heads: int,
+        rope: RoPE,
+        scale: float | None = None,
+        epsilon: float = 1e-6,
+    ) -> None:
+        self.weights = {name: as_floating(name, value) for name, value in parameters.items()}
+        self.num_heads, self.rope = integer("num_heads", num_heads), rope
+        self.epsilon = number("epsilon", epsilon, low=0)
+        self._check_names()
+        W_dkv, W_o = self._matrix("W_dkv"), self._matrix("W_o")
+        W_q = self._matrix("W_q" if "W_q" in self.weights else "W_uq")
+        self.d_model, self.cached_width = W_dkv.shape
+        self.latent_dim = self.cached_width - rope.head_dim
+        self.head_dim = W_q.shape[1] // self.num_heads - rope.head_dim
+        self.value_dim = W_o.shape[0] // self.num_heads
+        for name, expected in self._shapes(W_o.shape[1]).items():
+            if name in self.weights and self.weights[name].shape != expected:
+                raise ValueError(
+                    f"{name_of(name)} has shape {self.weights[name].shape}: expected {expected} "
+                    f"with H={num_heads}, R={rope.head_dim} and the other weights"
+                )
+        self.dtype = common_dtype({name: array.dtype for name, array in self.weights.items()})
+        width = self.head_dim + rope.head_dim
+        self.scale = float(width**-0.5) if scale is None else number("scale", scale)
+
+    def __call__(
+        self,
+        x: ArrayLike,
+        *,
+        positions: ArrayLike | None = None,
+        cache: LatentCache | None = None,
+        is_absorbed: bool = False,
+        tap: Tap = no_tap,
+        **options: Unpack[AttentionOptions],
+    ) -> Any:
+        """Attend from ``x`` to itself and to what a cache holds.
+
+        Parameters
+        ----------
+        x : array_like of shape (L, E) or (B, L, E)
+        positions : array_like of shape (L,) or (B, L), int, optional
+            Default is 0, 1, …, counted from the cache's length if there is a cache.
+        cache : LatentCache, optional
+            Earlier tokens; those of x are appended. Attention is then causal.
+        is_absorbed : bool, default False
+            Compute in the absorbed form, which is cheaper where few queries meet many keys.
+        tap : callable ``tap(name, value) -> value``, optional
+            Hears x, the latents, every step of the attention, concat and output.
+        **options
+            Those of ``minimha.attention``, except scale; is_causal and q_offset only without a
+            cache.
+
+        Returns
+        -------
+        array of shape (L, E) or (B, L, E)
+
+        Raises
+        ------
+        TypeError, ValueError
+            Arrays that do not fit the layer or the cache, or an option that does not fit them.
+        """
+        tokens = as_floating("x", x)
+        if tokens.ndim not in (2, 3) or tokens.shape[-1] != self.d_model:
+            raise ValueError(
+                f"{name_of('x')} has shape {tokens.shape}: expected (L, E) or (B, L, E) with "
+                f"E={self.d_model}"
+            )
+        dtype = common_dtype({"x": tokens.dtype, "the layer": self.dtype})
+        y = tap("x", tokens.astype(compute_dtype(dtype), copy=False))
+        rows = y if y.ndim == 3 else y[None]
+        seen = 0 if cache is None else cache.length
+        at = np.arange(seen, seen + rows.shape[1]) if positions is None else positions
+        q, kept = self._queries(rows, at), self._kept(rows, at)
+        if cache is not None:
+            if "is_causal" in options or "q_offset" in options:
+                raise TypeError("is_causal and q_offset are no options with a cache, it knows them")
+            cache.append(kept.astype(dtype, copy=False))
+            kept = cache.rows.astype(y.dtype, copy=False)
+            options["is_causal"], options["q_offset"] = True, seen
+        attend = self._absorbed if flag("is_absorbed", is_absorbed) else self._expanded
+        try:
+            heads = attend(q, kept, tap, options)
+        except Exception:
+            if cache is not None:
+                cache.length = seen
+            raise
+        concat = tap("concat", heads.swapaxes(1, 2).reshape(*rows.shape[:2], -1))
+        output = tap("output", self._linear("W_o", "b_o", concat))
+        return like(x, output.reshape(*tokens.shape[:-1], -1).astype(dtype, copy=False))
+
+    def _queries(self, x: Array, at: ArrayLike) -> Array:
+        """(B, H, L, D + R), the last R numbers rotated."""
+        if "W_dq" in self.weights:
+            latents = self._normed(self._linear("W_dq", "b_dq", x), "g_q")
+            q = self._linear("W_uq", None, latents)
+        else:
+            q = self._linear("W_q", None, x)
+        q = q.reshape(*q.shape[:2], self.num_heads, -1).swapaxes(1, 2)
+        parts = q[..., : self.head_dim], self.rope.rotate(q[..., self.head_dim :], at)
+        return np.concatenate(parts, axis=-1)
+
+    def _kept(self, x: Array, at: ArrayLike) -> Array:
+        """Latents and the rotated key, (B, L, C + R): all that later tokens need of these."""
+        y = self._linear("W_dkv", "b_dkv", x)
+        latents = self._normed(y[..., : self.latent_dim], "g_kv")
+        rotated = self.rope.rotate(y[:, None, :, self.latent_dim :], at)[:, 0]
+        return np.concatenate([latents, rotated], axis=-1)
+
+    def _expanded(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
+        """Attention with the keys and values of every head, (B, H, L, Dv)."""
+        c, k_R = np.split(tap("latents_and_key", kept), [self.latent_dim], axis=-1)
+        W_uk, W_uv = self._up(kept.dtype)
+        k, v = c[:, None] @ W_uk, c[:, None] @ W_uv
+        shared = np.broadcast_to(k_R[:, None], (*k.shape[:3], k_R.shape[-1]))
+        k = np.concatenate([k, shared], axis=-1)
+        heard = renamed(tap, q="q_rotated", k="k_rotated", output="head_output")
+        return np.asarray(attention(q, k, v, scale=self.scale, tap=heard, **options))
+
+    def _absorbed(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
+        """The same without keys or values of any head."""
+        W_uk, W_uv = self._up(kept.dtype)
+        parts = q[..., : self.head_dim] @ W_uk.swapaxes(-1, -2), q[..., self.head_dim :]
+        k = kept[:, None]
+        heard = renamed(
+            tap, q="q_absorbed", k="latents_and_key", v="latents", output="mean_latents"
+        )
+        means = attention(
+            np.concatenate(parts, axis=-1), k, k[..., : self.latent_dim], scale=self.scale,
+            tap=heard, **options,
+        )  # fmt: skip
+        return np.asarray(tap("head_output", means @ W_uv))
+
+    def _up(self, compute: np.dtype[Any]) -> tuple[Array, Array]:
+        """W_uk (H, C, D) and W_uv (H, C, Dv)."""
+        W = self.weights["W_ukv"].astype(compute, copy=False)
+        heads = W.reshape(self.latent_dim, self.num_heads, -1).swapaxes(0, 1)
+        return heads[..., : self.head_dim], heads[..., self.head_dim :]
+
+    def _normed(self, x: Array, gain: str) -> Array:
+        root = np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(self.epsilon))
+        return np.asarray(x / root * self.weights[gain].astype(x.dtype, copy=False))
+
+    def _linear(self, W: str, b: str | None, x: Array) -> Array:
+        y = product(x, self.weights[W].astype(x.dtype, copy=False))
+        bias = None if b is None else self.weights.get(b)
+        return y if bias is None else y + bias.astype(x.dtype, copy=False)
+
+    def _shapes(self, output_dim: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight that a layer may have."""
+        E, H, C, R = self.d_model, self.num_heads, self.latent_dim, self.rope.head_dim
+        Cq = self._matrix("W_dq").shape[1] if "W_dq" in self.weights else 0
+        q, v = H * (self.head_dim + R), H * self.value_dim
+        if C < 1 or self.head_dim < 1:
+            raise ValueError(f"rope has R={R}, which leaves no width for latents or queries")
+        return {
+            "W_dkv": (E, C + R), "b_dkv": (C + R,), "g_kv": (C,),
+            "W_ukv": (C, H * self.head_dim + v), "W_q": (E, q), "W_dq": (E, Cq), "b_dq": (Cq,),
+            "g_q": (Cq,), "W_uq": (Cq, q), "W_o": (v, output_dim), "b_o": (output_dim,),
+        }  # fmt: skip
+
+    def _matrix(self, name: str) -> Array:
+        array = self.weights[name]
+        if array.ndim != 2:
+            raise ValueError(f"{name_of(name)} has shape {array.shape}: expected 2 axes")
+        return array
+
+    def _check_names(self) -> None:
+        queries = ("W_q",) if "W_q" in self.weights else ("W_dq", "g_q", "W_uq")
+        for name in (*REQUIRED, *queries):
+            if name not in self.weights:
+                raise ValueError(f"{name_of(name)} is missing")
+        for name in self.weights:
+            if name not in WEIGHTS or (queries == ("W_q",) and name in ("W_dq", "g_q", "W_uq")):
+                raise ValueError(
+                    f"{name} is no weight of this layer, which has "
+                    f"{', '.join((*REQUIRED, *queries))} and biases"
+                )
