@@ -34,7 +34,8 @@ LARGEST_TEXT = 2**25  # bytes of a CSV or JSON file, whose numbers take some 50 
 LARGEST_INPUT = 2**27  # numbers in all arrays of an npz file: 1 GiB in float64
 LARGEST_PIECE = 2**20  # bytes that are read of an archive at once
 LONGEST_HEADER = 2**16  # bytes, of an array
-KEYS = tuple(name for name in inspect.signature(attention).parameters if name != "tap")
+FUNCTIONS = ("score_mod", "mask_mod", "tap")  # which no file can hold
+KEYS = tuple(name for name in inspect.signature(attention).parameters if name not in FUNCTIONS)
 
 
 def read_problem(name: str) -> dict[str, Any] | Trace:

@@ -6,7 +6,7 @@ prefill, prefill in chunks and decoding token by token are one computation in pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -181,9 +181,12 @@ class KVCache:
         Raises
         ------
         TypeError, ValueError
-            An option that the cache decides, or queries that do not fit the last chunk.
+            An option that the cache decides, queries that do not fit the last chunk, or a
+            function of positions where the cache has a window.
         """
         check_options(options)
+        if self.window is not None:
+            _refuse_functions(options)
         starts, L = self._chunk
         check_queries(q, L)
         slots = self._slots()
@@ -283,6 +286,16 @@ def check_options(options: Iterable[str]) -> None:
     for name in OWN:
         if name in options:
             raise TypeError(f"{name} is no option of attend: the cache knows it")
+
+
+def _refuse_functions(options: Mapping[str, Any]) -> None:
+    """Refuse functions of positions: what slides is counted from the first key that is kept."""
+    for name in ("score_mod", "mask_mod"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name} is given to a cache with a window, whose keys are not counted from the "
+                f"first token: expected attn_bias or attn_mask over the cache's key_positions"
+            )
 
 
 def check_queries(q: ArrayLike, L: int) -> None:

@@ -305,6 +305,16 @@ def test_a_cache_that_cannot_be(options, error, sentence):
     assert sentence in str(raised.value)
 
 
+def test_functions_of_positions_are_refused_where_a_window_slides():
+    x = np.ones((1, 1, 1, 2), np.float32)
+    cache, sliding = KVCache(1, 1, 10, 2), KVCache(1, 1, 10, 2, window=10)
+    for one in (cache, sliding):
+        one.append(x, x)
+    cache.attend(x, score_mod=lambda s, b, h, i, j: s + i)
+    with pytest.raises(ValueError, match="score_mod is given to a cache with a window"):
+        sliding.attend(x, score_mod=lambda s, b, h, i, j: s + i)
+
+
 def test_dropping_old_tokens_moves_the_others_once_in_a_capacity(monkeypatch):
     slides, slide = [], KVCache._slide
     monkeypatch.setattr(KVCache, "_slide", lambda cache: slides.append(slide(cache)))
