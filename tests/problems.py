@@ -194,8 +194,12 @@ def _assert_as_good_as_plain(q, k, v, options, output, lse, exact):
 
 
 @st.composite
-def random_problems(draw, dtype=np.float32):
-    """Any legal combination of options, on small ragged shapes and over a wide range of values."""
+def random_problems(draw, dtype=np.float32, has_functions=True):
+    """Any legal combination of options, on small ragged shapes and over a wide range of values.
+
+    Attention over keys in parts takes no functions: then ``has_functions`` is False.
+    """
+    score_mods, mask_mods = (SCORE_MODS, MASK_MODS) if has_functions else ((), ())
     B, Hkv, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     H, D, Dv = Hkv * group, draw(st.integers(1, 5)), draw(st.integers(1, 4))
     Lq, Lk = draw(st.integers(0, 7)), draw(st.integers(0, 9))
@@ -224,7 +228,7 @@ def random_problems(draw, dtype=np.float32):
         "scale": maybe(draw(st.sampled_from([0.0, 1.0, -0.5, 2.0]))),
         "softcap": maybe(draw(st.sampled_from([0.5, 5.0, 50.0]))),
         "sinks": maybe(rng.normal(size=H).astype(dtype)),
-        "score_mod": draw(st.sampled_from([None, None, *SCORE_MODS])),
-        "mask_mod": draw(st.sampled_from([None, None, *MASK_MODS])),
+        "score_mod": draw(st.sampled_from([None, None, *score_mods])),
+        "mask_mod": draw(st.sampled_from([None, None, *mask_mods])),
     }
     return *(x.astype(dtype) for x in (q, k, v)), options

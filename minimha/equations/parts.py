@@ -23,6 +23,10 @@ IN_PARTS = {  # arguments of ``attention`` that this module knows how to give to
     "q", "k", "v", "is_causal", "q_offset", "window_size", *PER_SCORE, "kv_lengths",
     "alibi_slopes", "scale", "softcap", "sinks",
 }  # fmt: skip
+INSTEAD = {
+    "score_mod": "attn_bias",
+    "mask_mod": "attn_mask",
+}  # what to give in place of a function
 BLOCK = 1 << 25  # bytes of k and v, in the compute dtype, that are read at once
 SCORES = 1 << 22  # in a block, for a backend that holds all of them
 
@@ -47,9 +51,12 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
     """
     for name, value in arguments.items():
         if name not in IN_PARTS and value is not None:
+            way_out = f"expected some of {', '.join(sorted(IN_PARTS))}"
+            if name in INSTEAD:
+                way_out = f"give {name_of(INSTEAD[name])}, or keys in memory"
             raise TypeError(
                 f"{name_of(name)} is no option of attention over keys in parts, as those of files "
-                f"and clusters are: expected some of {', '.join(sorted(IN_PARTS))}"
+                f"and clusters are: {way_out}"
             )
     for name in "qkv":
         check_file(name_of(name), arguments[name])

@@ -38,14 +38,14 @@ def in_slices(problem, rows, keys):
     return O, L, seen
 
 
-@given(problem=random_problems(np.float64), size=st.integers(1, 4))
+@given(problem=random_problems(np.float64, has_functions=False), size=st.integers(1, 4))
 def test_blocks_of_queries_and_keys_give_the_whole_back(problem, size):
     q, k, _, _ = problem
     rows, keys = ([slice(n, n + size) for n in range(0, x.shape[2], size)] for x in (q, k))
     assert_whole(problem, *in_slices(problem, rows, keys)[:2])
 
 
-@given(problem=random_problems(np.float64), num_stripes=st.integers(2, 4))
+@given(problem=random_problems(np.float64, has_functions=False), num_stripes=st.integers(2, 4))
 def test_stripes_of_queries_and_keys_give_the_whole_back(problem, num_stripes):
     q, k, v, options = problem
     offset = np.asarray(options["q_offset"]).ravel()[0]
@@ -71,6 +71,16 @@ def test_parts_that_no_query_sees_are_known_before_anything_is_read(options, exp
     assert [f"{r.start}{s.start}" for r, s in seen] == expected
 
 
+@pytest.mark.parametrize(("name", "instead"), [("score_mod", "bias"), ("mask_mod", "mask")])
+def test_functions_are_refused_by_name(name, instead):
+    x = np.ones((1, 1, 2, 3))
+    sentence = (
+        f"{name} is no option of attention over keys in parts, .*: give attn_{instead}, or keys"
+    )
+    with pytest.raises(TypeError, match=sentence):
+        outline({"q": x, "k": x, "v": x, name: lambda *indices: True})
+
+
 def test_causal_stripes_have_equal_work():
     x = np.ones((1, 1, 12, 2))
     stripes = [slice(n, None, 3) for n in range(3)]
@@ -80,7 +90,7 @@ def test_causal_stripes_have_equal_work():
 
 
 @pytest.mark.parametrize("holds_scores", [False, True])
-@given(problem=random_problems(np.float64), data=st.data())
+@given(problem=random_problems(np.float64, has_functions=False), data=st.data())
 def test_blocks_of_any_size(holds_scores, problem, data):
     q, k, v, options = problem
     with pytest.MonkeyPatch.context() as patch:
