@@ -326,6 +326,8 @@ class Trace:
         """The steps from which one of ``DRAWINGS`` is made; none where it is not to be shown."""
         if not self.only and (self.cell or self.query) and not (self.query and drawing == "picks"):
             return ()
+        if self.query and drawing == "heatmap" and drawing not in self.only:
+            return ()  # of all queries
         steps = self._of_head() if drawing in self.only else self.steps
         return tuple(step for step in steps if not step.is_blank)
 

@@ -83,6 +83,8 @@ def test_one_query_of_many_tokens_shows_what_is_largest(run, tmp_path):
     [heads] = [line.split() for line in out.splitlines() if line.split()[:1] == ["k4"]]
     best = sorted(range(64), key=lambda n: -(6 * (n % 7) + 4 * (n % 5)))[:16]
     assert heads == [f"k{n}" for n in sorted(best)]
+    assert "heatmap" not in out  # which is of all queries
+    assert "heatmap" in shown(run, "attend p.json --query 34 --only weights --only heatmap")
     assert "48 more" in shown(run, "attend p.json --query q34")
     assert "output: " in shown(run, "attend p.json --cell 34,3")
     drawn = shown(run, "attend p.json --query 34 --only weights --format svg")
