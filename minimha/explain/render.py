@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -284,8 +285,7 @@ def _heatmap(
     margin = max(map(cell_len, rows)) + 1
     heads = " ".join(set_cell_size(label, size) for label in step.columns or ())
     lines = [Text(title), Text((" " * margin + heads).rstrip())]
-    hidden = np.isneginf(value) if step.hidden is None else step.hidden
-    shown = np.where(hidden, -np.inf, value)
+    shown = np.where(_hidden(step), -np.inf, value)
     for label, row, texts in zip(rows, shown.tolist(), cells(value, 2), strict=True):
         drawn = [
             _heat(number, text, size, ramp, limits) for number, text in zip(row, texts, strict=True)
@@ -355,9 +355,15 @@ def _legend(drawn: Sequence[tuple[str, Step]], width: int | None, ramp: Ramp) ->
             line.append(*ramp.shade(n / (SCALE_SIZE - 1)))
         lines.append(line.append(f"{'' if ramp.in_color else ']'} {high}"))
     values = [step.value[~np.isneginf(step.value)] for _, step in drawn]
-    gap = "" if all(np.isfinite(value).all() for value in values) else " ? is infinite or NaN."
-    hidden = f"{ramp.hidden} is hidden: score -∞, weight 0."
-    return [*lines, *_paragraph(f"{hidden}{gap} Rows are queries, columns keys.", width)]
+    gap = "" if all(np.isfinite(value).all() for value in values) else "? is infinite or NaN. "
+    is_any = any(_hidden(step).any() for _, step in drawn)
+    hidden = f"{ramp.hidden} is hidden: score -∞, weight 0. " if is_any else ""
+    return [*lines, *_paragraph(f"{hidden}{gap}Rows are queries, columns keys.", width)]
+
+
+def _hidden(step: Step) -> NDArray[np.bool_]:
+    """Which cells of a heatmap are of hidden keys."""
+    return np.isneginf(step.value) if step.hidden is None else step.hidden
 
 
 def _side_by_side(blocks: Sequence[list[Text]], width: int) -> list[Text]:

@@ -64,6 +64,14 @@ def test_a_cell_comes_alone_or_beside_what_is_named(run):
     assert "picks" in shown(run, "example --cell sat,cat --query sat")
 
 
+@pytest.mark.parametrize("format", ["text", "svg"])
+def test_a_legend_says_what_hidden_cells_look_like_where_there_are_some(run, format):
+    for name, is_masked in (("bert", False), ("gpt2", True)):
+        out = shown(run, f"example {name} --only heatmap --format {format}")
+        assert ("is hidden" in out) == is_masked
+        assert "Rows are queries" in out
+
+
 @pytest.mark.parametrize("format", ["text", "markdown", "latex", "svg"])
 def test_one_query_is_its_rows(run, format):
     out = shown(run, f"example --query cat --format {format}")

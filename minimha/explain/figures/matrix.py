@@ -80,8 +80,9 @@ def legend(steps: Sequence[Step], scales: tuple[Limits, Limits]) -> Drawing:
     if any(step.base in SHARES for step in steps):
         drawing.place(scale("weights", scales[1], room=room), 0, drawing.height)
     levels = [x for step in steps for row in shades(step, scales) or () for x in row]
-    gap = " ? is infinite or NaN." if any(not np.isfinite(x) and not x < 0 for x in levels) else ""
-    words = f"× is hidden: score −∞, weight 0.{gap} Rows are queries, columns keys."
+    gap = "? is infinite or NaN. " if any(not np.isfinite(x) and not x < 0 for x in levels) else ""
+    hidden = "× is hidden: score −∞, weight 0. " if any(map(np.isneginf, levels)) else ""
+    words = f"{hidden}{gap}Rows are queries, columns keys."
     drawing.text(0, drawing.height + ROW / 2, words, "muted", size=SMALL)
     return drawing
 
