@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import secrets
 import shutil
 import signal
 import stat
@@ -380,7 +379,7 @@ def _target(name: str) -> Path:
 @contextmanager
 def _staging(folder: Path, name: str | None = None) -> Iterator[Path]:
     """A folder in ``folder`` to write in, gone at the end; one with a ``name`` has one writer."""
-    staging = folder / (name or f".minimha-{secrets.token_hex(8)}")
+    staging = folder / (name or f".minimha-{os.urandom(8).hex()}")
     try:
         staging.mkdir()
     except FileExistsError:
