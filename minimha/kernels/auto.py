@@ -8,14 +8,12 @@ twice the time.
 
 from __future__ import annotations
 
-import logging
 import sys
 from importlib import import_module
 from types import ModuleType
 
 from minimha.equations.problem import Problem
 
-LOG = logging.getLogger("minimha")
 BACKEND = "minimha.kernels.cpu.backend"
 LOADING, COMPILING = 0.5, 10.0  # seconds until a kernel is ready, from disk and from its source
 DENSE_RATE = 5e9  # products per second, about, of the dense backend
@@ -55,9 +53,12 @@ def spent(seconds: float) -> None:
 
 def give_up(error: Exception) -> None:
     """Do without the CPU kernels from now on, because they cannot be compiled here."""
+    import logging  # here, since it loads much that no other part of a start needs
+
     global _broken
     _broken = True
-    LOG.warning("minimha: the CPU kernels cannot run here, NumPy computes instead: %s", error)
+    log = logging.getLogger("minimha")
+    log.warning("minimha: the CPU kernels cannot run here, NumPy computes instead: %s", error)
 
 
 def _supporting(backend: ModuleType, problem: Problem) -> str:
