@@ -53,12 +53,9 @@ def spent(seconds: float) -> None:
 
 def give_up(error: Exception) -> None:
     """Do without the CPU kernels from now on, because they cannot be compiled here."""
-    import logging  # here, since it loads much that no other part of a start needs
-
     global _broken
     _broken = True
-    log = logging.getLogger("minimha")
-    log.warning("minimha: the CPU kernels cannot run here, NumPy computes instead: %s", error)
+    _warn("the CPU kernels cannot run here, NumPy computes instead", error)
 
 
 def _supporting(backend: ModuleType, problem: Problem) -> str:
@@ -68,8 +65,14 @@ def _supporting(backend: ModuleType, problem: Problem) -> str:
         return "cpu"
     if reason not in _told:
         _told.add(reason)
-        LOG.warning("minimha: the CPU kernels are not used, NumPy computes instead: %s", reason)
+        _warn("the CPU kernels are not used, NumPy computes instead", reason)
     return "dense"
+
+
+def _warn(what: str, reason: object) -> None:
+    import logging  # here, since it loads much that no other part of a start needs
+
+    logging.getLogger("minimha").warning("minimha: %s: %s", what, reason)
 
 
 def _imported() -> ModuleType | None:
