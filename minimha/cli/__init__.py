@@ -6,31 +6,17 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, NoReturn, TextIO
 
 from minimha import BackendUnavailable, __version__
-from minimha.cli import (
-    attend,
-    backends,
-    bench,
-    check,
-    example,
-    examples,
-    flash,
-    heads,
-    kernels,
-    lab,
-    next,
-    sizes,
-)
 from minimha.explain.spelling import spelled
 from minimha.explain.trace import printable
 
-COMMANDS = (
-    examples, example, attend, flash, next, heads, lab, check, sizes, bench, kernels, backends,
+COMMANDS = (  # the modules, in the order in which they are listed
+    "examples", "example", "attend", "flash", "next", "heads", "lab", "check", "sizes", "bench",
+    "kernels", "backends",
 )  # fmt: skip
-
-
 LONGEST_ERROR = 2000  # characters
 
 
@@ -49,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="spelled")  # a terminal without ∞ shows inf
     try:
         try:
-            parser = build_parser()
-            args = parser.parse_args(argv)
+            words = sys.argv[1:] if argv is None else argv
+            parser = build_parser(words)
+            args = parser.parse_args(words)
             if args.run is None:
                 parser.print_help()
             else:
@@ -132,12 +119,15 @@ class Parser(argparse.ArgumentParser):
         print(message, end="", file=file)  # argparse's own ignores a full disk
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; ``args.run`` is the command's function."""
+def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return a parser of ``words``; ``args.run`` is the command's function.
+
+    Of the commands it knows the one that ``words`` begin with, which alone is imported, or all.
+    """
     parser = Parser(prog="minimha", description="Every number of attention, step by step.")
     parser.add_argument("--version", action="version", version=f"minimha {__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(prog="minimha", metavar="command", title="commands")
-    for command in COMMANDS:
-        command.add_parser(commands)
+    for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
+        import_module(f"{__name__}.{name}").add_parser(commands)
     return parser

@@ -390,7 +390,7 @@ def test_a_case_ends_in_a_status_and_a_sentence(arguments, tmp_path, monkeypatch
     here = tmp_path / "a" / "b"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
-    monkeypatch.setattr("minimha.cli.build_parser", lambda: PARSER)
+    monkeypatch.setattr("minimha.cli.build_parser", lambda words: PARSER)
     for name in {*arguments, *(argument.partition("=")[2] for argument in arguments)}:
         if re.fullmatch(r"[\w=.]{1,40}", name, re.ASCII):
             make(here / name)
