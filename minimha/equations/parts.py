@@ -23,10 +23,7 @@ IN_PARTS = {  # arguments of ``attention`` that this module knows how to give to
     "q", "k", "v", "is_causal", "q_offset", "window_size", *PER_SCORE, "kv_lengths",
     "alibi_slopes", "scale", "softcap", "sinks",
 }  # fmt: skip
-INSTEAD = {
-    "score_mod": "attn_bias",
-    "mask_mod": "attn_mask",
-}  # what to give in place of a function
+INSTEAD = {"score_mod": "attn_bias", "mask_mod": "attn_mask"}  # of a function, for a part
 BLOCK = 1 << 25  # bytes of k and v, in the compute dtype, that are read at once
 SCORES = 1 << 22  # in a block, for a backend that holds all of them
 
