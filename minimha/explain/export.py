@@ -158,7 +158,8 @@ def as_csv(trace: Trace) -> dict[str, str]:
     A matrix is written row by row; a vector is one row, a scalar one number. ``labels.csv`` has the
     labels of the rows and columns of each file, ``cell.csv`` the lines that write out one cell.
     """
-    files = {_file_name(n, step): step for n, step in enumerate(trace.steps, 1)}
+    digits = max(2, len(str(len(trace.steps))))  # so that a listing has the order of the steps
+    files = {_file_name(f"{n:0{digits}}", step): step for n, step in enumerate(trace.steps, 1)}
     labels = [
         [name, axis, *names]
         for name, step in files.items()
@@ -344,8 +345,8 @@ LATEX_PREAMBLE = r"""\documentclass[10pt]{article}
 """
 
 
-def _file_name(number: int, step: Step) -> str:
-    parts = [f"{number:02}", re.sub(r"\W+", "_", step.name).strip("_")]
+def _file_name(number: str, step: Step) -> str:
+    parts = [number, re.sub(r"\W+", "_", step.name).strip("_")]
     places = (("batch", step.batch), ("head", step.head), ("kv_head", step.kv_head))
     parts += [f"{key}{n}" for key, n in places if n is not None]
     return "_".join(parts) + ".csv"

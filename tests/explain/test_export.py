@@ -140,6 +140,13 @@ def test_csv_has_one_file_per_step_and_head_at_full_precision():
         np.testing.assert_array_equal(rows, step.value)
 
 
+def test_a_listing_of_many_csv_files_has_the_order_of_the_steps():
+    trace = EXAMPLES["translation"].trace()
+    steps = [name for name in export.as_csv(trace) if name != "labels.csv"]
+    assert steps == sorted(steps)
+    assert len(steps) == len(trace.steps) > 99
+
+
 def test_csv_of_scalars_vectors_and_blocks():
     found = export.as_csv(blocks.of_length(3).trace())
     assert any(name.endswith("_kept_naive.csv") and text == "18\n" for name, text in found.items())
