@@ -10,19 +10,21 @@ import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from numpy.typing import ArrayLike
 
-from minimha.models.checkpoints import gguf, gguf_tokens, safetensors
+from minimha.models.checkpoints import safetensors
 from minimha.models.checkpoints.settings import Settings
 from minimha.models.checkpoints.tensors import Tensors
-from minimha.models.encoder import Encoder
-from minimha.models.encoder_decoder import EncoderDecoder
 from minimha.models.tokens import Tokenizer, from_file
 from minimha.models.transformer import Transformer
 
-Model: TypeAlias = Transformer | Encoder | EncoderDecoder
+if TYPE_CHECKING:
+    from minimha.models.encoder import Encoder
+    from minimha.models.encoder_decoder import EncoderDecoder
+
+Model: TypeAlias = "Transformer | Encoder | EncoderDecoder"
 
 # The module that reads each architecture, by ``model_type`` in config.json.
 FAMILIES = {
@@ -64,6 +66,8 @@ def load(path: str | Path) -> Model:
     """
     folder = Path(path)
     if folder.suffix == ".gguf":
+        from minimha.models.checkpoints import gguf, gguf_tokens
+
         config, tensors, metadata = gguf.read(folder)
         return _model(config, tensors, gguf_tokens.tokenizer(metadata))
     safetensors.check_no_pickle(folder)
