@@ -3,6 +3,7 @@
 import re
 import shlex
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_pictures_show_what_their_command_shows_now(command, tmp_path):
     new = (tmp_path / "new.svg").read_text(encoding="utf-8")
     tracked = (REPOSITORY / name).read_text(encoding="utf-8")
     assert words(new) == words(tracked), f"run: python cli.py {command} --force"
+
+
+def test_every_walkthrough_but_the_last_leads_to_the_next():
+    paths = (REPOSITORY / "walkthroughs").glob("*.md")
+    pages = sorted(paths, key=lambda path: int(path.name.partition("-")[0]))
+    for page, following in pairwise(pages):
+        last = page.read_text("utf-8").splitlines()[-1]
+        assert re.fullmatch(rf"Next: \[.+\]\({following.name}\)\.", last), page.name
 
 
 def test_every_picture_has_its_command():
