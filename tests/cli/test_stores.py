@@ -58,12 +58,12 @@ def test_a_store_is_computed_here(tmp_path, capsys):
 
 
 def test_a_store_is_computed_on_a_cluster(tmp_path, capsys, monkeypatch):
-    distributed = pytest.importorskip("distributed", reason="dask is not installed (extra dask)")
+    deploy = pytest.importorskip("distributed.deploy", reason="dask is not installed (extra dask)")
     write(tmp_path / "p.zarr", is_causal=True, q_offset=40, softcap=3.0)
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of ports in use
-        with distributed.LocalCluster(
+        with deploy.LocalCluster(
             n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
         ) as cluster:  # fmt: skip
             address = f"--cluster={cluster.scheduler_comm.address}"
@@ -74,7 +74,7 @@ def test_a_store_is_computed_on_a_cluster(tmp_path, capsys, monkeypatch):
 
 
 def test_a_cluster_that_cannot_be_reached_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("distributed", reason="dask is not installed (extra dask)")
+    pytest.importorskip("distributed.client", reason="dask is not installed (extra dask)")
     monkeypatch.setattr("minimha.cli.stores.PATIENCE", 0.3)
     write(tmp_path / "p.zarr")
     line = [tmp_path / "p.zarr", "--cluster=tcp://127.0.0.1:9", "--output", tmp_path / "o.json"]

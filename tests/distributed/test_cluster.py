@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-pytest.importorskip("distributed", reason="dask's distributed is not installed (extra dask)")
+pytest.importorskip("distributed.client", reason="dask's distributed is not installed (extra dask)")
 
 import dask
 import dask.array as da

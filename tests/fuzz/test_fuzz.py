@@ -78,7 +78,7 @@ def test_many_forms_are_drawn():
     given = {name for case in cases for name in (*case.arrays, *case.options)}
     assert given == {
         "q", "k", "v", "is_causal", "q_offset", "window_size", "attn_mask", "attn_bias",
-        "kv_lengths", "alibi_slopes", "scale", "softcap", "sinks",
+        "kv_lengths", "alibi_slopes", "scale", "softcap", "sinks", "score_mod", "mask_mod",
     }  # fmt: skip
     assert {case.arrays["v"].dtype.name for case in cases} == {
         "float16", "bfloat16", "float32", "float64",

@@ -32,7 +32,12 @@ def unsupported(problem: Problem) -> str | None:
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
-    return KERNEL.plan(problem, lengths={"O_i": problem.v.shape[3], "s": 1, "seen": 1})(problem)
+    return KERNEL.plan(problem, lengths=lengths(problem))(problem)
+
+
+def lengths(problem: Problem) -> dict[str, int]:
+    """How long the buffers are."""
+    return {"O_i": problem.v.shape[3], "s": 1, "seen": 1}
 
 
 def rows(line, worker):

@@ -44,7 +44,7 @@ def a_fresh_kernel():
 
 
 def assert_right(kernel):
-    O, L = kernel.plan(PROBLEM, lengths={"O_i": PROBLEM.v.shape[3]})(PROBLEM)
+    O, L = kernel.plan(PROBLEM, lengths=rung1_rows.lengths(PROBLEM))(PROBLEM)
     for got, expected in zip((O, L), dense.forward(PROBLEM), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
