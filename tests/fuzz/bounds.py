@@ -111,6 +111,9 @@ class Expected:
         bad = ~np.isfinite(x["v"]).repeat(group, 1)
         sure = S64 - delta > m + 2 * noise[..., None] - 0.7 * -np.log(tiny)
         self.has_bad = _any_seen(seen, bad)
+        # A score that overflows to -inf hides its key, if a function may have hidden it.
+        told = seen if problem.score_mod is None else seen & ~overflows
+        self.shows_bad = _any_seen(told, bad)
         self.is_unsure = _any_seen(seen & ~np.isneginf(S) & ~sure, bad)
 
     def faults(self, output: np.ndarray, lse: np.ndarray) -> list[str]:
@@ -140,7 +143,7 @@ class Expected:
                 "too far from the exact output": compared & ~near,
                 "NaN or infinity at the wrong place, or none at the right one": classed & ~same,
                 "finite although a value that is seen is not":
-                    self.has_bad & np.isfinite(got),
+                    self.shows_bad & np.isfinite(got),
                 "beyond all values that are seen": vague & ~self.has_bad & ~within,
                 "NaN although no score overflows":
                     (self.is_noise & ~self.overflows)[..., None] & ~is_nan & ~self.has_bad
