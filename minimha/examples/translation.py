@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.equations.dense import softmax
 from minimha.equations.tap import Tap, no_tap, staged
 from minimha.examples.example import Example, Note, matrix
 from minimha.explain.trace import token_labels
@@ -52,9 +53,7 @@ def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
 def encoder() -> MultiHeadAttention:
     """Head 0: has the verb been read, up to me? Head 1: am I a noun or a verb?"""
     so_far, places, asks, offers = np.zeros((4, E, 6))
-    so_far[START + 1 :] = (
-        GAIN * np.c_[2 * np.tri(5), np.ones(5)]
-    )  # the words up to me, and "trains"
+    so_far[START + 1 :] = GAIN * np.c_[2 * np.tri(5), np.ones(5)]  # words up to me, and "trains"
     places[START + 1 :, :5] = np.eye(5)
     places[TRAINS, 5] = 1
     asks[TRAINS, 0] = GAIN  # an ambiguous word asks for nouns …
@@ -127,8 +126,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 def say(x: Array, tap: Tap) -> Array:
     """The probability of each word of the vocabulary, (L, 5), for the rows x (L, E)."""
     logits = tap("logits", x @ W_VOCAB)
-    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(tap("probabilities", exponentials / exponentials.sum(-1, keepdims=True)))
+    return np.asarray(tap("probabilities", softmax(logits)[0]))
 
 
 def write(memory: Array, scale: float | None, tap: Tap) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import as_floating, integer, name_of, number
+from minimha.equations.dense import softmax
 
 
 def probabilities(
@@ -58,7 +59,9 @@ def probabilities(
     """
     scores = as_floating("logits", logits).astype(np.float64)
     check(temperature, top_k, top_p)
-    p = _softmax(scores / temperature)
+    below = scores - scores.max(axis=-1, keepdims=True)
+    with np.errstate(over="ignore"):  # a tiny temperature makes all but the largest -inf: greedy
+        p, _ = softmax(below / temperature)
     order = np.argsort(-p, axis=-1, kind="stable")
     sorted_p = np.take_along_axis(p, order, axis=-1)
     if top_k is not None:
@@ -84,7 +87,7 @@ def check(temperature: Any, top_k: Any, top_p: Any) -> None:
     if number("temperature", temperature) <= 0:
         raise ValueError(
             f"{name_of('temperature')} is {temperature!r}: expected a positive number; the "
-            f"likeliest token alone is top_k=1"
+            f"likeliest token alone is {name_of('top_k')}=1"
         )
     if top_k is not None:
         integer("top_k", top_k)
@@ -99,8 +102,3 @@ def draw(p: NDArray[np.float64], rng: np.random.Generator) -> int:
     1
     """
     return int(rng.choice(len(p), p=p))
-
-
-def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.asarray(exponentials / exponentials.sum(axis=-1, keepdims=True))

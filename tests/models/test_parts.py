@@ -144,6 +144,10 @@ def test_greedy_takes_the_first_of_equals():
     )
 
 
+def test_the_smallest_temperature_is_greedy():
+    np.testing.assert_array_equal(probabilities([1.0, 3.0, 2.0], temperature=1e-310), [0, 1, 0])
+
+
 def test_draws_have_their_probabilities():
     rng, p = np.random.default_rng(0), np.array([0.5, 0.0, 0.3, 0.2])
     counts = Counter(draw(p, rng) for _ in range(2000))

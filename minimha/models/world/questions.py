@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.models.sampling import probabilities
 from minimha.models.transformer import Transformer
 from minimha.models.world import grammar
 from minimha.models.world.grammar import Kind
@@ -135,9 +136,7 @@ def score(model: Transformer, asked: Sequence[Question]) -> Score:
     """How near the model's next words come to the grammar's."""
     right, distances = [], []
     for question in asked:
-        scores = model.logits(" ".join(question.words))[-1]
-        p = np.exp(scores - scores.max())
-        p /= p.sum()
+        p = probabilities(model.logits(" ".join(question.words))[-1])
         exact = np.zeros_like(p)
         exact[model.encode(" ".join(question.answers))] = list(question.answers.values())
         right.append(exact[p.argmax()] > exact.max() - 1e-6)
