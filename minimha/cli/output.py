@@ -25,7 +25,7 @@ REPORT_FORMATS = ("text", "json", "markdown", "html")
 RESULT_FORMATS = ("text", "json", "markdown", "csv", "svg", "png")
 KINDS = {
     TRACE_FORMATS: "a trace", TABLE_FORMATS: "a table", REPORT_FORMATS: "a report",
-    RESULT_FORMATS: "an experiment",
+    RESULT_FORMATS: "a result",
 }  # fmt: skip
 ENDINGS = {
     "": "text",
@@ -136,7 +136,7 @@ def deliver_table(
 
 
 def deliver_result(args: argparse.Namespace, result: Result) -> None:
-    """Print an experiment's result in the requested format, or write it to ``--output``."""
+    """Print a result in the requested format, or write it to ``--output``."""
     kind = format_of(args)
     if kind == "text":
         _show(args, lambda width, ramp: render.result(result, width, ramp, _encoding(args)))
