@@ -40,13 +40,12 @@ def add_parser(commands: Any) -> None:
         help="what each head of a model does",
         description="Find what each head of a model does: over a set of sentences, the mean share "
         "of a query's attention that goes to the keys of a pattern, beside what a head would give "
-        "them that looks at all it sees alike. The patterns: "
+        "them that attends uniformly to all that it sees. The patterns: "
         f"{'; '.join(f'{name}, {words}' for name, words in SAID.items())}.",
     )
     parser.set_defaults(run=run)
     models.add_model(parser)
-    which = "one per line (default the small world's)"
-    parser.add_argument("--sentences", metavar="FILE", help=which)
+    models.add_sentences(parser)
     add_output(parser, RESULT_FORMATS)
 
 
@@ -100,7 +99,7 @@ def _result(found: Behaviours, num_sentences: int, *, is_text: bool) -> Result:
     )
     about = (
         f"Over {counted(num_sentences, 'sentence')}, of the queries that have such keys: {keys}. "
-        f"The last row is what a head would give that looks at all it sees alike."
+        f"The last row is what a head would give that attends uniformly to all that it sees."
     )
     return Result(
         "heads", "what each head looks at", about, 0, () if is_text else (table,), (grid,),

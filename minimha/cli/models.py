@@ -16,9 +16,15 @@ LARGEST_TEXT = 2**20  # bytes of a file of sentences
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model`` and ``--sentences``."""
+    """Add ``--model``."""
     where = "a folder with config.json, or a .gguf file (default: the model that ships)"
     parser.add_argument("--model", metavar="PATH", help=where)
+
+
+def add_sentences(parser: argparse.ArgumentParser) -> None:
+    """Add ``--sentences``."""
+    which = "one per line (default the small world's)"
+    parser.add_argument("--sentences", metavar="FILE", help=which)
 
 
 def load(args: argparse.Namespace) -> Transformer:
@@ -44,8 +50,8 @@ def load(args: argparse.Namespace) -> Transformer:
         )
     if model.tokenizer is None:
         raise ValueError(
-            f"{args.model} has no tokenizer.json, so there is nothing to read text with: the "
-            f"library takes the tokens' numbers, model.logits([1, 2])"
+            f"{args.model} has no tokenizer (in a folder, tokenizer.json), so there is nothing to "
+            f"read text with: the library takes the tokens' numbers, model.logits([1, 2])"
         )
     return model
 

@@ -40,6 +40,7 @@ LARGEST_TRACE = 2**25  # numbers of all steps together
 # Weights, and all heads side by side, which are also shown one by one.
 LEFT_OUT = re.compile(r"(W|b|g)_|\w*norm_(gain|bias)|[qkv]_combined")
 STEPS = "layer", "head", "query", "cell", "only", "hide", "answer"  # which ask for a trace
+UNSET = None, "", []
 Probabilities = NDArray[np.float64]
 
 
@@ -71,14 +72,14 @@ def add_parser(commands: Any) -> None:
         "layer L, both counted from 0, and show what that changes (may be repeated)")  # fmt: skip
     add("--ablation", choices=("zero", "mean"), default="zero", help="what a removed head gives: "
         "zeros, or its mean output over --sentences (default zero)")  # fmt: skip
-    add("--sentences", metavar="FILE", help="one per line (default the small world's)")
+    models.add_sentences(parser)
     add_steps(parser)
     add_output(parser, TRACE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:
     """Show what comes next."""
-    is_traced = args.trace or any(getattr(args, name) not in (None, "", []) for name in STEPS)
+    is_traced = args.trace or any(getattr(args, name) not in UNSET for name in STEPS)
     _check(args, is_traced)
     model = models.load(args)
     with argument_names(ids="the text", num_tokens="--generate", temperature="--temperature",
@@ -104,7 +105,8 @@ def _check(args: argparse.Namespace, is_traced: bool) -> None:
     if is_traced:
         for other in ("all", "lens", "generate"):
             if getattr(args, other):
-                raise ValueError(f"--{other} shows words and no steps: take one of the two")
+                step = next(name for name in STEPS if getattr(args, name) not in UNSET)
+                raise ValueError(f"--{other} shows words and no steps: leave out --{step}")
         if args.temperature != 1 or args.top_k is not None or args.top_p is not None:
             raise ValueError("--temperature, --top-k and --top-p change no step: leave them out")
         return

@@ -165,7 +165,7 @@ class EncoderDecoder:
         backend : str, default "auto"
             As in ``minimha.attention``.
         tap : callable ``tap(name, value) -> value``, optional
-            Hears every step; those of layer n are called ``weights[encoder 0]``.
+            Hears every step; those of layer n are called ``weights[encoder n]``.
 
         Returns
         -------
@@ -291,7 +291,8 @@ class EncoderDecoder:
         rng = np.random.default_rng(integer("seed", seed, low=0))
         if self.target.positions is not None and count > self.config.max_length:
             raise ValueError(
-                f"num_tokens is {count}: the model has only {self.config.max_length} positions"
+                f"{name_of('num_tokens')} is {count}: the model has only {self.config.max_length} "
+                f"positions"
             )
         memory = self._checked_memory(self.memory(ids, backend=backend))
         cache = self.new_cache(memory[0], count)

@@ -164,7 +164,7 @@ def first(ids: Ids) -> NDArray[np.bool_]:
 
 
 def itself(ids: Ids) -> NDArray[np.bool_]:
-    """The query's own token; of the first one this says nothing, which sees no other."""
+    """The query's own token, except for the first query, which sees no other."""
     found = np.eye(len(ids), dtype=bool)
     found[:1] = False
     return found

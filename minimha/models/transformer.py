@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend
-from minimha.equations.arguments import counted, integer
+from minimha.equations.arguments import counted, integer, name_of
 from minimha.equations.tap import Tap, no_tap, prefixed, renamed, staged
 from minimha.layers.cache import KVCache
 from minimha.layers.linear import product
@@ -236,8 +236,8 @@ class Transformer:
         needed = len(tokens) + count - 1  # the last one is not read again
         if needed > self.config.max_length:
             raise ValueError(
-                f"num_tokens is {num_tokens} after {counted(len(tokens), 'token')}: the model has "
-                f"only {self.config.max_length} positions"
+                f"{name_of('num_tokens')} is {num_tokens} after {counted(len(tokens), 'token')}: "
+                f"the model has only {self.config.max_length} positions"
             )
         cache = self.new_cache(needed)
 

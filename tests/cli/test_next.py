@@ -211,22 +211,22 @@ def test_a_model_of_ones_own(run, tmp_path):
 BAD = [
     (["the kitten sat"], "129 words: 'kitten' (nearest: kitchen, then, "),
     ([" "], "TEXT is empty"),
-    (["the", "--temperature", "0"], "--temperature is 0.0: expected a positive number"),
+    (["the", "--temperature", "0"], "the likeliest token alone is --top-k=1"),
     (["the", "--top-k", "0"], "--top-k is 0: expected an integer of at least 1"),
     (["the", "--top-p", "2"], "--top-p is 2.0: expected a number from 0 to 1"),
-    (["the", "--generate", "65"], "after 1 token: the model has only 64 positions"),
+    (["the", "--generate", "65"], "--generate is 65 after 1 token: the model has only 64"),
     (["the cat " * 40], "the text has 80 tokens: the model has only 64 positions"),
     (["the", "--layer", "3"], "no layer 3 here: the layers are 0 to 2"),
     (["the", "--head", "4"], "no head 4 here: the heads are 0 to 3"),
     (["the", "--without-head", "3.0"], "no head '3.0': expected layer.head, from 0.0 to 2.3"),
     (["the", "--without-head", "1"], "no head '1': expected layer.head"),
     (["the", "--ablation", "mean"], "add --without-head"),
-    (["the", "--all", "--layer", "1"], "--all shows words and no steps"),
+    (["the", "--all", "--layer", "1"], "--all shows words and no steps: leave out --layer"),
     (["the", "--trace", "--top-k", "2"], "change no step"),
     (["the", "--format", "npz"], "npz holds the steps and not the words alone: add --trace"),
     (["the", "--all", "--format", "svg"], "--all has no picture"),
-    (["the", "--model", "nowhere"], "nowhere is no folder"),
-    (["the", "--model", "none"], "none has no tokenizer.json"),
+    (["the", "--model", "nowhere"], "expected one with config.json, or a .gguf file"),
+    (["the", "--model", "none"], "none has no tokenizer (in a folder, tokenizer.json)"),
 ]
 
 

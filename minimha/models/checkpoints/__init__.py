@@ -62,7 +62,7 @@ def load(path: str | Path) -> Model:
     --------
     >>> load("no/such/folder")
     Traceback (most recent call last):
-    ValueError: no/such/folder is no folder: expected one with config.json and model.safetensors
+    ValueError: no/such/folder is no folder: expected one with config.json, or a .gguf file
     """
     folder = Path(path)
     if folder.suffix == ".gguf":
@@ -72,9 +72,7 @@ def load(path: str | Path) -> Model:
         return _model(config, tensors, gguf_tokens.tokenizer(metadata))
     safetensors.check_no_pickle(folder)
     if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is no folder: expected one with config.json and model.safetensors"
-        )
+        raise ValueError(f"{folder} is no folder: expected one with config.json, or a .gguf file")
     tokenizer = folder / "tokenizer.json"
     return from_tensors(
         read_json(folder / "config.json"),
