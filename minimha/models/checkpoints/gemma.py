@@ -90,9 +90,10 @@ def _kinds(settings: Settings, layers: int) -> tuple[str, ...]:
     if given is None:
         every = settings.count("sliding_window_pattern", 6 if _is_third(settings) else 2)
         return tuple(LOCAL if (n + 1) % every else GLOBAL for n in range(layers))
-    if len(given) != layers or not set(given) <= set(KINDS):
+    is_listed = isinstance(given, list | tuple) and all(kind in KINDS for kind in given)
+    if not is_listed or len(given) != layers:
         raise ValueError(
-            f"config.json's layer_types is {given!r}: expected {' or '.join(KINDS)} for each of "
-            f"{layers} layers"
+            f"{settings.name}'s layer_types is {given!r}: expected {' or '.join(KINDS)} for each "
+            f"of {layers} layers"
         )
     return tuple(given)

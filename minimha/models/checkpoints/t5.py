@@ -17,7 +17,7 @@ from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
 from minimha.models.encoder import EncoderLayer
 from minimha.models.encoder_decoder import DecoderLayer, EncoderDecoder, RelativeBias
-from minimha.models.feed_forward import FeedForward
+from minimha.models.feed_forward import Activation, FeedForward
 from minimha.models.norms import RMSNorm
 from minimha.models.tokens import Tokenizer
 
@@ -26,8 +26,8 @@ UNEMBEDDING = "lm_head.weight"
 BIAS = "{}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 # feed_forward_proj: whether it is gated, and the activation.
-FEED_FORWARDS = {
-    "relu": (False, "relu"), "gated-gelu": (True, "gelu_new"), "gated-silu": (True, "silu"),
+FEED_FORWARDS: dict[str, tuple[bool, Activation]] = {
+    "relu": (False, "relu"), "gated-gelu": (True, "gelu_tanh"), "gated-silu": (True, "silu"),
 }  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def read_config(settings: Settings, is_tied: bool) -> Config:
         head_dim=settings.count("d_kv"), d_ff=settings.count("d_ff"),
         max_length=settings.count("n_positions", 512),
         epsilon=settings.number("layer_norm_epsilon", 1e-6),
-        activation=Settings({"act": FEED_FORWARDS[kind][1]}).activation("act", "relu"),
+        activation=FEED_FORWARDS[kind][1],
         is_tied=is_tied, ropes=(None,) * layers, windows=(None,) * layers,
     )  # fmt: skip
 
