@@ -7,18 +7,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import BACKENDS, Backend, attention
+from minimha.api import Backend, attention, check_backend
 from minimha.dialects.masks import boolean, owner_by_axes
 from minimha.equations.arguments import (
     argument_names,
     as_floating,
     as_integers,
-    cast,
-    choice,
     flag,
     integer,
     rectangular,
 )
+from minimha.equations.merge import merge
 from minimha.equations.problem import Problem
 from minimha.layers.rope import rotate_by_table
 
@@ -312,7 +311,7 @@ def flash_attn_with_kvcache(
     leftpad = _leftpad("cache_leftpad", cache_leftpad, B, cache.room)
     if cache_leftpad is not None and block_table is not None:
         raise ValueError("cache_leftpad is given with block_table: keys in pages have no padding")
-    choice("backend", backend, ("auto", *BACKENDS))
+    check_backend(backend)  # before anything is written
     options = _options(softmax_scale, causal, window_size, softcap, backend)
     if rotary_cos is not None or rotary_sin is not None:
         if new is None or rotary_cos is None or rotary_sin is None:
@@ -529,11 +528,8 @@ def _attend_with_first(
         attention(q, k[:, :, keys], v[:, :, keys], **_of_keys(entry, keys.start, keys.stop), **o)
         for keys, o in ((slice(0, n), first), (slice(n, Lk), options))
     ]
-    with np.errstate(invalid="ignore"):  # no key at all: -inf - -inf
-        lse = np.logaddexp(parts[0][1], parts[1][1])
-        weights = [np.nan_to_num(np.exp(L - lse), nan=0.0)[..., None] for _, L in parts]
-    output = sum(w * O for w, (O, _) in zip(weights, parts, strict=True))
-    return cast(np.asarray(output), parts[0][0].dtype), lse
+    output, lse = merge(parts)
+    return output, lse
 
 
 def _attend_packed(
