@@ -192,6 +192,8 @@ def block_mask(
     """
     if checked("mask_mod", mask_mod) is None:
         raise TypeError("mask_mod is None: expected a function mask_mod(b, h, i, j)")
+    if isinstance(mask_mod, BlockMask):  # for other sizes
+        mask_mod = mask_mod.mask_mod
     for index, (letter, number) in enumerate((("B", B), ("H", H))):
         if number is None and uses(mask_mod, index):
             raise ValueError(

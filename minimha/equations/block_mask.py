@@ -31,6 +31,8 @@ class BlockMask:
         Numbers of queries and keys.
     q_offset : tuple of int
         Positions of query 0, one for each entry of the batch, or one for all.
+    contents : hashable
+        What ``mask_mod`` computed with when the blocks were found.
     """
 
     mask_mod: Callable[..., Any]
@@ -38,10 +40,10 @@ class BlockMask:
     Lq: int
     Lk: int
     q_offset: tuple[int, ...]
-    _contents: Hashable = field(init=False)
+    contents: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_contents", contents(self.mask_mod))
+        object.__setattr__(self, "contents", contents(self.mask_mod))
 
     def __call__(self, b: Any, h: Any, i: Any, j: Any) -> Any:
         """Return what ``mask_mod`` returns."""
@@ -73,7 +75,7 @@ class BlockMask:
                 f"{name_of('mask_mod')} is a BlockMask with q_offset={self.q_offset}: expected "
                 f"{tuple(q_offset.tolist())}, the positions of the queries in this call"
             )
-        if contents(self.mask_mod) != self._contents:
+        if contents(self.mask_mod) != self.contents:
             raise ValueError(
                 f"{name_of('mask_mod')} is a BlockMask whose function captures a value that has "
                 f"changed since: make the BlockMask anew"

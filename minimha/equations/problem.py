@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,7 @@ from minimha.equations.arguments import (
     rectangular,
 )
 from minimha.equations.block_mask import BlockMask
-from minimha.equations.functions import allowed, checked
+from minimha.equations.functions import allowed, checked, contents
 from minimha.equations.sequences import ONE_PAGE, Sequences, check_pages, sequences_of
 from minimha.equations.visibility import UNBOUNDED, sees
 
@@ -240,6 +240,19 @@ class Problem:
             or bool((self.kv_lengths < self.k.shape[2]).any())
             or (self.attn_bias is not None and bool(np.isneginf(self.attn_bias).any()))
         )
+
+    @cached_property
+    def contents(self) -> dict[str, Hashable]:
+        """What ``score_mod`` and ``mask_mod`` compute with, by name: captured arrays are read once.
+
+        A ``BlockMask`` was compared with what it captures when the problem was checked.
+        """
+        given = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
+        return {
+            name: function.contents if isinstance(function, BlockMask) else contents(function)
+            for name, function in given.items()
+            if function is not None
+        }
 
     def as_given(self, O: NDArray[Any], L: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return output and log-sum-exp in the caller's rank, the output in the caller's dtype."""

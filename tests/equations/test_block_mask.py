@@ -66,6 +66,16 @@ def test_a_block_mask_for_another_problem_is_refused():
         attention(x, x, x, mask_mod=mask)
 
 
+def test_one_made_from_another_holds_its_function():
+    array = np.zeros(40)
+    small = block_mask(lambda b, h, i, j: array[j] == 0, 20, 20)
+    mask = block_mask(small, 40, 40)
+    assert mask.mask_mod is small.mask_mod
+    array[3] = 1
+    with pytest.raises(ValueError, match="captures a value that has changed since"):
+        attention(np.zeros((40, 4)), np.zeros((40, 4)), np.zeros((40, 4)), mask_mod=mask)
+
+
 @pytest.mark.parametrize(
     ("function", "sizes", "error", "sentence"),
     [

@@ -22,7 +22,7 @@ from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -45,7 +45,7 @@ from minimha.kernels.cpu.threads import get_num_threads
 
 NAMES = ("score_mod", "mask_mod")
 FILL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)
-I64 = types.int64
+I64, FLOAT32 = types.int64, np.dtype(np.float32)
 OPTIONS = {"fastmath": FASTMATH, "error_model": "numpy", "nogil": True}
 MOST = 256  # functions and block masks that are kept
 LARGEST_KEPT = 1 << 20  # bytes of a block mask
@@ -55,20 +55,37 @@ WORTH_SHARING = 1 << 12  # blocks, which one thread asks about while others star
 _kept: dict[Hashable, Any] = {}
 
 
+class Function(NamedTuple):
+    """A caller's function for scores of one dtype, and what it captures in this call."""
+
+    name: str
+    given: Any  # it or a ``BlockMask``
+    compute: np.dtype[Any]
+    contents: Hashable
+
+    @property
+    def key(self) -> Hashable:
+        """What is compiled is found by this; a mask does not depend on the dtype of the scores."""
+        return self.name, self.contents, self.compute.name if self.name == "score_mod" else None
+
+
 class Refused(Exception):  # noqa: N818  (it states a fact about a function)
     """numba cannot compile a function; the message is a sentence that names the line."""
 
 
-def given(problem: Problem) -> dict[str, Any]:
-    """The functions of ``problem`` by their names."""
-    return {name: f for name in NAMES if (f := getattr(problem, name)) is not None}
+def given(problem: Problem) -> list[Function]:
+    """The functions of ``problem``."""
+    return [
+        Function(name, getattr(problem, name), problem.compute, captured)
+        for name, captured in problem.contents.items()
+    ]
 
 
 def unsupported(problem: Problem) -> str | None:
     """Return why a function of ``problem`` cannot be compiled, or None."""
     try:
-        for name, function in given(problem).items():
-            _compiled(name, function, problem.compute)
+        for function in given(problem):
+            _compiled(function)
     except Refused as error:
         return str(error)
     return None
@@ -76,10 +93,10 @@ def unsupported(problem: Problem) -> str | None:
 
 def is_ready(problem: Problem) -> bool:
     """Whether all functions of ``problem`` are compiled."""
-    return all(_key(name, f, problem.compute) in _kept for name, f in given(problem).items())
+    return all(function.key in _kept for function in given(problem))
 
 
-def tile_function(name: str, function: Any, compute: np.dtype[Any]) -> Any:
+def tile_function(function: Function) -> Any:
     """The loop around ``function``, numba's ``CFunc``: its ``address`` is what kernels call.
 
     Raises
@@ -89,14 +106,14 @@ def tile_function(name: str, function: Any, compute: np.dtype[Any]) -> Any:
     TypeError
         A ``score_mod`` does not return a real number, or a ``mask_mod`` no bool.
     """
-    dispatcher, returned = _compiled(name, function, compute)
-    fitting = types.Boolean if name == "mask_mod" else (types.Integer, types.Float)
+    dispatcher, returned = _compiled(function)
+    fitting = types.Boolean if function.name == "mask_mod" else (types.Integer, types.Float)
     if not isinstance(returned, fitting):
         is_none, is_some = returned == types.none, isinstance(returned, types.Optional)
         kind = f"{returned.type} or None" if is_some else types.unliteral(returned)
-        raise TypeError(refusal(name, "None" if is_none else str(kind)))
-    key = ("tile", _key(name, function, compute))
-    return _kept.get(key) or _keep(key, _looped(name, dispatcher, compute))
+        raise TypeError(refusal(function.name, "None" if is_none else str(kind)))
+    key = ("tile", function.key)
+    return _kept.get(key) or _keep(key, _looped(function, dispatcher))
 
 
 def blocks_of(problem: Problem) -> NDArray[np.uint8]:
@@ -108,7 +125,7 @@ def blocks_of(problem: Problem) -> NDArray[np.uint8]:
         states = mask_mod.states
     else:
         shape = *extent(mask_mod, B, H, problem.q_offset), Lq, Lk
-        key = ("blocks", contents(mask_mod), shape, problem.q_offset.tobytes())
+        key = ("blocks", problem.contents["mask_mod"], shape, problem.q_offset.tobytes())
         states = _kept.get(key)
         if states is None:
             states = block_states(mask_mod, *shape, problem.q_offset)
@@ -122,7 +139,7 @@ def block_states(
 ) -> NDArray[np.uint8]:
     """``BlockMask.states``, by the compiled function if there is one."""
     try:
-        tile = tile_function("mask_mod", mask_mod, np.dtype(np.float32))
+        tile = tile_function(Function("mask_mod", mask_mod, FLOAT32, contents(mask_mod)))
     except Refused:
         return block_mask.states(mask_mod, B, H, Lq, Lk, q_offset)
     states: NDArray[Any] = np.zeros((B, H, -(-Lq // ROWS), -(-Lk // COLUMNS)), np.uint8)
@@ -151,7 +168,7 @@ def raise_again(problem: Problem) -> None:
     for part in parts:
         _call_everywhere(part)
     raise RuntimeError(
-        f"{' or '.join(map(name_of, given(problem)))} raised an exception in machine code, but "
+        f"{' or '.join(map(name_of, problem.contents))} raised an exception in machine code, but "
         f"raises none in Python"
     )
 
@@ -238,12 +255,6 @@ def fill(tile, states, seen, failed, q_offset, sizes, first, step):
                     states[((b * H + h) * rows + row) * columns + column] = state
 
 
-def _key(name: str, function: Any, compute: np.dtype[Any]) -> Hashable:
-    """What a compiled function is found by; a mask does not depend on the dtype of the scores."""
-    function = function.mask_mod if isinstance(function, BlockMask) else function
-    return name, contents(function), compute.name if name == "score_mod" else None
-
-
 def _keep(key: Hashable, value: Any) -> Any:
     """Keep ``value`` for later calls; when there is too much, all else is forgotten."""
     if len(_kept) >= MOST:
@@ -252,27 +263,27 @@ def _keep(key: Hashable, value: Any) -> Any:
     return value
 
 
-def _compiled(name: str, function: Any, compute: np.dtype[Any]) -> tuple[Any, Any]:
+def _compiled(function: Function) -> tuple[Any, Any]:
     """numba's dispatcher of the caller's function, and the type that it returns."""
-    key = _key(name, function, compute)
-    found = _kept.get(key) or _keep(key, _compile(name, function, compute))
+    found = _kept.get(function.key) or _keep(function.key, _compile(function))
     if isinstance(found, Refused):
         raise found
     dispatcher, returned = found
     return dispatcher, returned
 
 
-def _compile(name: str, function: Any, compute: np.dtype[Any]) -> Any:
+def _compile(function: Function) -> Any:
     """What ``_compiled`` returns, or the reason why there is none."""
-    function = function.mask_mod if isinstance(function, BlockMask) else function
-    plain = getattr(function, "py_func", function)  # of numba's dispatchers
+    name, plain = function.name, function.given
+    plain = plain.mask_mod if isinstance(plain, BlockMask) else plain
+    plain = getattr(plain, "py_func", plain)  # of numba's dispatchers
     if not isinstance(plain, FunctionType):
         return Refused(
             f"{name_of(name)} is a {type(plain).__name__}: numba compiles plain functions, made by "
             f"def or lambda"
         )
     dispatcher = numba.njit(**OPTIONS, boundscheck=True)(plain)
-    score = [numba.from_dtype(compute)] if name == "score_mod" else []
+    score = [numba.from_dtype(function.compute)] if name == "score_mod" else []
     arguments = (*score, I64, I64, I64, I64)
     try:
         dispatcher.compile(arguments)
@@ -302,8 +313,8 @@ def _sentence(name: str, function: FunctionType, error: Exception) -> str:
     )
 
 
-def _looped(name: str, function: Any, compute: np.dtype[Any]) -> Any:
-    """The loop over a tile around a dispatcher, compiled."""
+def _looped(given: Function, function: Any) -> Any:
+    """The loop over a tile around ``function``, the dispatcher of ``given``, compiled."""
 
     def scores(S, failed, b, h, i, j, lines, length, stride, is_transposed):
         try:
@@ -329,7 +340,8 @@ def _looped(name: str, function: Any, compute: np.dtype[Any]) -> Any:
         except Exception:
             failed[0] = 1
 
-    item = numba.from_dtype(compute) if name == "score_mod" else types.uint8
+    is_score = given.name == "score_mod"
+    item = numba.from_dtype(given.compute) if is_score else types.uint8
     signature = types.void(types.CPointer(item), types.CPointer(I64), *[I64] * 8)
-    loop = scores if name == "score_mod" else seen
+    loop = scores if is_score else seen
     return numba.cfunc(signature, **OPTIONS, boundscheck=False)(loop)

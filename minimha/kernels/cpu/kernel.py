@@ -147,8 +147,8 @@ class Plan:
         self.shape, self.is_long = (B, H, Lq, Dv), problem.num_pairs * (D + Dv) >= LONG
         self._num_keys = int(problem.kv_lengths.max(initial=0))
         self._functions = {
-            name: functions.tile_function(name, function, problem.compute)
-            for name, function in functions.given(problem).items()
+            function.name: functions.tile_function(function)
+            for function in functions.given(problem)
         }
         self._problem = problem if self._functions else None
         o = self._options(kernel, problem)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from minimha import BackendUnavailable, attention
+from minimha.equations import problem
+from minimha.equations.functions import contents
 from minimha.kernels import auto
 from minimha.kernels.auto import choose  # as it is: tests take dense by default
 from minimha.kernels.cpu import functions
@@ -51,6 +53,19 @@ def test_what_is_captured_never_goes_stale():
     for SETTINGS.slope in (0.5, 2.0):
         got = on_cpu(score_mod=from_settings)
         np.testing.assert_allclose(got, as_dense(score_mod=from_settings), rtol=1e-9)
+
+
+def test_what_is_captured_is_read_once_for_each_call(monkeypatch):
+    table, read = np.zeros(40), []
+    options = {
+        "score_mod": lambda s, b, h, i, j: s + table[j],
+        "mask_mod": lambda b, h, i, j: table[j] == 0,
+    }
+    on_cpu(**options)
+    for module in (problem, functions):
+        monkeypatch.setattr(module, "contents", lambda f: read.append(f) or contents(f))
+    on_cpu(**options)
+    assert read == list(options.values())
 
 
 @pytest.mark.parametrize("Lq", [40, 2])
