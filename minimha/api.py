@@ -494,12 +494,16 @@ def _in_blocks(
     def attend(*qkv: Any, **options: Any) -> Any:
         return attention(*qkv, **options, return_lse=True, backend=chosen)
 
+    start = time.perf_counter()
     try:
         O, L = in_blocks(attend, problem, arguments, holds_scores=chosen == "dense")
-    except BackendUnavailable:
+    except BackendUnavailable as error:
         if backend == chosen:
             raise
+        auto.give_up(error)
         return _in_blocks("dense", arguments)
+    if backend == "auto" and chosen == "dense":
+        auto.spent(time.perf_counter() - start)
     return problem, (cast(O, problem.compute), cast(L, problem.compute))
 
 

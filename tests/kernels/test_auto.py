@@ -60,13 +60,14 @@ def test_scores_that_need_too_much_memory_are_worth_a_compilation(monkeypatch):
     assert choose(Problem.of(x, x, x)) == "cpu"
 
 
+def fail(*given, **options):
+    raise ValueError("this machine has no such instruction\nand more")
+
+
 @pytest.mark.usefixtures("cold")
 def test_where_a_kernel_cannot_be_compiled_auto_goes_on_and_a_named_backend_says_why(
     monkeypatch, caplog
 ):
-    def fail(*given, **options):
-        raise ValueError("this machine has no such instruction\nand more")
-
     monkeypatch.setattr(kernel, "compiled", fail)
     q, k, v = SMALL.q, SMALL.k, SMALL.v
     sentence = "backend 'cpu' cannot run: tiles-float32 cannot be compiled here: ValueError: this "
@@ -75,6 +76,23 @@ def test_where_a_kernel_cannot_be_compiled_auto_goes_on_and_a_named_backend_says
     auto.spent(auto.COMPILING)
     for _ in range(2):
         np.testing.assert_array_equal(attention(q, k, v), attention(q, k, v, backend="dense"))
+    assert caplog.text.count("cannot be compiled here") == 1
+
+
+@pytest.mark.usefixtures("cold")
+def test_with_keys_in_a_file_auto_counts_its_time_and_gives_up_once_too(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(kernel, "compiled", fail)
+    q, v = SMALL.q, SMALL.v
+    SMALL.k.tofile(tmp_path / "k")
+    k = np.memmap(tmp_path / "k", SMALL.k.dtype, "r", shape=SMALL.k.shape)
+    attention(q, k, v)
+    assert auto._spent > 0
+    auto.spent(auto.COMPILING)
+    expected = attention(q, SMALL.k, v, backend="dense")
+    for _ in range(2):
+        np.testing.assert_allclose(attention(q, k, v), expected, rtol=1e-5, atol=1e-6)
     assert caplog.text.count("cannot be compiled here") == 1
 
 
