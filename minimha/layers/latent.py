@@ -25,6 +25,7 @@ from minimha.equations.arrays import like
 from minimha.equations.tap import Tap, no_tap, renamed
 from minimha.layers.cache import cached_dtype
 from minimha.layers.linear import product
+from minimha.layers.multihead import by_root_mean_square
 from minimha.layers.rope import RoPE
 
 if TYPE_CHECKING:
@@ -282,8 +283,8 @@ class LatentAttention:
         return heads[..., : self.head_dim], heads[..., self.head_dim :]
 
     def _normed(self, x: Array, gain: str) -> Array:
-        root = np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(self.epsilon))
-        return np.asarray(x / root * self.weights[gain].astype(x.dtype, copy=False))
+        normed = by_root_mean_square(x, self.epsilon)
+        return np.asarray(normed * self.weights[gain].astype(x.dtype, copy=False))
 
     def _linear(self, W: str, b: str | None, x: Array) -> Array:
         y = product(x, self.weights[W].astype(x.dtype, copy=False))

@@ -108,7 +108,7 @@ class MultiHeadAttention:
         layer norm: each head's mean is subtracted before, and s_q, s_k are added; each head has
         its own gains and shifts, (H · D,) and (Hkv · D,).
     epsilon : float, default 1e-6
-        What is added to the mean square under that root.
+        What is added under the root: to the mean square, or to layer norm's variance.
     clip : float, optional
         Positive: queries, keys and values are clipped to -clip … clip, after normalisation.
     gate : {None, "elementwise", "headwise"}, default None
@@ -116,8 +116,7 @@ class MultiHeadAttention:
     rope : RoPE or another ``Rotation``, optional
         Rotate queries and keys by their positions, after normalisation.
     parameters : mapping of str to array_like, optional
-        The weights below by name. A bias or shift that is not among them is 0, a gain
-        1. Without
+        The weights below by name. A bias or shift that is not among them is 0, a gain 1. Without
         ``parameters`` the weights are drawn: uniform in ±√(6 / (rows + columns)).
     dtype : float16, bfloat16, float32 or float64, default float32
         Of drawn weights.
@@ -617,17 +616,17 @@ class MultiHeadAttention:
         return _heads(y, heads)
 
     def _normed(self, name: str, x: Array, tap: Tap) -> Array:
-        """Queries or keys divided by their root mean square, times the gain."""
+        """Queries or keys, normalised as ``qk_norm`` says."""
         if self.qk_norm == "layer":
             rows = (f"g_{name}", f"s_{name}")
             gain, shift = (_heads(self._row(row, x.dtype)[None], x.shape[-3]) for row in rows)
             gain, shift = tap(f"gains_{name}", gain), tap(rows[1], shift)
             centred = x - x.mean(axis=-1, keepdims=True)
-            return np.asarray(_by_root_mean_square(centred, self.epsilon) * gain + shift)
+            return np.asarray(by_root_mean_square(centred, self.epsilon) * gain + shift)
         gain = tap(f"g_{name}", self._row(f"g_{name}", x.dtype))
         if self.qk_norm == "head":
-            return np.asarray(_by_root_mean_square(x, self.epsilon) * gain)
-        normed = _by_root_mean_square(_side_by_side(x), self.epsilon)
+            return np.asarray(by_root_mean_square(x, self.epsilon) * gain)
+        normed = by_root_mean_square(_side_by_side(x), self.epsilon)
         return _heads(normed * gain, x.shape[-3])
 
     def _gates(self, x: Array, tap: Tap) -> Array:
@@ -701,8 +700,11 @@ def _side_by_side(x: Array) -> Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
-def _by_root_mean_square(x: Array, epsilon: float) -> Array:
-    """Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4."""
+def by_root_mean_square(x: Array, epsilon: float) -> Array:
+    """x / √(mean(x²) + ε), row by row.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
+    """
     mean_square = np.square(x).mean(axis=-1, keepdims=True)
     return np.asarray(x / np.sqrt(mean_square + x.dtype.type(epsilon)))
 
