@@ -62,7 +62,8 @@ def attention(
     return_lse : bool, default False
         Return the log-sum-exp too.
     **options
-        Of ``minimha.attention``. ``attn_mask`` and ``attn_bias`` may be dask arrays.
+        Of ``minimha.attention``, except functions, packed sequences and pages. ``attn_mask`` and
+        ``attn_bias`` may be dask arrays.
 
     Returns
     -------
