@@ -193,8 +193,8 @@ class LatentAttention:
         tap : callable ``tap(name, value) -> value``, optional
             Hears x, the latents, every step of the attention, concat and output.
         **options
-            Those of ``minimha.attention``, except scale; is_causal and q_offset only without a
-            cache.
+            Those of ``minimha.attention``, except scale and return_lse; is_causal and q_offset only
+            without a cache.
 
         Returns
         -------
@@ -205,6 +205,8 @@ class LatentAttention:
         TypeError, ValueError
             Arrays that do not fit the layer or the cache, or an option that does not fit them.
         """
+        if "return_lse" in options:
+            raise TypeError("return_lse is no option of a layer: its heads are mixed")
         tokens = as_floating("x", x)
         if tokens.ndim not in (2, 3) or tokens.shape[-1] != self.d_model:
             raise ValueError(

@@ -79,6 +79,8 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
         layer()(X[:, 4:], cache=cache, softcap=-1.0)
     with pytest.raises(TypeError, match="is_causal and q_offset are no options with a cache"):
         layer()(X[:, 4:], cache=cache, is_causal=True)
+    with pytest.raises(TypeError, match="return_lse is no option of a layer"):
+        layer()(X[:, 4:], cache=cache, return_lse=True)
     assert cache.length == 4
 
 
