@@ -121,5 +121,4 @@ def compile_ahead(
 
 
 def _rung(problem: Problem) -> ModuleType:
-    longest = int(problem.num_queries.max(initial=0))
-    return rung5_decode if longest <= FEW_QUERIES else rung4_parallel
+    return rung5_decode if rung5_decode.longest_q(problem) <= FEW_QUERIES else rung4_parallel
