@@ -169,8 +169,8 @@ def contents(value: Any, depth: int = 0) -> Hashable:
         return type(value), repr(value)
     if isinstance(value, (tuple, list)):
         return type(value), tuple(contents(x, depth + 1) for x in value)
-    is_own = isinstance(value, FunctionType) and value.__module__.split(".")[0] not in LIBRARIES
-    if not is_own or depth > MOST_DEEP:
+    library = str(getattr(value, "__module__", None)).split(".")[0]  # exec may leave it None
+    if not isinstance(value, FunctionType) or library in LIBRARIES or depth > MOST_DEEP:
         return _Same(value)
     captured = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     captured += [cell.cell_contents for cell in value.__closure__ or ()]

@@ -91,6 +91,15 @@ def made(value):
     return lambda s, b, h, i, j: s + value
 
 
+def test_contents_of_a_function_without_a_module():
+    namespace = {"slope": 1}
+    exec("def f(score, b, h, i, j): return score - slope * j", namespace)
+    before = contents(namespace["f"])
+    assert before == contents(namespace["f"])
+    namespace["slope"] = 2
+    assert before != contents(namespace["f"])
+
+
 def test_contents_are_equal_where_the_captured_values_are():
     array = np.zeros(3)
     before = contents(made(array))
