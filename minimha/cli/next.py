@@ -40,7 +40,7 @@ LARGEST_TRACE = 2**25  # numbers of all steps together
 # Weights, and all heads side by side, which are also shown one by one.
 LEFT_OUT = re.compile(r"(W|b|g)_|\w*norm_(gain|bias)|[qkv]_combined")
 STEPS = "layer", "head", "query", "cell", "only", "hide", "answer"  # which ask for a trace
-UNSET = None, "", []
+UNSET: tuple[object, ...] = (None, "", [])
 Probabilities = NDArray[np.float64]
 
 
