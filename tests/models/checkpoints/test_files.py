@@ -211,6 +211,12 @@ def test_settings_that_are_not_known_are_refused_by_name(tensors, changes, sente
     refused(sentence, from_tensors, LLAMA | changes, tensors)
 
 
+@pytest.mark.parametrize("kinds", [3, ["full_attention"], ["full_attention", "local"], [[], []]])
+def test_gemmas_layer_types_are_one_known_kind_per_layer(tensors, kinds):
+    sentence = f"layer_types is {kinds}: expected sliding_attention or full_attention for each of"
+    refused(sentence, from_tensors, LLAMA | {"model_type": "gemma2", "layer_types": kinds}, tensors)
+
+
 def test_variants_of_gpt2_are_refused_by_name():
     tensors = plain.gpt2_tensors(np.random.default_rng(0))
     for setting, value in (
