@@ -35,8 +35,8 @@ ABOUT = (
     f"the matching one, of its kind. Scores are set by hand; what is read from the heads' outputs "
     f"and the token itself is fitted by least squares on {NUM_SEQUENCES} sequences and tested on "
     f"{NUM_SEQUENCES} others. A removed head gives its mean output. Chance is {CHANCE:.3f}; "
-    f"who knows both contents and guesses which is which is right in {GUESSED:.3f}. Then each head "
-    f"of the shipped model is removed, and the model is asked about the relations of its world."
+    f"whoever knows both contents and guesses which is which is right in {GUESSED:.3f}. Then each "
+    f"head of the shipped model is removed, and the model is asked about its world's relations."
 )
 Heads = tuple[tuple[float, float], ...]  # for each head the strength of both patterns
 

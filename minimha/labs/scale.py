@@ -1,4 +1,4 @@
-"""Why √d_k: the spread of q·k grows with the width, and a softmax of large scores is flat."""
+"""Why √d_k: the spread of q·k grows with the width, and a softmax of large scores saturates."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
