@@ -16,6 +16,11 @@ settings.load_profile("same" if os.environ.get("CI") else "fresh")
 collect_ignore = ["kernels/cuda/simulator.py"]
 
 
+def pytest_collection_modifyitems(items):
+    """Take the longest tests first: at the end, a worker with one would let the others wait."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(autouse=True)
 def dense_by_default(monkeypatch):
     """Which kernels other tests have compiled must not decide what this one computes with."""

@@ -183,6 +183,7 @@ def test_a_nan_stays_one_whatever_its_payload(dtype):
     assert np.isnan(sums).all()
 
 
+@pytest.mark.long
 @pytest.mark.skipif("NUMBA_CPU_NAME" in os.environ, reason="they are forced already")
 @pytest.mark.parametrize(
     ("name", "features", "width"),
