@@ -46,7 +46,7 @@ def open_problem(name: str) -> dict[str, Any]:
         raise ValueError(f"{name} cannot be read: no such folder")
     try:
         group = zarr.open_group(path, mode="r")
-        arrays, attributes = dict(group.arrays()), dict(group.attrs)
+        arrays, attributes = dict(sorted(group.arrays())), dict(group.attrs)
     except Exception as error:  # zarr raises what its parsers do
         raise ValueError(f"{name} is refused: expected a group of zarr ({error})") from None
     check_keys(Path(name), [*arrays, *attributes])
