@@ -7,8 +7,8 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -654,6 +654,7 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(run, monkeypatch,
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are otherwise elsewhere")
+@pytest.mark.usefixtures("signals_that_arrive")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_leaves_a_whole_file_and_no_other(tmp_path, name):
     number = getattr(signal, name)
@@ -994,19 +995,20 @@ def test_a_kernel_takes_more_than_a_trace_keeps(run, tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="there are no named pipes elsewhere")
 def test_a_pipe_is_read_as_a_file_is(run, numbers, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    reader = os.open(
-        tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK
-    )  # so that the writer can open it
-    writer = threading.Thread(
-        target=(tmp_path / "pipe").write_text, args=("1,0\n0,1\n1,1\n" * 9000,)
-    )
-    writer.start()
-    try:
-        found = values(run, numbers.replace("q.csv", "pipe") + " --backend cpu", "output")
-    finally:
-        os.close(reader)
-        writer.join()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # so that a writer can open it, at once
+    with open(pipe, "w") as file, ThreadPoolExecutor(1) as writer:
+
+        def write():
+            with file:
+                file.write("1,0\n0,1\n1,1\n" * 9000)
+
+        writer.submit(write)
+        try:
+            found = values(run, numbers.replace("q.csv", "pipe") + " --backend cpu", "output")
+        finally:
+            os.close(reader)  # a writer whom nobody reads any more ends with an error
     expected = values(run, numbers, "output")
     np.testing.assert_allclose(found[-3:], expected, atol=1e-6)
 
