@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -25,3 +26,15 @@ def pytest_collection_modifyitems(items):
 def dense_by_default(monkeypatch):
     """Which kernels other tests have compiled must not decide what this one computes with."""
     monkeypatch.setattr(auto, "choose", lambda problem: "dense")
+
+
+@pytest.fixture
+def signals_that_arrive():
+    """What ``nohup`` or a shell's ``&`` ignores, every program started here would ignore too."""
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGHUP") if hasattr(signal, name)]
+    ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)

@@ -196,11 +196,15 @@ def test_nothing_is_left_running(ask, tmp_path, kernels):
     pytest.fail("the function's child outlived it")
 
 
+@pytest.mark.usefixtures("signals_that_arrive")
 def test_ctrl_c_ends_both(kernels):
     code = f"from minimha.cli import main; raise SystemExit(main(['check', '{kernels}:hangs']))"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, text=True)
-    threading.Timer(2.0, process.send_signal, [signal.SIGINT]).start()
-    assert process.wait(timeout=30) == 130
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, text=True) as process:
+        threading.Timer(2.0, process.send_signal, [signal.SIGINT]).start()
+        try:
+            assert process.wait(timeout=30) == 130
+        finally:
+            process.kill()
 
 
 # What is seen of one call

@@ -211,6 +211,7 @@ def test_helpers_without_a_futex_sleep_in_python():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+@pytest.mark.usefixtures("signals_that_arrive")
 def test_ctrl_c_is_answered_while_a_kernel_runs():
     code = COMMON + textwrap.dedent("""
         compute()
