@@ -28,7 +28,7 @@ from minimha.models.embeddings import Embeddings, sinusoidal
 from minimha.models.encoder import EncoderLayer
 from minimha.models.feed_forward import FeedForward
 from minimha.models.norms import LayerNorm, Norm
-from minimha.models.sampling import check, draw, probabilities
+from minimha.models.sampling import sampler
 from minimha.models.tokens import Tokenizer, check_length, numbers
 
 Array = NDArray[Any]
@@ -287,8 +287,7 @@ class EncoderDecoder:
             At the call, not at the first token: as ``memory``, and for an option outside its range.
         """
         count = integer("num_tokens", num_tokens)
-        check(temperature, top_k, top_p)
-        rng = np.random.default_rng(integer("seed", seed, low=0))
+        sample = sampler(temperature, top_k, top_p, seed)
         if self.target.positions is not None and count > self.config.max_length:
             raise ValueError(
                 f"{name_of('num_tokens')} is {count}: the model has only {self.config.max_length} "
@@ -300,8 +299,7 @@ class EncoderDecoder:
         def drawn(new: int) -> Iterator[int]:
             for _ in range(count):
                 x = self._decoded(memory, np.array([new]), cache, backend)
-                logits = self.unembed(x[0, -1:])[0]
-                new = draw(probabilities(logits, temperature, top_k, top_p), rng)
+                new = sample(self.unembed(x[0, -1:])[0])
                 yield new
 
         return drawn(self.start)

@@ -5,6 +5,7 @@ Axes: ``V`` vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,24 @@ def check(temperature: Any, top_k: Any, top_p: Any) -> None:
         integer("top_k", top_k)
     if top_p is not None and number("top_p", top_p, low=0) > 1:
         raise ValueError(f"{name_of('top_p')} is {top_p!r}: expected a number from 0 to 1")
+
+
+def sampler(
+    temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0
+) -> Callable[[ArrayLike], int]:
+    """Return a function that draws a token's number from logits (V,), the same ones for a seed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Here, not at the first draw: as ``check``, and for a seed below 0.
+
+    >>> sampler(top_k=1)([0.0, 3.0, 1.0])
+    1
+    """
+    check(temperature, top_k, top_p)
+    rng = np.random.default_rng(integer("seed", seed, low=0))
+    return lambda logits: draw(probabilities(logits, temperature, top_k, top_p), rng)
 
 
 def draw(p: NDArray[np.float64], rng: np.random.Generator) -> int:

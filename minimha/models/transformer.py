@@ -24,7 +24,7 @@ from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
 from minimha.models.feed_forward import FeedForward
 from minimha.models.norms import Norm
-from minimha.models.sampling import check, draw, probabilities
+from minimha.models.sampling import sampler
 from minimha.models.tokens import Tokenizer, check_length, numbers
 
 Array = NDArray[Any]
@@ -231,8 +231,7 @@ class Transformer:
             At the call, not at the first token: as ``logits``, and for an option outside its range.
         """
         tokens, count = self.encode(ids), integer("num_tokens", num_tokens)
-        check(temperature, top_k, top_p)
-        rng = np.random.default_rng(integer("seed", seed, low=0))
+        sample = sampler(temperature, top_k, top_p, seed)
         needed = len(tokens) + count - 1  # the last one is not read again
         if needed > self.config.max_length:
             raise ValueError(
@@ -244,8 +243,7 @@ class Transformer:
         def drawn(new: NDArray[np.int64]) -> Iterator[int]:
             for _ in range(count):
                 x = self.residual(new, cache=cache, backend=backend)
-                logits = self.unembed(x[0, -1:])[0]
-                new = np.array([draw(probabilities(logits, temperature, top_k, top_p), rng)])
+                new = np.array([sample(self.unembed(x[0, -1:])[0])])
                 yield int(new[0])
 
         return drawn(tokens)
