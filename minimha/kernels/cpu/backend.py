@@ -97,26 +97,30 @@ def compile_ahead(
         for storage in dict.fromkeys(STORAGE[dtype] for dtype in dtypes)
         for module in KERNELS.values()
     ]
-    missing = [(kernel, dtype) for kernel, dtype in wanted if not kernel.file(dtype).read()]
+    missing = [
+        (kernel.name(dtype), f"""
+import numpy as np
+from {kernel.function.__module__} import KERNEL
+KERNEL.compile(np.dtype({dtype.name!r}))""")
+        for kernel, dtype in wanted
+        if not kernel.file(dtype).read()
+    ]  # fmt: skip
+    threads = ("threads", "from minimha.kernels.cpu.pool import pool\npool()")
 
-    def compile_one(job: tuple[Kernel, np.dtype[Any]]) -> None:
-        kernel, dtype = job
-        progress(kernel.name(dtype))
-        code = (
-            f"import numpy as np; from {kernel.function.__module__} import KERNEL; "
-            f"KERNEL.compile(np.dtype({dtype.name!r}))"
-        )
+    def compile_one(job: tuple[str, str]) -> None:
+        name, code = job
+        progress(name)
         path = os.pathsep.join(filter(None, sys.path))
         environment = os.environ | {"PYTHONPATH": path}
         subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
 
     if len(missing) > 1 and sys.executable and get_num_threads() > 1:
         with ThreadPoolExecutor(get_num_threads()) as executor:
-            list(executor.map(compile_one, missing))
+            list(executor.map(compile_one, [*missing, threads]))
     for kernel, dtype in wanted:
         progress(kernel.name(dtype))
         kernel.compile(dtype)
-    pool()  # what its threads run is compiled too
+    pool()
     return {kernel.name(dtype): kernel.file(dtype).path() for kernel, dtype in wanted}
 
 

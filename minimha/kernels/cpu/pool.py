@@ -28,7 +28,7 @@ from numba.extending import intrinsic
 from minimha.kernels.cpu.arguments import CACHE_LINE
 from minimha.kernels.cpu.compiler import Compiled, compiled
 from minimha.kernels.cpu.disk import File
-from minimha.kernels.cpu.jit import jit
+from minimha.kernels.cpu.jit import jit_inline
 from minimha.kernels.cpu.simd.vector import INT
 
 SPIN = 30e-6  # seconds: longer than the gap between two calls, shorter than a neighbour notices
@@ -107,17 +107,17 @@ if FUTEX:
     _getcpu = types.ExternalFunction("sched_getcpu", types.int32())
     _setaffinity = types.ExternalFunction("sched_setaffinity", types.int32(types.int32, I64, I64))
 
-    @jit
+    @jit_inline
     def sleep(address, value):
         """Sleep until the word is woken, unless it is not ``value`` any more."""
         _syscall(FUTEX, address, FUTEX_WAIT, value & 0xFFFFFFFF, 0, 0, 0)
 
-    @jit
+    @jit_inline
     def wake(address, number):
         """Wake so many threads that sleep on a word."""
         _syscall(FUTEX, address, FUTEX_WAKE, number, 0, 0, 0)
 
-    @jit
+    @jit_inline
     def leave_core_to_caller(words):
         """Keep the helpers off the caller's core, where the scheduler likes to wake them."""
         cpu = np.int64(_getcpu())
@@ -131,15 +131,15 @@ if FUTEX:
 
 else:
 
-    @jit
+    @jit_inline
     def sleep(address, value):
         """Without a futex a thread returns to Python to sleep, and here it spins."""
 
-    @jit
+    @jit_inline
     def wake(address, number):
         """Without a futex Python wakes the helpers before the job opens."""
 
-    @jit
+    @jit_inline
     def leave_core_to_caller(words):
         """Only Linux says on which core a thread runs."""
 
