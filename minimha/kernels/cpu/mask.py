@@ -46,7 +46,7 @@ def has_softcap_or_bias(bias, o):
     return o.softcap != 0 or bias.size > 0 or o.slopes.size > 0
 
 
-@jit
+@jit_inline
 def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
     """Write X[b, h, i0 : i0 + rows, j0 : j0 + n] into ``tile``, one key per row."""
     offset = b * X.strides[0] + h * X.strides[1] + i0 * X.strides[2] + j0 * X.strides[3]
