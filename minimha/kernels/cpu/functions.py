@@ -15,12 +15,8 @@ since nobody could catch it, and ``raise_again`` finds it.
 from __future__ import annotations
 
 import ctypes
-import linecache
-import re
-import textwrap
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -34,7 +30,7 @@ from numpy.typing import NDArray
 from minimha.equations import block_mask
 from minimha.equations.arguments import name_of
 from minimha.equations.block_mask import COLUMNS, FULL, HIDDEN, PARTIAL, ROWS, BlockMask, extent
-from minimha.equations.functions import allowed, contents, modified, refusal
+from minimha.equations.functions import allowed, contents, modified
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import address
 from minimha.kernels.cpu.compiler import compiled
@@ -42,10 +38,11 @@ from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import FASTMATH, jit
 from minimha.kernels.cpu.simd.vector import INT, pointer_to
 from minimha.kernels.cpu.threads import get_num_threads
+from minimha.kernels.functions import I64, Refused, check_returned
+from minimha.kernels.functions import compiled as compiled_function
 
-NAMES = ("score_mod", "mask_mod")
 FILL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)
-I64, FLOAT32 = types.int64, np.dtype(np.float32)
+FLOAT32 = np.dtype(np.float32)
 OPTIONS = {"fastmath": FASTMATH, "error_model": "numpy", "nogil": True}
 MOST = 256  # functions and block masks that are kept
 LARGEST_KEPT = 1 << 20  # bytes of a block mask
@@ -67,10 +64,6 @@ class Function(NamedTuple):
     def key(self) -> Hashable:
         """What is compiled is found by this; a mask does not depend on the dtype of the scores."""
         return self.name, self.contents, self.compute.name if self.name == "score_mod" else None
-
-
-class Refused(Exception):  # noqa: N818  (it states a fact about a function)
-    """numba cannot compile a function; the message is a sentence that names the line."""
 
 
 def given(problem: Problem) -> list[Function]:
@@ -107,11 +100,7 @@ def tile_function(function: Function) -> Any:
         A ``score_mod`` does not return a real number, or a ``mask_mod`` no bool.
     """
     dispatcher, returned = _compiled(function)
-    fitting = types.Boolean if function.name == "mask_mod" else (types.Integer, types.Float)
-    if not isinstance(returned, fitting):
-        is_none, is_some = returned == types.none, isinstance(returned, types.Optional)
-        kind = f"{returned.type} or None" if is_some else types.unliteral(returned)
-        raise TypeError(refusal(function.name, "None" if is_none else str(kind)))
+    check_returned(function.name, returned)
     key = ("tile", function.key)
     return _kept.get(key) or _keep(key, _looped(function, dispatcher))
 
@@ -274,43 +263,17 @@ def _compiled(function: Function) -> tuple[Any, Any]:
 
 def _compile(function: Function) -> Any:
     """What ``_compiled`` returns, or the reason why there is none."""
-    name, plain = function.name, function.given
-    plain = plain.mask_mod if isinstance(plain, BlockMask) else plain
-    plain = getattr(plain, "py_func", plain)  # of numba's dispatchers
-    if not isinstance(plain, FunctionType):
-        return Refused(
-            f"{name_of(name)} is a {type(plain).__name__}: numba compiles plain functions, made by "
-            f"def or lambda"
-        )
-    dispatcher = numba.njit(**OPTIONS, boundscheck=True)(plain)
-    score = [numba.from_dtype(function.compute)] if name == "score_mod" else []
-    arguments = (*score, I64, I64, I64, I64)
     try:
-        dispatcher.compile(arguments)
-    except Exception as error:  # numba raises what it likes
-        return Refused(_sentence(name, plain, error))
-    returned = dispatcher.overloads[arguments].signature.return_type
-    if isinstance(returned, types.Array) and not returned.ndim:
-        return Refused(
-            f"{name_of(name)} returns an array in machine code, as np.where does: expected a "
-            f"number, a if condition else b"
-        )
-    return dispatcher, returned
+        return compiled_function(function.name, function.given, function.compute, _dispatcher)
+    except Refused as error:
+        return error
 
 
-def _sentence(name: str, function: FunctionType, error: Exception) -> str:
-    """Which line numba cannot compile, and why."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
-    loc = getattr(error, "loc", None)
-    number = loc.line if loc else function.__code__.co_firstlineno
-    file = function.__code__.co_filename
-    source = textwrap.shorten(linecache.getline(file, number), 80, placeholder=" …")
-    lines = [x.strip() for x in text.splitlines()]
-    reasons = [x for x in lines if x and not x.startswith(("Failed in", "During:", "File "))]
-    return (
-        f"numba cannot compile {name_of(name)}, line {number} of {Path(file).name}"
-        f"{f', {source}' * bool(source)}: {reasons[0] if reasons else type(error).__name__}"
-    )
+def _dispatcher(function: FunctionType, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """numba's dispatcher of ``function``, and the type that it returns."""
+    dispatcher = numba.njit(**OPTIONS, boundscheck=True)(function)
+    dispatcher.compile(arguments)
+    return dispatcher, dispatcher.overloads[arguments].signature.return_type
 
 
 def _looped(given: Function, function: Any) -> Any:

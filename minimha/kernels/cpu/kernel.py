@@ -55,6 +55,7 @@ from minimha.kernels.cpu.arguments import (
 from minimha.kernels.cpu.compiler import Compiled, compiled
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.pool import pool
+from minimha.kernels.functions import NAMES
 from minimha.kernels.options import NO_BIAS, NO_MASK, options
 
 LONG = 1 << 33  # products: some tenths of a second, after which a person wants an answer to Ctrl-C
@@ -185,9 +186,7 @@ class Plan:
         rows = problem.sequences or one_per_entry(B, Lq, Lk)
         # Of packed sequences nothing is asked ahead: each has blocks of its own.
         is_skipping = kernel.skips and problem.mask_mod is not None and problem.sequences is None
-        addresses = {
-            name: getattr(self._functions.get(name), "address", 0) for name in functions.NAMES
-        }
+        addresses = {name: getattr(self._functions.get(name), "address", 0) for name in NAMES}
         return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals
             *options(problem), queries=np.ascontiguousarray(rows.queries),
             pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,

@@ -1,0 +1,96 @@
+"""A caller's ``score_mod`` and ``mask_mod`` before numba: what it compiles, and why it cannot."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from minimha.equations.arguments import name_of
+from minimha.equations.block_mask import BlockMask
+from minimha.equations.functions import refusal
+
+NAMES = ("score_mod", "mask_mod")
+I64 = types.int64
+Compiler = Callable[[FunctionType, tuple[Any, ...]], tuple[Any, Any]]
+
+
+class Refused(Exception):  # noqa: N818  (it states a fact about a function)
+    """numba cannot compile a function; the message is a sentence that names the line."""
+
+
+def plain(function: Any) -> Any:
+    """What the caller wrote: the function of a ``BlockMask``, and that of numba's dispatchers."""
+    function = function.mask_mod if isinstance(function, BlockMask) else function
+    return getattr(function, "py_func", function)
+
+
+def compiled(
+    name: str, function: Any, compute: np.dtype[Any], compiler: Compiler, target: str = ""
+) -> tuple[Any, Any]:
+    """The caller's ``function`` for scores of dtype ``compute``, and the type that it returns.
+
+    ``compiler`` makes both from a plain function and the types of its arguments. ``target`` is what
+    the sentence adds, such as " for a GPU".
+
+    Raises
+    ------
+    Refused
+        numba cannot compile the function.
+    """
+    function = plain(function)
+    if not isinstance(function, FunctionType):
+        raise Refused(
+            f"{name_of(name)} is a {type(function).__name__}: numba compiles plain functions, made "
+            f"by def or lambda"
+        )
+    score = [numba.from_dtype(compute)] if name == "score_mod" else []
+    try:
+        machine_code, returned = compiler(function, (*score, I64, I64, I64, I64))
+    except Exception as error:  # numba raises what it likes
+        raise Refused(_sentence(name_of(name) + target, function, error)) from None
+    if isinstance(returned, types.Array) and not returned.ndim:
+        raise Refused(
+            f"{name_of(name)} returns an array in machine code, as np.where does: expected a "
+            f"number, a if condition else b"
+        )
+    return machine_code, returned
+
+
+def check_returned(name: str, returned: Any) -> None:
+    """Raise TypeError if that type is no real number of a score_mod, or no bool of a mask_mod."""
+    fitting = types.Boolean if name == "mask_mod" else (types.Integer, types.Float)
+    if not isinstance(returned, fitting):
+        is_none, is_some = returned == types.none, isinstance(returned, types.Optional)
+        kind = f"{returned.type} or None" if is_some else types.unliteral(returned)
+        raise TypeError(refusal(name, "None" if is_none else str(kind)))
+
+
+def _sentence(what: str, function: FunctionType, error: Exception) -> str:
+    """Which line numba cannot compile, and why."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    file = function.__code__.co_filename
+    number = _line(error, text, file) or function.__code__.co_firstlineno
+    source = textwrap.shorten(linecache.getline(file, number), 80, placeholder=" …")
+    lines = [x.strip() for x in text.splitlines()]
+    reasons = [x for x in lines if x and not x.startswith(("Failed in", "During:", "File "))]
+    return (
+        f"numba cannot compile {what}, line {number} of {Path(file).name}"
+        f"{f', {source}' * bool(source)}: {reasons[0] if reasons else type(error).__name__}"
+    )
+
+
+def _line(error: Exception, text: str, file: str) -> int | None:
+    """The line that numba names, in a field of its error or in its text, if any."""
+    loc = getattr(error, "loc", None)
+    name = re.escape(Path(file).name)
+    found = re.search(rf'(?<={name}", line )\d+|(?<={name} \()\d+(?=\))', text)
+    return loc.line if loc else int(found[0]) if found else None
