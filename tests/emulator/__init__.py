@@ -37,7 +37,8 @@ In both modes these are a ``PTXError``, too:
 What it cannot find, or does not model: races between blocks, in global memory, and of atomics; time
 and bank conflicts. Fences do nothing, since every access is visible at once. ``fma`` and the
 approximate functions are computed in float64 and rounded once more, where a GPU's ``ex2``, ``lg2``
-and ``rcp`` may be two units off; ``tanh.approx`` is as coarse as documented.
+and ``rcp`` may be two units off, ``fma.f64`` in a longdouble; ``tanh.approx`` is as coarse as
+documented.
 
 Source: PTX ISA 9.0, chapters 4 and 5 (syntax, state spaces, types), 9 (instructions) and 10
 (special registers).

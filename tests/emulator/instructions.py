@@ -143,16 +143,20 @@ def _wide_product(kernel, words, operands):
     return applied(kernel, [to_kind, kind, kind, to_kind][: len(operands)], operands, function)
 
 
+# What fused products are computed in. On x86 a longdouble has 11 more bits than float64.
+WIDER = {"f32": np.float64, "f64": np.longdouble}
+
+
 @instruction("fma", "mad")
 def _fma(kernel, words, operands):
     kind, rounding = kind_of(words[-1]), rounding_of(words)
     if words[1] in ("wide", "hi"):
         return _wide_product(kernel, words, operands)
-    if kind == "f32":
+    if kind in WIDER:
 
         def function(a, b, c):
-            a, b, c = [x.astype(np.float64) for x in (a, b, c)]
-            return rounded(a * b + c, np.float32, rounding)
+            a, b, c = [x.astype(WIDER[kind]) for x in (a, b, c)]
+            return rounded(a * b + c, DTYPES[kind], rounding)
 
     elif kind[0] == "f" or words[-1][0] == "b":
         raise NotImplementedError(words[-1])
