@@ -389,7 +389,8 @@ def attention(
     order, for hidden pairs too. The backend "cpu" compiles them with numba, in a second at most,
     and calls the machine code once per tile of scores; blocks that ``mask_mod`` hides whole are
     skipped. "dense" and "tiled" call them with arrays of indices that broadcast, or number by
-    number where they take no arrays.
+    number where they take no arrays. On a GPU they are compiled into the kernel, in some seconds;
+    there they may raise nothing, and call functions of ``math`` instead of NumPy's.
 
     Numbers and arrays that they capture are compiled in as constants. Each call compares them with
     what was compiled, and compiles anew where one has changed; what changes in every call is faster
@@ -462,7 +463,11 @@ def attention(
         if value is not None and is_device_array(value):
             check_backend(backend)
             packing = [option for option in PACKING if given.pop(option) is not None]
-            return _device_module(backend, name, tap, packing).attend(given, options, has_lse)
+            module = _device_module(backend, name, tap, packing)
+            try:
+                return module.attend(given, options, has_lse)
+            except module.functions.Refused as error:
+                raise BackendUnavailable(f"backend 'cuda' cannot run: {error}") from None
     is_packed = any(given[option] is not None for option in PACKING)
     if tap is no_tap and not is_packed and (is_stored(k) or is_stored(v)):
         problem, (O, L) = _in_blocks(backend, given | options)

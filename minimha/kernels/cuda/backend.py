@@ -19,6 +19,7 @@ from minimha.equations.functions import uses
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as kernel_arguments
 from minimha.kernels.cuda import driver as gpu
+from minimha.kernels.cuda import functions
 from minimha.kernels.cuda.arguments import DeviceArray, array_at, padded_width, to_device, to_host
 from minimha.kernels.cuda.availability import is_device_array
 from minimha.kernels.cuda.copies import STORED, copying
@@ -35,18 +36,17 @@ SMALL = ("q_offset", "kv_lengths", "alibi_slopes", "sinks")  # on the host or on
 def unsupported(problem: Problem) -> str | None:
     """Return why this backend does not support ``problem``, or None.
 
-    Rungs 1 and 2 take everything but functions of a sequence's number.
+    Rungs 1 and 2 take everything but functions that numba cannot compile for a GPU, and those of a
+    sequence's number.
     """
-    if problem.sequences is None:
-        return None
     for name, index in (("score_mod", 1), ("mask_mod", 0)):
         function = getattr(problem, name)
-        if function is not None and uses(function, index):
+        if problem.sequences is not None and function is not None and uses(function, index):
             return (
                 f"{name_of(name)} uses b, the number of a sequence, but each sequence is launched "
                 f"as number 0"
             )
-    return None
+    return functions.unsupported(problem)
 
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -81,8 +81,9 @@ def rung_for(problem: Problem, device: gpu.Device) -> tuple[str, Problem]:
 
     Few queries are decoded. Of the others, 16-bit numbers go to the tensor cores, float32 to
     register tiles, float64 to shared tiles. 16-bit numbers are widened where the GPU or the rungs
-    for them cannot take them.
+    for them cannot take them. ``functions.check`` says what is raised for functions.
     """
+    functions.check(problem)
     name, dtype = next(_rungs(problem, device.cc, device.shared))
     return name, problem if dtype == problem.dtype else widened(problem)
 

@@ -1,30 +1,41 @@
 """A caller's ``score_mod`` and ``mask_mod`` as device functions, which a kernel is compiled with.
 
-Rungs 1 and 2 take them; a kernel of its own is compiled for each. Unlike on the CPU, indices of
-captured arrays are not checked, and nothing is skipped.
+Rungs 1 to 3 take them; a kernel of its own is compiled for each, and ``KEPT`` of them are kept.
+Unlike on the CPU, indices of captured arrays are not checked, and nothing is skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
+import dis
+import re
+from functools import cached_property, lru_cache
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
+from numba import cuda, float32
+from numba.core.errors import UnsupportedError
+from numba.core.ir import Loc
 
-from minimha.equations.block_mask import BlockMask
-from minimha.equations.functions import allowed, contents, modified
+from minimha.equations.arguments import name_of
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.parts import device
+from minimha.kernels.cuda.parts.online_softmax import LOWEST
+from minimha.kernels.functions import NAMES, Refused, check_returned, compiled, plain
+
+# A rung keeps so many kernels, those used last. A model has a handful of functions, but one whose
+# captured numbers change is a new one each time. 64 take about 6 MB of machine code.
+KEPT = 64
+EXTERNAL = r"\.extern \.func (?!.*\bvprintf\b)"  # in PTX: a function that is not part of it
+TO_BE_LINKED = "it calls a function of NumPy or Python that only a driver could link"
 
 
 class DeviceFunction:
     """A function that is compiled when it is first needed; equal to others of equal contents."""
 
-    def __init__(self, function: Any) -> None:
-        function = function.mask_mod if isinstance(function, BlockMask) else function
-        self.function = getattr(function, "py_func", function)  # of numba's dispatchers
-        self.contents = contents(self.function)
+    def __init__(self, function: Any, contents: Any) -> None:
+        self.function = plain(function)
+        self.contents = contents
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DeviceFunction) and self.contents == other.contents
@@ -35,26 +46,133 @@ class DeviceFunction:
     @cached_property
     def compiled(self) -> Any:
         """What a kernel calls."""
-        return device(self.function)
+        return device(with_device_functions(self.function))
 
 
 def device_functions(problem: Problem) -> tuple[DeviceFunction | None, DeviceFunction | None]:
-    """``score_mod`` and ``mask_mod`` of ``problem``, called once to see what they return."""
-    score_mod, mask_mod = problem.score_mod, problem.mask_mod
-    one, shape = (np.zeros((1, 1, 1, 1), np.int64),) * 4, (1, 1, 1, 1)
-    if score_mod is not None:
-        modified(score_mod, np.zeros(shape, problem.compute), one)
-    if mask_mod is not None:
-        allowed(mask_mod, one, shape)
-    return _device(score_mod), _device(mask_mod)
+    """``score_mod`` and ``mask_mod`` of ``problem``."""
+    contents = problem.contents
+    score_mod, mask_mod = (
+        DeviceFunction(getattr(problem, name), contents[name]) if name in contents else None
+        for name in NAMES
+    )
+    return score_mod, mask_mod
 
 
-def _device(function: Callable[..., Any] | None) -> DeviceFunction | None:
-    return None if function is None else DeviceFunction(function)
+def call_functions(score_mod: DeviceFunction | None, mask_mod: DeviceFunction | None) -> Any:
+    """call(s, is_visible, b, h, i, j): the score after both functions, -inf if the key is hidden.
+
+    They see no pair that is hidden already: captured arrays may have no item for it.
+    """
+    is_modified, modified = score_mod is not None, score_mod and score_mod.compiled
+    is_masked, allowed = mask_mod is not None, mask_mod and mask_mod.compiled
+
+    @device
+    def call(s, is_visible, b, h, i, j):
+        if is_masked and is_visible:
+            is_visible = allowed(b, h, i, j)
+        if is_modified and is_visible:
+            s = float32(modified(s, b, h, i, j))
+        return s if is_visible else LOWEST
+
+    return call
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Return why a function of ``problem`` cannot be compiled for a GPU, or None."""
+    found = (_returned(*given) for given in _given(problem))
+    return next((reason for reason in found if isinstance(reason, str)), None)
+
+
+def check(problem: Problem) -> None:
+    """Check the functions of ``problem``.
+
+    Raises
+    ------
+    Refused
+        One of them cannot be compiled for a GPU.
+    TypeError
+        A ``score_mod`` does not return a real number, or a ``mask_mod`` no bool.
+    """
+    for name, function, compute in _given(problem):
+        returned = _returned(name, function, compute)
+        if isinstance(returned, str):
+            raise Refused(returned)
+        check_returned(name, returned)
 
 
 def refused(problem: Problem) -> str | None:
     """Why a rung that takes no functions does not support ``problem``, or None."""
-    if problem.score_mod is None and problem.mask_mod is None:
+    if not problem.contents:
         return None
-    return "score_mod and mask_mod are compiled into rungs 1 and 2 alone"
+    names = " and ".join(map(name_of, problem.contents))
+    return f"this rung takes no functions: {names} go into rung 3, which is taken instead"
+
+
+def with_device_functions(function: FunctionType) -> FunctionType:
+    """``function`` with device functions in place of those that numba compiles for the CPU.
+
+    Otherwise numba would compile calls of them for this machine's GPU, to be linked by its driver.
+    """
+    _refuse_exceptions(function)
+
+    def swapped(value: Any) -> Any:
+        is_compiled = isinstance(getattr(value, "py_func", None), FunctionType)
+        return device(with_device_functions(value.py_func)) if is_compiled else value
+
+    known = function.__globals__
+    used = {name: swapped(known[name]) for name in function.__code__.co_names if name in known}
+    cells = tuple(CellType(swapped(cell.cell_contents)) for cell in function.__closure__ or ())
+    code, defaults = function.__code__, function.__defaults__
+    return FunctionType(code, known | used, function.__name__, defaults, cells)
+
+
+def _refuse_exceptions(function: FunctionType) -> None:
+    """Raise UnsupportedError with its line if ``function`` raises anything."""
+    code = function.__code__
+    for step in dis.get_instructions(code):
+        if step.opname == "RAISE_VARARGS":
+            _, line = max(x for x in dis.findlinestarts(code) if x[0] <= step.offset)
+            raise UnsupportedError(
+                "nobody could catch what it raises on a GPU", Loc(code.co_filename, line)
+            )
+
+
+def _given(problem: Problem) -> list[tuple[str, DeviceFunction, np.dtype[Any]]]:
+    functions = zip(NAMES, device_functions(problem), strict=True)
+    return [(name, found, problem.compute) for name, found in functions if found is not None]
+
+
+@lru_cache(KEPT)
+def _returned(name: str, function: DeviceFunction, compute: np.dtype[Any]) -> Any:
+    """The type that ``function`` returns, or the sentence why it cannot be compiled for a GPU."""
+    try:
+        return compiled(name, function.function, compute, _for_gpu, " for a GPU")[1]
+    except Refused as error:
+        return str(error)
+
+
+def _for_gpu(function: FunctionType, arguments: tuple[Any, ...]) -> tuple[str, Any]:
+    """PTX of a call of ``function``, and the type that it returns: see ``functions.compiled``."""
+    inlined = device(with_device_functions(function))
+
+    def of_pair(b, h, i, j):
+        return inlined(b, h, i, j)
+
+    def of_score(s, b, h, i, j):
+        return inlined(s, b, h, i, j)
+
+    call = of_score if len(arguments) == 5 else of_pair
+    how = {"cc": (9, 0), "device": True, "abi": "numba", "output": "ptx"}
+    try:
+        text, returned = cuda.compile(call, arguments, **how)
+    except cuda.CudaSupportError:  # numba asks the driver for which GPU to compile a call
+        raise TypeError(TO_BE_LINKED) from None
+    except KeyError as error:
+        (ufunc,) = error.args
+        if not isinstance(ufunc, np.ufunc):
+            raise
+        raise TypeError(f"np.{ufunc.__name__} is not there: expected functions of math") from None
+    if re.search(EXTERNAL, text):
+        raise TypeError(TO_BE_LINKED)
+    return text, returned

@@ -20,14 +20,14 @@ Not measured: no GPU yet.
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from numba import cuda
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
-from minimha.kernels.cuda.functions import DeviceFunction, device_functions
+from minimha.kernels.cuda.functions import KEPT, DeviceFunction, device_functions
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts.mask import final_score, head_of, is_hidden, key_range
 
@@ -50,7 +50,7 @@ def launches(problem: Problem, arguments: Arrays, scratch: Scratch) -> Launches:
     return [(Launch(function, array_types(problem.compute), grid, THREADS), arguments)]
 
 
-@cache
+@lru_cache(KEPT)
 def kernel(
     columns: int,
     real: Any,

@@ -15,12 +15,15 @@ Tiles in which no query of the block sees a key are skipped, and full tiles are 
 partial tiles a hidden score is -inf and its weight the negative zero: where a value is not finite,
 a row leaves out those with that weight, because 0 · NaN is NaN.
 
+A caller's functions are called score by score, and no tile counts as full: a ``mask_mod`` hides
+what it likes, and so does a ``score_mod`` that returns -inf.
+
 Dao, "FlashAttention-2", 2023, Algorithm 1, whose lines are named below. Not measured: no GPU yet.
 """
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +31,8 @@ from numba import cuda, float32, int32, uint32
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as kernel_arguments
-from minimha.kernels.cuda import functions, ptx
+from minimha.kernels.cuda import ptx
+from minimha.kernels.cuda.functions import KEPT, DeviceFunction, call_functions, device_functions
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import online_softmax as softmax
 from minimha.kernels.cuda.parts.mask import ScoreOptions, is_full, key_range, mask_registers
@@ -62,7 +66,7 @@ def unsupported(problem: Problem) -> str | None:
     """Return why this rung does not support ``problem``, or None."""
     if problem.dtype != np.float32:
         return f"register tiles are made for float32, and q, k, v are {problem.dtype}"
-    return functions.refused(problem) or kernel_arguments.too_wide(problem)
+    return kernel_arguments.too_wide(problem)
 
 
 def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: Scratch) -> Launches:
@@ -73,24 +77,30 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
         return []
     width = kernel_arguments.padded_width(problem)
     tiles = tiles_of(width)
-    function = kernel(Variant(width, ScoreOptions.of(problem)))
+    function = kernel(Variant(width, ScoreOptions.of(problem)), *device_functions(problem))
     grid = (-(-Lq // tiles.B_r) * H * B, 1, 1)
     return [(Launch(function, kernel_arguments.ADDRESSES, grid, THREADS, tiles.bytes), arguments)]
 
 
-@cache
-def kernel(made_for: Variant) -> Callable[..., None]:
-    """The kernel for a width and a set of options."""
+@lru_cache(KEPT)
+def kernel(
+    made_for: Variant,
+    score_mod: DeviceFunction | None = None,
+    mask_mod: DeviceFunction | None = None,
+) -> Callable[..., None]:
+    """The kernel for a width, a set of options and a caller's functions."""
     W, options = made_for
     tiles = tiles_of(W)
     B_r, B_c, columns, row_step = tiles.B_r, tiles.B_c, tiles.columns, tiles.row_step
     keys, own, long_row, weights_row = tiles.keys, tiles.own, tiles.long_row, tiles.weights_row
     keys_or_weights = tiles.keys_or_weights
-    changes_scores, hides_keys = options.change_scores, options.hide_keys
+    functions = call_functions(score_mod, mask_mod) if score_mod or mask_mod else None
+    changes_scores, hides_keys = options.change_scores, options.hide_keys or functions is not None
     copy_queries, copy = copy_to_shared(tiles, B_r), copy_to_shared(tiles, B_c)
     multiply_keys, multiply_values = fma_keys(tiles), fma_values(tiles)
     add_values = add_nonfinite_values(tiles)
-    mask_tile, update_softmax = mask_registers(tiles, options), softmax.update_registers(tiles)
+    mask_tile = mask_registers(tiles, options, functions)
+    update_softmax = softmax.update_registers(tiles)
     total, store = softmax.sum_over(*softmax.bits_of(columns)), store_row(own, columns, 1)
 
     def register_tiles(q, k, v, mask, bias, o, O, L):

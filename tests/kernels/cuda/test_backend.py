@@ -8,6 +8,7 @@ import ctypes
 import re
 import struct
 import sys
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -117,7 +118,8 @@ def stand_in(name, problem, arguments, memory):
     heard.append(name)
     find = of_arrays if isinstance(arguments, Arrays) else of_addresses
     found, O, L = find(problem, arguments, memory.arena)
-    O[:], L[:] = dense.forward(found)
+    functions = {name: getattr(problem, name) for name in ("score_mod", "mask_mod")}
+    O[:], L[:] = dense.forward(replace(found, **functions))
 
 
 def view(arena, address, shape, strides, dtype):
@@ -555,6 +557,18 @@ def test_an_unknown_library_is_named(stood_in, monkeypatch):
     monkeypatch.setattr(gpu, "is_stream_of", lambda stream, device: True)
     with pytest.raises(TypeError, match="q is an array of abacus: arrays on a GPU are accepted"):
         attention(x, x, x)
+
+
+def test_a_function_that_cannot_be_compiled_is_refused_wherever_the_arrays_are(stood_in):
+    def raising(s, b, h, i, j):
+        raise KeyError("here")
+
+    x = numbers(3, 4)
+    for array in (x, Capsule(x)):
+        with pytest.raises(BackendUnavailable, match="'cuda' cannot run: numba cannot compile sc"):
+            attention(array, array, array, score_mod=raising, backend="cuda")
+        with pytest.raises(TypeError, match="score_mod returned bool: expected a real number"):
+            attention(array, array, array, score_mod=lambda s, b, h, i, j: i > j, backend="cuda")
 
 
 def test_device_arrays_take_no_tap_and_no_other_backend(stood_in):

@@ -7,6 +7,7 @@ rounded once, and is rounded once itself; scores, and with them the log-sum-exp,
 float32.
 """
 
+import math
 import re
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from emulator import Arena, forward, ptx_of
 from gpu_problems import upload
-from problems import assert_close_to_exact, plain, run
+from problems import assert_close_to_exact, bounded, by_distance, near, of_parity, plain, run
 
 from minimha.equations.problem import Problem
 
@@ -248,6 +249,68 @@ def test_it_says_what_it_does_not_support(rung):
         assert said is None or "256" in said
 
 
+# ---- a caller's functions, which rung 3 is compiled with
+
+QUERIES, KEYS = (np.random.default_rng(2).normal(size=n) for n in (43, 70))
+
+
+def from_tables(s, b, h, i, j):
+    return s + QUERIES[i] * KEYS[j]  # as long as there are positions: reading beyond is noticed
+
+
+def hiding(s, b, h, i, j):
+    return max(s, -1.0) if j < 40 else -inf
+
+
+def not_30(b, h, i, j):
+    return j != 30
+
+
+def long(s, b, h, i, j):
+    """A function that no compiler would write down for each of 64 scores."""
+    t = 0.0
+    for n in range(i - j, i + 20):
+        t += math.exp(-t) * math.log(1.0 + n * n) + math.tanh(s)
+    for c in range(30):
+        s = s * t + c * math.sqrt(abs(t))
+    return s if t < 100 else math.erf(s) + math.atan2(t, s)
+
+
+def with_functions():
+    """What functions are combined with, in sizes that leave some tiles partial and some full."""
+    return {
+        "by distance": {"score_mod": by_distance, "q_offset": [3, -20]},
+        "tables": {"score_mod": from_tables, "mask_mod": of_parity, "q_offset": 3},
+        "everything": options(40, 70)["everything"]
+        | {"score_mod": bounded, "mask_mod": near, "kv_lengths": np.array([70, 33])},
+    }
+
+
+@pytest.fixture
+def rung3():
+    pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles the kernels, is missing")
+    return import_module("minimha.kernels.cuda.rung3_register_tiles")
+
+
+@pytest.mark.parametrize("name", with_functions())
+def test_functions_on_ragged_sizes(rung3, name):
+    arrays = given(rung3, Lq=40, Lk=70, D=16, Dv=9)
+    for order in IN_ORDERS:
+        check(rung3, arrays, with_functions()[name], order)
+
+
+@pytest.mark.parametrize("poison", [np.nan, inf, -inf])
+def test_what_a_function_hides_may_be_anything(rung3, poison):
+    q, k, v = given(rung3, Lq=40, Lk=70, D=16, Dv=9)
+    q, k[:, :, 20] = abs(q), -inf  # a score of -inf is a score, until a function returns it
+    functions = {"score_mod": hiding, "mask_mod": not_30, "q_offset": 0}
+    clean, clean_L = check(rung3, (q, k, v), functions)
+    k[:, :, 40:], v[:, :, 40:], k[:, :, 30], v[:, :, 30] = (poison,) * 4
+    O, L = forward(rung3, Problem.of(q, k, v, **functions))
+    np.testing.assert_array_equal(O, clean)
+    np.testing.assert_array_equal(L, clean_L)
+
+
 # ---- as ptxas sees them
 
 EXPECTED = {  # instructions that must be in a kernel of the rung, by dtype: at least so many
@@ -290,6 +353,19 @@ def test_everything_stays_in_registers(rung, D, name, archs):
             for instruction, least in EXPECTED.get(named(rung), {}).items():
                 assert text.count(instruction) >= least, instruction
             assert_in_registers(launch, text, arch)
+    if assembled.ptxas() is None:
+        pytest.skip(NO_PTXAS)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_functions_leave_everything_in_registers(rung3, D):
+    assembled = import_module("minimha.kernels.cuda.ptxas")
+    arrays = given(rung3, D=D, Dv=D)
+    for functions in ({"score_mod": bounded, "mask_mod": near}, {"score_mod": long}):
+        problem = Problem.of(*arrays, **functions, q_offset=0)
+        ((launch, _),) = rung3.launches(problem, assembled.PLACEHOLDERS, None)
+        for arch, cc in assembled.ARCHS.items():
+            assert_in_registers(launch, ptx_of(launch, cc), arch)
     if assembled.ptxas() is None:
         pytest.skip(NO_PTXAS)
 

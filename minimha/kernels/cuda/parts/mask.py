@@ -89,8 +89,8 @@ def pair_address(X, b, h, i, j, itemsize):
     return X.address + uint64(at * itemsize)
 
 
-def score_pair(options: ScoreOptions) -> Any:
-    """score(s, is_visible, distance, slope, mask_at, bias_at, o): -inf if the key is hidden.
+def scored_pair(options: ScoreOptions) -> Any:
+    """scored(s, is_visible, distance, slope, mask_at, bias_at, o): a score, and if it is visible.
 
     ``s`` is scaled already, ``distance`` from query to key, and the others are addresses of the
     pair's numbers, which are read only if the key is visible so far.
@@ -98,7 +98,7 @@ def score_pair(options: ScoreOptions) -> Any:
     has_softcap, has_slopes, has_mask, has_bias = options
 
     @device
-    def score(s, is_visible, distance, slope, mask_at, bias_at, o):
+    def scored(s, is_visible, distance, slope, mask_at, bias_at, o):
         if has_softcap:
             s = o.softcap * float32(math.tanh(s / o.softcap))
         if has_mask and is_visible:
@@ -109,6 +109,18 @@ def score_pair(options: ScoreOptions) -> Any:
             is_visible = added != LOWEST
         if has_slopes:
             s -= slope * float32(abs(distance))
+        return s, is_visible
+
+    return scored
+
+
+def score_pair(options: ScoreOptions) -> Any:
+    """score(s, is_visible, distance, slope, mask_at, bias_at, o): -inf if the key is hidden."""
+    scored = scored_pair(options)
+
+    @device
+    def score(s, is_visible, distance, slope, mask_at, bias_at, o):
+        s, is_visible = scored(s, is_visible, distance, slope, mask_at, bias_at, o)
         return s if is_visible else LOWEST
 
     return score
@@ -154,15 +166,16 @@ def score_row(options: ScoreOptions) -> Any:
     return score_of
 
 
-def mask_registers(tiles: RegisterTiles, options: ScoreOptions) -> Any:
+def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any = None) -> Any:
     """mask_tile(S, mask, bias, o, b, h, row, column, left, right, length): options, and -inf.
 
     ``row`` and ``column`` are query and key of the thread's first score. ``left`` and ``right`` are
-    bounds relative to the query's number instead of its position.
+    bounds relative to the query's number instead of its position. ``functions`` is what
+    ``functions.call_functions`` returns, or None.
     """
     columns, rows, keys, row_step = tiles.columns, tiles.rows, tiles.keys, tiles.row_step
     _, has_slopes, has_mask, has_bias = options
-    score = score_pair(options)
+    score, scored = score_pair(options), scored_pair(options)
 
     @device
     def rotate(S):
@@ -196,10 +209,34 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions) -> Any:
             bias_at += 4 * columns * bias.column
 
     @device
+    def modify_row(S, mask, bias, o, b, h, r, column, left, right, length):
+        """``mask_row`` with functions, all of it done to S[0, 0], to which each score is moved.
+
+        With a long function, or one that has loops, the loop over the keys is not unrolled.
+        """
+        away, end = int32(column - r), int32(length - r)
+        mask_at = pair_address(mask, b, h, r, column, 1)
+        bias_at = pair_address(bias, b, h, r, column, 4)
+        slope = ptx.ld_global_nc_f32(o.slopes + 4 * h) if has_slopes else float32(0)
+        position = r + ptx.ld_global_nc_s64(o.q_offset + 8 * b)
+        for n in range(keys):
+            j = int64(column + n * columns)
+            is_visible = sees(0, int32(away + n * columns), 0, left, right, end) & (r < o.Lq)
+            s, is_visible = scored(S[0, 0], is_visible, position - j, slope, mask_at, bias_at, o)
+            s = functions(s, is_visible, int64(b), int64(h), position, j)
+            for x in range(keys - 1):
+                S[0, x] = S[0, x + 1]
+            S[0, keys - 1] = s
+            mask_at += columns * mask.column
+            bias_at += 4 * columns * bias.column
+
+    do_row = mask_row if functions is None else modify_row
+
+    @device
     def mask_tile(S, mask, bias, o, b, h, row, column, left, right, length):
         for i in range(rows):
             r = row + i * row_step
-            mask_row(S, mask, bias, o, b, h, r, column, left, right, length)
+            do_row(S, mask, bias, o, b, h, r, column, left, right, length)
             rotate(S)
 
     return mask_tile
