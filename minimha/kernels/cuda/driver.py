@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 from cuda.bindings import driver
@@ -226,28 +227,44 @@ def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
     return name, bytes(Program(text, "ptx", options).compile("cubin").code)
 
 
-_functions: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+# What is loaded of each kernel that somebody holds. Rungs let go of those that were compiled with a
+# caller's functions; their modules, by the ordinal of the device, are unloaded before the next one
+# is loaded, since a garbage collector may be in the midst of anything.
+_functions: WeakKeyDictionary[Callable[..., None], dict[Any, Any]] = WeakKeyDictionary()
+_unused: dict[int, list[Any]] = {}
 _lock = threading.Lock()
 
 
 def _function(launch: Launch, device: Device) -> Any:
     """The kernel in the device's memory, compiled and loaded on first use."""
-    key = (device.ordinal, *launch._replace(grid=(1, 1, 1)))
-    if key not in _functions:
+    key = (device.ordinal, launch.signature, launch.threads, launch.shared, launch.registers)
+    loaded = _functions.setdefault(launch.function, {})
+    if key not in loaded:
         with _lock:
-            if key not in _functions:
-                _functions[key] = _loaded(launch, device)
-    return _functions[key][1]
+            if key not in loaded:
+                loaded[key] = _loaded(launch, device)
+    return loaded[key]
 
 
-def _loaded(launch: Launch, device: Device) -> tuple[Any, Any]:
+def _loaded(launch: Launch, device: Device) -> Any:
     name, code = cubin(launch, device.cc)
+    _unload_unused(device)
     module = call(driver.cuModuleLoadData, code)
+    finalize(launch.function, _unused[device.ordinal].append, module).atexit = False
     function = call(driver.cuModuleGetFunction, module, name.encode())
     if launch.shared > DYNAMIC_SHARED:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call(driver.cuFuncSetAttribute, function, attribute, launch.shared)
-    return module, function
+    return function
+
+
+def _unload_unused(device: Device) -> None:
+    """Unload the modules that nobody can launch any more, after all work on the device."""
+    modules = _unused.setdefault(device.ordinal, [])
+    if modules:
+        call(driver.cuCtxSynchronize)
+    while modules:
+        call(driver.cuModuleUnload, modules.pop())
 
 
 @cache

@@ -5,6 +5,7 @@ emulator's memory. That a real driver does the same is tested in ``test_driver.p
 """
 
 import ctypes
+import gc
 import re
 import struct
 import sys
@@ -761,6 +762,27 @@ def test_parameters_are_packed_as_the_kernel_declares_them(rung, driver, monkeyp
             assert packed == b"".join(
                 struct.pack("<" + code, value) for code, value in zip(formats, flat, strict=True)
             )
+
+
+def test_kernels_are_loaded_once_and_unloaded_when_nobody_holds_them(driver, monkeypatch):
+    loaded = []
+    driver.cuModuleLoadData = lambda code: (*driver.ok, loaded.append(code) or code)
+    driver.cuModuleGetFunction = lambda module, name: (*driver.ok, SimpleNamespace(sizes=[]))
+    driver.cuModuleUnload = lambda module: loaded.remove(module) or driver.ok
+    driver.cuCtxSynchronize = lambda: driver.ok
+    monkeypatch.setattr(gpu, "cubin", lambda launch, cc: ("name", launch.threads))
+    monkeypatch.setattr(gpu, "_unused", {})
+
+    def launch(kernel, threads):
+        gpu.DeviceMemory(HOPPER).launch(Launch(kernel, (), (1, 1, 1), threads), ())
+        return loaded
+
+    kernels = [lambda: None, lambda: None]
+    assert launch(kernels[0], 32) == launch(kernels[0], 32) == [32]
+    assert launch(kernels[0], 64) == [32, 64]
+    del kernels[0]
+    gc.collect()
+    assert launch(kernels[0], 96) == [96]
 
 
 def test_an_empty_grid_launches_nothing(driver):
