@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from minimha.equations.arguments import name_of, rectangular
 
 PARAMETERS = {"score_mod": ("score", "b", "h", "i", "j"), "mask_mod": ("b", "h", "i", "j")}
-MOST_DEEP = 8  # functions that capture functions
 LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # whose functions do not change
 
 
@@ -156,30 +155,49 @@ class _Same:
         return id(self.value)
 
 
-def contents(value: Any, depth: int = 0) -> Hashable:
+def contents(value: Any) -> Hashable:
     """What a function computes with: its code, and the values that it captures.
 
     Two functions of equal contents compute the same. Numbers and arrays count by value, so that the
-    contents change when a captured array is written to; other objects count as themselves.
+    contents change when a captured array is written to; other objects count as themselves. Whatever
+    captures others is described once, in the order in which it is found: helper functions that call
+    each other have many more paths than members.
     """
-    value = getattr(value, "py_func", value)  # of numba's dispatchers
-    if isinstance(value, (np.ndarray, np.generic)):
-        return type(value), value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
-        return type(value), repr(value)
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(contents(x, depth + 1) for x in value)
-    library = str(getattr(value, "__module__", None)).split(".")[0]  # exec may leave it None
-    if not isinstance(value, FunctionType) or library in LIBRARIES or depth > MOST_DEEP:
-        return _Same(value)
-    captured = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    captured += [cell.cell_contents for cell in value.__closure__ or ()]
-    names = sorted(_names(value.__code__))
-    for found in (value.__globals__[name] for name in names if name in value.__globals__):
+    numbers: dict[int, int] = {}  # of functions, tuples and lists, by id
+    found: list[Any] = []  # which also keeps them alive, and so their ids their own
+
+    def described(value: Any) -> Hashable:
+        value = getattr(value, "py_func", value)  # of numba's dispatchers
+        if isinstance(value, (np.ndarray, np.generic)):
+            return type(value), value.dtype.str, value.shape, value.tobytes()
+        if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+            return type(value), repr(value)
+        library = str(getattr(value, "__module__", None)).split(".")[0]  # exec may leave it None
+        is_function = isinstance(value, FunctionType) and library not in LIBRARIES
+        if not is_function and not isinstance(value, (tuple, list)):
+            return _Same(value)
+        if id(value) not in numbers:
+            numbers[id(value)] = len(found)
+            found.append(value)
+        return type(value), numbers[id(value)]
+
+    whole = [described(value)]
+    for one in found:  # which grows
+        code = one.__code__ if isinstance(one, FunctionType) else None
+        whole.append((code, *map(described, one if code is None else _captured(one))))
+    return tuple(whole)
+
+
+def _captured(function: FunctionType) -> list[Any]:
+    """The values that a function finds outside of its parameters."""
+    captured = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    captured += [cell.cell_contents for cell in function.__closure__ or ()]
+    names = sorted(_names(function.__code__))
+    for found in (function.__globals__[name] for name in names if name in function.__globals__):
         captured.append(found)
         if isinstance(found, ModuleType):  # whose attributes are compiled as constants, too
             captured += [getattr(found, name) for name in names if hasattr(found, name)]
-    return value.__code__, tuple(contents(x, depth + 1) for x in captured)
+    return captured
 
 
 def _names(code: CodeType) -> set[str]:

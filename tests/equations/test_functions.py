@@ -109,6 +109,38 @@ def test_contents_are_equal_where_the_captured_values_are():
     assert contents(made(array)) != before
 
 
+def test_contents_of_many_functions_that_call_each_other():
+    members, table = [], np.zeros(3)
+    for n in range(40):
+        earlier = tuple(members)
+        members.append(lambda x, n=n, earlier=earlier: sum(f(x) for f in earlier) + n + table[0])
+    before = contents(members[-1])
+    assert hash(before) == hash(contents(members[-1]))
+    assert before == contents(members[-1]) != contents(members[-2])
+    table[0] = 1
+    assert contents(members[-1]) != before
+
+
+def test_contents_of_a_long_chain_and_of_circles():
+    def chain(end):
+        function = end
+        for _ in range(2000):
+            function = lambda x, next=function: next(x)  # noqa: E731
+        return function
+
+    assert contents(chain(1)) == contents(chain(1)) != contents(chain(2))
+
+    def even(n):
+        return n == 0 or odd(n - 1)
+
+    def odd(n):
+        return n != 0 and even(n - 1)
+
+    circle = [even]
+    circle.append(circle)
+    assert contents(circle) == contents(circle) != contents(odd)
+
+
 def test_which_parameters_are_used():
     def inner(b, h, i, j):
         return (lambda: h > j)()
