@@ -40,7 +40,7 @@ SCALINGS: dict[str, tuple[type[Any], dict[str, str], dict[str, str]]] = {
         {"factor": "factor", "original_max_position_embeddings": "original_length"},
         {
             "beta_fast": "beta_fast", "beta_slow": "beta_slow",
-            "attention_factor": "attention_factor",
+            "attention_factor": "attention_factor", "truncate": "truncate",
         },
     ),
 }  # fmt: skip
