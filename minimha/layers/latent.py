@@ -175,7 +175,7 @@ class LatentAttention:
         *,
         positions: ArrayLike | None = None,
         cache: LatentCache | None = None,
-        is_absorbed: bool = False,
+        is_absorbed: bool | None = None,
         tap: Tap = no_tap,
         **options: Unpack[AttentionOptions],
     ) -> Any:
@@ -188,8 +188,11 @@ class LatentAttention:
             Default is 0, 1, …, counted from the cache's length if there is a cache.
         cache : LatentCache, optional
             Earlier tokens; those of x are appended. Attention is then causal.
-        is_absorbed : bool, default False
-            Compute in the absorbed form, which is cheaper where few queries meet many keys.
+        is_absorbed : bool, optional
+            Compute in the absorbed form. Default is the form with fewer products: for Lq queries
+            and Lk keys the absorbed one has Lq · Lk · (2 C - D - Dv) more of each head in the
+            attention, and (Lk - Lq) · C · (D + Dv) fewer around it. So a prompt is expanded, unless
+            C is small, and a token after many is absorbed; so are up to 170 in DeepSeek's sizes.
         tap : callable ``tap(name, value) -> value``, optional
             Hears x, the latents, every step of the attention, concat and output.
         **options
@@ -225,6 +228,8 @@ class LatentAttention:
             cache.append(kept.astype(dtype, copy=False))
             kept = cache.rows.astype(y.dtype, copy=False)
             options["is_causal"], options["q_offset"] = True, seen
+        if is_absorbed is None:
+            is_absorbed = self._is_cheaper_absorbed(q.shape[2], kept.shape[1])
         attend = self._absorbed if flag("is_absorbed", is_absorbed) else self._expanded
         try:
             heads = attend(q, kept, tap, options)
@@ -235,6 +240,11 @@ class LatentAttention:
         concat = tap("concat", heads.swapaxes(1, 2).reshape(*rows.shape[:2], -1))
         output = tap("output", self._linear("W_o", "b_o", concat))
         return like(x, output.reshape(*tokens.shape[:-1], -1).astype(dtype, copy=False))
+
+    def _is_cheaper_absorbed(self, Lq: int, Lk: int) -> bool:
+        """Whether Lq queries and Lk keys take fewer products in the absorbed form."""
+        expanded, absorbed = self.head_dim + self.value_dim, 2 * self.latent_dim
+        return Lq * Lk * (absorbed - expanded) < (Lk - Lq) * self.latent_dim * expanded
 
     def _queries(self, x: Array, at: ArrayLike) -> Array:
         """(B, H, L, D + R), the last R numbers rotated."""

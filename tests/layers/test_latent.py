@@ -59,7 +59,7 @@ def test_both_forms_are_the_papers_equations(is_absorbed):
     np.testing.assert_array_equal(layer()(X[0], is_causal=True, is_absorbed=is_absorbed), got[0])
 
 
-@pytest.mark.parametrize("is_absorbed", [False, True])
+@pytest.mark.parametrize("is_absorbed", [False, True, None])
 def test_a_cache_of_latents_is_the_whole_in_parts(is_absorbed):
     whole, cache = layer()(X, is_causal=True), LatentCache(2, 6, C + R, np.float64)
     parts = [
@@ -85,13 +85,35 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
 
 
 def test_a_tap_hears_the_steps_of_each_form():
-    for is_absorbed, name in ((False, "k_rotated"), (True, "q_absorbed")):
+    for is_absorbed, name in ((False, "k_rotated"), (True, "q_absorbed"), (None, "k_rotated")):
         trace = Trace()
         output = layer()(X, is_absorbed=is_absorbed, tap=trace)
         np.testing.assert_array_equal(output, layer()(X, is_absorbed=is_absorbed))
         assert {"x", "latents_and_key", name, "weights", "head_output", "concat", "output"} <= set(
             trace
         )
+
+
+@pytest.mark.parametrize(
+    ("C", "seen", "L", "is_absorbed"),
+    [
+        (8, 0, 16, False),  # a prompt
+        (8, 15, 1, True),  # 15 tokens to expand
+        (8, 15, 16, False),
+        (2, 0, 16, True),  # latents narrower than keys and values
+    ],
+)
+def test_the_form_with_fewer_products_is_taken(C, seen, L, is_absorbed):
+    shapes = {"W_q": (4, 2 * (3 + 2)), "W_dkv": (4, C + 2), "g_kv": (C,), "W_ukv": (C, 2 * (3 + 5))}
+    weights = {name: np.ones(shape) for name, shape in (shapes | {"W_o": (10, 4)}).items()}
+    mine = LatentAttention(weights, num_heads=2, rope=RoPE(2))
+    cache, trace = LatentCache(1, 64, C + 2, np.float64), Trace()
+    cache.append(np.ones((1, seen, C + 2)))
+    mine(np.ones((L, 4)), cache=cache, tap=trace)
+    assert ("q_absorbed" in set(trace)) == is_absorbed
+    expanded = 2 * (seen + L) * C * (3 + 5) + 2 * L * (seen + L) * (3 + 2 + 5)
+    absorbed = 2 * L * C * (3 + 5) + 2 * L * (seen + L) * (C + 2 + C)
+    assert (absorbed < expanded) == is_absorbed
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
