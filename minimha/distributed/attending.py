@@ -16,7 +16,7 @@ from minimha import api
 from minimha.distributed import chunks
 from minimha.equations.arguments import cast, flag, integer
 from minimha.equations.merge import Pair, merge
-from minimha.equations.parts import PER_SCORE, Part, options_of, outline, unseen
+from minimha.equations.parts import PER_SCORE, Part, alibi_left_out, options_of, outline, unseen
 from minimha.equations.problem import Problem
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def attention(
         Chunked as k. What is no dask array becomes one that is.
     stripes : int, default 1
         With more than 1, all axes of queries and keys are in stripes, as ``striped`` leaves them,
-        and no chunk is in two of them. This balances a causal prefill. ``alibi_slopes`` and offsets
-        that differ in a batch cannot be had then.
+        and no chunk is in two of them. This balances a causal prefill. ``alibi_slopes`` that are
+        not causal and offsets that differ in a batch cannot be had then.
     return_lse : bool, default False
         Return the log-sum-exp too.
     **options
@@ -107,17 +107,18 @@ def attention(
 
 
 def attend_to_keys(
-    options: dict[str, Any], masks: tuple[str, ...], q: NDArray[Any], *arrays: NDArray[Any]
-) -> Pair:
+    options: dict[str, Any], left_out: NDArray[Any] | None, masks: tuple[str, ...],
+    q: NDArray[Any], *arrays: NDArray[Any],
+) -> Pair:  # fmt: skip
     """O and L of a chunk of queries, over a chunk of keys and values.
 
     ``arrays`` are k, v, and what the names in ``masks`` say. q has the compute dtype, and so have
-    O and L: 16-bit numbers are rounded once, at the end.
+    O and L: 16-bit numbers are rounded once, at the end. ``left_out`` (H,) is subtracted from L.
     """
     k, v, *given = arrays
     with_masks = {**options, **dict(zip(masks, given, strict=True))}
-    pair: Pair = api.attention(q, k, v, **with_masks, return_lse=True)
-    return pair
+    O, L = api.attention(q, k, v, **with_masks, return_lse=True)
+    return O, L if left_out is None else L - left_out[:, None]
 
 
 def merge_parts(*parts: Pair) -> Pair:
@@ -193,7 +194,8 @@ class _Graph:
             blocks = [self._block(n, b, h, j, 0) for n in "kv"]
             blocks += [self._block(n, b, h, i, j) for n in masks]
             found.append((f"attend-to-keys-{self.token}", *block, j))
-            self._add(found[-1], partial(attend_to_keys, options, masks), q, *blocks)
+            attend = partial(attend_to_keys, options, alibi_left_out(self.problem, part), masks)
+            self._add(found[-1], attend, q, *blocks)
         if found:
             self._add(q, cast, self._block("q", b, h, i, 0), self.problem.compute)
         return found

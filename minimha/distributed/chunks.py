@@ -68,10 +68,11 @@ def check(arrays: dict[str, Any]) -> None:
 
 def check_striped(problem: Problem) -> None:
     """Refuse options that positions in stripes cannot express."""
-    if problem.alibi_slopes is not None:
+    if problem.alibi_slopes is not None and problem.right != 0:
         raise ValueError(
-            f"{name_of('alibi_slopes')} cannot be had with stripes: the distances in a pair of "
-            f"them are not those of any q_offset; leave the tokens in their order"
+            f"{name_of('alibi_slopes')} with stripes needs is_causal=True: among keys on both "
+            f"sides of a query the distances in a pair of stripes are not those of any q_offset; "
+            f"leave the tokens in their order"
         )
     if (problem.q_offset != problem.q_offset[:1]).any():
         raise ValueError(

@@ -92,7 +92,7 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
         sides = (None if side >= UNBOUNDED else side for side in (left, right))
         options["window_size"] = tuple(sides)
     if problem.alibi_slopes is not None:
-        options["alibi_slopes"] = problem.alibi_slopes[part.heads]
+        options["alibi_slopes"] = problem.alibi_slopes[part.heads] * step
     if "window_size" in options or "alibi_slopes" in options:
         is_one = (q_offset == q_offset[0]).all()
         options["q_offset"] = int(q_offset[0]) if is_one else q_offset
@@ -101,6 +101,19 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
     return options | {
         name: _of_scores(given[name], part) for name in PER_SCORE if given.get(name) is not None
     }
+
+
+def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
+    """What ALiBi subtracts from every score of a part in stripes besides what its options say.
+
+    (H,), or None without ALiBi. Query n and key m of a causal part are step · (offset + n - m) +
+    rest apart, and no slope expresses a rest. It is the same for all keys, so that O needs none of
+    it, and it is missing from L alone.
+    """
+    if problem.alibi_slopes is None or part.keys.step is None:
+        return None
+    rest = (problem.q_offset[:1] + part.rows.start - part.keys.start) % part.keys.step
+    return np.asarray(problem.alibi_slopes[part.heads] * rest.astype(problem.compute))
 
 
 def unseen(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:

@@ -65,7 +65,9 @@ def test_stripes_give_the_whole_back(problem, count):
     q, k, v, options = problem
     if min(q.shape[2], k.shape[2]) < count:
         return
-    options |= {"alibi_slopes": None, "q_offset": int(np.ravel(options["q_offset"])[0])}
+    options |= {"q_offset": int(np.ravel(options["q_offset"])[0])}
+    if not options["is_causal"] and (options["window_size"] or (None, None))[1] != 0:
+        options |= {"alibi_slopes": None}
     of_stripes = dict(options)
     for name in MASKS:
         if options[name] is not None:
@@ -74,6 +76,14 @@ def test_stripes_give_the_whole_back(problem, count):
     found = computed(*(striped(x, count) for x in (q, k, v)), **of_stripes, stripes=count)
     O, L = unstriped(found[0], count), unstriped(found[1], count, axis=-1)
     assert_whole(problem, dask.compute(O, L, scheduler="synchronous"))
+
+
+@pytest.mark.parametrize("q_offset", [0, -2, 5])
+def test_causal_stripes_have_alibis_slopes(q_offset):
+    options = {"is_causal": True, "q_offset": q_offset, "alibi_slopes": np.array([1, 0.5, -0.3, 0])}
+    striped_X = striped(X, 5)
+    O, L = attention(*(striped_X,) * 3, **options, stripes=5, return_lse=True)
+    assert_whole((X, X, X, options), dask.compute(unstriped(O, 5), unstriped(L, 5, axis=-1)))
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])
@@ -166,7 +176,7 @@ K = chunked(1, 2, 5, 3)
         ((K, K, K), {"stripes": 2}, ValueError, r"q has chunks \(5, 5, 2\) of 2 stripes: expected"),
         ((K, K, K), {"stripes": 0}, ValueError, "stripes is 0: expected an integer of at least 1"),
         ((X, X, X), {"stripes": 2, "alibi_slopes": np.ones(4)}, ValueError,
-         "alibi_slopes cannot be had with stripes"),
+         "alibi_slopes with stripes needs is_causal=True: among keys on both sides"),
         ((X, X, X), {"stripes": 2, "q_offset": [0, 1]}, ValueError, r"q_offset is \[0, 1\]: with"),
         ((X, K, K), {"tap": print}, TypeError, "tap is no option of attention over keys in parts"),
         (([["a"]], K, K), {}, TypeError, "q has dtype <U1: expected integers, float16"),
