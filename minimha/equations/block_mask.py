@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import name_of
-from minimha.equations.functions import allowed, contents, uses
+from minimha.equations.functions import allowed, contents
 
 ROWS, COLUMNS = 16, 32  # queries and keys of a block
 HIDDEN, PARTIAL, FULL = 0, 1, 2
@@ -80,14 +80,6 @@ class BlockMask:
                 f"{name_of('mask_mod')} is a BlockMask whose function captures a value that has "
                 f"changed since: make the BlockMask anew"
             )
-
-
-def extent(
-    mask_mod: Callable[..., Any], B: int, H: int, q_offset: NDArray[np.int64]
-) -> tuple[int, int]:
-    """For how many batch entries and heads the blocks differ: 1 where none of them matters."""
-    is_same = not uses(mask_mod, 0) and (q_offset == q_offset[:1]).all()
-    return (1 if is_same else B), (H if uses(mask_mod, 1) else 1)
 
 
 def states(

@@ -7,7 +7,9 @@ from problems import MASK_MODS, over_pairs
 import minimha
 from minimha import attention, block_mask
 from minimha.equations import block_mask as blocks
-from minimha.kernels.cpu.functions import block_states
+from minimha.equations.problem import Problem
+from minimha.kernels.cpu import functions
+from minimha.kernels.cpu.functions import block_states, blocks_of
 
 SIZES = [(1, 1), (16, 32), (17, 33), (50, 70), (0, 5), (5, 0)]
 
@@ -48,6 +50,63 @@ def test_the_cpu_kernel_skips_what_it_says_is_hidden():
     mask = minimha.BlockMask(lambda b, h, i, j: i >= j, states, 64, 64, (0,))
     got = attention(x, x, x, mask_mod=mask, backend="cpu")
     np.testing.assert_allclose(got, attention(x, x[:, :, :32], x[:, :, :32]), rtol=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["dense", "cpu"])
+def test_what_it_captures_may_not_change(backend):
+    x, array = np.zeros((1, 2, 40, 4)), np.zeros(40)
+    mask = block_mask(lambda b, h, i, j: array[j] == 0, 40, 40)
+    for _ in range(2):  # planned, then remembered
+        attention(x, x, x, mask_mod=mask, backend=backend)
+    array[3] = 1
+    with pytest.raises(ValueError, match="captures a value that has changed since"):
+        attention(x, x, x, mask_mod=mask, backend=backend)
+
+
+def of_sequence(b, h, i, j):
+    return (i >= j) and (b == 2 or j % 40 > h)
+
+
+def windowed(b, h, i, j):
+    return abs(i - j) < 20
+
+
+@pytest.mark.parametrize("mask_mod", [of_sequence, windowed])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_packed_and_paged_sequences_have_blocks_of_their_own(mask_mod, page_size):
+    Lq, Lk, offset = [40, 17, 40, 0, 70], [70, 33, 70, 5, 70], np.array([30, 0, 30, 5, -3])
+    starts, ends = (np.cumsum([0, *lengths]) for lengths in (Lq, Lk))
+    q, k = np.zeros((1, 2, starts[-1], 4)), np.zeros((1, 2, ends[-1], 4))
+    given = {"cu_seqlens_k": ends}
+    if page_size is not None:
+        table = np.arange(5 * 5).reshape(5, 5)
+        k, given = np.zeros((25, 2, 16, 4)), {"block_table": table, "kv_lengths": Lk}
+    problem = Problem.of(q, k, k, cu_seqlens_q=starts, q_offset=offset, mask_mod=mask_mod, **given)
+    found = blocks_of(problem)
+    for s, h in np.ndindex(5, 2):
+        expected = counted(
+            lambda b, h, i, j, s=s: mask_mod(s, h, i, j), (1, 2, Lq[s], Lk[s]), offset[s : s + 1]
+        )[0, h]
+        assert found.block_columns[s] == expected.shape[1]
+        first = found.first_blocks[s, h]
+        np.testing.assert_array_equal(
+            found.blocks[first : first + expected.size], expected.ravel(), err_msg=f"{s}, {h}"
+        )
+
+
+def test_the_cpu_kernel_skips_blocks_of_packed_sequences(monkeypatch):
+    x = np.random.default_rng(0).normal(size=(1, 1, 100, 4))
+
+    def found(mask_mod, kinds, heads):
+        states = [[0, 2] * 4 if Lq == 64 else [0] * 6 for _, Lq, _, _ in kinds]
+        return np.concatenate(states).astype(np.uint8)
+
+    monkeypatch.setattr(functions, "_found", found)
+    given = {"mask_mod": lambda b, h, i, j: i + j >= 0, "cu_seqlens_q": [0, 64, 100]}
+    got = attention(x, x, x, **given, backend="cpu")
+    keys = x[:, :, 32:64]
+    np.testing.assert_allclose(got[:, :, :64], attention(x[:, :, :64], keys, keys), rtol=1e-9)
+    np.testing.assert_array_equal(got[:, :, 64:], 0)
 
 
 def test_a_block_mask_for_another_problem_is_refused():

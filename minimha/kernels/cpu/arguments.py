@@ -35,8 +35,8 @@ NUM_SIZES = 2
 CACHE_LINE = 64  # bytes
 REAL, DOUBLE, BYTE = "real", "double", "byte"  # REAL is the compute dtype
 # Counters begin at 0: the first one deals out the tasks, the second one becomes 1 where an output
-# is not finite, and more are the rung's own.
-TASKS, NONFINITE, OWN = 0, 1, 2
+# is not finite, the third one where a caller's function raises, and more are the rung's own.
+TASKS, NONFINITE, FAILED, OWN = 0, 1, 2, 3
 
 
 class Buffer(NamedTuple):
@@ -60,7 +60,8 @@ class Layout(NamedTuple):
 # follow, then the numbers.
 BROUGHT = ("q", "k", "v", "O", "L", "memory")
 ROWS = ("queries", "pages", "first_keys", "ids")  # of ``Sequences``
-SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS, "blocks", "failed")
+BLOCKS = ("blocks", "first_blocks", "block_columns")  # of ``functions.Blocks``
+SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS, *BLOCKS)
 ARRAYS = ("q", "k", "v", "mask", "bias", "O", "L", *SMALL)
 NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size", "score_mod",
            "mask_mod")  # fmt: skip
@@ -68,11 +69,11 @@ HEADERS = Struct(f"={len(BROUGHT)}q")
 
 
 # ``Options``; where the rows of each sequence are, as in ``Sequences``; and the caller's functions,
-# see ``functions``: addresses of ``score_mod`` and ``mask_mod`` or 0, the states of a ``BlockMask``
-# if blocks are skipped, (B, H, …), and where an exception is noted.
+# see ``functions``: addresses of ``score_mod`` and ``mask_mod`` or 0, which blocks are skipped, and
+# where an exception is noted.
 CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
     "CPUOptions",
-    (*Options._fields, *ROWS, "page_size", "score_mod", "mask_mod", "blocks", "failed"),
+    (*Options._fields, *ROWS, "page_size", "score_mod", "mask_mod", *BLOCKS, "failed"),
 )
 
 
@@ -139,16 +140,16 @@ def unpacker(**buffers: Buffer) -> Any:
         arrays = dict.fromkeys(("q", "k", "v"), types.Array(storage, 4, "A"))
         arrays |= dict.fromkeys(("bias", "O"), types.Array(real, 4, "A"))
         arrays |= {"mask": types.Array(types.boolean, 4, "A"), "L": types.Array(real, 3, "A")}
-        lines = ("q_offset", "kv_lengths", "first_keys", "ids")
+        lines = ("q_offset", "kv_lengths", "first_keys", "ids", "block_columns")
         arrays |= dict.fromkeys(lines, types.Array(types.int64, 1, "C"))
         arrays |= dict.fromkeys(("queries", "pages"), types.Array(types.int64, 2, "C"))
         arrays |= dict.fromkeys(("slopes", "sinks"), types.Array(real, 1, "C"))
-        arrays |= {"blocks": types.Array(types.uint8, 4, "A")}
-        arrays |= {"failed": types.Array(types.int64, 1, "C")}
+        arrays |= {"blocks": types.Array(types.uint8, 1, "C")}
+        arrays |= {"first_blocks": types.Array(types.int64, 2, "A")}
         arrays |= {name: types.Array(kinds[x.kind], 1, "C") for name, x in buffers.items()}
         counters = types.Array(types.int64, 1, "C")
         numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, *[types.int64] * 3)
-        every = arrays | dict(zip(NUMBERS, numbers, strict=True))
+        every = arrays | dict(zip(NUMBERS, numbers, strict=True)) | {"failed": counters}
         tuples = {
             "o": types.NamedTuple([every[name] for name in CPUOptions._fields], CPUOptions),
             "memory": types.NamedTuple([*(every[name] for name in buffers), counters], memory),
@@ -199,6 +200,8 @@ def unpacker(**buffers: Buffer) -> Any:
                 values[name] = array(kind, pointer(name), shape, strides)
             after = builder.ptrtoint(builder.gep(line, [INT(slot["counters"])]), INT)
             shared = array(counters, after, [INT(OWN)], [INT(8)])
+            failed = builder.add(after, INT(8 * FAILED))
+            values["failed"] = array(counters, failed, [INT(1)], [INT(8)])
             for n, (name, kind) in enumerate(zip(NUMBERS, numbers, strict=True)):
                 values[name] = read(slot["numbers"] + n)
                 if kind == types.float64:

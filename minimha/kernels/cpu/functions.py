@@ -17,8 +17,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numba
 import numpy as np
@@ -29,8 +30,8 @@ from numpy.typing import NDArray
 
 from minimha.equations import block_mask
 from minimha.equations.arguments import name_of
-from minimha.equations.block_mask import COLUMNS, FULL, HIDDEN, PARTIAL, ROWS, BlockMask, extent
-from minimha.equations.functions import allowed, contents, modified
+from minimha.equations.block_mask import COLUMNS, FULL, HIDDEN, PARTIAL, ROWS, BlockMask
+from minimha.equations.functions import allowed, contents, modified, uses
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import address
 from minimha.kernels.cpu.compiler import compiled
@@ -105,34 +106,89 @@ def tile_function(function: Function) -> Any:
     return _kept.get(key) or _keep(key, _looped(function, dispatcher))
 
 
-def blocks_of(problem: Problem) -> NDArray[np.uint8]:
-    """What the ``mask_mod`` of ``problem`` hides, as ``BlockMask.states``, for every b and h."""
-    (B, H, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
+class Blocks(NamedTuple):
+    """Which blocks of scores a ``mask_mod`` hides, of sequences that differ in length.
+
+    Attributes
+    ----------
+    blocks : ndarray of shape (N,), uint8
+        The states of all blocks, as in ``BlockMask``; none where nothing is known.
+    first_blocks : ndarray of shape (B, H), int64
+        Where those of a sequence and head begin, row by row. B counts sequences, or batch entries.
+    block_columns : ndarray of shape (B,), int64
+        Blocks of keys, which is how many a row has.
+    """
+
+    blocks: NDArray[np.uint8]
+    first_blocks: NDArray[np.int64]
+    block_columns: NDArray[np.int64]
+
+
+@cache
+def no_blocks(H: int) -> Blocks:
+    """Nothing is known; cached, because new arrays cost microseconds in each call."""
+    return Blocks(np.empty(0, np.uint8), np.empty((0, H), np.int64), np.empty(0, np.int64))
+
+
+def blocks_of(problem: Problem) -> Blocks:
+    """What the ``mask_mod`` of ``problem`` hides; found once for what it makes no difference to."""
+    H, B, Lk = problem.q.shape[1], len(problem.kv_lengths), problem.k.shape[2]
     mask_mod: Any = problem.mask_mod
-    states: Any
     if isinstance(mask_mod, BlockMask):
-        states = mask_mod.states
-    else:
-        shape = *extent(mask_mod, B, H, problem.q_offset), Lq, Lk
-        key = ("blocks", problem.contents["mask_mod"], shape, problem.q_offset.tobytes())
-        states = _kept.get(key)
-        if states is None:
-            states = block_states(mask_mod, *shape, problem.q_offset)
-            if states.nbytes <= LARGEST_KEPT:
-                _keep(key, states)
-    return np.broadcast_to(states, (B, H, *states.shape[2:]))
+        num_batch, heads, rows, columns = mask_mod.states.shape
+        firsts = np.arange(num_batch * heads).reshape(num_batch, heads) * rows * columns
+        states = np.ascontiguousarray(mask_mod.states).ravel()
+        return Blocks(states, np.broadcast_to(firsts, (B, H)), np.full(B, columns))
+    sequences = problem.sequences
+    ids = np.arange(B) if sequences is None else sequences.ids
+    lengths = np.full(B, Lk) if sequences is None else problem.kv_lengths
+    each = ids * uses(mask_mod, 0), problem.num_queries, lengths, problem.q_offset
+    kinds, kind = np.unique(np.column_stack(each), axis=0, return_inverse=True)
+    heads, kind = H if uses(mask_mod, 1) else 1, kind.ravel()
+    key = ("blocks", problem.contents["mask_mod"], heads, kinds.tobytes())
+    found = _kept.get(key)
+    if found is None:
+        found = _found(given(problem)[-1], kinds, heads)
+        if found is None:
+            raise_again(problem)
+        if found.nbytes <= LARGEST_KEPT:
+            _keep(key, found)
+    rows, columns, firsts = _layout(kinds, heads)
+    each_head = firsts[kind, None] + np.arange(heads) * (rows * columns)[kind, None]
+    return Blocks(found, np.broadcast_to(each_head, (B, H)), columns[kind])
 
 
 def block_states(
     mask_mod: Any, B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
     """``BlockMask.states``, by the compiled function if there is one."""
+    kinds = np.column_stack((np.arange(B), np.full(B, Lq), np.full(B, Lk), q_offset))
     try:
-        tile = tile_function(Function("mask_mod", mask_mod, FLOAT32, contents(mask_mod)))
+        found = _found(Function("mask_mod", mask_mod, FLOAT32, contents(mask_mod)), kinds, H)
     except Refused:
+        found = None
+    if found is None:  # NumPy raises what the function raised
         return block_mask.states(mask_mod, B, H, Lq, Lk, q_offset)
-    states: NDArray[Any] = np.zeros((B, H, -(-Lq // ROWS), -(-Lk // COLUMNS)), np.uint8)
-    sizes: NDArray[Any] = np.array([B, H, Lq, Lk])
+    return found.reshape(B, H, -(-Lq // ROWS), -(-Lk // COLUMNS))
+
+
+def _layout(kinds: NDArray[np.int64], heads: int) -> tuple[NDArray[np.int64], ...]:
+    """For each of ``kinds`` its rows and columns of blocks, and where its states begin."""
+    rows, columns = -(-kinds[:, 1] // ROWS), -(-kinds[:, 2] // COLUMNS)
+    sizes = heads * rows * columns
+    return rows, columns, np.cumsum(sizes) - sizes
+
+
+def _found(mask_mod: Function, kinds: NDArray[np.int64], heads: int) -> NDArray[np.uint8] | None:
+    """The states of all blocks of sequences, each with ``heads`` heads; None where it raises.
+
+    ``kinds`` (n, 4) has b, the numbers of queries and keys, and the position of query 0.
+    """
+    tile = tile_function(mask_mod)
+    rows, columns, firsts = _layout(kinds, heads)
+    states: NDArray[Any] = np.zeros(heads * int(rows @ columns), np.uint8)
+    table: NDArray[Any] = np.column_stack((kinds, firsts))
+    sizes: NDArray[Any] = np.array([len(kinds), heads])
     failed: NDArray[Any] = np.zeros(1, np.int64)
     threads = get_num_threads() if states.size >= WORTH_SHARING else 1
     seen: NDArray[Any] = np.empty((threads, ROWS * COLUMNS), np.uint8)
@@ -140,16 +196,13 @@ def block_states(
     signature = types.void(I64, *items, I64, I64)
     code = compiled(fill, signature, File("blocks", str(signature)))
     run = FILL(code.address)
-    arrays = (states, seen, failed, np.ascontiguousarray(q_offset), sizes)
-    shared = (tile.address, *(address(array) for array in arrays))
+    shared = (tile.address, *(address(array) for array in (states, seen, failed, table, sizes)))
     with ThreadPoolExecutor(threads) as executor:
         list(executor.map(lambda first: run(*shared, first, threads), range(threads)))
-    if failed[0]:  # NumPy raises what the function raised
-        return block_mask.states(mask_mod, B, H, Lq, Lk, q_offset)
-    return states
+    return None if failed[0] else states
 
 
-def raise_again(problem: Problem) -> None:
+def raise_again(problem: Problem) -> NoReturn:
     """Raise the exception that a function of ``problem`` raised in a kernel."""
     parts = [problem]
     if problem.sequences is not None:
@@ -205,43 +258,52 @@ def call_tile(
 
 
 @jit
-def seen_range(blocks, b, h, i0, i1, j0, j1):
+def seen_range(o, b, h, i0, i1, j0, j1):
     """The part of the keys j0 to j1 that the queries i0 to i1 may see, and whether they see it all.
 
-    ``blocks`` has the states of a ``BlockMask``, or none, where nothing is known.
+    Nothing is known where ``o.blocks`` is empty.
     """
-    if not blocks.size:
+    if not o.blocks.size:
         return j0, j1, False
-    first, last, is_full = j1, j0, True
+    first, last, is_full, columns = j1, j0, True, o.block_columns[b]
     for column in range(j0 // COLUMNS, -(-j1 // COLUMNS)):
         for row in range(i0 // ROWS, -(-i1 // ROWS)):
-            state = blocks[b, h, row, column]
+            state = o.blocks[o.first_blocks[b, h] + row * columns + column]
             is_full &= state == FULL
             if state != HIDDEN:
                 first, last = min(first, column * COLUMNS), max(last, (column + 1) * COLUMNS)
     return max(j0, first), min(j1, last), is_full
 
 
-def fill(tile, states, seen, failed, q_offset, sizes, first, step):
-    """Write every ``step``-th row of blocks, from ``first`` on; ``seen`` is a block per thread."""
-    B, H, Lq, Lk = sizes[0], sizes[1], sizes[2], sizes[3]
-    rows, columns = -(-Lq // ROWS), -(-Lk // COLUMNS)
-    start = first * ROWS * COLUMNS
-    for row in range(first, rows, step):
-        i0, lines = row * ROWS, min(ROWS, Lq - row * ROWS)
-        for b in range(B):
-            for h in range(H):
+def fill(tile, states, seen, failed, table, sizes, first, step):
+    """Write every ``step``-th row of blocks, from ``first`` on; ``seen`` is a block per thread.
+
+    Of each sequence ``table`` has b, the numbers of queries and keys, the position of query 0 and
+    where its states begin.
+    """
+    num_sequences, heads = sizes[0], sizes[1]
+    start, turn = first * ROWS * COLUMNS, 0
+    for s in range(num_sequences):
+        b, Lq, Lk = table[5 * s], table[5 * s + 1], table[5 * s + 2]
+        offset, to = table[5 * s + 3], table[5 * s + 4]
+        rows, columns = -(-Lq // ROWS), -(-Lk // COLUMNS)
+        for row in range(rows):
+            turn += 1
+            if turn % step != first:
+                continue
+            i0, lines = row * ROWS, min(ROWS, Lq - row * ROWS)
+            for h in range(heads):
                 for column in range(columns):
                     j0, length = column * COLUMNS, min(COLUMNS, Lk - column * COLUMNS)
                     size, count = lines * length, 0
                     for x in range(size):
                         seen[start + x] = 1
-                    i = i0 + q_offset[b]
+                    i = i0 + offset
                     call_tile(tile, seen, start, failed, b, h, i, j0, lines, length, length, 0)
                     for x in range(size):
                         count += seen[start + x]
                     state = HIDDEN if count == 0 else FULL if count == size else PARTIAL
-                    states[((b * H + h) * rows + row) * columns + column] = state
+                    states[to + (h * rows + row) * columns + column] = state
 
 
 def _keep(key: Hashable, value: Any) -> Any:

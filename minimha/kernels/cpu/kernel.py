@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ from minimha.kernels.cpu.arguments import (
     BYTE,
     CACHE_LINE,
     DOUBLE,
+    FAILED,
     HEADERS,
     NONFINITE,
     OWN,
@@ -59,7 +61,7 @@ from minimha.kernels.functions import NAMES
 from minimha.kernels.options import NO_BIAS, NO_MASK, options
 
 LONG = 1 << 33  # products: some tenths of a second, after which a person wants an answer to Ctrl-C
-NO_BLOCKS = np.empty((0, 0, 0, 0), np.uint8)
+LARGEST_REMEMBERED = 1 << 16  # bytes that a plan holds
 FLOAT64, UINT8 = np.dtype(np.float64), np.dtype(np.uint8)
 CANCELLED = 1 << 62  # a task that does not exist: each thread then finds that none is left
 SPARES, LARGEST_SPARE = 4, 1 << 22  # blocks of memory that are kept for later calls, and bytes
@@ -151,7 +153,7 @@ class Plan:
             function.name: functions.tile_function(function)
             for function in functions.given(problem)
         }
-        self._problem = problem if self._functions else None
+        self._problem = _without_numbers(problem) if self._functions else None
         o = self._options(kernel, problem)
         self._held = {
             "mask": NO_MASK if problem.attn_mask is None else problem.attn_mask,
@@ -182,17 +184,16 @@ class Plan:
 
     def _options(self, kernel: Kernel, problem: Problem) -> Any:
         """Everything that is small, the functions, and where the rows of each sequence are."""
-        (B, _, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
+        (B, H, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
         rows = problem.sequences or one_per_entry(B, Lq, Lk)
-        # Of packed sequences nothing is asked ahead: each has blocks of its own.
-        is_skipping = kernel.skips and problem.mask_mod is not None and problem.sequences is None
+        is_skipping = kernel.skips and problem.mask_mod is not None
+        blocks = functions.blocks_of(problem) if is_skipping else functions.no_blocks(H)
         addresses = {name: getattr(self._functions.get(name), "address", 0) for name in NAMES}
         return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals
             *options(problem), queries=np.ascontiguousarray(rows.queries),
             pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
             ids=rows.ids, page_size=rows.page_size, **addresses,
-            failed=np.zeros(1, np.int64),
-            blocks=functions.blocks_of(problem) if is_skipping else NO_BLOCKS,
+            **blocks._asdict(), failed=None,
         )  # fmt: skip
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -205,8 +206,6 @@ class Plan:
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """O and L for arrays of the shapes, strides and dtypes that were planned."""
         O, L, is_finite = self._launch(self._line.copy(), q, k, v)
-        if self._problem is not None and self._held["failed"][0]:
-            functions.raise_again(self._problem)
         if not is_finite:
             with np.errstate(all="ignore"):
                 factor = factor_against_overflow(v.astype(self.compute, copy=False), self._num_keys)
@@ -233,14 +232,20 @@ class Plan:
             self._run(line)
         if len(_spares) < SPARES and memory.nbytes <= LARGEST_SPARE:
             _spares.append(memory)
+        if self._problem is not None and line[self._counters + FAILED]:
+            functions.raise_again(self._problem)
         return O, L, not line[self._counters + NONFINITE]
 
     def _run(self, line: NDArray[np.int64]) -> None:
         pool().run(self._kernel, address(line), self.workers)
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
-        """Whether ``run`` may be called with arrays as ``given``: nothing had to be converted."""
-        return all(x.dtype == problem.dtype and self._is_readable(x) for x in given)
+        """Whether ``run`` may be called with arrays as ``given``, and the plan be remembered.
+
+        Nothing had to be converted, and it holds little: where blocks are many, calls are long.
+        """
+        is_light = sum(array.nbytes for array in self._held.values()) <= LARGEST_REMEMBERED
+        return is_light and all(x.dtype == problem.dtype and self._is_readable(x) for x in given)
 
     def _is_readable(self, array: NDArray[Any]) -> bool:
         """Whether a kernel can read it in place; of 16-bit numbers it reads the bits."""
@@ -258,6 +263,13 @@ class Plan:
     def _copy(self, array: NDArray[Any]) -> NDArray[Any]:
         is_widened = array.itemsize != self.storage.itemsize
         return np.require(array, self.storage if is_widened else None, ["C", "ALIGNED"])
+
+
+def _without_numbers(problem: Problem) -> Problem:
+    """``problem`` with zeros for q, k and v, which take no memory; a plan may outlive them."""
+    given = (problem.q, problem.k, problem.v)
+    q, k, v = (np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in given)
+    return replace(problem, q=q, k=k, v=v)
 
 
 def _signature(storage: np.dtype[Any]) -> Any:

@@ -128,7 +128,7 @@ def visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c):
     i_last, rows, _ = panel_rows(Lq, itemsize, last - 1)
     start, stop = key_range(i_start, i_last + rows, offset, o.left, o.right, length)
     if o.mask_mod:
-        start, stop, _ = seen_range(o.blocks, b, h, i_start, i_last + rows, start, stop)
+        start, stop, _ = seen_range(o, b, h, i_start, i_last + rows, start, stop)
     start = start // ROWS * ROWS
     blocks = max(1, -(-(stop - start) // B_c))
     # Blocks of equal size: a short tile has as much overhead as a long one.
@@ -148,7 +148,7 @@ def visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c):
             j1 = min(block_stop, whole_tiles(high))
             all_seen = True
             if o.mask_mod:
-                j0, j1, all_seen = seen_range(o.blocks, b, h, i0, end, j0, j1)
+                j0, j1, all_seen = seen_range(o, b, h, i0, end, j0, j1)
             if j0 < j1:
                 full = all_seen and is_full(i0, end, j0, j1, offset, o.left, o.right, length)
                 K, V = rows_from(K_j, j0 - block), rows_from(V_j, j0 - block)
