@@ -341,32 +341,23 @@ def _dispatcher(function: FunctionType, arguments: tuple[Any, ...]) -> tuple[Any
 def _looped(given: Function, function: Any) -> Any:
     """The loop over a tile around ``function``, the dispatcher of ``given``, compiled."""
 
-    def scores(S, failed, b, h, i, j, lines, length, stride, is_transposed):
-        try:
-            for y in range(lines):
-                for x in range(length):
-                    at = y * stride + x
-                    if is_transposed:
-                        S[at] = function(S[at], b, h, i + x, j + y)
-                    else:
-                        S[at] = function(S[at], b, h, i + y, j + x)
-        except Exception:
-            failed[0] = 1
-
-    def seen(S, failed, b, h, i, j, lines, length, stride, is_transposed):
-        try:
-            for y in range(lines):
-                for x in range(length):
-                    at = y * stride + x
-                    if is_transposed:
-                        S[at] &= function(b, h, i + x, j + y)
-                    else:
-                        S[at] &= function(b, h, i + y, j + x)
-        except Exception:
-            failed[0] = 1
-
     is_score = given.name == "score_mod"
+    changed = function
+    if not is_score:
+        changed = numba.njit(**OPTIONS)(lambda seen, b, h, i, j: seen & function(b, h, i, j))
+
+    def loop(S, failed, b, h, i, j, lines, length, stride, is_transposed):
+        try:
+            for y in range(lines):
+                for x in range(length):
+                    at = y * stride + x
+                    if is_transposed:
+                        S[at] = changed(S[at], b, h, i + x, j + y)
+                    else:
+                        S[at] = changed(S[at], b, h, i + y, j + x)
+        except Exception:
+            failed[0] = 1
+
     item = numba.from_dtype(given.compute) if is_score else types.uint8
     signature = types.void(types.CPointer(item), types.CPointer(I64), *[I64] * 8)
-    loop = scores if is_score else seen
     return numba.cfunc(signature, **OPTIONS, boundscheck=False)(loop)
