@@ -426,11 +426,13 @@ def attention(
     key = None
     if (
         attn_mask is None and attn_bias is None and kv_lengths is None and alibi_slopes is None
-        and sinks is None and score_mod is None and mask_mod is None and tap is no_tap
+        and sinks is None and tap is no_tap
         and cu_seqlens_q is None and cu_seqlens_k is None and block_table is None
     ):  # fmt: skip
         window = window_size if type(window_size) is tuple else (window_size,)
-        key = remembered.key_of(q, k, v, backend, is_causal, q_offset, scale, softcap, *window)
+        key = remembered.key_of(
+            q, k, v, score_mod, mask_mod, backend, is_causal, q_offset, scale, softcap, *window
+        )
         plan = remembered.recall(key)
         if plan is not None:
             O, L = plan.run(q, k, v)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Hashable
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -142,14 +142,14 @@ def uses(function: Any, index: int) -> bool:
     return any(name in names for names in read)
 
 
-class _Same:
+class Same:
     """Equal to what holds the same object, which it keeps alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -175,7 +175,7 @@ def contents(value: Any) -> Hashable:
         library = str(getattr(value, "__module__", None)).split(".")[0]  # exec may leave it None
         is_function = isinstance(value, FunctionType) and library not in LIBRARIES
         if not is_function and not isinstance(value, (tuple, list)):
-            return _Same(value)
+            return Same(value)
         if id(value) not in numbers:
             numbers[id(value)] = len(found)
             found.append(value)
@@ -191,13 +191,21 @@ def contents(value: Any) -> Hashable:
 def _captured(function: FunctionType) -> list[Any]:
     """The values that a function finds outside of its parameters."""
     captured = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    captured += [cell.cell_contents for cell in function.__closure__ or ()]
+    captured += [_content(cell) for cell in function.__closure__ or ()]
     names = sorted(_names(function.__code__))
     for found in (function.__globals__[name] for name in names if name in function.__globals__):
         captured.append(found)
         if isinstance(found, ModuleType):  # whose attributes are compiled as constants, too
             captured += [getattr(found, name) for name in names if hasattr(found, name)]
     return captured
+
+
+def _content(cell: CellType) -> Any:
+    """What a cell holds, or itself while nothing was assigned to its variable."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return cell
 
 
 def _names(code: CodeType) -> set[str]:

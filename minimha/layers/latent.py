@@ -244,7 +244,7 @@ class LatentAttention:
     def _is_cheaper_absorbed(self, Lq: int, Lk: int) -> bool:
         """Whether Lq queries and Lk keys take fewer products in the absorbed form."""
         expanded, absorbed = self.head_dim + self.value_dim, 2 * self.latent_dim
-        return Lq * Lk * (absorbed - expanded) < (Lk - Lq) * self.latent_dim * expanded
+        return bool(Lq * Lk * (absorbed - expanded) < (Lk - Lq) * self.latent_dim * expanded)
 
     def _queries(self, x: Array, at: ArrayLike) -> Array:
         """(B, H, L, D + R), the last R numbers rotated."""

@@ -141,6 +141,13 @@ def test_contents_of_a_long_chain_and_of_circles():
     assert contents(circle) == contents(circle) != contents(odd)
 
 
+def test_a_variable_that_has_no_value_yet_is_no_mistake_until_it_is_read():
+    q = np.ones((1, 2))
+    got = attention(q, q, q, score_mod=lambda s, b, h, i, j: s if j >= 0 else later)
+    later = 1
+    np.testing.assert_array_equal(got, q * later)
+
+
 def test_which_parameters_are_used():
     def inner(b, h, i, j):
         return (lambda: h > j)()

@@ -1,14 +1,18 @@
 """Plans of problems that were seen before, so that the next call need not check and plan again.
 
-A plan is found by everything that it depends on. Only plain arrays and options that are numbers are
-remembered; types count, because True is no width of a window although it equals 1.
+A plan is found by everything that it depends on. Only plain arrays, functions and options that are
+numbers are remembered; types count, because True is no width of a window although it equals 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
+
+from minimha.equations.block_mask import BlockMask
+from minimha.equations.functions import Same, contents
 
 MOST = 1024  # plans
 NUMBERS = (type(None), bool, int, float)
@@ -16,7 +20,9 @@ NUMBERS = (type(None), bool, int, float)
 _plans: dict[Any, Any] = {}
 
 
-def key_of(q: Any, k: Any, v: Any, backend: Any, *options: Any) -> tuple[Any, ...] | None:
+def key_of(
+    q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, backend: Any, *options: Any
+) -> tuple[Any, ...] | None:
     """What a plan for these arguments is found by, or None if there can be none."""
     for array in (q, k, v):
         if type(array) is not np.ndarray or array.ndim != 4 or not array.flags.aligned:
@@ -29,8 +35,15 @@ def key_of(q: Any, k: Any, v: Any, backend: Any, *options: Any) -> tuple[Any, ..
             return None
     return (
         q.shape, k.shape, v.shape, q.strides, k.strides, v.strides, q.dtype, k.dtype, v.dtype,
-        backend, options, kinds,
+        backend, options, kinds, _computed_by(score_mod), _computed_by(mask_mod),
     )  # fmt: skip
+
+
+def _computed_by(function: Any) -> Hashable:
+    """What equal functions share; a ``BlockMask`` is itself, with what it captures now."""
+    if isinstance(function, BlockMask):
+        return Same(function), contents(function.mask_mod)
+    return None if function is None else contents(function)
 
 
 def recall(key: tuple[Any, ...] | None) -> Any:

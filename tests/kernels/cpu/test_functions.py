@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from minimha.equations import problem
 from minimha.equations.functions import contents
 from minimha.kernels import auto
 from minimha.kernels.auto import choose  # as it is: tests take dense by default
-from minimha.kernels.cpu import functions
+from minimha.kernels.cpu import backend, functions, remembered
 
 X = np.random.default_rng(0).normal(size=(1, 2, 40, 8))
 SETTINGS = types.ModuleType("settings")
@@ -38,6 +39,30 @@ def test_equal_functions_are_compiled_once(monkeypatch):
     on_cpu(score_mod=adding(0.25))
     monkeypatch.setattr(functions, "_compile", None)
     on_cpu(score_mod=adding(0.25))
+
+
+def test_calls_with_equal_functions_are_planned_once(monkeypatch):
+    x = np.random.default_rng(1).normal(size=(1, 1, 40, 8))
+    results, planned, plan, array = [], [], backend.plan, weakref.ref(x)
+    monkeypatch.setattr(backend, "plan", lambda problem: planned.append(1) or plan(problem))
+    for value in (0.5, 0.5, 0.75):
+        options = {"mask_mod": lambda b, h, i, j: i >= j, "score_mod": adding(value)}
+        results.append(attention(x, x, x, **options, backend="cpu"))
+        x = x.copy()
+    assert len(planned) == 2
+    assert array() is None  # what is remembered keeps nobody's arrays
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("Lq", [40, 2])
+def test_a_call_that_fails_leaves_no_trace_in_the_next_one(Lq):
+    table, q = np.zeros(10), np.zeros((1, 1, Lq, 8))
+    options = {"score_mod": lambda s, b, h, i, j: table[int(s)], "q_offset": 0, "backend": "cpu"}
+    k, large = np.ones((1, 1, 40, 8)), np.full((1, 1, Lq, 8), 100.0)
+    for _ in range(2):
+        np.testing.assert_allclose(attention(q, k, k, **options), 1)
+        with pytest.raises(RuntimeError, match="score_mod raised an exception in machine code"):
+            attention(large, k, k, **options)
 
 
 def from_settings(s, b, h, i, j):
@@ -62,7 +87,7 @@ def test_what_is_captured_is_read_once_for_each_call(monkeypatch):
         "mask_mod": lambda b, h, i, j: table[j] == 0,
     }
     on_cpu(**options)
-    for module in (problem, functions):
+    for module in (problem, functions, remembered):
         monkeypatch.setattr(module, "contents", lambda f: read.append(f) or contents(f))
     on_cpu(**options)
     assert read == list(options.values())
