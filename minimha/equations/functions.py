@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Hashable
+from hashlib import sha256
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -169,7 +170,8 @@ def contents(value: Any) -> Hashable:
     def described(value: Any) -> Hashable:
         value = getattr(value, "py_func", value)  # of numba's dispatchers
         if isinstance(value, (np.ndarray, np.generic)):
-            return type(value), value.dtype.str, value.shape, value.tobytes()
+            digest = sha256(value.tobytes()).digest()  # a large table is not to be kept
+            return type(value), value.dtype.str, value.shape, digest
         if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
             return type(value), repr(value)
         library = str(getattr(value, "__module__", None)).split(".")[0]  # exec may leave it None
