@@ -237,9 +237,11 @@ class LatentAttention:
             if cache is not None:
                 cache.length = seen
             raise
-        concat = tap("concat", heads.swapaxes(1, 2).reshape(*rows.shape[:2], -1))
+        width = self.num_heads * self.value_dim
+        concat = tap("concat", heads.swapaxes(1, 2).reshape(*rows.shape[:2], width))
         output = tap("output", self._linear("W_o", "b_o", concat))
-        return like(x, output.reshape(*tokens.shape[:-1], -1).astype(dtype, copy=False))
+        output = output if y.ndim == 3 else output[0]
+        return like(x, output.astype(dtype, copy=False))
 
     def _is_cheaper_absorbed(self, Lq: int, Lk: int) -> bool:
         """Whether Lq queries and Lk keys take fewer products in the absorbed form."""
@@ -253,7 +255,8 @@ class LatentAttention:
             q = self._linear("W_uq", None, latents)
         else:
             q = self._linear("W_q", None, x)
-        q = q.reshape(*q.shape[:2], self.num_heads, -1).swapaxes(1, 2)
+        q = q.reshape(*q.shape[:2], self.num_heads, self.head_dim + self.rope.head_dim)
+        q = q.swapaxes(1, 2)
         parts = q[..., : self.head_dim], self.rope.rotate(q[..., self.head_dim :], at)
         return np.concatenate(parts, axis=-1)
 

@@ -84,6 +84,12 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
     assert cache.length == 4
 
 
+@pytest.mark.parametrize("is_absorbed", [False, True])
+def test_no_tokens_have_no_output(is_absorbed):
+    assert layer()(X[:, :0], is_absorbed=is_absorbed).shape == (2, 0, E)
+    assert layer()(X[0, :0], is_absorbed=is_absorbed).shape == (0, E)
+
+
 def test_a_tap_hears_the_steps_of_each_form():
     for is_absorbed, name in ((False, "k_rotated"), (True, "q_absorbed"), (None, "k_rotated")):
         trace = Trace()
