@@ -8,7 +8,6 @@ is used, and a launch costs one call.
 from __future__ import annotations
 
 import ctypes
-import re
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -19,12 +18,12 @@ from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 from cuda.bindings import driver
-from cuda.core import Program, ProgramOptions
 from numba import types
 from numpy.typing import DTypeLike, NDArray
 
 from minimha.kernels.cuda.arguments import DeviceArray, contiguous
-from minimha.kernels.cuda.launch import Launch, ptx
+from minimha.kernels.cuda.cubins import cubin
+from minimha.kernels.cuda.launch import Launch
 
 ALIGNMENT = 256  # bytes: of every allocation, and of each array that is copied with others
 KEPT = 64 << 20  # bytes that stay reserved between calls
@@ -217,14 +216,6 @@ class DeviceMemory:
         block = (launch.threads, 1, 1)
         settings = (*launch.grid, *block, launch.shared, self.stream)
         call(driver.cuLaunchKernel, function, *settings, ctypes.addressof(pointers), 0)
-
-
-def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
-    """The kernel's name and its machine code for ``cc``; neither a GPU nor a driver is needed."""
-    text = ptx(launch, cc)
-    (name,) = re.findall(r"\.visible \.entry ([\w$]+)\(", text)
-    options = ProgramOptions(arch=f"sm_{cc[0]}{cc[1]}", max_register_count=launch.registers)
-    return name, bytes(Program(text, "ptx", options).compile("cubin").code)
 
 
 # What is loaded of each kernel that somebody holds. Rungs let go of those that were compiled with a

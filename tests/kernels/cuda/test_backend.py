@@ -40,6 +40,7 @@ from minimha.kernels.cuda import (
 )
 from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda.arguments import Arrays, array_at, padded_width, to_device, to_host
+from minimha.kernels.cuda.cubins import cubin
 from minimha.kernels.cuda.launch import Launch
 from minimha.kernels.cuda.launch import ptx as ptx_of
 
@@ -795,7 +796,7 @@ def test_an_empty_grid_launches_nothing(driver):
 def test_machine_code_is_made_without_a_gpu(cc):
     problem = Problem.of(*(numbers(1, 2, 9, 16),) * 3)
     ((launch, _),) = rung1_rows.launches(problem, None, None)
-    name, code = gpu.cubin(launch._replace(registers=64), cc)
+    name, code = cubin(launch._replace(registers=64), cc)
     assert code.startswith(b"\x7fELF")
     assert name.encode() in code
 
