@@ -1,17 +1,139 @@
-"""The machine code of CUDA kernels, for one compute capability; no GPU and no driver is needed."""
+"""The machine code of CUDA kernels: from disk, or compiled and kept there; no GPU is needed for it.
+
+A kernel is a function that a rung makes for a variant of a problem. A process finds what another
+one compiled by all that tells two kernels apart: names of functions, what they capture, and
+constants that they use (``facts``); the sources of all kernels; and what compiles them.
+"""
+
+from __future__ import annotations
 
 import re
+import sys
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
+import numba
+import numpy as np
+from cuda.bindings import nvjitlink, nvvm
 from cuda.core import Program, ProgramOptions
 
+from minimha.kernels import disk
 from minimha.kernels.cuda.launch import Launch, ptx
+
+COMPILERS = (  # of CUDA 13 and of CUDA 12; the libraries' own versions say less
+    "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12",
+    "nvidia-nvjitlink-cu12",
+)  # fmt: skip
+SETTINGS = ("OPT", "DEBUGINFO_DEFAULT", "CUDA_DEBUGINFO_DEFAULT")
+# What kernels are compiled from, besides each other.
+SOURCES = ("kernels/options.py", "kernels/score.py", "equations/visibility.py")
+KEPT = 512  # variants of one kernel in a folder
+ADDRESS = " at 0x"  # in what an object without a text of its own prints
+
+
+class NoFacts(Exception):  # noqa: N818  (it states a fact about a value)
+    """A kernel captures something that no other process could recognise."""
 
 
 def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
     """The kernel's name and its machine code for compute capability ``cc``."""
+    try:
+        content = file(launch, cc).content(lambda: _compiled(launch, cc))
+    except NoFacts:
+        content = _compiled(launch, cc)
+    name, _, code = content.partition(b"\0")
+    return name.decode(), code
+
+
+def file(launch: Launch, cc: tuple[int, int]) -> disk.File:
+    """Where the machine code of a kernel is kept, after its name and a zero."""
+    kernel = facts(launch.function, {})
+    rung = launch.function.__module__.rpartition(".")[2]
+    name = f"{rung}-{launch.function.__name__}-sm_{cc[0]}{cc[1]}"
+    of_launch = [launch.signature, launch.threads, launch.registers]
+    return disk.File(name, repr([_digest_of_sources(), toolkit(), kernel, of_launch, cc]), KEPT)
+
+
+def facts(value: Any, known: dict[FunctionType, int]) -> Any:
+    """What tells ``value`` apart from others, in every process: lists, numbers and strings.
+
+    A function is told by its name, by what it captures and by the globals that it names; one that
+    is not minimha's own, such as a caller's ``score_mod``, by its instructions too. ``known`` are
+    the functions that came before; ``NoFacts`` is raised for what prints as its address only.
+    """
+    function = getattr(value, "py_func", getattr(value, "__wrapped__", value))
+    if isinstance(function, FunctionType):
+        if function in known:
+            return known[function]
+        known[function] = len(known)
+        code, named = function.__code__, function.__globals__
+        used = [named[name] for name in _names(code) if name in named]
+        captured = [cell.cell_contents for cell in function.__closure__ or ()]
+        is_own = function.__module__.startswith("minimha.")
+        return [
+            function.__module__, function.__qualname__,
+            code.co_firstlineno if is_own else _instructions(code),
+            *(facts(x, known) for x in (*captured, function.__defaults__, *used)),
+        ]  # fmt: skip
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, (tuple, list)):
+        return [type(value).__name__, *(facts(x, known) for x in value)]
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), value.shape, value.strides, sha256(value.tobytes()).hexdigest()]
+    text = repr(value)
+    if ADDRESS in text:
+        raise NoFacts(text)
+    return [type(value).__name__, text]
+
+
+def _names(code: CodeType) -> list[str]:
+    """What the code, and the code inside of it, calls by a global name, or as an attribute."""
+    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+    return [*code.co_names, *(name for x in inner for name in _names(x))]
+
+
+def _instructions(code: CodeType) -> list[Any]:
+    """What the code does, for this version of Python."""
+    constants = [_instructions(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts]
+    return [sys.implementation.cache_tag, code.co_code, code.co_names, constants]
+
+
+@cache
+def _digest_of_sources() -> str:
+    kernels = sorted((disk.PACKAGE / "kernels" / "cuda").rglob("*.py"))
+    return disk.digest([], [*kernels, *(disk.PACKAGE / source for source in SOURCES)])
+
+
+@cache
+def toolkit() -> str:
+    """Versions and settings of what turns a kernel into machine code."""
+    libraries = [_version_of(library) for library in (nvvm, nvjitlink)]
+    settings = [getattr(numba.config, name, None) for name in SETTINGS]
+    found = []
+    for name in COMPILERS:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:  # from conda, a system's toolkit, or not at all
+            continue
+    return repr([numba.__version__, found, libraries, settings])
+
+
+def _version_of(library: Any) -> Any:
+    try:
+        return library.version()
+    except Exception:  # it is not installed; then nothing can be compiled, but what is kept can run
+        return None
+
+
+def _compiled(launch: Launch, cc: tuple[int, int]) -> bytes:
+    """The kernel's name, a zero and its machine code."""
     text = ptx(launch, cc)
-    (name,) = re.findall(r"\.visible \.entry ([\w$]+)\(", text)
-    return name, machine_code(text, cc, launch.registers)
+    name: str = re.findall(r"\.visible \.entry ([\w$]+)\(", text)[0]
+    return name.encode() + b"\0" + machine_code(text, cc, launch.registers)
 
 
 def machine_code(text: str, cc: tuple[int, int], registers: int | None) -> bytes:

@@ -15,7 +15,9 @@ from kernels.cpu.test_rungs import ragged
 import minimha
 from minimha.equations import dense
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu import disk, rung1_rows
+from minimha.kernels import disk
+from minimha.kernels.cpu import rung1_rows
+from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.kernel import Kernel
 
 LIMIT = 300  # seconds, for a process that could wait for ever
@@ -136,7 +138,7 @@ def test_machine_code_that_does_not_load_is_compiled_anew(folder, caplog):
     """Whole, but no pickle of numba's."""
     assert_right(a_fresh_kernel())
     file = stored(folder)
-    disk.File("rows-float32", "").write(b"x")
+    File("rows-float32", "").write(b"x")
     (other,) = set(folder.glob("*.code")) - {file}
     other.replace(file)
     assert_right(a_fresh_kernel())
@@ -165,7 +167,7 @@ def test_what_somebody_else_could_have_written_is_not_read(harm, path, folder, m
     read = []
     monkeypatch.setattr(Path, "read_bytes", lambda self: read.append(self) or b"")
     assert disk.is_trusted(target) is False
-    file = disk.File("rows-float32", "")
+    file = File("rows-float32", "")
     monkeypatch.setattr(file, "file", name)
     assert file.read() is None
     assert read == []
@@ -215,7 +217,7 @@ def test_a_read_only_folder_is_read(tmp_path, monkeypatch):
 
 IN_A_CONTAINER = """
 import numpy as np, minimha
-from minimha.kernels.cpu import disk
+from minimha.kernels import disk
 disk._writable_folder = lambda: None  # its file system is read-only
 minimha.set_num_threads(minimha.kernels.cpu.threads.usable_cpus())
 for Lq in (1, 200):
@@ -267,12 +269,12 @@ def test_nobody_waits_for_ever(folder, monkeypatch):
 
 def test_old_versions_are_deleted(folder):
     for n in range(disk.KEPT + 3):
-        file = disk.File("rows-float32", str(n))
+        file = File("rows-float32", str(n))
         file.write(b"code")
         os.utime(folder / file.file, (n, n))
     assert len(list(folder.glob("*.code"))) == disk.KEPT
-    assert disk.File("rows-float32", str(disk.KEPT + 2)).read() == b"code"
-    assert disk.File("rows-float32", "0").read() is None
+    assert File("rows-float32", str(disk.KEPT + 2)).read() == b"code"
+    assert File("rows-float32", "0").read() is None
 
 
 def test_nothing_is_left_behind_by_a_write_that_fails(folder, monkeypatch, caplog):

@@ -167,6 +167,7 @@ def machine_code_is_ptx():
     from minimha.kernels.cuda import cubins
 
     cubins.machine_code = lambda text, cc, registers: text.encode() + b"\0"
+    cubins.toolkit = lambda: "the stand-in's"
 
 
 def start(emulation=True):
