@@ -71,6 +71,10 @@ class Driver:
         Name, grid, threads per block and shared memory of each launch that was executed.
     failures : list of Exception
         What the emulator raised; the launch then failed with CUDA_ERROR_LAUNCH_FAILED.
+    execute : callable
+        Executes a launch, in the emulator unless it is replaced. It is called with the address of
+        the module's text, the kernel's name, its grid and the threads of a block as an array of
+        six, the bytes of dynamic shared memory, and the addresses of its arguments.
     """
 
     def __init__(self, library, emulation=True):
@@ -103,14 +107,14 @@ class Driver:
 
     def _launch(self, image, name, dimensions, shared, slots):
         try:
-            self._execute(image, name, dimensions, shared, slots)
+            self.execute(image, name, dimensions, shared, slots)
         except Exception as error:  # which cannot pass through C
             traceback.print_exc()
             self.failures.append(error)
             return LAUNCH_FAILED
         return 0
 
-    def _execute(self, image, name, dimensions, shared, slots):
+    def execute(self, image, name, dimensions, shared, slots):
         if image is None:
             raise NotImplementedError("real machine code cannot be launched by the stand-in")
         kernel = emulator(ctypes.string_at(image).decode())

@@ -1,0 +1,147 @@
+"""What a kit holds: compiled kernels, a tape of calls, the package, its tests and the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SHIPPED = ("run.sh", "check.py", "cases.py", "carried.py")
+LIMIT = 60 << 20  # bytes
+
+
+def build(folder: Path, cc: tuple[int, int], sample: bool, is_for_standin: bool) -> None:
+    """Compile and write a kit; what is compiled already, in the folder or its like, is kept."""
+    os.environ["NUMBA_CACHE_DIR"] = str((folder / "cubins").resolve())
+    from kernels.cuda import standin
+
+    if standin.missing():
+        raise SystemExit(f"no kit can be built: {standin.missing()}")
+    driver = standin.start()
+    driver.configure(cc=cc)
+    if is_for_standin:
+        standin.machine_code_is_ptx()
+    _copy(folder)
+    from minimha.kernels import disk
+    from minimha.kernels.cuda import cubins
+    from tools.gpu_kit.tape import Tape
+
+    disk.folders = lambda: [folder.resolve() / "cubins" / "minimha"]
+    (folder / "toolkit.txt").write_text(cubins.toolkit())
+    driver.execute = lambda *launch: None
+    asked = _asked(cc, sample)
+    for i, launch in enumerate(asked):
+        cubins.cubin(launch, cc)
+        print(f"\r{i + 1} of {len(asked)} kernels", end="", file=sys.stderr)
+    _record(folder, Tape(driver), cc, sample)
+    for lock in folder.glob("cubins/minimha/*.lock"):
+        lock.unlink()
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"\n{folder}: {size / 2**20:.1f} MiB; copy it, and run: sh run.sh probe check")
+    if size > LIMIT:
+        raise SystemExit(f"that is more than {LIMIT >> 20} MiB")
+
+
+def _copy(folder: Path) -> None:
+    """The commands, the package and its tests."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in SHIPPED:
+        shutil.copy(HERE / name, folder / name)
+    shutil.rmtree(folder / "src", ignore_errors=True)
+    dull = shutil.ignore_patterns("__pycache__", "*.pyc", "conformance", "*.code", "*.lock")
+    for name in ("minimha", "tests"):
+        shutil.copytree(ROOT / name, folder / "src" / name, ignore=dull)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, folder / "src" / name)
+
+
+def _asked(cc: tuple[int, int], sample: bool) -> list[Any]:
+    """The kernels that the bench and, unless this is a sample, the GPU tests ask for."""
+    from minimha.kernels.cuda import cubins
+
+    launches = [] if sample else [*_of_bench(), *_of_tests(cc)]
+    found = {}
+    for launch in launches:
+        try:
+            found.setdefault(cubins.file(launch, cc).file, launch)
+        except cubins.NoFacts:  # a function that only its own process knows
+            continue
+    return list(found.values())
+
+
+def _of_bench() -> list[Any]:
+    """Of every shape that ``bench --backend cuda`` measures, the rung that takes it."""
+    from minimha.bench.gpu import SHAPES, TINY
+    from minimha.equations.problem import Problem
+    from minimha.kernels.cuda import backend
+    from minimha.kernels.cuda import driver as gpu
+    from minimha.kernels.cuda.arguments import PLACEHOLDERS
+
+    found = []
+    for shape in (*SHAPES, TINY):
+        dtype = np.dtype(getattr(import_module("ml_dtypes"), shape.dtype, shape.dtype))
+        q, k = (
+            np.broadcast_to(np.zeros((), dtype), (shape.B, h, n, shape.D))
+            for h, n in ((shape.H, shape.Lq), (shape.Hkv, shape.Lk))
+        )
+        problem = Problem.of(q, k, k, is_causal=shape.mask == "causal")
+        name, given = backend.rung_for(problem, gpu.current())
+        module = import_module(f"minimha.kernels.{name}")
+        found += [x for x, _ in module.launches(given, PLACEHOLDERS, lambda shape: 0)]
+    return found
+
+
+def _of_tests(cc: tuple[int, int]) -> list[Any]:
+    """What the GPU tests ask for: they run here, where every launch does nothing, and fail."""
+    import pytest
+
+    from minimha.kernels.cuda import driver as gpu
+
+    asked: list[Any] = []
+
+    def noted(launch: Any, cc: tuple[int, int]) -> tuple[str, bytes]:
+        asked.append(launch)
+        return "kernel", b".visible .entry kernel()\0"
+
+    kept, gpu.cubin = gpu.cubin, noted
+    gpu._functions.clear()
+    tests = str(ROOT / "tests" / "kernels" / "cuda" / "test_driver.py")
+    with open(os.devnull, "w") as silent:
+        saved, sys.stdout = sys.stdout, silent
+        try:
+            pytest.main(["--tb=no", "-p", "no:cacheprovider", tests])
+        finally:
+            sys.stdout = saved
+    gpu.cubin = kept
+    gpu._functions.clear()
+    return asked
+
+
+def _record(folder: Path, tape: Any, cc: tuple[int, int], sample: bool) -> None:
+    """Write what the calls of all cases do."""
+    from minimha.equations.problem import Problem
+    from minimha.kernels.cuda import backend
+    from tools.gpu_kit.cases import cases, label, problem
+
+    recorded = []
+    for case in cases(sample):
+        q, k, v, options = problem(case)
+        dtype = np.dtype(getattr(import_module("ml_dtypes"), case["dtype"], case["dtype"]))
+        given = Problem.of(*(x.astype(dtype) for x in (q, k, v)), **options)
+        module = import_module(f"minimha.kernels.{case['rung']}")
+        if module.unsupported(given):
+            continue
+        print(f"\r{label(case):90}", end="", file=sys.stderr)
+        one = tape.record(lambda rung=case["rung"], given=given: backend.solve(rung, given))
+        recorded.append({"case": case, **one})
+    whole = {"cc": list(cc), "cases": recorded}
+    (folder / "tape.json").write_text(json.dumps(whole))
+    np.savez_compressed(folder / "tape.npz", **tape.contents)
