@@ -19,40 +19,49 @@ LIMIT = 60 << 20  # bytes
 
 
 def build(folder: Path, cc: tuple[int, int], sample: bool, is_for_standin: bool) -> None:
-    """Compile and write a kit; what is compiled already, in the folder or its like, is kept."""
-    os.environ["NUMBA_CACHE_DIR"] = str((folder / "cubins").resolve())
+    """Compile and write a kit; what this machine has compiled before is taken from its cache."""
     from kernels.cuda import standin
 
     if standin.missing():
         raise SystemExit(f"no kit can be built: {standin.missing()}")
     driver = standin.start()
     driver.configure(cc=cc)
+    driver.execute = lambda *launch: None
     if is_for_standin:
         standin.machine_code_is_ptx()
     _copy(folder)
-    from minimha.kernels import disk
     from minimha.kernels.cuda import cubins
     from tools.gpu_kit.tape import Tape
 
-    disk.folders = lambda: [folder.resolve() / "cubins" / "minimha"]
     (folder / "toolkit.txt").write_text(cubins.toolkit())
-    driver.execute = lambda *launch: None
-    asked = _asked(cc, sample)
+    asked = [] if sample else _asked(cc)
     for i, launch in enumerate(asked):
-        cubins.cubin(launch, cc)
+        _carry(launch, cc, folder)
         print(f"\r{i + 1} of {len(asked)} kernels", end="", file=sys.stderr)
-    _record(folder, Tape(driver), cc, sample)
-    for lock in folder.glob("cubins/minimha/*.lock"):
-        lock.unlink()
+    _record(folder, Tape(driver, lambda *kernel: _carry(*kernel, folder)), sample)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"\n{folder}: {size / 2**20:.1f} MiB; copy it, and run: sh run.sh probe check")
     if size > LIMIT:
         raise SystemExit(f"that is more than {LIMIT >> 20} MiB")
 
 
+def _carry(launch: Any, cc: tuple[int, int], folder: Path) -> str:
+    """Put a kernel's machine code into the kit, compiled now if it was not before; its file."""
+    from minimha.kernels.cuda import cubins
+
+    cubins.cubin(launch, cc)
+    kept = cubins.file(launch, cc)
+    path = kept.path()
+    if path is None:
+        raise SystemExit("no kit can be built: no folder for compiled kernels can be written")
+    shutil.copy(path, folder / "cubins" / "minimha" / kept.file)
+    return kept.file
+
+
 def _copy(folder: Path) -> None:
     """The commands, the package and its tests."""
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "cubins", ignore_errors=True)
+    (folder / "cubins" / "minimha").mkdir(parents=True)
     for name in SHIPPED:
         shutil.copy(HERE / name, folder / name)
     shutil.rmtree(folder / "src", ignore_errors=True)
@@ -63,13 +72,12 @@ def _copy(folder: Path) -> None:
         shutil.copy(ROOT / name, folder / "src" / name)
 
 
-def _asked(cc: tuple[int, int], sample: bool) -> list[Any]:
-    """The kernels that the bench and, unless this is a sample, the GPU tests ask for."""
+def _asked(cc: tuple[int, int]) -> list[Any]:
+    """The kernels that the bench and the GPU tests ask for."""
     from minimha.kernels.cuda import cubins
 
-    launches = [] if sample else [*_of_bench(), *_of_tests(cc)]
     found = {}
-    for launch in launches:
+    for launch in (*_of_bench(), *_of_tests()):
         try:
             found.setdefault(cubins.file(launch, cc).file, launch)
         except cubins.NoFacts:  # a function that only its own process knows
@@ -99,7 +107,7 @@ def _of_bench() -> list[Any]:
     return found
 
 
-def _of_tests(cc: tuple[int, int]) -> list[Any]:
+def _of_tests() -> list[Any]:
     """What the GPU tests ask for: they run here, where every launch does nothing, and fail."""
     import pytest
 
@@ -125,7 +133,7 @@ def _of_tests(cc: tuple[int, int]) -> list[Any]:
     return asked
 
 
-def _record(folder: Path, tape: Any, cc: tuple[int, int], sample: bool) -> None:
+def _record(folder: Path, tape: Any, sample: bool) -> None:
     """Write what the calls of all cases do."""
     from minimha.equations.problem import Problem
     from minimha.kernels.cuda import backend
@@ -142,6 +150,6 @@ def _record(folder: Path, tape: Any, cc: tuple[int, int], sample: bool) -> None:
         print(f"\r{label(case):90}", end="", file=sys.stderr)
         one = tape.record(lambda rung=case["rung"], given=given: backend.solve(rung, given))
         recorded.append({"case": case, **one})
-    whole = {"cc": list(cc), "cases": recorded}
+    whole = {"cc": list(tape.cc), "cases": recorded}
     (folder / "tape.json").write_text(json.dumps(whole))
     np.savez_compressed(folder / "tape.npz", **tape.contents)

@@ -8,6 +8,7 @@ uploaded is kept once, whatever the number of cases. So ``check`` knows nothing 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
@@ -15,17 +16,20 @@ import numpy as np
 from cuda.bindings import driver as bindings
 from numba import types
 
-from minimha.kernels.cuda import cubins
 from minimha.kernels.cuda import driver as gpu
 
 GRANULE = 256  # bytes: the stand-in leaves one free behind each block of memory
 
 
 class Tape:
-    """Everything that was recorded; ``contents`` of memory by their digests."""
+    """Everything that was recorded; ``contents`` of memory by their digests.
 
-    def __init__(self, standin: Any) -> None:
+    ``carry`` puts the machine code of a launch's kernel into the kit and returns its file.
+    """
+
+    def __init__(self, standin: Any, carry: Callable[[Any, tuple[int, int]], str]) -> None:
         self.contents: dict[str, np.ndarray] = {}
+        self._carry, self.cc = carry, gpu.current().cc
         self._standin, self._files = standin, {}
         self._events: list[dict[str, Any]] = []
         self._blocks: dict[int, int] = {}  # where each begins, and its number on the tape
@@ -44,8 +48,7 @@ class Tape:
 
     def _named(self, launch: Any, cc: tuple[int, int]) -> tuple[str, bytes]:
         """Compile the kernel for the folder; to the stand-in it is a name and its parameters."""
-        cubins.cubin(launch, cc)
-        file = cubins.file(launch, cc).file
+        file = self._carry(launch, cc)
         name = "kernel_" + file.removesuffix(".code").rpartition("-")[2]
         self._files[name] = file
         parameters = ", ".join(f".param .b64 p{i}" for i in range(_slots(launch.signature)))

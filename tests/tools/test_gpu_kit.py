@@ -1,0 +1,139 @@
+"""The kit for a machine with a GPU: built for the stand-in, and used where little is installed."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from ctypes.util import find_library
+from pathlib import Path
+
+import pytest
+from kernels.cuda import standin
+
+pytest.importorskip("numba_cuda", reason="the extra cuda is not installed")
+pytest.importorskip("cuda.core", reason="the extra cuda is not installed")
+if standin.missing():
+    pytest.skip(standin.missing(), allow_module_level=True)
+
+LIMIT = 250  # seconds
+NUMPY_ALONE = """
+import sys
+
+class Refused:
+    def find_spec(self, name, *rest):
+        if name in ("numba", "numba_cuda", "llvmlite", "cuda", "ml_dtypes", "rich", "pytest"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refused())
+"""
+CALL = """
+import ml_dtypes, numpy as np, minimha
+from minimha.kernels.cuda import cubins
+def forbidden(*arguments): raise SystemExit("compiled again")
+cubins.ptx = forbidden
+q, k = np.ones((2, 4, 5, 16), ml_dtypes.bfloat16), np.ones((2, 2, 33, 16), ml_dtypes.bfloat16)
+print(minimha.attention(q, k, k, backend="cuda").astype(float).sum())
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A kit with a kernel of each rung."""
+    folder = tmp_path_factory.mktemp("kit") / "kit"
+    command = [sys.executable, "-m", "tools.gpu_kit", "build", folder, "--sample", "--stand-in"]
+    done = subprocess.run(
+        command, cwd=standin.TESTS.parent, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "copy it, and run" in done.stdout
+    return folder
+
+
+@pytest.fixture
+def kit(built, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(built, tmp_path / "kit"))
+
+
+def run(kit, *words, python=None):
+    """What ``run.sh`` prints, and its status; with the stand-in if no Python is given."""
+    (program, *module), environment = standin.command()
+    here = {"PYTHON": python or " ".join([program, *module]), "OUT": str(kit / "out")}
+    done = subprocess.run(
+        ["sh", kit / "run.sh", *words], env=environment | here,
+        capture_output=True, text=True, timeout=LIMIT,
+    )  # fmt: skip
+    return done.stdout + done.stderr, done.returncode
+
+
+def test_check_is_right_with_numpy_alone(kit, monkeypatch):
+    (kit / "sitecustomize.py").write_text(NUMPY_ALONE)
+    monkeypatch.setenv("PYTHONPATH", str(kit))
+    said, status = run(kit, "check")
+    assert "5 cases, 3 runs each: 5 right, 0 wrong" in said
+    assert status == 0
+    assert json.loads((kit / "out" / "check.json").read_text()) == {"cases": 5, "wrong": {}}
+
+
+def kernel_of(kit, rung):
+    (path,) = (kit / "cubins" / "minimha").glob(f"minimha-{rung}-[!m]*.code")
+    return path
+
+
+def test_check_names_what_is_wrong_and_goes_on(kit):
+    path = kernel_of(kit, "rung4_tensor_cores")
+    code = path.read_bytes()[32:]
+    assert b"ex2.approx.ftz.f32" in code
+    code = code.replace(b"ex2.approx.ftz.f32", b"lg2.approx.ftz.f32")
+    path.write_bytes(hashlib.sha256(code).digest() + code)
+    said, status = run(kit, "check")
+    assert "WRONG cuda.rung4_tensor_cores bfloat16 B=2 H=4 Hkv=2 Lq=5 Lk=33 D=16 causal: " in said
+    assert "5 cases, 3 runs each: 4 right, 1 wrong" in said
+    assert status == 1
+
+
+def test_what_is_lacking_is_said(kit):
+    tape = json.loads((kit / "tape.json").read_text())
+    (kit / "tape.json").write_text(json.dumps(tape | {"cc": [8, 0]}))
+    said, status = run(kit, "check")
+    assert "the kernels are compiled for sm_80, and this GPU is sm_90: build the kit" in said
+    assert status == 2
+    (kit / "tape.json").write_text(json.dumps(tape))
+    path = kernel_of(kit, "rung1_rows")
+    path.write_bytes(path.read_bytes()[:-1])
+    said, status = run(kit, "check")
+    assert f"cubins/minimha/{path.name} is damaged: copy the folder again" in said
+    assert status == 2
+
+
+@pytest.mark.skipif(find_library("cuda") is not None, reason="NVIDIA's driver is here")
+def test_commands_say_what_they_need(kit):
+    said, status = run(kit, "probe", "check", "all", python=sys.executable)
+    assert "Python 3." in said
+    assert "check needs NVIDIA's driver: there is no libcuda.so.1 here" in said
+    assert "all is none of probe, check, tests, bench, profile, sanitize" in said
+    assert status == 2
+    said, status = run(kit, "tests", python=f"{sys.executable} -S")
+    assert "lacking here: numpy, numba, numba_cuda" in said
+    assert status == 2
+
+
+def test_minimha_itself_finds_the_carried_kernels(kit):
+    (kit / "call.py").write_text(CALL)
+    (*command, script), environment = standin.command(kit / "carried.py")
+    environment["PYTHONPATH"] += f"{os.pathsep}{kit}"
+    done = subprocess.run(
+        [*command, script, "-m", "call"], env=environment,
+        capture_output=True, text=True, timeout=LIMIT,
+    )  # fmt: skip
+    assert done.stdout == "640.0\n", done.stderr
+
+
+def test_runs_that_differ_are_a_race(kit):
+    code = "import check, numpy as np\nprint(check.fault({}, [[np.array([1])], [np.array([2])]]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=kit, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.stdout == "its runs differ: there is a race\n", done.stderr
