@@ -71,12 +71,16 @@ def run(args: argparse.Namespace) -> None:
         )
     from minimha.kernels.cuda import ptxas
 
-    if ptxas.ptxas() is None:
-        print(
-            "minimha: ptxas is not found, so registers, stack and spill are unknown; it comes "
-            "with the CUDA toolkit",
-            file=sys.stderr,
-        )
+    for program, what in (
+        ("ptxas", "registers, stack and spill are"),
+        ("nvdisasm", "instructions per product are"),
+    ):
+        if ptxas.program(program) is None:
+            print(
+                f"minimha: {program} is not found, so {what} unknown; it comes with the CUDA "
+                f"toolkit",
+                file=sys.stderr,
+            )
     with render.busy(sys.stderr, "compiling the CUDA rungs"):
         found = [record._asdict() for record in ptxas.assembled(tuple(rungs))]
     rows = [

@@ -159,9 +159,9 @@ def test_what_ptxas_says(run):
     assert {(r["arch"], r["dtype"], r["head_dim"]) for r in records} >= {
         ("sm_80", "float32", 64), ("sm_90", "float32", 128),
     }  # fmt: skip
-    keys = "rung kernel arch dtype head_dim registers stack spill local mma ldmatrix cp_async"
-    assert list(records[0]) == keys.split()
-    assert records[0]["mma"] == 0
+    keys = "rung kernel arch dtype head_dim registers stack spill per_product tile_local local mma"
+    assert list(records[0]) == [*keys.split(), "ldmatrix", "cp_async"]
+    assert (records[0]["mma"], records[0]["per_product"]) == (0, None)
 
 
 def test_backends_say_why_not(run):

@@ -1,6 +1,7 @@
 """What the CUDA rungs compile to: PTX by numba, machine code by ptxas, without GPU or driver.
 
-References: NVIDIA, "PTX ISA"; "CUDA Compiler Driver NVCC", section on ptxas.
+References: NVIDIA, "PTX ISA"; "CUDA Compiler Driver NVCC", section on ptxas; "CUDA Binary
+Utilities", section on nvdisasm.
 """
 
 import re
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from minimha.equations.problem import Problem
+from minimha.kernels.cuda import sass
 from minimha.kernels.cuda.arguments import PLACEHOLDERS
 from minimha.kernels.cuda.launch import Launch, ptx
 from minimha.kernels.ladder import CUDA_LADDER
@@ -29,6 +31,7 @@ IN_REPORT = {  # of ptxas -v
     "spill": r"(\d+) bytes spill (?:stores|loads)",
     "registers": r"Used (\d+) registers",
 }
+IN_TILE = ("per_product", "tile_local")  # of ``sass.whole_tile``
 IN_PTX = {
     "local": r"\.local\b", "mma": r"mma\.sync", "ldmatrix": r"ldmatrix",
     "cp_async": r"cp\.async\.c[ag]",
@@ -40,7 +43,9 @@ class Assembled(NamedTuple):
 
     ``registers`` per thread, and ``stack`` and ``spill`` in bytes, are what ptxas reports, None
     where it is not found; ``local``, ``mma``, ``ldmatrix`` and ``cp_async`` count occurrences in
-    the PTX.
+    the PTX. Of the machine instructions of a whole tile, ``per_product`` is their number per
+    product on the tensor cores and ``tile_local`` how many load or store what was spilled; None
+    where nvdisasm is not found, or tensor cores are not used.
     """
 
     rung: str
@@ -51,6 +56,8 @@ class Assembled(NamedTuple):
     registers: int | None
     stack: int | None
     spill: int | None
+    per_product: float | None
+    tile_local: int | None
     local: int
     mma: int
     ldmatrix: int
@@ -58,12 +65,12 @@ class Assembled(NamedTuple):
 
 
 @cache
-def ptxas() -> str | None:
-    """The path of ptxas, from PATH or NVIDIA's Python packages; None if it is not found."""
-    found = shutil.which("ptxas")
+def program(name: str) -> str | None:
+    """The path of ptxas or nvdisasm, from PATH or NVIDIA's Python packages; None if not found."""
+    found = shutil.which(name)
     spec = None if found else find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
-        for path in sorted(Path(folder).glob("**/bin/ptxas")):
+        for path in sorted(Path(folder).glob(f"**/bin/{name}")):
             return str(path)
     return found
 
@@ -100,21 +107,32 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
 
 
 def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
-    """What ptxas reports on a kernel's PTX, by the names in ``IN_REPORT``; None without ptxas.
+    """What ptxas makes of a kernel's PTX, by the names in ``IN_REPORT`` and ``IN_TILE``.
 
-    ``arch`` is such as "sm_90", ``registers`` the most that one thread may use. If ptxas refuses
-    the kernel, a RuntimeError has its own words.
+    They are None without ptxas, and the latter without nvdisasm. ``arch`` is such as "sm_90",
+    ``registers`` the most that one thread may use. If ptxas refuses the kernel, a RuntimeError has
+    its own words.
     """
-    program = ptxas()
-    if program is None:
-        return dict.fromkeys(IN_REPORT)
+    ptxas = program("ptxas")
+    if ptxas is None:
+        return dict.fromkeys((*IN_REPORT, *IN_TILE))
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
+        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(text)
         limit = [] if registers is None else [f"-maxrregcount={registers}"]
-        command = [program, f"-arch={arch}", "-v", *limit, str(source), "-o", f"{folder}/kernel"]
+        command = [ptxas, f"-arch={arch}", "-v", *limit, str(source), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    report = done.stdout + done.stderr
-    if done.returncode:
-        raise RuntimeError(f"ptxas refuses a kernel for {arch}: {report.strip()}")
-    return {name: sum(map(int, re.findall(p, report))) for name, p in IN_REPORT.items()}
+        report = done.stdout + done.stderr
+        if done.returncode:
+            raise RuntimeError(f"ptxas refuses a kernel for {arch}: {report.strip()}")
+        found = {name: sum(map(int, re.findall(p, report))) for name, p in IN_REPORT.items()}
+        return found | _in_whole_tile(cubin)
+
+
+def _in_whole_tile(cubin: Path) -> dict[str, Any]:
+    nvdisasm = program("nvdisasm")
+    names = sass.whole_tile(sass.disassemble(nvdisasm, cubin)) if nvdisasm else []
+    if not names:
+        return dict.fromkeys(IN_TILE)
+    per_product = round(sass.per_product(names), 2)
+    return dict(zip(IN_TILE, (per_product, sum(name in sass.LOCAL for name in names)), strict=True))

@@ -6,7 +6,8 @@ key to the last: S_ij, packed in pairs, is already where ``mma`` expects P_ij. S
 Q_i and two tiles each of K and V. While the warps work on one tile, ``cp.async`` copies the next
 past the registers, and one barrier per tile keeps the two apart. ``ldmatrix`` reads the same column
 of eight rows at a time, which would be in the same banks; so the 16-byte chunks of a row are
-swizzled: a chunk's index is XORed with the row's.
+swizzled: a chunk's index is XORed with the row's. A lane computes the address of its first chunk;
+all others are an exclusive or and an immediate away.
 
 Why it should be faster: a tensor core does with one instruction what takes a warp 64 fused
 multiply-adds, each number that is read from shared memory takes part in more of them, and no thread
@@ -69,8 +70,6 @@ def blocks(made_for: Variant) -> tuple[int, int]:
     is_tight = options.has_mask or not is_plain or width == 112
     if width > 128:
         return 64, 16 if is_tight else 32
-    if width == 128 and not is_tight:
-        return 128, 48
     return 64 if is_tight and width > 64 else 128, 32 if is_tight else 64
 
 
@@ -134,8 +133,9 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     tiles = fragments.MmaTiles(W, dtype, B_r, B_c, WARPS)
     M = tiles.M
     S_size, O_size = 4 * M * tiles.N, 4 * M * tiles.chunks  # numbers of a thread
+    step = np.int32(B_c)  # in 32 bits, as what is computed from j
     stage = B_c * W * 2  # bytes of a tile of K or V
-    hides_keys = options.hide_keys
+    hides_keys, alignment = options.hide_keys, fragments.ALIGNMENT
     place, first = fragments.lane_and_row(tiles), fragments.first_chunk(tiles)
     prefetch, store = fragments.prefetch_tile(tiles), fragments.store_tile(tiles)
     multiply_keys, multiply_values = fragments.mma_keys(tiles), fragments.mma_values(tiles)
@@ -159,7 +159,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         kv = np.int32(np.uint32(h) // np.uint32(np.uint32(o.H) // np.uint32(o.Hkv)))
         j_start, j_stop, full_start, full_stop = masks.tile_bounds(i_start, i_stop, b, o)
 
-        Q_i = ptx.shared_address(cuda.shared.array(0, types.uint8, alignment=16))
+        Q_i = ptx.shared_address(cuda.shared.array(0, types.uint8, alignment=alignment))
         K, V = Q_i + B_r * W * 2, Q_i + B_r * W * 2 + 2 * stage
         K_at, V_at = first(t, k, b, kv, j_start), first(t, v, b, kv, j_start)
         O_at = row_address(O, b, h, i_start, 2)
@@ -185,18 +185,19 @@ def kernel(made_for: Variant) -> Callable[..., None]:
             prefetch(t, V, V_at, 2 * v.row, B_c, remaining)
             ptx.cp_async_commit_group()
         now, has_marks = 0, False
-        for j in range(j_start, j_stop, B_c):  # line 6
+        for j in range(j_start, j_stop, step):  # line 6
+            j_next = np.int32(j + B_c)
             K_j, V_j = K + now, V + now
             now = stage - now
-            is_partial = hides_keys or j < full_start or j + B_c > full_stop
+            is_partial = hides_keys or j < full_start or j_next > full_stop
             wait_for_all()
             # From here on all threads see K_j and V_j, and none reads the other two any more.
             cuda.syncthreads()
-            if j + B_c < j_stop:
+            if j_next < j_stop:
                 K_at += 2 * B_c * k.row
                 V_at += 2 * B_c * v.row
-                prefetch(t, K + now, K_at, 2 * k.row, B_c, j_stop - j - B_c)
-                prefetch(t, V + now, V_at, 2 * v.row, B_c, j_stop - j - B_c)
+                prefetch(t, K + now, K_at, 2 * k.row, B_c, j_stop - j_next)
+                prefetch(t, V + now, V_at, 2 * v.row, B_c, j_stop - j_next)
             ptx.cp_async_commit_group()
             if is_partial:
                 visible[0] = visible_in(t, mask, bias, o, b, h, i_start, j, 0)

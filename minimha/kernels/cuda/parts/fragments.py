@@ -6,7 +6,6 @@ are. A chunk is 16 bytes of a row, what a thread copies at once.
 
 from typing import Any, NamedTuple
 
-import numpy as np
 from numba import cuda, float32, int32, types, uint32, uint64
 
 from minimha.kernels.cuda import ptx
@@ -75,9 +74,16 @@ class MmaTiles(NamedTuple):
         return self.width // 8
 
     @property
+    def row_bytes(self) -> int:
+        return 2 * self.width
+
+    @property
     def rows_at_once(self) -> int:
         """Rows that all threads copy in one pass."""
         return 32 * self.warps // self.chunks
+
+
+ALIGNMENT = 512  # of a tile in shared memory, in bytes: as long as a group of chunks can be
 
 
 def swizzled(row: int, chunk: int, chunks: int) -> int:
@@ -96,6 +102,23 @@ def swizzled(row: int, chunk: int, chunks: int) -> int:
 
 
 offset_in_tile = device(swizzled)
+
+
+def moved(place: int, d: int, chunks: int) -> int:
+    """Address of the chunk that is d further in its row than the one at ``place``.
+
+    That is chunk 0 or 1 of the row, and d is even. Within a group of chunks, their number a power
+    of 2, the swizzle is undone and done again by one exclusive or; from group to group nothing
+    changes, nor does it from row to row 16 further, so that this is an immediate of the load.
+
+    >>> [moved(swizzled(1, 0, 4), d, 4) == swizzled(1, d, 4) for d in (0, 2)]
+    [True, True]
+    """
+    in_group = d % (chunks & -chunks)
+    return (place ^ (16 * in_group)) + 16 * (d - in_group)
+
+
+move = device(moved)
 
 
 def lane_and_row(tiles: MmaTiles) -> Any:
@@ -141,17 +164,23 @@ def prefetch_tile(tiles: MmaTiles) -> Any:
 
     ``X`` is thread t's ``first_chunk``. Of the ``rows`` rows those beyond ``present`` become 0.
     """
-    chunks, at_once = tiles.chunks, tiles.rows_at_once
+    chunks, at_once, tile_row = tiles.chunks, tiles.rows_at_once, tiles.row_bytes
     copies = is_copied(tiles)
+    is_regular = at_once % 8 == 0  # then a thread's chunks are swizzled alike
 
     @device
     def prefetch(t, to, X, row_bytes, rows, present):
-        first, chunk = t // chunks, t % chunks
+        t = uint32(t)
+        first, chunk = int32(t // uint32(chunks)), int32(t % uint32(chunks))
+        place, left = uint32(to + offset_in_tile(first, chunk, chunks)), int32(present - first)
         for r in range(-(-rows // at_once)):
-            row = np.int32(first + r * at_once)
-            if copies(t, row, rows):
-                size = 16 if row < present else 0
-                ptx.cp_async_16(to + offset_in_tile(row, chunk, chunks), X, size)
+            further = int32(r * at_once)
+            if copies(t, first + further, rows):
+                if is_regular:
+                    at = place + uint32(further * tile_row)
+                else:
+                    at = uint32(to + offset_in_tile(first + further, chunk, chunks))
+                ptx.cp_async_16(at, X, 16 if further < left else 0)
             X += at_once * row_bytes
 
     return prefetch
@@ -160,8 +189,19 @@ def prefetch_tile(tiles: MmaTiles) -> Any:
 def mma_keys(tiles: MmaTiles) -> Any:
     """multiply_keys(t, Q_i, K_j, S): line 8, S_ij = Q_i K_jᵀ."""
     M, N, chunks, mma = tiles.M, tiles.N, tiles.chunks, FORMATS[tiles.dtype].mma_in
-    A_size, S_size = 4 * M, 4 * M * N
+    A_size, S_size, row_bytes = 4 * M, 4 * M * N, tiles.row_bytes
+    half = chunks // 4 * 2
     place = lane_and_row(tiles)
+
+    @device
+    def add_columns(Q_lane, K_lane, d, A, B, S):
+        for i in range(M):
+            ptx.ldmatrix_x4(A, 4 * i, move(Q_lane, d, chunks) + 16 * i * row_bytes)
+        for n in range(0, N, 2):
+            ptx.ldmatrix_x4(B, 0, move(K_lane, d, chunks) + 8 * n * row_bytes)
+            for i in range(M):
+                mma(S, 4 * (i * N + n), A, 4 * i, B, 0)
+                mma(S, 4 * (i * N + n + 1), A, 4 * i, B, 2)
 
     @device
     def multiply_keys(t, Q_i, K_j, S):
@@ -170,23 +210,20 @@ def mma_keys(tiles: MmaTiles) -> Any:
         B = cuda.local.array(4, types.uint32)
         for e in range(S_size):
             S[e] = 0
-        for d in range(0, chunks, 2):
-            for i in range(M):
-                row = first_row + 16 * i + (lane & 15)
-                ptx.ldmatrix_x4(A, 4 * i, Q_i + offset_in_tile(row, d + (lane >> 4), chunks))
-            for n in range(0, N, 2):
-                key = 8 * n + (lane & 7) + ((lane >> 4) << 3)
-                ptx.ldmatrix_x4(B, 0, K_j + offset_in_tile(key, d + ((lane >> 3) & 1), chunks))
-                for i in range(M):
-                    mma(S, 4 * (i * N + n), A, 4 * i, B, 0)
-                    mma(S, 4 * (i * N + n + 1), A, 4 * i, B, 2)
+        Q_lane = uint32(Q_i + offset_in_tile(first_row + (lane & 15), lane >> 4, chunks))
+        key = (lane & 7) + ((lane >> 4) << 3)
+        K_lane = uint32(K_j + offset_in_tile(key, (lane >> 3) & 1, chunks))
+        for d in range(0, half, 2):  # LLVM unrolls two loops that are too long for it as one
+            add_columns(Q_lane, K_lane, d, A, B, S)
+        for d in range(half, chunks, 2):
+            add_columns(Q_lane, K_lane, d, A, B, S)
 
     return multiply_keys
 
 
 def mma_values(tiles: MmaTiles) -> Any:
     """multiply_values(t, V_j, P, O): line 10, O_i + P_ij V_j."""
-    M, N, chunks = tiles.M, tiles.N, tiles.chunks
+    M, N, chunks, row_bytes = tiles.M, tiles.N, tiles.chunks, tiles.row_bytes
     _, _, pack, _, mma = FORMATS[tiles.dtype]
     A_size = 4 * M
     place = lane_and_row(tiles)
@@ -196,14 +233,14 @@ def mma_values(tiles: MmaTiles) -> Any:
         lane, _ = place(t)
         A = cuda.local.array(A_size, types.uint32)
         B = cuda.local.array(4, types.uint32)
+        V_lane = uint32(V_j + offset_in_tile(lane & 15, lane >> 4, chunks))
         for j in range(N // 2):
             for i in range(M):
                 for a in range(4):
                     e = 4 * (i * N + 2 * j) + 2 * a
                     A[4 * i + a] = pack(P[e], P[e + 1])
             for d in range(0, chunks, 2):
-                key = 16 * j + (lane & 15)
-                ptx.ldmatrix_x4_trans(B, 0, V_j + offset_in_tile(key, d + (lane >> 4), chunks))
+                ptx.ldmatrix_x4_trans(B, 0, move(V_lane, d, chunks) + 16 * j * row_bytes)
                 for i in range(M):
                     mma(O, 4 * (i * chunks + d), A, 4 * i, B, 0)
                     mma(O, 4 * (i * chunks + d + 1), A, 4 * i, B, 2)

@@ -202,10 +202,16 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
     maximum = maximum_over(1, 2)
+    # ptxas moves nothing past a branch. Where registers are scarce there is one before the products
+    # with V_j: otherwise P_ij would be added up only after them, and be kept beside its packed
+    # form. Where they are not, exponentials and O_i may wait until the tensor cores are busy.
+    are_scarce = tiles.width > 64
 
     @device
     def update_softmax(S, O, m, l, factor):
         """Lines 9 and 10: m_i, P_ij in the place of S_ij, l_i; O_i for the new maximum."""
+        corrections = cuda.local.array((M, 2), float32)
+        is_new = uint32(0)
         for i in range(M):
             for half in range(2):
                 e = 2 * half
@@ -226,8 +232,11 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
                         S[4 * (i * N + n) + e + x] = ptx.ex2_approx(power)
                         total += S[4 * (i * N + n) + e + x]
                 l[i, half] = correction * l[i, half] + total
-                for d in range(chunks):
-                    O[4 * (i * chunks + d) + e] *= correction
-                    O[4 * (i * chunks + d) + e + 1] *= correction
+                corrections[i, half] = correction
+                is_new |= uint32(correction != float32(1))
+        if not are_scarce or ptx.ballot(is_new) != uint32(0):
+            for i in range(M):
+                for x in range(4 * chunks):
+                    O[4 * i * chunks + x] *= corrections[i, x // 2 % 2]
 
     return update_softmax

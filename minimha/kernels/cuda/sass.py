@@ -1,0 +1,87 @@
+"""The machine instructions (SASS) that ptxas makes of a kernel, as nvdisasm lists them.
+
+What is counted is one whole tile: the body of the loop with the most products on the tensor cores,
+from its head to the branch back. A part that a branch can skip is left out if it selects (SEL,
+FSEL), since that is how a partial tile is masked; what else can be skipped, such as the copy of the
+next tile or the rescaling of O_i, counts.
+
+References: NVIDIA, "CUDA Binary Utilities", section on nvdisasm.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+TENSOR_CORE = ("HMMA", "HGMMA")  # mma.sync, wgmma
+LOCAL = ("LDL", "STL")  # what spills load and store
+INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*?);")
+LABEL = re.compile(r"(\.L_\w+):")
+
+
+class Instruction(NamedTuple):
+    """Its name, such as ``HMMA``, and the index of the instruction that it branches to, if any."""
+
+    name: str
+    target: int | None
+
+
+def disassemble(nvdisasm: str, cubin: Path) -> list[Instruction]:
+    """The instructions of the one kernel in the file ``cubin``; ``nvdisasm`` is that program."""
+    command = [nvdisasm, "-c", str(cubin)]
+    return parse(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def parse(listing: str) -> list[Instruction]:
+    """The instructions of a listing by nvdisasm.
+
+    >>> parse('''
+    ... .L_x_1:
+    ...         /*0000*/                   HMMA.16816.F32 R4, R8, R2, R4 ;
+    ...         /*0010*/               @P0 BRA `(.L_x_1) ;
+    ... ''')
+    [Instruction(name='HMMA', target=None), Instruction(name='BRA', target=0)]
+    """
+    found: list[tuple[str, ...]] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(found)
+        elif instruction := INSTRUCTION.match(line):
+            found.append(instruction.groups())
+    return [
+        Instruction(name.split(".")[0], _target(name, operands, labels)) for name, operands in found
+    ]
+
+
+def _target(name: str, operands: str, labels: dict[str, int]) -> int | None:
+    # BRA.DIV leaves for a copy of the code that serves warps whose lanes have diverged.
+    label = re.search(r"\.L_\w+", operands)
+    is_branch = name.startswith("BRA") and ".DIV" not in name
+    return labels.get(label[0]) if label and is_branch else None
+
+
+def whole_tile(instructions: list[Instruction]) -> list[str]:
+    """The names of the instructions of one whole tile, in order; none without tensor cores."""
+    loops = [
+        (-sum(one.name in TENSOR_CORE for one in instructions[one.target : last]), last, one.target)
+        for last, one in enumerate(instructions)
+        if one.target is not None and one.target <= last
+    ]
+    if not loops or min(loops)[0] == 0:
+        return []
+    _, last, at = min(loops)
+    names = []
+    while at <= last:
+        name, target = instructions[at]
+        names.append(name)
+        at += 1
+        if target is not None and at < target <= last:
+            skipped = {one.name for one in instructions[at:target]}
+            at = target if skipped & {"SEL", "FSEL"} else at
+    return names
+
+
+def per_product(names: list[str]) -> float:
+    """Instructions per product on the tensor cores, of a tile that has products."""
+    return len(names) / sum(name in TENSOR_CORE for name in names)
