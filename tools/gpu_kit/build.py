@@ -26,7 +26,6 @@ def build(folder: Path, cc: tuple[int, int], sample: bool, is_for_standin: bool)
         raise SystemExit(f"no kit can be built: {standin.missing()}")
     driver = standin.start()
     driver.configure(cc=cc)
-    driver.execute = lambda *launch: None
     if is_for_standin:
         standin.machine_code_is_ptx()
     _copy(folder)
@@ -34,11 +33,12 @@ def build(folder: Path, cc: tuple[int, int], sample: bool, is_for_standin: bool)
     from tools.gpu_kit.tape import Tape
 
     (folder / "toolkit.txt").write_text(cubins.toolkit())
+    _record(folder, Tape(driver, lambda *kernel: _carry(*kernel, folder)), sample)
+    driver.execute = lambda *launch: None
     asked = [] if sample else _asked(cc)
     for i, launch in enumerate(asked):
         _carry(launch, cc, folder)
         print(f"\r{i + 1} of {len(asked)} kernels", end="", file=sys.stderr)
-    _record(folder, Tape(driver, lambda *kernel: _carry(*kernel, folder)), sample)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"\n{folder}: {size / 2**20:.1f} MiB; copy it, and run: sh run.sh probe check")
     if size > LIMIT:
@@ -108,7 +108,7 @@ def _of_bench() -> list[Any]:
 
 
 def _of_tests() -> list[Any]:
-    """What the GPU tests ask for: they run here, where every launch does nothing, and fail."""
+    """What the GPU tests ask for, besides what is loaded: they run, launch nothing, and fail."""
     import pytest
 
     from minimha.kernels.cuda import driver as gpu
@@ -119,8 +119,7 @@ def _of_tests() -> list[Any]:
         asked.append(launch)
         return "kernel", b".visible .entry kernel()\0"
 
-    kept, gpu.cubin = gpu.cubin, noted
-    gpu._functions.clear()
+    gpu.cubin = noted
     tests = str(ROOT / "tests" / "kernels" / "cuda" / "test_driver.py")
     with open(os.devnull, "w") as silent:
         saved, sys.stdout = sys.stdout, silent
@@ -128,8 +127,6 @@ def _of_tests() -> list[Any]:
             pytest.main(["--tb=no", "-p", "no:cacheprovider", tests])
         finally:
             sys.stdout = saved
-    gpu.cubin = kept
-    gpu._functions.clear()
     return asked
 
 
