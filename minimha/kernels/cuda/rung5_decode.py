@@ -39,7 +39,7 @@ from minimha.kernels.cuda.parts.mask import Row, ScoreOptions, row_options, scor
 from minimha.kernels.cuda.parts.rows import GLOBAL_F32, GLOBAL_U32, load_row, row_address, store_row
 
 WARPS = 2  # per block: fewer waste less of the registers
-WARPS_PER_MULTIPROCESSOR = 16  # enough splits to give each multiprocessor this many
+REGISTERS = 65536  # of a multiprocessor; they decide how many warps run at once
 SPLIT = 64  # the fewest keys per split: fewer are not worth a merge
 MERGERS = 8  # warps that merge the splits of a row
 SIGNATURE = (*ADDRESSES[:6], types.uint64, types.uint64, types.int32)
@@ -72,8 +72,8 @@ def launches(
 ) -> Launches:  # fmt: skip
     """Return the two kernels and what they are called with.
 
-    There are as many ``splits`` of the keys as keep ``multiprocessors`` busy, unless a number is
-    given.
+    There are as many ``splits`` of the keys as ``multiprocessors`` run at once, unless a number is
+    given: what does not fit would run when the others are done, on an almost empty GPU.
     """
     B, H, Lq, _ = problem.q.shape
     _, Hkv, Lk, _ = problem.k.shape
@@ -85,8 +85,8 @@ def launches(
     made_for = Variant(width, problem.dtype.name, R, options)
     tiles = B * Hkv * -(-rows // R)
     if splits is None:
-        wanted = -(-multiprocessors * WARPS_PER_MULTIPROCESSOR // tiles)
-        splits = max(1, min(wanted, Lk // SPLIT))
+        blocks = max(1, multiprocessors * blocks_at_once(made_for) // tiles)
+        splits = max(1, min(WARPS * blocks, Lk // SPLIT))
     parts_O = scratch((tiles, splits, R, width))
     parts_ml = scratch((tiles, splits, 2, R))
     rung = (_multiply_adds if itemsize == 4 else _tensor_cores)(made_for)
@@ -97,6 +97,19 @@ def launches(
         (split, (*arguments[:6], parts_O, parts_ml, splits)),
         (merge, (*arguments[5:], parts_O, parts_ml, splits)),
     ]
+
+
+def blocks_at_once(made_for: Variant) -> int:
+    """How many blocks a multiprocessor's registers are enough for, by what ptxas gives a thread."""
+    width, dtype, rows, options = made_for
+    is_wide = dtype == "float32"
+    is_plain = not (options.change_scores or options.hide_keys)
+    registers = 256
+    if width <= 64 and rows <= (4 if is_wide else 8):
+        registers = 168
+    elif width <= 128 and is_plain and not is_wide:
+        registers = 200
+    return REGISTERS // (32 * WARPS * registers)
 
 
 def rows_of_warp(rows: int, width: int, itemsize: int) -> int:

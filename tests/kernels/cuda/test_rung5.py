@@ -17,7 +17,8 @@ import emulator
 from gpu_problems import download, upload
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cuda import rung5_decode
+from minimha.kernels.cuda import ptxas, rung5_decode
+from minimha.kernels.cuda.parts.mask import ScoreOptions
 
 inf = np.inf
 DTYPES = [np.float32, ml_dtypes.bfloat16]  # a kernel for float32, and one for 16 bits
@@ -167,13 +168,13 @@ def test_an_infinite_value_is_the_output_of_the_rows_that_see_it(dtype):
 @pytest.mark.parametrize(
     ("problem", "splits"),
     [
-        ({"B": 16, "H": 32, "Hkv": 8, "Lk": 8192}, 17),  # 128 heads: 2112 warps are wanted
+        ({"B": 16, "H": 32, "Hkv": 8, "Lk": 8192}, 10),  # 128 heads, 132 × 10 warps run at once
         ({"B": 1, "H": 8, "Hkv": 8, "Lk": 8192}, 128),  # no fewer than 64 keys per split
         ({"B": 1, "H": 8, "Hkv": 8, "Lk": 63}, 1),
-        ({"B": 600, "H": 4, "Hkv": 4, "Lk": 8192}, 1),
+        ({"B": 600, "H": 4, "Hkv": 4, "Lk": 8192}, 2),  # one for each warp of a block
     ],
 )
-def test_splits_are_as_many_as_keep_the_gpu_busy(problem, splits):
+def test_splits_are_as_many_as_run_at_once(problem, splits):
     sizes = {"Lq": 1, "D": 128, **problem}
     once = np.zeros((1, 1, 1, 1), np.float16)
     q, k, v = (
@@ -187,6 +188,32 @@ def test_splits_are_as_many_as_keep_the_gpu_busy(problem, splits):
     assert given[-1] == splits
     assert [shape[1] for shape in shapes] == [splits] * 2
     assert split.grid[1] * split.threads // 32 >= splits
+
+
+@pytest.mark.parametrize(
+    ("D", "dtype", "Lq", "options"),
+    [
+        (64, np.float16, 1, {"softcap": 2.0, "attn_mask": np.ones((1, 90), bool)}),
+        (64, np.float16, 4, {}),
+        (64, np.float32, 1, {"attn_bias": np.ones((1, 90))}),
+        (128, np.float16, 4, {}),
+        (128, np.float16, 1, {"softcap": 2.0, "attn_bias": np.ones((1, 90))}),
+        (128, np.float32, 1, {}),
+    ],
+)
+def test_as_many_blocks_run_at_once_as_it_says(D, dtype, Lq, options):
+    q, k, v = ragged(Lq=Lq, Lk=90, H=32, Hkv=8, D=D, Dv=D, B=1, dtype=dtype)
+    problem = Problem.of(q, k, v, **options)
+    (split, _), _ = rung5_decode.launches(problem, (None,) * 8, lambda shape: 0)
+    made_for = rung5_decode.Variant(
+        D, q.dtype.name, rung5_decode.rows_of_warp(4 * Lq, D, dtype().itemsize),
+        ScoreOptions.of(problem),
+    )  # fmt: skip
+    registers = ptxas.by_ptxas(emulator.ptx_of(split), "sm_90", split.registers)["registers"]
+    if registers is None:
+        pytest.skip("ptxas, which says how many registers a thread has, is not found")
+    of_block = split.threads * -(-registers // 8) * 8
+    assert rung5_decode.blocks_at_once(made_for) <= rung5_decode.REGISTERS // of_block
 
 
 def test_it_says_what_it_does_not_support():
