@@ -175,6 +175,18 @@ def test_tanh_approx_is_as_coarse_as_on_a_gpu():
     assert 2.0**-14 < error <= 2.0**-11
 
 
+def test_fma_of_float64_keeps_what_its_product_would_lose():
+    if np.finfo(np.longdouble).nmant < 63:
+        pytest.skip("a longdouble is a float64 here")
+    a, b = 1 + 2.0**-30, 1 + 2.0**-33  # their product has 64 bits, of which c takes all but one
+    given = np.array([a, b, -(a + 2.0**-33)])
+    loads = "".join(f"ld.global.f64 %fd{x}, [%d0+{8 * x}];" for x in range(3))
+    fused = "fma.rn.f64 %fd3, %fd0, %fd1, %fd2; cvt.rn.f32.f64 %f1, %fd3;"
+    body = f".reg .f64 %fd<4>; {loads} {fused} st.global.f32 [%d4], %f1;"
+    (got,) = set(execute(body, given, dtype=np.float32).tolist())
+    assert got == 2.0**-63
+
+
 def test_threads_that_diverge_reconverge():
     # each lane loops its own number of times; ODD is laid out after the exit
     body = """
