@@ -21,8 +21,7 @@ from minimha.equations.functions import checked, uses
 from minimha.equations.parts import in_blocks, outline
 from minimha.equations.problem import MAX_OFFSET, Problem
 from minimha.equations.tap import Tap, no_tap
-from minimha.kernels import auto, forks  # noqa: F401  (forks registers itself)
-from minimha.kernels.cpu import remembered
+from minimha.kernels import auto, forks, remembered  # noqa: F401  (forks registers itself)
 from minimha.kernels.cpu.threads import get_num_threads, set_num_threads
 from minimha.kernels.cuda.availability import is_device_array, reason_without_cuda
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -36,7 +37,13 @@ def library_of(value: Any) -> str:
     """The name of the library whose array ``value`` is."""
     if isinstance(value, np.ndarray):  # most are, and every argument of every call is asked
         return "numpy"
-    roots = [base.__module__.split(".")[0] for base in type(value).__mro__]
+    kind: Any = type(value)
+    return _library_of(kind)
+
+
+@cache
+def _library_of(kind: Any) -> str:
+    roots = [base.__module__.split(".")[0] for base in kind.__mro__]
     named = ["jax" if root == "jaxlib" else root for root in roots]
     return next((name for name in named if name in LIBRARIES), named[0])
 

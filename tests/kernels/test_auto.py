@@ -10,9 +10,9 @@ from kernels.cpu.test_rungs import ragged
 
 from minimha import BackendUnavailable, attention
 from minimha.equations.problem import Problem
-from minimha.kernels import auto
+from minimha.kernels import auto, remembered
 from minimha.kernels.auto import choose  # before other tests are kept to "dense"
-from minimha.kernels.cpu import backend, kernel, remembered
+from minimha.kernels.cpu import backend, kernel
 
 SMALL = Problem.of(*ragged(Lq=20, Lk=30))
 
@@ -100,7 +100,7 @@ CODE = """
 import sys
 {first}
 import numpy as np, minimha
-from minimha.kernels import auto
+from minimha.kernels import auto, remembered
 x = np.random.default_rng(0).standard_normal((1, 2, 20, 8), np.float32)
 right = minimha.attention(x, x, x, backend="dense")
 auto.spent({spent})

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from minimha.equations.arguments import integer
-from minimha.kernels.cpu import remembered
+from minimha.kernels import remembered
 
 TASKS_PER_THREAD = 4  # at least, so that threads finish together
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

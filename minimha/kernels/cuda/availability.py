@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from minimha.equations.arrays import library_of
+
 ON_CUDA = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
@@ -53,6 +55,8 @@ def is_device_array(value: Any) -> bool:
     """
     if value is None or isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
         return False
+    if library_of(value) == "torch":  # asked for every argument: DLPack's answer takes 4 µs
+        return bool(value.is_cuda)
     if hasattr(value, "__dlpack_device__"):
         try:
             return int(value.__dlpack_device__()[0]) in ON_CUDA

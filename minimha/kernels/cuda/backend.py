@@ -1,8 +1,9 @@
-"""The backend "cuda": the best rung of the CUDA ladder for a problem, on the current GPU.
+"""The backend "cuda": the best rung of the CUDA ladder for a problem.
 
-NumPy arrays come through ``forward``: they are uploaded, and the result is downloaded. Arrays on a
-GPU come through ``attend``: they are read without copying, on their library's stream, and the
-result is an array of that library. In between, both take the same path, ``_solve_on_device``.
+NumPy arrays come through ``forward``: they are uploaded to the current GPU, and the result is
+downloaded. Arrays on a GPU come through ``attend``: they are read without copying, there and on
+their library's stream, and the result is an array of that library. In between, both take the same
+path, a ``Plan``; that of ``attend`` is remembered.
 """
 
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.equations.arguments import name_of
+from minimha.equations.arguments import compute_dtype, name_of
+from minimha.equations.arrays import library_of
 from minimha.equations.functions import uses
 from minimha.equations.problem import Problem
+from minimha.kernels import remembered
 from minimha.kernels.cuda import arguments as kernel_arguments
 from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda import functions
@@ -25,12 +28,15 @@ from minimha.kernels.cuda.availability import is_device_array
 from minimha.kernels.cuda.copies import STORED, copying
 from minimha.kernels.cuda.interop import as_device_array, empty_like, must_synchronize, stream_of
 from minimha.kernels.cuda.launch import Launches
+from minimha.kernels.cuda.plans import Draft, Plan
 from minimha.kernels.ladder import CUDA_LADDER, FEW_QUERIES
 
 TAKE_ARRAYS = ("cuda.rung1_rows", "cuda.rung2_tiles")  # the other rungs take addresses
 TENSOR_CORES = (8, 0)  # the first compute capability whose tensor cores the rungs can use
 SHARED = 99 << 10  # bytes of shared memory that suffice for every rung
 SMALL = ("q_offset", "kv_lengths", "alibi_slopes", "sinks")  # on the host or on the GPU
+QKV = ("q", "k", "v")
+FUNCTIONS = ("score_mod", "mask_mod")
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -70,9 +76,10 @@ def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     with gpu.DeviceMemory(gpu.current()) as memory:
         on_host = kernel_arguments.host_arrays(problem, dtype, width)
         given = {key: to_device(array, memory) for key, array in on_host.items()}
-        given["O"] = memory.scratch_array((B, H, Lq, width or Dv), dtype)
-        given["L"] = memory.scratch_array((B, H, Lq), problem.compute)
-        _solve_on_device(name, problem, given, memory)
+        given["O"] = memory.empty_array((B, H, Lq, width or Dv), dtype)
+        given["L"] = memory.empty_array((B, H, Lq), problem.compute)
+        plan = _plan(name, problem, given, memory.device)
+        plan.run({key: array.address for key, array in given.items()}, memory)
         return to_host(given["O"], memory)[..., :Dv], to_host(given["L"], memory)
 
 
@@ -135,15 +142,27 @@ def attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> 
     """``minimha.attention`` for arrays on a GPU; what it returns is of the library of q, there too.
 
     ``given`` are the arguments that may be arrays, by name, ``options`` the others. Arrays on
-    different devices or on one that is not current, a stream of another device and dtypes that
-    differ are refused, and so is what ``Problem.of`` refuses and what does not fit into the memory.
+    different devices, a stream of another device and dtypes that differ are refused, and so is what
+    ``Problem.of`` refuses and what does not fit into the memory.
     """
-    _check_all_on_gpu(given)
-    on_gpu = {name: x for name, x in given.items() if is_device_array(x)}
-    device = gpu.current()
-    _check_device(on_gpu, device)  # first, since torch exports only arrays on the current device
+    on_gpu, device = _on_gpu(given), gpu.current()
+    ordinal = _common_device(on_gpu)
+    if ordinal in (None, device.ordinal):
+        return _attend(given, on_gpu, options, return_lse, device)
+    # Before anything else, since torch exports only arrays on the current device.
+    with gpu.made_current(ordinal) as device:
+        return _attend(given, on_gpu, options, return_lse, device)
+
+
+def _attend(
+    given: dict[str, Any],
+    on_gpu: dict[str, Any],
+    options: dict[str, Any],
+    return_lse: bool,
+    device: gpu.Device,
+) -> Any:
+    """``attend`` on the current device."""
     arrays = {name: as_device_array(name, x) for name, x in on_gpu.items()}
-    _check_dtypes(arrays)
     stream = stream_of(given["q"], device.ordinal)
     if not gpu.is_stream_of(stream, device):
         raise ValueError(
@@ -154,37 +173,103 @@ def attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> 
         if array.ready_on not in (None, stream):
             gpu.wait_for(stream, array.ready_on)
     with gpu.DeviceMemory(device, stream) as memory:
-        stand_ins = {name: _stand_in(name, x, arrays, memory) for name, x in given.items()}
-        problem = Problem.of(**stand_ins, **options)
-        return _attend(given["q"], arrays, problem, return_lse, memory)
+        return _computed(given, arrays, options, return_lse, memory)
 
 
-def _attend(
-    q: Any,
+def _computed(
+    given: dict[str, Any],
     arrays: dict[str, DeviceArray],
-    problem: Problem,
+    options: dict[str, Any],
     return_lse: bool,
     memory: gpu.DeviceMemory,
 ) -> Any:
-    B, H, Lq, _ = problem.q.shape
-    shape, Dv = arrays["q"].shape[:-1], problem.v.shape[3]
-    output = empty_like(q, (*shape, Dv))
-    lse = empty_like(q, shape, problem.compute) if return_lse else None
-    if B * Lq:
-        given = {
-            key: _broadcast(array, getattr(problem, key).shape)
-            for key, array in arrays.items()
-            if key not in SMALL
-        }
-        given["O"] = _broadcast(as_device_array("output", output), (B, H, Lq, Dv))
-        if lse is None:
-            given["L"] = memory.scratch_array((B, H, Lq), problem.compute)
-        else:
-            given["L"] = _broadcast(as_device_array("lse", lse), (B, H, Lq))
-        _solve_on_device(*rung_for(problem, memory.device), given, memory)
-        if must_synchronize(q):
-            gpu.synchronize(memory.stream)
+    """The output, and L if it is wanted, by the plan for such a call."""
+    q, key = given["q"], _key(given, arrays, options, return_lse, memory.device)
+    plan: Plan | None = remembered.recall(key)
+    is_captured = gpu.is_capturing(memory.stream)
+    if plan is None:
+        if is_captured:
+            raise ValueError(_why_not_captured(given, arrays, options))
+        _check_dtypes(arrays)
+        stand_ins = {name: _stand_in(name, x, arrays, memory) for name, x in given.items()}
+        problem = Problem.of(**stand_ins, **options)
+    shape, dtype = arrays["q"].shape[:-1], arrays["q"].dtype
+    output = empty_like(q, (*shape, arrays["v"].shape[-1]))
+    lse = empty_like(q, shape, compute_dtype(dtype)) if return_lse else None
+    arrays["O"] = as_device_array("output", output)
+    if lse is not None:
+        arrays["L"] = as_device_array("lse", lse)
+    if plan is None:
+        plan = _planned(problem, arrays, memory.device)
+        if key is not None:
+            remembered.remember(key, plan)
+    if is_captured:
+        plan.keep_for_graphs()
+    plan.run({name: array.address for name, array in arrays.items()}, memory)
+    if must_synchronize(q):
+        gpu.synchronize(memory.stream)
     return (output, lse) if return_lse else output
+
+
+def _key(
+    given: dict[str, Any],
+    arrays: dict[str, DeviceArray],
+    options: dict[str, Any],
+    return_lse: bool,
+    device: gpu.Device,
+) -> tuple[Any, ...] | None:
+    """What a plan is found by, or None if it depends on what only the checks look at."""
+    functions = options["score_mod"], options["mask_mod"]
+    if functions != (None, None) or not arrays.keys().isdisjoint(SMALL):
+        return None
+    small = remembered.by_value(
+        (
+            given["q_offset"], given["kv_lengths"], given["alibi_slopes"], given["sinks"],
+            options["is_causal"], options["window_size"], options["scale"], options["softcap"],
+        )
+    )  # fmt: skip
+    if small is None:
+        return None
+    layouts = [array[1:4] for array in arrays.values()]  # shape, strides and dtype
+    beyond = [arrays[name].address % 16 for name in QKV]  # unless all are 0, there are copies
+    return (device.ordinal, return_lse, *beyond, *arrays, *layouts, *small)
+
+
+def _why_not_captured(
+    given: dict[str, Any], arrays: dict[str, DeviceArray], options: dict[str, Any]
+) -> str:
+    """Why a call without a plan cannot become part of a CUDA graph, and what to do about it."""
+    about = "the current stream is being captured into a CUDA graph"
+    for name in SMALL:
+        if name in arrays:
+            return (
+                f"{about}, but {name} is on the GPU, from where it would have to be copied to the "
+                f"host: give it on the host"
+            )
+    for name in FUNCTIONS:
+        if options[name] is not None:
+            return (
+                f"{about}, but what {name} computes is looked at anew at each call, which a graph "
+                f"does not repeat"
+            )
+    return (
+        f"{about}, but this call has still to compile kernels or to copy options: call attention "
+        f"with the same shapes, dtypes and options once before the capture"
+    )
+
+
+def _planned(problem: Problem, arrays: dict[str, DeviceArray], device: gpu.Device) -> Plan:
+    """The plan of ``problem``, whose arrays, "O" and, if it is wanted, "L" are ``arrays``."""
+    B, H, Lq, _ = problem.q.shape
+    shapes = {"O": (B, H, Lq, problem.v.shape[3]), "L": (B, H, Lq)}
+    given = {
+        name: _broadcast(array, shapes[name] if name in shapes else getattr(problem, name).shape)
+        for name, array in arrays.items()
+        if name not in SMALL
+    }
+    if B * Lq == 0:
+        return Plan(Draft(device))
+    return _plan(*rung_for(problem, device), given, device)
 
 
 def _broadcast(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
@@ -197,33 +282,38 @@ def _broadcast(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
     return array._replace(shape=shape, strides=(*[0] * missing, *steps))
 
 
-def _solve_on_device(
-    name: str, problem: Problem, given: dict[str, DeviceArray], memory: gpu.DeviceMemory
-) -> None:
-    """Write O and L with the rung of that name, for sizes and small options of ``problem``.
+def _plan(name: str, problem: Problem, given: dict[str, DeviceArray], device: gpu.Device) -> Plan:
+    """How the rung of that name writes O and L, for sizes and small options of ``problem``.
 
     ``given`` holds "q", "k", "v", "O", of any strides and of any dtype in ``copies.STORED``; "L",
-    contiguous, in the compute dtype; and "attn_mask" and "attn_bias" if there are any. They have
-    the shapes that they have in ``problem``; rows of q, k, v and O may be padded to
-    ``padded_width``. What the rung cannot read or write in place goes through a copy on the device.
+    contiguous, in the compute dtype, unless nobody wants it; and "attn_mask" and "attn_bias" if
+    there are any. They have the shapes that they have in ``problem``; rows of q, k, v and O may be
+    padded to ``padded_width``. What the rung cannot read or write in place goes through a copy on
+    the device.
     """
+    draft = Draft(device)
+    given = {key: draft.brought(key, array) for key, array in given.items()}
     dtype, width = _form(name, problem)
-    ready = given | {key: _readable(given[key], dtype, width, memory) for key in ("q", "k", "v")}
+    ready = given | {key: _readable(given[key], dtype, width, draft) for key in QKV}
     if "attn_bias" in given:
-        ready["attn_bias"] = _readable(given["attn_bias"], problem.compute, None, memory)
+        ready["attn_bias"] = _readable(given["attn_bias"], problem.compute, None, draft)
+    if "L" not in given:
+        ready["L"] = draft.scratch_array(problem.q.shape[:3], problem.compute)
     O = given["O"]
     if not _is_readable(O, dtype, width):
-        ready["O"] = memory.scratch_array((*O.shape[:3], width or O.shape[3]), dtype)
+        ready["O"] = draft.scratch_array((*O.shape[:3], width or O.shape[3]), dtype)
     if name in TAKE_ARRAYS:
         in_arrays = {key: array_at(array) for key, array in ready.items()}
         arguments: Any = kernel_arguments.as_arrays(
-            problem, in_arrays, lambda array: array_at(to_device(array, memory))
+            problem, in_arrays, lambda array: array_at(to_device(array, draft))
         )
     else:
-        arguments = kernel_arguments.as_addresses(problem, ready, memory.put_together)
-    _run(name, problem, arguments, memory)
+        arguments = kernel_arguments.as_addresses(problem, ready, draft.put_together)
+    for launch, values in _launches(name, problem, arguments, draft):
+        draft.launch(launch, values)
     if ready["O"] is not O:
-        memory.launch(*copying(ready["O"], O))
+        draft.launch(*copying(ready["O"], O))
+    return Plan(draft)
 
 
 def _form(name: str, problem: Problem) -> tuple[np.dtype[Any], int | None]:
@@ -247,7 +337,7 @@ def _is_readable(array: DeviceArray, dtype: np.dtype[Any], width: int | None) ->
 
 
 def _readable(
-    array: DeviceArray, dtype: np.dtype[Any], width: int | None, memory: gpu.DeviceMemory
+    array: DeviceArray, dtype: np.dtype[Any], width: int | None, draft: Draft
 ) -> DeviceArray:
     """``array``, or a copy in that dtype and width; a broadcast axis is copied once."""
     if _is_readable(array, dtype, width):
@@ -256,55 +346,59 @@ def _readable(
     *outer, inner = (size if step else min(size, 1) for size, step in axes)
     if width is not None:
         inner = array.shape[3]
-    copy = memory.scratch_array((*outer, width or inner), dtype)
-    memory.launch(*copying(array._replace(shape=(*outer, inner)), copy))
+    copy = draft.scratch_array((*outer, width or inner), dtype)
+    draft.launch(*copying(array._replace(shape=(*outer, inner)), copy))
     return _broadcast(copy, (*array.shape[:3], width or array.shape[3]))
 
 
-def _run(name: str, problem: Problem, arguments: Any, memory: gpu.DeviceMemory) -> None:
-    """Launch the kernels of a rung."""
+def _launches(name: str, problem: Problem, arguments: Any, draft: Draft) -> Launches:
+    """The launches of a rung."""
     settings: dict[str, Any] = {}
     if name == "cuda.rung5_decode":
-        settings["multiprocessors"] = memory.device.multiprocessors
-    launches: Launches = _module(name).launches(problem, arguments, memory.scratch, **settings)
-    for launch, values in launches:
-        memory.launch(launch, values)
+        settings["multiprocessors"] = draft.device.multiprocessors
+    launches: Launches = _module(name).launches(problem, arguments, draft.scratch, **settings)
+    return launches
 
 
 def _module(name: str) -> ModuleType:
     return import_module(f"minimha.kernels.{name}")
 
 
-def _check_all_on_gpu(given: dict[str, Any]) -> None:
-    """q, k, v, mask and bias must all be on a GPU: none of them is silently copied there."""
-    is_there = {name: is_device_array(x) for name, x in given.items() if x is not None}
-    there = next(name for name, on in is_there.items() if on)
-    for name, on in is_there.items():
-        if not on and name not in SMALL:
+def _on_gpu(given: dict[str, Any]) -> dict[str, Any]:
+    """The arrays on a GPU. None of q, k, v, mask and bias is silently copied there."""
+    on_gpu: dict[str, Any] = {}
+    on_host: dict[str, Any] = {}
+    for name, x in given.items():
+        if x is not None or name in QKV:
+            (on_gpu if is_device_array(x) else on_host)[name] = x
+    for name, x in on_host.items():
+        if name not in SMALL:
             raise TypeError(
-                f"{there} is on a GPU but {name} ({type(given[name]).__name__}) is on the host: "
+                f"{next(iter(on_gpu))} is on a GPU but {name} ({type(x).__name__}) is on the host: "
                 f"q, k, v, attn_mask and attn_bias must all be on one side"
             )
+    return on_gpu
 
 
-def _check_device(on_gpu: dict[str, Any], device: gpu.Device) -> None:
+def _common_device(on_gpu: dict[str, Any]) -> int | None:
+    """The ordinal of the one device where all arrays are; None if all are empty."""
     found = {name: _ordinal(value) for name, value in on_gpu.items()}
+    if len(set(found.values())) == 1:
+        return found["q"]
     ordinals = {name: ordinal for name, ordinal in found.items() if ordinal is not None}
+    first = ordinals.get("q", next(iter(ordinals.values()), None))
     for name, ordinal in ordinals.items():
-        if ordinal != ordinals.get("q", ordinal):
+        if ordinal != first:
             raise ValueError(
-                f"{name} is on GPU {ordinal} but q is on GPU {ordinals['q']}: all arrays must be "
-                f"on one GPU"
+                f"{name} is on GPU {ordinal} but q is on GPU {first}: all arrays must be on one GPU"
             )
-        if ordinal != device.ordinal:
-            raise ValueError(
-                f"{name} is on GPU {ordinal} but GPU {device.ordinal} is current: make GPU "
-                f"{ordinal} current first"
-            )
+    return first
 
 
 def _ordinal(value: Any) -> int | None:
     """The ordinal of the device that holds ``value``; None for an empty array that names none."""
+    if library_of(value) == "torch":
+        return int(value.device.index)
     if hasattr(value, "__dlpack_device__"):
         return int(value.__dlpack_device__()[1])
     address = value.__cuda_array_interface__["data"][0]
@@ -313,7 +407,7 @@ def _ordinal(value: Any) -> int | None:
 
 def _check_dtypes(arrays: dict[str, DeviceArray]) -> None:
     first = arrays["q"].dtype
-    for name in ("q", "k", "v"):
+    for name in QKV:
         dtype = arrays[name].dtype
         if dtype.name not in STORED:
             raise TypeError(

@@ -7,13 +7,13 @@ is used, and a launch costs one call.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
@@ -25,7 +25,7 @@ from minimha.kernels.cuda.arguments import DeviceArray, contiguous
 from minimha.kernels.cuda.cubins import cubin
 from minimha.kernels.cuda.launch import Launch
 
-ALIGNMENT = 256  # bytes: of every allocation, and of each array that is copied with others
+ALIGNMENT = 256  # bytes: of every allocation, and of each array in one with others
 KEPT = 64 << 20  # bytes that stay reserved between calls
 DEFAULT_STREAMS = (0, 1, 2)  # the legacy and the per-thread default stream belong to any device
 FORMATS = {  # a parameter of a kernel, in a slot of eight bytes
@@ -33,6 +33,16 @@ FORMATS = {  # a parameter of a kernel, in a slot of eight bytes
     types.float32: "f4x", types.float64: "d",
 }  # fmt: skip
 DYNAMIC_SHARED = 48 << 10  # bytes of shared memory beyond which a kernel must opt in
+MOST_BLOCKS = {"x": (1 << 31) - 1, "y": 65535, "z": 65535}  # of a grid, along each of its axes
+MOST_CONSTANTS, MOST_UNUSED = 1024, 1024  # those that are found again, and wait to be freed
+
+NOT_CAPTURING = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+TOO_NEW = (
+    driver.CUresult.CUDA_ERROR_INVALID_IMAGE,
+    driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU,
+    driver.CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
+)  # what a driver says to code from a newer toolkit
 
 
 class DeviceError(RuntimeError):
@@ -48,6 +58,12 @@ class Device(NamedTuple):
     shared: int  # bytes per block, at most
     pool: Any
     context: int
+
+
+class Packed(Protocol):
+    """Packed parameters: ``address`` is that of the pointers to them, eight bytes for each."""
+
+    address: int
 
 
 def call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
@@ -79,8 +95,20 @@ def current() -> Device:
     return _device(int(handle))
 
 
+@contextmanager
+def made_current(ordinal: int) -> Iterator[Device]:
+    """Make that device current for a while."""
+    device = _device(ordinal)
+    call(driver.cuCtxPushCurrent, device.context)
+    try:
+        yield device
+    finally:
+        call(driver.cuCtxPopCurrent)
+
+
 @cache
 def _device(ordinal: int) -> Device:
+    """A device, and a pool of its memory; a DeviceError if it has none."""
     handle, attribute = call(driver.cuDeviceGet, ordinal), driver.CUdevice_attribute
     attributes = (
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
@@ -95,11 +123,23 @@ def _device(ordinal: int) -> Device:
     properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = ordinal
-    pool = call(driver.cuMemPoolCreate, properties)
+    pool = _pool(properties)
     kept = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
     call(driver.cuMemPoolSetAttribute, pool, kept, driver.cuuint64_t(KEPT))
     context = int(call(driver.cuDevicePrimaryCtxRetain, handle))
     return Device(ordinal, (major, minor), count, shared, pool, context)
+
+
+def _pool(properties: Any) -> Any:
+    status, pool = driver.cuMemPoolCreate(properties)
+    if status == driver.CUresult.CUDA_ERROR_NOT_SUPPORTED:
+        raise DeviceError(
+            f"GPU {properties.location.id} has no memory pools, from which minimha allocates: a "
+            f"driver for CUDA 11.2 or later has them, but some virtual GPUs do not"
+        )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise _failure("cuMemPoolCreate", status)
+    return pool
 
 
 def device_at(address: int) -> int:
@@ -111,6 +151,13 @@ def device_at(address: int) -> int:
 def is_stream_of(stream: int, device: Device) -> bool:
     """Whether ``stream`` belongs to ``device``; the default streams belong to the current one."""
     return stream in DEFAULT_STREAMS or int(call(driver.cuStreamGetCtx, stream)) == device.context
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether work on ``stream`` becomes part of a CUDA graph; never on the legacy stream."""
+    if stream in DEFAULT_STREAMS[:2]:
+        return False
+    return bool(call(driver.cuStreamIsCapturing, stream) != NOT_CAPTURING)
 
 
 def wait_for(stream: int, other: int) -> None:
@@ -154,26 +201,26 @@ class DeviceMemory:
         A MemoryError says what does not fit, with the sizes.
         """
         size = prod(shape) * np.dtype(dtype).itemsize
+        return self.allocate(size, f"an array of shape {shape} and dtype {np.dtype(dtype)}")
+
+    def allocate(self, size: int, what: str = "the workspace of a call") -> int:
+        """Allocate ``size`` bytes and return their address, or 0 if that is none."""
         if size == 0:
             return 0
         status, address = driver.cuMemAllocFromPoolAsync(size, self.device.pool, self.stream)
         if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             free, total = call(driver.cuMemGetInfo)
             raise MemoryError(
-                f"an array of shape {shape} and dtype {np.dtype(dtype)} ({size} bytes) does not "
-                f"fit into the GPU's memory: {sum(self._held.values())} bytes are in use by this "
-                f"call, {free} of {total} bytes are free"
+                f"{what} ({size} bytes) does not fit into the GPU's memory: "
+                f"{sum(self._held.values())} bytes are in use by this call, {free} of {total} "
+                f"bytes are free"
             )
         if status != driver.CUresult.CUDA_SUCCESS:
             raise _failure("cuMemAllocFromPoolAsync", status)
         self._held[int(address)] = size
         return int(address)
 
-    def scratch(self, shape: tuple[int, ...]) -> int:
-        """Allocate float32 memory and return its address; its contents are undefined."""
-        return self.empty(shape, np.float32)
-
-    def scratch_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
+    def empty_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
         """Allocate a contiguous array; its contents are undefined."""
         return DeviceArray(self.empty(shape, dtype), shape, contiguous(shape), dtype)
 
@@ -185,17 +232,6 @@ class DeviceMemory:
             call(driver.cuMemcpyHtoDAsync, address, array.ctypes.data, array.nbytes, self.stream)
         return address
 
-    def put_together(self, arrays: list[NDArray[Any]]) -> list[int]:
-        """Copy small arrays to the device in one piece and return their addresses."""
-        starts: list[int] = []
-        whole = bytearray()
-        for array in arrays:
-            starts.append(len(whole))
-            whole += array.tobytes()
-            whole += bytes(-len(whole) % ALIGNMENT)
-        first = self.put(np.frombuffer(whole, np.uint8))
-        return [first + start for start in starts]
-
     def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return a copy of the contiguous array at ``address`` and synchronize the stream."""
         array = np.empty(shape, dtype)
@@ -204,43 +240,130 @@ class DeviceMemory:
         synchronize(self.stream)
         return array
 
-    def launch(self, launch: Launch, arguments: tuple[Any, ...]) -> None:
-        """Launch a kernel on the stream; an empty grid launches nothing."""
-        if not prod(launch.grid):
-            return
-        function = _function(launch, self.device)
-        packed = _layout(launch.signature).pack(*_flat(arguments))
-        slots = ctypes.create_string_buffer(packed, len(packed))
-        first = ctypes.addressof(slots)
-        pointers = (ctypes.c_void_p * (len(packed) // 8))(*range(first, first + len(packed), 8))
-        block = (launch.threads, 1, 1)
-        settings = (*launch.grid, *block, launch.shared, self.stream)
-        call(driver.cuLaunchKernel, function, *settings, ctypes.addressof(pointers), 0)
+    def launch(self, launch: Launch, function: Any, parameters: Packed, first: int) -> None:
+        """Launch ``function`` with its parameters, those from the ``first`` on, on the stream."""
+        grid, at = launch.grid, parameters.address + 8 * first
+        (status,) = driver.cuLaunchKernel(
+            function, grid[0], grid[1], grid[2], launch.threads, 1, 1, launch.shared, self.stream,
+            at, 0,
+        )  # fmt: skip
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise _failure("cuLaunchKernel", status)
 
 
-# What is loaded of each kernel that somebody holds. Rungs let go of those that were compiled with a
-# caller's functions; their modules, by the ordinal of the device, are unloaded before the next one
-# is loaded, since a garbage collector may be in the midst of anything.
-_functions: WeakKeyDictionary[Callable[..., None], dict[Any, Any]] = WeakKeyDictionary()
+class Constant:
+    """Bytes on a device that no call changes.
+
+    They are freed some time after nothing refers to them, once no kernel can read them any more.
+    """
+
+    unused: ClassVar[dict[int, list[int]]] = {}  # addresses, by the ordinal of their device
+
+    def __init__(self, device: Device, content: bytes) -> None:
+        self.address = _uploaded(device, content)
+        self._unused = self.unused.setdefault(device.ordinal, [])
+
+    def __del__(self) -> None:
+        if hasattr(self, "_unused"):
+            self._unused.append(self.address)  # and no more, since it may be in the midst of a call
+
+
+_constants: dict[tuple[int, bytes], Constant] = {}
+
+
+def constant(device: Device, content: bytes) -> Constant:
+    """``content`` on the device, copied there unless it is there already."""
+    key = device.ordinal, content
+    found = _constants.get(key)
+    if found is None:
+        if len(_constants) >= MOST_CONSTANTS:
+            _constants.clear()  # those of a plan stay
+        found = _constants[key] = Constant(device, content)
+    return found
+
+
+def _uploaded(device: Device, content: bytes) -> int:
+    """The address of a copy of ``content``, which any stream may read at once."""
+    before = call(driver.cuThreadExchangeStreamCaptureMode, RELAXED)
+    try:  # another thread may be capturing a graph, which this must not end
+        stream = _stream_for_copies(device.ordinal)
+        _free_unused(device.ordinal, stream)
+        address = call(driver.cuMemAllocFromPoolAsync, len(content), device.pool, stream)
+        call(driver.cuMemcpyHtoDAsync, address, content, len(content), stream)
+        synchronize(stream)
+    finally:
+        call(driver.cuThreadExchangeStreamCaptureMode, before)
+    return int(address)
+
+
+@cache
+def _stream_for_copies(ordinal: int) -> int:
+    """A stream of a device that waits for no other one; the device must be current."""
+    return int(call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+
+def _free_unused(ordinal: int, stream: int) -> None:
+    """Free constants that nothing refers to, if they are many, after all work on the device."""
+    unused = Constant.unused.get(ordinal, [])
+    if len(unused) < MOST_UNUSED:
+        return
+    addresses = [unused.pop() for _ in range(MOST_UNUSED)]
+    (status,) = driver.cuCtxSynchronize()
+    if status != driver.CUresult.CUDA_SUCCESS:  # a graph is being captured: another time
+        unused += addresses
+        return
+    for address in addresses:
+        call(driver.cuMemFreeAsync, address, stream)
+
+
+def check_grid(launch: Launch) -> None:
+    """Refuse more thread blocks than a GPU can start at once.
+
+    Raises
+    ------
+    ValueError
+        It names the axis of the grid.
+    """
+    for (axis, most), number in zip(MOST_BLOCKS.items(), launch.grid, strict=True):
+        if number > most:
+            raise ValueError(
+                f"the problem takes {number} thread blocks of kernel {launch.function.__name__} "
+                f"along {axis}, and a GPU starts at most {most}: split the batch, the heads or "
+                f"the queries"
+            )
+
+
+class Kernel(NamedTuple):
+    """A kernel in a device's memory, and how its parameters are packed."""
+
+    function: Any
+    layout: struct.Struct
+
+
+# What is loaded of each kernel that somebody holds, a plan among others. Rungs let go of those that
+# were compiled with a caller's functions; their modules, by the ordinal of the device, are unloaded
+# before the next one is loaded, since a garbage collector may be in the midst of anything.
+_kernels: WeakKeyDictionary[Callable[..., None], dict[Any, Kernel]] = WeakKeyDictionary()
 _unused: dict[int, list[Any]] = {}
 _lock = threading.Lock()
 
 
-def _function(launch: Launch, device: Device) -> Any:
+def kernel(launch: Launch, device: Device) -> Kernel:
     """The kernel in the device's memory, compiled and loaded on first use."""
-    key = (device.ordinal, launch.signature, launch.threads, launch.shared, launch.registers)
-    loaded = _functions.setdefault(launch.function, {})
+    # Not its signature: each function has one, and hashing numba's types takes 20 µs.
+    key = device.ordinal, launch.threads, launch.shared, launch.registers
+    loaded = _kernels.setdefault(launch.function, {})
     if key not in loaded:
         with _lock:
             if key not in loaded:
-                loaded[key] = _loaded(launch, device)
+                loaded[key] = Kernel(_loaded(launch, device), layout(launch.signature))
     return loaded[key]
 
 
 def _loaded(launch: Launch, device: Device) -> Any:
     name, code = cubin(launch, device.cc)
     _unload_unused(device)
-    module = call(driver.cuModuleLoadData, code)
+    module = _module(code, device)
     finalize(launch.function, _unused[device.ordinal].append, module).atexit = False
     function = call(driver.cuModuleGetFunction, module, name.encode())
     if launch.shared > DYNAMIC_SHARED:
@@ -252,14 +375,29 @@ def _loaded(launch: Launch, device: Device) -> Any:
 def _unload_unused(device: Device) -> None:
     """Unload the modules that nobody can launch any more, after all work on the device."""
     modules = _unused.setdefault(device.ordinal, [])
-    if modules:
-        call(driver.cuCtxSynchronize)
-    while modules:
+    if not modules:
+        return
+    (status,) = driver.cuCtxSynchronize()
+    while modules and status == driver.CUresult.CUDA_SUCCESS:  # else a graph is being captured
         call(driver.cuModuleUnload, modules.pop())
 
 
-@cache
-def _layout(signature: tuple[Any, ...]) -> struct.Struct:
+def _module(code: bytes, device: Device) -> Any:
+    """Machine code as a module in the device's memory; a DeviceError if the driver is too old."""
+    status, module = driver.cuModuleLoadData(code)
+    if status in TOO_NEW:
+        version = call(driver.cuDriverGetVersion)
+        raise DeviceError(
+            f"NVIDIA's driver, which is for CUDA {version // 1000}.{version % 1000 // 10}, does "
+            f"not load what a newer CUDA compiled for compute capability {device.cc[0]}."
+            f"{device.cc[1]} ({status.name}): update the driver"
+        )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise _failure("cuModuleLoadData", status)
+    return module
+
+
+def layout(signature: tuple[Any, ...]) -> struct.Struct:
     """How the parameters of a kernel are packed: one slot of eight bytes per parameter."""
     return struct.Struct("<" + "".join(_formats(signature)))
 
@@ -272,11 +410,3 @@ def _formats(signature: tuple[Any, ...]) -> Iterator[str]:
             yield from _formats(tuple(kind))
         else:
             yield FORMATS[kind]
-
-
-def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
-    for value in arguments:
-        if isinstance(value, tuple):
-            yield from _flat(value)
-        else:
-            yield value

@@ -20,6 +20,10 @@ LEGACY_STREAM = 1  # the default stream, as DLPack and CUDA Array Interface call
 NO_SYNC = -1  # DLPack: the array is used on its library's own stream
 KINDS = {0: "int", 1: "uint", 2: "float", 6: "bool"}  # those of DLPack's type codes that NumPy has
 BFLOAT = 4
+TORCH = {
+    f"torch.{name}": np.dtype(name)
+    for name in ("float16", "float32", "float64", "bool", "int32", "int64")
+}
 
 
 def stream_of(value: Any, device: int) -> int:
@@ -36,7 +40,10 @@ def as_device_array(name: str, value: Any) -> DeviceArray:
     """``value`` without copying, to be used on ``stream_of(value)``; a TypeError says why not."""
     if not hasattr(value, "__dlpack__"):
         return _from_interface(name, value.__cuda_array_interface__, value)
-    has_stream = library_of(value) in ("torch", "cupy")
+    library = library_of(value)
+    if library == "torch" and (array := _from_tensor(name, value)):
+        return array
+    has_stream = library in ("torch", "cupy")
     try:
         capsule = value.__dlpack__(stream=NO_SYNC if has_stream else LEGACY_STREAM)
     except (BufferError, RuntimeError) as error:
@@ -69,6 +76,22 @@ def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = Non
 def must_synchronize(value: Any) -> bool:
     """Whether the host must wait for the output, since the library shows no stream to order it."""
     return library_of(value) == "jax"
+
+
+def _from_tensor(name: str, value: Any) -> DeviceArray | None:
+    """A plain tensor of torch; None for any other, of which DLPack says why it cannot be read.
+
+    It is what DLPack would say, in a fraction of the time.
+    """
+    torch: Any = sys.modules["torch"]
+    if type(value) is not torch.Tensor or value.layout is not torch.strided:
+        return None
+    if value.requires_grad or value.is_neg():
+        return None
+    dtype = bfloat16(name) if value.dtype is torch.bfloat16 else TORCH.get(str(value.dtype))
+    if dtype is None:
+        return None
+    return DeviceArray(value.data_ptr(), tuple(value.shape), value.stride(), dtype, value)
 
 
 class _DLTensor(ctypes.Structure):

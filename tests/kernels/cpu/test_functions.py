@@ -15,9 +15,9 @@ import pytest
 from minimha import BackendUnavailable, attention
 from minimha.equations import problem
 from minimha.equations.functions import contents
-from minimha.kernels import auto
+from minimha.kernels import auto, remembered
 from minimha.kernels.auto import choose  # as it is: tests take dense by default
-from minimha.kernels.cpu import backend, functions, remembered
+from minimha.kernels.cpu import backend, functions
 
 X = np.random.default_rng(0).normal(size=(1, 2, 40, 8))
 SETTINGS = types.ModuleType("settings")

@@ -63,7 +63,7 @@ static Call *calls;
 static struct { char name[64]; int status; } planned;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static _Thread_local Context *stack[DEPTH];
-static _Thread_local int depth;
+static _Thread_local int depth, thread_mode;
 
 /* What tests set and ask. */
 
@@ -103,10 +103,12 @@ static int entered(Call *call) {
   if (status) return status; \
   if (!is_initialized) return NOT_INITIALIZED
 
-/* The same for what is not allowed while a stream is captured, unless that was relaxed. */
+/* The same for what is not allowed while a stream is captured, unless that or the thread's mode was
+ * relaxed. */
 #define ENTER_UNCAPTURED(function) \
   ENTER(function); \
-  if (open_capture && open_capture->mode != RELAXED) return invalidated(CAPTURE_UNSUPPORTED)
+  if (open_capture && open_capture->mode != RELAXED && thread_mode != RELAXED) \
+    return invalidated(CAPTURE_UNSUPPORTED)
 
 static int invalidated(int status) {
   open_capture->is_invalid = 1;
@@ -515,6 +517,12 @@ int cuStreamIsCapturing(uint64_t handle, int *state) {
   Stream *stream;
   if ((status = find(handle, &stream))) return status;
   return *state = !captured(stream) ? 0 : 1 + stream->capturing->is_invalid, SUCCESS;
+}
+
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+  ENTER(cuThreadExchangeStreamCaptureMode);
+  int before = thread_mode;
+  return thread_mode = *mode, *mode = before, SUCCESS;
 }
 
 int cuGraphInstantiateWithFlags(Graph **executable, Graph *graph, uint64_t flags) {

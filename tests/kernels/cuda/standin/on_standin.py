@@ -46,6 +46,7 @@ def test_a_call_goes_through_the_driver(dtype, Lq, tolerance, kernel):
     q, k, v = (rng.normal(size=(1, h, n, 24)).astype(dtype) for h, n in ((2, Lq), (1, 33), (1, 33)))
     given = {"is_causal": True, "q_offset": 13, "sinks": [0.5, -np.inf]}
     standin.driver.launches.clear()
+    attention(q, k, v, **given, backend="cuda")  # which leaves the options there
     before = standin.driver.in_use
     output, lse = attention(q, k, v, **given, return_lse=True, backend="cuda")
     expected = run("dense", *(x.astype(np.float64) for x in (q, k, v)), **given)
@@ -56,7 +57,7 @@ def test_a_call_goes_through_the_driver(dtype, Lq, tolerance, kernel):
 
 
 def test_memory_that_is_new_or_freed_is_nan(memory):
-    address = memory.scratch((3,))
+    address = memory.empty((3,), np.float32)
     assert np.isnan(memory.get(address, (3,), np.float32)).all()
     gpu.call(driver.cuMemcpyHtoD, address, np.ones(3, np.float32).ctypes.data, 12)
     gpu.call(driver.cuMemFreeAsync, address, 0)
@@ -74,15 +75,15 @@ def test_what_is_outside_of_an_array_is_refused(beyond, memory):
 def test_a_planned_failure_comes_once(memory):
     standin.driver.fail("cuMemAllocFromPoolAsync", driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
     with pytest.raises(MemoryError, match=r"\(3,\).* does not fit"):
-        memory.scratch((3,))
-    memory.scratch((3,))
+        memory.empty((3,), np.float32)
+    memory.empty((3,), np.float32)
 
 
 def test_memory_has_an_end(memory):
     standin.driver.configure(memory=1 << 20)
     try:
         with pytest.raises(MemoryError, match="does not fit into the GPU's memory"):
-            memory.scratch((1 << 18,))
+            memory.empty((1 << 18,), np.float32)
     finally:
         standin.driver.configure()
 
@@ -139,7 +140,7 @@ def test_a_graph_copies_what_the_host_has_when_it_is_launched(stream, memory):
 def test_memory_of_a_graph_lives_while_it_runs(stream):
     def work():
         with gpu.DeviceMemory(gpu.current(), int(stream)) as memory:
-            addresses.append(memory.scratch((4,)))
+            addresses.append(memory.empty((4,), np.float32))
             gpu.call(driver.cuMemsetD8Async, addresses[0], 1, 16, stream)
 
     addresses = []
@@ -148,7 +149,7 @@ def test_memory_of_a_graph_lives_while_it_runs(stream):
     (address,) = addresses
     assert np.isnan((ctypes.c_float * 4).from_address(address)).all()
     with gpu.DeviceMemory(gpu.current()) as memory:
-        assert memory.scratch((4,)) != address
+        assert memory.empty((4,), np.float32) != address
 
 
 def test_what_cannot_be_captured_ends_the_capture(stream, memory):

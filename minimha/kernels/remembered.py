@@ -1,12 +1,13 @@
 """Plans of problems that were seen before, so that the next call need not check and plan again.
 
-A plan is found by everything that it depends on. Only plain arrays, functions and options that are
-numbers are remembered; types count, because True is no width of a window although it equals 1.
+A plan is found by everything that it depends on. On the CPU only plain arrays, functions and
+options that are numbers are remembered, on a GPU lists of numbers and small arrays too, by what
+they contain. Types count, because True is no width of a window although it equals 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,29 @@ def _computed_by(function: Any) -> Hashable:
     if isinstance(function, BlockMask):
         return Same(function), contents(function.mask_mod)
     return None if function is None else contents(function)
+
+
+def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:
+    """What each option is and contains, or None if only whoever checks it can tell.
+
+    >>> by_value([True, [1, 2.5]])
+    (<class 'bool'>, True, <class 'list'>, (<class 'int'>, <class 'float'>), (1, 2.5))
+    """
+    found: list[Any] = []
+    for option in options:
+        kind = type(option)
+        if kind in NUMBERS:
+            found += (kind, option)
+        elif kind in (list, tuple):
+            kinds = tuple(map(type, option))
+            if not set(NUMBERS).issuperset(kinds):
+                return None
+            found += (kind, kinds, tuple(option))
+        elif kind is np.ndarray and option.dtype.kind in "biuf":
+            found += (kind, option.dtype, option.shape, option.tobytes())
+        else:
+            return None
+    return tuple(found)
 
 
 def recall(key: tuple[Any, ...] | None) -> Any:

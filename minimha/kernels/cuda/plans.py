@@ -1,0 +1,164 @@
+"""Plans: the launches for problems of the same shapes, strides, dtypes and options, ready but for
+the addresses of their arrays.
+
+A plan is drawn up as if it were a call. What the call would do in the device's memory it does in a
+``Draft``, whose addresses know what they point into: an array that each call brings, or the
+workspace. The kernels' parameters are packed once; a call writes its own addresses over those of
+the draft and launches. The small options do not change, so they stay on the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from minimha.kernels.cuda import driver as gpu
+from minimha.kernels.cuda.arguments import DeviceArray, contiguous
+from minimha.kernels.cuda.launch import Launch
+
+WORKSPACE = "workspace"  # what a call needs beside its arrays, in one piece
+SPARES = 4  # sets of packed parameters that are kept for later calls
+
+_in_graphs: set[Plan] = set()
+
+
+class Address(int):
+    """An address of a draft: ``start`` bytes from where the array called ``origin`` begins."""
+
+    origin: str
+    start: int
+
+    @classmethod
+    def of(cls, origin: str, start: int, value: int) -> Address:
+        """The address ``value``, which is another one at each call."""
+        address = cls(value)
+        address.origin, address.start = origin, start
+        return address
+
+
+class Draft:
+    """What a call would do in a device's memory: what it needs there, copies and launches."""
+
+    def __init__(self, device: gpu.Device) -> None:
+        self.device = device
+        self.size = 0  # of the workspace, in bytes
+        self.constants: list[gpu.Constant] = []
+        self.launches: list[tuple[Launch, list[Any]]] = []
+
+    def brought(self, name: str, array: DeviceArray) -> DeviceArray:
+        """``array``, which each call brings under that name."""
+        return array._replace(address=Address.of(name, 0, array.address))
+
+    def scratch(self, shape: tuple[int, ...]) -> int:
+        """The address of float32 memory, whose contents are undefined."""
+        return self.scratch_array(shape, np.dtype(np.float32)).address
+
+    def scratch_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
+        """A contiguous array, whose contents are undefined; address 0 if it is empty."""
+        size = prod(shape) * dtype.itemsize
+        address = Address.of(WORKSPACE, self.size, self.size) if size else 0
+        self.size += -(-size // gpu.ALIGNMENT) * gpu.ALIGNMENT
+        return DeviceArray(address, shape, contiguous(shape), dtype)
+
+    def put(self, array: NDArray[Any]) -> int:
+        """The address of a copy of ``array``, contiguous, which stays on the device."""
+        return self.put_together([array])[0]
+
+    def put_together(self, arrays: list[NDArray[Any]]) -> list[int]:
+        """The addresses of copies of small arrays, which stay on the device in one piece."""
+        starts: list[int] = []
+        whole = bytearray()
+        for array in arrays:
+            starts.append(len(whole))
+            whole += array.tobytes()
+            whole += bytes(-len(whole) % gpu.ALIGNMENT)
+        if not whole:
+            return [0] * len(arrays)
+        constant = gpu.constant(self.device, bytes(whole))
+        self.constants.append(constant)
+        return [constant.address + start for start in starts]
+
+    def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Nothing can be read before it is computed."""
+        raise NotImplementedError
+
+    def launch(self, launch: Launch, arguments: tuple[Any, ...]) -> None:
+        """Add a launch; an empty grid launches nothing. What no GPU can start is refused."""
+        if prod(launch.grid):
+            gpu.check_grid(launch)
+            self.launches.append((launch, list(_flat(arguments))))
+
+
+class Step(NamedTuple):
+    """A launch, the kernel in the device's memory, and the first of its packed parameters."""
+
+    launch: Launch
+    function: Any
+    first: int
+
+
+class Parameters:
+    """The parameters of all launches of a plan, in slots of eight bytes, and pointers to them."""
+
+    def __init__(self, packed: bytes) -> None:
+        count = len(packed) // 8
+        self.slots = (ctypes.c_uint64 * count).from_buffer_copy(packed)
+        first = ctypes.addressof(self.slots)
+        self._pointers = (ctypes.c_uint64 * count)(*range(first, first + 8 * count, 8))
+        self.address = ctypes.addressof(self._pointers)
+
+
+class Plan:
+    """The launches of a draft; several threads may run them at once."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._size, self._constants = draft.size, draft.constants
+        self._steps: list[Step] = []
+        self._patches: list[tuple[int, str, int]] = []
+        packed = b""
+        for launch, values in draft.launches:
+            first = len(packed) // 8
+            function, layout = gpu.kernel(launch, draft.device)
+            self._steps.append(Step(launch, function, first))
+            packed += layout.pack(*values)
+            for slot, value in enumerate(values, first):
+                if isinstance(value, Address):
+                    self._patches.append((slot, value.origin, value.start))
+        self._packed = packed
+        self._spares: list[Parameters] = []
+
+    def run(self, addresses: dict[str, int], memory: gpu.DeviceMemory) -> None:
+        """Launch it for arrays at ``addresses``, by name, on the stream of ``memory``."""
+        if self._size:
+            addresses = addresses | {WORKSPACE: memory.allocate(self._size)}
+        parameters = self._parameters()
+        slots = parameters.slots
+        for slot, origin, start in self._patches:
+            slots[slot] = addresses[origin] + start
+        for step in self._steps:
+            memory.launch(step.launch, step.function, parameters, step.first)
+        if len(self._spares) < SPARES:  # the driver has copied the parameters
+            self._spares.append(parameters)
+
+    def keep_for_graphs(self) -> None:
+        """Keep what lies on the device as long as the process: a CUDA graph reads it again."""
+        _in_graphs.add(self)
+
+    def _parameters(self) -> Parameters:
+        try:
+            return self._spares.pop()  # another thread may take the last one
+        except IndexError:
+            return Parameters(self._packed)
+
+
+def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
+    for value in arguments:
+        if isinstance(value, tuple):
+            yield from _flat(value)
+        else:
+            yield value
