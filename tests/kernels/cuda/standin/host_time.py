@@ -1,0 +1,89 @@
+# ruff: noqa: T201  (a program, whose output is what it prints)
+"""How long the host takes for a call on arrays on a GPU, without the GPU's own time.
+
+    PYTHONPATH=tests python -m kernels.cuda.standin --no-emulation -m kernels.cuda.standin.host_time
+
+prints microseconds of this thread, the least of many batches of calls, and what each call asks of
+the driver. Above them is a loop of plain Python, since machines differ. On a real GPU, ``bench
+--backend cuda`` has the whole overhead of a call.
+"""
+
+import sys
+import time
+from functools import cache
+
+from cuda.bindings import driver
+from kernels.cuda import standin
+from kernels.cuda.standin.arrays import Array, current, numbers
+
+from minimha import attention
+from minimha.kernels.cuda import driver as gpu
+
+BATCH, BATCHES = 20, 200
+COUNTED = {
+    "launches": "cuLaunchKernel",
+    "allocations": "cuMemAllocFromPoolAsync",
+    "copies": "cuMemcpyHtoDAsync",
+}
+CASES = {  # B, H, Hkv, Lq, Lk, D, dtype, options
+    "rung 4": (1, 8, 8, 512, 512, 64, "bfloat16", {}),
+    "rung 4, causal, with L": (1, 8, 8, 512, 512, 64, "bfloat16",
+                               {"is_causal": True, "return_lse": True}),
+    "rung 4, ALiBi": (1, 8, 8, 512, 512, 64, "bfloat16", {"alibi_slopes": [0.5] * 8}),
+    "rung 4, D 40, by copies": (1, 8, 8, 512, 512, 40, "bfloat16", {}),
+    "decode": (4, 8, 8, 1, 512, 64, "bfloat16", {}),
+    "decode, kv_lengths": (4, 8, 8, 1, 512, 64, "bfloat16", {"kv_lengths": [512, 80, 7, 400]}),
+    "rung 3": (1, 8, 8, 512, 512, 64, "float32", {}),
+    "rung 2": (1, 8, 8, 512, 512, 64, "float64", {}),
+}  # fmt: skip
+
+
+def microseconds(call):
+    """Of this thread's time, per call."""
+    call()
+    least = min(_nanoseconds(call) for _ in range(BATCHES))
+    return least / BATCH / 1000
+
+
+def _nanoseconds(call):
+    start = time.thread_time_ns()
+    for _ in range(BATCH):
+        call()
+    return time.thread_time_ns() - start
+
+
+def python_loop():
+    total = 0
+    for i in range(1000):
+        total += i * i
+    return total
+
+
+def case(B, H, Hkv, Lq, Lk, D, dtype, options):
+    """A call of ``attention``."""
+    q, k = numbers(B, H, Lq, D, dtype=dtype), numbers(B, Hkv, Lk, D, dtype=dtype)
+    return lambda: attention(q, k, k, **options)
+
+
+def counts(call):
+    """What one call asks of the driver."""
+    before = [standin.driver.count(function) for function in COUNTED.values()]
+    call()
+    after = [standin.driver.count(function) for function in COUNTED.values()]
+    return dict(zip(COUNTED, (b - a for a, b in zip(before, after, strict=True)), strict=True))
+
+
+def main():
+    gpu.current()
+    sys.modules["cupy"].empty = cache(Array)  # how long a library takes for an array is not ours
+    current.ptr = int(gpu.call(driver.cuStreamCreate, 0))
+    print(f"{'1000 rounds of a loop of Python':32} {microseconds(python_loop):6.1f} µs")
+    for name, given in CASES.items():
+        call = case(*given)
+        time_of_a_call = microseconds(call)
+        asked = ", ".join(f"{number} {what}" for what, number in counts(call).items())
+        print(f"{name:32} {time_of_a_call:6.1f} µs; {asked}")
+
+
+if __name__ == "__main__":
+    main()
