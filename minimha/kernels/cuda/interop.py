@@ -8,6 +8,7 @@ References: the DLPack specification, C API, ``DLManagedTensor``; CUDA Array Int
 
 import ctypes
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,7 @@ def _from_interface(name: str, interface: dict[str, Any], value: Any) -> DeviceA
     return DeviceArray(address, shape, strides, dtype, value, ready_on=interface.get("stream"))
 
 
+@cache  # bfloat16 takes an import
 def _dtype(name: str, code: int, bits: int, lanes: int) -> np.dtype[Any]:
     if lanes == 1 and code == BFLOAT and bits == 16:
         return bfloat16(name)
