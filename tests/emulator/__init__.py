@@ -5,6 +5,7 @@
 
     parse         text to a Kernel: registers, variables, instructions as words and operands
     instructions  one instruction to a closure over NumPy calls that take all threads at once
+    wgmma         those of warpgroups, whose products are under way until they are waited for
     decode        a Kernel to a Program: closures, branches, and where threads may meet
     team          threads with registers, which execute a Program, diverge and reconverge
     memory        the global, shared and local memory that they access
@@ -15,10 +16,10 @@ kernel per text; blocks of whole warps along x; integers, float32 and float64, a
 bfloat16 in conversions and matrix products; predication and branches; loads and stores of scalars
 and vectors, atomics, ``cp.async`` in groups; ``bar.sync`` and ``bar.red`` on barrier 0;
 ``bar.warp.sync``, ``shfl``, ``vote`` and ``activemask`` of full warps; ``ldmatrix`` and
-``mma.m16n8k16``.
+``mma.m16n8k16``; ``wgmma`` of 16 bits with its fences, its groups and the 128-byte swizzle.
 
 Anything else is a ``NotImplementedError`` that names the instruction before anything runs: calls of
-functions, textures, carries, packed arithmetic, clusters, mbarriers, bulk copies, ``wgmma``.
+functions, textures, carries, packed arithmetic, clusters, mbarriers, bulk copies.
 
 By default all threads of a batch of blocks run in lockstep, which is fast but hides whatever
 depends on the warps keeping pace. With an ``order``, a seed, one warp after another runs from
@@ -32,10 +33,14 @@ In both modes these are a ``PTXError``, too:
   copy arrives when it is waited for and no earlier;
 - an address outside of every array, across two of them (there are gaps between arrays, which
   nobody may touch), or not a multiple of the size of the access;
-- an instruction of whole warps that some lanes do not take part in.
+- an instruction of whole warps that some lanes do not take part in;
+- a register of a ``wgmma`` that is accessed before it was waited for, or without a ``wgmma.fence``
+  ahead of it; shared memory that it reads and that is overwritten until then, or that has not
+  passed a ``fence.proxy.async`` in the thread that wrote it.
 
 What it cannot find, or does not model: races between blocks, in global memory, and of atomics; time
-and bank conflicts. Fences do nothing, since every access is visible at once. ``fma`` and the
+and bank conflicts; whether all four warps of a warpgroup execute a ``wgmma``. Other fences do
+nothing, since every other access is visible at once. ``fma`` and the
 approximate functions are computed in float64 and rounded once more, where a GPU's ``ex2``, ``lg2``
 and ``rcp`` may be two units off, ``fma.f64`` in a longdouble; ``tanh.approx`` is as coarse as
 documented.

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 from emulator.instructions import INSTRUCTIONS
 from emulator.parse import Kernel
+from emulator.wgmma import watched
 
-COLLECTIVE = ("shfl", "vote", "mma", "ldmatrix", "bar", "barrier")
+COLLECTIVE = ("shfl", "vote", "mma", "wgmma", "ldmatrix", "bar", "barrier")
 NOT_EMULATED = {"cc", "relu", "satfinite", "xorsign"}  # modifiers
+REGISTER = re.compile(r"%[\w$.]+")
 BARRIER = re.compile(r"(sync|red\.(or|and|popc))(\.aligned)?(\.\w+)?")
 
 
@@ -70,6 +72,7 @@ class Program:
                 self.code.append(self._decode(i, one))
             except (NotImplementedError, KeyError, ValueError, IndexError) as error:
                 raise NotImplementedError(f"not emulated: {one.text} ({error!r})") from error
+        self._watch()
         self.is_collective = [one.words[0] in COLLECTIVE for one in instructions]
         labels, end = set(self.kernel.labels.values()), len(instructions)
         self.stop_all, self.stop_some = [0] * end, [0] * end
@@ -79,6 +82,17 @@ class Program:
                 i in self.flow or i + 1 in self.flow or i + 1 in labels or self.is_collective[i + 1]
             )
             self.stop_some[i] = i + 1 if is_stop else self.stop_some[i + 1]
+
+    def _watch(self):
+        """Let instructions beside ``wgmma`` notice that they access its registers."""
+        if not self.kernel.watched:
+            return
+        index, rows_of = self.kernel.index, self.kernel.watched
+        for i, one in enumerate(self.kernel.instructions):
+            registers = {index.get(name) for name in REGISTER.findall(one.text)}
+            rows = [rows_of[register] for register in registers if register in rows_of]
+            if rows and one.words[0] != "wgmma":
+                self.code[i] = watched(self.code[i], rows)
 
     def _decode(self, i, instruction):
         """The closure of one instruction, or None if ``flow`` now has it."""

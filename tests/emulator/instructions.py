@@ -696,7 +696,7 @@ def arrive(team, pending):
             copied = data[due.source[:, None] + byte]
             copied[byte >= due.count[:, None]] = 0
             shared.data[due.to[:, None] + byte] = copied
-            shared.note_arrival(due.to, copy.size, tags[due.lanes])
+            shared.note_arrival(due.to, copy.size, tags[due.lanes], team.number[due.lanes])
         if not is_due.all():
             kept.append(copy.of(~is_due))
     team.copies = kept
@@ -827,6 +827,12 @@ def _load_matrices(kernel, words, operands):
     return run
 
 
+def eight_by_eight(team, register, warps, kind):
+    """The 8 × 8 matrix whose row g is in lanes 4g to 4g + 3, two numbers per lane."""
+    words = team.by_warp(team.registers["u32"][register], warps)
+    return widened(np.ascontiguousarray(words).view(np.uint16), kind).reshape(-1, 8, 8)
+
+
 @instruction("mma")
 def _matrix_product(kernel, words, operands):
     """D = A B + C, m16n8k16: PTX ISA 9.7.14.5.8 has the fragments.
@@ -846,15 +852,10 @@ def _matrix_product(kernel, words, operands):
 
     def run(team):
         warps = team.collective()
-        bits, real = team.registers["u32"], team.registers["f32"]
-
-        def eight(register):
-            """The 8 × 8 matrix whose row g is in lanes 4g to 4g + 3, two numbers per lane."""
-            pairs = np.ascontiguousarray(team.by_warp(bits[register], warps)).view(np.uint16)
-            return widened(pairs, kind).reshape(-1, 8, 8)
-
-        a = np.block([[eight(A[0]), eight(A[2])], [eight(A[1]), eight(A[3])]])
-        b = np.concatenate([eight(B[0]), eight(B[1])], axis=2).transpose(0, 2, 1)
+        real = team.registers["f32"]
+        a0, a1, a2, a3, b0, b1 = (eight_by_eight(team, i, warps, kind) for i in A + B)
+        a = np.block([[a0, a2], [a1, a3]])
+        b = np.concatenate([b0, b1], axis=2).transpose(0, 2, 1)
         product = a @ b
         for half in range(2):
             rows = product[:, 8 * half : 8 * half + 8].reshape(-1, WARP, 2)
@@ -870,7 +871,9 @@ def _matrix_product(kernel, words, operands):
 
 @instruction("membar", "fence", "prefetch", "nanosleep")
 def _nothing(kernel, words, operands):
-    """Every access is visible at once, and time does not count."""
+    """Every access is visible at once, but to ``wgmma``, and time does not count."""
+    if words[1:3] == ["proxy", "async"]:
+        return lambda team: team.memories["shared"].pass_fence(team)
     return lambda team: None
 
 

@@ -71,8 +71,9 @@ class Emulator:
         kernel = self.program.kernel
         warps = launch.threads // WARP
         shared = Shared(
-            blocks, kernel.static + launch.shared, kernel.granule, warps, order is not None
-        )
+            blocks, kernel.static + launch.shared, kernel.granule, warps, order is not None,
+            has_products=bool(kernel.watched),
+        )  # fmt: skip
         block, thread = np.divmod(np.arange(blocks * launch.threads), launch.threads)
         members = [slice(None)] if order is None else [thread // WARP == i for i in range(warps)]
         teams = []
@@ -93,6 +94,8 @@ class Emulator:
                 teams[i].advance()
         if any(team.copies for team in teams):
             raise PTXError("the kernel ends before its cp.async were waited for")
+        if any(team.products for team in teams):
+            raise PTXError("the kernel ends before its wgmma were waited for")
 
 
 def count_votes(votes, teams, blocks):

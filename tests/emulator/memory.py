@@ -14,6 +14,7 @@ from emulator.team import WARP
 ARENA, SHARED, LOCAL = 0x7000_0000_0000, 1 << 40, 1 << 41  # where generic addresses begin
 GAP = 256  # bytes between two arrays of an arena, more than any access
 UNWRITTEN, IN_FLIGHT = -1, -2  # instead of a writer's tag; a cp.async is in flight until waited for
+NOBODY = -1  # instead of a thread's number
 COLLECTIVES = 1 << 24  # more instructions of whole warps than one warp executes in a kernel
 
 
@@ -103,9 +104,13 @@ class Shared(Memory):
     is kept.
 
     With ``finds_races`` False it only notices missing writes and copies in flight.
+
+    ``has_products`` if the kernel has some ``wgmma``. Then it also knows which thread wrote a
+    granule without having passed ``fence.proxy.async`` since, and how many products under way read
+    it.
     """
 
-    def __init__(self, blocks, size, granule, warps, finds_races):
+    def __init__(self, blocks, size, granule, warps, finds_races, has_products=False):
         self.size = size
         self.stride = round_up(size, 16)
         self.granule = granule
@@ -113,6 +118,9 @@ class Shared(Memory):
         self.data = np.zeros(blocks * self.stride, np.uint8)
         self.writer = np.full(self.data.size // granule, UNWRITTEN, np.int64)
         self.reader = np.full(self.data.size // granule, UNWRITTEN, np.int64)
+        self.has_products = has_products
+        self.unfenced = np.full(self.data.size // granule, NOBODY)
+        self.products = np.zeros(self.data.size // granule, np.int64)
         self.tags_of_warp = COLLECTIVES * WARP
         self.first_tag = 0  # of this epoch
         self.several_warps = warps * self.tags_of_warp  # in each epoch
@@ -150,6 +158,10 @@ class Shared(Memory):
     def note_write(self, team, at, size, by=None):
         """Record that the active threads write; ``by`` IN_FLIGHT if it is a ``cp.async``."""
         granules = self._granules(at, size)
+        if self.has_products:
+            is_read = self.products[granules] > 0
+            refuse(team, is_read, "overwrites what a wgmma that was not waited for reads")
+            self.unfenced[granules] = team.active(team.number)[:, None]
         if not self.finds_races:
             self.writer[granules] = 0 if by is None else by
             return
@@ -166,14 +178,35 @@ class Shared(Memory):
             is_lost = self.writer[granules] != written
             refuse(team, is_lost, "writes where another lane writes in the same instruction")
 
-    def note_arrival(self, at, size, tags):
-        """Record that a ``cp.async`` of the threads with these tags has arrived."""
-        self.writer[self._granules(at, size)] = tags[:, None] if self.finds_races else 0
+    def note_arrival(self, at, size, tags, numbers):
+        """Record that a ``cp.async`` of the threads with these tags and numbers has arrived."""
+        granules = self._granules(at, size)
+        self.writer[granules] = tags[:, None] if self.finds_races else 0
+        self.unfenced[granules] = numbers[:, None]
+
+    def pass_fence(self, team):
+        """Let the active threads' writes be seen by ``wgmma``, their own or after a barrier."""
+        self.unfenced[np.isin(self.unfenced, team.active(team.number), kind="table")] = NOBODY
+
+    def note_product(self, team, at, size):
+        """Record that a product that the active threads start reads ``size`` bytes at ``at``."""
+        self.note_read(team, at, size)
+        granules = self._granules(at, size)
+        is_unfenced = self.unfenced[granules] != NOBODY
+        refuse(team, is_unfenced, "reads what has not passed a fence.proxy.async")
+        np.add.at(self.products, granules, 1)
+
+    def end_product(self, team, at, size):
+        """Record that it has been waited for, and was reading until then."""
+        self.note_read(team, at, size)
+        granules = self._granules(at, size)
+        np.subtract.at(self.products, granules, 1)
 
     def _granules(self, at, size):
-        """(threads, granules of one access)."""
+        """(threads, granules of its accesses); ``at`` is (threads,) or (threads, accesses)."""
         first = at // self.granule
-        return first[:, None] + np.arange(max(size // self.granule, 1))
+        granules = first[..., None] + np.arange(max(size // self.granule, 1))
+        return granules.reshape(len(at), -1)
 
     def _is_unordered(self, other, tags):
         """Whether nothing orders the accesses of ``other`` and ``tags``."""

@@ -72,6 +72,8 @@ class Kernel:
         Of each register, unsigned or predicate.
     index : dict of str to int
         Each register's place in ``kinds``.
+    watched : dict of int to int
+        The registers that some ``wgmma`` uses, and each one's place among them.
     constants : list of (kind, number, bits or name of a table)
         Immediate operands, which are read like registers and follow them.
     shared, local : dict of str to int
@@ -95,7 +97,7 @@ class Kernel:
         self.parameters = re.findall(r"\.param\s+\.(\w+)\s+([\w$]+)", entry[1])
         if entry[1].count(".param") != len(self.parameters):
             raise NotImplementedError(f"parameters other than plain numbers: {entry[1][:200]}")
-        self.kinds, self.index, self.constants = [], {}, []
+        self.kinds, self.index, self.watched, self.constants = [], {}, {}, []
         self.instructions, self.labels = [], {}
         self._place_variables(text)
         for label, statement in statements(text[entry.end() : text.rindex("}")]):
@@ -185,6 +187,10 @@ class Kernel:
             raise NotImplementedError(f"operand {text}")
         self.constants.append((kind, value))
         return len(self.kinds) + len(self.constants) - 1
+
+    def watch(self, register):
+        """The place of a register among the watched ones, of which it is one from now on."""
+        return self.watched.setdefault(register, len(self.watched))
 
     def predicate(self, text):
         """(index, whether it is negated) of ``p`` or ``!p``."""

@@ -14,6 +14,7 @@ import numpy as np
 from emulator.parse import DTYPES, SPECIAL, constant
 
 WARP = 32
+FREE = -1  # instead of a group of products that uses a register
 
 
 class PTXError(Exception):
@@ -40,6 +41,11 @@ class Team:
         How many ``bar.warp.sync``, and how many collectives of any sort, the thread has executed.
     copies, groups : list of Copy, array
         Every ``cp.async`` in flight, and how many groups the thread has committed.
+    products, product_groups : list of Product, array
+        Every ``wgmma`` under way, and how many groups of them the thread has committed.
+    used_by, is_fenced : array of shape (registers that some ``wgmma`` uses, threads)
+        The group under way that uses a register, or FREE, and whether ``wgmma.fence`` was passed
+        since another instruction did.
     given : dict of str to array
         Values of parameters and addresses of tables.
     memories : dict of str to Memory
@@ -54,10 +60,15 @@ class Team:
         self.warp, self.lane = thread // WARP, thread % WARP
         self.activate(None)
         self.executing = 0
-        self.pc, self.warp_syncs, self.collectives, self.groups = np.zeros((4, self.size), np.int64)
+        self.number = block * launch.threads + thread
+        self.pc, self.warp_syncs, self.collectives, self.groups, self.product_groups = np.zeros(
+            (5, self.size), np.int64
+        )
         self.is_at_barrier, self.is_parked = np.zeros((2, self.size), bool)
         self.is_alive = np.ones(self.size, bool)
-        self.copies = []
+        self.copies, self.products = [], []
+        self.used_by = np.full((len(kernel.watched), self.size), FREE)
+        self.is_fenced = np.zeros(self.used_by.shape, bool)
         self.registers = {kind: [None] * len(kernel.kinds) for kind in DTYPES}
         for bits in ("16", "32", "64"):
             own = [i for i, kind in enumerate(kernel.kinds) if kind == "u" + bits]
