@@ -74,5 +74,11 @@ CUDA_LADDER = {
         "float32 and 16 bits, heads up to 256 wide; made for few queries",
         f"estimate: 80 to 90 % of an H200's 4.8 TB/s; {NO_GPU}",
     ),
+    "cuda.rung6_warpgroups": Rung(
+        "wgmma: four warps multiply at once, while the softmax of the next tile is computed",
+        "float16 and bfloat16, heads up to 256 wide; Hopper alone (sm_90a), and only if named",
+        NO_GPU,
+    ),
 }
+IF_NAMED = ("cuda.rung6_warpgroups",)  # not chosen by "cuda" until a GPU has run it
 FEW_QUERIES = 8  # up to here reading K and V is the work, and a panel would be mostly padding

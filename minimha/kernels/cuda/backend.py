@@ -29,7 +29,7 @@ from minimha.kernels.cuda.copies import STORED, copying
 from minimha.kernels.cuda.interop import as_device_array, empty_like, must_synchronize, stream_of
 from minimha.kernels.cuda.launch import Launches
 from minimha.kernels.cuda.plans import Draft, Plan
-from minimha.kernels.ladder import CUDA_LADDER, FEW_QUERIES
+from minimha.kernels.ladder import CUDA_LADDER, FEW_QUERIES, IF_NAMED
 
 TAKE_ARRAYS = ("cuda.rung1_rows", "cuda.rung2_tiles")  # the other rungs take addresses
 TENSOR_CORES = (8, 0)  # the first compute capability whose tensor cores the rungs can use
@@ -100,6 +100,8 @@ def _rungs(
 ) -> Iterator[tuple[str, np.dtype[Any]]]:
     """The rungs that take ``problem``, best first, and the dtype in which each takes it."""
     for name in reversed(CUDA_LADDER):
+        if name in IF_NAMED:
+            continue
         if name == "cuda.rung5_decode" and problem.q.shape[2] > FEW_QUERIES:
             continue
         for given in _candidates(problem, cc):

@@ -21,7 +21,7 @@ from cuda.bindings import nvjitlink, nvvm
 from cuda.core import Program, ProgramOptions
 
 from minimha.kernels import disk
-from minimha.kernels.cuda.launch import Launch, ptx
+from minimha.kernels.cuda.launch import Launch, arch_of, ptx
 
 COMPILERS = (  # of CUDA 13 and of CUDA 12; the libraries' own versions say less
     "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12",
@@ -52,7 +52,7 @@ def file(launch: Launch, cc: tuple[int, int]) -> disk.File:
     """Where the machine code of a kernel is kept, after its name and a zero."""
     kernel = facts(launch.function, {})
     rung = launch.function.__module__.rpartition(".")[2]
-    name = f"{rung}-{launch.function.__name__}-sm_{cc[0]}{cc[1]}"
+    name = f"{rung}-{launch.function.__name__}-{arch_of(launch, cc)}"
     of_launch = [launch.signature, launch.threads, launch.registers]
     return disk.File(name, repr([_digest_of_sources(), toolkit(), kernel, of_launch, cc]), KEPT)
 
@@ -133,10 +133,10 @@ def _compiled(launch: Launch, cc: tuple[int, int]) -> bytes:
     """The kernel's name, a zero and its machine code."""
     text = ptx(launch, cc)
     name: str = re.findall(r"\.visible \.entry ([\w$]+)\(", text)[0]
-    return name.encode() + b"\0" + machine_code(text, cc, launch.registers)
+    return name.encode() + b"\0" + machine_code(text, arch_of(launch, cc), launch.registers)
 
 
-def machine_code(text: str, cc: tuple[int, int], registers: int | None) -> bytes:
+def machine_code(text: str, arch: str, registers: int | None) -> bytes:
     """PTX as machine code; ``registers`` is the most that one thread may use."""
-    options = ProgramOptions(arch=f"sm_{cc[0]}{cc[1]}", max_register_count=registers)
+    options = ProgramOptions(arch=arch, max_register_count=registers)
     return bytes(Program(text, "ptx", options).compile("cubin").code)

@@ -18,6 +18,7 @@ class Launch(NamedTuple):
     threads: int  # per block
     shared: int = 0  # bytes of dynamic shared memory per block
     registers: int | None = None  # the most that one thread may use; None is no limit
+    is_arch_specific: bool = False  # whether it is for one architecture alone: sm_90a, not sm_90
 
 
 Launches = list[tuple[Launch, tuple[Any, ...]]]  # each with the kernel's arguments
@@ -27,5 +28,11 @@ Scratch = Callable[[tuple[int, ...]], int]  # the address of float32 memory of t
 def ptx(launch: Launch, cc: tuple[int, int] = (9, 0)) -> str:
     """The kernel's PTX for compute capability ``cc``, by default (9, 0)."""
     how = {"device": False, "abi": "numba", "launch_bounds": (launch.threads, 1), "output": "ptx"}
-    text, _ = cuda.compile(launch.function, launch.signature, cc=cc, **how)
+    arch = (*cc, "a") if launch.is_arch_specific else cc
+    text, _ = cuda.compile(launch.function, launch.signature, cc=arch, **how)
     return str(text)
+
+
+def arch_of(launch: Launch, cc: tuple[int, int]) -> str:
+    """The architecture that the kernel is assembled for, such as "sm_90" or "sm_90a"."""
+    return f"sm_{cc[0]}{cc[1]}{'a' if launch.is_arch_specific else ''}"

@@ -76,10 +76,19 @@ def instruction(
 
 
 def _paste(
-    text: str, results: Types, operands: Types, has_effects: bool, is_collective: bool
+    text: str,
+    results: Types,
+    operands: Types,
+    has_effects: bool,
+    is_collective: bool,
+    in_place: int = 0,
 ) -> Callable[..., list[Any]]:
-    """The function that puts the instruction into the program and returns its results."""
-    letters = [f"={REGISTER[t]}" for t in results] + [REGISTER[t] for t in operands]
+    """The function that puts the instruction into the program and returns its results.
+
+    The first ``in_place`` operands are in the registers of as many results.
+    """
+    letters = [f"={REGISTER[t]}" for t in results] + [str(i) for i in range(in_place)]
+    letters += [REGISTER[t] for t in operands[in_place:]]
     constraints = ",".join([*letters, "~{memory}"] if has_effects else letters)
     attributes = ("convergent", "nounwind") if is_collective else ("nounwind",)
 
@@ -276,6 +285,127 @@ def _multiply_add(dtype: str) -> tuple[Any, Any]:
 # spares the compiler most of its work.
 mma_f16, mma_f16_in = _multiply_add("f16")
 mma_bf16, mma_bf16_in = _multiply_add("bf16")
+
+
+# 9.7.13, fence.proxy.async: ``wgmma`` reads shared memory by a path of its own (a proxy). There it
+# finds what this thread wrote, or waited to have copied, before the fence; after a barrier others'.
+fence_proxy_async = instruction("fence.proxy.async.shared::cta;", has_effects=True)
+
+
+def _first_items(context: Any, builder: Any, array: Any, D: Any, count: int) -> list[Any]:
+    first = ir.Constant(ir.IntType(64), 0)
+    return _places(context, builder, array, (D, first), count)
+
+
+def wgmma_wait_group(pending: int, count: int) -> Any:
+    """The intrinsic ``(D)`` that waits until at most ``pending`` groups of ``wgmma`` are under way.
+
+    One of those waited for changes D, a local array of ``count`` float32. It is an operand so that
+    the compiler does not access it earlier.
+    """
+    numbers = (f32,) * count
+    paste = _paste(
+        f"wgmma.wait_group.sync.aligned {pending};", numbers, numbers, True, True, in_place=count
+    )
+
+    @intrinsic
+    def wait(context, D):
+        def generate(context, builder, signature, values):
+            places = _first_items(context, builder, signature.args[0], values[0], count)
+            _store_all(builder, paste(context, builder, _load_all(builder, places)), places)
+            return context.get_dummy_value()
+
+        return types.void(D), generate
+
+    return wait
+
+
+def _load_all(builder: Any, places: list[Any]) -> list[Any]:
+    return [builder.load(place) for place in places]
+
+
+def _store_all(builder: Any, numbers: list[Any], places: list[Any]) -> None:
+    for number, place in zip(numbers, places, strict=True):
+        builder.store(number, place)
+
+
+def _wgmma_group(products: list[str]) -> str:
+    """A group of ``wgmma``, in one piece: nothing may access their registers in between.
+
+    The fence orders them after earlier accesses. In ``products`` %no and %yes are predicates, %a
+    and %b descriptors.
+    """
+    lines = [
+        "{ .reg .pred %no, %yes; .reg .b64 %a, %b; setp.ne.b32 %no, 0, 0; setp.eq.b32 %yes, 0, 0;",
+        "wgmma.fence.sync.aligned;", *products, "wgmma.commit_group.sync.aligned; }",
+    ]  # fmt: skip
+    return " ".join(lines)
+
+
+# 9.7.15, wgmma.mma_async: start D = A B or D = A B + D, with A (64, 16), B (16, N) and D (64, N),
+# by the four warps of a warpgroup together. Warp w holds rows 16 w to 16 w + 15 of D, and of A if
+# that is in registers, as it would for ``mma``: of D N / 8 times its C, side by side. A descriptor
+# of 64 bits says where a matrix in shared memory begins and how it goes on (9.7.15.5). Both of the
+# following start several products that are added up, and make a group of them.
+
+
+def wgmma_shared(dtype: str, N: int, steps: list[tuple[int, int]]) -> Any:
+    """The intrinsic ``(D, a, b)``: D = A B, summed over descriptors a + x and b + y, (x, y) a step.
+
+    Rows of 16 numbers are contiguous in A and in the transpose of B. D is a local array of float32.
+    """
+    count = N // 2
+    D, a, b = _registers(0, count), f"${count}", f"${count + 1}"
+    products = [
+        f"add.s64 %a, {a}, {x}; add.s64 %b, {b}, {y}; "
+        f"{_wgmma(dtype, N)} {D}, %a, %b, {'%yes' if step else '%no'}, 1, 1, 0, 0;"
+        for step, (x, y) in enumerate(steps)
+    ]
+    paste = _paste(_wgmma_group(products), (f32,) * count, (u64, u64), True, True)
+
+    @intrinsic
+    def start(context, D, a, b):
+        def generate(context, builder, signature, values):
+            places = _first_items(context, builder, signature.args[0], values[0], count)
+            _store_all(builder, paste(context, builder, values[1:]), places)
+            return context.get_dummy_value()
+
+        return types.void(D, u64, u64), generate
+
+    return start
+
+
+def wgmma_registers(dtype: str, N: int, steps: list[int]) -> Any:
+    """The intrinsic ``(D, A, b)``: D = A B + D, summed over descriptors b + x, x being a step.
+
+    A is a local array of uint32, four for each step; rows of N numbers are contiguous in B.
+    """
+    count, words = N // 2, 4 * len(steps)
+    D, numbers, b = _registers(0, count), (f32,) * count, f"${N + words}"
+    products = [
+        f"add.s64 %b, {b}, {x}; "
+        f"{_wgmma(dtype, N)} {D}, {_registers(N + 4 * step, 4)}, %b, %yes, 1, 1, 1;"
+        for step, x in enumerate(steps)
+    ]
+    operands = (*numbers, *(u32,) * words, u64)
+    paste = _paste(_wgmma_group(products), numbers, operands, True, True, in_place=count)
+
+    @intrinsic
+    def start(context, D, A, b):
+        def generate(context, builder, signature, values):
+            places = _first_items(context, builder, signature.args[0], values[0], count)
+            sources = _first_items(context, builder, signature.args[1], values[1], words)
+            given = [*_load_all(builder, places + sources), values[2]]
+            _store_all(builder, paste(context, builder, given), places)
+            return context.get_dummy_value()
+
+        return types.void(D, A, u64), generate
+
+    return start
+
+
+def _wgmma(dtype: str, N: int) -> str:
+    return f"wgmma.mma_async.sync.aligned.m64n{N}k16.f32.{dtype}.{dtype}"
 
 
 @intrinsic

@@ -33,19 +33,20 @@ IN_REPORT = {  # of ptxas -v
 }
 IN_TILE = ("per_product", "tile_local")  # of ``sass.whole_tile``
 IN_PTX = {
-    "local": r"\.local\b", "mma": r"mma\.sync", "ldmatrix": r"ldmatrix",
+    "local": r"\.local\b", "mma": r"mma(?:\.|_async\.)sync", "ldmatrix": r"ldmatrix",
     "cp_async": r"cp\.async\.c[ag]",
 }  # fmt: skip
+WARNING = re.compile(r"^ptxas (?:warning|info\s*: \(C\d+\))", re.MULTILINE)  # or loss of speed
 
 
 class Assembled(NamedTuple):
     """One kernel for one architecture, dtype and head width.
 
-    ``registers`` per thread, and ``stack`` and ``spill`` in bytes, are what ptxas reports, None
-    where it is not found; ``local``, ``mma``, ``ldmatrix`` and ``cp_async`` count occurrences in
-    the PTX. Of the machine instructions of a whole tile, ``per_product`` is their number per
-    product on the tensor cores and ``tile_local`` how many load or store what was spilled; None
-    where nvdisasm is not found, or tensor cores are not used.
+    ``registers`` per thread, ``stack`` and ``spill`` in bytes, and the number of ``warnings`` are
+    what ptxas reports, None where it is not found; ``local``, ``mma``, ``ldmatrix`` and
+    ``cp_async`` count occurrences in the PTX. Of the machine instructions of a whole tile,
+    ``per_product`` is their number per product on the tensor cores and ``tile_local`` how many load
+    or store what was spilled; None where nvdisasm is not found, or tensor cores are not used.
     """
 
     rung: str
@@ -56,6 +57,7 @@ class Assembled(NamedTuple):
     registers: int | None
     stack: int | None
     spill: int | None
+    warnings: int | None
     per_product: float | None
     tile_local: int | None
     local: int
@@ -80,11 +82,16 @@ def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled
     for rung in rungs:
         for head_dim in HEAD_DIMS:
             for dtype, launch in _kernels(rung, head_dim):
-                for arch, cc in ARCHS.items():
+                for arch, cc in archs_of(launch).items():
                     text, name = ptx(launch, cc), launch.function.__name__
                     counts = {key: len(re.findall(p, text)) for key, p in IN_PTX.items()}
                     found = by_ptxas(text, arch, launch.registers) | counts
                     yield Assembled(rung, name, arch, dtype, head_dim, **found)
+
+
+def archs_of(launch: Launch) -> dict[str, tuple[int, int]]:
+    """The architectures that a kernel is assembled for here: ``ARCHS``, or Hopper's own."""
+    return {"sm_90a": (9, 0)} if launch.is_arch_specific else ARCHS
 
 
 def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
@@ -107,7 +114,7 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
 
 
 def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
-    """What ptxas makes of a kernel's PTX, by the names in ``IN_REPORT`` and ``IN_TILE``.
+    """What ptxas makes of a kernel's PTX: ``IN_REPORT``, "warnings" and ``IN_TILE``.
 
     They are None without ptxas, and the latter without nvdisasm. ``arch`` is such as "sm_90",
     ``registers`` the most that one thread may use. If ptxas refuses the kernel, a RuntimeError has
@@ -115,7 +122,7 @@ def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
     """
     ptxas = program("ptxas")
     if ptxas is None:
-        return dict.fromkeys((*IN_REPORT, *IN_TILE))
+        return dict.fromkeys((*IN_REPORT, "warnings", *IN_TILE))
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(text)
@@ -126,7 +133,7 @@ def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
         if done.returncode:
             raise RuntimeError(f"ptxas refuses a kernel for {arch}: {report.strip()}")
         found = {name: sum(map(int, re.findall(p, report))) for name, p in IN_REPORT.items()}
-        return found | _in_whole_tile(cubin)
+        return found | {"warnings": len(WARNING.findall(report))} | _in_whole_tile(cubin)
 
 
 def _in_whole_tile(cubin: Path) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from minimha.kernels.cuda import (
     rung3_register_tiles,
     rung4_tensor_cores,
     rung5_decode,
+    rung6_warpgroups,
 )
 from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda.arguments import (
@@ -63,6 +64,7 @@ MODULES = {
     "cuda.rung3_register_tiles": rung3_register_tiles,
     "cuda.rung4_tensor_cores": rung4_tensor_cores,
     "cuda.rung5_decode": rung5_decode,
+    "cuda.rung6_warpgroups": rung6_warpgroups,
 }
 
 
@@ -769,7 +771,8 @@ SIZES = {"u64": 8, "s64": 8, "b64": 8, "f64": 8, "u32": 4, "s32": 4, "b32": 4, "
 
 @pytest.mark.parametrize("rung", MODULES)
 def test_parameters_are_packed_as_the_kernel_declares_them(rung, driver, monkeypatch):
-    dtype = ml_dtypes.bfloat16 if rung == "cuda.rung4_tensor_cores" else np.float32
+    is_16_bits = rung in ("cuda.rung4_tensor_cores", "cuda.rung6_warpgroups")
+    dtype = ml_dtypes.bfloat16 if is_16_bits else np.float32
     q, k, v = (numbers(2, h, 9, 16, dtype=dtype) for h in (4, 2, 2))
     problem = Problem.of(q, k, v, softcap=3.0, alibi_slopes=[1, 2, 3, 4])
     with gpu.DeviceMemory(HOPPER, stream=7) as memory:

@@ -24,6 +24,7 @@ RUNGS = {  # name: dtypes, the first one for all tests; the most queries that it
     "cuda.rung3_register_tiles": (("float32",), 131),
     "cuda.rung4_tensor_cores": (("float16", "bfloat16"), 131),
     "cuda.rung5_decode": (("float16", "float32", "bfloat16"), 5),
+    "cuda.rung6_warpgroups": (("bfloat16", "float16"), 200),
 }
 IN_ORDERS = (None, 0)
 inf = np.inf
@@ -316,6 +317,7 @@ def test_what_a_function_hides_may_be_anything(rung3, poison):
 EXPECTED = {  # instructions that must be in a kernel of the rung, by dtype: at least so many
     "cuda.rung3_register_tiles": {"fma.rn.f32": 512, "ld.shared.v4.f32": 16},
     "cuda.rung4_tensor_cores": {"mma.sync": 64, "ldmatrix": 8, "cp.async.cg": 4},
+    "cuda.rung6_warpgroups": {"wgmma.mma_async": 12, "fence.proxy.async": 3, "cp.async.cg": 4},
 }
 COMPILED = [  # head width, options, architectures; for sm_90 most have been compiled above
     (64, "nothing", ("sm_80", "sm_90")),
@@ -336,6 +338,7 @@ def assert_in_registers(launch, text, arch):
     # Rung 4 has 192 registers of O_i and S_ij: what only partial tiles need may be spilled.
     assert said["stack"] is None or said["stack"] <= (16 if "ldmatrix" in text else 0)
     assert said["tile_local"] in (0, None)
+    assert said["warnings"] in (0, None)
     assert said["registers"] is None or said["registers"] * launch.threads <= 65536
 
 
@@ -349,8 +352,9 @@ def test_everything_stays_in_registers(rung, D, name, archs):
     launches = rung.launches(problem, upload(problem, memory), memory.scratch)
     for launch, _ in launches:
         assert launch.shared <= 227 * 1024
-        for arch in archs:
-            text = ptx_of(launch, assembled.ARCHS[arch])
+        known = assembled.archs_of(launch)
+        for arch in known if launch.is_arch_specific else archs:
+            text = ptx_of(launch, known[arch])
             for instruction, least in EXPECTED.get(named(rung), {}).items():
                 assert text.count(instruction) >= least, instruction
             assert_in_registers(launch, text, arch)

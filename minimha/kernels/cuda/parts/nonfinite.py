@@ -14,6 +14,7 @@ from numba import cuda, float32, types, uint32, uint64
 from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device, fragments
 from minimha.kernels.cuda.parts.fragments import MmaTiles, offset_in_tile
+from minimha.kernels.cuda.parts.mask import ScoreOptions, row_options, score_row
 from minimha.kernels.cuda.parts.online_softmax import LOWEST
 from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
 from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
@@ -221,5 +222,40 @@ def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any
                             if found & uint32(0x80000000) != uint32(0):
                                 at += uint64(4)
                                 ptx.st_global_f32(at, ptx.ld_global_f32(at) + high)
+
+    return add
+
+
+# ---- rows of O in global memory, after all the others: rung 6
+
+
+def add_nonfinite_to_output(tiles: MmaTiles, options: ScoreOptions) -> Any:
+    """add(lane, V, V_row, start, stop, O_at, O_row, rows, b, h, i, mask, bias, o): what became 0.
+
+    A warp goes through its keys once more and adds the values that are not finite to those of its
+    ``rows`` rows of O, from query i on, that see them. Its lanes have stored these before.
+    """
+    words = tiles.width // 2
+    pack = fragments.FORMATS[tiles.dtype].pack
+    nonfinite, halves = nonfinite_in(tiles.dtype), fragments.widen(tiles.dtype)
+    hiding = options._replace(has_softcap=False, has_slopes=False)
+    describe, score = row_options(hiding), score_row(hiding)
+
+    @device
+    def add(lane, V, V_row, start, stop, O_at, O_row, rows, b, h, i, mask, bias, o):
+        for j in range(start, stop):
+            for x in range(lane, words, 32):
+                word = ptx.ld_global_nc_u32(V + j * V_row + 4 * x)
+                found = nonfinite(word)
+                if found:
+                    low, high = halves(word)
+                    low = low if found & uint32(0x8000) else float32(0)
+                    high = high if found >> uint32(31) else float32(0)
+                    for r in range(rows):
+                        row = describe(b, h, i + r, mask, bias, o)
+                        if score(float32(0), j, row, True, mask, bias, o) != LOWEST:
+                            at = O_at + r * O_row + 4 * x
+                            old_low, old_high = halves(ptx.ld_global_u32(at))
+                            ptx.st_global_u32(at, pack(old_low + low, old_high + high))
 
     return add

@@ -240,3 +240,34 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
                     O[4 * i * chunks + x] *= corrections[i, x // 2 % 2]
 
     return update_softmax
+
+
+def update_scores(tiles: MmaTiles, is_plain: bool) -> Any:
+    """update(S, correction, m, l, factor): line 9 for 16 rows, while O_i is being computed.
+
+    As ``update_fragments``, but ``correction`` is what O_i is still to be multiplied by.
+    """
+    N, maximum = tiles.N, maximum_over(1, 2)
+
+    @device
+    def update(S, correction, m, l, factor):
+        for half in range(2):
+            m_new = m[0, half]
+            for n in range(N):
+                m_new = max(m_new, max(S[4 * n + 2 * half], S[4 * n + 2 * half + 1]))
+            m_new = maximum(m_new)
+            shift = shift_of(m_new)
+            correction[half] = ptx.ex2_approx((m[0, half] - shift) * factor)
+            m[0, half] = m_new
+            total = np.float32(0)
+            for n in range(N):
+                for e in range(2 * half, 2 * half + 2):
+                    if is_plain:
+                        power = cuda.fma(S[4 * n + e], factor, -shift * factor)
+                    else:  # a bias may be so large that its product would overflow
+                        power = (S[4 * n + e] - shift) * factor
+                    S[4 * n + e] = ptx.ex2_approx(power)
+                    total += S[4 * n + e]
+            l[0, half] = correction[half] * l[0, half] + total
+
+    return update

@@ -1,0 +1,151 @@
+"""Tiles for ``wgmma``: how they lie in shared memory, get there and are multiplied: rung 6.
+
+A warpgroup is four warps, which own 64 rows; what a warp holds of them is what it would hold for
+``mma``, so the tiles are ``MmaTiles`` of 16 rows per warp. ``wgmma`` finds K_j, V_j and Q_i in
+shared memory by descriptors. There a tile is split into panels of 64 columns, one after another,
+each with its rows of 128 bytes one below the other.
+
+NVIDIA, "PTX ISA", version 9.0, 9.7.15.5: matrices in shared memory, and their descriptors.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import uint32, uint64
+
+from minimha.kernels.cuda import ptx
+from minimha.kernels.cuda.parts import device
+from minimha.kernels.cuda.parts.fragments import FORMATS, MmaTiles, is_copied
+from minimha.kernels.cuda.parts.nonfinite import nonfinite_in, zero_nonfinite_in
+
+ROWS = 64  # of a warpgroup
+PANEL = 64  # columns, which are as wide as the banks
+ROW = 2 * PANEL  # bytes
+EIGHT_ROWS = 8 * ROW  # the period of the swizzle, and the alignment of a tile
+PTX_NAMES = {"float16": "f16", "bfloat16": "bf16"}
+
+
+def tile_bytes(rows: int, width: int) -> int:
+    """Bytes of a tile in shared memory; its last panel may be filled in part."""
+    return -(-width // PANEL) * rows * ROW
+
+
+def swizzled(row: int, chunk: int, rows: int) -> int:
+    """Offset in bytes of a chunk of 16 bytes of a row, in a tile of that many ``rows``.
+
+    A chunk's index within its panel is XORed with the row's: 128-byte swizzle.
+
+    >>> [[swizzled(row, chunk, 8) // 16 % 8 for chunk in range(4)] for row in (0, 1, 2)]
+    [[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1]]
+    """
+    return chunk // 8 * rows * ROW + row * ROW + 16 * ((chunk ^ row) & 7)
+
+
+offset_in_tile = device(swizzled)
+
+
+def fetch_tile(tiles: MmaTiles) -> Any:
+    """fetch(t, to, X, row_bytes, rows, present): start to copy rows into shared memory.
+
+    As ``fragments.prefetch_tile``, to where ``wgmma`` expects them.
+    """
+    chunks, at_once = tiles.chunks, tiles.rows_at_once
+    copies = is_copied(tiles)
+
+    @device
+    def fetch(t, to, X, row_bytes, rows, present):
+        first, chunk = t // chunks, t % chunks
+        for r in range(-(-rows // at_once)):
+            row = np.int32(first + r * at_once)
+            if copies(t, row, rows):
+                size = 16 if row < present else 0
+                ptx.cp_async_16(to + offset_in_tile(row, chunk, rows), X, size)
+            X += at_once * row_bytes
+
+    return fetch
+
+
+def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
+    """zero_nonfinite(t, V_j): not 0 if thread t copied a value that is not finite; now it is 0."""
+    B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
+    copies, nonfinite = is_copied(tiles), nonfinite_in(tiles.dtype)
+    zeroed = zero_nonfinite_in(tiles.dtype)
+
+    @device
+    def zero_nonfinite(t, V_j):
+        found = uint32(0)
+        first, chunk = t // chunks, t % chunks
+        for r in range(-(-B_c // at_once)):
+            row = np.int32(first + r * at_once)
+            if copies(t, row, B_c):
+                place = V_j + offset_in_tile(row, chunk, B_c)
+                a, b, c, d = ptx.ld_shared_v4_u32(place)
+                here = nonfinite(a) | nonfinite(b) | nonfinite(c) | nonfinite(d)
+                if here:
+                    ptx.st_shared_v4_u32(place, zeroed(a), zeroed(b), zeroed(c), zeroed(d))
+                found |= here
+        return found
+
+    return zero_nonfinite
+
+
+def descriptor_of(panel: int) -> Any:
+    """descriptor(at): of a matrix at ``at`` in a tile whose panels are ``panel`` bytes long.
+
+    Eight rows are followed by the next eight; the next panel only matters where rows are contiguous
+    in the other direction than the sum goes.
+    """
+    constant = 1 << 62 | EIGHT_ROWS >> 4 << 32 | panel >> 4 << 16
+
+    @device
+    def descriptor(at):
+        return uint64(constant) | uint64((uint32(at) & uint32(0x3FFFF)) >> uint32(4))
+
+    return descriptor
+
+
+def start_keys(tiles: MmaTiles) -> Any:
+    """start_keys(Q, K_j, S): line 8, S_ij = Q_i K_jᵀ, under way; Q are the warpgroup's rows."""
+    Q_panel, K_panel = tiles.B_r * ROW, tiles.B_c * ROW
+    describe_Q, describe_K = descriptor_of(Q_panel), descriptor_of(K_panel)
+    # 16 columns are 32 bytes of a panel's row; descriptors count 16.
+    steps = [
+        (x // 4 * (Q_panel >> 4) + 2 * (x % 4), x // 4 * (K_panel >> 4) + 2 * (x % 4))
+        for x in range(tiles.width // 16)
+    ]
+    start = ptx.wgmma_shared(PTX_NAMES[tiles.dtype], tiles.B_c, steps)
+
+    @device
+    def start_keys(Q, K_j, S):
+        start(S, describe_Q(Q), describe_K(K_j))
+
+    return start_keys
+
+
+def start_values(tiles: MmaTiles) -> Any:
+    """start_values(P, V_j, O): line 10, O_i + P_ij V_j, under way."""
+    describe = descriptor_of(tiles.B_c * ROW)
+    steps = [x * (16 * ROW >> 4) for x in range(tiles.B_c // 16)]
+    start = ptx.wgmma_registers(PTX_NAMES[tiles.dtype], tiles.width, steps)
+
+    @device
+    def start_values(P, V_j, O):
+        start(O, P, describe(V_j))
+
+    return start_values
+
+
+def rescale_and_pack(tiles: MmaTiles) -> Any:
+    """rescale_and_pack(S, P, O, correction): O_i for the new maximum, and P_ij from S, rounded."""
+    P_size, chunks, pack = tiles.B_c // 4, tiles.chunks, FORMATS[tiles.dtype].pack
+
+    @device
+    def rescale_and_pack(S, P, O, correction):
+        for half in range(2):
+            for d in range(chunks):
+                O[4 * d + 2 * half] *= correction[half]
+                O[4 * d + 2 * half + 1] *= correction[half]
+        for x in range(P_size):
+            P[x] = pack(S[2 * x], S[2 * x + 1])
+
+    return rescale_and_pack

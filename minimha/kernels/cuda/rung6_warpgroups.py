@@ -1,0 +1,243 @@
+"""CUDA rung 6, warpgroups: both products of a tile by Hopper's ``wgmma``, float16 or bfloat16.
+
+What changed from rung 4: four warps together, a warpgroup, multiply (64, 16) by (16, B_c) with one
+instruction. It reads K_j and V_j from shared memory by itself, and Q_i too, which nobody loads into
+registers any more, and it does not wait: the product of the next tile's queries and keys, and this
+tile's product with its values, run on the tensor cores while the other units compute the next
+tile's exponentials. That is the order of FlashAttention-3's Algorithm 2, within a warpgroup:
+
+    start S of the next tile; start P V of this one; wait for S; its softmax; wait for O; rescale O
+
+Why it should be faster: with ``mma`` of registers a tensor core is fed by ``ldmatrix`` and reaches
+about two thirds of its rate; and the exponentials, as many cycles as half of a product, are hidden.
+
+Shared memory holds Q_i and two tiles each of K and V, which ``cp.async`` copies. There they are
+written on another path than ``wgmma`` reads them on: a fence between the two, and one barrier per
+tile.
+
+Nonfinite values in partial tiles become 0 as soon as they have been copied, by the thread that
+copied them. If there was one, each warp goes through the values again in the end and adds them to
+the rows that see them.
+
+It needs an H100, H200 or another GPU of compute capability 9.0: ``wgmma`` exists for sm_90a alone.
+
+Shah et al., "FlashAttention-3", 2024, section 3.2; the lines below are those of FlashAttention-2's
+Algorithm 1. Not measured: no GPU yet.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda, types
+
+from minimha.equations.problem import Problem
+from minimha.kernels.cuda import arguments as kernel_arguments
+from minimha.kernels.cuda import ptx, rung4_tensor_cores
+from minimha.kernels.cuda.launch import Launch, Launches, Scratch
+from minimha.kernels.cuda.parts import device, fragments, nonfinite, warpgroups
+from minimha.kernels.cuda.parts import mask as masks
+from minimha.kernels.cuda.parts import online_softmax as softmax
+from minimha.kernels.cuda.parts.rows import row_address
+from minimha.kernels.cuda.rung4_tensor_cores import Variant, unsupported, variant
+
+__all__ = ["launches", "unsupported"]
+
+REGISTERS = 65536  # of a multiprocessor, which one block has for itself
+wait_for_all, wait_for_older_copies = ptx.cp_async_wait_group(0), ptx.cp_async_wait_group(1)
+
+
+def blocks(made_for: Variant) -> tuple[int, int]:
+    """B_r and B_c, so that the registers of 2 or 3 warpgroups and 227 KB of shared memory suffice.
+
+    S_ij, P_ij and O_i are 3 B_c / 4 + W / 2 registers. Options that change or hide single scores
+    need extra ones.
+    """
+    width, _, is_plain, options = made_for
+    if options.has_mask or not is_plain:
+        return 192 if width <= 64 else 128, 32
+    if width <= 64:
+        return 192, 96
+    return 128, 128 if width <= 128 else 64
+
+
+def shared_bytes(made_for: Variant) -> int:
+    """Q_i and two tiles each of K and V."""
+    B_r, B_c = blocks(made_for)
+    return warpgroups.tile_bytes(B_r + 4 * B_c, made_for.width)
+
+
+def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: Scratch) -> Launches:
+    """One launch, one thread block per B_r queries of a head; none if there is no query."""
+    kernel_arguments.check_alignment(arguments, 2)
+    B, H, Lq, _ = problem.q.shape
+    if B * Lq == 0:
+        return []
+    made_for = variant(problem)
+    B_r, _ = blocks(made_for)
+    threads, grid = 2 * B_r, (-(-Lq // B_r) * H * B, 1, 1)
+    registers = min(255, REGISTERS // threads // 8 * 8)
+    launch = Launch(
+        kernel(made_for), kernel_arguments.ADDRESSES, grid, threads, shared_bytes(made_for),
+        registers, is_arch_specific=True,
+    )  # fmt: skip
+    return [(launch, arguments)]
+
+
+def masked_softmax(tiles: fragments.MmaTiles, is_plain: bool, options: masks.ScoreOptions) -> Any:
+    """update(t, S, correction, m, l, mask, bias, o, b, h, i_start, j, is_partial, factor): line 9.
+
+    Options first. Whether 64 keys are visible are the bits of one register, so there are two words.
+    """
+    first, second = min(64, tiles.B_c), tiles.B_c - 64
+    visible_in_first = masks.visible_bits(tiles._replace(B_c=first), options)
+    visible_in_second = masks.visible_bits(tiles._replace(B_c=second), options)
+    apply_options = masks.apply_softcap_and_bias(tiles, options)
+    update_softmax = softmax.update_scores(tiles, is_plain)
+
+    @device
+    def update(t, S, correction, m, l, mask, bias, o, b, h, i_start, j, is_partial, factor):
+        if not is_plain:
+            apply_options(t, S, bias, o, b, h, i_start, j)
+        if is_partial:
+            visible = visible_in_first(t, mask, bias, o, b, h, i_start, j, 0)
+            for x in range(first // 2):
+                if not (visible >> x) & 1:
+                    S[x] = softmax.LOWEST
+            if second > 0:
+                visible = visible_in_second(t, mask, bias, o, b, h, i_start, j + 64, 0)
+                for x in range(second // 2):
+                    if not (visible >> x) & 1:
+                        S[32 + x] = softmax.LOWEST
+        update_softmax(S, correction, m, l, factor)
+
+    return update
+
+
+@cache
+def kernel(made_for: Variant) -> Callable[..., None]:
+    """The kernel for a width, a dtype and a set of options."""
+    W, dtype, is_plain, options = made_for
+    B_r, B_c = blocks(made_for)
+    tiles = fragments.MmaTiles(W, dtype, B_r, B_c, B_r // 16)
+    S_size, P_size, O_size = B_c // 2, B_c // 4, W // 2  # registers of a thread
+    Q_bytes, stage = warpgroups.tile_bytes(B_r, W), warpgroups.tile_bytes(B_c, W)
+    hides_keys = options.hide_keys
+    place, first = fragments.lane_and_row(tiles), fragments.first_chunk(tiles)
+    fetch, store = warpgroups.fetch_tile(tiles), fragments.store_tile(tiles)
+    start_keys, start_values = warpgroups.start_keys(tiles), warpgroups.start_values(tiles)
+    wait_for_S, wait_for_older_S = (ptx.wgmma_wait_group(n, S_size) for n in range(2))
+    wait_for_O = ptx.wgmma_wait_group(0, O_size)
+    update_softmax = masked_softmax(tiles, is_plain, options)
+    rescale_and_pack = warpgroups.rescale_and_pack(tiles)
+    zero_nonfinite = warpgroups.zero_nonfinite_tile(tiles)
+    add_nonfinite = nonfinite.add_nonfinite_to_output(tiles, options)
+    finish = rung4_tensor_cores.epilogue(tiles)
+
+    @device
+    def is_partial(j, full_start, full_stop):
+        return hides_keys or j < full_start or j + B_c > full_stop
+
+    def wgmma(q, k, v, mask, bias, o, O, L):
+        t = cuda.threadIdx.x
+        row_blocks = np.uint32((o.Lq + B_r - 1) // B_r)
+        # The last queries of a causal problem see the most keys: their blocks start first.
+        block = np.uint32(cuda.blockIdx.x)
+        i_start = np.int32(row_blocks - 1 - block % row_blocks) * B_r
+        i_stop = min(i_start + B_r, o.Lq)
+        head = np.uint32(block // row_blocks)
+        h, b = np.int32(head % np.uint32(o.H)), np.int32(head // np.uint32(o.H))
+        kv = np.int32(np.uint32(h) // np.uint32(np.uint32(o.H) // np.uint32(o.Hkv)))
+        j_start, j_stop, full_start, full_stop = masks.tile_bounds(i_start, i_stop, b, o)
+
+        # Aligned to the period of the swizzle, which is a pattern of addresses.
+        Q_i = ptx.shared_address(cuda.shared.array(0, types.uint8, alignment=1024))
+        Q_own = Q_i + (t >> 7) * (warpgroups.ROWS * warpgroups.ROW)  # the warpgroup's rows
+        K = Q_i + Q_bytes
+        V = K + 2 * stage
+        K_at, V_at = first(t, k, b, kv, j_start), first(t, v, b, kv, j_start)
+
+        S_ij = cuda.local.array(S_size, types.float32)
+        P_ij = cuda.local.array(P_size, types.uint32)
+        O_i = cuda.local.array(O_size, types.float32)
+        m_i = cuda.local.array((1, 2), types.float32)
+        l_i = cuda.local.array((1, 2), types.float32)
+        correction = cuda.local.array(2, types.float32)
+        for half in range(2):  # line 5
+            m_i[0, half] = -math.inf
+            l_i[0, half] = 0
+        for e in range(O_size):
+            O_i[e] = 0
+
+        unit = o.scale if is_plain else np.float32(1)  # the scale that m_i still lacks
+        factor = np.float32(softmax.LOG2_E) * unit
+        found = np.uint32(0)
+        if j_start < j_stop:
+            fetch(t, Q_i, first(t, q, b, h, i_start), 2 * q.row, B_r, o.Lq - i_start)  # line 4
+            fetch(t, K, K_at, 2 * k.row, B_c, j_stop - j_start)  # line 7
+            ptx.cp_async_commit_group()
+            K_at += 2 * B_c * k.row
+            fetch(t, V, V_at, 2 * v.row, B_c, j_stop - j_start)
+            fetch(t, K + stage, K_at, 2 * k.row, B_c, j_stop - j_start - B_c)
+            ptx.cp_async_commit_group()
+            wait_for_older_copies()
+            ptx.fence_proxy_async()
+            cuda.syncthreads()
+            start_keys(Q_own, K, S_ij)  # line 8
+            wait_for_S(S_ij)
+            update_softmax(
+                t, S_ij, correction, m_i, l_i, mask, bias, o, b, h, i_start, j_start,
+                is_partial(j_start, full_start, full_stop), factor,
+            )  # fmt: skip
+            rescale_and_pack(S_ij, P_ij, O_i, correction)
+
+            j, now = j_start, 0
+            while j + B_c < j_stop:  # line 6
+                V_j, K_next = V + now, K + (stage - now)
+                wait_for_all()
+                if is_partial(j, full_start, full_stop):
+                    found |= zero_nonfinite(ptx.optimization_barrier(t), V_j)
+                ptx.fence_proxy_async()
+                # From here on all threads see V_j and the next K_j, and none reads the other two.
+                cuda.syncthreads()
+                start_keys(Q_own, K_next, S_ij)
+                start_values(P_ij, V_j, O_i)  # line 10
+                K_at += 2 * B_c * k.row
+                V_at += 2 * B_c * v.row
+                fetch(t, K + now, K_at, 2 * k.row, B_c, j_stop - j - 2 * B_c)
+                fetch(t, V + (stage - now), V_at, 2 * v.row, B_c, j_stop - j - B_c)
+                ptx.cp_async_commit_group()
+                wait_for_older_S(S_ij)
+                j += B_c
+                now = stage - now
+                update_softmax(
+                    t, S_ij, correction, m_i, l_i, mask, bias, o, b, h, i_start, j,
+                    is_partial(j, full_start, full_stop), factor,
+                )  # fmt: skip
+                wait_for_O(O_i)
+                rescale_and_pack(S_ij, P_ij, O_i, correction)
+            wait_for_all()
+            if is_partial(j, full_start, full_stop):
+                found |= zero_nonfinite(ptx.optimization_barrier(t), V + now)
+            ptx.fence_proxy_async()
+            cuda.syncthreads()
+            start_values(P_ij, V + now, O_i)
+            wait_for_O(O_i)
+
+        lane, first_row = place(t)
+        row = i_start + first_row + (lane >> 2)
+        sink = ptx.ld_global_nc_f32(o.sinks + 4 * h)
+        L_at = L + 4 * o.Lq * (b * o.H + h)
+        O_at, rows = row_address(O, b, h, i_start, 2), o.Lq - i_start
+        finish(lane, row, first_row, Q_i, O_i, m_i, l_i, unit, sink, o, L_at)
+        store(lane, first_row, Q_i, O_at, 2 * O.row, rows)
+        if cuda.syncthreads_or(found):
+            add_nonfinite(
+                lane, row_address(v, b, kv, 0, 2), 2 * v.row, j_start, j_stop,
+                O_at + first_row * 2 * O.row, 2 * O.row, min(rows - first_row, 16),
+                b, h, i_start + first_row, mask, bias, o,
+            )  # fmt: skip
+
+    return wgmma
