@@ -8,8 +8,9 @@ tile's exponentials. That is the order of FlashAttention-3's Algorithm 2, within
 
     start S of the next tile; start P V of this one; wait for S; its softmax; wait for O; rescale O
 
-Why it should be faster: with ``mma`` of registers a tensor core is fed by ``ldmatrix`` and reaches
-about two thirds of its rate; and the exponentials, as many cycles as half of a product, are hidden.
+Why it should be faster: fed from registers by ``mma``, Hopper's tensor cores reach less than two
+thirds of their rate; and the exponentials, which at a width of 128 take half as long as the two
+products, are hidden.
 
 Shared memory holds Q_i and two tiles each of K and V, which ``cp.async`` copies. There they are
 written on another path than ``wgmma`` reads them on: a fence between the two, and one barrier per
@@ -19,7 +20,8 @@ Nonfinite values in partial tiles become 0 as soon as they have been copied, by 
 copied them. If there was one, each warp goes through the values again in the end and adds them to
 the rows that see them.
 
-It needs an H100, H200 or another GPU of compute capability 9.0: ``wgmma`` exists for sm_90a alone.
+It needs a GPU of compute capability 9.0, such as an H100 or H200: later ones have no ``wgmma``. The
+backend "cuda" takes rung 4 there until a GPU has run this one.
 
 Shah et al., "FlashAttention-3", 2024, section 3.2; the lines below are those of FlashAttention-2's
 Algorithm 1. Not measured: no GPU yet.
@@ -57,7 +59,7 @@ def blocks(made_for: Variant) -> tuple[int, int]:
     """
     width, _, is_plain, options = made_for
     if options.has_mask or not is_plain:
-        return 192 if width <= 64 else 128, 32
+        return 128, 32
     if width <= 64:
         return 192, 96
     return 128, 128 if width <= 128 else 64

@@ -1,0 +1,104 @@
+"""What concerns rung 6 alone: tiles as ``wgmma`` reads them, nonfinite values, its instructions.
+
+That it computes attention, with every option, is tested with the other rungs that take addresses;
+that the emulator would notice if it were wrong, in ``tests/emulator/test_broken_warpgroups.py``.
+"""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles the kernels, is not installed")
+
+import emulator
+from kernels.cuda.test_rung4 import exact, given
+
+from minimha.equations.problem import Problem
+from minimha.kernels.cuda import arguments as kernel_arguments
+from minimha.kernels.cuda import ptxas, rung6_warpgroups
+from minimha.kernels.cuda.launch import arch_of
+from minimha.kernels.cuda.parts import warpgroups
+
+inf, nan = np.inf, np.nan
+WIDTHS = range(16, 257, 16)
+OPTIONS = [{}, {"softcap": 1.0}, {"attn_mask": np.ones((1, 9), bool)}]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_chunk_is_where_the_128_byte_swizzle_has_it(width):
+    rows, places = 64, []
+    for row in range(rows):
+        for chunk in range(width // 8):
+            panel, column = divmod(chunk, 8)
+            plain = panel * rows * 128 + row * 128 + column * 16
+            # Bits 4 to 6 of an address are XORed with bits 7 to 9.
+            assert warpgroups.swizzled(row, chunk, rows) == plain ^ (plain >> 7 & 7) << 4
+            places.append(warpgroups.swizzled(row, chunk, rows))
+    assert len(set(places)) == len(places)
+    assert max(places) < warpgroups.tile_bytes(rows, width)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_block_fits_into_a_multiprocessor_of_hopper(width, options):
+    problem = Problem.of(*given(Lq=1, Lk=9, D=width), **options)
+    B_r, B_c = rung6_warpgroups.blocks(rung6_warpgroups.variant(problem))
+    ((launch, _),) = rung6_warpgroups.launches(problem, kernel_arguments.PLACEHOLDERS, None)
+    assert launch.threads == B_r // 64 * 128  # a warpgroup has 64 rows
+    assert B_c % 16 == 0
+    assert B_c <= 128  # ``visible`` is two times 32 bits, 4 for every 8 keys
+    assert launch.shared <= 227 * 1024
+    assert launch.registers * launch.threads <= 65536
+    assert arch_of(launch, (9, 0)) == "sm_90a"
+
+
+@pytest.mark.parametrize("order", [None, 0])
+def test_nonfinite_values_of_many_tiles_add_up_where_they_are_seen(order):
+    q, k, v = given(Lk=300, D=64)
+    seen = np.random.default_rng(1).random((40, 300)) < 0.7
+    seen[:, 60] = seen[:, 200] = np.arange(40) < 20
+    seen[:, 130] = np.arange(40) >= 10
+    seen[:, 299] = np.arange(40) == 7
+    v[0, 0, 60, 3], v[0, 0, 130, 3] = inf, -inf  # NaN where both are seen
+    v[0, 0, 200, [5, 6]], v[0, 0, 299, 6] = inf, nan
+    v[0, 0, ~seen.any(0)] = nan
+    problem = Problem.of(q, k, v, attn_mask=seen)
+    O, L = (x.astype(np.float64) for x in emulator.forward(rung6_warpgroups, problem, order))
+    exact_O, exact_L = exact(q, k, v, attn_mask=seen)
+    for kind in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(kind(O), kind(exact_O))
+    finite = np.isfinite(exact_O)
+    assert abs(O - np.where(finite, exact_O, 0))[finite].max() < 2.0**-7
+    np.testing.assert_allclose(L, exact_L, atol=1e-5)
+
+
+def test_only_partial_tiles_are_masked():
+    problem = given(Lq=128, Lk=192, D=64)  # two tiles of keys
+    masking = "ld.global.s64"  # only there lengths and offsets are read again
+
+    def trapped(text):
+        assert masking in text
+        return text.replace(masking, f"trap; {masking}")
+
+    def forward(q_offset):
+        causal = Problem.of(*problem, is_causal=True, q_offset=q_offset)
+        emulator.forward(rung6_warpgroups, causal, change=trapped)
+
+    forward(q_offset=191)
+    with pytest.raises(emulator.PTXError, match="trap"):
+        forward(q_offset=190)
+
+
+def test_the_instructions_are_those_that_the_tiles_need():
+    for found in ptxas.assembled(("cuda.rung6_warpgroups",)):
+        W = found.head_dim
+        B_r, B_c = {64: (192, 96), 128: (128, 128)}[W]
+        # The keys of the first tile and of the next, the values of this tile and of the last one.
+        assert found.mma == 2 * (W // 16) + 2 * (B_c // 16)
+        assert found.arch == "sm_90a"
+        assert found.ldmatrix == found.local == 0
+        assert found.stack in (0, None)
+        assert found.spill in (0, None)
+        assert found.warnings in (0, None), "ptxas would say that it serializes products"
+        assert found.registers is None or found.registers * 2 * B_r <= 65536
+    if found.registers is None:
+        pytest.skip("compiled, but ptxas, which says what is in registers, is not found")
