@@ -76,9 +76,10 @@ CUDA_LADDER = {
     ),
     "cuda.rung6_warpgroups": Rung(
         "wgmma: four warps multiply at once, while the softmax of the next tile is computed",
-        "float16 and bfloat16, heads up to 256 wide; Hopper alone (sm_90a), and only if named",
+        "float16 and bfloat16, heads up to 256 wide; sm_90a alone, if MINIMHA_CUDA_RUNGS names it",
         NO_GPU,
     ),
 }
-IF_NAMED = ("cuda.rung6_warpgroups",)  # not chosen by "cuda" until a GPU has run it
+IF_NAMED = ("cuda.rung6_warpgroups",)  # chosen only if an environment variable names it
+ALSO = "MINIMHA_CUDA_RUNGS"  # that variable: rungs, joined by commas, that no GPU has run yet
 FEW_QUERIES = 8  # up to here reading K and V is the work, and a panel would be mostly padding

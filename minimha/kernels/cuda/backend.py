@@ -6,6 +6,7 @@ their library's stream, and the result is an array of that library. In between, 
 path, a ``Plan``; that of ``attend`` is remembered.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -29,11 +30,12 @@ from minimha.kernels.cuda.copies import STORED, copying
 from minimha.kernels.cuda.interop import as_device_array, empty_like, must_synchronize, stream_of
 from minimha.kernels.cuda.launch import Launches
 from minimha.kernels.cuda.plans import Draft, Plan
-from minimha.kernels.ladder import CUDA_LADDER, FEW_QUERIES, IF_NAMED
+from minimha.kernels.ladder import ALSO, CUDA_LADDER, FEW_QUERIES, IF_NAMED
 
 TAKE_ARRAYS = ("cuda.rung1_rows", "cuda.rung2_tiles")  # the other rungs take addresses
 TENSOR_CORES = (8, 0)  # the first compute capability whose tensor cores the rungs can use
-SHARED = 99 << 10  # bytes of shared memory that suffice for every rung
+HOPPER = (9, 0)  # the one compute capability of rung 6
+SHARED = 99 << 10  # bytes of shared memory that suffice for every rung but that
 SMALL = ("q_offset", "kv_lengths", "alibi_slopes", "sinks")  # on the host or on the GPU
 QKV = ("q", "k", "v")
 FUNCTIONS = ("score_mod", "mask_mod")
@@ -100,7 +102,7 @@ def _rungs(
 ) -> Iterator[tuple[str, np.dtype[Any]]]:
     """The rungs that take ``problem``, best first, and the dtype in which each takes it."""
     for name in reversed(CUDA_LADDER):
-        if name in IF_NAMED:
+        if name in IF_NAMED and not _is_named(name, problem, cc):
             continue
         if name == "cuda.rung5_decode" and problem.q.shape[2] > FEW_QUERIES:
             continue
@@ -110,6 +112,12 @@ def _rungs(
             is_taken = _module(name).unsupported(given) is None
             if is_taken and (shared >= SHARED or _shared_bytes(name, given) <= shared):
                 yield name, given.dtype
+
+
+def _is_named(name: str, problem: Problem, cc: tuple[int, int]) -> bool:
+    """Whether a rung for Hopper and many queries may be chosen, which the user must have asked."""
+    is_here = cc == HOPPER and problem.q.shape[2] > FEW_QUERIES
+    return is_here and name in os.environ.get(ALSO, "").split(",")
 
 
 def _candidates(problem: Problem, cc: tuple[int, int]) -> Iterator[Problem]:

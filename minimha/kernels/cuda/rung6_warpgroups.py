@@ -20,8 +20,9 @@ Nonfinite values in partial tiles become 0 as soon as they have been copied, by 
 copied them. If there was one, each warp goes through the values again in the end and adds them to
 the rows that see them.
 
-It needs a GPU of compute capability 9.0, such as an H100 or H200: later ones have no ``wgmma``. The
-backend "cuda" takes rung 4 there until a GPU has run this one.
+It needs a GPU of compute capability 9.0, such as an H100 or H200: later ones have no ``wgmma``.
+Until one has run it, the backend "cuda" takes rung 4 there too, unless the environment variable
+MINIMHA_CUDA_RUNGS names this rung.
 
 Shah et al., "FlashAttention-3", 2024, section 3.2; the lines below are those of FlashAttention-2's
 Algorithm 1. Not measured: no GPU yet.

@@ -103,6 +103,24 @@ def test_the_best_rung_that_takes_a_problem(dtype, device, Lq, D, rung, taken_as
     assert cuda.unsupported(given) is None
 
 
+@pytest.mark.parametrize(
+    ("device", "Lq", "rung"),
+    [
+        (HOPPER, 100, "cuda.rung6_warpgroups"),
+        (HOPPER, 8, "cuda.rung5_decode"),
+        (HOPPER._replace(cc=(8, 0)), 100, "cuda.rung4_tensor_cores"),
+        (HOPPER._replace(cc=(10, 0)), 100, "cuda.rung4_tensor_cores"),
+    ],
+)
+def test_a_rung_that_no_gpu_has_run_is_chosen_where_it_is_named(device, Lq, rung, monkeypatch):
+    monkeypatch.setenv("MINIMHA_CUDA_RUNGS", "cuda.rung6_warpgroups")
+    q, k = (np.broadcast_to(np.zeros((), np.float16), (2, 1, n, 64)) for n in (Lq, 100))
+    name, given = cuda.rung_for(Problem.of(q, k, k), device)
+    assert (name, given.dtype) == (rung, np.float16)
+    single = Problem.of(*(x.astype(np.float32) for x in (q, k, k)))
+    assert cuda.rung_for(single, device)[0] != "cuda.rung6_warpgroups"
+
+
 # an emulated driver
 
 
