@@ -292,6 +292,16 @@ mma_bf16, mma_bf16_in = _multiply_add("bf16")
 fence_proxy_async = instruction("fence.proxy.async.shared::cta;", has_effects=True)
 
 
+# 9.7.9, st: to shared memory if the number is negative. (address: u32, number). Of a number that is
+# not, but the compiler cannot know, it costs two instructions and keeps an order: ptxas moves a
+# ``wgmma.wait_group`` ahead of arithmetic that does not need the product, but not of a store.
+st_shared_f32_if_negative = instruction(
+    "{ .reg .pred %is_less; setp.lt.f32 %is_less, $1, 0f00000000; "
+    "@%is_less st.shared.f32 [$0], $1; }",
+    (), (u32, f32), has_effects=True,
+)  # fmt: skip
+
+
 def _first_items(context: Any, builder: Any, array: Any, D: Any, count: int) -> list[Any]:
     first = ir.Constant(ir.IntType(64), 0)
     return _places(context, builder, array, (D, first), count)

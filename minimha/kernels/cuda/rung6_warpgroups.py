@@ -60,7 +60,7 @@ def blocks(made_for: Variant) -> tuple[int, int]:
     """
     width, _, is_plain, options = made_for
     if options.has_mask or not is_plain:
-        return 128, 32
+        return 128, 16 if width > 128 else 32
     if width <= 64:
         return 192, 96
     return 128, 128 if width <= 128 else 64
@@ -219,6 +219,8 @@ def kernel(made_for: Variant) -> Callable[..., None]:
                     t, S_ij, correction, m_i, l_i, mask, bias, o, b, h, i_start, j,
                     is_partial(j, full_start, full_stop), factor,
                 )  # fmt: skip
+                for half in range(2):  # l_i is not negative: it is computed before the wait
+                    ptx.st_shared_f32_if_negative(Q_i, l_i[0, half])
                 wait_for_O(O_i)
                 rescale_and_pack(S_ij, P_ij, O_i, correction)
             wait_for_all()

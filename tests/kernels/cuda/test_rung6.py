@@ -4,6 +4,12 @@ That it computes attention, with every option, is tested with the other rungs th
 that the emulator would notice if it were wrong, in ``tests/emulator/test_broken_warpgroups.py``.
 """
 
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -102,3 +108,31 @@ def test_the_instructions_are_those_that_the_tiles_need():
         assert found.registers is None or found.registers * 2 * B_r <= 65536
     if found.registers is None:
         pytest.skip("compiled, but ptxas, which says what is in registers, is not found")
+
+
+def nvdisasm():
+    """Where the disassembler of machine code is: on PATH, or in one of NVIDIA's Python packages."""
+    spec = find_spec("nvidia")
+    folders = spec.submodule_search_locations if spec else ()
+    found = [str(path) for folder in folders for path in Path(folder).glob("**/bin/nvdisasm")]
+    return shutil.which("nvdisasm") or next(iter(found), None)
+
+
+def test_exponentials_are_computed_between_the_two_waits(tmp_path):
+    assembler, disassembler = ptxas.ptxas(), nvdisasm()
+    if not assembler or not disassembler:
+        pytest.skip("ptxas or nvdisasm, which say in what order instructions are, is not found")
+    ((launch, _),) = rung6_warpgroups.launches(
+        Problem.of(*given(Lq=9, D=64)), kernel_arguments.PLACEHOLDERS, None
+    )
+    source, code = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
+    source.write_text(emulator.ptx_of(launch))
+    limit = f"-maxrregcount={launch.registers}"
+    subprocess.run([assembler, "-arch=sm_90a", limit, source, "-o", code], check=True)
+    done = subprocess.run([disassembler, "-c", code], check=True, capture_output=True, text=True)
+    order = re.findall(r"HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR.* gsb0, 0x\d", done.stdout)
+    shorter = ["wait" + name[-1] if "DEPBAR" in name else name for name in order]
+    (first,) = (i for i, name in enumerate(shorter) if name == "wait1")
+    loop = shorter[first - 4 - 6 : first], shorter[first : shorter.index("wait0", first)]
+    assert loop[0] == ["HGMMA"] * (64 // 16 + 96 // 16)  # both products are under way
+    assert loop[1].count("MUFU.EX2") >= 96 // 2  # of 64 × 96 scores, by 128 threads
