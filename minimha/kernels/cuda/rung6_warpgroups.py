@@ -44,26 +44,38 @@ from minimha.kernels.cuda.parts import device, fragments, nonfinite, warpgroups
 from minimha.kernels.cuda.parts import mask as masks
 from minimha.kernels.cuda.parts import online_softmax as softmax
 from minimha.kernels.cuda.parts.rows import row_address
-from minimha.kernels.cuda.rung4_tensor_cores import Variant, unsupported, variant
-
-__all__ = ["launches", "unsupported"]
+from minimha.kernels.cuda.rung4_tensor_cores import Variant, variant
 
 REGISTERS = 65536  # of a multiprocessor, which one block has for itself
 wait_for_all, wait_for_older_copies = ptx.cp_async_wait_group(0), ptx.cp_async_wait_group(1)
 
 
+def unsupported(problem: Problem) -> str | None:
+    """Return why this rung does not support ``problem``, or None."""
+    reason = rung4_tensor_cores.unsupported(problem)
+    if reason is None and is_tight(made_for := variant(problem)) and made_for.width > 128:
+        return (
+            f"heads are {made_for.width} wide: beyond 128 no registers are left for a mask, a "
+            f"bias, ALiBi, a soft cap or a scale that is not positive"
+        )
+    return reason
+
+
+def is_tight(made_for: Variant) -> bool:
+    """Whether single scores are changed or hidden, which takes registers."""
+    return made_for.options.has_mask or not made_for.is_plain
+
+
 def blocks(made_for: Variant) -> tuple[int, int]:
     """B_r and B_c, so that the registers of 2 or 3 warpgroups and 227 KB of shared memory suffice.
 
-    S_ij, P_ij and O_i are 3 B_c / 4 + W / 2 registers. Options that change or hide single scores
-    need extra ones.
+    S_ij, P_ij and O_i are 3 B_c / 4 + W / 2 registers.
     """
-    width, _, is_plain, options = made_for
-    if options.has_mask or not is_plain:
-        return 128, 16 if width > 128 else 32
-    if width <= 64:
+    if is_tight(made_for):
+        return 128, 32
+    if made_for.width <= 64:
         return 192, 96
-    return 128, 128 if width <= 128 else 64
+    return 128, 128 if made_for.width <= 128 else 64
 
 
 def shared_bytes(made_for: Variant) -> int:

@@ -20,7 +20,7 @@ from kernels.cuda.test_rung4 import exact, given
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as kernel_arguments
-from minimha.kernels.cuda import ptxas, rung6_warpgroups
+from minimha.kernels.cuda import ptxas, rung4_tensor_cores, rung6_warpgroups
 from minimha.kernels.cuda.launch import arch_of
 from minimha.kernels.cuda.parts import warpgroups
 
@@ -55,6 +55,16 @@ def test_a_block_fits_into_a_multiprocessor_of_hopper(width, options):
     assert launch.shared <= 227 * 1024
     assert launch.registers * launch.threads <= 65536
     assert arch_of(launch, (9, 0)) == "sm_90a"
+
+
+@pytest.mark.parametrize("width", [128, 144])
+@pytest.mark.parametrize("options", [*OPTIONS[1:], {"scale": -1.0}, {"attn_bias": np.ones((1, 9))}])
+def test_options_of_single_scores_leave_wide_heads_to_rung_4(options, width):
+    problem = Problem.of(*given(Lq=1, Lk=9, D=width), **options)
+    said = rung6_warpgroups.unsupported(problem)
+    assert (said is None) == (width == 128)
+    assert said is None or "144 wide" in said
+    assert rung4_tensor_cores.unsupported(problem) is None
 
 
 @pytest.mark.parametrize("order", [None, 0])
