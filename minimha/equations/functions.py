@@ -186,20 +186,20 @@ def contents(value: Any) -> Hashable:
     whole = [described(value)]
     for one in found:  # which grows
         code = one.__code__ if isinstance(one, FunctionType) else None
-        whole.append((code, *map(described, one if code is None else _captured(one))))
+        whole.append((code, *map(described, one if code is None else captured(one))))
     return tuple(whole)
 
 
-def _captured(function: FunctionType) -> list[Any]:
+def captured(function: FunctionType) -> list[Any]:
     """The values that a function finds outside of its parameters."""
-    captured = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    captured += [_content(cell) for cell in function.__closure__ or ()]
+    found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    found += [_content(cell) for cell in function.__closure__ or ()]
     names = sorted(_names(function.__code__))
-    for found in (function.__globals__[name] for name in names if name in function.__globals__):
-        captured.append(found)
-        if isinstance(found, ModuleType):  # whose attributes are compiled as constants, too
-            captured += [getattr(found, name) for name in names if hasattr(found, name)]
-    return captured
+    for value in (function.__globals__[name] for name in names if name in function.__globals__):
+        found.append(value)
+        if isinstance(value, ModuleType):  # whose attributes are compiled as constants, too
+            found += [getattr(value, name) for name in names if hasattr(value, name)]
+    return found
 
 
 def _content(cell: CellType) -> Any:

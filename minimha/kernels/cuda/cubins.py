@@ -20,6 +20,7 @@ import numpy as np
 from cuda.bindings import nvjitlink, nvvm
 from cuda.core import Program, ProgramOptions
 
+from minimha.equations.functions import LIBRARIES, captured
 from minimha.kernels import disk
 from minimha.kernels.cuda.launch import Launch, arch_of, ptx
 
@@ -61,23 +62,26 @@ def facts(value: Any, known: dict[FunctionType, int]) -> Any:
     """What tells ``value`` apart from others, in every process: lists, numbers and strings.
 
     A function is told by its name, by what it captures and by the globals that it names; one that
-    is not minimha's own, such as a caller's ``score_mod``, by its instructions too. ``known`` are
-    the functions that came before; ``NoFacts`` is raised for what prints as its address only.
+    is not minimha's own, such as a caller's ``score_mod``, by its instructions too, and by what it
+    reads of modules. ``known`` are the functions that came before; ``NoFacts`` is raised for what
+    prints as its address only.
     """
     function = getattr(value, "py_func", getattr(value, "__wrapped__", value))
     if isinstance(function, FunctionType):
         if function in known:
             return known[function]
         known[function] = len(known)
-        code, named = function.__code__, function.__globals__
-        used = [named[name] for name in _names(code) if name in named]
-        captured = [cell.cell_contents for cell in function.__closure__ or ()]
-        is_own = function.__module__.startswith("minimha.")
-        return [
-            function.__module__, function.__qualname__,
-            code.co_firstlineno if is_own else _instructions(code),
-            *(facts(x, known) for x in (*captured, function.__defaults__, *used)),
-        ]  # fmt: skip
+        name, code, named = str(function.__module__), function.__code__, function.__globals__
+        if name.split(".")[0] in LIBRARIES:
+            return [name, function.__qualname__]
+        if not name.startswith("minimha."):
+            used, place = captured(function), _instructions(code)
+        else:
+            place = [code.co_firstlineno]
+            used = [cell.cell_contents for cell in function.__closure__ or ()]
+            used.append(function.__defaults__)
+            used += [named[name] for name in _names(code) if name in named]
+        return [name, function.__qualname__, place, *(facts(x, known) for x in used)]
     if isinstance(value, ModuleType):
         return value.__name__
     if isinstance(value, (tuple, list)):

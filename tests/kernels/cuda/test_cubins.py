@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -117,6 +118,16 @@ def test_a_caller_s_function_is_told_apart_by_what_it_does_and_captures():
     found = [repr(cubins.facts(function, {})) for function in functions]
     assert len(set(found)) == len(found)
     assert repr(cubins.facts(capturing(1), {})) == found[0]
+
+
+def test_what_a_function_reads_of_a_module_tells_it_apart():
+    settings = ModuleType("settings")
+    settings.slope = 1.0
+    known = {"settings": settings}
+    exec("def steeper(score, b, h, i, j): return score + settings.slope", known)
+    before = repr(cubins.facts(known["steeper"], {}))
+    settings.slope = 2.0
+    assert repr(cubins.facts(known["steeper"], {})) != before
 
 
 def test_what_no_other_process_could_recognise_is_not_kept(tmp_path, monkeypatch):
