@@ -5,10 +5,7 @@ that the emulator would notice if it were wrong, in ``tests/emulator/test_broken
 """
 
 import re
-import shutil
 import subprocess
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,16 +117,8 @@ def test_the_instructions_are_those_that_the_tiles_need():
         pytest.skip("compiled, but ptxas, which says what is in registers, is not found")
 
 
-def nvdisasm():
-    """Where the disassembler of machine code is: on PATH, or in one of NVIDIA's Python packages."""
-    spec = find_spec("nvidia")
-    folders = spec.submodule_search_locations if spec else ()
-    found = [str(path) for folder in folders for path in Path(folder).glob("**/bin/nvdisasm")]
-    return shutil.which("nvdisasm") or next(iter(found), None)
-
-
 def test_exponentials_are_computed_between_the_two_waits(tmp_path):
-    assembler, disassembler = ptxas.ptxas(), nvdisasm()
+    assembler, disassembler = ptxas.program("ptxas"), ptxas.program("nvdisasm")
     if not assembler or not disassembler:
         pytest.skip("ptxas or nvdisasm, which say in what order instructions are, is not found")
     ((launch, _),) = rung6_warpgroups.launches(

@@ -236,8 +236,10 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
                 is_new |= uint32(correction != float32(1))
         if not are_scarce or ptx.ballot(is_new) != uint32(0):
             for i in range(M):
-                for x in range(4 * chunks):
-                    O[4 * i * chunks + x] *= corrections[i, x // 2 % 2]
+                for half in range(2):  # two loops, since LLVM unrolls none of 128 steps
+                    for d in range(chunks):
+                        for x in range(2):
+                            O[4 * (i * chunks + d) + 2 * half + x] *= corrections[i, half]
 
     return update_softmax
 
