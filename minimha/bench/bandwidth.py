@@ -30,18 +30,16 @@ def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
     ndarray of shape (threads, lanes)
         The largest number that each lane of each thread read, up to the last full panel of lanes.
     """
-    from minimha.kernels.cpu.jit import from_python
     from minimha.kernels.cpu.simd.softmax import lanes_max
     from minimha.kernels.cpu.simd.vector import VECTORS, panel_width
     from minimha.kernels.cpu.threads import get_num_threads
 
-    read = from_python(lanes_max)
     threads, width = get_num_threads(), panel_width(numbers.itemsize)
     rows, largest = numbers.size // width, np.empty((threads, width), numbers.dtype)
 
     def read_part(thread: int) -> None:
         first, last = thread * rows // threads, (thread + 1) * rows // threads
-        read(numbers, first * width, last - first, VECTORS, largest[thread])
+        lanes_max(numbers, first * width, last - first, VECTORS, largest[thread])
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(read_part, range(threads)))

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from kernels.cpu import plain_simd
 
-from minimha.kernels.cpu.jit import from_python
-from minimha.kernels.cpu.simd import dot, softmax, vector
-from minimha.kernels.cpu.simd import transpose as transposition
+from minimha.kernels.cpu.simd import vector
+from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
 from minimha.kernels.cpu.simd.memory import fetch_add, flat, matrix
 from minimha.kernels.cpu.simd.product import ROWS, tile_product, tile_product_add
+from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max, soft_cap
+from minimha.kernels.cpu.simd.transpose import transpose
 
 DTYPES = [np.float32, np.float64]
 RNG = np.random.default_rng(0)
@@ -23,11 +24,6 @@ RNG = np.random.default_rng(0)
 
 def numbers(*shape, dtype=np.float32):
     return RNG.normal(size=shape).astype(dtype).ravel()
-
-
-dot_products, weighted_rows = from_python(dot.dot_products), from_python(dot.weighted_rows)
-lanes_exp, lanes_max = from_python(softmax.lanes_exp), from_python(softmax.lanes_max)
-soft_cap, transpose = from_python(softmax.soft_cap), from_python(transposition.transpose)
 
 
 @numba.njit

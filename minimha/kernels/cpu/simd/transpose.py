@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from minimha.kernels.cpu.jit import jit_inline
+from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.simd.vector import INT, pointer_to
 
 BLOCK = 8  # rows and columns that are transposed in registers
@@ -56,7 +56,7 @@ def _transpose_block(typing, X, x, x_row, Y, y, y_row):
     return signature, generate
 
 
-@jit_inline
+@jit
 def transpose(X, x, x_row, Y, y, y_row, rows, columns):
     """Y[y + c · y_row + r] = X[x + r · x_row + c] for ``rows`` r, ``columns`` c; flat arrays."""
     full_rows, full_columns = rows // BLOCK * BLOCK, columns // BLOCK * BLOCK
