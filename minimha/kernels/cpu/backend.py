@@ -97,31 +97,32 @@ def compile_ahead(
         for storage in dict.fromkeys(STORAGE[dtype] for dtype in dtypes)
         for module in KERNELS.values()
     ]
-    missing = [
-        (kernel.name(dtype), f"""
-import numpy as np
-from {kernel.function.__module__} import KERNEL
-KERNEL.compile(np.dtype({dtype.name!r}))""")
-        for kernel, dtype in wanted
-        if not kernel.file(dtype).read()
-    ]  # fmt: skip
-    threads = ("threads", "from minimha.kernels.cpu.pool import pool\npool()")
+    missing = [(kernel, dtype) for kernel, dtype in wanted if not kernel.file(dtype).read()]
 
-    def compile_one(job: tuple[str, str]) -> None:
-        name, code = job
-        progress(name)
-        path = os.pathsep.join(filter(None, sys.path))
-        environment = os.environ | {"PYTHONPATH": path}
-        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    def compile_one(job: tuple[Kernel, np.dtype[Any]]) -> None:
+        kernel, dtype = job
+        progress(kernel.name(dtype))
+        _run_elsewhere(
+            f"import numpy as np; from {kernel.function.__module__} import KERNEL; "
+            f"KERNEL.compile(np.dtype({dtype.name!r}))"
+        )
 
     if len(missing) > 1 and sys.executable and get_num_threads() > 1:
         with ThreadPoolExecutor(get_num_threads()) as executor:
-            list(executor.map(compile_one, [*missing, threads]))
+            compiled = executor.map(compile_one, missing)
+            executor.submit(_run_elsewhere, "from minimha.kernels.cpu.pool import pool; pool()")
+            list(compiled)
     for kernel, dtype in wanted:
         progress(kernel.name(dtype))
         kernel.compile(dtype)
-    pool()
+    pool()  # what its threads run is compiled too
     return {kernel.name(dtype): kernel.file(dtype).path() for kernel, dtype in wanted}
+
+
+def _run_elsewhere(code: str) -> None:
+    """Run Python code in a process of its own; whoever needs what it compiles sees if it failed."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
 
 
 def _rung(problem: Problem) -> ModuleType:
