@@ -13,7 +13,11 @@ import pytest
 pytest.importorskip("numba_cuda", reason="numba-cuda, which compiles the kernels, is not installed")
 
 import emulator
-from kernels.cuda.test_rung4 import exact, given
+from kernels.cuda.test_rung4 import (
+    assert_nonfinite_values_add_up,
+    assert_only_partial_tiles_are_masked,
+    given,
+)
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as kernel_arguments
@@ -21,7 +25,6 @@ from minimha.kernels.cuda import ptxas, rung4_tensor_cores, rung6_warpgroups
 from minimha.kernels.cuda.launch import arch_of
 from minimha.kernels.cuda.parts import warpgroups
 
-inf, nan = np.inf, np.nan
 WIDTHS = range(16, 257, 16)
 OPTIONS = [{}, {"softcap": 1.0}, {"attn_mask": np.ones((1, 9), bool)}]
 
@@ -66,39 +69,11 @@ def test_options_of_single_scores_leave_wide_heads_to_rung_4(options, width):
 
 @pytest.mark.parametrize("order", [None, 0])
 def test_nonfinite_values_of_many_tiles_add_up_where_they_are_seen(order):
-    q, k, v = given(Lk=300, D=64)
-    seen = np.random.default_rng(1).random((40, 300)) < 0.7
-    seen[:, 60] = seen[:, 200] = np.arange(40) < 20
-    seen[:, 130] = np.arange(40) >= 10
-    seen[:, 299] = np.arange(40) == 7
-    v[0, 0, 60, 3], v[0, 0, 130, 3] = inf, -inf  # NaN where both are seen
-    v[0, 0, 200, [5, 6]], v[0, 0, 299, 6] = inf, nan
-    v[0, 0, ~seen.any(0)] = nan
-    problem = Problem.of(q, k, v, attn_mask=seen)
-    O, L = (x.astype(np.float64) for x in emulator.forward(rung6_warpgroups, problem, order))
-    exact_O, exact_L = exact(q, k, v, attn_mask=seen)
-    for kind in (np.isnan, np.isposinf, np.isneginf):
-        np.testing.assert_array_equal(kind(O), kind(exact_O))
-    finite = np.isfinite(exact_O)
-    assert abs(O - np.where(finite, exact_O, 0))[finite].max() < 2.0**-7
-    np.testing.assert_allclose(L, exact_L, atol=1e-5)
+    assert_nonfinite_values_add_up(rung6_warpgroups, order, D=64)
 
 
 def test_only_partial_tiles_are_masked():
-    problem = given(Lq=128, Lk=192, D=64)  # two tiles of keys
-    masking = "ld.global.s64"  # only there lengths and offsets are read again
-
-    def trapped(text):
-        assert masking in text
-        return text.replace(masking, f"trap; {masking}")
-
-    def forward(q_offset):
-        causal = Problem.of(*problem, is_causal=True, q_offset=q_offset)
-        emulator.forward(rung6_warpgroups, causal, change=trapped)
-
-    forward(q_offset=191)
-    with pytest.raises(emulator.PTXError, match="trap"):
-        forward(q_offset=190)
+    assert_only_partial_tiles_are_masked(rung6_warpgroups, Lk=192, D=64)  # two tiles of keys
 
 
 def test_the_instructions_are_those_that_the_tiles_need():
