@@ -37,7 +37,7 @@ from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device, fragments, nonfinite
 from minimha.kernels.cuda.parts import mask as masks
 from minimha.kernels.cuda.parts import online_softmax as softmax
-from minimha.kernels.cuda.parts.rows import row_address
+from minimha.kernels.cuda.parts.rows import block_of, row_address
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -136,7 +136,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     step = np.int32(B_c)  # in 32 bits, as what is computed from j
     stage = B_c * W * 2  # bytes of a tile of K or V
     hides_keys, alignment = options.hide_keys, fragments.ALIGNMENT
-    place, first = fragments.lane_and_row(tiles), fragments.first_chunk(tiles)
+    block, place, first = block_of(B_r), fragments.lane_and_row(tiles), fragments.first_chunk(tiles)
     prefetch, store = fragments.prefetch_tile(tiles), fragments.store_tile(tiles)
     multiply_keys, multiply_values = fragments.mma_keys(tiles), fragments.mma_values(tiles)
     visible_in = masks.visible_bits(tiles, options)
@@ -149,14 +149,8 @@ def kernel(made_for: Variant) -> Callable[..., None]:
 
     def tensor_cores(q, k, v, mask, bias, o, O, L):
         t = cuda.threadIdx.x
-        row_blocks = np.uint32((o.Lq + B_r - 1) // B_r)
-        # The last queries of a causal problem see the most keys: their blocks start first.
-        block = np.uint32(cuda.blockIdx.x)
-        i_start = np.int32(row_blocks - 1 - block % row_blocks) * B_r
+        i_start, h, b, kv = block(o)
         i_stop = min(i_start + B_r, o.Lq)
-        head = np.uint32(block // row_blocks)
-        h, b = np.int32(head % np.uint32(o.H)), np.int32(head // np.uint32(o.H))
-        kv = np.int32(np.uint32(h) // np.uint32(np.uint32(o.H) // np.uint32(o.Hkv)))
         j_start, j_stop, full_start, full_stop = masks.tile_bounds(i_start, i_stop, b, o)
 
         Q_i = ptx.shared_address(cuda.shared.array(0, types.uint8, alignment=alignment))

@@ -43,7 +43,7 @@ from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device, fragments, nonfinite, warpgroups
 from minimha.kernels.cuda.parts import mask as masks
 from minimha.kernels.cuda.parts import online_softmax as softmax
-from minimha.kernels.cuda.parts.rows import row_address
+from minimha.kernels.cuda.parts.rows import block_of, row_address
 from minimha.kernels.cuda.rung4_tensor_cores import Variant, variant
 
 REGISTERS = 65536  # of a multiprocessor, which one block has for itself
@@ -140,7 +140,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     S_size, P_size, O_size = B_c // 2, B_c // 4, W // 2  # registers of a thread
     Q_bytes, stage = warpgroups.tile_bytes(B_r, W), warpgroups.tile_bytes(B_c, W)
     hides_keys = options.hide_keys
-    place, first = fragments.lane_and_row(tiles), fragments.first_chunk(tiles)
+    block, place, first = block_of(B_r), fragments.lane_and_row(tiles), fragments.first_chunk(tiles)
     fetch, store = warpgroups.fetch_tile(tiles), fragments.store_tile(tiles)
     start_keys, start_values = warpgroups.start_keys(tiles), warpgroups.start_values(tiles)
     wait_for_S, wait_for_older_S = (ptx.wgmma_wait_group(n, S_size) for n in range(2))
@@ -157,14 +157,8 @@ def kernel(made_for: Variant) -> Callable[..., None]:
 
     def wgmma(q, k, v, mask, bias, o, O, L):
         t = cuda.threadIdx.x
-        row_blocks = np.uint32((o.Lq + B_r - 1) // B_r)
-        # The last queries of a causal problem see the most keys: their blocks start first.
-        block = np.uint32(cuda.blockIdx.x)
-        i_start = np.int32(row_blocks - 1 - block % row_blocks) * B_r
+        i_start, h, b, kv = block(o)
         i_stop = min(i_start + B_r, o.Lq)
-        head = np.uint32(block // row_blocks)
-        h, b = np.int32(head % np.uint32(o.H)), np.int32(head // np.uint32(o.H))
-        kv = np.int32(np.uint32(h) // np.uint32(np.uint32(o.H) // np.uint32(o.Hkv)))
         j_start, j_stop, full_start, full_stop = masks.tile_bounds(i_start, i_stop, b, o)
 
         # Aligned to the period of the swizzle, which is a pattern of addresses.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numba import uint64
+from numba import cuda, int32, uint32, uint64
 
 from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device
@@ -16,6 +16,23 @@ SHARED_F32 = (ptx.ld_shared_f32, ptx.ld_shared_v2_f32, ptx.ld_shared_v4_f32)
 def row_address(X, b, h, i, itemsize):
     """Address of X[b, h, i]."""
     return X.address + uint64((b * X.batch + h * X.head + i * X.row) * itemsize)
+
+
+def block_of(B_r: int) -> Any:
+    """block(o): the first query of this thread block's B_r, its head, batch entry and K/V head.
+
+    The last queries of a causal problem see the most keys: their blocks start first.
+    """
+
+    @device
+    def block(o):
+        row_blocks, number = uint32((o.Lq + B_r - 1) // B_r), uint32(cuda.blockIdx.x)
+        i_start = int32(row_blocks - 1 - number % row_blocks) * B_r
+        head = uint32(number // row_blocks)
+        h, b = int32(head % uint32(o.H)), int32(head // uint32(o.H))
+        return i_start, h, b, int32(uint32(h) // uint32(uint32(o.H) // uint32(o.Hkv)))
+
+    return block
 
 
 def load_row(words: int, lanes: int, instructions: tuple[Any, Any, Any]) -> Any:
