@@ -197,7 +197,7 @@ def _assert_as_good_as_plain(q, k, v, options, output, lse, exact):
 def random_problems(draw, dtype=np.float32, has_functions=True):
     """Any legal combination of options, on small ragged shapes and over a wide range of values.
 
-    Attention over keys in parts takes no functions: then ``has_functions`` is False.
+    Stripes take no functions: then ``has_functions`` is False.
     """
     score_mods, mask_mods = (SCORE_MODS, MASK_MODS) if has_functions else ((), ())
     B, Hkv, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))

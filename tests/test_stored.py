@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from problems import naive_attention, random_problems
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from problems import assert_close_to_exact, naive_attention, random_problems
 
-from minimha import attention
+from minimha import attention, block_mask
 from minimha.equations import parts
 from minimha.explain import Trace
 
@@ -86,6 +89,59 @@ def test_a_map_gives_what_an_array_gives(tmp_path, backend, monkeypatch):
         np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+# As long as what they are indexed by: with what a part counts, an index is wrong or out of bounds.
+BATCHES, HEADS, QUERIES, KEYS = (np.cos(np.arange(n) * n) for n in (2, 4, 20, 120))
+DOCUMENTS = np.arange(120) // 30
+
+
+def from_tables(s, b, h, i, j):
+    return s + BATCHES[b] * QUERIES[i - 90] + HEADS[h] * KEYS[j]
+
+
+def of_a_document(b, h, i, j):
+    return (DOCUMENTS[i] == DOCUMENTS[j]) | (j < 9 * h + b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@settings(max_examples=10)
+@given(data=st.data())
+def test_functions_count_from_the_beginning_of_the_whole(backend, dtype, data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    Lq = data.draw(st.sampled_from([1, 4, 20]))
+    q = rng.normal(size=(2, 4, Lq, 8)).astype(dtype)
+    k, v = rng.normal(size=(2, 2, 2, 120, 8)).astype(dtype)
+    options = {
+        "q_offset": 90,
+        "score_mod": data.draw(st.sampled_from([None, from_tables])),
+        "mask_mod": of_a_document,
+        "window_size": data.draw(st.sampled_from([None, (60, 2)])),
+        "kv_lengths": data.draw(st.sampled_from([None, np.array([110, 20])])),
+    }
+    given_options = dict(options)
+    if data.draw(st.booleans()):
+        given_options["mask_mod"] = block_mask(of_a_document, Lq, 120, B=2, H=4, q_offset=90)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(parts, "BLOCK", data.draw(st.integers(1, 1 << 16)))
+        patch.setattr(parts, "SCORES", data.draw(st.integers(1, 1 << 14)))
+        maps = [mapped(Path(folder), name, x) for name, x in (("k", k), ("v", v))]
+        found = attention(q, *maps, **given_options, backend=backend, return_lse=True)
+    assert_close_to_exact(q, k, v, options, *found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_function_for_stored_keys_gets_its_sentence(tmp_path, backend):
+    x = np.ones((1, 1, 40, 4))
+    k = mapped(tmp_path, "k", x)
+    with pytest.raises(IndexError, match="index 2 is out of bounds for axis 0 with size 2"):
+        attention(x, k, x, score_mod=lambda s, b, h, i, j: s + BATCHES[j], backend=backend)
+    with pytest.raises(TypeError, match="mask_mod returned int64: expected bool, True where a"):
+        attention(x, k, x, mask_mod=lambda b, h, i, j: j - i, backend=backend)
+    mask = block_mask(lambda b, h, i, j: i >= j, 40, 39)
+    with pytest.raises(ValueError, match=r"BlockMask for \(B, H, Lq, Lk\) = .*: expected one for"):
+        attention(x, k, x, mask_mod=mask, backend=backend)
+
+
 @pytest.mark.parametrize("shape", [(9, 4), (2, 9, 4), (1, 2, 9, 4)])
 def test_ranks_come_out_as_they_came(tmp_path, shape):
     x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
@@ -133,7 +189,7 @@ def test_shapes_that_do_not_match_are_refused_in_the_same_words(tmp_path):
         attention(x, mapped(tmp_path, "t", np.full((1, 1, 6, 4), "a")), x)
 
 
-@given(problem=random_problems(np.float64, has_functions=False))
+@given(problem=random_problems(np.float64))
 def test_every_option_over_a_store(problem):
     zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra zarr)")
     q, k, v, options = problem

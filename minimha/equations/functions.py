@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Hashable
 from hashlib import sha256
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,39 @@ from minimha.equations.arguments import name_of, rectangular
 
 PARAMETERS = {"score_mod": ("score", "b", "h", "i", "j"), "mask_mod": ("b", "h", "i", "j")}
 LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # whose functions do not change
+
+
+class Place(NamedTuple):
+    """Where a problem begins within the one that its functions are written for.
+
+    ``b`` and ``h`` are what they get for its first batch entry and query head, and ``key`` is the j
+    of its first key: positions of queries count from there too.
+    """
+
+    b: int = 0
+    h: int = 0
+    key: int = 0
+
+
+WHOLE = Place()
+
+
+class Placed(NamedTuple):
+    """A caller's function for a part of the problem that it is written for.
+
+    It stands in for the function in a call of ``attention``, and ``Problem.of`` takes it apart, so
+    that kernels are compiled for the function and serve it at every place.
+    """
+
+    function: Any
+    place: Place
+
+
+def taken_apart(score_mod: Any, mask_mod: Any) -> tuple[Any, Any, Place]:
+    """Both functions, of which either may be ``Placed``, or None, and their place."""
+    places = [x.place for x in (score_mod, mask_mod) if isinstance(x, Placed)]
+    functions = (x.function if isinstance(x, Placed) else x for x in (score_mod, mask_mod))
+    return *functions, places[0] if places else WHOLE
 
 
 def checked(name: str, function: Any) -> Any:

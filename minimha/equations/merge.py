@@ -25,7 +25,8 @@ def merge(parts: Iterable[Pair]) -> Pair:
     part alone. All other options are the same for every part, except that positions and whatever
     has an axis of keys count from the part's first key: for the keys from ``start`` to ``stop``,
     ``q_offset - start``, ``kv_lengths - start`` (at least 0, at most ``stop - start``) and
-    ``attn_mask[..., start:stop]``.
+    ``attn_mask[..., start:stop]``. A ``score_mod`` or ``mask_mod`` of the whole is then called with
+    ``i + start`` and ``j + start``. Of keys in files, ``attention`` does all of this itself.
 
     Axes: ``B`` batch, ``H`` query heads, ``Lq`` queries, ``Dv`` value width.
 

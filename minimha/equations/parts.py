@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from minimha.equations.arguments import as_floating, cast, common_dtype, name_of, rectangular
 from minimha.equations.arrays import check_file, library_of
+from minimha.equations.block_mask import BlockMask
+from minimha.equations.functions import Place, Placed
 from minimha.equations.merge import Pair, merge
 from minimha.equations.problem import Problem
 from minimha.equations.visibility import UNBOUNDED, key_range
@@ -21,9 +23,8 @@ from minimha.equations.visibility import UNBOUNDED, key_range
 PER_SCORE = ("attn_mask", "attn_bias")
 IN_PARTS = {  # arguments of ``attention`` that this module knows how to give to a part
     "q", "k", "v", "is_causal", "q_offset", "window_size", *PER_SCORE, "kv_lengths",
-    "alibi_slopes", "scale", "softcap", "sinks",
+    "alibi_slopes", "scale", "softcap", "sinks", "score_mod", "mask_mod",
 }  # fmt: skip
-INSTEAD = {"score_mod": "attn_bias", "mask_mod": "attn_mask"}  # of a function, for a part
 BLOCK = 1 << 25  # bytes of k and v, in the compute dtype, that are read at once
 SCORES = 1 << 22  # in a block, for a backend that holds all of them
 
@@ -48,12 +49,9 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
     """
     for name, value in arguments.items():
         if name not in IN_PARTS and value is not None:
-            way_out = f"expected some of {', '.join(sorted(IN_PARTS))}"
-            if name in INSTEAD:
-                way_out = f"give {name_of(INSTEAD[name])}, or keys in memory"
             raise TypeError(
                 f"{name_of(name)} is no option of attention over keys in parts, as those of files "
-                f"and clusters are: {way_out}"
+                f"and clusters are: expected some of {', '.join(sorted(IN_PARTS))}"
             )
     for name in "qkv":
         check_file(name_of(name), arguments[name])
@@ -69,8 +67,9 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
 def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[str, Any] | None:
     """The options of ``attention`` for a part; None if no query of it sees any of its keys.
 
-    Sinks are left out: ``unseen`` has them. ``given`` has ``attn_mask`` and ``attn_bias`` as arrays
-    that were not broadcast.
+    Sinks and functions are left out: ``unseen`` has the former, ``placed`` the latter; what a
+    ``mask_mod`` hides is not asked. ``given`` has ``attn_mask`` and ``attn_bias`` as arrays that
+    were not broadcast.
     """
     Lq, Lk = problem.q.shape[2], problem.k.shape[2]
     num_rows, num_keys = len(range(Lq)[part.rows]), len(range(Lk)[part.keys])
@@ -93,7 +92,7 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
         options["window_size"] = tuple(sides)
     if problem.alibi_slopes is not None:
         options["alibi_slopes"] = problem.alibi_slopes[part.heads] * step
-    if "window_size" in options or "alibi_slopes" in options:
+    if "window_size" in options or "alibi_slopes" in options or functions_of(problem):
         is_one = (q_offset == q_offset[0]).all()
         options["q_offset"] = int(q_offset[0]) if is_one else q_offset
     if (lengths < num_keys).any():
@@ -101,6 +100,22 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
     return options | {
         name: _of_scores(given[name], part) for name in PER_SCORE if given.get(name) is not None
     }
+
+
+def functions_of(problem: Problem) -> dict[str, Callable[..., Any]]:
+    """``score_mod`` and ``mask_mod`` by name; that of a ``BlockMask``, whose blocks no part has."""
+    given = {"score_mod": problem.score_mod, "mask_mod": problem.mask_mod}
+    return {
+        name: x.mask_mod if isinstance(x, BlockMask) else x
+        for name, x in given.items()
+        if x is not None
+    }
+
+
+def placed(functions: Mapping[str, Callable[..., Any]], part: Part) -> dict[str, Placed]:
+    """The functions, by name, as options of ``attention`` for a part that has no stripes."""
+    place = Place(part.batch.start, part.heads.start, part.keys.start)
+    return {name: Placed(function, place) for name, function in functions.items()}
 
 
 def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
@@ -150,6 +165,7 @@ def in_blocks(
     Q = cast(as_floating("q", arguments["q"]), problem.compute)  # so that O is rounded once
     k, v = arguments["k"], arguments["v"]
     given = {n: rectangular(n, arguments[n]) for n in PER_SCORE if arguments.get(n) is not None}
+    functions = functions_of(problem)
     (B, H, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
     num_keys = _num_keys(problem, k, v)
     num_rows = max(1, SCORES // (B * H * num_keys)) if holds_scores else max(1, Lq)
@@ -157,9 +173,10 @@ def in_blocks(
     for keys in _slices(Lk, num_keys):
         seen = []
         for rows in _slices(Lq, num_rows):
-            of_part = options_of(problem, given, Part(slice(0, B), slice(0, H), rows, keys))
+            part = Part(slice(0, B), slice(0, H), rows, keys)
+            of_part = options_of(problem, given, part)
             if of_part is not None:
-                seen.append((rows, of_part))
+                seen.append((rows, of_part | placed(functions, part)))
         K, V = (_read(n, x, keys) for n, x in (("k", k), ("v", v))) if seen else (None, None)
         for rows, of_part in seen:
             o, l = attend(Q[..., rows, :], K, V, **of_part)

@@ -28,7 +28,7 @@ from minimha.equations.arguments import (
     rectangular,
 )
 from minimha.equations.block_mask import BlockMask
-from minimha.equations.functions import allowed, checked, contents
+from minimha.equations.functions import WHOLE, Place, allowed, checked, contents, taken_apart
 from minimha.equations.sequences import ONE_PAGE, Sequences, check_pages, sequences_of
 from minimha.equations.visibility import UNBOUNDED, sees
 
@@ -74,9 +74,9 @@ class Problem:
         Where the queries and keys of each sequence are, if sequences are packed or keys are paged.
         Everything above that is per batch entry is then per sequence, and k and v may have
         another B and another Lk than q: pages and their size.
-    first_b : int
-        The b of batch entry 0 for ``score_mod`` and ``mask_mod``: of a sequence as a problem of its
-        own the sequence's number.
+    place : Place
+        What ``score_mod`` and ``mask_mod`` get for batch entry 0, head 0 and key 0: in a part of a
+        problem what these are in the whole, of a sequence as a problem of its own its number as b.
     """
 
     q: NDArray[Any]
@@ -98,7 +98,7 @@ class Problem:
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
     sequences: Sequences | None = None
-    first_b: int = 0
+    place: Place = WHOLE
 
     @classmethod
     def of(
@@ -138,6 +138,7 @@ class Problem:
         if sequences is not None:
             _refuse_over_scores(attn_mask=attn_mask, attn_bias=attn_bias)
         lengths = _lengths(kv_lengths, shape, sequences, len(k4))
+        score_mod, mask_mod, place = taken_apart(score_mod, mask_mod)
         left, right = _window(window_size)
         has_window = (left, right) != (UNBOUNDED, UNBOUNDED)
         if flag("is_causal", is_causal):
@@ -162,7 +163,7 @@ class Problem:
             sinks=_sinks(sinks, H, compute),
             scale=1 / math.sqrt(q4.shape[3]) if scale is None else number("scale", scale, compute),
             softcap=_softcap(softcap, compute),
-            dtype=q4.dtype, compute=compute, rank=rank, sequences=sequences,
+            dtype=q4.dtype, compute=compute, rank=rank, sequences=sequences, place=place,
             score_mod=checked("score_mod", score_mod), mask_mod=checked("mask_mod", mask_mod),
         )  # fmt: skip
 
@@ -175,7 +176,7 @@ class Problem:
             yield rows, replace(
                 self, q=self.q[rows], k=k, v=v, q_offset=self.q_offset[one],
                 kv_lengths=self.kv_lengths[one], sequences=None,
-                first_b=int(self.sequences.ids[s]),
+                place=Place(b=int(self.sequences.ids[s])),
             )  # fmt: skip
 
     def by_sequence(
@@ -222,12 +223,16 @@ class Problem:
         return seen
 
     def indices(self, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
-        """b, h, i and j of a grid of scores, arrays that broadcast; i is a query's position."""
-        B, H = self.q.shape[:2]
-        b = np.arange(self.first_b, self.first_b + B)[:, None, None, None]
-        h = np.arange(H)[:, None, None]
-        i = np.arange(rows.start, rows.stop)[:, None] + self.q_offset[:, None, None, None]
-        return b, h[None], i, np.arange(keys.start, keys.stop)[None, None, None]
+        """b, h, i and j of a grid of scores, arrays that broadcast; i is a query's position.
+
+        They are those that functions get, and count from ``place``.
+        """
+        (B, H), (first_b, first_h, first_key) = self.q.shape[:2], self.place
+        b = np.arange(first_b, first_b + B)[:, None, None, None]
+        h = np.arange(first_h, first_h + H)[None, :, None, None]
+        offset = self.q_offset[:, None, None, None] + first_key
+        i = np.arange(rows.start, rows.stop)[:, None] + offset
+        return b, h, i, np.arange(keys.start, keys.stop)[None, None, None] + first_key
 
     @cached_property
     def hides(self) -> bool:

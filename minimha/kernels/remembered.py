@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minimha.equations.block_mask import BlockMask
-from minimha.equations.functions import Same, contents
+from minimha.equations.functions import Placed, Same, contents
 
 MOST = 1024  # plans
 NUMBERS = (type(None), bool, int, float)
@@ -42,6 +42,8 @@ def key_of(
 
 def _computed_by(function: Any) -> Hashable:
     """What equal functions share; a ``BlockMask`` is itself, with what it captures now."""
+    if isinstance(function, Placed):
+        return function.place, contents(function.function)
     if isinstance(function, BlockMask):
         return Same(function), contents(function.mask_mod)
     return None if function is None else contents(function)

@@ -1,5 +1,7 @@
 """Problems in parts: blocks and stripes of queries and keys, merged, are the whole problem."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,15 @@ from problems import naive_attention, random_problems
 
 from minimha import attention, merge
 from minimha.equations import parts
-from minimha.equations.parts import Part, in_blocks, options_of, outline, unseen
+from minimha.equations.parts import (
+    Part,
+    functions_of,
+    in_blocks,
+    options_of,
+    outline,
+    placed,
+    unseen,
+)
 
 
 def assert_whole(problem, O, L):
@@ -21,28 +31,42 @@ def attend(q, k, v, **options):
     return attention(q, k, v, return_lse=True, **options)
 
 
-def in_slices(problem, rows, keys):
-    """O and L of the whole problem from all pairs of ``rows`` and ``keys``; which of them see."""
+def in_slices(problem, rows, keys, batch=None, heads=None, **how):
+    """O and L of the whole problem from all pairs of ``rows`` and ``keys``; which of them see.
+
+    ``batch`` is in slices too, and so are ``heads``, those of the keys.
+    """
     q, k, v, options = problem
     whole = outline({"q": q, "k": k, "v": v, **options})
-    (B, H, Lq, _), Dv = q.shape, v.shape[3]
+    (B, H, Lq, _), (_, Hkv, _, Dv) = q.shape, v.shape
     O, L, seen = np.zeros((B, H, Lq, Dv)), np.zeros((B, H, Lq)), []
-    for r in rows:
-        found = [unseen((B, H, len(range(Lq)[r]), Dv), whole.sinks)]
+    for b, kv, r in product(batch or [slice(0, B)], heads or [slice(0, Hkv)], rows):
+        h = slice(kv.start * H // Hkv, kv.stop * H // Hkv)
+        sinks = None if whole.sinks is None else whole.sinks[h]
+        found = [unseen((*O[b, h, r].shape[:3], Dv), sinks)]
         for s in keys:
-            of_part = options_of(whole, options, Part(slice(0, B), slice(0, H), r, s))
+            part = Part(b, h, r, s)
+            of_part = options_of(whole, options, part)
             if of_part is not None:
                 seen.append((r, s))
-                found.append(attend(q[:, :, r], k[:, :, s], v[:, :, s], **of_part))
-        O[:, :, r], L[:, :, r] = merge(found)
+                of_part |= placed(functions_of(whole), part) | how
+                found.append(attend(q[b, h, r], k[b, kv, s], v[b, kv, s], **of_part))
+        O[b, h, r], L[b, h, r] = merge(found)
     return O, L, seen
 
 
-@given(problem=random_problems(np.float64, has_functions=False), size=st.integers(1, 4))
-def test_blocks_of_queries_and_keys_give_the_whole_back(problem, size):
+@pytest.mark.parametrize("backend", ["dense", "tiled", "cpu"])
+@given(problem=random_problems(np.float64), data=st.data())
+def test_parts_of_every_axis_give_the_whole_back(backend, problem, data):
     q, k, _, _ = problem
-    rows, keys = ([slice(n, n + size) for n in range(0, x.shape[2], size)] for x in (q, k))
-    assert_whole(problem, *in_slices(problem, rows, keys)[:2])
+    sizes = k.shape[0], k.shape[1], q.shape[2], k.shape[2]
+    batch, heads, rows, keys = (slices(n, data.draw(st.integers(1, 4))) for n in sizes)
+    O, L, _ = in_slices(problem, rows, keys, batch, heads, backend=backend)
+    assert_whole(problem, O, L)
+
+
+def slices(length, size):
+    return [slice(n, min(n + size, length)) for n in range(0, length, size)]
 
 
 @given(problem=random_problems(np.float64, has_functions=False), num_stripes=st.integers(2, 4))
@@ -71,16 +95,6 @@ def test_parts_that_no_query_sees_are_known_before_anything_is_read(options, exp
     assert [f"{r.start}{s.start}" for r, s in seen] == expected
 
 
-@pytest.mark.parametrize(("name", "instead"), [("score_mod", "bias"), ("mask_mod", "mask")])
-def test_functions_are_refused_by_name(name, instead):
-    x = np.ones((1, 1, 2, 3))
-    sentence = (
-        f"{name} is no option of attention over keys in parts, .*: give attn_{instead}, or keys"
-    )
-    with pytest.raises(TypeError, match=sentence):
-        outline({"q": x, "k": x, "v": x, name: lambda *indices: True})
-
-
 def test_causal_stripes_have_equal_work():
     x = np.ones((1, 1, 12, 2))
     stripes = [slice(n, None, 3) for n in range(3)]
@@ -90,7 +104,7 @@ def test_causal_stripes_have_equal_work():
 
 
 @pytest.mark.parametrize("holds_scores", [False, True])
-@given(problem=random_problems(np.float64, has_functions=False), data=st.data())
+@given(problem=random_problems(np.float64), data=st.data())
 def test_blocks_of_any_size(holds_scores, problem, data):
     q, k, v, options = problem
     with pytest.MonkeyPatch.context() as patch:

@@ -4,7 +4,7 @@ A kernel is called with the address of that line and the number of the thread. I
 
     6 integers               where the headers of q, k, v, O, L and the buffers' memory are
     9 integers per array     its address, its shape and its strides, filled up to four axes
-    8 numbers and 2 sizes
+    10 numbers and 2 sizes
     the counters             on a cache line of their own
 
 The next call with arrays of the same shapes and strides needs a copy in which only the first six
@@ -63,17 +63,17 @@ ROWS = ("queries", "pages", "first_keys", "ids")  # of ``Sequences``
 BLOCKS = ("blocks", "first_blocks", "block_columns")  # of ``functions.Blocks``
 SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS, *BLOCKS)
 ARRAYS = ("q", "k", "v", "mask", "bias", "O", "L", *SMALL)
-NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size", "score_mod",
-           "mask_mod")  # fmt: skip
+FUNCTIONS = ("score_mod", "mask_mod", "first_head", "first_key")
+NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size", *FUNCTIONS)
 HEADERS = Struct(f"={len(BROUGHT)}q")
 
 
 # ``Options``; where the rows of each sequence are, as in ``Sequences``; and the caller's functions,
-# see ``functions``: addresses of ``score_mod`` and ``mask_mod`` or 0, which blocks are skipped, and
-# where an exception is noted.
+# see ``functions``: addresses of ``score_mod`` and ``mask_mod`` or 0, what they get for head 0 and
+# key 0 (as b they get ``ids``), which blocks are skipped, and where an exception is noted.
 CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
     "CPUOptions",
-    (*Options._fields, *ROWS, "page_size", "score_mod", "mask_mod", *BLOCKS, "failed"),
+    (*Options._fields, *ROWS, "page_size", *FUNCTIONS, *BLOCKS, "failed"),
 )
 
 
@@ -148,7 +148,7 @@ def unpacker(**buffers: Buffer) -> Any:
         arrays |= {"first_blocks": types.Array(types.int64, 2, "A")}
         arrays |= {name: types.Array(kinds[x.kind], 1, "C") for name, x in buffers.items()}
         counters = types.Array(types.int64, 1, "C")
-        numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, *[types.int64] * 3)
+        numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, *[types.int64] * 5)
         every = arrays | dict(zip(NUMBERS, numbers, strict=True)) | {"failed": counters}
         tuples = {
             "o": types.NamedTuple([every[name] for name in CPUOptions._fields], CPUOptions),

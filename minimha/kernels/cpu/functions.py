@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from minimha.equations import block_mask
 from minimha.equations.arguments import name_of
 from minimha.equations.block_mask import COLUMNS, FULL, HIDDEN, PARTIAL, ROWS, BlockMask
-from minimha.equations.functions import allowed, contents, modified, uses
+from minimha.equations.functions import WHOLE, Place, allowed, contents, modified, uses
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import address
 from minimha.kernels.cpu.compiler import compiled
@@ -45,12 +45,13 @@ from minimha.kernels.functions import compiled as compiled_function
 FILL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)
 FLOAT32 = np.dtype(np.float32)
 OPTIONS = {"fastmath": FASTMATH, "error_model": "numpy", "nogil": True}
-MOST = 256  # functions and block masks that are kept
+MOST = 256  # functions that are kept, and block masks
 LARGEST_KEPT = 1 << 20  # bytes of a block mask
 CALLED = 128  # queries and keys of the tiles in which an exception is looked for
 WORTH_SHARING = 1 << 12  # blocks, which one thread asks about while others start
 
-_kept: dict[Hashable, Any] = {}
+_kept: dict[Hashable, Any] = {}  # functions
+_kept_blocks: dict[Hashable, Any] = {}  # of which a problem in parts has many
 
 
 class Function(NamedTuple):
@@ -103,7 +104,7 @@ def tile_function(function: Function) -> Any:
     dispatcher, returned = _compiled(function)
     check_returned(function.name, returned)
     key = ("tile", function.key)
-    return _kept.get(key) or _keep(key, _looped(function, dispatcher))
+    return _kept.get(key) or _keep(_kept, key, _looped(function, dispatcher))
 
 
 class Blocks(NamedTuple):
@@ -140,19 +141,20 @@ def blocks_of(problem: Problem) -> Blocks:
         states = np.ascontiguousarray(mask_mod.states).ravel()
         return Blocks(states, np.broadcast_to(firsts, (B, H)), np.full(B, columns))
     sequences = problem.sequences
-    ids = np.arange(B) if sequences is None else sequences.ids
+    ids = (np.arange(B) if sequences is None else sequences.ids) + problem.place.b
     lengths = np.full(B, Lk) if sequences is None else problem.kv_lengths
     each = ids * uses(mask_mod, 0), problem.num_queries, lengths, problem.q_offset
     kinds, kind = np.unique(np.column_stack(each), axis=0, return_inverse=True)
-    heads, kind = H if uses(mask_mod, 1) else 1, kind.ravel()
-    key = ("blocks", problem.contents["mask_mod"], heads, kinds.tobytes())
-    found = _kept.get(key)
+    uses_heads, kind = uses(mask_mod, 1), kind.ravel()
+    heads, place = H if uses_heads else 1, Place(0, problem.place.h * uses_heads, problem.place.key)
+    key = (problem.contents["mask_mod"], place, heads, kinds.tobytes())
+    found = _kept_blocks.get(key)
     if found is None:
-        found = _found(given(problem)[-1], kinds, heads)
+        found = _found(given(problem)[-1], kinds, heads, place)
         if found is None:
             raise_again(problem)
         if found.nbytes <= LARGEST_KEPT:
-            _keep(key, found)
+            _keep(_kept_blocks, key, found)
     rows, columns, firsts = _layout(kinds, heads)
     each_head = firsts[kind, None] + np.arange(heads) * (rows * columns)[kind, None]
     return Blocks(found, np.broadcast_to(each_head, (B, H)), columns[kind])
@@ -179,7 +181,9 @@ def _layout(kinds: NDArray[np.int64], heads: int) -> tuple[NDArray[np.int64], ..
     return rows, columns, np.cumsum(sizes) - sizes
 
 
-def _found(mask_mod: Function, kinds: NDArray[np.int64], heads: int) -> NDArray[np.uint8] | None:
+def _found(
+    mask_mod: Function, kinds: NDArray[np.int64], heads: int, place: Place = WHOLE
+) -> NDArray[np.uint8] | None:
     """The states of all blocks of sequences, each with ``heads`` heads; None where it raises.
 
     ``kinds`` (n, 4) has b, the numbers of queries and keys, and the position of query 0.
@@ -188,7 +192,7 @@ def _found(mask_mod: Function, kinds: NDArray[np.int64], heads: int) -> NDArray[
     rows, columns, firsts = _layout(kinds, heads)
     states: NDArray[Any] = np.zeros(heads * int(rows @ columns), np.uint8)
     table: NDArray[Any] = np.column_stack((kinds, firsts))
-    sizes: NDArray[Any] = np.array([len(kinds), heads])
+    sizes: NDArray[Any] = np.array([len(kinds), heads, place.h, place.key])
     failed: NDArray[Any] = np.zeros(1, np.int64)
     threads = get_num_threads() if states.size >= WORTH_SHARING else 1
     seen: NDArray[Any] = np.empty((threads, ROWS * COLUMNS), np.uint8)
@@ -258,6 +262,13 @@ def call_tile(
 
 
 @jit
+def call_function(function, X, offset, o, b, h, i, j, lines, length, stride, is_transposed):
+    """Call a caller's function for the tile of sequence b that begins at query i and key j."""
+    s, h, i, j = o.ids[b], h + o.first_head, i + o.q_offset[b] + o.first_key, j + o.first_key
+    call_tile(function, X, offset, o.failed, s, h, i, j, lines, length, stride, is_transposed)
+
+
+@jit
 def seen_range(o, b, h, i0, i1, j0, j1):
     """The part of the keys j0 to j1 that the queries i0 to i1 may see, and whether they see it all.
 
@@ -279,9 +290,10 @@ def fill(tile, states, seen, failed, table, sizes, first, step):
     """Write every ``step``-th row of blocks, from ``first`` on; ``seen`` is a block per thread.
 
     Of each sequence ``table`` has b, the numbers of queries and keys, the position of query 0 and
-    where its states begin.
+    where its states begin. ``sizes`` are the numbers of sequences and heads, and which head and key
+    the function gets for the first ones.
     """
-    num_sequences, heads = sizes[0], sizes[1]
+    num_sequences, heads, first_head, first_key = sizes[0], sizes[1], sizes[2], sizes[3]
     start, turn = first * ROWS * COLUMNS, 0
     for s in range(num_sequences):
         b, Lq, Lk = table[5 * s], table[5 * s + 1], table[5 * s + 2]
@@ -298,25 +310,25 @@ def fill(tile, states, seen, failed, table, sizes, first, step):
                     size, count = lines * length, 0
                     for x in range(size):
                         seen[start + x] = 1
-                    i = i0 + offset
-                    call_tile(tile, seen, start, failed, b, h, i, j0, lines, length, length, 0)
+                    to_h, i, j = first_head + h, first_key + offset + i0, first_key + j0
+                    call_tile(tile, seen, start, failed, b, to_h, i, j, lines, length, length, 0)
                     for x in range(size):
                         count += seen[start + x]
                     state = HIDDEN if count == 0 else FULL if count == size else PARTIAL
                     states[to + (h * rows + row) * columns + column] = state
 
 
-def _keep(key: Hashable, value: Any) -> Any:
+def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
     """Keep ``value`` for later calls; when there is too much, all else is forgotten."""
-    if len(_kept) >= MOST:
-        _kept.clear()
-    _kept[key] = value
+    if len(kept) >= MOST:
+        kept.clear()
+    kept[key] = value
     return value
 
 
 def _compiled(function: Function) -> tuple[Any, Any]:
     """numba's dispatcher of the caller's function, and the type that it returns."""
-    found = _kept.get(function.key) or _keep(function.key, _compile(function))
+    found = _kept.get(function.key) or _keep(_kept, function.key, _compile(function))
     if isinstance(found, Refused):
         raise found
     dispatcher, returned = found

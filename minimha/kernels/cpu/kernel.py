@@ -184,7 +184,7 @@ class Plan:
 
     def _options(self, kernel: Kernel, problem: Problem) -> Any:
         """Everything that is small, the functions, and where the rows of each sequence are."""
-        (B, H, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
+        (B, H, Lq, _), Lk, (b, h, key) = problem.q.shape, problem.k.shape[2], problem.place
         rows = problem.sequences or one_per_entry(B, Lq, Lk)
         is_skipping = kernel.skips and problem.mask_mod is not None
         blocks = functions.blocks_of(problem) if is_skipping else functions.no_blocks(H)
@@ -192,7 +192,7 @@ class Plan:
         return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals
             *options(problem), queries=np.ascontiguousarray(rows.queries),
             pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
-            ids=rows.ids, page_size=rows.page_size, **addresses,
+            ids=rows.ids + b, page_size=rows.page_size, **addresses, first_head=h, first_key=key,
             **blocks._asdict(), failed=None,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from minimha.equations import visibility
 from minimha.kernels import score
-from minimha.kernels.cpu.functions import call_tile
+from minimha.kernels.cpu.functions import call_function
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.simd.memory import flat
 from minimha.kernels.cpu.simd.softmax import soft_cap
@@ -86,8 +86,7 @@ def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, biases):
             for r in range(np.int32(lanes)):
                 seen[j * lanes + r] &= (low <= r) & (r < high)
     if o.mask_mod and not full:
-        s, i = o.ids[b], i0 + o.q_offset[b]
-        call_tile(o.mask_mod, seen, 0, o.failed, s, h, i, j0, n, rows, lanes, 1)
+        call_function(o.mask_mod, seen, 0, o, b, h, i0, j0, n, rows, lanes, 1)
     if rows < lanes:
         for j in range(n):
             for r in range(rows, lanes):
@@ -115,8 +114,7 @@ def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
 @jit
 def apply_score_mod(S, seen, o, b, h, i0, rows, j0, n, lanes):
     """Modify a tile of n keys; return how many pairs still see each other: -inf hides a key."""
-    s, i = o.ids[b], i0 + o.q_offset[b]
-    call_tile(o.score_mod, S, 0, o.failed, s, h, i, j0, n, rows, lanes, 1)
+    call_function(o.score_mod, S, 0, o, b, h, i0, j0, n, rows, lanes, 1)
     count, lowest = 0, S.dtype.type(-math.inf)
     for x in range(n * lanes):
         seen[x] &= S[x] != lowest

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, REAL, Buffer, unpacker
-from minimha.kernels.cpu.functions import call_tile
+from minimha.kernels.cpu.functions import call_function
 from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.kernel import Kernel
 from minimha.kernels.cpu.mask import final_score, head_of, is_seen
@@ -57,8 +57,7 @@ KERNEL = Kernel(rows, BUFFERS)
 @jit
 def row(q, k, v, mask, bias, o, O, memory, b, h, i):
     """Write O and return L of query i of sequence b."""
-    O_i, number, p_i = memory.O_i, o.ids[b], i + o.q_offset[b]
-    entry, first, _ = queries_of(o, b)
+    O_i, (entry, first, _) = memory.O_i, queries_of(o, b)
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv = q.shape[3], v.shape[3]
     m = float(o.sinks[h])
@@ -71,7 +70,7 @@ def row(q, k, v, mask, bias, o, O, memory, b, h, i):
             continue
         if o.mask_mod:
             memory.seen[0] = 1
-            call_tile(o.mask_mod, memory.seen, 0, o.failed, number, h, p_i, j, 1, 1, 1, 0)
+            call_function(o.mask_mod, memory.seen, 0, o, b, h, i, j, 1, 1, 1, 0)
             if not memory.seen[0]:
                 continue
         page, at = key_at(o, b, j)
@@ -81,7 +80,7 @@ def row(q, k, v, mask, bias, o, O, memory, b, h, i):
         s = final_score(s, bias, head, b, h, i, j)  # line 8
         if o.score_mod:
             memory.s[0] = s
-            call_tile(o.score_mod, memory.s, 0, o.failed, number, h, p_i, j, 1, 1, 1, 0)
+            call_function(o.score_mod, memory.s, 0, o, b, h, i, j, 1, 1, 1, 0)
             s = memory.s[0]
             if s == -math.inf:
                 continue

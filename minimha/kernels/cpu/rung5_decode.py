@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, OWN, REAL, TASKS, Buffer, unpacker
-from minimha.kernels.cpu.functions import call_tile
+from minimha.kernels.cpu.functions import call_function
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Plan
 from minimha.kernels.cpu.mask import (
@@ -275,13 +275,10 @@ def apply_options(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
         if is_partial:
             for j in range(n):
                 seen[r, j] = is_seen(mask, bias, head, b, h, i, j0 + j)
-            number, p = o.ids[b], i + o.q_offset[b]
             if o.mask_mod:
-                first = r * seen.shape[1]
-                call_tile(o.mask_mod, seen, first, o.failed, number, h, p, j0, 1, n, n, 0)
+                call_function(o.mask_mod, seen, r * seen.shape[1], o, b, h, i, j0, 1, n, n, 0)
             if o.score_mod:
-                first = r * S.shape[1]
-                call_tile(o.score_mod, S, first, o.failed, number, h, p, j0, 1, n, n, 0)
+                call_function(o.score_mod, S, r * S.shape[1], o, b, h, i, j0, 1, n, n, 0)
             for j in range(n):
                 seen[r, j] &= S[r, j] != -math.inf or o.score_mod == 0
                 if not seen[r, j]:
