@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,16 @@ from minimha import api
 from minimha.distributed import chunks
 from minimha.equations.arguments import cast, flag, integer
 from minimha.equations.merge import Pair, merge
-from minimha.equations.parts import PER_SCORE, Part, alibi_left_out, options_of, outline, unseen
+from minimha.equations.parts import (
+    PER_SCORE,
+    Part,
+    alibi_left_out,
+    functions_of,
+    options_of,
+    outline,
+    placed,
+    unseen,
+)
 from minimha.equations.problem import Problem
 
 if TYPE_CHECKING:
@@ -42,6 +52,11 @@ def attention(
     ``.compute(retries=3)`` runs a task that failed again; what a lost worker had, dask computes
     again. A worker needs one thread, because the kernels have threads of their own.
 
+    ``score_mod`` and ``mask_mod`` get b, h, i and j of the whole. They travel once to each worker
+    that needs them, as dask sends functions: those that a worker can import by name, others with
+    what they capture. Whether a ``mask_mod`` hides a chunk is found where the chunk is; of a
+    ``BlockMask`` the function is sent.
+
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``D`` head width, ``Dv`` value width. As with ``minimha.attention``, all arrays may have 2 or 3
     dimensions instead.
@@ -57,13 +72,13 @@ def attention(
         Chunked as k. What is no dask array becomes one that is.
     stripes : int, default 1
         With more than 1, all axes of queries and keys are in stripes, as ``striped`` leaves them,
-        and no chunk is in two of them. This balances a causal prefill. ``alibi_slopes`` that are
-        not causal and offsets that differ in a batch cannot be had then.
+        and no chunk is in two of them. This balances a causal prefill. Functions, ``alibi_slopes``
+        that are not causal and offsets that differ in a batch cannot be had then.
     return_lse : bool, default False
         Return the log-sum-exp too.
     **options
-        Of ``minimha.attention``, except functions, packed sequences and pages. ``attn_mask`` and
-        ``attn_bias`` may be dask arrays.
+        Of ``minimha.attention``, except packed sequences and pages. ``attn_mask`` and ``attn_bias``
+        may be dask arrays.
 
     Returns
     -------
@@ -75,7 +90,8 @@ def attention(
     ------
     TypeError, ValueError
         What ``minimha.attention`` raises for such shapes and options, or chunks that do not fit
-        each other: at once, before anything is computed.
+        each other: at once, before anything is computed. What a function raises, or that it
+        returns the wrong thing, is known when it is called.
 
     References
     ----------
@@ -107,8 +123,8 @@ def attention(
 
 
 def attend_to_keys(
-    options: dict[str, Any], left_out: NDArray[Any] | None, masks: tuple[str, ...],
-    q: NDArray[Any], *arrays: NDArray[Any],
+    options: dict[str, Any], part: Part, left_out: NDArray[Any] | None, masks: tuple[str, ...],
+    functions: dict[str, Callable[..., Any]], q: NDArray[Any], *arrays: NDArray[Any],
 ) -> Pair:  # fmt: skip
     """O and L of a chunk of queries, over a chunk of keys and values.
 
@@ -116,8 +132,8 @@ def attend_to_keys(
     O and L: 16-bit numbers are rounded once, at the end. ``left_out`` (H,) is subtracted from L.
     """
     k, v, *given = arrays
-    with_masks = {**options, **dict(zip(masks, given, strict=True))}
-    O, L = api.attention(q, k, v, **with_masks, return_lse=True)
+    options = options | dict(zip(masks, given, strict=True)) | placed(functions, part)
+    O, L = api.attention(q, k, v, **options, return_lse=True)
     return O, L if left_out is None else L - left_out[:, None]
 
 
@@ -156,9 +172,14 @@ class _Graph:
         self.keys = chunks.spans("k", k.chunks[2], stripes)
         self.batch, self.heads = (chunks.spans("q", q.chunks[n]) for n in (0, 1))
         options = [getattr(problem, name) for name in OPTIONS]
-        self.token = tokenize(arrays, *options, stripes, backend)
+        self.functions: Any = functions_of(problem)
+        self.token = tokenize(arrays, *options, problem.contents, stripes, backend)
         self.tasks: dict[Key, Any] = {}
         self.used: dict[str, Any] = {}  # dask would compute all of any other array, too
+        if self.functions:  # in a task of their own, so that they are sent to a worker once
+            key = (f"take-functions-{self.token}",)
+            self._add(key, partial(dict, self.functions))
+            self.functions = key
 
     def results(self) -> tuple[Any, Any]:
         """The output and the log-sum-exp, dask arrays of 4 and 3 dimensions."""
@@ -194,8 +215,9 @@ class _Graph:
             blocks = [self._block(n, b, h, j, 0) for n in "kv"]
             blocks += [self._block(n, b, h, i, j) for n in masks]
             found.append((f"attend-to-keys-{self.token}", *block, j))
-            attend = partial(attend_to_keys, options, alibi_left_out(self.problem, part), masks)
-            self._add(found[-1], attend, q, *blocks)
+            left_out = alibi_left_out(self.problem, part)
+            attend = partial(attend_to_keys, options, part, left_out, masks)
+            self._add(found[-1], attend, self.functions, q, *blocks)
         if found:
             self._add(q, cast, self._block("q", b, h, i, 0), self.problem.compute)
         return found

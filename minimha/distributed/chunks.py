@@ -9,6 +9,7 @@ import numpy as np
 
 from minimha.equations.arguments import name_of, rectangular
 from minimha.equations.arrays import library_of
+from minimha.equations.parts import functions_of
 from minimha.equations.problem import Problem
 
 
@@ -68,6 +69,11 @@ def check(arrays: dict[str, Any]) -> None:
 
 def check_striped(problem: Problem) -> None:
     """Refuse options that positions in stripes cannot express."""
+    for name in functions_of(problem):
+        raise ValueError(
+            f"{name_of(name)} with stripes: expected tokens in their order, since a function is "
+            f"called for neighbouring queries and keys"
+        )
     if problem.alibi_slopes is not None and problem.right != 0:
         raise ValueError(
             f"{name_of('alibi_slopes')} with stripes needs is_causal=True: among keys on both "

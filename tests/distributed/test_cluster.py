@@ -15,6 +15,7 @@ import dask.array as da
 import distributed
 from distributed import Client, LocalCluster
 
+import minimha
 from minimha.distributed import attention, striped, unstriped
 
 LIMIT = 240  # seconds, for any one test
@@ -152,6 +153,42 @@ def test_prefill_in_stripes_where_keys_and_queries_are_chunked(client):
     p = np.exp(s - s.max(-1, keepdims=True))
     whole = p @ v / p.sum(-1, keepdims=True)
     np.testing.assert_allclose(result(client, unstriped(found, 4)), whole, atol=1e-12)
+
+
+def test_functions_are_compiled_once_on_each_worker(client):
+    pytest.importorskip("minimha.kernels.cpu.backend", reason="numba is not installed")
+    rng = np.random.default_rng(2)
+    q, k, v = rng.normal(size=(3, 1, 4, 640, 8))
+    table, documents = np.cos(np.arange(640)), np.arange(640) // 100
+
+    def options():
+        return {
+            "score_mod": lambda s, b, h, i, j: s + table[i] * table[j] * h,
+            "mask_mod": lambda b, h, i, j: (i >= j) & (documents[i] == documents[j]),
+        }
+
+    def compiled():
+        from minimha.kernels.cpu import functions
+
+        return sorted(key[0] for key in functions._kept if key[0] != "tile")
+
+    x = [da.from_array(a, chunks=(1, 2, 128, 8)) for a in (q, k, v)]
+    expected = minimha.attention(q, k, v, **options(), backend="dense")
+    for _ in range(2):  # the second time with new functions that are equal
+        found = result(client, attention(*x, **options(), backend="cpu"))
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+    assert list(client.run(compiled).values()) == [["mask_mod", "score_mod"]] * 2
+
+
+@pytest.mark.parametrize("backend", ["dense", "cpu"])
+def test_a_function_that_fails_says_so_from_the_cluster(client, backend):
+    x, table = da.from_array(np.ones((1, 1, 40, 4)), chunks=(1, 1, 20, 4)), np.zeros(30)
+    far = attention(x, x, x, score_mod=lambda s, b, h, i, j: s + table[j], backend=backend)
+    with pytest.raises(IndexError, match="index 30 is out of bounds for axis 0 with size 30"):
+        result(client, far)
+    wrong = attention(x, x, x, mask_mod=lambda b, h, i, j: i - j, backend=backend)
+    with pytest.raises(TypeError, match="mask_mod returned int64: expected bool, True where a"):
+        result(client, wrong)
 
 
 def wait_for(condition):

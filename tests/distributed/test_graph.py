@@ -13,6 +13,7 @@ da = pytest.importorskip("dask.array", reason="dask is not installed (extra dask
 import dask  # noqa: E402
 from dask.utils import key_split  # noqa: E402
 
+from minimha import block_mask  # noqa: E402
 from minimha.distributed import attention, striped, unstriped  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(2, 4, 12, 3))
@@ -42,7 +43,7 @@ def assert_whole(problem, found, rtol=1e-9, atol=1e-12):
         np.testing.assert_allclose(ours, exact, rtol=rtol, atol=atol)
 
 
-@given(problem=random_problems(np.float64, has_functions=False), data=st.data())
+@given(problem=random_problems(np.float64), data=st.data())
 def test_every_option_in_chunks_of_any_size(problem, data):
     q, k, v, options = problem
     size = {name: data.draw(st.integers(1, 4)) for name in ("B", "Hkv", "Lq", "Lk")}
@@ -140,6 +141,51 @@ def test_the_same_call_has_the_same_names_and_another_option_has_others():
     assert len(names) == 5
 
 
+def adding(table):
+    return lambda s, b, h, i, j: s + table[j]
+
+
+def test_equal_functions_have_the_same_names_and_other_contents_others():
+    x, table = da.ones((4, 2), chunks=(2, 2)), np.arange(4.0)
+    first = attention(x, x, x, score_mod=adding(table)).name
+    assert attention(x, x, x, score_mod=adding(np.arange(4.0))).name == first
+    table[3] = 0
+    assert attention(x, x, x, score_mod=adding(table)).name != first
+    assert attention(x, x, x).name != first
+
+
+def test_functions_are_one_task():
+    x = da.ones((12, 2), chunks=(2, 2))
+    mask_mod = block_mask(lambda b, h, i, j: i >= j, 12, 12)
+    every = tasks(attention(x, x, x, mask_mod=mask_mod, score_mod=adding(np.zeros(12))))
+    assert (every["attend-to-keys"], every["take-functions"]) == (36, 1)
+    nothing = attention(x, x, x, mask_mod=mask_mod, kv_lengths=0)
+    assert "take-functions" not in tasks(nothing)
+
+
+def test_a_function_is_compiled_once_for_all_chunks(monkeypatch):
+    functions = pytest.importorskip("minimha.kernels.cpu.functions", reason="numba is missing")
+    x = da.from_array(X, chunks=(1, 2, 5, 3))
+    compiled, compile_one = [], functions._compile
+    monkeypatch.setattr(functions, "_compile", lambda f: compiled.append(f) or compile_one(f))
+    options = {
+        "score_mod": adding(np.cos(X[0, 0, :, 0])),
+        "mask_mod": lambda b, h, i, j: i != j + h,
+    }
+    found = computed(x, x, x, **options, backend="cpu")
+    assert [f.name for f in compiled] == ["score_mod", "mask_mod"]
+    assert_whole((X, X, X, options), found)
+
+
+@pytest.mark.parametrize("backend", ["dense", "cpu"])
+def test_a_function_that_fails_in_a_chunk_says_so(backend):
+    x = da.from_array(X, chunks=(1, 2, 5, 3))
+    with pytest.raises(IndexError, match="is out of bounds for axis 0 with size 5"):
+        computed(x, x, x, score_mod=adding(np.zeros(5)), backend=backend)
+    with pytest.raises(TypeError, match="mask_mod returned int64: expected bool, True where a"):
+        computed(x, x, x, mask_mod=lambda b, h, i, j: j - i, backend=backend)
+
+
 def test_stores_of_zarr_keep_their_chunks(tmp_path):
     zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra zarr)")
     k = zarr.create_array(tmp_path / "k", data=X, chunks=(1, 2, 5, 3))
@@ -178,6 +224,11 @@ K = chunked(1, 2, 5, 3)
         ((X, X, X), {"stripes": 2, "alibi_slopes": np.ones(4)}, ValueError,
          "alibi_slopes with stripes needs is_causal=True: among keys on both sides"),
         ((X, X, X), {"stripes": 2, "q_offset": [0, 1]}, ValueError, r"q_offset is \[0, 1\]: with"),
+        ((X, X, X), {"stripes": 2, "score_mod": lambda s, b, h, i, j: s}, ValueError,
+         "score_mod with stripes: expected tokens in their order, since a function is called for"),
+        ((X, K, K), {"score_mod": lambda s: s}, TypeError, r"score_mod takes \(s\): expected 5"),
+        ((X, K, K), {"mask_mod": block_mask(lambda b, h, i, j: i > j, 12, 9)}, ValueError,
+         "mask_mod is a BlockMask for"),
         ((X, K, K), {"tap": print}, TypeError, "tap is no option of attention over keys in parts"),
         (([["a"]], K, K), {}, TypeError, "q has dtype <U1: expected integers, float16"),
     ],
