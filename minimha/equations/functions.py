@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from hashlib import sha256
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -169,7 +170,12 @@ def source(function: Any) -> str:
 def uses(function: Any, index: int) -> bool:
     """Whether ``function`` reads its parameter at ``index``, as far as its bytecode shows."""
     code = getattr(function, "__code__", None)
-    if code is None or index >= code.co_argcount:
+    return code is None or _reads(code, index)
+
+
+@lru_cache(256)
+def _reads(code: CodeType, index: int) -> bool:
+    if index >= code.co_argcount:
         return True
     name = code.co_varnames[index]
     read = (x.argval if isinstance(x.argval, tuple) else (x.argval,) for x in dis.Bytecode(code))

@@ -34,7 +34,7 @@ from minimha.equations.block_mask import COLUMNS, FULL, HIDDEN, PARTIAL, ROWS, B
 from minimha.equations.functions import WHOLE, Place, allowed, contents, modified, uses
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import address
-from minimha.kernels.cpu.compiler import compiled
+from minimha.kernels.cpu.compiler import Compiled, compiled
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import FASTMATH, jit
 from minimha.kernels.cpu.simd.vector import INT, pointer_to
@@ -48,7 +48,7 @@ OPTIONS = {"fastmath": FASTMATH, "error_model": "numpy", "nogil": True}
 MOST = 256  # functions that are kept, and block masks
 LARGEST_KEPT = 1 << 20  # bytes of a block mask
 CALLED = 128  # queries and keys of the tiles in which an exception is looked for
-WORTH_SHARING = 1 << 12  # blocks, which one thread asks about while others start
+WORTH_SHARING = 1 << 14  # blocks, which one thread asks about while others start
 
 _kept: dict[Hashable, Any] = {}  # functions
 _kept_blocks: dict[Hashable, Any] = {}  # of which a problem in parts has many
@@ -196,14 +196,22 @@ def _found(
     failed: NDArray[Any] = np.zeros(1, np.int64)
     threads = get_num_threads() if states.size >= WORTH_SHARING else 1
     seen: NDArray[Any] = np.empty((threads, ROWS * COLUMNS), np.uint8)
+    run = FILL(_filling().address)
+    shared = (tile.address, *(address(array) for array in (states, seen, failed, table, sizes)))
+    if threads == 1:  # which is quicker than to start one
+        run(*shared, 0, 1)
+    else:
+        with ThreadPoolExecutor(threads) as executor:
+            list(executor.map(lambda first: run(*shared, first, threads), range(threads)))
+    return None if failed[0] else states
+
+
+@cache
+def _filling() -> Compiled:
+    """``fill`` as machine code; loading it takes milliseconds."""
     items = [types.CPointer(kind) for kind in (types.uint8, types.uint8, I64, I64, I64)]
     signature = types.void(I64, *items, I64, I64)
-    code = compiled(fill, signature, File("blocks", str(signature)))
-    run = FILL(code.address)
-    shared = (tile.address, *(address(array) for array in (states, seen, failed, table, sizes)))
-    with ThreadPoolExecutor(threads) as executor:
-        list(executor.map(lambda first: run(*shared, first, threads), range(threads)))
-    return None if failed[0] else states
+    return compiled(fill, signature, File("blocks", str(signature)))
 
 
 def raise_again(problem: Problem) -> NoReturn:
