@@ -7,8 +7,9 @@ from problems import MASK_MODS, over_pairs
 import minimha
 from minimha import attention, block_mask
 from minimha.equations import block_mask as blocks
+from minimha.equations import dense
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu import functions
+from minimha.kernels.cpu import functions, rung5_decode
 from minimha.kernels.cpu.functions import block_states, blocks_of
 
 SIZES = [(1, 1), (16, 32), (17, 33), (50, 70), (0, 5), (5, 0)]
@@ -43,13 +44,35 @@ def test_it_computes_what_its_function_does(backend):
     np.testing.assert_allclose(got, attention(x, x, x, is_causal=True), rtol=1e-9, atol=1e-12)
 
 
-def test_the_cpu_kernel_skips_what_it_says_is_hidden():
-    x = np.random.default_rng(0).normal(size=(1, 1, 64, 4))
-    states = np.zeros((1, 1, 4, 2), np.uint8)
-    states[..., 0] = 2
-    mask = minimha.BlockMask(lambda b, h, i, j: i >= j, states, 64, 64, (0,))
-    got = attention(x, x, x, mask_mod=mask, backend="cpu")
-    np.testing.assert_allclose(got, attention(x, x[:, :, :32], x[:, :, :32]), rtol=1e-9)
+@pytest.mark.parametrize("Lq", [64, 2])
+def test_the_cpu_kernel_skips_what_it_says_is_hidden(Lq, monkeypatch):
+    monkeypatch.setattr(rung5_decode.KERNEL, "worth_skipping", 0)
+    q, x = (np.random.default_rng(0).normal(size=(1, 1, n, 4)) for n in (Lq, 160))
+    states = np.zeros((1, 1, -(-Lq // 16), 5), np.uint8)
+    states[..., 1], states[..., 3] = 2, 2
+    mask = minimha.BlockMask(lambda b, h, i, j: i >= 0, states, Lq, 160, (0,))
+    got = attention(q, x, x, mask_mod=mask, q_offset=0, backend="cpu")
+    kept = x[:, :, [*range(32, 64), *range(96, 128)]]
+    seen = attention(q, kept, kept) if Lq == 2 else attention(q, x[:, :, 32:128], x[:, :, 32:128])
+    np.testing.assert_allclose(got, seen, rtol=1e-9)
+
+
+def far_apart(b, h, i, j):
+    return (j < 40 * (h % 2) + 3) | (i - j < 50 + 30 * h) & (i - j > 20 * b)
+
+
+@pytest.mark.parametrize("score_mod", [None, lambda s, b, h, i, j: s - 0.01 * j * h])
+@pytest.mark.parametrize("mask_mod", [far_apart, lambda b, h, i, j: j > i, *MASK_MODS])
+def test_decoding_skips_only_what_is_hidden(mask_mod, score_mod, monkeypatch):
+    monkeypatch.setattr(rung5_decode.KERNEL, "worth_skipping", 0)
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=(2, h, n, 4)) for h, n in ((4, 3), (2, 1500), (2, 1500)))
+    options = {"mask_mod": mask_mod, "score_mod": score_mod, "q_offset": [1490, 700]}
+    for B_c in (None, 100):
+        problem = Problem.of(q, k, v, **options, kv_lengths=[1500, 900])
+        found = rung5_decode.forward(problem, splits=3, B_c=B_c)
+        for ours, exact in zip(found, dense.forward(problem), strict=True):
+            np.testing.assert_allclose(ours, exact, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["dense", "cpu"])
@@ -97,7 +120,7 @@ def test_packed_and_paged_sequences_have_blocks_of_their_own(mask_mod, page_size
 def test_the_cpu_kernel_skips_blocks_of_packed_sequences(monkeypatch):
     x = np.random.default_rng(0).normal(size=(1, 1, 100, 4))
 
-    def found(mask_mod, kinds, heads):
+    def found(mask_mod, kinds, heads, place):
         states = [[0, 2] * 4 if Lq == 64 else [0] * 6 for _, Lq, _, _ in kinds]
         return np.concatenate(states).astype(np.uint8)
 

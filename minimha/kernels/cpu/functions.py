@@ -294,6 +294,38 @@ def seen_range(o, b, h, i0, i1, j0, j1):
     return max(j0, first), min(j1, last), is_full
 
 
+@jit
+def seen_by_heads(o, b, h, heads, Lq, j0, j1):
+    """``seen_range`` of Lq queries, the first ones of each of ``heads`` heads from h on."""
+    j1 = max(j0, j1)  # where there is no key, j0 may be far beyond
+    first, last, is_full = j1, j0, True
+    for head in range(h, h + heads):
+        start, stop, all_seen = seen_range(o, b, head, 0, Lq, j0, j1)
+        first, last, is_full = min(first, start), max(last, stop), is_full and all_seen
+    return first, last, is_full
+
+
+@jit
+def seen_run(o, b, h, heads, Lq, j0, j1):
+    """The first keys from j0 on, before j1, that are in no hidden block, up to the next one.
+
+    Where they begin and end, and whether all of them are seen, as ``seen_by_heads`` counts.
+    """
+    if not o.blocks.size:
+        return j0, j1, False
+    start, stop, is_full = j0, j0, True
+    while stop < j1:
+        end = min(j1, (stop // COLUMNS + 1) * COLUMNS)
+        first, last, all_seen = seen_by_heads(o, b, h, heads, Lq, stop, end)
+        if first < last:
+            stop, is_full = end, is_full and all_seen
+        elif start < stop:
+            break
+        else:
+            start, stop = end, end
+    return start, stop, is_full
+
+
 def fill(tile, states, seen, failed, table, sizes, first, step):
     """Write every ``step``-th row of blocks, from ``first`` on; ``seen`` is a block per thread.
 

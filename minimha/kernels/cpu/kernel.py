@@ -84,6 +84,8 @@ class Kernel:
         Whether it reads 16-bit numbers itself; for other rungs they are widened first.
     skips : bool, default False
         Whether it skips the blocks that a ``mask_mod`` hides whole, so that it needs to know them.
+    worth_skipping : int, default 0
+        From how many numbers of K and V on it does so: with fewer, it takes longer to find them.
     """
 
     def __init__(
@@ -92,9 +94,10 @@ class Kernel:
         buffers: dict[str, Buffer],
         widens: bool = False,
         skips: bool = False,
+        worth_skipping: int = 0,
     ) -> None:
         self.function, self.widens, self.buffers = function, widens, buffers
-        self.skips = skips
+        self.skips, self.worth_skipping = skips, worth_skipping
         self.slots = slots(buffers)
         self.compiled: dict[np.dtype[Any], Compiled] = {}
 
@@ -186,7 +189,8 @@ class Plan:
         """Everything that is small, the functions, and where the rows of each sequence are."""
         (B, H, Lq, _), Lk, (b, h, key) = problem.q.shape, problem.k.shape[2], problem.place
         rows = problem.sequences or one_per_entry(B, Lq, Lk)
-        is_skipping = kernel.skips and problem.mask_mod is not None
+        is_large = problem.k.size + problem.v.size >= kernel.worth_skipping
+        is_skipping = kernel.skips and problem.mask_mod is not None and is_large
         blocks = functions.blocks_of(problem) if is_skipping else functions.no_blocks(H)
         addresses = {name: getattr(self._functions.get(name), "address", 0) for name in NAMES}
         return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals

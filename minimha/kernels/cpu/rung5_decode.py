@@ -4,7 +4,8 @@ With one query per head the panels of rung 4 would be nearly empty, and one task
 for many cores. Here the keys are split among tasks (split-K, as in Flash-Decoding), and a task
 computes all the queries that share a key/value head (H / Hkv heads of Lq queries each), so that
 every key and value is read from memory once. S = Q K_jᵀ has one query per row; a score is a dot
-product along the head width. Each split has its own m, l and O, which log-sum-exp merges:
+product along the head width. Where keys are many, those in blocks that a ``mask_mod`` hides are not
+read. Each split has its own m, l and O, which log-sum-exp merges:
 
     m = max m_s,   l = Σ exp(m_s - m) l_s,   O = Σ exp(m_s - m) O_s / l
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, OWN, REAL, TASKS, Buffer, unpacker
-from minimha.kernels.cpu.functions import call_function
+from minimha.kernels.cpu.functions import call_function, seen_by_heads, seen_run
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Plan
 from minimha.kernels.cpu.mask import (
@@ -53,6 +54,7 @@ NEAR = 32  # keys, or values, that stay in the L1 cache from one use to the next
 SUMMED = 256  # keys whose values are summed before the sum is added to O
 SPLIT = 512  # keys per split, at least: fewer are not worth a merge
 WORTH_SHARING = 1 << 16  # numbers of K and V, which one thread reads while another one wakes up
+WORTH_SKIPPING = 1 << 22  # numbers of K and V, while which are read a ``mask_mod`` is asked for all
 
 # One thread's: queries (R, D), scores and who sees whom (R, B_c), a part of O's sum (R, Dv), lines
 # of lanes, widened rows. Shared: O (R, Dv), and m and l (R), of every split of every head.
@@ -130,10 +132,10 @@ def decode(line, worker):
         if task >= len(o.queries) * Hkv * splits:
             return
         head, split = task // splits, task % splits
-        b, kv = head // Hkv, head % Hkv
+        b, kv, group = head // Hkv, head % Hkv, H // Hkv
         _, _, Lq = queries_of(o, b)
-        rows = H // Hkv * Lq
-        load_queries(q, matrix(t.Q, 0, rows, D), o, b, kv, H // Hkv, t.wide)
+        rows = group * Lq
+        load_queries(q, matrix(t.Q, 0, rows, D), o, b, kv, group, t.wide)
         part = part_of(t, head * splits + split, rows, most, Dv)
         for r in range(rows):
             part.m[r] = -math.inf
@@ -141,17 +143,22 @@ def decode(line, worker):
             for d in range(Dv):
                 part.O[r, d] = 0
         start, stop = key_range(0, Lq, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
+        start, stop, _ = seen_by_heads(o, b, kv * group, group, Lq, start, stop)
         size = max(0, stop - start)
         stop = start + (split + 1) * size // splits
         start += split * size // splits
-        for j0 in range(start, stop, B_c):
-            n = min(B_c, stop - j0)
-            update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, t)
+        j1 = start
+        while j1 < stop:
+            end = min(j1 + B_c, stop)
+            j0, j1, all_seen = seen_run(o, b, kv * group, group, Lq, j1, end)
+            if j0 < j1:
+                n = j1 - j0
+                update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t)
         if fetch_add(t.counters, OWN + head) == splits - 1:
             merge(t, splits, o, O, L, b, kv, Hkv, most)
 
 
-KERNEL = Kernel(decode, BUFFERS, widens=True)
+KERNEL = Kernel(decode, BUFFERS, widens=True, skips=True, worth_skipping=WORTH_SKIPPING)
 
 
 class Part(NamedTuple):
@@ -181,8 +188,11 @@ def load_queries(q, Q, o, b, kv, group, copies):
 
 
 @jit_inline
-def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, t):
-    """Lines 8 to 10 for all rows of Q: the online softmax over the keys j0 to j0 + n."""
+def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t):
+    """Lines 8 to 10 for all rows of Q: the online softmax over the keys j0 to j0 + n.
+
+    ``all_seen`` says that ``mask_mod`` hides nothing here.
+    """
     rows, panel = part.O.shape[0], panel_width(t.S.itemsize)
     S, seen = matrix(t.S, 0, rows, B_c), matrix(t.seen, 0, rows, B_c)
     lowest = S.dtype.type(-math.inf)
@@ -194,7 +204,8 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, t):
         K = float_rows(k, page, kv, at, depth, o, t.wide)
         dot_products(K.line, K.start, K.stride, t.Q, 0, D, t.S, near, B_c, depth, rows, D)
         near += depth
-    is_partial = mask.size > 0 or bias.size > 0 or o.score_mod != 0 or o.mask_mod != 0
+    is_partial = mask.size > 0 or bias.size > 0 or o.score_mod != 0
+    is_partial = is_partial or (o.mask_mod != 0 and not all_seen)
     for i in range(Lq):
         offset, length = o.q_offset[b], o.kv_lengths[b]
         full = is_full(i, i + 1, j0, j0 + n, offset, o.left, o.right, length)
