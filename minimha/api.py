@@ -296,9 +296,8 @@ def attention(
     ``k`` and ``v`` may be longer than memory: of an ``np.memmap`` or an array of zarr, on every
     backend, 32 MiB of keys and values are read at a time, or one chunk of the store where that is
     more. The parts are put together as ``minimha.merge`` does; ``score_mod`` and ``mask_mod`` get
-    positions in the whole, and the backend "cuda" refuses them then. With packed sequences, pages
-    or a tap everything is in memory, as ``q``, ``attn_mask``, ``attn_bias`` and the output always
-    are.
+    positions in the whole. With packed sequences, pages or a tap everything is in memory, as ``q``,
+    ``attn_mask``, ``attn_bias`` and the output always are.
 
     The options are applied in this order: scale → softcap → bias → score_mod → mask → softmax.
 

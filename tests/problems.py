@@ -56,6 +56,21 @@ SCORE_MODS = (by_distance, bounded, hiding, from_table)
 MASK_MODS = (earlier, near, of_parity)
 
 
+def everywhere(s, b, h, i, j):
+    return s + 0.5 * b - 0.25 * h + math.sin(i) * math.cos(j)
+
+
+def in_part(function, place):
+    """``function`` with the indices of a part that begins at ``place`` in the whole."""
+    first_b, first_h, key = place
+
+    def of_part(*arguments):
+        *score, b, h, i, j = arguments
+        return function(*score, b + first_b, h + first_h, i + key, j + key)
+
+    return of_part
+
+
 def run(name, q, k, v, **options):
     """Output and log-sum-exp from the equations or the rung ``name``."""
     room = "equations" if name in ("dense", "tiled") else "kernels"

@@ -328,20 +328,11 @@ def test_the_gpu_takes_one_sequence_after_another(monkeypatch):
     monkeypatch.setattr(cuda.gpu, "current", lambda: None)
     monkeypatch.setattr(cuda, "solve", lambda name, problem: dense.forward(problem))
     q, k, v = np.random.default_rng(0).normal(size=(3, 5, 2))
-    given = {"cu_seqlens_q": [0, 2, 2, 5], "is_causal": True}
+    given = {"cu_seqlens_q": [0, 2, 2, 5], "is_causal": True, "mask_mod": of_parity}
     for got, wanted in zip(
         run("cuda.backend", q, k, v, **given), run("dense", q, k, v, **given), strict=True
     ):
         np.testing.assert_array_equal(got, wanted)
-
-
-def test_the_gpu_takes_no_function_of_the_sequence():
-    pytest.importorskip("cuda.core", reason="needs numba-cuda and cuda-core")
-    cuda = pytest.importorskip("minimha.kernels.cuda.backend")
-    reason = "mask_mod uses b, the number of a sequence, but each sequence is launched as number 0"
-    for mask_mod, expected in ((of_parity, reason), (earlier, None)):
-        problem = Problem.of(Q, Q, Q, cu_seqlens_q=[0, 5], mask_mod=mask_mod)
-        assert cuda.unsupported(problem) == expected
 
 
 def test_a_block_mask_is_of_one_length():

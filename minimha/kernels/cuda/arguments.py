@@ -14,6 +14,8 @@ mask, bias   ``Pairs``: address and strides of (B, H, Lq, Lk), stride 0 along a 
 o            ``Numbers``: sizes, and everything that is small
 L            address of (B, H, Lq), float32, contiguous
 
+A kernel with a caller's functions gets their ``Place`` too, in the last three fields of o.
+
 Their strides count elements.
 """
 
@@ -134,6 +136,13 @@ NUMBERS = types.NamedTuple(
 ADDRESSES = (ROWS, ROWS, ROWS, PAIRS, PAIRS, NUMBERS, ROWS, types.uint64)
 
 NO_ROWS, NO_PAIRS = Rows(0, 0, 0, 0), Pairs(0, 0, 0, 0, 0)
+# For kernels with a caller's functions: what these get for batch entry 0, head 0 and key 0.
+PLACE = ("first_b", "first_head", "first_key")
+PlacedOptions = namedtuple("PlacedOptions", (*Options._fields, *PLACE))  # type: ignore[misc]
+PlacedNumbers = namedtuple("PlacedNumbers", (*Numbers._fields, *PLACE))  # type: ignore[misc]
+PLACED_NUMBERS = types.NamedTuple([*NUMBERS.types, *[types.int64] * 3], PlacedNumbers)
+PLACED_ADDRESSES = (*ADDRESSES[:5], PLACED_NUMBERS, *ADDRESSES[6:])
+
 PLACEHOLDERS = Arguments(
     NO_ROWS, NO_ROWS, NO_ROWS, NO_PAIRS, NO_PAIRS, Numbers(*[0] * 12), NO_ROWS, 0
 )  # for launches that are compiled or measured, but not started
@@ -220,14 +229,21 @@ def in_parts(width: int, widest: int) -> tuple[int, int]:
     return parts, -(-width // parts)
 
 
-def array_types(compute: np.dtype[Any]) -> tuple[Any, ...]:
-    """The signature of a kernel that takes ``Arrays`` of that dtype."""
-    real = types.float64 if compute == np.float64 else types.float32
+def array_types(problem: Problem) -> tuple[Any, ...]:
+    """The signature of a kernel for ``problem`` that takes ``Arrays``."""
+    real = types.float64 if problem.compute == np.float64 else types.float32
     floating, mask = types.Array(real, 4, "A"), types.Array(types.boolean, 4, "A")
     per_batch, per_head = types.Array(types.int64, 1, "C"), types.Array(real, 1, "C")
     small = [*[types.int64] * 2, *[per_batch] * 2, *[per_head] * 2, *[real] * 2, types.boolean]
     o = types.NamedTuple(small, Options)
+    if problem.contents:
+        o = types.NamedTuple([*small, *[types.int64] * 3], PlacedOptions)
     return floating, floating, floating, mask, floating, o, floating, types.Array(real, 3, "A")
+
+
+def address_types(problem: Problem) -> tuple[Any, ...]:
+    """The signature of a kernel for ``problem`` that takes ``Arguments``."""
+    return PLACED_ADDRESSES if problem.contents else ADDRESSES
 
 
 def host_arrays(
@@ -261,12 +277,15 @@ def as_arrays(
     shape of the scores, if there are any. ``put`` copies an array to the device and returns what
     ``given`` would hold of it, an ``ArrayAt``.
     """
-    o = options(problem)
+    o: Any = options(problem)
     lines = {name: put(getattr(o, name)) for name in ("q_offset", "kv_lengths", "slopes", "sinks")}
+    o = o._replace(**lines)
+    if problem.contents:
+        o = PlacedOptions._make([*o, *problem.place])
     mask = given["attn_mask"] if "attn_mask" in given else put(NO_MASK)
     bias = given["attn_bias"] if "attn_bias" in given else put(NO_BIAS[problem.compute])
     q, k, v, O, L = (given[name] for name in ("q", "k", "v", "O", "L"))
-    return Arrays(q, k, v, mask, bias, o._replace(**lines), O, L)
+    return Arrays(q, k, v, mask, bias, o, O, L)
 
 
 def as_addresses(
@@ -290,11 +309,13 @@ def as_addresses(
     o = options(problem)
     q_offset, kv_lengths, slopes, sinks = put([o.q_offset, o.kv_lengths, o.slopes, o.sinks])
     (_, H, Lq, _), (_, Hkv, Lk, _) = problem.q.shape, problem.k.shape
-    numbers = Numbers(
+    numbers: Any = Numbers(
         H=H, Hkv=Hkv, Lq=Lq, Lk=Lk, left=o.left, right=o.right, q_offset=q_offset,
         kv_lengths=kv_lengths, slopes=slopes if o.slopes.size else 0, sinks=sinks,
         scale=o.scale, softcap=o.softcap,
     )  # fmt: skip
+    if problem.contents:
+        numbers = PlacedNumbers._make([*numbers, *problem.place])
     over_scores = pairs("attn_mask"), pairs("attn_bias")
     return Arguments(
         rows("q"), rows("k"), rows("v"), *over_scores, numbers, rows("O"), given["L"].address

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.equations.arguments import compute_dtype, name_of
+from minimha.equations.arguments import compute_dtype
 from minimha.equations.arrays import library_of
-from minimha.equations.functions import WHOLE, uses
 from minimha.equations.problem import Problem
 from minimha.kernels import remembered
 from minimha.kernels.cuda import arguments as kernel_arguments
@@ -44,21 +43,8 @@ FUNCTIONS = ("score_mod", "mask_mod")
 def unsupported(problem: Problem) -> str | None:
     """Return why this backend does not support ``problem``, or None.
 
-    Rungs 1 and 2 take everything but functions that numba cannot compile for a GPU, those of a
-    sequence's number, and those of a part.
+    Rungs 1 and 2 take everything but functions that numba cannot compile for a GPU.
     """
-    if problem.contents and problem.place != WHOLE:
-        return (
-            f"{' and '.join(map(name_of, problem.contents))} would count heads and keys from the "
-            f"beginning of a part, of stored keys or a dask chunk, instead of the whole"
-        )
-    for name, index in (("score_mod", 1), ("mask_mod", 0)):
-        function = getattr(problem, name)
-        if problem.sequences is not None and function is not None and uses(function, index):
-            return (
-                f"{name_of(name)} uses b, the number of a sequence, but each sequence is launched "
-                f"as number 0"
-            )
     return functions.unsupported(problem)
 
 

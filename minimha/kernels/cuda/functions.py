@@ -59,20 +59,46 @@ def device_functions(problem: Problem) -> tuple[DeviceFunction | None, DeviceFun
     return score_mod, mask_mod
 
 
+def modifying(score_mod: DeviceFunction | None) -> Any:
+    """modified(s, o, b, h, i, j): the new score of a pair, where i is a position; or None."""
+    if score_mod is None:
+        return None
+    function = score_mod.compiled
+
+    @device
+    def modified(s, o, b, h, i, j):
+        return function(s, b + o.first_b, h + o.first_head, i + o.first_key, j + o.first_key)
+
+    return modified
+
+
+def allowing(mask_mod: DeviceFunction | None) -> Any:
+    """allowed(o, b, h, i, j): whether a pair sees each other, where i is a position; or None."""
+    if mask_mod is None:
+        return None
+    function = mask_mod.compiled
+
+    @device
+    def allowed(o, b, h, i, j):
+        return function(b + o.first_b, h + o.first_head, i + o.first_key, j + o.first_key)
+
+    return allowed
+
+
 def call_functions(score_mod: DeviceFunction | None, mask_mod: DeviceFunction | None) -> Any:
-    """call(s, is_visible, b, h, i, j): the score after both functions, -inf if the key is hidden.
+    """call(s, is_visible, o, b, h, i, j): the score after both functions, -inf where it is hidden.
 
     They see no pair that is hidden already: captured arrays may have no item for it.
     """
-    is_modified, modified = score_mod is not None, score_mod and score_mod.compiled
-    is_masked, allowed = mask_mod is not None, mask_mod and mask_mod.compiled
+    modified, allowed = modifying(score_mod), allowing(mask_mod)
+    is_modified, is_masked = score_mod is not None, mask_mod is not None
 
     @device
-    def call(s, is_visible, b, h, i, j):
+    def call(s, is_visible, o, b, h, i, j):
         if is_masked and is_visible:
-            is_visible = allowed(b, h, i, j)
+            is_visible = allowed(o, b, h, i, j)
         if is_modified and is_visible:
-            s = float32(modified(s, b, h, i, j))
+            s = float32(modified(s, o, b, h, i, j))
         return s if is_visible else LOWEST
 
     return call

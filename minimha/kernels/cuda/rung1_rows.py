@@ -27,7 +27,13 @@ from numba import cuda
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
-from minimha.kernels.cuda.functions import KEPT, DeviceFunction, device_functions
+from minimha.kernels.cuda.functions import (
+    KEPT,
+    DeviceFunction,
+    allowing,
+    device_functions,
+    modifying,
+)
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts.mask import final_score, head_of, is_hidden, key_range
 
@@ -47,7 +53,7 @@ def launches(problem: Problem, arguments: Arrays, scratch: Scratch) -> Launches:
     parts, columns = in_parts(problem.v.shape[3], WIDE // problem.compute.itemsize)
     grid = (-(-B * H * Lq // THREADS), parts, 1)
     function = kernel(columns, real, *device_functions(problem))
-    return [(Launch(function, array_types(problem.compute), grid, THREADS), arguments)]
+    return [(Launch(function, array_types(problem), grid, THREADS), arguments)]
 
 
 @lru_cache(KEPT)
@@ -59,8 +65,8 @@ def kernel(
 ) -> Callable[..., None]:
     """The kernel whose threads keep so many columns of O_i, float32 or float64."""
     lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
-    is_modified, modified = score_mod is not None, score_mod and score_mod.compiled
-    is_masked, allowed = mask_mod is not None, mask_mod and mask_mod.compiled
+    modified, allowed = modifying(score_mod), allowing(mask_mod)
+    is_modified, is_masked = score_mod is not None, mask_mod is not None
 
     def rows(q, k, v, mask, bias, o, O, L):
         H, Lq, D = q.shape[1], q.shape[2], q.shape[3]
@@ -80,14 +86,14 @@ def kernel(
         for j in range(start, stop):
             if is_hidden(mask, bias, b, h, i, j):
                 continue
-            if is_masked and not allowed(b, h, i + head.offset, j):
+            if is_masked and not allowed(o, b, h, i + head.offset, j):
                 continue
             s = real(0)
             for d in range(D):
                 s += q[b, h, i, d] * k[b, kv, j, d]
             s = real(final_score(s, bias, head, b, h, i, j))  # line 8
             if is_modified:
-                s = real(modified(s, b, h, i + head.offset, j))
+                s = real(modified(s, o, b, h, i + head.offset, j))
                 if s == lowest:
                     continue
             m_old = m

@@ -33,7 +33,13 @@ from numba import cuda
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
-from minimha.kernels.cuda.functions import KEPT, DeviceFunction, device_functions
+from minimha.kernels.cuda.functions import (
+    KEPT,
+    DeviceFunction,
+    allowing,
+    device_functions,
+    modifying,
+)
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts import mask as masks
@@ -56,7 +62,7 @@ def launches(problem: Problem, arguments: Arrays, scratch: Scratch) -> Launches:
     parts, columns = in_parts(problem.v.shape[3], widest)
     function = kernel(depth, columns, real, *device_functions(problem))
     grid = (B * H * -(-Lq // B_R), parts, 1)
-    return [(Launch(function, array_types(problem.compute), grid, B_R), arguments)]
+    return [(Launch(function, array_types(problem), grid, B_R), arguments)]
 
 
 @lru_cache(KEPT)
@@ -69,8 +75,8 @@ def kernel(
 ) -> Callable[..., None]:
     """The kernel whose threads keep so many columns of Q_i and of O_i, float32 or float64."""
     lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
-    is_modified, modified = score_mod is not None, score_mod and score_mod.compiled
-    is_masked, allowed = mask_mod is not None, mask_mod and mask_mod.compiled
+    modified, allowed = modifying(score_mod), allowing(mask_mod)
+    is_modified, is_masked = score_mod is not None, mask_mod is not None
 
     @device
     def copy_to_shared(r, X, b, h, j, n, first, width, X_j):
@@ -129,11 +135,11 @@ def kernel(
                     i, j0 + j, head.offset, head.left, head.right, head.length
                 )
                 if is_masked and is_visible:
-                    is_visible = allowed(b, h, i + head.offset, j0 + j)
+                    is_visible = allowed(o, b, h, i + head.offset, j0 + j)
                 if is_visible and not masks.is_hidden(mask, bias, b, h, i, j0 + j):
                     s = real(masks.final_score(S[j, r], bias, head, b, h, i, j0 + j))
                     if is_modified:
-                        s = real(modified(s, b, h, i + head.offset, j0 + j))
+                        s = real(modified(s, o, b, h, i + head.offset, j0 + j))
                 S[j, r] = s
                 if s > m:
                     m = s

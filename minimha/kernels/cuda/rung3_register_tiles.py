@@ -79,7 +79,8 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
     tiles = tiles_of(width)
     function = kernel(Variant(width, ScoreOptions.of(problem)), *device_functions(problem))
     grid = (-(-Lq // tiles.B_r) * H * B, 1, 1)
-    return [(Launch(function, kernel_arguments.ADDRESSES, grid, THREADS, tiles.bytes), arguments)]
+    signature = kernel_arguments.address_types(problem)
+    return [(Launch(function, signature, grid, THREADS, tiles.bytes), arguments)]
 
 
 @lru_cache(KEPT)

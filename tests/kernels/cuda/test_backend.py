@@ -43,8 +43,8 @@ from minimha.kernels.cuda import (
 )
 from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda.arguments import (
-    ADDRESSES,
     Arrays,
+    address_types,
     array_at,
     array_types,
     padded_width,
@@ -161,7 +161,7 @@ def stand_in(name, problem, arguments, draft):
         functions = {"score_mod": problem.score_mod, "mask_mod": problem.mask_mod}
         O[:], L[:] = dense.forward(replace(found, **functions))
 
-    signature = array_types(problem.compute) if takes_arrays else ADDRESSES
+    signature = array_types(problem) if takes_arrays else address_types(problem)
     return [(Launch(SimpleNamespace(stand_in=solve), signature, (1, 1, 1), 32), arguments)]
 
 

@@ -16,8 +16,18 @@ import numpy as np
 import pytest
 from emulator import Arena, forward, ptx_of
 from gpu_problems import upload
-from problems import assert_close_to_exact, bounded, by_distance, near, of_parity, plain, run
+from problems import (
+    assert_close_to_exact,
+    bounded,
+    by_distance,
+    in_part,
+    near,
+    of_parity,
+    plain,
+    run,
+)
 
+from minimha.equations.functions import Place, Placed
 from minimha.equations.problem import Problem
 
 RUNGS = {  # name: dtypes, the first one for all tests; the most queries that it is tried with
@@ -299,6 +309,15 @@ def test_functions_on_ragged_sizes(rung3, name):
     arrays = given(rung3, Lq=40, Lk=70, D=16, Dv=9)
     for order in IN_ORDERS:
         check(rung3, arrays, with_functions()[name], order)
+
+
+def test_functions_of_a_part_count_from_the_beginning_of_the_whole(rung3):
+    place, arrays = Place(1, 3, 30), given(rung3, Lq=40, Lk=40, D=16, Dv=9)
+    options = {"score_mod": from_tables, "mask_mod": of_parity}
+    of_part = {name: Placed(function, place) for name, function in options.items()}
+    O, L = forward(rung3, Problem.of(*arrays, **of_part, q_offset=-27))
+    expected = {name: in_part(function, place) for name, function in options.items()}
+    assert_close_to_exact(*arrays, expected | {"q_offset": -27}, O, L)
 
 
 @pytest.mark.parametrize("poison", [np.nan, inf, -inf])

@@ -223,7 +223,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
             j = int64(column + n * columns)
             is_visible = sees(0, int32(away + n * columns), 0, left, right, end) & (r < o.Lq)
             s, is_visible = scored(S[0, 0], is_visible, position - j, slope, mask_at, bias_at, o)
-            s = functions(s, is_visible, int64(b), int64(h), position, j)
+            s = functions(s, is_visible, o, int64(b), int64(h), position, j)
             for x in range(keys - 1):
                 S[0, x] = S[0, x + 1]
             S[0, keys - 1] = s
