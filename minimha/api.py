@@ -425,13 +425,14 @@ def attention(
     key = None
     if (
         attn_mask is None and attn_bias is None and kv_lengths is None and alibi_slopes is None
-        and sinks is None and tap is no_tap
-        and cu_seqlens_q is None and cu_seqlens_k is None and block_table is None
+        and sinks is None and tap is no_tap and block_table is None
     ):  # fmt: skip
         window = window_size if type(window_size) is tuple else (window_size,)
         key = remembered.key_of(
             q, k, v, score_mod, mask_mod, backend, is_causal, q_offset, scale, softcap, *window
         )
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            key = remembered.with_values(key, (cu_seqlens_q, cu_seqlens_k))
         plan = remembered.recall(key)
         if plan is not None:
             O, L = plan.run(q, k, v)

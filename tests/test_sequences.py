@@ -335,6 +335,27 @@ def test_the_gpu_takes_one_sequence_after_another(monkeypatch):
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_packed_calls_are_planned_once_for_equal_starts(kind, monkeypatch):
+    backend = pytest.importorskip("minimha.kernels.cpu.backend", reason="numba is not installed")
+    planned, plan = [], backend.plan
+    monkeypatch.setattr(backend, "plan", lambda problem: planned.append(1) or plan(problem))
+    x = np.random.default_rng(3).normal(size=(1, 2, 45, 8))
+    starts, few = kind([0, 20, 45]), kind([0, 43, 45])
+    for n, cu_seqlens_q in enumerate((starts, few, starts, few)):  # the last has queries to decode
+        x = x + n
+        given = {"cu_seqlens_q": cu_seqlens_q, "is_causal": True, "return_lse": True}
+        found, exact = (attention(x, x, x, **given, backend=name) for name in ("cpu", "dense"))
+        for ours, wanted in zip(found, exact, strict=True):
+            np.testing.assert_allclose(ours, wanted, rtol=1e-9, atol=1e-12)
+    assert len(planned) == 2
+    starts[1] = 21
+    given["cu_seqlens_q"] = starts
+    found, exact = (attention(x, x, x, **given, backend=name) for name in ("cpu", "dense"))
+    np.testing.assert_allclose(found[0], exact[0], rtol=1e-9, atol=1e-12)
+    assert len(planned) == 3
+
+
 def test_a_block_mask_is_of_one_length():
     blocks = block_mask(earlier, 5, 5)
     with pytest.raises(ValueError, match="mask_mod is a BlockMask, for one Lq and one Lk"):

@@ -1,8 +1,9 @@
 """Plans of problems that were seen before, so that the next call need not check and plan again.
 
-A plan is found by everything that it depends on. On the CPU only plain arrays, functions and
-options that are numbers are remembered, on a GPU lists of numbers and small arrays too, by what
-they contain. Types count, because True is no width of a window although it equals 1.
+A plan is found by everything that it depends on. On the CPU only plain arrays, functions, options
+that are numbers and the starts of packed sequences are remembered, on a GPU lists of numbers and
+small arrays too, by what they contain. Types count, because True is no width of a window although
+it equals 1.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ def _computed_by(function: Any) -> Hashable:
     if isinstance(function, BlockMask):
         return Same(function), contents(function.mask_mod)
     return None if function is None else contents(function)
+
+
+def with_values(key: tuple[Any, ...] | None, options: Iterable[Any]) -> tuple[Any, ...] | None:
+    """``key`` with options that count by what they contain, or None if there can be no plan."""
+    values = by_value(options)
+    return None if key is None or values is None else (*key, values)
 
 
 def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:

@@ -67,7 +67,22 @@ class Parts:
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
         """O and L of a problem, in the compute dtype."""
-        (O, L), (O_few, L_few) = (plan(problem) for plan in self._plans)
+        return self._together([plan(problem) for plan in self._plans])
+
+    def run(
+        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """O and L for arrays as ``Plan.run`` takes them."""
+        return self._together([plan.run(q, k, v) for plan in self._plans])
+
+    def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
+        """Whether ``run`` may be called with arrays as ``given``; see ``Plan.fits``."""
+        return all(plan.fits(problem, given) for plan in self._plans)
+
+    def _together(
+        self, results: Sequence[tuple[NDArray[Any], NDArray[Any]]]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        (O, L), (O_few, L_few) = results
         rows = self._is_few_row
         O[:, :, rows], L[:, :, rows] = O_few[:, :, rows], L_few[:, :, rows]
         return O, L
