@@ -12,6 +12,7 @@ import numpy as np
 from minimha.equations.arrays import library_of
 
 ON_CUDA = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
+UNSAID = -1  # no device's ordinal
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
@@ -53,13 +54,22 @@ def is_device_array(value: Any) -> bool:
     >>> is_device_array(np.zeros(3))
     False
     """
+    return ordinal_of(value) is not None
+
+
+def ordinal_of(value: Any) -> int | None:
+    """The ordinal of the CUDA device where an array is, as its library says; None on the host.
+
+    It is ``UNSAID`` where only the driver knows, by the array's address.
+    """
     if value is None or isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
-        return False
+        return None
     if library_of(value) == "torch":  # asked for every argument: DLPack's answer takes 4 µs
-        return bool(value.is_cuda)
+        return int(value.device.index) if value.is_cuda else None
     if hasattr(value, "__dlpack_device__"):
         try:
-            return int(value.__dlpack_device__()[0]) in ON_CUDA
+            kind, ordinal = value.__dlpack_device__()
+            return int(ordinal) if int(kind) in ON_CUDA else None
         except Exception:  # a tracer or a meta tensor is on no device; NumPy says what it is
-            return False
-    return hasattr(value, "__cuda_array_interface__")
+            return None
+    return UNSAID if hasattr(value, "__cuda_array_interface__") else None

@@ -7,7 +7,7 @@ path, a ``Plan``; that of ``attend`` is remembered.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -17,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import compute_dtype
-from minimha.equations.arrays import library_of
 from minimha.equations.problem import Problem
 from minimha.kernels import remembered
 from minimha.kernels.cuda import arguments as kernel_arguments
 from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda import functions
 from minimha.kernels.cuda.arguments import DeviceArray, array_at, padded_width, to_device, to_host
-from minimha.kernels.cuda.availability import is_device_array
+from minimha.kernels.cuda.availability import UNSAID, ordinal_of
 from minimha.kernels.cuda.copies import STORED, copying
 from minimha.kernels.cuda.interop import as_device_array, empty_like, must_synchronize, stream_of
 from minimha.kernels.cuda.launch import Launches
@@ -146,24 +145,24 @@ def attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> 
     different devices, a stream of another device and dtypes that differ are refused, and so is what
     ``Problem.of`` refuses and what does not fit into the memory.
     """
-    on_gpu, device = _on_gpu(given), gpu.current()
-    ordinal = _common_device(on_gpu)
+    ordinals, device = _ordinals(given), gpu.current()
+    ordinal = _common(ordinals)
     if ordinal in (None, device.ordinal):
-        return _attend(given, on_gpu, options, return_lse, device)
+        return _attend(given, ordinals, options, return_lse, device)
     # Before anything else, since torch exports only arrays on the current device.
     with gpu.made_current(ordinal) as device:
-        return _attend(given, on_gpu, options, return_lse, device)
+        return _attend(given, ordinals, options, return_lse, device)
 
 
 def _attend(
     given: dict[str, Any],
-    on_gpu: dict[str, Any],
+    on_gpu: Iterable[str],
     options: dict[str, Any],
     return_lse: bool,
     device: gpu.Device,
 ) -> Any:
     """``attend`` on the current device."""
-    arrays = {name: as_device_array(name, x) for name, x in on_gpu.items()}
+    arrays = {name: as_device_array(name, given[name]) for name in on_gpu}
     stream = stream_of(given["q"], device.ordinal)
     if not gpu.is_stream_of(stream, device):
         raise ValueError(
@@ -231,9 +230,9 @@ def _key(
     )  # fmt: skip
     if small is None:
         return None
-    layouts = [array[1:4] for array in arrays.values()]  # shape, strides and dtype
-    beyond = [arrays[name].address % 16 for name in QKV]  # unless all are 0, there are copies
-    return (device.ordinal, return_lse, *beyond, *arrays, *layouts, *small)
+    # Shapes, strides and dtypes, and whether rows begin where they can be read in place.
+    layouts = [(array.address % 16, *array[1:4]) for array in arrays.values()]
+    return (device.ordinal, return_lse, *arrays, *layouts, *small)
 
 
 def _why_not_captured(
@@ -365,45 +364,43 @@ def _module(name: str) -> ModuleType:
     return import_module(f"minimha.kernels.{name}")
 
 
-def _on_gpu(given: dict[str, Any]) -> dict[str, Any]:
-    """The arrays on a GPU. None of q, k, v, mask and bias is silently copied there."""
-    on_gpu: dict[str, Any] = {}
-    on_host: dict[str, Any] = {}
+def _ordinals(given: dict[str, Any]) -> dict[str, int | None]:
+    """The ordinals of the GPUs where arrays are, by name; None for an empty array that names none.
+
+    None of q, k, v, mask and bias is silently copied there.
+    """
+    ordinals: dict[str, int | None] = {}
+    on_host: list[str] = []
     for name, x in given.items():
-        if x is not None or name in QKV:
-            (on_gpu if is_device_array(x) else on_host)[name] = x
-    for name, x in on_host.items():
-        if name not in SMALL:
-            raise TypeError(
-                f"{next(iter(on_gpu))} is on a GPU but {name} ({type(x).__name__}) is on the host: "
-                f"q, k, v, attn_mask and attn_bias must all be on one side"
-            )
-    return on_gpu
+        ordinal = ordinal_of(x)
+        if ordinal == UNSAID:
+            address = x.__cuda_array_interface__["data"][0]
+            ordinals[name] = gpu.device_at(address) if address else None
+        elif ordinal is not None:
+            ordinals[name] = ordinal
+        elif name in QKV or (x is not None and name not in SMALL):
+            on_host.append(name)
+    if on_host:
+        name = on_host[0]
+        raise TypeError(
+            f"{next(iter(ordinals))} is on a GPU but {name} ({type(given[name]).__name__}) is on "
+            f"the host: q, k, v, attn_mask and attn_bias must all be on one side"
+        )
+    return ordinals
 
 
-def _common_device(on_gpu: dict[str, Any]) -> int | None:
-    """The ordinal of the one device where all arrays are; None if all are empty."""
-    found = {name: _ordinal(value) for name, value in on_gpu.items()}
-    if len(set(found.values())) == 1:
-        return found["q"]
-    ordinals = {name: ordinal for name, ordinal in found.items() if ordinal is not None}
-    first = ordinals.get("q", next(iter(ordinals.values()), None))
-    for name, ordinal in ordinals.items():
+def _common(ordinals: dict[str, int | None]) -> int | None:
+    """The ordinal of the one GPU where all arrays are; None if all are empty."""
+    if len(set(ordinals.values())) == 1:
+        return ordinals["q"]
+    known = {name: ordinal for name, ordinal in ordinals.items() if ordinal is not None}
+    first = known.get("q", next(iter(known.values()), None))
+    for name, ordinal in known.items():
         if ordinal != first:
             raise ValueError(
                 f"{name} is on GPU {ordinal} but q is on GPU {first}: all arrays must be on one GPU"
             )
     return first
-
-
-def _ordinal(value: Any) -> int | None:
-    """The ordinal of the device that holds ``value``; None for an empty array that names none."""
-    if library_of(value) == "torch":
-        return int(value.device.index)
-    if hasattr(value, "__dlpack_device__"):
-        return int(value.__dlpack_device__()[1])
-    address = value.__cuda_array_interface__["data"][0]
-    return gpu.device_at(address) if address else None
 
 
 def _check_dtypes(arrays: dict[str, DeviceArray]) -> None:
