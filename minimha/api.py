@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -561,7 +562,15 @@ def _device_module(backend: str, name: str, tap: Tap, packing: list[str]) -> Any
             f"backend {backend!r} cannot run: {name} is on a GPU; copy it to the host first, or "
             f"use backend 'cuda'"
         )
-    reason = _untapped() if tap is not no_tap else _reason("cuda")
+    if tap is not no_tap:
+        raise BackendUnavailable(f"backend 'cuda' cannot run: {_untapped()}")
+    return _cuda()
+
+
+@cache  # numba and the driver, once there, do not go away
+def _cuda() -> Any:
+    """Return the module that computes on a GPU."""
+    reason = _reason("cuda")
     if reason:
         raise BackendUnavailable(f"backend 'cuda' cannot run: {reason}")
     return import_module(BACKENDS["cuda"])
@@ -583,7 +592,7 @@ def _module(backend: str, problem: Problem, is_tapped: bool) -> Any:
 
 def check_backend(backend: str) -> None:
     """Refuse what is no backend's name."""
-    if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
+    if backend != "auto" and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ValueError(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
 
 

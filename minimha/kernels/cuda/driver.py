@@ -85,7 +85,7 @@ def _failure(name: str, status: Any) -> DeviceError:
 
 def current() -> Device:
     """The device that is current in this thread; if none is, the first one is made current."""
-    call(driver.cuInit, 0)
+    _initialize()
     status, handle = driver.cuCtxGetDevice()
     if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
         handle = call(driver.cuDeviceGet, 0)
@@ -93,6 +93,11 @@ def current() -> Device:
     elif status != driver.CUresult.CUDA_SUCCESS:
         raise _failure("cuCtxGetDevice", status)
     return _device(int(handle))
+
+
+@cache  # once is enough
+def _initialize() -> None:
+    call(driver.cuInit, 0)
 
 
 @contextmanager
