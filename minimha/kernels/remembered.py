@@ -17,7 +17,7 @@ from minimha.equations.block_mask import BlockMask
 from minimha.equations.functions import Placed, Same, contents
 
 MOST = 1024  # plans
-NUMBERS = (type(None), bool, int, float)
+NUMBERS = frozenset((type(None), bool, int, float))
 
 _plans: dict[Any, Any] = {}
 
@@ -32,9 +32,8 @@ def key_of(
     if type(backend) is not str:
         return None
     kinds = tuple(map(type, options))
-    for kind in kinds:
-        if kind not in NUMBERS:
-            return None
+    if not NUMBERS.issuperset(kinds):
+        return None
     return (
         q.shape, k.shape, v.shape, q.strides, k.strides, v.strides, q.dtype, k.dtype, v.dtype,
         backend, options, kinds, _computed_by(score_mod), _computed_by(mask_mod),
@@ -69,7 +68,7 @@ def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:
             found += (kind, option)
         elif kind in (list, tuple):
             kinds = tuple(map(type, option))
-            if not set(NUMBERS).issuperset(kinds):
+            if not NUMBERS.issuperset(kinds):
                 return None
             found += (kind, kinds, tuple(option))
         elif kind is np.ndarray and option.dtype.kind in "biuf":
