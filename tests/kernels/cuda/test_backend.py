@@ -339,6 +339,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr("minimha.api.reason_without_cuda", lambda: None)
     stream = SimpleNamespace(ptr=77)
     cupy = SimpleNamespace(
+        ndarray=None,  # so that DLPack is asked
         empty=lambda shape, dtype: Capsule(np.full(shape, 99, dtype)),
         cuda=SimpleNamespace(get_current_stream=lambda: stream),
     )
@@ -665,6 +666,37 @@ def test_dlpack_s_description_of_an_array_is_understood(dtype, stood_in):
     assert found.strides == (30, -5, 1)
     assert found.address == there.address
     assert found.nbytes == 18 * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), np.dtype(bool), np.dtype(np.int32)])
+def test_plain_arrays_of_cupy_are_not_exported(dtype, stood_in, monkeypatch):
+    there = Capsule(np.zeros((4, 3, 5), dtype)[::2, ::-1, 1:4])
+    there.data = SimpleNamespace(ptr=there.address)
+    described = interop.as_device_array("q", there)
+    monkeypatch.setattr(sys.modules["cupy"], "ndarray", Capsule)
+    monkeypatch.delattr(Capsule, "__dlpack__")
+    found = interop.as_device_array("q", there)
+    assert found[:4] == described[:4]
+    assert found.owner is there
+
+
+@pytest.mark.parametrize("odd", [{"strides": (13, 4)}, {"dtype": np.dtype(">f4")}])
+def test_odd_arrays_of_cupy_are_left_to_dlpack(odd, stood_in, monkeypatch):
+    there = Capsule(numbers(2, 3))
+    vars(there).update(odd)
+    monkeypatch.setattr(sys.modules["cupy"], "ndarray", Capsule)
+    assert interop._from_cupy(there) is None
+
+
+def test_plain_tensors_of_torch_are_read_as_torch_describes_them():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    for name in ("float16", "bfloat16", "float32", "float64", "int64", "bool"):
+        tensor = torch.zeros(4, 3, 5, dtype=getattr(torch, name))[::2, :, 1:4]
+        found = interop._from_tensor("q", tensor)
+        assert found[:3] == (tensor.data_ptr(), (2, 3, 3), (30, 5, 1))
+        assert found.dtype.name == name
+    assert interop._from_tensor("q", torch.zeros(3, dtype=torch.complex64)) is None
+    assert interop._from_tensor("q", torch.zeros(3, requires_grad=True)) is None
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 3)])

@@ -27,6 +27,8 @@ class Array:
         self.device = gpu.current().ordinal
         self.nbytes = prod(self.shape) * self.dtype.itemsize
         self.address = int(gpu.call(driver.cuMemAllocAsync, self.nbytes, 0))
+        self.data = SimpleNamespace(ptr=self.address)
+        self.strides = tuple(step * self.dtype.itemsize for step in contiguous(self.shape))
         n, bits = len(self.shape), 8 * self.dtype.itemsize
         shape, strides = ((ctypes.c_int64 * n)(*x) for x in (self.shape, contiguous(self.shape)))
         code = CODES[self.dtype.kind]
@@ -60,7 +62,7 @@ class Array:
 Array.__module__ = "cupy"
 current = SimpleNamespace(ptr=0)  # stream
 sys.modules["cupy"] = SimpleNamespace(
-    empty=Array, cuda=SimpleNamespace(get_current_stream=lambda: current)
+    ndarray=Array, empty=Array, cuda=SimpleNamespace(get_current_stream=lambda: current)
 )
 
 
