@@ -96,9 +96,9 @@ class Driver:
         """Let the next call of a function, named without its version, fail with that error."""
         self._library.standin_fail(function.encode(), int(status))
 
-    def count(self, function):
-        """How often a function of the driver was called, such as "cuLaunchKernel"."""
-        return self._library.standin_count(function.encode())
+    def count(self, function=None):
+        """How often a function of the driver was called, such as "cuLaunchKernel"; or any of it."""
+        return self._library.standin_count(function and function.encode())
 
     @property
     def in_use(self):

@@ -1,5 +1,8 @@
 """Tests of plans that run with the stand-in: what a second call asks of the driver, and graphs."""
 
+import sys
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -8,7 +11,7 @@ pytest.importorskip("cuda.core", reason="the extra cuda is not installed")
 
 from cuda.bindings import driver
 from kernels.cuda import standin
-from kernels.cuda.standin.arrays import array, current, numbers
+from kernels.cuda.standin.arrays import Array, array, current, numbers
 from kernels.cuda.standin.on_standin import EXCLUSIVE, captured
 
 from minimha import attention
@@ -75,6 +78,21 @@ def test_a_second_call_only_launches(options):
     output = attention(q, k, v, **options)
     assert (counts() - before).tolist() == [2, 1, 1, 0]  # the splits' results are the allocation
     check(q, k, v, output, **options)
+
+
+def test_a_second_call_asks_the_driver_once(stream, monkeypatch):
+    monkeypatch.setattr(sys.modules["cupy"], "empty", cache(Array))  # which asks the driver, too
+    q, k, v = problem()
+    attention(q, k, v)
+    expected = {
+        "cuCtxGetDevice": 1, "cuStreamGetCtx": 1, "cuStreamIsCapturing": 1,
+        "cuMemAllocFromPoolAsync": 1, "cuMemFreeAsync": 1, "cuLaunchKernel": 2,
+    }  # fmt: skip
+    before = [standin.driver.count(name) for name in (*expected, None)]
+    attention(q, k, v)
+    after = [standin.driver.count(name) for name in (*expected, None)]
+    asked = [b - a for a, b in zip(before, after, strict=True)]
+    assert asked == [*expected.values(), sum(expected.values())]
 
 
 def test_other_options_shapes_and_strides_have_other_plans():
