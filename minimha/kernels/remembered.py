@@ -26,10 +26,11 @@ def key_of(
     q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, backend: Any, *options: Any
 ) -> tuple[Any, ...] | None:
     """What a plan for these arguments is found by, or None if there can be none."""
-    for array in (q, k, v):
-        if type(array) is not np.ndarray or array.ndim != 4 or not array.flags.aligned:
-            return None
-    if type(backend) is not str:
+    if not (type(q) is type(k) is type(v) is np.ndarray and type(backend) is str):
+        return None
+    if not (q.ndim == k.ndim == v.ndim == 4):
+        return None
+    if not (q.flags.aligned and k.flags.aligned and v.flags.aligned):
         return None
     kinds = tuple(map(type, options))
     if not NUMBERS.issuperset(kinds):
