@@ -69,7 +69,7 @@ def ordinal_of(value: Any) -> int | None:
     if hasattr(value, "__dlpack_device__"):
         try:
             kind, ordinal = value.__dlpack_device__()
-            return int(ordinal) if int(kind) in ON_CUDA else None
+            return ordinal if kind in ON_CUDA else None
         except Exception:  # a tracer or a meta tensor is on no device; NumPy says what it is
             return None
     return UNSAID if hasattr(value, "__cuda_array_interface__") else None

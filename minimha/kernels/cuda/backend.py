@@ -372,13 +372,15 @@ def _ordinals(given: dict[str, Any]) -> dict[str, int | None]:
     ordinals: dict[str, int | None] = {}
     on_host: list[str] = []
     for name, x in given.items():
+        if x is None and name not in QKV:
+            continue
         ordinal = ordinal_of(x)
         if ordinal == UNSAID:
             address = x.__cuda_array_interface__["data"][0]
             ordinals[name] = gpu.device_at(address) if address else None
         elif ordinal is not None:
             ordinals[name] = ordinal
-        elif name in QKV or (x is not None and name not in SMALL):
+        elif name not in SMALL:
             on_host.append(name)
     if on_host:
         name = on_host[0]

@@ -222,8 +222,9 @@ class DeviceMemory:
             )
         if status != driver.CUresult.CUDA_SUCCESS:
             raise _failure("cuMemAllocFromPoolAsync", status)
-        self._held[int(address)] = size
-        return int(address)
+        address = int(address)
+        self._held[address] = size
+        return address
 
     def empty_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
         """Allocate a contiguous array; its contents are undefined."""
