@@ -158,7 +158,7 @@ def _from_interface(name: str, interface: dict[str, Any], value: Any) -> DeviceA
     strides = contiguous(shape) if steps is None else _in_elements(tuple(steps), dtype.itemsize)
     if strides is None:
         raise TypeError(
-            f"{name} has strides {tuple(steps)}: expected multiples of the {dtype.itemsize} bytes "
+            f"{name} has strides {steps}: expected multiples of the {dtype.itemsize} bytes "
             f"of {dtype}"
         )
     address = interface["data"][0] or 0
