@@ -232,7 +232,7 @@ def _key(
         return None
     # Shapes, strides and dtypes, and whether rows begin where they can be read in place.
     layouts = [(array.address % 16, *array[1:4]) for array in arrays.values()]
-    return (device.ordinal, return_lse, *arrays, *layouts, *small)
+    return (device.ordinal, os.environ.get(ALSO), return_lse, *arrays, *layouts, *small)
 
 
 def _why_not_captured(

@@ -409,6 +409,14 @@ def test_rungs_that_take_arrays_run_in_the_emulator_too(D, Dv, rung, emulated):
     assert heard == [rung]
 
 
+def test_a_rung_that_is_named_later_is_chosen_for_problems_seen_before(stood_in, monkeypatch):
+    q = Capsule(numbers(1, 1, 20, 64, dtype=np.float16))
+    for named in ("", "cuda.rung6_warpgroups", ""):
+        monkeypatch.setenv("MINIMHA_CUDA_RUNGS", named)
+        attention(q, q, q)
+    assert heard == ["cuda.rung4_tensor_cores", "cuda.rung6_warpgroups", "cuda.rung4_tensor_cores"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numpy_arrays_are_uploaded_and_the_result_is_downloaded(dtype, stood_in):
     q, k, v = (numbers(2, h, n, 24, dtype=DTYPES[dtype]) for h, n in ((4, 20), (2, 33), (2, 33)))
