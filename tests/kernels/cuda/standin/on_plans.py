@@ -1,6 +1,9 @@
 """Tests of plans that run with the stand-in: what a second call asks of the driver, and graphs."""
 
+import ctypes
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -93,6 +96,27 @@ def test_a_second_call_asks_the_driver_once(stream, monkeypatch):
     after = [standin.driver.count(name) for name in (*expected, None)]
     asked = [b - a for a, b in zip(before, after, strict=True)]
     assert asked == [*expected.values(), sum(expected.values())]
+
+
+def test_threads_that_call_at_once_do_not_mix_their_arrays(monkeypatch):
+    problems = [problem(Lq=20) for _ in range(4)]
+    attention(*problems[0])
+    seen = []
+
+    def look(image, name, dimensions, shared, slots):
+        addresses = (ctypes.c_uint64.from_address(slots[i]).value for i in (0, 4, 8))
+        seen.append(tuple(addresses))  # of q, k and v, each of which has three strides, too
+
+    monkeypatch.setattr(standin.driver, "execute", look)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads meet
+    try:
+        with ThreadPoolExecutor(len(problems)) as pool:
+            list(pool.map(lambda given: attention(*given), problems * 500, timeout=60))
+    finally:
+        sys.setswitchinterval(interval)
+    expected = [tuple(array.address for array in given) for given in problems]
+    assert Counter(seen) == Counter(expected * 500)
 
 
 def test_other_options_shapes_and_strides_have_other_plans():
