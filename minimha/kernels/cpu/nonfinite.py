@@ -20,6 +20,8 @@ from minimha.kernels.cpu.storage import Rows
 @jit
 def has_nonfinite(V_j, n, Dv):
     """Whether any of the values is not finite: only then is its product with 0 not 0."""
+    if V_j.stride == Dv:  # one long row: the loop below ends slowly
+        n, Dv = 1, n * Dv
     # Without its sign, a number that is not finite has an exponent of ones; one more carries into
     # the sign. That is arithmetic of integers, which LLVM makes vector code of.
     bits = bits_of(V_j.line)

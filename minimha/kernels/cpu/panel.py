@@ -22,7 +22,6 @@ from minimha.kernels.cpu.mask import (
 from minimha.kernels.cpu.nonfinite import (
     add_nonfinite,
     has_nonfinite,
-    is_nonfinite,
     zero_nonfinite,
 )
 from minimha.kernels.cpu.simd.memory import flat
@@ -30,7 +29,7 @@ from minimha.kernels.cpu.simd.product import tile_product, tile_product_add, who
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
 from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS, panel_width
-from minimha.kernels.cpu.storage import queries_of, rows_at
+from minimha.kernels.cpu.storage import Rows, queries_of, rows_at
 
 B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of the L1 cache
 
@@ -168,12 +167,11 @@ def store_panel(panel, O, L, o, counters):
         panel.m[r] = 1 / l if l != 0 else 0
     for r in range(panel.rows, lanes):
         panel.m[r] = 0
-    found = False
-    for d in range(Dv):
-        for r in range(lanes):
-            panel.O[d * lanes + r] *= panel.m[r]
-            found |= is_nonfinite(panel.O[d * lanes + r])
-    if found:
+    # O = m ∘ O, as a product without keys.
+    tile_product_add(
+        panel.O, 0, 1, 0, panel.O, 0, lanes, panel.O, 0, lanes, panel.m, Dv, panel.vectors, 0
+    )
+    if has_nonfinite(Rows(panel.O, 0, lanes), Dv, lanes):
         counters[NONFINITE] = 1
     to = rows_at(O, entry, h, i0)
     transpose(panel.O, 0, lanes, to.line, to.start, to.stride, Dv, panel.rows)
