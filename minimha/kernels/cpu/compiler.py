@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import pickle
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from numba import types
 from numba.core import config
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
@@ -27,9 +29,10 @@ class Compiled:
     def __init__(self, function: CFunc) -> None:
         self._owner = function  # of the machine code
         self.address = int(function.address)
-
-    def __call__(self, *arguments: int) -> Any:
-        return self._owner.ctypes(*arguments)
+        result = None if function._sig.return_type == types.void else ctypes.c_int64
+        # ctypes takes half as long to pass an address as to pass an integer of 64 bits.
+        arguments = [ctypes.c_void_p] * len(function._sig.args)
+        self.call = ctypes.CFUNCTYPE(result, *arguments)(self.address)
 
 
 class _Code:

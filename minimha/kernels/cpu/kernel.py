@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -150,7 +149,8 @@ class Plan:
     ) -> None:  # fmt: skip
         (B, H, Lq, D), Dv = problem.q.shape, problem.v.shape[3]
         self.compute, self.storage, self.workers = problem.compute, kernel.storage(problem), workers
-        self.shape, self.is_long = (B, H, Lq, Dv), problem.num_pairs * (D + Dv) >= LONG
+        self._rows, self.shape = (B, H, Lq), (B, H, Lq, Dv)
+        self.is_long = problem.num_pairs * (D + Dv) >= LONG
         self._num_keys = int(problem.kv_lengths.max(initial=0))
         self._functions = {
             function.name: functions.tile_function(function)
@@ -165,7 +165,7 @@ class Plan:
         layouts = {name: Layout(array.shape, array.strides) for name, array in self._held.items()}
         layouts |= {name: self._layout(getattr(problem, name)) for name in "qkv"}
         layouts |= {"O": _contiguous(self.shape, problem.compute)}
-        layouts |= {"L": _contiguous(self.shape[:3], problem.compute)}
+        layouts |= {"L": _contiguous(self._rows, problem.compute)}
         dtypes = {REAL: problem.compute, DOUBLE: FLOAT64, BYTE: UINT8}
         starts, self._size = {}, 0  # of the buffers in the memory that a call brings, in bytes
         for name, buffer in kernel.buffers.items():
@@ -183,7 +183,7 @@ class Plan:
         first = kernel.slots["v"] + 1 + AXES
         self._strides_of_v = slice(first, first + AXES)
         self._counters = kernel.slots["counters"]
-        self._kernel = kernel.compile(self.storage).address
+        self._kernel = kernel.compile(self.storage)
 
     def _options(self, kernel: Kernel, problem: Problem) -> Any:
         """Everything that is small, the functions, and where the rows of each sequence are."""
@@ -224,11 +224,11 @@ class Plan:
         self, line: NDArray[np.int64], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any], bool]:
         """O and L, and whether all of O is finite; headers are written into ``line``."""
-        O, L = np.empty(self.shape, self.compute), np.empty(self.shape[:3], self.compute)
+        O, L = np.empty(self.shape, self.compute), np.empty(self._rows, self.compute)
         if not L.size:
             return O, L, True
         memory = _memory(self._size)
-        headers = (id(q), id(k), id(v), id(O), id(L), id(memory))
+        headers = id(q), id(k), id(v), id(O), id(L), id(memory)
         HEADERS.pack_into(line, 0, *headers)  # type: ignore[arg-type]  # Python 3.12 says Buffer
         if self.is_long and threading.current_thread() is threading.main_thread():
             _interruptible(partial(self._run, line), line[self._counters :])
@@ -241,7 +241,10 @@ class Plan:
         return O, L, not line[self._counters + NONFINITE]
 
     def _run(self, line: NDArray[np.int64]) -> None:
-        pool().run(self._kernel, address(line), self.workers)
+        if self.workers == 1:
+            self._kernel.call(address(line), 0)
+        else:
+            pool().run(self._kernel.address, address(line), self.workers)
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
         """Whether ``run`` may be called with arrays as ``given``, and the plan be remembered.
@@ -288,10 +291,12 @@ def _memory(nbytes: int) -> NDArray[np.uint8]:
 
     Fresh memory is slow: the system clears each page when it is first written.
     """
-    with suppress(IndexError):  # another thread may take the last one
+    try:
         spare = _spares.pop()
         if spare.nbytes >= nbytes:
             return spare
+    except IndexError:  # none, or another thread took the last one
+        pass
     block = np.empty(nbytes + CACHE_LINE, np.uint8)
     return block[-address(block) % CACHE_LINE :]
 

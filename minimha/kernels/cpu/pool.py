@@ -234,7 +234,7 @@ class Pool:
             self._start(workers - 1)
         if self._bell and workers > 1:
             self._bell.release(workers - 1)
-        self._run(self.words, kernel, arguments, workers, self.spins)
+        self._run.call(self.words, kernel, arguments, workers, self.spins)
 
     def _start(self, helpers: int) -> None:
         with self._lock:
@@ -258,7 +258,7 @@ class Pool:
         while True:
             if self._bell:
                 self._bell.acquire()
-            seen = self._help(self.words, seen, self.spins)
+            seen = self._help.call(self.words, seen, self.spins)
 
     def _read(self, word: int) -> int:
         return int(self._words[word // 8])
@@ -275,7 +275,7 @@ def _compiled(function: Callable[..., Any], signature: Any) -> Compiled:
 def _spins(spin: Compiled) -> int:
     """How many pauses take ``SPIN`` seconds on this machine; one takes 10 to 50 ns."""
     start = time.perf_counter()
-    spin(2000)
+    spin.call(2000)
     return max(100, int(2000 * SPIN / max(1e-9, time.perf_counter() - start)))
 
 
