@@ -437,8 +437,9 @@ def attention(
         plan = remembered.recall(key)
         if plan is not None:
             O, L = plan.run(q, k, v)
-            O = cast(O, q.dtype)
-            return (O, L) if flag("return_lse", return_lse) else O
+            if O.dtype != q.dtype:
+                O = cast(O, q.dtype)
+            return O if return_lse is False or not flag("return_lse", return_lse) else (O, L)
     given = {
         "q": q,
         "k": k,

@@ -37,7 +37,9 @@ def key_of(
         return None
     return (
         q.shape, k.shape, v.shape, q.strides, k.strides, v.strides, q.dtype, k.dtype, v.dtype,
-        backend, options, kinds, _computed_by(score_mod), _computed_by(mask_mod),
+        backend, options, kinds,
+        None if score_mod is None else _computed_by(score_mod),
+        None if mask_mod is None else _computed_by(mask_mod),
     )  # fmt: skip
 
 
@@ -47,7 +49,7 @@ def _computed_by(function: Any) -> Hashable:
         return function.place, contents(function.function)
     if isinstance(function, BlockMask):
         return Same(function), contents(function.mask_mod)
-    return None if function is None else contents(function)
+    return contents(function)
 
 
 def with_values(key: tuple[Any, ...] | None, options: Iterable[Any]) -> tuple[Any, ...] | None:

@@ -15,6 +15,7 @@ compiled code reads it there in no time.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
 from struct import Struct
@@ -91,17 +92,20 @@ def slots(buffers: Iterable[str]) -> dict[str, int]:
 def pack(
     layouts: dict[str, Layout], slots: dict[str, int], o: Any, sizes: Sequence[int],
     num_counters: int,
-) -> NDArray[np.int64]:  # fmt: skip
-    """The line for arrays and buffers of these layouts, whose addresses are left open."""
-    line = np.zeros(slots["counters"] + num_counters, np.int64)
+) -> array[int]:  # fmt: skip
+    """The line for arrays and buffers of these layouts, whose addresses are left open.
+
+    It is Python's array, which is copied, read and asked for its address in half of NumPy's time.
+    """
+    line = array("q", bytes(8 * (slots["counters"] + num_counters)))
     for name, (shape, strides) in layouts.items():
         at = slots[name] + 1
-        line[at : at + len(shape)] = shape
-        line[at + AXES : at + AXES + len(strides)] = strides
+        line[at : at + len(shape)] = array("q", shape)
+        line[at + AXES : at + AXES + len(strides)] = array("q", strides)
     for at, name in enumerate(NUMBERS, slots["numbers"]):
         number = getattr(o, name)
-        line[at] = np.float64(number).view(np.int64) if isinstance(number, float) else number
-    line[slots["sizes"] : slots["sizes"] + len(sizes)] = sizes
+        line[at] = int(np.float64(number).view(np.int64) if isinstance(number, float) else number)
+    line[slots["sizes"] : slots["sizes"] + len(sizes)] = array("q", sizes)
     return line
 
 

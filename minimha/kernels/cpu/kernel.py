@@ -21,6 +21,7 @@ sizes     two integers that are the rung's own, such as block sizes
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -176,8 +177,8 @@ class Plan:
             self._size += nbytes * (1 if buffer.is_shared else workers)
         num_counters = OWN + lengths.get("counters", 0)
         self._line = pack(layouts, kernel.slots, o, sizes, num_counters)
-        for name, array in self._held.items():
-            self._line[kernel.slots[name]] = address(array)
+        for name, held in self._held.items():
+            self._line[kernel.slots[name]] = address(held)
         for name, start in starts.items():
             self._line[kernel.slots[name]] = start
         first = kernel.slots["v"] + 1 + AXES
@@ -209,19 +210,19 @@ class Plan:
         self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """O and L for arrays of the shapes, strides and dtypes that were planned."""
-        O, L, is_finite = self._launch(self._line.copy(), q, k, v)
+        O, L, is_finite = self._launch(self._line[:], q, k, v)
         if not is_finite:
             with np.errstate(all="ignore"):
                 factor = factor_against_overflow(v.astype(self.compute, copy=False), self._num_keys)
                 if factor < 1:
                     small = v * v.dtype.type(factor)
-                    line = self._line.copy()
-                    line[self._strides_of_v] = small.strides
+                    line = self._line[:]
+                    line[self._strides_of_v] = array("q", small.strides)
                     O = np.where(np.isfinite(O), O, self._launch(line, q, k, small)[0] / factor)
         return O, L
 
     def _launch(
-        self, line: NDArray[np.int64], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
+        self, line: array[int], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any], bool]:
         """O and L, and whether all of O is finite; headers are written into ``line``."""
         O, L = np.empty(self.shape, self.compute), np.empty(self._rows, self.compute)
@@ -229,9 +230,9 @@ class Plan:
             return O, L, True
         memory = _memory(self._size)
         headers = id(q), id(k), id(v), id(O), id(L), id(memory)
-        HEADERS.pack_into(line, 0, *headers)  # type: ignore[arg-type]  # Python 3.12 says Buffer
+        HEADERS.pack_into(line, 0, *headers)
         if self.is_long and threading.current_thread() is threading.main_thread():
-            _interruptible(partial(self._run, line), line[self._counters :])
+            _interruptible(partial(self._run, line), memoryview(line)[self._counters :])
         else:
             self._run(line)
         if len(_spares) < SPARES and memory.nbytes <= LARGEST_SPARE:
@@ -240,11 +241,12 @@ class Plan:
             functions.raise_again(self._problem)
         return O, L, not line[self._counters + NONFINITE]
 
-    def _run(self, line: NDArray[np.int64]) -> None:
+    def _run(self, line: array[int]) -> None:
+        at, _ = line.buffer_info()
         if self.workers == 1:
-            self._kernel.call(address(line), 0)
+            self._kernel.call(at, 0)
         else:
-            pool().run(self._kernel.address, address(line), self.workers)
+            pool().run(self._kernel.address, at, self.workers)
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
         """Whether ``run`` may be called with arrays as ``given``, and the plan be remembered.
@@ -301,7 +303,7 @@ def _memory(nbytes: int) -> NDArray[np.uint8]:
     return block[-address(block) % CACHE_LINE :]
 
 
-def _interruptible(launch: Callable[[], None], counters: NDArray[np.int64]) -> None:
+def _interruptible(launch: Callable[[], None], counters: memoryview[int]) -> None:
     """Run ``launch`` on another thread: Ctrl-C reaches only the main thread, and only in Python."""
     failed: list[BaseException] = []
 
