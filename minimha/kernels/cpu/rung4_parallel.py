@@ -45,9 +45,10 @@ from minimha.kernels.cpu.storage import (
     queries_of,
     rows_from,
 )
-from minimha.kernels.cpu.threads import TASKS_PER_THREAD, get_num_threads
+from minimha.kernels.cpu.threads import get_num_threads
 
 PANELS = 4  # of a task, at most
+TASKS_PER_THREAD = 12  # at least, so that nobody waits long for a thread that lost its core
 WORTH_SHARING = 1 << 19  # products, which one thread computes while another one wakes up
 WIDENED = ("wide_Q", "wide_K", "wide_V")
 BUFFERS = PANEL_BUFFERS | dict.fromkeys(WIDENED, Buffer(REAL))
