@@ -18,7 +18,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
 
 from minimha.kernels.cpu.disk import File
-from minimha.kernels.cpu.jit import OPTIONS
+from minimha.kernels.cpu.jit import OPTIONS, WholeCompiler
 
 LOG = logging.getLogger("minimha")
 
@@ -105,7 +105,8 @@ def _compile(
     function: Callable[..., Any], signature: Any, code: bytes | None
 ) -> tuple[Compiled, bytes]:
     """``function`` from its code, or from its source; and its code."""
-    made = CFunc(function, (signature.args, signature.return_type), {}, dict(OPTIONS))
+    types = (signature.args, signature.return_type)
+    made = CFunc(function, types, {}, dict(OPTIONS), pipeline_class=WholeCompiler)
     made._cache = _Code(code)
     with global_compiler_lock:
         before = config.BOUNDSCHECK  # NUMBA_BOUNDSCHECK would overrule the option

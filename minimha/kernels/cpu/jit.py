@@ -1,8 +1,23 @@
-"""How every function of the CPU kernels is compiled."""
+"""How every function of the CPU kernels is compiled: together with what calls it, and once.
+
+numba compiles each function as a library of its own. It optimizes that, makes machine code of it,
+and links it into the library of every caller, where it is optimized again. Of a kernel only the
+whole is called. So its functions are parts, of which LLVM's code is kept as numba generates it; a
+whole links all of its parts and is optimized. That takes half the time and gives as fast a kernel.
+
+The libraries are numba's own, with less done in them; ``numba.core.codegen`` has what is left out.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
 import numba
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.registry import CPUDispatcher
 
 # Without nnan and ninf: NaN and infinity are legal values here.
 FASTMATH = {"nsz", "arcp", "contract", "afn", "reassoc"}
@@ -11,8 +26,71 @@ FASTMATH = {"nsz", "arcp", "contract", "afn", "reassoc"}
 # raising where nobody could catch it.
 OPTIONS = {"fastmath": FASTMATH, "nogil": True, "error_model": "numpy", "_nrt": False,
            "boundscheck": False}  # fmt: skip
+PART = OPTIONS | {"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-jit = numba.njit(**OPTIONS)
-# numba compiles each function as a library of its own, and again in each of its callers. What is
-# large and called once is therefore inlined before it is compiled at all.
-jit_inline = numba.njit(**OPTIONS, inline="always")
+
+class _WholeLibrary(JITCodeLibrary):
+    """Optimized as a whole only: its functions, one by one, would be optimized twice."""
+
+    def _optimize_functions(self, module: Any) -> None:
+        pass
+
+
+class _PartLibrary(_WholeLibrary):
+    """One function, neither optimized nor linked; its whole does that."""
+
+    def finalize(self) -> None:
+        self._finalized = True
+
+
+class WholeCompiler(Compiler):
+    """numba's compiler for a function that is called by its address."""
+
+    library = _WholeLibrary
+
+    def compile_extra(self, function: Callable[..., Any]) -> Any:
+        state = self.state
+        state.library = self.library(state.targetctx.codegen(), function.__qualname__)
+        state.library.enable_object_caching()
+        state.flags.no_compile = True  # yet
+        return super().compile_extra(function)
+
+
+class _PartCompiler(WholeCompiler):
+    library = _PartLibrary
+
+
+class Part(CPUDispatcher):
+    """A function that is compiled as a part of what calls it; for Python, as a whole of its own."""
+
+    def __init__(self, function: Callable[..., Any], inline: str = "never") -> None:
+        options = PART | {"inline": inline}
+        super().__init__(function, targetoptions=options, pipeline_class=_PartCompiler)
+
+    def add_overload(self, result: Any) -> None:
+        """Keep it for callers, who find it by its library, as there is no address yet."""
+        library = result.library
+        libraries = [library, *dict.fromkeys(library._linking_libraries)]
+        self.targetctx.insert_user_function(library, result.fndesc, libraries)
+        self.overloads[tuple(result.signature.args)] = result
+
+    def get_overload(self, arguments: Any) -> Any:
+        """What a caller finds the function for these types by."""
+        return self.overloads[tuple(arguments)].library
+
+    @cached_property
+    def _whole(self) -> Any:
+        return numba.njit(**OPTIONS)(self.py_func)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._whole(*arguments)
+
+
+def jit(function: Callable[..., Any]) -> Part:
+    """A part of kernels."""
+    return Part(function)
+
+
+def jit_inline(function: Callable[..., Any]) -> Part:
+    """A part that numba copies into each of its callers, where it is typed again."""
+    return Part(function, inline="always")
