@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from numba.extending import register_jitable
-
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, NONFINITE, REAL, Buffer
-from minimha.kernels.cpu.jit import jit, jit_inline
+from minimha.kernels.cpu.jit import jit, jit_inline, jit_too
 from minimha.kernels.cpu.mask import (
     apply_score_mod,
     apply_softcap_and_bias,
@@ -81,7 +79,7 @@ def panel_of(t, u, Lq, D, Dv, b, h, p):
     return Panel(Q, O, m, l, b, h, i0, rows, vectors, vectors * widest // VECTORS)
 
 
-@register_jitable
+@jit_too
 def num_panels(Lq, itemsize):
     """Number of panels for Lq queries; ``panel_rows`` divides the queries evenly among them."""
     return -(-Lq // panel_width(itemsize))

@@ -11,15 +11,15 @@ to the next multiple of ``ROWS`` are written too, with copies of the last one's 
 from __future__ import annotations
 
 from numba import types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 
-from minimha.kernels.cpu.jit import jit_inline
+from minimha.kernels.cpu.jit import jit_inline, jit_too
 from minimha.kernels.cpu.simd.vector import INT, REGISTERS, Vector, loop, pointer_to
 
 ROWS = REGISTERS // 4  # of a register tile
 
 
-@register_jitable
+@jit_too
 def whole_tiles(rows):
     """``rows``, rounded up to whole register tiles."""
     return -(-rows // ROWS) * ROWS

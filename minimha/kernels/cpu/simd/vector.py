@@ -5,7 +5,8 @@ from __future__ import annotations
 import numba
 from llvmlite import binding, ir
 from numba.core import cgutils
-from numba.extending import register_jitable
+
+from minimha.kernels.cpu.jit import jit_too
 
 VECTORS = 3  # side by side in a full panel
 INT = ir.IntType(64)
@@ -32,7 +33,7 @@ def host_vectors():
 VECTOR_BITS, REGISTERS = host_vectors()
 
 
-@register_jitable
+@jit_too
 def panel_width(itemsize):
     """Lanes of a full panel of items of ``itemsize`` bytes."""
     return VECTORS * VECTOR_BITS // (8 * itemsize)
