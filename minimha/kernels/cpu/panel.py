@@ -27,7 +27,7 @@ from minimha.kernels.cpu.simd.product import tile_product, tile_product_add, who
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
 from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS, panel_width
-from minimha.kernels.cpu.storage import Rows, queries_of, rows_at
+from minimha.kernels.cpu.storage import Rows, queries_of, rows_at, rows_from
 
 B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of the L1 cache
 
@@ -70,12 +70,13 @@ def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dic
 
 
 @jit
-def panel_of(t, u, Lq, D, Dv, b, h, p):
+def panel_of(t, u, Lq, b, h, p):
     """Panel p of head h in the u-th place of the buffers."""
     widest = panel_width(t.ms.itemsize)
+    panels = len(t.ms) // widest
     i0, rows, vectors = panel_rows(Lq, t.ms.itemsize, p)
-    O = flat(t.Os, u * whole_tiles(Dv) * widest)
-    Q, m, l = flat(t.Qs, u * D * widest), flat(t.ms, u * widest), flat(t.ls, u * widest)
+    Q, O = flat(t.Qs, u * (len(t.Qs) // panels)), flat(t.Os, u * (len(t.Os) // panels))
+    m, l = flat(t.ms, u * widest), flat(t.ls, u * widest)
     return Panel(Q, O, m, l, b, h, i0, rows, vectors, vectors * widest // VECTORS)
 
 
@@ -98,13 +99,20 @@ def panel_rows(Lq, itemsize, p):
 @jit
 def load_panel(panel, Q, D, Dv, t, o):
     """Lines 4 and 5: Q transposed, m, l and O before the first key."""
-    lanes, sink = panel.lanes, o.sinks[panel.h]
+    lanes = panel.lanes
     transpose(Q.line, Q.start, Q.stride, panel.Q, 0, lanes, panel.rows, D)
     if panel.rows < lanes:
         for d in range(D):
             for r in range(panel.rows, lanes):
                 panel.Q[d * lanes + r] = 0
-    for x in range(whole_tiles(Dv) * lanes):
+    begin_panel(panel, whole_tiles(Dv), t, o)
+
+
+@jit
+def begin_panel(panel, rows_of_O, t, o):
+    """Line 5: m, l and O before the first key."""
+    lanes, sink = panel.lanes, o.sinks[panel.h]
+    for x in range(rows_of_O * lanes):
         panel.O[x] = 0
     for r in range(lanes):
         t.scales[r] = o.scale
@@ -113,29 +121,58 @@ def load_panel(panel, Q, D, Dv, t, o):
 
 
 @jit_inline
-def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, full):
+def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
     """Lines 8 to 10: the online softmax over the keys j0 to j0 + n.
 
-    ``full`` says that causality, window, length and ``mask_mod`` let every query see all of them.
+    They are the rows from ``first`` on of ``block``, which is K_j and V_j. ``full`` says
+    that causality, window, length and ``mask_mod`` let every query see all of them.
     """
+    K_j, V_j = rows_from(block[0], first), rows_from(block[1], first)
     S, seen = flat(t.S, 0), flat(t.seen, 0)
-    b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
-    lanes = panel.lanes
+    rows, vectors, lanes = panel.rows, panel.vectors, panel.lanes
     num_seen = n * rows
     if mask.size or bias.size or o.score_mod or not full:
-        num_seen = mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, t.biases)
+        num_seen = see_tile(panel, j0, n, t, mask, bias, o, full)
         if num_seen == 0:
             return
     tile_product(
         K_j.line, K_j.start, K_j.stride, 1, panel.Q, 0, lanes, S, 0, lanes, t.scales, n, vectors, D
     )  # line 8
+    num_seen = weigh(panel, S, num_seen, j0, n, t, bias, o)  # line 9
+    is_zeroed = num_seen < n * rows and has_nonfinite(V_j, n, Dv)
+    V = zero_nonfinite(V_j, n, Dv, t.V_j) if is_zeroed else V_j
+    tile_product_add(
+        V.line, V.start, 1, V.stride, S, 0, lanes, panel.O, 0, lanes, t.correction, Dv, vectors, n
+    )  # line 10
+    if is_zeroed:
+        add_nonfinite(panel.O, S, seen, V_j, n, Dv, rows, lanes)
+
+
+@jit_inline
+def see_tile(panel, j0, n, t, mask, bias, o, full):
+    """``mask_tile`` of a panel."""
+    return mask_tile(
+        mask, bias, o, panel.b, panel.h, panel.i0, panel.rows, j0, n, panel.lanes, full,
+        flat(t.seen, 0), t.biases,
+    )  # fmt: skip
+
+
+@jit_inline
+def weigh(panel, S, num_seen, j0, n, t, bias, o):
+    """Line 9: n rows of scaled scores become weights, and m and l include them.
+
+    ``num_seen`` is what ``see_tile`` returned, or the number of pairs if it was not asked. Returns
+    it, less the pairs that ``score_mod`` hides. Leaves in ``t.correction`` what O is multiplied by.
+    """
+    b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
+    lanes, seen = panel.lanes, flat(t.seen, 0)
     if has_softcap_or_bias(bias, o):
         apply_softcap_and_bias(S, bias, t.biases, o, b, h, i0, j0, n, lanes)
     if o.score_mod:
         num_seen = apply_score_mod(S, seen, o, b, h, i0, rows, j0, n, lanes)
     if num_seen < n * rows:
         hide(S, seen, n * lanes)
-    lanes_max(S, 0, n, vectors, t.top)  # line 9
+    lanes_max(S, 0, n, vectors, t.top)
     for r in range(lanes):
         t.correction[r] = panel.m[r]
         panel.m[r] = max(panel.m[r], t.top[r])
@@ -144,13 +181,7 @@ def update_panel(panel, K_j, V_j, j0, n, D, Dv, t, mask, bias, o, full):
     lanes_exp(S, 0, n, vectors, t.shift, t.total)
     for r in range(lanes):
         panel.l[r] = t.correction[r] * panel.l[r] + t.total[r]
-    is_zeroed = num_seen < n * rows and has_nonfinite(V_j, n, Dv)
-    V = zero_nonfinite(V_j, n, Dv, t.V_j) if is_zeroed else V_j
-    tile_product_add(
-        V.line, V.start, 1, V.stride, S, 0, lanes, panel.O, 0, lanes, t.correction, Dv, vectors, n
-    )  # line 10
-    if is_zeroed:
-        add_nonfinite(panel.O, S, seen, V_j, n, Dv, rows, lanes)
+    return num_seen
 
 
 @jit

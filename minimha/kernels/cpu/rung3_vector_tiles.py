@@ -57,7 +57,7 @@ def vector_tiles(line, worker):
         for h in range(H):
             kv = h // (H // Hkv)
             for p in range(num_panels(Lq, O.itemsize)):  # line 3
-                panel = panel_of(memory, 0, Lq, D, Dv, b, h, p)
+                panel = panel_of(memory, 0, Lq, b, h, p)
                 load_panel(
                     panel, rows_at(q, entry, h, first + panel.i0), D, Dv, memory, o
                 )  # lines 4 and 5
@@ -65,8 +65,8 @@ def vector_tiles(line, worker):
                 while j0 < Lk:  # line 6
                     n = min(B_c, Lk - j0, keys_ahead(o, j0))
                     page, at = key_at(o, b, j0)
-                    K_j, V_j = rows_at(k, page, kv, at), rows_at(v, page, kv, at)  # line 7
-                    update_panel(panel, K_j, V_j, j0, n, D, Dv, memory, mask, bias, o, False)
+                    block = rows_at(k, page, kv, at), rows_at(v, page, kv, at)  # line 7
+                    update_panel(panel, block, 0, j0, n, D, Dv, memory, mask, bias, o, False)
                     j0 += n
                 store_panel(panel, O, L, o, memory.counters)
 

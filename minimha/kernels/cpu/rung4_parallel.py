@@ -43,7 +43,6 @@ from minimha.kernels.cpu.storage import (
     keys_ahead,
     most_queries,
     queries_of,
-    rows_from,
 )
 from minimha.kernels.cpu.threads import get_num_threads
 
@@ -91,67 +90,112 @@ def plan(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Plan
     return KERNEL.plan(problem, panels, B_c, workers=workers, lengths=lengths)
 
 
-def tiles(line, worker):
-    """One thread: fetch and compute tasks until none is left."""
-    q, k, v, mask, bias, o, O, L, t, sizes = unpack(line, worker)
-    H, D, Dv, (panels, B_c) = q.shape[1], q.shape[3], v.shape[3], sizes
-    groups = -(-num_panels(most_queries(o), O.itemsize) // panels)
-    while True:
-        task = fetch_add(t.counters, TASKS)
-        if task >= len(o.queries) * groups * H:
-            return
-        b, h = task // (groups * H), task % H
-        group = groups - 1 - task // H % groups
-        entry, first_row, Lq = queries_of(o, b)
-        first, last = group * panels, min((group + 1) * panels, num_panels(Lq, O.itemsize))
-        if first >= last:  # a shorter sequence
-            continue
-        for p in range(first, last):
-            panel = panel_of(t, p - first, Lq, D, Dv, b, h, p)
-            Q = float_rows(q, entry, h, first_row + panel.i0, panel.rows, o, t.wide_Q)
-            load_panel(panel, Q, D, Dv, t, o)
-        visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c)
-        for p in range(first, last):
-            store_panel(panel_of(t, p - first, Lq, D, Dv, b, h, p), O, L, o, t.counters)
+def task_loop(load_queries, visit_keys):
+    """What one thread does: fetch and compute tasks until none is left.
+
+    Parameters
+    ----------
+    load_queries : callable
+        ``(panel, q, entry, i0, Dv, o, t)``: lines 4 and 5 for the queries from row i0 on.
+    visit_keys : callable
+        As ``key_loop`` makes it.
+    """
+
+    @jit_inline
+    def compute_tasks(q, k, v, mask, bias, o, O, L, t, panels, B_c):
+        H, Dv = q.shape[1], v.shape[3]
+        groups = -(-num_panels(most_queries(o), O.itemsize) // panels)
+        while True:
+            task = fetch_add(t.counters, TASKS)
+            if task >= len(o.queries) * groups * H:
+                return
+            b, h = task // (groups * H), task % H
+            group = groups - 1 - task // H % groups
+            entry, first_row, Lq = queries_of(o, b)
+            first, last = group * panels, min((group + 1) * panels, num_panels(Lq, O.itemsize))
+            if first >= last:  # a shorter sequence
+                continue
+            for p in range(first, last):
+                panel = panel_of(t, p - first, Lq, b, h, p)
+                load_queries(panel, q, entry, first_row + panel.i0, Dv, o, t)
+            visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c)
+            for p in range(first, last):
+                store_panel(panel_of(t, p - first, Lq, b, h, p), O, L, o, t.counters)
+
+    return compute_tasks
 
 
-KERNEL = Kernel(tiles, BUFFERS, widens=True, skips=True)
+def key_loop(load_block, update):
+    """Lines 6 to 11 for the panels of a task, one block of keys at a time.
+
+    Parameters
+    ----------
+    load_block : callable
+        ``(k, v, page, kv, at, n, o, t)`` returns n keys as ``update`` reads them (line 7).
+    update : callable
+        ``update_panel``, or what takes its place.
+    """
+
+    @jit_inline
+    def visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c):
+        H, D, Dv, itemsize = q.shape[1], q.shape[3], v.shape[3], t.ms.itemsize
+        _, _, Lq = queries_of(o, b)
+        kv = h // (H // k.shape[1])
+        offset, length = o.q_offset[b], o.kv_lengths[b]
+        i_start, _, _ = panel_rows(Lq, itemsize, first)
+        i_last, rows, _ = panel_rows(Lq, itemsize, last - 1)
+        start, stop = key_range(i_start, i_last + rows, offset, o.left, o.right, length)
+        if o.mask_mod:
+            start, stop, _ = seen_range(o, b, h, i_start, i_last + rows, start, stop)
+        start = start // ROWS * ROWS
+        blocks = max(1, -(-(stop - start) // B_c))
+        # Blocks of equal size: a short tile has as much overhead as a long one.
+        size = max(1, -(-(stop - start) // (blocks * ROWS))) * ROWS
+        begin = start
+        while begin < stop:
+            end = min(begin + size, stop, begin + keys_ahead(o, begin))
+            page, at = key_at(o, b, begin)
+            block = load_block(k, v, page, kv, at, end - begin, o, t)
+            for p in range(first, last):
+                panel = panel_of(t, p - first, Lq, b, h, p)
+                i0, i1 = panel.i0, panel.i0 + panel.rows
+                low, high = key_range(i0, i1, offset, o.left, o.right, length)
+                # Whole rows of the tile product: a few hidden keys cost less than keys one by one.
+                j0 = max(begin, low // ROWS * ROWS)
+                j1 = min(end, whole_tiles(high))
+                all_seen = True
+                if o.mask_mod:
+                    j0, j1, all_seen = seen_range(o, b, h, i0, i1, j0, j1)
+                if j0 < j1:
+                    full = all_seen and is_full(i0, i1, j0, j1, offset, o.left, o.right, length)
+                    n = j1 - j0
+                    update(panel, block, j0 - begin, j0, n, D, Dv, t, mask, bias, o, full)
+            begin = end
+
+    return visit_keys
 
 
 @jit_inline
-def visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c):
-    """Lines 6 to 11 for the panels of a task, one block of keys at a time."""
-    H, D, Dv, itemsize = q.shape[1], q.shape[3], v.shape[3], t.ms.itemsize
-    _, _, Lq = queries_of(o, b)
-    kv = h // (H // k.shape[1])
-    offset, length = o.q_offset[b], o.kv_lengths[b]
-    i_start, _, _ = panel_rows(Lq, itemsize, first)
-    i_last, rows, _ = panel_rows(Lq, itemsize, last - 1)
-    start, stop = key_range(i_start, i_last + rows, offset, o.left, o.right, length)
-    if o.mask_mod:
-        start, stop, _ = seen_range(o, b, h, i_start, i_last + rows, start, stop)
-    start = start // ROWS * ROWS
-    blocks = max(1, -(-(stop - start) // B_c))
-    # Blocks of equal size: a short tile has as much overhead as a long one.
-    size = max(1, -(-(stop - start) // (blocks * ROWS))) * ROWS
-    block = start
-    while block < stop:
-        block_stop = min(block + size, stop, block + keys_ahead(o, block))
-        page, at = key_at(o, b, block)
-        K_j = float_rows(k, page, kv, at, block_stop - block, o, t.wide_K)
-        V_j = float_rows(v, page, kv, at, block_stop - block, o, t.wide_V)
-        for p in range(first, last):
-            panel = panel_of(t, p - first, Lq, D, Dv, b, h, p)
-            i0, end = panel.i0, panel.i0 + panel.rows
-            low, high = key_range(i0, end, offset, o.left, o.right, length)
-            # Whole rows of the tile product: a few hidden keys cost less than keys one by one.
-            j0 = max(block, low // ROWS * ROWS)
-            j1 = min(block_stop, whole_tiles(high))
-            all_seen = True
-            if o.mask_mod:
-                j0, j1, all_seen = seen_range(o, b, h, i0, end, j0, j1)
-            if j0 < j1:
-                full = all_seen and is_full(i0, end, j0, j1, offset, o.left, o.right, length)
-                K, V = rows_from(K_j, j0 - block), rows_from(V_j, j0 - block)
-                update_panel(panel, K, V, j0, j1 - j0, D, Dv, t, mask, bias, o, full)
-        block = block_stop
+def load_queries(panel, q, entry, i0, Dv, o, t):
+    """Lines 4 and 5, from rows in place or widened."""
+    Q = float_rows(q, entry, panel.h, i0, panel.rows, o, t.wide_Q)
+    load_panel(panel, Q, q.shape[3], Dv, t, o)
+
+
+@jit_inline
+def load_block(k, v, page, kv, at, n, o, t):
+    """Line 7: rows of K and V in place, or widened."""
+    K_j = float_rows(k, page, kv, at, n, o, t.wide_K)
+    return K_j, float_rows(v, page, kv, at, n, o, t.wide_V)
+
+
+compute_tasks = task_loop(load_queries, key_loop(load_block, update_panel))
+
+
+def tiles(line, worker):
+    """One thread: fetch and compute tasks until none is left."""
+    q, k, v, mask, bias, o, O, L, t, sizes = unpack(line, worker)
+    compute_tasks(q, k, v, mask, bias, o, O, L, t, sizes[0], sizes[1])
+
+
+KERNEL = Kernel(tiles, BUFFERS, widens=True, skips=True)
