@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu import functions, rung4_parallel, rung5_decode
+from minimha.kernels.cpu import functions, rung4_parallel, rung5_decode, rung6_matrix_unit
 from minimha.kernels.cpu.kernel import CompilationFailed, Kernel, Plan
 from minimha.kernels.cpu.pool import pool
 from minimha.kernels.cpu.threads import get_num_threads
 from minimha.kernels.ladder import FEW_QUERIES
 
 __all__ = ["CompilationFailed", "compile_ahead", "forward", "plan", "unsupported"]
-KERNELS = {"prefill": rung4_parallel, "decode": rung5_decode}
 STORAGE = {"float32": "float32", "float64": "float64", "float16": "uint16", "bfloat16": "uint16"}
 
 
@@ -110,7 +109,7 @@ def compile_ahead(
     wanted = [
         (module.KERNEL, np.dtype(storage))
         for storage in dict.fromkeys(STORAGE[dtype] for dtype in dtypes)
-        for module in KERNELS.values()
+        for module in rungs(np.dtype(storage))
     ]
     missing = [(kernel, dtype) for kernel, dtype in wanted if not kernel.file(dtype).read()]
 
@@ -140,5 +139,11 @@ def _run_elsewhere(code: str) -> None:
     subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
 
 
+def rungs(dtype: np.dtype[Any]) -> tuple[ModuleType, ModuleType]:
+    """The rungs for many queries and for few of that dtype, which may be that of their bits."""
+    has_matrix_unit = rung6_matrix_unit.is_made_for(dtype)
+    return rung6_matrix_unit if has_matrix_unit else rung4_parallel, rung5_decode
+
+
 def _rung(problem: Problem) -> ModuleType:
-    return rung5_decode if rung5_decode.longest_q(problem) <= FEW_QUERIES else rung4_parallel
+    return rungs(problem.dtype)[rung5_decode.longest_q(problem) <= FEW_QUERIES]

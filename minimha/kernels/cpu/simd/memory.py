@@ -55,6 +55,20 @@ def bits_of(typing, X):
     return signature, generate
 
 
+@intrinsic
+def halves_of(typing, X):
+    """The memory of X as 16-bit integers."""
+    signature = types.Array(types.uint16, 1, "C")(X)
+
+    def generate(context, builder, signature, arguments):
+        line = signature.return_type
+        pointer = pointer_to(context, builder, signature.args[0], arguments[0], INT(0))
+        item = context.get_data_type(line.dtype).as_pointer()
+        return _view(context, builder, line, builder.bitcast(pointer, item), [UNKNOWN])
+
+    return signature, generate
+
+
 def _view(context, builder, kind, pointer, shape):
     view = context.make_array(kind)(context, builder)
     itemsize = INT(context.get_abi_sizeof(context.get_data_type(kind.dtype)))

@@ -1,4 +1,4 @@
-"""The softmax of a tile, down the lanes: soft cap, maximum, exponential and sum."""
+"""The softmax of a tile, down the lanes: scale, soft cap, maximum, exponential and sum."""
 
 from __future__ import annotations
 
@@ -256,3 +256,31 @@ def lanes_exp(S, s, n, vectors, M, T):
         _exp_2(S, s, n, M, T)
     else:
         _exp_1(S, s, n, M, T)
+
+
+@intrinsic
+def scale_lanes(typing, X, x, rows, lanes, F):
+    """X[x + row · lanes + lane] *= F[lane] in so many rows; lanes are whole vectors."""
+    signature = types.void(X, types.intp, types.intp, types.intp, F)
+
+    def generate(context, builder, signature, arguments):
+        X, x, rows, lanes, F = arguments
+        vector = Vector(signature.args[0].dtype)
+        X = pointer_to(context, builder, signature.args[0], X, x)
+        F = pointer_to(context, builder, signature.args[4], F, INT(0))
+
+        def column(n, _):
+            factor = vector.load(builder, builder.gep(F, [n]))
+
+            def row(r, _):
+                to = builder.gep(X, [builder.add(builder.mul(r, lanes), n)])
+                vector.store(builder, builder.fmul(vector.load(builder, to), factor), to)
+                return []
+
+            loop(builder, rows, 1, [], row)
+            return []
+
+        loop(builder, lanes, vector.width, [], column)
+        return context.get_dummy_value()
+
+    return signature, generate

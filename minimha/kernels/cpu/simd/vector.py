@@ -12,24 +12,28 @@ VECTORS = 3  # side by side in a full panel
 INT = ir.IntType(64)
 
 
-def host_vectors():
-    """Bits of a vector register and number of vector registers of the machine compiled for.
+def host_features():
+    """LLVM's names of what the machine compiled for has.
 
     NUMBA_CPU_NAME and NUMBA_CPU_FEATURES take precedence, as they do for numba itself, so that
     what is compiled here matches the key under which numba caches it.
     """
     if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
         given = (numba.config.CPU_FEATURES or "").split(",")
-        features = {name[1:]: True for name in given if name.startswith("+")}
-    else:
-        features = dict(binding.get_host_cpu_features())
-    if features.get("avx512f"):
+        return {name[1:] for name in given if name.startswith("+")}
+    return {name for name, is_there in binding.get_host_cpu_features().items() if is_there}
+
+
+def host_vectors():
+    """Bits of a vector register and number of vector registers of the machine compiled for."""
+    if "avx512f" in FEATURES:
         return 512, 32
-    if features.get("avx2") and features.get("fma"):
+    if {"avx2", "fma"} <= FEATURES:
         return 256, 16
     return 128, 32 if binding.get_default_triple().startswith(("aarch64", "arm64")) else 16
 
 
+FEATURES = host_features()
 VECTOR_BITS, REGISTERS = host_vectors()
 
 

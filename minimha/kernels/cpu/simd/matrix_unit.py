@@ -1,0 +1,158 @@
+"""The matrix unit of a CPU, Intel AMX: products of 16-bit tiles, with sums in float32.
+
+A *tile* is a register of 16 rows of 64 bytes. One instruction multiplies a tile A of 16 rows of 32
+bfloat16 numbers with a tile B of 16 rows of 16 pairs, two numbers below each other, and adds to a
+tile C of 16 × 16 floats: 16 times as many products per cycle as with vectors. It rounds each sum as
+IEEE 754 does, but what is smaller than the smallest normal number, 2^-126, counts as 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
+
+from minimha.kernels.cpu.jit import jit
+from minimha.kernels.cpu.simd.vector import FEATURES, INT, VECTOR_BITS, loop, pointer_to
+
+TILE = 16  # rows of a tile, and pairs or floats in a row
+DEPTH = 32  # 16-bit numbers in a row
+# Palette 1: eight tiles, 64 bytes in each row and so many rows.
+CONFIGURATION = bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [TILE] * 8 + [0] * 8)
+TOGETHER = 2  # tiles of C; more registers are slower where another thread of the core has tiles too
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux
+BYTE = ir.IntType(8)
+
+
+@cache
+def is_usable() -> bool:
+    """Whether the CPU has a matrix unit that this process may use.
+
+    A process asks Linux for it once, which an old kernel or a sandbox may refuse; forked children
+    inherit the permission.
+    """
+    if sys.platform != "linux" or VECTOR_BITS < 512 or not {"amx-tile", "amx-bf16"} <= FEATURES:
+        return False
+    return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0)
+
+
+@register_jitable
+def whole(number, unit):
+    """``number``, rounded up to a multiple of ``unit``."""
+    return -(-number // unit) * unit
+
+
+def _instruction(builder, name, *operands):
+    kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
+    builder.call(function, operands)
+
+
+@intrinsic
+def configure_tiles(typing):
+    """Let this thread use the tiles, until ``release_tiles``."""
+
+    def generate(context, builder, signature, arguments):
+        content = cgutils.make_bytearray(CONFIGURATION)
+        constant = cgutils.global_constant(builder, "tile_configuration", content)
+        _instruction(builder, "ldtilecfg", builder.bitcast(constant, BYTE.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def release_tiles(typing):
+    """Give the tiles up: otherwise the system saves them whenever it switches threads."""
+
+    def generate(context, builder, signature, arguments):
+        _instruction(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _column(tiles, parts):
+    """Primitive for ``tiles`` tiles of C below each other and ``parts`` parts of B."""
+
+    @intrinsic
+    def column(typing, A, a, a_row, B, b, b_row, b_part, C, c, c_row, depth, adds):
+        index = types.intp
+        signature = types.void(
+            A, index, index, B, index, index, index, C, index, index, index, types.boolean
+        )
+
+        def generate(context, builder, signature, arguments):
+            A, a, a_row, B, b, b_row, b_part, C, c, c_row, depth, adds = arguments
+            kinds = signature.args
+            A = pointer_to(context, builder, kinds[0], A, a)
+            B = pointer_to(context, builder, kinds[3], B, b)
+            C = pointer_to(context, builder, kinds[7], C, c)
+            sums, lefts = ([BYTE(first + r) for r in range(tiles)] for first in (0, tiles))
+            right = BYTE(2 * tiles)
+
+            def transfer(name, tile, pointer, offset, row, itemsize):
+                start = builder.bitcast(builder.gep(pointer, [offset]), BYTE.as_pointer())
+                _instruction(builder, name, tile, start, builder.mul(row, INT(itemsize)))
+
+            def step(k, _):
+                for r, left in enumerate(lefts):
+                    start = builder.add(k, builder.mul(a_row, INT(r * TILE)))
+                    transfer("tileloadd64", left, A, start, a_row, 2)
+                row = builder.mul(builder.lshr(k, INT(1)), b_row)
+                for part in range(parts):
+                    start = builder.add(row, builder.mul(b_part, INT(part)))
+                    transfer("tileloadd64", right, B, start, b_row, 4)
+                    for total, left in zip(sums, lefts, strict=True):
+                        _instruction(builder, "tdpbf16ps", total, left, right)
+                return []
+
+            rows = [builder.mul(c_row, INT(r * TILE)) for r in range(tiles)]
+            with builder.if_else(adds) as (yes, no):
+                with yes:
+                    for total, row in zip(sums, rows, strict=True):
+                        transfer("tileloadd64", total, C, row, c_row, 4)
+                with no:
+                    for total in sums:
+                        _instruction(builder, "tilezero", total)
+            loop(builder, depth, DEPTH, [], step)
+            for total, row in zip(sums, rows, strict=True):
+                transfer("tilestored64", total, C, row, c_row, 4)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return column
+
+
+_two_of_1, _two_of_2 = _column(TOGETHER, 1), _column(TOGETHER, 2)
+_one_of_1, _one_of_2 = _column(1, 1), _column(1, 2)
+
+
+@jit
+def matrix_product(
+    A, a, a_row, B, b, b_row, b_part, parts, C, c, c_row, rows, columns, depth, adds
+):  # fmt: skip
+    """C = A B, or C += A B if it ``adds``; B is the sum of one part or of two.
+
+    A's row r starts at a + r · a_row and has ``depth`` 16-bit numbers, a multiple of ``DEPTH``. Row
+    k of part p of B starts at b + p · b_part + k · b_row and has ``columns`` pairs, a multiple of
+    ``TILE``, as 32-bit items: numbers 2 k and 2 k + 1 of a column. C's row r is at c + r · c_row.
+    Up to the next multiple of ``TILE`` more rows of A are read, and of C written.
+    """
+    for n in range(0, columns, TILE):
+        for r in range(0, rows, TOGETHER * TILE):
+            x, y, z, is_one = a + r * a_row, b + n, c + r * c_row + n, rows - r <= TILE
+            if is_one and parts == 1:
+                _one_of_1(A, x, a_row, B, y, b_row, b_part, C, z, c_row, depth, adds)
+            elif is_one:
+                _one_of_2(A, x, a_row, B, y, b_row, b_part, C, z, c_row, depth, adds)
+            elif parts == 1:
+                _two_of_1(A, x, a_row, B, y, b_row, b_part, C, z, c_row, depth, adds)
+            else:
+                _two_of_2(A, x, a_row, B, y, b_row, b_part, C, z, c_row, depth, adds)

@@ -1,0 +1,164 @@
+"""Numbers as sums of bfloat16 numbers, their *parts*: what a matrix unit multiplies.
+
+The first part is the upper half of a number as float32, 8 of its 24 digits, and the second part is
+what that leaves. bfloat16 has one part and float16 two, which are exact; of weights, which are
+float32, two parts keep 16 digits.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from minimha.kernels.cpu.jit import jit, jit_inline
+from minimha.kernels.cpu.simd.vector import INT, Vector, loop, pointer_to
+
+WIDTH = 16  # numbers that are split at once
+HALF, WORD = ir.IntType(16), ir.IntType(32)
+HALVES, WORDS = ir.VectorType(HALF, WIDTH), ir.VectorType(WORD, WIDTH)
+FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
+
+
+def _all(kind, number):
+    return ir.Constant(kind, [number] * kind.count)
+
+
+def _upper(builder, x):
+    """The upper halves of floats, as bits."""
+    words = builder.lshr(builder.bitcast(x, WORDS), _all(WORDS, 16))
+    return builder.trunc(words, HALVES)
+
+
+def _parts_of_float16(builder, bits):
+    """Both parts, as bits.
+
+    No part of a number is 0 but of 0, so that infinity times it is infinity: where nothing is left
+    the second part is the smallest normal number, too small to change a sum.
+    """
+    x = builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), WIDTH)), FLOATS)
+    words = builder.bitcast(x, WORDS)
+    first = builder.and_(words, _all(WORDS, 0xFFFF0000))
+    rest = builder.fsub(x, builder.bitcast(first, FLOATS))
+    sign = builder.and_(words, _all(WORDS, 0x80000000))
+    size = builder.and_(builder.bitcast(rest, WORDS), _all(WORDS, 0x7FFFFFFF))
+    # As integers NaN, which infinity leaves, is the largest.
+    is_some = builder.and_(
+        builder.icmp_unsigned(">", size, _all(WORDS, 0x00800000)),
+        builder.icmp_unsigned("<=", size, _all(WORDS, 0x7F800000)),
+    )
+    size = builder.select(is_some, size, _all(WORDS, 0x00800000))
+    is_zero = builder.icmp_unsigned("==", words, sign)
+    size = builder.select(is_zero, _all(WORDS, 0), size)
+    second = builder.bitcast(builder.or_(sign, size), FLOATS)
+    return _upper(builder, x), _upper(builder, second)
+
+
+def _packer(is_bfloat16):
+    @intrinsic
+    def pack(typing, X, x, to, first, part, n):
+        """``pack_rows`` of n numbers of one row, a multiple of ``WIDTH``."""
+        index = types.intp
+        signature = types.boolean(X, index, to, index, index, index)
+        one = 1 << (7 if is_bfloat16 else 10)  # added to an exponent of ones, it carries
+
+        def generate(context, builder, signature, arguments):
+            X, x, to, first, part, n = arguments
+            X = pointer_to(context, builder, signature.args[0], X, x)
+            to = pointer_to(context, builder, signature.args[2], to, first)
+
+            def at(pointer, k):
+                return builder.bitcast(builder.gep(pointer, [k]), HALVES.as_pointer())
+
+            def body(k, found):
+                bits = builder.load(at(X, k), align=2)
+                parts = [bits] if is_bfloat16 else _parts_of_float16(builder, bits)
+                for number, values in enumerate(parts):
+                    offset = builder.add(k, builder.mul(part, INT(number)))
+                    builder.store(values, at(to, offset), align=2)
+                size = builder.and_(bits, _all(HALVES, 0x7FFF))
+                return [builder.or_(found[0], builder.add(size, _all(HALVES, one)))]
+
+            (found,) = loop(builder, n, WIDTH, [_all(HALVES, 0)], body)
+            name = f"llvm.vector.reduce.or.v{WIDTH}i16"
+            kind = ir.FunctionType(HALF, [HALVES])
+            function = cgutils.get_or_insert_function(builder.module, kind, name)
+            return builder.icmp_signed("<", builder.call(function, [found]), HALF(0))
+
+        return signature, generate
+
+    return pack
+
+
+_pack_bfloat16, _pack_float16 = _packer(True), _packer(False)
+
+
+@jit
+def pack_rows(X, x, x_row, to, row, part, rows, columns, is_bfloat16, tail):
+    """Rows of X as parts, to[p · part + r · row + c], filled up with zeros to ``row`` numbers.
+
+    Returns whether a number is not finite. ``tail`` has room for ``WIDTH`` numbers.
+    """
+    full = columns // WIDTH * WIDTH
+    found = False
+    for r in range(rows):
+        start, at = x + r * x_row, r * row
+        found |= _pack(X, start, to, at, part, full, is_bfloat16)
+        for first in range(full, row, WIDTH):
+            for c in range(WIDTH):
+                tail[c] = 0
+            for c in range(first, columns):
+                tail[c - first] = X[start + c]
+            found |= _pack(tail, 0, to, at + first, part, WIDTH, is_bfloat16)
+    return found
+
+
+@jit_inline
+def _pack(X, x, to, at, part, n, is_bfloat16):
+    if is_bfloat16:
+        return _pack_bfloat16(X, x, to, at, part, n)
+    return _pack_float16(X, x, to, at, part, n)
+
+
+@intrinsic
+def split_rows(typing, S, s, n, lanes):
+    """Two rows of S become the pairs of their first parts and the pairs of their second parts.
+
+    S has n rows of weights, an even number, from S[s] on. The second parts are rounded, the first
+    ones are not: so NaN stays NaN, whatever its payload.
+    """
+    signature = types.void(S, types.intp, types.intp, types.intp)
+
+    def generate(context, builder, signature, arguments):
+        S, s, n, lanes = arguments
+        vector = Vector(signature.args[0].dtype)
+        S = pointer_to(context, builder, signature.args[0], S, s)
+        upper = ir.Constant(vector.integers, [0xFFFF0000] * vector.width)
+        half = ir.Constant(vector.integers, [0x8000] * vector.width)
+        bits = ir.Constant(vector.integers, [16] * vector.width)
+
+        def pairs(one, other):
+            both = builder.or_(builder.lshr(one, bits), builder.and_(other, upper))
+            return builder.bitcast(both, vector.type)
+
+        def two_rows(j, _):
+            def some_lanes(k, _):
+                one = builder.add(builder.mul(j, lanes), k)
+                places = [builder.gep(S, [one]), builder.gep(S, [builder.add(one, lanes)])]
+                values = [vector.load(builder, place) for place in places]
+                words = [builder.bitcast(x, vector.integers) for x in values]
+                first = [builder.bitcast(builder.and_(x, upper), vector.type) for x in words]
+                rests = [builder.fsub(x, y) for x, y in zip(values, first, strict=True)]
+                rounded = [builder.add(builder.bitcast(x, vector.integers), half) for x in rests]
+                vector.store(builder, pairs(*words), places[0])
+                vector.store(builder, pairs(*rounded), places[1])
+                return []
+
+            loop(builder, lanes, vector.width, [], some_lanes)
+            return []
+
+        loop(builder, n, 2, [], two_rows)
+        return context.get_dummy_value()
+
+    return signature, generate
