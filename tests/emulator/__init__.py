@@ -6,15 +6,18 @@
     parse         text to a Kernel: registers, variables, instructions as words and operands
     instructions  one instruction to a closure over NumPy calls that take all threads at once
     wgmma         those of warpgroups, whose products are under way until they are waited for
+    waits         those at which some threads wait for others: mbarriers, setmaxnreg, barriers
     decode        a Kernel to a Program: closures, branches, and where threads may meet
     team          threads with registers, which execute a Program, diverge and reconverge
     memory        the global, shared and local memory that they access
+    clocks        which accesses of two warps happened one before the other
     launch        the blocks of a grid, batch by batch
 
 Covered are what numba and NVVM write for this package's kernels, and the forms next to it: one
 kernel per text; blocks of whole warps along x; integers, float32 and float64, and float16 and
 bfloat16 in conversions and matrix products; predication and branches; loads and stores of scalars
-and vectors, atomics, ``cp.async`` in groups; ``bar.sync`` and ``bar.red`` on barrier 0;
+and vectors, atomics, ``cp.async`` in groups and with mbarriers, whose arrivals, waits by parity and
+``noinc`` are known; ``bar.sync`` and ``bar.red``, of all threads or of some; ``setmaxnreg``;
 ``bar.warp.sync``, ``shfl``, ``vote`` and ``activemask`` of full warps; ``ldmatrix`` and
 ``mma.m16n8k16``; ``wgmma`` of 16 bits with its fences, its groups and the 128-byte swizzle.
 
@@ -22,28 +25,33 @@ Anything else is a ``NotImplementedError`` that names the instruction before any
 functions, textures, carries, packed arithmetic, clusters, mbarriers, bulk copies.
 
 By default all threads of a batch of blocks run in lockstep, which is fast but hides whatever
-depends on the warps keeping pace. With an ``order``, a seed, one warp after another runs from
-barrier to barrier, in random order. What no order may decide is then a ``PTXError``, whichever
-order was drawn: a race for shared memory, that is a byte that another warp accessed since the
-last barrier, or another lane since the last ``bar.warp.sync``, where at least one of the two wrote.
+depends on the warps keeping pace. With an ``order``, a seed, one warp after another runs as far as
+it need not wait for others, in random order. What no order may decide is then a ``PTXError``,
+whichever order was drawn: a race for shared memory, that is a byte that another warp accessed and
+no barrier or mbarrier in between, or another lane and no ``bar.warp.sync``, where at least one of
+the two wrote.
 
 In both modes these are a ``PTXError``, too:
 
 - shared memory that is read before anyone wrote it, or while a ``cp.async`` to it is in flight: a
-  copy arrives when it is waited for and no earlier;
+  copy arrives when it is waited for and no earlier, one that arrives at an mbarrier when nobody can
+  do anything else;
+- threads that wait for ever, with what each of them waits for;
 - an address outside of every array, across two of them (there are gaps between arrays, which
   nobody may touch), or not a multiple of the size of the access;
 - an instruction of whole warps that some lanes do not take part in;
 - a register of a ``wgmma`` that is accessed before it was waited for, or without a ``wgmma.fence``
   ahead of it; shared memory that it reads and that is overwritten until then, or that has not
-  passed a ``fence.proxy.async`` in the thread that wrote it.
+  passed a ``fence.proxy.async`` since it was written, in the warp that wrote it or in the one that
+  reads it, between the two.
 
 What it cannot find, or does not model: races between blocks, in global memory, and of atomics; time
-and bank conflicts; whether all four warps of a warpgroup execute a ``wgmma``. Other fences do
-nothing, since every other access is visible at once. ``fma`` and the
-approximate functions are computed in float64 and rounded once more, where a GPU's ``ex2``, ``lg2``
-and ``rcp`` may be two units off, ``fma.f64`` in a longdouble; ``tanh.approx`` is as coarse as
-documented.
+and bank conflicts; whether all four warps of a warpgroup execute a ``wgmma`` or ``setmaxnreg``; how
+many registers a warp uses; that one lane arrives at an mbarrier for others without a
+``bar.warp.sync``. Other fences do nothing, since every other access is visible at once. ``fma`` and
+the approximate functions are computed in float64 and rounded once more, where a GPU's ``ex2``,
+``lg2`` and ``rcp`` may be two units off, ``fma.f64`` in a longdouble; ``tanh.approx`` is as coarse
+as documented.
 
 Source: PTX ISA 9.0, chapters 4 and 5 (syntax, state spaces, types), 9 (instructions) and 10
 (special registers).

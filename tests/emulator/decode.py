@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from emulator.instructions import INSTRUCTIONS
 from emulator.parse import Kernel
+from emulator.waits import Wait
 from emulator.wgmma import watched
 
-COLLECTIVE = ("shfl", "vote", "mma", "wgmma", "ldmatrix", "bar", "barrier")
+COLLECTIVE = ("shfl", "vote", "mma", "wgmma", "ldmatrix", "bar", "barrier", "setmaxnreg")
 NOT_EMULATED = {"cc", "relu", "satfinite", "xorsign"}  # modifiers
 REGISTER = re.compile(r"%[\w$.]+")
 BARRIER = re.compile(r"(sync|red\.(or|and|popc))(\.aligned)?(\.\w+)?")
@@ -20,16 +21,19 @@ class Flow(NamedTuple):
 
     Attributes
     ----------
-    kind : "branch", "exit" or "barrier"
+    kind : "branch", "exit", "barrier" or "wait"
     target : int or None
         The instruction that a branch leads to.
     guard : (int, bool) or None
         As ``Kernel.predicate`` returns it.
+    barrier : (int, int) or None
+        Its number, and how many threads it is for; 0 for all.
     """
 
     kind: str
     target: int | None = None
     guard: tuple[int, bool] | None = None
+    barrier: tuple[int, int] | None = None
 
 
 class Vote(NamedTuple):
@@ -47,7 +51,7 @@ class Program:
     Attributes
     ----------
     kernel : Kernel
-    code : list of callables of a team; None where ``flow`` has the instruction
+    code : list of callables of a team; a ``Wait``, or None where ``flow`` has the instruction
     flow : dict of int to Flow
     votes : dict of int to Vote
         By the instruction after each ``bar.red``, at which its threads wait.
@@ -104,20 +108,23 @@ class Program:
             self.flow[i] = Flow("exit", None, guard)
         elif words[0] in ("bar", "barrier") and "warp" not in words:
             if guard or not BARRIER.fullmatch(".".join(words[1:])):
-                raise NotImplementedError("only unconditional barriers of all threads")
+                raise NotImplementedError("only unconditional barriers that all wait at")
             if words[1] == "red":
                 to, *operands, predicate = operands
                 kind = "u32" if words[2] == "popc" else "pred"
                 self.votes[i + 1] = Vote(
                     words[2], kind, self.kernel.operand(to, kind), self.kernel.predicate(predicate)
                 )
-            if operands != ["0"]:
-                raise NotImplementedError("only barrier 0 of all threads")
-            self.flow[i] = Flow("barrier")
+            number, count = map(int, [*operands, 0][:2])
+            self.flow[i] = Flow("barrier", barrier=(number, count))
         elif words[0] not in INSTRUCTIONS or NOT_EMULATED & set(words):
             raise NotImplementedError(f"no instruction {'.'.join(words)}")
         else:
             action = INSTRUCTIONS[words[0]](self.kernel, words, operands)
+            if isinstance(action, Wait):
+                if guard is not None:
+                    raise NotImplementedError("waits of some threads only")
+                self.flow[i] = Flow("wait")
             return action if guard is None else guarded(action, guard)
         return None
 

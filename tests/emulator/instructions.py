@@ -623,6 +623,8 @@ class Copy(NamedTuple):
         Where the bytes begin in the data of shared and of global memory.
     count : array
         Bytes that are copied; the rest of ``size`` is filled with zeros.
+    number : array
+        How many instructions of this kind the team executed before.
     size : int
     """
 
@@ -631,6 +633,7 @@ class Copy(NamedTuple):
     to: np.ndarray
     source: np.ndarray
     count: np.ndarray
+    number: np.ndarray
     size: int
 
     def of(self, chosen):
@@ -644,6 +647,8 @@ def _copy(kernel, words, operands):
         raise NotImplementedError("forms of cp")
     if words[2] == "commit_group":
         return commit
+    if words[2] == "mbarrier":
+        return INSTRUCTIONS["mbarrier"](kernel, words[2:], operands)
     if words[2] in ("wait_group", "wait_all"):
         pending = int(operands[0]) if words[2] == "wait_group" else None
         return lambda team: arrive(team, pending)
@@ -668,7 +673,9 @@ def _copy(kernel, words, operands):
         found[is_read] = team.memories["global"].locate(team, address[is_read], size)
         team.activate(before)
         shared.note_write(team, at, size, by=IN_FLIGHT)
-        team.copies.append(Copy(lanes, team.groups[lanes].copy(), at, found, count, size))
+        number = np.full(len(at), team.copied)
+        team.copies.append(Copy(lanes, team.groups[lanes].copy(), at, found, count, number, size))
+        team.copied += 1
 
     return run
 
@@ -683,24 +690,33 @@ def arrive(team, pending):
 
     ``pending`` is None for all copies, whether committed or not.
     """
-    is_active, before = team.is_active, team.mask
-    shared, data = team.memories["shared"], team.memories["global"].data
-    team.activate(None)
-    tags, kept = shared.tags(team, team.warp_syncs), []
-    for copy in team.copies:
+    is_active, oldest = team.is_active, None if pending is None else team.groups - pending
+    shared = team.memories["shared"]
+    if pending is None:  # what was to arrive at an mbarrier with these copies does so now
+        shared.let_arrive(team, is_active)
+    tags = shared.tags(team, team.warp_syncs)
+
+    def is_due(copy):
         is_due = is_active[copy.lanes]
-        if pending is not None:
-            is_due = is_due & (copy.group < team.groups[copy.lanes] - pending)
-        if is_due.any():
-            due, byte = copy.of(is_due), np.arange(copy.size)
+        return is_due if pending is None else is_due & (copy.group < oldest[copy.lanes])
+
+    land(team, is_due, tags)
+
+
+def land(team, is_due, tags):
+    """Let the copies of which ``is_due`` holds arrive, as if written by threads with ``tags``."""
+    shared, data, kept = team.memories["shared"], team.memories["global"].data, []
+    for copy in team.copies:
+        is_here = is_due(copy)
+        if is_here.any():
+            due, byte = copy.of(is_here), np.arange(copy.size)
             copied = data[due.source[:, None] + byte]
             copied[byte >= due.count[:, None]] = 0
             shared.data[due.to[:, None] + byte] = copied
-            shared.note_arrival(due.to, copy.size, tags[due.lanes], team.number[due.lanes])
-        if not is_due.all():
-            kept.append(copy.of(~is_due))
+            shared.note_arrival(due.to, copy.size, tags[due.lanes])
+        if not is_here.all():
+            kept.append(copy.of(~is_here))
     team.copies = kept
-    team.activate(before)
 
 
 # ---- whole warps
@@ -873,8 +889,15 @@ def _matrix_product(kernel, words, operands):
 def _nothing(kernel, words, operands):
     """Every access is visible at once, but to ``wgmma``, and time does not count."""
     if words[1:3] == ["proxy", "async"]:
-        return lambda team: team.memories["shared"].pass_fence(team)
+        return pass_fence
     return lambda team: None
+
+
+def pass_fence(team):
+    """Let ``wgmma`` see what whole warps see; where only some lanes come here it is none."""
+    before = team.narrow(np.repeat(team.is_active.reshape(-1, WARP).all(axis=1), WARP))
+    team.memories["shared"].clocks.pass_fence(team.active(team.block), team.active(team.warp))
+    team.activate(before)
 
 
 @instruction("trap")

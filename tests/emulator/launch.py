@@ -10,6 +10,7 @@ from emulator.decode import Program
 from emulator.memory import Arena, Local, Shared
 from emulator.parse import constant, kind_of
 from emulator.team import WARP, PTXError, Team
+from emulator.waits import refuse_deadlock, release_barriers
 
 BATCH = 4096  # threads; blocks are run together up to so many
 
@@ -86,30 +87,21 @@ class Emulator:
                 )
             )
         rng = None if order is None else np.random.default_rng((order, first))
-        while any(team.is_alive.any() for team in teams):
-            shared.pass_barrier()
-            count_votes(self.program.votes, teams, blocks)
+        while True:
             for i in [0] if rng is None else rng.permutation(len(teams)):
-                teams[i].is_at_barrier[:] = False
                 teams[i].advance()
+            if not any(team.is_alive.any() for team in teams):
+                break
+            if release_barriers(self.program.votes, teams, blocks):
+                continue
+            if not any(team.may_be_woken for team in teams):
+                if not shared.arrivals:
+                    refuse_deadlock(teams)
+                shared.arrivals.pop(0).happen()
         if any(team.copies for team in teams):
             raise PTXError("the kernel ends before its cp.async were waited for")
         if any(team.products for team in teams):
             raise PTXError("the kernel ends before its wgmma were waited for")
-
-
-def count_votes(votes, teams, blocks):
-    """Give the threads that wait at a ``bar.red`` its result."""
-    for pc, (mode, kind, to, predicate) in votes.items():
-        voters = [(team, team.is_at_barrier & (team.pc == pc)) for team in teams]
-        yes, number = np.zeros((2, blocks), np.int64)
-        for team, is_here in voters:
-            yes += np.bincount(team.block[is_here & team.holds(predicate)], minlength=blocks)
-            number += np.bincount(team.block[is_here], minlength=blocks)
-        result = {"or": yes > 0, "and": yes == number, "popc": yes}[mode]
-        for team, is_here in voters:
-            team.activate(is_here)
-            team.write(team.registers[kind][to], result[team.block])
 
 
 def flattened(arguments):

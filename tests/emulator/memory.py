@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from emulator.clocks import Clocks
 from emulator.parse import round_up
 from emulator.team import WARP
 
 ARENA, SHARED, LOCAL = 0x7000_0000_0000, 1 << 40, 1 << 41  # where generic addresses begin
 GAP = 256  # bytes between two arrays of an arena, more than any access
 UNWRITTEN, IN_FLIGHT = -1, -2  # instead of a writer's tag; a cp.async is in flight until waited for
-NOBODY = -1  # instead of a thread's number
 COLLECTIVES = 1 << 24  # more instructions of whole warps than one warp executes in a kernel
 
 
@@ -90,24 +90,33 @@ class Local(Memory):
 class Shared(Memory):
     """Shared memory of some blocks, and which thread last wrote and read each granule of it.
 
-    A granule is as many bytes as the kernel's smallest access. Its last writer and its last reader
-    are kept as tags, integers that order by
+    A granule is as many bytes as the kernel's smallest access. Its last writer, and the last reader
+    of each warp, are kept as tags, integers made of
 
-    - the barriers that the block has passed: the epoch,
-    - the warp; the number after the last one's means that several warps read the granule,
+    - the time of the warp, see ``Clocks``,
+    - the warp,
     - the collectives that the warp has executed,
     - the lane.
 
-    Between two barriers no two warps are ordered. Two lanes of a warp are ordered by collectives:
-    a write becomes visible to other lanes with a ``bar.warp.sync``, a read is over with any
-    collective, such as a shuffle. Of several lanes of one warp that read a granule only the last
-    is kept.
+    Two warps are ordered by their clocks. Two lanes of a warp are ordered by collectives: a write
+    becomes visible to other lanes with a ``bar.warp.sync``, a read is over with any collective,
+    such as a shuffle. Of several lanes of one warp that read a granule only the last is kept.
 
-    With ``finds_races`` False it only notices missing writes and copies in flight.
+    With ``finds_races`` False it only notices missing writes, missing fences and copies in flight.
 
-    ``has_products`` if the kernel has some ``wgmma``. Then it also knows which thread wrote a
-    granule without having passed ``fence.proxy.async`` since, and how many products under way read
-    it.
+    ``has_products`` if the kernel has some ``wgmma``. Then it also knows how many products under
+    way read a granule.
+
+    Attributes
+    ----------
+    mbarriers : dict of int to Mbarrier
+        By address.
+    arrivals : list of Arrival
+        At mbarriers, once copies have landed.
+    registers : array of shape (blocks,)
+        How many of a block's registers no warp has.
+    changes : int
+        How often something happened that others may wait for.
     """
 
     def __init__(self, blocks, size, granule, warps, finds_races, has_products=False):
@@ -116,22 +125,20 @@ class Shared(Memory):
         self.granule = granule
         self.finds_races = finds_races
         self.data = np.zeros(blocks * self.stride, np.uint8)
-        self.writer = np.full(self.data.size // granule, UNWRITTEN, np.int64)
-        self.reader = np.full(self.data.size // granule, UNWRITTEN, np.int64)
+        granules = self.data.size // granule
+        self.writer = np.full(granules, UNWRITTEN, np.int64)
+        if finds_races:
+            self.reader = np.full((granules, warps), UNWRITTEN, np.int64)
         self.has_products = has_products
-        self.unfenced = np.full(self.data.size // granule, NOBODY)
-        self.products = np.zeros(self.data.size // granule, np.int64)
-        self.tags_of_warp = COLLECTIVES * WARP
-        self.first_tag = 0  # of this epoch
-        self.several_warps = warps * self.tags_of_warp  # in each epoch
-
-    def pass_barrier(self):
-        self.first_tag += self.several_warps + self.tags_of_warp
+        self.products = np.zeros(granules, np.int64)
+        self.warps, self.clocks = warps, Clocks(blocks, warps)
+        self.mbarriers, self.arrivals = {}, []
+        self.registers, self.changes = np.zeros(blocks, np.int64), 0
 
     def tags(self, team, collectives):
-        """The active threads' tags, given how many collectives each thread has executed."""
-        tags = self.first_tag + team.warp * self.tags_of_warp + collectives * WARP + team.lane
-        return team.active(tags)
+        """Each thread's tag, given how many collectives each has executed."""
+        times = self.clocks.now[team.block, team.warp]
+        return ((times * self.warps + team.warp) * COLLECTIVES + collectives) * WARP + team.lane
 
     def locate(self, team, address, size):
         is_outside = (address < 0) | (address > self.size - size)
@@ -145,15 +152,10 @@ class Shared(Memory):
         refuse(team, writer == UNWRITTEN, "reads shared memory that nobody wrote")
         refuse(team, writer == IN_FLIGHT, "reads what cp.async has not been waited for")
         if self.finds_races:
-            tags = self.tags(team, team.warp_syncs)[:, None]
-            is_race = self._is_unordered(writer, tags)
+            is_race = self._is_unordered(team, writer, team.warp_syncs)
             refuse(team, is_race, "reads what another thread wrote, unsynchronised")
-            tags = self.tags(team, team.collectives)[:, None]
-            before = self.reader[granules]
-            is_of_several = (before >= self.first_tag) & ~self._is_same_warp(before, tags)
-            self.reader[granules] = np.where(
-                is_of_several, self.first_tag + self.several_warps, tags
-            )
+            tags = team.active(self.tags(team, team.collectives))
+            self.reader[granules, team.active(team.warp)[:, None]] = tags[:, None]
 
     def note_write(self, team, at, size, by=None):
         """Record that the active threads write; ``by`` IN_FLIGHT if it is a ``cp.async``."""
@@ -161,39 +163,40 @@ class Shared(Memory):
         if self.has_products:
             is_read = self.products[granules] > 0
             refuse(team, is_read, "overwrites what a wgmma that was not waited for reads")
-            self.unfenced[granules] = team.active(team.number)[:, None]
-        if not self.finds_races:
-            self.writer[granules] = 0 if by is None else by
-            return
-        is_race = self._is_unordered(
-            self.reader[granules], self.tags(team, team.collectives)[:, None]
-        )
-        refuse(team, is_race, "overwrites what another thread read, unsynchronised")
-        tags = self.tags(team, team.warp_syncs)[:, None]
-        is_race = self._is_unordered(self.writer[granules], tags)
-        refuse(team, is_race, "overwrites what another thread wrote, unsynchronised")
+        tags = team.active(self.tags(team, team.warp_syncs))[:, None]
+        if self.finds_races:
+            is_race = self._is_unordered(team, self.reader[granules], team.collectives).any(axis=2)
+            refuse(team, is_race, "overwrites what another thread read, unsynchronised")
+            is_race = self._is_unordered(team, self.writer[granules], team.warp_syncs)
+            refuse(team, is_race, "overwrites what another thread wrote, unsynchronised")
         written = np.broadcast_to(tags if by is None else by, granules.shape)
         self.writer[granules] = written
-        if by is None:
+        if self.finds_races and by is None:
             is_lost = self.writer[granules] != written
             refuse(team, is_lost, "writes where another lane writes in the same instruction")
 
-    def note_arrival(self, at, size, tags, numbers):
-        """Record that a ``cp.async`` of the threads with these tags and numbers has arrived."""
-        granules = self._granules(at, size)
-        self.writer[granules] = tags[:, None] if self.finds_races else 0
-        self.unfenced[granules] = numbers[:, None]
+    def note_arrival(self, at, size, tags):
+        """Record that a ``cp.async`` of the threads with these tags has arrived."""
+        self.writer[self._granules(at, size)] = tags[:, None]
 
-    def pass_fence(self, team):
-        """Let the active threads' writes be seen by ``wgmma``, their own or after a barrier."""
-        self.unfenced[np.isin(self.unfenced, team.active(team.number), kind="table")] = NOBODY
+    def let_arrive(self, team, chosen):
+        """Let those of ``arrivals`` happen that are of the ``chosen`` threads of a team."""
+        arrivals, self.arrivals = self.arrivals, []
+        for arrival in arrivals:
+            rest = arrival
+            if arrival.team is team:
+                arrival.of(chosen).happen()
+                rest = arrival.of(~chosen)
+            if rest.members.any():
+                self.arrivals.append(rest)
 
     def note_product(self, team, at, size):
         """Record that a product that the active threads start reads ``size`` bytes at ``at``."""
         self.note_read(team, at, size)
         granules = self._granules(at, size)
-        is_unfenced = self.unfenced[granules] != NOBODY
-        refuse(team, is_unfenced, "reads what has not passed a fence.proxy.async")
+        time, warp = divmod(self.writer[granules] // (COLLECTIVES * WARP), self.warps)
+        fenced = self.clocks.seen[1, team.active(team.block)[:, None], self._own(team), warp]
+        refuse(team, time > fenced, "reads what has not passed a fence.proxy.async")
         np.add.at(self.products, granules, 1)
 
     def end_product(self, team, at, size):
@@ -208,14 +211,23 @@ class Shared(Memory):
         granules = first[..., None] + np.arange(max(size // self.granule, 1))
         return granules.reshape(len(at), -1)
 
-    def _is_unordered(self, other, tags):
-        """Whether nothing orders the accesses of ``other`` and ``tags``."""
-        is_recent = other >= self.first_tag
-        is_earlier = self._is_same_warp(other, tags) & (other // WARP < tags // WARP)
-        return is_recent & (other != tags) & ~is_earlier
+    def _own(self, team):
+        return team.active(team.warp)[:, None]
 
-    def _is_same_warp(self, other, tags):
-        return other // self.tags_of_warp == tags // self.tags_of_warp
+    def _is_unordered(self, team, others, collectives):
+        """Whether nothing orders the accesses of ``others``, tags, before the active threads'."""
+        shape = (-1,) + (1,) * (others.ndim - 1)
+        block, own, lane, collectives = (
+            team.active(x).reshape(shape) for x in (team.block, team.warp, team.lane, collectives)
+        )
+        rest, other_lane = divmod(others, WARP)
+        rest, before = divmod(rest, COLLECTIVES)
+        time, warp = divmod(rest, self.warps)
+        is_ordered_in_warp = (other_lane == lane) | (before < collectives)
+        is_ordered = np.where(
+            warp == own, is_ordered_in_warp, time <= self.clocks.seen[0, block, own, warp]
+        )
+        return (others >= 0) & ~is_ordered
 
 
 def refuse(team, is_wrong, what):

@@ -153,7 +153,7 @@ class Kernel:
         """Bytes of the smallest access to shared memory, at most 16."""
         smallest = 16
         for _, _, words, operands in self.instructions:
-            if words[:2] == ["cp", "async"] and not words[2].endswith(("group", "wait_all")):
+            if words[:2] == ["cp", "async"] and len(operands) > 2:
                 smallest = min(smallest, int(operands[2]))
             elif words[0] in ("ld", "st", "atom", "red") and (
                 space_of(words) in ("shared", "generic")

@@ -14,6 +14,7 @@ import numpy as np
 from emulator.parse import DTYPES, SPECIAL, constant
 
 WARP = 32
+REGISTERS = 65536  # of a multiprocessor
 FREE = -1  # instead of a group of products that uses a register
 
 
@@ -35,12 +36,21 @@ class Team:
         Which threads the present instruction is for (the active ones); None for all.
     pc : array
         Where each thread continues; not kept up to date while it runs.
-    is_alive, is_at_barrier, is_parked : array
-        Not yet exited; waiting for all of the block; waiting for the other lanes of its warp.
+    is_alive, is_at_barrier, is_parked, is_suspended : array
+        Not yet exited; waiting at a barrier; waiting for the other lanes of its warp; refused by
+        the ``Wait`` at its ``pc``.
+    barrier, awaited : array
+        At which barrier the thread waits, or did last, for how many threads; 0 for all.
+    was_refused, changes : array, int
+        Whether its last ``mbarrier.try_wait`` was answered with no; of ``Shared``, when suspended
+        threads were last given another try.
+    allotted : array
+        How many registers each thread has: first as many as there are for so many threads.
     warp_syncs, collectives : array
         How many ``bar.warp.sync``, and how many collectives of any sort, the thread has executed.
-    copies, groups : list of Copy, array
-        Every ``cp.async`` in flight, and how many groups the thread has committed.
+    copies, copied, groups : list of Copy, int, array
+        Every ``cp.async`` in flight, how many were executed, and how many groups the thread has
+        committed.
     products, product_groups : list of Product, array
         Every ``wgmma`` under way, and how many groups of them the thread has committed.
     used_by, is_fenced : array of shape (registers that some ``wgmma`` uses, threads)
@@ -60,13 +70,16 @@ class Team:
         self.warp, self.lane = thread // WARP, thread % WARP
         self.activate(None)
         self.executing = 0
-        self.number = block * launch.threads + thread
         self.pc, self.warp_syncs, self.collectives, self.groups, self.product_groups = np.zeros(
             (5, self.size), np.int64
         )
-        self.is_at_barrier, self.is_parked = np.zeros((2, self.size), bool)
+        self.is_at_barrier, self.is_parked, self.is_suspended, self.was_refused = np.zeros(
+            (4, self.size), bool
+        )
         self.is_alive = np.ones(self.size, bool)
-        self.copies, self.products = [], []
+        self.barrier, self.awaited = np.zeros((2, self.size), np.int64)
+        self.allotted = np.full(self.size, min(255, REGISTERS // launch.threads) // 8 * 8)
+        self.copies, self.products, self.copied, self.changes = [], [], 0, 0
         self.used_by = np.full((len(kernel.watched), self.size), FREE)
         self.is_fenced = np.zeros(self.used_by.shape, bool)
         self.registers = {kind: [None] * len(kernel.kinds) for kind in DTYPES}
@@ -186,25 +199,34 @@ class Team:
 
     def fail(self, is_wrong, what):
         """Raise PTXError, naming the instruction and the first active thread that ``is_wrong``."""
-        thread = self.lanes[np.argmax(is_wrong)]
+        raise PTXError(self.sentence(int(np.argmax(is_wrong)), what))
+
+    def sentence(self, number, what):
+        """Say ``what`` of one of the active threads, naming the instruction."""
+        thread = self.lanes[number]
         block = self.first_block + self.block[thread]
         text = self.program.kernel.instructions[self.executing].text
-        raise PTXError(f"{text}: thread {self.thread[thread]} of block {block} {what}")
+        return f"{text}: thread {self.thread[thread]} of block {block} {what}"
 
     # ---- who executes what next
 
     def advance(self):
-        """Run until every thread has exited or waits at a barrier of its block."""
+        """Run until every thread has exited or waits for what others have to do."""
         is_collective = self.program.is_collective
         while True:
-            ready = self.is_alive & ~self.is_at_barrier & ~self.is_parked
+            free = self.is_alive & ~self.is_at_barrier & ~self.is_suspended
+            ready = free & ~self.is_parked
             if not ready.any():
-                if not self.is_parked.any():
+                if self.may_be_woken:
+                    self.changes = self.memories["shared"].changes
+                    self.is_suspended[:] = False
+                elif self.is_parked.any() and not self.is_suspended.any():
+                    self._resume_parked()
+                else:
                     return
-                self._resume_parked()
                 continue
             pc = int(self.pc[ready].min())
-            group = self.is_alive & ~self.is_at_barrier & (self.pc == pc)
+            group = free & (self.pc == pc)
             if is_collective[pc] and not group.all():
                 group = self._converged(pc, group)
                 if not group.any():
@@ -215,6 +237,11 @@ class Team:
             else:
                 rest = ready & ~group
                 self._advance_some(pc, group, int(self.pc[rest].min()) if rest.any() else None)
+
+    @property
+    def may_be_woken(self):
+        """Whether something has changed since threads were suspended."""
+        return self.is_suspended.any() and self.changes != self.memories["shared"].changes
 
     def _converged(self, pc, group):
         """Which of ``group``, all at ``pc``, have their whole warp in it; the others are parked.
@@ -247,11 +274,15 @@ class Team:
         while True:
             stop = self.program.stop_all[pc]
             self._execute(pc, stop)
-            kind, target, guard = self.program.flow[stop]
+            kind, target, guard, _ = self.program.flow[stop]
             pc = stop + 1
             if kind == "barrier":
-                self.is_at_barrier[:], self.pc[:] = True, pc
+                self._wait_at_barrier(np.ones(self.size, bool), stop)
                 return
+            if kind == "wait":
+                if not self._goes_on(stop, np.ones(self.size, bool)):
+                    return
+                continue
             chosen = np.True_ if guard is None else self.holds(guard)
             if chosen.all():
                 if kind == "exit":
@@ -275,9 +306,12 @@ class Team:
                 self._execute(pc, stop)
                 pc = stop
             elif flow.kind == "barrier":
-                self.is_at_barrier |= group
-                self.pc[group] = pc + 1
+                self._wait_at_barrier(group, pc)
                 return
+            elif flow.kind == "wait":
+                if not self._goes_on(pc, group):
+                    return
+                pc += 1
             else:
                 chosen = group if flow.guard is None else group & self.holds(flow.guard)
                 is_uniform = not chosen.any() or np.array_equal(chosen, group)
@@ -288,6 +322,21 @@ class Team:
             if others is None or pc >= others or self.program.is_collective[pc]:
                 self.pc[group] = pc
                 return
+
+    def _wait_at_barrier(self, group, pc):
+        self.is_at_barrier |= group
+        self.barrier[group], self.awaited[group] = self.program.flow[pc].barrier
+        self.pc[group] = pc + 1
+
+    def _goes_on(self, pc, group):
+        """Whether all of ``group`` may go on from a ``Wait``; if not, those that may not wait."""
+        self.executing = pc
+        may = self.program.code[pc].go_on(self)
+        if np.array_equal(may, group):
+            return True
+        self.pc[group] = np.where(may[group], pc + 1, pc)
+        self.is_suspended |= group & ~may
+        return False
 
     def _diverge(self, chosen, rest, kind, target, following):
         """Let ``chosen`` exit or branch to ``target``, and ``rest`` continue at ``following``."""

@@ -61,13 +61,6 @@ def test_each_missing_barrier_is_caught(rung, number):
             error(rung, order, replaced(BARRIER, number, ""))
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_a_fence_after_the_barrier_is_caught(rung, number):
-    swapped = replaced(rf"({FENCE})([^;]*?)({BARRIER})", number, r"\g<3>\g<2>\g<1>")
-    with pytest.raises(PTXError, match=r"has not passed a fence\.proxy\.async"):
-        error(rung, 0, swapped)
-
-
 @pytest.mark.parametrize("number", range(4))
 def test_each_wait_for_products_that_is_too_weak_is_caught(rung, number):
     weaker = replaced(r"(wgmma\.wait_group\S*) \d", number, r"\g<1> 2")

@@ -5,7 +5,8 @@ that it reads or changes, nor overwrite shared memory that it reads. Registers t
 instruction accessed must be passed by ``wgmma.fence`` first, shared memory that one wrote by
 ``fence.proxy.async`` in the thread that wrote it.
 
-Each warp computes its own 16 rows; that all four warps of a warpgroup take part is not checked.
+Each warp computes its own 16 rows, but reads all 64 of its warpgroup, since the ISA does not say
+who reads what; that all four warps of a warpgroup take part is not checked.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def _wgmma(kernel, words, operands):
             b, at = matrix(team, B, warps, kind, by_columns(N))
         else:
             first = 16 * (team.by_warp(team.warp, warps)[:, :1] % 4)
-            a, at_A = matrix(team, A[0], warps, kind, by_rows(first + np.arange(16)))
+            a, at_A = matrix(team, A[0], warps, kind, by_rows(np.arange(64)[None]))
+            a = np.take_along_axis(a, (first + np.arange(16))[..., None], axis=1)
             b, at = matrix(team, B, warps, kind, by_rows(np.arange(N)[None]))
             b, at = b.transpose(0, 2, 1), np.hstack([at_A, at])
         team.products.append(Product(team.lanes, team.product_groups[team.lanes], at))
