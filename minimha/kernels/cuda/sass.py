@@ -3,7 +3,8 @@
 What is counted is one whole tile: the body of the loop with the most products on the tensor cores,
 from its head to the branch back. A part that a branch can skip is left out if it selects (SEL,
 FSEL), since that is how a partial tile is masked; what else can be skipped, such as the copy of the
-next tile or the rescaling of O_i, counts.
+next tile or the rescaling of O_i, counts. Where threads wait for an mbarrier, ptxas puts the loop
+that tries again at the end of the program; the branch from there back into the tile closes no loop.
 
 References: NVIDIA, "CUDA Binary Utilities", section on nvdisasm.
 """
@@ -67,6 +68,7 @@ def whole_tile(instructions: list[Instruction]) -> list[str]:
         (-sum(one.name in TENSOR_CORE for one in instructions[one.target : last]), last, one.target)
         for last, one in enumerate(instructions)
         if one.target is not None and one.target <= last
+        if instructions[last - 1].target != last - 2
     ]
     if not loops or min(loops)[0] == 0:
         return []

@@ -46,3 +46,22 @@ def test_a_whole_tile_is_everything_but_what_masks():
 def test_without_tensor_cores_there_is_no_tile():
     assert sass.whole_tile(sass.parse(LISTING.replace("HMMA", "FFMA"))) == []
     assert sass.whole_tile([]) == []
+
+
+def test_a_wait_beside_the_loop_is_no_part_of_it():
+    waiting = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R9 ;
+        /*0020*/              @!P0 BRA `(.L_x_3) ;
+.L_x_2:
+        /*0030*/                   HGMMA.64x96x16.F32 R24, gdesc[UR4], R24 ;
+        /*0040*/               @P1 BRA `(.L_x_1) ;
+        /*0050*/                   HGMMA.64x96x16.F32 R24, gdesc[UR4], R24 ;
+        /*0060*/                   EXIT ;
+.L_x_3:
+        /*0070*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R9 ;
+        /*0080*/              @!P0 BRA `(.L_x_3) ;
+        /*0090*/                   BRA `(.L_x_2) ;
+"""
+    assert sass.whole_tile(sass.parse(waiting)) == ["SYNCS", "BRA", "HGMMA", "BRA"]
