@@ -80,7 +80,7 @@ CUDA_LADDER = {
         f"estimate: 80 to 90 % of an H200's 4.8 TB/s; {NO_GPU}",
     ),
     "cuda.rung6_warpgroups": Rung(
-        "wgmma: four warps multiply at once, while the softmax of the next tile is computed",
+        "wgmma: four warps multiply at once, while they compute the next softmax and others copy",
         "float16 and bfloat16, heads up to 256 wide; sm_90a alone, if MINIMHA_CUDA_RUNGS names it",
         NO_GPU,
     ),

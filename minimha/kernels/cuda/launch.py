@@ -17,7 +17,7 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]  # thread blocks
     threads: int  # per block
     shared: int = 0  # bytes of dynamic shared memory per block
-    registers: int | None = None  # the most that one thread may use; None is no limit
+    registers: int | None = None  # the most that one thread may use at first; None is no limit
     is_arch_specific: bool = False  # whether it is for one architecture alone: sm_90a, not sm_90
 
 

@@ -166,11 +166,15 @@ st_global_b16 = _store("st.global.b16", u16)
 ld_shared_f32 = _load("ld.shared.f32", f32)
 ld_shared_v2_f32 = _load("ld.shared.v2.f32", f32)
 ld_shared_v4_f32 = _load("ld.shared.v4.f32", f32)
+ld_shared_u32 = _load("ld.shared.u32", u32)
 ld_shared_v4_u32 = _load("ld.shared.v4.u32", u32)
 st_shared_f32 = _store("st.shared.f32", f32)
 st_shared_v4_f32 = _store("st.shared.v4.f32", f32)
 st_shared_u32 = _store("st.shared.u32", u32)
 st_shared_v4_u32 = _store("st.shared.v4.u32", u32)
+
+# 9.7.13, red: or with what is in shared memory, by several threads. (address: u32, bits: u32)
+red_shared_or_u32 = instruction("red.shared.or.b32 [$0], $1;", (), (u32, u32), has_effects=True)
 
 # 9.7.3, ex2, lg2 and rcp: 2 ** x, which is 0 for -inf; the logarithm to base 2, -inf for 0; 1 / x,
 # 0 for inf. Their relative errors are about 2 ** -22. Numbers below the normal range count as 0.
@@ -215,6 +219,10 @@ cp_async_16 = instruction(
     "cp.async.cg.shared.global [$0], [$1], 16, $2;", (), (u32, u64, u32), has_effects=True
 )
 cp_async_commit_group = instruction("cp.async.commit_group;", has_effects=True)
+
+
+# The same for all that this thread has copied, whether in a group or not.
+cp_async_wait_all = instruction("cp.async.wait_all;", has_effects=True)
 
 
 def cp_async_wait_group(pending: int) -> Any:
@@ -290,6 +298,46 @@ mma_bf16, mma_bf16_in = _multiply_add("bf16")
 # 9.7.13, fence.proxy.async: ``wgmma`` reads shared memory by a path of its own (a proxy). There it
 # finds what this thread wrote, or waited to have copied, before the fence; after a barrier others'.
 fence_proxy_async = instruction("fence.proxy.async.shared::cta;", has_effects=True)
+
+
+# 9.7.13, mbarrier: a barrier in 8 bytes of shared memory that not all who arrive at need wait for.
+# A phase of it is over once as many arrived as ``init`` says; then the next one begins, in which as
+# many are expected. (address: u32, arrivals: u32); (address: u32)
+mbarrier_init = instruction(
+    "mbarrier.init.shared::cta.b64 [$0], $1;", (), (u32, u32), has_effects=True
+)
+mbarrier_arrive = instruction(
+    "{ .reg .b64 %state; mbarrier.arrive.shared::cta.b64 %state, [$0]; }",
+    (), (u32,), has_effects=True,
+)  # fmt: skip
+
+# The same by a copy: this thread arrives once all ``cp.async`` that it has executed have landed.
+cp_async_mbarrier_arrive_noinc = instruction(
+    "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", (), (u32,), has_effects=True
+)
+
+# Not 0 if the phase of that parity is over; else it may take its time. (address: u32, parity: u32).
+# Phases are counted from 0, and the one before the first counts as over. What those who arrived did
+# before is seen from here on.
+mbarrier_try_wait = instruction(
+    "{ .reg .pred %is_over; mbarrier.try_wait.parity.shared::cta.b64 %is_over, [$1], $2; "
+    "selp.u32 $0, 1, 0, %is_over; }",
+    (u32,), (u32, u32), has_effects=True,
+)  # fmt: skip
+
+
+def setmaxnreg(direction: str, count: int) -> Any:
+    """The intrinsic ``()`` that gives back ("dec") or takes ("inc") registers of a block.
+
+    From here on the warpgroup has ``count`` per thread; it waits until others gave back as many.
+    """
+    text = f"setmaxnreg.{direction}.sync.aligned.u32 {count};"
+    return instruction(text, has_effects=True, is_collective=True)
+
+
+def bar_sync(number: int, threads: int) -> Any:
+    """The intrinsic ``()`` that waits at a barrier, 1 to 15, for that many threads of the block."""
+    return instruction(f"bar.sync {number}, {threads};", has_effects=True, is_collective=True)
 
 
 # 9.7.9, st: to shared memory if the number is negative. (address: u32, number). Of a number that is

@@ -12,9 +12,12 @@ Why it should be faster: fed from registers by ``mma``, Hopper's tensor cores re
 thirds of their rate; and the exponentials, which at a width of 128 take half as long as the two
 products, are hidden.
 
-Shared memory holds Q_i and two tiles each of K and V, which ``cp.async`` copies. There they are
-written on another path than ``wgmma`` reads them on: a fence between the two, and one barrier per
-tile.
+A warpgroup of its own copies Q_i and, two at a time, the tiles of K and V to shared memory. It
+waits at an mbarrier for a tile's place to be empty, the others at one for it to be full: see
+``parts/pipeline``. So nothing holds all warps up at once, and the copies' addresses are in nobody
+else's way. Since copying takes few registers, ``setmaxnreg`` gives the rest to those that multiply.
+What ``cp.async`` copies is written on another path than ``wgmma`` reads it on: whoever has waited
+for a tile passes a fence before reading it.
 
 Nonfinite values in partial tiles become 0 as soon as they have been copied, by the thread that
 copied them. If there was one, each warp goes through the values again in the end and adds them to
@@ -24,8 +27,8 @@ It needs a GPU of compute capability 9.0, such as an H100 or H200: later ones ha
 Until one has run it, the backend "cuda" takes rung 4 there too, unless the environment variable
 MINIMHA_CUDA_RUNGS names this rung.
 
-Shah et al., "FlashAttention-3", 2024, section 3.2; the lines below are those of FlashAttention-2's
-Algorithm 1. Not measured: no GPU yet.
+Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2; the lines below are those of
+FlashAttention-2's Algorithm 1. Not measured: no GPU yet.
 """
 
 import math
@@ -40,14 +43,14 @@ from minimha.equations.problem import Problem
 from minimha.kernels.cuda import arguments as kernel_arguments
 from minimha.kernels.cuda import ptx, rung4_tensor_cores
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
-from minimha.kernels.cuda.parts import device, fragments, nonfinite, warpgroups
+from minimha.kernels.cuda.parts import device, fragments, nonfinite, pipeline, warpgroups
 from minimha.kernels.cuda.parts import mask as masks
 from minimha.kernels.cuda.parts import online_softmax as softmax
+from minimha.kernels.cuda.parts.pipeline import release, wait_until_full
 from minimha.kernels.cuda.parts.rows import block_of, row_address
 from minimha.kernels.cuda.rung4_tensor_cores import Variant, variant
 
 REGISTERS = 65536  # of a multiprocessor, which one block has for itself
-wait_for_all, wait_for_older_copies = ptx.cp_async_wait_group(0), ptx.cp_async_wait_group(1)
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -67,21 +70,31 @@ def is_tight(made_for: Variant) -> bool:
 
 
 def blocks(made_for: Variant) -> tuple[int, int]:
-    """B_r and B_c, so that the registers of 2 or 3 warpgroups and 227 KB of shared memory suffice.
+    """B_r and B_c: ``registers`` for 2 or 3 warpgroups, and 227 KB of shared memory, suffice.
 
     S_ij, P_ij and O_i are 3 B_c / 4 + W / 2 registers.
     """
     if is_tight(made_for):
         return 128, 32
     if made_for.width <= 64:
-        return 192, 96
-    return 128, 128 if made_for.width <= 128 else 64
+        return 192, 128
+    return 128, 128 if made_for.width <= 128 else 80
 
 
 def shared_bytes(made_for: Variant) -> int:
-    """Q_i and two tiles each of K and V."""
+    """Q_i, two tiles each of K and V, and their mbarriers."""
     B_r, B_c = blocks(made_for)
-    return warpgroups.tile_bytes(B_r + 4 * B_c, made_for.width)
+    return warpgroups.tile_bytes(B_r + 4 * B_c, made_for.width) + pipeline.BYTES
+
+
+def registers(B_r: int) -> tuple[int, int, int]:
+    """Of each thread: at first, then of one that copies, and of one that multiplies."""
+    copying, multiplying = (40, 232) if B_r == 128 else (32, 160)
+    return REGISTERS // threads(B_r) // 8 * 8, copying, multiplying
+
+
+def threads(B_r: int) -> int:
+    return 2 * B_r + pipeline.PRODUCERS
 
 
 def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: Scratch) -> Launches:
@@ -92,11 +105,10 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
         return []
     made_for = variant(problem)
     B_r, _ = blocks(made_for)
-    threads, grid = 2 * B_r, (-(-Lq // B_r) * H * B, 1, 1)
-    registers = min(255, REGISTERS // threads // 8 * 8)
+    at_first, *_ = registers(B_r)
     launch = Launch(
-        kernel(made_for), kernel_arguments.ADDRESSES, grid, threads, shared_bytes(made_for),
-        registers, is_arch_specific=True,
+        kernel(made_for), kernel_arguments.ADDRESSES, (-(-Lq // B_r) * H * B, 1, 1), threads(B_r),
+        shared_bytes(made_for), at_first, is_arch_specific=True,
     )  # fmt: skip
     return [(launch, arguments)]
 
@@ -140,16 +152,19 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     S_size, P_size, O_size = B_c // 2, B_c // 4, W // 2  # registers of a thread
     Q_bytes, stage = warpgroups.tile_bytes(B_r, W), warpgroups.tile_bytes(B_c, W)
     hides_keys = options.hide_keys
-    block, place, first = block_of(B_r), fragments.lane_and_row(tiles), fragments.first_chunk(tiles)
-    fetch, store = warpgroups.fetch_tile(tiles), fragments.store_tile(tiles)
+    block, place = block_of(B_r), fragments.lane_and_row(tiles)
+    store = fragments.store_tile(tiles)
     start_keys, start_values = warpgroups.start_keys(tiles), warpgroups.start_values(tiles)
     wait_for_S, wait_for_older_S = (ptx.wgmma_wait_group(n, S_size) for n in range(2))
     wait_for_O = ptx.wgmma_wait_group(0, O_size)
     update_softmax = masked_softmax(tiles, is_plain, options)
     rescale_and_pack = warpgroups.rescale_and_pack(tiles)
-    zero_nonfinite = warpgroups.zero_nonfinite_tile(tiles)
     add_nonfinite = nonfinite.add_nonfinite_to_output(tiles, options)
     finish = rung4_tensor_cores.epilogue(tiles)
+    start_pipeline, copy = pipeline.start(B_r // 16), pipeline.copy_tiles(tiles, hides_keys)
+    _, copying, multiplying = registers(B_r)
+    keep_few, take_many = ptx.setmaxnreg("dec", copying), ptx.setmaxnreg("inc", multiplying)
+    wait_for_multipliers = ptx.bar_sync(1, 2 * B_r)
 
     @device
     def is_partial(j, full_start, full_stop):
@@ -158,16 +173,24 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     def wgmma(q, k, v, mask, bias, o, O, L):
         t = cuda.threadIdx.x
         i_start, h, b, kv = block(o)
-        i_stop = min(i_start + B_r, o.Lq)
-        j_start, j_stop, full_start, full_stop = masks.tile_bounds(i_start, i_stop, b, o)
+        bounds = masks.tile_bounds(i_start, min(i_start + B_r, o.Lq), b, o)
+        j, j_stop, full_start, full_stop = bounds
 
         # Aligned to the period of the swizzle, which is a pattern of addresses.
         Q_i = ptx.shared_address(cuda.shared.array(0, types.uint8, alignment=1024))
-        Q_own = Q_i + (t >> 7) * (warpgroups.ROWS * warpgroups.ROW)  # the warpgroup's rows
-        K = Q_i + Q_bytes
-        V = K + 2 * stage
-        K_at, V_at = first(t, k, b, kv, j_start), first(t, v, b, kv, j_start)
+        K, V = Q_i + Q_bytes, Q_i + Q_bytes + 2 * stage
+        barriers = V + 2 * stage
+        K_empty, V_empty = barriers + pipeline.OF_K, barriers + pipeline.OF_V
+        start_pipeline(t, barriers)
+        if t >= 2 * B_r:
+            keep_few()
+            if j < j_stop:
+                copy(t - 2 * B_r, Q_i, K, V, barriers, q, k, v, o, b, h, kv, i_start, bounds)
+            return
+        take_many()
 
+        Q_own = Q_i + (t >> 7) * (warpgroups.ROWS * warpgroups.ROW)  # the warpgroup's rows
+        lane, first_row = place(t)
         S_ij = cuda.local.array(S_size, types.float32)
         P_ij = cuda.local.array(P_size, types.uint32)
         O_i = cuda.local.array(O_size, types.float32)
@@ -182,45 +205,25 @@ def kernel(made_for: Variant) -> Callable[..., None]:
 
         unit = o.scale if is_plain else np.float32(1)  # the scale that m_i still lacks
         factor = np.float32(softmax.LOG2_E) * unit
-        found = np.uint32(0)
-        if j_start < j_stop:
-            fetch(t, Q_i, first(t, q, b, h, i_start), 2 * q.row, B_r, o.Lq - i_start)  # line 4
-            fetch(t, K, K_at, 2 * k.row, B_c, j_stop - j_start)  # line 7
-            ptx.cp_async_commit_group()
-            K_at += 2 * B_c * k.row
-            fetch(t, V, V_at, 2 * v.row, B_c, j_stop - j_start)
-            fetch(t, K + stage, K_at, 2 * k.row, B_c, j_stop - j_start - B_c)
-            ptx.cp_async_commit_group()
-            wait_for_older_copies()
-            ptx.fence_proxy_async()
-            cuda.syncthreads()
+        if j < j_stop:
+            wait_until_full(barriers, 0)
             start_keys(Q_own, K, S_ij)  # line 8
             wait_for_S(S_ij)
+            release(K_empty, 0, lane)
             update_softmax(
-                t, S_ij, correction, m_i, l_i, mask, bias, o, b, h, i_start, j_start,
-                is_partial(j_start, full_start, full_stop), factor,
+                t, S_ij, correction, m_i, l_i, mask, bias, o, b, h, i_start, j,
+                is_partial(j, full_start, full_stop), factor,
             )  # fmt: skip
             rescale_and_pack(S_ij, P_ij, O_i, correction)
 
-            j, now = j_start, 0
+            n = 0
             while j + B_c < j_stop:  # line 6
-                V_j, K_next = V + now, K + (stage - now)
-                wait_for_all()
-                if is_partial(j, full_start, full_stop):
-                    found |= zero_nonfinite(ptx.optimization_barrier(t), V_j)
-                ptx.fence_proxy_async()
-                # From here on all threads see V_j and the next K_j, and none reads the other two.
-                cuda.syncthreads()
-                start_keys(Q_own, K_next, S_ij)
-                start_values(P_ij, V_j, O_i)  # line 10
-                K_at += 2 * B_c * k.row
-                V_at += 2 * B_c * v.row
-                fetch(t, K + now, K_at, 2 * k.row, B_c, j_stop - j - 2 * B_c)
-                fetch(t, V + (stage - now), V_at, 2 * v.row, B_c, j_stop - j - B_c)
-                ptx.cp_async_commit_group()
-                wait_for_older_S(S_ij)
                 j += B_c
-                now = stage - now
+                wait_until_full(barriers, n + 1)
+                start_keys(Q_own, K + (n + 1 & 1) * stage, S_ij)
+                start_values(P_ij, V + (n & 1) * stage, O_i)  # line 10
+                wait_for_older_S(S_ij)
+                release(K_empty, n + 1, lane)
                 update_softmax(
                     t, S_ij, correction, m_i, l_i, mask, bias, o, b, h, i_start, j,
                     is_partial(j, full_start, full_stop), factor,
@@ -228,25 +231,24 @@ def kernel(made_for: Variant) -> Callable[..., None]:
                 for half in range(2):  # l_i is not negative: it is computed before the wait
                     ptx.st_shared_f32_if_negative(Q_i, l_i[0, half])
                 wait_for_O(O_i)
+                release(V_empty, n, lane)
                 rescale_and_pack(S_ij, P_ij, O_i, correction)
-            wait_for_all()
-            if is_partial(j, full_start, full_stop):
-                found |= zero_nonfinite(ptx.optimization_barrier(t), V + now)
-            ptx.fence_proxy_async()
-            cuda.syncthreads()
-            start_values(P_ij, V + now, O_i)
+                n += 1
+            wait_until_full(barriers, n + 1)
+            start_values(P_ij, V + (n & 1) * stage, O_i)
             wait_for_O(O_i)
 
-        lane, first_row = place(t)
         row = i_start + first_row + (lane >> 2)
         sink = ptx.ld_global_nc_f32(o.sinks + 4 * h)
         L_at = L + 4 * o.Lq * (b * o.H + h)
         O_at, rows = row_address(O, b, h, i_start, 2), o.Lq - i_start
+        wait_for_multipliers()  # then nobody reads Q_i any more
         finish(lane, row, first_row, Q_i, O_i, m_i, l_i, unit, sink, o, L_at)
         store(lane, first_row, Q_i, O_at, 2 * O.row, rows)
-        if cuda.syncthreads_or(found):
+        if ptx.ld_shared_u32(barriers + pipeline.FOUND):
+            cuda.syncwarp()
             add_nonfinite(
-                lane, row_address(v, b, kv, 0, 2), 2 * v.row, j_start, j_stop,
+                lane, row_address(v, b, kv, 0, 2), 2 * v.row, bounds[0], j_stop,
                 O_at + first_row * 2 * O.row, 2 * O.row, min(rows - first_row, 16),
                 b, h, i_start + first_row, mask, bias, o,
             )  # fmt: skip

@@ -49,11 +49,13 @@ def test_a_block_fits_into_a_multiprocessor_of_hopper(width, options):
     problem = Problem.of(*given(Lq=1, Lk=9, D=width), **options)
     B_r, B_c = rung6_warpgroups.blocks(rung6_warpgroups.variant(problem))
     ((launch, _),) = rung6_warpgroups.launches(problem, kernel_arguments.PLACEHOLDERS, None)
-    assert launch.threads == B_r // 64 * 128  # a warpgroup has 64 rows
+    assert launch.threads == B_r // 64 * 128 + 128  # a warpgroup has 64 rows, or copies
     assert B_c % 16 == 0
     assert B_c <= 128  # ``visible`` is two times 32 bits, 4 for every 8 keys
     assert launch.shared <= 227 * 1024
-    assert launch.registers * launch.threads <= 65536
+    at_first, copying, multiplying = rung6_warpgroups.registers(B_r)
+    assert launch.registers == at_first
+    assert 128 * copying + 2 * B_r * multiplying <= at_first * launch.threads <= 65536
     assert arch_of(launch, (9, 0)) == "sm_90a"
 
 
@@ -73,13 +75,13 @@ def test_nonfinite_values_of_many_tiles_add_up_where_they_are_seen(order):
 
 
 def test_only_partial_tiles_are_masked():
-    assert_only_partial_tiles_are_masked(rung6_warpgroups, Lk=192, D=64)  # two tiles of keys
+    assert_only_partial_tiles_are_masked(rung6_warpgroups, Lk=256, D=64)  # two tiles of keys
 
 
 def test_the_instructions_are_those_that_the_tiles_need():
     for found in ptxas.assembled(("cuda.rung6_warpgroups",)):
         W = found.head_dim
-        B_r, B_c = {64: (192, 96), 128: (128, 128)}[W]
+        B_r, B_c = {64: (192, 128), 128: (128, 128)}[W]
         # The keys of the first tile and of the next, the values of this tile and of the last one.
         assert found.mma == 2 * (W // 16) + 2 * (B_c // 16)
         assert found.arch == "sm_90a"
@@ -87,7 +89,8 @@ def test_the_instructions_are_those_that_the_tiles_need():
         assert found.stack in (0, None)
         assert found.spill in (0, None)
         assert found.warnings in (0, None), "ptxas would say that it serializes products"
-        assert found.registers is None or found.registers * 2 * B_r <= 65536
+        assert found.registers is None or found.registers * (2 * B_r + 128) <= 65536
+        assert found.per_product is None or found.per_product <= {64: 40, 128: 33}[W]
     if found.registers is None:
         pytest.skip("compiled, but ptxas, which says what is in registers, is not found")
 
@@ -107,6 +110,6 @@ def test_exponentials_are_computed_between_the_two_waits(tmp_path):
     order = re.findall(r"HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR.* gsb0, 0x\d", done.stdout)
     shorter = ["wait" + name[-1] if "DEPBAR" in name else name for name in order]
     (first,) = (i for i, name in enumerate(shorter) if name == "wait1")
-    loop = shorter[first - 4 - 6 : first], shorter[first : shorter.index("wait0", first)]
-    assert loop[0] == ["HGMMA"] * (64 // 16 + 96 // 16)  # both products are under way
-    assert loop[1].count("MUFU.EX2") >= 96 // 2  # of 64 × 96 scores, by 128 threads
+    loop = shorter[first - 4 - 8 : first], shorter[first : shorter.index("wait0", first)]
+    assert loop[0] == ["HGMMA"] * (64 // 16 + 128 // 16)  # both products are under way
+    assert loop[1].count("MUFU.EX2") >= 128 // 2  # of 64 × 128 scores, by 128 threads

@@ -10,8 +10,7 @@ NVIDIA, "PTX ISA", version 9.0, 9.7.15.5: matrices in shared memory, and their d
 
 from typing import Any
 
-import numpy as np
-from numba import uint32, uint64
+from numba import int32, uint32, uint64
 
 from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device
@@ -44,22 +43,42 @@ def swizzled(row: int, chunk: int, rows: int) -> int:
 offset_in_tile = device(swizzled)
 
 
+def chunk_of(tiles: MmaTiles) -> Any:
+    """chunk(at, t, r, rows): row and address of the chunk that thread t copies in pass r of a tile.
+
+    If a power of 2 of rows is copied at once, no bit is set in both the first row's number and in
+    what is added to it, so that each address is the first one moved by constants.
+    """
+    chunks, at_once = tiles.chunks, tiles.rows_at_once
+    is_regular = at_once & (at_once - 1) == 0
+
+    @device
+    def chunk_of(at, t, r, rows):
+        first, chunk = int32(uint32(t) // uint32(chunks)), int32(uint32(t) % uint32(chunks))
+        below = int32(r * at_once)
+        if is_regular:
+            place = uint32(at + offset_in_tile(first, chunk, rows))
+            return first + below, (place ^ uint32(16 * (below & 7))) + uint32(below * ROW)
+        return first + below, uint32(at + offset_in_tile(first + below, chunk, rows))
+
+    return chunk_of
+
+
 def fetch_tile(tiles: MmaTiles) -> Any:
     """fetch(t, to, X, row_bytes, rows, present): start to copy rows into shared memory.
 
     As ``fragments.prefetch_tile``, to where ``wgmma`` expects them.
     """
     chunks, at_once = tiles.chunks, tiles.rows_at_once
-    copies = is_copied(tiles)
+    chunk, copies = chunk_of(tiles), is_copied(tiles)
 
     @device
     def fetch(t, to, X, row_bytes, rows, present):
-        first, chunk = t // chunks, t % chunks
+        left = int32(present - t // chunks)
         for r in range(-(-rows // at_once)):
-            row = np.int32(first + r * at_once)
+            row, at = chunk(to, t, r, rows)
             if copies(t, row, rows):
-                size = 16 if row < present else 0
-                ptx.cp_async_16(to + offset_in_tile(row, chunk, rows), X, size)
+                ptx.cp_async_16(at, X, 16 if r * at_once < left else 0)
             X += at_once * row_bytes
 
     return fetch
@@ -67,22 +86,20 @@ def fetch_tile(tiles: MmaTiles) -> Any:
 
 def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
     """zero_nonfinite(t, V_j): not 0 if thread t copied a value that is not finite; now it is 0."""
-    B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
-    copies, nonfinite = is_copied(tiles), nonfinite_in(tiles.dtype)
-    zeroed = zero_nonfinite_in(tiles.dtype)
+    B_c, at_once = tiles.B_c, tiles.rows_at_once
+    chunk, copies = chunk_of(tiles), is_copied(tiles)
+    nonfinite, zeroed = nonfinite_in(tiles.dtype), zero_nonfinite_in(tiles.dtype)
 
     @device
     def zero_nonfinite(t, V_j):
         found = uint32(0)
-        first, chunk = t // chunks, t % chunks
         for r in range(-(-B_c // at_once)):
-            row = np.int32(first + r * at_once)
+            row, at = chunk(V_j, t, r, B_c)
             if copies(t, row, B_c):
-                place = V_j + offset_in_tile(row, chunk, B_c)
-                a, b, c, d = ptx.ld_shared_v4_u32(place)
+                a, b, c, d = ptx.ld_shared_v4_u32(at)
                 here = nonfinite(a) | nonfinite(b) | nonfinite(c) | nonfinite(d)
                 if here:
-                    ptx.st_shared_v4_u32(place, zeroed(a), zeroed(b), zeroed(c), zeroed(d))
+                    ptx.st_shared_v4_u32(at, zeroed(a), zeroed(b), zeroed(c), zeroed(d))
                 found |= here
         return found
 

@@ -1,0 +1,104 @@
+"""Tiles of K and V on their way from the warpgroup that copies to those that multiply: rung 6.
+
+Copies come in steps: Q_i and the first tile of K; the next tile of K and the first one of V; and so
+on. Two mbarriers, ``full``, take turns: the copies of every thread arrive at one once all that it
+has copied so far has landed. Of K and of V there are two places in shared memory, which tiles take
+in turn. Each place has an mbarrier, ``empty``, at which every warp arrives that has multiplied the
+tile. The phase that is waited for is number n // 2 of its mbarrier, for tile or step n, and is told
+by its parity from the one before.
+
+Shah et al., "FlashAttention-3", 2024, Algorithm 1.
+"""
+
+from typing import Any
+
+from numba import cuda
+
+from minimha.kernels.cuda import ptx
+from minimha.kernels.cuda.parts import device
+from minimha.kernels.cuda.parts.fragments import MmaTiles, first_chunk
+from minimha.kernels.cuda.parts.warpgroups import fetch_tile, tile_bytes, zero_nonfinite_tile
+
+PRODUCERS = 128  # threads that copy: a warpgroup
+# Bytes from two ``full`` to two ``empty`` each of K and V, to a word that is not 0 if a value was
+# not finite, and to the end:
+OF_K, OF_V, FOUND, BYTES = 16, 32, 48, 56
+
+
+def start(consumers: int) -> Any:
+    """start(t, barriers): by all threads of the block; ``consumers`` warps multiply."""
+
+    @device
+    def start(t, barriers):
+        if t == 0:
+            for x in (0, 8):
+                ptx.mbarrier_init(barriers + x, PRODUCERS)
+                ptx.mbarrier_init(barriers + OF_K + x, consumers)
+                ptx.mbarrier_init(barriers + OF_V + x, consumers)
+            ptx.st_shared_u32(barriers + FOUND, 0)
+        cuda.syncthreads()
+
+    return start
+
+
+@device
+def wait_for_phase(barriers, n, of_before):
+    """Wait for the phase of step or tile n, or for the one before it if ``of_before`` is 1."""
+    while not ptx.mbarrier_try_wait(barriers + 8 * (n & 1), (n >> 1 & 1) ^ of_before):
+        pass
+
+
+@device
+def wait_until_full(barriers, step):
+    """Wait for the copies of a step, and let ``wgmma`` see them."""
+    wait_for_phase(barriers, step, 0)
+    ptx.fence_proxy_async()
+
+
+@device
+def release(barriers, n, lane):
+    """Let tile n be overwritten, as far as this warp is concerned."""
+    if lane == 0:
+        ptx.mbarrier_arrive(barriers + 8 * (n & 1))
+
+
+def copy_tiles(tiles: MmaTiles, hides_keys: bool) -> Any:
+    """copy(t, Q_i, K, V, barriers, q, k, v, o, b, h, kv, i_start, bounds): lines 4 and 7.
+
+    By thread t of the warpgroup that copies. ``bounds`` are those of ``mask.tile_bounds``, with one
+    key at least between them. In a partial tile of V what is not finite becomes 0.
+    """
+    B_r, B_c = tiles.B_r, tiles.B_c
+    tiles = tiles._replace(warps=PRODUCERS // 32)
+    first, fetch, zero_nonfinite = first_chunk(tiles), fetch_tile(tiles), zero_nonfinite_tile(tiles)
+    stage = tile_bytes(B_c, tiles.width)
+
+    @device
+    def copy(t, Q_i, K, V, barriers, q, k, v, o, b, h, kv, i_start, bounds):
+        j, j_stop, full_start, full_stop = bounds
+        K_at, V_at = first(t, k, b, kv, j), first(t, v, b, kv, j)
+        fetch(t, Q_i, first(t, q, b, h, i_start), 2 * q.row, B_r, o.Lq - i_start)
+        fetch(t, K, K_at, 2 * k.row, B_c, j_stop - j)
+        ptx.cp_async_mbarrier_arrive_noinc(barriers)
+        n = 0
+        while j < j_stop:
+            full = barriers + 8 * (n + 1 & 1)
+            K_at += 2 * B_c * k.row
+            # Even if no keys follow: a phase of ``full`` may end once all have seen the last one.
+            wait_for_phase(barriers + OF_K, n + 1, 1)
+            if j + B_c < j_stop:
+                fetch(t, K + (n + 1 & 1) * stage, K_at, 2 * k.row, B_c, j_stop - j - B_c)
+            wait_for_phase(barriers + OF_V, n, 1)
+            fetch(t, V + (n & 1) * stage, V_at, 2 * v.row, B_c, j_stop - j)
+            if hides_keys or j < full_start or j + B_c > full_stop:
+                ptx.cp_async_wait_all()
+                if zero_nonfinite(t, V + (n & 1) * stage):
+                    ptx.red_shared_or_u32(barriers + FOUND, 1)
+                ptx.mbarrier_arrive(full)
+            else:
+                ptx.cp_async_mbarrier_arrive_noinc(full)
+            V_at += 2 * B_c * v.row
+            j += B_c
+            n += 1
+
+    return copy
