@@ -55,6 +55,7 @@ class File:
         self.name, self.kept = name, kept
         digest = hashlib.sha256(facts.encode()).hexdigest()
         self.file = f"minimha-{name}-{digest[:32]}.code"
+        self._locked = int(digest[:7], 16)  # the byte of the lock file that stands for this file
 
     def read(self) -> bytes | None:
         """The machine code, or None if no folder has it whole."""
@@ -113,7 +114,10 @@ class File:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """While one process is in here, others wait, though not for ever."""
+        """While one process is in here, others wait, though not for ever.
+
+        They do not wait for another version of the function, which they may have to compile too.
+        """
         folder = _writable_folder()
         if folder is None or fcntl is None:
             yield
@@ -127,7 +131,7 @@ class File:
             start = time.monotonic()
             while time.monotonic() - start < WAIT:
                 try:
-                    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._locked)
                     break
                 except (BlockingIOError, PermissionError):
                     time.sleep(0.05)

@@ -267,6 +267,30 @@ def test_nobody_waits_for_ever(folder, monkeypatch):
         holder.communicate()
 
 
+@pytest.mark.parametrize(("version", "waits"), [("the same", True), ("another", False)])
+def test_only_who_wants_the_same_version_waits(version, waits, folder, monkeypatch):
+    holder = subprocess.Popen(
+        [sys.executable, "-c",
+         "import pathlib, sys, time\n"
+         "from minimha.kernels import disk\n"
+         "disk.folders = lambda: [pathlib.Path(sys.argv[1])]\n"
+         "with disk.File('rows', 'the same').exclusive():\n"
+         "    print('held', flush=True)\n"
+         "    time.sleep(300)\n", str(folder)],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "held\n"
+        waited = []
+        monkeypatch.setattr(disk, "WAIT", 0.2)
+        monkeypatch.setattr(disk.time, "sleep", waited.append)
+        with disk.File("rows", version).exclusive():
+            assert bool(waited) == waits
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
 def test_old_versions_are_deleted(folder):
     for n in range(disk.KEPT + 3):
         file = File("rows-float32", str(n))
