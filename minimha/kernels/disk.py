@@ -57,16 +57,19 @@ class File:
         self.file = f"minimha-{name}-{digest[:32]}.code"
         self._locked = int(digest[:7], 16)  # the byte of the lock file that stands for this file
 
-    def read(self) -> bytes | None:
-        """The machine code, or None if no folder has it whole."""
-        return next((code for _, code in self._found()), None)
+    def read(self, refused: bytes | None = None) -> bytes | None:
+        """The machine code, or None if no folder has it whole, or has but what is ``refused``."""
+        return next((code for _, code in self._found() if code != refused), None)
 
-    def content(self, make: Callable[[], bytes]) -> bytes:
-        """The machine code, from disk or, for the first process that asks, from ``make``."""
-        code = self.read()
+    def content(self, make: Callable[[], bytes], refused: bytes | None = None) -> bytes:
+        """The machine code, from disk or, for the first process that asks, from ``make``.
+
+        ``refused`` is machine code that turned out to be of no use: it is passed over.
+        """
+        code = self.read(refused)
         if code is None:
             with self.exclusive():
-                code = self.read()
+                code = self.read(refused)
                 if code is None:
                     code = make()
                     self.write(code)

@@ -34,6 +34,8 @@ SOURCES = ("kernels/options.py", "kernels/score.py", "equations/visibility.py")
 KEPT = 512  # variants of one kernel in a folder
 ADDRESS = " at 0x"  # in what an object without a text of its own prints
 
+_made_here: set[str] = set()  # files of what this process compiled
+
 
 class NoFacts(Exception):  # noqa: N818  (it states a fact about a value)
     """A kernel captures something that no other process could recognise."""
@@ -42,9 +44,38 @@ class NoFacts(Exception):  # noqa: N818  (it states a fact about a value)
 def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
     """The kernel's name and its machine code for compute capability ``cc``."""
     try:
-        content = file(launch, cc).content(lambda: _compiled(launch, cc))
+        return _kept(file(launch, cc), launch, cc)
     except NoFacts:
-        content = _compiled(launch, cc)
+        return _parted(_compiled(launch, cc, "in this process alone"))
+
+
+def cubin_instead(
+    refused: tuple[str, bytes], launch: Launch, cc: tuple[int, int]
+) -> tuple[str, bytes] | None:
+    """``cubin`` where the driver ``refused`` what it was; None if this process compiled that."""
+    try:
+        kept = file(launch, cc)
+    except NoFacts:
+        return None
+    if kept.file in _made_here:
+        return None
+    name, code = refused
+    return _kept(kept, launch, cc, f"{name}\0".encode() + code)
+
+
+def _kept(
+    kept: disk.File, launch: Launch, cc: tuple[int, int], refused: bytes | None = None
+) -> tuple[str, bytes]:
+    """The kernel's name and its machine code, from disk if it is there and was not ``refused``."""
+
+    def make() -> bytes:
+        _made_here.add(kept.file)
+        return _compiled(launch, cc, "once on this machine")
+
+    return _parted(kept.content(make, refused))
+
+
+def _parted(content: bytes) -> tuple[str, bytes]:
     name, _, code = content.partition(b"\0")
     return name.decode(), code
 
@@ -52,10 +83,15 @@ def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
 def file(launch: Launch, cc: tuple[int, int]) -> disk.File:
     """Where the machine code of a kernel is kept, after its name and a zero."""
     kernel = facts(launch.function, {})
-    rung = launch.function.__module__.rpartition(".")[2]
-    name = f"{rung}-{launch.function.__name__}-{arch_of(launch, cc)}"
     of_launch = [launch.signature, launch.threads, launch.registers]
-    return disk.File(name, repr([_digest_of_sources(), toolkit(), kernel, of_launch, cc]), KEPT)
+    depends_on = [_digest_of_sources(), toolkit(), kernel, of_launch, cc]
+    return disk.File(_name(launch, cc), repr(depends_on), KEPT)
+
+
+def _name(launch: Launch, cc: tuple[int, int]) -> str:
+    """What all variants of a kernel are called."""
+    rung = launch.function.__module__.rpartition(".")[2]
+    return f"{rung}-{launch.function.__name__}-{arch_of(launch, cc)}"
 
 
 def facts(value: Any, known: dict[FunctionType, int]) -> Any:
@@ -133,8 +169,9 @@ def _version_of(library: Any) -> Any:
         return None
 
 
-def _compiled(launch: Launch, cc: tuple[int, int]) -> bytes:
-    """The kernel's name, a zero and its machine code."""
+def _compiled(launch: Launch, cc: tuple[int, int], how_often: str) -> bytes:
+    """The kernel's name, a zero and its machine code; that it takes a while is logged."""
+    disk.LOG.warning("minimha: compiling %s, some seconds, %s", _name(launch, cc), how_often)
     text = ptx(launch, cc)
     name: str = re.findall(r"\.visible \.entry ([\w$]+)\(", text)[0]
     return name.encode() + b"\0" + machine_code(text, arch_of(launch, cc), launch.registers)

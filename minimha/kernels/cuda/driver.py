@@ -22,7 +22,7 @@ from numba import types
 from numpy.typing import DTypeLike, NDArray
 
 from minimha.kernels.cuda.arguments import DeviceArray, contiguous
-from minimha.kernels.cuda.cubins import cubin
+from minimha.kernels.cuda.cubins import cubin, cubin_instead
 from minimha.kernels.cuda.launch import Launch
 
 ALIGNMENT = 256  # bytes: of every allocation, and of each array in one with others
@@ -43,6 +43,7 @@ TOO_NEW = (
     driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU,
     driver.CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
 )  # what a driver says to code from a newer toolkit
+REFUSED = (*TOO_NEW, driver.CUresult.CUDA_ERROR_INVALID_PTX)  # and to what is no code for it
 
 
 class DeviceError(RuntimeError):
@@ -369,7 +370,12 @@ def kernel(launch: Launch, device: Device) -> Kernel:
 def _loaded(launch: Launch, device: Device) -> Any:
     name, code = cubin(launch, device.cc)
     _unload_unused(device)
-    module = _module(code, device)
+    status, module = driver.cuModuleLoadData(code)
+    if status in REFUSED and (instead := cubin_instead((name, code), launch, device.cc)):
+        name, code = instead
+        status, module = driver.cuModuleLoadData(code)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise _refusal(status, device)
     finalize(launch.function, _unused[device.ordinal].append, module).atexit = False
     function = call(driver.cuModuleGetFunction, module, name.encode())
     if launch.shared > DYNAMIC_SHARED:
@@ -388,19 +394,16 @@ def _unload_unused(device: Device) -> None:
         call(driver.cuModuleUnload, modules.pop())
 
 
-def _module(code: bytes, device: Device) -> Any:
-    """Machine code as a module in the device's memory; a DeviceError if the driver is too old."""
-    status, module = driver.cuModuleLoadData(code)
-    if status in TOO_NEW:
-        version = call(driver.cuDriverGetVersion)
-        raise DeviceError(
-            f"NVIDIA's driver, which is for CUDA {version // 1000}.{version % 1000 // 10}, does "
-            f"not load what a newer CUDA compiled for compute capability {device.cc[0]}."
-            f"{device.cc[1]} ({status.name}): update the driver"
-        )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise _failure("cuModuleLoadData", status)
-    return module
+def _refusal(status: Any, device: Device) -> DeviceError:
+    """Why machine code that was just compiled cannot be loaded."""
+    if status not in TOO_NEW:
+        return _failure("cuModuleLoadData", status)
+    version = call(driver.cuDriverGetVersion)
+    return DeviceError(
+        f"NVIDIA's driver, which is for CUDA {version // 1000}.{version % 1000 // 10}, does "
+        f"not load what a newer CUDA compiled for compute capability {device.cc[0]}."
+        f"{device.cc[1]} ({status.name}): update the driver"
+    )
 
 
 def layout(signature: tuple[Any, ...]) -> struct.Struct:

@@ -134,9 +134,42 @@ def test_what_no_other_process_could_recognise_is_not_kept(tmp_path, monkeypatch
     monkeypatch.setattr(disk, "folders", lambda: [tmp_path])
     thing = object()
     launch = launches_of("cuda.rung1_rows")[0]
-    monkeypatch.setattr(cubins, "_compiled", lambda launch, cc: b"name\0code")
-    assert cubins.cubin(launch._replace(function=lambda: thing), (9, 0)) == ("name", b"code")
+    monkeypatch.setattr(cubins, "_compiled", lambda launch, cc, how_often: b"name\0code")
+    launch = launch._replace(function=lambda: thing)
+    assert cubins.cubin(launch, (9, 0)) == ("name", b"code")
+    assert cubins.cubin_instead(("name", b"code"), launch, (9, 0)) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_compiling_is_announced(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(disk, "folders", lambda: [tmp_path])
+    monkeypatch.setattr(cubins, "ptx", lambda launch, cc: ".visible .entry name()")
+    monkeypatch.setattr(cubins, "machine_code", lambda text, arch, registers: b"code")
+    launch = launches_of("cuda.rung1_rows")[0]
+    for _ in range(2):
+        assert cubins.cubin(launch, (9, 0)) == ("name", b"code")
+    sentence = "minimha: compiling rung1_rows-rows-sm_90, some seconds, once on this machine"
+    assert caplog.messages == [sentence]
+
+
+def test_what_the_driver_refused_is_passed_over_on_disk(tmp_path, monkeypatch):
+    """Also where it cannot be overwritten: a folder of root's, say, that comes first."""
+    folders = [tmp_path / "of-root", tmp_path / "of-the-user"]
+    for folder in folders:
+        folder.mkdir(mode=0o700)
+    monkeypatch.setattr(disk, "folders", lambda: folders[:1])
+    launch = launches_of("cuda.rung1_rows")[0]
+    cubins.file(launch, (9, 0)).write(b"name\0old")
+    monkeypatch.setattr(disk, "folders", lambda: folders)
+    monkeypatch.setattr(disk, "_writable_folder", lambda: folders[1])
+    monkeypatch.setattr(cubins, "_compiled", lambda launch, cc, how_often: b"name\0new")
+    monkeypatch.setattr(cubins, "_made_here", set())
+    assert cubins.cubin(launch, (9, 0)) == ("name", b"old")
+    assert cubins.cubin_instead(("name", b"old"), launch, (9, 0)) == ("name", b"new")
+    assert cubins.cubin_instead(("name", b"new"), launch, (9, 0)) is None  # made here
+    cubins._made_here.clear()  # another process, which compiles nothing
+    monkeypatch.setattr(cubins, "_compiled", None)
+    assert cubins.cubin_instead(("name", b"old"), launch, (9, 0)) == ("name", b"new")
 
 
 @pytest.mark.parametrize("changed", ["B_C", "B_R"])

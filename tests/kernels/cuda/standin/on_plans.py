@@ -19,6 +19,7 @@ from kernels.cuda.standin.on_standin import EXCLUSIVE, captured
 
 from minimha import attention
 from minimha.kernels import remembered
+from minimha.kernels.cuda import cubins
 from minimha.kernels.cuda import driver as gpu
 
 INSIDE = "the current stream is being captured into a CUDA graph, but "
@@ -235,8 +236,26 @@ def test_memory_that_does_not_suffice_is_reported():
     check(q, k, v, attention(q, k, v))
 
 
-def test_a_driver_that_is_too_old_is_named(monkeypatch):
+@pytest.mark.parametrize("status", ["INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_PTX"])
+def test_a_kernel_on_disk_that_the_driver_refuses_is_compiled_anew(status, monkeypatch):
+    q, k, v = problem()
+    attention(q, k, v)  # now it is on disk
+    remembered.forget()
     monkeypatch.setattr(gpu, "_kernels", {})
+    monkeypatch.setattr(cubins, "_made_here", set())
+    compiled = []
+    compile_it = cubins._compiled
+    monkeypatch.setattr(cubins, "_compiled", lambda *how: compiled.append(how) or compile_it(*how))
+    standin.driver.fail("cuModuleLoadData", getattr(driver.CUresult, f"CUDA_ERROR_{status}"))
+    check(q, k, v, attention(q, k, v))
+    assert len(compiled) == 1
+
+
+def test_a_driver_that_is_too_old_is_named(monkeypatch):
+    attention(*problem())
+    remembered.forget()
+    monkeypatch.setattr(gpu, "_kernels", {})
+    monkeypatch.setattr(gpu, "cubin_instead", lambda *given: None)  # it was compiled here
     standin.driver.fail("cuModuleLoadData", driver.CUresult.CUDA_ERROR_INVALID_IMAGE)
     sentence = (
         r"NVIDIA's driver, which is for CUDA 13\.0, does not load what a newer CUDA compiled for "
