@@ -72,9 +72,9 @@ def test_check_is_right_with_numpy_alone(kit, monkeypatch):
     (kit / "sitecustomize.py").write_text(NUMPY_ALONE)
     monkeypatch.setenv("PYTHONPATH", str(kit))
     said, status = run(kit, "check")
-    assert "5 cases, 3 runs each: 5 right, 0 wrong" in said
+    assert "6 cases, 3 runs each: 6 right, 0 wrong" in said
     assert status == 0
-    assert json.loads((kit / "out" / "check.json").read_text()) == {"cases": 5, "wrong": {}}
+    assert json.loads((kit / "out" / "check.json").read_text()) == {"cases": 6, "wrong": {}}
 
 
 def kernel_of(kit, rung):
@@ -90,7 +90,7 @@ def test_check_names_what_is_wrong_and_goes_on(kit):
     path.write_bytes(hashlib.sha256(code).digest() + code)
     said, status = run(kit, "check")
     assert "WRONG cuda.rung4_tensor_cores bfloat16 B=2 H=4 Hkv=2 Lq=5 Lk=33 D=16 causal: " in said
-    assert "5 cases, 3 runs each: 4 right, 1 wrong" in said
+    assert "6 cases, 3 runs each: 5 right, 1 wrong" in said
     assert status == 1
 
 

@@ -136,6 +136,7 @@ def _record(folder: Path, tape: Any, sample: bool) -> None:
     """Write what the calls of all cases do."""
     from minimha.equations.problem import Problem
     from minimha.kernels.cuda import backend
+    from minimha.kernels.ladder import IF_NAMED
     from tools.gpu_kit.cases import cases, label, problem
 
     recorded = []
@@ -144,7 +145,8 @@ def _record(folder: Path, tape: Any, sample: bool) -> None:
         dtype = np.dtype(getattr(import_module("ml_dtypes"), case["dtype"], case["dtype"]))
         given = Problem.of(*(x.astype(dtype) for x in (q, k, v)), **options)
         module = import_module(f"minimha.kernels.{case['rung']}")
-        if module.unsupported(given):
+        is_for_another = case["rung"] in IF_NAMED and tape.cc != backend.HOPPER
+        if is_for_another or module.unsupported(given):
             continue
         print(f"\r{label(case):90}", end="", file=sys.stderr)
         one = tape.record(lambda rung=case["rung"], given=given: backend.solve(rung, given))

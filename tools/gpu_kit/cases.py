@@ -13,6 +13,7 @@ RUNGS = {
     "cuda.rung3_register_tiles": ("float32",),
     "cuda.rung4_tensor_cores": ("bfloat16", "float16"),
     "cuda.rung5_decode": ("bfloat16", "float16", "float32"),
+    "cuda.rung6_warpgroups": ("bfloat16", "float16"),
 }
 OPTIONS = ("none", "causal", "window", "mask", "bias", "softcap", "alibi", "sinks", "lengths")
 WIDTHS = {16: ("none",), 64: OPTIONS, 80: ("none", "causal"), 128: OPTIONS, 256: ("none", "causal")}
