@@ -43,6 +43,7 @@ BACKENDS = {
     "cpu": "minimha.kernels.cpu.backend",
     "cuda": "minimha.kernels.cuda.backend",
 }
+AHEAD = {"cpu": BACKENDS["cpu"], "cuda": "minimha.kernels.cuda.ahead"}  # compile before a call
 DTYPES = ("float32", "float64", "float16", "bfloat16")  # that the CPU kernels read in place
 PACKING = ("cu_seqlens_q", "cu_seqlens_k", "block_table")
 TAPPED = ("dense", "tiled")  # the backends whose steps can be tapped
@@ -113,40 +114,51 @@ def _reason(backend: str) -> str | None:
 
 
 def compile(
-    dtypes: Sequence[str] = ("float32",), progress: Callable[[str], None] = lambda doing: None
+    dtypes: Sequence[str] = ("float32",),
+    progress: Callable[[str], None] = lambda doing: None,
+    *,
+    backend: Literal["cpu", "cuda"] = "cpu",
 ) -> dict[str, Path | None]:
-    """Compile the CPU kernels ahead of their first use, and keep them on disk.
+    """Compile kernels ahead of their first use, and keep them on disk.
 
     Parameters
     ----------
     dtypes : sequence of {"float32", "float64", "float16", "bfloat16"}, default ("float32",)
-        Each one needs two kernels, for many queries and for few.
+        On the CPU each one needs two kernels, for many queries and for few.
     progress : callable, optional
         Called with the name of each kernel when its turn comes. Default is to report nothing.
+    backend : {"cpu", "cuda"}, default "cpu"
+        "cuda" is for the current GPU: kernels for heads 64 and 128 wide, for many queries and for
+        one, and then for 1, 4 and 8 query heads per key/value head. They do causal masks, windows,
+        lengths and sinks, too; kernels for other widths, and for options that change or hide single
+        scores, are compiled when they are first used.
 
     Returns
     -------
     dict of str to Path or None
-        The file of each kernel; None where no folder can be written, so that it is only in memory.
+        The file of each kernel; None where no folder can be written: then it is in memory, or, if
+        it is for a GPU, compiled in vain.
 
     Raises
     ------
     ValueError
-        Another dtype.
+        Another dtype or backend.
     BackendUnavailable
-        The kernels cannot be compiled on this machine.
+        The kernels cannot be compiled on this machine; on one without a GPU, those for a GPU.
     """
     for dtype in dtypes:
         choice("dtypes", dtype, DTYPES)
-    reason = _reason("cpu")
+    choice("backend", backend, ("cpu", "cuda"))
+    kernels = f"the {backend.upper()} kernels"
+    reason = _reason(backend)
     if reason:
-        raise BackendUnavailable(f"the CPU kernels cannot be compiled: {reason}")
-    from minimha.kernels.cpu import backend
-
+        raise BackendUnavailable(f"{kernels} cannot be compiled: {reason}")
+    ahead = import_module(AHEAD[backend])
     try:
-        return backend.compile_ahead(dtypes, progress)
-    except backend.CompilationFailed as error:
-        raise BackendUnavailable(f"the CPU kernels cannot be compiled: {error}") from error
+        kept: dict[str, Path | None] = ahead.compile_ahead(dtypes, progress)
+    except ahead.CompilationFailed as error:
+        raise BackendUnavailable(f"{kernels} cannot be compiled: {error}") from error
+    return kept
 
 
 def block_mask(

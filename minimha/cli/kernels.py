@@ -24,8 +24,10 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     compile_only = "compile the CUDA rungs, without a GPU, and report what ptxas says"
     add("--ptx", action="store_true", help=compile_only)
-    ahead = "compile the CPU backend's kernels ahead of their first use, and keep them on disk"
+    ahead = "compile a backend's kernels ahead of their first use, and keep them on disk"
     add("--compile", action="store_true", help=ahead)
+    add("--backend", choices=("cpu", "cuda"), help="with --compile: cpu (the default), or cuda, "
+        "for the GPU of this machine and common widths of heads")  # fmt: skip
     add("--dtype", action="append", choices=DTYPES, default=[],
         help="with --compile: this dtype (may be repeated; default float32)")  # fmt: skip
     add("--rung", action="append", default=[], metavar="NAME", help="this rung (may be repeated)")
@@ -34,12 +36,11 @@ def add_parser(commands: Any) -> None:
 
 def _compile(args: argparse.Namespace) -> None:
     if args.ptx or args.rung:
-        raise ValueError(
-            "--compile compiles the CPU backend's kernels: give no --ptx and no --rung"
-        )
+        raise ValueError("--compile compiles the kernels of a backend: give no --ptx and no --rung")
     dtypes = args.dtype or DTYPES[:1]
-    with render.progress(sys.stderr, 4 * len(dtypes)) as progress:
-        kept = compile_ahead(dtypes, progress)
+    steps = None if args.backend == "cuda" else 4 * len(dtypes)
+    with render.progress(sys.stderr, steps) as progress:
+        kept = compile_ahead(dtypes, progress, backend=args.backend or "cpu")
     rows = [
         {"kernel": name, "kept in": str(path or "memory: no folder can be written")}
         for name, path in kept.items()
@@ -54,8 +55,9 @@ def run(args: argparse.Namespace) -> None:
     if args.compile:
         _compile(args)
         return
-    if args.dtype:
-        raise ValueError("--dtype says what --compile compiles: give both")
+    for name in ("dtype", "backend"):
+        if getattr(args, name):
+            raise ValueError(f"--{name} says what --compile compiles: give both")
     known = CUDA_LADDER if args.ptx else LADDER | CUDA_LADDER
     for name in args.rung:
         if name not in known:

@@ -167,8 +167,11 @@ def busy(stream: IO[str], doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress(stream: IO[str], steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal, told ``steps`` times what comes next; gone at the end."""
+def progress(stream: IO[str], steps: int | None) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal, told ``steps`` times, if that is known, what comes next.
+
+    It is gone at the end.
+    """
     console = Console(file=stream, markup=False, highlight=False)
     if not console.is_terminal:  # older rich ends even a disabled bar with a newline
         yield lambda doing: None

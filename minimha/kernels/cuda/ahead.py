@@ -1,0 +1,49 @@
+"""The kernels that most calls take, compiled ahead of them for the current GPU."""
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from minimha.equations.problem import Problem
+from minimha.kernels.cuda import backend, cubins
+from minimha.kernels.cuda import driver as gpu
+from minimha.kernels.cuda.arguments import PLACEHOLDERS
+from minimha.kernels.cuda.launch import Launch
+
+HEAD_DIMS = (64, 128)
+GROUPS = (1, 4, 8)  # query heads per key/value head: few queries of all of them are one tile
+MANY = 4096
+# What is raised where a library of the toolkit is missing, or the driver fails.
+CompilationFailed = (ImportError, OSError, RuntimeError)
+
+
+def compile_ahead(
+    dtypes: Sequence[str], progress: Callable[[str], None] = lambda doing: None
+) -> dict[str, Path | None]:
+    """Compile the kernels for ``dtypes``, one after the other. Returns the file of each kernel."""
+    device, kept = gpu.current(), {}
+    for name, launch in _kernels(dtypes, device):
+        progress(name)
+        cubins.cubin(launch, device.cc)
+        kept[name] = cubins.file(launch, device.cc).path()
+    return kept
+
+
+def _kernels(dtypes: Sequence[str], device: gpu.Device) -> Iterator[tuple[str, Launch]]:
+    """Each kernel once, and what it is called: its rung, and what it is first needed for."""
+    known = set()
+    for dtype, D, (H, Lq) in product(dtypes, HEAD_DIMS, ((1, MANY), *((H, 1) for H in GROUPS))):
+        zero = np.zeros((), getattr(import_module("ml_dtypes"), dtype, dtype))
+        q, k = (np.broadcast_to(zero, (1, *shape, D)) for shape in ((H, Lq), (1, MANY)))
+        rung, problem = backend.rung_for(Problem.of(q, k, k), device)
+        arguments = None if rung in backend.TAKE_ARRAYS else PLACEHOLDERS
+        module = import_module(f"minimha.kernels.{rung}")
+        for launch, _ in module.launches(problem, arguments, lambda shape: 0):
+            file = cubins.file(launch, device.cc).file
+            if file not in known:
+                known.add(file)
+                sizes = f"{dtype} D={D}" + (f" H/Hkv={H}" if Lq == 1 else "")
+                yield f"{rung} {launch.function.__name__} {sizes}", launch
