@@ -61,6 +61,11 @@ def against_torch(
         raise BackendUnavailable(f"backend {device!r}: {reason}")
     import torch
 
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailable(
+            f"torch {torch.__version__}, which the bench on a GPU compares with, finds no GPU: "
+            f"install one that is built for this CUDA"
+        )
     torch.backends.cuda.matmul.allow_tf32 = False
     clock = _cuda_clock if device == "cuda" else seconds_of
     progress("compiling")

@@ -47,6 +47,14 @@ def test_without_a_gpu_it_says_why(capsys):
     assert capsys.readouterr().err.startswith("minimha: ")
 
 
+def test_a_torch_that_finds_no_gpu_is_named(monkeypatch):
+    torch = pytest.importorskip("torch", reason="torch, to compare with, is not installed")
+    monkeypatch.setattr(gpu, "backends", lambda: {"cuda": None})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailable, match=r"torch \S+, which .* finds no GPU: install one"):
+        gpu.against_torch(SMALL[:1], 0.01)
+
+
 def test_masks_that_not_every_backend_of_torch_supports_are_refused():
     with pytest.raises(ValueError, match="40 window: on a GPU none and causal are measured"):
         gpu.against_torch([Shape(1, 1, 1, 40, 40, 40, "window")], 0.01)
