@@ -137,3 +137,97 @@ def test_runs_that_differ_are_a_race(kit):
         [sys.executable, "-c", code], cwd=kit, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.stdout == "its runs differ: there is a race\n", done.stderr
+
+
+# NVIDIA's tools, by the options that they document: each runs the program that follows them.
+TOOLS = {
+    "ncu": """
+add("--target-processes", choices=["all", "application-only"])
+add("--clock-control", choices=["base", "none"])
+add("--set", choices=["basic", "detailed", "full", "roofline"])
+add("--force-overwrite", action="store_true")
+add("--export")
+add("--import", dest="report", type=argparse.FileType())
+add("--page", choices=["details", "raw", "source", "session"])
+""",
+    "compute-sanitizer": """
+add("--target-processes", choices=["all", "application-only"])
+add("--tool", choices=["memcheck", "racecheck", "initcheck", "synccheck"], default="memcheck")
+add("--error-exitcode", type=int, default=0)
+add("--log-file", type=argparse.FileType("w"))
+""",
+}
+TOOL = """#!{python}
+import argparse, subprocess, sys
+parser = argparse.ArgumentParser()
+add = parser.add_argument
+{options}
+add("program", nargs=argparse.REMAINDER)
+args = parser.parse_args()
+if "report" in args and args.report:
+    print("the page", args.page, "of", args.report.read())
+    raise SystemExit
+status = subprocess.run(args.program).returncode
+if "export" in args:
+    open(args.export + ".ncu-rep", "w").write("a report")
+if "log_file" in args:
+    errors = int(args.tool == "racecheck" and {has_race})
+    args.log_file.write(f"========= {{args.tool}}\\n========= ERROR SUMMARY: {{errors}} errors\\n")
+    status = status or errors and args.error_exitcode
+raise SystemExit(status)
+"""
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """Installs a stand-in for each of NVIDIA's tools on PATH."""
+
+    def install(has_race=False):
+        for name, options in TOOLS.items():
+            text = TOOL.format(python=sys.executable, options=options, has_race=has_race)
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return install
+
+
+def test_the_sanitizer_s_tools_look_at_the_cases_that_are_named(tools, kit, monkeypatch):
+    monkeypatch.setenv("ONLY", "rung1")
+    tools()
+    said, status = run(kit, "sanitize")
+    assert said.count("1 cases, 1 runs each: 1 right, 0 wrong") == 3
+    assert said.count("========= ERROR SUMMARY: 0 errors") == 3
+    assert status == 0
+    tools(has_race=True)
+    said, status = run(kit, "sanitize")
+    assert said.count("========= ERROR SUMMARY: 0 errors") == 2
+    assert "== sanitize ended with status 9" in said
+    assert status == 9
+    logs = {path.name for path in (kit / "out").iterdir()}
+    assert logs == {"memcheck.txt", "racecheck.txt", "synccheck.txt"}
+
+
+def test_a_profile_is_written_as_text_too(tools, kit, monkeypatch):
+    monkeypatch.setenv("ONLY", "no such call")
+    tools()
+    said, status = run(kit, "profile")
+    assert status == 0, said
+    assert (kit / "out" / "profile.ncu-rep").read_text() == "a report"
+    assert (kit / "out" / "profile.txt").read_text() == "the page details of a report\n"
+
+
+def test_the_tests_of_the_folder_run_there(kit, monkeypatch):
+    monkeypatch.setenv("ONLY", "test_queries_that_see_nothing and rung1_rows and 5")
+    said, status = run(kit, "tests")
+    assert "1 passed" in said
+    assert status == 0
+    assert 'tests="1"' in (kit / "out" / "tests.xml").read_text()
+
+
+def test_the_bench_says_that_torch_sees_no_gpu(kit):
+    pytest.importorskip("torch", reason="torch, which the bench compares with, is not installed")
+    said, status = run(kit, "bench")
+    assert "which the bench on a GPU compares with, finds no GPU: install one" in said
+    assert "Traceback" not in said
+    assert status == 2

@@ -10,6 +10,7 @@ build     what is compiled, and what is put into the folder
 tape      what a call does with the driver, recorded through the tests' stand-in for it
 cases     the problems of ``check``, the same numbers on every machine
 check     in the folder: plays the tape on the GPU, and compares with float64
+calls     in the folder: the problems of the bench, once each, to be profiled
 carried   in the folder: runs a program with the compiled kernels of the folder
 run.sh    in the folder: the commands
 """

@@ -14,7 +14,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SHIPPED = ("run.sh", "check.py", "cases.py", "carried.py")
+SHIPPED = ("run.sh", "check.py", "cases.py", "carried.py", "calls.py")
 LIMIT = 60 << 20  # bytes
 
 
@@ -29,9 +29,11 @@ def build(folder: Path, cc: tuple[int, int], sample: bool, is_for_standin: bool)
     if is_for_standin:
         standin.machine_code_is_ptx()
     _copy(folder)
+    from minimha.kernels import disk
     from minimha.kernels.cuda import cubins
     from tools.gpu_kit.tape import Tape
 
+    disk.LOG.setLevel("ERROR")  # what is compiled is shown as progress
     (folder / "toolkit.txt").write_text(cubins.toolkit())
     _record(folder, Tape(driver, lambda *kernel: _carry(*kernel, folder)), sample)
     driver.execute = lambda *launch: None
@@ -77,6 +79,7 @@ def _asked(cc: tuple[int, int]) -> list[Any]:
     from minimha.kernels.cuda import cubins
 
     found = {}
+    print("\nrunning the GPU tests, for the kernels that they ask for", file=sys.stderr)
     for launch in (*_of_bench(), *_of_tests()):
         try:
             found.setdefault(cubins.file(launch, cc).file, launch)
@@ -86,24 +89,16 @@ def _asked(cc: tuple[int, int]) -> list[Any]:
 
 
 def _of_bench() -> list[Any]:
-    """Of every shape that ``bench --backend cuda`` measures, the rung that takes it."""
+    """Of every shape that ``bench --backend cuda`` measures, the rungs that take it."""
     from minimha.bench.gpu import SHAPES, TINY
-    from minimha.equations.problem import Problem
-    from minimha.kernels.cuda import backend
-    from minimha.kernels.cuda import driver as gpu
     from minimha.kernels.cuda.arguments import PLACEHOLDERS
+    from tools.gpu_kit.calls import outline, rungs
 
     found = []
     for shape in (*SHAPES, TINY):
-        dtype = np.dtype(getattr(import_module("ml_dtypes"), shape.dtype, shape.dtype))
-        q, k = (
-            np.broadcast_to(np.zeros((), dtype), (shape.B, h, n, shape.D))
-            for h, n in ((shape.H, shape.Lq), (shape.Hkv, shape.Lk))
-        )
-        problem = Problem.of(q, k, k, is_causal=shape.mask == "causal")
-        name, given = backend.rung_for(problem, gpu.current())
-        module = import_module(f"minimha.kernels.{name}")
-        found += [x for x, _ in module.launches(given, PLACEHOLDERS, lambda shape: 0)]
+        for name, given in rungs(outline(shape)).items():
+            module = import_module(f"minimha.kernels.{name}")
+            found += [x for x, _ in module.launches(given, PLACEHOLDERS, lambda shape: 0)]
     return found
 
 
@@ -126,7 +121,8 @@ def _of_tests() -> list[Any]:
     with open(os.devnull, "w") as silent:
         saved, sys.stdout = sys.stdout, silent
         try:
-            pytest.main(["--tb=no", "-p", "no:cacheprovider", tests])
+            # A test that took too long would end this process, which compiles for half an hour.
+            pytest.main(["--tb=no", "-p", "no:cacheprovider", "-o", "timeout=0", tests])
         finally:
             sys.stdout = saved
     return asked
