@@ -16,8 +16,7 @@ from minimha.kernels.cuda.launch import Launch
 HEAD_DIMS = (64, 128)
 GROUPS = (1, 4, 8)  # query heads per key/value head: few queries of all of them are one tile
 MANY = 4096
-# What is raised where a library of the toolkit is missing, or the driver fails.
-CompilationFailed = (ImportError, OSError, RuntimeError)
+CompilationFailed = cubins.NO_TOOLKIT
 
 
 def compile_ahead(

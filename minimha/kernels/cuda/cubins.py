@@ -33,6 +33,8 @@ SETTINGS = ("OPT", "DEBUGINFO_DEFAULT", "CUDA_DEBUGINFO_DEFAULT")
 SOURCES = ("kernels/options.py", "kernels/score.py", "equations/visibility.py")
 KEPT = 512  # variants of one kernel in a folder
 ADDRESS = " at 0x"  # in what an object without a text of its own prints
+# What is raised where a library of the toolkit is missing, or the driver fails.
+NO_TOOLKIT = (ImportError, OSError, RuntimeError)
 
 _made_here: set[str] = set()  # files of what this process compiled
 
@@ -52,7 +54,10 @@ def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
 def cubin_instead(
     refused: tuple[str, bytes], launch: Launch, cc: tuple[int, int]
 ) -> tuple[str, bytes] | None:
-    """``cubin`` where the driver ``refused`` what it was; None if this process compiled that."""
+    """``cubin`` where the driver ``refused`` what it was.
+
+    None if this process compiled that, or can compile nothing.
+    """
     try:
         kept = file(launch, cc)
     except NoFacts:
@@ -60,7 +65,10 @@ def cubin_instead(
     if kept.file in _made_here:
         return None
     name, code = refused
-    return _kept(kept, launch, cc, f"{name}\0".encode() + code)
+    try:
+        return _kept(kept, launch, cc, f"{name}\0".encode() + code)
+    except NO_TOOLKIT:
+        return None
 
 
 def _kept(

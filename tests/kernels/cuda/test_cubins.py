@@ -152,6 +152,10 @@ def test_compiling_is_announced(tmp_path, monkeypatch, caplog):
     assert caplog.messages == [sentence]
 
 
+def no_toolkit(*given):
+    raise ImportError("libNVVM is missing")
+
+
 def test_what_the_driver_refused_is_passed_over_on_disk(tmp_path, monkeypatch):
     """Also where it cannot be overwritten: a folder of root's, say, that comes first."""
     folders = [tmp_path / "of-root", tmp_path / "of-the-user"]
@@ -167,9 +171,11 @@ def test_what_the_driver_refused_is_passed_over_on_disk(tmp_path, monkeypatch):
     assert cubins.cubin(launch, (9, 0)) == ("name", b"old")
     assert cubins.cubin_instead(("name", b"old"), launch, (9, 0)) == ("name", b"new")
     assert cubins.cubin_instead(("name", b"new"), launch, (9, 0)) is None  # made here
-    cubins._made_here.clear()  # another process, which compiles nothing
-    monkeypatch.setattr(cubins, "_compiled", None)
+    cubins._made_here.clear()  # another process, which has no toolkit
+    monkeypatch.setattr(cubins, "_compiled", no_toolkit)
     assert cubins.cubin_instead(("name", b"old"), launch, (9, 0)) == ("name", b"new")
+    monkeypatch.setattr(disk, "folders", lambda: folders[:1])
+    assert cubins.cubin_instead(("name", b"old"), launch, (9, 0)) is None
 
 
 @pytest.mark.parametrize("changed", ["B_C", "B_R"])
