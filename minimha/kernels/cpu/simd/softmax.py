@@ -160,6 +160,11 @@ def _tanh(builder, vector, x):
     return vector.call(builder, "copysign", quotient, x)
 
 
+def _stay_apart(builder):
+    """Keep the function from being inlined: its loop's constants need registers of their own."""
+    builder.function.attributes.add("noinline")
+
+
 @intrinsic
 def _cap(typing, S, s, n, cap):
     """``soft_cap`` of n items, a multiple of the vector width."""
@@ -167,6 +172,7 @@ def _cap(typing, S, s, n, cap):
 
     def generate(context, builder, signature, arguments):
         S, s, n, cap = arguments
+        _stay_apart(builder)
         vector = Vector(signature.args[0].dtype)
         S = pointer_to(context, builder, signature.args[0], S, s)
         cap = vector.splat(builder, cap)
@@ -200,6 +206,7 @@ def _lanes_exp(vectors):
 
         def generate(context, builder, signature, arguments):
             S, s, n, M, T = arguments
+            _stay_apart(builder)
             vector = Vector(signature.args[0].dtype)
             S = pointer_to(context, builder, signature.args[0], S, s)
             M = pointer_to(context, builder, signature.args[3], M, INT(0))
