@@ -3,7 +3,8 @@
 The bounds follow from rounding. Let u be half an eps of the compute dtype. A score is a sum of D
 products with an error up to u (D + 8) |scale| Σ |q_d k_d|, and a few u of what is added to it. An
 error δ of the scores is one of exp(2δ) - 1 of a weight, and one of δ of the log-sum-exp. A sum of n
-weights times values has n roundings; weights below the normal numbers may be 0.
+weights times values has n roundings; weights below the normal numbers may be 0. For 16-bit dtypes a
+matrix unit multiplies weights of 16 binary digits, and numbers below the normal ones may be 0.
 
 Where that says nothing, less is asked:
 
@@ -68,6 +69,10 @@ class Expected:
         raw = finite["q"] @ K.swapaxes(-1, -2)
         added = _magnitude_of_bias(problem)
         delta = u * (D + 8) * scale * raw + D * denormal * (scale + 1)
+        is_short = problem.dtype.itemsize == 2
+        if is_short:
+            sums = finite["q"].sum(-1)[..., None] + K.sum(-1)[..., None, :]
+            delta = delta + scale * tiny * (sums + D)
         if problem.softcap is not None:
             cap = problem.softcap
             delta = np.minimum(delta, 2 * cap) + 32 * u * cap + 4 * cap * denormal
@@ -99,6 +104,7 @@ class Expected:
         self.largest = _largest_seen(V, seen)
         rounding = 4 * n * n * denormal + n * tiny * self.largest
         relative = np.expm1(2 * np.where(self.is_noise, NOISE, noise))[..., None] + u * (n + 32)
+        relative, rounding = relative + is_short * 2.0**-16, rounding + is_short * 2 * tiny
         out = ml_dtypes.finfo(problem.dtype)
         self.bound = relative * mean + rounding
         self.bound = self.bound + float(out.eps) * (abs(np.nan_to_num(O)) + self.bound)
