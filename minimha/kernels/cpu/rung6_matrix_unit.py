@@ -10,7 +10,8 @@ are transposed as in the other rungs, so that masks, options and softmax are the
 - A part may be 0 and a value infinite, and their product would be NaN. So a key of which a value is
   not finite is left out of the product and added by ``add_nonfinite``, wherever it is seen.
 
-Numbers below 2^-126 count as 0. Other dtypes, and CPUs without AMX, are left to rung 4.
+Numbers below 2^-126 count as that, weights as 0. Other dtypes, and CPUs without AMX, are left to
+rung 4.
 
 Measured: 2.0 × as fast as rung 4 in bfloat16, 1.4 × in float16, on one core (8 heads, 1024 tokens,
 width 64; 2.5 and 1.5 × at width 128; Intel Xeon with AMX, 2026-11-22).

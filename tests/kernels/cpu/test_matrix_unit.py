@@ -97,10 +97,11 @@ def test_all_16_bit_numbers_are_the_sum_of_their_parts(dtype):
     numbers = np.arange(2**16, dtype=np.uint16).view(dtype).reshape(-1, 64)
     to, is_nonfinite = packed(numbers, dtype is not np.float16)
     exact = numbers.astype(np.float32)
-    np.testing.assert_array_equal(floats(to).astype(np.float32), exact)
+    np.testing.assert_allclose(floats(to).astype(np.float32), exact, rtol=0, atol=2.0**-126)
     assert is_nonfinite
     some = to[:, exact != 0].view(ml_dtypes.bfloat16).astype(np.float32)
-    assert (some[:, ~np.isnan(some[0])] != 0).all()  # infinity times a part is no NaN
+    parts = abs(some[:, ~np.isnan(some[0])])
+    assert (parts >= 2.0**-126).all()  # so that infinity times a part is no NaN
 
 
 @needs_matrix_unit
@@ -179,6 +180,17 @@ def test_what_is_not_finite_acts_as_in_the_equations(given, poison, name, dtype)
         exact, _ = run("dense", *wide(q, k, v), **given)
     O, _ = rung6_matrix_unit.forward(Problem.of(q, k, v, **given))
     np.testing.assert_allclose(O, exact, rtol=0, atol=1e-4)
+
+
+def test_infinity_times_a_number_below_the_normal_ones_is_infinity():
+    q, k = (
+        np.full((1, 1, 9, 8), 1e-40, ml_dtypes.bfloat16),
+        np.ones((1, 1, 2, 8), ml_dtypes.bfloat16),
+    )
+    k[..., 1, :] = -inf
+    O, L = rung6_matrix_unit.forward(Problem.of(q, k, np.full_like(k, 3)))
+    np.testing.assert_array_equal(O, 3)
+    np.testing.assert_allclose(L, 0, atol=1e-6)  # of the first key alone, whose score is 0
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, np.float32])

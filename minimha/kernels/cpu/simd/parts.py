@@ -3,6 +3,9 @@
 The first part is the upper half of a number as float32, 8 of its 24 digits, and the second part is
 what that leaves. bfloat16 has one part and float16 two, which are exact; of weights, which are
 float32, two parts keep 16 digits.
+
+A matrix unit takes a number below the normal ones for 0, and infinity times it would be NaN. So no
+part of a number is 0 but of 0: the smallest normal number, 2^-126, stands for what is smaller.
 """
 
 from __future__ import annotations
@@ -31,12 +34,16 @@ def _upper(builder, x):
     return builder.trunc(words, HALVES)
 
 
-def _parts_of_float16(builder, bits):
-    """Both parts, as bits.
+def _part_of_bfloat16(builder, bits):
+    """The only part, as bits."""
+    size = builder.and_(bits, _all(HALVES, 0x7FFF))
+    is_below = builder.icmp_unsigned("<", builder.sub(size, _all(HALVES, 1)), _all(HALVES, 0x7F))
+    normal = builder.or_(builder.and_(bits, _all(HALVES, 0x8000)), _all(HALVES, 0x0080))
+    return builder.select(is_below, normal, bits)
 
-    No part of a number is 0 but of 0, so that infinity times it is infinity: where nothing is left
-    the second part is the smallest normal number, too small to change a sum.
-    """
+
+def _parts_of_float16(builder, bits):
+    """Both parts, as bits."""
     x = builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), WIDTH)), FLOATS)
     words = builder.bitcast(x, WORDS)
     first = builder.and_(words, _all(WORDS, 0xFFFF0000))
@@ -73,7 +80,10 @@ def _packer(is_bfloat16):
 
             def body(k, found):
                 bits = builder.load(at(X, k), align=2)
-                parts = [bits] if is_bfloat16 else _parts_of_float16(builder, bits)
+                if is_bfloat16:
+                    parts = [_part_of_bfloat16(builder, bits)]
+                else:
+                    parts = _parts_of_float16(builder, bits)
                 for number, values in enumerate(parts):
                     offset = builder.add(k, builder.mul(part, INT(number)))
                     builder.store(values, at(to, offset), align=2)
