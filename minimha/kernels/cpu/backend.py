@@ -36,8 +36,7 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 
     float32 and float64 are read in place if their last axis is contiguous; so are float16 and
     bfloat16, which go into the CPU's matrix unit if there is one and are widened to float32 one
-    block at a time if not. The first call for a dtype compiles
-    for some seconds, once per machine.
+    block at a time if not. The first call for a dtype compiles for some seconds, once per machine.
     """
     return plan(problem)(problem)
 
