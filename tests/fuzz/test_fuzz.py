@@ -20,6 +20,8 @@ from fuzz.smaller import reduced
 
 SEED = 0 if os.environ.get("CI") else secrets.randbelow(2**32)
 PROBLEMS = 500
+# "cpu" takes rung 6 for all that it does not leave to rung 4.
+TESTED = [name for name in RUN_ON if name != "cpu.rung6_matrix_unit"]
 
 guarded = pytest.mark.skipif(sys.platform != "linux", reason="mprotect is called as on Linux")
 
@@ -27,10 +29,10 @@ guarded = pytest.mark.skipif(sys.platform != "linux", reason="mprotect is called
 @pytest.fixture(scope="module")
 def found():
     """Failures of all backends: the reference is computed once for all of them."""
-    return list(failures(RUN_ON, SEED, range(PROBLEMS)))
+    return list(failures(TESTED, SEED, range(PROBLEMS)))
 
 
-@pytest.mark.parametrize("backend", RUN_ON)
+@pytest.mark.parametrize("backend", TESTED)
 def test_random_problems(backend, found):
     reports = [failure.report(SEED) for failure in found if failure.backend == backend]
     assert not reports, "\n".join([f"{len(reports)} of {PROBLEMS} fail, among them", *reports[:3]])
