@@ -128,7 +128,7 @@ def _called(
     """What the function returns, broadcast to the shape of the scores."""
     try:
         returned = function(*arguments)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, DeprecationWarning):  # of math, for arrays of one number
         result = _number_by_number(name, function, arguments)
     else:
         result = rectangular(f"what {name_of(name)} returned", returned)
