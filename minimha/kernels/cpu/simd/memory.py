@@ -41,32 +41,26 @@ def matrix(typing, X, offset, rows, columns):
     return signature, generate
 
 
-@intrinsic
-def bits_of(typing, X):
-    """The memory of X as unsigned integers of its items' size."""
-    signature = types.Array(types.Integer.from_bitwidth(X.dtype.bitwidth, False), 1, "C")(X)
+def _integers(type_of):
+    """Primitive: the memory of X as integers of the type ``type_of(X)``."""
 
-    def generate(context, builder, signature, arguments):
-        line = signature.return_type
-        pointer = pointer_to(context, builder, signature.args[0], arguments[0], INT(0))
-        item = context.get_data_type(line.dtype).as_pointer()
-        return _view(context, builder, line, builder.bitcast(pointer, item), [UNKNOWN])
+    @intrinsic
+    def integers(typing, X):
+        signature = types.Array(type_of(X), 1, "C")(X)
 
-    return signature, generate
+        def generate(context, builder, signature, arguments):
+            line = signature.return_type
+            pointer = pointer_to(context, builder, signature.args[0], arguments[0], INT(0))
+            item = context.get_data_type(line.dtype).as_pointer()
+            return _view(context, builder, line, builder.bitcast(pointer, item), [UNKNOWN])
+
+        return signature, generate
+
+    return integers
 
 
-@intrinsic
-def halves_of(typing, X):
-    """The memory of X as 16-bit integers."""
-    signature = types.Array(types.uint16, 1, "C")(X)
-
-    def generate(context, builder, signature, arguments):
-        line = signature.return_type
-        pointer = pointer_to(context, builder, signature.args[0], arguments[0], INT(0))
-        item = context.get_data_type(line.dtype).as_pointer()
-        return _view(context, builder, line, builder.bitcast(pointer, item), [UNKNOWN])
-
-    return signature, generate
+bits_of = _integers(lambda X: types.Integer.from_bitwidth(X.dtype.bitwidth, False))
+halves_of = _integers(lambda X: types.uint16)
 
 
 def _view(context, builder, kind, pointer, shape):
