@@ -76,18 +76,22 @@ def forward(
 
 def plan(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Plan:
     """How problems like this one are computed; the parameters are those of ``forward``."""
-    (_, H, _, D), Dv = problem.q.shape, problem.v.shape[3]
-    itemsize = problem.compute.itemsize
-    all_panels = H * int(num_panels(problem.num_queries, itemsize).sum())
-    workers = get_num_threads() if problem.num_pairs * (D + Dv) >= WORTH_SHARING else 1
-    if panels is None:
-        panels = min(PANELS, max(1, all_panels // (TASKS_PER_THREAD * workers)))
-    B_c = whole_tiles(B_c)
+    D, Dv, itemsize = problem.q.shape[3], problem.v.shape[3], problem.compute.itemsize
+    most, workers = shared_out(problem, PANELS, TASKS_PER_THREAD)
+    panels, B_c = panels or most, whole_tiles(B_c)
     lengths = buffer_lengths(itemsize, D, Dv, B_c, panels)
     is_widened = problem.dtype.itemsize < itemsize
     lengths |= {"wide_Q": panel_width(itemsize) * D, "wide_K": B_c * D, "wide_V": B_c * Dv}
     lengths |= {name: lengths[name] * is_widened for name in WIDENED}
     return KERNEL.plan(problem, panels, B_c, workers=workers, lengths=lengths)
+
+
+def shared_out(problem: Problem, panels: int, tasks: int) -> tuple[int, int]:
+    """Panels of a task, at most ``panels``, so that threads get ``tasks`` each; and threads."""
+    (_, H, _, D), Dv = problem.q.shape, problem.v.shape[3]
+    all_panels = H * int(num_panels(problem.num_queries, problem.compute.itemsize).sum())
+    workers = get_num_threads() if problem.num_pairs * (D + Dv) >= WORTH_SHARING else 1
+    return min(panels, max(1, all_panels // (tasks * workers))), workers
 
 
 def task_loop(load_queries, visit_keys):

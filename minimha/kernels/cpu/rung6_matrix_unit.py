@@ -34,11 +34,10 @@ from minimha.kernels.cpu.panel import (
     PANEL_BUFFERS,
     begin_panel,
     buffer_lengths,
-    num_panels,
     see_tile,
     weigh,
 )
-from minimha.kernels.cpu.rung4_parallel import WORTH_SHARING, key_loop, task_loop
+from minimha.kernels.cpu.rung4_parallel import key_loop, shared_out, task_loop
 from minimha.kernels.cpu.simd.matrix_unit import (
     DEPTH,
     TILE,
@@ -54,7 +53,7 @@ from minimha.kernels.cpu.simd.softmax import scale_lanes
 from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import panel_width
 from minimha.kernels.cpu.storage import Rows, float_rows, rows_at, rows_from
-from minimha.kernels.cpu.threads import TASKS_PER_THREAD, get_num_threads
+from minimha.kernels.cpu.threads import TASKS_PER_THREAD
 
 PANELS = 16  # of a task, at most: more than in rung 4, because keys are packed for each task
 B_C = 128
@@ -94,12 +93,9 @@ def plan(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Plan
     """How problems like this one are computed; the parameters are those of ``forward``."""
     if not is_made_for(problem.dtype):
         return rung4_parallel.plan(problem, panels=panels, B_c=B_c)
-    (_, H, _, D), Dv = problem.q.shape, problem.v.shape[3]
-    itemsize = problem.compute.itemsize
-    all_panels = H * int(num_panels(problem.num_queries, itemsize).sum())
-    workers = get_num_threads() if problem.num_pairs * (D + Dv) >= WORTH_SHARING else 1
-    if panels is None:
-        panels = min(PANELS, max(1, all_panels // (TASKS_PER_THREAD * workers)))
+    D, Dv, itemsize = problem.q.shape[3], problem.v.shape[3], problem.compute.itemsize
+    most, workers = shared_out(problem, PANELS, TASKS_PER_THREAD)
+    panels = panels or most
     B_c, lanes = whole(B_c, DEPTH), panel_width(itemsize)
     row_of_Q, row_of_V, rows_of_O = whole(D, DEPTH), whole(Dv, WIDTH), whole(Dv, TILE)
     items = {  # 16-bit numbers of one part
