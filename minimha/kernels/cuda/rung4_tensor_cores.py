@@ -172,10 +172,11 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         unit = o.scale if is_plain else np.float32(1)  # the scale that m_i still lacks
         factor = np.float32(softmax.LOG2_E) * unit
         remaining = j_stop - j_start
+        K_at, V_at = first(t, k, b, kv, j_start), first(t, v, b, kv, j_start)
         if remaining > 0:
             prefetch(t, Q_i, first(t, q, b, h, i_start), 2 * q.row, B_r, o.Lq - i_start)  # line 4
-            prefetch(t, K, first(t, k, b, kv, j_start), 2 * k.row, B_c, remaining)  # line 7
-            prefetch(t, V, first(t, v, b, kv, j_start), 2 * v.row, B_c, remaining)
+            prefetch(t, K, K_at, 2 * k.row, B_c, remaining)  # line 7
+            prefetch(t, V, V_at, 2 * v.row, B_c, remaining)
             ptx.cp_async_commit_group()
         now, has_marks = 0, False
         for j in range(j_start, j_stop, step):  # line 6
@@ -187,11 +188,11 @@ def kernel(made_for: Variant) -> Callable[..., None]:
             # From here on all threads see K_j and V_j, and none reads the other two any more.
             cuda.syncthreads()
             if j_next < j_stop:
-                # Addresses anew for each tile, not registers that two of them would keep.
+                # Places anew for each tile, not registers that two of them would keep.
                 t_now = ptx.optimization_barrier(t)
-                K_at = first(t_now, k, b, kv, j_next)
+                K_at += 2 * B_c * k.row
                 prefetch(t_now, K + now, K_at, 2 * k.row, B_c, j_stop - j_next)
-                V_at = first(t_now, v, b, kv, j_next)
+                V_at += 2 * B_c * v.row
                 prefetch(t_now, V + now, V_at, 2 * v.row, B_c, j_stop - j_next)
             ptx.cp_async_commit_group()
             if is_partial:

@@ -148,13 +148,28 @@ def is_copied(tiles: MmaTiles) -> Any:
     return is_copied
 
 
-def first_chunk(tiles: MmaTiles) -> Any:
-    """first_chunk(t, X, b, h, i): address of thread t's first chunk of the rows of X from i on."""
+def row_and_chunk(tiles: MmaTiles) -> Any:
+    """row_and_chunk(t): of a tile's rows the first of which thread t copies a chunk, and which.
+
+    Without a sign, so that a shift and a bit mask do it where the chunks are a power of 2.
+    """
     chunks = tiles.chunks
 
     @device
+    def row_and_chunk(t):
+        return int32(uint32(t) // uint32(chunks)), int32(uint32(t) % uint32(chunks))
+
+    return row_and_chunk
+
+
+def first_chunk(tiles: MmaTiles) -> Any:
+    """first_chunk(t, X, b, h, i): address of thread t's first chunk of the rows of X from i on."""
+    own = row_and_chunk(tiles)
+
+    @device
     def first_chunk(t, X, b, h, i):
-        return row_address(X, b, h, i + t // chunks, 2) + 16 * (t % chunks)
+        row, chunk = own(t)
+        return row_address(X, b, h, i + row, 2) + 16 * chunk
 
     return first_chunk
 
@@ -165,13 +180,12 @@ def prefetch_tile(tiles: MmaTiles) -> Any:
     ``X`` is thread t's ``first_chunk``. Of the ``rows`` rows those beyond ``present`` become 0.
     """
     chunks, at_once, tile_row = tiles.chunks, tiles.rows_at_once, tiles.row_bytes
-    copies = is_copied(tiles)
+    copies, own = is_copied(tiles), row_and_chunk(tiles)
     is_regular = at_once % 8 == 0  # then a thread's chunks are swizzled alike
 
     @device
     def prefetch(t, to, X, row_bytes, rows, present):
-        t = uint32(t)
-        first, chunk = int32(t // uint32(chunks)), int32(t % uint32(chunks))
+        first, chunk = own(t)
         place, left = uint32(to + offset_in_tile(first, chunk, chunks)), int32(present - first)
         for r in range(-(-rows // at_once)):
             further = int32(r * at_once)

@@ -81,11 +81,12 @@ def has_nonfinite_tile(tiles: MmaTiles) -> Any:
     """has_nonfinite(t, V_j): not 0 if thread t copied a value that is NaN or infinite."""
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
     copies, nonfinite = fragments.is_copied(tiles), nonfinite_in(tiles.dtype)
+    own = fragments.row_and_chunk(tiles)
 
     @device
     def has_nonfinite(t, V_j):
         found = uint32(0)
-        first, chunk = t // chunks, t % chunks
+        first, chunk = own(t)
         for r in range(-(-B_c // at_once)):
             row = first + r * at_once
             if copies(t, row, B_c):
@@ -100,10 +101,11 @@ def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
     """zero_nonfinite(t, V_j): 0 in place of what is not finite among the values thread t copied."""
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
     copies, zeroed = fragments.is_copied(tiles), zero_nonfinite_in(tiles.dtype)
+    own = fragments.row_and_chunk(tiles)
 
     @device
     def zero_nonfinite(t, V_j):
-        first, chunk = t // chunks, t % chunks
+        first, chunk = own(t)
         for r in range(-(-B_c // at_once)):
             row = first + r * at_once
             if copies(t, row, B_c):

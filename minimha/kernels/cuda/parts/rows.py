@@ -27,10 +27,13 @@ def block_of(B_r: int) -> Any:
     @device
     def block(o):
         row_blocks, number = uint32((o.Lq + B_r - 1) // B_r), uint32(cuda.blockIdx.x)
-        i_start = int32(row_blocks - 1 - number % row_blocks) * B_r
-        head = uint32(number // row_blocks)
-        h, b = int32(head % uint32(o.H)), int32(head // uint32(o.H))
-        return i_start, h, b, int32(uint32(h) // uint32(uint32(o.H) // uint32(o.Hkv)))
+        # Not //, which branches where it may divide by 0: what comes out of a branch is kept by
+        # each thread, and what comes before one, such as these numbers, by the warp.
+        head = ptx.div_u32(number, row_blocks)
+        b = ptx.div_u32(head, o.H)
+        h = int32(head - b * uint32(o.H))
+        i_start = int32((row_blocks - 1 - (number - head * row_blocks)) * B_r)
+        return i_start, h, int32(b), int32(ptx.div_u32(h, ptx.div_u32(o.H, o.Hkv)))
 
     return block
 

@@ -14,7 +14,7 @@ from numba import int32, uint32, uint64
 
 from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device
-from minimha.kernels.cuda.parts.fragments import FORMATS, MmaTiles, is_copied
+from minimha.kernels.cuda.parts.fragments import FORMATS, MmaTiles, is_copied, row_and_chunk
 from minimha.kernels.cuda.parts.nonfinite import nonfinite_in, zero_nonfinite_in
 
 ROWS = 64  # of a warpgroup
@@ -49,12 +49,12 @@ def chunk_of(tiles: MmaTiles) -> Any:
     If a power of 2 of rows is copied at once, no bit is set in both the first row's number and in
     what is added to it, so that each address is the first one moved by constants.
     """
-    chunks, at_once = tiles.chunks, tiles.rows_at_once
+    at_once, own = tiles.rows_at_once, row_and_chunk(tiles)
     is_regular = at_once & (at_once - 1) == 0
 
     @device
     def chunk_of(at, t, r, rows):
-        first, chunk = int32(uint32(t) // uint32(chunks)), int32(uint32(t) % uint32(chunks))
+        first, chunk = own(t)
         below = int32(r * at_once)
         if is_regular:
             place = uint32(at + offset_in_tile(first, chunk, rows))
@@ -69,12 +69,12 @@ def fetch_tile(tiles: MmaTiles) -> Any:
 
     As ``fragments.prefetch_tile``, to where ``wgmma`` expects them.
     """
-    chunks, at_once = tiles.chunks, tiles.rows_at_once
+    at_once, own = tiles.rows_at_once, row_and_chunk(tiles)
     chunk, copies = chunk_of(tiles), is_copied(tiles)
 
     @device
     def fetch(t, to, X, row_bytes, rows, present):
-        left = int32(present - t // chunks)
+        left = int32(present - own(t)[0])
         for r in range(-(-rows // at_once)):
             row, at = chunk(to, t, r, rows)
             if copies(t, row, rows):
