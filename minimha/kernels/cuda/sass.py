@@ -2,9 +2,10 @@
 
 What is counted is one whole tile: the body of the loop with the most products on the tensor cores,
 from its head to the branch back. A part that a branch can skip is left out if it selects (SEL,
-FSEL), since that is how a partial tile is masked; what else can be skipped, such as the copy of the
-next tile or the rescaling of O_i, counts. Where threads wait for an mbarrier, ptxas puts the loop
-that tries again at the end of the program; the branch from there back into the tile closes no loop.
+FSEL) and copies nothing, since that is how a partial tile is masked; what else can be skipped, such
+as the copy of the next tile or the rescaling of O_i, counts. Where threads wait for an mbarrier,
+ptxas puts the loop that tries again at the end of the program; the branch from there back into the
+tile closes no loop.
 
 References: NVIDIA, "CUDA Binary Utilities", section on nvdisasm.
 """
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 TENSOR_CORE = ("HMMA", "HGMMA")  # mma.sync, wgmma
 LOCAL = ("LDL", "STL")  # what spills load and store
+SELECT, COPY = {"SEL", "FSEL"}, {"LDGSTS"}
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*?);")
 LABEL = re.compile(r"(\.L_\w+):")
 
@@ -80,7 +82,7 @@ def whole_tile(instructions: list[Instruction]) -> list[str]:
         at += 1
         if target is not None and at < target <= last:
             skipped = {one.name for one in instructions[at:target]}
-            at = target if skipped & {"SEL", "FSEL"} else at
+            at = target if skipped & SELECT and not skipped & COPY else at
     return names
 
 

@@ -191,7 +191,7 @@ def test_only_partial_tiles_are_masked(Lk):
     assert_only_partial_tiles_are_masked(rung4_tensor_cores, Lk)
 
 
-MOST = {64: 5.3, 128: 4.5}  # machine instructions per product on the tensor cores, by width
+MOST = {64: 5.3, 128: 3.9}  # machine instructions per product on the tensor cores, by width
 
 
 def test_the_instructions_are_those_that_the_tiles_need():
@@ -206,11 +206,9 @@ def test_the_instructions_are_those_that_the_tiles_need():
         # Q_i, and K_j and V_j before and in the loop, 16 bytes per thread.
         assert found.cp_async == (128 + 4 * B_c) * W * 2 // 16 // 128
         assert found.local == 0
-        # O_i and S_ij of a width of 128 are 192 registers: what only partial tiles use is spilled,
-        # and on sm_80, where fewer instructions take uniform registers, l_i.
-        is_scarce = W == 128 and found.arch == "sm_80"
-        assert found.stack is None or found.stack <= (0 if W == 64 else 72 if is_scarce else 16)
-        assert found.tile_local is None or found.tile_local <= (8 if is_scarce else 0)
+        # O_i and S_ij of a width of 128 are 192 registers: what only partial tiles use is spilled.
+        assert found.stack is None or found.stack <= (0 if W == 64 else 16)
+        assert found.tile_local in (0, None)
         assert found.registers is None or found.registers <= 255
         assert found.per_product is None or found.per_product <= MOST[W]
     for program in ("ptxas", "nvdisasm"):

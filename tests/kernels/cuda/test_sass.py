@@ -9,6 +9,7 @@ LISTING = """
 .L_x_1:
         /*0010*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
         /*0020*/               @P0 BRA `(.L_x_2) ;
+        /*0028*/                   SEL R5, R13, R14, !P2 ;
         /*0030*/                   LDGSTS.E.BYPASS.128 [R5+0x80], desc[UR4][R8.64], !P3 ;
 .L_x_2:
         /*0040*/              @!P1 BRA `(.L_x_3) ;
@@ -37,10 +38,10 @@ LISTING = """
 def test_a_whole_tile_is_everything_but_what_masks():
     names = sass.whole_tile(sass.parse(LISTING))
     assert names == [
-        "BAR", "BRA", "LDGSTS", "BRA", "LDSM", "HMMA", "BRA", "BRA", "BRA", "FMUL", "LDL", "HMMA",
-        "BRA",
+        "BAR", "BRA", "SEL", "LDGSTS", "BRA", "LDSM", "HMMA", "BRA", "BRA", "BRA", "FMUL", "LDL",
+        "HMMA", "BRA",
     ]  # fmt: skip
-    assert sass.per_product(names) == 6.5
+    assert sass.per_product(names) == 7
 
 
 def test_without_tensor_cores_there_is_no_tile():
