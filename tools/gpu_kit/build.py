@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,22 +35,56 @@ def build(folder: Path, cc: tuple[int, int], sample: bool, is_for_standin: bool)
     from minimha.kernels.cuda import cubins
     from tools.gpu_kit.tape import Tape
 
+    asked: dict[str, Any] = {}
+
+    def ask(launch: Any, cc: tuple[int, int]) -> str:
+        file = cubins.file(launch, cc).file
+        asked.setdefault(file, launch)
+        return file
+
     disk.LOG.setLevel("ERROR")  # what is compiled is shown as progress
     (folder / "toolkit.txt").write_text(cubins.toolkit())
-    _record(folder, Tape(driver, lambda *kernel: _carry(*kernel, folder)), sample)
+    _record(folder, Tape(driver, ask), sample)
     driver.execute = lambda *launch: None
-    asked = [] if sample else _asked(cc)
-    for i, launch in enumerate(asked):
-        _carry(launch, cc, folder)
-        print(f"\r{i + 1} of {len(asked)} kernels", end="", file=sys.stderr)
+    for launch in () if sample else (*_of_bench(), *_of_tests()):
+        with suppress(cubins.NoFacts):  # a function that only its own process knows
+            ask(launch, cc)
+    _compile(list(asked.values()), cc, folder)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"\n{folder}: {size / 2**20:.1f} MiB; copy it, and run: sh run.sh probe check")
     if size > LIMIT:
         raise SystemExit(f"that is more than {LIMIT >> 20} MiB")
 
 
-def _carry(launch: Any, cc: tuple[int, int], folder: Path) -> str:
-    """Put a kernel's machine code into the kit, compiled now if it was not before; its file."""
+def _compile(launches: list[Any], cc: tuple[int, int], folder: Path) -> None:
+    """Put the kernels' machine code into the kit, compiled by as many processes as there are CPUs.
+
+    They are forked, since kernels are functions that have no name to find them by.
+    """
+    fork = multiprocessing.get_context("fork")
+    begun = fork.Value("i", 0)
+
+    def work() -> None:
+        while True:
+            with begun.get_lock():
+                i = begun.value
+                begun.value += 1
+            if i >= len(launches):
+                return
+            print(f"\r{i + 1} of {len(launches)} kernels", end="", file=sys.stderr)
+            _carry(launches[i], cc, folder)
+
+    workers = [fork.Process(target=work) for _ in os.sched_getaffinity(0)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise SystemExit("no kit can be built: a kernel could not be compiled, as said above")
+
+
+def _carry(launch: Any, cc: tuple[int, int], folder: Path) -> None:
+    """Put a kernel's machine code into the kit, compiled now if it was not before."""
     from minimha.kernels.cuda import cubins
 
     cubins.cubin(launch, cc)
@@ -57,7 +93,6 @@ def _carry(launch: Any, cc: tuple[int, int], folder: Path) -> str:
     if path is None:
         raise SystemExit("no kit can be built: no folder for compiled kernels can be written")
     shutil.copy(path, folder / "cubins" / "minimha" / kept.file)
-    return kept.file
 
 
 def _copy(folder: Path) -> None:
@@ -72,20 +107,6 @@ def _copy(folder: Path) -> None:
         shutil.copytree(ROOT / name, folder / "src" / name, ignore=dull)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder / "src" / name)
-
-
-def _asked(cc: tuple[int, int]) -> list[Any]:
-    """The kernels that the bench and the GPU tests ask for."""
-    from minimha.kernels.cuda import cubins
-
-    found = {}
-    print("\nrunning the GPU tests, for the kernels that they ask for", file=sys.stderr)
-    for launch in (*_of_bench(), *_of_tests()):
-        try:
-            found.setdefault(cubins.file(launch, cc).file, launch)
-        except cubins.NoFacts:  # a function that only its own process knows
-            continue
-    return list(found.values())
 
 
 def _of_bench() -> list[Any]:
@@ -109,6 +130,7 @@ def _of_tests() -> list[Any]:
     from minimha.kernels.cuda import driver as gpu
 
     asked: list[Any] = []
+    print("\nrunning the GPU tests, for the kernels that they ask for", file=sys.stderr)
 
     def noted(launch: Any, cc: tuple[int, int]) -> tuple[str, bytes]:
         asked.append(launch)

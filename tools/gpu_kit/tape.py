@@ -24,12 +24,12 @@ GRANULE = 256  # bytes: the stand-in leaves one free behind each block of memory
 class Tape:
     """Everything that was recorded; ``contents`` of memory by their digests.
 
-    ``carry`` puts the machine code of a launch's kernel into the kit and returns its file.
+    ``ask`` is told of each launch whose kernel must be in the kit, and returns the kernel's file.
     """
 
-    def __init__(self, standin: Any, carry: Callable[[Any, tuple[int, int]], str]) -> None:
+    def __init__(self, standin: Any, ask: Callable[[Any, tuple[int, int]], str]) -> None:
         self.contents: dict[str, np.ndarray] = {}
-        self._carry, self.cc = carry, gpu.current().cc
+        self._ask, self.cc = ask, gpu.current().cc
         self._standin, self._files = standin, {}
         self._events: list[dict[str, Any]] = []
         self._blocks: dict[int, int] = {}  # where each begins, and its number on the tape
@@ -47,8 +47,8 @@ class Tape:
         return {"blocks": self._sizes, "launches": self._events, "downloads": self._downloads}
 
     def _named(self, launch: Any, cc: tuple[int, int]) -> tuple[str, bytes]:
-        """Compile the kernel for the folder; to the stand-in it is a name and its parameters."""
-        file = self._carry(launch, cc)
+        """Ask for the kernel; to the stand-in it is a name and its parameters."""
+        file = self._ask(launch, cc)
         name = "kernel_" + file.removesuffix(".code").rpartition("-")[2]
         self._files[name] = file
         parameters = ", ".join(f".param .b64 p{i}" for i in range(_slots(launch.signature)))
