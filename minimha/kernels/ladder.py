@@ -71,7 +71,7 @@ CUDA_LADDER = {
     "cuda.rung4_tensor_cores": Rung(
         "mma.sync: 16-bit products on the tensor cores, loads that overlap with them",
         "float16 and bfloat16, heads up to 256 wide; GPUs from sm_80 on",
-        f"estimate: 310 to 350 {TFLOPS}, from 4.9 instructions per mma for heads 64 wide, 3.4 for "
+        f"estimate: 310 to 350 {TFLOPS}, from 5.2 instructions per mma for heads 64 wide, 3.8 for "
         f"128 (FlashAttention-2: 4.4 and 3.5); {NO_GPU}",
     ),
     "cuda.rung5_decode": Rung(
