@@ -20,10 +20,12 @@ def install():
     if missing:
         print(f"lacking here: {', '.join(missing)}; check.py needs none of them but NumPy")
         raise SystemExit(2)
-    os.environ["NUMBA_CACHE_DIR"] = str(HERE / "cubins")
+    os.environ["NUMBA_CACHE_DIR"] = str(HERE / "cubins")  # for further processes
     sys.path[:0] = [str(HERE / "src"), str(HERE / "src" / "tests")]
+    import numba
     import numpy as np
 
+    numba.config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"]  # numba may have been imported before
     if not hasattr(np, "row_stack"):  # numba-cuda 0.30.4 asks for what NumPy 2.5 dropped
         np.row_stack = np.vstack
     from minimha.kernels.cuda import cubins
