@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import numba
+from numba import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
@@ -74,6 +75,11 @@ class Part(CPUDispatcher):
         libraries = [library, *dict.fromkeys(library._linking_libraries)]
         self.targetctx.insert_user_function(library, result.fndesc, libraries)
         self.overloads[tuple(result.signature.args)] = result
+
+    def get_call_template(self, arguments: Any, keywords: Any) -> Any:
+        """One version for all integers: numba would compile one for each constant."""
+        keywords = {name: types.unliteral(kind) for name, kind in keywords.items()}
+        return super().get_call_template([types.unliteral(kind) for kind in arguments], keywords)
 
     def get_overload(self, arguments: Any) -> Any:
         """What a caller finds the function for these types by."""

@@ -40,6 +40,24 @@ def test_compiled_code_and_python_call_the_same_parts(number):
     assert plus_one(number) == number + 1
 
 
+@jit
+def sum_of(x, y):
+    return x + y
+
+
+@numba.njit
+def plus_all(x):
+    for y in range(3):
+        x = sum_of(x, y)
+    return sum_of(sum_of(sum_of(x, 4), y=True), 5)
+
+
+def test_constants_share_a_version_with_other_numbers_of_their_type():
+    assert plus_all(1) == 14
+    kinds = [(numba.int64, numba.int64), (numba.int64, numba.boolean)]
+    assert set(sum_of.overloads) == set(kinds)
+
+
 def test_python_calls_a_function_that_is_also_a_part_as_it_is():
     assert plus_three(2**70) == 2**70 + 3  # of Python's integers, which machine code has not
 
