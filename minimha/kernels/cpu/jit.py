@@ -18,7 +18,8 @@ from typing import Any
 import numba
 from numba import types
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
+from numba.core.compiler import Compiler, DefaultPassBuilder
+from numba.core.compiler_machinery import PassManager
 from numba.core.registry import CPUDispatcher
 
 # Without nnan and ninf: NaN and infinity are legal values here.
@@ -28,6 +29,14 @@ FASTMATH = {"nsz", "arcp", "contract", "afn", "reassoc"}
 # raising where nobody could catch it.
 OPTIONS = {"fastmath": FASTMATH, "nogil": True, "error_model": "numpy", "_nrt": False,
            "boundscheck": False}  # fmt: skip
+# Passes of numba that find nothing to do in kernels: no closures, no context managers, nothing that
+# numba inlines, no expressions of whole arrays, no branches on None or on types.
+UNNEEDED = {
+    "WithLifting", "InlineClosureLikes", "RewriteSemanticConstants", "DeadBranchPrune",
+    "RewriteDynamicRaises", "MakeFunctionToJitFunction", "InlineInlinables", "FindLiterallyCalls",
+    "LiteralUnroll", "LiteralPropagationSubPipelinePass", "NoPythonSupportedFeatureValidation",
+    "InlineOverloads", "NopythonRewrites", "DumpParforDiagnostics",
+}  # fmt: skip
 PART = OPTIONS | {"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
@@ -49,6 +58,13 @@ class WholeCompiler(Compiler):
     """numba's compiler for a function that is called by its address."""
 
     library = _WholeLibrary
+
+    def define_pipelines(self) -> list[PassManager]:
+        every = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        needed = PassManager("kernels")
+        needed.passes = [step for step in every.passes if step[0].__name__ not in UNNEEDED]
+        needed.finalize()
+        return [needed]
 
     def compile_extra(self, function: Callable[..., Any]) -> Any:
         state = self.state
