@@ -24,7 +24,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.core import cgutils
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import (
+    infer_getattr,
+    intrinsic,
+    lower_getattr_generic,
+    models,
+    register_model,
+)
 from numpy.typing import NDArray
 
 from minimha.kernels.cpu.simd.vector import INT
@@ -124,6 +132,136 @@ for _array in (np.empty(3), np.empty((4, 5), np.uint8)[1:, 2:]):
         raise ImportError("this Python does not keep the headers of NumPy's arrays as CPython does")
 
 
+class Line(types.Type):
+    """The line, in compiled code, which reads of it what it names: ``line.scale``.
+
+    Passed to a function it is two integers, not the hundred or more that it stands for, and every
+    one of them would be LLVM's to carry into each function and out of each block.
+
+    Parameters
+    ----------
+    storage : numba type
+        In which q, k and v are stored.
+    buffers : dict of str to Buffer
+        The rung's.
+    """
+
+    mangling_args = "Line", ()  # the name, which has all buffers, would be in that of each function
+
+    def __init__(self, storage: Any, buffers: dict[str, Buffer]) -> None:
+        self.buffers, self.slots = buffers, slots(buffers)
+        real = types.float64 if storage == types.float64 else types.float32
+        kinds = {REAL: real, DOUBLE: types.float64, BYTE: types.uint8}
+        counters = types.Array(types.int64, 1, "C")
+        fields = dict.fromkeys(("q", "k", "v"), types.Array(storage, 4, "A"))
+        fields |= dict.fromkeys(("bias", "O"), types.Array(real, 4, "A"))
+        fields |= {"mask": types.Array(types.boolean, 4, "A"), "L": types.Array(real, 3, "A")}
+        lines = ("q_offset", "kv_lengths", "first_keys", "ids", "block_columns")
+        fields |= dict.fromkeys(lines, types.Array(types.int64, 1, "C"))
+        fields |= dict.fromkeys(("queries", "pages"), types.Array(types.int64, 2, "C"))
+        fields |= dict.fromkeys(("slopes", "sinks"), types.Array(real, 1, "C"))
+        fields |= {"blocks": types.Array(types.uint8, 1, "C")}
+        fields |= {"first_blocks": types.Array(types.int64, 2, "A")}
+        fields |= {name: types.Array(kinds[x.kind], 1, "C") for name, x in buffers.items()}
+        numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, *[types.int64] * 5)
+        fields |= zip(NUMBERS, numbers, strict=True)
+        self.fields = fields | dict.fromkeys(("counters", "failed"), counters)
+        self.fields["sizes"] = types.UniTuple(types.int64, NUM_SIZES)
+        super().__init__(f"Line({storage}, {buffers})")
+
+
+@register_model(Line)
+class _LineModel(models.StructModel):
+    def __init__(self, manager: Any, kind: Line) -> None:
+        members = [("line", types.CPointer(types.int64)), ("worker", types.int64)]
+        super().__init__(manager, kind, members)
+
+
+@infer_getattr
+class _Fields(AttributeTemplate):
+    key = Line
+
+    def generic_resolve(self, kind: Line, name: str) -> Any:
+        return kind.fields.get(name)
+
+
+@lower_getattr_generic(Line)
+def _read_field(context: Any, builder: Any, kind: Line, value: Any, name: str) -> Any:
+    pair = cgutils.create_struct_proxy(kind)(context, builder, value)
+    return _Reader(context, builder, kind, pair.line, pair.worker).field(name)
+
+
+class _Reader:
+    """Generates the code that reads a line."""
+
+    def __init__(self, context: Any, builder: Any, kind: Line, line: Any, worker: Any) -> None:
+        self._context, self._builder, self._kind = context, builder, kind
+        self._line, self._worker = line, worker
+
+    def field(self, name: str) -> Any:
+        """An array, a number or the sizes."""
+        kind, slot = self._kind.fields[name], self._kind.slots
+        if name in NUMBERS:
+            return self._number(slot["numbers"] + NUMBERS.index(name), kind)
+        if name == "sizes":
+            sizes = [self._read(slot["sizes"] + n) for n in range(NUM_SIZES)]
+            return self._context.make_tuple(self._builder, kind, sizes)
+        if name in ("counters", "failed"):
+            first, length = (0, OWN) if name == "counters" else (FAILED, 1)
+            place = self._builder.gep(self._line, [INT(slot["counters"] + first)])
+            return self._array(kind, place, [INT(length)], [INT(8)])
+        first = slot[name] + 1
+        shape = [self._read(first + axis) for axis in range(kind.ndim)]
+        strides = [self._read(first + AXES + axis) for axis in range(kind.ndim)]
+        return self._array(kind, self._address(name), shape, strides)
+
+    def _load(self, pointer: Any) -> Any:
+        """What stays the same during a call, so that no store makes LLVM load it again."""
+        loaded = self._builder.load(pointer)
+        loaded.set_metadata("invariant.load", self._builder.module.add_metadata([]))
+        return loaded
+
+    def _read(self, n: int) -> Any:
+        return self._load(self._builder.gep(self._line, [INT(n)]))
+
+    def _number(self, n: int, kind: Any) -> Any:
+        if kind == types.float64:
+            return self._builder.bitcast(self._read(n), ir.DoubleType())
+        if kind == types.boolean:
+            return self._builder.icmp_signed("!=", self._read(n), INT(0))
+        return self._read(n)
+
+    def _brought(self, name: str) -> Any:
+        header = self._builder.add(self._read(BROUGHT.index(name)), INT(HEADER))
+        return self._load(self._builder.inttoptr(header, INT.as_pointer()))
+
+    def _address(self, name: str) -> Any:
+        at, buffers, builder = self._kind.slots[name], self._kind.buffers, self._builder
+        if name in BROUGHT:
+            address = self._brought(name)
+        elif name not in buffers:
+            address = self._read(at)
+        else:
+            address = builder.add(self._brought("memory"), self._read(at))
+            if not buffers[name].is_shared:
+                own = builder.mul(self._worker, self._read(at + 2 + AXES))
+                address = builder.add(address, own)
+        return builder.inttoptr(address, INT.as_pointer())
+
+    def _array(self, kind: Any, pointer: Any, shape: Any, strides: Any) -> Any:
+        struct = self._context.make_array(kind)(self._context, self._builder)
+        item = self._context.get_data_type(kind.dtype)
+        self._context.populate_array(
+            struct,
+            data=self._builder.bitcast(pointer, item.as_pointer()),
+            shape=shape,
+            strides=strides,
+            itemsize=INT(self._context.get_abi_sizeof(item)),
+            meminfo=None,
+        )
+        return struct._getvalue()
+
+
 def unpacker(**buffers: Buffer) -> Any:
     """Primitive ``unpack(line, worker)``: the arguments of a rung that has these buffers.
 
@@ -132,95 +270,25 @@ def unpacker(**buffers: Buffer) -> Any:
     Returns
     -------
     tuple
-        q, k, v, mask, bias, o, O, L, the buffers and counters as a named tuple, the sizes.
+        q, k, v, mask, bias, o, O, L, memory and the sizes. ``o`` and ``memory`` are one ``Line``.
     """
-    memory, slot = namedtuple("Memory", [*buffers, "counters"]), slots(buffers)
 
     @intrinsic
     def unpack(typing, line, worker):
-        storage = line.dtype
-        real = types.float64 if storage == types.float64 else types.float32
-        kinds = {REAL: real, DOUBLE: types.float64, BYTE: types.uint8}
-        arrays = dict.fromkeys(("q", "k", "v"), types.Array(storage, 4, "A"))
-        arrays |= dict.fromkeys(("bias", "O"), types.Array(real, 4, "A"))
-        arrays |= {"mask": types.Array(types.boolean, 4, "A"), "L": types.Array(real, 3, "A")}
-        lines = ("q_offset", "kv_lengths", "first_keys", "ids", "block_columns")
-        arrays |= dict.fromkeys(lines, types.Array(types.int64, 1, "C"))
-        arrays |= dict.fromkeys(("queries", "pages"), types.Array(types.int64, 2, "C"))
-        arrays |= dict.fromkeys(("slopes", "sinks"), types.Array(real, 1, "C"))
-        arrays |= {"blocks": types.Array(types.uint8, 1, "C")}
-        arrays |= {"first_blocks": types.Array(types.int64, 2, "A")}
-        arrays |= {name: types.Array(kinds[x.kind], 1, "C") for name, x in buffers.items()}
-        counters = types.Array(types.int64, 1, "C")
-        numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, *[types.int64] * 5)
-        every = arrays | dict(zip(NUMBERS, numbers, strict=True)) | {"failed": counters}
-        tuples = {
-            "o": types.NamedTuple([every[name] for name in CPUOptions._fields], CPUOptions),
-            "memory": types.NamedTuple([*(every[name] for name in buffers), counters], memory),
-            "sizes": types.UniTuple(types.int64, NUM_SIZES),
-        }
+        kind = Line(line.dtype, buffers)
         order = ("q", "k", "v", "mask", "bias", "o", "O", "L", "memory", "sizes")
-        result = types.Tuple([(arrays | tuples)[name] for name in order])
+        kinds = [kind.fields.get(name, kind) for name in order]
 
         def generate(context, builder, signature, arguments):
-            line = builder.bitcast(arguments[0], INT.as_pointer())
+            pair = cgutils.create_struct_proxy(kind)(context, builder)
+            pair.line = builder.bitcast(arguments[0], INT.as_pointer())
+            pair.worker = arguments[1]
+            reader = _Reader(context, builder, kind, pair.line, pair.worker)
+            values = [
+                reader.field(name) if name in kind.fields else pair._getvalue() for name in order
+            ]
+            return context.make_tuple(builder, signature.return_type, values)
 
-            def read(n):
-                return builder.load(builder.gep(line, [INT(n)]))
-
-            def brought(name):
-                header = builder.add(read(BROUGHT.index(name)), INT(HEADER))
-                return builder.load(builder.inttoptr(header, INT.as_pointer()))
-
-            def pointer(name):
-                at = slot[name]
-                if name in BROUGHT:
-                    return brought(name)
-                if name not in buffers:
-                    return read(at)
-                start = builder.add(brought("memory"), read(at))
-                if buffers[name].is_shared:
-                    return start
-                return builder.add(start, builder.mul(arguments[1], read(at + 2 + AXES)))
-
-            def array(kind, pointer, shape, strides):
-                struct = context.make_array(kind)(context, builder)
-                item = context.get_data_type(kind.dtype)
-                context.populate_array(
-                    struct,
-                    data=builder.inttoptr(pointer, item.as_pointer()),
-                    shape=shape,
-                    strides=strides,
-                    itemsize=INT(context.get_abi_sizeof(item)),
-                    meminfo=None,
-                )
-                return struct._getvalue()
-
-            values = {}
-            for name, kind in arrays.items():
-                first = slot[name] + 1
-                shape = [read(first + axis) for axis in range(kind.ndim)]
-                strides = [read(first + AXES + axis) for axis in range(kind.ndim)]
-                values[name] = array(kind, pointer(name), shape, strides)
-            after = builder.ptrtoint(builder.gep(line, [INT(slot["counters"])]), INT)
-            shared = array(counters, after, [INT(OWN)], [INT(8)])
-            failed = builder.add(after, INT(8 * FAILED))
-            values["failed"] = array(counters, failed, [INT(1)], [INT(8)])
-            for n, (name, kind) in enumerate(zip(NUMBERS, numbers, strict=True)):
-                values[name] = read(slot["numbers"] + n)
-                if kind == types.float64:
-                    values[name] = builder.bitcast(values[name], ir.DoubleType())
-                elif kind == types.boolean:
-                    values[name] = builder.icmp_signed("!=", values[name], INT(0))
-            fields = {
-                "o": [values[name] for name in CPUOptions._fields],
-                "memory": [*(values[name] for name in buffers), shared],
-                "sizes": [read(slot["sizes"] + n) for n in range(NUM_SIZES)],
-            }
-            for name, kind in tuples.items():
-                values[name] = context.make_tuple(builder, kind, fields[name])
-            return context.make_tuple(builder, result, [values[name] for name in order])
-
-        return result(line, types.int64), generate
+        return types.Tuple(kinds)(line, types.int64), generate
 
     return unpack

@@ -13,7 +13,7 @@ o         ``CPUOptions``: everything that is small, the caller's functions, and 
           each sequence are: B above is that of the arrays, and a problem has ``len(o.queries)``
           sequences
 O, L      (B, H, Lq, Dv) and (B, H, Lq), written; float32 or float64, the compute dtype
-memory    the rung's buffers, a named tuple of 1-D arrays, most of them the thread's own; and
+memory    the rung's buffers, 1-D arrays, most of them the thread's own; and
           ``counters``, which all threads share
 sizes     two integers that are the rung's own, such as block sizes
 """
