@@ -38,7 +38,7 @@ def _compile(args: argparse.Namespace) -> None:
     if args.ptx or args.rung:
         raise ValueError("--compile compiles the kernels of a backend: give no --ptx and no --rung")
     dtypes = args.dtype or DTYPES[:1]
-    steps = None if args.backend == "cuda" else 4 * len(dtypes)
+    steps = None if args.backend == "cuda" else 2 * len(dtypes)
     with render.progress(sys.stderr, steps) as progress:
         kept = compile_ahead(dtypes, progress, backend=args.backend or "cpu")
     rows = [

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +24,7 @@ from minimha.kernels.ladder import FEW_QUERIES
 
 __all__ = ["CompilationFailed", "compile_ahead", "forward", "plan", "unsupported"]
 STORAGE = {"float32": "float32", "float64": "float64", "float16": "uint16", "bfloat16": "uint16"}
+Job = tuple[Kernel, np.dtype[Any]]  # to compile, for that dtype of storage
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -102,9 +103,9 @@ def is_stored(problem: Problem) -> bool:
 def compile_ahead(
     dtypes: Sequence[str], progress: Callable[[str], None] = lambda doing: None
 ) -> dict[str, Path | None]:
-    """Compile the kernels for ``dtypes``, each in a process of its own, as many as threads.
+    """Compile the kernels for ``dtypes``: shared out among this process and others, one a thread.
 
-    What cannot be stored on disk is compiled in this process. Returns the file of each kernel.
+    What those cannot store on disk is compiled in this process. Returns the file of each kernel.
     """
     wanted = [
         (module.KERNEL, np.dtype(storage))
@@ -112,31 +113,53 @@ def compile_ahead(
         for module in rungs(np.dtype(storage))
     ]
     missing = [(kernel, dtype) for kernel, dtype in wanted if not kernel.file(dtype).read()]
+    threads = get_num_threads()
+    own, *others = [missing[n::threads] for n in range(threads)]
 
-    def compile_one(job: tuple[Kernel, np.dtype[Any]]) -> None:
-        kernel, dtype = job
-        progress(kernel.name(dtype))
-        _run_elsewhere(
-            f"import numpy as np; from {kernel.function.__module__} import KERNEL; "
-            f"KERNEL.compile(np.dtype({dtype.name!r}))"
-        )
+    def compile_here(jobs: Sequence[Job]) -> None:
+        for kernel, dtype in jobs:
+            progress(kernel.name(dtype))
+            kernel.compile(dtype, is_ahead=True)
 
-    if len(missing) > 1 and sys.executable and get_num_threads() > 1:
-        with ThreadPoolExecutor(get_num_threads()) as executor:
-            compiled = executor.map(compile_one, missing)
-            executor.submit(_run_elsewhere, "from minimha.kernels.cpu.pool import pool; pool()")
-            list(compiled)
-    for kernel, dtype in wanted:
-        progress(kernel.name(dtype))
-        kernel.compile(dtype)
+    with _compiled_elsewhere([share for share in others if share]):
+        compile_here(own)
+    compile_here([job for job in wanted if job not in own])
     pool()  # what its threads run is compiled too
     return {kernel.name(dtype): kernel.file(dtype).path() for kernel, dtype in wanted}
 
 
-def _run_elsewhere(code: str) -> None:
-    """Run Python code in a process of its own; whoever needs what it compiles sees if it failed."""
+@contextmanager
+def _compiled_elsewhere(shares: Sequence[Sequence[Job]]) -> Iterator[None]:
+    """Compile each share in a process of its own meanwhile; who needs it sees if that failed."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    processes = []
+    try:
+        if sys.executable and not getattr(sys, "frozen", False):  # frozen: Python is not in it
+            for share in shares:
+                command = [sys.executable, "-c", _program(share)]
+                with suppress(OSError):  # no memory, or no more processes
+                    processes.append(
+                        Popen(
+                            command, env=environment, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL
+                        )
+                    )
+        yield
+        for process in processes:
+            process.wait()
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait()
+
+
+def _program(jobs: Sequence[Job]) -> str:
+    """Python code that compiles the kernels, and what the threads run."""
+    lines = [
+        f"from {kernel.function.__module__} import KERNEL\n"
+        f"KERNEL.compile(np.dtype({dtype.name!r}))\n"
+        for kernel, dtype in jobs
+    ]
+    return f"import numpy as np\n{''.join(lines)}from {pool.__module__} import pool\npool()"
 
 
 def rungs(dtype: np.dtype[Any]) -> tuple[ModuleType, ModuleType]:

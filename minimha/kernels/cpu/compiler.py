@@ -69,7 +69,7 @@ def compiled(
     file : File
         Where its machine code is kept.
     is_slow : bool, default False
-        Whether it takes seconds to compile, which is then logged.
+        Whether somebody waits for it, seconds long, which is then logged.
     """
     with _lock:
         found = _loaded(function, signature, file)

@@ -113,13 +113,13 @@ class Kernel:
             return problem.compute
         return np.dtype(np.uint16) if problem.dtype.itemsize == 2 else problem.dtype
 
-    def compile(self, storage: np.dtype[Any]) -> Compiled:
-        """The machine code for one dtype of storage."""
+    def compile(self, storage: np.dtype[Any], is_ahead: bool = False) -> Compiled:
+        """The machine code for one dtype of storage; ``is_ahead`` of what needs it."""
         if storage not in self.compiled:
             name = self.name(storage)
             try:
                 self.compiled[storage] = compiled(
-                    self.function, _signature(storage), self.file(storage), is_slow=True
+                    self.function, _signature(storage), self.file(storage), is_slow=not is_ahead
                 )
             except Exception as error:  # numba and LLVM raise what they like
                 summary = str(error).strip().splitlines() or [""]

@@ -16,7 +16,7 @@ import minimha
 from minimha.equations import dense
 from minimha.equations.problem import Problem
 from minimha.kernels import disk
-from minimha.kernels.cpu import rung1_rows
+from minimha.kernels.cpu import backend, rung1_rows
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.kernel import Kernel
 
@@ -239,6 +239,52 @@ def test_a_container_compiles_nothing_after_its_build(fresh):
     assert all(row["kept in"].startswith(str(fresh["cwd"])) for row in json.loads(built.stdout))
     used = python("-c", IN_A_CONTAINER)
     assert (used.returncode, used.stderr) == (0, "")
+
+
+@pytest.fixture
+def others(folder, monkeypatch):
+    """Processes that would compile the second kernel of two; they sleep instead."""
+    started = []
+
+    def start(command, **options):
+        sleeper = [sys.executable, "-c", "import time; time.sleep(300)"]
+        started.append(subprocess.Popen(sleeper, **options))
+        return started[-1]
+
+    monkeypatch.setattr(backend, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(backend, "Popen", start)
+    return started
+
+
+def test_an_interrupted_compilation_leaves_no_process_behind(others, monkeypatch):
+    def interrupted(kernel, storage, is_ahead):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Kernel, "compile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backend.compile_ahead(["float32"])
+    assert [process.poll() is None for process in others] == [False]
+
+
+@pytest.mark.parametrize("can_start", [True, False])
+def test_this_process_compiles_what_another_one_does_not(can_start, others, monkeypatch):
+    compiled, told = [], []
+
+    def compile_one(kernel, storage, is_ahead):
+        compiled.append(kernel.name(storage))
+        for process in others:
+            process.kill()
+
+    def fail(*arguments, **options):
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(Kernel, "compile", compile_one)
+    if not can_start:
+        monkeypatch.setattr(backend, "Popen", fail)
+    kept = backend.compile_ahead(["float32"], told.append)
+    assert compiled == told == ["tiles-float32", "decode-float32"]
+    assert kept == dict.fromkeys(compiled)
+    assert len(others) == can_start
 
 
 @pytest.mark.parametrize("dtypes", [["int8"], ["float32", "float128"]])
