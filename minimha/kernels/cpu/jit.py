@@ -46,6 +46,12 @@ class _WholeLibrary(JITCodeLibrary):
     def _optimize_functions(self, module: Any) -> None:
         pass
 
+    def _optimize_final_module(self) -> None:
+        """Once; numba does it twice, to remove reference counts in between: there are none."""
+        made = self._codegen._module_pass_manager()
+        manager, *builder = made if isinstance(made, tuple) else (made,)  # numba 0.60: alone
+        manager.run(self._final_module, *builder)
+
 
 class _PartLibrary(_WholeLibrary):
     """One function, neither optimized nor linked; its whole does that."""
