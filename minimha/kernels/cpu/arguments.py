@@ -133,10 +133,10 @@ for _array in (np.empty(3), np.empty((4, 5), np.uint8)[1:, 2:]):
 
 
 class Line(types.Type):
-    """The line, in compiled code, which reads of it what it names: ``line.scale``.
+    """The line and the number of the thread, from which code reads what it names: ``o.scale``.
 
-    Passed to a function it is two integers, not the hundred or more that it stands for, and every
-    one of them would be LLVM's to carry into each function and out of each block.
+    As arguments of a function these are two integers. Named tuples of what is read would be more
+    than a hundred, which numba and LLVM would have to carry through every function.
 
     Parameters
     ----------
@@ -146,7 +146,7 @@ class Line(types.Type):
         The rung's.
     """
 
-    mangling_args = "Line", ()  # the name, which has all buffers, would be in that of each function
+    mangling_args = "Line", ()  # instead of the name, which is long and part of each function's
 
     def __init__(self, storage: Any, buffers: dict[str, Buffer]) -> None:
         self.buffers, self.slots = buffers, slots(buffers)
@@ -216,7 +216,7 @@ class _Reader:
         return self._array(kind, self._address(name), shape, strides)
 
     def _load(self, pointer: Any) -> Any:
-        """What stays the same during a call, so that no store makes LLVM load it again."""
+        """Load what stays the same during a call: after a store LLVM need not load it again."""
         loaded = self._builder.load(pointer)
         loaded.set_metadata("invariant.load", self._builder.module.add_metadata([]))
         return loaded

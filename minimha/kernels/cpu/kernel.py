@@ -9,9 +9,9 @@ q, k, v   (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), read in place: any s
           last, which is one item. float32, float64, or 16-bit numbers as their bits (uint16).
 mask      (B, H, Lq, Lk) bool, any strides; of size 0 if there is none
 bias      (B, H, Lq, Lk), compute dtype, any strides; of size 0 if there is none
-o         ``CPUOptions``: everything that is small, the caller's functions, and where the rows of
-          each sequence are: B above is that of the arrays, and a problem has ``len(o.queries)``
-          sequences
+o         what is in ``CPUOptions``: everything that is small, the caller's functions, and where the
+          rows of each sequence are: B above is that of the arrays, and a problem has
+          ``len(o.queries)`` sequences
 O, L      (B, H, Lq, Dv) and (B, H, Lq), written; float32 or float64, the compute dtype
 memory    the rung's buffers, 1-D arrays, most of them the thread's own; and
           ``counters``, which all threads share
