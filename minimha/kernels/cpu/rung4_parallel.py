@@ -2,7 +2,8 @@
 
 - A task is up to four panels of one head. They process each block of keys one after another, so
   that K and V come from memory once for 192 queries. Threads fetch the tasks from an atomic
-  counter, one sequence after another and of each the longest first, until none is left.
+  counter, one head after another, whose K and V then stay in the L2 cache, and of each the longest
+  first, until none is left.
 - A panel visits only the keys that its queries can reach (``key_range``), and checks single scores
   only in partial tiles: with a causal mask those on the diagonal. Of a ``mask_mod`` it knows the
   blocks that are hidden or seen whole.
@@ -113,8 +114,8 @@ def task_loop(load_queries, visit_keys):
             task = fetch_add(t.counters, TASKS)
             if task >= len(o.queries) * groups * H:
                 return
-            b, h = task // (groups * H), task % H
-            group = groups - 1 - task // H % groups
+            b, h = task // (groups * H), task // groups % H
+            group = groups - 1 - task % groups
             entry, first_row, Lq = queries_of(o, b)
             first, last = group * panels, min((group + 1) * panels, num_panels(Lq, O.itemsize))
             if first >= last:  # a shorter sequence
