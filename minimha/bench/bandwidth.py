@@ -28,18 +28,18 @@ def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
     Returns
     -------
     ndarray of shape (threads, lanes)
-        The largest number that each lane of each thread read, up to the last full panel of lanes.
+        The largest number that each lane of each thread read, up to the last full vector.
     """
     from minimha.kernels.cpu.simd.softmax import lanes_max
     from minimha.kernels.cpu.simd.vector import VECTORS, panel_width
     from minimha.kernels.cpu.threads import get_num_threads
 
-    threads, width = get_num_threads(), panel_width(numbers.itemsize)
+    threads, width = get_num_threads(), panel_width(numbers.itemsize) // VECTORS
     rows, largest = numbers.size // width, np.empty((threads, width), numbers.dtype)
 
     def read_part(thread: int) -> None:
         first, last = thread * rows // threads, (thread + 1) * rows // threads
-        lanes_max(numbers, first * width, last - first, VECTORS, largest[thread])
+        lanes_max(numbers, first * width, last - first, 1, largest[thread])
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(read_part, range(threads)))

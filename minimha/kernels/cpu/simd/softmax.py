@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 from llvmlite import ir
 from numba import types
@@ -19,51 +20,68 @@ from minimha.kernels.cpu.simd.vector import (
     pointer_to,
 )
 
-PAIRED = 4  # rows of exponentials that are summed pair by pair
+TOGETHER = 8  # rows of a column whose maxima and exponentials do not wait for each other
 
 
-def _lanes_max(vectors):
-    @intrinsic
-    def maximum(typing, S, s, n, M):
-        signature = types.void(S, types.intp, types.intp, M)
+def _down_columns(builder, vector, S, rows, vectors, initial, fold, finish):
+    """finish(values, lane) of each column of vectors, after values = fold(pointers, values, lane).
 
-        def generate(context, builder, signature, arguments):
-            S, s, n, M = arguments
-            vector = Vector(signature.args[0].dtype)
-            S = pointer_to(context, builder, signature.args[0], S, s)
-            M = pointer_to(context, builder, signature.args[3], M, INT(0))
+    ``fold`` gets pointers to ``TOGETHER`` rows, and at the end to single ones; the values before
+    the first row are ``initial``, and ``lane`` is the first lane of the column.
+    """
+    lanes = builder.mul(vectors, INT(vector.width))
+    full = builder.and_(rows, INT(-TOGETHER))
 
-            def body(k, best):
-                row = builder.gep(S, [builder.mul(k, INT(vectors * vector.width))])
-                results = []
-                for u in range(vectors):
-                    x = vector.load(builder, row, u)
-                    larger = builder.fcmp_ordered(">", x, best[u])
-                    results.append(builder.select(larger, x, best[u]))
-                return results
+    def column(lane, _):
+        def some_rows(first, number):
+            def body(row, values):
+                start = builder.mul(builder.add(first, row), lanes)
+                pointers = [builder.gep(S, [builder.add(start, lane)])]
+                while len(pointers) < number:
+                    pointers.append(builder.gep(pointers[-1], [lanes]))
+                return fold(pointers, values, lane)
 
-            lowest = [vector.constant(-math.inf)] * vectors
-            for u, best in enumerate(loop(builder, n, 1, lowest, body)):
-                vector.store(builder, best, M, u)
-            return context.get_dummy_value()
+            return body
 
-        return signature, generate
+        values = loop(builder, full, TOGETHER, initial, some_rows(INT(0), TOGETHER))
+        values = loop(builder, builder.sub(rows, full), 1, values, some_rows(full, 1))
+        finish(values, lane)
+        return []
 
-    return maximum
+    loop(builder, lanes, vector.width, [], column)
 
 
-_max_3, _max_2, _max_1 = (_lanes_max(vectors) for vectors in (3, 2, 1))
+@intrinsic
+def _lanes_max(typing, S, s, n, vectors, M):
+    signature = types.void(S, types.intp, types.intp, types.intp, M)
+
+    def generate(context, builder, signature, arguments):
+        S, s, n, vectors, M = arguments
+        vector = Vector(signature.args[0].dtype)
+        S = pointer_to(context, builder, signature.args[0], S, s)
+        M = pointer_to(context, builder, signature.args[4], M, INT(0))
+
+        def larger(x, best):
+            return builder.select(builder.fcmp_ordered(">", x, best), x, best)
+
+        def fold(pointers, best, lane):
+            some = [larger(vector.load(builder, at), best[n]) for n, at in enumerate(pointers)]
+            return some + best[len(pointers) :]
+
+        def finish(best, lane):
+            vector.store(builder, reduce(larger, best), builder.gep(M, [lane]))
+
+        lowest = [vector.constant(-math.inf)] * TOGETHER
+        _down_columns(builder, vector, S, n, vectors, lowest, fold, finish)
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 @jit
 def lanes_max(S, s, n, vectors, M):
     """M[lane] = the largest of n rows S[s + row · lanes + lane]; NaN is ignored."""
-    if vectors == 3:
-        _max_3(S, s, n, M)
-    elif vectors == 2:
-        _max_2(S, s, n, M)
-    else:
-        _max_1(S, s, n, M)
+    _lanes_max(S, s, n, vectors, M)
 
 
 # Coefficients of 2^r for |r| <= 1/2, highest power first: for float32 a fit with a relative error
@@ -133,7 +151,7 @@ def _times_power_of_2(builder, vector, x, w):
     return builder.fmul(x, power)
 
 
-def _exp(builder, vector, x):
+def exp_of_vector(builder, vector, x):
     """exp(x) of a vector of numbers that are at most 0, or NaN.
 
     The result is exactly 0 where it would be no normal number, and for -inf.
@@ -199,56 +217,33 @@ def soft_cap(S, s, n, cap):
         S[x] = cap * math.tanh(S[x] / cap)
 
 
-def _lanes_exp(vectors):
-    @intrinsic
-    def exponential(typing, S, s, n, M, T):
-        signature = types.void(S, types.intp, types.intp, M, T)
+@intrinsic
+def _lanes_exp(typing, S, s, n, vectors, M, T):
+    signature = types.void(S, types.intp, types.intp, types.intp, M, T)
 
-        def generate(context, builder, signature, arguments):
-            S, s, n, M, T = arguments
-            _stay_apart(builder)
-            vector = Vector(signature.args[0].dtype)
-            S = pointer_to(context, builder, signature.args[0], S, s)
-            M = pointer_to(context, builder, signature.args[3], M, INT(0))
-            T = pointer_to(context, builder, signature.args[4], T, INT(0))
-            m = [vector.load(builder, M, u) for u in range(vectors)]
+    def generate(context, builder, signature, arguments):
+        S, s, n, vectors, M, T = arguments
+        _stay_apart(builder)
+        vector = Vector(signature.args[0].dtype)
+        S = pointer_to(context, builder, signature.args[0], S, s)
+        M = pointer_to(context, builder, signature.args[4], M, INT(0))
+        T = pointer_to(context, builder, signature.args[5], T, INT(0))
 
-            def exp_of(pointer, u):
-                difference = builder.fsub(vector.load(builder, pointer), m[u])
-                p = _exp(builder, vector, difference)
-                vector.store(builder, p, pointer)
-                return p
+        def fold(pointers, total, lane):
+            m, terms = vector.load(builder, builder.gep(M, [lane])), []
+            for at in pointers:
+                difference = builder.fsub(vector.load(builder, at), m)
+                terms.append(exp_of_vector(builder, vector, difference))
+                vector.store(builder, terms[-1], at)
+            return [builder.fadd(*total, pairwise_sum(builder, terms))]
 
-            def some_rows(first, rows):
-                """Exponentials of ``rows`` rows from ``first`` on, and their sums, pair by pair."""
+        def finish(total, lane):
+            vector.store(builder, *total, builder.gep(T, [lane]))
 
-                def body(k, sums):
-                    row = builder.mul(builder.add(first, k), INT(vectors * vector.width))
-                    results = []
-                    for u in range(vectors):
-                        terms = []
-                        for x in range(rows):
-                            offset = INT((x * vectors + u) * vector.width)
-                            terms.append(exp_of(builder.gep(S, [builder.add(row, offset)]), u))
-                        results.append(builder.fadd(sums[u], pairwise_sum(builder, terms)))
-                    return results
+        _down_columns(builder, vector, S, n, vectors, [vector.constant(0.0)], fold, finish)
+        return context.get_dummy_value()
 
-                return body
-
-            full = builder.and_(n, INT(-PAIRED))
-            sums = [vector.constant(0.0)] * vectors
-            sums = loop(builder, full, PAIRED, sums, some_rows(INT(0), PAIRED))
-            sums = loop(builder, builder.sub(n, full), 1, sums, some_rows(full, 1))
-            for u, total in enumerate(sums):
-                vector.store(builder, total, T, u)
-            return context.get_dummy_value()
-
-        return signature, generate
-
-    return exponential
-
-
-_exp_3, _exp_2, _exp_1 = (_lanes_exp(vectors) for vectors in (3, 2, 1))
+    return signature, generate
 
 
 @jit
@@ -257,12 +252,7 @@ def lanes_exp(S, s, n, vectors, M, T):
 
     S - M must be at most 0. A result too small for a normal number is 0, as it is for -inf.
     """
-    if vectors == 3:
-        _exp_3(S, s, n, M, T)
-    elif vectors == 2:
-        _exp_2(S, s, n, M, T)
-    else:
-        _exp_1(S, s, n, M, T)
+    _lanes_exp(S, s, n, vectors, M, T)
 
 
 @intrinsic
