@@ -99,7 +99,10 @@ POLYNOMIAL = {
     64: [math.log(2) ** n / math.factorial(n) for n in range(13, -1, -1)],
 }
 MANTISSA = {32: 23, 64: 52}
-SMALLEST = {32: -126.0, 64: -1022.0}
+# A number added to it is rounded to an integer, which is in the lowest bits of the sum.
+ROUNDER = {bits: 1.5 * 2.0**mantissa for bits, mantissa in MANTISSA.items()}
+# From here on e^x is a normal number, though x / ln(2) is rounded.
+SMALLEST = {32: -126 * math.log(2) * (1 - 2**-20), 64: -1022 * math.log(2) * (1 - 2**-49)}
 
 
 def _reduced(builder, vector, x):
@@ -110,10 +113,13 @@ def _reduced(builder, vector, x):
     change no sum of weights.
     """
     log2_e = vector.constant(1 / math.log(2))
-    y = builder.fmul(x, log2_e)
-    w = vector.call(builder, "rint", y)
+    if VECTOR_BITS > 128:  # multiply-adds are fused: rint would take two instructions more
+        rounder = vector.constant(ROUNDER[vector.bits])
+        w = builder.fsub(vector.fma(builder, x, log2_e, rounder), rounder)
+    else:
+        w = vector.call(builder, "rint", builder.fmul(x, log2_e))
     r = vector.fma(builder, x, log2_e, builder.fneg(w))
-    return w, r, builder.fcmp_ordered("<", y, vector.constant(SMALLEST[vector.bits]))
+    return w, r, builder.fcmp_ordered("<", x, vector.constant(SMALLEST[vector.bits]))
 
 
 def _polynomial(builder, vector, coefficients, r):
@@ -139,9 +145,8 @@ def _times_power_of_2(builder, vector, x, w):
         )
         return builder.call(function, [x, w, x, lanes, rounding])
     mantissa = MANTISSA[vector.bits]
-    # Adding 1.5 · 2^mantissa moves a small integer into the lowest bits, without a conversion,
-    # which would be undefined for NaN.
-    shifted = builder.fadd(w, vector.constant(1.5 * 2.0**mantissa))
+    # A conversion to integers would be undefined for NaN.
+    shifted = builder.fadd(w, vector.constant(ROUNDER[vector.bits]))
     exponent = builder.shl(
         builder.bitcast(shifted, vector.integers),
         ir.Constant(vector.integers, [mantissa] * vector.width),
