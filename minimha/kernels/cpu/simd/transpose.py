@@ -6,26 +6,50 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from minimha.kernels.cpu.jit import jit
-from minimha.kernels.cpu.simd.vector import INT, pointer_to
+from minimha.kernels.cpu.jit import jit, jit_too
+from minimha.kernels.cpu.simd.vector import INT, VECTOR_BITS, pointer_to
 
-BLOCK = 8  # rows and columns that are transposed in registers
+PIECE = 16  # bytes: shuffles within a piece are cheap, and loads put pieces anywhere in a vector
+TALLEST = 16  # rows of a block
 
 
-def _interleaved(builder, one, other):
-    """Two rows interleaved: one vector from their first halves, one from their second halves."""
-    for start in (0, BLOCK // 2):
-        picks = [source + start + x for x in range(BLOCK // 2) for source in (0, BLOCK)]
-        pick = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK), picks)
+@jit_too
+def block_shape(itemsize):
+    """Rows and columns that are transposed in registers: those of a vector and of a piece."""
+    return min(TALLEST, VECTOR_BITS // (8 * itemsize)), PIECE // itemsize
+
+
+def _interleaved(builder, one, other, columns):
+    """Two vectors interleaved piece by piece: the first halves of pieces, then the second ones."""
+    number = one.type.count
+    for half in range(0, columns, columns // 2):
+        picks = [
+            source + piece + half + x
+            for piece in range(0, number, columns)
+            for x in range(columns // 2)
+            for source in (0, number)
+        ]
+        pick = ir.Constant(ir.VectorType(ir.IntType(32), number), picks)
         yield builder.shuffle_vector(one, other, pick)
+
+
+def _joined(builder, pieces):
+    """One vector of several."""
+    while len(pieces) > 1:
+        number = 2 * pieces[0].type.count
+        pick = ir.Constant(ir.VectorType(ir.IntType(32), number), list(range(number)))
+        pairs = zip(pieces[::2], pieces[1::2], strict=True)
+        pieces = [builder.shuffle_vector(*pair, pick) for pair in pairs]
+    return pieces[0]
 
 
 @intrinsic
 def _transpose_block(typing, X, x, x_row, Y, y, y_row):
-    """``transpose`` of BLOCK rows and columns.
+    """``transpose`` of one block.
 
-    Row i is interleaved with row i + BLOCK / 2, log2(BLOCK) times: each time halves the distance
-    between two items of one column, in the end to 1.
+    Vector i has the pieces of rows i, i + columns, i + 2 · columns, … It is interleaved with vector
+    i + columns / 2, log2(columns) times: each time halves the distance between two items of one
+    column, in the end to 1.
     """
     index = types.intp
     signature = types.void(X, index, index, Y, index, index)
@@ -34,23 +58,21 @@ def _transpose_block(typing, X, x, x_row, Y, y, y_row):
         X, x, x_row, Y, y, y_row = arguments
         item = context.get_data_type(signature.args[0].dtype)
         itemsize = context.get_abi_sizeof(item)
-        row_type = ir.VectorType(item, BLOCK).as_pointer()
+        rows, columns = block_shape(itemsize)
         X = pointer_to(context, builder, signature.args[0], X, x)
         Y = pointer_to(context, builder, signature.args[3], Y, y)
 
-        def row_of(pointer, stride, r):
+        def row_of(pointer, stride, r, length):
             start = builder.gep(pointer, [builder.mul(INT(r), stride)])
-            return builder.bitcast(start, row_type)
+            return builder.bitcast(start, ir.VectorType(item, length).as_pointer())
 
-        rows = [builder.load(row_of(X, x_row, r)) for r in range(BLOCK)]
-        for row in rows:
-            row.align = itemsize
-        for _ in range(BLOCK.bit_length() - 1):
-            pairs = zip(rows[: BLOCK // 2], rows[BLOCK // 2 :], strict=True)
-            rows = [both for pair in pairs for both in _interleaved(builder, *pair)]
-        for r, row in enumerate(rows):
-            stored = builder.store(row, row_of(Y, y_row, r))
-            stored.align = itemsize
+        pieces = [builder.load(row_of(X, x_row, r, columns), align=itemsize) for r in range(rows)]
+        vectors = [_joined(builder, pieces[n::columns]) for n in range(columns)]
+        for _ in range(columns.bit_length() - 1):
+            pairs = zip(vectors[: columns // 2], vectors[columns // 2 :], strict=True)
+            vectors = [both for pair in pairs for both in _interleaved(builder, *pair, columns)]
+        for c, vector in enumerate(vectors):
+            builder.store(vector, row_of(Y, y_row, c, rows), align=itemsize)
         return context.get_dummy_value()
 
     return signature, generate
@@ -59,10 +81,14 @@ def _transpose_block(typing, X, x, x_row, Y, y, y_row):
 @jit
 def transpose(X, x, x_row, Y, y, y_row, rows, columns):
     """Y[y + c · y_row + r] = X[x + r · x_row + c] for ``rows`` r, ``columns`` c; flat arrays."""
-    full_rows, full_columns = rows // BLOCK * BLOCK, columns // BLOCK * BLOCK
-    for r in range(0, full_rows, BLOCK):
-        for c in range(0, full_columns, BLOCK):
+    tall, wide = block_shape(X.itemsize)
+    full_rows, full_columns = rows // tall * tall, columns // wide * wide
+    for r in range(0, full_rows, tall):
+        for c in range(0, full_columns, wide):
             _transpose_block(X, x + r * x_row + c, x_row, Y, y + c * y_row + r, y_row)
-    for r in range(rows):
-        for c in range(full_columns if r < full_rows else 0, columns):
+    for c in range(full_columns, columns):
+        for r in range(full_rows):
+            Y[y + c * y_row + r] = X[x + r * x_row + c]
+    for r in range(full_rows, rows):
+        for c in range(columns):
             Y[y + c * y_row + r] = X[x + r * x_row + c]
