@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+import threading
 
 WAIT = 60  # seconds
 
-_held: list[Any] = []
+_held = threading.local()  # the lock of a thread that forks: others may fork at the same time
 
 
 def _hold() -> None:
+    _held.locks = []
     module = sys.modules.get("numba.core.compiler_lock")
     lock = getattr(getattr(module, "global_compiler_lock", None), "_lock", None)
     if lock is not None and lock.acquire(timeout=WAIT):
-        _held.append(lock)
+        _held.locks.append(lock)
 
 
 def _release() -> None:
-    while _held:
-        _held.pop().release()
+    while _held.locks:
+        _held.locks.pop().release()
 
 
 if hasattr(os, "register_at_fork"):

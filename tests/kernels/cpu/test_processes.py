@@ -6,10 +6,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
+
+from minimha.kernels import forks
 
 LIMIT = 240  # seconds; a cold machine compiles first
 COMMON = """
@@ -136,6 +140,39 @@ def test_a_fork_while_another_thread_compiles(tmp_path):
         """,
         env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
     )
+
+
+def test_two_threads_that_fork_at_once_release_their_own_locks(monkeypatch):
+    class Slow:
+        """A lock of which another thread has time to take hold before ``release`` returns."""
+
+        def __init__(self):
+            self.lock = threading.RLock()
+            self.acquire = self.lock.acquire
+
+        def release(self):
+            self.lock.release()
+            time.sleep(0.1)
+
+    compiler = SimpleNamespace(global_compiler_lock=SimpleNamespace(_lock=Slow()))
+    monkeypatch.setitem(sys.modules, "numba.core.compiler_lock", compiler)
+    failed = []
+
+    def fork():
+        try:
+            forks._hold()
+            time.sleep(0.5)
+            forks._release()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=fork, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not failed
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_many_forks_while_other_threads_compute():
