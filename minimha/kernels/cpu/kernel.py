@@ -314,7 +314,11 @@ def _interruptible(launch: Callable[[], None], counters: memoryview[int]) -> Non
             failed.append(error)
 
     thread = threading.Thread(target=run, name="minimha-launch")
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the system gives no more threads: Ctrl-C waits
+        launch()
+        return
     try:
         thread.join()
     except BaseException:

@@ -11,9 +11,12 @@ import time
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from minimha import attention
 from minimha.kernels import forks
+from minimha.kernels.cpu import kernel
 
 LIMIT = 240  # seconds; a cold machine compiles first
 COMMON = """
@@ -272,3 +275,15 @@ def test_ctrl_c_is_answered_while_a_kernel_runs():
         process.kill()
     assert said == "interrupted\n", error
     assert process.returncode == 0
+
+
+def test_a_long_call_where_the_system_gives_no_more_threads(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 40, 16), np.float32)
+    expected = attention(q, k, v, backend="cpu")
+    monkeypatch.setattr(kernel, "LONG", 1)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    got = attention(q, k, v, is_causal=False, scale=0.25, backend="cpu")
+    np.testing.assert_array_equal(got, expected)
