@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
@@ -22,9 +21,10 @@ from minimha.equations.functions import checked, uses
 from minimha.equations.parts import in_blocks, outline
 from minimha.equations.problem import MAX_OFFSET, Problem
 from minimha.equations.tap import Tap, no_tap
-from minimha.kernels import auto, forks, remembered  # noqa: F401  (forks registers itself)
+from minimha.kernels import auto, remembered
 from minimha.kernels.cpu.threads import get_num_threads, set_num_threads
 from minimha.kernels.cuda.availability import is_device_array, reason_without_cuda
+from minimha.kernels.forks import imported
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -153,7 +153,7 @@ def compile(
     reason = _reason(backend)
     if reason:
         raise BackendUnavailable(f"{kernels} cannot be compiled: {reason}")
-    ahead = import_module(AHEAD[backend])
+    ahead = imported(AHEAD[backend])
     try:
         kept: dict[str, Path | None] = ahead.compile_ahead(dtypes, progress)
     except ahead.CompilationFailed as error:
@@ -216,7 +216,7 @@ def block_mask(
     offset = integer("q_offset", q_offset, 1 - MAX_OFFSET)
     find = blocks.states
     if not _reason("cpu"):
-        find = import_module("minimha.kernels.cpu.functions").block_states
+        find = imported("minimha.kernels.cpu.functions").block_states
     states = find(mask_mod, num_batch, num_heads, Lq, Lk, np.full(num_batch, offset))
     return BlockMask(mask_mod, states, Lq, Lk, (offset,))
 
@@ -586,7 +586,7 @@ def _cuda() -> Any:
     reason = _reason("cuda")
     if reason:
         raise BackendUnavailable(f"backend 'cuda' cannot run: {reason}")
-    return import_module(BACKENDS["cuda"])
+    return imported(BACKENDS["cuda"])
 
 
 def _module(backend: str, problem: Problem, is_tapped: bool) -> Any:
@@ -594,7 +594,7 @@ def _module(backend: str, problem: Problem, is_tapped: bool) -> Any:
     reason = _untapped() if is_tapped and backend not in TAPPED else _reason(backend)
     if not reason:
         try:
-            module: Any = import_module(BACKENDS[backend])
+            module: Any = imported(BACKENDS[backend])
             reason = module.unsupported(problem)
         except Exception as error:  # a numba that is broken may raise anything
             reason = f"{type(error).__name__}: {error}"

@@ -8,12 +8,14 @@ twice the time.
 
 from __future__ import annotations
 
+import logging
 import sys
-from importlib import import_module
 from types import ModuleType
 
 from minimha.equations.problem import Problem
+from minimha.kernels.forks import imported
 
+LOG = logging.getLogger("minimha")
 BACKEND = "minimha.kernels.cpu.backend"
 LOADING, COMPILING = 0.5, 10.0  # seconds until a kernel is ready, from disk and from its source
 DENSE_RATE = 5e9  # products per second, about, of the dense backend
@@ -70,14 +72,13 @@ def _supporting(backend: ModuleType, problem: Problem) -> str:
 
 
 def _warn(what: str, reason: object) -> None:
-    import logging  # here, since it loads much that no other part of a start needs
-
-    logging.getLogger("minimha").warning("minimha: %s: %s", what, reason)
+    LOG.warning("minimha: %s: %s", what, reason)
 
 
 def _imported() -> ModuleType | None:
     try:
-        return import_module(BACKEND)
+        module: ModuleType = imported(BACKEND)
+        return module
     except Exception as error:  # a numba that is broken may raise anything
         give_up(error)
         return None

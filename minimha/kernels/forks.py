@@ -2,26 +2,48 @@
 
 A child has only the thread that forked. A lock that another thread held then is held for ever in
 the child, and what that thread was changing stays half changed. numba compiles under one lock, and
-the child needs it, so a fork waits until no other thread compiles: at most some seconds.
+the child needs it, so a fork waits until no other thread compiles: at most some seconds. So it does
+until no other thread imports a backend: the child could not finish that, and would wait for it.
+
+``before`` handlers run in reverse order. logging's, which takes a lock that imports need, is
+registered first, so that it is not held while this one waits.
 """
 
 from __future__ import annotations
 
+import logging  # noqa: F401  (to register its handlers)
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
 
-WAIT = 60  # seconds
+WAIT = 60  # seconds for each lock
 
-_held = threading.local()  # the lock of a thread that forks: others may fork at the same time
+_importing = threading.RLock()
+_held = threading.local()  # the locks of a thread that forks: others may fork at the same time
+
+
+def imported(name: str) -> Any:
+    """Return the module ``name``, which a forked child finds whole or not begun."""
+    with _importing:
+        return import_module(name)
+
+
+def _locks() -> Iterator[Any]:
+    yield _importing
+    module = sys.modules.get("numba.core.compiler_lock")
+    lock = getattr(getattr(module, "global_compiler_lock", None), "_lock", None)
+    if lock is not None:
+        yield lock
 
 
 def _hold() -> None:
     _held.locks = []
-    module = sys.modules.get("numba.core.compiler_lock")
-    lock = getattr(getattr(module, "global_compiler_lock", None), "_lock", None)
-    if lock is not None and lock.acquire(timeout=WAIT):
-        _held.locks.append(lock)
+    for lock in _locks():
+        if lock.acquire(timeout=WAIT):
+            _held.locks.append(lock)
 
 
 def _release() -> None:

@@ -145,6 +145,27 @@ def test_a_fork_while_another_thread_compiles(tmp_path):
     )
 
 
+def test_a_fork_while_another_thread_imports_the_backend():
+    finishes("""
+        thread = threading.Thread(target=compute)
+        thread.start()
+        while "numba" not in sys.modules:
+            time.sleep(0.001)
+        child = os.fork()
+        if not child:
+            compute()
+            os._exit(0)
+        deadline = time.monotonic() + 100
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(child, 9)
+                sys.exit("the child hangs")
+            time.sleep(0.05)
+        assert ended[1] == 0, ended
+        thread.join()
+    """)
+
+
 def test_two_threads_that_fork_at_once_release_their_own_locks(monkeypatch):
     class Slow:
         """A lock of which another thread has time to take hold before ``release`` returns."""
