@@ -146,7 +146,8 @@ class File:
 def folders() -> list[Path]:
     """Where compiled kernels may be: NUMBA_CACHE_DIR, beside the sources, the user's cache."""
     found = [Path(numba.config.CACHE_DIR) / "minimha"] if numba.config.CACHE_DIR else []
-    return [*found, Path(__file__).parent / "__pycache__", _user_cache()]
+    user = _user_cache()  # relative for a user who has no home, as in some containers
+    return [*found, Path(__file__).parent / "__pycache__", *([user] if user.is_absolute() else [])]
 
 
 def is_trusted(path: Path) -> bool:

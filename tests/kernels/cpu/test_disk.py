@@ -205,6 +205,18 @@ def test_a_folder_that_is_a_file_is_passed_over(tmp_path, monkeypatch):
     assert stored(tmp_path / "new" / "cache")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="the home folder is found in another way")
+@pytest.mark.parametrize("setting", [{}, {"XDG_CACHE_HOME": "cache"}])
+def test_a_user_without_a_home_has_no_cache_in_the_working_folder(setting, monkeypatch):
+    """As under a number without a name, which is how some containers run."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    assert all(folder.is_absolute() for folder in disk.folders())
+
+
 def test_a_read_only_folder_is_read(tmp_path, monkeypatch):
     """As in a container whose kernels were compiled when it was built."""
     monkeypatch.setattr(disk, "folders", lambda: [tmp_path])
