@@ -2,8 +2,9 @@
 
 A child has only the thread that forked. A lock that another thread held then is held for ever in
 the child, and what that thread was changing stays half changed. numba compiles under one lock, and
-the child needs it, so a fork waits until no other thread compiles: at most some seconds. So it does
-until no other thread imports a backend: the child could not finish that, and would wait for it.
+llvmlite, which also deletes what was compiled, calls LLVM under another. The child needs them, so a
+fork waits until no other thread compiles: at most some seconds. So it does until no other thread
+imports a backend: the child could not finish that, and would wait for it.
 
 ``before`` handlers run in reverse order. logging's, which takes a lock that imports need, is
 registered first, so that it is not held while this one waits.
@@ -16,10 +17,17 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 WAIT = 60  # seconds for each lock
+# In the order in which numba takes them.
+LOCKS = {
+    "numba.core.compiler_lock": "global_compiler_lock._lock",
+    "llvmlite.binding.ffi": "lib._lock._lock",
+}
 
 _importing = threading.RLock()
 _held = threading.local()  # the locks of a thread that forks: others may fork at the same time
@@ -33,10 +41,9 @@ def imported(name: str) -> Any:
 
 def _locks() -> Iterator[Any]:
     yield _importing
-    module = sys.modules.get("numba.core.compiler_lock")
-    lock = getattr(getattr(module, "global_compiler_lock", None), "_lock", None)
-    if lock is not None:
-        yield lock
+    for module, path in LOCKS.items():
+        with suppress(AttributeError):  # it is not imported, or of a version without this lock
+            yield attrgetter(path)(sys.modules.get(module))
 
 
 def _hold() -> None:

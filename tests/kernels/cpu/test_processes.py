@@ -19,7 +19,7 @@ from minimha.kernels import forks
 from minimha.kernels.cpu import kernel
 
 LIMIT = 240  # seconds; a cold machine compiles first
-COMMON = """
+COMMON = '''
 import multiprocessing, os, sys, threading, time
 import numpy as np
 import minimha
@@ -34,7 +34,17 @@ def compute(_=None):
 def check(results, expected):
     for got, wanted in zip(results, expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
-"""
+
+def end_of(child):
+    """The status of a forked process, which is killed if it hangs."""
+    deadline = time.monotonic() + 100
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+            os._exit(1)
+        time.sleep(0.001)
+    return ended[1]
+'''
 
 
 def finishes(code, **settings):
@@ -133,12 +143,7 @@ def test_a_fork_while_another_thread_compiles(tmp_path):
             if not child:
                 compute()
                 os._exit(0)
-            deadline = time.monotonic() + 100
-            while os.waitpid(child, os.WNOHANG) == (0, 0):
-                if time.monotonic() > deadline:
-                    os.kill(child, 9)
-                    sys.exit("the child hangs")
-                time.sleep(0.05)
+            assert end_of(child) == 0
         thread.join()
         """,
         env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
@@ -155,14 +160,29 @@ def test_a_fork_while_another_thread_imports_the_backend():
         if not child:
             compute()
             os._exit(0)
-        deadline = time.monotonic() + 100
-        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-            if time.monotonic() > deadline:
-                os.kill(child, 9)
-                sys.exit("the child hangs")
-            time.sleep(0.05)
-        assert ended[1] == 0, ended
+        assert end_of(child) == 0
         thread.join()
+    """)
+
+
+def test_a_fork_while_another_thread_is_in_llvm():
+    """As after a compilation, when what is not needed any more is deleted."""
+    finishes("""
+        from llvmlite import binding
+
+        def stay():
+            with binding.ffi.lib._lock:
+                entered.set()
+                time.sleep(0.5)
+
+        entered = threading.Event()
+        threading.Thread(target=stay).start()
+        entered.wait()
+        child = os.fork()
+        if not child:
+            binding.get_process_triple()
+            os._exit(0)
+        assert end_of(child) == 0
     """)
 
 
@@ -216,13 +236,7 @@ def test_many_forks_while_other_threads_compute():
             if not child:
                 check(compute(), expected)
                 os._exit(0)
-            deadline = time.monotonic() + 60
-            while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-                if time.monotonic() > deadline:
-                    os.kill(child, 9)
-                    os._exit(1)
-                time.sleep(0.001)
-            assert ended[1] == 0, ended
+            assert end_of(child) == 0
         stop = True
     """)
 
