@@ -179,11 +179,13 @@ def header(shape, descr="<f8"):
 def add_member(archive, name, content, size=None, compression=zipfile.ZIP_STORED):
     """Add a member of ``size`` bytes; what ``content`` lacks is a hole in the file."""
     info, file = zipfile.ZipInfo(name), archive.fp
-    info.compress_type, info.file_size = compression, len(content) if size is None else size
+    info.compress_type, info.CRC = compression, zipfile.crc32(content) if size is None else 0
+    local = info.FileHeader(zip64=False)  # with a size from 2 GiB on Python 3.10 refuses
+    info.file_size = len(content) if size is None else size
     info.compress_size = info.file_size if compression == zipfile.ZIP_STORED else len(content)
-    info.header_offset, info.CRC = file.tell(), zipfile.crc32(content) if size is None else 0
-    file.write(info.FileHeader(zip64=False) + content)
-    file.seek(info.header_offset + len(info.FileHeader(zip64=False)) + info.compress_size)
+    info.header_offset = file.tell()
+    file.write(local + content)
+    file.seek(info.header_offset + len(local) + info.compress_size)
     archive.filelist.append(info)
     archive.NameToInfo[info.filename] = info
     archive.start_dir, archive._didModify = file.tell(), True
