@@ -200,11 +200,10 @@ def update(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
         num_seen = see_tile(panel, j0, n, t, mask, bias, o, full)
         if num_seen == 0:
             return
-    for p in range(parts):
-        matrix_product(
-            K.line, p * K.part + first * K.row, K.row, panel.Q, 0, lanes, K.row // 2 * lanes, parts,
-            S, 0, lanes, n, lanes, K.row, p > 0,
-        )  # line 8  # fmt: skip
+    matrix_product(
+        K.line, first * K.row, K.row, K.part, parts, panel.Q, 0, lanes, K.row // 2 * lanes, parts,
+        S, 0, lanes, n, lanes, K.row, False,
+    )  # line 8  # fmt: skip
     scale_lanes(S, 0, n, lanes, t.scales)
     weigh(panel, S, num_seen, j0, n, t, bias, o)  # line 9
     scale_lanes(panel.O, 0, Dv, lanes, t.correction)
@@ -215,11 +214,10 @@ def update(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
     for x in range(n * lanes, depth * lanes):
         S[x] = 0
     split_rows(S, 0, n + n % 2, lanes)
-    for p in range(parts):
-        matrix_product(
-            V.line, p * V.part + first, V.row, S, 0, 2 * lanes, lanes, 2,
-            panel.O, 0, lanes, Dv, lanes, depth, True,
-        )  # line 10  # fmt: skip
+    matrix_product(
+        V.line, first, V.row, V.part, parts, S, 0, 2 * lanes, lanes, 2,
+        panel.O, 0, lanes, Dv, lanes, depth, True,
+    )  # line 10  # fmt: skip
 
 
 compute_tasks = task_loop(load_queries, key_loop(load_block, update))

@@ -77,39 +77,42 @@ def release_tiles(typing):
     return types.void(), generate
 
 
-def _column(tiles, parts):
-    """Primitive for ``tiles`` tiles of C below each other and ``parts`` parts of B."""
+def _column(tiles, parts_of_A, parts_of_B):
+    """Primitive for ``tiles`` tiles of C below each other, and so many parts of A and B."""
 
     @intrinsic
-    def column(typing, A, a, a_row, B, b, b_row, b_part, C, c, c_row, depth, adds):
+    def column(typing, A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, depth, adds):
         index = types.intp
         signature = types.void(
-            A, index, index, B, index, index, index, C, index, index, index, types.boolean
+            A, index, index, index, B, index, index, index, C, index, index, index, types.boolean
         )
 
         def generate(context, builder, signature, arguments):
-            A, a, a_row, B, b, b_row, b_part, C, c, c_row, depth, adds = arguments
+            A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, depth, adds = arguments
             kinds = signature.args
             A = pointer_to(context, builder, kinds[0], A, a)
-            B = pointer_to(context, builder, kinds[3], B, b)
-            C = pointer_to(context, builder, kinds[7], C, c)
+            B = pointer_to(context, builder, kinds[4], B, b)
+            C = pointer_to(context, builder, kinds[8], C, c)
             sums, lefts = ([BYTE(first + r) for r in range(tiles)] for first in (0, tiles))
-            right = BYTE(2 * tiles)
+            rights = [BYTE(2 * tiles + q) for q in range(parts_of_B)]
 
             def transfer(name, tile, pointer, offset, row, itemsize):
                 start = builder.bitcast(builder.gep(pointer, [offset]), BYTE.as_pointer())
                 _instruction(builder, name, tile, start, builder.mul(row, INT(itemsize)))
 
             def step(k, _):
-                for r, left in enumerate(lefts):
-                    start = builder.add(k, builder.mul(a_row, INT(r * TILE)))
-                    transfer("tileloadd64", left, A, start, a_row, 2)
                 row = builder.mul(builder.lshr(k, INT(1)), b_row)
-                for part in range(parts):
-                    start = builder.add(row, builder.mul(b_part, INT(part)))
+                for q, right in enumerate(rights):
+                    start = builder.add(row, builder.mul(b_part, INT(q)))
                     transfer("tileloadd64", right, B, start, b_row, 4)
-                    for total, left in zip(sums, lefts, strict=True):
-                        _instruction(builder, "tdpbf16ps", total, left, right)
+                for p in range(parts_of_A):
+                    place = builder.add(k, builder.mul(a_part, INT(p)))
+                    for r, left in enumerate(lefts):
+                        start = builder.add(place, builder.mul(a_row, INT(r * TILE)))
+                        transfer("tileloadd64", left, A, start, a_row, 2)
+                    for right in rights:
+                        for total, left in zip(sums, lefts, strict=True):
+                            _instruction(builder, "tdpbf16ps", total, left, right)
                 return []
 
             rows = [builder.mul(c_row, INT(r * TILE)) for r in range(tiles)]
@@ -130,29 +133,43 @@ def _column(tiles, parts):
     return column
 
 
-_two_of_1, _two_of_2 = _column(TOGETHER, 1), _column(TOGETHER, 2)
-_one_of_1, _one_of_2 = _column(1, 1), _column(1, 2)
+def _product(parts_of_A, parts_of_B):
+    """``matrix_product`` for so many parts; C stays in its tiles while all of them are added."""
+    two, one = (_column(tiles, parts_of_A, parts_of_B) for tiles in (TOGETHER, 1))
+
+    def product(A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, rows, columns, depth, adds):
+        for n in range(0, columns, TILE):
+            for r in range(0, rows, TOGETHER * TILE):
+                x, y, z = a + r * a_row, b + n, c + r * c_row + n
+                if rows - r > TILE:
+                    two(A, x, a_row, a_part, B, y, b_row, b_part, C, z, c_row, depth, adds)
+                else:
+                    one(A, x, a_row, a_part, B, y, b_row, b_part, C, z, c_row, depth, adds)
+
+    return jit(product)
+
+
+_one_by_one, _one_by_two, _two_by_two = _product(1, 1), _product(1, 2), _product(2, 2)
 
 
 @jit
 def matrix_product(
-    A, a, a_row, B, b, b_row, b_part, parts, C, c, c_row, rows, columns, depth, adds
+    A, a, a_row, a_part, a_parts, B, b, b_row, b_part, b_parts, C, c, c_row, rows, columns, depth,
+    adds,
 ):  # fmt: skip
-    """C = A B, or C += A B if it ``adds``; B is the sum of one part or of two.
+    """C = A B, or C += A B if it ``adds``; A and B are sums of one part or of two.
 
-    A's row r starts at a + r · a_row and has ``depth`` 16-bit numbers, a multiple of ``DEPTH``. Row
-    k of part p of B starts at b + p · b_part + k · b_row and has ``columns`` pairs, a multiple of
-    ``TILE``, as 32-bit items: numbers 2 k and 2 k + 1 of a column. C's row r is at c + r · c_row.
-    Up to the next multiple of ``TILE`` more rows of A are read, and of C written.
+    Row r of part p of A starts at a + p · a_part + r · a_row and has ``depth`` 16-bit numbers, a
+    multiple of ``DEPTH``. Row k of part p of B starts at b + p · b_part + k · b_row and has
+    ``columns`` pairs, a multiple of ``TILE``, as 32-bit items: numbers 2 k and 2 k + 1 of a column.
+    B has at least as many parts as A. C's row r is at c + r · c_row. Up to the next multiple of
+    ``TILE`` more rows of A are read, and of C written.
     """
-    for n in range(0, columns, TILE):
-        for r in range(0, rows, TOGETHER * TILE):
-            x, y, z, is_one = a + r * a_row, b + n, c + r * c_row + n, rows - r <= TILE
-            if is_one and parts == 1:
-                _one_of_1(A, x, a_row, B, y, b_row, b_part, C, z, c_row, depth, adds)
-            elif is_one:
-                _one_of_2(A, x, a_row, B, y, b_row, b_part, C, z, c_row, depth, adds)
-            elif parts == 1:
-                _two_of_1(A, x, a_row, B, y, b_row, b_part, C, z, c_row, depth, adds)
-            else:
-                _two_of_2(A, x, a_row, B, y, b_row, b_part, C, z, c_row, depth, adds)
+    if b_parts == 1:
+        _one_by_one(A, a, a_row, 0, B, b, b_row, 0, C, c, c_row, rows, columns, depth, adds)
+    elif a_parts == 1:
+        _one_by_two(A, a, a_row, 0, B, b, b_row, b_part, C, c, c_row, rows, columns, depth, adds)
+    else:
+        _two_by_two(
+            A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, rows, columns, depth, adds
+        )
