@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from minimha.api import attention
 from minimha.equations.arguments import FLOATING, as_floating, as_integers, integer, name_of
+from minimha.equations.functions import PARAMETERS
 from minimha.equations.tap import Tap, no_tap
 from minimha.layers.protocols import CacheOptions
 
@@ -290,7 +291,7 @@ def check_options(options: Iterable[str]) -> None:
 
 def _refuse_functions(options: Mapping[str, Any]) -> None:
     """Refuse functions of positions: what slides is counted from the first key that is kept."""
-    for name in ("score_mod", "mask_mod"):
+    for name in PARAMETERS:
         if options.get(name) is not None:
             raise ValueError(
                 f"{name} is given to a cache with a window, whose keys are not counted from the "

@@ -32,6 +32,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from minimha.equations.functions import PARAMETERS
 from minimha.equations.problem import Problem, factor_against_overflow
 from minimha.equations.sequences import one_per_entry
 from minimha.kernels.cpu import functions
@@ -57,7 +58,6 @@ from minimha.kernels.cpu.arguments import (
 from minimha.kernels.cpu.compiler import Compiled, compiled
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.pool import pool
-from minimha.kernels.functions import NAMES
 from minimha.kernels.options import NO_BIAS, NO_MASK, options
 
 LONG = 1 << 33  # products: some tenths of a second, after which a person wants an answer to Ctrl-C
@@ -193,7 +193,7 @@ class Plan:
         is_large = problem.k.size + problem.v.size >= kernel.worth_skipping
         is_skipping = kernel.skips and problem.mask_mod is not None and is_large
         blocks = functions.blocks_of(problem) if is_skipping else functions.no_blocks(H)
-        addresses = {name: getattr(self._functions.get(name), "address", 0) for name in NAMES}
+        addresses = {name: getattr(self._functions.get(name), "address", 0) for name in PARAMETERS}
         return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals
             *options(problem), queries=np.ascontiguousarray(rows.queries),
             pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import compute_dtype
+from minimha.equations.functions import PARAMETERS
 from minimha.equations.problem import Problem
 from minimha.kernels import remembered
 from minimha.kernels.cuda import arguments as kernel_arguments
@@ -36,7 +37,6 @@ HOPPER = (9, 0)  # the one compute capability of rung 6
 SHARED = 99 << 10  # bytes of shared memory that suffice for every rung but that
 SMALL = ("q_offset", "kv_lengths", "alibi_slopes", "sinks")  # on the host or on the GPU
 QKV = ("q", "k", "v")
-FUNCTIONS = ("score_mod", "mask_mod")
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -246,7 +246,7 @@ def _why_not_captured(
                 f"{about}, but {name} is on the GPU, from where it would have to be copied to the "
                 f"host: give it on the host"
             )
-    for name in FUNCTIONS:
+    for name in PARAMETERS:
         if options[name] is not None:
             return (
                 f"{about}, but what {name} computes is looked at anew at each call, which a graph "
