@@ -21,7 +21,6 @@ from minimha.equations.parts import (
     PER_SCORE,
     Part,
     alibi_left_out,
-    functions_of,
     options_of,
     outline,
     placed,
@@ -172,7 +171,7 @@ class _Graph:
         self.keys = chunks.spans("k", k.chunks[2], stripes)
         self.batch, self.heads = (chunks.spans("q", q.chunks[n]) for n in (0, 1))
         options = [getattr(problem, name) for name in OPTIONS]
-        self.functions: Any = functions_of(problem)
+        self.functions: Any = problem.functions
         self.token = tokenize(arrays, *options, problem.contents, stripes, backend)
         self.tasks: dict[Key, Any] = {}
         self.used: dict[str, Any] = {}  # dask would compute all of any other array, too

@@ -9,7 +9,6 @@ import numpy as np
 
 from minimha.equations.arguments import name_of, rectangular
 from minimha.equations.arrays import library_of
-from minimha.equations.parts import functions_of
 from minimha.equations.problem import Problem
 
 
@@ -69,7 +68,7 @@ def check(arrays: dict[str, Any]) -> None:
 
 def check_striped(problem: Problem) -> None:
     """Refuse options that positions in stripes cannot express."""
-    for name in functions_of(problem):
+    for name in problem.functions:
         raise ValueError(
             f"{name_of(name)} with stripes: expected tokens in their order, since a function is "
             f"called for neighbouring queries and keys"

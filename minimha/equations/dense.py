@@ -63,9 +63,9 @@ def scores(
     if problem.attn_bias is not None or problem.alibi_slopes is not None:
         S = tap("biased", S + tap("bias", bias(problem, rows, keys, tap)))
     seen = problem.visible(rows, keys) if problem.hides else None
-    for name in ("score_mod", "mask_mod"):
-        if tap is not no_tap and getattr(problem, name) is not None:
-            tap(name, source(getattr(problem, name)))
+    if tap is not no_tap:
+        for name, function in problem.functions.items():
+            tap(name, source(function))
     if problem.score_mod is not None:
         S = tap("modified", modified(problem.score_mod, S, problem.indices(rows, keys)))
         kept = np.asarray(~np.isneginf(S))

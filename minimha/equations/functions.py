@@ -162,7 +162,7 @@ def _number_by_number(
 def source(function: Any) -> str:
     """The lines in which ``function`` is written, or its name where there are none."""
     try:
-        return inspect.cleandoc(inspect.getsource(getattr(function, "mask_mod", function)))
+        return inspect.cleandoc(inspect.getsource(function))
     except (OSError, TypeError):
         return getattr(function, "__name__", repr(function))
 

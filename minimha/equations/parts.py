@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from minimha.equations.arguments import as_floating, cast, common_dtype, name_of, rectangular
 from minimha.equations.arrays import check_file, library_of
-from minimha.equations.block_mask import BlockMask
 from minimha.equations.functions import Place, Placed
 from minimha.equations.merge import Pair, merge
 from minimha.equations.problem import Problem
@@ -92,7 +91,7 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
         options["window_size"] = tuple(sides)
     if problem.alibi_slopes is not None:
         options["alibi_slopes"] = problem.alibi_slopes[part.heads] * step
-    if "window_size" in options or "alibi_slopes" in options or functions_of(problem):
+    if "window_size" in options or "alibi_slopes" in options or problem.functions:
         is_one = (q_offset == q_offset[0]).all()
         options["q_offset"] = int(q_offset[0]) if is_one else q_offset
     if (lengths < num_keys).any():
@@ -102,18 +101,8 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
     }
 
 
-def functions_of(problem: Problem) -> dict[str, Callable[..., Any]]:
-    """``score_mod`` and ``mask_mod`` by name; that of a ``BlockMask``, whose blocks no part has."""
-    given = {"score_mod": problem.score_mod, "mask_mod": problem.mask_mod}
-    return {
-        name: x.mask_mod if isinstance(x, BlockMask) else x
-        for name, x in given.items()
-        if x is not None
-    }
-
-
 def placed(functions: Mapping[str, Callable[..., Any]], part: Part) -> dict[str, Placed]:
-    """The functions, by name, as options of ``attention`` for a part that has no stripes."""
+    """``Problem.functions`` as options of ``attention`` for a part that has no stripes."""
     place = Place(part.batch.start, part.heads.start, part.keys.start)
     return {name: Placed(function, place) for name, function in functions.items()}
 
@@ -165,7 +154,6 @@ def in_blocks(
     Q = cast(as_floating("q", arguments["q"]), problem.compute)  # so that O is rounded once
     k, v = arguments["k"], arguments["v"]
     given = {n: rectangular(n, arguments[n]) for n in PER_SCORE if arguments.get(n) is not None}
-    functions = functions_of(problem)
     (B, H, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
     num_keys = _num_keys(problem, k, v)
     num_rows = max(1, SCORES // (B * H * num_keys)) if holds_scores else max(1, Lq)
@@ -176,7 +164,7 @@ def in_blocks(
             part = Part(slice(0, B), slice(0, H), rows, keys)
             of_part = options_of(problem, given, part)
             if of_part is not None:
-                seen.append((rows, of_part | placed(functions, part)))
+                seen.append((rows, of_part | placed(problem.functions, part)))
         K, V = (_read(n, x, keys) for n, x in (("k", k), ("v", v))) if seen else (None, None)
         for rows, of_part in seen:
             o, l = attend(Q[..., rows, :], K, V, **of_part)

@@ -246,6 +246,19 @@ class Problem:
             or (self.attn_bias is not None and bool(np.isneginf(self.attn_bias).any()))
         )
 
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """``score_mod`` and ``mask_mod`` by name, as far as given; of a ``BlockMask`` its function.
+
+        Whoever calls or compiles them takes them from here.
+        """
+        given = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
+        return {
+            name: function.mask_mod if isinstance(function, BlockMask) else function
+            for name, function in given.items()
+            if function is not None
+        }
+
     @cached_property
     def contents(self) -> dict[str, Hashable]:
         """What ``score_mod`` and ``mask_mod`` compute with, by name: captured arrays are read once.

@@ -15,10 +15,8 @@ import numpy as np
 from numba import types
 
 from minimha.equations.arguments import name_of
-from minimha.equations.block_mask import BlockMask
 from minimha.equations.functions import refusal
 
-NAMES = ("score_mod", "mask_mod")
 I64 = types.int64
 Compiler = Callable[[FunctionType, tuple[Any, ...]], tuple[Any, Any]]
 
@@ -28,8 +26,7 @@ class Refused(Exception):  # noqa: N818  (it states a fact about a function)
 
 
 def plain(function: Any) -> Any:
-    """What the caller wrote: the function of a ``BlockMask``, and that of numba's dispatchers."""
-    function = function.mask_mod if isinstance(function, BlockMask) else function
+    """What the caller wrote: of one of numba's dispatchers its function."""
     return getattr(function, "py_func", function)
 
 

@@ -12,7 +12,6 @@ from minimha import attention, merge
 from minimha.equations import parts
 from minimha.equations.parts import (
     Part,
-    functions_of,
     in_blocks,
     options_of,
     outline,
@@ -49,7 +48,7 @@ def in_slices(problem, rows, keys, batch=None, heads=None, **how):
             of_part = options_of(whole, options, part)
             if of_part is not None:
                 seen.append((r, s))
-                of_part |= placed(functions_of(whole), part) | how
+                of_part |= placed(whole.functions, part) | how
                 found.append(attend(q[b, h, r], k[b, kv, s], v[b, kv, s], **of_part))
         O[b, h, r], L[b, h, r] = merge(found)
     return O, L, seen

@@ -58,7 +58,7 @@ class Function(NamedTuple):
     """A caller's function for scores of one dtype, and what it captures in this call."""
 
     name: str
-    given: Any  # it or a ``BlockMask``
+    given: Any
     compute: np.dtype[Any]
     contents: Hashable
 
@@ -71,8 +71,8 @@ class Function(NamedTuple):
 def given(problem: Problem) -> list[Function]:
     """The functions of ``problem``."""
     return [
-        Function(name, getattr(problem, name), problem.compute, captured)
-        for name, captured in problem.contents.items()
+        Function(name, function, problem.compute, problem.contents[name])
+        for name, function in problem.functions.items()
     ]
 
 

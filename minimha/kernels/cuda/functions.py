@@ -21,7 +21,7 @@ from minimha.equations.arguments import name_of
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.online_softmax import LOWEST
-from minimha.kernels.functions import NAMES, Refused, check_returned, compiled, plain
+from minimha.kernels.functions import Refused, check_returned, compiled, plain
 
 # A rung keeps so many kernels, those used last. A model has a handful of functions, but one whose
 # captured numbers change is a new one each time. 64 take about 6 MB of machine code.
@@ -51,12 +51,8 @@ class DeviceFunction:
 
 def device_functions(problem: Problem) -> tuple[DeviceFunction | None, DeviceFunction | None]:
     """``score_mod`` and ``mask_mod`` of ``problem``."""
-    contents = problem.contents
-    score_mod, mask_mod = (
-        DeviceFunction(getattr(problem, name), contents[name]) if name in contents else None
-        for name in NAMES
-    )
-    return score_mod, mask_mod
+    found = {name: function for name, function, _ in _given(problem)}
+    return found.get("score_mod"), found.get("mask_mod")
 
 
 def modifying(score_mod: DeviceFunction | None) -> Any:
@@ -165,8 +161,11 @@ def _refuse_exceptions(function: FunctionType) -> None:
 
 
 def _given(problem: Problem) -> list[tuple[str, DeviceFunction, np.dtype[Any]]]:
-    functions = zip(NAMES, device_functions(problem), strict=True)
-    return [(name, found, problem.compute) for name, found in functions if found is not None]
+    """Name, function and dtype of the scores, of each function of ``problem``."""
+    return [
+        (name, DeviceFunction(function, problem.contents[name]), problem.compute)
+        for name, function in problem.functions.items()
+    ]
 
 
 @lru_cache(KEPT)
