@@ -55,6 +55,12 @@ def device_functions(problem: Problem) -> tuple[DeviceFunction | None, DeviceFun
     return found.get("score_mod"), found.get("mask_mod")
 
 
+@device
+def indices(o, b, h, i, j):
+    """b, h, i and j as functions get them: counted from where the whole begins."""
+    return b + o.first_b, h + o.first_head, i + o.first_key, j + o.first_key
+
+
 def modifying(score_mod: DeviceFunction | None) -> Any:
     """modified(s, o, b, h, i, j): the new score of a pair, where i is a position; or None."""
     if score_mod is None:
@@ -63,7 +69,8 @@ def modifying(score_mod: DeviceFunction | None) -> Any:
 
     @device
     def modified(s, o, b, h, i, j):
-        return function(s, b + o.first_b, h + o.first_head, i + o.first_key, j + o.first_key)
+        b, h, i, j = indices(o, b, h, i, j)
+        return function(s, b, h, i, j)
 
     return modified
 
@@ -76,7 +83,8 @@ def allowing(mask_mod: DeviceFunction | None) -> Any:
 
     @device
     def allowed(o, b, h, i, j):
-        return function(b + o.first_b, h + o.first_head, i + o.first_key, j + o.first_key)
+        b, h, i, j = indices(o, b, h, i, j)
+        return function(b, h, i, j)
 
     return allowed
 
