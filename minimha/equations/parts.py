@@ -16,7 +16,7 @@ from minimha.equations.arguments import as_floating, cast, common_dtype, name_of
 from minimha.equations.arrays import check_file, library_of
 from minimha.equations.functions import Place, Placed
 from minimha.equations.merge import Pair, merge
-from minimha.equations.problem import Problem
+from minimha.equations.problem import Problem, stand_in
 from minimha.equations.visibility import UNBOUNDED, key_range
 
 PER_SCORE = ("attn_mask", "attn_bias")
@@ -55,11 +55,11 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
     for name in "qkv":
         check_file(name_of(name), arguments[name])
     common = common_dtype({name: _floating(name, arguments[name]) for name in "qkv"})
-    zeros = {name: _zeros(arguments[name].shape, common) for name in "qkv"}
+    zeros = {name: stand_in(arguments[name].shape, common) for name in "qkv"}
     for name in PER_SCORE:
         x: Any = arguments.get(name)
         if library_of(x) == "dask":
-            zeros[name] = _zeros(x.shape, x.dtype)
+            zeros[name] = stand_in(x.shape, x.dtype)
     return Problem.of(**{**arguments, **zeros})
 
 
@@ -228,8 +228,3 @@ def _of_scores(x: Any, part: Part) -> Any:
 def _floating(name: str, x: Any) -> np.dtype[Any]:
     """The dtype in which the numbers of ``x`` are taken."""
     return as_floating(name, np.empty(0, x.dtype)).dtype
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Zeros that take no memory."""
-    return np.broadcast_to(np.zeros((), dtype), shape)

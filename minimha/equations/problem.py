@@ -272,10 +272,20 @@ class Problem:
             if function is not None
         }
 
+    def without_numbers(self, dtype: np.dtype[Any] | None = None) -> Problem:
+        """This problem with zeros, which take no memory, for q, k and v; of ``dtype`` if given."""
+        q, k, v = (stand_in(x.shape, dtype or self.dtype) for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, dtype=dtype or self.dtype)
+
     def as_given(self, O: NDArray[Any], L: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return output and log-sum-exp in the caller's rank, the output in the caller's dtype."""
         leading = (0,) * (4 - self.rank)
         return cast(O[leading], self.dtype), L[leading]
+
+
+def stand_in(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Zeros that take no memory, for an array of which only shape and dtype matter."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def factor_against_overflow(V: NDArray[Any], num_keys: int) -> float:

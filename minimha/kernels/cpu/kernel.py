@@ -23,7 +23,6 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -157,7 +156,8 @@ class Plan:
             function.name: functions.tile_function(function)
             for function in functions.given(problem)
         }
-        self._problem = _without_numbers(problem) if self._functions else None
+        # A plan may outlive the arrays of the call that it is made for.
+        self._problem = problem.without_numbers() if self._functions else None
         o = self._options(kernel, problem)
         self._held = {
             "mask": NO_MASK if problem.attn_mask is None else problem.attn_mask,
@@ -272,13 +272,6 @@ class Plan:
     def _copy(self, array: NDArray[Any]) -> NDArray[Any]:
         is_widened = array.itemsize != self.storage.itemsize
         return np.require(array, self.storage if is_widened else None, ["C", "ALIGNED"])
-
-
-def _without_numbers(problem: Problem) -> Problem:
-    """``problem`` with zeros for q, k and v, which take no memory; a plan may outlive them."""
-    given = (problem.q, problem.k, problem.v)
-    q, k, v = (np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in given)
-    return replace(problem, q=q, k=k, v=v)
 
 
 def _signature(storage: np.dtype[Any]) -> Any:

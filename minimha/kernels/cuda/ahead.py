@@ -5,9 +5,7 @@ from importlib import import_module
 from itertools import product
 from pathlib import Path
 
-import numpy as np
-
-from minimha.equations.problem import Problem
+from minimha.equations.problem import Problem, stand_in
 from minimha.kernels.cuda import backend, cubins
 from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda.arguments import PLACEHOLDERS
@@ -35,8 +33,8 @@ def _kernels(dtypes: Sequence[str], device: gpu.Device) -> Iterator[tuple[str, L
     """Each kernel once, and what it is called: its rung, and what it is first needed for."""
     known = set()
     for dtype, D, (H, Lq) in product(dtypes, HEAD_DIMS, ((1, MANY), *((H, 1) for H in GROUPS))):
-        zero = np.zeros((), getattr(import_module("ml_dtypes"), dtype, dtype))
-        q, k = (np.broadcast_to(zero, (1, *shape, D)) for shape in ((H, Lq), (1, MANY)))
+        numbers = getattr(import_module("ml_dtypes"), dtype, dtype)
+        q, k = (stand_in((1, *shape, D), numbers) for shape in ((H, Lq), (1, MANY)))
         rung, problem = backend.rung_for(Problem.of(q, k, k), device)
         arguments = None if rung in backend.TAKE_ARRAYS else PLACEHOLDERS
         module = import_module(f"minimha.kernels.{rung}")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.arguments import compute_dtype
 from minimha.equations.functions import PARAMETERS
-from minimha.equations.problem import Problem
+from minimha.equations.problem import Problem, stand_in
 from minimha.kernels import remembered
 from minimha.kernels.cuda import arguments as kernel_arguments
 from minimha.kernels.cuda import driver as gpu
@@ -115,9 +115,7 @@ def _candidates(problem: Problem, cc: tuple[int, int]) -> Iterator[Problem]:
     if problem.dtype == problem.compute or cc >= TENSOR_CORES:
         yield problem
     if problem.dtype != problem.compute:
-        one = np.zeros((), problem.compute)
-        q, k, v = (np.broadcast_to(one, x.shape) for x in (problem.q, problem.k, problem.v))
-        yield replace(problem, q=q, k=k, v=v, dtype=problem.compute)
+        yield problem.without_numbers(problem.compute)
 
 
 def _shared_bytes(name: str, problem: Problem) -> int:
@@ -431,8 +429,8 @@ def _stand_in(
 ) -> Any:
     """What ``Problem.of`` checks in place of an array on a GPU.
 
-    A small one is downloaded. Of a large one only the shape and the dtype matter: it is one zero,
-    broadcast. A bias has the compute dtype, or is boolean, which ``Problem.of`` refuses.
+    A small one is downloaded; of a large one only the shape and the dtype matter. A bias has the
+    compute dtype, or is boolean, which ``Problem.of`` refuses.
     """
     if name not in arrays:
         return value
@@ -443,4 +441,4 @@ def _stand_in(
     if name == "attn_bias" and dtype != np.bool_:
         is_double = arrays["q"].dtype == np.float64
         dtype = np.dtype(np.float64 if is_double else np.float32)
-    return np.broadcast_to(np.zeros((), dtype), array.shape)
+    return stand_in(array.shape, dtype)
