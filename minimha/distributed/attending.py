@@ -72,7 +72,7 @@ def attention(
     stripes : int, default 1
         With more than 1, all axes of queries and keys are in stripes, as ``striped`` leaves them,
         and no chunk is in two of them. This balances a causal prefill. Functions, ``alibi_slopes``
-        that are not causal and offsets that differ in a batch cannot be had then.
+        that are not causal and offsets that differ in a batch are refused then.
     return_lse : bool, default False
         Return the log-sum-exp too.
     **options

@@ -62,7 +62,7 @@ def checked(name: str, function: Any) -> Any:
     Raises
     ------
     TypeError
-        It is no callable, or takes other parameters.
+        It cannot be called, or takes other parameters.
     """
     if function is None:
         return None
@@ -183,7 +183,7 @@ def _reads(code: CodeType, index: int) -> bool:
 
 
 class Same:
-    """Equal to what holds the same object, which it keeps alive."""
+    """Equal to another one that holds the same object; both keep it alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -64,11 +64,10 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
 
 
 def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[str, Any] | None:
-    """The options of ``attention`` for a part; None if no query of it sees any of its keys.
+    """The options of ``attention`` for a part; None if none of its queries sees any of its keys.
 
-    Sinks and functions are left out: ``unseen`` has the former, ``placed`` the latter; what a
-    ``mask_mod`` hides is not asked. ``given`` has ``attn_mask`` and ``attn_bias`` as arrays that
-    were not broadcast.
+    Sinks and functions are left out, see ``unseen`` and ``placed``, and no ``mask_mod`` is asked
+    what it hides. ``given`` has ``attn_mask`` and ``attn_bias`` as arrays that were not broadcast.
     """
     Lq, Lk = problem.q.shape[2], problem.k.shape[2]
     num_rows, num_keys = len(range(Lq)[part.rows]), len(range(Lk)[part.keys])
@@ -111,8 +110,8 @@ def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
     """What ALiBi subtracts from every score of a part in stripes besides what its options say.
 
     (H,), or None without ALiBi. Query n and key m of a causal part are step · (offset + n - m) +
-    rest apart, and no slope expresses a rest. It is the same for all keys, so that O needs none of
-    it, and it is missing from L alone.
+    rest apart, and no slope expresses the rest. It is the same for all keys, so O does not depend
+    on it; only L lacks it.
     """
     if problem.alibi_slopes is None or part.keys.step is None:
         return None
@@ -179,7 +178,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _num_keys(problem: Problem, k: Any, v: Any) -> int:
-    """How many keys are read at once: whole chunks of a store, which decodes no less than one."""
+    """How many keys are read at once: whole chunks of a store, which decodes them whole."""
     B, Hkv, _, D = problem.k.shape
     per_key: int = B * Hkv * (D + problem.v.shape[3]) * problem.compute.itemsize
     chunk: int = max(x.chunks[-2] if hasattr(x, "chunks") else 1 for x in (k, v))

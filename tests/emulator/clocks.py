@@ -12,14 +12,14 @@ import numpy as np
 
 
 class Clocks:
-    """Of the warps of some blocks.
+    """The clocks of all warps of some blocks.
 
     Attributes
     ----------
     now : array of shape (blocks, warps)
     seen : array of shape (2, blocks, warps, warps)
-        Up to which time of the last axis' warp the one before has seen it, -1 for never: first what
-        it did, then what of it has passed a ``fence.proxy.async`` on the way, in either warp.
+        ``seen[0, b, x, y]`` is the time of warp y up to which warp x has seen what it did, -1 for
+        never; ``seen[1]`` the same, for what has passed a ``fence.proxy.async`` in either warp.
     """
 
     def __init__(self, blocks, warps):

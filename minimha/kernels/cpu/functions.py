@@ -166,7 +166,10 @@ def blocks_of(problem: Problem) -> Blocks:
 def block_states(
     mask_mod: Any, B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """``BlockMask.states``, by the compiled function if there is one."""
+    """``BlockMask.states``, found by the compiled function if there is one.
+
+    An array of shape (B, H, ceil(Lq / 16), ceil(Lk / 32)).
+    """
     kinds = np.column_stack((np.arange(B), np.full(B, Lq), np.full(B, Lk), q_offset))
     try:
         found = _found(Function("mask_mod", mask_mod, FLOAT32, contents(mask_mod)), kinds, H)
@@ -281,9 +284,9 @@ def call_function(function, X, offset, o, b, h, i, j, lines, length, stride, is_
 
 @jit
 def seen_range(o, b, h, i0, i1, j0, j1):
-    """The part of the keys j0 to j1 that the queries i0 to i1 may see, and whether they see it all.
+    """Where the keys begin and end that the queries i0 to i1 may see, of those from j0 to j1.
 
-    Nothing is known where ``o.blocks`` is empty.
+    And whether they see all of them; where ``o.blocks`` is empty that is not known.
     """
     if not o.blocks.size:
         return j0, j1, False
@@ -310,9 +313,9 @@ def seen_by_heads(o, b, h, heads, Lq, j0, j1):
 
 @jit
 def seen_run(o, b, h, heads, Lq, j0, j1):
-    """The first keys from j0 on, before j1, that are in no hidden block, up to the next one.
+    """Where the first run of keys between j0 and j1 that are in no hidden block begins and ends.
 
-    Where they begin and end, and whether all of them are seen, as ``seen_by_heads`` counts.
+    And whether all of its keys are seen by all queries, as ``seen_by_heads`` says.
     """
     if not o.blocks.size:
         return j0, j1, False

@@ -1,7 +1,7 @@
 """A rung as a kernel: planned for problems of one kind, compiled when it is needed, launched.
 
-Every CPU rung is one function of the line that has its arguments and the number of the thread, 0
-for the caller. It begins with ``unpack`` (see ``arguments``), which gives::
+Every CPU rung is one function of a line of memory, which has all of its arguments, and of the
+number of the thread, 0 for the caller. It begins with ``unpack`` (see ``arguments``), which gives::
 
     q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
 
@@ -84,7 +84,8 @@ class Kernel:
     skips : bool, default False
         Whether it skips the blocks that a ``mask_mod`` hides whole, so that it needs to know them.
     worth_skipping : int, default 0
-        From how many numbers of K and V on it does so: with fewer, it takes longer to find them.
+        It does so only where K and V have that many numbers: the hidden blocks of fewer take longer
+        to find than to read.
     """
 
     def __init__(

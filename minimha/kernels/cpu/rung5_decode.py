@@ -54,7 +54,7 @@ NEAR = 32  # keys, or values, that stay in the L1 cache from one use to the next
 SUMMED = 256  # keys whose values are summed before the sum is added to O
 SPLIT = 512  # keys per split, at least: fewer are not worth a merge
 WORTH_SHARING = 1 << 16  # numbers of K and V, which one thread reads while another one wakes up
-WORTH_SKIPPING = 1 << 22  # numbers of K and V, while which are read a ``mask_mod`` is asked for all
+WORTH_SKIPPING = 1 << 22  # numbers of K and V: fewer are read sooner than a ``mask_mod`` is asked
 
 # One thread's: queries (R, D), scores and who sees whom (R, B_c), a part of O's sum (R, Dv), lines
 # of lanes, widened rows. Shared: O (R, Dv), and m and l (R), of every split of every head.

@@ -20,7 +20,13 @@ CompilationFailed = cubins.NO_TOOLKIT
 def compile_ahead(
     dtypes: Sequence[str], progress: Callable[[str], None] = lambda doing: None
 ) -> dict[str, Path | None]:
-    """Compile the kernels for ``dtypes``, one after the other. Returns the file of each kernel."""
+    """Compile the kernels for ``dtypes``, one after the other. Returns the file of each kernel.
+
+    Raises
+    ------
+    CompilationFailed
+        A library of the toolkit is missing, or the driver fails.
+    """
     device, kept = gpu.current(), {}
     for name, launch in _kernels(dtypes, device):
         progress(name)

@@ -94,6 +94,7 @@ def registers(B_r: int) -> tuple[int, int, int]:
 
 
 def threads(B_r: int) -> int:
+    """Threads of a block: one warp per 16 queries, and the warpgroup that copies."""
     return 2 * B_r + pipeline.PRODUCERS
 
 
