@@ -22,7 +22,7 @@ and vectors, atomics, ``cp.async`` in groups and with mbarriers, whose arrivals,
 ``mma.m16n8k16``; ``wgmma`` of 16 bits with its fences, its groups and the 128-byte swizzle.
 
 Anything else is a ``NotImplementedError`` that names the instruction before anything runs: calls of
-functions, textures, carries, packed arithmetic, clusters, mbarriers, bulk copies.
+functions, textures, carries, packed arithmetic, clusters, bulk copies, mbarriers that count them.
 
 By default all threads of a batch of blocks run in lockstep, which is fast but hides whatever
 depends on the warps keeping pace. With an ``order``, a seed, one warp after another runs as far as
