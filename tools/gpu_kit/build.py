@@ -112,14 +112,13 @@ def _copy(folder: Path) -> None:
 def _of_bench() -> list[Any]:
     """Of every shape that ``bench --backend cuda`` measures, the rungs that take it."""
     from minimha.bench.gpu import SHAPES, TINY
-    from minimha.kernels.cuda.arguments import PLACEHOLDERS
+    from minimha.kernels.cuda.launch import launches_of
     from tools.gpu_kit.calls import outline, rungs
 
     found = []
     for shape in (*SHAPES, TINY):
         for name, given in rungs(outline(shape)).items():
-            module = import_module(f"minimha.kernels.{name}")
-            found += [x for x, _ in module.launches(given, PLACEHOLDERS, lambda shape: 0)]
+            found += launches_of(name, given)
     return found
 
 

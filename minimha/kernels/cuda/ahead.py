@@ -8,8 +8,7 @@ from pathlib import Path
 from minimha.equations.problem import Problem, stand_in
 from minimha.kernels.cuda import backend, cubins
 from minimha.kernels.cuda import driver as gpu
-from minimha.kernels.cuda.arguments import PLACEHOLDERS
-from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.cuda.launch import Launch, launches_of
 
 HEAD_DIMS = (64, 128)
 GROUPS = (1, 4, 8)  # query heads per key/value head: few queries of all of them are one tile
@@ -42,9 +41,7 @@ def _kernels(dtypes: Sequence[str], device: gpu.Device) -> Iterator[tuple[str, L
         numbers = getattr(import_module("ml_dtypes"), dtype, dtype)
         q, k = (stand_in((1, *shape, D), numbers) for shape in ((H, Lq), (1, MANY)))
         rung, problem = backend.rung_for(Problem.of(q, k, k), device)
-        arguments = None if rung in backend.TAKE_ARRAYS else PLACEHOLDERS
-        module = import_module(f"minimha.kernels.{rung}")
-        for launch, _ in module.launches(problem, arguments, lambda shape: 0):
+        for launch in launches_of(rung, problem):
             file = cubins.file(launch, device.cc).file
             if file not in known:
                 known.add(file)

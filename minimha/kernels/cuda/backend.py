@@ -27,7 +27,7 @@ from minimha.kernels.cuda.arguments import DeviceArray, array_at, padded_width, 
 from minimha.kernels.cuda.availability import UNSAID, ordinal_of
 from minimha.kernels.cuda.copies import STORED, copying
 from minimha.kernels.cuda.interop import as_device_array, empty_like, must_synchronize, stream_of
-from minimha.kernels.cuda.launch import Launches
+from minimha.kernels.cuda.launch import Launches, launches_of
 from minimha.kernels.cuda.plans import Draft, Plan
 from minimha.kernels.ladder import ALSO, CUDA_LADDER, FEW_QUERIES, IF_NAMED
 
@@ -120,8 +120,7 @@ def _candidates(problem: Problem, cc: tuple[int, int]) -> Iterator[Problem]:
 
 def _shared_bytes(name: str, problem: Problem) -> int:
     """The dynamic shared memory of a block of the rung, in bytes."""
-    launches = _module(name).launches(problem, kernel_arguments.PLACEHOLDERS, lambda shape: 0)
-    return max((launch.shared for launch, _ in launches), default=0)
+    return max((launch.shared for launch in launches_of(name, problem)), default=0)
 
 
 def widened(problem: Problem) -> Problem:

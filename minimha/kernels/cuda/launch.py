@@ -4,9 +4,13 @@ The driver, the offline compiler and the tests' emulator all accept a ``Launch``
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from numba import cuda
+
+from minimha.equations.problem import Problem
+from minimha.kernels.cuda.arguments import PLACEHOLDERS
 
 
 class Launch(NamedTuple):
@@ -23,6 +27,12 @@ class Launch(NamedTuple):
 
 Launches = list[tuple[Launch, tuple[Any, ...]]]  # each with the kernel's arguments
 Scratch = Callable[[tuple[int, ...]], int]  # the address of float32 memory of that shape
+
+
+def launches_of(rung: str, problem: Problem) -> list[Launch]:
+    """What ``rung`` would launch for ``problem``, to be compiled or measured, but not started."""
+    launches = import_module(f"minimha.kernels.{rung}").launches
+    return [launch for launch, _ in launches(problem, PLACEHOLDERS, lambda shape: 0)]
 
 
 def ptx(launch: Launch, cc: tuple[int, int] = (9, 0)) -> str:

@@ -20,8 +20,7 @@ from numpy.typing import DTypeLike
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import sass
-from minimha.kernels.cuda.arguments import PLACEHOLDERS
-from minimha.kernels.cuda.launch import Launch, ptx
+from minimha.kernels.cuda.launch import Launch, launches_of, ptx
 from minimha.kernels.ladder import CUDA_LADDER
 
 ARCHS = {"sm_80": (8, 0), "sm_90": (9, 0)}
@@ -107,7 +106,7 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
         problem = Problem.of(q, k, k)
         if module.unsupported(problem):
             continue
-        for launch, _ in module.launches(problem, PLACEHOLDERS, lambda shape: 0):
+        for launch in launches_of(rung, problem):
             if (launch.function, launch.signature) not in known:
                 known.add((launch.function, launch.signature))
                 yield np.dtype(dtype).name, launch

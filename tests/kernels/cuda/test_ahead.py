@@ -13,7 +13,7 @@ from minimha.equations.problem import Problem
 from minimha.kernels import disk
 from minimha.kernels.cuda import ahead, backend, cubins
 from minimha.kernels.cuda import driver as gpu
-from minimha.kernels.cuda.arguments import PLACEHOLDERS
+from minimha.kernels.cuda.launch import launches_of
 
 HOPPER = gpu.Device(0, (9, 0), 132, 227 << 10, None, 0)
 
@@ -42,8 +42,8 @@ def test_a_later_call_finds_its_kernels(on_hopper, monkeypatch):
     for H, Hkv, Lq in ((3, 3, 100), (8, 2, 1), (8, 1, 1)):
         q, k = (np.zeros((2, *shape, 128), ml_dtypes.bfloat16) for shape in ((H, Lq), (Hkv, 300)))
         problem = Problem.of(q, k, k, is_causal=True, q_offset=200)
-        module = backend._module(backend.rung_for(problem, HOPPER)[0])
-        for launch, _ in module.launches(problem, PLACEHOLDERS, lambda shape: 0):
+        rung, _ = backend.rung_for(problem, HOPPER)
+        for launch in launches_of(rung, problem):
             assert cubins.cubin(launch, HOPPER.cc) == ("name", b"code")
 
 

@@ -17,9 +17,9 @@ from kernels.cuda import standin
 
 from minimha.equations.problem import Problem
 from minimha.kernels import disk
-from minimha.kernels.cuda import backend as cuda
 from minimha.kernels.cuda import copies, cubins
-from minimha.kernels.cuda.arguments import PLACEHOLDERS, DeviceArray, contiguous
+from minimha.kernels.cuda.arguments import DeviceArray, contiguous
+from minimha.kernels.cuda.launch import launches_of
 from minimha.kernels.ladder import CUDA_LADDER
 
 LIMIT = 250  # seconds
@@ -48,16 +48,15 @@ cubins.ptx = cubins.machine_code = forbidden
 
 def launches():
     """Kernels of every rung, all different."""
-    return [launch for rung in CUDA_LADDER for launch in launches_of(rung)]
+    return [launch for rung in CUDA_LADDER for launch in kernels_of(rung)]
 
 
-def launches_of(rung, dtypes=(np.float32, np.float16, ml_dtypes.bfloat16), D=16, **options):
+def kernels_of(rung, dtypes=(np.float32, np.float16, ml_dtypes.bfloat16), D=16, **options):
     module, found = import_module(f"minimha.kernels.{rung}"), []
     for dtype in dtypes:
         problem = Problem.of(*(np.zeros((1, 1, 2, D), dtype),) * 3, **options)
         if module.unsupported(problem) is None:
-            given = None if rung in cuda.TAKE_ARRAYS else PLACEHOLDERS
-            found += [launch for launch, _ in module.launches(problem, given, lambda shape: 0)]
+            found += launches_of(rung, problem)
     return list({(x.function, x.signature): x for x in found}.values())
 
 
@@ -100,7 +99,7 @@ def test_whatever_changes_a_kernel_changes_its_file(rung):
         launch
         for D in (16, 64)
         for options in ({}, {"softcap": 1.0}, {"is_causal": True}, {"attn_mask": [[True] * 2] * 2})
-        for launch in launches_of(rung, D=D, **options)
+        for launch in kernels_of(rung, D=D, **options)
     ]
     kernels = {(x.function, x.signature): x for x in variants}
     files = {cubins.file(x, (9, 0)).file for x in kernels.values()}
@@ -133,7 +132,7 @@ def test_what_a_function_reads_of_a_module_tells_it_apart():
 def test_what_no_other_process_could_recognise_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "folders", lambda: [tmp_path])
     thing = object()
-    launch = launches_of("cuda.rung1_rows")[0]
+    launch = kernels_of("cuda.rung1_rows")[0]
     monkeypatch.setattr(cubins, "_compiled", lambda launch, cc, how_often: b"name\0code")
     launch = launch._replace(function=lambda: thing)
     assert cubins.cubin(launch, (9, 0)) == ("name", b"code")
@@ -145,7 +144,7 @@ def test_compiling_is_announced(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(disk, "folders", lambda: [tmp_path])
     monkeypatch.setattr(cubins, "ptx", lambda launch, cc: ".visible .entry name()")
     monkeypatch.setattr(cubins, "machine_code", lambda text, arch, registers: b"code")
-    launch = launches_of("cuda.rung1_rows")[0]
+    launch = kernels_of("cuda.rung1_rows")[0]
     for _ in range(2):
         assert cubins.cubin(launch, (9, 0)) == ("name", b"code")
     sentence = "minimha: compiling rung1_rows-rows-sm_90, some seconds, once on this machine"
@@ -162,7 +161,7 @@ def test_what_the_driver_refused_is_passed_over_on_disk(tmp_path, monkeypatch):
     for folder in folders:
         folder.mkdir(mode=0o700)
     monkeypatch.setattr(disk, "folders", lambda: folders[:1])
-    launch = launches_of("cuda.rung1_rows")[0]
+    launch = kernels_of("cuda.rung1_rows")[0]
     cubins.file(launch, (9, 0)).write(b"name\0old")
     monkeypatch.setattr(disk, "folders", lambda: folders)
     monkeypatch.setattr(disk, "_writable_folder", lambda: folders[1])
@@ -180,19 +179,19 @@ def test_what_the_driver_refused_is_passed_over_on_disk(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("changed", ["B_C", "B_R"])
 def test_a_constant_that_was_changed_is_another_kernel(changed, monkeypatch):
-    (launch,) = launches_of("cuda.rung2_tiles", [np.float32])
+    (launch,) = kernels_of("cuda.rung2_tiles", [np.float32])
     before = cubins.file(launch, (9, 0)).file
     module = import_module("minimha.kernels.cuda.rung2_tiles")
     monkeypatch.setattr(module, changed, getattr(module, changed) // 2)
     module.kernel.cache_clear()
-    (launch,) = launches_of("cuda.rung2_tiles", [np.float32])
+    (launch,) = kernels_of("cuda.rung2_tiles", [np.float32])
     module.kernel.cache_clear()
     assert cubins.file(launch, (9, 0)).file != before
 
 
 @pytest.mark.parametrize("what", ["toolkit", "_digest_of_sources"])
 def test_another_toolkit_or_source_is_another_file(what, monkeypatch):
-    launch = launches_of("cuda.rung3_register_tiles")[0]
+    launch = kernels_of("cuda.rung3_register_tiles")[0]
     before = cubins.file(launch, (9, 0)).file
     monkeypatch.setattr(cubins, what, lambda: "another")
     assert cubins.file(launch, (9, 0)).file != before

@@ -393,7 +393,7 @@ def test_everything_stays_in_registers(rung, D, name, archs):
 def test_functions_leave_everything_in_registers(rung3, D, functions, arch):
     assembled = import_module("minimha.kernels.cuda.ptxas")
     problem = Problem.of(*given(rung3, D=D, Dv=D), **functions, q_offset=0)
-    ((launch, _),) = rung3.launches(problem, assembled.PLACEHOLDERS, None)
+    (launch,) = assembled.launches_of("cuda.rung3_register_tiles", problem)
     assert_in_registers(launch, ptx_of(launch, assembled.ARCHS[arch]), arch)
     if assembled.program("ptxas") is None:
         pytest.skip(NO_PTXAS)
