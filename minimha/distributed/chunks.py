@@ -70,8 +70,8 @@ def check_striped(problem: Problem) -> None:
     """Refuse options that positions in stripes cannot express."""
     for name in problem.functions:
         raise ValueError(
-            f"{name_of(name)} with stripes: expected tokens in their order, since a function is "
-            f"called for neighbouring queries and keys"
+            f"{name_of(name)} is given with stripes: expected tokens in their order, since a "
+            f"function is called for neighbouring queries and keys"
         )
     if problem.alibi_slopes is not None and problem.right != 0:
         raise ValueError(

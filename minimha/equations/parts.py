@@ -49,8 +49,8 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
     for name, value in arguments.items():
         if name not in IN_PARTS and value is not None:
             raise TypeError(
-                f"{name_of(name)} is no option of attention over keys in parts, as those of files "
-                f"and clusters are: expected some of {', '.join(sorted(IN_PARTS))}"
+                f"{name_of(name)} is no option of attention over keys in parts, such as keys in "
+                f"files and on clusters: expected one of {', '.join(sorted(IN_PARTS))}"
             )
     for name in "qkv":
         check_file(name_of(name), arguments[name])

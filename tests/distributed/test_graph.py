@@ -225,7 +225,7 @@ K = chunked(1, 2, 5, 3)
          "alibi_slopes with stripes needs is_causal=True: among keys on both sides"),
         ((X, X, X), {"stripes": 2, "q_offset": [0, 1]}, ValueError, r"q_offset is \[0, 1\]: with"),
         ((X, X, X), {"stripes": 2, "score_mod": lambda s, b, h, i, j: s}, ValueError,
-         "score_mod with stripes: expected tokens in their order, since a function is called for"),
+         "score_mod is given with stripes: expected tokens in their order, since a function is"),
         ((X, K, K), {"score_mod": lambda s: s}, TypeError, r"score_mod takes \(s\): expected 5"),
         ((X, K, K), {"mask_mod": block_mask(lambda b, h, i, j: i > j, 12, 9)}, ValueError,
          "mask_mod is a BlockMask for"),
