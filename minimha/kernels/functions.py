@@ -30,7 +30,7 @@ def plain(function: Any) -> Any:
     return getattr(function, "py_func", function)
 
 
-def compiled(
+def compiled_function(
     name: str, function: Any, compute: np.dtype[Any], compiler: Compiler, target: str = ""
 ) -> tuple[Any, Any]:
     """The caller's ``function`` for scores of dtype ``compute``, and the type that it returns.

@@ -21,7 +21,7 @@ from minimha.equations.arguments import name_of
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.online_softmax import LOWEST
-from minimha.kernels.functions import Refused, check_returned, compiled, plain
+from minimha.kernels.functions import Refused, check_returned, compiled_function, plain
 
 # A rung keeps so many kernels, those used last. A model has a handful of functions, but one whose
 # captured numbers change is a new one each time. 64 take about 6 MB of machine code.
@@ -180,13 +180,13 @@ def _given(problem: Problem) -> list[tuple[str, DeviceFunction, np.dtype[Any]]]:
 def _returned(name: str, function: DeviceFunction, compute: np.dtype[Any]) -> Any:
     """The type that ``function`` returns, or the sentence why it cannot be compiled for a GPU."""
     try:
-        return compiled(name, function.function, compute, _for_gpu, " for a GPU")[1]
+        return compiled_function(name, function.function, compute, _for_gpu, " for a GPU")[1]
     except Refused as error:
         return str(error)
 
 
 def _for_gpu(function: FunctionType, arguments: tuple[Any, ...]) -> tuple[str, Any]:
-    """PTX of a call of ``function``, and the type that it returns: see ``functions.compiled``."""
+    """PTX of a call of ``function``, and the type that it returns: see ``compiled_function``."""
     inlined = device(with_device_functions(function))
 
     def of_pair(b, h, i, j):
