@@ -43,6 +43,7 @@ MOST = 1024  # helpers
 
 # The number of the system call, where this file knows it.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
+HAS_FUTEX = FUTEX is not None
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # private to the process
 PAUSE = {"x86_64": "llvm.x86.sse2.pause", "AMD64": "llvm.x86.sse2.pause"}.get(platform.machine())
 
@@ -102,7 +103,7 @@ def call(typing, function, arguments, worker):
     return types.void(I64, I64, I64), generate
 
 
-if FUTEX:
+if HAS_FUTEX:
     _syscall = types.ExternalFunction("syscall", I64(I64, I64, I64, I64, I64, I64, I64))
     _getcpu = types.ExternalFunction("sched_getcpu", types.int32())
     _setaffinity = types.ExternalFunction("sched_setaffinity", types.int32(types.int32, I64, I64))
@@ -161,7 +162,7 @@ def run_job(words, kernel, arguments, workers, spins):
     if is_open:
         inside = add(words + DOOR, -OPEN) - OPEN
         spun = 0
-        while inside > 0 and (spun < spins or not FUTEX):
+        while inside > 0 and (spun < spins or not HAS_FUTEX):
             pause()
             spun += 1
             inside = load(words + DOOR)
@@ -186,7 +187,7 @@ def help_out(words, seen, spins):
             if spun < spins:
                 pause()
                 spun += 1
-            elif FUTEX:
+            elif HAS_FUTEX:
                 add(words + ASLEEP, 1)
                 sleep(words + BELL, seen)
                 add(words + ASLEEP, -1)
@@ -218,11 +219,11 @@ class Pool:
         self.words = int(self._words.ctypes.data)
         self._helpers: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._bell = None if FUTEX else threading.Semaphore(0)
+        self._bell = None if HAS_FUTEX else threading.Semaphore(0)
         self._run = _compiled(run_job, types.void(I64, I64, I64, I64, I64))
         self._help = _compiled(help_out, I64(I64, I64, I64))
         self.spins = _spins(_compiled(spin, types.void(I64)))
-        if FUTEX:
+        if HAS_FUTEX:
             cpus = os.sched_getaffinity(0)
             if max(cpus) < 63:
                 self._write(ALLOWED, sum(1 << cpu for cpu in cpus))
@@ -248,7 +249,7 @@ class Pool:
                 self._helpers.append(thread)
 
     def _helper(self) -> None:
-        if FUTEX:
+        if HAS_FUTEX:
             with self._lock:
                 number = self._read(IDS) + 1
                 self._write(IDS + 8 * number, threading.get_native_id())
@@ -268,7 +269,7 @@ class Pool:
 
 
 def _compiled(function: Callable[..., Any], signature: Any) -> Compiled:
-    system = "futex" if FUTEX else "portable"
+    system = "futex" if HAS_FUTEX else "portable"
     return compiled(function, signature, File(f"{function.__name__}-{system}", str(signature)))
 
 
