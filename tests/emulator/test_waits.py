@@ -118,6 +118,22 @@ def test_only_copies_that_arrive_themselves_have_landed(arrive, order):
         read(order, fill=COPY, arrive=arrive)
 
 
+@pytest.mark.parametrize("order", [None, 0, 1])
+def test_threads_may_wait_at_different_mbarriers_in_one_instruction(order):
+    body = f"""
+        mov.u64 %d5, dynamic; cvt.u32.u64 %r4, %d5; setp.ne.u32 %p1, %r0, 0; @%p1 bra STARTED;
+        mbarrier.init.shared::cta.b64 [%r4], 32; mbarrier.init.shared::cta.b64 [%r4+8], 32;
+        STARTED: bar.sync 0; shr.u32 %r5, %r0, 5; shl.b32 %r6, %r5, 3; xor.b32 %r7, %r6, 8;
+        add.u32 %r6, %r6, %r4; add.u32 %r7, %r7, %r4;
+        shl.b32 %r8, %r0, 2; add.u32 %r8, %r8, %r4; st.shared.u32 [%r8+64], %r0;
+        mbarrier.arrive.shared::cta.b64 %d6, [%r7];
+        {wait("MINE", "%r6", 0)} xor.b32 %r9, %r0, 32; shl.b32 %r9, %r9, 2;
+        add.u32 %r9, %r9, %r4; ld.shared.u32 %r9, [%r9+64]; st.global.u32 [%d4], %r9;
+    """
+    of_other_warp = execute(body, np.zeros(64, np.uint32), threads=64, shared=512, order=order)
+    np.testing.assert_array_equal(of_other_warp, np.arange(64) ^ 32)
+
+
 def roles(first, others, order, threads=384):
     """The first four warps execute the one, the others the other."""
     body = f"""setp.ge.u32 %p1, %r0, 128; @%p1 bra OTHERS; {first} bra DONE;

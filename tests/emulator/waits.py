@@ -94,17 +94,23 @@ class Arrival(NamedTuple):
         self.team.memories["shared"].changes += 1
 
 
-def mbarrier_at(team, address):
-    """The mbarrier that the active threads name, which one of them has initialised before."""
-    shared = team.memories["shared"]
+def each_mbarrier(team, address):
+    """Each mbarrier that active threads name; while it is the caller's, only these are active.
+
+    Threads that execute one instruction together may be in different phases of their loops, as
+    those of blocks with different numbers of tiles are.
+    """
+    shared, mask, lanes = team.memories["shared"], team.mask, team.lanes
     shared.note_read(team, shared.locate(team, address, 8), 8)
-    if (address != address[0]).any():
-        raise NotImplementedError("an mbarrier for each thread")
-    mbarrier = shared.mbarriers.get(int(address[0]))
-    block = team.active(team.block)
-    is_none = np.array([mbarrier is None or mbarrier.expected[b] == 0 for b in block])
-    team.check(address, is_none, "is no mbarrier")
-    return mbarrier
+    for place in np.unique(address).tolist():
+        is_named = np.zeros(team.size, bool)
+        is_named[lanes[address == place]] = True
+        team.activate(is_named)
+        mbarrier, block = shared.mbarriers.get(place), team.active(team.block)
+        is_none = np.array([mbarrier is None or mbarrier.expected[b] == 0 for b in block])
+        team.check(np.full(len(block), place), is_none, "is no mbarrier")
+        yield mbarrier
+    team.activate(mask)
 
 
 def leave(team):
@@ -125,15 +131,15 @@ def _mbarrier(kernel, words, operands):
 
     def run(team):
         shared = team.memories["shared"]
-        mbarrier = mbarrier_at(team, address(team))
-        if is_of_copies:
-            tags = shared.tags(team, team.warp_syncs)
-            shared.arrivals.append(
-                Arrival(team, team.is_active, team.copied, mbarrier, leave(team), tags)
-            )
-        else:
-            mbarrier.arrive(team.active(team.block), leave(team))
-            shared.changes += 1
+        tags = shared.tags(team, team.warp_syncs) if is_of_copies else None
+        for mbarrier in each_mbarrier(team, address(team)):
+            if is_of_copies:
+                shared.arrivals.append(
+                    Arrival(team, team.is_active, team.copied, mbarrier, leave(team), tags)
+                )
+            else:
+                mbarrier.arrive(team.active(team.block), leave(team))
+                shared.changes += 1
 
     return run
 
@@ -162,16 +168,15 @@ class TryWait(Wait):
         self.parity = kernel.operand(operands[2], "u32")
 
     def go_on(self, team):
-        shared = team.memories["shared"]
-        mbarrier, block = mbarrier_at(team, self.address(team)), team.active(team.block)
-        parity = team.active(team.registers["u32"][self.parity])
-        is_over = mbarrier.phase[block] & 1 != parity
-        team.write_active(team.registers["pred"][self.to], is_over)
-        seeing, warp = block[is_over], team.active(team.warp)[is_over]
-        shared.clocks.see(seeing, warp, mbarrier.last_left[:, seeing])
-        goes_on = np.zeros(team.size, bool)
-        goes_on[team.lanes] = is_over | ~team.was_refused[team.lanes]
-        team.was_refused[team.lanes] = ~is_over
+        clocks, goes_on = team.memories["shared"].clocks, np.zeros(team.size, bool)
+        for mbarrier in each_mbarrier(team, self.address(team)):
+            block, lanes = team.active(team.block), team.lanes
+            is_over = mbarrier.phase[block] & 1 != team.active(team.registers["u32"][self.parity])
+            team.write_active(team.registers["pred"][self.to], is_over)
+            seeing, warp = block[is_over], team.active(team.warp)[is_over]
+            clocks.see(seeing, warp, mbarrier.last_left[:, seeing])
+            goes_on[lanes] = is_over | ~team.was_refused[lanes]
+            team.was_refused[lanes] = ~is_over
         return goes_on
 
     def reason(self, team):
