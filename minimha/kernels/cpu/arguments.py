@@ -41,7 +41,7 @@ from minimha.kernels.options import Options
 AXES = 4
 ARRAY = 1 + 2 * AXES  # integers that describe one array
 NUM_SIZES = 2
-CACHE_LINE = 64  # bytes
+CACHE_LINE = 128  # bytes: two lines of most CPUs, which fetch them together
 REAL, DOUBLE, BYTE = "real", "double", "byte"  # REAL is the compute dtype
 # Counters begin at 0: the first one deals out the tasks, the second one becomes 1 where an output
 # is not finite, the third one where a caller's function raises, and more are the rung's own.

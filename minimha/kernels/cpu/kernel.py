@@ -60,6 +60,7 @@ from minimha.kernels.cpu.pool import pool
 from minimha.kernels.options import NO_BIAS, NO_MASK, options
 
 LONG = 1 << 33  # products: some tenths of a second, after which a person wants an answer to Ctrl-C
+PAGE = 1 << 12  # bytes
 LARGEST_REMEMBERED = 1 << 16  # bytes that a plan holds
 FLOAT64, UINT8 = np.dtype(np.float64), np.dtype(np.uint8)
 CANCELLED = 1 << 62  # a task that does not exist: each thread then finds that none is left
@@ -168,14 +169,7 @@ class Plan:
         layouts |= {name: self._layout(getattr(problem, name)) for name in "qkv"}
         layouts |= {"O": _contiguous(self.shape, problem.compute)}
         layouts |= {"L": _contiguous(self._rows, problem.compute)}
-        dtypes = {REAL: problem.compute, DOUBLE: FLOAT64, BYTE: UINT8}
-        starts, self._size = {}, 0  # of the buffers in the memory that a call brings, in bytes
-        for name, buffer in kernel.buffers.items():
-            itemsize = dtypes[buffer.kind].itemsize
-            nbytes = _rounded(lengths[name] * itemsize)
-            layouts[name] = Layout((lengths[name],), (itemsize, nbytes))
-            starts[name] = self._size
-            self._size += nbytes * (1 if buffer.is_shared else workers)
+        starts = self._place(kernel.buffers, lengths, layouts)
         num_counters = OWN + lengths.get("counters", 0)
         self._line = pack(layouts, kernel.slots, o, sizes, num_counters)
         for name, held in self._held.items():
@@ -186,6 +180,29 @@ class Plan:
         self._strides_of_v = slice(first, first + AXES)
         self._counters = kernel.slots["counters"]
         self._kernel = kernel.compile(self.storage)
+
+    def _place(
+        self, buffers: dict[str, Buffer], lengths: dict[str, int], layouts: dict[str, Layout]
+    ) -> dict[str, int]:
+        """Where each buffer starts in the memory that a call brings; adds to ``layouts``.
+
+        Each thread's buffers are on pages of their own: a core that reads fetches what follows in
+        the page too, and would take it from the core that writes there.
+        """
+        dtypes = {REAL: self.compute, DOUBLE: FLOAT64, BYTE: UINT8}
+        itemsizes = {name: dtypes[buffer.kind].itemsize for name, buffer in buffers.items()}
+        ends = {False: 0, True: 0}  # of one thread's buffers, and of those that all share
+        starts = {}
+        for name, buffer in buffers.items():
+            starts[name] = ends[buffer.is_shared]
+            nbytes = lengths[name] * itemsizes[name]
+            ends[buffer.is_shared] += _rounded(nbytes, CACHE_LINE)
+        own = _rounded(ends[False], PAGE)
+        self._size = self.workers * own + ends[True]
+        for name, buffer in buffers.items():
+            layouts[name] = Layout((lengths[name],), (itemsizes[name], own))
+            starts[name] += self.workers * own * buffer.is_shared
+        return starts
 
     def _options(self, kernel: Kernel, problem: Problem) -> Any:
         """Everything that is small, the functions, and where the rows of each sequence are."""
@@ -283,7 +300,7 @@ _spares: list[NDArray[np.uint8]] = []
 
 
 def _memory(nbytes: int) -> NDArray[np.uint8]:
-    """At least ``nbytes`` from the beginning of a cache line on, of a former call if it suffices.
+    """At least ``nbytes`` from the beginning of a page on, of a former call if it suffices.
 
     Fresh memory is slow: the system clears each page when it is first written.
     """
@@ -293,8 +310,8 @@ def _memory(nbytes: int) -> NDArray[np.uint8]:
             return spare
     except IndexError:  # none, or another thread took the last one
         pass
-    block = np.empty(nbytes + CACHE_LINE, np.uint8)
-    return block[-address(block) % CACHE_LINE :]
+    block = np.empty(nbytes + PAGE, np.uint8)
+    return block[-address(block) % PAGE :]
 
 
 def _interruptible(launch: Callable[[], None], counters: memoryview[int]) -> None:
@@ -330,6 +347,5 @@ def _contiguous(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
     return Layout(shape, tuple(strides))
 
 
-def _rounded(bytes_: int) -> int:
-    """Up to whole cache lines, so that no two threads write to one."""
-    return -(-bytes_ // CACHE_LINE) * CACHE_LINE
+def _rounded(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from minimha import attention
-from minimha.kernels.cpu import kernel, threads
+from minimha.equations.problem import Problem
+from minimha.kernels.cpu import kernel, rung4_parallel, rung5_decode, rung6_matrix_unit, threads
+from minimha.kernels.cpu.arguments import AXES
 
 CPUS = threads.usable_cpus()
 
@@ -108,3 +110,22 @@ def test_kernels_use_as_many_threads_as_are_set(Lq, monkeypatch):
         for _ in range(2):  # planned, then remembered
             attention(x[:, :, :Lq], x, x, backend="cpu")
     assert asked == [number for number in range(2, CPUS + 1) for _ in range(2)]  # one needs no pool
+
+
+@pytest.mark.parametrize("rung", [rung4_parallel, rung5_decode, rung6_matrix_unit])
+def test_no_two_threads_write_to_one_page(rung, monkeypatch):
+    monkeypatch.setattr(threads, "_chosen", 3)
+    q = np.zeros((2, 4, 131, 32), np.float16)
+    plan, last = rung.plan(Problem.of(q, q, q)), -1
+    for worker in range(3):
+        pages = set()
+        for name, buffer in rung.KERNEL.buffers.items():
+            slot = rung.KERNEL.slots[name]
+            start, length, itemsize, stride = (
+                plan._line[slot + n] for n in (0, 1, 1 + AXES, 2 + AXES)
+            )
+            if not buffer.is_shared and length:
+                first = start + worker * stride
+                pages |= {first // 4096, (first + length * itemsize - 1) // 4096}
+        assert min(pages) > last
+        last = max(pages)
