@@ -43,9 +43,9 @@ ARRAY = 1 + 2 * AXES  # integers that describe one array
 NUM_SIZES = 2
 CACHE_LINE = 128  # bytes: two lines of most CPUs, which fetch them together
 REAL, DOUBLE, BYTE = "real", "double", "byte"  # REAL is the compute dtype
-# Counters begin at 0: the first one deals out the tasks, the second one becomes 1 where an output
-# is not finite, the third one where a caller's function raises, and more are the rung's own.
-TASKS, NONFINITE, FAILED, OWN = 0, 1, 2, 3
+# Counters begin at 0: the first one becomes 1 where an output is not finite, the second one where a
+# caller's function raises. The others, from ``TASKS`` on, deal out tasks, as the rung likes.
+NONFINITE, FAILED, TASKS = 0, 1, 2
 
 
 class Buffer(NamedTuple):
@@ -87,18 +87,19 @@ CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
 
 
 def slots(buffers: Iterable[str]) -> dict[str, int]:
-    """Where each array and buffer begins in the line, "numbers", "sizes" and "counters"."""
+    """Where in the line is each array and buffer, "numbers", "sizes", "workers", "counters"."""
     names = [*ARRAYS, *buffers, "numbers"]
     if len({*names, *NUMBERS}) < len(names) + len(NUMBERS):
         raise ValueError(f"two arguments of a kernel have one name: {', '.join(names)}")
     found = {name: len(BROUGHT) + n * ARRAY for n, name in enumerate(names)}
     found["sizes"] = found["numbers"] + len(NUMBERS)
+    found["workers"] = found["sizes"] + NUM_SIZES
     # So far away that what all threads read is on another cache line than what they write.
-    return found | {"counters": found["sizes"] + NUM_SIZES + CACHE_LINE // 8}
+    return found | {"counters": found["workers"] + 1 + CACHE_LINE // 8}
 
 
 def pack(
-    layouts: dict[str, Layout], slots: dict[str, int], o: Any, sizes: Sequence[int],
+    layouts: dict[str, Layout], slots: dict[str, int], o: Any, sizes: Sequence[int], workers: int,
     num_counters: int,
 ) -> array[int]:  # fmt: skip
     """The line for arrays and buffers of these layouts, whose addresses are left open.
@@ -114,6 +115,7 @@ def pack(
         number = getattr(o, name)
         line[at] = int(np.float64(number).view(np.int64) if isinstance(number, float) else number)
     line[slots["sizes"] : slots["sizes"] + len(sizes)] = array("q", sizes)
+    line[slots["workers"]] = workers
     return line
 
 
@@ -166,6 +168,7 @@ class Line(types.Type):
         numbers = (*[types.int64] * 2, *[types.float64] * 2, types.boolean, *[types.int64] * 5)
         fields |= zip(NUMBERS, numbers, strict=True)
         self.fields = fields | dict.fromkeys(("counters", "failed"), counters)
+        self.fields |= dict.fromkeys(("worker", "workers"), types.int64)
         self.fields["sizes"] = types.UniTuple(types.int64, NUM_SIZES)
         super().__init__(f"Line({storage}, {buffers})")
 
@@ -203,11 +206,15 @@ class _Reader:
         kind, slot = self._kind.fields[name], self._kind.slots
         if name in NUMBERS:
             return self._number(slot["numbers"] + NUMBERS.index(name), kind)
+        if name == "worker":
+            return self._worker
+        if name == "workers":
+            return self._read(slot[name])
         if name == "sizes":
             sizes = [self._read(slot["sizes"] + n) for n in range(NUM_SIZES)]
             return self._context.make_tuple(self._builder, kind, sizes)
         if name in ("counters", "failed"):
-            first, length = (0, OWN) if name == "counters" else (FAILED, 1)
+            first, length = (0, TASKS + 1) if name == "counters" else (FAILED, 1)
             place = self._builder.gep(self._line, [INT(slot["counters"] + first)])
             return self._array(kind, place, [INT(length)], [INT(8)])
         first = slot[name] + 1

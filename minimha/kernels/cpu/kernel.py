@@ -43,7 +43,6 @@ from minimha.kernels.cpu.arguments import (
     FAILED,
     HEADERS,
     NONFINITE,
-    OWN,
     REAL,
     SMALL,
     TASKS,
@@ -170,8 +169,8 @@ class Plan:
         layouts |= {"O": _contiguous(self.shape, problem.compute)}
         layouts |= {"L": _contiguous(self._rows, problem.compute)}
         starts = self._place(kernel.buffers, lengths, layouts)
-        num_counters = OWN + lengths.get("counters", 0)
-        self._line = pack(layouts, kernel.slots, o, sizes, num_counters)
+        num_counters = TASKS + lengths.get("counters", 0)
+        self._line = pack(layouts, kernel.slots, o, sizes, workers, num_counters)
         for name, held in self._held.items():
             self._line[kernel.slots[name]] = address(held)
         for name, start in starts.items():
@@ -333,7 +332,8 @@ def _interruptible(launch: Callable[[], None], counters: memoryview[int]) -> Non
     try:
         thread.join()
     except BaseException:
-        counters[TASKS] = CANCELLED
+        for n in range(TASKS, len(counters)):
+            counters[n] = CANCELLED
         thread.join()
         raise
     if failed:

@@ -1,9 +1,9 @@
 """CPU rung 4, parallel: the tiles of rung 3 on every core, and only those that some query sees.
 
 - A task is up to four panels of one head. They process each block of keys one after another, so
-  that K and V come from memory once for 192 queries. Threads fetch the tasks from an atomic
-  counter, one head after another, whose K and V then stay in the L2 cache, and of each the longest
-  first, until none is left.
+  that K and V come from memory once for 192 queries. Each thread has a share of the tasks, dealt
+  out by an atomic counter: one head after another, whose K and V then stay in the core's L2 cache,
+  and of each the longest first. Once its share is done it helps with the others'.
 - A panel visits only the keys that its queries can reach (``key_range``), and checks single scores
   only in partial tiles: with a causal mask those on the diagonal. Of a ``mask_mod`` it knows the
   blocks that are hidden or seen whole.
@@ -83,7 +83,7 @@ def plan(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Plan
     lengths = buffer_lengths(itemsize, D, Dv, B_c, panels)
     is_widened = problem.dtype.itemsize < itemsize
     lengths |= {"wide_Q": panel_width(itemsize) * D, "wide_K": B_c * D, "wide_V": B_c * Dv}
-    lengths |= {name: lengths[name] * is_widened for name in WIDENED}
+    lengths |= {name: lengths[name] * is_widened for name in WIDENED} | {"counters": workers}
     return KERNEL.plan(problem, panels, B_c, workers=workers, lengths=lengths)
 
 
@@ -96,7 +96,7 @@ def shared_out(problem: Problem, panels: int, tasks: int) -> tuple[int, int]:
 
 
 def task_loop(load_queries, visit_keys):
-    """What one thread does: fetch and compute tasks until none is left.
+    """What one thread does: compute the tasks of its share, then of the others', while any is left.
 
     Parameters
     ----------
@@ -110,10 +110,13 @@ def task_loop(load_queries, visit_keys):
     def compute_tasks(q, k, v, mask, bias, o, O, L, t, panels, B_c):
         H, Dv = q.shape[1], v.shape[3]
         groups = -(-num_panels(most_queries(o), O.itemsize) // panels)
-        while True:
-            task = fetch_add(t.counters, TASKS)
-            if task >= len(o.queries) * groups * H:
-                return
+        tasks, turn = len(o.queries) * groups * H, 0
+        while turn < t.workers:
+            share = (t.worker + turn) % t.workers
+            task = share * tasks // t.workers + fetch_add(t.counters, TASKS + share)
+            if task >= (share + 1) * tasks // t.workers:
+                turn += 1
+                continue
             b, h = task // (groups * H), task // groups % H
             group = groups - 1 - task % groups
             entry, first_row, Lq = queries_of(o, b)

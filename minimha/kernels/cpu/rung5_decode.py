@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu.arguments import BYTE, DOUBLE, OWN, REAL, TASKS, Buffer, unpacker
+from minimha.kernels.cpu.arguments import BYTE, DOUBLE, REAL, TASKS, Buffer, unpacker
 from minimha.kernels.cpu.functions import call_function, seen_by_heads, seen_run
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Plan
@@ -62,6 +62,7 @@ BUFFERS = dict.fromkeys(("Q", "S", "part", "top", "shift", "total", "wide"), Buf
 BUFFERS |= {"seen": Buffer(BYTE), "parts_O": Buffer(REAL, is_shared=True)}
 BUFFERS |= {"parts_ml": Buffer(DOUBLE, is_shared=True)}
 unpack = unpacker(**BUFFERS)
+FINISHED = 1  # behind the counter of all tasks, those of the finished splits of each head
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -99,7 +100,7 @@ def plan(problem: Problem, *, splits: int | None = None, B_c: int | None = None)
     lengths |= dict.fromkeys(("top", "shift", "total"), widest)
     lengths |= {"wide": NEAR * max(D, Dv) if problem.dtype.itemsize < itemsize else 0}
     lengths |= {"parts_O": B * Hkv * splits * rows * Dv, "parts_ml": B * Hkv * splits * 2 * rows}
-    lengths |= {"counters": B * Hkv}  # one per head
+    lengths |= {"counters": FINISHED + B * Hkv}
     return KERNEL.plan(problem, splits, B_c, workers=workers, lengths=lengths)
 
 
@@ -154,7 +155,7 @@ def decode(line, worker):
             if j0 < j1:
                 n = j1 - j0
                 update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t)
-        if fetch_add(t.counters, OWN + head) == splits - 1:
+        if fetch_add(t.counters, TASKS + FINISHED + head) == splits - 1:
             merge(t, splits, o, O, L, b, kv, Hkv, most)
 
 

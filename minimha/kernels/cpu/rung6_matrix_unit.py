@@ -107,7 +107,7 @@ def plan(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Plan
     parts = 1 if problem.dtype.name == "bfloat16" else 2
     lengths = buffer_lengths(itemsize, D, Dv, B_c, panels) | {"V_j": 0, "wide_V": B_c * Dv}
     lengths |= {name: parts * number // 2 for name, number in items.items()}
-    lengths |= {"Os": panels * lanes * rows_of_O, "tail": WIDTH // 2}
+    lengths |= {"Os": panels * lanes * rows_of_O, "tail": WIDTH // 2, "counters": workers}
     return KERNEL.plan(problem, panels, B_c, workers=workers, lengths=lengths)
 
 

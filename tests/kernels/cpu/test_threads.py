@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from minimha import attention
+from minimha.equations import dense
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu import kernel, rung4_parallel, rung5_decode, rung6_matrix_unit, threads
 from minimha.kernels.cpu.arguments import AXES
@@ -129,3 +130,22 @@ def test_no_two_threads_write_to_one_page(rung, monkeypatch):
                 pages |= {first // 4096, (first + length * itemsize - 1) // 4096}
         assert min(pages) > last
         last = max(pages)
+
+
+@pytest.mark.parametrize("present", [[0], [2], [1, 2]])
+@pytest.mark.parametrize("rung", [rung4_parallel, rung5_decode, rung6_matrix_unit])
+def test_whoever_comes_computes_the_others_shares_too(rung, present, monkeypatch):
+    monkeypatch.setattr(threads, "_chosen", 3)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 4, 131, 32)).astype(np.float16)
+    problem = Problem.of(q, k, v, is_causal=True)
+    plan = rung.plan(problem)
+
+    def run(line):
+        for worker in present:
+            plan._kernel.call(line.buffer_info()[0], worker)
+
+    monkeypatch.setattr(plan, "_run", run)
+    O, L = plan(problem)
+    expected_O, expected_L = dense.forward(problem)
+    np.testing.assert_allclose(O, expected_O, atol=1e-5)
+    np.testing.assert_allclose(L, expected_L, atol=1e-5)
