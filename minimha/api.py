@@ -450,7 +450,7 @@ def attention(
         if plan is not None:
             O, L = plan.run(q, k, v)
             if O.dtype != q.dtype:
-                O = imported(BACKENDS["cpu"]).rounded(O, q.dtype)
+                O = cast(O, q.dtype)
             return O if return_lse is False or not flag("return_lse", return_lse) else (O, L)
     given = {
         "q": q,
@@ -536,10 +536,7 @@ def _with_shape(name: str, value: Any) -> Any:
 def _computed(
     backend: str, problem: Problem, tap: Tap, key: tuple[Any, ...] | None, given: tuple[Any, ...]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L in the compute dtype, O perhaps in the problem's.
-
-    A plan is remembered under ``key`` if it fits ``given``.
-    """
+    """O and L in the compute dtype; a plan is remembered under ``key`` if it fits ``given``."""
     check_backend(backend)
     is_auto, is_tapped = backend == "auto", tap is not no_tap
     if is_auto:
@@ -557,10 +554,9 @@ def _computed(
             return _computed("dense", problem, tap, None, given)
         if key is not None and plan.fits(problem, given):
             remembered.remember(key, plan)
-        O, L = plan(problem)
-        return module.rounded(O, problem.dtype), L
+        result: tuple[NDArray[Any], NDArray[Any]] = plan(problem)
+        return result
     start = time.perf_counter()
-    result: tuple[NDArray[Any], NDArray[Any]]
     result = module.forward(problem, tap) if is_tapped else module.forward(problem)
     if is_auto and not is_tapped:
         auto.spent(time.perf_counter() - start)

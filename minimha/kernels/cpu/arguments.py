@@ -156,7 +156,8 @@ class Line(types.Type):
         kinds = {REAL: real, DOUBLE: types.float64, BYTE: types.uint8}
         counters = types.Array(types.int64, 1, "C")
         fields = dict.fromkeys(("q", "k", "v"), types.Array(storage, 4, "A"))
-        fields |= dict.fromkeys(("bias", "O"), types.Array(real, 4, "A"))
+        fields |= {"bias": types.Array(real, 4, "A")}
+        fields |= {"O": types.Array(storage if storage == types.uint16 else real, 4, "A")}
         fields |= {"mask": types.Array(types.boolean, 4, "A"), "L": types.Array(real, 3, "A")}
         lines = ("q_offset", "kv_lengths", "first_keys", "ids", "block_columns")
         fields |= dict.fromkeys(lines, types.Array(types.int64, 1, "C"))

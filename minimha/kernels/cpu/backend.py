@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu import functions, rounding, rung4_parallel, rung5_decode, rung6_matrix_unit
+from minimha.kernels.cpu import functions, rung4_parallel, rung5_decode, rung6_matrix_unit
 from minimha.kernels.cpu.kernel import CompilationFailed, Kernel, Plan
 from minimha.kernels.cpu.pool import pool
-from minimha.kernels.cpu.rounding import rounded
 from minimha.kernels.cpu.threads import get_num_threads
 from minimha.kernels.ladder import FEW_QUERIES
 
-__all__ = ["CompilationFailed", "compile_ahead", "forward", "plan", "rounded", "unsupported"]
+__all__ = ["CompilationFailed", "compile_ahead", "forward", "plan", "unsupported"]
 STORAGE = {"float32": "float32", "float64": "float64", "float16": "uint16", "bfloat16": "uint16"}
 Job = tuple[Kernel, np.dtype[Any]]  # to compile, for that dtype of storage
 
@@ -67,7 +66,7 @@ class Parts:
             self._plans.append(_rung(part).plan(part))
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L of a problem, in the compute dtype."""
+        """O and L of a problem; see ``Plan``."""
         return self._together([plan(problem) for plan in self._plans])
 
     def run(
@@ -126,8 +125,6 @@ def compile_ahead(
         compile_here(own)
     compile_here([job for job in wanted if job not in own])
     pool()  # what its threads run is compiled too
-    if any(dtype.itemsize == 2 for _, dtype in wanted):
-        rounding.prepared()
     return {kernel.name(dtype): kernel.file(dtype).path() for kernel, dtype in wanted}
 
 

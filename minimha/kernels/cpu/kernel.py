@@ -12,7 +12,7 @@ bias      (B, H, Lq, Lk), compute dtype, any strides; of size 0 if there is none
 o         what is in ``CPUOptions``: everything that is small, the caller's functions, and where the
           rows of each sequence are: B above is that of the arrays, and a problem has
           ``len(o.queries)`` sequences
-O, L      (B, H, Lq, Dv) and (B, H, Lq), written; float32 or float64, the compute dtype
+O, L      (B, H, Lq, Dv), stored like v, and (B, H, Lq), the compute dtype: written
 memory    the rung's buffers, 1-D arrays, most of them the thread's own; and
           ``counters``, which all threads share
 sizes     two integers that are the rung's own, such as block sizes
@@ -151,6 +151,7 @@ class Plan:
         (B, H, Lq, D), Dv = problem.q.shape, problem.v.shape[3]
         self.compute, self.storage, self.workers = problem.compute, kernel.storage(problem), workers
         self._rows, self.shape = (B, H, Lq), (B, H, Lq, Dv)
+        self._result = problem.compute if self.storage == problem.compute else problem.dtype
         self.is_long = problem.num_pairs * (D + Dv) >= LONG
         self._num_keys = int(problem.kv_lengths.max(initial=0))
         self._functions = {
@@ -166,7 +167,7 @@ class Plan:
         } | {name: getattr(o, name) for name in SMALL}
         layouts = {name: Layout(array.shape, array.strides) for name, array in self._held.items()}
         layouts |= {name: self._layout(getattr(problem, name)) for name in "qkv"}
-        layouts |= {"O": _contiguous(self.shape, problem.compute)}
+        layouts |= {"O": _contiguous(self.shape, self._result)}
         layouts |= {"L": _contiguous(self._rows, problem.compute)}
         starts = self._place(kernel.buffers, lengths, layouts)
         num_counters = TASKS + lengths.get("counters", 0)
@@ -219,7 +220,7 @@ class Plan:
         )  # fmt: skip
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L of a problem, in the compute dtype."""
+        """O and L of a problem, L in the compute dtype; O too, unless the kernel rounds it."""
         given = (problem.q, problem.k, problem.v)
         return self.run(*(x if self._is_readable(x) else self._copy(x) for x in given))
 
@@ -242,7 +243,7 @@ class Plan:
         self, line: array[int], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any], bool]:
         """O and L, and whether all of O is finite; headers are written into ``line``."""
-        O, L = np.empty(self.shape, self.compute), np.empty(self._rows, self.compute)
+        O, L = np.empty(self.shape, self._result), np.empty(self._rows, self.compute)
         if not L.size:
             return O, L, True
         memory = _memory(self._size)

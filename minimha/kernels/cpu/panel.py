@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from numba import types
+from numba.extending import overload
+
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, NONFINITE, REAL, Buffer
-from minimha.kernels.cpu.jit import jit, jit_inline, jit_too
+from minimha.kernels.cpu.jit import OPTIONS, jit, jit_inline, jit_too
 from minimha.kernels.cpu.mask import (
     apply_score_mod,
     apply_softcap_and_bias,
@@ -22,12 +25,12 @@ from minimha.kernels.cpu.nonfinite import (
     has_nonfinite,
     zero_nonfinite,
 )
-from minimha.kernels.cpu.simd.memory import flat
+from minimha.kernels.cpu.simd.memory import flat, halves_of
 from minimha.kernels.cpu.simd.product import tile_product, tile_product_add, whole_tiles
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
 from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS, panel_width
-from minimha.kernels.cpu.storage import Rows, queries_of, rows_at, rows_from
+from minimha.kernels.cpu.storage import Rows, queries_of, rows_at, rows_from, write_numbers
 
 B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of the L1 cache
 
@@ -185,14 +188,14 @@ def weigh(panel, S, num_seen, j0, n, t, bias, o):
 
 
 @jit
-def store_panel(panel, O, L, o, counters):
+def store_panel(panel, O, L, o, t):
     """Lines 12 to 15: O / l, transposed back, and m + log l; 0 and -inf if no key was seen."""
     lanes, Dv = panel.lanes, O.shape[3]
     entry, first, _ = queries_of(o, panel.b)
     h, i0 = panel.h, first + panel.i0
     for r in range(panel.rows):
         m, l = panel.m[r], panel.l[r]
-        L[entry, h, i0 + r] = m + math.log(O.dtype.type(l)) if l != 0 else -math.inf
+        L[entry, h, i0 + r] = m + math.log(L.dtype.type(l)) if l != 0 else -math.inf
         panel.m[r] = 1 / l if l != 0 else 0
     for r in range(panel.rows, lanes):
         panel.m[r] = 0
@@ -201,6 +204,30 @@ def store_panel(panel, O, L, o, counters):
         panel.O, 0, 1, 0, panel.O, 0, lanes, panel.O, 0, lanes, panel.m, Dv, panel.vectors, 0
     )
     if has_nonfinite(Rows(panel.O, 0, lanes), Dv, lanes):
-        counters[NONFINITE] = 1
-    to = rows_at(O, entry, h, i0)
-    transpose(panel.O, 0, lanes, to.line, to.start, to.stride, Dv, panel.rows)
+        t.counters[NONFINITE] = 1
+    store_lanes(panel, rows_at(O, entry, h, i0), Dv, o, t)
+
+
+def store_lanes(panel, to, Dv, o, t):
+    """Transpose O into rows of numbers, or of the bits of rounded ones."""
+
+
+@overload(store_lanes, jit_options=OPTIONS)
+def _store_lanes(panel, to, Dv, o, t):
+    if to.types[0].dtype != types.uint16:
+
+        def store(panel, to, Dv, o, t):
+            lanes = panel.lanes
+            transpose(panel.O, 0, lanes, to.line, to.start, to.stride, Dv, panel.rows)
+
+        return store
+
+    def store_rounded(panel, to, Dv, o, t):
+        halves, lanes = halves_of(t.S), panel.lanes
+        room = 2 * len(t.S) // lanes
+        for d in range(0, Dv, room):
+            n = min(room, Dv - d)
+            write_numbers(panel.O, d * lanes, halves, 0, n * lanes, o)
+            transpose(halves, 0, lanes, to.line, to.start + d, to.stride, n, panel.rows)
+
+    return store_rounded

@@ -68,7 +68,7 @@ def vector_tiles(line, worker):
                     block = rows_at(k, page, kv, at), rows_at(v, page, kv, at)  # line 7
                     update_panel(panel, block, 0, j0, n, D, Dv, memory, mask, bias, o, False)
                     j0 += n
-                store_panel(panel, O, L, o, memory.counters)
+                store_panel(panel, O, L, o, memory)
 
 
 KERNEL = Kernel(vector_tiles, BUFFERS)

@@ -109,7 +109,7 @@ def task_loop(load_queries, visit_keys):
     @jit_inline
     def compute_tasks(q, k, v, mask, bias, o, O, L, t, panels, B_c):
         H, Dv = q.shape[1], v.shape[3]
-        groups = -(-num_panels(most_queries(o), O.itemsize) // panels)
+        groups = -(-num_panels(most_queries(o), L.itemsize) // panels)
         tasks, turn = len(o.queries) * groups * H, 0
         while turn < t.workers:
             share = (t.worker + turn) % t.workers
@@ -120,7 +120,7 @@ def task_loop(load_queries, visit_keys):
             b, h = task // (groups * H), task // groups % H
             group = groups - 1 - task % groups
             entry, first_row, Lq = queries_of(o, b)
-            first, last = group * panels, min((group + 1) * panels, num_panels(Lq, O.itemsize))
+            first, last = group * panels, min((group + 1) * panels, num_panels(Lq, L.itemsize))
             if first >= last:  # a shorter sequence
                 continue
             for p in range(first, last):
@@ -128,7 +128,7 @@ def task_loop(load_queries, visit_keys):
                 load_queries(panel, q, entry, first_row + panel.i0, Dv, o, t)
             visit_keys(q, k, v, mask, bias, o, t, b, h, first, last, B_c)
             for p in range(first, last):
-                store_panel(panel_of(t, p - first, Lq, b, h, p), O, L, o, t.counters)
+                store_panel(panel_of(t, p - first, Lq, b, h, p), O, L, o, t)
 
     return compute_tasks
 

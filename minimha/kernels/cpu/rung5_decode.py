@@ -39,12 +39,14 @@ from minimha.kernels.cpu.simd.memory import fetch_add, flat, matrix
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
 from minimha.kernels.cpu.simd.vector import VECTORS, panel_width
 from minimha.kernels.cpu.storage import (
+    Rows,
     float_rows,
     key_at,
     keys_ahead,
     most_queries,
     queries_of,
     rows_at,
+    write_numbers,
 )
 from minimha.kernels.cpu.threads import TASKS_PER_THREAD, get_num_threads
 
@@ -300,8 +302,8 @@ def apply_options(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
 @jit
 def merge(t, splits, o, O, L, b, kv, Hkv, most):
     """Merge the splits of one key/value head into O and L; a sink counts as one more split."""
-    (entry, first, Lq), Dv, zero = queries_of(o, b), O.shape[3], O.dtype.type(0)
-    group = O.shape[1] // Hkv
+    (entry, first, Lq), Dv, real = queries_of(o, b), O.shape[3], L.dtype.type
+    group, total = O.shape[1] // Hkv, t.part
     rows, split = group * Lq, (b * Hkv + kv) * splits
     for r in range(rows):
         h, i = kv * group + r // Lq, first + r % Lq
@@ -311,15 +313,17 @@ def merge(t, splits, o, O, L, b, kv, Hkv, most):
         shift = m if m > -math.inf else 0.0
         l = math.exp(o.sinks[h] - shift)
         for d in range(Dv):
-            O[entry, h, i, d] = 0
+            total[d] = 0
         for s in range(splits):
             part = part_of(t, split + s, rows, most, Dv)
             correction = math.exp(part.m[r] - shift)
             l += correction * part.l[r]
             for d in range(Dv):
-                O[entry, h, i, d] += O.dtype.type(correction) * part.O[r, d]
-        inverse = O.dtype.type(1 / l) if l != 0 else zero
+                total[d] += real(correction) * part.O[r, d]
+        inverse = real(1 / l) if l != 0 else real(0)
         for d in range(Dv):
-            O[entry, h, i, d] *= inverse
-        note_nonfinite(rows_at(O, entry, h, i), Dv, t.counters)
+            total[d] *= inverse
+        note_nonfinite(Rows(total, 0, Dv), Dv, t.counters)
+        row = rows_at(O, entry, h, i)
+        write_numbers(total, 0, row.line, row.start, Dv, o)
         L[entry, h, i] = m + math.log(l) if l != 0 else -math.inf

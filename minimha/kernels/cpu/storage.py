@@ -1,4 +1,8 @@
-"""How kernels read q, k and v: rows in place, or 16-bit numbers widened one block at a time."""
+"""How kernels read q, k and v, in place or widened one block at a time, and write O.
+
+16-bit numbers are read and written as their bits. NumPy would round O one number after another,
+which takes as long as all the rest.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from numba import types
 from numba.extending import overload
 
 from minimha.kernels.cpu.jit import OPTIONS, jit, jit_inline
-from minimha.kernels.cpu.simd.memory import flat
+from minimha.kernels.cpu.simd.memory import bits_of, flat
 
 
 class Rows(NamedTuple):
@@ -61,6 +65,32 @@ def keys_ahead(o, j):
     return o.page_size - j % o.page_size
 
 
+def write_numbers(X, x, to, start, n, o):
+    """n numbers from X[x] on go to to[start] and following, rounded if these are of 16 bits."""
+
+
+@overload(write_numbers, jit_options=OPTIONS)
+def _write_numbers(X, x, to, start, n, o):
+    if to.dtype == X.dtype:
+
+        def copy(X, x, to, start, n, o):
+            for c in range(n):
+                to[start + c] = X[x + c]
+
+        return copy
+
+    def narrow(X, x, to, start, n, o):
+        words = bits_of(X)
+        if o.is_bfloat16:
+            for c in range(n):
+                to[start + c] = to_bfloat16(words[x + c])
+        else:
+            for c in range(n):
+                to[start + c] = to_float16(words[x + c])
+
+    return narrow
+
+
 def float_rows(X, b, h, i, n, o, copy):
     """n rows of X[b, h] from i on: in place, or widened into ``copy``."""
 
@@ -101,3 +131,31 @@ def of_float16(bits):
     other = np.uint32(rest | np.uint32(0x7F800000)).view(np.float32)  # infinity and NaN
     magnitude = other if rest >= np.uint32(0x7C00 << 13) else finite
     return -magnitude if word & np.uint32(0x8000) else magnitude
+
+
+# In integers, of which LLVM makes vector code on every CPU: what is added to the digits that go
+# carries into the last digit that stays, and on into the exponent.
+
+
+@jit
+def to_bfloat16(word):
+    """The bits of the bfloat16 nearest to a float32, given by its own; the even one of two."""
+    upper = np.uint32(word >> np.uint32(16))
+    nearest = np.uint32(word + np.uint32(0x7FFF) + (upper & np.uint32(1))) >> np.uint32(16)
+    is_nan = np.uint32(word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(upper | np.uint32(0x40) if is_nan else nearest)
+
+
+@jit
+def to_float16(word):
+    """The bits of the float16 nearest to a float32, given by its own; the even one of two."""
+    size = np.uint32(word & np.uint32(0x7FFFFFFF))
+    odd = np.uint32(size >> np.uint32(13)) & np.uint32(1)
+    # 112 less in the exponent, whose bias is 15 instead of 127.
+    normal = np.uint32(size + np.uint32(0xC8000FFF) + odd) >> np.uint32(13)
+    # A sum with 1/2 has its last digit where those of subnormal numbers have it, at 2^-24.
+    moved = np.float32(size.view(np.float32) + np.float32(0.5)).view(np.uint32)
+    nearest = normal if size >= np.uint32(113 << 23) else np.uint32(moved - np.uint32(126 << 23))
+    infinite = np.uint32(0x7E00 if size > np.uint32(0x7F800000) else 0x7C00)
+    nearest = infinite if size >= np.uint32(143 << 23) else nearest
+    return np.uint16(nearest | np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(0x8000)))

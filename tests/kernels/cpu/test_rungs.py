@@ -19,7 +19,7 @@ from minimha import attention
 from minimha.equations import dense
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu import backend as cpu
-from minimha.kernels.cpu import rung4_parallel, rung5_decode, storage
+from minimha.kernels.cpu import rung4_parallel, rung5_decode, rung6_matrix_unit, storage
 from minimha.kernels.cpu.kernel import Plan
 from minimha.kernels.ladder import LADDER
 
@@ -153,6 +153,50 @@ def test_all_16_bit_numbers(dtype, widened):
     for x in (np.inf, -np.inf, np.nan):
         bits = np.array(x, dtype).view(np.uint16)[()]
         np.testing.assert_equal(float(widened(bits)), x)
+
+
+def rounding_corners(dtype):
+    """What 16 bits can say, what is half-way between two of these, neighbours, and any bits."""
+    each = np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float64)
+    finite = np.sort(each[np.isfinite(each)])[::7]
+    half_way = (finite + finite.astype(dtype).view("u2").__add__(1).view(dtype).astype("f8")) / 2
+    exact = np.concatenate([finite, half_way, [65520, 65536, 3.3961775e38, 3.4028235e38, np.inf]])
+    exact = exact.astype(np.float32)
+    anything = np.random.default_rng(0).integers(0, 2**32, 20_000, np.uint32).view(np.float32)
+    around = np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(-np.inf))
+    return np.concatenate([exact, *around, -exact, anything])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrowed"),
+    [(np.float16, storage.to_float16), (ml_dtypes.bfloat16, storage.to_bfloat16)],
+)
+def test_results_of_16_bits_are_rounded_as_ieee_754_says(dtype, narrowed):
+    with np.errstate(all="ignore"):
+        numbers = rounding_corners(dtype)
+        expected = numbers.astype(dtype)
+    result = np.array([narrowed(word) for word in numbers.view("u4")], np.uint16).view(dtype)
+    is_nan = np.isnan(numbers)
+    assert is_nan.any()
+    assert np.isnan(result[is_nan]).all()
+    np.testing.assert_array_equal(result[~is_nan].view("u2"), expected[~is_nan].view("u2"))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("Lq", [1, 3, 61])
+def test_wide_values_of_16_bits_are_stored_piece_by_piece(dtype, Lq):
+    q, k, v = (
+        np.random.default_rng(0).standard_normal((1, 2, n, d)).astype(dtype)
+        for n, d in ((Lq, 8), (70, 8), (70, 700))
+    )
+    expected = attention(*(x.astype("f4") for x in (q, k, v)), backend="dense")
+    half_step = float(ml_dtypes.finfo(dtype).eps) / 2
+    for B_c in (32, 160):
+        problem = Problem.of(q, k, v)
+        for rung in (rung4_parallel, rung5_decode, rung6_matrix_unit):
+            O, _ = rung.forward(problem, B_c=B_c)
+            assert O.dtype == dtype
+            np.testing.assert_allclose(O.astype("f4"), expected, rtol=half_step, atol=2**-14)
 
 
 @pytest.mark.parametrize("name", LADDER)
