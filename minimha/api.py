@@ -605,7 +605,7 @@ def _module(backend: str, problem: Problem, is_tapped: bool) -> Any:
 
 def check_backend(backend: str) -> None:
     """Refuse what is no backend's name."""
-    if backend != "auto" and (not isinstance(backend, str) or backend not in BACKENDS):
+    if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
 
 

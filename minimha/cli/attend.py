@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minimha import attention
-from minimha.api import TAPPED
+from minimha.api import TAPPED, check_backend
 from minimha.cli.arguments import add_steps, check_step, integer, number, real
 from minimha.cli.output import TRACE_FORMATS, add_output, deliver
 from minimha.equations import tiled
@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> None:
         blocks=(tiled.BLOCK_ROWS, tiled.BLOCK_COLUMNS),
     )
     backend, is_stored = problem.get("backend", "auto"), _is_store(args.problem)
+    check_backend(backend)
     is_traced = not is_stored and backend in ("auto", *TAPPED)
     _check_sizes(problem, is_traced)
     if is_traced:

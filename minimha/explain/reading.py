@@ -67,7 +67,10 @@ def _whole(
     """The values of all batch entries and heads of a step in one array."""
     shape = tuple(steps[0]["shape"])
     if array is None:
-        array = np.array([step["value"] for step in steps], steps[0].get("dtype", "float64"))
+        dtype = np.dtype(steps[0].get("dtype", "float64"))
+        if dtype.kind not in "biuf":  # of others an item may be as large as memory
+            raise ValueError(f"{name} has the dtype {dtype}: expected one of numbers")
+        array = np.array([step["value"] for step in steps], dtype)
     batches, heads = (
         len({step[key] for step in steps for key in keys if key in step})
         for keys in (("batch",), KINDS)

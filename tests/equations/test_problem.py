@@ -74,6 +74,7 @@ OPTIONS = [
     ({"alibi_slopes": [0, 0, 0, np.nan], "q_offset": 0}, ValueError, "expected finite numbers"),
     ({"alibi_slopes": [1.0], "q_offset": 0}, ValueError, "alibi_slopes has shape (1,)"),
     ({"return_lse": "no"}, TypeError, "return_lse is 'no': expected True or False"),
+    ({"backend": np.zeros(0)}, ValueError, "backend is array([], dtype=float64): expected auto"),
     ({"backend": ["dense"]}, ValueError, "backend is ['dense']: expected auto, dense"),
     ({"tap": None}, TypeError, "tap is None: expected a callable tap(name, value)"),
     ({"softcap": -1.0}, ValueError, "softcap is -1.0: expected a positive number"),
