@@ -536,7 +536,7 @@ def _with_shape(name: str, value: Any) -> Any:
 def _computed(
     backend: str, problem: Problem, tap: Tap, key: tuple[Any, ...] | None, given: tuple[Any, ...]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L in the compute dtype; a plan is remembered under ``key`` if it fits ``given``."""
+    """O and L, not yet as given; a plan is remembered under ``key`` if it fits ``given``."""
     check_backend(backend)
     is_auto, is_tapped = backend == "auto", tap is not no_tap
     if is_auto:

@@ -2,7 +2,7 @@
 
 A hidden key has the weight 0, but 0 · NaN and 0 · inf are NaN. So wherever a tile hides some key
 from some query, the kernels first look for a value that is not finite (``has_nonfinite``). Only if
-there is one do they leave the fast product: rungs 3 and 4 compute it with zeros in place of that
+there is one do they leave the fast product: rungs 3, 4 and 6 compute it with zeros in place of that
 key's values (``zero_nonfinite``) and add these to the queries that see the key (``add_nonfinite``);
 rung 5 sums the few rows of its piece over the keys that each query sees (``add_seen_values``).
 """

@@ -48,13 +48,14 @@ from minimha.kernels.cpu.storage import (
     rows_at,
     write_numbers,
 )
-from minimha.kernels.cpu.threads import TASKS_PER_THREAD, get_num_threads
+from minimha.kernels.cpu.threads import get_num_threads
 
 B_C = 768  # keys per block, at least
 SCORES = 9216  # per block, if it can have more keys: the softmax then interrupts reading less often
 NEAR = 32  # keys, or values, that stay in the L1 cache from one use to the next
 SUMMED = 256  # keys whose values are summed before the sum is added to O
 SPLIT = 512  # keys per split, at least: fewer are not worth a merge
+TASKS_PER_THREAD = 4  # at least, so that threads finish together
 WORTH_SHARING = 1 << 16  # numbers of K and V, which one thread reads while another one wakes up
 WORTH_SKIPPING = 1 << 22  # numbers of K and V: fewer are read sooner than a ``mask_mod`` is asked
 

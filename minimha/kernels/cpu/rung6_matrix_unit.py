@@ -55,9 +55,9 @@ from minimha.kernels.cpu.simd.softmax import scale_lanes
 from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import panel_width
 from minimha.kernels.cpu.storage import Rows, float_rows, rows_at, rows_from
-from minimha.kernels.cpu.threads import TASKS_PER_THREAD
 
 PANELS = 16  # of a task, at most: more than in rung 4, because keys are packed for each task
+TASKS_PER_THREAD = 4  # at least: fewer than in rung 4, for the same reason
 B_C = 128
 # One thread's, besides those of a panel: rows of Q or V before they are transposed, the end of a
 # row, a block of K, a block of V transposed, and V widened if it is not finite.

@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 from minimha.equations.arguments import integer
 from minimha.kernels import remembered
 
-TASKS_PER_THREAD = 4  # at least, so that threads finish together
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 _chosen: int | None = None
