@@ -80,13 +80,14 @@ def _write_numbers(X, x, to, start, n, o):
         return copy
 
     def narrow(X, x, to, start, n, o):
-        words = bits_of(X)
+        # A sum as index may be negative, for all that LLVM knows, and the loop would stay scalar.
+        words, halves = flat(bits_of(X), x), flat(to, start)
         if o.is_bfloat16:
             for c in range(n):
-                to[start + c] = to_bfloat16(words[x + c])
+                halves[c] = to_bfloat16(words[c])
         else:
             for c in range(n):
-                to[start + c] = to_float16(words[x + c])
+                halves[c] = to_float16(words[c])
 
     return narrow
 
@@ -103,13 +104,13 @@ def _float_rows(X, b, h, i, n, o, copy):
     def widen(X, b, h, i, n, o, copy):
         D, rows = X.shape[3], rows_at(X, b, h, i)
         for r in range(n):
-            first = rows.start + r * rows.stride
+            halves, wide = flat(rows.line, rows.start + r * rows.stride), flat(copy, r * D)
             if o.is_bfloat16:
                 for d in range(D):
-                    copy[r * D + d] = of_bfloat16(rows.line[first + d])
+                    wide[d] = of_bfloat16(halves[d])
             else:
                 for d in range(D):
-                    copy[r * D + d] = of_float16(rows.line[first + d])
+                    wide[d] = of_float16(halves[d])
         return Rows(copy, 0, D)
 
     return widen
