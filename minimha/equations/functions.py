@@ -237,7 +237,8 @@ def captured(function: FunctionType) -> list[Any]:
     for value in (function.__globals__[name] for name in names if name in function.__globals__):
         found.append(value)
         if isinstance(value, ModuleType):  # whose attributes are compiled as constants, too
-            found += [getattr(value, name) for name in names if hasattr(value, name)]
+            # Not by getattr: of some names that a module lacks it would warn.
+            found += [vars(value)[name] for name in names if name in vars(value)]
     return found
 
 

@@ -32,7 +32,7 @@ def test_without_a_head_its_rows_of_w_o_are_zero(model, head):
     W_o[number * D : (number + 1) * D] = 0
     before = model.logits(IDS)
     found = heads.without_heads(model, [Head(*head)]).logits(IDS)
-    np.testing.assert_allclose(found, logits_of_gpt2({name: W_o}), atol=1e-5)
+    np.testing.assert_allclose(found, logits_of_gpt2({name: W_o}), atol=5e-5)
     np.testing.assert_array_equal(model.logits(IDS), before)
 
 
@@ -40,7 +40,7 @@ def test_without_several_heads(model):
     names = [f"h.{layer}.attn.c_proj.weight" for layer in (0, 1)]
     found = heads.without_heads(model, [Head(*place) for place in np.ndindex(2, 2)]).logits(IDS)
     expected = logits_of_gpt2({name: np.zeros_like(GPT2[name]) for name in names})
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(found, expected, atol=5e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -57,7 +57,7 @@ def test_a_removed_head_gives_its_mean_where_means_are_given(family):
 
     expected = model.logits(IDS, backend="dense", tap=tap)
     found = heads.without_heads(model, [head], means).logits(IDS)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=5e-5)
 
 
 def test_mean_outputs_are_over_all_tokens(model):
@@ -78,11 +78,11 @@ def test_mean_outputs_are_over_all_tokens(model):
 def test_the_lens_is_the_unembedded_stream_and_ends_in_the_logits(model):
     found = heads.lens(model, IDS)
     assert found.shape == (3, 6, 23)
-    np.testing.assert_allclose(found[-1], logits_of_gpt2({}), atol=1e-5)
+    np.testing.assert_allclose(found[-1], logits_of_gpt2({}), atol=5e-5)
     none = {name: np.zeros_like(W) for name, W in GPT2.items() if "c_proj" in name}
-    np.testing.assert_allclose(found[0], logits_of_gpt2(none), atol=1e-5)
+    np.testing.assert_allclose(found[0], logits_of_gpt2(none), atol=5e-5)
     half = {name: W for name, W in none.items() if name.startswith("h.1.")}
-    np.testing.assert_allclose(found[1], logits_of_gpt2(half), atol=1e-5)
+    np.testing.assert_allclose(found[1], logits_of_gpt2(half), atol=5e-5)
 
 
 @pytest.mark.parametrize(

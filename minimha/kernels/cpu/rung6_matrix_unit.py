@@ -15,8 +15,8 @@ rung 4. float32 would be three parts and six products: tried, that is 1.1 × as 
 1024 tokens, 0.75 × with 128, whose keys few queries share once they are packed, and no faster with
 either where another thread of the core is busy.
 
-Measured: 2.0 × as fast as rung 4 in bfloat16, 1.4 × in float16, on one core (8 heads, 1024 tokens,
-width 64; 2.5 and 1.5 × at width 128; Intel Xeon with AMX, 2026-11-22).
+Measured: 2.2 × as fast as rung 4 in bfloat16, 1.6 × in float16, on one core (8 heads, 1024 tokens,
+width 64; 2.6 and 1.7 × at width 128; Intel Xeon with AMX, 2026-11-22).
 """
 
 from __future__ import annotations
