@@ -23,13 +23,12 @@ from minimha.kernels.cpu.simd.vector import (
 TOGETHER = 8  # rows of a column whose maxima and exponentials do not wait for each other
 
 
-def _down_columns(builder, vector, S, rows, vectors, initial, fold, finish):
+def _down_columns(builder, vector, S, rows, lanes, initial, fold, finish):
     """finish(values, lane) of each column of vectors, after values = fold(pointers, values, lane).
 
     ``fold`` gets pointers to ``TOGETHER`` rows, and at the end to single ones; the values before
     the first row are ``initial``, and ``lane`` is the first lane of the column.
     """
-    lanes = builder.mul(vectors, INT(vector.width))
     full = builder.and_(rows, INT(-TOGETHER))
 
     def column(lane, _):
@@ -58,6 +57,7 @@ def _lanes_max(typing, S, s, n, vectors, M):
     def generate(context, builder, signature, arguments):
         S, s, n, vectors, M = arguments
         vector = Vector(signature.args[0].dtype)
+        lanes = builder.mul(vectors, INT(vector.width))
         S = pointer_to(context, builder, signature.args[0], S, s)
         M = pointer_to(context, builder, signature.args[4], M, INT(0))
 
@@ -72,7 +72,7 @@ def _lanes_max(typing, S, s, n, vectors, M):
             vector.store(builder, reduce(larger, best), builder.gep(M, [lane]))
 
         lowest = [vector.constant(-math.inf)] * TOGETHER
-        _down_columns(builder, vector, S, n, vectors, lowest, fold, finish)
+        _down_columns(builder, vector, S, n, lanes, lowest, fold, finish)
         return context.get_dummy_value()
 
     return signature, generate
@@ -230,6 +230,7 @@ def _lanes_exp(typing, S, s, n, vectors, M, T):
         S, s, n, vectors, M, T = arguments
         _stay_apart(builder)
         vector = Vector(signature.args[0].dtype)
+        lanes = builder.mul(vectors, INT(vector.width))
         S = pointer_to(context, builder, signature.args[0], S, s)
         M = pointer_to(context, builder, signature.args[4], M, INT(0))
         T = pointer_to(context, builder, signature.args[5], T, INT(0))
@@ -245,7 +246,7 @@ def _lanes_exp(typing, S, s, n, vectors, M, T):
         def finish(total, lane):
             vector.store(builder, *total, builder.gep(T, [lane]))
 
-        _down_columns(builder, vector, S, n, vectors, [vector.constant(0.0)], fold, finish)
+        _down_columns(builder, vector, S, n, lanes, [vector.constant(0.0)], fold, finish)
         return context.get_dummy_value()
 
     return signature, generate
@@ -271,18 +272,13 @@ def scale_lanes(typing, X, x, rows, lanes, F):
         X = pointer_to(context, builder, signature.args[0], X, x)
         F = pointer_to(context, builder, signature.args[4], F, INT(0))
 
-        def column(n, _):
-            factor = vector.load(builder, builder.gep(F, [n]))
-
-            def row(r, _):
-                to = builder.gep(X, [builder.add(builder.mul(r, lanes), n)])
-                vector.store(builder, builder.fmul(vector.load(builder, to), factor), to)
-                return []
-
-            loop(builder, rows, 1, [], row)
+        def fold(pointers, _, lane):
+            factor = vector.load(builder, builder.gep(F, [lane]))
+            for at in pointers:
+                vector.store(builder, builder.fmul(vector.load(builder, at), factor), at)
             return []
 
-        loop(builder, lanes, vector.width, [], column)
+        _down_columns(builder, vector, X, rows, lanes, [], fold, lambda values, lane: None)
         return context.get_dummy_value()
 
     return signature, generate
