@@ -13,8 +13,8 @@ o         what is in ``CPUOptions``: everything that is small, the caller's func
           rows of each sequence are: B above is that of the arrays, and a problem has
           ``len(o.queries)`` sequences
 O, L      (B, H, Lq, Dv), stored like v, and (B, H, Lq), the compute dtype: written
-memory    the rung's buffers, 1-D arrays, most of them the thread's own; and
-          ``counters``, which all threads share
+memory    the rung's buffers, 1-D arrays, most of them the thread's own; ``counters``, which all
+          threads share; ``worker``, the number of the thread, and ``workers``, how many there are
 sizes     two integers that are the rung's own, such as block sizes
 """
 
@@ -191,17 +191,15 @@ class Plan:
         """
         dtypes = {REAL: self.compute, DOUBLE: FLOAT64, BYTE: UINT8}
         itemsizes = {name: dtypes[buffer.kind].itemsize for name, buffer in buffers.items()}
-        ends = {False: 0, True: 0}  # of one thread's buffers, and of those that all share
+        sizes = {name: _rounded(lengths[name] * itemsizes[name], CACHE_LINE) for name in buffers}
+        own = _rounded(sum(sizes[name] for name in buffers if not buffers[name].is_shared), PAGE)
+        ends = {False: 0, True: self.workers * own}  # so far, by ``is_shared``
         starts = {}
         for name, buffer in buffers.items():
-            starts[name] = ends[buffer.is_shared]
-            nbytes = lengths[name] * itemsizes[name]
-            ends[buffer.is_shared] += _rounded(nbytes, CACHE_LINE)
-        own = _rounded(ends[False], PAGE)
-        self._size = self.workers * own + ends[True]
-        for name, buffer in buffers.items():
             layouts[name] = Layout((lengths[name],), (itemsizes[name], own))
-            starts[name] += self.workers * own * buffer.is_shared
+            starts[name] = ends[buffer.is_shared]
+            ends[buffer.is_shared] += sizes[name]
+        self._size = ends[True]
         return starts
 
     def _options(self, kernel: Kernel, problem: Problem) -> Any:

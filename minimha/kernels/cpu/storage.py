@@ -71,16 +71,17 @@ def write_numbers(X, x, to, start, n, o):
 
 @overload(write_numbers, jit_options=OPTIONS)
 def _write_numbers(X, x, to, start, n, o):
+    # Views, since a sum as index may be negative, for all that LLVM knows: loops would stay scalar.
     if to.dtype == X.dtype:
 
         def copy(X, x, to, start, n, o):
+            numbers, copies = flat(X, x), flat(to, start)
             for c in range(n):
-                to[start + c] = X[x + c]
+                copies[c] = numbers[c]
 
         return copy
 
     def narrow(X, x, to, start, n, o):
-        # A sum as index may be negative, for all that LLVM knows, and the loop would stay scalar.
         words, halves = flat(bits_of(X), x), flat(to, start)
         if o.is_bfloat16:
             for c in range(n):
