@@ -44,6 +44,14 @@ def end_of(child):
             os._exit(1)
         time.sleep(0.001)
     return ended[1]
+
+def in_child(task):
+    """Let a forked process do it, which must end well."""
+    child = os.fork()
+    if not child:
+        task()
+        os._exit(0)
+    assert end_of(child) == 0
 '''
 
 
@@ -139,11 +147,7 @@ def test_a_fork_while_another_thread_compiles(tmp_path):
             time.sleep(0.01)
         for _ in range(5):
             time.sleep(0.4)
-            child = os.fork()
-            if not child:
-                compute()
-                os._exit(0)
-            assert end_of(child) == 0
+            in_child(compute)
         thread.join()
         """,
         env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
@@ -156,11 +160,7 @@ def test_a_fork_while_another_thread_imports_the_backend():
         thread.start()
         while "numba" not in sys.modules:
             time.sleep(0.001)
-        child = os.fork()
-        if not child:
-            compute()
-            os._exit(0)
-        assert end_of(child) == 0
+        in_child(compute)
         thread.join()
     """)
 
@@ -178,11 +178,7 @@ def test_a_fork_while_another_thread_is_in_llvm():
         entered = threading.Event()
         threading.Thread(target=stay).start()
         entered.wait()
-        child = os.fork()
-        if not child:
-            binding.get_process_triple()
-            os._exit(0)
-        assert end_of(child) == 0
+        in_child(binding.get_process_triple)
     """)
 
 
@@ -232,11 +228,7 @@ def test_many_forks_while_other_threads_compute():
         for thread in threads:
             thread.start()
         for n in range(60):
-            child = os.fork()
-            if not child:
-                check(compute(), expected)
-                os._exit(0)
-            assert end_of(child) == 0
+            in_child(lambda: check(compute(), expected))
         stop = True
     """)
 
@@ -277,11 +269,7 @@ def test_helpers_without_a_futex_sleep_in_python():
             for result in executor.map(compute, range(30)):
                 for got, wanted in zip(result, expected, strict=True):
                     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
-        child = os.fork()
-        if not child:
-            compute()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        in_child(compute)
     """)
 
 
