@@ -15,7 +15,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations import block_mask as blocks
 from minimha.equations.arguments import as_floating, cast, choice, flag, integer
-from minimha.equations.arrays import Given, Numbers, is_stored, like
+from minimha.equations.arrays import (
+    LIBRARIES,
+    Given,
+    Numbers,
+    as_numpy,
+    is_stored,
+    library_of,
+    like,
+)
 from minimha.equations.block_mask import BlockMask
 from minimha.equations.functions import checked, uses
 from minimha.equations.parts import in_blocks, outline
@@ -435,7 +443,9 @@ def attention(
            [1.401112, 1.203336],
            [0.990715, 1.669762]])
     """
-    key = None
+    key, asker = None, q
+    if not type(q) is type(k) is type(v) is np.ndarray:
+        q, k, v = _as_numpy(q, k, v)
     if (
         attn_mask is None and attn_bias is None and kv_lengths is None and alibi_slopes is None
         and sinks is None and tap is no_tap and block_table is None
@@ -451,7 +461,9 @@ def attention(
             O, L = plan.run(q, k, v)
             if O.dtype != q.dtype:
                 O = cast(O, q.dtype)
-            return O if return_lse is False or not flag("return_lse", return_lse) else (O, L)
+            if return_lse is False or not flag("return_lse", return_lse):
+                return like(asker, O)
+            return like(asker, O), like(asker, L)
     given = {
         "q": q,
         "k": k,
@@ -496,8 +508,18 @@ def attention(
         O, L = _computed(backend, problem, tap, key, (q, k, v))
     if has_lse:
         output, lse = problem.as_given(O, tap("lse", L))
-        return like(q, output), like(q, lse)
-    return like(q, problem.as_given(O, L)[0])
+        return like(asker, output), like(asker, lse)
+    return like(asker, problem.as_given(O, L)[0])
+
+
+def _as_numpy(*qkv: Any) -> tuple[Any, ...]:
+    """Those of q, k and v that other libraries have on the CPU as NumPy's: plans are for these."""
+    if any(map(is_device_array, qkv)):
+        return qkv
+    return tuple(
+        as_numpy(name, value) if library_of(value) in LIBRARIES else value
+        for name, value in zip("qkv", qkv, strict=True)
+    )
 
 
 def _in_blocks(

@@ -10,6 +10,7 @@ import pytest
 import minimha.dialects
 from minimha import attention
 from minimha.equations.arguments import as_floating, rectangular
+from minimha.equations.problem import Problem
 from minimha.kernels.cpu.kernel import Plan
 from minimha.layers import (
     KVCache,
@@ -106,6 +107,20 @@ def test_the_cpu_backend_gets_16_bits_in_their_own_memory(library, dtype, monkey
     for given, read in zip((q, k, v), got, strict=True):
         assert read.dtype == DTYPES[dtype]
         assert read.ctypes.data == library.address(given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_a_problem_that_was_seen_before_is_not_planned_again(library, dtype, monkeypatch):
+    q, k, v = (library.make(random(1, 2, 4, 8, dtype=dtype, seed=i)) for i in range(3))
+    O, L = attention(q, k, v, backend="cpu", return_lse=True)
+    monkeypatch.delattr(Problem, "of")
+    for found, expected in zip(
+        (attention(q, k, v, backend="cpu"), *attention(q, k, v, backend="cpu", return_lse=True)),
+        (O, O, L),
+        strict=True,
+    ):
+        assert found.dtype == expected.dtype
+        assert_same(library, found, as_floating("O", expected))
 
 
 @pytest.mark.parametrize("backend", FAST)
