@@ -16,9 +16,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from minimha.kernels.cpu.jit import jit, jit_inline
-from minimha.kernels.cpu.simd.vector import INT, Vector, loop, pointer_to
+from minimha.kernels.cpu.simd.vector import Vector, loop, pointer_to
 
-WIDTH = 16  # numbers that are split at once
+WIDTH = 32  # numbers that are split at once
 HALF, WORD = ir.IntType(16), ir.IntType(32)
 HALVES, WORDS = ir.VectorType(HALF, WIDTH), ir.VectorType(WORD, WIDTH)
 FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
@@ -64,33 +64,39 @@ def _parts_of_float16(builder, bits):
 
 def _packer(is_bfloat16):
     @intrinsic
-    def pack(typing, X, x, to, first, part, n):
-        """``pack_rows`` of n numbers of one row, a multiple of ``WIDTH``."""
+    def pack(typing, X, x, x_row, to, first, row, part, rows, n):
+        """``pack_rows`` of n numbers of each row, a multiple of ``WIDTH``."""
         index = types.intp
-        signature = types.boolean(X, index, to, index, index, index)
+        signature = types.boolean(X, index, index, to, index, index, index, index, index)
         one = 1 << (7 if is_bfloat16 else 10)  # added to an exponent of ones, it carries
 
         def generate(context, builder, signature, arguments):
-            X, x, to, first, part, n = arguments
+            X, x, x_row, to, first, row, part, rows, n = arguments
             X = pointer_to(context, builder, signature.args[0], X, x)
-            to = pointer_to(context, builder, signature.args[2], to, first)
+            to = pointer_to(context, builder, signature.args[3], to, first)
 
             def at(pointer, k):
                 return builder.bitcast(builder.gep(pointer, [k]), HALVES.as_pointer())
 
-            def body(k, found):
-                bits = builder.load(at(X, k), align=2)
-                if is_bfloat16:
-                    parts = [_part_of_bfloat16(builder, bits)]
-                else:
-                    parts = _parts_of_float16(builder, bits)
-                for number, values in enumerate(parts):
-                    offset = builder.add(k, builder.mul(part, INT(number)))
-                    builder.store(values, at(to, offset), align=2)
-                size = builder.and_(bits, _all(HALVES, 0x7FFF))
-                return [builder.or_(found[0], builder.add(size, _all(HALVES, one)))]
+            def one_row(r, found):
+                start, target = builder.mul(r, x_row), builder.mul(r, row)
 
-            (found,) = loop(builder, n, WIDTH, [_all(HALVES, 0)], body)
+                def some(k, found):
+                    bits = builder.load(at(X, builder.add(start, k)), align=2)
+                    if is_bfloat16:
+                        parts = [_part_of_bfloat16(builder, bits)]
+                    else:
+                        parts = _parts_of_float16(builder, bits)
+                    place = builder.add(target, k)
+                    for values in parts:
+                        builder.store(values, at(to, place), align=2)
+                        place = builder.add(place, part)
+                    size = builder.and_(bits, _all(HALVES, 0x7FFF))
+                    return [builder.or_(found[0], builder.add(size, _all(HALVES, one)))]
+
+                return loop(builder, n, WIDTH, found, some)
+
+            (found,) = loop(builder, rows, 1, [_all(HALVES, 0)], one_row)
             name = f"llvm.vector.reduce.or.v{WIDTH}i16"
             kind = ir.FunctionType(HALF, [HALVES])
             function = cgutils.get_or_insert_function(builder.module, kind, name)
@@ -108,27 +114,25 @@ _pack_bfloat16, _pack_float16 = _packer(True), _packer(False)
 def pack_rows(X, x, x_row, to, row, part, rows, columns, is_bfloat16, tail):
     """Rows of X as parts, to[p · part + r · row + c], filled up with zeros to ``row`` numbers.
 
-    Returns whether a number is not finite. ``tail`` has room for ``WIDTH`` numbers.
+    These are ``columns``, rounded up to whole ``WIDTH``, for which ``tail`` has room. Returns
+    whether a number is not finite.
     """
     full = columns // WIDTH * WIDTH
-    found = False
-    for r in range(rows):
-        start, at = x + r * x_row, r * row
-        found |= _pack(X, start, to, at, part, full, is_bfloat16)
-        for first in range(full, row, WIDTH):
+    found = _pack(X, x, x_row, to, 0, row, part, rows, full, is_bfloat16)
+    if full < row:
+        for r in range(rows):
             for c in range(WIDTH):
-                tail[c] = 0
-            for c in range(first, columns):
-                tail[c - first] = X[start + c]
-            found |= _pack(tail, 0, to, at + first, part, WIDTH, is_bfloat16)
+                tail[c] = X[x + r * x_row + full + c] if full + c < columns else 0
+            at = r * row + full
+            found |= _pack(tail, 0, 0, to, at, row, part, 1, WIDTH, is_bfloat16)
     return found
 
 
 @jit_inline
-def _pack(X, x, to, at, part, n, is_bfloat16):
+def _pack(X, x, x_row, to, first, row, part, rows, n, is_bfloat16):
     if is_bfloat16:
-        return _pack_bfloat16(X, x, to, at, part, n)
-    return _pack_float16(X, x, to, at, part, n)
+        return _pack_bfloat16(X, x, x_row, to, first, row, part, rows, n)
+    return _pack_float16(X, x, x_row, to, first, row, part, rows, n)
 
 
 @intrinsic
