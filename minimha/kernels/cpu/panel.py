@@ -27,7 +27,7 @@ from minimha.kernels.cpu.nonfinite import (
 )
 from minimha.kernels.cpu.simd.memory import flat, halves_of
 from minimha.kernels.cpu.simd.product import tile_product, tile_product_add, whole_tiles
-from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
+from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max, round_lanes, scale_lanes
 from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS, panel_width
 from minimha.kernels.cpu.storage import Rows, queries_of, rows_at, rows_from, write_numbers
@@ -141,7 +141,7 @@ def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
     tile_product(
         K_j.line, K_j.start, K_j.stride, 1, panel.Q, 0, lanes, S, 0, lanes, t.scales, n, vectors, D
     )  # line 8
-    num_seen = weigh(panel, S, num_seen, j0, n, t, bias, o)  # line 9
+    num_seen = weigh(panel, S, 1, 0, num_seen, j0, n, t, bias, o)  # line 9
     is_zeroed = num_seen < n * rows and has_nonfinite(V_j, n, Dv)
     V = zero_nonfinite(V_j, n, Dv, t.V_j) if is_zeroed else V_j
     tile_product_add(
@@ -161,9 +161,11 @@ def see_tile(panel, j0, n, t, mask, bias, o, full):
 
 
 @jit_inline
-def weigh(panel, S, num_seen, j0, n, t, bias, o):
-    """Line 9: n rows of scaled scores become weights, and m and l include them.
+def weigh(panel, S, scale, slack, num_seen, j0, n, t, bias, o):
+    """Line 9: n rows of scores, ``scale`` S, become weights, and m and l include them.
 
+    The scale is positive, and 1 unless the maximum and the exponential are all that is to be done.
+    m grows where the maximum exceeds it by more than ``slack``: weights are at most exp(slack).
     ``num_seen`` is what ``see_tile`` returned, or the number of pairs if it was not asked. Returns
     it, less the pairs that ``score_mod`` hides. Leaves in ``t.correction`` what O is multiplied by.
     """
@@ -177,11 +179,12 @@ def weigh(panel, S, num_seen, j0, n, t, bias, o):
         hide(S, seen, n * lanes)
     lanes_max(S, 0, n, vectors, t.top)
     for r in range(lanes):
-        t.correction[r] = panel.m[r]
-        panel.m[r] = max(panel.m[r], t.top[r])
+        m, top = panel.m[r], scale * t.top[r]
+        t.correction[r] = m
+        panel.m[r] = top if top > m + slack else m
         t.shift[r] = panel.m[r] if panel.m[r] > -math.inf else 0
-    lanes_exp(t.correction, 0, 1, vectors, t.shift, t.total)
-    lanes_exp(S, 0, n, vectors, t.shift, t.total)
+    lanes_exp(t.correction, 0, 1, vectors, 1, t.shift, t.total)
+    lanes_exp(S, 0, n, vectors, scale, t.shift, t.total)
     for r in range(lanes):
         panel.l[r] = t.correction[r] * panel.l[r] + t.total[r]
     return num_seen
@@ -199,17 +202,20 @@ def store_panel(panel, O, L, o, t):
         panel.m[r] = 1 / l if l != 0 else 0
     for r in range(panel.rows, lanes):
         panel.m[r] = 0
-    # O = m ∘ O, as a product without keys.
-    tile_product_add(
-        panel.O, 0, 1, 0, panel.O, 0, lanes, panel.O, 0, lanes, panel.m, Dv, panel.vectors, 0
-    )
-    if has_nonfinite(Rows(panel.O, 0, lanes), Dv, lanes):
-        t.counters[NONFINITE] = 1
     store_lanes(panel, rows_at(O, entry, h, i0), Dv, o, t)
 
 
+@jit
+def scale_O(panel, d, n, t):
+    """n rows of O from row d on become m ∘ O; notes whether a number is not finite."""
+    lanes = panel.lanes
+    scale_lanes(panel.O, d * lanes, n, lanes, panel.m)
+    if has_nonfinite(Rows(panel.O, d * lanes, lanes), n, lanes):
+        t.counters[NONFINITE] = 1
+
+
 def store_lanes(panel, to, Dv, o, t):
-    """Transpose O into rows of numbers, or of the bits of rounded ones."""
+    """Transpose m ∘ O into rows of numbers, or of the bits of rounded ones."""
 
 
 @overload(store_lanes, jit_options=OPTIONS)
@@ -218,6 +224,7 @@ def _store_lanes(panel, to, Dv, o, t):
 
         def store(panel, to, Dv, o, t):
             lanes = panel.lanes
+            scale_O(panel, 0, Dv, t)
             transpose(panel.O, 0, lanes, to.line, to.start, to.stride, Dv, panel.rows)
 
         return store
@@ -227,7 +234,12 @@ def _store_lanes(panel, to, Dv, o, t):
         room = 2 * len(t.S) // lanes
         for d in range(0, Dv, room):
             n = min(room, Dv - d)
-            write_numbers(panel.O, d * lanes, halves, 0, n * lanes, o)
+            is_rounded = o.is_bfloat16 and round_lanes(
+                panel.O, d * lanes, n, lanes, panel.m, halves
+            )
+            if not is_rounded:
+                scale_O(panel, d, n, t)
+                write_numbers(panel.O, d * lanes, halves, 0, n * lanes, o)
             transpose(halves, 0, lanes, to.line, to.start + d, to.stride, n, panel.rows)
 
     return store_rounded

@@ -227,7 +227,7 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t
         shift = largest if largest > lowest else S.dtype.type(0)
         for lane in range(panel):
             t.shift[lane] = shift
-        lanes_exp(t.S, r * B_c, padded // panel, VECTORS, t.shift, t.total)
+        lanes_exp(t.S, r * B_c, padded // panel, VECTORS, 1, t.shift, t.total)
         total = S.dtype.type(0)
         for lane in range(panel):
             total += t.total[lane]

@@ -31,6 +31,7 @@ from minimha.kernels.cpu import rung4_parallel
 from minimha.kernels.cpu.arguments import REAL, Buffer, unpacker
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Plan
+from minimha.kernels.cpu.mask import has_softcap_or_bias
 from minimha.kernels.cpu.nonfinite import add_nonfinite, is_nonfinite_key
 from minimha.kernels.cpu.panel import (
     PANEL_BUFFERS,
@@ -56,9 +57,10 @@ from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import panel_width
 from minimha.kernels.cpu.storage import Rows, float_rows, rows_at, rows_from
 
-PANELS = 16  # of a task, at most: more than in rung 4, because keys are packed for each task
+PANELS = 24  # of a task, at most: more than in rung 4, because keys are packed for each task
 TASKS_PER_THREAD = 4  # at least: fewer than in rung 4, for the same reason
 B_C = 128
+SLACK = 8  # of m: O need not be corrected whenever a score exceeds all before it
 # One thread's, besides those of a panel: rows of Q or V before they are transposed, the end of a
 # row, a block of K, a block of V transposed, and V widened if it is not finite.
 PACKED = ("rows", "tail", "packed_K", "packed_V", "wide_V")
@@ -206,9 +208,16 @@ def update(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
         K.line, first * K.row, K.row, K.part, parts, panel.Q, 0, lanes, K.row // 2 * lanes, parts,
         S, 0, lanes, n, lanes, K.row, False,
     )  # line 8  # fmt: skip
-    scale_lanes(S, 0, n, lanes, t.scales)
-    weigh(panel, S, num_seen, j0, n, t, bias, o)  # line 9
-    scale_lanes(panel.O, 0, Dv, lanes, t.correction)
+    scale = t.scales[0]
+    if scale <= 0 or has_softcap_or_bias(bias, o) or o.score_mod:
+        scale_lanes(S, 0, n, lanes, t.scales)
+        scale = 1
+    weigh(panel, S, scale, SLACK, num_seen, j0, n, t, bias, o)  # line 9
+    is_corrected = False
+    for r in range(lanes):
+        is_corrected |= t.correction[r] != 1
+    if is_corrected:
+        scale_lanes(panel.O, 0, Dv, lanes, t.correction)
     if not block.is_finite:
         V_j = rows_from(block.values, first)
         add_nonfinite(panel.O, S, seen, V_j, n, Dv, panel.rows, lanes)

@@ -35,13 +35,13 @@ def soft_cap(S, s, n, cap):
 
 
 @numba.njit
-def lanes_exp(S, s, n, num_lanes, M, T):
+def lanes_exp(S, s, n, num_lanes, scale, M, T):
     """Twin of ``lanes_exp``."""
     for lane in range(num_lanes):
         T[lane] = 0
         for row in range(n):
             x = s + row * num_lanes + lane
-            S[x] = math.exp(S[x] - M[lane])
+            S[x] = math.exp(scale * S[x] - M[lane])
             T[lane] += S[x]
 
 

@@ -177,6 +177,20 @@ def test_neither_panels_nor_blocks_matter_for_16_bits(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", [1, 7, 30, -7])
+@pytest.mark.parametrize("scale", [0.25, 0, -0.25])
+def test_scores_that_grow_from_block_to_block(scale, step, dtype):
+    """By less than the slack of m or by more, or with a scale that turns them around."""
+    q, k, v = (x.astype(dtype) for x in ragged(Lq=60, Lk=200, D=8))
+    q[..., 0], k[..., 0] = 4, step * (np.arange(200) // 32)
+    problem = {"scale": scale, "sinks": RNG.normal(size=q.shape[1])}
+    O, L = rung6_matrix_unit.forward(Problem.of(q, k, v, **problem), B_c=32)
+    exact, exact_lse = run("dense", *wide(q, k, v), **problem)
+    assert_rounded_once(O, exact, v)
+    np.testing.assert_allclose(L, exact_lse, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("poison", [inf, -inf, np.nan, "payload"])
 @pytest.mark.parametrize("given", [{}, {"is_causal": True, "q_offset": 3}], ids=["all", "causal"])

@@ -6,6 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import ml_dtypes
 import numba
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from minimha.kernels.cpu.simd import vector
 from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
 from minimha.kernels.cpu.simd.memory import fetch_add, flat, matrix
 from minimha.kernels.cpu.simd.product import ROWS, tile_product, tile_product_add
-from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max, soft_cap
+from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max, round_lanes, soft_cap
 from minimha.kernels.cpu.simd.transpose import transpose
 
 DTYPES = [np.float32, np.float64]
@@ -75,18 +76,20 @@ def test_the_largest_of_a_lane(n, vectors, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vectors", [1, 2, 3])
-def test_the_exponential_of_a_lane(vectors, dtype):
+@pytest.mark.parametrize("scale", [1, 0.125])
+def test_the_exponential_of_a_lane(scale, vectors, dtype):
     lanes = vectors * vector.panel_width(np.dtype(dtype).itemsize) // vector.VECTORS
     n, limits = 400, np.finfo(dtype)
     S = np.linspace(np.log(limits.tiny) * 0.999, 0, n * lanes, dtype=dtype)
     S[: 4 * lanes] = np.tile([0, -np.inf, np.nan, -1e-30], lanes)
     # 1 / ln(2) is rounded, and where no multiply-add is fused so is x / ln(2): errors grow with x.
     bounds = (2.5 + 0.65 * abs(np.nan_to_num(S, neginf=0))) * limits.eps
+    S /= dtype(scale)
     shift, expected = np.zeros(lanes, dtype), S.copy()
     sums, expected_sums = np.zeros(lanes, dtype), np.zeros(lanes, dtype)
     with np.errstate(invalid="ignore"):
-        plain_simd.lanes_exp(expected, 0, n, lanes, shift, expected_sums)
-    lanes_exp(S, 0, n, vectors, shift, sums)
+        plain_simd.lanes_exp(expected, 0, n, lanes, scale, shift, expected_sums)
+    lanes_exp(S, 0, n, vectors, scale, shift, sums)
     np.testing.assert_array_equal(np.isnan(S), np.isnan(expected))
     assert np.all((abs(S - expected) <= bounds * expected) | np.isnan(S))
     np.testing.assert_allclose(sums, expected_sums, rtol=100 * limits.eps)
@@ -97,9 +100,30 @@ def test_what_is_too_small_for_a_normal_number_becomes_0(dtype):
     lanes = vector.panel_width(np.dtype(dtype).itemsize)
     S = np.full(lanes, 1.01 * np.log(np.finfo(dtype).tiny), dtype)
     sums = np.zeros(lanes, dtype)
-    lanes_exp(S, 0, 1, vector.VECTORS, np.zeros(lanes, dtype), sums)
+    lanes_exp(S, 0, 1, vector.VECTORS, 1, np.zeros(lanes, dtype), sums)
     assert (S == 0).all()
     assert (sums == 0).all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 16, 37])
+def test_lanes_are_scaled_and_rounded_to_bfloat16(rows):
+    lanes = vector.panel_width(4)
+    X, factor = numbers(rows + 1, lanes), numbers(lanes)
+    X[3:6], factor[:3] = (2.0**-130, -0.0, 3.3895e38), 1
+    to = np.zeros(rows * lanes, np.uint16)
+
+    @numba.njit
+    def rounded(X, factor, to):
+        return round_lanes(X, 3, rows, lanes, factor, to)
+
+    exact = X[3 : 3 + rows * lanes].reshape(rows, lanes) * factor
+    assert rounded(X, factor, to)
+    np.testing.assert_array_equal(to, exact.astype(ml_dtypes.bfloat16).view(np.uint16).ravel())
+    for poison in (np.inf, -np.inf, np.nan):
+        for place in {3, 3 + rows * lanes - 1} if rows else ():
+            poisoned = X.copy()
+            poisoned[place] = poison
+            assert not rounded(poisoned, factor, to)
 
 
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 7])
@@ -178,7 +202,7 @@ def test_a_nan_stays_one_whatever_its_payload(dtype):
     payloads[::2] |= np.uint64(1 << (bits - 1))
     payloads[:3] = first, 2 ** (bits - 1) - 1, 2**bits - 1
     S, sums = payloads.astype(f"u{bits // 8}").view(dtype), np.zeros(lanes, dtype)
-    lanes_exp(S, 0, 40, vector.VECTORS, np.zeros(lanes, dtype), sums)
+    lanes_exp(S, 0, 40, vector.VECTORS, 1, np.zeros(lanes, dtype), sums)
     assert np.isnan(S).all()
     assert np.isnan(sums).all()
 

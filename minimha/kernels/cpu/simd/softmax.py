@@ -23,10 +23,10 @@ from minimha.kernels.cpu.simd.vector import (
 TOGETHER = 8  # rows of a column whose maxima and exponentials do not wait for each other
 
 
-def _down_columns(builder, vector, S, rows, lanes, initial, fold, finish):
-    """finish(values, lane) of each column of vectors, after values = fold(pointers, values, lane).
+def _down_columns(builder, vector, rows, lanes, initial, fold, finish):
+    """finish(values, lane) of each column of vectors, after values = fold(places, values, lane).
 
-    ``fold`` gets pointers to ``TOGETHER`` rows, and at the end to single ones; the values before
+    ``fold`` gets the places of ``TOGETHER`` rows, and at the end of single ones; the values before
     the first row are ``initial``, and ``lane`` is the first lane of the column.
     """
     full = builder.and_(rows, INT(-TOGETHER))
@@ -35,10 +35,10 @@ def _down_columns(builder, vector, S, rows, lanes, initial, fold, finish):
         def some_rows(first, number):
             def body(row, values):
                 start = builder.mul(builder.add(first, row), lanes)
-                pointers = [builder.gep(S, [builder.add(start, lane)])]
-                while len(pointers) < number:
-                    pointers.append(builder.gep(pointers[-1], [lanes]))
-                return fold(pointers, values, lane)
+                places = [builder.add(start, lane)]
+                while len(places) < number:
+                    places.append(builder.add(places[-1], lanes))
+                return fold(places, values, lane)
 
             return body
 
@@ -64,15 +64,15 @@ def _lanes_max(typing, S, s, n, vectors, M):
         def larger(x, best):
             return builder.select(builder.fcmp_ordered(">", x, best), x, best)
 
-        def fold(pointers, best, lane):
-            some = [larger(vector.load(builder, at), best[n]) for n, at in enumerate(pointers)]
-            return some + best[len(pointers) :]
+        def fold(places, best, lane):
+            rows = [vector.load(builder, builder.gep(S, [place])) for place in places]
+            return [larger(row, best[n]) for n, row in enumerate(rows)] + best[len(rows) :]
 
         def finish(best, lane):
             vector.store(builder, reduce(larger, best), builder.gep(M, [lane]))
 
         lowest = [vector.constant(-math.inf)] * TOGETHER
-        _down_columns(builder, vector, S, n, lanes, lowest, fold, finish)
+        _down_columns(builder, vector, n, lanes, lowest, fold, finish)
         return context.get_dummy_value()
 
     return signature, generate
@@ -223,22 +223,24 @@ def soft_cap(S, s, n, cap):
 
 
 @intrinsic
-def _lanes_exp(typing, S, s, n, vectors, M, T):
-    signature = types.void(S, types.intp, types.intp, types.intp, M, T)
+def _lanes_exp(typing, S, s, n, vectors, scale, M, T):
+    signature = types.void(S, types.intp, types.intp, types.intp, S.dtype, M, T)
 
     def generate(context, builder, signature, arguments):
-        S, s, n, vectors, M, T = arguments
+        S, s, n, vectors, scale, M, T = arguments
         _stay_apart(builder)
         vector = Vector(signature.args[0].dtype)
         lanes = builder.mul(vectors, INT(vector.width))
         S = pointer_to(context, builder, signature.args[0], S, s)
-        M = pointer_to(context, builder, signature.args[4], M, INT(0))
-        T = pointer_to(context, builder, signature.args[5], T, INT(0))
+        M = pointer_to(context, builder, signature.args[5], M, INT(0))
+        T = pointer_to(context, builder, signature.args[6], T, INT(0))
+        scale = vector.splat(builder, scale)
 
-        def fold(pointers, total, lane):
-            m, terms = vector.load(builder, builder.gep(M, [lane])), []
-            for at in pointers:
-                difference = builder.fsub(vector.load(builder, at), m)
+        def fold(places, total, lane):
+            below, terms = builder.fneg(vector.load(builder, builder.gep(M, [lane]))), []
+            for place in places:
+                at = builder.gep(S, [place])
+                difference = vector.fma(builder, vector.load(builder, at), scale, below)
                 terms.append(exp_of_vector(builder, vector, difference))
                 vector.store(builder, terms[-1], at)
             return [builder.fadd(*total, pairwise_sum(builder, terms))]
@@ -246,19 +248,20 @@ def _lanes_exp(typing, S, s, n, vectors, M, T):
         def finish(total, lane):
             vector.store(builder, *total, builder.gep(T, [lane]))
 
-        _down_columns(builder, vector, S, n, lanes, [vector.constant(0.0)], fold, finish)
+        _down_columns(builder, vector, n, lanes, [vector.constant(0.0)], fold, finish)
         return context.get_dummy_value()
 
     return signature, generate
 
 
 @jit
-def lanes_exp(S, s, n, vectors, M, T):
-    """S = exp(S - M[lane]) in n rows of lanes from S[s] on, and T[lane] = the sum over the rows.
+def lanes_exp(S, s, n, vectors, scale, M, T):
+    """S = exp(scale S - M[lane]) in n rows of lanes from S[s] on, T[lane] = the sum over the rows.
 
-    S - M must be at most 0. A result too small for a normal number is 0, as it is for -inf.
+    scale S - M must be at most 0, but for rounding. A result too small for a normal number is 0, as
+    it is for -inf.
     """
-    _lanes_exp(S, s, n, vectors, M, T)
+    _lanes_exp(S, s, n, vectors, S.dtype.type(scale), M, T)
 
 
 @intrinsic
@@ -272,13 +275,61 @@ def scale_lanes(typing, X, x, rows, lanes, F):
         X = pointer_to(context, builder, signature.args[0], X, x)
         F = pointer_to(context, builder, signature.args[4], F, INT(0))
 
-        def fold(pointers, _, lane):
+        def fold(places, _, lane):
             factor = vector.load(builder, builder.gep(F, [lane]))
-            for at in pointers:
+            for place in places:
+                at = builder.gep(X, [place])
                 vector.store(builder, builder.fmul(vector.load(builder, at), factor), at)
             return []
 
-        _down_columns(builder, vector, X, rows, lanes, [], fold, lambda values, lane: None)
+        _down_columns(builder, vector, rows, lanes, [], fold, lambda values, lane: None)
         return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def round_lanes(typing, X, x, rows, lanes, F, to):
+    """to[i] = the bits of the bfloat16 nearest to X[x + i] · F[lane], where i = row · lanes + lane.
+
+    Returns whether these products are finite: if one is not, ``to`` is void. X is of float32.
+    """
+    signature = types.boolean(X, types.intp, types.intp, types.intp, F, to)
+
+    def generate(context, builder, signature, arguments):
+        X, x, rows, lanes, F, to = arguments
+        vector = Vector(signature.args[0].dtype)
+        halves = ir.VectorType(ir.IntType(16), vector.width)
+        X = pointer_to(context, builder, signature.args[0], X, x)
+        F = pointer_to(context, builder, signature.args[4], F, INT(0))
+        to = pointer_to(context, builder, signature.args[5], to, INT(0))
+        zero, one, size, below_half, exponent, half = (
+            ir.Constant(vector.integers, [number] * vector.width)
+            for number in (0, 1, 0x7FFFFFFF, 0x7FFF, 0x00800000, 16)
+        )
+
+        def fold(places, found, lane):
+            factor = vector.load(builder, builder.gep(F, [lane]))
+            for place in places:
+                x = vector.load(builder, builder.gep(X, [place]))
+                product = builder.fmul(x, factor)
+                word = builder.bitcast(product, vector.integers)
+                # An exponent of ones, with one more, carries into the sign.
+                found = [builder.or_(*found, builder.add(builder.and_(word, size), exponent))]
+                odd = builder.and_(builder.lshr(word, half), one)
+                nearest = builder.add(builder.add(word, below_half), odd)
+                target = builder.bitcast(builder.gep(to, [place]), halves.as_pointer())
+                builder.store(builder.trunc(builder.lshr(nearest, half), halves), target, align=2)
+            return found
+
+        ends = cgutils.alloca_once_value(builder, zero)
+
+        def finish(found, lane):
+            builder.store(builder.or_(*found, builder.load(ends)), ends)
+
+        _down_columns(builder, vector, rows, lanes, [zero], fold, finish)
+        is_infinite = builder.icmp_signed("<", builder.load(ends), zero)
+        mask = ir.IntType(vector.width)
+        return builder.icmp_unsigned("==", builder.bitcast(is_infinite, mask), mask(0))
 
     return signature, generate
