@@ -180,9 +180,9 @@ def weigh(panel, S, scale, slack, num_seen, j0, n, t, bias, o):
     lanes_max(S, 0, n, vectors, t.top)
     for r in range(lanes):
         m, top = panel.m[r], scale * t.top[r]
-        t.correction[r] = m
         panel.m[r] = top if top > m + slack else m
         t.shift[r] = panel.m[r] if panel.m[r] > -math.inf else 0
+        t.correction[r] = m if m > -math.inf else t.shift[r]  # O is 0 still, and so is l
     lanes_exp(t.correction, 0, 1, vectors, 1, t.shift, t.total)
     lanes_exp(S, 0, n, vectors, scale, t.shift, t.total)
     for r in range(lanes):
