@@ -41,6 +41,7 @@ from minimha.kernels.cpu.simd.vector import VECTORS, panel_width
 from minimha.kernels.cpu.storage import (
     Rows,
     float_rows,
+    is_read_as_it_is,
     key_at,
     keys_ahead,
     most_queries,
@@ -200,13 +201,18 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t
     rows, panel = part.O.shape[0], panel_width(t.S.itemsize)
     S, seen = matrix(t.S, 0, rows, B_c), matrix(t.seen, 0, rows, B_c)
     lowest = S.dtype.type(-math.inf)
-    size = piece_size(k, S, rows, n)
+    is_direct = is_read_as_it_is(k, o)
+    size = piece_size(is_direct, rows, n)
     near = 0
     while near < n:  # line 8
         depth = min(size, n - near, keys_ahead(o, j0 + near))
         page, at = key_at(o, b, j0 + near)
-        K = float_rows(k, page, kv, at, depth, o, t.wide)
-        dot_products(K.line, K.start, K.stride, t.Q, 0, D, t.S, near, B_c, depth, rows, D)
+        if is_direct:
+            K = rows_at(k, page, kv, at)
+            dot_products(K.line, K.start, K.stride, t.Q, 0, D, t.S, near, B_c, depth, rows, D)
+        else:
+            K = float_rows(k, page, kv, at, depth, o, t.wide)
+            dot_products(K.line, K.start, K.stride, t.Q, 0, D, t.S, near, B_c, depth, rows, D)
         near += depth
     is_partial = mask.size > 0 or bias.size > 0 or o.score_mod != 0
     is_partial = is_partial or (o.mask_mod != 0 and not all_seen)
@@ -242,14 +248,13 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t
 
 
 @jit_inline
-def piece_size(X, S, rows, n):
-    """How many of n rows of k or v to process at a time.
+def piece_size(is_direct, rows, n):
+    """How many of n rows of k or v to process at a time; whether they are read in place.
 
     One, two or four queries use a row at once, as it comes from memory, and pieces would only
     interrupt. Other numbers of queries, and widened rows, need a second pass: from the L1 cache.
     """
-    is_one_pass = (rows == 1 or rows == 2 or rows == 4) and X.itemsize == S.itemsize
-    return n if is_one_pass else min(n, NEAR)
+    return n if is_direct and (rows == 1 or rows == 2 or rows == 4) else min(n, NEAR)
 
 
 @jit_inline
@@ -258,16 +263,22 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
     (rows, Dv), B_c, P, part = O.shape, S.shape[1], t.S, t.part
     for x in range(rows * Dv):
         part[x] = 0
-    size = piece_size(v, O, rows, n)
+    # Of bits it is not known yet whether they are a finite number's.
+    is_direct = is_read_as_it_is(v, o) and not (is_partial and v.itemsize < O.itemsize)
+    size = piece_size(is_direct, rows, n)
     near = begin
     while near < begin + n:
         depth = min(size, begin + n - near, keys_ahead(o, j0 + near))
         page, at = key_at(o, b, j0 + near)
-        V = float_rows(v, page, kv, at, depth, o, t.wide)
-        if is_partial and has_nonfinite(V, depth, Dv):
-            add_seen_values(S, seen, V, matrix(part, 0, rows, Dv), near, depth)
-        else:
+        if is_direct and not is_partial:
+            V = rows_at(v, page, kv, at)
             weighted_rows(P, near, B_c, V.line, V.start, V.stride, part, 0, Dv, rows, Dv, depth)
+        else:
+            V = float_rows(v, page, kv, at, depth, o, t.wide)
+            if is_partial and has_nonfinite(V, depth, Dv):
+                add_seen_values(S, seen, V, matrix(part, 0, rows, Dv), near, depth)
+            else:
+                weighted_rows(P, near, B_c, V.line, V.start, V.stride, part, 0, Dv, rows, Dv, depth)
         near += depth
     for r in range(rows):
         for d in range(Dv):

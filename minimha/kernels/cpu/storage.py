@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 from numba import types
 from numba.extending import overload
 
-from minimha.kernels.cpu.jit import OPTIONS, jit, jit_inline
+from minimha.kernels.cpu.jit import OPTIONS, jit_inline
+from minimha.kernels.cpu.simd.halves import of_bfloat16, of_float16, to_bfloat16, to_float16
 from minimha.kernels.cpu.simd.memory import bits_of, flat
 
 
@@ -93,6 +93,17 @@ def _write_numbers(X, x, to, start, n, o):
     return narrow
 
 
+def is_read_as_it_is(X, o):
+    """Whether the products of few queries take rows of X in place: all but those of float16."""
+
+
+@overload(is_read_as_it_is, jit_options=OPTIONS)
+def _is_read_as_it_is(X, o):
+    if X.dtype != types.uint16:
+        return lambda X, o: True
+    return lambda X, o: o.is_bfloat16
+
+
 def float_rows(X, b, h, i, n, o, copy):
     """n rows of X[b, h] from i on: in place, or widened into ``copy``."""
 
@@ -115,49 +126,3 @@ def _float_rows(X, b, h, i, n, o, copy):
         return Rows(copy, 0, D)
 
     return widen
-
-
-@jit
-def of_bfloat16(bits):
-    """The float32 whose upper half is ``bits``."""
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
-
-
-@jit
-def of_float16(bits):
-    """The float32 equal to the float16 with these bits."""
-    word = np.uint32(bits)
-    rest = np.uint32((word & np.uint32(0x7FFF)) << np.uint32(13))
-    # With exponent and mantissa shifted, every finite number is too small by 2^112, also subnormal.
-    finite = np.uint32(rest).view(np.float32) * np.float32(2.0**112)
-    other = np.uint32(rest | np.uint32(0x7F800000)).view(np.float32)  # infinity and NaN
-    magnitude = other if rest >= np.uint32(0x7C00 << 13) else finite
-    return -magnitude if word & np.uint32(0x8000) else magnitude
-
-
-# In integers, of which LLVM makes vector code on every CPU: what is added to the digits that go
-# carries into the last digit that stays, and on into the exponent.
-
-
-@jit
-def to_bfloat16(word):
-    """The bits of the bfloat16 nearest to a float32, given by its own; the even one of two."""
-    upper = np.uint32(word >> np.uint32(16))
-    nearest = np.uint32(word + np.uint32(0x7FFF) + (upper & np.uint32(1))) >> np.uint32(16)
-    is_nan = np.uint32(word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.uint16(upper | np.uint32(0x40) if is_nan else nearest)
-
-
-@jit
-def to_float16(word):
-    """The bits of the float16 nearest to a float32, given by its own; the even one of two."""
-    size = np.uint32(word & np.uint32(0x7FFFFFFF))
-    odd = np.uint32(size >> np.uint32(13)) & np.uint32(1)
-    # 112 less in the exponent, whose bias is 15 instead of 127.
-    normal = np.uint32(size + np.uint32(0xC8000FFF) + odd) >> np.uint32(13)
-    # A sum with 1/2 has its last digit where those of subnormal numbers have it, at 2^-24.
-    moved = np.float32(size.view(np.float32) + np.float32(0.5)).view(np.uint32)
-    nearest = normal if size >= np.uint32(113 << 23) else np.uint32(moved - np.uint32(126 << 23))
-    infinite = np.uint32(0x7E00 if size > np.uint32(0x7F800000) else 0x7C00)
-    nearest = infinite if size >= np.uint32(143 << 23) else nearest
-    return np.uint16(nearest | np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(0x8000)))

@@ -19,8 +19,9 @@ from minimha import attention
 from minimha.equations import dense
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu import backend as cpu
-from minimha.kernels.cpu import rung4_parallel, rung5_decode, rung6_matrix_unit, storage
+from minimha.kernels.cpu import rung4_parallel, rung5_decode, rung6_matrix_unit
 from minimha.kernels.cpu.kernel import Plan
+from minimha.kernels.cpu.simd import halves
 from minimha.kernels.ladder import LADDER
 
 inf = np.inf
@@ -144,7 +145,7 @@ def test_16_bits_are_read_as_the_numbers_they_are(dtype, name):
 
 @pytest.mark.parametrize(
     ("dtype", "widened"),
-    [(np.float16, storage.of_float16), (ml_dtypes.bfloat16, storage.of_bfloat16)],
+    [(np.float16, halves.of_float16), (ml_dtypes.bfloat16, halves.of_bfloat16)],
 )
 def test_all_16_bit_numbers(dtype, widened):
     numbers = np.arange(2**16, dtype=np.uint16).view(dtype)
@@ -169,7 +170,7 @@ def rounding_corners(dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "narrowed"),
-    [(np.float16, storage.to_float16), (ml_dtypes.bfloat16, storage.to_bfloat16)],
+    [(np.float16, halves.to_float16), (ml_dtypes.bfloat16, halves.to_bfloat16)],
 )
 def test_results_of_16_bits_are_rounded_as_ieee_754_says(dtype, narrowed):
     with np.errstate(all="ignore"):

@@ -126,30 +126,45 @@ def test_lanes_are_scaled_and_rounded_to_bfloat16(rows):
             assert not rounded(poisoned, factor, to)
 
 
+def as_stored(X, is_bfloat16):
+    """X as K and V may be stored, and the same numbers as floats."""
+    halves = X.astype(ml_dtypes.bfloat16)
+    return (halves.view(np.uint16), halves.astype(X.dtype)) if is_bfloat16 else (X, X)
+
+
+STORED = pytest.mark.parametrize(
+    ("dtype", "is_bfloat16"),
+    [(np.float32, False), (np.float64, False), (np.float32, True)],
+    ids=["float32", "float64", "bfloat16"],
+)
+
+
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("dtype", DTYPES)
+@STORED
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (5, 64), (16, 13), (37, 80), (32, 5), (3, 0)])
-def test_dot_products(rows, depth, queries, dtype):
+def test_dot_products(rows, depth, queries, dtype, is_bfloat16):
     A, B = (numbers(n + 1, depth + 2, dtype=dtype) for n in (rows, queries))
+    A, floats = as_stored(A, is_bfloat16)
     C = np.zeros((queries + 1, rows + 2), dtype)
     expected = C.copy()
     to = (2, rows + 2, rows, queries, depth)
     dot_products(A, 1, depth + 2, B, 1, depth + 2, C.ravel(), *to)
-    plain_simd.dot_products(A, 1, depth + 2, B, 1, depth + 2, expected.ravel(), *to)
+    plain_simd.dot_products(floats, 1, depth + 2, B, 1, depth + 2, expected.ravel(), *to)
     np.testing.assert_allclose(C, expected, atol=200 * np.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@STORED
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])
 @pytest.mark.parametrize("columns", [1, 5, 16, 80, 130])
 @pytest.mark.parametrize("depth", [3, 6, 8])
-def test_weighted_rows(depth, columns, rows, dtype):
+def test_weighted_rows(depth, columns, rows, dtype, is_bfloat16):
     P, V = numbers(rows + 1, depth + 1, dtype=dtype), numbers(depth + 1, columns + 3, dtype=dtype)
     O = numbers(rows + 1, columns + 2, dtype=dtype)
     expected = O.copy()
-    at = (P, 1, depth + 1, V, 2, columns + 3)
-    weighted_rows(*at, O, 1, columns + 2, rows, columns, depth)
-    plain_simd.weighted_rows(*at, expected, 1, columns + 2, rows, columns, depth)
+    V, floats = as_stored(V, is_bfloat16)
+    to = (1, columns + 2, rows, columns, depth)
+    weighted_rows(P, 1, depth + 1, V, 2, columns + 3, O, *to)
+    plain_simd.weighted_rows(P, 1, depth + 1, floats, 2, columns + 3, expected, *to)
     np.testing.assert_allclose(O, expected, atol=50 * np.finfo(dtype).eps)
 
 

@@ -1,13 +1,17 @@
-"""The two products for few queries, S = Q Kᵀ and O += P V, each row of K and V read once."""
+"""The two products for few queries, S = Q Kᵀ and O += P V, each row of K and V read once.
+
+K and V are floats, or the bits of bfloat16 numbers (uint16), which are widened as they are loaded.
+"""
 
 from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
-from minimha.kernels.cpu.jit import jit
+from minimha.kernels.cpu.jit import OPTIONS, jit
+from minimha.kernels.cpu.simd.halves import of_bfloat16
 from minimha.kernels.cpu.simd.memory import prefetcher
 from minimha.kernels.cpu.simd.vector import (
     INT,
@@ -21,6 +25,22 @@ from minimha.kernels.cpu.simd.vector import (
 
 ROWS_AHEAD = 16  # distance in rows of K or V at which they are prefetched
 TOGETHER = REGISTERS // 8  # rows of K that meet four queries in registers
+
+
+def _loader(vector, kind):
+    """How a vector of K or V is loaded, which is of numba's type ``kind``."""
+    return vector.load_bfloat16 if kind.dtype == types.uint16 else vector.load
+
+
+def number_at(X, x):
+    """X[x], or the number whose bits it is."""
+
+
+@overload(number_at, jit_options=OPTIONS)
+def _number_at(X, x):
+    if X.dtype == types.uint16:
+        return lambda X, x: of_bfloat16(X[x])
+    return lambda X, x: X[x]
 
 
 def _horizontal_sums(builder, vector, values):
@@ -95,6 +115,7 @@ def _dots(queries, together, vectors):
             tile = [(g, r) for g in range(queries) for r in range(together)]
             totals = cgutils.alloca_once(builder, vector.type, queries * rows)
             prefetch_rows = prefetcher(builder, vector, a_row, depth, together)
+            load = _loader(vector, kinds[0])
 
             def some_rows(first, _):
                 own = [
@@ -111,7 +132,7 @@ def _dots(queries, together, vectors):
                             prefetch_rows(later, builder.add(start, INT(u * vector.width)))
                         results = []
                         for u in range(number):
-                            x = [vector.load(builder, row, u) for row in left]
+                            x = [load(builder, row, u) for row in left]
                             y = [
                                 vector.load(builder, builder.gep(row, [start]), u) for row in others
                             ]
@@ -184,7 +205,7 @@ def dot_products(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
             first, to = full_depth if r < full_rows else 0, c + g * c_row + r
             total = C.dtype.type(0)
             for k in range(first, depth):
-                total += A[a + r * a_row + k] * B[b + g * b_row + k]
+                total += number_at(A, a + r * a_row + k) * B[b + g * b_row + k]
             C[to] = C[to] + total if r < full_rows else total
 
 
@@ -209,6 +230,7 @@ def _weigh(queries, keys):
             V = pointer_to(context, builder, kinds[3], V, v)
             O = pointer_to(context, builder, kinds[6], O, o)
             prefetch_rows = prefetcher(builder, vector, v_row, columns, keys)
+            load = _loader(vector, kinds[3])
             rows_of_O = [builder.gep(O, [builder.mul(INT(g), o_row)]) for g in range(queries)]
             rows_of_P = [builder.gep(P, [builder.mul(INT(g), p_row)]) for g in range(queries)]
 
@@ -223,7 +245,7 @@ def _weigh(queries, keys):
                 def column(n, _):
                     prefetch_rows(later, n)
                     starts = [builder.gep(row, [n]) for row in rows_of_V]
-                    values = [vector.load(builder, start) for start in starts]
+                    values = [load(builder, start) for start in starts]
                     for row, own in zip(rows_of_O, weights, strict=True):
                         to = builder.gep(row, [n])
                         total = vector.load(builder, to)
@@ -273,4 +295,4 @@ def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, depth):
     for r in range(rows):
         for k in range(depth):
             for d in range(full_columns if k < full_depth else 0, columns):
-                O[o + r * o_row + d] += P[p + r * p_row + k] * V[v + k * v_row + d]
+                O[o + r * o_row + d] += P[p + r * p_row + k] * number_at(V, v + k * v_row + d)

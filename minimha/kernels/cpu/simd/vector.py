@@ -76,6 +76,15 @@ class Vector:
         loaded.align = self.bits // 8
         return loaded
 
+    def load_bfloat16(self, builder, pointer, n=0):
+        """The n-th vector of bfloat16 numbers from ``pointer`` to their bits on, as float32."""
+        bits = ir.VectorType(ir.IntType(16), self.width)
+        source = builder.gep(pointer, [INT(n * self.width)])
+        loaded = builder.load(builder.bitcast(source, bits.as_pointer()))
+        loaded.align = 2
+        half = ir.Constant(self.integers, [16] * self.width)
+        return builder.bitcast(builder.shl(builder.zext(loaded, self.integers), half), self.type)
+
     def store(self, builder, value, pointer, n=0):
         """Write the n-th vector from ``pointer`` on."""
         target = builder.gep(pointer, [INT(n * self.width)])
