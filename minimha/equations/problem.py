@@ -288,16 +288,16 @@ def stand_in(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def factor_against_overflow(V: NDArray[Any], num_keys: int) -> float:
+def factor_against_overflow(V: NDArray[Any], total: int) -> float:
     """The power of 2 with which no sum of weights times values overflows; 1 where none would.
 
-    ``V`` has the compute dtype, and no query sees more than ``num_keys`` of its rows. A mean of
+    ``V`` has the compute dtype, and the weights of a query add up to ``total`` at most. A mean of
     values may be within its range although their sum, before it is divided, is not.
     """
     largest = abs(V).max(initial=0, where=np.isfinite(V))
-    terms = 2 * num_keys  # twice as many as there are, so that rounding does not overflow either
-    is_safe = terms == 0 or largest <= np.finfo(V.dtype).max / terms
-    return 1.0 if is_safe else 2.0 ** -terms.bit_length()
+    total *= 2  # so that rounding does not overflow either
+    is_safe = total == 0 or largest <= np.finfo(V.dtype).max / total
+    return 1.0 if is_safe else 2.0 ** -total.bit_length()
 
 
 def _arrays(

@@ -86,6 +86,8 @@ class Kernel:
     worth_skipping : int, default 0
         It does so only where K and V have that many numbers: the hidden blocks of fewer take longer
         to find than to read.
+    largest_weight : int, default 1
+        What no weight exceeds before it is divided by their sum.
     """
 
     def __init__(
@@ -95,9 +97,11 @@ class Kernel:
         widens: bool = False,
         skips: bool = False,
         worth_skipping: int = 0,
+        largest_weight: int = 1,
     ) -> None:
         self.function, self.widens, self.buffers = function, widens, buffers
         self.skips, self.worth_skipping = skips, worth_skipping
+        self.largest_weight = largest_weight
         self.slots = slots(buffers)
         self.compiled: dict[np.dtype[Any], Compiled] = {}
 
@@ -153,7 +157,7 @@ class Plan:
         self._rows, self.shape = (B, H, Lq), (B, H, Lq, Dv)
         self._result = problem.compute if self.storage == problem.compute else problem.dtype
         self.is_long = problem.num_pairs * (D + Dv) >= LONG
-        self._num_keys = int(problem.kv_lengths.max(initial=0))
+        self._largest_sum = int(problem.kv_lengths.max(initial=0)) * kernel.largest_weight
         self._functions = {
             function.name: functions.tile_function(function)
             for function in functions.given(problem)
@@ -229,7 +233,8 @@ class Plan:
         O, L, is_finite = self._launch(self._line[:], q, k, v)
         if not is_finite:
             with np.errstate(all="ignore"):
-                factor = factor_against_overflow(v.astype(self.compute, copy=False), self._num_keys)
+                V = v.astype(self.compute, copy=False)
+                factor = factor_against_overflow(V, self._largest_sum)
                 if factor < 1:
                     small = v * v.dtype.type(factor)
                     line = self._line[:]

@@ -32,6 +32,7 @@ from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS, panel_width
 from minimha.kernels.cpu.storage import Rows, queries_of, rows_at, rows_from, write_numbers
 
+FAR = 1 << 16  # from 0, for a score: float32 rounds what is larger by more than 0.004
 B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of the L1 cache
 
 
@@ -141,7 +142,7 @@ def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
     tile_product(
         K_j.line, K_j.start, K_j.stride, 1, panel.Q, 0, lanes, S, 0, lanes, t.scales, n, vectors, D
     )  # line 8
-    num_seen = weigh(panel, S, 1, 0, num_seen, j0, n, t, bias, o)  # line 9
+    num_seen = weigh(panel, S, True, 0, num_seen, j0, n, t, bias, o)  # line 9
     is_zeroed = num_seen < n * rows and has_nonfinite(V_j, n, Dv)
     V = zero_nonfinite(V_j, n, Dv, t.V_j) if is_zeroed else V_j
     tile_product_add(
@@ -161,16 +162,20 @@ def see_tile(panel, j0, n, t, mask, bias, o, full):
 
 
 @jit_inline
-def weigh(panel, S, scale, slack, num_seen, j0, n, t, bias, o):
-    """Line 9: n rows of scores, ``scale`` S, become weights, and m and l include them.
+def weigh(panel, S, is_scaled, slack, num_seen, j0, n, t, bias, o):
+    """Line 9: n rows of scores become weights, and m and l include them.
 
-    The scale is positive, and 1 unless the maximum and the exponential are all that is to be done.
-    m grows where the maximum exceeds it by more than ``slack``: weights are at most exp(slack).
-    ``num_seen`` is what ``see_tile`` returned, or the number of pairs if it was not asked. Returns
-    it, less the pairs that ``score_mod`` hides. Leaves in ``t.correction`` what O is multiplied by.
+    Scores that are not scaled are scaled in the exponential, if nothing but the maximum comes
+    before it. m grows where the maximum exceeds it by more than ``slack``: weights are at most
+    exp(slack). ``num_seen`` is what ``see_tile`` returned, or the number of pairs if it was not
+    asked. Returns it, less the pairs that ``score_mod`` hides. Leaves in ``t.correction`` what O is
+    multiplied by.
     """
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
-    lanes, seen = panel.lanes, flat(t.seen, 0)
+    lanes, seen, scale = panel.lanes, flat(t.seen, 0), S.dtype.type(1 if is_scaled else o.scale)
+    if scale <= 0 or ((has_softcap_or_bias(bias, o) or o.score_mod) and not is_scaled):
+        scale_lanes(S, 0, n, lanes, t.scales)
+        scale = S.dtype.type(1)
     if has_softcap_or_bias(bias, o):
         apply_softcap_and_bias(S, bias, t.biases, o, b, h, i0, j0, n, lanes)
     if o.score_mod:
@@ -178,8 +183,16 @@ def weigh(panel, S, scale, slack, num_seen, j0, n, t, bias, o):
     if num_seen < n * rows:
         hide(S, seen, n * lanes)
     lanes_max(S, 0, n, vectors, t.top)
+    if not is_scaled:
+        is_far = False
+        for r in range(lanes):
+            t.top[r] *= scale
+            is_far |= FAR < abs(t.top[r]) < math.inf
+        if is_far and scale != 1:  # the largest, scaled without rounding, is far from m too
+            scale_lanes(S, 0, n, lanes, t.scales)
+            scale = S.dtype.type(1)
     for r in range(lanes):
-        m, top = panel.m[r], scale * t.top[r]
+        m, top = panel.m[r], t.top[r]
         panel.m[r] = top if top > m + slack else m
         t.shift[r] = panel.m[r] if panel.m[r] > -math.inf else 0
         t.correction[r] = m if m > -math.inf else t.shift[r]  # O is 0 still, and so is l

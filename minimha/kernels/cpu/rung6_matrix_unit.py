@@ -21,6 +21,7 @@ width 64; 2.6 and 1.7 × at width 128; Intel Xeon with AMX, 2026-11-22).
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,6 @@ from minimha.kernels.cpu import rung4_parallel
 from minimha.kernels.cpu.arguments import REAL, Buffer, unpacker
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Plan
-from minimha.kernels.cpu.mask import has_softcap_or_bias
 from minimha.kernels.cpu.nonfinite import add_nonfinite, is_nonfinite_key
 from minimha.kernels.cpu.panel import (
     PANEL_BUFFERS,
@@ -208,11 +208,7 @@ def update(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
         K.line, first * K.row, K.row, K.part, parts, panel.Q, 0, lanes, K.row // 2 * lanes, parts,
         S, 0, lanes, n, lanes, K.row, False,
     )  # line 8  # fmt: skip
-    scale = t.scales[0]
-    if scale <= 0 or has_softcap_or_bias(bias, o) or o.score_mod:
-        scale_lanes(S, 0, n, lanes, t.scales)
-        scale = 1
-    weigh(panel, S, scale, SLACK, num_seen, j0, n, t, bias, o)  # line 9
+    weigh(panel, S, False, SLACK, num_seen, j0, n, t, bias, o)  # line 9
     is_corrected = False
     for r in range(lanes):
         is_corrected |= t.correction[r] != 1
@@ -242,4 +238,6 @@ def matrix_tiles(line, worker):
     release_tiles()
 
 
-KERNEL = Kernel(matrix_tiles, BUFFERS, widens=True, skips=True)
+KERNEL = Kernel(
+    matrix_tiles, BUFFERS, widens=True, skips=True, largest_weight=math.ceil(math.exp(SLACK))
+)

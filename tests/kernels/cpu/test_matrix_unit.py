@@ -190,6 +190,25 @@ def test_scores_that_grow_from_block_to_block(scale, step, dtype):
     np.testing.assert_allclose(L, exact_lse, rtol=2e-6, atol=4e-6)
 
 
+@pytest.mark.parametrize("size", [1e9, 1e37])
+def test_scores_that_are_far_from_0(size):
+    """Of the largest, scaled, no more than rounding would be left once it is subtracted."""
+    q, k, v = (x.astype(ml_dtypes.bfloat16) for x in ragged(Lq=60, Lk=70, D=5))
+    q = (q.astype(np.float32) * np.float32(size)).astype(q.dtype)
+    O, L = rung6_matrix_unit.forward(Problem.of(q, k, v, scale=0.3), B_c=32)
+    exact, exact_lse = run("dense", *wide(q, k, v), scale=0.3)
+    assert_rounded_once(O, exact, v)
+    np.testing.assert_allclose(L, exact_lse, rtol=1e-6)
+
+
+def test_the_mean_of_large_values_is_finite_though_weights_exceed_1():
+    q, k, v = (np.ones((1, 1, n, 4), ml_dtypes.bfloat16) for n in (9, 64, 64))
+    k[..., 32:, :] = 7  # beyond the first block, the scores of which are m: less than the slack
+    v[...] = ml_dtypes.finfo(v.dtype).max
+    O, _ = rung6_matrix_unit.forward(Problem.of(q, k, v, scale=0.25), B_c=32)
+    np.testing.assert_array_equal(O, v[..., :9, :])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("poison", [inf, -inf, np.nan, "payload"])
