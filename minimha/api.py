@@ -443,9 +443,9 @@ def attention(
            [1.401112, 1.203336],
            [0.990715, 1.669762]])
     """
-    key, asker = None, q
+    key, given_q = None, q  # the results are arrays of its library
     if not type(q) is type(k) is type(v) is np.ndarray:
-        q, k, v = _as_numpy(q, k, v)
+        q, k, v = _on_host(q, k, v)
     if (
         attn_mask is None and attn_bias is None and kv_lengths is None and alibi_slopes is None
         and sinks is None and tap is no_tap and block_table is None
@@ -462,8 +462,8 @@ def attention(
             if O.dtype != q.dtype:
                 O = cast(O, q.dtype)
             if return_lse is False or not flag("return_lse", return_lse):
-                return like(asker, O)
-            return like(asker, O), like(asker, L)
+                return like(given_q, O)
+            return like(given_q, O), like(given_q, L)
     given = {
         "q": q,
         "k": k,
@@ -508,12 +508,12 @@ def attention(
         O, L = _computed(backend, problem, tap, key, (q, k, v))
     if has_lse:
         output, lse = problem.as_given(O, tap("lse", L))
-        return like(asker, output), like(asker, lse)
-    return like(asker, problem.as_given(O, L)[0])
+        return like(given_q, output), like(given_q, lse)
+    return like(given_q, problem.as_given(O, L)[0])
 
 
-def _as_numpy(*qkv: Any) -> tuple[Any, ...]:
-    """Those of q, k and v that other libraries have on the CPU as NumPy's: plans are for these."""
+def _on_host(*qkv: Any) -> tuple[Any, ...]:
+    """q, k and v as NumPy's arrays where a library has them on the CPU: plans are for these."""
     if any(map(is_device_array, qkv)):
         return qkv
     return tuple(
