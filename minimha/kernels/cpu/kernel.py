@@ -87,7 +87,7 @@ class Kernel:
         It does so only where K and V have that many numbers: the hidden blocks of fewer take longer
         to find than to read.
     largest_weight : int, default 1
-        What no weight exceeds before it is divided by their sum.
+        What no weight exceeds, but for rounding, before it is divided by their sum.
     """
 
     def __init__(

@@ -165,17 +165,20 @@ def see_tile(panel, j0, n, t, mask, bias, o, full):
 def weigh(panel, S, is_scaled, slack, num_seen, j0, n, t, bias, o):
     """Line 9: n rows of scores become weights, and m and l include them.
 
-    Scores that are not scaled are scaled in the exponential, if nothing but the maximum comes
-    before it. m grows where the maximum exceeds it by more than ``slack``: weights are at most
-    exp(slack). ``num_seen`` is what ``see_tile`` returned, or the number of pairs if it was not
-    asked. Returns it, less the pairs that ``score_mod`` hides. Leaves in ``t.correction`` what O is
-    multiplied by.
+    Scores that are not scaled are scaled in the exponential, which takes no pass of its own. They
+    are scaled before it if another step comes first, if their maximum would become the minimum, and
+    if they are ``FAR`` from 0. m grows where the maximum exceeds it by more than ``slack``: weights
+    are at most exp(slack). ``num_seen`` is what ``see_tile`` returned, or the number of pairs if it
+    was not asked. Returns it, less the pairs that ``score_mod`` hides. Leaves in ``t.correction``
+    what O is multiplied by.
     """
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
-    lanes, seen, scale = panel.lanes, flat(t.seen, 0), S.dtype.type(1 if is_scaled else o.scale)
-    if scale <= 0 or ((has_softcap_or_bias(bias, o) or o.score_mod) and not is_scaled):
-        scale_lanes(S, 0, n, lanes, t.scales)
-        scale = S.dtype.type(1)
+    lanes, seen, scale = panel.lanes, flat(t.seen, 0), S.dtype.type(1)
+    if not is_scaled:
+        if o.scale <= 0 or has_softcap_or_bias(bias, o) or o.score_mod:
+            scale_lanes(S, 0, n, lanes, t.scales)
+        else:
+            scale = t.scales[0]
     if has_softcap_or_bias(bias, o):
         apply_softcap_and_bias(S, bias, t.biases, o, b, h, i0, j0, n, lanes)
     if o.score_mod:
@@ -183,12 +186,12 @@ def weigh(panel, S, is_scaled, slack, num_seen, j0, n, t, bias, o):
     if num_seen < n * rows:
         hide(S, seen, n * lanes)
     lanes_max(S, 0, n, vectors, t.top)
-    if not is_scaled:
+    if scale != 1:
         is_far = False
         for r in range(lanes):
             t.top[r] *= scale
-            is_far |= FAR < abs(t.top[r]) < math.inf
-        if is_far and scale != 1:  # the largest, scaled without rounding, is far from m too
+            is_far |= t.top[r] > FAR or -math.inf < t.top[r] < -FAR
+        if is_far:  # m is rounded or infinite, but not what the exponential scales
             scale_lanes(S, 0, n, lanes, t.scales)
             scale = S.dtype.type(1)
     for r in range(lanes):

@@ -41,7 +41,7 @@ from minimha.kernels.cpu.simd.vector import VECTORS, panel_width
 from minimha.kernels.cpu.storage import (
     Rows,
     float_rows,
-    is_read_as_it_is,
+    is_read_in_place,
     key_at,
     keys_ahead,
     most_queries,
@@ -201,7 +201,7 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t
     rows, panel = part.O.shape[0], panel_width(t.S.itemsize)
     S, seen = matrix(t.S, 0, rows, B_c), matrix(t.seen, 0, rows, B_c)
     lowest = S.dtype.type(-math.inf)
-    is_direct = is_read_as_it_is(k, o)
+    is_direct = is_read_in_place(k, o)
     size = piece_size(is_direct, rows, n)
     near = 0
     while near < n:  # line 8
@@ -249,7 +249,7 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t
 
 @jit_inline
 def piece_size(is_direct, rows, n):
-    """How many of n rows of k or v to process at a time; whether they are read in place.
+    """How many of n rows of k or v to process at a time; ``is_direct`` if they are not copied.
 
     One, two or four queries use a row at once, as it comes from memory, and pieces would only
     interrupt. Other numbers of queries, and widened rows, need a second pass: from the L1 cache.
@@ -263,14 +263,14 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
     (rows, Dv), B_c, P, part = O.shape, S.shape[1], t.S, t.part
     for x in range(rows * Dv):
         part[x] = 0
-    # Of bits it is not known yet whether they are a finite number's.
-    is_direct = is_read_as_it_is(v, o) and not (is_partial and v.itemsize < O.itemsize)
-    size = piece_size(is_direct, rows, n)
+    # Where a query does not see all keys, it is asked of floats whether one is not finite.
+    is_direct = is_read_in_place(v, o) and not is_partial
+    size = piece_size(is_direct or v.itemsize == O.itemsize, rows, n)
     near = begin
     while near < begin + n:
         depth = min(size, begin + n - near, keys_ahead(o, j0 + near))
         page, at = key_at(o, b, j0 + near)
-        if is_direct and not is_partial:
+        if is_direct:
             V = rows_at(v, page, kv, at)
             weighted_rows(P, near, B_c, V.line, V.start, V.stride, part, 0, Dv, rows, Dv, depth)
         else:

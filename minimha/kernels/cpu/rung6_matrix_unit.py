@@ -83,7 +83,7 @@ def forward(
     Parameters
     ----------
     panels : int, optional
-        Panels per task. Default is up to sixteen, fewer if threads would get too few tasks.
+        Panels per task. Default is up to twenty-four, fewer if threads would get too few tasks.
     B_c : int
         Keys per block, rounded up to whole tiles.
     """

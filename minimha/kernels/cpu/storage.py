@@ -93,12 +93,12 @@ def _write_numbers(X, x, to, start, n, o):
     return narrow
 
 
-def is_read_as_it_is(X, o):
+def is_read_in_place(X, o):
     """Whether the products of few queries take rows of X in place: all but those of float16."""
 
 
-@overload(is_read_as_it_is, jit_options=OPTIONS)
-def _is_read_as_it_is(X, o):
+@overload(is_read_in_place, jit_options=OPTIONS)
+def _is_read_in_place(X, o):
     if X.dtype != types.uint16:
         return lambda X, o: True
     return lambda X, o: o.is_bfloat16

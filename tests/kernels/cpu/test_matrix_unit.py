@@ -201,6 +201,17 @@ def test_scores_that_are_far_from_0(size):
     np.testing.assert_allclose(L, exact_lse, rtol=1e-6)
 
 
+@pytest.mark.parametrize("sinks", [None, [2.0]])
+@pytest.mark.parametrize("at", [3, 40, 60])
+def test_a_score_that_only_its_scale_makes_infinite(at, sinks):
+    """No key is seen less because of it: as in the equations its weight is NaN, in any block."""
+    q, k, v = (np.ones((1, 1, n, 1), ml_dtypes.bfloat16) for n in (9, 64, 64))
+    k[...], k[..., at, :] = 0, 1e20
+    O, L = rung6_matrix_unit.forward(Problem.of(q, k, v, scale=1e20, sinks=sinks), B_c=32)
+    assert np.isnan(wide(O)[0]).all()
+    assert np.isnan(L).all()
+
+
 def test_the_mean_of_large_values_is_finite_though_weights_exceed_1():
     q, k, v = (np.ones((1, 1, n, 4), ml_dtypes.bfloat16) for n in (9, 64, 64))
     k[..., 32:, :] = 7  # beyond the first block, the scores of which are m: less than the slack

@@ -16,9 +16,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from minimha.kernels.cpu.jit import jit, jit_inline
+from minimha.kernels.cpu.simd.matrix_unit import DEPTH
 from minimha.kernels.cpu.simd.vector import Vector, loop, pointer_to
 
-WIDTH = 32  # numbers that are split at once
+WIDTH = DEPTH  # numbers that are packed at once
 HALF, WORD = ir.IntType(16), ir.IntType(32)
 HALVES, WORDS = ir.VectorType(HALF, WIDTH), ir.VectorType(WORD, WIDTH)
 FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
@@ -114,8 +115,8 @@ _pack_bfloat16, _pack_float16 = _packer(True), _packer(False)
 def pack_rows(X, x, x_row, to, row, part, rows, columns, is_bfloat16, tail):
     """Rows of X as parts, to[p · part + r · row + c], filled up with zeros to ``row`` numbers.
 
-    These are ``columns``, rounded up to whole ``WIDTH``, for which ``tail`` has room. Returns
-    whether a number is not finite.
+    ``row`` is ``columns``, rounded up to a multiple of ``WIDTH``; ``tail`` has room for ``WIDTH``
+    numbers. Returns whether a number is not finite.
     """
     full = columns // WIDTH * WIDTH
     found = _pack(X, x, x_row, to, 0, row, part, rows, full, is_bfloat16)

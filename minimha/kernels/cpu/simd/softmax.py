@@ -157,7 +157,7 @@ def _times_power_of_2(builder, vector, x, w):
 
 
 def exp_of_vector(builder, vector, x):
-    """exp(x) of a vector of numbers that are at most 0, or NaN.
+    """exp(x) of a vector of numbers whose exponential is finite, or NaN.
 
     The result is exactly 0 where it would be no normal number, and for -inf.
     """
@@ -258,8 +258,8 @@ def _lanes_exp(typing, S, s, n, vectors, scale, M, T):
 def lanes_exp(S, s, n, vectors, scale, M, T):
     """S = exp(scale S - M[lane]) in n rows of lanes from S[s] on, T[lane] = the sum over the rows.
 
-    scale S - M must be at most 0, but for rounding. A result too small for a normal number is 0, as
-    it is for -inf.
+    scale S - M is at most 88 (of float64 709). A result too small for a normal number is 0, as it
+    is for -inf.
     """
     _lanes_exp(S, s, n, vectors, S.dtype.type(scale), M, T)
 
