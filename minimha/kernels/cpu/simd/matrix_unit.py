@@ -140,7 +140,7 @@ def _product(parts_of_A, parts_of_B):
 
     def product(A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, rows, columns, depth, adds):
         # Rows of A are read once, if they are too many to stay in the L1 cache; B, if they are not.
-        is_tall = rows * depth > CACHED
+        is_tall = rows * depth * parts_of_A > CACHED
         height = TOGETHER * TILE
         outer, outer_step = (rows, height) if is_tall else (columns, TILE)
         inner, inner_step = (columns, TILE) if is_tall else (rows, height)
