@@ -443,7 +443,7 @@ def attention(
            [1.401112, 1.203336],
            [0.990715, 1.669762]])
     """
-    key, given_q = None, q  # the results are arrays of its library
+    key, originals = None, (q, k, v)
     if not type(q) is type(k) is type(v) is np.ndarray:
         q, k, v = _on_host(q, k, v)
     if (
@@ -462,8 +462,8 @@ def attention(
             if O.dtype != q.dtype:
                 O = cast(O, q.dtype)
             if return_lse is False or not flag("return_lse", return_lse):
-                return like(given_q, O)
-            return like(given_q, O), like(given_q, L)
+                return like(originals[0], O)
+            return like(originals[0], O), like(originals[0], L)
     given = {
         "q": q,
         "k": k,
@@ -493,6 +493,7 @@ def attention(
             packing = [option for option in PACKING if given.pop(option) is not None]
             module = _device_module(backend, name, tap, packing)
             try:
+                given |= zip("qkv", originals, strict=True)
                 return module.attend(given, options, has_lse)
             except module.functions.Refused as error:
                 raise BackendUnavailable(f"backend 'cuda' cannot run: {error}") from None
@@ -508,8 +509,8 @@ def attention(
         O, L = _computed(backend, problem, tap, key, (q, k, v))
     if has_lse:
         output, lse = problem.as_given(O, tap("lse", L))
-        return like(given_q, output), like(given_q, lse)
-    return like(given_q, problem.as_given(O, L)[0])
+        return like(originals[0], output), like(originals[0], lse)
+    return like(originals[0], problem.as_given(O, L)[0])
 
 
 def _on_host(*qkv: Any) -> tuple[Any, ...]:

@@ -123,6 +123,15 @@ def test_a_problem_that_was_seen_before_is_not_planned_again(library, dtype, mon
         assert_same(library, found, as_floating("O", expected))
 
 
+def test_beside_a_mask_on_a_gpu_they_stay_as_they_came(library, monkeypatch):
+    """The backend, which refuses them, names the type that it was given."""
+    module = SimpleNamespace(attend=lambda given, *options: given, functions=None)
+    monkeypatch.setattr("minimha.api._device_module", lambda *arguments: module)
+    q, k, v = (library.make(random(1, 2, 4, 8, seed=i)) for i in range(3))
+    given = attention(q, k, v, attn_mask=SimpleNamespace(__cuda_array_interface__={}))
+    assert all(given[name] is x for name, x in zip("qkv", (q, k, v), strict=True))
+
+
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_attention_returns_them_as_they_came(library, dtype, backend):

@@ -32,7 +32,7 @@ from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS, panel_width
 from minimha.kernels.cpu.storage import Rows, queries_of, rows_at, rows_from, write_numbers
 
-FAR = 1 << 16  # from 0, for a score: float32 rounds what is larger by more than 0.004
+FAR = 1 << 16  # from 0, for a score: in float32 what is farther is rounded by more than 0.004
 B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of the L1 cache
 
 
@@ -165,12 +165,12 @@ def see_tile(panel, j0, n, t, mask, bias, o, full):
 def weigh(panel, S, is_scaled, slack, num_seen, j0, n, t, bias, o):
     """Line 9: n rows of scores become weights, and m and l include them.
 
-    Scores that are not scaled are scaled in the exponential, which takes no pass of its own. They
-    are scaled before it if another step comes first, if their maximum would become the minimum, and
-    if they are ``FAR`` from 0. m grows where the maximum exceeds it by more than ``slack``: weights
-    are at most exp(slack). ``num_seen`` is what ``see_tile`` returned, or the number of pairs if it
-    was not asked. Returns it, less the pairs that ``score_mod`` hides. Leaves in ``t.correction``
-    what O is multiplied by.
+    Scores that are not scaled yet are scaled inside the exponential, which saves a pass; before it
+    if another step needs them scaled, if the scale is not positive, and if they are ``FAR`` from 0.
+    m is raised only where a score exceeds it by more than ``slack``: weights are at most
+    exp(slack). ``num_seen`` is what ``see_tile`` returned, or the number of pairs if it was not
+    asked. Returns it, less the pairs that ``score_mod`` hides. Leaves in ``t.correction`` what O is
+    multiplied by.
     """
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
     lanes, seen, scale = panel.lanes, flat(t.seen, 0), S.dtype.type(1)
@@ -191,14 +191,14 @@ def weigh(panel, S, is_scaled, slack, num_seen, j0, n, t, bias, o):
         for r in range(lanes):
             t.top[r] *= scale
             is_far |= t.top[r] > FAR or -math.inf < t.top[r] < -FAR
-        if is_far:  # m is rounded or infinite, but not what the exponential scales
+        if is_far:  # the exponential scales without rounding: too far from m, which is rounded
             scale_lanes(S, 0, n, lanes, t.scales)
             scale = S.dtype.type(1)
     for r in range(lanes):
         m, top = panel.m[r], t.top[r]
         panel.m[r] = top if top > m + slack else m
         t.shift[r] = panel.m[r] if panel.m[r] > -math.inf else 0
-        t.correction[r] = m if m > -math.inf else t.shift[r]  # O is 0 still, and so is l
+        t.correction[r] = m if m > -math.inf else t.shift[r]  # O and l are still 0
     lanes_exp(t.correction, 0, 1, vectors, 1, t.shift, t.total)
     lanes_exp(S, 0, n, vectors, scale, t.shift, t.total)
     for r in range(lanes):

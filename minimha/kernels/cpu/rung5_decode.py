@@ -263,7 +263,7 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
     (rows, Dv), B_c, P, part = O.shape, S.shape[1], t.S, t.part
     for x in range(rows * Dv):
         part[x] = 0
-    # Where a query does not see all keys, it is asked of floats whether one is not finite.
+    # Where keys are hidden, ``has_nonfinite`` looks at their values first, as floats.
     is_direct = is_read_in_place(v, o) and not is_partial
     size = piece_size(is_direct or v.itemsize == O.itemsize, rows, n)
     near = begin

@@ -7,8 +7,8 @@ are transposed as in the other rungs, so that masks, options and softmax are the
   panel, a block of K and V once per task; V is transposed for O += V_jᵀ P, like Q.
 - bfloat16 goes in as it is. Anything else is a sum of *parts* (``simd.parts``): float16 of two,
   which makes four products out of one, and the weights P of two, lest they lose digits.
-- Products are so fast that whatever surrounds them counts. Scores are scaled in the exponential;
-  m follows a maximum only once it is exceeded by ``SLACK``, so that O is seldom corrected.
+- Products are so fast that whatever surrounds them counts. Scores are scaled inside the
+  exponential, and m is raised only where a score exceeds it by ``SLACK``: O is seldom corrected.
 - A part may be 0 and a value infinite, and their product would be NaN. So a key of which a value is
   not finite is left out of the product and added by ``add_nonfinite``, wherever it is seen.
 

@@ -94,7 +94,7 @@ def _write_numbers(X, x, to, start, n, o):
 
 
 def is_read_in_place(X, o):
-    """Whether the products of few queries take rows of X in place: all but those of float16."""
+    """Whether the products for few queries read X in place: all dtypes but float16."""
 
 
 @overload(is_read_in_place, jit_options=OPTIONS)

@@ -192,7 +192,7 @@ def test_scores_that_grow_from_block_to_block(scale, step, dtype):
 
 @pytest.mark.parametrize("size", [1e9, 1e37])
 def test_scores_that_are_far_from_0(size):
-    """Of the largest, scaled, no more than rounding would be left once it is subtracted."""
+    """What rounding leaves of the largest score, less the maximum, must not overflow in exp."""
     q, k, v = (x.astype(ml_dtypes.bfloat16) for x in ragged(Lq=60, Lk=70, D=5))
     q = (q.astype(np.float32) * np.float32(size)).astype(q.dtype)
     O, L = rung6_matrix_unit.forward(Problem.of(q, k, v, scale=0.3), B_c=32)
@@ -204,7 +204,7 @@ def test_scores_that_are_far_from_0(size):
 @pytest.mark.parametrize("sinks", [None, [2.0]])
 @pytest.mark.parametrize("at", [3, 40, 60])
 def test_a_score_that_only_its_scale_makes_infinite(at, sinks):
-    """No key is seen less because of it: as in the equations its weight is NaN, in any block."""
+    """Its weight is NaN, as in the equations, in whichever block it is; no other key is lost."""
     q, k, v = (np.ones((1, 1, n, 1), ml_dtypes.bfloat16) for n in (9, 64, 64))
     k[...], k[..., at, :] = 0, 1e20
     O, L = rung6_matrix_unit.forward(Problem.of(q, k, v, scale=1e20, sinks=sinks), B_c=32)

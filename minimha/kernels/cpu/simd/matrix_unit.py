@@ -25,7 +25,7 @@ DEPTH = 32  # 16-bit numbers in a row
 # Palette 1: eight tiles, 64 bytes in each row and so many rows.
 CONFIGURATION = bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [TILE] * 8 + [0] * 8)
 TOGETHER = 2  # tiles of C; more registers are slower where another thread of the core has tiles too
-CACHED = 8192  # 16-bit numbers, a third of an L1 cache
+CACHED = 8192  # 16-bit numbers of A at most, a third of an L1 cache of 48 KiB
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux
 BYTE = ir.IntType(8)
 
@@ -139,7 +139,7 @@ def _product(parts_of_A, parts_of_B):
     two, one = (_column(tiles, parts_of_A, parts_of_B) for tiles in (TOGETHER, 1))
 
     def product(A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, rows, columns, depth, adds):
-        # Rows of A are read once, if they are too many to stay in the L1 cache; B, if they are not.
+        # If A is too large for the L1 cache, each of its rows is read only once; otherwise B's are.
         is_tall = rows * depth * parts_of_A > CACHED
         height = TOGETHER * TILE
         outer, outer_step = (rows, height) if is_tall else (columns, TILE)
