@@ -1,6 +1,6 @@
 """What holds for all tests."""
 
-import os
+import secrets
 import signal
 
 import pytest
@@ -8,13 +8,30 @@ from hypothesis import settings
 
 from minimha.kernels import auto
 
-# Hypothesis draws new examples at each run, but always the same ones in CI.
-settings.register_profile("fresh", deadline=None)
+# Everybody tests the same problems. ``--hypothesis-profile fresh`` draws as many others, "explore"
+# eight times as many; tests with counts of their own multiply ``settings.default.max_examples``.
 settings.register_profile("same", deadline=None, derandomize=True)
-settings.load_profile("same" if os.environ.get("CI") else "fresh")
+settings.register_profile("fresh", deadline=None, database=None)
+settings.register_profile("explore", deadline=None, database=None, max_examples=800)
+settings.load_profile("same")
 
 # A program that switches numba's simulator on, for good, when it is imported.
 collect_ignore = ["kernels/cuda/simulator.py"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """Choose the seed of fresh problems before Hypothesis does, once for all workers."""
+    option = config.option
+    if option.hypothesis_profile in ("fresh", "explore"):
+        option.hypothesis_seed = option.hypothesis_seed or str(secrets.randbelow(2**32))
+
+
+def pytest_sessionstart(session):
+    """Show the seed, also of a run that does not end."""
+    seed = session.config.option.hypothesis_seed
+    if seed and not hasattr(session.config, "workerinput"):
+        session.config.get_terminal_writer().line(f"--hypothesis-seed={seed}")
 
 
 def pytest_collection_modifyitems(items):

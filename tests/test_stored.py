@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from problems import assert_close_to_exact, naive_attention, random_problems
+from problems import assert_as_good_as_plain, assert_close_to_exact, random_problems
 
 from minimha import attention, block_mask
 from minimha.equations import parts
@@ -60,8 +60,8 @@ linux = pytest.mark.skipif(
 
 
 @linux
-def test_4_gib_of_keys_in_256_mib(tmp_path):
-    run(tmp_path, "auto", "float32", 1 << 20)
+def test_a_gib_of_keys_in_256_mib(tmp_path):
+    run(tmp_path, "auto", "float32", 1 << 18)
 
 
 @linux
@@ -104,7 +104,7 @@ def of_a_document(b, h, i, j):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@settings(max_examples=10)
+@settings(max_examples=settings.default.max_examples // 10)
 @given(data=st.data())
 def test_functions_count_from_the_beginning_of_the_whole(backend, dtype, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
@@ -126,7 +126,7 @@ def test_functions_count_from_the_beginning_of_the_whole(backend, dtype, data):
         patch.setattr(parts, "SCORES", data.draw(st.integers(1, 1 << 14)))
         maps = [mapped(Path(folder), name, x) for name, x in (("k", k), ("v", v))]
         found = attention(q, *maps, **given_options, backend=backend, return_lse=True)
-    assert_close_to_exact(q, k, v, options, *found)
+    assert_close_to_exact(q, k, v, options, *found, merges=k.shape[2])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -198,8 +198,7 @@ def test_every_option_over_a_store(problem):
         patch.setattr(parts, "BLOCK", 1)
         stores = [zarr.array(x, chunks=(1, 1, 2, x.shape[3]), store={}) for x in (k, v)]
         found = attention(q, *stores, **options, return_lse=True)
-    for ours, exact in zip(found, naive_attention(q, k, v, **options), strict=True):
-        np.testing.assert_allclose(ours, exact, rtol=1e-9, atol=1e-12)
+    assert_as_good_as_plain(q, k, v, options, *found, merges=k.shape[2])
 
 
 def test_a_store_is_read_once_and_only_where_a_query_sees_it(tmp_path, monkeypatch):
