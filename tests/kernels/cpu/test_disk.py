@@ -238,6 +238,7 @@ for Lq in (1, 200):
 """
 
 
+@pytest.mark.long
 def test_a_container_compiles_nothing_after_its_build(fresh):
     """Neither the kernels nor what the helper threads run."""
 

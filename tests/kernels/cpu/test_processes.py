@@ -94,8 +94,11 @@ def run():
 """
 
 
-@pytest.mark.parametrize("unused", [True, False], ids=["parent unused", "parent used"])
-@pytest.mark.parametrize("parent", PARENTS)
+@pytest.mark.parametrize(
+    ("parent", "unused"),
+    [("nothing", True), *((parent, False) for parent in PARENTS)],
+    ids=["parent unused", *(f"parent used beside {parent}" for parent in PARENTS)],
+)
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_pool_of_processes(method, parent, unused, tmp_path):
     if method not in multiprocessing.get_all_start_methods():

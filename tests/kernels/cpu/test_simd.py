@@ -1,10 +1,6 @@
 """Each vector primitive against its twin in plain numba."""
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import ml_dtypes
 import numba
@@ -220,33 +216,6 @@ def test_a_nan_stays_one_whatever_its_payload(dtype):
     lanes_exp(S, 0, 40, vector.VECTORS, 1, np.zeros(lanes, dtype), sums)
     assert np.isnan(S).all()
     assert np.isnan(sums).all()
-
-
-@pytest.mark.long
-@pytest.mark.skipif("NUMBA_CPU_NAME" in os.environ, reason="they are forced already")
-@pytest.mark.parametrize(
-    ("name", "features", "width"),
-    [("haswell", "+avx,+avx2,+fma", (256, 16)), ("generic", "", (128, None))],
-)
-def test_narrower_vectors_pass_the_same_tests(name, features, width):
-    """What a machine without AVX-512, or without AVX2, compiles, forced on this one."""
-    host = vector.binding.get_default_triple()
-    if name == "haswell" and not host.startswith("x86_64"):
-        pytest.skip(f"AVX2 is of x86-64, and this machine is {host}")
-    here = Path(__file__).parent
-    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
-    wanted = "from minimha.kernels.cpu.simd.vector import *; print(VECTOR_BITS, REGISTERS)"
-    told = subprocess.run(
-        [sys.executable, "-c", wanted], env=environment, capture_output=True, text=True, check=True
-    )
-    assert told.stdout.split()[0] == str(width[0])
-    tests = [here / "test_simd.py", here / "test_rungs.py::test_every_option_on_ragged_sizes"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, tests)]
-    command += ["-k", "not (every_option and float64)"]  # the rungs take a while to compile
-    done = subprocess.run(
-        command, env=environment, cwd=here.parents[2], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
