@@ -133,10 +133,10 @@ JSON_VALUES = (
 )  # fmt: skip
 ARRAYS = (
     True, -1, 0, 2**63 - 1, 2**64 - 1, 1e308, np.nan, np.inf, 1j, b"\xff", "\x1b[2J", np.float16(1),
-    np.datetime64("2020-01-01"), np.timedelta64("nat"), np.zeros(0), np.ones(1), np.ones((1, 1)),
-    np.ones((1, 1), "i1"), np.ones((7, 5)), np.ones((1,) * 9), np.zeros((0, 0)), np.array([["a"]]),
-    np.zeros((1, 1), [("a", "f8")]), np.ones((1, 1), ">f8"), np.zeros((1, 1), "V8"),
-    np.full((1, 1), np.nan), np.full((1, 1), 1.7e308), np.ones((1, 1), "g"),
+    np.datetime64("2020-01-01"), np.timedelta64("nat", "s"), np.zeros(0), np.ones(1),
+    np.ones((1, 1)), np.ones((1, 1), "i1"), np.ones((7, 5)), np.ones((1,) * 9),
+    np.zeros((0, 0)), np.array([["a"]]), np.zeros((1, 1), [("a", "f8")]), np.ones((1, 1), ">f8"),
+    np.zeros((1, 1), "V8"), np.full((1, 1), np.nan), np.full((1, 1), 1.7e308), np.ones((1, 1), "g"),
 )  # fmt: skip
 CELLS = (
     "1_0", "infinity", "-Infinity", "Inf", "NaN", "1e999", "1e-999", "１", "0x1p3", "1 0", "1;0",
