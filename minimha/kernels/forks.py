@@ -22,6 +22,8 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
+from minimha.kernels.os_threads import RLock
+
 WAIT = 60  # seconds for each lock
 # In the order in which numba takes them.
 LOCKS = {
@@ -29,7 +31,7 @@ LOCKS = {
     "llvmlite.binding.ffi": "lib._lock._lock",
 }
 
-_importing = threading.RLock()
+_importing = RLock()
 _held = threading.local()  # the locks of a thread that forks: others may fork at the same time
 
 

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
 
+from minimha.kernels import os_threads
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import OPTIONS, WholeCompiler
 
@@ -51,7 +51,7 @@ class _Code:
         self.code = dumps(result._reduce())
 
 
-_lock = threading.RLock()
+_lock = os_threads.RLock()
 
 
 def compiled(
@@ -121,7 +121,7 @@ def _compile(
 def _forget_lock() -> None:
     """In a forked child no thread lives that could release it."""
     global _lock
-    _lock = threading.RLock()
+    _lock = os_threads.RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,6 +32,7 @@ from minimha.equations.arguments import name_of
 from minimha.equations.block_mask import COLUMNS, FULL, HIDDEN, PARTIAL, ROWS, BlockMask
 from minimha.equations.functions import WHOLE, Place, allowed, contents, modified, uses
 from minimha.equations.problem import Problem
+from minimha.kernels import os_threads
 from minimha.kernels.cpu.arguments import address
 from minimha.kernels.cpu.compiler import Compiled, compiled
 from minimha.kernels.cpu.disk import File
@@ -202,12 +202,15 @@ def _found(
     threads = get_num_threads() if states.size >= WORTH_SHARING else 1
     seen: NDArray[Any] = np.empty((threads, ROWS * COLUMNS), np.uint8)
     run = FILL(_filling().address)
-    shared = (tile.address, *(address(array) for array in (states, seen, failed, table, sizes)))
+    arrays = states, seen, failed, table, sizes
+
+    def fill_from(first: int) -> None:  # it holds what it writes
+        run(tile.address, *map(address, arrays), first, threads)
+
     if threads == 1:  # which is quicker than to start one
-        run(*shared, 0, 1)
+        fill_from(0)
     else:
-        with ThreadPoolExecutor(threads) as executor:
-            list(executor.map(lambda first: run(*shared, first, threads), range(threads)))
+        os_threads.call([partial(fill_from, first) for first in range(threads)])
     return None if failed[0] else states
 
 

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from minimha.equations.functions import PARAMETERS
 from minimha.equations.problem import Problem, factor_against_overflow
 from minimha.equations.sequences import one_per_entry
+from minimha.kernels import os_threads
 from minimha.kernels.cpu import functions
 from minimha.kernels.cpu.arguments import (
     AXES,
@@ -62,7 +63,7 @@ LONG = 1 << 33  # products: some tenths of a second, after which a person wants 
 PAGE = 1 << 12  # bytes
 LARGEST_REMEMBERED = 1 << 16  # bytes that a plan holds
 FLOAT64, UINT8 = np.dtype(np.float64), np.dtype(np.uint8)
-CANCELLED = 1 << 62  # a task that does not exist: each thread then finds that none is left
+CANCELLED = 1 << 62  # a task that does not exist
 SPARES, LARGEST_SPARE = 4, 1 << 22  # blocks of memory that are kept for later calls, and bytes
 
 
@@ -250,19 +251,24 @@ class Plan:
         if not L.size:
             return O, L, True
         memory = _memory(self._size)
-        headers = id(q), id(k), id(v), id(O), id(L), id(memory)
-        HEADERS.pack_into(line, 0, *headers)
+        arrays = q, k, v, O, L, memory
+        HEADERS.pack_into(line, 0, *map(id, arrays))
         if self.is_long and threading.current_thread() is threading.main_thread():
-            _interruptible(partial(self._run, line), memoryview(line)[self._counters :])
+            # Ctrl-C reaches only the main thread, and only in Python.
+            tasks = slice(self._counters + TASKS, None)
+            none_left = array("q", [CANCELLED]) * len(line[tasks])
+            cancel = partial(line.__setitem__, tasks, none_left)  # one step
+            os_threads.call([partial(self._run, line, arrays)], cancel)
         else:
-            self._run(line)
+            self._run(line, arrays)
         if len(_spares) < SPARES and memory.nbytes <= LARGEST_SPARE:
             _spares.append(memory)
         if self._problem is not None and line[self._counters + FAILED]:
             functions.raise_again(self._problem)
         return O, L, not line[self._counters + NONFINITE]
 
-    def _run(self, line: array[int]) -> None:
+    def _run(self, line: array[int], arrays: Sequence[NDArray[Any]]) -> None:
+        """Compute; ``arrays``, which ``line`` points to, are held so that they live as long."""
         at, _ = line.buffer_info()
         if self.workers == 1:
             self._kernel.call(at, 0)
@@ -315,33 +321,6 @@ def _memory(nbytes: int) -> NDArray[np.uint8]:
         pass
     block = np.empty(nbytes + PAGE, np.uint8)
     return block[-address(block) % PAGE :]
-
-
-def _interruptible(launch: Callable[[], None], counters: memoryview[int]) -> None:
-    """Run ``launch`` on another thread: Ctrl-C reaches only the main thread, and only in Python."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            launch()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="minimha-launch")
-    try:
-        thread.start()
-    except RuntimeError:  # the system gives no more threads: Ctrl-C waits
-        launch()
-        return
-    try:
-        thread.join()
-    except BaseException:
-        for n in range(TASKS, len(counters)):
-            counters[n] = CANCELLED
-        thread.join()
-        raise
-    if failed:
-        raise failed[0]
 
 
 def _contiguous(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:

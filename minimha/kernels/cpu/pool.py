@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import threading
 import time
+from _queue import SimpleQueue
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +25,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from minimha.kernels import os_threads
 from minimha.kernels.cpu.arguments import CACHE_LINE
 from minimha.kernels.cpu.compiler import Compiled, compiled
 from minimha.kernels.cpu.disk import File
@@ -217,9 +218,9 @@ class Pool:
         buffer = np.zeros((IDS + 8 * (MOST + 1) + CACHE_LINE) // 8, np.int64)
         self._words = buffer[-buffer.ctypes.data % CACHE_LINE // 8 :]
         self.words = int(self._words.ctypes.data)
-        self._helpers: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._bell = None if HAS_FUTEX else threading.Semaphore(0)
+        self._helpers: list[int] = []
+        self._lock = os_threads.RLock()  # a signal's handler may compute too
+        self._bell: SimpleQueue[None] = SimpleQueue()
         self._run = _compiled(run_job, types.void(I64, I64, I64, I64, I64))
         self._help = _compiled(help_out, I64(I64, I64, I64))
         self.spins = _spins(_compiled(spin, types.void(I64)))
@@ -233,32 +234,28 @@ class Pool:
         """Run the kernel at an address with up to ``workers`` threads."""
         if workers > len(self._helpers) + 1:
             self._start(workers - 1)
-        if self._bell and workers > 1:
-            self._bell.release(workers - 1)
+        if not HAS_FUTEX:
+            for _ in range(workers - 1):
+                self._bell.put(None)
         self._run.call(self.words, kernel, arguments, workers, self.spins)
 
     def _start(self, helpers: int) -> None:
         with self._lock:
             while len(self._helpers) < min(helpers, MOST):
-                name = f"minimha-{len(self._helpers) + 1}"
-                thread = threading.Thread(target=self._helper, name=name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # the system gives no more threads: those that run suffice
-                    return
-                self._helpers.append(thread)
+                if not os_threads.start(self._helper, self._helpers):
+                    return  # those that run suffice
 
     def _helper(self) -> None:
         if HAS_FUTEX:
             with self._lock:
                 number = self._read(IDS) + 1
-                self._write(IDS + 8 * number, threading.get_native_id())
+                self._write(IDS + 8 * number, os_threads.get_native_id())
                 self._write(IDS, number)
             self._write(CPU, -1)
         seen = self._read(BELL)
         while True:
-            if self._bell:
-                self._bell.acquire()
+            if not HAS_FUTEX:
+                self._bell.get()
             seen = self._help.call(self.words, seen, self.spins)
 
     def _read(self, word: int) -> int:
@@ -287,7 +284,7 @@ def _spins(spin: Compiled) -> int:
 
 
 _pool: Pool | None = None
-_making = threading.Lock()
+_making = os_threads.RLock()
 
 
 def pool() -> Pool:
@@ -301,7 +298,7 @@ def pool() -> Pool:
 
 def _forget() -> None:
     global _pool, _making
-    _pool, _making = None, threading.Lock()
+    _pool, _making = None, os_threads.RLock()
 
 
 if hasattr(os, "register_at_fork"):

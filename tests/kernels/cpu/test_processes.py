@@ -14,9 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from minimha import attention
-from minimha.kernels import forks
-from minimha.kernels.cpu import kernel
+from minimha import attention, block_mask
+from minimha.equations.block_mask import FULL, HIDDEN, PARTIAL
+from minimha.kernels import forks, os_threads
+from minimha.kernels.cpu import functions, kernel
+from minimha.kernels.cpu.arguments import HEADERS
 
 LIMIT = 240  # seconds; a cold machine compiles first
 COMMON = '''
@@ -258,6 +260,59 @@ def test_calls_from_many_threads_while_helpers_are_wanted_by_all():
     """)
 
 
+PATCHES = {
+    "gevent": "from gevent import monkey; monkey.patch_all()",
+    "eventlet": "import eventlet; eventlet.monkey_patch()",
+    "refused": """
+        import _thread
+        def refused(*arguments):
+            raise AssertionError("a thread that Python starts")
+        _thread.start_new_thread = threading._start_new_thread = threading.Thread.start = refused
+    """,
+}
+PATCHED = """
+    if {is_imported}:
+        import minimha.kernels.cpu.backend
+{patch}
+    from minimha.kernels.cpu import functions, kernel
+    functions.get_num_threads = lambda: 2
+    made = minimha.block_mask(lambda b, h, i, j: i >= j, 4096, 4096)
+    kernel.LONG = 1 << 24
+    for turn in range(3):
+        got = compute()
+        time.sleep(0)
+    for a, b in zip(got, [minimha.attention(*x, backend="dense") for x in (many, few)]):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    if sys.platform == "linux":
+        assert len(os.listdir("/proc/self/task")) >= minimha.get_num_threads()
+    in_child(compute)
+"""
+
+
+@pytest.mark.parametrize("is_imported", [False, True], ids=["before", "after the import"])
+@pytest.mark.parametrize("patch", PATCHES)
+def test_threads_are_the_systems_whatever_patches_python(patch, is_imported):
+    """A greenlet that computes never yields: all others, and the process, would wait for it."""
+    if patch != "refused" and not find_spec(patch):
+        pytest.skip(f"{patch} is not installed")
+    patching = textwrap.indent(textwrap.dedent(PATCHES[patch]), "    ")
+    finishes(PATCHED.format(patch=patching, is_imported=is_imported))
+
+
+def test_other_processes_compile_where_gevent_patches_python(tmp_path):
+    if not find_spec("gevent"):
+        pytest.skip("gevent is not installed")
+    finishes(
+        """
+        from minimha.kernels.cpu import backend
+        from gevent import monkey; monkey.patch_all()
+        with backend._compiled_elsewhere([[]]):
+            pass
+        """,
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+    )
+
+
 def test_helpers_without_a_futex_sleep_in_python():
     """As on systems other than Linux."""
     finishes("""
@@ -303,13 +358,159 @@ def test_ctrl_c_is_answered_while_a_kernel_runs():
     assert process.returncode == 0
 
 
-def test_a_long_call_where_the_system_gives_no_more_threads(monkeypatch):
-    def refused(thread):
-        raise RuntimeError("can't start new thread")
+INTERRUPTED = """
+    import random, signal
 
+    def interrupt(number, frame):
+        if is_armed:
+            raise KeyboardInterrupt
+
+    is_armed = False
+    signal.signal(signal.SIGALRM, interrupt)
+    x = rng.standard_normal((1, 1, 8200, 64), np.float32)
+    expected, _ = minimha.attention(x, x, x, backend="cpu"), compute()
+    deadline = time.monotonic() + 4
+    for n in range(10**9):
+        if time.monotonic() > deadline:
+            break
+        try:
+            is_armed = True
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(20e-6, 400e-6), {again})
+            minimha.attention(x, x, x, backend="cpu")
+        except KeyboardInterrupt:
+            is_armed = False
+        finally:
+            is_armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        check(compute(), compute())
+        if n % 100 == 0:
+            check([minimha.attention(x, x, x, backend="cpu")], [expected])
+    assert n > 10, n  # an interrupted call takes milliseconds, a whole one a second
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+@pytest.mark.parametrize("again", [0, 30e-6], ids=["once", "again and again"])
+def test_an_exception_may_arrive_at_any_moment_of_a_call(again):
+    """As when a thread has just been started: it must not write into memory that is free."""
+    finishes(INTERRUPTED.format(again=again))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+@pytest.mark.usefixtures("signals_that_arrive")
+@pytest.mark.parametrize("exception", [KeyboardInterrupt, RuntimeError])
+def test_an_exception_cancels_the_tasks_and_waits_for_their_threads(exception):
+    cancelled, ended = threading.Event(), []
+
+    def handler(number, frame):
+        raise exception
+
+    def task():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        cancelled.wait(20)
+        time.sleep(0.1)
+        ended.append(True)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(exception):
+            os_threads.call([task], cancelled.set)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert cancelled.is_set()
+    assert ended
+
+
+def test_what_a_thread_raises_its_caller_raises():
+    def fail():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        os_threads.call([fail])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+def test_a_second_exception_ends_the_wait_for_threads():
+    entered, end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def handler(number, frame):
+        raise KeyboardInterrupt
+
+    def task():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        entered.wait(20)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        end.wait(20)
+        ended.set()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            os_threads.call([task], entered.set)
+        assert not ended.is_set()
+    finally:
+        end.set()
+        signal.signal(signal.SIGUSR1, before)
+    assert ended.wait(20)
+
+
+def test_a_thread_holds_what_it_writes_where_its_caller_is_gone(monkeypatch):
+    tasks = []
+
+    def interrupted(given, cancel):
+        tasks.extend(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernel, "LONG", 1)
+    monkeypatch.setattr(kernel, "_spares", [])
+    monkeypatch.setattr(os_threads, "call", interrupted)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 400, 16), np.float32)
+    with pytest.raises(KeyboardInterrupt):
+        attention(q, k, v, backend="cpu")
+    assert kernel._spares == []
+    expected = attention(q, k, v, backend="dense")
+    line, arrays = tasks[0].args
+    del q, k, v
+    tasks[0]()
+    assert HEADERS.unpack_from(line) == tuple(map(id, arrays))
+    np.testing.assert_allclose(arrays[3], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+def test_a_signals_handler_may_compute_while_helpers_are_made():
+    finishes("""
+        import signal
+        from minimha.kernels.cpu import pool
+
+        signal.signal(signal.SIGUSR1, lambda number, frame: compute())
+        with pool._making:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        made = pool.pool()
+        made._helpers.clear()
+        with made._lock:
+            os.kill(os.getpid(), signal.SIGUSR1)
+    """)
+
+
+def refused(target, arguments):
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_long_call_where_the_system_gives_no_more_threads(monkeypatch):
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 40, 16), np.float32)
     expected = attention(q, k, v, backend="cpu")
     monkeypatch.setattr(kernel, "LONG", 1)
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(os_threads._thread, "start_new_thread", refused)
     got = attention(q, k, v, is_causal=False, scale=0.25, backend="cpu")
     np.testing.assert_array_equal(got, expected)
+
+
+def test_a_block_mask_where_the_system_gives_no_more_threads(monkeypatch):
+    monkeypatch.setattr(functions, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(os_threads._thread, "start_new_thread", refused)
+    made = block_mask(lambda b, h, i, j: i >= j, 4096, 4096)
+    first_row, first_key = np.arange(0, 4096, 16)[:, None], np.arange(0, 4096, 32)
+    sees_some, sees_all = first_row + 15 >= first_key, first_row >= first_key + 31
+    states = np.select([sees_all, sees_some], [FULL, PARTIAL], HIDDEN)
+    np.testing.assert_array_equal(made.states, states[None, None])

@@ -140,7 +140,7 @@ def test_whoever_comes_computes_the_others_shares_too(rung, present, monkeypatch
     problem = Problem.of(q, k, v, is_causal=True)
     plan = rung.plan(problem)
 
-    def run(line):
+    def run(line, arrays):
         for worker in present:
             plan._kernel.call(line.buffer_info()[0], worker)
 

@@ -1,0 +1,75 @@
+"""Threads and locks of the operating system, which no signal and no patch of Python's upsets.
+
+gevent and eventlet replace functions in Python's modules, before or after minimha is imported, so
+that their threads take turns in one. A helper that never returns to Python would stop them all. So
+threads and locks come from a second copy of ``_thread``, a module that is built into Python.
+
+The handler of a signal, such as that of Ctrl-C, may raise between any two steps of Python in the
+main thread. What begins or ends here does so in one step.
+"""
+
+from __future__ import annotations
+
+from _queue import Empty, SimpleQueue  # which gevent and eventlet leave alone
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.machinery import BuiltinImporter
+from importlib.util import module_from_spec
+from typing import Any
+
+_spec: Any = BuiltinImporter.find_spec("_thread")
+_thread: Any = module_from_spec(_spec)
+_spec.loader.exec_module(_thread)
+RLock, get_native_id = _thread.RLock, _thread.get_native_id
+
+
+def start(target: Callable[[], Any], started: list[int]) -> bool:
+    """Start a thread that calls ``target``, and append its identifier to ``started``.
+
+    Returns False where the system gives no more threads.
+    """
+    new, before = map(_thread.start_new_thread, [target], [()]), len(started)
+    try:
+        started.extend(new)  # one step
+    except RuntimeError:
+        if len(started) > before:  # a signal's handler raised it
+            raise
+    return len(started) > before
+
+
+def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] = lambda: None) -> None:
+    """Call each task on its own thread, or here where the system gives no more threads.
+
+    If a signal's handler raises, ``cancel`` is called, and this waits until all threads have ended.
+    A second exception ends that wait too, so a task must hold references to what it writes.
+    """
+    started: list[int] = []
+    ended: list[BaseException | None] = []
+    bell: SimpleQueue[None] = SimpleQueue()
+
+    def run(task: Callable[[], Any]) -> None:
+        error = None
+        try:
+            task()
+        except BaseException as caught:
+            error = caught
+        ended.append(error)
+        bell.put(None)
+
+    def wait() -> None:
+        while len(ended) < len(started):
+            with suppress(Empty):  # a signal that comes just before this does not end it
+                bell.get(timeout=0.1)
+
+    try:
+        for n, task in enumerate(tasks):
+            if len(started) < n or not start(partial(run, task), started):
+                task()
+        wait()
+    except BaseException:
+        cancel()
+        wait()
+        raise
+    for error in filter(None, ended):
+        raise error
