@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from subprocess import DEVNULL, Popen
 from types import ModuleType
 from typing import Any
 
@@ -132,17 +132,14 @@ def compile_ahead(
 def _compiled_elsewhere(shares: Sequence[Sequence[Job]]) -> Iterator[None]:
     """Compile each share in a process of its own meanwhile; who needs it sees if that failed."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     processes = []
     try:
         if sys.executable and not getattr(sys, "frozen", False):  # frozen: Python is not in it
             for share in shares:
                 command = [sys.executable, "-c", _program(share)]
                 with suppress(OSError):  # no memory, or no more processes
-                    processes.append(
-                        Popen(
-                            command, env=environment, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL
-                        )
-                    )
+                    processes.append(subprocess.Popen(command, env=environment, **silent))
         yield
         for process in processes:
             process.wait()

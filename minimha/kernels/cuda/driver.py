@@ -8,7 +8,6 @@ is used, and a launch costs one call.
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,6 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 from minimha.kernels.cuda.arguments import DeviceArray, contiguous
 from minimha.kernels.cuda.cubins import cubin, cubin_instead
 from minimha.kernels.cuda.launch import Launch
+from minimha.kernels.os_threads import RLock
 
 ALIGNMENT = 256  # bytes: of every allocation, and of each array in one with others
 KEPT = 64 << 20  # bytes that stay reserved between calls
@@ -352,7 +352,7 @@ class Kernel(NamedTuple):
 # before the next one is loaded, since a garbage collector may be in the midst of anything.
 _kernels: WeakKeyDictionary[Callable[..., None], dict[Any, Kernel]] = WeakKeyDictionary()
 _unused: dict[int, list[Any]] = {}
-_lock = threading.Lock()
+_lock = RLock()
 
 
 def kernel(launch: Launch, device: Device) -> Kernel:
