@@ -31,6 +31,13 @@ print(rung1_rows.forward(Problem.of(q, k, v, scale=1.0))[0].sum(dtype=float))
 PROBLEM = Problem.of(*ragged(Lq=3, Lk=50))
 
 
+FACTS = """
+from minimha.kernels.cpu.disk import digest_of_all
+from minimha.kernels.cpu.simd.vector import FEATURES, VECTOR_BITS
+print(digest_of_all(), VECTOR_BITS, any(name.startswith("avx") for name in FEATURES))
+"""
+
+
 def computed(**settings):
     """What a process of its own prints, and what it logs."""
     done = subprocess.run(
@@ -74,6 +81,24 @@ def fresh(tmp_path):
     )
     here = {"NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     return {"cwd": tmp_path, "env": os.environ | here}
+
+
+def test_other_features_of_the_processor_are_other_machine_code():
+    settings = (
+        {},
+        {"NUMBA_ENABLE_AVX": "0"},
+        {"NUMBA_CPU_NAME": "generic"},
+        {"NUMBA_CPU_FEATURES": "+sse3"},
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", FACTS], env=os.environ | setting,
+            capture_output=True, text=True, timeout=LIMIT, check=True,
+        ).stdout.split()
+        for setting in settings
+    ]  # fmt: skip
+    assert len({digest for digest, *_ in found}) == len(settings)
+    assert [facts for _, *facts in found[1:]] == [["128", "False"]] * 3
 
 
 def test_a_second_process_finds_the_machine_code(fresh):
@@ -261,11 +286,12 @@ def others(folder, monkeypatch):
 
     def start(command, **options):
         sleeper = [sys.executable, "-c", "import time; time.sleep(300)"]
-        started.append(subprocess.Popen(sleeper, **options))
+        started.append(popen(sleeper, **options))
         return started[-1]
 
     monkeypatch.setattr(backend, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(backend, "Popen", start)
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
     return started
 
 
@@ -293,7 +319,7 @@ def test_this_process_compiles_what_another_one_does_not(can_start, others, monk
 
     monkeypatch.setattr(Kernel, "compile", compile_one)
     if not can_start:
-        monkeypatch.setattr(backend, "Popen", fail)
+        monkeypatch.setattr(subprocess, "Popen", fail)
     kept = backend.compile_ahead(["float32"], told.append)
     assert compiled == told == ["tiles-float32", "decode-float32"]
     assert kept == dict.fromkeys(compiled)

@@ -1,5 +1,8 @@
 """Each vector primitive against its twin in plain numba."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -216,6 +219,30 @@ def test_a_nan_stays_one_whatever_its_payload(dtype):
     lanes_exp(S, 0, 40, vector.VECTORS, 1, np.zeros(lanes, dtype), sums)
     assert np.isnan(S).all()
     assert np.isnan(sums).all()
+
+
+EXPONENTIALS = """
+import numpy as np
+from minimha.kernels.cpu.simd import vector
+from minimha.kernels.cpu.simd.softmax import lanes_exp
+lanes = vector.panel_width(4)
+S = np.linspace(-80, 0, lanes * 40, dtype=np.float32)
+expected, zeros = np.exp(S), np.zeros(lanes, np.float32)
+lanes_exp(S, 0, 40, vector.VECTORS, 1, zeros, zeros.copy())
+np.testing.assert_allclose(S, expected, rtol=1e-5)
+"""
+
+
+@pytest.mark.parametrize(
+    "setting", [{"NUMBA_ENABLE_AVX": "0"}, {"NUMBA_CPU_NAME": "generic"}], ids=str
+)
+def test_vectors_are_those_that_numba_may_use(setting):
+    """LLVM aborts the process where it has no instruction for what is asked of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", EXPONENTIALS], env=os.environ | setting,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import numba
 from llvmlite import binding, ir
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 
 from minimha.kernels.cpu.jit import jit_too
 
 VECTORS = 3  # side by side in a full panel
 INT = ir.IntType(64)
-
-
-def host_features():
-    """LLVM's names of what the machine compiled for has.
-
-    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES take precedence, as they do for numba itself, so that
-    what is compiled here matches the key under which numba caches it.
-    """
-    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
-        given = (numba.config.CPU_FEATURES or "").split(",")
-        return {name[1:] for name in given if name.startswith("+")}
-    return {name for name, is_there in binding.get_host_cpu_features().items() if is_there}
 
 
 def host_vectors():
@@ -33,7 +21,10 @@ def host_vectors():
     return 128, 32 if binding.get_default_triple().startswith(("aarch64", "arm64")) else 16
 
 
-FEATURES = host_features()
+# LLVM's names of what numba compiles for, which its settings may change; part of what machine code
+# on disk is found by.
+_, _, _signed = cpu_target.target_context.codegen().magic_tuple()
+FEATURES = {name[1:] for name in _signed.split(",") if name.startswith("+")}
 VECTOR_BITS, REGISTERS = host_vectors()
 
 
