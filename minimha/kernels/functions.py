@@ -25,6 +25,10 @@ class Refused(Exception):  # noqa: N818  (it states a fact about a function)
     """numba cannot compile a function; the message is a sentence that names the line."""
 
 
+class NotNow(Refused):
+    """The same for want of memory, open files or the like: a later call may try again."""
+
+
 def plain(function: Any) -> Any:
     """What the caller wrote: of one of numba's dispatchers its function."""
     return getattr(function, "py_func", function)
@@ -53,7 +57,8 @@ def compiled_function(
     try:
         machine_code, returned = compiler(function, (*score, I64, I64, I64, I64))
     except Exception as error:  # numba raises what it likes
-        raise Refused(_sentence(name_of(name) + target, function, error)) from None
+        kind = NotNow if _is_for_want(error) else Refused
+        raise kind(_sentence(name_of(name) + target, function, error)) from None
     if isinstance(returned, types.Array) and not returned.ndim:
         raise Refused(
             f"{name_of(name)} returns an array in machine code, as np.where does: expected a "
@@ -69,6 +74,12 @@ def check_returned(name: str, returned: Any) -> None:
         is_none, is_some = returned == types.none, isinstance(returned, types.Optional)
         kind = f"{returned.type} or None" if is_some else types.unliteral(returned)
         raise TypeError(refusal(name, "None" if is_none else str(kind)))
+
+
+def _is_for_want(error: BaseException | None) -> bool:
+    """Whether the system refused something; numba may have wrapped its error."""
+    is_own = isinstance(error, (OSError, MemoryError))
+    return is_own or (error is not None and _is_for_want(error.__context__))
 
 
 def _sentence(what: str, function: FunctionType, error: Exception) -> str:

@@ -39,7 +39,7 @@ from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import FASTMATH, jit
 from minimha.kernels.cpu.simd.vector import INT, pointer_to
 from minimha.kernels.cpu.threads import get_num_threads
-from minimha.kernels.functions import I64, Refused, check_returned, compiled_function
+from minimha.kernels.functions import I64, NotNow, Refused, check_returned, compiled_function
 
 FILL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)
 FLOAT32 = np.dtype(np.float32)
@@ -387,6 +387,8 @@ def _compile(function: Function) -> Any:
     """What ``_compiled`` returns, or the reason why there is none."""
     try:
         return compiled_function(function.name, function.given, function.compute, _dispatcher)
+    except NotNow:
+        raise
     except Refused as error:
         return error
 

@@ -170,6 +170,42 @@ def test_a_fork_while_another_thread_imports_the_backend():
     """)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="limits are POSIX's")
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_a_refusal_for_want_of_open_files_is_not_remembered(is_imported):
+    """Neither of the backend nor of a function that numba could not compile then."""
+    finishes(f"""
+        import resource
+        if {is_imported}:
+            compute()
+        score_mod, mask_mod = (lambda s, b, h, i, j: s + i), (lambda b, h, i, j: i >= j)
+        calls = {{}}, {{"score_mod": score_mod}}, {{"mask_mod": mask_mod}}
+
+        def results():
+            for options in calls:
+                try:
+                    yield minimha.attention(*few, q_offset=9, **options, backend="cpu")
+                except minimha.BackendUnavailable as refused:
+                    yield refused
+
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(200, limit), most))
+        held = [open(os.devnull)]
+        try:
+            while True:
+                held.append(open(os.devnull))
+        except OSError:
+            pass
+        first = list(results())
+        for file in held:
+            file.close()
+        assert any(isinstance(result, minimha.BackendUnavailable) for result in first)
+        for options, result in zip(calls, results(), strict=True):
+            expected = minimha.attention(*few, q_offset=9, **options, backend="dense")
+            np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+    """)
+
+
 def test_a_fork_while_another_thread_is_in_llvm():
     """As after a compilation, when what is not needed any more is deleted."""
     finishes("""
