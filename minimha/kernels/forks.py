@@ -7,12 +7,14 @@ fork waits until no other thread compiles: at most some seconds. So it does unti
 imports a backend: the child could not finish that, and would wait for it.
 
 ``before`` handlers run in reverse order. logging's, which takes a lock that imports need, is
-registered first, so that it is not held while this one waits.
+registered first, so that it is not held while this one waits. So is that of concurrent.futures: if
+it came while this one waits, its lock would be released without having been taken.
 """
 
 from __future__ import annotations
 
-import logging  # noqa: F401  (to register its handlers)
+import concurrent.futures.thread  # noqa: F401  (to register its handlers)
+import logging  # noqa: F401
 import os
 import sys
 import threading
@@ -36,9 +38,21 @@ _held = threading.local()  # the locks of a thread that forks: others may fork a
 
 
 def imported(name: str) -> Any:
-    """Return the module ``name``, which a forked child finds whole or not begun."""
+    """Return the module ``name``, which a forked child finds whole or not begun.
+
+    Where importing a package fails, Python forgets the package but not its modules, and could never
+    import it again: they are forgotten too.
+    """
     with _importing:
-        return import_module(name)
+        before = set(sys.modules)
+        try:
+            return import_module(name)
+        except BaseException:
+            for module in sorted(sys.modules.keys() - before):
+                package, _, _ = module.rpartition(".")
+                if package and package not in sys.modules:
+                    del sys.modules[module]
+            raise
 
 
 def _locks() -> Iterator[Any]:

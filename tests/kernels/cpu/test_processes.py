@@ -206,6 +206,55 @@ def test_a_refusal_for_want_of_open_files_is_not_remembered(is_imported):
     """)
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_import_that_fails_is_tried_again(error):
+    """As for want of open files, or after Ctrl-C: numba would be half imported for ever."""
+    finishes(f"""
+        class Failing:
+            def find_spec(name, path, target=None):
+                if name == "numba.core.registry":
+                    sys.meta_path.remove(Failing)
+                    raise {error.__name__}(24, "Too many open files")
+
+        sys.meta_path.insert(0, Failing)
+        try:
+            compute()
+        except (minimha.BackendUnavailable, KeyboardInterrupt):
+            compute()
+        else:
+            raise AssertionError("nothing has failed")
+    """)
+
+
+FORKS = """
+    from minimha.kernels import forks
+
+    def fork():
+        while not is_imported:
+            in_child(lambda: None)
+
+    is_imported = False
+    threads = [threading.Thread(target=fork) for _ in range(2)]
+    with forks._importing:
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        {imports}
+    is_imported = True
+    for thread in threads:
+        thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import concurrent.futures.thread", "forks.imported('minimha.kernels.cpu.backend')"],
+)
+def test_forks_while_another_thread_imports(imports):
+    """Its at-fork handlers were not called before, and must not be called after the fork."""
+    assert "Exception ignored" not in finishes(FORKS.format(imports=imports)).stderr
+
+
 def test_a_fork_while_another_thread_is_in_llvm():
     """As after a compilation, when what is not needed any more is deleted."""
     finishes("""
