@@ -10,11 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from minimha.check.answer import NOT_ASKED, Answer
 from minimha.check.calling import arguments_of
@@ -28,7 +27,11 @@ LOADING = 60.0  # seconds for a module and all that it imports
 MEMORY = 4 * 2**30  # bytes beyond those that the process has after its first call
 GIVE_UP = 3  # hangs, or crashes before it has answered anything
 POLL = 0.05  # seconds
-KEPT_LINES, LONGEST_LINE = 3, 200  # of what a crash leaves on stderr
+GRACE = 1.0  # seconds for what an ended process left in its pipes, which a child may hold open
+KEPT, KEPT_LINES, LONGEST_LINE = 2**16, 3, 200  # bytes, lines of what a crash leaves on stderr
+UNREADABLE = (
+    "its answer could not be read: it wrote to, or closed, a file descriptor that it had not opened"
+)
 
 # As multiprocessing does: the child finds modules where this process does.
 START = (
@@ -149,9 +152,10 @@ class _Process:
         )
         self.memory, self.base, self.num_answers = memory, 0, 0
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._said: deque[bytes] = deque(maxlen=KEPT_LINES)
+        self._said = b""
+        # Without a buffer: close() would wait for its lock while a child holds the pipe open.
         self._listeners = [
-            threading.Thread(target=listen, args=(stream,), daemon=True)
+            threading.Thread(target=listen, args=(cast("Any", stream).raw,), daemon=True)
             for listen, stream in (
                 (self._hear, self.process.stdout), (self._remember, self.process.stderr)
             )
@@ -163,7 +167,8 @@ class _Process:
         """The answer to a problem, within so many seconds."""
         assert self.process.stdin is not None
         with suppress(OSError):  # it has ended: the next line finds out how
-            send(self.process.stdin, problem)
+            if self.process.poll() is None:
+                send(self.process.stdin, problem)
         record = self.next(seconds)
         self.num_answers += 1
         return record
@@ -172,14 +177,17 @@ class _Process:
         """What it says next, or ``_Ended``."""
         deadline = time.monotonic() + seconds
         while True:
+            has_ended = self.process.poll() is not None
             try:
-                record = self._records.get(timeout=POLL)
+                record = self._records.get(timeout=GRACE if has_ended else POLL)
             except queue.Empty:
-                self._check(seconds, deadline)
-                continue
-            if record is None:
-                raise _Ended("crashes", self._how_it_ended())
-            return record
+                if not has_ended:
+                    self._check(seconds, deadline)
+                    continue
+                record = None
+            if record:
+                return record
+            raise _Ended("crashes", UNREADABLE if record == {} else self._how_it_ended())
 
     def resident(self) -> int:
         """Bytes of memory in use; 0 where the system does not say."""
@@ -196,7 +204,7 @@ class _Process:
         self.process.kill()
         self.process.wait()
         for listener in self._listeners:
-            listener.join(timeout=1)
+            listener.join(timeout=POLL)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             with suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
@@ -209,23 +217,29 @@ class _Process:
             raise _Ended("exhausts_memory", f"it took {grown / 2**30:.1f} GiB of memory")
 
     def _how_it_ended(self) -> str:
-        status = self.process.wait()
+        try:
+            status = self.process.wait(GRACE)
+        except subprocess.TimeoutExpired:  # its pipe alone has
+            return UNREADABLE
         how = f"it ended with exit status {status}"
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else -status
             how = f"it was ended by signal {name}"
-        self._listeners[1].join(timeout=1)
-        lines = [line.decode("utf-8", "replace").strip() for line in self._said]
-        said = " | ".join(line for line in lines if line)
+        self._listeners[1].join(GRACE)
+        lines = self._said.decode("utf-8", "replace").splitlines()[-KEPT_LINES:]
+        said = " | ".join(line[:LONGEST_LINE].strip() for line in lines if line.strip())
         return f"{how}; the end of its stderr: {said}" if said else how
 
     def _hear(self, stream: IO[bytes]) -> None:
-        with suppress(OSError, ValueError):  # closed, or nothing that we sent
+        record: dict[str, Any] | None
+        try:
             while (record := receive(stream)) is not None:
                 self._records.put(record)
-        self._records.put(None)
+        except Exception:  # it was closed, or something else was written into it
+            record = {}
+        self._records.put(record)
 
     def _remember(self, stream: IO[bytes]) -> None:
         with suppress(OSError, ValueError):
-            while line := stream.readline(2**16):
-                self._said.append(line[:LONGEST_LINE])
+            while part := stream.read(KEPT):
+                self._said = (self._said + part)[-KEPT:]

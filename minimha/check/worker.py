@@ -27,10 +27,13 @@ def main() -> None:
         send(answers, {"error": str(error)})
         os._exit(0)
     send(answers, {"loaded": True})
-    while (problem := receive(problems)) is not None:
-        if problem.get("window_size") is not None:
-            problem["window_size"] = tuple(problem["window_size"])
-        send(answers, as_record(caller.answer(problem)))
+    try:
+        while (problem := receive(problems)) is not None:
+            if problem.get("window_size") is not None:
+                problem["window_size"] = tuple(problem["window_size"])
+            send(answers, as_record(caller.answer(problem)))
+    except OSError as error:
+        sys.exit(f"it closed a file descriptor that it had not opened: {error}")
     os._exit(0)  # whatever threads the function has left
 
 

@@ -19,7 +19,7 @@ from minimha.check.target import load
 
 REPOSITORY = Path(__file__).parents[2]
 KERNELS = """
-import os, sys, time
+import os, subprocess, sys, time
 import numpy as np
 
 def right(q, k, v, is_causal=False):
@@ -56,6 +56,51 @@ def grows(q, k, v):
     while True:
         kept.append(np.ones(2**22))
         time.sleep(0.01)
+
+def answers_and_leaves_a_daemon(q, k, v):
+    subprocess.Popen(["sleep", "20"], start_new_session=True)
+    return right(q, k, v)
+
+def hangs_beside_a_daemon(q, k, v):
+    subprocess.Popen(["sleep", "20"], start_new_session=True)
+    hangs(q, k, v)
+
+def crashes_beside_a_fork(q, k, v):
+    if not os.fork():
+        os.setsid()
+        time.sleep(20)
+    os._exit(7)
+
+def into_all(q, k, v, content):
+    for number in range(3, 32):
+        try:
+            os.write(number, content)
+        except OSError:
+            pass
+    return right(q, k, v)
+
+def writes_words(q, k, v):
+    return into_all(q, k, v, b"kernel compiled for 128 registers")
+
+def writes_a_byte(q, k, v):
+    return into_all(q, k, v, b"m")
+
+def writes_a_length(q, k, v):
+    return into_all(q, k, v, (7).to_bytes(8, "little") * 2 + b"[1, 2]")
+
+def writes_half_a_record(q, k, v):
+    return into_all(q, k, v, b"mha:" + bytes(4) + (7).to_bytes(8, "little") * 2 + b"{")
+
+def writes_what_has_no_end(q, k, v):
+    return into_all(q, k, v, b"mha:" + bytes(4) + (2**40).to_bytes(8, "little") * 2)
+
+def closes_all(q, k, v):
+    os.closerange(3, 32)
+    return right(q, k, v)
+
+def closes_all_and_hangs(q, k, v):
+    os.closerange(3, 32)
+    hangs(q, k, v)
 
 def crashes_if_causal(q, k, v, is_causal=False):
     return os._exit(3) if is_causal else right(q, k, v)
@@ -194,6 +239,38 @@ def test_nothing_is_left_running(ask, tmp_path, kernels):
         time.sleep(0.1)
     os.kill(child, signal.SIGKILL)
     pytest.fail("the function's child outlived it")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a daemon is forked")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("answers_and_leaves_a_daemon", ()),
+        ("hangs_beside_a_daemon", ("hangs",)),
+        ("crashes_beside_a_fork", ("crashes",)),
+    ],
+)
+def test_daemons_that_outlive_it_are_not_waited_for(ask, name, faults):
+    """They hold its pipes open: there is no end of file as long as they live."""
+    started = time.monotonic()
+    (answer,) = ask(name, timeout=0.5)
+    assert time.monotonic() - started < 15  # 2 to 4 on a machine that does nothing else
+    assert answer.faults == faults
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "writes_words", "writes_a_byte", "writes_a_length", "writes_half_a_record",
+        "writes_what_has_no_end", "closes_all", "closes_all_and_hangs",
+    ],
+)  # fmt: skip
+def test_a_descriptor_that_is_not_its_own_is_named(ask, name):
+    (answer,) = ask(name)
+    assert answer.faults == ("crashes",)
+    assert "a file descriptor that it had not opened" in answer.note
 
 
 @pytest.mark.usefixtures("signals_that_arrive")
