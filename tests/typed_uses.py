@@ -40,7 +40,7 @@ def right(x: NDArray[np.float32], t: Tensor, wants: bool, layer: MultiHeadAttent
     assert_type(layer(t, cache=KVCache(1, 2, 3, 4), softcap=2.0), Tensor)
     assert_type(layer(t, return_weights=True), tuple[Tensor, Tensor])
     assert_type(RoPE(4).rotate(x, [0]), NDArray[Any])
-    assert_type(minimha.dialects.torch.scaled_dot_product_attention(t, t, t), NDArray[Any])
+    assert_type(minimha.dialects.torch.scaled_dot_product_attention(t, t, t), Any)
     MultiHeadAttention.from_combined(x, t, x, x, num_heads=2, gate="headwise", W_g=x, rope=RoPE(4))
     cosine_attention(x, x, x, window_size=(None, 0), return_lse=True)
     additive_attention(x, x, x, x, x, x, sinks=[0.0])

@@ -1,6 +1,6 @@
 """Attention in other libraries' conventions, each translated into minimha's own.
 
-Arrays may be of NumPy, torch or JAX, on the CPU; what is returned is NumPy's.
+Arrays may be of NumPy, torch or JAX, on the CPU, and results are arrays of the query's library.
 """
 
 from minimha.dialects import flash_attention, jax, keras, onnx, torch, transformers

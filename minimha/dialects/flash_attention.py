@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention, check_backend
 from minimha.dialects.masks import boolean, owner_by_axes
+from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
     argument_names,
     as_floating,
@@ -25,6 +26,7 @@ Array = NDArray[Any]
 NAMES = {"scale": "softmax_scale", "sinks": "learnable_sink"}
 
 
+@like_argument("q")
 def flash_attn_func(
     q: ArrayLike,
     k: ArrayLike,
@@ -42,7 +44,7 @@ def flash_attn_func(
     attention_chunk: int = 0,
     sink_token_length: int = 0,
     backend: Backend = "auto",
-) -> tuple[Array, Array]:
+) -> tuple[Any, Any]:
     """softmax(scale · Q Kᵀ) V in the conventions of the flash-attention package and its reference.
 
     Where it differs from ``minimha.attention``:
@@ -87,9 +89,9 @@ def flash_attn_func(
 
     Returns
     -------
-    output : ndarray of shape (B, Lq, H, Dv), the inputs' common dtype
+    output : array of q's library, shape (B, Lq, H, Dv), the inputs' common dtype
         A query that sees no key gets 0.
-    lse : ndarray of shape (B, H, Lq), float32 or float64
+    lse : array of shape (B, H, Lq), float32 or float64
         -inf for a query that sees no key and has no sink.
 
     Raises
@@ -112,6 +114,7 @@ def flash_attn_func(
     """
     given = {"q": q, "k": k, "v": v}
     q4, k4, v4 = (_heads_first(name, array) for name, array in given.items())
+    sinks = None if learnable_sink is None else as_floating("learnable_sink", learnable_sink)
     B, H, Lq, _ = q4.shape
     Lk = k4.shape[2]
     leftpad = _leftpad("key_leftpad", key_leftpad, B, Lk)
@@ -127,13 +130,14 @@ def flash_attn_func(
         integer("sink_token_length", sink_token_length, 0),
     )  # fmt: skip
     with argument_names(**NAMES):
-        output, lse = _attend(q4, k4, v4, entries, own, {**options, "sinks": learnable_sink})
+        output, lse = _attend(q4, k4, v4, entries, own, {**options, "sinks": sinks})
     output, lse = output.swapaxes(1, 2), lse.swapaxes(1, 2)  # (B, Lq, H, Dv), (B, Lq, H)
     output[~queries] = 0
-    lse[~queries] = -np.inf if learnable_sink is None else learnable_sink
+    lse[~queries] = -np.inf if sinks is None else sinks
     return output, lse.swapaxes(1, 2)
 
 
+@like_argument("q")
 def flash_attn_varlen_func(
     q: ArrayLike,
     k: ArrayLike,
@@ -150,7 +154,7 @@ def flash_attn_varlen_func(
     alibi_slopes: ArrayLike | None = None,
     block_table: ArrayLike | None = None,
     backend: Backend = "auto",
-) -> tuple[Array, Array]:
+) -> tuple[Any, Any]:
     """softmax(scale · Q Kᵀ) V of sequences packed one after another, as flash-attention has it.
 
     Axes: ``n`` sequences, ``Lq`` queries and ``Lk`` keys of all of them together, ``H`` query
@@ -177,8 +181,8 @@ def flash_attn_varlen_func(
 
     Returns
     -------
-    output : ndarray of shape (Lq, H, Dv), the inputs' common dtype
-    lse : ndarray of shape (H, Lq), float32 or float64
+    output : array of q's library, shape (Lq, H, Dv), the inputs' common dtype
+    lse : array of shape (H, Lq), float32 or float64
 
     Raises
     ------
@@ -220,6 +224,7 @@ def flash_attn_varlen_func(
     return np.asarray(output[0].swapaxes(0, 1)), lse[0]
 
 
+@like_argument("q")
 def flash_attn_with_kvcache(
     q: ArrayLike,
     k_cache: Any,
@@ -242,7 +247,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     backend: Backend = "auto",
-) -> Array | tuple[Array, Array]:
+) -> Any:
     """Write new keys and values into a cache, then attend to it, as flash-attention does.
 
     Causality and windows are aligned bottom-right: the last query is at the position of the last
@@ -285,8 +290,8 @@ def flash_attn_with_kvcache(
 
     Returns
     -------
-    output : ndarray of shape (B, Lq, H, Dv), the inputs' common dtype
-    lse : ndarray of shape (B, H, Lq), float32 or float64, if ``return_softmax_lse``
+    output : array of q's library, shape (B, Lq, H, Dv), the inputs' common dtype
+    lse : array of shape (B, H, Lq), float32 or float64, if ``return_softmax_lse``
 
     Raises
     ------

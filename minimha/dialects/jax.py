@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
 from minimha.dialects.masks import boolean, broadcasts, owner_by_axes
+from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
     LARGEST_INTEGER,
     argument_names,
@@ -22,6 +23,7 @@ from minimha.equations.arguments import (
 Array = NDArray[Any]
 
 
+@like_argument("query")
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -35,7 +37,7 @@ def dot_product_attention(
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     backend: Backend = "auto",
-) -> Array:
+) -> Any:
     """softmax(scale · Q Kᵀ + bias) V, as ``jax.nn.dot_product_attention``.
 
     Where it differs from ``minimha.attention``:
@@ -74,7 +76,7 @@ def dot_product_attention(
 
     Returns
     -------
-    ndarray of shape (B, Lq, H, Dv) or (Lq, H, Dv), the inputs' common dtype
+    array of query's library, shape (B, Lq, H, Dv) or (Lq, H, Dv), the inputs' common dtype
 
     Raises
     ------

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
 from minimha.dialects.masks import boolean_or_floating, broadcasts
+from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
     as_floating,
     choice,
@@ -28,6 +29,7 @@ LETTERS = {"query": "q", "key": "k", "value": "v", "gate": "g", "attention_outpu
 MASKS = ("attention_mask", "query_mask", "key_mask", "value_mask")  # in the order of _layer's
 
 
+@like_argument("query")
 def multi_head_attention(
     params: Mapping[str, ArrayLike],
     query: ArrayLike,
@@ -130,8 +132,8 @@ def multi_head_attention(
 
     Returns
     -------
-    output : ndarray of query's shape, with ``output_shape`` in place of E
-    scores : ndarray of shape (B, H, Lq, Lk), if ``return_attention_scores``
+    output : array of query's library and shape, with ``output_shape`` in place of E
+    scores : array of shape (B, H, Lq, Lk), if ``return_attention_scores``
         With more axes of lengths: B, those not attended over, H, Lq, Lk.
 
     Raises
@@ -170,6 +172,7 @@ def multi_head_attention(
     )  # fmt: skip
 
 
+@like_argument("query")
 def grouped_query_attention(
     params: Mapping[str, ArrayLike],
     query: ArrayLike,
@@ -221,8 +224,8 @@ def grouped_query_attention(
 
     Returns
     -------
-    output : ndarray of shape (B, Lq, E)
-    scores : ndarray of shape (B, H, Lq, Lk), if ``return_attention_scores``
+    output : array of query's library, shape (B, Lq, E)
+    scores : array of shape (B, H, Lq, Lk), if ``return_attention_scores``
 
     Raises
     ------

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from minimha.api import Backend
 from minimha.api import attention as minimha_attention
 from minimha.dialects.masks import boolean_or_floating, broadcasts
+from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
     argument_names,
     as_floating,
@@ -40,12 +41,13 @@ WORDS = {
 class AttentionOutputs(NamedTuple):
     """What ONNX's Attention returns; ``qk_matmul_output`` is None unless it was asked for."""
 
-    Y: Array
-    present_key: Array
-    present_value: Array
-    qk_matmul_output: Array | None
+    Y: Any
+    present_key: Any
+    present_value: Any
+    qk_matmul_output: Any
 
 
+@like_argument("Q")
 def attention(
     Q: ArrayLike,
     K: ArrayLike,
@@ -177,6 +179,7 @@ def attention(
     return AttentionOutputs(Y if rank == 4 else _joined(Y), k, v, debug)
 
 
+@like_argument("X")
 def rotary_embedding(
     X: ArrayLike,
     cos_cache: ArrayLike,
@@ -186,7 +189,7 @@ def rotary_embedding(
     interleaved: int = 0,
     num_heads: int | None = None,
     rotary_embedding_dim: int = 0,
-) -> Array:
+) -> Any:
     """(x1 cos - x2 sin, x1 sin + x2 cos) of each pair in X, as ONNX's RotaryEmbedding, opset 23.
 
     Axes: ``B`` batch, ``H`` heads, ``L`` tokens, ``D`` head width, ``R`` rotated width.
@@ -210,7 +213,7 @@ def rotary_embedding(
 
     Returns
     -------
-    ndarray of the shape and dtype of X
+    array of the library, shape and dtype of X
 
     Raises
     ------
@@ -250,6 +253,7 @@ def rotary_embedding(
     return _joined(Y) if is_flat else Y
 
 
+@like_argument("past_cache")
 def tensor_scatter(
     past_cache: ArrayLike,
     update: ArrayLike,
@@ -257,7 +261,7 @@ def tensor_scatter(
     *,
     axis: int = -2,
     mode: str = "linear",
-) -> Array:
+) -> Any:
     """``past_cache`` with ``update`` written from ``write_indices`` on: TensorScatter, opset 24.
 
     The result is a new array; ``past_cache`` itself is not written to.
@@ -276,7 +280,7 @@ def tensor_scatter(
 
     Returns
     -------
-    ndarray of the shape and dtype of ``past_cache``
+    array of the library, shape and dtype of ``past_cache``
 
     Raises
     ------

@@ -16,6 +16,7 @@ from minimha.dialects.masks import (
     owner_by_axes,
     owner_by_values,
 )
+from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
     argument_names,
     as_floating,
@@ -32,6 +33,7 @@ Array = NDArray[Any]
 WORDS = {"q": "query", "k": "key", "v": "value"}
 
 
+@like_argument("query")
 def scaled_dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -43,7 +45,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     backend: Backend = "auto",
-) -> Array:
+) -> Any:
     """softmax(scale · Q Kᵀ + mask) V, as ``torch.nn.functional.scaled_dot_product_attention``.
 
     Where it differs from ``minimha.attention``:
@@ -80,7 +82,7 @@ def scaled_dot_product_attention(
 
     Returns
     -------
-    ndarray of shape (..., H, Lq, Dv), the inputs' common dtype
+    array of query's library, shape (..., H, Lq, Dv), the inputs' common dtype
 
     Raises
     ------
@@ -114,6 +116,7 @@ def scaled_dot_product_attention(
     return np.reshape(output, (*lead, *output.shape[-2:]))
 
 
+@like_argument("query")
 def flex_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -157,8 +160,8 @@ def flex_attention(
 
     Returns
     -------
-    output : ndarray of shape (B, H, Lq, Dv), the inputs' common dtype
-    lse : ndarray of shape (B, H, Lq), float32 or float64, if ``return_lse``
+    output : array of query's library, shape (B, H, Lq, Dv), the inputs' common dtype
+    lse : array of shape (B, H, Lq), float32 or float64, if ``return_lse``
 
     Raises
     ------
@@ -190,6 +193,7 @@ def flex_attention(
         )  # fmt: skip
 
 
+@like_argument("query")
 def multihead_attention(
     params: Mapping[str, ArrayLike],
     query: ArrayLike,
@@ -205,7 +209,7 @@ def multihead_attention(
     add_zero_attn: bool = False,
     batch_first: bool = False,
     backend: Backend = "auto",
-) -> tuple[Array, Array | None]:
+) -> tuple[Any, Any]:
     """concat(head_0, …) W_oᵀ + b_o, as ``torch.nn.MultiheadAttention`` in inference.
 
     Where it differs from ``minimha.attention``:
@@ -250,8 +254,8 @@ def multihead_attention(
 
     Returns
     -------
-    output : ndarray of query's shape
-    weights : ndarray of shape (B, Lq, Lk + extra), (B, H, Lq, Lk + extra) without the mean, or None
+    output : array of query's library and shape
+    weights : array of shape (B, Lq, Lk + extra), (B, H, Lq, Lk + extra) without the mean, or None
         Without B if query has none; None if not ``need_weights``.
 
     Raises

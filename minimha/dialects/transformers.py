@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
 from minimha.dialects.masks import boolean_or_floating, owner_by_values, score_options
+from minimha.dialects.results import like_argument
 from minimha.dialects.transformers_classes import (
     CLASSES,
     CONVENTIONS,
@@ -32,7 +33,7 @@ from minimha.dialects.transformers_classes import (
 from minimha.dialects.transformers_interface import register
 from minimha.dialects.transformers_latent import latent_attention
 from minimha.equations.arguments import argument_names, as_floating, flag, integer, rectangular
-from minimha.equations.arrays import bfloat16
+from minimha.equations.arrays import bfloat16, like
 from minimha.equations.tap import Tap, no_tap
 from minimha.layers.biases import alibi_slopes, t5_bias
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
@@ -241,7 +242,7 @@ class AttentionModule:
             rotary_dim = config.get("rotary_dim", 64)
             self.layer.rope = RoPE(self.layer.head_dim, rotary_dim=rotary_dim, interleaved=True)
         self.is_rotated = self.convention.is_rotated(config, layer_idx)
-        self.buckets = weights.pop(BUCKETS)
+        self.buckets, self._given = weights.pop(BUCKETS), params.get(BUCKETS)
         options = {
             "scale": self.convention.scale(config, self.layer.head_dim, layer_idx),
             "softcap": self.convention.softcap
@@ -251,6 +252,7 @@ class AttentionModule:
         self.options = {name: value for name, value in options.items() if value is not None}
         weights.check_all_popped(cls)
 
+    @like_argument("hidden_states")
     def __call__(
         self,
         hidden_states: ArrayLike,
@@ -260,7 +262,7 @@ class AttentionModule:
         backend: Backend = "auto",
         tap: Tap = no_tap,
         **given: Any,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Any, Any]:
         """Run the module.
 
         Parameters
@@ -300,8 +302,8 @@ class AttentionModule:
 
         Returns
         -------
-        output : ndarray of shape (B, L, E), dtype of the inputs
-        weights : ndarray of shape (B, H, L, Lk), or None unless ``output_attentions``
+        output : array of hidden_states' library, shape (B, L, E), dtype of the inputs
+        weights : array of shape (B, H, L, Lk), or None unless ``output_attentions``
 
         Raises
         ------
@@ -351,7 +353,7 @@ class AttentionModule:
             weights = heard[0] if wants_weights else None
         return output, weights
 
-    def compute_bias(self, query_length: int, key_length: int, past_seen_tokens: int = 0) -> Array:
+    def compute_bias(self, query_length: int, key_length: int, past_seen_tokens: int = 0) -> Any:
         """T5's bias for queries that follow the first ``past_seen_tokens`` tokens.
 
         Parameters
@@ -361,7 +363,7 @@ class AttentionModule:
 
         Returns
         -------
-        ndarray of shape (1, H, query_length, key_length)
+        array of the weights' library, shape (1, H, query_length, key_length)
 
         Raises
         ------
@@ -377,9 +379,10 @@ class AttentionModule:
             self.config.get("relative_attention_max_distance", 128),
             not self.config.get("is_decoder", False),
         )
-        return bias[None]
+        return like(self._given, bias[None])
 
-    def compute_alibi(self, attention_mask: ArrayLike) -> Array:
+    @like_argument("attention_mask")
+    def compute_alibi(self, attention_mask: ArrayLike) -> Any:
         """BLOOM's or Falcon's slope · position, as the model gives it to every module.
 
         Positions count from the first token that is not padding. Falcon rounds slopes, positions
@@ -393,7 +396,7 @@ class AttentionModule:
 
         Returns
         -------
-        ndarray of shape (B · H, 1, Lk), float32
+        array of attention_mask's library, shape (B · H, 1, Lk), float32
 
         Raises
         ------
@@ -484,7 +487,9 @@ class AttentionModule:
         if "position_bias" in given:
             bias = as_floating("position_bias", given["position_bias"])
             return np.asarray(bias[None, :, :, -Lk:]) if bias.ndim == 3 else bias
-        return None if self.buckets is None else self.compute_bias(L, Lk, seen)
+        if self.buckets is None:
+            return None
+        return as_floating(BUCKETS, self.compute_bias(L, Lk, seen))
 
     def _layer_of_call(self, given: dict[str, Any]) -> MultiHeadAttention:
         """The layer, with the angles of this call if it rotates."""
