@@ -380,6 +380,9 @@ def attention(
         take longer than "dense" has taken so far (half a second to load it, some seconds to
         compile it); so the last digits may change between two calls. With a tap it takes "dense".
         It never chooses "cuda", which computes if it is named or if the arrays are on a GPU.
+        "dense" and "tiled" multiply with NumPy: if its OpenBLAS has threads, a fork may hang while
+        another thread multiplies large matrices. Then name "cpu", whose threads let forks pass, set
+        OPENBLAS_NUM_THREADS to 1, or spawn processes.
     tap : callable ``tap(name, value) -> value``, optional
         Receives every intermediate; see ``minimha.explain.Trace``.
 

@@ -9,6 +9,9 @@ imports a backend: the child could not finish that, and would wait for it.
 ``before`` handlers run in reverse order. logging's, which takes a lock that imports need, is
 registered first, so that it is not held while this one waits. So is that of concurrent.futures: if
 it came while this one waits, its lock would be released without having been taken.
+
+Nothing here helps NumPy's OpenBLAS: while a thread multiplies large matrices, as "dense" does, a
+fork may hang.
 """
 
 from __future__ import annotations
