@@ -21,7 +21,7 @@ from typing import Any
 _spec: Any = BuiltinImporter.find_spec("_thread")
 _thread: Any = module_from_spec(_spec)
 _spec.loader.exec_module(_thread)
-RLock, get_native_id = _thread.RLock, _thread.get_native_id
+RLock = _thread.RLock
 
 
 def start(target: Callable[[], Any], started: list[int]) -> bool:

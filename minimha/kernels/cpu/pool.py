@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import threading
 import time
 from _queue import SimpleQueue
 from collections.abc import Callable
@@ -249,7 +250,7 @@ class Pool:
         if HAS_FUTEX:
             with self._lock:
                 number = self._read(IDS) + 1
-                self._write(IDS + 8 * number, os_threads.get_native_id())
+                self._write(IDS + 8 * number, threading.get_native_id())
                 self._write(IDS, number)
             self._write(CPU, -1)
         seen = self._read(BELL)
