@@ -100,12 +100,8 @@ def check(
     choice("dtype", dtype, DTYPES)
     if arrays is not None:
         choice("arrays", arrays, ARRAYS)
-    settings: dict[str, Any] = {
-        "speaks": speaks,
-        "dtype": dtype,
-        "arrays": arrays,
-        "device": device,
-    }
+    settings: dict[str, Any] = {"speaks": speaks, "dtype": dtype}
+    settings |= {"arrays": arrays, "device": device}
     problems = layer_problems(dtype) if flag("is_layer", is_layer) else graded(dtype)
     if isinstance(function, str):
         timeout = number("timeout", timeout, low=1e-3)

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from minimha.check.answer import NOT_ASKED, Answer
 from minimha.check.calling import arguments_of
@@ -28,10 +29,8 @@ MEMORY = 4 * 2**30  # bytes beyond those that the process has after its first ca
 GIVE_UP = 3  # hangs, or crashes before it has answered anything
 POLL = 0.05  # seconds
 GRACE = 1.0  # seconds for what an ended process left in its pipes, which a child may hold open
-KEPT, KEPT_LINES, LONGEST_LINE = 2**16, 3, 200  # bytes, lines of what a crash leaves on stderr
-UNREADABLE = (
-    "its answer could not be read: it wrote to, or closed, a file descriptor that it had not opened"
-)
+KEPT_LINES, LONGEST_LINE = 3, 200  # of what a crash leaves on stderr
+UNREADABLE = "its answer cannot be read: it wrote to or closed a file descriptor not its own"
 
 # As multiprocessing does: the child finds modules where this process does.
 START = (
@@ -152,10 +151,9 @@ class _Process:
         )
         self.memory, self.base, self.num_answers = memory, 0, 0
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._said = b""
-        # Without a buffer: close() would wait for its lock while a child holds the pipe open.
+        self._said: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._listeners = [
-            threading.Thread(target=listen, args=(cast("Any", stream).raw,), daemon=True)
+            threading.Thread(target=listen, args=(stream,), daemon=True)
             for listen, stream in (
                 (self._hear, self.process.stdout), (self._remember, self.process.stderr)
             )
@@ -207,7 +205,7 @@ class _Process:
             listener.join(timeout=POLL)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             with suppress(OSError):
-                stream.close()  # type: ignore[union-attr]
+                stream.raw.close()  # type: ignore[union-attr]  # the listener has the buffer's lock
 
     def _check(self, seconds: float, deadline: float) -> None:
         if time.monotonic() > deadline:
@@ -226,8 +224,8 @@ class _Process:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else -status
             how = f"it was ended by signal {name}"
         self._listeners[1].join(GRACE)
-        lines = self._said.decode("utf-8", "replace").splitlines()[-KEPT_LINES:]
-        said = " | ".join(line[:LONGEST_LINE].strip() for line in lines if line.strip())
+        lines = [line.decode("utf-8", "replace").strip() for line in list(self._said)]
+        said = " | ".join(line for line in lines if line)
         return f"{how}; the end of its stderr: {said}" if said else how
 
     def _hear(self, stream: IO[bytes]) -> None:
@@ -241,5 +239,5 @@ class _Process:
 
     def _remember(self, stream: IO[bytes]) -> None:
         with suppress(OSError, ValueError):
-            while part := stream.read(KEPT):
-                self._said = (self._said + part)[-KEPT:]
+            while line := stream.readline(2**16):
+                self._said.append(line[:LONGEST_LINE])

@@ -12,7 +12,7 @@ import numpy as np
 
 HEADER = struct.Struct("<4sIQQ")  # the mark, a checksum and two sizes
 MARK = b"mha:"
-LARGEST, PART = 2**32, 2**20  # bytes of a record's halves, and of what is read at once
+LARGEST = 2**32  # bytes of either half of a record
 
 
 def send(stream: IO[bytes], record: Mapping[str, Any]) -> None:
@@ -31,22 +31,19 @@ def send(stream: IO[bytes], record: Mapping[str, Any]) -> None:
 def receive(stream: IO[bytes]) -> dict[str, Any] | None:
     """The next record; None where the stream ends, also in the middle of one.
 
-    Raises
-    ------
-    ValueError
-        What comes is not what ``send`` wrote: something else wrote to the stream, too.
+    ValueError says that something else than ``send`` has written into the stream.
     """
-    header = _read(stream, HEADER.size)
+    header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
-    mark, checksum, head_size, body_size = HEADER.unpack(header)
-    if mark != MARK or max(head_size, body_size) > LARGEST:
-        raise ValueError(f"expected a record of at most {LARGEST:,} bytes, got {header!r}")
-    head, body = _read(stream, head_size), _read(stream, body_size)
-    if len(head) < head_size or len(body) < body_size:
+    mark, checksum, *sizes = HEADER.unpack(header)
+    if mark != MARK or max(sizes) > LARGEST:
+        raise ValueError("no record begins here")
+    head, body = (stream.read(size) for size in sizes)
+    if [len(head), len(body)] != sizes:
         return None
     if zlib.crc32(body, zlib.crc32(head)) != checksum:
-        raise ValueError("something was written into the middle of a record")
+        raise ValueError("the record is damaged")
     described = json.loads(head)
     record: dict[str, Any] = described["plain"]
     start = 0
@@ -56,14 +53,6 @@ def receive(stream: IO[bytes]) -> dict[str, Any] | None:
         record[name] = array
         start += array.nbytes
     return record
-
-
-def _read(stream: IO[bytes], size: int) -> bytes:
-    """``size`` bytes, or fewer where the stream ends."""
-    found = bytearray()
-    while len(found) < size and (part := stream.read(min(PART, size - len(found)))):
-        found += part
-    return bytes(found)
 
 
 def _known(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -33,7 +33,7 @@ def main() -> None:
                 problem["window_size"] = tuple(problem["window_size"])
             send(answers, as_record(caller.answer(problem)))
     except OSError as error:
-        sys.exit(f"it closed a file descriptor that it had not opened: {error}")
+        sys.exit(f"it closed a file descriptor not its own: {error}")
     os._exit(0)  # whatever threads the function has left
 
 

@@ -270,7 +270,7 @@ def test_daemons_that_outlive_it_are_not_waited_for(ask, name, faults):
 def test_a_descriptor_that_is_not_its_own_is_named(ask, name):
     (answer,) = ask(name)
     assert answer.faults == ("crashes",)
-    assert "a file descriptor that it had not opened" in answer.note
+    assert "a file descriptor not its own" in answer.note
 
 
 @pytest.mark.usefixtures("signals_that_arrive")
