@@ -204,6 +204,21 @@ def test_options_may_be_of_a_library_too(library):
     np.testing.assert_array_equal(found, attention(q, k, v, **options))
 
 
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("option", ["scale", "softcap"])
+def test_one_number_may_be_an_array(library, option, backend):
+    q, number = random(1, 2, 3, 4), np.array(0.5, ml_dtypes.bfloat16)
+    expected = attention(q, q, q, backend=backend, **{option: 0.5})
+    for given in (number, number[()], np.array(0.5), np.float16(0.5), library.make(number)):
+        found = attention(q, q, q, backend=backend, **{option: given})
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_scale_that_requires_grad_is_refused(torch):
+    with pytest.raises(TypeError, match=r"scale requires grad, .*: give scale.detach\(\)"):
+        attention([[1.0]], [[1.0]], [[1.0]], scale=torch.tensor(0.5, requires_grad=True))
+
+
 def test_integers_are_computed_in_float64(library):
     ones = np.ones((2, 2), np.int64)
     assert_same(library, attention(*[library.make(ones)] * 3), np.ones((2, 2)))

@@ -114,7 +114,6 @@ def flash_attn_func(
     """
     given = {"q": q, "k": k, "v": v}
     q4, k4, v4 = (_heads_first(name, array) for name, array in given.items())
-    sinks = None if learnable_sink is None else as_floating("learnable_sink", learnable_sink)
     B, H, Lq, _ = q4.shape
     Lk = k4.shape[2]
     leftpad = _leftpad("key_leftpad", key_leftpad, B, Lk)
@@ -130,10 +129,10 @@ def flash_attn_func(
         integer("sink_token_length", sink_token_length, 0),
     )  # fmt: skip
     with argument_names(**NAMES):
-        output, lse = _attend(q4, k4, v4, entries, own, {**options, "sinks": sinks})
+        output, lse = _attend(q4, k4, v4, entries, own, {**options, "sinks": learnable_sink})
     output, lse = output.swapaxes(1, 2), lse.swapaxes(1, 2)  # (B, Lq, H, Dv), (B, Lq, H)
     output[~queries] = 0
-    lse[~queries] = -np.inf if sinks is None else sinks
+    lse[~queries] = -np.inf if learnable_sink is None else as_floating("sinks", learnable_sink)
     return output, lse.swapaxes(1, 2)
 
 
@@ -195,13 +194,10 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, q, v, [0, 2, 3], [0, 2, 3], causal=True)[0].ravel()
     array([2., 3., 9.])
     """
-    array = as_floating("q", q)
-    if array.ndim != 3:
-        raise ValueError(f"q has shape {array.shape}: expected 3 axes (Lq, H, D)")
     starts = {"q": as_integers("cu_seqlens_q", cu_seqlens_q)}
     starts |= {"k": as_integers("cu_seqlens_k", cu_seqlens_k)}
     is_paged = block_table is not None
-    q4 = array[None].swapaxes(1, 2)
+    q4 = _floating("q", q, "3 axes (Lq, H, D)")[None].swapaxes(1, 2)
     k4, v4 = (_heads_first(x, y if is_paged else _packed(x, y)) for x, y in (("k", k), ("v", v)))
     n, H = max(0, len(starts["q"].ravel()) - 1), q4.shape[1]
     options = _options(softmax_scale, causal, window_size, softcap, backend)
@@ -377,7 +373,7 @@ def _cache_of(
             raise ValueError(
                 "cache_batch_idx is given with block_table, which says itself where keys are"
             )
-        table = as_integers("block_table", block_table)
+        table = as_integers("block_table", block_table, 1 << 64)
         if table.ndim != 2 or len(table) != B:
             raise ValueError(f"block_table has shape {table.shape}: expected (B, pages) with B={B}")
         return _Cache(table, k.shape[2])
@@ -572,17 +568,18 @@ def _joined(parts: list[Any], axis: int) -> tuple[Array, Array]:
 
 
 def _packed(name: str, value: ArrayLike) -> Array:
-    array = as_floating(name, value)
-    if array.ndim != 3:
-        raise ValueError(f"{name} has shape {array.shape}: expected 3 axes (L, H, D)")
-    return array[None]
+    return _floating(name, value, "3 axes (L, H, D)")[None]
 
 
 def _heads_first(name: str, value: ArrayLike) -> Array:
+    return np.asarray(_floating(name, value, "4 axes (B, L, H, D)").swapaxes(1, 2))
+
+
+def _floating(name: str, value: ArrayLike, axes: str) -> Array:
     array = as_floating(name, value)
-    if array.ndim != 4:
-        raise ValueError(f"{name} has shape {array.shape}: expected 4 axes (B, L, H, D)")
-    return np.asarray(array.swapaxes(1, 2))
+    if array.ndim != int(axes[0]):
+        raise ValueError(f"{name} has shape {array.shape}: expected {axes}")
+    return array
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
-from minimha.dialects.masks import boolean_or_floating, broadcasts
+from minimha.dialects.masks import boolean_or_floating, broadcasts, refuse_dropout
 from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
     as_floating,
@@ -163,7 +163,7 @@ def multi_head_attention(
     q = inputs["query"]
     output_sizes = _output_shape(output_shape, q.shape[-1])
     axes = _attention_axes(attention_axes, q.ndim)
-    _refuse_dropout(dropout)
+    refuse_dropout("dropout", dropout)
     layer = _layer(params, inputs, (H, H), (D, Dv), output_sizes, use_bias, use_gate)
     return _attended(
         layer, inputs, dtype, output_sizes, axes, sliding_window=sliding_window,
@@ -259,21 +259,13 @@ def grouped_query_attention(
     q = inputs["query"]
     if q.ndim != 3:
         raise ValueError(f"query has shape {q.shape}: expected 3 axes (B, L, E), one of lengths")
-    _refuse_dropout(dropout)
+    refuse_dropout("dropout", dropout)
     layer = _layer(params, inputs, (H, Hkv), (D, D), q.shape[-1:], use_bias, use_gate)
     return _attended(
         layer, inputs, dtype, q.shape[-1:], (1,), sliding_window=sliding_window,
         masks=(attention_mask, query_mask, key_mask, value_mask), use_causal_mask=use_causal_mask,
         return_attention_scores=return_attention_scores, empty_rows=empty_rows, backend=backend,
     )  # fmt: skip
-
-
-def _refuse_dropout(dropout: float) -> None:
-    if dropout != 0:
-        raise ValueError(
-            f"dropout is {dropout!r}: expected 0, minimha computes inference, where nothing is "
-            f"dropped"
-        )
 
 
 def _layer(

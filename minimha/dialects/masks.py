@@ -1,4 +1,4 @@
-"""What the dialects' masks share: checks of dtype and shape, and whose mask a refused one may be.
+"""What the dialects share: checks of masks and of dropout, and whose mask a refused one may be.
 
 Libraries mean different things by the same words, so an error says whose mask it looks like.
 """
@@ -127,3 +127,12 @@ def owner_by_values(mask: NDArray[Any]) -> str:
             "-inf = hidden"
         )
     return ""
+
+
+def refuse_dropout(name: str, dropout: float) -> None:
+    """Refuse any dropout but 0."""
+    if np.ndim(dropout) or dropout != 0:
+        raise ValueError(
+            f"{name} is {dropout!r}: expected 0, minimha computes inference, where nothing is "
+            f"dropped"
+        )

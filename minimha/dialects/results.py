@@ -1,42 +1,34 @@
 """Results as arrays of the library whose arrays came, for every dialect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from minimha.equations.arrays import like
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def like_argument(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator for a function whose results are of the library of its argument ``name``.
+def like_argument(name: str) -> Callable[[Function], Function]:
+    """Decorate a function that returns NumPy's arrays: they become those of ``name``'s library."""
 
-    The function itself returns NumPy's arrays, one or a tuple of them.
-    """
-
-    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+    def decorated(function: Function) -> Function:
         place = list(signature(function).parameters).index(name)
 
         @wraps(function)
-        def outer(*args: P.args, **kwargs: P.kwargs) -> R:
+        def outer(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            found: R = _like(kwargs[name] if name in kwargs else args[place], result)
-            return found
+            return _like(kwargs[name] if name in kwargs else args[place], result)
 
-        return outer
+        return outer  # type: ignore[return-value]
 
     return decorated
 
 
 def _like(given: Any, result: Any) -> Any:
-    if isinstance(result, tuple):
-        parts = [_like(given, part) for part in result]
-        return getattr(result, "_make", tuple)(parts)
+    if isinstance(result, tuple):  # a named one has the method _make
+        return getattr(result, "_make", tuple)([_like(given, part) for part in result])
     return like(given, result) if isinstance(result, np.ndarray) else result

@@ -15,6 +15,7 @@ from minimha.dialects.masks import (
     broadcasts,
     owner_by_axes,
     owner_by_values,
+    refuse_dropout,
 )
 from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
@@ -101,7 +102,7 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(q, k, v, is_causal=True).ravel()
     array([2., 3., 3.])
     """
-    _refuse_dropout(dropout_p)
+    refuse_dropout("dropout_p", dropout_p)
     q, k, v = _arrays(query, key, value, least=2)
     if flag("enable_gqa", enable_gqa):
         lead, (q, k, v) = _grouped(q, k, v)
@@ -310,14 +311,6 @@ def multihead_attention(
         weights = weights.mean(axis=1)
     weights = weights.astype(dtype, copy=False)
     return output, weights if is_batched else weights[0]
-
-
-def _refuse_dropout(dropout_p: float) -> None:
-    if np.ndim(dropout_p) or dropout_p != 0:
-        raise ValueError(
-            f"dropout_p is {dropout_p!r}: expected 0, minimha computes inference, where nothing is "
-            f"dropped"
-        )
 
 
 def _arrays(query: ArrayLike, key: ArrayLike, value: ArrayLike, least: int) -> list[Array]:
