@@ -156,7 +156,9 @@ def as_csv(trace: Trace) -> dict[str, str]:
     """Return file name → text: one file per step and head, numbers at full precision, no header.
 
     A matrix is written row by row; a vector is one row, a scalar one number. ``labels.csv`` has the
-    labels of the rows and columns of each file, ``cell.csv`` the lines that write out one cell.
+    labels of the rows and columns of each file, ``cell.csv`` the lines that write out one cell. A
+    word that begins with =, +, -, @, a tab or a line break, or with apostrophes and one of these,
+    is written after one apostrophe, so that no spreadsheet runs it.
     """
     digits = max(2, len(str(len(trace.steps))))  # so that a listing has the order of the steps
     files = {_file_name(f"{n:0{digits}}", step): step for n, step in enumerate(trace.steps, 1)}
@@ -328,6 +330,8 @@ def _unknown_characters(text: str) -> str:
     return "".join(["\\ifPDFTeX\n", *(f"{line}\n" for line in lines), "\\fi\n"]) if lines else ""
 
 
+FORMULA = re.compile(r"\A(?='*[=+\-@\t\r\n])")  # where a spreadsheet's formula would begin
+IN_TABLE = re.compile(rf"\A(?!-(inf|∞|[\d.]+(e-?\d+)?)?\Z){FORMULA.pattern}")  # "-" is for none
 FIGURES = ("flow of data", "values picked", "angles", "blocks")  # besides the matrices
 SHARES = ((30, "0.32"), (48, "0.49"))  # characters of a step, and how much of a line it takes
 LATEX_PREAMBLE = r"""\documentclass[10pt]{article}
@@ -359,9 +363,10 @@ def _csv(step: Step) -> str:
     return _lines([[""] * width] * len(matrix) if step.is_blank else matrix.tolist())
 
 
-def _lines(rows: Sequence[Sequence[Any]]) -> str:
+def _lines(rows: Sequence[Sequence[Any]], formula: re.Pattern[str] = FORMULA) -> str:
+    words = [[formula.sub("'", x) if isinstance(x, str) else x for x in row] for row in rows]
     stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(rows)
+    csv.writer(stream, lineterminator="\n").writerows(words)
     return stream.getvalue()
 
 
@@ -394,7 +399,7 @@ def table_as_markdown(records: Sequence[Mapping[str, str]]) -> str:
 
 def table_as_csv(records: Sequence[Mapping[str, Any]]) -> str:
     """Return one line per record, after a line with their keys."""
-    return _lines(_rows(records))
+    return _lines(_rows(records), IN_TABLE)
 
 
 def result_as(kind: str, result: Result) -> str | bytes:

@@ -283,3 +283,28 @@ def test_html_shows_the_numbers_and_escapes_tokens():
     reader.feed(export.trace_as("html", AWKWARD, 3))
     assert "<b>" in reader.words
     assert "softmax" in reader.words
+
+
+WORDS = (
+    "=cmd|'/C", "@SUM(1)", "+1", "-1", "\t=1", "\r=1", "\n", "'=1", "''+", "'", "it's", "a=b", "1"
+)  # fmt: skip
+
+
+def test_no_spreadsheet_runs_a_word_of_a_csv_file():
+    trace = Trace(labels={"Lq": WORDS, "Lk": WORDS})
+    eye = np.eye(len(WORDS)) * -1.0
+    attention(eye, eye, eye, tap=trace)
+    found = export.as_csv(trace)
+    rows = list(csv.reader(io.StringIO(found["labels.csv"], newline="")))
+    written = next(row[2:] for row in rows if row[:2] == ["04_scores.csv", "columns"])
+    assert not any(word.startswith(tuple("=+-@\t\r\n")) for word in written)
+    read = [re.sub(r"\A'(?='*[=+\-@\t\r\n])", "", word) for word in written]
+    assert read == list(next(step for step in trace.steps if step.name == "scores").columns)
+    assert found["01_q.csv"].startswith("-1.0,")
+
+
+def test_numbers_of_a_table_stay_numbers_in_csv():
+    rows = [{"word": "=1+1", "number": -0.5}, {"word": "-1+1", "number": "-2.5e-07"}]
+    rows += [{"word": "-", "number": "-inf"}, {"word": "@a", "number": "−1"}]
+    written = list(csv.reader(io.StringIO(export.table_as_csv(rows))))
+    assert written[1:] == [["'=1+1", "-0.5"], ["'-1+1", "-2.5e-07"], ["-", "-inf"], ["'@a", "−1"]]
