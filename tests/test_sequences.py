@@ -262,7 +262,10 @@ REFUSED = [
      "block_table[0, 1] is 9: expected a page from 0 to 3, since the 3 keys of sequence 0 take 2 "
      "pages of 2"),
     ({"k": PAGES, "block_table": [[-1, 0]], "kv_lengths": 1}, ValueError,
-     "block_table[0, 0] is -1"),
+     "block_table[0, 0] is -1: expected a page from 0 to 3, since the 1 key of sequence 0 takes 1 "
+     "page of 2"),
+    ({"k": PAGES, "block_table": [[-(2**60), 0]], "kv_lengths": 1}, ValueError,
+     "block_table[0, 0] is -1152921504606846976"),
     ({"k": PAGES, "block_table": [[0, 1]], "kv_lengths": 5}, ValueError,
      "kv_lengths is 5: expected integers from 0 to 4"),
     ({"k": PAGES, "block_table": [[0, 1]]}, ValueError, "block_table needs kv_lengths"),
@@ -381,3 +384,16 @@ def test_arrays_on_a_gpu_are_refused_by_name(monkeypatch):
     monkeypatch.setattr("minimha.api.is_device_array", lambda x: x is Q)
     with pytest.raises(BackendUnavailable, match="cu_seqlens_q needs one launch for each sequence"):
         attention(Q, Q, Q, cu_seqlens_q=[0, 5])
+
+
+@pytest.mark.parametrize("backend", ["dense", "tiled", "cpu"])
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_what_a_table_holds_after_the_last_key_is_not_read(backend, dtype):
+    q, kv = np.random.default_rng(5).normal(size=(2, 4, 1, 2, 3))
+    largest = np.iinfo(dtype).max
+    for table in ([[0, largest], [1, 3]], [[0, largest - 2**62], [1, 3]]):
+        found = attention(
+            q[:2], kv, kv, block_table=np.array(table, dtype), kv_lengths=[2, 3], backend=backend
+        )
+        first = attention(q[:1], kv[:1], kv[:1], backend=backend)
+        np.testing.assert_allclose(found[:1], first, rtol=1e-12)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.equations.arguments import as_integers, name_of
+from minimha.equations.arguments import as_integers, counted, name_of
 from minimha.equations.visibility import UNBOUNDED
 
 ONE_PAGE = UNBOUNDED  # the page size where a sequence's keys are next to each other
@@ -162,7 +162,8 @@ def _cumulative(name: str, value: Any, array: str, B: int, L: int) -> NDArray[np
 
 def _paged(queries: NDArray[np.int64], block_table: Any, page_size: int) -> Sequences:
     """Sequences whose keys are in pages; ``check_pages`` sees to it that these exist."""
-    n, table, name = len(queries), as_integers("block_table", block_table), name_of("block_table")
+    table, name = as_integers("block_table", block_table, 1 << 64), name_of("block_table")
+    n = len(queries)
     if table.ndim != 2 or len(table) != n:
         raise ValueError(
             f"{name} has shape {table.shape}: expected (n, pages), the pages of each of n={n} "
@@ -189,6 +190,7 @@ def check_pages(sequences: Sequences, kv_lengths: NDArray[np.int64], num_pages: 
         s, page = wrong[0]
         raise ValueError(
             f"{name_of('block_table')}[{s}, {page}] is {sequences.pages[s, page]}: expected a page "
-            f"from 0 to {num_pages - 1}, since the {kv_lengths[s]} keys of sequence {s} take "
-            f"{needed[s]} pages of {sequences.page_size}"
+            f"from 0 to {num_pages - 1}, since the {counted(kv_lengths[s], 'key')} of sequence {s} "
+            f"{'takes' if kv_lengths[s] == 1 else 'take'} {counted(needed[s], 'page')} of "
+            f"{sequences.page_size}"
         )
