@@ -213,3 +213,55 @@ def test_a_store_is_read_once_and_only_where_a_query_sees_it(tmp_path, monkeypat
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     with pytest.raises(ValueError, match="k cannot be read, keys 4 to 6: "):
         attention(x[:, :, :2], k, x)
+
+
+FAR = 2**31 - 1  # the largest q_offset
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("q_offset", "options"),
+    [
+        (-FAR, {"window_size": (None, FAR)}),
+        (FAR, {"is_causal": True, "alibi_slopes": [2.0**-30, 2.0**-31]}),
+        (-FAR, {"alibi_slopes": [2.0**-30, 2.0**-31]}),
+        ([-FAR, FAR], {"score_mod": lambda s, b, h, i, j: s + (i % 7) * (j % 5)}),
+        (-FAR, {"is_causal": True}),
+    ],
+)
+def test_the_farthest_offsets_over_several_blocks(
+    tmp_path, monkeypatch, q_offset, options, backend
+):
+    monkeypatch.setattr(parts, "BLOCK", 1 << 10)
+    monkeypatch.setattr(parts, "SCORES", 50)
+    rng = np.random.default_rng(4)
+    q, k, v = rng.normal(size=(2, 2, 9, 4)), *rng.normal(size=(2, 2, 2, 40, 4))
+    maps = [mapped(tmp_path, name, x) for name, x in (("k", k), ("v", v))]
+    options = options | {"q_offset": q_offset, "backend": backend, "return_lse": True}
+    pairs = zip(attention(q, *maps, **options), attention(q, k, v, **options), strict=True)
+    for found, expected in pairs:
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "sentence"),
+    [
+        (MemoryError(), MemoryError, "^v does not fit into memory, keys 2 to 4: its chunks are"),
+        (MemoryError("9 GiB"), MemoryError, "^v does not fit into memory, keys 2 to 4: 9 GiB"),
+        (RuntimeError("no"), ValueError, "^v cannot be read, keys 2 to 4: RuntimeError: no"),
+    ],
+)
+def test_what_a_store_raises_gets_a_sentence(monkeypatch, raised, error, sentence):
+    class Stored:
+        chunks, shape, dtype = (1, 1, 2, 2), (1, 1, 4, 2), np.dtype(np.float64)
+
+        def __getitem__(self, index):
+            if index[1].start:
+                raise raised
+            return np.ones((1, 1, 2, 2))
+
+    Stored.__module__ = "zarr"
+    monkeypatch.setattr(parts, "BLOCK", 1)
+    x = np.ones((1, 1, 4, 2))
+    with pytest.raises(error, match=sentence):
+        attention(x, x, Stored())

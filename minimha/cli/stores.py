@@ -10,6 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from minimha.cli.inputs import LARGEST_INPUT, check_keys
+from minimha.equations.parts import read
 from minimha.explain import render
 
 STORED = ("k", "v")  # read by blocks; all other arrays are in memory
@@ -47,12 +48,16 @@ def open_problem(name: str) -> dict[str, Any]:
     try:
         group = zarr.open_group(path, mode="r")
         arrays, attributes = dict(sorted(group.arrays())), dict(group.attrs)
+    except MemoryError:
+        raise
     except Exception as error:  # zarr raises what its parsers do
         raise ValueError(f"{name} is refused: expected a group of zarr ({error})") from None
     check_keys(Path(name), [*arrays, *attributes])
     for key, array in arrays.items():
         _check(f"{name}, {key}", array, key in STORED)
-    return attributes | {key: x if key in STORED else _read(x) for key, x in arrays.items()}
+    others = {key: read(f"{name}, {key}", x) for key, x in arrays.items() if key not in STORED}
+    scalars = {key: x.item() for key, x in others.items() if x.ndim == 0}
+    return attributes | arrays | others | scalars
 
 
 def on_cluster(address: str, problem: dict[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -128,7 +133,3 @@ def _nested(codec: dict[str, Any]) -> list[str]:
     settings = codec.get("configuration") or {}
     inner = [*settings.get("codecs", ()), *settings.get("index_codecs", ())]
     return [codec["name"], *(name for c in inner for name in _nested(c))]
-
-
-def _read(array: Any) -> Any:
-    return array[...].item() if array.ndim == 0 else array[...]

@@ -16,7 +16,7 @@ from minimha.equations.arguments import as_floating, cast, common_dtype, name_of
 from minimha.equations.arrays import check_file, library_of
 from minimha.equations.functions import Place, Placed
 from minimha.equations.merge import Pair, merge
-from minimha.equations.problem import Problem, stand_in
+from minimha.equations.problem import MAX_OFFSET, Problem, Relative, stand_in
 from minimha.equations.visibility import UNBOUNDED, key_range
 
 PER_SCORE = ("attn_mask", "attn_bias")
@@ -93,6 +93,8 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
     if "window_size" in options or "alibi_slopes" in options or problem.functions:
         is_one = (q_offset == q_offset[0]).all()
         options["q_offset"] = int(q_offset[0]) if is_one else q_offset
+        if (abs(q_offset) >= MAX_OFFSET).any():
+            options["q_offset"] = Relative(q_offset)
     if (lengths < num_keys).any():
         options["kv_lengths"] = lengths
     return options | {
@@ -147,7 +149,7 @@ def in_blocks(
 
     Raises
     ------
-    ValueError
+    ValueError, MemoryError
         A block cannot be read.
     """
     Q = cast(as_floating("q", arguments["q"]), problem.compute)  # so that O is rounded once
@@ -164,7 +166,7 @@ def in_blocks(
             of_part = options_of(problem, given, part)
             if of_part is not None:
                 seen.append((rows, of_part | placed(problem.functions, part)))
-        K, V = (_read(n, x, keys) for n, x in (("k", k), ("v", v))) if seen else (None, None)
+        K, V = (read(name_of(n), x, keys) if seen else None for n, x in (("k", k), ("v", v)))
         for rows, of_part in seen:
             o, l = attend(Q[..., rows, :], K, V, **of_part)
             shape = (B, H, *o.shape[-2:])
@@ -185,16 +187,20 @@ def _num_keys(problem: Problem, k: Any, v: Any) -> int:
     return max(1, BLOCK // max(1, per_key * chunk)) * max(1, chunk)
 
 
-def _read(name: str, x: Any, keys: slice) -> NDArray[Any]:
-    """The keys ``keys`` of a stored array; a map's stay in their file."""
+def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
+    """A stored array, or the keys ``keys`` of it; a map's stay in its file.
+
+    ``MemoryError`` and ``ValueError`` say what does not fit into memory or cannot be read.
+    """
+    which = "" if keys is None else f", keys {keys.start} to {keys.stop}"
     try:
-        return np.asarray(x[..., keys, :])
-    except MemoryError:
-        raise
+        return np.asarray(x[...] if keys is None else x[..., keys, :])
+    except MemoryError as error:
+        why = str(error) or "its chunks are decoded whole"
+        raise MemoryError(f"{name} does not fit into memory{which}: {why}") from error
     except Exception as error:  # a store raises what its codecs and its file system do
         raise ValueError(
-            f"{name_of(name)} cannot be read, keys {keys.start} to {keys.stop}: "
-            f"{type(error).__name__}: {error}"
+            f"{name} cannot be read{which}: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,6 +34,14 @@ from minimha.equations.visibility import UNBOUNDED, sees
 
 MAX_OFFSET = 1 << 31  # keeps position arithmetic far inside UNBOUNDED
 Shape = tuple[int, int, int, int]
+
+
+class Relative(NamedTuple):
+    """A part's ``q_offset``, (B,): it counts from the part's first key, and has no limit."""
+
+    offset: NDArray[np.int64]
+
+
 RANKS = {2: "(L, D)", 3: "(H, L, D)", 4: "(B, H, L, D)"}
 MASK_SHAPES = "(Lq, Lk), or 4-D and broadcastable to (B, H, Lq, Lk)"
 
@@ -347,7 +355,7 @@ def _check_shapes(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], is_paged: b
     if H == 0 or Hkv == 0 or H % Hkv:
         raise ValueError(
             f"{K} has {counted(Hkv, 'head')} but {Q} has {H}: "
-            f"H must be a multiple of Hkv (H={H}, Hkv={Hkv})"
+            + (f"H must be a multiple of Hkv (H={H}, Hkv={Hkv})" if H and Hkv else "0 is too few")
         )
 
 
@@ -400,6 +408,8 @@ def _offset(
     lengths: NDArray[np.int64], positional: list[str],
 ) -> NDArray[np.int64]:  # fmt: skip
     Lq, Lk = shape[2:]
+    if isinstance(q_offset, Relative):
+        return q_offset.offset
     if q_offset is not None:
         return _per_batch("q_offset", q_offset, len(lengths), (1 - MAX_OFFSET, MAX_OFFSET - 1))
     unequal, of_sequence = Lq != Lk, ""

@@ -1,6 +1,8 @@
 """attend over a store of zarr: here, on a cluster, and what is refused before a number is read."""
 
 import json
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -17,6 +19,18 @@ Q, K, V = (
     RNG.normal(size=(1, 2, 50, 8)),
 )
 MASK = RNG.random((2, 50)) < 0.8
+LIMITED = """
+import resource, sys
+import minimha.cli.attend, minimha.cli.stores, zarr
+from minimha import attention
+from minimha.cli import main
+attention([[1.0]], [[1.0]], [[1.0]])
+room, *line = sys.argv[1:]
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (int(room) << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+print(main(line))
+"""
 OPTIONS = {"attn_mask": MASK, "softcap": 3.0, "is_causal": True, "q_offset": 40}
 
 
@@ -179,3 +193,35 @@ def test_what_cannot_be_shown_of_a_store(tmp_path, capsys, monkeypatch, line, se
     status, _, err = attend(capsys, *line)
     assert status == 2
     assert sentence in err
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is Linux's")
+@pytest.mark.parametrize("room", [16, 90, 400])
+def test_a_store_that_does_not_fit_into_memory_is_a_sentence(tmp_path, room):
+    """Within so many MiB more than are there once all is imported; a chunk has 128."""
+    group = zarr.open_group(tmp_path / "p.zarr", mode="w")
+    for name, length in (("q", 1), ("k", 2**18), ("v", 2**18)):
+        shape = (1, 1, length, 64)
+        x = np.zeros(shape)
+        group.create_array(name, data=x, chunks=shape, config={"write_empty_chunks": True})
+    line = ["attend", str(tmp_path / "p.zarr"), "--output", str(tmp_path / "o.json")]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(room), *line],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "2\n"
+    assert "memory" in done.stderr or "cannot be read" in done.stderr or "thread" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("minimha: ") == 1
+
+
+def test_an_array_of_another_option_that_cannot_be_read_is_a_sentence(tmp_path, capsys):
+    write(tmp_path / "p.zarr")
+    (chunk,) = (path for path in (tmp_path / "p.zarr" / "q" / "c").rglob("*") if path.is_file())
+    chunk.write_bytes(b"too short")
+    status, out, err = attend(capsys, tmp_path / "p.zarr")
+    assert (status, out) == (2, "")
+    assert "p.zarr, q cannot be read: " in err
+    assert err.count("\n") == 1

@@ -22,7 +22,8 @@ SHAPES = [
     (Q, np.ones((2, 6, 6, 5)), np.ones((2, 6, 6, 7)),
      "k has 6 heads but q has 4: H must be a multiple of Hkv (H=4, Hkv=6)"),
     (Q[:, :3], K, V, "k has 2 heads but q has 3"),
-    (Q, K[:, :0], V[:, :0], "k has 0 heads but q has 4"),
+    (Q, K[:, :0], V[:, :0], "k has 0 heads but q has 4: 0 is too few"),
+    (Q[:, :0], K, V, "k has 2 heads but q has 0: 0 is too few"),
 ]  # fmt: skip
 
 OPTIONS = [
@@ -58,6 +59,9 @@ OPTIONS = [
     ({"sinks": np.ones((2, 4))}, ValueError, "sinks has shape (2, 4): expected (H,) = (4,)"),
     ({"sinks": ["a"] * 4}, TypeError, "sinks has dtype <U1: expected integers, float16"),
     ({"scale": "big"}, TypeError, "scale is 'big': expected a number"),
+    ({"scale": np.ones(1)}, TypeError, "scale is array([1.]): expected a number"),
+    ({"scale": np.array(True)}, TypeError, "scale is array(True): expected a number"),
+    ({"softcap": np.array(-1.0)}, ValueError, "softcap is array(-1.): expected a positive number"),
     ({"scale": True}, TypeError, "scale is True: expected a number"),
     ({"scale": float("nan")}, ValueError, "scale is nan: expected a finite number"),
     ({"scale": 10**400}, ValueError, "expected a finite number"),
