@@ -23,12 +23,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from minimha import dialects, explain, layers, models
+    from minimha import distributed as distributed
     from minimha.check import check
 else:
 
     def __getattr__(name):
         """Import a package when it is first used, so that ``import minimha`` stays fast."""
-        if name in __all__:
+        if name in (*__all__, "distributed"):  # which needs dask, as import * must not
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypedDict, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -43,6 +43,7 @@ __all__ = [
 ]  # fmt: skip
 
 Backend = Literal["auto", "dense", "tiled", "cpu", "cuda"]
+DType = str | type | np.dtype[Any]
 
 # Imported when used: importing numba, for the kernels, takes longer than solving a toy problem.
 BACKENDS = {
@@ -83,8 +84,8 @@ class Scores(TypedDict, total=False):
     """Options of ``attention`` that change scores."""
 
     attn_bias: ArrayLike | None
-    scale: float | None
-    softcap: float | None
+    scale: SupportsFloat | None
+    softcap: SupportsFloat | None
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
 
@@ -122,7 +123,7 @@ def _reason(backend: str) -> str | None:
 
 
 def compile(
-    dtypes: Sequence[str] = ("float32",),
+    dtypes: DType | Sequence[DType] = ("float32",),
     progress: Callable[[str], None] = lambda doing: None,
     *,
     backend: Literal["cpu", "cuda"] = "cpu",
@@ -131,8 +132,9 @@ def compile(
 
     Parameters
     ----------
-    dtypes : sequence of {"float32", "float64", "float16", "bfloat16"}, default ("float32",)
-        On the CPU each one needs two kernels, for many queries and for few.
+    dtypes : dtype or sequence of dtype, default ("float32",)
+        "float32", "float64", "float16" and "bfloat16", as strings or as NumPy has them. On the CPU
+        each one needs two kernels, for many queries and for few.
     progress : callable, optional
         Called with the name of each kernel when its turn comes. Default is to report nothing.
     backend : {"cpu", "cuda"}, default "cpu"
@@ -154,8 +156,10 @@ def compile(
     BackendUnavailable
         The kernels cannot be compiled on this machine; on one without a GPU, those for a GPU.
     """
-    for dtype in dtypes:
-        choice("dtypes", dtype, DTYPES)
+    given = [dtypes] if isinstance(dtypes, (str, type, np.dtype)) else dtypes
+    names = [np.dtype(x).name if isinstance(x, (type, np.dtype)) else x for x in given]
+    for name in names:
+        choice("dtypes", name, DTYPES)
     choice("backend", backend, ("cpu", "cuda"))
     kernels = f"the {backend.upper()} kernels"
     reason = _reason(backend)
@@ -163,7 +167,7 @@ def compile(
         raise BackendUnavailable(f"{kernels} cannot be compiled: {reason}")
     ahead = imported(AHEAD[backend])
     try:
-        kept: dict[str, Path | None] = ahead.compile_ahead(dtypes, progress)
+        kept: dict[str, Path | None] = ahead.compile_ahead(names, progress)
     except ahead.CompilationFailed as error:
         raise BackendUnavailable(f"{kernels} cannot be compiled: {error}") from error
     return kept
@@ -291,8 +295,8 @@ def attention(
     attn_bias: ArrayLike | None = None,
     kv_lengths: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
+    scale: SupportsFloat | None = None,
+    softcap: SupportsFloat | None = None,
     sinks: ArrayLike | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
@@ -348,9 +352,9 @@ def attention(
         Only keys j < length exist. Default is Lk.
     alibi_slopes : array_like of shape (H,), optional
         Adds -slope · abs(i + q_offset - j) to the scores. Finite.
-    scale : float, optional
+    scale : float or 0-d array, optional
         Multiplies the scores; may be 0 or negative. Default is 1/sqrt(D).
-    softcap : float, optional
+    softcap : float or 0-d array, optional
         Positive c: scores become c · tanh(score / c).
     sinks : array_like of shape (H,), optional
         Extra scores in the denominator and the log-sum-exp that have no value. Finite, or -inf for

@@ -1,5 +1,7 @@
 """attention() and backends(): the choice of a backend, the log-sum-exp, and taps."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,37 @@ def test_every_option_adds_its_step_to_the_trace():
         "distances", "bias", "biased", "modified", "masked", "sinks", "row_max", "exponentials",
         "row_sum", "weights", "output", "lse",
     ]  # fmt: skip
+
+
+def test_distributed_is_found_when_it_is_first_used(monkeypatch):
+    pytest.importorskip("dask", reason="dask, on which distributed stands, is not installed")
+    monkeypatch.delattr(minimha, "distributed", raising=False)
+    assert minimha.distributed.attention.__module__ == "minimha.distributed.attending"
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "names"),
+    [
+        ("float64", ["float64"]),
+        (np.float32, ["float32"]),
+        (np.dtype("float16"), ["float16"]),
+        (["bfloat16", np.float32], ["bfloat16", "float32"]),
+    ],
+)
+def test_compile_takes_one_dtype_or_several(monkeypatch, dtypes, names):
+    heard = []
+    ahead = SimpleNamespace(
+        compile_ahead=lambda dtypes, progress: heard.extend(dtypes) or {}, CompilationFailed=OSError
+    )
+    monkeypatch.setattr("minimha.api.imported", lambda name: ahead)
+    assert minimha.compile(dtypes) == {}
+    assert heard == names
+
+
+@pytest.mark.parametrize("dtypes", ["float8", [int], [None]])
+def test_compile_refuses_other_dtypes(dtypes):
+    with pytest.raises(ValueError, match=r"dtypes is .*: expected one of 'float32', 'float64'"):
+        minimha.compile(dtypes)
 
 
 def test_the_public_names():

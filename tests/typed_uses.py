@@ -6,7 +6,7 @@ comments) complain about one that is not needed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,15 @@ def right(x: NDArray[np.float32], t: Tensor, wants: bool, layer: MultiHeadAttent
     cosine_attention(x, x, x, window_size=(None, 0), return_lse=True)
     additive_attention(x, x, x, x, x, x, sinks=[0.0])
     assert_type(minimha.check(attention, speaks="minimha", dtype="bfloat16"), Report)
-    assert_type(minimha.check("kernel.py:attention").verdict, str)
+    assert_type(
+        minimha.check("kernel.py:attention").verdict, Literal["right", "wrong", "cannot tell"]
+    )
+    assert_type(minimha.merge([(x, x)]), tuple[NDArray[np.float32], NDArray[np.float32]])
+    assert_type(minimha.merge([attention(t, t, t, return_lse=True)] * 2), tuple[Tensor, Tensor])
+    minimha.distributed.striped([x], 2)
+    minimha.compile("float32")
+    minimha.compile([np.float32, np.dtype("float64"), "bfloat16"])
+    attention(x, x, x, scale=np.float32(0.5), softcap=np.array(3.0))
     assert_attention(attention, timeout=5.0)
     minimha.explain.Trace()
     model = minimha.models.load("folder")
@@ -68,6 +76,7 @@ def wrong(x: NDArray[np.float32], layer: MultiHeadAttention) -> None:
     cosine_attention(x, x, x, scales=2.0)  # type: ignore[call-arg]
     additive_attention(x, x, x, x, x, x, softcap=2.0)  # type: ignore[call-arg]
     KVCache(1, 1, 1, 1).attend(x, is_causal=True)  # type: ignore[call-arg]
+    minimha.merge([x])  # type: ignore[arg-type]
     minimha.check(x)  # type: ignore[arg-type]
     minimha.check(attention, dialect="torch")  # type: ignore[call-arg]
     minimha.models.world.load().logits([1], backend="gpu")  # type: ignore[arg-type]

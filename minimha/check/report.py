@@ -13,7 +13,7 @@ import numpy as np
 from minimha.check.answer import MISSING, NOT_ASKED
 from minimha.check.deviations import DEVIATIONS, Deviation
 from minimha.check.speaking import DIALECTS
-from minimha.check.verdict import Findings, Result
+from minimha.check.verdict import Findings, Result, Verdict
 
 MOST_LISTED = 16  # numbers of an option in the JSON; of a longer one its size alone
 
@@ -50,7 +50,7 @@ class Report:
     function: str
     speaks: str
     dtype: str
-    verdict: str
+    verdict: Verdict
     deviations: tuple[str, ...]
     alternatives: tuple[tuple[str, ...], ...]
     explains: tuple[int, int]
@@ -73,7 +73,7 @@ class Report:
         )
         is_complete = all(r.answer.refusal != MISSING for r in findings.results)
         is_own = len(conventions) == len(findings.deviations) > 0 and explained + known >= taken
-        verdict = "right" if is_own else findings.verdict
+        verdict: Verdict = "right" if is_own else findings.verdict
         return cls(
             function,
             speaks,

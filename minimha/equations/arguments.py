@@ -84,12 +84,12 @@ def number(
     Raises
     ------
     TypeError
-        It is no real number, or a masked one.
+        It is no real number, nor an array of one, or it is masked.
     ValueError
         It is below ``low``, NaN, infinite or beyond the dtype's range.
     """
     _check_unmasked(name, value)
-    scalar = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
+    scalar = rectangular(name, value).item() if getattr(value, "shape", None) == () else value
     if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
         raise TypeError(f"{name_of(name)} is {value!r}: expected a number")
     largest = float(np.finfo(compute).max)
@@ -183,7 +183,7 @@ def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
     return array
 
 
-def as_integers(name: str, value: ArrayLike) -> NDArray[np.int64]:
+def as_integers(name: str, value: ArrayLike, limit: int = LARGEST_INTEGER) -> NDArray[np.int64]:
     """``value`` as an array of int64 whose sums and differences do not wrap around."""
     array = rectangular(name, value)
     if array.size == 0:
@@ -191,7 +191,7 @@ def as_integers(name: str, value: ArrayLike) -> NDArray[np.int64]:
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name_of(name)} has dtype {array.dtype}: expected integers")
     low, high = int(array.min()), int(array.max())
-    if low < -LARGEST_INTEGER or high > LARGEST_INTEGER:
+    if low < -limit or high > limit:
         raise ValueError(
             f"{name_of(name)} has numbers from {low} to {high}: expected integers within ±2^53"
         )

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import as_floating, cast, common_dtype
-from minimha.equations.arrays import like
+from minimha.equations.arrays import DLPackArray, Given, like
 
 Pair = tuple[Any, Any]
+Lse = TypeVar("Lse", bound=DLPackArray)
 
 
+@overload
+def merge(parts: Iterable[tuple[Given, Lse]]) -> tuple[Given, Lse]: ...
+@overload
+def merge(parts: Iterable[tuple[ArrayLike, ArrayLike]]) -> Pair: ...
 def merge(parts: Iterable[Pair]) -> Pair:
     """O = Σ_p exp(L_p - L) O_p with L = log Σ_p exp L_p: the parts p have different keys.
 
