@@ -231,7 +231,7 @@ def _lens(args: argparse.Namespace, model: Transformer) -> None:
     from minimha.models.sampling import probabilities
 
     settings = args.temperature, args.top_k, args.top_p
-    found = probabilities(lens(model, args.text)[:, -1], *settings)
+    found = probabilities(lens(model, args.text)[:, 0], *settings)
     places = ["embeddings", *(f"layer {n}" for n in range(len(found) - 1))]
     words = [_likeliest(model, p, args.top) for p in found]
     exact: list[dict[str, Any]] = [

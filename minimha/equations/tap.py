@@ -4,10 +4,16 @@ The equations pass every intermediate through ``tap(name, value)`` and continue 
 it returns, so that a line with a tap still reads as mathematics. ``no_tap`` records nothing;
 ``explain.Trace`` records everything. A value is an array, or text: the source of a caller's
 function, which is heard before the step that it makes.
+
+A caller's tap goes through ``checked_tap``: it reads arrays and cannot write to them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 Tap = Callable[[str, Any], Any]
 
@@ -15,6 +21,70 @@ Tap = Callable[[str, Any], Any]
 def no_tap(name: str, value: Any) -> Any:
     """Return ``value`` unchanged."""
     return value
+
+
+def checked_tap(tap: Tap) -> Tap:
+    """Return a tap that passes read-only arrays to ``tap`` and checks what it returns.
+
+    >>> checked_tap(lambda name, value: value[0])("scores", np.zeros((1, 2)))
+    Traceback (most recent call last):
+    ValueError: tap's 'scores' has shape (2,) and float64: expected shape (1, 2) and float64
+    """
+    if tap is no_tap:
+        return no_tap
+    if not callable(tap):
+        raise TypeError(f"tap is {tap!r}: expected a callable tap(name, value) that returns value")
+
+    def hear(name: str, value: Any) -> Any:
+        shown = value
+        if isinstance(value, np.ndarray):
+            shown = value.view()
+            shown.flags.writeable = False
+        found = tap(name, shown)
+        return value if found is shown else _like("tap", name, found, value)
+
+    return hear
+
+
+@contextmanager
+def replacing(tap: Tap, replace: Mapping[str, ArrayLike] | None) -> Iterator[Tap]:
+    """Yield ``tap``, checked, after one that gives steps other values, as a ``Trace`` shows them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An array that does not fit its step; at the end, a step that there was not.
+    """
+    tap, given, names = checked_tap(tap), replace or {}, set()
+    if not isinstance(replace, Mapping | None):
+        raise TypeError(f"replace is {replace!r}: expected a dict from names of steps to arrays")
+
+    def hear(name: str, value: Any) -> Any:
+        names.add(name)
+        if name in given:
+            other: Any = given[name]
+            with suppress(TypeError, ValueError):  # no array, or one of another kind
+                other = np.asarray(other).astype(value.dtype, casting="same_kind")
+                if other.squeeze().shape == value.squeeze().shape:
+                    other = other.reshape(value.shape)
+            value = _like("replace", name, other, value)
+        return tap(name, value)
+
+    yield hear if given else tap
+    for name in set(given) - names:
+        from difflib import get_close_matches  # here: nothing else of a start needs it
+
+        near = get_close_matches(str(name), names, 1, 0)[0]
+        raise ValueError(f"replace has {name!r}, but there is no such step (nearest: {near})")
+
+
+def _like(whose: str, name: str, found: Any, value: Any) -> Any:
+    """``found``, if it is an array of the shape and dtype of ``value``."""
+    shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+    if isinstance(value, str) or (shape, dtype) == (value.shape, value.dtype):
+        return found
+    got = f"has shape {shape} and {dtype}" if dtype else f"is a {type(found).__name__}"
+    raise ValueError(f"{whose}'s {name!r} {got}: expected shape {value.shape} and {value.dtype}")
 
 
 def renamed(tap: Tap, **names: str | None) -> Tap:

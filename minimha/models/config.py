@@ -36,6 +36,8 @@ class Config:
         Of the scores. Default is 1/√D.
     softcap, logit_softcap : float, optional
         Caps of the scores and of the logits.
+    eos : tuple of int
+        The tokens that end a text.
 
     Raises
     ------
@@ -60,6 +62,7 @@ class Config:
     scale: float | None = None
     softcap: float | None = None
     logit_softcap: float | None = None
+    eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -7,7 +7,7 @@ Axes: ``L`` tokens, ``E`` model width, ``V`` vocabulary. Inside, arrays have a b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend
 from minimha.equations.arguments import as_integers, name_of
-from minimha.equations.tap import Tap, no_tap, prefixed, renamed, staged
+from minimha.equations.tap import Tap, no_tap, prefixed, renamed, replacing, staged
 from minimha.layers.linear import product
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.models.config import Config
@@ -131,6 +131,7 @@ class Encoder:
         *,
         backend: Backend = "auto",
         tap: Tap = no_tap,
+        replace: Mapping[str, ArrayLike] | None = None,
     ) -> Array:
         """Return each token's row after the last layer.
 
@@ -144,6 +145,8 @@ class Encoder:
             As in ``minimha.attention``.
         tap : callable ``tap(name, value) -> value``, optional
             Hears every step; those of layer n are called ``weights[layer n]``.
+        replace : mapping from step name to array_like, optional
+            What steps are instead, as a ``Trace`` shows them; the others are computed from these.
 
         Returns
         -------
@@ -153,14 +156,15 @@ class Encoder:
         ------
         TypeError, ValueError
             Text without a tokenizer, a token outside the vocabulary, more tokens than positions,
-            or types that do not fit.
+            or types or a ``replace`` that do not fit.
         """
         tokens = self.encode(ids)
         check_length("ids", len(tokens), 0, self.config.max_length)
-        rows = self.embeddings(tokens, 0, tap, self._types(types, len(tokens)))
-        x = self.embedding_norm(rows, prefixed(tap, "embedded_"))[None]
-        for n, layer in enumerate(self.layers):
-            x = layer(x, staged(tap, f"layer {n}"), backend=backend)
+        with replacing(tap, replace) as tap:
+            rows = self.embeddings(tokens, 0, tap, self._types(types, len(tokens)))
+            x = self.embedding_norm(rows, prefixed(tap, "embedded_"))[None]
+            for n, layer in enumerate(self.layers):
+                x = layer(x, staged(tap, f"layer {n}"), backend=backend)
         return np.asarray(x[0])
 
     def logits(
@@ -170,6 +174,7 @@ class Encoder:
         *,
         backend: Backend = "auto",
         tap: Tap = no_tap,
+        replace: Mapping[str, ArrayLike] | None = None,
     ) -> Array:
         """Return for each token the logits (L, V) of what it was before it was masked.
 
@@ -185,10 +190,14 @@ class Encoder:
                 "the checkpoint has no head of a masked language model (cls.predictions), so there "
                 "are no logits: hidden(ids) gives each token's row"
             )
-        x, head = self.hidden(ids, types, backend=backend, tap=tap), self.head
-        activate = ACTIVATIONS[self.config.activation]
-        x = head.norm(activate(product(x, head.W) + head.b), prefixed(tap, "final_"))
-        return np.asarray(tap("logits", product(x, tap("W_vocab", head.W_vocab)) + head.b_vocab))
+        head, activate = self.head, ACTIVATIONS[self.config.activation]
+        with replacing(tap, replace) as tap:
+            x = activate(
+                product(self.hidden(ids, types, backend=backend, tap=tap), head.W) + head.b
+            )
+            x = head.norm(x, prefixed(tap, "final_"))
+            logits = product(x, tap("W_vocab", head.W_vocab)) + head.b_vocab
+            return np.asarray(tap("logits", logits))
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
         """Return the numbers of the tokens (L,), checked; text goes through the tokenizer."""

@@ -9,7 +9,7 @@ arrays have a batch axis of 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
 from minimha.equations.arguments import as_floating, integer, name_of
-from minimha.equations.tap import Tap, no_tap, prefixed, renamed, staged
+from minimha.equations.tap import Tap, checked_tap, no_tap, prefixed, renamed, replacing, staged
 from minimha.layers.biases import t5_bias
 from minimha.layers.cache import KVCache
 from minimha.layers.linear import product
@@ -29,7 +29,7 @@ from minimha.models.encoder import EncoderLayer
 from minimha.models.feed_forward import FeedForward
 from minimha.models.norms import LayerNorm, Norm
 from minimha.models.sampling import sampler
-from minimha.models.tokens import Tokenizer, check_length, numbers
+from minimha.models.tokens import Tokenizer, check_length, ends, numbers
 
 Array = NDArray[Any]
 
@@ -154,7 +154,12 @@ class EncoderDecoder:
     tokenizer: Tokenizer | None = None
 
     def memory(
-        self, ids: str | ArrayLike, *, backend: Backend = "auto", tap: Tap = no_tap
+        self,
+        ids: str | ArrayLike,
+        *,
+        backend: Backend = "auto",
+        tap: Tap = no_tap,
+        replace: Mapping[str, ArrayLike] | None = None,
     ) -> Array:
         """Return the rows of the source after the encoder.
 
@@ -166,6 +171,8 @@ class EncoderDecoder:
             As in ``minimha.attention``.
         tap : callable ``tap(name, value) -> value``, optional
             Hears every step; those of layer n are called ``weights[encoder n]``.
+        replace : mapping from step name to array_like, optional
+            What steps are instead, as a ``Trace`` shows them; the others are computed from these.
 
         Returns
         -------
@@ -174,17 +181,19 @@ class EncoderDecoder:
         Raises
         ------
         TypeError, ValueError
-            Text without a tokenizer, a token outside the vocabulary, more tokens than positions.
+            Text without a tokenizer, a token outside the vocabulary, more tokens than positions, a
+            ``replace`` that does not fit.
         """
         tokens = self.encode(ids)
         self._check_length("ids", len(tokens), 0)
-        heard = staged(tap, "source")
-        x = self.source(tokens, 0, heard)[None]
         bias = None if self.encoder_bias is None else self.encoder_bias(0, len(tokens))
-        for n, layer in enumerate(self.encoder):
-            x = layer(x, staged(tap, f"encoder {n}"), attn_bias=bias, backend=backend)
-        if self.encoder_norm is not None:
-            x = self.encoder_norm(x, prefixed(heard, "final_"))
+        with replacing(tap, replace) as tap:
+            heard = staged(tap, "source")
+            x = self.source(tokens, 0, heard)[None]
+            for n, layer in enumerate(self.encoder):
+                x = layer(x, staged(tap, f"encoder {n}"), attn_bias=bias, backend=backend)
+            if self.encoder_norm is not None:
+                x = self.encoder_norm(x, prefixed(heard, "final_"))
         return np.asarray(x[0])
 
     def logits(
@@ -195,6 +204,7 @@ class EncoderDecoder:
         cache: DecoderCache | None = None,
         backend: Backend = "auto",
         tap: Tap = no_tap,
+        replace: Mapping[str, ArrayLike] | None = None,
     ) -> Array:
         """Return for each token of the target the logits of the token after it.
 
@@ -211,6 +221,8 @@ class EncoderDecoder:
         tap : callable ``tap(name, value) -> value``, optional
             Hears every step; those of layer n are called ``weights[decoder n]`` and, where it looks
             at the memory, ``weights[cross n]``.
+        replace : mapping from step name to array_like, optional
+            As in ``memory``.
 
         Returns
         -------
@@ -223,11 +235,13 @@ class EncoderDecoder:
         """
         rows = self._checked_memory(memory)
         tokens = numbers("target", target, self.config.vocabulary, self.tokenizer)
-        x = self._decoded(rows, tokens, cache, backend, tap)
-        return np.asarray(self.unembed(x, tap)[0])
+        with replacing(tap, replace) as tap:
+            x = self._decoded(rows, tokens, cache, backend, tap)
+            return np.asarray(self.unembed(x, tap)[0])
 
     def unembed(self, x: Array, tap: Tap = no_tap) -> Array:
         """Return the logits (..., L, V) that rows x (..., L, E) of the decoder stand for."""
+        tap = checked_tap(tap)
         if self.decoder_norm is not None:
             x = self.decoder_norm(x, prefixed(tap, "final_"))
         if self.output_scale != 1:
@@ -265,21 +279,14 @@ class EncoderDecoder:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
+        eos: int | Sequence[int] | None = None,
         backend: Backend = "auto",
+        replace: Mapping[str, ArrayLike] | None = None,
     ) -> Iterator[int]:
-        """Yield ``num_tokens`` tokens of a target, each drawn given the source and those before.
+        """Yield up to ``num_tokens`` tokens of a target, drawn given the source and those before.
 
-        Parameters
-        ----------
-        ids : str, or array_like of shape (Ls,), int
-            The source.
-        num_tokens : int
-        temperature, top_k, top_p
-            As in ``minimha.models.sampling.probabilities``; ``top_k=1`` is greedy.
-        seed : int, default 0
-            Of the draws.
-        backend : str, default "auto"
-            As in ``minimha.attention``.
+        Parameters are those of ``Transformer.generate``; ``ids`` are the source, and ``replace`` is
+        that of ``memory``.
 
         Raises
         ------
@@ -288,12 +295,13 @@ class EncoderDecoder:
         """
         count = integer("num_tokens", num_tokens)
         sample = sampler(temperature, top_k, top_p, seed)
+        last = ends("eos", eos, self.config.eos)
         if self.target.positions is not None and count > self.config.max_length:
             raise ValueError(
                 f"{name_of('num_tokens')} is {count}: the model has only {self.config.max_length} "
                 f"positions"
             )
-        memory = self._checked_memory(self.memory(ids, backend=backend))
+        memory = self._checked_memory(self.memory(ids, backend=backend, replace=replace))
         cache = self.new_cache(memory[0], count)
 
         def drawn(new: int) -> Iterator[int]:
@@ -301,6 +309,8 @@ class EncoderDecoder:
                 x = self._decoded(memory, np.array([new]), cache, backend)
                 new = sample(self.unembed(x[0, -1:])[0])
                 yield new
+                if new in last:
+                    return
 
         return drawn(self.start)
 

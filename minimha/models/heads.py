@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from minimha.equations.arguments import as_integers, name_of
+from minimha.equations.tap import replacing
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.models.config import Config
 from minimha.models.transformer import Transformer
@@ -116,37 +118,57 @@ def mean_outputs(model: Transformer, prompts: Iterable[Prompt]) -> NDArray[np.fl
     return sums / max(count, 1)
 
 
-def lens(model: Transformer, ids: str | ArrayLike) -> Array:
+def lens(
+    model: Transformer, ids: str | ArrayLike, positions: ArrayLike = -1,
+    layers: ArrayLike | None = None, *, replace: Mapping[str, ArrayLike] | None = None,
+) -> Array:  # fmt: skip
     """What would be predicted from each layer on: logits of the embeddings and after every layer.
 
     Parameters
     ----------
     model : Transformer
     ids : str, or array_like of shape (L,), int
+    positions : int or array_like of int, default -1
+        The tokens whose logits are made, n of them; negative numbers count from the end.
+    layers : int or array_like of int, optional
+        After how many layers; 0 is the embeddings. Default is all, 0 to the model's layers.
+    replace : mapping from step name to array_like, optional
+        As in ``model.logits``, of steps up to the last layer.
 
     Returns
     -------
-    ndarray of shape (1 + layers, L, V), float32
+    ndarray of shape (1 + layers, n, V), float32
         The last are the model's own logits.
 
     Raises
     ------
     TypeError, ValueError
-        As ``model.logits``.
+        As ``model.logits``, or a position or layer that there is not.
 
     References
     ----------
     nostalgebraist, "Interpreting GPT: the logit lens", 2020.
     """
+    tokens, depth = model.encode(ids), 1 + model.config.num_layers
+    rows = _places("positions", positions, len(tokens))
+    kept = _places("layers", range(depth) if layers is None else layers, depth)
     stream: list[Array] = []
 
     def tap(name: str, value: Any) -> Any:
         if name == "embedded" or name.startswith("residual["):
-            stream.append(value.reshape(-1, value.shape[-1]))
+            stream.append(value.reshape(-1, value.shape[-1])[rows])
         return value
 
-    model.residual(ids, backend="dense", tap=tap)
-    return np.stack([model.unembed(x) for x in stream])
+    with replacing(tap, replace) as heard:
+        model.residual(tokens, backend="dense", tap=heard)
+    return np.stack([model.unembed(stream[n]) for n in kept])
+
+
+def _places(name: str, given: ArrayLike, count: int) -> Ids:
+    places = np.atleast_1d(as_integers(name, given))
+    if (places < -count).any() or (places >= count).any():
+        raise ValueError(f"{name_of(name)} is {given!r}: expected {-count} to {count - 1}")
+    return places
 
 
 def previous(ids: Ids) -> NDArray[np.bool_]:

@@ -55,6 +55,11 @@ def numbers(
     return tokens
 
 
+def ends(name: str, eos: ArrayLike | None, default: Sequence[int] = ()) -> tuple[int, ...]:
+    """The tokens after which a text ends: one, several or none, or by default those given."""
+    return tuple(default if eos is None else as_integers(name, eos).ravel().tolist())
+
+
 def check_length(name: str, num_tokens: int, start: int, max_length: int) -> None:
     """Refuse more tokens, the first at position ``start``, than there are positions."""
     if start + num_tokens > max_length:

@@ -7,7 +7,7 @@ Axes: ``L`` tokens, ``E`` model width, ``V`` vocabulary. Inside, arrays have a b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend
 from minimha.equations.arguments import counted, integer, name_of
-from minimha.equations.tap import Tap, no_tap, prefixed, renamed, staged
+from minimha.equations.tap import Tap, checked_tap, no_tap, prefixed, renamed, replacing, staged
 from minimha.layers.cache import KVCache
 from minimha.layers.linear import product
 from minimha.layers.multihead import MultiHeadAttention
@@ -25,7 +25,7 @@ from minimha.models.embeddings import Embeddings
 from minimha.models.feed_forward import FeedForward
 from minimha.models.norms import Norm
 from minimha.models.sampling import sampler
-from minimha.models.tokens import Tokenizer, check_length, numbers
+from minimha.models.tokens import Tokenizer, check_length, ends, numbers
 
 Array = NDArray[Any]
 
@@ -99,8 +99,9 @@ class Transformer:
     embeddings : Embeddings
     blocks : sequence of Block
     final_norm : Norm
-    W_vocab : ndarray of shape (E, V)
-        The unembedding; if it is tied, the token embedding transposed.
+    W_vocab : ndarray of shape (E, V), optional
+        The unembedding; if it is tied, the token embedding transposed. Without it there are no
+        logits.
     tokenizer : Tokenizer, optional
         Without one, tokens are given as numbers.
     """
@@ -109,7 +110,7 @@ class Transformer:
     embeddings: Embeddings
     blocks: Sequence[Block]
     final_norm: Norm
-    W_vocab: Array
+    W_vocab: Array | None
     tokenizer: Tokenizer | None = None
 
     def logits(
@@ -119,6 +120,7 @@ class Transformer:
         cache: Sequence[KVCache] | None = None,
         backend: Backend = "auto",
         tap: Tap = no_tap,
+        replace: Mapping[str, ArrayLike] | None = None,
     ) -> Array:
         """Return for each token the logits of the token after it.
 
@@ -132,6 +134,8 @@ class Transformer:
             As in ``minimha.attention``.
         tap : callable ``tap(name, value) -> value``, optional
             Hears every step; those of layer n are called ``weights[layer n]``.
+        replace : mapping from step name to array_like, optional
+            What steps are instead, as a ``Trace`` shows them; the others are computed from these.
 
         Returns
         -------
@@ -140,19 +144,27 @@ class Transformer:
         Raises
         ------
         TypeError, ValueError
-            Text without a tokenizer, a token outside the vocabulary, more tokens than positions.
+            Text without a tokenizer, a token outside the vocabulary, more tokens than positions, no
+            head, a ``replace`` that does not fit.
         """
-        x = self.residual(ids, cache=cache, backend=backend, tap=tap)
-        return np.asarray(self.unembed(x, tap)[0])
+        self._head()
+        with replacing(tap, replace) as tap:
+            x = self.residual(ids, cache=cache, backend=backend, tap=tap)
+            return np.asarray(self.unembed(x, tap)[0])
+
+    def hidden(
+        self, ids: str | ArrayLike, *, tap: Tap = no_tap,
+        replace: Mapping[str, ArrayLike] | None = None, **options: Any,
+    ) -> Array:  # fmt: skip
+        """Return each token's row after the final norm, (L, E); arguments as in ``logits``."""
+        with replacing(tap, replace) as tap:
+            x = self.residual(ids, tap=tap, **options)
+            return np.asarray(self.final_norm(x, prefixed(tap, "final_"))[0])
 
     def residual(
-        self,
-        ids: str | ArrayLike,
-        *,
-        cache: Sequence[KVCache] | None = None,
-        backend: Backend = "auto",
-        tap: Tap = no_tap,
-    ) -> Array:
+        self, ids: str | ArrayLike, *, cache: Sequence[KVCache] | None = None,
+        backend: Backend = "auto", tap: Tap = no_tap,
+    ) -> Array:  # fmt: skip
         """Return each token's row after the last block, (1, L, E); arguments as in ``logits``."""
         tokens = self.encode(ids)
         start = 0 if cache is None else int(cache[0].lengths[0])
@@ -169,8 +181,9 @@ class Transformer:
         After any layer, not only the last, they say what would be predicted there (nostalgebraist,
         "Interpreting GPT: the logit lens", 2020).
         """
+        W_vocab, tap = self._head(), checked_tap(tap)
         normed = self.final_norm(x, prefixed(tap, "final_"))
-        logits = product(normed, tap("W_vocab", self.W_vocab))
+        logits = product(normed, tap("W_vocab", W_vocab))
         cap = self.config.logit_softcap
         if cap is not None:
             logits, cap = tap("uncapped_logits", logits), tap("logit_softcap", np.float32(cap))
@@ -209,9 +222,11 @@ class Transformer:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
+        eos: int | Sequence[int] | None = None,
         backend: Backend = "auto",
+        replace: Mapping[str, ArrayLike] | None = None,
     ) -> Iterator[int]:
-        """Yield ``num_tokens`` tokens, each drawn given all those before it.
+        """Yield up to ``num_tokens`` tokens, each drawn given all those before it.
 
         Parameters
         ----------
@@ -222,16 +237,21 @@ class Transformer:
             As in ``minimha.models.sampling.probabilities``; ``top_k=1`` is greedy.
         seed : int, default 0
             Of the draws.
+        eos : int or sequence of int, optional
+            Tokens after which nothing more is drawn. Default is ``config.eos``; () is none.
         backend : str, default "auto"
             As in ``minimha.attention``.
+        replace : mapping from step name to array_like, optional
+            As in ``logits``, at the first token, while ``ids`` are read.
 
         Raises
         ------
         TypeError, ValueError
             At the call, not at the first token: as ``logits``, and for an option outside its range.
         """
+        self._head()
         tokens, count = self.encode(ids), integer("num_tokens", num_tokens)
-        sample = sampler(temperature, top_k, top_p, seed)
+        sample, last = sampler(temperature, top_k, top_p, seed), ends("eos", eos, self.config.eos)
         needed = len(tokens) + count - 1  # the last one is not read again
         if needed > self.config.max_length:
             raise ValueError(
@@ -240,13 +260,18 @@ class Transformer:
             )
         cache = self.new_cache(needed)
 
-        def drawn(new: NDArray[np.int64]) -> Iterator[int]:
+        def drawn(new: NDArray[np.int64], given: Mapping[str, ArrayLike] | None) -> Iterator[int]:
             for _ in range(count):
-                x = self.residual(new, cache=cache, backend=backend)
-                new = np.array([sample(self.unembed(x[0, -1:])[0])])
-                yield int(new[0])
+                with replacing(no_tap, given) as tap:
+                    x = self.residual(new, cache=cache, backend=backend, tap=tap)
+                    rows = x[0, -1:] if given is None else x[0]  # whose steps may be replaced
+                    token = sample(self.unembed(rows, tap)[-1])
+                yield token
+                if token in last:
+                    return
+                new, given = np.array([token]), None
 
-        return drawn(tokens)
+        return drawn(tokens, replace)
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
         """Return the numbers of the tokens (L,), checked; text goes through the tokenizer.
@@ -257,3 +282,8 @@ class Transformer:
             Text without a tokenizer, no token, or one that is not in the vocabulary.
         """
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
+
+    def _head(self) -> Array:
+        if self.W_vocab is None:
+            raise ValueError("the checkpoint has no head, so no logits: hidden(ids) gives the rows")
+        return self.W_vocab

@@ -341,7 +341,7 @@ def test_every_step_is_tapped():
     trace = []
     rotated = RoPE(8).rotate(Q, POSITIONS, lambda name, value: trace.append((name, value)) or value)
     assert [name for name, _ in trace] == ["cos", "sin", "rotated"]
-    assert trace[-1][1] is rotated
+    np.testing.assert_array_equal(trace[-1][1], rotated)
 
 
 @pytest.mark.parametrize("name", ["cos", "sin", "rotated"])

@@ -76,13 +76,32 @@ def test_mean_outputs_are_over_all_tokens(model):
 
 
 def test_the_lens_is_the_unembedded_stream_and_ends_in_the_logits(model):
-    found = heads.lens(model, IDS)
+    found = heads.lens(model, IDS, range(6))
     assert found.shape == (3, 6, 23)
     np.testing.assert_allclose(found[-1], logits_of_gpt2({}), atol=5e-5)
     none = {name: np.zeros_like(W) for name, W in GPT2.items() if "c_proj" in name}
     np.testing.assert_allclose(found[0], logits_of_gpt2(none), atol=5e-5)
     half = {name: W for name, W in none.items() if name.startswith("h.1.")}
     np.testing.assert_allclose(found[1], logits_of_gpt2(half), atol=5e-5)
+
+
+def test_the_lens_is_of_the_positions_and_layers_that_are_chosen(model):
+    whole = heads.lens(model, IDS, range(6))
+    chosen = heads.lens(model, IDS)
+    assert chosen.shape == (3, 1, 23)
+    np.testing.assert_allclose(chosen, whole[:, -1:], rtol=1e-5)
+    np.testing.assert_allclose(
+        heads.lens(model, IDS, [0, -2], [2, 1]), whole[[2, 1]][:, [0, 4]], rtol=1e-5
+    )
+    zeros = heads.lens(model, IDS, replace={"residual[layer 1]": np.zeros((6, 8))})
+    np.testing.assert_allclose(zeros[2, 0], GPT2["wte.weight"] @ GPT2["ln_f.bias"], rtol=1e-4)
+    for given, sentence in (
+        ({"positions": 6}, "positions is 6: expected -6 to 5"),
+        ({"layers": [0, 3]}, r"layers is \[0, 3\]: expected -3 to 2"),
+        ({"replace": {"residual[1]": 0}}, r"no such step \(nearest: residual\[layer 1\]\)"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            heads.lens(model, IDS, **given)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Whole transformers against plain NumPy, token by token, traced, and their errors."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from models import plain
@@ -74,6 +76,76 @@ def test_the_residual_stream_can_be_unembedded_after_any_layer(model):
     last = model.unembed(trace["residual[layer 1]"])
     np.testing.assert_allclose(last, trace["logits"], rtol=1e-5, atol=1e-5)
     assert model.unembed(trace["residual[layer 0]"]).shape == (len(IDS), 23)
+
+
+def test_steps_are_replaced_by_what_a_trace_shows_and_the_rest_follows(case):
+    model, logits = case
+    theirs, trace = [4, 9, 1, 7, 2, 6, 3], Trace()
+    model.logits(theirs, tap=trace)
+    for step in ("embedded", "residual[layer 0]", "residual[layer 1]", "final_normed"):
+        heard = Trace()
+        got = model.logits(IDS, tap=heard, replace={step: trace[step]})
+        assert close(got, logits(theirs)), step
+        np.testing.assert_array_equal(heard[step], trace[step])
+    none = [[[0, 0]] * 7] * model.config.num_heads  # in integers, where no head finds anything
+    given = {"head_output[layer 1]": np.repeat(none, model.config.head_dim // 2, axis=2).tolist()}
+    zeros = {"concat[layer 1]": np.zeros((7, 8))}
+    assert close(model.logits(IDS, replace=given), model.logits(IDS, replace=zeros))
+    greedy = model.generate(
+        IDS, 1, top_k=1, replace={"residual[layer 1]": trace["residual[layer 1]"]}
+    )
+    assert list(greedy) == [logits(theirs)[-1].argmax()]
+    greedy = model.generate(IDS, 3, top_k=1, replace={"logits": trace["logits"]})
+    assert next(greedy) == trace["logits"][-1].argmax()
+    assert len(list(greedy)) == 2
+
+
+@pytest.mark.parametrize("method", ["logits", "hidden", "generate"])
+@pytest.mark.parametrize(
+    ("replace", "sentence"),
+    [
+        (
+            {"residual[layer 1]": np.zeros((6, 8))},
+            r"replace's 'residual\[layer 1\]' has shape \(6, 8",
+        ),
+        ({"residual[layer 1]": np.zeros((8, 7))}, r"expected shape \(1, 7, 8\) and float32"),
+        ({"embedded": [[1, 2], [3]]}, "replace's 'embedded' is a list: expected shape"),
+        ({"embedded": np.ones((7, 8), complex)}, "has shape \\(7, 8\\) and complex128: expected"),
+        ({"embedded": None}, "replace's 'embedded' is a NoneType: expected shape"),
+        ({"resdual[layer 1]": 0}, r"no such step \(nearest: residual\[layer 1\]\)"),
+        ([1], r"replace is \[1\]: expected a dict from names of steps to arrays"),
+    ],
+)
+def test_what_cannot_replace_a_step_is_named(model, method, replace, sentence):
+    count = (1,) if method == "generate" else ()
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        list(getattr(model, method)(IDS, *count, replace=replace))
+
+
+def test_hidden_rows_are_those_after_the_final_norm(case):
+    model, _ = case
+    trace = Trace()
+    got = model.hidden(IDS, tap=trace)
+    np.testing.assert_array_equal(got, trace["final_normed"])
+    np.testing.assert_allclose(got @ model.W_vocab, model.logits(IDS), rtol=1e-4, atol=1e-4)
+    cache = model.new_cache()
+    steps = [model.hidden([id], cache=cache) for id in IDS]
+    np.testing.assert_allclose(np.concatenate(steps), got, rtol=1e-4, atol=1e-4)
+
+
+def test_generation_ends_after_a_token_that_ends_a_text(case):
+    model, _ = case
+    drawn = list(model.generate([4, 9], 8, top_k=1, eos=()))
+    assert len(drawn) == 8
+    until = drawn[: drawn.index(drawn[3]) + 1]
+    for eos in (drawn[3], [drawn[3], 1], np.array([drawn[3]])):
+        assert list(model.generate([4, 9], 8, top_k=1, eos=eos)) == until
+    ending = replace(model, config=replace(model.config, eos=(drawn[3],)))
+    assert list(ending.generate([4, 9], 8, top_k=1)) == until
+    assert list(ending.generate([4, 9], 8, top_k=1, eos=())) == drawn
+    for eos, sentence in ((1.5, "eos has dtype float64: expected integers"), ("</s>", "eos has")):
+        with pytest.raises(TypeError, match=sentence):
+            model.generate([4], 1, eos=eos)
 
 
 def test_greedy_generation_takes_the_likeliest_token_after_all_before(case):
