@@ -42,7 +42,10 @@ def load(args: argparse.Namespace) -> Transformer:
     from minimha.models import Transformer, load
 
     with render.busy(sys.stderr, f"reading {args.model}"):
-        model = load(args.model)
+        try:
+            model = load(args.model)
+        except MemoryError:
+            raise ValueError(f"the weights of {args.model} do not fit into memory") from None
     if not isinstance(model, Transformer):
         raise ValueError(
             f"{args.model} holds a {model.config.architecture}, which does not continue a text: "

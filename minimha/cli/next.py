@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     _check(args, is_traced)
     model = models.load(args)
     with argument_names(ids="the text", num_tokens="--generate", temperature="--temperature",
-                        top_k="--top-k", top_p="--top-p"):  # fmt: skip
+                        top_k="--top-k", top_p="--top-p", logits="the model's logits"):  # fmt: skip
         less = _without(args, model)
         if is_traced:
             deliver(args, _trace(args, less))

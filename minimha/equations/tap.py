@@ -55,9 +55,9 @@ def replacing(tap: Tap, replace: Mapping[str, ArrayLike] | None) -> Iterator[Tap
     TypeError, ValueError
         An array that does not fit its step; at the end, a step that there was not.
     """
-    tap, given, names = checked_tap(tap), replace or {}, set()
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace is {replace!r}: expected a dict from names of steps to arrays")
+    tap, given, names = checked_tap(tap), replace or {}, set()
 
     def hear(name: str, value: Any) -> Any:
         names.add(name)

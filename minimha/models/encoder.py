@@ -125,14 +125,9 @@ class Encoder:
     tokenizer: Tokenizer | None = None
 
     def hidden(
-        self,
-        ids: str | ArrayLike,
-        types: ArrayLike | None = None,
-        *,
-        backend: Backend = "auto",
-        tap: Tap = no_tap,
-        replace: Mapping[str, ArrayLike] | None = None,
-    ) -> Array:
+        self, ids: str | ArrayLike, types: ArrayLike | None = None, *, backend: Backend = "auto",
+        tap: Tap = no_tap, replace: Mapping[str, ArrayLike] | None = None,
+    ) -> Array:  # fmt: skip
         """Return each token's row after the last layer.
 
         Parameters
@@ -168,14 +163,9 @@ class Encoder:
         return np.asarray(x[0])
 
     def logits(
-        self,
-        ids: str | ArrayLike,
-        types: ArrayLike | None = None,
-        *,
-        backend: Backend = "auto",
-        tap: Tap = no_tap,
-        replace: Mapping[str, ArrayLike] | None = None,
-    ) -> Array:
+        self, ids: str | ArrayLike, types: ArrayLike | None = None, *, backend: Backend = "auto",
+        tap: Tap = no_tap, replace: Mapping[str, ArrayLike] | None = None,
+    ) -> Array:  # fmt: skip
         """Return for each token the logits (L, V) of what it was before it was masked.
 
         Parameters are those of ``hidden``.

@@ -154,13 +154,9 @@ class EncoderDecoder:
     tokenizer: Tokenizer | None = None
 
     def memory(
-        self,
-        ids: str | ArrayLike,
-        *,
-        backend: Backend = "auto",
-        tap: Tap = no_tap,
+        self, ids: str | ArrayLike, *, backend: Backend = "auto", tap: Tap = no_tap,
         replace: Mapping[str, ArrayLike] | None = None,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Return the rows of the source after the encoder.
 
         Parameters
@@ -197,15 +193,10 @@ class EncoderDecoder:
         return np.asarray(x[0])
 
     def logits(
-        self,
-        memory: ArrayLike,
-        target: str | ArrayLike,
-        *,
-        cache: DecoderCache | None = None,
-        backend: Backend = "auto",
-        tap: Tap = no_tap,
+        self, memory: ArrayLike, target: str | ArrayLike, *, cache: DecoderCache | None = None,
+        backend: Backend = "auto", tap: Tap = no_tap,
         replace: Mapping[str, ArrayLike] | None = None,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Return for each token of the target the logits of the token after it.
 
         Parameters
@@ -271,18 +262,11 @@ class EncoderDecoder:
         return DecoderCache(own, kept)
 
     def generate(
-        self,
-        ids: str | ArrayLike,
-        num_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        eos: int | Sequence[int] | None = None,
-        backend: Backend = "auto",
+        self, ids: str | ArrayLike, num_tokens: int, *, temperature: float = 1.0,
+        top_k: int | None = None, top_p: float | None = None, seed: int = 0,
+        eos: int | Sequence[int] | None = None, backend: Backend = "auto",
         replace: Mapping[str, ArrayLike] | None = None,
-    ) -> Iterator[int]:
+    ) -> Iterator[int]:  # fmt: skip
         """Yield up to ``num_tokens`` tokens of a target, drawn given the source and those before.
 
         Parameters are those of ``Transformer.generate``; ``ids`` are the source, and ``replace`` is
@@ -319,13 +303,9 @@ class EncoderDecoder:
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _decoded(
-        self,
-        memory: Array,
-        tokens: NDArray[np.int64],
-        cache: DecoderCache | None,
-        backend: Backend,
-        tap: Tap = no_tap,
-    ) -> Array:
+        self, memory: Array, tokens: NDArray[np.int64], cache: DecoderCache | None,
+        backend: Backend, tap: Tap = no_tap,
+    ) -> Array:  # fmt: skip
         """The rows of the target after the last layer, (1, L, E)."""
         start = 0 if cache is None else int(cache.own[0].lengths[0])
         self._check_length("target", len(tokens), start)

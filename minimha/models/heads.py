@@ -152,15 +152,8 @@ def lens(
     tokens, depth = model.encode(ids), 1 + model.config.num_layers
     rows = _places("positions", positions, len(tokens))
     kept = _places("layers", range(depth) if layers is None else layers, depth)
-    stream: list[Array] = []
-
-    def tap(name: str, value: Any) -> Any:
-        if name == "embedded" or name.startswith("residual["):
-            stream.append(value.reshape(-1, value.shape[-1])[rows])
-        return value
-
-    with replacing(tap, replace) as heard:
-        model.residual(tokens, backend="dense", tap=heard)
+    found = _heard(model, tokens, "embedded", "residual", replace=replace)
+    stream = [x.reshape(-1, x.shape[-1])[rows] for x in found]
     return np.stack([model.unembed(stream[n]) for n in kept])
 
 
@@ -284,14 +277,17 @@ def behaviours(
     )
 
 
-def _heard(model: Transformer, prompt: Prompt, step: str) -> list[Array]:
-    """What a step is in every layer."""
+def _heard(
+    model: Transformer, prompt: Prompt, *steps: str, replace: Mapping[str, ArrayLike] | None = None
+) -> list[Array]:
+    """What these steps are in every layer."""
     found: list[Array] = []
 
     def hear(name: str, value: Any) -> Any:
-        if name.startswith(f"{step}[layer "):
+        if name.partition("[")[0] in steps:
             found.append(value)
         return value
 
-    model.residual(prompt, backend="dense", tap=hear)
+    with replacing(hear, replace) as tap:
+        model.residual(prompt, backend="dense", tap=tap)
     return found

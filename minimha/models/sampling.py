@@ -41,7 +41,7 @@ def probabilities(
     Raises
     ------
     TypeError, ValueError
-        A number outside its range.
+        A number outside its range, or logits that are NaN or infinite.
 
     References
     ----------
@@ -60,7 +60,10 @@ def probabilities(
     """
     scores = as_floating("logits", logits).astype(np.float64)
     check(temperature, top_k, top_p)
-    below = scores - scores.max(axis=-1, keepdims=True)
+    largest = scores.max(axis=-1, keepdims=True)
+    if not np.isfinite(largest).all():
+        raise ValueError(f"{name_of('logits')} are NaN or infinite: they give no probabilities")
+    below = scores - largest
     with np.errstate(over="ignore"):  # a tiny temperature makes all but the largest -inf: greedy
         p, _ = softmax(below / temperature)
     order = np.argsort(-p, axis=-1, kind="stable")

@@ -114,14 +114,10 @@ class Transformer:
     tokenizer: Tokenizer | None = None
 
     def logits(
-        self,
-        ids: str | ArrayLike,
-        *,
-        cache: Sequence[KVCache] | None = None,
-        backend: Backend = "auto",
-        tap: Tap = no_tap,
+        self, ids: str | ArrayLike, *, cache: Sequence[KVCache] | None = None,
+        backend: Backend = "auto", tap: Tap = no_tap,
         replace: Mapping[str, ArrayLike] | None = None,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Return for each token the logits of the token after it.
 
         Parameters
@@ -214,18 +210,11 @@ class Transformer:
         ]  # fmt: skip
 
     def generate(
-        self,
-        ids: str | ArrayLike,
-        num_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        eos: int | Sequence[int] | None = None,
-        backend: Backend = "auto",
+        self, ids: str | ArrayLike, num_tokens: int, *, temperature: float = 1.0,
+        top_k: int | None = None, top_p: float | None = None, seed: int = 0,
+        eos: int | Sequence[int] | None = None, backend: Backend = "auto",
         replace: Mapping[str, ArrayLike] | None = None,
-    ) -> Iterator[int]:
+    ) -> Iterator[int]:  # fmt: skip
         """Yield up to ``num_tokens`` tokens, each drawn given all those before it.
 
         Parameters

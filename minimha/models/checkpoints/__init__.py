@@ -6,8 +6,8 @@ its config.json means and what its tensors are called.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,7 +17,8 @@ from numpy.typing import ArrayLike
 from minimha.models.checkpoints import safetensors
 from minimha.models.checkpoints.settings import Settings
 from minimha.models.checkpoints.tensors import Tensors
-from minimha.models.tokens import Tokenizer, from_file
+from minimha.models.files import read_json
+from minimha.models.tokens import Tokenizer, ends, from_file
 from minimha.models.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -68,14 +69,17 @@ def load(path: str | Path) -> Model:
     if folder.suffix == ".gguf":
         from minimha.models.checkpoints import gguf, gguf_tokens
 
-        config, tensors, metadata = gguf.read(folder)
-        return _model(config, tensors, gguf_tokens.tokenizer(metadata))
+        settings, tensors, metadata = gguf.read(folder)
+        return _model(settings, tensors, gguf_tokens.tokenizer(metadata))
     safetensors.check_no_pickle(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: expected one with config.json, or a .gguf file")
-    tokenizer = folder / "tokenizer.json"
+    config = read_json(folder / "config.json")
+    _family(Settings(config))  # refused before anything large is read
+    tokenizer, generation = folder / "tokenizer.json", folder / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     return from_tensors(
-        read_json(folder / "config.json"),
+        config if eos is None else config | {"eos_token_id": eos},
         safetensors.read_folder(folder),
         from_file(tokenizer) if tokenizer.exists() else None,
     )
@@ -104,9 +108,8 @@ def from_tensors(
     return _model(Settings(config), tensors, tokenizer)
 
 
-def _model(
-    settings: Settings, tensors: Mapping[str, ArrayLike], tokenizer: Tokenizer | None
-) -> Model:
+def _family(settings: Settings) -> Any:
+    """The module that reads this model."""
     architecture = settings.text("model_type")
     if architecture not in FAMILIES:
         raise ValueError(
@@ -114,21 +117,14 @@ def _model(
             f"{', '.join(FAMILIES)}"
         )
     settings.expect("quantization_config", None)
-    family = import_module(f"{__name__}.{FAMILIES[architecture]}")
+    return import_module(f"{__name__}.{FAMILIES[architecture]}")
+
+
+def _model(
+    settings: Settings, tensors: Mapping[str, ArrayLike], tokenizer: Tokenizer | None
+) -> Model:
     weights = Tensors(tensors)
-    model: Model = family.transformer(settings, weights, tokenizer)
+    model: Model = _family(settings).transformer(settings, weights, tokenizer)
     weights.check_all_taken()
-    return model
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; a ValueError says what is wrong with it."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds {type(value).__name__}: expected an object")
-    return value
+    eos = ends(f"{settings.name}'s eos_token_id", settings.get("eos_token_id"))
+    return replace(model, config=replace(model.config, eos=eos))

@@ -51,7 +51,7 @@ def read_config(settings: Settings) -> Config:
     """What the settings mean."""
     settings.expect("position_embedding_type", "absolute", None)
     settings.expect("is_decoder", False)
-    layers, H = settings.count("num_hidden_layers"), settings.count("num_attention_heads")
+    layers, H = settings.layers("num_hidden_layers"), settings.count("num_attention_heads")
     return Config(
         architecture=settings.text("model_type"),
         vocabulary=settings.count("vocab_size"),
@@ -59,7 +59,7 @@ def read_config(settings: Settings) -> Config:
         head_dim=settings.quotient("hidden_size", "num_attention_heads"),
         d_ff=settings.count("intermediate_size"),
         max_length=settings.count("max_position_embeddings"),
-        epsilon=settings.number("layer_norm_eps", 1e-12),
+        epsilon=settings.number("layer_norm_eps", 1e-12, 0),
         activation=settings.activation("hidden_act", "gelu"),
         is_tied=settings.flag("tie_word_embeddings", True),
         ropes=(None,) * layers, windows=(None,) * layers,
@@ -88,13 +88,13 @@ def _layer(config: Config, tensors: Tensors, at: str) -> EncoderLayer:
 def _head(config: Config, tensors: Tensors, tokens: Any) -> MaskedHead:
     E, V = config.d_model, config.vocabulary
     transform = tensors.linear("in", f"{PREDICTIONS}.transform.dense", E, E, has_bias=True)
-    tensors.leave(f"{PREDICTIONS}.decoder.bias")  # of old checkpoints, the same once more
+    bias, own = tensors.take(f"{PREDICTIONS}.bias", V), f"{PREDICTIONS}.decoder.bias"
     return MaskedHead(
         transform["W_in"],
         transform["b_in"],
         _norm(config, tensors, f"{PREDICTIONS}.transform.LayerNorm"),
-        tensors.tied(f"{PREDICTIONS}.decoder.weight", tokens, config.is_tied),
-        tensors.take(f"{PREDICTIONS}.bias", V),
+        tensors.tied(f"{PREDICTIONS}.decoder.weight", tokens, config.is_tied).T,
+        tensors.tied(own, bias, config.is_tied or own not in tensors),
     )
 
 

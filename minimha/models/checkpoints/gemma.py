@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 
 from minimha.models.checkpoints.llama import attention, feed_forward
-from minimha.models.checkpoints.settings import Settings
+from minimha.models.checkpoints.settings import GLOBAL, LOCAL, POSITIVE, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
 from minimha.models.norms import RMSNorm
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Block, Transformer
-
-LOCAL, GLOBAL = KINDS = ("sliding_attention", "full_attention")
 
 
 def transformer(
@@ -26,6 +24,7 @@ def transformer(
     """The model of these settings and tensors."""
     config = read_config(settings)
     with_bias = "qkvo" if settings.flag("attention_bias", False) else ""
+    is_bare = tensors.with_prefix("model.", "embed_tokens.weight")
     tokens = tensors.take("model.embed_tokens.weight", config.vocabulary, config.d_model)
 
     def norm(name: str) -> RMSNorm:
@@ -48,17 +47,19 @@ def transformer(
         Embeddings(tokens, scale=math.sqrt(config.d_model)),
         [block(n) for n in range(config.num_layers)],
         norm("model.norm"),
-        tensors.tied("lm_head.weight", tokens, config.is_tied),
+        None if is_bare and not config.is_tied
+        else tensors.tied("lm_head.weight", tokens, config.is_tied).T,
         tokenizer,
-    )
+    )  # fmt: skip
 
 
 def read_config(settings: Settings) -> Config:
     """What the settings mean."""
     settings.expect("use_bidirectional_attention", None, False)
-    D, layers = settings.count("head_dim", 256), settings.count("num_hidden_layers")
-    kinds = _kinds(settings, layers)
-    ropes = {kind: settings.rope(D, kind if _is_third(settings) else GLOBAL) for kind in KINDS}
+    D, layers = settings.count("head_dim", 256), settings.layers("num_hidden_layers")
+    every = settings.count("sliding_window_pattern", 6 if _is_third(settings) else 2)
+    is_local = settings.is_local([(n + 1) % every > 0 for n in range(layers)])
+    ropes = [settings.rope(D, k if _is_third(settings) else GLOBAL) for k in (GLOBAL, LOCAL)]
     window = settings.count("sliding_window", 4096)
     return Config(
         architecture=settings.text("model_type"),
@@ -69,12 +70,12 @@ def read_config(settings: Settings) -> Config:
         head_dim=D,
         d_ff=settings.count("intermediate_size"),
         max_length=settings.count("max_position_embeddings"),
-        epsilon=settings.number("rms_norm_eps", 1e-6),
+        epsilon=settings.number("rms_norm_eps", 1e-6, 0),
         activation=settings.activation("hidden_activation", "gelu_pytorch_tanh"),
         is_tied=settings.flag("tie_word_embeddings", True),
-        ropes=tuple(ropes[kind] for kind in kinds),
-        windows=tuple(window if kind == LOCAL else None for kind in kinds),
-        scale=settings.number("query_pre_attn_scalar", 256) ** -0.5,
+        ropes=tuple(ropes[local] for local in is_local),
+        windows=tuple(window if local else None for local in is_local),
+        scale=settings.number("query_pre_attn_scalar", 256, POSITIVE) ** -0.5,
         softcap=settings.optional("attn_logit_softcapping"),
         logit_softcap=settings.optional("final_logit_softcapping"),
     )  # fmt: skip
@@ -82,18 +83,3 @@ def read_config(settings: Settings) -> Config:
 
 def _is_third(settings: Settings) -> bool:
     return settings.text("model_type") == "gemma3_text"
-
-
-def _kinds(settings: Settings, layers: int) -> tuple[str, ...]:
-    """LOCAL or GLOBAL for each layer; older files give the distance from global to global."""
-    given = settings.get("layer_types")
-    if given is None:
-        every = settings.count("sliding_window_pattern", 6 if _is_third(settings) else 2)
-        return tuple(LOCAL if (n + 1) % every else GLOBAL for n in range(layers))
-    is_listed = isinstance(given, list | tuple) and all(kind in KINDS for kind in given)
-    if not is_listed or len(given) != layers:
-        raise ValueError(
-            f"{settings.name}'s layer_types is {given!r}: expected {' or '.join(KINDS)} for each "
-            f"of {layers} layers"
-        )
-    return tuple(given)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.models.checkpoints.settings import Settings
+from minimha.models.files import check_file
 
 Array = NDArray[Any]
 
@@ -70,7 +71,7 @@ def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
         The package gguf is not installed, the file is missing or damaged, an architecture that is
         not known, or a tensor of a kind that cannot be widened.
     """
-    stored, tensors = _contents(path)
+    stored, found = _contents(path)
     metadata = Settings(stored, str(path))
     architecture = metadata.text("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -78,7 +79,7 @@ def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
             f"{path}'s general.architecture is {architecture!r}: expected one of "
             f"{', '.join(ARCHITECTURES)}"
         )
-    name = f"{path}'s {architecture}"
+    tensors, name = _widened(path, found), f"{path}'s {architecture}"
     values = {
         key.removeprefix(f"{architecture}."): value
         for key, value in stored.items()
@@ -91,31 +92,46 @@ def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
         "model_type": ARCHITECTURES[architecture][0],
         "vocab_size": len(tensors.get("token_embd.weight", ())) or given.count("vocab_size"),
         "tie_word_embeddings": "output.weight" not in tensors,
-    }
+        "eos_token_id": [
+            number for token in ("eos", "eot")
+            if (number := metadata.get(f"tokenizer.ggml.{token}_token_id")) is not None
+        ],
+    }  # fmt: skip
     if config["model_type"] == "llama" and config.get("sliding_window"):
         config["model_type"] = "mistral"
     restored = _restored(architecture, config, tensors)
     return Settings(config, str(path)), restored, metadata
 
 
-def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """All metadata and all tensors of a file, the latter as float32."""
+def _contents(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """All metadata and all tensors of a file, as they are stored."""
     try:
-        from gguf import GGUFReader, dequantize
+        from gguf import GGUFReader
     except ImportError:
         raise ValueError(
             f"{path} is read by the package gguf, which is not installed: "
             f"pip install 'minimha[gguf]'"
         ) from None
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
+    check_file(path)
     try:
         reader = GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
+        if sum(int(tensor.n_bytes) for tensor in reader.tensors) > path.stat().st_size:
+            raise ValueError("its tensors overlap")
+    except MemoryError:
+        raise
     except Exception as error:  # what the reader meets in a damaged file may be anything
-        raise ValueError(f"{path} is no GGUF file, or damaged: {error}") from None
+        why = "it ends too soon" if isinstance(error, IndexError) else error
+        raise ValueError(f"{path} is no GGUF file, or damaged: {why}") from None
+    return metadata, reader.tensors
+
+
+def _widened(path: Path, stored: list[Any]) -> dict[str, Array]:
+    """The tensors by name, as float32."""
+    from gguf import dequantize
+
     tensors = {}
-    for tensor in reader.tensors:
+    for tensor in stored:
         try:
             tensors[tensor.name] = np.asarray(dequantize(tensor.data, tensor.tensor_type))
         except NotImplementedError:
@@ -123,7 +139,7 @@ def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
             raise ValueError(
                 f"{path}'s tensor {tensor.name} is {kind}, which the package gguf cannot widen"
             ) from None
-    return metadata, tensors
+    return tensors
 
 
 def _gpt2(given: Settings) -> dict[str, Any]:

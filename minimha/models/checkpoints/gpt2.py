@@ -35,7 +35,7 @@ def transformer(
         Embeddings(tokens, positions),
         [_block(config, tensors, f"{at}h.{n}.") for n in range(config.num_layers)],
         _norm(config, tensors, f"{at}ln_f"),
-        tensors.tied("lm_head.weight", tokens, config.is_tied),
+        tensors.tied("lm_head.weight", tokens, config.is_tied).T,
         tokenizer,
     )
 
@@ -45,7 +45,7 @@ def read_config(settings: Settings) -> Config:
     settings.expect("add_cross_attention", False)
     settings.expect("scale_attn_weights", True)
     settings.expect("scale_attn_by_inverse_layer_idx", False)
-    E, H, layers = (settings.count(key) for key in ("n_embd", "n_head", "n_layer"))
+    E, H, layers = settings.count("n_embd"), settings.count("n_head"), settings.layers("n_layer")
     return Config(
         architecture=settings.text("model_type"),
         vocabulary=settings.count("vocab_size"),
@@ -53,7 +53,7 @@ def read_config(settings: Settings) -> Config:
         head_dim=settings.quotient("n_embd", "n_head"),
         d_ff=settings.count("n_inner", 4 * E),
         max_length=settings.count("n_positions"),
-        epsilon=settings.number("layer_norm_epsilon", 1e-5),
+        epsilon=settings.number("layer_norm_epsilon", 1e-5, 0),
         activation=settings.activation("activation_function", "gelu_new"),
         is_tied=settings.flag("tie_word_embeddings", True),
         ropes=(None,) * layers, windows=(None,) * layers,

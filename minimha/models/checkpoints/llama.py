@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from minimha.layers.multihead import MultiHeadAttention
-from minimha.models.checkpoints.settings import Settings
+from minimha.models.checkpoints.settings import KINDS, LOCAL, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
@@ -31,6 +31,7 @@ def transformer(
         settings.flag(key, False) for key in ("attention_bias", "mlp_bias")
     )
     with_bias = "qkvo" if has_biases else "qkv" if config.architecture == "qwen2" else ""
+    is_bare = tensors.with_prefix("model.", "embed_tokens.weight")
     tokens = tensors.take("model.embed_tokens.weight", config.vocabulary, config.d_model)
 
     def block(n: int) -> Block:
@@ -48,9 +49,10 @@ def transformer(
         Embeddings(tokens),
         [block(n) for n in range(config.num_layers)],
         norm(config, tensors, "model.norm"),
-        tensors.tied("lm_head.weight", tokens, config.is_tied),
+        None if is_bare and not config.is_tied
+        else tensors.tied("lm_head.weight", tokens, config.is_tied).T,
         tokenizer,
-    )
+    )  # fmt: skip
 
 
 def read_config(settings: Settings) -> Config:
@@ -60,7 +62,7 @@ def read_config(settings: Settings) -> Config:
         D = settings.quotient("hidden_size", "num_attention_heads")
     else:
         D = settings.count("head_dim")
-    layers = settings.count("num_hidden_layers")
+    layers = settings.layers("num_hidden_layers")
     return Config(
         architecture=settings.text("model_type"),
         vocabulary=settings.count("vocab_size"),
@@ -69,7 +71,7 @@ def read_config(settings: Settings) -> Config:
         head_dim=D,
         d_ff=settings.count("intermediate_size"),
         max_length=settings.count("max_position_embeddings"),
-        epsilon=settings.number("rms_norm_eps", 1e-6),
+        epsilon=settings.number("rms_norm_eps", 1e-6, 0),
         activation=settings.activation("hidden_act", "silu"),
         is_tied=settings.flag("tie_word_embeddings", False),
         ropes=(settings.rope(D),) * layers,
@@ -80,12 +82,19 @@ def read_config(settings: Settings) -> Config:
 def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
     """Mistral's window is every layer's; Qwen's, if used, that of the layers above some."""
     window = None if settings.get("sliding_window") is None else settings.count("sliding_window")
-    first = 0
-    if settings.text("model_type") != "mistral":
-        if not settings.flag("use_sliding_window", False):
-            window = None
-        first = settings.count("max_window_layers", layers)
-    return tuple(window if n >= first else None for n in range(layers))
+    if settings.text("model_type") == "mistral":
+        settings.expect("layer_types", None, [KINDS[window is None]] * layers)
+        return (window,) * layers
+    if not settings.flag("use_sliding_window", False):
+        window = None
+    first = settings.count("max_window_layers", 28, low=0)
+    is_local = settings.is_local([window is not None and n >= first for n in range(layers)])
+    if window is None and any(is_local):
+        raise ValueError(
+            f"{settings.name}'s layer_types has {LOCAL}, but use_sliding_window is not true, or "
+            f"there is no sliding_window"
+        )
+    return tuple(window if local else None for local in is_local)
 
 
 def norm(config: Config, tensors: Tensors, name: str) -> RMSNorm:

@@ -16,12 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from minimha.models.checkpoints.tensors import BFLOAT16
+from minimha.models.files import check_file, read_bytes
+
 Array = NDArray[Any]
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
-DTYPES = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": "<u2"}
+LARGEST_INDEX = 2**25
+DTYPES: dict[str, Any] = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": BFLOAT16}
 
 
 def check_no_pickle(path: Path) -> None:
@@ -46,8 +50,9 @@ def read_folder(folder: Path) -> dict[str, Array]:
     """
     if (folder / WHOLE).is_file() or not (folder / INDEX).is_file():
         return read(folder / WHOLE)
+    text = read_bytes(folder / INDEX, LARGEST_INDEX)
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = json.loads(text)
         shards = set(index["weight_map"].values())
         is_valid = all(Path(shard).name == shard for shard in shards)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -63,7 +68,7 @@ def read_folder(folder: Path) -> dict[str, Array]:
 
 
 def read(path: Path) -> dict[str, Array]:
-    """Return the tensors of one file by name: float32 as views of the mapped file.
+    """Return the tensors of one file by name, views of the mapped file.
 
     Raises
     ------
@@ -71,8 +76,7 @@ def read(path: Path) -> dict[str, Array]:
         The file is missing or damaged, or a tensor has a dtype other than float16, bfloat16,
         float32 and float64.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
+    check_file(path)
     if path.stat().st_size < 8:
         raise ValueError(f"{path} is damaged: it ends before its header")
     data = np.asarray(np.memmap(path, np.uint8, mode="r"))
@@ -82,7 +86,12 @@ def read(path: Path) -> dict[str, Array]:
     try:
         header = json.loads(data[8 : 8 + length].tobytes())
         header.pop("__metadata__", None)
-        return {name: _tensor(name, data[8 + length :], **entry) for name, entry in header.items()}
+        rest = data[8 + length :]
+        tensors = {name: _tensor(name, rest, **entry) for name, entry in header.items()}
+        spans = sorted(entry["data_offsets"] for entry in header.values())
+        if [*(begin for begin, _ in spans), rest.size] != [0, *(end for _, end in spans)]:
+            raise ValueError("its tensors overlap, or leave gaps")
+        return tensors
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
@@ -90,7 +99,7 @@ def read(path: Path) -> dict[str, Array]:
 def _tensor(
     name: str, data: NDArray[np.uint8], dtype: str, shape: list[int], data_offsets: list[int]
 ) -> Array:
-    """One tensor: a view, or what 16 bits are widened to."""
+    """One tensor, a view."""
     if dtype not in DTYPES:
         raise ValueError(f"tensor {name} is {dtype}, expected one of {', '.join(DTYPES)}")
     begin, end = data_offsets
@@ -101,6 +110,4 @@ def _tensor(
             f"{begin} to {end} of {data.size}"
         )
     array: Array = data[begin:end].view(DTYPES[dtype]).reshape(shape)
-    if dtype == "BF16":  # the upper half of a float32
-        return np.left_shift(array, 16, dtype=np.uint32).view(np.float32)
-    return array.astype(np.float32) if dtype == "F16" else array
+    return array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from minimha.layers.rope import (
 from minimha.models.feed_forward import Activation
 
 LARGEST = 1 << 24  # of any count: a file must not make us reserve all memory
+DEEPEST = 1 << 12  # layers
+POSITIVE = 1e-9  # the least number that is called so
+LOCAL, GLOBAL = KINDS = ("sliding_attention", "full_attention")
 
 # What config.json calls the activations.
 ACTIVATIONS: dict[str, Activation] = {
@@ -59,19 +63,36 @@ class Settings:
         """The value, None where it is missing."""
         return self.values.get(key)
 
-    def text(self, key: str) -> str:
+    def text(self, key: str, default: str | None = None) -> str:
         """The value, a string."""
-        value = self.get(key)
+        value = default if self.get(key) is None else self.get(key)
         if not isinstance(value, str):
             raise ValueError(f"{self._called(key)} is {value!r}: expected a string")
         return value
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """The value, a positive integer, of a size that a model may have."""
-        value = integer(self._called(key), self._given(key, default))
-        if value > LARGEST:
-            raise ValueError(f"{self._called(key)} is {value}: expected at most {LARGEST}")
+    def count(self, key: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
+        """The value, an integer of a size that a model may have."""
+        value = integer(self._called(key), self._given(key, default), low)
+        if value > high:
+            raise ValueError(f"{self._called(key)} is {value}: expected at most {high}")
         return value
+
+    def layers(self, key: str, default: int | None = None) -> int:
+        """The value, a number of layers."""
+        return self.count(key, default, high=DEEPEST)
+
+    def is_local(self, default: list[bool]) -> list[bool]:
+        """Which layers have a window: as layer_types says, or by default these."""
+        given = self.get("layer_types")
+        if given is None:
+            return default
+        is_listed = isinstance(given, list | tuple) and all(kind in KINDS for kind in given)
+        if not is_listed or len(given) != len(default):
+            raise ValueError(
+                f"{self._called('layer_types')} is {given!r}: expected {' or '.join(KINDS)} for "
+                f"each of {len(default)} layers"
+            )
+        return [kind == LOCAL for kind in given]
 
     def quotient(self, key: str, divisor: str) -> int:
         """The value of ``key``, which must be a multiple of that of ``divisor``, divided by it."""
@@ -90,17 +111,17 @@ class Settings:
             raise TypeError(f"{self._called(key)} is {value!r}: expected an object")
         return {**(value or {})}
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, low: float = -math.inf) -> float:
         """The value, a finite number."""
-        return number(self._called(key), self._given(key, default))
+        return number(self._called(key), self._given(key, default), low=low)
 
     def flag(self, key: str, default: bool) -> bool:
         """The value, True or False."""
         return flag(self._called(key), self._given(key, default))
 
     def optional(self, key: str) -> float | None:
-        """The value, a finite number, or None where it is missing."""
-        return None if self.get(key) is None else self.number(key)
+        """The value, a positive number, or None where it is missing."""
+        return None if self.get(key) is None else self.number(key, low=POSITIVE)
 
     def expect(self, key: str, *values: Any) -> None:
         """Refuse any value but these, the first of which is the default."""
@@ -111,7 +132,7 @@ class Settings:
 
     def activation(self, key: str, default: str) -> Activation:
         """The value, an activation by our name."""
-        value = self._given(key, default)
+        value = self.text(key, default)
         if value not in ACTIVATIONS:
             raise ValueError(
                 f"{self._called(key)} is {value!r}: expected one of {', '.join(ACTIVATIONS)}"
@@ -126,7 +147,8 @@ class Settings:
         old = "rope_theta" if kind == "full_attention" else "rope_local_base_freq"
         scaling = self.section("rope_scaling") if kind == "full_attention" else {}
         given = self.section("rope_parameters") or {"rope_theta": self.get(old), **scaling}
-        parameters = Settings(given.get(kind, given), f"{self.name}'s rope")
+        parameters = Settings(given, f"{self.name}'s rope")
+        parameters.values = parameters.section(kind) or given
         parameters.expect("partial_rotary_factor", None, 1.0)
         self.expect("partial_rotary_factor", None, 1.0)
         base = parameters.number("rope_theta", 10000.0)
@@ -136,7 +158,7 @@ class Settings:
         kind = self.get("rope_type") or self.get("type") or "default"
         if kind == "default":
             return None
-        if kind not in SCALINGS:
+        if not isinstance(kind, str) or kind not in SCALINGS:
             known = ", ".join(["default", *SCALINGS])
             raise ValueError(f"{self._called('rope_type')} is {kind!r}: expected one of {known}")
         scaling, required, optional = SCALINGS[kind]

@@ -39,7 +39,7 @@ def transformer(
     V, E, H = config.vocabulary, config.d_model, config.num_heads
     tokens = tensors.take("shared.weight", V, E)
     for side in ("encoder", "decoder"):
-        tensors.leave(f"{side}.embed_tokens.weight")  # old checkpoints repeat the shared one
+        tensors.tied(f"{side}.embed_tokens.weight", tokens)  # old checkpoints repeat it
     tensors.leave(UNUSED)
     buckets = settings.count("relative_attention_num_buckets", 32)
     distance = settings.count("relative_attention_max_distance", 128)
@@ -65,7 +65,7 @@ def transformer(
         return DecoderLayer(layer(at, 2), cross, norm(f"{at}.layer.1.layer_norm"))
 
     is_scaled = settings.flag("scale_decoder_outputs", settings.flag("tie_word_embeddings", True))
-    decoders = settings.count("num_decoder_layers", config.num_layers)
+    decoders = settings.layers("num_decoder_layers", config.num_layers)
     embeddings = Embeddings(tokens)
     return EncoderDecoder(
         config, embeddings, embeddings,
@@ -75,14 +75,14 @@ def transformer(
         norm("encoder.final_layer_norm"), norm("decoder.final_layer_norm"),
         bias("encoder"), bias("decoder"),
         output_scale=E**-0.5 if is_scaled else 1.0,
-        start=settings.get("decoder_start_token_id") or 0,
+        start=settings.count("decoder_start_token_id", 0, 0, V - 1),
         tokenizer=tokenizer,
     )  # fmt: skip
 
 
 def read_config(settings: Settings, is_tied: bool) -> Config:
     """What the settings mean; ``num_layers`` is that of the encoder."""
-    kind, layers = settings.get("feed_forward_proj") or "relu", settings.count("num_layers")
+    kind, layers = settings.text("feed_forward_proj", "relu"), settings.layers("num_layers")
     if kind not in FEED_FORWARDS:
         raise ValueError(
             f"{settings.name}'s feed_forward_proj is {kind!r}: expected one of "
@@ -95,7 +95,7 @@ def read_config(settings: Settings, is_tied: bool) -> Config:
         num_layers=layers, d_model=settings.count("d_model"), num_heads=H, num_kv_heads=H,
         head_dim=settings.count("d_kv"), d_ff=settings.count("d_ff"),
         max_length=settings.count("n_positions", 512),
-        epsilon=settings.number("layer_norm_epsilon", 1e-6),
+        epsilon=settings.number("layer_norm_epsilon", 1e-6, 0),
         activation=FEED_FORWARDS[kind][1],
         is_tied=is_tied, ropes=(None,) * layers, windows=(None,) * layers,
     )  # fmt: skip
@@ -113,7 +113,7 @@ def _attention(config: Config, tensors: Tensors, at: str) -> MultiHeadAttention:
 
 def _feed_forward(config: Config, tensors: Tensors, at: str, settings: Settings) -> FeedForward:
     E, F = config.d_model, config.d_ff
-    is_gated, _ = FEED_FORWARDS[settings.get("feed_forward_proj") or "relu"]
+    is_gated, _ = FEED_FORWARDS[settings.text("feed_forward_proj", "relu")]
     weights = tensors.linear("out", f"{at}.wo", F, E)
     if is_gated:
         weights |= tensors.linear("gate", f"{at}.wi_0", E, F)

@@ -12,6 +12,7 @@ from minimha.equations.arguments import as_floating, cast
 
 Array = NDArray[Any]
 
+BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # the upper half of a float32
 # What old checkpoints hold although it is no weight: masks, and the angles of rotary embedding.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -40,10 +41,21 @@ class Tensors:
         """
         if name not in self._left:
             raise ValueError(f"tensor {name} is missing: expected shape {shape}")
-        array = as_floating(f"tensor {name}", self._left.pop(name))
+        given: Any = self._left.pop(name)
+        is_stored = getattr(given, "dtype", None) == BFLOAT16
+        array: Array = given["bfloat16"] if is_stored else as_floating(f"tensor {name}", given)
         if array.shape != shape:
             raise ValueError(f"tensor {name} has shape {array.shape}: expected {shape}")
+        if is_stored:
+            array = np.left_shift(array, 16, dtype=np.uint32).view(np.float32)
         return cast(array, np.dtype(np.float32))
+
+    def with_prefix(self, prefix: str, name: str) -> bool:
+        """Put ``prefix`` before all names if ``name`` lacks it: it was saved without a head."""
+        is_bare = name in self
+        if is_bare:
+            self._left = {prefix + name: array for name, array in self._left.items()}
+        return is_bare
 
     def leave(self, *names: str) -> None:
         """Leave out tensors that what is made from the checkpoint does not need."""
@@ -62,8 +74,8 @@ class Tensors:
             taken[f"b_{ours}"] = self.take(f"{name}.bias", columns)
         return taken
 
-    def tied(self, name: str, tokens: Array, is_tied: bool) -> Array:
-        """The unembedding (E, V): the token embedding (V, E) transposed, or a tensor of its own.
+    def tied(self, name: str, other: Array, is_tied: bool = True) -> Array:
+        """``other``, if the tensor of that name is tied to it, or the tensor.
 
         Raises
         ------
@@ -71,14 +83,13 @@ class Tensors:
             Also if it should be tied, but the checkpoint has another one.
         """
         if is_tied and name not in self:
-            return np.asarray(tokens.T)
-        own = self.take(name, *tokens.shape)
-        if is_tied and not np.array_equal(own, tokens):
+            return other
+        own = self.take(name, *other.shape)
+        if is_tied and not np.array_equal(own, other, equal_nan=True):
             raise ValueError(
-                f"tensor {name} differs from the token embedding, but config.json says "
-                f"tie_word_embeddings"
+                f"tensor {name} differs from the one that tie_word_embeddings says it repeats"
             )
-        return np.asarray(tokens.T if is_tied else own.T)
+        return other if is_tied else own
 
     def check_all_taken(self) -> None:
         """Refuse a checkpoint with a tensor that nothing has asked for."""

@@ -1,0 +1,37 @@
+"""The files of a model: regular and limited, since a device or a pipe may have no end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+LARGEST_JSON = 2**22  # bytes
+
+
+def check_file(path: Path) -> None:
+    """Refuse what is missing and what is no regular file."""
+    if not path.is_file():
+        raise ValueError(f"{path} is {'no regular file' if path.exists() else 'missing'}")
+
+
+def read_bytes(path: Path, largest: int) -> bytes:
+    """Return what a file holds; a ValueError says what is wrong with it."""
+    check_file(path)
+    with path.open("rb") as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"{path} is too long: expected at most {largest:,} bytes")
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; a ValueError says what is wrong with it."""
+    text = read_bytes(path, LARGEST_JSON)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}: expected an object")
+    return value
