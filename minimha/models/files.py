@@ -18,11 +18,9 @@ def check_file(path: Path) -> None:
 def read_bytes(path: Path, largest: int) -> bytes:
     """Return what a file holds; a ValueError says what is wrong with it."""
     check_file(path)
-    with path.open("rb") as file:
-        content = file.read(largest + 1)
-    if len(content) > largest:
+    if path.stat().st_size > largest:
         raise ValueError(f"{path} is too long: expected at most {largest:,} bytes")
-    return content
+    return path.read_bytes()
 
 
 def read_json(path: Path) -> dict[str, Any]:

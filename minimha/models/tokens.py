@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import as_integers, counted, name_of
+from minimha.models.files import read_bytes
+
+LARGEST_FILE = 2**27  # bytes of a tokenizer.json
+# The process of a ``FileTokenizer``: a line of JSON is a method and its arguments, or their answer.
+CHILD = """
+import json, sys, time
+from tokenizers import Tokenizer
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+except ImportError:  # Windows
+    resource = None
+tokenizer = Tokenizer
+for line in sys.stdin:
+    if resource:  # seconds of the processor
+        end = int(time.process_time()) + 1 + len(line) // 2**19
+        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
+    try:
+        method, *arguments = json.loads(line)
+        answer = getattr(tokenizer, method)(*arguments)
+        if method == "from_str":
+            tokenizer, answer = answer, None
+            tokenizer.no_padding(), tokenizer.no_truncation()
+        text = json.dumps([getattr(answer, "ids", answer), None])
+    except BaseException as error:  # a panic of the package is no Exception
+        text = json.dumps([None, str(error)])
+    print(text, flush=True)
+"""
 
 
 class Tokenizer(Protocol):
@@ -83,24 +117,65 @@ class SubwordTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The numbers of the tokens of ``text``, with those that mark its beginning and end."""
-        return list(self._tokenizer.encode(text).ids)
+        return list(self._ask("encode", text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these tokens, marks of beginning and end included."""
-        return str(self._tokenizer.decode([int(n) for n in ids], skip_special_tokens=False))
+        return str(self._ask("decode", [int(n) for n in ids], False))
 
     def label(self, id: int) -> str:
         """The token's text, ``_`` for a space and ``\\n`` for a new line.
 
         If it has no text, because it is a part of a character, its name in the vocabulary.
         """
-        name = str(self._tokenizer.id_to_token(int(id)))
-        text = self.decode([id])
+        name, text = str(self._ask("id_to_token", int(id))), self.decode([id])
         if name.startswith("▁") and not text.startswith(" "):
             text = f" {text}"  # decoding a sentence drops its first space
         if not text or "\ufffd" in text:
             return name
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text.replace(" ", "_"))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        found = getattr(self._tokenizer, method)(*arguments)
+        return getattr(found, "ids", found)
+
+
+class FileTokenizer(SubwordTokenizer):
+    """The tokenizer of a tokenizer.json, in a process with limits of time and memory.
+
+    What a stranger's file makes of a text may take for ever, or all memory, or end the process.
+    """
+
+    def __init__(self, path: Path, content: str) -> None:
+        self._given, self._lock, self._owner = (path, content), Lock(), 0
+        self._ask("from_str", content)
+
+    def __reduce__(self) -> Any:
+        return FileTokenizer, self._given
+
+    def _ask(self, *request: Any) -> Any:
+        path, content = self._given
+        with self._lock:
+            requests = [request]
+            if self._owner != os.getpid():  # at first, after an end, or in a fork
+                self._process: Any = Popen(
+                    [sys.executable, "-c", CHILD], stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
+                    text=True, encoding="ascii", start_new_session=True,
+                )  # fmt: skip
+                weakref.finalize(self, self._process.__exit__, None, None, None)
+                self._owner, requests = os.getpid(), [("from_str", content), request]
+            try:
+                for each in requests:
+                    self._process.stdin.write(f"{json.dumps(each)}\n")
+                    self._process.stdin.flush()
+                    answer, error = json.loads(self._process.stdout.readline())
+                    if error is not None:
+                        raise ValueError(f"{path} is no tokenizer: {error}")
+            except (OSError, json.JSONDecodeError):
+                self._owner = 0
+                why = "it takes too much time or memory"
+                raise ValueError(f"{path} is no tokenizer that can be used: {why}") from None
+        return answer
 
 
 def from_file(path: Path) -> SubwordTokenizer:
@@ -111,11 +186,8 @@ def from_file(path: Path) -> SubwordTokenizer:
     ValueError
         The package tokenizers is not installed, or the file is no tokenizer.
     """
-    tokenizers = library(path)
-    try:
-        return SubwordTokenizer(tokenizers.Tokenizer.from_file(str(path)))
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise ValueError(f"{path} is no tokenizer: {error}") from None
+    library(path)
+    return FileTokenizer(path, read_bytes(path, LARGEST_FILE).decode(errors="replace"))
 
 
 def library(path: Path | str) -> Any:

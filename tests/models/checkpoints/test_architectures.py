@@ -38,6 +38,16 @@ CASES = {
     "Qwen 2, window": ("qwen2", SMALL | {
         "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
     }),
+    "Qwen 2, layer types": ("qwen2", SMALL | {
+        "use_sliding_window": True, "sliding_window": 5, "layer_types": [LOCAL, GLOBAL, LOCAL],
+    }),
+    "Qwen 3, layer types": ("qwen3", SMALL | {
+        "head_dim": 16, "use_sliding_window": True, "sliding_window": 4,
+        "layer_types": [GLOBAL, LOCAL, GLOBAL],
+    }),
+    "Qwen 3, window": ("qwen3", SMALL | {
+        "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0,
+    }),
     "Qwen 3": ("qwen3", SMALL | {"head_dim": 16}),
     "Gemma 2": ("gemma2", GEMMA | {
         "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
@@ -69,6 +79,27 @@ def written(architecture, settings, folder):
                 tensor += 0.3 * torch.randn(tensor.shape)
         model.save_pretrained(folder)
         return model(torch.tensor([IDS])).logits[0].numpy()
+
+
+@pytest.mark.parametrize("architecture", ["LLaMA 2", "Qwen 3", "Gemma 2", "GPT-2"])
+def test_a_model_without_a_head_has_its_rows(architecture, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is missing")
+    torch = pytest.importorskip("torch", reason="torch, which transformers needs, is missing")
+    kind, settings = CASES[architecture]
+    is_tied = kind in ("gpt2", "gemma2")
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    torch.manual_seed(0)
+    theirs = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path)
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([IDS])).last_hidden_state[0].numpy()
+    model = load(tmp_path)
+    assert relative(model.hidden(IDS), wanted) < 1e-5
+    for call in (
+        () if is_tied else (model.logits, lambda ids: model.generate(ids, 1), model.unembed)
+    ):
+        with pytest.raises(ValueError, match=r"has no head, so no logits: hidden\(ids\)"):
+            call(IDS)
 
 
 def relative(got, wanted):

@@ -66,6 +66,15 @@ def test_a_masked_language_models_logits_are_transformers(name, tmp_path):
     assert {"embedded_normed", "weights[layer 2]", "post_residual_normed[layer 2]"} <= set(trace)
 
 
+def test_an_untied_head_has_a_bias_of_its_own(tmp_path):
+    config = transformers.BertConfig(**BERT, attn_implementation="eager", tie_word_embeddings=False)
+    theirs = written(transformers.BertForMaskedLM, config, tmp_path)
+    biases = theirs.cls.predictions.decoder.bias, theirs.cls.predictions.bias
+    assert not torch.equal(*biases)
+    with torch.no_grad():
+        assert close(load(tmp_path).logits(IDS), theirs(torch.tensor([IDS])).logits)
+
+
 def test_without_a_head_there_are_rows_and_no_logits(tmp_path):
     theirs, model = bert(transformers.BertModel, tmp_path), load(tmp_path)
     with torch.no_grad():

@@ -1,8 +1,11 @@
 """Folders of checkpoints: what is read, and the sentence that says why one is not."""
 
 import json
+import os
 import re
 import struct
+import time
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -152,6 +155,145 @@ def test_damaged_files_are_refused(folder):
     ):
         path.write_bytes(damaged)
         refused(why, load, folder)
+
+
+def test_regions_that_overlap_or_leave_gaps_are_refused(folder, tensors):
+    path = folder / "model.safetensors"
+    W = tensors[GATE]
+    for offsets in ([(0, W.nbytes)] * 3, [(0, W.nbytes), (W.nbytes + 4, 2 * W.nbytes + 4)]):
+        header = {
+            f"{n}": {"dtype": "F32", "shape": W.shape, "data_offsets": at}
+            for n, at in enumerate(offsets)
+        }
+        text = json.dumps(header).encode()
+        data = bytes(max(end for _, end in offsets))
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+        refused("cannot be read: its tensors overlap, or leave gaps", load, folder)
+
+
+def test_names_left_over_are_refused_before_they_are_widened(tmp_path, tensors):
+    more = {f"extra.{n}": np.ones((64, 1024), "float16") for n in range(100)}
+    folder = plain.write(tmp_path, LLAMA, tensors | more)
+    tracemalloc.start()
+    try:
+        refused("tensor extra.0 and 99 more are left over", load, folder)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_unknown_architecture_is_refused_before_anything_large_is_read(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "phi3"}))
+    (folder / "tokenizer.json").write_text("[")
+    (folder / "model.safetensors").write_bytes(b"")
+    refused("config.json's model_type is 'phi3': expected one of gpt2", load, folder)
+
+
+NAMES = ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", NAMES)
+def test_pipes_and_devices_are_refused(folder, name):
+    path = folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    refused(f"{name} is no regular file", load, folder)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    refused(f"{name} is no regular file", load, folder)
+    gguf = folder / "model.gguf"
+    os.mkfifo(gguf)
+    if (folder / "config.json").is_file():
+        pytest.importorskip("gguf", reason="gguf, which reads the file, is missing")
+        refused("model.gguf is no regular file", load, gguf)
+
+
+def test_a_file_that_is_too_long_is_refused_unread(folder):
+    for name in NAMES[:3]:
+        with (folder / name).open("ab") as file:
+            file.truncate(3 * 2**30)  # of which the disk holds nothing
+        refused(f"{name} is too long: expected at most ", load, folder)
+        (folder / name).unlink()
+        if name == "config.json":
+            (folder / name).write_text(json.dumps(LLAMA))
+
+
+def test_tokens_that_end_a_text(folder, tensors):
+    for written, eos in (({}, ()), ({"eos_token_id": 2}, (2,)), ({"eos_token_id": [2, 5]}, (2, 5))):
+        assert from_tensors(LLAMA | written, tensors).config.eos == eos
+        (folder / "generation_config.json").write_text(json.dumps(written))
+        assert load(folder).config.eos == eos
+    for wrong in ("</s>", 1.5, [True], [[1], [2, 3]], {"a": 1}):
+        sentence = "config.json's eos_token_id"
+        refused(sentence, from_tensors, LLAMA | {"eos_token_id": wrong}, tensors)
+
+
+def mutations(config):
+    """A valid configuration with one hostile value after the other, or without a key."""
+    hostile = [
+        None, True, False, -1, 0, 1, 3, 2**24, 2**31, 10**30, 0.5, -1.0, float("nan"), float("inf"),
+        1e-300, "", "silu", "default", [], [[]], ["silu"], [1, 2], {}, {"a": 1}, {"factor": -1},
+        {"rope_type": []}, {"rope_type": "linear", "factor": "2"}, {"rope_theta": 0},
+        {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": -4},
+        {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
+         "original_max_position_embeddings": 8},
+        {"full_attention": 3, "sliding_attention": {"rope_theta": "x"}},
+    ]  # fmt: skip
+    keys = {
+        *config, "head_dim", "sliding_window", "layer_types", "rope_scaling", "rope_parameters",
+        "attention_bias", "mlp_bias", "use_sliding_window", "max_window_layers", "eos_token_id",
+        "partial_rotary_factor", "n_inner", "type_vocab_size", "hidden_activation", "softcap",
+        "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+        "sliding_window_pattern", "rope_local_base_freq", "decoder_start_token_id", "num_layers",
+        "quantization_config", "feed_forward_proj", "num_decoder_layers", "is_decoder",
+    }  # fmt: skip
+    for key in sorted(keys):
+        yield {name: value for name, value in config.items() if name != key}
+        for value in hostile:
+            yield config | {key: value}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "bert", "t5"]
+)
+def test_a_hostile_setting_ends_in_a_sentence_or_in_a_model(family, tensors):
+    gpt2 = plain.gpt2_tensors(np.random.default_rng(0))
+    config, held = (plain.GPT2, gpt2) if family == "gpt2" else (LLAMA, tensors)
+    norms = {
+        f"model.layers.{n}.self_attn.{x}_norm.weight": np.ones(2) for n in (0, 1) for x in "qk"
+    }
+    biases = {
+        f"model.layers.{n}.self_attn.{x}_proj.bias": np.ones(8 if x == "q" else 4)
+        for n in (0, 1)
+        for x in "qkv"
+    }
+    held = held | {"qwen2": biases, "qwen3": norms, "gemma3_text": norms}.get(family, {})
+    if "gemma" in family:
+        config = config | {"head_dim": 2, "tie_word_embeddings": False}
+        for n, name in np.ndindex(2, 2):
+            part = ("pre", "post")[name]
+            held = held | {f"model.layers.{n}.{part}_feedforward_layernorm.weight": np.ones(8)}
+    if family in ("bert", "t5"):
+        config = config | {
+            "num_layers": 2, "d_model": 8, "num_heads": 4, "d_kv": 2, "d_ff": 12, "n_positions": 12,
+        }  # fmt: skip
+    config, loaded = config | {"model_type": family}, 0
+    for changed in mutations(config):
+        start = time.perf_counter()
+        try:
+            model = from_tensors(changed, held)
+            loaded += 1
+            if np.isfinite(model.logits(IDS)).all():
+                list(model.generate(IDS, 2))
+        except (TypeError, ValueError) as error:
+            assert re.match(r"[\w.' \[\]]+ (is|are|has|differs|must|and|exceed)\b", str(error)), (
+                error
+            )
+        assert time.perf_counter() - start < 2, changed
+    assert loaded or family in ("bert", "t5")
 
 
 def test_tensors_that_do_not_fit_are_named(tensors):
