@@ -82,6 +82,8 @@ def _result(found: Behaviours, num_sentences: int, *, is_text: bool) -> Result:
     from minimha.explain.result import Result, Table
     from minimha.models.heads import Head
 
+    if np.isnan(found.scores).any():
+        raise ValueError("the model's weights of attention are NaN, so no head looks anywhere")
     places = [Head(*place) for place in np.ndindex(found.scores.shape[:2])]
     scores = {str(head): tuple(found.scores[head].tolist()) for head in places}
     scores[UNIFORM] = tuple(found.uniform.tolist())

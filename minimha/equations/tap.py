@@ -50,10 +50,7 @@ def checked_tap(tap: Tap) -> Tap:
 def replacing(tap: Tap, replace: Mapping[str, ArrayLike] | None) -> Iterator[Tap]:
     """Yield ``tap``, checked, after one that gives steps other values, as a ``Trace`` shows them.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An array that does not fit its step; at the end, a step that there was not.
+    A TypeError or ValueError names what does not fit its step and, at the end, what was no step.
     """
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace is {replace!r}: expected a dict from names of steps to arrays")

@@ -72,12 +72,9 @@ class Embeddings:
     types: Array | None = None
 
     def __call__(
-        self,
-        ids: NDArray[np.int64],
-        start: int = 0,
-        tap: Tap = no_tap,
+        self, ids: NDArray[np.int64], start: int = 0, tap: Tap = no_tap,
         types: NDArray[np.int64] | None = None,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Return the rows of the tokens ids (L,), the first of which is at position ``start``.
 
         ``tap`` hears embedded, and before it wte, with the types, and wpe where there are two

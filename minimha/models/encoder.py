@@ -136,12 +136,8 @@ class Encoder:
             The tokens' numbers, or text for the tokenizer. There is no padding.
         types : array_like of shape (L,), int, optional
             Of each token, the sentence that it is in: 0, the default, or 1.
-        backend : str, default "auto"
-            As in ``minimha.attention``.
-        tap : callable ``tap(name, value) -> value``, optional
-            Hears every step; those of layer n are called ``weights[layer n]``.
-        replace : mapping from step name to array_like, optional
-            What steps are instead, as a ``Trace`` shows them; the others are computed from these.
+        backend, tap, replace
+            As in ``Transformer.logits``.
 
         Returns
         -------

@@ -163,12 +163,8 @@ class EncoderDecoder:
         ----------
         ids : str, or array_like of shape (Ls,), int
             The source's tokens, or text for the tokenizer.
-        backend : str, default "auto"
-            As in ``minimha.attention``.
-        tap : callable ``tap(name, value) -> value``, optional
-            Hears every step; those of layer n are called ``weights[encoder n]``.
-        replace : mapping from step name to array_like, optional
-            What steps are instead, as a ``Trace`` shows them; the others are computed from these.
+        backend, tap, replace
+            As in ``Transformer.logits``; the steps of layer n are called ``weights[encoder n]``.
 
         Returns
         -------
@@ -207,13 +203,9 @@ class EncoderDecoder:
             The tokens so far, of which the first should be ``start``.
         cache : DecoderCache, optional
             From ``new_cache`` of this memory: the tokens before these, which follow them there.
-        backend : str, default "auto"
-            As in ``minimha.attention``.
-        tap : callable ``tap(name, value) -> value``, optional
-            Hears every step; those of layer n are called ``weights[decoder n]`` and, where it looks
-            at the memory, ``weights[cross n]``.
-        replace : mapping from step name to array_like, optional
-            As in ``memory``.
+        backend, tap, replace
+            As in ``Transformer.logits``; steps of layer n are called ``weights[decoder n]`` and,
+            where it looks at the memory, ``weights[cross n]``.
 
         Returns
         -------

@@ -231,9 +231,7 @@ class Behaviours:
 
 
 def behaviours(
-    model: Transformer,
-    prompts: Iterable[Prompt],
-    patterns: Mapping[str, Pattern] = PATTERNS,
+    model: Transformer, prompts: Iterable[Prompt], patterns: Mapping[str, Pattern] = PATTERNS
 ) -> Behaviours:
     """Score every head of a model by every pattern.
 

@@ -228,10 +228,8 @@ class Transformer:
             Of the draws.
         eos : int or sequence of int, optional
             Tokens after which nothing more is drawn. Default is ``config.eos``; () is none.
-        backend : str, default "auto"
-            As in ``minimha.attention``.
-        replace : mapping from step name to array_like, optional
-            As in ``logits``, at the first token, while ``ids`` are read.
+        backend, replace
+            As in ``logits``; steps are replaced while ``ids`` are read, at the first token.
 
         Raises
         ------

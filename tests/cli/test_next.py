@@ -208,6 +208,50 @@ def test_a_model_of_ones_own(run, tmp_path):
     assert "induction" in shown(run, "heads --model m --sentences s.txt")
 
 
+def own_model(folder, tensors, **changes):
+    """A GPT-2 with a tokenizer of 23 words."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the checkpoint's tokenizer needs it")
+    plain.write(folder, plain.GPT2 | changes, tensors)
+    words = {f"w{n}": n for n in range(23)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_a_model_of_nan_says_so(run, tmp_path):
+    tensors = plain.gpt2_tensors(np.random.default_rng(0))
+    own_model(tmp_path / "m", {name: W * np.float32("nan") for name, W in tensors.items()})
+    for options in (
+        [],
+        ["--lens"],
+        ["--all"],
+        ["--generate", "2", "--format", "json"],
+        ["--trace"],
+    ):
+        out = refused(run, "next", "w3 w5", "--model", "m", *options)
+        assert "the model's logits are NaN or infinite: they give no probabilities" in out
+    (tmp_path / "s.txt").write_text("w1 w2 w1 w2\n")
+    out = refused(run, "heads --model m --sentences s.txt")
+    assert "the model's weights of attention are NaN" in out
+
+
+def test_writing_stops_after_the_token_that_ends_a_text(run, tmp_path):
+    tensors = plain.gpt2_tensors(np.random.default_rng(0))
+    own_model(tmp_path / "m", tensors)
+    line = "w3 w5", "--model", "m", "--generate", "6", "--top-k", "1"
+    words = exported(run, *line)["generated"]
+    own_model(tmp_path / "m", tensors, eos_token_id=int(words[2][1:]))
+    assert exported(run, *line)["generated"] == words[: words.index(words[2]) + 1]
+
+
+def test_a_model_that_does_not_fit_into_memory_is_named(run, tmp_path, monkeypatch):
+    def load(path):
+        raise MemoryError
+
+    monkeypatch.setattr("minimha.models.load", load, raising=False)
+    assert "the weights of m do not fit into memory" in refused(run, "next", "w3", "--model", "m")
+
+
 BAD = [
     (["the kitten sat"], "129 words: 'kitten' (nearest: kitchen, then, "),
     ([" "], "TEXT is empty"),

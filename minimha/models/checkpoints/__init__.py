@@ -86,9 +86,7 @@ def load(path: str | Path) -> Model:
 
 
 def from_tensors(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, ArrayLike],
-    tokenizer: Tokenizer | None = None,
+    config: Mapping[str, Any], tensors: Mapping[str, ArrayLike], tokenizer: Tokenizer | None = None
 ) -> Model:
     """Return the model of a checkpoint that is in memory.
 

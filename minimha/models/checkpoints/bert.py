@@ -14,7 +14,6 @@ from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
 from minimha.models.encoder import Encoder, EncoderLayer, MaskedHead
 from minimha.models.feed_forward import FeedForward
-from minimha.models.norms import LayerNorm
 from minimha.models.tokens import Tokenizer
 
 PREFIX = "bert."  # of a checkpoint with a head
@@ -40,7 +39,7 @@ def transformer(
             tokens, tensors.take(f"{at}embeddings.position_embeddings.weight", P, E),
             types=tensors.take(f"{at}embeddings.token_type_embeddings.weight", types, E),
         ),
-        _norm(config, tensors, f"{at}embeddings.LayerNorm"),
+        tensors.layer_norm(f"{at}embeddings.LayerNorm", config.d_model, config.epsilon),
         [_layer(config, tensors, f"{at}encoder.layer.{n}") for n in range(config.num_layers)],
         _head(config, tensors, tokens) if f"{PREDICTIONS}.bias" in tensors else None,
         tokenizer,
@@ -75,13 +74,13 @@ def _layer(config: Config, tensors: Tensors, at: str) -> EncoderLayer:
         weights |= tensors.linear(letter, f"{at}.attention.{name}", E, E, has_bias=True)
     return EncoderLayer(
         MultiHeadAttention.from_combined(**weights, num_heads=config.num_heads),
-        _norm(config, tensors, f"{at}.attention.output.LayerNorm"),
+        tensors.layer_norm(f"{at}.attention.output.LayerNorm", config.d_model, config.epsilon),
         FeedForward(
             activation=config.activation,
             **tensors.linear("in", f"{at}.intermediate.dense", E, F, has_bias=True),
             **tensors.linear("out", f"{at}.output.dense", F, E, has_bias=True),
         ),
-        _norm(config, tensors, f"{at}.output.LayerNorm"),
+        tensors.layer_norm(f"{at}.output.LayerNorm", config.d_model, config.epsilon),
     )
 
 
@@ -92,14 +91,7 @@ def _head(config: Config, tensors: Tensors, tokens: Any) -> MaskedHead:
     return MaskedHead(
         transform["W_in"],
         transform["b_in"],
-        _norm(config, tensors, f"{PREDICTIONS}.transform.LayerNorm"),
+        tensors.layer_norm(f"{PREDICTIONS}.transform.LayerNorm", config.d_model, config.epsilon),
         tensors.tied(f"{PREDICTIONS}.decoder.weight", tokens, config.is_tied).T,
         tensors.tied(own, bias, config.is_tied or own not in tensors),
     )
-
-
-def _norm(config: Config, tensors: Tensors, name: str) -> LayerNorm:
-    """A normalisation; the first checkpoints call its gain gamma, its bias beta."""
-    parts = ("gamma", "beta") if f"{name}.gamma" in tensors else ("weight", "bias")
-    gain, bias = (tensors.take(f"{name}.{part}", config.d_model) for part in parts)
-    return LayerNorm(gain, bias, config.epsilon)

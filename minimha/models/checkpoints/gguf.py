@@ -57,6 +57,7 @@ ARCHITECTURES = {
     "gemma2": ("gemma2", (LLAMA[0], LLAMA[1] | FOUR_NORMS)),
     "gemma3": ("gemma3_text", (LLAMA[0], LLAMA[1] | FOUR_NORMS)),
 }
+ENDS = "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"
 # The largest models of Gemma 2 and 3 scale scores by 1/√(E/H), others by 1/√D. The file does not
 # say so: llama.cpp tells them by their layers.
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
@@ -71,15 +72,10 @@ def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
         The package gguf is not installed, the file is missing or damaged, an architecture that is
         not known, or a tensor of a kind that cannot be widened.
     """
-    stored, found = _contents(path)
+    stored, tensors = _contents(path)
     metadata = Settings(stored, str(path))
     architecture = metadata.text("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{path}'s general.architecture is {architecture!r}: expected one of "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    tensors, name = _widened(path, found), f"{path}'s {architecture}"
+    name = f"{path}'s {architecture}"
     values = {
         key.removeprefix(f"{architecture}."): value
         for key, value in stored.items()
@@ -92,21 +88,18 @@ def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
         "model_type": ARCHITECTURES[architecture][0],
         "vocab_size": len(tensors.get("token_embd.weight", ())) or given.count("vocab_size"),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "eos_token_id": [
-            number for token in ("eos", "eot")
-            if (number := metadata.get(f"tokenizer.ggml.{token}_token_id")) is not None
-        ],
-    }  # fmt: skip
+        "eos_token_id": [number for key in ENDS if (number := stored.get(key)) is not None],
+    }
     if config["model_type"] == "llama" and config.get("sliding_window"):
         config["model_type"] = "mistral"
     restored = _restored(architecture, config, tensors)
     return Settings(config, str(path)), restored, metadata
 
 
-def _contents(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """All metadata and all tensors of a file, as they are stored."""
+def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """All metadata and all tensors of a file, the latter as float32."""
     try:
-        from gguf import GGUFReader
+        from gguf import GGUFReader, dequantize
     except ImportError:
         raise ValueError(
             f"{path} is read by the package gguf, which is not installed: "
@@ -117,21 +110,19 @@ def _contents(path: Path) -> tuple[dict[str, Any], list[Any]]:
         reader = GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         if sum(int(tensor.n_bytes) for tensor in reader.tensors) > path.stat().st_size:
-            raise ValueError("its tensors overlap")
+            raise ValueError
     except MemoryError:
         raise
-    except Exception as error:  # what the reader meets in a damaged file may be anything
-        why = "it ends too soon" if isinstance(error, IndexError) else error
+    except Exception:  # what the reader meets in a damaged file may be anything
+        why = "the package gguf cannot read it, or its tensors overlap"
         raise ValueError(f"{path} is no GGUF file, or damaged: {why}") from None
-    return metadata, reader.tensors
-
-
-def _widened(path: Path, stored: list[Any]) -> dict[str, Array]:
-    """The tensors by name, as float32."""
-    from gguf import dequantize
-
-    tensors = {}
-    for tensor in stored:
+    architecture, tensors = Settings(metadata, str(path)).text("general.architecture"), {}
+    if architecture not in ARCHITECTURES:  # refused before anything is widened
+        raise ValueError(
+            f"{path}'s general.architecture is {architecture!r}: expected one of "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    for tensor in reader.tensors:
         try:
             tensors[tensor.name] = np.asarray(dequantize(tensor.data, tensor.tensor_type))
         except NotImplementedError:
@@ -139,7 +130,7 @@ def _widened(path: Path, stored: list[Any]) -> dict[str, Array]:
             raise ValueError(
                 f"{path}'s tensor {tensor.name} is {kind}, which the package gguf cannot widen"
             ) from None
-    return tensors
+    return metadata, tensors
 
 
 def _gpt2(given: Settings) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
 from minimha.models.feed_forward import FeedForward
-from minimha.models.norms import LayerNorm
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Block, Transformer
 
@@ -34,7 +33,7 @@ def transformer(
         config,
         Embeddings(tokens, positions),
         [_block(config, tensors, f"{at}h.{n}.") for n in range(config.num_layers)],
-        _norm(config, tensors, f"{at}ln_f"),
+        tensors.layer_norm(f"{at}ln_f", config.d_model, config.epsilon),
         tensors.tied("lm_head.weight", tokens, config.is_tied).T,
         tokenizer,
     )
@@ -75,10 +74,8 @@ def _block(config: Config, tensors: Tensors, at: str) -> Block:
         b_out=tensors.take(f"{at}mlp.c_proj.bias", E),
         activation=config.activation,
     )
-    norms = (_norm(config, tensors, f"{at}{name}") for name in ("ln_1", "ln_2"))
+    norms = (
+        tensors.layer_norm(f"{at}{name}", config.d_model, config.epsilon)
+        for name in ("ln_1", "ln_2")
+    )
     return Block(next(norms), attention, next(norms), feed_forward)
-
-
-def _norm(config: Config, tensors: Tensors, name: str) -> LayerNorm:
-    gain, bias = (tensors.take(f"{name}.{part}", config.d_model) for part in ("weight", "bias"))
-    return LayerNorm(gain, bias, config.epsilon)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import as_floating, cast
+from minimha.models.norms import LayerNorm
 
 Array = NDArray[Any]
 
@@ -73,6 +74,12 @@ class Tensors:
         if has_bias:
             taken[f"b_{ours}"] = self.take(f"{name}.bias", columns)
         return taken
+
+    def layer_norm(self, name: str, E: int, epsilon: float) -> LayerNorm:
+        """A normalisation; the first checkpoints call its gain gamma, its bias beta."""
+        parts = ("gamma", "beta") if f"{name}.gamma" in self else ("weight", "bias")
+        gain, bias = (self.take(f"{name}.{part}", E) for part in parts)
+        return LayerNorm(gain, bias, epsilon)
 
     def tied(self, name: str, other: Array, is_tied: bool = True) -> Array:
         """``other``, if the tensor of that name is tied to it, or the tensor.

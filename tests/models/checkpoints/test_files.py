@@ -1,9 +1,12 @@
 """Folders of checkpoints: what is read, and the sentence that says why one is not."""
 
+import gc
 import json
 import os
+import pickle
 import re
 import struct
+import sys
 import time
 import tracemalloc
 
@@ -220,6 +223,60 @@ def test_a_file_that_is_too_long_is_refused_unread(folder):
             (folder / name).write_text(json.dumps(LLAMA))
 
 
+def stranger(**changes):
+    """A tokenizer.json with two words, and what a stranger wrote into it."""
+    words = {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}
+    return {
+        "version": "1.0", "added_tokens": [], "normalizer": None, "truncation": None,
+        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+        "padding": None, "model": words,
+    } | changes  # fmt: skip
+
+
+NESTED = {
+    "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False
+}  # fmt: skip
+GROWING = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+FIXED = {
+    "strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+    "pad_type_id": 0, "pad_token": "?",
+}  # fmt: skip
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(sys.platform != "linux", reason="the limits of a process are Linux's")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pre_tokenizer": NESTED},
+        {"normalizer": {"type": "Sequence", "normalizers": [GROWING] * 3}},
+        {"padding": FIXED},
+    ],
+)
+def test_a_strangers_tokenizer_has_limits_of_time_and_memory(folder, changes, capfd):
+    pytest.importorskip("tokenizers", reason="tokenizers, which reads it, is missing")
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(stranger(**changes)))
+    model = load(folder)
+    if "padding" in changes:
+        assert model.encode("a").tolist() == [0]
+    else:
+        refused(f"{path} is no tokenizer", model.encode, "a" * 40 + "b")
+    assert model.tokenizer.decode([0, 1]) == "a ?"  # in a new process, if the first one ended
+    assert capfd.readouterr().err == ""
+
+
+def test_a_tokenizer_of_a_file_is_copied_and_ends(folder):
+    pytest.importorskip("tokenizers", reason="tokenizers, which reads it, is missing")
+    (folder / "tokenizer.json").write_text(json.dumps(stranger()))
+    tokenizer = load(folder).tokenizer
+    assert pickle.loads(pickle.dumps(tokenizer)).encode("a ?") == [0, 1]
+    process = tokenizer._process
+    del tokenizer
+    gc.collect()
+    assert process.poll() is not None  # it ends with its tokenizer
+
+
 def test_tokens_that_end_a_text(folder, tensors):
     for written, eos in (({}, ()), ({"eos_token_id": 2}, (2,)), ({"eos_token_id": [2, 5]}, (2, 5))):
         assert from_tensors(LLAMA | written, tensors).config.eos == eos
@@ -256,9 +313,7 @@ def mutations(config):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "family", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "bert", "t5"]
-)
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma3_text", "bert", "t5"])
 def test_a_hostile_setting_ends_in_a_sentence_or_in_a_model(family, tensors):
     gpt2 = plain.gpt2_tensors(np.random.default_rng(0))
     config, held = (plain.GPT2, gpt2) if family == "gpt2" else (LLAMA, tensors)
@@ -280,20 +335,19 @@ def test_a_hostile_setting_ends_in_a_sentence_or_in_a_model(family, tensors):
         config = config | {
             "num_layers": 2, "d_model": 8, "num_heads": 4, "d_kv": 2, "d_ff": 12, "n_positions": 12,
         }  # fmt: skip
-    config, loaded = config | {"model_type": family}, 0
+    config, loaded, said = config | {"model_type": family}, 0, []
     for changed in mutations(config):
         start = time.perf_counter()
         try:
             model = from_tensors(changed, held)
             loaded += 1
-            if np.isfinite(model.logits(IDS)).all():
-                list(model.generate(IDS, 2))
+            model.logits(IDS, backend="dense")
         except (TypeError, ValueError) as error:
-            assert re.match(r"[\w.' \[\]]+ (is|are|has|differs|must|and|exceed)\b", str(error)), (
-                error
-            )
+            said.append(str(error))
         assert time.perf_counter() - start < 2, changed
     assert loaded or family in ("bert", "t5")
+    of_python = re.compile("unhashable|subscript|attribute|argument|operand|convert|index")
+    assert not [sentence for sentence in said if of_python.search(sentence)]
 
 
 def test_tensors_that_do_not_fit_are_named(tensors):

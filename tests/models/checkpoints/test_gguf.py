@@ -258,6 +258,9 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path, monkeypatch):
     whole = write(path, "llama", SIZES, tensors).read_bytes()
     path.write_bytes(whole[:-2000])
     refused("a.gguf is no GGUF file, or damaged: ", path)
+    for size in (30, 200):
+        path.write_bytes(whole[:size])
+        refused("a.gguf is no GGUF file, or damaged: the package gguf cannot read it, or its", path)
     write(path, "bloom", SIZES, tensors)
     refused("a.gguf's general.architecture is 'bloom': expected one of gpt2, llama, qwen2", path)
     for changes, sentence in (
@@ -280,6 +283,13 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path, monkeypatch):
     refused("tensor rope_freqs.weight has shape (3,): expected (1,)", path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     refused("a.gguf is read by the package gguf, which is not installed: pip install", path)
+
+
+def test_tokens_that_end_a_text(tmp_path):
+    metadata = [("add_eos_token_id", 7), ("add_eot_token_id", 9)]
+    path = tmp_path / "a.gguf"
+    write(path, "llama", SIZES, converted("llama", drawn(LLAMA)), metadata)
+    assert load(path).config.eos == (7, 9)
 
 
 def tokens_of(kind, tokens, types, *calls):
