@@ -28,7 +28,7 @@ from minimha.equations.block_mask import BlockMask
 from minimha.equations.functions import checked, uses
 from minimha.equations.parts import in_blocks, outline
 from minimha.equations.problem import MAX_OFFSET, Problem
-from minimha.equations.tap import Tap, checked_tap, no_tap
+from minimha.equations.tap import Tap, no_tap, safe_tap
 from minimha.kernels import auto, remembered
 from minimha.kernels.cpu.threads import get_num_threads, set_num_threads
 from minimha.kernels.cuda.availability import is_device_array, reason_without_cuda
@@ -509,7 +509,7 @@ def attention(
         problem, (O, L) = _in_blocks(backend, given | options)
     else:
         problem = Problem.of(**given, **options)  # type: ignore[arg-type]
-        tap = checked_tap(tap)
+        tap = safe_tap(tap)
         O, L = _computed(backend, problem, tap, key, (q, k, v))
     if has_lse:
         output, lse = problem.as_given(O, tap("lse", L))

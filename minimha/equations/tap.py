@@ -5,7 +5,7 @@ it returns, so that a line with a tap still reads as mathematics. ``no_tap`` rec
 ``explain.Trace`` records everything. A value is an array, or text: the source of a caller's
 function, which is heard before the step that it makes.
 
-A caller's tap goes through ``checked_tap``: it reads arrays and cannot write to them.
+A caller's tap goes through ``safe_tap``: it reads arrays and cannot write to them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 Tap = Callable[[str, Any], Any]
+Steps = Mapping[str, ArrayLike] | None  # other values of steps, by name
 
 
 def no_tap(name: str, value: Any) -> Any:
@@ -23,10 +24,10 @@ def no_tap(name: str, value: Any) -> Any:
     return value
 
 
-def checked_tap(tap: Tap) -> Tap:
+def safe_tap(tap: Tap) -> Tap:
     """Return a tap that passes read-only arrays to ``tap`` and checks what it returns.
 
-    >>> checked_tap(lambda name, value: value[0])("scores", np.zeros((1, 2)))
+    >>> safe_tap(lambda name, value: value[0])("scores", np.zeros((1, 2)))
     Traceback (most recent call last):
     ValueError: tap's 'scores' has shape (2,) and float64: expected shape (1, 2) and float64
     """
@@ -47,14 +48,14 @@ def checked_tap(tap: Tap) -> Tap:
 
 
 @contextmanager
-def replacing(tap: Tap, replace: Mapping[str, ArrayLike] | None) -> Iterator[Tap]:
+def replacing(tap: Tap, replace: Steps) -> Iterator[Tap]:
     """Yield ``tap``, checked, after one that gives steps other values, as a ``Trace`` shows them.
 
     A TypeError or ValueError names what does not fit its step and, at the end, what was no step.
     """
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace is {replace!r}: expected a dict from names of steps to arrays")
-    tap, given, names = checked_tap(tap), replace or {}, set()
+    tap, given, names = safe_tap(tap), replace or {}, set()
 
     def hear(name: str, value: Any) -> Any:
         names.add(name)

@@ -12,7 +12,7 @@ from minimha.equations.arguments import as_floating, common_dtype
 from minimha.equations.arrays import like
 from minimha.equations.dense import for_query_heads
 from minimha.equations.problem import Problem
-from minimha.equations.tap import Tap, checked_tap, no_tap
+from minimha.equations.tap import Tap, no_tap, safe_tap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -113,7 +113,7 @@ def additive_attention(
     _check_widths(**arrays)
     dtype = common_dtype({name: array.dtype for name, array in arrays.items()})
     problem = _without_scores(arrays["q"], arrays["k"], arrays["v"], attn_bias, dtype)
-    tap = checked_tap(tap)
+    tap = safe_tap(tap)
     S = _energies(problem, arrays, tap)
     if problem.attn_bias is not None:  # -inf hides a key even where its energy is NaN
         hides = np.isneginf(problem.attn_bias)

@@ -11,7 +11,7 @@ from minimha.api import Masks, Positions, attention
 from minimha.equations.arguments import as_floating, cast, flag
 from minimha.equations.arrays import like
 from minimha.equations.problem import Problem
-from minimha.equations.tap import Tap, checked_tap, no_tap, renamed
+from minimha.equations.tap import Tap, no_tap, renamed, safe_tap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,7 +93,7 @@ def cosine_attention(
     array([[1.2384],
            [1.2384]])
     """
-    problem, tap = Problem.of(q, k, v), checked_tap(tap)
+    problem, tap = Problem.of(q, k, v), safe_tap(tap)
     factors = _factors(scale, problem)
     Q, K, V = (x.astype(problem.compute, copy=False) for x in (problem.q, problem.k, problem.v))
     q_unit, k_unit = (tap(f"{name}_unit", _unit(tap(name, x))) for name, x in (("q", Q), ("k", K)))

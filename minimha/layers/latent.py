@@ -22,7 +22,7 @@ from minimha.equations.arguments import (
     number,
 )
 from minimha.equations.arrays import like
-from minimha.equations.tap import Tap, checked_tap, no_tap, renamed
+from minimha.equations.tap import Tap, no_tap, renamed, safe_tap
 from minimha.layers.cache import cached_dtype
 from minimha.layers.linear import product
 from minimha.layers.multihead import by_root_mean_square
@@ -217,7 +217,7 @@ class LatentAttention:
                 f"E={self.d_model}"
             )
         dtype = common_dtype({"x": tokens.dtype, "the layer": self.dtype})
-        tap = checked_tap(tap)
+        tap = safe_tap(tap)
         y = tap("x", tokens.astype(compute_dtype(dtype), copy=False))
         rows = y if y.ndim == 3 else y[None]
         seen = 0 if cache is None else cache.length

@@ -25,7 +25,7 @@ from minimha.equations.arguments import (
     number,
 )
 from minimha.equations.arrays import Given, Numbers, like
-from minimha.equations.tap import Tap, checked_tap, no_tap, renamed
+from minimha.equations.tap import Tap, no_tap, renamed, safe_tap
 from minimha.layers.linear import product
 from minimha.layers.protocols import Cache, CacheOptions, Rotation
 
@@ -417,7 +417,7 @@ class MultiHeadAttention:
         if cache is not None:
             _check_cached(tokens, others, flag("return_weights", return_weights))
         _check_one_length(self.rope, others, cache)
-        compute, tap = compute_dtype(dtype), checked_tap(tap)
+        compute, tap = compute_dtype(dtype), safe_tap(tap)
         tokens = source = tap("x", tokens.astype(compute, copy=False))
         if others is not None:
             source = tap("context", others.astype(compute, copy=False))
@@ -477,7 +477,7 @@ class MultiHeadAttention:
         -------
         q, k, v : ndarray of shape (..., H, L, D), (..., Hkv, Lc, D) and (..., Hkv, Lc, Dv)
         """
-        tap = checked_tap(tap)
+        tap = safe_tap(tap)
         return (
             self._project("q", x, self.num_heads, tap),
             self._project("k", key_source, self.num_kv_heads, tap),
@@ -499,7 +499,7 @@ class MultiHeadAttention:
         -------
         ndarray of shape (..., L, Eo), x's dtype
         """
-        tap = checked_tap(tap)
+        tap = safe_tap(tap)
         concat = tap("concat", _side_by_side(heads))
         if self.gate is not None:
             concat = tap("gated", concat * self._gates(x, tap))

@@ -27,7 +27,7 @@ from minimha.equations.arguments import (
     number,
 )
 from minimha.equations.arrays import Numbers, like
-from minimha.equations.tap import Tap, checked_tap, no_tap
+from minimha.equations.tap import Tap, no_tap, safe_tap
 
 
 @dataclass(frozen=True)
@@ -562,7 +562,7 @@ def _rotate(
     x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any], interleaved: bool, tap: Tap
 ) -> NDArray[Any]:
     """(x_1 cos - x_2 sin, x_2 cos + x_1 sin) for every pair (x_1, x_2), in x's layout."""
-    compute, tap = compute_dtype(x.dtype), checked_tap(tap)
+    compute, tap = compute_dtype(x.dtype), safe_tap(tap)
     with np.errstate(all="ignore"):
         cos, sin = tap("cos", cos.astype(compute)), tap("sin", sin.astype(compute))
         if cos.ndim == 3:  # (B, L, R/2): the same for all heads

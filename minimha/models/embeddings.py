@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import integer
-from minimha.equations.tap import Tap, checked_tap, no_tap
+from minimha.equations.tap import Tap, no_tap, safe_tap
 
 Array = NDArray[Any]
 
@@ -80,7 +80,7 @@ class Embeddings:
         ``tap`` hears embedded, and before it wte, with the types, and wpe where there are two
         parts. ``types`` (L,) are 0 by default.
         """
-        x, tap = self.tokens[ids], checked_tap(tap)
+        x, tap = self.tokens[ids], safe_tap(tap)
         if self.types is not None:
             x = x + self.types[0 if types is None else types]
         if self.scale != 1:

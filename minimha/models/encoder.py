@@ -7,7 +7,7 @@ Axes: ``L`` tokens, ``E`` model width, ``V`` vocabulary. Inside, arrays have a b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend
 from minimha.equations.arguments import as_integers, name_of
-from minimha.equations.tap import Tap, no_tap, prefixed, renamed, replacing, staged
+from minimha.equations.tap import Steps, Tap, no_tap, prefixed, renamed, replacing, staged
 from minimha.layers.linear import product
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.models.config import Config
@@ -126,7 +126,7 @@ class Encoder:
 
     def hidden(
         self, ids: str | ArrayLike, types: ArrayLike | None = None, *, backend: Backend = "auto",
-        tap: Tap = no_tap, replace: Mapping[str, ArrayLike] | None = None,
+        tap: Tap = no_tap, replace: Steps = None,
     ) -> Array:  # fmt: skip
         """Return each token's row after the last layer.
 
@@ -160,7 +160,7 @@ class Encoder:
 
     def logits(
         self, ids: str | ArrayLike, types: ArrayLike | None = None, *, backend: Backend = "auto",
-        tap: Tap = no_tap, replace: Mapping[str, ArrayLike] | None = None,
+        tap: Tap = no_tap, replace: Steps = None,
     ) -> Array:  # fmt: skip
         """Return for each token the logits (L, V) of what it was before it was masked.
 

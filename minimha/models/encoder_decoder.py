@@ -9,7 +9,7 @@ arrays have a batch axis of 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
 from minimha.equations.arguments import as_floating, integer, name_of
-from minimha.equations.tap import Tap, checked_tap, no_tap, prefixed, renamed, replacing, staged
+from minimha.equations.tap import Steps, Tap, no_tap, prefixed, renamed, replacing, safe_tap, staged
 from minimha.layers.biases import t5_bias
 from minimha.layers.cache import KVCache
 from minimha.layers.linear import product
@@ -155,7 +155,7 @@ class EncoderDecoder:
 
     def memory(
         self, ids: str | ArrayLike, *, backend: Backend = "auto", tap: Tap = no_tap,
-        replace: Mapping[str, ArrayLike] | None = None,
+        replace: Steps = None,
     ) -> Array:  # fmt: skip
         """Return the rows of the source after the encoder.
 
@@ -190,8 +190,7 @@ class EncoderDecoder:
 
     def logits(
         self, memory: ArrayLike, target: str | ArrayLike, *, cache: DecoderCache | None = None,
-        backend: Backend = "auto", tap: Tap = no_tap,
-        replace: Mapping[str, ArrayLike] | None = None,
+        backend: Backend = "auto", tap: Tap = no_tap, replace: Steps = None,
     ) -> Array:  # fmt: skip
         """Return for each token of the target the logits of the token after it.
 
@@ -224,7 +223,7 @@ class EncoderDecoder:
 
     def unembed(self, x: Array, tap: Tap = no_tap) -> Array:
         """Return the logits (..., L, V) that rows x (..., L, E) of the decoder stand for."""
-        tap = checked_tap(tap)
+        tap = safe_tap(tap)
         if self.decoder_norm is not None:
             x = self.decoder_norm(x, prefixed(tap, "final_"))
         if self.output_scale != 1:
@@ -256,8 +255,7 @@ class EncoderDecoder:
     def generate(
         self, ids: str | ArrayLike, num_tokens: int, *, temperature: float = 1.0,
         top_k: int | None = None, top_p: float | None = None, seed: int = 0,
-        eos: int | Sequence[int] | None = None, backend: Backend = "auto",
-        replace: Mapping[str, ArrayLike] | None = None,
+        eos: int | Sequence[int] | None = None, backend: Backend = "auto", replace: Steps = None,
     ) -> Iterator[int]:  # fmt: skip
         """Yield up to ``num_tokens`` tokens of a target, drawn given the source and those before.
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.equations.tap import Tap, checked_tap, no_tap
+from minimha.equations.tap import Tap, no_tap, safe_tap
 from minimha.layers.linear import product
 
 Array = NDArray[Any]
@@ -105,7 +105,7 @@ class FeedForward:
         ``tap`` hears the weights, expanded, activated, for a gated one gate_input and gated_product
         too, and feed_forward.
         """
-        activate, tap = ACTIVATIONS[self.activation], checked_tap(tap)
+        activate, tap = ACTIVATIONS[self.activation], safe_tap(tap)
         if self.W_gate is None:
             inner = tap("activated", activate(tap("expanded", self._linear("in", x, tap))))
         else:

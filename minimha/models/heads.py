@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import as_integers, name_of
-from minimha.equations.tap import replacing
+from minimha.equations.tap import Steps, replacing
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.models.config import Config
 from minimha.models.transformer import Transformer
@@ -120,7 +120,7 @@ def mean_outputs(model: Transformer, prompts: Iterable[Prompt]) -> NDArray[np.fl
 
 def lens(
     model: Transformer, ids: str | ArrayLike, positions: ArrayLike = -1,
-    layers: ArrayLike | None = None, *, replace: Mapping[str, ArrayLike] | None = None,
+    layers: ArrayLike | None = None, *, replace: Steps = None,
 ) -> Array:  # fmt: skip
     """What would be predicted from each layer on: logits of the embeddings and after every layer.
 
@@ -275,9 +275,7 @@ def behaviours(
     )
 
 
-def _heard(
-    model: Transformer, prompt: Prompt, *steps: str, replace: Mapping[str, ArrayLike] | None = None
-) -> list[Array]:
+def _heard(model: Transformer, prompt: Prompt, *steps: str, replace: Steps = None) -> list[Array]:
     """What these steps are in every layer."""
     found: list[Array] = []
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.equations.tap import Tap, checked_tap, no_tap
+from minimha.equations.tap import Tap, no_tap, safe_tap
 
 Array = NDArray[Any]
 Norm = Callable[[Array, Tap], Array]  # of x (..., L, E), heard by the tap
@@ -43,7 +43,7 @@ def layer_norm(x: Array, gain: Array, bias: Array, epsilon: float, tap: Tap = no
     >>> layer_norm(np.array([[1.0, 3.0]]), np.array([1.0, 2.0]), np.array([0.0, 5.0]), epsilon=0)
     array([[-1.,  7.]])
     """
-    tap = checked_tap(tap)
+    tap = safe_tap(tap)
     gain, bias = tap("norm_gain", gain), tap("norm_bias", bias)
     mean = tap("mean", x.mean(axis=-1, keepdims=True))
     centred = x - mean
@@ -77,7 +77,7 @@ def rms_norm(x: Array, gain: Array, epsilon: float, tap: Tap = no_tap) -> Array:
     >>> rms_norm(np.array([[1.0, 7.0]]), np.array([1.0, 10.0]), epsilon=0)
     array([[ 0.2, 14. ]])
     """
-    tap = checked_tap(tap)
+    tap = safe_tap(tap)
     gain = tap("norm_gain", gain)
     mean_square = tap("mean_square", np.square(x).mean(axis=-1, keepdims=True))
     return np.asarray(tap("normed", gain * (x / np.sqrt(mean_square + x.dtype.type(epsilon)))))

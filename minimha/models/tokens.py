@@ -173,8 +173,7 @@ class FileTokenizer(SubwordTokenizer):
                         raise ValueError(f"{path} is no tokenizer: {error}")
             except (OSError, json.JSONDecodeError):
                 self._owner = 0
-                why = "it takes too much time or memory"
-                raise ValueError(f"{path} is no tokenizer that can be used: {why}") from None
+                raise ValueError(f"{path} is no tokenizer: out of time or memory") from None
         return answer
 
 

@@ -7,7 +7,7 @@ Axes: ``L`` tokens, ``E`` model width, ``V`` vocabulary. Inside, arrays have a b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend
 from minimha.equations.arguments import counted, integer, name_of
-from minimha.equations.tap import Tap, checked_tap, no_tap, prefixed, renamed, replacing, staged
+from minimha.equations.tap import Steps, Tap, no_tap, prefixed, renamed, replacing, safe_tap, staged
 from minimha.layers.cache import KVCache
 from minimha.layers.linear import product
 from minimha.layers.multihead import MultiHeadAttention
@@ -100,8 +100,7 @@ class Transformer:
     blocks : sequence of Block
     final_norm : Norm
     W_vocab : ndarray of shape (E, V), optional
-        The unembedding; if it is tied, the token embedding transposed. Without it there are no
-        logits.
+        The unembedding; if it is tied, the token embedding transposed. Without it, no logits.
     tokenizer : Tokenizer, optional
         Without one, tokens are given as numbers.
     """
@@ -115,8 +114,7 @@ class Transformer:
 
     def logits(
         self, ids: str | ArrayLike, *, cache: Sequence[KVCache] | None = None,
-        backend: Backend = "auto", tap: Tap = no_tap,
-        replace: Mapping[str, ArrayLike] | None = None,
+        backend: Backend = "auto", tap: Tap = no_tap, replace: Steps = None,
     ) -> Array:  # fmt: skip
         """Return for each token the logits of the token after it.
 
@@ -149,9 +147,8 @@ class Transformer:
             return np.asarray(self.unembed(x, tap)[0])
 
     def hidden(
-        self, ids: str | ArrayLike, *, tap: Tap = no_tap,
-        replace: Mapping[str, ArrayLike] | None = None, **options: Any,
-    ) -> Array:  # fmt: skip
+        self, ids: str | ArrayLike, *, tap: Tap = no_tap, replace: Steps = None, **options: Any
+    ) -> Array:
         """Return each token's row after the final norm, (L, E); arguments as in ``logits``."""
         with replacing(tap, replace) as tap:
             x = self.residual(ids, tap=tap, **options)
@@ -177,7 +174,7 @@ class Transformer:
         After any layer, not only the last, they say what would be predicted there (nostalgebraist,
         "Interpreting GPT: the logit lens", 2020).
         """
-        W_vocab, tap = self._head(), checked_tap(tap)
+        W_vocab, tap = self._head(), safe_tap(tap)
         normed = self.final_norm(x, prefixed(tap, "final_"))
         logits = product(normed, tap("W_vocab", W_vocab))
         cap = self.config.logit_softcap
@@ -212,8 +209,7 @@ class Transformer:
     def generate(
         self, ids: str | ArrayLike, num_tokens: int, *, temperature: float = 1.0,
         top_k: int | None = None, top_p: float | None = None, seed: int = 0,
-        eos: int | Sequence[int] | None = None, backend: Backend = "auto",
-        replace: Mapping[str, ArrayLike] | None = None,
+        eos: int | Sequence[int] | None = None, backend: Backend = "auto", replace: Steps = None,
     ) -> Iterator[int]:  # fmt: skip
         """Yield up to ``num_tokens`` tokens, each drawn given all those before it.
 
@@ -247,7 +243,7 @@ class Transformer:
             )
         cache = self.new_cache(needed)
 
-        def drawn(new: NDArray[np.int64], given: Mapping[str, ArrayLike] | None) -> Iterator[int]:
+        def drawn(new: NDArray[np.int64], given: Steps) -> Iterator[int]:
             for _ in range(count):
                 with replacing(no_tap, given) as tap:
                     x = self.residual(new, cache=cache, backend=backend, tap=tap)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minimha import attention
-from minimha.equations.tap import checked_tap, no_tap
+from minimha.equations.tap import no_tap, safe_tap
 from minimha.explain import Trace
 from minimha.layers import (
     LatentAttention,
@@ -99,4 +99,4 @@ def test_what_is_no_function_is_no_tap():
     for call in CALLS.values():
         with pytest.raises(TypeError, match="tap is 3: expected a callable"):
             call(3)
-    assert checked_tap(no_tap) is no_tap
+    assert safe_tap(no_tap) is no_tap

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from minimha.layers.multihead import MultiHeadAttention
-from minimha.models.checkpoints.settings import Settings
+from minimha.models.checkpoints.settings import DEEPEST, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
@@ -50,7 +50,8 @@ def read_config(settings: Settings) -> Config:
     """What the settings mean."""
     settings.expect("position_embedding_type", "absolute", None)
     settings.expect("is_decoder", False)
-    layers, H = settings.layers("num_hidden_layers"), settings.count("num_attention_heads")
+    layers = settings.count("num_hidden_layers", high=DEEPEST)
+    H = settings.count("num_attention_heads")
     return Config(
         architecture=settings.text("model_type"),
         vocabulary=settings.count("vocab_size"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from minimha.models.checkpoints.llama import attention, feed_forward
-from minimha.models.checkpoints.settings import GLOBAL, LOCAL, POSITIVE, Settings
+from minimha.models.checkpoints.settings import DEEPEST, GLOBAL, LOCAL, POSITIVE, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
@@ -56,7 +56,7 @@ def transformer(
 def read_config(settings: Settings) -> Config:
     """What the settings mean."""
     settings.expect("use_bidirectional_attention", None, False)
-    D, layers = settings.count("head_dim", 256), settings.layers("num_hidden_layers")
+    D, layers = settings.count("head_dim", 256), settings.count("num_hidden_layers", high=DEEPEST)
     every = settings.count("sliding_window_pattern", 6 if _is_third(settings) else 2)
     is_local = settings.is_local([(n + 1) % every > 0 for n in range(layers)])
     ropes = [settings.rope(D, k if _is_third(settings) else GLOBAL) for k in (GLOBAL, LOCAL)]

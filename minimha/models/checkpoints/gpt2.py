@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from minimha.layers.multihead import MultiHeadAttention
-from minimha.models.checkpoints.settings import Settings
+from minimha.models.checkpoints.settings import DEEPEST, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
@@ -44,7 +44,8 @@ def read_config(settings: Settings) -> Config:
     settings.expect("add_cross_attention", False)
     settings.expect("scale_attn_weights", True)
     settings.expect("scale_attn_by_inverse_layer_idx", False)
-    E, H, layers = settings.count("n_embd"), settings.count("n_head"), settings.layers("n_layer")
+    E, H = settings.count("n_embd"), settings.count("n_head")
+    layers = settings.count("n_layer", high=DEEPEST)
     return Config(
         architecture=settings.text("model_type"),
         vocabulary=settings.count("vocab_size"),
@@ -74,8 +75,5 @@ def _block(config: Config, tensors: Tensors, at: str) -> Block:
         b_out=tensors.take(f"{at}mlp.c_proj.bias", E),
         activation=config.activation,
     )
-    norms = (
-        tensors.layer_norm(f"{at}{name}", config.d_model, config.epsilon)
-        for name in ("ln_1", "ln_2")
-    )
-    return Block(next(norms), attention, next(norms), feed_forward)
+    norms = [tensors.layer_norm(f"{at}ln_{n}", E, config.epsilon) for n in (1, 2)]
+    return Block(norms[0], attention, norms[1], feed_forward)

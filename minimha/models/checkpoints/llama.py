@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from minimha.layers.multihead import MultiHeadAttention
-from minimha.models.checkpoints.settings import KINDS, LOCAL, Settings
+from minimha.models.checkpoints.settings import DEEPEST, KINDS, LOCAL, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
@@ -62,7 +62,7 @@ def read_config(settings: Settings) -> Config:
         D = settings.quotient("hidden_size", "num_attention_heads")
     else:
         D = settings.count("head_dim")
-    layers = settings.layers("num_hidden_layers")
+    layers = settings.count("num_hidden_layers", high=DEEPEST)
     return Config(
         architecture=settings.text("model_type"),
         vocabulary=settings.count("vocab_size"),
@@ -90,10 +90,8 @@ def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
     first = settings.count("max_window_layers", 28, low=0)
     is_local = settings.is_local([window is not None and n >= first for n in range(layers)])
     if window is None and any(is_local):
-        raise ValueError(
-            f"{settings.name}'s layer_types has {LOCAL}, but use_sliding_window is not true, or "
-            f"there is no sliding_window"
-        )
+        why = "but use_sliding_window is not true, or there is no sliding_window"
+        raise ValueError(f"{settings.name}'s layer_types has {LOCAL}, {why}")
     return tuple(window if local else None for local in is_local)
 
 

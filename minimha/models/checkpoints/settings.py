@@ -18,7 +18,7 @@ from minimha.layers.rope import (
 from minimha.models.feed_forward import Activation
 
 LARGEST = 1 << 24  # of any count: a file must not make us reserve all memory
-DEEPEST = 1 << 12  # layers
+DEEPEST = 1 << 12  # of layers
 POSITIVE = 1e-9  # the least number that is called so
 LOCAL, GLOBAL = KINDS = ("sliding_attention", "full_attention")
 
@@ -77,10 +77,6 @@ class Settings:
             raise ValueError(f"{self._called(key)} is {value}: expected at most {high}")
         return value
 
-    def layers(self, key: str, default: int | None = None) -> int:
-        """The value, a number of layers."""
-        return self.count(key, default, high=DEEPEST)
-
     def is_local(self, default: list[bool]) -> list[bool]:
         """Which layers have a window: as layer_types says, or by default these."""
         given = self.get("layer_types")
@@ -88,10 +84,9 @@ class Settings:
             return default
         is_listed = isinstance(given, list | tuple) and all(kind in KINDS for kind in given)
         if not is_listed or len(given) != len(default):
-            raise ValueError(
-                f"{self._called('layer_types')} is {given!r}: expected {' or '.join(KINDS)} for "
-                f"each of {len(default)} layers"
-            )
+            named, kinds = self._called("layer_types"), " or ".join(KINDS)
+            each = f"{kinds} for each of {len(default)} layers"
+            raise ValueError(f"{named} is {given!r}: expected {each}")
         return [kind == LOCAL for kind in given]
 
     def quotient(self, key: str, divisor: str) -> int:

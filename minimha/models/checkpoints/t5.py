@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from minimha.layers.multihead import MultiHeadAttention
-from minimha.models.checkpoints.settings import Settings
+from minimha.models.checkpoints.settings import DEEPEST, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
@@ -65,7 +65,7 @@ def transformer(
         return DecoderLayer(layer(at, 2), cross, norm(f"{at}.layer.1.layer_norm"))
 
     is_scaled = settings.flag("scale_decoder_outputs", settings.flag("tie_word_embeddings", True))
-    decoders = settings.layers("num_decoder_layers", config.num_layers)
+    decoders = settings.count("num_decoder_layers", config.num_layers, high=DEEPEST)
     embeddings = Embeddings(tokens)
     return EncoderDecoder(
         config, embeddings, embeddings,
@@ -82,7 +82,8 @@ def transformer(
 
 def read_config(settings: Settings, is_tied: bool) -> Config:
     """What the settings mean; ``num_layers`` is that of the encoder."""
-    kind, layers = settings.text("feed_forward_proj", "relu"), settings.layers("num_layers")
+    kind = settings.text("feed_forward_proj", "relu")
+    layers = settings.count("num_layers", high=DEEPEST)
     if kind not in FEED_FORWARDS:
         raise ValueError(
             f"{settings.name}'s feed_forward_proj is {kind!r}: expected one of "

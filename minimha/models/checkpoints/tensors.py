@@ -53,10 +53,10 @@ class Tensors:
 
     def with_prefix(self, prefix: str, name: str) -> bool:
         """Put ``prefix`` before all names if ``name`` lacks it: it was saved without a head."""
-        is_bare = name in self
-        if is_bare:
-            self._left = {prefix + name: array for name, array in self._left.items()}
-        return is_bare
+        if name not in self:
+            return False
+        self._left = {prefix + name: array for name, array in self._left.items()}
+        return True
 
     def leave(self, *names: str) -> None:
         """Leave out tensors that what is made from the checkpoint does not need."""
@@ -82,20 +82,13 @@ class Tensors:
         return LayerNorm(gain, bias, epsilon)
 
     def tied(self, name: str, other: Array, is_tied: bool = True) -> Array:
-        """``other``, if the tensor of that name is tied to it, or the tensor.
-
-        Raises
-        ------
-        ValueError
-            Also if it should be tied, but the checkpoint has another one.
-        """
+        """``other``, if the tensor of that name is tied to it and no other one, or the tensor."""
         if is_tied and name not in self:
             return other
         own = self.take(name, *other.shape)
         if is_tied and not np.array_equal(own, other, equal_nan=True):
-            raise ValueError(
-                f"tensor {name} differs from the one that tie_word_embeddings says it repeats"
-            )
+            why = "the one that tie_word_embeddings says it repeats"
+            raise ValueError(f"tensor {name} differs from {why}")
         return other if is_tied else own
 
     def check_all_taken(self) -> None:
