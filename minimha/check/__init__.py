@@ -132,13 +132,7 @@ def judged(
     dtype: str,
     progress: Progress = lambda doing: None,
 ) -> Report:
-    """The report on a function that gave ``answers``.
-
-    Raises
-    ------
-    ValueError
-        It took none of the problems.
-    """
+    """The report on a function that gave ``answers``; a ValueError if it took no problem."""
     if all(answer.refusal is not None for answer in answers):
         raise ValueError(
             f"{function} takes none of the problems; on the plainest, {problems[0].name!r}: "

@@ -34,25 +34,11 @@ class NotAnArray(TypeError):  # noqa: N818
 
 
 class Caller:
-    """A function, and how it wants to be called.
+    """A function, and how it wants to be called: in the words of ``speaks``, arrays in ``dtype``.
 
-    Parameters
-    ----------
-    function : callable
-    speaks : str
-        Whose words it understands, a key of ``speaking.DIALECTS``.
-    dtype : {"float32", "float16", "bfloat16"}
-        Of queries, keys, values and bias.
-    arrays : {"numpy", "torch", "jax", "cupy"}, optional
-        Whose arrays it takes. By default those of the dialect, and if it refuses them, those of the
-        libraries that its module has imported.
-    device : str, optional
-        Where torch's arrays are, which it then gets. Default is the CPU.
-
-    Raises
-    ------
-    ValueError
-        There is no such device, or ``arrays`` are not torch's.
+    ``arrays`` are those that it takes: by default the dialect's, and if it refuses them, those of
+    the libraries that its module has imported. Where ``device`` is given, torch's arrays are there;
+    a ValueError says that there is no such device, or that ``arrays`` are not torch's.
     """
 
     def __init__(

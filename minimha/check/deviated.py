@@ -58,27 +58,15 @@ HIDDEN_ROWS = ("dead_rows_nan", "dead_rows_mean", "dead_rows_first_value", "lse_
 
 @dataclass(frozen=True, eq=False)
 class Deviated:
-    """What a function with some deviations answers.
+    """What a function with some deviations answers."""
 
-    Attributes
-    ----------
-    output, bound : ndarray of shape (B, H, Lq, Dv), float64
-        The output, and how far from it rounding may lead.
-    lse, lse_bound : ndarray of shape (B, H, Lq), float64
-    others : tuple of ndarray of shape (B, H, Lq, Dv)
-        What may stand in the output's place, number by number.
-    is_free : ndarray of shape (B, H, Lq, Dv), bool
-        Where anything may stand.
-    is_lse_free : ndarray of shape (B, H, Lq), bool
-    """
-
-    output: Array
-    bound: Array
-    lse: Array
+    output: Array  # (B, H, Lq, Dv), float64
+    bound: Array  # how far from the output rounding may lead, number by number
+    lse: Array  # (B, H, Lq), float64
     lse_bound: Array
-    others: tuple[Array, ...]
-    is_free: Array
-    is_lse_free: Array
+    others: tuple[Array, ...]  # what may stand in the output's place, number by number
+    is_free: Array  # where anything may stand, (B, H, Lq, Dv)
+    is_lse_free: Array  # (B, H, Lq)
 
 
 def attend(
@@ -86,21 +74,10 @@ def attend(
 ) -> tuple[Array, Array]:
     """Output (B, H, Lq, Dv) and log-sum-exp (B, H, Lq) with the named deviations, in float64.
 
-    Parameters
-    ----------
-    arguments : mapping of str to Any
-        Keyword arguments of ``minimha.attention``, arrays 4-D.
-    deviations : iterable of str, or mapping of str to Any
-        Identifiers, or identifiers with the value that each one has ("hidden_score_small": -100).
-        Without any, the result is that of the dense equations.
+    ``arguments`` are those of ``minimha.attention``, arrays 4-D. ``deviations`` may have the value
+    of each ("hidden_score_small": -100); without any, the result is that of the dense equations.
+    ``Impossible`` is raised where one does not fit the shapes, as Q and K swapped if Lq is not Lk.
 
-    Raises
-    ------
-    Impossible
-        A deviation does not fit the shapes, as Q and K swapped where Lq is not Lk.
-
-    Examples
-    --------
     >>> x = np.eye(2)[None, None]
     >>> attend({"q": x, "k": x, "v": x}, ["scale_missing"])[0].round(3)[0, 0]
     array([[0.731, 0.269],

@@ -22,25 +22,14 @@ FILLS = (-10.0, -2.0, -5.0, -15.0, -20.0, -30.0, -50.0, -100.0)
 
 @dataclass(frozen=True)
 class Deviation:
-    """One way in which attention goes wrong.
-
-    Attributes
-    ----------
-    identifier, stage : str
-    wrong, change : str
-        One sentence each: what is wrong, and what to change.
-    needs : tuple of str
-        Options without any of which it changes nothing; empty where it needs none.
-    values : tuple
-        The forms it takes, the usual one first.
-    """
+    """One way in which attention goes wrong."""
 
     identifier: str
     stage: str
-    wrong: str
-    change: str
-    needs: tuple[str, ...] = ()
-    values: tuple[Any, ...] = (1,)
+    wrong: str  # a sentence
+    change: str  # a sentence: what to change
+    needs: tuple[str, ...] = ()  # options without any of which it changes nothing, if it needs any
+    values: tuple[Any, ...] = (1,)  # the forms it takes, the usual one first
 
 
 def _stage(stage: str, *rows: tuple[Any, ...], needs: tuple[str, ...] = ()) -> list[Deviation]:

@@ -72,13 +72,7 @@ def digest(problems: Sequence[Graded]) -> str:
 
 
 def check_names(found: Iterable[str], problems: Sequence[Graded], where: str) -> None:
-    """Refuse arrays of which one is the answer to none of the problems, before they are read.
-
-    Raises
-    ------
-    ValueError
-        Which it is.
-    """
+    """Refuse arrays of which one is the answer to none of the problems, before they are read."""
     names = names_of(problems)
     expected = {f"{name}.{part}" for name in names for part in (*PARTS, REFUSED)}
     for name in found:
@@ -92,13 +86,7 @@ def check_names(found: Iterable[str], problems: Sequence[Graded], where: str) ->
 def answers_of(
     arrays: Mapping[str, Array], problems: Sequence[Graded], where: str, dtype: str
 ) -> list[Answer]:
-    """Answers from arrays that are named ``NAME.output`` and ``NAME.lse``.
-
-    Raises
-    ------
-    ValueError
-        There are none.
-    """
+    """Answers from arrays that are named ``NAME.output`` and ``NAME.lse``; none is a ValueError."""
     names = names_of(problems)
     if not arrays:
         raise ValueError(f"{where} holds no answers: expected arrays such as {names[0]}.output")
@@ -108,13 +96,7 @@ def answers_of(
 
 
 def check_manifest(text: str, problems: Sequence[Graded], where: str, dtype: str) -> None:
-    """Refuse a folder whose problems are others than these.
-
-    Raises
-    ------
-    ValueError
-        They are of another dtype, or of another version.
-    """
+    """Refuse a folder whose problems are of another dtype, or of another version."""
     try:
         manifest = json.loads(text)
         other, found = manifest["dtype"], manifest["digest"]

@@ -42,13 +42,7 @@ class LayerCaller(Caller):
 
 
 def function_of(cls: Callable[..., Any], speaks: str) -> Callable[..., Any]:
-    """``cls`` as ``function(x, **matrices and options)``, which makes a layer and calls it.
-
-    Raises
-    ------
-    ValueError
-        A dialect whose layers are made otherwise.
-    """
+    """``cls`` as ``function(x, **matrices and options)``, which makes a layer and calls it."""
     if speaks not in SPOKEN:
         raise ValueError(f"speaks is {speaks!r}: expected one of {SPOKEN}, for a layer")
     if isinstance(cls, type) and issubclass(cls, MultiHeadAttention):

@@ -29,28 +29,14 @@ MANY = 301  # keys: divisible by no usual size of a block
 
 @dataclass(frozen=True, eq=False)
 class Graded:
-    """One graded problem.
+    """One graded problem."""
 
-    Attributes
-    ----------
-    name : str
-        For example "causal, more keys than queries".
-    arguments : mapping of str to Any
-        Keyword arguments of ``minimha.attention``: q, k, v and other arrays float32, and
-        ``return_lse=True`` where the log-sum-exp is asked for.
-    shows : str
-        One phrase: what this problem makes observable.
-    is_exact : bool
-        Whether scores were chosen so that none is rounded: the products of queries and keys, and
-        these scaled, are representable in the dtype.
-    """
-
-    name: str
-    arguments: Mapping[str, Any]
-    shows: str
-    is_exact: bool = False
-    layer: Mapping[str, Any] | None = None
-    chunks: tuple[int, ...] = ()
+    name: str  # for example "causal, more keys than queries"
+    arguments: Mapping[str, Any]  # of ``minimha.attention``; arrays float32
+    shows: str  # one phrase: what this problem makes observable
+    is_exact: bool = False  # products of queries and keys, and these scaled, are never rounded
+    layer: Mapping[str, Any] | None = None  # how the layer is made, where one is asked for
+    chunks: tuple[int, ...] = ()  # tokens in each of its calls with a cache
 
     @property
     def options(self) -> dict[str, Any]:
@@ -65,13 +51,6 @@ def graded(dtype: str = "float32") -> list[Graded]:
 
     They are computed once, and their arrays are read-only.
 
-    Raises
-    ------
-    ValueError
-        A dtype other than float32, float16 and bfloat16.
-
-    Examples
-    --------
     >>> problem = graded()[0]
     >>> problem.name, problem.arguments["q"].shape
     ('one head', (1, 1, 5, 4))
@@ -104,13 +83,7 @@ def _kept(problem: Graded) -> Graded:
 
 
 def layer_problems(dtype: str = "float32") -> list[Graded]:
-    """Problems for a whole multi-head layer with its weights, always the same ones.
-
-    Raises
-    ------
-    ValueError
-        A dtype other than float32, float16 and bfloat16.
-    """
+    """Problems for a whole multi-head layer with its weights, always the same ones."""
     choice("dtype", dtype, tuple(SIGNIFICANT_BITS))
     return list(_graded_layers())
 
@@ -166,6 +139,11 @@ def _problem(name: str, shows: str, arguments: Mapping[str, Any], **options: Any
     return Graded(name, {**arguments, **options}, shows)
 
 
+def _drawn(name: str, shows: str, sizes: Mapping[str, Any], **options: Any) -> Graded:
+    """A problem whose queries, keys and values are drawn, of the ``sizes`` that ``qkv`` takes."""
+    return _problem(name, shows, _Draw(name).qkv(**sizes), **options)
+
+
 def _chosen(name: str, shows: str, q: Any, k: Any, v: Any, **options: Any) -> Graded:
     """One head whose scores are chosen; a single query is asked as often as there are keys."""
     if len(q) == 1 and len(k) < 10:
@@ -175,22 +153,18 @@ def _chosen(name: str, shows: str, q: Any, k: Any, v: Any, **options: Any) -> Gr
 
 
 def _plain() -> Iterator[Graded]:
-    yield _problem("one head", "products, scale and softmax", _Draw("one head").qkv())
-    yield _problem("square", "which of two equal sizes is meant", _Draw("square").qkv(Lq=6, Lk=6))
-    draw = _Draw("heads and batch")
-    yield _problem("heads and batch", "the axes of heads and batch", draw.qkv(2, 3))
-    draw = _Draw("heads and batch, square")
-    shapes = draw.qkv(2, 3, Lq=4, Lk=4, D=5)
-    yield _problem("heads and batch, square", "heads moved to their place and back", shapes)
-    yield _problem("narrow values", "Dv other than D", _Draw("narrow values").qkv(H=2, Dv=3))
+    yield _drawn("one head", "products, scale and softmax", {})
+    yield _drawn("square", "which of two equal sizes is meant", {"Lq": 6, "Lk": 6})
+    yield _drawn("heads and batch", "the axes of heads and batch", {"B": 2, "H": 3})
+    sizes = {"B": 2, "H": 3, "Lq": 4, "Lk": 4, "D": 5}
+    yield _drawn("heads and batch, square", "heads moved to their place and back", sizes)
+    yield _drawn("narrow values", "Dv other than D", {"H": 2, "Dv": 3})
     draw = _Draw("grouped heads")
     shows = "which key/value head is read"
     yield _problem("grouped heads", shows, draw.qkv(H=6, Hkv=3))
     yield _problem("grouped heads, square", shows, draw.qkv(H=4, Hkv=2, Lq=6, Lk=6))
-    square = _Draw("scale").qkv(H=2, Lq=6, Lk=6)
-    yield _problem("scale", "the argument scale", square, scale=0.3125)
-    draw = _Draw("log-sum-exp")
-    yield _problem("log-sum-exp", "the log-sum-exp", draw.qkv(H=2), return_lse=True)
+    yield _drawn("scale", "the argument scale", {"H": 2, "Lq": 6, "Lk": 6}, scale=0.3125)
+    yield _drawn("log-sum-exp", "the log-sum-exp", {"H": 2}, return_lse=True)
     draw = _Draw("weights")
     square = {**draw.qkv(Lq=8, Lk=8, D=8), "v": _identity(8)}
     yield _problem("weights", "the weights themselves: V = I", square)
@@ -223,7 +197,7 @@ def _related() -> Iterator[Graded]:
 
 def _causal() -> Iterator[Graded]:
     def causal(name: str, shows: str, sizes: Mapping[str, int], **options: Any) -> Graded:
-        return _problem(name, shows, _Draw(name).qkv(**sizes), is_causal=True, **options)
+        return _drawn(name, shows, sizes, is_causal=True, **options)
 
     yield causal("causal", "who sees whom", {"H": 2, "Lq": 6, "Lk": 6})
     yield causal(
@@ -266,19 +240,16 @@ def _low_scores(name: str, shows: str, seen: Array, **options: Any) -> Graded:
 
 
 def _windows() -> Iterator[Graded]:
-    def window(name: str, shows: str, sizes: Mapping[str, int], **options: Any) -> Graded:
-        return _problem(name, shows, _Draw(name).qkv(**sizes), **options)
-
     square = {"H": 2, "Lq": 9, "Lk": 9}
-    yield window("window", "both sides of a window", square, window_size=(3, 1))
-    yield window(
+    yield _drawn("window", "both sides of a window", square, window_size=(3, 1))
+    yield _drawn(
         "window, causal", "a window of the past", square, window_size=(3, 0), is_causal=True
     )
-    yield window(
+    yield _drawn(
         "window, more keys than queries", "where a window stands", {"Lq": 4, "Lk": 10},
         window_size=(2, 1), q_offset=3,
     )  # fmt: skip
-    yield window("window on the left", "a side without a limit", square, window_size=(2, None))
+    yield _drawn("window on the left", "a side without a limit", square, window_size=(2, None))
     draw = _Draw("window weights")
     weights = {**draw.qkv(Lq=8, Lk=8, D=8), "v": _identity(8)}
     shows = "which keys each query sees: V = I"
@@ -308,17 +279,14 @@ def _masks() -> Iterator[Graded]:
 
 
 def _lengths() -> Iterator[Graded]:
-    def lengths(name: str, shows: str, sizes: Mapping[str, int], **options: Any) -> Graded:
-        return _problem(name, shows, _Draw(name).qkv(**sizes), **options)
-
-    yield lengths(
+    yield _drawn(
         "lengths", "padded keys", {"B": 3, "H": 2, "Lq": 4, "Lk": 8},
         kv_lengths=np.array([5, 3, 7]),
     )  # fmt: skip
-    yield lengths(
+    yield _drawn(
         "lengths, square", "padded keys", {"B": 2, "Lq": 6, "Lk": 6}, kv_lengths=np.array([4, 5])
     )
-    yield lengths(
+    yield _drawn(
         "lengths, causal", "two that hide", {"B": 2, "Lq": 6, "Lk": 6},
         kv_lengths=np.array([3, 5]), is_causal=True,
     )  # fmt: skip
@@ -342,16 +310,14 @@ def _biases() -> Iterator[Graded]:
     square = draw.qkv(H=3, Lq=6, Lk=6)
     yield _problem("ALiBi", "distances", square, alibi_slopes=slopes)
     yield _problem("ALiBi, causal", "distances", square, alibi_slopes=slopes, is_causal=True)
-    draw = _Draw("ALiBi, more keys than queries")
-    yield _problem(
+    yield _drawn(
         "ALiBi, more keys than queries", "distances from where queries stand",
-        draw.qkv(H=3, Lq=4, Lk=7), alibi_slopes=slopes, q_offset=3,
+        {"H": 3, "Lq": 4, "Lk": 7}, alibi_slopes=slopes, q_offset=3,
     )  # fmt: skip
 
 
 def _caps_and_sinks() -> Iterator[Graded]:
-    draw = _Draw("softcap")
-    yield _problem("softcap", "soft-capped scores", draw.qkv(H=2, spread=1.75), softcap=2.0)
+    yield _drawn("softcap", "soft-capped scores", {"H": 2, "spread": 1.75}, softcap=2.0)
     draw = _Draw("softcap and bias")
     inputs, bias = draw.qkv(spread=1.75, Lq=6, Lk=6), draw.numbers(6, 6, spread=1.75)
     yield _problem(
@@ -360,9 +326,8 @@ def _caps_and_sinks() -> Iterator[Graded]:
     draw = _Draw("softcap and mask")
     inputs, mask = draw.qkv(spread=1.75, Lq=6, Lk=6), draw.mask(6, 6)
     yield _problem("softcap and mask", "their order", inputs, softcap=2.5, attn_mask=mask)
-    draw = _Draw("softcap, causal")
-    square = draw.qkv(spread=1.75, Lq=6, Lk=6)
-    yield _problem("softcap, causal", "their order", square, softcap=2.5, is_causal=True)
+    wide = {"spread": 1.75, "Lq": 6, "Lk": 6}
+    yield _drawn("softcap, causal", "their order", wide, softcap=2.5, is_causal=True)
     draw = _Draw("sinks")
     inputs, sinks = draw.qkv(H=3), np.array([1.5, -1.0, 4.0], np.float32)
     yield _problem("sinks", "scores without a value", inputs, sinks=sinks)
@@ -387,10 +352,8 @@ def _rows_that_see_nothing() -> Iterator[Graded]:
     yield _problem("mask that hides rows", "rows that see nothing", inputs, attn_mask=mask)
     bias = np.where(mask, draw.numbers(6, 6), np.float32(-np.inf))
     yield _problem("bias that hides rows", "rows that see nothing", inputs, attn_bias=bias)
-    draw = _Draw("no keys")
-    yield _problem(
-        "no keys", "rows that see nothing", draw.qkv(2, 2), kv_lengths=np.array([0, 4])
-    )  # fmt: skip
+    sizes = {"B": 2, "H": 2}
+    yield _drawn("no keys", "rows that see nothing", sizes, kv_lengths=np.array([0, 4]))
     draw = _Draw("causal, before the keys")
     square = draw.qkv(H=2, Lq=6, Lk=6)
     shows = "rows that see nothing"
@@ -432,8 +395,7 @@ def _wide_ranges() -> Iterator[Graded]:
 
 
 def _many_keys() -> Iterator[Graded]:
-    draw = _Draw("64 tokens")
-    yield _problem("64 tokens", "sizes that suit tiles", draw.qkv(Lq=64, Lk=64, D=16))
+    yield _drawn("64 tokens", "sizes that suit tiles", {"Lq": 64, "Lk": 64, "D": 16})
     for name, Dv in ((f"{MANY} keys", 4), (f"weights of {MANY} keys", MANY)):
         draw = _Draw(f"{MANY} keys")
         x = draw.qkv(Lq=3, Lk=MANY, Dv=4, spread=1)
@@ -449,7 +411,7 @@ def _tiles() -> Iterator[Graded]:
     """Each option once at a size that functions with whole tiles take."""
     sizes: dict[str, Any] = {"Lq": 64, "Lk": 64, "D": 16}
     name = "grouped heads, 64 tokens"
-    yield _problem(name, "which key/value head is read", _Draw(name).qkv(H=4, Hkv=2, **sizes))
+    yield _drawn(name, "which key/value head is read", {"H": 4, "Hkv": 2, **sizes})
     draw = _Draw("64 tokens with an option")
     x, shows = draw.qkv(**sizes), "an option at a size that suits tiles"
     lower = np.tril(np.ones((64, 64), bool))

@@ -54,8 +54,9 @@ class Weights:
 def read(problems: Sequence[Graded], answers: Sequence[Answer]) -> list[Reading]:
     """Everything that can be read, most telling first."""
     weights = Weights(problems, answers)
+    is_random = any("not_deterministic" in answer.faults for answer in answers)
     readings = [
-        scale(weights), dropout(weights, _is_random(answers)), lost_keys(weights),
+        scale(weights), dropout(weights, is_random), lost_keys(weights),
         *visibility(weights),
     ]  # fmt: skip
     return [reading for reading in readings if reading is not None]
@@ -109,10 +110,6 @@ def line(problem: Graded, A: Array) -> tuple[float, float] | None:
     variation = float((y**2).sum())
     r2 = 1 - float(((y - slope * x) ** 2).sum()) / variation if variation else 0.0
     return (slope, r2) if r2 > FIT else None
-
-
-def _is_random(answers: Sequence[Answer]) -> bool:
-    return any("not_deterministic" in answer.faults for answer in answers)
 
 
 def dropout(weights: Weights, is_random: bool) -> Reading | None:

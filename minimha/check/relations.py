@@ -19,14 +19,9 @@ Array = NDArray[Any]
 
 
 def broken(answers: Mapping[str, Answer], tolerance: float) -> dict[str, str]:
-    """The relations that do not hold, each with a sentence of evidence.
+    """The relations that do not hold, each with a sentence of evidence; answers by problem's name.
 
-    Parameters
-    ----------
-    answers : mapping of str to Answer
-        By the name of the problem.
-    tolerance : float
-        The difference, relative to the largest output, that rounding explains.
+    ``tolerance`` is the difference, relative to the largest output, that rounding explains.
     """
     outputs = {name: a.output for name, a in answers.items() if a.output is not None}
     whole = outputs.get("one head")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -94,11 +94,7 @@ class Report:
 
     def to_json(self) -> str:
         """The fields above but the last two, as JSON; infinite errors are strings."""
-        names = (
-            "function", "speaks", "dtype", "verdict", "deviations", "alternatives", "explains",
-            "refused", "readings", "problems",
-        )  # fmt: skip
-        record = {name: getattr(self, name) for name in names}
+        record = {f.name: getattr(self, f.name) for f in fields(self)[:-2]}
         return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
     def __str__(self) -> str:

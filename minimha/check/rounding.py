@@ -19,8 +19,6 @@ def rounded(x: Array, bits: int, exponent: int = 128) -> Array:
     (11, 16) is float16, (11, 128) TF32, (8, 128) bfloat16; larger numbers become infinite, and
     numbers below the smallest normal one keep fewer bits.
 
-    Examples
-    --------
     >>> rounded(np.array([2049.0, 2051, 70000, 2e-8]), 11, 16)
     array([2048., 2052.,   inf,   0.])
     """
@@ -34,8 +32,6 @@ def rounded(x: Array, bits: int, exponent: int = 128) -> Array:
 def format_of(arrays: Iterable[Array]) -> str | None:
     """The coarsest format that holds every number; None if none does, or if far fewer bits would.
 
-    Examples
-    --------
     >>> format_of([np.array([0.0999755859375, 3.0])])
     'float16'
     >>> format_of([np.ones(3)]) is None
@@ -53,8 +49,6 @@ def format_of(arrays: Iterable[Array]) -> str | None:
 def accumulated(terms: Array, bits: int) -> Array:
     """The sum along the last axis, rounded to ``bits`` bits after every addition.
 
-    Examples
-    --------
     >>> float(accumulated(np.ones(4096), 11))
     2048.0
     """

@@ -52,22 +52,14 @@ KINDS = {  # the options that hide keys, by the name that deviations of hiding k
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """How an answer fits a prediction.
-
-    Attributes
-    ----------
-    is_explained : bool
-    wrong : tuple of (ndarray, ndarray)
-        Of the output, and of the log-sum-exp where it is compared: where the answer is not what was
-        predicted, and where anything may stand. Empty where they have no common shape.
-    error, bound : float
-        The largest difference, and the largest that rounding explains.
-    """
+    """How an answer fits a prediction."""
 
     is_explained: bool
+    # Of the output, and of the log-sum-exp where it is compared: where the answer is not what was
+    # predicted, and where anything may stand. Empty where they have no common shape.
     wrong: tuple[tuple[Array, Array], ...] = ()
-    error: float = np.inf
-    bound: float = 0.0
+    error: float = np.inf  # the largest difference
+    bound: float = 0.0  # the largest that rounding explains
 
     @property
     def is_mute(self) -> bool:

@@ -24,34 +24,17 @@ class Refused(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one library's attention is called.
+    """How one library's attention is called."""
 
-    Attributes
-    ----------
-    arrays : str
-        Whose arrays it takes, as a rule.
-    heads_first : bool
-        Arrays are (B, H, L, D), and not (B, L, H, D).
-    translated : callable
-        ``translated(q, k, v, options) -> keywords``; it removes from ``options`` what it has said,
-        and what it leaves is refused.
-    lse : str
-        The argument that asks for the log-sum-exp, "" where there is none.
-    lse_heads_first : bool
-        The log-sum-exp is (B, H, Lq), and not (B, Lq, H).
-    conventions : mapping of str to str
-        Deviations from minimha that are the library's own choice, as a clause that says so.
-    inconsistent : tuple of str
-        Names of problems in which the library does not follow its own convention.
-    """
-
-    arrays: str
-    heads_first: bool
+    arrays: str  # whose arrays it takes, as a rule
+    heads_first: bool  # (B, H, L, D), and not (B, L, H, D)
+    # (q, k, v, options) -> keywords: removes from the options what it has said; the rest is refused
     translated: Callable[[Array, Array, Array, Options], Options]
-    lse: str = ""
-    lse_heads_first: bool = True
+    lse: str = ""  # the argument that asks for the log-sum-exp, "" where there is none
+    lse_heads_first: bool = True  # (B, H, Lq), and not (B, Lq, H)
+    # Deviations from minimha that are the library's own choice, each as a clause that says so.
     conventions: Mapping[str, str] = field(default_factory=dict)
-    inconsistent: tuple[str, ...] = ()
+    inconsistent: tuple[str, ...] = ()  # problems in which it breaks its own convention
 
 
 def said(
@@ -59,23 +42,10 @@ def said(
 ) -> tuple[list[Array], Options]:
     """The positional and the keyword arguments of a call, in the dialect ``speaks``.
 
-    Parameters
-    ----------
-    speaks : str
-        A key of ``DIALECTS``.
-    arguments : mapping
-        q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), and options of
-        ``minimha.attention``.
-    wants_lse : bool
-        Ask for the log-sum-exp too, if the problem does and the dialect can.
+    ``arguments`` are q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv) and options of
+    ``minimha.attention``. The log-sum-exp is asked for if ``wants_lse``, the problem does and the
+    dialect can. ``Refused`` names the options for which the dialect has no word.
 
-    Raises
-    ------
-    Refused
-        The dialect has no such option.
-
-    Examples
-    --------
     >>> x = np.zeros((1, 1, 2, 3))
     >>> said("jax", {"q": x, "k": x, "v": x, "is_causal": True}, wants_lse=False)[1]
     {'is_causal': True}
@@ -143,9 +113,7 @@ def _torch(q: Array, k: Array, v: Array, options: Options) -> Options:
     words = _causal(q, k, options) | _moved(options, scale="scale")
     mask, bias = options.pop("attn_mask", None), options.pop("attn_bias", None)
     if bias is not None:  # one argument for both kinds
-        words["attn_mask"] = (
-            bias if mask is None else np.where(mask, bias, bias.dtype.type(-np.inf))
-        )
+        words["attn_mask"] = bias if mask is None else _hidden(bias, mask)
     elif mask is not None:
         words["attn_mask"] = mask
     if k.shape[1] != q.shape[1]:

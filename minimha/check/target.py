@@ -14,15 +14,8 @@ from typing import Any
 
 
 def split(target: str) -> tuple[str, str]:
-    """The file or module of ``target``, and the name in it.
+    """The file or module of ``target``, which a ValueError refuses if it has neither, and the name.
 
-    Raises
-    ------
-    ValueError
-        It is not of the form ``file.py:name`` or ``module:name``, or there is no such file.
-
-    Examples
-    --------
     >>> split("torch.nn.functional:scaled_dot_product_attention")
     ('torch.nn.functional', 'scaled_dot_product_attention')
     """
@@ -43,10 +36,7 @@ def split(target: str) -> tuple[str, str]:
 def load(target: str) -> Any:
     """The function or class that ``target`` names, from the module, which is imported.
 
-    Raises
-    ------
-    ValueError
-        There is no such module or name, it cannot be imported, or it cannot be called.
+    A ValueError says that it cannot be imported, has no such name, or that this cannot be called.
     """
     where, name = split(target)
     try:

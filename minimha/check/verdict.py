@@ -30,61 +30,30 @@ WIDER = ("float32", "float64")  # an output dtype that loses nothing
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """One problem with its answer, and how far the answer is from the right one.
-
-    Attributes
-    ----------
-    problem : Graded
-    answer : Answer
-    expected : ndarray of shape (B, H, Lq, Dv), float64
-    expected_lse : ndarray of shape (B, H, Lq), float64, or None where it was not asked for
-    error : float
-        The largest; infinite where a number is not finite, or the shape another one.
-    bound : float
-        The largest that rounding in the dtype explains; it differs from number to number, so an
-        answer may be wrong although its error is below.
-    is_right, is_refused : bool
-    """
+    """One problem with its answer, and how far the answer is from the right one."""
 
     problem: Graded
     answer: Answer
-    expected: NDArray[Any]
-    expected_lse: NDArray[Any] | None
-    error: float
-    bound: float
+    expected: NDArray[Any]  # (B, H, Lq, Dv), float64
+    expected_lse: NDArray[Any] | None  # (B, H, Lq), float64; None where it was not asked for
+    error: float  # the largest; infinite where a number is not finite, or the shape is wrong
+    bound: float  # the largest that rounding explains; smaller for some numbers than for others
     is_right: bool
     is_refused: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """The verdict with its evidence.
-
-    Attributes
-    ----------
-    verdict : {"right", "wrong", "cannot tell"}
-    deviations : tuple of str
-        The smallest set that explains most answers.
-    alternatives : tuple of tuple of str
-        Other sets that explain as many.
-    explains : (int, int)
-        Answers explained, answers.
-    refused : tuple of str
-        Options that the function took in no problem.
-    readings : tuple of Reading
-    results : tuple of Result
-    tell_apart : str or None
-        A sentence: what would tell ``deviations`` from ``alternatives``.
-    """
+    """The verdict with its evidence."""
 
     verdict: Verdict
-    deviations: tuple[str, ...]
-    alternatives: tuple[tuple[str, ...], ...]
-    explains: tuple[int, int]
-    refused: tuple[str, ...]
+    deviations: tuple[str, ...]  # the smallest set that explains most answers
+    alternatives: tuple[tuple[str, ...], ...]  # other sets that explain as many
+    explains: tuple[int, int]  # answers explained, answers
+    refused: tuple[str, ...]  # options that the function took in no problem
     readings: tuple[Reading, ...]
     results: tuple[Result, ...]
-    tell_apart: str | None = None
+    tell_apart: str | None = None  # a sentence: what would tell the sets apart
 
 
 def judge(
@@ -94,21 +63,9 @@ def judge(
     dtype: str = "float32",
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Findings:
-    """The verdict on the function that gave ``answers`` to ``problems``.
+    """The verdict on the function that gave ``answers`` to ``problems``, one for each.
 
-    Parameters
-    ----------
-    problems : sequence of Graded
-    answers : sequence of Answer, one for each problem
-    dtype : {"float32", "float16", "bfloat16"}, default "float32"
-        In which the function was given q, k and v.
-    progress : callable, optional
-        Called with what is being done. Default is to report nothing.
-
-    Raises
-    ------
-    ValueError
-        Not as many answers as problems.
+    ``dtype`` is that of the q, k and v that it got; ``progress`` is called with what is done next.
     """
     if len(problems) != len(answers):
         raise ValueError(f"there are {len(answers)} answers to {len(problems)} problems")
