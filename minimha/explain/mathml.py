@@ -18,12 +18,7 @@ SPACES = {";": "0.28em", ",": "0.17em", " ": "0.25em", "quad": "1em"}
 
 
 def mathml(tex: str) -> str:
-    r"""Return a formula of the catalogue as MathML.
-
-    Raises
-    ------
-    ValueError
-        It has a command that the catalogue does not use.
+    r"""Return a formula of the catalogue as MathML; a command that it never uses is a ValueError.
 
     >>> mathml(r"S = Q K^\top")[45:-14]
     '<mi>S</mi><mo>=</mo><mi>Q</mi><msup><mi>K</mi><mo>⊤</mo></msup>'

@@ -190,23 +190,15 @@ PRODUCTS = ("product", "running product")
 
 
 class Origin(NamedTuple):
-    """What a step is computed from.
+    """What a step is computed from."""
 
-    Attributes
-    ----------
-    operation : str
-        A key of ``OPERATIONS``.
-    operands : tuple of Step or None
-        In the order of the operation's arguments; None for an optional one that is missing. For
-        "concat" the heads, for "products" x, the matrix of each head and then the bias of each, for
-        "normalise" O and l after the last block of each row of blocks, and for "lse" m and l then.
-    constant : float or None
-        The factor of "scale" and "block", the layout of "rotated", the first of the "columns" or of
-        the "rows", the ε of "norm", which "activation" it is; None elsewhere.
-    """
-
-    operation: str
+    operation: str  # a key of ``OPERATIONS``
+    # In the order of the operation's arguments; None for an optional one that is missing. For
+    # "concat" the heads, for "products" x, the matrix of each head and then the bias of each, for
+    # "normalise" O and l after the last block of each row of blocks, and for "lse" m and l then.
     operands: tuple[Step | None, ...]
+    # The factor of "scale" and "block", the layout of "rotated", the first of the "columns" or of
+    # the "rows", the ε of "norm", which "activation" it is; None elsewhere.
     constant: float | None = None
 
     def computed(self) -> Matrix:

@@ -43,42 +43,18 @@ IN_WORDS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One printed number beside its exact value.
+    """One printed number beside its exact value."""
 
-    Attributes
-    ----------
-    value : float
-        The printed number.
-    exact : float or None
-        None where the document gives no inputs to compute it from.
-    decimals : int
-        Printed decimals.
-    index : tuple of int
-        Its place in the step's value.
-    status : Status
-        As the worked example states it.
-    computed : Status
-        As the numbers themselves say; equal to ``status`` in every worked example of the project.
-    origin : str
-        What the number should follow from.
-    source : str
-        Where in the document.
-    text : str
-        The number as it is printed there.
-    exactly : str
-        What the exact value is called in the sentence.
-    """
-
-    value: float
-    exact: float | None
-    decimals: int
-    index: tuple[int, ...]
-    status: Status
-    computed: Status
-    origin: str
-    source: str
-    text: str
-    exactly: str = "exact"
+    value: float  # the printed number
+    exact: float | None  # None where the document gives no inputs to compute it from
+    decimals: int  # printed ones
+    index: tuple[int, ...]  # its place in the step's value
+    status: Status  # as the worked example states it
+    computed: Status  # as the numbers themselves say
+    origin: str  # what the number should follow from
+    source: str  # where in the document
+    text: str  # the number as it is printed there
+    exactly: str = "exact"  # what the exact value is called in the sentence
 
     @property
     def sentence(self) -> str:
@@ -97,48 +73,20 @@ class Comparison:
 
 @dataclass(frozen=True)
 class PrintedMatrix:
-    """What a document prints for one step, with the status that each number is stated to have.
+    """What a document prints for one step, with the status that each number is stated to have."""
 
-    Attributes
-    ----------
-    step : str
-        Name of the step that it belongs to.
-    rows : tuple of str
-        The printed numbers, one line per row, decimals kept: ``("0.268 0.731 0",)``.
-    source : str
-        Where in the document.
-    status : Status, default EXACT
-        Of every number that ``but`` does not name.
-    but : mapping from index to Status, optional
-        The exceptions.
-    head : int, optional
-        The head it belongs to, where the step has heads.
-    exact : ndarray, optional
-        What the document's inputs give. Default is the step's own value.
-    rounded : ndarray, optional
-        What the printed numbers of the previous step give.
-    origin : str, optional
-        What the numbers should follow from, as a phrase.
-    says : str, optional
-        The document's own words, where they decide the status: "Assume: …".
-    has_inputs : bool, default True
-        False for a picture's numbers, which cannot be compared with anything.
-    exactly : str, default "exact"
-        What the exact value is called.
-    """
-
-    step: str
-    rows: tuple[str, ...]
-    source: str
-    status: Status = Status.EXACT
+    step: str  # the name of the step that it belongs to
+    rows: tuple[str, ...]  # one line per row, decimals kept: ("0.268 0.731 0",)
+    source: str  # where in the document
+    status: Status = Status.EXACT  # of every number that ``but`` does not name
     but: Mapping[tuple[int, ...], Status] = field(default_factory=dict)
-    head: int | None = None
-    exact: NDArray[Any] | None = None
-    rounded: NDArray[Any] | None = None
-    origin: str = "the document's own inputs"
-    says: str = ""
-    has_inputs: bool = True
-    exactly: str = "exact"
+    head: int | None = None  # the head it belongs to, where the step has heads
+    exact: NDArray[Any] | None = None  # what the inputs give; by default the step's own value
+    rounded: NDArray[Any] | None = None  # what the printed numbers of the previous step give
+    origin: str = "the document's own inputs"  # what the numbers should follow from
+    says: str = ""  # the document's own words, where they decide the status: "Assume: …"
+    has_inputs: bool = True  # False for a picture's numbers, which nothing can be compared with
+    exactly: str = "exact"  # what the exact value is called
 
     @property
     def values(self) -> NDArray[np.float64]:
@@ -173,18 +121,10 @@ class PrintedMatrix:
 def classify(
     text: str, exact: float | None, rounded: float | None = None, *, is_assumed: bool = False
 ) -> Status:
-    """Return the status of a printed number, given as its text.
+    """Return the status of a printed number, given as its text, whose decimals count.
 
-    Parameters
-    ----------
-    text : str
-        As printed, so that its decimals count.
-    exact : float or None
-        The value that the document's inputs give, None where it gives none.
-    rounded : float, optional
-        The value that the printed numbers of the previous step give, where that is known.
-    is_assumed : bool, default False
-        The document says that it assumes the number.
+    ``exact`` is what the document's inputs give, None where it gives none, and ``rounded`` what the
+    printed numbers of the previous step give. A document may say that it assumes the number.
 
     >>> [classify(text, 0.2689414).value for text in ("0.269", "0.268", "0.3", "0.25")]
     ['exact', 'truncated', 'exact', 'wrong']

@@ -34,26 +34,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Result:
-    """An experiment's result.
-
-    Attributes
-    ----------
-    name, title : str
-    about : str
-        What was computed, from what.
-    seed : int
-        Of everything that was drawn.
-    tables : tuple of Table
-    figures : tuple of Lines, Bars, Grid or Drawing
-        A ``Drawing`` is shown in pictures alone, the others on a terminal too.
-    conclusion : str
-        One sentence, made from the numbers in ``tables``.
-    """
+    """An experiment's result."""
 
     name: str
     title: str
-    about: str
-    seed: int
+    about: str  # what was computed, from what
+    seed: int  # of everything that was drawn
     tables: tuple[Table, ...]
-    figures: tuple[Lines | Bars | Grid | Drawing, ...]
-    conclusion: str
+    figures: tuple[Lines | Bars | Grid | Drawing, ...]  # a Drawing is for pictures alone
+    conclusion: str  # one sentence, made from the numbers in ``tables``

@@ -215,11 +215,8 @@ FORMULAS: dict[str, Callable[..., str]] = {
 def as_workbook(trace: Trace, decimals: int) -> bytes:
     """Return ``trace`` as an xlsx file that shows computed numbers with ``decimals``.
 
-    Raises
-    ------
-    ValueError
-        The extra ``sheets`` is not installed, or ``trace`` is what a sheet cannot hold: blocks,
-        chosen steps alone, a step that no formula gives, more than 64 tokens, NaN, ∞.
+    A ValueError says that the extra ``sheets`` is not installed, or what a sheet cannot hold:
+    blocks, chosen steps alone, a step that no formula gives, more than 64 tokens, NaN, ∞.
     """
     try:
         import xlsxwriter

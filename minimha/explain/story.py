@@ -16,12 +16,8 @@ def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
 
     A row and a column, ``sat,cat``, are a query and a key: their score, scaled, masked, its
     exponential, their weight, and what the key's value adds to the query's output. Where ``only``
-    names steps, they may be the row and the column of any of these.
-
-    Raises
-    ------
-    ValueError
-        No step shown has such a cell, or a label is there twice.
+    names steps, they may be the row and the column of any of these. A ValueError says that no step
+    shown has such a cell, or that a label is there twice.
     """
     parts = [part.strip() for part in trace.cell.split(",")]
     found: list[Written] = []

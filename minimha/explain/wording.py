@@ -106,15 +106,10 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
 
 
 def picks(trace: Trace) -> list[Pick]:
-    """The query of each head that is shown picking its values.
+    """The query of each head that is shown picking its values; a ValueError if no head has it.
 
     It is the last one, of a single head, unless ``trace`` says which query, which head, or to draw
     nothing else.
-
-    Raises
-    ------
-    ValueError
-        No head has the query that was asked for.
     """
     steps = trace.drawn("picks")
     is_asked = bool(trace.query) or trace.head is not None or "picks" in trace.only

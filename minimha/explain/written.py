@@ -81,32 +81,17 @@ class Parts(NamedTuple):
 
 
 class Written(NamedTuple):
-    """How one cell comes about.
-
-    Attributes
-    ----------
-    place : Place
-        The cell.
-    operation : str
-        As in ``origins``; "given" where the number is given.
-    row, column : tuple of Place
-        The cells of the first and of the second operand that it is made from: for a product the row
-        and the column, whose products are summed in this order.
-    others : tuple of Place
-        Further cells: a bias, a sink, what was summed before.
-    right : str
-        What stands between the cell and its value; empty where it is given.
-    text : str
-        The whole line.
-    """
+    """How one cell comes about."""
 
     place: Place
-    operation: str
+    operation: str  # as in ``origins``; "given" where the number is given
+    # The cells of the first and of the second operand that it is made from: for a product the row
+    # and the column, whose products are summed in this order.
     row: Places
     column: Places
-    others: Places
-    right: str
-    text: str
+    others: Places  # a bias, a sink, what was summed before
+    right: str  # what stands between the cell and its value; empty where it is given
+    text: str  # the whole line
 
 
 def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
@@ -125,7 +110,6 @@ def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
 
 def cell_of(made: Origin | None, step: Step, index: Index, decimals: int = 3) -> Written:
     """Write out a cell of ``step``, whose origin is ``made``."""
-
     say = Say(decimals)
     place = Place(step, index)
     value = say(place)

@@ -34,10 +34,7 @@ LARGEST_FIGURES = 2**12  # numbers of a trace whose figures can be taken in
 def page(trace: Trace, decimals: int) -> str:
     """Return the page of ``trace``, HTML, with ``decimals`` of numbers that are not whole.
 
-    Raises
-    ------
-    ValueError
-        More numbers would travel than a page should hold.
+    A ValueError says that more numbers would travel than a page should hold.
     """
     made = _needed(trace)
     number = {step: n for n, step in enumerate(made)}
