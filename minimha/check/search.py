@@ -204,11 +204,8 @@ def compare(
                 return Fit(False)
             wrong.append((~(_near(L, p.lse, p.lse_bound) | p.is_lse_free), p.is_lse_free))
             error = max(error, _distance(L, p.lse))
-    return Fit(not any(where.any() for where, _ in wrong), tuple(wrong), error, _most(p))
-
-
-def _most(prediction: Deviated) -> float:
-    return float(np.nan_to_num(prediction.bound).max(initial=0))
+    largest = float(np.nan_to_num(p.bound).max(initial=0))
+    return Fit(not any(where.any() for where, _ in wrong), tuple(wrong), error, largest)
 
 
 def _near(got: Array, wanted: Array, bound: Array) -> Array:
