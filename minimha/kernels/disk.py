@@ -41,14 +41,8 @@ KEPT = 8  # versions of one kernel in a folder: of CPUs that share it, and of se
 class File:
     """The machine code of one function, in the first folder that has it.
 
-    Parameters
-    ----------
-    name : str
-        What the function is called in the log and on disk.
-    facts : str
-        Whatever its machine code depends on; another text is another file.
-    kept : int, optional
-        How many files of that name stay in a folder.
+    ``name`` is what the log and the disk call it, and ``kept`` how many files of that name stay in
+    a folder. Its machine code depends on ``facts`` alone: another text is another file.
     """
 
     def __init__(self, name: str, facts: str, kept: int = KEPT) -> None:
@@ -151,13 +145,7 @@ def folders() -> list[Path]:
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether only this user or root can have written it.
-
-    Raises
-    ------
-    OSError
-        It does not exist.
-    """
+    """Whether only this user or root can have written it; an OSError if it does not exist."""
     status = path.stat()
     if not hasattr(os, "getuid"):
         return True

@@ -21,10 +21,7 @@ def compile_ahead(
 ) -> dict[str, Path | None]:
     """Compile the kernels for ``dtypes``, one after the other. Returns the file of each kernel.
 
-    Raises
-    ------
-    CompilationFailed
-        A library of the toolkit is missing, or the driver fails.
+    ``CompilationFailed`` says that a library of the toolkit is missing, or that the driver fails.
     """
     device, kept = gpu.current(), {}
     for name, launch in _kernels(dtypes, device):

@@ -324,13 +324,7 @@ def _free_unused(ordinal: int, stream: int) -> None:
 
 
 def check_grid(launch: Launch) -> None:
-    """Refuse more thread blocks than a GPU can start at once.
-
-    Raises
-    ------
-    ValueError
-        It names the axis of the grid.
-    """
+    """Refuse more thread blocks than a GPU can start at once, and name the axis of the grid."""
     for (axis, most), number in zip(MOST_BLOCKS.items(), launch.grid, strict=True):
         if number > most:
             raise ValueError(

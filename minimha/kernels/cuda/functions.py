@@ -117,12 +117,8 @@ def unsupported(problem: Problem) -> str | None:
 def check(problem: Problem) -> None:
     """Check the functions of ``problem``.
 
-    Raises
-    ------
-    Refused
-        One of them cannot be compiled for a GPU.
-    TypeError
-        A ``score_mod`` does not return a real number, or a ``mask_mod`` no bool.
+    ``Refused`` is raised for one that cannot be compiled for a GPU, a TypeError for a ``score_mod``
+    that returns no real number and a ``mask_mod`` that returns no bool.
     """
     for name, function, compute in _given(problem):
         returned = _returned(name, function, compute)
