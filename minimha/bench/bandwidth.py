@@ -25,10 +25,8 @@ def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
 def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
     """Read a 1-D array once, with as many threads as the kernels use.
 
-    Returns
-    -------
-    ndarray of shape (threads, lanes)
-        The largest number that each lane of each thread read, up to the last full vector.
+    Returns (threads, lanes): the largest number that each lane of each thread read, up to the last
+    full vector.
     """
     from minimha.kernels.cpu.simd.softmax import lanes_max
     from minimha.kernels.cpu.simd.vector import VECTORS, panel_width

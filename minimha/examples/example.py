@@ -23,41 +23,23 @@ class Note:
 
 @dataclass(frozen=True)
 class Example:
-    """One worked example; what is not said here is as in ``explain.Trace``.
-
-    Attributes
-    ----------
-    name, title : str
-        What it is called, and a line that says what it shows.
-    sentence : str
-        The tokens, as the document writes them.
-    run : callable ``run(tap, is_causal, is_scaled)``
-        Computes it, every step tapped.
-    is_causal, is_scaled, is_adjustable : bool
-        Whether the document computes it with a causal mask, and with the division by √d_k, and
-        whether these two can be changed.
-    document : str
-        The number of the document whose numbers it reproduces; empty where there is none.
-    left_out : str
-        The numbers of that document that it does not reproduce, and why.
-    notes : mapping from step name to str or Note
-    """
+    """One worked example; what is not said here is as in ``explain.Trace``."""
 
     name: str
-    title: str
+    title: str  # what it shows, in a line
     source: str
-    sentence: str
-    run: Callable[[Tap, bool, bool], Any]
+    sentence: str  # the tokens, as the document writes them
+    run: Callable[[Tap, bool, bool], Any]  # (tap, is_causal, is_scaled): every step tapped
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    is_causal: bool = False
-    is_scaled: bool = True
-    is_adjustable: bool = True
+    is_causal: bool = False  # whether the document computes it with a causal mask,
+    is_scaled: bool = True  # with the division by √d_k,
+    is_adjustable: bool = True  # and whether these two can be changed
     printed: tuple[PrintedMatrix, ...] = ()
-    notes: Mapping[str, str | Note] = field(default_factory=dict)
+    notes: Mapping[str, str | Note] = field(default_factory=dict)  # by step name
     blocks: tuple[int, int] | None = None
     given: tuple[str, ...] = ()
-    document: str = ""
-    left_out: str = ""
+    document: str = ""  # its number, "" where there is none whose numbers this reproduces
+    left_out: str = ""  # the numbers of that document that it does not reproduce, and why
 
     @property
     def label(self) -> str:
