@@ -15,11 +15,8 @@ LARGEST_STEP = 2**22  # numbers of one step, all heads together, in a trace that
 def number(text: str) -> float:
     """Return a number as a float; also ``inf``, ``∞``, ``nan``, and a minus sign as printed.
 
-    Raises
-    ------
-    ValueError
-        It is none, only Python takes it for one (``1_0``, ``infinity``, the digits of other
-        scripts), or it is larger than a float64 can be.
+    Refused are numbers larger than a float64 can be, and what only Python takes for numbers
+    (``1_0``, ``infinity``, the digits of other scripts).
 
     >>> number("1e3"), number("-inf"), number("−0.5")
     (1000.0, -inf, -0.5)
@@ -34,13 +31,7 @@ def number(text: str) -> float:
 
 
 def integer(text: str) -> int:
-    """Return a whole number, by the rules of ``number``.
-
-    Raises
-    ------
-    ValueError
-        It is none.
-    """
+    """Return a whole number, by the rules of ``number``."""
     text = text.replace("−", "-")
     if not text.isascii() or "_" in text:
         raise ValueError
@@ -48,13 +39,7 @@ def integer(text: str) -> int:
 
 
 def check_step(what: str, *sizes: int, largest: int = LARGEST_STEP) -> None:
-    """Refuse a step of these sizes if it is too large to be kept.
-
-    Raises
-    ------
-    ValueError
-        It would hold more than ``largest`` numbers.
-    """
+    """Refuse a step of these sizes if it would hold more numbers than can be kept."""
     total = math.prod(sizes)
     if total > largest:
         size = " × ".join(str(n) for n in sizes)
@@ -65,13 +50,7 @@ def check_step(what: str, *sizes: int, largest: int = LARGEST_STEP) -> None:
 
 
 def check_sizes(example: Example, num_heads: int, d_model: int) -> None:
-    """Refuse a sentence whose steps are too large to be traced, before they are computed.
-
-    Raises
-    ------
-    ValueError
-        A matrix of its weights, its embeddings or its scores is.
-    """
+    """Refuse a sentence whose steps are too large to be traced, before they are computed."""
     queries, keys = (len(example.labels.get(axis, ())) for axis in ("Lq", "Lk"))
     check_step("W_q", d_model, d_model)
     check_step("x", max(queries, keys), d_model)

@@ -105,15 +105,8 @@ def deliver_table(
 ) -> None:
     """Print a table in the requested format, or write it to ``--output``.
 
-    Parameters
-    ----------
-    args : Namespace
-    records : list of dict
-        The rows, with the same keys.
-    titled : dict from title to records, optional
-        Tables of numbers to show as text. Default is ``records``, as one table of words.
-    exact : optional
-        What to write as JSON. Default is ``records``.
+    ``records`` have the same keys. As text they are one table of words, unless tables of numbers
+    are given by their titles; JSON has what is ``exact``, or else the records.
     """
     kind = format_of(args)
     if kind == "text":
@@ -161,13 +154,7 @@ def grouped(records: list[dict[str, str]], key: str) -> dict[str, list[dict[str,
 
 
 def format_of(args: argparse.Namespace) -> str:
-    """Return the format that ``--format`` names, or else the ending of ``--output``.
-
-    Raises
-    ------
-    ValueError
-        The ending names no format of the command, or the format cannot be printed.
-    """
+    """Return the format that ``--format`` names, or else the ending of ``--output``."""
     is_trace = args.formats is TRACE_FORMATS
     ending = os.path.splitext(args.output or "")[1].lower()
     kind: str = args.format or ENDINGS.get(ending, "")
@@ -234,14 +221,7 @@ def _check_readable(trace: Trace) -> None:
 
 
 def check_free(name: str, *, force: bool) -> None:
-    """Refuse a file that cannot be written, before the work for it is done.
-
-    Raises
-    ------
-    ValueError
-        The folder does not exist, ``name`` is a folder or a device, or it exists and ``force`` is
-        False.
-    """
+    """Refuse a file that cannot be written, before the work for it is done."""
     _target(name)
     with _in_a_sentence(name):
         found = _status(name or os.curdir)
@@ -259,13 +239,8 @@ def write_file(name: str, content: bytes, *, force: bool) -> None:
     """Write ``content`` to the file ``name``, whole or not at all; a symbolic link is followed.
 
     A file that is replaced keeps its mode and its owner. One with several names (hard links) is
-    overwritten where it is, since they would part otherwise: that alone can be cut short.
-
-    Raises
-    ------
-    ValueError
-        As ``check_free``, or it cannot be written. Where several processes write one new file
-        without ``force``, in all but one of them.
+    overwritten where it is, since they would part otherwise: that alone can be cut short. Of
+    several processes that write one new file without ``force``, all but one get a ValueError.
     """
     check_free(name, force=force)
     path = _target(name)
@@ -281,14 +256,7 @@ def write_folder(name: str, files: Mapping[str, str | bytes], *, force: bool) ->
     """Write every file into the folder ``name``, which is created if its parent exists.
 
     Other files in the folder stay as they are; steps of another run, which would be taken for this
-    one's, are refused.
-
-    Raises
-    ------
-    ValueError
-        The parent does not exist, ``name`` is a file, the folder holds something already and
-        ``force`` is False, it holds steps that would not be replaced, another process is writing
-        there, or it cannot be written.
+    one's, are refused. So is a folder into which another process is writing.
     """
     path = _target(name)
     contents = {f: c if isinstance(c, bytes) else c.encode() for f, c in files.items()}

@@ -23,13 +23,8 @@ FATES = {
 def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Records]:
     """Return a title, the numbers that are not right and all numbers of ``--answer``.
 
-    They are those of the step that ``--hide`` names. A number is right where the exact one rounds
-    to it, with the decimals that it has.
-
-    Raises
-    ------
-    ValueError
-        No step is hidden, or the file is not as large as the hidden steps are, one below another.
+    They are those of the step that ``--hide`` names, its heads one below another. A number is right
+    where the exact one rounds to it, with the decimals that it has.
     """
     from minimha.cli.inputs import read_rows
 
