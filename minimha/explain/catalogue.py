@@ -4,7 +4,7 @@
 ``S[i=0,j=1]``, and a step that is computed a second time has a word, ``weights[divided]``: the
 entry is that of the name before the bracket.
 
-``made`` says how one cell comes about: an operation, which ``cells`` knows, and the steps that it
+``made`` says how one cell comes about: an operation, which ``origins`` knows, and the steps it
 takes. ``a|b`` is the first of these that the trace has, ``b?`` may be missing, ``m<`` is the m of
 the block before, and ``a|b*`` the latest of these before, of whatever run. Where it is empty, the
 numbers are given.
