@@ -233,6 +233,7 @@ np.testing.assert_allclose(S, expected, rtol=1e-5)
 """
 
 
+@pytest.mark.skipif("NUMBA_CPU_NAME" in os.environ, reason="they are forced already")
 @pytest.mark.parametrize(
     "setting", [{"NUMBA_ENABLE_AVX": "0"}, {"NUMBA_CPU_NAME": "generic"}], ids=str
 )
