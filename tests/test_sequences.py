@@ -174,6 +174,47 @@ def test_16_bits_are_widened_page_by_page(page_size, dtype, name):
     np.testing.assert_allclose(output[0].astype("f8"), wanted, rtol=half_step, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 24, 64])
+@pytest.mark.parametrize(("H", "Lq"), [(2, 1), (8, 1), (6, 2)])
+def test_few_queries_decode_over_pages(H, Lq, page_size, dtype):
+    rng, num_keys = np.random.default_rng(0), [2500, 2, 255, 272, 1001]
+    q = rng.normal(size=(H, Lq * len(num_keys), 40)).astype(dtype)
+    keys, values = (
+        [rng.normal(size=(2, n, width)).astype(dtype) for n in num_keys] for width in (40, 36)
+    )
+    starts, offsets = np.arange(len(num_keys) + 1) * Lq, np.subtract(num_keys, Lq)
+    exact = [
+        run(
+            "dense", q[:, a : a + Lq].astype("f8"), k.astype("f8"), v.astype("f8"),
+            q_offset=o, is_causal=Lq > 1,
+        )[0]
+        for a, k, v, o in zip(starts, keys, values, offsets.tolist(), strict=False)
+    ]  # fmt: skip
+    k, v, given = together(rng, keys, values, page_size)
+    given |= {"cu_seqlens_q": starts, "q_offset": offsets, "is_causal": Lq > 1}
+    output, _ = run("cpu.rung5_decode", q[None], k, v, **given)
+    half_step = float(ml_dtypes.finfo(dtype).eps) / 2
+    wanted = np.concatenate(exact, axis=1)
+    np.testing.assert_allclose(output[0].astype("f8"), wanted, rtol=half_step, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_pages_of_more_than_a_cache_holds(dtype):
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(1, 8, 1, 128)).astype(dtype)
+    k, v = rng.normal(size=(2, 8, 8192, 128)).astype(dtype)
+    pool = rng.permutation(512)
+    pools = [np.empty((512, 8, 16, 128), dtype) for _ in range(2)]
+    for X, pages in zip((k, v), pools, strict=True):
+        pages[pool] = X.reshape(8, 512, 16, 128).swapaxes(0, 1)
+    given = {"block_table": pool[None], "kv_lengths": [8190]}
+    output, _ = run("cpu.rung5_decode", q, *pools, **given)
+    wanted, _ = run("dense", *(x.astype("f8") for x in (q[0], k[:, :8190], v[:, :8190])))
+    half_step = float(ml_dtypes.finfo(dtype).eps) / 2
+    np.testing.assert_allclose(output[0].astype("f8"), wanted, rtol=half_step, atol=2e-6)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_numbers_that_are_not_finite_stay_in_their_sequence(name):
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 300, 8)).astype(np.float32)

@@ -42,7 +42,7 @@ AXES = 4
 ARRAY = 1 + 2 * AXES  # integers that describe one array
 NUM_SIZES = 2
 CACHE_LINE = 128  # bytes: two lines of most CPUs, which fetch them together
-REAL, DOUBLE, BYTE = "real", "double", "byte"  # REAL is the compute dtype
+REAL, DOUBLE, BYTE, INDEX = "real", "double", "byte", "index"  # REAL is the compute dtype
 # Counters begin at 0: the first one becomes 1 where an output is not finite, the second one where a
 # caller's function raises. The others, from ``TASKS`` on, deal out tasks, as the rung likes.
 NONFINITE, FAILED, TASKS = 0, 1, 2
@@ -153,7 +153,7 @@ class Line(types.Type):
     def __init__(self, storage: Any, buffers: dict[str, Buffer]) -> None:
         self.buffers, self.slots = buffers, slots(buffers)
         real = types.float64 if storage == types.float64 else types.float32
-        kinds = {REAL: real, DOUBLE: types.float64, BYTE: types.uint8}
+        kinds = {REAL: real, DOUBLE: types.float64, BYTE: types.uint8, INDEX: types.int64}
         counters = types.Array(types.int64, 1, "C")
         fields = dict.fromkeys(("q", "k", "v"), types.Array(storage, 4, "A"))
         fields |= {"bias": types.Array(real, 4, "A")}

@@ -43,6 +43,7 @@ from minimha.kernels.cpu.arguments import (
     DOUBLE,
     FAILED,
     HEADERS,
+    INDEX,
     NONFINITE,
     REAL,
     SMALL,
@@ -62,7 +63,7 @@ from minimha.kernels.options import NO_BIAS, NO_MASK, options
 LONG = 1 << 33  # products: some tenths of a second, after which a person wants an answer to Ctrl-C
 PAGE = 1 << 12  # bytes
 LARGEST_REMEMBERED = 1 << 16  # bytes that a plan holds
-FLOAT64, UINT8 = np.dtype(np.float64), np.dtype(np.uint8)
+FLOAT64, UINT8, INT64 = np.dtype(np.float64), np.dtype(np.uint8), np.dtype(np.int64)
 CANCELLED = 1 << 62  # a task that does not exist
 SPARES, LARGEST_SPARE = 4, 1 << 22  # blocks of memory that are kept for later calls, and bytes
 
@@ -194,7 +195,7 @@ class Plan:
         Each thread's buffers are on pages of their own: a core that reads fetches what follows in
         the page too, and would take it from the core that writes there.
         """
-        dtypes = {REAL: self.compute, DOUBLE: FLOAT64, BYTE: UINT8}
+        dtypes = {REAL: self.compute, DOUBLE: FLOAT64, BYTE: UINT8, INDEX: INT64}
         itemsizes = {name: dtypes[buffer.kind].itemsize for name, buffer in buffers.items()}
         sizes = {name: _rounded(lengths[name] * itemsizes[name], CACHE_LINE) for name in buffers}
         own = _rounded(sum(sizes[name] for name in buffers if not buffers[name].is_shared), PAGE)

@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 from numba import types
 from numba.extending import overload
 
-from minimha.kernels.cpu.jit import OPTIONS, jit_inline
+from minimha.kernels.cpu.jit import OPTIONS, jit, jit_inline
+from minimha.kernels.cpu.simd.dot import LINE, ROWS_AHEAD
 from minimha.kernels.cpu.simd.halves import of_bfloat16, of_float16, to_bfloat16, to_float16
-from minimha.kernels.cpu.simd.memory import bits_of, flat
+from minimha.kernels.cpu.simd.memory import bits_of, flat, prefetch_to_L2
+
+CACHED = 1 << 24  # bytes of K or V that may be in a cache
 
 
 class Rows(NamedTuple):
@@ -25,10 +28,15 @@ class Rows(NamedTuple):
 
 
 @jit_inline
+def start_of(X, b, h, i):
+    """The item of ``flat(X, 0)`` that X[b, h, i] begins with."""
+    return (b * X.strides[0] + h * X.strides[1] + i * X.strides[2]) // X.itemsize
+
+
+@jit_inline
 def rows_at(X, b, h, i):
     """The rows of X[b, h] from i on, in place."""
-    offset = b * X.strides[0] + h * X.strides[1] + i * X.strides[2]
-    return Rows(flat(X, offset // X.itemsize), 0, X.strides[2] // X.itemsize)
+    return Rows(flat(X, start_of(X, b, h, i)), 0, X.strides[2] // X.itemsize)
 
 
 @jit_inline
@@ -63,6 +71,28 @@ def key_at(o, b, j):
 def keys_ahead(o, j):
     """Number of keys from j to the end of its page: their rows are next to each other."""
     return o.page_size - j % o.page_size
+
+
+@jit
+def find_keys(X, o, b, kv, j, n, starts):
+    """Write ``start_of`` n keys of sequence b from j on; after its last key, that key's again."""
+    r, known, stride = 0, min(n, o.kv_lengths[b] - j), X.strides[2] // X.itemsize
+    while r < known:
+        page, at = key_at(o, b, j + r)
+        first, run = start_of(X, page, kv, at), min(known - r, keys_ahead(o, j + r))
+        run_starts = flat(starts, r)  # see ``_write_numbers``
+        for x in range(run):
+            run_starts[x] = first + x * stride
+        r += run
+    beyond, last = flat(starts, known), starts[known - 1]
+    for x in range(n - known):
+        beyond[x] = last
+
+
+@jit_inline
+def is_far(X):
+    """Whether X is so large that most of it comes from memory and not from a cache."""
+    return X.size * X.itemsize >= CACHED
 
 
 def write_numbers(X, x, to, start, n, o):
@@ -116,13 +146,41 @@ def _float_rows(X, b, h, i, n, o, copy):
     def widen(X, b, h, i, n, o, copy):
         D, rows = X.shape[3], rows_at(X, b, h, i)
         for r in range(n):
-            halves, wide = flat(rows.line, rows.start + r * rows.stride), flat(copy, r * D)
-            if o.is_bfloat16:
-                for d in range(D):
-                    wide[d] = of_bfloat16(halves[d])
-            else:
-                for d in range(D):
-                    wide[d] = of_float16(halves[d])
+            _widen(flat(rows.line, r * rows.stride), flat(copy, r * D), D, o)
         return Rows(copy, 0, D)
 
     return widen
+
+
+def float_keys(X, starts, n, o, copy):
+    """n rows of X that begin at ``starts``: in place, or widened into ``copy`` and found there."""
+
+
+@overload(float_keys, jit_options=OPTIONS)
+def _float_keys(X, starts, n, o, copy):
+    if X.dtype != types.uint16:
+        return lambda X, starts, n, o, copy: Rows(flat(X, 0), starts[0], starts[1] - starts[0])
+
+    def widen(X, starts, n, o, copy):
+        D = X.shape[3]
+        for r in range(n):
+            for d in range(0, D if is_far(X) else 0, LINE // 2):
+                prefetch_to_L2(X, starts[r + ROWS_AHEAD] + d)
+            _widen(flat(X, starts[r]), flat(copy, r * D), D, o)
+            starts[r] = r * D
+        for r in range(n, n + ROWS_AHEAD):
+            starts[r] = 0
+        return Rows(copy, 0, D)
+
+    return widen
+
+
+@jit_inline
+def _widen(halves, wide, n, o):
+    """n numbers of 16 bits become floats."""
+    if o.is_bfloat16:
+        for x in range(n):
+            wide[x] = of_bfloat16(halves[x])
+    else:
+        for x in range(n):
+            wide[x] = of_float16(halves[x])

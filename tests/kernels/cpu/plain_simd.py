@@ -46,23 +46,23 @@ def lanes_exp(S, s, n, num_lanes, scale, M, T):
 
 
 @numba.njit
-def dot_products(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
+def dot_products(A, starts, a, B, b, b_row, C, c, c_row, rows, queries, depth, far):
     """Twin of ``dot_products``."""
     for g in range(queries):
         for r in range(rows):
             total = C.dtype.type(0)
             for k in range(depth):
-                total += A[a + r * a_row + k] * B[b + g * b_row + k]
+                total += A[starts[a + r] + k] * B[b + g * b_row + k]
             C[c + g * c_row + r] = total
 
 
 @numba.njit
-def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, depth):
+def weighted_rows(P, p, p_row, V, starts, v, O, o, o_row, rows, columns, depth, far):
     """Twin of ``weighted_rows``."""
     for r in range(rows):
         for d in range(columns):
             for k in range(depth):
-                O[o + r * o_row + d] += P[p + r * p_row + k] * V[v + k * v_row + d]
+                O[o + r * o_row + d] += P[p + r * p_row + k] * V[starts[v + k] + d]
 
 
 @numba.njit

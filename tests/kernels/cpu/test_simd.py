@@ -12,7 +12,7 @@ import pytest
 from kernels.cpu import plain_simd
 
 from minimha.kernels.cpu.simd import vector
-from minimha.kernels.cpu.simd.dot import dot_products, weighted_rows
+from minimha.kernels.cpu.simd.dot import ROWS_AHEAD, dot_products, weighted_rows
 from minimha.kernels.cpu.simd.memory import fetch_add, flat, matrix
 from minimha.kernels.cpu.simd.product import ROWS, tile_product, tile_product_add
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max, round_lanes, soft_cap
@@ -138,6 +138,11 @@ STORED = pytest.mark.parametrize(
 )
 
 
+def scattered(rows, stride):
+    """Where rows in no order begin, after two that are not meant, before those to prefetch."""
+    return 1 + stride * np.r_[0, 0, RNG.permutation(rows), np.zeros(ROWS_AHEAD, int)]
+
+
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 7])
 @STORED
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (5, 64), (16, 13), (37, 80), (32, 5), (3, 0)])
@@ -146,9 +151,10 @@ def test_dot_products(rows, depth, queries, dtype, is_bfloat16):
     A, floats = as_stored(A, is_bfloat16)
     C = np.zeros((queries + 1, rows + 2), dtype)
     expected = C.copy()
-    to = (2, rows + 2, rows, queries, depth)
-    dot_products(A, 1, depth + 2, B, 1, depth + 2, C.ravel(), *to)
-    plain_simd.dot_products(floats, 1, depth + 2, B, 1, depth + 2, expected.ravel(), *to)
+    to = (2, rows + 2, rows, queries, depth, True)
+    starts = scattered(rows, depth + 2)
+    dot_products(A, starts, 2, B, 1, depth + 2, C.ravel(), *to)
+    plain_simd.dot_products(floats, starts, 2, B, 1, depth + 2, expected.ravel(), *to)
     np.testing.assert_allclose(C, expected, atol=200 * np.finfo(dtype).eps)
 
 
@@ -161,9 +167,10 @@ def test_weighted_rows(depth, columns, rows, dtype, is_bfloat16):
     O = numbers(rows + 1, columns + 2, dtype=dtype)
     expected = O.copy()
     V, floats = as_stored(V, is_bfloat16)
-    to = (1, columns + 2, rows, columns, depth)
-    weighted_rows(P, 1, depth + 1, V, 2, columns + 3, O, *to)
-    plain_simd.weighted_rows(P, 1, depth + 1, floats, 2, columns + 3, expected, *to)
+    to = (1, columns + 2, rows, columns, depth, True)
+    starts = scattered(depth, columns + 3)
+    weighted_rows(P, 1, depth + 1, V, starts, 2, O, *to)
+    plain_simd.weighted_rows(P, 1, depth + 1, floats, starts, 2, expected, *to)
     np.testing.assert_allclose(O, expected, atol=50 * np.finfo(dtype).eps)
 
 

@@ -1,6 +1,9 @@
 """The two products for few queries, S = Q Kᵀ and O += P V, each row of K and V read once.
 
 K and V are floats, or the bits of bfloat16 numbers (uint16), which are widened as they are loaded.
+Their rows may be anywhere, as those of paged keys are. ``starts`` says which item each begins with,
+and those of ``ROWS_AHEAD`` more, which are prefetched: the CPU's own prefetching stops where a page
+ends. What is ``far``, in memory, goes into L2 first, to which more cache lines may be on their way.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from numba.extending import intrinsic, overload
 
 from minimha.kernels.cpu.jit import OPTIONS, jit
 from minimha.kernels.cpu.simd.halves import of_bfloat16
-from minimha.kernels.cpu.simd.memory import prefetcher
+from minimha.kernels.cpu.simd.memory import prefetch
 from minimha.kernels.cpu.simd.vector import (
     INT,
     REGISTERS,
@@ -23,8 +26,27 @@ from minimha.kernels.cpu.simd.vector import (
     pointer_to,
 )
 
-ROWS_AHEAD = 16  # distance in rows of K or V at which they are prefetched
+ROWS_AHEAD, ROWS_AHEAD_OF_L1 = 32, 16  # distances in rows at which they are prefetched
+LINE = 64  # bytes of most CPUs' cache lines
 TOGETHER = REGISTERS // 8  # rows of K that meet four queries in registers
+
+
+def _rows(builder, X, starts, r, number, ahead=0):
+    """Pointers to ``number`` rows of X, the first one ``ahead`` of the r-th of ``starts``."""
+    places = [builder.gep(starts, [builder.add(r, INT(ahead + x))]) for x in range(number)]
+    return [builder.gep(X, [builder.load(place)]) for place in places]
+
+
+def _prefetch_to_L2(builder, X, kind, starts, r, number, columns):
+    """Prefetch ``number`` rows of X, of numba's type ``kind``, ahead of the r-th of ``starts``."""
+    rows = _rows(builder, X, starts, r, number, ROWS_AHEAD)
+
+    def lines(k, _):
+        for row in rows:
+            prefetch(builder, builder.gep(row, [k]), 2)
+        return []
+
+    loop(builder, columns, 8 * LINE // kind.dtype.bitwidth, [], lines)
 
 
 def _loader(vector, kind):
@@ -96,15 +118,16 @@ def _dots(queries, together, vectors):
     """
 
     @intrinsic
-    def dots(typing, A, a, a_row, B, b, b_row, C, c, c_row, depth):
+    def dots(typing, A, starts, a, B, b, b_row, C, c, c_row, depth, far):
         index = types.intp
-        signature = types.void(A, index, index, B, index, index, C, index, index, index)
+        signature = types.void(A, starts, index, B, index, index, C, index, index, index, far)
 
         def generate(context, builder, signature, arguments):
-            A, a, a_row, B, b, b_row, C, c, c_row, depth = arguments
+            A, starts, a, B, b, b_row, C, c, c_row, depth, far = arguments
             kinds = signature.args
             vector = Vector(kinds[6].dtype)
-            A = pointer_to(context, builder, kinds[0], A, a)
+            A = pointer_to(context, builder, kinds[0], A, INT(0))
+            starts = pointer_to(context, builder, kinds[1], starts, a)
             B = pointer_to(context, builder, kinds[3], B, b)
             C = pointer_to(context, builder, kinds[6], C, c)
             rows = max(together, vector.width // queries)
@@ -114,22 +137,22 @@ def _dots(queries, together, vectors):
             others = [builder.gep(B, [builder.mul(INT(g), b_row)]) for g in range(queries)]
             tile = [(g, r) for g in range(queries) for r in range(together)]
             totals = cgutils.alloca_once(builder, vector.type, queries * rows)
-            prefetch_rows = prefetcher(builder, vector, a_row, depth, together)
             load = _loader(vector, kinds[0])
 
             def some_rows(first, _):
-                own = [
-                    builder.gep(A, [builder.mul(builder.add(first, INT(r)), a_row)])
-                    for r in range(together)
-                ]
-                later = builder.gep(own[0], [builder.mul(INT(ROWS_AHEAD), a_row)])
+                own = _rows(builder, A, starts, first, together)
+                near = _rows(builder, A, starts, first, together, ROWS_AHEAD_OF_L1)
+                with builder.if_then(far):
+                    _prefetch_to_L2(builder, A, kinds[0], starts, first, together, depth)
 
                 def some_vectors(begin, number):
                     def body(k, sums):
                         start = builder.add(begin, k)
                         left = [builder.gep(row, [start]) for row in own]
                         for u in range(number):
-                            prefetch_rows(later, builder.add(start, INT(u * vector.width)))
+                            for row in near:
+                                place = builder.add(start, INT(u * vector.width))
+                                prefetch(builder, builder.gep(row, [place]), 1)
                         results = []
                         for u in range(number):
                             x = [load(builder, row, u) for row in left]
@@ -175,8 +198,8 @@ _dots_of_4, _dots_of_2, _dots_of_1 = _dots(4, TOGETHER, 1), _dots(2, TOGETHER, 1
 
 
 @jit
-def dot_products(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
-    """C[c + g · c_row + r] = Σ_k A[a + r · a_row + k] · B[b + g · b_row + k], reading A once.
+def dot_products(A, starts, a, B, b, b_row, C, c, c_row, rows, queries, depth, far):
+    """C[c + g · c_row + r] = Σ_k A[starts[a + r] + k] · B[b + g · b_row + k], reading A once.
 
     For ``rows`` r and ``queries`` g; flat arrays.
     """
@@ -188,15 +211,15 @@ def dot_products(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
         from_b, to = b + g * b_row, c + g * c_row
         if g + 4 <= queries:
             for r in range(0, full_rows, by_4):
-                _dots_of_4(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, full_depth)
+                _dots_of_4(A, starts, a + r, B, from_b, b_row, C, to + r, c_row, full_depth, far)
             g += 4
         elif g + 2 <= queries:
             for r in range(0, full_rows, by_2):
-                _dots_of_2(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, full_depth)
+                _dots_of_2(A, starts, a + r, B, from_b, b_row, C, to + r, c_row, full_depth, far)
             g += 2
         else:
             for r in range(0, full_rows, width):
-                _dots_of_1(A, a + r * a_row, a_row, B, from_b, b_row, C, to + r, c_row, full_depth)
+                _dots_of_1(A, starts, a + r, B, from_b, b_row, C, to + r, c_row, full_depth, far)
             g += 1
     if full_rows == rows and full_depth == depth:
         return
@@ -205,7 +228,7 @@ def dot_products(A, a, a_row, B, b, b_row, C, c, c_row, rows, queries, depth):
             first, to = full_depth if r < full_rows else 0, c + g * c_row + r
             total = C.dtype.type(0)
             for k in range(first, depth):
-                total += number_at(A, a + r * a_row + k) * B[b + g * b_row + k]
+                total += number_at(A, starts[a + r] + k) * B[b + g * b_row + k]
             C[to] = C[to] + total if r < full_rows else total
 
 
@@ -218,32 +241,36 @@ def _weigh(queries, keys):
     """
 
     @intrinsic
-    def weigh(typing, P, p, p_row, V, v, v_row, O, o, o_row, columns, depth):
+    def weigh(typing, P, p, p_row, V, starts, v, O, o, o_row, columns, depth, far):
         index = types.intp
-        signature = types.void(P, index, index, V, index, index, O, index, index, index, index)
+        signature = types.void(P, index, index, V, starts, index, O, *[index] * 4, far)
 
         def generate(context, builder, signature, arguments):
-            P, p, p_row, V, v, v_row, O, o, o_row, columns, depth = arguments
+            P, p, p_row, V, starts, v, O, o, o_row, columns, depth, far = arguments
             kinds = signature.args
             vector = Vector(kinds[6].dtype)
             P = pointer_to(context, builder, kinds[0], P, p)
-            V = pointer_to(context, builder, kinds[3], V, v)
+            V = pointer_to(context, builder, kinds[3], V, INT(0))
+            starts = pointer_to(context, builder, kinds[4], starts, v)
             O = pointer_to(context, builder, kinds[6], O, o)
-            prefetch_rows = prefetcher(builder, vector, v_row, columns, keys)
             load = _loader(vector, kinds[3])
             rows_of_O = [builder.gep(O, [builder.mul(INT(g), o_row)]) for g in range(queries)]
             rows_of_P = [builder.gep(P, [builder.mul(INT(g), p_row)]) for g in range(queries)]
 
             def some_keys(k, _):
                 indices = [builder.add(k, INT(x)) for x in range(keys)]
-                rows_of_V = [builder.gep(V, [builder.mul(j, v_row)]) for j in indices]
+                rows_of_V = _rows(builder, V, starts, k, keys)
+                near = _rows(builder, V, starts, k, keys, ROWS_AHEAD_OF_L1)
+                with builder.if_then(far):
+                    _prefetch_to_L2(builder, V, kinds[3], starts, k, keys, columns)
                 weights = [
                     [vector.splat(builder, builder.load(builder.gep(row, [j]))) for j in indices]
                     for row in rows_of_P
                 ]
 
                 def column(n, _):
-                    prefetch_rows(later, n)
+                    for row in near:
+                        prefetch(builder, builder.gep(row, [n]), 1)
                     starts = [builder.gep(row, [n]) for row in rows_of_V]
                     values = [load(builder, start) for start in starts]
                     for row, own in zip(rows_of_O, weights, strict=True):
@@ -254,7 +281,6 @@ def _weigh(queries, keys):
                         vector.store(builder, total, to)
                     return []
 
-                later = builder.gep(rows_of_V[0], [builder.mul(INT(ROWS_AHEAD), v_row)])
                 loop(builder, columns, vector.width, [], column)
                 return []
 
@@ -270,10 +296,10 @@ _weigh_4, _weigh_2, _weigh_1 = (_weigh(queries, 4) for queries in (4, 2, 1))
 
 
 @jit
-def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, depth):
+def weighted_rows(P, p, p_row, V, starts, v, O, o, o_row, rows, columns, depth, far):
     """O += P V for ``rows`` rows of O, reading V from memory once.
 
-    P's element (r, k) is at p + r · p_row + k, V's row k at v + k · v_row, O's row r at
+    P's element (r, k) is at p + r · p_row + k, V's row k at starts[v + k], O's row r at
     o + r · o_row; flat arrays.
     """
     width = VECTOR_BITS // (8 * O.itemsize)
@@ -282,17 +308,17 @@ def weighted_rows(P, p, p_row, V, v, v_row, O, o, o_row, rows, columns, depth):
     while r < rows:
         from_p, to = p + r * p_row, o + r * o_row
         if r + 4 <= rows:
-            _weigh_4(P, from_p, p_row, V, v, v_row, O, to, o_row, full_columns, full_depth)
+            _weigh_4(P, from_p, p_row, V, starts, v, O, to, o_row, full_columns, full_depth, far)
             r += 4
         elif r + 2 <= rows:
-            _weigh_2(P, from_p, p_row, V, v, v_row, O, to, o_row, full_columns, full_depth)
+            _weigh_2(P, from_p, p_row, V, starts, v, O, to, o_row, full_columns, full_depth, far)
             r += 2
         else:
-            _weigh_1(P, from_p, p_row, V, v, v_row, O, to, o_row, full_columns, full_depth)
+            _weigh_1(P, from_p, p_row, V, starts, v, O, to, o_row, full_columns, full_depth, far)
             r += 1
     if full_columns == columns and full_depth == depth:
         return
     for r in range(rows):
         for k in range(depth):
             for d in range(full_columns if k < full_depth else 0, columns):
-                O[o + r * o_row + d] += P[p + r * p_row + k] * number_at(V, v + k * v_row + d)
+                O[o + r * o_row + d] += P[p + r * p_row + k] * number_at(V, starts[v + k] + d)

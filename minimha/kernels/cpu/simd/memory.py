@@ -90,30 +90,21 @@ def fetch_add(typing, counters, n):
     return signature, generate
 
 
-def prefetch(builder, pointer):
-    """Prefetch the cache line at ``pointer`` into L1, for reading; any address is allowed."""
+def prefetch(builder, pointer, level):
+    """Prefetch the cache line at ``pointer`` into L1 or L2, for reading; any address is allowed."""
     address = builder.bitcast(pointer, ir.IntType(8).as_pointer())
     number = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [address, number(0), number(3), number(1)])  # to read, into L1, data
+    builder.call(function, [address, number(0), number(4 - level), number(1)])  # to read, data
 
 
-def prefetcher(builder, vector, stride, columns, rows):
-    """prefetch_rows(pointer, k) for ``rows`` rows that are read side by side, vector k of each.
+@intrinsic
+def prefetch_to_L2(typing, X, offset):
+    """Prefetch the cache line of element ``offset`` of X."""
 
-    Memory delivers sequential addresses faster. So rows without a gap between them (``stride`` is
-    ``columns``) are prefetched one after the other: by the time k has reached ``columns``, all
-    of them have been.
-    """
-    is_gapless = builder.icmp_signed("==", stride, columns)
-    along = builder.select(is_gapless, INT(rows), INT(1))
-    across = builder.select(is_gapless, INT(vector.width), stride)
+    def generate(context, builder, signature, arguments):
+        prefetch(builder, pointer_to(context, builder, signature.args[0], *arguments), 2)
+        return context.get_dummy_value()
 
-    def prefetch_rows(pointer, k):
-        first = builder.mul(k, along)
-        for r in range(rows):
-            offset = builder.add(first, builder.mul(INT(r), across))
-            prefetch(builder, builder.gep(pointer, [offset]))
-
-    return prefetch_rows
+    return types.void(X, types.intp), generate
