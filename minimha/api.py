@@ -25,7 +25,7 @@ from minimha.equations.arrays import (
     like,
 )
 from minimha.equations.block_mask import BlockMask
-from minimha.equations.functions import checked, uses
+from minimha.equations.functions import PARAMETERS, checked, taken, uses
 from minimha.equations.parts import in_blocks, outline
 from minimha.equations.problem import MAX_OFFSET, Problem
 from minimha.equations.tap import Tap, no_tap, safe_tap
@@ -458,6 +458,9 @@ def attention(
         and sinks is None and tap is no_tap and block_table is None
     ):  # fmt: skip
         window = window_size if type(window_size) is tuple else (window_size,)
+        functions = taken(score_mod=score_mod, mask_mod=mask_mod)
+        given_mods: Any = map(functions.get, PARAMETERS)
+        score_mod, mask_mod = given_mods
         key = remembered.key_of(
             q, k, v, score_mod, mask_mod, backend, is_causal, q_offset, scale, softcap, *window
         )
@@ -465,7 +468,7 @@ def attention(
             key = remembered.with_values(key, (cu_seqlens_q, cu_seqlens_k))
         plan = remembered.recall(key)
         if plan is not None:
-            O, L = plan.run(q, k, v)
+            O, L = plan.run(q, k, v, functions)
             if O.dtype != q.dtype:
                 O = cast(O, q.dtype)
             if return_lse is False or not flag("return_lse", return_lse):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import name_of
-from minimha.equations.functions import allowed, contents
+from minimha.equations.functions import allowed, for_numpy, read
 
 ROWS, COLUMNS = 16, 32  # queries and keys of a block
 HIDDEN, PARTIAL, FULL = 0, 1, 2
@@ -43,11 +43,11 @@ class BlockMask:
     contents: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "contents", contents(self.mask_mod))
+        object.__setattr__(self, "contents", read(self.mask_mod).contents)
 
     def __call__(self, b: Any, h: Any, i: Any, j: Any) -> Any:
         """Return what ``mask_mod`` returns."""
-        return self.mask_mod(b, h, i, j)
+        return for_numpy(self.mask_mod)(b, h, i, j)
 
     def __repr__(self) -> str:
         share = (self.states == HIDDEN).mean() if self.states.size else 0
@@ -75,7 +75,7 @@ class BlockMask:
                 f"{name_of('mask_mod')} is a BlockMask with q_offset={self.q_offset}: expected "
                 f"{tuple(q_offset.tolist())}, the positions of the queries in this call"
             )
-        if contents(self.mask_mod) != self.contents:
+        if read(self.mask_mod).contents != self.contents:
             raise ValueError(
                 f"{name_of('mask_mod')} is a BlockMask whose function captures a value that has "
                 f"changed since: make the BlockMask anew"

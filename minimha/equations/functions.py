@@ -11,13 +11,14 @@ import inspect
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from hashlib import sha256
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import name_of, rectangular
+from minimha.equations.elementwise import stand_in
 
 PARAMETERS = {"score_mod": ("score", "b", "h", "i", "j"), "mask_mod": ("b", "h", "i", "j")}
 LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # whose functions do not change
@@ -38,22 +39,49 @@ class Place(NamedTuple):
 WHOLE = Place()
 
 
+class Reading(NamedTuple):
+    """What a function computes with at the time of a call.
+
+    Attributes
+    ----------
+    key : hashable
+        Its code, which values it captures and of which kinds, and of what is no number and no
+        array the value. Machine code is found by it.
+    values : tuple
+        The numbers and arrays, which machine code gets as arguments.
+    """
+
+    key: tuple[Any, ...]
+    values: tuple[Any, ...] = ()
+
+    @property
+    def contents(self) -> Hashable:
+        """As ``contents`` of the function: two of equal contents compute the same."""
+        return self.key, contents(self.values)
+
+
 class Placed(NamedTuple):
     """A caller's function for a part of the problem that it is written for.
 
     It stands in for the function in a call of ``attention``, and ``Problem.of`` takes it apart, so
-    that kernels are compiled for the function and serve it at every place.
+    that kernels are compiled for the function and serve it at every place. It may hold what the
+    function captures, so that this is read once in a call.
     """
 
     function: Any
-    place: Place
+    place: Place = WHOLE
+    reading: Any = None
 
 
-def taken_apart(score_mod: Any, mask_mod: Any) -> tuple[Any, Any, Place]:
-    """Both functions, of which either may be ``Placed``, or None, and their place."""
-    places = [x.place for x in (score_mod, mask_mod) if isinstance(x, Placed)]
-    functions = (x.function if isinstance(x, Placed) else x for x in (score_mod, mask_mod))
-    return *functions, places[0] if places else WHOLE
+def taken(**given: Any) -> dict[str, Placed]:
+    """The functions that are not None, which may be ``Placed``, with their readings."""
+    found = {}
+    for name, function in given.items():
+        if function is not None:
+            placed = function if isinstance(function, Placed) else Placed(function)
+            held = getattr(placed.function, "mask_mod", placed.function)  # of a BlockMask
+            found[name] = placed if placed.reading else placed._replace(reading=read(held))
+    return found
 
 
 def checked(name: str, function: Any) -> Any:
@@ -126,6 +154,7 @@ def _called(
     shape: tuple[int, ...],
 ) -> NDArray[Any]:  # fmt: skip
     """What the function returns, broadcast to the shape of the scores."""
+    function = for_numpy(function)
     try:
         returned = function(*arguments)
     except (TypeError, ValueError, DeprecationWarning):  # of math, for arrays of one number
@@ -195,6 +224,43 @@ class Same:
         return id(self.value)
 
 
+def read(function: Any) -> Reading:
+    """What ``function`` computes with now.
+
+    Raises
+    ------
+    TypeError
+        It captures an array of another library that NumPy cannot read.
+    """
+    function = getattr(function, "py_func", function)  # of numba's dispatchers
+    if not isinstance(function, FunctionType):
+        return Reading((contents(function),))
+    kinds: list[Any] = []
+    values: list[Any] = []
+    others: list[Any] = []
+    inner = _inner_names(function.__code__)
+    for path, value in captured(function):
+        value = stand_in(".".join(path), value)
+        kind = _kind(value)
+        if kind is None or not inner.isdisjoint(path):
+            others.append(value)
+        else:
+            kinds.append((path, kind))
+            values.append(value)
+    return Reading((function.__code__, tuple(kinds), contents(others)), tuple(values))
+
+
+def _kind(value: Any) -> Any:
+    """What machine code must know of a number or array; None of what is compiled in."""
+    kind = type(value)
+    if kind is float or (kind is int and -(1 << 63) <= value < 1 << 63):
+        return kind
+    if kind in (np.ndarray, np.memmap) and value.dtype.kind in "biufc":
+        return kind, value.dtype, value.ndim, value.flags.c_contiguous, value.flags.aligned
+    is_number = isinstance(value, np.generic) and value.dtype.char in "bBhHiIlLqQfd"
+    return value.dtype if is_number else None
+
+
 def contents(value: Any) -> Hashable:
     """What a function computes with: its code, and the values that it captures.
 
@@ -225,21 +291,57 @@ def contents(value: Any) -> Hashable:
     whole = [described(value)]
     for one in found:  # which grows
         code = one.__code__ if isinstance(one, FunctionType) else None
-        whole.append((code, *map(described, one if code is None else captured(one))))
+        values = one if code is None else [stand_in(".".join(x), y) for x, y in captured(one)]
+        whole.append((code, *map(described, values)))
     return tuple(whole)
 
 
-def captured(function: FunctionType) -> list[Any]:
-    """The values that a function finds outside of its parameters."""
-    found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    found += [_content(cell) for cell in function.__closure__ or ()]
-    names = sorted(_names(function.__code__))
-    for value in (function.__globals__[name] for name in names if name in function.__globals__):
-        found.append(value)
-        if isinstance(value, ModuleType):  # whose attributes are compiled as constants, too
-            # Not by getattr: of some names that a module lacks it would warn.
-            found += [vars(value)[name] for name in names if name in vars(value)]
+def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
+    """The values that a function finds outside of its parameters, and by which names.
+
+    Of a module whose functions may change they are the attributes too, which numba compiles as
+    constants; not by ``getattr``, which would warn of some names.
+    """
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    found: list[tuple[tuple[str, ...], Any]] = [
+        ((x,), y) for x, y in zip(names, defaults, strict=True)
+    ]
+    found += [((name,), value) for name, value in (function.__kwdefaults__ or {}).items()]
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    found += [((name,), _content(cell)) for name, cell in cells]
+    names, known = _names(code), function.__globals__
+    found += [((name,), known[name]) for name in names if name in known]
+    modules = set()
+    for path, value in found:  # which grows
+        if isinstance(value, ModuleType) and value.__name__.split(".")[0] not in LIBRARIES:
+            inside = vars(value)
+            if value not in modules:
+                found += [((*path, name), inside[name]) for name in names if name in inside]
+            modules.add(value)
     return found
+
+
+def for_numpy(function: Any) -> Any:
+    """``function`` with what NumPy takes in place of what it captures of other libraries."""
+    if not isinstance(function, FunctionType):
+        return function
+    swapped: dict[str, Any] = {}
+    given = dict(captured(function))
+    for path, value in given.items():
+        new, name = stand_in(".".join(path), value), path[0]
+        if new is not value and len(path) == 2:  # of a module
+            copy = swapped.setdefault(name, SimpleNamespace(**vars(given[name,])))
+            setattr(copy, path[1], new)
+        elif new is not value:
+            swapped[name] = new
+    if not swapped:
+        return function
+    code = function.__code__
+    pairs = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    cells = tuple(CellType(swapped[name]) if name in swapped else cell for name, cell in pairs)
+    defaults = tuple(stand_in("a default", value) for value in function.__defaults__ or ())
+    return FunctionType(code, function.__globals__ | swapped, None, defaults, cells)
 
 
 def _content(cell: CellType) -> Any:
@@ -250,7 +352,14 @@ def _content(cell: CellType) -> Any:
         return cell
 
 
-def _names(code: CodeType) -> set[str]:
+@lru_cache(256)
+def _names(code: CodeType) -> tuple[str, ...]:
     """Names of the globals and attributes that a function and the functions in it read."""
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*inner)
+    return tuple(sorted({*code.co_names} | _inner_names(code)))
+
+
+@lru_cache(256)
+def _inner_names(code: CodeType) -> frozenset[str]:
+    """Those that the functions in it read, which are compiled as they are then."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset().union(*map(_names, inner))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from minimha.equations.arguments import (
     rectangular,
 )
 from minimha.equations.block_mask import BlockMask
-from minimha.equations.functions import WHOLE, Place, allowed, checked, contents, taken_apart
+from minimha.equations.functions import WHOLE, Place, Placed, Reading, allowed, checked, taken
 from minimha.equations.sequences import ONE_PAGE, Sequences, check_pages, sequences_of
 from minimha.equations.visibility import UNBOUNDED, sees
 
@@ -82,6 +82,8 @@ class Problem:
         Where the queries and keys of each sequence are, if sequences are packed or keys are paged.
         Everything above that is per batch entry is then per sequence, and k and v may have
         another B and another Lk than q: pages and their size.
+    readings : dict of str to Reading
+        What ``score_mod`` and ``mask_mod`` compute with, by name, as far as given.
     place : Place
         What ``score_mod`` and ``mask_mod`` get for batch entry 0, head 0 and key 0: in a part of a
         problem what these are in the whole, of a sequence as a problem of its own its number as b.
@@ -107,6 +109,7 @@ class Problem:
     mask_mod: Callable[..., Any] | None = None
     sequences: Sequences | None = None
     place: Place = WHOLE
+    readings: dict[str, Reading] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -146,7 +149,8 @@ class Problem:
         if sequences is not None:
             _refuse_over_scores(attn_mask=attn_mask, attn_bias=attn_bias)
         lengths = _lengths(kv_lengths, shape, sequences, len(k4))
-        score_mod, mask_mod, place = taken_apart(score_mod, mask_mod)
+        functions = taken(score_mod=score_mod, mask_mod=mask_mod)
+        given = {name: checked(name, x.function) for name, x in functions.items()}
         left, right = _window(window_size)
         has_window = (left, right) != (UNBOUNDED, UNBOUNDED)
         if flag("is_causal", is_causal):
@@ -156,13 +160,11 @@ class Problem:
             "is_causal": is_causal,
             "window_size": has_window,
             "alibi_slopes": has_slopes,
-            "score_mod": score_mod is not None,
-            "mask_mod": mask_mod is not None,
         }
-        positional = [name for name, is_given in options.items() if is_given]
+        positional = [*(name for name, is_given in options.items() if is_given), *given]
         offset = _offset(q_offset, shape, sequences, lengths, positional)
-        if isinstance(mask_mod, BlockMask):
-            mask_mod.check(shape, offset, has_sequences=sequences is not None)
+        if isinstance(given.get("mask_mod"), BlockMask):
+            given["mask_mod"].check(shape, offset, has_sequences=sequences is not None)
         return cls(
             q=q4, k=k4, v=v4, left=left, right=right, q_offset=offset, kv_lengths=lengths,
             attn_mask=_mask(attn_mask, shape),
@@ -171,8 +173,9 @@ class Problem:
             sinks=_sinks(sinks, H, compute),
             scale=1 / math.sqrt(q4.shape[3]) if scale is None else number("scale", scale, compute),
             softcap=_softcap(softcap, compute),
-            dtype=q4.dtype, compute=compute, rank=rank, sequences=sequences, place=place,
-            score_mod=checked("score_mod", score_mod), mask_mod=checked("mask_mod", mask_mod),
+            dtype=q4.dtype, compute=compute, rank=rank, sequences=sequences,
+            place=next((x.place for x in functions.values()), WHOLE),
+            readings={name: x.reading for name, x in functions.items()}, **given,
         )  # fmt: skip
 
     def each_sequence(self) -> Iterator[tuple[tuple[slice, slice, slice], Problem]]:
@@ -267,18 +270,16 @@ class Problem:
             if function is not None
         }
 
+    @property
+    def taken(self) -> dict[str, Placed]:
+        """``functions``, with what they computed with when they were ``taken``."""
+        each = self.functions.items()
+        return {name: Placed(x, self.place, self.readings[name]) for name, x in each}
+
     @cached_property
     def contents(self) -> dict[str, Hashable]:
-        """What ``score_mod`` and ``mask_mod`` compute with, by name: captured arrays are read once.
-
-        A ``BlockMask`` was compared with what it captures when the problem was checked.
-        """
-        given = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
-        return {
-            name: function.contents if isinstance(function, BlockMask) else contents(function)
-            for name, function in given.items()
-            if function is not None
-        }
+        """What ``score_mod`` and ``mask_mod`` compute with, by name; arrays count by value."""
+        return {name: reading.contents for name, reading in self.readings.items()}
 
     def without_numbers(self, dtype: np.dtype[Any] | None = None) -> Problem:
         """This problem with zeros, which take no memory, for q, k and v; of ``dtype`` if given."""

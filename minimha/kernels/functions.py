@@ -15,6 +15,7 @@ import numpy as np
 from numba import types
 
 from minimha.equations.arguments import name_of
+from minimha.equations.elementwise import Unknown
 from minimha.equations.functions import refusal
 
 I64 = types.int64
@@ -56,21 +57,25 @@ def compiled_function(
     score = [numba.from_dtype(compute)] if name == "score_mod" else []
     try:
         machine_code, returned = compiler(function, (*score, I64, I64, I64, I64))
+    except Unknown:
+        raise
     except Exception as error:  # numba raises what it likes
         kind = NotNow if _is_for_want(error) else Refused
         raise kind(_sentence(name_of(name) + target, function, error)) from None
     if isinstance(returned, types.Array) and not returned.ndim:
-        raise Refused(
-            f"{name_of(name)} returns an array in machine code, as np.where does: expected a "
-            f"number, a if condition else b"
-        )
+        raise Refused(f"{name_of(name)} returns an array in machine code: expected a number")
     return machine_code, returned
 
 
-def check_returned(name: str, returned: Any) -> None:
-    """Raise TypeError if that type is no real number of a score_mod, or no bool of a mask_mod."""
+def is_fitting(name: str, returned: Any) -> bool:
+    """Whether that type is a real number, of a score_mod, or a bool, of a mask_mod."""
     fitting = types.Boolean if name == "mask_mod" else (types.Integer, types.Float)
-    if not isinstance(returned, fitting):
+    return isinstance(returned, fitting)
+
+
+def check_returned(name: str, returned: Any) -> None:
+    """Raise TypeError if that type is not fitting."""
+    if not is_fitting(name, returned):
         is_none, is_some = returned == types.none, isinstance(returned, types.Optional)
         kind = f"{returned.type} or None" if is_some else types.unliteral(returned)
         raise TypeError(refusal(name, "None" if is_none else str(kind)))

@@ -10,9 +10,11 @@ main thread. What begins or ends here does so in one step.
 
 from __future__ import annotations
 
+import threading
 from _queue import Empty, SimpleQueue  # which gevent and eventlet leave alone
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from importlib.machinery import BuiltinImporter
 from importlib.util import module_from_spec
@@ -38,11 +40,12 @@ def start(target: Callable[[], Any], started: list[int]) -> bool:
     return len(started) > before
 
 
-def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] = lambda: None) -> None:
+def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] | None = None) -> None:
     """Call each task on its own thread, or here where the system gives no more threads.
 
-    If a signal's handler raises, ``cancel`` is called, and this waits until all threads have ended.
-    A second exception ends that wait too, so a task must hold references to what it writes.
+    If a signal's handler raises, this calls ``cancel`` and waits until all threads have ended. A
+    second exception ends that wait too, and without ``cancel`` it does not wait, so a task must
+    hold references to what it writes.
     """
     started: list[int] = []
     ended: list[BaseException | None] = []
@@ -68,8 +71,22 @@ def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] = lambda
                 task()
         wait()
     except BaseException:
-        cancel()
-        wait()
+        if cancel:
+            cancel()
+            wait()
         raise
     for error in filter(None, ended):
         raise error
+
+
+def in_another_thread(work: Callable[[], Any]) -> Any:
+    """Return what ``work()`` returns, on another thread than the main one, where signals arrive.
+
+    Ctrl-C ends the waiting at once; the work goes on to its end.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    result: list[Any] = []
+    context = copy_context()  # which has the arguments' names
+    call([lambda: result.append(context.run(work))])
+    return result[0]

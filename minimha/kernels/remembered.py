@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from minimha.equations.block_mask import BlockMask
-from minimha.equations.functions import Placed, Same, contents
+from minimha.equations.functions import Placed, Same
 
 MOST = 1024  # plans
 NUMBERS = frozenset((type(None), bool, int, float))
@@ -25,7 +25,11 @@ _plans: dict[Any, Any] = {}
 def key_of(
     q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, backend: Any, *options: Any
 ) -> tuple[Any, ...] | None:
-    """What a plan for these arguments is found by, or None if there can be none."""
+    """What a plan for these arguments is found by, or None if there can be none.
+
+    The functions are ``taken``. A plan serves all numbers and arrays that ``score_mod`` captures;
+    those of ``mask_mod`` say which blocks are hidden.
+    """
     if not (type(q) is type(k) is type(v) is np.ndarray and type(backend) is str):
         return None
     if not (q.ndim == k.ndim == v.ndim == 4):
@@ -38,18 +42,16 @@ def key_of(
     return (
         q.shape, k.shape, v.shape, q.strides, k.strides, v.strides, q.dtype, k.dtype, v.dtype,
         backend, options, kinds,
-        None if score_mod is None else _computed_by(score_mod),
+        None if score_mod is None else (score_mod.place, score_mod.reading.key),
         None if mask_mod is None else _computed_by(mask_mod),
     )  # fmt: skip
 
 
-def _computed_by(function: Any) -> Hashable:
+def _computed_by(mask_mod: Placed) -> Hashable:
     """What equal functions share; a ``BlockMask`` is itself, with what it captures now."""
-    if isinstance(function, Placed):
-        return function.place, contents(function.function)
-    if isinstance(function, BlockMask):
-        return Same(function), contents(function.mask_mod)
-    return contents(function)
+    function, place, reading = mask_mod
+    is_block_mask = isinstance(function, BlockMask)
+    return Same(function) if is_block_mask else None, place, reading and reading.contents
 
 
 def with_values(key: tuple[Any, ...] | None, options: Iterable[Any]) -> tuple[Any, ...] | None:

@@ -257,17 +257,22 @@ class _Reader:
         return builder.inttoptr(address, INT.as_pointer())
 
     def _array(self, kind: Any, pointer: Any, shape: Any, strides: Any) -> Any:
-        struct = self._context.make_array(kind)(self._context, self._builder)
-        item = self._context.get_data_type(kind.dtype)
-        self._context.populate_array(
-            struct,
-            data=self._builder.bitcast(pointer, item.as_pointer()),
-            shape=shape,
-            strides=strides,
-            itemsize=INT(self._context.get_abi_sizeof(item)),
-            meminfo=None,
-        )
-        return struct._getvalue()
+        return array_at(self._context, self._builder, kind, pointer, shape, strides)
+
+
+def array_at(context: Any, builder: Any, kind: Any, pointer: Any, shape: Any, strides: Any) -> Any:
+    """Generate an array of numba type ``kind`` whose data is at ``pointer``."""
+    struct = context.make_array(kind)(context, builder)
+    item = context.get_data_type(kind.dtype)
+    context.populate_array(
+        struct,
+        data=builder.bitcast(pointer, item.as_pointer()),
+        shape=shape,
+        strides=strides,
+        itemsize=INT(context.get_abi_sizeof(item)),
+        meminfo=None,
+    )
+    return struct._getvalue()
 
 
 def unpacker(**buffers: Buffer) -> Any:

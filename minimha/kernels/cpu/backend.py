@@ -69,11 +69,9 @@ class Parts:
         """O and L of a problem; see ``Plan``."""
         return self._together([plan(problem) for plan in self._plans])
 
-    def run(
-        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L for arrays as ``Plan.run`` takes them."""
-        return self._together([plan.run(q, k, v) for plan in self._plans])
+    def run(self, *given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+        """O and L for what ``Plan.run`` takes."""
+        return self._together([plan.run(*given) for plan in self._plans])
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
         """Whether ``run`` may be called with arrays as ``given``; see ``Plan.fits``."""

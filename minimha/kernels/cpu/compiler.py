@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from numba import types
@@ -54,6 +55,16 @@ class _Code:
 _lock = os_threads.RLock()
 
 
+def undisturbed(work: Callable[[], Any]) -> Any:
+    """What ``work()``, which calls numba, returns: undisturbed by Ctrl-C and by other threads."""
+
+    def alone() -> Any:
+        with _lock:
+            return work()
+
+    return os_threads.in_another_thread(alone)
+
+
 def compiled(
     function: Callable[..., Any], signature: Any, file: File, is_slow: bool = False
 ) -> Compiled:
@@ -71,23 +82,29 @@ def compiled(
     is_slow : bool, default False
         Whether somebody waits for it, seconds long, which is then logged.
     """
-    with _lock:
+    made: Compiled = undisturbed(partial(_loaded_or_made, function, signature, file, is_slow))
+    return made
+
+
+def _loaded_or_made(
+    function: Callable[..., Any], signature: Any, file: File, is_slow: bool
+) -> Compiled:
+    found = _loaded(function, signature, file)
+    if found:
+        return found
+    with file.exclusive():
         found = _loaded(function, signature, file)
         if found:
             return found
-        with file.exclusive():
-            found = _loaded(function, signature, file)
-            if found:
-                return found
-            if is_slow:
-                LOG.warning(
-                    "minimha: compiling %s, some seconds, once on this machine; "
-                    "minimha.compile() does it ahead",
-                    file.name,
-                )
-            made, code = _compile(function, signature, None)
-            file.write(code)
-            return made
+        if is_slow:
+            LOG.warning(
+                "minimha: compiling %s, some seconds, once on this machine; "
+                "minimha.compile() does it ahead",
+                file.name,
+            )
+        made, code = _compile(function, signature, None)
+        file.write(code)
+        return made
 
 
 def _loaded(function: Callable[..., Any], signature: Any, file: File) -> Compiled | None:

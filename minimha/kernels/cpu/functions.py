@@ -4,7 +4,11 @@ The kernel stays the same for all functions, and so on disk: it finds the addres
 among its arguments. What is compiled here is a loop over a tile around the caller's function, which
 LLVM inlines and vectorizes::
 
-    tile(S, failed, b, h, i, j, lines, length, stride, is_transposed)
+    tile(S, failed, line, b, h, i, j, lines, length, stride, is_transposed)
+
+A kernel finds the function by its ``line`` of memory: its address, then the numbers and arrays that
+it captures. They are arguments, so that one compilation serves all values; of a function that
+numba compiles with constants only, one serves one value.
 
 The x-th item of line y, ``S[y * stride + x]``, belongs to query i + y and key j + x, or, where the
 tile ``is_transposed``, to query i + x and key j + y. A tile of bytes says who sees whom. Indices of
@@ -15,39 +19,64 @@ since nobody could catch it, and ``raise_again`` finds it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable
+import sys
+from array import array
+from collections.abc import Hashable, Sequence
 from functools import cache, partial
-from types import FunctionType
+from struct import pack
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.core import cgutils
+from numba.core import ir as numba_ir
+from numba.core.bytecode import ByteCode, FunctionIdentity
+from numba.core.codegen import JITCPUCodegen
+from numba.core.compiler import Flags, compile_ir
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.interpreter import Interpreter
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic, overload, register_jitable
 from numpy.typing import NDArray
 
 from minimha.equations import block_mask
 from minimha.equations.arguments import name_of
 from minimha.equations.block_mask import COLUMNS, FULL, HIDDEN, PARTIAL, ROWS, BlockMask
-from minimha.equations.functions import WHOLE, Place, allowed, contents, modified, uses
+from minimha.equations.elementwise import COMPOSED, TORCH, Unknown, stand_in, where
+from minimha.equations.functions import WHOLE, Place, Reading, allowed, modified, read, uses
 from minimha.equations.problem import Problem
-from minimha.kernels import os_threads
-from minimha.kernels.cpu.arguments import address
-from minimha.kernels.cpu.compiler import Compiled, compiled
+from minimha.kernels import os_threads, remembered
+from minimha.kernels.cpu.arguments import address, array_at
+from minimha.kernels.cpu.compiler import Compiled, compiled, undisturbed
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import FASTMATH, jit
 from minimha.kernels.cpu.simd.vector import INT, pointer_to
 from minimha.kernels.cpu.threads import get_num_threads
-from minimha.kernels.functions import I64, NotNow, Refused, check_returned, compiled_function
+from minimha.kernels.functions import (
+    I64,
+    NotNow,
+    Refused,
+    check_returned,
+    compiled_function,
+    is_fitting,
+)
 
 FILL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)
 FLOAT32 = np.dtype(np.float32)
-OPTIONS = {"fastmath": FASTMATH, "error_model": "numpy", "nogil": True}
-MOST = 256  # functions that are kept, and block masks
+OPTIONS = {
+    "fastmath": FASTMATH, "error_model": "numpy", "boundscheck": True, "nopython": True,
+    "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
+}  # fmt: skip
+MOST, MOST_BLOCKS = 32, 256  # functions, of 1 MB each, and block masks that are kept
+CONSTANTS = "numba compiles it with constants only"  # kept in place of such a function
 LARGEST_KEPT = 1 << 20  # bytes of a block mask
 CALLED = 128  # queries and keys of the tiles in which an exception is looked for
 WORTH_SHARING = 1 << 14  # blocks, which one thread asks about while others start
+
+WORD = slice(8) if sys.byteorder == "little" else slice(1, 9)  # of 9 bytes
 
 _kept: dict[Hashable, Any] = {}  # functions
 _kept_blocks: dict[Hashable, Any] = {}  # of which a problem in parts has many
@@ -59,18 +88,27 @@ class Function(NamedTuple):
     name: str
     given: Any
     compute: np.dtype[Any]
-    contents: Hashable
+    reading: Reading
 
     @property
     def key(self) -> Hashable:
         """What is compiled is found by this; a mask does not depend on the dtype of the scores."""
-        return self.name, self.contents, self.compute.name if self.name == "score_mod" else None
+        return self.name, self.reading.key, self.compute.name if self.name == "score_mod" else None
+
+
+for _function in COMPOSED:
+    register_jitable(_function)
+
+
+@overload(where)
+def _where(condition, input, other):
+    return lambda condition, input, other: input if condition else other
 
 
 def given(problem: Problem) -> list[Function]:
     """The functions of ``problem``."""
     return [
-        Function(name, function, problem.compute, problem.contents[name])
+        Function(name, function, problem.compute, problem.readings[name])
         for name, function in problem.functions.items()
     ]
 
@@ -90,8 +128,40 @@ def is_ready(problem: Problem) -> bool:
     return all(function.key in _kept for function in given(problem))
 
 
-def tile_function(function: Function) -> Any:
-    """The loop around ``function``, numba's ``CFunc``: its ``address`` is what kernels call.
+class Tile:
+    """The loop around a function as machine code, which goes when this does.
+
+    Attributes
+    ----------
+    num_values : int
+        How many numbers and arrays that the function captures are arguments.
+    returned : numba type
+        What the function returns.
+    """
+
+    def __init__(self, library: Any, address: int, num_values: int, returned: Any) -> None:
+        self._library, self._address = library, address  # the library owns the code
+        self.num_values, self.returned = num_values, returned
+
+    def takes(self, values: tuple[Any, ...]) -> bool:
+        """Whether these are arguments; otherwise they are compiled in."""
+        return self.num_values == len(values)
+
+    def line(self, values: tuple[Any, ...]) -> array[int]:
+        """What kernels call it by; ``values``, which must live as long, are what it captures."""
+        line = array("q", [self._address])
+        for value in values if self.num_values else ():
+            if isinstance(value, np.ndarray):
+                line.extend((address(value), *value.shape, *value.strides))
+            elif isinstance(value, (float, np.floating)):
+                line.frombytes(pack("=d", value))
+            else:
+                line.frombytes(int(value).to_bytes(9, sys.byteorder, signed=True)[WORD])
+        return line
+
+
+def tile_function(function: Function) -> Tile:
+    """The machine code of ``function``.
 
     Raises
     ------
@@ -100,10 +170,9 @@ def tile_function(function: Function) -> Any:
     TypeError
         A ``score_mod`` does not return a real number, or a ``mask_mod`` no bool.
     """
-    dispatcher, returned = _compiled(function)
-    check_returned(function.name, returned)
-    key = ("tile", function.key)
-    return _kept.get(key) or _keep(_kept, key, _looped(function, dispatcher))
+    tile = _compiled(function)
+    check_returned(function.name, tile.returned)
+    return tile
 
 
 class Blocks(NamedTuple):
@@ -156,7 +225,9 @@ def blocks_of(problem: Problem) -> Blocks:
         if found is None:
             raise_again(problem)
         if found.nbytes <= LARGEST_KEPT:
-            _keep(_kept_blocks, key, found)
+            if len(_kept_blocks) >= MOST_BLOCKS:
+                _kept_blocks.clear()
+            _kept_blocks[key] = found
     rows, columns, firsts = _layout(kinds, heads)
     each_head = firsts[kind, None] + np.arange(heads) * (rows * columns)[kind, None]
     return Blocks(found, np.broadcast_to(each_head, (B, H)), columns[kind])
@@ -171,7 +242,7 @@ def block_states(
     """
     kinds = np.column_stack((np.arange(B), np.full(B, Lq), np.full(B, Lk), q_offset))
     try:
-        found = _found(Function("mask_mod", mask_mod, FLOAT32, contents(mask_mod)), kinds, H)
+        found = _found(Function("mask_mod", mask_mod, FLOAT32, read(mask_mod)), kinds, H)
     except Refused:
         found = None
     if found is None:  # NumPy raises what the function raised
@@ -194,6 +265,7 @@ def _found(
     ``kinds`` (n, 4) has b, the numbers of queries and keys, and the position of query 0.
     """
     tile = tile_function(mask_mod)
+    line: Any = tile.line(mask_mod.reading.values)
     rows, columns, firsts = _layout(kinds, heads)
     states: NDArray[Any] = np.zeros(heads * int(rows @ columns), np.uint8)
     table: NDArray[Any] = np.column_stack((kinds, firsts))
@@ -204,8 +276,8 @@ def _found(
     run = FILL(_filling().address)
     arrays = states, seen, failed, table, sizes
 
-    def fill_from(first: int) -> None:  # it holds what it writes
-        run(tile.address, *map(address, arrays), first, threads)
+    def fill_from(first: int) -> None:  # it holds what it reads and writes
+        run(line.buffer_info()[0], *map(address, arrays), first, threads)
 
     if threads == 1:  # which is quicker than to start one
         fill_from(0)
@@ -230,7 +302,7 @@ def raise_again(problem: Problem) -> NoReturn:
     for part in parts:
         _call_everywhere(part)
     raise RuntimeError(
-        f"{' or '.join(map(name_of, problem.contents))} raised an exception in machine code, but "
+        f"{' or '.join(map(name_of, problem.functions))} raised an exception in machine code, but "
         f"raises none in Python"
     )
 
@@ -253,13 +325,14 @@ def _call_everywhere(problem: Problem) -> None:
 def call_tile(
     typing, function, X, offset, failed, b, h, i, j, lines, length, stride, is_transposed
 ):  # fmt: skip
-    """Call the tile function at an address, for the tile that begins at X[offset].
+    """Call the tile function of a line of memory, for the tile that begins at X[offset].
 
     ``X`` and ``failed`` are arrays or pointers.
     """
 
     def generate(context, builder, signature, arguments):
-        function, X, offset, failed, *numbers = arguments
+        line, X, offset, failed, *numbers = arguments
+        line = builder.inttoptr(line, INT.as_pointer())
 
         def pointer(kind, value, offset):
             if isinstance(kind, types.CPointer):
@@ -267,11 +340,11 @@ def call_tile(
             return pointer_to(context, builder, kind, value, offset)
 
         pointers = [
-            pointer(signature.args[1], X, offset), pointer(signature.args[3], failed, INT(0))
+            pointer(signature.args[1], X, offset), pointer(signature.args[3], failed, INT(0)), line
         ]  # fmt: skip
         kinds = [pointer.type for pointer in pointers] + [INT] * len(numbers)
         kind = ir.FunctionType(ir.VoidType(), kinds).as_pointer()
-        builder.call(builder.inttoptr(function, kind), [*pointers, *numbers])
+        builder.call(builder.inttoptr(builder.load(line), kind), [*pointers, *numbers])
         return context.get_dummy_value()
 
     return types.void(I64, X, I64, failed, *[I64] * 8), generate
@@ -366,60 +439,190 @@ def fill(tile, states, seen, failed, table, sizes, first, step):
                     states[to + (h * rows + row) * columns + column] = state
 
 
-def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
-    """Keep ``value`` for later calls; when there is too much, all else is forgotten."""
-    if len(kept) >= MOST:
-        kept.clear()
-    kept[key] = value
+def _keep(key: Hashable, value: Any) -> Any:
+    """Keep a function for later calls; when there are too many, all others are forgotten."""
+    if len(_kept) >= MOST:
+        remembered.forget()  # plans hold what they call
+        _kept.clear()
+    _kept[key] = value
     return value
 
 
-def _compiled(function: Function) -> tuple[Any, Any]:
-    """numba's dispatcher of the caller's function, and the type that it returns."""
-    found = _kept.get(function.key) or _keep(_kept, function.key, _compile(function))
-    if isinstance(found, Refused):
-        raise found
-    dispatcher, returned = found
-    return dispatcher, returned
+def _compiled(function: Function) -> Tile:
+    """The tile function of the caller's function, whatever it returns."""
+    found = _found_or_kept(function.key, function, function.reading.values)
+    if found is CONSTANTS:
+        found = _found_or_kept((function.key, function.reading.contents), function, ())
+    if isinstance(found, Exception):
+        raise found.with_traceback(None)
+    tile: Tile = found
+    return tile
 
 
-def _compile(function: Function) -> Any:
-    """What ``_compiled`` returns, or the reason why there is none."""
+def _found_or_kept(key: Hashable, function: Function, values: tuple[Any, ...]) -> Any:
+    """What is kept for ``key``; otherwise what is compiled for these ``values`` as arguments.
+
+    A function that compiles with constants only, such as one that indexes a tuple of several types
+    with a number, is compiled for its values, and ``CONSTANTS`` is kept in place of it.
+    """
+
+    def kept() -> Any:
+        return _kept.get(key) or _keep(key, _compile(function, values))
+
+    return _kept.get(key) or undisturbed(kept)
+
+
+def _compile(function: Function, values: tuple[Any, ...]) -> Any:
+    """A ``Tile``, ``CONSTANTS``, or the exception that says why there is none."""
+    name, given, compute, reading = function
+    kinds = dict(reading.key[1]) if values else {}
     try:
-        return compiled_function(function.name, function.given, function.compute, _dispatcher)
+        with global_compiler_lock:
+            return compiled_function(name, given, compute, partial(_tile, name, compute, kinds))[0]
     except NotNow:
         raise
-    except Refused as error:
-        return error
+    except (Refused, Unknown) as error:
+        return CONSTANTS if values and isinstance(error, Refused) else error
 
 
-def _dispatcher(function: FunctionType, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    """numba's dispatcher of ``function``, and the type that it returns."""
-    dispatcher = numba.njit(**OPTIONS, boundscheck=True)(function)
-    dispatcher.compile(arguments)
-    return dispatcher, dispatcher.overloads[arguments].signature.return_type
+def _tile(
+    name: str, compute: np.dtype[Any], kinds: dict[tuple[str, ...], Any],
+    function: FunctionType, arguments: tuple[Any, ...],
+) -> tuple[Tile, Any]:  # fmt: skip
+    """The loop over a tile around ``function``, and the type that the function returns."""
+    types_of = [_type_of(kind) for kind in kinds.values()]
+    context = cpu_target.target_context
+    # An engine frees its machine code when it is deleted, not before: each function has its own.
+    context = context.subtarget(_internal_codegen=JITCPUCodegen("minimha"))
+    code, flags = _with_arguments(function, len(arguments), list(kinds)), Flags()
+    cpu_target.options.parse_as_flags(flags, OPTIONS)
+    result = compile_ir(
+        cpu_target.typing_context, context, code, (*arguments, *types_of), None, flags, {}
+    )
+    context.remove_user_function(result.entry_point)  # numba would keep it
+    returned = result.signature.return_type
+    if not is_fitting(name, returned):
+        return Tile(None, 0, 0, returned), returned
+    library = context.codegen().create_library("tile")
+    module = library.create_ir_module("tile")
+    item = numba.from_dtype(compute) if name == "score_mod" else types.uint8
+    pointers = context.get_data_type(item).as_pointer(), INT.as_pointer(), INT.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [*pointers, *[INT] * 8])
+    loop = ir.Function(module, kind, "minimha_tile")
+    for pointer in loop.args[:2]:  # what a function captures is somewhere else
+        pointer.add_attribute("noalias")
+    _generate_loop(context, loop, result, item, len(arguments) == 5, types_of)
+    library.add_ir_module(module)
+    library.add_linking_library(result.library)
+    address = library.get_pointer_to_function(loop.name)
+    return Tile(library, address, len(kinds), returned), returned
 
 
-def _looped(given: Function, function: Any) -> Any:
-    """The loop over a tile around ``function``, the dispatcher of ``given``, compiled."""
+def _generate_loop(
+    context: Any, loop: Any, result: Any, item: Any, is_score: bool, kinds: Sequence[Any]
+) -> None:
+    """Generate the body of a tile function, which calls the function of ``result``."""
+    S, failed, line, b, h, i, j, lines, length, stride, is_transposed = loop.args
+    builder = ir.IRBuilder(loop.append_basic_block())
+    values, returned = _read_values(context, builder, line, kinds), result.signature.return_type
+    function = context.declare_function(builder.module, result.fndesc)
 
-    is_score = given.name == "score_mod"
-    changed = function
-    if not is_score:
-        changed = numba.njit(**OPTIONS)(lambda seen, b, h, i, j: seen & function(b, h, i, j))
+    def call(x: Any, y: Any, i: Any, j: Any) -> None:
+        place = builder.gep(S, [builder.add(builder.mul(y, stride), x)])
+        old = builder.load(place)
+        given = [*([old] if is_score else []), b, h, i, j, *values]
+        status, new = context.call_conv.call_function(
+            builder, function, returned, result.signature.args, given
+        )
+        with cgutils.if_unlikely(builder, status.is_error):
+            builder.store(INT(1), failed)
+            builder.ret_void()
+        new = context.cast(builder, new, returned, item)
+        builder.store(new if is_score else builder.and_(old, new), place)
 
-    def loop(S, failed, b, h, i, j, lines, length, stride, is_transposed):
-        try:
-            for y in range(lines):
-                for x in range(length):
-                    at = y * stride + x
-                    if is_transposed:
-                        S[at] = changed(S[at], b, h, i + x, j + y)
-                    else:
-                        S[at] = changed(S[at], b, h, i + y, j + x)
-        except Exception:
-            failed[0] = 1
+    is_normal = builder.icmp_signed("==", is_transposed, INT(0))
+    for is_this, turned in ((is_normal, False), (builder.not_(is_normal), True)):
+        with (
+            builder.if_then(is_this),
+            cgutils.for_range(builder, lines) as outer,
+            cgutils.for_range(builder, length) as inner,
+        ):
+            x, y = inner.index, outer.index
+            row, column = (x, y) if turned else (y, x)
+            call(x, y, builder.add(i, row), builder.add(j, column))
+    builder.ret_void()
 
-    item = numba.from_dtype(given.compute) if is_score else types.uint8
-    signature = types.void(types.CPointer(item), types.CPointer(I64), *[I64] * 8)
-    return numba.cfunc(signature, **OPTIONS, boundscheck=False)(loop)
+
+def _type_of(kind: Any) -> Any:
+    """numba's type of a captured value of that kind, which ``Reading.key`` has."""
+    if isinstance(kind, tuple):
+        _, dtype, ndim, is_contiguous, is_aligned = kind
+        layout, item = "C" if is_contiguous else "A", numba.from_dtype(dtype)
+        return types.Array(item, ndim, layout, readonly=True, aligned=is_aligned)
+    return numba.from_dtype(np.dtype(kind))
+
+
+def _read_values(context: Any, builder: Any, line: Any, kinds: Sequence[Any]) -> list[Any]:
+    """Generate the captured values, which follow the function's address in its line."""
+    at, values = 1, []
+
+    def read() -> Any:
+        nonlocal at
+        at += 1
+        return builder.load(builder.gep(line, [INT(at - 1)]))
+
+    for kind in kinds:
+        value = read()
+        if isinstance(kind, types.Array):
+            shape, strides = ([read() for _ in range(kind.ndim)] for _ in range(2))
+            pointer = builder.inttoptr(value, INT.as_pointer())
+            value = array_at(context, builder, kind, pointer, shape, strides)
+        elif isinstance(kind, types.Float):
+            value = builder.bitcast(value, ir.DoubleType())
+            value = context.cast(builder, value, types.float64, kind)
+        else:
+            value = context.cast(builder, value, I64, kind)
+        values.append(value)
+    return values
+
+
+def _with_arguments(function: FunctionType, number: int, captured: list[tuple[str, ...]]) -> Any:
+    """numba's form of a function of ``number`` parameters, which gets what it captures as more.
+
+    What is captured by other names than these is compiled in, and so are defaults.
+    """
+    defaults = function.__defaults__ or ()
+    identity = FunctionIdentity.from_function(function)
+    code = Interpreter(identity).interpret(ByteCode(identity))
+    if code.arg_count != number + len(defaults):
+        raise TypeError(f"it takes {code.arg_count} arguments: expected {number}")
+    modules: dict[str, tuple[tuple[str, ...], Any]] = {}  # by the variable that holds them
+    read = {path[:-1] for path in captured}  # modules of which an attribute is an argument
+    for block in code.blocks.values():
+        for step in block.body:
+            value: Any = getattr(step, "value", None)
+            module = None
+            if isinstance(value, (numba_ir.Global, numba_ir.FreeVar)):
+                path, old = (value.name,), value.value
+            elif isinstance(value, numba_ir.Arg) and value.index >= number:
+                path, old = (value.name,), defaults[value.index - number]
+            elif getattr(value, "op", None) == "getattr" and value.value.name in modules:
+                root, module = modules[value.value.name]
+                path, old = (*root, value.attr), getattr(module, value.attr, None)
+            else:
+                if any(modules.get(x.name, ((),))[0] in read - {()} for x in step.list_vars()):
+                    raise TypeError("it does more with a module than to read its attributes")
+                continue
+            new = stand_in(".".join(path), old)
+            if path in captured:
+                at = captured.index(path)
+                step.value = numba_ir.Arg(f"captured.{at}", number + at, value.loc)
+            elif isinstance(new, ModuleType) or new is TORCH:
+                modules[step.target.name] = path, new
+            elif new is not old or isinstance(value, numba_ir.Arg) or module is TORCH:
+                step.value = numba_ir.Global(path[-1], new, value.loc)
+            code._definitions[step.target.name] = [step.value]
+    names = [f"captured.{at}" for at in range(len(captured))]
+    code.arg_names = (*code.arg_names[:number], *names)
+    code.arg_count = len(code.arg_names)
+    return code

@@ -12,10 +12,12 @@ The libraries are numba's own, with less done in them; ``numba.core.codegen`` ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 import numba
+from llvmlite.binding.ffi import ObjectRef
 from numba import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, DefaultPassBuilder
@@ -37,6 +39,14 @@ UNNEEDED = {
     "LiteralUnroll", "LiteralPropagationSubPipelinePass", "NoPythonSupportedFeatureValidation",
     "InlineOverloads", "NopythonRewrites", "DumpParforDiagnostics",
 }  # fmt: skip
+with suppress(ImportError):
+    # Some versions of llvmlite never free the passes that ran, 200 KB for each function: of the two
+    # classes that a manager of passes inherits from, the first one's method does nothing.
+    from llvmlite.binding import newpassmanagers
+
+    for _kind in (newpassmanagers.ModulePassManager, newpassmanagers.FunctionPassManager):
+        if _kind._dispose is ObjectRef._dispose:
+            _kind._dispose = newpassmanagers.NewPassManager._dispose
 PART = OPTIONS | {"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 

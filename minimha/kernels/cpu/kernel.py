@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from minimha.equations.functions import PARAMETERS
+from minimha.equations.functions import Placed
 from minimha.equations.problem import Problem, factor_against_overflow
 from minimha.equations.sequences import one_per_entry
 from minimha.kernels import os_threads
@@ -45,6 +46,7 @@ from minimha.kernels.cpu.arguments import (
     HEADERS,
     INDEX,
     NONFINITE,
+    NUMBERS,
     REAL,
     SMALL,
     TASKS,
@@ -160,12 +162,13 @@ class Plan:
         self._result = problem.compute if self.storage == problem.compute else problem.dtype
         self.is_long = problem.num_pairs * (D + Dv) >= LONG
         self._largest_sum = int(problem.kv_lengths.max(initial=0)) * kernel.largest_weight
-        self._functions = {
+        self._tiles = {
             function.name: functions.tile_function(function)
             for function in functions.given(problem)
         }
-        # A plan may outlive the arrays of the call that it is made for.
-        self._problem = problem.without_numbers() if self._functions else None
+        # A plan may outlive the arrays of the call that it is made for, and its functions.
+        light = replace(problem.without_numbers(), score_mod=None, mask_mod=None)
+        self._problem = light if self._tiles else None
         o = self._options(kernel, problem)
         self._held = {
             "mask": NO_MASK if problem.attn_mask is None else problem.attn_mask,
@@ -185,6 +188,7 @@ class Plan:
         first = kernel.slots["v"] + 1 + AXES
         self._strides_of_v = slice(first, first + AXES)
         self._counters = kernel.slots["counters"]
+        self._numbers = kernel.slots["numbers"]
         self._kernel = kernel.compile(self.storage)
 
     def _place(
@@ -215,24 +219,27 @@ class Plan:
         is_large = problem.k.size + problem.v.size >= kernel.worth_skipping
         is_skipping = kernel.skips and problem.mask_mod is not None and is_large
         blocks = functions.blocks_of(problem) if is_skipping else functions.no_blocks(H)
-        addresses = {name: getattr(self._functions.get(name), "address", 0) for name in PARAMETERS}
         return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals
             *options(problem), queries=np.ascontiguousarray(rows.queries),
             pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
-            ids=rows.ids + b, page_size=rows.page_size, **addresses, first_head=h, first_key=key,
-            **blocks._asdict(), failed=None,
+            ids=rows.ids + b, page_size=rows.page_size, score_mod=0, mask_mod=0, first_head=h,
+            first_key=key, **blocks._asdict(), failed=None,
         )  # fmt: skip
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
         """O and L of a problem, L in the compute dtype; O too, unless the kernel rounds it."""
         given = (problem.q, problem.k, problem.v)
-        return self.run(*(x if self._is_readable(x) else self._copy(x) for x in given))
+        q, k, v = (x if self._is_readable(x) else self._copy(x) for x in given)
+        return self.run(q, k, v, problem.taken)
 
     def run(
-        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
+        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], called: dict[str, Placed]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L for arrays of the shapes, strides and dtypes that were planned."""
-        O, L, is_finite = self._launch(self._line[:], q, k, v)
+        """O and L for arrays of the shapes, strides and dtypes that were planned.
+
+        The functions are ``taken``, and have the keys of those that were planned.
+        """
+        O, L, is_finite = self._launch(self._line[:], q, k, v, called)
         if not is_finite:
             with np.errstate(all="ignore"):
                 V = v.astype(self.compute, copy=False)
@@ -241,12 +248,14 @@ class Plan:
                     small = v * v.dtype.type(factor)
                     line = self._line[:]
                     line[self._strides_of_v] = array("q", small.strides)
-                    O = np.where(np.isfinite(O), O, self._launch(line, q, k, small)[0] / factor)
+                    again, _, _ = self._launch(line, q, k, small, called)
+                    O = np.where(np.isfinite(O), O, again / factor)
         return O, L
 
     def _launch(
-        self, line: array[int], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any]
-    ) -> tuple[NDArray[Any], NDArray[Any], bool]:
+        self, line: array[int], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any],
+        called: dict[str, Placed],
+    ) -> tuple[NDArray[Any], NDArray[Any], bool]:  # fmt: skip
         """O and L, and whether all of O is finite; headers are written into ``line``."""
         O, L = np.empty(self.shape, self._result), np.empty(self._rows, self.compute)
         if not L.size:
@@ -254,22 +263,27 @@ class Plan:
         memory = _memory(self._size)
         arrays = q, k, v, O, L, memory
         HEADERS.pack_into(line, 0, *map(id, arrays))
+        captured = {name: self._tiles[name].line(x.reading.values) for name, x in called.items()}
+        for name, values in captured.items():
+            line[self._numbers + NUMBERS.index(name)] = values.buffer_info()[0]
+        run = partial(self._run, line, (arrays, captured, called))
         if self.is_long and threading.current_thread() is threading.main_thread():
             # Ctrl-C reaches only the main thread, and only in Python.
             tasks = slice(self._counters + TASKS, None)
             none_left = array("q", [CANCELLED]) * len(line[tasks])
             cancel = partial(line.__setitem__, tasks, none_left)  # one step
-            os_threads.call([partial(self._run, line, arrays)], cancel)
+            os_threads.call([run], cancel)
         else:
-            self._run(line, arrays)
+            run()
         if len(_spares) < SPARES and memory.nbytes <= LARGEST_SPARE:
             _spares.append(memory)
         if self._problem is not None and line[self._counters + FAILED]:
-            functions.raise_again(self._problem)
+            given: dict[str, Any] = {name: placed.function for name, placed in called.items()}
+            functions.raise_again(replace(self._problem, **given))
         return O, L, not line[self._counters + NONFINITE]
 
-    def _run(self, line: array[int], arrays: Sequence[NDArray[Any]]) -> None:
-        """Compute; ``arrays``, which ``line`` points to, are held so that they live as long."""
+    def _run(self, line: array[int], held: Any) -> None:
+        """Compute; what ``line`` points to is ``held`` so that it lives as long."""
         at, _ = line.buffer_info()
         if self.workers == 1:
             self._kernel.call(at, 0)
@@ -279,10 +293,16 @@ class Plan:
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
         """Whether ``run`` may be called with arrays as ``given``, and the plan be remembered.
 
-        Nothing had to be converted, and it holds little: where blocks are many, calls are long.
+        Nothing had to be converted, it holds little (where blocks are many, calls are long), and
+        its ``score_mod`` takes other values.
         """
         is_light = sum(array.nbytes for array in self._held.values()) <= LARGEST_REMEMBERED
-        return is_light and all(x.dtype == problem.dtype and self._is_readable(x) for x in given)
+        name, tiles = "score_mod", self._tiles
+        is_general = name not in tiles or tiles[name].takes(problem.readings[name].values)
+        return (
+            is_light and is_general
+            and all(x.dtype == problem.dtype and self._is_readable(x) for x in given)
+        )  # fmt: skip
 
     def _is_readable(self, array: NDArray[Any]) -> bool:
         """Whether a kernel can read it in place; of 16-bit numbers it reads the bits."""

@@ -119,7 +119,7 @@ def facts(value: Any, known: dict[FunctionType, int]) -> Any:
         if name.split(".")[0] in LIBRARIES:
             return [name, function.__qualname__]
         if not name.startswith("minimha."):
-            used, place = captured(function), _instructions(code)
+            used, place = [x for _, x in captured(function)], _instructions(code)
         else:
             place = [code.co_firstlineno]
             used = [cell.cell_contents for cell in function.__closure__ or ()]

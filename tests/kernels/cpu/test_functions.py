@@ -4,6 +4,7 @@ That they compute what they say is tested in ``tests/test_backends.py``.
 """
 
 import functools
+import gc
 import logging
 import math
 import types
@@ -13,9 +14,9 @@ import numpy as np
 import pytest
 
 from minimha import BackendUnavailable, attention
-from minimha.equations import problem
-from minimha.equations.functions import contents
-from minimha.kernels import auto, remembered
+from minimha.equations import functions as equations
+from minimha.equations.functions import read as reading
+from minimha.kernels import auto
 from minimha.kernels.auto import choose  # as it is: tests take dense by default
 from minimha.kernels.cpu import backend, functions
 
@@ -35,10 +36,104 @@ def adding(value):
     return lambda s, b, h, i, j: s + value
 
 
-def test_equal_functions_are_compiled_once(monkeypatch):
-    on_cpu(score_mod=adding(0.25))
-    monkeypatch.setattr(functions, "_compile", None)
-    on_cpu(score_mod=adding(0.25))
+def test_numbers_and_arrays_that_change_compile_nothing(monkeypatch):
+    values = [
+        (0.25, -3.5), (2, 3, -(2**62)), (np.float32(0.1), np.float32(7)),
+        (np.uint64(2**63), np.uint64(1)),
+    ]  # fmt: skip
+    for first, *others in values:
+        on_cpu(score_mod=adding(first))
+        with monkeypatch.context() as patch:
+            patch.setattr(functions, "_compile", None)
+            for value in (*others, first):
+                got = on_cpu(score_mod=adding(value))
+                np.testing.assert_allclose(got, as_dense(score_mod=adding(value)), rtol=1e-9)
+
+    def of_table(table, mask):
+        score_mod, mask_mod = lambda s, b, h, i, j: s * table[h, j], lambda b, h, i, j: mask[j]
+        return {"score_mod": score_mod, "mask_mod": mask_mod}
+
+    def drawn(seed):
+        rng = np.random.default_rng(seed)
+        return rng.normal(size=(2, 40 + seed)), rng.random(40 + seed) < 0.5
+
+    for seed in range(3):
+        options = of_table(*drawn(seed))
+        for first in (options, of_table(*(x[..., ::-1] for x in drawn(seed)))):
+            np.testing.assert_allclose(on_cpu(**first), as_dense(**first), rtol=1e-9)
+        monkeypatch.setattr(functions, "_compile", None)
+    with pytest.raises(IndexError, match="index 2 is out of bounds"):
+        on_cpu(**of_table(drawn(0)[0][:, :2], drawn(0)[1]))
+
+
+def chosen(flag, name, pair):
+    return lambda s, b, h, i, j: s * pair[0] if flag and name == "twice" else s + pair[1]
+
+
+def test_what_is_no_number_is_compiled_in():
+    for given in ((True, "twice", (2, 0.5)), (False, "twice", (2, 0.5)), (True, "half", (2, 0.5)),
+                  (True, "twice", (3, 0.5))):  # fmt: skip
+        expected = X @ X.swapaxes(-1, -2) / math.sqrt(8)
+        expected = expected * given[2][0] if given[:2] == (True, "twice") else expected + 0.5
+        got = on_cpu(score_mod=chosen(*given))
+        np.testing.assert_allclose(got, attention(X, X, X, scale=0, attn_bias=expected), rtol=1e-9)
+
+
+def test_what_compiles_with_constants_only_does():
+    def picking(pair, at):
+        return lambda s, b, h, i, j: s * pair[at]
+
+    for at in (0, 1, 0):
+        got = on_cpu(score_mod=picking((2, 0.5), at))
+        expected = as_dense(score_mod=lambda s, b, h, i, j, at=at: s * (2, 0.5)[at])
+        np.testing.assert_allclose(got, expected, rtol=1e-9)
+
+
+def test_modules_defaults_and_inner_functions_give_their_values_of_now():
+    def by_default(s, b, h, i, j, factor=2.0):
+        return s * factor
+
+    def aliased(s, b, h, i, j):
+        settings = SETTINGS
+        return s * settings.factor
+
+    def nested(s, b, h, i, j):
+        return (lambda x: x * SETTINGS.factor)(s) + h
+
+    def through_a_cell(s, b, h, i, j):
+        return (lambda x: x * factor)(s)
+
+    for factor in (2.0, 0.5):
+        SETTINGS.factor, by_default.__defaults__ = factor, (factor,)
+        for function in (by_default, aliased, through_a_cell):
+            expected = as_dense(score_mod=lambda s, b, h, i, j, factor=factor: s * factor)
+            np.testing.assert_allclose(on_cpu(score_mod=function), expected, rtol=1e-9)
+        expected = as_dense(score_mod=lambda s, b, h, i, j, factor=factor: s * factor + h)
+        np.testing.assert_allclose(on_cpu(score_mod=nested), expected, rtol=1e-9)
+
+
+def test_an_array_that_is_gone_is_not_read_again():
+    def masking(table):
+        return lambda b, h, i, j: table[j] > 0
+
+    first = np.ones(40)
+    first[20:] = 0
+    expected = on_cpu(mask_mod=masking(first.copy()))
+    np.testing.assert_array_equal(on_cpu(mask_mod=masking(first)), expected)
+    again = first.copy()
+    first[:] = 1
+    np.testing.assert_array_equal(on_cpu(mask_mod=masking(again)), expected)
+
+
+def test_machine_code_that_is_forgotten_is_freed(monkeypatch):
+    monkeypatch.setattr(functions, "MOST", 2)
+    on_cpu(score_mod=lambda s, b, h, i, j: s + 1)
+    freed = weakref.ref([*functions._kept.values()][-1]._library._codegen)
+    for function in (lambda s, b, h, i, j: s + 2, lambda s, b, h, i, j: s + 3):
+        on_cpu(score_mod=function)
+    gc.collect()
+    assert freed() is None
+    assert len(functions._kept) <= 2
 
 
 def test_calls_with_equal_functions_are_planned_once(monkeypatch):
@@ -49,7 +144,7 @@ def test_calls_with_equal_functions_are_planned_once(monkeypatch):
         options = {"mask_mod": lambda b, h, i, j: i >= j, "score_mod": adding(value)}
         results.append(attention(x, x, x, **options, backend="cpu"))
         x = x.copy()
-    assert len(planned) == 2
+    assert len(planned) == 1
     assert array() is None  # what is remembered keeps nobody's arrays
     np.testing.assert_array_equal(results[0], results[1])
 
@@ -87,8 +182,7 @@ def test_what_is_captured_is_read_once_for_each_call(monkeypatch):
         "mask_mod": lambda b, h, i, j: table[j] == 0,
     }
     on_cpu(**options)
-    for module in (problem, functions, remembered):
-        monkeypatch.setattr(module, "contents", lambda f: read.append(f) or contents(f))
+    monkeypatch.setattr(equations, "read", lambda f: read.append(f) or reading(f))
     on_cpu(**options)
     assert read == list(options.values())
 
@@ -122,7 +216,7 @@ def test_what_numba_cannot_compile_is_refused_by_its_line():
         on_cpu(score_mod=opens)
     for other, sentence in (
         (functools.partial(opens), "score_mod is a partial: numba compiles plain functions"),
-        (lambda s, b, h, i, j: np.where(i > j, s, 0), "score_mod returns an array in machine code"),
+        (lambda s, b, h, i, j: np.array(s), "score_mod returns an array in machine code"),
     ):
         with pytest.raises(BackendUnavailable, match=sentence):
             on_cpu(score_mod=other)

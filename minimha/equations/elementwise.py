@@ -1,0 +1,91 @@
+"""What stands in for what a caller's function captures of torch and JAX, and for NumPy's ``where``.
+
+The functions take NumPy's arrays; numba compiles them for numbers, of which its own ``where`` and
+``clip`` are not. torch is not imported.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minimha.equations.arrays import LIBRARIES, as_numpy, library_of
+
+UFUNCS = (
+    "abs", "absolute", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "square",
+    "sin", "cos", "tan", "tanh", "floor", "ceil", "trunc", "sign", "minimum", "maximum", "isnan",
+    "isinf", "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or",
+    "bitwise_xor", "bitwise_not",
+)  # fmt: skip
+CONSTANTS = ("inf", "nan", "pi", "e")
+
+
+def where(condition: Any, input: Any, other: Any) -> Any:
+    """``input`` where the condition holds, else ``other``; numba compiles another form."""
+    return np.where(condition, input, other)
+
+
+def rsqrt(x: Any) -> Any:
+    """The reciprocal of the square root."""
+    return 1 / np.sqrt(x)
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x))."""
+    return 1 / (1 + np.exp(-x))
+
+
+def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """``x``, but no less than ``min`` and no more than ``max``."""
+    if min is not None:
+        x = np.maximum(x, min)
+    if max is not None:
+        x = np.minimum(x, max)
+    return x
+
+
+COMPOSED = (rsqrt, sigmoid, clamp)  # of functions that numba knows
+KNOWN = {name: getattr(np, name) for name in (*UFUNCS, *CONSTANTS)}
+KNOWN |= {x.__name__: x for x in (where, *COMPOSED)} | {"clip": clamp}
+
+
+class Unknown(TypeError):  # noqa: N818  (it states a fact about a function)
+    """A function calls what nothing stands in for."""
+
+
+class Torch:
+    """torch, for a function that is called with NumPy's arrays."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return KNOWN[name]
+        except KeyError:
+            raise Unknown(
+                f"torch.{name} is unknown to minimha: expected in a score_mod or mask_mod one of "
+                f"{', '.join(KNOWN)}"
+            ) from None
+
+
+TORCH = Torch()
+
+
+def stand_in(name: str, value: Any) -> Any:
+    """``value``, which a function captures as ``name``, or what NumPy and numba take in its place.
+
+    Raises
+    ------
+    TypeError
+        A function of torch that has no stand-in, or an array that NumPy cannot read.
+    """
+    if isinstance(value, (int, float, np.ndarray)):  # most are
+        return value
+    if hasattr(value, "__dlpack__") and library_of(value) in LIBRARIES:
+        return as_numpy(name, value)
+    if isinstance(value, ModuleType):
+        return TORCH if value.__name__.partition(".")[0] == "torch" else value
+    called, home = (getattr(value, x, None) for x in ("__name__", "__module__"))
+    if called and str(home).partition(".")[0] == "torch" and not isinstance(value, type):
+        return getattr(TORCH, called)
+    return where if value is np.where else clamp if value is np.clip else value
