@@ -419,9 +419,15 @@ def attention(
     number where they take no arrays. On a GPU they are compiled into the kernel, in some seconds;
     there they may raise nothing, and call functions of ``math`` instead of NumPy's.
 
-    Numbers and arrays that they capture are compiled in as constants. Each call compares them with
-    what was compiled, and compiles anew where one has changed; what changes in every call is faster
-    as ``attn_bias`` or ``attn_mask``.
+    They may capture numbers, arrays and tensors of torch or JAX on the CPU, read at each call, and
+    call elementwise functions of torch and NumPy: ``where``, ``clamp``, ``tanh``, ``log2``, …; the
+    message of what is unknown names them all. On a GPU only those of ``math`` are known.
+
+    On the CPU new values of captured numbers and arrays compile nothing; other values do, such as
+    strings, tuples and flags, and all values of a function that numba compiles with constants only.
+    On a GPU every value is compiled in. What a ``mask_mod`` captures is compared at each call,
+    because it says which blocks are hidden. Ctrl-C ends a call at once that compiles; compilation
+    goes on to its end, and is kept.
 
     References
     ----------

@@ -134,7 +134,7 @@ def flex_attention(
     """softmax(score_mod(scale · Q Kᵀ)) V, as ``torch.nn.attention.flex_attention``.
 
     ``score_mod`` and ``mask_mod`` are those of ``minimha.attention``, whose notes say how they are
-    compiled: functions of numbers, with ``if`` and ``math`` in place of ``torch.where``. Queries
+    compiled, and which tensors and functions of torch they may use: elementwise ones. Queries
     and keys are counted from 0 each, ``q_offset=0``, even if Lq ≠ Lk.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.

@@ -51,7 +51,7 @@ KNOWN = {name: getattr(np, name) for name in (*UFUNCS, *CONSTANTS)}
 KNOWN |= {x.__name__: x for x in (where, *COMPOSED)} | {"clip": clamp}
 
 
-class Unknown(TypeError):  # noqa: N818  (it states a fact about a function)
+class Unknown(TypeError, AttributeError):  # noqa: N818  (it states a fact about a function)
     """A function calls what nothing stands in for."""
 
 

@@ -182,6 +182,8 @@ def _number_by_number(
     results = []
     for pair in zip(*numbers, strict=True):
         result = function(*pair)
+        if isinstance(result, np.ndarray) and not result.ndim:  # of np.where
+            result = result[()]
         if not isinstance(result, (bool, int, float, complex, np.generic)):
             raise TypeError(refusal(name, "None" if result is None else type(result).__name__))
         results.append(result)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType, FunctionType, ModuleType
@@ -23,6 +23,7 @@ from cuda.core import Program, ProgramOptions
 from minimha.equations.functions import LIBRARIES, captured
 from minimha.kernels import disk
 from minimha.kernels.cuda.launch import Launch, arch_of, ptx
+from minimha.kernels.interrupts import in_another_thread
 
 COMPILERS = (  # of CUDA 13 and of CUDA 12; the libraries' own versions say less
     "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12",
@@ -180,7 +181,7 @@ def _version_of(library: Any) -> Any:
 def _compiled(launch: Launch, cc: tuple[int, int], how_often: str) -> bytes:
     """The kernel's name, a zero and its machine code; that it takes a while is logged."""
     disk.LOG.warning("minimha: compiling %s, some seconds, %s", _name(launch, cc), how_often)
-    text = ptx(launch, cc)
+    text = in_another_thread(partial(ptx, launch, cc))
     name: str = re.findall(r"\.visible \.entry ([\w$]+)\(", text)[0]
     return name.encode() + b"\0" + machine_code(text, arch_of(launch, cc), launch.registers)
 

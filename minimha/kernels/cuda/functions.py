@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import re
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from types import CellType, FunctionType
 from typing import Any
 
@@ -18,10 +18,13 @@ from numba.core.errors import UnsupportedError
 from numba.core.ir import Loc
 
 from minimha.equations.arguments import name_of
+from minimha.equations.elementwise import TORCH
+from minimha.equations.functions import for_numpy
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.online_softmax import LOWEST
 from minimha.kernels.functions import Refused, check_returned, compiled_function, plain
+from minimha.kernels.interrupts import in_another_thread
 
 # A rung keeps so many kernels, those used last. A model has a handful of functions, but one whose
 # captured numbers change is a new one each time. 64 take about 6 MB of machine code.
@@ -34,7 +37,7 @@ class DeviceFunction:
     """A function that is compiled when it is first needed; equal to others of equal contents."""
 
     def __init__(self, function: Any, contents: Any) -> None:
-        self.function = plain(function)
+        self.function = for_numpy(plain(function))
         self.contents = contents
 
     def __eq__(self, other: object) -> bool:
@@ -110,7 +113,7 @@ def call_functions(score_mod: DeviceFunction | None, mask_mod: DeviceFunction | 
 
 def unsupported(problem: Problem) -> str | None:
     """Return why a function of ``problem`` cannot be compiled for a GPU, or None."""
-    found = (_returned(*given) for given in _given(problem))
+    found = (in_another_thread(partial(_returned, *given)) for given in _given(problem))
     return next((reason for reason in found if isinstance(reason, str)), None)
 
 
@@ -121,7 +124,7 @@ def check(problem: Problem) -> None:
     that returns no real number and a ``mask_mod`` that returns no bool.
     """
     for name, function, compute in _given(problem):
-        returned = _returned(name, function, compute)
+        returned = in_another_thread(partial(_returned, name, function, compute))
         if isinstance(returned, str):
             raise Refused(returned)
         check_returned(name, returned)
@@ -143,6 +146,8 @@ def with_device_functions(function: FunctionType) -> FunctionType:
     _refuse_exceptions(function)
 
     def swapped(value: Any) -> Any:
+        if value is TORCH:
+            raise TypeError("functions of torch are not there: expected functions of math")
         is_compiled = isinstance(getattr(value, "py_func", None), FunctionType)
         return device(with_device_functions(value.py_func)) if is_compiled else value
 
