@@ -23,7 +23,7 @@ from cuda.core import Program, ProgramOptions
 from minimha.equations.functions import LIBRARIES, captured
 from minimha.kernels import disk
 from minimha.kernels.cuda.launch import Launch, arch_of, ptx
-from minimha.kernels.interrupts import in_another_thread
+from minimha.kernels.os_threads import in_another_thread
 
 COMPILERS = (  # of CUDA 13 and of CUDA 12; the libraries' own versions say less
     "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12",

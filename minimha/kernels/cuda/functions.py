@@ -24,7 +24,7 @@ from minimha.equations.problem import Problem
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts.online_softmax import LOWEST
 from minimha.kernels.functions import Refused, check_returned, compiled_function, plain
-from minimha.kernels.interrupts import in_another_thread
+from minimha.kernels.os_threads import in_another_thread
 
 # A rung keeps so many kernels, those used last. A model has a handful of functions, but one whose
 # captured numbers change is a new one each time. 64 take about 6 MB of machine code.

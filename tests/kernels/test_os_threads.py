@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from minimha.kernels.interrupts import in_another_thread
+from minimha.kernels.os_threads import in_another_thread
 
 PROGRAM = """
 import random, signal
