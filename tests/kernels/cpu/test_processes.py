@@ -450,27 +450,24 @@ INTERRUPTED = """
         if is_armed:
             raise KeyboardInterrupt
 
-    is_armed = False
+    is_armed, num_interrupted, draw = False, 0, random.Random(0)
     signal.signal(signal.SIGALRM, interrupt)
     x = rng.standard_normal((1, 1, 8200, 64), np.float32)
     expected, _ = minimha.attention(x, x, x, backend="cpu"), compute()
     deadline = time.monotonic() + 4
-    for n in range(10**9):
-        if time.monotonic() > deadline:
-            break
+    while time.monotonic() < deadline:
         try:
             is_armed = True
-            signal.setitimer(signal.ITIMER_REAL, random.uniform(20e-6, 400e-6), {again})
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(20e-6, 400e-6), {again})
             minimha.attention(x, x, x, backend="cpu")
         except KeyboardInterrupt:
-            is_armed = False
+            is_armed, num_interrupted = False, num_interrupted + 1
         finally:
             is_armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
         check(compute(), compute())
-        if n % 100 == 0:
-            check([minimha.attention(x, x, x, backend="cpu")], [expected])
-    assert n > 10, n  # an interrupted call takes milliseconds, a whole one a second
+    check([minimha.attention(x, x, x, backend="cpu")], [expected])
+    assert num_interrupted
 """
 
 
