@@ -25,12 +25,14 @@ BELOW = {
     "dialects": {"layers", "api", "equations"},
     "distributed": {"api", "equations"},
     "check": {"dialects", "explain", "layers", "api", "equations"},
-    "minimha": {"check", "dialects", "explain", "layers", "models", "api", "equations"},
+    "minimha": {
+        "check", "dialects", "distributed", "explain", "layers", "models", "api", "equations",
+    },
     "models": {"layers", "api", "equations"},
     "labs": {"models", "explain", "layers", "api", "equations"},
     "examples": {"explain", "models", "layers", "minimha", "api", "equations"},
     "bench": {"minimha", "api", "kernels", "equations"},
-}
+}  # fmt: skip
 BELOW["cli"] = set(BELOW)
 BELOW["__main__"] = {"cli"}
 FOR_TRACES = "minimha.equations.tap"  # all that explain/ knows of the equations

@@ -124,9 +124,9 @@ def attention(
     -------
     AttentionOutputs
         ``Y`` of shape (B, H, Lq, Dv) or (B, Lq, H * Dv), ``present_key`` (B, Hkv, Lk, D),
-        ``present_value`` (B, Hkv, Lk, Dv), ``qk_matmul_output`` (B, H, Lq, Lk) or None. Y and the
-        debug output have the dtype of Q. A query that sees no key gets 0. Without a past the
-        present is a view of K and V.
+        ``present_value`` (B, Hkv, Lk, Dv), ``qk_matmul_output`` (B, H, Lq, Lk) or None: arrays of
+        Q's library. Y and the debug output have the dtype of Q. A query that sees no key gets 0.
+        Without a past the present is a view of K and V.
 
     Raises
     ------
