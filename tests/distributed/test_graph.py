@@ -166,7 +166,7 @@ def test_a_function_is_compiled_once_for_all_chunks(monkeypatch):
     functions = pytest.importorskip("minimha.kernels.cpu.functions", reason="numba is missing")
     x = da.from_array(X, chunks=(1, 2, 5, 3))
     compiled, compile_one = [], functions._compile
-    monkeypatch.setattr(functions, "_compile", lambda f: compiled.append(f) or compile_one(f))
+    monkeypatch.setattr(functions, "_compile", lambda f, x: compiled.append(f) or compile_one(f, x))
     options = {
         "score_mod": adding(np.cos(X[0, 0, :, 0])),
         "mask_mod": lambda b, h, i, j: i != j + h,
