@@ -9,10 +9,10 @@ from hypothesis import settings
 from minimha.kernels import auto
 
 # Everybody tests the same problems. ``--hypothesis-profile fresh`` draws as many others, "explore"
-# eight times as many; tests with counts of their own multiply ``settings.default.max_examples``.
+# four times as many; tests with counts of their own multiply ``settings.default.max_examples``.
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("fresh", deadline=None, database=None)
-settings.register_profile("explore", deadline=None, database=None, max_examples=800)
+settings.register_profile("explore", deadline=None, database=None, max_examples=400)
 settings.load_profile("same")
 
 # A program that switches numba's simulator on, for good, when it is imported.

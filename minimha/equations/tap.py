@@ -77,7 +77,9 @@ def replacing(tap: Tap, replace: Steps) -> Iterator[Tap]:
 
 
 def _like(whose: str, name: str, found: Any, value: Any) -> Any:
-    """``found``, if it is an array of the shape and dtype of ``value``."""
+    """``found``, if it has the shape and dtype of ``value``, or is a number as ``value`` is."""
+    if isinstance(value, np.generic) and isinstance(found, (int, float, np.number)):
+        return value.dtype.type(found)
     shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
     if isinstance(value, str) or (shape, dtype) == (value.shape, value.dtype):
         return found

@@ -100,3 +100,11 @@ def test_what_is_no_function_is_no_tap():
         with pytest.raises(TypeError, match="tap is 3: expected a callable"):
             call(3)
     assert safe_tap(no_tap) is no_tap
+
+
+def test_a_number_may_be_replaced_by_any_number():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 4, 2)).astype(np.float32)
+    expected = attention(q, k, v, softcap=0.5, backend="dense")
+    for half in (0.5, np.float64(0.5), np.float32(0.5)):
+        tap = lambda name, x, half=half: half if name == "softcap" else x  # noqa: E731
+        np.testing.assert_array_equal(attention(q, k, v, softcap=2.0, tap=tap), expected)
