@@ -25,6 +25,7 @@ def pytest_configure(config):
     option = config.option
     if option.hypothesis_profile in ("fresh", "explore"):
         option.hypothesis_seed = option.hypothesis_seed or str(secrets.randbelow(2**32))
+        option.timeout = option.timeout or 1800
 
 
 def pytest_sessionstart(session):
