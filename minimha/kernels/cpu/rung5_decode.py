@@ -11,9 +11,8 @@ read. Each split has its own m, l and O, which log-sum-exp merges:
 
 Measured: K and V are read at 80 % or more of the bandwidth of the same threads when they only read
 (32 heads over 8, 2048 keys: 80, 87 and 93 % in three runs; two cores of an AMD EPYC, 2026-11-21).
-Over pages of 16 keys, in random order, it takes 1.25 × as long as over keys in one piece, of 64
-keys 1.12 × (4 · 16384 keys of width 128 for 32 heads over 8, float32; one core of an AMD EPYC,
-2026-11-23).
+Over pages in random order it takes longer than over keys in one piece: 1.3 × for pages of 16 keys,
+1.15 × for pages of 64 (16384 keys of width 128, float32; one core of an AMD EPYC, 2026-11-23).
 """
 
 from __future__ import annotations
