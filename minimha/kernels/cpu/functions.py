@@ -278,7 +278,7 @@ def _found(
     run = FILL(_filling().address)
     arrays = states, seen, failed, table, sizes
 
-    def fill_from(first: int) -> None:  # it holds what it reads and writes
+    def fill_from(first: int, held: Any = (tile, mask_mod)) -> None:  # and what it reads and writes
         run(line.buffer_info()[0], *map(address, arrays), first, threads)
 
     if threads == 1:  # which is quicker than to start one
@@ -456,7 +456,7 @@ def _compiled(function: Function) -> Tile:
     if found is CONSTANTS:
         found = _found_or_kept((function.key, function.reading.contents), function, ())
     if isinstance(found, Exception):
-        raise found.with_traceback(None)
+        raise type(found)(*found.args)  # not the one that is kept: a traceback holds q, k and v
     tile: Tile = found
     return tile
 
@@ -484,7 +484,9 @@ def _compile(function: Function, values: tuple[Any, ...]) -> Any:
     except NotNow:
         raise
     except (Refused, Unknown) as error:
-        return CONSTANTS if values and isinstance(error, Refused) else error
+        if values and isinstance(error, Refused):
+            return CONSTANTS
+        return type(error)(*error.args)  # without a traceback, which holds what is captured
 
 
 def _tile(

@@ -167,7 +167,7 @@ class Plan:
             for function in functions.given(problem)
         }
         # A plan may outlive the arrays of the call that it is made for, and its functions.
-        light = replace(problem.without_numbers(), score_mod=None, mask_mod=None)
+        light = replace(problem.without_numbers(), score_mod=None, mask_mod=None, readings={})
         self._problem = light if self._tiles else None
         o = self._options(kernel, problem)
         self._held = {
