@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from hashlib import sha256
-from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -240,11 +240,12 @@ def read(function: Any) -> Reading:
     kinds: list[Any] = []
     values: list[Any] = []
     others: list[Any] = []
-    inner = _inner_names(function.__code__)
-    for path, value in captured(function):
+    inner, found = _inner_names(function.__code__), captured(function)
+    paths = [path for path, _ in found]  # a global may have the name of an attribute
+    for path, value in found:
         value = stand_in(".".join(path), value)
         kind = _kind(value)
-        if kind is None or not inner.isdisjoint(path):
+        if kind is None or paths.count(path) > 1 or not inner.isdisjoint(path):
             others.append(value)
         else:
             kinds.append((path, kind))
@@ -301,22 +302,20 @@ def contents(value: Any) -> Hashable:
 def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
     """The values that a function finds outside of its parameters, and by which names.
 
-    Of a module whose functions may change they are the attributes too, which numba compiles as
-    constants; not by ``getattr``, which would warn of some names.
+    Of a module whose functions may change they are the attributes too, once for all of its names,
+    which numba compiles as constants; not by ``getattr``, which would warn of some names.
     """
-    code, defaults = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    code = function.__code__
     found: list[tuple[tuple[str, ...], Any]] = [
-        ((x,), y) for x, y in zip(names, defaults, strict=True)
+        ((name,), value) for name, value in defaults_of(function).items()
     ]
-    found += [((name,), value) for name, value in (function.__kwdefaults__ or {}).items()]
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     found += [((name,), _content(cell)) for name, cell in cells]
     names, known = _names(code), function.__globals__
     found += [((name,), known[name]) for name in names if name in known]
     modules = set()
     for path, value in found:  # which grows
-        if isinstance(value, ModuleType) and value.__name__.split(".")[0] not in LIBRARIES:
+        if _is_callers_module(value):
             inside = vars(value)
             if value not in modules:
                 found += [((*path, name), inside[name]) for name in names if name in inside]
@@ -324,26 +323,52 @@ def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
     return found
 
 
+def defaults_of(function: FunctionType) -> dict[str, Any]:
+    """The values of parameters that need not be given, by name."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
+
+
 def for_numpy(function: Any) -> Any:
     """``function`` with what NumPy takes in place of what it captures of other libraries."""
     if not isinstance(function, FunctionType):
         return function
-    swapped: dict[str, Any] = {}
-    given = dict(captured(function))
-    for path, value in given.items():
-        new, name = stand_in(".".join(path), value), path[0]
-        if new is not value and len(path) == 2:  # of a module
-            copy = swapped.setdefault(name, SimpleNamespace(**vars(given[name,])))
-            setattr(copy, path[1], new)
-        elif new is not value:
-            swapped[name] = new
-    if not swapped:
+    found = captured(function)
+    changed = [path for path, value in found if stand_in(".".join(path), value) is not value]
+    if not changed:
         return function
-    code = function.__code__
-    pairs = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    cells = tuple(CellType(swapped[name]) if name in swapped else cell for name, cell in pairs)
-    defaults = tuple(stand_in("a default", value) for value in function.__defaults__ or ())
-    return FunctionType(code, function.__globals__ | swapped, None, defaults, cells)
+    swap = _for_numpy if max(map(len, changed)) > 1 else stand_in  # numba takes modules as they are
+    code, known = function.__code__, function.__globals__
+    swapped = {name: swap(name, known[name]) for name in _names(code) if name in known}
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    cells = [
+        x if isinstance(x, CellType) else CellType(swap(name, x))
+        for name, x in zip(code.co_freevars, cells, strict=True)
+    ]
+    given = {name: swap(name, value) for name, value in defaults_of(function).items()}
+    keywords = {name: given.pop(name) for name in function.__kwdefaults__ or {}}
+    new = FunctionType(code, known | swapped, None, tuple(given.values()), tuple(cells))
+    new.__kwdefaults__ = keywords
+    return new
+
+
+def _for_numpy(name: str, value: Any) -> Any:
+    return _Module(value) if _is_callers_module(value) else stand_in(name, value)
+
+
+class _Module:
+    """A caller's module, with what NumPy takes in place of its attributes."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return _for_numpy(name, getattr(self._module, name))
+
+
+def _is_callers_module(value: Any) -> bool:
+    return isinstance(value, ModuleType) and value.__name__.split(".")[0] not in LIBRARIES
 
 
 def _content(cell: CellType) -> Any:

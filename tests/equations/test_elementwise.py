@@ -16,6 +16,8 @@ BACKENDS = ("dense", "tiled", "cpu")
 TABLE = torch.linspace(-1, 1, 20, dtype=torch.float64)
 SETTINGS = types.ModuleType("settings")
 SETTINGS.table = TABLE
+SETTINGS.more = types.ModuleType("settings.more")
+SETTINGS.more.table = 2 * TABLE
 tanh = torch.tanh
 
 CASES = {
@@ -46,6 +48,18 @@ def test_functions_and_tensors_of_torch(name, backend):
     function, expected = CASES[name]
     expected = np.broadcast_to(expected(), S.shape)
     got = attention(X, X, X, score_mod=function, backend=backend)
+    np.testing.assert_allclose(got, attention(X, X, X, scale=0, attn_bias=expected), rtol=1e-9)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_of_modules_in_modules_and_of_defaults(backend):
+    alias = SETTINGS
+
+    def score_mod(s, b, h, i, j=0, *, by=TABLE, factor=2.0):
+        return s * factor + SETTINGS.more.table[j] + by[i] + alias.table[j]
+
+    expected = 2 * S + 3 * TABLE.numpy()[J] + TABLE.numpy()[I]
+    got = attention(X, X, X, score_mod=score_mod, backend=backend)
     np.testing.assert_allclose(got, attention(X, X, X, scale=0, attn_bias=expected), rtol=1e-9)
 
 

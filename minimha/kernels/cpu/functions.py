@@ -19,6 +19,7 @@ since nobody could catch it, and ``raise_again`` finds it.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import sys
 from array import array
 from collections.abc import Hashable, Sequence
@@ -46,7 +47,17 @@ from minimha.equations import block_mask
 from minimha.equations.arguments import name_of
 from minimha.equations.block_mask import COLUMNS, FULL, HIDDEN, PARTIAL, ROWS, BlockMask
 from minimha.equations.elementwise import COMPOSED, TORCH, Unknown, stand_in, where
-from minimha.equations.functions import WHOLE, Place, Reading, allowed, modified, read, uses
+from minimha.equations.functions import (
+    WHOLE,
+    Place,
+    Reading,
+    allowed,
+    captured,
+    defaults_of,
+    modified,
+    read,
+    uses,
+)
 from minimha.equations.problem import Problem
 from minimha.kernels import os_threads, remembered
 from minimha.kernels.cpu.arguments import address, array_at
@@ -563,7 +574,7 @@ def _type_of(kind: Any) -> Any:
         _, dtype, ndim, is_contiguous, is_aligned = kind
         layout, item = "C" if is_contiguous else "A", numba.from_dtype(dtype)
         return types.Array(item, ndim, layout, readonly=True, aligned=is_aligned)
-    return numba.from_dtype(np.dtype(kind))
+    return I64 if kind is int else numba.from_dtype(np.dtype(kind))  # not C's long
 
 
 def _read_values(context: Any, builder: Any, line: Any, kinds: Sequence[Any]) -> list[Any]:
@@ -590,18 +601,22 @@ def _read_values(context: Any, builder: Any, line: Any, kinds: Sequence[Any]) ->
     return values
 
 
-def _with_arguments(function: FunctionType, number: int, captured: list[tuple[str, ...]]) -> Any:
+def _with_arguments(function: FunctionType, number: int, paths: list[tuple[str, ...]]) -> Any:
     """numba's form of a function of ``number`` parameters, which gets what it captures as more.
 
     What is captured by other names than these is compiled in, and so are defaults.
     """
-    defaults = function.__defaults__ or ()
+    defaults = defaults_of(function)
     identity = FunctionIdentity.from_function(function)
     code = Interpreter(identity).interpret(ByteCode(identity))
-    if code.arg_count != number + len(defaults):
-        raise TypeError(f"it takes {code.arg_count} arguments: expected {number}")
+    written = function.__code__
+    known = written.co_varnames[: written.co_argcount + written.co_kwonlyargcount]
+    if known != tuple(code.arg_names) or len(known) < number or {*known[number:]} - {*defaults}:
+        raise TypeError(f"it takes {inspect.signature(function)}: expected {number} parameters")
+    found = reversed(captured(function))  # of a module by two names, the first one has attributes
+    firsts = {module: path for path, module in found if isinstance(module, ModuleType)}
     modules: dict[str, tuple[tuple[str, ...], Any]] = {}  # by the variable that holds them
-    read = {path[:-1] for path in captured}  # modules of which an attribute is an argument
+    read = {path[:-1] for path in paths}  # modules of which an attribute is an argument
     for block in code.blocks.values():
         for step in block.body:
             value: Any = getattr(step, "value", None)
@@ -609,7 +624,7 @@ def _with_arguments(function: FunctionType, number: int, captured: list[tuple[st
             if isinstance(value, (numba_ir.Global, numba_ir.FreeVar)):
                 path, old = (value.name,), value.value
             elif isinstance(value, numba_ir.Arg) and value.index >= number:
-                path, old = (value.name,), defaults[value.index - number]
+                path, old = (value.name,), defaults[value.name]
             elif getattr(value, "op", None) == "getattr" and value.value.name in modules:
                 root, module = modules[value.value.name]
                 path, old = (*root, value.attr), getattr(module, value.attr)
@@ -618,15 +633,15 @@ def _with_arguments(function: FunctionType, number: int, captured: list[tuple[st
                     raise TypeError("it does more with a module than to read its attributes")
                 continue
             new = stand_in(".".join(path), old)
-            if path in captured:
-                at = captured.index(path)
+            if path in paths:
+                at = paths.index(path)
                 step.value = numba_ir.Arg(f"captured.{at}", number + at, value.loc)
             elif isinstance(new, ModuleType) or new is TORCH:
-                modules[step.target.name] = path, new
+                modules[step.target.name] = firsts.get(old, path), new
             elif new is not old or isinstance(value, numba_ir.Arg) or module is TORCH:
                 step.value = numba_ir.Global(path[-1], new, value.loc)
             code._definitions[step.target.name] = [step.value]
-    names = [f"captured.{at}" for at in range(len(captured))]
+    names = [f"captured.{at}" for at in range(len(paths))]
     code.arg_names = (*code.arg_names[:number], *names)
     code.arg_count = len(code.arg_names)
     return code

@@ -112,6 +112,60 @@ def test_modules_defaults_and_inner_functions_give_their_values_of_now():
         np.testing.assert_allclose(on_cpu(score_mod=nested), expected, rtol=1e-9)
 
 
+def test_a_captured_variable_a_global_and_an_attribute_of_one_name(monkeypatch):
+    SETTINGS.weight, SETTINGS.shift = 2.0, 0.25
+    monkeypatch.setitem(globals(), "weight", np.ones(3))
+
+    def scaling(weight, shift):
+        return lambda s, b, h, i, j: s * weight * SETTINGS.weight + shift * j
+
+    for weight, shift in ((2, 0.5), (3, 0.25), (0.5, 2)):
+        got = on_cpu(score_mod=scaling(weight, shift))
+        expected = as_dense(score_mod=lambda s, b, h, i, j, w=weight, x=shift: s * w * 2 + x * j)
+        np.testing.assert_allclose(got, expected, rtol=1e-9)
+
+
+def test_a_module_of_two_names_gives_its_values_of_now():
+    one = two = SETTINGS
+    for factor in (2.0, 0.5):
+        SETTINGS.factor = factor
+        got = on_cpu(score_mod=lambda s, b, h, i, j: s * one.factor + two.factor * j)
+        expected = as_dense(score_mod=lambda s, b, h, i, j, factor=factor: (s + j) * factor)
+        np.testing.assert_allclose(got, expected, rtol=1e-9)
+
+
+def test_parameters_that_need_not_be_given():
+    def keyword_only(s, b, h, i, j=0, *, factor=2.0, table=X[0, 0, :, 0]):
+        return s * factor + table[j]
+
+    def taking_any(s, b, h, i, j, *rest, factor=2.0):
+        return s * factor
+
+    for factor in (2.0, 0.5):
+        keyword_only.__kwdefaults__["factor"] = factor
+        np.testing.assert_allclose(
+            on_cpu(score_mod=keyword_only), as_dense(score_mod=keyword_only), rtol=1e-9
+        )
+    with pytest.raises(BackendUnavailable, match=r"it takes \(s, b, h, i, j, \*rest"):
+        on_cpu(score_mod=taking_any)
+
+
+@pytest.mark.parametrize("ending", ["", "open"])
+def test_nothing_kept_holds_what_a_call_was_given(ending):
+    def adding_of(table):
+        return lambda s, b, h, i, j: s + table[j] + (open("x") if ending else 0)
+
+    q, table = X.copy(), np.ones(40)
+    held = weakref.ref(q), weakref.ref(table)
+    try:
+        attention(q, q, q, score_mod=adding_of(table), backend="cpu")
+    except BackendUnavailable:
+        assert ending
+    del q, table
+    gc.collect()
+    assert [x() for x in held] == [None, None]
+
+
 def test_an_array_that_is_gone_is_not_read_again():
     def masking(table):
         return lambda b, h, i, j: table[j] > 0
