@@ -279,7 +279,7 @@ def contents(value: Any) -> Hashable:
         value = getattr(value, "py_func", value)  # of numba's dispatchers
         if isinstance(value, (np.ndarray, np.generic)):
             digest = sha256(value.tobytes()).digest()  # a large table is not to be kept
-            return type(value), value.dtype.str, value.shape, digest
+            return type(value), value.dtype, value.shape, digest
         if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
             return type(value), repr(value)
         library = str(getattr(value, "__module__", None)).split(".")[0]  # exec may leave it None

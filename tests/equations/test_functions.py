@@ -109,6 +109,12 @@ def test_contents_are_equal_where_the_captured_values_are():
     assert contents(made(array)) != before
 
 
+def test_contents_tell_the_fields_of_equal_bytes_apart():
+    numbers = np.zeros(3, [("a", "i4"), ("b", "f4")])
+    swapped = numbers.view([("b", "i4"), ("a", "f4")])
+    assert contents(numbers) == contents(numbers.copy()) != contents(swapped)
+
+
 def test_contents_of_many_functions_that_call_each_other():
     members, table = [], np.zeros(3)
     for n in range(40):
