@@ -206,16 +206,18 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t
     rows, panel = part.O.shape[0], panel_width(t.S.itemsize)
     S, seen = matrix(t.S, 0, rows, B_c), matrix(t.seen, 0, rows, B_c)
     lowest = S.dtype.type(-math.inf)
-    is_direct, far = is_read_in_place(k, o), is_far(k)
+    is_direct, starts = is_read_in_place(k, o), t.starts
     size = piece_size(is_direct, rows)
     for near in range(0, n, size):  # line 8
         depth = min(size, n - near)
-        find_keys(k, o, b, kv, j0 + near, depth + ROWS_AHEAD, t.starts)
+        find_keys(k, o, b, kv, j0 + near, depth, starts)
         if is_direct:
-            dot_products(flat(k, 0), t.starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, far)
+            dot_products(
+                flat(k, 0), starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, is_far(k)
+            )
         else:
-            K = float_keys(k, t.starts, depth, o, t.wide)
-            dot_products(K.line, t.starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, False)
+            K = float_keys(k, starts, depth, o, t.wide)
+            dot_products(K.line, starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, False)
     is_partial = mask.size > 0 or bias.size > 0 or o.score_mod != 0
     is_partial = is_partial or (o.mask_mod != 0 and not all_seen)
     for i in range(Lq):
@@ -262,7 +264,7 @@ def piece_size(is_direct, rows):
 @jit_inline
 def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
     """O += P V for n keys of a block; a long sum is one of short sums, which loses fewer digits."""
-    (rows, Dv), B_c, P, part = O.shape, S.shape[1], t.S, t.part
+    (rows, Dv), B_c, P, part, starts = O.shape, S.shape[1], t.S, t.part, t.starts
     for x in range(rows * Dv):
         part[x] = 0
     # Where keys are hidden, ``has_nonfinite`` looks at their values first, as floats.
@@ -273,15 +275,15 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
         depth = min(size, begin + n - near)
         if is_partial:
             depth = min(depth, keys_ahead(o, j0 + near))
-        find_keys(v, o, b, kv, j0 + near, depth + ROWS_AHEAD, t.starts)
+        find_keys(v, o, b, kv, j0 + near, depth, starts)
         if is_direct:
-            weighted_rows(P, near, B_c, flat(v, 0), t.starts, 0, part, 0, Dv, rows, Dv, depth, far)
+            weighted_rows(P, near, B_c, flat(v, 0), starts, 0, part, 0, Dv, rows, Dv, depth, far)
         else:
-            V = float_keys(v, t.starts, depth, o, t.wide)
+            V = float_keys(v, starts, depth, o, t.wide)
             if is_partial and has_nonfinite(V, depth, Dv):
                 add_seen_values(S, seen, V, matrix(part, 0, rows, Dv), near, depth)
             else:
-                weighted_rows(P, near, B_c, V.line, t.starts, 0, part, 0, Dv, rows, Dv, depth, far)
+                weighted_rows(P, near, B_c, V.line, starts, 0, part, 0, Dv, rows, Dv, depth, False)
         near += depth
     for r in range(rows):
         for d in range(Dv):

@@ -12,11 +12,12 @@ from numba import types
 from numba.extending import overload
 
 from minimha.kernels.cpu.jit import OPTIONS, jit, jit_inline
-from minimha.kernels.cpu.simd.dot import LINE, ROWS_AHEAD
+from minimha.kernels.cpu.simd.dot import LINE, ROWS_AHEAD, ROWS_AHEAD_OF_L1
 from minimha.kernels.cpu.simd.halves import of_bfloat16, of_float16, to_bfloat16, to_float16
 from minimha.kernels.cpu.simd.memory import bits_of, flat, prefetch_to_L2
 
 CACHED = 1 << 24  # bytes of K or V that may be in a cache
+WIDE = 128  # numbers of a row to widen: in one piece, narrower ones need no prefetching
 
 
 class Rows(NamedTuple):
@@ -75,7 +76,8 @@ def keys_ahead(o, j):
 
 @jit
 def find_keys(X, o, b, kv, j, n, starts):
-    """Write ``start_of`` n keys of sequence b from j on; after its last key, that key's again."""
+    """Write ``start_of`` n keys of sequence b from j on and, if there are, of more to prefetch."""
+    n += ROWS_AHEAD if is_far(X) else ROWS_AHEAD_OF_L1
     r, known, stride = 0, min(n, o.kv_lengths[b] - j), X.strides[2] // X.itemsize
     while r < known:
         page, at = key_at(o, b, j + r)
@@ -163,12 +165,13 @@ def _float_keys(X, starts, n, o, copy):
 
     def widen(X, starts, n, o, copy):
         D = X.shape[3]
+        is_late = is_far(X) and (D >= WIDE or o.page_size == X.shape[2])  # the CPU's prefetching
         for r in range(n):
-            for d in range(0, D if is_far(X) else 0, LINE // 2):
+            for d in range(0, D if is_late else 0, LINE // 2):
                 prefetch_to_L2(X, starts[r + ROWS_AHEAD] + d)
             _widen(flat(X, starts[r]), flat(copy, r * D), D, o)
             starts[r] = r * D
-        for r in range(n, n + ROWS_AHEAD):
+        for r in range(n, n + ROWS_AHEAD_OF_L1):
             starts[r] = 0
         return Rows(copy, 0, D)
 
