@@ -92,5 +92,6 @@ def test_without_memory_a_result_is_right_or_an_error(backend, name, queries, mo
         child.kill()
         child.join()
     counts = Counter(outcomes)
-    assert set(counts) == {"right", "MemoryError"}, counts
+    assert set(counts) <= {"right", "MemoryError"}, counts
+    assert queries == "few" or counts["MemoryError"]  # few may find room among what was freed
     assert outcomes[-20:] == ["right"] * 20
