@@ -98,6 +98,8 @@ def test_other_features_of_the_processor_are_other_machine_code():
         ).stdout.split()
         for setting in settings
     ]  # fmt: skip
+    if found[0][2] == "False":
+        pytest.skip("this processor has no AVX that could be left out")
     assert len({digest for digest, *_ in found}) == len(settings)
     assert [facts for _, *facts in found[1:]] == [["128", "False"]] * 3
 
