@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -48,10 +49,9 @@ def poisoned():
     return q, k, v
 
 
-GRID = {  # the dtypes take turns: the simulator takes a quarter of a second for each case
+GRID = {  # dtypes and rungs take turns: the simulator takes a quarter of a second for each case
     (name, dtype.__name__, rung): (rung, True, small(dtype=dtype), options)
-    for n, (name, options) in enumerate(ALONE.items())
-    for dtype, rung in zip(DTYPES, (RUNGS, RUNGS[::-1])[n % 2], strict=True)
+    for (name, options), (dtype, rung) in zip(ALONE.items(), cycle(product(DTYPES, RUNGS)))
 }
 EDGES = {
     (name, rung): (rung, True, small(**sizes), options)
