@@ -46,8 +46,10 @@ from minimha.kernels.cpu.storage import (
     float_keys,
     float_rows,
     is_far,
+    is_in_one_piece,
     is_read_in_place,
     keys_ahead,
+    keys_from,
     most_queries,
     queries_of,
     rows_at,
@@ -209,12 +211,14 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t
     is_direct, starts = is_read_in_place(k, o), t.starts
     size = piece_size(is_direct, rows)
     for near in range(0, n, size):  # line 8
-        depth = min(size, n - near)
+        depth, far = min(size, n - near), is_far(k)
+        if is_direct and is_in_one_piece(o):
+            keys = keys_from(k, o, b, kv, j0 + near)
+            dot_products(flat(k, 0), keys, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, far)
+            continue
         find_keys(k, o, b, kv, j0 + near, depth, starts)
         if is_direct:
-            dot_products(
-                flat(k, 0), starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, is_far(k)
-            )
+            dot_products(flat(k, 0), starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, far)
         else:
             K = float_keys(k, starts, depth, o, t.wide)
             dot_products(K.line, starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, False)
@@ -275,6 +279,11 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
         depth = min(size, begin + n - near)
         if is_partial:
             depth = min(depth, keys_ahead(o, j0 + near))
+        if is_direct and is_in_one_piece(o):
+            keys = keys_from(v, o, b, kv, j0 + near)
+            weighted_rows(P, near, B_c, flat(v, 0), keys, 0, part, 0, Dv, rows, Dv, depth, far)
+            near += depth
+            continue
         find_keys(v, o, b, kv, j0 + near, depth, starts)
         if is_direct:
             weighted_rows(P, near, B_c, flat(v, 0), starts, 0, part, 0, Dv, rows, Dv, depth, far)

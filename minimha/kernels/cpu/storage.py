@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from numba import types
 from numba.extending import overload
 
+from minimha.equations.visibility import UNBOUNDED
 from minimha.kernels.cpu.jit import OPTIONS, jit, jit_inline
 from minimha.kernels.cpu.simd.dot import LINE, ROWS_AHEAD, ROWS_AHEAD_OF_L1
 from minimha.kernels.cpu.simd.halves import of_bfloat16, of_float16, to_bfloat16, to_float16
@@ -92,6 +93,19 @@ def find_keys(X, o, b, kv, j, n, starts):
 
 
 @jit_inline
+def is_in_one_piece(o):
+    """Whether the rows of a sequence are at equal distances, and not in pages."""
+    return o.page_size == UNBOUNDED
+
+
+@jit_inline
+def keys_from(X, o, b, kv, j):
+    """The start of key j of sequence b, in one piece, and the distance to the next one."""
+    page, at = key_at(o, b, j)
+    return start_of(X, page, kv, at), X.strides[2] // X.itemsize
+
+
+@jit_inline
 def is_far(X):
     """Whether X is so large that most of it comes from memory and not from a cache."""
     return X.size * X.itemsize >= CACHED
@@ -165,7 +179,7 @@ def _float_keys(X, starts, n, o, copy):
 
     def widen(X, starts, n, o, copy):
         D = X.shape[3]
-        is_late = is_far(X) and (D >= WIDE or o.page_size == X.shape[2])  # the CPU's prefetching
+        is_late = is_far(X) and (D >= WIDE or not is_in_one_piece(o))  # the CPU's prefetching
         for r in range(n):
             for d in range(0, D if is_late else 0, LINE // 2):
                 prefetch_to_L2(X, starts[r + ROWS_AHEAD] + d)

@@ -3,7 +3,9 @@
 K and V are floats, or the bits of bfloat16 numbers (uint16), which are widened as they are loaded.
 Their rows may be anywhere, as those of paged keys are. ``starts`` says which item each begins with,
 and those of ``ROWS_AHEAD`` more, which are prefetched: the CPU's own prefetching stops where a page
-ends. What is ``far``, in memory, goes into L2 first, to which more cache lines may be on their way.
+ends. Where all rows are at equal distances it is a pair, the first start and that distance, which
+costs nothing to read. What is ``far``, in memory, goes into L2 first, to which more cache lines may
+be on their way.
 """
 
 from __future__ import annotations
@@ -31,14 +33,35 @@ LINE = 64  # bytes of most CPUs' cache lines
 TOGETHER = REGISTERS // 8  # rows of K that meet four queries in registers
 
 
-def _rows(builder, X, starts, r, number, ahead=0):
-    """Pointers to ``number`` rows of X, the first one ``ahead`` of the r-th of ``starts``."""
-    places = [builder.gep(starts, [builder.add(r, INT(ahead + x))]) for x in range(number)]
-    return [builder.gep(X, [builder.load(place)]) for place in places]
+def start_at(starts, r):
+    """The r-th of ``starts``."""
+
+
+@overload(start_at, jit_options=OPTIONS)
+def _start_at(starts, r):
+    if isinstance(starts, types.BaseTuple):
+        return lambda starts, r: starts[0] + r * starts[1]
+    return lambda starts, r: starts[r]
+
+
+def _starts(context, builder, kind, starts, first):
+    """start(r), which generates the one of ``starts``, of numba's type ``kind``, at first + r."""
+    if isinstance(kind, types.BaseTuple):
+        begin, stride = cgutils.unpack_tuple(builder, starts)
+        begin = builder.add(begin, builder.mul(first, stride))
+        return lambda r: builder.add(begin, builder.mul(r, stride))
+    pointer = pointer_to(context, builder, kind, starts, first)
+    return lambda r: builder.load(builder.gep(pointer, [r]))
+
+
+def _rows(builder, X, start, r, number, ahead=0):
+    """Pointers to ``number`` rows of X, the first one ``ahead`` of that of ``start(r)``."""
+    places = [start(builder.add(r, INT(ahead + x))) for x in range(number)]
+    return [builder.gep(X, [place]) for place in places]
 
 
 def _prefetch_to_L2(builder, X, kind, starts, r, number, columns):
-    """Prefetch ``number`` rows ahead of the r-th of ``starts``; ``kind`` is numba's type of X."""
+    """Prefetch ``number`` rows ahead of that of ``starts(r)``; ``kind`` is numba's type of X."""
     rows = _rows(builder, X, starts, r, number, ROWS_AHEAD)
 
     def lines(k, _):
@@ -50,7 +73,7 @@ def _prefetch_to_L2(builder, X, kind, starts, r, number, columns):
 
 
 def _prefetcher(builder, vector, X, starts, r, number, columns):
-    """prefetch_rows(k) into L1, for vector k of ``number`` rows ahead of the r-th of ``starts``."""
+    """prefetch_rows(k) into L1, for vector k of ``number`` rows ahead of that of ``starts(r)``."""
     # Memory delivers sequential addresses faster: rows without a gap go one after the other.
     rows = _rows(builder, X, starts, r, number, ROWS_AHEAD_OF_L1)
     last = builder.gep(rows[0], [builder.mul(INT(number - 1), columns)])
@@ -144,7 +167,7 @@ def _dots(queries, together, vectors):
             kinds = signature.args
             vector = Vector(kinds[6].dtype)
             A = pointer_to(context, builder, kinds[0], A, INT(0))
-            starts = pointer_to(context, builder, kinds[1], starts, a)
+            starts = _starts(context, builder, kinds[1], starts, a)
             B = pointer_to(context, builder, kinds[3], B, b)
             C = pointer_to(context, builder, kinds[6], C, c)
             rows = max(together, vector.width // queries)
@@ -243,7 +266,7 @@ def dot_products(A, starts, a, B, b, b_row, C, c, c_row, rows, queries, depth, f
             first, to = full_depth if r < full_rows else 0, c + g * c_row + r
             total = C.dtype.type(0)
             for k in range(first, depth):
-                total += number_at(A, starts[a + r] + k) * B[b + g * b_row + k]
+                total += number_at(A, start_at(starts, a + r) + k) * B[b + g * b_row + k]
             C[to] = C[to] + total if r < full_rows else total
 
 
@@ -266,7 +289,7 @@ def _weigh(queries, keys):
             vector = Vector(kinds[6].dtype)
             P = pointer_to(context, builder, kinds[0], P, p)
             V = pointer_to(context, builder, kinds[3], V, INT(0))
-            starts = pointer_to(context, builder, kinds[4], starts, v)
+            starts = _starts(context, builder, kinds[4], starts, v)
             O = pointer_to(context, builder, kinds[6], O, o)
             load = _loader(vector, kinds[3])
             rows_of_O = [builder.gep(O, [builder.mul(INT(g), o_row)]) for g in range(queries)]
@@ -335,4 +358,5 @@ def weighted_rows(P, p, p_row, V, starts, v, O, o, o_row, rows, columns, depth, 
     for r in range(rows):
         for k in range(depth):
             for d in range(full_columns if k < full_depth else 0, columns):
-                O[o + r * o_row + d] += P[p + r * p_row + k] * number_at(V, starts[v + k] + d)
+                x = start_at(starts, v + k) + d
+                O[o + r * o_row + d] += P[p + r * p_row + k] * number_at(V, x)
