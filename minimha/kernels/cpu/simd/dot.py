@@ -89,6 +89,14 @@ def _prefetcher(builder, vector, X, starts, r, number, columns):
     return prefetch_rows
 
 
+def _loop_far_or_near(builder, far, stop, step, body):
+    """Two loops of ``body(n, is_far)``, of which ``far`` chooses one: each is free of branches."""
+    with builder.if_else(far) as branches:
+        for is_far, branch in zip((True, False), branches, strict=True):
+            with branch:
+                loop(builder, stop, step, [], lambda n, _, is_far=is_far: body(n, is_far))
+
+
 def _loader(vector, kind):
     """How a vector of K or V is loaded, which is of numba's type ``kind``."""
     return vector.load_bfloat16 if kind.dtype == types.uint16 else vector.load
@@ -179,10 +187,10 @@ def _dots(queries, together, vectors):
             totals = cgutils.alloca_once(builder, vector.type, queries * rows)
             load = _loader(vector, kinds[0])
 
-            def some_rows(first, _):
+            def some_rows(first, is_far):
                 own = _rows(builder, A, starts, first, together)
                 prefetch_rows = _prefetcher(builder, vector, A, starts, first, together, depth)
-                with builder.if_then(far):
+                if is_far:
                     _prefetch_to_L2(builder, A, kinds[0], starts, first, together, depth)
 
                 def some_vectors(begin, number):
@@ -215,7 +223,7 @@ def _dots(queries, together, vectors):
                     builder.store(total, builder.gep(totals, [place]))
                 return []
 
-            loop(builder, INT(rows), together, [], some_rows)
+            _loop_far_or_near(builder, far, INT(rows), together, some_rows)
             for first in range(0, queries * rows, vector.width):
                 to_add = [
                     builder.load(builder.gep(totals, [INT(first + x)])) for x in range(vector.width)
@@ -295,11 +303,11 @@ def _weigh(queries, keys):
             rows_of_O = [builder.gep(O, [builder.mul(INT(g), o_row)]) for g in range(queries)]
             rows_of_P = [builder.gep(P, [builder.mul(INT(g), p_row)]) for g in range(queries)]
 
-            def some_keys(k, _):
+            def some_keys(k, is_far):
                 indices = [builder.add(k, INT(x)) for x in range(keys)]
                 rows_of_V = _rows(builder, V, starts, k, keys)
                 prefetch_rows = _prefetcher(builder, vector, V, starts, k, keys, columns)
-                with builder.if_then(far):
+                if is_far:
                     _prefetch_to_L2(builder, V, kinds[3], starts, k, keys, columns)
                 weights = [
                     [vector.splat(builder, builder.load(builder.gep(row, [j]))) for j in indices]
@@ -321,7 +329,7 @@ def _weigh(queries, keys):
                 loop(builder, columns, vector.width, [], column)
                 return []
 
-            loop(builder, depth, keys, [], some_keys)
+            _loop_far_or_near(builder, far, depth, keys, some_keys)
             return context.get_dummy_value()
 
         return signature, generate
