@@ -464,9 +464,11 @@ def attention(
         and sinks is None and tap is no_tap and block_table is None
     ):  # fmt: skip
         window = window_size if type(window_size) is tuple else (window_size,)
-        functions = taken(score_mod=score_mod, mask_mod=mask_mod)
-        given_mods: Any = map(functions.get, PARAMETERS)
-        score_mod, mask_mod = given_mods
+        functions = {}
+        if score_mod is not None or mask_mod is not None:
+            functions = taken(score_mod=score_mod, mask_mod=mask_mod)
+            given_mods: Any = map(functions.get, PARAMETERS)
+            score_mod, mask_mod = given_mods
         key = remembered.key_of(
             q, k, v, score_mod, mask_mod, backend, is_causal, q_offset, scale, softcap, *window
         )

@@ -263,18 +263,19 @@ class Plan:
         memory = _memory(self._size)
         arrays = q, k, v, O, L, memory
         HEADERS.pack_into(line, 0, *map(id, arrays))
-        captured = {name: self._tiles[name].line(x.reading.values) for name, x in called.items()}
-        for name, values in captured.items():
-            line[self._numbers + NUMBERS.index(name)] = values.buffer_info()[0]
-        run = partial(self._run, line, (arrays, captured, called))
+        held: list[Any] = [arrays, called]
+        for name, placed in called.items():
+            captured = self._tiles[name].line(placed.reading.values)
+            line[self._numbers + NUMBERS.index(name)] = captured.buffer_info()[0]
+            held.append(captured)
         if self.is_long and threading.current_thread() is threading.main_thread():
             # Ctrl-C reaches only the main thread, and only in Python.
             tasks = slice(self._counters + TASKS, None)
             none_left = array("q", [CANCELLED]) * len(line[tasks])
             cancel = partial(line.__setitem__, tasks, none_left)  # one step
-            os_threads.call([run], cancel)
+            os_threads.call([partial(self._run, line, held)], cancel)
         else:
-            run()
+            self._run(line, held)
         if len(_spares) < SPARES and memory.nbytes <= LARGEST_SPARE:
             _spares.append(memory)
         if self._problem is not None and line[self._counters + FAILED]:
