@@ -42,11 +42,6 @@ def compiled_function(
 
     ``compiler`` makes both from a plain function and the types of its arguments. ``target`` is what
     the sentence adds, such as " for a GPU".
-
-    Raises
-    ------
-    Refused
-        numba cannot compile the function.
     """
     function = plain(function)
     if not isinstance(function, FunctionType):

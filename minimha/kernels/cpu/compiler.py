@@ -70,17 +70,8 @@ def compiled(
 ) -> Compiled:
     """``function`` as machine code, from disk if it was compiled before.
 
-    One process compiles and stores, others that come meanwhile wait and load.
-
-    Parameters
-    ----------
-    function : callable
-        Of integers.
-    signature : numba signature
-    file : File
-        Where its machine code is kept.
-    is_slow : bool, default False
-        Whether somebody waits for it, seconds long, which is then logged.
+    One process compiles and stores, others that come meanwhile wait and load. ``is_slow`` if a
+    caller waits for seconds, which is then logged.
     """
     made: Compiled = undisturbed(partial(_loaded_or_made, function, signature, file, is_slow))
     return made

@@ -144,12 +144,7 @@ def is_ready(problem: Problem) -> bool:
 class Tile:
     """The loop around a function as machine code, which goes when this does.
 
-    Attributes
-    ----------
-    num_values : int
-        How many numbers and arrays that the function captures are arguments.
-    returned : numba type
-        What the function returns.
+    ``num_values`` of what the function captures are arguments; it returns the type ``returned``.
     """
 
     def __init__(self, library: Any, address: int, num_values: int, returned: Any) -> None:
@@ -176,12 +171,7 @@ class Tile:
 def tile_function(function: Function) -> Tile:
     """The machine code of ``function``.
 
-    Raises
-    ------
-    Refused
-        numba cannot compile the function.
-    TypeError
-        A ``score_mod`` does not return a real number, or a ``mask_mod`` no bool.
+    Raises ``Refused``, or TypeError if it returns no real number, or as a ``mask_mod`` no bool.
     """
     tile = _compiled(function)
     check_returned(function.name, tile.returned)
