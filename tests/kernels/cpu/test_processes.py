@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -478,14 +479,25 @@ def test_an_exception_may_arrive_at_any_moment_of_a_call(again):
     finishes(INTERRUPTED.format(again=again))
 
 
+@contextmanager
+def signal_that_raises(exception):
+    """SIGUSR1 raises the exception in the main thread."""
+
+    def handler(number, frame):
+        raise exception
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 @pytest.mark.usefixtures("signals_that_arrive")
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, RuntimeError])
 def test_an_exception_cancels_the_tasks_and_waits_for_their_threads(exception):
     cancelled, ended = threading.Event(), []
-
-    def handler(number, frame):
-        raise exception
 
     def task():
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -493,12 +505,8 @@ def test_an_exception_cancels_the_tasks_and_waits_for_their_threads(exception):
         time.sleep(0.1)
         ended.append(True)
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with pytest.raises(exception):
-            os_threads.call([task], cancelled.set)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with signal_that_raises(exception), pytest.raises(exception):
+        os_threads.call([task], cancelled.set)
     assert cancelled.is_set()
     assert ended
 
@@ -515,9 +523,6 @@ def test_what_a_thread_raises_its_caller_raises():
 def test_a_second_exception_ends_the_wait_for_threads():
     entered, end, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def handler(number, frame):
-        raise KeyboardInterrupt
-
     def task():
         os.kill(os.getpid(), signal.SIGUSR1)
         entered.wait(20)
@@ -526,14 +531,13 @@ def test_a_second_exception_ends_the_wait_for_threads():
         end.wait(20)
         ended.set()
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            os_threads.call([task], entered.set)
-        assert not ended.is_set()
-    finally:
-        end.set()
-        signal.signal(signal.SIGUSR1, before)
+    with signal_that_raises(KeyboardInterrupt):
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                os_threads.call([task], entered.set)
+            assert not ended.is_set()
+        finally:
+            end.set()
     assert ended.wait(20)
 
 
