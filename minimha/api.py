@@ -426,8 +426,8 @@ def attention(
     On the CPU new values of captured numbers and arrays compile nothing; other values do, such as
     strings, tuples and flags, and all values of a function that numba compiles with constants only.
     On a GPU every value is compiled in. What a ``mask_mod`` captures is compared at each call,
-    because it says which blocks are hidden. Ctrl-C ends a call at once that compiles; compilation
-    goes on to its end, and is kept.
+    because it says which blocks are hidden. Ctrl-C ends a call that compiles at once; the
+    compilation goes on to its end, and its result is kept.
 
     References
     ----------

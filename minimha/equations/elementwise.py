@@ -71,7 +71,7 @@ class Torch:
 TORCH = Torch()
 
 
-def stand_in(name: str, value: Any) -> Any:
+def substitute(name: str, value: Any) -> Any:
     """``value``, which a function captures as ``name``, or what NumPy and numba take in its place.
 
     Raises

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import name_of, rectangular
-from minimha.equations.elementwise import stand_in
+from minimha.equations.elementwise import substitute
 
 PARAMETERS = {"score_mod": ("score", "b", "h", "i", "j"), "mask_mod": ("b", "h", "i", "j")}
 LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # whose functions do not change
@@ -243,7 +243,7 @@ def read(function: Any) -> Reading:
     inner, found = _inner_names(function.__code__), captured(function)
     paths = [path for path, _ in found]  # a global may have the name of an attribute
     for path, value in found:
-        value = stand_in(".".join(path), value)
+        value = substitute(".".join(path), value)
         kind = _kind(value)
         if kind is None or paths.count(path) > 1 or not inner.isdisjoint(path):
             others.append(value)
@@ -294,7 +294,7 @@ def contents(value: Any) -> Hashable:
     whole = [described(value)]
     for one in found:  # which grows
         code = one.__code__ if isinstance(one, FunctionType) else None
-        values = one if code is None else [stand_in(".".join(x), y) for x, y in captured(one)]
+        values = one if code is None else [substitute(".".join(x), y) for x, y in captured(one)]
         whole.append((code, *map(described, values)))
     return tuple(whole)
 
@@ -335,10 +335,11 @@ def for_numpy(function: Any) -> Any:
     if not isinstance(function, FunctionType):
         return function
     found = captured(function)
-    changed = [path for path, value in found if stand_in(".".join(path), value) is not value]
+    changed = [path for path, value in found if substitute(".".join(path), value) is not value]
     if not changed:
         return function
-    swap = _for_numpy if max(map(len, changed)) > 1 else stand_in  # numba takes modules as they are
+    # Kernels take modules only as they are.
+    swap = _for_numpy if max(map(len, changed)) > 1 else substitute
     code, known = function.__code__, function.__globals__
     swapped = {name: swap(name, known[name]) for name in _names(code) if name in known}
     cells = [_content(cell) for cell in function.__closure__ or ()]
@@ -354,7 +355,7 @@ def for_numpy(function: Any) -> Any:
 
 
 def _for_numpy(name: str, value: Any) -> Any:
-    return _Module(value) if _is_callers_module(value) else stand_in(name, value)
+    return _Module(value) if _is_callers_module(value) else substitute(name, value)
 
 
 class _Module:

@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from minimha.equations import block_mask
 from minimha.equations.arguments import name_of
 from minimha.equations.block_mask import COLUMNS, FULL, HIDDEN, PARTIAL, ROWS, BlockMask
-from minimha.equations.elementwise import COMPOSED, TORCH, Unknown, stand_in, where
+from minimha.equations.elementwise import COMPOSED, TORCH, Unknown, substitute, where
 from minimha.equations.functions import (
     WHOLE,
     Place,
@@ -622,7 +622,7 @@ def _with_arguments(function: FunctionType, number: int, paths: list[tuple[str, 
                 if any(modules.get(x.name, ((),))[0] in read - {()} for x in step.list_vars()):
                     raise TypeError("it does more with a module than to read its attributes")
                 continue
-            new = stand_in(".".join(path), old)
+            new = substitute(".".join(path), old)
             if path in paths:
                 at = paths.index(path)
                 step.value = numba_ir.Arg(f"captured.{at}", number + at, value.loc)
