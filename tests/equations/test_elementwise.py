@@ -7,8 +7,12 @@ import pytest
 
 from minimha import attention, block_mask
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
+try:
+    import torch
+except ModuleNotFoundError:
+    torch = types.SimpleNamespace(linspace=lambda *a, **_: np.linspace(*a), float64=None, tanh=None)
 
+needs_torch = pytest.mark.skipif(not hasattr(torch, "Tensor"), reason="torch is not installed")
 X = np.random.default_rng(0).normal(size=(1, 2, 20, 4))
 S = X @ X.swapaxes(-1, -2) / 2
 H, I, J = np.ogrid[:2, :20, :20]
@@ -20,7 +24,15 @@ SETTINGS.more = types.ModuleType("settings.more")
 SETTINGS.more.table = 2 * TABLE
 tanh = torch.tanh
 
-CASES = {
+OF_NUMPY = {
+    "clip": (lambda s, b, h, i, j: np.clip(s, -0.5, 0.5), lambda: np.clip(S, -0.5, 0.5)),
+    "np.where": (lambda s, b, h, i, j: np.where(i > j, s, 0), lambda: np.where(I > J, S, 0)),
+    "logic of NumPy": (lambda s, b, h, i, j: np.where(np.logical_or(i == j, h == 1), s, s / 2),
+                       lambda: np.where((I == J) | (H == 1), S, S / 2)),
+    "many of NumPy": (lambda s, b, h, i, j: np.tanh(s) + np.exp2(np.minimum(s, 0)) * np.floor(s),
+                      lambda: np.tanh(S) + 2 ** np.minimum(S, 0) * np.floor(S)),
+}  # fmt: skip
+OF_TORCH = {
     "where": (lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf")),
               lambda: np.where(I >= J, S, -np.inf)),
     "softcap": (lambda s, b, h, i, j: 2 * torch.tanh(s / 2), lambda: 2 * np.tanh(S / 2)),
@@ -28,8 +40,6 @@ CASES = {
     "table": (lambda s, b, h, i, j: s + TABLE[j], lambda: S + TABLE.numpy()[J]),
     "of a module": (lambda s, b, h, i, j: s + SETTINGS.table[j], lambda: S + TABLE.numpy()[J]),
     "clamp": (lambda s, b, h, i, j: torch.clamp(s, min=-0.5), lambda: np.maximum(S, -0.5)),
-    "clip": (lambda s, b, h, i, j: np.clip(s, -0.5, 0.5), lambda: np.clip(S, -0.5, 0.5)),
-    "np.where": (lambda s, b, h, i, j: np.where(i > j, s, 0), lambda: np.where(I > J, S, 0)),
     "an if": (lambda s, b, h, i, j: torch.where(i > j, s, 0) if h else np.where(i > j, 0, s),
               lambda: np.where((I > J) == (H > 0), S, 0)),
     "sigmoid": (lambda s, b, h, i, j: torch.sigmoid(s) + torch.rsqrt(1.0 + j),
@@ -43,14 +53,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
-def test_functions_and_tensors_of_torch(name, backend):
-    function, expected = CASES[name]
+@pytest.mark.parametrize(
+    "name", [*OF_NUMPY, *(pytest.param(name, marks=needs_torch) for name in OF_TORCH)]
+)
+def test_elementwise_functions_and_tables(name, backend):
+    function, expected = (OF_NUMPY | OF_TORCH)[name]
     expected = np.broadcast_to(expected(), S.shape)
     got = attention(X, X, X, score_mod=function, backend=backend)
     np.testing.assert_allclose(got, attention(X, X, X, scale=0, attn_bias=expected), rtol=1e-9)
 
 
+@needs_torch
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_of_modules_in_modules_and_of_defaults(backend):
     alias = SETTINGS
@@ -63,6 +76,7 @@ def test_tensors_of_modules_in_modules_and_of_defaults(backend):
     np.testing.assert_allclose(got, attention(X, X, X, scale=0, attn_bias=expected), rtol=1e-9)
 
 
+@needs_torch
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mask_mods_and_block_masks_take_them_too(backend):
     document = torch.arange(20) // 7
@@ -77,6 +91,7 @@ def test_mask_mods_and_block_masks_take_them_too(backend):
         np.testing.assert_allclose(got, expected, rtol=1e-9)
 
 
+@needs_torch
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_tensor_that_is_written_to_counts(backend):
     slope = torch.zeros(2, dtype=torch.float64)
@@ -88,6 +103,7 @@ def test_a_tensor_that_is_written_to_counts(backend):
         np.testing.assert_allclose(got, expected, rtol=1e-9)
 
 
+@needs_torch
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_has_no_stand_in_is_named(backend):
     requiring, softmax = torch.ones(2, requires_grad=True), torch.softmax
