@@ -50,7 +50,7 @@ def _compile(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """List the rungs, or what ptxas says of the CUDA rungs."""
-    from minimha.kernels.ladder import CUDA_LADDER, LADDER
+    from minimha.kernels.ladder import CUDA_LADDER, LADDER, measured
 
     if args.compile:
         _compile(args)
@@ -64,7 +64,10 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"no rung {name!r} here: there are {', '.join(known)}")
     rungs = args.rung or list(known)
     if not args.ptx:
-        deliver_table(args, [{"rung": name} | known[name]._asdict() for name in rungs])
+        rows = [
+            {"rung": name} | known[name]._asdict() | {"measured": measured(name)} for name in rungs
+        ]
+        deliver_table(args, rows)
         return
     if not find_spec("numba_cuda"):
         raise BackendUnavailable(

@@ -142,7 +142,9 @@ def test_kernels_lists_both_ladders(run):
     assert {"cpu.rung1_rows", "cpu.rung5_decode", "cuda.rung1_rows", "cuda.rung2_tiles"} <= set(
         rungs
     )
-    assert rungs["cpu.rung2_tiles"]["measured"].startswith("6 × rung 1")
+    assert rungs["cpu.rung2_tiles"]["measured"].startswith("6 × as fast as rung 1")
+    assert all(any(c.isdigit() for c in rung["measured"]) or "no GPU" in rung["measured"]
+               for rung in rungs.values())  # fmt: skip
     only = json.loads(shown(run, "kernels --rung cpu.rung5_decode --format json"))
     assert [r["rung"] for r in only] == ["cpu.rung5_decode"]
 

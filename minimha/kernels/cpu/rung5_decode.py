@@ -9,10 +9,11 @@ read. Each split has its own m, l and O, which log-sum-exp merges:
 
     m = max m_s,   l = Σ exp(m_s - m) l_s,   O = Σ exp(m_s - m) O_s / l
 
-Measured: K and V are read at 80 % or more of the bandwidth of the same threads when they only read
-(32 heads over 8, 2048 keys: 80, 87 and 93 % in three runs; two cores of an AMD EPYC, 2026-11-21).
 Over pages in random order it takes longer than over keys in one piece: 1.3 × for pages of 16 keys,
 1.15 × for pages of 64 (16384 keys of width 128, float32; one core of an AMD EPYC, 2026-11-23).
+
+Measured: K and V are read at 80 % or more of the bandwidth of the same threads when they only read
+(32 heads over 8, 2048 keys: 80, 87 and 93 % in three runs; two cores of an AMD EPYC, 2026-11-21).
 """
 
 from __future__ import annotations

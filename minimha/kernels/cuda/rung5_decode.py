@@ -18,7 +18,7 @@ piece and uses them for those parts of the fragment that it has to hold; and S c
 has to go in. P is split into two 16-bit numbers, its upper bits and the residual, which makes O as
 exact as in float32: the tensor cores have throughput to spare.
 
-Not measured: no GPU yet.
+Not measured: no GPU yet. Estimate: 80 to 90 % of an H200's 4.8 TB/s.
 """
 
 from collections import namedtuple

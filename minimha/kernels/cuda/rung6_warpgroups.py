@@ -28,7 +28,9 @@ Until one has run it, the backend "cuda" takes rung 4 there too, unless the envi
 MINIMHA_CUDA_RUNGS names this rung.
 
 Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2; the lines below are those of
-FlashAttention-2's Algorithm 1. Not measured: no GPU yet.
+FlashAttention-2's Algorithm 1.
+
+Not measured: no GPU yet.
 """
 
 import math
