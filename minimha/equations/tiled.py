@@ -58,17 +58,17 @@ def forward(
     O = np.empty((B, H, Lq, problem.v.shape[3]), problem.compute)
     L = np.empty((B, H, Lq), problem.compute)
     with np.errstate(all="ignore"):
-        factor = factor_against_overflow(
+        shrink = factor_against_overflow(
             problem.v.astype(problem.compute, copy=False), problem.k.shape[2]
         )
         for i, start in enumerate(range(0, Lq, B_r)):  # line 3
             rows = slice(start, min(start + B_r, Lq))
-            O[..., rows, :], L[..., rows] = _row_block(problem, i, rows, B_c, factor, tap)
+            O[..., rows, :], L[..., rows] = _row_block(problem, i, rows, B_c, shrink, tap)
     return tap("output", O), L
 
 
 def _row_block(
-    problem: Problem, i: int, rows: slice, B_c: int, factor: float, tap: Tap
+    problem: Problem, i: int, rows: slice, B_c: int, shrink: float, tap: Tap
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Lines 4 to 15: one block of queries against all the keys that it may see."""
     compute = problem.compute
@@ -83,10 +83,10 @@ def _row_block(
         m_old, m = m, tap(f"m{at}", np.maximum(m, S.max(axis=-1, keepdims=True)))  # line 9
         shift = np.where(np.isneginf(m), S.dtype.type(0), m)
         P = tap(f"P{at}", np.exp(S - shift))
-        correction = tap(f"factor{at}", np.exp(m_old - shift))
-        l = tap(f"l{at}", correction * l + P.sum(axis=-1, keepdims=True))
-        O = tap(f"O{at}", correction * O + weighted_sum(factor * P, V_j, seen))  # line 10
-    O = O / np.where(l == 0, l.dtype.type(1), factor * l)  # line 12
+        factor = tap(f"factor{at}", np.exp(m_old - shift))
+        l = tap(f"l{at}", factor * l + P.sum(axis=-1, keepdims=True))
+        O = tap(f"O{at}", factor * O + weighted_sum(shrink * P, V_j, seen))  # line 10
+    O = O / np.where(l == 0, l.dtype.type(1), shrink * l)  # line 12
     return O, (m + np.log(l))[..., 0]  # line 13
 
 

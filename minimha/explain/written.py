@@ -402,18 +402,23 @@ def _decay(made: Origin, i: int, j: int, say: Say) -> Parts:
     return Parts(row, column, (), f"exp({before} - {_factor(say(column[0]))})")
 
 
+def _before(factor: Step, old: Step | None, i: int, j: int) -> Places:
+    """The factor and the sum of the blocks before; neither for the first block."""
+    return () if old is None else (*_at(factor, i, 0), *_at(old, i, j))
+
+
 def _running_sum(made: Origin, i: int, j: int, say: Say) -> Parts:
     P, factor, old = _operands(made, 3)
-    row, others = _row(P, i), (*_at(factor, i, 0), *_at(old, i, 0))
-    terms = [_sum_of_products(others[:1], others[1:], say)] if len(others) > 1 else []
+    row, others = _row(P, i), _before(factor, old, i, 0)
+    terms = [_sum_of_products(others[:1], others[1:], say)] if others else []
     return Parts(row, (), others, _plus([*terms, _sum(row, say)]))
 
 
 def _running_product(made: Origin, i: int, j: int, say: Say) -> Parts:
     factor, old = _operands(made, 4)[2:]
     row, column = _row_and_column(made, i, j)
-    others = (*_at(factor, i, 0), *_at(old, i, j))
-    terms = [_sum_of_products(others[:1], others[1:], say)] if len(others) > 1 else []
+    others = _before(factor, old, i, j)
+    terms = [_sum_of_products(others[:1], others[1:], say)] if others else []
     return Parts(row, column, others, _plus([*terms, _sum_of_products(row, column, say)]))
 
 

@@ -259,6 +259,9 @@ def test_a_block_goes_on_from_the_one_before():
     assert [place.step.name for place in _others(trace, "m")] == ["m[i=2,j=0]"]
     assert [place.step.name for place in _others(trace, "l")] == ["factor[i=2,j=1]", "l[i=2,j=0]"]
     assert [place.step.name for place in _others(trace, "O")] == ["factor[i=2,j=1]", "O[i=2,j=0]"]
+    for name in ("l", "O"):
+        [first] = trace.by_name[f"{name}[i=2,j=0]"]
+        assert cell(trace, first, (0, 0)).others == ()  # no block before, and nothing to rescale
 
 
 def _others(trace, base):
