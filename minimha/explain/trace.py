@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from html import escape
-from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 from unicodedata import category
 
 import numpy as np
@@ -187,6 +185,7 @@ class Trace:
     query: str = ""
     cell: str = ""
     blank: Sequence[str] = ()
+    _repr_html_: ClassVar[Callable[[Trace], str]]  # for notebooks, set by the package
     _values: dict[str, NDArray[Any]] = field(default_factory=dict, init=False, repr=False)
     _sources: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
@@ -382,18 +381,6 @@ class Trace:
             letter for s in self.steps for axis in s.axes for letter in re.findall(r"\w+", axis)
         }
         return {letter: meaning for letter, meaning in AXES.items() if letter in shown}
-
-    def _repr_html_(self) -> str:
-        """The page of this trace for a notebook, in a frame that may run the page's own script."""
-        page = import_module("minimha.explain.page")  # by name: the page is made from traces
-        try:
-            text = page.page(self, 3)
-        except ValueError as error:
-            return f"<p>{escape(str(error))}</p>"
-        return (
-            f'<iframe sandbox="allow-scripts" title="{escape(self.example)}" '
-            f'style="width:100%;height:44em;border:0" srcdoc="{escape(text)}"></iframe>'
-        )
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
