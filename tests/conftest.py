@@ -15,8 +15,8 @@ settings.register_profile("fresh", deadline=None, database=None)
 settings.register_profile("explore", deadline=None, database=None, max_examples=400)
 settings.load_profile("same")
 
-# A program that switches numba's simulator on, for good, when it is imported.
-collect_ignore = ["kernels/cuda/simulator.py"]
+# Programs: the first switches numba's simulator on, for good, when it is imported.
+collect_ignore = ["kernels/cuda/simulator.py", "gpu_kit/check.py", "world/train.py"]
 
 
 @pytest.hookimpl(tryfirst=True)

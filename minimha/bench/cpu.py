@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from minimha import attention
+from minimha.api import attention
 from minimha.bench.bandwidth import yardstick
 from minimha.bench.peers import Peer, load, peers
 from minimha.bench.report import GATE, GATE_ROWS, OURS, Record, Report, machine, measured

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha import BackendUnavailable, attention, backends
-from minimha.api import Backend
+from minimha.api import Backend, BackendUnavailable, attention, backends
 from minimha.bench.cpu import seconds_of
 from minimha.bench.report import GATE, GATE_ROWS, OURS, Record, Report, measured
 from minimha.bench.shapes import Shape

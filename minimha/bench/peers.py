@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha import attention
+from minimha.api import attention
 from minimha.bench.shapes import Inputs
 
 LIBRARIES = ("torch", "onnxruntime", "onnx")

@@ -9,7 +9,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn, TextIO
 
-from minimha import BackendUnavailable, __version__
+from minimha import __version__
+from minimha.api import BackendUnavailable
 from minimha.explain.spelling import spelled
 from minimha.explain.trace import printable
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from minimha import attention
-from minimha.api import TAPPED, check_backend
+from minimha.api import TAPPED, attention, check_backend
 from minimha.cli.arguments import add_steps, check_step, integer, number, real
 from minimha.cli.output import TRACE_FORMATS, add_output, deliver
 from minimha.equations import tiled

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from minimha import backends
+from minimha.api import backends
 from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table
 
 

@@ -5,9 +5,8 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from minimha import BackendUnavailable
-from minimha import compile as compile_ahead
-from minimha.api import DTYPES
+from minimha.api import DTYPES, BackendUnavailable
+from minimha.api import compile as compile_ahead
 from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table, grouped
 from minimha.explain import render
 

@@ -14,10 +14,10 @@ from minimha.equations.tap import Tap, prefixed, renamed
 from minimha.examples import sentences
 from minimha.examples.example import Example
 from minimha.explain.trace import token_labels
+from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.norms import layer_norm, rms_norm
 from minimha.layers.rope import RoPE
-from minimha.models.feed_forward import FeedForward
-from minimha.models.norms import layer_norm, rms_norm
 
 Norm = Callable[[NDArray[Any], str], NDArray[Any]]  # of x; and what its steps' names begin with
 

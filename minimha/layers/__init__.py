@@ -1,4 +1,4 @@
-"""What is built on attention.
+"""What is built on attention, and the norms and feed-forward that stand beside it.
 
 A layer that is called with arrays of torch or JAX returns arrays of that library. Weights may be of
 any library; tables of angles and biases are NumPy's.

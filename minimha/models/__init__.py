@@ -1,4 +1,4 @@
-"""What a model has around its attention, and whole models: from a sentence to the next word."""
+"""Whole models, from a sentence to the next word: embeddings, layers, logits, checkpoints."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minimha.layers.feed_forward import Activation
 from minimha.layers.rope import RoPE
-from minimha.models.feed_forward import Activation
 
 
 @dataclass(frozen=True)

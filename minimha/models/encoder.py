@@ -17,12 +17,12 @@ from numpy.typing import ArrayLike, NDArray
 from minimha.api import Backend
 from minimha.equations.arguments import as_integers, name_of
 from minimha.equations.tap import Steps, Tap, no_tap, prefixed, renamed, replacing, staged
+from minimha.layers.feed_forward import ACTIVATIONS, FeedForward
 from minimha.layers.linear import product
 from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.norms import LayerNorm, Norm
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
-from minimha.models.feed_forward import ACTIVATIONS, FeedForward
-from minimha.models.norms import LayerNorm, Norm
 from minimha.models.tokens import Tokenizer, check_length, numbers
 
 Array = NDArray[Any]

@@ -21,13 +21,13 @@ from minimha.equations.arguments import as_floating, integer, name_of
 from minimha.equations.tap import Steps, Tap, no_tap, prefixed, renamed, replacing, safe_tap, staged
 from minimha.layers.biases import t5_bias
 from minimha.layers.cache import KVCache
+from minimha.layers.feed_forward import FeedForward
 from minimha.layers.linear import product
 from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.norms import LayerNorm, Norm
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings, sinusoidal
 from minimha.models.encoder import EncoderLayer
-from minimha.models.feed_forward import FeedForward
-from minimha.models.norms import LayerNorm, Norm
 from minimha.models.sampling import sampler
 from minimha.models.tokens import Tokenizer, check_length, ends, numbers
 

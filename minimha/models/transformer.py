@@ -18,12 +18,12 @@ from minimha.api import Backend
 from minimha.equations.arguments import counted, integer, name_of
 from minimha.equations.tap import Steps, Tap, no_tap, prefixed, renamed, replacing, safe_tap, staged
 from minimha.layers.cache import KVCache
+from minimha.layers.feed_forward import FeedForward
 from minimha.layers.linear import product
 from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.norms import Norm
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
-from minimha.models.feed_forward import FeedForward
-from minimha.models.norms import Norm
 from minimha.models.sampling import sampler
 from minimha.models.tokens import Tokenizer, check_length, ends, numbers
 

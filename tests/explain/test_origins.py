@@ -10,11 +10,11 @@ from minimha.explain import Trace
 from minimha.explain.origins import INTERLEAVED, OPERATIONS, origin
 from minimha.explain.trace import token_labels
 from minimha.explain.written import WRITERS, cell, cell_of
+from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.norms import layer_norm
 from minimha.layers.rope import RoPE
 from minimha.models import world
-from minimha.models.feed_forward import FeedForward
-from minimha.models.norms import layer_norm
 
 RNG = np.random.default_rng(0)
 OPTIONS = {

@@ -16,7 +16,7 @@ from minimha.explain.page import page
 from minimha.explain.trace import token_labels
 from minimha.explain.written import cell_of
 from minimha.layers import MultiHeadAttention, RoPE
-from minimha.models.norms import layer_norm
+from minimha.layers.norms import layer_norm
 
 
 def layer_with_everything():

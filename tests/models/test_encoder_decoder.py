@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
+from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.norms import LayerNorm
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
 from minimha.models.encoder import EncoderLayer
 from minimha.models.encoder_decoder import DecoderLayer, EncoderDecoder, original
-from minimha.models.feed_forward import FeedForward
-from minimha.models.norms import LayerNorm
 
 E, H, F, V, P, N = 16, 4, 24, 31, 20, 2
 CONFIG = Config(

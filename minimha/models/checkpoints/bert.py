@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.models.checkpoints.settings import DEEPEST, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
 from minimha.models.encoder import Encoder, EncoderLayer, MaskedHead
-from minimha.models.feed_forward import FeedForward
 from minimha.models.tokens import Tokenizer
 
 PREFIX = "bert."  # of a checkpoint with a head

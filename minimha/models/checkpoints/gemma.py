@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 
+from minimha.layers.norms import RMSNorm
 from minimha.models.checkpoints.llama import attention, feed_forward
 from minimha.models.checkpoints.settings import DEEPEST, GLOBAL, LOCAL, POSITIVE, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
-from minimha.models.norms import RMSNorm
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Block, Transformer
 

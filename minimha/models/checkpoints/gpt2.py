@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.models.checkpoints.settings import DEEPEST, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
-from minimha.models.feed_forward import FeedForward
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Block, Transformer
 

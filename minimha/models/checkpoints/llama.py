@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.norms import RMSNorm
 from minimha.models.checkpoints.settings import DEEPEST, KINDS, LOCAL, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
-from minimha.models.feed_forward import FeedForward
-from minimha.models.norms import RMSNorm
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Block, Transformer
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minimha.equations.arguments import flag, integer, number
+from minimha.layers.feed_forward import Activation
 from minimha.layers.rope import (
     FactorScaling,
     LinearScaling,
@@ -15,7 +16,6 @@ from minimha.layers.rope import (
     Scaling,
     YaRNScaling,
 )
-from minimha.models.feed_forward import Activation
 
 LARGEST = 1 << 24  # of any count: a file must not make us reserve all memory
 DEEPEST = 1 << 12  # of layers

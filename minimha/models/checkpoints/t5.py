@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from minimha.layers.feed_forward import Activation, FeedForward
 from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.norms import RMSNorm
 from minimha.models.checkpoints.settings import DEEPEST, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
 from minimha.models.encoder import EncoderLayer
 from minimha.models.encoder_decoder import DecoderLayer, EncoderDecoder, RelativeBias
-from minimha.models.feed_forward import Activation, FeedForward
-from minimha.models.norms import RMSNorm
 from minimha.models.tokens import Tokenizer
 
 UNEMBEDDING = "lm_head.weight"

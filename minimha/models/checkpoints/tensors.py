@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import as_floating, cast
-from minimha.models.norms import LayerNorm
+from minimha.layers.norms import LayerNorm
 
 Array = NDArray[Any]
 

@@ -29,7 +29,7 @@ given or sold, where the grammar gives 0.
 The world has no questions such as "where is the ball?": the models that were trained on them knew
 which places had been named, but chose among them as if by lot.
 
-``tools/judge_world.py`` prints this table, and a test compares it with the weights.
+``tests/world/judge.py`` prints this table, and a test compares it with the weights.
 """
 
 import json

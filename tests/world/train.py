@@ -1,7 +1,7 @@
 """Train the model of ``minimha.models.world`` and write its weights, ``world.npz``.
 
     pip install -e '.[training]'
-    python tools/train_world.py        # minutes of one core
+    python tests/world/train.py        # minutes of one core
 
 The architecture is GPT-2's, and the tensors carry its names. What made the model learn in minutes:
 

@@ -44,7 +44,7 @@ print(minimha.attention(q, k, k, backend="cuda").astype(float).sum())
 def built(tmp_path_factory):
     """A kit with a kernel of each rung."""
     folder = tmp_path_factory.mktemp("kit") / "kit"
-    command = [sys.executable, "-m", "tools.gpu_kit", "build", folder, "--sample", "--stand-in"]
+    command = [sys.executable, "-m", "tests.gpu_kit", "build", folder, "--sample", "--stand-in"]
     done = subprocess.run(
         command, cwd=standin.TESTS.parent, capture_output=True, text=True, timeout=LIMIT
     )

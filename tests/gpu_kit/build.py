@@ -31,9 +31,9 @@ def build(folder: Path, cc: tuple[int, int], sample: bool, is_for_standin: bool)
     if is_for_standin:
         standin.machine_code_is_ptx()
     _copy(folder)
+    from gpu_kit.tape import Tape
     from minimha.kernels import disk
     from minimha.kernels.cuda import cubins
-    from tools.gpu_kit.tape import Tape
 
     asked: dict[str, Any] = {}
 
@@ -111,9 +111,9 @@ def _copy(folder: Path) -> None:
 
 def _of_bench() -> list[Any]:
     """Of every shape that ``bench --backend cuda`` measures, the rungs that take it."""
+    from gpu_kit.calls import outline, rungs
     from minimha.bench.gpu import SHAPES, TINY
     from minimha.kernels.cuda.launch import launches_of
-    from tools.gpu_kit.calls import outline, rungs
 
     found = []
     for shape in (*SHAPES, TINY):
@@ -153,10 +153,10 @@ def _of_tests() -> list[Any]:
 
 def _record(folder: Path, tape: Any, sample: bool) -> None:
     """Write what the calls of all cases do."""
+    from gpu_kit.cases import cases, label, problem
     from minimha.equations.problem import Problem
     from minimha.kernels.cuda import backend
     from minimha.kernels.ladder import IF_NAMED
-    from tools.gpu_kit.cases import cases, label, problem
 
     recorded = []
     for case in cases(sample):

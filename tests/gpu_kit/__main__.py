@@ -1,4 +1,4 @@
-"""``python -m tools.gpu_kit build FOLDER``."""
+"""``python -m tests.gpu_kit build FOLDER``."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 def main() -> None:
     """Parse the command line and build the kit."""
-    parser = argparse.ArgumentParser(prog="python -m tools.gpu_kit", description="Build a GPU kit.")
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_kit", description="Build a GPU kit.")
     add = parser.add_subparsers(required=True).add_parser("build").add_argument
     add("folder", type=Path)
     add("--arch", default="90", help="compute capability without its dot (default 90, an H200)")
@@ -17,7 +17,7 @@ def main() -> None:
     add("--stand-in", action="store_true", help="for the tests' stand-in for a GPU, not for a GPU")
     args = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    from tools.gpu_kit import build
+    from gpu_kit import build
 
     cc = int(args.arch[:-1]), int(args.arch[-1])
     build.build(args.folder, cc, args.sample, args.stand_in)

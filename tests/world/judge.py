@@ -1,6 +1,6 @@
 """Compare a model's next words with the grammar's: the table in ``minimha.models.world``.
 
-python tools/judge_world.py
+python tests/world/judge.py
 """
 
 from minimha.models import world

@@ -10,13 +10,13 @@ import pytest
 
 from minimha.models import world
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "train_world.py"
+SCRIPT = Path(__file__).with_name("train.py")
 
 
 def test_two_steps_write_a_file_like_the_one_that_ships(tmp_path):
     pytest.importorskip("torch", reason="the training needs torch: pip install -e '.[training]'")
     output = tmp_path / "world.npz"
-    paths = {"PYTHONPATH": str(SCRIPT.parents[1])}
+    paths = {"PYTHONPATH": str(SCRIPT.parents[2])}
     command = [sys.executable, SCRIPT, "--steps", "2", "--output", output]
     subprocess.run(command, check=True, timeout=120, env=os.environ | paths)
     with np.load(output) as trained, np.load(world.WEIGHTS) as shipped:

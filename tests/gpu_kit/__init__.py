@@ -1,6 +1,6 @@
 """A folder that tests and measures the CUDA kernels on a machine where nothing can be installed.
 
-    python -m tools.gpu_kit build FOLDER
+    python -m tests.gpu_kit build FOLDER
 
 compiles here, without a GPU, what the GPU tests, the bench and the kit's own check ask for, and
 writes a folder to copy there: ``sh run.sh probe check tests bench profile sanitize``, or any of
