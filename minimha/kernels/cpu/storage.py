@@ -80,13 +80,13 @@ def find_keys(X, o, b, kv, j, n, starts):
     """Write ``start_of`` n keys of sequence b from j on and, if there are, of more to prefetch."""
     n += ROWS_AHEAD if is_far(X) else ROWS_AHEAD_OF_L1
     r, known, stride = 0, min(n, o.kv_lengths[b] - j), X.strides[2] // X.itemsize
+    page, at, ahead = j // o.page_size, key_at(o, b, j)[1], keys_ahead(o, j)
     while r < known:
-        page, at = key_at(o, b, j + r)
-        first, run = start_of(X, page, kv, at), min(known - r, keys_ahead(o, j + r))
+        first, run = start_of(X, o.pages[b, page], kv, at), min(known - r, ahead)
         run_starts = flat(starts, r)  # see ``_write_numbers``
         for x in range(run):
             run_starts[x] = first + x * stride
-        r += run
+        r, page, at, ahead = r + run, page + 1, o.first_keys[b], o.page_size  # without a division
     beyond, last = flat(starts, known), starts[known - 1]
     for x in range(n - known):
         beyond[x] = last
