@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from minimha.check import speaking
+from minimha.check import translation
 from minimha.check.answer import Answer
 from minimha.check.calling import ARRAYS, DTYPES, Caller, arguments_of
+from minimha.check.calling_layers import LayerCaller
 from minimha.check.candidate import TIMEOUT, Candidate
-from minimha.check.layers import LayerCaller
 from minimha.check.page import as_text
 from minimha.check.problems import graded, layer_problems
 from minimha.check.report import Report
@@ -68,7 +68,7 @@ def check(
         Of queries, keys and values.
     is_layer : bool, default False
         ``function`` is a class of whole layers, with matrices and heads: see
-        ``minimha.check.layers`` for how it is called. It speaks "minimha" or "torch".
+        ``minimha.check.calling_layers`` for how it is called. It speaks "minimha" or "torch".
     arrays : {"numpy", "torch", "jax", "cupy"}, optional
         Whose arrays it gets. By default what it speaks suggests; where that is refused, those of
         the libraries that it has imported.
@@ -96,7 +96,7 @@ def check(
     >>> check(torch.scaled_dot_product_attention, speaks="torch").verdict
     'right'
     """
-    choice("speaks", speaks, speaking.DIALECTS)
+    choice("speaks", speaks, translation.DIALECTS)
     choice("dtype", dtype, DTYPES)
     if arrays is not None:
         choice("arrays", arrays, ARRAYS)

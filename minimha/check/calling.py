@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check import speaking
+from minimha.check import translation
 from minimha.check.answer import Answer
 from minimha.check.problems import Graded
 from minimha.equations.arrays import as_numpy, bfloat16, library_of, like
@@ -57,7 +57,7 @@ class Caller:
         self.kinds = [arrays] if arrays else self._likely()
 
     def _likely(self) -> list[str]:
-        first = speaking.DIALECTS[self.speaks].arrays
+        first = translation.DIALECTS[self.speaks].arrays
         return [first, *(kind for kind in ARRAYS if kind != first and kind in sys.modules)][:3]
 
     def answer(self, arguments: Mapping[str, Any]) -> Answer:
@@ -71,7 +71,7 @@ class Caller:
                 answer = self._asked(kind, arguments)
             except NotAnArray as error:
                 return Answer(faults=("not_an_array",), note=str(error))
-            except speaking.Refused as error:
+            except translation.Refused as error:
                 return Answer(refusal=str(error))
             except SystemExit as error:
                 return Answer(faults=("crashes",), note=f"it ended the process: {error!r}")
@@ -80,13 +80,13 @@ class Caller:
             else:
                 self.kinds = [kind]
                 return answer
-        said = [f"given {kind}'s arrays, {reason}" for reason, kind in reasons.items()]
-        return Answer(refusal="; ".join(said if len(said) > 1 else reasons))
+        each = [f"given {kind}'s arrays, {reason}" for reason, kind in reasons.items()]
+        return Answer(refusal="; ".join(each if len(each) > 1 else reasons))
 
     def _asked(self, kind: str, arguments: Mapping[str, Any]) -> Answer:
         try:
             return self._run(kind, arguments, wants_lse=True)
-        except (speaking.Refused, NotAnArray):
+        except (translation.Refused, NotAnArray):
             raise
         except Exception:
             if not arguments.get("return_lse"):
@@ -95,40 +95,40 @@ class Caller:
 
     def _run(self, kind: str, arguments: Mapping[str, Any], *, wants_lse: bool) -> Answer:
         cast = {name: self._cast(name, value) for name, value in arguments.items()}
-        given, words = self._said(cast, wants_lse)
-        output, lse, faults = self._once(kind, given, words)
-        again, _, _ = self._once(kind, given, words)
+        given, keywords = self._translated(cast, wants_lse)
+        output, lse, faults = self._once(kind, given, keywords)
+        again, _, _ = self._once(kind, given, keywords)
         if not _same(output, again):
             faults.append("not_deterministic")
         is_asked = wants_lse and arguments.get("return_lse")
-        if not (is_asked and speaking.DIALECTS[self.speaks].lse):
+        if not (is_asked and translation.DIALECTS[self.speaks].lse):
             lse = None  # a second result is something else
         return self._read(cast, output, lse, faults)
 
-    def _said(
+    def _translated(
         self, cast: Mapping[str, Any], wants_lse: bool
     ) -> tuple[list[Array], Mapping[str, Any]]:
         """The positional and the keyword arguments."""
-        return speaking.said(self.speaks, cast, wants_lse=wants_lse)
+        return translation.translated(self.speaks, cast, wants_lse=wants_lse)
 
     def _axes(self, cast: Mapping[str, Any]) -> Axes:
         """Letters and sizes of the output and of the log-sum-exp."""
-        return speaking.expected_shapes(self.speaks, cast["q"], cast["v"])
+        return translation.expected_shapes(self.speaks, cast["q"], cast["v"])
 
     def _once(
-        self, kind: str, given: list[Array], words: Mapping[str, Any]
+        self, kind: str, given: list[Array], keywords: Mapping[str, Any]
     ) -> tuple[Array, Array | None, list[str]]:
         """One call on fresh arrays; what came back, and what became of the arrays."""
         theirs = [self._theirs(kind, x) for x in given]
-        options = {name: self._theirs(kind, value) for name, value in words.items()}
+        options = {name: self._theirs(kind, value) for name, value in keywords.items()}
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            returned, extra = speaking.results(self.function(*theirs, **options))
+            returned, extra = translation.results(self.function(*theirs, **options))
             output = numbers_of(returned)
             lse = None if extra is None else numbers_of(extra)
         faults = []
         for before, after in zip(
-            [*given, *words.values()], [*theirs, *options.values()], strict=True
+            [*given, *keywords.values()], [*theirs, *options.values()], strict=True
         ):
             if isinstance(before, np.ndarray):
                 now = numbers_of(after)
@@ -175,7 +175,7 @@ class Caller:
             faults.append("wrong_dtype")
             if name not in WIDE:
                 notes.append(f"its output has dtype {name}: expected {self.dtype.name}")
-        wide, log_sum = speaking.heads_first(self.speaks, wide, log_sum)
+        wide, log_sum = translation.heads_first(self.speaks, wide, log_sum)
         return Answer(wide, log_sum, None, tuple(dict.fromkeys(faults)), name, "; ".join(notes))
 
 

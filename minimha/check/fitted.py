@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from minimha.check import readings
 from minimha.check.answer import Answer
-from minimha.check.deviations import BLOCKS, FILLS
+from minimha.check.catalogue import BLOCKS, FILLS
 from minimha.check.prepared import Prepared
 from minimha.check.problems import MANY, Graded
 from minimha.check.readings import Weights

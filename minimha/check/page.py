@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.deviations import DEVIATIONS
+from minimha.check.catalogue import DEVIATIONS
 from minimha.check.report import Report, options_of
 from minimha.check.verdict import Result
 from minimha.explain.numbers import cells

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from minimha.check.answer import MISSING, NOT_ASKED
-from minimha.check.deviations import DEVIATIONS, Deviation
-from minimha.check.speaking import DIALECTS
+from minimha.check.catalogue import DEVIATIONS, Deviation
+from minimha.check.translation import DIALECTS
 from minimha.check.verdict import Findings, Result, Verdict
 
 MOST_LISTED = 16  # numbers of an option in the JSON; of a longer one its size alone

@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check.answer import Answer
-from minimha.check.deviated import HIDDEN_ROWS, Deviated, deviate
-from minimha.check.deviations import DEVIATIONS
+from minimha.check.catalogue import DEVIATIONS
 from minimha.check.fitted import fitted
-from minimha.check.layer_deviated import PreparedLayer, deviate_layer
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.problems import Graded
 from minimha.check.rounding import FORMATS, rounded
+from minimha.check.wrong_attention import HIDDEN_ROWS, Deviated, deviate
+from minimha.check.wrong_layer import PreparedLayer, deviate_layer
 
 Array = NDArray[Any]
 Item = tuple[str, Any]  # an identifier and the value that it has

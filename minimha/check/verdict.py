@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from minimha.check import readings, relations
 from minimha.check.answer import Answer
-from minimha.check.deviations import DEVIATIONS
+from minimha.check.catalogue import DEVIATIONS
 from minimha.check.problems import Graded
 from minimha.check.readings import Reading
 from minimha.check.rounding import format_of

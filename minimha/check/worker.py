@@ -53,7 +53,7 @@ def as_answer(record: dict[str, Any]) -> Answer:
 
 def _caller(settings: dict[str, Any]) -> Any:
     from minimha.check.calling import Caller
-    from minimha.check.layers import LayerCaller
+    from minimha.check.calling_layers import LayerCaller
     from minimha.check.target import load
 
     kind = LayerCaller if settings.pop("is_layer", False) else Caller

@@ -12,7 +12,7 @@ from check.mutants import DTYPES, ROUNDED_BY, answered_by, answers
 from check.pairs import of_attention
 from check.right import random_kernel
 
-from minimha.check.deviations import DEVIATIONS
+from minimha.check.catalogue import DEVIATIONS
 from minimha.check.prepared import Prepared
 from minimha.check.problems import graded
 from minimha.check.verdict import judge

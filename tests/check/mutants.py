@@ -4,10 +4,10 @@ import ml_dtypes
 import numpy as np
 
 from minimha.check.answer import Answer
-from minimha.check.deviated import HIDDEN_ROWS, deviate
-from minimha.check.layer_deviated import PreparedLayer, deviate_layer
 from minimha.check.prepared import Impossible
 from minimha.check.search import Problems
+from minimha.check.wrong_attention import HIDDEN_ROWS, deviate
+from minimha.check.wrong_layer import PreparedLayer, deviate_layer
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ROUNDED_BY = {  # deviations that come to rounding in the dtype itself, which is right

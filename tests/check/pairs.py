@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests import each othe
 
 from check.mutants import answers
 
-from minimha.check.deviations import DEVIATIONS
+from minimha.check.catalogue import DEVIATIONS
 from minimha.check.prepared import Prepared
 from minimha.check.problems import graded
 from minimha.check.verdict import judge

@@ -11,7 +11,7 @@ from check.right import random_kernel
 from check.wrong import WRONG
 
 from minimha.check.answer import Answer
-from minimha.check.deviations import DEVIATIONS
+from minimha.check.catalogue import DEVIATIONS
 from minimha.check.prepared import Prepared
 from minimha.check.problems import graded, layer_problems
 from minimha.check.verdict import judge

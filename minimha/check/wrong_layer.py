@@ -1,7 +1,7 @@
 """A whole multi-head layer with any set of deviations, in float64.
 
 x → q, k, v → rotated → attention → concat → output. What happens between the projections and the
-concatenation is ``minimha.check.deviated``; deviations of the attention pass through to it.
+concatenation is ``minimha.check.wrong_attention``; deviations of the attention pass through to it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.check.deviated import Deviated, confused, deviate
 from minimha.check.prepared import UNITS, Impossible, Prepared
 from minimha.check.problems import Graded
+from minimha.check.wrong_attention import Deviated, confused, deviate
 from minimha.layers import RoPE
 
 Array = NDArray[Any]

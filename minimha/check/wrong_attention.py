@@ -89,7 +89,7 @@ def attend(
 
 def values_of(deviations: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Identifiers with their values; the usual one where none is given."""
-    from minimha.check.deviations import DEVIATIONS
+    from minimha.check.catalogue import DEVIATIONS
 
     if isinstance(deviations, Mapping):
         return dict(deviations)

@@ -1,4 +1,4 @@
-"""What a dialect is told: its own functions, called so, compute minimha's attention."""
+"""Translated calls: the dialects' functions compute minimha's attention with them."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from minimha import attention, dialects
 from minimha.check.calling import Caller
 from minimha.check.problems import graded
-from minimha.check.speaking import DIALECTS, Refused, said
+from minimha.check.translation import DIALECTS, Refused, translated
 
 FUNCTIONS = {
     "minimha": attention,
@@ -73,12 +73,14 @@ def test_a_dialects_function_computes_what_minimha_does(speaks):
         ("torch", {"return_lse": True}, {}),
     ],
 )  # fmt: skip
-def test_words(speaks, options, words):
-    assert said(speaks, {**QKV, **options}, wants_lse=True)[1] == words
+def test_keyword_arguments(speaks, options, words):
+    assert translated(speaks, {**QKV, **options}, wants_lse=True)[1] == words
 
 
 def test_onnx_is_given_a_past_where_queries_stand_later():
-    (_, k, v), words = said("onnx", {**QKV, "is_causal": True, "q_offset": 1}, wants_lse=False)
+    (_, k, v), words = translated(
+        "onnx", {**QKV, "is_causal": True, "q_offset": 1}, wants_lse=False
+    )
     np.testing.assert_array_equal(words["past_key"], x[:, :, :1])
     np.testing.assert_array_equal(k, x[:, :, 1:])
     assert words["past_value"].shape == (1, 1, 1, 4)
@@ -88,14 +90,16 @@ def test_onnx_is_given_a_past_where_queries_stand_later():
 def test_a_mask_and_a_bias_become_one_argument():
     mask, bias = np.array([[True, False, True]]), np.ones((1, 3), np.float32)
     for speaks in ("torch", "onnx"):
-        words = said(speaks, {**QKV, "attn_mask": mask, "attn_bias": bias}, wants_lse=False)[1]
+        words = translated(speaks, {**QKV, "attn_mask": mask, "attn_bias": bias}, wants_lse=False)[
+            1
+        ]
         assert words["attn_mask"].tolist() == [[1, -np.inf, 1]]
 
 
 @pytest.mark.parametrize("speaks", [name for name, d in DIALECTS.items() if not d.heads_first])
 def test_tokens_come_before_heads_where_the_dialect_says_so(speaks):
     q = np.zeros((2, 3, 4, 5), np.float32)
-    given, _ = said(speaks, {"q": q, "k": q, "v": q}, wants_lse=False)
+    given, _ = translated(speaks, {"q": q, "k": q, "v": q}, wants_lse=False)
     assert [array.shape for array in given] == [(2, 4, 3, 5)] * 3
 
 
@@ -113,6 +117,6 @@ def test_tokens_come_before_heads_where_the_dialect_says_so(speaks):
         ("onnx", {"is_causal": True, "q_offset": -1}),
     ],
 )
-def test_an_option_without_a_word_is_refused(speaks, options):
-    with pytest.raises(Refused, match=r"no word for|positions are counted"):
-        said(speaks, {**QKV, **options}, wants_lse=False)
+def test_an_option_that_the_library_lacks_is_refused(speaks, options):
+    with pytest.raises(Refused, match=r"has no |there is no |counts positions"):
+        translated(speaks, {**QKV, **options}, wants_lse=False)

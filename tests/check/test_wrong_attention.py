@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from minimha import attention
-from minimha.check.deviated import attend, deviate
-from minimha.check.deviations import DEVIATIONS
+from minimha.check.catalogue import DEVIATIONS
 from minimha.check.prepared import Impossible, Prepared
 from minimha.check.problems import graded
+from minimha.check.wrong_attention import attend, deviate
 
 PROBLEMS = {problem.name: problem.arguments for problem in graded()}
 

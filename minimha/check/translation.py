@@ -1,8 +1,8 @@
-"""A problem in minimha's words, said in another library's: its layout, its names, its masks.
+"""Translates a problem into another library's call: its layout, its argument names, its masks.
 
-The dialects go in the other direction, and are what this is tested with. A library that has no such
-option refuses; one whose words mean something else is called with them all the same, as a user who
-does not know would do, and what comes out is then described.
+An option that the library lacks is refused. An option that exists there with another meaning is
+passed all the same, as an unsuspecting user would do, and the report describes what comes out. The
+dialects translate in the other direction; the tests of this module call them.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ Options = dict[str, Any]
 
 
 class Refused(Exception):  # noqa: N818
-    """The dialect has no words for an option."""
+    """The library has no such option."""
 
 
 @dataclass(frozen=True)
 class Dialect:
     """How one library's attention is called."""
 
-    arrays: str  # whose arrays it takes, as a rule
-    heads_first: bool  # (B, H, L, D), and not (B, L, H, D)
-    # (q, k, v, options) -> keywords: removes from the options what it has said; the rest is refused
-    translated: Callable[[Array, Array, Array, Options], Options]
-    lse: str = ""  # the argument that asks for the log-sum-exp, "" where there is none
-    lse_heads_first: bool = True  # (B, H, Lq), and not (B, Lq, H)
-    # Deviations from minimha that are the library's own choice, each as a clause that says so.
+    arrays: str  # the library whose arrays it usually takes
+    heads_first: bool  # (B, H, L, D) rather than (B, L, H, D)
+    # (q, k, v, options) -> keyword arguments. It removes from ``options`` what it translates; an
+    # option that is left is refused.
+    keywords: Callable[[Array, Array, Array, Options], Options]
+    lse: str = ""  # the argument that asks for the log-sum-exp, "" if there is none
+    lse_heads_first: bool = True  # (B, H, Lq) rather than (B, Lq, H)
+    # Deviations from minimha that the library chose, each as a clause for the report.
     conventions: Mapping[str, str] = field(default_factory=dict)
     inconsistent: tuple[str, ...] = ()  # problems in which it breaks its own convention
 
 
-def said(
+def translated(
     speaks: str, arguments: Mapping[str, Any], *, wants_lse: bool
 ) -> tuple[list[Array], Options]:
     """The positional and the keyword arguments of a call, in the dialect ``speaks``.
 
     ``arguments`` are q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv) and options of
-    ``minimha.attention``. The log-sum-exp is asked for if ``wants_lse``, the problem does and the
-    dialect can. ``Refused`` names the options for which the dialect has no word.
+    ``minimha.attention``. The log-sum-exp is requested if ``wants_lse``, the problem asks for it
+    and the dialect can return it. ``Refused`` names the options that the dialect lacks.
 
     >>> x = np.zeros((1, 1, 2, 3))
-    >>> said("jax", {"q": x, "k": x, "v": x, "is_causal": True}, wants_lse=False)[1]
+    >>> translated("jax", {"q": x, "k": x, "v": x, "is_causal": True}, wants_lse=False)[1]
     {'is_causal': True}
-    >>> said("torch", {"q": x, "k": x, "v": x, "softcap": 2.0}, wants_lse=False)
+    >>> translated("torch", {"q": x, "k": x, "v": x, "softcap": 2.0}, wants_lse=False)
     Traceback (most recent call last):
-    minimha.check.speaking.Refused: no word for softcap in torch
+    minimha.check.translation.Refused: torch has no softcap
     """
     dialect = DIALECTS[speaks]
     options = {
@@ -60,19 +61,19 @@ def said(
         if name not in ("q", "k", "v", "return_lse") and value is not None and value is not False
     }
     q, k, v = (arguments[name] for name in ("q", "k", "v"))
-    words = dialect.translated(q, k, v, options)
+    keywords = dialect.keywords(q, k, v, options)
     if options:
-        raise Refused(f"no word for {' and '.join(options)} in {speaks}")
+        raise Refused(f"{speaks} has no {' and no '.join(options)}")
     if wants_lse and dialect.lse and arguments.get("return_lse"):
-        words[dialect.lse] = True
-    k, v = words.pop("K", k), words.pop("V", v)  # without those that are said to be the past
+        keywords[dialect.lse] = True
+    k, v = keywords.pop("K", k), keywords.pop("V", v)  # without those that became the past
     if not dialect.heads_first:
         q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
-    return [q, k, v], words
+    return [q, k, v], keywords
 
 
 def results(returned: Any) -> tuple[Any, Any]:
-    """The output, and what may be the log-sum-exp, of what a function returned."""
+    """The output, and the second result, if any, which may be the log-sum-exp."""
     if isinstance(returned, tuple):
         return (*returned, None, None)[:2]
     return returned, None
@@ -94,7 +95,7 @@ def expected_shapes(
 
 
 def heads_first(speaks: str, output: Array, lse: Array | None) -> tuple[Array, Array | None]:
-    """What the dialect returned, in minimha's order of axes; as it came where axes are missing."""
+    """Output and log-sum-exp in minimha's order of axes; unchanged if axes are missing."""
     dialect = DIALECTS[speaks]
     if not dialect.heads_first and output.ndim == 4:
         output = output.swapaxes(1, 2)
@@ -104,64 +105,64 @@ def heads_first(speaks: str, output: Array, lse: Array | None) -> tuple[Array, A
 
 
 def _minimha(q: Array, k: Array, v: Array, options: Options) -> Options:
-    words = dict(options)
+    keywords = dict(options)
     options.clear()
-    return words
+    return keywords
 
 
 def _torch(q: Array, k: Array, v: Array, options: Options) -> Options:
-    words = _causal(q, k, options) | _moved(options, scale="scale")
+    keywords = _causal(options) | _moved(options, scale="scale")
     mask, bias = options.pop("attn_mask", None), options.pop("attn_bias", None)
     if bias is not None:  # one argument for both kinds
-        words["attn_mask"] = bias if mask is None else _hidden(bias, mask)
+        keywords["attn_mask"] = bias if mask is None else _hidden(bias, mask)
     elif mask is not None:
-        words["attn_mask"] = mask
+        keywords["attn_mask"] = mask
     if k.shape[1] != q.shape[1]:
-        words["enable_gqa"] = True
-    return words
+        keywords["enable_gqa"] = True
+    return keywords
 
 
 def _jax(q: Array, k: Array, v: Array, options: Options) -> Options:
-    _refuse_offset(q, k, options, 0, "window_size")
-    words = _causal(q, k, options)
-    words |= _moved(options, scale="scale", kv_lengths="key_value_seq_lengths")
-    words |= _four_axes(options, attn_mask="mask", attn_bias="bias")
+    _refuse_offset(options, 0, "window_size")
+    keywords = _causal(options)
+    keywords |= _moved(options, scale="scale", kv_lengths="key_value_seq_lengths")
+    keywords |= _four_axes(options, attn_mask="mask", attn_bias="bias")
     if "window_size" in options:
         everything = q.shape[2] + k.shape[2]
         sides = options.pop("window_size")
-        words["local_window_size"] = tuple(everything if s is None else s for s in sides)
-    return words
+        keywords["local_window_size"] = tuple(everything if s is None else s for s in sides)
+    return keywords
 
 
 def _keras(q: Array, k: Array, v: Array, options: Options) -> Options:
-    words = _causal(q, k, options)
-    words |= _moved(options, scale="scale", softcap="attn_logits_soft_cap")
+    keywords = _causal(options)
+    keywords |= _moved(options, scale="scale", softcap="attn_logits_soft_cap")
     scores = (*q.shape[:3], k.shape[2])
     for name, word in (("attn_mask", "mask"), ("attn_bias", "bias")):
         if name in options:  # not every backend of Keras broadcasts
-            words[word] = np.broadcast_to(options.pop(name), scores).copy()
-    return words
+            keywords[word] = np.broadcast_to(options.pop(name), scores).copy()
+    return keywords
 
 
 def _flash_attention(q: Array, k: Array, v: Array, options: Options) -> Options:
     last = k.shape[2] - q.shape[2]
-    _refuse_offset(q, k, options, last, "window_size", "alibi_slopes")
-    if "kv_lengths" in options:  # which also say where the last query stands
+    _refuse_offset(options, last, "window_size", "alibi_slopes")
+    if "kv_lengths" in options:  # which also place the last query
         if {"is_causal", "window_size", "alibi_slopes"} & set(options):
-            raise Refused("positions are counted from the last key that is no padding")
+            raise Refused("flash_attention counts positions from the last key before the padding")
         lengths = options.pop("kv_lengths")
         options["key_padding_mask"] = np.arange(k.shape[2]) < np.asarray(lengths)[:, None]
-    words: Options = {"causal": True} if _causal(q, k, options) else {}
+    keywords: Options = {"causal": True} if _causal(options) else {}
     if "window_size" in options:
-        words["window_size"] = tuple(-1 if s is None else s for s in options.pop("window_size"))
-    return words | _moved(
+        keywords["window_size"] = tuple(-1 if s is None else s for s in options.pop("window_size"))
+    return keywords | _moved(
         options, scale="softmax_scale", softcap="softcap", alibi_slopes="alibi_slopes",
         sinks="learnable_sink", key_padding_mask="key_padding_mask",
     )  # fmt: skip
 
 
 def _onnx(q: Array, k: Array, v: Array, options: Options) -> Options:
-    words: Options = {}
+    keywords: Options = {}
     offset = options.pop("q_offset", 0)
     if "kv_lengths" in options:
         lengths = np.asarray(options.pop("kv_lengths"))
@@ -169,57 +170,57 @@ def _onnx(q: Array, k: Array, v: Array, options: Options) -> Options:
         if is_placed and not np.array_equal(
             np.broadcast_to(offset, lengths.shape), lengths - q.shape[2]
         ):
-            raise Refused("positions are counted from nonpad_kv_seqlen - Lq")
-        words["nonpad_kv_seqlen"] = lengths
+            raise Refused("onnx counts positions from nonpad_kv_seqlen - Lq")
+        keywords["nonpad_kv_seqlen"] = lengths
     elif np.ndim(offset) or not 0 <= offset <= k.shape[2]:
-        raise Refused("no word for this q_offset: a past has one length, of 0 or more")
+        raise Refused("onnx has no such q_offset: a past has one length, from 0 to Lk")
     elif offset:
-        words |= {"past_key": k[:, :, :offset].copy(), "past_value": v[:, :, :offset].copy()}
-        words |= {"K": k[:, :, offset:].copy(), "V": v[:, :, offset:].copy()}
+        keywords |= {"past_key": k[:, :, :offset].copy(), "past_value": v[:, :, :offset].copy()}
+        keywords |= {"K": k[:, :, offset:].copy(), "V": v[:, :, offset:].copy()}
     if options.pop("is_causal", False):
-        words["is_causal"] = 1
+        keywords["is_causal"] = 1
     if "window_size" in options:
         sides = (-1 if s is None else s for s in options.pop("window_size"))
-        words |= dict(zip(("left_window_size", "right_window_size"), sides, strict=True))
+        keywords |= dict(zip(("left_window_size", "right_window_size"), sides, strict=True))
     if "attn_mask" in options and "attn_bias" in options:
         options["attn_bias"] = _hidden(options["attn_bias"], options.pop("attn_mask"))
-    return words | _moved(
+    return keywords | _moved(
         options, scale="scale", softcap="softcap", attn_mask="attn_mask", attn_bias="attn_mask"
     )
 
 
 def _hidden(bias: Array, mask: Array) -> Array:
-    """Both in one argument: -inf where the mask says False."""
+    """``bias``, -inf where the mask is False."""
     return np.where(mask, bias, bias.dtype.type(-np.inf))
 
 
-def _moved(options: Options, **words: str) -> Options:
-    """The options that have a word here, under it; they are no longer in ``options``."""
-    return {word: options.pop(name) for name, word in words.items() if name in options}
+def _moved(options: Options, **theirs: str) -> Options:
+    """Remove options from ``options`` and return them under the library's names."""
+    return {word: options.pop(name) for name, word in theirs.items() if name in options}
 
 
-def _four_axes(options: Options, **words: str) -> Options:
-    moved = _moved(options, **words)
+def _four_axes(options: Options, **theirs: str) -> Options:
+    moved = _moved(options, **theirs)
     return {word: array[(None,) * (4 - array.ndim)] for word, array in moved.items()}
 
 
-def _causal(q: Array, k: Array, options: Options) -> Options:
-    """``is_causal`` alone: a library that has no offset aligns the diagonal as it thinks right."""
+def _causal(options: Options) -> Options:
+    """``is_causal`` without ``q_offset``: the library aligns the diagonal by its convention."""
     if not options.pop("is_causal", False):
         return {}
     if np.ndim(options.get("q_offset", 0)):
-        raise Refused("no word for a q_offset per batch entry")
+        raise Refused("there is no q_offset per batch entry")
     options.pop("q_offset", None)
     return {"is_causal": True}
 
 
-def _refuse_offset(q: Array, k: Array, options: Options, aligned: int, *names: str) -> None:
-    """Refuse positions other than the library's own where something else than causality asks."""
+def _refuse_offset(options: Options, aligned: int, *names: str) -> None:
+    """Refuse a ``q_offset`` other than ``aligned`` if one of the options ``names`` is given."""
     if not set(names) & set(options):
         return
     offset = options.get("q_offset", 0)
     if not np.array_equal(np.unique(offset), [aligned]):
-        raise Refused(f"no word for a q_offset other than {aligned} here")
+        raise Refused(f"there is no q_offset other than {aligned} here")
     options.pop("q_offset", None)
 
 

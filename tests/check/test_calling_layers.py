@@ -5,7 +5,7 @@ import pytest
 
 import minimha
 from minimha.check.calling import arguments_of
-from minimha.check.layers import LayerCaller
+from minimha.check.calling_layers import LayerCaller
 from minimha.check.page import as_text
 from minimha.check.problems import layer_problems
 from minimha.cli import main

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from minimha.check.calling import Array, Axes, Caller, numbers_of
-from minimha.check.speaking import Refused, results
+from minimha.check.translation import Refused, results
 from minimha.layers import KVCache, MultiHeadAttention, RoPE
 
 SPOKEN = ("minimha", "torch")
@@ -28,11 +28,10 @@ class LayerCaller(Caller):
     def __init__(self, cls: Callable[..., Any], speaks: str, *settings: Any, **more: Any) -> None:
         super().__init__(function_of(cls, speaks), speaks, *settings, **more)
 
-    def _said(
+    def _translated(
         self, cast: Mapping[str, Any], wants_lse: bool
     ) -> tuple[list[Array], Mapping[str, Any]]:
-        words = {name: value for name, value in cast.items() if name != "x"}
-        return [cast["x"]], words
+        return [cast["x"]], {name: value for name, value in cast.items() if name != "x"}
 
     def _axes(self, cast: Mapping[str, Any]) -> Axes:
         return ("(B, L, E)", cast["x"].shape), ("()", ())
@@ -94,7 +93,7 @@ def _torch(cls: Callable[..., Any]) -> Callable[..., Any]:
         matrices = {f"W_{name}": layer.pop(f"W_{name}") for name in "qkvo"}
         biases = {name: layer.pop(name) for name in BIASES if name in layer}
         if layer or chunks:
-            raise Refused(f"no word for {' and '.join(layer) or 'a cache'} in torch")
+            raise Refused(f"torch has no {' and no '.join(layer) or 'cache'}")
         state = {
             "in_proj_weight": torch.cat([matrices[f"W_{name}"].mT for name in "qkv"]),
             "out_proj.weight": matrices["W_o"].mT,
