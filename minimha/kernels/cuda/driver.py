@@ -334,34 +334,35 @@ def check_grid(launch: Launch) -> None:
             )
 
 
-class Kernel(NamedTuple):
+class LoadedKernel(NamedTuple):
     """A kernel in a device's memory, and how its parameters are packed."""
 
     function: Any
     layout: struct.Struct
 
 
-# What is loaded of each kernel that somebody holds, a plan among others. Rungs let go of those that
-# were compiled with a caller's functions; their modules, by the ordinal of the device, are unloaded
-# before the next one is loaded, since a garbage collector may be in the midst of anything.
-_kernels: WeakKeyDictionary[Callable[..., None], dict[Any, Kernel]] = WeakKeyDictionary()
+# The loaded kernels of each Python function that a rung or a plan still refers to. Rungs drop those
+# that were compiled with a caller's functions. Their modules, by the ordinal of the device, are
+# unloaded before the next one is loaded: a garbage collector may run in the middle of any call.
+_kernels: WeakKeyDictionary[Callable[..., None], dict[Any, LoadedKernel]] = WeakKeyDictionary()
 _unused: dict[int, list[Any]] = {}
 _lock = RLock()
 
 
-def kernel(launch: Launch, device: Device) -> Kernel:
-    """The kernel in the device's memory, compiled and loaded on first use."""
+def loaded_kernel(launch: Launch, device: Device) -> LoadedKernel:
+    """The kernel of a launch, compiled and loaded on first use."""
     # Not its signature: each function has one, and hashing numba's types takes 20 µs.
     key = device.ordinal, launch.threads, launch.shared, launch.registers
     loaded = _kernels.setdefault(launch.function, {})
     if key not in loaded:
         with _lock:
             if key not in loaded:
-                loaded[key] = Kernel(_loaded(launch, device), layout(launch.signature))
+                loaded[key] = LoadedKernel(_load(launch, device), layout(launch.signature))
     return loaded[key]
 
 
-def _loaded(launch: Launch, device: Device) -> Any:
+def _load(launch: Launch, device: Device) -> Any:
+    """Load the kernel of a launch, and return the driver's function."""
     name, code = cubin(launch, device.cc)
     _unload_unused(device)
     status, module = driver.cuModuleLoadData(code)

@@ -65,7 +65,7 @@ def indices(o, b, h, i, j):
 
 
 def modifying(score_mod: DeviceFunction | None) -> Any:
-    """modified(s, o, b, h, i, j): the new score of a pair, where i is a position; or None."""
+    """modified(s, o, b, h, i, j): the new score of position i and key j; None if not given."""
     if score_mod is None:
         return None
     function = score_mod.compiled
@@ -78,32 +78,32 @@ def modifying(score_mod: DeviceFunction | None) -> Any:
     return modified
 
 
-def allowing(mask_mod: DeviceFunction | None) -> Any:
-    """allowed(o, b, h, i, j): whether a pair sees each other, where i is a position; or None."""
+def masking(mask_mod: DeviceFunction | None) -> Any:
+    """is_pair_visible(o, b, h, i, j): whether position i sees key j; None if not given."""
     if mask_mod is None:
         return None
     function = mask_mod.compiled
 
     @device
-    def allowed(o, b, h, i, j):
+    def is_pair_visible(o, b, h, i, j):
         b, h, i, j = indices(o, b, h, i, j)
         return function(b, h, i, j)
 
-    return allowed
+    return is_pair_visible
 
 
 def call_functions(score_mod: DeviceFunction | None, mask_mod: DeviceFunction | None) -> Any:
-    """call(s, is_visible, o, b, h, i, j): the score after both functions, -inf where it is hidden.
+    """call(s, is_visible, o, b, h, i, j): the score after both functions, -inf if not visible.
 
-    They see no pair that is hidden already: captured arrays may have no item for it.
+    They are not called for a pair that is not visible: captured arrays may have no item for it.
     """
-    modified, allowed = modifying(score_mod), allowing(mask_mod)
+    modified, is_pair_visible = modifying(score_mod), masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None
 
     @device
     def call(s, is_visible, o, b, h, i, j):
         if is_masked and is_visible:
-            is_visible = allowed(o, b, h, i, j)
+            is_visible = is_pair_visible(o, b, h, i, j)
         if is_modified and is_visible:
             s = float32(modified(s, o, b, h, i, j))
         return s if is_visible else LOWEST

@@ -123,7 +123,7 @@ class Plan:
         packed = b""
         for launch, values in draft.launches:
             first = len(packed) // 8
-            function, layout = gpu.kernel(launch, draft.device)
+            function, layout = gpu.loaded_kernel(launch, draft.device)
             self._steps.append(Step(launch, function, first))
             packed += layout.pack(*values)
             for slot, value in enumerate(values, first):

@@ -30,8 +30,8 @@ from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
 from minimha.kernels.cuda.functions import (
     KEPT,
     DeviceFunction,
-    allowing,
     device_functions,
+    masking,
     modifying,
 )
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
@@ -65,7 +65,7 @@ def kernel(
 ) -> Callable[..., None]:
     """The kernel whose threads keep so many columns of O_i, float32 or float64."""
     lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
-    modified, allowed = modifying(score_mod), allowing(mask_mod)
+    modified, is_pair_visible = modifying(score_mod), masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None
 
     def rows(q, k, v, mask, bias, o, O, L):
@@ -86,7 +86,7 @@ def kernel(
         for j in range(start, stop):
             if is_hidden(mask, bias, b, h, i, j):
                 continue
-            if is_masked and not allowed(o, b, h, i + head.offset, j):
+            if is_masked and not is_pair_visible(o, b, h, i + head.offset, j):
                 continue
             s = real(0)
             for d in range(D):

@@ -36,8 +36,8 @@ from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
 from minimha.kernels.cuda.functions import (
     KEPT,
     DeviceFunction,
-    allowing,
     device_functions,
+    masking,
     modifying,
 )
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
@@ -75,7 +75,7 @@ def kernel(
 ) -> Callable[..., None]:
     """The kernel whose threads keep so many columns of Q_i and of O_i, float32 or float64."""
     lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
-    modified, allowed = modifying(score_mod), allowing(mask_mod)
+    modified, is_pair_visible = modifying(score_mod), masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None
 
     @device
@@ -135,7 +135,7 @@ def kernel(
                     i, j0 + j, head.offset, head.left, head.right, head.length
                 )
                 if is_masked and is_visible:
-                    is_visible = allowed(o, b, h, i + head.offset, j0 + j)
+                    is_visible = is_pair_visible(o, b, h, i + head.offset, j0 + j)
                 if is_visible and not masks.is_hidden(mask, bias, b, h, i, j0 + j):
                     s = real(masks.final_score(S[j, r], bias, head, b, h, i, j0 + j))
                     if is_modified:

@@ -35,7 +35,13 @@ from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device, fragments
 from minimha.kernels.cuda.parts import nonfinite as special
 from minimha.kernels.cuda.parts import online_softmax as softmax
-from minimha.kernels.cuda.parts.mask import Row, ScoreOptions, row_options, score_row, tile_bounds
+from minimha.kernels.cuda.parts.mask import (
+    QueryOptions,
+    ScoreOptions,
+    query_options,
+    score_query,
+    tile_bounds,
+)
 from minimha.kernels.cuda.parts.rows import GLOBAL_F32, GLOBAL_U32, load_row, row_address, store_row
 
 WARPS = 2  # per block: fewer waste less of the registers
@@ -55,8 +61,10 @@ class Variant(NamedTuple):
     options: ScoreOptions
 
 
-# Which rows a warp has, and which keys: its own, and those that all of its rows see.
-Place = namedtuple("Place", "b kv group first_row rows start stop full_start full_stop split part")
+# The rows and the keys of a warp. Keys: those it reads, and those that are visible to all its rows.
+WarpRows = namedtuple(
+    "WarpRows", "b kv group first_row rows start stop full_start full_stop split part"
+)
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -140,7 +148,7 @@ def query_of(here, r):
 
 
 def _locator(rows_of_warp: int, step: int) -> Any:
-    """place(splits, o): the ``Place`` of this warp, whose keys come ``step`` at a time."""
+    """place(splits, o): the ``WarpRows`` of this warp, whose keys come ``step`` at a time."""
     R = rows_of_warp
 
     @device
@@ -162,7 +170,7 @@ def _locator(rows_of_warp: int, step: int) -> Any:
         first = int32(start + before * step)
         beyond = min(stop, int32(first + int32(each + (split < left_over)) * step))
         part = int32(tile * splits + split)
-        return Place(
+        return WarpRows(
             b, kv, group, first_row, rows, first, beyond, full_start, full_stop, split, part
         )
 
@@ -170,13 +178,13 @@ def _locator(rows_of_warp: int, step: int) -> Any:
 
 
 def _describer(options: ScoreOptions) -> Any:
-    """describe(r, here, mask, bias, o): the ``Row`` of the warp's row r; beyond the last, empty."""
-    describe_query = row_options(options)
+    """describe(r, here, mask, bias, o): ``QueryOptions`` of row r; no keys beyond the last row."""
+    describe_query = query_options(options)
 
     @device
     def describe(r, here, mask, bias, o):
         if not has_row(here, r):
-            return Row(int32(0), int32(0), int64(0), float32(0), uint64(0), uint64(0))
+            return QueryOptions(int32(0), int32(0), int64(0), float32(0), uint64(0), uint64(0))
         i, h = query_of(here, r)
         return describe_query(here.b, h, i, mask, bias, o)
 
@@ -192,7 +200,7 @@ def put_row(rows, x, row):
 
 @device
 def row_at(rows, x):
-    return Row(
+    return QueryOptions(
         rows.start[x], rows.stop[x], rows.position[x], rows.slope[x], rows.mask[x], rows.bias[x]
     )
 
@@ -212,7 +220,7 @@ def _multiply_adds(made_for: Variant) -> Callable[..., None]:
     U = 4 if R * words <= budget else 2 if R * words <= 2 * budget and words <= 8 else 1
     U_words, R_words, RU = U * words, R * words, R * U
     load, store = load_row(words, 16, GLOBAL_F32), store_row(words, 16, 1)
-    locate, describe, score = _locator(R, 2 * U), _describer(options), score_row(options)
+    locate, describe, score = _locator(R, 2 * U), _describer(options), score_query(options)
     hides_keys = options.hide_keys
     total, update = softmax.sum_over(8, 4, 2, 1), softmax.update_halves(R, U, words)
 
@@ -249,7 +257,7 @@ def _multiply_adds(made_for: Variant) -> Callable[..., None]:
         start, stop = cuda.local.array(R, int32), cuda.local.array(R, int32)
         position, slope = cuda.local.array(R, int64), cuda.local.array(R, float32)
         mask_at, bias_at = cuda.local.array(R, uint64), cuda.local.array(R, uint64)
-        rows = Row(start, stop, position, slope, mask_at, bias_at)
+        rows = QueryOptions(start, stop, position, slope, mask_at, bias_at)
         for r in range(R):
             m[r], l[r] = softmax.LOWEST, float32(0)
             put_row(rows, r, describe(r, here, mask, bias, o))
@@ -312,7 +320,7 @@ def _tensor_cores(made_for: Variant) -> Callable[..., None]:
     is_ahead = W * R <= 128 * 8  # are there registers for the next keys beside these values?
     fetch_keys, fetch_values = fragments.load_keys(layout), fragments.load_values(layout)
     load, store = load_row(q_words, 4, GLOBAL_U32), store_row(v_words, 8, 2)
-    locate, describe, score = _locator(R, step), _describer(options), score_row(options)
+    locate, describe, score = _locator(R, step), _describer(options), score_query(options)
     multiply_keys = fragments.transposed_keys(layout)
     multiply_values = fragments.transposed_values(layout)
     nonfinite, zero_nonfinite = special.nonfinite_in(dtype), special.zero_nonfinite_in(dtype)
@@ -341,7 +349,7 @@ def _tensor_cores(made_for: Variant) -> Callable[..., None]:
         start, stop = cuda.local.array(sides, int32), cuda.local.array(sides, int32)
         position, slope = cuda.local.array(sides, int64), cuda.local.array(sides, float32)
         mask_at, bias_at = cuda.local.array(sides, uint64), cuda.local.array(sides, uint64)
-        rows = Row(start, stop, position, slope, mask_at, bias_at)
+        rows = QueryOptions(start, stop, position, slope, mask_at, bias_at)
         for x in range(O_size):
             O[x] = float32(0)
         for x in range(Q_size):

@@ -330,7 +330,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr(gpu, "current", lambda: HOPPER)
     monkeypatch.setattr(gpu, "constant", constant)
     monkeypatch.setattr(
-        gpu, "kernel", lambda launch, _: gpu.Kernel(0, gpu.layout(launch.signature))
+        gpu, "loaded_kernel", lambda launch, _: gpu.LoadedKernel(0, gpu.layout(launch.signature))
     )
     monkeypatch.setattr(gpu, "is_capturing", lambda stream: False)
     monkeypatch.setattr(gpu, "is_stream_of", lambda stream, device: stream == 77)
@@ -849,7 +849,7 @@ def test_parameters_are_packed_as_the_kernel_declares_them(rung, driver, monkeyp
         monkeypatch.setattr(
             gpu,
             "kernel",
-            lambda launch, _: gpu.Kernel(
+            lambda launch, _: gpu.LoadedKernel(
                 SimpleNamespace(sizes=sizes[launch]), gpu.layout(launch.signature)
             ),
         )

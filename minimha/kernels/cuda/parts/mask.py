@@ -126,13 +126,13 @@ def score_pair(options: ScoreOptions) -> Any:
     return score
 
 
-# The options of one query: keys in its reach, its position, and addresses of its first pairs. For
-# several queries each field is an array.
-Row = namedtuple("Row", "start stop position slope mask bias")
+# The options of one query: its first and last visible key, its position, and the addresses of its
+# first pairs. For several queries each field is an array.
+QueryOptions = namedtuple("QueryOptions", "start stop position slope mask bias")
 
 
-def row_options(options: ScoreOptions) -> Any:
-    """describe(b, h, i, mask, bias, o): the ``Row`` of query i."""
+def query_options(options: ScoreOptions) -> Any:
+    """describe(b, h, i, mask, bias, o): the ``QueryOptions`` of query i."""
     _, has_slopes, has_mask, has_bias = options
 
     @device
@@ -146,22 +146,22 @@ def row_options(options: ScoreOptions) -> Any:
             mask_at = pair_address(mask, b, h, i, 0, 1)
         if has_bias:
             bias_at = pair_address(bias, b, h, i, 0, 4)
-        return Row(start, stop, position, slope, mask_at, bias_at)
+        return QueryOptions(start, stop, position, slope, mask_at, bias_at)
 
     return describe
 
 
-def score_row(options: ScoreOptions) -> Any:
-    """score(s, j, row, is_partial, mask, bias, o): scaled, capped, biased; -inf if j is hidden."""
+def score_query(options: ScoreOptions) -> Any:
+    """score(s, j, query, is_partial, mask, bias, o): final score; -inf if j is not visible."""
     score = score_pair(options)
 
     @device
-    def score_of(s, j, row, is_partial, mask, bias, o):
-        if is_partial and (j < row.start or j >= row.stop):
+    def score_of(s, j, query, is_partial, mask, bias, o):
+        if is_partial and (j < query.start or j >= query.stop):
             return LOWEST
-        mask_at = row.mask + uint64(j * mask.column)
-        bias_at = row.bias + uint64(4) * uint64(j * bias.column)
-        return score(s * o.scale, True, row.position - j, row.slope, mask_at, bias_at, o)
+        mask_at = query.mask + uint64(j * mask.column)
+        bias_at = query.bias + uint64(4) * uint64(j * bias.column)
+        return score(s * o.scale, True, query.position - j, query.slope, mask_at, bias_at, o)
 
     return score_of
 

@@ -14,7 +14,7 @@ from numba import cuda, float32, types, uint32, uint64
 from minimha.kernels.cuda import ptx
 from minimha.kernels.cuda.parts import device, fragments
 from minimha.kernels.cuda.parts.fragments import MmaTiles, offset_in_tile
-from minimha.kernels.cuda.parts.mask import ScoreOptions, row_options, score_row
+from minimha.kernels.cuda.parts.mask import ScoreOptions, query_options, score_query
 from minimha.kernels.cuda.parts.online_softmax import LOWEST
 from minimha.kernels.cuda.parts.register_tiles import RegisterTiles
 from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
@@ -241,7 +241,7 @@ def add_nonfinite_to_output(tiles: MmaTiles, options: ScoreOptions) -> Any:
     pack = fragments.FORMATS[tiles.dtype].pack
     nonfinite, halves = nonfinite_in(tiles.dtype), fragments.widen(tiles.dtype)
     hiding = options._replace(has_softcap=False, has_slopes=False)
-    describe, score = row_options(hiding), score_row(hiding)
+    describe, score = query_options(hiding), score_query(hiding)
 
     @device
     def add(lane, V, V_row, start, stop, O_at, O_row, rows, b, h, i, mask, bias, o):
