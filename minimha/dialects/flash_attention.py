@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention, check_backend
+from minimha.dialects.flash_attention_cache import cache_lengths, cache_of, new_tokens
+from minimha.dialects.inputs import check_within, heads_first, integers, with_axes
 from minimha.dialects.masks import boolean, owner_by_axes
 from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
@@ -16,7 +18,6 @@ from minimha.equations.arguments import (
     as_integers,
     flag,
     integer,
-    rectangular,
 )
 from minimha.equations.merge import merge
 from minimha.equations.problem import Problem
@@ -113,7 +114,7 @@ def flash_attn_func(
     array([3., 5.])
     """
     given = {"q": q, "k": k, "v": v}
-    q4, k4, v4 = (_heads_first(name, array) for name, array in given.items())
+    q4, k4, v4 = (heads_first(name, array) for name, array in given.items())
     B, H, Lq, _ = q4.shape
     Lk = k4.shape[2]
     leftpad = _leftpad("key_leftpad", key_leftpad, B, Lk)
@@ -197,8 +198,13 @@ def flash_attn_varlen_func(
     starts = {"q": as_integers("cu_seqlens_q", cu_seqlens_q)}
     starts |= {"k": as_integers("cu_seqlens_k", cu_seqlens_k)}
     is_paged = block_table is not None
-    q4 = _floating("q", q, "3 axes (Lq, H, D)")[None].swapaxes(1, 2)
-    k4, v4 = (_heads_first(x, y if is_paged else _packed(x, y)) for x, y in (("k", k), ("v", v)))
+    q4 = with_axes("q", q, "(Lq, H, D)")[None].swapaxes(1, 2)
+    if is_paged:
+        k4, v4 = heads_first("k", k), heads_first("v", v)
+    else:
+        k4, v4 = (
+            with_axes(x, y, "(L, H, D)")[None].swapaxes(1, 2) for x, y in (("k", k), ("v", v))
+        )
     n, H = max(0, len(starts["q"].ravel()) - 1), q4.shape[1]
     options = _options(softmax_scale, causal, window_size, softcap, backend)
     lengths = {name: np.diff(x.ravel()) for name, x in starts.items()}
@@ -303,12 +309,12 @@ def flash_attn_with_kvcache(
     >>> v_cache.ravel()
     array([2., 6., 0., 0.])
     """
-    q4, k4, v4 = (_heads_first(*x) for x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)))
+    q4, k4, v4 = (heads_first(*x) for x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)))
     B, H, Lq, _ = q4.shape
-    cache = _cache_of(k4, B, cache_batch_idx, block_table)
-    new = _new_tokens(k, v, k_cache, v_cache, B)
+    cache = cache_of(k4, B, cache_batch_idx, block_table)
+    new = new_tokens(k, v, k_cache, v_cache, B)
     num_new = 0 if new is None else new[0].shape[2]
-    lengths = _cache_lengths(cache_seqlens, B, cache.room, num_new, new is not None)
+    lengths = cache_lengths(cache_seqlens, B, cache.room, num_new, new is not None)
     leftpad = _leftpad("cache_leftpad", cache_leftpad, B, cache.room)
     if cache_leftpad is not None and block_table is not None:
         raise ValueError("cache_leftpad is given with block_table: keys in pages have no padding")
@@ -346,100 +352,6 @@ def _rotated(
 ) -> Array:
     with argument_names(cos="rotary_cos", sin="rotary_sin", positions="positions after the cache"):
         return np.asarray(rotate_by_table(x, cos, sin, positions, interleaved=interleaved))
-
-
-class _Cache(NamedTuple):
-    """Where the tokens of each batch entry are: in pages, of which an entry of a cache is one."""
-
-    table: NDArray[np.int64]  # (B, pages)
-    page_size: int
-
-    @property
-    def room(self) -> int:
-        """Tokens that a batch entry may have."""
-        return int(self.table.shape[1] * self.page_size)
-
-    def write(self, kept: Array, new: Array, lengths: NDArray[np.int64]) -> None:
-        """Write new rows (B, Hkv, L, D) after those that are there."""
-        pages, rows = np.divmod(lengths[:, None] + np.arange(new.shape[2]), max(1, self.page_size))
-        kept[np.take_along_axis(self.table, pages, axis=1), :, rows] = new.swapaxes(1, 2)
-
-
-def _cache_of(
-    k: Array, B: int, cache_batch_idx: ArrayLike | None, block_table: ArrayLike | None
-) -> _Cache:
-    if block_table is not None:
-        if cache_batch_idx is not None:
-            raise ValueError(
-                "cache_batch_idx is given with block_table, which says itself where keys are"
-            )
-        table = as_integers("block_table", block_table, 1 << 64)
-        if table.ndim != 2 or len(table) != B:
-            raise ValueError(f"block_table has shape {table.shape}: expected (B, pages) with B={B}")
-        return _Cache(table, k.shape[2])
-    name = "q" if cache_batch_idx is None else "cache_batch_idx"
-    entries = np.arange(B) if cache_batch_idx is None else as_integers(name, cache_batch_idx)
-    if entries.shape != (B,):
-        raise ValueError(f"cache_batch_idx has shape {entries.shape}: expected (B,) = ({B},)")
-    wrong = entries[(entries < 0) | (entries >= len(k))]
-    if wrong.size:
-        raise ValueError(
-            f"{name} asks for entry {wrong[0]} of k_cache, which has the entries 0 to {len(k) - 1}"
-        )
-    return _Cache(entries[:, None], k.shape[2])
-
-
-def _new_tokens(
-    k: ArrayLike | None, v: ArrayLike | None, k_cache: Any, v_cache: Any, B: int
-) -> tuple[Array, Array] | None:
-    """New keys and values, heads first, if there are any and the caches can be written to."""
-    if k is None and v is None:
-        return None
-    if k is None or v is None:
-        raise ValueError("k and v go together: every new key needs one value")
-    new = {"k": _heads_first("k", k), "v": _heads_first("v", v)}
-    L = new["k"].shape[2]
-    for (name, array), given in zip(new.items(), (k_cache, v_cache), strict=True):
-        kept = rectangular(f"{name}_cache", given)
-        if isinstance(given, (list, tuple)) or not kept.flags.writeable:
-            raise TypeError(
-                f"{name}_cache cannot be written to: expected a writable array, where the new "
-                f"tokens go, and got {type(given).__name__}"
-            )
-        if array.dtype != kept.dtype:
-            raise TypeError(
-                f"{name} has dtype {array.dtype} but {name}_cache has {kept.dtype}: convert it "
-                f"first, so that no rounding goes unnoticed"
-            )
-        expected = (B, kept.shape[2], L, kept.shape[3])
-        if array.shape != expected:
-            B_, Hkv, L_, D = expected
-            raise ValueError(
-                f"{name} has shape {array.swapaxes(1, 2).shape}: expected (B, L, Hkv, D) = "
-                f"({B_}, {L_}, {Hkv}, {D})"
-            )
-    return new["k"], new["v"]
-
-
-def _cache_lengths(
-    value: ArrayLike | None, B: int, room: int, num_new: int, is_written: bool
-) -> NDArray[np.int64]:
-    if value is None:
-        if is_written:
-            raise ValueError("k needs cache_seqlens, which says where the new keys go")
-        return np.full(B, room)
-    lengths = as_integers("cache_seqlens", value)
-    if lengths.shape not in ((), (B,)):
-        raise ValueError(
-            f"cache_seqlens has shape {lengths.shape}: expected one integer, or (B,) = ({B},)"
-        )
-    if ((lengths < 0) | (lengths + num_new > room)).any():
-        new = f" with {num_new} new keys" if num_new else ""
-        raise ValueError(
-            f"cache_seqlens is {value!r}: expected integers from 0 to {room - num_new}, since the "
-            f"cache has room for {room} keys{new}"
-        )
-    return np.broadcast_to(lengths, B)
 
 
 class _Own(NamedTuple):
@@ -567,21 +479,6 @@ def _joined(parts: list[Any], axis: int) -> tuple[Array, Array]:
     return np.concatenate(outputs, axis), np.concatenate(lses, axis)
 
 
-def _packed(name: str, value: ArrayLike) -> Array:
-    return _floating(name, value, "3 axes (L, H, D)")[None]
-
-
-def _heads_first(name: str, value: ArrayLike) -> Array:
-    return np.asarray(_floating(name, value, "4 axes (B, L, H, D)").swapaxes(1, 2))
-
-
-def _floating(name: str, value: ArrayLike, axes: str) -> Array:
-    array = as_floating(name, value)
-    if array.ndim != int(axes[0]):
-        raise ValueError(f"{name} has shape {array.shape}: expected {axes}")
-    return array
-
-
 def _window(window_size: Any) -> tuple[int | None, int | None]:
     """(left, right), with None for a side without a limit, which flash-attention writes as -1."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
@@ -599,11 +496,8 @@ def _window(window_size: Any) -> tuple[int | None, int | None]:
 def _leftpad(name: str, value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.int64]:
     if value is None:
         return np.zeros(B, np.int64)
-    array = as_integers(name, value)
-    if array.shape != (B,):
-        raise ValueError(f"{name} has shape {array.shape}: expected (B,) = ({B},)")
-    if ((array < 0) | (array > Lk)).any():
-        raise ValueError(f"{name} is {value!r}: expected integers from 0 to Lk={Lk}")
+    array = integers(name, value, {"B": B})
+    check_within(name, array, 0, Lk, f"there are {Lk} keys")
     return array
 
 

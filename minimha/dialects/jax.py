@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
+from minimha.dialects.inputs import integers, of_one_rank
 from minimha.dialects.masks import boolean, broadcasts, owner_by_axes
 from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
     LARGEST_INTEGER,
     argument_names,
     as_floating,
-    as_integers,
     compute_dtype,
     flag,
     integer,
@@ -95,16 +95,12 @@ def dot_product_attention(
     >>> dot_product_attention(q, k, v, mask=np.zeros((1, 1, 1, 2), bool)).ravel()
     array([3.])
     """
-    given = {"query": query, "key": key, "value": value}
-    arrays = [as_floating(name, array) for name, array in given.items()]
-    rank = arrays[0].ndim
-    for name, array in zip(given, arrays, strict=True):
-        if array.ndim not in (3, 4) or array.ndim != rank:
-            raise ValueError(
-                f"{name} has shape {array.shape}, query {arrays[0].shape}: expected (B, L, H, D) "
-                f"in all three or (L, H, D) in all three"
-            )
-    q, k, v = (array[(None,) * (4 - rank)].swapaxes(1, 2) for array in arrays)
+    arrays = of_one_rank(
+        {"query": query, "key": key, "value": value}, (3, 4),
+        "(B, L, H, D) in all three or (L, H, D) in all three",
+    )  # fmt: skip
+    rank = arrays["query"].ndim
+    q, k, v = (array[(None,) * (4 - rank)].swapaxes(1, 2) for array in arrays.values())
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
     shape = (B, H, Lq, Lk)
@@ -170,7 +166,4 @@ def _exist(name: str, lengths: ArrayLike | None, B: int, L: int) -> NDArray[np.b
     """Which of L positions exist in each batch entry, (B, L)."""
     if lengths is None:
         return np.ones((B, L), np.bool_)
-    array = as_integers(name, lengths)
-    if array.shape != (B,):
-        raise ValueError(f"{name} has shape {array.shape}: expected (B,) = ({B},)")
-    return np.asarray(np.arange(L) < array[:, None])
+    return np.asarray(np.arange(L) < integers(name, lengths, {"B": B})[:, None])

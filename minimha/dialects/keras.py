@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
-from minimha.dialects.masks import boolean_or_floating, broadcasts, refuse_dropout
+from minimha.dialects.inputs import check_mapping, of_one_rank, parameter, refuse_dropout
+from minimha.dialects.masks import boolean_or_floating, broadcasts
 from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
-    as_floating,
     choice,
     common_dtype,
     compute_dtype,
@@ -362,15 +362,10 @@ def _inputs(
     query: ArrayLike, value: ArrayLike, key: ArrayLike | None
 ) -> tuple[dict[str, Array], np.dtype[Any]]:
     """query, value and key by name, of one rank and in the compute dtype, and their own dtype."""
-    given = {"query": query, "value": value, "key": value if key is None else key}
-    arrays = {name: as_floating(name, array) for name, array in given.items()}
-    q = arrays["query"]
-    for name, array in arrays.items():
-        if array.ndim < 3 or array.ndim != q.ndim:
-            raise ValueError(
-                f"{name} has shape {array.shape}, query {q.shape}: expected (B, L, E) in all "
-                f"three, or more axes of lengths in all three"
-            )
+    arrays = of_one_rank(
+        {"query": query, "value": value, "key": value if key is None else key}, range(3, 65),
+        "(B, L, E) in all three, or more axes of lengths in all three",
+    )  # fmt: skip
     dtype = common_dtype({name: array.dtype for name, array in arrays.items()})
     compute = compute_dtype(dtype)
     return {name: array.astype(compute, copy=False) for name, array in arrays.items()}, dtype
@@ -422,8 +417,7 @@ def _weights(
     params: Mapping[str, ArrayLike], shapes: dict[str, tuple[int, ...]], compute: np.dtype[Any]
 ) -> dict[str, Array]:
     """The weights by the last two names of their paths, each of the shape that it must have."""
-    if not isinstance(params, Mapping):
-        raise TypeError(f"params is a {type(params).__name__}: expected a mapping of str to array")
+    check_mapping(params)
     paths: dict[str, str] = {}
     for path in params:
         name = "/".join(str(path).split("/")[-2:])
@@ -445,13 +439,8 @@ def _weights(
                 f"params has no {name}: expected one of shape {shape}, got {list(params)}; "
                 f"use_bias and use_gate say which there are"
             )
-        array = as_floating(name, params[paths[name]])
-        if array.shape != shape:
-            axes = "(heads, width, out)" if name[0] == "a" else "(in, heads, width)"
-            is_transposed = sorted(array.shape) == sorted(shape)
-            hint = f"; it looks transposed, Keras has {axes}" if is_transposed else ""
-            raise ValueError(f"{name} has shape {array.shape}: expected {shape}{hint}")
-        weights[name] = array.astype(compute, copy=False)
+        axes = "(heads, width, out)" if name[0] == "a" else "(in, heads, width)"
+        weights[name] = parameter(name, params[paths[name]], shape, compute, f"Keras has {axes}")
     return weights
 
 

@@ -1,6 +1,6 @@
-"""What the dialects share: checks of masks and of dropout, and whose mask a refused one may be.
+"""Masks of all dialects: their checks, and the library whose mask a refused one looks like.
 
-Libraries mean different things by the same words, so an error says whose mask it looks like.
+Libraries give the same words different meanings, so an error names the likely library.
 """
 
 from __future__ import annotations
@@ -14,15 +14,8 @@ from minimha.equations.arguments import as_floating, name_of, rectangular
 
 
 def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
-    """``value`` as an array of bool; ``expected`` says what True means.
+    """``value`` as an array of bool; ``expected`` explains what True means in an error.
 
-    Raises
-    ------
-    TypeError, ValueError
-        Another dtype, or a masked array; its rows differ in length.
-
-    Examples
-    --------
     >>> boolean("mask", [[1, 1, 0]], "bool, True = keep")
     Traceback (most recent call last):
     TypeError: mask has dtype int64: expected bool, True = keep; it looks like Hugging Face's
@@ -37,14 +30,7 @@ def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
 
 
 def boolean_or_floating(name: str, value: ArrayLike) -> NDArray[Any]:
-    """``value`` as an array of bool, which selects, or of a floating dtype, which is added.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It holds something other than booleans or numbers, or hides some of them (a masked array);
-        its rows differ in length.
-    """
+    """``value`` as an array of bool, which selects, or of a floating dtype, which is added."""
     mask = rectangular(name, value)
     return mask if mask.dtype == np.bool_ else as_floating(name, mask)
 
@@ -52,8 +38,6 @@ def boolean_or_floating(name: str, value: ArrayLike) -> NDArray[Any]:
 def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:
     """Whether ``mask`` broadcasts to ``shape``, that of the scores.
 
-    Examples
-    --------
     >>> broadcasts(np.ones((1, 5)), (2, 4, 3, 5)), broadcasts(np.ones((3, 5)), (2, 4, 1, 5))
     (True, False)
     """
@@ -62,13 +46,7 @@ def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:
 
 
 def score_options(mask: NDArray[Any] | None, bias: NDArray[Any] | None) -> dict[str, Any]:
-    """``mask``, boolean or added to the scores, and ``bias`` as options of ``attention``.
-
-    Raises
-    ------
-    ValueError
-        Both are added, and do not broadcast to each other.
-    """
+    """``mask``, boolean or added to the scores, and ``bias`` as options of ``attention``."""
     if mask is None:
         return {} if bias is None else {"attn_bias": bias}
     if mask.dtype == np.bool_:
@@ -88,10 +66,8 @@ def score_options(mask: NDArray[Any] | None, bias: NDArray[Any] | None) -> dict[
 
 
 def owner_by_axes(mask: NDArray[Any], shape: tuple[int, ...]) -> str:
-    """Whose boolean mask one of a wrong shape looks like, to end a sentence; "" where unclear.
+    """The end of an error: the library whose boolean mask has such a shape; "" if unclear.
 
-    Examples
-    --------
     >>> owner_by_axes(np.ones((2, 5), bool), (2, 4, 3, 5))  # for scores (B, H, Lq, Lk)
     '; it looks like a padding mask, where True = ignore in torch and keep in flash-attention'
     """
@@ -110,10 +86,8 @@ def owner_by_axes(mask: NDArray[Any], shape: tuple[int, ...]) -> str:
 
 
 def owner_by_values(mask: NDArray[Any]) -> str:
-    """Whose mask one of a wrong dtype looks like, to end a sentence; "" where unclear.
+    """The end of an error: the library whose mask holds such numbers; "" if unclear.
 
-    Examples
-    --------
     >>> owner_by_values(np.array([[1, 1, 0]]))
     "; it looks like Hugging Face's attention_mask, where 1 = may attend"
     """
@@ -127,12 +101,3 @@ def owner_by_values(mask: NDArray[Any]) -> str:
             "-inf = hidden"
         )
     return ""
-
-
-def refuse_dropout(name: str, dropout: float) -> None:
-    """Refuse any dropout but 0."""
-    if np.ndim(dropout) or dropout != 0:
-        raise ValueError(
-            f"{name} is {dropout!r}: expected 0, minimha computes inference, where nothing is "
-            f"dropped"
-        )

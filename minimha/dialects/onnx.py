@@ -14,12 +14,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend
 from minimha.api import attention as minimha_attention
+from minimha.dialects.inputs import check_within, integers, of_one_rank
 from minimha.dialects.masks import boolean_or_floating, broadcasts
 from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
     argument_names,
     as_floating,
-    as_integers,
     flag,
     integer,
     number,
@@ -145,9 +145,9 @@ def attention(
     array([[[1.  , 0.  , 0.  , 1.  ],
             [0.33, 0.67, 0.67, 1.  ]]])
     """
-    given = {"Q": Q, "K": K, "V": V}
-    arrays = {name: as_floating(name, value) for name, value in given.items()}
-    rank = _common_rank(arrays)
+    expected = "(B, H, L, D) in all three or (B, L, H · D) in all three"
+    arrays = of_one_rank({"Q": Q, "K": K, "V": V}, (3, 4), expected)
+    rank = arrays["Q"].ndim
     heads = {"Q": "q_num_heads", "K": "kv_num_heads", "V": "kv_num_heads"}
     counts = {"q_num_heads": q_num_heads, "kv_num_heads": kv_num_heads}
     q, k, v = (_by_head(n, a, heads[n], counts[heads[n]]) for n, a in arrays.items())
@@ -320,21 +320,12 @@ def tensor_scatter(
     B, Lmax, L = cache.shape[0], cache.shape[axis], new.shape[axis]
     start = np.zeros(B, np.int64)
     if write_indices is not None:
-        start = _integers("write_indices", write_indices, {"B": B})
+        start = integers("write_indices", write_indices, {"B": B})
     if mode == "linear":
-        _check_within("write_indices", start, 0, Lmax - L, f"{L} entries must fit into {Lmax}")
+        check_within("write_indices", start, 0, Lmax - L, f"{L} entries must fit into {Lmax}")
     slots = (start[:, None] + np.arange(L)) % max(Lmax, 1)
     np.moveaxis(cache, axis, 1)[np.arange(B)[:, None], slots] = np.moveaxis(new, axis, 1)
     return cache
-
-
-def _common_rank(arrays: dict[str, Array]) -> int:
-    """3 or 4, the same for Q, K and V."""
-    ranks = {array.ndim for array in arrays.values()}
-    if ranks not in ({3}, {4}):
-        listed = ", ".join(f"{name} has shape {array.shape}" for name, array in arrays.items())
-        raise ValueError(f"{listed}: expected all 4-D (B, H, L, D), or all 3-D (B, L, H · D)")
-    return ranks.pop()
 
 
 def _by_head(name: str, array: Array, attribute: str, count: int | None) -> Array:
@@ -408,8 +399,8 @@ def _lengths(
 ) -> NDArray[np.int64] | None:
     if nonpad_kv_seqlen is None:
         return None
-    lengths = _integers("nonpad_kv_seqlen", nonpad_kv_seqlen, {"B": shape[0]})
-    _check_within("nonpad_kv_seqlen", lengths, 0, shape[3], f"K has {shape[3]} keys")
+    lengths = integers("nonpad_kv_seqlen", nonpad_kv_seqlen, {"B": shape[0]})
+    check_within("nonpad_kv_seqlen", lengths, 0, shape[3], f"K has {shape[3]} keys")
     return lengths
 
 
@@ -483,27 +474,9 @@ def _angles(
             f"{name} has shape {table.shape}: expected (positions, R / 2) with R / 2 = {half}, "
             f"the rows that position_ids choose from"
         )
-    rows = _integers("position_ids", position_ids, {"B": B, "L": L})
-    _check_within("position_ids", rows, 0, len(table) - 1, f"{name} has {len(table)} rows")
+    rows = integers("position_ids", position_ids, {"B": B, "L": L})
+    check_within("position_ids", rows, 0, len(table) - 1, f"{name} has {len(table)} rows")
     return np.asarray(table[rows])
-
-
-def _integers(name: str, value: ArrayLike, axes: dict[str, int]) -> NDArray[np.int64]:
-    """``value`` as integers, if it has the shape that ``axes`` gives."""
-    array = as_integers(name, value)
-    if array.shape != tuple(axes.values()):
-        letters = ", ".join(axes) + "," * (len(axes) == 1)
-        raise ValueError(
-            f"{name} has shape {array.shape}: expected ({letters}) = {tuple(axes.values())}"
-        )
-    return array
-
-
-def _check_within(name: str, array: NDArray[np.int64], low: int, high: int, why: str) -> None:
-    if array.size and not (low <= array.min() and array.max() <= high):
-        raise ValueError(
-            f"{name} is {array.tolist()}: expected integers from {low} to {high}, because {why}"
-        )
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:

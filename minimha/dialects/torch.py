@@ -10,13 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
-from minimha.dialects.masks import (
-    boolean_or_floating,
-    broadcasts,
-    owner_by_axes,
-    owner_by_values,
-    refuse_dropout,
-)
+from minimha.dialects.inputs import check_mapping, of_one_rank, parameter, refuse_dropout
+from minimha.dialects.masks import boolean_or_floating, broadcasts, owner_by_axes, owner_by_values
 from minimha.dialects.results import like_argument
 from minimha.equations.arguments import (
     argument_names,
@@ -281,16 +276,15 @@ def multihead_attention(
     """
     if flag("is_causal", is_causal) and attn_mask is None:
         raise ValueError("is_causal is True but attn_mask is None: torch's hint needs the mask")
-    if not isinstance(params, Mapping):
-        raise TypeError(
-            f"params is of type {type(params).__name__}: expected a mapping of names to arrays, as "
-            f"the module's state_dict() is"
-        )
-    given = {"query": query, "key": key, "value": value}
-    inputs = [as_floating(name, array) for name, array in given.items()]
-    dtype = common_dtype({name: x.dtype for name, x in zip(given, inputs, strict=True)})
+    check_mapping(params)
+    order = "(B, L, E)" if flag("batch_first", batch_first) else "(L, B, E)"
+    arrays = of_one_rank(
+        {"query": query, "key": key, "value": value}, (2, 3),
+        f"(L, E) in all three or {order} in all three",
+    )  # fmt: skip
+    dtype = common_dtype({name: x.dtype for name, x in arrays.items()})
     compute = compute_dtype(dtype)
-    inputs, is_batched = _batch_first(inputs, flag("batch_first", batch_first))
+    inputs, is_batched = _batch_first(list(arrays.values()), batch_first)
     layer = _layer(params, [x.shape[-1] for x in inputs], num_heads, compute)
     x, key_source, value_source = (x.astype(compute, copy=False) for x in inputs)
     q, k, v = layer.project(x, key_source, value_source)
@@ -350,8 +344,7 @@ def _differing_heads(q: Array, k: Array, v: Array) -> str:
 
 def _grouped(q: Array, k: Array, v: Array) -> tuple[tuple[int, ...], list[Array]]:
     """The output's leading axes, and q, k, v with 4 axes; k and v may have fewer heads."""
-    arrays = {"query": q, "key": k, "value": v}
-    for name, array in arrays.items():
+    for name, array in (("query", q), ("key", k), ("value", v)):
         if array.ndim < 3:
             raise ValueError(f"{name} has shape {array.shape}: enable_gqa needs heads, (H, L, D)")
     try:
@@ -416,14 +409,7 @@ def _mask_function(mask_mod: Any, block_mask: Any) -> Any:
 
 
 def _batch_first(inputs: list[Array], batch_first: bool) -> tuple[list[Array], bool]:
-    """query, key and value as (B, L, width), and whether they came with a batch."""
-    for name, array in zip(("query", "key", "value"), inputs, strict=True):
-        if array.ndim not in (2, 3) or array.ndim != inputs[0].ndim:
-            order = "(B, L, E)" if batch_first else "(L, B, E)"
-            raise ValueError(
-                f"{name} has shape {array.shape}, query {inputs[0].shape}: expected (L, E) in all "
-                f"three or {order} in all three"
-            )
+    """query, key and value as (B, L, width), and whether they have a batch axis."""
     is_batched = inputs[0].ndim == 3
     if not is_batched:
         inputs = [array[None] for array in inputs]
@@ -477,12 +463,7 @@ def _parameter(
 ) -> Array:
     if name not in params:
         raise ValueError(f"params has no {name}: expected one of shape {shape}, got {list(params)}")
-    array = as_floating(name, params[name])
-    if array.shape != shape:
-        is_transposed = array.shape == shape[::-1]
-        hint = "; it looks transposed, torch's weights are (out, in)" if is_transposed else ""
-        raise ValueError(f"{name} has shape {array.shape}: expected {shape}{hint}")
-    return array.astype(compute, copy=False)
+    return parameter(name, params[name], shape, compute, "torch's weights are (out, in)")
 
 
 def _with_extra_keys(

@@ -11,7 +11,7 @@ minimha.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend, attention
+from minimha.dialects.inputs import with_axes
 from minimha.dialects.masks import boolean_or_floating, owner_by_values, score_options
 from minimha.dialects.results import like_argument
 from minimha.dialects.transformers_classes import (
@@ -32,6 +33,7 @@ from minimha.dialects.transformers_classes import (
 )
 from minimha.dialects.transformers_interface import register
 from minimha.dialects.transformers_latent import latent_attention
+from minimha.dialects.transformers_weights import Weights
 from minimha.equations.arguments import argument_names, as_floating, flag, integer, rectangular
 from minimha.equations.arrays import bfloat16, like
 from minimha.equations.tap import Tap, no_tap
@@ -45,7 +47,6 @@ __all__ = [
 ]  # fmt: skip
 
 Array = NDArray[Any]
-Linear = tuple[Array, Array | None]  # weight (out, in) and bias (out,)
 
 BUCKETS = "relative_attention_bias.weight"  # T5's bias for each bucket of distances and head
 LOWEST = np.finfo(np.float32).min
@@ -236,7 +237,7 @@ class AttentionModule:
         if is_causal is None:
             is_causal = self.convention.is_causal(config)
         self.is_causal = None if is_causal is None else flag("is_causal", is_causal)
-        weights = _Weights(self.convention, params)
+        weights = Weights(self.convention, params)
         self.layer = weights.layer(config)
         if "position_ids" in self.convention.takes:
             rotary_dim = config.get("rotary_dim", 64)
@@ -312,10 +313,10 @@ class AttentionModule:
             cache is then as it was before.
         """
         given = self._checked(given)
-        x = _three_axes("hidden_states", hidden_states, "(B, L, E)")
+        x = with_axes("hidden_states", hidden_states, "(B, L, E)")
         c, context = self.convention, None
         if c.context in given:
-            context = _three_axes(c.context, given[c.context], "(B, Lc, Ec)")
+            context = with_axes(c.context, given[c.context], "(B, Lc, Ec)")
             if past_key_values is not None:
                 raise ValueError(
                     f"past_key_values and {c.context} are both given: keys of a context are not "
@@ -520,158 +521,6 @@ class _Tables:
             )
 
 
-class _Weights:
-    """A state_dict from which a layer is made; a weight that nothing uses is noticed."""
-
-    def __init__(self, convention: Convention, params: Mapping[str, ArrayLike]) -> None:
-        self._convention = convention
-        self._left = {name: as_floating(name, value) for name, value in params.items()}
-
-    def pop(self, name: str) -> Array | None:
-        """The weight of that name, None if there is none."""
-        return self._left.pop(name, None)
-
-    def check_all_popped(self, cls: str) -> None:
-        """Raise if a weight is left, without which the result would differ."""
-        if self._left:
-            raise ValueError(
-                f"params has {', '.join(self._left)}, which {cls} is not computed with here: "
-                f"leaving it out would change the result"
-            )
-
-    def layer(self, config: Config) -> MultiHeadAttention:
-        """The layer with these weights, for the number of heads that ``config`` gives."""
-        c, H = self._convention, _num_heads(config)
-        o = None if c.o is None else self._linear(c.o)
-        parts = dict(zip("qkv", self._queries_keys_values(config, H, o), strict=True))
-        width = len(parts["q"][0])
-        if width % (2 * H if c.is_gated else H):
-            gates = " and their gates" if c.is_gated else ""
-            raise ValueError(f"queries{gates} have width {width}: expected {H} heads of one width")
-        if c.is_gated:
-            parts |= zip("qg", _split(parts["q"], lambda x: _halves_of_heads(x, H)), strict=True)
-        D = len(parts["q"][0]) // H
-        kv_heads, rest = divmod(len(parts["k"][0]), D)
-        if rest or not kv_heads:
-            raise ValueError(
-                f"keys have width {len(parts['k'][0])}: expected a multiple of the head width {D}"
-            )
-        parts["o"] = o or (np.eye(H * D, dtype=parts["q"][0].dtype), None)
-        weights = {f"W_{name}": W.T for name, (W, _) in parts.items()}
-        weights |= {f"b_{name}": b for name, (_, b) in parts.items() if b is not None}
-        qk_norm, epsilon = c.qk_norm, config.get("rms_norm_eps", c.epsilon)
-        if c.qk_norm is not None:
-            for name in "qk":
-                gain = self._required(f"{name}_norm.weight")
-                weights[f"g_{name}"] = gain + gain.dtype.type(c.has_unit_offset)
-        if c.layer_norm is not None and f"{c.layer_norm.format('q')}.weight" in self._left:
-            qk_norm, epsilon = "layer", config.get("layer_norm_eps", 1e-5)
-            weights |= self._layer_norm("q", H) | self._layer_norm("k", kv_heads)
-        with argument_names(**_names(c)):
-            return MultiHeadAttention.from_combined(
-                **weights, num_heads=H, num_kv_heads=kv_heads, qk_norm=qk_norm, epsilon=epsilon,
-                clip=_clip(config), gate="elementwise" if c.is_gated else None,
-            )  # fmt: skip
-
-    def _layer_norm(self, name: str, heads: int) -> dict[str, Array]:
-        """Gains and shifts of every head, which may have its own or share one row."""
-        named = str(self._convention.layer_norm).format(name)
-        gain, shift = self._required(f"{named}.weight"), self.pop(f"{named}.bias")
-        rows = {f"g_{name}": gain} | ({} if shift is None else {f"s_{name}": shift})
-        return {key: np.tile(x, heads) if x.ndim == 1 else x.ravel() for key, x in rows.items()}
-
-    def _required(self, name: str) -> Array:
-        array = self.pop(name)
-        if array is None:
-            raise ValueError(f"params has no {name}: it has {', '.join(self._left) or 'nothing'}")
-        return array
-
-    def _linear(self, name: str) -> Linear:
-        W = self._required(f"{name}.weight")
-        if W.ndim != 2:
-            raise ValueError(f"{name}.weight has shape {W.shape}: expected 2 axes")
-        return W.T if self._convention.is_conv1d else W, self.pop(f"{name}.bias")
-
-    def _queries_keys_values(self, config: Config, H: int, o: Linear | None) -> list[Linear]:
-        c = self._convention
-        if c.qkv is None:
-            return [self._linear(name) for name in (c.q, c.k, c.v)]
-        fused, groups = c.qkv, None if c.groups is None else c.groups(config, H)
-        width = 0 if o is None or c.is_cross else o[0].shape[1]  # H · D, which o projects
-        parts = _split(self._linear(fused), lambda x: _rows(fused, x, H, groups, width))
-        return [self._linear(c.q), *parts[1:]] if c.is_cross else parts
-
-
-def _names(c: Convention) -> dict[str, str]:
-    """What the module calls the arguments of its layer, whose matrices are (in, out)."""
-    fused = dict.fromkeys("qkv", c.qkv) if c.qkv else {}
-    linears = {"q": c.q, "k": c.k, "v": c.v, "o": c.o} | fused | ({"q": c.q} if c.is_cross else {})
-    axes = "" if c.is_conv1d else ".T"
-    names = {
-        "epsilon": "rms_norm_eps",
-        "clip": "clip_qkv",
-        "g_q": "q_norm.weight",
-        "g_k": "k_norm.weight",
-    }
-    for letter, linear in linears.items():
-        names |= {f"W_{letter}": f"{linear}.weight{axes}", f"b_{letter}": f"{linear}.bias"}
-    return names
-
-
-def _split(linear: Linear, rows: Callable[[Array], list[Array]]) -> list[Linear]:
-    """Several linear maps of one: those whose weight and bias are the parts that ``rows`` gives."""
-    weight, bias = linear
-    weights = rows(weight)
-    biases = [None] * len(weights) if bias is None else rows(bias)
-    return list(zip(weights, biases, strict=True))
-
-
-def _rows(name: str, fused: Array, H: int, groups: int | None, width: int) -> list[Array]:
-    """The rows of queries, keys and values.
-
-    Without ``groups`` all queries, which have ``width`` rows, then all keys, then all values. With
-    them each group has the queries of H / groups heads, then their key, then their value.
-    """
-    rows, others = len(fused), fused.shape[1:]
-    if groups is None:
-        if rows > width and (rows - width) % 2 == 0:
-            return np.split(fused, [width, (rows + width) // 2])
-    elif H % groups == 0 and rows % (H + 2 * groups) == 0:
-        apart = fused.reshape(groups, H // groups + 2, -1, *others)
-        return [x.reshape(-1, *others) for x in (apart[:, :-2], apart[:, -2], apart[:, -1])]
-    raise ValueError(
-        f"{name} projects to {rows} numbers: expected queries, keys, values of {H} heads"
-    )
-
-
-def _halves_of_heads(x: Array, H: int) -> list[Array]:
-    """The first and the second halves of every head's rows."""
-    halves = x.reshape(H, 2, -1, *x.shape[1:])
-    return [halves[:, half].reshape(-1, *x.shape[1:]) for half in (0, 1)]
-
-
-def _three_axes(name: str, value: ArrayLike, expected: str) -> Array:
-    array = as_floating(name, value)
-    if array.ndim != 3:
-        raise ValueError(f"{name} has shape {array.shape}: expected {expected}")
-    return array
-
-
-def _clip(config: Config) -> float | None:
-    """clip_qkv, which MPT and DBRX have in attn_config."""
-    clip = {**config, **(config.get("attn_config") or {})}.get("clip_qkv")
-    return None if clip is None else float(clip)
-
-
-def _num_heads(config: Config) -> int:
-    side = "decoder" if config.get("is_decoder") else "encoder"
-    names = ("num_attention_heads", "n_head", "num_heads", "n_heads", f"{side}_attention_heads")
-    for name in names:
-        if config.get(name) is not None:
-            return integer(name, config[name])
-    raise ValueError(f"config has no number of heads: expected one of {', '.join(names)}")
-
-
 def _tables(rotary: Rotary, position_embeddings: Any) -> list[Array]:
     """cos and sin, (L, R) or (B, L, R), each angle where the numbers of its pair are."""
     if len(position_embeddings) != 2:
@@ -680,7 +529,7 @@ def _tables(rotary: Rotary, position_embeddings: Any) -> list[Array]:
         )
     tables = []
     for name, value in zip(("cos", "sin"), position_embeddings, strict=True):
-        table = _three_axes(f"{name} in position_embeddings", value, "(1, L, R) or (B, L, R)")
+        table = with_axes(f"{name} in position_embeddings", value, "(B, L, R)")
         if rotary.is_interleaved and rotary.stored == "halves":
             table = table[..., : table.shape[-1] // 2].repeat(2, axis=-1)
         tables.append(table[0] if len(table) == 1 else table)

@@ -65,7 +65,7 @@ def test_equal_scores_average_the_values_that_are_seen(options, expected):
          "key_padding_mask is a masked array, whose mask would be lost"),
         ({"key_padding_mask": [[True], [True, False]]}, ValueError,
          "key_padding_mask is not a rectangular array"),
-        ({"key_leftpad": [4]}, ValueError, "key_leftpad is [4]: expected integers from 0 to Lk=3"),
+        ({"key_leftpad": [4]}, ValueError, "key_leftpad is [4]: expected integers from 0 to 3,"),
         ({"key_leftpad": 1}, ValueError, "key_leftpad has shape (): expected (B,) = (1,)"),
         ({"key_leftpad": [1.0]}, TypeError, "key_leftpad has dtype float64: expected integers"),
         ({"key_leftpad": [[1], [1, 2]]}, ValueError, "key_leftpad is not a rectangular array"),

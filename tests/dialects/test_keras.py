@@ -343,7 +343,7 @@ def without(name):
         ({"query_mask": np.ones((1, 2), bool)}, ValueError, "query_mask has shape"),
         ({"value_mask": np.ones((3,), bool)}, ValueError, r"expected \(B, L\) = \(1, 3\)"),
         ({"key_mask": [[1, 2, 3]]}, TypeError, "key_mask has dtype int64"),
-        ({"params": [W]}, TypeError, "params is a list"),
+        ({"params": [W]}, TypeError, "params is of type list"),
         ({"params": without("query/bias")}, ValueError, r"no query/bias: .*\(2, 3\).*use_bias"),
         ({"use_bias": False}, ValueError, "params has query/bias, which this layer does not"),
         ({"use_gate": True}, ValueError, "params has no gate/kernel"),

@@ -279,7 +279,7 @@ REFUSED = [
     ({"attn_mask": np.ones((3, 4)), "nonpad_kv_seqlen": NONPAD}, ValueError,
      "attn_mask has shape (3, 4), a last axis of 4: expected at least 5, the largest nonpad_kv"),
     ({"K": K.astype("f4")}, TypeError, "K has dtype float32 but Q has float64"),
-    ({"K": FLAT}, ValueError, "K has shape (2, 3, 8), V has shape (2, 2, 6, 7): expected all 4-D"),
+    ({"K": FLAT}, ValueError, "K has shape (2, 3, 8), Q (2, 4, 3, 5): expected (B, H, L"),
     ({"Q": FLAT, "K": FLAT, "V": FLAT}, ValueError, "q_num_heads is missing: Q has shape (2, 3, 8"),
     ({"Q": FLAT, "K": FLAT, "V": FLAT, "q_num_heads": 2}, ValueError, "kv_num_heads is missing"),
     ({"Q": FLAT, "K": FLAT, "V": FLAT, "q_num_heads": 3, "kv_num_heads": 2}, ValueError,

@@ -1,0 +1,91 @@
+"""Checks of arguments that several dialects share; each raises an error that names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from minimha.equations.arguments import as_floating, as_integers
+
+Array = NDArray[Any]
+
+
+def with_axes(name: str, value: ArrayLike, axes: str) -> Array:
+    """``value`` as a floating array, if it has the ``axes``, such as "(B, L, E)"."""
+    array = as_floating(name, value)
+    count = axes.count(",") + 1
+    if array.ndim != count:
+        raise ValueError(f"{name} has shape {array.shape}: expected {count} axes {axes}")
+    return array
+
+
+def heads_first(name: str, value: ArrayLike) -> Array:
+    """An array (B, L, H, D) as (B, H, L, D)."""
+    return np.asarray(with_axes(name, value, "(B, L, H, D)").swapaxes(1, 2))
+
+
+def of_one_rank(
+    given: Mapping[str, ArrayLike], ranks: Container[int], expected: str
+) -> dict[str, Array]:
+    """Queries, keys and values by name as floating arrays, if their rank is the same and allowed.
+
+    The first of ``given`` are the queries; ``expected`` names the axes of each rank.
+    """
+    arrays = {name: as_floating(name, value) for name, value in given.items()}
+    first, queries = next(iter(arrays.items()))
+    for name, array in arrays.items():
+        if array.ndim not in ranks or array.ndim != queries.ndim:
+            raise ValueError(
+                f"{name} has shape {array.shape}, {first} {queries.shape}: expected {expected}"
+            )
+    return arrays
+
+
+def integers(name: str, value: ArrayLike, axes: Mapping[str, int]) -> NDArray[np.int64]:
+    """``value`` as integers, if its shape is that of ``axes``, which has a letter for each size."""
+    array = as_integers(name, value)
+    sizes = tuple(axes.values())
+    if array.shape != sizes:
+        letters = ", ".join(axes) + "," * (len(axes) == 1)
+        raise ValueError(f"{name} has shape {array.shape}: expected ({letters}) = {sizes}")
+    return array
+
+
+def check_within(name: str, array: NDArray[np.int64], low: int, high: int, why: str) -> None:
+    """Refuse integers below ``low`` or above ``high``."""
+    if array.size and not (low <= array.min() and array.max() <= high):
+        raise ValueError(
+            f"{name} is {array.tolist()}: expected integers from {low} to {high}, because {why}"
+        )
+
+
+def check_mapping(params: Any) -> None:
+    """Refuse ``params`` that do not map names to arrays."""
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"params is of type {type(params).__name__}: expected a mapping of names to arrays"
+        )
+
+
+def parameter(
+    name: str, value: ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any], layout: str
+) -> Array:
+    """A weight of that shape in that dtype; ``layout`` says how the library stores weights."""
+    array = as_floating(name, value)
+    if array.shape != shape:
+        is_transposed = sorted(array.shape) == sorted(shape)
+        hint = f"; it looks transposed, {layout}" if is_transposed else ""
+        raise ValueError(f"{name} has shape {array.shape}: expected {shape}{hint}")
+    return array.astype(dtype, copy=False)
+
+
+def refuse_dropout(name: str, dropout: float) -> None:
+    """Refuse any dropout but 0."""
+    if np.ndim(dropout) or dropout != 0:
+        raise ValueError(
+            f"{name} is {dropout!r}: expected 0, minimha computes inference, where nothing is "
+            f"dropped"
+        )
