@@ -1,4 +1,4 @@
-"""Whose attention has which bug: a function runs on graded problems, and what is wrong is named.
+"""Names the bug in an attention function, from its answers to graded problems.
 
 ``minimha.check`` is the function below, and has these names too:
 
@@ -49,46 +49,48 @@ def check(
     timeout: float = TIMEOUT,
     progress: Progress = lambda doing: None,
 ) -> Report:
-    """What a function computes instead of softmax(scale · Q Kᵀ + bias) V, if anything.
+    """Name the bugs of a function that should compute softmax(scale · Q Kᵀ + bias) V.
 
-    It is called on graded problems, each of which switches on as little as possible, and its
-    outputs are compared with those of attention computed right, and wrong in every known way. What
-    it raises means that it does not take an option, and is no evidence of a bug.
+    The function is called on graded problems, each of which uses as few options as possible. Its
+    outputs are compared with right attention, and with attention that has each known bug. An
+    exception means that the function does not take an option; it is no evidence of a bug.
 
     Parameters
     ----------
     function : str or callable
-        ``"mykernel.py:attention"`` or ``"package.module:attention"`` runs in a process of its own,
+        ``"mykernel.py:attention"`` or ``"package.module:attention"`` runs in a separate process,
         where a crash, a hang or ``exit()`` is a result. A callable, which may be a closure, runs in
         this process, without limits.
     speaks : {"minimha", "torch", "flash_attention", "jax", "keras", "onnx"}, default "minimha"
-        Whose words it understands: ``function(q, k, v, **options)`` as ``minimha.attention``, or
-        as that library's function, in its layout and with its masks.
+        The library whose conventions it follows: it is called as ``function(q, k, v, **options)``
+        of ``minimha.attention``, or as that library's function, in its layout and with its masks.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
-        Of queries, keys and values.
+        The dtype of queries, keys and values.
     is_layer : bool, default False
-        ``function`` is a class of whole layers, with matrices and heads: see
-        ``minimha.check.calling_layers`` for how it is called. It speaks "minimha" or "torch".
+        ``function`` is a class of whole layers, with matrices and heads:
+        ``minimha.check.calling_layers`` describes its calls. ``speaks`` is "minimha" or "torch".
     arrays : {"numpy", "torch", "jax", "cupy"}, optional
-        Whose arrays it gets. By default what it speaks suggests; where that is refused, those of
-        the libraries that it has imported.
+        The library whose arrays it receives. Default is the usual one for ``speaks``; if the
+        function refuses these, the libraries that it has imported are tried.
     device : str, optional
-        Where torch's arrays are, such as "cuda": it then gets no others. Default is the CPU.
+        The device of torch's arrays, such as "cuda"; implies ``arrays="torch"``. Default is the
+        CPU.
     timeout : float, default 20
-        Seconds for one problem, in a process of its own; three times that for the first.
+        Seconds for one problem in the separate process; three times that for the first problem.
     progress : callable ``progress(doing)``, optional
-        Is told what is done next.
+        Receives a few words before each step.
 
     Returns
     -------
     Report
-        Its ``verdict`` is "right", "wrong" or "cannot tell", its ``deviations`` are the smallest
-        set that explains most problems, and ``str()`` of it is the verdict in two sentences.
+        Its ``verdict`` is "right", "wrong" or "cannot tell"; its ``deviations`` are the smallest
+        set of bugs that explains most problems; ``str(report)`` is the verdict in two sentences.
 
     Raises
     ------
     ValueError, TypeError
-        There is no such function, or it takes none of the problems: what it says to the plainest.
+        There is no such function, or it takes none of the problems; the message then holds what
+        it raised on the plainest one.
 
     Examples
     --------
@@ -119,7 +121,7 @@ def check(
     else:
         raise TypeError(
             f"function is of type {type(function).__name__}: expected something that can be "
-            f"called, or where it is, such as 'mykernel.py:attention'"
+            f"called, or its location, such as 'mykernel.py:attention'"
         )
     return judged(problems, answers, name, speaks, dtype, progress)
 
@@ -148,12 +150,13 @@ def assert_attention(function: Callable[..., Any] | str, **settings: Any) -> Non
     Parameters
     ----------
     function, **settings
-        Those of ``check``.
+        As in ``check``.
 
     Raises
     ------
     AssertionError
-        The function is wrong: how, the smallest problem that shows it, and what to change.
+        The function is wrong. The message names the bug, the smallest problem that shows it, and
+        what to change.
 
     Examples
     --------

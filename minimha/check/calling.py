@@ -1,4 +1,4 @@
-"""Calling somebody's function on one problem, in this process, and reading what it returned."""
+"""Calls the checked function on one problem, in this process, and reads what it returns."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ Array = NDArray[Any]
 
 ARRAYS = ("numpy", "torch", "jax", "cupy")
 DTYPES = ("float32", "float16", "bfloat16")
-WIDE = ("float32", "float64")  # dtypes of an output that lose nothing
+WIDE = ("float32", "float64")  # output dtypes that lose no precision
 IN_DTYPE = ("q", "k", "v", "attn_bias")
-SAME = 256  # times the dtype's epsilon: what two runs of one kernel may differ by
-LONGEST_REASON = 300  # characters of somebody's error
+SAME = 256  # times the dtype's epsilon: the allowed difference of two runs
+LONGEST_REASON = 300  # characters of the function's error
 
 
 Axes = tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]
 
 
 class NotAnArray(TypeError):  # noqa: N818
-    """A function returned something that holds no numbers."""
+    """The function did not return an array of numbers."""
 
 
 class Caller:
-    """A function, and how it wants to be called: in the words of ``speaks``, arrays in ``dtype``.
+    """A function and its calling conventions: those of ``speaks``, with arrays in ``dtype``.
 
-    ``arrays`` are those that it takes: by default the dialect's, and if it refuses them, those of
-    the libraries that its module has imported. Where ``device`` is given, torch's arrays are there;
-    a ValueError says that there is no such device, or that ``arrays`` are not torch's.
+    ``arrays`` names the library of its arrays. Default is the dialect's usual one; if the function
+    refuses these, the libraries that are imported are tried. Only torch's arrays have a ``device``.
     """
 
     def __init__(
@@ -61,9 +60,9 @@ class Caller:
         return [first, *(kind for kind in ARRAYS if kind != first and kind in sys.modules)][:3]
 
     def answer(self, arguments: Mapping[str, Any]) -> Answer:
-        """What the function returns for a problem, run twice on arrays of its own.
+        """The answer to a problem, from two runs on fresh copies of its arrays.
 
-        Whatever it raises is a refusal. What it does beside computing is among the faults.
+        Any exception is a refusal. Side effects are among the faults.
         """
         reasons: dict[str, str] = {}
         for kind in self.kinds:
@@ -102,7 +101,7 @@ class Caller:
             faults.append("not_deterministic")
         is_asked = wants_lse and arguments.get("return_lse")
         if not (is_asked and translation.DIALECTS[self.speaks].lse):
-            lse = None  # a second result is something else
+            lse = None  # the second result is not a log-sum-exp
         return self._read(cast, output, lse, faults)
 
     def _translated(
@@ -118,7 +117,7 @@ class Caller:
     def _once(
         self, kind: str, given: list[Array], keywords: Mapping[str, Any]
     ) -> tuple[Array, Array | None, list[str]]:
-        """One call on fresh arrays; what came back, and what became of the arrays."""
+        """Output, log-sum-exp and faults of one call on fresh copies of the arrays."""
         theirs = [self._theirs(kind, x) for x in given]
         options = {name: self._theirs(kind, value) for name, value in keywords.items()}
         with warnings.catch_warnings(), np.errstate(all="ignore"):
@@ -144,10 +143,10 @@ class Caller:
         return value.astype(self.dtype if self._is_in_dtype(name) else np.float32)
 
     def _is_in_dtype(self, name: str) -> bool:
-        return name in IN_DTYPE  # the other options' numbers stay float32
+        return name in IN_DTYPE  # other options stay float32
 
     def _theirs(self, kind: str, value: Any) -> Any:
-        """A copy of an array as one of the library's; anything else as it is."""
+        """A copy of an array in the library ``kind``; other values unchanged."""
         if not isinstance(value, np.ndarray):
             return value
         copy = np.array(value, order="C")
@@ -162,7 +161,7 @@ class Caller:
     def _read(
         self, cast: Mapping[str, Any], output: Array, lse: Array | None, faults: list[str]
     ) -> Answer:
-        """The arrays that came back in minimha's order of axes, or what is wrong with them."""
+        """The answer: arrays in minimha's order of axes, and their faults."""
         faults, notes, name = [*faults], [], output.dtype.name
         wide, log_sum = _wide(output), None if lse is None else _wide(lse)
         for what, array, (letters, sizes) in zip(
@@ -190,14 +189,14 @@ def _check_device(device: str, arrays: str) -> None:
 
 
 def arguments_of(problem: Graded) -> Mapping[str, Any]:
-    """All that a ``Caller`` needs of a problem: a layer's matrices are arguments like others."""
+    """The arguments for a ``Caller``; of a layer's problem, its matrices too."""
     if problem.layer is None:
         return problem.arguments
     return {**problem.arguments, **problem.layer, "chunks": list(problem.chunks)}
 
 
 def numbers_of(value: Any) -> Array:
-    """An array of any library, or nested lists, as NumPy's."""
+    """An array of any library, or nested lists, as a NumPy array."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
     elif library_of(value) == "cupy":
@@ -216,7 +215,7 @@ def _wide(array: Array) -> Array:
 
 
 def _same(a: Array, b: Array) -> bool:
-    """Whether two runs agree but for the order of sums."""
+    """Whether two runs agree up to the order of their sums."""
     if a.shape != b.shape:
         return False
     first, second = _wide(a), _wide(b)

@@ -1,10 +1,10 @@
-"""A class of whole layers, made into a function: its matrices go in with every call.
+"""Calls a class of whole layers as if it were a function; every call passes the matrices.
 
-A class of one's own is called ``Layer(W_q=…, W_k=…, W_v=…, W_o=…, num_heads=H)`` and, where a
-problem has them, with ``num_kv_heads``, ``b_q`` to ``b_o``, ``rope_base`` and ``rope_interleaved``;
-its instances ``layer(x)`` and, where a problem asks, with ``is_causal``, ``attn_mask`` (True = may
-attend) and ``cache``, a dictionary that starts empty and is passed again with the next tokens.
-Matrices are applied as x @ W.
+A class that you wrote is called as ``Layer(W_q=…, W_k=…, W_v=…, W_o=…, num_heads=H)``. If a problem
+has them, it also receives ``num_kv_heads``, ``b_q`` to ``b_o``, ``rope_base`` and
+``rope_interleaved``. Its instances are called as ``layer(x)``, if needed with ``is_causal``,
+``attn_mask`` (True = may attend) and ``cache``, a dictionary that starts empty and is passed again
+with the next tokens. Matrices are applied as x @ W.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BIASES: tuple[str, ...] = ("b_q", "b_k", "b_v", "b_o")
 
 
 class LayerCaller(Caller):
-    """A class of layers, and how it wants to be called; parameters are those of ``Caller``."""
+    """A class of layers and its calling conventions; parameters as in ``Caller``."""
 
     def __init__(self, cls: Callable[..., Any], speaks: str, *settings: Any, **more: Any) -> None:
         super().__init__(function_of(cls, speaks), speaks, *settings, **more)
@@ -41,7 +41,7 @@ class LayerCaller(Caller):
 
 
 def function_of(cls: Callable[..., Any], speaks: str) -> Callable[..., Any]:
-    """``cls`` as ``function(x, **matrices and options)``, which makes a layer and calls it."""
+    """A ``function(x, **matrices and options)`` that makes a layer of ``cls`` and calls it."""
     if speaks not in SPOKEN:
         raise ValueError(f"speaks is {speaks!r}: expected one of {SPOKEN}, for a layer")
     if isinstance(cls, type) and issubclass(cls, MultiHeadAttention):
@@ -76,13 +76,13 @@ def _ours(cls: type[MultiHeadAttention]) -> Callable[..., Any]:
             return made(x, **_given(is_causal, attn_mask))
         shape = len(x), made.num_kv_heads, sum(chunks), made.head_dim
         cache = KVCache(*shape, value_dim=made.value_dim, dtype=made.dtype)
-        return _in_chunks(x, chunks, lambda tokens: made(tokens, cache=cache))  # causal by itself
+        return _in_chunks(x, chunks, lambda tokens: made(tokens, cache=cache))  # a cache is causal
 
     return function
 
 
 def _torch(cls: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch.nn.MultiheadAttention: matrices by its state dict, and True hides in a mask."""
+    """As torch.nn.MultiheadAttention: matrices in a state dict; True in a mask hides."""
 
     def function(
         x: Any, chunks: Sequence[int] = (), is_causal: bool = False, attn_mask: Any = None,
@@ -121,7 +121,7 @@ def _given(is_causal: bool, attn_mask: Any) -> dict[str, Any]:
 
 
 def _in_chunks(x: Any, chunks: Sequence[int], call: Callable[[Any], Any]) -> Array:
-    """The outputs of calls with so many tokens each, one after the other."""
+    """Concatenated outputs of successive calls; ``chunks`` has the number of tokens of each."""
     ends = np.cumsum(chunks).tolist()
     outputs = [
         numbers_of(results(call(x[:, start:end]))[0])

@@ -1,4 +1,4 @@
-"""Somebody's function in a process of its own: a crash, a hang or ``exit()`` is an answer too."""
+"""Runs the checked function in a separate process, where a crash or a hang is an answer too."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from minimha.check.wire import receive, send
 from minimha.check.worker import as_answer
 
 TIMEOUT = 20.0  # seconds per problem
-FIRST = 3  # times as long for the first call, which may compile
-LOADING = 60.0  # seconds for a module and all that it imports
-MEMORY = 4 * 2**30  # bytes beyond those that the process has after its first call
-GIVE_UP = 3  # hangs, or crashes before it has answered anything
+FIRST = 3  # times ``timeout`` for the first call, which may compile
+LOADING = 60.0  # seconds to import the module
+MEMORY = 4 * 2**30  # bytes that the process may use beyond those after loading
+GIVE_UP = 3  # hangs, or crashes before the first answer
 POLL = 0.05  # seconds
-GRACE = 1.0  # seconds for what an ended process left in its pipes, which a child may hold open
-KEPT_LINES, LONGEST_LINE = 3, 200  # of what a crash leaves on stderr
+GRACE = 1.0  # seconds to read the pipes of an ended process, which a child may hold open
+KEPT_LINES, LONGEST_LINE = 3, 200  # of stderr after a crash
 UNREADABLE = "its answer cannot be read: it wrote to or closed a file descriptor not its own"
 
-# As multiprocessing does: the child finds modules where this process does.
+# As multiprocessing does: the child gets this process's sys.path.
 START = (
     "import sys; sys.path[:] = {path!r}; from minimha.check.worker import main; "
     "sys.argv[1:] = {arguments!r}; main()"
@@ -40,32 +40,16 @@ START = (
 
 
 class _Ended(Exception):  # noqa: N818
-    """The process is gone; the fault, and a sentence."""
+    """The process has ended; its arguments are the fault and a sentence."""
 
 
 class Candidate:
-    """A function that runs in a process of its own, restarted after a crash or a hang.
+    """A function that runs in a separate process, restarted after a crash or a hang.
 
-    It gets a fresh interpreter instead of a fork, so that it finds none of our threads and locks.
-    Memory is limited by looking at what is resident (on Linux), because a limit on addresses
-    refuses what CUDA, JAX and torch only reserve.
-
-    Parameters
-    ----------
-    target : str
-        ``mykernel.py:attention`` or ``package.module:attention``.
-    timeout : float, default 20
-        Seconds for one problem. The first call, which may compile, gets three times that, and
-        loading a minute.
-    memory : int, default 4 GiB
-        Bytes that it may take beyond those after loading.
-    **settings
-        Those of ``calling.Caller``, speaks, dtype, arrays and device; ``is_layer`` for a class.
-
-    Raises
-    ------
-    ValueError
-        When it starts: there is no such function, or it cannot be imported.
+    A fresh interpreter, not a fork: the function inherits none of our threads and locks. Memory is
+    limited by watching resident memory (on Linux), because a limit on addresses would refuse what
+    CUDA, JAX and torch only reserve. ``settings`` are those of ``calling.Caller``, and ``is_layer``
+    for a class. The first call raises a ValueError if the function cannot be found or imported.
     """
 
     def __init__(
@@ -85,7 +69,7 @@ class Candidate:
     def answers(
         self, problems: Iterable[Graded], progress: Callable[[str], None] = lambda doing: None
     ) -> list[Answer]:
-        """The answers to all problems, in order; after too many failures the rest is not asked."""
+        """The answers to all problems, in order; after ``GIVE_UP`` failures it asks no more."""
         found: list[Answer] = []
         failures, note = 0, ""
         for problem in problems:
@@ -137,7 +121,7 @@ class Candidate:
 
 
 class _Process:
-    """One process, and what it says."""
+    """One process and its two output streams."""
 
     def __init__(self, settings: Mapping[str, Any], memory: int) -> None:
         path = [place or os.getcwd() for place in sys.path]
@@ -147,24 +131,24 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # its own children end with it
+            start_new_session=True,  # so that its children are killed with it
         )
         self.memory, self.base, self.num_answers = memory, 0, 0
         self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._said: deque[bytes] = deque(maxlen=KEPT_LINES)
-        self._listeners = [
-            threading.Thread(target=listen, args=(stream,), daemon=True)
-            for listen, stream in (
-                (self._hear, self.process.stdout), (self._remember, self.process.stderr)
+        self._stderr: deque[bytes] = deque(maxlen=KEPT_LINES)
+        self._readers = [
+            threading.Thread(target=read, args=(stream,), daemon=True)
+            for read, stream in (
+                (self._read_records, self.process.stdout), (self._read_stderr, self.process.stderr)
             )
         ]  # fmt: skip
-        for listener in self._listeners:
-            listener.start()
+        for reader in self._readers:
+            reader.start()
 
     def ask(self, problem: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a problem, within so many seconds."""
+        """The answer to a problem within ``seconds``, or ``_Ended``."""
         assert self.process.stdin is not None
-        with suppress(OSError):  # it has ended: the next line finds out how
+        with suppress(OSError):  # it has ended: ``next`` finds out how
             if self.process.poll() is None:
                 send(self.process.stdin, problem)
         record = self.next(seconds)
@@ -172,7 +156,7 @@ class _Process:
         return record
 
     def next(self, seconds: float) -> dict[str, Any]:
-        """What it says next, or ``_Ended``."""
+        """The next record, or ``_Ended``."""
         deadline = time.monotonic() + seconds
         while True:
             has_ended = self.process.poll() is not None
@@ -188,24 +172,24 @@ class _Process:
             raise _Ended("crashes", UNREADABLE if record == {} else self._how_it_ended())
 
     def resident(self) -> int:
-        """Bytes of memory in use; 0 where the system does not say."""
+        """Bytes of resident memory; 0 if the system does not tell."""
         with suppress(OSError, ValueError, IndexError, AttributeError):
             pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
             return int(pages) * os.sysconf("SC_PAGE_SIZE")
         return 0
 
     def kill(self) -> None:
-        """End it, and its children."""
+        """End the process and its children."""
         if hasattr(os, "killpg"):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
-        for listener in self._listeners:
-            listener.join(timeout=POLL)
+        for reader in self._readers:
+            reader.join(timeout=POLL)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             with suppress(OSError):
-                stream.raw.close()  # type: ignore[union-attr]  # the listener has the buffer's lock
+                stream.raw.close()  # type: ignore[union-attr]  # the reader holds the buffer's lock
 
     def _check(self, seconds: float, deadline: float) -> None:
         if time.monotonic() > deadline:
@@ -217,27 +201,27 @@ class _Process:
     def _how_it_ended(self) -> str:
         try:
             status = self.process.wait(GRACE)
-        except subprocess.TimeoutExpired:  # its pipe alone has
+        except subprocess.TimeoutExpired:  # only its pipe has ended
             return UNREADABLE
         how = f"it ended with exit status {status}"
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else -status
             how = f"it was ended by signal {name}"
-        self._listeners[1].join(GRACE)
-        lines = [line.decode("utf-8", "replace").strip() for line in list(self._said)]
-        said = " | ".join(line for line in lines if line)
-        return f"{how}; the end of its stderr: {said}" if said else how
+        self._readers[1].join(GRACE)
+        lines = [line.decode("utf-8", "replace").strip() for line in list(self._stderr)]
+        end = " | ".join(line for line in lines if line)
+        return f"{how}; the end of its stderr: {end}" if end else how
 
-    def _hear(self, stream: IO[bytes]) -> None:
+    def _read_records(self, stream: IO[bytes]) -> None:
         record: dict[str, Any] | None
         try:
             while (record := receive(stream)) is not None:
                 self._records.put(record)
-        except Exception:  # it was closed, or something else was written into it
+        except Exception:  # the stream was closed, or holds no record
             record = {}
         self._records.put(record)
 
-    def _remember(self, stream: IO[bytes]) -> None:
+    def _read_stderr(self, stream: IO[bytes]) -> None:
         with suppress(OSError, ValueError):
             while line := stream.readline(2**16):
-                self._said.append(line[:LONGEST_LINE])
+                self._stderr.append(line[:LONGEST_LINE])

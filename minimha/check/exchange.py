@@ -1,9 +1,9 @@
-"""Problems as files for any language, and answers that were computed elsewhere.
+"""Writes problems as files for any language, and reads answers that were computed elsewhere.
 
 A problem is an npz file with q, k, v and its options; ``problems.json`` lists them. Its answer is
-an array ``output``, and ``lse`` where the problem asks for it, in ``NAME.out.npz`` in a folder, or
-as ``NAME.output`` and ``NAME.lse`` in one npz file. What a function does not take is answered by an
-array ``refused``, a single True.
+an array ``output``, and ``lse`` if the problem asks for it: in ``NAME.out.npz`` in a folder, or as
+``NAME.output`` and ``NAME.lse`` in one npz file. A function that does not take a problem answers
+with an array ``refused``, a single True.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFUSED = "refused"
 
 
 def names_of(problems: Sequence[Graded]) -> list[str]:
-    """A file's name, without its ending, for each problem: ``01_one_head``."""
+    """Each problem's file name without its ending: ``01_one_head``."""
     return [
         f"{n:02}_{re.sub('[^a-z0-9]+', '_', problem.name.lower()).strip('_')}"
         for n, problem in enumerate(problems, 1)
@@ -38,7 +38,7 @@ def names_of(problems: Sequence[Graded]) -> list[str]:
 
 
 def files_of(problems: Sequence[Graded], dtype: str) -> dict[str, str | bytes]:
-    """Every problem as an npz file, and a list of them as JSON, by file name."""
+    """The problems as npz files, and a JSON list of them, by file name."""
     files: dict[str, str | bytes] = {}
     listed = []
     for name, problem in zip(names_of(problems), problems, strict=True):
@@ -62,7 +62,7 @@ def files_of(problems: Sequence[Graded], dtype: str) -> dict[str, str | bytes]:
 
 
 def digest(problems: Sequence[Graded]) -> str:
-    """A short name for exactly these problems."""
+    """A hash of the problems, 16 letters long."""
     found = hashlib.sha256()
     for name, problem in zip(names_of(problems), problems, strict=True):
         found.update(name.encode())
@@ -72,7 +72,7 @@ def digest(problems: Sequence[Graded]) -> str:
 
 
 def check_names(found: Iterable[str], problems: Sequence[Graded], where: str) -> None:
-    """Refuse arrays of which one is the answer to none of the problems, before they are read."""
+    """Refuse array names that answer none of the problems, before the arrays are read."""
     names = names_of(problems)
     expected = {f"{name}.{part}" for name in names for part in (*PARTS, REFUSED)}
     for name in found:
@@ -86,7 +86,7 @@ def check_names(found: Iterable[str], problems: Sequence[Graded], where: str) ->
 def answers_of(
     arrays: Mapping[str, Array], problems: Sequence[Graded], where: str, dtype: str
 ) -> list[Answer]:
-    """Answers from arrays that are named ``NAME.output`` and ``NAME.lse``; none is a ValueError."""
+    """Answers from arrays with names ``NAME.output`` and ``NAME.lse``."""
     names = names_of(problems)
     if not arrays:
         raise ValueError(f"{where} holds no answers: expected arrays such as {names[0]}.output")
@@ -96,7 +96,7 @@ def answers_of(
 
 
 def check_manifest(text: str, problems: Sequence[Graded], where: str, dtype: str) -> None:
-    """Refuse a folder whose problems are of another dtype, or of another version."""
+    """Refuse a folder whose problems have another dtype or are from another version."""
     try:
         manifest = json.loads(text)
         other, found = manifest["dtype"], manifest["digest"]
@@ -129,7 +129,7 @@ def _answer(arrays: Mapping[str, Array], name: str, problem: Graded, dtype: str)
     elif lse is not None and lse.shape != tuple(rows):
         faults = ("wrong_shape",)
         note = f"{name}.lse has shape {lse.shape}: expected (B, H, Lq) = {tuple(rows)}"
-    is_low = output.dtype == np.float32 and dtype != "float32"  # bfloat16, which npz has not
+    is_low = output.dtype == np.float32 and dtype != "float32"  # bfloat16, which npz lacks
     name_of_dtype = dtype if is_low else output.dtype.name
     wide = output.astype(np.float64)
     return Answer(
@@ -138,7 +138,7 @@ def _answer(arrays: Mapping[str, Array], name: str, problem: Graded, dtype: str)
 
 
 def _arrays(problem: Graded, dtype: str) -> dict[str, Array]:
-    """The arguments as arrays: None in a window is -1, bfloat16 is float32."""
+    """The arguments as arrays; None in a window becomes -1, and bfloat16 float32."""
     found = {}
     for name, value in problem.arguments.items():
         if value is None:

@@ -1,8 +1,8 @@
-"""Values of deviations that no list holds: a fill of -7, a block of 40 keys, read from the weights.
+"""Reads unusual values of deviations from the weights: a fill of -7, a block of 40 keys.
 
-With V = I the output is the weights A. Where hidden keys keep a weight, log A of a hidden key less
-that of a seen one is the difference of their scores, which tells the fill. Blocks are tried one by
-one, since the problem with many keys shows each of them in another way.
+With V = I the output is the weights A. If hidden keys keep a weight, log A of a hidden key minus
+that of a visible one is the difference of their scores, which gives the fill. Block sizes are
+tried one by one: the problem with many keys shows each in a different way.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Item = tuple[str, Any]
 
 HIDING = {"mask weights": "mask", "causal weights": "positions", "window weights": "positions"}
 CLOSE = 1e-3  # relative, of weights
-FEW = 12  # blocks that come to the same
+FEW = 12  # the most block sizes that have the same effect
 
 
 def fitted(problems: Sequence[Graded], answers: Sequence[Answer]) -> list[Item]:
-    """Deviations with the values that the answers show, besides those of the catalogue."""
+    """Deviations with values that the answers show and the catalogue lacks."""
     weights = Weights(problems, answers)
     with np.errstate(all="ignore"):
         return [*dict.fromkeys(_fills(weights)), *_blocks(weights)]
 
 
 def _scale(weights: Weights, name: str, x: Prepared) -> float:
-    """The scale that the weights of a problem of the same D show, or else the right one."""
+    """The scale read from the weights of a problem with the same D; the right one if unreadable."""
     found = weights[name]
     line = readings.line(*found) if found else None
     return line[0] if line else x.problem.scale
@@ -51,9 +51,9 @@ def _fills(weights: Weights) -> Iterator[Item]:
         x, A = Prepared(found[0].arguments), found[1]
         scale = _scale(weights, "weights", x)
         S = x.products[0] * scale
-        constant = np.where(x.seen, np.log(A) - S, 0).sum(-1) / x.seen.sum(-1)
+        constant = np.where(x.visible, np.log(A) - S, 0).sum(-1) / x.visible.sum(-1)
         scores = np.log(A) - constant[..., None]
-        for way, fill in (("fill", scores[~x.seen]), ("add", (scores - S)[~x.seen])):
+        for way, fill in (("fill", scores[~x.visible]), ("add", (scores - S)[~x.visible])):
             if np.ptp(fill) < 0.02 * abs(fill.mean()) and round(fill.mean(), 1) not in FILLS:
                 for name_of_kind in ("all", kind):
                     value = float(round(fill.mean(), 2))

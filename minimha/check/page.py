@@ -1,4 +1,4 @@
-"""A report as a page: text, Markdown or HTML, made of the same parts in the same order."""
+"""A report as text, Markdown or HTML, all made of the same parts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from minimha.explain.trace import printable
 Array = NDArray[Any]
 
 WIDTH = 80
-WIDEST = 32  # columns of a table's column but the last
-LARGEST = 8  # rows and columns of a matrix that is shown
+WIDEST = 32  # characters of a table's column; the last may be wider
+LARGEST = 8  # the most rows and columns of a matrix
 DECIMALS = 4
 MARK = "*"
 INDENT = "    "
@@ -50,7 +50,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Matrices:
-    """What is expected and what came, side by side, cells with ``differs`` marked."""
+    """Expected and returned numbers side by side; cells with ``differs`` are marked."""
 
     expected: Sequence[Sequence[str]]
     got: Sequence[Sequence[str]]
@@ -61,7 +61,7 @@ Part = Heading | Paragraph | Table | Matrices
 
 
 def as_text(report: Report, taken: int = 0) -> str:
-    """The report in lines of at most 80 columns, of which the first line's ``taken`` are in use."""
+    """The report in lines of 80 characters; the first one leaves room for ``taken`` before it."""
     first, *others = parts(report)
     assert isinstance(first, Paragraph)
     verdict = _filled(first.words, taken)[taken:]
@@ -74,14 +74,14 @@ def as_markdown(report: Report) -> str:
 
 
 def as_html(report: Report) -> str:
-    """The report as a page that stands alone; differing cells are marked."""
+    """The report as an HTML page without other files; differing cells are marked."""
     body = "\n".join(_html(part) for part in parts(report))
     title = html.escape(printable(report.function))
     return PAGE.format(title=title, body=body)
 
 
 def parts(report: Report) -> Iterator[Part]:
-    """What a report says, in its order: verdict, evidence, what to change, option by option."""
+    """The parts of a report: verdict, evidence, what to change, option by option."""
     yield Paragraph(" ".join(report.sentences))
     if report.alternatives:
         others = ", or ".join(" with ".join(names) for names in report.alternatives)
@@ -118,7 +118,7 @@ def _shown(result: Result, named: Sequence[str]) -> Iterator[Part]:
     name, pair = "output", (result.expected, answer.output)
     if not _differs(*pair, result.bound).any() and answer.lse is not None:
         if result.expected_lse is None or answer.lse.shape != result.expected_lse.shape:
-            return  # the note has said it
+            return  # the note describes it
         name, pair = "log-sum-exp", (result.expected_lse[..., None], answer.lse[..., None])
     if result.problem.layer is not None:  # whose heads are mixed
         pair = pair[0][:, None], pair[1][:, None]
@@ -126,7 +126,7 @@ def _shown(result: Result, named: Sequence[str]) -> Iterator[Part]:
 
 
 def _side_by_side(name: str, expected: Array, got: Array, bound: float) -> Iterator[Part]:
-    """One head, (B, H, Lq, Dv), as much of it as can be read, from where it differs."""
+    """At most ``LARGEST`` rows and columns of one head of (B, H, Lq, Dv) that differs."""
     wrong = _differs(expected, got, bound)
     b, h = next(zip(*np.nonzero(wrong.any(axis=(2, 3))), strict=True), (0, 0))
     first = int(wrong[b, h].any(axis=-1).argmax()) if expected.shape[2] > LARGEST else 0
@@ -185,7 +185,7 @@ def _filled(words: str, indent: int = 0) -> str:
 
 
 def _text_table(records: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Columns as wide as their words, long ones and the last broken into lines."""
+    """Columns as wide as their words; wide columns and the last are broken into lines."""
     *names, last = records[0]
     widths = [min(WIDEST, max(len(n), *(len(r[n]) for r in records))) + 2 for n in names]
     start = len(INDENT) + sum(widths)
@@ -248,7 +248,7 @@ def _piped(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _paired(part: Matrices, marked: Callable[[str], str]) -> list[list[str]]:
-    """Rows of expected and got cells, those that differ as ``marked`` makes them."""
+    """Rows of expected and returned cells; ``marked`` formats those that differ."""
     return [
         [*row, *(marked(cell) if bad else cell for cell, bad in zip(got, wrong, strict=True))]
         for row, got, wrong in zip(part.expected, part.got, part.differs, strict=True)

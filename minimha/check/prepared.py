@@ -1,4 +1,4 @@
-"""A problem in float64: what all deviations of it start from."""
+"""A problem in float64, from which right and wrong attention are computed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from minimha.equations.problem import Problem
 
 Array = NDArray[Any]
 
-FLOAT32 = 2.0**-24  # half an eps: sums are accumulated in float32 whatever the dtype is
+FLOAT32 = 2.0**-24  # half an eps: sums are accumulated in float32 in every dtype
 UNITS = {"float32": FLOAT32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}  # but for 0
+SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}  # above 0
 
 
 class Impossible(ValueError):  # noqa: N818  (it states a fact about shapes)
-    """The deviation cannot be computed with these shapes: a function that has it would fail."""
+    """The deviation does not fit these shapes: a function with it would fail."""
 
 
 class Prepared:
-    """A problem's arrays in float64, and what most deviations leave as it is."""
+    """A problem's arrays in float64, and numbers that most deviations do not change."""
 
     def __init__(
         self, arguments: Mapping[str, Any], dtype: str = "float32", is_exact: bool = False
@@ -31,7 +31,7 @@ class Prepared:
         options = {name: x for name, x in arguments.items() if name != "return_lse"}
         self.problem = Problem.of(**options)
         self.given = arguments
-        self.extra = 0.0  # relative, of products and values that were rounded before
+        self.extra = 0.0  # relative error of q, k and v that were rounded before
         self.unit, self.smallest, self.is_exact = UNITS[dtype], SMALLEST[dtype], is_exact
         self.q, self.k, self.v = (getattr(self.problem, n).astype(np.float64) for n in "qkv")
         self.B, self.H, self.Lq, self.D = self.q.shape
@@ -40,11 +40,11 @@ class Prepared:
         self.i, self.j = np.arange(self.Lq)[:, None], np.arange(self.Lk)
         self.offset = self.problem.q_offset[:, None, None, None]
         self.lengths = self.problem.kv_lengths[:, None, None, None]
-        self.seen = np.broadcast_to(
+        self.visible = np.broadcast_to(
             self.problem.visible(slice(0, self.Lq), slice(0, self.Lk)), self.shape
         )
         self.has_nan = not (np.isfinite(self.k).all() and np.isfinite(self.v).all())
-        self.sees_nothing = ~self.seen.any(-1)
+        self.sees_nothing = ~self.visible.any(-1)
         if self.problem.sinks is not None:
             self.sees_nothing &= False
         biases = self.problem.attn_bias
@@ -57,6 +57,6 @@ class Prepared:
 
     @cached_property
     def products(self) -> tuple[Array, Array]:
-        """Q Kᵀ, and the same of magnitudes."""
+        """Q Kᵀ and |Q| |K|ᵀ."""
         K = self.k[:, self.heads].swapaxes(-1, -2)
         return np.asarray(self.q @ K), np.asarray(abs(self.q) @ abs(K))

@@ -1,9 +1,9 @@
 """Graded problems: from one head without options to numbers that 16 bits cannot hold.
 
-Each problem switches on as little as possible, and no two of its sizes are equal by chance. Where
-a problem needs it (positions, masks), a square one comes beside it, for functions that take
-nothing else. Every number is a small multiple of 1/16, which 16 bits hold exactly, unless the
-problem is about precision; so the problems are the same in every dtype.
+Each problem uses as few options as possible, and no two of its sizes are equal by chance. Problems
+about positions or masks come with a square variant, for functions that take nothing else. Except in
+problems about precision, every number is a small multiple of 1/16, which 16 bits hold exactly, so
+the problems are the same in every dtype.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Array = NDArray[Any]
 
 SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 LARGEST = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.4e38}
-REQUIRED = ("q", "k", "v", "x", "W_q", "W_k", "W_v", "W_o", "num_heads")  # no options
-MANY = 301  # keys: divisible by no usual size of a block
+REQUIRED = ("q", "k", "v", "x", "W_q", "W_k", "W_v", "W_o", "num_heads")  # not options
+MANY = 301  # keys: not divisible by any usual block size
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,21 +33,21 @@ class Graded:
 
     name: str  # for example "causal, more keys than queries"
     arguments: Mapping[str, Any]  # of ``minimha.attention``; arrays float32
-    shows: str  # one phrase: what this problem makes observable
-    is_exact: bool = False  # products of queries and keys, and these scaled, are never rounded
-    layer: Mapping[str, Any] | None = None  # how the layer is made, where one is asked for
-    chunks: tuple[int, ...] = ()  # tokens in each of its calls with a cache
+    shows: str  # one phrase: the behaviour that this problem shows
+    is_exact: bool = False  # no product of a query and a key is rounded, nor when scaled
+    layer: Mapping[str, Any] | None = None  # the constructor's arguments of a layer
+    chunks: tuple[int, ...] = ()  # the number of tokens of each call with a cache
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments besides q, k, v and x, and what is not usual about a layer."""
+        """The arguments besides q, k, v and x, and a layer's optional ones."""
         given = {**self.arguments, **(self.layer or {})}
         options = {name: x for name, x in given.items() if name not in REQUIRED}
         return {**options, "cache": self.chunks} if self.chunks else options
 
 
 def graded(dtype: str = "float32") -> list[Graded]:
-    """The problems, always the same ones; every number is representable in ``dtype``.
+    """The problems, always the same; every number is representable in ``dtype``.
 
     They are computed once, and their arrays are read-only.
 
@@ -75,7 +75,7 @@ def _graded(dtype: str) -> tuple[Graded, ...]:
 
 
 def _kept(problem: Graded) -> Graded:
-    """The problem with arrays that cannot be written to, since it is kept for other functions."""
+    """The problem with read-only arrays, because it is kept for other functions."""
     for x in (*problem.arguments.values(), *(problem.layer or {}).values()):
         if isinstance(x, np.ndarray):
             x.flags.writeable = False
@@ -83,7 +83,7 @@ def _kept(problem: Graded) -> Graded:
 
 
 def layer_problems(dtype: str = "float32") -> list[Graded]:
-    """Problems for a whole multi-head layer with its weights, always the same ones."""
+    """Problems for a whole multi-head layer with its weights, always the same."""
     choice("dtype", dtype, tuple(SIGNIFICANT_BITS))
     return list(_graded_layers())
 
@@ -107,13 +107,13 @@ def _is_representable(x: Array, dtype: str) -> bool:
 
 
 class _Draw:
-    """Random numbers of one problem: its name is the seed, so that no problem changes another."""
+    """Random numbers of one problem; its name is the seed, so problems are independent."""
 
     def __init__(self, name: str) -> None:
         self.rng = np.random.default_rng(crc32(name.encode()))
 
     def numbers(self, *shape: int, spread: float = 1) -> Array:
-        """Normal numbers, rounded to multiples of 1/16 that have 7 bits."""
+        """Normal numbers, rounded to multiples of 1/16 with 7 bits."""
         x = np.clip(self.rng.normal(size=shape) * spread, -7.9, 7.9)
         return (np.round(x * 16) / 16).astype(np.float32)
 
@@ -140,12 +140,12 @@ def _problem(name: str, shows: str, arguments: Mapping[str, Any], **options: Any
 
 
 def _drawn(name: str, shows: str, sizes: Mapping[str, Any], **options: Any) -> Graded:
-    """A problem whose queries, keys and values are drawn, of the ``sizes`` that ``qkv`` takes."""
+    """A problem with random queries, keys and values; ``sizes`` are the arguments of ``qkv``."""
     return _problem(name, shows, _Draw(name).qkv(**sizes), **options)
 
 
 def _chosen(name: str, shows: str, q: Any, k: Any, v: Any, **options: Any) -> Graded:
-    """One head whose scores are chosen; a single query is asked as often as there are keys."""
+    """One head with given scores; a single query is repeated once per key."""
     if len(q) == 1 and len(k) < 10:
         q = np.repeat(q, len(k), axis=0)
     rows = {n: np.array(x, np.float32)[None, None] for n, x in (("q", q), ("k", k), ("v", v))}
@@ -178,7 +178,7 @@ def _identity(size: int, heads: int = 1) -> Array:
 
 
 def _related() -> Iterator[Graded]:
-    """Problems whose answers must be related to that of "one head", whatever the conventions."""
+    """Problems whose answers are related to that of "one head" in all conventions."""
     x = _Draw("one head").qkv()
     order = np.random.default_rng(3).permutation(7)
     permuted = {"q": x["q"], "k": x["k"][:, :, order], "v": x["v"][:, :, order]}
@@ -227,16 +227,16 @@ def _causal() -> Iterator[Graded]:
     yield _low_scores("causal, low scores", shows, lower, is_causal=True)
 
 
-def _low_scores(name: str, shows: str, seen: Array, **options: Any) -> Graded:
-    """Seen keys have scores of -160 and -162, far below those of hidden keys, 0; exact in 16 bits.
+def _low_scores(name: str, shows: str, visible: Array, **options: Any) -> Graded:
+    """Scores of -160 and -162 for visible keys, and 0 for hidden ones; exact in 16 bits.
 
-    A fill of -10, or of -100 added to the scores, does not hide such keys.
+    A fill of -10, or -100 added to the scores, does not hide keys so far above the visible ones.
     """
-    rows, keys = np.indices(seen.shape)
-    scores = np.where(seen, -160 - 2 * ((rows + keys) % 3 == 0), 0)
-    q, k = 16 * np.eye(len(seen), 16), np.zeros((seen.shape[1], 16))
-    k[:, : len(seen)] = scores.T / 4  # scale · q is 4
-    return _chosen(name, shows, q, k, _Draw(name).numbers(seen.shape[1], 16), **options)
+    rows, keys = np.indices(visible.shape)
+    scores = np.where(visible, -160 - 2 * ((rows + keys) % 3 == 0), 0)
+    q, k = 16 * np.eye(len(visible), 16), np.zeros((visible.shape[1], 16))
+    k[:, : len(visible)] = scores.T / 4  # scale · q is 4
+    return _chosen(name, shows, q, k, _Draw(name).numbers(visible.shape[1], 16), **options)
 
 
 def _windows() -> Iterator[Graded]:
@@ -366,7 +366,7 @@ def _rows_that_see_nothing() -> Iterator[Graded]:
 
 
 def _hidden_nan() -> Iterator[Graded]:
-    """A NaN in what no query, or not every query, may see."""
+    """Problems with a NaN in keys and values that some or all queries must not see."""
 
     def spoiled(name: str, at: int, **options: Any) -> Graded:
         x = _Draw(name).qkv(H=2, Lq=6, Lk=6)
@@ -408,7 +408,7 @@ def _many_keys() -> Iterator[Graded]:
 
 
 def _tiles() -> Iterator[Graded]:
-    """Each option once at a size that functions with whole tiles take."""
+    """Each option once, at a size that functions for whole tiles take."""
     sizes: dict[str, Any] = {"Lq": 64, "Lk": 64, "D": 16}
     name = "grouped heads, 64 tokens"
     yield _drawn(name, "which key/value head is read", {"H": 4, "Hkv": 2, **sizes})
@@ -430,7 +430,7 @@ def _tiles() -> Iterator[Graded]:
 
 
 def _options_together() -> Iterator[Graded]:
-    """What differs by query head where heads share keys, and options that meet, in whole tiles."""
+    """Options per query head with grouped heads, and pairs of options in whole tiles."""
     draw = _Draw("options by head, grouped heads")
     x, shows = draw.qkv(H=4, Hkv=2, Lq=6, Lk=6), "one for each query head, not for each key head"
     by_head: dict[str, dict[str, Any]] = {
@@ -486,7 +486,7 @@ def _layer(
     E: int | None = None, has_biases: bool = False, chunks: tuple[int, ...] = (),
     call: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None,
 ) -> Graded:  # fmt: skip
-    """A layer of width E, H · D unless given, with ``more`` in its constructor."""
+    """A problem for a layer of width E, by default H · D; ``more`` goes to its constructor."""
     draw, groups, width = _Draw(name), H if Hkv is None else Hkv, H * D if E is None else E
     shapes = {"q": (width, H * D), "k": (width, groups * D), "v": (width, groups * D)}
     shapes["o"] = H * D, width

@@ -1,9 +1,9 @@
-"""What the answers show by themselves, where no deviation that is known fits.
+"""Reads facts from the answers if no known deviation explains them.
 
 With V = I the output is the weights. The logarithms of a row's weights differ as its scores do, so
-a line through them reads the scale; which weights are not 0 reads who sees whom; weights that are
-either 0 or all too large by one factor are dropped out. The size of the smallest errors reads how
-many bits the arithmetic keeps.
+a line through them gives the scale. Weights that are not 0 show which keys are visible. Weights
+that are 0, or too large by one common factor, show dropout. The smallest errors show how many bits
+the arithmetic keeps.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from minimha.check.problems import MANY, Graded
 
 Array = NDArray[Any]
 
-FIT = 0.999  # of a line through the weights, below which there is none
-SHARED = 0.02  # relative, of a number that two problems must agree upon
-LARGER = 1.005  # the factor of weights from which on they are larger than they should be
+FIT = 0.999  # the least R² of a line through the weights
+SHARED = 0.02  # relative difference of a number on which two problems must agree
+LARGER = 1.005  # the least factor by which weights count as too large
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A number or a fact that the answers show, and how well it fits (R², at most 1)."""
+    """A number or a fact that the answers show; ``fit`` is R², at most 1."""
 
     name: str
     value: str
@@ -36,7 +36,7 @@ class Reading:
 
 
 class Weights:
-    """The weights that a function gave to the problems with V = I, (B, H, Lq, Lk) each."""
+    """A function's weights on the problems with V = I, (B, H, Lq, Lk) each."""
 
     def __init__(self, problems: Sequence[Graded], answers: Sequence[Answer]) -> None:
         self.found: dict[str, tuple[Graded, Array]] = {}
@@ -52,7 +52,7 @@ class Weights:
 
 
 def read(problems: Sequence[Graded], answers: Sequence[Answer]) -> list[Reading]:
-    """Everything that can be read, most telling first."""
+    """All readings, most informative first."""
     weights = Weights(problems, answers)
     is_random = any("not_deterministic" in answer.faults for answer in answers)
     readings = [
@@ -100,7 +100,7 @@ def _times(factor: float, form: str) -> str:
 
 
 def line(problem: Graded, A: Array) -> tuple[float, float] | None:
-    """Slope and R² of a row's log-weights against its products; None where there is no line."""
+    """Slope and R² of a row's log-weights against its products; None without a good line."""
     q, k = (np.asarray(problem.arguments[n], np.float64) for n in "qk")
     S = q @ k.swapaxes(-1, -2)
     if not ((A > 0) & np.isfinite(A)).all():
@@ -113,10 +113,10 @@ def line(problem: Graded, A: Array) -> tuple[float, float] | None:
 
 
 def dropout(weights: Weights, is_random: bool) -> Reading | None:
-    """The share of weights that are 0 where none should be, if the others grew by one factor.
+    """The share of weights that are wrongly 0, if the others grew by one common factor.
 
-    Where the others are as they should be, zeros are dropout only if two runs differ: a function
-    may as well lose the same keys every time.
+    If the others are right, zeros are dropout only if two runs differ: the function may lose the
+    same keys every time.
     """
     found = weights["weights"], weights["weights of two heads"], weights[f"weights of {MANY} keys"]
     zeros = count = 0
@@ -147,7 +147,7 @@ def _right_weights(problem: Graded) -> Array:
 
 
 def lost_keys(weights: Weights) -> Reading | None:
-    """Keys without weight among many, as a tile's edge or a last block leaves them."""
+    """Keys that get no weight, as at a tile's edge or in a dropped last block."""
     found = weights[f"weights of {MANY} keys"]
     if found is None or not np.isfinite(found[1]).all():
         return None
@@ -159,14 +159,14 @@ def lost_keys(weights: Weights) -> Reading | None:
 
 
 def _ranges(numbers: Array) -> str:
-    """``0, 16-18`` for 0, 16, 17, 18; no more than six of them."""
+    """``0, 16-18`` for 0, 16, 17, 18; at most six ranges."""
     groups = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     texts = [f"{g[0]}" if len(g) == 1 else f"{g[0]}-{g[-1]}" for g in groups]
     return ", ".join(texts[:6]) + (" …" if len(texts) > 6 else "")
 
 
 def visibility(weights: Weights) -> list[Reading]:
-    """Which keys query i sees, under causality and under a window, wherever it is one rule."""
+    """Which keys query i sees under causality or a window, if one rule describes them."""
     readings = []
     for name, (problem, A) in weights.found.items():
         if not {"is_causal", "window_size"} & set(problem.options) or not np.isfinite(A).all():
@@ -179,14 +179,14 @@ def visibility(weights: Weights) -> list[Reading]:
     return readings
 
 
-def _band(seen: Array) -> str | None:
-    """``i - 2 <= j <= i + 1`` where this is exactly what is seen, with a side only if it limits."""
-    Lq, Lk = seen.shape
-    i, j = np.indices(seen.shape)
-    if not seen.any():
+def _band(visible: Array) -> str | None:
+    """``i - 2 <= j <= i + 1`` if exactly these keys are visible; without sides that hide no key."""
+    Lq, Lk = visible.shape
+    i, j = np.indices(visible.shape)
+    if not visible.any():
         return None
-    low, high = (j - i)[seen].min(), (j - i)[seen].max()
-    if not np.array_equal(seen, (j - i >= low) & (j - i <= high)):
+    low, high = (j - i)[visible].min(), (j - i)[visible].max()
+    if not np.array_equal(visible, (j - i >= low) & (j - i <= high)):
         return None
     left = "" if low <= 1 - Lq else f"{_shifted(low)} <= "
     right = "" if high >= Lk - 1 else f" <= {_shifted(high)}"
@@ -198,7 +198,7 @@ def _shifted(by: int) -> str:
 
 
 def precision(errors: Sequence[tuple[float, float]]) -> tuple[Reading, ...]:
-    """How many bits most answers keep: from pairs of an error and the size of its output."""
+    """How many bits most answers keep; ``errors`` has each error and the size of its output."""
     relative = [error / size for error, size in errors if size > 0 and 0 < error < 0.05 * size]
     if not relative or len(relative) < len(errors) / 2:
         return ()

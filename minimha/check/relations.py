@@ -1,8 +1,8 @@
-"""What must hold for any attention, whatever its conventions are.
+"""Relations that hold for any attention, in all conventions.
 
-Each relation compares answers with each other and needs no catalogue: the weights of a row sum to
-1, the output is linear in V, the order of the keys and a constant added to a row's scores do not
-matter, and parts merged by their log-sum-exp are the whole.
+Each compares answers with each other and needs no catalogue: the weights of a row sum to 1; the
+output is linear in V; neither the order of the keys nor a constant added to a row's scores matters;
+parts merged by their log-sum-exp equal the whole.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Array = NDArray[Any]
 
 
 def broken(answers: Mapping[str, Answer], tolerance: float) -> dict[str, str]:
-    """The relations that do not hold, each with a sentence of evidence; answers by problem's name.
+    """The broken relations, each with a sentence of evidence; ``answers`` by the problem's name.
 
-    ``tolerance`` is the difference, relative to the largest output, that rounding explains.
+    ``tolerance`` is the largest difference, relative to the largest output, due to rounding.
     """
     outputs = {name: a.output for name, a in answers.items() if a.output is not None}
     whole = outputs.get("one head")
@@ -55,7 +55,7 @@ def broken(answers: Mapping[str, Answer], tolerance: float) -> dict[str, str]:
 
 
 def _difference(got: Array | None, wanted: Array) -> float:
-    """The largest difference; 0 where nothing was answered."""
+    """The largest difference; 0 without an answer."""
     if got is None or got.shape != wanted.shape:
         return 0.0
     difference = abs(got - wanted)
@@ -63,7 +63,7 @@ def _difference(got: Array | None, wanted: Array) -> float:
 
 
 def _merged(answers: Mapping[str, Answer]) -> Array | None:
-    """The first three and the last four keys as one."""
+    """The output of all keys, merged from that of the first three and that of the last four."""
     pairs = [
         (np.asarray(answer.lse, np.float64), np.asarray(answer.output, np.float64))
         for answer in map(answers.get, ("first three keys", "last four keys"))

@@ -1,4 +1,4 @@
-"""The report on a checked function: its fields, and what they say in sentences."""
+"""The report on a checked function: its fields, and its sentences."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from minimha.check.catalogue import DEVIATIONS, Deviation
 from minimha.check.translation import DIALECTS
 from minimha.check.verdict import Findings, Result, Verdict
 
-MOST_LISTED = 16  # numbers of an option in the JSON; of a longer one its size alone
+MOST_LISTED = 16  # numbers of an option in the JSON; a longer one is given by its shape
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ``check`` found; ``str(report)`` is the verdict, ``page.as_text`` all of it for readers.
+    """The findings of ``check``; ``str(report)`` is the verdict, ``page.as_text`` a whole page.
 
     Attributes
     ----------
     function, speaks, dtype : str
-        What was checked, in whose words.
+        The arguments of ``check``.
     verdict : {"right", "wrong", "cannot tell"}
-        "right" also where all that deviates is the spoken library's own convention.
+        Also "right" if all deviations are conventions of the library ``speaks``.
     deviations : tuple of str
         Identifiers of the smallest set that explains most problems.
     alternatives : tuple of tuple of str
-        Other sets that explain as many.
+        Other sets that explain equally many problems.
     explains : pair of int
-        Problems that are explained, and problems that the function takes.
+        The numbers of problems that are explained, and that the function takes.
     refused : tuple of str
         Options that it does not take.
     readings : tuple of dict
-        ``name``, ``value`` and ``fit`` of what its outputs show, whatever the deviation is.
+        ``name``, ``value`` and ``fit`` of facts that its outputs show.
     problems : tuple of dict
-        ``name``, ``options``, ``error`` (None where there is no output), ``is_right`` and
-        ``is_refused`` of each problem.
+        ``name``, ``options``, ``error`` (None without an output), ``is_right`` and ``is_refused``
+        of each problem.
     conventions : tuple of str
-        Clauses about the deviations that are the spoken library's own choice.
+        A clause about each deviation that is a convention of the library ``speaks``.
     findings : Findings
         The problems, answers and expected outputs themselves.
     """
@@ -93,7 +93,7 @@ class Report:
         )
 
     def to_json(self) -> str:
-        """The fields above but the last two, as JSON; infinite errors are strings."""
+        """All fields but ``conventions`` and ``findings`` as JSON; infinite errors are strings."""
         record = {f.name: getattr(self, f.name) for f in fields(self)[:-2]}
         return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
@@ -102,9 +102,9 @@ class Report:
 
     @property
     def failure(self) -> str | None:
-        """Why hardly anything could be compared, as a sentence; None where most could.
+        """A sentence: why most outputs could not be compared; None if they could.
 
-        An output of the wrong shape may have the right one where sizes are equal by chance.
+        An output of the wrong shape may have the right one if sizes are equal by chance.
         """
         answers = [r.answer for r in self.findings.results if r.answer.refusal is None]
         misshapen = [answer for answer in answers if "wrong_shape" in answer.faults]
@@ -116,7 +116,7 @@ class Report:
 
     @property
     def _missing(self) -> str | None:
-        """That answers are missing, as a sentence; None where there are all."""
+        """A sentence about missing answers; None if there are none."""
         results = self.findings.results
         names = [r.problem.name for r in results if r.answer.refusal == MISSING]
         if not names:
@@ -130,7 +130,7 @@ class Report:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The verdict, and its evidence; or why there is none."""
+        """The verdict and its evidence, or why there is no verdict."""
         explained, taken = self.explains
         if self.failure is not None:
             return (f"{self.failure.rstrip('.')}.",)
@@ -164,20 +164,20 @@ class Report:
         return (*found, f"{self._missing}.") if self._missing else found
 
     def change(self, deviation: Deviation) -> str:
-        """What to change, as a sentence."""
+        """A sentence: what to change."""
         if deviation.identifier == "wrong_shape" and self._lse_note:
             return "Return (output, log-sum-exp), and nothing else in its place."
         return deviation.change
 
     def _clause(self, identifier: str) -> str:
-        """What is wrong, to stand within a sentence."""
+        """A clause: what is wrong."""
         if identifier == "wrong_shape" and self._lse_note:
             return self._lse_note
         return _clause(identifier)
 
     @property
     def _lse_note(self) -> str:
-        """What a log-sum-exp of the wrong shape is, where every output has the right one."""
+        """The note on a log-sum-exp of the wrong shape, if every output has the right one."""
         wrong = [r for r in self.findings.results if "wrong_shape" in r.answer.faults]
         outputs = [r.answer.output for r in wrong]
         is_lse = all(
@@ -188,7 +188,7 @@ class Report:
 
     @property
     def smallest(self) -> Result | None:
-        """The failing problem with the fewest scores and options, one with an output if any."""
+        """The failing problem with the fewest scores and options; those with outputs come first."""
         failing = [
             (answer.output is None or result.expected.shape != answer.output.shape,
              _num_scores(result), len(options_of(result)), n)
@@ -199,9 +199,9 @@ class Report:
         return self.findings.results[min(failing)[-1]] if failing else None
 
     def conformance(self) -> list[dict[str, str]]:
-        """One record per option: right, refused or deviates, and in which way."""
+        """One record per option: whether it is right, refused or deviates, and how."""
         results = self.findings.results
-        seen = {name: None for result in results for name in features(result)}
+        names = {name: None for result in results for name in features(result)}
         right = {name for r in results if r.is_right for name in features(r)}
         taken = {name for r in results if r.answer.refusal is None for name in features(r)}
         asked = {name for r in results if _is_refused(r) for name in features(r)}
@@ -213,7 +213,7 @@ class Report:
                 for name in found - right or found:
                     blamed.setdefault(name, result.answer.note if is_silent else "")
         records = []
-        for name in seen:
+        for name in names:
             is_refused = name not in taken or name in self.refused
             state = "refused" if is_refused else "deviates" if name in blamed else "right"
             if name not in taken | asked:
@@ -241,10 +241,10 @@ def _is_of_the_run(identifier: str) -> bool:
     return identifier in DEVIATIONS and DEVIATIONS[identifier].stage == "run"
 
 
-# Rows of the conformance table that are no option.
+# Rows of the conformance table that are not options.
 PLAIN, GROUPED = "no option", "grouped heads"
 DEAD, LEAK = "queries that see no key", "NaN in hidden keys"
-GATHERED = {  # of a layer: the row of each argument
+GATHERED = {  # the row of each argument of a layer
     **dict.fromkeys(("b_q", "b_k", "b_v", "b_o"), "biases"),
     **dict.fromkeys(("rope_base", "rope_interleaved"), "rotary positions"),
     "num_kv_heads": GROUPED,
@@ -252,17 +252,17 @@ GATHERED = {  # of a layer: the row of each argument
 
 
 def _rows(identifier: str) -> tuple[str, ...]:
-    """The rows of the conformance table that a deviation is about."""
+    """The rows of the conformance table that a deviation belongs to."""
     deviation = DEVIATIONS.get(identifier)
     if deviation is None:
         return ()
-    rows = {"heads": (PLAIN, GROUPED), "rows that see nothing": (DEAD,), "leaks": (LEAK,)}
+    rows = {"rows that see nothing": (DEAD,), "leaks": (LEAK,)}
     needs = (*deviation.needs, "q_offset") if "offset" in deviation.wrong else deviation.needs
     return rows.get(deviation.stage, needs or (PLAIN,))
 
 
 def features(result: Result) -> list[str]:
-    """What a problem switches on: its options, and what is no argument but can go wrong."""
+    """The rows of a problem in the conformance table."""
     arguments = result.problem.arguments
     found = dict.fromkeys(GATHERED.get(name, name) for name in options_of(result))
     if result.problem.layer is None:
@@ -301,13 +301,13 @@ def _plain(value: Any) -> Any:
 
 
 def _is_refused(result: Result) -> bool:
-    """Whether the function itself did not take a problem."""
+    """Whether the function was called and did not take the problem."""
     refusal = result.answer.refusal
     return refusal is not None and not refusal.startswith(NOT_ASKED)
 
 
 def _refused(findings: Findings) -> tuple[str, ...]:
-    """The options without an output, but for those with which it failed or was not called."""
+    """The refused options, without those that failed or that were not asked about."""
     silent = [r for r in findings.results if r.answer.output is None]
     refused = {name for r in silent if _is_refused(r) for name in r.problem.options}
     failed = {name for r in silent if r.answer.refusal is None for name in r.problem.options}
@@ -316,7 +316,7 @@ def _refused(findings: Findings) -> tuple[str, ...]:
 
 
 def _without_lse(findings: Findings) -> tuple[str, ...]:
-    """``return_lse``, if outputs came without it wherever it was asked for."""
+    """``return_lse``, if no output came with the requested log-sum-exp."""
     asked = [
         result.answer for result in findings.results
         if result.problem.arguments.get("return_lse") and result.answer.output is not None
@@ -326,7 +326,7 @@ def _without_lse(findings: Findings) -> tuple[str, ...]:
 
 
 def _num_scores(result: Result) -> int:
-    """Of a layer the square of its tokens, head by head and entry by entry."""
+    """The number of scores in a problem; in a layer every token sees every token."""
     given = result.problem.arguments
     if result.problem.layer is None:
         return int(np.prod(given["q"].shape[:-1])) * int(given["k"].shape[-2])
@@ -335,7 +335,7 @@ def _num_scores(result: Result) -> int:
 
 
 def _clause(identifier: str) -> str:
-    """What is wrong, to stand within a sentence."""
+    """A clause: what is wrong."""
     if identifier not in DEVIATIONS:
         return identifier
     words = DEVIATIONS[identifier].wrong.rstrip(".")

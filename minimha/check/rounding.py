@@ -1,4 +1,4 @@
-"""Numbers rounded to fewer bits than float64 has, and sums that are rounded at every step."""
+"""Rounds numbers to fewer bits than float64 has, and sums at every step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rounded(x: Array, bits: int, exponent: int = 128) -> Array:
 
 
 def format_of(arrays: Iterable[Array]) -> str | None:
-    """The coarsest format that holds every number; None if none does, or if far fewer bits would.
+    """The coarsest format that holds every number; None if none does, or if far fewer bits suffice.
 
     >>> format_of([np.array([0.0999755859375, 3.0])])
     'float16'
@@ -54,11 +54,11 @@ def accumulated(terms: Array, bits: int) -> Array:
     """
     if bits == 11:
         return np.add.accumulate(terms.astype(np.float16), -1)[..., -1].astype(np.float64)
-    drop = 24 - bits  # of the bits of float32, in which the sums of such numbers are exact enough
+    drop = 24 - bits  # bits of float32, which is exact enough for these sums
     below, kept = np.uint32((1 << (drop - 1)) - 1), np.uint32(0xFFFFFFFF ^ ((1 << drop) - 1))
 
     def narrow(x: Array) -> Array:
-        u = x.view(np.uint32)  # half of what is dropped, ties to even, is added and cut off
+        u = x.view(np.uint32)  # add half of the last kept bit, ties to even, and cut off the rest
         return np.asarray(((u + (below + ((u >> drop) & 1))) & kept).view(np.float32))
 
     each = np.ascontiguousarray(np.moveaxis(terms, -1, 0), np.float32)

@@ -1,10 +1,9 @@
-"""The smallest set of deviations that explains the answers.
+"""Searches for the smallest set of deviations that explains the answers.
 
-A function that ``has`` a set of deviations answers every problem that it takes as the deviated
-equations do. The search starts from no deviation, takes the first problem whose answer contradicts
-the set at hand, and adds whatever deviation, or pair, explains that answer; so it follows the
-evidence, problem by problem, and need not try all sets. Of what it finds it keeps the sets that
-the fewest answers contradict.
+A function with a set of deviations answers every problem as the deviated equations do. The search
+starts from no deviation. It takes the first problem whose answer contradicts the current set, and
+adds each deviation, or pair, that explains that answer. So it follows the evidence, and does not
+try all sets. It keeps the sets that the fewest answers contradict.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from minimha.check.wrong_attention import HIDDEN_ROWS, Deviated, deviate
 from minimha.check.wrong_layer import PreparedLayer, deviate_layer
 
 Array = NDArray[Any]
-Item = tuple[str, Any]  # an identifier and the value that it has
+Item = tuple[str, Any]  # an identifier and its value
 Hypothesis = frozenset[Item]
 Items = TypeVar("Items", Hypothesis, list[Item])
 
 STEPS = 6  # from no deviation to four of them, with the right values
-WIDTH = 8  # hypotheses that are followed at a time,
-MARGIN = 3  # if so many answers more contradict them than the best one
-TRIED = 6  # contradicted problems that are looked at, easy ones first,
-TARGETS = 2  # until so many of them are explained
-BRANCHES = 24  # hypotheses that grow from one,
-SAMPLE = 10  # those that explain most of so many problems
-SHARE = 0.5  # of the wrong answers, that a set must explain to be named,
-NEARLY_ALL = 0.95  # and of all answers, if lost precision is in it
-MOST_FITS = 5_000  # comparisons after which nothing new is tried
+WIDTH = 8  # the most hypotheses that are followed at a time
+MARGIN = 3  # a followed hypothesis has at most this many more contradictions than the best one
+TRIED = 6  # the most contradicted problems to look at, easy ones first
+TARGETS = 2  # the search stops looking after explaining this many of them
+BRANCHES = 24  # the most hypotheses that grow from one
+SAMPLE = 10  # problems by which these are ranked
+SHARE = 0.5  # the least share of wrong answers that a named set must explain
+NEARLY_ALL = 0.95  # the same, of all answers, for a set with lost precision
+MOST_FITS = 5_000  # no new set is tried after this many comparisons
 NONE: Hypothesis = frozenset()
-KINDS = {  # the options that hide keys, by the name that deviations of hiding know them by
+KINDS = {  # the options that hide keys, by their name in deviations of hiding
     "mask": {"attn_mask"},
     "positions": {"is_causal", "window_size"},
     "lengths": {"kv_lengths"},
@@ -52,22 +51,22 @@ KINDS = {  # the options that hide keys, by the name that deviations of hiding k
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """How an answer fits a prediction."""
+    """The comparison of an answer with a prediction."""
 
     is_explained: bool
-    # Of the output, and of the log-sum-exp where it is compared: where the answer is not what was
-    # predicted, and where anything may stand. Empty where they have no common shape.
+    # For the output, and the log-sum-exp if compared: where the answer differs from the prediction,
+    # and where the prediction allows anything. Empty if the shapes differ.
     wrong: tuple[tuple[Array, Array], ...] = ()
     error: float = np.inf  # the largest difference
-    bound: float = 0.0  # the largest that rounding explains
+    bound: float = 0.0  # the largest difference that rounding explains
 
     @property
     def is_mute(self) -> bool:
-        """Whether the prediction leaves everything open."""
+        """Whether the prediction allows any answer."""
         return all(bool(is_free.all()) for _, is_free in self.wrong)
 
     def tells_more_than(self, other: Fit) -> bool:
-        """Whether something that is explained here, not left open, is wrong there."""
+        """Whether this fit explains, by a definite number, an answer that ``other`` gets wrong."""
         if not other.wrong or not self.wrong:
             return self.is_explained and not self.is_mute
         pairs = zip(self.wrong, other.wrong, strict=False)
@@ -78,9 +77,9 @@ class Fit:
 
 
 class Problems:
-    """Graded problems with what any set of deviations answers to them.
+    """Graded problems, and the predicted answers of functions with any set of deviations.
 
-    What a single deviation leads to is kept for the next function that is judged.
+    Predictions for a single deviation are kept for the next function.
     """
 
     def __init__(self, problems: Sequence[Graded], dtype: str) -> None:
@@ -95,16 +94,16 @@ class Problems:
         self._kinds: dict[int, list[list[Item]]] = {}
 
     def relevant(self, n: int, hypothesis: Iterable[Item]) -> Hypothesis:
-        """The deviations of a set that may change anything on problem ``n``.
+        """The deviations of a set that may change the answer to problem ``n``.
 
-        Values that come to the same there, as blocks of 16 and of 32 keys do where there are six,
-        are one.
+        Values with the same effect there become one, as do blocks of 16 and of 32 keys if there are
+        six keys.
         """
         items = (self.usual(n, item) for item in hypothesis)
         return frozenset(item for item in items if item is not None)
 
     def usual(self, n: int, item: Item) -> Item | None:
-        """The item, or one for all that come to the same; None if it does nothing."""
+        """The item, or the first with the same effect on problem ``n``; None if it has none."""
         name, value = item
         needs = DEVIATIONS[name].needs
         if needs and self.options[n].isdisjoint(needs):
@@ -126,7 +125,7 @@ class Problems:
         return item
 
     def predicted(self, n: int, hypothesis: Iterable[Item]) -> Deviated | None:
-        """What a function with the deviations answers; None where it cannot answer at all."""
+        """The answer of a function with the deviations; None if it cannot answer."""
         key = n, self.relevant(n, hypothesis)
         if key in self._predicted:
             return self._predicted[key]
@@ -139,7 +138,7 @@ class Problems:
         return prediction
 
     def kinds(self, n: int) -> list[list[Item]]:
-        """What changes something on problem ``n``; what changes it in the same way is together."""
+        """The items that change the answer to problem ``n``, grouped by their effect."""
         if n not in self._kinds:
             right = _fingerprint(self.predicted(n, NONE))
             kinds: dict[Any, list[Item]] = {}
@@ -167,7 +166,7 @@ def all_items() -> list[Item]:
 
 
 def _fingerprint(prediction: Deviated | None) -> Any:
-    """Equal for equal predictions."""
+    """A value that is equal for equal predictions."""
     if prediction is None:
         return None
     p = prediction
@@ -177,9 +176,9 @@ def _fingerprint(prediction: Deviated | None) -> Any:
 def compare(
     answer: Answer, prediction: Deviated | None, asks_lse: bool, rounded_to: str | None = None
 ) -> Fit:
-    """Whether an answer is what was predicted, within the bounds of rounding.
+    """Compare an answer with a prediction, within the bounds of rounding.
 
-    ``rounded_to`` is a format that the output was rounded to in the end, besides its dtype.
+    ``rounded_to`` is a format, other than its dtype, that the output was rounded to.
     """
     if prediction is None or answer.output is None:
         return Fit(False)
@@ -195,7 +194,7 @@ def compare(
         near = _near(got, p.output, bound) | p.is_free
         for other in p.others:
             near |= _near(got, other, bound)
-        if rounded_to is not None:  # what it cannot hold became infinite
+        if rounded_to is not None:  # numbers beyond its range became infinite
             near |= np.isinf(got) & (got == rounded(p.output, bits, exponent))
         wrong, error = [(~near, p.is_free)], _distance(got, p.output)
         if asks_lse and answer.lse is not None:
@@ -214,7 +213,7 @@ def _near(got: Array, wanted: Array, bound: Array) -> Array:
 
 
 def _distance(got: Array, wanted: Array) -> float:
-    """The largest difference; infinite where one of the two is not finite and the other is."""
+    """The largest difference; infinite if only one of two numbers is finite."""
     same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
     difference = np.where(same, 0, abs(got - wanted))
     return float(np.where(np.isnan(difference), np.inf, difference).max(initial=0))
@@ -222,7 +221,7 @@ def _distance(got: Array, wanted: Array) -> float:
 
 @dataclass
 class Search:
-    """The search among sets of deviations for those that explain ``answers``."""
+    """The search for sets of deviations that explain ``answers``."""
 
     problems: Problems
     answers: Sequence[Answer]
@@ -244,11 +243,11 @@ class Search:
         return self._fits[key]
 
     def contradicted(self, hypothesis: Hypothesis) -> list[int]:
-        """The problems whose answers are not those of a function with these deviations."""
+        """The problems whose answers a function with these deviations would not give."""
         return [n for n in self.taken if not self.fit(n, hypothesis).is_explained]
 
     def run(self) -> list[Hypothesis]:
-        """The smallest of the sets that the fewest answers contradict; [∅] if nothing helps."""
+        """The smallest sets that the fewest answers contradict; [∅] if no set helps."""
         found: dict[Hypothesis, int] = {NONE: len(self.contradicted(NONE))}
         beam, least = [NONE], found[NONE]
         for step in range(STEPS):
@@ -266,12 +265,12 @@ class Search:
     def best(
         self, grown: Iterable[Hypothesis], found: Mapping[Hypothesis, int]
     ) -> list[Hypothesis]:
-        """The hypotheses to follow."""
+        """The hypotheses to follow in the next step."""
         ranked = sorted(grown, key=lambda h: (found[h], len(h), _rank(h)))
         return [h for h in _varied(ranked, 2) if found[h] <= found[ranked[0]] + MARGIN][:WIDTH]
 
     def grown(self, hypothesis: Hypothesis) -> list[Hypothesis]:
-        """What explains the first answers that contradict the hypothesis, most promising first."""
+        """Hypotheses that explain the first contradicting answers, most promising first."""
         targets, found = 0, []
         contradicted = self.contradicted(hypothesis)
         for n in self.targets(contradicted):
@@ -291,7 +290,7 @@ class Search:
         return _varied(ranked, 2)[:BRANCHES]
 
     def targets(self, contradicted: Sequence[int]) -> list[int]:
-        """The problems to look at: easy ones, and then those that were made to show rounding."""
+        """The problems to look at: easy ones first, then those about rounding."""
         is_exact = [self.problems.graded[n].is_exact for n in contradicted]
         easy = [n for n, exact in zip(contradicted, is_exact, strict=True) if not exact]
         return easy[:TRIED] + [n for n, exact in zip(contradicted, is_exact, strict=True) if exact]
@@ -301,7 +300,7 @@ class Search:
         return fit.is_explained and not fit.is_mute
 
     def extended(self, n: int, hypothesis: Hypothesis) -> list[Hypothesis]:
-        """One deviation more, of a stage that is free, or another value of one that it has."""
+        """The sets with one more deviation, of a free stage, or with another value of one."""
         stages = {DEVIATIONS[name].stage for name, _ in hypothesis}
         found = []
         if len(hypothesis) < self.most:
@@ -315,7 +314,7 @@ class Search:
         return found
 
     def grown_by_two(self, n: int) -> list[Hypothesis]:
-        """The pairs that explain an answer; deviations that do the same here are tried once."""
+        """Pairs that explain an answer; deviations with the same effect are tried once."""
         found: list[Hypothesis] = []
         for kinds in combinations(_varied(self.problems.kinds(n), 3), 2):
             pairs = [frozenset(p) for p in product(*map(_usual, kinds)) if _stages_differ(p)]
@@ -336,7 +335,7 @@ class Search:
         return [NONE]
 
     def needed(self, hypothesis: Hypothesis) -> Hypothesis:
-        """The set without what explains nothing."""
+        """The set without the deviations that explain nothing."""
         count = len(self.contradicted(hypothesis))
         for item in sorted(hypothesis, key=str):
             if len(self.contradicted(hypothesis - {item})) <= count:
@@ -344,11 +343,11 @@ class Search:
         return hypothesis
 
     def is_supported(self, hypothesis: Hypothesis) -> bool:
-        """Whether each deviation explains an answer that nothing else of the set does.
+        """Whether each deviation explains an answer that the rest of the set does not.
 
-        Some of the answers must be numbers: zeros or NaN everywhere are explained too easily. And
-        the set must explain half of what is wrong: some answers of many fit by chance. Lost
-        precision, whose bounds are wide, must leave next to nothing unexplained.
+        Some of the answers must hold numbers, because zeros or NaN fit too easily. The set must
+        explain half of the wrong answers, because a few fit by chance. Lost precision has wide
+        bounds, so it must explain nearly all answers.
         """
         tells = any(
             self.explains(n, hypothesis) and _has_numbers(self.answers[n]) for n in self.taken
@@ -367,9 +366,9 @@ class Search:
             for n in self.contradicted(less)
             if self.fit(n, hypothesis).tells_more_than(self.fit(n, less))
         ]
-        if item[0] == "lse_of_dead_rows":  # to leave it open is all that it does
+        if item[0] == "lse_of_dead_rows":  # it only allows any log-sum-exp
             explained = [n for n in self.contradicted(less) if self.explains(n, hypothesis)]
-        if item[0] in HIDDEN_ROWS[:3]:  # they leave the log-sum-exp open
+        if item[0] in HIDDEN_ROWS[:3]:  # they allow any log-sum-exp
             explained = [n for n in explained if "return_lse" not in self.problems.options[n]]
         if is_precision(item[0]):
             explained = [n for n in explained if self.problems.graded[n].is_exact]
@@ -395,7 +394,7 @@ def _usual(items: Iterable[Item]) -> list[Item]:
 
 
 def _varied(candidates: Iterable[Items], most: int) -> list[Items]:
-    """The candidates in their order, no more than ``most`` of the same identifiers."""
+    """The candidates in order, at most ``most`` with the same identifiers."""
     counts: Counter[frozenset[str]] = Counter()
     kept = []
     for items in candidates:
@@ -414,5 +413,5 @@ _PLACES = {item: n for n, item in enumerate(all_items())}
 
 
 def _rank(hypothesis: Hypothesis) -> list[int]:
-    """Usual values first, then in the order of the catalogue."""
+    """A sort key: the places of the items in the catalogue, values outside of it last."""
     return sorted(_PLACES.get(item, len(_PLACES)) for item in hypothesis)

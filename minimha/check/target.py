@@ -1,4 +1,4 @@
-"""Finding the function or class that is named: ``mykernel.py:attention``, ``package:name``."""
+"""Finds a function or class by its location: ``mykernel.py:attention``, ``package:name``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def split(target: str) -> tuple[str, str]:
-    """The file or module of ``target``, which a ValueError refuses if it has neither, and the name.
+    """The file or module in ``target``, and the name after it.
 
     >>> split("torch.nn.functional:scaled_dot_product_attention")
     ('torch.nn.functional', 'scaled_dot_product_attention')
@@ -34,10 +34,7 @@ def split(target: str) -> tuple[str, str]:
 
 
 def load(target: str) -> Any:
-    """The function or class that ``target`` names, from the module, which is imported.
-
-    A ValueError says that it cannot be imported, has no such name, or that this cannot be called.
-    """
+    """Import the module of ``target`` and return the function or class."""
     where, name = split(target)
     try:
         module = _file(Path(where)) if where.endswith(".py") or os.sep in where else _module(where)
@@ -63,9 +60,9 @@ def _module(name: str) -> ModuleType:
 
 
 def _file(path: Path) -> ModuleType:
-    sys.path.insert(0, str(path.resolve().parent))  # for what it imports from beside itself
+    sys.path.insert(0, str(path.resolve().parent))  # it may import its neighbours
     name = path.stem if path.stem.isidentifier() else "kernel"
-    if name in sys.modules:  # a library of that name is needed under it
+    if name in sys.modules:  # do not shadow a library of that name
         name = f"checked_{name}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -76,7 +73,7 @@ def _file(path: Path) -> ModuleType:
 
 
 def _place(error: BaseException, where: str) -> str:
-    """What went wrong, and in which line of the file, if it is one of its own."""
+    """The error, and its line if it was raised in the file ``where``."""
     words = " ".join(f"{type(error).__name__}: {error}".split())
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == os.path.abspath(where)]

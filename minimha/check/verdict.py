@@ -1,8 +1,8 @@
-"""From answers to a verdict: right, wrong and why, or cannot tell.
+"""Turns answers into a verdict: right, wrong and why, or cannot tell.
 
-First what needs no catalogue: which answers are right, and which relations between them hold. Then
-the smallest set of deviations that explains the answers. Then, where something remains
-unexplained, what can be read from the weights.
+First it finds which answers are right, and which relations between them hold. Then it searches for
+the smallest set of deviations that explains the answers. If some remain unexplained, it reads facts
+from the weights.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from minimha.check.search import NONE, Hypothesis, Problems, Search, names_of
 Verdict = Literal["right", "wrong", "cannot tell"]
 
 TOLERANCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}  # of relations between answers
-WIDER = ("float32", "float64")  # an output dtype that loses nothing
+WIDER = ("float32", "float64")  # output dtypes that lose no precision
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """One problem with its answer, and how far the answer is from the right one."""
+    """One problem, its answer, and the answer's error."""
 
     problem: Graded
     answer: Answer
     expected: NDArray[Any]  # (B, H, Lq, Dv), float64
-    expected_lse: NDArray[Any] | None  # (B, H, Lq), float64; None where it was not asked for
-    error: float  # the largest; infinite where a number is not finite, or the shape is wrong
-    bound: float  # the largest that rounding explains; smaller for some numbers than for others
+    expected_lse: NDArray[Any] | None  # (B, H, Lq), float64; None if not requested
+    error: float  # the largest; infinite if a number is not finite or the shape is wrong
+    bound: float  # the largest difference that rounding explains, over all numbers
     is_right: bool
     is_refused: bool
 
@@ -48,12 +48,12 @@ class Findings:
 
     verdict: Verdict
     deviations: tuple[str, ...]  # the smallest set that explains most answers
-    alternatives: tuple[tuple[str, ...], ...]  # other sets that explain as many
-    explains: tuple[int, int]  # answers explained, answers
+    alternatives: tuple[tuple[str, ...], ...]  # other sets that explain equally many
+    explains: tuple[int, int]  # explained answers, all answers
     refused: tuple[str, ...]  # options that the function took in no problem
     readings: tuple[Reading, ...]
     results: tuple[Result, ...]
-    tell_apart: str | None = None  # a sentence: what would tell the sets apart
+    tell_apart: str | None = None  # a clause: which options would tell the sets apart
 
 
 def judge(
@@ -63,9 +63,9 @@ def judge(
     dtype: str = "float32",
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Findings:
-    """The verdict on the function that gave ``answers`` to ``problems``, one for each.
+    """The verdict on a function that gave ``answers`` to ``problems``, one for each.
 
-    ``dtype`` is that of the q, k and v that it got; ``progress`` is called with what is done next.
+    ``dtype`` is that of its q, k and v; ``progress`` receives a few words before each step.
     """
     if len(problems) != len(answers):
         raise ValueError(f"there are {len(answers)} answers to {len(problems)} problems")
@@ -96,21 +96,21 @@ def judge(
 
 
 def _rounded_to(answers: Sequence[Answer], dtype: str) -> str | None:
-    """The format that all outputs were rounded to, where it is coarser than their dtype."""
+    """The format that all outputs were rounded to, if it is coarser than their dtype."""
     found = format_of(a.output for a in answers if a.output is not None)
     return found if found in list(TOLERANCE)[list(TOLERANCE).index(dtype) + 1 :] else None
 
 
 @lru_cache(maxsize=4)
 def _known(problems: tuple[Graded, ...], dtype: str) -> Problems:
-    """What is predicted for the problems, kept for the next function that is judged by them."""
+    """The problems with their predictions, kept for the next function."""
     return Problems(problems, dtype)
 
 
 def _result(search: Search, n: int) -> Result:
     problem, answer = search.problems.graded[n], search.answers[n]
     expected = search.problems.predicted(n, NONE)
-    assert expected is not None  # the equations themselves can always be computed
+    assert expected is not None  # right attention can always be computed
     fit = search.fit(n, NONE)
     asks_lse = bool(problem.arguments.get("return_lse"))
     return Result(
@@ -120,7 +120,7 @@ def _result(search: Search, n: int) -> Result:
 
 
 def _follows(fault: str, named: Sequence[str], search: Search, found: Hypothesis) -> bool:
-    """Whether a fault only follows from what was named, as randomness does from dropout."""
+    """Whether a named deviation implies the fault, as dropout implies randomness."""
     if fault == "not_deterministic":
         return "weights_dropped_out" in named
     if fault != "wrong_shape" or not named:
@@ -134,7 +134,7 @@ def _place(identifier: str) -> int:
 
 
 def _refused(problems: Sequence[Graded], answers: Sequence[Answer]) -> tuple[str, ...]:
-    """The options that were refused in every problem that has them."""
+    """The options that the function refused in every problem with them."""
     taken: dict[str, bool] = {}
     for problem, answer in zip(problems, answers, strict=True):
         for option in problem.options:
@@ -143,7 +143,7 @@ def _refused(problems: Sequence[Graded], answers: Sequence[Answer]) -> tuple[str
 
 
 def _faults(answers: Sequence[Answer]) -> tuple[str, ...]:
-    """The faults of the run; an output of a wider dtype is none."""
+    """The faults of the run; a wider output dtype is not one."""
     found = {fault for answer in answers for fault in answer.faults}
     if all(a.dtype in WIDER for a in answers if "wrong_dtype" in a.faults):
         found.discard("wrong_dtype")
@@ -158,7 +158,7 @@ def _notes(answers: Sequence[Answer], dtype: str) -> tuple[Reading, ...]:
 def _readings(
     search: Search, found: Hypothesis, results: Sequence[Result], dtype: str
 ) -> tuple[Reading, ...]:
-    """The values of the deviations that were named, the relations that fail, and what is read."""
+    """The values of the named deviations, the broken relations, and facts from the weights."""
     problems, answers = search.problems.graded, search.answers
     read = [
         Reading(name, _text(value))
@@ -183,7 +183,7 @@ def _text(value: Any) -> str:
 
 
 def _tell_apart(search: Search, found: Sequence[Hypothesis]) -> str | None:
-    """Which options, if the function took them, would tell the first two sets apart."""
+    """A clause: the options that the function must take to tell the first two sets apart."""
     known = search.problems
     other = next((h for h in found if names_of(h) != names_of(found[0])), None)
     if other is None:

@@ -1,4 +1,4 @@
-"""Who sees whom, with deviations: by position, by length and by the mask, each by itself."""
+"""Which keys are visible, with deviations: by position, by length and by the mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = np.ones((1, 1, 1, 1), bool)
 
 
 def by_positions(x: Prepared, d: Mapping[str, Any]) -> Array:
-    """Whether query i sees key j as far as causality and the window decide."""
+    """Whether causality and the window let query i see key j."""
     return _by_window(x, d) & _by_causality(x, d)
 
 
@@ -63,13 +63,13 @@ def _position(x: Prepared, d: Mapping[str, Any], name: str) -> NDArray[Any]:
 
 def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
     """Whether key j exists, (B, 1, 1, Lk)."""
-    seen: Array = ALL
+    visible: Array = ALL
     if x.given.get("kv_lengths") is not None and "lengths_ignored" not in d:
         lengths = x.lengths[:1] if "lengths_batch_0_for_all" in d else x.lengths
         lengths = lengths + d.get("lengths_one_too_long", 0) - d.get("lengths_one_too_short", 0)
-        seen = x.j < lengths
+        visible = x.j < lengths
     B_c = d.get("online_last_block_dropped")
-    return seen if B_c is None else seen & (x.j < x.Lk // B_c * B_c)
+    return visible if B_c is None else visible & (x.j < x.Lk // B_c * B_c)
 
 
 def by_mask(x: Prepared, d: Mapping[str, Any]) -> Array:

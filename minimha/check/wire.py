@@ -1,4 +1,4 @@
-"""Records with arrays on a pipe: JSON, then the arrays' bytes; nothing is unpickled."""
+"""Sends records with arrays through a pipe: JSON, then the arrays' bytes, without pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST = 2**32  # bytes of either half of a record
 
 
 def send(stream: IO[bytes], record: Mapping[str, Any]) -> None:
-    """Write a record: a flat mapping of arrays, and of what JSON has."""
+    """Write a record: a flat mapping to arrays and JSON values."""
     arrays = {name: value for name, value in record.items() if isinstance(value, np.ndarray)}
     plain = {name: value for name, value in record.items() if name not in arrays}
     bodies = {name: np.ascontiguousarray(_known(array)) for name, array in arrays.items()}
@@ -29,9 +29,9 @@ def send(stream: IO[bytes], record: Mapping[str, Any]) -> None:
 
 
 def receive(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next record; None where the stream ends, also in the middle of one.
+    """The next record; None at the end of the stream, even in the middle of a record.
 
-    ValueError says that something else than ``send`` has written into the stream.
+    It raises a ValueError if the stream holds anything that ``send`` did not write.
     """
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
@@ -56,7 +56,7 @@ def receive(stream: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _known(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """bfloat16 as float32, which every reader knows, losing nothing."""
+    """bfloat16 as float32, which every reader knows and which loses nothing."""
     return array if array.dtype.kind in "biuf" else array.astype(np.float32)
 
 

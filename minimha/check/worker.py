@@ -1,6 +1,6 @@
-"""The process in which somebody's function runs: problems come on stdin, answers go to stdout.
+"""The process in which the checked function runs: problems come on stdin, answers go to stdout.
 
-What the function itself prints goes to stderr, and what it reads is empty.
+The function's own prints go to stderr, and its stdin is empty.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def main() -> None:
             send(answers, as_record(caller.answer(problem)))
     except OSError as error:
         sys.exit(f"it closed a file descriptor not its own: {error}")
-    os._exit(0)  # whatever threads the function has left
+    os._exit(0)  # even if the function left threads behind
 
 
 def as_record(answer: Answer) -> dict[str, Any]:
-    """An answer as what a pipe carries."""
+    """An answer as a record for ``wire.send``."""
     return {"faults": list(answer.faults)} | {
         name: value
         for name in ("output", "lse", "refusal", "dtype", "note")
@@ -47,7 +47,7 @@ def as_record(answer: Answer) -> dict[str, Any]:
 
 
 def as_answer(record: dict[str, Any]) -> Answer:
-    """The answer that ``as_record`` was given."""
+    """The inverse of ``as_record``."""
     return Answer(**{**record, "faults": tuple(record["faults"])})
 
 
@@ -61,7 +61,7 @@ def _caller(settings: dict[str, Any]) -> Any:
 
 
 def _private_streams() -> tuple[IO[bytes], IO[bytes]]:
-    """stdin and stdout for us alone; in their places an empty file, and stderr."""
+    """This process's stdin and stdout; an empty file and stderr replace them for the function."""
     problems, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -70,7 +70,7 @@ def _private_streams() -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the one that started it has ended, whatever the function does."""
+    """End this process as soon as its parent process has ended."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

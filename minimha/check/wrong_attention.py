@@ -1,17 +1,16 @@
-"""Attention with any set of deviations, in float64, and how far rounding may lead from it.
+"""Computes attention with any set of deviations, in float64, and bounds of its rounding errors.
 
-The equations are those of ``minimha.equations.dense``, with every place at which an implementation
-goes wrong made visible. Deviations of different stages compose. The order of operations on the
-scores is data (``ORDER``), so that "the cap before the scale" is another order and not another
-formula.
+The equations are those of ``minimha.equations.dense``, with a branch wherever implementations go
+wrong. Deviations of different stages compose. The order of operations on the scores is data
+(``ORDER``), so "the cap before the scale" is another order, not another formula.
 
-What no deviation decides is left open: a row that sees nothing only because of the deviation
-itself may hold anything, a NaN in a hidden key may or may not leak where hiding is deviated.
+If no deviation decides a number, any answer is accepted: in a row that sees no key only because of
+a deviation, or where a NaN in a hidden key may leak.
 
-The bounds follow from rounding, as in the tests of the kernels: with u half an eps of the dtype, a
-score is a sum of D products with an error up to 2⁻²⁴ (D + 8) |scale| Σ |q_d k_d| and a few u of
-itself, an error δ of the scores is one of exp(2δ) - 1 of a weight, and weights and output are
-rounded to the dtype.
+The bounds follow from rounding, as in the tests of the kernels. Let u be half an eps of the dtype.
+A score is a sum of D products, with an error up to 2⁻²⁴ (D + 8) |scale| Σ |q_d k_d| and a few u of
+the score. An error δ of the scores changes a weight by a factor of at most exp(2δ). Weights and
+output are rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from minimha.check.rounding import accumulated, rounded
 
 Array = NDArray[Any]
 
-OVERFLOW = {"float32": 88.0, "float64": 709.0}  # exp of more is infinite
-UNDERFLOW = -746.0  # exp of less is 0 in float64 too
+OVERFLOW = {"float32": 88.0, "float64": 709.0}  # exp of a larger number is infinite
+UNDERFLOW = -746.0  # exp of a smaller number is 0, even in float64
 
-# When each operation on the scores takes its turn, and where deviations put it.
+# The place of each operation on the scores, and the places where deviations move it.
 ORDER = {"scale": 1.0, "cap": 2.0, "bias": 3.0, "alibi": 3.1, "hide": 4.0}
 MOVED = {
     "softcap_before_scale": ("cap", 0.5),
@@ -58,14 +57,14 @@ HIDDEN_ROWS = ("dead_rows_nan", "dead_rows_mean", "dead_rows_first_value", "lse_
 
 @dataclass(frozen=True, eq=False)
 class Deviated:
-    """What a function with some deviations answers."""
+    """The answer of a function with some deviations."""
 
     output: Array  # (B, H, Lq, Dv), float64
-    bound: Array  # how far from the output rounding may lead, number by number
+    bound: Array  # the largest rounding error of each number of the output
     lse: Array  # (B, H, Lq), float64
     lse_bound: Array
-    others: tuple[Array, ...]  # what may stand in the output's place, number by number
-    is_free: Array  # where anything may stand, (B, H, Lq, Dv)
+    others: tuple[Array, ...]  # other outputs that are accepted, number by number
+    is_free: Array  # where any number is accepted, (B, H, Lq, Dv)
     is_lse_free: Array  # (B, H, Lq)
 
 
@@ -74,9 +73,9 @@ def attend(
 ) -> tuple[Array, Array]:
     """Output (B, H, Lq, Dv) and log-sum-exp (B, H, Lq) with the named deviations, in float64.
 
-    ``arguments`` are those of ``minimha.attention``, arrays 4-D. ``deviations`` may have the value
-    of each ("hidden_score_small": -100); without any, the result is that of the dense equations.
-    ``Impossible`` is raised where one does not fit the shapes, as Q and K swapped if Lq is not Lk.
+    ``arguments`` are those of ``minimha.attention``, arrays 4-D. ``deviations`` may map names to
+    values ("hidden_score_small": -100); without any, the result is that of the dense equations.
+    It raises ``Impossible`` if one does not fit the shapes: Q and K swapped need Lq = Lk.
 
     >>> x = np.eye(2)[None, None]
     >>> attend({"q": x, "k": x, "v": x}, ["scale_missing"])[0].round(3)[0, 0]
@@ -88,7 +87,7 @@ def attend(
 
 
 def values_of(deviations: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Identifiers with their values; the usual one where none is given."""
+    """Identifiers with their values, by default the usual ones."""
     from minimha.check.catalogue import DEVIATIONS
 
     if isinstance(deviations, Mapping):
@@ -97,20 +96,20 @@ def values_of(deviations: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deviate(prepared: Prepared, deviations: Mapping[str, Any]) -> Deviated:
-    """What a function with ``deviations``, identifiers and their values, answers."""
+    """The answer of a function with ``deviations``, identifiers with their values."""
     with np.errstate(all="ignore"):
         return _Deviation(prepared, deviations).result()
 
 
 class _Deviation:
-    """One computation, stage after stage; each stage reads what the ones before it wrote."""
+    """One computation; each stage reads the attributes that earlier stages set."""
 
     def __init__(self, prepared: Prepared, deviations: Mapping[str, Any]) -> None:
         self.x, self.d = prepared, deviations
         self.is_free = np.zeros(prepared.shape[:3], bool)
         self.is_lse_free = np.zeros(prepared.shape[:3], bool)
         self.others: list[Array] = []
-        self.lost: Array | None = None  # rows whose sum is 0 although they see keys
+        self.lost: Array | None = None  # rows that see keys but whose sum is 0
         self.looseness = 0.0  # relative, of weights, where precision is lost
 
     def result(self) -> Deviated:
@@ -126,7 +125,7 @@ class _Deviation:
     # Products.
 
     def multiply(self) -> None:
-        """The products S and the sums of their magnitudes, and the values of each query head."""
+        """Set the products S, the sums of their magnitudes, and the values of each query head."""
         x, d = self.x, self.d
         heads = x.heads
         if "kv_heads_tiled" in d:
@@ -158,7 +157,7 @@ class _Deviation:
         self.round_products(rows, columns)
 
     def moved(self, a: Array) -> Array:
-        """Heads and tokens confused where they are split: (B, L, H, D) read as (B, H, L, D)."""
+        """``a``, with heads and tokens confused if the deviation does so."""
         way = self.d.get("heads_not_split")
         return a if way is None else confused(a, way)
 
@@ -179,10 +178,10 @@ class _Deviation:
                 if not self.x.is_exact:
                     self.delta = self.delta + 2.0**-bits * (self.x.D + 6) * self.size
 
-    # Who sees whom.
+    # Visibility.
 
     def look(self) -> None:
-        """Which keys are seen as far as positions, lengths and the mask decide, each by itself."""
+        """Set which keys positions, lengths and the mask leave visible, each separately."""
         self.by_positions = visible.by_positions(self.x, self.d)
         self.by_lengths = visible.by_lengths(self.x, self.d)
         self.by_mask = visible.by_mask(self.x, self.d)
@@ -190,7 +189,7 @@ class _Deviation:
     # Scores.
 
     def score(self) -> None:
-        """Scale, cap, bias and mask the scores, in the order that the deviations leave."""
+        """Scale, cap, bias and mask the scores, in the order that the deviations set."""
         order = dict(ORDER)
         for deviation, (operation, turn) in MOVED.items():
             if deviation in self.d:
@@ -198,7 +197,7 @@ class _Deviation:
         if self.d.get("softcap_after_mask") == "bias last":
             order["bias"], order["alibi"] = 4.7, 4.8
         self.raw = self.S
-        self.soft: Array | None = None  # which keys keep their weight, if hidden after the softmax
+        self.soft: Array | None = None  # keys that keep their weight, if hidden after the softmax
         for operation in sorted(order, key=order.__getitem__):
             getattr(self, operation)()
         self.has_score = np.broadcast_to(~np.isneginf(self.S), self.x.shape)
@@ -263,7 +262,7 @@ class _Deviation:
         self.delta = self.delta + self.x.unit * np.where(np.isfinite(sizes), sizes, 0)
 
     def hide(self) -> None:
-        """Hidden scores become -inf, or what the deviations make of them."""
+        """Set hidden scores to -inf, or to the number that a deviation gives them."""
         d = self.d
         kinds = {
             "mask": self.by_mask, "positions": self.by_positions, "lengths": self.by_lengths,
@@ -275,11 +274,11 @@ class _Deviation:
         soft = [n for n in HIDDEN_FINITELY[:3] if n in d]
         kind, fill, way = _softly(soft[0], d[soft[0]]) if soft else (None, 0.0, "")
         hard = softly = np.ones((1, 1, 1, 1), bool)
-        for name, seen in kinds.items():
+        for name, is_visible in kinds.items():
             if kind in (name, "all"):
-                softly = softly & seen
+                softly = softly & is_visible
             else:
-                hard = hard & seen
+                hard = hard & is_visible
         self.unhidden = self.S
         if way.startswith("fill"):
             fill = fill * self.scale_used() if way != "fill" else fill
@@ -289,17 +288,17 @@ class _Deviation:
         elif way == "after":
             self.soft = np.broadcast_to(softly, self.x.shape)
         self.S = np.where(hard, self.S, -np.inf)
-        self.softly = softly  # what else may reach a row than what it sees
+        self.softly = softly  # False for keys that are hidden but may reach a row
         if "softcap_after_mask" in d:
             self.softly = softly & hard
         if "mask_added_as_number" in d:
             self.softly = softly & self.by_mask
-        self.seen = np.broadcast_to(hard & softly, self.x.shape) & ~np.isneginf(self.unhidden)
+        self.visible = np.broadcast_to(hard & softly, self.x.shape) & ~np.isneginf(self.unhidden)
 
     # Softmax.
 
     def normalise(self) -> None:
-        """Weights W and the total of each row, plain and with the sink."""
+        """Set the weights W and the total of each row, with and without the sink."""
         d = self.d
         name = next((n for n in SOFTMAX_AXES if n in d), "")
         axis = SOFTMAX_AXES.get(name, (-1,))
@@ -349,9 +348,9 @@ class _Deviation:
         return top
 
     def online(self, E: Array, exp: Any, last: Array) -> tuple[Array, Array]:
-        """Numerators and the terms of the denominator, where a running maximum is forgotten.
+        """Numerators and terms of the denominator, perhaps without rescaling by a running maximum.
 
-        ``last`` is the factor by which a sink, joined in the end, shrinks both.
+        ``last`` is the factor by which a sink, added at the end, shrinks both.
         """
         blocks = self.d.get("online_output_not_rescaled"), self.d.get("online_sum_not_rescaled")
         if blocks == (None, None):
@@ -385,16 +384,16 @@ class _Deviation:
                 self.loosen(2.0**-bits * 4)
 
     def loosen(self, relative: float) -> None:
-        """Widen the bounds of weights, but for problems made to show exactly this rounding."""
+        """Widen the bounds of weights, except in problems that show exactly this rounding."""
         self.looseness += 0 if self.x.is_exact else relative
 
     def settle_softmax(self, name: str, keys_top: Array, total: Array) -> None:
-        """Free the rows of which float32 and float64, or guards against 0/0, disagree."""
+        """Accept any number in rows whose result depends on float32, float64 or a guard of 0/0."""
         if {"softmax_no_maximum", "softmax_global_maximum"} & set(self.d):
             distance = np.broadcast_to(keys_top - self.top, self.top.shape)
             unsure = (distance > OVERFLOW["float32"]) & (distance <= OVERFLOW["float64"])
             unsure |= (distance < 10 - OVERFLOW["float32"]) & (distance >= UNDERFLOW)
-            lost = (distance < UNDERFLOW) & np.isfinite(distance)  # 0/0, or 0 where it is caught
+            lost = (distance < UNDERFLOW) & np.isfinite(distance)  # 0/0, or 0 with a guard
             if lost.any():
                 self.lost = np.full((1, 1, 1, 1), True) if name else lost
             free = np.asarray(unsure.any() if name else unsure[..., 0])
@@ -408,15 +407,15 @@ class _Deviation:
     # Output and log-sum-exp.
 
     def weigh(self) -> None:
-        """O = W V, where a NaN in a hidden value adds nothing."""
+        """Set O = W V; a NaN in a hidden value adds nothing."""
         x, W, V = self.x, self.W, self.V
         if not x.has_nan:
             self.O = W @ V
         else:
             is_bad = np.asarray(~np.isfinite(V).all(-1))
             self.O = W @ np.where(is_bad[..., None], 0, V)
-            seen = self.has_score if self.soft is None else self.has_score & self.soft
-            sees_bad = np.asarray((seen & is_bad[:, :, None, :]).any(-1))
+            visible = self.has_score if self.soft is None else self.has_score & self.soft
+            sees_bad = np.asarray((visible & is_bad[:, :, None, :]).any(-1))
             self.O = np.where(sees_bad[..., None], np.nan, self.O)
         sizes = np.where(np.isfinite(V), abs(V), 0)
         relative = self.looseness + x.extra + 2 * x.unit + FLOAT32 * (x.Lk + 32)
@@ -426,10 +425,10 @@ class _Deviation:
             self.bound = self.bound + SMALLEST["float16"] * sizes.sum(-2, keepdims=True)
 
     def moved_by_scores(self) -> Array:
-        """How far rounded scores may move the output.
+        """A bound of the change of the output by rounded scores.
 
-        Where weights sum to 1, a weight that is too large by a factor 1 + ε moves the output by
-        W ε (V - O); that is small where one key has nearly all the weight.
+        If weights sum to 1, a weight that is too large by a factor 1 + ε moves the output by
+        W ε (V - O). This is small if one key has nearly all the weight.
         """
         V = np.where(np.isfinite(self.V), self.V, 0)
         if not self.is_mean or self.x.unit == FLOAT32:
@@ -445,11 +444,11 @@ class _Deviation:
         top = self.top * (np.log(2) if d.get("softmax_base_2") == "consistent" else 1)
         L = logarithm + (0 if "lse_without_maximum" in d else top)
         if "lse_unscaled" in d:
-            L = _log_sum_exp(np.where(self.seen, self.raw, -np.inf))
+            L = _log_sum_exp(np.where(self.visible, self.raw, -np.inf))
         if "lse_base_2" in d:
             L = L / np.log(2)
         rows, drift = self.x.shape[:3], self.drift
-        if set(SOFTMAX_AXES) & set(d):  # a row has no sum of its own
+        if set(SOFTMAX_AXES) & set(d):  # rows share their sums
             L, drift = np.zeros((*rows, 1)), np.zeros((*rows, 1))
         self.L = L = np.broadcast_to(L[..., 0], rows)
         drift = np.broadcast_to(drift[..., 0], rows)
@@ -458,7 +457,7 @@ class _Deviation:
         self.lse_bound = self.lse_bound + FLOAT32 * (self.x.Lk + 32)
 
     def settle_rows(self) -> None:
-        """Rows that see nothing, and those that a hidden NaN may reach."""
+        """Settle rows that see no key, and rows that a hidden NaN may reach."""
         x, d = self.x, self.d
         if self.lost is not None:
             self.others.append(np.where(self.lost, np.nan, self.O))
@@ -483,7 +482,7 @@ class _Deviation:
 
     def settle_nan(self) -> None:
         is_bad = ~(np.isfinite(self.V).all(-1) & np.isfinite(self.x.k[:, self.x.heads]).all(-1))
-        leaks = (is_bad[:, :, None, :] & ~self.seen).any(-1)
+        leaks = (is_bad[:, :, None, :] & ~self.visible).any(-1)
         if "nan_leaks" in self.d:
             self.others.append(np.where(leaks[..., None], np.nan, self.O))
         if set(HIDDEN_FINITELY) & set(self.d):
@@ -491,7 +490,7 @@ class _Deviation:
             self.is_free, self.is_lse_free = self.is_free | reached, self.is_lse_free | reached
 
     def values_of_hidden_rows(self) -> list[Array]:
-        """What the deviations put into rows that see nothing, (B, H, 1 or Lq, Dv) each."""
+        """The values of rows that see no key by each deviation, (B, H, 1 or Lq, Dv)."""
         d, V = self.d, self.V
         values: list[Array] = []
         if "dead_rows_nan" in d:
@@ -502,8 +501,8 @@ class _Deviation:
             S = np.where(np.isfinite(self.unhidden), self.unhidden, -np.inf)
             flat = np.zeros_like(S)
             for scores in (flat, S):
-                for seen in (np.ones_like(self.by_lengths), self.by_lengths, self.by_positions):
-                    mean = _softmax(np.where(seen, scores, -np.inf)) @ V
+                for keys in (np.ones_like(self.by_lengths), self.by_lengths, self.by_positions):
+                    mean = _softmax(np.where(keys, scores, -np.inf)) @ V
                     values.append(np.where(np.isnan(mean), self.O, mean))
         return values
 
@@ -526,9 +525,9 @@ class _Deviation:
 
 
 def confused(a: Array, way: str) -> Array:
-    """(B, H, L, D) whose heads and tokens were confused without moving a number.
+    """(B, H, L, D) with heads and tokens confused by a reshape without a transpose.
 
-    "back": what (B, L, H, D) is when read as (B, H, L, D); "forth": the opposite.
+    "back" reads the memory of (B, L, H, D) as (B, H, L, D), "forth" does the opposite.
     """
     B, H, L, D = a.shape
     if way == "back":
@@ -537,7 +536,7 @@ def confused(a: Array, way: str) -> Array:
 
 
 def _softly(name: str, value: Any) -> tuple[str, float, str]:
-    """Which kind of keys is hidden without -inf, the number, and how it is used."""
+    """The kind of keys that is hidden without -inf, the number used, and how."""
     if name == "hidden_after_softmax":
         return value, 0.0, "after"
     if name == "hidden_score_zero":

@@ -1,7 +1,7 @@
 """A whole multi-head layer with any set of deviations, in float64.
 
-x → q, k, v → rotated → attention → concat → output. What happens between the projections and the
-concatenation is ``minimha.check.wrong_attention``; deviations of the attention pass through to it.
+x → q, k, v → rotated → attention → concat → output. ``wrong_attention`` computes the attention with
+its own deviations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minimha.layers import RoPE
 
 Array = NDArray[Any]
 
-OUTSIDE = ("residual_added", "heads_not_split")  # of attention alone, but of a layer elsewhere
+OUTSIDE = ("residual_added", "heads_not_split")  # the layer has them outside of its attention
 
 
 class PreparedLayer:
@@ -43,13 +43,13 @@ class PreparedLayer:
 
     @cached_property
     def starts(self) -> Array:
-        """The first token of the call in which each token came, (L,)."""
+        """The first token of each token's call, (L,)."""
         chunks = self.problem.chunks or (self.x.shape[1],)
         return np.repeat(np.cumsum((0, *chunks[:-1])), chunks)
 
 
 def deviate_layer(prepared: PreparedLayer, deviations: Mapping[str, Any]) -> Deviated:
-    """What a layer with ``deviations``, identifiers and their values, answers, (B, L, E)."""
+    """The answer (B, L, E) of a layer with ``deviations``, identifiers with their values."""
     q, k, v = _projected(prepared, deviations)
     q, k, v = _rotated(prepared, deviations, q, k, v)
     options: dict[str, Any] = {**prepared.options, "q": q, "k": k, "v": v}
@@ -120,7 +120,7 @@ def _rotated(
 
 
 def _late(p: PreparedLayer, options: dict[str, Any]) -> dict[str, Any]:
-    """After the first call, the last key that a query could see is not yet in the cache."""
+    """Hide each query's own key after the first call: it is not yet in the cache."""
     i, j = np.indices((p.x.shape[1],) * 2)
     mask = (j < i) | (p.starts[:, None] == 0)
     given = options.get("attn_mask")
@@ -128,7 +128,7 @@ def _late(p: PreparedLayer, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _combined(p: PreparedLayer, d: Mapping[str, Any], heads: Deviated) -> Deviated:
-    """The heads side by side, projected."""
+    """The concatenated heads times W_o."""
     W = _transposed(p.W["o"]) if "w_o_transposed" in d else p.W["o"]
     b = 0 if "bias_o_ignored" in d else p.b.get("o", 0)
     if "w_o_ignored" in d:

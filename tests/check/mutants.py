@@ -1,4 +1,4 @@
-"""Answers of functions, of those that have the deviations that they are told to have too."""
+"""Answers of functions with and without given deviations."""
 
 import ml_dtypes
 import numpy as np

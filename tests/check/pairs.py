@@ -61,11 +61,11 @@ def main(every=1, dtype="float32"):
     counts, longest = Counter(), 0.0
     for pair in itertools.islice(pairs(), 0, None, every):
         start = time.process_time()
-        said = verdict_on(pair, problems, prepared, dtype)
+        how = verdict_on(pair, problems, prepared, dtype)
         longest = max(longest, time.process_time() - start)
-        counts[said.partition(":")[0]] += 1
-        if said != "pair":
-            sys.stdout.write(f"{pair[0]} {pair[1]} → {said}\n")
+        counts[how.partition(":")[0]] += 1
+        if how != "pair":
+            sys.stdout.write(f"{pair[0]} {pair[1]} → {how}\n")
             sys.stdout.flush()
     sys.stdout.write(f"{dict(counts)}, the longest took {longest:.1f} s\n")
 

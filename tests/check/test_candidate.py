@@ -161,7 +161,7 @@ def kernels(tmp_path):
 
 @pytest.fixture
 def ask(kernels):
-    """The answers of one of the functions above, in a process of its own."""
+    """The answers of one of the functions above, in a separate process."""
 
     def ask(name, *problems, timeout=5.0, **settings):
         settings = {"speaks": "minimha", "dtype": "float32"} | settings

@@ -50,7 +50,7 @@ def test_every_option_is_asked_for_and_its_first_problem_has_no_other():
 
 
 def test_positions_and_masks_have_a_square_problem():
-    """For functions that take as many queries as keys, and no more."""
+    """For functions that need Lq = Lk."""
     options = {"is_causal", "window_size", "attn_mask", "attn_bias", "kv_lengths", "alibi_slopes"}
     square = set()
     for problem in graded():

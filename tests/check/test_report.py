@@ -258,10 +258,10 @@ def test_weights_in_place_of_the_log_sum_exp_are_named(returned):
     assert "its log-sum-exp has shape" in row["how"]
 
 
-def test_progress_hears_every_problem():
-    heard = []
-    found = minimha.check(attention, progress=heard.append)
-    assert [problem["name"] for problem in found.problems] == heard[: len(found.problems)]
+def test_progress_receives_every_problem():
+    received = []
+    found = minimha.check(attention, progress=received.append)
+    assert [problem["name"] for problem in found.problems] == received[: len(found.problems)]
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_a_key_that_is_always_lost_is_not_dropped_out():
     assert judge(problems_in("float32"), random).deviations == ("weights_dropped_out",)
 
 
-def test_what_cannot_be_told_apart_is_said():
+def test_sets_that_no_problem_tells_apart_are_named():
     """Where scale is refused, 1/D and 1/sqrt(D) applied twice are the same."""
 
     def attend(q, k, v):
