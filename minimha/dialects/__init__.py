@@ -1,6 +1,7 @@
-"""Attention in other libraries' conventions, each translated into minimha's own.
+"""Other libraries' attention functions with their conventions, computed by ``minimha.attention``.
 
-Arrays may be of NumPy, torch or JAX, on the CPU, and results are arrays of the query's library.
+Arrays may be NumPy's, torch's or JAX's, on the CPU. Results are arrays of the query's library. An
+argument that does not fit raises a ValueError or a TypeError whose sentence names it.
 """
 
 from minimha.dialects import flash_attention, jax, keras, onnx, torch, transformers

@@ -51,13 +51,12 @@ def flash_attn_func(
     Where it differs from ``minimha.attention``:
 
     - Arrays are (B, L, H, D), the log-sum-exp is (B, H, Lq).
-    - ``causal`` and windows are aligned bottom-right: the last query that is not padding is at the
-      position of the last key that is not, so query i of batch entry b is at
-      i + (keys - queries)[b].
+    - ``causal`` and windows are aligned bottom-right: the last unpadded query is at the position of
+      the last unpadded key, so query i of batch entry b is at i + (keys - queries)[b].
     - A window side of -1 or None is unbounded; ``softcap=0`` is no cap.
     - In padding masks True = **keep**. A padded query gets 0.
     - ``alibi_slopes`` may differ between batch entries. The package's causal kernels add slope · j
-      alone, which shifts their log-sum-exp by one constant per row; here it follows the formula.
+      alone, which shifts their log-sum-exp by a constant per row; here it follows the formula.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
 
@@ -80,9 +79,9 @@ def flash_attn_func(
     query_padding_mask : array_like of shape (B, Lq), bool, optional
     key_padding_mask : array_like of shape (B, Lk), bool, optional
     key_leftpad : array_like of shape (B,), int, optional
-        How many of the first keys of each batch entry are padding. Default is 0.
+        The number of padding keys at the start of each batch entry. Default is 0.
     attention_chunk : int, default 0
-        Positive c: positions are divided into chunks of c, and a query sees its own chunk only.
+        Positive c: positions are divided into chunks of c, and a query sees only its own chunk.
     sink_token_length : int, default 0
         This many first tokens are visible even where the window begins after them.
     backend : str, default "auto"
@@ -94,11 +93,6 @@ def flash_attn_func(
         A query that sees no key gets 0.
     lse : array of shape (B, H, Lq), float32 or float64
         -inf for a query that sees no key and has no sink.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument that does not fit, named in a sentence.
 
     References
     ----------
@@ -121,7 +115,7 @@ def flash_attn_func(
     scores = (B, H, Lq, Lk)
     queries = _padding("query_padding_mask", query_padding_mask, (B, Lq), scores)
     keys = _padding("key_padding_mask", key_padding_mask, (B, Lk), scores)
-    # Positions of keys count from the first key after the padding on the left.
+    # Positions are counted from the first key after the padding on the left.
     entries = {"q_offset": keys.sum(axis=1) - queries.sum(axis=1) + leftpad}
     entries |= _kept(keys & (np.arange(Lk) >= leftpad[:, None]))
     options = _options(softmax_scale, causal, window_size, softcap, backend)
@@ -155,7 +149,7 @@ def flash_attn_varlen_func(
     block_table: ArrayLike | None = None,
     backend: Backend = "auto",
 ) -> tuple[Any, Any]:
-    """softmax(scale · Q Kᵀ) V of sequences packed one after another, as flash-attention has it.
+    """softmax(scale · Q Kᵀ) V of packed sequences, as flash-attention's function of that name.
 
     Axes: ``n`` sequences, ``Lq`` queries and ``Lk`` keys of all of them together, ``H`` query
     heads, ``Hkv`` key/value heads, ``D``, ``Dv``. Causality and windows are aligned bottom-right in
@@ -167,27 +161,22 @@ def flash_attn_varlen_func(
     k : array_like of shape (Lk, Hkv, D), or (num_pages, page_size, Hkv, D) with ``block_table``
     v : array_like of shape (Lk, Hkv, Dv), or (num_pages, page_size, Hkv, Dv)
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int
-        Where each sequence begins, and the end. With ``block_table``, ``cu_seqlens_k`` only says
-        how many keys each sequence has.
+        The start of each sequence, and the end. With ``block_table``, ``cu_seqlens_k`` only gives
+        the number of keys in each sequence.
     max_seqlen_q, max_seqlen_k : int, optional
-        The largest numbers of queries and keys, which the package needs and this function only
-        checks. Default is whatever they are.
+        The largest numbers of queries and keys, which the package needs. This function only checks
+        them.
     softmax_scale, causal, window_size, softcap, backend
         As in ``flash_attn_func``.
     alibi_slopes : array_like of shape (H,) or (n, H), optional
     block_table : array_like of shape (n, pages), int, optional
-        The pages of each sequence's keys. The package wants a page size that is a multiple of 256,
-        this function takes any.
+        The pages of each sequence's keys. The page size may be any number; in the package it must
+        be a multiple of 256.
 
     Returns
     -------
     output : array of q's library, shape (Lq, H, Dv), the inputs' common dtype
     lse : array of shape (H, Lq), float32 or float64
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument that does not fit, named in a sentence.
 
     Examples
     --------
@@ -255,30 +244,30 @@ def flash_attn_with_kvcache(
     Causality and windows are aligned bottom-right: the last query is at the position of the last
     key, new ones included. Nothing is written if an argument is refused.
 
-    Axes: ``B`` batch, ``Lq`` queries, ``L`` new keys, ``Lk`` keys that the cache has room for,
+    Axes: ``B`` batch, ``Lq`` queries, ``L`` new keys, ``Lk`` the most keys that fit into the cache,
     ``H`` query heads, ``Hkv`` key/value heads, ``D``, ``Dv``.
 
     Parameters
     ----------
     q : array_like of shape (B, Lq, H, D)
     k_cache : array of shape (Bc, Lk, Hkv, D), or (num_pages, page_size, Hkv, D)
-        Written to if ``k`` is given; paged with ``block_table``. The package wants a page size
-        that is a multiple of 256, this function takes any.
+        Written to if ``k`` is given; paged with ``block_table``. The page size may be any number;
+        in the package it must be a multiple of 256.
     v_cache : array of shape (Bc, Lk, Hkv, Dv), or (num_pages, page_size, Hkv, Dv)
     k : array_like of shape (B, L, Hkv, D), the cache's dtype, optional
         New keys, written from ``cache_seqlens`` on.
     v : array_like of shape (B, L, Hkv, Dv), the cache's dtype, optional
     rotary_cos, rotary_sin : array_like of shape (positions, R/2), optional
         Rotate the first R numbers of new keys, at positions ``cache_seqlens`` and up, before they
-        are written, and of queries: at the same positions with ``causal`` or a window that is
+        are written. Queries are rotated too: at the same positions with ``causal`` or a window
         shorter than the cache, else all at position ``cache_seqlens``. They need ``k``.
     cache_seqlens : int or array_like of shape (B,), int, optional
-        Keys that the cache holds, padding on the left included. Needed with ``k``; else default is
-        all that it has room for.
+        Keys in the cache, including padding on the left. Required with ``k``; otherwise the
+        default is a full cache.
     cache_batch_idx : array_like of shape (B,), int, optional
-        The entry of the cache that belongs to each batch entry. Default is 0 to B - 1.
+        The cache's entry for each batch entry. Default is 0 to B - 1.
     cache_leftpad : array_like of shape (B,), int, optional
-        How many of the first keys are padding. Refused with ``block_table``, as in the package.
+        The number of padding keys at the start. Refused with ``block_table``, as in the package.
     block_table : array_like of shape (B, pages), int, optional
         The pages of each batch entry.
     softmax_scale, causal, window_size, softcap, backend
@@ -287,18 +276,13 @@ def flash_attn_with_kvcache(
         Pairs are (2i, 2i + 1) rather than (i, i + R/2).
     alibi_slopes : array_like of shape (H,) or (B, H), optional
     num_splits : int
-        Without effect: how keys are split is the backend's affair.
+        Ignored: the backend decides how to split keys.
     return_softmax_lse : bool, default False
 
     Returns
     -------
     output : array of q's library, shape (B, Lq, H, Dv), the inputs' common dtype
     lse : array of shape (B, H, Lq), float32 or float64, if ``return_softmax_lse``
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument that does not fit, named in a sentence.
 
     Examples
     --------
@@ -355,18 +339,18 @@ def _rotated(
 
 
 class _Own(NamedTuple):
-    """What each batch entry may have of its own, and ``attention`` has for all."""
+    """Per-batch-entry options that ``attention`` takes only once for the batch."""
 
     slopes: Array | None  # (H,) or (B, H)
     leftpad: NDArray[np.int64]  # (B,)
     chunk: int = 0
-    num_first: int = 0  # keys after the padding that are seen whatever the window
+    num_first: int = 0  # keys after the padding that are visible outside of the window too
 
 
 def _options(
     softmax_scale: float | None, causal: bool, window_size: Any, softcap: float, backend: Backend
 ) -> dict[str, Any]:
-    """What the functions have in common, as options of ``attention``."""
+    """The arguments that the functions share, as options of ``attention``."""
     left, right = _window(window_size)
     right = 0 if flag("causal", causal) else right
     return {
@@ -378,9 +362,9 @@ def _options(
 def _attend(
     q: Array, k: Array, v: Array, entries: dict[str, Any], own: _Own, options: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """Output (B, H, Lq, Dv) and log-sum-exp, one batch entry at a time if it has its own.
+    """Output (B, H, Lq, Dv) and log-sum-exp; batch entries with ``own`` options one by one.
 
-    ``entries`` are the options of ``attention`` that have one item for each batch entry.
+    ``entries`` are the options of ``attention`` that have one item per batch entry.
     """
     slopes = own.slopes if len(q) else None
     each = slopes if slopes is not None and slopes.ndim == 2 else None
@@ -389,7 +373,7 @@ def _attend(
         return output, lse
     is_paged = entries.get("block_table") is not None
     if not is_paged:
-        Problem.of(q, k, v)  # refuses shapes that do not fit, which slices could hide
+        Problem.of(q, k, v)  # refuses shapes that slices could hide
     parts = []
     for b in range(len(q)):
         one = slice(b, b + 1)
@@ -404,7 +388,7 @@ def _attend(
 def _attend_in_chunks(
     q: Array, k: Array, v: Array, entry: dict[str, Any], own: _Own, options: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """One batch entry: the queries of each chunk of positions see the keys of that chunk."""
+    """One batch entry: queries see only the keys of their own chunk of positions."""
     (leftpad,), Lq = own.leftpad.tolist(), q.shape[2]
     if not own.chunk or not Lq:
         return _attend_with_first(q, k, v, entry, leftpad + own.num_first, options)
@@ -429,7 +413,7 @@ def _attend_with_first(
 ) -> tuple[Array, Array]:
     """One batch entry: the window's left side does not hide the first keys.
 
-    They are a part of their own, merged with the others by log-sum-exp.
+    The first keys and the others are two parts, merged by log-sum-exp.
     """
     left, right = options["window_size"]
     n, Lk = min(max(num_first, 0), k.shape[2]), k.shape[2]
@@ -449,7 +433,7 @@ def _attend_packed(
     q: Array, k: Array, v: Array, entries: dict[str, Any], slopes: Array | None,
     options: dict[str, Any],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Output (1, H, Lq, Dv) and log-sum-exp, one sequence at a time if it has its own slopes."""
+    """Output (1, H, Lq, Dv) and log-sum-exp; sequences with their own slopes one by one."""
     if slopes is None or slopes.ndim == 1:
         output, lse = attention(q, k, v, **entries, alibi_slopes=slopes, **options)
         return output, lse
@@ -465,7 +449,7 @@ def _attend_packed(
 
 
 def _of_keys(entry: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """The options of one batch entry for its keys from ``start`` to ``stop`` alone."""
+    """The options of one batch entry, for its keys from ``start`` to ``stop``."""
     mask = entry["attn_mask"]
     return {
         "q_offset": entry["q_offset"] - start,
@@ -480,7 +464,7 @@ def _joined(parts: list[Any], axis: int) -> tuple[Array, Array]:
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None]:
-    """(left, right), with None for a side without a limit, which flash-attention writes as -1."""
+    """(left, right), with None in place of flash-attention's -1 for a side without a limit."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(
             f"window_size is {window_size!r}: expected a pair (left, right) of counts of keys, -1 "
@@ -502,7 +486,7 @@ def _leftpad(name: str, value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.
 
 
 def _kept(keys: NDArray[np.bool_]) -> dict[str, Any]:
-    """The keys to be kept, (B, Lk), as a length, and as a mask if there are gaps before it."""
+    """The kept keys (B, Lk) as lengths, and as a mask if there are gaps before them."""
     ends = (keys * np.arange(1, keys.shape[1] + 1)).max(axis=1, initial=0)
     has_gaps = (keys.sum(axis=1) != ends).any()
     return {"kv_lengths": ends, "attn_mask": keys[:, None, None] if has_gaps else None}
@@ -523,7 +507,7 @@ def _padding(
 
 
 def _slopes(value: ArrayLike | None, B: int, H: int) -> Array | None:
-    """ALiBi's slopes, one per head, or per batch entry and head."""
+    """The slopes of ALiBi, one per head, or per batch entry and head."""
     if value is None:
         return None
     array = as_floating("alibi_slopes", value)

@@ -1,4 +1,4 @@
-"""JAX's ``jax.nn.dot_product_attention``: lengths before heads, a mean where no key is visible."""
+"""JAX's ``jax.nn.dot_product_attention``: lengths before heads, a mean if no key is visible."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def dot_product_attention(
 
     - Arrays are (B, L, H, D), or (L, H, D) without a batch.
     - ``is_causal`` and windows are aligned top-left, ``q_offset=0``, also where Lq ≠ Lk.
-    - A query from which masks hide every key gets the mean of all values, because JAX gives all
-      masked scores the same finite number. (Where only a bias of -inf hides them it gets 0 here,
+    - If masks hide every key of a query, it gets the mean of all values, because JAX gives all
+      masked scores the same finite number. (If only a bias of -inf hides them, it gets 0 here and
       NaN in JAX.)
-    - Queries from ``query_seq_lengths`` on get 0.
+    - Queries at ``query_seq_lengths`` and after get 0.
 
     Where it differs from JAX: the width Dv of the values may differ from D.
 
@@ -68,20 +68,15 @@ def dot_product_attention(
     is_causal : bool, default False
         Query i sees keys j ≤ i.
     query_seq_lengths, key_value_seq_lengths : array_like of shape (B,), int, optional
-        How many queries and keys of each batch entry exist. Default is all.
+        The numbers of queries and keys in each batch entry. Default is all.
     local_window_size : int or pair of int, optional
-        (left, right), both inclusive; one number counts for both sides. Default is no window.
+        (left, right), both inclusive; one number is for both sides. Default is no window.
     backend : str, default "auto"
         As in ``minimha.attention``.
 
     Returns
     -------
     array of query's library, shape (B, Lq, H, Dv) or (Lq, H, Dv), the inputs' common dtype
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument that does not fit, named in a sentence.
 
     References
     ----------
@@ -134,13 +129,13 @@ def _over_scores(name: str, array: Array, shape: tuple[int, ...]) -> Array:
 def _visible(
     mask: ArrayLike | None, is_causal: bool, window: Any, shape: tuple[int, int, int, int]
 ) -> Array:
-    """Which keys mask, causality and window together leave visible, with 4 axes."""
+    """Which keys mask, causality and window leave visible, with 4 axes."""
     Lq, Lk = shape[2:]
     visible = np.ones((1, 1, Lq, Lk), np.bool_)
     if mask is not None:
         expected = (
-            "bool, True where a query may attend to a key; numbers to be added to the scores go "
-            "into bias"
+            "bool, True where a query may attend to a key; pass numbers to be added to the scores "
+            "as bias"
         )
         visible = visible & _over_scores("mask", boolean("mask", mask, expected), shape)
     i, j = np.ogrid[:Lq, :Lk]

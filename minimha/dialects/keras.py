@@ -61,28 +61,28 @@ def multi_head_attention(
     Where it differs from ``minimha.attention``:
 
     - ``value`` comes before ``key``, which is ``value`` if not given.
-    - Every mask says True = may attend, also as 1 and 0; no mask is ever added to the scores.
+    - In every mask True or 1 = may attend; no mask is added to the scores.
     - ``use_causal_mask`` and ``sliding_window`` are aligned top-left, ``q_offset=0``, even if
       Lq ≠ Lk. The window is exclusive and on both sides: abs(i - j) < w, ``window_size=(w - 1,
       w - 1)``.
-    - Lengths may fill several axes; ``attention_axes`` says which of them are attended over. The
-      others are further batch axes.
-    - A query that sees no key: Keras has a fast path, for inputs of 3 axes without dropout when no
-      scores are asked for, which gives it the mean of all values, and another, which gives it 0
-      and scores of 0. So in Keras asking for scores changes the output. Here it never does:
-      ``empty_rows=None`` is what Keras gives without scores, "zero" what it gives with them.
+    - Lengths may fill several axes; attention runs over the ``attention_axes``, and the others are
+      further batch axes.
+    - In Keras, requesting scores changes the output of a query that sees no key: its fast path, for
+      inputs of 3 axes without dropout and without scores, gives the mean of all values; its other
+      path gives 0 and scores of 0. Here scores never change the output: ``empty_rows=None`` is
+      Keras's output without scores, "zero" that with scores.
 
     Where it differs from Keras:
 
-    - Whatever a mask hides stays hidden; in Keras a NaN in a hidden value reaches the output.
-    - The output has the inputs' dtype (Keras: the layer's), and 16 bits are rounded to once.
-    - ``query_mask`` counts. Keras reads the mask that its query carries, for example from a
-      ``Masking`` layer, and ignores an argument of that name.
-    - The first axis of every mask is the batch. Keras broadcasts that of a padding mask against
-      the heads of an ``attention_mask`` of four axes.
+    - A NaN in a hidden value stays hidden; in Keras it reaches the output.
+    - The output has the inputs' dtype (Keras: the layer's); 16-bit results are rounded once.
+    - ``query_mask`` is used. Keras ignores this argument and reads the mask attached to its query,
+      for example by a ``Masking`` layer.
+    - The first axis of every mask is the batch. Keras broadcasts a padding mask's first axis
+      against the heads of an ``attention_mask`` of four axes.
 
-    Arguments that matter only in training are not accepted, nor is ``flash_attention``, which says
-    how Keras computes and not what.
+    Arguments that matter only in training are not accepted, nor is ``flash_attention``, which does
+    not change what Keras computes.
 
     Axes: ``B`` batch, ``H`` heads, ``Lq``, ``Lk``, ``D`` = key_dim, ``Dv`` = value_dim, and ``E``,
     ``Ek``, ``Ev`` the widths of query, key and value.
@@ -90,8 +90,8 @@ def multi_head_attention(
     Parameters
     ----------
     params : mapping of str to array_like
-        The layer's weights by their paths, ``{w.path: w.numpy() for w in layer.weights}``. Of a
-        path only the last two names count: query/kernel (E, H, D), key/kernel (Ek, H, D),
+        The layer's weights by their paths, ``{w.path: w.numpy() for w in layer.weights}``. Only
+        the last two names of a path are used: query/kernel (E, H, D), key/kernel (Ek, H, D),
         value/kernel (Ev, H, Dv), attention_output/kernel (H, Dv, E); with ``use_bias`` query/bias
         (H, D), key/bias (H, D), value/bias (H, Dv), attention_output/bias (E,); with ``use_gate``
         gate/kernel (E, H, Dv), gate/bias (H, Dv).
@@ -106,27 +106,27 @@ def multi_head_attention(
     dropout : float, default 0.0
         Must be 0; minimha computes inference.
     use_bias : bool, default True
-        Whether the layer has biases.
+        True if the layer has biases.
     output_shape : int or sequence of int, optional
-        What attention_output projects to. Default is E.
+        The output sizes of attention_output. Default is E.
     attention_axes : int or sequence of int, optional
-        Of query's axes between the first and the last. Default is all of them.
+        Axes of query between the first and the last. Default is all of them.
     sliding_window : int, optional
-        At least 1, which leaves every query its own key.
+        At least 1, with which every query sees its own key alone.
     use_gate : bool, default False
-        Whether the layer has gates.
+        True if the layer has gates.
     query_mask : array_like of shape (B, Lq), bool, optional
     value_mask, key_mask : array_like of shape (B, Lk), bool, optional
     attention_mask : array_like of shape (Lq, Lk), (B, Lq, Lk) or (B, H, Lq, Lk), bool, optional
-        Each size may be 1. With more axes of lengths Lq and Lk are those attended over, in the
-        order of ``attention_axes``, and the others follow B.
+        Each size may be 1. With more axes of lengths, Lq and Lk are the ``attention_axes`` in
+        their order, and the other axes follow B.
     return_attention_scores : bool, default False
-        Return the softmax's weights too.
+        Return the weights of the softmax too.
     use_causal_mask : bool, default False
         Query i sees keys j ≤ i.
     empty_rows : {None, "mean", "zero"}, default None
-        What the heads of a query that sees no key get. None is "mean" if query has 3 axes, "zero"
-        if it has more.
+        The heads of a query that sees no key: the mean of all values, or 0. None is "mean" if
+        query has 3 axes, "zero" if it has more.
     backend : str, default "auto"
         That of ``minimha.attention``.
 
@@ -134,12 +134,7 @@ def multi_head_attention(
     -------
     output : array of query's library and shape, with ``output_shape`` in place of E
     scores : array of shape (B, H, Lq, Lk), if ``return_attention_scores``
-        With more axes of lengths: B, those not attended over, H, Lq, Lk.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument or a weight that does not fit, named in a sentence.
+        With more axes of lengths: B, the other axes, H, Lq, Lk.
 
     References
     ----------
@@ -197,8 +192,8 @@ def grouped_query_attention(
 ) -> Any:
     """``multi_head_attention`` whose heads share keys, as ``keras.layers.GroupQueryAttention``.
 
-    Everything that ``multi_head_attention`` says about conventions holds here too, with three
-    exceptions: inputs have 3 axes, Dv = D = head_dim, and Keras too accepts ``query_mask``.
+    The conventions are those of ``multi_head_attention``, with three exceptions: inputs have 3
+    axes, Dv = D = head_dim, and Keras accepts ``query_mask`` too.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D`` = head_dim,
     and ``E``, ``Ek``, ``Ev`` the widths of query, key and value.
@@ -226,11 +221,6 @@ def grouped_query_attention(
     -------
     output : array of query's library, shape (B, Lq, E)
     scores : array of shape (B, H, Lq, Lk), if ``return_attention_scores``
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument or a weight that does not fit, named in a sentence.
 
     References
     ----------
@@ -272,7 +262,7 @@ def _layer(
     params: Mapping[str, ArrayLike], inputs: dict[str, Array], heads: tuple[int, int],
     widths: tuple[int, int], output_shape: tuple[int, ...], use_bias: bool, use_gate: bool,
 ) -> MultiHeadAttention:  # fmt: skip
-    """Keras's layer for ``heads`` (H, Hkv) and ``widths`` (D, Dv), which it keeps on axes apart."""
+    """Keras's layer for ``heads`` (H, Hkv) and ``widths`` (D, Dv), separate axes of its weights."""
     (H, Hkv), (D, Dv) = heads, widths
     projections = {"query": ("query", H, D), "key": ("key", Hkv, D), "value": ("value", Hkv, Dv)}
     if flag("use_gate", use_gate):
@@ -313,7 +303,7 @@ def _attended(
     empty_rows: str | None,
     backend: Backend,
 ) -> Any:
-    """What both layers return, for attention over ``axes``."""
+    """The results of both layers, for attention over ``axes``."""
     wants_scores = flag("return_attention_scores", return_attention_scores)
     _check_lengths(inputs, axes)
     rank = inputs["query"].ndim
@@ -361,7 +351,7 @@ def _heads(
 def _inputs(
     query: ArrayLike, value: ArrayLike, key: ArrayLike | None
 ) -> tuple[dict[str, Array], np.dtype[Any]]:
-    """query, value and key by name, of one rank and in the compute dtype, and their own dtype."""
+    """query, value and key by name, in the compute dtype, and the dtype of the result."""
     arrays = of_one_rank(
         {"query": query, "value": value, "key": value if key is None else key}, range(3, 65),
         "(B, L, E) in all three, or more axes of lengths in all three",
@@ -381,7 +371,7 @@ def _output_shape(output_shape: Any, E: int) -> tuple[int, ...]:
 
 
 def _attention_axes(attention_axes: Any, rank: int) -> tuple[int, ...]:
-    """The axes attended over, counted from the first; all of the lengths if none are given."""
+    """The axes for attention, as numbers from 0; by default all axes of lengths."""
     if attention_axes is None:
         return tuple(range(1, rank - 1))
     given = attention_axes if isinstance(attention_axes, Sequence) else (attention_axes,)
@@ -398,7 +388,7 @@ def _attention_axes(attention_axes: Any, rank: int) -> tuple[int, ...]:
 
 
 def _check_lengths(inputs: dict[str, Array], axes: tuple[int, ...]) -> None:
-    """Refuse batches and lengths that do not fit together."""
+    """Refuse batches and lengths that differ between query, key and value."""
     q, k, v = (inputs[name] for name in ("query", "key", "value"))
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
@@ -416,7 +406,7 @@ def _check_lengths(inputs: dict[str, Array], axes: tuple[int, ...]) -> None:
 def _weights(
     params: Mapping[str, ArrayLike], shapes: dict[str, tuple[int, ...]], compute: np.dtype[Any]
 ) -> dict[str, Array]:
-    """The weights by the last two names of their paths, each of the shape that it must have."""
+    """The weights by the last two names of their paths, if their shapes are ``shapes``."""
     check_mapping(params)
     paths: dict[str, str] = {}
     for path in params:
@@ -430,14 +420,14 @@ def _weights(
         if name not in shapes:
             raise ValueError(
                 f"params has {path}, which this layer does not have: expected {', '.join(shapes)}; "
-                f"use_bias and use_gate say which there are"
+                f"use_bias and use_gate decide which it has"
             )
     weights = {}
     for name, shape in shapes.items():
         if name not in paths:
             raise ValueError(
                 f"params has no {name}: expected one of shape {shape}, got {list(params)}; "
-                f"use_bias and use_gate say which there are"
+                f"use_bias and use_gate decide which it has"
             )
         axes = "(heads, width, out)" if name[0] == "a" else "(in, heads, width)"
         weights[name] = parameter(name, params[paths[name]], shape, compute, f"Keras has {axes}")
@@ -447,7 +437,7 @@ def _weights(
 def _positions(
     use_causal_mask: bool, sliding_window: int | None, axes: tuple[int, ...]
 ) -> dict[str, Any]:
-    """The options of ``attention`` that look at positions."""
+    """The options of ``attention`` about positions."""
     is_causal = flag("use_causal_mask", use_causal_mask)
     window = None if sliding_window is None else integer("sliding_window", sliding_window) - 1
     if (is_causal or window is not None) and axes != (1,):
@@ -463,7 +453,7 @@ def _positions(
 def _visible(
     masks: tuple[ArrayLike | None, ...], over: tuple[int, ...], attended: int
 ) -> NDArray[np.bool_] | None:
-    """What all masks let through, (B · …, H, Lq, Lk); ``over`` is the scores' own shape."""
+    """The keys that are visible in all masks, (B · …, H, Lq, Lk); ``over`` is the scores' shape."""
     batch, lengths = over[: -1 - 2 * attended], over[-2 * attended :]
     queries, keys = lengths[:attended], lengths[attended:]
     visible: NDArray[np.bool_] | None = None
@@ -484,7 +474,7 @@ def _visible(
 
 
 def _mask(name: str, value: ArrayLike) -> NDArray[np.bool_]:
-    """``value`` as bool, if it holds nothing but True, False, 1 and 0."""
+    """``value`` as bool, if it holds only True, False, 1 and 0."""
     mask = boolean_or_floating(name, value)
     if not ((mask == 0) | (mask == 1)).all():
         dtype = rectangular(name, value).dtype
@@ -496,7 +486,7 @@ def _mask(name: str, value: ArrayLike) -> NDArray[np.bool_]:
 
 
 def _over_scores(mask: NDArray[np.bool_], over: tuple[int, ...], lengths: int) -> NDArray[np.bool_]:
-    """``attention_mask`` with all axes of the scores: it may lack the first ones, or the heads."""
+    """``attention_mask`` with all axes of the scores; it may lack the first ones, or the heads."""
     missing = len(over) - mask.ndim
     split = mask.ndim - lengths
     if split >= 0 and missing >= 0:
@@ -515,8 +505,8 @@ def _padding(
     """A mask of queries or keys with all axes of the scores, for attention over ``lengths``."""
     if len(lengths) > 1:
         raise ValueError(
-            f"{name} with attention over {len(lengths)} axes: expected one, for several "
-            f"attention_mask says what is hidden"
+            f"{name} with attention over {len(lengths)} axes: expected one, use "
+            f"attention_mask for several"
         )
     if mask.shape != (*batch[:1], *lengths) and mask.shape != (*batch, *lengths):
         raise ValueError(f"{name} has shape {mask.shape}: expected (B, L) = {batch[:1] + lengths}")

@@ -1,7 +1,7 @@
-"""ONNX's operators Attention, RotaryEmbedding and TensorScatter, in ONNX's words.
+"""ONNX's operators Attention, RotaryEmbedding and TensorScatter.
 
 Inputs and attributes have the names, layouts and defaults of the operators' specification,
-https://onnx.ai/onnx/operators. ``minimha.attention`` computes the attention and
+https://onnx.ai/onnx/operators. ``minimha.attention`` computes the attention,
 ``minimha.layers.rope`` the rotation.
 """
 
@@ -29,7 +29,7 @@ from minimha.layers.rope import rotate_by_table
 
 Array = NDArray[Any]
 
-DOUBLE = 11  # ONNX's numbers for the types that a softmax can be computed in
+DOUBLE = 11  # ONNX's numbers for the types of ``softmax_precision``
 PRECISIONS = {1: "float", 10: "float16", DOUBLE: "double", 16: "bfloat16"}
 # The steps that each qk_matmul_output_mode adds to those of the previous mode.
 STEPS = (("scores", "scaled"), ("capped",), ("biased", "masked"), ("weights",))
@@ -39,7 +39,7 @@ WORDS = {
 
 
 class AttentionOutputs(NamedTuple):
-    """What ONNX's Attention returns; ``qk_matmul_output`` is None unless it was asked for."""
+    """The results of ONNX's Attention; ``qk_matmul_output`` is None unless requested."""
 
     Y: Any
     present_key: Any
@@ -79,11 +79,11 @@ def attention(
     - Causality and windows need no offset: query i is at key position i + P with a past, at
       i + nonpad_kv_seqlen - Lq with ``nonpad_kv_seqlen``, else at i.
     - A 3-D array is (B, L, heads · width), not (H, L, D).
-    - ``attn_mask`` is one argument for two things: booleans select (True = may attend), numbers,
-      integers too, are added to the scores. A mask of three dimensions is (H, Lq, Lk).
+    - ``attn_mask`` has two kinds: booleans select (True = may attend), numbers, even integers, are
+      added to the scores. A mask of three dimensions is (H, Lq, Lk).
     - 0 is no softcap, -1 is a window side without a limit, flags are 0 and 1.
     - ONNX rounds to the inputs' type after every step. Here float16 and bfloat16 are computed in
-      float32 and rounded once, which may differ by one unit in the last place.
+      float32 and rounded once; the results may differ by one unit in the last place.
 
     Parameters
     ----------
@@ -91,9 +91,9 @@ def attention(
     K : array_like of shape (B, Hkv, L, D) or (B, L, Hkv * D), the dtype of Q
     V : array_like of shape (B, Hkv, L, Dv) or (B, L, Hkv * Dv)
     attn_mask : array_like that broadcasts to (B, H, Lq, Lk), bool or numbers, optional
-        A shorter last axis hides the keys after it, so one of length 1 hides all keys but key 0:
-        opsets 24 and 25 say so, and ONNX's reference does the same for 23. It must reach the
-        largest ``nonpad_kv_seqlen``.
+        A shorter last axis hides the keys after it, so one of length 1 hides all keys but key 0,
+        as in opsets 24 and 25 and in ONNX's reference for 23. It must reach the largest
+        ``nonpad_kv_seqlen``.
     past_key : array_like of shape (B, Hkv, P, D), the dtype of K, optional
     past_value : array_like of shape (B, Hkv, P, Dv), the dtype of V, optional
     nonpad_kv_seqlen : array_like of shape (B,), int, optional
@@ -105,18 +105,18 @@ def attention(
     left_window_size, right_window_size : int, default -1
         Inclusive; -1 is no limit.
     qk_matmul_output_mode : {0, 1, 2, 3}, default 0
-        What ``qk_matmul_output`` is: the scaled scores, the capped, the masked, or the weights.
-        Mode 0 is never capped, as the specification says; ONNX's reference caps it.
+        The kind of ``qk_matmul_output``: the scaled scores, the capped, the masked, or the weights.
+        Mode 0 is never capped, as in the specification; ONNX's reference caps it.
     scale : float, optional
         Default is 1/√D. Not negative, because ONNX multiplies Q and K by √scale each.
     softcap : float, default 0.0
         c > 0: scores become c · tanh(score / c).
     softmax_precision : {1, 10, 11, 16}, optional
-        float, float16, double or bfloat16. A lower bound: 11 computes everything in float64; with
-        the others, as by default, the inputs decide, and it is float32 at least.
+        float, float16, double or bfloat16, a lower bound: 11 computes everything in float64. With
+        the others and by default, the inputs decide, but it is at least float32.
     return_qk_matmul_output : bool, default False
-        Also return the debug output, which the dense equations compute separately. Asking for it
-        does not change Y.
+        Also return the debug output, which the dense equations compute separately. This does not
+        change Y.
     backend : str, default "auto"
         As in ``minimha.attention``, for Y.
 
@@ -124,15 +124,14 @@ def attention(
     -------
     AttentionOutputs
         ``Y`` of shape (B, H, Lq, Dv) or (B, Lq, H * Dv), ``present_key`` (B, Hkv, Lk, D),
-        ``present_value`` (B, Hkv, Lk, Dv), ``qk_matmul_output`` (B, H, Lq, Lk) or None: arrays of
-        Q's library. Y and the debug output have the dtype of Q. A query that sees no key gets 0.
+        ``present_value`` (B, Hkv, Lk, Dv), ``qk_matmul_output`` (B, H, Lq, Lk) or None, as arrays
+        of Q's library. Y and the debug output have the dtype of Q. A query that sees no key gets 0.
         Without a past the present is a view of K and V.
 
     Raises
     ------
     TypeError, ValueError
-        An attribute outside its range, 3-D inputs without their numbers of heads, inputs whose
-        shapes do not fit.
+        An attribute is outside its range, 3-D inputs have no number of heads, or shapes do not fit.
 
     References
     ----------
@@ -209,7 +208,7 @@ def rotary_embedding(
     num_heads : int, optional
         H, required with a 3-D X.
     rotary_embedding_dim : int, default 0
-        R, even; the entries after it are left as they are. 0 is all of D.
+        R, even; later entries are not rotated. 0 means D.
 
     Returns
     -------
@@ -218,7 +217,7 @@ def rotary_embedding(
     Raises
     ------
     TypeError, ValueError
-        An attribute outside its range, a 3-D X without ``num_heads``, tables that do not fit.
+        An attribute is outside its range, a 3-D X has no ``num_heads``, or tables do not fit.
 
     References
     ----------
@@ -262,21 +261,21 @@ def tensor_scatter(
     axis: int = -2,
     mode: str = "linear",
 ) -> Any:
-    """``past_cache`` with ``update`` written from ``write_indices`` on: TensorScatter, opset 24.
+    """``past_cache`` with ``update`` written at ``write_indices``, as TensorScatter, opset 24.
 
-    The result is a new array; ``past_cache`` itself is not written to.
+    The result is a new array; ``past_cache`` is not changed.
 
     Parameters
     ----------
     past_cache : array_like of shape (B, …, Lmax, …)
     update : array_like of shape (B, …, L, …), the dtype of ``past_cache``
-        L ≤ Lmax; every other axis as in ``past_cache``.
+        L ≤ Lmax; other axes are as in ``past_cache``.
     write_indices : array_like of shape (B,), int, optional
-        Where each batch entry's update begins. Default is 0.
+        The start of each batch entry's update. Default is 0.
     axis : int, default -2
         The axis of Lmax and L; not the batch.
     mode : {"linear", "circular"}, default "linear"
-        "linear" must end within the cache, "circular" continues at its start.
+        A "linear" update must end within the cache; a "circular" one continues at its start.
 
     Returns
     -------
@@ -285,8 +284,8 @@ def tensor_scatter(
     Raises
     ------
     TypeError, ValueError
-        An attribute outside its range, shapes that differ in another axis than ``axis``, or a
-        linear update that does not end within the cache.
+        An attribute is outside its range, shapes differ in another axis than ``axis``, or a linear
+        update does not fit into the cache.
 
     References
     ----------
@@ -340,8 +339,8 @@ def _by_head(name: str, array: Array, attribute: str, count: int | None) -> Arra
         return array
     if count is None:
         raise ValueError(
-            f"{attribute} is missing: {name} has shape {array.shape}, (B, L, H · D), which does "
-            f"not say how many heads its last axis holds"
+            f"{attribute} is missing: {name} has shape {array.shape}, (B, L, H · D), whose number "
+            f"of heads is unknown"
         )
     B, L, width = array.shape
     if width % count:
@@ -369,8 +368,8 @@ def _past_length(
         raise ValueError(f"{missing} is missing: past_key and past_value go together")
     if nonpad_kv_seqlen is not None:
         raise ValueError(
-            "nonpad_kv_seqlen came with past_key: the former means that K and V are the whole "
-            "cache, the latter that they continue one"
+            "nonpad_kv_seqlen is given with past_key: with the former K and V are the whole cache, "
+            "with the latter they continue one"
         )
     shape = as_floating("past_key", past_key).shape
     if len(shape) != 4:
@@ -407,10 +406,10 @@ def _lengths(
 def _mask(
     attn_mask: ArrayLike, shape: tuple[int, ...], lengths: NDArray[np.int64] | None
 ) -> dict[str, Array]:
-    """``attn_mask`` as the option of ``minimha.attention`` that it is, 4-D and Lk wide."""
+    """``attn_mask`` as an option of ``minimha.attention``, with 4 axes and Lk columns."""
     array = boolean_or_floating("attn_mask", attn_mask)
     is_boolean, size = array.dtype == np.bool_, array.shape
-    # The last axis may be shorter; without it the others must broadcast as usual.
+    # The last axis may be shorter; the others must broadcast.
     if not size or size[-1] > shape[-1] or not broadcasts(array[..., :0], (*shape[:-1], 0)):
         raise ValueError(
             f"attn_mask has shape {size}: expected 1 to 4 axes that broadcast to (B, H, Lq, Lk) = "
@@ -443,17 +442,17 @@ def _window(left: int, right: int) -> tuple[int | None, int | None]:
 
 
 def _debug_output(arrays: list[Array], options: dict[str, Any], mode: int) -> Array:
-    """The last of the steps up to ``mode`` that the dense equations took."""
+    """The last step of the dense equations among those up to ``mode``."""
     wanted = [name for steps in STEPS[: mode + 1] for name in steps]
-    heard: list[Array] = []
+    last: list[Array] = []
 
-    def listen(name: str, value: Any) -> Any:
+    def keep_last(name: str, value: Any) -> Any:
         if name in wanted:
-            heard[:] = [value]
+            last[:] = [value]
         return value
 
-    minimha_attention(*arrays, backend="dense", tap=listen, **options)
-    return heard[0]
+    minimha_attention(*arrays, backend="dense", tap=keep_last, **options)
+    return last[0]
 
 
 def _angles(
@@ -480,7 +479,7 @@ def _angles(
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """An attribute; the flags among them are 0 and 1 in ONNX, so False and True are accepted."""
+    """An attribute as an integer; ONNX's flags are 0 and 1, so False and True are accepted."""
     whole = integer(name, int(value) if isinstance(value, (bool, np.bool_)) else value, low)
     if high is not None and whole > high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")

@@ -1,4 +1,4 @@
-"""Results as arrays of the library whose arrays came, for every dialect."""
+"""Converts the results of every dialect to arrays of the caller's library."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def like_argument(name: str) -> Callable[[Function], Function]:
-    """Decorate a function that returns NumPy's arrays: they become those of ``name``'s library."""
+    """Decorate a function to return arrays of the library of its argument ``name``."""
 
     def decorated(function: Function) -> Function:
         place = list(signature(function).parameters).index(name)

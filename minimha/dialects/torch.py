@@ -46,14 +46,15 @@ def scaled_dot_product_attention(
 
     Where it differs from ``minimha.attention``:
 
-    - One ``attn_mask`` for both kinds: bool (True = may attend) hides, float is added.
+    - ``attn_mask`` has two kinds: bool (True = may attend) hides, float is added.
     - ``is_causal`` is aligned top-left, ``q_offset=0``, even if Lq ≠ Lk.
     - Any number of leading axes; they broadcast, and so do those of the mask.
     - Fewer key heads than query heads need ``enable_gqa``; K and V may then differ in heads.
 
-    A query that sees no key gets 0, in both. torch adds the mask even where it is False, so a NaN
-    in a hidden key reaches its output; here it does not. With ``is_causal`` and a scale of 0 or
-    less its fused kernels scale the -inf of hidden keys, which gives NaN; here they stay hidden.
+    A query that sees no key gets 0 in both libraries. In torch a NaN in a hidden key reaches the
+    output, because the mask is added even where it is False; here it does not. With ``is_causal``
+    and a scale of 0 or less, torch's fused kernels scale the -inf of hidden keys, which gives NaN;
+    here they stay hidden.
 
     Axes: ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys, ``D`` head width,
     ``Dv`` value width.
@@ -64,11 +65,11 @@ def scaled_dot_product_attention(
     key : array_like of shape (..., Hkv, Lk, D) or (Lk, D)
     value : array_like of shape (..., Hkv, Lk, Dv) or (Lk, Dv)
     attn_mask : array_like broadcastable to (..., H, Lq, Lk), bool or float, optional
-        Of 2 dimensions at least.
+        It has at least 2 dimensions.
     dropout_p : float, default 0.0
         Must be 0; minimha computes inference.
     is_causal : bool, default False
-        Query i sees keys j ≤ i. With an ``attn_mask`` it sees what both allow.
+        Query i sees keys j ≤ i; with an ``attn_mask``, those of them that are visible in it.
     scale : float, optional
         Default is 1/√D.
     enable_gqa : bool, default False
@@ -79,11 +80,6 @@ def scaled_dot_product_attention(
     Returns
     -------
     array of query's library, shape (..., H, Lq, Dv), the inputs' common dtype
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument that does not fit, named in a sentence.
 
     References
     ----------
@@ -128,9 +124,9 @@ def flex_attention(
 ) -> Any:
     """softmax(score_mod(scale · Q Kᵀ)) V, as ``torch.nn.attention.flex_attention``.
 
-    ``score_mod`` and ``mask_mod`` are those of ``minimha.attention``, whose notes say how they are
-    compiled, and which tensors and functions of torch they may use: elementwise ones. Queries
-    and keys are counted from 0 each, ``q_offset=0``, even if Lq ≠ Lk.
+    ``score_mod`` and ``mask_mod`` are those of ``minimha.attention``, whose notes explain how they
+    are compiled; they may use torch's tensors and its elementwise functions. Queries and keys are
+    both counted from 0, ``q_offset=0``, even if Lq ≠ Lk.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
 
@@ -140,17 +136,18 @@ def flex_attention(
     key : array_like of shape (B, Hkv, Lk, D) or (1, Hkv, Lk, D)
     value : array_like of shape (B, Hkv, Lk, Dv) or (1, Hkv, Lk, Dv)
     score_mod : callable ``score_mod(score, b, h, q_idx, kv_idx) -> score``, optional
-        The new score, from the scaled one.
+        Returns the new score for a scaled one.
     mask_mod : callable ``mask_mod(b, h, q_idx, kv_idx) -> bool``, optional
         True = may attend.
     scale : float, optional
         Default is 1/√D.
     enable_gqa : bool, default False
-        Allows Hkv to be a divisor of H; they must be equal otherwise.
+        Allow Hkv to be a divisor of H; otherwise they must be equal.
     return_lse : bool, default False
         Return the log-sum-exp too, -inf for a query that sees no key.
     block_mask : minimha.BlockMask or torch's BlockMask, optional
-        In place of ``mask_mod``. Of torch's the function counts, and its blocks are found anew.
+        Replaces ``mask_mod``. From torch's BlockMask only the function is used; blocks are
+        recomputed.
     backend : str, default "auto"
         That of ``minimha.attention``.
 
@@ -158,11 +155,6 @@ def flex_attention(
     -------
     output : array of query's library, shape (B, H, Lq, Dv), the inputs' common dtype
     lse : array of shape (B, H, Lq), float32 or float64, if ``return_lse``
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument that does not fit, named in a sentence.
 
     References
     ----------
@@ -210,16 +202,16 @@ def multihead_attention(
 
     Where it differs from ``minimha.attention``:
 
-    - A bool mask says True = **ignore**, in both masks; a float mask is added.
+    - In both masks True = **ignore**; a float mask is added.
     - The batch is the second axis unless ``batch_first``.
     - Weights are (out, in), applied as x @ W.T.
-    - ``bias_k`` and ``bias_v``, then the zero key of ``add_zero_attn``, are appended as further
-      keys at the end, which no mask hides; the weights have columns for them.
+    - ``bias_k`` and ``bias_v``, then the zero key of ``add_zero_attn``, are appended as keys that
+      no mask hides; the weights have columns for them.
 
     Where it differs from torch: a query that sees no key has heads of 0, so its output is b_o and
-    its weights are 0; torch gives NaN in most modes and the same as here in one. Asking for weights
-    never changes the output, and neither does ``is_causal``: without weights torch then uses its
-    own causal mask, which hides the appended keys too.
+    its weights are 0; torch gives NaN in most modes. Neither ``need_weights`` nor ``is_causal``
+    changes the output. In torch, ``is_causal`` without weights replaces the mask by a causal one,
+    which hides the appended keys too.
 
     Axes: ``B`` batch, ``H`` heads, ``Lq``, ``Lk``, ``E`` model width, ``Ek`` and ``Ev`` the widths
     of key and value (torch's kdim, vdim).
@@ -238,13 +230,13 @@ def multihead_attention(
     key_padding_mask : array_like of shape (B, Lk), (Lk,) without a batch, bool or float, optional
     attn_mask : array_like of shape (Lq, Lk) or (B * H, Lq, Lk), bool or float, optional
     is_causal : bool, default False
-        torch's hint that ``attn_mask`` is causal; the mask itself is what counts.
+        torch's hint that ``attn_mask`` is causal; only the mask is used.
     need_weights : bool, default True
         Return the weights too.
     average_attn_weights : bool, default True
         Return their mean over the heads.
     add_zero_attn, batch_first : bool, default False
-        As given to the module's constructor.
+        As in the module's constructor.
     backend : str, default "auto"
         That of ``minimha.attention``.
 
@@ -253,11 +245,6 @@ def multihead_attention(
     output : array of query's library and shape
     weights : array of shape (B, Lq, Lk + extra), (B, H, Lq, Lk + extra) without the mean, or None
         Without B if query has none; None if not ``need_weights``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument or a parameter that does not fit, named in a sentence.
 
     References
     ----------
@@ -308,7 +295,7 @@ def multihead_attention(
 
 
 def _arrays(query: ArrayLike, key: ArrayLike, value: ArrayLike, least: int) -> list[Array]:
-    """The three as floating arrays whose last two axes fit together."""
+    """query, key and value as floating arrays whose last two axes fit together."""
     given = {"query": query, "key": key, "value": value}
     q, k, v = arrays = [as_floating(name, array) for name, array in given.items()]
     for name, array in zip(given, arrays, strict=True):
@@ -328,7 +315,7 @@ def _arrays(query: ArrayLike, key: ArrayLike, value: ArrayLike, least: int) -> l
 
 
 def _leading(q: Array, k: Array, v: Array) -> tuple[int, ...]:
-    """The leading axes, all but the last two, that the three broadcast to."""
+    """The axes before the last two, to which the three arrays broadcast."""
     try:
         return np.broadcast_shapes(*(array.shape[:-2] for array in (q, k, v)))
     except ValueError:
@@ -343,7 +330,7 @@ def _differing_heads(q: Array, k: Array, v: Array) -> str:
 
 
 def _grouped(q: Array, k: Array, v: Array) -> tuple[tuple[int, ...], list[Array]]:
-    """The output's leading axes, and q, k, v with 4 axes; k and v may have fewer heads."""
+    """The output's leading axes, and q, k, v with 4 axes; k and v may have fewer heads than q."""
     for name, array in (("query", q), ("key", k), ("value", v)):
         if array.ndim < 3:
             raise ValueError(f"{name} has shape {array.shape}: enable_gqa needs heads, (H, L, D)")
@@ -361,22 +348,22 @@ def _grouped(q: Array, k: Array, v: Array) -> tuple[tuple[int, ...], list[Array]
                 f"{name} has {array.shape[-3]} heads but query has {H}: "
                 f"the heads of key and value must divide those of query, and none may be 0"
             )
-    if k.shape[-3] != v.shape[-3]:  # torch repeats each by itself
+    if k.shape[-3] != v.shape[-3]:  # torch repeats each separately
         k, v = (np.repeat(array, H // array.shape[-3], axis=-3) for array in (k, v))
     return (*batch, H), [_four(array, (*batch, *array.shape[-3:])) for array in (q, k, v)]
 
 
 def _four(array: Array, shape: tuple[int, ...]) -> Array:
-    """``array`` broadcast to ``shape``, whose leading axes then become one."""
+    """``array`` broadcast to ``shape``, with all leading axes merged into one."""
     shape = (1,) * (4 - len(shape)) + shape
     whole = np.broadcast_to(array, shape)
-    if shape[-3] == 0:  # attention needs a head, but no entry of the batch
+    if shape[-3] == 0:  # attention needs a head, but the batch may be empty
         return whole.reshape(0, 1, *shape[-2:])
     return whole.reshape(math.prod(shape[:-3]), *shape[-3:])
 
 
 def _sdpa_mask(attn_mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str, Any]:
-    """torch's mask as an option of ``attention``."""
+    """``attn_mask`` as an option of ``attention``."""
     if attn_mask is None:
         return {}
     mask = _mask("attn_mask", attn_mask, "True where a query may attend to a key")
@@ -401,7 +388,7 @@ def _mask(name: str, value: ArrayLike, meaning: str) -> Array:
 
 
 def _mask_function(mask_mod: Any, block_mask: Any) -> Any:
-    """The one that is given: a function, a ``BlockMask``, or torch's, which holds its function."""
+    """The given function or ``BlockMask``, or the function of torch's BlockMask."""
     if mask_mod is not None and block_mask is not None:
         raise ValueError("mask_mod and block_mask are both given: expected one of them")
     given = block_mask if mask_mod is None else mask_mod
@@ -427,7 +414,7 @@ def _batch_first(inputs: list[Array], batch_first: bool) -> tuple[list[Array], b
 def _layer(
     params: Mapping[str, ArrayLike], widths: list[int], num_heads: int, compute: np.dtype[Any]
 ) -> MultiHeadAttention:
-    """The module, for query, key and value of these widths; its weights (out, in) transposed."""
+    """The module for query, key and value of these widths; its weights (out, in) are transposed."""
     E = widths[0]
     if E % integer("num_heads", num_heads) or E == 0:
         raise ValueError(
@@ -469,7 +456,7 @@ def _parameter(
 def _with_extra_keys(
     params: Mapping[str, ArrayLike], k: Array, v: Array, add_zero_attn: bool
 ) -> tuple[Array, Array]:
-    """Keys and values (B, H, L, D), and after them those that belong to no token."""
+    """Keys and values (B, H, L, D), followed by those of ``bias_k`` and ``add_zero_attn``."""
     B, H, _, D = k.shape
     extra: list[tuple[Array, ...]] = [(k, v)]
     if "bias_k" in params or "bias_v" in params:
@@ -485,7 +472,7 @@ def _mha_masks(
     key_padding_mask: ArrayLike | None, attn_mask: ArrayLike | None,
     shape: tuple[int, int, int, int], is_batched: bool, num_keys: int, compute: np.dtype[Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """The two masks, whose True means ignore, as options of ``attention`` over ``num_keys``."""
+    """The two masks (True = ignore) as options of ``attention`` over ``num_keys`` keys."""
     B, H, Lq, Lk = shape
     of_keys = ("(B, Lk)", (B, Lk)) if is_batched else ("(Lk,)", (Lk,))
     accepted: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {

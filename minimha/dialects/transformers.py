@@ -1,11 +1,9 @@
-"""Whole attention modules of Hugging Face's transformers, version 5, from their weights and config.
+"""Attention modules of Hugging Face's transformers, version 5, from their weights and config.
 
-A module becomes a ``MultiHeadAttention`` whose every step can be tapped. The table ``CONVENTIONS``
-says how the classes differ: in the names of their weights, in how these are fused, in rotation,
-scale and cap.
-
-``latent_attention`` makes DeepSeek's, and ``register`` lets whole models of the library call
-minimha.
+A module becomes a ``MultiHeadAttention`` whose steps can all be tapped. The table ``CONVENTIONS``
+lists how the classes differ: in the names of their weights, which of these are fused, in rotation,
+scale and cap. ``latent_attention`` makes DeepSeek's modules. ``register`` lets whole models of the
+library call minimha.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ __all__ = [
 
 Array = NDArray[Any]
 
-BUCKETS = "relative_attention_bias.weight"  # T5's bias for each bucket of distances and head
+BUCKETS = "relative_attention_bias.weight"  # T5's bias per bucket of distances and head
 LOWEST = np.finfo(np.float32).min
 REQUIRED = ("position_embeddings", "position_ids", "alibi", "residual")  # if the class takes them
 
@@ -56,7 +54,7 @@ REQUIRED = ("position_embeddings", "position_ids", "alibi", "residual")  # if th
 class DynamicCache:
     """Keys and values of one module's tokens so far, as one layer of transformers' DynamicCache.
 
-    Unlike ``minimha.layers.cache.KVCache`` it knows no positions: what a query sees, the mask says.
+    Unlike ``minimha.layers.cache.KVCache`` it has no positions: only the mask hides keys.
 
     Attributes
     ----------
@@ -69,12 +67,12 @@ class DynamicCache:
         self._before: tuple[Array | None, Array | None] = (None, None)
 
     def get_seq_length(self) -> int:
-        """Tokens so far."""
+        """The number of tokens so far."""
         return 0 if self.keys is None else int(self.keys.shape[2])
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens so far, (1,): they are as many in every batch entry."""
+        """The number of tokens so far, (1,), the same for every batch entry."""
         return np.array([self.get_seq_length()])
 
     def append(self, k: Array, v: Array) -> None:
@@ -83,7 +81,7 @@ class DynamicCache:
         Raises
         ------
         ValueError
-            Another size than L differs from that of the earlier tokens.
+            A size other than L differs from that of the earlier tokens.
         """
         self._before = self.keys, self.values
         if self.keys is not None and self.values is not None:
@@ -98,7 +96,7 @@ class DynamicCache:
         self.keys, self.values = k, v
 
     def undo(self) -> None:
-        """Remove what was appended last."""
+        """Undo the last ``append``."""
         self.keys, self.values = self._before
 
     def attend(
@@ -110,20 +108,20 @@ class DynamicCache:
         tap: Tap = no_tap,
         **options: Any,
     ) -> Any:
-        """Attention of the queries ``q`` over the keys, as far as ``options`` show them.
+        """Attention of the queries ``q`` over the keys that ``options`` leave visible.
 
         Parameters
         ----------
         q : ndarray of shape (B, H, L, D)
         columns : int, optional
-            How many of the keys, the latest, the options are about, as those of a sliding window
-            are. Default is all.
+            The number of latest keys that the options describe, as in a sliding window. Default is
+            all.
         weights : list, optional
             The weights (B, H, L, columns) are appended to it.
         tap : callable ``tap(name, value) -> value``, optional
-            Hears every step of the attention.
+            Receives every step of the attention.
         **options
-            Those of ``minimha.attention``.
+            As in ``minimha.attention``.
 
         Returns
         -------
@@ -132,7 +130,7 @@ class DynamicCache:
         Raises
         ------
         ValueError
-            No token was appended.
+            The cache is empty.
         """
         if self.keys is None or self.values is None:
             raise ValueError("past_key_values is empty: append keys and values before attending")
@@ -149,24 +147,24 @@ class AttentionModule:
     Where it differs from ``minimha.attention``:
 
     - A mask is added to the scores, so 0 hides nothing. In a boolean mask True = may attend, but in
-      MPT's True = hidden. Without a mask several tokens are causal if ``is_causal``, as with
-      every attn_implementation but "eager", whose models always make a mask. Windows are in the
-      mask alone.
+      MPT's True = hidden. Without a mask, several tokens are causal if ``is_causal``, as with every
+      attn_implementation but "eager", whose models always make a mask. Windows exist only in the
+      mask.
     - transformers' masks hide with the lowest finite number of their dtype. A query whose keys are
       all hidden gets the mean of all values, as in transformers (minimha: 0).
-    - ``position_embeddings`` are tables of cos and sin, most of which hold each angle twice.
+    - ``position_embeddings`` are tables of cos and sin; most hold each angle twice.
     - T5 does not scale; Gemma's scale is 1/√query_pre_attn_scalar, Granite's attention_multiplier.
     - Gemma's gains are 1 + w.
 
     Where it differs from transformers:
 
-    - It computes what ``attn_implementation="eager"`` does in inference, but 16 bits in float32,
-      rounded once at the end and not after every step, and float64 all in float64, where many
-      classes compute the softmax in float32.
-    - ``past_key_values`` holds the tokens of this module alone, not those of every layer, and
+    - It computes ``attn_implementation="eager"`` in inference, but 16 bits in float32, rounded once
+      at the end and not after every step. float64 is float64 throughout, while many classes compute
+      the softmax in float32.
+    - ``past_key_values`` holds the tokens of this module, not those of every layer, and
       cross-attention projects its context again in every call.
-    - A call always returns (output, weights), also where T5 returns its bias between them;
-      ``compute_bias`` gives that.
+    - A call always returns (output, weights). T5's bias, which T5 returns between them, is the
+      result of ``compute_bias``.
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``Hkv`` key/value heads, ``D``
     head width, ``R`` rotated width, ``Lk`` keys, ``Lc`` and ``Ec`` tokens and width of a context.
@@ -178,32 +176,32 @@ class AttentionModule:
     params : mapping of str to array_like
         The module's ``state_dict()`` as arrays.
     config : mapping of str to Any
-        The module's ``config.to_dict()``. An entry that is missing has transformers' default,
-        except the number of heads. ``is_decoder`` decides T5's buckets, and the number of heads
-        where a config has one for the encoder and one for the decoder.
+        The module's ``config.to_dict()``. Missing entries have transformers' defaults, except the
+        number of heads. ``is_decoder`` decides T5's buckets, and which number of heads is used if a
+        config has one for the encoder and one for the decoder.
     layer_idx : int, default 0
-        The layer that the module is in, from 0; GPT-2 may scale by it.
+        The number of the module's layer, from 0; GPT-2 may scale by it.
     is_causal : bool, optional
-        Whether a token sees no later one where there is no mask: ``module.is_causal`` in
-        transformers. Default is what the class and ``is_decoder`` say, if they do: modules of
-        BART's family, Whisper and CLIP may be either.
+        True if tokens see no later ones without a mask, as ``module.is_causal`` in transformers.
+        Default is that of the class and ``is_decoder``; it may be unknown for modules of BART's
+        family, Whisper and CLIP.
 
     Attributes
     ----------
     is_causal : bool or None
-        As given, or found; None if that is unknown, and then every call needs a mask.
+        As given, or by default; None if unknown, and then every call needs a mask.
     layer : MultiHeadAttention
-        The module's projections and norms. Its ``rope`` is None, as the angles come with each call:
-        set it to use the layer by itself. ``W_o`` is the identity if the class, such as BERT's,
-        leaves the output projection to another module.
+        The module's projections and norms. Its ``rope`` is None, because each call passes the
+        angles; set it to use the layer alone. ``W_o`` is the identity if another module has the
+        output projection, as in BERT.
     options : dict
-        What ``layer`` must be called with: scale, softcap and sinks, if the class has them.
+        Options for calls of ``layer``: scale, softcap and sinks, if the class has them.
 
     Raises
     ------
     TypeError, ValueError
-        An unknown class; a weight that is missing, does not fit or belongs to something that is
-        not computed here (StableLM's norms of each head); a config without a number of heads.
+        The class is unknown; a weight is missing, does not fit, or is not used here (StableLM's
+        norms of each head); or the config has no number of heads.
 
     References
     ----------
@@ -270,34 +268,33 @@ class AttentionModule:
         ----------
         hidden_states : array_like of shape (B, L, E)
         past_key_values : DynamicCache, optional
-            Earlier tokens. The keys and values of these are appended, unless the call fails.
+            Earlier tokens. The new keys and values are appended, unless the call fails.
         output_attentions : bool, default False
-            Return the weights too; the output stays the same, bit for bit.
+            Return the weights too; the output does not change.
         backend : str, default "auto"
             As in ``minimha.attention``.
         tap : callable ``tap(name, value) -> value``, optional
-            Hears every step; see ``MultiHeadAttention``.
+            Receives every step; see ``MultiHeadAttention``.
         **given
-            Those of the following that the class's forward takes; optional unless required.
+            The following arguments, if the class's forward takes them; optional unless required.
         attention_mask, mask : array_like broadcastable to (B, H, L, Lk), floating or bool
-            T5 calls it mask. With a cache Lk counts the earlier tokens too; a mask with fewer
-            columns is about the latest keys, as that of a sliding window is.
+            T5 calls it mask. With a cache, Lk includes the earlier tokens; a mask with fewer
+            columns describes the latest keys, as in a sliding window.
         position_ids : array_like of shape (1, L) or (B, L), int
-            Required by GPT-J. Every class takes them, because models pass them on, but no other
-            uses them.
+            Required by GPT-J. Other classes ignore them; models pass them to every class.
         position_embeddings : pair of array_like of shape (1, L, R) or (B, L, R)
             cos and sin of these tokens; (…, R/2) for GPT-OSS. Required.
         encoder_hidden_states, key_value_states : array_like of shape (B, Lc, Ec)
             The context of cross-attention, which T5's and BART's families call key_value_states.
-            Required by classes that attend to nothing else.
+            Required by cross-attention classes.
         encoder_attention_mask : array_like broadcastable to (B, H, L, Lc), floating or bool
             GPT-2's mask in cross-attention.
         position_bias : array_like broadcastable to (B, H, L, Lk)
-            T5's, for a layer that has none of its own. Default is ``compute_bias``. MPT's is
-            (H, 1, at least Lk), of which the last Lk columns count.
-        alibi : array_like of shape (B · H, 1, Lk) or, as Falcon's model gives it, (B, H, 1, Lk)
+            T5's, for a layer without a bias. Default is ``compute_bias``. MPT's is (H, 1, at least
+            Lk), of which the last Lk columns are used.
+        alibi : array_like of shape (B · H, 1, Lk) or, in Falcon's model, (B, H, 1, Lk)
             BLOOM's and Falcon's slope · position, which Falcon scales like the scores. Required;
-            ``compute_alibi`` makes it.
+            ``compute_alibi`` returns it.
         residual : array_like of shape (B, L, E)
             BLOOM adds it to the output. Required.
 
@@ -309,8 +306,8 @@ class AttentionModule:
         Raises
         ------
         TypeError, ValueError
-            An argument that the class does not take, that is missing, or that does not fit. The
-            cache is then as it was before.
+            An argument is not one of the class's, is missing, or does not fit. The cache is then
+            unchanged.
         """
         given = self._checked(given)
         x = with_axes("hidden_states", hidden_states, "(B, L, E)")
@@ -329,11 +326,11 @@ class AttentionModule:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             options |= {"is_causal": self._is_causal(), "q_offset": seen}
         wants_weights = flag("output_attentions", output_attentions)
-        heard: list[Array] = []
-        cache = copy(past_key_values)  # the caller's stays as it is if the call fails
+        kept: list[Array] = []
+        cache = copy(past_key_values)  # so that the caller's does not change if the call fails
         if cache is not None:
             options["columns"] = None if mask is None else mask.shape[-1]
-            options["weights"] = heard if wants_weights else None
+            options["weights"] = kept if wants_weights else None
         added = next((n for n in (c.mask, "position_bias", "alibi") if n in given), BUCKETS)
         with argument_names(
             x="hidden_states", context=c.context, positions="position_ids", attn_bias=added,
@@ -351,7 +348,7 @@ class AttentionModule:
             output = output + residual.astype(output.dtype, copy=False)
         if past_key_values is not None and cache is not None:
             past_key_values.keys, past_key_values.values = cache.keys, cache.values
-            weights = heard[0] if wants_weights else None
+            weights = kept[0] if wants_weights else None
         return output, weights
 
     def compute_bias(self, query_length: int, key_length: int, past_seen_tokens: int = 0) -> Any:
@@ -372,7 +369,7 @@ class AttentionModule:
             The module has no relative_attention_bias.
         """
         if self.buckets is None:
-            raise ValueError(f"params has no {BUCKETS}: this {self.cls} has no bias of its own")
+            raise ValueError(f"params has no {BUCKETS}: this {self.cls} has no bias")
         bias = t5_bias(
             self.buckets,
             np.arange(query_length) + past_seen_tokens,
@@ -384,7 +381,7 @@ class AttentionModule:
 
     @like_argument("attention_mask")
     def compute_alibi(self, attention_mask: ArrayLike) -> Any:
-        """BLOOM's or Falcon's slope · position, as the model gives it to every module.
+        """BLOOM's or Falcon's slope · position, which the model passes to every module.
 
         Positions count from the first token that is not padding. Falcon rounds slopes, positions
         and products to bfloat16. Its model also adds the result, scaled, to the mask, so that
@@ -402,8 +399,8 @@ class AttentionModule:
         Raises
         ------
         TypeError, ValueError
-            The class takes no alibi; a mask of another shape; ml_dtypes, which knows bfloat16, is
-            not installed.
+            The class takes no alibi, the mask has another shape, or ml_dtypes, which bfloat16
+            needs, is not installed.
         """
         if "alibi" not in self.convention.takes:
             raise ValueError(f"this {self.cls} takes no alibi")
@@ -429,11 +426,11 @@ class AttentionModule:
         return self.is_causal
 
     def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that are given, which must be those that the class takes."""
+        """The arguments that are not None; refuses unknown and missing ones."""
         given = {name: value for name, value in given.items() if value is not None}
         takes = self.convention.takes
         if "position_ids" not in takes:
-            given.pop("position_ids", None)  # every model passes them on; here the tables decide
+            given.pop("position_ids", None)  # every model passes them; the tables suffice
         for name in given:
             if name not in takes:
                 raise TypeError(
@@ -445,7 +442,7 @@ class AttentionModule:
             required.append("encoder_hidden_states")
         for name in required:
             if name not in given:
-                raise TypeError(f"{name} is missing: {self.cls} cannot do without it")
+                raise TypeError(f"{name} is missing: {self.cls} requires it")
         if "position_ids" in given:
             ids = rectangular("position_ids", given["position_ids"])  # a layer expects (L,), (B, L)
             given["position_ids"] = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
@@ -456,8 +453,8 @@ class AttentionModule:
         mask = rectangular(name, value)
         if mask.ndim != 4 or mask.dtype.kind in "iu":
             raise ValueError(
-                f"{name} has shape {mask.shape} and dtype {mask.dtype}: expected (B, H, L, Lk), of "
-                f"sizes that may be 1, floating or bool, as the model makes it from the tokenizer's"
+                f"{name} has shape {mask.shape} and dtype {mask.dtype}: expected (B, H, L, Lk), "
+                f"where sizes may be 1, floating or bool, as the model makes it of the tokenizer's"
                 f"{owner_by_values(mask)}"
             )
         if mask.dtype == np.bool_ and self.convention.hides_where_true:
@@ -472,7 +469,7 @@ class AttentionModule:
         context: Array | None,
         past: DynamicCache | None,
     ) -> Array | None:
-        """What is added to the scores besides the mask."""
+        """The numbers that are added to the scores, without the mask."""
         if "alibi" in given:
             alibi = as_floating("alibi", given["alibi"])
             H = self.layer.num_heads
@@ -493,7 +490,7 @@ class AttentionModule:
         return as_floating(BUCKETS, self.compute_bias(L, Lk, seen))
 
     def _layer_of_call(self, given: dict[str, Any]) -> MultiHeadAttention:
-        """The layer, with the angles of this call if it rotates."""
+        """The layer, with the angles of this call if the class rotates."""
         rotary = self.convention.rotary
         if rotary is None or not self.is_rotated:
             return self.layer
@@ -504,7 +501,7 @@ class AttentionModule:
 
 @dataclass(frozen=True)
 class _Tables:
-    """A ``Rotation`` by the angles of one call's tokens."""
+    """A ``Rotation`` with the angles of one call's tokens."""
 
     head_dim: int
     rotary: Rotary
@@ -513,7 +510,7 @@ class _Tables:
     is_dynamic: ClassVar[bool] = False
 
     def rotate(self, x: Array, positions: ArrayLike, tap: Tap) -> Array:
-        """Return ``x`` rotated. The rows of the tables are tokens, so positions are not needed."""
+        """Rotate ``x``; the tables have one row per token, so positions are not used."""
         with argument_names(**{name: f"{name} in position_embeddings" for name in ("cos", "sin")}):
             interleaved, repeated = self.rotary.is_interleaved, self.rotary.stored != "once"
             return rotate_by_table(
@@ -522,7 +519,7 @@ class _Tables:
 
 
 def _tables(rotary: Rotary, position_embeddings: Any) -> list[Array]:
-    """cos and sin, (L, R) or (B, L, R), each angle where the numbers of its pair are."""
+    """cos and sin, (L, R) or (B, L, R), with each angle at both numbers of its pair."""
     if len(position_embeddings) != 2:
         raise ValueError(
             f"position_embeddings has {len(position_embeddings)} parts: expected cos and sin"

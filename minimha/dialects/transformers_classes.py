@@ -1,6 +1,6 @@
-"""What transformers' attention classes call their weights, and what each does besides attention.
+"""The conventions of transformers' attention classes: names of weights, rotation, scale and masks.
 
-``CONVENTIONS`` has one row per kind of module, with the names of the classes of that kind.
+``CONVENTIONS`` has one row per kind of module, with the names of its classes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Convention:
-    """What one kind of module calls its weights, and what it does besides attention."""
+    """One kind of module: the names of its weights, and what it does besides attention."""
 
     q: str = "q_proj"
     k: str = "k_proj"
@@ -39,7 +39,7 @@ class Convention:
     is_conv1d: bool = False  # weights are (in, out)
     is_gated: bool = False  # q holds queries and gate of head 0, of head 1, …
     qk_norm: Norm | None = None
-    layer_norm: str | None = None  # what the layer norm of queries is called, if they have one
+    layer_norm: str | None = None  # the name of the layer norms of queries and keys, if any
     epsilon: float = 1e-6  # if the config has no rms_norm_eps
     has_unit_offset: bool = False  # gains are 1 + w
     rotary: Rotary | None = None
@@ -55,12 +55,12 @@ class Convention:
 
     @property
     def mask(self) -> str:
-        """What forward calls its mask."""
+        """The name of forward's mask."""
         return next(name for name in MASKS if name in self.takes)
 
     @property
     def context(self) -> str:
-        """What forward calls its context; "context" if it takes none."""
+        """The name of forward's context; "context" if it takes none."""
         return next((name for name in CONTEXTS if name in self.takes), "context")
 
 

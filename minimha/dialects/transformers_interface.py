@@ -1,4 +1,4 @@
-"""minimha as one of the attention functions that transformers' models can be told to call."""
+"""Registers minimha as an attention function that transformers' models can call."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from minimha.dialects.masks import owner_by_values, score_options
 from minimha.equations.arguments import argument_names, as_floating, rectangular
 from minimha.layers.multihead import attention_weights
 
-# What transformers calls the arguments of ``attention``.
+# transformers' names for the arguments of ``attention``.
 WORDS = {
     "q": "query", "k": "key", "v": "value", "attn_mask": "attention_mask", "scale": "scaling",
     "sinks": "s_aux",
 }  # fmt: skip
 REFUSED = {
-    "cache": "a paged cache, as continuous batching has",
+    "cache": "a paged cache, as in continuous batching",
     "indices": "keys that are selected for each query",
     "block_indices": "blocks of keys that are selected for each query",
-    "sinks": "sinks that differ from query to query",
+    "sinks": "sinks that differ between queries",
 }
 
 
 def register(name: str = "minimha", *, backend: Backend = "auto") -> None:
-    """Add minimha to what ``model.set_attn_implementation`` of transformers 5 can choose.
+    """Add minimha to the choices of ``model.set_attn_implementation`` in transformers 5.
 
-    Queries, keys and values on the CPU are read where torch keeps them, in their dtype, and grouped
-    heads are not repeated. Masks are those that "sdpa" gets: boolean, with windows and padding in
-    them, and none where a prompt is simply causal. Soft caps, sinks and T5's biases are applied.
+    Queries, keys and values on the CPU are read in place, in their dtype, and grouped heads are not
+    repeated. Masks are those of "sdpa": boolean, with windows and padding in them, and None if a
+    prompt is simply causal. Soft caps, sinks and T5's biases are applied.
 
     Where it differs from "eager":
 
     - 16 bits are computed in float32 and rounded once.
-    - A query that sees no key, as padding on the left does, gets 0 and not the mean of all values.
+    - A query that sees no key, such as padding on the left, gets 0 and not the mean of all values.
     - A call of the model must not record gradients.
 
-    Some models (BLOOM, Falcon, GPT-J, MPT) have attention that cannot be chosen:
-    ``set_attn_implementation`` says so in a warning and leaves it as it is.
+    The attention of some models (BLOOM, Falcon, GPT-J, MPT) cannot be chosen:
+    ``set_attn_implementation`` then warns and has no effect.
 
     Parameters
     ----------
     name : str, default "minimha"
-        What ``set_attn_implementation`` knows it by; one that exists is replaced.
+        The name for ``set_attn_implementation``; an existing one is replaced.
     backend : str, default "auto"
-        That of ``minimha.attention``.
+        As in ``minimha.attention``.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def register(name: str = "minimha", *, backend: Backend = "auto") -> None:
         raise ImportError(
             f"register needs transformers 5 and torch: pip install 'minimha[peers]' ({error})"
         ) from None
-    # torch.compile cannot look into what is no code of torch's.
+    # torch.compile cannot trace code outside of torch.
     forward = torch.compiler.disable(attention_forward)
     AttentionInterface.register(name, partial(forward, backend=backend))
     AttentionMaskInterface.register(name, sdpa_mask)
@@ -91,14 +91,14 @@ def attention_forward(
     backend: Backend = "auto",
     **others: Any,
 ) -> tuple[Any, Any]:
-    """Attention of one module, with the arguments and results of transformers' own functions.
+    """Attention of one module, with the arguments and results of transformers' functions.
 
-    Without a mask it is causal if the module is, unless there is one query: it sees every key.
+    Without a mask it is causal if the module is; but a single query sees every key.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Its ``is_causal`` counts if the argument is None; a module that has none is causal.
+        Its ``is_causal`` is used if the argument is None; a module without one is causal.
     query : tensor of shape (B, H, Lq, D)
     key : tensor of shape (B, Hkv, Lk, D)
     value : tensor of shape (B, Hkv, Lk, Dv)
@@ -118,7 +118,7 @@ def attention_forward(
         Return the weights too.
     backend : str, default "auto"
     **others
-        What models pass on to other functions than this; ignored, as "eager" ignores it.
+        Arguments of other attention functions; ignored, as in "eager".
 
     Returns
     -------
@@ -128,8 +128,8 @@ def attention_forward(
     Raises
     ------
     TypeError, ValueError
-        Gradients or dropout; an argument of another function that would change the result; a
-        tensor that does not fit.
+        Gradients or dropout are requested, an ignored argument would change the result, or a tensor
+        does not fit.
     """
     _check_inference(query, key, value, dropout)
     for name, what in REFUSED.items():

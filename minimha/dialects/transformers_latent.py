@@ -12,7 +12,7 @@ from minimha.equations.arguments import argument_names, as_floating, choice, int
 from minimha.layers.latent import LatentAttention
 from minimha.layers.rope import RoPE, YaRNScaling
 
-# Ours, the library's, and whether x @ W needs it transposed.
+# minimha's name, the library's name, and whether x @ W needs a transpose.
 NAMES = {
     "W_q": ("q_proj.weight", True), "W_dq": ("q_a_proj.weight", True),
     "b_dq": ("q_a_proj.bias", False), "g_q": ("q_a_layernorm.weight", False),
@@ -29,13 +29,13 @@ def latent_attention(
 ) -> LatentAttention:
     """Return the layer of one of DeepSeek's attention modules.
 
-    Where it differs from ``AttentionModule``: the layer makes angles from positions, by the
-    config's rope_parameters, and is causal where it is told to be or has a cache.
+    Where it differs from ``AttentionModule``: the layer computes angles from positions, by the
+    config's rope_parameters, and is causal with ``is_causal=True`` or a cache.
 
     - The rotated part is interleaved in V2, and in V3 unless ``rope_interleave`` is False.
-    - With YaRN scores are scaled by (0.1 · mscale_all_dim · ln(factor) + 1)² too, and cos and sin
-      by the quotient of what is squared there for mscale and for mscale_all_dim.
-    - The epsilon of its norms is 1e-6, whatever rms_norm_eps is.
+    - With YaRN, let m(x) = 0.1 · x · ln(factor) + 1. Scores are also scaled by m(mscale_all_dim)²,
+      and cos and sin by m(mscale) / m(mscale_all_dim).
+    - The epsilon of its norms is 1e-6; rms_norm_eps is ignored.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def latent_attention(
     Raises
     ------
     TypeError, ValueError
-        Another class, a rule of rotation other than "default" and "yarn", a weight that is missing,
+        The class is another one, rope_type is neither "default" nor "yarn", or a weight is missing,
         unknown or does not fit.
 
     References
@@ -64,7 +64,7 @@ def latent_attention(
     known = {theirs for theirs, _ in NAMES.values()}
     for name in params:
         if name not in known:
-            raise ValueError(f"params has {name}, which {cls} is not computed with here")
+            raise ValueError(f"params has {name}, which minimha's {cls} does not use")
     weights = {}
     for ours, (theirs, is_transposed) in NAMES.items():
         if theirs in params:
@@ -101,7 +101,7 @@ def _yarn(rules: Mapping[str, Any], config: Mapping[str, Any]) -> YaRNScaling | 
 
 
 def _magnitude(rules: Mapping[str, Any], name: str) -> float:
-    """0.1 · m · ln(factor) + 1 where YaRN has a factor and the config the number m."""
+    """0.1 · m · ln(factor) + 1, with the config's number m; 1 without YaRN or m."""
     if rules.get("rope_type", "default") == "default" or not rules.get(name):
         return 1.0
     return 0.1 * float(rules[name]) * math.log(max(rules["factor"], 1.0)) + 1.0

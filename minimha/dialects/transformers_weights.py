@@ -17,26 +17,26 @@ Linear = tuple[Array, Array | None]  # weight (out, in) and bias (out,)
 
 
 class Weights:
-    """A state_dict from which a layer is made; a weight that nothing uses is noticed."""
+    """The weights of a state_dict that are not used yet."""
 
     def __init__(self, convention: Convention, params: Mapping[str, ArrayLike]) -> None:
         self._convention = convention
         self._left = {name: as_floating(name, value) for name, value in params.items()}
 
     def pop(self, name: str) -> Array | None:
-        """The weight of that name, None if there is none."""
+        """Remove and return a weight; None if there is none of that name."""
         return self._left.pop(name, None)
 
     def check_all_popped(self, cls: str) -> None:
-        """Raise if a weight is left, without which the result would differ."""
+        """Refuse weights that are left: the result would not depend on them."""
         if self._left:
             raise ValueError(
-                f"params has {', '.join(self._left)}, which {cls} is not computed with here: "
-                f"leaving it out would change the result"
+                f"params has {', '.join(self._left)}, which minimha's {cls} does not use: the "
+                f"result would differ"
             )
 
     def layer(self, config: Config) -> MultiHeadAttention:
-        """The layer with these weights, for the number of heads that ``config`` gives."""
+        """The layer with these weights and the number of heads of ``config``."""
         c, H = self._convention, _num_heads(config)
         o = None if c.o is None else self._linear(c.o)
         parts = dict(zip("qkv", self._queries_keys_values(config, H, o), strict=True))
@@ -70,7 +70,7 @@ class Weights:
             )  # fmt: skip
 
     def _layer_norm(self, name: str, heads: int) -> dict[str, Array]:
-        """Gains and shifts of every head, which may have its own or share one row."""
+        """Gains and shifts of every head, from one row per head or one for all."""
         named = str(self._convention.layer_norm).format(name)
         gain, shift = self._required(f"{named}.weight"), self.pop(f"{named}.bias")
         rows = {f"g_{name}": gain} | ({} if shift is None else {f"s_{name}": shift})
@@ -99,7 +99,7 @@ class Weights:
 
 
 def _names(c: Convention) -> dict[str, str]:
-    """What the module calls the arguments of its layer, whose matrices are (in, out)."""
+    """The module's names for the layer's arguments, whose matrices are (in, out)."""
     fused = dict.fromkeys("qkv", c.qkv) if c.qkv else {}
     linears = {"q": c.q, "k": c.k, "v": c.v, "o": c.o} | fused | ({"q": c.q} if c.is_cross else {})
     axes = "" if c.is_conv1d else ".T"
@@ -115,7 +115,7 @@ def _names(c: Convention) -> dict[str, str]:
 
 
 def _split(linear: Linear, rows: Callable[[Array], list[Array]]) -> list[Linear]:
-    """Several linear maps of one: those whose weight and bias are the parts that ``rows`` gives."""
+    """Split a linear map; ``rows`` returns the parts of its weight and of its bias."""
     weight, bias = linear
     weights = rows(weight)
     biases = [None] * len(weights) if bias is None else rows(bias)
@@ -125,8 +125,8 @@ def _split(linear: Linear, rows: Callable[[Array], list[Array]]) -> list[Linear]
 def _rows(name: str, fused: Array, H: int, groups: int | None, width: int) -> list[Array]:
     """The rows of queries, keys and values.
 
-    Without ``groups`` all queries, which have ``width`` rows, then all keys, then all values. With
-    them each group has the queries of H / groups heads, then their key, then their value.
+    Without ``groups``: all queries, which have ``width`` rows, then all keys, then all values. With
+    them, each group has the queries of H / groups heads, then their key, then their value.
     """
     rows, others = len(fused), fused.shape[1:]
     if groups is None:

@@ -88,7 +88,7 @@ def test_a_masked_nan_stays_hidden_where_some_key_is_seen():
             ValueError,
             "key has 3 heads but query has 4",
         ),
-        ({"mask": np.zeros((3, 3))}, TypeError, "go into bias$"),
+        ({"mask": np.zeros((3, 3))}, TypeError, "as bias$"),
         ({"mask": np.eye(3)}, TypeError, "bias; it looks like Hugging Face's attention_mask, wher"),
         ({"mask": np.log(np.eye(3) + 1e-99)}, TypeError, "like the float masks of torch and ONNX"),
         ({"mask": np.ma.ones((3, 3), bool)}, TypeError, "mask is a masked array, whose mask would"),

@@ -268,7 +268,7 @@ REFUSED = [
     ({"past_key": PAST_K.astype("f4"), "past_value": PAST_V}, TypeError,
      "past_key has dtype float32 but K has float64"),
     ({"past_key": PAST_K, "past_value": PAST_V, "nonpad_kv_seqlen": NONPAD}, ValueError,
-     "nonpad_kv_seqlen came with past_key"),
+     "nonpad_kv_seqlen is given with past_key"),
     ({"nonpad_kv_seqlen": [1, 7]}, ValueError, "nonpad_kv_seqlen is [1, 7]: expected integers fr"),
     ({"nonpad_kv_seqlen": [1]}, ValueError, "nonpad_kv_seqlen has shape (1,): expected (B,) = (2,"),
     ({"nonpad_kv_seqlen": [1.0, 2.0]}, TypeError, "nonpad_kv_seqlen has dtype float64"),

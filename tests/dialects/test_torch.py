@@ -568,23 +568,23 @@ def as_array(tensor):
     return tensor.detach().double().numpy()
 
 
-def assert_close(got, theirs, exact, size, unit, told):
+def assert_close(got, theirs, exact, size, unit, case):
     """``got`` is torch's result in the same dtype, and nearer to its result in float64.
 
     A score that sums up products of size s is known to s · eps, and its weight relatively as well.
     That error is in a weight's numerator and denominator, and in both implementations. At the end
     each rounds to the dtype of the output. We compute in float32 what has 16 bits.
     """
-    assert got.dtype.name == str(theirs.dtype).removeprefix("torch."), told
+    assert got.dtype.name == str(theirs.dtype).removeprefix("torch."), case
     compute = np.promote_types(got.dtype, np.float32)
     for want, precision in ((as_array(exact), compute), (as_array(theirs), got.dtype)):
-        assert got.shape == want.shape, told
+        assert got.shape == want.shape, case
         error = 4 * float(ml_dtypes.finfo(precision).eps) * (1 + size) * unit
         rounded = float(ml_dtypes.finfo(got.dtype).eps) * abs(want)
         equal = got.astype(float) == want  # infinities
         with np.errstate(invalid="ignore"):
             near = abs(got.astype(float) - want) <= error + rounded
-        assert (equal | near).all(), f"{told}: {got} is not {want}"
+        assert (equal | near).all(), f"{case}: {got} is not {want}"
 
 
 def largest(array):
@@ -648,7 +648,7 @@ def test_scaled_dot_product_attention_is_torchs(draw, torch):
     seed, r = fresh()
     q, k, v, options = draw_sdpa(r)
     mask, scale = options.get("attn_mask"), options.get("scale")
-    told = f"seed {seed}: {q.dtype} {q.shape} {k.shape} {v.shape} {options}"
+    case = f"seed {seed}: {q.dtype} {q.shape} {k.shape} {v.shape} {options}"
     # torch's other kernels scale what is causally hidden: -inf times no positive number is NaN.
     kernels = list(torch.nn.attention.SDPBackend.__members__.values())
     if options["is_causal"] and scale is not None and scale <= 0:
@@ -665,8 +665,8 @@ def test_scaled_dot_product_attention_is_torchs(draw, torch):
     repeats = q.shape[-3] // k.shape[-3] if options["enable_gqa"] else 1
     each = np.repeat(k, repeats, axis=-3) if repeats > 1 else k
     seen, size = score_sizes(q, each, mask, options["is_causal"], scale)
-    assert_close(got, theirs, exact, size, largest(v), told)
-    assert not got[np.broadcast_to(~seen, got.shape[:-1])].any(), told
+    assert_close(got, theirs, exact, size, largest(v), case)
+    assert not got[np.broadcast_to(~seen, got.shape[:-1])].any(), case
 
 
 # torch's hints of deprecation and of speed: nothing is computed otherwise.
@@ -744,7 +744,7 @@ def test_multihead_attention_is_torchs(draw, torch):
     given = [x if settings["batch_first"] else x.swapaxes(0, 1) for x in inputs]
     given = given if is_batched else [x[0] for x in inputs]
     params = {n: as_array(p).astype(dtype) for n, p in module.state_dict().items()}
-    told = f"seed {seed}: {dtype} {[x.shape for x in given]} {settings} {call} {masks}"
+    case = f"seed {seed}: {dtype} {[x.shape for x in given]} {settings} {call} {masks}"
 
     def of_torch(module, wide):
         # The very same tensor three times is what torch takes for self-attention.
@@ -783,7 +783,7 @@ def test_multihead_attention_is_torchs(draw, torch):
             continue
         documented = torch.tensor(np.reshape(documented, tuple(b.shape)))
         a, b = (torch.where(x.isnan(), documented.to(x), x) for x in (a, b))
-        assert_close(ours, a, b, size, unit, told)
+        assert_close(ours, a, b, size, unit, case)
 
 
 SCORE_MODS = [
@@ -826,7 +826,7 @@ def test_flex_attention_is_torchs(draw, torch, monkeypatch):
         for shape in ((B, H, Lq, D), (Bkv, Hkv, Lk, D), (Bkv, Hkv, Lk, Dv))
     )
     options = {"scale": float(r.normal()) if r.random() < 0.5 else None, "enable_gqa": group > 1}
-    told = (
+    case = (
         f"seed {seed}: {dtype} {q.shape} {k.shape} {v.shape} {options} mods {score} {mask} {w} {n}"
     )
     blocks = mask_mod and flex.create_block_mask(mask_mod, B, H, Lq, Lk, device="cpu")
@@ -844,6 +844,6 @@ def test_flex_attention_is_torchs(draw, torch, monkeypatch):
     _, sizes = score_sizes(q, each, None, False, options["scale"])
     # A mod's result may grow by (1 + h) · w with the score, and by w with each index.
     size = (1 + largest(sizes)) * max(1, (1 + H) * abs(w)) + abs(w) * (Lq + Lk) + B
-    assert_close(got[0], theirs[0], exact[0], size, largest(v), told)
+    assert_close(got[0], theirs[0], exact[0], size, largest(v), case)
     if q.size:  # else torch returns None
-        assert_close(got[1], theirs[1], exact[1], size, 1, told)
+        assert_close(got[1], theirs[1], exact[1], size, 1, case)

@@ -89,8 +89,8 @@ def library_module(torch, cls, settings=SETTINGS, **arguments):
     modules = import_module(modeling()[cls])
     kind = getattr(modules, cls)
     wanted = inspect.signature(kind.__init__).parameters
-    said = re.search(r"\w+Config", str(wanted["config"].annotation))
-    name = said[0] if said else re.sub("(Self|Cross)?Attention$", "Config", cls)
+    annotation = re.search(r"\w+Config", str(wanted["config"].annotation))
+    name = annotation[0] if annotation else re.sub("(Self|Cross)?Attention$", "Config", cls)
     name = CONFIGS.get(cls, name)
     configuration = import_module(modules.__name__.replace("modeling_", "configuration_"))
     Config = getattr(configuration, name)
@@ -312,20 +312,20 @@ def test_a_module_is_causal_if_the_librarys_is(torch, cls, is_decoder):
 
 def seen_modules(torch, model, cls, **given):
     """What a whole model gives each module of its attention, and what that returns."""
-    heard = []
+    calls = []
 
     def hear(module, arguments, options, result):
         (x,) = arguments or (options["hidden_states"],)
         takes = ours(module).convention.takes if cls in CLASSES else ()
         given = {name: options[name] for name in takes if options.get(name) is not None}
-        heard.append((module, x.numpy(), given, result[0].numpy()))
+        calls.append((module, x.numpy(), given, result[0].numpy()))
 
     for module in model.modules():
         if type(module).__name__ == cls:
             module.config = copy(model.config)
             module.register_forward_hook(hear, with_kwargs=True)
     model(**given)
-    return heard
+    return calls
 
 
 @pytest.mark.parametrize("name", ["T5", "Whisper"])
@@ -333,9 +333,9 @@ def test_a_decoder_without_a_mask_is_causal(torch, name):
     model = whole_model(name, attn_implementation="sdpa")
     ids = torch.arange(3, 9)[None]
     given = {"input_features": torch.randn(1, 8, 16)} if name == "Whisper" else {"input_ids": ids}
-    heard = seen_modules(torch, model, f"{name}Attention", decoder_input_ids=ids, **given)
+    calls = seen_modules(torch, model, f"{name}Attention", decoder_input_ids=ids, **given)
     causal = 0
-    for module, x, given, wanted in heard:
+    for module, x, given, wanted in calls:
         assert not {"mask", "attention_mask"} & set(given)
         given = {key: value.numpy() for key, value in given.items()}
         module.config.is_decoder = module.is_causal
@@ -347,7 +347,7 @@ def test_a_decoder_without_a_mask_is_causal(torch, name):
             parts = [one(x[:, now], past_key_values=past)[0] for now in (slice(4), slice(4, 6))]
             if "position_bias" not in given:
                 np.testing.assert_allclose(np.concatenate(parts, 1), wanted, rtol=1e-4, atol=1e-5)
-    assert (causal, len(heard)) == (2, 6)
+    assert (causal, len(calls)) == (2, 6)
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])
@@ -409,9 +409,9 @@ YARN = {
 @pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3"])
 def test_deepseeks_latent_attention_is_the_librarys(torch, name, settings, is_absorbed):
     model = whole_model(name, attn_implementation="eager", max_position_embeddings=64, **settings)
-    heard = seen_modules(torch, model, f"{name}Attention", input_ids=torch.arange(3, 23)[None])
-    assert len(heard) == 2
-    for module, x, _, wanted in heard:
+    calls = seen_modules(torch, model, f"{name}Attention", input_ids=torch.arange(3, 23)[None])
+    assert len(calls) == 2
+    for module, x, _, wanted in calls:
         params, config = module.state_dict(), module.config.to_dict()
         layer = latent_attention(f"{name}Attention", params, config)
         got = layer(x, is_causal=True, is_absorbed=is_absorbed)
@@ -602,7 +602,7 @@ T5 = {f"{name}.weight": np.eye(16) for name in "qkvo"}
          r"o_proj.weight.T has shape \(8, 16\): expected \(H · Dv, Eo\)"),
         (lambda: llama(**{"q_proj.bias": np.ones(3)}), ValueError, "q_proj.bias has shape"),
         (lambda: llama(**{"q_norm.weight": np.ones(4)}), ValueError,
-         "params has q_norm.weight, which LlamaAttention is not computed with here"),
+         "params has q_norm.weight, which minimha's LlamaAttention does not use"),
         (lambda: AttentionModule("OlmoAttention", LLAMA, HEADS | {"clip_qkv": -8.0}), ValueError,
          "clip_qkv is -8.0: expected a number of at least 0"),
         (lambda: AttentionModule("BloomAttention", FUSED, HEADS), ValueError,
@@ -636,7 +636,7 @@ T5 = {f"{name}.weight": np.eye(16) for name in "qkvo"}
         (lambda: AttentionModule("T5Attention", T5, HEADS, is_causal=1), TypeError,
          "is_causal is 1: expected True or False"),
         (lambda: latent_attention("DeepseekV3Attention", {"q_norm.weight": X}, HEADS), ValueError,
-         "params has q_norm.weight, which DeepseekV3Attention is not computed with here"),
+         "params has q_norm.weight, which minimha's DeepseekV3Attention does not use"),
         (lambda: latent_attention("DeepseekV3Attention", {}, HEADS), ValueError,
          "kv_a_proj_with_mqa.weight.T is missing"),
         (lambda: llama().compute_alibi([[1, 1]]), ValueError, "this LlamaAttention takes no alibi"),

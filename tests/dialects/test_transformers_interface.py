@@ -22,7 +22,7 @@ def prompt(name):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def said(model, **given):
+def generated(model, **given):
     """The tokens that greedy decoding adds, and the logits that chose each."""
     done = model.generate(
         **given, do_sample=False, max_new_tokens=STEPS, output_logits=True,
@@ -32,7 +32,7 @@ def said(model, **given):
 
 
 @pytest.fixture
-def heard(monkeypatch):
+def received(monkeypatch):
     """The queries of every call of minimha."""
     queries, compute = [], transformers_interface.attention
 
@@ -50,22 +50,22 @@ def assert_logits_close(ours, eager):
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODER_DECODERS])
-def test_a_whole_model_decodes_as_with_eager(name, heard):
+def test_a_whole_model_decodes_as_with_eager(name, received):
     model, given = whole_model(name), prompt(name)
     model.set_attn_implementation("eager")
-    tokens, logits = said(model, **given)
-    assert not heard
+    tokens, logits = generated(model, **given)
+    assert not received
     model.set_attn_implementation("minimha")
-    our_tokens, our_logits = said(model, **given)
+    our_tokens, our_logits = generated(model, **given)
     # Two layers in each step; the other side encodes once and is attended to in each layer.
-    assert len(heard) == (2 * STEPS if name in DECODERS else 2 + 4 * STEPS)
+    assert len(received) == (2 * STEPS if name in DECODERS else 2 + 4 * STEPS)
     assert_logits_close(our_logits, logits)
     assert torch.equal(our_tokens, tokens)
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODER_DECODERS])
 @torch.no_grad()
-def test_a_prompt_without_padding_is_causal_without_a_mask(name, heard):
+def test_a_prompt_without_padding_is_causal_without_a_mask(name, received):
     model, given = whole_model(name), prompt(name) | {"use_cache": False}
     if name != "Whisper":
         given["attention_mask"] = None
@@ -75,7 +75,7 @@ def test_a_prompt_without_padding_is_causal_without_a_mask(name, heard):
     logits = model(**given).logits
     model.set_attn_implementation("minimha")
     assert_logits_close(model(**given).logits, logits)
-    assert heard
+    assert received
 
 
 def llama(**settings):
@@ -87,22 +87,22 @@ IDS = torch.arange(3, 12)[None]
 
 
 @torch.no_grad()
-def test_bfloat16_errs_at_most_twice_as_much_as_eager(heard):
+def test_bfloat16_errs_at_most_twice_as_much_as_eager(received):
     model = llama()
     exact = model(IDS).logits
     model.bfloat16()
     ours = model(IDS).logits
-    assert heard[-1].dtype == ours.dtype == torch.bfloat16
+    assert received[-1].dtype == ours.dtype == torch.bfloat16
     model.set_attn_implementation("eager")
     error, eager_error = ((x - exact).abs().mean() for x in (ours, model(IDS).logits))
     assert error <= 2 * eager_error
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_are_read_where_they_are(dtype, heard):
+def test_tensors_are_read_where_they_are(dtype, received):
     x = torch.randn(2, 5, 4, 8, dtype=dtype).transpose(1, 2)
     output, weights = transformers_interface.attention_forward(None, x, x, x)
-    assert heard[0].data_ptr() == x.data_ptr()
+    assert received[0].data_ptr() == x.data_ptr()
     assert (output.shape, output.dtype, weights) == ((2, 5, 4, 8), dtype, None)
 
 
@@ -117,18 +117,18 @@ def test_weights_on_request_are_those_of_eager():
 
 def test_a_static_cache_has_keys_that_are_not_there_yet():
     model = llama()
-    ours, _ = said(model, inputs=IDS, cache_implementation="static", disable_compile=True)
+    ours, _ = generated(model, inputs=IDS, cache_implementation="static", disable_compile=True)
     model.set_attn_implementation("eager")
-    assert torch.equal(ours, said(model, inputs=IDS)[0])
+    assert torch.equal(ours, generated(model, inputs=IDS)[0])
 
 
 @torch.no_grad()
-def test_a_compiled_model_calls_minimha(heard):
+def test_a_compiled_model_calls_minimha(received):
     model = llama()
     wanted = model(IDS).logits
-    heard.clear()
+    received.clear()
     torch.testing.assert_close(torch.compile(model, backend="eager")(IDS).logits, wanted)
-    assert len(heard) == 2
+    assert len(received) == 2
 
 
 @torch.no_grad()
@@ -143,12 +143,12 @@ def test_a_name_and_a_backend_can_be_chosen():
     register("minimha-tiled", backend="tiled")
     register("minimha-none", backend="none")
     model = whole_model("Llama", attn_implementation="minimha-tiled")
-    ours = said(model, inputs=IDS)[1]
+    ours = generated(model, inputs=IDS)[1]
     model.set_attn_implementation("eager")
-    assert_logits_close(ours, said(model, inputs=IDS)[1])
+    assert_logits_close(ours, generated(model, inputs=IDS)[1])
     model.set_attn_implementation("minimha-none")
     with pytest.raises(ValueError, match="backend is 'none': expected auto, dense"):
-        said(model, inputs=IDS)
+        generated(model, inputs=IDS)
 
 
 X = torch.randn(1, 2, 3, 4)
