@@ -17,23 +17,12 @@ BARRIER = re.compile(r"(sync|red\.(or|and|popc))(\.aligned)?(\.\w+)?")
 
 
 class Flow(NamedTuple):
-    """An instruction after which threads continue elsewhere, or later.
+    """An instruction after which threads continue elsewhere, or later."""
 
-    Attributes
-    ----------
-    kind : "branch", "exit", "barrier" or "wait"
-    target : int or None
-        The instruction that a branch leads to.
-    guard : (int, bool) or None
-        As ``Kernel.predicate`` returns it.
-    barrier : (int, int) or None
-        Its number, and how many threads it is for; 0 for all.
-    """
-
-    kind: str
-    target: int | None = None
-    guard: tuple[int, bool] | None = None
-    barrier: tuple[int, int] | None = None
+    kind: str  # "branch", "exit", "barrier" or "wait"
+    target: int | None = None  # the instruction that a branch leads to
+    guard: tuple[int, bool] | None = None  # a ``Kernel.predicate``
+    barrier: tuple[int, int] | None = None  # its number, and its number of threads; 0 for all
 
 
 class Vote(NamedTuple):
@@ -60,11 +49,6 @@ class Program:
     stop_all, stop_some : list of int
         How far threads may run from each instruction: all threads of a team up to the next
         ``flow``, some of them no further than the next label or collective, where others may join.
-
-    Raises
-    ------
-    NotImplementedError
-        An instruction, or a form of one, is not emulated.
     """
 
     def __init__(self, text):

@@ -579,7 +579,7 @@ def _store(kernel, words, operands):
     return store
 
 
-# Atomics of different warps are in no order, so shared memory is not told of them.
+# Atomics of different warps are unordered, so shared memory does not note them.
 ATOMIC = {
     "add": np.add, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or,
     "exch": lambda old, new: new, "cas": lambda old, wanted, new: new if old == wanted else old,
@@ -611,29 +611,14 @@ def _atomic(kernel, words, operands):
 
 
 class Copy(NamedTuple):
-    """A ``cp.async`` in flight; its arrays have one entry per thread that executed it.
+    """A ``cp.async`` in flight; its arrays have one entry per thread that executed it."""
 
-    Attributes
-    ----------
-    lanes : array
-        The threads, as indices into their team.
-    group : array
-        The number of groups that each had committed before.
-    to, source : array
-        Where the bytes begin in the data of shared and of global memory.
-    count : array
-        Bytes that are copied; the rest of ``size`` is filled with zeros.
-    number : array
-        How many instructions of this kind the team executed before.
-    size : int
-    """
-
-    lanes: np.ndarray
-    group: np.ndarray
-    to: np.ndarray
-    source: np.ndarray
-    count: np.ndarray
-    number: np.ndarray
+    lanes: np.ndarray  # the threads, as indices into their team
+    group: np.ndarray  # the number of groups that each had committed before
+    to: np.ndarray  # the start in the data of shared memory
+    source: np.ndarray  # the start in the data of global memory
+    count: np.ndarray  # copied bytes; the rest of ``size`` becomes 0
+    number: np.ndarray  # the number of these instructions that the team executed before
     size: int
 
     def of(self, chosen):

@@ -12,39 +12,24 @@ from emulator.parse import constant, kind_of
 from emulator.team import WARP, PTXError, Team
 from emulator.waits import refuse_deadlock, release_barriers
 
-BATCH = 4096  # threads; blocks are run together up to so many
+BATCH = 4096  # threads of the blocks that are run together
 
 
 class Emulator:
-    """One kernel, decoded once; ``run`` launches it as often as wanted.
+    """One kernel, decoded once for several launches by ``run``.
 
-    Raises
-    ------
-    NotImplementedError
-        The kernel has something that is not emulated; see the package's docstring.
+    It raises NotImplementedError if something in the kernel is not emulated.
     """
 
     def __init__(self, text):
         self.program = Program(text)
 
     def run(self, launch, arguments, memory, order=None):
-        """Execute a launch.
+        """Execute a ``Launch`` with global memory ``memory``, an ``Arena``.
 
-        Parameters
-        ----------
-        launch : Launch
-            Of it, ``grid``, ``threads`` and ``shared`` (bytes of dynamic shared memory) are used.
-        arguments : tuple
-            Numbers; the numbers in nested tuples count in order.
-        memory : Arena
-            Global memory.
-        order : int, optional
-            Seed of a random order of warps from barrier to barrier. Default is lockstep.
-
-        Raises
-        ------
-        PTXError
-            The kernel did what PTX does not allow, or leaves undefined.
+        ``arguments`` are numbers, or nested tuples of them. ``order`` is the seed of a random order
+        of warps between barriers; None is lockstep. It raises PTXError if the kernel does something
+        that PTX forbids or leaves undefined.
         """
         kernel = self.program.kernel
         values = flattened(arguments)
@@ -67,7 +52,7 @@ class Emulator:
     def _run_blocks(self, launch, grid, first, blocks, given, memory, order):
         """Run ``blocks`` of the grid from ``first``: in lockstep as one team, else a team per warp.
 
-        A team of one warp has that warp of each of the blocks.
+        A warp's team has that warp of every block.
         """
         kernel = self.program.kernel
         warps = launch.threads // WARP

@@ -1,6 +1,6 @@
 """Global, local and shared memory, and the accesses that each of them refuses.
 
-A memory finds its bytes with ``locate`` and hears of each access with ``note_read`` and
+A memory finds its bytes with ``locate`` and receives each access by ``note_read`` and
 ``note_write``. Each of these raises ``PTXError`` through the team that accesses it.
 """
 
@@ -90,7 +90,7 @@ class Local(Memory):
 class Shared(Memory):
     """Shared memory of some blocks, and which thread last wrote and read each granule of it.
 
-    A granule is as many bytes as the kernel's smallest access. Its last writer, and the last reader
+    A granule has the size of the kernel's smallest access. Its last writer, and the last reader
     of each warp, are kept as tags, integers made of
 
     - the time of the warp, see ``Clocks``,
@@ -106,17 +106,6 @@ class Shared(Memory):
 
     ``has_products`` if the kernel has some ``wgmma``. Then it also knows how many products under
     way read a granule.
-
-    Attributes
-    ----------
-    mbarriers : dict of int to Mbarrier
-        By address.
-    arrivals : list of Arrival
-        At mbarriers, once copies have landed.
-    registers : array of shape (blocks,)
-        How many of a block's registers no warp has.
-    changes : int
-        How often something happened that others may wait for.
     """
 
     def __init__(self, blocks, size, granule, warps, finds_races, has_products=False):
@@ -132,8 +121,9 @@ class Shared(Memory):
         self.has_products = has_products
         self.products = np.zeros(granules, np.int64)
         self.warps, self.clocks = warps, Clocks(blocks, warps)
-        self.mbarriers, self.arrivals = {}, []
-        self.registers, self.changes = np.zeros(blocks, np.int64), 0
+        self.mbarriers, self.arrivals = {}, []  # by address; once copies have landed
+        self.registers = np.zeros(blocks, np.int64)  # registers of a block that no warp has
+        self.changes = 0  # the number of events that others may wait for
 
     def tags(self, team, collectives):
         """Each thread's tag, given how many collectives each has executed."""

@@ -40,27 +40,16 @@ INSTRUCTION = re.compile(r"(?:@(!?%?[\w$.]+)\s+)?([\w.:]+)\s*(.*)")
 
 
 class Instruction(NamedTuple):
-    """One instruction, split.
+    """One instruction, split."""
 
-    Attributes
-    ----------
-    text : str
-        As it was written, for messages.
-    guard : str or None
-        The predicate of ``@p`` or ``@!p``.
-    words : list of str
-        Opcode and modifiers: ``["add", "rn", "f32"]``.
-    operands : list of str
-    """
-
-    text: str
-    guard: str | None
-    words: list[str]
+    text: str  # the original, for messages
+    guard: str | None  # the predicate of ``@p`` or ``@!p``
+    words: list[str]  # opcode and modifiers: ``["add", "rn", "f32"]``
     operands: list[str]
 
 
 class Kernel:
-    """One kernel as it is written.
+    """One kernel, parsed; NotImplementedError if its text is anything else.
 
     Attributes
     ----------
@@ -82,11 +71,6 @@ class Kernel:
         Bytes of all variables in shared and in local memory.
     tables : dict of str to array
         Variables in global and constant memory.
-
-    Raises
-    ------
-    NotImplementedError
-        The text is anything but one kernel whose parameters are numbers.
     """
 
     def __init__(self, text):

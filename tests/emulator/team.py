@@ -23,36 +23,33 @@ class PTXError(Exception):
 
 
 class Team:
-    """Threads that run together.
-
-    Arrays have one entry per thread, warp after warp.
+    """Threads that run together; arrays have one entry per thread, warp after warp.
 
     Attributes
     ----------
     registers : dict of str to list of array
-        By kind, then by the index that ``Kernel.operand`` gives. A register's kinds of the same
-        width are views of the same bytes. Constants follow, as arrays without axes.
+        By kind, then by the index of ``Kernel.operand``. A register's kinds of the same width are
+        views of the same bytes. Constants follow, as arrays without axes.
     mask : array or None
-        Which threads the present instruction is for (the active ones); None for all.
+        The active threads, which execute the current instruction; None for all.
     pc : array
-        Where each thread continues; not kept up to date while it runs.
+        Where each thread continues; out of date while it runs.
     is_alive, is_at_barrier, is_parked, is_suspended : array
         Not yet exited; waiting at a barrier; waiting for the other lanes of its warp; refused by
         the ``Wait`` at its ``pc``.
     barrier, awaited : array
-        At which barrier the thread waits, or did last, for how many threads; 0 for all.
+        The barrier at which the thread waits or last waited, for how many threads; 0 for all.
     was_refused, changes : array, int
-        Whether its last ``mbarrier.try_wait`` was answered with no; of ``Shared``, when suspended
-        threads were last given another try.
+        Whether its last ``mbarrier.try_wait`` failed; ``Shared.changes`` when suspended threads
+        last tried again.
     allotted : array
-        How many registers each thread has: first as many as there are for so many threads.
+        Registers per thread, at first an equal share.
     warp_syncs, collectives : array
-        How many ``bar.warp.sync``, and how many collectives of any sort, the thread has executed.
+        The numbers of ``bar.warp.sync`` and of all collectives that the thread has executed.
     copies, copied, groups : list of Copy, int, array
-        Every ``cp.async`` in flight, how many were executed, and how many groups the thread has
-        committed.
+        Every ``cp.async`` in flight, the number executed, and the thread's committed groups.
     products, product_groups : list of Product, array
-        Every ``wgmma`` under way, and how many groups of them the thread has committed.
+        Every ``wgmma`` under way, and the thread's committed groups of them.
     used_by, is_fenced : array of shape (registers that some ``wgmma`` uses, threads)
         The group under way that uses a register, or FREE, and whether ``wgmma.fence`` was passed
         since another instruction did.
@@ -167,10 +164,7 @@ class Team:
     def collective(self):
         """Count an instruction of whole warps and return which warps execute it.
 
-        Raises
-        ------
-        PTXError
-            Some lanes of a warp are active and others are not.
+        It raises PTXError if only some lanes of a warp are active.
         """
         self.collectives[slice(None) if self.mask is None else self.mask] += 1
         if self.mask is None:
@@ -202,7 +196,7 @@ class Team:
         raise PTXError(self.sentence(int(np.argmax(is_wrong)), what))
 
     def sentence(self, number, what):
-        """Say ``what`` of one of the active threads, naming the instruction."""
+        """The sentence ``what`` about an active thread, with its instruction."""
         thread = self.lanes[number]
         block = self.first_block + self.block[thread]
         text = self.program.kernel.instructions[self.executing].text

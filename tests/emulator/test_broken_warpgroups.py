@@ -4,13 +4,10 @@ import re
 from importlib import import_module
 from importlib.util import find_spec
 
-import numpy as np
 import pytest
 
-from emulator import PTXError, forward
-from emulator.test_broken_rung import replaced
-from minimha.equations import dense
-from minimha.equations.problem import Problem
+from emulator import PTXError
+from emulator.test_broken_rung import replaced, solve
 
 RUNG = "minimha.kernels.cuda.rung6_warpgroups"
 D, B_r, B_c, TILES = 64, 192, 128, 4  # as ``blocks`` has them, and a panel of 64 columns
@@ -36,11 +33,7 @@ def rung():
 
 def error(rung, order=None, change=lambda text: text, keys=TILES * B_c):
     """The largest error of the rung, its PTX changed, by default on full tiles of keys."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(1, 1, n, D)).astype(np.float16) for n in (100, keys, keys))
-    O, _ = forward(rung, Problem.of(q, k, v), order, change=change)
-    exact, _ = dense.forward(Problem.of(*(x.astype(np.float64) for x in (q, k, v))))
-    return abs(O - exact).max()
+    return solve(rung, order, change, 100, keys, D)
 
 
 def is_noticed(rung, pattern, number, by, order=None):

@@ -64,7 +64,7 @@ def test_what_one_warp_writes_another_one_reads(fill, arrive, order):
 
 @pytest.mark.parametrize("order", [None, 0, 1])
 @pytest.mark.parametrize(
-    ("missing", "number", "said"),
+    ("missing", "number", "sentence"),
     [
         (ARRIVE, 1, r"try_wait.*waits for ever at the mbarrier at 0x0.*32 of 32 have not arrived"),
         (ARRIVE, 2, r"try_wait.*waits for ever at the mbarrier at 0x0.*32 of 32 have not arrived"),
@@ -72,8 +72,8 @@ def test_what_one_warp_writes_another_one_reads(fill, arrive, order):
         ("mbarrier.init.shared::cta.b64 [%r4+8], 1;", 0, "nobody wrote"),
     ],
 )
-def test_who_waits_for_ever_says_for_what(missing, number, said, order):
-    with pytest.raises(PTXError, match=said):
+def test_who_waits_for_ever_says_for_what(missing, number, sentence, order):
+    with pytest.raises(PTXError, match=sentence):
         read(order, change=without(missing, number))
 
 
@@ -152,7 +152,7 @@ def test_registers_that_were_given_back_can_be_taken(order):
 
 @pytest.mark.parametrize("order", [None, 0])
 @pytest.mark.parametrize(
-    ("first", "others", "said"),
+    ("first", "others", "sentence"),
     [
         (registers("dec", 40), registers("inc", 240), "waits for ever for registers"),
         ("", registers("inc", 176), "waits for ever for registers: its block has 0"),
@@ -160,8 +160,8 @@ def test_registers_that_were_given_back_can_be_taken(order):
         (registers("dec", 40), registers("inc", 160), "has more"),
     ],
 )
-def test_registers_that_nobody_gave_back_cannot_be_taken(first, others, said, order):
-    with pytest.raises(PTXError, match=said):
+def test_registers_that_nobody_gave_back_cannot_be_taken(first, others, sentence, order):
+    with pytest.raises(PTXError, match=sentence):
         roles(first, others, order)
 
 

@@ -72,7 +72,7 @@ def test_a_product_is_spread_over_four_warps(form, number, order):
 
 
 @pytest.mark.parametrize(
-    ("missing", "order", "said"),
+    ("missing", "order", "sentence"),
     [
         (FENCE, None, "has not passed a fence.proxy.async"),
         (BARRIER, 0, "nobody wrote|unsynchronised"),
@@ -82,19 +82,19 @@ def test_a_product_is_spread_over_four_warps(form, number, order):
     ],
 )
 @pytest.mark.parametrize("form", FORMS)
-def test_what_may_not_be_missing(form, missing, order, said):
-    with pytest.raises(PTXError, match=said):
+def test_what_may_not_be_missing(form, missing, order, sentence):
+    with pytest.raises(PTXError, match=sentence):
         product(form, 0, change=lambda body: body.replace(missing, ""), order=order)
 
 
 @pytest.mark.parametrize(
-    ("instead", "said"),
+    ("instead", "sentence"),
     [
         ("mov.u32 %r5, 0;", "uses a register of a wgmma"),  # part of A
         ("mov.f32 %f7, 0f00000000;", "uses a register of a wgmma"),  # of D
         ("st.shared.u32 [%r9 + 10240], 0;", "overwrites what a wgmma"),
     ],
 )
-def test_what_a_product_under_way_needs_may_not_change(instead, said):
-    with pytest.raises(PTXError, match=said):
+def test_what_a_product_under_way_needs_may_not_change(instead, sentence):
+    with pytest.raises(PTXError, match=sentence):
         product("registers", 0, change=lambda body: body.replace(WAIT, instead + WAIT))

@@ -37,10 +37,10 @@ class Mbarrier:
     Attributes
     ----------
     expected, missing, phase : array of shape (blocks,)
-        How many arrive in each phase, how many have still to arrive in this one, and its number.
-        ``expected`` is 0 where there is none.
+        Arrivals per phase, missing arrivals of this phase, and its number. ``expected`` is 0 if a
+        block has no mbarrier there.
     left, last_left : array of shape (2, blocks, warps)
-        What those who arrived let others see, in this phase and in the last one: ``Clocks.leave``.
+        The clocks of those who arrived in this phase and in the last one: ``Clocks.leave``.
     """
 
     def __init__(self, blocks, warps):
@@ -59,25 +59,14 @@ class Mbarrier:
 
 
 class Arrival(NamedTuple):
-    """An arrival of threads of ``team``, once what they had copied has landed.
-
-    Attributes
-    ----------
-    members : array
-        Which threads of the team.
-    number : int
-        How many copies the team had executed before.
-    mbarrier : Mbarrier
-    left, tags : array
-        What the threads let others see, and what their copies are tagged with.
-    """
+    """An arrival of threads of ``team`` after their copies have landed."""
 
     team: Any
-    members: np.ndarray
-    number: int
+    members: np.ndarray  # which threads of the team
+    number: int  # copies that the team had executed before
     mbarrier: Mbarrier
-    left: np.ndarray
-    tags: np.ndarray
+    left: np.ndarray  # the clocks of the threads
+    tags: np.ndarray  # the tags of their copies
 
     def of(self, chosen):
         """The arrival of some of the team's threads."""
@@ -194,7 +183,7 @@ class TryWait(Wait):
 
 
 class TakeRegisters(Wait):
-    """``setmaxnreg.inc``, which waits until others of the block gave back as many."""
+    """``setmaxnreg.inc``, which waits until other warps of the block released enough."""
 
     def __init__(self, count):
         self.count = count

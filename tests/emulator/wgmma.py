@@ -26,21 +26,11 @@ ROW, CHUNK = 128, 16  # bytes
 
 
 class Product(NamedTuple):
-    """A product under way.
+    """A product under way."""
 
-    Attributes
-    ----------
-    threads : array
-        Those that take part, as indices into their team.
-    group : array
-        How many groups each had committed before.
-    at : array of shape (threads, chunks of each)
-        Where the chunks that they read begin in the data of shared memory.
-    """
-
-    threads: np.ndarray
-    group: np.ndarray
-    at: np.ndarray
+    threads: np.ndarray  # the threads that take part, as indices into their team
+    group: np.ndarray  # the number of groups that each had committed before
+    at: np.ndarray  # (threads, chunks of each): starts of their chunks in shared memory's data
 
 
 @instruction("wgmma")

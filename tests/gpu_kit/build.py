@@ -57,7 +57,7 @@ def build(folder: Path, cc: tuple[int, int], sample: bool, is_for_standin: bool)
 
 
 def _compile(launches: list[Any], cc: tuple[int, int], folder: Path) -> None:
-    """Put the kernels' machine code into the kit, compiled by as many processes as there are CPUs.
+    """Put the kernels' machine code into the kit, compiled by one process per CPU.
 
     They are forked, since kernels are functions that have no name to find them by.
     """
@@ -80,7 +80,7 @@ def _compile(launches: list[Any], cc: tuple[int, int], folder: Path) -> None:
     for worker in workers:
         worker.join()
     if any(worker.exitcode for worker in workers):
-        raise SystemExit("no kit can be built: a kernel could not be compiled, as said above")
+        raise SystemExit("no kit can be built: a kernel could not be compiled, see above")
 
 
 def _carry(launch: Any, cc: tuple[int, int], folder: Path) -> None:

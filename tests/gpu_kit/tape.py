@@ -24,7 +24,7 @@ GRANULE = 256  # bytes: the stand-in leaves one free behind each block of memory
 class Tape:
     """Everything that was recorded; ``contents`` of memory by their digests.
 
-    ``ask`` is told of each launch whose kernel must be in the kit, and returns the kernel's file.
+    ``ask`` receives each launch whose kernel must be in the kit, and returns the kernel's file.
     """
 
     def __init__(self, standin: Any, ask: Callable[[Any, tuple[int, int]], str]) -> None:

@@ -73,8 +73,8 @@ def run(kit, *words, python=None):
 def test_check_is_right_with_numpy_alone(kit, monkeypatch):
     (kit / "sitecustomize.py").write_text(NUMPY_ALONE)
     monkeypatch.setenv("PYTHONPATH", str(kit))
-    said, status = run(kit, "check")
-    assert "6 cases, 3 runs each: 6 right, 0 wrong" in said
+    output, status = run(kit, "check")
+    assert "6 cases, 3 runs each: 6 right, 0 wrong" in output
     assert status == 0
     assert json.loads((kit / "out" / "check.json").read_text()) == {"cases": 6, "wrong": {}}
 
@@ -90,35 +90,35 @@ def test_check_names_what_is_wrong_and_goes_on(kit):
     assert b"ex2.approx.ftz.f32" in code
     code = code.replace(b"ex2.approx.ftz.f32", b"lg2.approx.ftz.f32")
     path.write_bytes(hashlib.sha256(code).digest() + code)
-    said, status = run(kit, "check")
-    assert "WRONG cuda.rung4_tensor_cores bfloat16 B=2 H=4 Hkv=2 Lq=5 Lk=33 D=16 causal: " in said
-    assert "6 cases, 3 runs each: 5 right, 1 wrong" in said
+    output, status = run(kit, "check")
+    assert "WRONG cuda.rung4_tensor_cores bfloat16 B=2 H=4 Hkv=2 Lq=5 Lk=33 D=16 causal: " in output
+    assert "6 cases, 3 runs each: 5 right, 1 wrong" in output
     assert status == 1
 
 
 def test_what_is_lacking_is_said(kit):
     tape = json.loads((kit / "tape.json").read_text())
     (kit / "tape.json").write_text(json.dumps(tape | {"cc": [8, 0]}))
-    said, status = run(kit, "check")
-    assert "the kernels are compiled for sm_80, and this GPU is sm_90: build the kit" in said
+    output, status = run(kit, "check")
+    assert "the kernels are compiled for sm_80, and this GPU is sm_90: build the kit" in output
     assert status == 2
     (kit / "tape.json").write_text(json.dumps(tape))
     path = kernel_of(kit, "rung1_rows")
     path.write_bytes(path.read_bytes()[:-1])
-    said, status = run(kit, "check")
-    assert f"cubins/minimha/{path.name} is damaged: copy the folder again" in said
+    output, status = run(kit, "check")
+    assert f"cubins/minimha/{path.name} is damaged: copy the folder again" in output
     assert status == 2
 
 
 @pytest.mark.skipif(find_library("cuda") is not None, reason="NVIDIA's driver is here")
 def test_commands_say_what_they_need(kit):
-    said, status = run(kit, "probe", "check", "all", python=sys.executable)
-    assert "Python 3." in said
-    assert "check needs NVIDIA's driver: there is no libcuda.so.1 here" in said
-    assert "all is none of probe, check, tests, bench, profile, sanitize" in said
+    output, status = run(kit, "probe", "check", "all", python=sys.executable)
+    assert "Python 3." in output
+    assert "check needs NVIDIA's driver: there is no libcuda.so.1 here" in output
+    assert "all is none of probe, check, tests, bench, profile, sanitize" in output
     assert status == 2
-    said, status = run(kit, "tests", python=f"{sys.executable} -S")
-    assert "lacking here: numpy, numba, numba_cuda" in said
+    output, status = run(kit, "tests", python=f"{sys.executable} -S")
+    assert "lacking here: numpy, numba, numba_cuda" in output
     assert status == 2
 
 
@@ -197,14 +197,14 @@ def tools(tmp_path, monkeypatch):
 def test_the_sanitizer_s_tools_look_at_the_cases_that_are_named(tools, kit, monkeypatch):
     monkeypatch.setenv("ONLY", "rung1")
     tools()
-    said, status = run(kit, "sanitize")
-    assert said.count("1 cases, 1 runs each: 1 right, 0 wrong") == 3
-    assert said.count("========= ERROR SUMMARY: 0 errors") == 3
+    output, status = run(kit, "sanitize")
+    assert output.count("1 cases, 1 runs each: 1 right, 0 wrong") == 3
+    assert output.count("========= ERROR SUMMARY: 0 errors") == 3
     assert status == 0
     tools(has_race=True)
-    said, status = run(kit, "sanitize")
-    assert said.count("========= ERROR SUMMARY: 0 errors") == 2
-    assert "== sanitize ended with status 9" in said
+    output, status = run(kit, "sanitize")
+    assert output.count("========= ERROR SUMMARY: 0 errors") == 2
+    assert "== sanitize ended with status 9" in output
     assert status == 9
     logs = {path.name for path in (kit / "out").iterdir()}
     assert logs == {"memcheck.txt", "racecheck.txt", "synccheck.txt"}
@@ -213,23 +213,23 @@ def test_the_sanitizer_s_tools_look_at_the_cases_that_are_named(tools, kit, monk
 def test_a_profile_is_written_as_text_too(tools, kit, monkeypatch):
     monkeypatch.setenv("ONLY", "no such call")
     tools()
-    said, status = run(kit, "profile")
-    assert status == 0, said
+    output, status = run(kit, "profile")
+    assert status == 0, output
     assert (kit / "out" / "profile.ncu-rep").read_text() == "a report"
     assert (kit / "out" / "profile.txt").read_text() == "the page details of a report\n"
 
 
 def test_the_tests_of_the_folder_run_there(kit, monkeypatch):
     monkeypatch.setenv("ONLY", "test_queries_that_see_nothing and rung1_rows and 5")
-    said, status = run(kit, "tests")
-    assert "1 passed" in said
+    output, status = run(kit, "tests")
+    assert "1 passed" in output
     assert status == 0
     assert 'tests="1"' in (kit / "out" / "tests.xml").read_text()
 
 
 def test_the_bench_says_that_torch_sees_no_gpu(kit):
     pytest.importorskip("torch", reason="torch, which the bench compares with, is not installed")
-    said, status = run(kit, "bench")
-    assert "which the bench on a GPU compares with, finds no GPU: install one" in said
-    assert "Traceback" not in said
+    output, status = run(kit, "bench")
+    assert "which the bench on a GPU compares with, finds no GPU: install one" in output
+    assert "Traceback" not in output
     assert status == 2

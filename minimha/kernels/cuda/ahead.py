@@ -1,4 +1,4 @@
-"""The kernels that most calls take, compiled ahead of them for the current GPU."""
+"""Compiles the kernels of common calls ahead of time, for the current GPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -11,7 +11,7 @@ from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda.launch import Launch, launches_of
 
 HEAD_DIMS = (64, 128)
-GROUPS = (1, 4, 8)  # query heads per key/value head: few queries of all of them are one tile
+GROUPS = (1, 4, 8)  # query heads per key/value head: a few queries of these share a tile
 MANY = 4096
 CompilationFailed = cubins.NO_TOOLKIT
 
@@ -21,7 +21,7 @@ def compile_ahead(
 ) -> dict[str, Path | None]:
     """Compile the kernels for ``dtypes``, one after the other. Returns the file of each kernel.
 
-    ``CompilationFailed`` says that a library of the toolkit is missing, or that the driver fails.
+    It raises ``CompilationFailed`` if a library of the toolkit is missing, or the driver fails.
     """
     device, kept = gpu.current(), {}
     for name, launch in _kernels(dtypes, device):

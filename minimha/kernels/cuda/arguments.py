@@ -1,22 +1,20 @@
-"""How a problem becomes the arguments of a CUDA kernel.
+"""Turns a problem into the arguments of a CUDA kernel.
 
-``DeviceArray`` describes an array on the device, whether it was uploaded or was there already. A
-kernel has the arguments of the CPU rungs::
+``DeviceArray`` describes an array on the device. A kernel has the arguments of the CPU rungs::
 
     rung(q, k, v, mask, bias, o, O, L)
 
-in one of two forms. Rungs 1 and 2 take ``Arrays``, so they run in numba's simulator as well. From
-rung 3 on a kernel issues its own loads and takes ``Arguments``, which are addresses:
+in one of two forms. Rungs 1 and 2 take ``Arrays``, so they also run in numba's simulator. From rung
+3 on a kernel issues its own loads and takes ``Arguments``, which are addresses:
 
 q, k, v, O   ``Rows``: address and strides of (B, H, L, D); the last axis is contiguous
 mask, bias   ``Pairs``: address and strides of (B, H, Lq, Lk), stride 0 along a broadcast axis;
-             address 0 if there is none. A mask has one byte per pair, a bias float32.
-o            ``Numbers``: sizes, and everything that is small
+             address 0 if absent. A mask has one byte per pair, a bias float32.
+o            ``Numbers``: sizes and small options
 L            address of (B, H, Lq), float32, contiguous
 
-A kernel with a caller's functions gets their ``Place`` too, in the last three fields of o.
-
-Their strides count elements.
+Strides count elements. A kernel with a caller's functions also receives their ``Place``, in the
+last three fields of o.
 """
 
 from collections import namedtuple
@@ -37,8 +35,8 @@ WIDEST = 256  # numbers of a row of O that a rung can keep in registers
 class DeviceArray(NamedTuple):
     """An array in a device's memory. Strides count elements.
 
-    ``owner`` is kept so that the memory is not freed. ``ready_on`` is the stream that fills the
-    array, where its library does not promise that it is ready.
+    ``owner`` keeps the memory alive. ``ready_on`` is the stream that fills the array, if its
+    library does not guarantee that it is ready.
     """
 
     address: int
@@ -50,7 +48,7 @@ class DeviceArray(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The size of its elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -77,7 +75,7 @@ class Numbers(NamedTuple):
     """Sizes and small options.
 
     ``q_offset`` and ``kv_lengths`` are addresses of (B,) int64, ``slopes`` and ``sinks`` of (H,)
-    float32. What is absent is neutral: ``slopes`` and ``softcap`` are 0, sinks -inf. ``left`` and
+    float32. Absent options are neutral: ``slopes`` and ``softcap`` are 0, sinks -inf. ``left`` and
     ``right`` are at most ``visibility.UNBOUNDED``.
     """
 
@@ -96,7 +94,7 @@ class Numbers(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What a kernel that takes addresses is called with, in its order."""
+    """The arguments of a kernel that takes addresses, in its order."""
 
     q: Rows
     k: Rows
@@ -108,15 +106,15 @@ class Arguments(NamedTuple):
     L: int
 
 
-# What a kernel that takes arrays is called with, in its order. On a device each array is an
-# ``ArrayAt``, in the simulator a NumPy array. ``mask`` and ``bias`` are empty if there is none.
+# The arguments of a kernel that takes arrays, in its order. On a device each array is an
+# ``ArrayAt``, in the simulator a NumPy array. ``mask`` and ``bias`` are empty if absent.
 Arrays = namedtuple("Arrays", "q k v mask bias o O L")
 
 
 class ArrayAt(NamedTuple):
-    """An array on a device, field by field as numba's compiled kernels expect it.
+    """An array on a device, in the layout of numba's compiled kernels.
 
-    ``meminfo`` and ``parent`` are 0: no references are counted there. Strides are in bytes.
+    ``meminfo`` and ``parent`` are 0: a device does not count references. Strides are in bytes.
     """
 
     meminfo: int
@@ -136,7 +134,7 @@ NUMBERS = types.NamedTuple(
 ADDRESSES = (ROWS, ROWS, ROWS, PAIRS, PAIRS, NUMBERS, ROWS, types.uint64)
 
 NO_ROWS, NO_PAIRS = Rows(0, 0, 0, 0), Pairs(0, 0, 0, 0, 0)
-# For kernels with a caller's functions: what these get for batch entry 0, head 0 and key 0.
+# For kernels with a caller's functions: their indices of batch entry 0, head 0 and key 0.
 PLACE = ("first_b", "first_head", "first_key")
 PlacedOptions = namedtuple("PlacedOptions", (*Options._fields, *PLACE))  # type: ignore[misc]
 PlacedNumbers = namedtuple("PlacedNumbers", (*Numbers._fields, *PLACE))  # type: ignore[misc]
@@ -145,14 +143,14 @@ PLACED_ADDRESSES = (*ADDRESSES[:5], PLACED_NUMBERS, *ADDRESSES[6:])
 
 PLACEHOLDERS = Arguments(
     NO_ROWS, NO_ROWS, NO_ROWS, NO_PAIRS, NO_PAIRS, Numbers(*[0] * 12), NO_ROWS, 0
-)  # for launches that are compiled or measured, but not started
+)  # for launches that are compiled but not started
 
 
 class Memory(Protocol):
     """A device's memory, or that of an emulator."""
 
     def put(self, array: NDArray[Any]) -> int:
-        """Copy ``array`` there, contiguous, and return its address, a multiple of 16."""
+        """Copy ``array`` to the device, contiguous; returns its address, a multiple of 16."""
 
     def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return a copy of the contiguous array at ``address``."""
@@ -177,7 +175,7 @@ def to_device(array: NDArray[Any], memory: Memory) -> DeviceArray:
 
 
 def to_host(array: DeviceArray, memory: Memory) -> NDArray[Any]:
-    """``array``, of any strides, on the host; the memory that it spans is copied at once."""
+    """Copy ``array``, of any strides, to the host, with the memory between its elements."""
     if 0 in array.shape:
         return np.empty(array.shape, array.dtype)
     itemsize = array.dtype.itemsize
@@ -196,7 +194,7 @@ def array_at(array: DeviceArray) -> ArrayAt:
 
 
 def padded_width(problem: Problem) -> int:
-    """The width that rows of q, k, v and O are padded to with 0: a multiple of 16 elements."""
+    """The width of rows of q, k, v and O after padding with 0, a multiple of 16."""
     return -(-int(max(problem.q.shape[3], problem.v.shape[3])) // 16) * 16
 
 
@@ -220,7 +218,7 @@ def check_alignment(arguments: Arguments, itemsize: int) -> None:
 
 
 def in_parts(width: int, widest: int) -> tuple[int, int]:
-    """How many parts a row is split into, none beyond ``widest``, and how many numbers each has.
+    """The number of parts of a row, and their width, at most ``widest``.
 
     >>> in_parts(80, 64)
     (2, 40)
@@ -249,10 +247,10 @@ def address_types(problem: Problem) -> tuple[Any, ...]:
 def host_arrays(
     problem: Problem, dtype: np.dtype[Any], width: int | None = None
 ) -> dict[str, NDArray[Any]]:
-    """q, k, v, and the mask and the bias if there are any, by their names in ``problem``.
+    """q, k, v, mask and bias, if they exist, by their names in ``problem``.
 
-    q, k and v get that ``dtype``; if a ``width`` is given, their rows are padded to it with 0,
-    which changes no score.
+    q, k and v get that ``dtype``; with a ``width``, their rows are padded with 0, which changes no
+    score.
     """
 
     def rows(array: NDArray[Any]) -> NDArray[Any]:
@@ -273,9 +271,9 @@ def as_arrays(
 ) -> Arrays:
     """The arguments of a kernel that takes arrays: small options of ``problem``, and ``given``.
 
-    That holds "q", "k", "v", "O", "L" in the compute dtype, and "attn_mask" and "attn_bias", of the
-    shape of the scores, if there are any. ``put`` copies an array to the device and returns what
-    ``given`` would hold of it, an ``ArrayAt``.
+    ``given`` has "q", "k", "v", "O", "L" in the compute dtype, and "attn_mask" and "attn_bias", of
+    the scores' shape, if they exist. ``put`` copies an array to the device and returns its
+    ``ArrayAt``.
     """
     o: Any = options(problem)
     lines = {name: put(getattr(o, name)) for name in ("q_offset", "kv_lengths", "slopes", "sinks")}
@@ -295,9 +293,9 @@ def as_addresses(
 ) -> Arguments:
     """The arguments of a kernel that takes addresses: small options of ``problem``, and ``given``.
 
-    That holds "q", "k", "v", "O", of the width ``padded_width`` and in the problem's dtype; "L",
-    float32; and "attn_mask" and "attn_bias" (float32), of the shape of the scores, if there are
-    any. ``put`` copies arrays to the device and returns their addresses.
+    ``given`` has "q", "k", "v", "O", of the width ``padded_width`` and in the problem's dtype; "L",
+    float32; "attn_mask" and "attn_bias" (float32), of the scores' shape, if they exist. ``put``
+    copies arrays to the device and returns their addresses.
     """
 
     def rows(name: str) -> Rows:

@@ -1,4 +1,4 @@
-"""Whether CUDA can run here and whether an array is on a GPU; asked on every call, so light."""
+"""Finds whether CUDA can run and whether an array is on a GPU; called often, so light."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ import numpy as np
 from minimha.equations.arrays import library_of
 
 ON_CUDA = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
-UNSAID = -1  # no device's ordinal
+UNSAID = -1  # in place of an ordinal that only the driver knows
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
@@ -20,7 +20,7 @@ LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 def reason_without_cuda() -> str | None:
     """Why no CUDA kernel can run, and what to do about it; None if one can.
 
-    Nothing is raised: every failure is an answer, even a broken driver.
+    It never raises, even if the driver is broken.
     """
     if not (find_spec("numba_cuda") and find_spec("numba")):
         return (
@@ -34,7 +34,7 @@ def reason_without_cuda() -> str | None:
 
 @cache
 def reason_without_gpu() -> str | None:
-    """Why the driver finds no GPU, or None; asked once, since the driver is slow to start."""
+    """Why the driver finds no GPU, or None; cached, because the driver starts slowly."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL(LIBRARY)
@@ -58,18 +58,18 @@ def is_device_array(value: Any) -> bool:
 
 
 def ordinal_of(value: Any) -> int | None:
-    """The ordinal of the CUDA device where an array is, as its library says; None on the host.
+    """The ordinal of an array's CUDA device; None on the host.
 
-    It is ``UNSAID`` where only the driver knows, by the array's address.
+    It is ``UNSAID`` if only the driver knows, by the array's address.
     """
     if value is None or isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
         return None
-    if library_of(value) == "torch":  # asked for every argument: DLPack's answer takes 4 µs
+    if library_of(value) == "torch":  # called for every argument: DLPack takes 4 µs
         return int(value.device.index) if value.is_cuda else None
     if hasattr(value, "__dlpack_device__"):
         try:
             kind, ordinal = value.__dlpack_device__()
             return ordinal if kind in ON_CUDA else None
-        except Exception:  # a tracer or a meta tensor is on no device; NumPy says what it is
+        except Exception:  # a tracer or a meta tensor is on no device; NumPy will refuse it
             return None
     return UNSAID if hasattr(value, "__cuda_array_interface__") else None

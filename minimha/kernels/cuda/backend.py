@@ -1,9 +1,8 @@
-"""The backend "cuda": the best rung of the CUDA ladder for a problem.
+"""The backend "cuda": runs the best rung of the CUDA ladder for a problem.
 
-NumPy arrays come through ``forward``: they are uploaded to the current GPU, and the result is
-downloaded. Arrays on a GPU come through ``attend``: they are read without copying, there and on
-their library's stream, and the result is an array of that library. In between, both take the same
-path, a ``Plan``; that of ``attend`` is remembered.
+``forward`` takes NumPy arrays: it uploads them to the current GPU and downloads the result.
+``attend`` takes arrays on a GPU: it reads them in place, on their library's stream, and returns an
+array of that library. Both run a ``Plan``; ``attend`` remembers its plans.
 """
 
 import os
@@ -34,7 +33,7 @@ from minimha.kernels.ladder import ALSO, CUDA_LADDER, FEW_QUERIES, IF_NAMED
 TAKE_ARRAYS = ("cuda.rung1_rows", "cuda.rung2_tiles")  # the other rungs take addresses
 TENSOR_CORES = (8, 0)  # the first compute capability whose tensor cores the rungs can use
 HOPPER = (9, 0)  # the one compute capability of rung 6
-SHARED = 99 << 10  # bytes of shared memory that suffice for every rung but that
+SHARED = 99 << 10  # bytes of shared memory that suffice for all other rungs
 SMALL = ("q_offset", "kv_lengths", "alibi_slopes", "sinks")  # on the host or on the GPU
 QKV = ("q", "k", "v")
 
@@ -50,7 +49,7 @@ def unsupported(problem: Problem) -> str | None:
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``; see ``minimha.equations.dense.forward``.
 
-    A MemoryError says that it does not fit into the GPU, a DeviceError that the driver failed.
+    It raises a MemoryError if the GPU's memory is too small, a DeviceError if the driver fails.
     """
     if problem.sequences is not None:  # one launch for each
         return problem.by_sequence(lambda part, s: forward(part))
@@ -62,7 +61,7 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L from the rung of that name, which takes ``problem`` as it is."""
+    """O and L from the rung of that name, which must support ``problem``."""
     (B, H, Lq, _), Dv = problem.q.shape, problem.v.shape[3]
     dtype, width = _form(name, problem)
     with gpu.DeviceMemory(gpu.current()) as memory:
@@ -76,11 +75,11 @@ def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def rung_for(problem: Problem, device: gpu.Device) -> tuple[str, Problem]:
-    """The best rung on ``device``, and ``problem`` in the dtype in which that rung takes it.
+    """The best rung on ``device``, and ``problem`` in that rung's dtype.
 
-    Few queries are decoded. Of the others, 16-bit numbers go to the tensor cores, float32 to
-    register tiles, float64 to shared tiles. 16-bit numbers are widened where the GPU or the rungs
-    for them cannot take them. ``functions.check`` says what is raised for functions.
+    Few queries are decoded. For more, 16-bit numbers use the tensor cores, float32 register tiles,
+    float64 shared tiles. 16-bit numbers are widened if the GPU or the rungs for them do not take
+    them. ``functions.check`` refuses functions that cannot be compiled.
     """
     functions.check(problem)
     name, dtype = next(_rungs(problem, device.cc, device.shared))
@@ -90,7 +89,7 @@ def rung_for(problem: Problem, device: gpu.Device) -> tuple[str, Problem]:
 def _rungs(
     problem: Problem, cc: tuple[int, int], shared: int
 ) -> Iterator[tuple[str, np.dtype[Any]]]:
-    """The rungs that take ``problem``, best first, and the dtype in which each takes it."""
+    """The rungs that support ``problem``, best first, and the dtype of each."""
     for name in reversed(CUDA_LADDER):
         if name in IF_NAMED and not _is_named(name, problem, cc):
             continue
@@ -105,13 +104,13 @@ def _rungs(
 
 
 def _is_named(name: str, problem: Problem, cc: tuple[int, int]) -> bool:
-    """Whether a rung for Hopper and many queries may be chosen, which the user must have asked."""
+    """Whether the rung for Hopper fits the problem and the user has named it."""
     is_here = cc == HOPPER and problem.q.shape[2] > FEW_QUERIES
     return is_here and name in os.environ.get(ALSO, "").split(",")
 
 
 def _candidates(problem: Problem, cc: tuple[int, int]) -> Iterator[Problem]:
-    """``problem`` itself, if the GPU computes in its dtype, then a stand-in for a wider one."""
+    """``problem``, if the GPU computes in its dtype; then a stand-in in the compute dtype."""
     if problem.dtype == problem.compute or cc >= TENSOR_CORES:
         yield problem
     if problem.dtype != problem.compute:
@@ -124,7 +123,7 @@ def _shared_bytes(name: str, problem: Problem) -> int:
 
 
 def widened(problem: Problem) -> Problem:
-    """``problem`` in the compute dtype; an array that is one number, broadcast, remains so."""
+    """``problem`` in the compute dtype; an array that broadcasts one number stays broadcast."""
 
     def wide(array: NDArray[Any]) -> NDArray[Any]:
         if array.size and not any(array.strides):
@@ -136,17 +135,17 @@ def widened(problem: Problem) -> Problem:
 
 
 def attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> Any:
-    """``minimha.attention`` for arrays on a GPU; what it returns is of the library of q, there too.
+    """``minimha.attention`` for arrays on a GPU; returns arrays of q's library on that GPU.
 
-    ``given`` are the arguments that may be arrays, by name, ``options`` the others. Arrays on
-    different devices, a stream of another device and dtypes that differ are refused, and so is what
-    ``Problem.of`` refuses and what does not fit into the memory.
+    ``given`` has the arguments that may be arrays, by name, ``options`` the others. It refuses
+    arrays on different devices, a stream of another device, different dtypes, and whatever
+    ``Problem.of`` refuses.
     """
     ordinals, device = _ordinals(given), gpu.current()
     ordinal = _common(ordinals)
     if ordinal in (None, device.ordinal):
         return _attend(given, ordinals, options, return_lse, device)
-    # Before anything else, since torch exports only arrays on the current device.
+    # First of all, because torch exports only arrays on the current device.
     with gpu.made_current(ordinal) as device:
         return _attend(given, ordinals, options, return_lse, device)
 
@@ -180,7 +179,7 @@ def _computed(
     return_lse: bool,
     memory: gpu.DeviceMemory,
 ) -> Any:
-    """The output, and L if it is wanted, by the plan for such a call."""
+    """The output, and L if ``return_lse``, by the plan for such a call."""
     q, key = given["q"], _key(given, arrays, options, return_lse, memory.device)
     plan: Plan | None = remembered.recall(key)
     is_captured = gpu.is_capturing(memory.stream)
@@ -215,7 +214,7 @@ def _key(
     return_lse: bool,
     device: gpu.Device,
 ) -> tuple[Any, ...] | None:
-    """What a plan is found by, or None if it depends on what only the checks look at."""
+    """The key of a remembered plan, or None if the call needs full validation."""
     functions = options["score_mod"], options["mask_mod"]
     if functions != (None, None) or not arrays.keys().isdisjoint(SMALL):
         return None
@@ -227,7 +226,7 @@ def _key(
     )  # fmt: skip
     if small is None:
         return None
-    # Shapes, strides and dtypes, and whether rows begin where they can be read in place.
+    # Shapes, strides, dtypes and the alignment of addresses, for reading rows in place.
     layouts = [(array.address % 16, *array[1:4]) for array in arrays.values()]
     return (device.ordinal, os.environ.get(ALSO), return_lse, *arrays, *layouts, *small)
 
@@ -235,28 +234,28 @@ def _key(
 def _why_not_captured(
     given: dict[str, Any], arrays: dict[str, DeviceArray], options: dict[str, Any]
 ) -> str:
-    """Why a call without a plan cannot become part of a CUDA graph, and what to do about it."""
+    """Why a call without a plan cannot be captured into a CUDA graph, and what to do."""
     about = "the current stream is being captured into a CUDA graph"
     for name in SMALL:
         if name in arrays:
             return (
-                f"{about}, but {name} is on the GPU, from where it would have to be copied to the "
-                f"host: give it on the host"
+                f"{about}, but {name} is on the GPU and would have to be copied to the host: give "
+                f"it on the host"
             )
     for name in PARAMETERS:
         if options[name] is not None:
             return (
-                f"{about}, but what {name} computes is looked at anew at each call, which a graph "
-                f"does not repeat"
+                f"{about}, but {name}'s captured values are re-read on every call, which a "
+                f"replayed CUDA graph cannot do"
             )
     return (
-        f"{about}, but this call has still to compile kernels or to copy options: call attention "
-        f"with the same shapes, dtypes and options once before the capture"
+        f"{about}, but this call must first compile kernels or copy options: call attention once "
+        f"with the same shapes, dtypes and options before the capture"
     )
 
 
 def _planned(problem: Problem, arrays: dict[str, DeviceArray], device: gpu.Device) -> Plan:
-    """The plan of ``problem``, whose arrays, "O" and, if it is wanted, "L" are ``arrays``."""
+    """The plan of ``problem`` for its ``arrays``, "O", and "L" if it is returned."""
     B, H, Lq, _ = problem.q.shape
     shapes = {"O": (B, H, Lq, problem.v.shape[3]), "L": (B, H, Lq)}
     given = {
@@ -270,9 +269,9 @@ def _planned(problem: Problem, arrays: dict[str, DeviceArray], device: gpu.Devic
 
 
 def _broadcast(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
-    """``array`` broadcast to ``shape``: stride 0 along each axis that it has once or not at all.
+    """``array`` broadcast to ``shape``: stride 0 along new axes and axes of length 1.
 
-    An axis of length 1 may come with any stride, even one that no rung could take.
+    An axis of length 1 may have any stride, even one that no rung could use.
     """
     steps = [step if size > 1 else 0 for size, step in zip(array.shape, array.strides, strict=True)]
     missing = len(shape) - len(steps)
@@ -280,13 +279,12 @@ def _broadcast(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
 
 
 def _plan(name: str, problem: Problem, given: dict[str, DeviceArray], device: gpu.Device) -> Plan:
-    """How the rung of that name writes O and L, for sizes and small options of ``problem``.
+    """The plan by which the rung of that name writes O and L, with the options of ``problem``.
 
-    ``given`` holds "q", "k", "v", "O", of any strides and of any dtype in ``copies.STORED``; "L",
-    contiguous, in the compute dtype, unless nobody wants it; and "attn_mask" and "attn_bias" if
-    there are any. They have the shapes that they have in ``problem``; rows of q, k, v and O may be
-    padded to ``padded_width``. What the rung cannot read or write in place goes through a copy on
-    the device.
+    ``given`` has "q", "k", "v" and "O", with any strides and any dtype in ``copies.STORED``; "L",
+    contiguous, in the compute dtype, if it is returned; "attn_mask" and "attn_bias" if they exist.
+    Shapes are those in ``problem``; rows of q, k, v and O may be padded to ``padded_width``. Arrays
+    that the rung cannot use in place are copied on the device.
     """
     draft = Draft(device)
     given = {key: draft.brought(key, array) for key, array in given.items()}
@@ -314,14 +312,14 @@ def _plan(name: str, problem: Problem, given: dict[str, DeviceArray], device: gp
 
 
 def _form(name: str, problem: Problem) -> tuple[np.dtype[Any], int | None]:
-    """The dtype of q, k, v and O on that rung, and their one width; None if they keep theirs."""
+    """The dtype of q, k, v and O on that rung, and their padded width; None without padding."""
     if name in TAKE_ARRAYS:
         return problem.compute, None
     return problem.dtype, padded_width(problem)
 
 
 def _is_readable(array: DeviceArray, dtype: np.dtype[Any], width: int | None) -> bool:
-    """Whether a rung can use ``array`` in place; with a width, rows by 16 bytes at a time."""
+    """Whether a rung can use ``array`` in place; with a width, 16 bytes of a row at a time."""
     if width is None:
         return array.dtype == dtype
     steps = [step * dtype.itemsize for step in array.strides[:3]]
@@ -362,9 +360,9 @@ def _module(name: str) -> ModuleType:
 
 
 def _ordinals(given: dict[str, Any]) -> dict[str, int | None]:
-    """The ordinals of the GPUs where arrays are, by name; None for an empty array that names none.
+    """The ordinals of the arrays' GPUs, by name; None for an empty array of unknown device.
 
-    None of q, k, v, mask and bias is silently copied there.
+    It refuses q, k, v, a mask or a bias on the host: they are never copied silently.
     """
     ordinals: dict[str, int | None] = {}
     on_host: list[str] = []
@@ -389,7 +387,7 @@ def _ordinals(given: dict[str, Any]) -> dict[str, int | None]:
 
 
 def _common(ordinals: dict[str, int | None]) -> int | None:
-    """The ordinal of the one GPU where all arrays are; None if all are empty."""
+    """The ordinal of the GPU of all arrays; None if all are empty."""
     if len(set(ordinals.values())) == 1:
         return ordinals["q"]
     known = {name: ordinal for name, ordinal in ordinals.items() if ordinal is not None}
@@ -426,10 +424,10 @@ def _check_dtypes(arrays: dict[str, DeviceArray]) -> None:
 def _stand_in(
     name: str, value: Any, arrays: dict[str, DeviceArray], memory: gpu.DeviceMemory
 ) -> Any:
-    """What ``Problem.of`` checks in place of an array on a GPU.
+    """An array for ``Problem.of`` to check in place of an array on a GPU.
 
-    A small one is downloaded; of a large one only the shape and the dtype matter. A bias has the
-    compute dtype, or is boolean, which ``Problem.of`` refuses.
+    Small arrays are downloaded; of large ones only the shape and the dtype are checked. A bias has
+    the compute dtype, or is boolean, which ``Problem.of`` refuses.
     """
     if name not in arrays:
         return value

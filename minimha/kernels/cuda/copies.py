@@ -1,7 +1,7 @@
-"""Copies and conversions on the GPU, for arrays that a rung cannot read or write in place.
+"""Copies and converts arrays on the GPU that a rung cannot use in place.
 
-One number per thread: from any strides to any strides, from one floating dtype to another, with 0
-where the copy is wider than the original.
+One number per thread: from any strides to any strides, and between floating dtypes. A copy that is
+wider than the original is filled with 0.
 """
 
 import math
@@ -27,7 +27,7 @@ HIGHEST = float(np.finfo(np.float32).max)
 def copying(source: DeviceArray, target: DeviceArray) -> tuple[Launch, tuple[Any, ...]]:
     """The launch that fills ``target`` from ``source``, and its arguments.
 
-    Both are 4-D and have the same shape but for the last axis. A finite float64 beyond float32's
+    Both are 4-D, of equal shape except for the last axis. A finite float64 outside of float32's
     range becomes the largest float32, as in ``Problem.of``.
     """
     names = source.dtype.name, target.dtype.name
@@ -39,7 +39,7 @@ def copying(source: DeviceArray, target: DeviceArray) -> tuple[Launch, tuple[Any
 
 @cache
 def kernel(source: str, target: str) -> Callable[..., None]:
-    """The kernel from one dtype to another, by their names."""
+    """The kernel that converts the dtype ``source`` to ``target``."""
     read, write = READ[source], WRITE[target]
 
     def copies(x, y):
@@ -66,7 +66,7 @@ def from_bfloat16(x):
 
 @device
 def to_bfloat16(x):
-    """Rounded to the nearest, ties to even; NaN stays NaN."""
+    """Round to the nearest bfloat16, ties to even; NaN stays NaN."""
     bits = uint32(libdevice.float_as_int(float32(x)))
     if x != x:
         return uint16(0x7FC0)

@@ -1,8 +1,8 @@
-"""The machine code of CUDA kernels: from disk, or compiled and kept there; no GPU is needed for it.
+"""Compiles CUDA kernels to machine code and keeps it on disk; no GPU is needed.
 
-A kernel is a function that a rung makes for a variant of a problem. A process finds what another
-one compiled by all that tells two kernels apart: names of functions, what they capture, and
-constants that they use (``facts``); the sources of all kernels; and what compiles them.
+A kernel is a function that a rung makes for a variant of a problem. The key of its file is
+everything that distinguishes two kernels: names of functions, captured values and constants
+(``facts``); the sources of all kernels; and the versions of the compilers.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ COMPILERS = (  # of CUDA 13 and of CUDA 12; the libraries' own versions say less
     "nvidia-nvjitlink-cu12",
 )  # fmt: skip
 SETTINGS = ("OPT", "DEBUGINFO_DEFAULT", "CUDA_DEBUGINFO_DEFAULT")
-# What kernels are compiled from, besides each other.
+# Sources of kernels outside of their own folder.
 SOURCES = ("kernels/options.py", "kernels/score.py", "equations/visibility.py")
 KEPT = 512  # variants of one kernel in a folder
-ADDRESS = " at 0x"  # in what an object without a text of its own prints
-# What is raised where a library of the toolkit is missing, or the driver fails.
+ADDRESS = " at 0x"  # in the repr of objects that have only Python's default one
+# Exceptions if a library of the toolkit is missing, or the driver fails.
 NO_TOOLKIT = (ImportError, OSError, RuntimeError)
 
-_made_here: set[str] = set()  # files of what this process compiled
+_made_here: set[str] = set()  # files that this process compiled
 
 
 class NoFacts(Exception):  # noqa: N818  (it states a fact about a value)
-    """A kernel captures something that no other process could recognise."""
+    """A kernel captures a value that other processes cannot recognise."""
 
 
 def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
@@ -55,9 +55,9 @@ def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
 def cubin_instead(
     refused: tuple[str, bytes], launch: Launch, cc: tuple[int, int]
 ) -> tuple[str, bytes] | None:
-    """``cubin`` where the driver ``refused`` what it was.
+    """A new ``cubin`` after the driver ``refused`` the one on disk.
 
-    None if this process compiled that, or can compile nothing.
+    None if this process compiled that one, or cannot compile.
     """
     try:
         kept = file(launch, cc)
@@ -75,7 +75,7 @@ def cubin_instead(
 def _kept(
     kept: disk.File, launch: Launch, cc: tuple[int, int], refused: bytes | None = None
 ) -> tuple[str, bytes]:
-    """The kernel's name and its machine code, from disk if it is there and was not ``refused``."""
+    """The kernel's name and machine code, from disk unless missing or ``refused``."""
 
     def make() -> bytes:
         _made_here.add(kept.file)
@@ -90,7 +90,7 @@ def _parted(content: bytes) -> tuple[str, bytes]:
 
 
 def file(launch: Launch, cc: tuple[int, int]) -> disk.File:
-    """Where the machine code of a kernel is kept, after its name and a zero."""
+    """The file of a kernel: its name, a zero byte and its machine code."""
     kernel = facts(launch.function, {})
     of_launch = [launch.signature, launch.threads, launch.registers]
     depends_on = [_digest_of_sources(), toolkit(), kernel, of_launch, cc]
@@ -98,18 +98,18 @@ def file(launch: Launch, cc: tuple[int, int]) -> disk.File:
 
 
 def _name(launch: Launch, cc: tuple[int, int]) -> str:
-    """What all variants of a kernel are called."""
+    """The name that all variants of a kernel share."""
     rung = launch.function.__module__.rpartition(".")[2]
     return f"{rung}-{launch.function.__name__}-{arch_of(launch, cc)}"
 
 
 def facts(value: Any, known: dict[FunctionType, int]) -> Any:
-    """What tells ``value`` apart from others, in every process: lists, numbers and strings.
+    """A description of ``value``, equal in every process: lists, numbers and strings.
 
-    A function is told by its name, by what it captures and by the globals that it names; one that
-    is not minimha's own, such as a caller's ``score_mod``, by its instructions too, and by what it
-    reads of modules. ``known`` are the functions that came before; ``NoFacts`` is raised for what
-    prints as its address only.
+    A function is described by its name, its captured values and the globals that it names. A
+    function from outside of minimha, such as a caller's ``score_mod``, is also described by its
+    instructions and by the attributes that it reads of modules. ``known`` are the functions
+    described so far. It raises ``NoFacts`` for a value whose repr is only its address.
     """
     function = getattr(value, "py_func", getattr(value, "__wrapped__", value))
     if isinstance(function, FunctionType):
@@ -140,13 +140,13 @@ def facts(value: Any, known: dict[FunctionType, int]) -> Any:
 
 
 def _names(code: CodeType) -> list[str]:
-    """What the code, and the code inside of it, calls by a global name, or as an attribute."""
+    """The global names and attributes in the code, and in the code inside of it."""
     inner = [x for x in code.co_consts if isinstance(x, CodeType)]
     return [*code.co_names, *(name for x in inner for name in _names(x))]
 
 
 def _instructions(code: CodeType) -> list[Any]:
-    """What the code does, for this version of Python."""
+    """The instructions of the code, for this version of Python."""
     constants = [_instructions(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts]
     return [sys.implementation.cache_tag, code.co_code, code.co_names, constants]
 
@@ -159,7 +159,7 @@ def _digest_of_sources() -> str:
 
 @cache
 def toolkit() -> str:
-    """Versions and settings of what turns a kernel into machine code."""
+    """Versions and settings of the compilers."""
     libraries = [_version_of(library) for library in (nvvm, nvjitlink)]
     settings = [getattr(numba.config, name, None) for name in SETTINGS]
     found = []
@@ -174,12 +174,12 @@ def toolkit() -> str:
 def _version_of(library: Any) -> Any:
     try:
         return library.version()
-    except Exception:  # it is not installed; then nothing can be compiled, but what is kept can run
+    except Exception:  # not installed: kernels on disk can still run
         return None
 
 
 def _compiled(launch: Launch, cc: tuple[int, int], how_often: str) -> bytes:
-    """The kernel's name, a zero and its machine code; that it takes a while is logged."""
+    """The kernel's name, a zero byte and its machine code; logs that it compiles."""
     disk.LOG.warning("minimha: compiling %s, some seconds, %s", _name(launch, cc), how_often)
     text = in_another_thread(partial(ptx, launch, cc))
     name: str = re.findall(r"\.visible \.entry ([\w$]+)\(", text)[0]
@@ -187,6 +187,6 @@ def _compiled(launch: Launch, cc: tuple[int, int], how_often: str) -> bytes:
 
 
 def machine_code(text: str, arch: str, registers: int | None) -> bytes:
-    """PTX as machine code; ``registers`` is the most that one thread may use."""
+    """Compile PTX to machine code; ``registers`` is the most that one thread may use."""
     options = ProgramOptions(arch=arch, max_register_count=registers)
     return bytes(Program(text, "ptx", options).compile("cubin").code)

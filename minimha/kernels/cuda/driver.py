@@ -1,8 +1,8 @@
-"""The GPU through CUDA's driver: which one is current, its memory, its streams, and launches.
+"""Uses the GPU through CUDA's driver: the current device, its memory, streams and launches.
 
-numba compiles kernels to PTX, the very text that is tested without a GPU; everything else calls
-the CUDA Driver API by its own names, through ``cuda.bindings``. No undocumented attribute of numba
-is used, and a launch costs one call.
+numba compiles kernels to the PTX that is tested without a GPU. Everything else calls the CUDA
+Driver API through ``cuda.bindings``. No undocumented attribute of numba is used, and a launch costs
+one call.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from minimha.kernels.cuda.cubins import cubin, cubin_instead
 from minimha.kernels.cuda.launch import Launch
 from minimha.kernels.os_threads import RLock
 
-ALIGNMENT = 256  # bytes: of every allocation, and of each array in one with others
+ALIGNMENT = 256  # bytes: of every allocation, and of each array within one
 KEPT = 64 << 20  # bytes that stay reserved between calls
 DEFAULT_STREAMS = (0, 1, 2)  # the legacy and the per-thread default stream belong to any device
 FORMATS = {  # a parameter of a kernel, in a slot of eight bytes
     types.boolean: "B7x", types.int32: "i4x", types.int64: "q", types.uint64: "Q",
     types.float32: "f4x", types.float64: "d",
 }  # fmt: skip
-DYNAMIC_SHARED = 48 << 10  # bytes of shared memory beyond which a kernel must opt in
+DYNAMIC_SHARED = 48 << 10  # bytes of shared memory above which a kernel must opt in
 MOST_BLOCKS = {"x": (1 << 31) - 1, "y": 65535, "z": 65535}  # of a grid, along each of its axes
-MOST_CONSTANTS, MOST_UNUSED = 1024, 1024  # those that are found again, and wait to be freed
+MOST_CONSTANTS, MOST_UNUSED = 1024, 1024  # constants to be found again, and to be freed
 
 NOT_CAPTURING = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -42,16 +42,16 @@ TOO_NEW = (
     driver.CUresult.CUDA_ERROR_INVALID_IMAGE,
     driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU,
     driver.CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
-)  # what a driver says to code from a newer toolkit
-REFUSED = (*TOO_NEW, driver.CUresult.CUDA_ERROR_INVALID_PTX)  # and to what is no code for it
+)  # the errors of a driver for code from a newer toolkit
+REFUSED = (*TOO_NEW, driver.CUresult.CUDA_ERROR_INVALID_PTX)  # and for code that it cannot read
 
 
 class DeviceError(RuntimeError):
-    """The driver refused or failed, in its own words."""
+    """The driver failed; the message is the driver's."""
 
 
 class Device(NamedTuple):
-    """A GPU: its number, its size, and the pool that memory is allocated from."""
+    """A GPU: its number, its sizes, and the pool for allocations."""
 
     ordinal: int
     cc: tuple[int, int]
@@ -62,16 +62,13 @@ class Device(NamedTuple):
 
 
 class Packed(Protocol):
-    """Packed parameters: ``address`` is that of the pointers to them, eight bytes for each."""
+    """Packed parameters; ``address`` is that of the pointers to them, eight bytes each."""
 
     address: int
 
 
 def call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """The result of a function of the driver, or a ``DeviceError`` with its name for the failure.
-
-    Several results are a tuple.
-    """
+    """Call a function of the driver, or raise a ``DeviceError``; several results are a tuple."""
     status, *results = function(*arguments)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise _failure(function.__name__, status)
@@ -85,7 +82,7 @@ def _failure(name: str, status: Any) -> DeviceError:
 
 
 def current() -> Device:
-    """The device that is current in this thread; if none is, the first one is made current."""
+    """This thread's current device; if there is none, the first device becomes current."""
     _initialize()
     status, handle = driver.cuCtxGetDevice()
     if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
@@ -96,14 +93,14 @@ def current() -> Device:
     return _device(int(handle))
 
 
-@cache  # once is enough
+@cache
 def _initialize() -> None:
     call(driver.cuInit, 0)
 
 
 @contextmanager
 def made_current(ordinal: int) -> Iterator[Device]:
-    """Make that device current for a while."""
+    """Make a device current within a ``with`` block."""
     device = _device(ordinal)
     call(driver.cuCtxPushCurrent, device.context)
     try:
@@ -114,7 +111,7 @@ def made_current(ordinal: int) -> Iterator[Device]:
 
 @cache
 def _device(ordinal: int) -> Device:
-    """A device, and a pool of its memory; a DeviceError if it has none."""
+    """A device with a memory pool; a DeviceError if it has no pools."""
     handle, attribute = call(driver.cuDeviceGet, ordinal), driver.CUdevice_attribute
     attributes = (
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
@@ -140,8 +137,8 @@ def _pool(properties: Any) -> Any:
     status, pool = driver.cuMemPoolCreate(properties)
     if status == driver.CUresult.CUDA_ERROR_NOT_SUPPORTED:
         raise DeviceError(
-            f"GPU {properties.location.id} has no memory pools, from which minimha allocates: a "
-            f"driver for CUDA 11.2 or later has them, but some virtual GPUs do not"
+            f"GPU {properties.location.id} has no memory pools, which minimha needs: drivers for "
+            f"CUDA 11.2 or later have them, but some virtual GPUs do not"
         )
     if status != driver.CUresult.CUDA_SUCCESS:
         raise _failure("cuMemPoolCreate", status)
@@ -160,14 +157,14 @@ def is_stream_of(stream: int, device: Device) -> bool:
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether work on ``stream`` becomes part of a CUDA graph; never on the legacy stream."""
+    """Whether ``stream`` is being captured into a CUDA graph; the legacy stream never is."""
     if stream in DEFAULT_STREAMS[:2]:
         return False
     return bool(call(driver.cuStreamIsCapturing, stream) != NOT_CAPTURING)
 
 
 def wait_for(stream: int, other: int) -> None:
-    """Let ``stream`` wait for the work that has been queued on ``other`` so far."""
+    """Let ``stream`` wait for the work that is queued on ``other``."""
     event = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
     try:
         call(driver.cuEventRecord, event, other)
@@ -182,10 +179,9 @@ def synchronize(stream: int) -> None:
 
 
 class DeviceMemory:
-    """Memory of one call on one stream: see ``arguments.Memory``. On exit all of it is freed.
+    """Memory of one call on one stream, an ``arguments.Memory``; freed on exit.
 
-    Memory is freed in stream order: it is used again only after the work that was queued before,
-    so nothing needs to be synchronized.
+    Memory is freed in stream order, after the work queued before, so nothing is synchronized.
     """
 
     def __init__(self, device: Device, stream: int = 0) -> None:
@@ -202,15 +198,15 @@ class DeviceMemory:
             driver.cuMemFreeAsync(address, self.stream)  # fails only after a worse failure
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """Allocate memory for an array and return its address; 0 for an empty array.
+        """Allocate an array and return its address; 0 for an empty array.
 
-        A MemoryError says what does not fit, with the sizes.
+        It raises a MemoryError with the sizes if the array does not fit.
         """
         size = prod(shape) * np.dtype(dtype).itemsize
         return self.allocate(size, f"an array of shape {shape} and dtype {np.dtype(dtype)}")
 
     def allocate(self, size: int, what: str = "the workspace of a call") -> int:
-        """Allocate ``size`` bytes and return their address, or 0 if that is none."""
+        """Allocate ``size`` bytes and return their address; 0 if ``size`` is 0."""
         if size == 0:
             return 0
         status, address = driver.cuMemAllocFromPoolAsync(size, self.device.pool, self.stream)
@@ -228,7 +224,7 @@ class DeviceMemory:
         return address
 
     def empty_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
-        """Allocate a contiguous array; its contents are undefined."""
+        """Allocate an uninitialized contiguous array."""
         return DeviceArray(self.empty(shape, dtype), shape, contiguous(shape), dtype)
 
     def put(self, array: NDArray[Any]) -> int:
@@ -248,7 +244,7 @@ class DeviceMemory:
         return array
 
     def launch(self, launch: Launch, function: Any, parameters: Packed, first: int) -> None:
-        """Launch ``function`` with its parameters, those from the ``first`` on, on the stream."""
+        """Launch ``function`` with the parameters from the ``first`` on, on the stream."""
         grid, at = launch.grid, parameters.address + 8 * first
         (status,) = driver.cuLaunchKernel(
             function, grid[0], grid[1], grid[2], launch.threads, 1, 1, launch.shared, self.stream,
@@ -259,10 +255,7 @@ class DeviceMemory:
 
 
 class Constant:
-    """Bytes on a device that no call changes.
-
-    They are freed some time after nothing refers to them, once no kernel can read them any more.
-    """
+    """Constant bytes on a device, freed some time after the last reference is dropped."""
 
     unused: ClassVar[dict[int, list[int]]] = {}  # addresses, by the ordinal of their device
 
@@ -272,7 +265,7 @@ class Constant:
 
     def __del__(self) -> None:
         if hasattr(self, "_unused"):
-            self._unused.append(self.address)  # and no more, since it may be in the midst of a call
+            self._unused.append(self.address)  # freed later: this may run in the middle of a call
 
 
 _constants: dict[tuple[int, bytes], Constant] = {}
@@ -284,15 +277,15 @@ def constant(device: Device, content: bytes) -> Constant:
     found = _constants.get(key)
     if found is None:
         if len(_constants) >= MOST_CONSTANTS:
-            _constants.clear()  # those of a plan stay
+            _constants.clear()  # plans keep theirs
         found = _constants[key] = Constant(device, content)
     return found
 
 
 def _uploaded(device: Device, content: bytes) -> int:
-    """The address of a copy of ``content``, which any stream may read at once."""
+    """The address of a copy of ``content`` that is ready for any stream."""
     before = call(driver.cuThreadExchangeStreamCaptureMode, RELAXED)
-    try:  # another thread may be capturing a graph, which this must not end
+    try:  # without invalidating a graph that another thread captures
         stream = _stream_for_copies(device.ordinal)
         _free_unused(device.ordinal, stream)
         address = call(driver.cuMemAllocFromPoolAsync, len(content), device.pool, stream)
@@ -305,18 +298,18 @@ def _uploaded(device: Device, content: bytes) -> int:
 
 @cache
 def _stream_for_copies(ordinal: int) -> int:
-    """A stream of a device that waits for no other one; the device must be current."""
+    """A stream of the current device that waits for no other stream."""
     return int(call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
 
 def _free_unused(ordinal: int, stream: int) -> None:
-    """Free constants that nothing refers to, if they are many, after all work on the device."""
+    """Free unused constants after all work on the device, if there are ``MOST_UNUSED``."""
     unused = Constant.unused.get(ordinal, [])
     if len(unused) < MOST_UNUSED:
         return
     addresses = [unused.pop() for _ in range(MOST_UNUSED)]
     (status,) = driver.cuCtxSynchronize()
-    if status != driver.CUresult.CUDA_SUCCESS:  # a graph is being captured: another time
+    if status != driver.CUresult.CUDA_SUCCESS:  # a graph is being captured: free them later
         unused += addresses
         return
     for address in addresses:
@@ -324,7 +317,7 @@ def _free_unused(ordinal: int, stream: int) -> None:
 
 
 def check_grid(launch: Launch) -> None:
-    """Refuse more thread blocks than a GPU can start at once, and name the axis of the grid."""
+    """Refuse more thread blocks than a GPU can start along an axis of the grid."""
     for (axis, most), number in zip(MOST_BLOCKS.items(), launch.grid, strict=True):
         if number > most:
             raise ValueError(
@@ -380,7 +373,7 @@ def _load(launch: Launch, device: Device) -> Any:
 
 
 def _unload_unused(device: Device) -> None:
-    """Unload the modules that nobody can launch any more, after all work on the device."""
+    """Unload modules without references, after all work on the device."""
     modules = _unused.setdefault(device.ordinal, [])
     if not modules:
         return
@@ -396,7 +389,7 @@ def _refusal(status: Any, device: Device) -> DeviceError:
     version = call(driver.cuDriverGetVersion)
     return DeviceError(
         f"NVIDIA's driver, which is for CUDA {version // 1000}.{version % 1000 // 10}, does "
-        f"not load what a newer CUDA compiled for compute capability {device.cc[0]}."
+        f"not load code that a newer CUDA compiled for compute capability {device.cc[0]}."
         f"{device.cc[1]} ({status.name}): update the driver"
     )
 

@@ -1,7 +1,7 @@
-"""A caller's ``score_mod`` and ``mask_mod`` as device functions, which a kernel is compiled with.
+"""Compiles a caller's ``score_mod`` and ``mask_mod`` as device functions, parts of a kernel.
 
-Rungs 1 to 3 take them; a kernel of its own is compiled for each, and ``KEPT`` of them are kept.
-Unlike on the CPU, indices of captured arrays are not checked, and nothing is skipped.
+Rungs 1 to 3 take them; each function needs another kernel, and ``KEPT`` of these are kept. Unlike
+on the CPU, indices of captured arrays are not checked, and no tile is skipped.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from minimha.kernels.cuda.parts.online_softmax import LOWEST
 from minimha.kernels.functions import Refused, check_returned, compiled_function, plain
 from minimha.kernels.os_threads import in_another_thread
 
-# A rung keeps so many kernels, those used last. A model has a handful of functions, but one whose
-# captured numbers change is a new one each time. 64 take about 6 MB of machine code.
+# The number of kernels that a rung keeps, those used last. A model has a handful of functions, but
+# a function whose captured numbers change is a new one each time. 64 take about 6 MB of code.
 KEPT = 64
-EXTERNAL = r"\.extern \.func (?!.*\bvprintf\b)"  # in PTX: a function that is not part of it
+EXTERNAL = r"\.extern \.func (?!.*\bvprintf\b)"  # a function outside of the PTX
 TO_BE_LINKED = "it calls a function of NumPy or Python that only a driver could link"
 
 
 class DeviceFunction:
-    """A function that is compiled when it is first needed; equal to others of equal contents."""
+    """A function, compiled when it is first needed; equal to functions of equal contents."""
 
     def __init__(self, function: Any, contents: Any) -> None:
         self.function = for_numpy(plain(function))
@@ -48,7 +48,7 @@ class DeviceFunction:
 
     @cached_property
     def compiled(self) -> Any:
-        """What a kernel calls."""
+        """The device function that a kernel calls."""
         return device(with_device_functions(self.function))
 
 
@@ -60,7 +60,7 @@ def device_functions(problem: Problem) -> tuple[DeviceFunction | None, DeviceFun
 
 @device
 def indices(o, b, h, i, j):
-    """b, h, i and j as functions get them: counted from where the whole begins."""
+    """b, h, i and j for a caller's function, counted from the start of the whole problem."""
     return b + o.first_b, h + o.first_head, i + o.first_key, j + o.first_key
 
 
@@ -120,8 +120,8 @@ def unsupported(problem: Problem) -> str | None:
 def check(problem: Problem) -> None:
     """Check the functions of ``problem``.
 
-    ``Refused`` is raised for one that cannot be compiled for a GPU, a TypeError for a ``score_mod``
-    that returns no real number and a ``mask_mod`` that returns no bool.
+    It raises ``Refused`` if one cannot be compiled for a GPU, and a TypeError if a ``score_mod``
+    returns no real number or a ``mask_mod`` no bool.
     """
     for name, function, compute in _given(problem):
         returned = in_another_thread(partial(_returned, name, function, compute))
@@ -131,17 +131,17 @@ def check(problem: Problem) -> None:
 
 
 def refused(problem: Problem) -> str | None:
-    """Why a rung that takes no functions does not support ``problem``, or None."""
+    """Why a rung without functions does not support ``problem``, or None."""
     if not problem.contents:
         return None
     names = " and ".join(map(name_of, problem.contents))
-    return f"this rung takes no functions: {names} go into rung 3, which is taken instead"
+    return f"this rung takes no functions: rung 3 is used for {names}"
 
 
 def with_device_functions(function: FunctionType) -> FunctionType:
-    """``function`` with device functions in place of those that numba compiles for the CPU.
+    """``function``, calling device functions instead of functions compiled for the CPU.
 
-    Otherwise numba would compile calls of them for this machine's GPU, to be linked by its driver.
+    Otherwise numba would leave calls that only a GPU's driver could link.
     """
     _refuse_exceptions(function)
 
@@ -165,7 +165,7 @@ def _refuse_exceptions(function: FunctionType) -> None:
         if step.opname == "RAISE_VARARGS":
             _, line = max(x for x in dis.findlinestarts(code) if x[0] <= step.offset)
             raise UnsupportedError(
-                "nobody could catch what it raises on a GPU", Loc(code.co_filename, line)
+                "an exception on a GPU could not be caught", Loc(code.co_filename, line)
             )
 
 
@@ -179,7 +179,7 @@ def _given(problem: Problem) -> list[tuple[str, DeviceFunction, np.dtype[Any]]]:
 
 @lru_cache(KEPT)
 def _returned(name: str, function: DeviceFunction, compute: np.dtype[Any]) -> Any:
-    """The type that ``function`` returns, or the sentence why it cannot be compiled for a GPU."""
+    """The type that ``function`` returns, or a sentence why it cannot be compiled for a GPU."""
     try:
         return compiled_function(name, function.function, compute, _for_gpu, " for a GPU")[1]
     except Refused as error:
@@ -187,7 +187,7 @@ def _returned(name: str, function: DeviceFunction, compute: np.dtype[Any]) -> An
 
 
 def _for_gpu(function: FunctionType, arguments: tuple[Any, ...]) -> tuple[str, Any]:
-    """PTX of a call of ``function``, and the type that it returns: see ``compiled_function``."""
+    """PTX of a call of ``function``, and its return type: see ``compiled_function``."""
     inlined = device(with_device_functions(function))
 
     def of_pair(b, h, i, j):
@@ -200,7 +200,7 @@ def _for_gpu(function: FunctionType, arguments: tuple[Any, ...]) -> tuple[str, A
     how = {"cc": (9, 0), "device": True, "abi": "numba", "output": "ptx"}
     try:
         text, returned = cuda.compile(call, arguments, **how)
-    except cuda.CudaSupportError:  # numba asks the driver for which GPU to compile a call
+    except cuda.CudaSupportError:  # numba asked a driver for the GPU to compile a call for
         raise TypeError(TO_BE_LINKED) from None
     except KeyError as error:
         (ufunc,) = error.args

@@ -1,8 +1,8 @@
-"""Arrays of other libraries on a GPU: accepted without copying, and made for the output.
+"""Reads other libraries' arrays on a GPU without copying, and makes arrays for the output.
 
-Plain arrays of torch and CuPy are asked directly, which takes a fraction of the time. For all
-others DLPack comes first, then ``__cuda_array_interface__``. No array library is imported here: a
-caller who passes a torch tensor has imported torch.
+Plain arrays of torch and CuPy are read directly, which is faster. For all others DLPack comes
+first, then ``__cuda_array_interface__``. No array library is imported here: a caller who passes a
+torch tensor has imported torch.
 
 References: the DLPack specification, C API, ``DLManagedTensor``; CUDA Array Interface, version 3.
 """
@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 from minimha.equations.arrays import LIBRARIES, bfloat16, library_of
 from minimha.kernels.cuda.arguments import DeviceArray, contiguous
 
-LEGACY_STREAM = 1  # the default stream, as DLPack and CUDA Array Interface call it
+LEGACY_STREAM = 1  # the default stream in DLPack and CUDA Array Interface
 NO_SYNC = -1  # DLPack: the array is used on its library's own stream
 KINDS = {0: "int", 1: "uint", 2: "float", 6: "bool"}  # those of DLPack's type codes that NumPy has
 BFLOAT = 4
@@ -36,7 +36,7 @@ def stream_of(value: Any, device: int) -> int:
 
 
 def as_device_array(name: str, value: Any) -> DeviceArray:
-    """``value`` without copying, to be used on ``stream_of(value)``; a TypeError says why not."""
+    """``value`` in place, for use on ``stream_of(value)``; a TypeError if it cannot be read."""
     library = library_of(value)
     if library == "torch" and (array := _from_tensor(name, value)):
         return array
@@ -53,7 +53,7 @@ def as_device_array(name: str, value: Any) -> DeviceArray:
 
 
 def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> Any:
-    """A new array of the library, on the device and, unless given, of the dtype of ``value``."""
+    """A new array of the library and on the device of ``value``, by default of its dtype."""
     library = library_of(value)
     module = sys.modules.get(library)
     if library == "torch":
@@ -75,12 +75,12 @@ def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = Non
 
 
 def must_synchronize(value: Any) -> bool:
-    """Whether the host must wait for the output, since the library shows no stream to order it."""
+    """Whether the host must wait for the output, because the library exposes no stream."""
     return library_of(value) == "jax"
 
 
 def _from_tensor(name: str, value: Any) -> DeviceArray | None:
-    """A plain tensor of torch; None for any other, of which DLPack says why it cannot be read."""
+    """A plain tensor of torch; None for any other, for which DLPack raises a reason."""
     torch: Any = sys.modules["torch"]
     if type(value) is not torch.Tensor or value.layout is not torch.strided:
         return None
@@ -112,7 +112,7 @@ def _from_cupy(value: Any) -> DeviceArray | None:
 
 @lru_cache(maxsize=1024)
 def _in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
-    """Strides in bytes, counted in elements; None where those do not begin at multiples."""
+    """Strides in bytes as strides in elements; None if they are not multiples."""
     if any(step % itemsize for step in strides):
         return None
     return tuple(step // itemsize for step in strides)
@@ -138,7 +138,7 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes
 
 
 def _from_capsule(name: str, capsule: Any, value: Any) -> DeviceArray:
-    """The array in a capsule, which is not consumed: its own destructor releases the array."""
+    """The array in a capsule; the capsule's destructor releases it later."""
     tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor"))
     n, steps = tensor.ndim, tensor.strides
     shape = tuple(tensor.shape[:n])
@@ -151,7 +151,7 @@ def _from_capsule(name: str, capsule: Any, value: Any) -> DeviceArray:
 def _from_interface(name: str, interface: dict[str, Any], value: Any) -> DeviceArray:
     dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
     if interface.get("mask") is not None:
-        raise TypeError(f"{name} is a masked array, whose mask would be lost: give attn_mask")
+        raise TypeError(f"{name} is a masked array, whose mask would be lost: pass attn_mask")
     if not dtype.isnative:
         raise TypeError(f"{name} has dtype {dtype}: a GPU reads numbers in its own byte order")
     steps = interface.get("strides")

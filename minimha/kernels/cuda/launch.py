@@ -1,6 +1,6 @@
-"""What a kernel needs to be launched, and its PTX, without a GPU or a driver.
+"""A kernel's launch and its PTX, without a GPU or a driver.
 
-The driver, the offline compiler and the tests' emulator all accept a ``Launch``.
+The driver, the offline compiler and the tests' emulator accept a ``Launch``.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Launch(NamedTuple):
     threads: int  # per block
     shared: int = 0  # bytes of dynamic shared memory per block
     registers: int | None = None  # the most that one thread may use at first; None is no limit
-    is_arch_specific: bool = False  # whether it is for one architecture alone: sm_90a, not sm_90
+    is_arch_specific: bool = False  # whether it is for one architecture only: sm_90a, not sm_90
 
 
 Launches = list[tuple[Launch, tuple[Any, ...]]]  # each with the kernel's arguments
@@ -30,7 +30,7 @@ Scratch = Callable[[tuple[int, ...]], int]  # the address of float32 memory of t
 
 
 def launches_of(rung: str, problem: Problem) -> list[Launch]:
-    """What ``rung`` would launch for ``problem``, to be compiled or measured, but not started."""
+    """The launches of ``rung`` for ``problem``, to be compiled but not started."""
     launches = import_module(f"minimha.kernels.{rung}").launches
     return [launch for launch, _ in launches(problem, PLACEHOLDERS, lambda shape: 0)]
 

@@ -1,10 +1,9 @@
-"""Plans: the launches for problems of the same shapes, strides, dtypes and options, ready but for
-the addresses of their arrays.
+"""Plans: prepared launches for calls with equal shapes, strides, dtypes and options.
 
-A plan is drawn up as if it were a call. What the call would do in the device's memory it does in a
-``Draft``, whose addresses know what they point into: an array that each call brings, or the
-workspace. The kernels' parameters are packed once; a call writes its own addresses over those of
-the draft and launches. The small options do not change, so they stay on the device.
+A plan is made by a call into a ``Draft`` instead of the device's memory. A draft's addresses record
+what they point into: an array of the call, or the workspace. The kernels' parameters are packed
+once; each call overwrites the draft's addresses with its own and launches. The small options stay
+on the device.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda.arguments import DeviceArray, contiguous
 from minimha.kernels.cuda.launch import Launch
 
-WORKSPACE = "workspace"  # what a call needs beside its arrays, in one piece
+WORKSPACE = "workspace"  # the temporary memory of a call, in one piece
 SPARES = 4  # sets of packed parameters that are kept for later calls
 
 _in_graphs: set[Plan] = set()
 
 
 class Address(int):
-    """An address of a draft: ``start`` bytes from where the array called ``origin`` begins."""
+    """An address of a draft: ``start`` bytes after the beginning of the array ``origin``."""
 
     origin: str
     start: int
 
     @classmethod
     def of(cls, origin: str, start: int, value: int) -> Address:
-        """The address ``value``, which is another one at each call."""
+        """The address ``value``, to be replaced in each call."""
         address = cls(value)
         address.origin, address.start = origin, start
         return address
 
 
 class Draft:
-    """What a call would do in a device's memory: what it needs there, copies and launches."""
+    """Records the memory, constants and launches of a call."""
 
     def __init__(self, device: gpu.Device) -> None:
         self.device = device
@@ -51,26 +50,26 @@ class Draft:
         self.launches: list[tuple[Launch, list[Any]]] = []
 
     def brought(self, name: str, array: DeviceArray) -> DeviceArray:
-        """``array``, which each call brings under that name."""
+        """``array``, which each call passes under that name."""
         return array._replace(address=Address.of(name, 0, array.address))
 
     def scratch(self, shape: tuple[int, ...]) -> int:
-        """The address of float32 memory, whose contents are undefined."""
+        """The address of uninitialized float32 memory."""
         return self.scratch_array(shape, np.dtype(np.float32)).address
 
     def scratch_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
-        """A contiguous array, whose contents are undefined; address 0 if it is empty."""
+        """An uninitialized contiguous array; address 0 if it is empty."""
         size = prod(shape) * dtype.itemsize
         address = Address.of(WORKSPACE, self.size, self.size) if size else 0
         self.size += -(-size // gpu.ALIGNMENT) * gpu.ALIGNMENT
         return DeviceArray(address, shape, contiguous(shape), dtype)
 
     def put(self, array: NDArray[Any]) -> int:
-        """The address of a copy of ``array``, contiguous, which stays on the device."""
+        """The address of a contiguous copy of ``array`` that stays on the device."""
         return self.put_together([array])[0]
 
     def put_together(self, arrays: list[NDArray[Any]]) -> list[int]:
-        """The addresses of copies of small arrays, which stay on the device in one piece."""
+        """The addresses of copies of small arrays that stay on the device, in one piece."""
         starts: list[int] = []
         whole = bytearray()
         for array in arrays:
@@ -84,18 +83,18 @@ class Draft:
         return [constant.address + start for start in starts]
 
     def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Nothing can be read before it is computed."""
+        """A draft computes nothing that could be read."""
         raise NotImplementedError
 
     def launch(self, launch: Launch, arguments: tuple[Any, ...]) -> None:
-        """Add a launch; an empty grid launches nothing. What no GPU can start is refused."""
+        """Add a launch, unless its grid is empty; refuses a grid that no GPU can start."""
         if prod(launch.grid):
             gpu.check_grid(launch)
             self.launches.append((launch, list(_flat(arguments))))
 
 
 class Step(NamedTuple):
-    """A launch, the kernel in the device's memory, and the first of its packed parameters."""
+    """A launch, the loaded function, and the slot of its first parameter."""
 
     launch: Launch
     function: Any
@@ -133,7 +132,7 @@ class Plan:
         self._spares: list[Parameters] = []
 
     def run(self, addresses: dict[str, int], memory: gpu.DeviceMemory) -> None:
-        """Launch it for arrays at ``addresses``, by name, on the stream of ``memory``."""
+        """Launch the kernels for arrays at ``addresses``, by name, on the stream of ``memory``."""
         if self._size:
             addresses = addresses | {WORKSPACE: memory.allocate(self._size)}
         parameters = self._parameters()
@@ -146,7 +145,7 @@ class Plan:
             self._spares.append(parameters)
 
     def keep_for_graphs(self) -> None:
-        """Keep what lies on the device as long as the process: a CUDA graph reads it again."""
+        """Keep the plan's constants until the process ends: a CUDA graph reads them again."""
         _in_graphs.add(self)
 
     def _parameters(self) -> Parameters:

@@ -1,19 +1,17 @@
-"""PTX instructions that numba does not offer, each one callable inside a CUDA kernel.
+"""PTX instructions that numba lacks, each callable inside a CUDA kernel.
 
-An intrinsic here is one PTX instruction and is named after it: ``ld.global.nc.v4.f32`` becomes
+An intrinsic is one PTX instruction and has its name: ``ld.global.nc.v4.f32`` becomes
 ``ld_global_nc_v4_f32(address)``. ``instruction`` makes them: LLVM pastes the text into the program,
-``$0, $1, …`` being first the results, then the operands. Several results come back as a tuple that
-exists only while compiling, since each of its members is a register.
+where ``$0, $1, …`` are first the results, then the operands. Several results are a tuple of
+registers, which exists only while compiling.
 
-Addresses are numbers: of global memory 64 bits, of shared memory 32 bits, counted in bytes from the
-beginning of the block's own window (``shared_address``). A vector access (v2, v4) needs an address
-that is a multiple of its size.
+Addresses are integers: 64 bits for global memory; 32 bits for shared memory, in bytes from the
+start of the block's window (``shared_address``). A vector access (v2, v4) needs an address that is
+a multiple of its size.
 
-Half a register is a 16-bit number. Where two share one, the first of a pair, which has the lower
-column or the lower address, is in the lower half.
+A 16-bit number takes half a register. Of two in one register, the first of the pair, with the lower
+column or address, is in the lower half.
 
-References
-----------
 NVIDIA, "PTX ISA", version 9.0: https://docs.nvidia.com/cuda/parallel-thread-execution. Numbers in
 the comments are its sections.
 """
@@ -26,7 +24,7 @@ from llvmlite import ir
 from numba import types
 from numba.cuda.extending import intrinsic
 
-# The letter by which inline assembly calls a register of a type.
+# The letters of register types in inline assembly.
 REGISTER = {
     types.uint16: "h", types.uint32: "r", types.int32: "r", types.uint64: "l", types.int64: "l",
     types.float32: "f",
@@ -45,10 +43,10 @@ def instruction(
 ) -> Any:
     """An intrinsic that is one PTX instruction, with ``$0, $1, …`` for results, then operands.
 
-    What it is called with is converted to the operands' types. One that ``has_effects`` reads what
-    other instructions write, or writes itself: it is neither left out nor moved across another one
-    of these. One that ``is_collective`` is executed by all threads of a warp together: it is not
-    moved into or out of a branch.
+    Arguments are converted to the operands' types. An instruction that ``has_effects`` writes, or
+    reads what others write: it is not removed, nor moved across another one with effects. One that
+    ``is_collective`` is executed by all threads of a warp together: it is not moved into or out of
+    a branch.
     """
     paste = _paste(text, results, operands, has_effects, is_collective)
     if len(results) > 1:
@@ -67,7 +65,7 @@ def instruction(
 
     names = ["context", *(f"operand{i}" for i in range(len(operands)))]
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    # numba asks the signature how many arguments there are.
+    # numba reads the number of arguments from the signature.
     typed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, either) for name in names]
     )
@@ -83,9 +81,9 @@ def _paste(
     is_collective: bool,
     in_place: int = 0,
 ) -> Callable[..., list[Any]]:
-    """The function that puts the instruction into the program and returns its results.
+    """A function that inserts the instruction into the program and returns its results.
 
-    The first ``in_place`` operands are in the registers of as many results.
+    The first ``in_place`` operands share the registers of the first results.
     """
     letters = [f"={REGISTER[t]}" for t in results] + [str(i) for i in range(in_place)]
     letters += [REGISTER[t] for t in operands[in_place:]]
@@ -113,7 +111,7 @@ def _places(context: Any, builder: Any, array: Any, values: Any, count: int) -> 
 
 
 def _width(operation: str) -> int:
-    """How many numbers a load or store moves: 4 for ``ld.global.v4.f32``."""
+    """The number of values of a load or store: 4 for ``ld.global.v4.f32``."""
     return next((int(part[1]) for part in operation.split(".") if part in ("v2", "v4")), 1)
 
 
@@ -137,8 +135,8 @@ def _store(operation: str, register: Any) -> Any:
     return instruction(text, (), (address, *(register,) * count), has_effects=True)
 
 
-# 9.7.9, ld.global.nc: what no thread writes while the kernel runs, from global memory through the
-# cache for read-only data. (address: u64) -> one number, or a tuple. Bytes come in 32 bits.
+# 9.7.9, ld.global.nc: load constant global memory through the cache for read-only data. (address:
+# u64) -> one number, or a tuple. Bytes become 32 bits.
 ld_global_nc_f32 = _load("ld.global.nc.f32", f32, has_effects=False)
 ld_global_nc_v2_f32 = _load("ld.global.nc.v2.f32", f32, has_effects=False)
 ld_global_nc_v4_f32 = _load("ld.global.nc.v4.f32", f32, has_effects=False)
@@ -148,7 +146,7 @@ ld_global_nc_v4_u32 = _load("ld.global.nc.v4.u32", u32, has_effects=False)
 ld_global_nc_u8 = _load("ld.global.nc.u8", u32, has_effects=False)
 ld_global_nc_s64 = _load("ld.global.nc.s64", i64, has_effects=False)
 
-# 9.7.9, ld: the same from global memory that this kernel writes too, in the program's order.
+# 9.7.9, ld: the same from global memory that this kernel also writes, in program order.
 ld_global_f32 = _load("ld.global.f32", f32)
 ld_global_u32 = _load("ld.global.u32", u32)
 ld_global_u8 = _load("ld.global.u8", u32)
@@ -173,7 +171,7 @@ st_shared_v4_f32 = _store("st.shared.v4.f32", f32)
 st_shared_u32 = _store("st.shared.u32", u32)
 st_shared_v4_u32 = _store("st.shared.v4.u32", u32)
 
-# 9.7.13, red: or with what is in shared memory, by several threads. (address: u32, bits: u32)
+# 9.7.13, red: atomic or into shared memory. (address: u32, bits: u32)
 red_shared_or_u32 = instruction("red.shared.or.b32 [$0], $1;", (), (u32, u32), has_effects=True)
 
 # 9.7.3, ex2, lg2 and rcp: 2 ** x, which is 0 for -inf; the logarithm to base 2, -inf for 0; 1 / x,
@@ -184,7 +182,7 @@ rcp_approx = instruction("rcp.approx.ftz.f32 $0, $1;", (f32,), (f32,))
 
 
 def _shuffle(mode: str) -> Any:
-    # The last lane of the exchange is 31, and the mask says that all 32 take part.
+    # The last lane of the exchange is 31, and the mask has all 32 lanes.
     text = f"shfl.sync.{mode}.b32 $0, $1, $2, 31, 0xffffffff;"
     return instruction(text, (f32,), (f32, i32), has_effects=True, is_collective=True)
 
@@ -207,21 +205,21 @@ f32_as_bits = instruction("mov.b32 $0, $1;", (u32,), (f32,))
 # 9.7.9, cvt: a float16 given by its bits.
 cvt_f32_f16 = instruction("cvt.f32.f16 $0, $1;", (f32,), (u16,))
 
-# 9.7.9, mov: the same number, but the compiler does not know this. So it computes what depends on
-# it where the program does, and not ahead of a loop, to be kept in registers from there on.
+# 9.7.9, mov: the same number, unknown to the compiler. So it computes dependent numbers where the
+# program does, and not ahead of a loop, which would keep them in registers.
 optimization_barrier = instruction("mov.b32 $0, $1;", (i32,), (i32,), has_effects=True)
 
 # 9.7.9, cp.async: 16 bytes from global into shared memory, past the registers and the first cache.
-# (shared address: u32, global address: u64, bytes: u32), both multiples of 16. Of the 16 bytes the
-# first ``bytes`` are read and the others become 0. They have landed once the group that they were
-# committed to was waited for, for the thread that waits; for others after a barrier.
+# (shared address: u32, global address: u64, bytes: u32), both multiples of 16. The first ``bytes``
+# of the 16 are read and the others become 0. They have landed after a wait for their group, for the
+# thread that waits; for other threads after a barrier.
 cp_async_16 = instruction(
     "cp.async.cg.shared.global [$0], [$1], 16, $2;", (), (u32, u64, u32), has_effects=True
 )
 cp_async_commit_group = instruction("cp.async.commit_group;", has_effects=True)
 
 
-# The same for all that this thread has copied, whether in a group or not.
+# Wait for all copies of this thread, in groups or not.
 cp_async_wait_all = instruction("cp.async.wait_all;", has_effects=True)
 
 
@@ -289,20 +287,20 @@ def _multiply_add(dtype: str) -> tuple[Any, Any]:
 # So ``ldmatrix_x4`` of a row-major A is a0 … a3 if its matrices are read in that order, and D,
 # packed, is half of an A.
 # The other form is (C, c, A, a, B, b): items from c on of a local array of float32 are C and become
-# D, those from a and b on of arrays of uint32 are A and B. Where many products are unrolled it
-# spares the compiler most of its work.
+# D, those from a and b on of arrays of uint32 are A and B. With many unrolled products it compiles
+# much faster.
 mma_f16, mma_f16_in = _multiply_add("f16")
 mma_bf16, mma_bf16_in = _multiply_add("bf16")
 
 
-# 9.7.13, fence.proxy.async: ``wgmma`` reads shared memory by a path of its own (a proxy). There it
-# finds what this thread wrote, or waited to have copied, before the fence; after a barrier others'.
+# 9.7.13, fence.proxy.async: ``wgmma`` reads shared memory by a separate path (a proxy). The fence
+# makes writes and awaited copies of this thread visible to it; a barrier those of other threads.
 fence_proxy_async = instruction("fence.proxy.async.shared::cta;", has_effects=True)
 
 
-# 9.7.13, mbarrier: a barrier in 8 bytes of shared memory that not all who arrive at need wait for.
-# A phase of it is over once as many arrived as ``init`` says; then the next one begins, in which as
-# many are expected. (address: u32, arrivals: u32); (address: u32)
+# 9.7.13, mbarrier: a barrier in 8 bytes of shared memory; arriving and waiting are separate. A
+# phase completes after ``arrivals`` arrivals, and the next phase expects the same number.
+# (address: u32, arrivals: u32); (address: u32)
 mbarrier_init = instruction(
     "mbarrier.init.shared::cta.b64 [$0], $1;", (), (u32, u32), has_effects=True
 )
@@ -311,14 +309,14 @@ mbarrier_arrive = instruction(
     (), (u32,), has_effects=True,
 )  # fmt: skip
 
-# The same by a copy: this thread arrives once all ``cp.async`` that it has executed have landed.
+# An arrival by copies: this thread arrives when all ``cp.async`` that it has executed have landed.
 cp_async_mbarrier_arrive_noinc = instruction(
     "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", (), (u32,), has_effects=True
 )
 
-# Not 0 if the phase of that parity is over; else it may take its time. (address: u32, parity: u32).
-# Phases are counted from 0, and the one before the first counts as over. What those who arrived did
-# before is seen from here on.
+# Not 0 if the phase of that parity is complete; else it may wait a while. (address: u32, parity:
+# u32). Phases are counted from 0, and the one before the first counts as complete. Earlier writes
+# of the threads that arrived are visible from here on.
 mbarrier_try_wait = instruction(
     "{ .reg .pred %is_over; mbarrier.try_wait.parity.shared::cta.b64 %is_over, [$1], $2; "
     "selp.u32 $0, 1, 0, %is_over; }",
@@ -327,22 +325,22 @@ mbarrier_try_wait = instruction(
 
 
 def setmaxnreg(direction: str, count: int) -> Any:
-    """The intrinsic ``()`` that gives back ("dec") or takes ("inc") registers of a block.
+    """The intrinsic ``()`` that releases ("dec") or takes ("inc") registers of a block.
 
-    From here on the warpgroup has ``count`` per thread; it waits until others gave back as many.
+    From here on the warpgroup has ``count`` per thread; to take them, it waits for released ones.
     """
     text = f"setmaxnreg.{direction}.sync.aligned.u32 {count};"
     return instruction(text, has_effects=True, is_collective=True)
 
 
 def bar_sync(number: int, threads: int) -> Any:
-    """The intrinsic ``()`` that waits at a barrier, 1 to 15, for that many threads of the block."""
+    """The intrinsic ``()`` that waits at barrier 1 to 15 for ``threads`` threads of the block."""
     return instruction(f"bar.sync {number}, {threads};", has_effects=True, is_collective=True)
 
 
-# 9.7.9, st: to shared memory if the number is negative. (address: u32, number). Of a number that is
-# not, but the compiler cannot know, it costs two instructions and keeps an order: ptxas moves a
-# ``wgmma.wait_group`` ahead of arithmetic that does not need the product, but not of a store.
+# 9.7.9, st: to shared memory if the number is negative. (address: u32, number). If it never is, but
+# the compiler cannot know, this costs two instructions and keeps an order: ptxas moves a
+# ``wgmma.wait_group`` ahead of arithmetic that does not need the product, but not ahead of a store.
 st_shared_f32_if_negative = instruction(
     "{ .reg .pred %is_less; setp.lt.f32 %is_less, $1, 0f00000000; "
     "@%is_less st.shared.f32 [$0], $1; }",
@@ -358,8 +356,8 @@ def _first_items(context: Any, builder: Any, array: Any, D: Any, count: int) -> 
 def wgmma_wait_group(pending: int, count: int) -> Any:
     """The intrinsic ``(D)`` that waits until at most ``pending`` groups of ``wgmma`` are under way.
 
-    One of those waited for changes D, a local array of ``count`` float32. It is an operand so that
-    the compiler does not access it earlier.
+    One of the completed groups writes D, a local array of ``count`` float32. It is an operand so
+    that the compiler does not access it earlier.
     """
     numbers = (f32,) * count
     paste = _paste(
@@ -388,7 +386,7 @@ def _store_all(builder: Any, numbers: list[Any], places: list[Any]) -> None:
 
 
 def _wgmma_group(products: list[str]) -> str:
-    """A group of ``wgmma``, in one piece: nothing may access their registers in between.
+    """A group of ``wgmma`` in one piece: no other code may access their registers in between.
 
     The fence orders them after earlier accesses. In ``products`` %no and %yes are predicates, %a
     and %b descriptors.
@@ -402,9 +400,9 @@ def _wgmma_group(products: list[str]) -> str:
 
 # 9.7.15, wgmma.mma_async: start D = A B or D = A B + D, with A (64, 16), B (16, N) and D (64, N),
 # by the four warps of a warpgroup together. Warp w holds rows 16 w to 16 w + 15 of D, and of A if
-# that is in registers, as it would for ``mma``: of D N / 8 times its C, side by side. A descriptor
-# of 64 bits says where a matrix in shared memory begins and how it goes on (9.7.15.5). Both of the
-# following start several products that are added up, and make a group of them.
+# that is in registers, in the layout of ``mma``: D is N / 8 times its C, side by side. A descriptor
+# of 64 bits gives the start and the layout of a matrix in shared memory (9.7.15.5). Both of the
+# following start several products, which are added up, as one group.
 
 
 def wgmma_shared(dtype: str, N: int, steps: list[tuple[int, int]]) -> Any:

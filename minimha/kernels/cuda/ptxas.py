@@ -1,4 +1,4 @@
-"""What the CUDA rungs compile to: PTX by numba, machine code by ptxas, without GPU or driver.
+"""Compiles the CUDA rungs without GPU or driver: PTX by numba, machine code by ptxas.
 
 References: NVIDIA, "PTX ISA"; "CUDA Compiler Driver NVCC", section on ptxas; "CUDA Binary
 Utilities", section on nvdisasm.
@@ -42,10 +42,10 @@ class Assembled(NamedTuple):
     """One kernel for one architecture, dtype and head width.
 
     ``registers`` per thread, ``stack`` and ``spill`` in bytes, and the number of ``warnings`` are
-    what ptxas reports, None where it is not found; ``local``, ``mma``, ``ldmatrix`` and
-    ``cp_async`` count occurrences in the PTX. Of the machine instructions of a whole tile,
-    ``per_product`` is their number per product on the tensor cores and ``tile_local`` how many load
-    or store what was spilled; None where nvdisasm is not found, or tensor cores are not used.
+    reported by ptxas, None without it; ``local``, ``mma``, ``ldmatrix`` and ``cp_async`` count
+    occurrences in the PTX. For the machine instructions of a whole tile, ``per_product`` is their
+    number per product on the tensor cores and ``tile_local`` counts loads and stores of spilled
+    registers; both are None without nvdisasm or without tensor cores.
     """
 
     rung: str
@@ -94,7 +94,7 @@ def archs_of(launch: Launch) -> dict[str, tuple[int, int]]:
 
 
 def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
-    """The rung's kernels, each once, with the first dtype for which it is compiled."""
+    """Each kernel of the rung once, with the first dtype that uses it."""
     module = import_module(f"minimha.kernels.{rung}")
     known = set()
     dtypes: list[DTypeLike] = [np.float32, np.float64, np.float16]
@@ -113,11 +113,11 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
 
 
 def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
-    """What ptxas makes of a kernel's PTX: ``IN_REPORT``, "warnings" and ``IN_TILE``.
+    """Assemble a kernel's PTX and return ``IN_REPORT``, "warnings" and ``IN_TILE``.
 
     They are None without ptxas, and the latter without nvdisasm. ``arch`` is such as "sm_90",
-    ``registers`` the most that one thread may use. If ptxas refuses the kernel, a RuntimeError has
-    its own words.
+    ``registers`` the most that one thread may use. It raises a RuntimeError with ptxas's message if
+    ptxas refuses the kernel.
     """
     ptxas = program("ptxas")
     if ptxas is None:

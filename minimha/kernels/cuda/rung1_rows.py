@@ -4,13 +4,12 @@ This is CPU rung 1 with its loops over b, h and i turned into threads: Algorithm
 one row and one key. A thread keeps its maximum m, its sum l and its output O_i in registers and
 visits the keys that its query may see.
 
-What makes it slow: neighbouring threads visit the same keys, but each reads every one of them, and
-its own query again and again, from global memory; and each key waits for the exponential of the
-one before it.
+What makes it slow: neighbouring threads visit the same keys, but each reads all of them, and its
+query once per key, from global memory; and each key waits for the exponential of the one before.
 
-A thread has 255 registers, too few for a wide O_i. It keeps a part of at most ``WIDE`` bytes; the
-other parts belong to other threads, which compute the same scores again. From rung 3 on the threads
-of a row share its scores.
+A thread has 255 registers, too few for a wide O_i. It keeps a part of at most ``WIDE`` bytes; other
+threads keep the other parts and recompute the same scores. From rung 3 on the threads of a row
+share its scores.
 
 Launch: one query per thread, blocks of ``THREADS`` along x over all B · H · Lq queries; along y the
 parts of O_i.
@@ -26,14 +25,9 @@ from typing import Any
 from numba import cuda
 
 from minimha.equations.problem import Problem
+from minimha.kernels.cuda import functions
 from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
-from minimha.kernels.cuda.functions import (
-    KEPT,
-    DeviceFunction,
-    device_functions,
-    masking,
-    modifying,
-)
+from minimha.kernels.cuda.functions import KEPT, DeviceFunction
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts.mask import final_score, head_of, is_hidden, key_range
 
@@ -52,7 +46,7 @@ def launches(problem: Problem, arguments: Arrays, scratch: Scratch) -> Launches:
     real: Any = problem.compute.type
     parts, columns = in_parts(problem.v.shape[3], WIDE // problem.compute.itemsize)
     grid = (-(-B * H * Lq // THREADS), parts, 1)
-    function = kernel(columns, real, *device_functions(problem))
+    function = kernel(columns, real, *functions.device_functions(problem))
     return [(Launch(function, array_types(problem), grid, THREADS), arguments)]
 
 
@@ -63,9 +57,9 @@ def kernel(
     score_mod: DeviceFunction | None = None,
     mask_mod: DeviceFunction | None = None,
 ) -> Callable[..., None]:
-    """The kernel whose threads keep so many columns of O_i, float32 or float64."""
+    """The kernel whose threads keep ``columns`` columns of O_i, float32 or float64."""
     lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
-    modified, is_pair_visible = modifying(score_mod), masking(mask_mod)
+    modified, is_pair_visible = functions.modifying(score_mod), functions.masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None
 
     def rows(q, k, v, mask, bias, o, O, L):

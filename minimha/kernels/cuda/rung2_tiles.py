@@ -14,9 +14,9 @@ a key are skipped, and full tiles, whose queries see all of its keys, are not ma
     lines 8-10   each thread for its row: B_c scores, then the softmax, then the values
     lines 12-15  each thread writes its row
 
-A thread's registers hold at most ``WIDE`` bytes of Q_i and as many of O_i. Wider queries and keys
-are read one part at a time, each part adding its products to the scores of the tile. A wider O_i is
-computed in parts, as in rung 1, and the scores are computed again for every part.
+A thread's registers hold at most ``WIDE`` bytes each of Q_i and of O_i. Wider queries and keys are
+read one part at a time, each part adding its products to the scores of the tile. A wider O_i is
+computed in parts, as in rung 1, and the scores are recomputed for every part.
 
 Launch: B_r = ``B_R`` threads per block, along x over all B · H · ⌈Lq / B_r⌉ row blocks; along y the
 parts of O_i. B_c is ``B_C``.
@@ -32,14 +32,9 @@ from typing import Any
 from numba import cuda
 
 from minimha.equations.problem import Problem
+from minimha.kernels.cuda import functions
 from minimha.kernels.cuda.arguments import Arrays, array_types, in_parts
-from minimha.kernels.cuda.functions import (
-    KEPT,
-    DeviceFunction,
-    device_functions,
-    masking,
-    modifying,
-)
+from minimha.kernels.cuda.functions import KEPT, DeviceFunction
 from minimha.kernels.cuda.launch import Launch, Launches, Scratch
 from minimha.kernels.cuda.parts import device
 from minimha.kernels.cuda.parts import mask as masks
@@ -60,7 +55,7 @@ def launches(problem: Problem, arguments: Arrays, scratch: Scratch) -> Launches:
     widest = WIDE // problem.compute.itemsize
     _, depth = in_parts(D, widest)
     parts, columns = in_parts(problem.v.shape[3], widest)
-    function = kernel(depth, columns, real, *device_functions(problem))
+    function = kernel(depth, columns, real, *functions.device_functions(problem))
     grid = (B * H * -(-Lq // B_R), parts, 1)
     return [(Launch(function, array_types(problem), grid, B_R), arguments)]
 
@@ -73,9 +68,9 @@ def kernel(
     score_mod: DeviceFunction | None = None,
     mask_mod: DeviceFunction | None = None,
 ) -> Callable[..., None]:
-    """The kernel whose threads keep so many columns of Q_i and of O_i, float32 or float64."""
+    """The kernel for ``depth`` columns of Q_i and ``columns`` of O_i, float32 or float64."""
     lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
-    modified, is_pair_visible = modifying(score_mod), masking(mask_mod)
+    modified, is_pair_visible = functions.modifying(score_mod), functions.masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None
 
     @device
@@ -112,7 +107,7 @@ def kernel(
             for j in range(n):
                 S[j, r] = real(0)
             for d0 in range(0, D, depth):
-                cuda.syncthreads()  # nobody reads K_j and V_j any more
+                cuda.syncthreads()  # all have read K_j and V_j
                 if d0 == 0:
                     copy_to_shared(r, v, b, kv, j0, n, first, columns, V_j)
                 copy_to_shared(r, k, b, kv, j0, n, d0, depth, K_j)

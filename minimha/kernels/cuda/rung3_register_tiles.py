@@ -1,22 +1,21 @@
 """CUDA rung 3, register tiles: each thread computes 8 × 8 scores at a time, float32.
 
-What changed from rung 2: a number that is read from shared memory is used eight times before it is
-read again. There, each product needed a read of its own. Here a thread reads four numbers each of 8
-queries and 8 keys, 16 reads of 16 bytes, and multiplies 256 times. S_ij and O_i stay in registers;
-only P_ij goes through shared memory, and only within a warp, into the place of K_j, which is no
-longer needed by then.
+What changed from rung 2: a number that is read from shared memory is used eight times, not once.
+A thread reads four numbers each of 8 queries and 8 keys, 16 reads of 16 bytes, and multiplies 256
+times. S_ij and O_i stay in registers. Only P_ij goes through shared memory, within a warp, in the
+place of K_j, which is no longer needed.
 
 Why it should be faster: rung 2 is bound by its reads of shared memory, this one by multiply-adds.
 
 Rows of Q_i and K_j are padded by four numbers, so that 8 lanes that read 16 bytes each of 8
-successive rows use 32 different banks; rows of P_ij are padded by as many as a warp has columns.
+successive rows use 32 different banks; rows of P_ij are padded by a warp's number of columns.
 
 Tiles in which no query of the block sees a key are skipped, and full tiles are not masked. In
-partial tiles a hidden score is -inf and its weight the negative zero: where a value is not finite,
-a row leaves out those with that weight, because 0 · NaN is NaN.
+partial tiles a hidden score is -inf and its weight the negative zero. If a value is not finite, a
+row leaves out keys with that weight, because 0 · NaN is NaN.
 
-A caller's functions are called score by score, and no tile counts as full: a ``mask_mod`` hides
-what it likes, and so does a ``score_mod`` that returns -inf.
+A caller's functions are called score by score, and no tile counts as full: a ``mask_mod`` may hide
+any key, and so may a ``score_mod`` that returns -inf.
 
 Dao, "FlashAttention-2", 2023, Algorithm 1, whose lines are named below.
 
@@ -53,7 +52,7 @@ LONGEST = 1 << 30  # no sequence is longer
 
 
 class Variant(NamedTuple):
-    """What is constant in a kernel."""
+    """The constants of a kernel."""
 
     width: int
     options: ScoreOptions
@@ -152,7 +151,7 @@ def kernel(
             is_partial = hides_keys or not is_full(
                 i_start, i_stop, j, j + B_c, 0, left, right, length
             )
-            cuda.syncthreads()  # nobody reads P_ij and V_j any more
+            cuda.syncthreads()  # all have read P_ij and V_j
             copy(t, K_j, long_row, K_from + 4 * j * k.row, k.row, length - j)  # line 7
             found = copy(t, V_j, W, V_from + 4 * j * v.row, v.row, length - j)
             has_nonfinite = cuda.syncthreads_or(1 if found and is_partial else 0) != 0
@@ -163,7 +162,7 @@ def kernel(
             if changes_scores or is_partial:
                 column = j + my_column
                 mask_tile(S_ij, mask, bias, o, b, h, row, column, left, right, length)
-            cuda.syncthreads()  # nobody reads K_j any more
+            cuda.syncthreads()  # all have read K_j
             update_softmax(S_ij, O_i, m_i, l_i, uint32(P_at + 4 * my_column))
             cuda.syncwarp()
             if has_nonfinite:

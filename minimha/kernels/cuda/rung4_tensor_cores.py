@@ -4,17 +4,17 @@ What changed from rung 3: a warp multiplies a (16, 16) by a (16, 8) matrix with 
 owns 16 or 32 rows of Q_i, whose S_ij, P_ij, m_i, l_i and O_i stay in its registers from the first
 key to the last: S_ij, packed in pairs, is already where ``mma`` expects P_ij. Shared memory holds
 Q_i and two tiles each of K and V. While the warps work on one tile, ``cp.async`` copies the next
-past the registers, and one barrier per tile keeps the two apart. ``ldmatrix`` reads the same column
-of eight rows at a time, which would be in the same banks; so the 16-byte chunks of a row are
-swizzled: a chunk's index is XORed with the row's. A lane computes the address of its first chunk;
-all others are an exclusive or and an immediate away.
+past the registers; one barrier per tile separates the two. ``ldmatrix`` reads the same column of
+eight rows at a time, which would be in the same banks; so the 16-byte chunks of a row are swizzled:
+a chunk's index is XORed with the row's. A lane computes the address of its first chunk; the others
+are an exclusive or and an immediate away.
 
-Why it should be faster: a tensor core does with one instruction what takes a warp 64 fused
-multiply-adds, each number that is read from shared memory takes part in more of them, and no thread
-waits for the copy of the next tile.
+Why it should be faster: one instruction of a tensor core replaces 64 fused multiply-adds of a warp,
+each number read from shared memory is used more often, and no thread waits for the copy of the next
+tile.
 
 Tiles in which no query of the block sees a key are skipped, and full tiles, which are most of them,
-are not masked. In partial tiles each score is masked by itself, and nonfinite values are handled
+are not masked. In partial tiles scores are masked one by one, and nonfinite values are handled
 separately (``parts/nonfinite.py``), at the cost of two more products.
 
 Rows of q, k, v and O must begin at multiples of 16 bytes.
@@ -48,7 +48,7 @@ wait_for_all = ptx.cp_async_wait_group(0)
 
 
 class Variant(NamedTuple):
-    """What is constant in a kernel; ``is_plain`` if scores are scaled and nothing else."""
+    """The constants of a kernel; ``is_plain`` if scores are scaled and nothing else."""
 
     width: int
     dtype: str
@@ -83,7 +83,7 @@ def shared_bytes(made_for: Variant) -> int:
 
 
 def variant(problem: Problem) -> Variant:
-    """What is constant in the kernel for ``problem``."""
+    """The constants of the kernel for ``problem``."""
     options = masks.ScoreOptions.of(problem)
     # The largest of the products is the largest score only if the scale is positive.
     is_positive = problem.scale >= float(np.finfo(np.float32).tiny)
@@ -188,10 +188,10 @@ def kernel(made_for: Variant) -> Callable[..., None]:
             now = stage - now
             is_partial = hides_keys or j < full_start or j_next > full_stop
             wait_for_all()
-            # From here on all threads see K_j and V_j, and none reads the other two any more.
+            # From here on K_j and V_j are visible to all threads, and none reads the other two.
             cuda.syncthreads()
             if j_next < j_stop:
-                # Places anew for each tile, not registers that two of them would keep.
+                # Recompute addresses for each tile, so that none stays in a register.
                 t_now = ptx.optimization_barrier(t)
                 K_at += 2 * B_c * k.row
                 prefetch(t_now, K + now, K_at, 2 * k.row, B_c, j_stop - j_next)

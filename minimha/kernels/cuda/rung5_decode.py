@@ -1,22 +1,22 @@
-"""CUDA rung 5, decode: few queries against many keys, where reading K and V is all the work.
+"""CUDA rung 5, decode: few queries against many keys, where the time is that of reading K and V.
 
 What changed from rung 4: with one query per head its blocks would be nearly empty, and too few for
-the GPU. Here the keys are split among the warps, and a warp takes all the queries that share a
+the GPU. Here the keys are split among the warps, and a warp takes all queries that share a
 key/value head: row r is query r // group of the group's head r % group. Keys and values go from
-global memory straight into registers, so that each warp is on its own: no shared memory, no
-barrier. Each split ends with its own m, l and O, and a second kernel merges them by log-sum-exp:
+global memory straight into registers, so warps are independent: no shared memory, no barrier. Each
+split ends with its m, l and O, and a second kernel merges them by log-sum-exp:
 
     m = max m_s,   l = Σ exp(m_s - m) l_s,   O = Σ exp(m_s - m) O_s / l
 
-Why it should be faster: K and V are read once for all queries of a group, by as many warps as keep
+Why it should be faster: K and V are read once for all queries of a group, by enough warps to keep
 the memory busy.
 
 Lines 8 to 10 of Algorithm 1 are in ``_tensor_cores`` for 16-bit numbers and in ``_multiply_adds``
 for float32. On the tensor cores S = Q Kᵀ may sum over the head width in any order, and Oᵀ = Vᵀ Pᵀ
-over the keys, as long as both factors use the same order. So a lane reads 16 bytes of a row in one
-piece and uses them for those parts of the fragment that it has to hold; and S comes out where Pᵀ
-has to go in. P is split into two 16-bit numbers, its upper bits and the residual, which makes O as
-exact as in float32: the tensor cores have throughput to spare.
+over the keys, if both factors use the same order. So a lane reads 16 bytes of a row in one piece
+as its parts of the fragment; and the lanes of S are those of Pᵀ. P is split into two 16-bit
+numbers, its upper bits and the residual, which makes O as exact as in float32: the tensor cores
+have throughput to spare.
 
 Not measured: no GPU yet. Estimate: 80 to 90 % of an H200's 4.8 TB/s.
 """
@@ -45,15 +45,15 @@ from minimha.kernels.cuda.parts.mask import (
 from minimha.kernels.cuda.parts.rows import GLOBAL_F32, GLOBAL_U32, load_row, row_address, store_row
 
 WARPS = 2  # per block: fewer waste less of the registers
-REGISTERS = 65536  # of a multiprocessor; they decide how many warps run at once
-SPLIT = 64  # the fewest keys per split: fewer are not worth a merge
+REGISTERS = 65536  # of a multiprocessor; they limit the number of warps that run at once
+SPLIT = 64  # the fewest keys per split: a merge would cost more than it saves
 MERGERS = 8  # warps that merge the splits of a row
 SIGNATURE = (*ADDRESSES[:6], types.uint64, types.uint64, types.int32)
 MERGE_SIGNATURE = (*ADDRESSES[5:], types.uint64, types.uint64, types.int32)
 
 
 class Variant(NamedTuple):
-    """What is constant in a kernel; ``rows`` are those of a warp."""
+    """The constants of a kernel; ``rows`` are those of a warp."""
 
     width: int
     dtype: str
@@ -78,10 +78,10 @@ def launches(
     problem: Problem, arguments: Arguments, scratch: Scratch, *, splits: int | None = None,
     multiprocessors: int = 132,
 ) -> Launches:  # fmt: skip
-    """Return the two kernels and what they are called with.
+    """The launches of the two kernels.
 
-    There are as many ``splits`` of the keys as ``multiprocessors`` run at once, unless a number is
-    given: what does not fit would run when the others are done, on an almost empty GPU.
+    By default, ``splits`` of the keys is the number of warps that the ``multiprocessors`` run at
+    once: more would run after the others, on an almost empty GPU.
     """
     B, H, Lq, _ = problem.q.shape
     _, Hkv, Lk, _ = problem.k.shape
@@ -108,7 +108,7 @@ def launches(
 
 
 def blocks_at_once(made_for: Variant) -> int:
-    """How many blocks a multiprocessor's registers are enough for, by what ptxas gives a thread."""
+    """The blocks for which a multiprocessor has registers, from ptxas's registers per thread."""
     width, dtype, rows, options = made_for
     is_wide = dtype == "float32"
     is_plain = not (options.change_scores or options.hide_keys)
@@ -121,7 +121,7 @@ def blocks_at_once(made_for: Variant) -> int:
 
 
 def rows_of_warp(rows: int, width: int, itemsize: int) -> int:
-    """How many rows a warp takes: all, if its registers hold them; others read the keys again."""
+    """The rows of a warp: all, if its registers hold them; further warps read the keys again."""
     if itemsize == 2:
         return 8 if rows <= 8 or width > 128 else 16
     return min(8 if width <= 128 else 4, 1 << (rows - 1).bit_length())
@@ -136,7 +136,7 @@ def divided(a, b):
 
 @device
 def has_row(here, r):
-    """Whether the warp has a row r; compared in 32 bits, which costs fewer registers."""
+    """Whether the warp has a row r; in 32 bits, to save registers."""
     return int32(here.first_row + r) < here.rows
 
 
@@ -207,15 +207,14 @@ def row_at(rows, x):
 
 @cache
 def _multiply_adds(made_for: Variant) -> Callable[..., None]:
-    """float32: 16 lanes share a key, so a warp works on two at a time, ``U`` times over.
+    """float32: 16 lanes share a key, so a warp works on 2 · ``U`` keys at a time.
 
-    Lane ``part`` of the 16 holds its words of the queries and of O for all rows; a score is a sum
-    over these lanes, which all have the same m and l. The two halves of a warp are merged at the
-    end.
+    Lane ``part`` of the 16 holds its words of the queries and of O for all rows. A score is a sum
+    over these lanes, which have the same m and l. The two halves of a warp are merged at the end.
     """
     W, _, R, options = made_for
     words = W // 16
-    # Options take registers of every row, and the keys that are prefetched get what is left.
+    # Options take registers of every row; prefetched keys use the rest.
     budget = 16 if options.hide_keys or options.has_slopes else 32
     U = 4 if R * words <= budget else 2 if R * words <= 2 * budget and words <= 8 else 1
     U_words, R_words, RU = U * words, R * words, R * U
@@ -226,7 +225,7 @@ def _multiply_adds(made_for: Variant) -> Callable[..., None]:
 
     @device
     def load_rows(X, X_row, j, half, part, stop, into):
-        """The half's keys, or values, from j on; the last one again from ``stop`` on."""
+        """The half's keys, or values, from j on; beyond ``stop`` the last one."""
         for u in range(U):
             key = min(int32(j + 2 * u + half), int32(stop - 1))
             load(X + uint64(key) * X_row, part, into, u * words)
@@ -311,7 +310,7 @@ def _multiply_adds(made_for: Variant) -> Callable[..., None]:
 
 @cache
 def _tensor_cores(made_for: Variant) -> Callable[..., None]:
-    """float16 and bfloat16: tiles of 8 keys, spread over the lanes as ``DecodeTiles`` says."""
+    """float16 and bfloat16: tiles of 8 keys, spread over the lanes as in ``DecodeTiles``."""
     W, dtype, R, options = made_for
     tiles = 4 if W <= 64 else 2
     step = 8 * tiles
@@ -427,7 +426,7 @@ def _tensor_cores(made_for: Variant) -> Callable[..., None]:
 def _merge(width: int, dtype: str, R: int) -> Callable[..., None]:
     """One block per row of O. Each warp adds up every ``MERGERS``-th split.
 
-    A sink is merged as one more split, which has no value.
+    A sink is merged as one more split without values.
     """
     columns = -(-width // 32)
     is_wide = dtype == "float32"

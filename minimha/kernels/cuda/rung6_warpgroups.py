@@ -1,27 +1,25 @@
 """CUDA rung 6, warpgroups: both products of a tile by Hopper's ``wgmma``, float16 or bfloat16.
 
 What changed from rung 4: four warps together, a warpgroup, multiply (64, 16) by (16, B_c) with one
-instruction. It reads K_j and V_j from shared memory by itself, and Q_i too, which nobody loads into
-registers any more, and it does not wait: the product of the next tile's queries and keys, and this
-tile's product with its values, run on the tensor cores while the other units compute the next
-tile's exponentials. That is the order of FlashAttention-3's Algorithm 2, within a warpgroup:
+instruction. It reads Q_i, K_j and V_j from shared memory, not from registers, and does not wait:
+the product of the next tile's queries and keys, and this tile's product with its values, run on the
+tensor cores while the other units compute the next tile's exponentials. That is the order of
+FlashAttention-3's Algorithm 2, within a warpgroup:
 
     start S of the next tile; start P V of this one; wait for S; its softmax; wait for O; rescale O
 
-Why it should be faster: fed from registers by ``mma``, Hopper's tensor cores reach less than two
-thirds of their rate; and the exponentials, which at a width of 128 take half as long as the two
-products, are hidden.
+Why it should be faster: with operands from registers, by ``mma``, Hopper's tensor cores reach less
+than two thirds of their rate; and the exponentials, which at a width of 128 take half as long as
+the two products, are overlapped.
 
-A warpgroup of its own copies Q_i and, two at a time, the tiles of K and V to shared memory. It
-waits at an mbarrier for a tile's place to be empty, the others at one for it to be full: see
-``parts/pipeline``. So nothing holds all warps up at once, and the copies' addresses are in nobody
-else's way. Since copying takes few registers, ``setmaxnreg`` gives the rest to those that multiply.
-What ``cp.async`` copies is written on another path than ``wgmma`` reads it on: whoever has waited
-for a tile passes a fence before reading it.
+One warpgroup only copies: Q_i and, two at a time, the tiles of K and V to shared memory. It waits
+at an mbarrier for an empty buffer, the others at one for a full buffer: see ``parts/pipeline``. So
+the warps never all wait at once, and multiplying warps hold no addresses of copies. Copying takes
+few registers, and ``setmaxnreg`` gives the rest to the multiplying warps. ``cp.async`` writes by
+another path than ``wgmma`` reads: a thread that has waited for a tile passes a fence, then reads.
 
-Nonfinite values in partial tiles become 0 as soon as they have been copied, by the thread that
-copied them. If there was one, each warp goes through the values again in the end and adds them to
-the rows that see them.
+The thread that copies nonfinite values of a partial tile sets them to 0. If there were some, each
+warp reads the values again at the end and adds nonfinite ones to the rows that see them.
 
 It needs a GPU of compute capability 9.0, such as an H100 or H200: later ones have no ``wgmma``.
 Until one has run it, the backend "cuda" takes rung 4 there too, unless the environment variable
@@ -52,7 +50,7 @@ from minimha.kernels.cuda.parts.pipeline import release, wait_until_full
 from minimha.kernels.cuda.parts.rows import block_of, row_address
 from minimha.kernels.cuda.rung4_tensor_cores import Variant, variant
 
-REGISTERS = 65536  # of a multiprocessor, which one block has for itself
+REGISTERS = 65536  # of a multiprocessor, all of them for one block
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -90,13 +88,13 @@ def shared_bytes(made_for: Variant) -> int:
 
 
 def registers(B_r: int) -> tuple[int, int, int]:
-    """Of each thread: at first, then of one that copies, and of one that multiplies."""
+    """Registers of a thread at the start, of a copying and of a multiplying thread."""
     copying, multiplying = (40, 232) if B_r == 128 else (32, 160)
     return REGISTERS // threads(B_r) // 8 * 8, copying, multiplying
 
 
 def threads(B_r: int) -> int:
-    """Threads of a block: one warp per 16 queries, and the warpgroup that copies."""
+    """Threads of a block: one warp per 16 queries, and the copying warpgroup."""
     return 2 * B_r + pipeline.PRODUCERS
 
 
@@ -119,7 +117,7 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
 def masked_softmax(tiles: fragments.MmaTiles, is_plain: bool, options: masks.ScoreOptions) -> Any:
     """update(t, S, correction, m, l, mask, bias, o, b, h, i_start, j, is_partial, factor): line 9.
 
-    Options first. Whether 64 keys are visible are the bits of one register, so there are two words.
+    Options first. One register has the visibility bits of 64 keys, so there are two words.
     """
     first, second = min(64, tiles.B_c), tiles.B_c - 64
     visible_in_first = masks.visible_bits(tiles._replace(B_c=first), options)
@@ -245,7 +243,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         sink = ptx.ld_global_nc_f32(o.sinks + 4 * h)
         L_at = L + 4 * o.Lq * (b * o.H + h)
         O_at, rows = row_address(O, b, h, i_start, 2), o.Lq - i_start
-        wait_for_multipliers()  # then nobody reads Q_i any more
+        wait_for_multipliers()  # then all have read Q_i
         finish(lane, row, first_row, Q_i, O_i, m_i, l_i, unit, sink, o, L_at)
         store(lane, first_row, Q_i, O_at, 2 * O.row, rows)
         if ptx.ld_shared_u32(barriers + pipeline.FOUND):

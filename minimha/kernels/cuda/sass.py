@@ -1,11 +1,10 @@
-"""The machine instructions (SASS) that ptxas makes of a kernel, as nvdisasm lists them.
+"""Counts a kernel's machine instructions (SASS), as nvdisasm lists them.
 
-What is counted is one whole tile: the body of the loop with the most products on the tensor cores,
-from its head to the branch back. A part that a branch can skip is left out if it selects (SEL,
-FSEL) and copies nothing, since that is how a partial tile is masked; what else can be skipped, such
-as the copy of the next tile or the rescaling of O_i, counts. Where threads wait for an mbarrier,
-ptxas puts the loop that tries again at the end of the program; the branch from there back into the
-tile closes no loop.
+It counts one whole tile: the body of the loop with the most products on the tensor cores, from its
+head to the branch back. A part that a branch can skip does not count if it selects (SEL, FSEL) and
+copies nothing: it masks partial tiles. Other skipped parts count, such as the copy of the next tile
+or the rescaling of O_i. ptxas puts the retry loops of mbarriers at the end of the program; a branch
+from there back into the tile is not a loop.
 
 References: NVIDIA, "CUDA Binary Utilities", section on nvdisasm.
 """
@@ -23,7 +22,7 @@ LABEL = re.compile(r"(\.L_\w+):")
 
 
 class Instruction(NamedTuple):
-    """Its name, such as ``HMMA``, and the index of the instruction that it branches to, if any."""
+    """An instruction's name, such as ``HMMA``, and the index of its branch target, if any."""
 
     name: str
     target: int | None
@@ -58,7 +57,7 @@ def parse(listing: str) -> list[Instruction]:
 
 
 def _target(name: str, operands: str, labels: dict[str, int]) -> int | None:
-    # BRA.DIV leaves for a copy of the code that serves warps whose lanes have diverged.
+    # BRA.DIV goes to a copy of the code for warps whose lanes have diverged.
     label = re.search(r"\.L_\w+", operands)
     is_branch = name.startswith("BRA") and ".DIV" not in name
     return labels.get(label[0]) if label and is_branch else None
@@ -87,5 +86,5 @@ def whole_tile(instructions: list[Instruction]) -> list[str]:
 
 
 def per_product(names: list[str]) -> float:
-    """Instructions per product on the tensor cores, of a tile that has products."""
+    """Instructions per product on the tensor cores, in a tile with products."""
     return len(names) / sum(name in TENSOR_CORE for name in names)

@@ -1,6 +1,6 @@
 """Run CUDA rungs in numba's simulator: read cases from standard input, write O and L to the output.
 
-A program of its own, since the simulator is switched on before numba is imported, for good.
+A separate program, because the simulator is switched on for good before numba is imported.
 """
 
 import os

@@ -28,11 +28,11 @@ def on_hopper(tmp_path, monkeypatch):
 
 
 def test_a_later_call_finds_its_kernels(on_hopper, monkeypatch):
-    said = []
-    kept = minimha.compile(["bfloat16"], said.append, backend="cuda")
-    assert said == list(kept)
+    named = []
+    kept = minimha.compile(["bfloat16"], named.append, backend="cuda")
+    assert named == list(kept)
     assert len(set(kept.values())) == len(kept) == 6
-    assert said[:3] == [
+    assert named[:3] == [
         "cuda.rung4_tensor_cores tensor_cores bfloat16 D=64",
         "cuda.rung5_decode tensor_cores bfloat16 D=64 H/Hkv=1",
         "cuda.rung5_decode merge bfloat16 D=64 H/Hkv=1",

@@ -1,4 +1,4 @@
-"""CUDA kernels on disk: found by other processes, and told apart from all that is not the same."""
+"""CUDA kernels on disk: found by other processes, and distinguished from all others."""
 
 import os
 import subprocess

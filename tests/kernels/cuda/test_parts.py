@@ -1,4 +1,4 @@
-"""The parts of the CUDA kernels, one at a time, each in a kernel of its own in the emulator."""
+"""The parts of the CUDA kernels, each in a separate kernel in the emulator."""
 
 import numpy as np
 import pytest

@@ -63,9 +63,9 @@ def test_a_block_fits_into_a_multiprocessor_of_hopper(width, options):
 @pytest.mark.parametrize("options", [*OPTIONS[1:], {"scale": -1.0}, {"attn_bias": np.ones((1, 9))}])
 def test_options_of_single_scores_leave_wide_heads_to_rung_4(options, width):
     problem = Problem.of(*given(Lq=1, Lk=9, D=width), **options)
-    said = rung6_warpgroups.unsupported(problem)
-    assert (said is None) == (width == 128)
-    assert said is None or "144 wide" in said
+    reason = rung6_warpgroups.unsupported(problem)
+    assert (reason is None) == (width == 128)
+    assert reason is None or "144 wide" in reason
     assert rung4_tensor_cores.unsupported(problem) is None
 
 

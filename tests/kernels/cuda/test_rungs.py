@@ -256,9 +256,9 @@ def test_it_says_what_it_does_not_support(rung):
         q, k, v = (x.astype(dtype) for x in given(rung, Lq=2, Lk=3))
         assert (rung.unsupported(Problem.of(q, k, v)) is None) == (dtype in known)
     for D, is_supported in ((256, True), (257, False)):
-        said = rung.unsupported(Problem.of(*given(rung, Lq=2, Lk=3, D=D)))
-        assert (said is None) == is_supported
-        assert said is None or "256" in said
+        reason = rung.unsupported(Problem.of(*given(rung, Lq=2, Lk=3, D=D)))
+        assert (reason is None) == is_supported
+        assert reason is None or "256" in reason
 
 
 # ---- a caller's functions, which rung 3 is compiled with
@@ -334,7 +334,7 @@ def test_what_a_function_hides_may_be_anything(rung3, poison):
 
 # ---- as ptxas sees them
 
-EXPECTED = {  # instructions that must be in a kernel of the rung, by dtype: at least so many
+EXPECTED = {  # instructions that must be in a kernel of the rung, by dtype: at least this many
     "cuda.rung3_register_tiles": {"fma.rn.f32": 512, "ld.shared.v4.f32": 16},
     "cuda.rung4_tensor_cores": {"mma.sync": 64, "ldmatrix": 8, "cp.async.cg": 4},
     "cuda.rung6_warpgroups": {"wgmma.mma_async": 12, "fence.proxy.async": 3, "cp.async.cg": 4},
@@ -354,12 +354,12 @@ NO_PTXAS = "compiled, but ptxas, which says what is in registers, is not found"
 def assert_in_registers(launch, text, arch):
     assert not re.search(r"\.local\b", text)
     by_ptxas = import_module("minimha.kernels.cuda.ptxas").by_ptxas
-    said = by_ptxas(text, arch, launch.registers)
+    report = by_ptxas(text, arch, launch.registers)
     # Rung 4 has 192 registers of O_i and S_ij: what only partial tiles need may be spilled.
-    assert said["stack"] is None or said["stack"] <= (16 if "ldmatrix" in text else 0)
-    assert said["tile_local"] in (0, None)
-    assert said["warnings"] in (0, None)
-    assert said["registers"] is None or said["registers"] * launch.threads <= 65536
+    assert report["stack"] is None or report["stack"] <= (16 if "ldmatrix" in text else 0)
+    assert report["tile_local"] in (0, None)
+    assert report["warnings"] in (0, None)
+    assert report["registers"] is None or report["registers"] * launch.threads <= 65536
 
 
 @pytest.mark.parametrize(("D", "name", "archs"), COMPILED)

@@ -1,8 +1,7 @@
 """Parts of the CUDA kernels: device functions, and factories that make them.
 
-A factory is given on the host what is constant in a kernel (its width, dtype and options) and
-returns a device function, which can be tested in a kernel of its own. The rungs assemble them into
-Algorithm 1.
+A factory runs on the host: it takes a kernel's constants (width, dtype and options) and returns a
+device function, which can be tested separately. The rungs assemble them into Algorithm 1.
 
 rows             addresses of rows, and vector loads and stores that spread them over lanes
 register_tiles   tiles multiplied in registers: copies and products of rung 3
@@ -10,10 +9,10 @@ fragments        tiles multiplied by ``mma``: copies and products of rungs 4 and
 warpgroups       tiles multiplied by ``wgmma``: copies and products of rung 6
 pipeline         tiles on their way from the warpgroup that copies to those that multiply: rung 6
 mask             which keys a query sees, and what the options do to its scores
-nonfinite        NaN and infinity among the values: they reach the rows that see them, and no other
+nonfinite        NaN and infinity among the values: they reach only the rows that see them
 online_softmax   row maxima, exponentials, rescaling, and the log-sum-exp at the end
 """
 
 from numba import cuda
 
-device = cuda.jit(device=True, inline="always")  # only the driver could link a call that remains
+device = cuda.jit(device=True, inline="always")  # only a driver could link a call

@@ -1,7 +1,7 @@
-"""Fragments of ``mma``: how tiles get into them and are multiplied: rungs 4 and 5.
+"""Fragments of ``mma``: how tiles are loaded into them and multiplied: rungs 4 and 5.
 
-A fragment is what one lane of a warp holds of a matrix; ``ptx.mma_f16`` says which numbers those
-are. A chunk is 16 bytes of a row, what a thread copies at once.
+A fragment is the part of a matrix in one lane of a warp; ``ptx.mma_f16`` lists its numbers. A chunk
+is 16 bytes of a row, which a thread copies at once.
 """
 
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ class MmaTiles(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Of 16 bytes in a row."""
+        """Chunks of 16 bytes in a row."""
         return self.width // 8
 
     @property
@@ -79,11 +79,11 @@ class MmaTiles(NamedTuple):
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that all threads copy in one pass."""
+        """Rows that the threads copy in one pass."""
         return 32 * self.warps // self.chunks
 
 
-ALIGNMENT = 512  # of a tile in shared memory, in bytes: as long as a group of chunks can be
+ALIGNMENT = 512  # of a tile in shared memory, in bytes: the longest group of chunks
 
 
 def swizzled(row: int, chunk: int, chunks: int) -> int:
@@ -105,11 +105,11 @@ offset_in_tile = device(swizzled)
 
 
 def moved(place: int, d: int, chunks: int) -> int:
-    """Address of the chunk that is d further in its row than the one at ``place``.
+    """Address of the chunk d chunks after the one at ``place``, which is chunk 0 or 1 of its row.
 
-    That is chunk 0 or 1 of the row, and d is even. Within a group of chunks, their number a power
-    of 2, the swizzle is undone and done again by one exclusive or; from group to group nothing
-    changes, nor does it from row to row 16 further, so that this is an immediate of the load.
+    d is even. Within a group of chunks, a power of 2 of them, one exclusive or undoes and redoes
+    the swizzle. Between groups, and between rows 16 apart, the distance is constant, an immediate
+    of the load.
 
     >>> [moved(swizzled(1, 0, 4), d, 4) == swizzled(1, d, 4) for d in (0, 2)]
     [True, True]
@@ -122,7 +122,7 @@ move = device(moved)
 
 
 def lane_and_row(tiles: MmaTiles) -> Any:
-    """lane_and_row(t): lane of thread t, and the first row of Q_i that its warp owns."""
+    """lane_and_row(t): the lane of thread t, and the first row of its warp in Q_i."""
     rows = 16 * tiles.M
 
     @device
@@ -149,9 +149,9 @@ def is_copied(tiles: MmaTiles) -> Any:
 
 
 def row_and_chunk(tiles: MmaTiles) -> Any:
-    """row_and_chunk(t): of a tile's rows the first of which thread t copies a chunk, and which.
+    """row_and_chunk(t): the first row of a tile from which thread t copies, and the chunk.
 
-    Without a sign, so that a shift and a bit mask do it where the chunks are a power of 2.
+    Unsigned, so that it is a shift and a bit mask if the number of chunks is a power of 2.
     """
     chunks = tiles.chunks
 
@@ -177,11 +177,11 @@ def first_chunk(tiles: MmaTiles) -> Any:
 def prefetch_tile(tiles: MmaTiles) -> Any:
     """prefetch(t, to, X, row_bytes, rows, present): start to copy rows into shared memory.
 
-    ``X`` is thread t's ``first_chunk``. Of the ``rows`` rows those beyond ``present`` become 0.
+    ``X`` is thread t's ``first_chunk``. Of the ``rows`` rows, those from ``present`` on become 0.
     """
     chunks, at_once, tile_row = tiles.chunks, tiles.rows_at_once, tiles.row_bytes
     copies, own = is_copied(tiles), row_and_chunk(tiles)
-    is_regular = at_once % 8 == 0  # then a thread's chunks are swizzled alike
+    is_regular = at_once % 8 == 0  # then all chunks of a thread have the same swizzle
 
     @device
     def prefetch(t, to, X, row_bytes, rows, present):
@@ -227,7 +227,7 @@ def mma_keys(tiles: MmaTiles) -> Any:
         Q_lane = uint32(Q_i + offset_in_tile(first_row + (lane & 15), lane >> 4, chunks))
         key = (lane & 7) + ((lane >> 4) << 3)
         K_lane = uint32(K_j + offset_in_tile(key, (lane >> 3) & 1, chunks))
-        for d in range(0, half, 2):  # LLVM unrolls two loops that are too long for it as one
+        for d in range(0, half, 2):  # two loops, because LLVM does not unroll one that long
             add_columns(Q_lane, K_lane, d, A, B, S)
         for d in range(half, chunks, 2):
             add_columns(Q_lane, K_lane, d, A, B, S)
@@ -265,7 +265,7 @@ def mma_values(tiles: MmaTiles) -> Any:
 def store_tile(tiles: MmaTiles) -> Any:
     """store(lane, first_row, tile, to, row_bytes, rows): rows of a warp from shared memory to O.
 
-    Lines 14 and 15. ``to`` is the address of the block's first row, ``rows`` how many it has.
+    Lines 14 and 15. ``to`` is the address of the block's first row, ``rows`` their number.
     """
     M, chunks = tiles.M, tiles.chunks
 
@@ -315,7 +315,7 @@ class DecodeTiles(NamedTuple):
 
 
 def load_keys(tiles: DecodeTiles) -> Any:
-    """load(K, K_row, j, stop, g, t, K_j): keys from j on; the last one again from ``stop`` on."""
+    """load(K, K_row, j, stop, g, t, K_j): keys from j on; beyond ``stop`` the last one."""
     tiles_of_8, words = tiles.keys // 8, tiles.q_words
     load_row_of_K = load_row(words, 4, GLOBAL_U32)
 
@@ -329,7 +329,7 @@ def load_keys(tiles: DecodeTiles) -> Any:
 
 
 def load_values(tiles: DecodeTiles) -> Any:
-    """load(V, V_row, j, stop, g, t, V_j): their values."""
+    """load(V, V_row, j, stop, g, t, V_j): the values of the same keys."""
     tiles_of_8, words = tiles.keys // 8, tiles.v_words
     load_row_of_V = load_row(words, 8, GLOBAL_U32)
 

@@ -1,8 +1,8 @@
-"""Which keys a query sees, and what the options do to its scores.
+"""Visible keys and the options of scores.
 
-The functions of ``equations/visibility.py`` and ``score.py``, compiled as they are, serve the rungs
-that take arrays. Those that take addresses have the same options here in forms of their own, all
-built for the ``ScoreOptions`` of a problem, so that an option that is absent costs nothing.
+The rungs that take arrays use the compiled functions of ``equations/visibility.py`` and
+``score.py``. For the rungs that take addresses, the factories below compile the same options
+according to a problem's ``ScoreOptions``, so that an absent option costs nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ final_score = device(score.final_score)
 
 
 class ScoreOptions(NamedTuple):
-    """Which options look at each score by itself, beside its scale."""
+    """The options that change or hide single scores."""
 
     has_softcap: bool
     has_slopes: bool
@@ -69,7 +69,7 @@ def visible_keys(i_start, i_stop, b, o):
 
 @device
 def tile_bounds(i_start, i_stop, b, o):
-    """start, stop: keys that any of the queries sees; full_start, full_stop: those that all see.
+    """start, stop: keys visible to any of the queries; full_start, full_stop: to all of them.
 
     The latter are from the first key of the last query to the last key of the first query.
     """
@@ -84,16 +84,16 @@ def tile_bounds(i_start, i_stop, b, o):
 
 @device
 def pair_address(X, b, h, i, j, itemsize):
-    """Address of X[b, h, i, j], which is one number for query i and key j."""
+    """Address of X[b, h, i, j], the number of query i and key j."""
     at = b * X.batch + h * X.head + i * X.row + j * X.column
     return X.address + uint64(at * itemsize)
 
 
 def scored_pair(options: ScoreOptions) -> Any:
-    """scored(s, is_visible, distance, slope, mask_at, bias_at, o): a score, and if it is visible.
+    """scored(s, is_visible, distance, slope, mask_at, bias_at, o): the score and its visibility.
 
-    ``s`` is scaled already, ``distance`` from query to key, and the others are addresses of the
-    pair's numbers, which are read only if the key is visible so far.
+    ``s`` is scaled, ``distance`` is from query to key. The mask and the bias of the pair are read
+    only if the key is visible so far.
     """
     has_softcap, has_slopes, has_mask, has_bias = options
 
@@ -115,7 +115,7 @@ def scored_pair(options: ScoreOptions) -> Any:
 
 
 def score_pair(options: ScoreOptions) -> Any:
-    """score(s, is_visible, distance, slope, mask_at, bias_at, o): -inf if the key is hidden."""
+    """score(s, is_visible, distance, slope, mask_at, bias_at, o): -inf if not visible."""
     scored = scored_pair(options)
 
     @device
@@ -170,8 +170,8 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
     """mask_tile(S, mask, bias, o, b, h, row, column, left, right, length): options, and -inf.
 
     ``row`` and ``column`` are query and key of the thread's first score. ``left`` and ``right`` are
-    bounds relative to the query's number instead of its position. ``functions`` is what
-    ``functions.call_functions`` returns, or None.
+    bounds relative to the query's number, not its position. ``functions`` is the result of
+    ``functions.call_functions``, or None.
     """
     columns, rows, keys, row_step = tiles.columns, tiles.rows, tiles.keys, tiles.row_step
     _, has_slopes, has_mask, has_bias = options
@@ -179,10 +179,10 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
     @device
     def rotate(S):
-        """Move the next row of scores to S[0], the first one after the last.
+        """Move the next row of scores to S[0], and the first behind the last.
 
-        Registers cannot be indexed at run time: what is done row by row, in a loop too long to be
-        unrolled, is done to row 0.
+        Registers cannot be indexed at run time, so a loop that is too long to be unrolled always
+        works on row 0.
         """
         for j in range(keys):
             first = S[0, j]
@@ -192,7 +192,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
     @device
     def mask_row(S, mask, bias, o, b, h, r, column, left, right, length):
-        # Relative to query r. Bounds of each row would be kept in registers for all tiles.
+        # Relative to query r: absolute bounds would stay in registers for all tiles.
         away, end = int32(column - r), int32(length - r)
         mask_at = pair_address(mask, b, h, r, column, 1)
         bias_at = pair_address(bias, b, h, r, column, 4)
@@ -210,9 +210,9 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
     @device
     def modify_row(S, mask, bias, o, b, h, r, column, left, right, length):
-        """``mask_row`` with functions, all of it done to S[0, 0], to which each score is moved.
+        """``mask_row`` with functions; each score is moved to S[0, 0].
 
-        With a long function, or one that has loops, the loop over the keys is not unrolled.
+        The loop over the keys is not unrolled if a function is long or has loops.
         """
         away, end = int32(column - r), int32(length - r)
         mask_at = pair_address(mask, b, h, r, column, 1)
@@ -247,14 +247,14 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
 @device
 def last_or(i, length):
-    """i, or the last of ``length`` for those beyond, whose scores nobody uses."""
+    """i, at most ``length`` - 1; scores beyond are not used."""
     return int32(min(i, length - 1))
 
 
 def first_score(tiles: MmaTiles) -> Any:
     """first_score(t, i_start, j): query and key of thread t's first score.
 
-    They are computed each time, since registers are scarce.
+    They are recomputed each time, because registers are scarce.
     """
     rows = 16 * tiles.M
 
@@ -268,11 +268,11 @@ def first_score(tiles: MmaTiles) -> Any:
 
 @device
 def softcapped(x, softcap):
-    """softcap · tanh(x / softcap) by ``ex2`` and ``rcp``, in far fewer registers than math.tanh."""
+    """softcap · tanh(x / softcap) by ``ex2`` and ``rcp``, with fewer registers than math.tanh."""
     x *= np.float32(1) / softcap
     size = abs(x)
     square = size * size
-    # 1 - 2 / (1 + exp(2 x)) has no digits left where x is small; there is a series.
+    # 1 - 2 / (1 + exp(2 x)) loses all digits if x is small: use a series there.
     power = ptx.ex2_approx(size * np.float32(2 * LOG2_E))
     capped = np.float32(1) - np.float32(2) * ptx.rcp_approx(np.float32(1) + power)
     if size < np.float32(0.1):
@@ -284,7 +284,7 @@ def softcapped(x, softcap):
 def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
     """apply(t, S, bias, o, b, h, i_start, j_start): scale, softcap, bias and ALiBi.
 
-    It is not ``score_pair``: what a row or a column shares is computed once for the fragment.
+    Unlike ``score_pair``, it computes numbers shared by a row or a column once per fragment.
     """
     M, N = tiles.M, tiles.N
     S_size = 4 * M * N
@@ -323,14 +323,14 @@ def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
 
 
 def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """visible(t, mask, bias, o, b, h, i_start, j_start, i): bit 4 n + e is that of S[i, n, e]."""
+    """visible(t, mask, bias, o, b, h, i_start, j_start, i): bit 4 n + e is for S[i, n, e]."""
     N, B_c = tiles.N, tiles.B_c
     _, _, has_mask, has_bias = options
     corner = first_score(tiles)
 
     @device
     def visible(t, mask, bias, o, b, h, i_start, j_start, i):
-        # Not ``ld.global.nc``: read again where it is needed, not kept in registers for all tiles.
+        # Not ``ld.global.nc``: read again in each tile, not kept in registers for all tiles.
         q_offset = ptx.ld_global_s64(o.q_offset + 8 * b)
         length = ptx.ld_global_s64(o.kv_lengths + 8 * b)
         bits = np.uint32(0)
@@ -360,7 +360,7 @@ def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
 
 
 def hide_keys(tiles: MmaTiles) -> Any:
-    """hide(S, visible): -inf for the keys that a query does not see."""
+    """hide(S, visible): -inf for scores whose bit in ``visible`` is 0."""
     M, N = tiles.M, tiles.N
 
     @device

@@ -1,8 +1,8 @@
-"""NaN and infinity among the values: they reach the rows that see them, and no other.
+"""NaN and infinity among the values: they reach only the rows that see them.
 
-A hidden key has the weight 0, and 0 · NaN is NaN: a product with all the values of a tile would
-spoil the rows that do not see the one that is not finite. So in tiles that are not seen by all
-rows such a value becomes 0, and is added on its own where it is seen.
+A hidden key has the weight 0, and 0 · NaN is NaN: a product with all values of a tile would spoil
+rows to which the nonfinite one is not visible. So in tiles that are not visible to all rows such a
+value becomes 0, and is added separately to the rows that see it.
 """
 
 import math
@@ -23,9 +23,9 @@ from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
 
 
 def add_nonfinite_values(tiles: RegisterTiles) -> Any:
-    """add_values(P_at, V_j, column, O): line 10, where each row leaves out what it does not see.
+    """add_values(P_at, V_j, column, O): line 10 without the keys that a row does not see.
 
-    There its weight is the negative zero, which no exponential is.
+    Their weight is the negative zero, which no exponential is.
     """
     width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
@@ -49,7 +49,7 @@ def add_nonfinite_values(tiles: RegisterTiles) -> Any:
 
 
 def nonfinite_in(dtype: str) -> Any:
-    """nonfinite(word): not 0 where a half is NaN or infinite; bit 15 or 31 says which one.
+    """nonfinite(word): bit 15 or 31 is set if the lower or upper half is NaN or infinite.
 
     Adding the lowest bit of the exponent to an exponent of ones carries out of it.
     """
@@ -98,7 +98,7 @@ def has_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """zero_nonfinite(t, V_j): 0 in place of what is not finite among the values thread t copied."""
+    """zero_nonfinite(t, V_j): 0 in place of nonfinite values that thread t copied."""
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
     copies, zeroed = fragments.is_copied(tiles), zero_nonfinite_in(tiles.dtype)
     own = fragments.row_and_chunk(tiles)
@@ -120,9 +120,9 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
     """mark_nonfinite(t, V_j, visible, sign, has_marks, O_at, row_bytes, rows): one more product.
 
     It adds NaN and the infinity of that sign bit to the marks of the rows that see them. A 0/1
-    visibility mask times a 0/1 nonfinite mask counts, exactly, the nonfinite values each row sees.
-    The marks are stored where the output will be, each written and read by a single thread;
-    ``has_marks`` if some are there.
+    visibility mask times a 0/1 nonfinite mask counts exactly the nonfinite values that a row sees.
+    The output's memory holds the marks, each written and read by one thread; ``has_marks`` if there
+    are some already.
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
     infinity, one, pack, _, mma = fragments.FORMATS[tiles.dtype]
@@ -130,7 +130,7 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
 
     @device
     def flag(half, sign):
-        """1 for NaN and for the infinity of that sign bit, 0 for all else."""
+        """1 for NaN and for the infinity of that sign bit, else 0."""
         is_one = (half & 0x7FFF) > infinity or half ^ sign == infinity
         return one if is_one else 0
 
@@ -196,14 +196,14 @@ def add_nonfinite_marks(tiles: MmaTiles) -> Any:
     return add_nonfinite
 
 
-# ---- rows of O in global memory, after all the others: rung 5
+# ---- rows of O in global memory, at the end: rung 5
 
 
 def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any:
-    """add(lane, V, V_row, start, stop, O_at, rows, here, mask, bias, o): what became 0 before.
+    """add(lane, V, V_row, start, stop, O_at, rows, here, mask, bias, o): values that became 0.
 
-    The warp goes through its keys once more and adds the values that are not finite to the rows of
-    O that see them. ``describe`` and ``score`` say which those are.
+    The warp reads its keys' values once more and adds nonfinite ones to the rows of O that see
+    them, according to ``describe`` and ``score``.
     """
     nonfinite, halves = nonfinite_in(dtype), fragments.widen(dtype)
 
@@ -228,14 +228,14 @@ def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any
     return add
 
 
-# ---- rows of O in global memory, after all the others: rung 6
+# ---- rows of O in global memory, at the end: rung 6
 
 
 def add_nonfinite_to_output(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """add(lane, V, V_row, start, stop, O_at, O_row, rows, b, h, i, mask, bias, o): what became 0.
+    """add(lane, V, V_row, start, stop, O_at, O_row, rows, b, h, i, mask, bias, o): rows plus NaN.
 
-    A warp goes through its keys once more and adds the values that are not finite to those of its
-    ``rows`` rows of O, from query i on, that see them. Its lanes have stored these before.
+    A warp reads its keys' values once more and adds nonfinite ones to those of its ``rows`` rows of
+    O, from query i on, that see them. Its lanes have stored these rows before.
     """
     words = tiles.width // 2
     pack = fragments.FORMATS[tiles.dtype].pack

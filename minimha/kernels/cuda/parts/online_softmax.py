@@ -33,7 +33,7 @@ def log(x):
 
 @device
 def shift_of(m):
-    """What is subtracted before ``exp``: m, or 0 where no key has been seen: -inf - -inf is NaN."""
+    """The number to subtract before ``exp``: m, or 0 without keys, because -inf - -inf is NaN."""
     return m if m > LOWEST else float32(0)
 
 
@@ -84,9 +84,9 @@ def sum_over(*bits: int) -> Any:
 
 
 def update_halves(rows: int, keys: int, words: int) -> Any:
-    """update(S, V_j, O, m, l, is_partial) for rows of which a lane has ``words`` columns of O.
+    """update(S, V_j, O, m, l, is_partial): lines 9 and 10, for ``words`` columns of O in a lane.
 
-    Lines 9 and 10, the product with its ``keys`` values too. In a partial tile a hidden key is left
+    It includes the product with the lane's ``keys`` values. In a partial tile hidden keys are left
     out: 0 times NaN would be NaN.
     """
 
@@ -117,12 +117,12 @@ def update_halves(rows: int, keys: int, words: int) -> Any:
 def update_transposed(tiles: DecodeTiles) -> Any:
     """update_softmax(S, O, m, l, P_upper, P_rest, t) for Sᵀ and Oᵀ as ``mma`` leaves them.
 
-    Line 9, and of line 10 O_i for the new maximum. P_ij is given as two 16-bit numbers, its upper
-    bits and what they leave.
+    Line 9, and the rescaling of O_i in line 10. P_ij becomes two 16-bit numbers, its upper bits and
+    the residual.
     """
     sides, keys, words = tiles.sides, tiles.keys // 8, tiles.v_words
     _, _, pack, _, _ = FORMATS[tiles.dtype]
-    upper_bits = 0xFFFFE000 if tiles.dtype == "float16" else 0xFFFF0000  # those that 16 bits hold
+    upper_bits = 0xFFFFE000 if tiles.dtype == "float16" else 0xFFFF0000  # the bits that fit into 16
     maximum = maximum_over(1, 2)
 
     @device
@@ -165,8 +165,8 @@ def update_transposed(tiles: DecodeTiles) -> Any:
 def update_registers(tiles: RegisterTiles) -> Any:
     """update_softmax(S, O, m, l, P_at) for scores of rows that ``columns`` lanes share.
 
-    Lines 9 and 10: m_i, P_ij into shared memory, l_i; O_i for the new maximum. The weight of a
-    hidden key is the negative zero, as ``nonfinite.add_nonfinite_values`` expects it.
+    Lines 9 and 10: m_i, P_ij into shared memory, l_i, and the rescaling of O_i. The weight of a
+    hidden key is the negative zero, for ``nonfinite.add_nonfinite_values``.
     """
     columns, rows, keys, own = tiles.columns, tiles.rows, tiles.keys, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
@@ -198,18 +198,18 @@ def update_registers(tiles: RegisterTiles) -> Any:
 def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
     """update_softmax(S, O, m, l, factor) for scores as ``mma`` leaves them.
 
-    ``factor`` takes scores to base 2. If ``is_plain`` it holds their scale, too.
+    ``factor`` converts scores to base 2. If ``is_plain`` it includes their scale.
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
     maximum = maximum_over(1, 2)
-    # ptxas moves nothing past a branch. Where registers are scarce there is one before the products
-    # with V_j: otherwise P_ij would be added up only after them, and be kept beside its packed
-    # form. Where they are not, exponentials and O_i may wait until the tensor cores are busy.
+    # ptxas moves nothing past a branch. If registers are scarce there is one before the products
+    # with V_j: otherwise P_ij would be summed only after them, and kept beside its packed form. If
+    # they are not scarce, exponentials and O_i may wait until the tensor cores are busy.
     are_scarce = tiles.width > 64
 
     @device
     def update_softmax(S, O, m, l, factor):
-        """Lines 9 and 10: m_i, P_ij in the place of S_ij, l_i; O_i for the new maximum."""
+        """Lines 9 and 10: m_i, P_ij in place of S_ij, l_i, and the rescaling of O_i."""
         corrections = cuda.local.array((M, 2), float32)
         is_new = uint32(0)
         for i in range(M):
@@ -247,7 +247,7 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
 def update_scores(tiles: MmaTiles, is_plain: bool) -> Any:
     """update(S, correction, m, l, factor): line 9 for 16 rows, while O_i is being computed.
 
-    As ``update_fragments``, but ``correction`` is what O_i is still to be multiplied by.
+    As ``update_fragments``, but O_i must still be multiplied by ``correction``.
     """
     N, maximum = tiles.N, maximum_over(1, 2)
 

@@ -1,11 +1,10 @@
-"""Tiles of K and V on their way from the warpgroup that copies to those that multiply: rung 6.
+"""The pipeline of K's and V's tiles from the copying warpgroup to the multiplying ones: rung 6.
 
 Copies come in steps: Q_i and the first tile of K; the next tile of K and the first one of V; and so
-on. Two mbarriers, ``full``, take turns: the copies of every thread arrive at one once all that it
-has copied so far has landed. Of K and of V there are two places in shared memory, which tiles take
-in turn. Each place has an mbarrier, ``empty``, at which every warp arrives that has multiplied the
-tile. The phase that is waited for is number n // 2 of its mbarrier, for tile or step n, and is told
-by its parity from the one before.
+on. Two mbarriers, ``full``, alternate: a thread's copies arrive at one after they have landed. K
+and V have two buffers each in shared memory, which alternate too. Each buffer has an mbarrier,
+``empty``, at which every warp arrives after multiplying the tile. For tile or step n, a thread
+waits for phase n // 2 of the mbarrier; the phase's parity distinguishes it from the one before.
 
 Shah et al., "FlashAttention-3", 2024, Algorithm 1.
 """
@@ -20,13 +19,13 @@ from minimha.kernels.cuda.parts.fragments import MmaTiles, first_chunk
 from minimha.kernels.cuda.parts.warpgroups import fetch_tile, tile_bytes, zero_nonfinite_tile
 
 PRODUCERS = 128  # threads that copy: a warpgroup
-# Bytes from two ``full`` to two ``empty`` each of K and V, to a word that is not 0 if a value was
-# not finite, and to the end:
+# Offsets in bytes after the two ``full``: of K's and V's two ``empty``, of a word that is not 0 if
+# a value was nonfinite, and of the end.
 OF_K, OF_V, FOUND, BYTES = 16, 32, 48, 56
 
 
 def start(consumers: int) -> Any:
-    """start(t, barriers): by all threads of the block; ``consumers`` warps multiply."""
+    """start(t, barriers): initialize the barriers; ``consumers`` warps multiply."""
 
     @device
     def start(t, barriers):
@@ -50,14 +49,14 @@ def wait_for_phase(barriers, n, of_before):
 
 @device
 def wait_until_full(barriers, step):
-    """Wait for the copies of a step, and let ``wgmma`` see them."""
+    """Wait for the copies of a step, and make them visible to ``wgmma``."""
     wait_for_phase(barriers, step, 0)
     ptx.fence_proxy_async()
 
 
 @device
 def release(barriers, n, lane):
-    """Let tile n be overwritten, as far as this warp is concerned."""
+    """Allow tile n to be overwritten, for this warp."""
     if lane == 0:
         ptx.mbarrier_arrive(barriers + 8 * (n & 1))
 
@@ -65,8 +64,8 @@ def release(barriers, n, lane):
 def copy_tiles(tiles: MmaTiles, hides_keys: bool) -> Any:
     """copy(t, Q_i, K, V, barriers, q, k, v, o, b, h, kv, i_start, bounds): lines 4 and 7.
 
-    By thread t of the warpgroup that copies. ``bounds`` are those of ``mask.tile_bounds``, with one
-    key at least between them. In a partial tile of V what is not finite becomes 0.
+    Thread t of the copying warpgroup calls it. ``bounds`` are those of ``mask.tile_bounds``, with
+    at least one key. Nonfinite values in partial tiles of V become 0.
     """
     B_r, B_c = tiles.B_r, tiles.B_c
     tiles = tiles._replace(warps=PRODUCERS // 32)
@@ -84,7 +83,7 @@ def copy_tiles(tiles: MmaTiles, hides_keys: bool) -> Any:
         while j < j_stop:
             full = barriers + 8 * (n + 1 & 1)
             K_at += 2 * B_c * k.row
-            # Even if no keys follow: a phase of ``full`` may end once all have seen the last one.
+            # Even if no keys follow: a phase of ``full`` may end only after all saw the last.
             wait_for_phase(barriers + OF_K, n + 1, 1)
             if j + B_c < j_stop:
                 fetch(t, K + (n + 1 & 1) * stage, K_at, 2 * k.row, B_c, j_stop - j - B_c)

@@ -1,4 +1,4 @@
-"""Tiles of which each thread multiplies 8 queries by as many as 8 keys in its registers: rung 3."""
+"""Tiles of which each thread multiplies 8 queries by up to 8 keys in its registers: rung 3."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,10 +14,9 @@ class RegisterTiles(NamedTuple):
     """How ``threads`` threads share the products of B_r queries and B_c keys.
 
     A warp is ``columns`` lanes wide and ``row_step`` = 32 / columns high. A lane owns ``rows``
-    queries, each ``row_step`` after the one before it, every ``columns``-th key, ``keys`` in all,
-    and ``width`` / columns = ``own`` columns of O. In shared memory, counted in numbers, a row of
-    Q_i and K_j takes ``long_row``, one of P_ij ``weights_row``, and the tile that is first K_j,
-    then P_ij, ``keys_or_weights``.
+    queries, ``row_step`` apart, ``keys`` keys, ``columns`` apart, and ``own`` = width / columns
+    columns of O. Sizes in shared memory count numbers: ``long_row`` of a row of Q_i and K_j,
+    ``weights_row`` of one of P_ij, ``keys_or_weights`` of the tile that holds K_j, then P_ij.
     """
 
     width: int
@@ -44,7 +43,7 @@ class RegisterTiles(NamedTuple):
 
     @property
     def long_row(self) -> int:
-        """Four numbers longer: 8 lanes that read 16 bytes each of 8 successive rows."""
+        """The width and four numbers: 8 lanes that read 16 bytes of 8 rows use different banks."""
         return self.width + 4
 
     @property
@@ -57,18 +56,18 @@ class RegisterTiles(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of Q_i, of K_j or P_ij, and of V_j."""
+        """Bytes of Q_i, of K_j or P_ij, and of V_j."""
         V_j = self.B_c * self.width
         return 4 * (self.B_r * self.long_row + self.keys_or_weights + V_j)
 
 
 def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
-    """copy(t, to, row_length, X, row_stride, length): ``rows`` rows, from ``length`` on as 0.
+    """copy(t, to, row_length, X, row_stride, length): ``rows`` rows, 0 from ``length`` on.
 
-    It returns whether a number that thread t copied is NaN or infinite.
+    It returns whether thread t copied a number that is NaN or infinite.
     """
     threads, chunks = tiles.threads, tiles.width // 4
-    # What a thread reads at once. ptxas spills where more would have to stay in a register.
+    # The number of a thread's reads at once. With more, ptxas spills registers.
     most = 8 if tiles.width <= 64 else 4
     at_once = max(n for n in range(1, most + 1) if rows * chunks // threads % n == 0)
 

@@ -27,8 +27,8 @@ def block_of(B_r: int) -> Any:
     @device
     def block(o):
         row_blocks, number = uint32((o.Lq + B_r - 1) // B_r), uint32(cuda.blockIdx.x)
-        # Not //, which branches where it may divide by 0: what comes out of a branch is kept by
-        # each thread, and what comes before one, such as these numbers, by the warp.
+        # Not //, which branches because it may divide by 0: results of a branch take registers of
+        # each thread, results before a branch, such as these numbers, only of the warp.
         head = ptx.div_u32(number, row_blocks)
         b = ptx.div_u32(head, o.H)
         h = int32(head - b * uint32(o.H))
@@ -41,8 +41,8 @@ def block_of(B_r: int) -> Any:
 def load_row(words: int, lanes: int, instructions: tuple[Any, Any, Any]) -> Any:
     """load(address, lane, into, first): a lane's ``words`` 32-bit words of a row of numbers.
 
-    ``lanes`` lanes share the row. Each takes 16 bytes as long as there are enough for all, then 8,
-    then 4, so that neighbours read side by side.
+    ``lanes`` lanes share the row. Each reads 16 bytes at a time while there are enough for all,
+    then 8, then 4, so that neighbours read adjacent bytes.
     """
     one, two, four = instructions
     fours, has_two, has_one = words // 4, words & 2, words & 1
@@ -66,7 +66,7 @@ def load_row(words: int, lanes: int, instructions: tuple[Any, Any, Any]) -> Any:
 
 
 def store_row(words: int, lanes: int, numbers: int) -> Any:
-    """store(address, lane, values): as float32 what ``load_row`` spread, ``numbers`` per word."""
+    """store(address, lane, values): undo ``load_row``, in float32, with ``numbers`` per word."""
     fours, has_two, has_one = words // 4, words & 2, words & 1
 
     @device

@@ -89,7 +89,7 @@ class Driver:
         self.memory = LiveMemory(library)
 
     def configure(self, devices=1, cc=(9, 0), memory=1 << 30):
-        """Have so many GPUs, of that compute capability, with so many bytes together."""
+        """Set the number of GPUs, their compute capability and the bytes of all together."""
         self._library.standin_configure(devices, *cc, ctypes.c_size_t(memory), self._callback)
 
     def fail(self, function, status):

@@ -180,9 +180,9 @@ def test_what_cannot_be_captured_is_refused(stream):
     lengths = array(np.array([Lk, 20]))
     function = {"score_mod": lambda score, b, h, i, j: score + h}
     refused = {
-        "this call has still to compile kernels or to copy options: call": {},
-        "kv_lengths is on the GPU, from where it would have": {"kv_lengths": lengths},
-        "what score_mod computes is looked at anew at each call": function,
+        "this call must first compile kernels or copy options: call": {},
+        "kv_lengths is on the GPU and would have": {"kv_lengths": lengths},
+        "score_mod's captured values are re-read on every call": function,
     }
     for reason, options in refused.items():
         with pytest.raises(ValueError, match=INSIDE + reason):
@@ -258,8 +258,8 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(gpu, "cubin_instead", lambda *given: None)  # it was compiled here
     standin.driver.fail("cuModuleLoadData", driver.CUresult.CUDA_ERROR_INVALID_IMAGE)
     sentence = (
-        r"NVIDIA's driver, which is for CUDA 13\.0, does not load what a newer CUDA compiled for "
-        r"compute capability 9\.0 \(CUDA_ERROR_INVALID_IMAGE\): update the driver"
+        r"NVIDIA's driver, which is for CUDA 13\.0, does not load code that a newer CUDA compiled "
+        r"for compute capability 9\.0 \(CUDA_ERROR_INVALID_IMAGE\): update the driver"
     )
     with pytest.raises(gpu.DeviceError, match=sentence):
         attention(*problem())
@@ -269,6 +269,6 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch):
 def test_a_gpu_without_pools_is_named(two_gpus):
     gpu._device.cache_clear()
     standin.driver.fail("cuMemPoolCreate", driver.CUresult.CUDA_ERROR_NOT_SUPPORTED)
-    with pytest.raises(gpu.DeviceError, match="GPU 0 has no memory pools, from which minimha"):
+    with pytest.raises(gpu.DeviceError, match="GPU 0 has no memory pools, which minimha needs"):
         gpu.current()
     gpu.current()
