@@ -43,7 +43,8 @@ def files_of(problems: Sequence[Graded], dtype: str) -> dict[str, str | bytes]:
     listed = []
     for name, problem in zip(names_of(problems), problems, strict=True):
         arrays = _arrays(problem, dtype)
-        files[f"{name}.npz"] = _archive(arrays)
+        np.savez(stream := io.BytesIO(), **arrays)  # type: ignore[arg-type]
+        files[f"{name}.npz"] = stream.getvalue()
         *rows, _ = problem.arguments["q"].shape
         asks = bool(problem.arguments.get("return_lse"))
         listed.append(
@@ -150,9 +151,3 @@ def _arrays(problem: Graded, dtype: str) -> dict[str, Array]:
             array = array.astype(np.float16)
         found[name] = array
     return found
-
-
-def _archive(arrays: Mapping[str, Array]) -> bytes:
-    stream = io.BytesIO()
-    np.savez(stream, **arrays)  # type: ignore[arg-type]
-    return stream.getvalue()

@@ -35,20 +35,6 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Paragraph:
-    """Sentences."""
-
-    words: str
-
-
-@dataclass(frozen=True)
-class Table:
-    """Records with the same keys."""
-
-    records: Sequence[dict[str, str]]
-
-
-@dataclass(frozen=True)
 class Matrices:
     """Expected and returned numbers side by side; cells with ``differs`` are marked."""
 
@@ -57,14 +43,14 @@ class Matrices:
     differs: NDArray[np.bool_]
 
 
-Part = Heading | Paragraph | Table | Matrices
+Part = Heading | str | list[dict[str, str]] | Matrices  # a list is a table of records
 
 
 def as_text(report: Report, taken: int = 0) -> str:
     """The report in lines of 80 characters; the first one leaves room for ``taken`` before it."""
     first, *others = parts(report)
-    assert isinstance(first, Paragraph)
-    verdict = _filled(first.words, taken)[taken:]
+    assert isinstance(first, str)
+    verdict = _filled(first, taken)[taken:]
     return "\n\n".join([verdict, *map(_text, others)]) + "\n"
 
 
@@ -82,37 +68,34 @@ def as_html(report: Report) -> str:
 
 def parts(report: Report) -> Iterator[Part]:
     """The parts of a report: verdict, evidence, what to change, option by option."""
-    yield Paragraph(" ".join(report.sentences))
+    yield " ".join(report.sentences)
     if report.alternatives:
         others = ", or ".join(" with ".join(names) for names in report.alternatives)
-        yield Paragraph(f"As likely: {others}. {_sentence(report.findings.tell_apart or '')}")
+        yield f"As likely: {others}. {_sentence(report.findings.tell_apart or '')}"
     smallest = report.smallest
     if smallest is not None:
         yield from _shown(smallest, report.deviations)
     known = [DEVIATIONS[name] for name in report.deviations if name in DEVIATIONS]
     if known and report.verdict != "right":
         yield Heading("what to change")
-        yield Table([{"deviation": d.identifier, "change": report.change(d)} for d in known])
+        yield [{"deviation": d.identifier, "change": report.change(d)} for d in known]
     if report.readings:
         yield Heading("what its outputs show")
-        yield Table([_reading(reading) for reading in report.readings])
+        yield [
+            {"reading": r["name"], "fit": f"{r['fit']:.4g}", "value": r["value"]}
+            for r in report.readings
+        ]
     yield Heading("option by option")
-    yield Table(report.conformance())
-
-
-def _reading(reading: dict[str, Any]) -> dict[str, str]:
-    return {
-        "reading": reading["name"], "fit": f"{reading['fit']:.4g}", "value": reading["value"]
-    }  # fmt: skip
+    yield report.conformance()
 
 
 def _shown(result: Result, named: Sequence[str]) -> Iterator[Part]:
     """The smallest failing problem, and the first head in which it fails."""
     yield Heading(f"the smallest problem that shows it: {result.problem.name}")
-    yield Paragraph(f"{_arguments(result)}. It shows {result.problem.shows}.")
+    yield f"{_arguments(result)}. It shows {result.problem.shows}."
     answer = result.answer
     if answer.note and (answer.output is None or set(answer.faults) & set(named)):
-        yield Paragraph(_sentence(answer.note))
+        yield _sentence(answer.note)
     if answer.output is None or answer.output.shape != result.expected.shape:
         return
     name, pair = "output", (result.expected, answer.output)
@@ -134,7 +117,7 @@ def _side_by_side(name: str, expected: Array, got: Array, bound: float) -> Itera
     words = f"Rows {first} to {first + LARGEST - 1} of the {name}" if first else name.capitalize()
     if expected.shape[0] * expected.shape[1] > 1:
         words += f", batch entry {b}, head {h}"
-    yield Paragraph(f"{words} (one row per query; {MARK} differs)")
+    yield f"{words} (one row per query; {MARK} differs)"
     yield Matrices(cells(expected[where], DECIMALS), cells(got[where], DECIMALS), wrong[where])
 
 
@@ -171,10 +154,10 @@ def _text(part: Part) -> str:
     match part:
         case Heading(words):
             return printable(words)
-        case Paragraph(words):
-            return _filled(words)
-        case Table(records):
-            return "\n".join(_text_table(records))
+        case str():
+            return _filled(part)
+        case list():
+            return "\n".join(_text_table(part))
         case Matrices():
             return "\n".join(_text_matrices(part))
 
@@ -232,11 +215,11 @@ def _markdown(part: Part) -> str:
     match part:
         case Heading(words):
             return f"## {_escaped(words)}"
-        case Paragraph(words):
-            return _escaped(words)
-        case Table(records):
-            rows = [[_escaped(cell) for cell in record.values()] for record in records]
-            return _piped([[*records[0]], ["---"] * len(records[0]), *rows])
+        case str():
+            return _escaped(part)
+        case list():
+            rows = [[_escaped(cell) for cell in record.values()] for record in part]
+            return _piped([[*part[0]], ["---"] * len(part[0]), *rows])
         case Matrices():
             width = len(part.expected[0])
             head = [["expected", *[""] * (width - 1), "got", *[""] * (width - 1)]]
@@ -265,11 +248,11 @@ def _html(part: Part) -> str:
     match part:
         case Heading(words):
             return f"<h2>{_quoted(words)}</h2>"
-        case Paragraph(words):
-            return f"<p>{_quoted(words)}</p>"
-        case Table(records):
-            rows = [_row("th", [_quoted(name) for name in records[0]])]
-            rows += [_row("td", [_quoted(cell) for cell in r.values()]) for r in records]
+        case str():
+            return f"<p>{_quoted(part)}</p>"
+        case list():
+            rows = [_row("th", [_quoted(name) for name in part[0]])]
+            rows += [_row("td", [_quoted(cell) for cell in record.values()]) for record in part]
             return f"<table>{''.join(rows)}</table>"
         case Matrices():
             width = len(part.expected[0])

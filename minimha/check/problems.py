@@ -24,6 +24,7 @@ Array = NDArray[Any]
 SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 LARGEST = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.4e38}
 REQUIRED = ("q", "k", "v", "x", "W_q", "W_k", "W_v", "W_o", "num_heads")  # not options
+EIGHT = {"Lq": 8, "Lk": 8, "D": 8}  # sizes of problems with V = I
 MANY = 301  # keys: not divisible by any usual block size
 
 
@@ -159,18 +160,15 @@ def _plain() -> Iterator[Graded]:
     sizes = {"B": 2, "H": 3, "Lq": 4, "Lk": 4, "D": 5}
     yield _drawn("heads and batch, square", "heads moved to their place and back", sizes)
     yield _drawn("narrow values", "Dv other than D", {"H": 2, "Dv": 3})
-    draw = _Draw("grouped heads")
-    shows = "which key/value head is read"
+    draw, shows = _Draw("grouped heads"), "which key/value head is read"
     yield _problem("grouped heads", shows, draw.qkv(H=6, Hkv=3))
     yield _problem("grouped heads, square", shows, draw.qkv(H=4, Hkv=2, Lq=6, Lk=6))
     yield _drawn("scale", "the argument scale", {"H": 2, "Lq": 6, "Lk": 6}, scale=0.3125)
     yield _drawn("log-sum-exp", "the log-sum-exp", {"H": 2}, return_lse=True)
-    draw = _Draw("weights")
-    square = {**draw.qkv(Lq=8, Lk=8, D=8), "v": _identity(8)}
-    yield _problem("weights", "the weights themselves: V = I", square)
-    draw = _Draw("weights of two heads")
-    wide = {**draw.qkv(H=2, Lq=6, Lk=12, D=4), "v": _identity(12, heads=2)}
-    yield _problem("weights of two heads", "the weights at other sizes: V = I", wide)
+    yield _drawn("weights", "the weights themselves: V = I", EIGHT, v=_identity(8))
+    wide = {"H": 2, "Lq": 6, "Lk": 12, "D": 4}
+    shows = "the weights at other sizes: V = I"
+    yield _drawn("weights of two heads", shows, wide, v=_identity(12, heads=2))
 
 
 def _identity(size: int, heads: int = 1) -> Array:
@@ -214,8 +212,7 @@ def _causal() -> Iterator[Graded]:
         {"B": 2, "Lq": 3, "Lk": 8}, q_offset=np.array([1, 4]),
     )  # fmt: skip
     yield causal("causal, 64 tokens", "sizes that suit tiles", {"Lq": 64, "Lk": 64, "D": 16})
-    draw = _Draw("causal weights")
-    square = {**draw.qkv(Lq=8, Lk=8, D=8), "v": _identity(8)}
+    square = {**_Draw("causal weights").qkv(**EIGHT), "v": _identity(8)}
     yield _problem("causal weights", "which keys each query sees: V = I", square, is_causal=True)
     few = {**square, "q": square["q"][:, :, :4]}
     yield _problem(
@@ -250,10 +247,8 @@ def _windows() -> Iterator[Graded]:
         window_size=(2, 1), q_offset=3,
     )  # fmt: skip
     yield _drawn("window on the left", "a side without a limit", square, window_size=(2, None))
-    draw = _Draw("window weights")
-    weights = {**draw.qkv(Lq=8, Lk=8, D=8), "v": _identity(8)}
     shows = "which keys each query sees: V = I"
-    yield _problem("window weights", shows, weights, window_size=(2, 1))
+    yield _drawn("window weights", shows, EIGHT, v=_identity(8), window_size=(2, 1))
 
 
 def _masks() -> Iterator[Graded]:
@@ -262,15 +257,14 @@ def _masks() -> Iterator[Graded]:
     draw = _Draw("mask for each head")
     square, each = draw.qkv(2, 2, Lq=6, Lk=6), draw.mask(2, 2, 6, 6)
     yield _problem("mask for each head", "a mask's axes", square, attn_mask=each)
-    draw = _Draw("mask over keys")
     padding = np.array([[1, 1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]], bool)[:, None, None]
-    yield _problem("mask over keys", "padding as a mask", draw.qkv(2, 2), attn_mask=padding)
+    yield _drawn("mask over keys", "padding as a mask", {"B": 2, "H": 2}, attn_mask=padding)
     draw = _Draw("mask, causal")
     square = draw.qkv(Lq=6, Lk=6)
     mask = draw.mask(6, 6) | np.eye(6, dtype=bool)
     yield _problem("mask, causal", "two that hide", square, attn_mask=mask, is_causal=True)
     draw = _Draw("mask weights")
-    square = {**draw.qkv(Lq=8, Lk=8, D=8), "v": _identity(8)}
+    square = {**draw.qkv(**EIGHT), "v": _identity(8)}
     shows = "which keys each query sees: V = I"
     yield _problem("mask weights", shows, square, attn_mask=draw.mask(8, 8))
     mask = _Draw("mask, low scores").mask(6, 6)

@@ -158,7 +158,9 @@ class Report:
             return f"{self.function} is wrong: {what}.", f"{failing} of {taken} problems show it."
         share = f"all {taken}" if explained == taken else f"{explained} of the {taken}"
         evidence = f"This explains {share} problems that it takes."
-        if explained < taken and all(map(_is_of_the_run, self.deviations)):
+        if explained < taken and all(
+            n in DEVIATIONS and DEVIATIONS[n].stage == "run" for n in self.deviations
+        ):
             evidence = f"{share} problems come out right."
         found = f"{self.function} is wrong: {what}.", evidence
         return (*found, f"{self._missing}.") if self._missing else found
@@ -234,11 +236,6 @@ class Report:
         own = DIALECTS[self.speaks].conventions
         named = [n for n in self.deviations if name in _rows(n)]
         return "; ".join(own.get(n) or _clause(n) for n in named)
-
-
-def _is_of_the_run(identifier: str) -> bool:
-    """Whether a deviation predicts no output."""
-    return identifier in DEVIATIONS and DEVIATIONS[identifier].stage == "run"
 
 
 # Rows of the conformance table that are not options.

@@ -126,7 +126,8 @@ def _jax(q: Array, k: Array, v: Array, options: Options) -> Options:
     _refuse_offset(options, 0, "window_size")
     keywords = _causal(options)
     keywords |= _moved(options, scale="scale", kv_lengths="key_value_seq_lengths")
-    keywords |= _four_axes(options, attn_mask="mask", attn_bias="bias")
+    over_scores = _moved(options, attn_mask="mask", attn_bias="bias")
+    keywords |= {name: x[(None,) * (4 - x.ndim)] for name, x in over_scores.items()}
     if "window_size" in options:
         everything = q.shape[2] + k.shape[2]
         sides = options.pop("window_size")
@@ -197,11 +198,6 @@ def _hidden(bias: Array, mask: Array) -> Array:
 def _moved(options: Options, **theirs: str) -> Options:
     """Remove options from ``options`` and return them under the library's names."""
     return {word: options.pop(name) for name, word in theirs.items() if name in options}
-
-
-def _four_axes(options: Options, **theirs: str) -> Options:
-    moved = _moved(options, **theirs)
-    return {word: array[(None,) * (4 - array.ndim)] for word, array in moved.items()}
 
 
 def _causal(options: Options) -> Options:

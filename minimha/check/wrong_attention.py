@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.check import visible
+from minimha.check.catalogue import DEVIATIONS
 from minimha.check.prepared import FLOAT32, SMALLEST, Impossible, Prepared
 from minimha.check.rounding import accumulated, rounded
 
@@ -42,6 +43,9 @@ MOVED = {
 }
 MULTIPLIED_OTHERWISE = {
     "heads_not_split", "q_k_swapped", "k_reshaped_not_transposed", "k_v_swapped",
+}  # fmt: skip
+INPUT_BITS = {
+    "inputs_in_bfloat16": (8, 128), "inputs_in_tf32": (11, 128), "inputs_in_float16": (11, 16),
 }  # fmt: skip
 SOFTMAX_AXES = {
     "softmax_over_queries": (-2,),
@@ -88,8 +92,6 @@ def attend(
 
 def values_of(deviations: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Identifiers with their values, by default the usual ones."""
-    from minimha.check.catalogue import DEVIATIONS
-
     if isinstance(deviations, Mapping):
         return dict(deviations)
     return {name: DEVIATIONS[name].values[0] for name in deviations}
@@ -137,7 +139,7 @@ class _Deviation:
             if x.Dv != x.D:
                 raise Impossible("K and V are swapped but D is not Dv")
             k, v = v, k
-        bits = self.input_bits()
+        bits = next((bits for name, bits in INPUT_BITS.items() if name in d), None)
         if bits is not None:
             q, k, v = rounded(q, *bits), rounded(k, *bits), rounded(v, *bits)
         K, V = k[:, heads], v[:, heads]
@@ -160,13 +162,6 @@ class _Deviation:
         """``a``, with heads and tokens confused if the deviation does so."""
         way = self.d.get("heads_not_split")
         return a if way is None else confused(a, way)
-
-    def input_bits(self) -> tuple[int, int] | None:
-        formats = {
-            "inputs_in_bfloat16": (8, 128), "inputs_in_tf32": (11, 128),
-            "inputs_in_float16": (11, 16),
-        }  # fmt: skip
-        return next((bits for name, bits in formats.items() if name in self.d), None)
 
     def round_products(self, rows: Array, columns: Array) -> None:
         for name, bits in (("scores_in_float16", 11), ("scores_in_bfloat16", 8)):

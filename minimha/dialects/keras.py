@@ -290,19 +290,11 @@ def _layer(
 
 
 def _attended(
-    layer: MultiHeadAttention,
-    inputs: dict[str, Array],
-    dtype: np.dtype[Any],
-    output_shape: tuple[int, ...],
-    axes: tuple[int, ...],
-    *,
-    sliding_window: int | None,
-    masks: tuple[ArrayLike | None, ...],
-    return_attention_scores: bool,
-    use_causal_mask: bool,
-    empty_rows: str | None,
-    backend: Backend,
-) -> Any:
+    layer: MultiHeadAttention, inputs: dict[str, Array], dtype: np.dtype[Any],
+    output_shape: tuple[int, ...], axes: tuple[int, ...], *, sliding_window: int | None,
+    masks: tuple[ArrayLike | None, ...], return_attention_scores: bool, use_causal_mask: bool,
+    empty_rows: str | None, backend: Backend,
+) -> Any:  # fmt: skip
     """The results of both layers, for attention over ``axes``."""
     wants_scores = flag("return_attention_scores", return_attention_scores)
     _check_lengths(inputs, axes)

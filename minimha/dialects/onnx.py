@@ -158,7 +158,10 @@ def attention(
     shape = (*q.shape[:3], k.shape[2])
     lengths = _lengths(nonpad_kv_seqlen, shape)
     mask = {} if attn_mask is None else _mask(attn_mask, shape, lengths)
-    is_double = _is_double(softmax_precision) or np.float64 in (q.dtype, v.dtype)
+    if softmax_precision not in (None, *PRECISIONS):
+        known = ", ".join(f"{number} ({name})" for number, name in PRECISIONS.items())
+        raise ValueError(f"softmax_precision is {softmax_precision!r}: expected {known}")
+    is_double = softmax_precision == DOUBLE or np.float64 in (q.dtype, v.dtype)
     compute = np.dtype(np.float64 if is_double else np.float32)
     options: dict[str, Any] = {
         "is_causal": bool(_integer("is_causal", is_causal, 0, 1)),
@@ -426,13 +429,6 @@ def _mask(
     whole = np.concatenate([array, hidden], axis=-1)
     name = "attn_mask" if is_boolean else "attn_bias"
     return {name: whole[(None,) * (4 - whole.ndim)]}
-
-
-def _is_double(softmax_precision: int | None) -> bool:
-    if softmax_precision is not None and softmax_precision not in tuple(PRECISIONS):
-        known = ", ".join(f"{number} ({name})" for number, name in PRECISIONS.items())
-        raise ValueError(f"softmax_precision is {softmax_precision!r}: expected {known}")
-    return softmax_precision == DOUBLE
 
 
 def _window(left: int, right: int) -> tuple[int | None, int | None]:

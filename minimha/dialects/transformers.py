@@ -76,13 +76,7 @@ class DynamicCache:
         return np.array([self.get_seq_length()])
 
     def append(self, k: Array, v: Array) -> None:
-        """Add the keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) of the next tokens.
-
-        Raises
-        ------
-        ValueError
-            A size other than L differs from that of the earlier tokens.
-        """
+        """Add the keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) of the next tokens."""
         self._before = self.keys, self.values
         if self.keys is not None and self.values is not None:
             for name, new, old in (("keys", k, self.keys), ("values", v, self.values)):
@@ -108,29 +102,11 @@ class DynamicCache:
         tap: Tap = no_tap,
         **options: Any,
     ) -> Any:
-        """Attention of the queries ``q`` over the keys that ``options`` leave visible.
+        """The heads (B, H, L, Dv) of queries ``q``; a ``MultiHeadAttention`` calls it.
 
-        Parameters
-        ----------
-        q : ndarray of shape (B, H, L, D)
-        columns : int, optional
-            The number of latest keys that the options describe, as in a sliding window. Default is
-            all.
-        weights : list, optional
-            The weights (B, H, L, columns) are appended to it.
-        tap : callable ``tap(name, value) -> value``, optional
-            Receives every step of the attention.
-        **options
-            As in ``minimha.attention``.
-
-        Returns
-        -------
-        ndarray of shape (B, H, L, Dv)
-
-        Raises
-        ------
-        ValueError
-            The cache is empty.
+        ``columns`` is the number of latest keys that the ``options`` of ``minimha.attention``
+        describe, by default all. The weights (B, H, L, columns) are appended to ``weights``. It
+        raises a ValueError if the cache is empty.
         """
         if self.keys is None or self.values is None:
             raise ValueError("past_key_values is empty: append keys and values before attending")

@@ -91,45 +91,14 @@ def attention_forward(
     backend: Backend = "auto",
     **others: Any,
 ) -> tuple[Any, Any]:
-    """Attention of one module, with the arguments and results of transformers' functions.
+    """Output (B, Lq, H, Dv) and weights (B, H, Lq, Lk), which are None unless requested.
 
-    Without a mask it is causal if the module is; but a single query sees every key.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Its ``is_causal`` is used if the argument is None; a module without one is causal.
-    query : tensor of shape (B, H, Lq, D)
-    key : tensor of shape (B, Hkv, Lk, D)
-    value : tensor of shape (B, Hkv, Lk, Dv)
-    attention_mask : tensor broadcastable to (B, H, Lq, Lk), bool or floating, optional
-        True = may attend; floating is added to the scores.
-    scaling : float, optional
-        Default is 1/√D.
-    is_causal : bool, optional
-    position_bias : tensor broadcastable to (B, H, Lq, Lk), optional
-        Added to the scores.
-    s_aux : tensor of shape (H,), optional
-        Sinks.
-    softcap : float, optional
-    dropout : float, default 0.0
-        Must be 0.
-    output_attentions : bool, default False
-        Return the weights too.
-    backend : str, default "auto"
-    **others
-        Arguments of other attention functions; ignored, as in "eager".
-
-    Returns
-    -------
-    output : tensor of shape (B, Lq, H, Dv)
-    weights : tensor of shape (B, H, Lq, Lk), or None unless ``output_attentions``
-
-    Raises
-    ------
-    TypeError, ValueError
-        Gradients or dropout are requested, an ignored argument would change the result, or a tensor
-        does not fit.
+    transformers' models call it with query (B, H, Lq, D), key (B, Hkv, Lk, D) and value (B, Hkv,
+    Lk, Dv). ``attention_mask`` and ``position_bias`` broadcast to (B, H, Lq, Lk); numbers are added
+    to the scores, and True = may attend. ``s_aux`` (H,) are sinks. ``is_causal`` is by default that
+    of the module, which is causal without one. It applies only without a mask and to several
+    queries. ``others``, arguments of other functions, are ignored as in "eager", but refused if
+    they would change the result.
     """
     _check_inference(query, key, value, dropout)
     for name, what in REFUSED.items():

@@ -418,7 +418,7 @@ def test_the_conformance_adaptor_gives_what_keras_gives_on_either_of_its_ways(cf
 
 @pytest.fixture(scope="module")
 def keras():
-    # On NumPy: JAX compiles every shape anew. KERAS_BACKEND asks for another.
+    # On NumPy: JAX compiles for every shape. KERAS_BACKEND chooses another.
     os.environ.setdefault("KERAS_BACKEND", "numpy")
     return pytest.importorskip("keras", reason="keras, or the backend it runs on, is not installed")
 
