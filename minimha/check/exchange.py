@@ -63,7 +63,7 @@ def files_of(problems: Sequence[Graded], dtype: str) -> dict[str, str | bytes]:
 
 
 def digest(problems: Sequence[Graded]) -> str:
-    """A hash of the problems, 16 letters long."""
+    """A hash of the problems, 16 hexadecimal digits."""
     found = hashlib.sha256()
     for name, problem in zip(names_of(problems), problems, strict=True):
         found.update(name.encode())

@@ -103,7 +103,7 @@ class Problems:
         return frozenset(item for item in items if item is not None)
 
     def usual(self, n: int, item: Item) -> Item | None:
-        """The item, or the first with the same effect on problem ``n``; None if it has none."""
+        """The item, or one for all with the same effect on problem ``n``; None without effect."""
         name, value = item
         needs = DEVIATIONS[name].needs
         if needs and self.options[n].isdisjoint(needs):

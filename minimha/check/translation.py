@@ -24,7 +24,7 @@ class Refused(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one library's attention is called."""
+    """The calling conventions of one library's attention."""
 
     arrays: str  # the library whose arrays it usually takes
     heads_first: bool  # (B, H, L, D) rather than (B, L, H, D)

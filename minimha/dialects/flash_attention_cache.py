@@ -93,7 +93,7 @@ def cache_lengths(
     """``cache_seqlens`` as (B,): the tokens of each batch entry before the new ones."""
     if value is None:
         if is_written:
-            raise ValueError("k needs cache_seqlens, which says where the new keys go")
+            raise ValueError("k needs cache_seqlens, the positions of the new keys")
         return np.full(B, room)
     lengths = as_integers("cache_seqlens", value)
     if lengths.shape not in ((), (B,)):

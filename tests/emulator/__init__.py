@@ -1,12 +1,12 @@
-"""A PTX emulator on NumPy: it runs CUDA kernels without a GPU and catches what a GPU lets pass.
+"""A PTX emulator on NumPy: it runs CUDA kernels without a GPU and finds errors that a GPU ignores.
 
 ``Emulator(text).run(launch, arguments, memory)`` executes one launch of the kernel in ``text``;
 ``forward(module, problem)`` runs a whole rung. How text becomes numbers::
 
     parse         text to a Kernel: registers, variables, instructions as words and operands
     instructions  one instruction to a closure over NumPy calls that take all threads at once
-    wgmma         those of warpgroups, whose products are under way until they are waited for
-    waits         those at which some threads wait for others: mbarriers, setmaxnreg, barriers
+    wgmma         instructions of warpgroups, whose products run until a wait for them
+    waits         instructions at which threads wait for others: mbarriers, setmaxnreg, barriers
     decode        a Kernel to a Program: closures, branches, and where threads may meet
     team          threads with registers, which execute a Program, diverge and reconverge
     memory        the global, shared and local memory that they access
@@ -24,28 +24,27 @@ and vectors, atomics, ``cp.async`` in groups and with mbarriers, whose arrivals,
 Anything else is a ``NotImplementedError`` that names the instruction before anything runs: calls of
 functions, textures, carries, packed arithmetic, clusters, bulk copies, mbarriers that count them.
 
-By default all threads of a batch of blocks run in lockstep, which is fast but hides whatever
-depends on the warps keeping pace. With an ``order``, a seed, one warp after another runs as far as
-it need not wait for others, in random order. What no order may decide is then a ``PTXError``,
-whichever order was drawn: a race for shared memory, that is a byte that another warp accessed and
-no barrier or mbarrier in between, or another lane and no ``bar.warp.sync``, where at least one of
-the two wrote.
+By default all threads of a batch of blocks run in lockstep, which is fast but hides errors that
+depend on the order of warps. With an ``order``, a seed, one warp after another runs until it must
+wait, in random order. Then any race for shared memory is a ``PTXError``, in every order: two warps
+access a byte without a barrier or mbarrier in between, or two lanes without a ``bar.warp.sync``,
+and at least one of them writes.
 
 In both modes these are a ``PTXError``, too:
 
-- shared memory that is read before anyone wrote it, or while a ``cp.async`` to it is in flight: a
-  copy arrives when it is waited for and no earlier, one that arrives at an mbarrier when nobody can
-  do anything else;
-- threads that wait for ever, with what each of them waits for;
-- an address outside of every array, across two of them (there are gaps between arrays, which
-  nobody may touch), or not a multiple of the size of the access;
-- an instruction of whole warps that some lanes do not take part in;
+- shared memory that is read before it is written, or while a ``cp.async`` to it is in flight: a
+  copy arrives only when a thread waits for it; one that arrives at an mbarrier, only when no thread
+  can do anything else;
+- threads that wait for ever; the message names what each of them waits for;
+- an address outside of every array, across two of them (gaps separate arrays), or not a multiple of
+  the size of the access;
+- an instruction of whole warps that some lanes do not execute;
 - a register of a ``wgmma`` that is accessed before it was waited for, or without a ``wgmma.fence``
   ahead of it; shared memory that it reads and that is overwritten until then, or that has not
   passed a ``fence.proxy.async`` since it was written, in the warp that wrote it or in the one that
   reads it, between the two.
 
-What it cannot find, or does not model: races between blocks, in global memory, and of atomics; time
+It does not find or model: races between blocks, in global memory, and of atomics; time
 and bank conflicts; whether all four warps of a warpgroup execute a ``wgmma`` or ``setmaxnreg``; how
 many registers a warp uses; that one lane arrives at an mbarrier for others without a
 ``bar.warp.sync``. Other fences do nothing, since every other access is visible at once. ``fma`` and

@@ -139,7 +139,7 @@ class Shared(Memory):
     def note_read(self, team, at, size):
         granules = self._granules(at, size)
         writer = self.writer[granules]
-        refuse(team, writer == UNWRITTEN, "reads shared memory that nobody wrote")
+        refuse(team, writer == UNWRITTEN, "reads shared memory that was never written")
         refuse(team, writer == IN_FLIGHT, "reads what cp.async has not been waited for")
         if self.finds_races:
             is_race = self._is_unordered(team, writer, team.warp_syncs)

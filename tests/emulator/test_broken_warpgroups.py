@@ -21,7 +21,7 @@ OTHER_PHASE = (
     r"\g<2> %other; selp.u32 \g<4> 1, 0, %is_over;"
 )
 NO_PHASE = r"mov.u32 \g<4> 1;"
-UNSYNCHRONISED = r"unsynchronised|nobody wrote|not been waited|is no mbarrier|wgmma that was not"
+UNSYNCHRONISED = r"unsynchronised|never written|not been waited|is no mbarrier|wgmma that was not"
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_each_missing_barrier_is_caught(rung, number):
 
 @pytest.mark.parametrize("number", range(6))  # full; empty, of K and of V; each of them twice
 def test_each_mbarrier_that_does_not_begin_is_caught(rung, number):
-    with pytest.raises(PTXError, match=r"is no mbarrier|nobody wrote"):
+    with pytest.raises(PTXError, match=r"is no mbarrier|never written"):
         error(rung, None, replaced(r"mbarrier\.init[^;]*;", number, ""))
 
 

@@ -293,7 +293,7 @@ def test_shared_memory_belongs_to_a_block(order):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("other", "barrier"), [(128, ""), (128, "bar.warp.sync -1;"), (4, "")])
 def test_a_missing_barrier_is_caught_in_any_order_of_warps(other, barrier, seed):
-    with pytest.raises(PTXError, match=r"unsynchronised|nobody wrote"):
+    with pytest.raises(PTXError, match=r"unsynchronised|never written"):
         execute(EXCHANGE.format(other=other, barrier=barrier), threads=64, shared=256, order=seed)
 
 
@@ -315,7 +315,7 @@ def test_overwriting_what_another_warp_reads_is_caught(seed):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("ld.shared.u32 %r5, [dynamic];", "nobody wrote"),
+        ("ld.shared.u32 %r5, [dynamic];", "never written"),
         ("ld.shared.u32 %r5, [dynamic+256];", "outside of the 256 bytes"),
         ("st.shared.v2.u32 [dynamic+4], {%r0, %r0};", "not a multiple of 8"),
         ("ld.global.u32 %r5, [%d0+2];", "in no array|not a multiple of 4"),

@@ -69,7 +69,7 @@ def test_what_one_warp_writes_another_one_reads(fill, arrive, order):
         (ARRIVE, 1, r"try_wait.*waits for ever at the mbarrier at 0x0.*32 of 32 have not arrived"),
         (ARRIVE, 2, r"try_wait.*waits for ever at the mbarrier at 0x0.*32 of 32 have not arrived"),
         (RELEASE.replace("#", "0"), 0, r"try_wait.*at the mbarrier at 0x8.*1 of 1 have not"),
-        ("mbarrier.init.shared::cta.b64 [%r4+8], 1;", 0, "nobody wrote"),
+        ("mbarrier.init.shared::cta.b64 [%r4+8], 1;", 0, "never written"),
     ],
 )
 def test_who_waits_for_ever_says_for_what(missing, number, sentence, order):
@@ -107,7 +107,7 @@ def test_reading_or_writing_too_early_is_noticed_in_some_order(change):
 
 @pytest.mark.parametrize("order", range(3))
 def test_what_is_written_after_the_arrival_is_a_race(order):
-    with pytest.raises(PTXError, match=r"unsynchronised|nobody wrote"):
+    with pytest.raises(PTXError, match=r"unsynchronised|never written"):
         read(order, fill=ARRIVE, arrive=WRITE)
 
 

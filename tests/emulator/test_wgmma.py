@@ -75,7 +75,7 @@ def test_a_product_is_spread_over_four_warps(form, number, order):
     ("missing", "order", "sentence"),
     [
         (FENCE, None, "has not passed a fence.proxy.async"),
-        (BARRIER, 0, "nobody wrote|unsynchronised"),
+        (BARRIER, 0, "never written|unsynchronised"),
         (BEGIN, None, "no wgmma.fence was passed"),
         (END, None, "was not waited for"),
         (WAIT, None, "was not waited for"),

@@ -32,7 +32,7 @@ def compile_ahead(
 
 
 def _kernels(dtypes: Sequence[str], device: gpu.Device) -> Iterator[tuple[str, Launch]]:
-    """Each kernel once, and what it is called: its rung, and what it is first needed for."""
+    """Each kernel once, after its name: its rung and the first sizes that use it."""
     known = set()
     for dtype, D, (H, Lq) in product(dtypes, HEAD_DIMS, ((1, MANY), *((H, 1) for H in GROUPS))):
         numbers = getattr(import_module("ml_dtypes"), dtype, dtype)

@@ -395,7 +395,7 @@ def _refusal(status: Any, device: Device) -> DeviceError:
 
 
 def layout(signature: tuple[Any, ...]) -> struct.Struct:
-    """How the parameters of a kernel are packed: one slot of eight bytes per parameter."""
+    """The packing of a kernel's parameters: one slot of eight bytes for each."""
     return struct.Struct("<" + "".join(_formats(signature)))
 
 

@@ -136,7 +136,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
     tiles = fragments.MmaTiles(W, dtype, B_r, B_c, WARPS)
     M = tiles.M
     S_size, O_size = 4 * M * tiles.N, 4 * M * tiles.chunks  # numbers of a thread
-    step = np.int32(B_c)  # in 32 bits, as what is computed from j
+    step = np.int32(B_c)  # in 32 bits, like the numbers computed from j
     stage = B_c * W * 2  # bytes of a tile of K or V
     hides_keys, alignment = options.hide_keys, fragments.ALIGNMENT
     block, place, first = block_of(B_r), fragments.lane_and_row(tiles), fragments.first_chunk(tiles)

@@ -80,8 +80,8 @@ def launches(
 ) -> Launches:  # fmt: skip
     """The launches of the two kernels.
 
-    By default, ``splits`` of the keys is the number of warps that the ``multiprocessors`` run at
-    once: more would run after the others, on an almost empty GPU.
+    By default there are enough ``splits`` of the keys to fill the ``multiprocessors`` once: more
+    would run after the others, on an almost empty GPU.
     """
     B, H, Lq, _ = problem.q.shape
     _, Hkv, Lk, _ = problem.k.shape

@@ -97,7 +97,7 @@ def test_the_merge_needs_its_barrier():
         return text.replace(barrier, "")
 
     changed = []
-    with pytest.raises(emulator.PTXError, match=r"nobody wrote|unsynchronised"):
+    with pytest.raises(emulator.PTXError, match=r"never written|unsynchronised"):
         decode(*ragged(), order=0, change=without)
     assert any(changed)
 

@@ -8,7 +8,7 @@ register_tiles   tiles multiplied in registers: copies and products of rung 3
 fragments        tiles multiplied by ``mma``: copies and products of rungs 4 and 5
 warpgroups       tiles multiplied by ``wgmma``: copies and products of rung 6
 pipeline         tiles on their way from the warpgroup that copies to those that multiply: rung 6
-mask             which keys a query sees, and what the options do to its scores
+mask             visible keys, and the options of scores
 nonfinite        NaN and infinity among the values: they reach only the rows that see them
 online_softmax   row maxima, exponentials, rescaling, and the log-sum-exp at the end
 """

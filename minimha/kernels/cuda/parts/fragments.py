@@ -286,7 +286,7 @@ def store_tile(tiles: MmaTiles) -> Any:
 
 
 class DecodeTiles(NamedTuple):
-    """``keys`` keys for the 8 or 16 ``rows`` of a warp; lane = 4 g + t, as ``ptx.mma_f16`` says.
+    """``keys`` keys for the 8 or 16 ``rows`` of a warp; lane = 4 g + t, as in ``ptx.mma_f16``.
 
     S = Q Kᵀ: A holds the queries, row g and g + 8; B the keys, key g of 8. Lane (g, t) gives both
     the part t of 4 of a row, so that it has S[g, 2t], S[g, 2t + 1] and the same of row g + 8.
