@@ -185,8 +185,9 @@ def _band(visible: Array) -> str | None:
     i, j = np.indices(visible.shape)
     if not visible.any():
         return None
-    low, high = (j - i)[visible].min(), (j - i)[visible].max()
-    if not np.array_equal(visible, (j - i >= low) & (j - i <= high)):
+    distances = np.asarray(j - i)
+    low, high = int(distances[visible].min()), int(distances[visible].max())
+    if not np.array_equal(visible, (distances >= low) & (distances <= high)):
         return None
     left = "" if low <= 1 - Lq else f"{_shifted(low)} <= "
     right = "" if high >= Lk - 1 else f" <= {_shifted(high)}"

@@ -53,7 +53,7 @@ class Weights:
                 f"keys have width {len(parts['k'][0])}: expected a multiple of the head width {D}"
             )
         parts["o"] = o or (np.eye(H * D, dtype=parts["q"][0].dtype), None)
-        weights = {f"W_{name}": W.T for name, (W, _) in parts.items()}
+        weights: dict[str, Any] = {f"W_{name}": W.T for name, (W, _) in parts.items()}
         weights |= {f"b_{name}": b for name, (_, b) in parts.items() if b is not None}
         qk_norm, epsilon = c.qk_norm, config.get("rms_norm_eps", c.epsilon)
         if c.qk_norm is not None:
