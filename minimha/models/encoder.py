@@ -16,66 +16,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend
 from minimha.equations.arguments import as_integers, name_of
-from minimha.equations.tap import Steps, Tap, no_tap, prefixed, renamed, replacing, staged
-from minimha.layers.feed_forward import ACTIVATIONS, FeedForward
+from minimha.equations.tap import Steps, Tap, no_tap, prefixed, replacing, staged
+from minimha.layers.feed_forward import ACTIVATIONS
 from minimha.layers.linear import product
-from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import LayerNorm, Norm
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
+from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer, check_length, numbers
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class EncoderLayer:
-    """norm(x + attention(x)), then the same of its feed-forward; or x + attention(norm(x)).
-
-    Parameters
-    ----------
-    attention : MultiHeadAttention
-    attention_norm : Norm
-    feed_forward : FeedForward
-    feed_forward_norm : Norm
-    norm_first : bool, default False
-        Normalise what goes in, as T5 does, rather than the sum, as the first transformer and BERT.
-    scale : float, optional
-        Of the scores.
-
-    References
-    ----------
-    Vaswani et al., "Attention Is All You Need", 2017, section 3.1; Devlin et al., "BERT", 2019.
-    """
-
-    attention: MultiHeadAttention
-    attention_norm: Norm
-    feed_forward: FeedForward
-    feed_forward_norm: Norm
-    norm_first: bool = False
-    scale: float | None = None
-
-    def __call__(self, x: Array, tap: Tap = no_tap, **options: Any) -> Array:
-        """Return what x (B, L, E) becomes, (B, L, E); ``options`` are those of the attention.
-
-        ``tap`` hears x, what the parts hear, added, and residual or, with its norm, post_residual.
-        """
-        return self.feed(self.attend(x, tap, **options), tap)
-
-    def attend(self, x: Array, tap: Tap = no_tap, **options: Any) -> Array:
-        """The first half: x and what attention found; normalised, unless norms come first."""
-        y = self.attention_norm(tap("x", x), tap) if self.norm_first else tap("x", x)
-        y = self.attention(y, scale=self.scale, tap=renamed(tap, x=None), **options)
-        added = tap("added", x + y)
-        return added if self.norm_first else self.attention_norm(added, prefixed(tap, "added_"))
-
-    def feed(self, x: Array, tap: Tap = no_tap) -> Array:
-        """The second half: x and what the feed-forward made of each token."""
-        if self.norm_first:
-            y = self.feed_forward_norm(x, prefixed(tap, "added_"))
-            return np.asarray(tap("residual", x + self.feed_forward(y, tap)))
-        summed = tap("post_residual", x + self.feed_forward(x, tap))
-        return self.feed_forward_norm(summed, prefixed(tap, "post_residual_"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +57,7 @@ class Encoder:
     config : Config
     embeddings : Embeddings
     embedding_norm : Norm
-    layers : sequence of EncoderLayer
+    layers : sequence of Layer
     head : MaskedHead, optional
         Of a masked language model.
     tokenizer : Tokenizer, optional
@@ -120,7 +70,7 @@ class Encoder:
     config: Config
     embeddings: Embeddings
     embedding_norm: Norm
-    layers: Sequence[EncoderLayer]
+    layers: Sequence[Layer]
     head: MaskedHead | None = None
     tokenizer: Tokenizer | None = None
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from minimha.api import Backend, attention
+from minimha.api import Backend
 from minimha.equations.arguments import as_floating, integer, name_of
-from minimha.equations.tap import Steps, Tap, no_tap, prefixed, renamed, replacing, safe_tap, staged
+from minimha.equations.tap import Steps, Tap, no_tap, prefixed, replacing, safe_tap, staged
 from minimha.layers.biases import t5_bias
 from minimha.layers.cache import KVCache
 from minimha.layers.feed_forward import FeedForward
@@ -27,49 +27,11 @@ from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import LayerNorm, Norm
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings, sinusoidal
-from minimha.models.encoder import EncoderLayer
+from minimha.models.layer import Layer
 from minimha.models.sampling import sampler
 from minimha.models.tokens import Tokenizer, check_length, ends, numbers
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class DecoderLayer:
-    """An encoder's layer, causal, that looks at the memory between attention and feed-forward.
-
-    Parameters
-    ----------
-    layer : EncoderLayer
-    cross : MultiHeadAttention
-        From the target's rows to the memory.
-    cross_norm : Norm
-    """
-
-    layer: EncoderLayer
-    cross: MultiHeadAttention
-    cross_norm: Norm
-
-    def look(
-        self, x: Array, memory: Array, kept: tuple[Array, Array] | None, tap: Tap, backend: Backend
-    ) -> Array:
-        """x (B, L, E) and what cross-attention found in the memory (B, Ls, E).
-
-        ``kept`` are the memory's keys and values, if they are known already.
-        """
-        norm_first = self.layer.norm_first
-        y = self.cross_norm(tap("x", x), tap) if norm_first else tap("x", x)
-        heard, scale = renamed(tap, x=None), self.layer.scale
-        if kept is None:
-            found = self.cross(y, memory, scale=scale, backend=backend, tap=heard)
-        else:
-            none = y[:, :0]  # the queries alone are made
-            q, _, _ = self.cross.project(y, none, none)
-            heads = renamed(heard, output="head_output")
-            found = attention(q, *kept, scale=scale, backend=backend, tap=heads)
-            found = self.cross.combine(found, y, heard)
-        added = tap("added", x + found)
-        return np.asarray(added if norm_first else self.cross_norm(added, prefixed(tap, "added_")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +82,7 @@ class EncoderDecoder:
     config : Config
     source, target : Embeddings
         Of the text that is read, and of the one that is written.
-    encoder : sequence of EncoderLayer
-    decoder : sequence of DecoderLayer
+    encoder, decoder : sequence of Layer
     W_vocab : ndarray of shape (E, V)
     encoder_norm, decoder_norm : Norm, optional
         After the last layer. Default is none.
@@ -142,8 +103,8 @@ class EncoderDecoder:
     config: Config
     source: Embeddings
     target: Embeddings
-    encoder: Sequence[EncoderLayer]
-    decoder: Sequence[DecoderLayer]
+    encoder: Sequence[Layer]
+    decoder: Sequence[Layer]
     W_vocab: Array
     encoder_norm: Norm | None = None
     decoder_norm: Norm | None = None
@@ -249,7 +210,7 @@ class EncoderDecoder:
         own, kept = [], []
         for layer in self.decoder:
             own.append(KVCache(1, config.num_kv_heads, size, config.head_dim))
-            kept.append(layer.cross.project(rows[:, :0], rows, rows)[1:])
+            kept.append(layer.keys_and_values(rows))
         return DecoderCache(own, kept)
 
     def generate(
@@ -300,16 +261,15 @@ class EncoderDecoder:
         start = 0 if cache is None else int(cache.own[0].lengths[0])
         self._check_length("target", len(tokens), start)
         x = self.target(tokens, start, tap)[None]
-        options: dict[str, Any] = {"backend": backend}
+        options: dict[str, Any] = {"is_causal": True, "backend": backend}
         if self.decoder_bias is not None:
             options["attn_bias"] = self.decoder_bias(start, start + len(tokens))
-        for n, decoder in enumerate(self.decoder):
-            own: Any = {"is_causal": True} if cache is None else {"cache": cache.own[n]}
-            kept = None if cache is None else cache.memory[n]
-            heard = staged(tap, f"decoder {n}")
-            x = decoder.layer.attend(x, heard, **own, **options)
-            x = decoder.look(x, memory, kept, staged(tap, f"cross {n}"), backend)
-            x = decoder.layer.feed(x, heard)
+        for n, layer in enumerate(self.decoder):
+            own, kept = (None, None) if cache is None else (cache.own[n], cache.memory[n])
+            staged_tap = staged(tap, f"decoder {n}")
+            x = layer.attend(x, staged_tap, cache=own, **options)
+            x = layer.attend_across(x, memory, kept, staged(tap, f"cross {n}"), backend=backend)
+            x = layer.feed(x, staged_tap)
         return x
 
     def _check_length(self, name: str, num_tokens: int, start: int) -> None:
@@ -353,13 +313,13 @@ def original(config: Config, seed: int = 0) -> EncoderDecoder:
     def heads() -> MultiHeadAttention:
         return MultiHeadAttention(E, config.num_heads, seed=int(rng.integers(1 << 31)))
 
-    def layer() -> EncoderLayer:
+    def layer() -> Layer:
         F = config.d_ff
         feed_forward = FeedForward(
             matrix(E, F), matrix(F, E), config.activation,
             b_in=np.zeros(F, np.float32), b_out=np.zeros(E, np.float32),
         )  # fmt: skip
-        return EncoderLayer(heads(), norm(), feed_forward, norm())
+        return Layer(norm(), heads(), norm(), feed_forward, norm_first=False)
 
     tokens = rng.normal(0, E**-0.5, (config.vocabulary, E)).astype(np.float32)
     positions = sinusoidal(config.max_length, E).astype(np.float32)
@@ -367,6 +327,6 @@ def original(config: Config, seed: int = 0) -> EncoderDecoder:
     return EncoderDecoder(
         config, embeddings, embeddings,
         [layer() for _ in range(config.num_layers)],
-        [DecoderLayer(layer(), heads(), norm()) for _ in range(config.num_layers)],
+        [replace(layer(), cross=heads(), cross_norm=norm()) for _ in range(config.num_layers)],
         np.asarray(tokens.T),
     )  # fmt: skip

@@ -16,74 +16,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.api import Backend
 from minimha.equations.arguments import counted, integer, name_of
-from minimha.equations.tap import Steps, Tap, no_tap, prefixed, renamed, replacing, safe_tap, staged
+from minimha.equations.tap import Steps, Tap, no_tap, prefixed, replacing, safe_tap, staged
 from minimha.layers.cache import KVCache
-from minimha.layers.feed_forward import FeedForward
 from minimha.layers.linear import product
-from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import Norm
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
+from minimha.models.layer import Layer
 from minimha.models.sampling import sampler
 from minimha.models.tokens import Tokenizer, check_length, ends, numbers
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """One layer: x + attention(norm(x)), and to that its feed_forward(norm(…)) is added.
-
-    Parameters
-    ----------
-    attention_norm, feed_forward_norm : Norm
-        Of what goes in.
-    attention : MultiHeadAttention
-    feed_forward : FeedForward
-    attention_output_norm, feed_forward_output_norm : Norm, optional
-        Of what comes out, before it is added.
-    window : int, optional
-        How many tokens a query sees, itself included. Default is all.
-    scale, softcap : float, optional
-        Of the attention.
-
-    References
-    ----------
-    Radford et al., 2019 (GPT-2), section 2.3, where the norm moved to the input of each sub-block;
-    Gemma Team, 2024 (Gemma 2), section 2, where there is one on either side.
-    """
-
-    attention_norm: Norm
-    attention: MultiHeadAttention
-    feed_forward_norm: Norm
-    feed_forward: FeedForward
-    attention_output_norm: Norm | None = None
-    feed_forward_output_norm: Norm | None = None
-    window: int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-
-    def __call__(
-        self, x: Array, cache: KVCache | None = None, backend: Backend = "auto", tap: Tap = no_tap
-    ) -> Array:
-        """Return what x (B, L, E) becomes, (B, L, E).
-
-        ``tap`` hears x, what the parts hear, added and residual. The steps of the norms are called
-        normed, added_normed, output_normed and feed_forward_normed, after what is normalised.
-        """
-        normed = self.attention_norm(tap("x", x), tap)
-        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "backend": backend}
-        if cache is None:
-            window = None if self.window is None else (self.window - 1, 0)
-            options |= {"is_causal": True, "window_size": window}
-        y = self.attention(normed, cache=cache, tap=renamed(tap, x=None), **options)
-        if self.attention_output_norm is not None:
-            y = self.attention_output_norm(y, prefixed(tap, "output_"))
-        x = tap("added", x + y)
-        y = self.feed_forward(self.feed_forward_norm(x, prefixed(tap, "added_")), tap)
-        if self.feed_forward_output_norm is not None:
-            y = self.feed_forward_output_norm(y, prefixed(tap, "feed_forward_"))
-        return np.asarray(tap("residual", x + y))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +40,7 @@ class Transformer:
     ----------
     config : Config
     embeddings : Embeddings
-    blocks : sequence of Block
+    blocks : sequence of Layer
     final_norm : Norm
     W_vocab : ndarray of shape (E, V), optional
         The unembedding; if it is tied, the token embedding transposed. Without it, no logits.
@@ -107,7 +50,7 @@ class Transformer:
 
     config: Config
     embeddings: Embeddings
-    blocks: Sequence[Block]
+    blocks: Sequence[Layer]
     final_norm: Norm
     W_vocab: Array | None
     tokenizer: Tokenizer | None = None
@@ -164,8 +107,8 @@ class Transformer:
         check_length("ids", len(tokens), start, self.config.max_length)
         x = self.embeddings(tokens, start, tap)[None]
         for n, block in enumerate(self.blocks):
-            kept = None if cache is None else cache[n]
-            x = block(x, kept, backend, staged(tap, f"layer {n}"))
+            own = None if cache is None else cache[n]
+            x = block(x, staged(tap, f"layer {n}"), is_causal=True, cache=own, backend=backend)
         return x
 
     def unembed(self, x: Array, tap: Tap = no_tap) -> Array:

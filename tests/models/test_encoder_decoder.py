@@ -10,8 +10,8 @@ from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import LayerNorm
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
-from minimha.models.encoder import EncoderLayer
-from minimha.models.encoder_decoder import DecoderLayer, EncoderDecoder, original
+from minimha.models.encoder_decoder import EncoderDecoder, original
+from minimha.models.layer import Layer
 
 E, H, F, V, P, N = 16, 4, 24, 31, 20, 2
 CONFIG = Config(
@@ -49,9 +49,7 @@ def test_with_torchs_weights_it_is_torchs_transformer():
         CONFIG, embeddings, embeddings,
         [layer_of(layer, layer.norm2) for layer in theirs.encoder.layers],
         [
-            DecoderLayer(
-                layer_of(layer, layer.norm3), heads_of(layer.multihead_attn), norm_of(layer.norm2)
-            )
+            layer_of(layer, layer.norm3, heads_of(layer.multihead_attn), norm_of(layer.norm2))
             for layer in theirs.decoder.layers
         ],
         tokens.T, norm_of(theirs.encoder.norm), norm_of(theirs.decoder.norm),
@@ -77,14 +75,15 @@ def heads_of(layer):
     )
 
 
-def layer_of(layer, last_norm):
+def layer_of(layer, last_norm, cross=None, cross_norm=None):
     feed_forward = FeedForward(
         numbers(layer.linear1.weight).T, numbers(layer.linear2.weight).T, "relu",
         b_in=numbers(layer.linear1.bias), b_out=numbers(layer.linear2.bias),
     )  # fmt: skip
-    return EncoderLayer(
-        heads_of(layer.self_attn), norm_of(layer.norm1), feed_forward, norm_of(last_norm)
-    )
+    return Layer(
+        norm_of(layer.norm1), heads_of(layer.self_attn), norm_of(last_norm), feed_forward,
+        norm_first=False, cross=cross, cross_norm=cross_norm,
+    )  # fmt: skip
 
 
 def close(got, wanted):

@@ -13,7 +13,8 @@ from minimha.models.checkpoints.settings import DEEPEST, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
-from minimha.models.encoder import Encoder, EncoderLayer, MaskedHead
+from minimha.models.encoder import Encoder, MaskedHead
+from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
 
 PREFIX = "bert."  # of a checkpoint with a head
@@ -66,22 +67,23 @@ def read_config(settings: Settings) -> Config:
     )  # fmt: skip
 
 
-def _layer(config: Config, tensors: Tensors, at: str) -> EncoderLayer:
+def _layer(config: Config, tensors: Tensors, at: str) -> Layer:
     E, F = config.d_model, config.d_ff
     weights: dict[str, Any] = {}
     for letter, name in (
         ("q", "self.query"), ("k", "self.key"), ("v", "self.value"), ("o", "output.dense")
     ):  # fmt: skip
         weights |= tensors.linear(letter, f"{at}.attention.{name}", E, E, has_bias=True)
-    return EncoderLayer(
+    return Layer(
+        tensors.layer_norm(f"{at}.attention.output.LayerNorm", E, config.epsilon),
         MultiHeadAttention.from_combined(**weights, num_heads=config.num_heads),
-        tensors.layer_norm(f"{at}.attention.output.LayerNorm", config.d_model, config.epsilon),
+        tensors.layer_norm(f"{at}.output.LayerNorm", E, config.epsilon),
         FeedForward(
             activation=config.activation,
             **tensors.linear("in", f"{at}.intermediate.dense", E, F, has_bias=True),
             **tensors.linear("out", f"{at}.output.dense", F, E, has_bias=True),
         ),
-        tensors.layer_norm(f"{at}.output.LayerNorm", config.d_model, config.epsilon),
+        norm_first=False,
     )
 
 

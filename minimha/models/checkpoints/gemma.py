@@ -14,8 +14,9 @@ from minimha.models.checkpoints.settings import DEEPEST, GLOBAL, LOCAL, POSITIVE
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
+from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
-from minimha.models.transformer import Block, Transformer
+from minimha.models.transformer import Transformer
 
 
 def transformer(
@@ -30,9 +31,9 @@ def transformer(
     def norm(name: str) -> RMSNorm:
         return RMSNorm(1 + tensors.take(f"{name}.weight", config.d_model), config.epsilon)
 
-    def block(n: int) -> Block:
+    def block(n: int) -> Layer:
         at = f"model.layers.{n}"
-        return Block(
+        return Layer(
             norm(f"{at}.input_layernorm"),
             attention(config, tensors, n, with_bias, 1 if _is_third(settings) else None),
             norm(f"{at}.pre_feedforward_layernorm"),

@@ -14,8 +14,9 @@ from minimha.models.checkpoints.settings import DEEPEST, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
+from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
-from minimha.models.transformer import Block, Transformer
+from minimha.models.transformer import Transformer
 
 PREFIX = "transformer."  # of most checkpoints; the first ones have none
 
@@ -60,7 +61,7 @@ def read_config(settings: Settings) -> Config:
     )  # fmt: skip
 
 
-def _block(config: Config, tensors: Tensors, at: str) -> Block:
+def _block(config: Config, tensors: Tensors, at: str) -> Layer:
     E, F = config.d_model, config.d_ff
     W_q, W_k, W_v = np.split(tensors.take(f"{at}attn.c_attn.weight", E, 3 * E), 3, axis=1)
     b_q, b_k, b_v = np.split(tensors.take(f"{at}attn.c_attn.bias", 3 * E), 3)
@@ -76,4 +77,4 @@ def _block(config: Config, tensors: Tensors, at: str) -> Block:
         activation=config.activation,
     )
     norms = [tensors.layer_norm(f"{at}ln_{n}", E, config.epsilon) for n in (1, 2)]
-    return Block(norms[0], attention, norms[1], feed_forward)
+    return Layer(norms[0], attention, norms[1], feed_forward)

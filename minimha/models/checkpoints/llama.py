@@ -16,8 +16,9 @@ from minimha.models.checkpoints.settings import DEEPEST, KINDS, LOCAL, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
+from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
-from minimha.models.transformer import Block, Transformer
+from minimha.models.transformer import Transformer
 
 NORMED = ("qwen3",)  # whose queries and keys are normalised
 
@@ -34,9 +35,9 @@ def transformer(
     is_bare = tensors.with_prefix("model.", "embed_tokens.weight")
     tokens = tensors.take("model.embed_tokens.weight", config.vocabulary, config.d_model)
 
-    def block(n: int) -> Block:
+    def block(n: int) -> Layer:
         at = f"model.layers.{n}"
-        return Block(
+        return Layer(
             norm(config, tensors, f"{at}.input_layernorm"),
             attention(config, tensors, n, with_bias, 0 if config.architecture in NORMED else None),
             norm(config, tensors, f"{at}.post_attention_layernorm"),

@@ -17,8 +17,8 @@ from minimha.models.checkpoints.settings import DEEPEST, Settings
 from minimha.models.checkpoints.tensors import Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
-from minimha.models.encoder import EncoderLayer
-from minimha.models.encoder_decoder import DecoderLayer, EncoderDecoder, RelativeBias
+from minimha.models.encoder_decoder import EncoderDecoder, RelativeBias
+from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
 
 UNEMBEDDING = "lm_head.weight"
@@ -51,25 +51,25 @@ def transformer(
     def norm(name: str) -> RMSNorm:
         return RMSNorm(tensors.take(f"{name}.weight", E), config.epsilon)
 
-    def layer(at: str, last: int) -> EncoderLayer:
-        return EncoderLayer(
-            _attention(config, tensors, f"{at}.layer.0.SelfAttention"),
+    def layer(at: str, last: int = 1, **cross: Any) -> Layer:
+        return Layer(
             norm(f"{at}.layer.0.layer_norm"),
-            _feed_forward(config, tensors, f"{at}.layer.{last}.DenseReluDense", settings),
+            _attention(config, tensors, f"{at}.layer.0.SelfAttention"),
             norm(f"{at}.layer.{last}.layer_norm"),
-            norm_first=True, scale=1.0,
+            _feed_forward(config, tensors, f"{at}.layer.{last}.DenseReluDense", settings),
+            scale=1.0, **cross,
         )  # fmt: skip
 
-    def decoder(at: str) -> DecoderLayer:
+    def decoder(at: str) -> Layer:
         cross = _attention(config, tensors, f"{at}.layer.1.EncDecAttention")
-        return DecoderLayer(layer(at, 2), cross, norm(f"{at}.layer.1.layer_norm"))
+        return layer(at, 2, cross=cross, cross_norm=norm(f"{at}.layer.1.layer_norm"))
 
     is_scaled = settings.flag("scale_decoder_outputs", settings.flag("tie_word_embeddings", True))
     decoders = settings.count("num_decoder_layers", config.num_layers, high=DEEPEST)
     embeddings = Embeddings(tokens)
     return EncoderDecoder(
         config, embeddings, embeddings,
-        [layer(f"encoder.block.{n}", 1) for n in range(config.num_layers)],
+        [layer(f"encoder.block.{n}") for n in range(config.num_layers)],
         [decoder(f"decoder.block.{n}") for n in range(decoders)],
         np.asarray(tokens.T) if config.is_tied else tensors.take(UNEMBEDDING, V, E).T,
         norm("encoder.final_layer_norm"), norm("decoder.final_layer_norm"),

@@ -1,0 +1,136 @@
+"""One layer of a transformer: attention and a feed-forward, each with a norm and a residual.
+
+x + f(norm(x)) where norms come first, norm(x + f(x)) where they follow.
+
+Axes: ``B`` batch, ``L`` tokens, ``Ls`` tokens of an encoder's output, ``E`` model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.api import attention
+from minimha.equations.tap import Tap, no_tap, prefixed, renamed
+from minimha.layers.cache import KVCache
+from minimha.layers.feed_forward import FeedForward
+from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.norms import Norm
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Attention, in a decoder perhaps cross-attention, and a feed-forward.
+
+    Parameters
+    ----------
+    attention_norm, feed_forward_norm : Norm
+        Of the input, or of the sum if ``norm_first`` is False.
+    attention : MultiHeadAttention
+    feed_forward : FeedForward
+    attention_output_norm, feed_forward_output_norm : Norm, optional
+        Of the output, before it is added to the input.
+    window : int, optional
+        The most tokens that a causal query sees, itself included. Default is all.
+    scale, softcap : float, optional
+        Options of ``minimha.attention``.
+    norm_first : bool, default True
+        False in the first transformer and in BERT.
+    cross : MultiHeadAttention, optional
+        Attention from a decoder's rows to the encoder's.
+    cross_norm : Norm, optional
+        The norm of ``cross``.
+
+    References
+    ----------
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.1; Radford et al., 2019 (GPT-2),
+    section 2.3, where the norm moved to the input; Gemma Team, 2024 (Gemma 2), section 2, which
+    normalises the output too.
+    """
+
+    attention_norm: Norm
+    attention: MultiHeadAttention
+    feed_forward_norm: Norm
+    feed_forward: FeedForward
+    attention_output_norm: Norm | None = None
+    feed_forward_output_norm: Norm | None = None
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    norm_first: bool = True
+    cross: MultiHeadAttention | None = None
+    cross_norm: Norm | None = None
+
+    def __call__(self, x: Array, tap: Tap = no_tap, **options: Any) -> Array:
+        """Return the layer's output for x (B, L, E), (B, L, E); options are those of ``attend``.
+
+        ``tap`` receives x, the steps of the parts, added, and residual or, normalised afterwards,
+        post_residual. The norms' steps are normed, output_normed, added_normed,
+        feed_forward_normed and post_residual_normed, after what is normalised.
+        """
+        return self.feed(self.attend(x, tap, **options), tap)
+
+    def attend(
+        self, x: Array, tap: Tap = no_tap, *, is_causal: bool = False,
+        cache: KVCache | None = None, **options: Any,
+    ) -> Array:  # fmt: skip
+        """Return x plus the output of its attention, normalised; a cache makes it causal."""
+        options |= {"scale": self.scale, "softcap": self.softcap, "cache": cache}
+        if is_causal and cache is None:
+            window = None if self.window is None else (self.window - 1, 0)
+            options |= {"is_causal": True, "window_size": window}
+
+        def output(y: Array) -> Array:
+            y = self.attention(y, tap=renamed(tap, x=None), **options)
+            norm = self.attention_output_norm
+            return y if norm is None else norm(y, prefixed(tap, "output_"))
+
+        return self._plus(x, output, self.attention_norm, tap)
+
+    def attend_across(
+        self, x: Array, memory: Array, kept: tuple[Array, Array] | None, tap: Tap, **options: Any
+    ) -> Array:
+        """Return x plus the output of cross-attention to the memory (B, Ls, E), normalised.
+
+        ``kept`` are the memory's keys and values, if ``keys_and_values`` has made them.
+        """
+        cross, tap_inside = self.cross, renamed(tap, x=None)
+        assert cross is not None  # every decoder's layer has both
+        assert self.cross_norm is not None
+        options["scale"] = self.scale
+
+        def output(y: Array) -> Any:
+            if kept is None:
+                return cross(y, memory, tap=tap_inside, **options)
+            q, _, _ = cross.project(y, y[:, :0], y[:, :0])  # no keys or values
+            heads = attention(q, *kept, tap=renamed(tap_inside, output="head_output"), **options)
+            return cross.combine(heads, y, tap_inside)
+
+        return self._plus(x, output, self.cross_norm, tap)
+
+    def keys_and_values(self, memory: Array) -> tuple[Array, Array]:
+        """Return the keys and values (B, H, Ls, D) that ``cross`` makes from a memory."""
+        assert self.cross is not None
+        return self.cross.project(memory[:, :0], memory, memory)[1:]
+
+    def feed(self, x: Array, tap: Tap = no_tap) -> Array:
+        """Return x plus the output of the feed-forward, normalised."""
+        if not self.norm_first:
+            summed = tap("post_residual", x + self.feed_forward(x, tap))
+            return self.feed_forward_norm(summed, prefixed(tap, "post_residual_"))
+        y = self.feed_forward(self.feed_forward_norm(x, prefixed(tap, "added_")), tap)
+        if self.feed_forward_output_norm is not None:
+            y = self.feed_forward_output_norm(y, prefixed(tap, "feed_forward_"))
+        return np.asarray(tap("residual", x + y))
+
+    def _plus(self, x: Array, output: Callable[[Array], Array], norm: Norm, tap: Tap) -> Array:
+        """x + output(norm(x)), or norm(x + output(x))."""
+        y = norm(tap("x", x), tap) if self.norm_first else tap("x", x)
+        added = tap("added", x + output(y))
+        return np.asarray(added if self.norm_first else norm(added, prefixed(tap, "added_")))
