@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike
 
 from minimha.equations.arguments import argument_names, as_floating, choice, integer
 from minimha.layers.latent import LatentAttention
-from minimha.layers.rope import RoPE, YaRNScaling
+from minimha.layers.rope import RoPE
+from minimha.layers.scalings import YaRNScaling
 
 # minimha's name, the library's name, and whether x @ W needs a transpose.
 NAMES = {

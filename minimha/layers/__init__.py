@@ -39,29 +39,21 @@ if TYPE_CHECKING:
     from minimha.layers.multihead import MultiHeadAttention, attention_weights
     from minimha.layers.pages import PagedKVCache, PagePool
     from minimha.layers.protocols import Cache, Rotation
-    from minimha.layers.rope import (
+    from minimha.layers.rope import RoPE, rotate_by_table
+    from minimha.layers.scalings import (
         DynamicNTKScaling,
         LinearScaling,
         Llama3Scaling,
-        RoPE,
         YaRNScaling,
-        rotate_by_table,
     )
 else:
     MODULES = (
-        "protocols",
-        "multihead",
-        "rope",
-        "cache",
-        "pages",
-        "latent",
-        "biases",
-        "additive",
-        "cosine",
-    )
+        "protocols", "multihead", "scalings", "rope", "cache", "pages", "latent", "biases",
+        "additive", "cosine",
+    )  # fmt: skip
 
     def __getattr__(name):
-        """Import a name when it is first used: who needs one layer does not load all of them."""
+        """Import a name when it is first used: one layer does not load all the others."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         modules = (import_module(f"{__name__}.{module}") for module in MODULES)

@@ -1,12 +1,16 @@
-"""Key/value cache: what earlier tokens left behind, so that a new token costs one row of scores.
+"""Caches of keys and values: a new token costs one row of scores, not a whole forward pass.
 
-A query sees the cached keys that it would see in a full forward pass, at the same positions, so
-prefill, prefill in chunks and decoding token by token are one computation in parts.
+A query sees the cached keys that it would see in a full forward pass, at the same positions. A
+prompt read at once, a prompt read in chunks and decoding token by token give the same rows.
+
+Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``L`` tokens of a chunk, ``D`` head
+width, ``Dv`` value width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,21 +25,130 @@ from minimha.layers.protocols import CacheOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+Array = NDArray[Any]
+Integers = NDArray[np.int64]
+
 OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the cache decides
 
 
-class KVCache:
+class CausalCache(ABC):
+    """What ``KVCache`` and ``PagedKVCache`` share: chunks are appended, the last one attends."""
+
+    def __init__(self, batch: int) -> None:
+        self._lengths: Integers = np.zeros(batch, np.int64)
+        self._chunk = self._lengths, 0  # the last chunk's first positions, and its L
+
+    @property
+    def lengths(self) -> Integers:
+        """Tokens appended to each batch entry so far, (B,); a copy."""
+        return np.array(self._lengths)
+
+    def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
+        """Append copies of a chunk's keys and values; all of them, or none.
+
+        Parameters
+        ----------
+        k : array_like of shape (B, Hkv, L, D), the cache's dtype
+        v : array_like of shape (B, Hkv, L, Dv), the cache's dtype
+        lengths : array_like of shape (B,), int, optional
+            Tokens of each batch entry, from 0 to L. The rows after them are padding, which is
+            dropped. Default is L for all.
+
+        Raises
+        ------
+        TypeError
+            A dtype other than the cache's.
+        ValueError
+            Shapes that do not fit, or more tokens or pages than there is room for; nothing is
+            written.
+        """
+        stored = self._stored()
+        arrays = {"k": as_floating("k", k), "v": as_floating("v", v)}
+        for (name, array), like in zip(arrays.items(), stored, strict=True):
+            _check_fits(name, array, len(self._lengths), like)
+        L = arrays["k"].shape[2]
+        if arrays["v"].shape[2] != L:
+            raise ValueError(
+                f"{name_of('v')} has L={arrays['v'].shape[2]} but {name_of('k')} has L={L}: every "
+                f"key needs one value"
+            )
+        added = _chunk_lengths(lengths, len(self._lengths), L)
+        self._write(**arrays, added=added)
+        self._chunk = self._lengths, L
+        self._lengths = self._lengths + added
+
+    def undo(self) -> None:
+        """Remove the last chunk, so that the next one takes its place.
+
+        Tokens that a window dropped for it do not come back, since no later query sees them.
+        Until the next chunk there is nothing to ``attend`` with, and nothing more to undo.
+        """
+        self._lengths = self._chunk[0]
+        self._chunk = self._lengths, 0
+
+    def attend(self, q: ArrayLike, *, tap: Tap = no_tap, **options: Unpack[CacheOptions]) -> Any:
+        """Compute causal attention of the last chunk's queries over all cached keys.
+
+        Parameters
+        ----------
+        q : array_like of shape (B, H, L, D)
+            Queries of the last chunk. In a ragged chunk a row of padding sees only the tokens that
+            are there, and its output is meaningless.
+        tap : callable ``tap(name, value) -> value``, optional
+            Receives every step of the attention; with pages, as ``weights[sequence 0]``.
+        **options
+            Those of ``minimha.attention``, except is_causal, q_offset, kv_lengths and window_size,
+            which the cache decides. An ``attn_mask`` or ``attn_bias`` covers the keys at
+            ``key_positions``; pages take neither.
+
+        Returns
+        -------
+        output : array of shape (B, H, L, Dv)
+        lse : array of shape (B, H, L), if ``return_lse``
+
+        Raises
+        ------
+        TypeError, ValueError
+            An option that the cache decides, queries that do not fit the last chunk, or a
+            function of positions where the cache has a window.
+        """
+        self._check_options(options)
+        L, shape = self._chunk[1], as_floating("q", q).shape
+        if len(shape) != 4 or shape[2] != L:
+            raise ValueError(
+                f"{name_of('q')} has shape {shape}: expected (B, H, L, D) with L={L}, the queries "
+                f"of the chunk that was appended last"
+            )
+        k, v, own = self._visible()
+        return attention(q, k, v, tap=tap, is_causal=True, **own, **options)
+
+    @abstractmethod
+    def _stored(self) -> tuple[Array, Array]:
+        """Arrays with the dtype, heads and widths of the cached keys and values."""
+
+    @abstractmethod
+    def _write(self, k: Array, v: Array, added: Integers) -> None:
+        """Store a chunk's keys and values, of which each batch entry has ``added`` tokens."""
+
+    @abstractmethod
+    def _visible(self) -> tuple[Array, Array, dict[str, Any]]:
+        """Keys and values for ``attention``, and the options that say where they are."""
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        for name in OWN:
+            if name in options:
+                raise TypeError(f"{name} is no option of attend: the cache decides it")
+
+
+class KVCache(CausalCache):
     """Keys and values of the tokens so far, for causal attention.
 
-    Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``L`` tokens of a chunk, ``D``
-    head width, ``Dv`` value width.
-
-    With ``window`` the oldest tokens are dropped, so a cache of limited size equals the full
-    forward pass with ``window_size=(window - 1, 0)`` for any number of tokens. A chunk's first
+    With ``window`` the oldest tokens are dropped. A cache of limited size then equals the full
+    forward pass with ``window_size=(window - 1, 0)``, for any number of tokens. A chunk's first
     query still needs the window - 1 tokens before it, so a chunk of L tokens fits if
     min(length, window - 1) + L is at most ``capacity``: window + L - 1 is enough for chunks of L,
-    ``window`` for decoding. There is then room for twice the capacity: tokens stay next to each
-    other, in order, and are moved once, when the end is reached, rather than read around a ring.
+    ``window`` for decoding. There is room for twice the capacity: tokens stay next to each other,
+    in order, and are moved only when the end is reached.
 
     Parameters
     ----------
@@ -99,109 +212,55 @@ class KVCache:
                 f"window is {window} but capacity is {capacity}: a query sees window tokens, which "
                 f"must all be cached"
             )
+        super().__init__(batch)
         self.window, self.capacity, self.dtype = window, capacity, cached_dtype(dtype)
         room = capacity if window is None else 2 * capacity
         self._k = np.zeros((batch, num_kv_heads, room, head_dim), self.dtype)
         self._v = np.zeros((batch, num_kv_heads, room, value_dim), self.dtype)
-        self._base: NDArray[np.int64] = np.zeros(batch, np.int64)  # the position of slot 0
-        self._lengths: NDArray[np.int64] = np.zeros(batch, np.int64)
-        self._first: NDArray[np.int64] = np.zeros(batch, np.int64)  # oldest token that is kept
-        self._chunk = np.zeros(batch, np.int64), 0  # the last chunk's first positions, and its L
+        self._base: Integers = np.zeros(batch, np.int64)  # the position of slot 0
+        self._first: Integers = np.zeros(batch, np.int64)  # oldest token that is kept
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens appended to each batch entry so far, (B,)."""
-        return np.array(self._lengths)
-
-    @property
-    def key_positions(self) -> NDArray[np.int64]:
+    def key_positions(self) -> Integers:
         """Positions of the keys that ``attend`` uses, (B, Lk), in order; -1 where there is none."""
         slots = self._slots()
         positions = self._base[:, None] + np.arange(slots.start, slots.stop)
         is_kept = (self._first[:, None] <= positions) & (positions < self._lengths[:, None])
         return np.asarray(np.where(is_kept, positions, -1), np.int64)
 
-    def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
-        """Append copies of a chunk's keys and values; all of them, or none.
+    def _stored(self) -> tuple[Array, Array]:
+        return self._k, self._v
 
-        Parameters
-        ----------
-        k : array_like of shape (B, Hkv, L, D), the cache's dtype
-        v : array_like of shape (B, Hkv, L, Dv), the cache's dtype
-        lengths : array_like of shape (B,), int, optional
-            Tokens of each batch entry, from 0 to L; what follows them is padding and is not kept.
-            Default is L for all.
-
-        Raises
-        ------
-        TypeError
-            A dtype other than the cache's.
-        ValueError
-            Shapes that do not fit, or more tokens than the capacity allows; nothing is written.
-        """
-        k, v, added = checked_chunk(k, v, lengths, len(self._lengths), (self._k, self._v))
+    def _write(self, k: Array, v: Array, added: Integers) -> None:
         self._check_capacity(added)
-        if (self._lengths + added - self._base).max() > self._k.shape[2]:
+        stops = self._lengths + added
+        if (stops - self._base).max() > self._k.shape[2]:
             self._slide()
         for b, (start, count) in enumerate(zip(self._lengths - self._base, added, strict=True)):
             self._k[b, :, start : start + count] = k[b, :, :count]
             self._v[b, :, start : start + count] = v[b, :, :count]
-        self._chunk = self._lengths, k.shape[2]
-        self._lengths = self._lengths + added
-        self._first = np.maximum(self._first, self._lengths - self.capacity)
+        self._first = np.maximum(self._first, stops - self.capacity)
 
-    def undo(self) -> None:
-        """Remove the last chunk, so that the next one takes its place.
-
-        What was dropped for it does not come back, since no later query would see it. Until
-        the next chunk there is nothing to ``attend`` with, and nothing more to undo.
-        """
-        self._lengths = self._chunk[0]
-        self._chunk = self._lengths, 0
-
-    def attend(self, q: ArrayLike, *, tap: Tap = no_tap, **options: Unpack[CacheOptions]) -> Any:
-        """Causal attention of the last chunk's queries over all that is cached.
-
-        Parameters
-        ----------
-        q : array_like of shape (B, H, L, D)
-            Queries of the chunk that was appended last. In a ragged chunk a row of padding sees
-            only the tokens that are there, and its output is meaningless.
-        tap : callable ``tap(name, value) -> value``, optional
-            Hears every step of the attention.
-        **options
-            Those of ``minimha.attention``, except what the cache decides: is_causal, q_offset,
-            kv_lengths and window_size. An ``attn_mask`` or ``attn_bias`` covers the keys whose
-            positions are ``key_positions``.
-
-        Returns
-        -------
-        output : array of shape (B, H, L, Dv)
-        lse : array of shape (B, H, L), if ``return_lse``
-
-        Raises
-        ------
-        TypeError, ValueError
-            An option that the cache decides, queries that do not fit the last chunk, or a
-            function of positions where the cache has a window.
-        """
-        check_options(options)
-        if self.window is not None:
-            _refuse_functions(options)
-        starts, L = self._chunk
-        check_queries(q, L)
+    def _visible(self) -> tuple[Array, Array, dict[str, Any]]:
         slots = self._slots()
         k, v = self._k[:, :, slots], self._v[:, :, slots]
         for view in (k, v):
-            view.flags.writeable = False  # a tap hears it, and must not change what is kept
+            view.flags.writeable = False  # a tap receives it, and must not change the cache
         first = self._base + slots.start
-        own: Any = {
-            "is_causal": True,
+        return k, v, {
             "window_size": None if self.window is None else (self.window - 1, 0),
-            "q_offset": starts - first,
-            "kv_lengths": self._lengths - first,
-        }
-        return attention(q, k, v, tap=tap, **own, **options)
+            "q_offset": self._chunk[0] - first, "kv_lengths": self._lengths - first,
+        }  # fmt: skip
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        super()._check_options(options)
+        for name in PARAMETERS if self.window is not None else ():
+            if options.get(name) is not None:  # positions count from the first key that is kept
+                raise ValueError(
+                    f"{name} is given to a cache with a window, whose keys are not counted from "
+                    f"the first token: expected attn_bias or attn_mask over the cache's "
+                    f"key_positions"
+                )
 
     def _slots(self) -> slice:
         """The slots from the first to the last token that any batch entry keeps."""
@@ -216,7 +275,7 @@ class KVCache:
                 array[b, :, : stop - start] = array[b, :, kept]
         self._base = self._first.copy()
 
-    def _check_capacity(self, added: NDArray[np.int64]) -> None:
+    def _check_capacity(self, added: Integers) -> None:
         """A chunk may overwrite only what none of its queries sees."""
         needed = self._lengths
         if self.window is not None:
@@ -230,30 +289,8 @@ class KVCache:
             )
 
 
-def checked_chunk(
-    k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, B: int, kept: tuple[Any, Any]
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]:
-    """A chunk's keys and values as arrays that fit those that are ``kept``, and its lengths (B,).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As ``KVCache.append``.
-    """
-    given = {"k": as_floating("k", k), "v": as_floating("v", v)}
-    for (name, array), like in zip(given.items(), kept, strict=True):
-        _check(name, array, B, like)
-    L = given["k"].shape[2]
-    if given["v"].shape[2] != L:
-        raise ValueError(
-            f"{name_of('v')} has L={given['v'].shape[2]} but {name_of('k')} has L={L}: every key "
-            f"needs one value"
-        )
-    return given["k"], given["v"], _added(lengths, B, L)
-
-
-def _check(name: str, array: NDArray[Any], B: int, kept: NDArray[Any]) -> None:
-    _, Hkv, _, width = kept.shape
+def _check_fits(name: str, array: Array, B: int, stored: Array) -> None:
+    _, Hkv, _, width = stored.shape
     axis = "D" if name == "k" else "Dv"
     if array.ndim != 4:
         raise ValueError(f"{name_of(name)} has shape {array.shape}: expected (B, Hkv, L, {axis})")
@@ -264,14 +301,14 @@ def _check(name: str, array: NDArray[Any], B: int, kept: NDArray[Any]) -> None:
                 f"{name_of(name)} has {letter}={got} but the cache has {letter}={expected}: "
                 f"expected ({B}, {Hkv}, L, {width}), got {array.shape}"
             )
-    if array.dtype != kept.dtype:
+    if array.dtype != stored.dtype:
         raise TypeError(
-            f"{name_of(name)} has dtype {array.dtype} but the cache has {kept.dtype}: convert it "
+            f"{name_of(name)} has dtype {array.dtype} but the cache has {stored.dtype}: convert it "
             f"first, so that no rounding goes unnoticed"
         )
 
 
-def _added(lengths: ArrayLike | None, B: int, L: int) -> NDArray[np.int64]:
+def _chunk_lengths(lengths: ArrayLike | None, B: int, L: int) -> Integers:
     if lengths is None:
         return np.full(B, L, np.int64)
     array, name = as_integers("lengths", lengths), name_of("lengths")
@@ -280,33 +317,6 @@ def _added(lengths: ArrayLike | None, B: int, L: int) -> NDArray[np.int64]:
     if (array < 0).any() or (array > L).any():
         raise ValueError(f"{name} is {lengths!r}: expected integers from 0 to L={L}")
     return array
-
-
-def check_options(options: Iterable[str]) -> None:
-    """Refuse the options of ``attention`` that a cache decides."""
-    for name in OWN:
-        if name in options:
-            raise TypeError(f"{name} is no option of attend: the cache knows it")
-
-
-def _refuse_functions(options: Mapping[str, Any]) -> None:
-    """Refuse functions of positions: what slides is counted from the first key that is kept."""
-    for name in PARAMETERS:
-        if options.get(name) is not None:
-            raise ValueError(
-                f"{name} is given to a cache with a window, whose keys are not counted from the "
-                f"first token: expected attn_bias or attn_mask over the cache's key_positions"
-            )
-
-
-def check_queries(q: ArrayLike, L: int) -> None:
-    """Refuse queries that are not those of the last chunk, of L tokens."""
-    shape = as_floating("q", q).shape
-    if len(shape) != 4 or shape[2] != L:
-        raise ValueError(
-            f"{name_of('q')} has shape {shape}: expected (B, H, L, D) with L={L}, the queries of "
-            f"the chunk that was appended last"
-        )
 
 
 def cached_dtype(value: DTypeLike) -> np.dtype[Any]:

@@ -1,26 +1,19 @@
 """Key/value caches in pages of one pool, which sequences take, share and give back.
 
 A cache that reserves room for the longest sequence wastes most of it, and cannot share a prompt
-between the sequences that begin with it. In pages, a sequence takes one when it needs one; a
-prefix is shared by counting who uses a page, and a page in use by others is copied only when one
-of them writes to it.
+between sequences. Here a sequence takes a page when it needs one. A shared prefix is a page with
+several users, which is copied only when one of them writes to it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
-from minimha.api import attention
 from minimha.equations.arguments import as_integers, counted, integer
-from minimha.equations.tap import Tap, no_tap
-from minimha.layers.cache import cached_dtype, check_options, check_queries, checked_chunk
-from minimha.layers.protocols import CacheOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from minimha.layers.cache import Array, CausalCache, Integers, cached_dtype
 
 
 class PagePool:
@@ -76,7 +69,7 @@ class PagePool:
         return int(self.k.shape[2])
 
     def take(self) -> int:
-        """A page that is free; whoever takes more than ``num_free`` gets an IndexError."""
+        """Return a free page; without any it raises an IndexError."""
         page = self._free.pop()
         self._users[page] = 1
         return page
@@ -96,10 +89,10 @@ class PagePool:
             self._free.append(page)
 
 
-class PagedKVCache:
+class PagedKVCache(CausalCache):
     """Keys and values of a batch of sequences, for causal attention, in pages of a pool.
 
-    It is used as ``KVCache`` is, also by a layer. What it lacks is a window, and ``attn_mask`` and
+    It replaces a ``KVCache``, also in a layer, but has no window, and takes no ``attn_mask`` or
     ``attn_bias``, which ``attention`` refuses for pages.
 
     Parameters
@@ -137,102 +130,34 @@ class PagedKVCache:
     """
 
     def __init__(self, pool: PagePool, batch: int = 1) -> None:
+        super().__init__(integer("batch", batch))
         self.pool = pool
-        self._pages: list[list[int]] = [[] for _ in range(integer("batch", batch))]
-        self._lengths: NDArray[np.int64] = np.zeros(batch, np.int64)
-        self._chunk = self._lengths, 0  # the last chunk's first positions, and its L
+        self._pages: list[list[int]] = [[] for _ in range(batch)]
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sequence, (B,)."""
-        return np.array(self._lengths)
-
-    @property
-    def block_table(self) -> NDArray[np.int64]:
+    def block_table(self) -> Integers:
         """The pages of each sequence, (B, pages), -1 where it has fewer than the others."""
         table = np.full((len(self._pages), max(map(len, self._pages), default=0)), -1)
         for row, pages in zip(table, self._pages, strict=True):
             row[: len(pages)] = pages
         return table
 
-    def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
-        """Append copies of a chunk's keys and values; all of them, or none.
-
-        Parameters
-        ----------
-        k : array_like of shape (B, Hkv, L, D), the pool's dtype
-        v : array_like of shape (B, Hkv, L, Dv), the pool's dtype
-        lengths : array_like of shape (B,), int, optional
-            Tokens of each sequence, from 0 to L; what follows them is padding and is not kept.
-            Default is L for all.
-
-        Raises
-        ------
-        TypeError
-            A dtype other than the pool's.
-        ValueError
-            Shapes that do not fit, or more pages than are free; nothing is written.
-        """
-        k, v, added = checked_chunk(k, v, lengths, len(self._pages), (self.pool.k, self.pool.v))
-        stops = self._lengths + added
-        self._check_free(stops)
-        for b, (start, stop) in enumerate(zip(self._lengths.tolist(), stops.tolist(), strict=True)):
-            self._make_writable(b, start, stop)
-            pages, rows = np.divmod(np.arange(start, stop), self.pool.page_size)
-            at = np.array(self._pages[b], np.int64)[pages]
-            self.pool.k[at, :, rows] = k[b, :, : stop - start].swapaxes(0, 1)
-            self.pool.v[at, :, rows] = v[b, :, : stop - start].swapaxes(0, 1)
-        self._chunk = self._lengths, k.shape[2]
-        self._lengths = stops
-
-    def attend(self, q: ArrayLike, *, tap: Tap = no_tap, **options: Unpack[CacheOptions]) -> Any:
-        """Causal attention of the last chunk's queries over all that is cached.
-
-        Parameters
-        ----------
-        q : array_like of shape (B, H, L, D)
-            Queries of the chunk that was appended last. In a ragged chunk a row of padding sees
-            only the tokens that are there, and its output is meaningless.
-        tap : callable ``tap(name, value) -> value``, optional
-            Hears every step of the attention, as ``weights[sequence 0]``.
-        **options
-            Those of ``minimha.attention``, except is_causal, q_offset, kv_lengths and window_size,
-            and those that it refuses for pages.
-
-        Returns
-        -------
-        output : array of shape (B, H, L, Dv)
-        lse : array of shape (B, H, L), if ``return_lse``
-
-        Raises
-        ------
-        TypeError, ValueError
-            An option that the cache decides, or queries that do not fit the last chunk.
-        """
-        check_options(options)
-        starts, L = self._chunk
-        check_queries(q, L)
-        own: Any = {
-            "is_causal": True, "q_offset": starts, "kv_lengths": self._lengths,
-            "block_table": self.block_table,
-        }  # fmt: skip
-        return attention(q, self.pool.k, self.pool.v, tap=tap, **own, **options)
-
     def undo(self) -> None:
-        """Remove the last chunk, so that the next one takes its place."""
-        self._lengths, _ = self._chunk
-        self._chunk = self._lengths, 0
+        """Remove the last chunk, so that the next one takes its place; its pages are free then."""
+        super().undo()
         self._give_back(self._lengths)
 
     def fork(
         self, length: ArrayLike | None = None, entries: ArrayLike | None = None
     ) -> PagedKVCache:
-        """Another cache of sequences that begin alike; the pages are shared until one is written.
+        """Return a cache of sequences with the same beginnings, whose pages are shared.
+
+        A shared page is copied when one of its sequences writes to it.
 
         Parameters
         ----------
         length : int or array_like of shape (n,), int, optional
-            How many tokens the new sequences begin with. Default is all.
+            Tokens that the new sequences begin with. Default is all.
         entries : array_like of shape (n,), int, optional
             Which sequence each of the n new ones continues: ``[0, 0, 0]`` are three answers to one
             prompt. Default is each of them once.
@@ -240,7 +165,7 @@ class PagedKVCache:
         Raises
         ------
         TypeError, ValueError
-            No integers from 0 to the lengths, or to B - 1.
+            ``length`` or ``entries`` are not integers in range.
         """
         B = len(self._pages)
         sources = np.arange(B) if entries is None else as_integers("entries", entries)
@@ -273,12 +198,31 @@ class PagedKVCache:
         self._chunk = self._lengths, 0
         self._give_back(self._lengths)
 
-    def _needed(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many pages so many tokens take."""
+    def _stored(self) -> tuple[Array, Array]:
+        return self.pool.k, self.pool.v
+
+    def _write(self, k: Array, v: Array, added: Integers) -> None:
+        stops = self._lengths + added
+        self._check_free(stops)
+        for b, (start, stop) in enumerate(zip(self._lengths.tolist(), stops.tolist(), strict=True)):
+            self._make_writable(b, start, stop)
+            pages, rows = np.divmod(np.arange(start, stop), self.pool.page_size)
+            at = np.array(self._pages[b], np.int64)[pages]
+            self.pool.k[at, :, rows] = k[b, :, : stop - start].swapaxes(0, 1)
+            self.pool.v[at, :, rows] = v[b, :, : stop - start].swapaxes(0, 1)
+
+    def _visible(self) -> tuple[Array, Array, dict[str, Any]]:
+        return self.pool.k, self.pool.v, {
+            "q_offset": self._chunk[0], "kv_lengths": self._lengths,
+            "block_table": self.block_table,
+        }  # fmt: skip
+
+    def _needed(self, lengths: Integers) -> Integers:
+        """How many pages these lengths take."""
         return -(-lengths // self.pool.page_size)
 
     def _make_writable(self, b: int, start: int, stop: int) -> None:
-        """Give sequence b pages of its own for the tokens from ``start`` to ``stop``."""
+        """Give sequence b unshared pages for the tokens from ``start`` to ``stop``."""
         pages, pool = self._pages[b], self.pool
         first = start // pool.page_size
         if start < stop and first < len(pages) and pool.num_users(pages[first]) > 1:
@@ -289,10 +233,10 @@ class PagedKVCache:
         while len(pages) * pool.page_size < stop:
             pages.append(pool.take())
 
-    def _check_free(self, stops: NDArray[np.int64]) -> None:
-        """A page is needed for tokens beyond the last one, and for the copy of a shared one."""
+    def _check_free(self, stops: Integers) -> None:
+        """Count new pages and the copies of shared ones."""
         needed = 0
-        users: dict[int, int] = {}  # of a page, less those that have copied it by then
+        users: dict[int, int] = {}  # of a page, less the sequences that have copied it by then
         for pages, start, stop in zip(self._pages, self._lengths, stops, strict=True):
             needed += max(0, int(self._needed(stop)) - len(pages))
             first = start // self.pool.page_size
@@ -307,8 +251,8 @@ class PagedKVCache:
                 f"written"
             )
 
-    def _give_back(self, lengths: NDArray[np.int64]) -> None:
-        """Give back the pages that so many tokens do not need."""
+    def _give_back(self, lengths: Integers) -> None:
+        """Give back the pages that these lengths do not need."""
         for pages, number in zip(self._pages, self._needed(lengths).tolist(), strict=True):
             for page in pages[number:]:
                 self.pool.give_back(page)

@@ -9,10 +9,9 @@ interleaved (2i, 2i + 1), the paper's and GPT-J's.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, get_args, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,266 +27,7 @@ from minimha.equations.arguments import (
 )
 from minimha.equations.arrays import Numbers, like
 from minimha.equations.tap import Tap, no_tap, safe_tap
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """θ_i / factor: positions are squeezed into the range of the training.
-
-    Parameters
-    ----------
-    factor : float
-        At least 1.
-
-    Raises
-    ------
-    TypeError, ValueError
-        ``factor`` is not a number, or below 1.
-
-    References
-    ----------
-    Chen et al., "Extending Context Window of Large Language Models via Position Interpolation",
-    2023.
-    """
-
-    factor: float
-    magnitude: float = field(default=1.0, init=False)
-
-    def __post_init__(self) -> None:
-        _keep(self, factor=number("factor", self.factor, low=1))
-
-    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
-        """Return θ_i / factor."""
-        return theta / self.factor
-
-
-@dataclass(frozen=True)
-class DynamicNTKScaling:
-    """A base that grows with the sequence: base · (factor · n / n_0 - (factor - 1))^(R / (R - 2)).
-
-    n is the length of the sequence and n_0 that of the training; up to n_0 nothing changes.
-    Queries and keys must be rotated for the same n, which a cache cannot know before the last
-    token: give ``length``. Without it, n is the largest position of the call plus 1, over the whole
-    batch as in transformers, so the angles of one batch entry depend on the others.
-
-    Parameters
-    ----------
-    factor : float
-        At least 1.
-    original_length : int
-        n_0.
-
-    Raises
-    ------
-    TypeError, ValueError
-        ``factor`` below 1, or an ``original_length`` that is not a positive integer.
-
-    References
-    ----------
-    Peng et al., "YaRN", 2023 (NTK-aware and dynamic scaling), in the form used by transformers.
-    """
-
-    factor: float
-    original_length: int
-    magnitude: float = field(default=1.0, init=False)
-
-    def __post_init__(self) -> None:
-        _keep(
-            self,
-            factor=number("factor", self.factor, low=1),
-            original_length=_length("original_length", self.original_length),
-        )
-
-    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
-        """Return θ_i of the larger base."""
-        R = 2 * len(theta)
-        if R < 4:
-            raise ValueError(
-                f"rotary_dim is {R}: dynamic NTK raises to the power R / (R - 2), so it needs "
-                f"at least 4"
-            )
-        n = max(length, self.original_length)
-        growth = self.factor * n / self.original_length - (self.factor - 1)
-        return theta * growth ** (-np.arange(0, R, 2) / (R - 2))
-
-
-@dataclass(frozen=True)
-class YaRNScaling:
-    """Fast pairs keep θ_i, slow pairs get θ_i / factor, with a ramp over i in between.
-
-    A pair that rotates ``beta_fast`` times or more within ``original_length`` is fast, one that
-    rotates ``beta_slow`` times or fewer is slow. cos and sin are multiplied by
-    ``attention_factor``, so that scores grow by its square.
-
-    The ramp is linear in the pair's index, between integer indices if ``truncate``, as in the
-    authors' code and in transformers; the paper prints it linear in the number of rotations. If
-    ``original_length`` is so short or so long that the ramp's ends cross, the result is theirs, not
-    the rule above.
-
-    Parameters
-    ----------
-    factor : float
-        At least 1.
-    original_length : int
-        Tokens of a sequence of the training.
-    beta_fast : float, default 32.0
-        At least ``beta_slow``.
-    beta_slow : float, default 1.0
-        Positive.
-    attention_factor : float, optional
-        Positive. Default is 0.1 · ln(factor) + 1.
-    truncate : bool, default True
-        Round the ramp's ends to integers, outwards. GPT-OSS does not.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A number outside its range.
-
-    References
-    ----------
-    Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023
-    (NTK by parts, and the temperature of attention).
-    """
-
-    factor: float
-    original_length: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        given = self.attention_factor
-        _keep(
-            self,
-            truncate=flag("truncate", self.truncate),
-            factor=number("factor", self.factor, low=1),
-            original_length=_length("original_length", self.original_length),
-            beta_slow=_positive("beta_slow", self.beta_slow),
-            attention_factor=None if given is None else _positive("attention_factor", given),
-        )
-        _keep(self, beta_fast=number("beta_fast", self.beta_fast, low=self.beta_slow))
-
-    @property
-    def magnitude(self) -> float:
-        """The attention factor."""
-        given = self.attention_factor
-        return 0.1 * math.log(self.factor) + 1 if given is None else given
-
-    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
-        """Return the mixture of θ_i and θ_i / factor."""
-        R = 2 * len(theta)
-        low = self._index_rotating(self.beta_fast, base, R)
-        high = self._index_rotating(self.beta_slow, base, R)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, R - 1)
-        # If the ends meet, the ramp is a step; the original code gives it this width.
-        width = high - low or 0.001
-        slow = np.clip((np.arange(len(theta)) - low) / width, 0, 1)
-        return theta / self.factor * slow + theta * (1 - slow)
-
-    def _index_rotating(self, times: float, base: float, R: int) -> float:
-        """The pair index i, not rounded, at which original_length · θ_i = 2π · times."""
-        return R * math.log(self.original_length / (2 * math.pi * times)) / (2 * math.log(base))
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """θ_i / factor for long wavelengths, θ_i for short ones, a mixture in between.
-
-    Pair i rotates t = original_length · θ_i / 2π times within ``original_length``. Its wavelength
-    is long if t is below ``low_freq_factor``, short if t is above ``high_freq_factor``.
-
-    Parameters
-    ----------
-    factor : float
-        At least 1.
-    original_length : int
-        Tokens of a sequence of the training.
-    low_freq_factor : float, default 1.0
-        Positive.
-    high_freq_factor : float, default 4.0
-        More than ``low_freq_factor``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A number outside its range.
-
-    References
-    ----------
-    "The Llama 3 Herd of Models", 2024; the rule itself is in Meta's code for Llama 3.1
-    (``apply_scaling``).
-    """
-
-    factor: float
-    original_length: int
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    magnitude: float = field(default=1.0, init=False)
-
-    def __post_init__(self) -> None:
-        _keep(
-            self,
-            factor=number("factor", self.factor, low=1),
-            original_length=_length("original_length", self.original_length),
-            low_freq_factor=_positive("low_freq_factor", self.low_freq_factor),
-            high_freq_factor=_positive("high_freq_factor", self.high_freq_factor),
-        )
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor is {self.high_freq_factor!r}: expected more than "
-                f"low_freq_factor, {self.low_freq_factor!r}"
-            )
-
-    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
-        """Return the mixture of θ_i and θ_i / factor."""
-        times = self.original_length * theta / (2 * math.pi)
-        kept = (times - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = np.clip(kept, 0, 1)
-        return theta / self.factor * (1 - kept) + theta * kept
-
-
-@dataclass(frozen=True)
-class FactorScaling:
-    """θ_i / f_i: each pair has a factor of its own.
-
-    Parameters
-    ----------
-    factors : sequence of float
-        f_i, positive, one for each pair.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A factor that is not a positive number.
-
-    References
-    ----------
-    Files of llama.cpp hold the result of Llama 3's rule in this form (rope_freqs).
-    """
-
-    factors: tuple[float, ...]
-    magnitude: float = field(default=1.0, init=False)
-
-    def __post_init__(self) -> None:
-        factors = tuple(_positive(f"factors[{n}]", f) for n, f in enumerate(self.factors))
-        _keep(self, factors=factors)
-
-    def frequencies(self, theta: NDArray[np.float64], base: float, length: int) -> Any:
-        """Return θ_i / f_i."""
-        if len(theta) != len(self.factors):
-            raise ValueError(
-                f"factors has {len(self.factors)} numbers: expected one for each of "
-                f"{len(theta)} pairs"
-            )
-        return theta / self.factors
-
-
-# The rules that slow the rotation, so that a model reads longer sequences than it was trained on.
-Scaling = LinearScaling | DynamicNTKScaling | YaRNScaling | Llama3Scaling | FactorScaling
+from minimha.layers.scalings import Scaling, token_count
 
 
 @dataclass(frozen=True)
@@ -305,7 +45,7 @@ class RoPE:
     interleaved : bool, default False
         Pairs are (2i, 2i + 1) rather than (i, i + R/2).
     scaling : Scaling, optional
-        One of the classes above. Default is none.
+        One of the classes in ``minimha.layers.scalings``. Default is none.
 
     Attributes
     ----------
@@ -348,19 +88,21 @@ class RoPE:
                 f"base is {self.base!r}: expected more than 1, later pairs rotate more slowly"
             )
         if not isinstance(self.scaling, Scaling | None):
-            names = ", ".join(kind.__name__ for kind in get_args(Scaling))
+            names = ", ".join(kind.__name__ for kind in Scaling.__subclasses__())
             raise TypeError(f"scaling is {self.scaling!r}: expected None or one of {names}")
-        interleaved = flag("interleaved", self.interleaved)
-        _keep(self, head_dim=D, width=R, base=base, interleaved=interleaved)
+        checked = {"head_dim": D, "width": R, "base": base}
+        checked["interleaved"] = flag("interleaved", self.interleaved)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)  # the only way in a frozen dataclass
 
     @property
     def is_dynamic(self) -> bool:
         """Whether the angles depend on the sequence's length."""
-        return isinstance(self.scaling, DynamicNTKScaling)
+        return self.scaling is not None and self.scaling.is_dynamic
 
     def frequencies(self, length: int = 1) -> NDArray[np.float64]:
         """Angle per position of each pair, (R/2,); only dynamic scaling uses ``length``."""
-        length = _length("length", length)
+        length = token_count("length", length)
         theta = np.asarray(self.base ** (-np.arange(0, self.width, 2) / self.width), np.float64)
         if self.scaling is None:
             return theta
@@ -395,7 +137,7 @@ class RoPE:
         """
         m = as_integers("positions", positions)
         needed = int(m.max(initial=0)) + 1
-        length = needed if length is None else _length("length", length)
+        length = needed if length is None else token_count("length", length)
         if length < needed:
             raise ValueError(
                 f"length is {length} but {name_of('positions')} go to {needed - 1}: expected at "
@@ -620,23 +362,3 @@ def _check_fits(name: str, shape: tuple[int, ...], x: NDArray[Any]) -> None:
         f"{name_of(name)} has shape {shape}{rows} but {name_of('x')} has shape {x.shape}: "
         f"expected (L,) = ({L},){per_batch}"
     )
-
-
-def _keep(instance: Any, **checked: Any) -> None:
-    """Set attributes of a frozen dataclass, which allows no other way, to what was checked."""
-    for name, value in checked.items():
-        object.__setattr__(instance, name, value)
-
-
-def _positive(name: str, value: Any) -> float:
-    result = number(name, value)
-    if result <= 0:
-        raise ValueError(f"{name_of(name)} is {value!r}: expected a positive number")
-    return result
-
-
-def _length(name: str, value: Any) -> int:
-    """A count of tokens that a float can hold."""
-    length = integer(name, value)
-    number(name, length)
-    return length

@@ -276,7 +276,7 @@ def test_a_refused_chunk_loses_nothing(options, held, k, v, how, error, sentence
             Q[:, :, :5],
             {"q_offset": 0},
             TypeError,
-            "q_offset is no option of attend: the cache know",
+            "q_offset is no option of attend: the cache decides",
         ),
     ],
 )

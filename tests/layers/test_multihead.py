@@ -10,7 +10,8 @@ from minimha import attention
 from minimha.explain import Trace
 from minimha.layers.cache import KVCache
 from minimha.layers.multihead import MultiHeadAttention, attention_weights
-from minimha.layers.rope import DynamicNTKScaling, RoPE
+from minimha.layers.rope import RoPE
+from minimha.layers.scalings import DynamicNTKScaling
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 5, 6))

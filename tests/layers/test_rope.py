@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 from problems import spoiling
 
-from minimha.layers.rope import (
-    DynamicNTKScaling,
-    LinearScaling,
-    Llama3Scaling,
-    RoPE,
-    YaRNScaling,
-    rotate_by_table,
-)
+from minimha.layers.rope import RoPE, rotate_by_table
+from minimha.layers.scalings import DynamicNTKScaling, LinearScaling, Llama3Scaling, YaRNScaling
 
 RNG = np.random.default_rng(0)
 Q, K = RNG.normal(size=(2, 3, 5, 8)), RNG.normal(size=(2, 3, 5, 8))

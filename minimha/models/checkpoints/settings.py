@@ -8,11 +8,11 @@ from typing import Any
 
 from minimha.equations.arguments import flag, integer, number
 from minimha.layers.feed_forward import Activation
-from minimha.layers.rope import (
+from minimha.layers.rope import RoPE
+from minimha.layers.scalings import (
     FactorScaling,
     LinearScaling,
     Llama3Scaling,
-    RoPE,
     Scaling,
     YaRNScaling,
 )

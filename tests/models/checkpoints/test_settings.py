@@ -2,7 +2,7 @@
 
 import pytest
 
-from minimha.layers.rope import YaRNScaling
+from minimha.layers.scalings import YaRNScaling
 from minimha.models.checkpoints.settings import Settings
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

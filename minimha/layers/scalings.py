@@ -1,0 +1,281 @@
+"""Scalings of rotary embedding: slower rotation, for sequences longer than those of the training.
+
+Each rule computes the angle per position of every pair from the unscaled one, θ_i = base^(-2i/R).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minimha.equations.arguments import flag, integer, name_of, number
+
+Angles = NDArray[np.float64]
+
+
+def token_count(name: str, value: Any) -> int:
+    """Return ``value`` as a positive integer that a float can hold."""
+    length = integer(name, value)
+    number(name, length)
+    return length
+
+
+def _positive(name: str, value: Any) -> float:
+    result = number(name, value)
+    if result <= 0:
+        raise ValueError(f"{name_of(name)} is {value!r}: expected a positive number")
+    return result
+
+
+# The check of each parameter that several rules have, by name.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "factor": lambda name, value: number(name, value, low=1),
+    "original_length": token_count,
+    "beta_slow": _positive, "low_freq_factor": _positive, "high_freq_factor": _positive,
+    "attention_factor": lambda name, value: None if value is None else _positive(name, value),
+    "truncate": flag,
+}  # fmt: skip
+
+
+class Scaling(ABC):
+    """The base of all rules, which are frozen dataclasses."""
+
+    is_dynamic = False  # whether the angles depend on the sequence's length
+
+    @property
+    def magnitude(self) -> float:
+        """The factor of cos and sin."""
+        return 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in list(vars(self).items()):
+            if name in CHECKS:
+                self._keep(name, CHECKS[name](name, value))
+
+    @abstractmethod
+    def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
+        """Return the angle per position of each pair (R/2,), given the unscaled ones."""
+
+    def _keep(self, name: str, checked: Any) -> None:
+        object.__setattr__(self, name, checked)  # the only way in a frozen dataclass
+
+
+@dataclass(frozen=True)
+class LinearScaling(Scaling):
+    """θ_i / factor: positions are squeezed into the range of the training.
+
+    Parameters
+    ----------
+    factor : float
+        At least 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``factor`` is not a number, or below 1.
+
+    References
+    ----------
+    Chen et al., "Extending Context Window of Large Language Models via Position Interpolation",
+    2023.
+    """
+
+    factor: float
+
+    def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
+        """Return θ_i / factor."""
+        return theta / self.factor
+
+
+@dataclass(frozen=True)
+class DynamicNTKScaling(Scaling):
+    """A base that grows with the sequence: base · (factor · n / n_0 - (factor - 1))^(R / (R - 2)).
+
+    n is the length of the sequence and n_0 that of the training; up to n_0 nothing changes.
+    Queries and keys must be rotated for the same n, which a cache cannot know before the last
+    token: give ``length``. Without it, n is the largest position of the call plus 1, over the whole
+    batch as in transformers, so the angles of one batch entry depend on the others.
+
+    Parameters
+    ----------
+    factor : float
+        At least 1.
+    original_length : int
+        n_0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``factor`` below 1, or an ``original_length`` that is not a positive integer.
+
+    References
+    ----------
+    Peng et al., "YaRN", 2023 (NTK-aware and dynamic scaling), in the form used by transformers.
+    """
+
+    factor: float
+    original_length: int
+
+    is_dynamic = True
+
+    def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
+        """Return θ_i of the larger base."""
+        R = 2 * len(theta)
+        if R < 4:
+            raise ValueError(
+                f"rotary_dim is {R}: dynamic NTK raises to the power R / (R - 2), so it needs "
+                f"at least 4"
+            )
+        n = max(length, self.original_length)
+        growth = self.factor * n / self.original_length - (self.factor - 1)
+        return np.asarray(theta * growth ** (-np.arange(0, R, 2) / (R - 2)))
+
+
+@dataclass(frozen=True)
+class YaRNScaling(Scaling):
+    """Fast pairs keep θ_i, slow pairs get θ_i / factor, with a ramp over i in between.
+
+    A pair that rotates ``beta_fast`` times or more within ``original_length`` is fast, one that
+    rotates ``beta_slow`` times or fewer is slow. cos and sin are multiplied by
+    ``attention_factor``, so scores grow by its square.
+
+    The ramp is linear in the pair's index, between integer indices if ``truncate``, as in the
+    authors' code and in transformers; the paper prints it linear in the number of rotations. If
+    ``original_length`` is so short or so long that the ramp's ends cross, the result is that of the
+    authors' code, not the rule above.
+
+    Parameters
+    ----------
+    factor : float
+        At least 1.
+    original_length : int
+        Tokens of a sequence of the training.
+    beta_fast : float, default 32.0
+        At least ``beta_slow``.
+    beta_slow : float, default 1.0
+        Positive.
+    attention_factor : float, optional
+        Positive. Default is 0.1 · ln(factor) + 1.
+    truncate : bool, default True
+        Round the ramp's ends to integers, outwards. GPT-OSS does not.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number outside its range.
+
+    References
+    ----------
+    Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023
+    (NTK by parts, and the temperature of attention).
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._keep("beta_fast", number("beta_fast", self.beta_fast, low=self.beta_slow))
+
+    @property
+    def magnitude(self) -> float:
+        """The attention factor."""
+        given = self.attention_factor
+        return 0.1 * math.log(self.factor) + 1 if given is None else given
+
+    def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
+        """Return the mixture of θ_i and θ_i / factor."""
+        R = 2 * len(theta)
+        low = self._index_rotating(self.beta_fast, base, R)
+        high = self._index_rotating(self.beta_slow, base, R)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, R - 1)
+        # If the ends meet, the ramp is a step; the original code gives it this width.
+        width = high - low or 0.001
+        slow = np.clip((np.arange(len(theta)) - low) / width, 0, 1)
+        return np.asarray(theta / self.factor * slow + theta * (1 - slow))
+
+    def _index_rotating(self, times: float, base: float, R: int) -> float:
+        """The pair index i, not rounded, at which original_length · θ_i = 2π · times."""
+        return R * math.log(self.original_length / (2 * math.pi * times)) / (2 * math.log(base))
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(Scaling):
+    """θ_i / factor for long wavelengths, θ_i for short ones, a mixture in between.
+
+    Pair i rotates t = original_length · θ_i / 2π times within ``original_length``. Its wavelength
+    is long if t is below ``low_freq_factor``, short if t is above ``high_freq_factor``.
+
+    Parameters
+    ----------
+    factor : float
+        At least 1.
+    original_length : int
+        Tokens of a sequence of the training.
+    low_freq_factor : float, default 1.0
+        Positive.
+    high_freq_factor : float, default 4.0
+        More than ``low_freq_factor``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number outside its range.
+
+    References
+    ----------
+    "The Llama 3 Herd of Models", 2024; the rule itself is in Meta's code for Llama 3.1
+    (``apply_scaling``).
+    """
+
+    factor: float
+    original_length: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor is {self.high_freq_factor!r}: expected more than "
+                f"low_freq_factor, {self.low_freq_factor!r}"
+            )
+
+    def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
+        """Return the mixture of θ_i and θ_i / factor."""
+        times = self.original_length * theta / (2 * math.pi)
+        kept = (times - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = np.clip(kept, 0, 1)
+        return np.asarray(theta / self.factor * (1 - kept) + theta * kept)
+
+
+@dataclass(frozen=True)
+class FactorScaling(Scaling):
+    """θ_i / f_i: one positive factor per pair, the form of Llama 3's rule in llama.cpp's files."""
+
+    factors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        factors = tuple(_positive(f"factors[{n}]", f) for n, f in enumerate(self.factors))
+        self._keep("factors", factors)
+
+    def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
+        """Return θ_i / f_i."""
+        if len(theta) != len(self.factors):
+            raise ValueError(
+                f"factors has {len(self.factors)} numbers: expected one for each of "
+                f"{len(theta)} pairs"
+            )
+        return theta / self.factors
