@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minimha.layers.multihead import Norm
+from minimha.layers.projections import Norm
 
 Config = Mapping[str, Any]
 

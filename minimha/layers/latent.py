@@ -25,7 +25,7 @@ from minimha.equations.arrays import like
 from minimha.equations.tap import Tap, no_tap, renamed, safe_tap
 from minimha.layers.cache import cached_dtype
 from minimha.layers.linear import product
-from minimha.layers.multihead import by_root_mean_square
+from minimha.layers.norms import rms_norm
 from minimha.layers.rope import RoPE
 
 if TYPE_CHECKING:
@@ -299,8 +299,7 @@ class LatentAttention:
         return heads[..., : self.head_dim], heads[..., self.head_dim :]
 
     def _normed(self, x: Array, gain: str) -> Array:
-        normed = by_root_mean_square(x, self.epsilon)
-        return np.asarray(normed * self.weights[gain].astype(x.dtype, copy=False))
+        return rms_norm(x, self.weights[gain].astype(x.dtype, copy=False), self.epsilon)
 
     def _linear(self, W: str, b: str | None, x: Array) -> Array:
         y = product(x, self.weights[W].astype(x.dtype, copy=False))

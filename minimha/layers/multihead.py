@@ -5,65 +5,29 @@ x, context → q, k, v → normalised → rotated → attention → concat → g
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike
 
 from minimha.api import AttentionOptions, attention
 from minimha.equations.arguments import (
     argument_names,
     as_floating,
-    choice,
     common_dtype,
     compute_dtype,
     flag,
-    integer,
     name_of,
-    number,
 )
 from minimha.equations.arrays import Given, Numbers, like
 from minimha.equations.tap import Tap, no_tap, renamed, safe_tap
 from minimha.layers.linear import product
+from minimha.layers.norms import layer_norm, rms_norm
+from minimha.layers.projections import Array, Projections, combined
 from minimha.layers.protocols import Cache, CacheOptions, Rotation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-Array = NDArray[Any]
-Norm = Literal["head", "full", "layer"]
-Gate = Literal["elementwise", "headwise"]
-
-LETTERS = {
-    "W_q": "(E, H · D)", "W_k": "(Ec, Hkv · D)", "W_v": "(Ev, Hkv · Dv)", "W_o": "(H · Dv, Eo)",
-}  # fmt: skip
-WEIGHTS = (*LETTERS, "b_q", "b_k", "b_v", "b_o", "g_q", "g_k", "s_q", "s_k", "W_g", "b_g")
-NORMS = (None, "head", "full", "layer")
-GATES = (None, "elementwise", "headwise")
-EPSILON = 1e-6
-
-
-class LayerOptions(TypedDict, total=False):
-    """What a layer may have besides its four matrices."""
-
-    b_q: ArrayLike
-    b_k: ArrayLike
-    b_v: ArrayLike
-    b_o: ArrayLike
-    g_q: ArrayLike
-    g_k: ArrayLike
-    s_q: ArrayLike
-    s_k: ArrayLike
-    W_g: ArrayLike
-    b_g: ArrayLike
-    value_source_dim: int | None
-    qk_norm: Norm | None
-    epsilon: float
-    clip: float | None
-    gate: Gate | None
-    rope: Rotation | None
 
 
 class CallOptions(AttentionOptions, total=False):
@@ -75,7 +39,7 @@ class CallOptions(AttentionOptions, total=False):
     tap: Tap
 
 
-class MultiHeadAttention:
+class MultiHeadAttention(Projections):
     """concat(head_0, …, head_H-1) W_o, with head_h = attention(x W_q[h], x W_k[h], x W_v[h]).
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``Hkv`` key/value heads,
@@ -160,167 +124,6 @@ class MultiHeadAttention:
     >>> MultiHeadAttention.from_heads([I], [I], [I], I)([[3, 4]])
     array([[3., 4.]])
     """
-
-    W_q: Array
-    W_k: Array
-    W_v: Array
-    W_o: Array
-    b_o: Array
-    dtype: np.dtype[Any]
-    _is_combined = True  # from_heads has none to split
-
-    def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        bias: bool = True,
-        *,
-        context_dim: int | None = None,
-        value_source_dim: int | None = None,
-        output_dim: int | None = None,
-        qk_norm: Norm | None = None,
-        epsilon: float = EPSILON,
-        clip: float | None = None,
-        gate: Gate | None = None,
-        rope: Rotation | None = None,
-        parameters: Mapping[str, ArrayLike] | None = None,
-        dtype: DTypeLike = np.float32,
-        seed: int = 0,
-    ) -> None:
-        self.d_model, self.num_heads = integer("d_model", d_model), integer("num_heads", num_heads)
-        if head_dim is None and d_model % num_heads:
-            raise ValueError(
-                f"d_model is {d_model} and num_heads is {num_heads}: d_model must be a multiple of "
-                f"num_heads, or head_dim given"
-            )
-        self.num_kv_heads = integer(
-            "num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads
-        )
-        if num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads is {num_kv_heads} but num_heads is {num_heads}: num_heads must be a "
-                f"multiple of num_kv_heads"
-            )
-        self.head_dim = integer("head_dim", d_model // num_heads if head_dim is None else head_dim)
-        self.value_dim = integer("value_dim", self.head_dim if value_dim is None else value_dim)
-        self.context_dim = integer("context_dim", d_model if context_dim is None else context_dim)
-        self.value_source_dim = integer(
-            "value_source_dim", self.context_dim if value_source_dim is None else value_source_dim
-        )
-        self.output_dim = integer("output_dim", d_model if output_dim is None else output_dim)
-        self.bias = flag("bias", bias)
-        self.qk_norm = choice("qk_norm", qk_norm, NORMS)
-        self.epsilon = number("epsilon", epsilon, low=0)
-        self.clip = None if clip is None else number("clip", clip, low=0)
-        if self.clip == 0:
-            raise ValueError(f"{name_of('clip')} is {clip!r}: expected a positive number, or None")
-        self.gate = choice("gate", gate, GATES)
-        self.rope = _checked_rope(rope, self.head_dim)
-        if parameters is None:
-            parameters = self._drawn(np.dtype(dtype), integer("seed", seed, low=0))
-        self._take(parameters)
-
-    @classmethod
-    def from_combined(
-        cls,
-        W_q: ArrayLike,
-        W_k: ArrayLike,
-        W_v: ArrayLike,
-        W_o: ArrayLike,
-        *,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        **others: Unpack[LayerOptions],
-    ) -> MultiHeadAttention:
-        """Return a layer from matrices that hold all heads side by side.
-
-        Parameters
-        ----------
-        W_q, W_k, W_v, W_o : array_like
-            Of the shapes of the layer's attributes.
-        num_heads : int
-            H.
-        num_kv_heads : int, optional
-            Hkv. Default is H.
-        **others
-            Further weights (b_q, b_k, b_v, b_o, g_q, g_k, s_q, s_k, W_g, b_g) and settings
-            (qk_norm, gate, rope, …) of the layer, by name.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As the constructor.
-
-        Examples
-        --------
-        >>> W = np.arange(16.0).reshape(4, 4)
-        >>> layer = MultiHeadAttention.from_combined(W, W, W, W, num_heads=2)
-        >>> layer.head_dim, layer.bias
-        (2, False)
-        """
-        given = {"W_q": W_q, "W_k": W_k, "W_v": W_v, "W_o": W_o}
-        matrices = {name: _matrix(name, value) for name, value in given.items()}
-        H = integer("num_heads", num_heads)
-        Hkv = H if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
-        D, Dv = (_width(name, matrices[name], n) for name, n in (("W_q", H), ("W_v", Hkv)))
-        settings: dict[str, Any] = {**others}
-        weights = matrices | {name: settings.pop(name) for name in WEIGHTS if name in settings}
-        return cls(
-            matrices["W_q"].shape[0],
-            H,
-            Hkv,
-            D,
-            Dv,
-            any(name[0] == "b" for name in weights),
-            context_dim=_free(matrices["W_k"], 0, Hkv * D),
-            output_dim=_free(matrices["W_o"], 1, H * Dv),
-            parameters=weights,
-            **settings,
-        )
-
-    @classmethod
-    def from_heads(
-        cls,
-        W_q: ArrayLike,
-        W_k: ArrayLike,
-        W_v: ArrayLike,
-        W_o: ArrayLike,
-        **others: Unpack[LayerOptions],
-    ) -> MultiHeadAttention:
-        """Return a layer from one matrix per head, as papers and teaching documents write them.
-
-        Parameters
-        ----------
-        W_q : array_like of shape (H, E, D)
-        W_k : array_like of shape (Hkv, Ec, D)
-        W_v : array_like of shape (Hkv, Ev, Dv)
-        W_o : array_like of shape (H · Dv, Eo)
-        **others
-            As for ``from_combined``; a bias may be (heads, width) as well as all in one row.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As the constructor.
-        """
-        given = {"W_q": W_q, "W_k": W_k, "W_v": W_v}
-        heads = {name: as_floating(name, value) for name, value in given.items()}
-        for name, W in heads.items():
-            if W.ndim != 3:
-                raise ValueError(f"{name} has shape {W.shape}: expected one (E, D) matrix per head")
-        H, Hkv, Hv = (len(W) for W in heads.values())
-        if Hv != Hkv:
-            raise ValueError(f"W_v has {Hv} matrices but W_k has {Hkv}: expected one per head")
-        combined: dict[str, Any] = {**others}
-        for name in {"b_q", "b_k", "b_v"} & set(others):
-            combined[name] = np.ravel(as_floating(name, combined[name]))
-        combined |= {name: _combined(W) for name, W in heads.items()}
-        layer = cls.from_combined(**combined, W_o=W_o, num_heads=H, num_kv_heads=Hkv)
-        layer._is_combined = False
-        return layer
 
     @overload
     def __call__(
@@ -508,68 +311,6 @@ class MultiHeadAttention:
             output = output + tap("b_o", self._row("b_o", x.dtype))
         return np.asarray(tap("output", output))
 
-    def __repr__(self) -> str:
-        sizes = ("d_model", "num_heads", "num_kv_heads", "head_dim", "value_dim", "bias")
-        return f"MultiHeadAttention({', '.join(f'{name}={getattr(self, name)}' for name in sizes)})"
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Check a weight where it is assigned, so that one that does not fit is named at once."""
-        super().__setattr__(name, self._fitting(name, value) if name in WEIGHTS else value)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every weight that the layer has, by name."""
-        E, Ec, Ev, D = self.d_model, self.context_dim, self.value_source_dim, self.head_dim
-        q, k = self.num_heads * D, self.num_kv_heads * D
-        v, concat = self.num_kv_heads * self.value_dim, self.num_heads * self.value_dim
-        shapes: dict[str, tuple[int, ...]] = {
-            "W_q": (E, q), "W_k": (Ec, k), "W_v": (Ev, v), "W_o": (concat, self.output_dim),
-        }  # fmt: skip
-        if self.qk_norm is not None:
-            per_head = self.qk_norm == "head"
-            shapes |= {"g_q": (D,) if per_head else (q,), "g_k": (D,) if per_head else (k,)}
-        if self.qk_norm == "layer":
-            shapes |= {"s_q": (q,), "s_k": (k,)}
-        if self.gate is not None:
-            shapes["W_g"] = (E, concat if self.gate == "elementwise" else self.num_heads)
-        if self.bias:
-            shapes |= {f"b_{name[2]}": shapes[name][1:] for name in shapes if name[0] == "W"}
-        return shapes
-
-    def _take(self, parameters: Mapping[str, ArrayLike]) -> None:
-        """Set every weight; a bias or shift that is not given is 0, a gain 1."""
-        shapes = self.shapes
-        given = {name: self._fitting(name, value) for name, value in parameters.items()}
-        missing = [name for name in shapes if name[0] == "W" and name not in given]
-        if missing:
-            raise ValueError(f"{missing[0]} is missing: expected shape {shapes[missing[0]]}")
-        self.dtype = common_dtype({name: array.dtype for name, array in given.items()})
-        for name, shape in shapes.items():
-            default = np.full(shape, 1 if name[0] == "g" else 0, self.dtype)
-            setattr(self, name, given.get(name, default))
-
-    def _drawn(self, dtype: np.dtype[Any], seed: int) -> dict[str, ArrayLike]:
-        rng = np.random.default_rng(seed)
-        return {
-            name: rng.uniform(-1, 1, shape).astype(dtype) * dtype.type(math.sqrt(6 / sum(shape)))
-            for name, shape in self.shapes.items()
-            if name[0] == "W"
-        }
-
-    def _fitting(self, name: str, value: ArrayLike) -> Array:
-        array, shapes = as_floating(name, value), self.shapes
-        if name not in shapes:
-            raise ValueError(f"{name} is no weight of this layer, which has {', '.join(shapes)}")
-        expected = shapes[name]
-        if array.shape != expected:
-            letters = f"{LETTERS[name]} = " if name in LETTERS else ""
-            hint = "; it looks transposed, weights are applied as x @ W"
-            raise ValueError(
-                f"{name_of(name)} has shape {array.shape}: expected {letters}{expected}"
-                f"{hint if array.shape == expected[::-1] else ''}"
-            )
-        return array
-
     def _inputs(
         self, x: ArrayLike, context: ArrayLike | None
     ) -> tuple[Array, Array | None, np.dtype[Any]]:
@@ -609,7 +350,7 @@ class MultiHeadAttention:
         W, b = f"W_{name}", f"b_{name}"
         matrix = self._row(W, x.dtype)
         if tap is not no_tap:
-            matrix = _combined(tap(W, _apart(matrix, heads)))
+            matrix = combined(tap(W, _apart(matrix, heads)))
         y = product(x, matrix)
         if self.bias:
             y = y + tap(b, self._row(b, x.dtype).reshape(heads, -1)).ravel()
@@ -619,17 +360,16 @@ class MultiHeadAttention:
 
     def _normed(self, name: str, x: Array, tap: Tap) -> Array:
         """Queries or keys, normalised as ``qk_norm`` says."""
+        gain = self._row(f"g_{name}", x.dtype)
         if self.qk_norm == "layer":
-            rows = (f"g_{name}", f"s_{name}")
-            gain, shift = (_heads(self._row(row, x.dtype)[None], x.shape[-3]) for row in rows)
-            gain, shift = tap(f"gains_{name}", gain), tap(rows[1], shift)
-            centred = x - x.mean(axis=-1, keepdims=True)
-            return np.asarray(by_root_mean_square(centred, self.epsilon) * gain + shift)
-        gain = tap(f"g_{name}", self._row(f"g_{name}", x.dtype))
+            shift = self._row(f"s_{name}", x.dtype)
+            gain, shift = (_heads(row[None], x.shape[-3]) for row in (gain, shift))
+            gain, shift = tap(f"gains_{name}", gain), tap(f"s_{name}", shift)
+            return layer_norm(x, gain, shift, self.epsilon)
+        gain = tap(f"g_{name}", gain)
         if self.qk_norm == "head":
-            return np.asarray(by_root_mean_square(x, self.epsilon) * gain)
-        normed = by_root_mean_square(_side_by_side(x), self.epsilon)
-        return _heads(normed * gain, x.shape[-3])
+            return rms_norm(x, gain, self.epsilon)
+        return _heads(rms_norm(_side_by_side(x), gain, self.epsilon), x.shape[-3])
 
     def _gates(self, x: Array, tap: Tap) -> Array:
         """sigmoid(x W_g + b_g), as wide as the heads side by side."""
@@ -638,9 +378,6 @@ class MultiHeadAttention:
             z = z + tap("b_g", self._row("b_g", x.dtype))
         gates = tap("gate", 0.5 + 0.5 * np.tanh(0.5 * z))  # the sigmoid, without overflow
         return gates if self.gate == "elementwise" else np.repeat(gates, self.value_dim, axis=-1)
-
-    def _row(self, name: str, compute: np.dtype[Any]) -> Array:
-        return np.asarray(getattr(self, name).astype(compute, copy=False))
 
 
 @overload
@@ -686,11 +423,6 @@ def _apart(W: Array, heads: int) -> Array:
     return np.moveaxis(W.reshape(len(W), heads, -1), 1, 0)
 
 
-def _combined(W: Array) -> Array:
-    """The heads' matrices side by side: the opposite of ``_apart``, without copying its result."""
-    return np.asarray(np.moveaxis(W, 0, 1).reshape(W.shape[1], -1))
-
-
 def _heads(y: Array, heads: int) -> Array:
     """(..., L, heads · width) as (..., heads, L, width); a view."""
     return np.swapaxes(y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads), -3, -2)
@@ -700,15 +432,6 @@ def _side_by_side(x: Array) -> Array:
     """(..., heads, L, width) as (..., L, heads · width)."""
     x = x.swapaxes(-3, -2)
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-
-
-def by_root_mean_square(x: Array, epsilon: float) -> Array:
-    """x / √(mean(x²) + ε), row by row.
-
-    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
-    """
-    mean_square = np.square(x).mean(axis=-1, keepdims=True)
-    return np.asarray(x / np.sqrt(mean_square + x.dtype.type(epsilon)))
 
 
 def _rotated(name: str, x: Array, rope: Rotation, at: ArrayLike, tap: Tap) -> Array:
@@ -749,35 +472,3 @@ def _check_one_length(rope: Rotation | None, context: Array | None, cache: Cache
             raise ValueError(f"rope with a cache: {why}, which a cache does not know in advance")
         if context is not None:
             raise ValueError(f"rope with a context: {why}, which differs between x and context")
-
-
-def _matrix(name: str, value: ArrayLike) -> Array:
-    W = as_floating(name, value)
-    if W.ndim != 2:
-        hint = "; from_heads takes one matrix per head" if W.ndim == 3 and name != "W_o" else ""
-        raise ValueError(f"{name_of(name)} has shape {W.shape}: expected {LETTERS[name]}{hint}")
-    return W
-
-
-def _width(name: str, W: Array, heads: int) -> int:
-    if W.shape[1] % heads:
-        raise ValueError(
-            f"{name_of(name)} has shape {W.shape}: expected columns for {heads} heads of one width"
-        )
-    return int(W.shape[1]) // heads
-
-
-def _free(W: Array, axis: int, other: int) -> int:
-    """The size of W's ``axis``, which may be any: of the other axis, if W looks transposed."""
-    sizes: tuple[int, ...] = W.shape if axis == 0 else W.shape[::-1]
-    return sizes[1] if sizes[0] == other != sizes[1] else sizes[0]
-
-
-def _checked_rope(rope: Any, head_dim: int) -> Rotation | None:
-    if rope is None:
-        return None
-    if not isinstance(rope, Rotation):
-        raise TypeError(f"rope is {rope!r}: expected a minimha.layers.rope.RoPE, or None")
-    if rope.head_dim != head_dim:
-        raise ValueError(f"rope is for head_dim={rope.head_dim} but the layer has {head_dim}")
-    return rope
