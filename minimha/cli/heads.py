@@ -18,7 +18,7 @@ from minimha.explain.trace import printable
 
 if TYPE_CHECKING:
     from minimha.explain.result import Result
-    from minimha.models.heads import Behaviours
+    from minimha.models.interpretability import Behaviours
     from minimha.models.transformer import Transformer
 
 UNIFORM = "uniform"
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
 def _behaviours(
     model: Transformer, sentences: Sequence[str], progress: Callable[[str], None]
 ) -> Behaviours:
-    from minimha.models import heads
+    from minimha.models import interpretability as heads
     from minimha.models.world.questions import subjects
 
     def agreement(ids: heads.Ids) -> NDArray[np.bool_]:
@@ -80,7 +80,7 @@ def _result(found: Behaviours, num_sentences: int, *, is_text: bool) -> Result:
     """The scores of every head; on a terminal the heatmap stands for the table."""
     from minimha.explain.chart import Grid
     from minimha.explain.result import Result, Table
-    from minimha.models.heads import Head
+    from minimha.models.interpretability import Head
 
     if np.isnan(found.scores).any():
         raise ValueError("the model's weights of attention are NaN, so no head looks anywhere")

@@ -124,7 +124,7 @@ def _without(args: argparse.Namespace, model: Transformer) -> Transformer:
         if args.ablation != "zero" or args.sentences is not None:
             raise ValueError("--ablation and --sentences are for heads removed: add --without-head")
         return model
-    from minimha.models import heads
+    from minimha.models import interpretability as heads
 
     removed = [heads.Head.parse(text, model.config) for text in args.without_head]
     if args.ablation == "zero":
@@ -227,7 +227,7 @@ def _lens(args: argparse.Namespace, model: Transformer) -> None:
     """What would be predicted from the embeddings and after every layer."""
     from minimha.explain.chart import Grid
     from minimha.explain.result import Result
-    from minimha.models.heads import lens
+    from minimha.models.interpretability import lens
     from minimha.models.sampling import probabilities
 
     settings = args.temperature, args.top_k, args.top_p

@@ -24,21 +24,21 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
     """The same layer and residual connection for both sentences."""
     layer = MultiHeadAttention.from_heads([W_Q], [W_K], [W_V], W_O)
     for context, words in SENTENCES.items():
-        heard = _staged(tap, context)
+        staged_tap = _staged(tap, context)
         x = matrix(*(EMBEDDINGS.get(word, "0 0 0 1") for word in words))
-        found = layer(x, is_causal=is_causal, scale=None if is_scaled else 1.0, tap=heard)
-        heard("added", x + found)
+        found = layer(x, is_causal=is_causal, scale=None if is_scaled else 1.0, tap=staged_tap)
+        staged_tap("added", x + found)
 
 
 def _staged(tap: Tap, context: str) -> Tap:
     """A tap to which a name has its context in brackets, and that gets the weights only once."""
 
-    def hear(name: str, value: Any) -> Any:
+    def receive(name: str, value: Any) -> Any:
         if not name.startswith("W_"):
             return tap(f"{name}[{context}]", value)
         return tap(name, value) if context == next(iter(SENTENCES)) else value
 
-    return hear
+    return receive
 
 
 def _labels(context: str) -> dict[str, tuple[str, ...]]:

@@ -55,13 +55,13 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 def with_root(tap: Tap) -> Tap:
     """A tap that gets √d_k just before the scores are divided by it, as in the document."""
 
-    def hear(name: str, value: np.ndarray) -> np.ndarray:
+    def receive(name: str, value: np.ndarray) -> np.ndarray:
         if name == "scaled":
             tap("sqrt_d_k", np.sqrt(Q.shape[1]))
-        heard: np.ndarray = tap(name, value)
-        return heard
+        given: np.ndarray = tap(name, value)
+        return given
 
-    return hear
+    return receive
 
 
 EXAMPLE = Example(

@@ -106,21 +106,21 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
     """The whole translation at once, then word by word, then what goes wrong without its parts."""
     scale = None if is_scaled else 1.0
     english, french = embeddings(IN_ENGLISH), embeddings(IN_FRENCH[:-1], is_shifted=True)
-    heard = staged(tap, "encoder")
-    memory = heard("added", english + encoder()(english, scale=scale, tap=heard))
-    heard = staged(tap, "decoder")
-    found = decoder()(french, is_causal=is_causal, scale=scale, tap=heard)
-    state = heard("added", french + found)
-    heard = staged(tap, "cross")
-    found = cross()(state, memory, scale=scale, tap=heard)
+    staged_tap = staged(tap, "encoder")
+    memory = staged_tap("added", english + encoder()(english, scale=scale, tap=staged_tap))
+    staged_tap = staged(tap, "decoder")
+    found = decoder()(french, is_causal=is_causal, scale=scale, tap=staged_tap)
+    state = staged_tap("added", french + found)
+    staged_tap = staged(tap, "cross")
+    found = cross()(state, memory, scale=scale, tap=staged_tap)
     tap("W_vocab", W_VOCAB)
-    say(heard("added", state + found), heard)
+    say(staged_tap("added", state + found), staged_tap)
     write(memory, scale, tap)
     say(state, staged(tap, "decoder"))
-    heard = staged(tap, "unshifted")
-    say(heard("x", embeddings(IN_FRENCH)), heard)
-    heard = staged(tap, "unmasked")
-    say(copying()(french, scale=scale, tap=heard), heard)
+    staged_tap = staged(tap, "unshifted")
+    say(staged_tap("x", embeddings(IN_FRENCH)), staged_tap)
+    staged_tap = staged(tap, "unmasked")
+    say(copying()(french, scale=scale, tap=staged_tap), staged_tap)
 
 
 def say(x: Array, tap: Tap) -> Array:
@@ -135,8 +135,8 @@ def write(memory: Array, scale: float | None, tap: Tap) -> list[str]:
     for step in range(1, 6):
         read = embeddings(np.eye(5)[words], is_shifted=True)
         state = (read + decoder()(read, is_causal=True, scale=scale))[-1:]
-        heard = _looking(staged(tap, f"cross, step {step}"))
-        found = cross()(state, memory, scale=scale, tap=heard)
+        staged_tap = _looking(staged(tap, f"cross, step {step}"))
+        found = cross()(state, memory, scale=scale, tap=staged_tap)
         words.append(int(say(state + found, no_tap).argmax()))
     return [VOCABULARY[word] for word in words]
 
@@ -145,10 +145,10 @@ def _looking(tap: Tap) -> Tap:
     """A tap for one step: its query and its weights; K, V and the matrices are known by now."""
     new = "x", "q", "scores", "scaled", "row_max", "exponentials", "row_sum", "weights"
 
-    def hear(name: str, value: Any) -> Any:
+    def receive(name: str, value: Any) -> Any:
         return tap(name, value) if name in new else value
 
-    return hear
+    return receive
 
 
 def _labels(stage: str, queries: Sequence[str], keys: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -15,22 +15,24 @@ __all__ = ["EXPERIMENTS", "Experiment", "run"]
 
 
 class Experiment(NamedTuple):
-    """What an experiment asks, and how many steps it tells a progress bar of."""
+    """What an experiment asks, its steps for a progress bar, and its module, if named otherwise."""
 
     question: str
     steps: int = 0
+    module: str = ""
 
 
 EXPERIMENTS = {
     "scale": Experiment("why are scores divided by √d_k?"),
     "similarity": Experiment("what does a longer key change by dot product, and by cosine?"),
     "heads": Experiment(
-        "can one head follow two patterns at once, and what if a head is removed?", 13
+        "can one head follow two patterns at once, and what if a head is removed?", 13,
+        "two_patterns",
     ),
     "masking": Experiment("where does a large negative number stop being −∞?"),
     "memory": Experiment("what do naive and tiled attention read and write, and the cache?", 8),
     "temperature": Experiment("how does a temperature sharpen or flatten a distribution?"),
-}
+}  # fmt: skip
 
 
 def run(name: str, seed: int = 1, progress: Callable[[str], None] = lambda doing: None) -> Result:
@@ -60,5 +62,6 @@ def run(name: str, seed: int = 1, progress: Callable[[str], None] = lambda doing
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(f"no experiment {name!r}{meant}: there are {', '.join(EXPERIMENTS)}")
     seed = integer("seed", seed, 0)
-    result: Result = import_module(f"{__name__}.{name}").run(seed, progress)
+    module = import_module(f"{__name__}.{EXPERIMENTS[name].module or name}")
+    result: Result = module.run(seed, progress)
     return result

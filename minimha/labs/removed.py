@@ -12,7 +12,7 @@ import numpy as np
 from minimha.explain.chart import Bars, Written
 from minimha.explain.result import Table
 from minimha.models import world
-from minimha.models.heads import Head, mean_outputs, without_heads
+from minimha.models.interpretability import Head, mean_outputs, without_heads
 from minimha.models.world.questions import RELATIONS, questions, score
 
 NUM_QUESTIONS = 20  # for each relation

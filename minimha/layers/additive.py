@@ -69,7 +69,7 @@ def additive_attention(
     attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), optional
         Added to the scores; -inf hides a key.
     tap : callable ``tap(name, value) -> value``, optional
-        Hears q, k, the weights, q_hidden, k_hidden, hidden, energies (the scores) and the steps
+        Receives q, k, the weights, q_hidden, k_hidden, hidden, energies (the scores) and the steps
         of the attention after them.
     **options
         Those of ``minimha.attention`` except scale and softcap: causality, windows, masks, ALiBi,
@@ -188,7 +188,7 @@ def _energies(problem: Problem, arrays: dict[str, Array], tap: Tap) -> Array:
 
 
 def _after_energies(tap: Tap, is_biased: bool) -> Tap:
-    """A tap that hears nothing of the zeros in place of queries, keys and their products.
+    """A tap that receives nothing of the zeros in place of queries, keys and their products.
 
     Nor of the bias that the energies are passed on as, and of what it is made from.
     """
@@ -197,10 +197,10 @@ def _after_energies(tap: Tap, is_biased: bool) -> Tap:
     silent = {"q", "k", "Q", "K", "scores", "bias", "attn_bias", "slopes", "distances"}
     silent |= set() if is_biased else {"biased"}
 
-    def hear(name: str, value: Any) -> Any:
+    def receive(name: str, value: Any) -> Any:
         base, _, block = name.partition("[")
         if base in silent:
             return value
         return tap(f"energies_ij[{block}" if base == "S" else name, value)
 
-    return hear
+    return receive

@@ -62,8 +62,8 @@ def cosine_attention(
     return_lse : bool, default False
         Return the log-sum-exp too.
     tap : callable ``tap(name, value) -> value``, optional
-        Hears q, k, q_unit, k_unit, cosine, scaled_cosine and the steps of the attention after
-        them. With one scale per head it hears scaled_cosine alone, in place of both.
+        Receives q, k, q_unit, k_unit, cosine, scaled_cosine and the steps of the attention after
+        them. With one scale per head it receives scaled_cosine alone, in place of both.
     **options
         Those of ``minimha.attention``: masks, biases, windows, sinks, backend.
 
@@ -98,12 +98,12 @@ def cosine_attention(
     Q, K, V = (x.astype(problem.compute, copy=False) for x in (problem.q, problem.k, problem.v))
     q_unit, k_unit = (tap(f"{name}_unit", _unit(tap(name, x))) for name, x in (("q", Q), ("k", K)))
     if factors.ndim:  # attention takes one scale for all heads
-        q_unit, scale, heard = q_unit * factors[:, None, None], 1.0, {"scores": "scaled_cosine"}
+        q_unit, scale, names = q_unit * factors[:, None, None], 1.0, {"scores": "scaled_cosine"}
     else:
-        scale, heard = float(factors), {"scores": "cosine", "scaled": "scaled_cosine"}
+        scale, names = float(factors), {"scores": "cosine", "scaled": "scaled_cosine"}
     units = (x[(0,) * (4 - problem.rank)] for x in (q_unit, k_unit, V))
-    heard_by = renamed(tap, q=None, k=None, **heard)
-    result = attention(*units, scale=scale, return_lse=return_lse, tap=heard_by, **options)
+    inner = renamed(tap, q=None, k=None, **names)
+    result = attention(*units, scale=scale, return_lse=return_lse, tap=inner, **options)
     if not flag("return_lse", return_lse):
         return like(q, cast(result, problem.dtype))
     output, lse = result

@@ -100,10 +100,10 @@ class FeedForward:
     b_gate: Array | None = None
 
     def __call__(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Return what each token of x (..., L, E) becomes, (..., L, E).
+        """Compute the feed-forward of each token of x (..., L, E), (..., L, E).
 
-        ``tap`` hears the weights, expanded, activated, for a gated one gate_input and gated_product
-        too, and feed_forward.
+        ``tap`` receives the weights, expanded, activated and feed_forward; with a gate also
+        gate_input and gated_product.
         """
         activate, tap = ACTIVATIONS[self.activation], safe_tap(tap)
         if self.W_gate is None:

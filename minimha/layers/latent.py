@@ -194,7 +194,7 @@ class LatentAttention:
             attention, and (Lk - Lq) · C · (D + Dv) fewer around it. So a prompt is expanded, unless
             C is small, and a token after many is absorbed; so are up to 170 in DeepSeek's sizes.
         tap : callable ``tap(name, value) -> value``, optional
-            Hears x, the latents, every step of the attention, concat and output.
+            Receives x, the latents, every step of the attention, concat and output.
         **options
             Those of ``minimha.attention``, except scale and return_lse; is_causal and q_offset only
             without a cache.
@@ -275,20 +275,20 @@ class LatentAttention:
         k, v = c[:, None] @ W_uk, c[:, None] @ W_uv
         shared = np.broadcast_to(k_R[:, None], (*k.shape[:3], k_R.shape[-1]))
         k = np.concatenate([k, shared], axis=-1)
-        heard = renamed(tap, q="q_rotated", k="k_rotated", output="head_output")
-        return np.asarray(attention(q, k, v, scale=self.scale, tap=heard, **options))
+        inner = renamed(tap, q="q_rotated", k="k_rotated", output="head_output")
+        return np.asarray(attention(q, k, v, scale=self.scale, tap=inner, **options))
 
     def _absorbed(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
         """The same without keys or values of any head."""
         W_uk, W_uv = self._up(kept.dtype)
         parts = q[..., : self.head_dim] @ W_uk.swapaxes(-1, -2), q[..., self.head_dim :]
         k = kept[:, None]
-        heard = renamed(
+        inner = renamed(
             tap, q="q_absorbed", k="latents_and_key", v="latents", output="mean_latents"
         )
         means = attention(
             np.concatenate(parts, axis=-1), k, k[..., : self.latent_dim], scale=self.scale,
-            tap=heard, **options,
+            tap=inner, **options,
         )  # fmt: skip
         return np.asarray(tap("head_output", means @ W_uv))
 

@@ -48,7 +48,7 @@ class MultiHeadAttention(Projections):
 
     Head h's matrix is the columns h · D to (h + 1) · D - 1 of the combined one, so the H small
     products x W_q[h] are one large product: ``from_heads`` and ``from_combined`` make equal layers.
-    Where the matrices are combined, a tap hears that product too: q_combined, then its heads, q.
+    Where the matrices are combined, a tap receives that product too: q_combined, then its heads, q.
 
     Parameters
     ----------
@@ -199,8 +199,8 @@ class MultiHeadAttention(Projections):
         return_weights : bool, default False
             Return each head's weights too; the output stays the same, bit for bit.
         tap : callable ``tap(name, value) -> value``, optional
-            Hears x, context, the weights, every step of the attention, concat and output. Matrices
-            and biases are heard head by head.
+            Receives x, context, the weights, every step of the attention, concat and output.
+            Matrices and biases are split into heads.
         **options
             Those of ``minimha.attention``, except ``return_lse``: masks, biases, windows, backend.
 
@@ -225,7 +225,7 @@ class MultiHeadAttention(Projections):
         if others is not None:
             source = tap("context", others.astype(compute, copy=False))
         q, k, v = self.project(tokens, source, source, tap)
-        stage = value_stage = ""  # a tap hears q, q_normed, q_clipped and q_rotated
+        stage = value_stage = ""  # a tap receives q, q_normed, q_clipped and q_rotated
         if self.qk_norm is not None:
             q, k = self._normed("q", tap("q", q), tap), self._normed("k", tap("k", k), tap)
             stage = "_layer_normed" if self.qk_norm == "layer" else "_normed"
@@ -243,15 +243,15 @@ class MultiHeadAttention(Projections):
             raise ValueError(
                 f"{name_of('positions')} are given but the layer has no rope to use them"
             )
-        heard = renamed(
+        inner = renamed(
             tap, q=f"q{stage}", k=f"k{stage}", v=f"v{value_stage}", output="head_output"
         )
         if cache is None:
-            heads = attention(q, k, v, tap=heard, **options)
+            heads = attention(q, k, v, tap=inner, **options)
         else:
             cache.append(k.astype(dtype, copy=False), v.astype(dtype, copy=False))
             try:
-                heads = cache.attend(q, tap=heard, **cast("CacheOptions", options))
+                heads = cache.attend(q, tap=inner, **cast("CacheOptions", options))
             except Exception:
                 cache.undo()
                 raise
@@ -274,7 +274,7 @@ class MultiHeadAttention(Projections):
         key_source : ndarray of shape (Lc, Ec) or (B, Lc, Ec), x's dtype
         value_source : ndarray of shape (Lc, Ev) or (B, Lc, Ev), x's dtype
         tap : callable ``tap(name, value) -> value``, optional
-            Hears the matrices and biases.
+            Receives the matrices and biases.
 
         Returns
         -------
@@ -296,7 +296,7 @@ class MultiHeadAttention(Projections):
         x : ndarray of shape (..., L, E)
             What the queries, and the gates, are made from.
         tap : callable ``tap(name, value) -> value``, optional
-            Hears concat, the gates, the weights and output.
+            Receives concat, the gates, the weights and output.
 
         Returns
         -------
@@ -436,9 +436,9 @@ def _side_by_side(x: Array) -> Array:
 
 def _rotated(name: str, x: Array, rope: Rotation, at: ArrayLike, tap: Tap) -> Array:
     """Queries or keys, rotated by their positions."""
-    heard = renamed(tap, cos=f"cos[{name}]", sin=f"sin[{name}]", rotated=None)
+    inner = renamed(tap, cos=f"cos[{name}]", sin=f"sin[{name}]", rotated=None)
     with argument_names(x=name):
-        return rope.rotate(x, at, heard)
+        return rope.rotate(x, at, inner)
 
 
 def _positions(given: ArrayLike | None, x: Array, cache: Cache | None = None) -> ArrayLike:
@@ -460,7 +460,7 @@ def _check_cached(x: Array, context: Array | None, return_weights: bool) -> None
         raise ValueError(f"{name_of('x')} has shape {x.shape}: with a cache it must be (B, L, E)")
     if return_weights:
         raise ValueError(
-            f"{name_of('return_weights')} with a cache: let a tap hear weights instead"
+            f"{name_of('return_weights')} with a cache: let a tap receive the weights instead"
         )
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from minimha.equations.tap import Tap, no_tap, safe_tap
 
 Array = NDArray[Any]
-Norm = Callable[[Array, Tap], Array]  # of x (..., L, E), heard by the tap
+Norm = Callable[[Array, Tap], Array]  # of x (..., L, E), and a tap
 
 
 def layer_norm(x: Array, gain: Array, bias: Array, epsilon: float, tap: Tap = no_tap) -> Array:
@@ -28,7 +28,7 @@ def layer_norm(x: Array, gain: Array, bias: Array, epsilon: float, tap: Tap = no
     epsilon : float
         Keeps a row of equal numbers from being divided by 0.
     tap : callable ``tap(name, value) -> value``, optional
-        Hears norm_gain, norm_bias, mean, variance and normed.
+        Receives norm_gain, norm_bias, mean, variance and normed.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def rms_norm(x: Array, gain: Array, epsilon: float, tap: Tap = no_tap) -> Array:
     epsilon : float
         Keeps a row of zeros from being divided by 0.
     tap : callable ``tap(name, value) -> value``, optional
-        Hears norm_gain, mean_square and normed.
+        Receives norm_gain, mean_square and normed.
 
     Returns
     -------

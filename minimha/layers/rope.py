@@ -173,7 +173,7 @@ class RoPE:
             Queries or keys. Integers become float64; 16 bits are computed in float32.
         positions : array_like of shape (L,), or (B, L) for x of shape (B, H, L, D), int
         tap : callable ``tap(name, value) -> value``, optional
-            Hears cos, sin and rotated.
+            Receives cos, sin and rotated.
         length : int, optional
             As in ``tables``.
 
@@ -245,7 +245,7 @@ def rotate_by_table(
     repeated : bool, default False
         The tables hold each angle twice, at both numbers of its pair.
     tap : callable ``tap(name, value) -> value``, optional
-        Hears cos, sin and rotated.
+        Receives cos, sin and rotated.
 
     Returns
     -------

@@ -4,11 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __all__ = [
-    "Encoder", "EncoderDecoder", "Transformer", "checkpoints", "heads", "load", "sizes", "world",
+    "Encoder", "EncoderDecoder", "Transformer", "checkpoints", "interpretability", "load",
+    "sizes", "world",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from minimha.models import checkpoints, heads, sizes, world
+    from minimha.models import checkpoints, interpretability, sizes, world
     from minimha.models.checkpoints import load
     from minimha.models.encoder import Encoder
     from minimha.models.encoder_decoder import EncoderDecoder

@@ -77,7 +77,7 @@ class Embeddings:
     ) -> Array:  # fmt: skip
         """Return the rows of the tokens ids (L,), the first of which is at position ``start``.
 
-        ``tap`` hears embedded, and before it wte, with the types, and wpe where there are two
+        ``tap`` receives embedded, and before it wte, with the types, and wpe where there are two
         parts. ``types`` (L,) are 0 by default.
         """
         x, tap = self.tokens[ids], safe_tap(tap)

@@ -141,12 +141,12 @@ class EncoderDecoder:
         self._check_length("ids", len(tokens), 0)
         bias = None if self.encoder_bias is None else self.encoder_bias(0, len(tokens))
         with replacing(tap, replace) as tap:
-            heard = staged(tap, "source")
-            x = self.source(tokens, 0, heard)[None]
+            staged_tap = staged(tap, "source")
+            x = self.source(tokens, 0, staged_tap)[None]
             for n, layer in enumerate(self.encoder):
                 x = layer(x, staged(tap, f"encoder {n}"), attn_bias=bias, backend=backend)
             if self.encoder_norm is not None:
-                x = self.encoder_norm(x, prefixed(heard, "final_"))
+                x = self.encoder_norm(x, prefixed(staged_tap, "final_"))
         return np.asarray(x[0])
 
     def logits(

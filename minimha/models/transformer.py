@@ -70,7 +70,7 @@ class Transformer:
         backend : str, default "auto"
             As in ``minimha.attention``.
         tap : callable ``tap(name, value) -> value``, optional
-            Hears every step; those of layer n are called ``weights[layer n]``.
+            Receives every step; those of layer n are called ``weights[layer n]``.
         replace : mapping from step name to array_like, optional
             What steps are instead, as a ``Trace`` shows them; the others are computed from these.
 

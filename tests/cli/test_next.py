@@ -298,7 +298,7 @@ def test_the_next_word_loads_neither_numba_nor_what_it_does_not_use():
     )
     loaded = set(done.stdout.split())
     assert "minimha.models.world" in loaded
-    unused = {"numba", "tokenizers", "csv", "minimha.models.heads"}
+    unused = {"numba", "tokenizers", "csv", "minimha.models.interpretability"}
     if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # before, NumPy loads it itself
         unused.add("numpy.ma")
     assert not unused & loaded

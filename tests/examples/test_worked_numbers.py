@@ -216,9 +216,9 @@ def test_003_eight_query_heads_share_two_key_value_heads():
 def test_004_512_wide_in_eight_heads_of_64_is_512_wide_again():
     rng = np.random.default_rng(0)
     x, W = rng.normal(size=(5, 512)), rng.normal(size=(3, 8, 512, 64)) / 23
-    heard = {}
-    MultiHeadAttention.from_heads(*W, np.eye(512))(x, tap=lambda n, v: heard.setdefault(n, v))
-    shapes = [heard[name].shape for name in ("x", "q", "concat", "output")]
+    steps = {}
+    MultiHeadAttention.from_heads(*W, np.eye(512))(x, tap=lambda n, v: steps.setdefault(n, v))
+    shapes = [steps[name].shape for name in ("x", "q", "concat", "output")]
     assert shapes == [(5, 512), (1, 8, 5, 64), (5, 512), (5, 512)]
 
 

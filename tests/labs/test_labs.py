@@ -8,7 +8,7 @@ import pytest
 from minimha import labs
 from minimha.equations import tiled
 from minimha.equations.problem import Problem
-from minimha.labs import heads, masking, memory, removed, scale, similarity, temperature
+from minimha.labs import masking, memory, removed, scale, similarity, temperature, two_patterns
 
 NAMES = list(labs.EXPERIMENTS)
 
@@ -23,7 +23,7 @@ def short(monkeypatch):
 @pytest.fixture
 def shorter(short, monkeypatch):
     """What heads answer is drawn, but not so often that their shares are near the expected ones."""
-    monkeypatch.setattr(heads, "NUM_SEQUENCES", 16)
+    monkeypatch.setattr(two_patterns, "NUM_SEQUENCES", 16)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,12 +134,12 @@ def test_similaritys_conclusion_follows_its_rows():
 
 
 def test_what_is_asked_is_the_previous_content_and_that_of_the_other_token_of_the_kind():
-    task = heads.draw(np.random.default_rng(0))
+    task = two_patterns.draw(np.random.default_rng(0))
     for x, asked in zip(task.x[:20], task.asked[:20], strict=True):
-        contents = x[:, : heads.NUM_CONTENTS].argmax(1).tolist()
-        end = heads.NUM_CONTENTS + heads.NUM_KINDS
-        kinds = x[:, heads.NUM_CONTENTS : end].argmax(1).tolist()
-        assert sorted(kinds) == sorted([*range(heads.NUM_KINDS)] * 2)
+        contents = x[:, : two_patterns.NUM_CONTENTS].argmax(1).tolist()
+        end = two_patterns.NUM_CONTENTS + two_patterns.NUM_KINDS
+        kinds = x[:, two_patterns.NUM_CONTENTS : end].argmax(1).tolist()
+        assert sorted(kinds) == sorted([*range(two_patterns.NUM_KINDS)] * 2)
         for i, (previous, matching) in enumerate(asked.tolist()):
             (other,) = (j for j, kind in enumerate(kinds) if kind == kinds[i] and j != i)
             assert previous == contents[i - 1]
@@ -147,40 +147,42 @@ def test_what_is_asked_is_the_previous_content_and_that_of_the_other_token_of_th
 
 
 def test_a_heads_scores_are_highest_at_what_its_pattern_looks_for():
-    x = heads.draw(np.random.default_rng(0)).x[0]
-    kinds = x[:, heads.NUM_CONTENTS : heads.NUM_CONTENTS + heads.NUM_KINDS]
+    x = two_patterns.draw(np.random.default_rng(0)).x[0]
+    kinds = x[:, two_patterns.NUM_CONTENTS : two_patterns.NUM_CONTENTS + two_patterns.NUM_KINDS]
     for strengths, expected in (
-        ((20, 0), np.roll(np.arange(heads.LENGTH), 1)),
-        ((0, 20), (kinds @ kinds.T - np.eye(heads.LENGTH)).argmax(1)),
+        ((20, 0), np.roll(np.arange(two_patterns.LENGTH), 1)),
+        ((0, 20), (kinds @ kinds.T - np.eye(two_patterns.LENGTH)).argmax(1)),
     ):
-        S = x @ heads.query_weights(*strengths) @ x.T
+        S = x @ two_patterns.query_weights(*strengths) @ x.T
         assert S.argmax(1).tolist() == expected.tolist()
         assert (np.sort(S, axis=1)[:, -1] - np.sort(S, axis=1)[:, -2] == 20).all()
 
 
 def test_one_head_is_at_best_a_guess_at_the_order_and_two_heads_are_right(short):
-    *single, two, first, second = (heads.Row(*row) for row in labs.run("heads", 4).tables[0].rows)
+    *single, two, first, second = (
+        two_patterns.Row(*row) for row in labs.run("heads", 4).tables[0].rows
+    )
     assert two[1:] == (1, 1, 1)
     # 3072 answers: four standard deviations of a share are at most 0.036.
-    assert max(row.both for row in single) == pytest.approx(heads.GUESSED, abs=0.036)
+    assert max(row.both for row in single) == pytest.approx(two_patterns.GUESSED, abs=0.036)
     assert (first.previous, second.matching) == pytest.approx((1 / 8, 1 / 8), abs=0.036)
     assert (first.matching, second.previous) == (1, 1)
 
 
 def test_the_chance_to_guess_the_order_is_what_drawing_gives():
-    asked = np.concatenate([heads.draw(np.random.default_rng(n)).asked for n in range(40)])
+    asked = np.concatenate([two_patterns.draw(np.random.default_rng(n)).asked for n in range(40)])
     alike = (asked[..., 0] == asked[..., 1]).mean()
-    assert pytest.approx(alike, abs=0.01) == heads.ALIKE
+    assert pytest.approx(alike, abs=0.01) == two_patterns.ALIKE
 
 
 def test_heads_conclusion_does_not_claim_what_its_rows_contradict():
     rows = [
-        heads.Row("one", 1, 1, 0.9),
-        heads.Row("two", 0.9, 0.8, 0.7),
-        heads.Row("without the first", 0.9, 0.2, 0.1),
-        heads.Row("without the second", 0.9, 0.8, 0.7),
+        two_patterns.Row("one", 1, 1, 0.9),
+        two_patterns.Row("two", 0.9, 0.8, 0.7),
+        two_patterns.Row("without the first", 0.9, 0.2, 0.1),
+        two_patterns.Row("without the second", 0.9, 0.8, 0.7),
     ]
-    words = heads.conclude(rows)
+    words = two_patterns.conclude(rows)
     assert "in 90.0% of the cases" in words
     assert "two heads in 70.0%" in words
     assert "without the first the matching token falls to 20.0%" in words
@@ -233,7 +235,7 @@ def test_maskings_conclusion_counts_its_rows():
 
 
 def moved(B_r, n, D):
-    """Numbers that the tiled algorithm loads and writes, as a tap hears them."""
+    """Numbers that the tiled algorithm loads and writes, as a tap receives them."""
     total = 0
 
     def tap(name, value):

@@ -144,7 +144,7 @@ STEPS = [
         ({"return_lse": True}, {"lse": None}),
     ],
 )
-def test_every_step_is_heard_and_none_of_the_zeros(options, added):
+def test_every_step_is_received_and_none_of_the_zeros(options, added):
     trace, output = traced(*GIVEN, **options)
     expected = list(STEPS)
     for name, before in added.items():
@@ -160,7 +160,7 @@ def test_every_step_is_heard_and_none_of_the_zeros(options, added):
     np.testing.assert_array_equal(trace["output"], output[0] if "return_lse" in options else output)
 
 
-def test_tiles_hear_blocks_of_the_energies_and_none_of_the_zeros():
+def test_tiles_have_blocks_of_the_energies_and_none_of_the_zeros():
     trace, _ = traced(*GIVEN, backend="tiled")
     block = "[i=0,j=0]"
     assert list(trace) == [
@@ -217,7 +217,7 @@ def test_inputs_are_not_written_to():
     additive_attention(*given[:6], b=given[6], attn_bias=given[7])
 
 
-def test_any_backend_computes_what_nobody_hears():
+def test_any_backend_computes_without_a_tap():
     with pytest.raises(BackendUnavailable, match="it keeps no steps to tap"):
         additive_attention(*GIVEN, backend="cpu", tap=Trace())
 
@@ -249,8 +249,8 @@ def test_keras_without_weights_of_its_own_is_the_same_with_identities(seed):
         kv_lengths=lengths, is_causal=causal, q_offset=0,
     )  # fmt: skip
     np.testing.assert_allclose(ours[:, 0], np.asarray(theirs), rtol=0, atol=1e-5)
-    heard = np.reshape(trace["weights"], (B, Lq, Lk))
-    np.testing.assert_allclose(heard, np.asarray(weights), rtol=0, atol=1e-5)
+    got = np.reshape(trace["weights"], (B, Lq, Lk))
+    np.testing.assert_allclose(got, np.asarray(weights), rtol=0, atol=1e-5)
 
 
 def test_scores_of_zero_are_plain_averages():

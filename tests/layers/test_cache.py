@@ -328,8 +328,8 @@ def test_dropping_old_tokens_moves_the_others_once_in_a_capacity(monkeypatch):
 
 def test_what_is_attended_to_is_not_copied():
     cache, x = KVCache(2, 1, 64, 32, window=64), np.ones((2, 1, 1, 32), np.float32)
-    heard = {}
+    steps = {}
     for _ in range(150):
         cache.append(x, x)
-    cache.attend(x, tap=lambda name, value: heard.setdefault(name, value))
-    assert np.shares_memory(heard["k"], cache._k)
+    cache.attend(x, tap=lambda name, value: steps.setdefault(name, value))
+    assert np.shares_memory(steps["k"], cache._k)

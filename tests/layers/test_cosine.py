@@ -142,7 +142,7 @@ WEIGHTS = "row_max exponentials row_sum weights"
         ({"backend": "tiled"}, "q q_unit k k_unit Q K V S m P factor l O output"),
     ],
 )
-def test_every_step_is_heard(options, expected):
+def test_every_step_is_received(options, expected):
     trace, _ = traced(Q, K, V, **options)
     assert [name.partition("[")[0] for name in trace] == expected.split()
     np.testing.assert_array_equal(trace["q"], Q)
@@ -150,7 +150,7 @@ def test_every_step_is_heard(options, expected):
     assert all(step.source for step in trace.steps)
 
 
-def test_a_scale_a_head_is_heard_as_scaled_cosines():
+def test_a_scale_a_head_is_received_as_scaled_cosines():
     scale = [1.0, 2.0, 3.0, -4.0]
     scaled = traced(Q, K, V, scale=scale)[0]["scaled_cosine"]
     np.testing.assert_allclose(scaled, cosines(Q, K) * np.reshape(scale, (4, 1, 1)), rtol=1e-12)

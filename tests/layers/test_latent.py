@@ -91,7 +91,7 @@ def test_no_tokens_have_no_output(is_absorbed):
     assert layer()(X[0, :0], is_absorbed=is_absorbed).shape == (0, E)
 
 
-def test_a_tap_hears_the_steps_of_each_form():
+def test_a_tap_receives_the_steps_of_each_form():
     for is_absorbed, name in ((False, "k_rotated"), (True, "q_absorbed"), (None, "k_rotated")):
         trace = Trace()
         output = layer()(X, is_absorbed=is_absorbed, tap=trace)

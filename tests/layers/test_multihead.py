@@ -102,12 +102,12 @@ def test_queries_and_keys_are_normalised_by_head_or_together(kind, epsilon):
 def test_gates_weaken_what_the_heads_found(kind):
     layer = MultiHeadAttention(6, 2, gate=kind, dtype=np.float64)
     layer.b_g = RNG.normal(size=layer.b_g.shape)
-    heard = {}
-    output = layer(X, tap=lambda name, value: heard.setdefault(name, value))
+    steps = {}
+    output = layer(X, tap=lambda name, value: steps.setdefault(name, value))
     gates = sigmoid(X @ layer.W_g + layer.b_g)
     if kind == "headwise":
         gates = np.stack([gates[..., h // 3] for h in range(6)], axis=-1)
-    np.testing.assert_allclose(output, heard["concat"] * gates @ layer.W_o, rtol=1e-12)
+    np.testing.assert_allclose(output, steps["concat"] * gates @ layer.W_o, rtol=1e-12)
 
 
 def test_a_gate_far_from_zero_does_not_overflow():
@@ -373,7 +373,7 @@ def test_weights_that_do_not_fit(make, sentence):
             (X,),
             {"cache": KVCache(2, 2, 5, 3, 2), "return_weights": True},
             ValueError,
-            "return_weights with a cache: let a tap hear weights",
+            "return_weights with a cache: let a tap receive the weights",
         ),
         ((X,), {"cache": KVCache(2, 2, 5, 3, 2)}, TypeError, "k has dtype float64 but the cache"),
         ((X,), {"cache": KVCache(2, 4, 5, 3, 2)}, ValueError, "k has Hkv=2 but the cache has"),
@@ -432,8 +432,8 @@ def test_layer_norm_of_queries_and_keys_head_by_head_then_clipping(num_kv_heads)
     np.testing.assert_allclose(layer(x), np.concatenate(outputs, axis=1) @ W["W_o"])
     trace = Trace()
     np.testing.assert_array_equal(layer(x, tap=trace), layer(x))
-    heard = ["gains_q", "s_q", "q_layer_normed", "v", "q_clipped", "v_clipped", "scores"]
-    assert [name for name in trace if name in heard] == heard
+    steps = ["gains_q", "s_q", "q_layer_normed", "v", "q_clipped", "v_clipped", "scores"]
+    assert [name for name in trace if name in steps] == steps
 
 
 def test_clipping_needs_a_positive_number():

@@ -83,10 +83,10 @@ def test_steps_are_replaced_by_what_a_trace_shows_and_the_rest_follows(case):
     theirs, trace = [4, 9, 1, 7, 2, 6, 3], Trace()
     model.logits(theirs, tap=trace)
     for step in ("embedded", "residual[layer 0]", "residual[layer 1]", "final_normed"):
-        heard = Trace()
-        got = model.logits(IDS, tap=heard, replace={step: trace[step]})
+        replaced = Trace()
+        got = model.logits(IDS, tap=replaced, replace={step: trace[step]})
         assert close(got, logits(theirs)), step
-        np.testing.assert_array_equal(heard[step], trace[step])
+        np.testing.assert_array_equal(replaced[step], trace[step])
     none = [[[0, 0]] * 7] * model.config.num_heads  # in integers, where no head finds anything
     given = {"head_output[layer 1]": np.repeat(none, model.config.head_dim // 2, axis=2).tolist()}
     zeros = {"concat[layer 1]": np.zeros((7, 8))}

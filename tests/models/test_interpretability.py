@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from models import plain
 
-from minimha.models import heads
+from minimha.models import interpretability
 from minimha.models.checkpoints import from_tensors
-from minimha.models.heads import Head
+from minimha.models.interpretability import Head
 from minimha.models.world.questions import passages, subjects
 
 IDS = np.array([1, 5, 2, 9, 1, 5])
@@ -31,14 +31,16 @@ def test_without_a_head_its_rows_of_w_o_are_zero(model, head):
     W_o = GPT2[name].copy()
     W_o[number * D : (number + 1) * D] = 0
     before = model.logits(IDS)
-    found = heads.without_heads(model, [Head(*head)]).logits(IDS)
+    found = interpretability.without_heads(model, [Head(*head)]).logits(IDS)
     np.testing.assert_allclose(found, logits_of_gpt2({name: W_o}), atol=5e-5)
     np.testing.assert_array_equal(model.logits(IDS), before)
 
 
 def test_without_several_heads(model):
     names = [f"h.{layer}.attn.c_proj.weight" for layer in (0, 1)]
-    found = heads.without_heads(model, [Head(*place) for place in np.ndindex(2, 2)]).logits(IDS)
+    found = interpretability.without_heads(
+        model, [Head(*place) for place in np.ndindex(2, 2)]
+    ).logits(IDS)
     expected = logits_of_gpt2({name: np.zeros_like(GPT2[name]) for name in names})
     np.testing.assert_allclose(found, expected, atol=5e-5)
 
@@ -56,7 +58,7 @@ def test_a_removed_head_gives_its_mean_where_means_are_given(family):
         return value
 
     expected = model.logits(IDS, backend="dense", tap=tap)
-    found = heads.without_heads(model, [head], means).logits(IDS)
+    found = interpretability.without_heads(model, [head], means).logits(IDS)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=5e-5)
 
 
@@ -71,12 +73,12 @@ def test_mean_outputs_are_over_all_tokens(model):
     for prompt in (IDS, IDS[:2]):
         model.logits(prompt, backend="dense", tap=tap)
     by_layer = [np.concatenate(outputs[layer::2], axis=1) for layer in (0, 1)]
-    found = heads.mean_outputs(model, [IDS, IDS[:2]])
+    found = interpretability.mean_outputs(model, [IDS, IDS[:2]])
     np.testing.assert_allclose(found, [o.mean(axis=1) for o in by_layer], rtol=1e-5)
 
 
 def test_the_lens_is_the_unembedded_stream_and_ends_in_the_logits(model):
-    found = heads.lens(model, IDS, range(6))
+    found = interpretability.lens(model, IDS, range(6))
     assert found.shape == (3, 6, 23)
     np.testing.assert_allclose(found[-1], logits_of_gpt2({}), atol=5e-5)
     none = {name: np.zeros_like(W) for name, W in GPT2.items() if "c_proj" in name}
@@ -86,14 +88,14 @@ def test_the_lens_is_the_unembedded_stream_and_ends_in_the_logits(model):
 
 
 def test_the_lens_is_of_the_positions_and_layers_that_are_chosen(model):
-    whole = heads.lens(model, IDS, range(6))
-    chosen = heads.lens(model, IDS)
+    whole = interpretability.lens(model, IDS, range(6))
+    chosen = interpretability.lens(model, IDS)
     assert chosen.shape == (3, 1, 23)
     np.testing.assert_allclose(chosen, whole[:, -1:], rtol=1e-5)
     np.testing.assert_allclose(
-        heads.lens(model, IDS, [0, -2], [2, 1]), whole[[2, 1]][:, [0, 4]], rtol=1e-5
+        interpretability.lens(model, IDS, [0, -2], [2, 1]), whole[[2, 1]][:, [0, 4]], rtol=1e-5
     )
-    zeros = heads.lens(model, IDS, replace={"residual[layer 1]": np.zeros((6, 8))})
+    zeros = interpretability.lens(model, IDS, replace={"residual[layer 1]": np.zeros((6, 8))})
     np.testing.assert_allclose(zeros[2, 0], GPT2["wte.weight"] @ GPT2["ln_f.bias"], rtol=1e-4)
     for given, sentence in (
         ({"positions": 6}, "positions is 6: expected -6 to 5"),
@@ -101,7 +103,7 @@ def test_the_lens_is_of_the_positions_and_layers_that_are_chosen(model):
         ({"replace": {"residual[1]": 0}}, r"no such step \(nearest: residual\[layer 1\]\)"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            heads.lens(model, IDS, **given)
+            interpretability.lens(model, IDS, **given)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,9 @@ def test_the_lens_is_of_the_positions_and_layers_that_are_chosen(model):
     ],
 )
 def test_patterns_mark_the_keys_that_their_names_say(pattern, pairs):
-    assert {tuple(pair) for pair in np.argwhere(heads.PATTERNS[pattern](IDS)).tolist()} == pairs
+    assert {
+        tuple(pair) for pair in np.argwhere(interpretability.PATTERNS[pattern](IDS)).tolist()
+    } == pairs
 
 
 @pytest.mark.parametrize(
@@ -139,8 +143,8 @@ def test_scores_are_mean_shares_of_attention(model):
         return value
 
     model.logits(IDS, backend="dense", tap=tap)
-    found = heads.behaviours(model, [IDS])
-    assert found.names == tuple(heads.PATTERNS)
+    found = interpretability.behaviours(model, [IDS])
+    assert found.names == tuple(interpretability.PATTERNS)
     assert found.counts.tolist() == [5, 5, 5, 2, 2]
     for layer, number in np.ndindex(2, 2):
         A = kept[f"weights[layer {layer}]"][0, number]
@@ -158,7 +162,7 @@ def test_scores_are_mean_shares_of_attention(model):
 
 
 def test_a_pattern_without_a_query_is_left_out(model):
-    found = heads.behaviours(model, [[1, 2, 3]])
+    found = interpretability.behaviours(model, [[1, 2, 3]])
     assert found.names == ("previous", "first", "itself")
     assert found.scores.shape == (2, 2, 3)
 

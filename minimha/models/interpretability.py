@@ -112,7 +112,7 @@ def mean_outputs(model: Transformer, prompts: Iterable[Prompt]) -> NDArray[np.fl
     sums = np.zeros((config.num_layers, config.num_heads, model.blocks[0].attention.value_dim))
     count = 0
     for prompt in prompts:
-        outputs = _heard(model, prompt, "head_output")
+        outputs = _steps(model, prompt, "head_output")
         sums += np.stack([output[0].sum(axis=1) for output in outputs])
         count += outputs[0].shape[-2]
     return sums / max(count, 1)
@@ -152,7 +152,7 @@ def lens(
     tokens, depth = model.encode(ids), 1 + model.config.num_layers
     rows = _places("positions", positions, len(tokens))
     kept = _places("layers", range(depth) if layers is None else layers, depth)
-    found = _heard(model, tokens, "embedded", "residual", replace=replace)
+    found = _steps(model, tokens, "embedded", "residual", replace=replace)
     stream = [x.reshape(-1, x.shape[-1])[rows] for x in found]
     return np.stack([model.unembed(stream[n]) for n in kept])
 
@@ -259,7 +259,7 @@ def behaviours(
     uniform, counts = np.zeros(n), np.zeros(n, np.int64)
     for prompt in prompts:
         ids = model.encode(prompt)
-        weights = np.stack([A[0] for A in _heard(model, ids, "weights")])
+        weights = np.stack([A[0] for A in _steps(model, ids, "weights")])
         alike = np.tri(len(ids)) / np.arange(1, len(ids) + 1)[:, None]
         for p, pattern in enumerate(patterns.values()):
             marked = pattern(ids)
@@ -275,15 +275,15 @@ def behaviours(
     )
 
 
-def _heard(model: Transformer, prompt: Prompt, *steps: str, replace: Steps = None) -> list[Array]:
+def _steps(model: Transformer, prompt: Prompt, *steps: str, replace: Steps = None) -> list[Array]:
     """What these steps are in every layer."""
     found: list[Array] = []
 
-    def hear(name: str, value: Any) -> Any:
+    def receive(name: str, value: Any) -> Any:
         if name.partition("[")[0] in steps:
             found.append(value)
         return value
 
-    with replacing(hear, replace) as tap:
+    with replacing(receive, replace) as tap:
         model.residual(prompt, backend="dense", tap=tap)
     return found
