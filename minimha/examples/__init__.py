@@ -1,6 +1,6 @@
-"""The worked examples of five teaching documents, and the examples that these promise or describe.
+"""The worked examples of five teaching documents, and others that they promise or describe.
 
-The documents, by the numbers that they have throughout the project:
+The documents by number:
 
 000
     "Multi-Head Attention": one token through two heads, then self-attention and cross-attention in
@@ -15,9 +15,8 @@ The documents, by the numbers that they have throughout the project:
 004
     "Multi-head Attention": Q, K and V given, scores against cosines, FlashAttention.
 
-``EXAMPLES`` maps a name to its example, which is imported when it is asked for: one example on the
-terminal should not wait for all the others. ``DOCUMENTS`` maps a document's number to the name of
-the example that reproduces it.
+``EXAMPLES`` maps a name to its example, which is imported when it is used. ``DOCUMENTS`` maps a
+document's number to the name of the example that reproduces it.
 """
 
 from collections.abc import Iterator, Mapping

@@ -21,7 +21,7 @@ W_O = matrix("0 0.5 -0.5 0")
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """The same layer and residual connection for both sentences."""
+    """Run the same layer and residual connection on both sentences."""
     layer = MultiHeadAttention.from_heads([W_Q], [W_K], [W_V], W_O)
     for context, words in SENTENCES.items():
         staged_tap = _staged(tap, context)
@@ -31,7 +31,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def _staged(tap: Tap, context: str) -> Tap:
-    """A tap to which a name has its context in brackets, and that gets the weights only once."""
+    """Return a tap that appends the context to names, and receives the weights only once."""
 
     def receive(name: str, value: Any) -> Any:
         if not name.startswith("W_"):

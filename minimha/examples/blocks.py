@@ -1,4 +1,4 @@
-"""Naive attention against FlashAttention, block by block: document 004 offers it and stops."""
+"""Naive attention against FlashAttention, block by block, as document 004 offers but leaves out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,17 +17,17 @@ NUM_HEADS = 2  # of the sentence's example, whose head 0 this is
 
 
 def of_length(num_tokens: int, **settings: Any) -> Example:
-    """``block_by_block`` over the documents' own sentence of ``num_tokens`` tokens, 1 to 12."""
+    """Return ``block_by_block`` of the documents' sentence of ``num_tokens`` tokens, 1 to 12."""
     return block_by_block(sentences.SENTENCES[num_tokens][0].split(), **settings)
 
 
 def block_by_block(
     tokens: Sequence[str], *, B_r: int = 2, B_c: int = 2, d_model: int = 4, seed: int = DEFAULT_SEED
 ) -> Example:
-    """One causal head over ``tokens``, first with whole matrices, then in blocks of B_r × B_c.
+    """Return one causal head over ``tokens``, with whole matrices and in blocks of B_r × B_c.
 
-    It is head 0 of ``sentences.sentence(tokens)``, so that Q, K and V are known from there; that
-    says what ``d_model``, here even, and ``seed`` are.
+    It is head 0 of ``sentences.sentence(tokens)``, with the same ``d_model``, which must be even,
+    and ``seed``.
     """
     if d_model % NUM_HEADS:
         raise ValueError(
@@ -75,10 +75,9 @@ def block_by_block(
 
 
 def numbers_kept(L: int, *, D: int, B_r: int, B_c: int) -> tuple[int, int]:
-    """How many numbers each way keeps in memory beyond Q, K, V and O: whole matrices, blocks.
+    """Count the numbers in memory beyond Q, K, V and O, with whole matrices and in blocks.
 
-    Whole: S and A, L × L each. In blocks: Q_i, K_j, V_j, S_ij, m_i, l_i and O_i of one block, which
-    do not depend on L.
+    Whole: S and A, L × L each. In blocks: Q_i, K_j, V_j, S_ij, m_i, l_i and O_i of one block.
 
     >>> numbers_kept(4096, D=64, B_r=64, B_c=64)
     (33554432, 20608)
@@ -88,7 +87,7 @@ def numbers_kept(L: int, *, D: int, B_r: int, B_c: int) -> tuple[int, int]:
 
 
 def skipped_blocks(problem: Problem, B_r: int, B_c: int) -> list[tuple[int, int]]:
-    """The blocks (i, j) in which no query sees a key."""
+    """Return the blocks (i, j) in which no query sees a key."""
     L = problem.q.shape[2]
     loaded = {
         (i, j)

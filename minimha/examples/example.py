@@ -1,4 +1,4 @@
-"""A worked example: its inputs, its computation, what the document prints of it, and where."""
+"""A worked example: its inputs, its computation, and the numbers that a document prints."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from minimha.explain.trace import Trace
 
 @dataclass(frozen=True)
 class Note:
-    """A note that holds only with this mask or this scaling; None: with either."""
+    """A note that is shown only with this mask and scaling; None means with either."""
 
     words: str
     is_causal: bool | None = None
@@ -23,13 +23,13 @@ class Note:
 
 @dataclass(frozen=True)
 class Example:
-    """One worked example; what is not said here is as in ``explain.Trace``."""
+    """One worked example; the other attributes are those of ``explain.Trace``."""
 
     name: str
     title: str  # what it shows, in a line
     source: str
     sentence: str  # the tokens, as the document writes them
-    run: Callable[[Tap, bool, bool], Any]  # (tap, is_causal, is_scaled): every step tapped
+    run: Callable[[Tap, bool, bool], Any]  # (tap, is_causal, is_scaled)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     is_causal: bool = False  # whether the document computes it with a causal mask,
     is_scaled: bool = True  # with the division by √d_k,
@@ -38,8 +38,8 @@ class Example:
     notes: Mapping[str, str | Note] = field(default_factory=dict)  # by step name
     blocks: tuple[int, int] | None = None
     given: tuple[str, ...] = ()
-    document: str = ""  # its number, "" where there is none whose numbers this reproduces
-    left_out: str = ""  # the numbers of that document that it does not reproduce, and why
+    document: str = ""  # the number of the document that it reproduces, if any
+    left_out: str = ""  # that document's other numbers, and why they are left out
 
     @property
     def label(self) -> str:
@@ -49,8 +49,7 @@ class Example:
     def trace(self, is_causal: bool | None = None, is_scaled: bool | None = None) -> Trace:
         """Run the example and return its trace.
 
-        Where ``is_causal`` or ``is_scaled`` differs from the document's, the numbers are no longer
-        those that it prints, and none are shown beside them.
+        Printed numbers are shown only if ``is_causal`` and ``is_scaled`` are the document's.
         """
         causal = self.is_causal if is_causal is None else is_causal
         scaled = self.is_scaled if is_scaled is None else is_scaled
@@ -73,7 +72,7 @@ class Example:
 
 
 def _holding(notes: Mapping[str, str | Note], causal: bool, scaled: bool) -> dict[str, str]:
-    """The words of the notes that hold for this mask and this scaling."""
+    """The notes for this mask and this scaling."""
     given = {name: note if isinstance(note, Note) else Note(note) for name, note in notes.items()}
     return {
         name: note.words
@@ -83,5 +82,5 @@ def _holding(notes: Mapping[str, str | Note], causal: bool, scaled: bool) -> dic
 
 
 def matrix(*rows: str) -> NDArray[np.float64]:
-    """Numbers written row by row: ``matrix("1 0", "0 1")``."""
+    """Return the matrix with these rows: ``matrix("1 0", "0 1")``."""
     return np.array([[float(number) for number in row.split()] for row in rows])

@@ -45,7 +45,7 @@ PRINTED = (
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """One head on the given Q, K and V; then the cosines of the same Q and K."""
+    """Run one head on the given Q, K and V; then compute the cosines of Q and K."""
     scale = None if is_scaled else 1.0
     attention(Q, K, V, is_causal=is_causal, scale=scale, tap=with_root(tap))
     lengths = np.linalg.norm(Q, axis=1)[:, None] * np.linalg.norm(K, axis=1)
@@ -53,7 +53,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def with_root(tap: Tap) -> Tap:
-    """A tap that gets √d_k just before the scores are divided by it, as in the document."""
+    """Return a tap that receives √d_k just before the scores are divided by it."""
 
     def receive(name: str, value: np.ndarray) -> np.ndarray:
         if name == "scaled":

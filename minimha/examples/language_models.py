@@ -1,7 +1,7 @@
-"""A layer of GPT-2, of LLaMA and of BERT, whole, with weights small enough to follow by eye.
+"""A whole layer of GPT-2, of LLaMA and of BERT, with weights small enough to follow by eye.
 
-Each is attention and a feed-forward, with a residual connection around both; they differ in where
-and how they normalise, in how a token knows its place, and in the feed-forward's activation.
+Each is attention and a feed-forward, with a residual connection around both. They differ in their
+norms, their positions and the feed-forward's activation.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import layer_norm, rms_norm
 from minimha.layers.rope import RoPE
 
-Norm = Callable[[NDArray[Any], str], NDArray[Any]]  # of x; and what its steps' names begin with
+Norm = Callable[[NDArray[Any], str], NDArray[Any]]  # of x and a prefix of its steps' names
 
 SENTENCE, DOCUMENT = sentences.SENTENCES[3]
 WORDS = tuple(SENTENCE.split())
@@ -90,7 +90,7 @@ def _options(is_causal: bool, is_scaled: bool) -> dict[str, Any]:
 
 
 def _layer_norm(rng: np.random.Generator, E: int, epsilon: float, tap: Tap) -> Norm:
-    """A layer norm whose gain, 1 and 2, and bias, 0 and 1, are drawn for each use."""
+    """Return a layer norm that draws its gain, of 1 and 2, and bias, of 0 and 1, in each call."""
 
     def norm(x: NDArray[Any], prefix: str) -> NDArray[Any]:
         gain, bias = rng.integers(1, 3, E).astype(float), rng.integers(0, 2, E).astype(float)

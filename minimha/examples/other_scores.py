@@ -11,7 +11,7 @@ from minimha.layers.cosine import cosine_attention
 
 
 def run_cosine(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Dot products, then cosines, from the same numbers."""
+    """Compute dot products, then cosines, of the same numbers."""
     scale = None if is_scaled else 1.0
     attention(Q, K, V, is_causal=is_causal, scale=scale, tap=staged(tap, "dot"))
     cosine_attention(Q, K, V, is_causal=is_causal, tap=staged(tap, "cosine"))

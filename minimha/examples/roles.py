@@ -1,11 +1,9 @@
-"""Heads that do what the documents say heads may learn, with weights set by hand.
+"""Heads set by hand to follow the relations that, by the documents, heads may learn.
 
 The documents name relations (subject and verb, a pronoun and its noun, neighbours) and print no
-numbers for them. Here a token is written as 0 and 1 in named columns, its grammar and its position,
-and each head's W_q and W_k pick the columns that its relation needs. A query that agrees with a key
-in one more column than with the others scores higher, and the softmax does the rest.
-
-A head of a trained model is rarely as clear; what is shown is that the equations can do it.
+numbers for them. Here a token has 0 or 1 in named columns, for its grammar and its position, and
+each head's W_q and W_k pick the columns of its relation. A query scores higher with a key that
+matches it in one more column. Heads of trained models are rarely this clear.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,26 +17,26 @@ from minimha.examples.example import Example, Note
 from minimha.explain.trace import token_labels
 from minimha.layers.multihead import MultiHeadAttention
 
-GAIN = 16.0  # of every query, so that one matching column more or less decides
+GAIN = 16.0  # of every query, so that one matching column decides
 SPREAD = " A query of zeros asks for nothing and spreads evenly."
-NEAR = {-1: 0.75, 0: 1.0, 1: 0.75}  # how much each neighbour is asked for by the local head
+NEAR = {-1: 0.75, 0: 1.0, 1: 0.75}  # the local head's query for each neighbour
 Pairs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Head:
-    """What one head looks for, what it is called, and what its weights show (``reading``)."""
+    """The name of one head, what its weights show, and the keys that its queries ask for."""
 
     name: str
     reading: str
     asks: Pairs = ()  # a query with the first column set asks for keys with the second one set
-    offsets: Mapping[int, float] | None = None  # how much for the key that many places after it
+    offsets: Mapping[int, float] | None = None  # strength by distance of the key from the query
 
 
 def _example(
     name: str, document: str, grammar: Mapping[str, str], columns: Sequence[str], heads: list[Head]
 ) -> Example:
-    """The sentence whose words are the keys of ``grammar``, each with the columns it has set."""
+    """Return an example of the words in ``grammar``, which maps each word to its columns."""
     words = list(grammar)
     L, E = len(words), len(columns) + len(words)
 
@@ -78,7 +76,7 @@ def _example(
 
 
 def _has_query_of_zeros(head: Head, grammar: Mapping[str, str]) -> bool:
-    """Whether some word sets none of the columns with which the head's queries ask."""
+    """Whether some word has none of the columns that the head's queries use."""
     asking = {column for column, _ in head.asks}
     return head.offsets is None and any(
         asking.isdisjoint(kinds.split()) for kinds in grammar.values()
@@ -88,7 +86,7 @@ def _has_query_of_zeros(head: Head, grammar: Mapping[str, str]) -> bool:
 def _matrices(
     head: Head, columns: Sequence[str], L: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """W_q and W_k (E, D) of one head; D = L, so that a position fits into a query."""
+    """W_q and W_k (E, D) of one head; D = L, one column per position."""
     W_q, W_k = np.zeros((2, len(columns) + L, L))
     for n, key in enumerate(dict.fromkeys(key for _, key in head.asks)):
         W_k[columns.index(key), n] = 1

@@ -1,8 +1,7 @@
 """Any sentence through a whole multi-head attention, with weights small enough to follow by eye.
 
 The documents promise such an example and leave it out. Nothing here is learned: embeddings and
-weights are integers drawn from a seed, a word always has the same embedding, and every later number
-is computed from these.
+weights are integers drawn from a seed, and a word always has the same embedding.
 """
 
 import zlib
@@ -18,7 +17,7 @@ from minimha.examples.example import Example
 from minimha.explain.trace import token_labels
 from minimha.layers.multihead import MultiHeadAttention
 
-# The documents' own sentences (and one title), by their number of tokens.
+# The documents' sentences (and one title), by their number of tokens.
 SENTENCES = {
     1: ("Attention", "000"),
     2: ("Multi-Head Attention", "002"),
@@ -38,14 +37,14 @@ SENTENCES = {
 }
 DEFAULT_SEED = 1  # no zero columns, and row maxima that grow from block to block
 BANK_RELATIONS = (
-    "The document says what heads may learn in this sentence (bank ↔ loan, approved ↔ bank, "
-    "yesterday ↔ approved, its structure) and prints no numbers; these weights are drawn, not "
-    "learned, and show none of that; those of example heads-002 do."
+    "The document names relations that heads may learn in this sentence (bank ↔ loan, approved ↔ "
+    "bank, yesterday ↔ approved, its structure) and prints no numbers. These weights are drawn, "
+    "not learned, and show none of that; those of example heads-002 do."
 )
 
 
 def of_length(num_tokens: int, **settings: Any) -> Example:
-    """The documents' own sentence of ``num_tokens`` tokens, 1 to 12; settings of ``sentence``."""
+    """Return ``sentence`` of the documents' sentence of ``num_tokens`` tokens, 1 to 12."""
     words, document = SENTENCES[num_tokens]
     return sentence(words.split(), source=f"a sentence of document {document}", **settings)
 
@@ -61,13 +60,11 @@ def sentence(
     context: Sequence[str] | None = None,
     source: str = "your own sentence",
 ) -> Example:
-    """A multi-head attention over ``tokens``, every matrix of every head.
+    """Return a multi-head attention over ``tokens``, with every matrix of every head.
 
-    It is causal, unless the tokens attend to another sentence, ``context``, from which keys and
-    values are computed (cross-attention). Each head has width ``d_model`` / ``num_heads``, and one
-    key/value head unless ``num_kv_heads`` is given; ``rope`` rotates queries and keys by their
-    positions. Embeddings and weights are drawn with ``seed``, ``source`` is where the sentence
-    comes from. What does not fit is refused by ``check``.
+    It is causal, unless the tokens attend to another sentence, ``context`` (cross-attention). Each
+    head has width ``d_model`` / ``num_heads``. ``rope`` rotates queries and keys by their
+    positions. Embeddings and weights are drawn with ``seed``.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check(tokens, num_heads, num_kv_heads, d_model, seed)
@@ -88,8 +85,8 @@ def sentence(
     def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
         if context is not None and is_causal:
             raise ValueError(
-                "a causal mask has no meaning between two sentences: the other one is there as a "
-                "whole"
+                "a causal mask has no meaning between two sentences: all of the other one is "
+                "visible"
             )
         weights = draw_weights(d_model, num_heads, num_kv_heads, seed)
         layer = MultiHeadAttention.from_heads(*weights, rope=rotation)
@@ -114,7 +111,7 @@ def sentence(
 
 
 def embeddings(tokens: Sequence[str], d_model: int, seed: int) -> NDArray[np.float64]:
-    """Shape (L, E), each number -1, 0 or 1: a word has the same row at every position."""
+    """Return rows (L, E) of -1, 0 and 1; a word has the same row at every position."""
 
     def row(token: str) -> NDArray[np.int64]:
         rng = np.random.default_rng([seed, zlib.crc32(token.casefold().encode("utf-8", "replace"))])
@@ -126,7 +123,7 @@ def embeddings(tokens: Sequence[str], d_model: int, seed: int) -> NDArray[np.flo
 def draw_weights(
     d_model: int, num_heads: int, num_kv_heads: int, seed: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """W_q (H, E, D), W_k and W_v (Hkv, E, D) and W_o (H · D, E), each number -1, 0 or 1."""
+    """Draw W_q (H, E, D), W_k and W_v (Hkv, E, D) and W_o (H · D, E) of -1, 0 and 1."""
     rng = np.random.default_rng([seed, d_model, num_heads, num_kv_heads])
     D = d_model // num_heads
     shapes = [(num_heads, d_model, D), *[(num_kv_heads, d_model, D)] * 2, (num_heads * D, d_model)]
@@ -139,7 +136,7 @@ def draw_weights(
 def check(
     tokens: Sequence[str], num_heads: int, num_kv_heads: int, d_model: int, seed: int
 ) -> None:
-    """Raise ValueError, in the words of the command line, where an example cannot be made."""
+    """Raise a ValueError, with the command line's names, if an example cannot be made."""
     if not tokens:
         raise ValueError("the sentence has no tokens: expected at least one word")
     counts = {"heads": num_heads, "kv-heads": num_kv_heads, "d-model": d_model}

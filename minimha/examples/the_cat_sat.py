@@ -31,7 +31,7 @@ PRINTED = (
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """One head; where it is not scaled, once more with the division in the formula."""
+    """Run one head; without scaling, run it once more with the division in the formula."""
     x = tap("x", X)
     q, k = x @ tap("W_q", I), x @ tap("W_k", I)
     tap("W_v", I)
@@ -41,7 +41,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def divided(tap: Tap) -> Tap:
-    """A tap for the run with the division: it keeps what that changes, under other names."""
+    """Return a tap for the run with the division: it renames the steps that differ."""
     changed = {"scaled", "masked", "row_max", "exponentials", "row_sum", "weights", "output"}
     return lambda name, value: tap(f"{name}[divided]", value) if name in changed else value
 

@@ -1,14 +1,13 @@
 """Document 000's translation: encoder, masked decoder and cross-attention, set by hand.
 
-"The boy trains the puppy" → "Le garçon entraîne le chiot". A token is written as 0 and 1 in named
-columns: what it means, in either language, and its position. The encoder finds out whether "trains"
-is a noun or a verb. The decoder reads ``<s>`` and the words written so far, and knows what kind of
-word may follow; cross-attention finds the English word that it is. First all words are computed at
-once, as in training, where the translation is known; then one after the other, as when a model
-writes; then what the shift, the mask and cross-attention are for.
+"The boy trains the puppy" → "Le garçon entraîne le chiot". A token has 0 or 1 in named columns, for
+its meaning, in either language, and its position. The encoder decides whether "trains" is a noun or
+a verb. The decoder reads ``<s>`` and the words written so far, and determines what kind of word may
+follow; cross-attention finds the English word for it. First all words are computed at once, as in
+training; then one after the other, as in generation; then without the shift, the mask or
+cross-attention, to show their purpose.
 
-Residual connections let a token keep what it was; layer normalisation and feed-forward layers,
-which a whole transformer has, would only hide the numbers.
+There are residual connections, but no norms or feed-forward layers, which would hide the numbers.
 """
 
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ W_VOCAB = GAIN * np.eye(E, 5)  # a word's logit is how much of its meaning there
 
 
 def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
-    """Shape (L, E) for words with these meanings (L or L - 1, 5); if shifted, after ``<s>``."""
+    """Return rows (L, E) of words with these meanings (..., 5); if shifted, after ``<s>``."""
     x = np.zeros((len(meanings) + is_shifted, E))
     x[int(is_shifted) :, :AFTER] = meanings
     x[0, START] = is_shifted
@@ -103,7 +102,7 @@ def copying() -> MultiHeadAttention:
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """The whole translation at once, then word by word, then what goes wrong without its parts."""
+    """Run the translation at once, then word by word, then without its parts."""
     scale = None if is_scaled else 1.0
     english, french = embeddings(IN_ENGLISH), embeddings(IN_FRENCH[:-1], is_shifted=True)
     staged_tap = staged(tap, "encoder")
@@ -114,35 +113,35 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
     staged_tap = staged(tap, "cross")
     found = cross()(state, memory, scale=scale, tap=staged_tap)
     tap("W_vocab", W_VOCAB)
-    say(staged_tap("added", state + found), staged_tap)
+    probabilities(staged_tap("added", state + found), staged_tap)
     write(memory, scale, tap)
-    say(state, staged(tap, "decoder"))
+    probabilities(state, staged(tap, "decoder"))
     staged_tap = staged(tap, "unshifted")
-    say(staged_tap("x", embeddings(IN_FRENCH)), staged_tap)
+    probabilities(staged_tap("x", embeddings(IN_FRENCH)), staged_tap)
     staged_tap = staged(tap, "unmasked")
-    say(copying()(french, scale=scale, tap=staged_tap), staged_tap)
+    probabilities(copying()(french, scale=scale, tap=staged_tap), staged_tap)
 
 
-def say(x: Array, tap: Tap) -> Array:
-    """The probability of each word of the vocabulary, (L, 5), for the rows x (L, E)."""
+def probabilities(x: Array, tap: Tap) -> Array:
+    """Return the probability of each word of the vocabulary, (L, 5), for rows x (L, E)."""
     logits = tap("logits", x @ W_VOCAB)
     return np.asarray(tap("probabilities", softmax(logits)[0]))
 
 
 def write(memory: Array, scale: float | None, tap: Tap) -> list[str]:
-    """Write five words, each given those before it, and show where each step looks."""
+    """Write five words, each given those before it, and tap the weights of each step."""
     words: list[int] = []
     for step in range(1, 6):
         read = embeddings(np.eye(5)[words], is_shifted=True)
         state = (read + decoder()(read, is_causal=True, scale=scale))[-1:]
         staged_tap = _looking(staged(tap, f"cross, step {step}"))
         found = cross()(state, memory, scale=scale, tap=staged_tap)
-        words.append(int(say(state + found, no_tap).argmax()))
+        words.append(int(probabilities(state + found, no_tap).argmax()))
     return [VOCABULARY[word] for word in words]
 
 
 def _looking(tap: Tap) -> Tap:
-    """A tap for one step: its query and its weights; K, V and the matrices are known by now."""
+    """Return a tap that receives only the query and the weights of a step."""
     new = "x", "q", "scores", "scaled", "row_max", "exponentials", "row_sum", "weights"
 
     def receive(name: str, value: Any) -> Any:
@@ -156,7 +155,6 @@ def _labels(stage: str, queries: Sequence[str], keys: Sequence[str]) -> dict[str
 
 
 def _step_notes() -> dict[str, str]:
-    """What is written in each step."""
     return {
         f"weights[cross, step {n}]": f"Written so far: {' '.join(READ[:n])}. The decoder looks at "
         f"'{english}' and writes '{french}'."

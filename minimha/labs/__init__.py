@@ -1,7 +1,4 @@
-"""Experiments: what can be seen by computing, each with tables, figures and a conclusion.
-
-A conclusion is made from the numbers of the run: what they do not show, it does not say.
-"""
+"""Experiments, each with tables, figures and a conclusion from the numbers of its run."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -43,14 +40,14 @@ def run(name: str, seed: int = 1, progress: Callable[[str], None] = lambda doing
     name : str
         One of ``EXPERIMENTS``.
     seed : int, default 1
-        Of everything that is drawn; 0 or more.
+        Seed of all random numbers; 0 or more.
     progress : callable, optional
-        Called with what is done next, where an experiment takes longer than a second.
+        Called with the name of each step of an experiment that takes longer than a second.
 
     Raises
     ------
     TypeError, ValueError
-        There is no such experiment, or the seed is not an integer of at least 0.
+        Unknown experiment, or the seed is not an integer of at least 0.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""−∞ against a large negative number: how much weight reaches the keys that a mask hides."""
+"""−∞ against a large negative number: the weight that reaches hidden keys."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,14 +19,14 @@ TITLE = "masking: −∞ against a large negative number"
 ABOUT = (
     f"One query and {NUM_KEYS} keys, {NUM_HIDDEN} of them hidden: the weight that reaches the "
     "hidden ones. minimha hides with −∞, and a query that sees no key gets 0; the other columns "
-    "write a number over the hidden scores (or add it, where that is said) and compute "
+    "write a number over the hidden scores (or add it, in the case named so) and compute "
     "exp(s − max) / Σ in the same dtype. −65504 is float16's lowest number."
 )
 Scores = NDArray[Any]
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Leaks in float32 and float16, in ordinary rows and in those where a number fails."""
+    """Measure leaks in float32 and float16, in ordinary rows and in those where a number fails."""
     s = np.random.default_rng(seed).standard_normal(NUM_KEYS)
     cases: dict[str, tuple[Scores, str, int, bool]] = {
         "float32, scores near 0": (s, "float32", NUM_HIDDEN, False),
@@ -51,19 +51,19 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return in how many cases each way to hide leaks, and in how many it loses the row."""
-    said = []
+    """Return for each way to hide in how many cases it leaks, and in how many it gives NaN."""
+    parts = []
     for n, name in enumerate((OURS, *map(_named, FILLS)), 1):
         leaks = [row[n] for row in rows]
         lost = sum(map(np.isnan, leaks))
         kept = sum(leak > 0 for leak in leaks)
         faults = [f"leaks in {kept}"] * bool(kept) + [f"gives NaN in {lost}"] * bool(lost)
-        said.append(f"{name} {' and '.join(faults) or 'hides every key'}")
-    return f"Of {len(rows)} cases: {'; '.join(said)}."
+        parts.append(f"{name} {' and '.join(faults) or 'hides every key'}")
+    return f"Of {len(rows)} cases: {'; '.join(parts)}."
 
 
 def written(leak: float) -> str:
-    """Return a share with three digits, 0 and 1 as such."""
+    """Return a share with three digits, but 0 and 1 without any."""
     return cells(np.array(leak), 3)[0][0] if leak in (0, 1) or np.isnan(leak) else f"{leak:.3g}"
 
 
@@ -78,7 +78,7 @@ def _short(number: float) -> str:
 
 
 def _leaks(s: Scores, dtype: str, num_hidden: int, is_added: bool) -> tuple[float, ...]:
-    """The weight of the first ``num_hidden`` keys: minimha's, and by each of ``FILLS``."""
+    """The weight of the first ``num_hidden`` keys in minimha, and with each of ``FILLS``."""
     s = s.astype(dtype)
     seen = np.arange(NUM_KEYS) >= num_hidden
     one = np.ones((1, 1), dtype)  # q·k is k: the scores
@@ -88,7 +88,7 @@ def _leaks(s: Scores, dtype: str, num_hidden: int, is_added: bool) -> tuple[floa
 
 
 def _leak(s: Scores, fill: float, num_hidden: int = NUM_HIDDEN, is_added: bool = False) -> float:
-    """The hidden keys' weight where a number stands for −∞, every step in the dtype of ``s``."""
+    """The hidden keys' weight with a number for −∞; every step in the dtype of ``s``."""
     hidden = np.arange(NUM_KEYS) < num_hidden
     with np.errstate(all="ignore"):
         number = np.array(fill).astype(s.dtype)

@@ -1,4 +1,4 @@
-"""What attention moves and keeps: naive against tiled, the cache by groups, and this machine."""
+"""Memory of attention: traffic of naive and tiled, the cache by groups, and times here."""
 
 import statistics
 import time
@@ -31,7 +31,7 @@ ABOUT = (
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Count bytes for each length and number of groups, and time both backends here."""
+    """Count bytes for each length and number of groups, and time both backends."""
     traffic = tuple((n, naive_bytes(n), tiled_bytes(n), ITEM * n * n) for n in LENGTHS)
     cache, timed = _cache(), _timed(seed, progress)
     names: list[str] = [*_available()]
@@ -60,7 +60,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def _cache() -> tuple[tuple[int, int], ...]:
-    """Bytes of the model's cache, from as many key/value heads as query heads down to one."""
+    """Bytes of the model's cache for each number of key/value heads, from H down to 1."""
     groups = [2**n for n in reversed(range(MODEL.num_heads.bit_length()))]
     return tuple((g, kv_cache_bytes(replace(MODEL, num_kv_heads=g), CACHED)) for g in groups)
 
@@ -77,7 +77,7 @@ def tiled_bytes(n: int) -> int:
 
 
 def conclude(traffic: Rows, cache: Sequence[tuple[int, int]], timed: Rows) -> str:
-    """Return what moves at the greatest length, what groups need, and what cpu takes here."""
+    """Return the traffic at the greatest length, the cache with groups, and the time of cpu."""
     n, naive, tiled, _ = traffic[-1]
     part = dict(cache)[MODEL.num_kv_heads] / cache[0][1]
     words = (
@@ -94,7 +94,7 @@ def conclude(traffic: Rows, cache: Sequence[tuple[int, int]], timed: Rows) -> st
 
 
 def _timed(seed: int, progress: Callable[[str], None]) -> tuple[tuple[float, ...], ...]:
-    """Milliseconds of each backend at each length; a first call, which may compile, is not one."""
+    """Milliseconds of each backend at each length, after a first call that may compile."""
     rng, rows = np.random.default_rng(seed), []
     for n in TIMED_LENGTHS:
         q, k, v = rng.standard_normal((3, 1, TIMED_HEADS, n, WIDTH), np.float32)
@@ -102,7 +102,7 @@ def _timed(seed: int, progress: Callable[[str], None]) -> tuple[tuple[float, ...
         for name in times:
             progress(f"{name}, {n} tokens")
             attention(q, k, v, backend=name)
-        for _ in range(NUM_RUNS):  # in turns, so that a busy moment meets both
+        for _ in range(NUM_RUNS):  # in turns, so that a busy moment slows both
             for name, found in times.items():
                 start = time.perf_counter()
                 attention(q, k, v, backend=name)

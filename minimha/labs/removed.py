@@ -1,7 +1,6 @@
-"""One head of the shipped model removed: which relations it no longer gets right.
+"""Each head of the shipped model removed in turn, and the relations that it then gets wrong.
 
-A removed head gives, for every token, its mean output over the tokens of all questions, so that the
-layers after it meet no number that they never met.
+A removed head gives, for every token, its mean output over the tokens of all questions.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +15,12 @@ from minimha.models.interpretability import Head, mean_outputs, without_heads
 from minimha.models.world.questions import RELATIONS, questions, score
 
 NUM_QUESTIONS = 20  # for each relation
-LEARNED = 0.9  # a relation of which fewer answers are right is left out: it has little to lose
-BROKEN = 0.1  # a share of right answers that falls by more is said to break
+LEARNED = 0.9  # relations with fewer right answers are left out
+BROKEN = 0.1  # a relation is broken if its share of right answers falls by more
 
 
 class Row(NamedTuple):
-    """The relation that loses most without a head, its right answers with and without it."""
+    """The relation that loses most without a head, and its right answers with and without it."""
 
     head: str
     relation: str
@@ -31,7 +30,7 @@ class Row(NamedTuple):
 
 
 def removals(progress: Callable[[str], None]) -> tuple[Table, Bars, str]:
-    """Return, for each head, what breaks without it: a table, a figure and a sentence."""
+    """Return a table, a figure and a sentence about the relations that break without each head."""
     model = world.load()
     asked = {name: questions(name, NUM_QUESTIONS) for name in RELATIONS}
     means = mean_outputs(model, (" ".join(q.words) for found in asked.values() for q in found))
@@ -56,7 +55,7 @@ def removals(progress: Callable[[str], None]) -> tuple[Table, Bars, str]:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return how many heads are not missed, and which one is missed most."""
+    """Return how many heads can be removed without loss, and which one is needed most."""
     worst = min(rows, key=lambda row: row.without - row.whole)
     spared = sum(not row.broken for row in rows)
     words = (
@@ -75,5 +74,5 @@ def _row(head: Head, whole: dict[str, float], without: dict[str, dict[Head, floa
     fallen = {name: whole[name] - found[head] for name, found in without.items()}
     name = max(fallen, key=lambda one: fallen[one])
     broken = sum(fall > BROKEN for fall in fallen.values())
-    said = name if fallen[name] > 0 else "nothing"
-    return Row(str(head), said, whole[name], without[name][head], broken)
+    shown = name if fallen[name] > 0 else "nothing"
+    return Row(str(head), shown, whole[name], without[name][head], broken)

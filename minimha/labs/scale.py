@@ -12,7 +12,7 @@ from minimha.explain.result import Result, Table
 
 WIDTHS = tuple(2**n for n in range(2, 11))
 NUM_QUERIES, NUM_KEYS = 256, 16
-STEADY = 1.1  # a slope that changes by less than this factor is said to stay
+STEADY = 1.1  # a slope that changes by a smaller factor stays
 TITLE = "why scores are divided by √d_k"
 ABOUT = (
     f"{NUM_QUERIES} queries with {NUM_KEYS} keys each, every entry drawn from N(0, 1). Slope: "
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Weights of random queries and keys of each width, with and without √d_k."""
+    """Compute weights of random queries and keys of each width, with and without √d_k."""
     rows = tuple(_row(D, np.random.default_rng((seed, D))) for D in WIDTHS)
     two, three = "{:.2f}".format, "{:.3f}".format
     columns = {"D": "{}".format, "std q·k": two, "√D": two} | {
@@ -62,7 +62,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return how spread and slope change from the first width to the last, as ``rows`` have it."""
+    """Return how spread and slope change from the first width to the last."""
     first, last = rows[0], rows[-1]
     return (
         f"From D = {first.D} to {last.D} the standard deviation of q·k is multiplied by "

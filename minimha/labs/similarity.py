@@ -1,4 +1,4 @@
-"""Dot product against cosine: a key that points elsewhere wins by its length, or never."""
+"""Dot product against cosine: a long key in another direction wins, or never does."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from minimha.layers.cosine import cosine_attention
 LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 DRAWN = (1.0, 2.0, 4.0)  # lengths whose arrows fit into a picture
 LEARNED = 10.0
-SAME = 1e-9  # weights that differ by less are one
+SAME = 1e-9  # weights that differ by less are equal
 TITLE = "a key grows: dot product against cosine"
 
 
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Weights of a near key of length 1 and of a far one that grows, in two dimensions."""
+    """Compute weights of a near key of length 1 and of a far one that grows, in two dimensions."""
     rng = np.random.default_rng(seed)
     near, far = np.radians([-rng.uniform(10, 30), rng.uniform(50, 75)])
     rows = tuple(_row(length, near, far) for length in LENGTHS)

@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """One distribution at each temperature."""
+    """Compute one distribution at each temperature."""
     rng = np.random.default_rng(seed)
     logits = np.sort(SPREAD * rng.standard_normal(NUM_WORDS))[::-1]
     rows = tuple(_row(T, logits, rng) for T in TEMPERATURES)
@@ -54,7 +54,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return where the distribution is at its coldest and its hottest, as ``rows`` have it."""
+    """Return the distribution at the lowest and at the highest temperature."""
     cold, hot = rows[0], rows[-1]
     entropies = [row.entropy for row in rows]
     is_steady = entropies == sorted(set(entropies))

@@ -1,9 +1,9 @@
-"""Two patterns at once: one head mixes them, two heads keep them apart, and one that is removed.
+"""Two patterns at once: one head mixes them, two heads keep them apart; then a head is removed.
 
-Every token has a content, a kind and a position. Two tokens of a sequence have each kind, and a
-query is to say the content of the token before it and that of the other token of its kind. Queries
-and keys are set by hand, ``x W_q`` and x; the values and the output are the best that there are: a
-linear map of what the heads read and of the token itself, by least squares.
+Every token has a content, a kind and a position, and each kind has two tokens. Asked of each token
+are the content of the previous token and that of the other token of its kind. Queries and keys are
+set by hand, ``x W_q`` and x. Values and output are optimal: a linear map of the heads' outputs and
+of the token itself, by least squares.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from minimha.labs.removed import removals
 NUM_CONTENTS, NUM_KINDS = 8, 6
 LENGTH = 2 * NUM_KINDS
 WIDTH = NUM_CONTENTS + NUM_KINDS + LENGTH
-NUM_SEQUENCES = 256  # to fit on, and as many others to test on
-STRENGTH = 20.0  # of the score of what a pattern looks for: any other key gets e^-20 of its weight
+NUM_SEQUENCES = 256  # for the fit, and 256 others for the test
+STRENGTH = 20.0  # the score of the wanted key: any other key gets e^-20 of its weight
 SHARES = (0.0, 0.25, 0.4, 0.45, 0.5, 0.55, 0.6, 0.75, 1.0)
 CHANCE = 1 / NUM_CONTENTS
-# Both tokens are one, of LENGTH - 1, or have the same content; else their order may be guessed.
+# Both tokens are the same one, of LENGTH - 1, or have the same content; else the order is a guess.
 ALIKE = (1 + (LENGTH - 2) * CHANCE) / (LENGTH - 1)
 GUESSED = (1 + ALIKE) / 2
 PATTERNS = "previous token", "matching token"
@@ -35,24 +35,21 @@ ABOUT = (
     f"the matching one, of its kind. Scores are set by hand; what is read from the heads' outputs "
     f"and the token itself is fitted by least squares on {NUM_SEQUENCES} sequences and tested on "
     f"{NUM_SEQUENCES} others. A removed head gives its mean output. Chance is {CHANCE:.3f}; "
-    f"whoever knows both contents and guesses which is which is right in {GUESSED:.3f}. Then each "
-    f"head of the shipped model is removed, and the model is asked about its world's relations."
+    f"knowing both contents and guessing their order is right in {GUESSED:.3f}. Then each head of "
+    f"the shipped model is removed, and the model is asked about its world's relations."
 )
 Heads = tuple[tuple[float, float], ...]  # for each head the strength of both patterns
 
 
 class Task(NamedTuple):
-    """Sequences and what is asked of them.
+    """Sequences, and the contents asked of each token."""
 
-    ``x`` has the shape (sequences, LENGTH, WIDTH), ``asked`` (sequences, LENGTH, 2), contents.
-    """
-
-    x: NDArray[np.float64]
-    asked: NDArray[np.int64]
+    x: NDArray[np.float64]  # (sequences, LENGTH, WIDTH)
+    asked: NDArray[np.int64]  # (sequences, LENGTH, 2)
 
 
 class Row(NamedTuple):
-    """Right answers, as shares of all."""
+    """Shares of right answers."""
 
     heads: str
     previous: float
@@ -99,7 +96,7 @@ def conclude(rows: Sequence[Row]) -> str:
 
 
 def _lost(whole: Row, less: Row) -> str:
-    """What falls by more than a tenth when a head is removed, and to what."""
+    """Name the shares that fall by more than a tenth when a head is removed."""
     pairs = (whole.previous, less.previous), (whole.matching, less.matching)
     fallen = [
         f"the {name} falls to {after:.1%}"
@@ -110,7 +107,7 @@ def _lost(whole: Row, less: Row) -> str:
 
 
 def draw(rng: np.random.Generator) -> Task:
-    """Return NUM_SEQUENCES sequences and what is asked of them."""
+    """Draw NUM_SEQUENCES sequences and the contents asked of each token."""
     size = NUM_SEQUENCES, LENGTH
     contents = rng.integers(NUM_CONTENTS, size=size)
     kinds = rng.permuted(np.tile(np.arange(LENGTH) % NUM_KINDS, (NUM_SEQUENCES, 1)), axis=1)
@@ -141,21 +138,21 @@ def query_weights(previous: float, matching: float) -> NDArray[np.float64]:
 def _row(
     name: str, fitted: Task, tested: Task, heads: Heads, removed: int | None = None
 ) -> Row:  # fmt: skip
-    """Fit what is read from ``heads`` and test it; a ``removed`` head gives its mean output."""
+    """Fit the output of ``heads`` and test it; a ``removed`` head gives its mean output."""
     seen, shown = _read(fitted.x, heads), _read(tested.x, heads)
     targets = np.eye(NUM_CONTENTS)[fitted.asked].reshape(len(seen), -1)
     W = np.linalg.lstsq(seen, targets, rcond=None)[0]
     if removed is not None:
         part = slice(removed * WIDTH, (removed + 1) * WIDTH)
         shown[:, part] = seen[:, part].mean(axis=0)
-    said = (shown @ W).reshape(*tested.asked.shape, NUM_CONTENTS).argmax(axis=-1)
-    right = said == tested.asked
+    answers = (shown @ W).reshape(*tested.asked.shape, NUM_CONTENTS).argmax(axis=-1)
+    right = answers == tested.asked
     previous, matching = right.mean(axis=(0, 1)).tolist()
     return Row(name, previous, matching, float(right.all(axis=-1).mean()))
 
 
 def _read(x: NDArray[np.float64], heads: Heads) -> NDArray[np.float64]:
-    """What each head reads of the tokens, and the token itself: one row per token."""
+    """The heads' outputs and the token itself, one row per token."""
     keys = x[:, None]
     queries = (keys @ query_weights(*strengths) for strengths in heads)
     read = [attention(q, keys, keys, scale=1.0, backend="dense")[:, 0] for q in queries]

@@ -45,14 +45,13 @@ def additive_attention(
     ``Dq``, ``Dk``, ``Dv`` widths of a query, a key and a value, ``A`` hidden width. 2-D arrays
     (L, D) and 3-D arrays (H, L, D) are treated as ``minimha.attention`` treats them.
 
-    A query and a key may differ in width, and every score is within ±Σ|w|, so nothing is scaled.
-    The price is memory and time: B · H · Lq · Lk · A hidden numbers are stored, where a dot product
-    needs none. Softmax, masks and the average of the values are those of ``minimha.attention``,
-    which gets the scores as the bias of queries and keys of zeros, since 0 + bias is exact.
+    A query and a key may differ in width. Every score is within ±Σ|w|, so nothing is scaled. It
+    stores B · H · Lq · Lk · A hidden numbers, where a dot product needs none. Softmax, masks and
+    the average of the values are those of ``minimha.attention``: it gets queries and keys of zeros,
+    and the scores as a bias, since 0 + bias is exact.
 
     The paper writes S_ij = v_aᵀ tanh(W_a s_i + U_a h_j) with columns s_i and h_j: W_q is W_aᵀ, W_k
-    is U_aᵀ, w is v_a. Luong's "concat" is the same with q_i and k_j side by side and W_q above W_k
-    in one matrix.
+    is U_aᵀ, w is v_a. Luong's "concat" is the same with q_i and k_j in one row, and W_q above W_k.
 
     Parameters
     ----------
@@ -83,7 +82,7 @@ def additive_attention(
     Raises
     ------
     TypeError, ValueError
-        An array that does not fit: which, what shape was expected, and whether it looks transposed.
+        An array that does not fit the others, or an option that this attention lacks.
     BackendUnavailable
         As ``minimha.attention``.
 
@@ -112,7 +111,9 @@ def additive_attention(
     arrays = {name: as_floating(name, value) for name, value in given.items()}
     _check_widths(**arrays)
     dtype = common_dtype({name: array.dtype for name, array in arrays.items()})
-    problem = _without_scores(arrays["q"], arrays["k"], arrays["v"], attn_bias, dtype)
+    zeros = [np.zeros((*arrays[name].shape[:-1], 1), dtype) for name in "qk"]
+    v = arrays["v"].astype(dtype, copy=False)
+    problem = Problem.of(zeros[0], zeros[1], v, attn_bias=attn_bias)
     tap = safe_tap(tap)
     S = _energies(problem, arrays, tap)
     if problem.attn_bias is not None:  # -inf hides a key even where its energy is NaN
@@ -121,14 +122,8 @@ def additive_attention(
             S = np.where(hides, problem.attn_bias, S + problem.attn_bias)
     is_biased = problem.attn_bias is not None or options.get("alibi_slopes") is not None
     leading = (0,) * (4 - problem.rank)
-    result = attention(
-        problem.q[leading],
-        problem.k[leading],
-        problem.v[leading],
-        attn_bias=S,
-        tap=_after_energies(tap, is_biased),
-        **options,
-    )
+    qkv = (x[leading] for x in (problem.q, problem.k, problem.v))
+    result = attention(*qkv, attn_bias=S, tap=_after_energies(tap, is_biased), **options)
     return tuple(like(q, x) for x in result) if isinstance(result, tuple) else like(q, result)
 
 
@@ -162,14 +157,6 @@ def _check_widths(
             )
 
 
-def _without_scores(
-    q: Array, k: Array, v: Array, attn_bias: ArrayLike | None, dtype: np.dtype[Any]
-) -> Problem:
-    """The problem that ``minimha.attention`` checks, with queries and keys of width 1 and zero."""
-    q, k = (np.zeros((*x.shape[:-1], 1), dtype) for x in (q, k))
-    return Problem.of(q, k, v.astype(dtype, copy=False), attn_bias=attn_bias)
-
-
 def _energies(problem: Problem, arrays: dict[str, Array], tap: Tap) -> Array:
     """S_ij = w · tanh(q_i W_q + k_j W_k + b), shape (B, H, Lq, Lk), compute dtype."""
     (B, H, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
@@ -188,10 +175,7 @@ def _energies(problem: Problem, arrays: dict[str, Array], tap: Tap) -> Array:
 
 
 def _after_energies(tap: Tap, is_biased: bool) -> Tap:
-    """A tap that receives nothing of the zeros in place of queries, keys and their products.
-
-    Nor of the bias that the energies are passed on as, and of what it is made from.
-    """
+    """A tap that drops the zero queries and keys, their products, and the bias of energies."""
     if tap is no_tap:
         return no_tap
     silent = {"q", "k", "Q", "K", "scores", "bias", "attn_bias", "slopes", "distances"}

@@ -1,4 +1,4 @@
-"""Positional biases: what is added to a score for the distance between its query and its key."""
+"""Positional biases: numbers added to scores for the distance between query and key."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from minimha.equations.arguments import as_floating, as_integers, flag, integer,
 def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     """2^(-8/n), 2^(-16/n), …, 2^(-8): ALiBi's slope of each of n heads.
 
-    If n is not a power of two, the slopes for the next smaller power p come first, then every other
-    one of the slopes for 2p, as in the authors' code.
+    If n is not a power of two, the slopes for the next smaller power p come first, then every
+    second slope for 2p, as in the authors' code.
 
     Parameters
     ----------
@@ -60,17 +60,16 @@ def t5_buckets(
     max_distance: int = 128,
     bidirectional: bool = True,
 ) -> NDArray[np.int64]:
-    """T5's bucket for the distance between each query and each key.
+    """Return T5's bucket for the distance between each query and each key.
 
-    Near distances have one bucket each, far ones share buckets that are equally wide on a
-    logarithmic scale, and all from ``max_distance`` on share the last. With N buckets for one
-    direction and e = N // 2:
+    Near distances have one bucket each. Far ones share buckets of equal width on a logarithmic
+    scale, and all from ``max_distance`` on share the last. With N buckets for one direction and
+    e = N // 2:
 
         bucket(d) = d                                                        d < e
                     min(e + floor((N - e) · ln(d / e) / ln(max / e)), N - 1)   d ≥ e
 
-    The buckets' borders are computed in exact integers, so no rounded logarithm moves a distance to
-    the next bucket.
+    The borders are computed in exact integers, so no rounding moves a distance to another bucket.
 
     Parameters
     ----------
@@ -81,8 +80,8 @@ def t5_buckets(
     max_distance : int, default 128
         More than e.
     bidirectional : bool, default True
-        The second half of the buckets is for keys after the query. If False, all such keys are in
-        bucket 0, since a causal mask hides them.
+        Use the second half of the buckets for keys after the query. If False, such keys are in
+        bucket 0; a causal mask hides them.
 
     Returns
     -------
@@ -161,7 +160,7 @@ def t5_bias(
 
 
 def _one_way(num_buckets: int, bidirectional: bool) -> int:
-    """N, the buckets for one direction."""
+    """The number of buckets for one direction."""
     num_buckets = integer("num_buckets", num_buckets, 4 if bidirectional else 2)
     if not bidirectional:
         return num_buckets

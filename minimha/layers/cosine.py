@@ -1,4 +1,4 @@
-"""Cosine attention: a query matches a key by the angle between them, whatever their lengths."""
+"""Cosine attention: scores are the cosines of the angles between queries and keys."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ def cosine_attention(
     ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are treated as
     ``minimha.attention`` treats them.
 
-    A vector of zeros has no direction: its cosine with every other is 0 here. Any other vector has
-    one, however long or short. Libraries divide by max(|x|, ε) instead, which pulls the cosines of
-    vectors shorter than ε towards 0 (torch: ε is 1e-12 in ``normalize``, 1e-8 in
-    ``cosine_similarity``).
+    A vector of zeros has no direction: its cosine with every other is 0 here. Libraries divide by
+    max(|x|, ε) instead, which pulls the cosines of vectors shorter than ε towards 0 (torch: ε is
+    1e-12 in ``normalize``, 1e-8 in ``cosine_similarity``).
 
-    A cosine lies between -1 and 1, so a softmax over plain cosines is nearly flat: with the default
-    scale of 1 no key gets more than e² ≈ 7.4 times the weight of another. Models therefore learn a
-    scale. Swin Transformer V2 has one per head, 1/τ with τ ≥ 0.01, so at most 100; Henry et al.
-    have one per layer and start at log2(L² - L) for sequences of L tokens.
+    A softmax over plain cosines is nearly flat: with the default scale of 1 no key gets more than
+    e² ≈ 7.4 times the weight of another. Models therefore learn a scale. Swin Transformer V2 has
+    one per head, 1/τ with τ ≥ 0.01, so at most 100. Henry et al. have one per layer, and start at
+    log2(L² - L) for sequences of L tokens.
 
     Parameters
     ----------
@@ -75,7 +74,7 @@ def cosine_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument that does not fit, named in a sentence.
+        An argument that does not fit the others, or a scale that is not finite.
     BackendUnavailable
         As ``minimha.attention``.
 
@@ -86,7 +85,7 @@ def cosine_attention(
 
     Examples
     --------
-    Only the direction counts: a query ten times as long gets the same output.
+    A query that is ten times longer gets the same output.
 
     >>> k, v = [[1, 0], [0, 5]], [[1], [3]]
     >>> cosine_attention([[1, 0], [10, 0]], k, v, scale=2).round(4)
@@ -111,11 +110,8 @@ def cosine_attention(
 
 
 def _unit(x: NDArray[Any]) -> NDArray[Any]:
-    """x / |x| for each vector, 0 for a vector of zeros.
-
-    Division by the largest entry first keeps the squares from overflowing, and from vanishing.
-    """
-    with np.errstate(all="ignore"):
+    """x / |x| for each vector, 0 for a vector of zeros."""
+    with np.errstate(all="ignore"):  # the largest entry first: no square overflows or vanishes
         largest = abs(x).max(axis=-1, keepdims=True)
         x = x / np.where(largest == 0, x.dtype.type(1), largest)
         length = np.sqrt(np.square(x).sum(axis=-1, keepdims=True))
@@ -123,7 +119,7 @@ def _unit(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _factors(scale: ArrayLike, problem: Problem) -> NDArray[Any]:
-    """``scale`` in the compute dtype: one number, or one for each query head."""
+    """``scale`` in the compute dtype: one number, or one per query head."""
     array, H = as_floating("scale", scale), problem.q.shape[1]
     if array.shape not in ((), (H,)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The feed-forward: after attention has mixed tokens, each token is computed on by itself.
+"""The feed-forward: a network with one hidden layer, applied to each token by itself.
 
 Axes: ``L`` tokens, ``E`` model width, ``F`` width of the hidden layer.
 """

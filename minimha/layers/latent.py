@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are made from one short vector.
+"""Multi-head latent attention: keys and values of all heads come from one short vector per token.
 
 x → queries; x → latents and one rotated key for all heads → keys and values → attention → output
 """
@@ -61,19 +61,13 @@ class LatentCache:
 
     @property
     def rows(self) -> Array:
-        """What is held, (B, length, C + R); read-only."""
+        """The cached latents and keys, (B, length, C + R); read-only."""
         rows = self._rows[:, : self.length]
         rows.flags.writeable = False
         return rows
 
     def append(self, rows: Array) -> None:
-        """Add those of the next tokens, (B, L, C + R), or nothing if they do not fit.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Another dtype or shape than the cache's, or more tokens than its capacity.
-        """
+        """Append the rows of the next tokens, (B, L, C + R), or none if they do not fit."""
         B, capacity, width = self._rows.shape
         if rows.ndim != 3 or (rows.shape[0], rows.shape[2]) != (B, width):
             raise ValueError(f"rows have shape {rows.shape}: expected ({B}, L, {width})")
@@ -92,10 +86,10 @@ class LatentCache:
 class LatentAttention:
     """concat(head_0, …) W_o, where head h attends with keys [c W_uk[h], k_R] and values c W_uv[h].
 
-    The latents c = norm(x W_dkv) and the rotated key k_R, one for all heads, are what a cache
-    keeps. A score's part without rotation is q · (c W_uk[h]) = (q W_uk[h]ᵀ) · c: in the absorbed
-    form queries go to the latents instead of latents to keys, and W_uv follows the attention. That
-    is attention with one key/value head of width C + R, and makes no key or value of any head.
+    A cache keeps the latents c = norm(x W_dkv) and the rotated key k_R, one for all heads. The part
+    of a score without rotation is q · (c W_uk[h]) = (q W_uk[h]ᵀ) · c. In the absorbed form the
+    queries are therefore multiplied by W_uk, and the output by W_uv: attention with one key/value
+    head of width C + R, without keys or values of any head.
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``C`` width of a latent, ``Cq``
     that of a query's latent, ``D`` width without rotation, ``R`` rotated width, ``Dv`` value width.
@@ -113,7 +107,7 @@ class LatentAttention:
     scale : float, optional
         Default is 1/√(D + R).
     epsilon : float, default 1e-6
-        Of the norms: what is added to the mean square under the root.
+        Added to the mean square under the root of the norms.
 
     Attributes
     ----------
@@ -189,10 +183,10 @@ class LatentAttention:
         cache : LatentCache, optional
             Earlier tokens; those of x are appended. Attention is then causal.
         is_absorbed : bool, optional
-            Compute in the absorbed form. Default is the form with fewer products: for Lq queries
-            and Lk keys the absorbed one has Lq · Lk · (2 C - D - Dv) more of each head in the
-            attention, and (Lk - Lq) · C · (D + Dv) fewer around it. So a prompt is expanded, unless
-            C is small, and a token after many is absorbed; so are up to 170 in DeepSeek's sizes.
+            Compute in the absorbed form. Default is the form with fewer products. For Lq queries
+            and Lk keys the absorbed form has Lq · Lk · (2 C - D - Dv) more per head in the
+            attention, and (Lk - Lq) · C · (D + Dv) fewer around it. Prompts are thus expanded,
+            unless C is small; in DeepSeek's sizes up to 170 tokens after many are absorbed.
         tap : callable ``tap(name, value) -> value``, optional
             Receives x, the latents, every step of the attention, concat and output.
         **options
@@ -225,7 +219,7 @@ class LatentAttention:
         q, kept = self._queries(rows, at), self._kept(rows, at)
         if cache is not None:
             if "is_causal" in options or "q_offset" in options:
-                raise TypeError("is_causal and q_offset are no options with a cache, it knows them")
+                raise TypeError("is_causal and q_offset are no options with a cache: it sets both")
             cache.append(kept.astype(dtype, copy=False))
             kept = cache.rows.astype(y.dtype, copy=False)
             options["is_causal"], options["q_offset"] = True, seen
@@ -262,7 +256,7 @@ class LatentAttention:
         return np.concatenate(parts, axis=-1)
 
     def _kept(self, x: Array, at: ArrayLike) -> Array:
-        """Latents and the rotated key, (B, L, C + R): all that later tokens need of these."""
+        """Latents and the rotated key, (B, L, C + R), which a cache keeps."""
         y = self._linear("W_dkv", "b_dkv", x)
         latents = self._normed(y[..., : self.latent_dim], "g_kv")
         rotated = self.rope.rotate(y[:, None, :, self.latent_dim :], at)[:, 0]
@@ -279,7 +273,7 @@ class LatentAttention:
         return np.asarray(attention(q, k, v, scale=self.scale, tap=inner, **options))
 
     def _absorbed(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
-        """The same without keys or values of any head."""
+        """The same attention over the latents themselves, without keys or values of any head."""
         W_uk, W_uv = self._up(kept.dtype)
         parts = q[..., : self.head_dim] @ W_uk.swapaxes(-1, -2), q[..., self.head_dim :]
         k = kept[:, None]

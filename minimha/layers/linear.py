@@ -9,25 +9,16 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 FEW = 256  # rows
-BLOCK = 2048  # columns whose transposed product stays in the cache until it is turned back
+BLOCK = 2048  # columns whose transposed product stays in the processor's cache
 
 
 def product(x: Array, W: Array) -> Array:
-    """x W as one product of two matrices, whatever batch x has.
+    """Compute x (..., L, rows) times W (rows, columns), of one dtype, as one matrix product.
 
-    A checkpoint stores most matrices transposed, and W is a view. For a few rows BLAS then packs W,
-    which is large, to be read once; with the product transposed, (Wᵀ xᵀ)ᵀ, it packs x instead: 1.3
+    A checkpoint stores most matrices transposed, and W is a view. For a few rows BLAS then packs
+    the large W to read it once. With the product transposed, (Wᵀ xᵀ)ᵀ, it packs x instead: 1.3
     times as fast from 2 to 128 rows of 576 numbers, as fast from 512 on (OpenBLAS 0.3.31, AVX-512).
-    A vocabulary's product is turned back block by block, 1.4 times as fast as whole.
-
-    Parameters
-    ----------
-    x : ndarray of shape (..., L, rows)
-    W : ndarray of shape (rows, columns), x's dtype
-
-    Returns
-    -------
-    ndarray of shape (..., L, columns)
+    A vocabulary's product is transposed back in blocks, 1.4 times as fast as at once.
     """
     rows = x.reshape(-1, x.shape[-1])
     with np.errstate(all="ignore"):

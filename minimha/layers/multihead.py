@@ -1,4 +1,4 @@
-"""Multi-head attention: several attentions side by side, each with projections of its own.
+"""Multi-head attention: several attentions side by side, each with its own projections.
 
 x, context → q, k, v → normalised → rotated → attention → concat → gated → output
 """
@@ -44,11 +44,11 @@ class MultiHeadAttention(Projections):
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``Hkv`` key/value heads,
     ``D`` head width, ``Dv`` value width, ``Lc`` and ``Ec`` tokens and width of a context, ``Ev``
-    width of what values are made from, ``Eo`` width of the output.
+    width of the values' source, ``Eo`` width of the output.
 
     Head h's matrix is the columns h · D to (h + 1) · D - 1 of the combined one, so the H small
-    products x W_q[h] are one large product: ``from_heads`` and ``from_combined`` make equal layers.
-    Where the matrices are combined, a tap receives that product too: q_combined, then its heads, q.
+    products x W_q[h] are one large product. ``from_heads`` and ``from_combined`` make equal layers;
+    with combined matrices a tap also receives the large product, q_combined, before q.
 
     Parameters
     ----------
@@ -61,26 +61,25 @@ class MultiHeadAttention(Projections):
     bias : bool, default True
         Add b_q, b_k, b_v and b_o, and b_g to a gate.
     context_dim : int, optional
-        Ec, the width of what keys and values are made from. Default is E.
+        Ec, the width of the rows that keys and values are made from. Default is E.
     value_source_dim : int, optional
-        Ev, for a layer whose ``project`` makes values from something else than keys. Default is Ec.
+        Ev, for ``project`` with different sources of keys and values. Default is Ec.
     output_dim : int, optional
         Eo. Default is E.
     qk_norm : {None, "head", "full", "layer"}, default None
-        Divide every query and key by its root mean square and multiply by g_q, g_k: each head by
-        itself, with gains (D,), or all heads together, with gains (H · D,) and (Hkv · D,). Or
-        layer norm: each head's mean is subtracted before, and s_q, s_k are added; each head has
-        its own gains and shifts, (H · D,) and (Hkv · D,).
+        Normalise queries and keys. "head": each head by its root mean square, with gains g_q, g_k
+        of shape (D,). "full": all heads together, with gains (H · D,) and (Hkv · D,). "layer":
+        layer norm of each head, with gains and shifts s_q, s_k of shape (H · D,) and (Hkv · D,).
     epsilon : float, default 1e-6
-        What is added under the root: to the mean square, or to layer norm's variance.
+        The norms add it to the mean square, or to the variance, under the root.
     clip : float, optional
-        Positive: queries, keys and values are clipped to -clip … clip, after normalisation.
+        Positive: clip queries, keys and values to -clip … clip, after normalisation.
     gate : {None, "elementwise", "headwise"}, default None
         Multiply the heads' outputs by sigmoid(x W_g + b_g), W_g (E, H · Dv) or (E, H).
     rope : RoPE or another ``Rotation``, optional
         Rotate queries and keys by their positions, after normalisation.
     parameters : mapping of str to array_like, optional
-        The weights below by name. A bias or shift that is not among them is 0, a gain 1. Without
+        The weights below by name. A missing bias or shift is 0, a missing gain 1. Without
         ``parameters`` the weights are drawn: uniform in ±√(6 / (rows + columns)).
     dtype : float16, bfloat16, float32 or float64, default float32
         Of drawn weights.
@@ -94,14 +93,13 @@ class MultiHeadAttention(Projections):
     W_v : ndarray of shape (Ev, Hkv · Dv)
     W_o : ndarray of shape (H · Dv, Eo)
     b_q, b_k, b_v, b_o, g_q, g_k, s_q, s_k, W_g, b_g : ndarray
-        If the layer has them. All are applied as x @ W + b. An array that is assigned later is
-        checked as those given to the constructor are.
+        If the layer has them. All are applied as x @ W + b. Assigned arrays are checked as in the
+        constructor.
 
     Raises
     ------
     TypeError, ValueError
-        Sizes that do not divide each other, or a weight that is missing or does not fit: which,
-        what shape was expected, and whether it looks transposed.
+        Sizes that do not divide each other, or a weight that is missing or has the wrong shape.
 
     References
     ----------
@@ -189,15 +187,14 @@ class MultiHeadAttention(Projections):
         x : array_like of shape (L, E) or (B, L, E)
             Integers are computed in float64, 16 bits in float32 and rounded once.
         context : array_like of shape (Lc, Ec) or (B, Lc, Ec), optional
-            What keys and values are made from (cross-attention). Default is x itself.
+            The rows that keys and values are made from (cross-attention). Default is x.
         positions, context_positions : array_like of shape (L,) or (B, L), int, optional
-            For rotary embedding. Default is 0, 1, …, counted from the cache's length if there is
-            a cache.
+            For rotary embedding. Default is 0, 1, …, after the cached tokens if there is a cache.
         cache : KVCache or another ``Cache``, optional
-            Earlier tokens. The keys and values of x are appended to it, unless the attention is
-            refused. With a KVCache attention is causal.
+            Earlier tokens, to which x's keys and values are appended unless an error is raised.
+            With a KVCache attention is causal.
         return_weights : bool, default False
-            Return each head's weights too; the output stays the same, bit for bit.
+            Return each head's weights too. The output stays the same, bit for bit.
         tap : callable ``tap(name, value) -> value``, optional
             Receives x, context, the weights, every step of the attention, concat and output.
             Matrices and biases are split into heads.
@@ -264,7 +261,7 @@ class MultiHeadAttention(Projections):
     def project(
         self, x: Array, key_source: Array, value_source: Array, tap: Tap = no_tap
     ) -> tuple[Array, Array, Array]:
-        """Queries, keys and values, before normalisation and rotation.
+        """Compute queries, keys and values, before normalisation and rotation.
 
         For callers that attend by themselves and then ``combine`` the heads. Nothing is checked.
 
@@ -288,13 +285,13 @@ class MultiHeadAttention(Projections):
         )
 
     def combine(self, heads: Array, x: Array, tap: Tap = no_tap) -> Array:
-        """The layer's output: the heads side by side, gated and projected.
+        """Compute the layer's output: the heads side by side, gated and projected.
 
         Parameters
         ----------
         heads : ndarray of shape (..., H, L, Dv)
         x : ndarray of shape (..., L, E)
-            What the queries, and the gates, are made from.
+            The rows that queries and gates are made from.
         tap : callable ``tap(name, value) -> value``, optional
             Receives concat, the gates, the weights and output.
 
@@ -314,7 +311,7 @@ class MultiHeadAttention(Projections):
     def _inputs(
         self, x: ArrayLike, context: ArrayLike | None
     ) -> tuple[Array, Array | None, np.dtype[Any]]:
-        """``x`` and ``context`` as arrays that fit the layer, and the dtype of its output."""
+        """``x`` and ``context`` as checked arrays, and the dtype of the output."""
         x = as_floating("x", x)
         if x.ndim not in (2, 3) or x.shape[-1] != self.d_model:
             raise ValueError(
@@ -337,8 +334,8 @@ class MultiHeadAttention(Projections):
         context = as_floating("context", context)
         if context.ndim != x.ndim or context.shape[-1] != self.context_dim:
             raise ValueError(
-                f"{name} has shape {context.shape}, {X} {x.shape}: expected as many axes as {X}, "
-                f"with width Ec={self.context_dim}, the rows of W_k and W_v"
+                f"{name} has shape {context.shape}, {X} {x.shape}: expected {x.ndim} axes as in "
+                f"{X}, with width Ec={self.context_dim}, the rows of W_k and W_v"
             )
         if context.shape[:-2] != x.shape[:-2]:
             raise ValueError(f"{name} has B={len(context)} but {X} has B={len(x)}: expected one B")
@@ -385,10 +382,10 @@ def attention_weights(q: Numbers, k: ArrayLike, **options: Unpack[AttentionOptio
 @overload
 def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[AttentionOptions]) -> Any: ...
 def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[AttentionOptions]) -> Any:
-    """softmax(scale · Q Kᵀ): what share each query gives to each key, on any backend.
+    """softmax(scale · Q Kᵀ): the weight that each query gives to each key, on any backend.
 
     Fast kernels keep no weights. With the identity as values, a query's output is its row of
-    weights, so the kernel that computes an output computes these too.
+    weights, so every kernel can compute them.
 
     Parameters
     ----------
@@ -435,14 +432,13 @@ def _side_by_side(x: Array) -> Array:
 
 
 def _rotated(name: str, x: Array, rope: Rotation, at: ArrayLike, tap: Tap) -> Array:
-    """Queries or keys, rotated by their positions."""
     inner = renamed(tap, cos=f"cos[{name}]", sin=f"sin[{name}]", rotated=None)
     with argument_names(x=name):
         return rope.rotate(x, at, inner)
 
 
 def _positions(given: ArrayLike | None, x: Array, cache: Cache | None = None) -> ArrayLike:
-    """The positions of the tokens of x, (..., H, L, D): those given, or the next ones."""
+    """The positions of x (..., H, L, D): those given, or the next ones."""
     if given is not None:
         return given
     counted = np.arange(x.shape[-2])
@@ -453,8 +449,8 @@ def _check_cached(x: Array, context: Array | None, return_weights: bool) -> None
     cache = name_of("cache")
     if context is not None:
         raise ValueError(
-            f"{cache} and {name_of('context')} are both given: a cache holds {name_of('x')}'s own "
-            f"earlier tokens"
+            f"{cache} and {name_of('context')} are both given: a cache holds earlier tokens of "
+            f"{name_of('x')}"
         )
     if x.ndim != 3:
         raise ValueError(f"{name_of('x')} has shape {x.shape}: with a cache it must be (B, L, E)")
@@ -465,7 +461,7 @@ def _check_cached(x: Array, context: Array | None, return_weights: bool) -> None
 
 
 def _check_one_length(rope: Rotation | None, context: Array | None, cache: Cache | None) -> None:
-    """Dynamic scaling rotates queries and keys alike only if it knows the whole length of both."""
+    """Dynamic scaling rotates queries and keys alike only if both have the same known length."""
     if rope is not None and rope.is_dynamic:
         why = "the angles of its dynamic scaling depend on the whole length"
         if cache is not None:

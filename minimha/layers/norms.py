@@ -1,4 +1,4 @@
-"""Normalisations: every token's row of numbers is brought to one size.
+"""Normalisations: layer norm and division by the root mean square, row by row.
 
 Axes: ``L`` tokens, ``E`` model width.
 """
@@ -19,27 +19,11 @@ Norm = Callable[[Array, Tap], Array]  # of x (..., L, E), and a tap
 
 
 def layer_norm(x: Array, gain: Array, bias: Array, epsilon: float, tap: Tap = no_tap) -> Array:
-    """g · (x - μ) / √(σ² + ε) + b, with the mean μ and the variance σ² of each row.
+    """g · (x - μ) / √(σ² + ε) + b, with the mean μ and the variance σ² of each row of x (..., E).
 
-    Parameters
-    ----------
-    x : ndarray of shape (..., L, E), float32 or float64
-    gain, bias : ndarray of shape (E,), x's dtype
-    epsilon : float
-        Keeps a row of equal numbers from being divided by 0.
-    tap : callable ``tap(name, value) -> value``, optional
-        Receives norm_gain, norm_bias, mean, variance and normed.
+    Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4. ``tap`` receives norm_gain,
+    norm_bias, mean, variance and normed.
 
-    Returns
-    -------
-    ndarray of shape (..., L, E), x's dtype
-
-    References
-    ----------
-    Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4.
-
-    Examples
-    --------
     >>> layer_norm(np.array([[1.0, 3.0]]), np.array([1.0, 2.0]), np.array([0.0, 5.0]), epsilon=0)
     array([[-1.,  7.]])
     """
@@ -53,27 +37,11 @@ def layer_norm(x: Array, gain: Array, bias: Array, epsilon: float, tap: Tap = no
 
 
 def rms_norm(x: Array, gain: Array, epsilon: float, tap: Tap = no_tap) -> Array:
-    """g · x / √(mean(x²) + ε), row by row.
+    """g · x / √(mean(x²) + ε) for each row of x (..., E).
 
-    Parameters
-    ----------
-    x : ndarray of shape (..., L, E), float32 or float64
-    gain : ndarray of shape (E,), x's dtype
-    epsilon : float
-        Keeps a row of zeros from being divided by 0.
-    tap : callable ``tap(name, value) -> value``, optional
-        Receives norm_gain, mean_square and normed.
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. ``tap`` receives
+    norm_gain, mean_square and normed.
 
-    Returns
-    -------
-    ndarray of shape (..., L, E), x's dtype
-
-    References
-    ----------
-    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
-
-    Examples
-    --------
     >>> rms_norm(np.array([[1.0, 7.0]]), np.array([1.0, 10.0]), epsilon=0)
     array([[ 0.2, 14. ]])
     """
@@ -85,24 +53,24 @@ def rms_norm(x: Array, gain: Array, epsilon: float, tap: Tap = no_tap) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class LayerNorm:
-    """``layer_norm`` with a gain and a bias (E,) of its own."""
+    """``layer_norm`` with a gain and a bias of shape (E,)."""
 
     gain: Array
     bias: Array
     epsilon: float
 
     def __call__(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Return x (..., L, E), normalised."""
+        """Normalise x (..., L, E)."""
         return layer_norm(x, self.gain, self.bias, self.epsilon, tap)
 
 
 @dataclass(frozen=True, eq=False)
 class RMSNorm:
-    """``rms_norm`` with a gain (E,) of its own."""
+    """``rms_norm`` with a gain of shape (E,)."""
 
     gain: Array
     epsilon: float
 
     def __call__(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Return x (..., L, E), normalised."""
+        """Normalise x (..., L, E)."""
         return rms_norm(x, self.gain, self.epsilon, tap)

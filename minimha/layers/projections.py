@@ -36,7 +36,7 @@ GATES = (None, "elementwise", "headwise")
 
 
 class LayerOptions(TypedDict, total=False):
-    """What a layer may have besides its four matrices."""
+    """Optional weights and settings of a layer."""
 
     b_q: ArrayLike
     b_k: ArrayLike
@@ -65,7 +65,7 @@ class Projections:
     W_o: Array
     b_o: Array
     dtype: np.dtype[Any]
-    _is_combined = True  # from_heads has none to split
+    _is_combined = True  # False after from_heads
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Projections:
         W_v : array_like of shape (Hkv, Ev, Dv)
         W_o : array_like of shape (H · Dv, Eo)
         **others
-            As for ``from_combined``; a bias may be (heads, width) as well as all in one row.
+            As for ``from_combined``; a bias may also have the shape (heads, width).
 
         Raises
         ------
@@ -222,7 +222,7 @@ class Projections:
         return f"MultiHeadAttention({', '.join(f'{name}={getattr(self, name)}' for name in sizes)})"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Check a weight where it is assigned, so that one that does not fit is named at once."""
+        """Check a weight when it is assigned."""
         super().__setattr__(name, self._fitting(name, value) if name in WEIGHTS else value)
 
     @property
@@ -288,7 +288,7 @@ def _size(name: str, given: Any, default: int) -> int:
 
 
 def combined(W: Array) -> Array:
-    """The heads' matrices side by side: the opposite of ``_apart``, without copying its result."""
+    """One matrix per head, (heads, E, width), as one matrix (E, heads · width)."""
     return np.asarray(np.moveaxis(W, 0, 1).reshape(W.shape[1], -1))
 
 
@@ -309,7 +309,7 @@ def _width(name: str, W: Array, heads: int) -> int:
 
 
 def _free(W: Array, axis: int, other: int) -> int:
-    """The size of W's ``axis``, which may be any: of the other axis, if W looks transposed."""
+    """The size of W's ``axis``, which may be any, or of the other axis if W looks transposed."""
     sizes: tuple[int, ...] = W.shape if axis == 0 else W.shape[::-1]
     return sizes[1] if sizes[0] == other != sizes[1] else sizes[0]
 

@@ -1,4 +1,4 @@
-"""What a multi-head layer needs of the objects that are given to it."""
+"""Protocols of the rotations and caches that a multi-head layer takes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Rotation(Protocol):
 
 
 class CacheOptions(Masks, Scores, total=False):
-    """Options of ``attention`` that a cache passes on: all but those that it decides itself."""
+    """Options of ``attention`` that a cache passes on."""
 
     return_lse: bool
 
@@ -44,10 +44,10 @@ class Cache(Protocol):
         """Tokens so far, (B,) or (1,): the positions of the next."""
 
     def append(self, k: NDArray[Any], v: NDArray[Any]) -> None:
-        """Add a chunk's keys (B, Hkv, L, D) and values (B, Hkv, L, Dv); all of them, or none."""
+        """Append a chunk's keys (B, Hkv, L, D) and values (B, Hkv, L, Dv); all of them, or none."""
 
     def attend(self, q: NDArray[Any], *, tap: Tap, **options: Unpack[CacheOptions]) -> Any:
-        """Return the last chunk's queries (B, H, L, D) attending to all that is held."""
+        """Compute attention of the last chunk's queries (B, H, L, D) over all cached keys."""
 
     def undo(self) -> None:
-        """Remove the last chunk, whose ``attend`` was refused."""
+        """Remove the last chunk, after an ``attend`` that raised."""

@@ -3,8 +3,8 @@
 Pair i is rotated by m · θ_i at position m, with θ_i = base^(-2i/R) for a rotated width of R. A
 score is a product of two rotated vectors, so it depends only on the difference of their positions.
 
-Two layouts say which numbers are a pair: half-split (i, i + R/2), Llama's and the default, and
-interleaved (2i, 2i + 1), the paper's and GPT-J's.
+Pairs are half-split, (i, i + R/2), as in Llama and by default, or interleaved, (2i, 2i + 1), as in
+the paper and in GPT-J.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RoPE:
     def tables(
         self, positions: ArrayLike, *, repeated: bool = False, length: int | None = None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """cos(m θ_i) and sin(m θ_i) for the positions m, times YaRN's attention factor.
+        """Return cos(m θ_i) and sin(m θ_i) for the positions m, times YaRN's attention factor.
 
         Parameters
         ----------
@@ -119,8 +119,7 @@ class RoPE:
         repeated : bool, default False
             Store each angle twice, at both numbers of its pair: width R, not R/2.
         length : int, optional
-            Of the sequence, for dynamic scaling. Default is the least it can be, the largest
-            position plus 1.
+            The sequence's length, for dynamic scaling. Default is the largest position plus 1.
 
         Returns
         -------
@@ -230,7 +229,7 @@ def rotate_by_table(
     repeated: bool = False,
     tap: Tap = no_tap,
 ) -> Any:
-    """Return ``x`` rotated by angles that are given as a table of cos and sin.
+    """Return ``x`` rotated by the angles of a table of cos and sin.
 
     Parameters
     ----------
@@ -324,7 +323,7 @@ def _pairs(R: int, interleaved: bool) -> tuple[slice, slice]:
 
 
 def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
-    """The half of ``table`` that the other half repeats."""
+    """Return one half of a table whose other half repeats it."""
     R = table.shape[-1] if table.ndim else 0
     if R % 2:
         raise ValueError(
@@ -344,7 +343,7 @@ def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
 def _remembered_tables(
     rope: RoPE, positions: bytes, shape: tuple[int, ...], length: int | None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """``rope.tables``: the queries and keys of all layers of a model are at the same positions."""
+    """``rope.tables``, cached: all layers of a model have the same positions."""
     m = np.frombuffer(positions, np.int64).reshape(shape)
     cos, sin = rope.tables(m, length=length)
     cos.flags.writeable = sin.flags.writeable = False
@@ -352,7 +351,7 @@ def _remembered_tables(
 
 
 def _check_fits(name: str, shape: tuple[int, ...], x: NDArray[Any]) -> None:
-    """``shape`` is (L,), or (B, L) where x is (B, H, L, D)."""
+    """Check that ``shape`` is (L,), or (B, L) for x (B, H, L, D)."""
     L = x.shape[-2]
     if shape == (L,) or (x.ndim == 4 and shape == (x.shape[0], L)):
         return

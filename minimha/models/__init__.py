@@ -21,7 +21,7 @@ else:
     }  # fmt: skip
 
     def __getattr__(name):
-        """Import a name when it is first used: counting parameters needs no model."""
+        """Import a name when it is first used."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = import_module(f"{__name__}.{HOMES.get(name, name)}")

@@ -1,4 +1,4 @@
-"""What a transformer is, in numbers and names."""
+"""The sizes and settings of a transformer."""
 
 from __future__ import annotations
 
@@ -10,39 +10,34 @@ from minimha.layers.rope import RoPE
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a decoder, and what its family does differently from others.
+    """The sizes of a transformer, and the settings in which families differ.
 
     Attributes
     ----------
     architecture : str
         The family's name, as ``model_type`` in config.json has it.
     vocabulary : int
-        V, the tokens that it knows.
+        V.
     num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff : int
-        Its layers; E, H, Hkv, D and F of each.
+        The layers, and E, H, Hkv, D and F of each.
     max_length : int
         The most tokens that it was made for.
     epsilon : float
-        Of its normalisations.
+        The ε of its norms.
     activation : {"relu", "gelu", "gelu_tanh", "silu"}
-        Of its feed-forward.
+        The activation of its feed-forward.
     is_tied : bool
-        The token embedding is also the matrix that scores the next token.
-    ropes : tuple of RoPE or None, one for each layer
-        Rotary embedding; None where there is none.
-    windows : tuple of int or None, one for each layer
-        How many tokens a query sees, itself included; None for all.
+        The token embedding is also the unembedding.
+    ropes : tuple of RoPE or None, one per layer
+        Rotary embedding, if it has one.
+    windows : tuple of int or None, one per layer
+        The most tokens that a query sees, itself included; None for all.
     scale : float, optional
-        Of the scores. Default is 1/√D.
+        The scores' scale. Default is 1/√D.
     softcap, logit_softcap : float, optional
         Caps of the scores and of the logits.
     eos : tuple of int
         The tokens that end a text.
-
-    Raises
-    ------
-    ValueError
-        Heads that cannot be grouped.
     """
 
     architecture: str

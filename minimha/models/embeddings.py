@@ -1,4 +1,4 @@
-"""Embeddings: a token's number becomes a row of numbers that also knows where the token is.
+"""Embeddings: each token becomes a row of numbers, for its word and its position.
 
 Axes: ``L`` tokens, ``E`` model width, ``V`` vocabulary, ``P`` positions.
 """
@@ -18,28 +18,10 @@ Array = NDArray[Any]
 
 
 def sinusoidal(num_positions: int, d_model: int) -> NDArray[np.float64]:
-    """sin(p / 10000^(2i/E)) in column 2i, cos of the same angle in column 2i + 1, for position p.
+    """sin(p / 10000^(2i/E)) in column 2i and cos in column 2i + 1 of row p, shape (P, E), float64.
 
-    Parameters
-    ----------
-    num_positions, d_model : int
-        P, and E, which must be even.
+    Vaswani et al., "Attention Is All You Need", 2017, section 3.5. E must be even.
 
-    Returns
-    -------
-    ndarray of shape (P, E), float64
-
-    Raises
-    ------
-    TypeError, ValueError
-        A size that is not a positive integer, or an odd E.
-
-    References
-    ----------
-    Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
-
-    Examples
-    --------
     >>> sinusoidal(2, 4).round(4)
     array([[0.    , 1.    , 0.    , 1.    ],
            [0.8415, 0.5403, 0.01  , 1.    ]])
@@ -61,9 +43,9 @@ class Embeddings:
     positions : ndarray of shape (P, E), optional
         Learned or ``sinusoidal``. Default is none: rotary embedding acts on queries and keys.
     scale : float, default 1.0
-        Vaswani et al. and Gemma multiply a token's row by √E.
+        Multiplies a token's row; √E in the first transformer and in Gemma.
     types : ndarray of shape (T, E), optional
-        BERT adds the row of the sentence, first or second, that the token is in.
+        BERT's rows of the first and the second sentence, added to those of their tokens.
     """
 
     tokens: Array
@@ -75,10 +57,10 @@ class Embeddings:
         self, ids: NDArray[np.int64], start: int = 0, tap: Tap = no_tap,
         types: NDArray[np.int64] | None = None,
     ) -> Array:  # fmt: skip
-        """Return the rows of the tokens ids (L,), the first of which is at position ``start``.
+        """Return the rows (L, E) of the tokens ids (L,), the first of them at position ``start``.
 
-        ``tap`` receives embedded, and before it wte, with the types, and wpe where there are two
-        parts. ``types`` (L,) are 0 by default.
+        ``tap`` receives embedded; with positions, first its parts wte (types included) and wpe.
+        ``types`` (L,) are 0 by default.
         """
         x, tap = self.tokens[ids], safe_tap(tap)
         if self.types is not None:

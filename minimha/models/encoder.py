@@ -1,6 +1,6 @@
 """Encoders: every token sees every other one, before and after it.
 
-tokens → embedded → layers → rows that know their sentence → logits of the hidden tokens
+tokens → embedded → layers → one row per token → logits of the masked tokens
 
 Axes: ``L`` tokens, ``E`` model width, ``V`` vocabulary. Inside, arrays have a batch axis of 1.
 """
@@ -30,7 +30,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class MaskedHead:
-    """norm(activation(x W + b)) W_vocab + b_vocab: which token a masked one may have been.
+    """norm(activation(x W + b)) W_vocab + b_vocab: the logits of a masked token.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class Encoder:
     embedding_norm : Norm
     layers : sequence of Layer
     head : MaskedHead, optional
-        Of a masked language model.
+        The head of a masked language model.
     tokenizer : Tokenizer, optional
 
     References
@@ -85,7 +85,7 @@ class Encoder:
         ids : str, or array_like of shape (L,), int
             The tokens' numbers, or text for the tokenizer. There is no padding.
         types : array_like of shape (L,), int, optional
-            Of each token, the sentence that it is in: 0, the default, or 1.
+            Each token's sentence: 0, the default, or 1.
         backend, tap, replace
             As in ``Transformer.logits``.
 
@@ -112,7 +112,7 @@ class Encoder:
         self, ids: str | ArrayLike, types: ArrayLike | None = None, *, backend: Backend = "auto",
         tap: Tap = no_tap, replace: Steps = None,
     ) -> Array:  # fmt: skip
-        """Return for each token the logits (L, V) of what it was before it was masked.
+        """Return each token's logits (L, V), of the token that was there before it was masked.
 
         Parameters are those of ``hidden``.
 
@@ -136,7 +136,7 @@ class Encoder:
             return np.asarray(tap("logits", logits))
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the numbers of the tokens (L,), checked; text goes through the tokenizer."""
+        """Return the tokens' numbers (L,), checked; text goes through the tokenizer."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _types(self, types: ArrayLike | None, L: int) -> NDArray[np.int64] | None:

@@ -1,6 +1,6 @@
-"""Encoder and decoder: one text is read whole, another is written that depends on it.
+"""Encoder and decoder: a source text is encoded, and a target text is generated from it.
 
-source → encoder → memory;  target → decoder, which looks at the memory → logits of the next token
+source → encoder → memory;  target → decoder, which attends to the memory → logits of the next token
 
 Axes: ``Ls`` tokens of the source, ``L`` of the target, ``E`` model width, ``V`` vocabulary. Inside,
 arrays have a batch axis of 1.
@@ -28,7 +28,7 @@ from minimha.layers.norms import LayerNorm, Norm
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings, sinusoidal
 from minimha.models.layer import Layer
-from minimha.models.sampling import sampler
+from minimha.models.sampling import generated, sampler
 from minimha.models.tokens import Tokenizer, check_length, ends, numbers
 
 Array = NDArray[Any]
@@ -36,15 +36,9 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class RelativeBias:
-    """T5's learned bias of a head for how far a key is from its query.
+    """T5's learned bias for the distance of a key from its query.
 
-    Parameters
-    ----------
-    table : ndarray of shape (buckets, H)
-    max_distance : int
-        From which on all distances share a bucket.
-    bidirectional : bool
-        As in ``minimha.layers.biases.t5_bias``.
+    ``table`` is (buckets, H); the other two are as in ``minimha.layers.biases.t5_bias``.
     """
 
     table: Array
@@ -52,21 +46,21 @@ class RelativeBias:
     bidirectional: bool
 
     def __call__(self, start: int, stop: int) -> Array:
-        """The bias (1, H, stop - start, stop) of the queries from ``start`` on, for all keys."""
+        """Return the bias (1, H, stop - start, stop) of the queries from ``start``."""
         q, k = np.arange(start, stop), np.arange(stop)
         return np.asarray(t5_bias(self.table, q, k, self.max_distance, self.bidirectional)[None])
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderCache:
-    """What a decoder keeps for its next token.
+    """The keys and values that a decoder keeps for its next token.
 
     Attributes
     ----------
     own : list of KVCache
         One per layer: the target's keys and values so far.
     memory : list of (k, v)
-        One pair per layer, (1, H, Ls, D): the memory's, which no target changes.
+        One pair per layer, (1, H, Ls, D): the memory's keys and values.
     """
 
     own: list[KVCache]
@@ -81,17 +75,17 @@ class EncoderDecoder:
     ----------
     config : Config
     source, target : Embeddings
-        Of the text that is read, and of the one that is written.
+        The embeddings of both texts.
     encoder, decoder : sequence of Layer
     W_vocab : ndarray of shape (E, V)
     encoder_norm, decoder_norm : Norm, optional
         After the last layer. Default is none.
     encoder_bias, decoder_bias : RelativeBias, optional
-        Of the scores of self-attention in every layer. Default is none.
+        Added to the scores of self-attention in every layer. Default is none.
     output_scale : float, default 1.0
-        Of the rows that are unembedded; 1/√E in T5 with a tied unembedding.
+        Multiplies the rows before the unembedding; 1/√E in T5 with a tied unembedding.
     start : int, default 0
-        The token with which every target begins.
+        The first token of every target.
     tokenizer : Tokenizer, optional
 
     References
@@ -158,14 +152,14 @@ class EncoderDecoder:
         Parameters
         ----------
         memory : array_like of shape (Ls, E)
-            What ``memory`` returned for the source.
+            The result of ``memory`` for the source.
         target : str, or array_like of shape (L,), int
-            The tokens so far, of which the first should be ``start``.
+            The tokens so far; the first should be ``start``.
         cache : DecoderCache, optional
-            From ``new_cache`` of this memory: the tokens before these, which follow them there.
+            From ``new_cache`` of this memory: the earlier tokens. These are appended to it.
         backend, tap, replace
-            As in ``Transformer.logits``; steps of layer n are called ``weights[decoder n]`` and,
-            where it looks at the memory, ``weights[cross n]``.
+            As in ``Transformer.logits``; steps of layer n are called ``weights[decoder n]`` and, in
+            cross-attention, ``weights[cross n]``.
 
         Returns
         -------
@@ -183,7 +177,7 @@ class EncoderDecoder:
             return np.asarray(self.unembed(x, tap)[0])
 
     def unembed(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Return the logits (..., L, V) that rows x (..., L, E) of the decoder stand for."""
+        """Return the logits (..., L, V) of rows x (..., L, E) of the decoder."""
         tap = safe_tap(tap)
         if self.decoder_norm is not None:
             x = self.decoder_norm(x, prefixed(tap, "final_"))
@@ -198,7 +192,7 @@ class EncoderDecoder:
         ----------
         memory : array_like of shape (Ls, E)
         capacity : int, optional
-            How many tokens it must hold. Default is the most that the model was made for.
+            The tokens that fit. Default is ``config.max_length``.
 
         Raises
         ------
@@ -218,7 +212,7 @@ class EncoderDecoder:
         top_k: int | None = None, top_p: float | None = None, seed: int = 0,
         eos: int | Sequence[int] | None = None, backend: Backend = "auto", replace: Steps = None,
     ) -> Iterator[int]:  # fmt: skip
-        """Yield up to ``num_tokens`` tokens of a target, drawn given the source and those before.
+        """Yield up to ``num_tokens`` tokens of a target, each drawn given those before it.
 
         Parameters are those of ``Transformer.generate``; ``ids`` are the source, and ``replace`` is
         that of ``memory``.
@@ -226,7 +220,7 @@ class EncoderDecoder:
         Raises
         ------
         TypeError, ValueError
-            At the call, not at the first token: as ``memory``, and for an option outside its range.
+            As ``memory``, or an option outside its range; at the call, not at the first token.
         """
         count = integer("num_tokens", num_tokens)
         sample = sampler(temperature, top_k, top_p, seed)
@@ -239,25 +233,20 @@ class EncoderDecoder:
         memory = self._checked_memory(self.memory(ids, backend=backend, replace=replace))
         cache = self.new_cache(memory[0], count)
 
-        def drawn(new: int) -> Iterator[int]:
-            for _ in range(count):
-                x = self._decoded(memory, np.array([new]), cache, backend)
-                new = sample(self.unembed(x[0, -1:])[0])
-                yield new
-                if new in last:
-                    return
+        def logits(new: NDArray[np.int64]) -> Array:
+            return self.unembed(self._decoded(memory, new, cache, backend)[0])
 
-        return drawn(self.start)
+        return generated(logits, np.array([self.start]), count, sample, last)
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the numbers of the tokens (L,), checked; text goes through the tokenizer."""
+        """Return the tokens' numbers (L,), checked; text goes through the tokenizer."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _decoded(
         self, memory: Array, tokens: NDArray[np.int64], cache: DecoderCache | None,
         backend: Backend, tap: Tap = no_tap,
     ) -> Array:  # fmt: skip
-        """The rows of the target after the last layer, (1, L, E)."""
+        """The target's rows after the last layer, (1, L, E)."""
         start = 0 if cache is None else int(cache.own[0].lengths[0])
         self._check_length("target", len(tokens), start)
         x = self.target(tokens, start, tap)[None]
@@ -273,7 +262,7 @@ class EncoderDecoder:
         return x
 
     def _check_length(self, name: str, num_tokens: int, start: int) -> None:
-        """Only positions that are in a table come to an end."""
+        """Positions in a table are limited; relative ones are not."""
         if self.target.positions is not None:
             check_length(name, num_tokens, start, self.config.max_length)
 
@@ -287,19 +276,12 @@ class EncoderDecoder:
 
 
 def original(config: Config, seed: int = 0) -> EncoderDecoder:
-    """The transformer of the paper, with weights that are drawn.
+    """Return the transformer of the paper, with drawn weights.
 
-    Norms follow the sums, positions are sinusoidal, the activation is the configuration's (the
-    paper's is ReLU), and one matrix embeds both texts, times √E, and scores the next token.
+    Norms follow the sums, positions are sinusoidal, and the activation is the configuration's (the
+    paper's is ReLU). One matrix embeds both texts, times √E, and unembeds. ``config.num_layers`` is
+    that of the encoder and of the decoder.
 
-    Parameters
-    ----------
-    config : Config
-        ``num_layers`` is that of the encoder and of the decoder.
-    seed : int, default 0
-
-    References
-    ----------
     Vaswani et al., "Attention Is All You Need", 2017, sections 3.1 to 3.5.
     """
     rng, E = np.random.default_rng(integer("seed", seed, low=0)), config.d_model

@@ -1,4 +1,4 @@
-"""The files of a model: regular and limited, since a device or a pipe may have no end."""
+"""Reading the files of a model: only regular ones of limited size; a device may have no end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LARGEST_JSON = 2**22  # bytes
 
 
 def check_file(path: Path) -> None:
-    """Refuse what is missing and what is no regular file."""
+    """Raise a ValueError unless ``path`` is a regular file."""
     if not path.is_file():
         raise ValueError(f"{path} is {'no regular file' if path.exists() else 'missing'}")
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Return what a file holds; a ValueError says what is wrong with it."""
+    """Return the bytes of a file; a missing or too long one raises a ValueError."""
     check_file(path)
     if path.stat().st_size > largest:
         raise ValueError(f"{path} is too long: expected at most {largest:,} bytes")
@@ -24,7 +24,7 @@ def read_bytes(path: Path, largest: int) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; a ValueError says what is wrong with it."""
+    """Return the object in a JSON file; any other content raises a ValueError."""
     text = read_bytes(path, LARGEST_JSON)
     try:
         value = json.loads(text)

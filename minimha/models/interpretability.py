@@ -1,4 +1,4 @@
-"""What the heads of a model do, what it predicts without some, and what it predicts on the way.
+"""Inside a model: what its heads attend to, its predictions without some, and after each layer.
 
 Axes: ``L`` tokens, ``H`` heads, ``Dv`` width of a value, ``V`` vocabulary.
 """
@@ -21,7 +21,7 @@ from minimha.models.transformer import Transformer
 
 Array = NDArray[Any]
 Ids = NDArray[np.int64]
-Pattern = Callable[[Ids], NDArray[np.bool_]]  # of tokens (L,): which key (column) a query looks for
+Pattern = Callable[[Ids], NDArray[np.bool_]]  # from tokens (L,) to the wanted keys, (L, L)
 Prompt = str | Sequence[int] | Ids
 
 
@@ -36,13 +36,7 @@ class Head(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, config: Config) -> Head:
-        """Return the head that ``text`` names, such as "1.0".
-
-        Raises
-        ------
-        ValueError
-            It names none of the model's heads.
-        """
+        """Return the head of the model that ``text`` names, such as "1.0"."""
         parts = text.split(".")
         if len(parts) == 2 and all(part.isascii() and part.isdigit() for part in parts):
             head = cls(*(int(part[:9]) for part in parts))
@@ -60,11 +54,11 @@ def without_heads(
     Parameters
     ----------
     model : Transformer
-        Which stays as it is; all other weights are shared.
+        It is not changed; the result shares its other weights.
     heads : iterable of Head
     means : ndarray of shape (layers, H, Dv), optional
-        From ``mean_outputs``: a removed head gives its mean instead of zeros, so that the layers
-        after it meet no numbers that they never met. Default is zeros.
+        From ``mean_outputs``: a removed head gives its mean, which later layers are used to.
+        Default is zeros.
 
     References
     ----------
@@ -84,7 +78,7 @@ def without_heads(
 def _without(
     whole: MultiHeadAttention, numbers: Sequence[int], means: Array | None
 ) -> MultiHeadAttention:
-    """``whole`` without the heads of these numbers, whose means (H, Dv) its bias then has."""
+    """A copy without these heads; its bias includes their means (H, Dv), if given."""
     less = copy.copy(whole)
     W_o = whole.W_o.reshape(whole.num_heads, whole.value_dim, -1).copy()
     if means is not None:
@@ -101,13 +95,7 @@ def _without(
 
 
 def mean_outputs(model: Transformer, prompts: Iterable[Prompt]) -> NDArray[np.float64]:
-    """Return each head's mean output over all tokens of the prompts, (layers, H, Dv).
-
-    Raises
-    ------
-    TypeError, ValueError
-        As ``model.logits``.
-    """
+    """Return each head's mean output over all tokens of the prompts, (layers, H, Dv)."""
     config = model.config
     sums = np.zeros((config.num_layers, config.num_heads, model.blocks[0].attention.value_dim))
     count = 0
@@ -122,18 +110,18 @@ def lens(
     model: Transformer, ids: str | ArrayLike, positions: ArrayLike = -1,
     layers: ArrayLike | None = None, *, replace: Steps = None,
 ) -> Array:  # fmt: skip
-    """What would be predicted from each layer on: logits of the embeddings and after every layer.
+    """Return the logits of the embeddings and after every layer: the logit lens.
 
     Parameters
     ----------
     model : Transformer
     ids : str, or array_like of shape (L,), int
     positions : int or array_like of int, default -1
-        The tokens whose logits are made, n of them; negative numbers count from the end.
+        The positions of n tokens; negative numbers count from the end.
     layers : int or array_like of int, optional
-        After how many layers; 0 is the embeddings. Default is all, 0 to the model's layers.
+        Numbers of layers; 0 is the embeddings. Default is all, from 0 to the model's layers.
     replace : mapping from step name to array_like, optional
-        As in ``model.logits``, of steps up to the last layer.
+        As in ``model.logits``, for steps up to the last layer.
 
     Returns
     -------
@@ -143,7 +131,7 @@ def lens(
     Raises
     ------
     TypeError, ValueError
-        As ``model.logits``, or a position or layer that there is not.
+        As ``model.logits``, or a position or layer out of range.
 
     References
     ----------
@@ -170,16 +158,13 @@ def previous(ids: Ids) -> NDArray[np.bool_]:
 
 
 def first(ids: Ids) -> NDArray[np.bool_]:
-    """The first token, from later ones: where a head looks that has nothing to do.
-
-    Clark et al. 2019, section 3.2; Xiao et al. 2024 (attention sinks).
-    """
+    """The first token, from later ones (Clark et al. 2019; Xiao et al. 2024: attention sinks)."""
     i = np.arange(len(ids))
     return np.asarray((i[:, None] > 0) & (i == 0))
 
 
 def itself(ids: Ids) -> NDArray[np.bool_]:
-    """The query's own token, except for the first query, which sees no other."""
+    """The query's token itself, except for the first query, which sees no other."""
     found = np.eye(len(ids), dtype=bool)
     found[:1] = False
     return found
@@ -192,10 +177,9 @@ def matching(ids: Ids) -> NDArray[np.bool_]:
 
 
 def induction(ids: Ids) -> NDArray[np.bool_]:
-    """Tokens right after an earlier one that is the same as the query: what came next last time.
+    """Tokens right after an earlier occurrence of the query's token.
 
-    Elhage et al. 2021, "Induction Heads"; Olsson et al. 2022, where the score has the name prefix
-    matching.
+    Elhage et al. 2021, "Induction Heads"; Olsson et al. 2022, who call the score prefix matching.
     """
     found = np.zeros((len(ids), len(ids)), bool)
     found[:, 1:] = matching(ids)[:, :-1]
@@ -210,18 +194,18 @@ PATTERNS: dict[str, Pattern] = {
 
 @dataclass(frozen=True, eq=False)
 class Behaviours:
-    """How much of its attention each head gives to what a pattern looks for.
+    """The share of attention that each head gives to the keys of each pattern.
 
     Attributes
     ----------
     names : tuple of str
-        The n patterns that some prompt has.
+        The n patterns that mark a key in some prompt.
     scores : ndarray of shape (layers, H, n)
-        The mean share, over all queries that a pattern has a key for, of the keys that it marks.
+        The weight of the marked keys, averaged over the queries that have one.
     uniform : ndarray of shape (n,)
-        The same of a head that gives equal shares to all that it sees.
+        The same for a head that gives equal weights to all visible keys.
     counts : ndarray of shape (n,), int
-        The queries that a pattern has a key for.
+        The queries that have a marked key.
     """
 
     names: tuple[str, ...]
@@ -240,7 +224,7 @@ def behaviours(
     model : Transformer
     prompts : iterable of str or of sequence of int
     patterns : mapping of str to function, optional
-        From tokens (L,) to bool (L, L): the keys (columns) that each query (row) looks for.
+        From tokens (L,) to bool (L, L): True marks a key (column) for a query (row).
 
     Raises
     ------
@@ -276,7 +260,7 @@ def behaviours(
 
 
 def _steps(model: Transformer, prompt: Prompt, *steps: str, replace: Steps = None) -> list[Array]:
-    """What these steps are in every layer."""
+    """The values of these steps in every layer."""
     found: list[Array] = []
 
     def receive(name: str, value: Any) -> Any:

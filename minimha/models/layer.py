@@ -68,7 +68,7 @@ class Layer:
     cross_norm: Norm | None = None
 
     def __call__(self, x: Array, tap: Tap = no_tap, **options: Any) -> Array:
-        """Return the layer's output for x (B, L, E), (B, L, E); options are those of ``attend``.
+        """Compute the layer's output (B, L, E) from x (B, L, E); options are those of ``attend``.
 
         ``tap`` receives x, the steps of the parts, added, and residual or, normalised afterwards,
         post_residual. The norms' steps are normed, output_normed, added_normed,

@@ -1,11 +1,11 @@
-"""From logits to the next token: a softmax, what it is cut to, and a draw.
+"""From logits to the next token: a softmax, cut to the likeliest tokens, and a draw.
 
 Axes: ``V`` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,12 @@ def probabilities(
     ----------
     logits : array_like of shape (..., V)
     temperature : float, default 1.0
-        Positive. Below 1 likely tokens become likelier, above 1 all become more alike.
+        Positive. Below 1 the distribution is sharper, above 1 flatter.
     top_k : int, optional
         Keep the k likeliest tokens; 1 is greedy. Of equally likely ones, the first. Default is all.
     top_p : float, optional
-        From 0 to 1: of what is kept, keep the fewest likeliest tokens whose probabilities sum to p
-        or more, at least one. Default is all.
+        From 0 to 1: of these, keep the fewest likeliest tokens whose probabilities sum to p or
+        more, at least one. Default is all.
 
     Returns
     -------
@@ -81,13 +81,7 @@ def probabilities(
 
 
 def check(temperature: Any, top_k: Any, top_p: Any) -> None:
-    """Check the options of ``probabilities``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A temperature that is not positive, a top_k below 1, a top_p outside 0 to 1.
-    """
+    """Check the options of ``probabilities``."""
     if number("temperature", temperature) <= 0:
         raise ValueError(
             f"{name_of('temperature')} is {temperature!r}: expected a positive number; the "
@@ -102,25 +96,33 @@ def check(temperature: Any, top_k: Any, top_p: Any) -> None:
 def sampler(
     temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0
 ) -> Callable[[ArrayLike], int]:
-    """Return a function that draws a token's number from logits (V,), the same ones for a seed.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Here, not at the first draw: as ``check``, and for a seed below 0.
+    """Return a function that draws a token's number from logits (V,); options are checked here.
 
     >>> sampler(top_k=1)([0.0, 3.0, 1.0])
     1
     """
     check(temperature, top_k, top_p)
     rng = np.random.default_rng(integer("seed", seed, low=0))
-    return lambda logits: draw(probabilities(logits, temperature, top_k, top_p), rng)
+
+    def draw(logits: ArrayLike) -> int:
+        p = probabilities(logits, temperature, top_k, top_p)
+        return int(rng.choice(len(p), p=p))
+
+    return draw
 
 
-def draw(p: NDArray[np.float64], rng: np.random.Generator) -> int:
-    """Draw a token's number with the probabilities p (V,).
+def generated(
+    logits: Callable[[NDArray[np.int64]], NDArray[Any]], tokens: NDArray[np.int64], count: int,
+    sample: Callable[[ArrayLike], int], ends: Container[int],
+) -> Iterator[int]:  # fmt: skip
+    """Yield up to ``count`` sampled tokens, until one of ``ends``.
 
-    >>> draw(np.array([0.0, 1.0]), np.random.default_rng(0))
-    1
+    ``logits`` gets the tokens (L,) that are new to it, and returns rows of logits, the last of
+    which is the next token's.
     """
-    return int(rng.choice(len(p), p=p))
+    for _ in range(count):
+        token = sample(logits(tokens)[-1])
+        yield token
+        if token in ends:
+            return
+        tokens = np.array([token])

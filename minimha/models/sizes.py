@@ -1,4 +1,4 @@
-"""Known models' sizes, and what follows from them: parameters, FLOPs, the cache of keys and values.
+"""Parameters, FLOPs and key/value caches of known models, computed from their sizes.
 
 Pure integer arithmetic. Letters: ``E`` = d_model, ``H`` = num_heads, ``Hkv`` =
 num_kv_heads, ``D`` = head_dim, ``F`` = d_ff, ``V`` = vocabulary, ``L`` = tokens.
@@ -14,7 +14,7 @@ ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
 
 @dataclass(frozen=True)
 class Preset:
-    """The sizes of one model, from which everything else follows.
+    """The sizes of one model.
 
     Attributes
     ----------
@@ -35,28 +35,28 @@ class Preset:
     is_gated : bool
         The feed-forward has three matrices (a gate, as in SwiGLU) instead of two.
     has_biases : bool
-        Every projection adds a bias, and every normalisation is a LayerNorm, with gain and bias.
-        If False, it is an RMSNorm, with a gain alone.
+        Every projection has a bias, and every norm is a LayerNorm. If False, no projection has,
+        and every norm is an RMSNorm, which has a gain alone.
     is_tied : bool
-        The token embedding is also the matrix that scores the next token.
+        The token embedding is also the unembedding.
     has_learned_positions : bool
         There is a position embedding of max_length rows. If False, positions have no parameters
         (RoPE).
     source : str
     is_causal : bool, default True
-        A decoder, which writes token after token. An encoder (False) sees every token at once,
-        and ends in BERT's pooler, an (E, E) matrix on the first token, instead of a vocabulary.
+        A decoder. An encoder (False) sees every token at once, and ends in BERT's pooler, an (E, E)
+        matrix on the first token, instead of an unembedding.
     num_segments : int, default 0
         Rows of a segment embedding.
     window : int, optional
-        Keys that a query of a decoder sees at most, including its own; older ones need not be
-        cached. Default is all.
+        The most keys that a decoder's query sees, its own included; older ones are not cached.
+        Default is all.
 
     Raises
     ------
     TypeError, ValueError
         A size that is not an integer, or below 1 (num_segments: below 0), an is_ or has_ that is
-        neither True nor False, heads that cannot be grouped, or an encoder with a window.
+        neither True nor False, an H that is no multiple of Hkv, or an encoder with a window.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters, by what they serve."""
+    """Numbers of parameters, by part."""
 
     attention: int
     feed_forward: int
@@ -119,10 +119,9 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations, by what they serve; a multiplication and an addition are two.
+    """Floating-point operations of matrix products, by part; a multiply-add counts as two.
 
-    Only matrix products are counted, as is usual; biases, normalisations, softmax and activations
-    are not.
+    Biases, norms, softmax and activations are not counted, as is usual.
     """
 
     projections: int
@@ -138,7 +137,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class Savings:
-    """How much less a model needs than the same model with num_kv_heads = num_heads."""
+    """The difference between a model and the same model with num_kv_heads = num_heads."""
 
     parameters: int
     prefill_flops: int
@@ -157,7 +156,7 @@ _GPT2: dict[str, Any] = {
     "is_tied": True, "has_learned_positions": True,
     "source": "Radford et al., 2019, table 2, and its released weights",
 }  # fmt: skip
-# Every other layer of GPT-3 sees a band of keys whose width is not published: counted as if dense.
+# Every second layer of GPT-3 sees a band of unpublished width: counted as if dense.
 _GPT3 = _GPT2 | {"max_length": 2048, "source": "Brown et al., 2020, table 2.1"}
 _LLAMA3: dict[str, Any] = {
     "vocabulary": 128256, "max_length": 8192, "is_gated": True, "has_biases": False,
@@ -181,15 +180,8 @@ PRESETS = {
 
 
 def find(name: str) -> Preset:
-    """The preset of that name; case, spaces and punctuation do not matter.
+    """Return the preset of that name; case, spaces and punctuation do not matter.
 
-    Raises
-    ------
-    TypeError, ValueError
-        The name is not a string, or no preset's.
-
-    Examples
-    --------
     >>> find("gpt3").name, find("llama 3 8b").num_kv_heads
     ('GPT-3', 8)
     """
@@ -202,13 +194,7 @@ def find(name: str) -> Preset:
 
 
 def check_length(preset: Preset, length: int) -> int:
-    """The number of tokens, if the model was made for that many.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The length is not an integer from 1 to the preset's max_length, or that not a Preset.
-    """
+    """Return ``length`` if it is an integer from 1 to the preset's max_length, else raise."""
     _check_preset(preset)
     tokens = integer("length", length, 1)
     if tokens > preset.max_length:
@@ -229,8 +215,6 @@ def parameters(preset: Preset) -> Parameters:
     - embeddings: (V + learned positions + segments) · E
     - head: V · E if it is not tied; an encoder's pooler E · E + E
 
-    Examples
-    --------
     >>> parameters(PRESETS["GPT-2 Small"]).total
     124439808
     """
@@ -258,10 +242,9 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
 
     - projections: 2 · L · layers · 2 · E · (H + Hkv) · D
     - feed_forward: 2 · L · layers · 2 · E · F, gated 3 · E · F
-    - attention, Q Kᵀ and P V: 4 · layers · H · D · pairs; the pairs of a query and a key that it
-      sees are L², for a causal model 1 + 2 + … + L = L · (L + 1) / 2, and with a window w
-      Σ min(i, w)
-    - head: 2 · E · V, the next token's scores after the last one; an encoder's pooler 2 · E · E
+    - attention, Q Kᵀ and P V: 4 · layers · H · D · pairs; the pairs of a query and a visible key
+      are L², for a causal model 1 + 2 + … + L = L · (L + 1) / 2, and with a window w Σ min(i, w)
+    - head: 2 · E · V, the logits after the last token; an encoder's pooler 2 · E · E
 
     Parameters
     ----------
@@ -272,7 +255,7 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
     Raises
     ------
     TypeError, ValueError
-        A length that is not an integer, or one that the model was not made for.
+        A length outside this range.
 
     References
     ----------
@@ -294,20 +277,15 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
 
 
 def decode_flops(preset: Preset, length: int) -> Flops:
-    """FLOPs of writing one token: the last of ``length``, which sees itself and those before it.
+    """FLOPs of one decode step: the last of ``length`` tokens, which sees itself and earlier ones.
 
-    As ``prefill_flops``, with one token and L pairs, or as many as a window lets it see. The
-    attention of a prefill is the sum of that of the decode steps up to its length.
-
-    Parameters
-    ----------
-    preset, length
-        As in ``prefill_flops``.
+    As ``prefill_flops``, with one token and L pairs, or min(L, w) with a window w. The attention of
+    a prefill is the sum over the decode steps up to its length.
 
     Raises
     ------
     TypeError, ValueError
-        As ``prefill_flops``; an encoder, which does not decode.
+        As ``prefill_flops``, or the preset is an encoder, which does not decode.
     """
     _check_decoder(preset)
     length = check_length(preset, length)
@@ -317,18 +295,12 @@ def decode_flops(preset: Preset, length: int) -> Flops:
 def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
     """2 · layers · Hkv · D · L · bytes per number: the keys and values of one sequence, all layers.
 
-    With a window w, min(L, w) in place of L.
-
-    Parameters
-    ----------
-    preset, length
-        As in ``prefill_flops``.
-    dtype : {"float32", "float16", "bfloat16"}, default "float16"
+    With a window w, min(L, w) in place of L. ``dtype`` is "float32", "float16" or "bfloat16".
 
     Raises
     ------
     TypeError, ValueError
-        As ``decode_flops``, and a dtype that is none of these.
+        As ``decode_flops``, or another dtype.
 
     References
     ----------
@@ -349,47 +321,22 @@ def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
 
 
 def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
-    """Parameters · bytes per number: the memory that the weights take.
+    """Parameters · bytes per number: the memory of the weights.
 
-    A decode step reads all of them except the rows that other tokens, positions and segments have
-    in the embeddings. If the token embedding is also the head, all of it is read.
-
-    Parameters
-    ----------
-    preset : Preset
-    dtype : {"float32", "float16", "bfloat16"}, default "float16"
-
-    Raises
-    ------
-    TypeError, ValueError
-        Not a Preset, or a dtype that is none of these.
+    A decode step reads all of them except the embeddings of other tokens, positions and segments.
+    If the token embedding is also the head, all of it is read.
     """
     return parameters(preset).total * ITEM_SIZES[choice("dtype", dtype, ITEM_SIZES)]
 
 
 def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savings:
-    """How much more the model would need with num_kv_heads = num_heads, all else being equal.
+    """Return what the model saves compared with num_kv_heads = num_heads.
 
-    The cache shrinks to Hkv / H, and so do W_k and W_v; attention's own FLOPs stay, since every
-    query head still meets every key.
+    The cache shrinks to Hkv / H, and so do W_k and W_v. The attention's FLOPs stay, since every
+    query head still attends to every key. Arguments are those of ``kv_cache_bytes``.
 
-    Parameters
-    ----------
-    preset, length
-        As in ``prefill_flops``.
-    dtype : {"float32", "float16", "bfloat16"}, default "float16"
-
-    Raises
-    ------
-    TypeError, ValueError
-        As ``kv_cache_bytes``.
-
-    References
-    ----------
     Ainslie et al., "GQA", 2023, section 2.2.
 
-    Examples
-    --------
     >>> saved_by_groups(PRESETS["Llama-3-8B"], 8192).kv_cache_bytes // 2**30
     3
     """
@@ -423,7 +370,7 @@ def _feed_forward_weights(preset: Preset) -> int:
 
 
 def _head_weights(preset: Preset) -> int:
-    """The matrix that is applied to a decoder's last token, or to an encoder's first."""
+    """The matrix after the last layer: a decoder's unembedding, or an encoder's pooler."""
     return preset.d_model * (preset.vocabulary if preset.is_causal else preset.d_model)
 
 

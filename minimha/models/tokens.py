@@ -47,28 +47,22 @@ for line in sys.stdin:
 
 
 class Tokenizer(Protocol):
-    """What a model needs of its tokenizer."""
+    """The methods that a model's tokenizer must have."""
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of the tokens of ``text``."""
+        """Return the numbers of the tokens of ``text``."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens."""
+        """Return the text of these tokens."""
 
     def label(self, id: int) -> str:
-        """A printable name of one token, never empty."""
+        """Return a printable name of one token, never empty."""
 
 
 def numbers(
     name: str, ids: str | ArrayLike, V: int, tokenizer: Tokenizer | None
 ) -> NDArray[np.int64]:
-    """The numbers of the tokens (L,), checked; text goes through the tokenizer.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Text without a tokenizer, no token, or one that is not in the vocabulary of V.
-    """
+    """Return the tokens' numbers (L,), each from 0 to V - 1; text goes through the tokenizer."""
     if isinstance(ids, str):
         if tokenizer is None:
             raise ValueError(
@@ -90,12 +84,12 @@ def numbers(
 
 
 def ends(name: str, eos: ArrayLike | None, default: Sequence[int] = ()) -> tuple[int, ...]:
-    """The tokens after which a text ends: one, several or none, or by default those given."""
+    """Return the tokens that end a text: those of ``eos``, or the default if it is None."""
     return tuple(default if eos is None else as_integers(name, eos).ravel().tolist())
 
 
 def check_length(name: str, num_tokens: int, start: int, max_length: int) -> None:
-    """Refuse more tokens, the first at position ``start``, than there are positions."""
+    """Raise a ValueError if tokens from position ``start`` on exceed ``max_length``."""
     if start + num_tokens > max_length:
         after = f" after {start} earlier ones" if start else ""
         raise ValueError(
@@ -105,28 +99,23 @@ def check_length(name: str, num_tokens: int, start: int, max_length: int) -> Non
 
 
 class SubwordTokenizer:
-    """A tokenizer of the package tokenizers.
-
-    Parameters
-    ----------
-    tokenizer : tokenizers.Tokenizer
-    """
+    """A ``tokenizers.Tokenizer`` as a model's tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of the tokens of ``text``, with those that mark its beginning and end."""
+        """Return the numbers of the text's tokens, marks of beginning and end included."""
         return list(self._ask("encode", text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens, marks of beginning and end included."""
+        """Return the text of these tokens, marks of beginning and end included."""
         return str(self._ask("decode", [int(n) for n in ids], False))
 
     def label(self, id: int) -> str:
-        """The token's text, ``_`` for a space and ``\\n`` for a new line.
+        """Return the token's text, with ``_`` for a space and ``\\n`` for a new line.
 
-        If it has no text, because it is a part of a character, its name in the vocabulary.
+        A token that is a part of a character has no text: its name in the vocabulary is returned.
         """
         name, text = str(self._ask("id_to_token", int(id))), self.decode([id])
         if name.startswith("▁") and not text.startswith(" "):
@@ -143,7 +132,7 @@ class SubwordTokenizer:
 class FileTokenizer(SubwordTokenizer):
     """The tokenizer of a tokenizer.json, in a process with limits of time and memory.
 
-    What a stranger's file makes of a text may take for ever, or all memory, or end the process.
+    With a stranger's file, a text may need endless time, all memory, or crash the process.
     """
 
     def __init__(self, path: Path, content: str) -> None:
@@ -178,19 +167,13 @@ class FileTokenizer(SubwordTokenizer):
 
 
 def from_file(path: Path) -> SubwordTokenizer:
-    """The tokenizer of a tokenizer.json.
-
-    Raises
-    ------
-    ValueError
-        The package tokenizers is not installed, or the file is no tokenizer.
-    """
+    """Return the tokenizer of a tokenizer.json, which needs the package tokenizers."""
     library(path)
     return FileTokenizer(path, read_bytes(path, LARGEST_FILE).decode(errors="replace"))
 
 
 def library(path: Path | str) -> Any:
-    """The package tokenizers, which reads the tokenizer in ``path``; a ValueError without it."""
+    """Import the package tokenizers for ``path``; without it raise a ValueError."""
     try:
         import tokenizers
     except ImportError:

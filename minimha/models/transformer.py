@@ -23,7 +23,7 @@ from minimha.layers.norms import Norm
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
 from minimha.models.layer import Layer
-from minimha.models.sampling import sampler
+from minimha.models.sampling import generated, sampler
 from minimha.models.tokens import Tokenizer, check_length, ends, numbers
 
 Array = NDArray[Any]
@@ -33,8 +33,8 @@ Array = NDArray[Any]
 class Transformer:
     """logits = unembedding(norm(blocks(embedded tokens))): a decoder-only language model.
 
-    ``minimha.models.load`` makes one from a checkpoint. Nothing is changed in place, so
-    ``dataclasses.replace`` makes a variant that shares all other weights.
+    ``minimha.models.load`` makes one from a checkpoint. ``dataclasses.replace`` makes a variant
+    that shares all other weights.
 
     Parameters
     ----------
@@ -43,9 +43,9 @@ class Transformer:
     blocks : sequence of Layer
     final_norm : Norm
     W_vocab : ndarray of shape (E, V), optional
-        The unembedding; if it is tied, the token embedding transposed. Without it, no logits.
+        The unembedding; if tied, the token embedding transposed. Without it there are no logits.
     tokenizer : Tokenizer, optional
-        Without one, tokens are given as numbers.
+        Without one, text is refused.
     """
 
     config: Config
@@ -66,13 +66,13 @@ class Transformer:
         ids : str, or array_like of shape (L,), int
             The tokens' numbers, or text for the tokenizer.
         cache : sequence of KVCache, optional
-            One per layer, from ``new_cache``: the tokens before these, which follow them there.
+            One per layer, from ``new_cache``: the earlier tokens. These are appended to it.
         backend : str, default "auto"
             As in ``minimha.attention``.
         tap : callable ``tap(name, value) -> value``, optional
             Receives every step; those of layer n are called ``weights[layer n]``.
         replace : mapping from step name to array_like, optional
-            What steps are instead, as a ``Trace`` shows them; the others are computed from these.
+            Values that replace those of steps, shaped as in a ``Trace``. Later steps follow.
 
         Returns
         -------
@@ -81,8 +81,8 @@ class Transformer:
         Raises
         ------
         TypeError, ValueError
-            Text without a tokenizer, a token outside the vocabulary, more tokens than positions, no
-            head, a ``replace`` that does not fit.
+            Text without a tokenizer, a token outside the vocabulary, more tokens than positions, a
+            model without a head, a ``replace`` that does not fit.
         """
         self._head()
         with replacing(tap, replace) as tap:
@@ -112,10 +112,10 @@ class Transformer:
         return x
 
     def unembed(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Return the logits (..., L, V) that a row x (..., L, E) of the residual stream stands for.
+        """Return the logits (..., L, V) of rows x (..., L, E) of the residual stream.
 
-        After any layer, not only the last, they say what would be predicted there (nostalgebraist,
-        "Interpreting GPT: the logit lens", 2020).
+        Rows after an earlier layer give its predictions (nostalgebraist, "Interpreting GPT: the
+        logit lens", 2020).
         """
         W_vocab, tap = self._head(), safe_tap(tap)
         normed = self.final_norm(x, prefixed(tap, "final_"))
@@ -132,7 +132,7 @@ class Transformer:
         Parameters
         ----------
         capacity : int, optional
-            How many tokens it must hold. Default is the most that the model was made for.
+            The tokens that fit. Default is ``config.max_length``.
 
         Raises
         ------
@@ -159,21 +159,21 @@ class Transformer:
         Parameters
         ----------
         ids : str, or array_like of shape (L,), int
-            How the text begins.
+            The beginning of the text.
         num_tokens : int
         temperature, top_k, top_p
             As in ``minimha.models.sampling.probabilities``; ``top_k=1`` is greedy.
         seed : int, default 0
-            Of the draws.
+            Seed of the draws.
         eos : int or sequence of int, optional
-            Tokens after which nothing more is drawn. Default is ``config.eos``; () is none.
+            Tokens that end the text. Default is ``config.eos``; () is none.
         backend, replace
-            As in ``logits``; steps are replaced while ``ids`` are read, at the first token.
+            As in ``logits``; steps are replaced only while ``ids`` are read.
 
         Raises
         ------
         TypeError, ValueError
-            At the call, not at the first token: as ``logits``, and for an option outside its range.
+            As ``logits``, or an option outside its range; at the call, not at the first token.
         """
         self._head()
         tokens, count = self.encode(ids), integer("num_tokens", num_tokens)
@@ -186,27 +186,17 @@ class Transformer:
             )
         cache = self.new_cache(needed)
 
-        def drawn(new: NDArray[np.int64], given: Steps) -> Iterator[int]:
-            for _ in range(count):
-                with replacing(no_tap, given) as tap:
-                    x = self.residual(new, cache=cache, backend=backend, tap=tap)
-                    rows = x[0, -1:] if given is None else x[0]  # whose steps may be replaced
-                    token = sample(self.unembed(rows, tap)[-1])
-                yield token
-                if token in last:
-                    return
-                new, given = np.array([token]), None
+        def logits(new: NDArray[np.int64]) -> Array:
+            nonlocal replace
+            given, replace = replace, None
+            with replacing(no_tap, given) as tap:
+                x = self.residual(new, cache=cache, backend=backend, tap=tap)
+                return self.unembed(x[0, -1:] if given is None else x[0], tap)  # all of its steps
 
-        return drawn(tokens, replace)
+        return generated(logits, tokens, count, sample, last)
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the numbers of the tokens (L,), checked; text goes through the tokenizer.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Text without a tokenizer, no token, or one that is not in the vocabulary.
-        """
+        """Return the tokens' numbers (L,), checked; text goes through the tokenizer."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _head(self) -> Array:

@@ -365,7 +365,7 @@ def test_weights_that_do_not_fit(make, sentence):
         ((X,), {"positions": [0, 1]}, ValueError, "positions are given but the layer has no rope"),
         ((X,), {"return_weights": 1}, TypeError, "return_weights is 1: expected True or False"),
         ((X, CONTEXT), {}, ValueError, r"context has shape \(2, 7, 4\).* width Ec=6"),
-        ((X, X[0]), {}, ValueError, "expected as many axes as x"),
+        ((X, X[0]), {}, ValueError, "expected 3 axes as in x"),
         ((X, X[:1]), {}, ValueError, "context has B=1 but x has B=2"),
         ((X[0],), {"cache": KVCache(1, 2, 5, 3, 2)}, ValueError, "with a cache it must be"),
         ((X, X), {"cache": KVCache(1, 2, 5, 3, 2)}, ValueError, "cache and context are both given"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minimha.models.embeddings import Embeddings, sinusoidal
-from minimha.models.sampling import draw, probabilities
+from minimha.models.sampling import probabilities, sampler
 
 
 def test_sinusoidal_positions():
@@ -71,8 +71,9 @@ def test_the_smallest_temperature_is_greedy():
 
 
 def test_draws_have_their_probabilities():
-    rng, p = np.random.default_rng(0), np.array([0.5, 0.0, 0.3, 0.2])
-    counts = Counter(draw(p, rng) for _ in range(2000))
+    sample, p = sampler(seed=0), np.array([0.5, 0.0, 0.3, 0.2])
+    logits = [math.log(x) if x else -math.inf for x in p]
+    counts = Counter(sample(logits) for _ in range(2000))
     for token, probability in enumerate(p):
         assert counts[token] == pytest.approx(2000 * probability, abs=4 * math.sqrt(500))
     assert counts[1] == 0

@@ -1,7 +1,7 @@
 """Checkpoints: config.json, safetensors and tokenizer.json in one folder, or one file of GGUF.
 
-Nothing is downloaded, and no pickle is opened. A family of models is one module, which says what
-its config.json means and what its tensors are called.
+Nothing is downloaded, and no pickle is opened. A family of models is one module, which knows the
+keys of its config.json and the names of its tensors.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ FAMILIES = {
 def load(path: str | Path) -> Model:
     """Return the model in a folder or a file on this machine.
 
-    Weights in float32 stay in their files, from which the system reads them when they are used;
-    those of 16 bits, and quantised ones, are widened to float32 once.
+    Weights in float32 stay in their files and are read when they are used. Weights of 16 bits, and
+    quantised ones, are converted to float32 once.
 
     Parameters
     ----------
@@ -55,9 +55,8 @@ def load(path: str | Path) -> Model:
     Raises
     ------
     TypeError, ValueError
-        No such folder or file, a file that is missing or damaged, weights in a pickle, an
-        architecture or a setting that is not known, a tensor that is missing, left over or of
-        another shape.
+        A file that is missing or damaged, weights in a pickle, an unknown architecture or setting,
+        or a tensor that is missing, unused or of another shape.
 
     Examples
     --------
@@ -88,12 +87,12 @@ def load(path: str | Path) -> Model:
 def from_tensors(
     config: Mapping[str, Any], tensors: Mapping[str, ArrayLike], tokenizer: Tokenizer | None = None
 ) -> Model:
-    """Return the model of a checkpoint that is in memory.
+    """Return the model of a checkpoint in memory.
 
     Parameters
     ----------
     config : mapping
-        What config.json holds.
+        The content of config.json.
     tensors : mapping of str to array_like
         The weights under their names in the checkpoint; float32 arrays are used as they are.
     tokenizer : Tokenizer, optional
@@ -107,7 +106,7 @@ def from_tensors(
 
 
 def _family(settings: Settings) -> Any:
-    """The module that reads this model."""
+    """The module for this model's family."""
     architecture = settings.text("model_type")
     if architecture not in FAMILIES:
         raise ValueError(

@@ -5,12 +5,9 @@ Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019.
 
 from __future__ import annotations
 
-from typing import Any
-
 from minimha.layers.feed_forward import FeedForward
-from minimha.layers.multihead import MultiHeadAttention
 from minimha.models.checkpoints.settings import DEEPEST, Settings
-from minimha.models.checkpoints.tensors import Tensors
+from minimha.models.checkpoints.tensors import Array, Tensors
 from minimha.models.config import Config
 from minimha.models.embeddings import Embeddings
 from minimha.models.encoder import Encoder, MaskedHead
@@ -19,13 +16,13 @@ from minimha.models.tokens import Tokenizer
 
 PREFIX = "bert."  # of a checkpoint with a head
 PREDICTIONS = "cls.predictions"
-OF_SENTENCES = ("pooler.dense", "cls.seq_relationship")  # heads that look at the first token alone
+OF_SENTENCES = ("pooler.dense", "cls.seq_relationship")  # heads of the first token alone
 
 
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Encoder:
-    """The model of these settings and tensors."""
+    """Return the model of these settings and tensors."""
     config = read_config(settings)
     V, E, P = config.vocabulary, config.d_model, config.max_length
     at = PREFIX if f"{PREFIX}embeddings.word_embeddings.weight" in tensors else ""
@@ -48,7 +45,7 @@ def transformer(
 
 
 def read_config(settings: Settings) -> Config:
-    """What the settings mean."""
+    """Return the sizes and settings in a config.json."""
     settings.expect("position_embedding_type", "absolute", None)
     settings.expect("is_decoder", False)
     layers = settings.count("num_hidden_layers", high=DEEPEST)
@@ -69,14 +66,10 @@ def read_config(settings: Settings) -> Config:
 
 def _layer(config: Config, tensors: Tensors, at: str) -> Layer:
     E, F = config.d_model, config.d_ff
-    weights: dict[str, Any] = {}
-    for letter, name in (
-        ("q", "self.query"), ("k", "self.key"), ("v", "self.value"), ("o", "output.dense")
-    ):  # fmt: skip
-        weights |= tensors.linear(letter, f"{at}.attention.{name}", E, E, has_bias=True)
+    parts = ("self.query", "self.key", "self.value", "output.dense")
     return Layer(
         tensors.layer_norm(f"{at}.attention.output.LayerNorm", E, config.epsilon),
-        MultiHeadAttention.from_combined(**weights, num_heads=config.num_heads),
+        tensors.attention(config, [f"{at}.attention.{part}" for part in parts], "qkvo"),
         tensors.layer_norm(f"{at}.output.LayerNorm", E, config.epsilon),
         FeedForward(
             activation=config.activation,
@@ -87,7 +80,7 @@ def _layer(config: Config, tensors: Tensors, at: str) -> Layer:
     )
 
 
-def _head(config: Config, tensors: Tensors, tokens: Any) -> MaskedHead:
+def _head(config: Config, tensors: Tensors, tokens: Array) -> MaskedHead:
     E, V = config.d_model, config.vocabulary
     transform = tensors.linear("in", f"{PREDICTIONS}.transform.dense", E, E, has_bias=True)
     bias, own = tensors.take(f"{PREDICTIONS}.bias", V), f"{PREDICTIONS}.decoder.bias"

@@ -22,10 +22,10 @@ from minimha.models.transformer import Transformer
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Transformer:
-    """The model of these settings and tensors."""
+    """Return the model of these settings and tensors."""
     config = read_config(settings)
     with_bias = "qkvo" if settings.flag("attention_bias", False) else ""
-    is_bare = tensors.with_prefix("model.", "embed_tokens.weight")
+    tensors.add_prefix("model.", "embed_tokens.weight")
     tokens = tensors.take("model.embed_tokens.weight", config.vocabulary, config.d_model)
 
     def norm(name: str) -> RMSNorm:
@@ -48,14 +48,13 @@ def transformer(
         Embeddings(tokens, scale=math.sqrt(config.d_model)),
         [block(n) for n in range(config.num_layers)],
         norm("model.norm"),
-        None if is_bare and not config.is_tied
-        else tensors.tied("lm_head.weight", tokens, config.is_tied).T,
+        tensors.unembedding(tokens, config.is_tied),
         tokenizer,
-    )  # fmt: skip
+    )
 
 
 def read_config(settings: Settings) -> Config:
-    """What the settings mean."""
+    """Return the sizes and settings in a config.json."""
     settings.expect("use_bidirectional_attention", None, False)
     D, layers = settings.count("head_dim", 256), settings.count("num_hidden_layers", high=DEEPEST)
     every = settings.count("sliding_window_pattern", 6 if _is_third(settings) else 2)

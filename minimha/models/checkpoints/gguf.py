@@ -1,9 +1,8 @@
 """Files of GGUF: metadata and tensors, mostly quantised, in one file, as llama.cpp reads them.
 
-The file's metadata becomes what config.json would hold, its tensors get the names that they have
-in the folder that it was converted from, and what the conversion changed in them is changed back.
-Quantised tensors are widened to float32 once; those in float32 stay in the file. The package gguf
-reads the file.
+The metadata becomes a config.json, and the tensors get their names and numbers from before the
+conversion. Quantised tensors are converted to float32 once; those in float32 stay in the file. The
+package gguf reads the file.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the conversion is llama.cpp's
 convert_hf_to_gguf.py.
@@ -29,7 +28,7 @@ FOUR_NORMS = NORMS | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-# Where a layer is in a folder, and what its parts are called there.
+# The prefix of a layer's tensors in a folder, and the names of its parts there.
 LLAMA = (
     "model.layers.{}.{}",
     {
@@ -58,20 +57,13 @@ ARCHITECTURES = {
     "gemma3": ("gemma3_text", (LLAMA[0], LLAMA[1] | FOUR_NORMS)),
 }
 ENDS = "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"
-# The largest models of Gemma 2 and 3 scale scores by 1/√(E/H), others by 1/√D. The file does not
-# say so: llama.cpp tells them by their layers.
+# The largest models of Gemma 2 and 3 scale scores by 1/√(E/H), others by 1/√D. The file has no
+# such setting: llama.cpp recognises these models by their number of layers.
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 
 
 def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
-    """Return what config.json would hold, the tensors by their names there, and the metadata.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The package gguf is not installed, the file is missing or damaged, an architecture that is
-        not known, or a tensor of a kind that cannot be widened.
-    """
+    """Return the settings of a config.json, the tensors by name, and the metadata."""
     stored, tensors = _contents(path)
     metadata = Settings(stored, str(path))
     architecture = metadata.text("general.architecture")
@@ -97,7 +89,7 @@ def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
 
 
 def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """All metadata and all tensors of a file, the latter as float32."""
+    """The metadata and the tensors of a file, converted to float32."""
     try:
         from gguf import GGUFReader, dequantize
     except ImportError:
@@ -113,7 +105,7 @@ def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
             raise ValueError
     except MemoryError:
         raise
-    except Exception:  # what the reader meets in a damaged file may be anything
+    except Exception:  # a damaged file may raise anything
         why = "the package gguf cannot read it, or its tensors overlap"
         raise ValueError(f"{path} is no GGUF file, or damaged: {why}") from None
     architecture, tensors = Settings(metadata, str(path)).text("general.architecture"), {}
@@ -144,7 +136,7 @@ def _gpt2(given: Settings) -> dict[str, Any]:
 
 
 def _llama(given: Settings, architecture: str, tensors: dict[str, Array]) -> dict[str, Any]:
-    """config.json of a LLaMA, or of one of those that follow it."""
+    """config.json of a LLaMA or one of its successors."""
     E, H = given.count("embedding_length"), given.count("attention.head_count")
     D, layers = given.count("attention.key_length", E // H), given.count("block_count")
     given.expect("attention.value_length", D, None)
@@ -176,7 +168,7 @@ def _llama(given: Settings, architecture: str, tensors: dict[str, Array]) -> dic
 
 
 def _rope(given: Settings, D: int, tensors: dict[str, Array]) -> dict[str, Any]:
-    """rope_parameters in config.json; Llama 3's scaling is a tensor, one factor for each pair."""
+    """rope_parameters in config.json; Llama 3's scaling is a tensor of one factor per pair."""
     base = given.number("rope.freq_base", 1e6 if "gemma3" in given.name else 10000.0)
     given.expect("rope.scaling.attn_factor", None, 1.0)
     kind = given.get("rope.scaling.type") or "none"
@@ -200,7 +192,7 @@ def _rope(given: Settings, D: int, tensors: dict[str, Array]) -> dict[str, Any]:
 def _restored(
     architecture: str, config: dict[str, Any], tensors: dict[str, Array]
 ) -> dict[str, Array]:
-    """The tensors with the names and the numbers that they had before the conversion."""
+    """The tensors with their names and numbers from before the conversion."""
     at, names = ARCHITECTURES[architecture][1]
     restored = {}
     for name in list(tensors):
@@ -228,7 +220,7 @@ def _changed_back(architecture: str, part: str, tensor: Array, config: dict[str,
 
 
 def half_split(W: Array, heads: int) -> Array:
-    """The rows of each head's pairs (2i, 2i + 1), which the conversion interleaves, i and i + D/2.
+    """Reorder the rows of each head from interleaved pairs (2i, 2i + 1) to (i, i + D/2).
 
     >>> half_split(np.array([0, 2, 1, 3]), 1)
     array([0, 1, 2, 3])

@@ -1,8 +1,7 @@
 """The tokenizer in a file of GGUF, built by the package tokenizers.
 
-Of two kinds: byte-level BPE, which GPT-2 began and whose files name the rule that splits a text
-into words; and SentencePiece's BPE, LLaMA 2's and Gemma's, which joins the pieces with the best
-scores first.
+There are two kinds. Byte-level BPE is GPT-2's; its files name the rule that splits a text into
+words. SentencePiece's BPE is LLaMA 2's and Gemma's; it joins the pieces with the best scores first.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 SHORT = r"'s|'t|'re|'ve|'m|'ll|'d"
 GPT2 = rf"{SHORT}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
 LATER = rf"(?i:{SHORT})|{LETTERS}|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# tokenizer.ggml.pre: expressions that cut a text, one after the other.
+# By tokenizer.ggml.pre, the regular expressions that split a text, one after the other.
 WORDS = {
     "gpt-2": (GPT2,), "default": (GPT2,),
     "smollm": (r"\p{N}", GPT2),
@@ -28,13 +27,7 @@ KINDS = ("gpt2", "llama")
 
 
 def tokenizer(metadata: Settings) -> SubwordTokenizer | None:
-    """The tokenizer that the metadata describes, None where there is none.
-
-    Raises
-    ------
-    ValueError
-        The package tokenizers is not installed, or a kind of tokenizer that is not known.
-    """
+    """Return the tokenizer that the metadata describes, if there is one."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind in (None, "none", "no_vocab"):
         return None
@@ -61,7 +54,7 @@ def tokenizer(metadata: Settings) -> SubwordTokenizer | None:
 
 
 def _byte_level(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) -> Any:
-    """GPT-2's: a text is cut into words, a word into bytes, and pairs are joined in order."""
+    """Build GPT-2's: a text is split into words, a word into bytes, and pairs are merged."""
     pre = metadata.get("tokenizer.ggml.pre") or "default"
     if pre not in WORDS:
         raise ValueError(
@@ -81,7 +74,7 @@ def _byte_level(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) ->
 
 
 def _sentence_piece(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) -> Any:
-    """SentencePiece's: a space is ▁, and what no piece has is spelled in bytes."""
+    """Build SentencePiece's: a space is ▁, and unknown characters become bytes."""
     model = tokenizers.models.BPE(
         numbers, _merges(numbers, _list(metadata, "scores")), fuse_unk=True, byte_fallback=True,
         unk_token=_token(metadata, "unknown", list(numbers)),
@@ -99,7 +92,7 @@ def _sentence_piece(tokenizers: Any, metadata: Settings, numbers: dict[str, int]
 
 
 def _merges(numbers: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of pieces that is a piece, that with the best score first."""
+    """Every pair of pieces that together is a piece, the best score first."""
     pairs = [
         (-scores[number], numbers[piece[:cut]], numbers[piece[cut:]])
         for piece, number in numbers.items()

@@ -24,7 +24,7 @@ PREFIX = "transformer."  # of most checkpoints; the first ones have none
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Transformer:
-    """The model of these settings and tensors."""
+    """Return the model of these settings and tensors."""
     config = read_config(settings)
     V, E, P = config.vocabulary, config.d_model, config.max_length
     at = PREFIX if f"{PREFIX}wte.weight" in tensors else ""
@@ -35,13 +35,13 @@ def transformer(
         Embeddings(tokens, positions),
         [_block(config, tensors, f"{at}h.{n}.") for n in range(config.num_layers)],
         tensors.layer_norm(f"{at}ln_f", config.d_model, config.epsilon),
-        tensors.tied("lm_head.weight", tokens, config.is_tied).T,
+        tensors.unembedding(tokens, config.is_tied),
         tokenizer,
     )
 
 
 def read_config(settings: Settings) -> Config:
-    """What the settings mean."""
+    """Return the sizes and settings in a config.json."""
     settings.expect("add_cross_attention", False)
     settings.expect("scale_attn_weights", True)
     settings.expect("scale_attn_by_inverse_layer_idx", False)

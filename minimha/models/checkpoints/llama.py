@@ -26,21 +26,23 @@ NORMED = ("qwen3",)  # whose queries and keys are normalised
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> Transformer:
-    """The model of these settings and tensors."""
+    """Return the model of these settings and tensors."""
     config = read_config(settings)
     has_biases, has_mlp_biases = (
         settings.flag(key, False) for key in ("attention_bias", "mlp_bias")
     )
     with_bias = "qkvo" if has_biases else "qkv" if config.architecture == "qwen2" else ""
-    is_bare = tensors.with_prefix("model.", "embed_tokens.weight")
+    tensors.add_prefix("model.", "embed_tokens.weight")
     tokens = tensors.take("model.embed_tokens.weight", config.vocabulary, config.d_model)
 
+    def norm(name: str) -> RMSNorm:
+        return tensors.rms_norm(f"model.{name}", config.d_model, config.epsilon)
+
     def block(n: int) -> Layer:
-        at = f"model.layers.{n}"
         return Layer(
-            norm(config, tensors, f"{at}.input_layernorm"),
+            norm(f"layers.{n}.input_layernorm"),
             attention(config, tensors, n, with_bias, 0 if config.architecture in NORMED else None),
-            norm(config, tensors, f"{at}.post_attention_layernorm"),
+            norm(f"layers.{n}.post_attention_layernorm"),
             feed_forward(config, tensors, n, has_mlp_biases),
             window=config.windows[n],
         )
@@ -49,15 +51,14 @@ def transformer(
         config,
         Embeddings(tokens),
         [block(n) for n in range(config.num_layers)],
-        norm(config, tensors, "model.norm"),
-        None if is_bare and not config.is_tied
-        else tensors.tied("lm_head.weight", tokens, config.is_tied).T,
+        norm("norm"),
+        tensors.unembedding(tokens, config.is_tied),
         tokenizer,
-    )  # fmt: skip
+    )
 
 
 def read_config(settings: Settings) -> Config:
-    """What the settings mean."""
+    """Return the sizes and settings in a config.json."""
     E, H = settings.count("hidden_size"), settings.count("num_attention_heads")
     if settings.get("head_dim") is None:
         D = settings.quotient("hidden_size", "num_attention_heads")
@@ -81,7 +82,7 @@ def read_config(settings: Settings) -> Config:
 
 
 def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
-    """Mistral's window is every layer's; Qwen's, if used, that of the layers above some."""
+    """Each layer's window: in Mistral the same; in Qwen, if used, from one layer on."""
     window = None if settings.get("sliding_window") is None else settings.count("sliding_window")
     if settings.text("model_type") == "mistral":
         settings.expect("layer_types", None, [KINDS[window is None]] * layers)
@@ -96,39 +97,27 @@ def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
     return tuple(window if local else None for local in is_local)
 
 
-def norm(config: Config, tensors: Tensors, name: str) -> RMSNorm:
-    """The normalisation of that name."""
-    return RMSNorm(tensors.take(f"{name}.weight", config.d_model), config.epsilon)
-
-
 def attention(
     config: Config, tensors: Tensors, n: int, with_bias: str = "", added_gain: float | None = None
 ) -> MultiHeadAttention:
-    """The attention of layer n.
+    """Return the attention of layer n.
 
-    ``with_bias`` are the letters of the matrices that have a bias. If queries and keys are
-    normalised, ``added_gain`` is what is added to the gains in the checkpoint.
+    ``with_bias`` are the letters of the matrices that have a bias. ``added_gain`` is added to the
+    gains of queries and keys; None if these are not normalised.
     """
-    at, E, D = f"model.layers.{n}.self_attn", config.d_model, config.head_dim
-    queries, keys = config.num_heads * D, config.num_kv_heads * D
-    others: dict[str, Any] = {}
-    for letter, rows, columns in (
-        ("q", E, queries), ("k", E, keys), ("v", E, keys), ("o", queries, E)
-    ):  # fmt: skip
-        name = f"{at}.{letter}_proj"
-        others |= tensors.linear(letter, name, rows, columns, letter in with_bias)
+    at = f"model.layers.{n}.self_attn"
+    others: dict[str, Any] = {"rope": config.ropes[n]}
     if added_gain is not None:
         others |= {"qk_norm": "head", "epsilon": config.epsilon}
         for letter in "qk":
-            others[f"g_{letter}"] = added_gain + tensors.take(f"{at}.{letter}_norm.weight", D)
-    return MultiHeadAttention.from_combined(
-        **others, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-        rope=config.ropes[n],
-    )  # fmt: skip
+            gain = tensors.take(f"{at}.{letter}_norm.weight", config.head_dim)
+            others[f"g_{letter}"] = added_gain + gain
+    names = [f"{at}.{letter}_proj" for letter in "qkvo"]
+    return tensors.attention(config, names, with_bias, **others)
 
 
 def feed_forward(config: Config, tensors: Tensors, n: int, has_biases: bool = False) -> FeedForward:
-    """The feed-forward of layer n."""
+    """Return the feed-forward of layer n."""
     at, E, F = f"model.layers.{n}.mlp", config.d_model, config.d_ff
     return FeedForward(
         activation=config.activation,

@@ -1,7 +1,7 @@
 """Files of safetensors: eight bytes with the header's length, a header in JSON, and the numbers.
 
-They are mapped, not read, so that weights in float32 take no memory besides the system's own copy
-of the file, and no package is needed.
+They are mapped, so weights in float32 take no memory besides the system's copy of the file. No
+package is needed.
 
 The format: https://huggingface.co/docs/safetensors
 """
@@ -29,7 +29,7 @@ DTYPES: dict[str, Any] = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": BFLO
 
 
 def check_no_pickle(path: Path) -> None:
-    """Refuse a pickle, and a folder that has its weights in nothing else."""
+    """Raise a ValueError for a pickle, or for a folder that has its weights only in pickles."""
     names = [path] if path.is_file() else sorted(path.glob("*"))
     pickles = [name for name in names if name.suffix in PICKLES]
     if pickles and not any(name.suffix == ".safetensors" for name in names):
@@ -41,13 +41,7 @@ def check_no_pickle(path: Path) -> None:
 
 
 def read_folder(folder: Path) -> dict[str, Array]:
-    """Return all tensors of a folder by name; of one file, or of the shards that the index names.
-
-    Raises
-    ------
-    ValueError
-        A file is missing or damaged.
-    """
+    """Return all tensors of a folder by name, from one file or from the shards of the index."""
     if (folder / WHOLE).is_file() or not (folder / INDEX).is_file():
         return read(folder / WHOLE)
     text = read_bytes(folder / INDEX, LARGEST_INDEX)
@@ -68,14 +62,7 @@ def read_folder(folder: Path) -> dict[str, Array]:
 
 
 def read(path: Path) -> dict[str, Array]:
-    """Return the tensors of one file by name, views of the mapped file.
-
-    Raises
-    ------
-    ValueError
-        The file is missing or damaged, or a tensor has a dtype other than float16, bfloat16,
-        float32 and float64.
-    """
+    """Return the tensors of one file by name, views of the mapped file."""
     check_file(path)
     if path.stat().st_size < 8:
         raise ValueError(f"{path} is damaged: it ends before its header")
@@ -99,7 +86,6 @@ def read(path: Path) -> dict[str, Array]:
 def _tensor(
     name: str, data: NDArray[np.uint8], dtype: str, shape: list[int], data_offsets: list[int]
 ) -> Array:
-    """One tensor, a view."""
     if dtype not in DTYPES:
         raise ValueError(f"tensor {name} is {dtype}, expected one of {', '.join(DTYPES)}")
     begin, end = data_offsets

@@ -19,15 +19,15 @@ from minimha.layers.scalings import (
 
 LARGEST = 1 << 24  # of any count: a file must not make us reserve all memory
 DEEPEST = 1 << 12  # of layers
-POSITIVE = 1e-9  # the least number that is called so
+POSITIVE = 1e-9  # the smallest number that counts as positive
 LOCAL, GLOBAL = KINDS = ("sliding_attention", "full_attention")
 
-# What config.json calls the activations.
+# The activations by their names in config.json.
 ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "silu": "silu", "swish": "silu",
 }  # fmt: skip
-# The kinds of rope_scaling; its settings by our names, required and optional ones.
+# The kinds of rope_scaling, each with the parameters of required and of optional settings.
 SCALINGS: dict[str, tuple[type[Any], dict[str, str], dict[str, str]]] = {
     "linear": (LinearScaling, {"factor": "factor"}, {}),
     "factors": (FactorScaling, {"factors": "factors"}, {}),  # as ``gguf`` reads Llama 3's
@@ -51,10 +51,7 @@ SCALINGS: dict[str, tuple[type[Any], dict[str, str], dict[str, str]]] = {
 
 
 class Settings:
-    """The settings of one model.
-
-    A setting that is missing, or null, has the default that its family has in transformers.
-    """
+    """The settings of one model; a missing or null one has its family's default in transformers."""
 
     def __init__(self, values: Mapping[str, Any], name: str = "config.json") -> None:
         self.values, self.name = values, name
@@ -78,7 +75,7 @@ class Settings:
         return value
 
     def is_local(self, default: list[bool]) -> list[bool]:
-        """Which layers have a window: as layer_types says, or by default these."""
+        """Return for each layer whether it has a window: layer_types, or else ``default``."""
         given = self.get("layer_types")
         if given is None:
             return default
@@ -90,7 +87,7 @@ class Settings:
         return [kind == LOCAL for kind in given]
 
     def quotient(self, key: str, divisor: str) -> int:
-        """The value of ``key``, which must be a multiple of that of ``divisor``, divided by it."""
+        """The value of ``key`` divided by that of ``divisor``, which must leave no remainder."""
         width, parts = self.count(key), self.count(divisor)
         if width % parts:
             raise ValueError(
@@ -100,7 +97,7 @@ class Settings:
         return width // parts
 
     def section(self, key: str) -> dict[str, Any]:
-        """The settings that stand under ``key``; none where it is missing."""
+        """The object under ``key``; empty if it is missing."""
         value = self.get(key)
         if not isinstance(value, Mapping | None):
             raise TypeError(f"{self._called(key)} is {value!r}: expected an object")
@@ -119,14 +116,14 @@ class Settings:
         return None if self.get(key) is None else self.number(key, low=POSITIVE)
 
     def expect(self, key: str, *values: Any) -> None:
-        """Refuse any value but these, the first of which is the default."""
+        """Raise a ValueError for any value but these; the first is the default."""
         value = self.values.get(key, values[0])
         if value not in values:
             listed = " or ".join(map(repr, values))
             raise ValueError(f"{self._called(key)} is {value!r}: only {listed} is implemented")
 
     def activation(self, key: str, default: str) -> Activation:
-        """The value, an activation by our name."""
+        """The value, converted to an activation's name in minimha."""
         value = self.text(key, default)
         if value not in ACTIVATIONS:
             raise ValueError(
@@ -135,7 +132,7 @@ class Settings:
         return ACTIVATIONS[value]
 
     def rope(self, head_dim: int, kind: str = "full_attention") -> RoPE:
-        """The rotary embedding of layers of one kind, which most models have only one of.
+        """Return the rotary embedding of one kind of layers; most models have a single kind.
 
         transformers writes rope_parameters since version 5; before, rope_theta and rope_scaling.
         """

@@ -1,7 +1,7 @@
 """T5: an encoder and a decoder with RMSNorm first, biases for distances and unscaled scores.
 
 Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",
-2020; version 1.1 has a gated feed-forward and an unembedding of its own.
+2020; version 1.1 has a gated feed-forward and a separate unembedding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FEED_FORWARDS: dict[str, tuple[bool, Activation]] = {
 def transformer(
     settings: Settings, tensors: Tensors, tokenizer: Tokenizer | None = None
 ) -> EncoderDecoder:
-    """The model of these settings and tensors."""
+    """Return the model of these settings and tensors."""
     config = read_config(settings, is_tied=UNEMBEDDING not in tensors)
     V, E, H = config.vocabulary, config.d_model, config.num_heads
     tokens = tensors.take("shared.weight", V, E)
@@ -49,19 +49,22 @@ def transformer(
         return RelativeBias(table, distance, bidirectional=side == "encoder")
 
     def norm(name: str) -> RMSNorm:
-        return RMSNorm(tensors.take(f"{name}.weight", E), config.epsilon)
+        return tensors.rms_norm(name, E, config.epsilon)
+
+    def attention(at: str) -> MultiHeadAttention:
+        return tensors.attention(config, [f"{at}.{letter}" for letter in "qkvo"])
 
     def layer(at: str, last: int = 1, **cross: Any) -> Layer:
         return Layer(
             norm(f"{at}.layer.0.layer_norm"),
-            _attention(config, tensors, f"{at}.layer.0.SelfAttention"),
+            attention(f"{at}.layer.0.SelfAttention"),
             norm(f"{at}.layer.{last}.layer_norm"),
             _feed_forward(config, tensors, f"{at}.layer.{last}.DenseReluDense", settings),
             scale=1.0, **cross,
         )  # fmt: skip
 
     def decoder(at: str) -> Layer:
-        cross = _attention(config, tensors, f"{at}.layer.1.EncDecAttention")
+        cross = attention(f"{at}.layer.1.EncDecAttention")
         return layer(at, 2, cross=cross, cross_norm=norm(f"{at}.layer.1.layer_norm"))
 
     is_scaled = settings.flag("scale_decoder_outputs", settings.flag("tie_word_embeddings", True))
@@ -81,7 +84,7 @@ def transformer(
 
 
 def read_config(settings: Settings, is_tied: bool) -> Config:
-    """What the settings mean; ``num_layers`` is that of the encoder."""
+    """Return the sizes and settings in a config.json; ``num_layers`` is that of the encoder."""
     kind = settings.text("feed_forward_proj", "relu")
     layers = settings.count("num_layers", high=DEEPEST)
     if kind not in FEED_FORWARDS:
@@ -100,16 +103,6 @@ def read_config(settings: Settings, is_tied: bool) -> Config:
         activation=FEED_FORWARDS[kind][1],
         is_tied=is_tied, ropes=(None,) * layers, windows=(None,) * layers,
     )  # fmt: skip
-
-
-def _attention(config: Config, tensors: Tensors, at: str) -> MultiHeadAttention:
-    E, inner = config.d_model, config.num_heads * config.head_dim
-    weights: dict[str, Any] = {}
-    for letter, rows, columns in (
-        ("q", E, inner), ("k", E, inner), ("v", E, inner), ("o", inner, E)
-    ):  # fmt: skip
-        weights |= tensors.linear(letter, f"{at}.{letter}", rows, columns)
-    return MultiHeadAttention.from_combined(**weights, num_heads=config.num_heads)
 
 
 def _feed_forward(config: Config, tensors: Tensors, at: str, settings: Settings) -> FeedForward:

@@ -1,45 +1,37 @@
-"""The tensors of a checkpoint, taken one by one: none is missing, misshapen or left over."""
+"""The tensors of a checkpoint, taken one by one, so that a missing or unused one is an error."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arguments import as_floating, cast
-from minimha.layers.norms import LayerNorm
+from minimha.layers.multihead import MultiHeadAttention
+from minimha.layers.norms import LayerNorm, RMSNorm
+from minimha.models.config import Config
 
 Array = NDArray[Any]
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # the upper half of a float32
-# What old checkpoints hold although it is no weight: masks, and the angles of rotary embedding.
+# Tensors of old checkpoints that are no weights: masks, and the angles of rotary embedding.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class Tensors:
-    """The tensors that are still to be taken.
-
-    Parameters
-    ----------
-    tensors : mapping of str to array_like
-    """
+    """The tensors of a checkpoint that no part of the model has taken yet."""
 
     def __init__(self, tensors: Mapping[str, ArrayLike]) -> None:
+        self._has_no_head = False
         self._left = {name: array for name, array in tensors.items() if not name.endswith(BUFFERS)}
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
 
     def take(self, name: str, *shape: int) -> Array:
-        """Take the tensor of that name and shape, float32.
-
-        Raises
-        ------
-        ValueError
-            There is none, or it has another shape or no floating dtype.
-        """
+        """Take the tensor of that name and shape, as float32."""
         if name not in self._left:
             raise ValueError(f"tensor {name} is missing: expected shape {shape}")
         given: Any = self._left.pop(name)
@@ -51,15 +43,14 @@ class Tensors:
             array = np.left_shift(array, 16, dtype=np.uint32).view(np.float32)
         return cast(array, np.dtype(np.float32))
 
-    def with_prefix(self, prefix: str, name: str) -> bool:
-        """Put ``prefix`` before all names if ``name`` lacks it: it was saved without a head."""
-        if name not in self:
-            return False
-        self._left = {prefix + name: array for name, array in self._left.items()}
-        return True
+    def add_prefix(self, prefix: str, name: str) -> None:
+        """Put ``prefix`` before all names if ``name`` lacks it, as in a model without a head."""
+        self._has_no_head = name in self
+        if self._has_no_head:
+            self._left = {prefix + name: array for name, array in self._left.items()}
 
     def leave(self, *names: str) -> None:
-        """Leave out tensors that what is made from the checkpoint does not need."""
+        """Drop tensors that the model does not need."""
         for name in names:
             self._left.pop(name, None)
 
@@ -68,31 +59,56 @@ class Tensors:
     ) -> dict[str, Array]:
         """Take ``name.weight`` and ``name.bias`` as W_ours (rows, columns) and b_ours (columns,).
 
-        torch stores W as (columns, rows) and computes x Wᵀ; here it is a view, applied as x @ W.
+        torch stores W as (columns, rows) and computes x Wᵀ; W_ours is the transposed view.
         """
         taken = {f"W_{ours}": self.take(f"{name}.weight", columns, rows).T}
         if has_bias:
             taken[f"b_{ours}"] = self.take(f"{name}.bias", columns)
         return taken
 
+    def attention(
+        self, config: Config, names: Sequence[str], biases: str = "", **others: Any
+    ) -> MultiHeadAttention:
+        """Take the matrices with these four names, in the order q, k, v, o.
+
+        ``biases`` are the letters of the matrices that have a bias, ``others`` further arguments.
+        """
+        E, H, Hkv = config.d_model, config.num_heads, config.num_kv_heads
+        queries, keys = H * config.head_dim, Hkv * config.head_dim
+        shapes = (E, queries), (E, keys), (E, keys), (queries, E)
+        for letter, name, shape in zip("qkvo", names, shapes, strict=True):
+            others |= self.linear(letter, name, *shape, letter in biases)
+        return MultiHeadAttention.from_combined(**others, num_heads=H, num_kv_heads=Hkv)
+
+    def rms_norm(self, name: str, E: int, epsilon: float) -> RMSNorm:
+        """Take the gain of a norm."""
+        return RMSNorm(self.take(f"{name}.weight", E), epsilon)
+
     def layer_norm(self, name: str, E: int, epsilon: float) -> LayerNorm:
-        """A normalisation; the first checkpoints call its gain gamma, its bias beta."""
+        """Take the gain and bias of a norm, which the first checkpoints call gamma and beta."""
         parts = ("gamma", "beta") if f"{name}.gamma" in self else ("weight", "bias")
         gain, bias = (self.take(f"{name}.{part}", E) for part in parts)
         return LayerNorm(gain, bias, epsilon)
 
     def tied(self, name: str, other: Array, is_tied: bool = True) -> Array:
-        """``other``, if the tensor of that name is tied to it and no other one, or the tensor."""
+        """Take the tensor of that name; if it is tied, return ``other``, which it must equal."""
         if is_tied and name not in self:
             return other
         own = self.take(name, *other.shape)
         if is_tied and not np.array_equal(own, other, equal_nan=True):
-            why = "the one that tie_word_embeddings says it repeats"
-            raise ValueError(f"tensor {name} differs from {why}")
+            raise ValueError(
+                f"tensor {name} differs from the tensor that it repeats by tie_word_embeddings"
+            )
         return other if is_tied else own
 
+    def unembedding(self, tokens: Array, is_tied: bool) -> Array | None:
+        """Take lm_head.weight, or use ``tokens`` if tied, as (E, V); None without a head."""
+        if self._has_no_head and not is_tied:
+            return None
+        return np.asarray(self.tied("lm_head.weight", tokens, is_tied).T)
+
     def check_all_taken(self) -> None:
-        """Refuse a checkpoint with a tensor that nothing has asked for."""
+        """Raise a ValueError if a tensor is left that no part has taken."""
         if self._left:
             first, *others = self._left
             more = f" and {len(others)} more are" if others else " is"

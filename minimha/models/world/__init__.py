@@ -1,10 +1,10 @@
 """The model that ships: a small GPT-2, trained on sentences of a small world.
 
-Its text was drawn from ``minimha.models.world.grammar``, so that the right probability of every
-next word is known. For up to 200 questions about each relation, as the first passage of a text and
-after another one: the share whose most probable word is right, and the largest difference between
-a word's probability and the grammar's. No passage that training saw began like a question about a
-receiver, a repetition or a description; of the other kinds the grammar has too few to leave out.
+Its text was drawn from ``minimha.models.world.grammar``, so the right probability of every next
+word is known. The table is for up to 200 questions about each relation, in the first passage of a
+text and in a later one. It shows the share of right answers, and the largest difference between a
+word's probability and the grammar's. No training passage began like a question about a receiver, a
+repetition or a description; the grammar has too few of the other kinds to leave any out.
 
                         first             after another
                         right   largest   right   largest
@@ -22,12 +22,12 @@ thing received          1.000   0.000     1.000   0.000
 repetition              1.000   0.000     1.000   0.000
 description             1.000   0.000     1.000   0.000
 
-No question asks who may receive, and there the model is wrong at times: after "anna gave the lamp
-to" it gives the giver a probability of 0.005 to 0.045, 0.028 in the mean over all givers and things
-given or sold, where the grammar gives 0.
+No question asks who may receive something, and there the model is sometimes wrong: after "anna
+gave the lamp to" it gives the giver a probability of 0.005 to 0.045, where the grammar gives 0. The
+mean is 0.028 over all givers and things given or sold.
 
-The world has no questions such as "where is the ball?": the models that were trained on them knew
-which places had been named, but chose among them as if by lot.
+The world has no questions such as "where is the ball?". Models trained on them knew which places
+had been named, but chose among them at random.
 
 ``tests/world/judge.py`` prints this table, and a test compares it with the weights.
 """

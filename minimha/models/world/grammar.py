@@ -1,9 +1,9 @@
-"""The small world: a grammar whose sentences a model is trained on, and its exact next words.
+"""The small world: the grammar of the training sentences, and the exact probability of next words.
 
-A kind of passage is a generator. It yields either text, whose words follow for certain, or the
-words of which one follows: a tuple of equally likely ones, or a dictionary with their shares. The
-word that did follow is what ``yield`` returns. Every choice is thus a word of the text, and a text
-so far determines how each kind goes on: ``next_words`` computes the probabilities by Bayes' rule.
+A kind of passage is a generator. It yields text, whose words follow with certainty, or a choice: a
+tuple of equally likely words, or a dictionary from words to probabilities. ``yield`` returns the
+word that was drawn. The words so far therefore determine how each kind continues, and
+``next_words`` computes their probabilities by Bayes' rule.
 """
 
 import random
@@ -50,13 +50,13 @@ BANKS = {"swam": {"wet": 0.6, "muddy": 0.4}, "needed": {"open": 0.6, "closed": 0
 
 
 def either(first: Options, share: float, second: Options) -> dict[str, float]:
-    """Words of ``first``, which have that share together, and words of ``second`` for the rest."""
+    """Return the words of ``first`` with probability ``share`` in all, else those of ``second``."""
     parts = [(_shares(first), share), (_shares(second), 1 - share)]
     return {word: part * p for shares, part in parts for word, p in shares.items()}
 
 
 def others(words: Sequence[str], *taken: str) -> list[str]:
-    """The words that are not taken yet."""
+    """Return the words that are not taken."""
     return [word for word in words if word not in taken]
 
 
@@ -200,7 +200,7 @@ KINDS: dict[Kind, float] = {
 
 
 def walk(kind: Kind, draw: random.Random) -> Iterator[tuple[str, dict[str, float]]]:
-    """The words of one passage of that kind, each with the shares of those that could have come."""
+    """Draw the words of one passage, each with the probabilities of all possible words."""
     steps = _steps(kind())
     shares = next(steps)
     while shares:
@@ -210,32 +210,27 @@ def walk(kind: Kind, draw: random.Random) -> Iterator[tuple[str, dict[str, float
 
 
 def passage(kind: Kind, draw: random.Random) -> list[str]:
-    """The words of one passage of that kind."""
+    """Draw the words of one passage of that kind."""
     return [word for word, _ in walk(kind, draw)]
 
 
 def any_kind(draw: random.Random) -> Kind:
-    """A kind of passage, drawn by its share."""
+    """Draw a kind of passage by its share."""
     return draw.choices(list(KINDS), list(KINDS.values()))[0]
 
 
 def vocabulary() -> list[str]:
-    """Every word of the world, in alphabetical order."""
+    """Return all words of the world in alphabetical order."""
     draw = random.Random(0)
     return sorted({word for kind in KINDS for _ in range(2000) for word in passage(kind, draw)})
 
 
 def next_words(words: Sequence[str]) -> dict[str, float]:
-    """P(next word | words), for a text that begins where a passage does.
+    """P(next word | words), for a text that begins with a passage.
 
-    With a(0) = 1 and a(j) = Σ_i Σ_kinds a(i) P(kind) P(words i … j−1 are a passage of this kind),
-    the probability that a passage begins at j, the next word's is in proportion to the sum of
-    a(i) P(kind) P(words from i on, and that word) over all i and kinds.
-
-    Raises
-    ------
-    ValueError
-        The grammar has no such text.
+    a(j) is the probability that a passage begins at j: a(0) = 1, and
+    a(j) = Σ_i Σ_kinds a(i) P(kind) P(words i … j−1 are a passage of this kind). The probability of
+    the next word is proportional to Σ_i Σ_kinds a(i) P(kind) P(words from i on, and that word).
     """
     begins = [1.0] + [0.0] * len(words)
     found: dict[str, float] = {}
@@ -259,7 +254,7 @@ def next_words(words: Sequence[str]) -> dict[str, float]:
 
 
 def _steps(passage: Passage) -> Generator[dict[str, float], str, None]:
-    """The shares of each next word, and no word's where the passage ends."""
+    """Yield the probabilities of each next word, and an empty dictionary at the end."""
     options = next(passage)
     with suppress(StopIteration):
         while True:

@@ -1,4 +1,4 @@
-"""What the small world's model is asked: passages up to the word that shows a relation."""
+"""Questions to the small world's model: passages that end before the word that shows a relation."""
 
 import random
 import re
@@ -17,29 +17,18 @@ from minimha.models.world.grammar import Kind
 
 @dataclass(frozen=True)
 class Question:
-    """A text and the grammar's probability of each word that may follow.
-
-    Attributes
-    ----------
-    words : tuple of str
-    answers : dict of str to float
-        Most probable first; they add up to 1.
-    """
+    """A text and the grammar's probability of each word that may follow."""
 
     words: tuple[str, ...]
-    answers: dict[str, float]
+    answers: dict[str, float]  # most probable first
 
 
 @dataclass(frozen=True)
 class Score:
-    """How a model answered.
+    """The share of right answers, and the difference from the grammar.
 
-    Attributes
-    ----------
-    right : float
-        The share of questions where its most probable word is one of the grammar's most probable.
-    largest, mean : float
-        Over the questions, of the largest difference between a word's two probabilities.
+    An answer is right if the most probable word is a most probable one of the grammar. ``largest``
+    and ``mean`` are over the questions, of the largest difference of a word's probability.
     """
 
     right: float
@@ -47,7 +36,7 @@ class Score:
     mean: float
 
 
-# What is asked, the kind of passage that it is asked in, and the words right before the answer.
+# Each relation's kind of passage, and a pattern of the words before the answer.
 RELATIONS: dict[str, tuple[Kind, str]] = {
     "seat": (grammar.seat, r"on the$"),
     "agreement": (grammar.agreement, r"(that \w+|near) the \w+$"),
@@ -65,26 +54,15 @@ RELATIONS: dict[str, tuple[Kind, str]] = {
 }
 
 
-# Of these kinds the grammar has so many passages that those asked about can be kept from training.
+# The grammar has enough passages of these kinds to keep those of the questions from training.
 HELD_OUT = ("receiver", "thing received", "repetition", "description")
 
 
 def questions(relation: str, number: int = 200, *, before: int = 0) -> list[Question]:
-    """Different questions about one relation, each after some passages of any kind.
+    """Return up to ``number`` different questions about one relation, a key of RELATIONS.
 
-    Parameters
-    ----------
-    relation : str
-        A key of RELATIONS.
-    number : int, default 200
-        How many; fewer where the grammar does not have that many different ones.
-    before : int, default 0
-        Passages before the one that is asked about, which is the same for any number of them.
-
-    Raises
-    ------
-    ValueError
-        No such relation.
+    ``before`` is the number of passages of any kind before each question, which is the same for
+    every ``before``.
     """
     if relation not in RELATIONS:
         raise ValueError(f"relation is {relation!r}: expected one of {', '.join(RELATIONS)}")
@@ -105,15 +83,15 @@ def questions(relation: str, number: int = 200, *, before: int = 0) -> list[Ques
 
 
 def passages(number: int = 40) -> list[str]:
-    """That many passages of each kind, always the same."""
+    """Return ``number`` passages of each kind, always the same."""
     draw = random.Random("passages")
     return [" ".join(grammar.passage(kind, draw)) for kind in grammar.KINDS for _ in range(number)]
 
 
 def subjects(words: Sequence[str]) -> NDArray[np.bool_]:
-    """Which word (column) is the subject of the verb that follows a word (row): (L, L).
+    """Mark the subject (column) of the verb that follows a word (row), shape (L, L).
 
-    A subject that stands right before its verb is left out: the model need not look back for it.
+    A subject right before its verb is not marked.
 
     >>> np.argwhere(subjects("the cats near the dog were wet .".split())).tolist()
     [[4, 1]]
@@ -128,12 +106,12 @@ def subjects(words: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def held_out() -> set[tuple[str, ...]]:
-    """What the passages begin with that no model was trained on."""
+    """Return the beginnings of all passages that were kept from training."""
     return {question.words for relation in HELD_OUT for question in questions(relation)}
 
 
 def score(model: Transformer, asked: Sequence[Question]) -> Score:
-    """How near the model's next words come to the grammar's."""
+    """Compare the model's next words with the grammar's."""
     right, distances = [], []
     for question in asked:
         p = probabilities(model.logits(" ".join(question.words))[-1])

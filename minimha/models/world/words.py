@@ -1,4 +1,4 @@
-"""Text to numbers and back, one number per word: the plainest tokenizer there is."""
+"""A tokenizer with one token per word."""
 
 import re
 from collections.abc import Sequence
@@ -7,13 +7,8 @@ from collections.abc import Sequence
 class Words:
     """A tokenizer whose tokens are whole words, in lower case, and punctuation marks.
 
-    Parameters
-    ----------
-    vocabulary : sequence of str
-        The words; a token's id is its word's index.
+    A token's id is its index in ``vocabulary``.
 
-    Examples
-    --------
     >>> words = Words(["the", "cat", "sat", "."])
     >>> words.encode("The cat sat.")
     [0, 1, 2, 3]
@@ -26,13 +21,7 @@ class Words:
         self._ids = {word: i for i, word in enumerate(self.vocabulary)}
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text's words.
-
-        Raises
-        ------
-        TypeError, ValueError
-            The text is not a string, or has words outside the vocabulary.
-        """
+        """Return the ids of the text's words; unknown words raise a ValueError."""
         if not isinstance(text, str):
             raise TypeError(f"text is {text!r}: expected a string")
         words = re.findall(r"\w+|[^\w\s]", text.lower())
@@ -44,17 +33,11 @@ class Words:
         return [self._ids[word] for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The words of these ids, with spaces between them but not before punctuation."""
+        """Return the words of these ids, with spaces between them but not before punctuation."""
         return re.sub(r" (?=[^\w\s])", "", " ".join(map(self.label, ids)))
 
     def label(self, id: int) -> str:
-        """The word of one id.
-
-        Raises
-        ------
-        ValueError
-            No word has this id.
-        """
+        """Return the word of one id."""
         if not 0 <= id < len(self.vocabulary):
             raise ValueError(
                 f"id is {id} but the vocabulary has {len(self.vocabulary)} words: expected "

@@ -364,7 +364,7 @@ def test_tensors_that_do_not_fit_are_named(tensors):
     flags = tensors | {GATE: np.ones((12, 8), bool)}
     refused(f"tensor {GATE} has dtype bool", from_tensors, LLAMA, flags)
     tied = LLAMA | {"tie_word_embeddings": True}
-    refused("lm_head.weight differs from the one that tie_word", from_tensors, tied, tensors)
+    refused("lm_head.weight differs from the tensor that it repeats", from_tensors, tied, tensors)
     same = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     assert from_tensors(tied, same).W_vocab.base is not None
 
