@@ -1,9 +1,9 @@
 """Heads set by hand to follow the relations that, by the documents, heads may learn.
 
 The documents name relations (subject and verb, a pronoun and its noun, neighbours) and print no
-numbers for them. Here a token has 0 or 1 in named columns, for its grammar and its position, and
-each head's W_q and W_k pick the columns of its relation. A query scores higher with a key that
-matches it in one more column. Heads of trained models are rarely this clear.
+numbers for them. Here a token has 0 or 1 in named columns, for its grammar and its position. Each
+head's W_q and W_k pick the columns of its relation. A query scores higher with a key that matches
+it in one more column. Heads of trained models are rarely this clear.
 """
 
 from collections.abc import Mapping, Sequence

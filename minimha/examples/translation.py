@@ -50,7 +50,7 @@ def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
 
 
 def encoder() -> MultiHeadAttention:
-    """Head 0: has the verb been read, up to me? Head 1: am I a noun or a verb?"""
+    """Head 0 finds whether the verb has been read; head 1, whether 'trains' is a noun or a verb."""
     so_far, places, asks, offers = np.zeros((4, E, 6))
     so_far[START + 1 :] = GAIN * np.c_[2 * np.tri(5), np.ones(5)]  # words up to me, and "trains"
     places[START + 1 :, :5] = np.eye(5)
@@ -67,7 +67,7 @@ def encoder() -> MultiHeadAttention:
 
 
 def decoder() -> MultiHeadAttention:
-    """Head 0: is there a verb among the words so far? Head 1: what kind of word follows me?"""
+    """Head 0 finds whether there is a verb so far; head 1, what kind of word follows."""
     asks, offers = np.zeros((2, E, 5))
     asks[START + 1 :, :2] = GAIN * np.array([2, 1])  # a verb, or else <s>, which passes on nothing
     offers[TRAINS, 0] = offers[START, 1] = 1
@@ -84,7 +84,7 @@ def decoder() -> MultiHeadAttention:
 
 
 def cross() -> MultiHeadAttention:
-    """One head: which English word has a meaning that I expect, and is on my side of the verb?"""
+    """One head finds the English word with an expected meaning, on the same side of the verb."""
     W, side = np.eye(E, 6), np.eye(6)[AFTER]
     W[AFTER] *= 2  # with the bias: -1 before the verb, 1 from it on
     meaning = np.eye(E, 5)
@@ -94,7 +94,7 @@ def cross() -> MultiHeadAttention:
 
 
 def copying() -> MultiHeadAttention:
-    """One head that reads the word after its own, which is the answer."""
+    """One head reads the word after its own, which is the answer."""
     me, meaning = np.eye(E, 5, -START - 1), np.eye(E, 5)
     ahead = np.zeros((E, 5))
     ahead[START + 1 : -1] = np.eye(5)[1:]

@@ -12,7 +12,7 @@ __all__ = ["EXPERIMENTS", "Experiment", "run"]
 
 
 class Experiment(NamedTuple):
-    """What an experiment asks, its steps for a progress bar, and its module, if named otherwise."""
+    """An experiment's question, its steps for a progress bar, and its module if named otherwise."""
 
     question: str
     steps: int = 0
@@ -33,24 +33,10 @@ EXPERIMENTS = {
 
 
 def run(name: str, seed: int = 1, progress: Callable[[str], None] = lambda doing: None) -> Result:
-    """Run the experiment ``name``.
+    """Run the experiment ``name``; ``seed``, 0 or more, is that of all random numbers.
 
-    Parameters
-    ----------
-    name : str
-        One of ``EXPERIMENTS``.
-    seed : int, default 1
-        Seed of all random numbers; 0 or more.
-    progress : callable, optional
-        Called with the name of each step of an experiment that takes longer than a second.
+    ``progress`` is called with the name of each step of an experiment that takes longer.
 
-    Raises
-    ------
-    TypeError, ValueError
-        Unknown experiment, or the seed is not an integer of at least 0.
-
-    Examples
-    --------
     >>> run("temperature").tables[0].columns["T"](0.25)
     '0.25'
     """

@@ -32,11 +32,11 @@ TITLE = "heads: two patterns at once"
 ABOUT = (
     f"Sequences of {LENGTH} tokens, each with a content (1 of {NUM_CONTENTS}), a kind (2 tokens "
     f"have the same) and a position. Asked of each token: the content of the previous one and of "
-    f"the matching one, of its kind. Scores are set by hand; what is read from the heads' outputs "
-    f"and the token itself is fitted by least squares on {NUM_SEQUENCES} sequences and tested on "
-    f"{NUM_SEQUENCES} others. A removed head gives its mean output. Chance is {CHANCE:.3f}; "
-    f"knowing both contents and guessing their order is right in {GUESSED:.3f}. Then each head of "
-    f"the shipped model is removed, and the model is asked about its world's relations."
+    f"the matching one, of its kind. Scores are set by hand; the answer is a linear map of the "
+    f"heads' outputs and the token itself, fitted by least squares on {NUM_SEQUENCES} sequences "
+    f"and tested on {NUM_SEQUENCES} others. A removed head gives its mean output. Chance is "
+    f"{CHANCE:.3f}; knowing both contents and guessing their order is right in {GUESSED:.3f}. Then "
+    f"each head of the shipped model is removed, and the model is asked about its relations."
 )
 Heads = tuple[tuple[float, float], ...]  # for each head the strength of both patterns
 
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """One head with every share of both patterns, two heads, and either of them removed."""
+    """Test one head with every share of both patterns, two heads, and two with one removed."""
     rng = np.random.default_rng(seed)
     fitted, tested = draw(rng), draw(rng)
     two = (STRENGTH, 0.0), (0.0, STRENGTH)
@@ -126,18 +126,15 @@ def query_weights(previous: float, matching: float) -> NDArray[np.float64]:
     a token of the same kind at another position.
     """
     W_q = np.zeros((WIDTH, WIDTH))
-    kinds, positions = (
-        slice(NUM_CONTENTS, NUM_CONTENTS + NUM_KINDS), slice(NUM_CONTENTS + NUM_KINDS, WIDTH)
-    )  # fmt: skip
+    kinds = slice(NUM_CONTENTS, NUM_CONTENTS + NUM_KINDS)
+    positions = slice(NUM_CONTENTS + NUM_KINDS, WIDTH)
     W_q[kinds, kinds] = matching * np.eye(NUM_KINDS)
     W_q[positions, positions] = previous * np.roll(np.eye(LENGTH), -1, axis=1)
     W_q[positions, positions] -= matching * np.eye(LENGTH)
     return W_q
 
 
-def _row(
-    name: str, fitted: Task, tested: Task, heads: Heads, removed: int | None = None
-) -> Row:  # fmt: skip
+def _row(name: str, fitted: Task, tested: Task, heads: Heads, removed: int | None = None) -> Row:
     """Fit the output of ``heads`` and test it; a ``removed`` head gives its mean output."""
     seen, shown = _read(fitted.x, heads), _read(tested.x, heads)
     targets = np.eye(NUM_CONTENTS)[fitted.asked].reshape(len(seen), -1)

@@ -1,7 +1,7 @@
-"""What is built on attention, and the norms and feed-forward that stand beside it.
+"""Layers built on attention, and the norms and feed-forward of a transformer.
 
-A layer that is called with arrays of torch or JAX returns arrays of that library. Weights may be of
-any library; tables of angles and biases are NumPy's.
+A layer that is called with arrays of torch or JAX returns arrays of that library. Weights may be
+arrays of any library; tables of angles and biases are NumPy's.
 """
 
 from importlib import import_module

@@ -14,8 +14,8 @@ from minimha.equations.arguments import as_floating, as_integers, flag, integer,
 def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     """2^(-8/n), 2^(-16/n), …, 2^(-8): ALiBi's slope of each of n heads.
 
-    If n is not a power of two, the slopes for the next smaller power p come first, then every
-    second slope for 2p, as in the authors' code.
+    If n is not a power of two, the slopes for the next smaller power p come first. Every second
+    slope for 2p follows, as in the authors' code.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the
 
 
 class CausalCache(ABC):
-    """What ``KVCache`` and ``PagedKVCache`` share: chunks are appended, the last one attends."""
+    """The base of ``KVCache`` and ``PagedKVCache``: chunks are appended, the last one attends."""
 
     def __init__(self, batch: int) -> None:
         self._lengths: Integers = np.zeros(batch, np.int64)
@@ -145,7 +145,7 @@ class KVCache(CausalCache):
 
     With ``window`` the oldest tokens are dropped. A cache of limited size then equals the full
     forward pass with ``window_size=(window - 1, 0)``, for any number of tokens. A chunk's first
-    query still needs the window - 1 tokens before it, so a chunk of L tokens fits if
+    query still needs the window - 1 tokens before it. A chunk of L tokens therefore fits if
     min(length, window - 1) + L is at most ``capacity``: window + L - 1 is enough for chunks of L,
     ``window`` for decoding. There is room for twice the capacity: tokens stay next to each other,
     in order, and are moved only when the end is reached.
@@ -159,7 +159,7 @@ class KVCache(CausalCache):
     dtype : float16, bfloat16, float32 or float64, default float32
         Of the keys and values.
     window : int, optional
-        How many tokens a query sees, itself included; at most ``capacity``. Default is all.
+        The tokens that a query sees, itself included; at most ``capacity``. Default is all.
 
     Attributes
     ----------
@@ -268,7 +268,7 @@ class KVCache(CausalCache):
         return slice(int(first), int(stop))
 
     def _slide(self) -> None:
-        """Move what is kept to the first slots."""
+        """Move the kept tokens to the first slots."""
         for b, (start, stop) in enumerate(zip(self._first, self._lengths, strict=True)):
             kept = slice(start - self._base[b], stop - self._base[b])
             for array in (self._k, self._v):
@@ -276,7 +276,7 @@ class KVCache(CausalCache):
         self._base = self._first.copy()
 
     def _check_capacity(self, added: Integers) -> None:
-        """A chunk may overwrite only what none of its queries sees."""
+        """Raise a ValueError if a chunk would overwrite keys that its queries see."""
         needed = self._lengths
         if self.window is not None:
             needed = np.minimum(needed, self.window - 1)

@@ -173,7 +173,7 @@ class LatentAttention:
         tap: Tap = no_tap,
         **options: Unpack[AttentionOptions],
     ) -> Any:
-        """Attend from ``x`` to itself and to what a cache holds.
+        """Attend from ``x`` to itself and to the cached tokens.
 
         Parameters
         ----------
@@ -183,10 +183,10 @@ class LatentAttention:
         cache : LatentCache, optional
             Earlier tokens; those of x are appended. Attention is then causal.
         is_absorbed : bool, optional
-            Compute in the absorbed form. Default is the form with fewer products. For Lq queries
-            and Lk keys the absorbed form has Lq · Lk · (2 C - D - Dv) more per head in the
-            attention, and (Lk - Lq) · C · (D + Dv) fewer around it. Prompts are thus expanded,
-            unless C is small; in DeepSeek's sizes up to 170 tokens after many are absorbed.
+            Compute in the absorbed form. Default is the form with fewer products. Per head, the
+            absorbed form has Lq · Lk · (2 C - D - Dv) more products in the attention, and
+            (Lk - Lq) · C · (D + Dv) fewer around it. Prompts are thus expanded, unless C is small.
+            With DeepSeek's sizes, up to 170 tokens after many others are absorbed.
         tap : callable ``tap(name, value) -> value``, optional
             Receives x, the latents, every step of the attention, concat and output.
         **options

@@ -46,9 +46,9 @@ class MultiHeadAttention(Projections):
     ``D`` head width, ``Dv`` value width, ``Lc`` and ``Ec`` tokens and width of a context, ``Ev``
     width of the values' source, ``Eo`` width of the output.
 
-    Head h's matrix is the columns h · D to (h + 1) · D - 1 of the combined one, so the H small
-    products x W_q[h] are one large product. ``from_heads`` and ``from_combined`` make equal layers;
-    with combined matrices a tap also receives the large product, q_combined, before q.
+    Head h's matrix is the columns h · D to (h + 1) · D - 1 of the combined matrix. The H products
+    x W_q[h] are thus one large product, and ``from_heads`` and ``from_combined`` make equal layers.
+    With combined matrices a tap also receives the large product, q_combined, before q.
 
     Parameters
     ----------
@@ -125,49 +125,29 @@ class MultiHeadAttention(Projections):
 
     @overload
     def __call__(
-        self,
-        x: Numbers,
-        context: ArrayLike | None = None,
-        *,
-        return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> Array: ...
+        self, x: Numbers, context: ArrayLike | None = None, *,
+        return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> Array: ...  # fmt: skip
     @overload
     def __call__(
-        self,
-        x: Numbers,
-        context: ArrayLike | None = None,
-        *,
-        return_weights: Literal[True],
-        **options: Unpack[CallOptions],
-    ) -> tuple[Array, Array]: ...
+        self, x: Numbers, context: ArrayLike | None = None, *,
+        return_weights: Literal[True], **options: Unpack[CallOptions],
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     @overload
     def __call__(
-        self,
-        x: Given,
-        context: ArrayLike | None = None,
-        *,
-        return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> Given: ...
+        self, x: Given, context: ArrayLike | None = None, *,
+        return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> Given: ...  # fmt: skip
     @overload
     def __call__(
-        self,
-        x: Given,
-        context: ArrayLike | None = None,
-        *,
-        return_weights: Literal[True],
-        **options: Unpack[CallOptions],
-    ) -> tuple[Given, Given]: ...
+        self, x: Given, context: ArrayLike | None = None, *,
+        return_weights: Literal[True], **options: Unpack[CallOptions],
+    ) -> tuple[Given, Given]: ...  # fmt: skip
     @overload
     def __call__(
-        self,
-        x: ArrayLike,
-        context: ArrayLike | None = None,
-        *,
-        return_weights: bool = False,
-        **options: Unpack[CallOptions],
-    ) -> Any: ...
+        self, x: ArrayLike, context: ArrayLike | None = None, *,
+        return_weights: bool = False, **options: Unpack[CallOptions],
+    ) -> Any: ...  # fmt: skip
     def __call__(
         self,
         x: Any,
@@ -356,7 +336,7 @@ class MultiHeadAttention(Projections):
         return _heads(y, heads)
 
     def _normed(self, name: str, x: Array, tap: Tap) -> Array:
-        """Queries or keys, normalised as ``qk_norm`` says."""
+        """Queries or keys, normalised according to ``qk_norm``."""
         gain = self._row(f"g_{name}", x.dtype)
         if self.qk_norm == "layer":
             shift = self._row(f"s_{name}", x.dtype)

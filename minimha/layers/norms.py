@@ -19,7 +19,7 @@ Norm = Callable[[Array, Tap], Array]  # of x (..., L, E), and a tap
 
 
 def layer_norm(x: Array, gain: Array, bias: Array, epsilon: float, tap: Tap = no_tap) -> Array:
-    """g · (x - μ) / √(σ² + ε) + b, with the mean μ and the variance σ² of each row of x (..., E).
+    """g · (x - μ) / √(σ² + ε) + b, with mean μ and variance σ² of each row of x (..., E).
 
     Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4. ``tap`` receives norm_gain,
     norm_bias, mean, variance and normed.

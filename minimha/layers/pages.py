@@ -55,7 +55,7 @@ class PagePool:
         *shape, D, Dv = (integer(name, size) for name, size in sizes.items())
         self.k = np.zeros((*shape, D), cached_dtype(dtype))
         self.v = np.zeros((*shape, Dv), self.k.dtype)
-        self._users = np.zeros(num_pages, np.int64)  # how many sequences use a page
+        self._users = np.zeros(num_pages, np.int64)  # the number of sequences that use a page
         self._free = list(range(num_pages))[::-1]
 
     @property
@@ -79,11 +79,11 @@ class PagePool:
         self._users[page] += 1
 
     def num_users(self, page: int) -> int:
-        """How many sequences use a page."""
+        """Return the number of sequences that use a page."""
         return int(self._users[page])
 
     def give_back(self, page: int) -> None:
-        """Count one user less; without any the page is free."""
+        """Count one user less; a page without users is free."""
         self._users[page] -= 1
         if not self._users[page]:
             self._free.append(page)
@@ -218,7 +218,7 @@ class PagedKVCache(CausalCache):
         }  # fmt: skip
 
     def _needed(self, lengths: Integers) -> Integers:
-        """How many pages these lengths take."""
+        """The number of pages that these lengths take."""
         return -(-lengths // self.pool.page_size)
 
     def _make_writable(self, b: int, start: int, stop: int) -> None:

@@ -1,4 +1,4 @@
-"""The weights of a multi-head layer: their sizes, their checks, and the ways to give them."""
+"""The weights of a multi-head layer: their sizes, their checks, and the constructors."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Rotation(Protocol):
-    """Rotates queries and keys by their positions: ``minimha.layers.rope.RoPE``, or tables."""
+    """An object that rotates queries and keys, such as ``minimha.layers.rope.RoPE``."""
 
     @property
     def head_dim(self) -> int:
@@ -37,7 +37,7 @@ class CacheOptions(Masks, Scores, total=False):
 
 
 class Cache(Protocol):
-    """Holds the keys and values of earlier tokens: ``minimha.layers.cache.KVCache``, or others."""
+    """An object with the keys and values of earlier tokens, such as a ``KVCache``."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:

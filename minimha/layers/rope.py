@@ -3,8 +3,8 @@
 Pair i is rotated by m · θ_i at position m, with θ_i = base^(-2i/R) for a rotated width of R. A
 score is a product of two rotated vectors, so it depends only on the difference of their positions.
 
-Pairs are half-split, (i, i + R/2), as in Llama and by default, or interleaved, (2i, 2i + 1), as in
-the paper and in GPT-J.
+Pairs are half-split, (i, i + R/2), as in Llama and by default. Or they are interleaved,
+(2i, 2i + 1), as in the paper and in GPT-J.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RoPE:
     base : float, default 10000.0
         More than 1; θ_i = base^(-2i/R).
     rotary_dim : int, optional
-        R, even, at most D. The other D - R numbers stay as they are. Default is D.
+        R, even, at most D. The other D - R numbers are not changed. Default is D.
     interleaved : bool, default False
         Pairs are (2i, 2i + 1) rather than (i, i + R/2).
     scaling : Scaling, optional
@@ -199,26 +199,14 @@ class RoPE:
 
 @overload
 def rotate_by_table(
-    x: Numbers,
-    cos: ArrayLike,
-    sin: ArrayLike,
-    positions: ArrayLike | None = None,
-    *,
-    interleaved: bool = False,
-    repeated: bool = False,
-    tap: Tap = ...,
-) -> NDArray[Any]: ...
+    x: Numbers, cos: ArrayLike, sin: ArrayLike, positions: ArrayLike | None = None, *,
+    interleaved: bool = False, repeated: bool = False, tap: Tap = ...,
+) -> NDArray[Any]: ...  # fmt: skip
 @overload
 def rotate_by_table(
-    x: ArrayLike,
-    cos: ArrayLike,
-    sin: ArrayLike,
-    positions: ArrayLike | None = None,
-    *,
-    interleaved: bool = False,
-    repeated: bool = False,
-    tap: Tap = ...,
-) -> Any: ...
+    x: ArrayLike, cos: ArrayLike, sin: ArrayLike, positions: ArrayLike | None = None, *,
+    interleaved: bool = False, repeated: bool = False, tap: Tap = ...,
+) -> Any: ...  # fmt: skip
 def rotate_by_table(
     x: ArrayLike,
     cos: ArrayLike,
@@ -316,7 +304,7 @@ def _rotate(
 
 
 def _pairs(R: int, interleaved: bool) -> tuple[slice, slice]:
-    """Where the first and the second numbers of the pairs are stored."""
+    """Slices of the first and of the second numbers of the pairs."""
     if interleaved:
         return slice(0, R, 2), slice(1, R, 2)
     return slice(0, R // 2), slice(R // 2, R)

@@ -99,8 +99,8 @@ class DynamicNTKScaling(Scaling):
 
     n is the length of the sequence and n_0 that of the training; up to n_0 nothing changes.
     Queries and keys must be rotated for the same n, which a cache cannot know before the last
-    token: give ``length``. Without it, n is the largest position of the call plus 1, over the whole
-    batch as in transformers, so the angles of one batch entry depend on the others.
+    token: give ``length``. Its default is the largest position of the call plus 1, over the whole
+    batch as in transformers. The angles of one batch entry then depend on the others.
 
     Parameters
     ----------

@@ -70,9 +70,9 @@ class Layer:
     def __call__(self, x: Array, tap: Tap = no_tap, **options: Any) -> Array:
         """Compute the layer's output (B, L, E) from x (B, L, E); options are those of ``attend``.
 
-        ``tap`` receives x, the steps of the parts, added, and residual or, normalised afterwards,
-        post_residual. The norms' steps are normed, output_normed, added_normed,
-        feed_forward_normed and post_residual_normed, after what is normalised.
+        ``tap`` receives x, the steps of the parts, added, and residual, or post_residual if norms
+        follow. The norms' steps are named after their inputs: normed (of x), output_normed,
+        added_normed, feed_forward_normed and post_residual_normed.
         """
         return self.feed(self.attend(x, tap, **options), tap)
 

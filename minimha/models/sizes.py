@@ -4,7 +4,7 @@ Pure integer arithmetic. Letters: ``E`` = d_model, ``H`` = num_heads, ``Hkv`` =
 num_kv_heads, ``D`` = head_dim, ``F`` = d_ff, ``V`` = vocabulary, ``L`` = tokens.
 """
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 from minimha.equations.arguments import choice, flag, integer
@@ -78,17 +78,13 @@ class Preset:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = (
-            "layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocabulary",
-            "max_length", "num_segments", "window",
-        )  # fmt: skip
-        for size in sizes:
-            value = getattr(self, size)
-            if size != "window" or value is not None:
-                low = 0 if size == "num_segments" else 1
-                object.__setattr__(self, size, integer(size, value, low))
-        for name in ("is_gated", "has_biases", "is_tied", "has_learned_positions", "is_causal"):
-            object.__setattr__(self, name, flag(name, getattr(self, name)))
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if each.type is bool:
+                object.__setattr__(self, name, flag(name, value))
+            elif each.type is int or (name == "window" and value is not None):
+                low = 0 if name == "num_segments" else 1
+                object.__setattr__(self, name, integer(name, value, low))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads is {self.num_kv_heads} but num_heads is {self.num_heads}: H must be "
@@ -242,8 +238,8 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
 
     - projections: 2 · L · layers · 2 · E · (H + Hkv) · D
     - feed_forward: 2 · L · layers · 2 · E · F, gated 3 · E · F
-    - attention, Q Kᵀ and P V: 4 · layers · H · D · pairs; the pairs of a query and a visible key
-      are L², for a causal model 1 + 2 + … + L = L · (L + 1) / 2, and with a window w Σ min(i, w)
+    - attention, Q Kᵀ and P V: 4 · layers · H · D · pairs of a query and a visible key; these are
+      L², in a causal model 1 + 2 + … + L = L · (L + 1) / 2, and with a window w Σ min(i, w)
     - head: 2 · E · V, the logits after the last token; an encoder's pooler 2 · E · E
 
     Parameters
@@ -330,7 +326,7 @@ def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
 
 
 def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savings:
-    """Return what the model saves compared with num_kv_heads = num_heads.
+    """Return the savings against the same model with num_kv_heads = num_heads.
 
     The cache shrinks to Hkv / H, and so do W_k and W_v. The attention's FLOPs stay, since every
     query head still attends to every key. Arguments are those of ``kv_cache_bytes``.

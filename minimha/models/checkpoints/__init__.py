@@ -55,8 +55,8 @@ def load(path: str | Path) -> Model:
     Raises
     ------
     TypeError, ValueError
-        A file that is missing or damaged, weights in a pickle, an unknown architecture or setting,
-        or a tensor that is missing, unused or of another shape.
+        A missing or damaged file, weights in a pickle, an unknown architecture or setting, or a
+        tensor that is missing, unused or misshapen.
 
     Examples
     --------
@@ -94,7 +94,7 @@ def from_tensors(
     config : mapping
         The content of config.json.
     tensors : mapping of str to array_like
-        The weights under their names in the checkpoint; float32 arrays are used as they are.
+        The weights under their names in the checkpoint; float32 arrays are not copied.
     tokenizer : Tokenizer, optional
 
     Raises

@@ -1,4 +1,4 @@
-"""LLaMA and those that follow it: RMSNorm, rotary positions, grouped heads, a gated feed-forward.
+"""LLaMA and its successors: RMSNorm, rotary positions, grouped heads, a gated feed-forward.
 
 Touvron et al., "LLaMA", 2023; Llama Team, "The Llama 3 Herd of Models", 2024; Jiang et al.,
 "Mistral 7B", 2023 (a sliding window); Qwen Team, "Qwen2", 2024 (biases of queries, keys and

@@ -57,18 +57,18 @@ class Settings:
         self.values, self.name = values, name
 
     def get(self, key: str) -> Any:
-        """The value, None where it is missing."""
+        """Return the value, or None if it is missing."""
         return self.values.get(key)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """The value, a string."""
-        value = default if self.get(key) is None else self.get(key)
+        """Return the value, a string."""
+        value = self._given(key, default)
         if not isinstance(value, str):
             raise ValueError(f"{self._called(key)} is {value!r}: expected a string")
         return value
 
     def count(self, key: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
-        """The value, an integer of a size that a model may have."""
+        """Return the value, an integer from ``low`` to ``high``."""
         value = integer(self._called(key), self._given(key, default), low)
         if value > high:
             raise ValueError(f"{self._called(key)} is {value}: expected at most {high}")
@@ -87,7 +87,7 @@ class Settings:
         return [kind == LOCAL for kind in given]
 
     def quotient(self, key: str, divisor: str) -> int:
-        """The value of ``key`` divided by that of ``divisor``, which must leave no remainder."""
+        """Return the quotient of two settings; a remainder raises a ValueError."""
         width, parts = self.count(key), self.count(divisor)
         if width % parts:
             raise ValueError(
@@ -97,22 +97,22 @@ class Settings:
         return width // parts
 
     def section(self, key: str) -> dict[str, Any]:
-        """The object under ``key``; empty if it is missing."""
+        """Return the object under ``key``, empty if it is missing."""
         value = self.get(key)
         if not isinstance(value, Mapping | None):
             raise TypeError(f"{self._called(key)} is {value!r}: expected an object")
         return {**(value or {})}
 
     def number(self, key: str, default: float | None = None, low: float = -math.inf) -> float:
-        """The value, a finite number."""
+        """Return the value, a finite number."""
         return number(self._called(key), self._given(key, default), low=low)
 
     def flag(self, key: str, default: bool) -> bool:
-        """The value, True or False."""
+        """Return the value, True or False."""
         return flag(self._called(key), self._given(key, default))
 
     def optional(self, key: str) -> float | None:
-        """The value, a positive number, or None where it is missing."""
+        """Return the value, a positive number, or None if it is missing."""
         return None if self.get(key) is None else self.number(key, low=POSITIVE)
 
     def expect(self, key: str, *values: Any) -> None:
@@ -123,7 +123,7 @@ class Settings:
             raise ValueError(f"{self._called(key)} is {value!r}: only {listed} is implemented")
 
     def activation(self, key: str, default: str) -> Activation:
-        """The value, converted to an activation's name in minimha."""
+        """Return minimha's name of the activation."""
         value = self.text(key, default)
         if value not in ACTIVATIONS:
             raise ValueError(

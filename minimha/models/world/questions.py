@@ -75,10 +75,9 @@ def questions(relation: str, number: int = 200, *, before: int = 0) -> list[Ques
         asked |= dict.fromkeys(tuple(passage[:i]) for i in ends)
     found = []
     for words in list(asked)[:number]:
-        context = list(
-            chain(*(grammar.passage(grammar.any_kind(other), other) for _ in range(before)))
-        )
-        found.append(Question((*context, *words), grammar.next_words([*context, *words])))
+        passages = [grammar.passage(grammar.any_kind(other), other) for _ in range(before)]
+        text = (*chain(*passages), *words)
+        found.append(Question(text, grammar.next_words(text)))
     return found
 
 

@@ -382,7 +382,7 @@ def test_buffers_of_old_checkpoints_are_no_weights(tensors):
     ("changes", "sentence"),
     [
         ({"model_type": "bloom"}, "model_type is 'bloom': expected one of gpt2, llama, mistral"),
-        ({"model_type": None}, "config.json's model_type is None: expected a string"),
+        ({"model_type": None}, "config.json's model_type is missing"),
         ({"hidden_size": None}, "config.json's hidden_size is missing"),
         ({"hidden_size": -8}, "config.json's hidden_size is -8: expected an integer of at least 1"),
         ({"num_attention_heads": 3}, "hidden_size is 8 and its num_attention_heads 3: the first"),
