@@ -1,4 +1,4 @@
-"""The examples beyond the documents' own numbers: what is said of them is what they show."""
+"""The examples beyond the documents' own numbers: their notes describe their numbers."""
 
 from statistics import NormalDist, fmean, pvariance
 
@@ -137,7 +137,7 @@ def test_written_word_by_word_it_is_what_the_whole_pass_says(is_scaled):
             np.testing.assert_allclose(alone[0], whole[n], rtol=1e-9, atol=1e-12)
 
 
-def test_without_position_the_articles_could_not_be_told_apart():
+def test_without_position_the_articles_are_alike():
     """What aligns them is what self-attention found: without it both are read alike."""
     english = translation.embeddings(translation.IN_ENGLISH)
     _, A = translation.cross()(english, english, return_weights=True)

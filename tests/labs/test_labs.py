@@ -45,12 +45,12 @@ def test_a_seed_repeats_what_is_drawn_and_another_one_changes_it(shorter, name):
         assert first.tables[0].rows != other.tables[0].rows
 
 
-def test_progress_is_told_as_often_as_is_announced(shorter, monkeypatch):
-    monkeypatch.setattr(memory, "TIMED_LENGTHS", (8, 8, 8, 8))  # as many as without the fixture
+def test_progress_has_the_announced_number_of_steps(shorter, monkeypatch):
+    monkeypatch.setattr(memory, "TIMED_LENGTHS", (8, 8, 8, 8))  # four, as without the fixture
     for name, experiment in labs.EXPERIMENTS.items():
-        told = []
-        labs.run(name, 1, told.append)
-        assert len(told) == experiment.steps
+        steps = []
+        labs.run(name, 1, steps.append)
+        assert len(steps) == experiment.steps
 
 
 @pytest.mark.parametrize(

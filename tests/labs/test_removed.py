@@ -14,12 +14,12 @@ def test_conclusions_follow_their_rows():
 
 def test_every_head_of_the_shipped_model_is_removed_in_turn(monkeypatch):
     monkeypatch.setattr(removed, "NUM_QUESTIONS", 3)
-    told = []
-    table, _, words = removed.removals(told.append)
+    steps = []
+    table, _, words = removed.removals(steps.append)
     rows = [removed.Row(*row) for row in table.rows]
     config = removed.world.load().config
     assert len({row.head for row in rows}) == config.num_layers * config.num_heads
-    assert told == list(removed.RELATIONS)
+    assert steps == list(removed.RELATIONS)
     assert all(row.whole >= removed.LEARNED for row in rows)
     assert all(row.broken == 0 for row in rows if row.relation == "nothing")
     spared = sum(row.broken == 0 for row in rows)

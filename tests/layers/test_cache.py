@@ -152,7 +152,7 @@ def test_log_sum_exp_and_steps_come_along():
     assert names[:4] == ["q", "k", "v", "scores"]
 
 
-def test_a_mask_covers_the_keys_whose_positions_are_told():
+def test_a_mask_covers_the_keys_at_key_positions():
     hidden = 9
     cache = new(window=4, capacity=5)
     for t in range(L):

@@ -1,4 +1,4 @@
-"""The original transformer beside torch's, and what it must do with weights of its own."""
+"""The original transformer beside torch's, and its behaviour with drawn weights."""
 
 import math
 

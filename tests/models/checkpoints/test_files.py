@@ -335,7 +335,7 @@ def test_a_hostile_setting_ends_in_a_sentence_or_in_a_model(family, tensors):
         config = config | {
             "num_layers": 2, "d_model": 8, "num_heads": 4, "d_kv": 2, "d_ff": 12, "n_positions": 12,
         }  # fmt: skip
-    config, loaded, said = config | {"model_type": family}, 0, []
+    config, loaded, sentences = config | {"model_type": family}, 0, []
     for changed in mutations(config):
         start = time.perf_counter()
         try:
@@ -343,11 +343,11 @@ def test_a_hostile_setting_ends_in_a_sentence_or_in_a_model(family, tensors):
             loaded += 1
             model.logits(IDS, backend="dense")
         except (TypeError, ValueError) as error:
-            said.append(str(error))
+            sentences.append(str(error))
         assert time.perf_counter() - start < 2, changed
     assert loaded or family in ("bert", "t5")
     of_python = re.compile("unhashable|subscript|attribute|argument|operand|convert|index")
-    assert not [sentence for sentence in said if of_python.search(sentence)]
+    assert not [sentence for sentence in sentences if of_python.search(sentence)]
 
 
 def test_tensors_that_do_not_fit_are_named(tensors):
