@@ -8,22 +8,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias, TypedDict, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations import block_mask as blocks
 from minimha.equations.arguments import as_floating, cast, choice, flag, integer
-from minimha.equations.arrays import (
-    LIBRARIES,
-    Given,
-    Numbers,
-    as_numpy,
-    is_stored,
-    library_of,
-    like,
-)
+from minimha.equations.arrays import Given, Numbers, is_stored, kinds_of, like, on_host
 from minimha.equations.block_mask import BlockMask
 from minimha.equations.functions import PARAMETERS, checked, taken, uses
 from minimha.equations.parts import in_blocks, outline
@@ -31,7 +23,7 @@ from minimha.equations.problem import MAX_OFFSET, Problem
 from minimha.equations.tap import Tap, no_tap, safe_tap
 from minimha.kernels import auto, remembered
 from minimha.kernels.cpu.threads import get_num_threads, set_num_threads
-from minimha.kernels.cuda.availability import is_device_array, reason_without_cuda
+from minimha.kernels.cuda.availability import reason_without_cuda
 from minimha.kernels.forks import imported
 
 if TYPE_CHECKING:
@@ -44,6 +36,10 @@ __all__ = [
 
 Backend = Literal["auto", "dense", "tiled", "cpu", "cuda"]
 DType = str | type | np.dtype[Any]
+# An array, a list, a number or None; a function or None. One misspelt option makes mypy print all
+# options of all overloads, and ArrayLike alone in 150 characters.
+Array: TypeAlias = Any
+Function: TypeAlias = Any
 
 # Imported when used: importing numba, for the kernels, takes longer than solving a toy problem.
 BACKENDS = {
@@ -65,9 +61,9 @@ class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about t
 class Masks(TypedDict, total=False):
     """Options of ``attention`` that everything built on it has."""
 
-    attn_mask: ArrayLike | None
-    alibi_slopes: ArrayLike | None
-    sinks: ArrayLike | None
+    attn_mask: Array
+    alibi_slopes: Array
+    sinks: Array
     backend: Backend
 
 
@@ -75,27 +71,27 @@ class Positions(TypedDict, total=False):
     """Options of ``attention`` that say which key is where."""
 
     is_causal: bool
-    q_offset: ArrayLike | None
+    q_offset: Array
     window_size: tuple[int | None, int | None] | None
-    kv_lengths: ArrayLike | None
+    kv_lengths: Array
 
 
 class Scores(TypedDict, total=False):
     """Options of ``attention`` that change scores."""
 
-    attn_bias: ArrayLike | None
-    scale: SupportsFloat | None
-    softcap: SupportsFloat | None
-    score_mod: Callable[..., Any] | None
-    mask_mod: Callable[..., Any] | None
+    attn_bias: Array
+    scale: Array
+    softcap: Array
+    score_mod: Function
+    mask_mod: Function
 
 
 class Packing(TypedDict, total=False):
     """Options of ``attention`` that say where the rows of each sequence are."""
 
-    cu_seqlens_q: ArrayLike | None
-    cu_seqlens_k: ArrayLike | None
-    block_table: ArrayLike | None
+    cu_seqlens_q: Array
+    cu_seqlens_k: Array
+    block_table: Array
 
 
 class AttentionOptions(Masks, Positions, Scores, Packing, total=False):
@@ -235,54 +231,29 @@ def block_mask(
 
 @overload
 def attention(
-    q: Numbers,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: Literal[False] = False,
-    tap: Tap = ...,
+    q: Numbers, k: Array, v: Array, *, return_lse: Literal[False] = False, tap: Tap = ...,
     **options: Unpack[AttentionOptions],
-) -> NDArray[Any]: ...
+) -> NDArray[Any]: ...  # fmt: skip
 @overload
 def attention(
-    q: Numbers,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: Literal[True],
-    tap: Tap = ...,
+    q: Numbers, k: Array, v: Array, *, return_lse: Literal[True], tap: Tap = ...,
     **options: Unpack[AttentionOptions],
-) -> tuple[NDArray[Any], NDArray[Any]]: ...
+) -> tuple[NDArray[Any], NDArray[Any]]: ...  # fmt: skip
 @overload
 def attention(
-    q: Given,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: Literal[False] = False,
-    tap: Tap = ...,
+    q: Given, k: Array, v: Array, *, return_lse: Literal[False] = False, tap: Tap = ...,
     **options: Unpack[AttentionOptions],
-) -> Given: ...
+) -> Given: ...  # fmt: skip
 @overload
 def attention(
-    q: Given,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: Literal[True],
-    tap: Tap = ...,
+    q: Given, k: Array, v: Array, *, return_lse: Literal[True], tap: Tap = ...,
     **options: Unpack[AttentionOptions],
-) -> tuple[Given, Given]: ...
+) -> tuple[Given, Given]: ...  # fmt: skip
 @overload
 def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: bool = False,
-    tap: Tap = ...,
+    q: Array, k: Array, v: Array, *, return_lse: bool = False, tap: Tap = ...,
     **options: Unpack[AttentionOptions],
-) -> Any: ...
+) -> Any: ...  # fmt: skip
 def attention(
     q: Any,
     k: Any,
@@ -458,7 +429,7 @@ def attention(
     """
     key, originals = None, (q, k, v)
     if not type(q) is type(k) is type(v) is np.ndarray:
-        q, k, v = _on_host(q, k, v)
+        q, k, v = on_host(q, k, v)
     if (
         attn_mask is None and attn_bias is None and kv_lengths is None and alibi_slopes is None
         and sinks is None and tap is no_tap and block_table is None
@@ -483,40 +454,26 @@ def attention(
                 return like(originals[0], O)
             return like(originals[0], O), like(originals[0], L)
     given = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "q_offset": q_offset,
-        "attn_mask": attn_mask,
-        "attn_bias": attn_bias,
-        "kv_lengths": kv_lengths,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
+        "q": q, "k": k, "v": v, "q_offset": q_offset, "attn_mask": attn_mask,
+        "attn_bias": attn_bias, "kv_lengths": kv_lengths, "alibi_slopes": alibi_slopes,
+        "sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         "block_table": block_table,
-    }
+    }  # fmt: skip
     options = {
-        "is_causal": is_causal,
-        "window_size": window_size,
-        "scale": scale,
-        "softcap": softcap,
-        "score_mod": score_mod,
-        "mask_mod": mask_mod,
-    }
+        "is_causal": is_causal, "window_size": window_size, "scale": scale, "softcap": softcap,
+        "score_mod": score_mod, "mask_mod": mask_mod,
+    }  # fmt: skip
     has_lse = flag("return_lse", return_lse)
-    for name, value in given.items():
-        if value is not None and is_device_array(value):
-            check_backend(backend)
-            packing = [option for option in PACKING if given.pop(option) is not None]
-            module = _device_module(backend, name, tap, packing)
-            try:
-                given |= zip("qkv", originals, strict=True)
-                return module.attend(given, options, has_lse)
-            except module.functions.Refused as error:
-                raise BackendUnavailable(f"backend 'cuda' cannot run: {error}") from None
-    is_packed = any(given[option] is not None for option in PACKING)
-    if tap is no_tap and not is_packed and (is_stored(k) or is_stored(v)):
+    kinds = kinds_of(given)
+    packing = [name for name in PACKING if given[name] is not None]
+    if kinds.on_gpu:
+        module = _device_module(backend, kinds.on_gpu, tap, packing)
+        given = {name: x for name, x in given.items() if name not in PACKING}
+        try:
+            return module.attend(given | dict(zip("qkv", originals, strict=True)), options, has_lse)
+        except module.functions.Refused as error:
+            raise BackendUnavailable(f"backend 'cuda' cannot run: {error}") from None
+    if kinds.has_stored_keys and tap is no_tap and not packing:
         problem, (O, L) = _in_blocks(backend, given | options)
     else:
         problem = Problem.of(**given, **options)  # type: ignore[arg-type]
@@ -528,22 +485,12 @@ def attention(
     return like(originals[0], problem.as_given(O, L)[0])
 
 
-def _on_host(*qkv: Any) -> tuple[Any, ...]:
-    """q, k and v as NumPy's arrays where a library has them on the CPU: plans are for these."""
-    if any(map(is_device_array, qkv)):
-        return qkv
-    return tuple(
-        as_numpy(name, value) if library_of(value) in LIBRARIES else value
-        for name, value in zip("qkv", qkv, strict=True)
-    )
-
-
 def _in_blocks(
     backend: Backend, arguments: dict[str, Any]
 ) -> tuple[Problem, tuple[NDArray[Any], NDArray[Any]]]:
     """The problem of stored keys and values, without their numbers, and its O and L."""
     check_backend(backend)
-    arguments |= {name: _with_shape(name, arguments[name]) for name in "qkv"}
+    arguments |= {n: as_floating(n, arguments[n]) for n in "qkv" if not is_stored(arguments[n])}
     problem = outline(arguments)
     chosen: Backend = backend
     if backend == "auto":
@@ -564,11 +511,6 @@ def _in_blocks(
     if backend == "auto" and chosen == "dense":
         auto.spent(time.perf_counter() - start)
     return problem, (cast(O, problem.compute), cast(L, problem.compute))
-
-
-def _with_shape(name: str, value: Any) -> Any:
-    """``value``, as an array unless it is stored."""
-    return value if is_stored(value) else as_floating(name, value)
 
 
 def _computed(
@@ -603,6 +545,7 @@ def _computed(
 
 def _device_module(backend: str, name: str, tap: Tap, packing: list[str]) -> Any:
     """Return the module that computes on the GPU, where argument ``name`` is."""
+    check_backend(backend)
     if packing:
         raise BackendUnavailable(
             f"backend 'cuda' cannot run: {packing[0]} needs one launch for each sequence, which "

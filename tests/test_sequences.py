@@ -422,7 +422,7 @@ def test_a_traced_function_has_its_source_in_each_sequence():
 
 
 def test_arrays_on_a_gpu_are_refused_by_name(monkeypatch):
-    monkeypatch.setattr("minimha.api.is_device_array", lambda x: x is Q)
+    monkeypatch.setattr("minimha.equations.arrays.ordinal_of", lambda x: 0 if x is Q else None)
     with pytest.raises(BackendUnavailable, match="cu_seqlens_q needs one launch for each sequence"):
         attention(Q, Q, Q, cu_seqlens_q=[0, 5])
 

@@ -118,6 +118,8 @@ def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
     ValueError
         Its rows differ in length, or it is a map of a file that has become shorter.
     """
+    if type(value) is np.ndarray:  # not masked, not in a file, of no other library
+        return value
     _check_unmasked(name, value, hint)
     check_file(name_of(name), value)
     if library_of(value) in LIBRARIES:
@@ -214,6 +216,13 @@ def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
         listed = ", ".join(f"{name_of(name)} is {dtype}" for name, dtype in dtypes.items())
         raise TypeError(f"{listed}: no common dtype holds them, convert them to one first")
     return common
+
+
+def of_one_dtype(**arrays: ArrayLike) -> dict[str, NDArray[Any]]:
+    """The arguments as arrays of the one floating dtype that holds them all."""
+    given = {name: as_floating(name, value) for name, value in arrays.items()}
+    dtype = common_dtype({name: array.dtype for name, array in given.items()})
+    return {name: cast(array, dtype) for name, array in given.items()}
 
 
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

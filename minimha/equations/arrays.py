@@ -1,21 +1,24 @@
-"""Arrays of other libraries on the CPU: read without copying, and made of the results; files.
+"""What kind of array an argument is: NumPy's, another library's, on a GPU, or in a file.
 
-No array library is imported here: a caller who passes a torch tensor has imported torch. Arrays on
-a GPU are accepted by ``minimha.kernels.cuda.interop``.
+Arrays of other libraries on the CPU are read without copying, and results become arrays of that
+library. No array library is imported here: a caller who passes a torch tensor has imported torch.
+``minimha.kernels.cuda.interop`` accepts arrays on a GPU.
 """
 
 from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 LIBRARIES = ("torch", "cupy", "jax", "numba")
+ON_CUDA = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
+UNSAID = -1  # no device's ordinal
 
 Numbers = NDArray[Any] | Sequence[Any]  # for these, results are NumPy arrays
 
@@ -33,6 +36,36 @@ class DLPackArray(Protocol):
 Given = TypeVar("Given", bound=DLPackArray)
 
 
+class Kinds(NamedTuple):
+    """What the arguments of one call are.
+
+    ``on_gpu`` is the name of the first one on a GPU, or None. ``has_stored_keys`` if k or v is in a
+    file.
+    """
+
+    on_gpu: str | None
+    has_stored_keys: bool
+
+
+def kinds_of(given: Mapping[str, Any]) -> Kinds:
+    """What the arguments ``given`` of ``attention``, by name, are."""
+    on_gpu = next((name for name, x in given.items() if ordinal_of(x) is not None), None)
+    return Kinds(on_gpu, is_stored(given["k"]) or is_stored(given["v"]))
+
+
+def on_host(*qkv: Any) -> tuple[Any, ...]:
+    """q, k and v as NumPy's arrays where a library has them on the CPU.
+
+    They are returned unchanged if one is on a GPU.
+    """
+    if any(ordinal_of(x) is not None for x in qkv):
+        return qkv
+    return tuple(
+        as_numpy(name, x) if library_of(x) in LIBRARIES else x
+        for name, x in zip("qkv", qkv, strict=True)
+    )
+
+
 def library_of(value: Any) -> str:
     """The name of the library whose array ``value`` is."""
     if isinstance(value, np.ndarray):  # most are, and every argument of every call is asked
@@ -48,8 +81,26 @@ def _library_of(kind: Any) -> str:
     return next((name for name in named if name in LIBRARIES), named[0])
 
 
+def ordinal_of(value: Any) -> int | None:
+    """The ordinal of the CUDA device of an array, from its library; None for what is on the host.
+
+    ``UNSAID`` where only the driver can find it, from the array's address.
+    """
+    if value is None or isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
+        return None
+    if library_of(value) == "torch":  # asked for every argument: DLPack's answer takes 4 µs
+        return int(value.device.index) if value.is_cuda else None
+    if hasattr(value, "__dlpack_device__"):
+        try:
+            kind, ordinal = value.__dlpack_device__()
+            return ordinal if kind in ON_CUDA else None
+        except Exception:  # a tracer or a meta tensor is on no device; NumPy refuses it later
+            return None
+    return UNSAID if hasattr(value, "__cuda_array_interface__") else None
+
+
 def is_stored(value: Any) -> bool:
-    """Whether an array is in a file, a map of it or a store of zarr's, and need not fit memory."""
+    """Whether an array is in a file (a map, or a store of zarr) and may be larger than memory."""
     return isinstance(value, np.memmap) or library_of(value) == "zarr"
 
 

@@ -19,12 +19,12 @@ from numpy.typing import ArrayLike, NDArray
 from minimha.equations.arguments import (
     as_floating,
     cast,
-    common_dtype,
     compute_dtype,
     counted,
     flag,
     name_of,
     number,
+    of_one_dtype,
     rectangular,
 )
 from minimha.equations.block_mask import BlockMask
@@ -313,7 +313,7 @@ def _arrays(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, is_paged: bool
 ) -> tuple[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
     """Rank, and q, k, v as 4-D arrays of one dtype; with pages these are batch entries of k, v."""
-    given = {name: as_floating(name, value) for name, value in (("q", q), ("k", k), ("v", v))}
+    given = of_one_dtype(q=q, k=k, v=v)
     rank = given["q"].ndim
     for name, array in given.items():
         if array.ndim not in RANKS:
@@ -327,8 +327,7 @@ def _arrays(
                 f"{name_of('q')} has {rank}: {name_of('q')}, {name_of('k')} and {name_of('v')} "
                 f"must all be {RANKS[rank]}"
             )
-    dtype = common_dtype({name: array.dtype for name, array in given.items()})
-    q4, k4, v4 = (cast(array, dtype)[(None,) * (4 - rank)] for array in given.values())
+    q4, k4, v4 = (array[(None,) * (4 - rank)] for array in given.values())
     _check_shapes(q4, k4, v4, is_paged)
     return rank, (q4, k4, v4)
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import compute_dtype
+from minimha.equations.arrays import UNSAID, ordinal_of
 from minimha.equations.functions import PARAMETERS
 from minimha.equations.problem import Problem, stand_in
 from minimha.kernels import remembered
@@ -23,7 +24,6 @@ from minimha.kernels.cuda import arguments as kernel_arguments
 from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda import functions
 from minimha.kernels.cuda.arguments import DeviceArray, array_at, padded_width, to_device, to_host
-from minimha.kernels.cuda.availability import UNSAID, ordinal_of
 from minimha.kernels.cuda.copies import STORED, copying
 from minimha.kernels.cuda.interop import as_device_array, empty_like, must_synchronize, stream_of
 from minimha.kernels.cuda.launch import Launches, launches_of
