@@ -1,8 +1,8 @@
 """The ladders: how fast attention can be computed, one file per rung, one idea per rung.
 
-A rung is a module with ``unsupported(problem)``. A CPU rung has ``forward(problem)``, a CUDA rung
-``launches(…)``, see ``cuda/arguments.py``. All rungs pass the same tests as the equations. No rung
-is imported before it is used, because numba is slow to import.
+A rung is a module. A CPU rung has ``forward(problem)``, and supports every problem. A CUDA rung has
+``unsupported(problem)`` and ``launches(…)``, see ``cuda/arguments.py``. All rungs pass the same
+tests as the equations. No rung is imported before it is used, because numba is slow to import.
 
 A rung's speed stands in its header alone, as the last paragraph.
 """

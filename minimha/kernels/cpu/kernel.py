@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -74,6 +74,14 @@ class CompilationFailed(RuntimeError):  # noqa: N818  (it states a fact about th
     """A kernel cannot be compiled on this machine."""
 
 
+class Sizes(NamedTuple):
+    """How a rung divides a problem: its block sizes, the buffers' lengths in items, its threads."""
+
+    blocks: tuple[int, ...]
+    lengths: dict[str, int]
+    workers: int = 1
+
+
 class Kernel:
     """A rung's function, compiled for each dtype of storage when it is first needed.
 
@@ -83,6 +91,8 @@ class Kernel:
         The rung.
     buffers : dict of str to Buffer
         What it writes besides O and L.
+    sizes : callable ``sizes(problem, **chosen) -> Sizes``
+        How it divides a problem; ``chosen`` are block sizes that tests choose.
     widens : bool, default False
         Whether it reads 16-bit numbers itself; for other rungs they are widened first.
     skips : bool, default False
@@ -98,22 +108,25 @@ class Kernel:
         self,
         function: Callable[..., None],
         buffers: dict[str, Buffer],
+        sizes: Callable[..., Sizes],
         widens: bool = False,
         skips: bool = False,
         worth_skipping: int = 0,
         largest_weight: int = 1,
     ) -> None:
-        self.function, self.widens, self.buffers = function, widens, buffers
+        self.function, self.widens, self.buffers, self.sizes = function, widens, buffers, sizes
         self.skips, self.worth_skipping = skips, worth_skipping
         self.largest_weight = largest_weight
         self.slots = slots(buffers)
         self.compiled: dict[np.dtype[Any], Compiled] = {}
 
-    def plan(
-        self, problem: Problem, *sizes: int, lengths: dict[str, int], workers: int = 1
-    ) -> Plan:
-        """Plan problems like this one; ``lengths`` are those of the buffers, in items."""
-        return Plan(self, problem, sizes, lengths, workers)
+    def plan(self, problem: Problem, **chosen: int) -> Plan:
+        """How problems like this one are computed; ``chosen`` replaces default sizes."""
+        return Plan(self, problem, self.sizes(problem, **chosen))
+
+    def forward(self, problem: Problem, **chosen: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
+        return self.plan(problem, **chosen)(problem)
 
     def storage(self, problem: Problem) -> np.dtype[Any]:
         """The dtype in which q, k and v are read."""
@@ -152,12 +165,10 @@ class Plan:
     it at once.
     """
 
-    def __init__(
-        self, kernel: Kernel, problem: Problem, sizes: tuple[int, ...], lengths: dict[str, int],
-        workers: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, kernel: Kernel, problem: Problem, sizes: Sizes) -> None:
         (B, H, Lq, D), Dv = problem.q.shape, problem.v.shape[3]
-        self.compute, self.storage, self.workers = problem.compute, kernel.storage(problem), workers
+        self.compute, self.storage = problem.compute, kernel.storage(problem)
+        blocks, lengths, self.workers = sizes
         self._rows, self.shape = (B, H, Lq), (B, H, Lq, Dv)
         self._result = problem.compute if self.storage == problem.compute else problem.dtype
         self.is_long = problem.num_pairs * (D + Dv) >= LONG
@@ -180,7 +191,7 @@ class Plan:
         layouts |= {"L": _contiguous(self._rows, problem.compute)}
         starts = self._place(kernel.buffers, lengths, layouts)
         num_counters = TASKS + lengths.get("counters", 0)
-        self._line = pack(layouts, kernel.slots, o, sizes, workers, num_counters)
+        self._line = pack(layouts, kernel.slots, o, blocks, self.workers, num_counters)
         for name, held in self._held.items():
             self._line[kernel.slots[name]] = address(held)
         for name, start in starts.items():

@@ -10,14 +10,11 @@ Measured: 6 × as fast as rung 1 (4 heads, 512 tokens, width 64; AMD EPYC, 2026-
 from __future__ import annotations
 
 import math
-from typing import Any
-
-from numpy.typing import NDArray
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, REAL, Buffer, unpacker
 from minimha.kernels.cpu.jit import jit
-from minimha.kernels.cpu.kernel import Kernel
+from minimha.kernels.cpu.kernel import Kernel, Sizes
 from minimha.kernels.cpu.mask import apply_score_mod, apply_softcap_and_bias, mask_tile
 from minimha.kernels.cpu.nonfinite import note_nonfinite
 from minimha.kernels.cpu.simd.memory import matrix
@@ -31,23 +28,15 @@ BUFFERS |= {"l": Buffer(DOUBLE), "seen": Buffer(BYTE)}
 unpack = unpacker(**BUFFERS)
 
 
-def unsupported(problem: Problem) -> str | None:
-    """Return why this rung does not support ``problem``: it supports all, so None."""
-    return None
-
-
-def forward(
-    problem: Problem, *, B_r: int = B_R, B_c: int = B_C
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
+def sizes(problem: Problem, *, B_r: int = B_R, B_c: int = B_C) -> Sizes:
+    """Blocks of ``B_r`` queries and ``B_c`` keys, one worker."""
     lengths = dict.fromkeys(("S", "biases", "seen"), B_r * B_c)
     lengths |= {"m": B_r, "l": B_r, "O_i": B_r * problem.v.shape[3]}
-    return KERNEL.plan(problem, B_r, B_c, lengths=lengths)(problem)
+    return Sizes((B_r, B_c), lengths)
 
 
 def plain_tiles(line, worker):
-    q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
-    B_r, B_c = sizes
+    q, k, v, mask, bias, o, O, L, memory, (B_r, B_c) = unpack(line, worker)
     for b in range(len(o.queries)):
         _, _, Lq = queries_of(o, b)
         for h in range(q.shape[1]):
@@ -55,7 +44,8 @@ def plain_tiles(line, worker):
                 row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, min(B_r, Lq - i0), B_c)
 
 
-KERNEL = Kernel(plain_tiles, BUFFERS)
+KERNEL = Kernel(plain_tiles, BUFFERS, sizes)
+plan, forward = KERNEL.plan, KERNEL.forward
 
 
 @jit

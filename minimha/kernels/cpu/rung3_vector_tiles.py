@@ -13,13 +13,9 @@ Measured: 9 × as fast as rung 2 (4 heads, 512 tokens, width 64; AMD EPYC, AVX-5
 
 from __future__ import annotations
 
-from typing import Any
-
-from numpy.typing import NDArray
-
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import unpacker
-from minimha.kernels.cpu.kernel import Kernel
+from minimha.kernels.cpu.kernel import Kernel, Sizes
 from minimha.kernels.cpu.panel import (
     B_C,
     PANEL_BUFFERS,
@@ -36,22 +32,16 @@ BUFFERS = PANEL_BUFFERS
 unpack = unpacker(**BUFFERS)
 
 
-def unsupported(problem: Problem) -> str | None:
-    """Return why this rung does not support ``problem``: it supports all, so None."""
-    return None
-
-
-def forward(problem: Problem, *, B_c: int = B_C) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
+def sizes(problem: Problem, *, B_c: int = B_C) -> Sizes:
+    """Blocks of ``B_c`` keys, one worker."""
     D, Dv = problem.q.shape[3], problem.v.shape[3]
-    lengths = buffer_lengths(problem.compute.itemsize, D, Dv, B_c, 1)
-    return KERNEL.plan(problem, B_c, lengths=lengths)(problem)
+    return Sizes((B_c,), buffer_lengths(problem.compute.itemsize, D, Dv, B_c, 1))
 
 
 def vector_tiles(line, worker):
     """Algorithm 1, with a panel as its block of queries."""
-    q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
-    H, Hkv, D, Dv, B_c = q.shape[1], k.shape[1], q.shape[3], v.shape[3], sizes[0]
+    q, k, v, mask, bias, o, O, L, memory, (B_c, _) = unpack(line, worker)
+    H, Hkv, D, Dv = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
     for b in range(len(o.queries)):
         (entry, first, Lq), Lk = queries_of(o, b), o.kv_lengths[b]
         for h in range(H):
@@ -71,4 +61,5 @@ def vector_tiles(line, worker):
                 store_panel(panel, O, L, o, memory)
 
 
-KERNEL = Kernel(vector_tiles, BUFFERS)
+KERNEL = Kernel(vector_tiles, BUFFERS, sizes)
+plan, forward = KERNEL.plan, KERNEL.forward

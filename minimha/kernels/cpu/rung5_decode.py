@@ -21,13 +21,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from numpy.typing import NDArray
-
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, INDEX, REAL, TASKS, Buffer, unpacker
 from minimha.kernels.cpu.functions import call_function, seen_by_heads, seen_run
 from minimha.kernels.cpu.jit import jit, jit_inline
-from minimha.kernels.cpu.kernel import Kernel, Plan
+from minimha.kernels.cpu.kernel import Kernel, Sizes
 from minimha.kernels.cpu.mask import (
     final_score,
     has_softcap_or_bias,
@@ -77,28 +75,11 @@ unpack = unpacker(**BUFFERS)
 FINISHED = 1  # behind the counter of all tasks, those of the finished splits of each head
 
 
-def unsupported(problem: Problem) -> str | None:
-    """Return why this rung does not support ``problem``: it supports all, so None."""
-    return None
+def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None) -> Sizes:
+    """``splits`` splits of the keys, blocks of ``B_c`` keys, which is rounded up to whole panels.
 
-
-def forward(
-    problem: Problem, *, splits: int | None = None, B_c: int | None = None
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L of ``problem``; see ``minimha.equations.tiled.forward``.
-
-    Parameters
-    ----------
-    splits : int, optional
-        Splits of the keys. Default is as many as give each thread a few tasks.
-    B_c : int, optional
-        Keys per block, rounded up to whole panels. Default is ``block_size(problem)``.
+    By default each thread gets a few splits, and a block has ``block_size(problem)`` keys.
     """
-    return plan(problem, splits=splits, B_c=B_c)(problem)
-
-
-def plan(problem: Problem, *, splits: int | None = None, B_c: int | None = None) -> Plan:
-    """How problems like this one are computed; the parameters are those of ``forward``."""
     (_, H, _, D), (_, Hkv, _, Dv) = problem.q.shape, problem.v.shape
     B, Lk = len(problem.kv_lengths), longest_k(problem)
     itemsize, rows = problem.compute.itemsize, H // Hkv * longest_q(problem)
@@ -113,7 +94,7 @@ def plan(problem: Problem, *, splits: int | None = None, B_c: int | None = None)
     lengths |= {"wide": NEAR * max(D, Dv) if problem.dtype.itemsize < itemsize else 0}
     lengths |= {"parts_O": B * Hkv * splits * rows * Dv, "parts_ml": B * Hkv * splits * 2 * rows}
     lengths |= {"counters": FINISHED + B * Hkv, "starts": SUMMED + ROWS_AHEAD}
-    return KERNEL.plan(problem, splits, B_c, workers=workers, lengths=lengths)
+    return Sizes((splits, B_c), lengths, workers)
 
 
 def block_size(problem: Problem) -> int:
@@ -137,8 +118,8 @@ def longest_k(problem: Problem) -> int:
 
 def decode(line, worker):
     """One thread: fetch and compute splits; who computes the last one of a head merges them."""
-    q, k, v, mask, bias, o, O, L, t, sizes = unpack(line, worker)
-    H, D, Hkv, Dv, (splits, B_c) = q.shape[1], q.shape[3], v.shape[1], v.shape[3], sizes
+    q, k, v, mask, bias, o, O, L, t, (splits, B_c) = unpack(line, worker)
+    H, D, Hkv, Dv = q.shape[1], q.shape[3], v.shape[1], v.shape[3]
     most = H // Hkv * most_queries(o)
     while True:
         task = fetch_add(t.counters, TASKS)
@@ -171,7 +152,8 @@ def decode(line, worker):
             merge(t, splits, o, O, L, b, kv, Hkv, most)
 
 
-KERNEL = Kernel(decode, BUFFERS, widens=True, skips=True, worth_skipping=WORTH_SKIPPING)
+KERNEL = Kernel(decode, BUFFERS, sizes, widens=True, skips=True, worth_skipping=WORTH_SKIPPING)
+plan, forward = KERNEL.plan, KERNEL.forward
 
 
 class Part(NamedTuple):

@@ -33,7 +33,7 @@ from minimha.equations.problem import Problem
 from minimha.kernels.cpu import rung4_parallel
 from minimha.kernels.cpu.arguments import REAL, Buffer, unpacker
 from minimha.kernels.cpu.jit import jit, jit_inline
-from minimha.kernels.cpu.kernel import Kernel, Plan
+from minimha.kernels.cpu.kernel import Kernel, Plan, Sizes
 from minimha.kernels.cpu.nonfinite import add_nonfinite, is_nonfinite_key
 from minimha.kernels.cpu.panel import (
     PANEL_BUFFERS,
@@ -70,35 +70,27 @@ BUFFERS = PANEL_BUFFERS | dict.fromkeys(PACKED, Buffer(REAL))
 unpack = unpacker(**BUFFERS)
 
 
-def unsupported(problem: Problem) -> str | None:
-    """Return why this rung does not support ``problem``: rung 4 computes what it does not."""
-    return None
-
-
-def forward(
-    problem: Problem, *, panels: int | None = None, B_c: int = B_C
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L of ``problem``; see ``minimha.equations.tiled.forward``.
-
-    Parameters
-    ----------
-    panels : int, optional
-        Panels per task. Default is up to twenty-four, fewer if threads would get too few tasks.
-    B_c : int
-        Keys per block, rounded up to whole tiles.
-    """
-    return plan(problem, panels=panels, B_c=B_c)(problem)
-
-
 def is_made_for(dtype: np.dtype[Any]) -> bool:
     """Whether this process may multiply numbers of that dtype, or their bits, in a matrix unit."""
     return dtype.itemsize == 2 and is_usable()
 
 
-def plan(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Plan:
-    """How problems like this one are computed; the parameters are those of ``forward``."""
-    if not is_made_for(problem.dtype):
-        return rung4_parallel.plan(problem, panels=panels, B_c=B_c)
+def plan(problem: Problem, **chosen: int) -> Plan:
+    """How problems like this one are computed: by rung 4 if this one is not made for them."""
+    kernel = KERNEL if is_made_for(problem.dtype) else rung4_parallel.KERNEL
+    return kernel.plan(problem, **chosen)
+
+
+def forward(problem: Problem, **chosen: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """O and L of ``problem``; see ``Kernel.forward``."""
+    return plan(problem, **chosen)(problem)
+
+
+def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Sizes:
+    """Tasks of ``panels`` panels, blocks of ``B_c`` keys, which is rounded up to whole tiles.
+
+    Without ``panels`` a task has up to twenty-four, fewer if threads would get too few tasks.
+    """
     D, Dv, itemsize = problem.q.shape[3], problem.v.shape[3], problem.compute.itemsize
     most, workers = shared_out(problem, PANELS, TASKS_PER_THREAD)
     panels = panels or most
@@ -112,7 +104,7 @@ def plan(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Plan
     lengths = buffer_lengths(itemsize, D, Dv, B_c, panels) | {"V_j": 0, "wide_V": B_c * Dv}
     lengths |= {name: parts * number // 2 for name, number in items.items()}
     lengths |= {"Os": panels * lanes * rows_of_O, "tail": WIDTH // 2, "counters": workers}
-    return KERNEL.plan(problem, panels, B_c, workers=workers, lengths=lengths)
+    return Sizes((panels, B_c), lengths, workers)
 
 
 class Packed(NamedTuple):
@@ -234,12 +226,12 @@ compute_tasks = task_loop(load_queries, key_loop(load_block, update))
 
 def matrix_tiles(line, worker):
     """One thread: fetch and compute tasks until none is left."""
-    q, k, v, mask, bias, o, O, L, t, sizes = unpack(line, worker)
+    q, k, v, mask, bias, o, O, L, t, (panels, B_c) = unpack(line, worker)
     configure_tiles()
-    compute_tasks(q, k, v, mask, bias, o, O, L, t, sizes[0], sizes[1])
+    compute_tasks(q, k, v, mask, bias, o, O, L, t, panels, B_c)
     release_tiles()
 
 
 KERNEL = Kernel(
-    matrix_tiles, BUFFERS, widens=True, skips=True, largest_weight=math.ceil(math.exp(SLACK))
+    matrix_tiles, BUFFERS, sizes, widens=True, skips=True, largest_weight=math.ceil(math.exp(SLACK))
 )

@@ -49,11 +49,11 @@ def computed(**settings):
 
 def a_fresh_kernel():
     """Rung 1 as a process has it that has compiled nothing."""
-    return Kernel(rung1_rows.rows, rung1_rows.BUFFERS)
+    return Kernel(rung1_rows.rows, rung1_rows.BUFFERS, rung1_rows.sizes)
 
 
 def assert_right(kernel):
-    O, L = kernel.plan(PROBLEM, lengths=rung1_rows.lengths(PROBLEM))(PROBLEM)
+    O, L = kernel.forward(PROBLEM)
     for got, expected in zip((O, L), dense.forward(PROBLEM), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
