@@ -24,7 +24,7 @@ from minimha.equations.parts import (
     options_of,
     outline,
     placed,
-    unseen,
+    without_keys,
 )
 from minimha.equations.problem import Problem
 
@@ -145,7 +145,7 @@ def merge_output(
     shape: tuple[int, ...], sinks: NDArray[Any] | None, dtypes: tuple[Any, Any], *parts: Pair
 ) -> Pair:
     """O and L in their final ``dtypes``, over the keys of all parts and the sinks."""
-    O, L = merge([unseen(shape, sinks), *parts])
+    O, L = merge([without_keys(shape, sinks), *parts])
     return cast(O, dtypes[0]), cast(L, dtypes[1])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import name_of
-from minimha.equations.functions import allowed, for_numpy, read
+from minimha.equations.functions import for_numpy, read, visible_pairs
 
 ROWS, COLUMNS = 16, 32  # queries and keys of a block
 HIDDEN, PARTIAL, FULL = 0, 1, 2
@@ -91,9 +91,9 @@ def states(
     for row in range(found.shape[2] if found.size else 0):
         queries = np.arange(row * ROWS, min(Lq, (row + 1) * ROWS))
         i = queries[:, None] + q_offset[:B, None, None, None]
-        seen = allowed(mask_mod, (b, h, i, j), (B, H, len(queries), Lk))
+        visible = visible_pairs(mask_mod, (b, h, i, j), (B, H, len(queries), Lk))
         starts = np.arange(0, Lk, COLUMNS)
-        count = np.add.reduceat(seen.sum(axis=2), starts, axis=2)
+        count = np.add.reduceat(visible.sum(axis=2), starts, axis=2)
         size = len(queries) * np.minimum(COLUMNS, Lk - starts)
         found[:, :, row] = (count > 0).astype(np.uint8) + (count == size)
     return found

@@ -40,16 +40,16 @@ def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[
             for name, array in (("q", problem.q), ("k", problem.k), ("v", problem.v))
         )
         rows, keys = slice(0, Q.shape[2]), slice(0, K.shape[2])
-        S, seen = scores(problem, Q, K, rows, keys, tap)
+        S, visible = scores(problem, Q, K, rows, keys, tap)
         A, L = softmax(S, problem.sinks, tap)
-        O = tap("output", weighted_sum(tap("weights", A), V, seen))
+        O = tap("output", weighted_sum(tap("weights", A), V, visible))
     return O, L
 
 
 def scores(
     problem: Problem, Q: NDArray[Any], K: NDArray[Any], rows: slice, keys: slice, tap: Tap = no_tap
 ) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
-    """The final scores of the queries ``rows`` and the keys ``keys``, and which keys are seen.
+    """The final scores of the queries ``rows`` and the keys ``keys``, and which keys are visible.
 
     ``Q`` and ``K`` hold only those rows and keys, so that a tile computes its own block. The second
     value is None where nothing can be hidden.
@@ -62,7 +62,7 @@ def scores(
         S = tap("capped", cap * np.tanh(S / cap))
     if problem.attn_bias is not None or problem.alibi_slopes is not None:
         S = tap("biased", S + tap("bias", bias(problem, rows, keys, tap)))
-    seen = problem.visible(rows, keys) if problem.hides else None
+    visible = problem.visible(rows, keys) if problem.hides else None
     if tap is not no_tap:
         for name, function in problem.functions.items():
             tap(name, source(function))
@@ -70,10 +70,10 @@ def scores(
         S = tap("modified", modified(problem.score_mod, S, problem.indices(rows, keys)))
         kept = np.asarray(~np.isneginf(S))
         if not kept.all():
-            seen = kept if seen is None else seen & kept
-    if seen is None:
+            visible = kept if visible is None else visible & kept
+    if visible is None:
         return S, None
-    return tap("masked", np.where(seen, S, S.dtype.type(-np.inf))), seen
+    return tap("masked", np.where(visible, S, S.dtype.type(-np.inf))), visible
 
 
 def bias(problem: Problem, rows: slice, keys: slice, tap: Tap = no_tap) -> NDArray[Any]:
@@ -119,20 +119,22 @@ def softmax(
     return P / np.where(total == 0, S.dtype.type(1), total), L
 
 
-def weighted_sum(P: NDArray[Any], V: NDArray[Any], seen: NDArray[np.bool_] | None) -> NDArray[Any]:
+def weighted_sum(
+    P: NDArray[Any], V: NDArray[Any], visible: NDArray[np.bool_] | None
+) -> NDArray[Any]:
     """P V in which a key that a query does not see adds nothing, not even 0 · NaN.
 
     Only values that are not finite need care. The terms of their keys are added separately, and
     only to the rows that see them.
     """
     nonfinite = ~np.isfinite(V).all(axis=-1)
-    if seen is None or not nonfinite.any():
+    if visible is None or not nonfinite.any():
         return product_in_groups(P, V)
     O = product_in_groups(P, np.where(nonfinite[..., None], V.dtype.type(0), V))
     H = P.shape[1]
     nonfinite = for_query_heads(H, nonfinite)
-    for j in np.flatnonzero((nonfinite & seen.any(axis=-2)).any(axis=(0, 1))):
-        rows = seen[..., j] & nonfinite[..., j, None]
+    for j in np.flatnonzero((nonfinite & visible.any(axis=-2)).any(axis=(0, 1))):
+        rows = visible[..., j] & nonfinite[..., j, None]
         V_j = for_query_heads(H, V[..., j, None, :])
         O += np.where(rows[..., None], P[..., j, None] * V_j, V.dtype.type(0))
     return O

@@ -24,7 +24,7 @@ PARAMETERS = {"score_mod": ("score", "b", "h", "i", "j"), "mask_mod": ("b", "h",
 LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # whose functions do not change
 
 
-class Place(NamedTuple):
+class Corner(NamedTuple):
     """Where a problem begins within the one that its functions are written for.
 
     ``b`` and ``h`` are what they get for its first batch entry and query head, and ``key`` is the j
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     key: int = 0
 
 
-WHOLE = Place()
+WHOLE = Corner()
 
 
 class Reading(NamedTuple):
@@ -69,7 +69,7 @@ class Placed(NamedTuple):
     """
 
     function: Any
-    place: Place = WHOLE
+    corner: Corner = WHOLE
     reading: Any = None
 
 
@@ -125,7 +125,7 @@ def modified(
     return result.astype(S.dtype, copy=False)
 
 
-def allowed(
+def visible_pairs(
     mask_mod: Callable[..., Any], indices: tuple[NDArray[Any], ...], shape: tuple[int, ...]
 ) -> NDArray[np.bool_]:
     """``mask_mod`` of the ``indices`` b, h, i and j: True where a query may attend to a key."""

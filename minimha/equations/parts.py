@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from minimha.equations.arguments import as_floating, cast, common_dtype, name_of, rectangular
 from minimha.equations.arrays import check_file, library_of
-from minimha.equations.functions import Place, Placed
+from minimha.equations.functions import Corner, Placed
 from minimha.equations.merge import Pair, merge
 from minimha.equations.problem import MAX_OFFSET, Problem, Relative, stand_in
 from minimha.equations.visibility import UNBOUNDED, key_range
@@ -66,8 +66,8 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
 def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[str, Any] | None:
     """The options of ``attention`` for a part; None if none of its queries sees any of its keys.
 
-    Sinks and functions are left out, see ``unseen`` and ``placed``, and no ``mask_mod`` is asked
-    what it hides. ``given`` has ``attn_mask`` and ``attn_bias`` as arrays that were not broadcast.
+    Sinks and functions are left out: see ``without_keys`` and ``placed``. What a ``mask_mod`` hides
+    does not count. ``given`` has ``attn_mask`` and ``attn_bias`` as arrays that were not broadcast.
     """
     Lq, Lk = problem.q.shape[2], problem.k.shape[2]
     num_rows, num_keys = len(range(Lq)[part.rows]), len(range(Lk)[part.keys])
@@ -104,8 +104,8 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
 
 def placed(functions: Mapping[str, Callable[..., Any]], part: Part) -> dict[str, Placed]:
     """``Problem.functions`` as options of ``attention`` for a part that has no stripes."""
-    place = Place(part.batch.start, part.heads.start, part.keys.start)
-    return {name: Placed(function, place) for name, function in functions.items()}
+    corner = Corner(part.batch.start, part.heads.start, part.keys.start)
+    return {name: Placed(function, corner) for name, function in functions.items()}
 
 
 def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
@@ -121,7 +121,7 @@ def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
     return np.asarray(problem.alibi_slopes[part.heads] * rest.astype(problem.compute))
 
 
-def unseen(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
+def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
     """O = 0 and L = the sinks or -inf, in float64: queries before they see a key.
 
     ``shape`` is O's, (B, H, Lq, Dv); ``sinks`` (H,) are those of its heads.
@@ -158,16 +158,16 @@ def in_blocks(
     (B, H, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
     num_keys = _num_keys(problem, k, v)
     num_rows = max(1, SCORES // (B * H * num_keys)) if holds_scores else max(1, Lq)
-    O, L = unseen((B, H, Lq, problem.v.shape[3]), problem.sinks)
+    O, L = without_keys((B, H, Lq, problem.v.shape[3]), problem.sinks)
     for keys in _slices(Lk, num_keys):
-        seen = []
+        shares = []
         for rows in _slices(Lq, num_rows):
             part = Part(slice(0, B), slice(0, H), rows, keys)
             of_part = options_of(problem, given, part)
             if of_part is not None:
-                seen.append((rows, of_part | placed(problem.functions, part)))
-        K, V = (read(name_of(n), x, keys) if seen else None for n, x in (("k", k), ("v", v)))
-        for rows, of_part in seen:
+                shares.append((rows, of_part | placed(problem.functions, part)))
+        K, V = (read(name_of(n), x, keys) if shares else None for n, x in (("k", k), ("v", v)))
+        for rows, of_part in shares:
             o, l = attend(Q[..., rows, :], K, V, **of_part)
             shape = (B, H, *o.shape[-2:])
             parts = (O[:, :, rows], L[:, :, rows]), (o.reshape(shape), l.reshape(shape[:3]))

@@ -28,7 +28,15 @@ from minimha.equations.arguments import (
     rectangular,
 )
 from minimha.equations.block_mask import BlockMask
-from minimha.equations.functions import WHOLE, Place, Placed, Reading, allowed, checked, taken
+from minimha.equations.functions import (
+    WHOLE,
+    Corner,
+    Placed,
+    Reading,
+    checked,
+    taken,
+    visible_pairs,
+)
 from minimha.equations.sequences import ONE_PAGE, Sequences, check_pages, sequences_of
 from minimha.equations.visibility import UNBOUNDED, sees
 
@@ -84,7 +92,7 @@ class Problem:
         another B and another Lk than q: pages and their size.
     readings : dict of str to Reading
         What ``score_mod`` and ``mask_mod`` compute with, by name, as far as given.
-    place : Place
+    corner : Corner
         What ``score_mod`` and ``mask_mod`` get for batch entry 0, head 0 and key 0: in a part of a
         problem what these are in the whole, of a sequence as a problem of its own its number as b.
     """
@@ -108,7 +116,7 @@ class Problem:
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
     sequences: Sequences | None = None
-    place: Place = WHOLE
+    corner: Corner = WHOLE
     readings: dict[str, Reading] = field(default_factory=dict)
 
     @classmethod
@@ -174,7 +182,7 @@ class Problem:
             scale=1 / math.sqrt(q4.shape[3]) if scale is None else number("scale", scale, compute),
             softcap=_softcap(softcap, compute),
             dtype=q4.dtype, compute=compute, rank=rank, sequences=sequences,
-            place=next((x.place for x in functions.values()), WHOLE),
+            corner=next((x.corner for x in functions.values()), WHOLE),
             readings={name: x.reading for name, x in functions.items()}, **given,
         )  # fmt: skip
 
@@ -187,7 +195,7 @@ class Problem:
             yield rows, replace(
                 self, q=self.q[rows], k=k, v=v, q_offset=self.q_offset[one],
                 kv_lengths=self.kv_lengths[one], sequences=None,
-                place=Place(b=int(self.sequences.ids[s])),
+                corner=Corner(b=int(self.sequences.ids[s])),
             )  # fmt: skip
 
     def by_sequence(
@@ -223,22 +231,22 @@ class Problem:
         i = np.arange(rows.start, rows.stop)[:, None]
         j = np.arange(keys.start, keys.stop)
         q_offset, length = (x[:, None, None, None] for x in (self.q_offset, self.kv_lengths))
-        seen: NDArray[np.bool_] = sees(i, j, q_offset, self.left, self.right, length)
+        visible: NDArray[np.bool_] = sees(i, j, q_offset, self.left, self.right, length)
         if self.attn_mask is not None:
-            seen = seen & self.attn_mask[..., rows, keys]
+            visible = visible & self.attn_mask[..., rows, keys]
         if self.attn_bias is not None:
-            seen = seen & ~np.isneginf(self.attn_bias[..., rows, keys])
+            visible = visible & ~np.isneginf(self.attn_bias[..., rows, keys])
         if self.mask_mod is not None:
             shape = *self.q.shape[:2], len(i), len(j)
-            seen = seen & allowed(self.mask_mod, self.indices(rows, keys), shape)
-        return seen
+            visible = visible & visible_pairs(self.mask_mod, self.indices(rows, keys), shape)
+        return visible
 
     def indices(self, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
         """b, h, i and j of a grid of scores, arrays that broadcast; i is a query's position.
 
-        They are those that functions get, and count from ``place``.
+        They are those that functions get, and count from ``corner``.
         """
-        (B, H), (first_b, first_h, first_key) = self.q.shape[:2], self.place
+        (B, H), (first_b, first_h, first_key) = self.q.shape[:2], self.corner
         b = np.arange(first_b, first_b + B)[:, None, None, None]
         h = np.arange(first_h, first_h + H)[None, :, None, None]
         offset = self.q_offset[:, None, None, None] + first_key
@@ -274,7 +282,7 @@ class Problem:
     def taken(self) -> dict[str, Placed]:
         """``functions``, with what they computed with when they were ``taken``."""
         each = self.functions.items()
-        return {name: Placed(x, self.place, self.readings[name]) for name, x in each}
+        return {name: Placed(x, self.corner, self.readings[name]) for name, x in each}
 
     @cached_property
     def contents(self) -> dict[str, Hashable]:

@@ -78,14 +78,14 @@ def _row_block(
         at = f"[i={i},j={j}]"
         K_j = tap(f"K{at}", problem.k[..., keys, :].astype(compute, copy=False))  # line 7
         V_j = tap(f"V{at}", problem.v[..., keys, :].astype(compute, copy=False))
-        S, seen = scores(problem, Q_i, K_j, rows, keys)  # line 8, with the options
+        S, visible = scores(problem, Q_i, K_j, rows, keys)  # line 8, with the options
         S = tap(f"S{at}", S)
         m_old, m = m, tap(f"m{at}", np.maximum(m, S.max(axis=-1, keepdims=True)))  # line 9
         shift = np.where(np.isneginf(m), S.dtype.type(0), m)
         P = tap(f"P{at}", np.exp(S - shift))
         factor = tap(f"factor{at}", np.exp(m_old - shift))
         l = tap(f"l{at}", factor * l + P.sum(axis=-1, keepdims=True))
-        O = tap(f"O{at}", factor * O + weighted_sum(shrink * P, V_j, seen))  # line 10
+        O = tap(f"O{at}", factor * O + weighted_sum(shrink * P, V_j, visible))  # line 10
     O = O / np.where(l == 0, l.dtype.type(1), shrink * l)  # line 12
     return O, (m + np.log(l))[..., 0]  # line 13
 

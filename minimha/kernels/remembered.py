@@ -42,16 +42,16 @@ def key_of(
     return (
         q.shape, k.shape, v.shape, q.strides, k.strides, v.strides, q.dtype, k.dtype, v.dtype,
         backend, options, kinds,
-        None if score_mod is None else (score_mod.place, score_mod.reading.key),
+        None if score_mod is None else (score_mod.corner, score_mod.reading.key),
         None if mask_mod is None else _computed_by(mask_mod),
     )  # fmt: skip
 
 
 def _computed_by(mask_mod: Placed) -> Hashable:
     """What equal functions share; a ``BlockMask`` is itself, with what it captures now."""
-    function, place, reading = mask_mod
+    function, corner, reading = mask_mod
     is_block_mask = isinstance(function, BlockMask)
-    return Same(function) if is_block_mask else None, place, reading and reading.contents
+    return Same(function) if is_block_mask else None, corner, reading and reading.contents
 
 
 def with_values(key: tuple[Any, ...] | None, options: Iterable[Any]) -> tuple[Any, ...] | None:

@@ -16,7 +16,7 @@ from minimha.equations.parts import (
     options_of,
     outline,
     placed,
-    unseen,
+    without_keys,
 )
 
 
@@ -41,7 +41,7 @@ def in_slices(problem, rows, keys, batch=None, heads=None, **how):
     for b, kv, r in product(batch or [slice(0, B)], heads or [slice(0, Hkv)], rows):
         h = slice(kv.start * H // Hkv, kv.stop * H // Hkv)
         sinks = None if whole.sinks is None else whole.sinks[h]
-        found = [unseen((*O[b, h, r].shape[:3], Dv), sinks)]
+        found = [without_keys((*O[b, h, r].shape[:3], Dv), sinks)]
         for s in keys:
             part = Part(b, h, r, s)
             of_part = options_of(whole, options, part)

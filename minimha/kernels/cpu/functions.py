@@ -49,14 +49,14 @@ from minimha.equations.block_mask import COLUMNS, FULL, HIDDEN, PARTIAL, ROWS, B
 from minimha.equations.elementwise import COMPOSED, TORCH, Unknown, substitute, where
 from minimha.equations.functions import (
     WHOLE,
-    Place,
+    Corner,
     Reading,
-    allowed,
     captured,
     defaults_of,
     modified,
     read,
     uses,
+    visible_pairs,
 )
 from minimha.equations.problem import Problem
 from minimha.kernels import os_threads, remembered
@@ -212,7 +212,7 @@ def blocks_of(problem: Problem) -> Blocks:
         states = np.ascontiguousarray(mask_mod.states).ravel()
         return Blocks(states, np.broadcast_to(firsts, (B, H)), np.full(B, columns))
     sequences = problem.sequences
-    ids = (np.arange(B) if sequences is None else sequences.ids) + problem.place.b
+    ids = (np.arange(B) if sequences is None else sequences.ids) + problem.corner.b
     lengths = np.full(B, Lk) if sequences is None else problem.kv_lengths
     facts = ids * uses(mask_mod, 0), problem.num_queries, lengths, problem.q_offset
     each = zip(*(fact.tolist() for fact in facts), strict=True)
@@ -220,11 +220,14 @@ def blocks_of(problem: Problem) -> Blocks:
     kind = np.array([numbers.setdefault(one, len(numbers)) for one in each], np.int64)
     kinds = np.array(list(numbers), np.int64).reshape(-1, len(facts))
     uses_heads = uses(mask_mod, 1)
-    heads, place = H if uses_heads else 1, Place(0, problem.place.h * uses_heads, problem.place.key)
-    key = (problem.contents["mask_mod"], place, heads, kinds.tobytes())
+    heads, corner = (
+        H if uses_heads else 1,
+        Corner(0, problem.corner.h * uses_heads, problem.corner.key),
+    )
+    key = (problem.contents["mask_mod"], corner, heads, kinds.tobytes())
     found = _kept_blocks.get(key)
     if found is None:
-        found = _found(given(problem)[-1], kinds, heads, place)
+        found = _found(given(problem)[-1], kinds, heads, corner)
         if found is None:
             raise_again(problem)
         if found.nbytes <= LARGEST_KEPT:
@@ -261,7 +264,7 @@ def _layout(kinds: NDArray[np.int64], heads: int) -> tuple[NDArray[np.int64], ..
 
 
 def _found(
-    mask_mod: Function, kinds: NDArray[np.int64], heads: int, place: Place = WHOLE
+    mask_mod: Function, kinds: NDArray[np.int64], heads: int, corner: Corner = WHOLE
 ) -> NDArray[np.uint8] | None:
     """The states of all blocks of sequences, each with ``heads`` heads; None where it raises.
 
@@ -272,12 +275,12 @@ def _found(
     rows, columns, firsts = _layout(kinds, heads)
     states: NDArray[Any] = np.zeros(heads * int(rows @ columns), np.uint8)
     table: NDArray[Any] = np.column_stack((kinds, firsts))
-    sizes: NDArray[Any] = np.array([len(kinds), heads, place.h, place.key])
+    sizes: NDArray[Any] = np.array([len(kinds), heads, corner.h, corner.key])
     failed: NDArray[Any] = np.zeros(1, np.int64)
     threads = get_num_threads() if states.size >= WORTH_SHARING else 1
-    seen: NDArray[Any] = np.empty((threads, ROWS * COLUMNS), np.uint8)
+    visible: NDArray[Any] = np.empty((threads, ROWS * COLUMNS), np.uint8)
     run = FILL(_filling().address)
-    arrays = states, seen, failed, table, sizes
+    arrays = states, visible, failed, table, sizes
 
     def fill_from(first: int, held: Any = (tile, mask_mod)) -> None:  # and what it reads and writes
         run(line.buffer_info()[0], *map(address, arrays), first, threads)
@@ -319,7 +322,7 @@ def _call_everywhere(problem: Problem) -> None:
             shape = *problem.q.shape[:2], rows.stop - i, keys.stop - j
             indices = problem.indices(rows, keys)
             if problem.mask_mod is not None:
-                allowed(problem.mask_mod, indices, shape)
+                visible_pairs(problem.mask_mod, indices, shape)
             if problem.score_mod is not None:
                 modified(problem.score_mod, np.zeros(shape, problem.compute), indices)
 
@@ -361,7 +364,7 @@ def call_function(function, X, offset, o, b, h, i, j, lines, length, stride, is_
 
 
 @jit
-def seen_range(o, b, h, i0, i1, j0, j1):
+def visible_range(o, b, h, i0, i1, j0, j1):
     """Where the keys begin and end that the queries i0 to i1 may see, of those from j0 to j1.
 
     And whether they see all of them; where ``o.blocks`` is empty that is not known.
@@ -379,30 +382,30 @@ def seen_range(o, b, h, i0, i1, j0, j1):
 
 
 @jit
-def seen_by_heads(o, b, h, heads, Lq, j0, j1):
-    """``seen_range`` of Lq queries, the first ones of each of ``heads`` heads from h on."""
+def visible_to_heads(o, b, h, heads, Lq, j0, j1):
+    """``visible_range`` of Lq queries, the first ones of each of ``heads`` heads from h on."""
     j1 = max(j0, j1)  # where there is no key, j0 may be far beyond
     first, last, is_full = j1, j0, True
     for head in range(h, h + heads):
-        start, stop, all_seen = seen_range(o, b, head, 0, Lq, j0, j1)
-        first, last, is_full = min(first, start), max(last, stop), is_full and all_seen
+        start, stop, all_visible = visible_range(o, b, head, 0, Lq, j0, j1)
+        first, last, is_full = min(first, start), max(last, stop), is_full and all_visible
     return first, last, is_full
 
 
 @jit
-def seen_run(o, b, h, heads, Lq, j0, j1):
+def visible_run(o, b, h, heads, Lq, j0, j1):
     """Where the first run of keys between j0 and j1 that are in no hidden block begins and ends.
 
-    And whether all of its keys are seen by all queries, as ``seen_by_heads`` says.
+    And whether all of its keys are visible to all queries, as ``visible_to_heads`` says.
     """
     if not o.blocks.size:
         return j0, j1, False
     start, stop, is_full = j0, j0, True
     while stop < j1:
         end = min(j1, (stop // COLUMNS + 1) * COLUMNS)
-        first, last, all_seen = seen_by_heads(o, b, h, heads, Lq, stop, end)
+        first, last, all_visible = visible_to_heads(o, b, h, heads, Lq, stop, end)
         if first < last:
-            stop, is_full = end, is_full and all_seen
+            stop, is_full = end, is_full and all_visible
         elif start < stop:
             break
         else:
@@ -410,8 +413,8 @@ def seen_run(o, b, h, heads, Lq, j0, j1):
     return start, stop, is_full
 
 
-def fill(tile, states, seen, failed, table, sizes, first, step):
-    """Write every ``step``-th row of blocks, from ``first`` on; ``seen`` is a block per thread.
+def fill(tile, states, visible, failed, table, sizes, first, step):
+    """Write every ``step``-th row of blocks, from ``first`` on; ``visible`` is a block per thread.
 
     Of each sequence ``table`` has b, the numbers of queries and keys, the position of query 0 and
     where its states begin. ``sizes`` are the numbers of sequences and heads, and which head and key
@@ -433,11 +436,11 @@ def fill(tile, states, seen, failed, table, sizes, first, step):
                     j0, length = column * COLUMNS, min(COLUMNS, Lk - column * COLUMNS)
                     size, count = lines * length, 0
                     for x in range(size):
-                        seen[start + x] = 1
+                        visible[start + x] = 1
                     to_h, i, j = first_head + h, first_key + offset + i0, first_key + j0
-                    call_tile(tile, seen, start, failed, b, to_h, i, j, lines, length, length, 0)
+                    call_tile(tile, visible, start, failed, b, to_h, i, j, lines, length, length, 0)
                     for x in range(size):
-                        count += seen[start + x]
+                        count += visible[start + x]
                     state = HIDDEN if count == 0 else FULL if count == size else PARTIAL
                     states[to + (h * rows + row) * columns + column] = state
 

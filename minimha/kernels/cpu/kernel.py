@@ -225,7 +225,7 @@ class Plan:
 
     def _options(self, kernel: Kernel, problem: Problem) -> Any:
         """Everything that is small, the functions, and where the rows of each sequence are."""
-        (B, H, Lq, _), Lk, (b, h, key) = problem.q.shape, problem.k.shape[2], problem.place
+        (B, H, Lq, _), Lk, (b, h, key) = problem.q.shape, problem.k.shape[2], problem.corner
         rows = problem.sequences or one_per_entry(B, Lq, Lk)
         is_large = problem.k.size + problem.v.size >= kernel.worth_skipping
         is_skipping = kernel.skips and problem.mask_mod is not None and is_large

@@ -33,7 +33,7 @@ final_score = jit_inline(score.final_score)
 
 
 @jit_inline
-def is_seen(mask, bias, head, b, h, i, j):
+def is_visible(mask, bias, head, b, h, i, j):
     """May query i of head h see key j?"""
     if not sees(i, j, head.offset, head.left, head.right, head.length):
         return False
@@ -61,38 +61,38 @@ def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
 
 
 @jit
-def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, seen, biases):
-    """Write into ``seen`` which lanes see which of n keys; return how many pairs do.
+def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, visible, biases):
+    """Write into ``visible`` which lanes see which of n keys; return how many pairs do.
 
     ``full`` says that causality, window, length and ``mask_mod`` hide nothing here. The tile's
     biases are left in ``biases``.
     """
     size, count = n * lanes, 0
     if mask.size:
-        load_tile(mask, b, h, i0, rows, j0, n, lanes, seen)
+        load_tile(mask, b, h, i0, rows, j0, n, lanes, visible)
     else:
         for x in range(size):
-            seen[x] = 1
+            visible[x] = 1
     if bias.size:
         lowest = biases.dtype.type(-math.inf)
         load_tile(bias, b, h, i0, rows, j0, n, lanes, biases)
         for x in range(size):
-            seen[x] &= biases[x] != lowest
+            visible[x] &= biases[x] != lowest
     if not full:
         for j in range(n):
             start, stop = query_range(j0 + j, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
             low = np.int32(min(max(start - i0, 0), lanes))
             high = np.int32(min(max(stop - i0, 0), lanes))
             for r in range(np.int32(lanes)):
-                seen[j * lanes + r] &= (low <= r) & (r < high)
+                visible[j * lanes + r] &= (low <= r) & (r < high)
     if o.mask_mod and not full:
-        call_function(o.mask_mod, seen, 0, o, b, h, i0, j0, n, rows, lanes, 1)
+        call_function(o.mask_mod, visible, 0, o, b, h, i0, j0, n, rows, lanes, 1)
     if rows < lanes:
         for j in range(n):
             for r in range(rows, lanes):
-                seen[j * lanes + r] = 0
+                visible[j * lanes + r] = 0
     for x in range(size):
-        count += seen[x]
+        count += visible[x]
     return count
 
 
@@ -112,18 +112,18 @@ def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
 
 
 @jit
-def apply_score_mod(S, seen, o, b, h, i0, rows, j0, n, lanes):
+def apply_score_mod(S, visible, o, b, h, i0, rows, j0, n, lanes):
     """Modify a tile of n keys; return how many pairs still see each other: -inf hides a key."""
     call_function(o.score_mod, S, 0, o, b, h, i0, j0, n, rows, lanes, 1)
     count, lowest = 0, S.dtype.type(-math.inf)
     for x in range(n * lanes):
-        seen[x] &= S[x] != lowest
-        count += seen[x]
+        visible[x] &= S[x] != lowest
+        count += visible[x]
     return count
 
 
 @jit
-def hide(S, seen, size):
+def hide(S, visible, size):
     """Write -inf where a query does not see the key."""
     for x in range(size):
-        S[x] = S[x] if seen[x] else S.dtype.type(-math.inf)
+        S[x] = S[x] if visible[x] else S.dtype.type(-math.inf)

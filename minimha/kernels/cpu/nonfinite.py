@@ -4,7 +4,7 @@ A hidden key has the weight 0, but 0 · NaN and 0 · inf are NaN. So wherever a 
 from some query, the kernels first look for a value that is not finite (``has_nonfinite``). Only if
 there is one do they leave the fast product: rungs 3, 4 and 6 compute it with zeros in place of that
 key's values (``zero_nonfinite``) and add these to the queries that see the key (``add_nonfinite``);
-rung 5 sums the few rows of its piece over the keys that each query sees (``add_seen_values``).
+rung 5 sums the few rows of its piece over the keys that each query sees (``add_visible_values``).
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def zero_nonfinite(V_j, n, Dv, copy):
 
 
 @jit
-def add_nonfinite(O, P, seen, V_j, n, Dv, rows, lanes):
+def add_nonfinite(O, P, visible, V_j, n, Dv, rows, lanes):
     """Add what ``zero_nonfinite`` left out to the queries that see it, the lanes of O and P."""
     for j in range(n):
         if is_nonfinite_key(V_j, j, Dv):
             for r in range(rows):
-                if seen[j * lanes + r]:
+                if visible[j * lanes + r]:
                     for d in range(Dv):
                         O[d * lanes + r] += (
                             P[j * lanes + r] * V_j.line[V_j.start + j * V_j.stride + d]
@@ -81,10 +81,10 @@ def add_nonfinite(O, P, seen, V_j, n, Dv, rows, lanes):
 
 
 @jit_inline
-def add_seen_values(P, seen, V, O, first, n):
-    """O += P V for n keys, ``first`` being the first in P and ``seen``; queries are rows."""
+def add_visible_values(P, visible, V, O, first, n):
+    """O += P V for n keys, ``first`` being the first in P and ``visible``; queries are rows."""
     for r in range(O.shape[0]):
         for j in range(n):
-            if seen[r, first + j]:
+            if visible[r, first + j]:
                 for d in range(O.shape[1]):
                     O[r, d] += P[r, first + j] * V.line[V.start + j * V.stride + d]

@@ -61,14 +61,14 @@ class Panel(NamedTuple):
 PANEL_BUFFERS = dict.fromkeys(
     ("Qs", "Os", "ms", "S", "biases", "V_j", "scales", "top", "shift", "correction", "total"),
     Buffer(REAL),
-) | {"ls": Buffer(DOUBLE), "seen": Buffer(BYTE)}
+) | {"ls": Buffer(DOUBLE), "visible": Buffer(BYTE)}
 
 
 def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dict[str, int]:
     """Lengths of ``PANEL_BUFFERS`` for so many panels; products write whole register tiles."""
     lanes, keys, columns = panel_width(itemsize), whole_tiles(B_c), whole_tiles(Dv)
     lengths = dict.fromkeys(("scales", "top", "shift", "correction", "total"), lanes)
-    lengths |= dict.fromkeys(("S", "seen", "biases"), keys * lanes) | {"V_j": keys * Dv}
+    lengths |= dict.fromkeys(("S", "visible", "biases"), keys * lanes) | {"V_j": keys * Dv}
     lengths |= {"Qs": panels * D * lanes, "Os": panels * columns * lanes}
     return lengths | {"ms": panels * lanes, "ls": panels * lanes}
 
@@ -132,48 +132,47 @@ def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
     that causality, window, length and ``mask_mod`` let every query see all of them.
     """
     K_j, V_j = rows_from(block[0], first), rows_from(block[1], first)
-    S, seen = flat(t.S, 0), flat(t.seen, 0)
+    S, visible = flat(t.S, 0), flat(t.visible, 0)
     rows, vectors, lanes = panel.rows, panel.vectors, panel.lanes
-    num_seen = n * rows
+    num_visible = n * rows
     if mask.size or bias.size or o.score_mod or not full:
-        num_seen = see_tile(panel, j0, n, t, mask, bias, o, full)
-        if num_seen == 0:
+        num_visible = mask_panel(panel, j0, n, t, mask, bias, o, full)
+        if num_visible == 0:
             return
     tile_product(
         K_j.line, K_j.start, K_j.stride, 1, panel.Q, 0, lanes, S, 0, lanes, t.scales, n, vectors, D
     )  # line 8
-    num_seen = weigh(panel, S, True, 0, num_seen, j0, n, t, bias, o)  # line 9
-    is_zeroed = num_seen < n * rows and has_nonfinite(V_j, n, Dv)
+    num_visible = weigh(panel, S, True, 0, num_visible, j0, n, t, bias, o)  # line 9
+    is_zeroed = num_visible < n * rows and has_nonfinite(V_j, n, Dv)
     V = zero_nonfinite(V_j, n, Dv, t.V_j) if is_zeroed else V_j
     tile_product_add(
         V.line, V.start, 1, V.stride, S, 0, lanes, panel.O, 0, lanes, t.correction, Dv, vectors, n
     )  # line 10
     if is_zeroed:
-        add_nonfinite(panel.O, S, seen, V_j, n, Dv, rows, lanes)
+        add_nonfinite(panel.O, S, visible, V_j, n, Dv, rows, lanes)
 
 
 @jit_inline
-def see_tile(panel, j0, n, t, mask, bias, o, full):
+def mask_panel(panel, j0, n, t, mask, bias, o, full):
     """``mask_tile`` of a panel."""
     return mask_tile(
         mask, bias, o, panel.b, panel.h, panel.i0, panel.rows, j0, n, panel.lanes, full,
-        flat(t.seen, 0), t.biases,
+        flat(t.visible, 0), t.biases,
     )  # fmt: skip
 
 
 @jit_inline
-def weigh(panel, S, is_scaled, slack, num_seen, j0, n, t, bias, o):
+def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
     """Line 9: n rows of scores become weights, and m and l include them.
 
     Scores that are not scaled yet are scaled inside the exponential, which saves a pass; before it
     if another step needs them scaled, if the scale is not positive, and if they are ``FAR`` from 0.
     m is raised only where a score exceeds it by more than ``slack``: weights are at most
-    exp(slack). ``num_seen`` is what ``see_tile`` returned, or the number of pairs if it was not
-    asked. Returns it, less the pairs that ``score_mod`` hides. Leaves in ``t.correction`` what O is
-    multiplied by.
+    exp(slack). ``num_visible`` is what ``mask_panel`` returned, or all pairs if nothing is masked.
+    Returns it, less the pairs that ``score_mod`` hides. ``t.correction`` becomes the factor of O.
     """
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
-    lanes, seen, scale = panel.lanes, flat(t.seen, 0), S.dtype.type(1)
+    lanes, visible, scale = panel.lanes, flat(t.visible, 0), S.dtype.type(1)
     if not is_scaled:
         if o.scale <= 0 or has_softcap_or_bias(bias, o) or o.score_mod:
             scale_lanes(S, 0, n, lanes, t.scales)
@@ -182,9 +181,9 @@ def weigh(panel, S, is_scaled, slack, num_seen, j0, n, t, bias, o):
     if has_softcap_or_bias(bias, o):
         apply_softcap_and_bias(S, bias, t.biases, o, b, h, i0, j0, n, lanes)
     if o.score_mod:
-        num_seen = apply_score_mod(S, seen, o, b, h, i0, rows, j0, n, lanes)
-    if num_seen < n * rows:
-        hide(S, seen, n * lanes)
+        num_visible = apply_score_mod(S, visible, o, b, h, i0, rows, j0, n, lanes)
+    if num_visible < n * rows:
+        hide(S, visible, n * lanes)
     lanes_max(S, 0, n, vectors, t.top)
     if scale != 1:
         is_far = False
@@ -203,12 +202,12 @@ def weigh(panel, S, is_scaled, slack, num_seen, j0, n, t, bias, o):
     lanes_exp(S, 0, n, vectors, scale, t.shift, t.total)
     for r in range(lanes):
         panel.l[r] = t.correction[r] * panel.l[r] + t.total[r]
-    return num_seen
+    return num_visible
 
 
 @jit
 def store_panel(panel, O, L, o, t):
-    """Lines 12 to 15: O / l, transposed back, and m + log l; 0 and -inf if no key was seen."""
+    """Lines 12 to 15: O / l, transposed back, and m + log l; 0 and -inf if no key was visible."""
     lanes, Dv = panel.lanes, O.shape[3]
     entry, first, _ = queries_of(o, panel.b)
     h, i0 = panel.h, first + panel.i0

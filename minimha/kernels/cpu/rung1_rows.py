@@ -16,17 +16,17 @@ from minimha.kernels.cpu.arguments import BYTE, DOUBLE, REAL, Buffer, unpacker
 from minimha.kernels.cpu.functions import call_function
 from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.kernel import Kernel, Sizes
-from minimha.kernels.cpu.mask import final_score, head_of, is_seen
+from minimha.kernels.cpu.mask import final_score, head_of, is_visible
 from minimha.kernels.cpu.nonfinite import note_nonfinite
 from minimha.kernels.cpu.storage import key_at, queries_of, rows_at
 
-BUFFERS = {"O_i": Buffer(DOUBLE), "s": Buffer(REAL), "seen": Buffer(BYTE)}  # two for functions
+BUFFERS = {"O_i": Buffer(DOUBLE), "s": Buffer(REAL), "visible": Buffer(BYTE)}  # two for functions
 unpack = unpacker(**BUFFERS)
 
 
 def sizes(problem: Problem) -> Sizes:
     """No blocks, one worker."""
-    return Sizes((), {"O_i": problem.v.shape[3], "s": 1, "seen": 1})
+    return Sizes((), {"O_i": problem.v.shape[3], "s": 1, "visible": 1})
 
 
 def rows(line, worker):
@@ -56,12 +56,12 @@ def row(q, k, v, mask, bias, o, O, memory, b, h, i):
     for d in range(Dv):
         O_i[d] = 0
     for j in range(o.kv_lengths[b]):
-        if not is_seen(mask, bias, head, b, h, i, j):
+        if not is_visible(mask, bias, head, b, h, i, j):
             continue
         if o.mask_mod:
-            memory.seen[0] = 1
-            call_function(o.mask_mod, memory.seen, 0, o, b, h, i, j, 1, 1, 1, 0)
-            if not memory.seen[0]:
+            memory.visible[0] = 1
+            call_function(o.mask_mod, memory.visible, 0, o, b, h, i, j, 1, 1, 1, 0)
+            if not memory.visible[0]:
                 continue
         page, at = key_at(o, b, j)
         s = 0.0

@@ -24,13 +24,13 @@ B_R, B_C = 64, 64
 
 # l is a long sum of positive numbers, in float64.
 BUFFERS = dict.fromkeys(("S", "biases", "m", "O_i"), Buffer(REAL))
-BUFFERS |= {"l": Buffer(DOUBLE), "seen": Buffer(BYTE)}
+BUFFERS |= {"l": Buffer(DOUBLE), "visible": Buffer(BYTE)}
 unpack = unpacker(**BUFFERS)
 
 
 def sizes(problem: Problem, *, B_r: int = B_R, B_c: int = B_C) -> Sizes:
     """Blocks of ``B_r`` queries and ``B_c`` keys, one worker."""
-    lengths = dict.fromkeys(("S", "biases", "seen"), B_r * B_c)
+    lengths = dict.fromkeys(("S", "biases", "visible"), B_r * B_c)
     lengths |= {"m": B_r, "l": B_r, "O_i": B_r * problem.v.shape[3]}
     return Sizes((B_r, B_c), lengths)
 
@@ -55,7 +55,7 @@ def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
     D, Dv, Lk = q.shape[3], v.shape[3], o.kv_lengths[b]
     entry, first, _ = queries_of(o, b)
     zero, lowest = O.dtype.type(0), O.dtype.type(-math.inf)
-    S, biases, seen, m, l = memory.S, memory.biases, memory.seen, memory.m, memory.l
+    S, biases, visible, m, l = memory.S, memory.biases, memory.visible, memory.m, memory.l
     O_i = matrix(memory.O_i, 0, rows, Dv)
     Q_i = rows_at(q, entry, h, first + i0)  # line 4
     for r in range(rows):  # line 5
@@ -68,7 +68,7 @@ def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
         n = min(B_c, Lk - j0, keys_ahead(o, j0))
         page, at = key_at(o, b, j0)
         K_j, V_j = rows_at(k, page, kv, at), rows_at(v, page, kv, at)  # line 7
-        mask_tile(mask, bias, o, b, h, i0, rows, j0, n, rows, False, seen, biases)
+        mask_tile(mask, bias, o, b, h, i0, rows, j0, n, rows, False, visible, biases)
         for j in range(n):  # line 8: key j and query r meet at j · rows + r
             for r in range(rows):
                 s = zero
@@ -77,11 +77,11 @@ def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
                 S[j * rows + r] = o.scale * s
         apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, rows)
         if o.score_mod:
-            apply_score_mod(S, seen, o, b, h, i0, rows, j0, n, rows)
+            apply_score_mod(S, visible, o, b, h, i0, rows, j0, n, rows)
         for r in range(rows):
             m_old = m[r]
             for x in range(r, n * rows, rows):
-                if seen[x] and S[x] > m[r]:
+                if visible[x] and S[x] > m[r]:
                     m[r] = S[x]
             shift = zero if m[r] == lowest else m[r]
             correction = math.exp(m_old - shift)  # line 9
@@ -89,7 +89,7 @@ def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
             for d in range(Dv):
                 O_i[r, d] *= correction
             for j in range(n):  # line 10
-                if seen[j * rows + r]:
+                if visible[j * rows + r]:
                     p = math.exp(S[j * rows + r] - shift)
                     l[r] += p
                     for d in range(Dv):

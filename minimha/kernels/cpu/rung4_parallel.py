@@ -6,7 +6,7 @@
   and of each the longest first. Once its share is done it helps with the others'.
 - A panel visits only the keys that its queries can reach (``key_range``), and checks single scores
   only in partial tiles: with a causal mask those on the diagonal. Of a ``mask_mod`` it knows the
-  blocks that are hidden or seen whole.
+  blocks that are hidden or visible whole.
 - 16-bit K and V are widened one block at a time, so that only half the bytes come from memory.
 
 Measured: 2.1 × as fast as rung 3 on two cores, 2.6 × with a causal mask (AMD EPYC, 2026-11-21).
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import REAL, TASKS, Buffer, unpacker
-from minimha.kernels.cpu.functions import seen_range
+from minimha.kernels.cpu.functions import visible_range
 from minimha.kernels.cpu.jit import jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Sizes
 from minimha.kernels.cpu.mask import is_full, key_range
@@ -133,7 +133,7 @@ def key_loop(load_block, update):
         i_last, rows, _ = panel_rows(Lq, itemsize, last - 1)
         start, stop = key_range(i_start, i_last + rows, offset, o.left, o.right, length)
         if o.mask_mod:
-            start, stop, _ = seen_range(o, b, h, i_start, i_last + rows, start, stop)
+            start, stop, _ = visible_range(o, b, h, i_start, i_last + rows, start, stop)
         start = start // ROWS * ROWS
         blocks = max(1, -(-(stop - start) // B_c))
         # Blocks of equal size: a short tile has as much overhead as a long one.
@@ -150,11 +150,11 @@ def key_loop(load_block, update):
                 # Whole rows of the tile product: a few hidden keys cost less than keys one by one.
                 j0 = max(begin, low // ROWS * ROWS)
                 j1 = min(end, whole_tiles(high))
-                all_seen = True
+                all_visible = True
                 if o.mask_mod:
-                    j0, j1, all_seen = seen_range(o, b, h, i0, i1, j0, j1)
+                    j0, j1, all_visible = visible_range(o, b, h, i0, i1, j0, j1)
                 if j0 < j1:
-                    full = all_seen and is_full(i0, i1, j0, j1, offset, o.left, o.right, length)
+                    full = all_visible and is_full(i0, i1, j0, j1, offset, o.left, o.right, length)
                     n = j1 - j0
                     update(panel, block, j0 - begin, j0, n, D, Dv, t, mask, bias, o, full)
             begin = end

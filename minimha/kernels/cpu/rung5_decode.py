@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, INDEX, REAL, TASKS, Buffer, unpacker
-from minimha.kernels.cpu.functions import call_function, seen_by_heads, seen_run
+from minimha.kernels.cpu.functions import call_function, visible_run, visible_to_heads
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Sizes
 from minimha.kernels.cpu.mask import (
@@ -31,10 +31,10 @@ from minimha.kernels.cpu.mask import (
     has_softcap_or_bias,
     head_of,
     is_full,
-    is_seen,
+    is_visible,
     key_range,
 )
-from minimha.kernels.cpu.nonfinite import add_seen_values, has_nonfinite, note_nonfinite
+from minimha.kernels.cpu.nonfinite import add_visible_values, has_nonfinite, note_nonfinite
 from minimha.kernels.cpu.simd.dot import ROWS_AHEAD, dot_products, weighted_rows
 from minimha.kernels.cpu.simd.memory import fetch_add, flat, matrix
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max
@@ -69,7 +69,11 @@ WORTH_SKIPPING = 1 << 22  # numbers of K and V: fewer are read sooner than a ``m
 # of lanes, widened rows, where rows of K or V begin. Shared: O (R, Dv), and m and l (R), of every
 # split of every head.
 BUFFERS = dict.fromkeys(("Q", "S", "part", "top", "shift", "total", "wide"), Buffer(REAL))
-BUFFERS |= {"seen": Buffer(BYTE), "starts": Buffer(INDEX), "parts_O": Buffer(REAL, is_shared=True)}
+BUFFERS |= {
+    "visible": Buffer(BYTE),
+    "starts": Buffer(INDEX),
+    "parts_O": Buffer(REAL, is_shared=True),
+}
 BUFFERS |= {"parts_ml": Buffer(DOUBLE, is_shared=True)}
 unpack = unpacker(**BUFFERS)
 FINISHED = 1  # behind the counter of all tasks, those of the finished splits of each head
@@ -89,7 +93,7 @@ def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None
     if splits is None:
         wanted = -(-TASKS_PER_THREAD * workers // max(1, B * Hkv))
         splits = max(1, min(wanted, Lk // SPLIT))
-    lengths = dict.fromkeys(("S", "seen"), rows * B_c) | {"Q": rows * D, "part": rows * Dv}
+    lengths = dict.fromkeys(("S", "visible"), rows * B_c) | {"Q": rows * D, "part": rows * Dv}
     lengths |= dict.fromkeys(("top", "shift", "total"), widest)
     lengths |= {"wide": NEAR * max(D, Dv) if problem.dtype.itemsize < itemsize else 0}
     lengths |= {"parts_O": B * Hkv * splits * rows * Dv, "parts_ml": B * Hkv * splits * 2 * rows}
@@ -137,17 +141,17 @@ def decode(line, worker):
             for d in range(Dv):
                 part.O[r, d] = 0
         start, stop = key_range(0, Lq, o.q_offset[b], o.left, o.right, o.kv_lengths[b])
-        start, stop, _ = seen_by_heads(o, b, kv * group, group, Lq, start, stop)
+        start, stop, _ = visible_to_heads(o, b, kv * group, group, Lq, start, stop)
         size = max(0, stop - start)
         stop = start + (split + 1) * size // splits
         start += split * size // splits
         j1 = start
         while j1 < stop:
             end = min(j1 + B_c, stop)
-            j0, j1, all_seen = seen_run(o, b, kv * group, group, Lq, j1, end)
+            j0, j1, all_visible = visible_run(o, b, kv * group, group, Lq, j1, end)
             if j0 < j1:
                 n = j1 - j0
-                update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t)
+                update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible, t)
         if fetch_add(t.counters, TASKS + FINISHED + head) == splits - 1:
             merge(t, splits, o, O, L, b, kv, Hkv, most)
 
@@ -183,13 +187,13 @@ def load_queries(q, Q, o, b, kv, group, copies):
 
 
 @jit_inline
-def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t):
+def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible, t):
     """Lines 8 to 10 for all rows of Q: the online softmax over the keys j0 to j0 + n.
 
-    ``all_seen`` says that ``mask_mod`` hides nothing here.
+    ``all_visible`` says that ``mask_mod`` hides nothing here.
     """
     rows, panel = part.O.shape[0], panel_width(t.S.itemsize)
-    S, seen = matrix(t.S, 0, rows, B_c), matrix(t.seen, 0, rows, B_c)
+    S, visible = matrix(t.S, 0, rows, B_c), matrix(t.visible, 0, rows, B_c)
     lowest = S.dtype.type(-math.inf)
     is_direct, starts = is_read_in_place(k, o), t.starts
     size = piece_size(is_direct, rows)
@@ -206,12 +210,12 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t
             K = float_keys(k, starts, depth, o, t.wide)
             dot_products(K.line, starts, 0, t.Q, 0, D, t.S, near, B_c, depth, rows, D, False)
     is_partial = mask.size > 0 or bias.size > 0 or o.score_mod != 0
-    is_partial = is_partial or (o.mask_mod != 0 and not all_seen)
+    is_partial = is_partial or (o.mask_mod != 0 and not all_visible)
     for i in range(Lq):
         offset, length = o.q_offset[b], o.kv_lengths[b]
         full = is_full(i, i + 1, j0, j0 + n, offset, o.left, o.right, length)
         is_partial = is_partial or not full
-    apply_options(S, seen, mask, bias, o, b, kv * (rows // Lq), Lq, j0, n, is_partial)
+    apply_options(S, visible, mask, bias, o, b, kv * (rows // Lq), Lq, j0, n, is_partial)
     padded = -(-n // panel) * panel
     for r in range(rows):  # line 9
         for j in range(n, padded):
@@ -235,7 +239,9 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_seen, t
             for d in range(part.O.shape[1]):
                 part.O[r, d] *= S.dtype.type(correction)
     for begin in range(0, n, SUMMED):  # line 10
-        add_values(v, part.O, o, b, kv, j0, begin, min(SUMMED, n - begin), is_partial, S, seen, t)
+        add_values(
+            v, part.O, o, b, kv, j0, begin, min(SUMMED, n - begin), is_partial, S, visible, t
+        )
 
 
 @jit_inline
@@ -249,7 +255,7 @@ def piece_size(is_direct, rows):
 
 
 @jit_inline
-def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
+def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, visible, t):
     """O += P V for n keys of a block; a long sum is one of short sums, which loses fewer digits."""
     (rows, Dv), B_c, P, part, starts = O.shape, S.shape[1], t.S, t.part, t.starts
     for x in range(rows * Dv):
@@ -273,7 +279,7 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
         else:
             V = float_keys(v, starts, depth, o, t.wide)
             if is_partial and has_nonfinite(V, depth, Dv):
-                add_seen_values(S, seen, V, matrix(part, 0, rows, Dv), near, depth)
+                add_visible_values(S, visible, V, matrix(part, 0, rows, Dv), near, depth)
             else:
                 weighted_rows(P, near, B_c, V.line, starts, 0, part, 0, Dv, rows, Dv, depth, False)
         near += depth
@@ -283,8 +289,8 @@ def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, seen, t):
 
 
 @jit
-def apply_options(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
-    """Scale, cap, bias and, if ``is_partial``, modify and mask the scores, and write ``seen``."""
+def apply_options(S, visible, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
+    """Scale, cap, bias and, if ``is_partial``, modify and mask the scores; write ``visible``."""
     scale, is_scaled_only = S.dtype.type(o.scale), not has_softcap_or_bias(bias, o)
     for r in range(S.shape[0]):
         h, i = first_head + r // Lq, r % Lq
@@ -297,14 +303,14 @@ def apply_options(S, seen, mask, bias, o, b, first_head, Lq, j0, n, is_partial):
                 S[r, j] = final_score(S[r, j], bias, head, b, h, i, j0 + j)
         if is_partial:
             for j in range(n):
-                seen[r, j] = is_seen(mask, bias, head, b, h, i, j0 + j)
+                visible[r, j] = is_visible(mask, bias, head, b, h, i, j0 + j)
             if o.mask_mod:
-                call_function(o.mask_mod, seen, r * seen.shape[1], o, b, h, i, j0, 1, n, n, 0)
+                call_function(o.mask_mod, visible, r * visible.shape[1], o, b, h, i, j0, 1, n, n, 0)
             if o.score_mod:
                 call_function(o.score_mod, S, r * S.shape[1], o, b, h, i, j0, 1, n, n, 0)
             for j in range(n):
-                seen[r, j] &= S[r, j] != -math.inf or o.score_mod == 0
-                if not seen[r, j]:
+                visible[r, j] &= S[r, j] != -math.inf or o.score_mod == 0
+                if not visible[r, j]:
                     S[r, j] = -math.inf
 
 

@@ -10,7 +10,7 @@ are transposed as in the other rungs, so that masks, options and softmax are the
 - Products are so fast that whatever surrounds them counts. Scores are scaled inside the
   exponential, and m is raised only where a score exceeds it by ``SLACK``: O is seldom corrected.
 - A part may be 0 and a value infinite, and their product would be NaN. So a key of which a value is
-  not finite is left out of the product and added by ``add_nonfinite``, wherever it is seen.
+  not finite is left out of the product and added by ``add_nonfinite``, wherever it is visible.
 
 Numbers below 2^-126 count as that, weights as 0. Other dtypes, and CPUs without AMX, are left to
 rung 4. float32 would be three parts and six products: tried, that is 1.1 × as fast as rung 4 with
@@ -39,7 +39,7 @@ from minimha.kernels.cpu.panel import (
     PANEL_BUFFERS,
     begin_panel,
     buffer_lengths,
-    see_tile,
+    mask_panel,
     weigh,
 )
 from minimha.kernels.cpu.rung4_parallel import key_loop, shared_out, task_loop
@@ -191,18 +191,18 @@ def zero_nonfinite(values, rows, n, Dv, parts):
 @jit_inline
 def update(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
     """Lines 8 to 10 as in ``update_panel``, for the keys from ``first`` on of a ``Block``."""
-    S, seen = flat(t.S, 0), flat(t.seen, 0)
+    S, visible = flat(t.S, 0), flat(t.visible, 0)
     K, V, lanes, parts = block.K, block.V, panel.lanes, num_parts(o)
-    num_seen = n * panel.rows
+    num_visible = n * panel.rows
     if mask.size or bias.size or o.score_mod or not full or not block.is_finite:
-        num_seen = see_tile(panel, j0, n, t, mask, bias, o, full)
-        if num_seen == 0:
+        num_visible = mask_panel(panel, j0, n, t, mask, bias, o, full)
+        if num_visible == 0:
             return
     matrix_product(
         K.line, first * K.row, K.row, K.part, parts, panel.Q, 0, lanes, K.row // 2 * lanes, parts,
         S, 0, lanes, n, lanes, K.row, False,
     )  # line 8  # fmt: skip
-    weigh(panel, S, False, SLACK, num_seen, j0, n, t, bias, o)  # line 9
+    weigh(panel, S, False, SLACK, num_visible, j0, n, t, bias, o)  # line 9
     is_corrected = False
     for r in range(lanes):
         is_corrected |= t.correction[r] != 1
@@ -210,7 +210,7 @@ def update(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
         scale_lanes(panel.O, 0, Dv, lanes, t.correction)
     if not block.is_finite:
         V_j = rows_from(block.values, first)
-        add_nonfinite(panel.O, S, seen, V_j, n, Dv, panel.rows, lanes)
+        add_nonfinite(panel.O, S, visible, V_j, n, Dv, panel.rows, lanes)
     depth = whole(n, DEPTH)
     for x in range(n * lanes, depth * lanes):
         S[x] = 0

@@ -13,7 +13,7 @@ mask, bias   ``Pairs``: address and strides of (B, H, Lq, Lk), stride 0 along a 
 o            ``Numbers``: sizes and small options
 L            address of (B, H, Lq), float32, contiguous
 
-Strides count elements. A kernel with a caller's functions also receives their ``Place``, in the
+Strides count elements. A kernel with a caller's functions also receives their ``Corner``, in the
 last three fields of o.
 """
 
@@ -279,7 +279,7 @@ def as_arrays(
     lines = {name: put(getattr(o, name)) for name in ("q_offset", "kv_lengths", "slopes", "sinks")}
     o = o._replace(**lines)
     if problem.contents:
-        o = PlacedOptions._make([*o, *problem.place])
+        o = PlacedOptions._make([*o, *problem.corner])
     mask = given["attn_mask"] if "attn_mask" in given else put(NO_MASK)
     bias = given["attn_bias"] if "attn_bias" in given else put(NO_BIAS[problem.compute])
     q, k, v, O, L = (given[name] for name in ("q", "k", "v", "O", "L"))
@@ -313,7 +313,7 @@ def as_addresses(
         scale=o.scale, softcap=o.softcap,
     )  # fmt: skip
     if problem.contents:
-        numbers = PlacedNumbers._make([*numbers, *problem.place])
+        numbers = PlacedNumbers._make([*numbers, *problem.corner])
     over_scores = pairs("attn_mask"), pairs("attn_bias")
     return Arguments(
         rows("q"), rows("k"), rows("v"), *over_scores, numbers, rows("O"), given["L"].address

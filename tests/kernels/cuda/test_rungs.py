@@ -27,7 +27,7 @@ from problems import (
     run,
 )
 
-from minimha.equations.functions import Place, Placed
+from minimha.equations.functions import Corner, Placed
 from minimha.equations.problem import Problem
 
 RUNGS = {  # name: dtypes, the first one for all tests; the most queries that it is tried with
@@ -312,11 +312,11 @@ def test_functions_on_ragged_sizes(rung3, name):
 
 
 def test_functions_of_a_part_count_from_the_beginning_of_the_whole(rung3):
-    place, arrays = Place(1, 3, 30), given(rung3, Lq=40, Lk=40, D=16, Dv=9)
+    corner, arrays = Corner(1, 3, 30), given(rung3, Lq=40, Lk=40, D=16, Dv=9)
     options = {"score_mod": from_tables, "mask_mod": of_parity}
-    of_part = {name: Placed(function, place) for name, function in options.items()}
+    of_part = {name: Placed(function, corner) for name, function in options.items()}
     O, L = forward(rung3, Problem.of(*arrays, **of_part, q_offset=-27))
-    expected = {name: in_part(function, place) for name, function in options.items()}
+    expected = {name: in_part(function, corner) for name, function in options.items()}
     assert_close_to_exact(*arrays, expected | {"q_offset": -27}, O, L)
 
 

@@ -23,13 +23,13 @@ from problems import (
 )
 from test_backends import ALONE, small
 
-from minimha.equations.functions import Place, Placed
+from minimha.equations.functions import Corner, Placed
 from minimha.equations.problem import Problem
 from minimha.kernels.cuda import rung1_rows, rung2_tiles
 from minimha.kernels.cuda.arguments import in_parts
 
 RUNGS = ("cuda.rung1_rows", "cuda.rung2_tiles")
-PLACE = Place(1, 3, 20)
+CORNER = Corner(1, 3, 20)
 HERE = Path(__file__).parent
 DTYPES = (np.float32, np.float64)
 inf = np.inf
@@ -72,7 +72,7 @@ OTHERS = {
     **{("usual blocks", rung): (rung, False, ragged(67, 70), {"is_causal": True, "q_offset": 3})
        for rung in RUNGS},
     **{("place", rung): (rung, True, small(), {
-           "score_mod": Placed(everywhere, PLACE), "mask_mod": Placed(of_parity, PLACE),
+           "score_mod": Placed(everywhere, CORNER), "mask_mod": Placed(of_parity, CORNER),
        }) for rung in RUNGS},
     **{("poison", rung): (rung, True, poisoned(), {"window_size": (None, 0), "kv_lengths": [3, 2]})
        for rung in RUNGS},
@@ -108,7 +108,7 @@ def test_blocks_of_their_usual_size(rung, results):
 @pytest.mark.parametrize("rung", RUNGS)
 def test_functions_of_a_part_count_from_the_beginning_of_the_whole(rung, results):
     given = {"score_mod": everywhere, "mask_mod": of_parity}
-    options = {name: in_part(function, PLACE) for name, function in given.items()}
+    options = {name: in_part(function, CORNER) for name, function in given.items()}
     assert_as_good_as_plain(*small(), options, *results["place", rung])
 
 
