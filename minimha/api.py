@@ -224,7 +224,7 @@ def block_mask(
     offset = integer("q_offset", q_offset, 1 - MAX_OFFSET)
     find = blocks.states
     if not _reason("cpu"):
-        find = imported("minimha.kernels.cpu.functions").block_states
+        find = imported("minimha.kernels.cpu.blocks").block_states
     states = find(mask_mod, num_batch, num_heads, Lq, Lk, np.full(num_batch, offset))
     return BlockMask(mask_mod, states, Lq, Lk, (offset,))
 

@@ -9,8 +9,8 @@ from minimha import attention, block_mask
 from minimha.equations import block_mask as blocks
 from minimha.equations import dense
 from minimha.equations.problem import Problem
-from minimha.kernels.cpu import functions, rung5_decode
-from minimha.kernels.cpu.functions import block_states, blocks_of
+from minimha.kernels.cpu import rung5_decode
+from minimha.kernels.cpu.blocks import block_states, blocks_of
 
 SIZES = [(1, 1), (16, 32), (17, 33), (50, 70), (0, 5), (5, 0)]
 
@@ -120,11 +120,11 @@ def test_packed_and_paged_sequences_have_blocks_of_their_own(mask_mod, page_size
 def test_the_cpu_kernel_skips_blocks_of_packed_sequences(monkeypatch):
     x = np.random.default_rng(0).normal(size=(1, 1, 100, 4))
 
-    def found(mask_mod, kinds, heads, place):
+    def found(mask_mod, kinds, heads, corner):
         states = [[0, 2] * 4 if Lq == 64 else [0] * 6 for _, Lq, _, _ in kinds]
         return np.concatenate(states).astype(np.uint8)
 
-    monkeypatch.setattr(functions, "_found", found)
+    monkeypatch.setattr("minimha.kernels.cpu.blocks._found", found)
     given = {"mask_mod": lambda b, h, i, j: i + j >= 0, "cu_seqlens_q": [0, 64, 100]}
     got = attention(x, x, x, **given, backend="cpu")
     keys = x[:, :, 32:64]

@@ -69,7 +69,7 @@ class Layout(NamedTuple):
 # follow, then the numbers.
 BROUGHT = ("q", "k", "v", "O", "L", "memory")
 ROWS = ("queries", "pages", "first_keys", "ids")  # of ``Sequences``
-BLOCKS = ("blocks", "first_blocks", "block_columns")  # of ``functions.Blocks``
+BLOCKS = ("blocks", "first_blocks", "block_columns")  # of ``blocks.Blocks``
 SMALL = ("q_offset", "kv_lengths", "slopes", "sinks", *ROWS, *BLOCKS)
 ARRAYS = ("q", "k", "v", "mask", "bias", "O", "L", *SMALL)
 FUNCTIONS = ("score_mod", "mask_mod", "first_head", "first_key")

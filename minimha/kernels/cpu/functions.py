@@ -18,12 +18,11 @@ since nobody could catch it, and ``raise_again`` finds it.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import sys
 from array import array
 from collections.abc import Hashable, Sequence
-from functools import cache, partial
+from functools import partial
 from struct import pack
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -41,31 +40,22 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.interpreter import Interpreter
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload, register_jitable
-from numpy.typing import NDArray
 
-from minimha.equations import block_mask
 from minimha.equations.arguments import name_of
-from minimha.equations.block_mask import COLUMNS, FULL, HIDDEN, PARTIAL, ROWS, BlockMask
 from minimha.equations.elementwise import COMPOSED, TORCH, Unknown, substitute, where
 from minimha.equations.functions import (
-    WHOLE,
-    Corner,
     Reading,
     captured,
     defaults_of,
     modified,
-    read,
-    uses,
     visible_pairs,
 )
 from minimha.equations.problem import Problem
-from minimha.kernels import os_threads, remembered
+from minimha.kernels import remembered
 from minimha.kernels.cpu.arguments import address, array_at
-from minimha.kernels.cpu.compiler import Compiled, compiled, undisturbed
-from minimha.kernels.cpu.disk import File
+from minimha.kernels.cpu.compiler import undisturbed
 from minimha.kernels.cpu.jit import FASTMATH, jit
 from minimha.kernels.cpu.simd.vector import INT, pointer_to
-from minimha.kernels.cpu.threads import get_num_threads
 from minimha.kernels.functions import (
     I64,
     NotNow,
@@ -75,22 +65,17 @@ from minimha.kernels.functions import (
     is_fitting,
 )
 
-FILL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)
-FLOAT32 = np.dtype(np.float32)
 OPTIONS = {
     "fastmath": FASTMATH, "error_model": "numpy", "boundscheck": True, "nopython": True,
     "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
 }  # fmt: skip
-MOST, MOST_BLOCKS = 32, 256  # functions, of 1 MB each, and block masks that are kept
+MOST = 32  # functions that are kept, of 1 MB each
 CONSTANTS = "numba compiles it with constants only"  # kept in place of such a function
-LARGEST_KEPT = 1 << 20  # bytes of a block mask
 CALLED = 128  # queries and keys of the tiles in which an exception is looked for
-WORTH_SHARING = 1 << 14  # blocks, which one thread asks about while others start
 
 WORD = slice(8) if sys.byteorder == "little" else slice(1, 9)  # of 9 bytes
 
-_kept: dict[Hashable, Any] = {}  # functions
-_kept_blocks: dict[Hashable, Any] = {}  # of which a problem in parts has many
+_kept: dict[Hashable, Any] = {}
 
 
 class Function(NamedTuple):
@@ -178,128 +163,6 @@ def tile_function(function: Function) -> Tile:
     return tile
 
 
-class Blocks(NamedTuple):
-    """Which blocks of scores a ``mask_mod`` hides, of sequences that differ in length.
-
-    Attributes
-    ----------
-    blocks : ndarray of shape (N,), uint8
-        The states of all blocks, as in ``BlockMask``; none where nothing is known.
-    first_blocks : ndarray of shape (B, H), int64
-        Where those of a sequence and head begin, row by row. B counts sequences, or batch entries.
-    block_columns : ndarray of shape (B,), int64
-        Blocks of keys, which is how many a row has.
-    """
-
-    blocks: NDArray[np.uint8]
-    first_blocks: NDArray[np.int64]
-    block_columns: NDArray[np.int64]
-
-
-@cache
-def no_blocks(H: int) -> Blocks:
-    """Nothing is known; cached, because new arrays cost microseconds in each call."""
-    return Blocks(np.empty(0, np.uint8), np.empty((0, H), np.int64), np.empty(0, np.int64))
-
-
-def blocks_of(problem: Problem) -> Blocks:
-    """What the ``mask_mod`` of ``problem`` hides; found once for sequences that it treats alike."""
-    H, B, Lk = problem.q.shape[1], len(problem.kv_lengths), problem.k.shape[2]
-    mask_mod: Any = problem.mask_mod
-    if isinstance(mask_mod, BlockMask):
-        num_batch, heads, rows, columns = mask_mod.states.shape
-        firsts = np.arange(num_batch * heads).reshape(num_batch, heads) * rows * columns
-        states = np.ascontiguousarray(mask_mod.states).ravel()
-        return Blocks(states, np.broadcast_to(firsts, (B, H)), np.full(B, columns))
-    sequences = problem.sequences
-    ids = (np.arange(B) if sequences is None else sequences.ids) + problem.corner.b
-    lengths = np.full(B, Lk) if sequences is None else problem.kv_lengths
-    facts = ids * uses(mask_mod, 0), problem.num_queries, lengths, problem.q_offset
-    each = zip(*(fact.tolist() for fact in facts), strict=True)
-    numbers: dict[tuple[int, ...], int] = {}  # np.unique takes 40 µs, even of one sequence
-    kind = np.array([numbers.setdefault(one, len(numbers)) for one in each], np.int64)
-    kinds = np.array(list(numbers), np.int64).reshape(-1, len(facts))
-    uses_heads = uses(mask_mod, 1)
-    heads, corner = (
-        H if uses_heads else 1,
-        Corner(0, problem.corner.h * uses_heads, problem.corner.key),
-    )
-    key = (problem.contents["mask_mod"], corner, heads, kinds.tobytes())
-    found = _kept_blocks.get(key)
-    if found is None:
-        found = _found(given(problem)[-1], kinds, heads, corner)
-        if found is None:
-            raise_again(problem)
-        if found.nbytes <= LARGEST_KEPT:
-            if len(_kept_blocks) >= MOST_BLOCKS:
-                _kept_blocks.clear()
-            _kept_blocks[key] = found
-    rows, columns, firsts = _layout(kinds, heads)
-    each_head = firsts[kind, None] + np.arange(heads) * (rows * columns)[kind, None]
-    return Blocks(found, np.broadcast_to(each_head, (B, H)), columns[kind])
-
-
-def block_states(
-    mask_mod: Any, B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
-) -> NDArray[np.uint8]:
-    """``BlockMask.states``, found by the compiled function if there is one.
-
-    An array of shape (B, H, ceil(Lq / 16), ceil(Lk / 32)).
-    """
-    kinds = np.column_stack((np.arange(B), np.full(B, Lq), np.full(B, Lk), q_offset))
-    try:
-        found = _found(Function("mask_mod", mask_mod, FLOAT32, read(mask_mod)), kinds, H)
-    except Refused:
-        found = None
-    if found is None:  # NumPy raises what the function raised
-        return block_mask.states(mask_mod, B, H, Lq, Lk, q_offset)
-    return found.reshape(B, H, -(-Lq // ROWS), -(-Lk // COLUMNS))
-
-
-def _layout(kinds: NDArray[np.int64], heads: int) -> tuple[NDArray[np.int64], ...]:
-    """For each of ``kinds`` its rows and columns of blocks, and where its states begin."""
-    rows, columns = -(-kinds[:, 1] // ROWS), -(-kinds[:, 2] // COLUMNS)
-    sizes = heads * rows * columns
-    return rows, columns, np.cumsum(sizes) - sizes
-
-
-def _found(
-    mask_mod: Function, kinds: NDArray[np.int64], heads: int, corner: Corner = WHOLE
-) -> NDArray[np.uint8] | None:
-    """The states of all blocks of sequences, each with ``heads`` heads; None where it raises.
-
-    ``kinds`` (n, 4) has b, the numbers of queries and keys, and the position of query 0.
-    """
-    tile = tile_function(mask_mod)
-    line: Any = tile.line(mask_mod.reading.values)
-    rows, columns, firsts = _layout(kinds, heads)
-    states: NDArray[Any] = np.zeros(heads * int(rows @ columns), np.uint8)
-    table: NDArray[Any] = np.column_stack((kinds, firsts))
-    sizes: NDArray[Any] = np.array([len(kinds), heads, corner.h, corner.key])
-    failed: NDArray[Any] = np.zeros(1, np.int64)
-    threads = get_num_threads() if states.size >= WORTH_SHARING else 1
-    visible: NDArray[Any] = np.empty((threads, ROWS * COLUMNS), np.uint8)
-    run = FILL(_filling().address)
-    arrays = states, visible, failed, table, sizes
-
-    def fill_from(first: int, held: Any = (tile, mask_mod)) -> None:  # and what it reads and writes
-        run(line.buffer_info()[0], *map(address, arrays), first, threads)
-
-    if threads == 1:  # which is quicker than to start one
-        fill_from(0)
-    else:
-        os_threads.call([partial(fill_from, first) for first in range(threads)])
-    return None if failed[0] else states
-
-
-@cache
-def _filling() -> Compiled:
-    """``fill`` as machine code; loading it takes milliseconds."""
-    items = [types.CPointer(kind) for kind in (types.uint8, types.uint8, I64, I64, I64)]
-    signature = types.void(I64, *items, I64, I64)
-    return compiled(fill, signature, File("blocks", str(signature)))
-
-
 def raise_again(problem: Problem) -> NoReturn:
     """Raise the exception that a function of ``problem`` raised in a kernel."""
     parts = [problem]
@@ -361,88 +224,6 @@ def call_function(function, X, offset, o, b, h, i, j, lines, length, stride, is_
     """Call a caller's function for the tile of sequence b that begins at query i and key j."""
     s, h, i, j = o.ids[b], h + o.first_head, i + o.q_offset[b] + o.first_key, j + o.first_key
     call_tile(function, X, offset, o.failed, s, h, i, j, lines, length, stride, is_transposed)
-
-
-@jit
-def visible_range(o, b, h, i0, i1, j0, j1):
-    """Where the keys begin and end that the queries i0 to i1 may see, of those from j0 to j1.
-
-    And whether they see all of them; where ``o.blocks`` is empty that is not known.
-    """
-    if not o.blocks.size:
-        return j0, j1, False
-    first, last, is_full, columns = j1, j0, True, o.block_columns[b]
-    for column in range(j0 // COLUMNS, -(-j1 // COLUMNS)):
-        for row in range(i0 // ROWS, -(-i1 // ROWS)):
-            state = o.blocks[o.first_blocks[b, h] + row * columns + column]
-            is_full &= state == FULL
-            if state != HIDDEN:
-                first, last = min(first, column * COLUMNS), max(last, (column + 1) * COLUMNS)
-    return max(j0, first), min(j1, last), is_full
-
-
-@jit
-def visible_to_heads(o, b, h, heads, Lq, j0, j1):
-    """``visible_range`` of Lq queries, the first ones of each of ``heads`` heads from h on."""
-    j1 = max(j0, j1)  # where there is no key, j0 may be far beyond
-    first, last, is_full = j1, j0, True
-    for head in range(h, h + heads):
-        start, stop, all_visible = visible_range(o, b, head, 0, Lq, j0, j1)
-        first, last, is_full = min(first, start), max(last, stop), is_full and all_visible
-    return first, last, is_full
-
-
-@jit
-def visible_run(o, b, h, heads, Lq, j0, j1):
-    """Where the first run of keys between j0 and j1 that are in no hidden block begins and ends.
-
-    And whether all of its keys are visible to all queries, as ``visible_to_heads`` says.
-    """
-    if not o.blocks.size:
-        return j0, j1, False
-    start, stop, is_full = j0, j0, True
-    while stop < j1:
-        end = min(j1, (stop // COLUMNS + 1) * COLUMNS)
-        first, last, all_visible = visible_to_heads(o, b, h, heads, Lq, stop, end)
-        if first < last:
-            stop, is_full = end, is_full and all_visible
-        elif start < stop:
-            break
-        else:
-            start, stop = end, end
-    return start, stop, is_full
-
-
-def fill(tile, states, visible, failed, table, sizes, first, step):
-    """Write every ``step``-th row of blocks, from ``first`` on; ``visible`` is a block per thread.
-
-    Of each sequence ``table`` has b, the numbers of queries and keys, the position of query 0 and
-    where its states begin. ``sizes`` are the numbers of sequences and heads, and which head and key
-    the function gets for the first ones.
-    """
-    num_sequences, heads, first_head, first_key = sizes[0], sizes[1], sizes[2], sizes[3]
-    start, turn = first * ROWS * COLUMNS, 0
-    for s in range(num_sequences):
-        b, Lq, Lk = table[5 * s], table[5 * s + 1], table[5 * s + 2]
-        offset, to = table[5 * s + 3], table[5 * s + 4]
-        rows, columns = -(-Lq // ROWS), -(-Lk // COLUMNS)
-        for row in range(rows):
-            turn += 1
-            if turn % step != first:
-                continue
-            i0, lines = row * ROWS, min(ROWS, Lq - row * ROWS)
-            for h in range(heads):
-                for column in range(columns):
-                    j0, length = column * COLUMNS, min(COLUMNS, Lk - column * COLUMNS)
-                    size, count = lines * length, 0
-                    for x in range(size):
-                        visible[start + x] = 1
-                    to_h, i, j = first_head + h, first_key + offset + i0, first_key + j0
-                    call_tile(tile, visible, start, failed, b, to_h, i, j, lines, length, length, 0)
-                    for x in range(size):
-                        count += visible[start + x]
-                    state = HIDDEN if count == 0 else FULL if count == size else PARTIAL
-                    states[to + (h * rows + row) * columns + column] = state
 
 
 def _keep(key: Hashable, value: Any) -> Any:

@@ -57,6 +57,7 @@ from minimha.kernels.cpu.arguments import (
     pack,
     slots,
 )
+from minimha.kernels.cpu.blocks import blocks_of, no_blocks
 from minimha.kernels.cpu.compiler import Compiled, compiled
 from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.pool import pool
@@ -229,12 +230,12 @@ class Plan:
         rows = problem.sequences or one_per_entry(B, Lq, Lk)
         is_large = problem.k.size + problem.v.size >= kernel.worth_skipping
         is_skipping = kernel.skips and problem.mask_mod is not None and is_large
-        blocks = functions.blocks_of(problem) if is_skipping else functions.no_blocks(H)
+        hidden = blocks_of(problem) if is_skipping else no_blocks(H)
         return CPUOptions(  # type: ignore[call-arg]  # mypy wants literals
             *options(problem), queries=np.ascontiguousarray(rows.queries),
             pages=np.ascontiguousarray(rows.pages), first_keys=rows.first_keys,
             ids=rows.ids + b, page_size=rows.page_size, score_mod=0, mask_mod=0, first_head=h,
-            first_key=key, **blocks._asdict(), failed=None,
+            first_key=key, **hidden._asdict(), failed=None,
         )  # fmt: skip
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:

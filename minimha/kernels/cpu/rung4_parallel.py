@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import REAL, TASKS, Buffer, unpacker
-from minimha.kernels.cpu.functions import visible_range
+from minimha.kernels.cpu.blocks import visible_range
 from minimha.kernels.cpu.jit import jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Sizes
 from minimha.kernels.cpu.mask import is_full, key_range

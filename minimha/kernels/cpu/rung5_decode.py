@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 from minimha.equations.problem import Problem
 from minimha.kernels.cpu.arguments import BYTE, DOUBLE, INDEX, REAL, TASKS, Buffer, unpacker
-from minimha.kernels.cpu.functions import call_function, visible_run, visible_to_heads
+from minimha.kernels.cpu.blocks import visible_run, visible_to_heads
+from minimha.kernels.cpu.functions import call_function
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Sizes
 from minimha.kernels.cpu.mask import (

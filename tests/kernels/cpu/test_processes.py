@@ -18,7 +18,7 @@ import pytest
 from minimha import attention, block_mask
 from minimha.equations.block_mask import FULL, HIDDEN, PARTIAL
 from minimha.kernels import forks, os_threads
-from minimha.kernels.cpu import functions, kernel
+from minimha.kernels.cpu import blocks, kernel
 from minimha.kernels.cpu.arguments import HEADERS
 
 LIMIT = 240  # seconds; a cold machine compiles first
@@ -360,8 +360,8 @@ PATCHED = """
     if {is_imported}:
         import minimha.kernels.cpu.backend
 {patch}
-    from minimha.kernels.cpu import functions, kernel
-    functions.get_num_threads = lambda: 2
+    from minimha.kernels.cpu import blocks, kernel
+    blocks.get_num_threads = lambda: 2
     made = minimha.block_mask(lambda b, h, i, j: i >= j, 4096, 4096)
     kernel.LONG = 1 << 24
     for turn in range(3):
@@ -594,7 +594,7 @@ def test_a_long_call_where_the_system_gives_no_more_threads(monkeypatch):
 
 
 def test_a_block_mask_where_the_system_gives_no_more_threads(monkeypatch):
-    monkeypatch.setattr(functions, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(blocks, "get_num_threads", lambda: 3)
     monkeypatch.setattr(os_threads._thread, "start_new_thread", refused)
     made = block_mask(lambda b, h, i, j: i >= j, 4096, 4096)
     first_row, first_key = np.arange(0, 4096, 16)[:, None], np.arange(0, 4096, 32)
