@@ -29,7 +29,7 @@ else:
 
     def __getattr__(name):
         """Import a package when it is first used, so that ``import minimha`` stays fast."""
-        if name in (*__all__, "distributed"):  # which needs dask, as import * must not
+        if name in (*__all__, "distributed"):  # not in __all__, since it needs dask
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

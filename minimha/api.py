@@ -52,6 +52,7 @@ AHEAD = {"cpu": BACKENDS["cpu"], "cuda": "minimha.kernels.cuda.ahead"}  # compil
 DTYPES = ("float32", "float64", "float16", "bfloat16")  # that the CPU kernels read in place
 PACKING = ("cu_seqlens_q", "cu_seqlens_k", "block_table")
 TAPPED = ("dense", "tiled")  # the backends whose steps can be tapped
+UNTAPPED = f"it keeps no steps to tap; {' and '.join(TAPPED)} do"
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about the machine)
@@ -59,7 +60,7 @@ class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about t
 
 
 class Masks(TypedDict, total=False):
-    """Options of ``attention`` that everything built on it has."""
+    """Options of ``attention`` that every layer built on it has."""
 
     attn_mask: Array
     alibi_slopes: Array
@@ -68,7 +69,7 @@ class Masks(TypedDict, total=False):
 
 
 class Positions(TypedDict, total=False):
-    """Options of ``attention`` that say which key is where."""
+    """Options of ``attention`` about positions."""
 
     is_causal: bool
     q_offset: Array
@@ -87,7 +88,7 @@ class Scores(TypedDict, total=False):
 
 
 class Packing(TypedDict, total=False):
-    """Options of ``attention`` that say where the rows of each sequence are."""
+    """Options of ``attention`` about packed and paged sequences."""
 
     cu_seqlens_q: Array
     cu_seqlens_k: Array
@@ -99,7 +100,7 @@ class AttentionOptions(Masks, Positions, Scores, Packing, total=False):
 
 
 def backends() -> dict[str, str | None]:
-    """Return for each backend the reason why it cannot run here, or None if it can.
+    """Return for each backend why it cannot run here, or None if it can.
 
     >>> backends()["dense"] is None
     True
@@ -108,7 +109,7 @@ def backends() -> dict[str, str | None]:
 
 
 def _reason(backend: str) -> str | None:
-    """Why a backend cannot run here, or None; NVIDIA's driver is initialized only for "cuda"."""
+    """Why a backend cannot run here, or None; only "cuda" initializes NVIDIA's driver."""
     if backend == "cuda":
         return reason_without_cuda()
     if backend == "cpu" and not find_spec("numba"):
@@ -120,37 +121,36 @@ def _reason(backend: str) -> str | None:
 
 def compile(
     dtypes: DType | Sequence[DType] = ("float32",),
-    progress: Callable[[str], None] = lambda doing: None,
-    *,
+    progress: Callable[[str], None] = lambda doing: None, *,
     backend: Literal["cpu", "cuda"] = "cpu",
-) -> dict[str, Path | None]:
+) -> dict[str, Path | None]:  # fmt: skip
     """Compile kernels ahead of their first use, and keep them on disk.
 
     Parameters
     ----------
     dtypes : dtype or sequence of dtype, default ("float32",)
-        "float32", "float64", "float16" and "bfloat16", as strings or as NumPy has them. On the CPU
+        "float32", "float64", "float16" and "bfloat16", as strings or NumPy's dtypes. On the CPU
         each one needs two kernels, for many queries and for few.
     progress : callable, optional
-        Called with the name of each kernel when its turn comes. Default is to report nothing.
+        Called with the name of each kernel before it is compiled. Default is to report nothing.
     backend : {"cpu", "cuda"}, default "cpu"
-        "cuda" is for the current GPU: kernels for heads 64 and 128 wide, for many queries and for
-        one, and then for 1, 4 and 8 query heads per key/value head. They do causal masks, windows,
-        lengths and sinks, too; kernels for other widths, and for options that change or hide single
-        scores, are compiled when they are first used.
+        "cuda" compiles for the current GPU: heads 64 and 128 wide, many queries, and one query with
+        1, 4 and 8 query heads per key/value head. These kernels also do causal masks, windows,
+        lengths and sinks. Kernels for other widths, and for options that change or hide single
+        scores, are compiled on first use.
 
     Returns
     -------
     dict of str to Path or None
-        The file of each kernel; None where no folder can be written: then it is in memory, or, if
-        it is for a GPU, compiled in vain.
+        The file of each kernel; None if no folder can be written. A CPU kernel is then kept in
+        memory, a GPU kernel compiled again on first use.
 
     Raises
     ------
     ValueError
-        Another dtype or backend.
+        The dtype or backend is another one.
     BackendUnavailable
-        The kernels cannot be compiled on this machine; on one without a GPU, those for a GPU.
+        The kernels cannot be compiled on this machine, such as GPU kernels without a GPU.
     """
     given = [dtypes] if isinstance(dtypes, (str, type, np.dtype)) else dtypes
     names = [np.dtype(x).name if isinstance(x, (type, np.dtype)) else x for x in given]
@@ -170,18 +170,13 @@ def compile(
 
 
 def block_mask(
-    mask_mod: Callable[..., Any],
-    Lq: int,
-    Lk: int,
-    *,
-    B: int | None = None,
-    H: int | None = None,
+    mask_mod: Callable[..., Any], Lq: int, Lk: int, *, B: int | None = None, H: int | None = None,
     q_offset: int = 0,
-) -> BlockMask:
+) -> BlockMask:  # fmt: skip
     """Find the blocks of scores that ``mask_mod`` hides whole, once for many calls of attention.
 
-    Given in place of the function, ``attention(…, mask_mod=block_mask(f, Lq, Lk))``, it saves each
-    call the search, which asks ``mask_mod`` about every pair.
+    The search calls ``mask_mod`` for every pair of a query and a key. With the result in place of
+    the function, ``attention(…, mask_mod=block_mask(f, Lq, Lk))``, no call repeats it.
 
     Parameters
     ----------
@@ -190,10 +185,10 @@ def block_mask(
     Lq, Lk : int
         Numbers of queries and keys.
     B, H : int, optional
-        Batch entries and query heads; required if ``mask_mod`` uses b or h. Default is one result
-        for all of them.
+        Numbers of batch entries and query heads; required if ``mask_mod`` uses b or h. By default
+        one result applies to all of them.
     q_offset : int, default 0
-        Position of query 0 among the keys, for all batch entries.
+        Position of query 0 among the keys, in all batch entries.
 
     Returns
     -------
@@ -202,8 +197,8 @@ def block_mask(
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong type or range, a function that takes other parameters or returns
-        no bool, or that uses b or h without B or H.
+        An argument has a wrong type or range, or the function takes other parameters, returns no
+        bool, or uses b or h without B or H.
 
     Examples
     --------
@@ -212,7 +207,7 @@ def block_mask(
     """
     if checked("mask_mod", mask_mod) is None:
         raise TypeError("mask_mod is None: expected a function mask_mod(b, h, i, j)")
-    if isinstance(mask_mod, BlockMask):  # for other sizes
+    if isinstance(mask_mod, BlockMask):  # it may have other sizes
         mask_mod = mask_mod.mask_mod
     for index, (letter, number) in enumerate((("B", B), ("H", H))):
         if number is None and uses(mask_mod, index):
@@ -285,35 +280,35 @@ def attention(
     one, and the output has the same number of dimensions.
 
     Arrays of torch and JAX on the CPU are read without copying, and the results are arrays of q's
-    library. With arrays of torch, CuPy, JAX or numba on an NVIDIA GPU the backend "cuda" computes
-    there, on their library's current stream; q, k, v must then have one floating dtype, and
+    library. For arrays of torch, CuPy, JAX or numba on an NVIDIA GPU the backend "cuda" computes
+    there, on their library's current stream. Then q, k and v must have the same floating dtype, and
     ``attn_mask`` and ``attn_bias`` must be on the same GPU.
 
-    ``k`` and ``v`` may be longer than memory: of an ``np.memmap`` or an array of zarr, on every
-    backend, 32 MiB of keys and values are read at a time, or one chunk of the store where that is
-    more. The parts are put together as ``minimha.merge`` does; ``score_mod`` and ``mask_mod`` get
-    positions in the whole. With packed sequences, pages or a tap everything is in memory, as ``q``,
-    ``attn_mask``, ``attn_bias`` and the output always are.
+    ``k`` and ``v`` may be longer than memory, as ``np.memmap`` or arrays of zarr, on every backend.
+    Keys and values are then read 32 MiB at a time, or one chunk of the store if a chunk is larger,
+    and the parts are merged as by ``minimha.merge``. ``score_mod`` and ``mask_mod`` get positions
+    in the whole. ``q``, ``attn_mask``, ``attn_bias`` and the output must fit into memory, and so
+    must everything with packed sequences, pages or a tap.
 
     The options are applied in this order: scale → softcap → bias → score_mod → mask → softmax.
 
     Parameters
     ----------
     q : array_like of shape (B, H, Lq, D)
-        Queries. Integers are computed in float64, float16 and bfloat16 in float32.
+        Queries. Integers are computed in float64; float16 and bfloat16 in float32.
     k : array_like of shape (B, Hkv, Lk, D)
         Keys. H must be a multiple of Hkv: query head h uses key/value head h // (H // Hkv).
     v : array_like of shape (B, Hkv, Lk, Dv)
         Values.
     is_causal : bool, default False
-        Query i, which is at key position i + q_offset, sees no key after that position.
+        Query i, at key position i + q_offset, sees no key after that position.
     q_offset : int or array_like of shape (B,), int, optional
-        Position of query 0 among the keys; any integer. Default is 0 if Lq = Lk; otherwise it is
-        required with ``is_causal``, ``window_size``, ``alibi_slopes``, ``score_mod`` or
-        ``mask_mod``, which depend on positions.
+        Position of query 0 among the keys; any integer. Default is 0. It is required if Lq ≠ Lk
+        with ``is_causal``, ``window_size``, ``alibi_slopes``, ``score_mod`` or ``mask_mod``, which
+        depend on positions.
     window_size : pair of int or None, optional
         (left, right), both inclusive: query i sees the keys from i + q_offset - left to
-        i + q_offset + right. None is a side without a limit. Default is no window.
+        i + q_offset + right. None means no limit on that side. Default is no window.
     attn_mask : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), bool, optional
         True = may attend.
     attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), optional
@@ -328,35 +323,34 @@ def attention(
     softcap : float or 0-d array, optional
         Positive c: scores become c · tanh(score / c).
     sinks : array_like of shape (H,), optional
-        Extra scores in the denominator and the log-sum-exp that have no value. Finite, or -inf for
-        none.
+        Extra scores without a value, which count in the denominator and the log-sum-exp. Finite,
+        or -inf for no sink.
     score_mod : callable ``score_mod(score, b, h, i, j) -> score``, optional
         The new score of query head h of batch entry b, for key j and the query at key position i
-        (i counts from ``q_offset``); -inf hides the key. See the notes.
+        (query 0 has i = ``q_offset``); -inf hides the key. See the notes.
     mask_mod : callable ``mask_mod(b, h, i, j) -> bool``, or BlockMask, optional
-        True = may attend. ``minimha.block_mask`` finds once what it hides, for many calls.
+        True = may attend. ``minimha.block_mask`` finds the hidden blocks once, for many calls.
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int, optional
-        n sequences stand one after another along Lq and Lk, with B = 1: sequence s is the rows
-        from cu_seqlens[s] to cu_seqlens[s + 1], of which the first is 0 and the last Lq or Lk. No
-        sequence sees another; positions count from its first query and key, functions get s as
-        b, and ``q_offset`` and ``kv_lengths`` are one integer or n. ``attn_mask``, ``attn_bias``
-        and a BlockMask are refused, and so are arrays on a GPU. ``cu_seqlens_k`` is
-        ``cu_seqlens_q`` by default.
+        n sequences are packed one after another along Lq and Lk, with B = 1. Sequence s has the
+        rows from cu_seqlens[s] to cu_seqlens[s + 1]; the first number is 0 and the last Lq or Lk.
+        No sequence sees another. Positions count from a sequence's first query and key, functions
+        get s as b, and ``q_offset`` and ``kv_lengths`` are one integer or n. ``attn_mask``,
+        ``attn_bias``, a BlockMask and arrays on a GPU are refused. Default of ``cu_seqlens_k`` is
+        ``cu_seqlens_q``.
     block_table : array_like of shape (B, pages), int, optional
         Keys and values are paged: k is (num_pages, Hkv, page_size, D), v likewise, and key j of
-        batch entry b is key j % page_size of page block_table[b, j // page_size]. It needs
-        ``kv_lengths``; entries beyond are not read. With ``cu_seqlens_q`` there is one row for
-        each sequence. What is refused with ``cu_seqlens_q`` is refused here.
+        batch entry b is key j % page_size of page block_table[b, j // page_size]. ``kv_lengths`` is
+        required; entries of the table beyond it are not read. With ``cu_seqlens_q`` the table has
+        one row per sequence. What ``cu_seqlens_q`` refuses is refused here too.
     return_lse : bool, default False
         Return the log-sum-exp too.
     backend : {"auto", "dense", "tiled", "cpu", "cuda"}, default "auto"
-        A backend that is named computes or raises. "auto" takes "cpu" at every size once its
-        kernel is compiled. Until then "dense" computes, as long as getting the kernel ready would
-        take longer than "dense" has taken so far (half a second to load it, some seconds to
-        compile it); so the last digits may change between two calls. With a tap it takes "dense".
-        It never chooses "cuda", which computes if it is named or if the arrays are on a GPU.
+        A named backend computes or raises. "auto" uses "cpu" for every size once its kernel is
+        compiled. Loading a kernel takes half a second, compiling it some seconds; "auto" uses
+        "dense" until that has taken as long. So the last digits may change between two calls. With
+        a tap "auto" uses "dense". "cuda" is used only if it is named or the arrays are on a GPU.
         "dense" and "tiled" multiply with NumPy: if its OpenBLAS has threads, a fork may hang while
-        another thread multiplies large matrices. Then name "cpu", whose threads let forks pass, set
+        another thread multiplies large matrices. Then use "cpu", whose threads allow forks, set
         OPENBLAS_NUM_THREADS to 1, or spawn processes.
     tap : callable ``tap(name, value) -> value``, optional
         Receives every intermediate; see ``minimha.explain.Trace``.
@@ -364,41 +358,41 @@ def attention(
     Returns
     -------
     output : array of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
-        An ndarray, or an array of q's library (see above). 0 for a query that sees no key.
+        An ndarray, or an array of q's library (see above). 0 if a query sees no key.
     lse : array of shape (B, H, Lq), float32 or float64, if ``return_lse``
         Natural logarithm of the sum of the exponentials of a row's final scores, sinks included;
-        -inf for a query that sees no key and has no sink.
+        -inf if a query sees no key and has no sink.
 
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong type, shape or range, a stored array that cannot be read or
-        whose file is too short; the message names it. No array is ever written to.
+        An argument has a wrong type, shape or range, or a stored array cannot be read or its file
+        is too short; the message names the argument. No array is ever written to.
     BackendUnavailable
-        The named backend cannot run here or does not support this problem, or cannot compile
-        ``score_mod`` or ``mask_mod``; the message names the line. "auto" then takes "dense".
+        The named backend cannot run here, does not support this problem, or cannot compile
+        ``score_mod`` or ``mask_mod``; the message names the line. "auto" then uses "dense".
     MemoryError
         The problem does not fit into the memory of the machine or the GPU.
 
     Notes
     -----
     ``score_mod`` and ``mask_mod`` are functions of numbers: a score in the compute dtype, and
-    integers. They may use ``if`` and ``math``, and must have no effects: they are called in any
-    order, for hidden pairs too. The backend "cpu" compiles them with numba, in a second at most,
-    and calls the machine code once per tile of scores; blocks that ``mask_mod`` hides whole are
-    skipped. "dense" and "tiled" call them with arrays of indices that broadcast, or number by
-    number where they take no arrays. On a GPU they are compiled into the kernel, in some seconds;
-    there they may raise nothing, and call functions of ``math`` instead of NumPy's.
+    integers. They may use ``if`` and ``math``. They must have no side effects, since they are
+    called in any order, also for hidden pairs. The backend "cpu" compiles them with numba, in at
+    most a second, calls the machine code once per tile of scores, and skips blocks that
+    ``mask_mod`` hides whole. "dense" and "tiled" call them with arrays of indices that broadcast,
+    or with one number at a time if they take no arrays. On a GPU they are compiled into the kernel,
+    in some seconds; there they must not raise, and must call functions of ``math``, not NumPy's.
 
-    They may capture numbers, arrays and tensors of torch or JAX on the CPU, read at each call, and
-    call elementwise functions of torch and NumPy: ``where``, ``clamp``, ``tanh``, ``log2``, …; the
-    message of what is unknown names them all. On a GPU only those of ``math`` are known.
+    They may capture numbers, arrays, and tensors of torch or JAX on the CPU, which are read at each
+    call. They may call elementwise functions of torch and NumPy: ``where``, ``clamp``, ``tanh``,
+    ``log2``, …; an error about an unknown one lists all. On a GPU only those of ``math`` are known.
 
-    On the CPU new values of captured numbers and arrays compile nothing; other values do, such as
-    strings, tuples and flags, and all values of a function that numba compiles with constants only.
-    On a GPU every value is compiled in. What a ``mask_mod`` captures is compared at each call,
-    because it says which blocks are hidden. Ctrl-C ends a call that compiles at once; the
-    compilation goes on to its end, and its result is kept.
+    On the CPU a new value of a captured number or array needs no compilation. A new value of any
+    other type does, such as a string, a tuple or a flag, and so does any new value of a function
+    that numba compiles only with constants. On a GPU every new value does. The values that a
+    ``mask_mod`` captures are compared at each call, because hidden blocks depend on them. Ctrl-C
+    ends a call that compiles at once; the compilation continues, and its result is kept.
 
     References
     ----------
@@ -413,7 +407,7 @@ def attention(
            [1.401112, 1.203336],
            [0.99302 , 1.255235]])
 
-    Packed, the first two tokens are a sequence of their own, and so is the third:
+    Packed: the first two tokens are one sequence, and the third is another:
 
     >>> attention(q, k, v, cu_seqlens_q=[0, 2, 3]).round(6)
     array([[0.5     , 1.      ],
@@ -444,7 +438,8 @@ def attention(
             q, k, v, score_mod, mask_mod, backend, is_causal, q_offset, scale, softcap, *window
         )
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
-            key = remembered.with_values(key, (cu_seqlens_q, cu_seqlens_k))
+            starts = remembered.by_value((cu_seqlens_q, cu_seqlens_k))
+            key = key and starts and (*key, starts)
         plan = remembered.recall(key)
         if plan is not None:
             O, L = plan.run(q, k, v, functions)
@@ -464,16 +459,16 @@ def attention(
         "score_mod": score_mod, "mask_mod": mask_mod,
     }  # fmt: skip
     has_lse = flag("return_lse", return_lse)
-    kinds = kinds_of(given)
+    on_gpu, has_stored_keys = kinds_of(given)
     packing = [name for name in PACKING if given[name] is not None]
-    if kinds.on_gpu:
-        module = _device_module(backend, kinds.on_gpu, tap, packing)
+    if on_gpu:
+        module = _device_module(backend, on_gpu, tap, packing)
         given = {name: x for name, x in given.items() if name not in PACKING}
         try:
             return module.attend(given | dict(zip("qkv", originals, strict=True)), options, has_lse)
         except module.functions.Refused as error:
             raise BackendUnavailable(f"backend 'cuda' cannot run: {error}") from None
-    if kinds.has_stored_keys and tap is no_tap and not packing:
+    if has_stored_keys and tap is no_tap and not packing:
         problem, (O, L) = _in_blocks(backend, given | options)
     else:
         problem = Problem.of(**given, **options)  # type: ignore[arg-type]
@@ -488,7 +483,7 @@ def attention(
 def _in_blocks(
     backend: Backend, arguments: dict[str, Any]
 ) -> tuple[Problem, tuple[NDArray[Any], NDArray[Any]]]:
-    """The problem of stored keys and values, without their numbers, and its O and L."""
+    """The problem of stored keys and values, with zeros for q, k and v, and its O and L."""
     check_backend(backend)
     arguments |= {n: as_floating(n, arguments[n]) for n in "qkv" if not is_stored(arguments[n])}
     problem = outline(arguments)
@@ -516,7 +511,7 @@ def _in_blocks(
 def _computed(
     backend: str, problem: Problem, tap: Tap, key: tuple[Any, ...] | None, given: tuple[Any, ...]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L, not yet as given; a plan is remembered under ``key`` if it fits ``given``."""
+    """O and L, before ``Problem.as_given``; remembers a plan by ``key`` if it fits ``given``."""
     check_backend(backend)
     is_auto, is_tapped = backend == "auto", tap is not no_tap
     if is_auto:
@@ -557,11 +552,11 @@ def _device_module(backend: str, name: str, tap: Tap, packing: list[str]) -> Any
             f"use backend 'cuda'"
         )
     if tap is not no_tap:
-        raise BackendUnavailable(f"backend 'cuda' cannot run: {_untapped()}")
+        raise BackendUnavailable(f"backend 'cuda' cannot run: {UNTAPPED}")
     return _cuda()
 
 
-@cache  # numba and the driver, once there, do not go away
+@cache  # numba and the driver stay available
 def _cuda() -> Any:
     """Return the module that computes on a GPU."""
     reason = _reason("cuda")
@@ -572,7 +567,7 @@ def _cuda() -> Any:
 
 def _module(backend: str, problem: Problem, is_tapped: bool) -> Any:
     """Return the module that computes ``problem``."""
-    reason = _untapped() if is_tapped and backend not in TAPPED else _reason(backend)
+    reason = UNTAPPED if is_tapped and backend not in TAPPED else _reason(backend)
     if not reason:
         try:
             module: Any = imported(BACKENDS[backend])
@@ -585,10 +580,6 @@ def _module(backend: str, problem: Problem, is_tapped: bool) -> Any:
 
 
 def check_backend(backend: str) -> None:
-    """Refuse what is no backend's name."""
+    """Raise ValueError unless ``backend`` is "auto" or a backend's name."""
     if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend is {backend!r}: expected auto, {', '.join(BACKENDS)}")
-
-
-def _untapped() -> str:
-    return f"it keeps no steps to tap; {' and '.join(TAPPED)} do"

@@ -296,9 +296,9 @@ REFUSED = [
     ({"cu_seqlens_q": [0, 2, 5], "cu_seqlens_k": [0, 2, 6], "kv_lengths": [3, 3]}, ValueError,
      "kv_lengths is 3 for sequence 0: it has 2 keys"),
     ({"cu_seqlens_q": [0, 5], "cu_seqlens_k": [0, 6], "attn_mask": np.ones((5, 6), bool)},
-     ValueError, "attn_mask covers one pair of Lq and Lk, but cu_seqlens and block_table give"),
+     ValueError, "attn_mask is for one Lq and one Lk, but with cu_seqlens or block_table"),
     ({"cu_seqlens_q": [0, 5], "cu_seqlens_k": [0, 6], "attn_bias": np.ones((5, 6))},
-     ValueError, "attn_bias covers one pair"),
+     ValueError, "attn_bias is for one Lq"),
     ({"k": PAGES, "block_table": [[0, 9]], "kv_lengths": 3}, ValueError,
      "block_table[0, 1] is 9: expected a page from 0 to 3, since the 3 keys of sequence 0 take 2 "
      "pages of 2"),
@@ -319,7 +319,7 @@ REFUSED = [
     ({"k": PAGES, "block_table": [[0, 1]], "kv_lengths": 3, "cu_seqlens_q": [0, 5],
       "cu_seqlens_k": [0, 3]}, ValueError, "cu_seqlens_k is given with block_table"),
     ({"k": PAGES, "v": PAGES[:3], "block_table": [[0, 1]], "kv_lengths": 3}, ValueError,
-     "v has 3 pages but k has 4: expected as many"),
+     "v has 3 pages but k has 4: they must be equal"),
 ]  # fmt: skip
 
 

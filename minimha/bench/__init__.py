@@ -1,1 +1,1 @@
-"""How fast: a correctness gate, a warm-up, interleaved measurement, records."""
+"""Measures speed: a correctness gate, a warm-up, interleaved measurement, records."""

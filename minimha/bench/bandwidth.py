@@ -1,4 +1,4 @@
-"""What the machine itself can do: its bandwidth of reading, and the rate of its matrix product."""
+"""Measures the machine: the bandwidth of reading, and the rate of a matrix product."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +23,10 @@ def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
 
 
 def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Read a 1-D array once, with as many threads as the kernels use.
+    """Read a 1-D array once, with the number of threads of the kernels.
 
-    Returns (threads, lanes): the largest number that each lane of each thread read, up to the last
-    full vector.
+    Returns (threads, lanes): the largest number in each lane of each thread, up to the last full
+    vector.
     """
     from minimha.kernels.cpu.simd.softmax import lanes_max
     from minimha.kernels.cpu.simd.vector import VECTORS, panel_width

@@ -1,9 +1,9 @@
-"""How fast: correctness gate → warm-up → interleaved measurement → records.
+"""Measures speed: correctness gate → warm-up → interleaved measurement → records.
 
 A candidate whose numbers are wrong is never timed. All candidates of a shape take turns in one
-run, so that whatever else the machine does affects them alike. Before each turn the threads of the
+run, so that other work of the machine affects them equally. Before each turn the threads of the
 previous candidate must be asleep (OpenBLAS's spin for a tenth of a second, on a core that the next
-candidate needs), and an untimed call wakes the candidate's own. Times are medians, with the
+candidate needs), and an untimed call wakes the candidate's threads. Times are medians, with the
 quartiles as spread.
 """
 
@@ -31,7 +31,7 @@ TURN = 0.02  # seconds of timed calls in one turn
 WAIT, BUSY = 0.01, 0.002  # seconds; quiet: the process computes for less than BUSY in a WAIT
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
-LADDER_NORM = "cpu.rung4_parallel"  # the rung to which the ratios are
+LADDER_NORM = "cpu.rung4_parallel"  # ratios are to this rung
 
 
 def against_peers(
@@ -40,13 +40,13 @@ def against_peers(
 ) -> Report:  # fmt: skip
     """Measure minimha's CPU backend beside every peer that is installed, in float32.
 
-    The timed calls of each shape take ``seconds``. Every candidate has so many ``threads``, by
-    default ``minimha.get_num_threads()``. ``progress`` is called with what is done next: once for
+    The timed calls of each shape take ``seconds``. Every candidate uses ``threads`` threads, by
+    default ``minimha.get_num_threads()``. ``progress`` is called with the next task: once for
     compiling and once per shape. ``is_crowded`` is as in ``compare``.
     """
     for shape in shapes:
         if shape.dtype != "float32":
-            raise ValueError(f"shape {shape}: dtypes of 16 bits are measured on a GPU alone")
+            raise ValueError(f"shape {shape}: 16-bit dtypes are measured only on a GPU")
     missing = load()
     with _workers(threads) as number:
         progress("compiling")
@@ -91,7 +91,7 @@ def compare(
 ) -> list[Record]:  # fmt: skip
     """Check, warm up and time ``candidates``; ratios are to the one named ``ours``.
 
-    If ``is_crowded``, each call meets the threads of the others, which spin for a while.
+    If ``is_crowded``, the spinning threads of other candidates disturb each call.
     """
     records = {name: Record(str(shape), name, _error(inputs, c)) for name, c in candidates.items()}
     timed = {name: c.run for name, c in candidates.items() if records[name].error <= GATE}
@@ -112,7 +112,7 @@ def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str,
     """Seconds of each candidate's calls: turns of a few calls, until ``seconds`` have passed."""
     calls = {}
     for name, run in runs.items():
-        _wait_for_quiet()  # a core shared with another's threads would make the turn too short
+        _wait_for_quiet()  # a core shared with other threads would make the turn too short
         run()
         calls[name] = max(1, int(TURN / min(seconds_of(run) for _ in range(3))))
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -129,7 +129,7 @@ def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str,
 def crowded(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
     """Seconds of single calls that take turns in random order, until ``seconds`` have passed.
 
-    As in a program that uses several libraries: nobody waits until the others' threads sleep.
+    As in a program that uses several libraries, whose threads may still spin.
     """
     order = np.random.default_rng(0)
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -142,13 +142,13 @@ def crowded(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, lis
 
 
 def extra_memory(run: Callable[[], Any]) -> int | None:
-    """Peak bytes of the process during a call, besides what it held before and the output.
+    """Peak bytes of the process during a call, less its memory before and the output.
 
-    None unless the system tells them.
+    None if the system does not tell.
     """
     if not (os.access(CLEAR, os.W_OK) and STATUS.exists()):
         return None
-    CLEAR.write_text("5")  # resets the peak to what is held now
+    CLEAR.write_text("5")  # resets the peak to the current memory
     before = _status("VmRSS")
     output = run()
     peak = _status("VmHWM")
@@ -157,14 +157,14 @@ def extra_memory(run: Callable[[], Any]) -> int | None:
 
 
 def compile_seconds(shape: Shape) -> float:
-    """Seconds until the kernel for such a shape is ready: compiled, or loaded from the cache."""
+    """Seconds until the kernel for such a shape is compiled, or loaded from the cache."""
     inputs = replace(shape, B=1, H=1, Hkv=1, Lq=min(shape.Lq, 16), Lk=16, mask="none").inputs()
     return seconds_of(_ours(inputs).run)
 
 
 @contextmanager
 def _workers(threads: int | None) -> Iterator[int]:
-    """Let the kernels use so many threads inside the block; gives their number."""
+    """Set the number of threads of the kernels inside the block, and yield it."""
     from minimha.kernels.cpu.threads import get_num_threads, set_num_threads
 
     before = get_num_threads()
@@ -196,7 +196,7 @@ def _error(inputs: Inputs, candidate: Peer) -> float:
         if inputs.is_causal or inputs.window:
             options["q_offset"] = start
         exact = attention(*(x.astype(np.float64) for x in (q[:, :, rows], k, v)), **options)
-        worst = float(np.maximum(worst, abs(output[:, :, rows] - exact).max()))  # NaN stays
+        worst = float(np.maximum(worst, abs(output[:, :, rows] - exact).max()))  # keeps NaN
         plain = max(plain, float(abs(attention(q[:, :, rows], k, v, **options) - exact).max()))
     return worst / plain if np.isfinite(worst) else float("inf")
 

@@ -1,7 +1,7 @@
-"""How fast on a GPU: correctness gate → warm-up → rounds, by CUDA events, with a cold L2 cache.
+"""Measures speed on a GPU: correctness gate → warm-up → rounds, by CUDA events, with a cold L2.
 
-The same records as ``bench/cpu.py``, beside each of torch's own backends by its name. Everything
-but the clock also runs on a CPU, where it is tested.
+It makes the same records as ``bench/cpu.py``, beside each backend of torch by name. Everything but
+the clock also runs on a CPU, where it is tested.
 """
 
 import platform
@@ -30,26 +30,24 @@ SHAPES = (
 TORCH = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 PLAIN = "torch MATH"  # its error is the unit of the others' errors
 CACHE = 256 << 20  # bytes written before each call, more than any L2 cache holds
-FLUSHES = 16  # that many times: about a millisecond, in which Python gets ahead of the GPU
+FLUSHES = 16  # times: about a millisecond, in which Python gets ahead of the GPU
 MATRIX = 8192  # side of the matrices whose product measures the GPU's arithmetic
 STREAM = 1 << 30  # bytes that are read to measure the GPU's memory
-TINY = Shape(1, 1, 1, 16, 16, 64)  # so small that a call is all overhead
+TINY = Shape(1, 1, 1, 16, 16, 64)  # so small that a call is only overhead
 CALLS = 200  # with which the overhead is measured
 
 
 def against_torch(
-    shapes: Sequence[Shape],
-    seconds: float,
-    progress: Callable[[str], None] = lambda doing: None,
+    shapes: Sequence[Shape], seconds: float, progress: Callable[[str], None] = lambda doing: None,
     device: Backend = "cuda",
-) -> Report:
+) -> Report:  # fmt: skip
     """Measure minimha beside torch's scaled_dot_product_attention on ``device``.
 
-    As ``bench.cpu.against_peers``, but for problems without a mask and causal ones alone.
+    As ``bench.cpu.against_peers``, but only without a mask or with a causal one.
     """
     for shape in shapes:
         if shape.mask not in ("none", "causal"):
-            raise ValueError(f"shape {shape}: on a GPU none and causal are measured")
+            raise ValueError(f"shape {shape}: on a GPU the mask must be none or causal")
     if not find_spec("torch"):
         raise BackendUnavailable(
             "torch, which the bench on a GPU compares with, is not installed: "
@@ -118,7 +116,7 @@ def _candidates(shape: Shape, tensors: Any, device: Backend) -> dict[str, Callab
         run = by(getattr(SDPBackend, name))
         try:
             run()
-        except RuntimeError:  # how torch says that a backend does not support the problem
+        except RuntimeError:  # the backend does not support the problem
             continue
         found[f"torch {name.removesuffix('_ATTENTION')}"] = run
     return found
@@ -178,7 +176,7 @@ def _machine(shape: Shape, device: Any) -> tuple[float, Callable[[], Any]]:
 
 
 def _overhead(device: Backend) -> float:
-    """Seconds that a call takes in Python, whatever the GPU does meanwhile."""
+    """Seconds of a call in Python, without waiting for the GPU."""
     tensors = _tensors(TINY, device)
     run = _candidates(TINY, tensors, device)[OURS]
     run()
@@ -189,10 +187,10 @@ def _overhead(device: Backend) -> float:
 
 
 def _cuda_clock(run: Callable[[], Any]) -> float:
-    """Seconds between two events around the call; none of its inputs are left in the L2 cache.
+    """Seconds between two events around the call, with none of its inputs in the L2 cache.
 
     The GPU is still flushing its cache when Python has queued the call and both events. So Python's
-    own time is not included, unless it is longer than the flush; ``_overhead`` measures it.
+    time is not included unless it exceeds the flush; ``_overhead`` measures it.
     """
     import torch
 

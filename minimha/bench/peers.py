@@ -1,7 +1,7 @@
-"""Other libraries' attention on the same arrays, for ``minimha.bench`` to compare with.
+"""Other libraries' attention on the same arrays, for comparison in ``minimha.bench``.
 
-Each library is imported only where it is used, so that none is required. The extra ``bench``
-installs them.
+Each library is imported where it is used, so that none is required. The extra ``bench`` installs
+them.
 """
 
 import os
@@ -21,7 +21,7 @@ LIBRARIES = ("torch", "onnxruntime", "onnx")
 
 
 class Peer(NamedTuple):
-    """A prepared call, and how its result becomes an array of shape (B, H, Lq, Dv)."""
+    """A prepared call, and the conversion of its result to an array (B, H, Lq, Dv)."""
 
     run: Callable[[], Any]
     as_array: Callable[[Any], NDArray[Any]]
@@ -53,7 +53,7 @@ def numpy_peers(inputs: Inputs) -> dict[str, Peer]:
 
 
 def _scores_fit(inputs: Inputs) -> bool:
-    """Whether what NumPy needs fits into memory: three arrays as large as the scores."""
+    """Whether NumPy has enough memory: for three arrays of the size of the scores."""
     (B, H, Lq, _), Lk = inputs.q.shape, inputs.k.shape[2]
     pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 0
     return not pages or 3 * 4 * B * H * Lq * Lk < pages * os.sysconf("SC_PAGE_SIZE")
@@ -62,8 +62,8 @@ def _scores_fit(inputs: Inputs) -> bool:
 def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
     """``torch.nn.functional.scaled_dot_product_attention``.
 
-    Fewer key heads than query heads: with ``enable_gqa`` ("GQA"), and, if there is one query per
-    head, with the query heads of a group as the rows of one head ("folded").
+    With fewer key heads than query heads: with ``enable_gqa`` ("GQA"), and, if there is one query
+    per head, with the query heads of a group as the rows of one head ("folded").
     """
     import torch
     from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -88,9 +88,9 @@ def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 
 def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """onnxruntime's ("ORT") kernels of ONNX's Attention-23 and of operators of its own.
+    """onnxruntime's ("ORT") kernels of ONNX's Attention-23 and of its own operators.
 
-    These are MultiHeadAttention ("MHA") and GroupQueryAttention ("GQA").
+    Those are MultiHeadAttention ("MHA") and GroupQueryAttention ("GQA").
     """
     B, H, Lq, _ = inputs.q.shape
     Hkv, Lk = inputs.k.shape[1:3]
@@ -141,7 +141,7 @@ def _session(
     operator: str, domain: str, feeds: dict[str, Any], threads: int,
     outputs: tuple[str, ...] = ("o",), **attributes: Any,
 ) -> Callable[[], Any]:  # fmt: skip
-    """A model of one operator, ready to run on ``feeds``; a feed of None is an absent input."""
+    """A call of a model of one operator on ``feeds``; a feed of None is an absent input."""
     import onnxruntime
     from onnx import TensorProto, helper
 

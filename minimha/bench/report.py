@@ -1,4 +1,4 @@
-"""What was measured, as records, and what follows from them: fastest peers, means, rows to show."""
+"""Records of measurements, and results from them: fastest peers, means, rows to show."""
 
 import math
 import platform
@@ -15,18 +15,18 @@ from minimha.bench.shapes import Shape
 
 OURS = "minimha"
 GATE = 5  # times the error of plain NumPy: above it a candidate is wrong
-GATE_ROWS = 24  # so many queries are checked at the beginning, in the middle and at the end
+GATE_ROWS = 24  # queries that are checked, each at the beginning, in the middle and at the end
 CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
 class Record:
-    """What was measured of one candidate on one shape; NaN if the gate was not passed.
+    """The measurements of one candidate on one shape; NaN if it did not pass the gate.
 
-    ``error`` is the largest against float64 on the rows that the gate checks, as a multiple of
-    plain NumPy's in float32. ``rate`` counts operations per second, for a decode shape bytes of K
-    and V; ``of_machine`` is its fraction of what this machine's sgemm, or reading its memory,
-    reaches in the same run.
+    ``error`` is the largest against float64 in the rows that the gate checks, as a multiple of
+    plain NumPy's in float32. ``rate`` is operations per second, or bytes of K and V per second for
+    a decode shape; ``of_machine`` is its fraction of the rate of sgemm, or of reading memory, in
+    the same run.
     """
 
     shape: str
@@ -39,14 +39,14 @@ class Record:
     rate: float = math.nan
     of_machine: float = math.nan
     ratio: float = math.nan  # median / minimha's median: above 1 minimha is faster
-    extra_memory: int | None = None  # peak bytes besides inputs and output; Linux tells them
+    extra_memory: int | None = None  # peak bytes besides inputs and output; only on Linux
 
 
 @dataclass(frozen=True)
 class Report:
     """All records of a run, with the machine and the seconds that compiling took.
 
-    ``missing`` names the libraries that were not installed, so not compared with.
+    ``missing`` names the libraries that were not installed.
     """
 
     records: list[Record]
@@ -59,7 +59,7 @@ def measured(
     record: Record, shape: Shape, times: Sequence[float], ours: Sequence[float] | None,
     machine_rate: float,
 ) -> Record:  # fmt: skip
-    """``record`` with what follows from its ``times``, minimha's and the machine's rate."""
+    """``record`` with the results of its ``times``, minimha's times and the machine's rate."""
     low, median, high = (float(np.quantile(times, part)) for part in (0.25, 0.5, 0.75))
     rate = (shape.bytes_read if shape.is_decode else shape.operations) / median
     return replace(
@@ -70,7 +70,7 @@ def measured(
 
 
 def machine(threads: int) -> dict[str, str | int]:
-    """What the numbers were measured on."""
+    """The machine on which the numbers were measured."""
     model = platform.processor() or platform.machine()
     if CPUINFO.exists():
         lines = CPUINFO.read_text().splitlines()
@@ -84,7 +84,7 @@ def machine(threads: int) -> dict[str, str | int]:
 
 
 def best_peers(records: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
-    """minimha's record and the fastest peer's, for each shape that has both."""
+    """minimha's record and the fastest peer's, for each shape with both."""
     for _, group in groupby(records, lambda record: record.shape):
         timed = [record for record in group if record.runs]
         ours = [record for record in timed if record.candidate == OURS]
@@ -99,7 +99,7 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report in JSON's own types; what was not measured is null."""
+    """The report in JSON's types; what was not measured is null."""
 
     def finite(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -112,7 +112,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def as_rows(records: Iterable[Record]) -> list[dict[str, str]]:
-    """The records as a reader wants them: milliseconds, GFLOP/s or GB/s, MiB."""
+    """The records in units for readers: milliseconds, GFLOP/s or GB/s, MiB."""
     return [
         {
             "candidate": r.candidate,
@@ -129,7 +129,7 @@ def as_rows(records: Iterable[Record]) -> list[dict[str, str]]:
 
 
 def _digits(number: float, most: int = 4) -> str:
-    """Three significant digits but at most so many decimals; nothing for NaN."""
+    """Three significant digits, but at most ``most`` decimals; "" for NaN."""
     if math.isnan(number):
         return ""
     decimals = min(max(0, 2 - math.floor(math.log10(number))), most) if number else 0

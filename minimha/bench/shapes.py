@@ -1,4 +1,4 @@
-"""The problems that are measured: sizes, masks, and the same random numbers on every run."""
+"""The measured problems: sizes, masks, and the same random numbers on every run."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ WINDOW = (511, 0)
 
 
 class Inputs(NamedTuple):
-    """One problem, from which each library's inputs are made.
+    """The arrays and masks of one problem.
 
     ``window`` is (left, right) or None, ``mask`` a boolean array (B, 1, Lq, Lk), True = may attend,
     or None. A causal problem has Lq = Lk.
@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of ``minimha.attention``."""
+        """The options of ``minimha.attention``."""
         return {"is_causal": self.is_causal, "window_size": self.window, "attn_mask": self.mask}
 
     @property
@@ -73,8 +73,8 @@ class Shape:
 
     def __str__(self) -> str:
         sizes = ",".join(str(n) for n in (self.B, self.H, self.Hkv, self.Lq, self.Lk, self.D))
-        unsaid = {"none", "float32"}
-        return " ".join([sizes, *(x for x in (self.mask, self.dtype) if x not in unsaid)])
+        defaults = {"none", "float32"}
+        return " ".join([sizes, *(x for x in (self.mask, self.dtype) if x not in defaults)])
 
     @property
     def operations(self) -> float:
@@ -88,7 +88,7 @@ class Shape:
 
     @property
     def bytes_read(self) -> float:
-        """Of K and V, read once."""
+        """Bytes of K and V, read once."""
         return 2.0 * ITEMSIZE[self.dtype] * self.B * self.Hkv * self.Lk * self.D
 
     @property

@@ -1,16 +1,16 @@
 """Attention over keys that are longer than one machine: dask arrays in chunks.
 
-Each chunk of keys meets each chunk of queries, by ``minimha.attention``, and the parts are merged
-in a tree by log-sum-exp, as ``minimha.merge`` does. What is computed and what moves at most, for
-each head of width D, with numbers of b bytes and queries in C chunks::
+``minimha.attention`` computes each chunk of queries with each chunk of keys, and a tree of
+``minimha.merge`` merges the results. Work and largest traffic for each head of width D, with
+numbers of b bytes and queries in C chunks::
 
                                  FLOPs                 bytes
     one chunk of queries         4 · Lq · Lk · D       about 2 · Lq · D · b for each chunk of keys
     prefill, C chunks            4 · Lq · Lk · D       2 · C · Lk · D · b (half of each if causal)
 
-Decoding moves queries and results, never keys. A prefill has 2 · Lq / (C · b) FLOPs for each byte:
-the longer a chunk of queries is, the less the network matters. Under a causal mask the last chunk
-of queries has the most to do; in stripes (``striped``) all have the same.
+Decoding moves queries and results, never keys. A prefill has 2 · Lq / (C · b) FLOPs per byte: the
+network matters less for longer chunks of queries. With a causal mask the last chunk of queries has
+the most work; in stripes (``striped``) all have the same.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""``attention`` on dask arrays: a task for each pair of chunks of queries and keys, and merging."""
+"""``attention`` on dask arrays: one task per pair of chunks of queries and keys, then a merge."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def attention(
     ``merge-output`` put the results together, four at a time. These are the names on dask's
     dashboard and progress bars. Where no query sees a key there is no task, and no key is read.
     ``.compute(retries=3)`` runs a task that failed again; what a lost worker had, dask computes
-    again. A worker needs one thread, because the kernels have threads of their own.
+    again. A worker needs only one thread, because the kernels start threads.
 
-    ``score_mod`` and ``mask_mod`` get b, h, i and j of the whole. They travel once to each worker
-    that needs them, as dask sends functions: those that a worker can import by name, others with
-    what they capture. Whether a ``mask_mod`` hides a chunk is found where the chunk is; of a
-    ``BlockMask`` the function is sent.
+    ``score_mod`` and ``mask_mod`` get b, h, i and j of the whole. dask sends them once to each
+    worker that needs them: by name if the worker can import them, otherwise with their captured
+    values. The worker that has a chunk finds whether ``mask_mod`` hides it. From a ``BlockMask``
+    only the function is sent.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``D`` head width, ``Dv`` value width. As with ``minimha.attention``, all arrays may have 2 or 3
@@ -63,16 +63,16 @@ def attention(
     Parameters
     ----------
     q : dask array of shape (B, H, Lq, D)
-        D is in one chunk. What is no dask array becomes one, chunked as k is.
+        D must be in one chunk. Other arrays become dask arrays, chunked like k.
     k : dask array of shape (B, Hkv, Lk, D)
-        Chunked as q along B; a chunk of heads has the key/value heads of q's chunk of heads. An
-        array of zarr keeps its chunks, D excepted.
+        Chunked like q along B; a chunk of heads has the key/value heads of q's chunk of heads. An
+        array of zarr keeps its chunks, except along D.
     v : dask array of shape (B, Hkv, Lk, Dv)
-        Chunked as k. What is no dask array becomes one that is.
+        Chunked like k. Other arrays become dask arrays with these chunks.
     stripes : int, default 1
-        With more than 1, all axes of queries and keys are in stripes, as ``striped`` leaves them,
-        and no chunk is in two of them. This balances a causal prefill. Functions, ``alibi_slopes``
-        that are not causal and offsets that differ in a batch are refused then.
+        With more than 1, all axes of queries and keys must be in stripes, from ``striped``, and
+        each chunk in one stripe. This balances a causal prefill. Then functions, ``alibi_slopes``
+        without ``is_causal``, and offsets that differ in a batch are refused.
     return_lse : bool, default False
         Return the log-sum-exp too.
     **options
@@ -82,15 +82,15 @@ def attention(
     Returns
     -------
     output : dask array of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
-        Chunked as q.
+        Chunked like q.
     lse : dask array of shape (B, H, Lq), float32 or float64, if ``return_lse``
 
     Raises
     ------
     TypeError, ValueError
-        What ``minimha.attention`` raises for such shapes and options, or chunks that do not fit
-        each other: at once, before anything is computed. What a function raises, or that it
-        returns the wrong thing, is known when it is called.
+        ``minimha.attention`` would refuse the shapes or options, or chunks do not fit each other.
+        This is raised at once, before anything is computed; errors of functions are raised when
+        they are called.
 
     References
     ----------
@@ -127,8 +127,8 @@ def attend_to_keys(
 ) -> Pair:  # fmt: skip
     """O and L of a chunk of queries, over a chunk of keys and values.
 
-    ``arrays`` are k, v, and what the names in ``masks`` say. q has the compute dtype, and so have
-    O and L: 16-bit numbers are rounded once, at the end. ``left_out`` (H,) is subtracted from L.
+    ``arrays`` are k, v, and those named by ``masks``. q, O and L have the compute dtype: 16-bit
+    numbers are rounded once, at the end. ``left_out`` (H,) is subtracted from L.
     """
     k, v, *given = arrays
     options = options | dict(zip(masks, given, strict=True)) | placed(functions, part)
@@ -152,14 +152,8 @@ def merge_output(
 class _Graph:
     """The tasks of one call.
 
-    Parameters
-    ----------
-    arrays : dict of str to dask array
-        q, k and v, of 4 dimensions; masks and biases, chunked as the scores or of size 1.
-    problem : Problem
-        Their outline.
-    stripes : int
-    backend : str
+    ``arrays`` are q, k and v, of 4 dimensions, and masks and biases, whose axes are chunked like
+    the scores or of size 1; ``problem`` is their outline.
     """
 
     def __init__(
@@ -175,7 +169,7 @@ class _Graph:
         self.token = tokenize(arrays, *options, problem.contents, stripes, backend)
         self.tasks: dict[Key, Any] = {}
         self.used: dict[str, Any] = {}  # dask would compute all of any other array, too
-        if self.functions:  # in a task of their own, so that they are sent to a worker once
+        if self.functions:  # in one task, so that they are sent to a worker once
             key = (f"take-functions-{self.token}",)
             self._add(key, partial(dict, self.functions))
             self.functions = key
@@ -200,7 +194,7 @@ class _Graph:
         )
 
     def _attending(self, block: Key) -> list[Key]:
-        """Tasks for one chunk of queries, and for each chunk of keys that one of them sees."""
+        """Tasks for one chunk of queries: one for each chunk of keys that some query sees."""
         b, h, i = block
         masks = tuple(name for name in PER_SCORE if name in self.arrays)
         q = (f"widen-queries-{self.token}", *block)
@@ -236,7 +230,7 @@ class _Graph:
         self.tasks[key] = (function, *arguments)
 
     def _block(self, name: str, *indices: int) -> Key:
-        """The key of one chunk; of an axis with one chunk, there is the first alone."""
+        """The key of one chunk; along an axis with one chunk, that of the first."""
         x = self.used[name] = self.arrays[name]
         at = (n if blocks > 1 else 0 for n, blocks in zip(indices, x.numblocks, strict=True))
         return (x.name, *at)

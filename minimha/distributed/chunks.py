@@ -1,4 +1,4 @@
-"""What is chunked, how, and whether the chunks of several arrays fit each other."""
+"""Makes dask arrays, and checks that the chunks of several arrays fit each other."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from minimha.equations.problem import Problem
 
 
 def as_dask(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """The arrays as dask's, which stay as they are; others become some that fit k.
-
-    Raises
-    ------
-    TypeError, ValueError
-        What ``rectangular`` raises; or a dask array does not know the sizes of its chunks.
-    """
+    """q, k and v as dask arrays; those that are none get chunks that fit k."""
     k, v, q = (_readable(name, x) for name, x in (("k", k), ("v", v), ("q", q)))
     if library_of(k) != "dask":
         k = da.from_array(k, chunks=(*getattr(k, "chunks", k.shape)[:-1], -1))
@@ -31,20 +25,14 @@ def as_dask(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
 
 
 def check(arrays: dict[str, Any]) -> None:
-    """Refuse q, k and v, of 4 dimensions, whose chunks do not fit each other.
-
-    Raises
-    ------
-    ValueError
-        Their sentence says which array to rechunk, and how.
-    """
+    """Raise ValueError if the chunks of q, k and v, of 4 dimensions, do not fit each other."""
     q, k, v = (arrays[name] for name in "qkv")
     Q, K, V = map(name_of, "qkv")
     for name, x in arrays.items():
         if x.numblocks[3] > 1:
             raise ValueError(
                 f"{name_of(name)} is chunked along its last axis, {x.chunks[3]}: expected one "
-                f"chunk, since a score is a product over all of it; use .rechunk({{-1: -1}})"
+                f"chunk, since a score is a product over this axis; use .rechunk({{-1: -1}})"
             )
     for axis, title in ((0, "B"), (1, "Hkv"), (2, "Lk")):
         if v.chunks[axis] != k.chunks[axis]:
@@ -67,11 +55,11 @@ def check(arrays: dict[str, Any]) -> None:
 
 
 def check_striped(problem: Problem) -> None:
-    """Refuse options that positions in stripes cannot express."""
+    """Raise ValueError for options that positions in stripes cannot express."""
     for name in problem.functions:
         raise ValueError(
-            f"{name_of(name)} is given with stripes: expected tokens in their order, since a "
-            f"function is called for neighbouring queries and keys"
+            f"{name_of(name)} is given with stripes: expected tokens in their original order, "
+            f"since functions are called for neighbouring queries and keys"
         )
     if problem.alibi_slopes is not None and problem.right != 0:
         raise ValueError(
@@ -87,9 +75,9 @@ def check_striped(problem: Problem) -> None:
 
 
 def over_scores(name: str, mask: Any, q: Any, k: Any) -> Any:
-    """A mask or bias as a dask array of 4 dimensions, chunked as the scores of q and k are.
+    """A mask or bias as a dask array of 4 dimensions, chunked like the scores of q and k.
 
-    An axis of size 1, along which it is broadcast, stays.
+    Axes of size 1 are kept.
     """
     mask = mask if library_of(mask) == "dask" else rectangular(name, mask)
     mask = mask[(None,) * (4 - mask.ndim)]
@@ -101,17 +89,14 @@ def over_scores(name: str, mask: Any, q: Any, k: Any) -> Any:
 
 
 def spans(name: str, sizes: tuple[int, ...], stripes: int = 1) -> list[slice]:
-    """Which positions each chunk of an axis has; with stripes, positions of the original order.
+    """The positions of each chunk of an axis; with stripes, positions in the original order.
+
+    Raises ValueError if a chunk is in two stripes.
 
     >>> spans("k", (2, 3))
     [slice(0, 2, None), slice(2, 5, None)]
     >>> spans("k", (2, 1, 2), stripes=2)  # 0 2, 4 and 1 3
     [slice(0, 4, 2), slice(4, 6, 2), slice(1, 5, 2)]
-
-    Raises
-    ------
-    ValueError
-        A chunk is in two stripes.
     """
     total, found, stripe, start = sum(sizes), [], 0, 0
     for size in sizes:
@@ -143,9 +128,9 @@ def _readable(name: str, x: Any) -> Any:
 
 
 def _like(x: Any, k: Any, axes: tuple[int, ...]) -> Any:
-    """Chunks for an array that has none: those of k along ``axes``, counted from the fourth last.
+    """Chunks for an array without: those of k along ``axes`` (of 4), one chunk along others.
 
-    Where its shape does not match k's, which is refused later, and elsewhere: one chunk.
+    Also one chunk if its shape does not match k's, which is refused later.
     """
     sizes = [(n,) for n in x.shape]
     for axis in axes:

@@ -1,4 +1,4 @@
-"""Tokens in stripes: every n-th one, so that under a causal mask all chunks have equal work.
+"""Tokens in stripes, every n-th one: with a causal mask all chunks then have equal work.
 
 Brandon et al., "Striped Attention: Faster Ring Attention for Causal Transformers", 2023.
 """
@@ -20,7 +20,7 @@ def striped(x: Any, count: int, axis: int = -2) -> Any:
     ----------
     x : dask array, or array_like
     count : int
-        At most as many as there are tokens.
+        The number of stripes, at most the number of tokens.
     axis : int, default -2
         The axis of the tokens: of queries, keys and values the last but one. A mask has two.
 
@@ -65,5 +65,5 @@ def unstriped(x: Any, count: int, axis: int = -2) -> Any:
 def _order(length: int, count: int) -> Any:
     """The tokens in the order of the stripes."""
     if integer("count", count) > max(1, length):
-        raise ValueError(f"count is {count}: expected at most as many stripes as tokens, {length}")
+        raise ValueError(f"count is {count}: expected at most {length}, the number of tokens")
     return np.concatenate([np.arange(n, length, count) for n in range(count)])

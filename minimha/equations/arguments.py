@@ -1,8 +1,8 @@
-"""Checks of single arguments, shared by every public function, and the names that errors give them.
+"""Checks of single arguments, which every public function shares, and their names in errors.
 
-Each check takes the argument's name first and returns the value in one form, or raises a sentence:
-which argument, what was expected, what came, why. A value of a type that was not expected is a
-TypeError, another one that does not fit a ValueError.
+Each check takes the argument's name first, and returns its value in one form. Otherwise it raises a
+sentence: which argument, what was expected, what came, why. A wrong type is a TypeError, and any
+other wrong value a ValueError.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from minimha.equations.arrays import LIBRARIES, as_numpy, check_file, library_of
 
-COMPUTED = (np.dtype(np.float32), np.dtype(np.float64))  # dtypes that need no second look
+COMPUTED = (np.dtype(np.float32), np.dtype(np.float64))  # used as they are
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-LARGEST_INTEGER = 1 << 53  # float64, in which angles are computed, holds all integers up to here
+LARGEST_INTEGER = 1 << 53  # up to here float64, in which angles are computed, is exact
 
 T = TypeVar("T", bound=str | None)
 
@@ -31,10 +31,8 @@ _names: ContextVar[Mapping[str, str] | None] = ContextVar("argument names", defa
 
 @contextmanager
 def argument_names(**names: str) -> Iterator[None]:
-    """Give arguments other names in errors: a dialect that calls q ``query`` says so.
+    """Give arguments other names in errors: a dialect calls q ``query``.
 
-    Examples
-    --------
     >>> with argument_names(scale="softmax_scale"):
     ...     number("scale", float("nan"), np.dtype(np.float32))
     Traceback (most recent call last):
@@ -48,7 +46,7 @@ def argument_names(**names: str) -> Iterator[None]:
 
 
 def name_of(argument: str) -> str:
-    """The name of ``argument`` in the words of whoever was called first."""
+    """The caller's name for ``argument``: that of the function that was called first."""
     return (_names.get() or {}).get(argument, argument)
 
 
@@ -68,7 +66,7 @@ def choice(name: str, value: T, choices: Iterable[str | None]) -> T:
 
 
 def integer(name: str, value: Any, low: int = 1) -> int:
-    """``value`` as Python's integer, which never wraps as NumPy's do, if it is ``low`` or more."""
+    """``value`` as Python's integer, which does not overflow; it must be at least ``low``."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name_of(name)} is {value!r}: expected an integer")
     if value < low:
@@ -79,14 +77,9 @@ def integer(name: str, value: Any, low: int = 1) -> int:
 def number(
     name: str, value: Any, compute: np.dtype[Any] = COMPUTED[1], low: float = -math.inf
 ) -> float:
-    """``value`` as a float, if it is ``low`` or more and finite in the dtype ``compute`` too.
+    """``value``, a number or a 0-d array, as a float.
 
-    Raises
-    ------
-    TypeError
-        It is no real number, nor an array of one, or it is masked.
-    ValueError
-        It is below ``low``, NaN, infinite or beyond the dtype's range.
+    It must be at least ``low``, and finite in the dtype ``compute``.
     """
     _check_unmasked(name, value)
     scalar = rectangular(name, value).item() if getattr(value, "shape", None) == () else value
@@ -107,16 +100,10 @@ def number(
 
 
 def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
-    """``value`` as an array of any dtype, without copying if it is an array already.
+    """``value`` as an array of any dtype; an array is not copied.
 
-    Raises
-    ------
-    TypeError
-        It is a masked array, or a list with one in it, whose mask NumPy would drop; ``hint`` says
-        what to give instead. Or it is an array of another library that NumPy cannot read (see
-        ``as_numpy``).
-    ValueError
-        Its rows differ in length, or it is a map of a file that has become shorter.
+    Refuses masked arrays, also in lists, since NumPy would drop the mask; ``hint`` ends that
+    sentence. Refuses rows of different lengths, and what ``as_numpy`` and ``check_file`` refuse.
     """
     if type(value) is np.ndarray:  # not masked, not in a file, of no other library
         return value
@@ -143,23 +130,21 @@ def _check_unmasked(name: str, value: Any, hint: str = "") -> None:
 
 
 def _has_mask(value: Any) -> bool:
-    """Whether ``value`` is a masked array or number, or a list with one in it, however deep."""
-    ma = sys.modules.get("numpy.ma")  # which takes long to import; until then there is none
+    """Whether ``value`` is a masked array or number, or a nested list that holds one."""
+    ma = sys.modules.get("numpy.ma")  # slow to import; before that no masked array exists
     if ma is None:
         return False
     if not isinstance(value, (list, tuple)):
         return isinstance(value, ma.MaskedArray)
-    kinds = set(map(type, value))  # spares a call for each of many numbers
+    kinds = set(map(type, value))  # one check per type, not per number
     return any(issubclass(kind, (ma.MaskedArray, list, tuple)) for kind in kinds) and any(
         map(_has_mask, value)
     )
 
 
 def cast(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """``array`` in ``dtype``, rounded as IEEE 754 says; the caller's ``np.seterr`` has no say.
+    """``array`` in ``dtype``, rounded by IEEE 754, whatever the caller's ``np.seterr``.
 
-    Examples
-    --------
     >>> with np.errstate(all="raise"):
     ...     cast(np.array([1e-300, 1e300]), np.dtype(np.float32))
     array([ 0., inf], dtype=float32)
@@ -171,7 +156,7 @@ def cast(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
-    """``value`` as an array of a floating dtype that the library computes with."""
+    """``value`` as an array of one of the dtypes ``FLOATING``; integers become float64."""
     array = rectangular(name, value, hint=" and attn_mask")
     if array.dtype in COMPUTED:
         return array
@@ -186,7 +171,7 @@ def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def as_integers(name: str, value: ArrayLike, limit: int = LARGEST_INTEGER) -> NDArray[np.int64]:
-    """``value`` as an array of int64 whose sums and differences do not wrap around."""
+    """``value`` as an array of int64, so small that sums and differences do not overflow."""
     array = rectangular(name, value)
     if array.size == 0:
         return array.astype(np.int64)
@@ -201,7 +186,7 @@ def as_integers(name: str, value: ArrayLike, limit: int = LARGEST_INTEGER) -> ND
 
 
 def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
-    """The one dtype that holds the arguments of these dtypes, in native byte order.
+    """The floating dtype, in native byte order, that holds numbers of all these dtypes.
 
     There is none for float16 beside bfloat16.
     """

@@ -11,22 +11,22 @@ import mmap
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 LIBRARIES = ("torch", "cupy", "jax", "numba")
 ON_CUDA = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
-UNSAID = -1  # no device's ordinal
+UNKNOWN = -1  # no device's ordinal
 
 Numbers = NDArray[Any] | Sequence[Any]  # for these, results are NumPy arrays
 
 
 class DLPackArray(Protocol):
-    """An array of torch or CuPy, for type checkers: results have its own type.
+    """An array of torch or CuPy, for type checkers: results have its type.
 
-    So do those for arrays of JAX, which does not declare these methods: their type is Any.
+    JAX does not declare these methods: for its arrays the type of results is Any.
     """
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -36,28 +36,14 @@ class DLPackArray(Protocol):
 Given = TypeVar("Given", bound=DLPackArray)
 
 
-class Kinds(NamedTuple):
-    """What the arguments of one call are.
-
-    ``on_gpu`` is the name of the first one on a GPU, or None. ``has_stored_keys`` if k or v is in a
-    file.
-    """
-
-    on_gpu: str | None
-    has_stored_keys: bool
-
-
-def kinds_of(given: Mapping[str, Any]) -> Kinds:
-    """What the arguments ``given`` of ``attention``, by name, are."""
+def kinds_of(given: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """The name of the first argument on a GPU, or None; and whether k or v is in a file."""
     on_gpu = next((name for name, x in given.items() if ordinal_of(x) is not None), None)
-    return Kinds(on_gpu, is_stored(given["k"]) or is_stored(given["v"]))
+    return on_gpu, is_stored(given["k"]) or is_stored(given["v"])
 
 
 def on_host(*qkv: Any) -> tuple[Any, ...]:
-    """q, k and v as NumPy's arrays where a library has them on the CPU.
-
-    They are returned unchanged if one is on a GPU.
-    """
+    """q, k and v, read from other libraries on the CPU; all unchanged if one is on a GPU."""
     if any(ordinal_of(x) is not None for x in qkv):
         return qkv
     return tuple(
@@ -68,7 +54,7 @@ def on_host(*qkv: Any) -> tuple[Any, ...]:
 
 def library_of(value: Any) -> str:
     """The name of the library whose array ``value`` is."""
-    if isinstance(value, np.ndarray):  # most are, and every argument of every call is asked
+    if isinstance(value, np.ndarray):  # the fastest answer, for most arguments of most calls
         return "numpy"
     kind: Any = type(value)
     return _library_of(kind)
@@ -82,21 +68,21 @@ def _library_of(kind: Any) -> str:
 
 
 def ordinal_of(value: Any) -> int | None:
-    """The ordinal of the CUDA device of an array, from its library; None for what is on the host.
+    """The ordinal of an array's CUDA device; None for everything on the host.
 
-    ``UNSAID`` where only the driver can find it, from the array's address.
+    ``UNKNOWN`` if its library does not tell: the driver finds it from the array's address.
     """
     if value is None or isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
         return None
-    if library_of(value) == "torch":  # asked for every argument: DLPack's answer takes 4 µs
+    if library_of(value) == "torch":  # DLPack would take 4 µs per argument
         return int(value.device.index) if value.is_cuda else None
     if hasattr(value, "__dlpack_device__"):
         try:
             kind, ordinal = value.__dlpack_device__()
             return ordinal if kind in ON_CUDA else None
-        except Exception:  # a tracer or a meta tensor is on no device; NumPy refuses it later
+        except Exception:  # a tracer or a meta tensor is on no device; as_numpy refuses it
             return None
-    return UNSAID if hasattr(value, "__cuda_array_interface__") else None
+    return UNKNOWN if hasattr(value, "__cuda_array_interface__") else None
 
 
 def is_stored(value: Any) -> bool:
@@ -105,12 +91,9 @@ def is_stored(value: Any) -> bool:
 
 
 def check_file(name: str, value: Any) -> None:
-    """Refuse a map of a file that has become shorter: reading it would end the process.
+    """Raise ValueError for a map of a file that now ends before the array does.
 
-    Raises
-    ------
-    ValueError
-        The file ends before the array does.
+    Reading it would end the process.
     """
     mapped = getattr(value, "_mmap", None) if isinstance(value, np.memmap) else None
     if not isinstance(mapped, mmap.mmap):
@@ -124,13 +107,10 @@ def check_file(name: str, value: Any) -> None:
 
 
 def as_numpy(name: str, value: Any) -> NDArray[Any]:
-    """An array of one of ``LIBRARIES`` as NumPy's, in the same memory if that is on the CPU.
+    """An array of one of ``LIBRARIES`` on the CPU as NumPy's, in the same memory.
 
-    Raises
-    ------
-    TypeError
-        It requires grad, its library refuses to export it (it is traced, sparse, on a GPU), or
-        NumPy does not have its dtype.
+    Raises TypeError if it requires grad, if its library does not export it (it is traced, sparse or
+    on a GPU), or if NumPy lacks its dtype.
     """
     library = library_of(value)
     torch: Any = sys.modules["torch"] if library == "torch" else None
@@ -151,13 +131,12 @@ def as_numpy(name: str, value: Any) -> NDArray[Any]:
 def like(given: Any, result: NDArray[Any]) -> Any:
     """``result`` as an array of the library of ``given``, if that is torch or JAX.
 
-    torch shares the result's memory; so does JAX if it is aligned to 64 bytes, and copies it
-    otherwise.
+    torch shares the result's memory. JAX shares it if it is aligned to 64 bytes, else copies it.
     """
     library = library_of(given)
     if library == "torch":
         torch = sys.modules["torch"]
-        if result.dtype.kind == "V":  # bfloat16; asking for its name takes longer
+        if result.dtype.kind == "V":  # bfloat16; its name is slower to read
             return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(result)
     if library == "jax":
@@ -166,13 +145,7 @@ def like(given: Any, result: NDArray[Any]) -> Any:
 
 
 def bfloat16(name: str) -> np.dtype[Any]:
-    """The dtype bfloat16, for argument ``name``.
-
-    Raises
-    ------
-    TypeError
-        ml_dtypes, which adds it to NumPy, is not installed.
-    """
+    """NumPy's dtype bfloat16; without ml_dtypes a TypeError that names the argument ``name``."""
     try:
         import ml_dtypes
     except ImportError:

@@ -18,21 +18,21 @@ HIDDEN, PARTIAL, FULL = 0, 1, 2
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
-    """A ``mask_mod``, and for each block of 16 queries and 32 keys what it hides.
+    """A ``mask_mod``, and for each block of 16 queries and 32 keys whether it hides the block.
 
-    ``minimha.block_mask`` makes one. It is called as its ``mask_mod`` is, and given in its place.
+    ``minimha.block_mask`` makes one. ``attention`` takes it in place of the function.
 
     Attributes
     ----------
     mask_mod : callable ``mask_mod(b, h, i, j) -> bool``
     states : ndarray of shape (B or 1, H or 1, ceil(Lq / 16), ceil(Lk / 32)), uint8
-        0 where a block is hidden, 1 where some pairs of it are, 2 where none is.
+        0: all pairs of the block are hidden, 1: some are, 2: none is.
     Lq, Lk : int
         Numbers of queries and keys.
     q_offset : tuple of int
-        Positions of query 0, one for each entry of the batch, or one for all.
+        Position of query 0 in each batch entry, or in all of them.
     contents : hashable
-        What ``mask_mod`` computed with when the blocks were found.
+        The code of ``mask_mod`` and the values that it captured when the blocks were found.
     """
 
     mask_mod: Callable[..., Any]
@@ -56,11 +56,11 @@ class BlockMask:
     def check(
         self, shape: tuple[int, int, int, int], q_offset: NDArray[np.int64], has_sequences: bool
     ) -> None:
-        """Raise ValueError if it was made for other scores (B, H, Lq, Lk) or other positions."""
+        """Raise ValueError if it was made for another shape (B, H, Lq, Lk) or other positions."""
         if has_sequences:
             raise ValueError(
-                f"{name_of('mask_mod')} is a BlockMask, for one Lq and one Lk, but cu_seqlens and "
-                f"block_table give each sequence its own: expected the function that it holds, "
+                f"{name_of('mask_mod')} is a BlockMask, for one Lq and one Lk, but with cu_seqlens "
+                f"or block_table each sequence has other lengths: expected its function, "
                 f"{name_of('mask_mod')}.mask_mod"
             )
         B, H, Lq, Lk = shape
@@ -78,14 +78,14 @@ class BlockMask:
         if read(self.mask_mod).contents != self.contents:
             raise ValueError(
                 f"{name_of('mask_mod')} is a BlockMask whose function captures a value that has "
-                f"changed since: make the BlockMask anew"
+                f"changed since: make another BlockMask"
             )
 
 
 def states(
     mask_mod: Callable[..., Any], B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """The states of all blocks, with NumPy, one row of blocks at a time."""
+    """The states of all blocks, computed with NumPy, one row of blocks at a time."""
     found = np.zeros((B, H, -(-Lq // ROWS), -(-Lk // COLUMNS)), np.uint8)
     b, h, j = (np.arange(n).reshape(s) for n, s in ((B, (-1, 1, 1, 1)), (H, (-1, 1, 1)), (Lk, -1)))
     for row in range(found.shape[2] if found.size else 0):

@@ -6,8 +6,8 @@ added, in the order in which they are applied:
     scores → scaled → capped → biased → modified → masked
            → row_max, exponentials, row_sum → weights → output
 
-Arithmetic follows IEEE 754 without warnings: a NaN or infinity that a query sees propagates to that
-query's row, and one that it does not see never does.
+Arithmetic follows IEEE 754 without warnings. A NaN or infinity of a key or value reaches the rows
+of the queries that see it, and no other row.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from minimha.equations.tap import Tap, no_tap, staged
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this backend does not support ``problem``: it supports all, so None."""
+    """Return None: this backend supports every problem."""
     return None
 
 
@@ -51,8 +51,8 @@ def scores(
 ) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
     """The final scores of the queries ``rows`` and the keys ``keys``, and which keys are visible.
 
-    ``Q`` and ``K`` hold only those rows and keys, so that a tile computes its own block. The second
-    value is None where nothing can be hidden.
+    ``Q`` and ``K`` hold these rows and keys only: the scores may be one tile. The second value is
+    None if nothing can be hidden.
     """
     S = tap("scores", product_in_groups(Q, K.swapaxes(-1, -2)))
     if problem.scale != 1:
@@ -79,8 +79,8 @@ def scores(
 def bias(problem: Problem, rows: slice, keys: slice, tap: Tap = no_tap) -> NDArray[Any]:
     """``attn_bias`` plus ALiBi's -slope · |i + q_offset - j|, shape (B or 1, H, rows, keys).
 
-    ``tap`` hears what ALiBi's is made from, and the bias to which it is added. Press et al., "Train
-    Short, Test Long", 2022.
+    ``tap`` receives the bias, the slopes and the distances. Press et al., "Train Short, Test Long",
+    2022.
     """
     total: NDArray[Any] = np.zeros((1, 1, 1, 1), problem.compute)
     if problem.attn_bias is not None:
@@ -102,9 +102,8 @@ def softmax(
     """Weights exp(S) / Σ exp(S) of each row, and the row's log-sum-exp.
 
     The row's maximum is subtracted first, so that no exponential overflows; the weights stay the
-    same. A row of nothing but -inf, a query that sees no key, has weights 0 and log-sum-exp -inf.
-    ``sinks`` (H,) are added to each row's sum and log-sum-exp without being keys. ``tap`` hears the
-    maximum, the exponentials and their sum.
+    same. A row of -inf, of a query that sees no key, has weights 0 and log-sum-exp -inf. ``sinks``
+    (H,) count in each row's sum and log-sum-exp, but get no weight.
     """
     m = S.max(axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
@@ -122,10 +121,10 @@ def softmax(
 def weighted_sum(
     P: NDArray[Any], V: NDArray[Any], visible: NDArray[np.bool_] | None
 ) -> NDArray[Any]:
-    """P V in which a key that a query does not see adds nothing, not even 0 · NaN.
+    """P V, where a key that is not visible adds nothing, not even 0 · NaN.
 
-    Only values that are not finite need care. The terms of their keys are added separately, and
-    only to the rows that see them.
+    Only nonfinite values need care: the terms of their keys are added separately, to the rows that
+    see them.
     """
     nonfinite = ~np.isfinite(V).all(axis=-1)
     if visible is None or not nonfinite.any():
@@ -141,10 +140,10 @@ def weighted_sum(
 
 
 def product_in_groups(X: NDArray[Any], Y: NDArray[Any]) -> NDArray[Any]:
-    """X @ Y, where query head h of X, of H heads, uses head h // (H // Hkv) of Y.
+    """X @ Y, where head h of X, of H heads, uses head h // (H // Hkv) of Y.
 
-    The heads of X that share a head of Y are an axis of their own, along which Y is broadcast: as
-    in ``for_query_heads``, without a copy of Y. Ainslie et al., "GQA", 2023.
+    The heads of X that share a head of Y become one axis, along which Y is broadcast without a
+    copy. Ainslie et al., "GQA", 2023.
     """
     (B, H, rows, _), (_, Hkv, inner, columns) = X.shape, Y.shape
     group = H // Hkv
@@ -155,6 +154,6 @@ def product_in_groups(X: NDArray[Any], Y: NDArray[Any]) -> NDArray[Any]:
 
 
 def for_query_heads(H: int, X: NDArray[Any]) -> NDArray[Any]:
-    """Each key/value head of X repeated for its query heads, H in all."""
+    """X (B, Hkv, …) with each key/value head repeated for its query heads, (B, H, …)."""
     group = H // X.shape[1]
     return X if group == 1 else X.repeat(group, axis=1)

@@ -1,7 +1,7 @@
-"""What stands in for what a caller's function captures of torch and JAX, and for NumPy's ``where``.
+"""Stand-ins for what a caller's function uses of torch and JAX, and for ``where`` and ``clip``.
 
-The functions take NumPy's arrays; numba compiles them for numbers, of which its own ``where`` and
-``clip`` are not. torch is not imported.
+They are called with NumPy's arrays. numba compiles them for numbers, which its ``where`` and
+``clip`` do not take. torch is not imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONSTANTS = ("inf", "nan", "pi", "e")
 
 
 def where(condition: Any, input: Any, other: Any) -> Any:
-    """``input`` where the condition holds, else ``other``; numba compiles another form."""
+    """``input`` where the condition holds, else ``other``; numba compiles ``input if …``."""
     return np.where(condition, input, other)
 
 
@@ -38,7 +38,7 @@ def sigmoid(x: Any) -> Any:
 
 
 def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    """``x``, but no less than ``min`` and no more than ``max``."""
+    """``x`` clipped to ``min`` and ``max``, of which each may be None."""
     if min is not None:
         x = np.maximum(x, min)
     if max is not None:
@@ -46,17 +46,17 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     return x
 
 
-COMPOSED = (rsqrt, sigmoid, clamp)  # of functions that numba knows
+COMPOSED = (rsqrt, sigmoid, clamp)  # made of functions that numba knows
 KNOWN = {name: getattr(np, name) for name in (*UFUNCS, *CONSTANTS)}
 KNOWN |= {x.__name__: x for x in (where, *COMPOSED)} | {"clip": clamp}
 
 
 class Unknown(TypeError, AttributeError):  # noqa: N818  (it states a fact about a function)
-    """A function calls what nothing stands in for."""
+    """A function uses something of torch that has no stand-in."""
 
 
 class Torch:
-    """torch, for a function that is called with NumPy's arrays."""
+    """Stands in for torch in a function that is called with NumPy's arrays."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -72,14 +72,11 @@ TORCH = Torch()
 
 
 def substitute(name: str, value: Any) -> Any:
-    """``value``, which a function captures as ``name``, or what NumPy and numba take in its place.
+    """The stand-in for ``value``, which a function captures as ``name``, or ``value`` itself.
 
-    Raises
-    ------
-    TypeError
-        A function of torch that has no stand-in, or an array that NumPy cannot read.
+    Raises TypeError for a function of torch without a stand-in, or an array that NumPy cannot read.
     """
-    if isinstance(value, (int, float, np.ndarray)):  # most are
+    if isinstance(value, (int, float, np.ndarray)):
         return value
     if hasattr(value, "__dlpack__") and library_of(value) in LIBRARIES:
         return as_numpy(name, value)

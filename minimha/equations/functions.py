@@ -1,7 +1,7 @@
 """A caller's ``score_mod`` and ``mask_mod``: functions of one score and of one pair of positions.
 
-They are written on numbers. Kernels compile them; here they are called with arrays of indices, and
-number by number where they take no arrays, because of an ``if`` or a function of ``math``.
+Kernels compile them for numbers. Here they are called with arrays of indices, or with one number at
+a time if they take no arrays, because of an ``if`` or a function of ``math``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from minimha.equations.arguments import name_of, rectangular
 from minimha.equations.elementwise import substitute
 
 PARAMETERS = {"score_mod": ("score", "b", "h", "i", "j"), "mask_mod": ("b", "h", "i", "j")}
-LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # whose functions do not change
+LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # their functions do not change
 
 
 class Corner(NamedTuple):
-    """Where a problem begins within the one that its functions are written for.
+    """The first b, h and key of a problem that is a part of a larger one.
 
-    ``b`` and ``h`` are what they get for its first batch entry and query head, and ``key`` is the j
-    of its first key: positions of queries count from there too.
+    A caller's functions get indices of the larger one. Positions of queries count from ``key`` too.
     """
 
     b: int = 0
@@ -40,32 +39,26 @@ WHOLE = Corner()
 
 
 class Reading(NamedTuple):
-    """What a function computes with at the time of a call.
+    """A function's code and the values that it captures, read at the time of a call.
 
-    Attributes
-    ----------
-    key : hashable
-        Its code, which values it captures and of which kinds, and of what is no number and no
-        array the value. Machine code is found by it.
-    values : tuple
-        The numbers and arrays, which machine code gets as arguments.
+    The ``key``, by which machine code is found, has the code, the names and kinds of captured
+    numbers and arrays, and other captured values.
     """
 
     key: tuple[Any, ...]
-    values: tuple[Any, ...] = ()
+    values: tuple[Any, ...] = ()  # the numbers and arrays, which machine code gets as arguments
 
     @property
     def contents(self) -> Hashable:
-        """As ``contents`` of the function: two of equal contents compute the same."""
+        """Equal for two functions that compute the same."""
         return self.key, contents(self.values)
 
 
 class Placed(NamedTuple):
-    """A caller's function for a part of the problem that it is written for.
+    """A caller's function with the ``Corner`` of the part that it is called for.
 
-    It stands in for the function in a call of ``attention``, and ``Problem.of`` takes it apart, so
-    that kernels are compiled for the function and serve it at every place. It may hold what the
-    function captures, so that this is read once in a call.
+    ``attention`` takes it in place of the function, and ``Problem.of`` takes it apart: one compiled
+    kernel serves every corner. With a ``reading`` captured values are read once per call.
     """
 
     function: Any
@@ -74,24 +67,18 @@ class Placed(NamedTuple):
 
 
 def taken(**given: Any) -> dict[str, Placed]:
-    """The functions that are not None, which may be ``Placed``, with their readings."""
+    """The functions that are not None, as ``Placed`` with their readings."""
     found = {}
     for name, function in given.items():
         if function is not None:
             placed = function if isinstance(function, Placed) else Placed(function)
-            held = getattr(placed.function, "mask_mod", placed.function)  # of a BlockMask
+            held = getattr(placed.function, "mask_mod", placed.function)  # if it is a BlockMask
             found[name] = placed if placed.reading else placed._replace(reading=read(held))
     return found
 
 
 def checked(name: str, function: Any) -> Any:
-    """``function`` if it can be called with the parameters of ``name``, or None.
-
-    Raises
-    ------
-    TypeError
-        It cannot be called, or takes other parameters.
-    """
+    """``function``, or None; a TypeError if it does not take the parameters of ``name``."""
     if function is None:
         return None
     wanted = f"{name_of(name)}({', '.join(PARAMETERS[name])})"
@@ -114,7 +101,7 @@ def checked(name: str, function: Any) -> Any:
 def modified(
     score_mod: Callable[..., Any], S: NDArray[Any], indices: tuple[NDArray[Any], ...]
 ) -> NDArray[Any]:
-    """``score_mod`` of the scores ``S`` (B, H, Lq, Lk) and their ``indices`` b, h, i and j."""
+    """``score_mod`` applied to the scores ``S`` (B, H, Lq, Lk) and their indices b, h, i and j."""
     if not S.size:
         return S
     read_only = S.view()
@@ -128,7 +115,7 @@ def modified(
 def visible_pairs(
     mask_mod: Callable[..., Any], indices: tuple[NDArray[Any], ...], shape: tuple[int, ...]
 ) -> NDArray[np.bool_]:
-    """``mask_mod`` of the ``indices`` b, h, i and j: True where a query may attend to a key."""
+    """``mask_mod`` applied to the indices b, h, i and j: True where a query sees a key."""
     if 0 in shape:
         return np.empty(shape, bool)
     result = _called("mask_mod", mask_mod, indices, shape)
@@ -138,14 +125,11 @@ def visible_pairs(
 
 
 def refusal(name: str, returned: str) -> str:
-    """What is wrong with a function that returned something of another kind."""
+    """The sentence for a function that returned something of a wrong type."""
+    expected = f"a real number, the new score; True and False go into {name_of('mask_mod')}"
     if name == "mask_mod":
-        expected = (
-            f"bool, True where a query may attend to a key; scores are changed in "
-            f"{name_of('score_mod')}"
-        )
-    else:
-        expected = f"a real number, the new score; True and False go into {name_of('mask_mod')}"
+        expected = "bool, True where a query may attend to a key; scores are changed in "
+        expected += name_of("score_mod")
     return f"{name_of(name)} returned {returned}: expected {expected}"
 
 
@@ -153,11 +137,11 @@ def _called(
     name: str, function: Callable[..., Any], arguments: tuple[NDArray[Any], ...],
     shape: tuple[int, ...],
 ) -> NDArray[Any]:  # fmt: skip
-    """What the function returns, broadcast to the shape of the scores."""
+    """The result of ``function``, broadcast to the shape of the scores."""
     function = for_numpy(function)
     try:
         returned = function(*arguments)
-    except (TypeError, ValueError, DeprecationWarning):  # of math, for arrays of one number
+    except (TypeError, ValueError, DeprecationWarning):  # DeprecationWarning: math, one number
         result = _number_by_number(name, function, arguments)
     else:
         result = rectangular(f"what {name_of(name)} returned", returned)
@@ -176,13 +160,13 @@ def _called(
 def _number_by_number(
     name: str, function: Callable[..., Any], arguments: tuple[NDArray[Any], ...]
 ) -> NDArray[Any]:
-    """What the function returns for each pair alone, whose indices are Python's integers."""
+    """The results of ``function`` for one pair at a time; indices are Python's integers."""
     whole = np.broadcast_arrays(*arguments)
     numbers = (x.ravel() if x.dtype.kind == "f" else x.ravel().tolist() for x in whole)
     results = []
     for pair in zip(*numbers, strict=True):
         result = function(*pair)
-        if isinstance(result, np.ndarray) and not result.ndim:  # of np.where
+        if isinstance(result, np.ndarray) and not result.ndim:  # from np.where
             result = result[()]
         if not isinstance(result, (bool, int, float, complex, np.generic)):
             raise TypeError(refusal(name, "None" if result is None else type(result).__name__))
@@ -191,7 +175,7 @@ def _number_by_number(
 
 
 def source(function: Any) -> str:
-    """The lines in which ``function`` is written, or its name where there are none."""
+    """The source of ``function``, or its name if there is no source."""
     try:
         return inspect.cleandoc(inspect.getsource(function))
     except (OSError, TypeError):
@@ -199,7 +183,7 @@ def source(function: Any) -> str:
 
 
 def uses(function: Any, index: int) -> bool:
-    """Whether ``function`` reads its parameter at ``index``, as far as its bytecode shows."""
+    """Whether the bytecode of ``function`` reads parameter ``index``; True if there is none."""
     code = getattr(function, "__code__", None)
     return code is None or _reads(code, index)
 
@@ -214,7 +198,7 @@ def _reads(code: CodeType, index: int) -> bool:
 
 
 class Same:
-    """Equal to another one that holds the same object; both keep it alive."""
+    """Compares an object by identity, and keeps it alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -227,21 +211,18 @@ class Same:
 
 
 def read(function: Any) -> Reading:
-    """What ``function`` computes with now.
+    """The code and the captured values of ``function`` now.
 
-    Raises
-    ------
-    TypeError
-        It captures an array of another library that NumPy cannot read.
+    Raises TypeError if it captures an array of another library that NumPy cannot read.
     """
-    function = getattr(function, "py_func", function)  # of numba's dispatchers
+    function = getattr(function, "py_func", function)  # if it is numba's dispatcher
     if not isinstance(function, FunctionType):
         return Reading((contents(function),))
     kinds: list[Any] = []
     values: list[Any] = []
     others: list[Any] = []
     inner, found = _inner_names(function.__code__), captured(function)
-    paths = [path for path, _ in found]  # a global may have the name of an attribute
+    paths = [path for path, _ in found]  # twice if a global has the name of an attribute
     for path, value in found:
         value = substitute(".".join(path), value)
         kind = _kind(value)
@@ -254,7 +235,7 @@ def read(function: Any) -> Reading:
 
 
 def _kind(value: Any) -> Any:
-    """What machine code must know of a number or array; None of what is compiled in."""
+    """The kind of a number or array that is an argument of machine code; None for other values."""
     kind = type(value)
     if kind is float or (kind is int and -(1 << 63) <= value < 1 << 63):
         return kind
@@ -265,20 +246,19 @@ def _kind(value: Any) -> Any:
 
 
 def contents(value: Any) -> Hashable:
-    """What a function computes with: its code, and the values that it captures.
+    """A function's code and the values that it captures, in a form that can be compared.
 
-    Two functions of equal contents compute the same. Numbers and arrays count by value, so that the
-    contents change when a captured array is written to; other objects count as themselves. Whatever
-    captures others is described once, in the order in which it is found: helper functions that call
-    each other have many more paths than members.
+    Two functions of equal contents compute the same. Numbers and arrays are compared by value:
+    writing to a captured array changes the contents. Other objects are compared by identity. Each
+    function, tuple and list is described once: helpers that call each other form many paths.
     """
     numbers: dict[int, int] = {}  # of functions, tuples and lists, by id
-    found: list[Any] = []  # which also keeps them alive, and so their ids their own
+    found: list[Any] = []  # keeps them alive, so that their ids stay unique
 
     def described(value: Any) -> Hashable:
-        value = getattr(value, "py_func", value)  # of numba's dispatchers
+        value = getattr(value, "py_func", value)  # if it is numba's dispatcher
         if isinstance(value, (np.ndarray, np.generic)):
-            digest = sha256(value.tobytes()).digest()  # a large table is not to be kept
+            digest = sha256(value.tobytes()).digest()  # small, also for a large table
             return type(value), value.dtype, value.shape, digest
         if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
             return type(value), repr(value)
@@ -292,7 +272,7 @@ def contents(value: Any) -> Hashable:
         return type(value), numbers[id(value)]
 
     whole = [described(value)]
-    for one in found:  # which grows
+    for one in found:  # the list grows
         code = one.__code__ if isinstance(one, FunctionType) else None
         values = one if code is None else [substitute(".".join(x), y) for x, y in captured(one)]
         whole.append((code, *map(described, values)))
@@ -300,10 +280,10 @@ def contents(value: Any) -> Hashable:
 
 
 def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
-    """The values that a function finds outside of its parameters, and by which names.
+    """The paths (names) and values of defaults, closure cells and globals that a function reads.
 
-    Of a module whose functions may change they are the attributes too, once for all of its names,
-    which numba compiles as constants; not by ``getattr``, which would warn of some names.
+    For a module of the caller's, also its attributes, which numba compiles as constants. They are
+    found in ``vars``, since ``getattr`` would warn for some names.
     """
     code = function.__code__
     found: list[tuple[tuple[str, ...], Any]] = [
@@ -314,7 +294,7 @@ def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
     names, known = _names(code), function.__globals__
     found += [((name,), known[name]) for name in names if name in known]
     modules = set()
-    for path, value in found:  # which grows
+    for path, value in found:  # the list grows
         if _is_callers_module(value):
             inside = vars(value)
             if value not in modules:
@@ -324,21 +304,21 @@ def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def defaults_of(function: FunctionType) -> dict[str, Any]:
-    """The values of parameters that need not be given, by name."""
+    """The default values of parameters, by name."""
     code, defaults = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
 
 
 def for_numpy(function: Any) -> Any:
-    """``function`` with what NumPy takes in place of what it captures of other libraries."""
+    """``function`` with stand-ins of NumPy for the values that it captures of other libraries."""
     if not isinstance(function, FunctionType):
         return function
     found = captured(function)
     changed = [path for path, value in found if substitute(".".join(path), value) is not value]
     if not changed:
         return function
-    # Kernels take modules only as they are.
+    # A module is replaced only if necessary: kernels take no replacement.
     swap = _for_numpy if max(map(len, changed)) > 1 else substitute
     code, known = function.__code__, function.__globals__
     swapped = {name: swap(name, known[name]) for name in _names(code) if name in known}
@@ -359,7 +339,7 @@ def _for_numpy(name: str, value: Any) -> Any:
 
 
 class _Module:
-    """A caller's module, with what NumPy takes in place of its attributes."""
+    """A caller's module with stand-ins for its attributes."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -373,7 +353,7 @@ def _is_callers_module(value: Any) -> bool:
 
 
 def _content(cell: CellType) -> Any:
-    """What a cell holds, or itself while nothing was assigned to its variable."""
+    """The value of a closure cell, or the cell itself if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -382,12 +362,12 @@ def _content(cell: CellType) -> Any:
 
 @lru_cache(256)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """Names of the globals and attributes that a function and the functions in it read."""
+    """Names of the globals and attributes that a function and its inner functions read."""
     return tuple(sorted({*code.co_names} | _inner_names(code)))
 
 
 @lru_cache(256)
 def _inner_names(code: CodeType) -> frozenset[str]:
-    """Those that the functions in it read, which are compiled as they are then."""
+    """The names that its inner functions read; their values are compiled in."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset().union(*map(_names, inner))

@@ -1,4 +1,4 @@
-"""Attention over all keys, from attention over some of them at a time."""
+"""Merges attention over parts of the keys into attention over all keys."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def merge(parts: Iterable[tuple[ArrayLike, ArrayLike]]) -> Pair: ...
 def merge(parts: Iterable[Pair]) -> Pair:
     """O = Σ_p exp(L_p - L) O_p with L = log Σ_p exp L_p: the parts p have different keys.
 
-    What ``attention(…, return_lse=True)`` gives for some of the keys at a time, it gives for all of
-    them. The order of the parts does not matter, and a merged part can be merged again, but for
-    rounding: sums are in float64, and each merge rounds once.
+    Each part is what ``attention(…, return_lse=True)`` returns for some of the keys. The order of
+    parts does not matter, and a merged part can be merged again, but for rounding: sums are in
+    float64, and each merge rounds once.
 
-    ``sinks`` are in the log-sum-exp of each part that was computed with them, so give them to one
-    part alone. All other options are the same for every part, except that positions and whatever
-    has an axis of keys count from the part's first key: for the keys from ``start`` to ``stop``,
-    ``q_offset - start``, ``kv_lengths - start`` (at least 0, at most ``stop - start``) and
-    ``attn_mask[..., start:stop]``. A ``score_mod`` or ``mask_mod`` of the whole is then called with
-    ``i + start`` and ``j + start``. Of keys in files, ``attention`` does all of this itself.
+    Give ``sinks`` to one part only: each part that has them counts them in its log-sum-exp. All
+    other options are the same for every part, except that positions and axes of keys count from the
+    part's first key. For the keys from ``start`` to ``stop`` these are ``q_offset - start``,
+    ``kv_lengths - start`` (clipped to 0 and ``stop - start``) and ``attn_mask[..., start:stop]``. A
+    ``score_mod`` or ``mask_mod`` of the whole must be called with ``i + start`` and ``j + start``.
+    For keys in files ``attention`` does all of this itself.
 
     Axes: ``B`` batch, ``H`` query heads, ``Lq`` queries, ``Dv`` value width.
 
@@ -51,12 +51,12 @@ def merge(parts: Iterable[Pair]) -> Pair:
     Raises
     ------
     TypeError, ValueError
-        No parts, something that is not a pair, or shapes or dtypes that differ.
+        There are no parts, one is not a pair, or their shapes or dtypes differ.
 
     References
     ----------
     Dao, "FlashAttention-2", 2023, section 2.3.1; Milakov and Gimelshein, "Online normalizer
-    calculation for softmax", 2018, for why it is associative.
+    calculation for softmax", 2018, which proves that it is associative.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def merge(parts: Iterable[Pair]) -> Pair:
         if output.shape != outputs[0].shape:
             raise ValueError(
                 f"parts[{n}] has an output of shape {output.shape}, but parts[0] one of shape "
-                f"{outputs[0].shape}: parts have the same queries, and differ only in their keys"
+                f"{outputs[0].shape}: parts must have the same queries, and only other keys"
             )
     dtypes = [
         common_dtype({f"the {kind} of parts[{n}]": x.dtype for n, x in enumerate(arrays)})
@@ -106,8 +106,8 @@ def _pair(n: int, part: Any) -> Pair:
     """Output and log-sum-exp of part ``n``, as arrays."""
     if not isinstance(part, (tuple, list)) or len(part) != 2:
         raise TypeError(
-            f"parts[{n}] is of type {type(part).__name__}: expected a pair (output, lse), as "
-            f"attention(…, return_lse=True) returns it"
+            f"parts[{n}] is of type {type(part).__name__}: expected a pair (output, lse), which "
+            f"attention(…, return_lse=True) returns"
         )
     output = as_floating(f"the output of parts[{n}]", part[0])
     lse = as_floating(f"the lse of parts[{n}]", part[1])

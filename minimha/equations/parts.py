@@ -1,7 +1,7 @@
-"""A problem in parts: some of the queries with some of the keys, to be merged by log-sum-exp.
+"""Splits a problem into parts, some queries with some keys, which log-sum-exp merges.
 
-A part is a problem of its own for ``minimha.attention``. What its options are, and whether any of
-its queries sees any of its keys, is decided from shapes and options, before a number is read.
+Each part is a separate call of ``minimha.attention``. Its options, and whether any of its queries
+sees any of its keys, follow from shapes and options, before a number is read.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from minimha.equations.problem import MAX_OFFSET, Problem, Relative, stand_in
 from minimha.equations.visibility import UNBOUNDED, key_range
 
 PER_SCORE = ("attn_mask", "attn_bias")
-IN_PARTS = {  # arguments of ``attention`` that this module knows how to give to a part
+IN_PARTS = {  # arguments of ``attention`` that a part can have
     "q", "k", "v", "is_causal", "q_offset", "window_size", *PER_SCORE, "kv_lengths",
     "alibi_slopes", "scale", "softcap", "sinks", "score_mod", "mask_mod",
 }  # fmt: skip
 BLOCK = 1 << 25  # bytes of k and v, in the compute dtype, that are read at once
-SCORES = 1 << 22  # in a block, for a backend that holds all of them
+SCORES = 1 << 22  # of a block, for a backend that holds all scores
 
 
 class Part(NamedTuple):
-    """Which part of a problem: slices of B, H, Lq and Lk.
+    """A part of a problem: slices of B, H, Lq and Lk.
 
-    ``rows`` and ``keys`` have explicit starts and one step; with a step they are stripes.
+    ``rows`` and ``keys`` have explicit starts and the same step, which is not None for stripes.
     """
 
     batch: slice
@@ -41,16 +41,16 @@ class Part(NamedTuple):
 
 
 def outline(arguments: Mapping[str, Any]) -> Problem:
-    """The checked problem with zeros for q, k and v, of which only shapes and dtypes are asked.
+    """The checked problem, with zeros for q, k and v: only their shapes and dtypes are read.
 
-    ``arguments`` are those of ``attention``. Zeros stand in for a mask or bias of dask, too. Raises
-    what ``Problem.of`` does, and TypeError for an option that no part would be given.
+    ``arguments`` are those of ``attention``. A mask or bias of dask is replaced by zeros too.
+    Raises what ``Problem.of`` raises, and TypeError for an option that parts cannot have.
     """
     for name, value in arguments.items():
         if name not in IN_PARTS and value is not None:
             raise TypeError(
-                f"{name_of(name)} is no option of attention over keys in parts, such as keys in "
-                f"files and on clusters: expected one of {', '.join(sorted(IN_PARTS))}"
+                f"{name_of(name)} is no option for keys in files or on clusters: expected one of "
+                f"{', '.join(sorted(IN_PARTS))}"
             )
     for name in "qkv":
         check_file(name_of(name), arguments[name])
@@ -66,8 +66,8 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
 def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[str, Any] | None:
     """The options of ``attention`` for a part; None if none of its queries sees any of its keys.
 
-    Sinks and functions are left out: see ``without_keys`` and ``placed``. What a ``mask_mod`` hides
-    does not count. ``given`` has ``attn_mask`` and ``attn_bias`` as arrays that were not broadcast.
+    Without sinks and functions, see ``without_keys`` and ``placed``; what a ``mask_mod`` hides does
+    not count. ``given`` has ``attn_mask`` and ``attn_bias`` before they are broadcast.
     """
     Lq, Lk = problem.q.shape[2], problem.k.shape[2]
     num_rows, num_keys = len(range(Lq)[part.rows]), len(range(Lk)[part.keys])
@@ -103,17 +103,16 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
 
 
 def placed(functions: Mapping[str, Callable[..., Any]], part: Part) -> dict[str, Placed]:
-    """``Problem.functions`` as options of ``attention`` for a part that has no stripes."""
+    """``Problem.functions`` as options of ``attention`` for a part without stripes."""
     corner = Corner(part.batch.start, part.heads.start, part.keys.start)
     return {name: Placed(function, corner) for name, function in functions.items()}
 
 
 def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
-    """What ALiBi subtracts from every score of a part in stripes besides what its options say.
+    """slope · rest, (H,), which L of a part in stripes lacks; None without ALiBi or stripes.
 
-    (H,), or None without ALiBi. Query n and key m of a causal part are step · (offset + n - m) +
-    rest apart, and no slope expresses the rest. It is the same for all keys, so O does not depend
-    on it; only L lacks it.
+    Query n and key m of a causal part are step · (offset + n - m) + rest apart, and no slope
+    expresses the rest. It is the same for all keys, so that O does not depend on it.
     """
     if problem.alibi_slopes is None or part.keys.step is None:
         return None
@@ -122,9 +121,9 @@ def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
 
 
 def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
-    """O = 0 and L = the sinks or -inf, in float64: queries before they see a key.
+    """O = 0 and L = the sinks (H,) or -inf, in float64, of queries that have seen no key yet.
 
-    ``shape`` is O's, (B, H, Lq, Dv); ``sinks`` (H,) are those of its heads.
+    ``shape`` is O's, (B, H, Lq, Dv).
     """
     L = np.full(shape[:3], -np.inf)
     if sinks is not None:
@@ -135,22 +134,10 @@ def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
 def in_blocks(
     attend: Callable[..., Pair], problem: Problem, arguments: Mapping[str, Any], holds_scores: bool
 ) -> Pair:
-    """O and L of stored keys and values, of which a block is in memory at a time.
+    """O and L of stored keys and values, of which one block is in memory at a time.
 
-    Parameters
-    ----------
-    attend : callable ``attend(q, k, v, **options) -> (O, L)``
-    problem : Problem
-        The ``outline`` of ``arguments``.
-    arguments : dict
-        Those of ``attention``; k and v are read by slices of their keys.
-    holds_scores : bool
-        Whether ``attend`` holds all scores of a block, so that the block has few queries.
-
-    Raises
-    ------
-    ValueError, MemoryError
-        A block cannot be read.
+    ``problem`` is the ``outline`` of ``arguments``, those of ``attention``. ``attend(q, k, v,
+    **options)`` returns O and L of a block, which has few queries if ``attend`` ``holds_scores``.
     """
     Q = cast(as_floating("q", arguments["q"]), problem.compute)  # so that O is rounded once
     k, v = arguments["k"], arguments["v"]
@@ -180,7 +167,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _num_keys(problem: Problem, k: Any, v: Any) -> int:
-    """How many keys are read at once: whole chunks of a store, which decodes them whole."""
+    """How many keys are read at once: whole chunks of a store, which decodes whole chunks."""
     B, Hkv, _, D = problem.k.shape
     per_key: int = B * Hkv * (D + problem.v.shape[3]) * problem.compute.itemsize
     chunk: int = max(x.chunks[-2] if hasattr(x, "chunks") else 1 for x in (k, v))
@@ -188,9 +175,9 @@ def _num_keys(problem: Problem, k: Any, v: Any) -> int:
 
 
 def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
-    """A stored array, or the keys ``keys`` of it; a map's stay in its file.
+    """The keys ``keys`` of a stored array, or all of it; those of a map stay in its file.
 
-    ``MemoryError`` and ``ValueError`` say what does not fit into memory or cannot be read.
+    Raises MemoryError or ValueError with the array's name if that fails.
     """
     which = "" if keys is None else f", keys {keys.start} to {keys.stop}"
     try:
@@ -198,7 +185,7 @@ def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
     except MemoryError as error:
         why = str(error) or "its chunks are decoded whole"
         raise MemoryError(f"{name} does not fit into memory{which}: {why}") from error
-    except Exception as error:  # a store raises what its codecs and its file system do
+    except Exception as error:  # codecs and file systems of stores raise errors of any type
         raise ValueError(
             f"{name} cannot be read{which}: {type(error).__name__}: {error}"
         ) from error
@@ -207,10 +194,10 @@ def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
 def _striped(
     q_offset: NDArray[np.int64], left: int, right: int, step: int
 ) -> tuple[NDArray[np.int64], int, int]:
-    """Offset and window among stripes: query n, at x + step · n, sees key m, at step · m.
+    """Offset and window in stripes, where query n, at x + step · n, may see key m, at step · m.
 
-    x - left ≤ step · (m - n) ≤ x + right, where x is the offset, the same for all of the batch. The
-    window is empty, with a negative left, where no multiple of ``step`` lies between.
+    It does if x - left ≤ step · (m - n) ≤ x + right; the whole batch has one offset x. If no
+    multiple of ``step`` lies between, the window is empty and left negative.
     """
     if right < UNBOUNDED:
         last = (q_offset + right) // step
@@ -223,7 +210,7 @@ def _striped(
 
 
 def _of_scores(x: Any, part: Part) -> Any:
-    """The part of a mask or bias, whose axes of size 1 stay."""
+    """The part of a mask or bias; axes of size 1 are kept."""
     if x.ndim == 2:
         return x[part.rows, part.keys]
     whole = slice(None)
@@ -231,5 +218,5 @@ def _of_scores(x: Any, part: Part) -> Any:
 
 
 def _floating(name: str, x: Any) -> np.dtype[Any]:
-    """The dtype in which the numbers of ``x`` are taken."""
+    """The dtype that ``as_floating`` gives the numbers of ``x``."""
     return as_floating(name, np.empty(0, x.dtype)).dtype

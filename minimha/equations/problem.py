@@ -1,7 +1,7 @@
-"""One attention problem, checked: every check and every default of ``attention`` is here.
+"""``Problem``: the arguments of ``attention``, checked, with every default filled in.
 
-In a ``Problem`` the arrays are 4-D, of one dtype, and every option has its final form, so that
-equations and kernels need no checks at all.
+Its arrays are 4-D and of one dtype, and every option has its final form: equations and kernels
+check nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Shape = tuple[int, int, int, int]
 
 
 class Relative(NamedTuple):
-    """A part's ``q_offset``, (B,): it counts from the part's first key, and has no limit."""
+    """A part's ``q_offset``, (B,), which counts from the part's first key, without a limit."""
 
     offset: NDArray[np.int64]
 
@@ -67,12 +67,12 @@ class Problem:
     k : ndarray of shape (B, Hkv, Lk, D), ``dtype``
     v : ndarray of shape (B, Hkv, Lk, Dv), ``dtype``
     left, right : int
-        Query i sees keys from i + q_offset - left to i + q_offset + right; causality is right = 0.
+        Query i sees keys from i + q_offset - left to i + q_offset + right; causal is right = 0.
     q_offset : ndarray of shape (B,), int64
     kv_lengths : ndarray of shape (B,), int64
-        Number of filled keys; Lk if the caller gave none.
+        Number of filled keys; Lk by default.
     attn_mask : ndarray of shape (B, H, Lq, Lk), bool, or None
-        True = may attend. A read-only view, broadcast from what the caller gave.
+        True = may attend. A read-only view, broadcast from the argument.
     attn_bias : ndarray of shape (B, H, Lq, Lk), compute dtype, or None
     alibi_slopes, sinks : ndarray of shape (H,), compute dtype, or None
     scale : float
@@ -81,20 +81,20 @@ class Problem:
         Of q, k, v and the output.
     compute : numpy.dtype
         Of everything in between: float64 for float64, else float32. 16-bit numbers are widened
-        when they are read, and the output is rounded once.
+        when read, and the output is rounded once.
     rank : int
         Dimensions of the caller's arrays, 2 to 4.
     score_mod : callable ``score_mod(score, b, h, i, j) -> score``, or None
     mask_mod : callable ``mask_mod(b, h, i, j) -> bool``, which may be a ``BlockMask``, or None
     sequences : Sequences or None
         Where the queries and keys of each sequence are, if sequences are packed or keys are paged.
-        Everything above that is per batch entry is then per sequence, and k and v may have
-        another B and another Lk than q: pages and their size.
+        Arrays of shape (B,) above then have one item per sequence. With pages the first axis of k
+        and v counts pages, and Lk is the page size.
     readings : dict of str to Reading
-        What ``score_mod`` and ``mask_mod`` compute with, by name, as far as given.
+        The code and captured values of ``score_mod`` and ``mask_mod``, by name, if given.
     corner : Corner
-        What ``score_mod`` and ``mask_mod`` get for batch entry 0, head 0 and key 0: in a part of a
-        problem what these are in the whole, of a sequence as a problem of its own its number as b.
+        The b, h and j that ``score_mod`` and ``mask_mod`` get for batch entry 0, head 0 and key 0.
+        In a part they are those of the whole, in a single sequence b is its number.
     """
 
     q: NDArray[Any]
@@ -121,34 +121,19 @@ class Problem:
 
     @classmethod
     def of(
-        cls,
-        q: ArrayLike,
-        k: ArrayLike,
-        v: ArrayLike,
-        *,
-        is_causal: bool = False,
+        cls, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, is_causal: bool = False,
         q_offset: ArrayLike | None = None,
         window_size: tuple[int | None, int | None] | None = None,
-        attn_mask: ArrayLike | None = None,
-        attn_bias: ArrayLike | None = None,
-        kv_lengths: ArrayLike | None = None,
-        alibi_slopes: ArrayLike | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: ArrayLike | None = None,
-        score_mod: Callable[..., Any] | None = None,
-        mask_mod: Callable[..., Any] | None = None,
-        cu_seqlens_q: ArrayLike | None = None,
-        cu_seqlens_k: ArrayLike | None = None,
+        attn_mask: ArrayLike | None = None, attn_bias: ArrayLike | None = None,
+        kv_lengths: ArrayLike | None = None, alibi_slopes: ArrayLike | None = None,
+        scale: float | None = None, softcap: float | None = None, sinks: ArrayLike | None = None,
+        score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
+        cu_seqlens_q: ArrayLike | None = None, cu_seqlens_k: ArrayLike | None = None,
         block_table: ArrayLike | None = None,
-    ) -> Problem:
-        """Check the arguments, which ``minimha.attention`` describes, and fill in the defaults.
+    ) -> Problem:  # fmt: skip
+        """Check the arguments of ``minimha.attention`` and fill in the defaults.
 
-        Raises
-        ------
-        TypeError, ValueError
-            An argument of the wrong type (text instead of numbers, a mask that is not boolean),
-            shapes that do not match, or a value outside its range.
+        Raises TypeError or ValueError with a sentence that names the argument.
         """
         rank, (q4, k4, v4) = _arrays(q, k, v, is_paged=block_table is not None)
         shape = (*q4.shape[:3], k4.shape[2])
@@ -163,12 +148,10 @@ class Problem:
         has_window = (left, right) != (UNBOUNDED, UNBOUNDED)
         if flag("is_causal", is_causal):
             right = 0
-        has_slopes = alibi_slopes is not None
         options = {
-            "is_causal": is_causal,
-            "window_size": has_window,
-            "alibi_slopes": has_slopes,
-        }
+            "is_causal": is_causal, "window_size": has_window,
+            "alibi_slopes": alibi_slopes is not None,
+        }  # fmt: skip
         positional = [*(name for name, is_given in options.items() if is_given), *given]
         offset = _offset(q_offset, shape, sequences, lengths, positional)
         if isinstance(given.get("mask_mod"), BlockMask):
@@ -177,8 +160,8 @@ class Problem:
             q=q4, k=k4, v=v4, left=left, right=right, q_offset=offset, kv_lengths=lengths,
             attn_mask=_mask(attn_mask, shape),
             attn_bias=_bias(attn_bias, shape, compute),
-            alibi_slopes=_slopes(alibi_slopes, H, compute),
-            sinks=_sinks(sinks, H, compute),
+            alibi_slopes=_per_head("alibi_slopes", alibi_slopes, H, compute),
+            sinks=_per_head("sinks", sinks, H, compute, may_be_none=True),
             scale=1 / math.sqrt(q4.shape[3]) if scale is None else number("scale", scale, compute),
             softcap=_softcap(softcap, compute),
             dtype=q4.dtype, compute=compute, rank=rank, sequences=sequences,
@@ -187,7 +170,7 @@ class Problem:
         )  # fmt: skip
 
     def each_sequence(self) -> Iterator[tuple[tuple[slice, slice, slice], Problem]]:
-        """The index of each sequence's queries in q, O and L, and the sequence as a problem."""
+        """For each sequence the index of its queries in q, O and L, and a problem of it alone."""
         assert self.sequences is not None
         for s, length in enumerate(self.kv_lengths.tolist()):
             rows, one = self.sequences.rows(s), slice(s, s + 1)
@@ -201,7 +184,7 @@ class Problem:
     def by_sequence(
         self, forward: Callable[[Problem, int], tuple[NDArray[Any], NDArray[Any]]]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L, where ``forward(problem, s)`` computes sequence s on its own."""
+        """O and L, where ``forward(problem, s)`` computes sequence s alone."""
         O = np.empty((*self.q.shape[:3], self.v.shape[3]), self.compute)
         L = np.empty(self.q.shape[:3], self.compute)
         for s, (rows, problem) in enumerate(self.each_sequence()):
@@ -224,10 +207,7 @@ class Problem:
         return int(H * (self.sequences.queries[:, 2] @ self.kv_lengths))
 
     def visible(self, rows: slice, keys: slice) -> NDArray[np.bool_]:
-        """Which of the keys ``keys`` each of the queries ``rows`` may see, (B, 1 or H, rows, keys).
-
-        A False in ``attn_mask`` or from ``mask_mod`` hides a key; so does -inf in ``attn_bias``.
-        """
+        """Which of the keys ``keys`` each of the queries ``rows`` sees, (B, 1 or H, rows, keys)."""
         i = np.arange(rows.start, rows.stop)[:, None]
         j = np.arange(keys.start, keys.stop)
         q_offset, length = (x[:, None, None, None] for x in (self.q_offset, self.kv_lengths))
@@ -242,9 +222,9 @@ class Problem:
         return visible
 
     def indices(self, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
-        """b, h, i and j of a grid of scores, arrays that broadcast; i is a query's position.
+        """b, h, i and j of a grid of scores, for functions: arrays that broadcast.
 
-        They are those that functions get, and count from ``corner``.
+        i is a query's position; all count from ``corner``.
         """
         (B, H), (first_b, first_h, first_key) = self.q.shape[:2], self.corner
         b = np.arange(first_b, first_b + B)[:, None, None, None]
@@ -255,7 +235,7 @@ class Problem:
 
     @cached_property
     def hides(self) -> bool:
-        """Whether some option may hide a key from a query, so that the scores need a mask."""
+        """Whether some option may hide a key, so that the scores need a mask."""
         return (
             self.left < UNBOUNDED
             or self.right < UNBOUNDED
@@ -267,10 +247,7 @@ class Problem:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """``score_mod`` and ``mask_mod`` by name, as far as given; of a ``BlockMask`` its function.
-
-        Whoever calls or compiles them takes them from here.
-        """
+        """``score_mod`` and ``mask_mod`` by name, if given; for a ``BlockMask`` its function."""
         given = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
         return {
             name: function.mask_mod if isinstance(function, BlockMask) else function
@@ -280,39 +257,39 @@ class Problem:
 
     @property
     def taken(self) -> dict[str, Placed]:
-        """``functions``, with what they computed with when they were ``taken``."""
+        """``functions`` as ``Placed``, with the values that they captured when they were read."""
         each = self.functions.items()
         return {name: Placed(x, self.corner, self.readings[name]) for name, x in each}
 
     @cached_property
     def contents(self) -> dict[str, Hashable]:
-        """What ``score_mod`` and ``mask_mod`` compute with, by name; arrays count by value."""
+        """Code and captured values of the functions, by name; arrays are compared by value."""
         return {name: reading.contents for name, reading in self.readings.items()}
 
     def without_numbers(self, dtype: np.dtype[Any] | None = None) -> Problem:
-        """This problem with zeros, which take no memory, for q, k and v; of ``dtype`` if given."""
+        """This problem with zeros, which take no memory, for q, k and v, in ``dtype`` if given."""
         q, k, v = (stand_in(x.shape, dtype or self.dtype) for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, dtype=dtype or self.dtype)
 
     def as_given(self, O: NDArray[Any], L: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return output and log-sum-exp in the caller's rank, the output in the caller's dtype."""
+        """Output and log-sum-exp in the caller's rank, the output in the caller's dtype."""
         leading = (0,) * (4 - self.rank)
         return cast(O[leading], self.dtype), L[leading]
 
 
 def stand_in(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Zeros that take no memory, for an array of which only shape and dtype matter."""
+    """Zeros that take no memory, where only shape and dtype matter."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def factor_against_overflow(V: NDArray[Any], total: int) -> float:
-    """The power of 2 with which no sum of weights times values overflows; 1 where none would.
+    """The power of 2 that keeps sums of weights times values from overflow; 1 if none would.
 
-    ``V`` has the compute dtype, and the weights of a query add up to ``total`` at most. A mean of
-    values may be within its range although their sum, before it is divided, is not.
+    ``V`` has the compute dtype, and the weights of a query add up to ``total`` at most. A sum may
+    overflow although the mean, the sum divided by the weights, does not.
     """
     largest = abs(V).max(initial=0, where=np.isfinite(V))
-    total *= 2  # so that rounding does not overflow either
+    total *= 2  # a margin for rounding
     is_safe = total == 0 or largest <= np.finfo(V.dtype).max / total
     return 1.0 if is_safe else 2.0 ** -total.bit_length()
 
@@ -320,7 +297,7 @@ def factor_against_overflow(V: NDArray[Any], total: int) -> float:
 def _arrays(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, is_paged: bool
 ) -> tuple[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-    """Rank, and q, k, v as 4-D arrays of one dtype; with pages these are batch entries of k, v."""
+    """Rank, and q, k, v as 4-D arrays of one dtype; the first axis of paged k, v counts pages."""
     given = of_one_dtype(q=q, k=k, v=v)
     rank = given["q"].ndim
     for name, array in given.items():
@@ -330,10 +307,10 @@ def _arrays(
                 f"expected 2 (L, D), 3 (H, L, D) or 4 (B, H, L, D)"
             )
         if array.ndim != rank:
+            Q, K, V = map(name_of, "qkv")
             raise ValueError(
                 f"{name_of(name)} has {counted(array.ndim, 'dimension')}, shape {array.shape}, but "
-                f"{name_of('q')} has {rank}: {name_of('q')}, {name_of('k')} and {name_of('v')} "
-                f"must all be {RANKS[rank]}"
+                f"{Q} has {rank}: {Q}, {K} and {V} must all be {RANKS[rank]}"
             )
     q4, k4, v4 = (array[(None,) * (4 - rank)] for array in given.values())
     _check_shapes(q4, k4, v4, is_paged)
@@ -344,7 +321,9 @@ def _check_shapes(q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], is_paged: b
     (B, H, _, D), (pages, Hkv, Lk, _) = q.shape, k.shape
     Q, K, V = map(name_of, "qkv")
     if is_paged and len(v) != pages:
-        raise ValueError(f"{V} has {counted(len(v), 'page')} but {K} has {pages}: expected as many")
+        raise ValueError(
+            f"{V} has {counted(len(v), 'page')} but {K} has {pages}: they must be equal"
+        )
     for name, array in ((K, k), (V, v)):
         if array.shape[0] != B and not is_paged:
             raise ValueError(
@@ -401,13 +380,13 @@ def _window(window_size: Any) -> tuple[int, int]:
 
 
 def _refuse_over_scores(**given: Any) -> None:
-    """A mask or a bias over all pairs of rows is most of it over pairs of different sequences."""
+    """Refuse masks and biases: most of their pairs would belong to different sequences."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name_of(name)} covers one pair of Lq and Lk, but cu_seqlens and block_table "
-                f"give each sequence its own: is_causal, window_size, kv_lengths and alibi_slopes "
-                f"apply to each sequence"
+                f"{name_of(name)} is for one Lq and one Lk, but with cu_seqlens or block_table "
+                f"each sequence has other lengths: is_causal, window_size, kv_lengths and "
+                f"alibi_slopes apply to each sequence"
             )
 
 
@@ -441,7 +420,7 @@ def _offset(
 def _lengths(
     kv_lengths: ArrayLike | None, shape: Shape, sequences: Sequences | None, num_pages: int
 ) -> NDArray[np.int64]:
-    """How many keys each sequence, or batch entry, has."""
+    """The number of keys of each sequence, or batch entry."""
     B, _, _, Lk = shape
     if sequences is None:
         if kv_lengths is None:
@@ -452,7 +431,7 @@ def _lengths(
         return sequences.room
     if kv_lengths is None:
         raise ValueError(
-            f"{name_of('block_table')} needs kv_lengths: how many keys of its pages a sequence has"
+            f"{name_of('block_table')} needs kv_lengths, the number of keys of each sequence"
         )
     lengths = _per_batch("kv_lengths", kv_lengths, n, (0, int(sequences.room.max(initial=0))))
     beyond = np.flatnonzero(lengths > sequences.room)
@@ -468,7 +447,7 @@ def _lengths(
 
 
 def _per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> NDArray[np.int64]:
-    """One integer within ``limits`` for each batch entry; a single integer is for all of them."""
+    """One integer within ``limits`` for each batch entry; a single integer applies to all."""
     array = rectangular(name, value)
     items = array.ravel().tolist()  # Python's integers, which do not wrap around
     if not all(type(item) is int for item in items):
@@ -483,25 +462,10 @@ def _per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> 
     return np.full(B, items if array.ndim else items[0], np.int64)
 
 
-def _slopes(value: ArrayLike | None, H: int, compute: np.dtype[Any]) -> NDArray[Any] | None:
-    slopes = _per_head("alibi_slopes", value, H, compute)
-    if slopes is not None and not np.isfinite(slopes).all():
-        raise ValueError(f"{name_of('alibi_slopes')} is {value!r}: expected finite numbers")
-    return slopes
-
-
-def _sinks(value: ArrayLike | None, H: int, compute: np.dtype[Any]) -> NDArray[Any] | None:
-    sinks = _per_head("sinks", value, H, compute)
-    if sinks is not None and not (np.isfinite(sinks) | np.isneginf(sinks)).all():
-        raise ValueError(
-            f"{name_of('sinks')} is {value!r}: expected finite numbers, or -inf for no sink"
-        )
-    return sinks
-
-
 def _per_head(
-    name: str, value: ArrayLike | None, H: int, compute: np.dtype[Any]
+    name: str, value: ArrayLike | None, H: int, compute: np.dtype[Any], may_be_none: bool = False
 ) -> NDArray[Any] | None:
+    """One finite number per query head; -inf too, for no sink, if it ``may_be_none``."""
     if value is None:
         return None
     array = as_floating(name, value)
@@ -510,11 +474,15 @@ def _per_head(
             f"{name_of(name)} has shape {array.shape}: expected (H,) = ({H},), one number "
             f"per query head"
         )
-    return _narrowed(array, compute)
+    array = _narrowed(array, compute)
+    if not (np.isfinite(array) | (may_be_none & np.isneginf(array))).all():
+        or_none = ", or -inf for no sink" * may_be_none
+        raise ValueError(f"{name_of(name)} is {value!r}: expected finite numbers{or_none}")
+    return array
 
 
 def _narrowed(array: NDArray[Any], compute: np.dtype[Any]) -> NDArray[Any]:
-    """``array`` in the compute dtype; finite numbers stay finite, clipped to the dtype's range."""
+    """``array`` in the compute dtype; finite numbers are clipped to its range, so stay finite."""
     if array.dtype.itemsize <= compute.itemsize:
         return cast(array, compute)
     limit = np.finfo(compute).max

@@ -1,12 +1,12 @@
 """Where the queries and keys of each sequence are: packed end to end, or in the pages of a pool.
 
-Packed sequences stand one after another along L, in one batch entry, and cumulative lengths say
-where each begins (flash-attention's ``cu_seqlens``). Paged keys stand anywhere in a pool of pages
-of equal size, and a table says which pages are those of a sequence, in order (Kwon et al.,
-"Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023).
+Packed sequences follow each other along L, in one batch entry; cumulative lengths
+(flash-attention's ``cu_seqlens``) are their starts. Paged keys are in a pool of pages of equal
+size; a table has the pages of each sequence, in order (Kwon et al., "Efficient Memory Management
+for Large Language Model Serving with PagedAttention", 2023).
 
-Either way a sequence is a problem of its own: positions, lengths and offsets count from its own
-first query and key, and no sequence sees another.
+Each sequence is a separate problem: positions, lengths and offsets count from its first query and
+key, and no sequence sees another.
 """
 
 from __future__ import annotations
@@ -19,37 +19,26 @@ from numpy.typing import ArrayLike, NDArray
 from minimha.equations.arguments import as_integers, counted, name_of
 from minimha.equations.visibility import UNBOUNDED
 
-ONE_PAGE = UNBOUNDED  # the page size where a sequence's keys are next to each other
+ONE_PAGE = UNBOUNDED  # the page size if a sequence's keys are next to each other
 
 Shape = tuple[int, ...]
 
 
 class Sequences(NamedTuple):
-    """Where the rows of n sequences are.
+    """The rows of n sequences in q, k and v.
 
     Key j of sequence s is row ``first_keys[s] + j % page_size`` of the batch entry
     ``pages[s, j // page_size]`` of k and v.
 
-    Attributes
-    ----------
-    queries : ndarray of shape (n, 3), int64
-        The batch entry of q, the first row there and the number of queries.
-    pages : ndarray of shape (n, pages), int64
-    first_keys : ndarray of shape (n,), int64
-    page_size : int
-        ``ONE_PAGE`` if the keys are not paged.
-    room : ndarray of shape (n,), int64
-        How many keys there may be.
-    ids : ndarray of shape (n,), int64
-        Which of the caller's sequences each one is: b of ``score_mod`` and ``mask_mod``.
+    Shapes: queries (n, 3), pages (n, pages), the others (n,).
     """
 
-    queries: NDArray[np.int64]
+    queries: NDArray[np.int64]  # batch entry of q, first row there, number of queries
     pages: NDArray[np.int64]
     first_keys: NDArray[np.int64]
-    page_size: int
-    room: NDArray[np.int64]
-    ids: NDArray[np.int64]
+    page_size: int  # ``ONE_PAGE`` if the keys are not paged
+    room: NDArray[np.int64]  # the most keys of a sequence
+    ids: NDArray[np.int64]  # the caller's number of each sequence: b of caller's functions
 
     def rows(self, s: int) -> tuple[slice, slice, slice]:
         """The index of the queries of sequence ``s`` in q, O and L."""
@@ -66,36 +55,23 @@ class Sequences(NamedTuple):
         return np.asarray(rows[:, :, :length])
 
     def some(self, chosen: NDArray[np.bool_]) -> Sequences:
-        """Some of the sequences; their rows are where they were, and their ids stay."""
-        queries, pages, first_keys, page_size, room, ids = self
-        return Sequences(
-            queries[chosen], pages[chosen], first_keys[chosen], page_size, room[chosen],
-            ids[chosen],
-        )  # fmt: skip
+        """The ``chosen`` sequences, with the same rows and ids."""
+        names = ("queries", "pages", "first_keys", "room", "ids")
+        return self._replace(**{name: getattr(self, name)[chosen] for name in names})
 
 
 def one_per_entry(B: int, Lq: int, Lk: int) -> Sequences:
-    """The sequences of a problem that is neither packed nor paged: its batch entries."""
+    """The batch entries of a problem without packing and pages, as sequences."""
     entries, zeros = np.arange(B), np.zeros(B, np.int64)
     queries = np.column_stack((entries, zeros, np.full(B, Lq)))
     return Sequences(queries, entries[:, None], zeros, ONE_PAGE, np.full(B, Lk), entries)
 
 
 def sequences_of(
-    q: Shape,
-    k: Shape,
-    cu_seqlens_q: ArrayLike | None,
-    cu_seqlens_k: ArrayLike | None,
+    q: Shape, k: Shape, cu_seqlens_q: ArrayLike | None, cu_seqlens_k: ArrayLike | None,
     block_table: ArrayLike | None,
-) -> Sequences | None:
-    """The sequences of q (B, H, Lq, D) and k, both shapes; None if these are batch entries.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Lengths that are no integers, do not begin with 0, decrease or do not end with L; a table
-        that is not 2-D; one without the other; a batch of packed sequences.
-    """
+) -> Sequences | None:  # fmt: skip
+    """The sequences for shapes q and k (B, H, L, D), checked; None without packing and pages."""
     if cu_seqlens_q is None and cu_seqlens_k is None and block_table is None:
         return None
     (B, _, Lq, _), (Bk, _, Lk, _) = q, k
@@ -113,7 +89,7 @@ def sequences_of(
         if cu_seqlens_k is not None:
             raise ValueError(
                 f"{name_of('cu_seqlens_k')} is given with {name_of('block_table')}: keys are "
-                f"packed or paged, not both; kv_lengths says how many keys a sequence has"
+                f"packed or paged, not both; kv_lengths is the number of keys of each sequence"
             )
         return _paged(queries, block_table, Lk)
     starts = _cumulative(
@@ -131,7 +107,7 @@ def sequences_of(
 
 
 def _cumulative(name: str, value: Any, array: str, B: int, L: int) -> NDArray[np.int64]:
-    """Where each sequence begins in ``array``, which has ``B`` entries of ``L`` rows, and L."""
+    """The first row of each sequence in ``array``, of ``B`` entries with ``L`` rows; and L."""
     starts, name, axis = as_integers(name, value), name_of(name), f"L{array}"
     if B != 1:
         raise ValueError(
@@ -140,8 +116,8 @@ def _cumulative(name: str, value: Any, array: str, B: int, L: int) -> NDArray[np
         )
     if starts.ndim != 1 or not len(starts):
         raise ValueError(
-            f"{name} has shape {starts.shape}: expected (n + 1,), where each of n sequences "
-            f"begins, and the end"
+            f"{name} has shape {starts.shape}: expected (n + 1,), the first row of each of n "
+            f"sequences, and the end"
         )
     if starts[0] != 0:
         raise ValueError(f"{name} begins with {starts[0]}: the first sequence begins at row 0")
@@ -161,7 +137,7 @@ def _cumulative(name: str, value: Any, array: str, B: int, L: int) -> NDArray[np
 
 
 def _paged(queries: NDArray[np.int64], block_table: Any, page_size: int) -> Sequences:
-    """Sequences whose keys are in pages; ``check_pages`` sees to it that these exist."""
+    """Sequences whose keys are in pages; ``check_pages`` checks that these exist."""
     table, name = as_integers("block_table", block_table, 1 << 64), name_of("block_table")
     n = len(queries)
     if table.ndim != 2 or len(table) != n:
@@ -176,13 +152,7 @@ def _paged(queries: NDArray[np.int64], block_table: Any, page_size: int) -> Sequ
 
 
 def check_pages(sequences: Sequences, kv_lengths: NDArray[np.int64], num_pages: int) -> None:
-    """Refuse a table that points nowhere for a page that some key needs.
-
-    Raises
-    ------
-    ValueError
-        It names the first such entry.
-    """
+    """Raise ValueError for the first entry of the table that is needed and is no page."""
     needed = -(-kv_lengths // sequences.page_size)
     is_used = np.arange(sequences.pages.shape[1]) < needed[:, None]
     wrong = np.argwhere(is_used & ((sequences.pages < 0) | (sequences.pages >= num_pages)))

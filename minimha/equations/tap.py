@@ -1,11 +1,10 @@
-"""A tap is an identity function that may record what passes through it.
+"""A tap receives every intermediate of the equations, and returns it.
 
-The equations pass every intermediate through ``tap(name, value)`` and continue with the value that
-it returns, so that a line with a tap still reads as mathematics. ``no_tap`` records nothing;
-``explain.Trace`` records everything. A value is an array, or text: the source of a caller's
-function, which is heard before the step that it makes.
+The equations continue with the value that ``tap(name, value)`` returns, so that a line with a tap
+still reads as mathematics. ``no_tap`` records nothing; ``explain.Trace`` records everything. A
+value is an array, or the source of a caller's function, before the step that the function makes.
 
-A caller's tap goes through ``safe_tap``: it reads arrays and cannot write to them.
+A caller's tap is wrapped by ``safe_tap``: it gets read-only arrays.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 Tap = Callable[[str, Any], Any]
-Steps = Mapping[str, ArrayLike] | None  # other values of steps, by name
+Steps = Mapping[str, ArrayLike] | None  # values that replace those of steps, by name
 
 
 def no_tap(name: str, value: Any) -> Any:
@@ -25,7 +24,7 @@ def no_tap(name: str, value: Any) -> Any:
 
 
 def safe_tap(tap: Tap) -> Tap:
-    """Return a tap that passes read-only arrays to ``tap`` and checks what it returns.
+    """A tap that passes read-only arrays to ``tap`` and checks what it returns.
 
     >>> safe_tap(lambda name, value: value[0])("scores", np.zeros((1, 2)))
     Traceback (most recent call last):
@@ -36,7 +35,7 @@ def safe_tap(tap: Tap) -> Tap:
     if not callable(tap):
         raise TypeError(f"tap is {tap!r}: expected a callable tap(name, value) that returns value")
 
-    def hear(name: str, value: Any) -> Any:
+    def receive(name: str, value: Any) -> Any:
         shown = value
         if isinstance(value, np.ndarray):
             shown = value.view()
@@ -44,33 +43,34 @@ def safe_tap(tap: Tap) -> Tap:
         found = tap(name, shown)
         return value if found is shown else _like("tap", name, found, value)
 
-    return hear
+    return receive
 
 
 @contextmanager
 def replacing(tap: Tap, replace: Steps) -> Iterator[Tap]:
-    """Yield ``tap``, checked, after one that gives steps other values, as a ``Trace`` shows them.
+    """Yield a tap that replaces the values of some steps, and then calls ``tap``, checked.
 
-    A TypeError or ValueError names what does not fit its step and, at the end, what was no step.
+    Raises TypeError or ValueError for a value that does not fit its step and, at the end, for a
+    name that is no step.
     """
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace is {replace!r}: expected a dict from names of steps to arrays")
     tap, given, names = safe_tap(tap), replace or {}, set()
 
-    def hear(name: str, value: Any) -> Any:
+    def receive(name: str, value: Any) -> Any:
         names.add(name)
         if name in given:
             other: Any = given[name]
-            with suppress(TypeError, ValueError):  # no array, or one of another kind
+            with suppress(TypeError, ValueError):  # ``_like`` refuses it
                 other = np.asarray(other).astype(value.dtype, casting="same_kind")
                 if other.squeeze().shape == value.squeeze().shape:
                     other = other.reshape(value.shape)
             value = _like("replace", name, other, value)
         return tap(name, value)
 
-    yield hear if given else tap
+    yield receive if given else tap
     for name in set(given) - names:
-        from difflib import get_close_matches  # here: nothing else of a start needs it
+        from difflib import get_close_matches  # here: only an error needs it
 
         near = get_close_matches(str(name), names, 1, 0)[0]
         raise ValueError(f"replace has {name!r}, but there is no such step (nearest: {near})")
@@ -88,41 +88,41 @@ def _like(whose: str, name: str, found: Any, value: Any) -> Any:
 
 
 def renamed(tap: Tap, **names: str | None) -> Tap:
-    """Return a tap to which ``old`` is ``new`` for each ``old="new"``; None drops the name.
+    """A tap that renames the step ``old`` to ``new`` for each ``old="new"``, or drops it for None.
 
-    A layer uses it where the result of one equation is one of its own intermediates.
+    A layer uses it where the result of an equation is an intermediate of the layer.
 
-    >>> heard = []
-    >>> tap = renamed(lambda name, value: heard.append(name) or value, output="head_output", q=None)
-    >>> tap("q", 2.0), tap("output", 1.0), tap("weights", 0.5), heard
+    >>> names = []
+    >>> tap = renamed(lambda name, value: names.append(name) or value, output="head_output", q=None)
+    >>> tap("q", 2.0), tap("output", 1.0), tap("weights", 0.5), names
     (2.0, 1.0, 0.5, ['head_output', 'weights'])
     """
-    if tap is no_tap:  # returned as it is, since a backend that cannot be tapped accepts only this
+    if tap is no_tap:  # not wrapped: a backend that cannot be tapped accepts only ``no_tap``
         return no_tap
 
-    def hear(name: str, value: Any) -> Any:
+    def receive(name: str, value: Any) -> Any:
         new = names.get(name, name)
         return value if new is None else tap(new, value)
 
-    return hear
+    return receive
 
 
 def staged(tap: Tap, stage: str) -> Tap:
-    """Return a tap to which every name is ``name[stage]``, so that several layers can share it.
+    """A tap that renames every step to ``name[stage]``, so that several layers can share a trace.
 
-    >>> heard = []
-    >>> staged(lambda name, value: heard.append(name) or value, "decoder")("q", 2.0), heard
+    >>> names = []
+    >>> staged(lambda name, value: names.append(name) or value, "decoder")("q", 2.0), names
     (2.0, ['q[decoder]'])
     """
     return no_tap if tap is no_tap else lambda name, value: tap(f"{name}[{stage}]", value)
 
 
 def prefixed(tap: Tap, prefix: str) -> Tap:
-    """Return a tap to which every name begins with ``prefix``, for an equation used twice.
+    """A tap that puts ``prefix`` before every name, for an equation that is used twice.
 
-    >>> heard = []
-    >>> tap = prefixed(lambda name, value: heard.append(name) or value, "final_")
-    >>> tap("normed", 2.0), heard
+    >>> names = []
+    >>> tap = prefixed(lambda name, value: names.append(name) or value, "final_")
+    >>> tap("normed", 2.0), names
     (2.0, ['final_normed'])
     """
     return no_tap if tap is no_tap else lambda name, value: tap(f"{prefix}{name}", value)

@@ -1,18 +1,18 @@
 """FlashAttention-2's Algorithm 1 in NumPy: the specification that the kernels follow.
 
-Dao, "FlashAttention-2", 2023. The full matrix of scores is never stored. A block of B_r queries
-stays while it visits the keys and values, B_c at a time; each row keeps its maximum m, its sum l of
-exponentials and its output O, all relative to the maximum so far. A larger maximum rescales what
-has been summed:
+Dao, "FlashAttention-2", 2023. The full matrix of scores is never stored. Each block of B_r queries
+visits the keys and values, B_c at a time. Each row keeps its maximum m, its sum l of exponentials
+and its output O, all relative to the maximum so far. A larger maximum rescales the sums:
 
     exp(s - m_new) = exp(s - m_old) · exp(m_old - m_new)
 
-O is a sum, which may overflow where the mean of the values does not. If it could, P is multiplied
-by a small power of 2 before it multiplies V, and so is the l that divides O: no digit changes.
+O is a sum, which may overflow although the mean of the values does not. If it could, P is
+multiplied by a small power of 2 before it multiplies V, and so is the l that divides O: no digit
+changes.
 
 Batch and heads are leading axes throughout. Line 10 as printed in the paper multiplies O by the
-*inverse* of diag(exp(m_old - m_new)); the inverse is a slip there: line 9 rescales l without it,
-and O and l must be rescaled alike.
+*inverse* of diag(exp(m_old - m_new)). That is a slip: line 9 rescales l without the inverse, and O
+and l must be rescaled by the same factor.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ BLOCK_COLUMNS = 128  # default B_c
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this backend does not support ``problem``: it supports all, so None."""
+    """Return None: this backend supports every problem."""
     return None
 
 
@@ -39,12 +39,12 @@ def forward(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``, from blocks of ``B_r`` queries and ``B_c`` keys.
 
-    A block of keys that no query of a block can reach, by position and length, in any batch entry,
-    is never loaded; ``attn_mask`` and ``attn_bias`` do not count.
+    A block of keys is not loaded if, by position and length, no query of the block sees any of it
+    in any batch entry; ``attn_mask`` and ``attn_bias`` do not count.
 
-    O has shape (B, H, Lq, Dv), L (B, H, Lq), both the compute dtype. ``tap`` receives each block as
-    ``Q[i=0]``, ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, and after it ``m[…]``, ``P[…]``, ``factor[…]``,
-    by which l and O so far are multiplied, ``l[…]`` and ``O[…]``.
+    O has shape (B, H, Lq, Dv), L (B, H, Lq), both the compute dtype. ``tap`` receives ``Q[i=0]``,
+    and for each block of keys ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, ``m[…]``, ``P[…]``, ``factor[…]``
+    (by which l and O so far are multiplied), ``l[…]`` and ``O[…]``.
     """
     for name, size in (("B_r", B_r), ("B_c", B_c)):
         if size < 1:
@@ -70,10 +70,13 @@ def forward(
 def _row_block(
     problem: Problem, i: int, rows: slice, B_c: int, shrink: float, tap: Tap
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Lines 4 to 15: one block of queries against all the keys that it may see."""
+    """Lines 4 to 15: O and L of one block of queries."""
     compute = problem.compute
     Q_i = tap(f"Q[i={i}]", problem.q[..., rows, :].astype(compute, copy=False))  # line 4
-    m, l, O = _start(problem, rows)  # line 5
+    m = np.full((*Q_i.shape[:3], 1), -np.inf, compute)  # line 5
+    if problem.sinks is not None:  # a sink acts like a first key of value 0
+        m = np.maximum(m, problem.sinks[:, None, None])
+    l, O = (~np.isneginf(m)).astype(compute), np.zeros((*m.shape[:3], problem.v.shape[3]), compute)
     for j, keys in visible_blocks(problem, rows, B_c):  # line 6
         at = f"[i={i},j={j}]"
         K_j = tap(f"K{at}", problem.k[..., keys, :].astype(compute, copy=False))  # line 7
@@ -90,19 +93,8 @@ def _row_block(
     return O, (m + np.log(l))[..., 0]  # line 13
 
 
-def _start(problem: Problem, rows: slice) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """m, l and O before the first block; a sink acts as a first key with value 0."""
-    B, H = problem.q.shape[:2]
-    num_rows, Dv = rows.stop - rows.start, problem.v.shape[3]
-    m = np.full((B, H, num_rows, 1), -np.inf, problem.compute)
-    if problem.sinks is not None:
-        m = np.maximum(m, problem.sinks[:, None, None])
-    l = (~np.isneginf(m)).astype(m.dtype)
-    return m, l, np.zeros((B, H, num_rows, Dv), m.dtype)
-
-
 def visible_blocks(problem: Problem, rows: slice, B_c: int) -> list[tuple[int, slice]]:
-    """Index and keys of each block that some query of ``rows``, in some batch entry, can reach."""
+    """Index and keys of each block that some query of ``rows``, in some batch entry, sees."""
     ranges = [
         key_range(rows.start, rows.stop, int(offset), problem.left, problem.right, int(length))
         for offset, length in zip(problem.q_offset, problem.kv_lengths, strict=True)

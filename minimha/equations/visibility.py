@@ -1,22 +1,20 @@
-"""May query i see key j? One rule, for NumPy, numba and CUDA alike.
+"""Does query i see key j? One rule for NumPy, numba and CUDA.
 
 Causality, a sliding window and a padded cache are one condition with different bounds. Query i is
-at key position p = i + q_offset and sees the keys from p - left to p + right, both inclusive, as
-far as the cache is filled (j < length). A causal problem has right = 0; a side without a limit is
-``UNBOUNDED``::
+at key position p = i + q_offset. It sees the keys from p - left to p + right, both inclusive, that
+exist (j < length). A causal problem has right = 0; a side without a limit is ``UNBOUNDED``::
 
     Lq = Lk = 5              causal         window (1, 0)    window (1, 1)    causal, q_offset = -2
     left, right        UNBOUNDED, 0             1, 0             1, 1          UNBOUNDED, 0
 
     row: query i        # . . . .        # . . . .        # # . . .        . . . . .
     column: key j       # # . . .        # # . . .        # # # . .        . . . . .
-    #: may see          # # # . .        . # # . .        . # # # .        # . . . .
-    .: may not          # # # # .        . . # # .        . . # # #        # # . . .
+    #: visible          # # # . .        . # # . .        . # # # .        # . . . .
+    .: hidden           # # # # .        . . # # .        . . # # #        # # . . .
                         # # # # #        . . . # #        . . . # #        # # # . .
 
-``sees``, ``key_range``, ``is_full`` and ``query_range`` use arithmetic alone, so that kernels can
-compile them unchanged. ``Problem.visible`` applies the rule to a grid of queries and
-keys, together with the masks that are given as arrays.
+``sees``, ``key_range``, ``is_full`` and ``query_range`` are arithmetic only: kernels compile them
+unchanged. ``Problem.visible`` applies the rule and all masks to a grid of queries and keys.
 """
 
 from typing import Any
@@ -25,7 +23,7 @@ UNBOUNDED = 1 << 40  # longer than any sequence; a position can be added without
 
 
 def sees(i: Any, j: Any, q_offset: Any, left: Any, right: Any, length: Any) -> Any:
-    """True where query ``i`` may see key ``j``; scalars or arrays that broadcast.
+    """True where query ``i`` sees key ``j``; scalars or arrays that broadcast.
 
     >>> [[int(sees(i, j, 0, UNBOUNDED, 0, 3)) for j in range(3)] for i in range(3)]
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
@@ -37,10 +35,9 @@ def sees(i: Any, j: Any, q_offset: Any, left: Any, right: Any, length: Any) -> A
 def key_range(
     i_start: int, i_stop: int, q_offset: int, left: int, right: int, length: int
 ) -> tuple[int, int]:
-    """Half-open range of the keys that any of the queries ``i_start <= i < i_stop`` may see.
+    """Half-open range of the keys that any of the queries ``i_start <= i < i_stop`` sees.
 
-    Blocks outside it need not be visited. The range is empty (start >= stop) where no query sees a
-    key.
+    It is empty (start >= stop) if no query sees a key.
 
     >>> key_range(2, 4, 0, 1, 0, 10)  # queries 2 and 3, window (1, 0): keys 1, 2 and 3
     (1, 4)
@@ -54,9 +51,9 @@ def is_full(
     i_start: Any, i_stop: Any, j_start: Any, j_stop: Any, q_offset: Any, left: Any, right: Any,
     length: Any,
 ) -> Any:  # fmt: skip
-    """True where all queries of a tile see all of its keys, as far as positions decide.
+    """True where all queries of a tile see all of its keys, by position.
 
-    A tile is skipped where ``key_range`` ends before it begins, partial where neither holds.
+    A tile outside ``key_range`` is skipped; any other tile is partial.
 
     >>> is_full(2, 4, 0, 3, 0, UNBOUNDED, 0, 10), is_full(2, 4, 0, 4, 0, UNBOUNDED, 0, 10)
     (True, False)
@@ -67,7 +64,7 @@ def is_full(
 
 
 def query_range(j: int, q_offset: int, left: int, right: int, length: int) -> tuple[int, int]:
-    """Half-open range of the queries, from 0 on, that may see key ``j``; empty if start >= stop.
+    """Half-open range of the queries, from 0 on, that see key ``j``; empty if start >= stop.
 
     >>> query_range(2, 0, 1, 0, 10)  # key 2, window (1, 0): queries 2 and 3
     (2, 4)

@@ -1,9 +1,8 @@
-"""Which backend "auto" takes: the fastest one that costs less to get ready than it saves.
+"""Chooses the backend of "auto": the fastest one whose preparation costs less than it saves.
 
 The CPU kernels win at every size once they are compiled. But importing numba and loading them takes
-half a second, and compiling them some seconds. So "dense" computes until it has taken as long as
-that: whoever solves one toy problem never waits, and whoever solves many never loses more than
-twice the time.
+half a second, and compiling them some seconds. So "dense" computes until it has taken that long: a
+toy problem never waits, and many problems take at most twice the shortest time.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ LOG = logging.getLogger("minimha")
 BACKEND = "minimha.kernels.cpu.backend"
 LOADING, COMPILING = 0.5, 10.0  # seconds until a kernel is ready, from disk and from its source
 DENSE_RATE = 5e9  # products per second, about, of the dense backend
-DENSE_MEMORY = 1 << 30  # bytes of scores, beyond which the kernels are worth their compilation
+DENSE_MEMORY = 1 << 30  # bytes of scores from which compiling the kernels is worth it
 
 _spent = 0.0  # seconds that "auto" has spent in the dense backend
 _broken = False
-_told: set[str] = set()  # why functions could not be compiled
+_warned: set[str] = set()  # reasons why functions could not be compiled
 
 
 def choose(problem: Problem) -> str:
-    """ "cpu" or "dense"."""
+    """The backend for ``problem``: "cpu" or "dense"."""
     if _broken:
         return "dense"
-    # What another thread has begun to import is in sys.modules too: importing it waits.
+    # It is in sys.modules too while another thread imports it: then importing it waits.
     loaded = _imported() if BACKEND in sys.modules else None
     if loaded and loaded.is_ready(problem):
         return _supporting(loaded, problem)
@@ -48,31 +47,27 @@ def choose(problem: Problem) -> str:
 
 
 def spent(seconds: float) -> None:
-    """Note how long the dense backend took for what "auto" gave it."""
+    """Add the seconds that the dense backend took for "auto"."""
     global _spent
     _spent += seconds
 
 
 def give_up(error: Exception) -> None:
-    """Do without the CPU kernels from now on, because they cannot be compiled here."""
+    """Stop using the CPU kernels, which cannot be compiled here."""
     global _broken
     _broken = True
-    _warn("the CPU kernels cannot run here, NumPy computes instead", error)
+    LOG.warning("minimha: the CPU kernels cannot run here, NumPy computes instead: %s", error)
 
 
 def _supporting(backend: ModuleType, problem: Problem) -> str:
-    """ "cpu", unless it cannot compile a function of ``problem``."""
+    """ "cpu", or "dense" if a function of ``problem`` cannot be compiled."""
     reason = backend.unsupported(problem)
     if reason is None:
         return "cpu"
-    if reason not in _told:
-        _told.add(reason)
-        _warn("the CPU kernels are not used, NumPy computes instead", reason)
+    if reason not in _warned:
+        _warned.add(reason)
+        LOG.warning("minimha: the CPU kernels are not used, NumPy computes instead: %s", reason)
     return "dense"
-
-
-def _warn(what: str, reason: object) -> None:
-    LOG.warning("minimha: %s: %s", what, reason)
 
 
 def _imported() -> ModuleType | None:

@@ -1,12 +1,12 @@
-"""Machine code on disk: found only by what it was compiled from, read only if nobody else wrote it.
+"""Machine code on disk: found by a digest of its sources, and read only if this user wrote it.
 
-numba's own cache knows a kernel by the date of the one file that it is in, and so runs old code
-after an upgrade. Here a file's name has a digest of everything that machine code depends on: all
-sources of the kernels, the versions of what compiles them, their settings and the processor. Its
-first bytes are a checksum of the rest, so that a truncated file is not found either.
+numba's cache identifies a kernel by the date of its one file, and so runs old code after an
+upgrade. Here a file's name has a digest of everything that machine code depends on: all sources of
+the kernels, the compilers' versions and settings, and the processor. Its first bytes are a checksum
+of the rest, so that a truncated file is ignored.
 
-Whoever writes a file decides what runs. Files and folders that another user could write (root
-excepted) are not read; see SECURITY.md.
+Files and folders that another user (except root) could write are not read, since their content
+would be executed; see SECURITY.md.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ except ImportError:  # Windows
 
 LOG = logging.getLogger("minimha")
 PACKAGE = Path(__file__).resolve().parents[1]
-WAIT = 120  # seconds for another process that compiles; then this one does it too
-KEPT = 8  # versions of one kernel in a folder: of CPUs that share it, and of settings
+WAIT = 120  # seconds for another process that compiles; after that this one compiles too
+KEPT = 8  # versions of one kernel in a folder: for several CPUs and settings
 
 
 class File:
     """The machine code of one function, in the first folder that has it.
 
-    ``name`` is what the log and the disk call it, and ``kept`` how many files of that name stay in
-    a folder. Its machine code depends on ``facts`` alone: another text is another file.
+    ``name`` is its name in the log and on disk; at most ``kept`` files of that name stay in a
+    folder. Other ``facts``, on which the machine code depends, are another file.
     """
 
     def __init__(self, name: str, facts: str, kept: int = KEPT) -> None:
         self.name, self.kept = name, kept
         digest = hashlib.sha256(facts.encode()).hexdigest()
         self.file = f"minimha-{name}-{digest[:32]}.code"
-        self._locked = int(digest[:7], 16)  # the byte of the lock file that stands for this file
+        self._locked = int(digest[:7], 16)  # the byte of the lock file that locks this file
 
     def read(self, refused: bytes | None = None) -> bytes | None:
-        """The machine code, or None if no folder has it whole, or has but what is ``refused``."""
+        """The machine code, unless it equals ``refused``; None if no folder has it."""
         return next((code for _, code in self._found() if code != refused), None)
 
     def content(self, make: Callable[[], bytes], refused: bytes | None = None) -> bytes:
-        """The machine code, from disk or, for the first process that asks, from ``make``.
+        """The machine code, from disk or, in the first process, from ``make``.
 
-        ``refused`` is machine code that turned out to be of no use: it is passed over.
+        Machine code on disk that equals ``refused`` is ignored.
         """
         code = self.read(refused)
         if code is None:
@@ -70,7 +70,7 @@ class File:
         return code
 
     def path(self) -> Path | None:
-        """Which file has the machine code, if any."""
+        """The file that has the machine code, or None."""
         return next((path for path, _ in self._found()), None)
 
     def _found(self) -> Iterator[tuple[Path, bytes]]:
@@ -83,10 +83,10 @@ class File:
                         yield path, content[32:]
 
     def write(self, code: bytes) -> None:
-        """Store the machine code; where that fails, say so in the log and go on."""
+        """Store the machine code and delete old versions; if that fails, only log a warning."""
         folder = _writable_folder()
         if folder is None:
-            _warn_once("no folder for compiled kernels can be written: every process compiles anew")
+            _warn_once("no folder for compiled kernels can be written: every process compiles them")
             return
         try:
             descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".minimha-", suffix=".tmp")
@@ -99,21 +99,17 @@ class File:
                 with suppress(OSError):
                     os.unlink(temporary)
                 raise
-            self._prune(folder)
+            versions = folder.glob(f"minimha-{self.name}-*.code")
+            for old in sorted(versions, key=lambda x: x.stat().st_mtime)[: -self.kept]:
+                old.unlink()
         except OSError as error:
             _warn_once(f"compiled kernels cannot be stored in {folder}: {error.strerror}")
 
-    def _prune(self, folder: Path) -> None:
-        """Delete the oldest versions of this function."""
-        found = sorted(folder.glob(f"minimha-{self.name}-*.code"), key=lambda x: x.stat().st_mtime)
-        for old in found[: -self.kept]:
-            old.unlink()
-
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """While one process is in here, others wait, though not for ever.
+        """Lock this file against other processes, which wait up to ``WAIT`` seconds.
 
-        They do not wait for another version of the function, which they may have to compile too.
+        Each version of the function has a separate lock.
         """
         folder = _writable_folder()
         if folder is None or fcntl is None:
@@ -124,7 +120,7 @@ class File:
         except OSError:
             yield
             return
-        with lock:  # closing it releases the lock, and so does the end of the process
+        with lock:  # closing the file, or the end of the process, releases the lock
             start = time.monotonic()
             while time.monotonic() - start < WAIT:
                 try:
@@ -138,14 +134,14 @@ class File:
 
 
 def folders() -> list[Path]:
-    """Where compiled kernels may be: NUMBA_CACHE_DIR, beside the sources, the user's cache."""
+    """Folders for compiled kernels: NUMBA_CACHE_DIR, beside the sources, the user's cache."""
     found = [Path(numba.config.CACHE_DIR) / "minimha"] if numba.config.CACHE_DIR else []
-    user = _user_cache()  # relative for a user who has no home, as in some containers
+    user = _user_cache()  # relative if the user has no home, as in some containers
     return [*found, Path(__file__).parent / "__pycache__", *([user] if user.is_absolute() else [])]
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether only this user or root can have written it; an OSError if it does not exist."""
+    """Whether only this user or root can write ``path``; an OSError if it does not exist."""
     status = path.stat()
     if not hasattr(os, "getuid"):
         return True
@@ -153,7 +149,7 @@ def is_trusted(path: Path) -> bool:
 
 
 def digest(facts: list[Any], sources: Iterable[Path]) -> str:
-    """A digest of ``facts``, by how they print, and of the contents of ``sources``."""
+    """A digest of the ``repr`` of ``facts`` and of the contents of ``sources``."""
     whole = hashlib.sha256(repr(facts).encode())
     for path in sources:
         whole.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
@@ -172,7 +168,7 @@ def _user_cache() -> Path:
 
 
 def _writable_folder() -> Path | None:
-    """The first folder that can be written and that nobody else can write."""
+    """The first folder that this user, and no other, can write."""
     for folder in folders():
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,17 +1,17 @@
-"""What a fork must wait for, so that the child finds it whole.
+"""Makes a fork wait until no other thread compiles or imports a backend.
 
-A child has only the thread that forked. A lock that another thread held then is held for ever in
-the child, and what that thread was changing stays half changed. numba compiles under one lock, and
-llvmlite, which also deletes what was compiled, calls LLVM under another. The child needs them, so a
-fork waits until no other thread compiles: at most some seconds. So it does until no other thread
-imports a backend: the child could not finish that, and would wait for it.
+A child has only the thread that forked. In it a lock that another thread held stays locked for
+ever, and what that thread was changing stays half changed. numba compiles under one lock, llvmlite
+calls LLVM under another, and the child needs both: so a fork waits until no other thread compiles,
+at most some seconds. It also waits until no other thread imports a backend, which the child could
+not finish.
 
-``before`` handlers run in reverse order. logging's, which takes a lock that imports need, is
-registered first, so that it is not held while this one waits. So is that of concurrent.futures: if
-it came while this one waits, its lock would be released without having been taken.
+``before`` handlers run in reverse order. logging's takes a lock that imports need: it is registered
+first, so that it is not held while this one waits. So is that of concurrent.futures: if it were
+registered while this one waits, its lock would be released without being taken.
 
-Nothing here helps NumPy's OpenBLAS: while a thread multiplies large matrices, as "dense" does, a
-fork may hang.
+This does not help NumPy's OpenBLAS: a fork may hang while a thread multiplies large matrices, as
+"dense" does.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _held = threading.local()  # the locks of a thread that forks: others may fork a
 
 
 def imported(name: str) -> Any:
-    """Return the module ``name``, which a forked child finds whole or not begun.
+    """Import the module ``name``; a forked child has it either complete or not at all.
 
-    Where importing a package fails, Python forgets the package but not its modules, and could never
-    import it again: they are forgotten too.
+    If importing a package fails, Python removes the package but not its modules, and could not
+    import it again: they are removed too.
     """
     with _importing:
         before = set(sys.modules)
@@ -61,7 +61,7 @@ def imported(name: str) -> Any:
 def _locks() -> Iterator[Any]:
     yield _importing
     for module, path in LOCKS.items():
-        with suppress(AttributeError):  # it is not imported, or of a version without this lock
+        with suppress(AttributeError):  # not imported, or a version without this lock
             yield attrgetter(path)(sys.modules.get(module))
 
 

@@ -1,4 +1,4 @@
-"""A caller's ``score_mod`` and ``mask_mod`` before numba: what it compiles, and why it cannot."""
+"""Compiles a caller's ``score_mod`` or ``mask_mod`` with numba; errors name the line."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Refused(Exception):  # noqa: N818  (it states a fact about a function)
 
 
 class NotNow(Refused):
-    """The same for want of memory, open files or the like: a later call may try again."""
+    """numba lacked memory, open files or the like: a later call may try again."""
 
 
 def plain(function: Any) -> Any:
-    """What the caller wrote: of one of numba's dispatchers its function."""
+    """The caller's plain function, also if it is in one of numba's dispatchers."""
     return getattr(function, "py_func", function)
 
 
 def compiled_function(
     name: str, function: Any, compute: np.dtype[Any], compiler: Compiler, target: str = ""
 ) -> tuple[Any, Any]:
-    """The caller's ``function`` for scores of dtype ``compute``, and the type that it returns.
+    """Machine code of ``function`` for scores of dtype ``compute``, and the type that it returns.
 
-    ``compiler`` makes both from a plain function and the types of its arguments. ``target`` is what
-    the sentence adds, such as " for a GPU".
+    ``compiler`` makes both from a plain function and the types of its arguments. ``target``, such
+    as " for a GPU", goes into the sentence of an error.
     """
     function = plain(function)
     if not isinstance(function, FunctionType):
@@ -54,8 +54,8 @@ def compiled_function(
         machine_code, returned = compiler(function, (*score, I64, I64, I64, I64))
     except Unknown:
         raise
-    except Exception as error:  # numba raises what it likes
-        kind = NotNow if _is_for_want(error) else Refused
+    except Exception as error:  # numba raises errors of many types
+        kind = NotNow if _lacks_resources(error) else Refused
         raise kind(_sentence(name_of(name) + target, function, error)) from None
     if isinstance(returned, types.Array) and not returned.ndim:
         raise Refused(f"{name_of(name)} returns an array in machine code: expected a number")
@@ -63,27 +63,28 @@ def compiled_function(
 
 
 def is_fitting(name: str, returned: Any) -> bool:
-    """Whether that type is a real number, of a score_mod, or a bool, of a mask_mod."""
+    """Whether the type ``returned`` is a real number, for score_mod, or a bool, for mask_mod."""
     fitting = types.Boolean if name == "mask_mod" else (types.Integer, types.Float)
     return isinstance(returned, fitting)
 
 
 def check_returned(name: str, returned: Any) -> None:
-    """Raise TypeError if that type is not fitting."""
+    """Raise TypeError if the type ``returned`` is not fitting."""
     if not is_fitting(name, returned):
         is_none, is_some = returned == types.none, isinstance(returned, types.Optional)
         kind = f"{returned.type} or None" if is_some else types.unliteral(returned)
         raise TypeError(refusal(name, "None" if is_none else str(kind)))
 
 
-def _is_for_want(error: BaseException | None) -> bool:
-    """Whether the system refused something; numba may have wrapped its error."""
-    is_own = isinstance(error, (OSError, MemoryError))
-    return is_own or (error is not None and _is_for_want(error.__context__))
+def _lacks_resources(error: BaseException | None) -> bool:
+    """Whether this is an error of the system, or numba's with such an error as its context."""
+    while error and not isinstance(error, (OSError, MemoryError)):
+        error = error.__context__
+    return error is not None
 
 
 def _sentence(what: str, function: FunctionType, error: Exception) -> str:
-    """Which line numba cannot compile, and why."""
+    """The sentence of an error: the line that numba cannot compile, and why."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
     file = function.__code__.co_filename
     number = _line(error, text, file) or function.__code__.co_firstlineno
@@ -97,7 +98,7 @@ def _sentence(what: str, function: FunctionType, error: Exception) -> str:
 
 
 def _line(error: Exception, text: str, file: str) -> int | None:
-    """The line that numba names, in a field of its error or in its text, if any."""
+    """The line in ``file`` that numba's error names, in a field or in its text, or None."""
     loc = getattr(error, "loc", None)
     name = re.escape(Path(file).name)
     found = re.search(rf'(?<={name}", line )\d+|(?<={name} \()\d+(?=\))', text)

@@ -17,26 +17,14 @@ class Rung(NamedTuple):
     """A rung's idea, and the problems it takes."""
 
     idea: str
-    takes: str
+    takes: str = "every problem"
 
 
 LADDER = {
-    "cpu.rung1_rows": Rung(
-        "one query and one key at a time, the online softmax",
-        "every problem",
-    ),
-    "cpu.rung2_tiles": Rung(
-        "blocks of queries against blocks of keys: Algorithm 1",
-        "every problem",
-    ),
-    "cpu.rung3_vector_tiles": Rung(
-        "queries across the lanes of vectors, sums in registers",
-        "every problem",
-    ),
-    "cpu.rung4_parallel": Rung(
-        "every core; only the tiles that some query sees",
-        "every problem",
-    ),
+    "cpu.rung1_rows": Rung("one query and one key at a time, the online softmax"),
+    "cpu.rung2_tiles": Rung("blocks of queries against blocks of keys: Algorithm 1"),
+    "cpu.rung3_vector_tiles": Rung("queries across the lanes of vectors, sums in registers"),
+    "cpu.rung4_parallel": Rung("every core; only the tiles that some query sees"),
     "cpu.rung5_decode": Rung(
         "few queries: the keys are split, K and V are read once",
         "every problem; made for few queries",
@@ -48,8 +36,7 @@ LADDER = {
 }
 CUDA_LADDER = {
     "cuda.rung1_rows": Rung(
-        "one thread per query, the online softmax",
-        "every problem; 16 bits are widened first",
+        "one thread per query, the online softmax", "every problem; 16 bits are widened first"
     ),
     "cuda.rung2_tiles": Rung(
         "a block of threads shares tiles of keys and values",

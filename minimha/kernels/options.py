@@ -20,7 +20,7 @@ class Options(NamedTuple):
     """The small options of a problem, as arguments of a kernel.
 
     Without a soft cap ``softcap`` is 0, without sinks ``sinks`` is all -inf, and without ALiBi
-    ``slopes`` is empty. ``is_bfloat16`` says which 16-bit dtype the uint16 arrays hold.
+    ``slopes`` is empty. If 16-bit numbers ``is_bfloat16``; otherwise they are float16.
     """
 
     left: int
@@ -35,23 +35,20 @@ class Options(NamedTuple):
 
 
 def options(problem: Problem) -> Options:
-    """The small options of ``problem``, absent ones in their neutral form."""
+    """The small options of ``problem``, with neutral values for absent ones."""
     compute, H = problem.compute, problem.q.shape[1]
     slopes, sinks = problem.alibi_slopes, problem.sinks
     return Options(
-        left=problem.left,
-        right=problem.right,
-        q_offset=problem.q_offset,
-        kv_lengths=problem.kv_lengths,
+        left=problem.left, right=problem.right,
+        q_offset=problem.q_offset, kv_lengths=problem.kv_lengths,
         slopes=_neutral(0, compute) if slopes is None else np.array(slopes),
         sinks=_neutral(H, compute) if sinks is None else np.array(sinks),
-        scale=problem.scale,
-        softcap=problem.softcap or 0.0,
+        scale=problem.scale, softcap=problem.softcap or 0.0,
         is_bfloat16=problem.dtype.itemsize == 2 and problem.dtype.name == "bfloat16",
-    )
+    )  # fmt: skip
 
 
 @cache
 def _neutral(number: int, compute: np.dtype[Any]) -> NDArray[Any]:
-    """Sinks without effect, or no slopes; cached, since a new array costs 1 µs per call."""
+    """``number`` times -inf; cached, since a new array costs 1 µs per call."""
     return np.full(number, -np.inf, compute)

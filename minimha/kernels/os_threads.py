@@ -1,17 +1,17 @@
-"""Threads and locks of the operating system, which no signal and no patch of Python's upsets.
+"""Threads and locks of the operating system, which survive signals and patched modules.
 
 gevent and eventlet replace functions in Python's modules, before or after minimha is imported, so
 that their threads take turns in one. A helper that never returns to Python would stop them all. So
 threads and locks come from a second copy of ``_thread``, a module that is built into Python.
 
 The handler of a signal, such as that of Ctrl-C, may raise between any two steps of Python in the
-main thread. What begins or ends here does so in one step.
+main thread. So threads start and end in one step each.
 """
 
 from __future__ import annotations
 
 import threading
-from _queue import Empty, SimpleQueue  # which gevent and eventlet leave alone
+from _queue import Empty, SimpleQueue  # gevent and eventlet do not patch these
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
@@ -29,23 +29,23 @@ RLock = _thread.RLock
 def start(target: Callable[[], Any], started: list[int]) -> bool:
     """Start a thread that calls ``target``, and append its identifier to ``started``.
 
-    Returns False where the system gives no more threads.
+    Returns False if the system gives no more threads.
     """
     new, before = map(_thread.start_new_thread, [target], [()]), len(started)
     try:
         started.extend(new)  # one step
     except RuntimeError:
-        if len(started) > before:  # a signal's handler raised it
+        if len(started) > before:  # a signal's handler raised the error
             raise
     return len(started) > before
 
 
 def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] | None = None) -> None:
-    """Call each task on its own thread, or here where the system gives no more threads.
+    """Call each task in its own thread, or in this one if the system gives no more threads.
 
-    If a signal's handler raises, this calls ``cancel`` and waits until all threads have ended. A
-    second exception ends that wait too, and without ``cancel`` it does not wait, so a task must
-    hold references to what it writes.
+    If a signal's handler raises, ``cancel`` is called, and all threads are awaited. A second
+    exception ends that wait, and without ``cancel`` there is none: so a task must hold references
+    to what it writes.
     """
     started: list[int] = []
     ended: list[BaseException | None] = []
@@ -62,7 +62,7 @@ def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] | None =
 
     def wait() -> None:
         while len(ended) < len(started):
-            with suppress(Empty):  # a signal that comes just before this does not end it
+            with suppress(Empty):  # a signal just before ``get`` does not end it
                 bell.get(timeout=0.1)
 
     try:
@@ -80,13 +80,13 @@ def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] | None =
 
 
 def in_another_thread(work: Callable[[], Any]) -> Any:
-    """Return what ``work()`` returns, on another thread than the main one, where signals arrive.
+    """``work()``, called outside the main thread, which receives signals.
 
-    Ctrl-C ends the waiting at once; the work goes on to its end.
+    Ctrl-C ends the waiting at once; the work continues to its end.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
     result: list[Any] = []
-    context = copy_context()  # which has the arguments' names
+    context = copy_context()  # it has the arguments' names
     call([lambda: result.append(context.run(work))])
     return result[0]

@@ -1,9 +1,8 @@
-"""Plans of problems that were seen before, so that the next call need not check and plan again.
+"""Plans of earlier calls: an equal call need not check and plan again.
 
-A plan is found by everything that it depends on. On the CPU only plain arrays, functions, options
-that are numbers and the starts of packed sequences are remembered, on a GPU lists of numbers and
-small arrays too, by what they contain. Types count, because True is no width of a window although
-it equals 1.
+A plan's key is everything that the plan depends on. Plans for the CPU are remembered if the options
+are numbers, functions and starts of packed sequences; for a GPU also with lists of numbers and
+small arrays, by value. Types are part of the key: True is no window's width although True == 1.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _plans: dict[Any, Any] = {}
 def key_of(
     q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, backend: Any, *options: Any
 ) -> tuple[Any, ...] | None:
-    """What a plan for these arguments is found by, or None if there can be none.
+    """The key of a plan for these arguments, or None if it cannot be remembered.
 
-    The functions are ``taken``. A plan serves all numbers and arrays that ``score_mod`` captures;
-    those of ``mask_mod`` say which blocks are hidden.
+    The functions are ``taken``. A plan serves all numbers and arrays that ``score_mod`` captures,
+    but hidden blocks depend on those of ``mask_mod``.
     """
     if not (type(q) is type(k) is type(v) is np.ndarray and type(backend) is str):
         return None
@@ -48,20 +47,14 @@ def key_of(
 
 
 def _computed_by(mask_mod: Placed) -> Hashable:
-    """What equal functions share; a ``BlockMask`` is itself, with what it captures now."""
+    """Equal for functions that compute the same; a ``BlockMask`` is also compared by identity."""
     function, corner, reading = mask_mod
     is_block_mask = isinstance(function, BlockMask)
     return Same(function) if is_block_mask else None, corner, reading and reading.contents
 
 
-def with_values(key: tuple[Any, ...] | None, options: Iterable[Any]) -> tuple[Any, ...] | None:
-    """``key`` with options that count by what they contain, or None if there can be no plan."""
-    values = by_value(options)
-    return None if key is None or values is None else (*key, values)
-
-
 def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:
-    """What each option is and contains, or None if only whoever checks it can tell.
+    """Types and values of options, or None if an option needs full validation.
 
     >>> by_value([True, [1, 2.5]])
     (<class 'bool'>, True, <class 'list'>, (<class 'int'>, <class 'float'>), (1, 2.5))
@@ -89,7 +82,7 @@ def recall(key: tuple[Any, ...] | None) -> Any:
 
 
 def remember(key: tuple[Any, ...], plan: Any) -> None:
-    """Keep a plan; when there are too many, all others are forgotten."""
+    """Keep a plan; if there are too many, forget all others."""
     if len(_plans) >= MOST:
         _plans.clear()
     _plans[key] = plan

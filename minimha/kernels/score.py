@@ -1,4 +1,4 @@
-"""What the options do to one score, in plain Python that the CPU and the CUDA rungs compile.
+"""The effect of the options on one score, in plain Python that CPU and CUDA rungs compile.
 
 The order is that of the equations: scaled → capped → biased (``attn_bias``, then ALiBi) → masked.
 Causality, window and lengths are in ``minimha.equations.visibility``.
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Head(NamedTuple):
-    """The options of one head, all of them numbers: numba counts no references to these."""
+    """The options of one head, all of them numbers, so that numba counts no references."""
 
     left: int
     right: int
@@ -23,13 +23,13 @@ class Head(NamedTuple):
 
 
 def head_of(o: Any, b: Any, h: Any) -> Any:
-    """Of ``options.Options`` o what applies to head h of batch entry b."""
+    """The options of head h of batch entry b, from ``options.Options`` o."""
     slope = o.slopes[h] if o.slopes.size else o.sinks.dtype.type(0)
     return Head(o.left, o.right, o.q_offset[b], o.kv_lengths[b], o.scale, o.softcap, slope)
 
 
 def is_hidden(mask: Any, bias: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Does the mask or a bias of -inf hide key j from query i of head h?"""
+    """Whether the mask or a bias of -inf hides key j from query i of head h."""
     if mask.size and not mask[b, h, i, j]:
         return True
     return bias.size > 0 and bias[b, h, i, j] == -math.inf

@@ -56,7 +56,7 @@ def test_a_torch_that_finds_no_gpu_is_named(monkeypatch):
 
 
 def test_masks_that_not_every_backend_of_torch_supports_are_refused():
-    with pytest.raises(ValueError, match="40 window: on a GPU none and causal are measured"):
+    with pytest.raises(ValueError, match="40 window: on a GPU the mask must be none or causal"):
         gpu.against_torch([Shape(1, 1, 1, 40, 40, 40, "window")], 0.01)
 
 

@@ -141,7 +141,7 @@ K, V = np.zeros((1, HKV, 9, D)), np.zeros((1, HKV, 9, DV))
          "q has shape (1, 2, 9, 3): expected (B, H, L, D) with L=3"),
         (lambda c: c.attend(K[:, :, :3], is_causal=True), TypeError, "is_causal is no option"),
         (lambda c: c.attend(K[:, :, :3], attn_mask=np.ones((3, 3), bool)), ValueError,
-         "attn_mask covers one pair of Lq and Lk"),
+         "attn_mask is for one Lq and one Lk"),
         (lambda c: PagePool(0, 1, 1, 1), ValueError, "num_pages is 0: expected an integer of"),
         (lambda c: PagePool(1, 1, 1, 1, dtype="i4"), TypeError, "dtype is int32: expected one of"),
         (lambda c: PagedKVCache(c.pool, 0), ValueError, "batch is 0: expected an integer of"),

@@ -1,15 +1,15 @@
 """The arguments of a kernel, packed into one line of integers that every thread reads.
 
-A kernel is called with the address of that line and the number of the thread. It holds::
+A kernel is called with the address of that line and the number of the thread. The line holds::
 
-    6 integers               where the headers of q, k, v, O, L and the buffers' memory are
-    9 integers per array     its address, its shape and its strides, filled up to four axes
+    6 integers               addresses of the headers of q, k, v, O, L and the buffers' memory
+    9 integers per array     its address, its shape and its strides, padded to four axes
     10 numbers and 2 sizes
-    the counters             on a cache line of their own
+    the counters             on a separate cache line
 
-The next call with arrays of the same shapes and strides needs a copy in which only the first six
-are new. They are what ``id`` returns: the address of the data is at the beginning of a header, and
-compiled code reads it there in no time.
+A later call with arrays of the same shapes and strides copies the line and replaces the first six
+integers. They are the arrays' ``id``: a header begins with the address of the data, which compiled
+code reads there at no cost.
 """
 
 from __future__ import annotations
@@ -26,13 +26,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import AttributeTemplate
-from numba.extending import (
-    infer_getattr,
-    intrinsic,
-    lower_getattr_generic,
-    models,
-    register_model,
-)
+from numba.extending import infer_getattr, intrinsic, lower_getattr_generic, models, register_model
 from numpy.typing import NDArray
 
 from minimha.kernels.cpu.simd.vector import INT
@@ -43,15 +37,15 @@ ARRAY = 1 + 2 * AXES  # integers that describe one array
 NUM_SIZES = 2
 CACHE_LINE = 128  # bytes: two lines of most CPUs, which fetch them together
 REAL, DOUBLE, BYTE, INDEX = "real", "double", "byte", "index"  # REAL is the compute dtype
-# Counters begin at 0: the first one becomes 1 where an output is not finite, the second one where a
-# caller's function raises. The others, from ``TASKS`` on, deal out tasks, as the rung likes.
+# Counters begin at 0. NONFINITE becomes 1 if an output is not finite, FAILED if a caller's function
+# raises. The rung uses the others, from TASKS on, to deal out tasks.
 NONFINITE, FAILED, TASKS = 0, 1, 2
 
 
 class Buffer(NamedTuple):
-    """An array that a kernel may write besides O and L, a part of the memory that a call brings.
+    """An array that a kernel writes besides O and L, in the memory that each call provides.
 
-    Each thread has its own, on cache lines of its own, unless it ``is_shared``.
+    Each thread has one, on separate cache lines, unless it ``is_shared``.
     """
 
     kind: str
@@ -59,14 +53,14 @@ class Buffer(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Shape and strides, in bytes, of an array; of a buffer also the stride between threads."""
+    """Shape and strides, in bytes, of an array; a buffer's last stride is that between threads."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
-# What every call brings; then the arrays of every problem, in the order of a line. The buffers
-# follow, then the numbers.
+# A line's order: what every call provides, then the arrays of every problem, the buffers, the
+# numbers.
 BROUGHT = ("q", "k", "v", "O", "L", "memory")
 ROWS = ("queries", "pages", "first_keys", "ids")  # of ``Sequences``
 BLOCKS = ("blocks", "first_blocks", "block_columns")  # of ``blocks.Blocks``
@@ -77,24 +71,23 @@ NUMBERS = ("left", "right", "scale", "softcap", "is_bfloat16", "page_size", *FUN
 HEADERS = Struct(f"={len(BROUGHT)}q")
 
 
-# ``Options``; where the rows of each sequence are, as in ``Sequences``; and the caller's functions,
-# see ``functions``: addresses of ``score_mod`` and ``mask_mod`` or 0, what they get for head 0 and
-# key 0 (as b they get ``ids``), which blocks are skipped, and where an exception is noted.
+# ``Options``, the rows of each sequence (``Sequences``) and the caller's functions: addresses of
+# ``score_mod`` and ``mask_mod`` or 0, the h and j that they get for head 0 and key 0 (as b they get
+# ``ids``), the blocks that are hidden, and the counter FAILED.
 CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
-    "CPUOptions",
-    (*Options._fields, *ROWS, "page_size", *FUNCTIONS, *BLOCKS, "failed"),
+    "CPUOptions", (*Options._fields, *ROWS, "page_size", *FUNCTIONS, *BLOCKS, "failed")
 )
 
 
 def slots(buffers: Iterable[str]) -> dict[str, int]:
-    """Where in the line is each array and buffer, "numbers", "sizes", "workers", "counters"."""
+    """Positions in the line of all arrays and buffers, numbers, sizes, workers and counters."""
     names = [*ARRAYS, *buffers, "numbers"]
     if len({*names, *NUMBERS}) < len(names) + len(NUMBERS):
         raise ValueError(f"two arguments of a kernel have one name: {', '.join(names)}")
     found = {name: len(BROUGHT) + n * ARRAY for n, name in enumerate(names)}
     found["sizes"] = found["numbers"] + len(NUMBERS)
     found["workers"] = found["sizes"] + NUM_SIZES
-    # So far away that what all threads read is on another cache line than what they write.
+    # All threads read what is before and write the counters: the gap separates their cache lines.
     return found | {"counters": found["workers"] + 1 + CACHE_LINE // 8}
 
 
@@ -102,9 +95,10 @@ def pack(
     layouts: dict[str, Layout], slots: dict[str, int], o: Any, sizes: Sequence[int], workers: int,
     num_counters: int,
 ) -> array[int]:  # fmt: skip
-    """The line for arrays and buffers of these layouts, whose addresses are left open.
+    """The line for arrays and buffers of these layouts, without their addresses.
 
-    It is Python's array, which is copied, read and asked for its address in half of NumPy's time.
+    It is Python's ``array``: copying, reading and taking its address cost half of what they cost in
+    NumPy.
     """
     line = array("q", bytes(8 * (slots["counters"] + num_counters)))
     for name, (shape, strides) in layouts.items():
@@ -120,10 +114,9 @@ def pack(
 
 
 def address(array: NDArray[Any]) -> int:
-    """Where the data of an array is: in a tenth of the time that ``array.ctypes.data`` takes.
+    """The address of an array's data, in a tenth of the time of ``array.ctypes.data``.
 
-    NumPy's C API fixes that an array's header begins with it, and CPython that ``id`` is the
-    header's address.
+    In NumPy's C API an array's header begins with it; in CPython ``id`` is the header's address.
     """
     return POINTER(id(array) + HEADER).value or 0
 
@@ -135,20 +128,13 @@ for _array in (np.empty(3), np.empty((4, 5), np.uint8)[1:, 2:]):
 
 
 class Line(types.Type):
-    """The line and the number of the thread, from which code reads what it names: ``o.scale``.
+    """numba's type of a line and a thread's number; attributes, ``o.scale``, are read from it.
 
-    As arguments of a function these are two integers. Named tuples of what is read would be more
-    than a hundred, which numba and LLVM would have to carry through every function.
-
-    Parameters
-    ----------
-    storage : numba type
-        In which q, k and v are stored.
-    buffers : dict of str to Buffer
-        The rung's.
+    As arguments of a function these are two integers. Named tuples would be more than a hundred,
+    which numba and LLVM would carry through every function. q, k and v have the type ``storage``.
     """
 
-    mangling_args = "Line", ()  # instead of the name, which is long and part of each function's
+    mangling_args = "Line", ()  # shorter than the name, and part of each function's name
 
     def __init__(self, storage: Any, buffers: dict[str, Buffer]) -> None:
         self.buffers, self.slots = buffers, slots(buffers)
@@ -196,7 +182,7 @@ def _read_field(context: Any, builder: Any, kind: Line, value: Any, name: str) -
 
 
 class _Reader:
-    """Generates the code that reads a line."""
+    """Generates code that reads a line."""
 
     def __init__(self, context: Any, builder: Any, kind: Line, line: Any, worker: Any) -> None:
         self._context, self._builder, self._kind = context, builder, kind
@@ -216,15 +202,16 @@ class _Reader:
             return self._context.make_tuple(self._builder, kind, sizes)
         if name in ("counters", "failed"):
             first, length = (0, TASKS + 1) if name == "counters" else (FAILED, 1)
-            place = self._builder.gep(self._line, [INT(slot["counters"] + first)])
-            return self._array(kind, place, [INT(length)], [INT(8)])
-        first = slot[name] + 1
-        shape = [self._read(first + axis) for axis in range(kind.ndim)]
-        strides = [self._read(first + AXES + axis) for axis in range(kind.ndim)]
-        return self._array(kind, self._address(name), shape, strides)
+            pointer = self._builder.gep(self._line, [INT(slot["counters"] + first)])
+            shape, strides = [INT(length)], [INT(8)]
+        else:
+            first, pointer = slot[name] + 1, self._address(name)
+            shape = [self._read(first + axis) for axis in range(kind.ndim)]
+            strides = [self._read(first + AXES + axis) for axis in range(kind.ndim)]
+        return array_at(self._context, self._builder, kind, pointer, shape, strides)
 
     def _load(self, pointer: Any) -> Any:
-        """Load what stays the same during a call: after a store LLVM need not load it again."""
+        """Load a value that is constant during a call: after a store LLVM need not reload it."""
         loaded = self._builder.load(pointer)
         loaded.set_metadata("invariant.load", self._builder.module.add_metadata([]))
         return loaded
@@ -256,34 +243,23 @@ class _Reader:
                 address = builder.add(address, own)
         return builder.inttoptr(address, INT.as_pointer())
 
-    def _array(self, kind: Any, pointer: Any, shape: Any, strides: Any) -> Any:
-        return array_at(self._context, self._builder, kind, pointer, shape, strides)
-
 
 def array_at(context: Any, builder: Any, kind: Any, pointer: Any, shape: Any, strides: Any) -> Any:
     """Generate an array of numba type ``kind`` whose data is at ``pointer``."""
     struct = context.make_array(kind)(context, builder)
     item = context.get_data_type(kind.dtype)
     context.populate_array(
-        struct,
-        data=builder.bitcast(pointer, item.as_pointer()),
-        shape=shape,
-        strides=strides,
-        itemsize=INT(context.get_abi_sizeof(item)),
-        meminfo=None,
-    )
+        struct, data=builder.bitcast(pointer, item.as_pointer()), shape=shape, strides=strides,
+        itemsize=INT(context.get_abi_sizeof(item)), meminfo=None,
+    )  # fmt: skip
     return struct._getvalue()
 
 
 def unpacker(**buffers: Buffer) -> Any:
     """Primitive ``unpack(line, worker)``: the arguments of a rung that has these buffers.
 
-    The type of ``line``, a pointer, says in which dtype q, k and v are stored.
-
-    Returns
-    -------
-    tuple
-        q, k, v, mask, bias, o, O, L, memory and the sizes. ``o`` and ``memory`` are one ``Line``.
+    They are q, k, v, mask, bias, o, O, L, memory and the sizes; ``o`` and ``memory`` are the same
+    ``Line``. The pointer ``line`` points to the dtype in which q, k and v are stored.
     """
 
     @intrinsic

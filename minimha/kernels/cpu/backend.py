@@ -1,4 +1,4 @@
-"""The backend "cpu": for each problem the fastest rung of the ladder."""
+"""The backend "cpu": computes each problem with the fastest rung of the ladder."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ Job = tuple[Kernel, np.dtype[Any]]  # to compile, for that dtype of storage
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this backend does not support ``problem``: numba cannot compile a function."""
+    """Return why this backend does not support ``problem`` (a function's compilation), or None."""
     return functions.unsupported(problem)
 
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     """O and L of ``problem``; see ``minimha.equations.dense.forward``.
 
-    float32 and float64 are read in place if their last axis is contiguous; so are float16 and
-    bfloat16, which go into the CPU's matrix unit if there is one and are widened to float32 one
-    block at a time if not. The first call for a dtype compiles for some seconds, once per machine.
+    Arrays are read in place if their last axis is contiguous. float16 and bfloat16 go into the
+    CPU's matrix unit if there is one; otherwise they are widened to float32 one block at a time.
+    The first call for a dtype compiles for some seconds, once per machine.
     """
     return plan(problem)(problem)
 
 
 def plan(problem: Problem) -> Plan | Parts:
-    """How problems like this one are computed, compiled."""
+    """The plan for problems like this one; its kernel is compiled."""
     is_few = problem.num_queries <= FEW_QUERIES
     if problem.sequences is not None and is_few.any() and not is_few.all():
         return Parts(problem, is_few)
@@ -52,7 +52,7 @@ def plan(problem: Problem) -> Plan | Parts:
 
 
 class Parts:
-    """How packed sequences are computed of which some have few queries: each by its own rung."""
+    """Two plans for packed sequences: one rung for those with few queries, one for the others."""
 
     def __init__(self, problem: Problem, is_few: NDArray[np.bool_]) -> None:
         assert problem.sequences is not None
@@ -66,11 +66,11 @@ class Parts:
             self._plans.append(_rung(part).plan(part))
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L of a problem; see ``Plan``."""
+        """O and L of a problem, as from ``Plan``."""
         return self._together([plan(problem) for plan in self._plans])
 
     def run(self, *given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L for what ``Plan.run`` takes."""
+        """O and L for the arguments of ``Plan.run``."""
         return self._together([plan.run(*given) for plan in self._plans])
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
@@ -101,9 +101,10 @@ def is_stored(problem: Problem) -> bool:
 def compile_ahead(
     dtypes: Sequence[str], progress: Callable[[str], None] = lambda doing: None
 ) -> dict[str, Path | None]:
-    """Compile the kernels for ``dtypes``: shared out among this process and others, one a thread.
+    """Compile the kernels for ``dtypes``, and return their files.
 
-    What those cannot store on disk is compiled in this process. Returns the file of each kernel.
+    This process and others, one per thread, share the work. This process compiles again what the
+    others cannot store on disk.
     """
     wanted = [
         (module.KERNEL, np.dtype(storage))
@@ -122,21 +123,21 @@ def compile_ahead(
     with _compiled_elsewhere([share for share in others if share]):
         compile_here(own)
     compile_here([job for job in wanted if job not in own])
-    pool()  # what its threads run is compiled too
+    pool()  # which compiles the code of its threads
     return {kernel.name(dtype): kernel.file(dtype).path() for kernel, dtype in wanted}
 
 
 @contextmanager
 def _compiled_elsewhere(shares: Sequence[Sequence[Job]]) -> Iterator[None]:
-    """Compile each share in a process of its own meanwhile; who needs it sees if that failed."""
+    """Compile each share in a background process; failures surface when the kernel is needed."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     processes = []
     try:
-        if sys.executable and not getattr(sys, "frozen", False):  # frozen: Python is not in it
+        if sys.executable and not getattr(sys, "frozen", False):  # frozen: without Python
             for share in shares:
                 command = [sys.executable, "-c", _program(share)]
-                with suppress(OSError):  # no memory, or no more processes
+                with suppress(OSError):  # not enough memory or processes
                     processes.append(subprocess.Popen(command, env=environment, **silent))
         yield
         for process in processes:
@@ -148,7 +149,7 @@ def _compiled_elsewhere(shares: Sequence[Sequence[Job]]) -> Iterator[None]:
 
 
 def _program(jobs: Sequence[Job]) -> str:
-    """Python code that compiles the kernels, and what the threads run."""
+    """Python code that compiles the kernels and the code of the pool's threads."""
     lines = [
         f"from {kernel.function.__module__} import KERNEL\n"
         f"KERNEL.compile(np.dtype({dtype.name!r}))\n"
@@ -158,7 +159,7 @@ def _program(jobs: Sequence[Job]) -> str:
 
 
 def rungs(dtype: np.dtype[Any]) -> tuple[ModuleType, ModuleType]:
-    """The rungs for many queries and for few of that dtype, which may be that of their bits."""
+    """The rungs for many queries and for few queries of a dtype, or of the dtype of its bits."""
     has_matrix_unit = rung6_matrix_unit.is_made_for(dtype)
     return rung6_matrix_unit if has_matrix_unit else rung4_parallel, rung5_decode
 

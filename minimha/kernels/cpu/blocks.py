@@ -28,37 +28,30 @@ FILL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)
 FLOAT32 = np.dtype(np.float32)
 MOST = 256  # block masks that are kept; a problem in parts has many
 LARGEST_KEPT = 1 << 20  # bytes of a block mask
-WORTH_SHARING = 1 << 14  # blocks, which one thread asks about while others start
+WORTH_SHARING = 1 << 14  # blocks; threads take as long to start as fewer blocks take
 
 _kept: dict[Hashable, Any] = {}
 
 
 class Blocks(NamedTuple):
-    """Which blocks of scores a ``mask_mod`` hides, of sequences that differ in length.
+    """Which blocks of scores a ``mask_mod`` hides, for sequences that differ in length.
 
-    Attributes
-    ----------
-    blocks : ndarray of shape (N,), uint8
-        The states of all blocks, as in ``BlockMask``; none where nothing is known.
-    first_blocks : ndarray of shape (B, H), int64
-        Where those of a sequence and head begin, row by row. B counts sequences, or batch entries.
-    block_columns : ndarray of shape (B,), int64
-        Blocks of keys, which is how many a row has.
+    B counts sequences, or batch entries. The blocks of a sequence and head are stored row by row.
     """
 
-    blocks: NDArray[np.uint8]
-    first_blocks: NDArray[np.int64]
-    block_columns: NDArray[np.int64]
+    blocks: NDArray[np.uint8]  # (N,): all states, as in ``BlockMask``; empty if they are not known
+    first_blocks: NDArray[np.int64]  # (B, H): the first block of a sequence and head
+    block_columns: NDArray[np.int64]  # (B,): blocks per row
 
 
 @cache
 def no_blocks(H: int) -> Blocks:
-    """Nothing is known; cached, because new arrays cost microseconds in each call."""
+    """``Blocks`` that are not known; cached, because new arrays cost microseconds per call."""
     return Blocks(np.empty(0, np.uint8), np.empty((0, H), np.int64), np.empty(0, np.int64))
 
 
 def blocks_of(problem: Problem) -> Blocks:
-    """What the ``mask_mod`` of ``problem`` hides; found once for sequences that it treats alike."""
+    """The blocks that ``mask_mod`` hides; found once for sequences that it treats alike."""
     H, B, Lk = problem.q.shape[1], len(problem.kv_lengths), problem.k.shape[2]
     mask_mod: Any = problem.mask_mod
     if isinstance(mask_mod, BlockMask):
@@ -71,7 +64,7 @@ def blocks_of(problem: Problem) -> Blocks:
     lengths = np.full(B, Lk) if sequences is None else problem.kv_lengths
     facts = ids * uses(mask_mod, 0), problem.num_queries, lengths, problem.q_offset
     each = zip(*(fact.tolist() for fact in facts), strict=True)
-    numbers: dict[tuple[int, ...], int] = {}  # np.unique takes 40 µs, even of one sequence
+    numbers: dict[tuple[int, ...], int] = {}  # np.unique takes 40 µs, even for one sequence
     kind = np.array([numbers.setdefault(one, len(numbers)) for one in each], np.int64)
     kinds = np.array(list(numbers), np.int64).reshape(-1, len(facts))
     uses_heads = uses(mask_mod, 1)
@@ -95,22 +88,19 @@ def blocks_of(problem: Problem) -> Blocks:
 def block_states(
     mask_mod: Any, B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """``BlockMask.states``, found by the compiled function if there is one.
-
-    An array of shape (B, H, ceil(Lq / 16), ceil(Lk / 32)).
-    """
+    """``BlockMask.states``, (B, H, ceil(Lq / 16), ceil(Lk / 32)), by the compiled function."""
     kinds = np.column_stack((np.arange(B), np.full(B, Lq), np.full(B, Lk), q_offset))
     try:
         found = _found(Function("mask_mod", mask_mod, FLOAT32, read(mask_mod)), kinds, H)
     except Refused:
         found = None
-    if found is None:  # NumPy raises what the function raised
+    if found is None:  # not compiled, or it raised: NumPy raises that again
         return block_mask.states(mask_mod, B, H, Lq, Lk, q_offset)
     return found.reshape(B, H, -(-Lq // ROWS), -(-Lk // COLUMNS))
 
 
 def _layout(kinds: NDArray[np.int64], heads: int) -> tuple[NDArray[np.int64], ...]:
-    """For each of ``kinds`` its rows and columns of blocks, and where its states begin."""
+    """For each of ``kinds`` the rows and columns of blocks, and the position of its first state."""
     rows, columns = -(-kinds[:, 1] // ROWS), -(-kinds[:, 2] // COLUMNS)
     sizes = heads * rows * columns
     return rows, columns, np.cumsum(sizes) - sizes
@@ -119,9 +109,9 @@ def _layout(kinds: NDArray[np.int64], heads: int) -> tuple[NDArray[np.int64], ..
 def _found(
     mask_mod: Function, kinds: NDArray[np.int64], heads: int, corner: Corner = WHOLE
 ) -> NDArray[np.uint8] | None:
-    """The states of all blocks of sequences, each with ``heads`` heads; None where it raises.
+    """The states of all blocks of sequences with ``heads`` heads; None if ``mask_mod`` raises.
 
-    ``kinds`` (n, 4) has b, the numbers of queries and keys, and the position of query 0.
+    ``kinds`` (n, 4): b, the numbers of queries and keys, and the position of query 0.
     """
     tile = tile_function(mask_mod)
     line: Any = tile.line(mask_mod.reading.values)
@@ -135,10 +125,10 @@ def _found(
     run = FILL(_filling().address)
     arrays = states, visible, failed, table, sizes
 
-    def fill_from(first: int, held: Any = (tile, mask_mod)) -> None:  # and what it reads and writes
+    def fill_from(first: int, held: Any = (tile, mask_mod)) -> None:  # ``held`` must live as long
         run(line.buffer_info()[0], *map(address, arrays), first, threads)
 
-    if threads == 1:  # which is quicker than to start one
+    if threads == 1:  # quicker than to start a thread
         fill_from(0)
     else:
         os_threads.call([partial(fill_from, first) for first in range(threads)])
@@ -155,9 +145,9 @@ def _filling() -> Compiled:
 
 @jit
 def visible_range(o, b, h, i0, i1, j0, j1):
-    """Where the keys begin and end that the queries i0 to i1 may see, of those from j0 to j1.
+    """The range of keys between j0 and j1 that the queries i0 to i1 may see.
 
-    And whether they see all of them; where ``o.blocks`` is empty that is not known.
+    And whether they see all of its keys; False if ``o.blocks`` is empty.
     """
     if not o.blocks.size:
         return j0, j1, False
@@ -173,8 +163,8 @@ def visible_range(o, b, h, i0, i1, j0, j1):
 
 @jit
 def visible_to_heads(o, b, h, heads, Lq, j0, j1):
-    """``visible_range`` of Lq queries, the first ones of each of ``heads`` heads from h on."""
-    j1 = max(j0, j1)  # where there is no key, j0 may be far beyond
+    """``visible_range`` for the first Lq queries of each of ``heads`` heads from h on."""
+    j1 = max(j0, j1)  # without keys, j0 may be far beyond j1
     first, last, is_full = j1, j0, True
     for head in range(h, h + heads):
         start, stop, all_visible = visible_range(o, b, head, 0, Lq, j0, j1)
@@ -184,9 +174,9 @@ def visible_to_heads(o, b, h, heads, Lq, j0, j1):
 
 @jit
 def visible_run(o, b, h, heads, Lq, j0, j1):
-    """Where the first run of keys between j0 and j1 that are in no hidden block begins and ends.
+    """The range of the first run of keys between j0 and j1 that are in no hidden block.
 
-    And whether all of its keys are visible to all queries, as ``visible_to_heads`` says.
+    And whether all its keys are visible to all queries, as in ``visible_to_heads``.
     """
     if not o.blocks.size:
         return j0, j1, False
@@ -204,11 +194,11 @@ def visible_run(o, b, h, heads, Lq, j0, j1):
 
 
 def fill(tile, states, visible, failed, table, sizes, first, step):
-    """Write every ``step``-th row of blocks, from ``first`` on; ``visible`` is a block per thread.
+    """Write the states of every ``step``-th row of blocks, from row ``first`` on.
 
-    Of each sequence ``table`` has b, the numbers of queries and keys, the position of query 0 and
-    where its states begin. ``sizes`` are the numbers of sequences and heads, and which head and key
-    the function gets for the first ones.
+    For each sequence ``table`` has b, the numbers of queries and keys, the position of query 0 and
+    the position of its first state. ``sizes`` are the numbers of sequences and heads, and the h and
+    j of the first head and key. ``visible`` has room for one block per thread.
     """
     num_sequences, heads, first_head, first_key = sizes[0], sizes[1], sizes[2], sizes[3]
     start, turn = first * ROWS * COLUMNS, 0

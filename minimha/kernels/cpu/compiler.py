@@ -25,19 +25,19 @@ LOG = logging.getLogger("minimha")
 
 
 class Compiled:
-    """A function as C calls it, with integers for arguments; ``address`` is where it is."""
+    """A compiled function with C's calling convention and integers as arguments."""
 
     def __init__(self, function: CFunc) -> None:
         self._owner = function  # of the machine code
         self.address = int(function.address)
         result = None if function._sig.return_type == types.void else ctypes.c_int64
-        # ctypes takes half as long to pass an address as to pass an integer of 64 bits.
+        # ctypes passes an address in half the time of a 64-bit integer.
         arguments = [ctypes.c_void_p] * len(function._sig.args)
         self.call = ctypes.CFUNCTYPE(result, *arguments)(self.address)
 
 
 class _Code:
-    """Where numba looks for machine code before it compiles, and puts it afterwards."""
+    """numba's cache of one function: the machine code that it loads, or that it compiled."""
 
     def __init__(self, code: bytes | None) -> None:
         self.code = code
@@ -56,7 +56,7 @@ _lock = os_threads.RLock()
 
 
 def undisturbed(work: Callable[[], Any]) -> Any:
-    """What ``work()``, which calls numba, returns: undisturbed by Ctrl-C and by other threads."""
+    """``work()``, which calls numba, undisturbed by Ctrl-C and by other threads."""
 
     def alone() -> Any:
         with _lock:
@@ -70,8 +70,8 @@ def compiled(
 ) -> Compiled:
     """``function`` as machine code, from disk if it was compiled before.
 
-    One process compiles and stores, others that come meanwhile wait and load. ``is_slow`` if a
-    caller waits for seconds, which is then logged.
+    One process compiles and stores it; others wait for that and load it. A compilation that
+    ``is_slow`` for the caller is logged.
     """
     made: Compiled = undisturbed(partial(_loaded_or_made, function, signature, file, is_slow))
     return made
@@ -104,20 +104,20 @@ def _loaded(function: Callable[..., Any], signature: Any, file: File) -> Compile
         return None
     try:
         return _compile(function, signature, code)[0]
-    except Exception as error:  # whatever is wrong with the file, compiling anew mends it
-        LOG.warning("minimha: %s cannot be loaded (%s): compiling it anew", file.file, error)
+    except Exception as error:  # whatever is wrong with the file, compiling replaces it
+        LOG.warning("minimha: %s cannot be loaded (%s): compiling it again", file.file, error)
         return None
 
 
 def _compile(
     function: Callable[..., Any], signature: Any, code: bytes | None
 ) -> tuple[Compiled, bytes]:
-    """``function`` from its code, or from its source; and its code."""
+    """``function`` loaded from ``code``, or compiled from its source; and its code."""
     types = (signature.args, signature.return_type)
     made = CFunc(function, types, {}, dict(OPTIONS), pipeline_class=WholeCompiler)
     made._cache = _Code(code)
     with global_compiler_lock:
-        before = config.BOUNDSCHECK  # NUMBA_BOUNDSCHECK would overrule the option
+        before = config.BOUNDSCHECK  # NUMBA_BOUNDSCHECK would override the option
         config.BOUNDSCHECK = None
         try:
             made.compile()
@@ -127,7 +127,7 @@ def _compile(
 
 
 def _forget_lock() -> None:
-    """In a forked child no thread lives that could release it."""
+    """In a forked child no thread would release the old lock."""
     global _lock
     _lock = os_threads.RLock()
 

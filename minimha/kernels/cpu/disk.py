@@ -1,4 +1,4 @@
-"""Where the machine code of a CPU kernel is kept, and all that it depends on."""
+"""The files of the CPU kernels' machine code, and the facts that it depends on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numba.core.registry import cpu_target
 from minimha.kernels import disk
 from minimha.kernels.disk import PACKAGE
 
-# What kernels are compiled from, besides each other.
+# Sources of the kernels outside this package.
 SOURCES = (
     "kernels/options.py", "kernels/score.py", "equations/visibility.py", "equations/block_mask.py",
 )  # fmt: skip
@@ -24,7 +24,7 @@ SETTINGS = (
 
 
 class File(disk.File):
-    """The machine code of one function of that name and signature; a pickle, as numba makes it."""
+    """The machine code of the function of a name and signature; a pickle made by numba."""
 
     def __init__(self, name: str, signature: str) -> None:
         super().__init__(name, f"{digest_of_all()} {name} {signature}")
@@ -32,7 +32,7 @@ class File(disk.File):
 
 @cache
 def digest_of_all() -> str:
-    """What every compiled function depends on."""
+    """A digest of everything that every compiled function depends on."""
     facts = [
         sys.implementation.cache_tag, sys.platform, numba.__version__, llvmlite.__version__,
         np.__version__, cpu_target.target_context.codegen().magic_tuple(),

@@ -1,19 +1,18 @@
-"""A caller's ``score_mod`` and ``mask_mod`` as machine code, which a kernel calls once per tile.
+"""Compiles a caller's ``score_mod`` or ``mask_mod`` into code that a kernel calls once per tile.
 
-The kernel stays the same for all functions, and so on disk: it finds the address of a function
-among its arguments. What is compiled here is a loop over a tile around the caller's function, which
-LLVM inlines and vectorizes::
+One kernel, on disk too, serves all functions: a function's address is among its arguments. The code
+is a loop over a tile with the caller's function inside, which LLVM inlines and vectorizes::
 
     tile(S, failed, line, b, h, i, j, lines, length, stride, is_transposed)
 
-A kernel finds the function by its ``line`` of memory: its address, then the numbers and arrays that
-it captures. They are arguments, so that one compilation serves all values; of a function that
-numba compiles with constants only, one serves one value.
+A function is passed as a ``line`` of memory: the address of its loop, then the numbers and arrays
+that it captures. These are arguments, so that one compilation serves all values. A function that
+numba compiles only with constants is compiled for each value.
 
-The x-th item of line y, ``S[y * stride + x]``, belongs to query i + y and key j + x, or, where the
-tile ``is_transposed``, to query i + x and key j + y. A tile of bytes says who sees whom. Indices of
-captured arrays are checked: an exception of the function ends the loop and makes ``failed[0]`` 1,
-since nobody could catch it, and ``raise_again`` finds it.
+The x-th item of line y, ``S[y * stride + x]``, belongs to query i + y and key j + x; if the tile
+``is_transposed``, to query i + x and key j + y. For ``mask_mod`` the items are bytes, 1 where the
+key is visible. Indices of captured arrays are checked. Machine code cannot pass on an exception: it
+ends the loop, ``failed[0]`` becomes 1, and ``raise_again`` raises it.
 """
 
 from __future__ import annotations
@@ -43,13 +42,7 @@ from numba.extending import intrinsic, overload, register_jitable
 
 from minimha.equations.arguments import name_of
 from minimha.equations.elementwise import COMPOSED, TORCH, Unknown, substitute, where
-from minimha.equations.functions import (
-    Reading,
-    captured,
-    defaults_of,
-    modified,
-    visible_pairs,
-)
+from minimha.equations.functions import Reading, captured, defaults_of, modified, visible_pairs
 from minimha.equations.problem import Problem
 from minimha.kernels import remembered
 from minimha.kernels.cpu.arguments import address, array_at
@@ -70,8 +63,8 @@ OPTIONS = {
     "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
 }  # fmt: skip
 MOST = 32  # functions that are kept, of 1 MB each
-CONSTANTS = "numba compiles it with constants only"  # kept in place of such a function
-CALLED = 128  # queries and keys of the tiles in which an exception is looked for
+CONSTANTS = "numba compiles it with constants only"  # kept instead of such a function
+CALLED = 128  # queries and keys of the tiles in which ``raise_again`` looks for the exception
 
 WORD = slice(8) if sys.byteorder == "little" else slice(1, 9)  # of 9 bytes
 
@@ -79,7 +72,7 @@ _kept: dict[Hashable, Any] = {}
 
 
 class Function(NamedTuple):
-    """A caller's function for scores of one dtype, and what it captures in this call."""
+    """A caller's function for scores of one dtype, and the values that it captures now."""
 
     name: str
     given: Any
@@ -88,7 +81,7 @@ class Function(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """What is compiled is found by this; a mask does not depend on the dtype of the scores."""
+        """The key of its machine code; that of a mask does not depend on the scores' dtype."""
         return self.name, self.reading.key, self.compute.name if self.name == "score_mod" else None
 
 
@@ -116,7 +109,7 @@ def unsupported(problem: Problem) -> str | None:
             _compiled(function)
     except Refused as error:
         return str(error)
-    except Unknown:  # the caller's mistake on every backend
+    except Unknown:  # an error on every backend, which the call raises
         pass
     return None
 
@@ -127,21 +120,21 @@ def is_ready(problem: Problem) -> bool:
 
 
 class Tile:
-    """The loop around a function as machine code, which goes when this does.
+    """The machine code of the loop around a function, which lives as long as this object.
 
-    ``num_values`` of what the function captures are arguments; it returns the type ``returned``.
+    ``num_values`` captured values are arguments; the function returns the type ``returned``.
     """
 
     def __init__(self, library: Any, address: int, num_values: int, returned: Any) -> None:
-        self._library, self._address = library, address  # the library owns the code
+        self._library, self._address = library, address  # the library holds the code
         self.num_values, self.returned = num_values, returned
 
     def takes(self, values: tuple[Any, ...]) -> bool:
-        """Whether these are arguments; otherwise they are compiled in."""
+        """Whether ``values`` are arguments; otherwise they are compiled in."""
         return self.num_values == len(values)
 
     def line(self, values: tuple[Any, ...]) -> array[int]:
-        """What kernels call it by; ``values``, which must live as long, are what it captures."""
+        """The line for kernels; the captured ``values`` must live as long as it."""
         line = array("q", [self._address])
         for value in values if self.num_values else ():
             if isinstance(value, np.ndarray):
@@ -165,10 +158,8 @@ def tile_function(function: Function) -> Tile:
 
 def raise_again(problem: Problem) -> NoReturn:
     """Raise the exception that a function of ``problem`` raised in a kernel."""
-    parts = [problem]
-    if problem.sequences is not None:
-        parts = [part for _, part in problem.each_sequence()]
-    for part in parts:
+    is_whole = problem.sequences is None
+    for part in [problem] if is_whole else [part for _, part in problem.each_sequence()]:
         _call_everywhere(part)
     raise RuntimeError(
         f"{' or '.join(map(name_of, problem.functions))} raised an exception in machine code, but "
@@ -194,10 +185,7 @@ def _call_everywhere(problem: Problem) -> None:
 def call_tile(
     typing, function, X, offset, failed, b, h, i, j, lines, length, stride, is_transposed
 ):  # fmt: skip
-    """Call the tile function of a line of memory, for the tile that begins at X[offset].
-
-    ``X`` and ``failed`` are arrays or pointers.
-    """
+    """Call a line's tile function for the tile at X[offset]; X, failed: arrays or pointers."""
 
     def generate(context, builder, signature, arguments):
         line, X, offset, failed, *numbers = arguments
@@ -227,30 +215,30 @@ def call_function(function, X, offset, o, b, h, i, j, lines, length, stride, is_
 
 
 def _keep(key: Hashable, value: Any) -> Any:
-    """Keep a function for later calls; when there are too many, all others are forgotten."""
+    """Keep a function for later calls; if there are too many, forget all others."""
     if len(_kept) >= MOST:
-        remembered.forget()  # plans hold what they call
+        remembered.forget()  # plans hold functions
         _kept.clear()
     _kept[key] = value
     return value
 
 
 def _compiled(function: Function) -> Tile:
-    """The tile function of the caller's function, whatever it returns."""
+    """The tile function of the caller's function, of any returned type."""
     found = _found_or_kept(function.key, function, function.reading.values)
     if found is CONSTANTS:
         found = _found_or_kept((function.key, function.reading.contents), function, ())
     if isinstance(found, Exception):
-        raise type(found)(*found.args)  # not the one that is kept: a traceback holds q, k and v
+        raise type(found)(*found.args)  # a new one: the traceback of a kept one would hold q, k, v
     tile: Tile = found
     return tile
 
 
 def _found_or_kept(key: Hashable, function: Function, values: tuple[Any, ...]) -> Any:
-    """What is kept for ``key``; otherwise what is compiled for these ``values`` as arguments.
+    """The kept result for ``key``, or that of compiling with ``values`` as arguments.
 
-    A function that compiles with constants only, such as one that indexes a tuple of several types
-    with a number, is compiled for its values, and ``CONSTANTS`` is kept in place of it.
+    It is ``CONSTANTS`` if numba compiles the function only with constants, such as a function that
+    indexes a tuple of several types with a number.
     """
 
     def kept() -> Any:
@@ -271,7 +259,7 @@ def _compile(function: Function, values: tuple[Any, ...]) -> Any:
     except (Refused, Unknown) as error:
         if values and isinstance(error, Refused):
             return CONSTANTS
-        return type(error)(*error.args)  # without a traceback, which holds what is captured
+        return type(error)(*error.args)  # without the traceback, which holds captured values
 
 
 def _tile(
@@ -281,7 +269,7 @@ def _tile(
     """The loop over a tile around ``function``, and the type that the function returns."""
     types_of = [_type_of(kind) for kind in kinds.values()]
     context = cpu_target.target_context
-    # An engine frees its machine code when it is deleted, not before: each function has its own.
+    # An engine frees its machine code when it is deleted: each function has a separate one.
     context = context.subtarget(_internal_codegen=JITCPUCodegen("minimha"))
     code, flags = _with_arguments(function, len(arguments), list(kinds)), Flags()
     cpu_target.options.parse_as_flags(flags, OPTIONS)
@@ -298,7 +286,7 @@ def _tile(
     pointers = context.get_data_type(item).as_pointer(), INT.as_pointer(), INT.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [*pointers, *[INT] * 8])
     loop = ir.Function(module, kind, "minimha_tile")
-    for pointer in loop.args[:2]:  # what a function captures is somewhere else
+    for pointer in loop.args[:2]:  # captured arrays are not in S
         pointer.add_attribute("noalias")
     _generate_loop(context, loop, result, item, len(arguments) == 5, types_of)
     library.add_ir_module(module)
@@ -343,7 +331,7 @@ def _generate_loop(
 
 
 def _type_of(kind: Any) -> Any:
-    """numba's type of a captured value of that kind, which ``Reading.key`` has."""
+    """numba's type of a captured value; ``kind`` is from ``Reading.key``."""
     if isinstance(kind, tuple):
         _, dtype, ndim, is_contiguous, is_aligned = kind
         layout, item = "C" if is_contiguous else "A", numba.from_dtype(dtype)
@@ -352,7 +340,7 @@ def _type_of(kind: Any) -> Any:
 
 
 def _read_values(context: Any, builder: Any, line: Any, kinds: Sequence[Any]) -> list[Any]:
-    """Generate the captured values, which follow the function's address in its line."""
+    """Generate code that reads the captured values, which follow the address in a line."""
     at, values = 1, []
 
     def read() -> Any:
@@ -376,9 +364,9 @@ def _read_values(context: Any, builder: Any, line: Any, kinds: Sequence[Any]) ->
 
 
 def _with_arguments(function: FunctionType, number: int, paths: list[tuple[str, ...]]) -> Any:
-    """numba's form of a function of ``number`` parameters, which gets what it captures as more.
+    """numba's IR of a function of ``number`` parameters, with captured values as more parameters.
 
-    What is captured by other names than these is compiled in, and so are defaults.
+    These are the values at ``paths``. Other captured values and defaults are compiled in.
     """
     defaults = defaults_of(function)
     identity = FunctionIdentity.from_function(function)
@@ -387,7 +375,7 @@ def _with_arguments(function: FunctionType, number: int, paths: list[tuple[str, 
     known = written.co_varnames[: written.co_argcount + written.co_kwonlyargcount]
     if known != tuple(code.arg_names) or len(known) < number or {*known[number:]} - {*defaults}:
         raise TypeError(f"it takes {inspect.signature(function)}: expected {number} parameters")
-    found = reversed(captured(function))  # of a module by two names, the first one has attributes
+    found = reversed(captured(function))  # if a module has two names, its first one has attributes
     firsts = {module: path for path, module in found if isinstance(module, ModuleType)}
     modules: dict[str, tuple[tuple[str, ...], Any]] = {}  # by the variable that holds them
     read = {path[:-1] for path in paths}  # modules of which an attribute is an argument

@@ -1,12 +1,11 @@
-"""How every function of the CPU kernels is compiled: together with what calls it, and once.
+"""Compiles the functions of CPU kernels together with their callers, and only once.
 
-numba compiles each function as a library of its own. It optimizes that, makes machine code of it,
-and links it into the library of every caller, where it is optimized again. Of a kernel only the
-whole is called. So its functions are parts, of which LLVM's code is kept as numba generates it; a
-whole links all of its parts and is optimized. That takes two thirds of the time, and the kernel is
-as fast.
+numba compiles each function into a separate library. It optimizes the library, generates machine
+code, and links it into the library of every caller, where it is optimized again. But only whole
+kernels are called. So a kernel's functions are parts, kept as unoptimized LLVM code; the whole
+links all parts and is optimized. That takes two thirds of the time, and the kernel is as fast.
 
-The libraries are numba's own, with less done in them; ``numba.core.codegen`` has what is left out.
+The libraries are subclasses of numba's with steps left out; see ``numba.core.codegen``.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from numba.core.registry import CPUDispatcher
 
 # Without nnan and ninf: NaN and infinity are legal values here.
 FASTMATH = {"nsz", "arcp", "contract", "afn", "reassoc"}
-# The arrays of a kernel are its caller's: nothing is allocated, no references are counted. A view
-# knows no length, so no bound is checked. A division by zero gives what IEEE 754 says instead of
-# raising where nobody could catch it.
+# Callers allocate all arrays, so references are not counted. Views have no length, so bounds are
+# not checked. Division by zero follows IEEE 754: an exception could not be caught.
 OPTIONS = {"fastmath": FASTMATH, "nogil": True, "error_model": "numpy", "_nrt": False,
            "boundscheck": False}  # fmt: skip
-# Passes of numba that find nothing to do in kernels: no closures, no context managers, nothing that
-# numba inlines, no expressions of whole arrays, no branches on None or on types.
+# Passes of numba without effect on kernels, which have no closures, context managers, functions
+# that numba inlines, expressions of whole arrays, or branches on None or on types.
 UNNEEDED = {
     "WithLifting", "InlineClosureLikes", "RewriteSemanticConstants", "DeadBranchPrune",
     "RewriteDynamicRaises", "MakeFunctionToJitFunction", "InlineInlinables", "FindLiterallyCalls",
@@ -40,8 +38,8 @@ UNNEEDED = {
     "InlineOverloads", "NopythonRewrites", "DumpParforDiagnostics",
 }  # fmt: skip
 with suppress(ImportError):
-    # Some versions of llvmlite never free the passes that ran, 200 KB for each function: of the two
-    # classes that a manager of passes inherits from, the first one's method does nothing.
+    # Some versions of llvmlite never free the passes that ran, 200 KB per function: pass managers
+    # inherit ``_dispose`` from two classes, and the first one's does nothing.
     from llvmlite.binding import newpassmanagers
 
     for _kind in (newpassmanagers.ModulePassManager, newpassmanagers.FunctionPassManager):
@@ -51,20 +49,20 @@ PART = OPTIONS | {"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrappe
 
 
 class _WholeLibrary(JITCodeLibrary):
-    """Optimized as a whole only: its functions, one by one, would be optimized twice."""
+    """Optimized as a whole only; numba would optimize each function before that."""
 
     def _optimize_functions(self, module: Any) -> None:
         pass
 
     def _optimize_final_module(self) -> None:
-        """Once; numba does it twice, to remove reference counts in between: there are none."""
+        """Optimize once; numba does it twice, to remove reference counts in between."""
         made = self._codegen._module_pass_manager()
         manager, *builder = made if isinstance(made, tuple) else (made,)  # numba 0.60: alone
         manager.run(self._final_module, *builder)
 
 
 class _PartLibrary(_WholeLibrary):
-    """One function, neither optimized nor linked; its whole does that."""
+    """One function, neither optimized nor linked: its whole is."""
 
     def finalize(self) -> None:
         self._finalized = True
@@ -95,14 +93,14 @@ class _PartCompiler(WholeCompiler):
 
 
 class Part(CPUDispatcher):
-    """A function that is compiled as a part of what calls it; for Python, as a whole of its own."""
+    """A function compiled into its callers; callable from Python as a separate kernel."""
 
     def __init__(self, function: Callable[..., Any], is_inlined: bool = False) -> None:
         options = PART | {"forceinline": is_inlined}
         super().__init__(function, targetoptions=options, pipeline_class=_PartCompiler)
 
     def add_overload(self, result: Any) -> None:
-        """Keep it for callers, who find it by its library, as there is no address yet."""
+        """Keep a version for callers, which find it by its library: it has no address yet."""
         library = result.library
         libraries = [library, *dict.fromkeys(library._linking_libraries)]
         self.targetctx.insert_user_function(library, result.fndesc, libraries)
@@ -114,7 +112,7 @@ class Part(CPUDispatcher):
         return super().get_call_template([types.unliteral(kind) for kind in arguments], keywords)
 
     def get_overload(self, arguments: Any) -> Any:
-        """What a caller finds the function for these types by."""
+        """The library by which a caller finds the function for these types."""
         return self.overloads[tuple(arguments)].library
 
     @cached_property
@@ -126,17 +124,17 @@ class Part(CPUDispatcher):
 
 
 def jit(function: Callable[..., Any]) -> Part:
-    """A part of kernels."""
+    """Make ``function`` a part of kernels."""
     return Part(function)
 
 
 def jit_inline(function: Callable[..., Any]) -> Part:
-    """A part that LLVM inlines however large it is: options are a hundred arguments, not one."""
+    """Make ``function`` a part that LLVM inlines whatever its size."""
     return Part(function, is_inlined=True)
 
 
 def jit_too(function: Any) -> Any:
-    """A part of kernels that Python calls as it is."""
-    function.part = Part(function)  # of which its type has no reference that keeps it
+    """Make ``function`` a part of kernels that Python still calls as plain Python."""
+    function.part = Part(function)  # its type does not keep it alive
     function._numba_type_ = function.part._numba_type_
     return function

@@ -1,7 +1,7 @@
-"""A rung as a kernel: planned for problems of one kind, compiled when it is needed, launched.
+"""``Kernel`` and ``Plan``: a rung, compiled when needed, planned for one kind of problem, launched.
 
-Every CPU rung is one function of a line of memory, which has all of its arguments, and of the
-number of the thread, 0 for the caller. It begins with ``unpack`` (see ``arguments``), which gives::
+Every CPU rung is one function of a line of memory, which holds all arguments, and of the number of
+the thread, 0 for the caller. It begins with ``unpack`` (see ``arguments``), which returns::
 
     q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
 
@@ -9,13 +9,12 @@ q, k, v   (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), read in place: any s
           last, which is one item. float32, float64, or 16-bit numbers as their bits (uint16).
 mask      (B, H, Lq, Lk) bool, any strides; of size 0 if there is none
 bias      (B, H, Lq, Lk), compute dtype, any strides; of size 0 if there is none
-o         what is in ``CPUOptions``: everything that is small, the caller's functions, and where the
-          rows of each sequence are: B above is that of the arrays, and a problem has
-          ``len(o.queries)`` sequences
+o         the fields of ``CPUOptions``: small options, the caller's functions, and the rows of each
+          sequence. B above is that of the arrays; a problem has ``len(o.queries)`` sequences
 O, L      (B, H, Lq, Dv), stored like v, and (B, H, Lq), the compute dtype: written
-memory    the rung's buffers, 1-D arrays, most of them the thread's own; ``counters``, which all
-          threads share; ``worker``, the number of the thread, and ``workers``, how many there are
-sizes     two integers that are the rung's own, such as block sizes
+memory    the rung's buffers, 1-D arrays, one per thread unless shared; ``counters``, which all
+          threads share; ``worker``, the number of the thread; ``workers``, the number of threads
+sizes     two integers of the rung, such as block sizes
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.pool import pool
 from minimha.kernels.options import NO_BIAS, NO_MASK, options
 
-LONG = 1 << 33  # products: some tenths of a second, after which a person wants an answer to Ctrl-C
+LONG = 1 << 33  # products: some tenths of a second, so that Ctrl-C must end the call
 PAGE = 1 << 12  # bytes
 LARGEST_REMEMBERED = 1 << 16  # bytes that a plan holds
 FLOAT64, UINT8, INT64 = np.dtype(np.float64), np.dtype(np.uint8), np.dtype(np.int64)
 CANCELLED = 1 << 62  # a task that does not exist
-SPARES, LARGEST_SPARE = 4, 1 << 22  # blocks of memory that are kept for later calls, and bytes
+SPARES, LARGEST_SPARE = 4, 1 << 22  # blocks of memory kept for later calls, and their bytes
 
 
 class CompilationFailed(RuntimeError):  # noqa: N818  (it states a fact about the machine)
@@ -76,7 +75,7 @@ class CompilationFailed(RuntimeError):  # noqa: N818  (it states a fact about th
 
 
 class Sizes(NamedTuple):
-    """How a rung divides a problem: its block sizes, the buffers' lengths in items, its threads."""
+    """A rung's sizes for a problem: blocks, buffers' lengths in items, threads."""
 
     blocks: tuple[int, ...]
     lengths: dict[str, int]
@@ -86,35 +85,18 @@ class Sizes(NamedTuple):
 class Kernel:
     """A rung's function, compiled for each dtype of storage when it is first needed.
 
-    Parameters
-    ----------
-    function : callable
-        The rung.
-    buffers : dict of str to Buffer
-        What it writes besides O and L.
-    sizes : callable ``sizes(problem, **chosen) -> Sizes``
-        How it divides a problem; ``chosen`` are block sizes that tests choose.
-    widens : bool, default False
-        Whether it reads 16-bit numbers itself; for other rungs they are widened first.
-    skips : bool, default False
-        Whether it skips the blocks that a ``mask_mod`` hides whole, so that it needs to know them.
-    worth_skipping : int, default 0
-        It does so only where K and V have that many numbers: the hidden blocks of fewer take longer
-        to find than to read.
-    largest_weight : int, default 1
-        What no weight exceeds, but for rounding, before it is divided by their sum.
+    It writes ``buffers`` besides O and L; ``sizes(problem, **chosen)`` gives its block sizes. It
+    ``widens`` 16-bit numbers itself, or they are widened before. If it ``skips`` the blocks that a
+    ``mask_mod`` hides whole, it does so from ``worth_skipping`` numbers of K and V on: finding the
+    blocks of fewer numbers takes longer than reading them. No weight exceeds ``largest_weight``,
+    but for rounding, before it is divided by the sum.
     """
 
     def __init__(
-        self,
-        function: Callable[..., None],
-        buffers: dict[str, Buffer],
-        sizes: Callable[..., Sizes],
-        widens: bool = False,
-        skips: bool = False,
-        worth_skipping: int = 0,
-        largest_weight: int = 1,
-    ) -> None:
+        self, function: Callable[..., None], buffers: dict[str, Buffer],
+        sizes: Callable[..., Sizes], widens: bool = False, skips: bool = False,
+        worth_skipping: int = 0, largest_weight: int = 1,
+    ) -> None:  # fmt: skip
         self.function, self.widens, self.buffers, self.sizes = function, widens, buffers, sizes
         self.skips, self.worth_skipping = skips, worth_skipping
         self.largest_weight = largest_weight
@@ -122,7 +104,7 @@ class Kernel:
         self.compiled: dict[np.dtype[Any], Compiled] = {}
 
     def plan(self, problem: Problem, **chosen: int) -> Plan:
-        """How problems like this one are computed; ``chosen`` replaces default sizes."""
+        """The plan for problems like this one; ``chosen`` replaces default sizes."""
         return Plan(self, problem, self.sizes(problem, **chosen))
 
     def forward(self, problem: Problem, **chosen: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -136,14 +118,14 @@ class Kernel:
         return np.dtype(np.uint16) if problem.dtype.itemsize == 2 else problem.dtype
 
     def compile(self, storage: np.dtype[Any], is_ahead: bool = False) -> Compiled:
-        """The machine code for one dtype of storage; ``is_ahead`` of what needs it."""
+        """The machine code for one dtype of storage; ``is_ahead`` of its first use."""
         if storage not in self.compiled:
             name = self.name(storage)
             try:
                 self.compiled[storage] = compiled(
                     self.function, _signature(storage), self.file(storage), is_slow=not is_ahead
                 )
-            except Exception as error:  # numba and LLVM raise what they like
+            except Exception as error:  # numba and LLVM raise errors of many types
                 summary = str(error).strip().splitlines() or [""]
                 raise CompilationFailed(
                     f"{name} cannot be compiled here: {type(error).__name__}: {summary[0]}"
@@ -151,16 +133,16 @@ class Kernel:
         return self.compiled[storage]
 
     def file(self, storage: np.dtype[Any]) -> File:
-        """Where the machine code for one dtype of storage is kept."""
+        """The file of the machine code for one dtype of storage."""
         return File(self.name(storage), str(_signature(storage)))
 
     def name(self, storage: np.dtype[Any]) -> str:
-        """What it is called in the log and on disk."""
+        """The name in the log and on disk."""
         return f"{self.function.__name__}-{storage.name}"
 
 
 class Plan:
-    """How problems of the same shapes, strides, dtypes and options are computed.
+    """A kernel's arguments for problems of the same shapes, strides, dtypes and options.
 
     It holds everything that does not depend on the numbers in q, k and v. Several threads may call
     it at once.
@@ -178,7 +160,7 @@ class Plan:
             function.name: functions.tile_function(function)
             for function in functions.given(problem)
         }
-        # A plan may outlive the arrays of the call that it is made for, and its functions.
+        # A plan may outlive the arrays and functions of its first call.
         light = replace(problem.without_numbers(), score_mod=None, mask_mod=None, readings={})
         self._problem = light if self._tiles else None
         o = self._options(kernel, problem)
@@ -206,26 +188,27 @@ class Plan:
     def _place(
         self, buffers: dict[str, Buffer], lengths: dict[str, int], layouts: dict[str, Layout]
     ) -> dict[str, int]:
-        """Where each buffer starts in the memory that a call brings; adds to ``layouts``.
+        """The start of each buffer in the memory that a call provides; adds to ``layouts``.
 
-        Each thread's buffers are on pages of their own: a core that reads fetches what follows in
-        the page too, and would take it from the core that writes there.
+        Each thread's buffers are on separate pages: a core also prefetches the rest of a page that
+        it reads, and would take it from a core that writes there.
         """
         dtypes = {REAL: self.compute, DOUBLE: FLOAT64, BYTE: UINT8, INDEX: INT64}
         itemsizes = {name: dtypes[buffer.kind].itemsize for name, buffer in buffers.items()}
         sizes = {name: _rounded(lengths[name] * itemsizes[name], CACHE_LINE) for name in buffers}
-        own = _rounded(sum(sizes[name] for name in buffers if not buffers[name].is_shared), PAGE)
-        ends = {False: 0, True: self.workers * own}  # so far, by ``is_shared``
+        own = sum(size for name, size in sizes.items() if not buffers[name].is_shared)
+        per_thread = _rounded(own, PAGE)
+        ends = {False: 0, True: self.workers * per_thread}  # so far, by ``is_shared``
         starts = {}
         for name, buffer in buffers.items():
-            layouts[name] = Layout((lengths[name],), (itemsizes[name], own))
+            layouts[name] = Layout((lengths[name],), (itemsizes[name], per_thread))
             starts[name] = ends[buffer.is_shared]
             ends[buffer.is_shared] += sizes[name]
         self._size = ends[True]
         return starts
 
     def _options(self, kernel: Kernel, problem: Problem) -> Any:
-        """Everything that is small, the functions, and where the rows of each sequence are."""
+        """The ``CPUOptions`` of ``problem``, without addresses of functions."""
         (B, H, Lq, _), Lk, (b, h, key) = problem.q.shape, problem.k.shape[2], problem.corner
         rows = problem.sequences or one_per_entry(B, Lq, Lk)
         is_large = problem.k.size + problem.v.size >= kernel.worth_skipping
@@ -239,7 +222,7 @@ class Plan:
         )  # fmt: skip
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L of a problem, L in the compute dtype; O too, unless the kernel rounds it."""
+        """O and L of a problem, in the compute dtype, unless the kernel rounds O."""
         given = (problem.q, problem.k, problem.v)
         q, k, v = (x if self._is_readable(x) else self._copy(x) for x in given)
         return self.run(q, k, v, problem.taken)
@@ -247,9 +230,9 @@ class Plan:
     def run(
         self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], called: dict[str, Placed]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L for arrays of the shapes, strides and dtypes that were planned.
+        """O and L for arrays of the planned shapes, strides and dtypes.
 
-        The functions are ``taken``, and have the keys of those that were planned.
+        The functions are ``taken``, and their readings have the planned keys.
         """
         O, L, is_finite = self._launch(self._line[:], q, k, v, called)
         if not is_finite:
@@ -268,7 +251,7 @@ class Plan:
         self, line: array[int], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any],
         called: dict[str, Placed],
     ) -> tuple[NDArray[Any], NDArray[Any], bool]:  # fmt: skip
-        """O and L, and whether all of O is finite; headers are written into ``line``."""
+        """O and L, and whether all of O is finite; completes ``line``."""
         O, L = np.empty(self.shape, self._result), np.empty(self._rows, self.compute)
         if not L.size:
             return O, L, True
@@ -281,7 +264,7 @@ class Plan:
             line[self._numbers + NUMBERS.index(name)] = captured.buffer_info()[0]
             held.append(captured)
         if self.is_long and threading.current_thread() is threading.main_thread():
-            # Ctrl-C reaches only the main thread, and only in Python.
+            # Ctrl-C reaches only the main thread while it runs Python.
             tasks = slice(self._counters + TASKS, None)
             none_left = array("q", [CANCELLED]) * len(line[tasks])
             cancel = partial(line.__setitem__, tasks, none_left)  # one step
@@ -296,7 +279,7 @@ class Plan:
         return O, L, not line[self._counters + NONFINITE]
 
     def _run(self, line: array[int], held: Any) -> None:
-        """Compute; what ``line`` points to is ``held`` so that it lives as long."""
+        """Call the kernel; ``held`` keeps alive what ``line`` points to."""
         at, _ = line.buffer_info()
         if self.workers == 1:
             self._kernel.call(at, 0)
@@ -304,21 +287,18 @@ class Plan:
             pool().run(self._kernel.address, at, self.workers)
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
-        """Whether ``run`` may be called with arrays as ``given``, and the plan be remembered.
+        """Whether to remember the plan, for calls of ``run`` with arrays like ``given``.
 
-        Nothing had to be converted, it holds little (where blocks are many, calls are long), and
-        its ``score_mod`` takes other values.
+        They need no conversion, the plan holds little memory, and ``score_mod`` takes other values.
         """
         is_light = sum(array.nbytes for array in self._held.values()) <= LARGEST_REMEMBERED
         name, tiles = "score_mod", self._tiles
         is_general = name not in tiles or tiles[name].takes(problem.readings[name].values)
-        return (
-            is_light and is_general
-            and all(x.dtype == problem.dtype and self._is_readable(x) for x in given)
-        )  # fmt: skip
+        is_direct = all(x.dtype == problem.dtype and self._is_readable(x) for x in given)
+        return is_light and is_general and is_direct
 
     def _is_readable(self, array: NDArray[Any]) -> bool:
-        """Whether a kernel can read it in place; of 16-bit numbers it reads the bits."""
+        """Whether a kernel can read the array in place; of 16-bit numbers it reads the bits."""
         size = self.storage.itemsize
         if array.itemsize != size or not array.flags.aligned:
             return False
@@ -343,9 +323,9 @@ _spares: list[NDArray[np.uint8]] = []
 
 
 def _memory(nbytes: int) -> NDArray[np.uint8]:
-    """At least ``nbytes`` from the beginning of a page on, of a former call if it suffices.
+    """At least ``nbytes`` from the beginning of a page on, from an earlier call if possible.
 
-    Fresh memory is slow: the system clears each page when it is first written.
+    New memory is slow: the system clears each page when it is first written.
     """
     try:
         spare = _spares.pop()

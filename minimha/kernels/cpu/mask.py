@@ -1,12 +1,12 @@
-"""Which keys a query sees, and what the options do to one score or to a tile of them.
+"""Masks and options, applied to one score or to a tile of scores.
 
-``minimha.kernels.score`` says what is done, in which order, and ``equations.visibility`` who sees
-whom; both are compiled here unchanged. For a tile, ``mask_tile`` and ``apply_softcap_and_bias`` do
-each step for all scores before the next: such loops become vector code, calls per score do not.
+``minimha.kernels.score`` and ``equations.visibility`` define them, and are compiled here unchanged.
+For a tile, ``mask_tile`` and ``apply_softcap_and_bias`` do each step for all scores before the next
+step: LLVM vectorizes such loops, but not calls per score.
 
-A tile is transposed: row j holds key j0 + j against one panel of queries, one query per lane, so
-that every step of the softmax goes down the lanes and none across them. S[j · lanes + r] belongs to
-query i0 + r; lanes from ``rows`` on are padding.
+A tile is transposed: row j holds the scores of key j0 + j with one panel of queries, one query per
+lane, so that no step of the softmax goes across lanes. S[j · lanes + r] belongs to query i0 + r;
+lanes from ``rows`` on are padding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ final_score = jit_inline(score.final_score)
 
 @jit_inline
 def is_visible(mask, bias, head, b, h, i, j):
-    """May query i of head h see key j?"""
+    """Whether query i of head h sees key j, except for ``mask_mod``."""
     if not sees(i, j, head.offset, head.left, head.right, head.length):
         return False
     return not is_hidden(mask, bias, b, h, i, j)
@@ -62,10 +62,10 @@ def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
 
 @jit
 def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, visible, biases):
-    """Write into ``visible`` which lanes see which of n keys; return how many pairs do.
+    """Write into ``visible`` which lanes see which of n keys; return the number of visible pairs.
 
-    ``full`` says that causality, window, length and ``mask_mod`` hide nothing here. The tile's
-    biases are left in ``biases``.
+    If ``full``, causality, window, length and ``mask_mod`` hide nothing here. The tile's biases are
+    written into ``biases``.
     """
     size, count = n * lanes, 0
     if mask.size:
@@ -98,7 +98,7 @@ def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, visible, biases
 
 @jit
 def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
-    """Cap and bias a scaled tile of n keys; ``biases`` is what ``mask_tile`` left there."""
+    """Cap and bias a scaled tile of n keys; ``mask_tile`` has written ``biases``."""
     if o.softcap:
         soft_cap(S, 0, n * lanes, o.softcap)
     if bias.size:
@@ -113,7 +113,7 @@ def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
 
 @jit
 def apply_score_mod(S, visible, o, b, h, i0, rows, j0, n, lanes):
-    """Modify a tile of n keys; return how many pairs still see each other: -inf hides a key."""
+    """Modify a tile of n keys; -inf hides a key. Return the number of visible pairs."""
     call_function(o.score_mod, S, 0, o, b, h, i0, j0, n, rows, lanes, 1)
     count, lowest = 0, S.dtype.type(-math.inf)
     for x in range(n * lanes):

@@ -1,10 +1,10 @@
-"""Values that are NaN or infinite reach the queries that see them, and no others.
+"""Nonfinite values reach the queries that see them, and no others.
 
-A hidden key has the weight 0, but 0 · NaN and 0 · inf are NaN. So wherever a tile hides some key
-from some query, the kernels first look for a value that is not finite (``has_nonfinite``). Only if
-there is one do they leave the fast product: rungs 3, 4 and 6 compute it with zeros in place of that
-key's values (``zero_nonfinite``) and add these to the queries that see the key (``add_nonfinite``);
-rung 5 sums the few rows of its piece over the keys that each query sees (``add_visible_values``).
+A hidden key has the weight 0, but 0 · NaN and 0 · inf are NaN. So if a tile hides some key from
+some query, the kernels first look for nonfinite values (``has_nonfinite``). If there is one, rungs
+3, 4 and 6 compute the product with zeros instead of that key's values (``zero_nonfinite``), and add
+these to the queries that see the key (``add_nonfinite``). Rung 5 sums over the keys that each query
+sees (``add_visible_values``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from minimha.kernels.cpu.storage import Rows
 
 @jit
 def has_nonfinite(V_j, n, Dv):
-    """Whether any of the values is not finite: only then is its product with 0 not 0."""
-    if V_j.stride == Dv:  # one long row: the loop below ends slowly
+    """Whether any of the values is nonfinite, so that its product with 0 is not 0."""
+    if V_j.stride == Dv:  # as one long row, since the end of each row is slow
         n, Dv = 1, n * Dv
-    # Without its sign, a number that is not finite has an exponent of ones; one more carries into
-    # the sign. That is arithmetic of integers, which LLVM makes vector code of.
+    # Without its sign, a nonfinite number has an exponent of ones; adding one carries into the
+    # sign. LLVM vectorizes this integer arithmetic.
     bits = bits_of(V_j.line)
     word, itemsize = bits.dtype.type, V_j.line.itemsize
     sign, one = word(1 << (8 * itemsize - 1)), word(1 << (23 if itemsize == 4 else 52))
@@ -37,13 +37,13 @@ def has_nonfinite(V_j, n, Dv):
 
 @jit_inline
 def is_nonfinite(number):
-    """Whether it is NaN or infinite; a comparison, since compilers may fold 0 · number to 0."""
+    """Whether ``number`` is NaN or infinite; compilers might fold 0 · number to 0."""
     return not abs(number) < math.inf
 
 
 @jit_inline
 def is_nonfinite_key(V_j, j, Dv):
-    """Whether one of key j's values is not finite."""
+    """Whether one of key j's values is nonfinite."""
     found = False
     for d in range(Dv):
         found |= is_nonfinite(V_j.line[V_j.start + j * V_j.stride + d])
@@ -52,14 +52,14 @@ def is_nonfinite_key(V_j, j, Dv):
 
 @jit_inline
 def note_nonfinite(row, n, counters):
-    """Note a row of O that is not finite: its sum may have overflowed where the mean would not."""
+    """Note a nonfinite row of O: its sum may have overflowed although the mean does not."""
     if is_nonfinite_key(row, 0, n):
         counters[NONFINITE] = 1
 
 
 @jit
 def zero_nonfinite(V_j, n, Dv, copy):
-    """A copy of the values, all of them 0 for a key that has one that is not finite."""
+    """A copy of the values, with zeros for each key that has a nonfinite value."""
     for j in range(n):
         is_zeroed = is_nonfinite_key(V_j, j, Dv)
         for d in range(Dv):
@@ -69,7 +69,7 @@ def zero_nonfinite(V_j, n, Dv, copy):
 
 @jit
 def add_nonfinite(O, P, visible, V_j, n, Dv, rows, lanes):
-    """Add what ``zero_nonfinite`` left out to the queries that see it, the lanes of O and P."""
+    """Add the values that ``zero_nonfinite`` left out to the lanes of O that see them."""
     for j in range(n):
         if is_nonfinite_key(V_j, j, Dv):
             for r in range(rows):
@@ -82,7 +82,7 @@ def add_nonfinite(O, P, visible, V_j, n, Dv, rows, lanes):
 
 @jit_inline
 def add_visible_values(P, visible, V, O, first, n):
-    """O += P V for n keys, ``first`` being the first in P and ``visible``; queries are rows."""
+    """O += P V for n keys from column ``first`` of P and ``visible`` on; queries are rows."""
     for r in range(O.shape[0]):
         for j in range(n):
             if visible[r, first + j]:

@@ -1,6 +1,6 @@
-"""A panel of queries, one per lane, from its Q to its O: what rungs 3 and 4 compute with.
+"""A panel of queries, one per lane, from its Q to its O, for rungs 3, 4 and 6.
 
-The lines are those of Algorithm 1; ``rung3_vector_tiles`` says why a panel is what it is.
+Line numbers are those of Algorithm 1; see ``rung3_vector_tiles`` for the idea of a panel.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from minimha.kernels.cpu.mask import (
     hide,
     mask_tile,
 )
-from minimha.kernels.cpu.nonfinite import (
-    add_nonfinite,
-    has_nonfinite,
-    zero_nonfinite,
-)
+from minimha.kernels.cpu.nonfinite import add_nonfinite, has_nonfinite, zero_nonfinite
 from minimha.kernels.cpu.simd.memory import flat, halves_of
 from minimha.kernels.cpu.simd.product import tile_product, tile_product_add, whole_tiles
 from minimha.kernels.cpu.simd.softmax import lanes_exp, lanes_max, round_lanes, scale_lanes
@@ -32,7 +28,7 @@ from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import VECTOR_BITS, VECTORS, panel_width
 from minimha.kernels.cpu.storage import Rows, queries_of, rows_at, rows_from, write_numbers
 
-FAR = 1 << 16  # from 0, for a score: in float32 what is farther is rounded by more than 0.004
+FAR = 1 << 16  # a score: float32 rounds larger ones by more than 0.004
 B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of the L1 cache
 
 
@@ -56,8 +52,8 @@ class Panel(NamedTuple):
     lanes: int
 
 
-# One thread's buffers. Of each panel: Q, O, m and l. Of one tile: scores, who sees whom, biases, a
-# copy of V. Lines of lanes: scales to total.
+# One thread's buffers. For each panel: Q, O, m and l. For one tile: scores, visible pairs, biases,
+# a copy of V. One number per lane: scales to total.
 PANEL_BUFFERS = dict.fromkeys(
     ("Qs", "Os", "ms", "S", "biases", "V_j", "scales", "top", "shift", "correction", "total"),
     Buffer(REAL),
@@ -65,7 +61,7 @@ PANEL_BUFFERS = dict.fromkeys(
 
 
 def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dict[str, int]:
-    """Lengths of ``PANEL_BUFFERS`` for so many panels; products write whole register tiles."""
+    """Lengths of ``PANEL_BUFFERS``; products write whole register tiles."""
     lanes, keys, columns = panel_width(itemsize), whole_tiles(B_c), whole_tiles(Dv)
     lengths = dict.fromkeys(("scales", "top", "shift", "correction", "total"), lanes)
     lengths |= dict.fromkeys(("S", "visible", "biases"), keys * lanes) | {"V_j": keys * Dv}
@@ -75,7 +71,7 @@ def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dic
 
 @jit
 def panel_of(t, u, Lq, b, h, p):
-    """Panel p of head h in the u-th place of the buffers."""
+    """Panel p of head h, with the u-th part of each buffer."""
     widest = panel_width(t.ms.itemsize)
     panels = len(t.ms) // widest
     i0, rows, vectors = panel_rows(Lq, t.ms.itemsize, p)
@@ -128,8 +124,8 @@ def begin_panel(panel, rows_of_O, t, o):
 def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
     """Lines 8 to 10: the online softmax over the keys j0 to j0 + n.
 
-    They are the rows from ``first`` on of ``block``, which is K_j and V_j. ``full`` says
-    that causality, window, length and ``mask_mod`` let every query see all of them.
+    They are the rows from ``first`` on of ``block``, a pair K_j and V_j. If ``full``, causality,
+    window, length and ``mask_mod`` hide none of them.
     """
     K_j, V_j = rows_from(block[0], first), rows_from(block[1], first)
     S, visible = flat(t.S, 0), flat(t.visible, 0)
@@ -154,7 +150,7 @@ def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
 
 @jit_inline
 def mask_panel(panel, j0, n, t, mask, bias, o, full):
-    """``mask_tile`` of a panel."""
+    """``mask_tile`` for a panel."""
     return mask_tile(
         mask, bias, o, panel.b, panel.h, panel.i0, panel.rows, j0, n, panel.lanes, full,
         flat(t.visible, 0), t.biases,
@@ -163,13 +159,14 @@ def mask_panel(panel, j0, n, t, mask, bias, o, full):
 
 @jit_inline
 def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
-    """Line 9: n rows of scores become weights, and m and l include them.
+    """Line 9: turn n rows of scores into weights, and update m and l.
 
-    Scores that are not scaled yet are scaled inside the exponential, which saves a pass; before it
-    if another step needs them scaled, if the scale is not positive, and if they are ``FAR`` from 0.
-    m is raised only where a score exceeds it by more than ``slack``: weights are at most
-    exp(slack). ``num_visible`` is what ``mask_panel`` returned, or all pairs if nothing is masked.
-    Returns it, less the pairs that ``score_mod`` hides. ``t.correction`` becomes the factor of O.
+    Scores that are not scaled yet are scaled inside the exponential, which saves a pass. They are
+    scaled before it if another step needs that, if the scale is not positive, or if a score is
+    beyond ``FAR``. m is raised only if a score exceeds it by more than ``slack``, so that weights
+    are at most exp(slack). ``num_visible`` is the result of ``mask_panel``, or all pairs if nothing
+    is masked. Returns it less the pairs that ``score_mod`` hides. ``t.correction`` becomes the
+    factor of O.
     """
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
     lanes, visible, scale = panel.lanes, flat(t.visible, 0), S.dtype.type(1)
@@ -190,7 +187,7 @@ def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
         for r in range(lanes):
             t.top[r] *= scale
             is_far |= t.top[r] > FAR or -math.inf < t.top[r] < -FAR
-        if is_far:  # the exponential scales without rounding: too far from m, which is rounded
+        if is_far:  # the exponential scales without rounding, but m is rounded
             scale_lanes(S, 0, n, lanes, t.scales)
             scale = S.dtype.type(1)
     for r in range(lanes):
@@ -207,7 +204,7 @@ def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
 
 @jit
 def store_panel(panel, O, L, o, t):
-    """Lines 12 to 15: O / l, transposed back, and m + log l; 0 and -inf if no key was visible."""
+    """Lines 12 to 15: write O / l, transposed back, and m + log l; 0 and -inf without a key."""
     lanes, Dv = panel.lanes, O.shape[3]
     entry, first, _ = queries_of(o, panel.b)
     h, i0 = panel.h, first + panel.i0
@@ -222,7 +219,7 @@ def store_panel(panel, O, L, o, t):
 
 @jit
 def scale_O(panel, d, n, t):
-    """n rows of O from row d on become m ∘ O; notes whether a number is not finite."""
+    """Replace n rows of O from row d on by m ∘ O; note a nonfinite number."""
     lanes = panel.lanes
     scale_lanes(panel.O, d * lanes, n, lanes, panel.m)
     if has_nonfinite(Rows(panel.O, d * lanes, lanes), n, lanes):
@@ -230,7 +227,7 @@ def scale_O(panel, d, n, t):
 
 
 def store_lanes(panel, to, Dv, o, t):
-    """Transpose m ∘ O into rows of numbers, or of the bits of rounded ones."""
+    """Write m ∘ O, transposed; 16-bit numbers are rounded and written as their bits."""
 
 
 @overload(store_lanes, jit_options=OPTIONS)

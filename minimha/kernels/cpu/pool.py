@@ -1,12 +1,12 @@
-"""Helper threads that join a job if they get a core, and that nobody waits for if they do not.
+"""Helper threads, which join a job only if they get a core: a job does not wait for them.
 
 A barrier, as at the end of OpenMP's loops, waits for every thread, even for one that never ran
-because another process held its core. Here the caller computes too. It opens the job, takes tasks
-until none is left, closes the job, and waits only for helpers that have entered it. Whoever arrives
-late finds the door closed. So a job takes as long as the cores that were free need for it.
+because another process used its core. Here the caller computes too. It opens the job, takes tasks
+until none is left, closes the job, and waits only for helpers that have entered it. A helper that
+arrives later finds the door closed. So a job takes as long as the free cores need for it.
 
-Helpers spin for ``SPIN`` seconds and then sleep on a futex; where there is none, in Python. They
-belong to one process: a forked child, which has none of its parent's threads, starts its own.
+Helpers spin for ``SPIN`` seconds and then sleep on a futex, or in Python if there is none. A forked
+child, which has none of its parent's threads, starts new ones.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from minimha.kernels.cpu.disk import File
 from minimha.kernels.cpu.jit import jit_inline
 from minimha.kernels.cpu.simd.vector import INT
 
-SPIN = 30e-6  # seconds: longer than the gap between two calls, shorter than a neighbour notices
-# The words that caller and helpers share, each on a cache line of its own.
+SPIN = 30e-6  # seconds: longer than the gap between two calls, too short to disturb other threads
+# The words that caller and helpers share, each on a separate cache line.
 DOOR, BELL, ASLEEP, WAITING, BUSY, NEXT, LIMIT, KERNEL, ARGUMENTS, CPU, ALLOWED, MASK, IDS = (
     n * CACHE_LINE for n in range(13)
 )
@@ -43,7 +43,7 @@ DOOR, BELL, ASLEEP, WAITING, BUSY, NEXT, LIMIT, KERNEL, ARGUMENTS, CPU, ALLOWED,
 OPEN = 1 << 40
 MOST = 1024  # helpers
 
-# The number of the system call, where this file knows it.
+# The number of the system call, or None.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
 HAS_FUTEX = FUTEX is not None
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # private to the process
@@ -112,17 +112,17 @@ if HAS_FUTEX:
 
     @jit_inline
     def sleep(address, value):
-        """Sleep until the word is woken, unless it is not ``value`` any more."""
+        """Sleep until another thread wakes this word, if it still is ``value``."""
         _syscall(FUTEX, address, FUTEX_WAIT, value & 0xFFFFFFFF, 0, 0, 0)
 
     @jit_inline
     def wake(address, number):
-        """Wake so many threads that sleep on a word."""
+        """Wake up to ``number`` threads that sleep on a word."""
         _syscall(FUTEX, address, FUTEX_WAKE, number, 0, 0, 0)
 
     @jit_inline
     def leave_core_to_caller(words):
-        """Keep the helpers off the caller's core, where the scheduler likes to wake them."""
+        """Keep the helpers off the caller's core, where the scheduler tends to wake them."""
         cpu = np.int64(_getcpu())
         allowed = load(words + ALLOWED)
         mask = allowed & ~(np.int64(1) << cpu)
@@ -136,19 +136,19 @@ else:
 
     @jit_inline
     def sleep(address, value):
-        """Without a futex a thread returns to Python to sleep, and here it spins."""
+        """Do nothing: without a futex the caller spins, and helpers return to Python to sleep."""
 
     @jit_inline
     def wake(address, number):
-        """Without a futex Python wakes the helpers before the job opens."""
+        """Do nothing: without a futex Python wakes the helpers before the job opens."""
 
     @jit_inline
     def leave_core_to_caller(words):
-        """Only Linux says on which core a thread runs."""
+        """Do nothing: only Linux tells on which core a thread runs."""
 
 
 def run_job(words, kernel, arguments, workers, spins):
-    """Run a kernel with up to ``workers`` threads, the caller's among them."""
+    """Run a kernel with up to ``workers`` threads, including the caller's."""
     is_open = workers > 1 and exchange(words + BUSY, 1) == 0  # else another thread has the helpers
     if is_open:
         exchange(words + KERNEL, kernel)
@@ -168,7 +168,7 @@ def run_job(words, kernel, arguments, workers, spins):
             pause()
             spun += 1
             inside = load(words + DOOR)
-        if inside > 0:  # a helper was taken off its core: sleep, and leave this one to it
+        if inside > 0:  # a helper lost its core: sleep, so that it can use this one
             exchange(words + WAITING, 1)
             inside = load(words + DOOR)
             while inside > 0:
@@ -179,9 +179,9 @@ def run_job(words, kernel, arguments, workers, spins):
 
 
 def help_out(words, seen, spins):
-    """A helper: wait for the bell, join the job if its door is open, for ever.
+    """A helper's loop: wait for the bell, and join the job if its door is open.
 
-    Without a futex it returns the number of jobs that it has seen, to sleep in Python.
+    Without a futex it returns the number of jobs so far, to sleep in Python.
     """
     while True:
         spun = 0
@@ -207,7 +207,7 @@ def help_out(words, seen, spins):
 
 
 def spin(number):
-    """Pause so many times."""
+    """Pause ``number`` times."""
     for _ in range(number):
         pause()
 
@@ -220,7 +220,7 @@ class Pool:
         self._words = buffer[-buffer.ctypes.data % CACHE_LINE // 8 :]
         self.words = int(self._words.ctypes.data)
         self._helpers: list[int] = []
-        self._lock = os_threads.RLock()  # a signal's handler may compute too
+        self._lock = os_threads.RLock()  # reentrant: a signal's handler may compute too
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._run = _compiled(run_job, types.void(I64, I64, I64, I64, I64))
         self._help = _compiled(help_out, I64(I64, I64, I64))
@@ -244,7 +244,7 @@ class Pool:
         with self._lock:
             while len(self._helpers) < min(helpers, MOST):
                 if not os_threads.start(self._helper, self._helpers):
-                    return  # those that run suffice
+                    return  # fewer threads suffice
 
     def _helper(self) -> None:
         if HAS_FUTEX:
@@ -272,9 +272,9 @@ def _compiled(function: Callable[..., Any], signature: Any) -> Compiled:
 
 
 def _spins(spin: Compiled) -> int:
-    """How many pauses take ``SPIN`` seconds on this machine; one takes 10 to 70 ns.
+    """The number of pauses that take ``SPIN`` seconds here; one takes 10 to 70 ns.
 
-    The shortest of several tries counts: in the others something else may have had the core.
+    The shortest of several tries counts: others may have been interrupted.
     """
     tries, pauses = [], 200
     for _ in range(10):
@@ -289,7 +289,7 @@ _making = os_threads.RLock()
 
 
 def pool() -> Pool:
-    """The helper threads of this process, started when a job first wants them."""
+    """The helper threads of this process, started when a job first needs them."""
     global _pool
     if _pool is None:
         with _making:

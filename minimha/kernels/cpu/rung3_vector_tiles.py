@@ -1,12 +1,12 @@
 """CPU rung 3, vector tiles: the same tiles, transposed, with every inner loop written as vectors.
 
-A panel of queries spans the lanes of up to three vectors. S = K_j Q_iᵀ then has one key per
-row and one query per lane, and no step of the softmax goes across a vector: the maximum, the
-exponential and the sum of a query run down its lane. K and V are read in place, one number at a
-time, each broadcast against a row of the panel; only Q and O are copied (transposed). The products
-keep 8 × 3 vectors of sums in registers; the exponential is a polynomial (``simd``).
+A panel of queries spans the lanes of up to three vectors. S = K_j Q_iᵀ has one key per row and one
+query per lane, so that no step of the softmax goes across lanes: a query's maximum, exponentials
+and sum are computed in its lane. K and V are read in place, and each number is broadcast against a
+row of the panel; only Q and O are copied (transposed). The products keep 8 × 3 vectors of sums in
+registers; the exponential is a polynomial (``simd``).
 
-Every block of keys is visited and every score is checked on its own; the next rung avoids both.
+Every block of keys is visited and every single score is checked; the next rung avoids both.
 
 Measured: 9 × as fast as rung 2 (4 heads, 512 tokens, width 64; AMD EPYC, AVX-512, 2026-11-21).
 """
@@ -28,12 +28,11 @@ from minimha.kernels.cpu.panel import (
 )
 from minimha.kernels.cpu.storage import key_at, keys_ahead, queries_of, rows_at
 
-BUFFERS = PANEL_BUFFERS
-unpack = unpacker(**BUFFERS)
+unpack = unpacker(**PANEL_BUFFERS)
 
 
 def sizes(problem: Problem, *, B_c: int = B_C) -> Sizes:
-    """Blocks of ``B_c`` keys, one worker."""
+    """The sizes for ``problem``: blocks of ``B_c`` keys, one worker."""
     D, Dv = problem.q.shape[3], problem.v.shape[3]
     return Sizes((B_c,), buffer_lengths(problem.compute.itemsize, D, Dv, B_c, 1))
 
@@ -61,5 +60,5 @@ def vector_tiles(line, worker):
                 store_panel(panel, O, L, o, memory)
 
 
-KERNEL = Kernel(vector_tiles, BUFFERS, sizes)
+KERNEL = Kernel(vector_tiles, PANEL_BUFFERS, sizes)
 plan, forward = KERNEL.plan, KERNEL.forward

@@ -2,11 +2,11 @@
 
 - A task is up to four panels of one head. They process each block of keys one after another, so
   that K and V come from memory once for 192 queries. Each thread has a share of the tasks, dealt
-  out by an atomic counter: one head after another, whose K and V then stay in the core's L2 cache,
-  and of each the longest first. Once its share is done it helps with the others'.
-- A panel visits only the keys that its queries can reach (``key_range``), and checks single scores
-  only in partial tiles: with a causal mask those on the diagonal. Of a ``mask_mod`` it knows the
-  blocks that are hidden or visible whole.
+  out by an atomic counter: one head after another, so that K and V stay in the core's L2 cache, and
+  the longest task of each head first. A thread that has finished its share helps the others.
+- A panel visits only the keys of its ``key_range``, and checks single scores only in partial tiles:
+  with a causal mask those on the diagonal. For a ``mask_mod`` it knows which blocks are hidden and
+  which are fully visible.
 - 16-bit K and V are widened one block at a time, so that only half the bytes come from memory.
 
 Measured: 2.1 × as fast as rung 3 on two cores, 2.6 × with a causal mask (AMD EPYC, 2026-11-21).
@@ -34,27 +34,22 @@ from minimha.kernels.cpu.panel import (
 from minimha.kernels.cpu.simd.memory import fetch_add
 from minimha.kernels.cpu.simd.product import ROWS, whole_tiles
 from minimha.kernels.cpu.simd.vector import panel_width
-from minimha.kernels.cpu.storage import (
-    float_rows,
-    key_at,
-    keys_ahead,
-    most_queries,
-    queries_of,
-)
+from minimha.kernels.cpu.storage import float_rows, key_at, keys_ahead, most_queries, queries_of
 from minimha.kernels.cpu.threads import get_num_threads
 
 PANELS = 4  # of a task, at most
-TASKS_PER_THREAD = 12  # at least, so that nobody waits long for a thread that lost its core
-WORTH_SHARING = 1 << 19  # products, which one thread computes while another one wakes up
+TASKS_PER_THREAD = 12  # at least, so that waiting for a thread that lost its core is short
+WORTH_SHARING = 1 << 19  # products; another thread takes as long to wake as fewer take
 WIDENED = ("wide_Q", "wide_K", "wide_V")
 BUFFERS = PANEL_BUFFERS | dict.fromkeys(WIDENED, Buffer(REAL))
 unpack = unpacker(**BUFFERS)
 
 
 def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Sizes:
-    """Tasks of ``panels`` panels, blocks of ``B_c`` keys, which is rounded up to whole tiles.
+    """The sizes for ``problem``: tasks of ``panels`` panels, blocks of ``B_c`` keys.
 
-    Without ``panels`` a task has up to four, fewer if threads would get too few tasks.
+    By default a task has up to four panels, fewer if threads would get too few tasks. ``B_c`` is
+    rounded up to whole tiles.
     """
     D, Dv, itemsize = problem.q.shape[3], problem.v.shape[3], problem.compute.itemsize
     most, workers = shared_out(problem, PANELS, TASKS_PER_THREAD)
@@ -67,7 +62,7 @@ def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Siz
 
 
 def shared_out(problem: Problem, panels: int, tasks: int) -> tuple[int, int]:
-    """Panels of a task, at most ``panels``, so that threads get ``tasks`` each; and threads."""
+    """Panels per task, at most ``panels``, so that threads get ``tasks`` each; and threads."""
     (_, H, _, D), Dv = problem.q.shape, problem.v.shape[3]
     all_panels = H * int(num_panels(problem.num_queries, problem.compute.itemsize).sum())
     workers = get_num_threads() if problem.num_pairs * (D + Dv) >= WORTH_SHARING else 1
@@ -75,14 +70,10 @@ def shared_out(problem: Problem, panels: int, tasks: int) -> tuple[int, int]:
 
 
 def task_loop(load_queries, visit_keys):
-    """What one thread does: compute the tasks of its share, then of the others', while any is left.
+    """One thread's loop: compute the tasks of its share, then of the others' shares.
 
-    Parameters
-    ----------
-    load_queries : callable
-        ``(panel, q, entry, i0, Dv, o, t)``: lines 4 and 5 for the queries from row i0 on.
-    visit_keys : callable
-        As ``key_loop`` makes it.
+    ``load_queries(panel, q, entry, i0, Dv, o, t)`` does lines 4 and 5 for the queries from row i0
+    on; ``key_loop`` makes ``visit_keys``.
     """
 
     @jit_inline
@@ -115,12 +106,8 @@ def task_loop(load_queries, visit_keys):
 def key_loop(load_block, update):
     """Lines 6 to 11 for the panels of a task, one block of keys at a time.
 
-    Parameters
-    ----------
-    load_block : callable
-        ``(k, v, page, kv, at, n, o, t)`` returns n keys as ``update`` reads them (line 7).
-    update : callable
-        ``update_panel``, or what takes its place.
+    ``load_block(k, v, page, kv, at, n, o, t)`` returns n keys for ``update`` (line 7), which takes
+    the parameters of ``update_panel``.
     """
 
     @jit_inline
@@ -136,7 +123,7 @@ def key_loop(load_block, update):
             start, stop, _ = visible_range(o, b, h, i_start, i_last + rows, start, stop)
         start = start // ROWS * ROWS
         blocks = max(1, -(-(stop - start) // B_c))
-        # Blocks of equal size: a short tile has as much overhead as a long one.
+        # Blocks of equal size: a short tile has the overhead of a long one.
         size = max(1, -(-(stop - start) // (blocks * ROWS))) * ROWS
         begin = start
         while begin < stop:
@@ -147,7 +134,7 @@ def key_loop(load_block, update):
                 panel = panel_of(t, p - first, Lq, b, h, p)
                 i0, i1 = panel.i0, panel.i0 + panel.rows
                 low, high = key_range(i0, i1, offset, o.left, o.right, length)
-                # Whole rows of the tile product: a few hidden keys cost less than keys one by one.
+                # Whole rows of the tile product: a few hidden keys cost less than single keys.
                 j0 = max(begin, low // ROWS * ROWS)
                 j1 = min(end, whole_tiles(high))
                 all_visible = True
@@ -164,14 +151,14 @@ def key_loop(load_block, update):
 
 @jit_inline
 def load_queries(panel, q, entry, i0, Dv, o, t):
-    """Lines 4 and 5, from rows in place or widened."""
+    """Lines 4 and 5, with Q read in place or widened."""
     Q = float_rows(q, entry, panel.h, i0, panel.rows, o, t.wide_Q)
     load_panel(panel, Q, q.shape[3], Dv, t, o)
 
 
 @jit_inline
 def load_block(k, v, page, kv, at, n, o, t):
-    """Line 7: rows of K and V in place, or widened."""
+    """Line 7: rows of K and V, in place or widened."""
     K_j = float_rows(k, page, kv, at, n, o, t.wide_K)
     return K_j, float_rows(v, page, kv, at, n, o, t.wide_V)
 

@@ -1,16 +1,16 @@
 """CPU rung 5, decode: few queries against many keys, where reading K and V is all the work.
 
 With one query per head the panels of rung 4 would be nearly empty, and one task per head too few
-for many cores. Here the keys are split among tasks (split-K, as in Flash-Decoding), and a task
-computes all the queries that share a key/value head (H / Hkv heads of Lq queries each), so that
-every key and value is read from memory once. S = Q K_jᵀ has one query per row; a score is a dot
-product along the head width. Where keys are many, those in blocks that a ``mask_mod`` hides are not
-read. Each split has its own m, l and O, which log-sum-exp merges:
+for many cores. Here the keys are split among tasks (split-K, as in Flash-Decoding). A task computes
+all queries that share a key/value head (H / Hkv heads of Lq queries each), so that every key and
+value is read from memory once. S = Q K_jᵀ has one query per row; a score is a dot product along the
+head width. If there are many keys, blocks that a ``mask_mod`` hides are not read. Each split has m,
+l and O, which are merged by log-sum-exp:
 
     m = max m_s,   l = Σ exp(m_s - m) l_s,   O = Σ exp(m_s - m) O_s / l
 
-Over pages in random order it takes longer than over keys in one piece: 1.3 × for pages of 16 keys,
-1.15 × for pages of 64 (16384 keys of width 128, float32; one core of an AMD EPYC, 2026-11-23).
+Pages in random order take longer than keys in one piece: 1.3 × for pages of 16 keys, 1.15 × for
+pages of 64 (16384 keys of width 128, float32; one core of an AMD EPYC, 2026-11-23).
 
 Measured: K and V are read at 80 % or more of the bandwidth of the same threads when they only read
 (32 heads over 8, 2048 keys: 80, 87 and 93 % in three runs; two cores of an AMD EPYC, 2026-11-21).
@@ -58,17 +58,17 @@ from minimha.kernels.cpu.storage import (
 from minimha.kernels.cpu.threads import get_num_threads
 
 B_C = 768  # keys per block, at least
-SCORES = 9216  # per block, if it can have more keys: the softmax then interrupts reading less often
+SCORES = 9216  # per block, if keys are many: the softmax then interrupts reading less often
 NEAR = 32  # keys, or values, that stay in the L1 cache from one use to the next
 SUMMED = 256  # keys whose values are summed before the sum is added to O
 SPLIT = 512  # keys per split, at least: fewer are not worth a merge
 TASKS_PER_THREAD = 4  # at least, so that threads finish together
-WORTH_SHARING = 1 << 16  # numbers of K and V, which one thread reads while another one wakes up
-WORTH_SKIPPING = 1 << 22  # numbers of K and V: fewer are read sooner than a ``mask_mod`` is asked
+WORTH_SHARING = 1 << 16  # numbers of K and V; another thread takes as long to wake as fewer take
+WORTH_SKIPPING = 1 << 22  # numbers of K and V; reading fewer is faster than calling a ``mask_mod``
 
-# One thread's: queries (R, D), scores and who sees whom (R, B_c), a part of O's sum (R, Dv), lines
-# of lanes, widened rows, where rows of K or V begin. Shared: O (R, Dv), and m and l (R), of every
-# split of every head.
+# One thread's: queries (R, D), scores and visible pairs (R, B_c), a part of O's sum (R, Dv), one
+# number per lane, widened rows, starts of rows of K or V. Shared: O (R, Dv), and m and l (R), of
+# every split of every head.
 BUFFERS = dict.fromkeys(("Q", "S", "part", "top", "shift", "total", "wide"), Buffer(REAL))
 BUFFERS |= {
     "visible": Buffer(BYTE),
@@ -77,13 +77,14 @@ BUFFERS |= {
 }
 BUFFERS |= {"parts_ml": Buffer(DOUBLE, is_shared=True)}
 unpack = unpacker(**BUFFERS)
-FINISHED = 1  # behind the counter of all tasks, those of the finished splits of each head
+FINISHED = 1  # after the counter of tasks: counters of the finished splits of each head
 
 
 def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None) -> Sizes:
-    """``splits`` splits of the keys, blocks of ``B_c`` keys, which is rounded up to whole panels.
+    """The sizes for ``problem``: ``splits`` of the keys, blocks of ``B_c`` keys.
 
-    By default each thread gets a few splits, and a block has ``block_size(problem)`` keys.
+    By default each thread gets a few splits, and a block has ``block_size(problem)`` keys. ``B_c``
+    is rounded up to whole panels.
     """
     (_, H, _, D), (_, Hkv, _, Dv) = problem.q.shape, problem.v.shape
     B, Lk = len(problem.kv_lengths), longest_k(problem)
@@ -103,26 +104,26 @@ def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None
 
 
 def block_size(problem: Problem) -> int:
-    """Keys per block: ``B_C``, or as many as make ``SCORES`` scores."""
+    """Keys per block: for ``SCORES`` scores, but at least ``B_C``."""
     group = problem.q.shape[1] // problem.k.shape[1]
     most = max(B_C, SCORES // max(1, group * longest_q(problem)))
     return int(max(1, min(longest_k(problem), most)))
 
 
 def longest_q(problem: Problem) -> int:
-    """Queries of the sequence that has most."""
+    """The most queries of any sequence."""
     return int(problem.num_queries.max(initial=0))
 
 
 def longest_k(problem: Problem) -> int:
-    """Keys of the sequence that has most; of batch entries those that there is room for."""
+    """The most keys of any sequence; without sequences, Lk."""
     if problem.sequences is None:
         return int(problem.k.shape[2])
     return int(problem.kv_lengths.max(initial=0))
 
 
 def decode(line, worker):
-    """One thread: fetch and compute splits; who computes the last one of a head merges them."""
+    """One thread: compute splits; the thread that finishes the last one of a head merges them."""
     q, k, v, mask, bias, o, O, L, t, (splits, B_c) = unpack(line, worker)
     H, D, Hkv, Dv = q.shape[1], q.shape[3], v.shape[1], v.shape[3]
     most = H // Hkv * most_queries(o)
@@ -171,14 +172,14 @@ class Part(NamedTuple):
 
 @jit_inline
 def part_of(t, n, rows, most, Dv):
-    """What the threads share of the n-th split of all heads; none has more than ``most`` rows."""
+    """The shared O, m and l of the n-th split of all heads; a split has at most ``most`` rows."""
     m = flat(t.parts_ml, 2 * n * most)
     return Part(matrix(t.parts_O, n * most * Dv, rows, Dv), m, flat(m, rows))
 
 
 @jit_inline
 def load_queries(q, Q, o, b, kv, group, copies):
-    """Row g · Lq + i is query i of the g-th head that shares key/value head ``kv``."""
+    """Copy queries: row g · Lq + i is query i of the g-th head of key/value head ``kv``."""
     (entry, first, Lq), D = queries_of(o, b), q.shape[3]
     for g in range(group):
         for i in range(Lq):
@@ -191,7 +192,7 @@ def load_queries(q, Q, o, b, kv, group, copies):
 def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible, t):
     """Lines 8 to 10 for all rows of Q: the online softmax over the keys j0 to j0 + n.
 
-    ``all_visible`` says that ``mask_mod`` hides nothing here.
+    If ``all_visible``, ``mask_mod`` hides none of them.
     """
     rows, panel = part.O.shape[0], panel_width(t.S.itemsize)
     S, visible = matrix(t.S, 0, rows, B_c), matrix(t.visible, 0, rows, B_c)
@@ -247,21 +248,21 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible
 
 @jit_inline
 def piece_size(is_direct, rows):
-    """How many rows of k or v to process at a time; ``is_direct`` if they are not copied.
+    """Rows of k or v to process at a time; ``is_direct`` if they are not copied.
 
-    One, two or four queries use a row at once, as it comes from memory, and pieces would only
-    interrupt. Other numbers of queries, and widened rows, need a second pass: from the L1 cache.
+    One, two or four queries use a row at once, as it comes from memory: small pieces would only
+    interrupt reading. Other numbers of queries, and widened rows, need a second pass, from L1.
     """
     return SUMMED if is_direct and (rows == 1 or rows == 2 or rows == 4) else NEAR
 
 
 @jit_inline
 def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, visible, t):
-    """O += P V for n keys of a block; a long sum is one of short sums, which loses fewer digits."""
+    """O += P V for n keys of a block; a long sum of short sums loses fewer digits."""
     (rows, Dv), B_c, P, part, starts = O.shape, S.shape[1], t.S, t.part, t.starts
     for x in range(rows * Dv):
         part[x] = 0
-    # Where keys are hidden, ``has_nonfinite`` looks at their values first, as floats.
+    # If keys are hidden, ``has_nonfinite`` reads their values first, as floats.
     is_direct, far = is_read_in_place(v, o) and not is_partial, is_far(v)
     size = piece_size(is_direct or v.itemsize == O.itemsize, rows)
     near = begin
@@ -296,7 +297,7 @@ def apply_options(S, visible, mask, bias, o, b, first_head, Lq, j0, n, is_partia
     for r in range(S.shape[0]):
         h, i = first_head + r // Lq, r % Lq
         head = head_of(o, b, h)
-        if is_scaled_only:  # a loop of its own, which LLVM vectorizes
+        if is_scaled_only:  # a separate loop, which LLVM vectorizes
             for j in range(n):
                 S[r, j] *= scale
         else:
@@ -317,7 +318,7 @@ def apply_options(S, visible, mask, bias, o, b, first_head, Lq, j0, n, is_partia
 
 @jit
 def merge(t, splits, o, O, L, b, kv, Hkv, most):
-    """Merge the splits of one key/value head into O and L; a sink counts as one more split."""
+    """Merge the splits of one key/value head into O and L; a sink acts as one more split."""
     (entry, first, Lq), Dv, real = queries_of(o, b), O.shape[3], L.dtype.type
     group, total = O.shape[1] // Hkv, t.part
     rows, split = group * Lq, (b * Hkv + kv) * splits

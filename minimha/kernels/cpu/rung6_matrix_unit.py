@@ -1,21 +1,21 @@
 """CPU rung 6, matrix unit: the tasks of rung 4, with both products in a CPU's matrix unit.
 
 Intel AMX multiplies tiles of bfloat16 numbers and adds in float32 (``simd.matrix_unit``). Scores
-are transposed as in the other rungs, so that masks, options and softmax are theirs:
+are transposed as in rung 3, so that masks, options and softmax are the same:
 
 - S = K_j Q_iᵀ has K as its rows and pairs of a query's numbers in its columns. Q is packed once per
   panel, a block of K and V once per task; V is transposed for O += V_jᵀ P, like Q.
-- bfloat16 goes in as it is. Anything else is a sum of *parts* (``simd.parts``): float16 of two,
-  which makes four products out of one, and the weights P of two, lest they lose digits.
-- Products are so fast that whatever surrounds them counts. Scores are scaled inside the
-  exponential, and m is raised only where a score exceeds it by ``SLACK``: O is seldom corrected.
-- A part may be 0 and a value infinite, and their product would be NaN. So a key of which a value is
-  not finite is left out of the product and added by ``add_nonfinite``, wherever it is visible.
+- bfloat16 is used unchanged. Other numbers are sums of *parts* (``simd.parts``): float16 has two,
+  so that one product becomes four, and the weights P have two, to keep more digits.
+- Products are so fast that everything around them matters. Scores are scaled inside the
+  exponential, and m is raised only if a score exceeds it by ``SLACK``: O is seldom corrected.
+- A part may be 0 and a value infinite, and their product would be NaN. So a key with a nonfinite
+  value is left out of the product, and ``add_nonfinite`` adds it wherever it is visible.
 
-Numbers below 2^-126 count as that, weights as 0. Other dtypes, and CPUs without AMX, are left to
-rung 4. float32 would be three parts and six products: tried, that is 1.1 × as fast as rung 4 with
-1024 tokens, 0.75 × with 128, whose keys few queries share once they are packed, and no faster with
-either where another thread of the core is busy.
+Numbers below 2^-126 count as 2^-126, such weights as 0. Rung 4 computes other dtypes, and computes
+on CPUs without AMX. float32 would need three parts and six products. That was tried: it is 1.1 × as
+fast as rung 4 with 1024 tokens, 0.75 × with 128, where few queries share packed keys, and no faster
+with either if another thread of the core is busy.
 
 Measured: 2.8 × as fast as rung 4 in bfloat16, 1.9 × in float16, on one core (8 heads, 1024 tokens,
 width 64; 3.5 and 2.1 × at width 128; Intel Xeon with AMX, 2026-11-23).
@@ -35,13 +35,7 @@ from minimha.kernels.cpu.arguments import REAL, Buffer, unpacker
 from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.kernel import Kernel, Plan, Sizes
 from minimha.kernels.cpu.nonfinite import add_nonfinite, is_nonfinite_key
-from minimha.kernels.cpu.panel import (
-    PANEL_BUFFERS,
-    begin_panel,
-    buffer_lengths,
-    mask_panel,
-    weigh,
-)
+from minimha.kernels.cpu.panel import PANEL_BUFFERS, begin_panel, buffer_lengths, mask_panel, weigh
 from minimha.kernels.cpu.rung4_parallel import key_loop, shared_out, task_loop
 from minimha.kernels.cpu.simd.matrix_unit import (
     DEPTH,
@@ -62,21 +56,21 @@ from minimha.kernels.cpu.storage import Rows, float_rows, rows_at, rows_from
 PANELS = 24  # of a task, at most: more than in rung 4, because keys are packed for each task
 TASKS_PER_THREAD = 4  # at least: fewer than in rung 4, for the same reason
 B_C = 128
-SLACK = 8  # of m: the most by which a score may exceed it, so that weights are at most e^8
+SLACK = 8  # the most by which a score may exceed m, so that weights are at most e^8
 # One thread's, besides those of a panel: rows of Q or V before they are transposed, the end of a
-# row, a block of K, a block of V transposed, and V widened if it is not finite.
+# row, a block of K, a transposed block of V, and V widened if it is nonfinite.
 PACKED = ("rows", "tail", "packed_K", "packed_V", "wide_V")
 BUFFERS = PANEL_BUFFERS | dict.fromkeys(PACKED, Buffer(REAL))
 unpack = unpacker(**BUFFERS)
 
 
 def is_made_for(dtype: np.dtype[Any]) -> bool:
-    """Whether this process may multiply numbers of that dtype, or their bits, in a matrix unit."""
+    """Whether this process may multiply numbers of ``dtype``, or their bits, in a matrix unit."""
     return dtype.itemsize == 2 and is_usable()
 
 
 def plan(problem: Problem, **chosen: int) -> Plan:
-    """How problems like this one are computed: by rung 4 if this one is not made for them."""
+    """The plan for problems like this one: of rung 4 if this rung is not made for them."""
     kernel = KERNEL if is_made_for(problem.dtype) else rung4_parallel.KERNEL
     return kernel.plan(problem, **chosen)
 
@@ -87,10 +81,7 @@ def forward(problem: Problem, **chosen: int) -> tuple[NDArray[Any], NDArray[Any]
 
 
 def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Sizes:
-    """Tasks of ``panels`` panels, blocks of ``B_c`` keys, which is rounded up to whole tiles.
-
-    Without ``panels`` a task has up to twenty-four, fewer if threads would get too few tasks.
-    """
+    """The sizes for ``problem``: as in rung 4, but with up to 24 panels per task."""
     D, Dv, itemsize = problem.q.shape[3], problem.v.shape[3], problem.compute.itemsize
     most, workers = shared_out(problem, PANELS, TASKS_PER_THREAD)
     panels = panels or most
@@ -118,7 +109,7 @@ class Packed(NamedTuple):
 class Block(NamedTuple):
     """K and Vᵀ of some keys, packed; V as floats in ``values``, unless it ``is_finite``.
 
-    In Vᵀ a key is 0 if one of its values is not finite.
+    A key with a nonfinite value is 0 in Vᵀ.
     """
 
     K: Any
@@ -129,13 +120,13 @@ class Block(NamedTuple):
 
 @jit
 def num_parts(o):
-    """Parts of a number of Q, K or V."""
+    """The number of parts of a number of Q, K or V."""
     return 1 if o.is_bfloat16 else 2
 
 
 @jit
 def pack(X, b, h, i, n, o, tail, to):
-    """n rows of X[b, h] from i on become parts; returns whether a number is not finite."""
+    """Split n rows of X[b, h] from i on into parts; returns whether a number is nonfinite."""
     rows = rows_at(X, b, h, i)
     return pack_rows(
         rows.line, rows.start, rows.stride, to.line, to.row, to.part, n, X.shape[3],
@@ -145,7 +136,7 @@ def pack(X, b, h, i, n, o, tail, to):
 
 @jit_inline
 def load_queries(panel, q, entry, i0, Dv, o, t):
-    """Lines 4 and 5: the pairs of numbers of Q, transposed; m, l and O."""
+    """Lines 4 and 5: transpose the pairs of numbers of Q; initialize m, l and O."""
     lanes, row = panel.lanes, whole(q.shape[3], DEPTH)
     packed = Packed(halves_of(t.rows), row, lanes * row)
     pack(q, entry, panel.h, i0, panel.rows, o, t.tail, packed)
@@ -158,7 +149,7 @@ def load_queries(panel, q, entry, i0, Dv, o, t):
 
 @jit_inline
 def load_block(k, v, page, kv, at, n, o, t):
-    """Line 7: n keys, packed."""
+    """Line 7: pack n keys."""
     Dv, parts = v.shape[3], num_parts(o)
     K = Packed(halves_of(t.packed_K), whole(k.shape[3], DEPTH), 2 * len(t.packed_K) // parts)
     pack(k, page, kv, at, n, o, t.tail, K)
@@ -180,7 +171,7 @@ def load_block(k, v, page, kv, at, n, o, t):
 
 @jit
 def zero_nonfinite(values, rows, n, Dv, parts):
-    """Make the parts of a key 0 if one of its values is not finite."""
+    """Set the parts of each key with a nonfinite value to 0."""
     for j in range(n):
         if is_nonfinite_key(values, j, Dv):
             for first in range(j * rows.row, j * rows.row + parts * rows.part, rows.part):

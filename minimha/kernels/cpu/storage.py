@@ -1,7 +1,7 @@
-"""How kernels read q, k and v, in place or widened one block at a time, and write O.
+"""Reads q, k and v, in place or widened one block at a time, and writes O.
 
-16-bit numbers are read and written as their bits. NumPy would round O one number after another,
-which takes as long as all the rest.
+16-bit numbers are read and written as their bits. If NumPy rounded O, number by number, that would
+take as long as the kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minimha.kernels.cpu.simd.halves import of_bfloat16, of_float16, to_bfloat16
 from minimha.kernels.cpu.simd.memory import bits_of, flat, prefetch_to_L2
 
 CACHED = 1 << 24  # bytes of K or V that may be in a cache
-WIDE = 128  # numbers of a row to widen: in one piece, narrower ones need no prefetching
+WIDE = 128  # numbers of a row from which widening needs prefetching, also for keys in one piece
 
 
 class Rows(NamedTuple):
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 @jit_inline
 def start_of(X, b, h, i):
-    """The item of ``flat(X, 0)`` that X[b, h, i] begins with."""
+    """The index in ``flat(X, 0)`` of the first item of X[b, h, i]."""
     return (b * X.strides[0] + h * X.strides[1] + i * X.strides[2]) // X.itemsize
 
 
@@ -49,13 +49,13 @@ def rows_from(rows, r):
 
 @jit_inline
 def queries_of(o, b):
-    """Of sequence b the batch entry in q, O and L, its first row there and the number of rows."""
+    """Batch entry in q, O and L, first row there and number of rows of sequence b."""
     return o.queries[b, 0], o.queries[b, 1], o.queries[b, 2]
 
 
 @jit_inline
 def most_queries(o):
-    """Number of queries of the sequence that has most."""
+    """The most queries of any sequence."""
     most = 0
     for b in range(len(o.queries)):
         most = max(most, o.queries[b, 2])
@@ -64,20 +64,20 @@ def most_queries(o):
 
 @jit_inline
 def key_at(o, b, j):
-    """Of key j of sequence b the batch entry and the row in k and v."""
+    """Batch entry, or page, and row in k and v of key j of sequence b."""
     page = j // o.page_size
     return o.pages[b, page], o.first_keys[b] + j - page * o.page_size
 
 
 @jit_inline
 def keys_ahead(o, j):
-    """Number of keys from j to the end of its page: their rows are next to each other."""
+    """Number of keys from j to the end of its page, in neighbouring rows."""
     return o.page_size - j % o.page_size
 
 
 @jit
 def find_keys(X, o, b, kv, j, n, starts):
-    """Write ``start_of`` n keys of sequence b from j on and, if there are, of more to prefetch."""
+    """Write ``start_of`` n keys of sequence b from j on, and of later keys, to be prefetched."""
     n += ROWS_AHEAD if is_far(X) else ROWS_AHEAD_OF_L1
     r, known, stride = 0, min(n, o.kv_lengths[b] - j), X.strides[2] // X.itemsize
     page, at, ahead = j // o.page_size, key_at(o, b, j)[1], keys_ahead(o, j)
@@ -94,30 +94,30 @@ def find_keys(X, o, b, kv, j, n, starts):
 
 @jit_inline
 def is_in_one_piece(o):
-    """Whether the rows of a sequence are at equal distances, and not in pages."""
+    """Whether the rows of a sequence are at equal distances, instead of in pages."""
     return o.page_size == UNBOUNDED
 
 
 @jit_inline
 def keys_from(X, o, b, kv, j):
-    """The start of key j of sequence b, in one piece, and the distance to the next one."""
+    """The start of key j of sequence b, in one piece, and the distance to the next key."""
     page, at = key_at(o, b, j)
     return start_of(X, page, kv, at), X.strides[2] // X.itemsize
 
 
 @jit_inline
 def is_far(X):
-    """Whether X is so large that most of it comes from memory and not from a cache."""
+    """Whether X is so large that most of it comes from memory, not from a cache."""
     return X.size * X.itemsize >= CACHED
 
 
 def write_numbers(X, x, to, start, n, o):
-    """n numbers from X[x] on go to to[start] and following, rounded if these are of 16 bits."""
+    """Copy n numbers from X[x] on to to[start] on, rounded if ``to`` has 16-bit numbers."""
 
 
 @overload(write_numbers, jit_options=OPTIONS)
 def _write_numbers(X, x, to, start, n, o):
-    # Views, since a sum as index may be negative, for all that LLVM knows: loops would stay scalar.
+    # Views: LLVM could not exclude that a sum as index is negative, and would not vectorize.
     if to.dtype == X.dtype:
 
         def copy(X, x, to, start, n, o):
@@ -169,7 +169,7 @@ def _float_rows(X, b, h, i, n, o, copy):
 
 
 def float_keys(X, starts, n, o, copy):
-    """n rows of X that begin at ``starts``: in place, or widened into ``copy`` and found there."""
+    """n rows of X that begin at ``starts``: in place, or widened into ``copy``."""
 
 
 @overload(float_keys, jit_options=OPTIONS)
@@ -179,7 +179,7 @@ def _float_keys(X, starts, n, o, copy):
 
     def widen(X, starts, n, o, copy):
         D = X.shape[3]
-        is_late = is_far(X) and (D >= WIDE or not is_in_one_piece(o))  # the CPU's prefetching
+        is_late = is_far(X) and (D >= WIDE or not is_in_one_piece(o))  # the CPU's own prefetching
         for r in range(n):
             for d in range(0, D if is_late else 0, LINE // 2):
                 prefetch_to_L2(X, starts[r + ROWS_AHEAD] + d)
@@ -194,7 +194,7 @@ def _float_keys(X, starts, n, o, copy):
 
 @jit_inline
 def _widen(halves, wide, n, o):
-    """n numbers of 16 bits become floats."""
+    """Widen n 16-bit numbers to floats."""
     if o.is_bfloat16:
         for x in range(n):
             wide[x] = of_bfloat16(halves[x])

@@ -1,8 +1,8 @@
-"""How many threads a kernel may use.
+"""The number of threads that a kernel may use.
 
-``set_num_threads`` decides; without it NUMBA_NUM_THREADS, else OMP_NUM_THREADS, as in the libraries
-that run beside minimha. There are never more threads than CPUs that the process may use: those of
-its affinity mask, and as many as the quota of its container pays for.
+``set_num_threads`` sets it; the default is NUMBA_NUM_THREADS, else OMP_NUM_THREADS, as in other
+libraries. It never exceeds the CPUs that the process may use, by its affinity mask and by the quota
+of its container.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _chosen: int | None = None
 
 
 def get_num_threads() -> int:
-    """Threads that kernels use, the caller's among them."""
+    """The number of threads that CPU kernels use, including the caller's."""
     return _chosen or _from_environment()
 
 
 def set_num_threads(number: int) -> None:
-    """Set how many threads the CPU kernels of this process use, the caller's among them.
+    """Set the number of threads that the CPU kernels of this process use, including the caller's.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def set_num_threads(number: int) -> None:
     Raises
     ------
     TypeError, ValueError
-        Another type, or a number outside of that range.
+        ``number`` is no integer, or outside that range.
     """
     global _chosen
     most = usable_cpus()
@@ -58,14 +58,14 @@ def _from_environment() -> int:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use, as its affinity mask and its container's quota allow."""
+    """The number of CPUs that the affinity mask and the container's quota allow."""
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min([cpus, *_quotas()]))
 
 
 def _quotas() -> Iterator[int]:
-    """CPUs, rounded up, that the control groups of this process pay for (cgroups v2, then v1)."""
+    """CPUs, rounded up, that the control groups of this process allow (cgroups v2, then v1)."""
     try:
         lines = OWN_CGROUP.read_text().splitlines()
     except OSError:  # not Linux, or no /proc
@@ -79,7 +79,7 @@ def _quotas() -> Iterator[int]:
         else:
             continue
         relative = PurePosixPath(group.lstrip("/"))
-        for part in (relative, *relative.parents):  # a parent's quota holds for its children
+        for part in (relative, *relative.parents):  # a parent's quota limits its children
             try:
                 numbers = " ".join((folder / part / name).read_text() for name in names).split()
             except OSError:  # the container does not see its own path

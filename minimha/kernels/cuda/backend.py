@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.equations.arguments import compute_dtype
-from minimha.equations.arrays import UNSAID, ordinal_of
+from minimha.equations.arrays import UNKNOWN, ordinal_of
 from minimha.equations.functions import PARAMETERS
 from minimha.equations.problem import Problem, stand_in
 from minimha.kernels import remembered
@@ -370,7 +370,7 @@ def _ordinals(given: dict[str, Any]) -> dict[str, int | None]:
         if x is None and name not in QKV:
             continue
         ordinal = ordinal_of(x)
-        if ordinal == UNSAID:
+        if ordinal == UNKNOWN:
             address = x.__cuda_array_interface__["data"][0]
             ordinals[name] = gpu.device_at(address) if address else None
         elif ordinal is not None:

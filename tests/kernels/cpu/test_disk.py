@@ -223,7 +223,7 @@ def test_no_folder_at_all_is_no_error(monkeypatch, caplog):
     disk._warn_once.cache_clear()
     assert_right(a_fresh_kernel())
     assert_right(a_fresh_kernel())
-    assert caplog.text.count("every process compiles anew") == 1
+    assert caplog.text.count("every process compiles them") == 1
 
 
 def test_a_folder_that_is_a_file_is_passed_over(tmp_path, monkeypatch):

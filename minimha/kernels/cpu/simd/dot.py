@@ -1,11 +1,10 @@
 """The two products for few queries, S = Q Kᵀ and O += P V, each row of K and V read once.
 
-K and V are floats, or the bits of bfloat16 numbers (uint16), which are widened as they are loaded.
-Their rows may be anywhere, as those of paged keys are. ``starts`` says which item each begins with,
-and those of ``ROWS_AHEAD`` more, which are prefetched: the CPU's own prefetching stops where a page
-ends. Where all rows are at equal distances it is a pair, the first start and that distance, which
-costs nothing to read. What is ``far``, in memory, goes into L2 first, to which more cache lines may
-be on their way.
+K and V are floats, or the bits of bfloat16 numbers (uint16), which are widened when loaded. Rows
+may be anywhere, as in pages. ``starts`` has the first item of each row, and of ``ROWS_AHEAD`` more,
+which are prefetched: the CPU's own prefetching stops at the end of a page. For rows at equal
+distances it is a pair, the first start and the distance, which costs nothing to read. Arrays that
+are ``far``, in memory, are prefetched into L2 first, which allows more cache lines in flight.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _start_at(starts, r):
 
 
 def _starts(context, builder, kind, starts, first):
-    """start(r), which generates the one of ``starts``, of numba's type ``kind``, at first + r."""
+    """start(r), which generates number first + r of ``starts``, of numba's type ``kind``."""
     if isinstance(kind, types.BaseTuple):
         begin, stride = cgutils.unpack_tuple(builder, starts)
         begin = builder.add(begin, builder.mul(first, stride))
@@ -55,13 +54,13 @@ def _starts(context, builder, kind, starts, first):
 
 
 def _rows(builder, X, start, r, number, ahead=0):
-    """Pointers to ``number`` rows of X, the first one ``ahead`` of that of ``start(r)``."""
+    """Pointers to ``number`` rows of X from row r + ``ahead`` on."""
     places = [start(builder.add(r, INT(ahead + x))) for x in range(number)]
     return [builder.gep(X, [place]) for place in places]
 
 
 def _prefetch_to_L2(builder, X, kind, starts, r, number, columns):
-    """Prefetch ``number`` rows ahead of that of ``starts(r)``; ``kind`` is numba's type of X."""
+    """Prefetch ``number`` rows, ``ROWS_AHEAD`` after row r; ``kind`` is numba's type of X."""
     rows = _rows(builder, X, starts, r, number, ROWS_AHEAD)
 
     def lines(k, _):
@@ -73,8 +72,8 @@ def _prefetch_to_L2(builder, X, kind, starts, r, number, columns):
 
 
 def _prefetcher(builder, vector, X, starts, r, number, columns):
-    """prefetch_rows(k) into L1, for vector k of ``number`` rows ahead of that of ``starts(r)``."""
-    # Memory delivers sequential addresses faster: rows without a gap go one after the other.
+    """prefetch_rows(k) into L1: vector k of ``number`` rows, ``ROWS_AHEAD_OF_L1`` after row r."""
+    # Memory delivers sequential addresses faster: gapless rows are fetched one after the other.
     rows = _rows(builder, X, starts, r, number, ROWS_AHEAD_OF_L1)
     last = builder.gep(rows[0], [builder.mul(INT(number - 1), columns)])
     is_gapless = builder.icmp_unsigned("==", last, rows[-1])
@@ -90,7 +89,7 @@ def _prefetcher(builder, vector, X, starts, r, number, columns):
 
 
 def _loop_far_or_near(builder, far, stop, step, body):
-    """Two loops of ``body(n, is_far)``, of which ``far`` chooses one: each is free of branches."""
+    """Two loops of ``body(n, is_far)``, each without branches; ``far`` chooses one."""
     with builder.if_else(far) as branches:
         for is_far, branch in zip((True, False), branches, strict=True):
             with branch:
@@ -98,12 +97,12 @@ def _loop_far_or_near(builder, far, stop, step, body):
 
 
 def _loader(vector, kind):
-    """How a vector of K or V is loaded, which is of numba's type ``kind``."""
+    """The load of a vector of K or V, of numba's type ``kind``."""
     return vector.load_bfloat16 if kind.dtype == types.uint16 else vector.load
 
 
 def number_at(X, x):
-    """X[x], or the number whose bits it is."""
+    """X[x], widened if it is the bits of a bfloat16 number."""
 
 
 @overload(number_at, jit_options=OPTIONS)
@@ -114,14 +113,14 @@ def _number_at(X, x):
 
 
 def _horizontal_sums(builder, vector, values):
-    """One vector with the horizontal sum of each of ``values``, as many vectors as it has lanes.
+    """One vector with the horizontal sum of each of ``values``, which are one vector per lane.
 
-    Step by step two vectors become one: each adds one half of its lanes to the other half. First
+    In each step two vectors become one: each adds one half of its lanes to the other half. First
     within pieces of 128 bits, where shuffles are fast, then across them.
     """
     width, piece = vector.width, min(vector.width, 128 // vector.bits)
     steps, m = [], 1
-    while m < piece:  # a piece holds partial sums of m values
+    while m < piece:  # a piece has partial sums of m values
         steps.append(
             [
                 [
@@ -136,7 +135,7 @@ def _horizontal_sums(builder, vector, values):
         )
         m *= 2
     span = width
-    while span > piece:  # the partial sums of a value are spread over so many lanes
+    while span > piece:  # the partial sums of a value are spread over ``span`` lanes
         steps.append(
             [
                 [
@@ -159,10 +158,10 @@ def _horizontal_sums(builder, vector, values):
 
 
 def _dots(queries, together, vectors):
-    """Primitive: ``queries`` rows of B times as many rows of A as fill a vector with products.
+    """Primitive: ``queries`` rows of B times enough rows of A to fill a vector with products.
 
-    ``together`` rows of A are read side by side, so that a vector of B, once loaded, is used for
-    all of them, and ``vectors`` of each row in one step. The depth is a multiple of the width.
+    ``together`` rows of A are read side by side, so that each loaded vector of B is used for all of
+    them, and ``vectors`` vectors of each row per step. The depth is a multiple of the width.
     """
 
     @intrinsic
@@ -247,7 +246,7 @@ _dots_of_4, _dots_of_2, _dots_of_1 = _dots(4, TOGETHER, 1), _dots(2, TOGETHER, 1
 def dot_products(A, starts, a, B, b, b_row, C, c, c_row, rows, queries, depth, far):
     """C[c + g · c_row + r] = Σ_k A[starts[a + r] + k] · B[b + g · b_row + k], reading A once.
 
-    For ``rows`` r and ``queries`` g; flat arrays.
+    For r < ``rows`` and g < ``queries``; flat arrays.
     """
     width = VECTOR_BITS // (8 * C.itemsize)
     by_4, by_2, most = max(TOGETHER, width // 4), max(TOGETHER, width // 2), max(TOGETHER, width)
@@ -281,9 +280,9 @@ def dot_products(A, starts, a, B, b, b_row, C, c, c_row, rows, queries, depth, f
 def _weigh(queries, keys):
     """Primitive: O += P V for ``queries`` rows of O, ``keys`` rows of V at a time.
 
-    The weights stay in registers while the rows of V are read side by side and prefetched in
-    memory order; a row of O is loaded and stored once for all of these keys. ``columns`` is a
-    multiple of the vector width, ``depth`` one of ``keys``.
+    The weights stay in registers while the rows of V are read side by side, and prefetched in
+    memory order. A row of O is loaded and stored once for these keys. ``columns`` is a multiple of
+    the vector width, ``depth`` a multiple of ``keys``.
     """
 
     @intrinsic

@@ -1,4 +1,4 @@
-"""16-bit numbers by their bits: widened to float32, and rounded from it."""
+"""Widens 16-bit numbers to float32 and rounds float32 to them, by their bits."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def of_float16(bits):
     """The float32 equal to the float16 with these bits."""
     word = np.uint32(bits)
     rest = np.uint32((word & np.uint32(0x7FFF)) << np.uint32(13))
-    # With exponent and mantissa shifted, every finite number is too small by 2^112, also subnormal.
+    # With exponent and mantissa shifted, finite numbers, also subnormal ones, are 2^112 too small.
     finite = np.uint32(rest).view(np.float32) * np.float32(2.0**112)
     other = np.uint32(rest | np.uint32(0x7F800000)).view(np.float32)  # infinity and NaN
     magnitude = other if rest >= np.uint32(0x7C00 << 13) else finite
     return -magnitude if word & np.uint32(0x8000) else magnitude
 
 
-# In integers, of which LLVM makes vector code on every CPU: what is added to the digits that go
-# carries into the last digit that stays, and on into the exponent.
+# In integers, which LLVM vectorizes on every CPU: a number added to the dropped digits carries into
+# the last kept digit, and from there into the exponent.
 
 
 @jit
 def to_bfloat16(word):
-    """The bits of the bfloat16 nearest to a float32, given by its own; the even one of two."""
+    """The bits of the bfloat16 nearest to the float32 with bits ``word``; ties go to even."""
     upper = np.uint32(word >> np.uint32(16))
     nearest = np.uint32(word + np.uint32(0x7FFF) + (upper & np.uint32(1))) >> np.uint32(16)
     is_nan = np.uint32(word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -40,12 +40,12 @@ def to_bfloat16(word):
 
 @jit
 def to_float16(word):
-    """The bits of the float16 nearest to a float32, given by its own; the even one of two."""
+    """The bits of the float16 nearest to the float32 with bits ``word``; ties go to even."""
     size = np.uint32(word & np.uint32(0x7FFFFFFF))
     odd = np.uint32(size >> np.uint32(13)) & np.uint32(1)
-    # 112 less in the exponent, whose bias is 15 instead of 127.
+    # The exponent minus 112: its bias is 15 instead of 127.
     normal = np.uint32(size + np.uint32(0xC8000FFF) + odd) >> np.uint32(13)
-    # A sum with 1/2 has its last digit where those of subnormal numbers have it, at 2^-24.
+    # The last digit of a sum with 1/2 is 2^-24, as that of subnormal numbers.
     moved = np.float32(size.view(np.float32) + np.float32(0.5)).view(np.uint32)
     nearest = normal if size >= np.uint32(113 << 23) else np.uint32(moved - np.uint32(126 << 23))
     infinite = np.uint32(0x7E00 if size > np.uint32(0x7F800000) else 0x7C00)

@@ -2,8 +2,8 @@
 
 A *tile* is a register of 16 rows of 64 bytes. One instruction multiplies a tile A of 16 rows of 32
 bfloat16 numbers with a tile B of 16 rows of 16 pairs, two numbers below each other, and adds to a
-tile C of 16 × 16 floats: 16 times as many products per cycle as with vectors. It rounds each sum as
-IEEE 754 does, but what is smaller than the smallest normal number, 2^-126, counts as 0.
+tile C of 16 × 16 floats: 16 times the products per cycle of vectors. It rounds each sum as IEEE 754
+does, but numbers below the smallest normal number, 2^-126, count as 0.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from minimha.kernels.cpu.simd.vector import FEATURES, INT, VECTOR_BITS, loop, po
 
 TILE = 16  # rows of a tile, and pairs or floats in a row
 DEPTH = 32  # 16-bit numbers in a row
-# Palette 1: eight tiles, 64 bytes in each row and so many rows.
+# Palette 1: eight tiles, with 64 bytes per row, and their numbers of rows.
 CONFIGURATION = bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [TILE] * 8 + [0] * 8)
-TOGETHER = 2  # tiles of C; more registers are slower where another thread of the core has tiles too
+TOGETHER = 2  # tiles of C; more registers are slower if another thread of the core has tiles too
 CACHED = 8192  # 16-bit numbers of A at most, a third of an L1 cache of 48 KiB
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux
 BYTE = ir.IntType(8)
@@ -34,8 +34,8 @@ BYTE = ir.IntType(8)
 def is_usable() -> bool:
     """Whether the CPU has a matrix unit that this process may use.
 
-    A process asks Linux for it once, which an old kernel or a sandbox may refuse; forked children
-    inherit the permission.
+    A process asks Linux for permission once; an old kernel or a sandbox may refuse it, and forked
+    children inherit it.
     """
     if sys.platform != "linux" or VECTOR_BITS < 512 or not {"amx-tile", "amx-bf16"} <= FEATURES:
         return False
@@ -56,7 +56,7 @@ def _instruction(builder, name, *operands):
 
 @intrinsic
 def configure_tiles(typing):
-    """Let this thread use the tiles, until ``release_tiles``."""
+    """Let this thread use the tiles until ``release_tiles``."""
 
     def generate(context, builder, signature, arguments):
         content = cgutils.make_bytearray(CONFIGURATION)
@@ -69,7 +69,7 @@ def configure_tiles(typing):
 
 @intrinsic
 def release_tiles(typing):
-    """Give the tiles up: otherwise the system saves them whenever it switches threads."""
+    """Give up the tiles: otherwise the system saves them whenever it switches threads."""
 
     def generate(context, builder, signature, arguments):
         _instruction(builder, "tilerelease")
@@ -79,7 +79,7 @@ def release_tiles(typing):
 
 
 def _column(tiles, parts_of_A, parts_of_B):
-    """Primitive for ``tiles`` tiles of C below each other, and so many parts of A and B."""
+    """Primitive for ``tiles`` tiles of C below each other, and numbers of parts of A and B."""
 
     @intrinsic
     def column(typing, A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, depth, adds):
@@ -135,11 +135,11 @@ def _column(tiles, parts_of_A, parts_of_B):
 
 
 def _product(parts_of_A, parts_of_B):
-    """``matrix_product`` for so many parts; C stays in its tiles while all of them are added."""
+    """``matrix_product`` for given numbers of parts; C stays in its tiles until all are added."""
     two, one = (_column(tiles, parts_of_A, parts_of_B) for tiles in (TOGETHER, 1))
 
     def product(A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, rows, columns, depth, adds):
-        # If A is too large for the L1 cache, each of its rows is read only once; otherwise B's are.
+        # If A is too large for the L1 cache, its rows are read only once; otherwise B's are.
         is_tall = rows * depth * parts_of_A > CACHED
         height = TOGETHER * TILE
         outer, outer_step = (rows, height) if is_tall else (columns, TILE)
@@ -164,7 +164,7 @@ def matrix_product(
     A, a, a_row, a_part, a_parts, B, b, b_row, b_part, b_parts, C, c, c_row, rows, columns, depth,
     adds,
 ):  # fmt: skip
-    """C = A B, or C += A B if it ``adds``; A and B are sums of one part or of two.
+    """C = A B, or C += A B if it ``adds``; A and B are sums of one or two parts.
 
     Row r of part p of A starts at a + p · a_part + r · a_row and has ``depth`` 16-bit numbers, a
     multiple of ``DEPTH``. Row k of part p of B starts at b + p · b_part + k · b_row and has

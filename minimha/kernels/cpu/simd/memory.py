@@ -1,4 +1,4 @@
-"""Memory: views of it, a counter that threads share, prefetching."""
+"""Views of memory, shared counters, prefetching."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numba.extending import intrinsic
 
 from minimha.kernels.cpu.simd.vector import INT, pointer_to
 
-# The length of a view whose length is unknown: numba adds it to a negative index, which is meant
-# as it is where the rows of an array run backwards.
+# The length of a view without a known length. numba adds the length to a negative index, which must
+# stay negative if the rows of an array run backwards.
 UNKNOWN = INT(0)
 
 
@@ -79,7 +79,7 @@ def _view(context, builder, kind, pointer, shape):
 def fetch_add(typing, counters, n):
     """counters[n] += 1, atomically; returns the value before.
 
-    What a thread wrote before it counted can be read by whoever counts after it.
+    A thread that counts later sees what this thread wrote before.
     """
     signature = types.int64(counters, types.intp)
 
@@ -91,7 +91,7 @@ def fetch_add(typing, counters, n):
 
 
 def prefetch(builder, pointer, level):
-    """Prefetch the cache line at ``pointer`` into L1 or L2, for reading; any address is allowed."""
+    """Prefetch the cache line at ``pointer``, which may be any address, into L1 or L2."""
     address = builder.bitcast(pointer, ir.IntType(8).as_pointer())
     number = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])

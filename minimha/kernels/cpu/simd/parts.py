@@ -1,11 +1,11 @@
-"""Numbers as sums of bfloat16 numbers, their *parts*: what a matrix unit multiplies.
+"""Splits numbers into sums of bfloat16 numbers, their *parts*, which a matrix unit multiplies.
 
-The first part is the upper half of a number as float32, 8 of its 24 digits, and the second part is
-what that leaves. bfloat16 has one part and float16 two, which are exact; of weights, which are
-float32, two parts keep 16 digits.
+The first part is the upper half of a number's float32, 8 of its 24 digits, and the second part is
+the rest. bfloat16 has one part and float16 two, which are exact; two parts of a weight, a float32,
+keep 16 digits.
 
-A matrix unit takes a number below the normal ones for 0, and infinity times it would be NaN. So no
-part of a number is 0 but of 0: the smallest normal number, 2^-126, stands for what is smaller.
+A matrix unit treats subnormal numbers as 0, and 0 times infinity would be NaN. Hence only 0 has a
+part that is 0: the smallest normal number, 2^-126, replaces smaller parts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _upper(builder, x):
 
 
 def _part_of_bfloat16(builder, bits):
-    """The only part, as bits."""
+    """The only part of bfloat16 numbers, as bits."""
     size = builder.and_(bits, _all(HALVES, 0x7FFF))
     is_below = builder.icmp_unsigned("<", builder.sub(size, _all(HALVES, 1)), _all(HALVES, 0x7F))
     normal = builder.or_(builder.and_(bits, _all(HALVES, 0x8000)), _all(HALVES, 0x0080))
@@ -44,14 +44,14 @@ def _part_of_bfloat16(builder, bits):
 
 
 def _parts_of_float16(builder, bits):
-    """Both parts, as bits."""
+    """Both parts of float16 numbers, as bits."""
     x = builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), WIDTH)), FLOATS)
     words = builder.bitcast(x, WORDS)
     first = builder.and_(words, _all(WORDS, 0xFFFF0000))
     rest = builder.fsub(x, builder.bitcast(first, FLOATS))
     sign = builder.and_(words, _all(WORDS, 0x80000000))
     size = builder.and_(builder.bitcast(rest, WORDS), _all(WORDS, 0x7FFFFFFF))
-    # As integers NaN, which infinity leaves, is the largest.
+    # The rest of infinity is NaN, which is the largest number as an integer.
     is_some = builder.and_(
         builder.icmp_unsigned(">", size, _all(WORDS, 0x00800000)),
         builder.icmp_unsigned("<=", size, _all(WORDS, 0x7F800000)),
@@ -69,7 +69,7 @@ def _packer(is_bfloat16):
         """``pack_rows`` of n numbers of each row, a multiple of ``WIDTH``."""
         index = types.intp
         signature = types.boolean(X, index, index, to, index, index, index, index, index)
-        one = 1 << (7 if is_bfloat16 else 10)  # added to an exponent of ones, it carries
+        one = 1 << (7 if is_bfloat16 else 10)  # carries if added to an exponent of ones
 
         def generate(context, builder, signature, arguments):
             X, x, x_row, to, first, row, part, rows, n = arguments
@@ -113,10 +113,10 @@ _pack_bfloat16, _pack_float16 = _packer(True), _packer(False)
 
 @jit
 def pack_rows(X, x, x_row, to, row, part, rows, columns, is_bfloat16, tail):
-    """Rows of X as parts, to[p · part + r · row + c], filled up with zeros to ``row`` numbers.
+    """Write rows of X as parts, to[p · part + r · row + c], padded with zeros to ``row`` numbers.
 
     ``row`` is ``columns``, rounded up to a multiple of ``WIDTH``; ``tail`` has room for ``WIDTH``
-    numbers. Returns whether a number is not finite.
+    numbers. Returns whether a number is nonfinite.
     """
     full = columns // WIDTH * WIDTH
     found = _pack(X, x, x_row, to, 0, row, part, rows, full, is_bfloat16)
@@ -138,10 +138,10 @@ def _pack(X, x, x_row, to, first, row, part, rows, n, is_bfloat16):
 
 @intrinsic
 def split_rows(typing, S, s, n, lanes):
-    """Two rows of S become the pairs of their first parts and the pairs of their second parts.
+    """Replace each two rows of S by the pairs of their first parts and of their second parts.
 
-    S has n rows of weights, an even number, from S[s] on. The second parts are rounded, the first
-    ones are not: so NaN stays NaN, whatever its payload.
+    S has n rows of weights, an even number, from S[s] on. Second parts are rounded, first parts are
+    not, so that NaN stays NaN with any payload.
     """
     signature = types.void(S, types.intp, types.intp, types.intp)
 

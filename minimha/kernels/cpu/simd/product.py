@@ -2,10 +2,10 @@
 
 ``tile_product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth)`` is
 C = factor ∘ (A B), and ``tile_product_add`` with the same arguments is C = factor ∘ C + A B. C has
-``rows`` rows of ``vectors`` vectors, and the inner dimension is ``depth``. A's element (r, k) is at
-a + r · a_row + k · a_k, B's row k starts at b + k · b_k and C's row r at c + r · c_row, all counted
-in elements. ``factor`` has one number per lane. C must have room for whole register tiles: rows up
-to the next multiple of ``ROWS`` are written too, with copies of the last one's product.
+``rows`` rows of ``vectors`` vectors; the inner dimension is ``depth``. A's element (r, k) is at
+a + r · a_row + k · a_k, B's row k starts at b + k · b_k and C's row r at c + r · c_row, all in
+elements. ``factor`` has one number per lane. C must have room for whole register tiles: rows up to
+the next multiple of ``ROWS`` are written too, as copies of the last row's product.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def whole_tiles(rows):
 def _register_tile(vectors, adds):
     """Primitive for a tile of ``ROWS`` × ``vectors`` vectors of sums.
 
-    Where fewer rows are left, the last of them is read again in place of those that are missing.
+    If fewer rows are left, the last one is read again instead of each missing row.
     """
 
     @intrinsic
@@ -76,7 +76,7 @@ def _register_tile(vectors, adds):
 
             sums = loop(builder, depth, 1, zeros, body)
             for (r, n), total in zip(tile, sums, strict=True):
-                if adds:  # last, so that a long sum is one of short sums and loses fewer digits
+                if adds:  # last: a long sum of short sums loses fewer digits
                     so_far = vector.load(builder, rows_of_C[r], n)
                     result = vector.fma(builder, so_far, factors[n], total)
                 else:

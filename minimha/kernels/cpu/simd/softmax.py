@@ -1,4 +1,4 @@
-"""The softmax of a tile, down the lanes: scale, soft cap, maximum, exponential and sum."""
+"""The steps of a tile's softmax, lane by lane: scale, soft cap, maximum, exponential, sum."""
 
 from __future__ import annotations
 
@@ -11,23 +11,16 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from minimha.kernels.cpu.jit import jit
-from minimha.kernels.cpu.simd.vector import (
-    INT,
-    VECTOR_BITS,
-    Vector,
-    loop,
-    pairwise_sum,
-    pointer_to,
-)
+from minimha.kernels.cpu.simd.vector import INT, VECTOR_BITS, Vector, loop, pairwise_sum, pointer_to
 
-TOGETHER = 8  # rows of a column whose maxima and exponentials do not wait for each other
+TOGETHER = 8  # rows of a column, computed independently of each other
 
 
 def _down_columns(builder, vector, rows, lanes, initial, fold, finish):
-    """finish(values, lane) of each column of vectors, after values = fold(places, values, lane).
+    """For each column of vectors: values = fold(places, values, lane), then finish(values, lane).
 
-    ``fold`` gets the places of ``TOGETHER`` rows, and at the end of single ones; the values before
-    the first row are ``initial``, and ``lane`` is the first lane of the column.
+    ``fold`` gets the places of ``TOGETHER`` rows, at the end of single rows. The first values are
+    ``initial``, and ``lane`` is the first lane of the column.
     """
     full = builder.and_(rows, INT(-TOGETHER))
 
@@ -87,30 +80,22 @@ def lanes_max(S, s, n, vectors, M):
 # Coefficients of 2^r for |r| <= 1/2, highest power first: for float32 a fit with a relative error
 # of 2e-9, for float64 the Taylor series, whose error is below 1e-17 there. The last is exactly 1.
 POLYNOMIAL = {
-    32: [
-        1.5353362e-4,
-        1.3398875e-3,
-        9.618437e-3,
-        5.5503324e-2,
-        0.24022648,
-        0.6931472,
-        1.0,
-    ],
+    32: [1.5353362e-4, 1.3398875e-3, 9.618437e-3, 5.5503324e-2, 0.24022648, 0.6931472, 1.0],
     64: [math.log(2) ** n / math.factorial(n) for n in range(13, -1, -1)],
 }
 MANTISSA = {32: 23, 64: 52}
-# A number added to it is rounded to an integer, which is in the lowest bits of the sum.
+# Adding a number to it rounds the number to an integer, in the lowest bits of the sum.
 ROUNDER = {bits: 1.5 * 2.0**mantissa for bits, mantissa in MANTISSA.items()}
-# From here on e^x is a normal number, though x / ln(2) is rounded.
+# For x from here on e^x is a normal number, although x / ln(2) is rounded.
 SMALLEST = {32: -126 * math.log(2) * (1 - 2**-20), 64: -1022 * math.log(2) * (1 - 2**-49)}
 
 
 def _reduced(builder, vector, x):
-    """w and r with e^x = 2^(w + r), w an integer, abs(r) <= 1/2; and where it is no normal number.
+    """w and r with e^x = 2^(w + r), w an integer, abs(r) <= 1/2; and where e^x is not normal.
 
-    1 / ln(2) is rounded once, which makes the smallest of float32's weights wrong by 1e-6 of
-    itself (4e-6 without fused multiply-adds). A second part of it would cost an instruction and
-    change no sum of weights.
+    1 / ln(2) is rounded once, which gives float32's smallest weights a relative error of 1e-6 (4e-6
+    without fused multiply-adds). A second part of it would cost an instruction and change no sum of
+    weights.
     """
     log2_e = vector.constant(1 / math.log(2))
     if VECTOR_BITS > 128:  # multiply-adds are fused: rint would take two instructions more
@@ -131,14 +116,14 @@ def _polynomial(builder, vector, coefficients, r):
 
 
 def _times_power_of_2(builder, vector, x, w):
-    """x · 2^w, where 2^w is a normal number; NaN stays NaN, whatever its payload.
+    """x · 2^w, where 2^w is a normal number; NaN stays NaN with any payload.
 
-    AVX-512 has an instruction for it. Elsewhere 2^w is made from its exponent bits; adding w to
-    those of x would save the product, and turn some NaNs into numbers.
+    AVX-512 has an instruction for it. Elsewhere 2^w is made from its exponent bits. Adding w to
+    those of x would save the product, but turn some NaNs into numbers.
     """
     if VECTOR_BITS == 512:
         suffix = {32: "ps", 64: "pd"}[vector.bits]
-        lanes, rounding = ir.IntType(vector.width)(-1), ir.IntType(32)(4)  # all; as ever
+        lanes, rounding = ir.IntType(vector.width)(-1), ir.IntType(32)(4)  # all; the usual one
         kind = ir.FunctionType(vector.type, [*[vector.type] * 3, lanes.type, rounding.type])
         function = cgutils.get_or_insert_function(
             builder.module, kind, f"llvm.x86.avx512.mask.scalef.{suffix}.512"
@@ -159,7 +144,7 @@ def _times_power_of_2(builder, vector, x, w):
 def exp_of_vector(builder, vector, x):
     """exp(x) of a vector of numbers whose exponential is finite, or NaN.
 
-    The result is exactly 0 where it would be no normal number, and for -inf.
+    It is exactly 0 if it would not be a normal number, and for -inf.
     """
     w, r, vanishes = _reduced(builder, vector, x)
     power = _polynomial(builder, vector, POLYNOMIAL[vector.bits], r)
@@ -184,7 +169,7 @@ def _tanh(builder, vector, x):
 
 
 def _stay_apart(builder):
-    """Keep the function from being inlined: its loop's constants need registers of their own."""
+    """Prevent inlining of the function: its loop's constants need registers."""
     builder.function.attributes.add("noinline")
 
 
@@ -258,15 +243,14 @@ def _lanes_exp(typing, S, s, n, vectors, scale, M, T):
 def lanes_exp(S, s, n, vectors, scale, M, T):
     """S = exp(scale S - M[lane]) in n rows of lanes from S[s] on, T[lane] = the sum over the rows.
 
-    scale S - M is at most 88 (of float64 709). A result too small for a normal number is 0, as it
-    is for -inf.
+    scale S - M must be at most 88 (float64: 709). A result that is not normal is 0, as for -inf.
     """
     _lanes_exp(S, s, n, vectors, S.dtype.type(scale), M, T)
 
 
 @intrinsic
 def scale_lanes(typing, X, x, rows, lanes, F):
-    """X[x + row · lanes + lane] *= F[lane] in so many rows; lanes are whole vectors."""
+    """X[x + row · lanes + lane] *= F[lane] for row < ``rows``; lanes are whole vectors."""
     signature = types.void(X, types.intp, types.intp, types.intp, F)
 
     def generate(context, builder, signature, arguments):
@@ -292,7 +276,7 @@ def scale_lanes(typing, X, x, rows, lanes, F):
 def round_lanes(typing, X, x, rows, lanes, F, to):
     """to[i] = the bits of the bfloat16 nearest to X[x + i] · F[lane], where i = row · lanes + lane.
 
-    Returns whether these products are finite: if one is not, ``to`` is void. X is of float32.
+    Returns whether all products are finite; if not, ``to`` is invalid. X is float32.
     """
     signature = types.boolean(X, types.intp, types.intp, types.intp, F, to)
 
@@ -314,7 +298,7 @@ def round_lanes(typing, X, x, rows, lanes, F, to):
                 x = vector.load(builder, builder.gep(X, [place]))
                 product = builder.fmul(x, factor)
                 word = builder.bitcast(product, vector.integers)
-                # An exponent of ones, with one more, carries into the sign.
+                # One more in an exponent of ones carries into the sign.
                 found = [builder.or_(*found, builder.add(builder.and_(word, size), exponent))]
                 odd = builder.and_(builder.lshr(word, half), one)
                 nearest = builder.add(builder.add(word, below_half), odd)

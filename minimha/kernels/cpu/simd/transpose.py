@@ -1,4 +1,4 @@
-"""Transposition, block by block in registers."""
+"""Transposes matrices, block by block in registers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from numba.extending import intrinsic
 from minimha.kernels.cpu.jit import jit, jit_too
 from minimha.kernels.cpu.simd.vector import INT, VECTOR_BITS, pointer_to
 
-PIECE = 16  # bytes: shuffles within a piece are cheap, and loads put pieces anywhere in a vector
+PIECE = 16  # bytes: shuffles within a piece are cheap, and loads can put it anywhere in a vector
 TALLEST = 16  # rows of a block
 
 
 @jit_too
 def block_shape(itemsize):
-    """Rows and columns that are transposed in registers: those of a vector and of a piece."""
+    """Rows and columns of a block that is transposed in registers."""
     return min(TALLEST, VECTOR_BITS // (8 * itemsize)), PIECE // itemsize
 
 
@@ -34,7 +34,7 @@ def _interleaved(builder, one, other, columns):
 
 
 def _joined(builder, pieces):
-    """One vector of several."""
+    """Several vectors joined to one."""
     while len(pieces) > 1:
         number = 2 * pieces[0].type.count
         pick = ir.Constant(ir.VectorType(ir.IntType(32), number), list(range(number)))
@@ -48,8 +48,8 @@ def _transpose_block(typing, X, x, x_row, Y, y, y_row):
     """``transpose`` of one block.
 
     Vector i has the pieces of rows i, i + columns, i + 2 · columns, … It is interleaved with vector
-    i + columns / 2, log2(columns) times: each time halves the distance between two items of one
-    column, in the end to 1.
+    i + columns / 2, log2(columns) times. Each time halves the distance between neighbours in a
+    column, finally to 1.
     """
     index = types.intp
     signature = types.void(X, index, index, Y, index, index)
@@ -80,7 +80,7 @@ def _transpose_block(typing, X, x, x_row, Y, y, y_row):
 
 @jit
 def transpose(X, x, x_row, Y, y, y_row, rows, columns):
-    """Y[y + c · y_row + r] = X[x + r · x_row + c] for ``rows`` r, ``columns`` c; flat arrays."""
+    """Y[y + c · y_row + r] = X[x + r · x_row + c], r < ``rows``, c < ``columns``; flat arrays."""
     tall, wide = block_shape(X.itemsize)
     full_rows, full_columns = rows // tall * tall, columns // wide * wide
     for r in range(0, full_rows, tall):

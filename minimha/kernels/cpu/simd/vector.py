@@ -1,4 +1,4 @@
-"""Vectors in LLVM's terms: their width on this machine, loads, stores, multiply-adds, loops."""
+"""Generates LLVM's vector code: the width on this machine, loads, stores, multiply-adds, loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INT = ir.IntType(64)
 
 
 def host_vectors():
-    """Bits of a vector register and number of vector registers of the machine compiled for."""
+    """Bits of a vector register, and number of vector registers, of the target machine."""
     if "avx512f" in FEATURES:
         return 512, 32
     if {"avx2", "fma"} <= FEATURES:
@@ -21,8 +21,8 @@ def host_vectors():
     return 128, 32 if binding.get_default_triple().startswith(("aarch64", "arm64")) else 16
 
 
-# LLVM's names of what numba compiles for, which its settings may change; part of what machine code
-# on disk is found by.
+# LLVM's names of the target's features, which numba's settings may change. Part of the digest of
+# machine code on disk.
 _, _, _signed = cpu_target.target_context.codegen().magic_tuple()
 FEATURES = {name[1:] for name in _signed.split(",") if name.startswith("+")}
 VECTOR_BITS, REGISTERS = host_vectors()
@@ -35,7 +35,7 @@ def panel_width(itemsize):
 
 
 class Vector:
-    """LLVM's types for one floating dtype, and the few operations on them."""
+    """LLVM's types for one floating dtype, and operations on them."""
 
     def __init__(self, dtype):
         self.bits = dtype.bitwidth
@@ -57,7 +57,7 @@ class Vector:
         return builder.call(function, arguments)
 
     def fma(self, builder, a, b, c):
-        """a · b + c, in one instruction where the machine has it."""
+        """a · b + c, in one instruction if the machine has it."""
         return self.call(builder, "fmuladd", a, b, c)
 
     def load(self, builder, pointer, n=0):
@@ -68,7 +68,7 @@ class Vector:
         return loaded
 
     def load_bfloat16(self, builder, pointer, n=0):
-        """The n-th vector of bfloat16 numbers from ``pointer`` to their bits on, as float32."""
+        """The n-th vector of bfloat16 numbers after ``pointer`` to their bits, as float32."""
         bits = ir.VectorType(ir.IntType(16), self.width)
         source = builder.gep(pointer, [INT(n * self.width)])
         loaded = builder.load(builder.bitcast(source, bits.as_pointer()))
@@ -128,7 +128,7 @@ def loop(builder, stop, step, initial, body):
 
 
 def pairwise_sum(builder, terms):
-    """Sum of vectors, a power of two of them, pair by pair."""
+    """The sum of vectors, whose number is a power of two, pair by pair."""
     while len(terms) > 1:
         pairs = zip(terms[::2], terms[1::2], strict=True)
         terms = [builder.fadd(*pair) for pair in pairs]
