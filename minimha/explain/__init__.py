@@ -1,4 +1,8 @@
-"""A trace of every step, what each name means, and ways to show it."""
+"""A trace of every step, what each name means, and ways to show it.
+
+record → steps (entries, labels) → origins → written → render, page, sheet, figures, export.
+``Trace`` is the door to the first four; ``selection`` chooses which steps are shown.
+"""
 
 from html import escape
 

@@ -533,15 +533,22 @@ CATALOGUE |= (
 )
 
 
-def entry(name: str) -> Entry:
-    """Return the entry of a traced name.
+def base_of(name: str) -> str:
+    """Return the name without its bracket: ``S`` for ``S[i=0,j=1]``."""
+    return name.partition("[")[0]
 
-    A name that the catalogue does not know stands for itself, so that a reader's own taps are
-    shown too.
+
+def beside(name: str, base: str) -> str:
+    """Return the step ``base`` of the same variant: ``x[encoder]`` beside ``q[encoder]``."""
+    return base + name[len(base_of(name)) :]
+
+
+def entry(name: str) -> Entry:
+    """Return the entry of a traced name; a name that is not in the catalogue stands for itself.
 
     >>> entry("S[i=0,j=1]").symbol
     'S_ij'
     """
-    base = name.partition("[")[0]
+    base = base_of(name)
     tex = rf"\text{{{re.sub('[^0-9A-Za-z]+', ' ', base)}}}"
     return CATALOGUE.get(base) or Entry(base, tex, (), base, tex, "", "")

@@ -22,6 +22,7 @@ from minimha.explain.figures.matrix import LIGHTEST_ON, scales_of, shades
 from minimha.explain.page import page
 from minimha.explain.printed import Comparison
 from minimha.explain.result import Result
+from minimha.explain.steps import num_query_heads
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
@@ -66,7 +67,7 @@ def _as_json(trace: Trace, values: Callable[[Step], dict[str, Any]]) -> str:
         "notes": dict(trace.notes),
         "given": list(trace.given),
         "blocks": None if trace.blocks is None else list(trace.blocks),
-        "num_heads": trace.num_query_heads(),
+        "num_heads": num_query_heads(trace),
         "computed": list(dict.fromkeys([*trace, *trace.computed])),
         "steps": [
             _step_record(step) | values(step) | _printed_records(step) for step in trace.steps

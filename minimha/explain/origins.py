@@ -1,20 +1,20 @@
 """Where the numbers of a step come from: an operation on other steps of the same trace.
 
-The catalogue says it by names (``Entry.made``); ``origin`` finds the steps that these names stand
-for, of the same batch entry and head, and computes the whole step from them. A claim that does not
-give the step's own numbers is not made.
+The catalogue names them (``Entry.made``). ``Origins`` finds the steps that these names stand for,
+of the same batch entry and head, and computes the whole step from them. An origin that does not
+give the step's own numbers is discarded.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.explain.catalogue import QUERIES
-from minimha.explain.trace import Step, Trace
+from minimha.explain.catalogue import QUERIES, base_of
+from minimha.explain.steps import Step
 
 Matrix = NDArray[Any]
 HALF_SPLIT, INTERLEAVED = 0.0, 1.0  # the constant of "rotated": which numbers are a pair
@@ -234,40 +234,130 @@ class Origin(NamedTuple):
         return added
 
 
-def origin(trace: Trace, step: Step) -> Origin | None:
-    """Return what ``step``, one of ``trace``, is computed from; None where it is given."""
-    if not step.made:
-        return None
-    operation, *names = step.made
-    if operation == "rows":
-        return _rows(trace, step, names[0])
-    operands = _operands(trace, step, operation, names)
-    if operands is None:
-        return None
-    constants: Sequence[float | None] = (None,)
-    if operation in ("scale", "block"):
-        unscaled = Origin(operation, operands, 1.0).computed()
-        constants = (_factor(step, unscaled, _operand(trace, step, f"Q|{QUERIES}")),)
-    elif operation == "rotated":
-        constants = (HALF_SPLIT, INTERLEAVED)
-    elif operation == "activation":
-        constants = _nearest_first(step, operands)
-    elif operation == "norm":
-        constants = _epsilons(step, operands)
-    elif operation == "columns":
-        constants = (_first_column(trace, step, operands[0]),)
-    found = (Origin(operation, operands, constant) for constant in constants)
-    return next((made for made in found if _gives(made, step)), None)
+class Origins:
+    """Step → what it is computed from, found when first asked for; None where it is given."""
+
+    def __init__(self, by_name: Mapping[str, Sequence[Step]]) -> None:
+        self.by_name = by_name  # the steps of each name, in the order of the computation
+        self._found: dict[Step, Origin | None] = {}
+
+    def __getitem__(self, step: Step) -> Origin | None:
+        if step not in self._found:
+            made = (made for made in self._candidates(step) if _gives(made, step))
+            self._found[step] = next(made, None)
+        return self._found[step]
+
+    def follows(self, step: Step) -> bool:
+        """Whether the run has what ``step`` is computed from, or some of it.
+
+        Rows that no step before has are an input.
+        """
+        operation, *names = step.made or ("rows",)
+        sources = {name.strip("?<*") for part in names for name in part.split("|")}
+        return operation != "rows" and not sources.isdisjoint(map(base_of, self.by_name))
+
+    def _candidates(self, step: Step) -> Iterator[Origin]:
+        """What the step may be computed from, by the catalogue, likeliest first."""
+        if not step.made:
+            return
+        operation, *names = step.made
+        if operation == "rows":
+            yield from self._rows(step, names[0])
+            return
+        operands = self._operands(step, operation, names)
+        if operands is None:
+            return
+        constants: Iterable[float | None] = (None,)
+        if operation in ("scale", "block"):
+            unscaled = Origin(operation, operands, 1.0).computed()
+            constants = (_factor(step, unscaled, self._operand(step, f"Q|{QUERIES}")),)
+        elif operation == "rotated":
+            constants = (HALF_SPLIT, INTERLEAVED)
+        elif operation == "activation":
+            constants = _activations(step, operands)
+        elif operation == "norm":
+            constants = _epsilons(step, operands)
+        elif operation == "columns":
+            constants = (_first_column(step, operands[0]),)
+        for constant in constants:
+            yield Origin(operation, operands, constant)
+
+    def _operands(
+        self, step: Step, operation: str, names: Sequence[str]
+    ) -> tuple[Step | None, ...] | None:
+        """The steps that the names stand for; None if a required one is missing."""
+        if operation == "concat":
+            return tuple(self._all_heads(step, names[0])) or None
+        if operation == "products":
+            heads = (self._all_heads(step, name.removesuffix("?")) for name in names[1:])
+            return (self._operand(step, names[0]), *(s for found in heads for s in found))
+        if operation == "normalise":
+            return tuple(self._last_blocks(step, names)) or None
+        found = [self._operand(step, name.removesuffix("?")) for name in names]
+        if operation == "lse" and None in found:  # not of whole rows
+            return tuple(self._last_blocks(step, ("m", "l"))) or None
+        required = (s for s, name in zip(found, names, strict=True) if not name.endswith("?"))
+        return None if None in required else tuple(found)
+
+    def _operand(self, step: Step, name: str) -> Step | None:
+        """The step that ``name`` stands for, of the batch entry and head of ``step``."""
+        found = (s for steps in self._named(step, name) for s in steps if _is_beside(s, step))
+        return next(found, None)
+
+    def _all_heads(self, step: Step, name: str) -> list[Step]:
+        """The heads of the step that ``name`` stands for, of the batch entry of ``step``."""
+        heads = next(self._named(step, name), ())
+        return [head for head in heads if head.batch in (None, step.batch)]
+
+    def _named(self, step: Step, names: str) -> Iterator[Sequence[Step]]:
+        """The steps that ``a|b`` may mean, likeliest first, all batch entries and heads together.
+
+        For ``[cross, step 1]``, steps of the same variant come first, then those of ``[cross]``,
+        then those without a variant. ``m<`` is of the nearest block before, ``a*`` the latest.
+        """
+        known = list(self.by_name)
+        before = known[: known.index(step.name)]
+        if names.endswith("*"):
+            bases = names.removesuffix("*").split("|")
+            yield from (self.by_name[name] for name in before[::-1] if base_of(name) in bases)
+            return
+        bracket = step.name[len(step.base) :]
+        brackets = [bracket, re.sub(r",[^,]*]$", "]", bracket), ""]
+        if names.endswith("<"):
+            j = re.search(r"j=(\d+)", bracket)
+            earlier = range(int(j[1]) - 1, -1, -1) if j else ()
+            brackets = [re.sub(r"j=\d+", f"j={n}", bracket) for n in earlier]
+        for bracket in dict.fromkeys(brackets):
+            for base in names.removesuffix("<").split("|"):
+                if base + bracket in before:
+                    yield self.by_name[base + bracket]
+
+    def _last_blocks(self, step: Step, names: Sequence[str]) -> Iterator[Step]:
+        """For each row of blocks, the steps ``names`` after its last block."""
+        last: dict[str, str] = {}  # row of blocks → its last block
+        for name in self.by_name:
+            block = re.fullmatch(rf"{names[0]}(\[i=(\d+),j=\d+\])", name)
+            if block:
+                last[block[2]] = block[1]
+        for bracket in last.values():
+            for base in names:
+                yield from (s for s in self.by_name[base + bracket] if _is_beside(s, step))
+
+    def _rows(self, step: Step, names: str) -> Iterator[Origin]:
+        """Rows of the steps ``names``, the latest first, as many as ``step`` has."""
+        for other in (s for steps in self._named(step, names) for s in steps):
+            fits = other.value.ndim == 2 and other.value.shape[-1:] == step.value.shape[-1:]
+            if fits and _is_beside(other, step):
+                for first in range(len(other.value) - len(step.value) + 1):
+                    yield Origin("rows", (other,), float(first))
 
 
-def follows(trace: Trace, step: Step) -> bool:
-    """Whether ``trace`` has what ``step`` is computed from, or some of it: it is not simply given.
-
-    Rows that no step before has are an input.
-    """
-    operation, *names = step.made or ("rows",)
-    sources = {name.strip("?<*") for part in names for name in part.split("|")}
-    return operation != "rows" and not sources.isdisjoint(name.partition("[")[0] for name in trace)
+def _is_beside(other: Step, step: Step) -> bool:
+    """Whether ``other`` belongs to the batch entry and head of ``step``."""
+    if other.batch not in (None, step.batch):
+        return False
+    is_same = other.kv_head is not None and other.kv_head == step.kv_head
+    return is_same or other.is_of(step.head)
 
 
 def _gives(made: Origin, step: Step) -> bool:
@@ -293,90 +383,8 @@ def _gives(made: Origin, step: Step) -> bool:
     )  # fmt: skip
 
 
-def _operands(
-    trace: Trace, step: Step, operation: str, names: Sequence[str]
-) -> tuple[Step | None, ...] | None:
-    """The steps that the names stand for; None where one is missing that is needed."""
-    if operation == "concat":
-        return tuple(_all_heads(trace, step, names[0])) or None
-    if operation == "products":
-        source, *heads = names
-        x = _operand(trace, step, source)
-        return (x, *(s for name in heads for s in _all_heads(trace, step, name.removesuffix("?"))))
-    if operation == "normalise":
-        return tuple(_last_blocks(trace, step, names)) or None
-    found = [_operand(trace, step, name.removesuffix("?")) for name in names]
-    if operation == "lse" and None in found:  # not of whole rows
-        return tuple(_last_blocks(trace, step, ("m", "l"))) or None
-    is_missing = any(
-        s is None and not name.endswith("?") for s, name in zip(found, names, strict=True)
-    )
-    return None if is_missing else tuple(found)
-
-
-def _operand(trace: Trace, step: Step, name: str) -> Step | None:
-    """The step that ``name`` stands for, of the batch entry and head of ``step``."""
-    for steps in _candidates(trace, step, name):
-        for other in steps:
-            if _is_beside(other, step, trace):
-                return other
-    return None
-
-
-def _all_heads(trace: Trace, step: Step, name: str) -> Iterator[Step]:
-    """The heads of the step that ``name`` stands for, of the batch entry of ``step``."""
-    for head in next(_candidates(trace, step, name), ()):
-        if head.batch in (None, step.batch):
-            yield head
-
-
-def _candidates(trace: Trace, step: Step, names: str) -> Iterator[tuple[Step, ...]]:
-    """What ``a|b`` may mean, the likeliest first, all batch entries and heads together.
-
-    The same variant or block is likelier than the same row of blocks or the run that a step is of,
-    ``[cross]`` for ``[cross, step 1]``, than none; ``m<`` is of the nearest block before, ``a*``
-    the latest of any.
-    """
-    known = list(trace)
-    before = known[: known.index(step.name)]
-    if names.endswith("*"):
-        bases = names.removesuffix("*").split("|")
-        yield from (trace.by_name[name] for name in before[::-1] if name.partition("[")[0] in bases)
-        return
-    rest = step.name[len(step.base) :]
-    places = [rest, re.sub(r",[^,]*]$", "]", rest), ""]
-    if names.endswith("<"):
-        j = re.search(r"j=(\d+)", rest)
-        earlier = range(int(j[1]) - 1, -1, -1) if j else ()
-        places = [re.sub(r"j=\d+", f"j={n}", rest) for n in earlier]
-    for place in dict.fromkeys(places):
-        for base in names.removesuffix("<").split("|"):
-            if base + place in before:
-                yield trace.by_name[base + place]
-
-
-def _is_beside(other: Step, step: Step, trace: Trace) -> bool:
-    """Whether ``other`` belongs to the batch entry and head of ``step``."""
-    if other.batch not in (None, step.batch):
-        return False
-    is_same = other.kv_head is not None and other.kv_head == step.kv_head
-    return is_same or trace.belongs(other, step.head)
-
-
-def _last_blocks(trace: Trace, step: Step, names: Sequence[str]) -> Iterator[Step]:
-    """For each row of blocks, the steps ``names`` after its last block."""
-    last: dict[str, str] = {}  # row of blocks → its last block
-    for name in trace:
-        block = re.fullmatch(rf"{names[0]}(\[i=(\d+),j=\d+\])", name)
-        if block:
-            last[block[2]] = block[1]
-    for place in last.values():
-        for base in names:
-            yield from (s for s in trace.by_name[base + place] if _is_beside(s, step, trace))
-
-
 def _factor(step: Step, before: Matrix, queries: Step | None) -> float:
-    """What ``step`` is divided by what it was ``before``: 1/√D wherever that is it."""
+    """The factor from ``before`` to ``step``; exactly 1/√D where the numbers allow it."""
     usual = 1.0 if queries is None else float(1 / np.sqrt(queries.value.shape[-1]))
     after = np.asarray(step.value, np.float64)
     size = np.where(np.isfinite(after) & np.isfinite(before), abs(before), 0)
@@ -387,8 +395,8 @@ def _factor(step: Step, before: Matrix, queries: Step | None) -> float:
     return usual if abs(factor - usual) < 1e-4 * usual else factor
 
 
-def _nearest_first(step: Step, operands: tuple[Step | None, ...]) -> list[float]:
-    """The activations, that first whose numbers are nearest to those of ``step``."""
+def _activations(step: Step, operands: tuple[Step | None, ...]) -> list[float]:
+    """The activations, best match first."""
 
     def distance(kind: float) -> float:
         computed = Origin("activation", operands, kind).computed()
@@ -397,23 +405,11 @@ def _nearest_first(step: Step, operands: tuple[Step | None, ...]) -> list[float]
     return sorted(ACTIVATIONS, key=distance)
 
 
-def _rows(trace: Trace, step: Step, names: str) -> Origin | None:
-    """The latest of the steps ``names`` that has the rows of ``step``, all of them or some."""
-    for steps in _candidates(trace, step, names):
-        for other in (s for s in steps if _is_beside(s, step, trace)):
-            fits = other.value.ndim == 2 and other.value.shape[-1:] == step.value.shape[-1:]
-            for first in range(len(other.value) - len(step.value) + 1) if fits else ():
-                made = Origin("rows", (other,), float(first))
-                if _gives(made, step):
-                    return made
-    return None
-
-
 def _epsilons(step: Step, operands: Sequence[Step | None]) -> tuple[float, ...]:
-    """What is added to the mean square of a row to give the numbers of ``step``, and nearly that.
+    """Candidates for the ε that gives ``step``, likeliest first.
 
-    It is looked for in the largest number, and is one that models have, or a short one, if it can
-    be: the rounding of the numbers leaves it open.
+    They are models' usual values within rounding of the estimate, the estimate with one digit, 0,
+    and the estimate, which the largest number of the step gives.
     """
     bias = operands[-1].value if len(operands) > 3 and operands[-1] is not None else 0.0
     square = np.asarray(operands[1].value, np.float64) if operands[1] is not None else np.zeros(1)
@@ -428,7 +424,7 @@ def _epsilons(step: Step, operands: Sequence[Step | None]) -> tuple[float, ...]:
     return *usual, float(f"{epsilon:.1g}"), 0.0, epsilon
 
 
-def _first_column(trace: Trace, step: Step, combined: Step | None) -> float:
+def _first_column(step: Step, combined: Step | None) -> float:
     """Where the columns of a head begin in a matrix of all queries, keys and values."""
     total = 0 if combined is None else combined.value.shape[-1]
     before = "qkv".index(step.base[-1]) * total // 3

@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.explain import wording
+from minimha.explain.labels import BLOCK, TOKEN_AXES
 from minimha.explain.numbers import LARGEST_FIXED
-from minimha.explain.origins import GELU, RELU, SILU, Origin, follows, origin, pairs
+from minimha.explain.origins import GELU, RELU, SILU, Origin, pairs
 from minimha.explain.story import story
-from minimha.explain.trace import BLOCK, TOKEN_AXES, Step, Trace
+from minimha.explain.trace import Step, Trace
 
 SHEET = "attention"
 LARGEST_TOKENS = 64
@@ -288,10 +289,10 @@ def _origins(trace: Trace) -> dict[str, Origin | None]:
 
 def _origin(trace: Trace, step: Step) -> Origin | None:
     """What ``step`` is computed from; refused where the trace has that, but no formula gives it."""
-    found = origin(trace, step)
+    found = trace.origins[step]
     if found is not None and found.operation in FORMULAS:
         return found
-    if follows(trace, step):
+    if trace.origins.follows(step):
         raise ValueError(
             f"{step.name} follows from the steps before it in no way that a sheet can compute: "
             f"{INSTEAD}"

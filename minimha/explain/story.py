@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 from minimha.explain.numbers import cells, term
-from minimha.explain.origins import origin
 from minimha.explain.trace import Step, Trace
 from minimha.explain.written import Index, Place, Written, cell
 
@@ -48,18 +47,18 @@ def _is_per_row(step: Step) -> bool:
 def _index(trace: Trace, step: Step, parts: Sequence[str]) -> Index | None:
     """The index of the cell in ``step``, which has it; a row is enough for one number per row."""
     if _is_per_row(step):
-        row = trace.number(step, 0, parts[0])
+        row = step.number(0, parts[0])
         return None if row is None or len(parts) > 2 else (row, 0)[: step.value.ndim]
     if step.value.ndim != len(parts) or not (step.axes[-2:] in PAIRS or trace.only):
         return None
-    numbers = [trace.number(step, n, part) for n, part in enumerate(parts)]
+    numbers = [step.number(n, part) for n, part in enumerate(parts)]
     index = tuple(n for n in numbers if n is not None)
     return index if len(index) == len(parts) else None
 
 
 def _share_of(trace: Trace, step: Step, parts: Sequence[str], decimals: int) -> Iterator[Written]:
     """What the value of a key adds to the output of a query, where ``step`` is that output."""
-    made = origin(trace, step)
+    made = trace.origins[step]
     weights, values = (None, None) if made is None else made.operands[:2]
     if weights is None or values is None or weights.axes[-2:] not in PAIRS:
         return

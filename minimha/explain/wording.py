@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from minimha.explain.numbers import cells
-from minimha.explain.origins import origin
 from minimha.explain.printed import Comparison, Status
-from minimha.explain.trace import Step, Trace, largest
+from minimha.explain.selection import largest
+from minimha.explain.trace import Step, Trace
 
 BLANK = "_" * 6  # a number for the reader to find
 
@@ -115,7 +115,7 @@ def picks(trace: Trace) -> list[Pick]:
     is_asked = bool(trace.query) or trace.head is not None or "picks" in trace.only
     heads = []
     for step in steps:
-        made = origin(trace, step) if is_asked or step.title == "output" else None
+        made = trace.origins[step] if is_asked or step.title == "output" else None
         if made is None or made.operation != "product" or step.axes != ("Lq", "Dv"):
             continue
         weights, values = made.operands[:2]
@@ -134,7 +134,7 @@ def _query(trace: Trace, weights: Step) -> list[int]:
     rows = weights.rows or ()
     if not trace.query:
         return [len(rows) - 1]
-    row = trace.number(weights, 0, trace.query)
+    row = weights.number(0, trace.query)
     return [] if row is None else [row]
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minimha.explain.numbers import term
-from minimha.explain.origins import GELU, RELU, SILU, Origin, origin, pairs
+from minimha.explain.origins import GELU, RELU, SILU, Origin, pairs
 from minimha.explain.trace import Step, Trace
 
 Index = tuple[int, ...]
@@ -105,7 +105,7 @@ def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
     >>> cell(trace, scores, (1, 0)).text
     'S[sat,cat] = 1·0 + 1·1 = 1'
     """
-    return cell_of(origin(trace, step), step, index, decimals)
+    return cell_of(trace.origins[step], step, index, decimals)
 
 
 def cell_of(made: Origin | None, step: Step, index: Index, decimals: int = 3) -> Written:

@@ -7,7 +7,8 @@ from minimha import attention
 from minimha.equations import tiled
 from minimha.examples import EXAMPLES, blocks, sentences
 from minimha.explain import Trace
-from minimha.explain.origins import INTERLEAVED, OPERATIONS, origin
+from minimha.explain.origins import INTERLEAVED, OPERATIONS, Origins
+from minimha.explain.page import page
 from minimha.explain.trace import token_labels
 from minimha.explain.written import WRITERS, cell, cell_of
 from minimha.layers.feed_forward import FeedForward
@@ -71,7 +72,7 @@ GIVEN = {
 @pytest.mark.parametrize("name", [name for name in TRACES if name != "shapes"])
 def test_every_step_that_is_not_given_says_what_it_is_computed_from(name):
     trace = TRACES[name]
-    silent = {s.name for s in trace.steps if origin(trace, s) is None}
+    silent = {s.name for s in trace.steps if trace.origins[s] is None}
     assert not {
         name for name in silent
         if not {name, name.partition("[")[0]} & GIVEN and not name.endswith(("_gain", "_bias"))
@@ -84,7 +85,7 @@ def test_every_step_that_is_not_given_says_what_it_is_computed_from(name):
 def test_every_cell_is_written_out_with_its_own_value(name):
     trace = TRACES[name]
     for step in trace.steps:
-        made = origin(trace, step)
+        made = trace.origins[step]
         for at in np.ndindex(step.value.shape):
             written = cell_of(made, step, at, 6)
             assert written.place.value == step.value[at] or np.isnan(step.value[at])
@@ -97,6 +98,17 @@ def test_every_cell_is_written_out_with_its_own_value(name):
                     sum(terms) + sum(p.value for p in written.others), step.value[at],
                     rtol=1e-4, atol=1e-6,
                 )  # fmt: skip
+
+
+def test_origins_are_found_once_for_all_that_a_page_shows(monkeypatch):
+    trace, calls = EXAMPLES["gpt2"].trace(), []
+    monkeypatch.setattr(
+        Origins, "_candidates", lambda self, step, of=Origins._candidates: (
+            calls.append(step.title) or of(self, step)
+        ),
+    )  # fmt: skip
+    page(trace, 3)
+    assert len(calls) == len(set(calls)) == len(trace.steps)
 
 
 def test_every_operation_of_the_catalogue_can_be_computed_and_written():
@@ -143,7 +155,7 @@ def test_a_norm_s_epsilon_is_found_from_its_numbers(epsilon, dtype):
     trace, x = Trace(), RNG.normal(size=(3, 4)).astype(dtype)
     gain, bias = RNG.normal(size=(2, 4)).astype(dtype)
     layer_norm(trace("x", x), gain, bias, epsilon, trace)
-    made = origin(trace, trace.by_name["normed"][0])
+    made = trace.origins[trace.by_name["normed"][0]]
     rounding = 1e-12 if dtype is np.float64 else 1e-5
     assert made.constant == pytest.approx(epsilon, rel=1e-3, abs=rounding)
 
@@ -153,7 +165,7 @@ def test_no_negative_epsilon_is_made_up_where_rounding_hides_it():
     for _ in range(20):
         x = np.roll(x, 1, axis=1) * np.float32(1.01)
         layer_norm(trace("x", x), np.ones(64, x.dtype), np.zeros(64, x.dtype), 1e-12, trace)
-        assert origin(trace, trace.by_name["normed"][0]).constant >= 0
+        assert trace.origins[trace.by_name["normed"][0]].constant >= 0
         trace = Trace()
 
 
@@ -162,7 +174,7 @@ def test_what_a_layer_takes_in_is_what_the_one_before_put_out():
     sources = {}
     for step in trace.steps:
         if step.base in ("x", "final_mean"):
-            made = origin(trace, step)
+            made = trace.origins[step]
             sources[step.name] = (made.operation, made.operands[0].name)
     assert sources == {
         "x[layer 0]": ("rows", "embedded"), "x[layer 1]": ("rows", "residual[layer 0]"),
@@ -274,7 +286,7 @@ def test_a_claim_that_does_not_hold_is_not_made():
     trace("v", np.ones((2, 1)))
     trace("output", np.full((2, 1), 5.0))
     [output] = trace.by_name["output"]
-    assert origin(trace, output) is None
+    assert trace.origins[output] is None
     assert cell(trace, output, (0, 0)).text == "O[a,0] = 5, given"
 
 
@@ -289,17 +301,17 @@ def test_alibi_is_written_out():
 
 def test_a_scale_of_ones_own_is_found():
     trace = traced(scale=-0.3)
-    made = origin(trace, trace.by_name["scaled"][0])
+    made = trace.origins[trace.by_name["scaled"][0]]
     assert made.constant == pytest.approx(-0.3)
 
 
 def test_shared_keys_are_those_of_the_head():
     trace = traced()
     for step in trace.by_name["scores"]:
-        _, k = origin(trace, step).operands
+        _, k = trace.origins[step].operands
         assert (k.batch, k.kv_head) == (step.batch, step.head // 2)
 
 
 def test_the_layout_of_pairs_is_found():
     trace = TRACES["layer"]
-    assert origin(trace, trace.by_name["q_rotated"][0]).constant == INTERLEAVED
+    assert trace.origins[trace.by_name["q_rotated"][0]].constant == INTERLEAVED

@@ -11,7 +11,6 @@ from minimha.equations import tiled
 from minimha.examples import EXAMPLES, blocks, sentences
 from minimha.explain import Trace
 from minimha.explain.numbers import cells
-from minimha.explain.origins import origin
 from minimha.explain.page import page
 from minimha.explain.trace import token_labels
 from minimha.explain.written import cell_of
@@ -118,7 +117,7 @@ def test_every_cell_is_written_out_as_on_a_terminal(opened, name):
         "range(rows).map((i) => range(cols).map((j) => written(n, i, j).text)).flat())"
     )
     for step, lines in zip(steps, found, strict=True):
-        made = origin(trace, step)
+        made = trace.origins[step]
         expected = [cell_of(made, step, at).text for at in np.ndindex(step.value.shape)]
         assert lines == expected
 
@@ -229,7 +228,7 @@ def test_infinity_counts_where_a_weight_is_0_and_nothing_is_hidden(opened, backe
     attention(**UNDERFLOW, is_causal=is_causal, backend=backend, tap=trace)
     assert [np.isnan(x) for x in trace["output"].ravel()] == [not is_causal, True]
     [output] = trace.by_name["output" if backend == "dense" else "O[i=0,j=0]"]
-    assert origin(trace, output) is not None
+    assert trace.origins[output] is not None
     shown = opened(page(trace, 3))
     for step, record in zip(
         [step for steps in trace.by_name.values() for step in steps],

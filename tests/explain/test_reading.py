@@ -9,7 +9,6 @@ import pytest
 from minimha import attention
 from minimha.examples import EXAMPLES, blocks, sentences
 from minimha.explain import Trace, export, render
-from minimha.explain.origins import origin
 from minimha.explain.reading import trace_from
 
 RNG = np.random.default_rng(0)
@@ -75,7 +74,7 @@ def test_the_same_is_shown_again(name, read):
 def test_one_head_is_computed_from_the_keys_that_it_reads():
     again = from_json(TRACES["head 2 of 6"])
     [scores] = again.by_name["scores"]
-    assert [(s.head, s.kv_head) for s in origin(again, scores).operands] == [(2, None), (None, 1)]
+    assert [(s.head, s.kv_head) for s in again.origins[scores].operands] == [(2, None), (None, 1)]
     with pytest.raises(ValueError, match="no head 1 here: there is only head 2"):
         _ = again.selected(head=1).steps
 

@@ -14,8 +14,8 @@ from statistics import fmean
 import numpy as np
 
 from minimha.explain.figures.drawing import Drawing, breadth, in_lines, in_rows
-from minimha.explain.origins import origin
-from minimha.explain.trace import BLOCK, Trace
+from minimha.explain.labels import BLOCK
+from minimha.explain.trace import Trace
 
 NAME, FORMULA = 13, 11  # sizes of text
 LONGEST = 40  # characters of a line of a formula
@@ -74,7 +74,7 @@ def _sources(trace: Trace) -> dict[str, list[str]]:
 
 def _operands(trace: Trace, name: str) -> list[str]:
     """The names that numbers of ``name`` come from."""
-    made = origin(trace, trace.by_name[name][0])
+    made = trace.origins[trace.by_name[name][0]]
     operands = [] if made is None else list(made.operands)
     if made is not None and made.operation == "pairs":
         del operands[2:]  # it only says how many keys a query has

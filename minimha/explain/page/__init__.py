@@ -22,7 +22,7 @@ from minimha.explain.figures.drawing import STYLE
 from minimha.explain.figures.matrix import MAPPED, SHARES
 from minimha.explain.figures.sheet import figures
 from minimha.explain.mathml import mathml
-from minimha.explain.origins import Origin, follows, origin
+from minimha.explain.origins import Origin
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
@@ -107,7 +107,7 @@ def _record(
     travelling, at = [], 0
     for (step, how), record in zip(made.items(), records, strict=True):
         record["stale"] = how is None and (
-            follows(trace, step) or step.base in ("difference", "kept")
+            trace.origins.follows(step) or step.base in ("difference", "kept")
         )
         if how is None or is_small:
             record["at"] = at
@@ -170,7 +170,7 @@ def _needed(trace: Trace) -> dict[Step, Origin | None]:
         step = waiting.pop()
         if step in found:
             continue
-        how = None if step.is_blank else origin(trace, step)
+        how = None if step.is_blank else trace.origins[step]
         if how is not None and any(s is not None and s.is_blank for s in how.operands):
             how = None  # what is to be found is not on the page
         found[step] = how

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from minimha.explain import Trace
-from minimha.explain.origins import origin
 from minimha.models import load
 
 # Wide enough that the logits depend on every part, and random norms are set below.
@@ -121,4 +120,4 @@ def test_logits_are_transformers(case):
     first = {"wte", "wpe", "W_q", "W_k", "W_v", "b_q", "b_k", "b_v", "x", "embedded"}
     for step in trace.steps:  # what a step says it is made from gives its numbers
         is_exact = step.made and step.base not in first and step.made[0] != "rms"  # which has no ε
-        assert not is_exact or origin(trace, step), step.title
+        assert not is_exact or trace.origins[step], step.title

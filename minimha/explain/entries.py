@@ -1,0 +1,72 @@
+"""The catalogue's entry of a step, adapted to what its run computes."""
+
+from minimha.explain.catalogue import Entry, base_of, beside, entry
+from minimha.explain.record import Record
+
+# The symbol in a formula, and the normalised step that replaces it if present.
+NORMALISED = {
+    "q": ("X", "normed"), "k": ("X", "normed"), "v": ("X", "normed"), "gate": ("X", "normed"),
+    "added": ("Y", "output_normed"), "residual": ("F", "feed_forward_normed"),
+}  # fmt: skip
+LETTERS = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}  # of weights and biases
+
+
+def entry_of(record: Record, name: str) -> Entry:
+    """Return what the catalogue says of a step, with the symbols of this run in its formula."""
+    base = base_of(name)
+    known = _variation(record, name)
+    if name in record.given or (base in ("q", "k", "v") and not record.has(beside(name, "x"))):
+        return known._replace(formula=known.symbol, tex=known.tex_symbol, made=())
+    for old, (plain, tex) in _replacements(record, name).items():
+        known = known._replace(
+            formula=known.formula.replace(old, plain), tex=known.tex.replace(old, tex)
+        )
+    return known
+
+
+def _variation(record: Record, name: str) -> Entry:
+    """The entry under the step's own name, or under that of how it is computed here."""
+
+    def has(other: str) -> bool:
+        return record.has(beside(name, other))
+
+    base = base_of(name)
+    if base == "output" and has("concat"):  # the heads' results, projected
+        return entry("projected")
+    if base == "output" and (not has("weights") or name == "output[tiled]"):
+        return entry("normalised")
+    if base == "x" and has("wpe") and not record.has("embedded"):
+        return entry("x")._replace(made=entry("embedded").made)
+    prefix = base.removesuffix("normed")
+    if prefix != base and has(f"{prefix}mean_square"):
+        return entry(f"{prefix}rms_normed")
+    if base == "logits" and has("uncapped_logits"):
+        return entry("capped_logits")
+    return entry(name)
+
+
+def _replacements(record: Record, name: str) -> dict[str, tuple[str, str]]:
+    """Symbols of the catalogue's formula, and what replaces them in it, plain and in TeX."""
+
+    def has(other: str) -> bool:
+        return record.has(beside(name, other))
+
+    base = base_of(name).removesuffix("_combined")
+    changes = {}
+    if base == "row_sum" and has("sinks"):
+        changes["Σ_j P_ij"] = changes[r"\sum_j P_{ij}"] = (
+            "Σ_j P_ij + exp(sink - m_i)", r"\sum_j P_{ij} + e^{\mathrm{sink} - m_i}"
+        )  # fmt: skip
+    if base in ("k", "v") and has("context"):
+        context = entry("context")
+        changes["X"] = context.symbol, context.tex_symbol
+    elif base in NORMALISED and has(NORMALISED[base][1]):
+        symbol, normed = NORMALISED[base]
+        changes[symbol] = entry(normed).symbol, entry(normed).tex_symbol
+    if base == "logits" and not has("final_normed"):
+        changes["X'"] = "X", "X"
+    letter = LETTERS.get(base)
+    if letter and has(f"b_{letter}"):
+        added = f"W_{letter} + b_{letter}"
+        changes[f"W_{letter}"] = added, added
+    return changes

@@ -1,0 +1,74 @@
+"""Labels of rows and columns: the tokens that an axis counts, or their numbers."""
+
+import re
+from collections.abc import Iterable, Mapping
+from unicodedata import category
+
+from minimha.explain.catalogue import beside
+
+Labels = Mapping[str, tuple[str, ...]]
+TOKEN_AXES = ("L", "Lq", "Lk", "Lc")
+BLOCK_AXES = {"B_r": "Lq", "B_c": "Lk"}  # of a block, and of the whole matrix
+PREFIXES = {"Lq": "q", "Lk": "k"}  # of unlabelled tokens: q0, k0
+BLOCK = re.compile(r"\[i=(\d+)(?:,j=(\d+))?\]")
+INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, bidirectional ones among them; separators
+JOINERS = "\u200c\u200d"  # without which Persian words and many emoji fall apart
+NOT_IN_XML = "\ufffe\uffff"
+
+
+def token_labels(
+    queries: Iterable[str], keys: Iterable[str] | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Label the axes that count tokens; ``keys`` are the same tokens unless given.
+
+    >>> token_labels(["cat", "sat"])["Lk"]
+    ('cat', 'sat')
+    """
+    queries = tuple(queries)
+    keys = queries if keys is None else tuple(keys)
+    return {"L": queries, "Lq": queries, "Lk": keys, "Lc": keys}
+
+
+def first_token(name: str, axis: str, blocks: tuple[int, int] | None) -> int:
+    """Return the number of the first token along an axis of the step ``name``: 0 but in a block."""
+    block = BLOCK.search(name)
+    if axis not in BLOCK_AXES or block is None or blocks is None:
+        return 0
+    n = list(BLOCK_AXES).index(axis)
+    return int(block[n + 1]) * blocks[n]
+
+
+def axis_labels(
+    name: str, axis: str, size: int, known: Labels, blocks: tuple[int, int] | None
+) -> tuple[str, ...] | None:
+    """Return the labels along one axis of a step, or None where it counts no tokens."""
+    start = first_token(name, axis, blocks)
+    if axis in BLOCK_AXES:
+        if BLOCK.search(name) is None or blocks is None:
+            return None
+        axis = BLOCK_AXES[axis]
+    if axis not in (*TOKEN_AXES, *known):
+        return None
+    labels = known.get(beside(name, axis), known.get(axis, ()))
+    if axis not in TOKEN_AXES:
+        return labels if len(labels) == size else None
+    labels = labels[start : start + size]
+    prefix = PREFIXES.get(axis, "")
+    return labels if len(labels) == size else tuple(f"{prefix}{start + n}" for n in range(size))
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with invisible control characters escaped.
+
+    A terminal obeys control characters, bidirectional ones show the text after them in another
+    order, and XML does not allow some at all.
+
+    >>> print(printable("a\\x1b[2J \\u202eb"))
+    a\\x1b[2J \\u202eb
+    """
+    return "".join(
+        c.encode("unicode_escape").decode()
+        if (category(c) in INVISIBLE and c not in JOINERS) or c in NOT_IN_XML
+        else c
+        for c in text
+    )
