@@ -22,88 +22,54 @@ ACTIVATIONS = RELU, GELU, GELU_TANH, SILU = 0.0, 1.0, 2.0, 3.0  # the constant o
 EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12  # that models have
 
 
-def _plus(product: Matrix, bias: Matrix | None = None) -> Matrix:
-    return product if bias is None else np.add(product, bias)
+def _plus(value: Matrix, other: Matrix | None) -> Matrix:
+    return value if other is None else np.add(value, other)
 
 
-def _row_max(S: Matrix, sink: Matrix | None = None) -> Matrix:
-    m = _running_max(S, sink)
+def _finite(m: Matrix) -> Matrix:
+    """Maxima, 0 for a row without a visible key."""
     return np.where(np.isneginf(m), 0.0, m)
 
 
-def _running_max(S: Matrix, old: Matrix | None = None) -> Matrix:
+def _max(S: Matrix, other: Matrix | None = None) -> Matrix:
     m: Matrix = S.max(axis=-1, keepdims=True, initial=-np.inf)
-    return m if old is None else np.maximum(m, old)
+    return m if other is None else np.maximum(m, other)
 
 
-def _exp(S: Matrix, m: Matrix) -> Matrix:
-    return np.asarray(np.exp(S - np.where(np.isneginf(m), 0.0, m)))
+def _sum(x: Matrix) -> Matrix:
+    return np.asarray(x.sum(axis=-1, keepdims=True))
 
 
-def _total(P: Matrix, sink: Matrix | None, m: Matrix) -> Matrix:
-    return _plus(P.sum(axis=-1, keepdims=True), None if sink is None else np.exp(sink - m))
+def _mean(x: Matrix) -> Matrix:
+    return np.asarray(x.mean(axis=-1, keepdims=True))
 
 
 def _share(P: Matrix, total: Matrix) -> Matrix:
-    shares: Matrix = P / np.where(total == 0, 1.0, total)
-    return shares
+    return np.asarray(P / np.where(total == 0, 1.0, total))
+
+
+def _unit(x: Matrix) -> Matrix:
+    return _share(x, np.sqrt(_sum(np.square(x))))
 
 
 def _softmax(x: Matrix) -> Matrix:
-    P = _exp(x, x.max(axis=-1, keepdims=True))
-    return _share(P, P.sum(axis=-1, keepdims=True))
+    P = np.exp(x - _finite(_max(x)))
+    return _share(P, _sum(P))
 
 
-def _running_sum(P: Matrix, factor: Matrix, old: Matrix | None = None) -> Matrix:
-    return _plus(P.sum(axis=-1, keepdims=True), None if old is None else factor * old)
+def _by_blocks(operation: Callable[[Matrix, Matrix], Matrix]) -> Callable[..., Matrix]:
+    """An operation on two operands of each row of blocks, whose results stand below each other."""
 
+    def rows(*blocks: Matrix) -> Matrix:
+        pairs = zip(blocks[::2], blocks[1::2], strict=True)
+        return np.concatenate([operation(a, b) for a, b in pairs])
 
-def _running_product(P: Matrix, V: Matrix, factor: Matrix, old: Matrix | None = None) -> Matrix:
-    return _plus(P @ V, None if old is None else factor * old)
-
-
-def _decay(m: Matrix, old: Matrix | None = None) -> Matrix:
-    return _exp(np.full_like(m, -np.inf) if old is None else old, m)
-
-
-def _normalise(*blocks: Matrix) -> Matrix:
-    pairs = zip(blocks[::2], blocks[1::2], strict=True)
-    return np.concatenate([_share(O, total) for O, total in pairs])
-
-
-def _lse(*blocks: Matrix) -> Matrix:
-    pairs = zip(blocks[::2], blocks[1::2], strict=True)
-    return np.concatenate([m + np.log(total) for m, total in pairs])
-
-
-def _alibi(slope: Matrix, distances: Matrix, given: Matrix | None = None) -> Matrix:
-    return _plus(-slope * distances, given)
-
-
-def _block(Q: Matrix, K: Matrix, scale: float) -> Matrix:
-    return np.asarray(scale * (Q @ K.T))
+    return rows
 
 
 def _products(x: Matrix, *heads: Matrix) -> Matrix:
     W, b = ([M for M in heads if M.ndim == ndim] for ndim in (2, 1))
     return _plus(np.matmul(x, np.concatenate(W, axis=1)), np.concatenate(b) if b else None)
-
-
-def _cosine(Q: Matrix, K: Matrix) -> Matrix:
-    return np.asarray(_unit(Q) @ _unit(K).T)
-
-
-def _unit(x: Matrix) -> Matrix:
-    return _share(x, np.sqrt(np.square(x).sum(axis=-1, keepdims=True)))
-
-
-def _rms(x: Matrix, gain: Matrix) -> Matrix:
-    return np.asarray(x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True)) * gain)
-
-
-def _mean_square(x: Matrix, mean: Matrix | None = None) -> Matrix:
-    centred = x if mean is None else x - mean
-    return np.asarray(np.square(centred).mean(axis=-1, keepdims=True))
 
 
 def _norm(x: Matrix, square: Matrix, gain: Matrix, *rest: Any) -> Matrix:
@@ -131,7 +97,7 @@ def _rotated(x: Matrix, cos: Matrix, sin: Matrix, layout: float) -> Matrix:
 
 
 def pairs(num_pairs: int, layout: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The columns that are first in a pair, and those that are second.
+    """Return the columns that are first in a pair, and those that are second.
 
     >>> [columns.tolist() for columns in pairs(2, HALF_SPLIT)]
     [[0, 1], [2, 3]]
@@ -142,50 +108,44 @@ def pairs(num_pairs: int, layout: float) -> tuple[NDArray[np.int64], NDArray[np.
     return (2 * n, 2 * n + 1) if layout == INTERLEAVED else (n, n + num_pairs)
 
 
-def _hidden(Q: Matrix, K: Matrix, bias: Matrix | None = None) -> Matrix:
-    return np.asarray(np.tanh(_plus(Q[:, None] + K, bias)))
-
-
-# What each operation computes, from its operands and its constant, where it has one.
+# What each operation computes from its operands, the missing ones None, and its constant, if any.
 OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "product": lambda A, B, bias=None: _plus(A @ B, bias),
     "products": _products,
-    "columns": lambda W, first: W[..., int(first) :],  # as many as the step has
-    "rows": lambda x, first: x[int(first) :],  # as many as the step has
+    "columns": lambda W, first: W[..., int(first) :],  # and further ones than the step's
+    "rows": lambda x, first: x[int(first) :],  # and further ones than the step's
     "dot": lambda Q, K: Q @ K.T,
-    "cosine": _cosine,
+    "cosine": lambda Q, K: _unit(Q) @ _unit(K).T,
     "scale": lambda S, factor: S * factor,
     "cap": lambda S, cap: cap * np.tanh(S / cap),
     "sum": np.add,
     "times": np.multiply,
-    "alibi": _alibi,
-    "mask": lambda S: S,  # where it is not hidden
-    "row max": _row_max,
-    "exp": _exp,
-    "total": _total,
+    "alibi": lambda slope, d, bias=None: _plus(-slope * d, bias),
+    "mask": lambda S: S,  # but for the hidden scores
+    "row max": lambda S, sink=None: _finite(_max(S, sink)),
+    "exp": lambda S, m: np.exp(S - _finite(m)),
+    "total": lambda P, sink, m: _plus(_sum(P), None if sink is None else np.exp(sink - m)),
     "share": _share,
     "softmax": _softmax,
     "concat": lambda *heads: np.concatenate(heads, axis=-1),
-    "lse": _lse,
+    "lse": _by_blocks(lambda m, l: m + np.log(l)),
     "unit": _unit,
-    "rms": _rms,
-    "mean": lambda x: x.mean(axis=-1, keepdims=True),
-    "mean square": _mean_square,
+    "rms": lambda x, gain: x / np.sqrt(_mean(np.square(x))) * gain,
+    "mean": _mean,
+    "mean square": lambda x, mean=None: _mean(np.square(x if mean is None else x - mean)),
     "norm": _norm,
     "activation": _activation,
     "rotated": _rotated,
     "sigmoid": lambda x, W, bias=None: 1 / (1 + np.exp(-_plus(x @ W, bias))),
-    "tanh": _hidden,
+    "tanh": lambda Q, K, bias=None: np.tanh(_plus(Q[:, None] + K, bias)),
     "pairs": lambda hidden, w, K: hidden @ w,  # K says how many keys a query has
-    "block": _block,  # where it is not hidden
-    "running max": _running_max,
-    "decay": _decay,
-    "running sum": _running_sum,
-    "running product": _running_product,
-    "normalise": _normalise,
+    "block": lambda Q, K, scale: scale * (Q @ K.T),  # but for the hidden scores
+    "running max": _max,
+    "decay": lambda m, old=None: np.exp((-np.inf if old is None else old) - _finite(m)),
+    "running sum": lambda P, f, old=None: _plus(_sum(P), None if old is None else f * old),
+    "running product": lambda P, V, f, old=None: _plus(P @ V, None if old is None else f * old),
+    "normalise": _by_blocks(_share),
 }
-
-
 PRODUCTS = ("product", "running product")
 
 

@@ -5,7 +5,7 @@
 The numbers are those of the trace, and ``origins`` has checked that the operation gives them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,8 @@ from minimha.explain.trace import Step, Trace
 Index = tuple[int, ...]
 MOST = 16  # terms of a sum that are written out, as on the page
 NO_KEY = "no key is seen: 0 by convention"
-# Of a number that stays, or does not, and of one that nothing gives.
-FATES = ("hidden by the mask", "not hidden", "not rotated", NO_KEY)
+# Texts that replace a formula: the cell is copied, hidden, or 0 by convention.
+NO_FORMULA = ("hidden by the mask", "not hidden", "not rotated", NO_KEY)
 
 
 class Place(NamedTuple):
@@ -65,11 +65,6 @@ class Say:
             self.steps[place.step] = term(place.step.value, self.decimals)
         return self.steps[place.step](place.value)
 
-    def constant(self, made: Origin) -> str:
-        """The factor of an operation, which is in no matrix."""
-        factor = made.constant or 0.0
-        return term(np.array(factor), self.decimals)(factor)
-
 
 class Parts(NamedTuple):
     """What a cell is made from: a row, a column, further cells, and how they are written."""
@@ -89,7 +84,7 @@ class Written(NamedTuple):
     # and the column, whose products are summed in this order.
     row: Places
     column: Places
-    others: Places  # a bias, a sink, what was summed before
+    others: Places  # a bias, a sink, the sum of the blocks before
     right: str  # what stands between the cell and its value; empty where it is given
     text: str  # the whole line
 
@@ -110,37 +105,76 @@ def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
 
 def cell_of(made: Origin | None, step: Step, index: Index, decimals: int = 3) -> Written:
     """Write out a cell of ``step``, whose origin is ``made``."""
-    say = Say(decimals)
-    place = Place(step, index)
+    say, place = Say(decimals), Place(step, index)
     value = say(place)
     if made is None:
         return Written(place, "given", (), (), (), "", f"{place.text} = {value}, given")
     i, j = (0, 0, *index)[-2:]
-    parts = WRITERS[made.operation](made, i, j, say)
+    parts = WRITERS[made.operation](Operands(made, i, j, say))
     if made.operation in ("mask", "block") and np.isneginf(place.value):
         parts = parts._replace(text="hidden by the mask")
-    if parts.text in FATES:
-        text = f"{place.text} = {value}, {parts.text}"
-    else:
-        text = f"{place.text} = {parts.text} = {value}"
-    return Written(place, made.operation, *parts, text)
+    is_formula = parts.text not in NO_FORMULA
+    equals = f"{parts.text} = {value}" if is_formula else f"{value}, {parts.text}"
+    return Written(place, made.operation, *parts, f"{place.text} = {equals}")
 
 
-def _row(step: Step, i: int) -> Places:
-    return tuple(Place(step, (i, n)) for n in range(step.value.shape[1]))
+class Operands(NamedTuple):
+    """The operands of the cell (i, j), by their numbers, and how their numbers are written."""
 
+    made: Origin
+    i: int
+    j: int
+    say: Say
 
-def _column(step: Step, j: int) -> Places:
-    return tuple(Place(step, (n, j)) for n in range(step.value.shape[0]))
+    def step(self, n: int) -> Any:
+        """Operand n; None where an optional one is missing."""
+        return self.made.operands[n] if n < len(self.made.operands) else None
 
+    def at(self, n: int, i: int | None = None, j: int | None = None) -> Places:
+        """The cell of operand n that meets (i, j); one row, column or number is repeated."""
+        step = self.step(n)
+        if step is None:
+            return ()
+        index = (self.i if i is None else i, self.j if j is None else j)[2 - step.value.ndim :]
+        sizes = step.value.shape
+        return (Place(step, tuple(min(n, s - 1) for n, s in zip(index, sizes, strict=True))),)
 
-def _at(step: Step | None, i: int, j: int) -> Places:
-    """The cell that meets (i, j): a column or a row of numbers, or a single one, is repeated."""
-    if step is None:
-        return ()
-    shape = step.value.shape
-    index = (i, j)[2 - len(shape) :]
-    return (Place(step, tuple(min(n, s - 1) for n, s in zip(index, shape, strict=True))),)
+    def row(self, n: int, i: int | None = None) -> Places:
+        """Row i of operand n."""
+        step, i = self.step(n), self.i if i is None else i
+        return tuple(Place(step, (i, d)) for d in range(step.value.shape[1]))
+
+    def row_and_column(self) -> tuple[Places, Places]:
+        """What a product multiplies, without NaN and ∞ that the query does not see."""
+        B = self.step(1)
+        column = (Place(B, (d, self.j)) for d in range(len(B.value)))
+        pairs = zip(self.row(0), column, strict=True)
+        seen = [(a, b) for a, b in pairs if np.isfinite(b.value) or not self.made.hides(*a.at)]
+        return tuple(a for a, _ in seen), tuple(b for _, b in seen)
+
+    def constant(self) -> str:
+        """The constant of the operation, which is in no matrix."""
+        value = self.made.constant or 0.0
+        return _factor(term(np.array(value), self.say.decimals)(value))
+
+    def numbers(self, *places: Place) -> list[str]:
+        """The number of each cell, negative ones in parentheses."""
+        return [_factor(self.say(place)) for place in places]
+
+    def sum(self, places: Places, form: str = "{}") -> str:
+        """The numbers, each in ``form``, with plus signs between."""
+        terms = [form.format(number) for number in self.numbers(*places)]
+        return _joined(terms, [abs(place.value) for place in places])
+
+    def sum_of_products(self, row: Places, column: Places) -> str:
+        """The products of both, with plus signs between."""
+        pairs = list(zip(row, column, strict=True))
+        terms = ["·".join(self.numbers(*pair)) for pair in pairs]
+        return _joined(terms, [abs(a.value * b.value) for a, b in pairs]) or "0"
+
+    def length(self, places: Places) -> str:
+        """The length of a vector."""
+        return f"√({self.sum(places, '{}²')})"
 
 
 def _factor(number: str) -> str:
@@ -160,292 +194,229 @@ def _joined(terms: Sequence[str], sizes: Sequence[float], by: str = " + ") -> st
     return by.join(texts)
 
 
-def _plus(terms: Iterable[str]) -> str:
-    return " + ".join(terms)
+def _product(x: Operands) -> Parts:
+    (row, column), bias = x.row_and_column(), x.at(2)
+    return Parts(row, column, bias, " + ".join([x.sum_of_products(row, column), *x.numbers(*bias)]))
 
 
-def _sum(places: Places, say: Say, form: str = "{}") -> str:
-    """The numbers, each in ``form``."""
-    return _joined([*map(form.format, _numbers(places, say))], [abs(p.value) for p in places])
+def _products(x: Operands) -> Parts:
+    first, *heads = x.made.operands
+    W, b = ([M for M in heads if M is not None and M.value.ndim == ndim] for ndim in (2, 1))
+    head, j = divmod(x.j, W[0].value.shape[1])
+    made = x.made._replace(operands=(first, W[head], *b[head : head + 1]))
+    return _product(x._replace(made=made, j=j))
 
 
-def _sum_of_products(row: Places, column: Places, say: Say) -> str:
-    pairs = list(zip(row, column, strict=True))
-    terms = [f"{_factor(say(a))}·{_factor(say(b))}" for a, b in pairs]
-    return _joined(terms, [abs(a.value * b.value) for a, b in pairs]) or "0"
-
-
-def _numbers(places: Places, say: Say) -> list[str]:
-    return [_factor(say(place)) for place in places]
-
-
-def _length(places: Places, say: Say) -> str:
-    return f"√({_sum(places, say, '{}²')})"
-
-
-def _operands(made: Origin, count: int) -> list[Any]:
-    """The first ``count`` operands; an optional one that is missing is None."""
-    return [*made.operands, *[None] * count][:count]
-
-
-def _row_and_column(made: Origin, i: int, j: int) -> tuple[Places, Places]:
-    """What a product multiplies, without NaN and ∞ that the query does not see."""
-    A, B = _operands(made, 2)
-    pairs = zip(_row(A, i), _column(B, j), strict=True)
-    seen = [(a, b) for a, b in pairs if np.isfinite(b.value) or not made.hides(i, a.at[1])]
-    return tuple(a for a, _ in seen), tuple(b for _, b in seen)
-
-
-def _product(made: Origin, i: int, j: int, say: Say) -> Parts:
-    bias = _operands(made, 3)[2]
-    (row, column), added = _row_and_column(made, i, j), _at(bias, i, j)
-    terms = [_sum_of_products(row, column, say), *_numbers(added, say)]
-    return Parts(row, column, added, _plus(terms))
-
-
-def _products(made: Origin, i: int, j: int, say: Say) -> Parts:
-    x, *heads = _operands(made, len(made.operands))
-    matrices, biases = ([M for M in heads if M.value.ndim == ndim] for ndim in (2, 1))
-    head, j = divmod(j, matrices[0].value.shape[1])
-    of_head = made._replace(operands=(x, matrices[head], *biases[head : head + 1]))
-    return _product(of_head, i, j, say)
-
-
-def _columns(made: Origin, i: int, j: int, say: Say) -> Parts:
-    row = _at(made.operands[0], i, j + int(made.constant or 0))
-    return Parts(row, (), (), row[0].text)
-
-
-def _rows(made: Origin, i: int, j: int, say: Say) -> Parts:
-    row = _at(made.operands[0], i + int(made.constant or 0), j)
-    return Parts(row, (), (), f"{row[0].text} of {row[0].step.variant or row[0].step.name}")
-
-
-def _sigmoid(made: Origin, i: int, j: int, say: Say) -> Parts:
-    parts = _product(made, i, j, say)
+def _sigmoid(x: Operands) -> Parts:
+    parts = _product(x)
     return parts._replace(text=f"1 / (1 + exp(-({parts.text})))")
 
 
-def _dot(made: Origin, i: int, j: int, say: Say) -> Parts:
-    Q, K = _operands(made, 2)
-    row, column = _row(Q, i), _row(K, j)
-    return Parts(row, column, (), _sum_of_products(row, column, say))
+def _dot(x: Operands) -> Parts:
+    row, column = x.row(0), x.row(1, x.j)
+    return Parts(row, column, (), x.sum_of_products(row, column))
 
 
-def _block(made: Origin, i: int, j: int, say: Say) -> Parts:
-    parts = _dot(made, i, j, say)
-    return parts._replace(text=f"({parts.text}) · {_factor(say.constant(made))}")
+def _block(x: Operands) -> Parts:
+    parts = _dot(x)
+    return parts._replace(text=f"({parts.text}) · {x.constant()}")
 
 
-def _cosine(made: Origin, i: int, j: int, say: Say) -> Parts:
-    parts = _dot(made, i, j, say)
-    lengths = f"{_length(parts.row, say)} · {_length(parts.column, say)}"
+def _cosine(x: Operands) -> Parts:
+    parts = _dot(x)
+    lengths = f"{x.length(parts.row)} · {x.length(parts.column)}"
     return parts._replace(text=f"({parts.text}) / ({lengths})")
 
 
-def _scale(made: Origin, i: int, j: int, say: Say) -> Parts:
-    row = _at(made.operands[0], i, j)
-    return Parts(row, (), (), f"{_factor(say(row[0]))} · {_factor(say.constant(made))}")
+def _pairs(x: Operands) -> Parts:
+    w = x.step(1)
+    row = x.row(0, x.i * len(x.step(2).value) + x.j)
+    column = tuple(Place(w, (d,)) for d in range(w.value.size))
+    return Parts(row, column, (), x.sum_of_products(row, column))
 
 
-def _cap(made: Origin, i: int, j: int, say: Say) -> Parts:
-    S, cap = _operands(made, 2)
-    row, others = _at(S, i, j), _at(cap, i, j)
-    score, c = _numbers((*row, *others), say)
-    return Parts(row, (), others, f"{c} · tanh({score} / {c})")
+def _columns(x: Operands) -> Parts:
+    row = x.at(0, j=x.j + int(x.made.constant or 0))
+    return Parts(row, (), (), row[0].text)
 
 
-def _alibi(made: Origin, i: int, j: int, say: Say) -> Parts:
-    slope, distances, given = _operands(made, 3)
-    row, column, others = _at(slope, i, j), _at(distances, i, j), _at(given, i, j)
-    slope, distance, *before = _numbers((*row, *column, *others), say)
-    return Parts(row, column, others, f"{f'{before[0]} - ' if before else '-'}{slope}·{distance}")
+def _rows(x: Operands) -> Parts:
+    row = x.at(0, i=x.i + int(x.made.constant or 0))
+    return Parts(row, (), (), f"{row[0].text} of {row[0].step.variant or row[0].step.name}")
 
 
-def _mask(made: Origin, i: int, j: int, say: Say) -> Parts:
-    return Parts(_at(made.operands[0], i, j), (), (), "not hidden")
+def _concat(x: Operands) -> Parts:
+    head, j = divmod(x.j, x.step(0).value.shape[-1])
+    row = x.at(head, j=j)
+    of = f" of {row[0].step.place}" if row[0].step.place else ""
+    return Parts(row, (), (), f"{row[0].text}{of}")
 
 
-def _with(form: str) -> Callable[[Origin, int, int, Say], Parts]:
+def _two(form: str) -> Callable[[Operands], Parts]:
     """Return the writer of an operation on two cells, in a form such as ``{} / {}``."""
 
-    def write(made: Origin, i: int, j: int, say: Say) -> Parts:
-        A, B = _operands(made, 2)
-        row, column = _at(A, i, j), _at(B, i, j)
-        text = form.format(say(row[0]), _factor(say(column[0])))
-        return Parts(row, column, (), text)
+    def write(x: Operands) -> Parts:
+        row, column = x.at(0), x.at(1)
+        return Parts(row, column, (), form.format(x.say(row[0]), *x.numbers(*column)))
 
     return write
 
 
-def _max(made: Origin, i: int, j: int, say: Say) -> Parts:
-    S, other = _operands(made, 2)
-    row, others = _row(S, i), _at(other, i, 0)
-    if made.operation == "row max" and all(np.isneginf(p.value) for p in (*row, *others)):
-        return Parts(row, (), others, NO_KEY)
+def _share(x: Operands) -> Parts:
+    parts = _two("{} / {}")(x)
+    return parts if parts.column[0].value else parts._replace(text=NO_KEY)
+
+
+def _scale(x: Operands) -> Parts:
+    row = x.at(0)
+    return Parts(row, (), (), f"{x.numbers(*row)[0]} · {x.constant()}")
+
+
+def _cap(x: Operands) -> Parts:
+    row, others = x.at(0), x.at(1)
+    score, cap = x.numbers(*row, *others)
+    return Parts(row, (), others, f"{cap} · tanh({score} / {cap})")
+
+
+def _alibi(x: Operands) -> Parts:
+    row, column, others = x.at(0), x.at(1), x.at(2)
+    slope, distance, *before = x.numbers(*row, *column, *others)
+    return Parts(row, column, others, f"{f'{before[0]} - ' if before else '-'}{slope}·{distance}")
+
+
+def _max(x: Operands) -> Parts:
+    row, others = x.row(0), x.at(1, j=0)
     places = (*row, *others)
-    numbers = _joined([*map(say, places)], [place.value for place in places], ", ")
-    return Parts(row, (), others, f"max({numbers})")
+    values = [place.value for place in places]
+    if x.made.operation == "row max" and np.isneginf(values).all():
+        return Parts(row, (), others, NO_KEY)
+    return Parts(row, (), others, f"max({_joined([*map(x.say, places)], values, ', ')})")
 
 
-def _share(made: Origin, i: int, j: int, say: Say) -> Parts:
-    parts = _with("{} / {}")(made, i, j, say)
-    return parts._replace(text=NO_KEY) if parts.column[0].value == 0 else parts
+def _softmax(x: Operands) -> Parts:
+    row = x.row(0)
+    powers = [f"exp({x.say(place)})" for place in row]
+    return Parts(row, (), (), f"{powers[x.j]} / ({_joined(powers, [p.value for p in row])})")
 
 
-def _softmax(made: Origin, i: int, j: int, say: Say) -> Parts:
-    row = _row(made.operands[0], i) if made.operands[0] else ()
-    powers = [f"exp({say(place)})" for place in row]
-    return Parts(row, (), (), f"{powers[j]} / ({_joined(powers, [p.value for p in row])})")
+def _total(x: Operands) -> Parts:
+    row, sink = x.row(0), x.at(1, j=0)
+    if not sink:
+        return Parts(row, (), (), x.sum(row))
+    m = x.at(2, j=0)
+    text = f"{x.sum(row)} + exp({x.say(sink[0])} - {x.numbers(*m)[0]})"
+    return Parts(row, (), (*sink, *m), text)
 
 
-def _total(made: Origin, i: int, j: int, say: Say) -> Parts:
-    P, sink, m = _operands(made, 3)
-    row, others = _row(P, i), _at(sink, i, 0)
-    of_sink = []
-    if others:
-        others += _at(m, i, 0)
-        of_sink.append(f"exp({say(others[0])} - {_factor(say(others[1]))})")
-    return Parts(row, (), others, _plus([_sum(row, say), *of_sink]))
+def _block_of(x: Operands, i: int) -> tuple[int, int]:
+    """The number of the first operand of the row of blocks that has row ``i``, and its row."""
+    n = 0
+    while i >= len(x.step(n).value):
+        i, n = i - len(x.step(n).value), n + 2
+    return n, i
 
 
-def _concat(made: Origin, i: int, j: int, say: Say) -> Parts:
-    heads = [step for step in made.operands if step is not None]
-    width = heads[0].value.shape[-1]
-    source = Place(heads[j // width], (i, j % width))
-    of = f" of {source.step.place}" if source.step.place else ""
-    return Parts((source,), (), (), f"{source.text}{of}")
+def _lse(x: Operands) -> Parts:
+    n, i = _block_of(x, x.j)
+    row, column = x.at(n, i, 0), x.at(n + 1, i, 0)
+    return Parts(row, column, (), f"{x.say(row[0])} + log {x.say(column[0])}")
 
 
-def _lse(made: Origin, i: int, j: int, say: Say) -> Parts:
-    (m, total), j = _block_of(made, j)
-    row, column = _at(m, j, 0), _at(total, j, 0)
-    text = f"{say(row[0])} + log {say(column[0])}"
+def _normalise(x: Operands) -> Parts:
+    n, i = _block_of(x, x.i)
+    row, column = x.at(n, i), x.at(n + 1, i, 0)
+    text = " / ".join(x.numbers(*row, *column)) if column[0].value else NO_KEY
     return Parts(row, column, (), text)
 
 
-def _unit(made: Origin, i: int, j: int, say: Say) -> Parts:
-    (x,) = _operands(made, 1)
-    row = _row(x, i)
-    return Parts(row, (), (), f"{_factor(say(row[j]))} / {_length(row, say)}")
+def _unit(x: Operands) -> Parts:
+    row = x.row(0)
+    return Parts(row, (), (), f"{x.numbers(row[x.j])[0]} / {x.length(row)}")
 
 
-def _rms(made: Origin, i: int, j: int, say: Say) -> Parts:
-    x, gain = _operands(made, 2)
-    row, column = _row(x, i), _at(gain, i, j)
-    root = f"√(({_sum(row, say, '{}²')}) / {len(row)})"
-    text = f"{_factor(say(column[0]))} · {_factor(say(row[j]))} / {root}"
-    return Parts(row, column, (), text)
+def _rms(x: Operands) -> Parts:
+    row, column = x.row(0), x.at(1)
+    entry, gain = x.numbers(row[x.j], *column)
+    return Parts(row, column, (), f"{gain} · {entry} / √(({x.sum(row, '{}²')}) / {len(row)})")
 
 
-def _mean(made: Origin, i: int, j: int, say: Say) -> Parts:
-    (x,) = _operands(made, 1)
-    row = _row(x, i)
-    return Parts(row, (), (), f"({_sum(row, say)}) / {len(row)}")
+def _mean(x: Operands) -> Parts:
+    row = x.row(0)
+    return Parts(row, (), (), f"({x.sum(row)}) / {len(row)}")
 
 
-def _mean_square(made: Origin, i: int, j: int, say: Say) -> Parts:
-    x, mean = _operands(made, 2)
-    row, others = _row(x, i), _at(mean, i, 0)
-    less = "".join(f" - {number}" for number in _numbers(others, say))
-    terms = [f"({number.strip('()')}{less})²" if less else f"{number}²"
-             for number in _numbers(row, say)]  # fmt: skip
-    middle = others[0].value if others else 0.0
-    sizes = [abs(place.value - middle) for place in row]
-    return Parts(row, (), others, f"({_joined(terms, sizes)}) / {len(row)}")
+def _mean_square(x: Operands) -> Parts:
+    row, mean = x.row(0), x.at(1, j=0)
+    if not mean:
+        return Parts(row, (), (), f"({x.sum(row, '{}²')}) / {len(row)}")
+    [middle] = x.numbers(*mean)
+    terms = [f"({number.strip('()')} - {middle})²" for number in x.numbers(*row)]
+    sizes = [abs(place.value - mean[0].value) for place in row]
+    return Parts(row, (), mean, f"({_joined(terms, sizes)}) / {len(row)}")
 
 
-def _norm(made: Origin, i: int, j: int, say: Say) -> Parts:
-    x, square, gain, mean, bias = _operands(made, 5)
-    row, column = _at(x, i, j), _at(gain, i, j)
-    others = (*_at(square, i, 0), *_at(mean, i, 0), *_at(bias, i, j))
-    (a, g, s), rest = _numbers((*row, *column, *others[:1]), say), _numbers(others[1:], say)
-    a = f"({a.strip('()')} - {rest[0]})" if rest else a
-    added = f" + {rest[1]}" if rest else ""
-    return Parts(row, column, others, f"{g} · {a} / √({s} + {made.constant:g}){added}")
+def _norm(x: Operands) -> Parts:
+    row, column = x.at(0), x.at(2)
+    others = (*x.at(1, j=0), *x.at(3, j=0), *x.at(4))
+    entry, gain, square, *rest = x.numbers(*row, *column, *others)
+    entry = f"({entry.strip('()')} - {rest[0]})" if rest else entry
+    bias = f" + {rest[1]}" if rest else ""
+    root = f"√({square} + {x.made.constant:g})"
+    return Parts(row, column, others, f"{gain} · {entry} / {root}{bias}")
 
 
-def _activation(made: Origin, i: int, j: int, say: Say) -> Parts:
-    row = _at(made.operands[0], i, j)
-    (x,) = _numbers(row, say)
+def _activation(x: Operands) -> Parts:
+    row = x.at(0)
+    [a] = x.numbers(*row)
     forms = {
-        RELU: f"max({x.strip('()')}, 0)", SILU: f"{x} / (1 + exp(-{x}))",
-        GELU: f"{x} · (1 + erf({x} / √2)) / 2",
+        RELU: f"max({a.strip('()')}, 0)", SILU: f"{a} / (1 + exp(-{a}))",
+        GELU: f"{a} · (1 + erf({a} / √2)) / 2",
     }  # fmt: skip
-    tanh = f"{x} · (1 + tanh(√(2/π) · ({x} + 0.044715 · {x}³))) / 2"
-    return Parts(row, (), (), forms.get(made.constant or RELU, tanh))
+    tanh = f"{a} · (1 + tanh(√(2/π) · ({a} + 0.044715 · {a}³))) / 2"
+    return Parts(row, (), (), forms.get(x.made.constant or RELU, tanh))
 
 
-def _rotated(made: Origin, i: int, j: int, say: Say) -> Parts:
-    x, cos, sin = _operands(made, 3)
-    first, second = pairs(cos.value.shape[-1], made.constant or 0)
-    if j not in (*first, *second):
-        return Parts(_at(x, i, j), (), (), "not rotated")
-    n = int(np.flatnonzero(first == j if j in first else second == j)[0])
-    row = (Place(x, (i, int(first[n]))), Place(x, (i, int(second[n]))))
-    column = (Place(cos, (i, n)), Place(sin, (i, n)))
-    (a, b), (c, s) = _numbers(row, say), _numbers(column, say)
-    return Parts(row, column, (), f"{a}·{c} - {b}·{s}" if j in first else f"{b}·{c} + {a}·{s}")
+def _rotated(x: Operands) -> Parts:
+    first, second = pairs(x.step(1).value.shape[-1], x.made.constant or 0)
+    if x.j not in (*first, *second):
+        return Parts(x.at(0), (), (), "not rotated")
+    n = int(np.flatnonzero((first == x.j) | (second == x.j))[0])
+    row = (*x.at(0, j=int(first[n])), *x.at(0, j=int(second[n])))
+    column = (*x.at(1, j=n), *x.at(2, j=n))
+    a, b, c, s = x.numbers(*row, *column)
+    return Parts(row, column, (), f"{a}·{c} - {b}·{s}" if x.j in first else f"{b}·{c} + {a}·{s}")
 
 
-def _tanh(made: Origin, i: int, j: int, say: Say) -> Parts:
-    Q, K, bias = _operands(made, 3)
-    query, key = divmod(i, len(K.value))
-    row, column, others = _at(Q, query, j), _at(K, key, j), _at(bias, i, j)
-    return Parts(row, column, others, f"tanh({_plus(_numbers((*row, *column, *others), say))})")
+def _tanh(x: Operands) -> Parts:
+    query, key = divmod(x.i, len(x.step(1).value))
+    row, column, others = x.at(0, query), x.at(1, key), x.at(2)
+    return Parts(row, column, others, f"tanh({' + '.join(x.numbers(*row, *column, *others))})")
 
 
-def _decay(made: Origin, i: int, j: int, say: Say) -> Parts:
-    m, old = _operands(made, 2)
-    row, column = _at(old, i, 0), _at(m, i, 0)
-    before = say(row[0]) if row else "-∞"
-    return Parts(row, column, (), f"exp({before} - {_factor(say(column[0]))})")
+def _decay(x: Operands) -> Parts:
+    m, old = x.at(0, j=0), x.at(1, j=0)
+    before = x.say(old[0]) if old else "-∞"
+    return Parts(old, m, (), f"exp({before} - {x.numbers(*m)[0]})")
 
 
-def _before(factor: Step, old: Step | None, i: int, j: int) -> Places:
-    """The factor and the sum of the blocks before; neither for the first block."""
-    return () if old is None else (*_at(factor, i, 0), *_at(old, i, j))
+def _running(x: Operands, parts: Parts, factor: int) -> Parts:
+    """Add the sum of the blocks before, times operand ``factor``; the first block has none."""
+    others = (*x.at(factor, j=0), *x.at(factor + 1)) if x.step(factor + 1) else ()
+    before = f"{x.sum_of_products(others[:1], others[1:])} + " if others else ""
+    return parts._replace(others=others, text=before + parts.text)
 
 
-def _running_sum(made: Origin, i: int, j: int, say: Say) -> Parts:
-    P, factor, old = _operands(made, 3)
-    row, others = _row(P, i), _before(factor, old, i, 0)
-    terms = [_sum_of_products(others[:1], others[1:], say)] if others else []
-    return Parts(row, (), others, _plus([*terms, _sum(row, say)]))
+def _running_sum(x: Operands) -> Parts:
+    row = x.row(0)
+    return _running(x, Parts(row, (), (), x.sum(row)), 1)
 
 
-def _running_product(made: Origin, i: int, j: int, say: Say) -> Parts:
-    factor, old = _operands(made, 4)[2:]
-    row, column = _row_and_column(made, i, j)
-    others = _before(factor, old, i, j)
-    terms = [_sum_of_products(others[:1], others[1:], say)] if others else []
-    return Parts(row, column, others, _plus([*terms, _sum_of_products(row, column, say)]))
+def _running_product(x: Operands) -> Parts:
+    row, column = x.row_and_column()
+    return _running(x, Parts(row, column, (), x.sum_of_products(row, column)), 2)
 
 
-def _pairs(made: Origin, i: int, j: int, say: Say) -> Parts:
-    hidden, w, K = _operands(made, 3)
-    row = _row(hidden, i * len(K.value) + j)
-    column = tuple(Place(w, (n,)) for n in range(w.value.size))
-    return Parts(row, column, (), _sum_of_products(row, column, say))
-
-
-def _block_of(made: Origin, i: int) -> tuple[tuple[Step, Step], int]:
-    """The two operands of the block of rows that row ``i`` belongs to, and its number there."""
-    steps = _operands(made, len(made.operands))
-    blocks = list(zip(steps[::2], steps[1::2], strict=True))
-    while i >= len(blocks[0][0].value):
-        i -= len(blocks.pop(0)[0].value)
-    return blocks[0], i
-
-
-def _normalise(made: Origin, i: int, j: int, say: Say) -> Parts:
-    (O, total), i = _block_of(made, i)
-    row, column = _at(O, i, j), _at(total, i, 0)
-    text = " / ".join(_numbers((*row, *column), say)) if column[0].value else NO_KEY
-    return Parts(row, column, (), text)
-
-
-WRITERS: dict[str, Callable[[Origin, int, int, Say], Parts]] = {
+WRITERS: dict[str, Callable[[Operands], Parts]] = {
     "product": _product,
     "products": _products,
     "columns": _columns,
@@ -454,12 +425,12 @@ WRITERS: dict[str, Callable[[Origin, int, int, Say], Parts]] = {
     "cosine": _cosine,
     "scale": _scale,
     "cap": _cap,
-    "sum": _with("{} + {}"),
-    "times": _with("{} · {}"),
+    "sum": _two("{} + {}"),
+    "times": _two("{} · {}"),
     "alibi": _alibi,
-    "mask": _mask,
+    "mask": lambda x: Parts(x.at(0), (), (), "not hidden"),
     "row max": _max,
-    "exp": _with("exp({} - {})"),
+    "exp": _two("exp({} - {})"),
     "total": _total,
     "share": _share,
     "softmax": _softmax,
