@@ -45,7 +45,7 @@ HOMES = {
     "numba": "minimha.kernels",
     "dask": "minimha.distributed",
     "rich": "minimha.explain.render",
-    "xlsxwriter": "minimha.explain.sheet",
+    "xlsxwriter": "minimha.explain.spreadsheet",
 }
 
 

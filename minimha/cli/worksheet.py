@@ -10,7 +10,7 @@ import numpy as np
 from minimha.cli.arguments import number
 from minimha.explain.printed import Status, classify
 from minimha.explain.trace import Step, Trace
-from minimha.explain.written import NO_KEY, Index, Place, cell
+from minimha.explain.written import NO_KEY, Cell, Index, cell
 
 Records = list[dict[str, str]]
 FATES = {
@@ -88,7 +88,7 @@ def _rows(step: Step) -> list[list[tuple[Index, float]]]:
 def _record(where: str, step: Step, at: Index, exact: float, text: str) -> dict[str, str]:
     """One number of the answer, and what it is."""
     text = text.strip()
-    found = {"cell": f"{step.title}: {Place(step, at).text}", "given": text}
+    found = {"cell": f"{step.title}: {Cell(step, at).text}", "given": text}
     if not text:
         return found | {"verdict": "left blank"}
     try:

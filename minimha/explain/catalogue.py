@@ -1,13 +1,12 @@
 """What each traced name means. The equations only name their steps; the words are here.
 
-``formula`` is for a terminal, ``tex`` for a page. A name inside a tile has its block in brackets,
-``S[i=0,j=1]``, and a step that is computed a second time has a word, ``weights[divided]``: the
-entry is that of the name before the bracket.
+``formula`` is for a terminal, ``tex`` for a page. A name may have a stage in brackets: a block,
+``S[i=0,j=1]``, or a word where a step is computed several times, ``q[encoder]``. Its entry is that
+of the name before the bracket.
 
-``made`` says how one cell comes about: an operation, which ``origins`` knows, and the steps it
-takes. ``a|b`` is the first of these that the trace has, ``b?`` may be missing, ``m<`` is the m of
-the block before, and ``a|b*`` the latest of these before, of whatever run. Where it is empty, the
-numbers are given.
+``made`` is an operation, which ``origins`` computes, and the steps that it takes. ``a|b`` is the
+first of these that the trace has; ``b?`` may be missing; ``m<`` is the m of the block before;
+``a|b*`` is the latest of these before, of any stage. Without ``made`` the numbers are given.
 """
 
 import re
@@ -539,7 +538,7 @@ def base_of(name: str) -> str:
 
 
 def beside(name: str, base: str) -> str:
-    """Return the step ``base`` of the same variant: ``x[encoder]`` beside ``q[encoder]``."""
+    """Return the step ``base`` of the same stage: ``x[encoder]`` beside ``q[encoder]``."""
     return base + name[len(base_of(name)) :]
 
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.explain import figures, sheet, wording
+from minimha.explain import figures, spreadsheet, wording
 from minimha.explain.figures import charts, latex, raster
 from minimha.explain.figures.matrix import LIGHTEST_ON, scales_of, shades
 from minimha.explain.page import page
@@ -40,7 +40,7 @@ def trace_as(kind: str, trace: Trace, decimals: int) -> str | bytes | dict[str, 
     if kind in ("markdown", "latex"):
         return as_markdown(trace, decimals) if kind == "markdown" else as_latex(trace, decimals)
     if kind == "xlsx":
-        return sheet.as_workbook(trace, decimals)
+        return spreadsheet.as_workbook(trace, decimals)
     makers: dict[str, Callable[[Trace], str | bytes | dict[str, str]]]
     makers = {"json": as_json, "csv": as_csv, "npz": as_npz}
     return makers[kind](trace)
@@ -75,7 +75,7 @@ def _as_json(trace: Trace, values: Callable[[Step], dict[str, Any]]) -> str:
     }
     if trace.cell:
         record["cell"] = [
-            {"step": written.place.step.title, "operation": written.operation, "text": written.text}
+            {"step": written.cell.step.title, "operation": written.operation, "text": written.text}
             for written in story(trace)
         ]
     return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
@@ -171,7 +171,7 @@ def as_csv(trace: Trace) -> dict[str, str]:
     ]
     found = {name: _csv(step) for name, step in files.items()} | {"labels.csv": _lines(labels)}
     if trace.cell:
-        story_lines = [[w.place.step.title, w.text] for w in story(trace)]
+        story_lines = [[w.cell.step.title, w.text] for w in story(trace)]
         found["cell.csv"] = _lines(story_lines)
     return found
 
@@ -242,7 +242,7 @@ def _axes(trace: Trace) -> str:
 
 def _story(trace: Trace, decimals: int) -> list[str]:
     """The lines that write out one cell."""
-    return [f"{w.place.step.title}: {w.text}" for w in story(trace, decimals)]
+    return [f"{w.cell.step.title}: {w.text}" for w in story(trace, decimals)]
 
 
 def _said(step: Step) -> str:

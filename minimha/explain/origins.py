@@ -272,8 +272,8 @@ class Origins:
     def _named(self, step: Step, names: str) -> Iterator[Sequence[Step]]:
         """The steps that ``a|b`` may mean, likeliest first, all batch entries and heads together.
 
-        For ``[cross, step 1]``, steps of the same variant come first, then those of ``[cross]``,
-        then those without a variant. ``m<`` is of the nearest block before, ``a*`` the latest.
+        For ``[cross, step 1]``, steps of the same stage come first, then those of ``[cross]``,
+        then those without a stage. ``m<`` is of the nearest block before, ``a*`` the latest.
         """
         known = list(self.by_name)
         before = known[: known.index(step.name)]

@@ -341,7 +341,7 @@ def _story(trace: Trace, decimals: int, width: int | None) -> list[Text]:
 
     lines = [Text(), Text(f"cell {trace.cell}", "bold"), Text()]
     for written in story(trace, decimals):
-        lines += _paragraph(f"{written.place.step.title}: {written.text}", width)
+        lines += _paragraph(f"{written.cell.step.title}: {written.text}", width)
     return lines
 
 

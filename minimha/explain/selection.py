@@ -25,13 +25,13 @@ def check_names(every: Sequence[Step], only: Sequence[str], blank: Sequence[str]
             continue
         from difflib import get_close_matches  # imported here, so that other starts are faster
 
-        # What stands before a head or variant may be there without it.
+        # What stands before a head or stage may be there without it.
         plain = re.split(r"[,·\[]", name[:60])[0].strip().lower()
         exact = [plain] if plain in {*known, *DRAWINGS} else []
         near = exact or get_close_matches(name[:60], [*known, *DRAWINGS], 1)
         meant = f"did you mean {near[0]!r}? " if near else ""
-        variants = (re.sub(r"\[[^=]*\]", "", step.name) for step in every)  # the base chooses all
-        shown = dict.fromkeys(re.sub(r"=\d+", "=…", name) for name in variants)
+        stages = (re.sub(r"\[[^=]*\]", "", step.name) for step in every)  # the base chooses all
+        shown = dict.fromkeys(re.sub(r"=\d+", "=…", name) for name in stages)
         raise ValueError(f"no step {name!r} here: {meant}the steps are {', '.join(shown)}")
 
 

@@ -83,11 +83,11 @@ class Step:
 
     @property
     def base(self) -> str:
-        """The name without its variant: ``S`` for ``S[i=0,j=1]``."""
+        """The name without its stage: ``S`` for ``S[i=0,j=1]``."""
         return base_of(self.name)
 
     @property
-    def variant(self) -> str:
+    def stage(self) -> str:
         """What follows the name in brackets: ``encoder`` for ``q[encoder]``."""
         return self.name.partition("[")[2].rstrip("]")
 
@@ -104,8 +104,8 @@ class Step:
 
     @property
     def names(self) -> set[str]:
-        """The names under which a reader may choose it, with or without variant and head."""
-        drawn = ", ".join(part for part in (self.base, self.variant, self.place) if part)
+        """The names under which a reader may choose it, with or without stage and head."""
+        drawn = ", ".join(part for part in (self.base, self.stage, self.place) if part)
         return {self.name, self.base, self.title, drawn}
 
     def number(self, axis: int, label: str) -> int | None:

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from minimha.explain.numbers import cells, term
 from minimha.explain.trace import Step, Trace
-from minimha.explain.written import Index, Place, Written, cell
+from minimha.explain.written import Cell, Index, Written, cell
 
 PAIRS = (("Lq", "Lk"), ("B_r", "B_c"))  # axes of a matrix with a cell for a query and a key
 
@@ -27,15 +27,15 @@ def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
         elif step.made[:1] in (("product",), ("running product",)):
             found += _share_of(trace, step, parts, decimals)
     if len(parts) > 1:  # a number per row belongs to the cells of its row that were found
-        there = {_beside(w.place.step) for w in found if not _is_per_row(w.place.step)}
-        found = [w for w in found if _beside(w.place.step) in there]
+        there = {_beside(w.cell.step) for w in found if not _is_per_row(w.cell.step)}
+        found = [w for w in found if _beside(w.cell.step) in there]
     if not found:
         raise ValueError(_not_there(trace, parts))
     return tuple(found)
 
 
 def _beside(step: Step) -> tuple[str, str]:
-    """What the steps of one run, block, batch entry and head have in common."""
+    """What the steps of one stage, batch entry and head have in common."""
     return step.name[len(step.base) :], step.place
 
 
@@ -69,14 +69,14 @@ def _share_of(trace: Trace, step: Step, parts: Sequence[str], decimals: int) -> 
     weight = term(weights.value, decimals)(weights.value[i, j])
     row, output = (" ".join(cells(s.value, decimals)[n]) for s, n in ((values, j), (step, i)))
     [share] = cells(weights.value[i, j] * values.value[j], decimals, like=step.value)
-    place = Place(step, (i,))
+    this = Cell(step, (i,))
     right = f"{weight} · [{row}] = [{' '.join(share)}]"
-    text = f"{right}, its part of {place.text} = [{output}]"
+    text = f"{right}, its part of {this.text} = [{output}]"
     yield Written(
-        place,
+        this,
         "part",
-        (Place(weights, index),),
-        tuple(Place(values, (j, n)) for n in range(values.value.shape[1])),
+        (Cell(weights, index),),
+        tuple(Cell(values, (j, n)) for n in range(values.value.shape[1])),
         (),
         right,
         text,

@@ -32,7 +32,7 @@ class Trace(Record):
     example, source : str, optional
         What is traced, and where it comes from.
     labels : mapping from axis name to labels, optional
-        Usually made by ``token_labels``. Labels of one variant's axis, ``Lk[cross]``, take
+        Usually made by ``token_labels``. Labels of one stage's axis, ``Lk[cross]``, take
         precedence over those of the axis.
     notes : mapping from step name to str, optional
         What to say about a step, or about one head of it (``weights, head 1``), beyond the

@@ -42,8 +42,8 @@ class Pick(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The query, and the run and head where there are several."""
-        places = "".join(f", {part}" for part in (self.output.variant, self.output.place) if part)
+        """The query, and the stage and head where there are several."""
+        places = "".join(f", {part}" for part in (self.output.stage, self.output.place) if part)
         return f"how query {(self.weights.rows or ())[self.query]} picks values{places}"
 
 
@@ -89,19 +89,19 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
     weights = weights or [step for step in steps if step.base == "weights"]
     if len(weights) > 1:
         return [
-            (", ".join(part for part in ("weights", step.variant, step.place) if part), step)
+            (", ".join(part for part in ("weights", step.stage, step.place) if part), step)
             for step in weights
         ]
-    variant = weights[0].name[len("weights") :] if weights else ""
+    stage = weights[0].name[len("weights") :] if weights else ""
     order = {
         "scores": "raw scores", "energies": "raw scores", "masked": "masked",
         "weights": "softmax weights",
     }  # fmt: skip
     return [
-        (", ".join(part for part in (title, step.variant, step.place) if part), step)
+        (", ".join(part for part in (title, step.stage, step.place) if part), step)
         for name, title in order.items()
         for step in steps
-        if step.name == name + variant
+        if step.name == name + stage
     ]
 
 

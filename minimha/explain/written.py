@@ -21,7 +21,7 @@ NO_KEY = "no key is seen: 0 by convention"
 NO_FORMULA = ("hidden by the mask", "not hidden", "not rotated", NO_KEY)
 
 
-class Place(NamedTuple):
+class Cell(NamedTuple):
     """One cell of a step."""
 
     step: Step
@@ -49,7 +49,7 @@ class Place(NamedTuple):
         return self.step.symbol + (f"[{','.join(self.labels)}]" if self.labels else "")
 
 
-Places = tuple[Place, ...]
+Cells = tuple[Cell, ...]
 
 
 class Say:
@@ -59,32 +59,32 @@ class Say:
         self.decimals = decimals
         self.steps: dict[Step, Callable[[float], str]] = {}
 
-    def __call__(self, place: Place) -> str:
+    def __call__(self, cell: Cell) -> str:
         """The number of a cell."""
-        if place.step not in self.steps:
-            self.steps[place.step] = term(place.step.value, self.decimals)
-        return self.steps[place.step](place.value)
+        if cell.step not in self.steps:
+            self.steps[cell.step] = term(cell.step.value, self.decimals)
+        return self.steps[cell.step](cell.value)
 
 
 class Parts(NamedTuple):
     """What a cell is made from: a row, a column, further cells, and how they are written."""
 
-    row: Places
-    column: Places
-    others: Places
+    row: Cells
+    column: Cells
+    others: Cells
     text: str
 
 
 class Written(NamedTuple):
     """How one cell comes about."""
 
-    place: Place
+    cell: Cell
     operation: str  # as in ``origins``; "given" where the number is given
     # The cells of the first and of the second operand that it is made from: for a product the row
     # and the column, whose products are summed in this order.
-    row: Places
-    column: Places
-    others: Places  # a bias, a sink, the sum of the blocks before
+    row: Cells
+    column: Cells
+    others: Cells  # a bias, a sink, the sum of the blocks before
     right: str  # what stands between the cell and its value; empty where it is given
     text: str  # the whole line
 
@@ -105,17 +105,17 @@ def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
 
 def cell_of(made: Origin | None, step: Step, index: Index, decimals: int = 3) -> Written:
     """Write out a cell of ``step``, whose origin is ``made``."""
-    say, place = Say(decimals), Place(step, index)
-    value = say(place)
+    say, this = Say(decimals), Cell(step, index)
+    value = say(this)
     if made is None:
-        return Written(place, "given", (), (), (), "", f"{place.text} = {value}, given")
+        return Written(this, "given", (), (), (), "", f"{this.text} = {value}, given")
     i, j = (0, 0, *index)[-2:]
     parts = WRITERS[made.operation](Operands(made, i, j, say))
-    if made.operation in ("mask", "block") and np.isneginf(place.value):
+    if made.operation in ("mask", "block") and np.isneginf(this.value):
         parts = parts._replace(text="hidden by the mask")
     is_formula = parts.text not in NO_FORMULA
     equals = f"{parts.text} = {value}" if is_formula else f"{value}, {parts.text}"
-    return Written(place, made.operation, *parts, f"{place.text} = {equals}")
+    return Written(this, made.operation, *parts, f"{this.text} = {equals}")
 
 
 class Operands(NamedTuple):
@@ -130,24 +130,24 @@ class Operands(NamedTuple):
         """Operand n; None where an optional one is missing."""
         return self.made.operands[n] if n < len(self.made.operands) else None
 
-    def at(self, n: int, i: int | None = None, j: int | None = None) -> Places:
+    def at(self, n: int, i: int | None = None, j: int | None = None) -> Cells:
         """The cell of operand n that meets (i, j); one row, column or number is repeated."""
         step = self.step(n)
         if step is None:
             return ()
         index = (self.i if i is None else i, self.j if j is None else j)[2 - step.value.ndim :]
         sizes = step.value.shape
-        return (Place(step, tuple(min(n, s - 1) for n, s in zip(index, sizes, strict=True))),)
+        return (Cell(step, tuple(min(n, s - 1) for n, s in zip(index, sizes, strict=True))),)
 
-    def row(self, n: int, i: int | None = None) -> Places:
+    def row(self, n: int, i: int | None = None) -> Cells:
         """Row i of operand n."""
         step, i = self.step(n), self.i if i is None else i
-        return tuple(Place(step, (i, d)) for d in range(step.value.shape[1]))
+        return tuple(Cell(step, (i, d)) for d in range(step.value.shape[1]))
 
-    def row_and_column(self) -> tuple[Places, Places]:
+    def row_and_column(self) -> tuple[Cells, Cells]:
         """What a product multiplies, without NaN and ∞ that the query does not see."""
         B = self.step(1)
-        column = (Place(B, (d, self.j)) for d in range(len(B.value)))
+        column = (Cell(B, (d, self.j)) for d in range(len(B.value)))
         pairs = zip(self.row(0), column, strict=True)
         seen = [(a, b) for a, b in pairs if np.isfinite(b.value) or not self.made.hides(*a.at)]
         return tuple(a for a, _ in seen), tuple(b for _, b in seen)
@@ -157,24 +157,24 @@ class Operands(NamedTuple):
         value = self.made.constant or 0.0
         return _factor(term(np.array(value), self.say.decimals)(value))
 
-    def numbers(self, *places: Place) -> list[str]:
+    def numbers(self, *cells: Cell) -> list[str]:
         """The number of each cell, negative ones in parentheses."""
-        return [_factor(self.say(place)) for place in places]
+        return [_factor(self.say(cell)) for cell in cells]
 
-    def sum(self, places: Places, form: str = "{}") -> str:
+    def sum(self, cells: Cells, form: str = "{}") -> str:
         """The numbers, each in ``form``, with plus signs between."""
-        terms = [form.format(number) for number in self.numbers(*places)]
-        return _joined(terms, [abs(place.value) for place in places])
+        terms = [form.format(number) for number in self.numbers(*cells)]
+        return _joined(terms, [abs(cell.value) for cell in cells])
 
-    def sum_of_products(self, row: Places, column: Places) -> str:
+    def sum_of_products(self, row: Cells, column: Cells) -> str:
         """The products of both, with plus signs between."""
         pairs = list(zip(row, column, strict=True))
         terms = ["·".join(self.numbers(*pair)) for pair in pairs]
         return _joined(terms, [abs(a.value * b.value) for a, b in pairs]) or "0"
 
-    def length(self, places: Places) -> str:
+    def length(self, cells: Cells) -> str:
         """The length of a vector."""
-        return f"√({self.sum(places, '{}²')})"
+        return f"√({self.sum(cells, '{}²')})"
 
 
 def _factor(number: str) -> str:
@@ -231,7 +231,7 @@ def _cosine(x: Operands) -> Parts:
 def _pairs(x: Operands) -> Parts:
     w = x.step(1)
     row = x.row(0, x.i * len(x.step(2).value) + x.j)
-    column = tuple(Place(w, (d,)) for d in range(w.value.size))
+    column = tuple(Cell(w, (d,)) for d in range(w.value.size))
     return Parts(row, column, (), x.sum_of_products(row, column))
 
 
@@ -242,7 +242,7 @@ def _columns(x: Operands) -> Parts:
 
 def _rows(x: Operands) -> Parts:
     row = x.at(0, i=x.i + int(x.made.constant or 0))
-    return Parts(row, (), (), f"{row[0].text} of {row[0].step.variant or row[0].step.name}")
+    return Parts(row, (), (), f"{row[0].text} of {row[0].step.stage or row[0].step.name}")
 
 
 def _concat(x: Operands) -> Parts:
@@ -286,16 +286,16 @@ def _alibi(x: Operands) -> Parts:
 
 def _max(x: Operands) -> Parts:
     row, others = x.row(0), x.at(1, j=0)
-    places = (*row, *others)
-    values = [place.value for place in places]
+    cells = (*row, *others)
+    values = [cell.value for cell in cells]
     if x.made.operation == "row max" and np.isneginf(values).all():
         return Parts(row, (), others, NO_KEY)
-    return Parts(row, (), others, f"max({_joined([*map(x.say, places)], values, ', ')})")
+    return Parts(row, (), others, f"max({_joined([*map(x.say, cells)], values, ', ')})")
 
 
 def _softmax(x: Operands) -> Parts:
     row = x.row(0)
-    powers = [f"exp({x.say(place)})" for place in row]
+    powers = [f"exp({x.say(cell)})" for cell in row]
     return Parts(row, (), (), f"{powers[x.j]} / ({_joined(powers, [p.value for p in row])})")
 
 
@@ -351,7 +351,7 @@ def _mean_square(x: Operands) -> Parts:
         return Parts(row, (), (), f"({x.sum(row, '{}²')}) / {len(row)}")
     [middle] = x.numbers(*mean)
     terms = [f"({number.strip('()')} - {middle})²" for number in x.numbers(*row)]
-    sizes = [abs(place.value - mean[0].value) for place in row]
+    sizes = [abs(cell.value - mean[0].value) for cell in row]
     return Parts(row, (), mean, f"({_joined(terms, sizes)}) / {len(row)}")
 
 

@@ -10,7 +10,7 @@ from minimha.api import attention
 from minimha.explain.chart import Axis, Lines
 from minimha.explain.figures.angles import angles
 from minimha.explain.figures.drawing import Drawing
-from minimha.explain.figures.sheet import WIDEST
+from minimha.explain.figures.gallery import WIDEST
 from minimha.explain.result import Result, Table
 from minimha.explain.trace import Trace
 from minimha.layers.cosine import cosine_attention

@@ -88,7 +88,7 @@ def test_every_cell_is_written_out_with_its_own_value(name):
         made = trace.origins[step]
         for at in np.ndindex(step.value.shape):
             written = cell_of(made, step, at, 6)
-            assert written.place.value == step.value[at] or np.isnan(step.value[at])
+            assert written.cell.value == step.value[at] or np.isnan(step.value[at])
             assert written.text.startswith(step.symbol)
             if written.operation in ("product", "dot"):
                 terms = [

@@ -27,7 +27,7 @@ LINES = [
 
 def lines(trace, cell, only=(), **others):
     chosen = trace.selected(only, cell=cell, **others)
-    return [f"{w.place.step.title}: {w.text}" for w in story(chosen)]
+    return [f"{w.cell.step.title}: {w.text}" for w in story(chosen)]
 
 
 @pytest.mark.parametrize("cell", ["sat,cat", "sat, cat", "2,1", "sat,1"])

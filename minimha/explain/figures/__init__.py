@@ -1,5 +1,5 @@
 """Figures of a trace, drawn as SVG: the flow of data, heatmaps, blocks, bars and angles."""
 
-from minimha.explain.figures.sheet import figures, svg
+from minimha.explain.figures.gallery import figures, svg
 
 __all__ = ["figures", "svg"]

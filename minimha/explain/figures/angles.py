@@ -20,7 +20,7 @@ def angles(steps: Sequence[Step], widest: float, decimals: int) -> Drawing:
     cosine = next((s for s in steps if s.base == "cosine" and s.value.size), None)
     if cosine is None:
         return Drawing()
-    sides = [s for s in steps if s.base in ("q", "k") and s.variant == cosine.variant]
+    sides = [s for s in steps if s.base in ("q", "k") and s.stage == cosine.stage]
     sides = sides if len(sides) == 2 else [s for s in steps if s.name in ("q", "k")]
     if [s.base for s in sides] != ["q", "k"]:
         return Drawing()

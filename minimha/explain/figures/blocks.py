@@ -56,7 +56,7 @@ def _title(num_loaded: int, num_skipped: int) -> str:
 
 
 def _place(step: Step) -> tuple[int, int]:
-    i, j = re.findall(r"\d+", step.variant)
+    i, j = re.findall(r"\d+", step.stage)
     return int(i), int(j)
 
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from minimha.explain import wording
 from minimha.explain.figures.drawing import STYLE
+from minimha.explain.figures.gallery import figures
 from minimha.explain.figures.matrix import MAPPED, SHARES
-from minimha.explain.figures.sheet import figures
 from minimha.explain.mathml import mathml
 from minimha.explain.origins import Origin
 from minimha.explain.story import story
@@ -77,7 +77,7 @@ def _cell(trace: Trace, number: Mapping[Step, int], decimals: int) -> str:
         return ""
     items = []
     for written in story(trace, decimals):
-        step, at = written.place.step, (0, 0, *written.place.at)[-2:]
+        step, at = written.cell.step, (0, 0, *written.cell.at)[-2:]
         link = f'<a href="#{number[step]},{at[0]},{at[1]}">{html.escape(wording.title(step))}</a>'
         items.append(f"<li>{link}: <code>{html.escape(written.text)}</code></li>")
     return f"<h2>Cell {html.escape(trace.cell)}</h2>\n<ul>{''.join(items)}</ul>"
@@ -188,7 +188,7 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
     mapped = "weights" if step.base in SHARES else "scores"
     return {
         "title": wording.title(step), "symbol": step.symbol, "place": step.place,
-        "stage": step.variant or step.name, "axes": list(step.axes), "shape": list(shape),
+        "stage": step.stage or step.name, "axes": list(step.axes), "shape": list(shape),
         "rows": rows, "cols": shape[-1] if shape else 1,
         "rowLabels": tables.label(step.rows) if len(shape) > 1 else None,
         "columnLabels": tables.label(step.columns),

@@ -48,7 +48,7 @@ def _cell(trace: Trace, decimals: int) -> Drawing:
     drawing = Drawing()
     drawing.text(0, SIZE / 2, f"cell {trace.cell}", "bold")
     for written in story(trace, decimals):
-        line = f"{wording.title(written.place.step)}: {written.text}"
+        line = f"{wording.title(written.cell.step)}: {written.text}"
         drawing.text(0, drawing.height + SIZE, line, "number")
     return drawing
 

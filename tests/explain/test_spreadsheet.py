@@ -15,7 +15,7 @@ import pytest
 
 from minimha import attention
 from minimha.examples import EXAMPLES, sentences, translation
-from minimha.explain import Trace, sheet, wording
+from minimha.explain import Trace, spreadsheet, wording
 from minimha.explain.trace import token_labels
 from minimha.layers.additive import additive_attention
 from minimha.layers.cosine import cosine_attention
@@ -162,7 +162,7 @@ def recalculated(tmp_path_factory):
         pytest.skip("LibreOffice, which recalculates sheets, is not installed")
     bare, full = tmp_path_factory.mktemp("bare"), tmp_path_factory.mktemp("full")
     for n, (before, changes, _) in enumerate(ALL.values()):
-        book = openpyxl.load_workbook(io.BytesIO(sheet.as_workbook(before, 3)))
+        book = openpyxl.load_workbook(io.BytesIO(spreadsheet.as_workbook(before, 3)))
         book.save(bare / f"{n}-exported.xlsx")
         for name, i, j, number in changes:
             ranges(book)[name][i][j].value = number
@@ -195,12 +195,14 @@ def test_changed_cells_give_the_numbers_of_a_new_trace(recalculated, case):
 
 @pytest.mark.parametrize("case", ALL)
 def test_readers_that_compute_nothing_see_the_numbers_too(case):
-    book = openpyxl.load_workbook(io.BytesIO(sheet.as_workbook(ALL[case][0], 3)), data_only=True)
+    book = openpyxl.load_workbook(
+        io.BytesIO(spreadsheet.as_workbook(ALL[case][0], 3)), data_only=True
+    )
     assert_shows(book, ALL[case][0])
 
 
 def opened(trace):
-    return openpyxl.load_workbook(io.BytesIO(sheet.as_workbook(trace, 3)))
+    return openpyxl.load_workbook(io.BytesIO(spreadsheet.as_workbook(trace, 3)))
 
 
 def formula(cell):
@@ -303,7 +305,7 @@ def long(num_tokens, d_model=2):
 )  # fmt: skip
 def test_what_a_sheet_cannot_hold_is_refused(trace, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        sheet.as_workbook(trace(), 3)
+        spreadsheet.as_workbook(trace(), 3)
 
 
 def test_a_step_that_no_formula_gives_is_refused():
@@ -311,7 +313,7 @@ def test_a_step_that_no_formula_gives_is_refused():
     made = MultiHeadAttention(8, 2, qk_norm="full")
     made(X, tap=trace)
     with pytest.raises(ValueError, match="q_normed follows from the steps before it in no way"):
-        sheet.as_workbook(trace, 3)
+        spreadsheet.as_workbook(trace, 3)
 
 
 def test_sixty_four_tokens_fit():
@@ -321,7 +323,7 @@ def test_sixty_four_tokens_fit():
 def test_without_the_extra_a_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "xlsxwriter", None)
     with pytest.raises(ValueError, match=re.escape("pip install 'minimha[sheets]'")):
-        sheet.as_workbook(core(), 3)
+        spreadsheet.as_workbook(core(), 3)
 
 
 def test_a_cell_is_written_out_below():
@@ -333,7 +335,7 @@ def test_a_cell_is_written_out_below():
 
 
 def test_decimals_and_large_numbers_have_their_formats():
-    book = openpyxl.load_workbook(io.BytesIO(sheet.as_workbook(core(Q * 1e9), 1)))
+    book = openpyxl.load_workbook(io.BytesIO(spreadsheet.as_workbook(core(Q * 1e9), 1)))
     formats = {name: area[0][0].number_format for name, area in ranges(book).items()}
     assert formats["scores_batch_0_head_0"] == "0.0E+00"
     assert formats["weights_batch_0_head_0"] == "0.0"

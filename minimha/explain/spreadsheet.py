@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.explain import wording
+from minimha.explain.catalogue import beside
 from minimha.explain.labels import BLOCK, TOKEN_AXES
 from minimha.explain.numbers import LARGEST_FIXED
 from minimha.explain.origins import GELU, RELU, SILU, Origin, pairs
@@ -348,7 +349,7 @@ class _Sheet:
         self.top += 1
         self._line(f"cell {self.trace.cell}, with the numbers as they were exported", bold=True)
         for written in story(self.trace, self.decimals):
-            self._line(f"{written.place.step.title}: {written.text}")
+            self._line(f"{written.cell.step.title}: {written.text}")
 
     def _step(self, steps: list[Step]) -> None:
         """The matrices of one name, and above them what they take beside other steps."""
@@ -377,13 +378,13 @@ class _Sheet:
 
     def _settings(self, steps: Sequence[Step]) -> list[tuple[Setting, ...]]:
         """What the formula of each step takes after its operands; a scale and a mask are cells."""
-        made, stage = self.origins[steps[0].title], steps[0].name[len(steps[0].base) :]
+        made, name = self.origins[steps[0].title], steps[0].name
         if made is None:
             return [()] * len(steps)
         if made.operation == "scale":
-            return [(self._scale(f"scale{stage}", steps),)] * len(steps)
+            return [(self._scale(beside(name, "scale"), steps),)] * len(steps)
         if made.operation == "mask":
-            return [(panel,) for panel in self._visible(f"visible{stage}", steps)]
+            return [(panel,) for panel in self._visible(beside(name, "visible"), steps)]
         if made.operation in ("rotated", "columns", "rows", "norm", "activation"):
             found = [self.origins[step.title] for step in steps]
             return [((made and made.constant) or 0.0,) for made in found]
