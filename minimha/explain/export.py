@@ -9,7 +9,7 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -26,24 +26,26 @@ from minimha.explain.steps import num_query_heads
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
+Content = str | bytes | dict[str, str]
 
-def trace_as(kind: str, trace: Trace, decimals: int) -> str | bytes | dict[str, str]:
+
+def trace_as(kind: str, trace: Trace, decimals: int) -> Content:
     """Return ``trace`` in the format ``kind``; CSV is a dictionary from file name to text.
 
     SVG and PNG show the figures alone.
     """
-    if kind == "html":
-        return page(trace, decimals)
-    if kind in ("svg", "png"):
-        picture = figures.svg(trace, decimals)
-        return picture if kind == "svg" else raster.png(picture)
-    if kind in ("markdown", "latex"):
-        return as_markdown(trace, decimals) if kind == "markdown" else as_latex(trace, decimals)
-    if kind == "xlsx":
-        return spreadsheet.as_workbook(trace, decimals)
-    makers: dict[str, Callable[[Trace], str | bytes | dict[str, str]]]
-    makers = {"json": as_json, "csv": as_csv, "npz": as_npz}
-    return makers[kind](trace)
+    makers: dict[str, Callable[[], Content]] = {
+        "json": lambda: as_json(trace),
+        "markdown": lambda: as_markdown(trace, decimals),
+        "latex": lambda: as_latex(trace, decimals),
+        "csv": lambda: as_csv(trace),
+        "npz": lambda: as_npz(trace),
+        "xlsx": lambda: spreadsheet.as_workbook(trace, decimals),
+        "svg": lambda: figures.svg(trace, decimals),
+        "png": lambda: raster.png(figures.svg(trace, decimals)),
+        "html": lambda: page(trace, decimals),
+    }
+    return makers[kind]()
 
 
 def as_json(trace: Trace) -> str:
@@ -55,10 +57,10 @@ def as_json(trace: Trace) -> str:
     for it. ``cell`` has the lines that write out one cell. With ``reading.trace_from`` it is the
     same trace again.
     """
-    return _as_json(trace, _value_record)
+    return _as_json(trace, has_values=True)
 
 
-def _as_json(trace: Trace, values: Callable[[Step], dict[str, Any]]) -> str:
+def _as_json(trace: Trace, *, has_values: bool) -> str:
     record: dict[str, Any] = {
         "example": trace.example,
         "source": trace.source,
@@ -69,9 +71,7 @@ def _as_json(trace: Trace, values: Callable[[Step], dict[str, Any]]) -> str:
         "blocks": None if trace.blocks is None else list(trace.blocks),
         "num_heads": num_query_heads(trace),
         "computed": list(dict.fromkeys([*trace, *trace.computed])),
-        "steps": [
-            _step_record(step) | values(step) | _printed_records(step) for step in trace.steps
-        ],
+        "steps": [_step_record(step, has_values) for step in trace.steps],
     }
     if trace.cell:
         record["cell"] = [
@@ -86,7 +86,7 @@ def as_markdown(trace: Trace, decimals: int) -> str:
     parts = [f"# {_markdown(trace.example)}"]
     parts += [_markdown(words) for words in (trace.source, _axes(trace)) if words]
     for step in trace.shown:
-        parts.append(f"## {_markdown(wording.title(step))}")
+        parts.append(f"## {_markdown(step.title)}")
         parts.append(f"```math\n{step.tex}\n```")
         parts.append(_markdown(_said(step)))
         parts.append(_markdown_table(step, decimals))
@@ -94,7 +94,7 @@ def as_markdown(trace: Trace, decimals: int) -> str:
             items = "\n".join(f"- {_markdown(remark.sentence)}" for remark in remarks)
             parts.append(f"Printed in {_markdown(source)}: `{numbers}`\n\n{items}")
     if trace.cell:
-        lines = [f"- {_markdown(line)}" for line in _story(trace, decimals)]
+        lines = [f"- {_markdown(written.line)}" for written in story(trace, decimals)]
         parts += [f"## {_markdown(f'cell {trace.cell}')}", "\n".join(lines)]
     for name, drawing in figures.figures(trace, decimals).items():
         if name != "matrices":
@@ -110,24 +110,17 @@ def as_latex(trace: Trace, decimals: int) -> str:
     repeated.
     """
     body = [rf"\section*{{{_latex(trace.example)}}}", _latex(trace.source), _latex(_axes(trace))]
-    body.append("\n".join(_latex_step(*found, decimals) for found in _news(trace.shown)))
+    body.append("\n".join(_latex_step(*found, decimals) for found in wording.news(trace.shown)))
     if trace.cell:
-        lines = "\n".join(rf"\item {_latex(line)}" for line in _story(trace, decimals))
+        lines = "\n".join(rf"\item {_latex(written.line)}" for written in story(trace, decimals))
         body.append(rf"\subsection*{{cell {_latex(trace.cell)}}}")
         body.append(f"\\begin{{itemize}}\n{lines}\n\\end{{itemize}}")
     drawn = figures.figures(trace, decimals)
     pictures = (latex.picture(drawn[name], _latex) for name in FIGURES if name in drawn)
     body.append("\n".join(pictures))
     text = "\n\n".join(part for part in body if part.strip())
-    return _latex_document(text)
-
-
-def _news(steps: Sequence[Step]) -> Iterator[tuple[Step, bool]]:
-    """Each step, and whether its formula and note have not been said before."""
-    said: set[tuple[str, str]] = set()
-    for step in steps:
-        yield step, (step.formula, step.note) not in said
-        said.add((step.formula, step.note))
+    start = f"{LATEX_PREAMBLE}{_unknown_characters(text)}\\begin{{document}}\n\n"
+    return f"{start}{text}\n\n\\end{{document}}\n"
 
 
 def _latex_step(step: Step, is_new: bool, decimals: int) -> str:
@@ -136,7 +129,7 @@ def _latex_step(step: Step, is_new: bool, decimals: int) -> str:
     width = max(map(len, rows), default=0) + sum(
         max(len(text) for text in column) + 3 for column in zip(columns, *body, strict=True)
     )
-    parts = [rf"\textbf{{{_latex(wording.title(step))}}}"]
+    parts = [rf"\textbf{{{_latex(step.title)}}}"]
     if is_new and step.formula not in (step.symbol, step.name):
         parts.append(_fitting(rf"$ {step.tex} $"))
     parts.append(_latex_matrix(step, decimals))
@@ -167,12 +160,11 @@ def as_csv(trace: Trace) -> dict[str, str]:
         [name, axis, *names]
         for name, step in files.items()
         for axis, names in (("rows", step.rows), ("columns", step.columns))
-        if names and (axis == "columns" or step.value.ndim > 1)
+        if names
     ]
     found = {name: _csv(step) for name, step in files.items()} | {"labels.csv": _lines(labels)}
     if trace.cell:
-        story_lines = [[w.cell.step.title, w.text] for w in story(trace)]
-        found["cell.csv"] = _lines(story_lines)
+        found["cell.csv"] = _lines([[w.cell.step.title, w.text] for w in story(trace)])
     return found
 
 
@@ -184,49 +176,36 @@ def as_npz(trace: Trace) -> bytes:
     arrays = {name: _plain(value) for name, value in trace.arrays.items()}
     if "trace" in arrays:
         raise ValueError("a step is called 'trace', which an npz archive calls its description")
-    return _archive(arrays | {"trace": np.array(_as_json(trace, lambda step: {}))})
+    return _archive(arrays | {"trace": np.array(_as_json(trace, has_values=False))})
 
 
-def _step_record(step: Step) -> dict[str, Any]:
+def _step_record(step: Step, has_value: bool) -> dict[str, Any]:
     record: dict[str, Any] = {"name": step.name}
     places = {"batch": step.batch, "head": step.head, "kv_head": step.kv_head}
     record |= {key: number for key, number in places.items() if number is not None}
     record |= {
-        "symbol": step.symbol,
-        "axes": list(step.axes),
-        "formula": step.formula,
-        "note": step.note,
-        "shape": list(step.value.shape),
-    }
+        "symbol": step.symbol, "axes": list(step.axes), "formula": step.formula,
+        "note": step.note, "shape": list(step.value.shape),
+    }  # fmt: skip
     if step.hidden is not None and step.hidden.any():
         record["hidden"] = np.argwhere(step.hidden).tolist()
-    labels = {"rows": step.rows if step.value.ndim > 1 else None, "columns": step.columns}
+    labels = {"rows": step.rows, "columns": step.columns}
     record |= {key: list(names) for key, names in labels.items() if names}
     if step.value.dtype != np.float64:
         record["dtype"] = _plain(step.value).dtype.name
+    if has_value:
+        record["value"] = _nested(np.asarray(step.value, np.float64).tolist())
+    if step.printed:
+        record["printed"] = [_printed_record(comparison) for comparison in step.printed]
     return record
 
 
-def _value_record(step: Step) -> dict[str, Any]:
-    return {"value": _nested(np.asarray(step.value, np.float64).tolist())}
-
-
-def _printed_records(step: Step) -> dict[str, Any]:
-    return {"printed": [_printed_record(c) for c in step.printed]} if step.printed else {}
-
-
-def _printed_record(comparison: Comparison) -> dict[str, Any]:
+def _printed_record(c: Comparison) -> dict[str, Any]:
     return {
-        "value": _nested(comparison.value),
-        "exact": _nested(comparison.exact),
-        "decimals": comparison.decimals,
-        "status": comparison.status.value,
-        "index": list(comparison.index),
-        "text": comparison.text,
-        "source": comparison.source,
-        "origin": comparison.origin,
-        "exactly": comparison.exactly,
-    }
+        "value": _nested(c.value), "exact": _nested(c.exact), "decimals": c.decimals,
+        "status": c.status.value, "index": list(c.index), "text": c.text, "source": c.source,
+        "origin": c.origin, "exactly": c.exactly,
+    }  # fmt: skip
 
 
 def _nested(value: Any) -> Any:
@@ -237,12 +216,7 @@ def _nested(value: Any) -> Any:
 
 
 def _axes(trace: Trace) -> str:
-    return wording.legend(trace) if trace.legend and trace.shown else ""
-
-
-def _story(trace: Trace, decimals: int) -> list[str]:
-    """The lines that write out one cell."""
-    return [f"{w.cell.step.title}: {w.text}" for w in story(trace, decimals)]
+    return wording.legend(trace) if trace.shown else ""
 
 
 def _said(step: Step) -> str:
@@ -254,8 +228,8 @@ def _said(step: Step) -> str:
 
 def _labels(step: Step, body: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
     """A label for each row and for each column, empty where the axis counts no tokens."""
-    rows = step.rows if step.value.ndim > 1 else None
-    return list(rows or [""] * len(body)), list(step.columns or [""] * len(body[0] if body else ()))
+    rows, columns = [""] * len(body), [""] * len(body[0] if body else ())
+    return list(step.rows or rows), list(step.columns or columns)
 
 
 def _markdown_table(step: Step, decimals: int) -> str:
@@ -310,11 +284,6 @@ def _latex(text: str) -> str:
         "×": r"\(\times\)", "→": r"\(\to\)",
     }  # fmt: skip
     return "".join(special.get(character, character) for character in text)
-
-
-def _latex_document(text: str) -> str:
-    start = f"{LATEX_PREAMBLE}{_unknown_characters(text)}\\begin{{document}}\n\n"
-    return f"{start}{text}\n\n\\end{{document}}\n"
 
 
 def _unknown_characters(text: str) -> str:

@@ -72,16 +72,16 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
     lines = _paragraph(trace.example, width, "bold", indent=0)
     lines += _paragraph(trace.source, width, "", indent=0) if trace.source else []
     steps = trace.shown
-    if steps and trace.legend:
+    if steps and wording.legend(trace):
         lines += _paragraph(wording.legend(trace), width, "", indent=0)
-    said: set[tuple[str, str]] = set()
-    for number, step in enumerate(steps, 1):
-        lines += [Text(), *_heading(step, number)]
-        if (step.formula, step.note) not in said:  # else an earlier head or block said it
+    for number, (step, is_new) in enumerate(wording.news(steps), 1):
+        place = f" · {step.place}" if step.place else ""
+        axes = f"   {' × '.join(step.axes)} = {step.size}" if step.axes else ""
+        lines += [Text(), Text(f"{number:>2}  ").append(step.name + place, "bold").append(axes)]
+        if is_new:
             if step.formula not in (step.symbol, step.name):
                 lines += _paragraph(step.formula, width)
             lines += [*_paragraph(step.note, width), Text()]
-            said.add((step.formula, step.note))
         lines += _matrix(step, decimals, width, shades.infinity)
         if step.printed:
             lines += [Text(), *_printed(step, width)]
@@ -205,21 +205,14 @@ def plain(shown: RenderableType) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines.split("\n"))
 
 
-def _heading(step: Step, number: int) -> list[Text]:
-    place = f" · {step.place}" if step.place else ""
-    axes = f"   {' × '.join(step.axes)} = {step.size}" if step.axes else ""
-    return [Text(f"{number:>2}  ").append(step.name + place, "bold").append(axes)]
-
-
 def _matrix(step: Step, decimals: int, width: int | None, infinity: str) -> list[Text]:
     """The numbers under their labels, in as many groups of columns as the width requires."""
     numbers = wording.numbers(step, decimals)
     body = [[number.replace("∞", infinity) for number in row] for row in numbers]
     if not body or not body[0]:
         return [Text(" " * INDENT + "(empty)")]
-    labels = step.rows if step.value.ndim > 1 else None
-    names = ["" if labels is None else label for label in labels or [""] * len(body)]
-    margin = INDENT + max(map(cell_len, names)) + (GAP if labels else 0)
+    names = step.rows or [""] * len(body)
+    margin = INDENT + max(map(cell_len, names)) + (GAP if step.rows else 0)
     heads = step.columns or [str(n) for n in range(len(body[0]))]
     widths = [max(cell_len(cell) for cell in column) for column in zip(heads, *body, strict=True)]
     groups = _column_groups(widths, None if width is None else width - margin)
@@ -341,7 +334,7 @@ def _story(trace: Trace, decimals: int, width: int | None) -> list[Text]:
 
     lines = [Text(), Text(f"cell {trace.cell}", "bold"), Text()]
     for written in story(trace, decimals):
-        lines += _paragraph(f"{written.cell.step.title}: {written.text}", width)
+        lines += _paragraph(written.line, width)
     return lines
 
 

@@ -105,29 +105,9 @@ def _alibi(i: int, j: int, slope: Panel, d: Panel, given: Panel | None, hides: b
     return f'IF(ISNUMBER({b}),{b}{part},"{HIDDEN}")' if hides else b + part
 
 
-def _row_max(i: int, j: int, S: Panel, sink: Panel | None) -> str:
-    return f"MAX({S.row(i)}" + (f",{sink.cell(i, j)})" if sink else ")")
-
-
-def _exp(i: int, j: int, S: Panel, m: Panel) -> str:
-    return f"IF(ISNUMBER({S.cell(i, j)}),EXP({S.cell(i, j)}-{m.cell(i, j)}),0)"
-
-
-def _total(i: int, j: int, P: Panel, sink: Panel | None, m: Panel) -> str:
-    return f"SUM({P.row(i)})" + (f"+EXP({sink.cell(i, j)}-{m.cell(i, j)})" if sink else "")
-
-
-def _share(i: int, j: int, P: Panel, total: Panel) -> str:
-    return f"IF({total.cell(i, j)}=0,0,{P.cell(i, j)}/{total.cell(i, j)})"
-
-
 def _softmax(i: int, j: int, x: Panel) -> str:
     top = f"MAX({x.row(i)})"
     return f"EXP({x.cell(i, j)}-{top})/SUMPRODUCT(EXP({x.row(i)}-{top}))"
-
-
-def _log_sum(_: int, i: int, m: Panel, total: Panel) -> str:
-    return f'IF({total.cell(i, 0)}=0,"{HIDDEN}",{m.cell(i, 0)}+LN({total.cell(i, 0)}))'
 
 
 def _concat(i: int, j: int, *heads: Panel) -> str:
@@ -142,10 +122,6 @@ def _rotated(i: int, j: int, x: Panel, cos: Panel, sin: Panel, layout: float) ->
     n, sign = (first.index(j), "-") if j in first else (second.index(j), "+")
     other = second[n] if j in first else first[n]
     return f"{x.cell(i, j)}*{cos.cell(i, n)}{sign}{x.cell(i, other)}*{sin.cell(i, n)}"
-
-
-def _unit(i: int, j: int, x: Panel) -> str:
-    return f"IF(SUMSQ({x.row(i)})=0,0,{x.cell(i, j)}/SQRT(SUMSQ({x.row(i)})))"
 
 
 def _mean_square(i: int, j: int, x: Panel, mean: Panel | None = None) -> str:
@@ -191,12 +167,14 @@ FORMULAS: dict[str, Callable[..., str]] = {
     "scale": lambda i, j, S, scale: f"{S.cell(i, j)}*{scale.cell(i, j)}",
     "cap": lambda i, j, S, c: f"{c.cell(i, j)}*TANH({S.cell(i, j)}/{c.cell(i, j)})",
     "mask": lambda i, j, S, seen: f'IF({seen.cell(i, j)}=1,{S.cell(i, j)},"{HIDDEN}")',
-    "row max": _row_max,
-    "exp": _exp,
-    "total": _total,
-    "share": _share,
+    "row max": lambda i, j, S, sink: f"MAX({S.row(i)}{f',{sink.cell(i, j)}' if sink else ''})",
+    "exp": lambda i, j, S, m: f"IF(ISNUMBER({S.cell(i, j)}),EXP({S.cell(i, j)}-{m.cell(i, j)}),0)",
+    "total": lambda i, j, P, sink, m: (
+        f"SUM({P.row(i)})" + (f"+EXP({sink.cell(i, j)}-{m.cell(i, j)})" if sink else "")
+    ),
+    "share": lambda i, j, P, l: f"IF({l.cell(i, j)}=0,0,{P.cell(i, j)}/{l.cell(i, j)})",
     "softmax": _softmax,
-    "lse": _log_sum,
+    "lse": lambda _, i, m, l: f'IF({l.cell(i, 0)}=0,"{HIDDEN}",{m.cell(i, 0)}+LN({l.cell(i, 0)}))',
     "concat": _concat,
     "sum": _sum,
     "alibi": _alibi,
@@ -207,7 +185,7 @@ FORMULAS: dict[str, Callable[..., str]] = {
     "norm": _norm,
     "activation": _activation,
     "rotated": _rotated,
-    "unit": _unit,
+    "unit": lambda i, j, x: f"IF(SUMSQ({x.row(i)})=0,0,{x.cell(i, j)}/SQRT(SUMSQ({x.row(i)})))",
     "cosine": _cosine,
     "tanh": _tanh,
     "pairs": lambda i, j, Z, w, k: f"SUMPRODUCT({Z.row(i * k.rows + j)},{w.row(0)})",
@@ -227,7 +205,8 @@ def as_workbook(trace: Trace, decimals: int) -> bytes:
             "XlsxWriter, which writes spreadsheets, is not installed: pip install 'minimha[sheets]'"
         ) from None
     _check(trace)
-    origins = _origins(trace)
+    origins = {step.title: trace.origins[step] for step in trace.steps}
+    _check_origins(trace, origins)
     stream = io.BytesIO()
     with xlsxwriter.Workbook(stream, {"in_memory": True}) as book:
         _Sheet(book, trace, decimals, origins).write()
@@ -272,33 +251,24 @@ def _stride(trace: Trace) -> int:
     return 1 + max((_flat(step.value).shape[1] for step in trace.steps if step.place), default=0)
 
 
-def _origins(trace: Trace) -> dict[str, Origin | None]:
-    """What every step is computed from, by its title; refused where that is not shown."""
-    origins = {step.title: _origin(trace, step) for step in trace.steps}
-    computed = {title: made for title, made in origins.items() if made is not None}
-    for title, made in computed.items():
-        for operand in made.operands:
+def _check_origins(trace: Trace, origins: dict[str, Origin | None]) -> None:
+    """Refuse a computed step without a formula, or whose operands are not shown."""
+    for step in trace.steps:
+        made = origins[step.title]
+        has_formula = made is not None and made.operation in FORMULAS
+        if not has_formula and trace.origins.follows(step):
+            raise ValueError(
+                f"{step.name} is computed from the steps before it, but a sheet has no formula "
+                f"for it: {INSTEAD}"
+            )
+        for operand in () if made is None else made.operands:
             if operand is not None and operand.title not in origins:
                 raise ValueError(
-                    f"{title} is computed from {operand.name}, which is not shown: a sheet holds "
-                    f"every step, so leave out --only and --head"
+                    f"{step.title} is computed from {operand.name}, which is not shown: a sheet "
+                    f"holds every step, so leave out --only and --head"
                 )
-    if not computed:
+    if not any(origins.values()):
         raise ValueError(f"no step here is computed from another: {INSTEAD}")
-    return origins
-
-
-def _origin(trace: Trace, step: Step) -> Origin | None:
-    """What ``step`` is computed from; refused where the trace has that, but no formula gives it."""
-    found = trace.origins[step]
-    if found is not None and found.operation in FORMULAS:
-        return found
-    if trace.origins.follows(step):
-        raise ValueError(
-            f"{step.name} follows from the steps before it in no way that a sheet can compute: "
-            f"{INSTEAD}"
-        )
-    return None
 
 
 class Matrix(NamedTuple):
@@ -331,8 +301,7 @@ class _Sheet:
         """Write every step, below the title and a line that says what can be changed."""
         self._line(self.trace.example, bold=True)
         self._line(self.trace.source, font_color=GREY)
-        if self.trace.legend:
-            self._line(wording.legend(self.trace), font_color=GREY)
+        self._line(wording.legend(self.trace), font_color=GREY)
         self._line(LEGEND, bg_color=YELLOW)
         for _, steps in groupby(self.trace.steps, key=lambda step: step.name):
             self._step(list(steps))
@@ -349,7 +318,7 @@ class _Sheet:
         self.top += 1
         self._line(f"cell {self.trace.cell}, with the numbers as they were exported", bold=True)
         for written in story(self.trace, self.decimals):
-            self._line(f"{written.cell.step.title}: {written.text}")
+            self._line(written.line)
 
     def _step(self, steps: list[Step]) -> None:
         """The matrices of one name, and above them what they take beside other steps."""

@@ -47,14 +47,18 @@ class Pick(NamedTuple):
         return f"how query {(self.weights.rows or ())[self.query]} picks values{places}"
 
 
-def title(step: Step) -> str:
-    """The step's name, and its batch entry and head."""
-    return step.title
-
-
 def legend(trace: Trace) -> str:
-    """What the letters of the axes shown mean, in one sentence."""
-    return f"Axes: {', '.join(f'{letter} {words}' for letter, words in trace.legend.items())}."
+    """Return what the letters of the axes shown mean, in one sentence; empty without axes."""
+    meanings = ", ".join(f"{letter} {words}" for letter, words in trace.legend.items())
+    return f"Axes: {meanings}." if meanings else ""
+
+
+def news(steps: Iterable[Step]) -> Iterator[tuple[Step, bool]]:
+    """Yield each step, and whether no step before has had its formula and note."""
+    known: set[tuple[str, str]] = set()
+    for step in steps:
+        yield step, (step.formula, step.note) not in known
+        known.add((step.formula, step.note))
 
 
 def numbers(step: Step, decimals: int) -> list[list[str]]:

@@ -86,7 +86,12 @@ class Written(NamedTuple):
     column: Cells
     others: Cells  # a bias, a sink, the sum of the blocks before
     right: str  # what stands between the cell and its value; empty where it is given
-    text: str  # the whole line
+    text: str
+
+    @property
+    def line(self) -> str:
+        """The step's title and the text."""
+        return f"{self.cell.step.title}: {self.text}"
 
 
 def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:

@@ -15,7 +15,7 @@ import pytest
 
 from minimha import attention
 from minimha.examples import EXAMPLES, sentences, translation
-from minimha.explain import Trace, spreadsheet, wording
+from minimha.explain import Trace, spreadsheet
 from minimha.explain.trace import token_labels
 from minimha.layers.additive import additive_attention
 from minimha.layers.cosine import cosine_attention
@@ -131,7 +131,7 @@ ALL = CASES | {name: (trace, [], trace) for name, trace in COMPUTED.items()}
 
 def names_of(trace):
     """The step under the name of each range."""
-    return {re.sub(r"\W+", "_", wording.title(step)).strip("_"): step for step in trace.steps}
+    return {re.sub(r"\W+", "_", step.title).strip("_"): step for step in trace.steps}
 
 
 def ranges(book):
@@ -312,7 +312,7 @@ def test_a_step_that_no_formula_gives_is_refused():
     trace = Trace()
     made = MultiHeadAttention(8, 2, qk_norm="full")
     made(X, tap=trace)
-    with pytest.raises(ValueError, match="q_normed follows from the steps before it in no way"):
+    with pytest.raises(ValueError, match="q_normed is computed from the steps before it, but"):
         spreadsheet.as_workbook(trace, 3)
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from minimha.explain.figures.drawing import SIZE, Drawing, breadth, short
-from minimha.explain.figures.matrix import LIGHTEST_ON, scale
+from minimha.explain.figures.matrix import ROW, cell, scale
 from minimha.explain.numbers import cells, limits
 from minimha.explain.trace import Step, Trace
 
-CELL, ROW = 38, 24  # pixels of one score
+CELL = 38  # width of one score, pixels
 APART, ABOVE = 10, 18  # between blocks: aside, and above for what stands there
 SMALL = 11
 LABEL = 5  # characters
@@ -25,21 +25,16 @@ def grid(trace: Trace) -> Drawing:
     B_r, B_c = trace.blocks
     skipped = [s.value for s in trace.steps if s.base == "skipped" and not (s.head or s.batch)]
     pairs = [(int(i), int(j)) for i, j in np.reshape(skipped, (-1, 2))]
-    drawing.text(0, SIZE / 2, _title(len(steps), len(pairs)), "bold")
+    title = f"blocks of scores in the order of loading: {len(steps)} loaded"
+    drawing.text(0, SIZE / 2, title + f", {len(pairs)} skipped" * bool(pairs), "bold")
     bounds = limits(step.value for step in steps)
-    loaded = {_place(step): (n, step) for n, step in enumerate(steps, 1)}
     labels = trace.labels.get("Lq", ()), trace.labels.get("Lk", ())
     left = max((breadth(short(label, 10), SMALL) for label in labels[0]), default=20) + 8
     _axes(drawing, labels, (B_r, B_c), left)
-    for (i, j), (n, step) in loaded.items():
-        _block(
-            drawing,
-            step,
-            f"{n}.",
-            left + _at(j * B_c, B_c, CELL, APART),
-            _down(i * B_r, B_r),
-            bounds,
-        )
+    for n, step in enumerate(steps, 1):
+        i, j = map(int, re.findall(r"\d+", step.stage))
+        x, y = left + _at(j * B_c, B_c, CELL, APART), _down(i * B_r, B_r)
+        _block(drawing, step, f"{n}.", x, y, bounds)
     for i, j in pairs:
         size = min(B_r, len(labels[0]) - i * B_r), min(B_c, len(labels[1]) - j * B_c)
         _skip(drawing, left + _at(j * B_c, B_c, CELL, APART), _down(i * B_r, B_r), size)
@@ -48,16 +43,6 @@ def grid(trace: Trace) -> Drawing:
         words = "? is infinite or NaN."
         drawing.text(0, drawing.height + SIZE, words, "muted", size=SMALL)
     return drawing
-
-
-def _title(num_loaded: int, num_skipped: int) -> str:
-    words = f"blocks of scores in the order of loading: {num_loaded} loaded"
-    return f"{words}, {num_skipped} skipped" if num_skipped else words
-
-
-def _place(step: Step) -> tuple[int, int]:
-    i, j = re.findall(r"\d+", step.stage)
-    return int(i), int(j)
 
 
 def _at(n: int, block: int, size: int, apart: int) -> float:
@@ -91,15 +76,7 @@ def _block(
     numbers = cells(step.value, 1)
     for i, row in enumerate(level.tolist()):
         for j, shade in enumerate(row):
-            at = x + j * CELL, y + i * ROW
-            kind, number = "number muted", "×" if shade < 0 else "?"
-            if np.isfinite(shade):
-                drawing.rect(*at, CELL, ROW, "heat", opacity=shade)
-                kind, number = f"number {'on' if shade >= LIGHTEST_ON else 'ink'}", numbers[i][j]
-            drawing.rect(*at, CELL, ROW, "cell")
-            drawing.text(
-                at[0] + CELL / 2, at[1] + ROW / 2, number, kind, anchor="middle", size=SMALL
-            )
+            cell(drawing, x + j * CELL, y + i * ROW, CELL, numbers[i][j], shade, SMALL)
     drawing.text(x, y - 8, order, "bold", size=SMALL)
 
 

@@ -5,12 +5,12 @@ from itertools import pairwise
 
 from minimha.explain.chart import Bars, Grid, Lines, Written
 from minimha.explain.figures.drawing import SIZE, Drawing, breadth, in_rows, stacked
-from minimha.explain.figures.matrix import LIGHTEST_ON
+from minimha.explain.figures.matrix import ROW, cell
 from minimha.explain.result import Result
 
 WIDTH, HEIGHT = 360, 220  # of the plane on which lines are drawn
 BAR, LONGEST = 16, 260
-ROW, TOP = 24, 24
+TOP = 24
 SMALL = 12
 KINDS = ("one", "two", "three", "four")
 WIDEST, GAP = 960, 28
@@ -57,11 +57,7 @@ def _grid(data: Grid) -> Drawing:
         middle = (i + 0.5) * ROW
         drawing.text(left - 8, middle, name, "muted", anchor="end", size=SMALL)
         for j, value in enumerate(row):
-            x, ink = left + j * width, "number on" if value >= LIGHTEST_ON else "number ink"
-            drawing.rect(x, i * ROW, width, ROW, "heat", opacity=value)
-            drawing.rect(x, i * ROW, width, ROW, "cell")
-            written = data.written(value)
-            drawing.text(x + width / 2, middle, written, ink, anchor="middle", size=SMALL)
+            cell(drawing, left + j * width, i * ROW, width, data.written(value), value)
     return drawing
 
 

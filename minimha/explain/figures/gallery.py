@@ -48,15 +48,14 @@ def _cell(trace: Trace, decimals: int) -> Drawing:
     drawing = Drawing()
     drawing.text(0, SIZE / 2, f"cell {trace.cell}", "bold")
     for written in story(trace, decimals):
-        line = f"{wording.title(written.cell.step)}: {written.text}"
-        drawing.text(0, drawing.height + SIZE, line, "number")
+        drawing.text(0, drawing.height + SIZE, written.line, "number")
     return drawing
 
 
 def _chosen(steps: Sequence[Step], decimals: int) -> Drawing:
     """Each step as a matrix, the scale of those that are heatmaps, and what documents print."""
     scales = scales_of(steps)
-    titles = [f"{wording.title(s)}, {s.size}" if s.whole else wording.title(s) for s in steps]
+    titles = [f"{s.title}, {s.size}" if s.whole else s.title for s in steps]
     drawn = [
         matrix(s, title, decimals, scales, _formula(s))
         for s, title in zip(steps, titles, strict=True)
@@ -75,7 +74,7 @@ def _formula(step: Step) -> str:
 def _printed(step: Step) -> Drawing:
     drawing = Drawing()
     for source, numbers, remarks in wording.printed(step):
-        lines = [f"{wording.title(step)}, printed in {source}: {numbers}"]
+        lines = [f"{step.title}, printed in {source}: {numbers}"]
         lines += [f"    {remark.sentence}" for remark in remarks]
         for line in lines:
             indent = 16 * line.startswith(" ")

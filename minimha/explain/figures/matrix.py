@@ -29,9 +29,8 @@ def matrix(
 ) -> Drawing:
     """Draw the numbers of ``step`` under ``title``, ``formula`` and its labels."""
     body = cells(step.value, decimals)
-    rows = step.rows if step.value.ndim > 1 else None
-    margin = max((breadth(short(label, LABEL), SMALL) for label in rows or ()), default=0) + 8
-    margin = margin if rows else 0
+    rows = step.rows
+    margin = max((breadth(short(label, LABEL), SMALL) + 8 for label in rows or ()), default=0)
     widths = _widths(body, step.columns)
     edges = [margin + sum(widths[:j]) for j in range(len(widths))]
     drawing = Drawing()
@@ -50,7 +49,7 @@ def matrix(
             _label(drawing, margin - 8, top + (i + 0.5) * ROW, rows[i], "end")
         for j, number in enumerate(row):
             level = None if heat is None else heat[i][j]
-            _cell(drawing, edges[j], top + i * ROW, widths[j], number, level)
+            cell(drawing, edges[j], top + i * ROW, widths[j], number, level)
     if not body or not body[0]:
         drawing.text(margin, top + ROW / 2, "(empty)", "muted")
     return drawing
@@ -114,9 +113,11 @@ def shades(step: Step, scales: tuple[Limits, Limits]) -> list[list[float]] | Non
     return np.where(hidden, -np.inf, level).tolist()  # type: ignore[no-any-return]
 
 
-def _cell(
-    drawing: Drawing, x: float, y: float, width: float, number: str, level: float | None
-) -> None:
+def cell(
+    drawing: Drawing, x: float, y: float, width: float, number: str, level: float | None,
+    size: float = SMALL,
+) -> None:  # fmt: skip
+    """Draw a number on the shade of its ``level``: from 0 to 1, below where it is hidden."""
     ink = "number"
     if level is not None and np.isfinite(level):
         drawing.rect(x, y, width, ROW, "heat", opacity=level)
@@ -124,4 +125,4 @@ def _cell(
     elif level is not None:
         number, ink = "×" if level < 0 else "?", "number muted"
     drawing.rect(x, y, width, ROW, "cell")
-    drawing.text(x + width / 2, y + ROW / 2, number, ink, anchor="middle", size=SMALL)
+    drawing.text(x + width / 2, y + ROW / 2, number, ink, anchor="middle", size=size)

@@ -52,7 +52,7 @@ def page(trace: Trace, decimals: int) -> str:
         "style-hash": _digest(style), "script-hash": _digest(script),
         "style": style, "script": script,
         "example": html.escape(trace.example), "source": html.escape(trace.source),
-        "legend": html.escape(wording.legend(trace) if trace.legend else ""),
+        "legend": html.escape(wording.legend(trace)),
         "list": "\n".join(links), "cell": _cell(trace, number, decimals),
         "figures": _figures(trace, decimals),
         "formulas": "\n".join(mathml(group.pop("tex")) for group in groups),
@@ -78,7 +78,7 @@ def _cell(trace: Trace, number: Mapping[Step, int], decimals: int) -> str:
     items = []
     for written in story(trace, decimals):
         step, at = written.cell.step, (0, 0, *written.cell.at)[-2:]
-        link = f'<a href="#{number[step]},{at[0]},{at[1]}">{html.escape(wording.title(step))}</a>'
+        link = f'<a href="#{number[step]},{at[0]},{at[1]}">{html.escape(step.title)}</a>'
         items.append(f"<li>{link}: <code>{html.escape(written.text)}</code></li>")
     return f"<h2>Cell {html.escape(trace.cell)}</h2>\n<ul>{''.join(items)}</ul>"
 
@@ -187,11 +187,10 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
     is_told = how is None and hidden is not None  # what no step of the page computes
     mapped = "weights" if step.base in SHARES else "scores"
     return {
-        "title": wording.title(step), "symbol": step.symbol, "place": step.place,
+        "title": step.title, "symbol": step.symbol, "place": step.place,
         "stage": step.stage or step.name, "axes": list(step.axes), "shape": list(shape),
         "rows": rows, "cols": shape[-1] if shape else 1,
-        "rowLabels": tables.label(step.rows) if len(shape) > 1 else None,
-        "columnLabels": tables.label(step.columns),
+        "rowLabels": tables.label(step.rows), "columnLabels": tables.label(step.columns),
         "mapped": mapped if step.base in MAPPED else None,
         "size": step.value.size, "made": None, "at": None, "group": None, "blank": step.is_blank,
         "mask": tables.mask(step) if is_masking else None,
