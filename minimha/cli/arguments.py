@@ -13,10 +13,10 @@ LARGEST_STEP = 2**22  # numbers of one step, all heads together, in a trace that
 
 
 def number(text: str) -> float:
-    """Return a number as a float; also ``inf``, ``∞``, ``nan``, and a minus sign as printed.
+    """Return a number as a float; ``inf``, ``∞``, ``nan`` and a printed minus sign are known.
 
-    Refused are numbers larger than a float64 can be, and what only Python takes for numbers
-    (``1_0``, ``infinity``, the digits of other scripts).
+    Numbers beyond float64 are refused, and what only Python reads as numbers (``1_0``,
+    ``infinity``, digits of other scripts).
 
     >>> number("1e3"), number("-inf"), number("−0.5")
     (1000.0, -inf, -0.5)
@@ -103,18 +103,14 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
-    """Add what says which steps to show, how, and what of them to leave out."""
+    """Add the options that choose steps and how they are shown."""
     add = parser.add_argument
-    which = "show this step only, as it is named or displayed, heatmap or picks (may be repeated)"
+    which = "show this step only, by its name or heading, or heatmap or picks (may be repeated)"
     add("--only", action="append", default=[], metavar="STEP", help=which)
     add("--head", type=natural, metavar="N", help="show this head only, counted from 0")
-    add(
-        "--query",
-        default="",
-        metavar="WORD",
-        help="show the rows of this query only, and how it picks",
-    )
-    entry = "write out one entry of each step, by words or numbers: sat,cat; --only brings matrices"
+    rows = "show the rows of this query only, and how it picks values"
+    add("--query", default="", metavar="WORD", help=rows)
+    entry = "write out one cell of each step, by words or numbers: sat,cat; --only adds matrices"
     add("--cell", default="", metavar="ROW,COLUMN", help=entry)
     blank = "leave this step's numbers blank, as a worksheet (may be repeated)"
     add("--hide", action="append", default=[], metavar="STEP", help=blank)

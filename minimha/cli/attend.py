@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from minimha.equations import tiled
 from minimha.explain import render
 from minimha.explain.trace import Trace, token_labels
 
-RESULTS = ("output", "lse")  # what there is without a trace
+RESULTS = ("output", "lse")  # all that a run without a trace gives
 
 
 def add_parser(commands: Any) -> None:
@@ -53,8 +53,8 @@ def add_parser(commands: Any) -> None:
     for side, rows in (("q", "queries"), ("k", "keys")):
         add(f"--cu-seqlens-{side}", type=_integers, metavar="0,N,…", help=f"packed: ends of {rows}")
     add("--return-lse", action=flag, help="show the log-sum-exp too")
-    add("--backend", metavar="NAME", help="auto, dense, tiled; cpu: the output alone")
-    add("--cluster", metavar="tcp://…", help="of dask, to compute a .zarr store on")
+    add("--backend", metavar="NAME", help="auto, dense, tiled; cpu shows the output only")
+    add("--cluster", metavar="tcp://…", help="dask cluster that computes a .zarr store")
     add("--labels", metavar="WORDS", help="one word per token, separated by spaces")
     add_steps(parser)
     add_output(parser, TRACE_FORMATS)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     _check_sizes(problem, is_traced)
     if is_traced:
         attention(**problem, tap=trace)
-    else:  # its results can be shown
+    else:
         without_steps = "a store" if is_stored else f"backend {backend!r}"
         if not set(args.only) <= set(RESULTS):
             raise ValueError(
@@ -130,7 +130,7 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
         _check_unchanged(args, inputs.KEYS)
         return problem, args.problem
     for name in inputs.KEYS:
-        value = getattr(args, name, None)  # pages are given in a file alone
+        value = getattr(args, name, None)  # a page table can only be in a file
         if isinstance(value, str) and name != "backend":
             value = inputs.read_matrix(value)
             if name == "attn_mask":
@@ -139,10 +139,8 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
             problem[name] = value
     if args.problem is not None:
         return problem, args.problem
-    sizes = (
-        f"{matrices[name]} ({len(x)} × {len(x[0])})" for name in "qkv" for x in [problem[name]]
-    )
-    return problem, f"{', '.join(sizes)}"
+    shapes = {name: " × ".join(map(str, problem[name].shape)) for name in "qkv"}
+    return problem, ", ".join(f"{matrices[name]} ({shape})" for name, shape in shapes.items())
 
 
 def _is_store(name: str | None) -> bool:
@@ -162,7 +160,7 @@ def _read(name: str) -> dict[str, Any] | Trace:
 
 
 def _check_unchanged(args: argparse.Namespace, keys: Iterable[str]) -> None:
-    """Refuse what would change the numbers of a trace that was exported."""
+    """Refuse an option that would change the numbers of an exported trace."""
     for name in (*keys, "labels"):
         if getattr(args, name, None) is not None:
             flags = {"is_causal": "causal", "window_size": "window"}
@@ -173,7 +171,7 @@ def _check_unchanged(args: argparse.Namespace, keys: Iterable[str]) -> None:
 
 
 def _check_sizes(problem: dict[str, Any], is_traced: bool) -> None:
-    """Refuse a problem that is far larger than its files: two of 1 MB have 10¹⁰ scores."""
+    """Refuse a problem with too many scores: two files of 1 MB may have 10¹⁰."""
     from minimha.cli.inputs import LARGEST_INPUT
 
     q, k, v = (np.shape(problem[name]) for name in ("q", "k", "v"))
@@ -212,7 +210,7 @@ def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, 
 def _labels_of_sequences(
     labels: dict[str, tuple[str, ...]], problem: dict[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """The labels of each packed sequence's own rows; ``attention`` checks where they end."""
+    """The labels of each packed sequence's rows; ``attention`` checks where they end."""
     starts: dict[str, Any] = {"Lq": problem.get("cu_seqlens_q")}
     starts["Lk"] = problem.get("cu_seqlens_k", starts["Lq"])
     return {
@@ -223,31 +221,28 @@ def _labels_of_sequences(
     }
 
 
-def _numbers(text: str) -> list[float]:
+def _listed(text: str, convert: Callable[[str], Any], what: str) -> list[Any]:
     try:
-        return [number(part) for part in text.split(",")]
+        return [convert(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected numbers separated by commas, got {text!r}"
-        ) from None
+        raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}") from None
+
+
+def _numbers(text: str) -> list[float]:
+    return _listed(text, number, "numbers separated by commas")
 
 
 def _integers(text: str) -> int | list[int]:
-    try:
-        found = [integer(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected whole numbers separated by commas, got {text!r}"
-        ) from None
+    found = _listed(text, integer, "whole numbers separated by commas")
     return found[0] if len(found) == 1 else found
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
-    sides = text.split(",")
-    try:
-        left, right = (None if side.strip().lower() == "none" else integer(side) for side in sides)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected LEFT,RIGHT, two whole numbers or none, got {text!r}"
-        ) from None
-    return left, right
+    def side(part: str) -> int | None:
+        return None if part.strip().lower() == "none" else integer(part)
+
+    what = "LEFT,RIGHT, two whole numbers or none"
+    sides = _listed(text, side, what)
+    if len(sides) != 2:
+        raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+    return sides[0], sides[1]

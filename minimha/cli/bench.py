@@ -6,14 +6,7 @@ from functools import partial
 from typing import Any
 
 from minimha.cli.arguments import count, number
-from minimha.cli.output import (
-    TABLE_FORMATS,
-    add_output,
-    check_free,
-    deliver_table,
-    format_of,
-    grouped,
-)
+from minimha.cli.output import TABLE_FORMATS, add_output, check_output, deliver_table, grouped
 from minimha.explain import render
 
 
@@ -30,20 +23,15 @@ def add_parser(commands: Any) -> None:
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add(
-        "--shape",
-        action="append",
-        type=_shape,
-        default=[],
+    add("--shape", action="append", type=_shape, default=[],
         metavar="B,H,Hkv,Lq,Lk,D[,MASK[,DTYPE]]",
         help="sizes, and none, causal, window or mask (may be repeated; default 16 shapes); on a "
-        "GPU also a dtype: causal,bfloat16",
-    )
+        "GPU also a dtype: causal,bfloat16")  # fmt: skip
     add("--backend", choices=("cpu", "cuda"), default="cpu", help="cuda: on a GPU, beside torch")
     add("--ladder", action="store_true", help="time every rung instead of peers")
-    crowd = "single calls in random order, among the threads of the others, which spin for a while"
+    crowd = "single calls in random order, while the other candidates' idle threads still spin"
     add("--crowded", action="store_true", help=crowd)
-    calls = "of timed calls per shape (default 4)"
+    calls = "time for the calls of one shape (default 4)"
     add("--seconds", type=_seconds, default=4.0, metavar="S", help=calls)
     add("--threads", type=count, metavar="N", help="for every candidate (default all)")
     add_output(parser, TABLE_FORMATS)
@@ -55,9 +43,7 @@ def run(args: argparse.Namespace) -> None:
     from minimha.bench import shapes as known
     from minimha.bench.report import as_json, as_rows
 
-    format_of(args)
-    if args.output:
-        check_free(args.output, force=args.force)
+    check_output(args)
     if args.backend == "cuda":
         report = _on_gpu(args)
     else:

@@ -1,12 +1,13 @@
-"""``check``: whose attention has which bug."""
+"""``check``: names the bugs of a function or a layer."""
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from minimha.cli.arguments import real
-from minimha.cli.output import REPORT_FORMATS, add_output, check_free, deliver_page, format_of
+from minimha.cli.output import REPORT_FORMATS, add_output, check_output, deliver_page
 from minimha.explain import render
 from minimha.explain.trace import printable
 
@@ -50,14 +51,12 @@ def run(args: argparse.Namespace) -> int:
             "check takes one of: a function such as mykernel.py:attention, --layer module:Class, "
             "--write-problems FOLDER and --compare PATH"
         )
-    format_of(args)
-    if args.output:
-        check_free(args.output, force=args.force)
+    check_output(args)
     if modes == ["write_problems"]:
         return _write(args)
     report = _compared(args) if modes == ["compare"] else _checked(args)
     if report.failure is None or args.format == "json":
-        deliver_page(args, _written(report))
+        deliver_page(args, partial(_written, report))
     if report.failure is not None:
         raise ValueError(report.failure)
     return NOTHING_WRONG if report.verdict == "right" else WRONG
@@ -76,14 +75,11 @@ def _checked(args: argparse.Namespace) -> Any:
         )  # fmt: skip
 
 
-def _written(report: Any) -> Any:
+def _written(report: Any, kind: str) -> str:
     from minimha.check import page
 
-    def written(kind: str) -> str:
-        makers = {"text": page.as_text, "markdown": page.as_markdown, "html": page.as_html}
-        return str(report.to_json() if kind == "json" else makers[kind](report))
-
-    return written
+    makers = {"text": page.as_text, "markdown": page.as_markdown, "html": page.as_html}
+    return str(report.to_json() if kind == "json" else makers[kind](report))
 
 
 def _write(args: argparse.Namespace) -> int:
@@ -128,7 +124,7 @@ def _folder(path: Path, problems: Any) -> dict[str, Any]:
 
 
 def _answers(path: Path, problems: Any, prefix: str) -> dict[str, Any]:
-    """The arrays of one file, their names after ``prefix``."""
+    """The arrays of one file, under their names with ``prefix``."""
     from minimha.check.exchange import check_names
     from minimha.cli.inputs import read_arrays
 

@@ -22,23 +22,15 @@ def add_parser(commands: Any) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("name", nargs="?", help="an example's name, such as translation")
     add_sentence(which, "1 is document 000, 3 document 003, the others a sentence of that length")
-    which.add_argument(
-        "--document",
-        type=lambda number: number.zfill(3) if number.isdigit() else number,
-        choices=tuple(DOCUMENTS),
-        help="a document's example",
-    )
+    which.add_argument("--document", choices=tuple(DOCUMENTS), help="a document's example",
+        type=lambda number: number.zfill(3) if number.isdigit() else number)  # fmt: skip
     add("--heads", type=count, metavar="H", help="query heads (default 2)")
     add("--kv-heads", type=count, metavar="H", help="key/value heads (default as --heads)")
     add("--d-model", type=count, metavar="E", help="model width (default 4)")
     add("--rope", action="store_true", help="rotate queries and keys by position")
-    add(
-        "--cross",
-        nargs="?",
-        const=" ".join(translation.ENGLISH),
-        metavar="WORDS",
-        help="attend to another sentence (cross-attention); alone, a French one to its English",
-    )
+    add("--cross", nargs="?", const=" ".join(translation.ENGLISH), metavar="WORDS",
+        help="attend to another sentence (cross-attention); without WORDS, a French one attends to "
+        "its English one")  # fmt: skip
     add_changes(parser)
     add_steps(parser)
     add_output(parser, TRACE_FORMATS)

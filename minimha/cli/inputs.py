@@ -1,6 +1,6 @@
-"""Reading a problem, or one matrix of it, from files that nobody vouches for.
+"""Reads problems and matrices from files that may be broken or hostile.
 
-What a file says of its size is believed only up to a limit, and before anything is read.
+Every size is checked against a limit before anything of that size is read.
 """
 
 from __future__ import annotations
@@ -41,14 +41,8 @@ KEYS = tuple(name for name in inspect.signature(attention).parameters if name no
 def read_problem(name: str) -> dict[str, Any] | Trace:
     """Return the arguments of ``attention`` that a JSON or npz file holds, or an exported trace.
 
-    A trace is known by its ``steps`` in JSON, by its ``trace`` in npz. Keys of a problem are ``q``,
-    ``k``, ``v`` and any option of ``attention``; in JSON null is None and "-inf", "inf" and "nan"
-    are numbers. An npz is read without unpickling anything.
-
-    Raises
-    ------
-    ValueError
-        The file is missing or broken, holds another key, or lacks q, k or v.
+    A trace has ``steps`` in JSON, ``trace`` in npz. In JSON null is None, and "-inf", "inf" and
+    "nan" are numbers. Nothing of an npz is unpickled.
     """
     path = Path(name)
     readers = {".json": _read_json, ".npz": _read_npz}
@@ -58,14 +52,7 @@ def read_problem(name: str) -> dict[str, Any] | Trace:
 
 
 def read_matrix(name: str) -> NDArray[np.float64]:
-    """Return the numbers of a CSV file without a header, shape (rows, columns), float64.
-
-    Raises
-    ------
-    ValueError
-        As ``read_rows``, or a row is shorter or longer than the first, or something in it is not a
-        number, NaN among them.
-    """
+    """Return the numbers of a CSV file without a header, shape (rows, columns), float64."""
     numbers, first, width = array("d"), 0, 0
     for line, fields in read_rows(name):
         first, width = first or line, width or len(fields)
@@ -79,12 +66,7 @@ def read_matrix(name: str) -> NDArray[np.float64]:
 def read_rows(name: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of each line of a CSV file and its fields, with decimal points.
 
-    What follows a ``#`` is a comment. Where a semicolon separates, a comma is a decimal one.
-
-    Raises
-    ------
-    ValueError
-        The file is missing or empty, or no CSV file.
+    A ``#`` begins a comment. If semicolons separate the fields, commas are decimal ones.
     """
     path = Path(name)
     text = re.sub(r"#[^\r\n]*", "", read_text(path))
@@ -103,13 +85,7 @@ def read_rows(name: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a boolean mask from a file's 0 and 1, 1 = may attend.
-
-    Raises
-    ------
-    ValueError
-        Some entry is neither 0 nor 1.
-    """
+    """Return a boolean mask from a file's 0 and 1, 1 = may attend."""
     if numbers.dtype.kind not in "biuf" or not (legal := np.isin(numbers, (0, 1))).all():
         came = numbers.dtype if numbers.dtype.kind not in "biuf" else f"{numbers[~legal][0]:g}"
         raise ValueError(f"{name} holds {came}: expected 1 (may attend) and 0 (may not)")
@@ -117,7 +93,7 @@ def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 class _InPieces(io.FileIO):
-    """A file for zipfile, which reads an archive's table of contents at once, however long."""
+    """A file that refuses to read a large piece at once, as zipfile does a table of contents."""
 
     def read(self, size: int | None = -1, /) -> bytes | Any:
         if size is not None and size > LARGEST_PIECE:
@@ -126,7 +102,7 @@ class _InPieces(io.FileIO):
 
 
 def _open(path: Path) -> _InPieces:
-    """Open a file, or a pipe that somebody is writing into; what may never end is refused."""
+    """Open a file or a pipe; refuse a device or socket, which may never end."""
     mode = path.stat().st_mode
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
         raise ValueError(f"{path} is a device or a socket, which may never end: expected a file")
@@ -141,13 +117,7 @@ def _open(path: Path) -> _InPieces:
 
 
 def read_text(path: Path) -> str:
-    """Return what a file of text holds.
-
-    Raises
-    ------
-    ValueError
-        The file is missing, too long or not UTF-8.
-    """
+    """Return the text of a file in UTF-8."""
     try:
         with io.BufferedReader(_open(path)) as file:
             content = file.read(LARGEST_TEXT + 1)
@@ -165,7 +135,7 @@ def read_text(path: Path) -> str:
 
 
 def check_keys(path: Path, keys: Sequence[str]) -> None:
-    """Refuse names that are no arguments of ``attention``, or q, k or v missing among them."""
+    """Refuse keys that are no arguments of ``attention``, or that lack q, k or v."""
     for key in keys:
         if key not in KEYS:
             near = difflib.get_close_matches(key[:40].lower(), KEYS, 1)
@@ -179,7 +149,7 @@ def check_keys(path: Path, keys: Sequence[str]) -> None:
 
 
 def _field(name: str, line: int, n: int, text: str) -> float:
-    """One number of a CSV file, in which a missing one is often written as NaN."""
+    """One number of a CSV file; NaN is refused, which often stands for a missing number."""
     try:
         found = number(text)
     except ValueError:
@@ -192,7 +162,7 @@ def _field(name: str, line: int, n: int, text: str) -> float:
 
 
 def _expected(text: str) -> str:
-    """What a CSV file should have instead of ``text``."""
+    """What is expected instead of a field's ``text``."""
     if re.fullmatch(r"\s*[-−+]?\d+,\d+\s*", text):
         return "a decimal point, or semicolons between numbers with decimal commas"
     if re.fullmatch(r"\s*[-−+]?[\d.]+[eE]\+?\d+\s*", text):
@@ -246,7 +216,7 @@ def _from_json(name: str, value: Any) -> Any:
 
 
 def _numbers(name: str, value: list[Any], depth: int) -> list[Any]:
-    """A rectangular nested list of numbers; ValueError says what is there instead."""
+    """Check that a nested list is rectangular and holds numbers alone."""
     if depth == MAX_DEPTH:
         raise ValueError(f"{name} is nested more than {MAX_DEPTH} deep: expected a matrix")
     lengths = {len(part) if isinstance(part, list) else -1 for part in value}
@@ -282,13 +252,7 @@ def _read_npz(path: Path) -> dict[str, Any] | Trace:
 def read_arrays(
     path: Path, check_keys: Callable[[list[str]], None] = lambda keys: None
 ) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an npz file, whose keys ``check_keys`` sees before any is read.
-
-    Raises
-    ------
-    ValueError
-        The file is missing or broken, holds objects, or is too large.
-    """
+    """Return the arrays of an npz file; ``check_keys`` gets their keys before any is read."""
     try:
         file = _open(path)
     except OSError as error:
@@ -311,7 +275,7 @@ def read_arrays(
 def _trace(
     path: Path, record: dict[str, Any], arrays: dict[str, NDArray[Any]] | None = None
 ) -> Trace:
-    """An exported trace; ValueError says where it is not as it was written."""
+    """The trace that was exported as ``record``."""
     from minimha.explain.reading import trace_from
 
     try:
@@ -322,7 +286,7 @@ def _trace(
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Turn what a broken archive raises in zlib, zipfile, tokenize, NumPy, … into one sentence."""
+    """Turn any error from a broken archive (zlib, zipfile, NumPy, …) into one sentence."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Python 2's arrays, which are read all the same
@@ -337,7 +301,7 @@ def _refusing(path: Path) -> Iterator[None]:
 
 
 def _size(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> int:
-    """How many float64 an array would fill, by its header; nothing else of it is read."""
+    """The size of an array in float64 numbers, from its header alone."""
     with archive.open(info) as member:
         start = io.BytesIO(member.read(LONGEST_HEADER))
     version = np.lib.format.read_magic(start)

@@ -9,11 +9,11 @@ from minimha.cli.output import (
     RESULT_FORMATS,
     TABLE_FORMATS,
     add_output,
-    check_free,
+    check_output,
     deliver_result,
     deliver_table,
     format_of,
-)
+)  # fmt: skip
 from minimha.explain import render
 
 
@@ -39,9 +39,7 @@ def run(args: argparse.Namespace) -> None:
     if args.name is None:
         _list(args)
         return
-    format_of(args)
-    if args.output:
-        check_free(args.output, force=args.force)
+    check_output(args)
     seed = 1 if args.seed is None else args.seed
     steps = labs.EXPERIMENTS[args.name].steps if args.name in labs.EXPERIMENTS else 0
     if steps:

@@ -1,4 +1,4 @@
-"""What ``next`` and ``heads`` share: the model that they load, and texts for it."""
+"""The model and the sentences that ``next`` and ``heads`` load."""
 
 from __future__ import annotations
 
@@ -28,13 +28,7 @@ def add_sentences(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace) -> Transformer:
-    """Return the model that ``--model`` names, or the one that ships.
-
-    Raises
-    ------
-    ValueError
-        As ``minimha.models.load``, or the model continues no text or has no tokenizer.
-    """
+    """Return the model that ``--model`` names, or the one that ships; it must have a tokenizer."""
     if args.model is None:
         from minimha.models import world
 
@@ -60,13 +54,7 @@ def load(args: argparse.Namespace) -> Transformer:
 
 
 def sentences(args: argparse.Namespace) -> list[str]:
-    """Return the lines of ``--sentences`` that are not empty, or the small world's passages.
-
-    Raises
-    ------
-    ValueError
-        There are none, or it is no text, or a large one.
-    """
+    """Return the lines of ``--sentences`` that are not empty, or the small world's passages."""
     if args.sentences is None:
         from minimha.models.world.questions import passages
 
@@ -77,7 +65,7 @@ def sentences(args: argparse.Namespace) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except UnicodeDecodeError:
-        raise ValueError(f"--sentences {name} is no text in UTF-8") from None
+        raise ValueError(f"--sentences {name} is not text in UTF-8") from None
     if not any(lines):
         raise ValueError(f"--sentences {name} has no sentence: expected one per line")
     return [line for line in lines if line]

@@ -1,4 +1,4 @@
-"""What a command shows: its format, what is too large to read, and --output, written atomically."""
+"""Delivers what a command shows: its format, limits for readers, and an atomic ``--output``."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ ENDINGS = {
     ".npz": "npz", ".xlsx": "xlsx", ".svg": "svg", ".png": "png", ".html": "html",
 }  # fmt: skip
 WORKSHEETS = ("text", "markdown", "latex", "csv")
-FOR_READERS = ("text", "markdown", "latex", "svg", "png")  # html shows as much as is looked at
+FOR_READERS = ("text", "markdown", "latex", "svg", "png")  # html shows a step when asked
 LARGEST_MATRIX = 32 * 32  # numbers; more in one matrix cannot be read, only processed
 LARGEST_RUN = 16 * LARGEST_MATRIX
 STEP_FILE = re.compile(r"\d\d+_\w+\.csv")  # 03_W_q_head0.csv
-IN_USE = ".minimha-new"  # in a folder that a process is writing into
+IN_USE = ".minimha-new"  # in a folder while a process writes into it
 
 
 def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> None:
@@ -54,14 +54,10 @@ def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> Non
         return text
 
     parser.set_defaults(formats=formats)
-    parser.add_argument(
-        "--format",
-        type=known,
-        metavar=f"{{{','.join(formats)}}}",
-        help="default text, or what the ending of --output names",
-    )
-    parser.add_argument("--output", metavar="PATH", help=output)
-    parser.add_argument("--force", action="store_true", help="replace what --output names")
+    add, choices = parser.add_argument, f"{{{','.join(formats)}}}"
+    add("--format", type=known, metavar=choices, help="default: text, or the ending of --output")
+    add("--output", metavar="PATH", help=output)
+    add("--force", action="store_true", help="replace an existing --output")
 
 
 def deliver(args: argparse.Namespace, trace: Trace) -> None:
@@ -105,19 +101,15 @@ def deliver_table(
 ) -> None:
     """Print a table in the requested format, or write it to ``--output``.
 
-    ``records`` have the same keys. As text they are one table of words, unless tables of numbers
-    are given by their titles; JSON has what is ``exact``, or else the records.
+    ``records`` have the same keys. Text shows ``titled`` instead, tables of numbers under their
+    titles, if given; JSON has ``exact`` instead, if given.
     """
     kind = format_of(args)
+    if kind == "text" and titled is not None:
+        _show(args, lambda width, ramp: render.tables(titled, width, _encoding(args)))
+        return
     if kind == "text":
-        _show(
-            args,
-            lambda width, ramp: (
-                render.table(records, _encoding(args))
-                if titled is None
-                else render.tables(titled, width, _encoding(args))
-            ),
-        )
+        _show(args, lambda width, ramp: render.table(records, _encoding(args)))
         return
     from minimha.explain import export
 
@@ -140,17 +132,24 @@ def deliver_result(args: argparse.Namespace, result: Result) -> None:
 
 
 def deliver_page(args: argparse.Namespace, written: Callable[[str], str]) -> None:
-    """Print the page that ``written`` makes in the requested format, or write it to --output."""
+    """Print the page that ``written`` returns for the requested format, or write it."""
     _put(args, written(format_of(args)))
 
 
 def grouped(records: list[dict[str, str]], key: str) -> dict[str, list[dict[str, str]]]:
-    """Return the records under each value of ``key``, which they no longer have."""
+    """Return value of ``key`` → the records with it, without ``key``."""
     found: dict[str, list[dict[str, str]]] = {}
     for record in records:
         rest = {name: value for name, value in record.items() if name != key}
         found.setdefault(record[key], []).append(rest)
     return found
+
+
+def check_output(args: argparse.Namespace) -> None:
+    """Refuse a format or an ``--output`` that cannot be written, before a long computation."""
+    format_of(args)
+    if args.output:
+        check_free(args.output, force=args.force)
 
 
 def format_of(args: argparse.Namespace) -> str:
@@ -172,7 +171,7 @@ def format_of(args: argparse.Namespace) -> str:
 
 
 def _show(args: argparse.Namespace, as_text: Callable[[int | None, str], Any]) -> None:
-    """Text fits a terminal's width and has its colours; elsewhere it has neither."""
+    """Show text, on a terminal in its width and colours."""
     console = render.console_for(sys.stdout)
     if args.output is not None:
         _put(args, render.plain(as_text(None, "blocks")))
@@ -183,12 +182,12 @@ def _show(args: argparse.Namespace, as_text: Callable[[int | None, str], Any]) -
 
 
 def _encoding(args: argparse.Namespace) -> str:
-    """Of what the text is written to."""
+    """The encoding of the output stream."""
     return "utf-8" if args.output is not None else sys.stdout.encoding or "utf-8"
 
 
 def _put(args: argparse.Namespace, content: str | bytes | dict[str, str]) -> None:
-    """Print the content or write it where ``--output`` says; a dictionary is a folder's files."""
+    """Print the content or write it to ``--output``; a dictionary is a folder of files."""
     if args.output is None:
         print(content, end="")
         return
@@ -200,7 +199,7 @@ def _put(args: argparse.Namespace, content: str | bytes | dict[str, str]) -> Non
 
 
 def _check_readable(trace: Trace) -> None:
-    """Refuse to print what nobody can read, and say what to do instead."""
+    """Refuse to print what is too large to read."""
     steps = trace.shown
     instead = (
         "export it with --format json, npz or csv and --output PATH, or choose a smaller step "
@@ -221,7 +220,7 @@ def _check_readable(trace: Trace) -> None:
 
 
 def check_free(name: str, *, force: bool) -> None:
-    """Refuse a file that cannot be written, before the work for it is done."""
+    """Refuse the name of a file that cannot be written."""
     _target(name)
     with _in_a_sentence(name):
         found = _status(name or os.curdir)
@@ -236,11 +235,11 @@ def check_free(name: str, *, force: bool) -> None:
 
 
 def write_file(name: str, content: bytes, *, force: bool) -> None:
-    """Write ``content`` to the file ``name``, whole or not at all; a symbolic link is followed.
+    """Write ``content`` to the file ``name``, whole or not at all; follow a symbolic link.
 
-    A file that is replaced keeps its mode and its owner. One with several names (hard links) is
-    overwritten where it is, since they would part otherwise: that alone can be cut short. Of
-    several processes that write one new file without ``force``, all but one get a ValueError.
+    A replaced file keeps its mode and owner. A file with hard links is overwritten in place, so
+    that they stay together; only this can be cut short. If several processes write one new file
+    without ``force``, all but one get a ValueError.
     """
     check_free(name, force=force)
     path = _target(name)
@@ -255,8 +254,8 @@ def write_file(name: str, content: bytes, *, force: bool) -> None:
 def write_folder(name: str, files: Mapping[str, str | bytes], *, force: bool) -> None:
     """Write every file into the folder ``name``, which is created if its parent exists.
 
-    Other files in the folder stay as they are; steps of another run, which would be taken for this
-    one's, are refused. So is a folder into which another process is writing.
+    Other files in the folder stay. A folder with steps of another run is refused, and one into
+    which another process is writing.
     """
     path = _target(name)
     contents = {f: c if isinstance(c, bytes) else c.encode() for f, c in files.items()}
@@ -291,36 +290,36 @@ def _check_folder(name: str, path: Path, files: Collection[str], *, force: bool)
 
 
 def _replace_all(folder: Path, contents: Mapping[str, bytes], staging: Path) -> None:
-    """Write everything aside, and only then move it."""
+    """Write all files into ``staging`` first, then move them."""
     for file, content in contents.items():
         old = _status(folder / file)
         _save(staging / file, content, 0o666 if old is None else stat.S_IMODE(old.st_mode))
     for file, content in contents.items():
         path, old = folder / file, _status(folder / file)
         if old is not None and old.st_nlink > 1:
-            (staging / file).unlink()  # there was room for it, and now there is
+            (staging / file).unlink()  # it proved that there is room
             _save(path, content)
             continue
         if old is not None:
-            with suppress(AttributeError, OSError):  # Windows; a file of somebody else's
+            with suppress(AttributeError, OSError):  # on Windows, or another user's file
                 os.chown(staging / file, old.st_uid, old.st_gid)
             os.chmod(staging / file, stat.S_IMODE(old.st_mode))
         os.replace(staging / file, path)
 
 
 def _create(written: Path, path: Path) -> None:
-    """Move ``written`` to ``path``, unless that exists: unlike renaming, linking never replaces."""
+    """Move ``written`` to ``path`` unless that exists: linking never replaces a file."""
     try:
         os.link(written, path)
     except FileExistsError:
         raise
-    except OSError:  # a filesystem without links, such as a memory card's
+    except OSError:  # a filesystem without links, as on a memory card
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         os.replace(written, path)
 
 
 def _save(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file, as far as the disk: a crash after it is renamed must not leave it empty."""
+    """Write a file and flush it to disk, so that a crash after renaming leaves it whole."""
     with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content)
         file.flush()
@@ -346,7 +345,7 @@ def _target(name: str) -> Path:
 
 @contextmanager
 def _staging(folder: Path, name: str | None = None) -> Iterator[Path]:
-    """A folder in ``folder`` to write in, gone at the end; one with a ``name`` has one writer."""
+    """Make a folder in ``folder`` to write into, removed at the end; a ``name`` has one writer."""
     staging = folder / (name or f".minimha-{os.urandom(8).hex()}")
     try:
         staging.mkdir()
@@ -363,7 +362,7 @@ def _staging(folder: Path, name: str | None = None) -> Iterator[Path]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Put off Ctrl-C, SIGTERM and SIGHUP, which would leave temporary files or half of a result."""
+    """Delay Ctrl-C, SIGTERM and SIGHUP, which would leave temporary files or half a result."""
     handlers: dict[int, Any] = {}
     caught: list[int] = []
     try:

@@ -1,4 +1,4 @@
-"""A problem in a store of zarr, which need not fit into memory, and a cluster to compute it."""
+"""Opens a problem in a zarr store, which may exceed memory, and computes it on a cluster."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from minimha.cli.inputs import LARGEST_INPUT, check_keys
 from minimha.equations.parts import read
 from minimha.explain import render
 
-STORED = ("k", "v")  # read by blocks; all other arrays are in memory
-PATIENCE = 10  # seconds until a cluster that does not answer is given up
+STORED = ("k", "v")  # read by blocks; all other arrays are read at once
+PATIENCE = 10  # seconds to wait for a cluster
 MOST_CHUNKS = 1 << 20
 RETRIES = 3  # of a task that fails
-# What decodes numbers and nothing else: a store may name codecs that unpickle or import.
+# Codecs that only decode numbers: a store may name others, which unpickle or import.
 CODECS = {
     "bytes", "blosc", "crc32c", "gzip", "sharding_indexed", "transpose", "zstd",
     "zlib", "lz4", "bz2", "lzma",
@@ -25,16 +25,9 @@ CODECS = {
 
 
 def open_problem(name: str) -> dict[str, Any]:
-    """The arguments of ``attention`` in a store: k and v as arrays of zarr, the others as they are.
+    """Return the arguments of ``attention`` in a store: k and v as zarr arrays, others in memory.
 
-    It is a group with the arrays q, k, v and those of other options; other options are attributes.
-
-    Raises
-    ------
-    ValueError
-        zarr is not installed; the store is missing or broken, holds another key or lacks q, k or v;
-        an array has chunks that were never written, codecs that do not only decode numbers, or
-        more numbers than are read at once.
+    The store is a group of the arrays q, k, v and other options; scalar options are attributes.
     """
     try:
         import zarr
@@ -61,14 +54,9 @@ def open_problem(name: str) -> dict[str, Any]:
 
 
 def on_cluster(address: str, problem: dict[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Output and log-sum-exp of a problem in a store, computed by the cluster at ``address``.
+    """Return output and log-sum-exp of a stored problem, computed on the cluster at ``address``.
 
     Its workers must find the store under the same path.
-
-    Raises
-    ------
-    ValueError
-        dask is not installed, or the cluster cannot be reached or has no workers.
     """
     try:
         from distributed import Client
@@ -92,7 +80,7 @@ def on_cluster(address: str, problem: dict[str, Any]) -> tuple[NDArray[Any], NDA
 
 
 def _check(title: str, array: Any, is_stored: bool) -> None:
-    """Refuse an array that cannot be trusted to be read; nothing of it has been."""
+    """Refuse an array that is too large, incomplete or not of plain numbers, before reading it."""
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise ValueError(f"{title} has dtype {array.dtype}: expected numbers")
     for codec in _codecs(array):
@@ -120,7 +108,7 @@ def _check(title: str, array: Any, is_stored: bool) -> None:
 
 
 def _codecs(array: Any) -> list[str]:
-    """The names of what encodes an array."""
+    """The names of an array's codecs."""
     metadata = array.metadata.to_dict()
     if metadata["zarr_format"] == 2:
         found = [metadata.get("compressor"), *(metadata.get("filters") or ())]
@@ -129,7 +117,7 @@ def _codecs(array: Any) -> list[str]:
 
 
 def _nested(codec: dict[str, Any]) -> list[str]:
-    """The name of a codec, and of those of the shards that it makes."""
+    """The name of a codec, and the names of its shards' codecs."""
     settings = codec.get("configuration") or {}
     inner = [*settings.get("codecs", ()), *settings.get("index_codecs", ())]
     return [codec["name"], *(name for c in inner for name in _nested(c))]
