@@ -24,13 +24,13 @@ LONGEST_ERROR = 2000  # characters
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    0; 1 if ``check`` finds a bug; 2 after a sentence on stderr; 130 after Ctrl-C.
+    It is 0; 1 if ``check`` finds a bug; 2 after an error on stderr; 130 after Ctrl-C.
     """
     status = 0
     codecs.register_error("spelled", spelled)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed: what is said there is not heard, and no file takes its place
+        if stream is None:  # closed: a file opened later must not take its place
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="spelled")  # a terminal without ∞ shows inf
@@ -60,30 +60,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(sentence: str) -> int:
-    """Print an error without the control characters that a file's name may bring into it."""
+    """Print an error, with control characters from file names escaped."""
     words = " ".join(sentence.split())
     if len(words) > LONGEST_ERROR:
         words = f"{words[: LONGEST_ERROR // 2]} … {words[-LONGEST_ERROR // 2 :]}"
     try:
         print("minimha:", printable(words), file=sys.stderr, flush=True)
-    except OSError:  # nobody reads what is wrong: the status says that something is
+    except OSError:  # stderr is closed: only the exit status is left
         _discard(sys.stderr)
     return 2
 
 
 def _discard(stream: TextIO) -> None:
-    """Lead ``stream`` nowhere, so that what it still holds does not fail again at exit."""
+    """Redirect ``stream`` to nowhere, so that flushing it at exit does not fail again."""
     with suppress(OSError, ValueError):  # a test's stream has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is one sentence and never a page of usage, and none is kept quiet."""
+    """argparse with errors of one sentence, without a page of usage."""
 
     given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Name an option that there is not before anything else is taken for wrong."""
+        """Refuse an unknown option before any other error."""
         self.given = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:
             options = [word.partition("=")[0] for word in self.given if word.startswith("--")]
@@ -93,12 +93,12 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _meant(self, option: str) -> str:
-        """The option that this one may stand for: ``--d_model``, ``--num-heads``."""
+        """A suggestion for an unknown option: ``--d-model`` for ``--d_model``."""
         known, name = self._option_string_actions, option.replace("_", "-")
         ends = [o for o in known if o.startswith("--") and f"-{name}".endswith(o[1:])]
         near = [name] if name in known else sorted(ends, key=len)[-1:]
         if not near:
-            from difflib import get_close_matches  # here: nothing else of a start needs it
+            from difflib import get_close_matches  # imported here for a faster start
 
             near = get_close_matches(name[:40], known, 1, cutoff=0.75)
         return f" (did you mean {near[0]}?)" if near else ""
@@ -117,13 +117,13 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        print(message, end="", file=file)  # argparse's own ignores a full disk
+        print(message, end="", file=file)  # argparse ignores errors, such as of a full disk
 
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return a parser of ``words``; ``args.run`` is the command's function.
+    """Return the parser of a command line; ``args.run`` is the command's function.
 
-    Of the commands it knows the one that ``words`` begin with, which alone is imported, or all.
+    If ``words`` begin with a command, only this one is imported and known.
     """
     parser = Parser(prog="minimha", description="Every number of attention, step by step.")
     parser.add_argument("--version", action="version", version=f"minimha {__version__}")

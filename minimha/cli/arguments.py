@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and the converters of their values."""
+"""Arguments shared by several commands, and converters of their values."""
 
 import argparse
 import math
@@ -39,7 +39,7 @@ def integer(text: str) -> int:
 
 
 def check_step(what: str, *sizes: int, largest: int = LARGEST_STEP) -> None:
-    """Refuse a step of these sizes if it would hold more numbers than can be kept."""
+    """Refuse a step of these sizes if it would hold too many numbers."""
     total = math.prod(sizes)
     if total > largest:
         size = " × ".join(str(n) for n in sizes)
@@ -88,9 +88,9 @@ decimals = whole(0, 17)
 
 
 def add_sentence(group: Any, which: str) -> None:
-    """Add ``--tokens``, whose help says ``which`` sentences these are, and ``--sentence``."""
+    """Add ``--tokens``, with ``which`` sentences these are in its help, and ``--sentence``."""
     group.add_argument("--tokens", type=tokens, metavar="N", help=f"1 to {MAX_TOKENS}: {which}")
-    group.add_argument("--sentence", metavar="WORDS", help="a sentence of your own")
+    group.add_argument("--sentence", metavar="WORDS", help="your sentence")
 
 
 def add_changes(parser: argparse.ArgumentParser) -> None:

@@ -176,7 +176,7 @@ def _check_sizes(problem: dict[str, Any], is_traced: bool) -> None:
 
     q, k, v = (np.shape(problem[name]) for name in ("q", "k", "v"))
     if min(len(q), len(k), len(v)) < 2:
-        return  # ``attention`` says why not
+        return  # ``attention`` refuses it
     *heads, Lq, D = q
     if not is_traced:
         check_step("output", *heads, Lq, v[-1], largest=LARGEST_INPUT)

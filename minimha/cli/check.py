@@ -19,8 +19,8 @@ def add_parser(commands: Any) -> None:
     """Add the command to the parser's ``commands``."""
     parser = commands.add_parser(
         "check",
-        help="point it at your attention, and it names the bug",
-        description="Run a function on graded problems, in a process of its own, and name what it "
+        help="name the bugs of an attention function",
+        description="Run a function on graded problems, in a separate process, and name what it "
         "computes wrong. Exit status: 0 right, 1 wrong, 2 it cannot be checked.",
     )
     parser.set_defaults(run=run)

@@ -59,7 +59,7 @@ def _example(args: argparse.Namespace) -> Example:
         return sentences.sentence(translation.FRENCH, source="document 000", **given)
     if name is None:
         return sentences.of_length(args.tokens or 3, **given)
-    if name == "bank-drawn" and given:  # a sentence, without numbers of its own
+    if name == "bank-drawn" and given:  # a sentence, whose numbers are drawn anyway
         return sentences.of_length(6, **given)
     if name not in EXAMPLES:
         raise ValueError(f"no example {name!r}: there are {', '.join(EXAMPLES)}")

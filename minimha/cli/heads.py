@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from minimha.models.transformer import Transformer
 
 UNIFORM = "uniform"
-CLEAR = 0.5  # a share of attention from which on a head is said to do something
-SAID = {
+CLEAR = 0.5  # the least share of attention by which a head "does" something
+WORDS = {
     "previous": "the token before",
     "first": "the first token",
     "itself": "the token itself",
@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
         description="Find what each head of a model does: over a set of sentences, the mean share "
         "of a query's attention that goes to the keys of a pattern, beside what a head would give "
         "them that attends uniformly to all that it sees. The patterns: "
-        f"{'; '.join(f'{name}, {words}' for name, words in SAID.items())}.",
+        f"{'; '.join(f'{name}, {words}' for name, words in WORDS.items())}.",
     )
     parser.set_defaults(run=run)
     models.add_model(parser)
@@ -68,16 +68,16 @@ def _behaviours(
         words = models.labels(model, ids.tolist())
         return subjects([word.strip("_").lower() for word in words])
 
-    def told() -> Iterator[str]:
+    def reported() -> Iterator[str]:
         for sentence in sentences:
             progress(printable(sentence[:40]))
             yield sentence
 
-    return heads.behaviours(model, told(), heads.PATTERNS | {"agreement": agreement})
+    return heads.behaviours(model, reported(), heads.PATTERNS | {"agreement": agreement})
 
 
 def _result(found: Behaviours, num_sentences: int, *, is_text: bool) -> Result:
-    """The scores of every head; on a terminal the heatmap stands for the table."""
+    """The scores of every head; text shows the heatmap without the table."""
     from minimha.explain.chart import Grid
     from minimha.explain.result import Result, Table
     from minimha.models.interpretability import Head
@@ -96,7 +96,7 @@ def _result(found: Behaviours, num_sentences: int, *, is_text: bool) -> Result:
     table = Table(title, columns, rows)
     grid = Grid(title, tuple(scores), found.names, tuple(scores.values()))
     keys = "; ".join(
-        f"{name}, {SAID[name]} ({count:,} {'query' if count == 1 else 'queries'})"
+        f"{name}, {WORDS[name]} ({count:,} {'query' if count == 1 else 'queries'})"
         for name, count in zip(found.names, found.counts.tolist(), strict=True)
     )
     about = (
@@ -110,7 +110,7 @@ def _result(found: Behaviours, num_sentences: int, *, is_text: bool) -> Result:
 
 
 def _does(found: Behaviours, row: tuple[float, ...]) -> str:
-    """The pattern that gets most, if that is half of the attention and twice the uniform share."""
+    """The pattern with most attention, if that is half of it and twice the uniform share."""
     n = int(np.argmax(row))
     return found.names[n] if row[n] >= max(CLEAR, 2 * found.uniform[n]) else ""
 
@@ -121,8 +121,8 @@ def _conclusion(does: dict[str, str]) -> str:
     for head, pattern in does.items():
         by_pattern.setdefault(pattern, []).append(head)
     none = len(by_pattern.pop("", []))
-    said = [f"in {', '.join(heads)} to {SAID[name]}" for name, heads in by_pattern.items()]
-    if not said:
+    mostly = [f"in {', '.join(heads)} to {WORDS[name]}" for name, heads in by_pattern.items()]
+    if not mostly:
         return f"None of the {len(does)} heads gives half of its attention to one of these."
     rest = f"; in the other {none} to none of these" if none else ""
-    return f"Half of the attention or more goes {'; '.join(said)}{rest}."
+    return f"Half of the attention or more goes {'; '.join(mostly)}{rest}."

@@ -1,4 +1,4 @@
-"""``kernels``: the rungs of both ladders, compiled ahead, or what ptxas says of the CUDA rungs."""
+"""``kernels``: lists the rungs of both ladders, compiles them, or shows ptxas's report."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    compile_only = "compile the CUDA rungs, without a GPU, and report what ptxas says"
+    compile_only = "compile the CUDA rungs, without a GPU, and show what ptxas reports"
     add("--ptx", action="store_true", help=compile_only)
     ahead = "compile a backend's kernels ahead of their first use, and keep them on disk"
     add("--compile", action="store_true", help=ahead)
@@ -48,7 +48,7 @@ def _compile(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """List the rungs, or what ptxas says of the CUDA rungs."""
+    """List the rungs, or ptxas's report on the CUDA rungs."""
     from minimha.kernels.ladder import CUDA_LADDER, LADDER, measured
 
     if args.compile:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
         return
     for name in ("dtype", "backend"):
         if getattr(args, name):
-            raise ValueError(f"--{name} says what --compile compiles: give both")
+            raise ValueError(f"--{name} is an option of --compile: add --compile")
     known = CUDA_LADDER if args.ptx else LADDER | CUDA_LADDER
     for name in args.rung:
         if name not in known:
@@ -75,16 +75,11 @@ def run(args: argparse.Namespace) -> None:
         )
     from minimha.kernels.cuda import ptxas
 
-    for program, what in (
-        ("ptxas", "registers, stack and spill are"),
-        ("nvdisasm", "instructions per product are"),
-    ):
+    unknown = {"ptxas": "registers, stack and spill", "nvdisasm": "instructions per product"}
+    for program, what in unknown.items():
         if ptxas.program(program) is None:
-            print(
-                f"minimha: {program} is not found, so {what} unknown; it comes with the CUDA "
-                f"toolkit",
-                file=sys.stderr,
-            )
+            words = f"{program} is not found, so {what} are unknown; it comes with the CUDA toolkit"
+            print("minimha:", words, file=sys.stderr)
     with render.busy(sys.stderr, "compiling the CUDA rungs"):
         found = [record._asdict() for record in ptxas.assembled(tuple(rungs))]
     rows = [

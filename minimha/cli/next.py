@@ -25,7 +25,7 @@ from minimha.cli.output import (
     deliver_result,
     deliver_table,
     format_of,
-)
+)  # fmt: skip
 from minimha.equations.arguments import argument_names
 from minimha.explain import render
 from minimha.explain.trace import Trace, printable, token_labels
@@ -33,13 +33,13 @@ from minimha.explain.trace import Trace, printable, token_labels
 if TYPE_CHECKING:
     from minimha.models.transformer import Transformer
 
-SHOWN = 0.0005  # a probability that is not printed as 0.000
+SHOWN = 0.0005  # from here on, a probability does not print as 0.000
 WINDOW = 24  # positions of a text that --all shows on a terminal
 FEW = 5  # words for each of several positions or layers
 LARGEST_TRACE = 2**25  # numbers of all steps together
-# Weights, and all heads side by side, which are also shown one by one.
+# Weights, and matrices of all heads, which are also shown head by head.
 LEFT_OUT = re.compile(r"(W|b|g)_|\w*norm_(gain|bias)|[qkv]_combined")
-STEPS = "layer", "head", "query", "cell", "only", "hide", "answer"  # which ask for a trace
+STEPS = "layer", "head", "query", "cell", "only", "hide", "answer"  # options that imply --trace
 UNSET: tuple[object, ...] = (None, "", [])
 Probabilities = NDArray[np.float64]
 
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, is_traced: bool) -> None:
-    """Refuse what does not go together, and choose the formats."""
+    """Refuse options that exclude each other, and choose the formats."""
     if not args.text.strip():
         raise ValueError("TEXT is empty: expected how it begins, at least one word")
     kind = args.format or ENDINGS.get(os.path.splitext(args.output or "")[1].lower(), "")
@@ -119,7 +119,7 @@ def _check(args: argparse.Namespace, is_traced: bool) -> None:
 
 
 def _without(args: argparse.Namespace, model: Transformer) -> Transformer:
-    """The model without the heads that are to be removed."""
+    """The model without the removed heads."""
     if not args.without_head:
         if args.ablation != "zero" or args.sentences is not None:
             raise ValueError("--ablation and --sentences are for heads removed: add --without-head")
@@ -137,7 +137,7 @@ def _without(args: argparse.Namespace, model: Transformer) -> Transformer:
 
 
 def _words(args: argparse.Namespace, model: Transformer, less: Transformer) -> None:
-    """The next words of the text, with and without the removed heads."""
+    """Show the next words of the text, with and without the removed heads."""
     [*_, p] = _probabilities(args, model)
     columns = {"probability": p}
     if less is not model:
@@ -162,7 +162,7 @@ def _words(args: argparse.Namespace, model: Transformer, less: Transformer) -> N
 
 
 def _bars(args: argparse.Namespace, rows: list[dict[str, Any]], num_words: int) -> None:
-    """Bars for the words, and what the others have together."""
+    """Show bars for the words, and the sum of the others."""
     from minimha.explain.chart import Bars
     from minimha.explain.result import Result
 
@@ -180,7 +180,7 @@ def _bars(args: argparse.Namespace, rows: list[dict[str, Any]], num_words: int) 
 
 
 def _title(args: argparse.Namespace) -> str:
-    """The text, and what of the probabilities is not as usual."""
+    """The text, and the settings that change its probabilities."""
     changed = [f"temperature {args.temperature:g}"] if args.temperature != 1 else []
     changed += [f"top-k {args.top_k}"] if args.top_k is not None else []
     changed += [f"top-p {args.top_p:g}"] if args.top_p is not None else []
@@ -188,7 +188,7 @@ def _title(args: argparse.Namespace) -> str:
 
 
 def _removed(args: argparse.Namespace) -> str:
-    """Which heads give what, in words; empty where none is removed."""
+    """What the removed heads give, in words; empty if none is removed."""
     if not args.without_head:
         return ""
     one = len(args.without_head) == 1
@@ -198,7 +198,7 @@ def _removed(args: argparse.Namespace) -> str:
 
 
 def _every_position(args: argparse.Namespace, model: Transformer) -> None:
-    """After each word of the text, what came and what was expected."""
+    """Show, after each word of the text, what came and what was expected."""
     found = _probabilities(args, model)
     ids = model.encode(args.text).tolist()
     words = models.labels(model, ids)
@@ -208,14 +208,12 @@ def _every_position(args: argparse.Namespace, model: Transformer) -> None:
     ]
     for row, word, p, id in zip(exact, words[1:], found, ids[1:], strict=False):
         row |= {"next": word, "probability": float(p[id])}
+    came = [f"{printable(r['next'])} {r['probability']:.3f}" if "next" in r else "" for r in exact]
     rows = [
-        {
-            "after": printable(row["word"]),
-            "came": f"{printable(row['next'])} {row['probability']:.3f}" if "next" in row else "",
-            "expected": _listed(row["words"][: min(FEW, args.top)]),
-        }
-        for row in exact
-    ]
+        {"after": printable(row["word"]), "came": text,
+         "expected": _listed(row["words"][: min(FEW, args.top)])}
+        for row, text in zip(exact, came, strict=True)
+    ]  # fmt: skip
     if format_of(args) == "text" and len(rows) > WINDOW:
         left = f"… {len(rows) - WINDOW} earlier tokens"
         rows = [{"after": left, "came": "", "expected": ""}, *rows[-WINDOW:]]
@@ -224,7 +222,7 @@ def _every_position(args: argparse.Namespace, model: Transformer) -> None:
 
 
 def _lens(args: argparse.Namespace, model: Transformer) -> None:
-    """What would be predicted from the embeddings and after every layer."""
+    """Show what the embeddings and each layer would predict."""
     from minimha.explain.chart import Grid
     from minimha.explain.result import Result
     from minimha.models.interpretability import lens
@@ -255,7 +253,7 @@ def _lens(args: argparse.Namespace, model: Transformer) -> None:
 
 
 def _settled(places: list[str], tops: list[str]) -> str:
-    """From which layer on the most probable word is the final one."""
+    """The layer from which on the most probable word is the final one."""
     since = len(tops) - 1
     while since and tops[since - 1] == tops[-1]:
         since -= 1
@@ -263,7 +261,7 @@ def _settled(places: list[str], tops: list[str]) -> str:
 
 
 def _generate(args: argparse.Namespace, model: Transformer) -> None:
-    """The text and what is drawn after it, word by word where it is read on a terminal."""
+    """Show the text and the words drawn after it; as text, each word when it is drawn."""
     if args.generate > LARGEST_COUNT:
         raise ValueError(f"--generate is {args.generate}: expected at most {LARGEST_COUNT:,}")
     start = model.encode(args.text).tolist()
@@ -289,19 +287,19 @@ def _generate(args: argparse.Namespace, model: Transformer) -> None:
 
 
 def _pieces(model: Transformer, start: list[int], drawn: Iterator[int]) -> Iterator[str]:
-    """What each token adds to the text; part of a character waits for the rest of it."""
+    """Yield what each token adds to the text; part of a character waits for the rest."""
     assert model.tokenizer is not None
-    ids, said = list(start), model.tokenizer.decode(start)
+    ids, before = list(start), model.tokenizer.decode(start)
     for id in drawn:
         ids.append(id)
         text = model.tokenizer.decode(ids)
         if not text.endswith("\ufffd"):
-            yield "\n".join(map(printable, text[len(said) :].split("\n")))
-            said = text
+            yield "\n".join(map(printable, text[len(before) :].split("\n")))
+            before = text
 
 
 def _trace(args: argparse.Namespace, model: Transformer) -> Trace:
-    """Every step, or those of one layer; for readers, without what is too large to be read."""
+    """Trace every step, or those of one layer; text leaves out what is too large to read."""
     ids, config = model.encode(args.text).tolist(), model.config
     if args.layer is not None and args.layer >= config.num_layers:
         raise ValueError(f"no layer {args.layer} here: the layers are 0 to {config.num_layers - 1}")
@@ -335,7 +333,7 @@ def _trace(args: argparse.Namespace, model: Transformer) -> Trace:
 
 
 def _leave_out(args: argparse.Namespace, trace: Trace) -> None:
-    """Choose the steps that can be read, and say which others there are."""
+    """Choose the steps that can be read, and name the others."""
     shown = trace.selected(head=args.head, query=args.query).shown
     large = {step.name for step in shown if step.value.size > LARGEST_MATRIX}
     left = [name for name in trace if name in large or LEFT_OUT.match(name)]
@@ -353,7 +351,7 @@ def _leave_out(args: argparse.Namespace, trace: Trace) -> None:
 
 
 def _probabilities(args: argparse.Namespace, model: Transformer) -> Probabilities:
-    """The probabilities of the next word after every word of the text, (L, V)."""
+    """The probabilities of the next word after every word of the text, shape (L, V)."""
     from minimha.models.sampling import probabilities
 
     logits = model.logits(args.text, backend="dense")
@@ -361,13 +359,13 @@ def _probabilities(args: argparse.Namespace, model: Transformer) -> Probabilitie
 
 
 def _likeliest(model: Transformer, p: Probabilities, number: int) -> list[dict[str, Any]]:
-    """The most probable words, as JSON has them."""
+    """The most probable words, as JSON shows them."""
     kept = [int(n) for n in np.argsort(-p, kind="stable")[:number] if p[n] > 0]
     words = models.labels(model, kept)
     return [{"word": word, "probability": float(p[n])} for word, n in zip(words, kept, strict=True)]
 
 
 def _listed(words: list[dict[str, Any]]) -> str:
-    """Words and their probabilities in a line, without those that have none."""
+    """Words and their probabilities in one line, without those that print as 0.000."""
     shown = [w for n, w in enumerate(words) if n == 0 or w["probability"] >= SHOWN]
     return ", ".join(f"{printable(w['word'])} {w['probability']:.3f}" for w in shown)

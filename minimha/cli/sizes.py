@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("--preset", metavar="NAME", help="one model, such as gpt3 (default all, in a table)")
-    add("--length", type=count, metavar="N", help="tokens (default as many as the model takes)")
+    add("--length", type=count, metavar="N", help="tokens (default the most that the model takes)")
     dtypes = "float32", "float16", "bfloat16"
     add("--dtype", choices=dtypes, default="float16", help="default float16")
     add_output(parser, TABLE_FORMATS)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _record(preset: Any, length: int | None, dtype: str) -> dict[str, Any]:
-    """One preset in exact numbers; None for what it does not have, as a cache beyond its length."""
+    """One preset in exact numbers; None where it has none, such as a cache beyond its length."""
     from dataclasses import asdict
 
     from minimha.models import sizes
@@ -77,7 +77,7 @@ def _record(preset: Any, length: int | None, dtype: str) -> dict[str, Any]:
 
 
 def _row(record: dict[str, Any], written: Callable[[int, str], str]) -> dict[str, str]:
-    """One preset in the table of all."""
+    """The row of a preset in the table of all."""
     prefill, decode = record["prefill_flops"], record["decode_flops"]
     cache, saved = record["kv_cache_bytes"], record["saved_by_groups"]
     part = 100 * saved["kv_cache_bytes"] / (saved["kv_cache_bytes"] + cache) if saved else None
@@ -94,11 +94,11 @@ def _row(record: dict[str, Any], written: Callable[[int, str], str]) -> dict[str
 
 
 def _quantities(record: dict[str, Any], written: Callable[[int, str], str]) -> list[dict[str, str]]:
-    """One preset, one row per quantity; what is zero is left out."""
-    said = {True: "yes", False: "no"}
+    """One row per quantity of a preset, without those that are zero."""
+    words = {True: "yes", False: "no"}
     sizes = list(record)[1 : list(record).index("length")]  # the preset's own, but for its name
     found = {
-        name: said[value] if isinstance(value, bool) else str(value)
+        name: words[value] if isinstance(value, bool) else str(value)
         for name in sizes
         if name != "source" and ((value := record[name]) or value is False)
     }

@@ -1,4 +1,4 @@
-"""``--answer``: a filled worksheet, checked entry by entry."""
+"""``--answer``: checks a filled worksheet, number by number."""
 
 import argparse
 import re
@@ -21,10 +21,10 @@ FATES = {
 
 
 def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Records]:
-    """Return a title, the numbers that are not right and all numbers of ``--answer``.
+    """Return a title, the wrong numbers and all numbers of ``--answer``.
 
-    They are those of the step that ``--hide`` names, its heads one below another. A number is right
-    where the exact one rounds to it, with the decimals that it has.
+    The file holds the step that ``--hide`` names, its heads below each other. A number is right if
+    the exact one rounds to it, with the decimals that it has.
     """
     from minimha.cli.inputs import read_rows
 
@@ -32,7 +32,7 @@ def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Recor
         raise ValueError("--answer needs --hide: the step whose numbers it holds")
     steps = trace.selected(args.hide, head=args.head).steps
     rows = list(read_rows(args.answer))
-    named = [step for step in steps if step.title in args.hide]  # and not its other runs or heads
+    named = [step for step in steps if step.title in args.hide]  # without other stages or heads
     if len(rows) == sum(len(_rows(step)) for step in named):
         steps = tuple(named)
     expected = [(step, row) for step in steps for row in _rows(step)]
@@ -67,11 +67,11 @@ def _is_no_maximum(trace: Trace, step: Step, at: Index, text: str) -> bool:
 
 
 def _shape(steps: Sequence[Step]) -> str:
-    """How many rows each step has, and all together: ``weights has 3 rows of 3``."""
+    """The rows of each step and of all, in words: ``weights has 3 rows of 3``."""
     sizes = [(step.title, len(_rows(step)), len(_rows(step)[0])) for step in steps if _rows(step)]
-    said = [f"{title} has {_count(rows, 'row')} of {width}" for title, rows, width in sizes]
+    parts = [f"{title} has {_count(rows, 'row')} of {width}" for title, rows, width in sizes]
     total = f", {sum(rows for _, rows, _ in sizes)} in all" if len(sizes) > 1 else ""
-    return ", ".join(said) + total
+    return ", ".join(parts) + total
 
 
 def _count(number: int, what: str) -> str:
@@ -86,7 +86,7 @@ def _rows(step: Step) -> list[list[tuple[Index, float]]]:
 
 
 def _record(where: str, step: Step, at: Index, exact: float, text: str) -> dict[str, str]:
-    """One number of the answer, and what it is."""
+    """One number of the answer, with its verdict."""
     text = text.strip()
     found = {"cell": f"{step.title}: {Cell(step, at).text}", "given": text}
     if not text:

@@ -12,7 +12,7 @@ LETTERS = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}  # of weigh
 
 
 def entry_of(record: Record, name: str) -> Entry:
-    """Return what the catalogue says of a step, with the symbols of this run in its formula."""
+    """Return the catalogue's entry of a step, with the symbols of this run in its formula."""
     base = base_of(name)
     known = _variation(record, name)
     if name in record.given or (base in ("q", "k", "v") and not record.has(beside(name, "x"))):

@@ -106,8 +106,7 @@ def as_markdown(trace: Trace, decimals: int) -> str:
 def as_latex(trace: Trace, decimals: int) -> str:
     """Return a document that compiles as it is, with pdfLaTeX, XeLaTeX or LuaLaTeX.
 
-    Steps stand side by side where they are narrow; what an earlier head or block said is not
-    repeated.
+    Narrow steps stand side by side; a formula or note of an earlier head or block is not repeated.
     """
     body = [rf"\section*{{{_latex(trace.example)}}}", _latex(trace.source), _latex(_axes(trace))]
     body.append("\n".join(_latex_step(*found, decimals) for found in wording.news(trace.shown)))

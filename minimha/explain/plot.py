@@ -8,13 +8,13 @@ from minimha.explain.chart import Bars, Lines, Point
 WIDEST, HEIGHT = 76, 12  # characters; lines from the first tick of y to its last
 MARKS, ASCII_MARKS = "●○◆◇", "ox+*"
 SHADES, ASCII_SHADES = "█▒░▚", "#=.:"
-LEFT, GAP = 4, 2  # characters left of everything, and between a name and its bar
+LEFT, GAP = 4, 2  # characters of the left margin, and between a name and its bar
 
 
 def plot(data: Lines | Bars, width: int, *, is_ascii: bool) -> list[str]:
     """Return the lines of a chart, at most ``width`` wide, without its title.
 
-    Of two marks in one place, that of the earlier series is seen.
+    Where two marks coincide, the earlier series shows.
     """
     width = max(min(width, WIDEST), 40)
     if isinstance(data, Bars):
@@ -76,7 +76,7 @@ def _connect(grid: list[list[str]], line: list[Point], between: str) -> None:
 
 
 def _numbers(data: Lines, columns: int) -> str:
-    """The numbers under their places, as many as have room."""
+    """The numbers under their places, without those that overlap."""
     across, _ = data.scales()
     line = ""
     for place in data.places:

@@ -23,7 +23,7 @@ def trace_from(
 ) -> Trace:
     """Return the trace whose JSON is ``record``; an npz has the values in ``arrays``.
 
-    A ValueError says what is not as ``export`` writes it.
+    It refuses what is not as ``export`` writes it.
     """
     hidden: dict[str, NDArray[np.bool_]] = {}
     kept: dict[str, tuple[str, list[int]]] = {}

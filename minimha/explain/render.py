@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 INDENT = 4
 GAP = 2
 NO_BREAK = "\N{NO-BREAK SPACE}"
-CELL_SIZES = (5, 3, 1)  # of a heatmap: a number fits, a share without its 0, only the shade
+CELL_SIZES = (5, 3, 1)  # of a heatmap, for 0.27, for .27 and for a shade alone
 SCALE_SIZE = 15  # cells of the scale beside a heatmap
-LONGEST_BAR = 40  # of a weight of 1, where the width allows it
+LONGEST_BAR = 40  # for a weight of 1, if the width allows it
 LABEL_WIDTH = 10  # of a heatmap; a matrix shows its labels whole
 EXPORT_WIDTH = 100
 STYLES = {
@@ -48,12 +48,12 @@ STYLES = {
 
 
 def console_for(stream: IO[str]) -> Console:
-    """A console on ``stream`` that prints text as it is: tokens are not markup."""
+    """Return a console that prints tokens such as ``[bold]`` unchanged."""
     return Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def ramp_for(console: Console) -> str:
-    """The name of the ramp that this console's colours, or the characters it can write, allow."""
+    """Return the name of the richest ramp that this console can show."""
     try:
         "█∞".encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
@@ -63,10 +63,10 @@ def ramp_for(console: Console) -> str:
 
 
 def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
-    """Every step of ``trace``, its weights as heatmaps, and how one query picks its values.
+    """Return every step of ``trace``, its weights as heatmaps, and how a query picks its values.
 
-    ``decimals`` are those of numbers that are not whole. A ``width`` of None breaks no line.
-    Heatmaps have the shades of the ``ramp`` of this name.
+    ``decimals`` apply to numbers that are not whole. With ``width`` None, no line is broken.
+    ``ramp`` names the shades of heatmaps.
     """
     shades = RAMPS[ramp]
     lines = _paragraph(trace.example, width, "bold", indent=0)
@@ -96,12 +96,12 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
 
 
 def table(records: Sequence[Mapping[str, str]], encoding: str = "utf-8") -> Table:
-    """A table with the records' keys as its head, for a stream of this encoding."""
+    """Return a table with the records' keys as its head, for a stream of this encoding."""
     shown = Table(
         *(as_written(key, encoding) for key in records[0]),
         box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold",
     )  # fmt: skip
-    shown.columns[0].no_wrap = True  # a name, which may be typed elsewhere
+    shown.columns[0].no_wrap = True  # names, which a reader may copy
     shown.columns[0].overflow = "ignore"
     for record in records:
         shown.add_row(*(as_written(text, encoding) for text in record.values()))
@@ -111,7 +111,7 @@ def table(records: Sequence[Mapping[str, str]], encoding: str = "utf-8") -> Tabl
 def tables(
     titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None, encoding: str = "utf-8"
 ) -> Group:
-    """A table of numbers, right-aligned but for its first column, under each title that has one."""
+    """Return a table under each title, right-aligned but for the first column."""
     parts: list[RenderableType] = []
     for title, records in titled.items():
         parts += [Text(), *_paragraph(title, width, "bold" if records else "", indent=0)]
@@ -124,7 +124,7 @@ def tables(
 
 
 def result(found: Result, width: int | None, ramp: str, encoding: str = "utf-8") -> Group:
-    """An experiment: its tables, its charts and its conclusion."""
+    """Return an experiment's tables, charts and conclusion."""
     from minimha.explain.chart import Bars, Grid, Lines
     from minimha.explain.plot import plot
 
@@ -143,7 +143,7 @@ def result(found: Result, width: int | None, ramp: str, encoding: str = "utf-8")
 
 
 def _grid(data: "Grid", ramp: Ramp) -> Iterator[Text]:
-    """Numbers on their shades, or beside them where there is no colour."""
+    """Numbers on their shades, or beside them without colour."""
     margin = INDENT + max(map(cell_len, data.rows)) + GAP
     widths = [max(cell_len(name), 7) for name in data.columns]
     heads = zip(data.columns, widths, strict=True)
@@ -160,7 +160,7 @@ def _grid(data: "Grid", ramp: Ramp) -> Iterator[Text]:
 
 @contextmanager
 def busy(stream: IO[str], doing: str) -> Iterator[None]:
-    """Say on a terminal what takes time; gone at the end."""
+    """Show on a terminal what is being done, until the end."""
     console = Console(file=stream, markup=False, highlight=False)
     with console.status(doing) if console.is_terminal else nullcontext():
         yield
@@ -168,10 +168,7 @@ def busy(stream: IO[str], doing: str) -> Iterator[None]:
 
 @contextmanager
 def progress(stream: IO[str], steps: int | None) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal, told ``steps`` times, if that is known, what comes next.
-
-    It is gone at the end.
-    """
+    """Show a bar on a terminal until the end; the caller names each of its ``steps``."""
     console = Console(file=stream, markup=False, highlight=False)
     if not console.is_terminal:  # older rich ends even a disabled bar with a newline
         yield lambda doing: None
@@ -189,10 +186,7 @@ def progress(stream: IO[str], steps: int | None) -> Iterator[Callable[[str], Non
 
 
 def plain(shown: RenderableType) -> str:
-    """``shown`` as text without colour and without blanks at the end of a line.
-
-    Tables are ``EXPORT_WIDTH`` wide; the lines of a ``Text`` stay as they are.
-    """
+    """Return ``shown`` without colours and trailing blanks; tables are ``EXPORT_WIDTH`` wide."""
     if isinstance(shown, Text):
         lines = shown.plain
     else:
@@ -206,7 +200,7 @@ def plain(shown: RenderableType) -> str:
 
 
 def _matrix(step: Step, decimals: int, width: int | None, infinity: str) -> list[Text]:
-    """The numbers under their labels, in as many groups of columns as the width requires."""
+    """The numbers under their labels, in groups of columns that fit the width."""
     numbers = wording.numbers(step, decimals)
     body = [[number.replace("∞", infinity) for number in row] for row in numbers]
     if not body or not body[0]:
@@ -243,7 +237,7 @@ def _column_groups(widths: Sequence[int], available: int | None, gap: int = GAP)
 
 
 def _printed(step: Step, width: int | None) -> list[Text]:
-    """What a document prints for this step, and how it relates to the exact numbers."""
+    """The numbers that a document prints for this step, and what is wrong with them."""
     lines: list[Text] = []
     for source, numbers, remarks in wording.printed(step):
         unbroken = numbers.replace(" ", NO_BREAK).replace(f"]{NO_BREAK}[", "] [")
@@ -254,14 +248,14 @@ def _printed(step: Step, width: int | None) -> list[Text]:
 
 
 def _limits(drawn: Sequence[tuple[str, Step]], is_weights: bool) -> tuple[float, float]:
-    """The scale that all maps of weights, or all of scores, share."""
+    """The scale of all weights, or of all scores."""
     if is_weights:
         return 0.0, 1.0
     return limits(step.value for _, step in drawn if step.base != "weights")
 
 
 def _heatmaps(drawn: Sequence[tuple[str, Step]], width: int, ramp: Ramp) -> list[Text]:
-    """The maps with the largest cells in which one fits, as many side by side as then fit."""
+    """The maps side by side, with the largest cells at which one map fits the width."""
     blocks: list[list[Text]] = []
     for size in CELL_SIZES:
         blocks = [
@@ -291,7 +285,7 @@ def _heatmap(
 
 
 def _heat(number: float, text: str, size: int, ramp: Ramp, limits: tuple[float, float]) -> Text:
-    """One cell: its number on a coloured ground, or a shade as dense as its value."""
+    """One cell: its number on a colour, or without colours a shade."""
     if not np.isfinite(number):
         return Text((ramp.hidden if np.isneginf(number) else "?").center(size))
     low, high = limits
@@ -339,7 +333,7 @@ def _story(trace: Trace, decimals: int, width: int | None) -> list[Text]:
 
 
 def _legend(drawn: Sequence[tuple[str, Step]], width: int | None, ramp: Ramp) -> list[Text]:
-    """The scale of the scores and that of the weights, drawn, and what the marks mean."""
+    """The scales of scores and weights, and the meaning of the marks."""
     lines = []
     for name, is_weights in (("scores", False), ("weights", True)):
         if not any((step.base == "weights") == is_weights for _, step in drawn):
@@ -358,12 +352,12 @@ def _legend(drawn: Sequence[tuple[str, Step]], width: int | None, ramp: Ramp) ->
 
 
 def _hidden(step: Step) -> NDArray[np.bool_]:
-    """Which cells of a heatmap are of hidden keys."""
+    """Which cells of a heatmap belong to hidden keys."""
     return np.isneginf(step.value) if step.hidden is None else step.hidden
 
 
 def _side_by_side(blocks: Sequence[list[Text]], width: int) -> list[Text]:
-    """Blocks of lines next to each other, as many in a row as fit."""
+    """Blocks of lines next to each other, in rows that fit the width."""
     widths = [_width(block) for block in blocks]
     lines: list[Text] = []
     for group in _column_groups(widths, width, gap=0):

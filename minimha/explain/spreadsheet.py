@@ -195,7 +195,7 @@ FORMULAS: dict[str, Callable[..., str]] = {
 def as_workbook(trace: Trace, decimals: int) -> bytes:
     """Return ``trace`` as an xlsx file that shows computed numbers with ``decimals``.
 
-    A ValueError says that the extra ``sheets`` is not installed, or what a sheet cannot hold:
+    It refuses to without the extra ``sheets``, and refuses what a sheet cannot hold:
     blocks, chosen steps alone, a step that no formula gives, more than 64 tokens, NaN, ∞.
     """
     try:
@@ -298,7 +298,7 @@ class _Sheet:
         self.stride = _stride(trace)
 
     def write(self) -> None:
-        """Write every step, below the title and a line that says what can be changed."""
+        """Write the title, a line on what can be changed, and every step."""
         self._line(self.trace.example, bold=True)
         self._line(self.trace.source, font_color=GREY)
         self._line(wording.legend(self.trace), font_color=GREY)
@@ -384,7 +384,7 @@ class _Sheet:
         return [self.panels[matrix.title] for matrix in matrices] * (len(steps) if is_one else 1)
 
     def _band(self, heading: str, notes: Sequence[str], matrices: Sequence[Matrix]) -> None:
-        """Matrices side by side, below what is said of them."""
+        """Write matrices side by side, below their heading and notes."""
         self.top += 1
         self._line(heading, bold=True)
         for note in notes:
@@ -435,7 +435,7 @@ class _Sheet:
         self.widths[column] = max(width, self.widths.get(column, 0))
 
     def _line(self, text: str, **style: Any) -> None:
-        """Text in as many rows as it takes to be read without scrolling aside."""
+        """Write text, in several rows if it is long."""
         for row in textwrap.wrap(text, LONGEST_LINE):
             self.sheet.write_string(self.top, 0, row, self._style(**style))
             self.top += 1

@@ -114,7 +114,7 @@ class Trace(Record):
 
     @cached_property
     def by_name(self) -> dict[str, tuple[Step, ...]]:
-        """The steps of every name, one for each batch entry and head, whatever ``only`` says."""
+        """Name → its steps, one for each batch entry and head, whether shown or not."""
         blank = set(self.blank)
         return {
             name: tuple(

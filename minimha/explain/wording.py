@@ -1,4 +1,4 @@
-"""What is said about a step: the same words on a terminal, in Markdown and in LaTeX."""
+"""Words about a step that all formats share."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -62,16 +62,16 @@ def news(steps: Iterable[Step]) -> Iterator[tuple[Step, bool]]:
 
 
 def numbers(step: Step, decimals: int) -> list[list[str]]:
-    """The numbers of a step as rows of text, or as many blanks to fill in."""
+    """Return the numbers of a step as rows of text, or blanks to fill in."""
     if not step.is_blank:
         return cells(step.value, decimals)
     return [[BLANK for _ in row] for row in cells(step.value, decimals)]
 
 
 def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
-    """For each place that prints numbers for this step: the place, the numbers, the remarks.
+    """Yield each place in a document that prints this step: the place, the numbers, the remarks.
 
-    An inexact number has a remark of its own; the exact ones share the last.
+    Each inexact number has a remark; the exact ones share the last.
     """
     for source, group in groupby(step.printed, key=lambda comparison: comparison.source):
         comparisons = list(group)
@@ -112,8 +112,8 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
 def picks(trace: Trace) -> list[Pick]:
     """The query of each head that is shown picking its values; a ValueError if no head has it.
 
-    It is the last one, of a single head, unless ``trace`` says which query, which head, or to draw
-    nothing else.
+    By default it is the last query, if there is a single head. ``trace`` may choose another query or
+    head, or only this drawing.
     """
     steps = trace.drawn("picks")
     is_asked = bool(trace.query) or trace.head is not None or "picks" in trace.only

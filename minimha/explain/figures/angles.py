@@ -39,7 +39,7 @@ def _panel(
     q: NDArray[np.float64], k: NDArray[np.float64], names: tuple[str, str], unit: float,
     decimals: int,
 ) -> Drawing:  # fmt: skip
-    """Both arrows in the plane that they span: as they are in two dimensions, else q level."""
+    """Both arrows in the plane that they span; of more than two dimensions, q is level."""
     lengths = [float(np.linalg.norm(x)) for x in (q, k)]
     dot = float(q @ k)
     cosine = dot / (lengths[0] * lengths[1]) if all(lengths) else 0.0
@@ -60,9 +60,9 @@ def _panel(
         drawing.text(
             end[0] + 8, end[1] - (8 if kind == "one" else -8), f"{letter} {name}", size=SMALL
         )
-    said = [cells(np.array(number), decimals)[0][0] for number in (dot, *lengths, cosine)]
-    lines = [f"q · k = {said[0]}, |q| = {said[1]}, |k| = {said[2]}",
-             f"cosine {said[3]}, angle {math.degrees(between):.1f}°"]  # fmt: skip
+    texts = [cells(np.array(number), decimals)[0][0] for number in (dot, *lengths, cosine)]
+    lines = ["q · k = {}, |q| = {}, |k| = {}".format(*texts),
+             f"cosine {texts[3]}, angle {math.degrees(between):.1f}°"]  # fmt: skip
     below = max(drawing.height, origin[1]) + 16
     for n, line in enumerate(lines):
         drawing.text(0, below + 18 * n, line, "muted", size=SMALL)

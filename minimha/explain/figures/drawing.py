@@ -113,7 +113,7 @@ class Drawing:
         self, x: float, y: float, words: str, kind: str = "", *, anchor: str = "start",
         size: float = SIZE, title: str = "",
     ) -> None:  # fmt: skip
-        """Write ``words`` with their middle at height ``y``; ``anchor`` says what ``x`` is."""
+        """Write ``words`` with their middle at height ``y`` and their ``anchor`` at ``x``."""
         name = f' class="{kind}"' if kind else ""
         hint = f"<title>{escape(title)}</title>" if title else ""
         reach = breadth(words, size) * {"start": 1, "middle": 0.5, "end": 0}[anchor]
@@ -150,7 +150,7 @@ class Drawing:
         self.width, self.height = max(self.width, right), max(self.height, bottom)
 
     def svg(self, title: str) -> str:
-        """Return a picture that stands alone, on a ground of its own."""
+        """Return a picture that stands alone, with style and background."""
         width, height = self._size()
         first = [
             f"<style>{STYLE}</style>",
@@ -159,7 +159,7 @@ class Drawing:
         return self._picture(title, first, ' xmlns="http://www.w3.org/2000/svg"')
 
     def inline(self, title: str) -> str:
-        """Return a picture for a page that has ``STYLE`` and a ground already."""
+        """Return a picture for a page that already has ``STYLE`` and a background."""
         return self._picture(title, [], "")
 
     def _size(self) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Boxes stand in rows, each below all that it is computed from; a matrix that is given stands just
 above where it is first needed. Within a row they are ordered by where their arrows come from and
-lead to, and an arrow past a row has a place of its own in it (Sugiyama et al. 1981).
+lead to. An arrow past a row keeps a place free in it (Sugiyama et al. 1981).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _operands(trace: Trace, name: str) -> list[str]:
     made = trace.origins[trace.by_name[name][0]]
     operands = [] if made is None else list(made.operands)
     if made is not None and made.operation == "pairs":
-        del operands[2:]  # it only says how many keys a query has
+        del operands[2:]  # K only gives the number of keys
     if made is not None and made.operation == "total" and operands[1] is None:
         del operands[2:]  # only a sink is relative to the maximum
     names = [step.name for step in operands if step is not None]

@@ -87,7 +87,7 @@ def _color(shape: ET.Element) -> str:
 
 
 def _style(kind: str, name: str) -> str:
-    """What the light style says of a class, for xcolor; nothing where it is none."""
+    """A colour of a class in the light style, for xcolor; empty without one."""
     light = STYLE.partition("@media")[0]
     found = re.search(rf"\.{re.escape(kind)}\{{[^}}]*\b{name}:#([0-9a-f]+)", light)
     digits = found[1].upper() if found else ""

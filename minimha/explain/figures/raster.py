@@ -16,8 +16,8 @@ def png(svg: str) -> bytes:
             capture_output=True, check=False,
         )  # fmt: skip
         if done.returncode or not done.stdout:
-            said = " ".join(done.stderr.decode(errors="replace").split())
-            raise ValueError(f"rsvg-convert cannot draw this picture: {said}; export it as svg")
+            why = " ".join(done.stderr.decode(errors="replace").split())
+            raise ValueError(f"rsvg-convert cannot draw this picture: {why}; export it as svg")
         return done.stdout
     if importlib.util.find_spec("cairosvg") is not None:
         cairosvg = importlib.import_module("cairosvg")

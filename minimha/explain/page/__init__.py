@@ -1,8 +1,8 @@
-"""A trace as one page that answers: point at a cell, and it shows what made it.
+"""A trace as one interactive page: point at a cell, and it shows what made it.
 
-The page is one file that asks nobody for anything. A small run travels whole; of a large one only
-what is given does, and the page computes the rest from it, by the operations that ``origins`` has
-checked. It does so too where its reader changes the scale or the mask.
+The page is one file without requests. A small run is embedded whole; of a large one only the
+inputs, and the page recomputes the rest by the operations that ``origins`` has checked. It also
+recomputes when its reader changes the scale or the mask.
 """
 
 import base64
@@ -26,20 +26,22 @@ from minimha.explain.origins import Origin
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
-LARGEST = 2**21  # numbers that travel: about 8 MB
-SMALL = 2**16  # numbers of a run that travels whole, and exactly
-LARGEST_FIGURES = 2**12  # numbers of a trace whose figures can be taken in
+LARGEST = 2**21  # embedded numbers: about 8 MB
+SMALL = 2**16  # numbers of a run that is embedded whole, and exactly
+LARGEST_FIGURES = 2**12  # numbers of a trace whose figures are shown
 
 
 def page(trace: Trace, decimals: int) -> str:
     """Return the page of ``trace``, HTML, with ``decimals`` of numbers that are not whole.
 
-    A ValueError says that more numbers would travel than a page should hold.
+    It refuses a trace with too many numbers to embed.
     """
     made = _needed(trace)
     number = {step: n for n, step in enumerate(made)}
-    record, travelling = _record(trace, made, number, decimals)
-    data = _packed(_exactly(travelling) if record["isSmall"] else _rounded(record, travelling))
+    record, embedded = _record(trace, made, number, decimals)
+    encoded = b"".join(value.astype("<f8").tobytes() for value in embedded)
+    encoded = encoded if record["isSmall"] else _rounded(record, embedded)
+    data = base64.b64encode(gzip.compress(encoded, 6, mtime=0)).decode()
     groups = record["groups"]
     links = (
         f'<li><a href="#{group["steps"][0]},0,0" data-group="{n}">{n + 1}. '
@@ -67,12 +69,12 @@ def _part(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """What the page's policy knows its own style and script by."""
+    """The hash by which the page's content policy allows its style and script."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _cell(trace: Trace, number: Mapping[Step, int], decimals: int) -> str:
-    """The cell that was asked for, written out in every step, with links to it there."""
+    """The chosen cell, written out in every step, with links."""
     if not trace.cell:
         return ""
     items = []
@@ -84,7 +86,7 @@ def _cell(trace: Trace, number: Mapping[Step, int], decimals: int) -> str:
 
 
 def _figures(trace: Trace, decimals: int) -> str:
-    """The figures that say more than the matrices, unless they are too large to be taken in."""
+    """The figures beside the matrices, unless the trace is too large."""
     if sum(step.value.size for step in trace.steps) > LARGEST_FIGURES:
         return "<p>The steps are on the left.</p>"
     drawn = figures(trace.selected(head=trace.head), decimals)
@@ -100,18 +102,18 @@ def _figures(trace: Trace, decimals: int) -> str:
 def _record(
     trace: Trace, made: Mapping[Step, Origin | None], number: Mapping[Step, int], decimals: int
 ) -> tuple[dict[str, Any], list[NDArray[np.float64]]]:
-    """What the page knows of the trace, and the numbers that travel beside it."""
+    """The description of the trace, and the embedded numbers."""
     tables = Tables()
     records = [_step(step, how, tables) for step, how in made.items()]
     is_small = sum(step.value.size for step in made) <= SMALL
-    travelling, at = [], 0
+    embedded, at = [], 0
     for (step, how), record in zip(made.items(), records, strict=True):
         record["stale"] = how is None and (
             trace.origins.follows(step) or step.base in ("difference", "kept")
         )
         if how is None or is_small:
             record["at"] = at
-            travelling.append(np.asarray(step.value, np.float64).ravel())
+            embedded.append(np.asarray(step.value, np.float64).ravel())
             at += step.value.size
         if how is not None:
             record["made"] = {
@@ -129,22 +131,22 @@ def _record(
         "groups": _groups(trace.steps, number, records), "steps": records,
         **_changes(made, records),
     }  # fmt: skip
-    return whole, travelling
+    return whole, embedded
 
 
 class Tables:
-    """Labels and masks, each kept once however many steps have it."""
+    """Labels and masks, each kept once and referred to by number."""
 
     def __init__(self) -> None:
         self.labels: list[Sequence[str]] = []
         self.patterns: list[str] = []
 
     def label(self, labels: Sequence[str] | None) -> int | None:
-        """The number of these labels; None where there are none."""
+        """The number of these labels; None without labels."""
         return None if labels is None else _number(self.labels, labels)
 
     def mask(self, step: Step) -> dict[str, int | None]:
-        """How far a causal mask lets a query see beyond its own place, or which bits hide a key."""
+        """The offset of a causal mask, or else the number of the bits that hide keys."""
         hidden = np.isneginf(np.atleast_2d(step.value))
         offset = int((~hidden[0]).sum()) - 1
         if hidden.any() and (hidden == np.triu(np.ones_like(hidden), offset + 1)).all():
@@ -163,7 +165,7 @@ def _number(known: list[Any], item: Any) -> int:
 
 
 def _needed(trace: Trace) -> dict[Step, Origin | None]:
-    """The steps shown and all that they are computed from, in order, each with its origin."""
+    """The steps shown and their operands' operands, in order, each with its origin."""
     found: dict[Step, Origin | None] = {}
     waiting = list(trace.steps)
     while waiting:
@@ -172,7 +174,7 @@ def _needed(trace: Trace) -> dict[Step, Origin | None]:
             continue
         how = None if step.is_blank else trace.origins[step]
         if how is not None and any(s is not None and s.is_blank for s in how.operands):
-            how = None  # what is to be found is not on the page
+            how = None  # a page must not show what its reader is to find
         found[step] = how
         waiting += [] if how is None else [s for s in how.operands if s is not None]
     ordered = (step for steps in trace.by_name.values() for step in steps)
@@ -184,7 +186,7 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
     rows = int(np.prod(shape[:-1])) if len(shape) > 1 else 1
     is_masking = how is not None and how.operation in ("mask", "block")
     hidden = np.isneginf(step.value) if step.made[:1] == ("mask",) else step.hidden
-    is_told = how is None and hidden is not None  # what no step of the page computes
+    is_embedded = how is None and hidden is not None  # no step of the page computes this mask
     mapped = "weights" if step.base in SHARES else "scores"
     return {
         "title": step.title, "symbol": step.symbol, "place": step.place,
@@ -194,7 +196,7 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
         "mapped": mapped if step.base in MAPPED else None,
         "size": step.value.size, "made": None, "at": None, "group": None, "blank": step.is_blank,
         "mask": tables.mask(step) if is_masking else None,
-        "hides": tables.pattern(hidden) if is_told and hidden is not None else None,
+        "hides": tables.pattern(hidden) if is_embedded and hidden is not None else None,
         "isBlock": how is not None and how.operation == "block",
     }  # fmt: skip
 
@@ -202,7 +204,7 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
 def _groups(
     shown: Sequence[Step], number: Mapping[Step, int], records: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """For each name, what all heads of it share; the steps are told which group is theirs."""
+    """What all heads of each name share; sets each record's ``group``."""
     groups = []
     for n, name in enumerate(dict.fromkeys(step.name for step in shown)):
         steps = [step for step in shown if step.name == name]
@@ -227,7 +229,7 @@ def _printed(step: Step) -> Iterator[str]:
 def _changes(
     made: Mapping[Step, Origin | None], records: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What a reader may change, and what it is now; marks the steps that the scale changes."""
+    """The scale and mask, which a reader may change; sets each record's ``scales``."""
     hows = [how for how in made.values() if how is not None]
     rescaled = {s for how in hows if how.operation == "scale" for s in how.operands}
     scales = []
@@ -250,25 +252,17 @@ def _changes(
     }  # fmt: skip
 
 
-def _exactly(travelling: Sequence[NDArray[np.float64]]) -> bytes:
-    return b"".join(value.astype("<f8").tobytes() for value in travelling)
-
-
-def _rounded(record: dict[str, Any], travelling: Sequence[NDArray[np.float64]]) -> bytes:
-    """Whole multiples of a quantum, two digits finer than what is shown: all first bytes, then…"""
+def _rounded(record: dict[str, Any], embedded: Sequence[NDArray[np.float64]]) -> bytes:
+    """Multiples of a quantum, two digits finer than shown, as int32: all first bytes, then …"""
     wholes = []
     given = [step for step in record["steps"] if step["at"] is not None]
-    for step, value in zip(given, travelling, strict=True):
+    for step, value in zip(given, embedded, strict=True):
         finite = np.isfinite(value)
         largest = abs(value[finite]).max(initial=0)
         step["quantum"] = float(max(10.0 ** -(record["decimals"] + 2), largest / 2**30))
         whole = np.rint(np.where(finite, value, 0) / step["quantum"]).astype("<i4")
         for n, place in enumerate((np.isneginf(value), np.isposinf(value), np.isnan(value))):
-            whole[place] = n - 2**31  # the three lowest stand for what is not finite
+            whole[place] = n - 2**31  # the three lowest codes are -∞, ∞ and NaN
         wholes.append(whole)
     planes: NDArray[np.uint8] = np.concatenate(wholes).view(np.uint8).reshape(-1, 4).T
     return planes.tobytes()
-
-
-def _packed(content: bytes) -> str:
-    return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()
