@@ -112,7 +112,7 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
 def picks(trace: Trace) -> list[Pick]:
     """The query of each head that is shown picking its values; a ValueError if no head has it.
 
-    By default it is the last query, if there is a single head. ``trace`` may choose another query or
+    By default it is the last query, if there is a single head. ``trace`` may choose another query,
     head, or only this drawing.
     """
     steps = trace.drawn("picks")
