@@ -75,4 +75,4 @@ def test_what_cannot_be_compiled_is_refused(capsys):
     with pytest.raises(ValueError, match="backend is 'tiled': expected one of 'cpu', 'cuda'"):
         minimha.compile(backend="tiled")
     assert cli.main(["kernels", "--backend", "cuda"]) == 2
-    assert "--backend says what --compile compiles: give both" in capsys.readouterr().err
+    assert "--backend is an option of --compile: add --compile" in capsys.readouterr().err
