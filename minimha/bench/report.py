@@ -111,24 +111,36 @@ def as_json(report: Report) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def machine_line(report: Report) -> str:
+    """The machine, and how long compiling took, in one sentence."""
+    where = ", ".join(
+        str(value) if name in ("processor", "system", "date") else f"{name} {value}"
+        for name, value in report.machine.items()
+    )
+    return (
+        f"{where}; compiling or loading the kernels took {report.compile_seconds:.1f} s, "
+        f"included in none of these times"
+    )
+
+
 def as_rows(records: Iterable[Record]) -> list[dict[str, str]]:
     """The records in units for readers: milliseconds, GFLOP/s or GB/s, MiB."""
     return [
         {
             "candidate": r.candidate,
-            "ms": _digits(1e3 * r.median),
-            "quartiles": f"{_digits(1e3 * r.low)}–{_digits(1e3 * r.high)}" if r.runs else "",
-            "G/s": _digits(r.rate / 1e9),
-            "of machine": _digits(r.of_machine, 2),
-            "ratio": _digits(r.ratio, 2),
+            "ms": digits(1e3 * r.median),
+            "quartiles": f"{digits(1e3 * r.low)}–{digits(1e3 * r.high)}" if r.runs else "",
+            "G/s": digits(r.rate / 1e9),
+            "of machine": digits(r.of_machine, 2),
+            "ratio": digits(r.ratio, 2),
             "MiB": "" if r.extra_memory is None else f"{r.extra_memory / 2**20:.1f}",
-            "error": _digits(r.error, 1) if r.runs else f"{r.error:.1f}: refused",
+            "error": digits(r.error, 1) if r.runs else f"{r.error:.1f}: refused",
         }
         for r in records
     ]
 
 
-def _digits(number: float, most: int = 4) -> str:
+def digits(number: float, most: int = 4) -> str:
     """Three significant digits, but at most ``most`` decimals; "" for NaN."""
     if math.isnan(number):
         return ""

@@ -3,11 +3,22 @@
 import argparse
 import sys
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from minimha.cli.arguments import count, number
-from minimha.cli.output import TABLE_FORMATS, add_output, check_output, deliver_table, grouped
+from minimha.cli.output import (
+    RESULT_FORMATS,
+    add_output,
+    check_output,
+    deliver_result,
+    deliver_table,
+    format_of,
+    grouped,
+)
 from minimha.explain import render
+from minimha.explain.chart import Bars
+from minimha.explain.result import Result
 
 
 def add_parser(commands: Any) -> None:
@@ -34,7 +45,7 @@ def add_parser(commands: Any) -> None:
     calls = "time for the calls of one shape (default 4)"
     add("--seconds", type=_seconds, default=4.0, metavar="S", help=calls)
     add("--threads", type=count, metavar="N", help="for every candidate (default all)")
-    add_output(parser, TABLE_FORMATS)
+    add_output(parser, RESULT_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,6 +73,9 @@ def run(args: argparse.Namespace) -> None:
             f"pip install 'minimha[bench]'",
             file=sys.stderr,
         )
+    if format_of(args) in ("svg", "png"):
+        deliver_result(args, as_result(report))
+        return
     rows = [{"shape": r.shape} | row for r, row in zip(
         report.records, as_rows(report.records), strict=True
     )]  # fmt: skip
@@ -81,9 +95,8 @@ def _on_gpu(args: argparse.Namespace) -> Any:
 
 
 def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
-    from minimha.bench.report import best_peers, geometric_mean
+    from minimha.bench.report import best_peers, geometric_mean, machine_line
 
-    machine = report.machine
     titled = grouped(rows, "shape")
     pairs = list(best_peers(report.records))
     fastest = [
@@ -95,15 +108,29 @@ def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str,
         titled["the fastest peer's time as a multiple of minimha's"] = [
             *fastest, {"shape": "geometric mean", "fastest peer": "", "ratio": f"{mean:.2f}"}
         ]  # fmt: skip
-    where = ", ".join(
-        str(value) if name in ("processor", "system", "date") else f"{name} {value}"
-        for name, value in machine.items()
-    )
-    machine_line = (
-        f"{where}; compiling or loading the kernels took {report.compile_seconds:.1f} s, "
-        f"included in none of these times"
-    )
-    return titled | {machine_line: []}
+    return titled | {machine_line(report): []}
+
+
+def as_result(report: Any) -> Result:
+    """Return the report as bars: the fastest peer's time beside minimha's, or each rung's rate."""
+    from minimha.bench.report import best_peers, digits, geometric_mean, machine_line
+
+    timed = [record for record in report.records if record.runs]
+    pairs = list(best_peers(timed))
+    if pairs:
+        title = "time of the fastest other library / time of minimha"
+        names = tuple(f"{ours.shape}: {peer.candidate}" for ours, peer in pairs)
+        ratios = tuple(peer.ratio for _, peer in pairs)
+        bars = [Bars(title, names, {title: ratios}, "{:.2f}".format)]
+        mean = geometric_mean(ratios)
+        conclusion = f"Above 1 minimha is faster; the geometric mean is {mean:.2f}."
+    else:
+        conclusion, bars = "A longer bar is faster.", []
+        for shape, group in groupby(timed, lambda record: record.shape):
+            rates = {record.candidate: record.rate / 1e9 for record in group}
+            title = f"{shape}: G/s"
+            bars.append(Bars(title, tuple(rates), {title: tuple(rates.values())}, digits))
+    return Result("bench", "Speed", machine_line(report), 0, (), tuple(bars), conclusion)
 
 
 def _seconds(text: str) -> float:

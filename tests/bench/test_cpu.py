@@ -11,8 +11,17 @@ from minimha.bench import cpu as bench
 from minimha.bench import peers
 from minimha.bench.bandwidth import read_memory
 from minimha.bench.peers import Peer
-from minimha.bench.report import OURS, Record, Report, as_json, as_rows, best_peers, geometric_mean
+from minimha.bench.report import (
+    OURS,
+    Record,
+    Report,
+    as_json,
+    as_rows,
+    best_peers,
+    geometric_mean,
+)
 from minimha.bench.shapes import MASKS, Shape
+from minimha.cli.bench import as_result
 from minimha.kernels.cpu.simd.vector import panel_width
 
 SMALL = Shape(1, 2, 2, 40, 40, 16)
@@ -118,6 +127,18 @@ def test_json_has_null_for_what_was_not_measured():
     json.dumps(record, allow_nan=False)
     assert record["median"] is record["error"] is None
     assert record["runs"] == 0
+
+
+def test_a_report_becomes_bars_of_ratios_to_peers_or_of_the_rates_of_rungs():
+    def record(name, ratio, runs=3):
+        return Record("a", name, 1.0, median=1, runs=runs, rate=2e9, ratio=ratio)
+
+    beside_peers = [record(OURS, 1), record("x", 3), record("y", 2, runs=0)]
+    (bars,) = as_result(Report(beside_peers, 0.5, {"threads": 2}, [])).figures
+    assert (bars.names, list(bars.series.values())) == (("a: x",), [(3,)])
+    rungs = [record("cpu.rung1", 1), record("cpu.rung2", 3), record("wrong", 1, runs=0)]
+    (bars,) = as_result(Report(rungs, 0.5, {"threads": 2}, [])).figures
+    assert (bars.names, list(bars.series.values())) == (("cpu.rung1", "cpu.rung2"), [(2, 2)])
 
 
 def test_the_fastest_peer_is_taken_row_by_row():
