@@ -1,6 +1,7 @@
 """README and walkthroughs: pictures show what their command shows, commands run, links lead on."""
 
 import re
+import runpy
 import shlex
 import xml.etree.ElementTree as ET
 from itertools import pairwise
@@ -22,7 +23,9 @@ WRITTEN = sorted(
     }
 )  # fmt: skip
 COMMANDS = [command for command in WRITTEN if not command.startswith("bench")]
-PICTURES = [command for command in COMMANDS if "--output walkthroughs/pictures/" in command]
+IN_PICTURES = "--output walkthroughs/pictures/"
+PICTURES = [command for command in COMMANDS if IN_PICTURES in command]
+SCRIPT = runpy.run_path(str(REPOSITORY / "walkthroughs" / "pictures.py"))  # draws the other ones
 
 
 def words(picture):
@@ -56,17 +59,24 @@ def test_pictures_show_what_their_command_shows_now(command, tmp_path):
 
 
 def test_every_walkthrough_but_the_last_leads_to_the_next():
-    paths = (REPOSITORY / "walkthroughs").glob("*.md")
+    paths = (REPOSITORY / "walkthroughs").glob("[0-9]*.md")
     pages = sorted(paths, key=lambda path: int(path.name.partition("-")[0]))
     for page, following in pairwise(pages):
         last = page.read_text("utf-8").splitlines()[-1]
         assert re.fullmatch(rf"Next: \[.+\]\({following.name}\)\.", last), page.name
 
 
+def test_the_script_draws_what_the_walkthrough_shows(tmp_path):
+    SCRIPT["swizzle"](tmp_path)
+    tracked = (REPOSITORY / "walkthroughs" / "pictures" / "swizzle.svg").read_text("utf-8")
+    assert words((tmp_path / "swizzle.svg").read_text("utf-8")) == words(tracked)
+
+
 def test_every_picture_has_its_command():
-    shown = {command.split()[-1] for command in PICTURES}
-    pictures = (REPOSITORY / "walkthroughs" / "pictures").iterdir()
-    assert shown == {picture.relative_to(REPOSITORY).as_posix() for picture in pictures}
+    shown = {Path(command.split()[-1]).name for command in WRITTEN if IN_PICTURES in command}
+    pictures = {path.name: path for path in (REPOSITORY / "walkthroughs" / "pictures").iterdir()}
+    assert shown | set(SCRIPT["DRAWN"]) == set(pictures)
+    assert max(path.stat().st_size for path in pictures.values()) < 200_000
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
