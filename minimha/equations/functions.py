@@ -240,7 +240,7 @@ def _kind(value: Any) -> Any:
     if kind is float or (kind is int and -(1 << 63) <= value < 1 << 63):
         return kind
     if kind in (np.ndarray, np.memmap) and value.dtype.kind in "biufc":
-        return kind, value.dtype, value.ndim, value.flags.c_contiguous, value.flags.aligned
+        return kind, value.dtype, value.ndim, value.flags.c_contiguous
     is_number = isinstance(value, np.generic) and value.dtype.char in "bBhHiIlLqQfd"
     return value.dtype if is_number else None
 

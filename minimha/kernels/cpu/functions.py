@@ -333,9 +333,9 @@ def _generate_loop(
 def _type_of(kind: Any) -> Any:
     """numba's type of a captured value; ``kind`` is from ``Reading.key``."""
     if isinstance(kind, tuple):
-        _, dtype, ndim, is_contiguous, is_aligned = kind
+        _, dtype, ndim, is_contiguous = kind
         layout, item = "C" if is_contiguous else "A", numba.from_dtype(dtype)
-        return types.Array(item, ndim, layout, readonly=True, aligned=is_aligned)
+        return types.Array(item, ndim, layout, readonly=True, aligned=False)
     return I64 if kind is int else numba.from_dtype(np.dtype(kind))  # not C's long
 
 

@@ -63,6 +63,10 @@ def test_numbers_and_arrays_that_change_compile_nothing(monkeypatch):
         for first in (options, of_table(*(x[..., ::-1] for x in drawn(seed)))):
             np.testing.assert_allclose(on_cpu(**first), as_dense(**first), rtol=1e-9)
         monkeypatch.setattr(functions, "_compile", None)
+    unaligned = of_table(
+        *(np.frombuffer(b"\0" + x.tobytes(), x.dtype, x.size, 1).reshape(x.shape) for x in drawn(3))
+    )  # as a cluster may deliver them
+    np.testing.assert_allclose(on_cpu(**unaligned), as_dense(**unaligned), rtol=1e-9)
     with pytest.raises(IndexError, match="index 2 is out of bounds"):
         on_cpu(**of_table(drawn(0)[0][:, :2], drawn(0)[1]))
 
