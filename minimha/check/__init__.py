@@ -1,6 +1,6 @@
-"""Names the bug in an attention function, from its answers to graded problems.
+"""Finds and names the bug in an attention function, from its answers to graded problems.
 
-``minimha.check`` is the function below, and has these names too:
+This module can be called itself, as its function ``check``:
 
 >>> import minimha
 >>> import numpy as np
@@ -52,8 +52,8 @@ def check(
     """Name the bugs of a function that should compute softmax(scale · Q Kᵀ + bias) V.
 
     The function is called on graded problems, each of which uses as few options as possible. Its
-    outputs are compared with right attention, and with attention that has each known bug. An
-    exception means that the function does not take an option; it is no evidence of a bug.
+    outputs are compared with those of right attention, and of attention with each known bug. An
+    exception counts as an option that the function does not take, not as a bug.
 
     Parameters
     ----------
@@ -62,21 +62,21 @@ def check(
         where a crash, a hang or ``exit()`` is a result. A callable, which may be a closure, runs in
         this process, without limits.
     speaks : {"minimha", "torch", "flash_attention", "jax", "keras", "onnx"}, default "minimha"
-        The library whose conventions it follows: it is called as ``function(q, k, v, **options)``
-        of ``minimha.attention``, or as that library's function, in its layout and with its masks.
+        The library whose conventions the function follows. "minimha" calls it as
+        ``minimha.attention``; another name uses that library's layout, arguments and masks.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
         The dtype of queries, keys and values.
     is_layer : bool, default False
-        ``function`` is a class of whole layers, with matrices and heads:
-        ``minimha.check.calling_layers`` describes its calls. ``speaks`` is "minimha" or "torch".
+        If True, ``function`` is a class of whole layers, which is called as
+        ``minimha.check.calling_layers`` describes; ``speaks`` must be "minimha" or "torch".
     arrays : {"numpy", "torch", "jax", "cupy"}, optional
-        The library whose arrays it receives. Default is the usual one for ``speaks``; if the
-        function refuses these, the libraries that it has imported are tried.
+        The library whose arrays the function receives; by default the usual one for ``speaks``. If
+        the function refuses those arrays, other imported libraries are tried.
     device : str, optional
         The device of torch's arrays, such as "cuda"; implies ``arrays="torch"``. Default is the
         CPU.
     timeout : float, default 20
-        Seconds for one problem in the separate process; three times that for the first problem.
+        Seconds for each problem in the separate process; the first problem gets three times this.
     progress : callable ``progress(doing)``, optional
         Receives a few words before each step.
 
@@ -89,8 +89,8 @@ def check(
     Raises
     ------
     ValueError, TypeError
-        There is no such function, or it takes none of the problems; the message then holds what
-        it raised on the plainest one.
+        There is no such function, or it takes none of the problems. In the second case the message
+        holds the error that it raised on the plainest problem.
 
     Examples
     --------
@@ -134,7 +134,7 @@ def judged(
     dtype: str,
     progress: Progress = lambda doing: None,
 ) -> Report:
-    """The report on a function that gave ``answers``; a ValueError if it took no problem."""
+    """Report on a function that gave ``answers``; raise ValueError if it took no problem."""
     if all(answer.refusal is not None for answer in answers):
         raise ValueError(
             f"{function} takes none of the problems; on the plainest, {problems[0].name!r}: "
@@ -145,7 +145,7 @@ def judged(
 
 
 def assert_attention(function: Callable[..., Any] | str, **settings: Any) -> None:
-    """Fail unless ``check`` finds the function right; the verdict is the message.
+    """Raise AssertionError with the verdict, unless ``check`` finds the function right.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def _name_of(function: Any) -> str:
 
 
 class _Callable(ModuleType):
-    """This module, which is the function ``check`` too."""
+    """The type of this module, which makes it callable as ``check``."""
 
     __call__ = staticmethod(check)
 

@@ -23,5 +23,5 @@ class Answer:
     # "wrong_shape", "wrong_dtype", "writes_into_inputs", "not_deterministic", "returns_its_input";
     # without an output: "not_an_array", "crashes", "hangs", "exhausts_memory".
     faults: tuple[str, ...] = ()
-    dtype: str = ""  # of the returned output, "" without one
+    dtype: str = ""  # dtype of the returned output; "" if there is none
     note: str = ""  # a sentence about the faults: the expected shape, or the end of the process

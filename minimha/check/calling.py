@@ -1,4 +1,4 @@
-"""Calls the checked function on one problem, in this process, and reads what it returns."""
+"""Calls the checked function on one problem, in this process, and reads its result."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class NotAnArray(TypeError):  # noqa: N818
 
 
 class Caller:
-    """A function and its calling conventions: those of ``speaks``, with arrays in ``dtype``.
+    """Calls a function by the conventions of ``speaks``, with arrays in ``dtype``.
 
-    ``arrays`` names the library of its arrays. Default is the dialect's usual one; if the function
-    refuses these, the libraries that are imported are tried. Only torch's arrays have a ``device``.
+    ``arrays`` names the library of its arrays, by default the dialect's usual one. If the function
+    refuses those, other imported libraries are tried. Only torch's arrays have a ``device``.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Caller:
         return [first, *(kind for kind in ARRAYS if kind != first and kind in sys.modules)][:3]
 
     def answer(self, arguments: Mapping[str, Any]) -> Answer:
-        """The answer to a problem, from two runs on fresh copies of its arrays.
+        """Answer a problem from two runs on fresh copies of its arrays.
 
-        Any exception is a refusal. Side effects are among the faults.
+        An exception counts as a refusal; side effects count as faults.
         """
         reasons: dict[str, str] = {}
         for kind in self.kinds:
@@ -107,11 +107,11 @@ class Caller:
     def _translated(
         self, cast: Mapping[str, Any], wants_lse: bool
     ) -> tuple[list[Array], Mapping[str, Any]]:
-        """The positional and the keyword arguments."""
+        """The positional and the keyword arguments of the call."""
         return translation.translated(self.speaks, cast, wants_lse=wants_lse)
 
     def _axes(self, cast: Mapping[str, Any]) -> Axes:
-        """Letters and sizes of the output and of the log-sum-exp."""
+        """Letters and sizes of the axes, for the output and for the log-sum-exp."""
         return translation.expected_shapes(self.speaks, cast["q"], cast["v"])
 
     def _once(
@@ -146,7 +146,7 @@ class Caller:
         return name in IN_DTYPE  # other options stay float32
 
     def _theirs(self, kind: str, value: Any) -> Any:
-        """A copy of an array in the library ``kind``; other values unchanged."""
+        """Copy an array into the library ``kind``; return other values unchanged."""
         if not isinstance(value, np.ndarray):
             return value
         copy = np.array(value, order="C")
@@ -161,7 +161,7 @@ class Caller:
     def _read(
         self, cast: Mapping[str, Any], output: Array, lse: Array | None, faults: list[str]
     ) -> Answer:
-        """The answer: arrays in minimha's order of axes, and their faults."""
+        """Return an answer with arrays in minimha's order of axes, and with all faults."""
         faults, notes, name = [*faults], [], output.dtype.name
         wide, log_sum = _wide(output), None if lse is None else _wide(lse)
         for what, array, (letters, sizes) in zip(
@@ -189,14 +189,14 @@ def _check_device(device: str, arrays: str) -> None:
 
 
 def arguments_of(problem: Graded) -> Mapping[str, Any]:
-    """The arguments for a ``Caller``; of a layer's problem, its matrices too."""
+    """The arguments for a ``Caller``; a layer's problem adds its matrices."""
     if problem.layer is None:
         return problem.arguments
     return {**problem.arguments, **problem.layer, "chunks": list(problem.chunks)}
 
 
 def numbers_of(value: Any) -> Array:
-    """An array of any library, or nested lists, as a NumPy array."""
+    """Convert an array of any library, or nested lists, to a NumPy array."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
     elif library_of(value) == "cupy":

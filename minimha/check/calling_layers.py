@@ -1,10 +1,10 @@
-"""Calls a class of whole layers as if it were a function; every call passes the matrices.
+"""Calls a class of whole layers like a function; every call passes the matrices.
 
-A class that you wrote is called as ``Layer(W_q=…, W_k=…, W_v=…, W_o=…, num_heads=H)``. If a problem
-has them, it also receives ``num_kv_heads``, ``b_q`` to ``b_o``, ``rope_base`` and
-``rope_interleaved``. Its instances are called as ``layer(x)``, if needed with ``is_causal``,
-``attn_mask`` (True = may attend) and ``cache``, a dictionary that starts empty and is passed again
-with the next tokens. Matrices are applied as x @ W.
+A class that you wrote is called as ``Layer(W_q=…, W_k=…, W_v=…, W_o=…, num_heads=H)``. Problems may
+add ``num_kv_heads``, ``b_q`` to ``b_o``, ``rope_base`` and ``rope_interleaved``. An instance is
+called as ``layer(x)``, or with ``is_causal``, ``attn_mask`` (True = may attend) and ``cache``. The
+cache is a dictionary that starts empty and is passed again with the next tokens. Matrices are
+applied as x @ W.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LayerCaller(Caller):
 
 
 def function_of(cls: Callable[..., Any], speaks: str) -> Callable[..., Any]:
-    """A ``function(x, **matrices and options)`` that makes a layer of ``cls`` and calls it."""
+    """Return a ``function(x, **arguments)`` that makes a layer of ``cls`` and calls it on x."""
     if speaks not in SPOKEN:
         raise ValueError(f"speaks is {speaks!r}: expected one of {SPOKEN}, for a layer")
     if isinstance(cls, type) and issubclass(cls, MultiHeadAttention):
@@ -82,7 +82,7 @@ def _ours(cls: type[MultiHeadAttention]) -> Callable[..., Any]:
 
 
 def _torch(cls: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch.nn.MultiheadAttention: matrices in a state dict; True in a mask hides."""
+    """Call ``cls`` like torch.nn.MultiheadAttention: it loads a state dict; mask = True hides."""
 
     def function(
         x: Any, chunks: Sequence[int] = (), is_causal: bool = False, attn_mask: Any = None,
@@ -121,7 +121,7 @@ def _given(is_causal: bool, attn_mask: Any) -> dict[str, Any]:
 
 
 def _in_chunks(x: Any, chunks: Sequence[int], call: Callable[[Any], Any]) -> Array:
-    """Concatenated outputs of successive calls; ``chunks`` has the number of tokens of each."""
+    """Concatenate the outputs of successive calls with chunks[0], chunks[1], … tokens."""
     ends = np.cumsum(chunks).tolist()
     outputs = [
         numbers_of(results(call(x[:, start:end]))[0])

@@ -26,10 +26,10 @@ TIMEOUT = 20.0  # seconds per problem
 FIRST = 3  # times ``timeout`` for the first call, which may compile
 LOADING = 60.0  # seconds to import the module
 MEMORY = 4 * 2**30  # bytes that the process may use beyond those after loading
-GIVE_UP = 3  # hangs, or crashes before the first answer
+GIVE_UP = 3  # after this many hangs, or crashes before the first answer
 POLL = 0.05  # seconds
 GRACE = 1.0  # seconds to read the pipes of an ended process, which a child may hold open
-KEPT_LINES, LONGEST_LINE = 3, 200  # of stderr after a crash
+KEPT_LINES, LONGEST_LINE = 3, 200  # of stderr, shown after a crash
 UNREADABLE = "its answer cannot be read: it wrote to or closed a file descriptor not its own"
 
 # As multiprocessing does: the child gets this process's sys.path.
@@ -40,16 +40,16 @@ START = (
 
 
 class _Ended(Exception):  # noqa: N818
-    """The process has ended; its arguments are the fault and a sentence."""
+    """The process has ended; ``args`` are the fault and a sentence."""
 
 
 class Candidate:
     """A function that runs in a separate process, restarted after a crash or a hang.
 
-    A fresh interpreter, not a fork: the function inherits none of our threads and locks. Memory is
-    limited by watching resident memory (on Linux), because a limit on addresses would refuse what
-    CUDA, JAX and torch only reserve. ``settings`` are those of ``calling.Caller``, and ``is_layer``
-    for a class. The first call raises a ValueError if the function cannot be found or imported.
+    The process is a fresh interpreter, not a fork: it inherits none of our threads and locks. On
+    Linux its resident memory is watched, not its address space, much of which CUDA, JAX and torch
+    only reserve. ``settings`` are those of ``calling.Caller``, and ``is_layer`` for a class. The
+    first call raises a ValueError if the function cannot be found or imported.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Candidate:
     def answers(
         self, problems: Iterable[Graded], progress: Callable[[str], None] = lambda doing: None
     ) -> list[Answer]:
-        """The answers to all problems, in order; after ``GIVE_UP`` failures it asks no more."""
+        """Ask all problems, in order, until ``GIVE_UP`` failures; return one answer for each."""
         found: list[Answer] = []
         failures, note = 0, ""
         for problem in problems:
@@ -146,9 +146,9 @@ class _Process:
             reader.start()
 
     def ask(self, problem: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a problem within ``seconds``, or ``_Ended``."""
+        """Return the answer to a problem within ``seconds``, or raise ``_Ended``."""
         assert self.process.stdin is not None
-        with suppress(OSError):  # it has ended: ``next`` finds out how
+        with suppress(OSError):  # the process has ended; ``next`` finds out how
             if self.process.poll() is None:
                 send(self.process.stdin, problem)
         record = self.next(seconds)
@@ -156,7 +156,7 @@ class _Process:
         return record
 
     def next(self, seconds: float) -> dict[str, Any]:
-        """The next record, or ``_Ended``."""
+        """Return the next record, or raise ``_Ended``."""
         deadline = time.monotonic() + seconds
         while True:
             has_ended = self.process.poll() is not None
@@ -172,7 +172,7 @@ class _Process:
             raise _Ended("crashes", UNREADABLE if record == {} else self._how_it_ended())
 
     def resident(self) -> int:
-        """Bytes of resident memory; 0 if the system does not tell."""
+        """Bytes of resident memory; 0 if the system does not report it."""
         with suppress(OSError, ValueError, IndexError, AttributeError):
             pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
             return int(pages) * os.sysconf("SC_PAGE_SIZE")

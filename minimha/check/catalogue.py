@@ -1,6 +1,6 @@
 """The catalogue of deviations: the bugs that ``check`` can name, and what to change.
 
-Deviations of different stages compose; a function has at most one of each stage. A bug with several
+Deviations of different stages combine; a function has at most one of each stage. A bug with several
 forms (a fill of -10 or of -100, a block of 16 keys or of 64) has one identifier and several values.
 """
 
@@ -28,12 +28,12 @@ class Deviation:
     stage: str
     wrong: str  # a sentence
     change: str  # a sentence: what to change
-    needs: tuple[str, ...] = ()  # options, one of which it needs to change anything
+    needs: tuple[str, ...] = ()  # it changes an answer only if one of these options is given
     values: tuple[Any, ...] = (1,)  # its forms, the usual one first
 
 
 def _stage(stage: str, needs: tuple[str, ...], *rows: tuple[Any, ...]) -> list[Deviation]:
-    """Deviations of one stage; rows: identifier, what is wrong, what to change, perhaps values."""
+    """Deviations of one stage; a row is (identifier, wrong, change) and optional values."""
     return [
         Deviation(identifier, stage, wrong, change, needs, *values)
         for identifier, wrong, change, *values in rows

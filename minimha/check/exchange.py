@@ -1,9 +1,9 @@
 """Writes problems as files for any language, and reads answers that were computed elsewhere.
 
-A problem is an npz file with q, k, v and its options; ``problems.json`` lists them. Its answer is
-an array ``output``, and ``lse`` if the problem asks for it: in ``NAME.out.npz`` in a folder, or as
-``NAME.output`` and ``NAME.lse`` in one npz file. A function that does not take a problem answers
-with an array ``refused``, a single True.
+Each problem is an npz file with q, k, v and options; ``problems.json`` lists all files. An answer
+is an array ``output``, and an array ``lse`` if the problem asks for it. They are in a file
+``NAME.out.npz`` for each problem, or are ``NAME.output`` and ``NAME.lse`` in one npz file. To
+refuse a problem, answer with an array ``refused``, a single True.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from minimha.check.problems import Graded
 Array = NDArray[Any]
 
 MANIFEST = "problems.json"
-ANSWER = ".out.npz"  # after a problem's name
+ANSWER = ".out.npz"  # the suffix of a problem's name
 PARTS = ("output", "lse")
 REFUSED = "refused"
 
 
 def names_of(problems: Sequence[Graded]) -> list[str]:
-    """Each problem's file name without its ending: ``01_one_head``."""
+    """The problems' file names without extension, such as ``01_one_head``."""
     return [
         f"{n:02}_{re.sub('[^a-z0-9]+', '_', problem.name.lower()).strip('_')}"
         for n, problem in enumerate(problems, 1)
@@ -38,7 +38,7 @@ def names_of(problems: Sequence[Graded]) -> list[str]:
 
 
 def files_of(problems: Sequence[Graded], dtype: str) -> dict[str, str | bytes]:
-    """The problems as npz files, and a JSON list of them, by file name."""
+    """Map file names to contents: each problem as an npz file, and a JSON list of all."""
     files: dict[str, str | bytes] = {}
     listed = []
     for name, problem in zip(names_of(problems), problems, strict=True):
@@ -139,7 +139,7 @@ def _answer(arrays: Mapping[str, Array], name: str, problem: Graded, dtype: str)
 
 
 def _arrays(problem: Graded, dtype: str) -> dict[str, Array]:
-    """The arguments as arrays; None in a window becomes -1, and bfloat16 float32."""
+    """Convert the arguments to arrays: None in a window to -1, and bfloat16 to float32."""
     found = {}
     for name, value in problem.arguments.items():
         if value is None:

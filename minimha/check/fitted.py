@@ -1,8 +1,8 @@
-"""Reads unusual values of deviations from the weights: a fill of -7, a block of 40 keys.
+"""Reads unusual values of deviations from the weights, such as a fill of -7 or a block of 40 keys.
 
 With V = I the output is the weights A. If hidden keys keep a weight, log A of a hidden key minus
 that of a visible one is the difference of their scores, which gives the fill. Block sizes are
-tried one by one: the problem with many keys shows each in a different way.
+tried one by one on the problem with many keys, which shows each differently.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Array = NDArray[Any]
 Item = tuple[str, Any]
 
 HIDING = {"mask weights": "mask", "causal weights": "positions", "window weights": "positions"}
-CLOSE = 1e-3  # relative, of weights
-FEW = 12  # the most block sizes that have the same effect
+CLOSE = 1e-3  # relative difference of equal weights
+FEW = 12  # the most block sizes that are returned for one deviation
 
 
 def fitted(problems: Sequence[Graded], answers: Sequence[Answer]) -> list[Item]:
@@ -37,7 +37,7 @@ def fitted(problems: Sequence[Graded], answers: Sequence[Answer]) -> list[Item]:
 
 
 def _scale(weights: Weights, name: str, x: Prepared) -> float:
-    """The scale read from the weights of a problem with the same D; the right one if unreadable."""
+    """The scale, read from the weights in problem ``name``; the right one if they show none."""
     found = weights[name]
     line = readings.line(*found) if found else None
     return line[0] if line else x.problem.scale

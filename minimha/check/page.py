@@ -20,7 +20,7 @@ from minimha.explain.trace import printable
 Array = NDArray[Any]
 
 WIDTH = 80
-WIDEST = 32  # characters of a table's column; the last may be wider
+WIDEST = 32  # the most characters of a table's column, except the last
 LARGEST = 8  # the most rows and columns of a matrix
 DECIMALS = 4
 MARK = "*"
@@ -29,14 +29,14 @@ INDENT = "    "
 
 @dataclass(frozen=True)
 class Heading:
-    """A line above a part."""
+    """The heading of the parts that follow."""
 
     words: str
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """Expected and returned numbers side by side; cells with ``differs`` are marked."""
+    """Expected and returned numbers, shown side by side; cells that differ are marked."""
 
     expected: Sequence[Sequence[str]]
     got: Sequence[Sequence[str]]
@@ -47,7 +47,7 @@ Part = Heading | str | list[dict[str, str]] | Matrices  # a list is a table of r
 
 
 def as_text(report: Report, taken: int = 0) -> str:
-    """The report in lines of 80 characters; the first one leaves room for ``taken`` before it."""
+    """The report in lines of 80 characters; the first line is shorter by ``taken``."""
     first, *others = parts(report)
     assert isinstance(first, str)
     verdict = _filled(first, taken)[taken:]
@@ -60,14 +60,14 @@ def as_markdown(report: Report) -> str:
 
 
 def as_html(report: Report) -> str:
-    """The report as an HTML page without other files; differing cells are marked."""
+    """The report as one self-contained HTML file; differing cells are marked."""
     body = "\n".join(_html(part) for part in parts(report))
     title = html.escape(printable(report.function))
     return PAGE.format(title=title, body=body)
 
 
 def parts(report: Report) -> Iterator[Part]:
-    """The parts of a report: verdict, evidence, what to change, option by option."""
+    """Yield the parts of a report: verdict, evidence, what to change, and each option."""
     yield " ".join(report.sentences)
     if report.alternatives:
         others = ", or ".join(" with ".join(names) for names in report.alternatives)
@@ -90,7 +90,7 @@ def parts(report: Report) -> Iterator[Part]:
 
 
 def _shown(result: Result, named: Sequence[str]) -> Iterator[Part]:
-    """The smallest failing problem, and the first head in which it fails."""
+    """Yield the smallest failing problem, and its first head that differs."""
     yield Heading(f"the smallest problem that shows it: {result.problem.name}")
     yield f"{_arguments(result)}. It shows {result.problem.shows}."
     answer = result.answer
@@ -103,13 +103,13 @@ def _shown(result: Result, named: Sequence[str]) -> Iterator[Part]:
         if result.expected_lse is None or answer.lse.shape != result.expected_lse.shape:
             return  # the note describes it
         name, pair = "log-sum-exp", (result.expected_lse[..., None], answer.lse[..., None])
-    if result.problem.layer is not None:  # whose heads are mixed
+    if result.problem.layer is not None:  # a layer mixes its heads
         pair = pair[0][:, None], pair[1][:, None]
     yield from _side_by_side(name, *pair, result.bound)
 
 
 def _side_by_side(name: str, expected: Array, got: Array, bound: float) -> Iterator[Part]:
-    """At most ``LARGEST`` rows and columns of one head of (B, H, Lq, Dv) that differs."""
+    """Yield at most ``LARGEST`` rows and columns of the first head that differs."""
     wrong = _differs(expected, got, bound)
     b, h = next(zip(*np.nonzero(wrong.any(axis=(2, 3))), strict=True), (0, 0))
     first = int(wrong[b, h].any(axis=-1).argmax()) if expected.shape[2] > LARGEST else 0
@@ -168,7 +168,7 @@ def _filled(words: str, indent: int = 0) -> str:
 
 
 def _text_table(records: Sequence[dict[str, str]]) -> Iterator[str]:
-    """Columns as wide as their words; wide columns and the last are broken into lines."""
+    """Yield lines of a table; cells wrap at ``WIDEST``, and in the last column at ``WIDTH``."""
     *names, last = records[0]
     widths = [min(WIDEST, max(len(n), *(len(r[n]) for r in records))) + 2 for n in names]
     start = len(INDENT) + sum(widths)

@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 FLOAT32 = 2.0**-24  # half an eps: sums are accumulated in float32 in every dtype
 UNITS = {"float32": FLOAT32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}  # above 0
+SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}  # smallest above 0
 
 
 class Impossible(ValueError):  # noqa: N818  (it states a fact about shapes)

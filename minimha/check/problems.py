@@ -1,9 +1,9 @@
 """Graded problems: from one head without options to numbers that 16 bits cannot hold.
 
 Each problem uses as few options as possible, and no two of its sizes are equal by chance. Problems
-about positions or masks come with a square variant, for functions that take nothing else. Except in
-problems about precision, every number is a small multiple of 1/16, which 16 bits hold exactly, so
-the problems are the same in every dtype.
+about positions or masks come with a square variant, for functions that require Lq = Lk. Numbers are
+small multiples of 1/16, which 16 bits hold exactly, so problems are the same in every dtype. Only
+problems about precision have other numbers.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Graded:
     """One graded problem."""
 
     name: str  # for example "causal, more keys than queries"
-    arguments: Mapping[str, Any]  # of ``minimha.attention``; arrays float32
+    arguments: Mapping[str, Any]  # those of ``minimha.attention``; arrays are float32
     shows: str  # one phrase: the behaviour that this problem shows
-    is_exact: bool = False  # no product of a query and a key is rounded, nor when scaled
+    is_exact: bool = False  # scores, scaled or not, are representable in the dtype
     layer: Mapping[str, Any] | None = None  # the constructor's arguments of a layer
     chunks: tuple[int, ...] = ()  # the number of tokens of each call with a cache
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments besides q, k, v and x, and a layer's optional ones."""
+        """The optional arguments of the call and of the layer, and the chunks as ``cache``."""
         given = {**self.arguments, **(self.layer or {})}
         options = {name: x for name, x in given.items() if name not in REQUIRED}
         return {**options, "cache": self.chunks} if self.chunks else options
 
 
 def graded(dtype: str = "float32") -> list[Graded]:
-    """The problems, always the same; every number is representable in ``dtype``.
+    """Return the problems, the same at each call, with numbers representable in ``dtype``.
 
     They are computed once, and their arrays are read-only.
 
@@ -76,7 +76,7 @@ def _graded(dtype: str) -> tuple[Graded, ...]:
 
 
 def _kept(problem: Graded) -> Graded:
-    """The problem with read-only arrays, because it is kept for other functions."""
+    """Make the problem's arrays read-only, because all callers share them."""
     for x in (*problem.arguments.values(), *(problem.layer or {}).values()):
         if isinstance(x, np.ndarray):
             x.flags.writeable = False
@@ -84,7 +84,7 @@ def _kept(problem: Graded) -> Graded:
 
 
 def layer_problems(dtype: str = "float32") -> list[Graded]:
-    """Problems for a whole multi-head layer with its weights, always the same."""
+    """Return problems for a whole multi-head layer with weights, the same at each call."""
     choice("dtype", dtype, tuple(SIGNIFICANT_BITS))
     return list(_graded_layers())
 
@@ -101,14 +101,14 @@ def _has_exact_scores(problem: Graded, dtype: str) -> bool:
 
 
 def _is_representable(x: Array, dtype: str) -> bool:
-    """Whether every finite number of ``x`` is one of ``dtype``."""
+    """Whether ``dtype`` represents every finite number of ``x`` exactly."""
     x = x[np.isfinite(x)].astype(np.float64)
     mantissa = np.frexp(x)[0] * 2.0 ** SIGNIFICANT_BITS[dtype]
     return bool((mantissa == np.round(mantissa)).all() and abs(x).max(initial=0) <= LARGEST[dtype])
 
 
 class _Draw:
-    """Random numbers of one problem; its name is the seed, so problems are independent."""
+    """Random numbers of one problem, seeded by its name, so that problems are independent."""
 
     def __init__(self, name: str) -> None:
         self.rng = np.random.default_rng(crc32(name.encode()))
@@ -146,7 +146,7 @@ def _drawn(name: str, shows: str, sizes: Mapping[str, Any], **options: Any) -> G
 
 
 def _chosen(name: str, shows: str, q: Any, k: Any, v: Any, **options: Any) -> Graded:
-    """One head with given scores; a single query is repeated once per key."""
+    """A problem of one head; a single query is repeated once per key if there are few keys."""
     if len(q) == 1 and len(k) < 10:
         q = np.repeat(q, len(k), axis=0)
     rows = {n: np.array(x, np.float32)[None, None] for n, x in (("q", q), ("k", k), ("v", v))}
@@ -176,7 +176,7 @@ def _identity(size: int, heads: int = 1) -> Array:
 
 
 def _related() -> Iterator[Graded]:
-    """Problems whose answers are related to that of "one head" in all conventions."""
+    """Yield problems whose answers follow from that of "one head" in all conventions."""
     x = _Draw("one head").qkv()
     order = np.random.default_rng(3).permutation(7)
     permuted = {"q": x["q"], "k": x["k"][:, :, order], "v": x["v"][:, :, order]}
@@ -225,9 +225,9 @@ def _causal() -> Iterator[Graded]:
 
 
 def _low_scores(name: str, shows: str, visible: Array, **options: Any) -> Graded:
-    """Scores of -160 and -162 for visible keys, and 0 for hidden ones; exact in 16 bits.
+    """A problem with scores of -160 or -162 for visible keys, 0 for hidden ones, exact in 16 bits.
 
-    A fill of -10, or -100 added to the scores, does not hide keys so far above the visible ones.
+    A fill of -10, or -100 added to the scores, leaves hidden keys far above the visible ones.
     """
     rows, keys = np.indices(visible.shape)
     scores = np.where(visible, -160 - 2 * ((rows + keys) % 3 == 0), 0)
@@ -360,7 +360,7 @@ def _rows_that_see_nothing() -> Iterator[Graded]:
 
 
 def _hidden_nan() -> Iterator[Graded]:
-    """Problems with a NaN in keys and values that some or all queries must not see."""
+    """Yield problems with NaN in keys and values that some or all queries must not see."""
 
     def spoiled(name: str, at: int, **options: Any) -> Graded:
         x = _Draw(name).qkv(H=2, Lq=6, Lk=6)
@@ -402,7 +402,7 @@ def _many_keys() -> Iterator[Graded]:
 
 
 def _tiles() -> Iterator[Graded]:
-    """Each option once, at a size that functions for whole tiles take."""
+    """Yield one problem per option, at sizes that functions for whole tiles take."""
     sizes: dict[str, Any] = {"Lq": 64, "Lk": 64, "D": 16}
     name = "grouped heads, 64 tokens"
     yield _drawn(name, "which key/value head is read", {"H": 4, "Hkv": 2, **sizes})
@@ -424,7 +424,7 @@ def _tiles() -> Iterator[Graded]:
 
 
 def _options_together() -> Iterator[Graded]:
-    """Options per query head with grouped heads, and pairs of options in whole tiles."""
+    """Yield problems with options per query head, or with two options in whole tiles."""
     draw = _Draw("options by head, grouped heads")
     x, shows = draw.qkv(H=4, Hkv=2, Lq=6, Lk=6), "one for each query head, not for each key head"
     by_head: dict[str, dict[str, Any]] = {
@@ -480,7 +480,7 @@ def _layer(
     E: int | None = None, has_biases: bool = False, chunks: tuple[int, ...] = (),
     call: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None,
 ) -> Graded:  # fmt: skip
-    """A problem for a layer of width E, by default H · D; ``more`` goes to its constructor."""
+    """A problem for a layer of width E, by default H · D; ``more`` are constructor arguments."""
     draw, groups, width = _Draw(name), H if Hkv is None else Hkv, H * D if E is None else E
     shapes = {"q": (width, H * D), "k": (width, groups * D), "v": (width, groups * D)}
     shapes["o"] = H * D, width

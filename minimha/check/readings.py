@@ -1,9 +1,9 @@
-"""Reads facts from the answers if no known deviation explains them.
+"""Reads facts from answers that no known deviation explains.
 
-With V = I the output is the weights. The logarithms of a row's weights differ as its scores do, so
-a line through them gives the scale. Weights that are not 0 show which keys are visible. Weights
-that are 0, or too large by one common factor, show dropout. The smallest errors show how many bits
-the arithmetic keeps.
+With V = I the output is the weights. The logarithms of a row's weights are linear in its products
+q · k, and the slope is the scale. Weights that are not 0 show which keys are visible. If some
+weights are 0 and the others too large by one common factor, they show dropout. The median error
+shows how many bits the arithmetic keeps.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from minimha.check.problems import MANY, Graded
 
 Array = NDArray[Any]
 
-FIT = 0.999  # the least R² of a line through the weights
-SHARED = 0.02  # relative difference of a number on which two problems must agree
+FIT = 0.999  # the least R² of a line through log-weights
+SHARED = 0.02  # relative difference of numbers that count as equal
 LARGER = 1.005  # the least factor by which weights count as too large
 
 
@@ -63,7 +63,7 @@ def read(problems: Sequence[Graded], answers: Sequence[Answer]) -> list[Reading]
 
 
 def scale(weights: Weights) -> Reading | None:
-    """The scale, or the temperature, in the form that fits both problems with V = I."""
+    """The scale, in the form that fits both problems with V = I, such as 1/sqrt(D)."""
     slopes = []
     for name in ("weights", "weights of two heads"):
         found = weights[name]
@@ -100,7 +100,7 @@ def _times(factor: float, form: str) -> str:
 
 
 def line(problem: Graded, A: Array) -> tuple[float, float] | None:
-    """Slope and R² of a row's log-weights against its products; None without a good line."""
+    """Fit a line to log-weights over products q · k: slope and R², or None if R² is small."""
     q, k = (np.asarray(problem.arguments[n], np.float64) for n in "qk")
     S = q @ k.swapaxes(-1, -2)
     if not ((A > 0) & np.isfinite(A)).all():
@@ -113,10 +113,10 @@ def line(problem: Graded, A: Array) -> tuple[float, float] | None:
 
 
 def dropout(weights: Weights, is_random: bool) -> Reading | None:
-    """The share of weights that are wrongly 0, if the others grew by one common factor.
+    """The share of weights that dropout set to 0, if the others grew by one common factor.
 
-    If the others are right, zeros are dropout only if two runs differ: the function may lose the
-    same keys every time.
+    If the nonzero weights are right, zeros are dropout only if two runs differ; otherwise keys may
+    be lost.
     """
     found = weights["weights"], weights["weights of two heads"], weights[f"weights of {MANY} keys"]
     zeros = count = 0
@@ -180,7 +180,7 @@ def visibility(weights: Weights) -> list[Reading]:
 
 
 def _band(visible: Array) -> str | None:
-    """``i - 2 <= j <= i + 1`` if exactly these keys are visible; without sides that hide no key."""
+    """A rule for the visible keys such as ``i - 2 <= j <= i + 1``; None if no rule fits."""
     Lq, Lk = visible.shape
     i, j = np.indices(visible.shape)
     if not visible.any():
@@ -199,7 +199,7 @@ def _shifted(by: int) -> str:
 
 
 def precision(errors: Sequence[tuple[float, float]]) -> tuple[Reading, ...]:
-    """How many bits most answers keep; ``errors`` has each error and the size of its output."""
+    """Read how many bits the median answer keeps; ``errors`` has pairs (error, size of output)."""
     relative = [error / size for error, size in errors if size > 0 and 0 < error < 0.05 * size]
     if not relative or len(relative) < len(errors) / 2:
         return ()

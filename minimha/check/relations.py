@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 
 def broken(answers: Mapping[str, Answer], tolerance: float) -> dict[str, str]:
-    """The broken relations, each with a sentence of evidence; ``answers`` by the problem's name.
+    """Each broken relation with a sentence of evidence; ``answers`` is keyed by problem name.
 
     ``tolerance`` is the largest difference, relative to the largest output, due to rounding.
     """
@@ -55,7 +55,7 @@ def broken(answers: Mapping[str, Answer], tolerance: float) -> dict[str, str]:
 
 
 def _difference(got: Array | None, wanted: Array) -> float:
-    """The largest difference; 0 without an answer."""
+    """The largest absolute difference; 0 if an answer is missing or has another shape."""
     if got is None or got.shape != wanted.shape:
         return 0.0
     difference = abs(got - wanted)
@@ -63,7 +63,7 @@ def _difference(got: Array | None, wanted: Array) -> float:
 
 
 def _merged(answers: Mapping[str, Answer]) -> Array | None:
-    """The output of all keys, merged from that of the first three and that of the last four."""
+    """The output for all keys, merged from those for the first three and for the last four."""
     pairs = [
         (np.asarray(answer.lse, np.float64), np.asarray(answer.output, np.float64))
         for answer in map(answers.get, ("first three keys", "last four keys"))

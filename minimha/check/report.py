@@ -15,12 +15,12 @@ from minimha.check.catalogue import DEVIATIONS, Deviation
 from minimha.check.translation import DIALECTS
 from minimha.check.verdict import Findings, Result, Verdict
 
-MOST_LISTED = 16  # numbers of an option in the JSON; a longer one is given by its shape
+MOST_LISTED = 16  # the most numbers of an option in the JSON; longer ones become dtype and shape
 
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of ``check``; ``str(report)`` is the verdict, ``page.as_text`` a whole page.
+    """The findings of ``check``; ``str(report)`` is the verdict, ``page.as_text(report)`` a page.
 
     Attributes
     ----------
@@ -33,9 +33,9 @@ class Report:
     alternatives : tuple of tuple of str
         Other sets that explain equally many problems.
     explains : pair of int
-        The numbers of problems that are explained, and that the function takes.
+        The number of problems that are explained, and the number that the function takes.
     refused : tuple of str
-        Options that it does not take.
+        Options that the function does not take.
     readings : tuple of dict
         ``name``, ``value`` and ``fit`` of facts that its outputs show.
     problems : tuple of dict
@@ -102,9 +102,9 @@ class Report:
 
     @property
     def failure(self) -> str | None:
-        """A sentence: why most outputs could not be compared; None if they could.
+        """A sentence on why outputs cannot be compared, or are missing; None if most are compared.
 
-        An output of the wrong shape may have the right one if sizes are equal by chance.
+        Outputs with swapped axes have the right shape if sizes are equal, so most must have it.
         """
         answers = [r.answer for r in self.findings.results if r.answer.refusal is None]
         misshapen = [answer for answer in answers if "wrong_shape" in answer.faults]
@@ -166,20 +166,20 @@ class Report:
         return (*found, f"{self._missing}.") if self._missing else found
 
     def change(self, deviation: Deviation) -> str:
-        """A sentence: what to change."""
+        """Return a sentence on what to change."""
         if deviation.identifier == "wrong_shape" and self._lse_note:
             return "Return (output, log-sum-exp), and nothing else in its place."
         return deviation.change
 
     def _clause(self, identifier: str) -> str:
-        """A clause: what is wrong."""
+        """Return a clause on what is wrong, about the log-sum-exp if only its shape is."""
         if identifier == "wrong_shape" and self._lse_note:
             return self._lse_note
         return _clause(identifier)
 
     @property
     def _lse_note(self) -> str:
-        """The note on a log-sum-exp of the wrong shape, if every output has the right one."""
+        """The note on a log-sum-exp of the wrong shape, if every output has the right shape."""
         wrong = [r for r in self.findings.results if "wrong_shape" in r.answer.faults]
         outputs = [r.answer.output for r in wrong]
         is_lse = all(
@@ -190,7 +190,7 @@ class Report:
 
     @property
     def smallest(self) -> Result | None:
-        """The failing problem with the fewest scores and options; those with outputs come first."""
+        """The failing problem with the fewest scores and options; one with an output, if possible."""
         failing = [
             (answer.output is None or result.expected.shape != answer.output.shape,
              _num_scores(result), len(options_of(result)), n)
@@ -201,7 +201,7 @@ class Report:
         return self.findings.results[min(failing)[-1]] if failing else None
 
     def conformance(self) -> list[dict[str, str]]:
-        """One record per option: whether it is right, refused or deviates, and how."""
+        """Return one record per option: right, refused or deviates, and how."""
         results = self.findings.results
         names = {name: None for result in results for name in features(result)}
         right = {name for r in results if r.is_right for name in features(r)}
@@ -241,7 +241,7 @@ class Report:
 # Rows of the conformance table that are not options.
 PLAIN, GROUPED = "no option", "grouped heads"
 DEAD, LEAK = "queries that see no key", "NaN in hidden keys"
-GATHERED = {  # the row of each argument of a layer
+GATHERED = {  # the row of the table for each argument of a layer
     **dict.fromkeys(("b_q", "b_k", "b_v", "b_o"), "biases"),
     **dict.fromkeys(("rope_base", "rope_interleaved"), "rotary positions"),
     "num_kv_heads": GROUPED,
@@ -259,7 +259,7 @@ def _rows(identifier: str) -> tuple[str, ...]:
 
 
 def features(result: Result) -> list[str]:
-    """The rows of a problem in the conformance table."""
+    """The rows of the conformance table that a problem belongs to."""
     arguments = result.problem.arguments
     found = dict.fromkeys(GATHERED.get(name, name) for name in options_of(result))
     if result.problem.layer is None:
@@ -273,7 +273,7 @@ def features(result: Result) -> list[str]:
 
 
 def options_of(result: Result) -> Mapping[str, Any]:
-    """The options that a problem gives."""
+    """The options that a problem uses, without None and False."""
     options = result.problem.options
     return {n: x for n, x in options.items() if x is not None and x is not False}
 
@@ -304,7 +304,7 @@ def _is_refused(result: Result) -> bool:
 
 
 def _refused(findings: Findings) -> tuple[str, ...]:
-    """The refused options, without those that failed or that were not asked about."""
+    """The refused options, without those of problems that failed or were not asked."""
     silent = [r for r in findings.results if r.answer.output is None]
     refused = {name for r in silent if _is_refused(r) for name in r.problem.options}
     failed = {name for r in silent if r.answer.refusal is None for name in r.problem.options}
@@ -332,7 +332,7 @@ def _num_scores(result: Result) -> int:
 
 
 def _clause(identifier: str) -> str:
-    """A clause: what is wrong."""
+    """Return a clause on what is wrong, without its capital and full stop."""
     if identifier not in DEVIATIONS:
         return identifier
     words = DEVIATIONS[identifier].wrong.rstrip(".")

@@ -1,4 +1,4 @@
-"""Rounds numbers to fewer bits than float64 has, and sums at every step."""
+"""Rounds numbers to fewer bits than float64 has, and sums with rounding at each step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FORMATS = {"bfloat16": (8, 128), "float16": (11, 16)}  # bits and exponent, coar
 
 
 def rounded(x: Array, bits: int, exponent: int = 128) -> Array:
-    """``x`` with a significand of ``bits`` bits, to nearest even, and below 2^exponent.
+    """Round ``x`` to a significand of ``bits`` bits, ties to even; 2^exponent becomes infinite.
 
-    (11, 16) is float16, (11, 128) TF32, (8, 128) bfloat16; larger numbers become infinite, and
-    numbers below the smallest normal one keep fewer bits.
+    (11, 16) is float16, (11, 128) is TF32 and (8, 128) is bfloat16. Subnormal numbers keep fewer
+    bits.
 
     >>> rounded(np.array([2049.0, 2051, 70000, 2e-8]), 11, 16)
     array([2048., 2052.,   inf,   0.])

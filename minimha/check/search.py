@@ -2,7 +2,7 @@
 
 A function with a set of deviations answers every problem as the deviated equations do. The search
 starts from no deviation. It takes the first problem whose answer contradicts the current set, and
-adds each deviation, or pair, that explains that answer. So it follows the evidence, and does not
+adds each deviation, or pair, that explains that answer. So it follows the evidence, and need not
 try all sets. It keeps the sets that the fewest answers contradict.
 """
 
@@ -31,15 +31,15 @@ Item = tuple[str, Any]  # an identifier and its value
 Hypothesis = frozenset[Item]
 Items = TypeVar("Items", Hypothesis, list[Item])
 
-STEPS = 6  # from no deviation to four of them, with the right values
+STEPS = 6  # enough to find four deviations and their right values
 WIDTH = 8  # the most hypotheses that are followed at a time
 MARGIN = 3  # a followed hypothesis has at most this many more contradictions than the best one
-TRIED = 6  # the most contradicted problems to look at, easy ones first
-TARGETS = 2  # the search stops looking after explaining this many of them
+TRIED = 6  # the most contradicting problems to look at, besides exact ones
+TARGETS = 2  # the search stops looking after explaining this many problems
 BRANCHES = 24  # the most hypotheses that grow from one
-SAMPLE = 10  # problems by which these are ranked
+SAMPLE = 10  # the number of problems by which hypotheses are ranked
 SHARE = 0.5  # the least share of wrong answers that a named set must explain
-NEARLY_ALL = 0.95  # the same, of all answers, for a set with lost precision
+NEARLY_ALL = 0.95  # the least share of all answers, for a set with lost precision
 MOST_FITS = 5_000  # no new set is tried after this many comparisons
 NONE: Hypothesis = frozenset()
 KINDS = {  # the options that hide keys, by their name in deviations of hiding
@@ -54,8 +54,8 @@ class Fit:
     """The comparison of an answer with a prediction."""
 
     is_explained: bool
-    # For the output, and the log-sum-exp if compared: where the answer differs from the prediction,
-    # and where the prediction allows anything. Empty if the shapes differ.
+    # A pair for the output, and one for the log-sum-exp if compared: where the answer differs from
+    # the prediction, and where the prediction allows any number. Empty if the shapes differ.
     wrong: tuple[tuple[Array, Array], ...] = ()
     error: float = np.inf  # the largest difference
     bound: float = 0.0  # the largest difference that rounding explains
@@ -66,7 +66,7 @@ class Fit:
         return all(bool(is_free.all()) for _, is_free in self.wrong)
 
     def tells_more_than(self, other: Fit) -> bool:
-        """Whether this fit explains, by a definite number, an answer that ``other`` gets wrong."""
+        """Whether this fit predicts, not merely allows, a number that ``other`` gets wrong."""
         if not other.wrong or not self.wrong:
             return self.is_explained and not self.is_mute
         pairs = zip(self.wrong, other.wrong, strict=False)
@@ -79,7 +79,7 @@ class Fit:
 class Problems:
     """Graded problems, and the predicted answers of functions with any set of deviations.
 
-    Predictions for a single deviation are kept for the next function.
+    Predictions for one deviation, or none, are cached for the next function.
     """
 
     def __init__(self, problems: Sequence[Graded], dtype: str) -> None:
@@ -96,14 +96,14 @@ class Problems:
     def relevant(self, n: int, hypothesis: Iterable[Item]) -> Hypothesis:
         """The deviations of a set that may change the answer to problem ``n``.
 
-        Values with the same effect there become one, as do blocks of 16 and of 32 keys if there are
-        six keys.
+        Values with the same effect on that problem become one. If there are six keys, blocks of 16
+        and of 32 keys have the same effect.
         """
         items = (self.usual(n, item) for item in hypothesis)
         return frozenset(item for item in items if item is not None)
 
     def usual(self, n: int, item: Item) -> Item | None:
-        """The item, or one for all with the same effect on problem ``n``; None without effect."""
+        """The item that stands for all with its effect on problem ``n``; None without effect."""
         name, value = item
         needs = DEVIATIONS[name].needs
         if needs and self.options[n].isdisjoint(needs):
@@ -125,7 +125,7 @@ class Problems:
         return item
 
     def predicted(self, n: int, hypothesis: Iterable[Item]) -> Deviated | None:
-        """The answer of a function with the deviations; None if it cannot answer."""
+        """The predicted answer under the deviations; None if they do not fit the shapes."""
         key = n, self.relevant(n, hypothesis)
         if key in self._predicted:
             return self._predicted[key]
@@ -166,7 +166,7 @@ def all_items() -> list[Item]:
 
 
 def _fingerprint(prediction: Deviated | None) -> Any:
-    """A value that is equal for equal predictions."""
+    """A hashable value that is equal for equal predictions."""
     if prediction is None:
         return None
     p = prediction
@@ -178,7 +178,7 @@ def compare(
 ) -> Fit:
     """Compare an answer with a prediction, within the bounds of rounding.
 
-    ``rounded_to`` is a format, other than its dtype, that the output was rounded to.
+    ``rounded_to`` is the format that the output was rounded to, if coarser than its dtype.
     """
     if prediction is None or answer.output is None:
         return Fit(False)
@@ -243,7 +243,7 @@ class Search:
         return self._fits[key]
 
     def contradicted(self, hypothesis: Hypothesis) -> list[int]:
-        """The problems whose answers a function with these deviations would not give."""
+        """The problems whose answers these deviations do not explain."""
         return [n for n in self.taken if not self.fit(n, hypothesis).is_explained]
 
     def run(self) -> list[Hypothesis]:
@@ -270,7 +270,7 @@ class Search:
         return [h for h in _varied(ranked, 2) if found[h] <= found[ranked[0]] + MARGIN][:WIDTH]
 
     def grown(self, hypothesis: Hypothesis) -> list[Hypothesis]:
-        """Hypotheses that explain the first contradicting answers, most promising first."""
+        """Extend the set to explain the first contradicting answers; most promising sets first."""
         targets, found = 0, []
         contradicted = self.contradicted(hypothesis)
         for n in self.targets(contradicted):
@@ -300,7 +300,7 @@ class Search:
         return fit.is_explained and not fit.is_mute
 
     def extended(self, n: int, hypothesis: Hypothesis) -> list[Hypothesis]:
-        """The sets with one more deviation, of a free stage, or with another value of one."""
+        """Sets with one more deviation, of an unused stage, or with another value of one."""
         stages = {DEVIATIONS[name].stage for name, _ in hypothesis}
         found = []
         if len(hypothesis) < self.most:
@@ -314,7 +314,7 @@ class Search:
         return found
 
     def grown_by_two(self, n: int) -> list[Hypothesis]:
-        """Pairs that explain an answer; deviations with the same effect are tried once."""
+        """Pairs of deviations that explain answer ``n``; those with one effect are tried once."""
         found: list[Hypothesis] = []
         for kinds in combinations(_varied(self.problems.kinds(n), 3), 2):
             pairs = [frozenset(p) for p in product(*map(_usual, kinds)) if _stages_differ(p)]
@@ -323,7 +323,7 @@ class Search:
         return found
 
     def chosen(self, found: Mapping[Hypothesis, int]) -> list[Hypothesis]:
-        """The sets with the fewest contradictions in which every deviation has its evidence."""
+        """The smallest supported sets with the fewest contradictions; [∅] if no set helps."""
         for least in sorted(set(found.values())):
             if least == found[NONE]:
                 break
@@ -335,7 +335,7 @@ class Search:
         return [NONE]
 
     def needed(self, hypothesis: Hypothesis) -> Hypothesis:
-        """The set without the deviations that explain nothing."""
+        """Remove the deviations that explain nothing."""
         count = len(self.contradicted(hypothesis))
         for item in sorted(hypothesis, key=str):
             if len(self.contradicted(hypothesis - {item})) <= count:
@@ -345,9 +345,9 @@ class Search:
     def is_supported(self, hypothesis: Hypothesis) -> bool:
         """Whether each deviation explains an answer that the rest of the set does not.
 
-        Some of the answers must hold numbers, because zeros or NaN fit too easily. The set must
-        explain half of the wrong answers, because a few fit by chance. Lost precision has wide
-        bounds, so it must explain nearly all answers.
+        An explained answer must hold finite nonzero numbers, because zeros and NaN fit too easily.
+        The set must explain half of the wrong answers, because a few fit by chance. With lost
+        precision, whose bounds are wide, it must explain nearly all answers.
         """
         tells = any(
             self.explains(n, hypothesis) and _has_numbers(self.answers[n]) for n in self.taken
@@ -359,16 +359,16 @@ class Search:
         return tells and enough and all(self.evidence(hypothesis, item) for item in hypothesis)
 
     def evidence(self, hypothesis: Hypothesis, item: Item) -> list[int]:
-        """The answers that contradict the set without ``item`` and agree with it."""
+        """The answers that the set explains only with ``item``."""
         less = hypothesis - {item}
         explained = [
             n
             for n in self.contradicted(less)
             if self.fit(n, hypothesis).tells_more_than(self.fit(n, less))
         ]
-        if item[0] == "lse_of_dead_rows":  # it only allows any log-sum-exp
+        if item[0] == "lse_of_dead_rows":  # it allows any log-sum-exp, and predicts none
             explained = [n for n in self.contradicted(less) if self.explains(n, hypothesis)]
-        if item[0] in HIDDEN_ROWS[:3]:  # they allow any log-sum-exp
+        if item[0] in HIDDEN_ROWS[:3]:  # these allow any log-sum-exp
             explained = [n for n in explained if "return_lse" not in self.problems.options[n]]
         if is_precision(item[0]):
             explained = [n for n in explained if self.problems.graded[n].is_exact]
@@ -389,7 +389,7 @@ def names_of(hypothesis: Iterable[Item]) -> frozenset[str]:
 
 
 def _usual(items: Iterable[Item]) -> list[Item]:
-    """The first value of each identifier."""
+    """The first item of each identifier."""
     return list({item[0]: item for item in reversed(list(items))}.values())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def split(target: str) -> tuple[str, str]:
-    """The file or module in ``target``, and the name after it.
+    """Split ``target`` into a file or module, and a name in it.
 
     >>> split("torch.nn.functional:scaled_dot_product_attention")
     ('torch.nn.functional', 'scaled_dot_product_attention')
@@ -73,7 +73,7 @@ def _file(path: Path) -> ModuleType:
 
 
 def _place(error: BaseException, where: str) -> str:
-    """The error, and its line if it was raised in the file ``where``."""
+    """The error as text, with the line of the file ``where`` that raised it, if any."""
     words = " ".join(f"{type(error).__name__}: {error}".split())
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == os.path.abspath(where)]

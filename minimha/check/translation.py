@@ -1,8 +1,8 @@
 """Translates a problem into another library's call: its layout, its argument names, its masks.
 
-An option that the library lacks is refused. An option that exists there with another meaning is
-passed all the same, as an unsuspecting user would do, and the report describes what comes out. The
-dialects translate in the other direction; the tests of this module call them.
+An option that the library lacks is refused. An option that has another meaning there is passed
+anyway, as an unsuspecting user would do, and the report describes the effect.
+``minimha.dialects`` translates in the other direction; the tests of this module call it.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def translated(
         raise Refused(f"{speaks} has no {' and no '.join(options)}")
     if wants_lse and dialect.lse and arguments.get("return_lse"):
         keywords[dialect.lse] = True
-    k, v = keywords.pop("K", k), keywords.pop("V", v)  # without those that became the past
+    k, v = keywords.pop("K", k), keywords.pop("V", v)  # without the past's keys and values
     if not dialect.heads_first:
         q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v))
     return [q, k, v], keywords
 
 
 def results(returned: Any) -> tuple[Any, Any]:
-    """The output, and the second result, if any, which may be the log-sum-exp."""
+    """The output, and the second result, which may be the log-sum-exp, or None."""
     if isinstance(returned, tuple):
         return (*returned, None, None)[:2]
     return returned, None
@@ -113,7 +113,7 @@ def _minimha(q: Array, k: Array, v: Array, options: Options) -> Options:
 def _torch(q: Array, k: Array, v: Array, options: Options) -> Options:
     keywords = _causal(options) | _moved(options, scale="scale")
     mask, bias = options.pop("attn_mask", None), options.pop("attn_bias", None)
-    if bias is not None:  # one argument for both kinds
+    if bias is not None:  # torch has one argument for both
         keywords["attn_mask"] = bias if mask is None else _hidden(bias, mask)
     elif mask is not None:
         keywords["attn_mask"] = mask
@@ -148,7 +148,7 @@ def _keras(q: Array, k: Array, v: Array, options: Options) -> Options:
 def _flash_attention(q: Array, k: Array, v: Array, options: Options) -> Options:
     last = k.shape[2] - q.shape[2]
     _refuse_offset(options, last, "window_size", "alibi_slopes")
-    if "kv_lengths" in options:  # which also place the last query
+    if "kv_lengths" in options:  # the lengths also place the last query
         if {"is_causal", "window_size", "alibi_slopes"} & set(options):
             raise Refused("flash_attention counts positions from the last key before the padding")
         lengths = options.pop("kv_lengths")
@@ -191,7 +191,7 @@ def _onnx(q: Array, k: Array, v: Array, options: Options) -> Options:
 
 
 def _hidden(bias: Array, mask: Array) -> Array:
-    """``bias``, -inf where the mask is False."""
+    """``bias``, with -inf where the mask is False."""
     return np.where(mask, bias, bias.dtype.type(-np.inf))
 
 
@@ -201,7 +201,7 @@ def _moved(options: Options, **theirs: str) -> Options:
 
 
 def _causal(options: Options) -> Options:
-    """``is_causal`` without ``q_offset``: the library aligns the diagonal by its convention."""
+    """Move ``is_causal`` and drop ``q_offset``: the library aligns the diagonal by convention."""
     if not options.pop("is_causal", False):
         return {}
     if np.ndim(options.get("q_offset", 0)):

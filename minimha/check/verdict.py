@@ -1,8 +1,8 @@
 """Turns answers into a verdict: right, wrong and why, or cannot tell.
 
 First it finds which answers are right, and which relations between them hold. Then it searches for
-the smallest set of deviations that explains the answers. If some remain unexplained, it reads facts
-from the weights.
+the smallest set of deviations that explains the answers. If some answers remain unexplained, it
+reads facts from the weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Result:
     answer: Answer
     expected: NDArray[Any]  # (B, H, Lq, Dv), float64
     expected_lse: NDArray[Any] | None  # (B, H, Lq), float64; None if not requested
-    error: float  # the largest; infinite if a number is not finite or the shape is wrong
+    error: float  # the largest difference; infinite if only one is finite, or the shapes differ
     bound: float  # the largest difference that rounding explains, over all numbers
     is_right: bool
     is_refused: bool
@@ -49,11 +49,11 @@ class Findings:
     verdict: Verdict
     deviations: tuple[str, ...]  # the smallest set that explains most answers
     alternatives: tuple[tuple[str, ...], ...]  # other sets that explain equally many
-    explains: tuple[int, int]  # explained answers, all answers
+    explains: tuple[int, int]  # the number of explained answers, and of all answers
     refused: tuple[str, ...]  # options that the function took in no problem
     readings: tuple[Reading, ...]
     results: tuple[Result, ...]
-    tell_apart: str | None = None  # a clause: which options would tell the sets apart
+    tell_apart: str | None = None  # a clause on the options that would tell the sets apart
 
 
 def judge(
@@ -63,9 +63,9 @@ def judge(
     dtype: str = "float32",
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Findings:
-    """The verdict on a function that gave ``answers`` to ``problems``, one for each.
+    """Judge a function by its ``answers``, one for each of ``problems``.
 
-    ``dtype`` is that of its q, k and v; ``progress`` receives a few words before each step.
+    ``dtype`` is that of q, k and v; ``progress`` receives a few words before each step.
     """
     if len(problems) != len(answers):
         raise ValueError(f"there are {len(answers)} answers to {len(problems)} problems")
@@ -103,7 +103,7 @@ def _rounded_to(answers: Sequence[Answer], dtype: str) -> str | None:
 
 @lru_cache(maxsize=4)
 def _known(problems: tuple[Graded, ...], dtype: str) -> Problems:
-    """The problems with their predictions, kept for the next function."""
+    """The problems with their predictions, cached for the next function."""
     return Problems(problems, dtype)
 
 
@@ -134,7 +134,7 @@ def _place(identifier: str) -> int:
 
 
 def _refused(problems: Sequence[Graded], answers: Sequence[Answer]) -> tuple[str, ...]:
-    """The options that the function refused in every problem with them."""
+    """The options that the function takes in no problem."""
     taken: dict[str, bool] = {}
     for problem, answer in zip(problems, answers, strict=True):
         for option in problem.options:
@@ -143,7 +143,7 @@ def _refused(problems: Sequence[Graded], answers: Sequence[Answer]) -> tuple[str
 
 
 def _faults(answers: Sequence[Answer]) -> tuple[str, ...]:
-    """The faults of the run; a wider output dtype is not one."""
+    """The faults of all answers; a wider output dtype is not a fault."""
     found = {fault for answer in answers for fault in answer.faults}
     if all(a.dtype in WIDER for a in answers if "wrong_dtype" in a.faults):
         found.discard("wrong_dtype")
@@ -183,7 +183,7 @@ def _text(value: Any) -> str:
 
 
 def _tell_apart(search: Search, found: Sequence[Hypothesis]) -> str | None:
-    """A clause: the options that the function must take to tell the first two sets apart."""
+    """Return a clause on the options that would tell the first two sets apart."""
     known = search.problems
     other = next((h for h in found if names_of(h) != names_of(found[0])), None)
     if other is None:

@@ -1,4 +1,4 @@
-"""Which keys are visible, with deviations: by position, by length and by the mask."""
+"""Finds which keys are visible, under deviations, by position, by length and by the mask."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _position(x: Prepared, d: Mapping[str, Any], name: str) -> NDArray[Any]:
 
 
 def by_lengths(x: Prepared, d: Mapping[str, Any]) -> Array:
-    """Whether key j exists, (B, 1, 1, Lk)."""
+    """Whether key j is within the length, broadcastable to (B, 1, 1, Lk)."""
     visible: Array = ALL
     if x.given.get("kv_lengths") is not None and "lengths_ignored" not in d:
         lengths = x.lengths[:1] if "lengths_batch_0_for_all" in d else x.lengths

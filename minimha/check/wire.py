@@ -12,7 +12,7 @@ import numpy as np
 
 HEADER = struct.Struct("<4sIQQ")  # the mark, a checksum and two sizes
 MARK = b"mha:"
-LARGEST = 2**32  # bytes of either half of a record
+LARGEST = 2**32  # the most bytes of either half of a record
 
 
 def send(stream: IO[bytes], record: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ def send(stream: IO[bytes], record: Mapping[str, Any]) -> None:
 
 
 def receive(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next record; None at the end of the stream, even in the middle of a record.
+    """Return the next record; None if the stream ends, even in the middle of a record.
 
     It raises a ValueError if the stream holds anything that ``send`` did not write.
     """
@@ -56,7 +56,7 @@ def receive(stream: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _known(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """bfloat16 as float32, which every reader knows and which loses nothing."""
+    """Convert bfloat16 to float32, which every reader knows and which loses nothing."""
     return array if array.dtype.kind in "biuf" else array.astype(np.float32)
 
 

@@ -61,7 +61,7 @@ def _caller(settings: dict[str, Any]) -> Any:
 
 
 def _private_streams() -> tuple[IO[bytes], IO[bytes]]:
-    """This process's stdin and stdout; an empty file and stderr replace them for the function."""
+    """Take over stdin and stdout; the function gets an empty file and stderr in their place."""
     problems, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

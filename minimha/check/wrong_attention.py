@@ -1,15 +1,15 @@
-"""Computes attention with any set of deviations, in float64, and bounds of its rounding errors.
+"""Computes attention with any set of deviations, in float64, and bounds its rounding errors.
 
 The equations are those of ``minimha.equations.dense``, with a branch wherever implementations go
 wrong. Deviations of different stages compose. The order of operations on the scores is data
 (``ORDER``), so "the cap before the scale" is another order, not another formula.
 
-If no deviation decides a number, any answer is accepted: in a row that sees no key only because of
-a deviation, or where a NaN in a hidden key may leak.
+If the deviations leave a number open, any number is accepted. This holds in rows that see no key
+only because of a deviation, and where a NaN in a hidden key may leak.
 
 The bounds follow from rounding, as in the tests of the kernels. Let u be half an eps of the dtype.
-A score is a sum of D products, with an error up to 2⁻²⁴ (D + 8) |scale| Σ |q_d k_d| and a few u of
-the score. An error δ of the scores changes a weight by a factor of at most exp(2δ). Weights and
+A score is a sum of D products, with an error up to 2⁻²⁴ (D + 8) |scale| Σ |q_d k_d| plus a few u
+of the score. An error δ of the scores changes a weight by a factor of at most exp(2δ). Weights and
 output are rounded to the dtype.
 """
 
@@ -77,9 +77,9 @@ def attend(
 ) -> tuple[Array, Array]:
     """Output (B, H, Lq, Dv) and log-sum-exp (B, H, Lq) with the named deviations, in float64.
 
-    ``arguments`` are those of ``minimha.attention``, arrays 4-D. ``deviations`` may map names to
-    values ("hidden_score_small": -100); without any, the result is that of the dense equations.
-    It raises ``Impossible`` if one does not fit the shapes: Q and K swapped need Lq = Lk.
+    ``arguments`` are those of ``minimha.attention``, with 4-D arrays. ``deviations`` may map names
+    to values (``{"online_sum_not_rescaled": 16}``); if empty, this is dense attention. It raises
+    ``Impossible`` if a deviation does not fit the shapes: swapped Q and K need Lq = Lk.
 
     >>> x = np.eye(2)[None, None]
     >>> attend({"q": x, "k": x, "v": x}, ["scale_missing"])[0].round(3)[0, 0]
@@ -91,14 +91,14 @@ def attend(
 
 
 def values_of(deviations: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Identifiers with their values, by default the usual ones."""
+    """Map identifiers to their values, by default the usual ones."""
     if isinstance(deviations, Mapping):
         return dict(deviations)
     return {name: DEVIATIONS[name].values[0] for name in deviations}
 
 
 def deviate(prepared: Prepared, deviations: Mapping[str, Any]) -> Deviated:
-    """The answer of a function with ``deviations``, identifiers with their values."""
+    """The answer under ``deviations``, which maps identifiers to values."""
     with np.errstate(all="ignore"):
         return _Deviation(prepared, deviations).result()
 
@@ -112,7 +112,7 @@ class _Deviation:
         self.is_lse_free = np.zeros(prepared.shape[:3], bool)
         self.others: list[Array] = []
         self.lost: Array | None = None  # rows that see keys but whose sum is 0
-        self.looseness = 0.0  # relative, of weights, where precision is lost
+        self.looseness = 0.0  # relative error of weights from lost precision
 
     def result(self) -> Deviated:
         self.multiply()
@@ -159,7 +159,7 @@ class _Deviation:
         self.round_products(rows, columns)
 
     def moved(self, a: Array) -> Array:
-        """``a``, with heads and tokens confused if the deviation does so."""
+        """``a``, with heads and tokens confused if ``heads_not_split`` is set."""
         way = self.d.get("heads_not_split")
         return a if way is None else confused(a, way)
 
@@ -176,7 +176,7 @@ class _Deviation:
     # Visibility.
 
     def look(self) -> None:
-        """Set which keys positions, lengths and the mask leave visible, each separately."""
+        """Set three arrays: the keys that positions, lengths and the mask leave visible."""
         self.by_positions = visible.by_positions(self.x, self.d)
         self.by_lengths = visible.by_lengths(self.x, self.d)
         self.by_mask = visible.by_mask(self.x, self.d)
@@ -343,7 +343,7 @@ class _Deviation:
         return top
 
     def online(self, E: Array, exp: Any, last: Array) -> tuple[Array, Array]:
-        """Numerators and terms of the denominator, perhaps without rescaling by a running maximum.
+        """Numerators and terms of the denominator; a deviation may leave them without rescaling.
 
         ``last`` is the factor by which a sink, added at the end, shrinks both.
         """
@@ -383,7 +383,7 @@ class _Deviation:
         self.looseness += 0 if self.x.is_exact else relative
 
     def settle_softmax(self, name: str, keys_top: Array, total: Array) -> None:
-        """Accept any number in rows whose result depends on float32, float64 or a guard of 0/0."""
+        """Accept any number in rows where float32, float64 or a guard against 0/0 would differ."""
         if {"softmax_no_maximum", "softmax_global_maximum"} & set(self.d):
             distance = np.broadcast_to(keys_top - self.top, self.top.shape)
             unsure = (distance > OVERFLOW["float32"]) & (distance <= OVERFLOW["float64"])
@@ -420,7 +420,7 @@ class _Deviation:
             self.bound = self.bound + SMALLEST["float16"] * sizes.sum(-2, keepdims=True)
 
     def moved_by_scores(self) -> Array:
-        """A bound of the change of the output by rounded scores.
+        """Bound how far rounded scores move the output.
 
         If weights sum to 1, a weight that is too large by a factor 1 + ε moves the output by
         W ε (V - O). This is small if one key has nearly all the weight.
@@ -452,7 +452,7 @@ class _Deviation:
         self.lse_bound = self.lse_bound + FLOAT32 * (self.x.Lk + 32)
 
     def settle_rows(self) -> None:
-        """Settle rows that see no key, and rows that a hidden NaN may reach."""
+        """Set the accepted numbers in rows that see no key, or that a hidden NaN may reach."""
         x, d = self.x, self.d
         if self.lost is not None:
             self.others.append(np.where(self.lost, np.nan, self.O))
@@ -485,7 +485,7 @@ class _Deviation:
             self.is_free, self.is_lse_free = self.is_free | reached, self.is_lse_free | reached
 
     def values_of_hidden_rows(self) -> list[Array]:
-        """The values of rows that see no key by each deviation, (B, H, 1 or Lq, Dv)."""
+        """The values that deviations give to rows that see no key, (B, H, 1 or Lq, Dv) each."""
         d, V = self.d, self.V
         values: list[Array] = []
         if "dead_rows_nan" in d:
@@ -531,7 +531,7 @@ def confused(a: Array, way: str) -> Array:
 
 
 def _softly(name: str, value: Any) -> tuple[str, float, str]:
-    """The kind of keys that is hidden without -inf, the number used, and how."""
+    """The kind of keys that are hidden without -inf, their fill, and how it is applied."""
     if name == "hidden_after_softmax":
         return value, 0.0, "after"
     if name == "hidden_score_zero":

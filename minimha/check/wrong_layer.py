@@ -1,4 +1,4 @@
-"""A whole multi-head layer with any set of deviations, in float64.
+"""Computes a whole multi-head layer with any set of deviations, in float64.
 
 x → q, k, v → rotated → attention → concat → output. ``wrong_attention`` computes the attention with
 its own deviations.
@@ -20,7 +20,7 @@ from minimha.layers import RoPE
 
 Array = NDArray[Any]
 
-OUTSIDE = ("residual_added", "heads_not_split")  # the layer has them outside of its attention
+OUTSIDE = ("residual_added", "heads_not_split")  # deviations of the layer, not of its attention
 
 
 class PreparedLayer:
@@ -43,13 +43,13 @@ class PreparedLayer:
 
     @cached_property
     def starts(self) -> Array:
-        """The first token of each token's call, (L,)."""
+        """The index of the first token in each token's call, (L,)."""
         chunks = self.problem.chunks or (self.x.shape[1],)
         return np.repeat(np.cumsum((0, *chunks[:-1])), chunks)
 
 
 def deviate_layer(prepared: PreparedLayer, deviations: Mapping[str, Any]) -> Deviated:
-    """The answer (B, L, E) of a layer with ``deviations``, identifiers with their values."""
+    """The answer (B, L, E) of a layer under ``deviations``, which maps identifiers to values."""
     q, k, v = _projected(prepared, deviations)
     q, k, v = _rotated(prepared, deviations, q, k, v)
     options: dict[str, Any] = {**prepared.options, "q": q, "k": k, "v": v}
