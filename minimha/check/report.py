@@ -190,7 +190,7 @@ class Report:
 
     @property
     def smallest(self) -> Result | None:
-        """The failing problem with the fewest scores and options; one with an output, if possible."""
+        """The failing problem with the fewest scores and options, of those with outputs if any."""
         failing = [
             (answer.output is None or result.expected.shape != answer.output.shape,
              _num_scores(result), len(options_of(result)), n)

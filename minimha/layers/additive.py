@@ -45,13 +45,13 @@ def additive_attention(
     ``Dq``, ``Dk``, ``Dv`` widths of a query, a key and a value, ``A`` hidden width. 2-D arrays
     (L, D) and 3-D arrays (H, L, D) are treated as ``minimha.attention`` treats them.
 
-    A query and a key may differ in width. Every score is within ±Σ|w|, so nothing is scaled. It
-    stores B · H · Lq · Lk · A hidden numbers, where a dot product needs none. Softmax, masks and
-    the average of the values are those of ``minimha.attention``: it gets queries and keys of zeros,
-    and the scores as a bias, since 0 + bias is exact.
+    A query and a key may differ in width. Every score is within ±Σ|w|, so nothing is scaled.
+    The function stores B · H · Lq · Lk · A hidden numbers, where a dot product needs none.
+    ``minimha.attention`` computes softmax, masks and the average of the values: it receives queries
+    and keys of zeros, and the scores as a bias, because 0 + bias is exact.
 
     The paper writes S_ij = v_aᵀ tanh(W_a s_i + U_a h_j) with columns s_i and h_j: W_q is W_aᵀ, W_k
-    is U_aᵀ, w is v_a. Luong's "concat" is the same with q_i and k_j in one row, and W_q above W_k.
+    is U_aᵀ, w is v_a. Luong's "concat" is the same: q_i and k_j are in one row, W_q is above W_k.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def additive_attention(
 
     Examples
     --------
-    Scores 2 tanh(0) and 2 tanh(1), so the second key's share is 1 / (1 + exp(-2 tanh(1))).
+    The scores are 2 tanh(0) and 2 tanh(1), so the second key's share is 1 / (1 + exp(-2 tanh(1))).
 
     >>> additive_attention([[0]], [[0], [1]], [[0], [1]], W_q=[[1]], W_k=[[1]], w=[2]).round(4)
     array([[0.821]])
@@ -175,7 +175,7 @@ def _energies(problem: Problem, arrays: dict[str, Array], tap: Tap) -> Array:
 
 
 def _after_energies(tap: Tap, is_biased: bool) -> Tap:
-    """A tap that drops the zero queries and keys, their products, and the bias of energies."""
+    """Wrap ``tap`` to drop the zero queries and keys, their products, and the bias of energies."""
     if tap is no_tap:
         return no_tap
     silent = {"q", "k", "Q", "K", "scores", "bias", "attn_bias", "slopes", "distances"}

@@ -1,4 +1,4 @@
-"""Positional biases: numbers added to scores for the distance between query and key."""
+"""Positional biases: numbers added to scores, by the distance between query and key."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from minimha.equations.arguments import as_floating, as_integers, flag, integer,
 def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     """2^(-8/n), 2^(-16/n), …, 2^(-8): ALiBi's slope of each of n heads.
 
-    If n is not a power of two, the slopes for the next smaller power p come first. Every second
-    slope for 2p follows, as in the authors' code.
+    If n is not a power of two, the slopes for the next smaller power p come first. Then follows
+    every second slope for 2p, as in the authors' code.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
 
 
 def _geometric(n: int) -> list[float]:
-    """Slopes of n heads, a power of two."""
+    """ALiBi's slopes of n heads, where n is a power of two."""
     return [2 ** (-8 * (h + 1) / n) for h in range(n)]
 
 
@@ -63,8 +63,8 @@ def t5_buckets(
     """Return T5's bucket for the distance between each query and each key.
 
     Near distances have one bucket each. Far ones share buckets of equal width on a logarithmic
-    scale, and all from ``max_distance`` on share the last. With N buckets for one direction and
-    e = N // 2:
+    scale, and distances from ``max_distance`` on share the last. With N buckets for one direction
+    and e = N // 2:
 
         bucket(d) = d                                                        d < e
                     min(e + floor((N - e) · ln(d / e) / ln(max / e)), N - 1)   d ≥ e

@@ -32,7 +32,7 @@ OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the
 
 
 class CausalCache(ABC):
-    """The base of ``KVCache`` and ``PagedKVCache``: chunks are appended, the last one attends."""
+    """The base of ``KVCache`` and ``PagedKVCache``: it appends chunks; the last one attends."""
 
     def __init__(self, batch: int) -> None:
         self._lengths: Integers = np.zeros(batch, np.int64)
@@ -40,7 +40,7 @@ class CausalCache(ABC):
 
     @property
     def lengths(self) -> Integers:
-        """Tokens appended to each batch entry so far, (B,); a copy."""
+        """The number of tokens appended to each batch entry so far, (B,); a copy."""
         return np.array(self._lengths)
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
@@ -51,7 +51,7 @@ class CausalCache(ABC):
         k : array_like of shape (B, Hkv, L, D), the cache's dtype
         v : array_like of shape (B, Hkv, L, Dv), the cache's dtype
         lengths : array_like of shape (B,), int, optional
-            Tokens of each batch entry, from 0 to L. The rows after them are padding, which is
+            The number of tokens of each batch entry, from 0 to L. Later rows are padding, which is
             dropped. Default is L for all.
 
         Raises
@@ -59,8 +59,8 @@ class CausalCache(ABC):
         TypeError
             A dtype other than the cache's.
         ValueError
-            Shapes that do not fit, or more tokens or pages than there is room for; nothing is
-            written.
+            Shapes that do not fit each other or the cache, or a chunk that exceeds the free room;
+            nothing is written.
         """
         stored = self._stored()
         arrays = {"k": as_floating("k", k), "v": as_floating("v", v)}
@@ -80,8 +80,8 @@ class CausalCache(ABC):
     def undo(self) -> None:
         """Remove the last chunk, so that the next one takes its place.
 
-        Tokens that a window dropped for it do not come back, since no later query sees them.
-        Until the next chunk there is nothing to ``attend`` with, and nothing more to undo.
+        Tokens that a window dropped for this chunk do not return, since no later query sees them.
+        Until the next chunk, ``attend`` takes no queries, and ``undo`` does nothing.
         """
         self._lengths = self._chunk[0]
         self._chunk = self._lengths, 0
@@ -92,10 +92,10 @@ class CausalCache(ABC):
         Parameters
         ----------
         q : array_like of shape (B, H, L, D)
-            Queries of the last chunk. In a ragged chunk a row of padding sees only the tokens that
-            are there, and its output is meaningless.
+            Queries of the last chunk. In a ragged chunk, the output of rows of padding is
+            meaningless.
         tap : callable ``tap(name, value) -> value``, optional
-            Receives every step of the attention; with pages, as ``weights[sequence 0]``.
+            Receives every step of the attention; with pages, names like ``weights[sequence 0]``.
         **options
             Those of ``minimha.attention``, except is_causal, q_offset, kv_lengths and window_size,
             which the cache decides. An ``attn_mask`` or ``attn_bias`` covers the keys at
@@ -110,7 +110,7 @@ class CausalCache(ABC):
         ------
         TypeError, ValueError
             An option that the cache decides, queries that do not fit the last chunk, or a
-            function of positions where the cache has a window.
+            function of positions if the cache has a window.
         """
         self._check_options(options)
         L, shape = self._chunk[1], as_floating("q", q).shape
@@ -132,7 +132,7 @@ class CausalCache(ABC):
 
     @abstractmethod
     def _visible(self) -> tuple[Array, Array, dict[str, Any]]:
-        """Keys and values for ``attention``, and the options that say where they are."""
+        """Keys and values for ``attention``, and the options that set their positions."""
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         for name in OWN:
@@ -147,8 +147,8 @@ class KVCache(CausalCache):
     forward pass with ``window_size=(window - 1, 0)``, for any number of tokens. A chunk's first
     query still needs the window - 1 tokens before it. A chunk of L tokens therefore fits if
     min(length, window - 1) + L is at most ``capacity``: window + L - 1 is enough for chunks of L,
-    ``window`` for decoding. There is room for twice the capacity: tokens stay next to each other,
-    in order, and are moved only when the end is reached.
+    and ``window`` for decoding. The arrays have twice the capacity, so that tokens stay contiguous
+    and in order, and are moved only when the end is reached.
 
     Parameters
     ----------
@@ -157,15 +157,15 @@ class KVCache(CausalCache):
     value_dim : int, optional
         Dv. Default is D.
     dtype : float16, bfloat16, float32 or float64, default float32
-        Of the keys and values.
+        The dtype of keys and values.
     window : int, optional
-        The tokens that a query sees, itself included; at most ``capacity``. Default is all.
+        How many tokens a query sees, itself included; at most ``capacity``. Default is all.
 
     Attributes
     ----------
     lengths : ndarray of shape (B,), int64
-        Tokens appended so far, including those that were dropped; the position of the next
-        token. A copy.
+        The number of tokens appended so far, dropped ones included. It is the position of the next
+        token. The array is a copy.
 
     Raises
     ------
@@ -222,7 +222,7 @@ class KVCache(CausalCache):
 
     @property
     def key_positions(self) -> Integers:
-        """Positions of the keys that ``attend`` uses, (B, Lk), in order; -1 where there is none."""
+        """Positions of the keys that ``attend`` uses, (B, Lk), in order; -1 is no key."""
         slots = self._slots()
         positions = self._base[:, None] + np.arange(slots.start, slots.stop)
         is_kept = (self._first[:, None] <= positions) & (positions < self._lengths[:, None])
@@ -320,7 +320,7 @@ def _chunk_lengths(lengths: ArrayLike | None, B: int, L: int) -> Integers:
 
 
 def cached_dtype(value: DTypeLike) -> np.dtype[Any]:
-    """``value`` as a floating dtype."""
+    """Convert ``value`` to a floating dtype, or raise a TypeError."""
     try:
         dtype = np.dtype(value)
     except TypeError:

@@ -57,12 +57,12 @@ def cosine_attention(
         Query head h reads key/value head h // (H // Hkv).
     v : array_like of shape (B, Hkv, Lk, Dv)
     scale : float or array_like of shape (H,), default 1.0
-        Multiplies the cosines: one number, or one per head. Finite.
+        The finite factor of the cosines: one number, or one per head.
     return_lse : bool, default False
         Return the log-sum-exp too.
     tap : callable ``tap(name, value) -> value``, optional
         Receives q, k, q_unit, k_unit, cosine, scaled_cosine and the steps of the attention after
-        them. With one scale per head it receives scaled_cosine alone, in place of both.
+        them. With one scale per head it receives only scaled_cosine, and not cosine.
     **options
         Those of ``minimha.attention``: masks, biases, windows, sinks, backend.
 
@@ -111,7 +111,7 @@ def cosine_attention(
 
 def _unit(x: NDArray[Any]) -> NDArray[Any]:
     """x / |x| for each vector, 0 for a vector of zeros."""
-    with np.errstate(all="ignore"):  # the largest entry first: no square overflows or vanishes
+    with np.errstate(all="ignore"):  # dividing by the largest first, no square overflows
         largest = abs(x).max(axis=-1, keepdims=True)
         x = x / np.where(largest == 0, x.dtype.type(1), largest)
         length = np.sqrt(np.square(x).sum(axis=-1, keepdims=True))

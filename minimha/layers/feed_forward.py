@@ -39,7 +39,7 @@ def gelu(x: Array) -> Array:
 
 
 def gelu_tanh(x: Array) -> Array:
-    """x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2, which is nearly ``gelu``: GPT-2's.
+    """x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2, GPT-2's approximation of ``gelu``.
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
 
@@ -77,7 +77,7 @@ class FeedForward:
     b_in, b_gate : ndarray of shape (F,), optional
     b_out : ndarray of shape (E,), optional
     W_gate : ndarray of shape (E, F), optional
-        Makes it gated: SwiGLU with silu, GEGLU with gelu.
+        The gate's matrix: SwiGLU with silu, GEGLU with gelu. Default is no gate.
 
     References
     ----------
@@ -100,7 +100,7 @@ class FeedForward:
     b_gate: Array | None = None
 
     def __call__(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Compute the feed-forward of each token of x (..., L, E), (..., L, E).
+        """Compute the feed-forward (..., L, E) of each token of x (..., L, E).
 
         ``tap`` receives the weights, expanded, activated and feed_forward; with a gate also
         gate_input and gated_product.

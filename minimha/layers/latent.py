@@ -67,7 +67,7 @@ class LatentCache:
         return rows
 
     def append(self, rows: Array) -> None:
-        """Append the rows of the next tokens, (B, L, C + R), or none if they do not fit."""
+        """Append the rows (B, L, C + R) of the next tokens, or raise if they do not fit."""
         B, capacity, width = self._rows.shape
         if rows.ndim != 3 or (rows.shape[0], rows.shape[2]) != (B, width):
             raise ValueError(f"rows have shape {rows.shape}: expected ({B}, L, {width})")
@@ -87,9 +87,9 @@ class LatentAttention:
     """concat(head_0, …) W_o, where head h attends with keys [c W_uk[h], k_R] and values c W_uv[h].
 
     A cache keeps the latents c = norm(x W_dkv) and the rotated key k_R, one for all heads. The part
-    of a score without rotation is q · (c W_uk[h]) = (q W_uk[h]ᵀ) · c. In the absorbed form the
-    queries are therefore multiplied by W_uk, and the output by W_uv: attention with one key/value
-    head of width C + R, without keys or values of any head.
+    of a score without rotation is q · (c W_uk[h]) = (q W_uk[h]ᵀ) · c. In the absorbed form,
+    queries are therefore multiplied by W_ukᵀ, and the output by W_uv. There is then one key/value
+    head of width C + R, and the keys and values of the heads are never computed.
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``C`` width of a latent, ``Cq``
     that of a query's latent, ``D`` width without rotation, ``R`` rotated width, ``Dv`` value width.
@@ -183,10 +183,10 @@ class LatentAttention:
         cache : LatentCache, optional
             Earlier tokens; those of x are appended. Attention is then causal.
         is_absorbed : bool, optional
-            Compute in the absorbed form. Default is the form with fewer products. Per head, the
-            absorbed form has Lq · Lk · (2 C - D - Dv) more products in the attention, and
-            (Lk - Lq) · C · (D + Dv) fewer around it. Prompts are thus expanded, unless C is small.
-            With DeepSeek's sizes, up to 170 tokens after many others are absorbed.
+            Whether to compute in the absorbed form. Default is the form with fewer products. Per
+            head, the absorbed form has Lq · Lk · (2 C - D - Dv) more products in the attention, and
+            (Lk - Lq) · C · (D + Dv) fewer around it. Prompts are thus not absorbed, unless C is
+            small. With DeepSeek's sizes, up to 170 tokens after a long prompt are absorbed.
         tap : callable ``tap(name, value) -> value``, optional
             Receives x, the latents, every step of the attention, concat and output.
         **options
@@ -244,7 +244,7 @@ class LatentAttention:
         return bool(Lq * Lk * (absorbed - expanded) < (Lk - Lq) * self.latent_dim * expanded)
 
     def _queries(self, x: Array, at: ArrayLike) -> Array:
-        """(B, H, L, D + R), the last R numbers rotated."""
+        """Queries (B, H, L, D + R), whose last R numbers are rotated."""
         if "W_dq" in self.weights:
             latents = self._normed(self._linear("W_dq", "b_dq", x), "g_q")
             q = self._linear("W_uq", None, latents)
@@ -263,7 +263,7 @@ class LatentAttention:
         return np.concatenate([latents, rotated], axis=-1)
 
     def _expanded(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
-        """Attention with the keys and values of every head, (B, H, L, Dv)."""
+        """Attend with the keys and values of every head; return the heads (B, H, L, Dv)."""
         c, k_R = np.split(tap("latents_and_key", kept), [self.latent_dim], axis=-1)
         W_uk, W_uv = self._up(kept.dtype)
         k, v = c[:, None] @ W_uk, c[:, None] @ W_uv
@@ -273,7 +273,7 @@ class LatentAttention:
         return np.asarray(attention(q, k, v, scale=self.scale, tap=inner, **options))
 
     def _absorbed(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
-        """The same attention over the latents themselves, without keys or values of any head."""
+        """Attend to the latents themselves; return the same heads without their keys and values."""
         W_uk, W_uv = self._up(kept.dtype)
         parts = q[..., : self.head_dim] @ W_uk.swapaxes(-1, -2), q[..., self.head_dim :]
         k = kept[:, None]

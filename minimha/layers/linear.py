@@ -8,17 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-FEW = 256  # rows
+FEW = 256  # with fewer rows, the transposed product is faster
 BLOCK = 2048  # columns whose transposed product stays in the processor's cache
 
 
 def product(x: Array, W: Array) -> Array:
     """Compute x (..., L, rows) times W (rows, columns), of one dtype, as one matrix product.
 
-    A checkpoint stores most matrices transposed, and W is a view. For a few rows BLAS then packs
-    the large W to read it once. With the product transposed, (Wᵀ xᵀ)ᵀ, it packs x instead: 1.3
-    times as fast from 2 to 128 rows of 576 numbers, as fast from 512 on (OpenBLAS 0.3.31, AVX-512).
-    A vocabulary's product is transposed back in blocks, 1.4 times as fast as at once.
+    Checkpoints store most matrices transposed, so W is a transposed view. For a few rows, BLAS then
+    packs the large W and reads it once. The product (Wᵀ xᵀ)ᵀ packs x instead. It is 1.3 times as
+    fast for 2 to 128 rows of 576 numbers, and equally fast from 512 on (OpenBLAS 0.3.31, AVX-512).
+    The result is transposed back in blocks: for a vocabulary, 1.4 times as fast as at once.
     """
     rows = x.reshape(-1, x.shape[-1])
     with np.errstate(all="ignore"):

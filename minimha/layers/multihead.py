@@ -59,7 +59,7 @@ class MultiHeadAttention(Projections):
     head_dim, value_dim : int, optional
         D and Dv. Defaults are E / H and D.
     bias : bool, default True
-        Add b_q, b_k, b_v and b_o, and b_g to a gate.
+        Whether there are b_q, b_k, b_v and b_o, and b_g with a gate.
     context_dim : int, optional
         Ec, the width of the rows that keys and values are made from. Default is E.
     value_source_dim : int, optional
@@ -82,9 +82,9 @@ class MultiHeadAttention(Projections):
         The weights below by name. A missing bias or shift is 0, a missing gain 1. Without
         ``parameters`` the weights are drawn: uniform in ±√(6 / (rows + columns)).
     dtype : float16, bfloat16, float32 or float64, default float32
-        Of drawn weights.
+        The dtype of drawn weights.
     seed : int, default 0
-        Of drawn weights.
+        The seed of drawn weights.
 
     Attributes
     ----------
@@ -243,7 +243,7 @@ class MultiHeadAttention(Projections):
     ) -> tuple[Array, Array, Array]:
         """Compute queries, keys and values, before normalisation and rotation.
 
-        For callers that attend by themselves and then ``combine`` the heads. Nothing is checked.
+        Callers may then attend by themselves and ``combine`` the heads. Nothing is checked.
 
         Parameters
         ----------
@@ -323,7 +323,7 @@ class MultiHeadAttention(Projections):
         return x, context, common_dtype(dtypes)
 
     def _project(self, name: str, x: Array, heads: int, tap: Tap) -> Array:
-        """x W + b with the heads apart, (..., heads, L, width)."""
+        """x W + b, split into heads, (..., heads, L, width)."""
         W, b = f"W_{name}", f"b_{name}"
         matrix = self._row(W, x.dtype)
         if tap is not no_tap:
@@ -349,7 +349,7 @@ class MultiHeadAttention(Projections):
         return _heads(rms_norm(_side_by_side(x), gain, self.epsilon), x.shape[-3])
 
     def _gates(self, x: Array, tap: Tap) -> Array:
-        """sigmoid(x W_g + b_g), as wide as the heads side by side."""
+        """sigmoid(x W_g + b_g), (..., L, H · Dv)."""
         z = product(x, tap("W_g", self._row("W_g", x.dtype)))
         if self.bias:
             z = z + tap("b_g", self._row("b_g", x.dtype))
@@ -396,17 +396,17 @@ def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[AttentionOpt
 
 
 def _apart(W: Array, heads: int) -> Array:
-    """Columns of all heads, (E, heads · width), as matrices (heads, E, width); a view."""
+    """View the columns of all heads, (E, heads · width), as matrices (heads, E, width)."""
     return np.moveaxis(W.reshape(len(W), heads, -1), 1, 0)
 
 
 def _heads(y: Array, heads: int) -> Array:
-    """(..., L, heads · width) as (..., heads, L, width); a view."""
+    """View (..., L, heads · width) as (..., heads, L, width)."""
     return np.swapaxes(y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads), -3, -2)
 
 
 def _side_by_side(x: Array) -> Array:
-    """(..., heads, L, width) as (..., L, heads · width)."""
+    """Reshape (..., heads, L, width) to (..., L, heads · width)."""
     x = x.swapaxes(-3, -2)
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
@@ -418,7 +418,7 @@ def _rotated(name: str, x: Array, rope: Rotation, at: ArrayLike, tap: Tap) -> Ar
 
 
 def _positions(given: ArrayLike | None, x: Array, cache: Cache | None = None) -> ArrayLike:
-    """The positions of x (..., H, L, D): those given, or the next ones."""
+    """The positions of x (..., H, L, D): ``given``, or those after the cached tokens."""
     if given is not None:
         return given
     counted = np.arange(x.shape[-2])
@@ -441,7 +441,7 @@ def _check_cached(x: Array, context: Array | None, return_weights: bool) -> None
 
 
 def _check_one_length(rope: Rotation | None, context: Array | None, cache: Cache | None) -> None:
-    """Dynamic scaling rotates queries and keys alike only if both have the same known length."""
+    """Refuse dynamic scaling if queries and keys may have different lengths."""
     if rope is not None and rope.is_dynamic:
         why = "the angles of its dynamic scaling depend on the whole length"
         if cache is not None:

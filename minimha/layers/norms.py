@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from minimha.equations.tap import Tap, no_tap, safe_tap
 
 Array = NDArray[Any]
-Norm = Callable[[Array, Tap], Array]  # of x (..., L, E), and a tap
+Norm = Callable[[Array, Tap], Array]  # called with x (..., L, E) and a tap
 
 
 def layer_norm(x: Array, gain: Array, bias: Array, epsilon: float, tap: Tap = no_tap) -> Array:

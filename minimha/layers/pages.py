@@ -17,7 +17,7 @@ from minimha.layers.cache import Array, CausalCache, Integers, cached_dtype
 
 
 class PagePool:
-    """Pages of keys and values, from which the caches of many sequences take theirs.
+    """A pool of pages of keys and values, from which the caches of many sequences take pages.
 
     Parameters
     ----------
@@ -60,16 +60,16 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that no sequence uses."""
+        """The number of pages that no sequence uses."""
         return len(self._free)
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
+        """The number of tokens per page."""
         return int(self.k.shape[2])
 
     def take(self) -> int:
-        """Return a free page; without any it raises an IndexError."""
+        """Take and return a free page; raise an IndexError if there is none."""
         page = self._free.pop()
         self._users[page] = 1
         return page
@@ -83,7 +83,7 @@ class PagePool:
         return int(self._users[page])
 
     def give_back(self, page: int) -> None:
-        """Count one user less; a page without users is free."""
+        """Count one user less of a page, which is free if it has no user left."""
         self._users[page] -= 1
         if not self._users[page]:
             self._free.append(page)
@@ -104,7 +104,7 @@ class PagedKVCache(CausalCache):
     Attributes
     ----------
     lengths : ndarray of shape (B,), int64
-        Tokens of each sequence; the position of the next. A copy.
+        The number of tokens of each sequence, which is the position of the next token. A copy.
     block_table : ndarray of shape (B, pages), int64
         The pages of each sequence, -1 where it has fewer than the others. A copy.
 
@@ -143,24 +143,24 @@ class PagedKVCache(CausalCache):
         return table
 
     def undo(self) -> None:
-        """Remove the last chunk, so that the next one takes its place; its pages are free then."""
+        """Remove the last chunk, so that the next one takes its place, and give back its pages."""
         super().undo()
         self._give_back(self._lengths)
 
     def fork(
         self, length: ArrayLike | None = None, entries: ArrayLike | None = None
     ) -> PagedKVCache:
-        """Return a cache of sequences with the same beginnings, whose pages are shared.
+        """Return a cache of sequences that begin like these, with shared pages.
 
         A shared page is copied when one of its sequences writes to it.
 
         Parameters
         ----------
         length : int or array_like of shape (n,), int, optional
-            Tokens that the new sequences begin with. Default is all.
+            The number of tokens that the new sequences begin with. Default is all.
         entries : array_like of shape (n,), int, optional
-            Which sequence each of the n new ones continues: ``[0, 0, 0]`` are three answers to one
-            prompt. Default is each of them once.
+            The sequence that each of the n new ones continues: ``[0, 0, 0]`` are three answers to
+            one prompt. Default is every sequence once.
 
         Raises
         ------
@@ -193,7 +193,7 @@ class PagedKVCache(CausalCache):
         return other
 
     def free(self) -> None:
-        """Give back all pages; the sequences are empty then."""
+        """Give back all pages, which leaves the sequences empty."""
         self._lengths = np.zeros_like(self._lengths)
         self._chunk = self._lengths, 0
         self._give_back(self._lengths)
@@ -218,7 +218,7 @@ class PagedKVCache(CausalCache):
         }  # fmt: skip
 
     def _needed(self, lengths: Integers) -> Integers:
-        """The number of pages that these lengths take."""
+        """The number of pages that sequences of these lengths need, (B,)."""
         return -(-lengths // self.pool.page_size)
 
     def _make_writable(self, b: int, start: int, stop: int) -> None:
@@ -234,9 +234,9 @@ class PagedKVCache(CausalCache):
             pages.append(pool.take())
 
     def _check_free(self, stops: Integers) -> None:
-        """Count new pages and the copies of shared ones."""
+        """Raise a ValueError if new pages and copies of shared pages exceed the free ones."""
         needed = 0
-        users: dict[int, int] = {}  # of a page, less the sequences that have copied it by then
+        users: dict[int, int] = {}  # of a page, minus the sequences that have copied it so far
         for pages, start, stop in zip(self._pages, self._lengths, stops, strict=True):
             needed += max(0, int(self._needed(stop)) - len(pages))
             first = start // self.pool.page_size

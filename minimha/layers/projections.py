@@ -135,7 +135,7 @@ class Projections:
         Parameters
         ----------
         W_q, W_k, W_v, W_o : array_like
-            Of the shapes of the layer's attributes.
+            Arrays of the shapes of the layer's attributes.
         num_heads : int
             H.
         num_kv_heads : int, optional
@@ -246,7 +246,7 @@ class Projections:
         return shapes
 
     def _take(self, parameters: Mapping[str, ArrayLike]) -> None:
-        """Set every weight; a bias or shift that is not given is 0, a gain 1."""
+        """Set every weight; a missing bias or shift is 0, a missing gain 1."""
         shapes = self.shapes
         given = {name: self._fitting(name, value) for name, value in parameters.items()}
         missing = [name for name in shapes if name[0] == "W" and name not in given]
@@ -288,7 +288,7 @@ def _size(name: str, given: Any, default: int) -> int:
 
 
 def combined(W: Array) -> Array:
-    """One matrix per head, (heads, E, width), as one matrix (E, heads · width)."""
+    """Join one matrix per head, (heads, E, width), to one matrix (E, heads · width)."""
     return np.asarray(np.moveaxis(W, 0, 1).reshape(W.shape[1], -1))
 
 
@@ -309,7 +309,7 @@ def _width(name: str, W: Array, heads: int) -> int:
 
 
 def _free(W: Array, axis: int, other: int) -> int:
-    """The size of W's ``axis``, which may be any, or of the other axis if W looks transposed."""
+    """The size of W's ``axis``, or of the other axis if W looks transposed."""
     sizes: tuple[int, ...] = W.shape if axis == 0 else W.shape[::-1]
     return sizes[1] if sizes[0] == other != sizes[1] else sizes[0]
 

@@ -41,7 +41,7 @@ class Cache(Protocol):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens so far, (B,) or (1,): the positions of the next."""
+        """The number of tokens so far, (B,) or (1,), which is the position of the next token."""
 
     def append(self, k: NDArray[Any], v: NDArray[Any]) -> None:
         """Append a chunk's keys (B, Hkv, L, D) and values (B, Hkv, L, Dv); all of them, or none."""

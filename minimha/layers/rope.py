@@ -3,8 +3,8 @@
 Pair i is rotated by m · θ_i at position m, with θ_i = base^(-2i/R) for a rotated width of R. A
 score is a product of two rotated vectors, so it depends only on the difference of their positions.
 
-Pairs are half-split, (i, i + R/2), as in Llama and by default. Or they are interleaved,
-(2i, 2i + 1), as in the paper and in GPT-J.
+By default pairs are half-split, (i, i + R/2), as in Llama. They may be interleaved, (2i, 2i + 1),
+as in the paper and in GPT-J.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RoPE:
         return self.scaling is not None and self.scaling.is_dynamic
 
     def frequencies(self, length: int = 1) -> NDArray[np.float64]:
-        """Angle per position of each pair, (R/2,); only dynamic scaling uses ``length``."""
+        """The angle per position of each pair, (R/2,); only dynamic scaling uses ``length``."""
         length = token_count("length", length)
         theta = np.asarray(self.base ** (-np.arange(0, self.width, 2) / self.width), np.float64)
         if self.scaling is None:
@@ -183,7 +183,7 @@ class RoPE:
         Raises
         ------
         TypeError, ValueError
-            ``x`` is not of width D, or positions are not integers or do not fit it.
+            ``x`` is not of width D, or positions are not integers or do not fit ``x``.
         """
         vectors = as_floating("x", x)
         if vectors.ndim < 2 or vectors.shape[-1] != self.head_dim:
@@ -230,7 +230,7 @@ def rotate_by_table(
     interleaved : bool, default False
         Pairs are (2i, 2i + 1) rather than (i, i + R/2).
     repeated : bool, default False
-        The tables hold each angle twice, at both numbers of its pair.
+        Whether the tables hold each angle twice, at both numbers of its pair.
     tap : callable ``tap(name, value) -> value``, optional
         Receives cos, sin and rotated.
 
@@ -311,7 +311,7 @@ def _pairs(R: int, interleaved: bool) -> tuple[slice, slice]:
 
 
 def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
-    """Return one half of a table whose other half repeats it."""
+    """Return one half of a table whose other half repeats the same angles."""
     R = table.shape[-1] if table.ndim else 0
     if R % 2:
         raise ValueError(

@@ -44,7 +44,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 class Scaling(ABC):
-    """The base of all rules, which are frozen dataclasses."""
+    """The base class of all rules, which are frozen dataclasses."""
 
     is_dynamic = False  # whether the angles depend on the sequence's length
 
@@ -60,7 +60,7 @@ class Scaling(ABC):
 
     @abstractmethod
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return the angle per position of each pair (R/2,), given the unscaled ones."""
+        """Return the angle per position of each pair (R/2,), from the unscaled ``theta``."""
 
     def _keep(self, name: str, checked: Any) -> None:
         object.__setattr__(self, name, checked)  # the only way in a frozen dataclass
@@ -98,9 +98,9 @@ class DynamicNTKScaling(Scaling):
     """A base that grows with the sequence: base · (factor · n / n_0 - (factor - 1))^(R / (R - 2)).
 
     n is the length of the sequence and n_0 that of the training; up to n_0 nothing changes.
-    Queries and keys must be rotated for the same n, which a cache cannot know before the last
-    token: give ``length``. Its default is the largest position of the call plus 1, over the whole
-    batch as in transformers. The angles of one batch entry then depend on the others.
+    Queries and keys must be rotated for the same n. With a cache, give the final ``length``,
+    because the default is the largest position of the call plus 1. As in transformers, that is over
+    the whole batch, so one batch entry's angles depend on the other entries.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ class DynamicNTKScaling(Scaling):
     is_dynamic = True
 
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return θ_i of the larger base."""
+        """Return θ_i for the larger base."""
         R = 2 * len(theta)
         if R < 4:
             raise ValueError(
@@ -146,7 +146,7 @@ class YaRNScaling(Scaling):
     ``attention_factor``, so scores grow by its square.
 
     The ramp is linear in the pair's index, between integer indices if ``truncate``, as in the
-    authors' code and in transformers; the paper prints it linear in the number of rotations. If
+    authors' code and in transformers; in the paper, it is linear in the number of rotations. If
     ``original_length`` is so short or so long that the ramp's ends cross, the result is that of the
     authors' code, not the rule above.
 
@@ -155,7 +155,7 @@ class YaRNScaling(Scaling):
     factor : float
         At least 1.
     original_length : int
-        Tokens of a sequence of the training.
+        The length of the training's sequences.
     beta_fast : float, default 32.0
         At least ``beta_slow``.
     beta_slow : float, default 1.0
@@ -163,7 +163,7 @@ class YaRNScaling(Scaling):
     attention_factor : float, optional
         Positive. Default is 0.1 · ln(factor) + 1.
     truncate : bool, default True
-        Round the ramp's ends to integers, outwards. GPT-OSS does not.
+        Whether to round the ramp's ends outwards to integers; False in GPT-OSS.
 
     Raises
     ------
@@ -223,7 +223,7 @@ class Llama3Scaling(Scaling):
     factor : float
         At least 1.
     original_length : int
-        Tokens of a sequence of the training.
+        The length of the training's sequences.
     low_freq_factor : float, default 1.0
         Positive.
     high_freq_factor : float, default 4.0
@@ -263,7 +263,7 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True)
 class FactorScaling(Scaling):
-    """θ_i / f_i: one positive factor per pair, the form of Llama 3's rule in llama.cpp's files."""
+    """θ_i / f_i: one positive factor per pair, as llama.cpp's files store Llama 3's rule."""
 
     factors: tuple[float, ...]
 

@@ -15,21 +15,21 @@ class Config:
     Attributes
     ----------
     architecture : str
-        The family's name, as ``model_type`` in config.json has it.
+        The family's name: ``model_type`` in config.json.
     vocabulary : int
         V.
     num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff : int
-        The layers, and E, H, Hkv, D and F of each.
+        The number of layers, and E, H, Hkv, D and F of each layer.
     max_length : int
-        The most tokens that it was made for.
+        The most tokens that the model was made for.
     epsilon : float
-        The ε of its norms.
+        The ε of the norms.
     activation : {"relu", "gelu", "gelu_tanh", "silu"}
-        The activation of its feed-forward.
+        The activation of the feed-forward.
     is_tied : bool
-        The token embedding is also the unembedding.
+        Whether the token embedding is also the unembedding.
     ropes : tuple of RoPE or None, one per layer
-        Rotary embedding, if it has one.
+        The layer's rotary embedding, if any.
     windows : tuple of int or None, one per layer
         The most tokens that a query sees, itself included; None for all.
     scale : float, optional

@@ -41,11 +41,11 @@ class Embeddings:
     ----------
     tokens : ndarray of shape (V, E)
     positions : ndarray of shape (P, E), optional
-        Learned or ``sinusoidal``. Default is none: rotary embedding acts on queries and keys.
+        Learned or ``sinusoidal`` rows. Default is none, as for models with rotary embedding.
     scale : float, default 1.0
-        Multiplies a token's row; √E in the first transformer and in Gemma.
+        The factor of a token's row: √E in the first transformer and in Gemma.
     types : ndarray of shape (T, E), optional
-        BERT's rows of the first and the second sentence, added to those of their tokens.
+        BERT's rows for the first and the second sentence, added to the rows of their tokens.
     """
 
     tokens: Array
@@ -57,9 +57,9 @@ class Embeddings:
         self, ids: NDArray[np.int64], start: int = 0, tap: Tap = no_tap,
         types: NDArray[np.int64] | None = None,
     ) -> Array:  # fmt: skip
-        """Return the rows (L, E) of the tokens ids (L,), the first of them at position ``start``.
+        """Return the rows (L, E) of the tokens ids (L,), which are at positions from ``start`` on.
 
-        ``tap`` receives embedded; with positions, first its parts wte (types included) and wpe.
+        ``tap`` receives embedded; with positions, it first receives wte (types included) and wpe.
         ``types`` (L,) are 0 by default.
         """
         x, tap = self.tokens[ids], safe_tap(tap)

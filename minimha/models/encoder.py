@@ -1,4 +1,4 @@
-"""Encoders: every token sees every other one, before and after it.
+"""Encoders, in which every token sees all tokens, before and after it.
 
 tokens → embedded → layers → one row per token → logits of the masked tokens
 
@@ -112,7 +112,7 @@ class Encoder:
         self, ids: str | ArrayLike, types: ArrayLike | None = None, *, backend: Backend = "auto",
         tap: Tap = no_tap, replace: Steps = None,
     ) -> Array:  # fmt: skip
-        """Return each token's logits (L, V), of the token that was there before it was masked.
+        """Return for each position the logits (L, V) of its token before masking.
 
         Parameters are those of ``hidden``.
 

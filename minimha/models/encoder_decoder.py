@@ -38,7 +38,7 @@ Array = NDArray[Any]
 class RelativeBias:
     """T5's learned bias for the distance of a key from its query.
 
-    ``table`` is (buckets, H); the other two are as in ``minimha.layers.biases.t5_bias``.
+    ``table`` is (buckets, H); other attributes are as in ``minimha.layers.biases.t5_bias``.
     """
 
     table: Array
@@ -46,7 +46,7 @@ class RelativeBias:
     bidirectional: bool
 
     def __call__(self, start: int, stop: int) -> Array:
-        """Return the bias (1, H, stop - start, stop) of the queries from ``start``."""
+        """Return the bias (1, H, stop - start, stop) of queries ``start`` to ``stop`` - 1."""
         q, k = np.arange(start, stop), np.arange(stop)
         return np.asarray(t5_bias(self.table, q, k, self.max_distance, self.bidirectional)[None])
 
@@ -79,11 +79,11 @@ class EncoderDecoder:
     encoder, decoder : sequence of Layer
     W_vocab : ndarray of shape (E, V)
     encoder_norm, decoder_norm : Norm, optional
-        After the last layer. Default is none.
+        Norms after the last layer. Default is none.
     encoder_bias, decoder_bias : RelativeBias, optional
-        Added to the scores of self-attention in every layer. Default is none.
+        Biases of the scores of self-attention in every layer. Default is none.
     output_scale : float, default 1.0
-        Multiplies the rows before the unembedding; 1/√E in T5 with a tied unembedding.
+        The factor of rows before the unembedding: 1/√E in T5 with a tied unembedding.
     start : int, default 0
         The first token of every target.
     tokenizer : Tokenizer, optional
@@ -119,7 +119,7 @@ class EncoderDecoder:
         ids : str, or array_like of shape (Ls,), int
             The source's tokens, or text for the tokenizer.
         backend, tap, replace
-            As in ``Transformer.logits``; the steps of layer n are called ``weights[encoder n]``.
+            As in ``Transformer.logits``; steps of layer n are named like ``weights[encoder n]``.
 
         Returns
         -------
@@ -156,10 +156,10 @@ class EncoderDecoder:
         target : str, or array_like of shape (L,), int
             The tokens so far; the first should be ``start``.
         cache : DecoderCache, optional
-            From ``new_cache`` of this memory: the earlier tokens. These are appended to it.
+            The earlier tokens, from ``new_cache`` of this memory; ``target`` is appended.
         backend, tap, replace
-            As in ``Transformer.logits``; steps of layer n are called ``weights[decoder n]`` and, in
-            cross-attention, ``weights[cross n]``.
+            As in ``Transformer.logits``; steps of layer n are named like ``weights[decoder n]`` or,
+            in cross-attention, ``weights[cross n]``.
 
         Returns
         -------
@@ -192,7 +192,7 @@ class EncoderDecoder:
         ----------
         memory : array_like of shape (Ls, E)
         capacity : int, optional
-            The tokens that fit. Default is ``config.max_length``.
+            The number of tokens that fit. Default is ``config.max_length``.
 
         Raises
         ------
@@ -220,7 +220,7 @@ class EncoderDecoder:
         Raises
         ------
         TypeError, ValueError
-            As ``memory``, or an option outside its range; at the call, not at the first token.
+            As ``memory``, or an option outside its range; raised by the call, not by a draw.
         """
         count = integer("num_tokens", num_tokens)
         sample = sampler(temperature, top_k, top_p, seed)
@@ -246,7 +246,7 @@ class EncoderDecoder:
         self, memory: Array, tokens: NDArray[np.int64], cache: DecoderCache | None,
         backend: Backend, tap: Tap = no_tap,
     ) -> Array:  # fmt: skip
-        """The target's rows after the last layer, (1, L, E)."""
+        """Compute the target's rows after the last layer, (1, L, E)."""
         start = 0 if cache is None else int(cache.own[0].lengths[0])
         self._check_length("target", len(tokens), start)
         x = self.target(tokens, start, tap)[None]
@@ -262,7 +262,7 @@ class EncoderDecoder:
         return x
 
     def _check_length(self, name: str, num_tokens: int, start: int) -> None:
-        """Positions in a table are limited; relative ones are not."""
+        """Raise a ValueError if tokens exceed a table of positions; relative ones have no limit."""
         if self.target.positions is not None:
             check_length(name, num_tokens, start, self.config.max_length)
 
@@ -276,11 +276,11 @@ class EncoderDecoder:
 
 
 def original(config: Config, seed: int = 0) -> EncoderDecoder:
-    """Return the transformer of the paper, with drawn weights.
+    """Return the first transformer, with random weights.
 
     Norms follow the sums, positions are sinusoidal, and the activation is the configuration's (the
-    paper's is ReLU). One matrix embeds both texts, times √E, and unembeds. ``config.num_layers`` is
-    that of the encoder and of the decoder.
+    paper's is ReLU). The embedding of both texts, times √E, is also the unembedding. Encoder and
+    decoder have ``config.num_layers`` layers each.
 
     Vaswani et al., "Attention Is All You Need", 2017, sections 3.1 to 3.5.
     """

@@ -1,4 +1,4 @@
-"""Reading the files of a model: only regular ones of limited size; a device may have no end."""
+"""Reads the files of a model: only regular files of limited size; a device may have no end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inside a model: what its heads attend to, its predictions without some, and after each layer.
+"""Looks inside a model: what heads attend to, and logits without heads or after each layer.
 
 Axes: ``L`` tokens, ``H`` heads, ``Dv`` width of a value, ``V`` vocabulary.
 """
@@ -26,7 +26,7 @@ Prompt = str | Sequence[int] | Ids
 
 
 class Head(NamedTuple):
-    """A head by its layer and its number, both from 0; written 1.0."""
+    """A head, by its layer and number, both from 0; ``1.0`` is the first head of layer 1."""
 
     layer: int
     number: int
@@ -49,16 +49,15 @@ class Head(NamedTuple):
 def without_heads(
     model: Transformer, heads: Iterable[Head], means: Array | None = None
 ) -> Transformer:
-    """Return the model without some heads: their rows of W_o are 0.
+    """Return the model without some heads, whose rows of W_o are set to 0.
 
     Parameters
     ----------
     model : Transformer
-        It is not changed; the result shares its other weights.
+        The model, which is not changed; the result shares its other weights.
     heads : iterable of Head
     means : ndarray of shape (layers, H, Dv), optional
-        From ``mean_outputs``: a removed head gives its mean, which later layers are used to.
-        Default is zeros.
+        The outputs of removed heads, from ``mean_outputs``. Default is zeros.
 
     References
     ----------
@@ -78,7 +77,7 @@ def without_heads(
 def _without(
     whole: MultiHeadAttention, numbers: Sequence[int], means: Array | None
 ) -> MultiHeadAttention:
-    """A copy without these heads; its bias includes their means (H, Dv), if given."""
+    """Copy ``whole`` without these heads; b_o includes their means (H, Dv), if given."""
     less = copy.copy(whole)
     W_o = whole.W_o.reshape(whole.num_heads, whole.value_dim, -1).copy()
     if means is not None:
@@ -110,7 +109,7 @@ def lens(
     model: Transformer, ids: str | ArrayLike, positions: ArrayLike = -1,
     layers: ArrayLike | None = None, *, replace: Steps = None,
 ) -> Array:  # fmt: skip
-    """Return the logits of the embeddings and after every layer: the logit lens.
+    """Return the logits after the embeddings and after every layer: the logit lens.
 
     Parameters
     ----------
@@ -119,14 +118,14 @@ def lens(
     positions : int or array_like of int, default -1
         The positions of n tokens; negative numbers count from the end.
     layers : int or array_like of int, optional
-        Numbers of layers; 0 is the embeddings. Default is all, from 0 to the model's layers.
+        Numbers of layers; 0 is the embeddings. Default is all.
     replace : mapping from step name to array_like, optional
         As in ``model.logits``, for steps up to the last layer.
 
     Returns
     -------
     ndarray of shape (1 + layers, n, V), float32
-        The last are the model's own logits.
+        Logits after the last layer are the model's own.
 
     Raises
     ------
@@ -153,31 +152,31 @@ def _places(name: str, given: ArrayLike, count: int) -> Ids:
 
 
 def previous(ids: Ids) -> NDArray[np.bool_]:
-    """The token before the query (Clark et al. 2019, section 3.1)."""
+    """True at j = i - 1, the previous token (Clark et al. 2019, section 3.1)."""
     return np.eye(len(ids), k=-1, dtype=bool)
 
 
 def first(ids: Ids) -> NDArray[np.bool_]:
-    """The first token, from later ones (Clark et al. 2019; Xiao et al. 2024: attention sinks)."""
+    """True at j = 0 < i, the first token (Clark et al. 2019; Xiao et al. 2024: attention sinks)."""
     i = np.arange(len(ids))
     return np.asarray((i[:, None] > 0) & (i == 0))
 
 
 def itself(ids: Ids) -> NDArray[np.bool_]:
-    """The query's token itself, except for the first query, which sees no other."""
+    """True at j = i > 0, the query's own token; the first query sees no other."""
     found = np.eye(len(ids), dtype=bool)
     found[:1] = False
     return found
 
 
 def matching(ids: Ids) -> NDArray[np.bool_]:
-    """Earlier tokens that are the same as the query (Wang et al. 2022, duplicate token heads)."""
+    """True at j < i with the token of query i (Wang et al. 2022: duplicate token heads)."""
     found: NDArray[np.bool_] = np.tril(ids[:, None] == ids, k=-1)
     return found
 
 
 def induction(ids: Ids) -> NDArray[np.bool_]:
-    """Tokens right after an earlier occurrence of the query's token.
+    """True at j if j - 1 < i has the token of query i.
 
     Elhage et al. 2021, "Induction Heads"; Olsson et al. 2022, who call the score prefix matching.
     """
@@ -201,11 +200,11 @@ class Behaviours:
     names : tuple of str
         The n patterns that mark a key in some prompt.
     scores : ndarray of shape (layers, H, n)
-        The weight of the marked keys, averaged over the queries that have one.
+        The total weight of the marked keys, averaged over the queries that have a marked key.
     uniform : ndarray of shape (n,)
-        The same for a head that gives equal weights to all visible keys.
+        The scores of a head that gives equal weights to all visible keys.
     counts : ndarray of shape (n,), int
-        The queries that have a marked key.
+        The number of queries that have a marked key.
     """
 
     names: tuple[str, ...]
@@ -224,7 +223,7 @@ def behaviours(
     model : Transformer
     prompts : iterable of str or of sequence of int
     patterns : mapping of str to function, optional
-        From tokens (L,) to bool (L, L): True marks a key (column) for a query (row).
+        Each maps tokens (L,) to bool (L, L); True marks a key (column) for a query (row).
 
     Raises
     ------
@@ -260,7 +259,7 @@ def behaviours(
 
 
 def _steps(model: Transformer, prompt: Prompt, *steps: str, replace: Steps = None) -> list[Array]:
-    """The values of these steps in every layer."""
+    """Run the model and return the values of ``steps``, in the order of computation."""
     found: list[Array] = []
 
     def receive(name: str, value: Any) -> Any:

@@ -1,6 +1,6 @@
 """One layer of a transformer: attention and a feed-forward, each with a norm and a residual.
 
-x + f(norm(x)) where norms come first, norm(x + f(x)) where they follow.
+A part f computes x + f(norm(x)) if norms come first, or norm(x + f(x)) if they follow.
 
 Axes: ``B`` batch, ``L`` tokens, ``Ls`` tokens of an encoder's output, ``E`` model width.
 """
@@ -26,22 +26,22 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Attention, in a decoder perhaps cross-attention, and a feed-forward.
+    """Attention, cross-attention if ``cross`` is given, and a feed-forward.
 
     Parameters
     ----------
     attention_norm, feed_forward_norm : Norm
-        Of the input, or of the sum if ``norm_first`` is False.
+        Norms of each part's input, or of its sum if ``norm_first`` is False.
     attention : MultiHeadAttention
     feed_forward : FeedForward
     attention_output_norm, feed_forward_output_norm : Norm, optional
-        Of the output, before it is added to the input.
+        Norms of each part's output, before it is added to the input.
     window : int, optional
         The most tokens that a causal query sees, itself included. Default is all.
     scale, softcap : float, optional
         Options of ``minimha.attention``.
     norm_first : bool, default True
-        False in the first transformer and in BERT.
+        Whether norms come first; False in the first transformer and in BERT.
     cross : MultiHeadAttention, optional
         Attention from a decoder's rows to the encoder's.
     cross_norm : Norm, optional
@@ -80,7 +80,7 @@ class Layer:
         self, x: Array, tap: Tap = no_tap, *, is_causal: bool = False,
         cache: KVCache | None = None, **options: Any,
     ) -> Array:  # fmt: skip
-        """Return x plus the output of its attention, normalised; a cache makes it causal."""
+        """Return x plus the output of attention, normalised; a cache makes the attention causal."""
         options |= {"scale": self.scale, "softcap": self.softcap, "cache": cache}
         if is_causal and cache is None:
             window = None if self.window is None else (self.window - 1, 0)

@@ -1,4 +1,4 @@
-"""From logits to the next token: a softmax, cut to the likeliest tokens, and a draw.
+"""Draws the next token from logits: by a softmax, which may be cut to the likeliest tokens.
 
 Axes: ``V`` vocabulary.
 """
@@ -29,10 +29,11 @@ def probabilities(
     temperature : float, default 1.0
         Positive. Below 1 the distribution is sharper, above 1 flatter.
     top_k : int, optional
-        Keep the k likeliest tokens; 1 is greedy. Of equally likely ones, the first. Default is all.
+        Keep the k likeliest tokens, and the first of equally likely ones; 1 is greedy. Default is
+        all.
     top_p : float, optional
-        From 0 to 1: of these, keep the fewest likeliest tokens whose probabilities sum to p or
-        more, at least one. Default is all.
+        From 0 to 1. Of the tokens so far, keep the fewest whose probabilities sum to p or more, at
+        least one. Default is all.
 
     Returns
     -------
@@ -117,8 +118,8 @@ def generated(
 ) -> Iterator[int]:  # fmt: skip
     """Yield up to ``count`` sampled tokens, until one of ``ends``.
 
-    ``logits`` gets the tokens (L,) that are new to it, and returns rows of logits, the last of
-    which is the next token's.
+    ``logits`` receives the tokens (L,) that are new to it, and returns rows of logits. The last row
+    is that of the next token.
     """
     for _ in range(count):
         token = sample(logits(tokens)[-1])

@@ -1,6 +1,6 @@
 """Parameters, FLOPs and key/value caches of known models, computed from their sizes.
 
-Pure integer arithmetic. Letters: ``E`` = d_model, ``H`` = num_heads, ``Hkv`` =
+All arithmetic is with integers. Letters: ``E`` = d_model, ``H`` = num_heads, ``Hkv`` =
 num_kv_heads, ``D`` = head_dim, ``F`` = d_ff, ``V`` = vocabulary, ``L`` = tokens.
 """
 
@@ -25,7 +25,7 @@ class Preset:
     num_heads, num_kv_heads : int
         H and Hkv; H must be a multiple of Hkv.
     head_dim : int
-        D, of queries, keys and values alike.
+        D, the width of queries, keys and values.
     d_ff : int
         F, the width inside the feed-forward.
     vocabulary : int
@@ -33,21 +33,21 @@ class Preset:
     max_length : int
         The most tokens that the model was made for.
     is_gated : bool
-        The feed-forward has three matrices (a gate, as in SwiGLU) instead of two.
+        Whether the feed-forward has three matrices (a gate, as in SwiGLU) instead of two.
     has_biases : bool
-        Every projection has a bias, and every norm is a LayerNorm. If False, no projection has,
-        and every norm is an RMSNorm, which has a gain alone.
+        Whether projections have a bias and norms are LayerNorms. If False, projections have no
+        bias, and norms are RMSNorms, which have only a gain.
     is_tied : bool
-        The token embedding is also the unembedding.
+        Whether the token embedding is also the unembedding.
     has_learned_positions : bool
-        There is a position embedding of max_length rows. If False, positions have no parameters
-        (RoPE).
+        Whether there is a position embedding of max_length rows. If False, positions have no
+        parameters (RoPE).
     source : str
     is_causal : bool, default True
-        A decoder. An encoder (False) sees every token at once, and ends in BERT's pooler, an (E, E)
+        True for a decoder. An encoder sees every token at once. It ends in BERT's pooler, an (E, E)
         matrix on the first token, instead of an unembedding.
     num_segments : int, default 0
-        Rows of a segment embedding.
+        The number of rows of the segment embedding.
     window : int, optional
         The most keys that a decoder's query sees, its own included; older ones are not cached.
         Default is all.
@@ -202,7 +202,7 @@ def check_length(preset: Preset, length: int) -> int:
 
 
 def parameters(preset: Preset) -> Parameters:
-    """attention + feed-forward + norms + embeddings + head, every weight and bias counted.
+    """attention + feed-forward + norms + embeddings + head: the number of weights and biases.
 
     - attention: layers · (W_q, W_o: 2 · E · H · D; W_k, W_v: 2 · E · Hkv · D; biases:
       H · D + 2 · Hkv · D + E)
@@ -238,9 +238,9 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
 
     - projections: 2 · L · layers · 2 · E · (H + Hkv) · D
     - feed_forward: 2 · L · layers · 2 · E · F, gated 3 · E · F
-    - attention, Q Kᵀ and P V: 4 · layers · H · D · pairs of a query and a visible key; these are
-      L², in a causal model 1 + 2 + … + L = L · (L + 1) / 2, and with a window w Σ min(i, w)
-    - head: 2 · E · V, the logits after the last token; an encoder's pooler 2 · E · E
+    - attention, Q Kᵀ and P V: 4 · layers · H · D · pairs of a query and a visible key. There are
+      L² pairs; in a causal model 1 + 2 + … + L = L · (L + 1) / 2; with a window w, Σ min(i, w)
+    - head: 2 · E · V for the logits after the last token; 2 · E · E for an encoder's pooler
 
     Parameters
     ----------
@@ -275,8 +275,8 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
 def decode_flops(preset: Preset, length: int) -> Flops:
     """FLOPs of one decode step: the last of ``length`` tokens, which sees itself and earlier ones.
 
-    As ``prefill_flops``, with one token and L pairs, or min(L, w) with a window w. The attention of
-    a prefill is the sum over the decode steps up to its length.
+    The formulas are those of ``prefill_flops``, with one token and L pairs, or min(L, w) with a
+    window w. The attention of a prefill is the sum over the decode steps up to its length.
 
     Raises
     ------
@@ -291,7 +291,7 @@ def decode_flops(preset: Preset, length: int) -> Flops:
 def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
     """2 · layers · Hkv · D · L · bytes per number: the keys and values of one sequence, all layers.
 
-    With a window w, min(L, w) in place of L. ``dtype`` is "float32", "float16" or "bfloat16".
+    With a window w, min(L, w) replaces L. ``dtype`` is "float32", "float16" or "bfloat16".
 
     Raises
     ------
@@ -319,8 +319,8 @@ def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
 def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
     """Parameters · bytes per number: the memory of the weights.
 
-    A decode step reads all of them except the embeddings of other tokens, positions and segments.
-    If the token embedding is also the head, all of it is read.
+    A decode step reads all weights except the embeddings of other tokens, positions and segments.
+    A token embedding that is also the head is read whole.
     """
     return parameters(preset).total * ITEM_SIZES[choice("dtype", dtype, ITEM_SIZES)]
 
@@ -356,22 +356,22 @@ def _flops(preset: Preset, tokens: int, pairs: int) -> Flops:
 
 
 def _projection_weights(preset: Preset) -> int:
-    """W_q, W_k, W_v and W_o of one layer."""
+    """The number of weights in W_q, W_k, W_v and W_o of one layer."""
     return 2 * preset.d_model * (preset.num_heads + preset.num_kv_heads) * preset.head_dim
 
 
 def _feed_forward_weights(preset: Preset) -> int:
-    """The two or three matrices of one layer."""
+    """The number of weights in the two or three matrices of one layer."""
     return (3 if preset.is_gated else 2) * preset.d_model * preset.d_ff
 
 
 def _head_weights(preset: Preset) -> int:
-    """The matrix after the last layer: a decoder's unembedding, or an encoder's pooler."""
+    """The number of weights in a decoder's unembedding, or in an encoder's pooler."""
     return preset.d_model * (preset.vocabulary if preset.is_causal else preset.d_model)
 
 
 def _seen(preset: Preset, length: int) -> int:
-    """Keys that the last of ``length`` tokens sees."""
+    """The number of keys that the last of ``length`` tokens sees."""
     return length if preset.window is None else min(length, preset.window)
 
 

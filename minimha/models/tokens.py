@@ -19,7 +19,7 @@ from minimha.equations.arguments import as_integers, counted, name_of
 from minimha.models.files import read_bytes
 
 LARGEST_FILE = 2**27  # bytes of a tokenizer.json
-# The process of a ``FileTokenizer``: a line of JSON is a method and its arguments, or their answer.
+# The process of a ``FileTokenizer`` reads a method and arguments as a line of JSON, and answers so.
 CHILD = """
 import json, sys, time
 from tokenizers import Tokenizer
@@ -99,7 +99,7 @@ def check_length(name: str, num_tokens: int, start: int, max_length: int) -> Non
 
 
 class SubwordTokenizer:
-    """A ``tokenizers.Tokenizer`` as a model's tokenizer."""
+    """Makes a ``tokenizers.Tokenizer`` a model's ``Tokenizer``."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -115,7 +115,7 @@ class SubwordTokenizer:
     def label(self, id: int) -> str:
         """Return the token's text, with ``_`` for a space and ``\\n`` for a new line.
 
-        A token that is a part of a character has no text: its name in the vocabulary is returned.
+        A token that is a part of a character has no text; its name in the vocabulary is returned.
         """
         name, text = str(self._ask("id_to_token", int(id))), self.decode([id])
         if name.startswith("▁") and not text.startswith(" "):
@@ -132,7 +132,7 @@ class SubwordTokenizer:
 class FileTokenizer(SubwordTokenizer):
     """The tokenizer of a tokenizer.json, in a process with limits of time and memory.
 
-    With a stranger's file, a text may need endless time, all memory, or crash the process.
+    With an untrusted file, a text may take endless time or all memory, or crash the process.
     """
 
     def __init__(self, path: Path, content: str) -> None:
@@ -173,7 +173,7 @@ def from_file(path: Path) -> SubwordTokenizer:
 
 
 def library(path: Path | str) -> Any:
-    """Import the package tokenizers for ``path``; without it raise a ValueError."""
+    """Import the package tokenizers; without it, raise a ValueError that names ``path``."""
     try:
         import tokenizers
     except ImportError:

@@ -66,13 +66,13 @@ class Transformer:
         ids : str, or array_like of shape (L,), int
             The tokens' numbers, or text for the tokenizer.
         cache : sequence of KVCache, optional
-            One per layer, from ``new_cache``: the earlier tokens. These are appended to it.
+            The earlier tokens, one cache per layer, from ``new_cache``; ``ids`` are appended.
         backend : str, default "auto"
             As in ``minimha.attention``.
         tap : callable ``tap(name, value) -> value``, optional
-            Receives every step; those of layer n are called ``weights[layer n]``.
+            Receives every step; steps of layer n are named like ``weights[layer n]``.
         replace : mapping from step name to array_like, optional
-            Values that replace those of steps, shaped as in a ``Trace``. Later steps follow.
+            Values that replace those of steps, shaped as in a ``Trace``. Later steps use them.
 
         Returns
         -------
@@ -132,7 +132,7 @@ class Transformer:
         Parameters
         ----------
         capacity : int, optional
-            The tokens that fit. Default is ``config.max_length``.
+            The number of tokens that fit. Default is ``config.max_length``.
 
         Raises
         ------
@@ -173,7 +173,7 @@ class Transformer:
         Raises
         ------
         TypeError, ValueError
-            As ``logits``, or an option outside its range; at the call, not at the first token.
+            As ``logits``, or an option outside its range; raised by the call, not by a draw.
         """
         self._head()
         tokens, count = self.encode(ids), integer("num_tokens", num_tokens)
@@ -191,7 +191,7 @@ class Transformer:
             given, replace = replace, None
             with replacing(no_tap, given) as tap:
                 x = self.residual(new, cache=cache, backend=backend, tap=tap)
-                return self.unembed(x[0, -1:] if given is None else x[0], tap)  # all of its steps
+                return self.unembed(x[0, -1:] if given is None else x[0], tap)  # steps of all rows
 
         return generated(logits, tokens, count, sample, last)
 

@@ -1,7 +1,7 @@
-"""Checkpoints: config.json, safetensors and tokenizer.json in one folder, or one file of GGUF.
+"""Loads checkpoints: a folder with config.json, safetensors and tokenizer.json, or a GGUF file.
 
-Nothing is downloaded, and no pickle is opened. A family of models is one module, which knows the
-keys of its config.json and the names of its tensors.
+Nothing is downloaded, and no pickle is opened. Each family of models has a module, which
+knows the keys of its config.json and the names of its tensors.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def load(path: str | Path) -> Model:
     Parameters
     ----------
     path : str or Path
-        A folder with config.json, model.safetensors or its shards with their index and, for text,
-        tokenizer.json; or a file whose name ends in .gguf.
+        A folder with config.json, weights (model.safetensors, or shards with their index) and, for
+        text, tokenizer.json; or a file whose name ends in .gguf.
 
     Returns
     -------
@@ -74,7 +74,7 @@ def load(path: str | Path) -> Model:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: expected one with config.json, or a .gguf file")
     config = read_json(folder / "config.json")
-    _family(Settings(config))  # refused before anything large is read
+    _family(Settings(config))  # check the family before reading anything large
     tokenizer, generation = folder / "tokenizer.json", folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     return from_tensors(

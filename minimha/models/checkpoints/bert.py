@@ -1,4 +1,4 @@
-"""BERT: an encoder with learned positions and sentence types, norms after each sum.
+"""BERT: an encoder with learned positions and sentence types, and norms after each sum.
 
 Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019.
 """
@@ -14,7 +14,7 @@ from minimha.models.encoder import Encoder, MaskedHead
 from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
 
-PREFIX = "bert."  # of a checkpoint with a head
+PREFIX = "bert."  # of the names in a checkpoint with a head
 PREDICTIONS = "cls.predictions"
 OF_SENTENCES = ("pooler.dense", "cls.seq_relationship")  # heads of the first token alone
 

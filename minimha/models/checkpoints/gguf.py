@@ -1,8 +1,8 @@
-"""Files of GGUF: metadata and tensors, mostly quantised, in one file, as llama.cpp reads them.
+"""Reads GGUF, llama.cpp's files of metadata and tensors, which are mostly quantised.
 
-The metadata becomes a config.json, and the tensors get their names and numbers from before the
-conversion. Quantised tensors are converted to float32 once; those in float32 stay in the file. The
-package gguf reads the file.
+The metadata becomes a config.json, and tensors regain their names and numbers from before the
+conversion to GGUF. Quantised tensors are converted to float32 once; float32 tensors stay in the
+file. The package gguf reads the file.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the conversion is llama.cpp's
 convert_hf_to_gguf.py.
@@ -47,7 +47,7 @@ GPT2 = (
         "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head",
     },
 )  # fmt: skip
-# By general.architecture: model_type in config.json, and the names.
+# For each general.architecture: model_type in config.json, and the names of tensors.
 ARCHITECTURES = {
     "gpt2": ("gpt2", GPT2),
     "llama": ("llama", (LLAMA[0], LLAMA[1] | NORMS)),
@@ -89,7 +89,7 @@ def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
 
 
 def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The metadata and the tensors of a file, converted to float32."""
+    """Read the metadata of a file, and its tensors, converted to float32."""
     try:
         from gguf import GGUFReader, dequantize
     except ImportError:
@@ -126,7 +126,7 @@ def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def _gpt2(given: Settings) -> dict[str, Any]:
-    """config.json of a GPT-2."""
+    """Build the config.json of a GPT-2."""
     return {
         "n_embd": given.count("embedding_length"), "n_head": given.count("attention.head_count"),
         "n_layer": given.count("block_count"), "n_inner": given.count("feed_forward_length"),
@@ -136,7 +136,7 @@ def _gpt2(given: Settings) -> dict[str, Any]:
 
 
 def _llama(given: Settings, architecture: str, tensors: dict[str, Array]) -> dict[str, Any]:
-    """config.json of a LLaMA or one of its successors."""
+    """Build the config.json of a LLaMA or one of its successors."""
     E, H = given.count("embedding_length"), given.count("attention.head_count")
     D, layers = given.count("attention.key_length", E // H), given.count("block_count")
     given.expect("attention.value_length", D, None)
@@ -168,7 +168,7 @@ def _llama(given: Settings, architecture: str, tensors: dict[str, Array]) -> dic
 
 
 def _rope(given: Settings, D: int, tensors: dict[str, Array]) -> dict[str, Any]:
-    """rope_parameters in config.json; Llama 3's scaling is a tensor of one factor per pair."""
+    """Build rope_parameters; Llama 3's scaling is a tensor with one factor per pair."""
     base = given.number("rope.freq_base", 1e6 if "gemma3" in given.name else 10000.0)
     given.expect("rope.scaling.attn_factor", None, 1.0)
     kind = given.get("rope.scaling.type") or "none"
@@ -192,7 +192,7 @@ def _rope(given: Settings, D: int, tensors: dict[str, Array]) -> dict[str, Any]:
 def _restored(
     architecture: str, config: dict[str, Any], tensors: dict[str, Array]
 ) -> dict[str, Array]:
-    """The tensors with their names and numbers from before the conversion."""
+    """Restore the tensors' names and numbers from before the conversion to GGUF."""
     at, names = ARCHITECTURES[architecture][1]
     restored = {}
     for name in list(tensors):
@@ -207,13 +207,13 @@ def _restored(
 
 
 def _changed_back(architecture: str, part: str, tensor: Array, config: dict[str, Any]) -> Array:
-    """One tensor as it was before the conversion."""
+    """Restore one tensor as it was before the conversion to GGUF."""
     if architecture == "llama" and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         return tensor if len(tensor) % (2 * heads) else half_split(tensor, heads)
     embeddings = ("token_embd", "position_embd", "output")
     if architecture == "gpt2" and tensor.ndim == 2 and part not in embeddings:
-        return np.asarray(tensor.T)  # the conversion stores it as a linear layer's
+        return np.asarray(tensor.T)  # the conversion transposes it
     if architecture in SCALED_BY_WIDTH and part.endswith("norm"):
         return np.asarray(tensor - tensor.dtype.type(1))  # the conversion adds Gemma's 1
     return tensor

@@ -1,7 +1,7 @@
-"""The tokenizer in a file of GGUF, built by the package tokenizers.
+"""Builds the tokenizer in a GGUF file, with the package tokenizers.
 
-There are two kinds. Byte-level BPE is GPT-2's; its files name the rule that splits a text into
-words. SentencePiece's BPE is LLaMA 2's and Gemma's; it joins the pieces with the best scores first.
+There are two kinds. GPT-2 uses byte-level BPE, and its files name the rule that splits text into
+words. LLaMA 2 and Gemma use SentencePiece's BPE, which joins the pieces with the best scores first.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 SHORT = r"'s|'t|'re|'ve|'m|'ll|'d"
 GPT2 = rf"{SHORT}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
 LATER = rf"(?i:{SHORT})|{LETTERS}|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# By tokenizer.ggml.pre, the regular expressions that split a text, one after the other.
+# For each tokenizer.ggml.pre: the regular expressions that split a text, one after the other.
 WORDS = {
     "gpt-2": (GPT2,), "default": (GPT2,),
     "smollm": (r"\p{N}", GPT2),
     "llama-bpe": (LATER % r"\p{N}{1,3}",),
     "qwen2": (LATER % r"\p{N}",),
 }  # fmt: skip
-CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+CONTROL, USER_DEFINED = 3, 4  # values in tokenizer.ggml.token_type
 KINDS = ("gpt2", "llama")
 
 
@@ -54,7 +54,7 @@ def tokenizer(metadata: Settings) -> SubwordTokenizer | None:
 
 
 def _byte_level(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) -> Any:
-    """Build GPT-2's: a text is split into words, a word into bytes, and pairs are merged."""
+    """Build GPT-2's tokenizer: it splits text into words and bytes, and then merges pairs."""
     pre = metadata.get("tokenizer.ggml.pre") or "default"
     if pre not in WORDS:
         raise ValueError(
@@ -74,7 +74,7 @@ def _byte_level(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) ->
 
 
 def _sentence_piece(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) -> Any:
-    """Build SentencePiece's: a space is ▁, and unknown characters become bytes."""
+    """Build SentencePiece's tokenizer: a space is ▁, and unknown characters become bytes."""
     model = tokenizers.models.BPE(
         numbers, _merges(numbers, _list(metadata, "scores")), fuse_unk=True, byte_fallback=True,
         unk_token=_token(metadata, "unknown", list(numbers)),
@@ -92,7 +92,7 @@ def _sentence_piece(tokenizers: Any, metadata: Settings, numbers: dict[str, int]
 
 
 def _merges(numbers: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of pieces that together is a piece, the best score first."""
+    """Return the pairs of pieces whose concatenation is a piece, best score first."""
     pairs = [
         (-scores[number], numbers[piece[:cut]], numbers[piece[cut:]])
         for piece, number in numbers.items()

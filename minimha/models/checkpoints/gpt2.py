@@ -1,7 +1,7 @@
 """GPT-2: learned positions, layer norms, one matrix for queries, keys and values.
 
-Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Its matrices are stored
-as they are applied, x @ W.
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Matrices are stored as
+they are applied: x @ W.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Transformer
 
-PREFIX = "transformer."  # of most checkpoints; the first ones have none
+PREFIX = "transformer."  # of the names in most checkpoints; early ones have none
 
 
 def transformer(

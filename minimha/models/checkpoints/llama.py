@@ -20,7 +20,7 @@ from minimha.models.layer import Layer
 from minimha.models.tokens import Tokenizer
 from minimha.models.transformer import Transformer
 
-NORMED = ("qwen3",)  # whose queries and keys are normalised
+NORMED = ("qwen3",)  # families that normalise queries and keys
 
 
 def transformer(
@@ -82,7 +82,7 @@ def read_config(settings: Settings) -> Config:
 
 
 def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
-    """Each layer's window: in Mistral the same; in Qwen, if used, from one layer on."""
+    """Each layer's window: in Mistral one for all; in Qwen, if used, from a given layer on."""
     window = None if settings.get("sliding_window") is None else settings.count("sliding_window")
     if settings.text("model_type") == "mistral":
         settings.expect("layer_types", None, [KINDS[window is None]] * layers)
@@ -102,8 +102,8 @@ def attention(
 ) -> MultiHeadAttention:
     """Return the attention of layer n.
 
-    ``with_bias`` are the letters of the matrices that have a bias. ``added_gain`` is added to the
-    gains of queries and keys; None if these are not normalised.
+    ``with_bias`` has the letters of the matrices with a bias. ``added_gain`` is added to the gains
+    that normalise queries and keys; None if they are not normalised.
     """
     at = f"model.layers.{n}.self_attn"
     others: dict[str, Any] = {"rope": config.ropes[n]}

@@ -1,6 +1,6 @@
-"""Files of safetensors: eight bytes with the header's length, a header in JSON, and the numbers.
+"""Reads safetensors: eight bytes with the header's length, a header in JSON, and the numbers.
 
-They are mapped, so weights in float32 take no memory besides the system's copy of the file. No
+Files are memory-mapped, so weights in float32 take no memory besides the system's page cache. No
 package is needed.
 
 The format: https://huggingface.co/docs/safetensors
@@ -62,7 +62,7 @@ def read_folder(folder: Path) -> dict[str, Array]:
 
 
 def read(path: Path) -> dict[str, Array]:
-    """Return the tensors of one file by name, views of the mapped file."""
+    """Return the tensors of one file by name, as views of the mapped file."""
     check_file(path)
     if path.stat().st_size < 8:
         raise ValueError(f"{path} is damaged: it ends before its header")

@@ -1,4 +1,4 @@
-"""The settings in a config.json, each checked where it is read."""
+"""The settings in a config.json, each checked when it is read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from minimha.layers.scalings import (
     YaRNScaling,
 )
 
-LARGEST = 1 << 24  # of any count: a file must not make us reserve all memory
-DEEPEST = 1 << 12  # of layers
+LARGEST = 1 << 24  # for any count: a file must not make us reserve all memory
+DEEPEST = 1 << 12  # for the number of layers
 POSITIVE = 1e-9  # the smallest number that counts as positive
 LOCAL, GLOBAL = KINDS = ("sliding_attention", "full_attention")
 
@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "silu": "silu", "swish": "silu",
 }  # fmt: skip
-# The kinds of rope_scaling, each with the parameters of required and of optional settings.
+# For each kind of rope_scaling: the class, and our names of required and of optional settings.
 SCALINGS: dict[str, tuple[type[Any], dict[str, str], dict[str, str]]] = {
     "linear": (LinearScaling, {"factor": "factor"}, {}),
     "factors": (FactorScaling, {"factors": "factors"}, {}),  # as ``gguf`` reads Llama 3's
@@ -51,7 +51,7 @@ SCALINGS: dict[str, tuple[type[Any], dict[str, str], dict[str, str]]] = {
 
 
 class Settings:
-    """The settings of one model; a missing or null one has its family's default in transformers."""
+    """The settings of one model; a missing or null one takes the family's transformers default."""
 
     def __init__(self, values: Mapping[str, Any], name: str = "config.json") -> None:
         self.values, self.name = values, name
@@ -75,7 +75,7 @@ class Settings:
         return value
 
     def is_local(self, default: list[bool]) -> list[bool]:
-        """Return for each layer whether it has a window: layer_types, or else ``default``."""
+        """Return whether each layer has a window, by layer_types, or else ``default``."""
         given = self.get("layer_types")
         if given is None:
             return default
@@ -116,14 +116,14 @@ class Settings:
         return None if self.get(key) is None else self.number(key, low=POSITIVE)
 
     def expect(self, key: str, *values: Any) -> None:
-        """Raise a ValueError for any value but these; the first is the default."""
+        """Raise a ValueError unless the value is in ``values``, whose first is the default."""
         value = self.values.get(key, values[0])
         if value not in values:
             listed = " or ".join(map(repr, values))
             raise ValueError(f"{self._called(key)} is {value!r}: only {listed} is implemented")
 
     def activation(self, key: str, default: str) -> Activation:
-        """Return minimha's name of the activation."""
+        """Return minimha's name for the activation."""
         value = self.text(key, default)
         if value not in ACTIVATIONS:
             raise ValueError(
@@ -134,7 +134,7 @@ class Settings:
     def rope(self, head_dim: int, kind: str = "full_attention") -> RoPE:
         """Return the rotary embedding of one kind of layers; most models have a single kind.
 
-        transformers writes rope_parameters since version 5; before, rope_theta and rope_scaling.
+        transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
         """
         old = "rope_theta" if kind == "full_attention" else "rope_local_base_freq"
         scaling = self.section("rope_scaling") if kind == "full_attention" else {}

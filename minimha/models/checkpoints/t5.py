@@ -25,7 +25,7 @@ UNEMBEDDING = "lm_head.weight"
 # One table of biases serves all layers. Old checkpoints have one for cross-attention too, unused.
 BIAS = "{}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-# feed_forward_proj: whether it is gated, and the activation.
+# For each feed_forward_proj: whether it is gated, and the activation.
 FEED_FORWARDS: dict[str, tuple[bool, Activation]] = {
     "relu": (False, "relu"), "gated-gelu": (True, "gelu_tanh"), "gated-silu": (True, "silu"),
 }  # fmt: skip
@@ -84,7 +84,7 @@ def transformer(
 
 
 def read_config(settings: Settings, is_tied: bool) -> Config:
-    """Return the sizes and settings in a config.json; ``num_layers`` is that of the encoder."""
+    """Return the sizes and settings in a config.json; ``num_layers`` is the encoder's."""
     kind = settings.text("feed_forward_proj", "relu")
     layers = settings.count("num_layers", high=DEEPEST)
     if kind not in FEED_FORWARDS:

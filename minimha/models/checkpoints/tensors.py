@@ -44,7 +44,7 @@ class Tensors:
         return cast(array, np.dtype(np.float32))
 
     def add_prefix(self, prefix: str, name: str) -> None:
-        """Put ``prefix`` before all names if ``name`` lacks it, as in a model without a head."""
+        """Add ``prefix`` to all names if the name ``name`` exists, as in a model without a head."""
         self._has_no_head = name in self
         if self._has_no_head:
             self._left = {prefix + name: array for name, array in self._left.items()}
@@ -71,7 +71,7 @@ class Tensors:
     ) -> MultiHeadAttention:
         """Take the matrices with these four names, in the order q, k, v, o.
 
-        ``biases`` are the letters of the matrices that have a bias, ``others`` further arguments.
+        ``biases`` has the letters of the matrices with a bias; ``others`` are further arguments.
         """
         E, H, Hkv = config.d_model, config.num_heads, config.num_kv_heads
         queries, keys = H * config.head_dim, Hkv * config.head_dim
@@ -91,7 +91,7 @@ class Tensors:
         return LayerNorm(gain, bias, epsilon)
 
     def tied(self, name: str, other: Array, is_tied: bool = True) -> Array:
-        """Take the tensor of that name; if it is tied, return ``other``, which it must equal."""
+        """Take the tensor ``name``; if it is tied, return ``other``, which it must equal."""
         if is_tied and name not in self:
             return other
         own = self.take(name, *other.shape)
@@ -102,7 +102,7 @@ class Tensors:
         return other if is_tied else own
 
     def unembedding(self, tokens: Array, is_tied: bool) -> Array | None:
-        """Take lm_head.weight, or use ``tokens`` if tied, as (E, V); None without a head."""
+        """Take the unembedding (E, V): lm_head.weight, or ``tokens`` if tied; None if headless."""
         if self._has_no_head and not is_tied:
             return None
         return np.asarray(self.tied("lm_head.weight", tokens, is_tied).T)

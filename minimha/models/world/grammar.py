@@ -50,7 +50,7 @@ BANKS = {"swam": {"wet": 0.6, "muddy": 0.4}, "needed": {"open": 0.6, "closed": 0
 
 
 def either(first: Options, share: float, second: Options) -> dict[str, float]:
-    """Return the words of ``first`` with probability ``share`` in all, else those of ``second``."""
+    """Return probabilities of words: ``share`` for ``first`` together, the rest for ``second``."""
     parts = [(_shares(first), share), (_shares(second), 1 - share)]
     return {word: part * p for shares, part in parts for word, p in shares.items()}
 
@@ -200,7 +200,7 @@ KINDS: dict[Kind, float] = {
 
 
 def walk(kind: Kind, draw: random.Random) -> Iterator[tuple[str, dict[str, float]]]:
-    """Draw the words of one passage, each with the probabilities of all possible words."""
+    """Draw the words of one passage; yield each with the probabilities of all possible words."""
     steps = _steps(kind())
     shares = next(steps)
     while shares:

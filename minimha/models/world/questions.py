@@ -27,8 +27,8 @@ class Question:
 class Score:
     """The share of right answers, and the difference from the grammar.
 
-    An answer is right if the most probable word is a most probable one of the grammar. ``largest``
-    and ``mean`` are over the questions, of the largest difference of a word's probability.
+    An answer is right if the model's most probable word is also one of the grammar's. A question's
+    difference is the largest over words; ``largest`` and ``mean`` are over the questions.
     """
 
     right: float
@@ -54,15 +54,15 @@ RELATIONS: dict[str, tuple[Kind, str]] = {
 }
 
 
-# The grammar has enough passages of these kinds to keep those of the questions from training.
+# The grammar has enough passages of these kinds to leave the questions out of training.
 HELD_OUT = ("receiver", "thing received", "repetition", "description")
 
 
 def questions(relation: str, number: int = 200, *, before: int = 0) -> list[Question]:
     """Return up to ``number`` different questions about one relation, a key of RELATIONS.
 
-    ``before`` is the number of passages of any kind before each question, which is the same for
-    every ``before``.
+    ``before`` is the number of passages of any kind before each question. The questions are the
+    same for every ``before``.
     """
     if relation not in RELATIONS:
         raise ValueError(f"relation is {relation!r}: expected one of {', '.join(RELATIONS)}")
@@ -88,7 +88,7 @@ def passages(number: int = 40) -> list[str]:
 
 
 def subjects(words: Sequence[str]) -> NDArray[np.bool_]:
-    """Mark the subject (column) of the verb that follows a word (row), shape (L, L).
+    """Mark for each word (row) before a verb the verb's subject (column), shape (L, L).
 
     A subject right before its verb is not marked.
 
@@ -105,12 +105,12 @@ def subjects(words: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def held_out() -> set[tuple[str, ...]]:
-    """Return the beginnings of all passages that were kept from training."""
+    """Return the words of all questions that were left out of training."""
     return {question.words for relation in HELD_OUT for question in questions(relation)}
 
 
 def score(model: Transformer, asked: Sequence[Question]) -> Score:
-    """Compare the model's next words with the grammar's."""
+    """Score the model's next words against the grammar's."""
     right, distances = [], []
     for question in asked:
         p = probabilities(model.logits(" ".join(question.words))[-1])
