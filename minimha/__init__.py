@@ -1,4 +1,4 @@
-"""Every number of attention, from a three-token sentence on paper to a fast kernel."""
+"""Attention: every number of it, from a sentence of three tokens to a fast kernel."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

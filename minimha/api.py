@@ -1,4 +1,4 @@
-"""``attention``: check the arguments once, choose a backend, return its result."""
+"""``attention``: check the arguments, choose a backend, and return its result."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about t
 
 
 class Masks(TypedDict, total=False):
-    """Options of ``attention`` that every layer built on it has."""
+    """Options of ``attention`` that every attention layer has."""
 
     attn_mask: Array
     alibi_slopes: Array
@@ -109,7 +109,7 @@ def backends() -> dict[str, str | None]:
 
 
 def _reason(backend: str) -> str | None:
-    """Why a backend cannot run here, or None; only "cuda" initializes NVIDIA's driver."""
+    """Return why a backend cannot run, or None; only "cuda" initializes NVIDIA's driver."""
     if backend == "cuda":
         return reason_without_cuda()
     if backend == "cpu" and not find_spec("numba"):
@@ -134,10 +134,10 @@ def compile(
     progress : callable, optional
         Called with the name of each kernel before it is compiled. Default is to report nothing.
     backend : {"cpu", "cuda"}, default "cpu"
-        "cuda" compiles for the current GPU: heads 64 and 128 wide, many queries, and one query with
-        1, 4 and 8 query heads per key/value head. These kernels also do causal masks, windows,
-        lengths and sinks. Kernels for other widths, and for options that change or hide single
-        scores, are compiled on first use.
+        "cuda" compiles for the current GPU: heads 64 and 128 wide, for many queries and for one
+        query with 1, 4 and 8 query heads per key/value head. These kernels also compute causal
+        masks, windows, lengths and sinks. Kernels for other widths, and for options that change or
+        hide single scores, are compiled on first use.
 
     Returns
     -------
@@ -148,7 +148,7 @@ def compile(
     Raises
     ------
     ValueError
-        The dtype or backend is another one.
+        The dtype or backend is not one of these.
     BackendUnavailable
         The kernels cannot be compiled on this machine, such as GPU kernels without a GPU.
     """
@@ -175,8 +175,8 @@ def block_mask(
 ) -> BlockMask:  # fmt: skip
     """Find the blocks of scores that ``mask_mod`` hides whole, once for many calls of attention.
 
-    The search calls ``mask_mod`` for every pair of a query and a key. With the result in place of
-    the function, ``attention(…, mask_mod=block_mask(f, Lq, Lk))``, no call repeats it.
+    The search calls ``mask_mod`` for every pair of a query and a key. Pass the result in place of
+    the function, ``attention(…, mask_mod=block_mask(f, Lq, Lk))``, so that no call repeats it.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ def block_mask(
     Raises
     ------
     TypeError, ValueError
-        An argument has a wrong type or range, or the function takes other parameters, returns no
+        An argument has a wrong type or range, or ``mask_mod`` takes other parameters, returns no
         bool, or uses b or h without B or H.
 
     Examples
@@ -273,7 +273,7 @@ def attention(
     backend: Backend = "auto",
     tap: Tap = no_tap,
 ) -> Any:
-    """softmax(scale · Q Kᵀ) V: for each query, the mean of the values with softmax weights.
+    """softmax(scale · Q Kᵀ) V: for each query, the mean of the values, weighted by softmax.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are a batch of
@@ -287,8 +287,8 @@ def attention(
     ``k`` and ``v`` may be longer than memory, as ``np.memmap`` or arrays of zarr, on every backend.
     Keys and values are then read 32 MiB at a time, or one chunk of the store if a chunk is larger,
     and the parts are merged as by ``minimha.merge``. ``score_mod`` and ``mask_mod`` get positions
-    in the whole. ``q``, ``attn_mask``, ``attn_bias`` and the output must fit into memory, and so
-    must everything with packed sequences, pages or a tap.
+    in the whole. ``q``, ``attn_mask``, ``attn_bias`` and the output must fit into memory. With
+    packed sequences, pages or a tap, ``k`` and ``v`` must fit too.
 
     The options are applied in this order: scale → softcap → bias → score_mod → mask → softmax.
 
@@ -301,7 +301,7 @@ def attention(
     v : array_like of shape (B, Hkv, Lk, Dv)
         Values.
     is_causal : bool, default False
-        Query i, at key position i + q_offset, sees no key after that position.
+        Query i, at key position i + q_offset, sees no key beyond that position.
     q_offset : int or array_like of shape (B,), int, optional
         Position of query 0 among the keys; any integer. Default is 0. It is required if Lq ≠ Lk
         with ``is_causal``, ``window_size``, ``alibi_slopes``, ``score_mod`` or ``mask_mod``, which
@@ -329,7 +329,7 @@ def attention(
         The new score of query head h of batch entry b, for key j and the query at key position i
         (query 0 has i = ``q_offset``); -inf hides the key. See the notes.
     mask_mod : callable ``mask_mod(b, h, i, j) -> bool``, or BlockMask, optional
-        True = may attend. ``minimha.block_mask`` finds the hidden blocks once, for many calls.
+        True = may attend. ``minimha.block_mask`` finds hidden blocks once for many calls.
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int, optional
         n sequences are packed one after another along Lq and Lk, with B = 1. Sequence s has the
         rows from cu_seqlens[s] to cu_seqlens[s + 1]; the first number is 0 and the last Lq or Lk.
@@ -340,18 +340,18 @@ def attention(
     block_table : array_like of shape (B, pages), int, optional
         Keys and values are paged: k is (num_pages, Hkv, page_size, D), v likewise, and key j of
         batch entry b is key j % page_size of page block_table[b, j // page_size]. ``kv_lengths`` is
-        required; entries of the table beyond it are not read. With ``cu_seqlens_q`` the table has
-        one row per sequence. What ``cu_seqlens_q`` refuses is refused here too.
+        required, and table entries beyond it are not read. With ``cu_seqlens_q`` the table has one
+        row per sequence. The arguments that ``cu_seqlens_q`` refuses are refused here too.
     return_lse : bool, default False
         Return the log-sum-exp too.
     backend : {"auto", "dense", "tiled", "cpu", "cuda"}, default "auto"
         A named backend computes or raises. "auto" uses "cpu" for every size once its kernel is
-        compiled. Loading a kernel takes half a second, compiling it some seconds; "auto" uses
-        "dense" until that has taken as long. So the last digits may change between two calls. With
+        loaded or compiled, which takes half a second or some seconds. Until "dense" has computed
+        for that long, "auto" uses "dense". So the last digits may change between two calls. With
         a tap "auto" uses "dense". "cuda" is used only if it is named or the arrays are on a GPU.
-        "dense" and "tiled" multiply with NumPy: if its OpenBLAS has threads, a fork may hang while
-        another thread multiplies large matrices. Then use "cpu", whose threads allow forks, set
-        OPENBLAS_NUM_THREADS to 1, or spawn processes.
+        "dense" and "tiled" multiply with NumPy. If NumPy's OpenBLAS has threads, a fork may hang
+        while another thread multiplies large matrices. Then use "cpu", whose threads allow forks,
+        set OPENBLAS_NUM_THREADS to 1, or spawn processes.
     tap : callable ``tap(name, value) -> value``, optional
         Receives every intermediate; see ``minimha.explain.Trace``.
 
@@ -367,10 +367,10 @@ def attention(
     ------
     TypeError, ValueError
         An argument has a wrong type, shape or range, or a stored array cannot be read or its file
-        is too short; the message names the argument. No array is ever written to.
+        is too short; the message names the argument. Arguments are never modified.
     BackendUnavailable
         The named backend cannot run here, does not support this problem, or cannot compile
-        ``score_mod`` or ``mask_mod``; the message names the line. "auto" then uses "dense".
+        ``score_mod`` or ``mask_mod``; the message names the line. "auto" uses "dense" instead.
     MemoryError
         The problem does not fit into the memory of the machine or the GPU.
 
@@ -386,13 +386,13 @@ def attention(
 
     They may capture numbers, arrays, and tensors of torch or JAX on the CPU, which are read at each
     call. They may call elementwise functions of torch and NumPy: ``where``, ``clamp``, ``tanh``,
-    ``log2``, …; an error about an unknown one lists all. On a GPU only those of ``math`` are known.
+    ``log2``, …; the error about an unknown function lists all. On a GPU only ``math`` is known.
 
     On the CPU a new value of a captured number or array needs no compilation. A new value of any
-    other type does, such as a string, a tuple or a flag, and so does any new value of a function
-    that numba compiles only with constants. On a GPU every new value does. The values that a
-    ``mask_mod`` captures are compared at each call, because hidden blocks depend on them. Ctrl-C
-    ends a call that compiles at once; the compilation continues, and its result is kept.
+    other type, such as a string, a tuple or a flag, does. So does any new value if numba compiles
+    the function only with constants, and every new value on a GPU. The values that a ``mask_mod``
+    captures are compared at each call, because hidden blocks depend on them. Ctrl-C at once ends a
+    call that compiles; the compilation continues, and its result is kept.
 
     References
     ----------
@@ -483,7 +483,7 @@ def attention(
 def _in_blocks(
     backend: Backend, arguments: dict[str, Any]
 ) -> tuple[Problem, tuple[NDArray[Any], NDArray[Any]]]:
-    """The problem of stored keys and values, with zeros for q, k and v, and its O and L."""
+    """Return the ``outline`` of a problem with stored keys and values, and its O and L."""
     check_backend(backend)
     arguments |= {n: as_floating(n, arguments[n]) for n in "qkv" if not is_stored(arguments[n])}
     problem = outline(arguments)
@@ -511,7 +511,7 @@ def _in_blocks(
 def _computed(
     backend: str, problem: Problem, tap: Tap, key: tuple[Any, ...] | None, given: tuple[Any, ...]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L, before ``Problem.as_given``; remembers a plan by ``key`` if it fits ``given``."""
+    """Return O and L of ``problem``; remember the plan under ``key`` if it fits ``given``."""
     check_backend(backend)
     is_auto, is_tapped = backend == "auto", tap is not no_tap
     if is_auto:

@@ -1,8 +1,8 @@
-"""Checks of single arguments, which every public function shares, and their names in errors.
+"""Check single arguments, for every public function, and name them in errors.
 
-Each check takes the argument's name first, and returns its value in one form. Otherwise it raises a
-sentence: which argument, what was expected, what came, why. A wrong type is a TypeError, and any
-other wrong value a ValueError.
+Each check takes the argument's name first, and returns the value in one form. Its error names the
+argument, what was expected, what came, and why. A wrong type raises TypeError, any other wrong
+value ValueError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _names: ContextVar[Mapping[str, str] | None] = ContextVar("argument names", defa
 
 @contextmanager
 def argument_names(**names: str) -> Iterator[None]:
-    """Give arguments other names in errors: a dialect calls q ``query``.
+    """Give arguments other names in errors, such as ``query`` for q in a dialect.
 
     >>> with argument_names(scale="softmax_scale"):
     ...     number("scale", float("nan"), np.dtype(np.float32))
@@ -46,19 +46,19 @@ def argument_names(**names: str) -> Iterator[None]:
 
 
 def name_of(argument: str) -> str:
-    """The caller's name for ``argument``: that of the function that was called first."""
+    """Return the caller's name for ``argument``, as set by ``argument_names``."""
     return (_names.get() or {}).get(argument, argument)
 
 
 def flag(name: str, value: Any) -> bool:
-    """``value`` if it is True or False."""
+    """Return ``value`` as a bool; raise TypeError unless it is True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name_of(name)} is {value!r}: expected True or False")
     return bool(value)
 
 
 def choice(name: str, value: T, choices: Iterable[str | None]) -> T:
-    """``value`` if it is one of ``choices``."""
+    """Return ``value``; raise ValueError unless it is one of ``choices``."""
     if not isinstance(value, str | None) or value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"{name_of(name)} is {value!r}: expected one of {listed}")
@@ -66,7 +66,7 @@ def choice(name: str, value: T, choices: Iterable[str | None]) -> T:
 
 
 def integer(name: str, value: Any, low: int = 1) -> int:
-    """``value`` as Python's integer, which does not overflow; it must be at least ``low``."""
+    """Return ``value``, at least ``low``, as an int, which does not overflow."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name_of(name)} is {value!r}: expected an integer")
     if value < low:
@@ -77,9 +77,9 @@ def integer(name: str, value: Any, low: int = 1) -> int:
 def number(
     name: str, value: Any, compute: np.dtype[Any] = COMPUTED[1], low: float = -math.inf
 ) -> float:
-    """``value``, a number or a 0-d array, as a float.
+    """Return ``value``, a number or a 0-d array, as a float.
 
-    It must be at least ``low``, and finite in the dtype ``compute``.
+    ``value`` must be at least ``low``, and finite in the dtype ``compute``.
     """
     _check_unmasked(name, value)
     scalar = rectangular(name, value).item() if getattr(value, "shape", None) == () else value
@@ -100,10 +100,10 @@ def number(
 
 
 def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
-    """``value`` as an array of any dtype; an array is not copied.
+    """Return ``value`` as an array of any dtype; an array is not copied.
 
-    Refuses masked arrays, also in lists, since NumPy would drop the mask; ``hint`` ends that
-    sentence. Refuses rows of different lengths, and what ``as_numpy`` and ``check_file`` refuse.
+    Refuses masked arrays, also in lists, since NumPy would drop the mask; ``hint`` ends that error.
+    Also refuses rows of different lengths, and whatever ``as_numpy`` and ``check_file`` refuse.
     """
     if type(value) is np.ndarray:  # not masked, not in a file, of no other library
         return value
@@ -143,7 +143,7 @@ def _has_mask(value: Any) -> bool:
 
 
 def cast(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """``array`` in ``dtype``, rounded by IEEE 754, whatever the caller's ``np.seterr``.
+    """Return ``array`` in ``dtype``, rounded by IEEE 754, ignoring the caller's ``np.seterr``.
 
     >>> with np.errstate(all="raise"):
     ...     cast(np.array([1e-300, 1e300]), np.dtype(np.float32))
@@ -156,7 +156,7 @@ def cast(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
-    """``value`` as an array of one of the dtypes ``FLOATING``; integers become float64."""
+    """Return ``value`` as an array of a dtype in ``FLOATING``; integers become float64."""
     array = rectangular(name, value, hint=" and attn_mask")
     if array.dtype in COMPUTED:
         return array
@@ -171,7 +171,7 @@ def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def as_integers(name: str, value: ArrayLike, limit: int = LARGEST_INTEGER) -> NDArray[np.int64]:
-    """``value`` as an array of int64, so small that sums and differences do not overflow."""
+    """Return ``value`` as int64, within ±``limit``, so that sums do not overflow."""
     array = rectangular(name, value)
     if array.size == 0:
         return array.astype(np.int64)
@@ -186,9 +186,9 @@ def as_integers(name: str, value: ArrayLike, limit: int = LARGEST_INTEGER) -> ND
 
 
 def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
-    """The floating dtype, in native byte order, that holds numbers of all these dtypes.
+    """Return the floating dtype, in native byte order, that holds numbers of all these dtypes.
 
-    There is none for float16 beside bfloat16.
+    Raises TypeError if there is none, as for float16 and bfloat16.
     """
     first, *rest = dtypes.values()
     if first in COMPUTED and all(dtype == first for dtype in rest):
@@ -204,17 +204,17 @@ def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
 
 
 def of_one_dtype(**arrays: ArrayLike) -> dict[str, NDArray[Any]]:
-    """The arguments as arrays of the one floating dtype that holds them all."""
+    """Return the arguments, by name, as arrays of their common floating dtype."""
     given = {name: as_floating(name, value) for name, value in arrays.items()}
     dtype = common_dtype({name: array.dtype for name, array in given.items()})
     return {name: cast(array, dtype) for name, array in given.items()}
 
 
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which numbers of ``dtype`` are computed: float64 for itself, else float32."""
+    """Return the compute dtype for inputs of ``dtype``: float64 for float64, else float32."""
     return COMPUTED[1] if dtype == COMPUTED[1] else COMPUTED[0]
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 head``, ``2 heads``."""
+    """Return a number with its noun: ``1 head``, ``2 heads``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

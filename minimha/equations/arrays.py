@@ -1,4 +1,4 @@
-"""What kind of array an argument is: NumPy's, another library's, on a GPU, or in a file.
+"""Distinguish the arrays of arguments: NumPy's, another library's, on a GPU, or in a file.
 
 Arrays of other libraries on the CPU are read without copying, and results become arrays of that
 library. No array library is imported here: a caller who passes a torch tensor has imported torch.
@@ -37,13 +37,13 @@ Given = TypeVar("Given", bound=DLPackArray)
 
 
 def kinds_of(given: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """The name of the first argument on a GPU, or None; and whether k or v is in a file."""
+    """Return the name of the first argument on a GPU, or None, and whether k or v is in a file."""
     on_gpu = next((name for name, x in given.items() if ordinal_of(x) is not None), None)
     return on_gpu, is_stored(given["k"]) or is_stored(given["v"])
 
 
 def on_host(*qkv: Any) -> tuple[Any, ...]:
-    """q, k and v, read from other libraries on the CPU; all unchanged if one is on a GPU."""
+    """Return q, k and v with CPU arrays as NumPy's; all are unchanged if one is on a GPU."""
     if any(ordinal_of(x) is not None for x in qkv):
         return qkv
     return tuple(
@@ -53,7 +53,7 @@ def on_host(*qkv: Any) -> tuple[Any, ...]:
 
 
 def library_of(value: Any) -> str:
-    """The name of the library whose array ``value`` is."""
+    """Return the name of the library that defines the type of ``value``."""
     if isinstance(value, np.ndarray):  # the fastest answer, for most arguments of most calls
         return "numpy"
     kind: Any = type(value)
@@ -68,9 +68,9 @@ def _library_of(kind: Any) -> str:
 
 
 def ordinal_of(value: Any) -> int | None:
-    """The ordinal of an array's CUDA device; None for everything on the host.
+    """Return the ordinal of an array's CUDA device, or None for an array on the host.
 
-    ``UNKNOWN`` if its library does not tell: the driver finds it from the array's address.
+    If the library does not export the ordinal, returns ``UNKNOWN``: the driver finds the device.
     """
     if value is None or isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
         return None
@@ -86,14 +86,14 @@ def ordinal_of(value: Any) -> int | None:
 
 
 def is_stored(value: Any) -> bool:
-    """Whether an array is in a file (a map, or a store of zarr) and may be larger than memory."""
+    """Return whether an array is a memory map or a zarr store, which may exceed memory."""
     return isinstance(value, np.memmap) or library_of(value) == "zarr"
 
 
 def check_file(name: str, value: Any) -> None:
-    """Raise ValueError for a map of a file that now ends before the array does.
+    """Raise ValueError if ``value`` maps a file that has become shorter than the array.
 
-    Reading it would end the process.
+    Reading such an array would crash the process.
     """
     mapped = getattr(value, "_mmap", None) if isinstance(value, np.memmap) else None
     if not isinstance(mapped, mmap.mmap):
@@ -107,10 +107,10 @@ def check_file(name: str, value: Any) -> None:
 
 
 def as_numpy(name: str, value: Any) -> NDArray[Any]:
-    """An array of one of ``LIBRARIES`` on the CPU as NumPy's, in the same memory.
+    """Return a NumPy view of a CPU array of one of ``LIBRARIES``.
 
-    Raises TypeError if it requires grad, if its library does not export it (it is traced, sparse or
-    on a GPU), or if NumPy lacks its dtype.
+    Raises TypeError if the array requires grad, if its library does not export it (because it is
+    traced, sparse or on a GPU), or if NumPy lacks its dtype.
     """
     library = library_of(value)
     torch: Any = sys.modules["torch"] if library == "torch" else None
@@ -129,9 +129,9 @@ def as_numpy(name: str, value: Any) -> NDArray[Any]:
 
 
 def like(given: Any, result: NDArray[Any]) -> Any:
-    """``result`` as an array of the library of ``given``, if that is torch or JAX.
+    """Return ``result`` as an array of torch or JAX if ``given`` is one, else unchanged.
 
-    torch shares the result's memory. JAX shares it if it is aligned to 64 bytes, else copies it.
+    torch shares the result's memory. JAX shares memory aligned to 64 bytes and copies other memory.
     """
     library = library_of(given)
     if library == "torch":
@@ -145,7 +145,7 @@ def like(given: Any, result: NDArray[Any]) -> Any:
 
 
 def bfloat16(name: str) -> np.dtype[Any]:
-    """NumPy's dtype bfloat16; without ml_dtypes a TypeError that names the argument ``name``."""
+    """Return NumPy's bfloat16; without ml_dtypes raise TypeError for the argument ``name``."""
     try:
         import ml_dtypes
     except ImportError:

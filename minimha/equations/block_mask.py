@@ -1,4 +1,4 @@
-"""Which blocks of scores a ``mask_mod`` hides whole, so that a kernel skips them."""
+"""``BlockMask``: the blocks of scores that a ``mask_mod`` hides whole, which a kernel skips."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ HIDDEN, PARTIAL, FULL = 0, 1, 2
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
-    """A ``mask_mod``, and for each block of 16 queries and 32 keys whether it hides the block.
+    """A ``mask_mod`` with the state of each block of 16 queries and 32 keys: hidden, partial, full.
 
-    ``minimha.block_mask`` makes one. ``attention`` takes it in place of the function.
+    ``minimha.block_mask`` returns a BlockMask. ``attention`` takes it in place of the function.
 
     Attributes
     ----------
     mask_mod : callable ``mask_mod(b, h, i, j) -> bool``
     states : ndarray of shape (B or 1, H or 1, ceil(Lq / 16), ceil(Lk / 32)), uint8
-        0: all pairs of the block are hidden, 1: some are, 2: none is.
+        0: all pairs of the block are hidden, 1: some are hidden, 2: none is hidden.
     Lq, Lk : int
         Numbers of queries and keys.
     q_offset : tuple of int
-        Position of query 0 in each batch entry, or in all of them.
+        Position of query 0 among the keys, in each batch entry or, if single, in all of them.
     contents : hashable
         The code of ``mask_mod`` and the values that it captured when the blocks were found.
     """
@@ -46,7 +46,7 @@ class BlockMask:
         object.__setattr__(self, "contents", read(self.mask_mod).contents)
 
     def __call__(self, b: Any, h: Any, i: Any, j: Any) -> Any:
-        """Return what ``mask_mod`` returns."""
+        """Call ``mask_mod`` with indices that may be arrays."""
         return for_numpy(self.mask_mod)(b, h, i, j)
 
     def __repr__(self) -> str:
@@ -56,7 +56,7 @@ class BlockMask:
     def check(
         self, shape: tuple[int, int, int, int], q_offset: NDArray[np.int64], has_sequences: bool
     ) -> None:
-        """Raise ValueError if it was made for another shape (B, H, Lq, Lk) or other positions."""
+        """Raise ValueError unless this mask is for ``shape`` (B, H, Lq, Lk) and ``q_offset``."""
         if has_sequences:
             raise ValueError(
                 f"{name_of('mask_mod')} is a BlockMask, for one Lq and one Lk, but with cu_seqlens "
@@ -85,7 +85,7 @@ class BlockMask:
 def states(
     mask_mod: Callable[..., Any], B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """The states of all blocks, computed with NumPy, one row of blocks at a time."""
+    """Return ``BlockMask.states``, computed with NumPy, one row of blocks at a time."""
     found = np.zeros((B, H, -(-Lq // ROWS), -(-Lk // COLUMNS)), np.uint8)
     b, h, j = (np.arange(n).reshape(s) for n, s in ((B, (-1, 1, 1, 1)), (H, (-1, 1, 1)), (Lk, -1)))
     for row in range(found.shape[2] if found.size else 0):

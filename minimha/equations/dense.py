@@ -1,7 +1,7 @@
 """Attention as the papers write it: whole matrices, one line per equation.
 
-Vaswani et al., "Attention Is All You Need", 2017, equation 1, with the options that later models
-added, in the order in which they are applied:
+This is equation 1 of Vaswani et al., "Attention Is All You Need", 2017. Options of later models are
+applied in this order:
 
     scores → scaled → capped → biased → modified → masked
            → row_max, exponentials, row_sum → weights → output
@@ -28,8 +28,8 @@ def unsupported(problem: Problem) -> str | None:
 def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[Any]]:
     """O = softmax(S) V and L = log Σ exp S, with S the scaled, capped, biased, masked Q Kᵀ.
 
-    O has shape (B, H, Lq, Dv), L (B, H, Lq), both the compute dtype. ``tap`` receives every
-    intermediate; those of packed or paged sequences are called ``weights[sequence 0]``.
+    O has shape (B, H, Lq, Dv), L (B, H, Lq), and both have the compute dtype. ``tap`` receives
+    every intermediate, for packed or paged sequences with names such as ``weights[sequence 0]``.
     """
     if problem.sequences is not None:
         O, L = problem.by_sequence(lambda part, s: forward(part, staged(tap, f"sequence {s}")))
@@ -49,10 +49,10 @@ def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[
 def scores(
     problem: Problem, Q: NDArray[Any], K: NDArray[Any], rows: slice, keys: slice, tap: Tap = no_tap
 ) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
-    """The final scores of the queries ``rows`` and the keys ``keys``, and which keys are visible.
+    """Return the final scores of queries ``rows`` and keys ``keys``, and a mask, True = visible.
 
-    ``Q`` and ``K`` hold these rows and keys only: the scores may be one tile. The second value is
-    None if nothing can be hidden.
+    ``Q`` and ``K`` hold these rows and keys only: the scores may be one tile. The mask is None if
+    no option can hide a key.
     """
     S = tap("scores", product_in_groups(Q, K.swapaxes(-1, -2)))
     if problem.scale != 1:
@@ -121,10 +121,9 @@ def softmax(
 def weighted_sum(
     P: NDArray[Any], V: NDArray[Any], visible: NDArray[np.bool_] | None
 ) -> NDArray[Any]:
-    """P V, where a key that is not visible adds nothing, not even 0 · NaN.
+    """P V, where a hidden key adds nothing, not even 0 · NaN.
 
-    Only nonfinite values need care: the terms of their keys are added separately, to the rows that
-    see them.
+    The terms of keys with nonfinite values are added separately, to the rows that see those keys.
     """
     nonfinite = ~np.isfinite(V).all(axis=-1)
     if visible is None or not nonfinite.any():
@@ -140,10 +139,10 @@ def weighted_sum(
 
 
 def product_in_groups(X: NDArray[Any], Y: NDArray[Any]) -> NDArray[Any]:
-    """X @ Y, where head h of X, of H heads, uses head h // (H // Hkv) of Y.
+    """X @ Y, where head h of X uses head h // (H // Hkv) of Y.
 
-    The heads of X that share a head of Y become one axis, along which Y is broadcast without a
-    copy. Ainslie et al., "GQA", 2023.
+    The heads of X that share a head of Y become an extra axis, along which Y is broadcast without
+    a copy. Ainslie et al., "GQA", 2023.
     """
     (B, H, rows, _), (_, Hkv, inner, columns) = X.shape, Y.shape
     group = H // Hkv
@@ -154,6 +153,6 @@ def product_in_groups(X: NDArray[Any], Y: NDArray[Any]) -> NDArray[Any]:
 
 
 def for_query_heads(H: int, X: NDArray[Any]) -> NDArray[Any]:
-    """X (B, Hkv, …) with each key/value head repeated for its query heads, (B, H, …)."""
+    """Repeat each key/value head of X (B, Hkv, …) for its query heads: (B, H, …)."""
     group = H // X.shape[1]
     return X if group == 1 else X.repeat(group, axis=1)

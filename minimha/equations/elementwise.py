@@ -1,7 +1,7 @@
-"""Stand-ins for what a caller's function uses of torch and JAX, and for ``where`` and ``clip``.
+"""Replace names of torch and JAX, and NumPy's ``where`` and ``clip``, in a caller's functions.
 
-They are called with NumPy's arrays. numba compiles them for numbers, which its ``where`` and
-``clip`` do not take. torch is not imported.
+The replacements take NumPy's arrays. numba compiles them for single numbers, which its own
+``where`` and ``clip`` do not take. torch is not imported.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CONSTANTS = ("inf", "nan", "pi", "e")
 
 
 def where(condition: Any, input: Any, other: Any) -> Any:
-    """``input`` where the condition holds, else ``other``; numba compiles ``input if …``."""
+    """Return ``input`` where the condition holds, else ``other``, like ``np.where``."""
     return np.where(condition, input, other)
 
 
 def rsqrt(x: Any) -> Any:
-    """The reciprocal of the square root."""
+    """1 / sqrt(x)."""
     return 1 / np.sqrt(x)
 
 
@@ -38,7 +38,7 @@ def sigmoid(x: Any) -> Any:
 
 
 def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    """``x`` clipped to ``min`` and ``max``, of which each may be None."""
+    """Clip ``x`` to the range from ``min`` to ``max``; None means no limit."""
     if min is not None:
         x = np.maximum(x, min)
     if max is not None:
@@ -52,11 +52,11 @@ KNOWN |= {x.__name__: x for x in (where, *COMPOSED)} | {"clip": clamp}
 
 
 class Unknown(TypeError, AttributeError):  # noqa: N818  (it states a fact about a function)
-    """A function uses something of torch that has no stand-in."""
+    """A caller's function uses a name of torch that has no replacement."""
 
 
 class Torch:
-    """Stands in for torch in a function that is called with NumPy's arrays."""
+    """Replaces the module torch in a function that is called with NumPy's arrays."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -72,9 +72,10 @@ TORCH = Torch()
 
 
 def substitute(name: str, value: Any) -> Any:
-    """The stand-in for ``value``, which a function captures as ``name``, or ``value`` itself.
+    """Return what replaces ``value``, captured as ``name``; by default ``value`` itself.
 
-    Raises TypeError for a function of torch without a stand-in, or an array that NumPy cannot read.
+    Raises TypeError for a function of torch without replacement, or an array that NumPy cannot
+    read.
     """
     if isinstance(value, (int, float, np.ndarray)):
         return value

@@ -1,7 +1,7 @@
-"""A caller's ``score_mod`` and ``mask_mod``: functions of one score and of one pair of positions.
+"""Check, call and identify a caller's ``score_mod`` (of a score) and ``mask_mod`` (of a pair).
 
-Kernels compile them for numbers. Here they are called with arrays of indices, or with one number at
-a time if they take no arrays, because of an ``if`` or a function of ``math``.
+Kernels compile these functions for numbers. Here they are called with arrays of indices. A function
+that takes no arrays, because of an ``if`` or a function of ``math``, is called pair by pair.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # their functions do not
 
 
 class Corner(NamedTuple):
-    """The first b, h and key of a problem that is a part of a larger one.
+    """The first b, h and key of a part, as indices of the whole problem.
 
-    A caller's functions get indices of the larger one. Positions of queries count from ``key`` too.
+    A caller's functions get indices of the whole. Positions of queries also count from ``key``.
     """
 
     b: int = 0
@@ -41,8 +41,8 @@ WHOLE = Corner()
 class Reading(NamedTuple):
     """A function's code and the values that it captures, read at the time of a call.
 
-    The ``key``, by which machine code is found, has the code, the names and kinds of captured
-    numbers and arrays, and other captured values.
+    Machine code is stored under ``key``: the code, the names and kinds of captured numbers and
+    arrays, and the other captured values.
     """
 
     key: tuple[Any, ...]
@@ -50,15 +50,15 @@ class Reading(NamedTuple):
 
     @property
     def contents(self) -> Hashable:
-        """Equal for two functions that compute the same."""
+        """A hashable value, equal for two functions with the same code and captured values."""
         return self.key, contents(self.values)
 
 
 class Placed(NamedTuple):
-    """A caller's function with the ``Corner`` of the part that it is called for.
+    """A caller's function with the ``Corner`` of the part of a problem that calls it.
 
-    ``attention`` takes it in place of the function, and ``Problem.of`` takes it apart: one compiled
-    kernel serves every corner. With a ``reading`` captured values are read once per call.
+    ``attention`` takes a Placed in place of the function, so that one compiled kernel serves every
+    corner. If a ``reading`` is given, captured values are not read again.
     """
 
     function: Any
@@ -67,7 +67,7 @@ class Placed(NamedTuple):
 
 
 def taken(**given: Any) -> dict[str, Placed]:
-    """The functions that are not None, as ``Placed`` with their readings."""
+    """Return the functions that are not None, by name, as ``Placed`` with their readings."""
     found = {}
     for name, function in given.items():
         if function is not None:
@@ -78,7 +78,7 @@ def taken(**given: Any) -> dict[str, Placed]:
 
 
 def checked(name: str, function: Any) -> Any:
-    """``function``, or None; a TypeError if it does not take the parameters of ``name``."""
+    """Return ``function``; raise TypeError unless it takes the parameters of ``name``."""
     if function is None:
         return None
     wanted = f"{name_of(name)}({', '.join(PARAMETERS[name])})"
@@ -101,7 +101,7 @@ def checked(name: str, function: Any) -> Any:
 def modified(
     score_mod: Callable[..., Any], S: NDArray[Any], indices: tuple[NDArray[Any], ...]
 ) -> NDArray[Any]:
-    """``score_mod`` applied to the scores ``S`` (B, H, Lq, Lk) and their indices b, h, i and j."""
+    """Apply ``score_mod`` to the scores ``S`` (B, H, Lq, Lk) and their indices b, h, i and j."""
     if not S.size:
         return S
     read_only = S.view()
@@ -115,7 +115,7 @@ def modified(
 def visible_pairs(
     mask_mod: Callable[..., Any], indices: tuple[NDArray[Any], ...], shape: tuple[int, ...]
 ) -> NDArray[np.bool_]:
-    """``mask_mod`` applied to the indices b, h, i and j: True where a query sees a key."""
+    """Apply ``mask_mod`` to the indices b, h, i and j: True where a query sees a key."""
     if 0 in shape:
         return np.empty(shape, bool)
     result = _called("mask_mod", mask_mod, indices, shape)
@@ -125,7 +125,7 @@ def visible_pairs(
 
 
 def refusal(name: str, returned: str) -> str:
-    """The sentence for a function that returned something of a wrong type."""
+    """Return the error message for a function that returned a wrong type."""
     expected = f"a real number, the new score; True and False go into {name_of('mask_mod')}"
     if name == "mask_mod":
         expected = "bool, True where a query may attend to a key; scores are changed in "
@@ -137,7 +137,7 @@ def _called(
     name: str, function: Callable[..., Any], arguments: tuple[NDArray[Any], ...],
     shape: tuple[int, ...],
 ) -> NDArray[Any]:  # fmt: skip
-    """The result of ``function``, broadcast to the shape of the scores."""
+    """Call ``function`` and return its result, broadcast to ``shape``, that of the scores."""
     function = for_numpy(function)
     try:
         returned = function(*arguments)
@@ -160,7 +160,7 @@ def _called(
 def _number_by_number(
     name: str, function: Callable[..., Any], arguments: tuple[NDArray[Any], ...]
 ) -> NDArray[Any]:
-    """The results of ``function`` for one pair at a time; indices are Python's integers."""
+    """Call ``function`` for one pair at a time, with indices as Python's integers."""
     whole = np.broadcast_arrays(*arguments)
     numbers = (x.ravel() if x.dtype.kind == "f" else x.ravel().tolist() for x in whole)
     results = []
@@ -175,7 +175,7 @@ def _number_by_number(
 
 
 def source(function: Any) -> str:
-    """The source of ``function``, or its name if there is no source."""
+    """Return the source code of ``function``, or its name if there is none."""
     try:
         return inspect.cleandoc(inspect.getsource(function))
     except (OSError, TypeError):
@@ -183,7 +183,7 @@ def source(function: Any) -> str:
 
 
 def uses(function: Any, index: int) -> bool:
-    """Whether the bytecode of ``function`` reads parameter ``index``; True if there is none."""
+    """Return whether ``function`` reads parameter ``index``; True if it has no bytecode."""
     code = getattr(function, "__code__", None)
     return code is None or _reads(code, index)
 
@@ -198,7 +198,7 @@ def _reads(code: CodeType, index: int) -> bool:
 
 
 class Same:
-    """Compares an object by identity, and keeps it alive."""
+    """A wrapper that compares an object by identity, and keeps it alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -211,9 +211,9 @@ class Same:
 
 
 def read(function: Any) -> Reading:
-    """The code and the captured values of ``function`` now.
+    """Read the code and the current captured values of ``function``.
 
-    Raises TypeError if it captures an array of another library that NumPy cannot read.
+    Raises TypeError if ``function`` captures an array of another library that NumPy cannot read.
     """
     function = getattr(function, "py_func", function)  # if it is numba's dispatcher
     if not isinstance(function, FunctionType):
@@ -235,7 +235,7 @@ def read(function: Any) -> Reading:
 
 
 def _kind(value: Any) -> Any:
-    """The kind of a number or array that is an argument of machine code; None for other values."""
+    """Return the kind of a number or array that machine code takes as argument, else None."""
     kind = type(value)
     if kind is float or (kind is int and -(1 << 63) <= value < 1 << 63):
         return kind
@@ -246,11 +246,11 @@ def _kind(value: Any) -> Any:
 
 
 def contents(value: Any) -> Hashable:
-    """A function's code and the values that it captures, in a form that can be compared.
+    """Return a function's code and captured values in a hashable form.
 
     Two functions of equal contents compute the same. Numbers and arrays are compared by value:
     writing to a captured array changes the contents. Other objects are compared by identity. Each
-    function, tuple and list is described once: helpers that call each other form many paths.
+    function, tuple and list is described once, because functions may call each other in cycles.
     """
     numbers: dict[int, int] = {}  # of functions, tuples and lists, by id
     found: list[Any] = []  # keeps them alive, so that their ids stay unique
@@ -280,10 +280,10 @@ def contents(value: Any) -> Hashable:
 
 
 def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
-    """The paths (names) and values of defaults, closure cells and globals that a function reads.
+    """Return (path, value) of each default, closure cell and global that a function reads.
 
-    For a module of the caller's, also its attributes, which numba compiles as constants. They are
-    found in ``vars``, since ``getattr`` would warn for some names.
+    A path is a tuple of names. Attributes of a caller's module, which numba compiles as constants,
+    are included. They are looked up in ``vars``, since ``getattr`` would warn for some names.
     """
     code = function.__code__
     found: list[tuple[tuple[str, ...], Any]] = [
@@ -304,14 +304,14 @@ def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def defaults_of(function: FunctionType) -> dict[str, Any]:
-    """The default values of parameters, by name."""
+    """Return the default values of parameters, by name."""
     code, defaults = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
 
 
 def for_numpy(function: Any) -> Any:
-    """``function`` with stand-ins of NumPy for the values that it captures of other libraries."""
+    """Return ``function`` with captured values of other libraries replaced by NumPy's."""
     if not isinstance(function, FunctionType):
         return function
     found = captured(function)
@@ -339,7 +339,7 @@ def _for_numpy(name: str, value: Any) -> Any:
 
 
 class _Module:
-    """A caller's module with stand-ins for its attributes."""
+    """A caller's module whose attributes of other libraries are replaced by NumPy's."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -353,7 +353,7 @@ def _is_callers_module(value: Any) -> bool:
 
 
 def _content(cell: CellType) -> Any:
-    """The value of a closure cell, or the cell itself if it is empty."""
+    """Return the value of a closure cell, or the cell itself if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -362,12 +362,12 @@ def _content(cell: CellType) -> Any:
 
 @lru_cache(256)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """Names of the globals and attributes that a function and its inner functions read."""
+    """Return the names of globals and attributes that a function and its inner functions read."""
     return tuple(sorted({*code.co_names} | _inner_names(code)))
 
 
 @lru_cache(256)
 def _inner_names(code: CodeType) -> frozenset[str]:
-    """The names that its inner functions read; their values are compiled in."""
+    """Return the names that the inner functions read, whose values are compiled in."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset().union(*map(_names, inner))

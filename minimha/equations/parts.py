@@ -1,7 +1,7 @@
-"""Splits a problem into parts, some queries with some keys, which log-sum-exp merges.
+"""Split a problem into parts, some queries with some keys, which ``merge`` combines.
 
-Each part is a separate call of ``minimha.attention``. Its options, and whether any of its queries
-sees any of its keys, follow from shapes and options, before a number is read.
+Each part is a separate call of ``minimha.attention``. Shapes and options alone determine the
+options of a part, and whether any of its queries sees any of its keys.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ IN_PARTS = {  # arguments of ``attention`` that a part can have
     "alibi_slopes", "scale", "softcap", "sinks", "score_mod", "mask_mod",
 }  # fmt: skip
 BLOCK = 1 << 25  # bytes of k and v, in the compute dtype, that are read at once
-SCORES = 1 << 22  # of a block, for a backend that holds all scores
+SCORES = 1 << 22  # scores per block, for a backend that keeps all scores in memory
 
 
 class Part(NamedTuple):
     """A part of a problem: slices of B, H, Lq and Lk.
 
-    ``rows`` and ``keys`` have explicit starts and the same step, which is not None for stripes.
+    ``rows`` and ``keys`` have explicit starts and the same step, None except in stripes.
     """
 
     batch: slice
@@ -41,10 +41,10 @@ class Part(NamedTuple):
 
 
 def outline(arguments: Mapping[str, Any]) -> Problem:
-    """The checked problem, with zeros for q, k and v: only their shapes and dtypes are read.
+    """Return the checked problem with zeros for q, k and v: only shapes and dtypes are read.
 
-    ``arguments`` are those of ``attention``. A mask or bias of dask is replaced by zeros too.
-    Raises what ``Problem.of`` raises, and TypeError for an option that parts cannot have.
+    ``arguments`` are those of ``attention``. Zeros also replace a mask or bias of dask. Raises the
+    errors of ``Problem.of``, and TypeError for an option that parts cannot have.
     """
     for name, value in arguments.items():
         if name not in IN_PARTS and value is not None:
@@ -64,10 +64,10 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
 
 
 def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[str, Any] | None:
-    """The options of ``attention`` for a part; None if none of its queries sees any of its keys.
+    """Return the options of ``attention`` for a part, or None if the part has no visible pair.
 
-    Without sinks and functions, see ``without_keys`` and ``placed``; what a ``mask_mod`` hides does
-    not count. ``given`` has ``attn_mask`` and ``attn_bias`` before they are broadcast.
+    Sinks and functions are left out: see ``without_keys`` and ``placed``. Visibility ignores
+    ``mask_mod``. ``given`` has ``attn_mask`` and ``attn_bias`` before they are broadcast.
     """
     Lq, Lk = problem.q.shape[2], problem.k.shape[2]
     num_rows, num_keys = len(range(Lq)[part.rows]), len(range(Lk)[part.keys])
@@ -103,16 +103,16 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
 
 
 def placed(functions: Mapping[str, Callable[..., Any]], part: Part) -> dict[str, Placed]:
-    """``Problem.functions`` as options of ``attention`` for a part without stripes."""
+    """Return ``Problem.functions`` as options of ``attention`` for a part without stripes."""
     corner = Corner(part.batch.start, part.heads.start, part.keys.start)
     return {name: Placed(function, corner) for name, function in functions.items()}
 
 
 def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
-    """slope · rest, (H,), which L of a part in stripes lacks; None without ALiBi or stripes.
+    """Return slope · rest (H,), which L of a striped part lacks; None without ALiBi or stripes.
 
     Query n and key m of a causal part are step · (offset + n - m) + rest apart, and no slope
-    expresses the rest. It is the same for all keys, so that O does not depend on it.
+    expresses the rest. The rest is the same for all keys, so that it does not change O.
     """
     if problem.alibi_slopes is None or part.keys.step is None:
         return None
@@ -121,9 +121,9 @@ def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
 
 
 def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
-    """O = 0 and L = the sinks (H,) or -inf, in float64, of queries that have seen no key yet.
+    """Return O = 0 and L = the sinks (H,) or -inf, in float64, for queries before any key.
 
-    ``shape`` is O's, (B, H, Lq, Dv).
+    ``shape`` is that of O, (B, H, Lq, Dv).
     """
     L = np.full(shape[:3], -np.inf)
     if sinks is not None:
@@ -134,10 +134,10 @@ def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
 def in_blocks(
     attend: Callable[..., Pair], problem: Problem, arguments: Mapping[str, Any], holds_scores: bool
 ) -> Pair:
-    """O and L of stored keys and values, of which one block is in memory at a time.
+    """Return O and L for stored keys and values, with one block of them in memory at a time.
 
-    ``problem`` is the ``outline`` of ``arguments``, those of ``attention``. ``attend(q, k, v,
-    **options)`` returns O and L of a block, which has few queries if ``attend`` ``holds_scores``.
+    ``arguments`` are those of ``attention``, and ``problem`` is their ``outline``. ``attend(q, k,
+    v, **options)`` returns O and L of a block. If it ``holds_scores``, blocks have few queries.
     """
     Q = cast(as_floating("q", arguments["q"]), problem.compute)  # so that O is rounded once
     k, v = arguments["k"], arguments["v"]
@@ -167,7 +167,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _num_keys(problem: Problem, k: Any, v: Any) -> int:
-    """How many keys are read at once: whole chunks of a store, which decodes whole chunks."""
+    """Return the number of keys read at once, a multiple of a store's chunks."""
     B, Hkv, _, D = problem.k.shape
     per_key: int = B * Hkv * (D + problem.v.shape[3]) * problem.compute.itemsize
     chunk: int = max(x.chunks[-2] if hasattr(x, "chunks") else 1 for x in (k, v))
@@ -175,9 +175,9 @@ def _num_keys(problem: Problem, k: Any, v: Any) -> int:
 
 
 def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
-    """The keys ``keys`` of a stored array, or all of it; those of a map stay in its file.
+    """Read the keys ``keys`` of a stored array, or all of it; a memory map returns a view.
 
-    Raises MemoryError or ValueError with the array's name if that fails.
+    Raises MemoryError or ValueError with the array's name if reading fails.
     """
     which = "" if keys is None else f", keys {keys.start} to {keys.stop}"
     try:
@@ -194,10 +194,10 @@ def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
 def _striped(
     q_offset: NDArray[np.int64], left: int, right: int, step: int
 ) -> tuple[NDArray[np.int64], int, int]:
-    """Offset and window in stripes, where query n, at x + step · n, may see key m, at step · m.
+    """Return offset, left and right for stripes: query n is at x + step · n, key m at step · m.
 
-    It does if x - left ≤ step · (m - n) ≤ x + right; the whole batch has one offset x. If no
-    multiple of ``step`` lies between, the window is empty and left negative.
+    Query n sees key m if x - left ≤ step · (m - n) ≤ x + right; the whole batch has one offset x.
+    If no multiple of ``step`` lies in that range, the window is empty and left is negative.
     """
     if right < UNBOUNDED:
         last = (q_offset + right) // step
@@ -210,7 +210,7 @@ def _striped(
 
 
 def _of_scores(x: Any, part: Part) -> Any:
-    """The part of a mask or bias; axes of size 1 are kept."""
+    """Return the slice of a mask or bias for ``part``; axes of size 1 are kept."""
     if x.ndim == 2:
         return x[part.rows, part.keys]
     whole = slice(None)
@@ -218,5 +218,5 @@ def _of_scores(x: Any, part: Part) -> Any:
 
 
 def _floating(name: str, x: Any) -> np.dtype[Any]:
-    """The dtype that ``as_floating`` gives the numbers of ``x``."""
+    """Return the dtype of ``as_floating(name, x)`` without reading ``x``."""
     return as_floating(name, np.empty(0, x.dtype)).dtype

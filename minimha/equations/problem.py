@@ -1,6 +1,6 @@
 """``Problem``: the arguments of ``attention``, checked, with every default filled in.
 
-Its arrays are 4-D and of one dtype, and every option has its final form: equations and kernels
+Arrays are 4-D and of one dtype, and every option has its final form, so that equations and kernels
 check nothing.
 """
 
@@ -45,7 +45,7 @@ Shape = tuple[int, int, int, int]
 
 
 class Relative(NamedTuple):
-    """A part's ``q_offset``, (B,), which counts from the part's first key, without a limit."""
+    """A part's ``q_offset`` (B,), relative to the part's first key, which may be any integer."""
 
     offset: NDArray[np.int64]
 
@@ -56,7 +56,7 @@ MASK_SHAPES = "(Lq, Lk), or 4-D and broadcastable to (B, H, Lq, Lk)"
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """softmax(scale · Q Kᵀ + bias, over the visible keys) V, with every default filled in.
+    """The problem softmax(scale · Q Kᵀ + bias) V over visible keys, with every default filled in.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``D`` head width, ``Dv`` value width.
@@ -78,23 +78,23 @@ class Problem:
     scale : float
     softcap : float or None
     dtype : numpy.dtype
-        Of q, k, v and the output.
+        The dtype of q, k, v and the output.
     compute : numpy.dtype
-        Of everything in between: float64 for float64, else float32. 16-bit numbers are widened
+        The dtype of intermediates: float64 for float64, else float32. 16-bit numbers are widened
         when read, and the output is rounded once.
     rank : int
         Dimensions of the caller's arrays, 2 to 4.
     score_mod : callable ``score_mod(score, b, h, i, j) -> score``, or None
     mask_mod : callable ``mask_mod(b, h, i, j) -> bool``, which may be a ``BlockMask``, or None
     sequences : Sequences or None
-        Where the queries and keys of each sequence are, if sequences are packed or keys are paged.
-        Arrays of shape (B,) above then have one item per sequence. With pages the first axis of k
-        and v counts pages, and Lk is the page size.
+        The rows of each sequence, if sequences are packed or keys are paged. Arrays of shape (B,)
+        above then have one item per sequence. With pages the first axis of k and v counts pages,
+        and Lk is the page size.
     readings : dict of str to Reading
         The code and captured values of ``score_mod`` and ``mask_mod``, by name, if given.
     corner : Corner
         The b, h and j that ``score_mod`` and ``mask_mod`` get for batch entry 0, head 0 and key 0.
-        In a part they are those of the whole, in a single sequence b is its number.
+        A part has indices of the whole problem, and a single sequence has its number as b.
     """
 
     q: NDArray[Any]
@@ -133,7 +133,7 @@ class Problem:
     ) -> Problem:  # fmt: skip
         """Check the arguments of ``minimha.attention`` and fill in the defaults.
 
-        Raises TypeError or ValueError with a sentence that names the argument.
+        Raises TypeError or ValueError with a message that names the argument.
         """
         rank, (q4, k4, v4) = _arrays(q, k, v, is_paged=block_table is not None)
         shape = (*q4.shape[:3], k4.shape[2])
@@ -170,7 +170,7 @@ class Problem:
         )  # fmt: skip
 
     def each_sequence(self) -> Iterator[tuple[tuple[slice, slice, slice], Problem]]:
-        """For each sequence the index of its queries in q, O and L, and a problem of it alone."""
+        """Yield for each sequence the index of its queries in q, O and L, and its own problem."""
         assert self.sequences is not None
         for s, length in enumerate(self.kv_lengths.tolist()):
             rows, one = self.sequences.rows(s), slice(s, s + 1)
@@ -184,7 +184,7 @@ class Problem:
     def by_sequence(
         self, forward: Callable[[Problem, int], tuple[NDArray[Any], NDArray[Any]]]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L, where ``forward(problem, s)`` computes sequence s alone."""
+        """Return O and L of all sequences; ``forward(problem, s)`` computes sequence s alone."""
         O = np.empty((*self.q.shape[:3], self.v.shape[3]), self.compute)
         L = np.empty(self.q.shape[:3], self.compute)
         for s, (rows, problem) in enumerate(self.each_sequence()):
@@ -193,21 +193,21 @@ class Problem:
 
     @property
     def num_queries(self) -> NDArray[np.int64]:
-        """Queries of each sequence, or batch entry, (B,)."""
+        """The number of queries of each sequence, or of each batch entry, (B,)."""
         if self.sequences is None:
             return np.array([self.q.shape[2]] * len(self.q), np.int64)
         return self.sequences.queries[:, 2]
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of a query and a key of the same sequence, over all sequences and heads."""
+        """The number of pairs of a query and a key of its sequence, over sequences and heads."""
         B, H, Lq, _ = self.q.shape
         if self.sequences is None:
             return int(B * H * Lq * self.k.shape[2])
         return int(H * (self.sequences.queries[:, 2] @ self.kv_lengths))
 
     def visible(self, rows: slice, keys: slice) -> NDArray[np.bool_]:
-        """Which of the keys ``keys`` each of the queries ``rows`` sees, (B, 1 or H, rows, keys)."""
+        """Return the mask of queries ``rows`` and keys ``keys``, (B, 1 or H, rows, keys)."""
         i = np.arange(rows.start, rows.stop)[:, None]
         j = np.arange(keys.start, keys.stop)
         q_offset, length = (x[:, None, None, None] for x in (self.q_offset, self.kv_lengths))
@@ -222,9 +222,9 @@ class Problem:
         return visible
 
     def indices(self, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
-        """b, h, i and j of a grid of scores, for functions: arrays that broadcast.
+        """Return b, h, i and j of a grid of scores for a caller's functions: arrays that broadcast.
 
-        i is a query's position; all count from ``corner``.
+        i is a query's position, and all indices count from ``corner``.
         """
         (B, H), (first_b, first_h, first_key) = self.q.shape[:2], self.corner
         b = np.arange(first_b, first_b + B)[:, None, None, None]
@@ -235,7 +235,7 @@ class Problem:
 
     @cached_property
     def hides(self) -> bool:
-        """Whether some option may hide a key, so that the scores need a mask."""
+        """True if some option may hide a key, so that the scores need a mask."""
         return (
             self.left < UNBOUNDED
             or self.right < UNBOUNDED
@@ -257,36 +257,36 @@ class Problem:
 
     @property
     def taken(self) -> dict[str, Placed]:
-        """``functions`` as ``Placed``, with the values that they captured when they were read."""
+        """``functions`` as ``Placed``, with the captured values in ``readings``."""
         each = self.functions.items()
         return {name: Placed(x, self.corner, self.readings[name]) for name, x in each}
 
     @cached_property
     def contents(self) -> dict[str, Hashable]:
-        """Code and captured values of the functions, by name; arrays are compared by value."""
+        """``Reading.contents`` of the functions, by name, to compare functions."""
         return {name: reading.contents for name, reading in self.readings.items()}
 
     def without_numbers(self, dtype: np.dtype[Any] | None = None) -> Problem:
-        """This problem with zeros, which take no memory, for q, k and v, in ``dtype`` if given."""
+        """Replace q, k and v by zeros that take no memory, in ``dtype`` if given."""
         q, k, v = (stand_in(x.shape, dtype or self.dtype) for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, dtype=dtype or self.dtype)
 
     def as_given(self, O: NDArray[Any], L: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Output and log-sum-exp in the caller's rank, the output in the caller's dtype."""
+        """Return output and log-sum-exp in the caller's rank, the output in the caller's dtype."""
         leading = (0,) * (4 - self.rank)
         return cast(O[leading], self.dtype), L[leading]
 
 
 def stand_in(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Zeros that take no memory, where only shape and dtype matter."""
+    """Return zeros that take no memory, for uses that need only shape and dtype."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def factor_against_overflow(V: NDArray[Any], total: int) -> float:
-    """The power of 2 that keeps sums of weights times values from overflow; 1 if none would.
+    """Return a power of 2 by which to scale weights so that their sum of values cannot overflow.
 
-    ``V`` has the compute dtype, and the weights of a query add up to ``total`` at most. A sum may
-    overflow although the mean, the sum divided by the weights, does not.
+    Returns 1 if no sum could overflow. ``V`` has the compute dtype, and the weights of a query add
+    up to ``total`` at most. A sum may overflow although the mean of the values does not.
     """
     largest = abs(V).max(initial=0, where=np.isfinite(V))
     total *= 2  # a margin for rounding
@@ -297,7 +297,7 @@ def factor_against_overflow(V: NDArray[Any], total: int) -> float:
 def _arrays(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, is_paged: bool
 ) -> tuple[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-    """Rank, and q, k, v as 4-D arrays of one dtype; the first axis of paged k, v counts pages."""
+    """Return the rank, and q, k, v as 4-D arrays of one dtype; axis 0 of paged k, v is the page."""
     given = of_one_dtype(q=q, k=k, v=v)
     rank = given["q"].ndim
     for name, array in given.items():
@@ -360,7 +360,7 @@ def _softcap(value: Any, compute: np.dtype[Any]) -> float | None:
 
 
 def _window(window_size: Any) -> tuple[int, int]:
-    """``(left, right)`` with ``UNBOUNDED`` for a side without a limit."""
+    """Return ``(left, right)``, where a side without a limit is ``UNBOUNDED``."""
     if window_size is None:
         return UNBOUNDED, UNBOUNDED
     sentence = "expected a pair (left, right) of counts of keys, None for a side without a limit"
@@ -380,7 +380,7 @@ def _window(window_size: Any) -> tuple[int, int]:
 
 
 def _refuse_over_scores(**given: Any) -> None:
-    """Refuse masks and biases: most of their pairs would belong to different sequences."""
+    """Raise ValueError for masks and biases: most of their pairs belong to different sequences."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -420,7 +420,7 @@ def _offset(
 def _lengths(
     kv_lengths: ArrayLike | None, shape: Shape, sequences: Sequences | None, num_pages: int
 ) -> NDArray[np.int64]:
-    """The number of keys of each sequence, or batch entry."""
+    """Return the number of keys of each sequence, or of each batch entry."""
     B, _, _, Lk = shape
     if sequences is None:
         if kv_lengths is None:
@@ -447,7 +447,7 @@ def _lengths(
 
 
 def _per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> NDArray[np.int64]:
-    """One integer within ``limits`` for each batch entry; a single integer applies to all."""
+    """Return one integer within ``limits`` for each batch entry, (B,); one may be given for all."""
     array = rectangular(name, value)
     items = array.ravel().tolist()  # Python's integers, which do not wrap around
     if not all(type(item) is int for item in items):
@@ -465,7 +465,7 @@ def _per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> 
 def _per_head(
     name: str, value: ArrayLike | None, H: int, compute: np.dtype[Any], may_be_none: bool = False
 ) -> NDArray[Any] | None:
-    """One finite number per query head; -inf too, for no sink, if it ``may_be_none``."""
+    """Return finite numbers (H,), or None; if ``may_be_none``, -inf means no sink."""
     if value is None:
         return None
     array = as_floating(name, value)
@@ -482,7 +482,7 @@ def _per_head(
 
 
 def _narrowed(array: NDArray[Any], compute: np.dtype[Any]) -> NDArray[Any]:
-    """``array`` in the compute dtype; finite numbers are clipped to its range, so stay finite."""
+    """Return ``array`` in the compute dtype; finite numbers are clipped to the range of it."""
     if array.dtype.itemsize <= compute.itemsize:
         return cast(array, compute)
     limit = np.finfo(compute).max
@@ -516,7 +516,7 @@ def _bias(attn_bias: ArrayLike | None, shape: Shape, compute: np.dtype[Any]) -> 
 
 
 def _over_scores(name: str, array: NDArray[Any], shape: Shape) -> NDArray[Any]:
-    """A read-only view of ``array`` with the shape of the scores, (B, H, Lq, Lk)."""
+    """Return a read-only view of ``array`` with the shape of the scores, (B, H, Lq, Lk)."""
     fits = array.ndim == 4 and all(
         size in (1, whole) for size, whole in zip(array.shape, shape, strict=True)
     )

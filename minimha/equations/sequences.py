@@ -1,9 +1,9 @@
-"""Where the queries and keys of each sequence are: packed end to end, or in the pages of a pool.
+"""Locate the queries and keys of each sequence: packed end to end, or in the pages of a pool.
 
-Packed sequences follow each other along L, in one batch entry; cumulative lengths
-(flash-attention's ``cu_seqlens``) are their starts. Paged keys are in a pool of pages of equal
-size; a table has the pages of each sequence, in order (Kwon et al., "Efficient Memory Management
-for Large Language Model Serving with PagedAttention", 2023).
+Packed sequences follow each other along L, in one batch entry. Their starts are the cumulative
+lengths, flash-attention's ``cu_seqlens``. Paged keys are in a pool of pages of equal size, and a
+table lists the pages of each sequence in order (Kwon et al., "Efficient Memory Management for Large
+Language Model Serving with PagedAttention", 2023).
 
 Each sequence is a separate problem: positions, lengths and offsets count from its first query and
 key, and no sequence sees another.
@@ -37,16 +37,16 @@ class Sequences(NamedTuple):
     pages: NDArray[np.int64]
     first_keys: NDArray[np.int64]
     page_size: int  # ``ONE_PAGE`` if the keys are not paged
-    room: NDArray[np.int64]  # the most keys of a sequence
-    ids: NDArray[np.int64]  # the caller's number of each sequence: b of caller's functions
+    room: NDArray[np.int64]  # the number of keys for which each sequence has rows
+    ids: NDArray[np.int64]  # the number of each sequence, which caller's functions get as b
 
     def rows(self, s: int) -> tuple[slice, slice, slice]:
-        """The index of the queries of sequence ``s`` in q, O and L."""
+        """Return the index of the queries of sequence ``s`` in q, O and L."""
         entry, first, number = self.queries[s].tolist()
         return slice(entry, entry + 1), slice(None), slice(first, first + number)
 
     def keys(self, X: NDArray[Any], s: int, length: int) -> NDArray[Any]:
-        """The first ``length`` rows of sequence ``s`` of k or v, (1, Hkv, length, D)."""
+        """Return the first ``length`` rows of sequence ``s`` of k or v, (1, Hkv, length, D)."""
         if self.page_size == ONE_PAGE:
             entry, first = self.pages[s, 0], self.first_keys[s]
             return X[entry : entry + 1, :, first : first + length]
@@ -55,13 +55,13 @@ class Sequences(NamedTuple):
         return np.asarray(rows[:, :, :length])
 
     def some(self, chosen: NDArray[np.bool_]) -> Sequences:
-        """The ``chosen`` sequences, with the same rows and ids."""
+        """Return the ``chosen`` sequences, with the same rows and ids."""
         names = ("queries", "pages", "first_keys", "room", "ids")
         return self._replace(**{name: getattr(self, name)[chosen] for name in names})
 
 
 def one_per_entry(B: int, Lq: int, Lk: int) -> Sequences:
-    """The batch entries of a problem without packing and pages, as sequences."""
+    """Return ``Sequences`` with one sequence per batch entry, for unpacked and unpaged arrays."""
     entries, zeros = np.arange(B), np.zeros(B, np.int64)
     queries = np.column_stack((entries, zeros, np.full(B, Lq)))
     return Sequences(queries, entries[:, None], zeros, ONE_PAGE, np.full(B, Lk), entries)
@@ -71,7 +71,7 @@ def sequences_of(
     q: Shape, k: Shape, cu_seqlens_q: ArrayLike | None, cu_seqlens_k: ArrayLike | None,
     block_table: ArrayLike | None,
 ) -> Sequences | None:  # fmt: skip
-    """The sequences for shapes q and k (B, H, L, D), checked; None without packing and pages."""
+    """Check and return the sequences for shapes q, k (B, H, L, D); None without packing or pages."""
     if cu_seqlens_q is None and cu_seqlens_k is None and block_table is None:
         return None
     (B, _, Lq, _), (Bk, _, Lk, _) = q, k
@@ -107,7 +107,7 @@ def sequences_of(
 
 
 def _cumulative(name: str, value: Any, array: str, B: int, L: int) -> NDArray[np.int64]:
-    """The first row of each sequence in ``array``, of ``B`` entries with ``L`` rows; and L."""
+    """Return ``value`` checked, as (n + 1,): the first row of each sequence in ``array``, and L."""
     starts, name, axis = as_integers(name, value), name_of(name), f"L{array}"
     if B != 1:
         raise ValueError(
@@ -137,7 +137,7 @@ def _cumulative(name: str, value: Any, array: str, B: int, L: int) -> NDArray[np
 
 
 def _paged(queries: NDArray[np.int64], block_table: Any, page_size: int) -> Sequences:
-    """Sequences whose keys are in pages; ``check_pages`` checks that these exist."""
+    """Return sequences with paged keys; ``check_pages`` checks later that the pages exist."""
     table, name = as_integers("block_table", block_table, 1 << 64), name_of("block_table")
     n = len(queries)
     if table.ndim != 2 or len(table) != n:
@@ -152,7 +152,7 @@ def _paged(queries: NDArray[np.int64], block_table: Any, page_size: int) -> Sequ
 
 
 def check_pages(sequences: Sequences, kv_lengths: NDArray[np.int64], num_pages: int) -> None:
-    """Raise ValueError for the first entry of the table that is needed and is no page."""
+    """Raise ValueError for the first entry of the table that is used but is no valid page."""
     needed = -(-kv_lengths // sequences.page_size)
     is_used = np.arange(sequences.pages.shape[1]) < needed[:, None]
     wrong = np.argwhere(is_used & ((sequences.pages < 0) | (sequences.pages >= num_pages)))

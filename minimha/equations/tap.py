@@ -1,10 +1,10 @@
-"""A tap receives every intermediate of the equations, and returns it.
+"""Taps: functions that receive every intermediate of the equations, and return it.
 
 The equations continue with the value that ``tap(name, value)`` returns, so that a line with a tap
 still reads as mathematics. ``no_tap`` records nothing; ``explain.Trace`` records everything. A
-value is an array, or the source of a caller's function, before the step that the function makes.
+value is an array, or the source code of a caller's function, before the step of that function.
 
-A caller's tap is wrapped by ``safe_tap``: it gets read-only arrays.
+``safe_tap`` wraps a caller's tap, so that the tap receives read-only arrays.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ def no_tap(name: str, value: Any) -> Any:
 
 
 def safe_tap(tap: Tap) -> Tap:
-    """A tap that passes read-only arrays to ``tap`` and checks what it returns.
+    """Return a tap that passes read-only arrays to ``tap`` and checks what ``tap`` returns.
 
     >>> safe_tap(lambda name, value: value[0])("scores", np.zeros((1, 2)))
     Traceback (most recent call last):
@@ -48,10 +48,10 @@ def safe_tap(tap: Tap) -> Tap:
 
 @contextmanager
 def replacing(tap: Tap, replace: Steps) -> Iterator[Tap]:
-    """Yield a tap that replaces the values of some steps, and then calls ``tap``, checked.
+    """Yield a tap that replaces the values of some steps, and then calls ``safe_tap(tap)``.
 
-    Raises TypeError or ValueError for a value that does not fit its step and, at the end, for a
-    name that is no step.
+    Raises ValueError for a value that does not fit its step and, at the end, for a name that is no
+    step.
     """
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace is {replace!r}: expected a dict from names of steps to arrays")
@@ -77,7 +77,7 @@ def replacing(tap: Tap, replace: Steps) -> Iterator[Tap]:
 
 
 def _like(whose: str, name: str, found: Any, value: Any) -> Any:
-    """``found``, if it has the shape and dtype of ``value``, or is a number as ``value`` is."""
+    """Return ``found``; raise ValueError unless its shape and dtype are those of ``value``."""
     if isinstance(value, np.generic) and isinstance(found, (int, float, np.number)):
         return value.dtype.type(found)
     shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
@@ -88,9 +88,9 @@ def _like(whose: str, name: str, found: Any, value: Any) -> Any:
 
 
 def renamed(tap: Tap, **names: str | None) -> Tap:
-    """A tap that renames the step ``old`` to ``new`` for each ``old="new"``, or drops it for None.
+    """Return a tap that renames steps by ``old="new"``, and drops those renamed to None.
 
-    A layer uses it where the result of an equation is an intermediate of the layer.
+    A layer renames the result of an equation that is only an intermediate of the layer.
 
     >>> names = []
     >>> tap = renamed(lambda name, value: names.append(name) or value, output="head_output", q=None)
@@ -108,7 +108,7 @@ def renamed(tap: Tap, **names: str | None) -> Tap:
 
 
 def staged(tap: Tap, stage: str) -> Tap:
-    """A tap that renames every step to ``name[stage]``, so that several layers can share a trace.
+    """Return a tap that renames every step to ``name[stage]``, so that layers can share a trace.
 
     >>> names = []
     >>> staged(lambda name, value: names.append(name) or value, "decoder")("q", 2.0), names
@@ -118,7 +118,7 @@ def staged(tap: Tap, stage: str) -> Tap:
 
 
 def prefixed(tap: Tap, prefix: str) -> Tap:
-    """A tap that puts ``prefix`` before every name, for an equation that is used twice.
+    """Return a tap that puts ``prefix`` before every name, for an equation that is used twice.
 
     >>> names = []
     >>> tap = prefixed(lambda name, value: names.append(name) or value, "final_")

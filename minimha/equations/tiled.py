@@ -6,9 +6,8 @@ and its output O, all relative to the maximum so far. A larger maximum rescales 
 
     exp(s - m_new) = exp(s - m_old) · exp(m_old - m_new)
 
-O is a sum, which may overflow although the mean of the values does not. If it could, P is
-multiplied by a small power of 2 before it multiplies V, and so is the l that divides O: no digit
-changes.
+O is a sum, which may overflow although the mean of the values does not. If O could overflow, P and
+the l that divides O are multiplied by the same small power of 2, which changes no digit.
 
 Batch and heads are leading axes throughout. Line 10 as printed in the paper multiplies O by the
 *inverse* of diag(exp(m_old - m_new)). That is a slip: line 9 rescales l without the inverse, and O
@@ -37,14 +36,14 @@ def unsupported(problem: Problem) -> str | None:
 def forward(
     problem: Problem, tap: Tap = no_tap, *, B_r: int = BLOCK_ROWS, B_c: int = BLOCK_COLUMNS
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L of ``problem``, from blocks of ``B_r`` queries and ``B_c`` keys.
+    """Return O and L of ``problem``, computed in blocks of ``B_r`` queries and ``B_c`` keys.
 
-    A block of keys is not loaded if, by position and length, no query of the block sees any of it
-    in any batch entry; ``attn_mask`` and ``attn_bias`` do not count.
+    A block of keys is skipped if position and length hide all its keys from all queries of the
+    block, in every batch entry. ``attn_mask`` and ``attn_bias`` are not considered for that.
 
-    O has shape (B, H, Lq, Dv), L (B, H, Lq), both the compute dtype. ``tap`` receives ``Q[i=0]``,
-    and for each block of keys ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, ``m[…]``, ``P[…]``, ``factor[…]``
-    (by which l and O so far are multiplied), ``l[…]`` and ``O[…]``.
+    O has shape (B, H, Lq, Dv), L (B, H, Lq), and both have the compute dtype. ``tap`` receives
+    ``Q[i=0]``, and for each block of keys ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, ``m[…]``, ``P[…]``,
+    ``factor[…]`` (by which l and O so far are multiplied), ``l[…]`` and ``O[…]``.
     """
     for name, size in (("B_r", B_r), ("B_c", B_c)):
         if size < 1:
@@ -70,7 +69,7 @@ def forward(
 def _row_block(
     problem: Problem, i: int, rows: slice, B_c: int, shrink: float, tap: Tap
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Lines 4 to 15: O and L of one block of queries."""
+    """Return O and L of block ``i`` of queries: lines 4 to 15."""
     compute = problem.compute
     Q_i = tap(f"Q[i={i}]", problem.q[..., rows, :].astype(compute, copy=False))  # line 4
     m = np.full((*Q_i.shape[:3], 1), -np.inf, compute)  # line 5
@@ -94,7 +93,7 @@ def _row_block(
 
 
 def visible_blocks(problem: Problem, rows: slice, B_c: int) -> list[tuple[int, slice]]:
-    """Index and keys of each block that some query of ``rows``, in some batch entry, sees."""
+    """Return the index and the keys of each block that any query of ``rows`` sees."""
     ranges = [
         key_range(rows.start, rows.stop, int(offset), problem.left, problem.right, int(length))
         for offset, length in zip(problem.q_offset, problem.kv_lengths, strict=True)

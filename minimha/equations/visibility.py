@@ -1,4 +1,4 @@
-"""Does query i see key j? One rule for NumPy, numba and CUDA.
+"""Decide whether query i sees key j, by one rule for NumPy, numba and CUDA.
 
 Causality, a sliding window and a padded cache are one condition with different bounds. Query i is
 at key position p = i + q_offset. It sees the keys from p - left to p + right, both inclusive, that
@@ -35,9 +35,9 @@ def sees(i: Any, j: Any, q_offset: Any, left: Any, right: Any, length: Any) -> A
 def key_range(
     i_start: int, i_stop: int, q_offset: int, left: int, right: int, length: int
 ) -> tuple[int, int]:
-    """Half-open range of the keys that any of the queries ``i_start <= i < i_stop`` sees.
+    """Return the range (start, stop) of keys that queries ``i_start <= i < i_stop`` see.
 
-    It is empty (start >= stop) if no query sees a key.
+    The range is half-open, and empty (start >= stop) if no query sees a key.
 
     >>> key_range(2, 4, 0, 1, 0, 10)  # queries 2 and 3, window (1, 0): keys 1, 2 and 3
     (1, 4)
@@ -64,7 +64,7 @@ def is_full(
 
 
 def query_range(j: int, q_offset: int, left: int, right: int, length: int) -> tuple[int, int]:
-    """Half-open range of the queries, from 0 on, that see key ``j``; empty if start >= stop.
+    """Return the half-open range of the queries that see key ``j``; empty if start >= stop.
 
     >>> query_range(2, 0, 1, 0, 10)  # key 2, window (1, 0): queries 2 and 3
     (2, 4)

@@ -1,8 +1,8 @@
-"""Chooses the backend of "auto": the fastest one whose preparation costs less than it saves.
+"""Choose the backend of "auto": "cpu" once its kernels have paid for their preparation, or "dense".
 
-The CPU kernels win at every size once they are compiled. But importing numba and loading them takes
-half a second, and compiling them some seconds. So "dense" computes until it has taken that long: a
-toy problem never waits, and many problems take at most twice the shortest time.
+The CPU kernels are fastest at every size once they are compiled. But importing numba and loading
+them takes half a second, and compiling them some seconds. So "dense" computes until its calls have
+taken that long: a toy problem never waits, and many problems take at most twice the shortest time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOG = logging.getLogger("minimha")
 BACKEND = "minimha.kernels.cpu.backend"
 LOADING, COMPILING = 0.5, 10.0  # seconds until a kernel is ready, from disk and from its source
 DENSE_RATE = 5e9  # products per second, about, of the dense backend
-DENSE_MEMORY = 1 << 30  # bytes of scores from which compiling the kernels is worth it
+DENSE_MEMORY = 1 << 30  # bytes of scores; for more, the kernels are compiled at once
 
 _spent = 0.0  # seconds that "auto" has spent in the dense backend
 _broken = False
@@ -26,10 +26,10 @@ _warned: set[str] = set()  # reasons why functions could not be compiled
 
 
 def choose(problem: Problem) -> str:
-    """The backend for ``problem``: "cpu" or "dense"."""
+    """Return the backend for ``problem``: "cpu" or "dense"."""
     if _broken:
         return "dense"
-    # It is in sys.modules too while another thread imports it: then importing it waits.
+    # A module that another thread is importing is in sys.modules too; importing it waits.
     loaded = _imported() if BACKEND in sys.modules else None
     if loaded and loaded.is_ready(problem):
         return _supporting(loaded, problem)
@@ -53,14 +53,14 @@ def spent(seconds: float) -> None:
 
 
 def give_up(error: Exception) -> None:
-    """Stop using the CPU kernels, which cannot be compiled here."""
+    """Stop using the CPU kernels, because compiling them raised ``error``."""
     global _broken
     _broken = True
     LOG.warning("minimha: the CPU kernels cannot run here, NumPy computes instead: %s", error)
 
 
 def _supporting(backend: ModuleType, problem: Problem) -> str:
-    """ "cpu", or "dense" if a function of ``problem`` cannot be compiled."""
+    """Return "cpu", or "dense" if a function of ``problem`` cannot be compiled."""
     reason = backend.unsupported(problem)
     if reason is None:
         return "cpu"

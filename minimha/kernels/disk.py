@@ -1,9 +1,9 @@
-"""Machine code on disk: found by a digest of its sources, and read only if this user wrote it.
+"""Store machine code on disk, and find it by a digest of its sources.
 
-numba's cache identifies a kernel by the date of its one file, and so runs old code after an
-upgrade. Here a file's name has a digest of everything that machine code depends on: all sources of
-the kernels, the compilers' versions and settings, and the processor. Its first bytes are a checksum
-of the rest, so that a truncated file is ignored.
+numba's cache checks only the date of a kernel's source file, and so runs old code after an upgrade.
+Here a file's name contains a digest of all dependencies of the machine code: all sources of the
+kernels, the compilers' versions and settings, and the processor. A file begins with a checksum of
+the rest, so that a truncated file is ignored.
 
 Files and folders that another user (except root) could write are not read, since their content
 would be executed; see SECURITY.md.
@@ -34,15 +34,15 @@ except ImportError:  # Windows
 
 LOG = logging.getLogger("minimha")
 PACKAGE = Path(__file__).resolve().parents[1]
-WAIT = 120  # seconds for another process that compiles; after that this one compiles too
+WAIT = 120  # seconds to wait for another process that compiles, before this one compiles too
 KEPT = 8  # versions of one kernel in a folder: for several CPUs and settings
 
 
 class File:
-    """The machine code of one function, in the first folder that has it.
+    """A file with the machine code of one function, in one of ``folders()``.
 
-    ``name`` is its name in the log and on disk; at most ``kept`` files of that name stay in a
-    folder. Other ``facts``, on which the machine code depends, are another file.
+    ``name`` is the function's name in the log and on disk; a folder keeps at most ``kept`` files of
+    that name. The machine code depends on ``facts``, and each value of them has a separate file.
     """
 
     def __init__(self, name: str, facts: str, kept: int = KEPT) -> None:
@@ -52,11 +52,11 @@ class File:
         self._locked = int(digest[:7], 16)  # the byte of the lock file that locks this file
 
     def read(self, refused: bytes | None = None) -> bytes | None:
-        """The machine code, unless it equals ``refused``; None if no folder has it."""
+        """Return the machine code, or None if no folder has any that differs from ``refused``."""
         return next((code for _, code in self._found() if code != refused), None)
 
     def content(self, make: Callable[[], bytes], refused: bytes | None = None) -> bytes:
-        """The machine code, from disk or, in the first process, from ``make``.
+        """Return the machine code from disk; if it is missing, store the result of ``make()``.
 
         Machine code on disk that equals ``refused`` is ignored.
         """
@@ -70,7 +70,7 @@ class File:
         return code
 
     def path(self) -> Path | None:
-        """The file that has the machine code, or None."""
+        """Return the path of the file, or None if no folder has it."""
         return next((path for path, _ in self._found()), None)
 
     def _found(self) -> Iterator[tuple[Path, bytes]]:
@@ -83,7 +83,7 @@ class File:
                         yield path, content[32:]
 
     def write(self, code: bytes) -> None:
-        """Store the machine code and delete old versions; if that fails, only log a warning."""
+        """Store the machine code and delete old versions; a failure is only logged."""
         folder = _writable_folder()
         if folder is None:
             _warn_once("no folder for compiled kernels can be written: every process compiles them")
@@ -107,7 +107,7 @@ class File:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Lock this file against other processes, which wait up to ``WAIT`` seconds.
+        """Lock this file, waiting up to ``WAIT`` seconds for another process.
 
         Each version of the function has a separate lock.
         """
@@ -134,14 +134,14 @@ class File:
 
 
 def folders() -> list[Path]:
-    """Folders for compiled kernels: NUMBA_CACHE_DIR, beside the sources, the user's cache."""
+    """Return the folders for compiled kernels: NUMBA_CACHE_DIR, __pycache__, the user's cache."""
     found = [Path(numba.config.CACHE_DIR) / "minimha"] if numba.config.CACHE_DIR else []
     user = _user_cache()  # relative if the user has no home, as in some containers
     return [*found, Path(__file__).parent / "__pycache__", *([user] if user.is_absolute() else [])]
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether only this user or root can write ``path``; an OSError if it does not exist."""
+    """Return whether only this user or root can write ``path``; raise OSError if it is missing."""
     status = path.stat()
     if not hasattr(os, "getuid"):
         return True
@@ -149,7 +149,7 @@ def is_trusted(path: Path) -> bool:
 
 
 def digest(facts: list[Any], sources: Iterable[Path]) -> str:
-    """A digest of the ``repr`` of ``facts`` and of the contents of ``sources``."""
+    """Return a digest of the ``repr`` of ``facts`` and the contents of the files ``sources``."""
     whole = hashlib.sha256(repr(facts).encode())
     for path in sources:
         whole.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
@@ -168,7 +168,7 @@ def _user_cache() -> Path:
 
 
 def _writable_folder() -> Path | None:
-    """The first folder that this user, and no other, can write."""
+    """Return the first folder that this user, and no other except root, can write; or None."""
     for folder in folders():
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

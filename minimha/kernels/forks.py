@@ -1,16 +1,17 @@
-"""Makes a fork wait until no other thread compiles or imports a backend.
+"""Make a fork wait until no other thread compiles or imports a backend.
 
-A child has only the thread that forked. In it a lock that another thread held stays locked for
-ever, and what that thread was changing stays half changed. numba compiles under one lock, llvmlite
-calls LLVM under another, and the child needs both: so a fork waits until no other thread compiles,
-at most some seconds. It also waits until no other thread imports a backend, which the child could
-not finish.
+A forked child has only the thread that forked. A lock that another thread held stays locked for
+ever, and data that another thread was changing stays half changed. numba compiles under one lock,
+llvmlite calls LLVM under another, and the child needs both. So a fork waits until no other thread
+compiles, at most some seconds. It also waits until no other thread imports a backend, because the
+child could not finish the import.
 
-``before`` handlers run in reverse order. logging's takes a lock that imports need: it is registered
-first, so that it is not held while this one waits. So is that of concurrent.futures: if it were
-registered while this one waits, its lock would be released without being taken.
+``before`` handlers run in reverse order of registration. logging is imported first, because imports
+need the lock of its handler, which must not be held while ``_hold`` waits. concurrent.futures is
+imported first too. If it registered its handlers during ``_hold``, they would release a lock that
+was never acquired.
 
-This does not help NumPy's OpenBLAS: a fork may hang while a thread multiplies large matrices, as
+NumPy's OpenBLAS has no such lock: a fork may hang while a thread multiplies large matrices, as
 "dense" does.
 """
 
@@ -41,10 +42,10 @@ _held = threading.local()  # the locks of a thread that forks: others may fork a
 
 
 def imported(name: str) -> Any:
-    """Import the module ``name``; a forked child has it either complete or not at all.
+    """Import the module ``name``; a forked child has the module either complete or not at all.
 
-    If importing a package fails, Python removes the package but not its modules, and could not
-    import it again: they are removed too.
+    If importing a package fails, Python removes the package from ``sys.modules`` but not its
+    modules. These are removed too, since otherwise a later import would fail.
     """
     with _importing:
         before = set(sys.modules)

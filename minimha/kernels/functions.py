@@ -1,4 +1,4 @@
-"""Compiles a caller's ``score_mod`` or ``mask_mod`` with numba; errors name the line."""
+"""Compile a caller's ``score_mod`` or ``mask_mod`` with numba; errors name the line."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ Compiler = Callable[[FunctionType, tuple[Any, ...]], tuple[Any, Any]]
 
 
 class Refused(Exception):  # noqa: N818  (it states a fact about a function)
-    """numba cannot compile a function; the message is a sentence that names the line."""
+    """numba cannot compile a function; the message names the line."""
 
 
 class NotNow(Refused):
-    """numba lacked memory, open files or the like: a later call may try again."""
+    """numba lacked a resource, such as memory or open files; a later call may try again."""
 
 
 def plain(function: Any) -> Any:
-    """The caller's plain function, also if it is in one of numba's dispatchers."""
+    """Return the plain function inside a dispatcher of numba, or ``function`` itself."""
     return getattr(function, "py_func", function)
 
 
 def compiled_function(
     name: str, function: Any, compute: np.dtype[Any], compiler: Compiler, target: str = ""
 ) -> tuple[Any, Any]:
-    """Machine code of ``function`` for scores of dtype ``compute``, and the type that it returns.
+    """Return machine code of ``function`` for scores of dtype ``compute``, and its return type.
 
-    ``compiler`` makes both from a plain function and the types of its arguments. ``target``, such
-    as " for a GPU", goes into the sentence of an error.
+    ``compiler`` takes a plain function and the types of its arguments, and returns both. Error
+    messages contain ``target``, such as " for a GPU".
     """
     function = plain(function)
     if not isinstance(function, FunctionType):
@@ -63,13 +63,13 @@ def compiled_function(
 
 
 def is_fitting(name: str, returned: Any) -> bool:
-    """Whether the type ``returned`` is a real number, for score_mod, or a bool, for mask_mod."""
+    """Return whether the type ``returned`` fits: a real for score_mod, a bool for mask_mod."""
     fitting = types.Boolean if name == "mask_mod" else (types.Integer, types.Float)
     return isinstance(returned, fitting)
 
 
 def check_returned(name: str, returned: Any) -> None:
-    """Raise TypeError if the type ``returned`` is not fitting."""
+    """Raise TypeError unless ``is_fitting(name, returned)``."""
     if not is_fitting(name, returned):
         is_none, is_some = returned == types.none, isinstance(returned, types.Optional)
         kind = f"{returned.type} or None" if is_some else types.unliteral(returned)
@@ -77,14 +77,14 @@ def check_returned(name: str, returned: Any) -> None:
 
 
 def _lacks_resources(error: BaseException | None) -> bool:
-    """Whether this is an error of the system, or numba's with such an error as its context."""
+    """Return whether ``error``, or an error in its context, is an OSError or a MemoryError."""
     while error and not isinstance(error, (OSError, MemoryError)):
         error = error.__context__
     return error is not None
 
 
 def _sentence(what: str, function: FunctionType, error: Exception) -> str:
-    """The sentence of an error: the line that numba cannot compile, and why."""
+    """Return an error message: the line that numba cannot compile, and why."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
     file = function.__code__.co_filename
     number = _line(error, text, file) or function.__code__.co_firstlineno
@@ -98,7 +98,7 @@ def _sentence(what: str, function: FunctionType, error: Exception) -> str:
 
 
 def _line(error: Exception, text: str, file: str) -> int | None:
-    """The line in ``file`` that numba's error names, in a field or in its text, or None."""
+    """Return the line in ``file`` that numba's error names, in a field or its text, or None."""
     loc = getattr(error, "loc", None)
     name = re.escape(Path(file).name)
     found = re.search(rf'(?<={name}", line )\d+|(?<={name} \()\d+(?=\))', text)

@@ -1,10 +1,10 @@
-"""The ladders: how fast attention can be computed, one file per rung, one idea per rung.
+"""List the kernels of each ladder: every rung is one file with one idea, and is faster.
 
 A rung is a module. A CPU rung has ``forward(problem)``, and supports every problem. A CUDA rung has
 ``unsupported(problem)`` and ``launches(…)``, see ``cuda/arguments.py``. All rungs pass the same
 tests as the equations. No rung is imported before it is used, because numba is slow to import.
 
-A rung's speed stands in its header alone, as the last paragraph.
+The last paragraph of a rung's module docstring is the rung's speed.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Rung(NamedTuple):
-    """A rung's idea, and the problems it takes."""
+    """The idea of a kernel, and the problems that it takes."""
 
     idea: str
     takes: str = "every problem"
@@ -61,11 +61,11 @@ CUDA_LADDER = {
 }
 IF_NAMED = ("cuda.rung6_warpgroups",)  # chosen only if an environment variable names it
 ALSO = "MINIMHA_CUDA_RUNGS"  # that variable: rungs, joined by commas, that no GPU has run yet
-FEW_QUERIES = 8  # up to here reading K and V is the work, and a panel would be mostly padding
+FEW_QUERIES = 8  # at most: reading K and V then takes all the time, and a panel is mostly padding
 
 
 def measured(rung: str) -> str:
-    """The speed of a rung: the last paragraph of its header, without importing the module."""
+    """Return the speed of a rung, the last paragraph of its docstring, without importing it."""
     spec = find_spec(f"minimha.kernels.{rung}")
     source = spec and spec.origin and Path(spec.origin).read_text(encoding="utf-8")
     header = ast.get_docstring(ast.parse(source or "")) or ""

@@ -1,4 +1,4 @@
-"""The small options of a problem as arguments of a kernel, for the CPU and CUDA alike."""
+"""Convert the small options of a problem to arguments of CPU and CUDA kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Options(NamedTuple):
     """The small options of a problem, as arguments of a kernel.
 
     Without a soft cap ``softcap`` is 0, without sinks ``sinks`` is all -inf, and without ALiBi
-    ``slopes`` is empty. If 16-bit numbers ``is_bfloat16``; otherwise they are float16.
+    ``slopes`` is empty. 16-bit numbers are float16 unless ``is_bfloat16``.
     """
 
     left: int
@@ -35,7 +35,7 @@ class Options(NamedTuple):
 
 
 def options(problem: Problem) -> Options:
-    """The small options of ``problem``, with neutral values for absent ones."""
+    """Return the small options of ``problem``, with neutral values for absent options."""
     compute, H = problem.compute, problem.q.shape[1]
     slopes, sinks = problem.alibi_slopes, problem.sinks
     return Options(
@@ -50,5 +50,5 @@ def options(problem: Problem) -> Options:
 
 @cache
 def _neutral(number: int, compute: np.dtype[Any]) -> NDArray[Any]:
-    """``number`` times -inf; cached, since a new array costs 1 µs per call."""
+    """Return an array of ``number`` times -inf, cached because a new array costs 1 µs per call."""
     return np.full(number, -np.inf, compute)

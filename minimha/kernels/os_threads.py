@@ -1,11 +1,11 @@
-"""Threads and locks of the operating system, which survive signals and patched modules.
+"""Start threads of the operating system, in spite of signals and patched modules.
 
-gevent and eventlet replace functions in Python's modules, before or after minimha is imported, so
-that their threads take turns in one. A helper that never returns to Python would stop them all. So
-threads and locks come from a second copy of ``_thread``, a module that is built into Python.
+gevent and eventlet replace functions in Python's modules, before or after minimha is imported, and
+run all Python threads in one system thread. A helper that never returns to Python would stop them
+all. So threads and locks come from a second copy of the built-in module ``_thread``.
 
-The handler of a signal, such as that of Ctrl-C, may raise between any two steps of Python in the
-main thread. So threads start and end in one step each.
+A signal's handler, such as that of Ctrl-C, may raise between any two bytecodes of the main thread.
+So starting or ending a thread is one bytecode each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RLock = _thread.RLock
 def start(target: Callable[[], Any], started: list[int]) -> bool:
     """Start a thread that calls ``target``, and append its identifier to ``started``.
 
-    Returns False if the system gives no more threads.
+    Returns False if the system provides no more threads.
     """
     new, before = map(_thread.start_new_thread, [target], [()]), len(started)
     try:
@@ -41,11 +41,11 @@ def start(target: Callable[[], Any], started: list[int]) -> bool:
 
 
 def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] | None = None) -> None:
-    """Call each task in its own thread, or in this one if the system gives no more threads.
+    """Call each task in its own thread, or in this one if the system provides no more threads.
 
-    If a signal's handler raises, ``cancel`` is called, and all threads are awaited. A second
-    exception ends that wait, and without ``cancel`` there is none: so a task must hold references
-    to what it writes.
+    If a signal's handler raises, ``cancel`` is called, and then all threads are awaited until they
+    end or a second exception comes. Without ``cancel`` no thread is awaited. So a task must hold
+    references to the memory that it writes.
     """
     started: list[int] = []
     ended: list[BaseException | None] = []
@@ -80,9 +80,9 @@ def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] | None =
 
 
 def in_another_thread(work: Callable[[], Any]) -> Any:
-    """``work()``, called outside the main thread, which receives signals.
+    """Call ``work()`` outside the main thread, which receives signals, and return its result.
 
-    Ctrl-C ends the waiting at once; the work continues to its end.
+    Ctrl-C ends the waiting at once, but ``work`` continues to its end.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()

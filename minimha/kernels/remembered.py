@@ -1,8 +1,9 @@
-"""Plans of earlier calls: an equal call need not check and plan again.
+"""Remember plans, so that a call with an equal key need not check and plan again.
 
 A plan's key is everything that the plan depends on. Plans for the CPU are remembered if the options
-are numbers, functions and starts of packed sequences; for a GPU also with lists of numbers and
-small arrays, by value. Types are part of the key: True is no window's width although True == 1.
+are numbers, functions and starts of packed sequences. Plans for a GPU may also have lists of
+numbers and small arrays, by value. Keys include types, because a window of True is an error but
+True == 1.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _plans: dict[Any, Any] = {}
 def key_of(
     q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, backend: Any, *options: Any
 ) -> tuple[Any, ...] | None:
-    """The key of a plan for these arguments, or None if it cannot be remembered.
+    """Return the key of a plan for these arguments, or None if such a plan is not remembered.
 
-    The functions are ``taken``. A plan serves all numbers and arrays that ``score_mod`` captures,
-    but hidden blocks depend on those of ``mask_mod``.
+    The functions are ``Placed``. A plan serves all numbers and arrays that ``score_mod`` captures,
+    but only one set of those that ``mask_mod`` captures, because hidden blocks depend on them.
     """
     if not (type(q) is type(k) is type(v) is np.ndarray and type(backend) is str):
         return None
@@ -47,14 +48,14 @@ def key_of(
 
 
 def _computed_by(mask_mod: Placed) -> Hashable:
-    """Equal for functions that compute the same; a ``BlockMask`` is also compared by identity."""
+    """Return a key, equal for masks that hide the same; a ``BlockMask`` is compared by identity."""
     function, corner, reading = mask_mod
     is_block_mask = isinstance(function, BlockMask)
     return Same(function) if is_block_mask else None, corner, reading and reading.contents
 
 
 def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Types and values of options, or None if an option needs full validation.
+    """Return types and values of options as a key, or None if an option needs full validation.
 
     >>> by_value([True, [1, 2.5]])
     (<class 'bool'>, True, <class 'list'>, (<class 'int'>, <class 'float'>), (1, 2.5))
@@ -77,17 +78,17 @@ def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:
 
 
 def recall(key: tuple[Any, ...] | None) -> Any:
-    """The plan for a key, or None."""
+    """Return the plan for a key, or None."""
     return _plans.get(key)
 
 
 def remember(key: tuple[Any, ...], plan: Any) -> None:
-    """Keep a plan; if there are too many, forget all others."""
+    """Store a plan under ``key``, after forgetting all others if there are ``MOST``."""
     if len(_plans) >= MOST:
         _plans.clear()
     _plans[key] = plan
 
 
 def forget() -> None:
-    """Forget all plans, because what they depend on has changed."""
+    """Forget all plans."""
     _plans.clear()

@@ -1,4 +1,4 @@
-"""The effect of the options on one score, in plain Python that CPU and CUDA rungs compile.
+"""Apply the options to one score, in plain Python that CPU and CUDA rungs compile.
 
 The order is that of the equations: scaled → capped → biased (``attn_bias``, then ALiBi) → masked.
 Causality, window and lengths are in ``minimha.equations.visibility``.
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Head(NamedTuple):
-    """The options of one head, all of them numbers, so that numba counts no references."""
+    """The options of one head: numbers only, so that numba counts no references."""
 
     left: int
     right: int
@@ -23,20 +23,20 @@ class Head(NamedTuple):
 
 
 def head_of(o: Any, b: Any, h: Any) -> Any:
-    """The options of head h of batch entry b, from ``options.Options`` o."""
+    """Return the options of head h of batch entry b, from ``options.Options`` o."""
     slope = o.slopes[h] if o.slopes.size else o.sinks.dtype.type(0)
     return Head(o.left, o.right, o.q_offset[b], o.kv_lengths[b], o.scale, o.softcap, slope)
 
 
 def is_hidden(mask: Any, bias: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Whether the mask or a bias of -inf hides key j from query i of head h."""
+    """Return whether the mask or a bias of -inf hides key j from query i of head h."""
     if mask.size and not mask[b, h, i, j]:
         return True
     return bias.size > 0 and bias[b, h, i, j] == -math.inf
 
 
 def final_score(s: Any, bias: Any, head: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """The score of query i and key j from their dot product ``s``: scaled, capped and biased."""
+    """Return the score of query i and key j: their dot product ``s``, scaled, capped and biased."""
     s *= head.scale
     if head.softcap:
         s = head.softcap * math.tanh(s / head.softcap)
