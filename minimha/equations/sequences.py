@@ -71,7 +71,7 @@ def sequences_of(
     q: Shape, k: Shape, cu_seqlens_q: ArrayLike | None, cu_seqlens_k: ArrayLike | None,
     block_table: ArrayLike | None,
 ) -> Sequences | None:  # fmt: skip
-    """Check and return the sequences for shapes q, k (B, H, L, D); None without packing or pages."""
+    """Check and return the sequences for shapes q, k (B, H, L, D), or None if q, k are unpacked."""
     if cu_seqlens_q is None and cu_seqlens_k is None and block_table is None:
         return None
     (B, _, Lq, _), (Bk, _, Lk, _) = q, k

@@ -1,4 +1,4 @@
-"""List the kernels of each ladder: every rung is one file with one idea, and is faster.
+"""List the rungs of each ladder: a rung is a kernel, one file that adds one idea for speed.
 
 A rung is a module. A CPU rung has ``forward(problem)``, and supports every problem. A CUDA rung has
 ``unsupported(problem)`` and ``launches(…)``, see ``cuda/arguments.py``. All rungs pass the same

@@ -1,6 +1,6 @@
-"""The arguments of a kernel, packed into one line of integers that every thread reads.
+"""Pack the arguments of a kernel into one *line*, an array of integers that every thread reads.
 
-A kernel is called with the address of that line and the number of the thread. The line holds::
+A kernel is called with the address of the line and the number of the thread. The line holds::
 
     6 integers               addresses of the headers of q, k, v, O, L and the buffers' memory
     9 integers per array     its address, its shape and its strides, padded to four axes
@@ -8,8 +8,8 @@ A kernel is called with the address of that line and the number of the thread. T
     the counters             on a separate cache line
 
 A later call with arrays of the same shapes and strides copies the line and replaces the first six
-integers. They are the arrays' ``id``: a header begins with the address of the data, which compiled
-code reads there at no cost.
+integers. These are the arrays' ``id``, the addresses of their headers. A header begins with the
+address of the data, which compiled code reads there at no cost.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ NONFINITE, FAILED, TASKS = 0, 1, 2
 
 
 class Buffer(NamedTuple):
-    """An array that a kernel writes besides O and L, in the memory that each call provides.
+    """A temporary array of a kernel, in the memory that each call provides.
 
-    Each thread has one, on separate cache lines, unless it ``is_shared``.
+    Each thread has a separate copy, on separate cache lines, unless the buffer ``is_shared``.
     """
 
     kind: str
@@ -53,14 +53,13 @@ class Buffer(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Shape and strides, in bytes, of an array; a buffer's last stride is that between threads."""
+    """An array's shape and strides in bytes; a buffer's last stride is from thread to thread."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
-# A line's order: what every call provides, then the arrays of every problem, the buffers, the
-# numbers.
+# A line's order: the headers of each call, the arrays of every problem, the buffers, the numbers.
 BROUGHT = ("q", "k", "v", "O", "L", "memory")
 ROWS = ("queries", "pages", "first_keys", "ids")  # of ``Sequences``
 BLOCKS = ("blocks", "first_blocks", "block_columns")  # of ``blocks.Blocks``
@@ -80,14 +79,14 @@ CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
 
 
 def slots(buffers: Iterable[str]) -> dict[str, int]:
-    """Positions in the line of all arrays and buffers, numbers, sizes, workers and counters."""
+    """Return the index in the line of each array and buffer, numbers, sizes, workers, counters."""
     names = [*ARRAYS, *buffers, "numbers"]
     if len({*names, *NUMBERS}) < len(names) + len(NUMBERS):
         raise ValueError(f"two arguments of a kernel have one name: {', '.join(names)}")
     found = {name: len(BROUGHT) + n * ARRAY for n, name in enumerate(names)}
     found["sizes"] = found["numbers"] + len(NUMBERS)
     found["workers"] = found["sizes"] + NUM_SIZES
-    # All threads read what is before and write the counters: the gap separates their cache lines.
+    # All threads read the line and write its counters: the gap puts these on another cache line.
     return found | {"counters": found["workers"] + 1 + CACHE_LINE // 8}
 
 
@@ -95,10 +94,9 @@ def pack(
     layouts: dict[str, Layout], slots: dict[str, int], o: Any, sizes: Sequence[int], workers: int,
     num_counters: int,
 ) -> array[int]:  # fmt: skip
-    """The line for arrays and buffers of these layouts, without their addresses.
+    """Return the line for arrays and buffers of these layouts, without their addresses.
 
-    It is Python's ``array``: copying, reading and taking its address cost half of what they cost in
-    NumPy.
+    The line is Python's ``array``, which is copied, read and addressed twice as fast as NumPy's.
     """
     line = array("q", bytes(8 * (slots["counters"] + num_counters)))
     for name, (shape, strides) in layouts.items():
@@ -114,9 +112,9 @@ def pack(
 
 
 def address(array: NDArray[Any]) -> int:
-    """The address of an array's data, in a tenth of the time of ``array.ctypes.data``.
+    """Return the address of an array's data, ten times as fast as ``array.ctypes.data``.
 
-    In NumPy's C API an array's header begins with it; in CPython ``id`` is the header's address.
+    In CPython ``id`` is the address of an array's header, which begins with the data's address.
     """
     return POINTER(id(array) + HEADER).value or 0
 
@@ -128,10 +126,10 @@ for _array in (np.empty(3), np.empty((4, 5), np.uint8)[1:, 2:]):
 
 
 class Line(types.Type):
-    """numba's type of a line and a thread's number; attributes, ``o.scale``, are read from it.
+    """numba's type of a line with a thread's number; ``o.scale`` reads a field of the line.
 
-    As arguments of a function these are two integers. Named tuples would be more than a hundred,
-    which numba and LLVM would carry through every function. q, k and v have the type ``storage``.
+    A Line is passed to functions as two integers. Named tuples would be more than a hundred
+    integers in every function that numba and LLVM compile. q, k and v have the type ``storage``.
     """
 
     mangling_args = "Line", ()  # shorter than the name, and part of each function's name
@@ -182,14 +180,14 @@ def _read_field(context: Any, builder: Any, kind: Line, value: Any, name: str) -
 
 
 class _Reader:
-    """Generates code that reads a line."""
+    """A generator of code that reads a line."""
 
     def __init__(self, context: Any, builder: Any, kind: Line, line: Any, worker: Any) -> None:
         self._context, self._builder, self._kind = context, builder, kind
         self._line, self._worker = line, worker
 
     def field(self, name: str) -> Any:
-        """An array, a number or the sizes."""
+        """Generate code that reads the array, the number or the sizes of this name."""
         kind, slot = self._kind.fields[name], self._kind.slots
         if name in NUMBERS:
             return self._number(slot["numbers"] + NUMBERS.index(name), kind)
@@ -211,7 +209,7 @@ class _Reader:
         return array_at(self._context, self._builder, kind, pointer, shape, strides)
 
     def _load(self, pointer: Any) -> Any:
-        """Load a value that is constant during a call: after a store LLVM need not reload it."""
+        """Load a value that is constant during a call, so that LLVM need not reload it."""
         loaded = self._builder.load(pointer)
         loaded.set_metadata("invariant.load", self._builder.module.add_metadata([]))
         return loaded
@@ -256,10 +254,10 @@ def array_at(context: Any, builder: Any, kind: Any, pointer: Any, shape: Any, st
 
 
 def unpacker(**buffers: Buffer) -> Any:
-    """Primitive ``unpack(line, worker)``: the arguments of a rung that has these buffers.
+    """Return the primitive ``unpack(line, worker)``, which reads a rung's arguments from a line.
 
-    They are q, k, v, mask, bias, o, O, L, memory and the sizes; ``o`` and ``memory`` are the same
-    ``Line``. The pointer ``line`` points to the dtype in which q, k and v are stored.
+    ``unpack`` returns q, k, v, mask, bias, o, O, L, memory and the sizes; ``o`` and ``memory`` are
+    the same ``Line``. The pointer ``line`` has the dtype in which q, k and v are stored.
     """
 
     @intrinsic

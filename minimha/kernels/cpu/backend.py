@@ -1,4 +1,4 @@
-"""The backend "cpu": computes each problem with the fastest rung of the ladder."""
+"""The backend "cpu", which computes each problem with the fastest rung of the ladder."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ Job = tuple[Kernel, np.dtype[Any]]  # to compile, for that dtype of storage
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this backend does not support ``problem`` (a function's compilation), or None."""
+    """Return why a function of ``problem`` cannot be compiled, or None if it can be."""
     return functions.unsupported(problem)
 
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L of ``problem``; see ``minimha.equations.dense.forward``.
+    """Return O and L of ``problem``; see ``minimha.equations.dense.forward``.
 
-    Arrays are read in place if their last axis is contiguous. float16 and bfloat16 go into the
-    CPU's matrix unit if there is one; otherwise they are widened to float32 one block at a time.
+    Arrays are read in place if their last axis is contiguous. The CPU's matrix unit, if there is
+    one, multiplies float16 and bfloat16; without it they are widened to float32 block by block.
     The first call for a dtype compiles for some seconds, once per machine.
     """
     return plan(problem)(problem)
 
 
 def plan(problem: Problem) -> Plan | Parts:
-    """The plan for problems like this one; its kernel is compiled."""
+    """Compile the kernel for ``problem`` and return a plan for problems of this kind."""
     is_few = problem.num_queries <= FEW_QUERIES
     if problem.sequences is not None and is_few.any() and not is_few.all():
         return Parts(problem, is_few)
@@ -66,15 +66,15 @@ class Parts:
             self._plans.append(_rung(part).plan(part))
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L of a problem, as from ``Plan``."""
+        """Return O and L of a problem, like ``Plan``."""
         return self._together([plan(problem) for plan in self._plans])
 
     def run(self, *given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L for the arguments of ``Plan.run``."""
+        """Return O and L for the arguments of ``Plan.run``."""
         return self._together([plan.run(*given) for plan in self._plans])
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
-        """Whether ``run`` may be called with arrays as ``given``; see ``Plan.fits``."""
+        """Return whether ``run`` accepts arrays like ``given``; see ``Plan.fits``."""
         return all(plan.fits(problem, given) for plan in self._plans)
 
     def _together(
@@ -87,13 +87,13 @@ class Parts:
 
 
 def is_ready(problem: Problem) -> bool:
-    """Whether this process has the kernel for ``problem``, and its functions, compiled."""
+    """Return whether the kernel and the functions of ``problem`` are compiled in this process."""
     kernel: Kernel = _rung(problem).KERNEL
     return kernel.storage(problem) in kernel.compiled and functions.is_ready(problem)
 
 
 def is_stored(problem: Problem) -> bool:
-    """Whether the kernel for ``problem`` is on disk."""
+    """Return whether the kernel for ``problem`` is on disk."""
     kernel: Kernel = _rung(problem).KERNEL
     return kernel.file(kernel.storage(problem)).read() is not None
 
@@ -101,10 +101,10 @@ def is_stored(problem: Problem) -> bool:
 def compile_ahead(
     dtypes: Sequence[str], progress: Callable[[str], None] = lambda doing: None
 ) -> dict[str, Path | None]:
-    """Compile the kernels for ``dtypes``, and return their files.
+    """Compile the kernels for ``dtypes``, and return their files by name.
 
-    This process and others, one per thread, share the work. This process compiles again what the
-    others cannot store on disk.
+    This process and other processes share the work. This process compiles again the kernels that
+    the others could not store on disk.
     """
     wanted = [
         (module.KERNEL, np.dtype(storage))
@@ -123,13 +123,13 @@ def compile_ahead(
     with _compiled_elsewhere([share for share in others if share]):
         compile_here(own)
     compile_here([job for job in wanted if job not in own])
-    pool()  # which compiles the code of its threads
+    pool()  # compiles the code of its threads
     return {kernel.name(dtype): kernel.file(dtype).path() for kernel, dtype in wanted}
 
 
 @contextmanager
 def _compiled_elsewhere(shares: Sequence[Sequence[Job]]) -> Iterator[None]:
-    """Compile each share in a background process; failures surface when the kernel is needed."""
+    """Compile each share in a background process; its errors are raised on the kernel's use."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     processes = []
@@ -149,7 +149,7 @@ def _compiled_elsewhere(shares: Sequence[Sequence[Job]]) -> Iterator[None]:
 
 
 def _program(jobs: Sequence[Job]) -> str:
-    """Python code that compiles the kernels and the code of the pool's threads."""
+    """Return Python source that compiles the kernels and the code of the pool's threads."""
     lines = [
         f"from {kernel.function.__module__} import KERNEL\n"
         f"KERNEL.compile(np.dtype({dtype.name!r}))\n"
@@ -159,7 +159,7 @@ def _program(jobs: Sequence[Job]) -> str:
 
 
 def rungs(dtype: np.dtype[Any]) -> tuple[ModuleType, ModuleType]:
-    """The rungs for many queries and for few queries of a dtype, or of the dtype of its bits."""
+    """Return the rungs for many and for few queries of ``dtype``, which may be that of its bits."""
     has_matrix_unit = rung6_matrix_unit.is_made_for(dtype)
     return rung6_matrix_unit if has_matrix_unit else rung4_parallel, rung5_decode
 

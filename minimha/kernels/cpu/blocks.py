@@ -1,4 +1,4 @@
-"""Which blocks of scores a ``mask_mod`` hides whole: found by its machine code, read by kernels."""
+"""Find the blocks of scores that a ``mask_mod`` hides whole, which kernels skip."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ FILL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)
 FLOAT32 = np.dtype(np.float32)
 MOST = 256  # block masks that are kept; a problem in parts has many
 LARGEST_KEPT = 1 << 20  # bytes of a block mask
-WORTH_SHARING = 1 << 14  # blocks; threads take as long to start as fewer blocks take
+WORTH_SHARING = 1 << 14  # blocks; for fewer, starting threads takes longer than finding the states
 
 _kept: dict[Hashable, Any] = {}
 
 
 class Blocks(NamedTuple):
-    """Which blocks of scores a ``mask_mod`` hides, for sequences that differ in length.
+    """The states of the blocks of scores, for sequences that differ in length.
 
-    B counts sequences, or batch entries. The blocks of a sequence and head are stored row by row.
+    B is the number of sequences, or of batch entries. Each sequence and head has row-major blocks.
     """
 
     blocks: NDArray[np.uint8]  # (N,): all states, as in ``BlockMask``; empty if they are not known
@@ -46,12 +46,12 @@ class Blocks(NamedTuple):
 
 @cache
 def no_blocks(H: int) -> Blocks:
-    """``Blocks`` that are not known; cached, because new arrays cost microseconds per call."""
+    """Return empty ``Blocks``, cached because new arrays cost microseconds per call."""
     return Blocks(np.empty(0, np.uint8), np.empty((0, H), np.int64), np.empty(0, np.int64))
 
 
 def blocks_of(problem: Problem) -> Blocks:
-    """The blocks that ``mask_mod`` hides; found once for sequences that it treats alike."""
+    """Return the ``Blocks`` of ``problem``, computed once for sequences with equal masks."""
     H, B, Lk = problem.q.shape[1], len(problem.kv_lengths), problem.k.shape[2]
     mask_mod: Any = problem.mask_mod
     if isinstance(mask_mod, BlockMask):
@@ -88,19 +88,19 @@ def blocks_of(problem: Problem) -> Blocks:
 def block_states(
     mask_mod: Any, B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """``BlockMask.states``, (B, H, ceil(Lq / 16), ceil(Lk / 32)), by the compiled function."""
+    """Return ``BlockMask.states`` (B, H, ⌈Lq / 16⌉, ⌈Lk / 32⌉), by the compiled ``mask_mod``."""
     kinds = np.column_stack((np.arange(B), np.full(B, Lq), np.full(B, Lk), q_offset))
     try:
         found = _found(Function("mask_mod", mask_mod, FLOAT32, read(mask_mod)), kinds, H)
     except Refused:
         found = None
-    if found is None:  # not compiled, or it raised: NumPy raises that again
+    if found is None:  # it was not compiled, or it raised: then NumPy raises the same error
         return block_mask.states(mask_mod, B, H, Lq, Lk, q_offset)
     return found.reshape(B, H, -(-Lq // ROWS), -(-Lk // COLUMNS))
 
 
 def _layout(kinds: NDArray[np.int64], heads: int) -> tuple[NDArray[np.int64], ...]:
-    """For each of ``kinds`` the rows and columns of blocks, and the position of its first state."""
+    """Return for each of ``kinds`` the rows and columns of blocks, and the index of the first."""
     rows, columns = -(-kinds[:, 1] // ROWS), -(-kinds[:, 2] // COLUMNS)
     sizes = heads * rows * columns
     return rows, columns, np.cumsum(sizes) - sizes
@@ -109,9 +109,9 @@ def _layout(kinds: NDArray[np.int64], heads: int) -> tuple[NDArray[np.int64], ..
 def _found(
     mask_mod: Function, kinds: NDArray[np.int64], heads: int, corner: Corner = WHOLE
 ) -> NDArray[np.uint8] | None:
-    """The states of all blocks of sequences with ``heads`` heads; None if ``mask_mod`` raises.
+    """Return the states of all blocks, for ``heads`` heads each; None if ``mask_mod`` raises.
 
-    ``kinds`` (n, 4): b, the numbers of queries and keys, and the position of query 0.
+    ``kinds`` (n, 4) holds b, the number of queries, the number of keys, and query 0's position.
     """
     tile = tile_function(mask_mod)
     line: Any = tile.line(mask_mod.reading.values)
@@ -128,7 +128,7 @@ def _found(
     def fill_from(first: int, held: Any = (tile, mask_mod)) -> None:  # ``held`` must live as long
         run(line.buffer_info()[0], *map(address, arrays), first, threads)
 
-    if threads == 1:  # quicker than to start a thread
+    if threads == 1:  # without starting a thread
         fill_from(0)
     else:
         os_threads.call([partial(fill_from, first) for first in range(threads)])
@@ -137,7 +137,7 @@ def _found(
 
 @cache
 def _filling() -> Compiled:
-    """``fill`` as machine code; loading it takes milliseconds."""
+    """Load or compile ``fill`` as machine code."""
     items = [types.CPointer(kind) for kind in (types.uint8, types.uint8, I64, I64, I64)]
     signature = types.void(I64, *items, I64, I64)
     return compiled(fill, signature, File("blocks", str(signature)))
@@ -145,9 +145,9 @@ def _filling() -> Compiled:
 
 @jit
 def visible_range(o, b, h, i0, i1, j0, j1):
-    """The range of keys between j0 and j1 that the queries i0 to i1 may see.
+    """Return the range of keys between j0 and j1 that the queries i0 to i1 may see.
 
-    And whether they see all of its keys; False if ``o.blocks`` is empty.
+    Also returns whether all blocks from j0 to j1 are FULL; False if ``o.blocks`` is empty.
     """
     if not o.blocks.size:
         return j0, j1, False
@@ -163,7 +163,7 @@ def visible_range(o, b, h, i0, i1, j0, j1):
 
 @jit
 def visible_to_heads(o, b, h, heads, Lq, j0, j1):
-    """``visible_range`` for the first Lq queries of each of ``heads`` heads from h on."""
+    """Return ``visible_range`` for the first Lq queries of the heads h to h + ``heads``."""
     j1 = max(j0, j1)  # without keys, j0 may be far beyond j1
     first, last, is_full = j1, j0, True
     for head in range(h, h + heads):
@@ -174,9 +174,9 @@ def visible_to_heads(o, b, h, heads, Lq, j0, j1):
 
 @jit
 def visible_run(o, b, h, heads, Lq, j0, j1):
-    """The range of the first run of keys between j0 and j1 that are in no hidden block.
+    """Return the first run of keys between j0 and j1 without hidden blocks: start, stop.
 
-    And whether all its keys are visible to all queries, as in ``visible_to_heads``.
+    Also returns whether all blocks of the run are FULL; False if ``o.blocks`` is empty.
     """
     if not o.blocks.size:
         return j0, j1, False
@@ -196,9 +196,9 @@ def visible_run(o, b, h, heads, Lq, j0, j1):
 def fill(tile, states, visible, failed, table, sizes, first, step):
     """Write the states of every ``step``-th row of blocks, from row ``first`` on.
 
-    For each sequence ``table`` has b, the numbers of queries and keys, the position of query 0 and
-    the position of its first state. ``sizes`` are the numbers of sequences and heads, and the h and
-    j of the first head and key. ``visible`` has room for one block per thread.
+    For each sequence ``table`` has b, the number of queries, the number of keys, the position of
+    query 0 and the index of the first state. ``sizes`` holds the number of sequences, the number of
+    heads, the first h and the first j. ``visible`` has room for one block per thread.
     """
     num_sequences, heads, first_head, first_key = sizes[0], sizes[1], sizes[2], sizes[3]
     start, turn = first * ROWS * COLUMNS, 0

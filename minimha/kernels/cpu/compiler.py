@@ -1,4 +1,4 @@
-"""Machine code of this process: loaded from disk, or compiled and stored there."""
+"""Load machine code from disk, or compile it and store it there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Compiled:
     """A compiled function with C's calling convention and integers as arguments."""
 
     def __init__(self, function: CFunc) -> None:
-        self._owner = function  # of the machine code
+        self._owner = function  # keeps the machine code alive
         self.address = int(function.address)
         result = None if function._sig.return_type == types.void else ctypes.c_int64
         # ctypes passes an address in half the time of a 64-bit integer.
@@ -37,7 +37,7 @@ class Compiled:
 
 
 class _Code:
-    """numba's cache of one function: the machine code that it loads, or that it compiled."""
+    """numba's cache of one function, which holds machine code to be loaded or just compiled."""
 
     def __init__(self, code: bytes | None) -> None:
         self.code = code
@@ -56,7 +56,7 @@ _lock = os_threads.RLock()
 
 
 def undisturbed(work: Callable[[], Any]) -> Any:
-    """``work()``, which calls numba, undisturbed by Ctrl-C and by other threads."""
+    """Call ``work()``, which uses numba, without interruption by Ctrl-C or other threads."""
 
     def alone() -> Any:
         with _lock:
@@ -68,10 +68,10 @@ def undisturbed(work: Callable[[], Any]) -> Any:
 def compiled(
     function: Callable[..., Any], signature: Any, file: File, is_slow: bool = False
 ) -> Compiled:
-    """``function`` as machine code, from disk if it was compiled before.
+    """Return ``function`` as machine code, from disk if it was compiled before.
 
-    One process compiles and stores it; others wait for that and load it. A compilation that
-    ``is_slow`` for the caller is logged.
+    One process compiles and stores the code; others wait and then load it. A compilation that
+    ``is_slow`` is logged.
     """
     made: Compiled = undisturbed(partial(_loaded_or_made, function, signature, file, is_slow))
     return made
@@ -104,7 +104,7 @@ def _loaded(function: Callable[..., Any], signature: Any, file: File) -> Compile
         return None
     try:
         return _compile(function, signature, code)[0]
-    except Exception as error:  # whatever is wrong with the file, compiling replaces it
+    except Exception as error:  # the file is unusable: compiling replaces it
         LOG.warning("minimha: %s cannot be loaded (%s): compiling it again", file.file, error)
         return None
 
@@ -112,7 +112,7 @@ def _loaded(function: Callable[..., Any], signature: Any, file: File) -> Compile
 def _compile(
     function: Callable[..., Any], signature: Any, code: bytes | None
 ) -> tuple[Compiled, bytes]:
-    """``function`` loaded from ``code``, or compiled from its source; and its code."""
+    """Load ``function`` from ``code``, or compile it from source; return it and its code."""
     types = (signature.args, signature.return_type)
     made = CFunc(function, types, {}, dict(OPTIONS), pipeline_class=WholeCompiler)
     made._cache = _Code(code)
@@ -127,7 +127,7 @@ def _compile(
 
 
 def _forget_lock() -> None:
-    """In a forked child no thread would release the old lock."""
+    """Replace the lock in a forked child, where no thread would release the old one."""
     global _lock
     _lock = os_threads.RLock()
 

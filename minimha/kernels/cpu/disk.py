@@ -1,4 +1,4 @@
-"""The files of the CPU kernels' machine code, and the facts that it depends on."""
+"""Name the files of the CPU kernels' machine code by the facts that it depends on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = (
 
 
 class File(disk.File):
-    """The machine code of the function of a name and signature; a pickle made by numba."""
+    """A file with the machine code of a function, for one signature, as a pickle of numba."""
 
     def __init__(self, name: str, signature: str) -> None:
         super().__init__(name, f"{digest_of_all()} {name} {signature}")
@@ -32,7 +32,7 @@ class File(disk.File):
 
 @cache
 def digest_of_all() -> str:
-    """A digest of everything that every compiled function depends on."""
+    """Return a digest of all facts that every compiled function depends on."""
     facts = [
         sys.implementation.cache_tag, sys.platform, numba.__version__, llvmlite.__version__,
         np.__version__, cpu_target.target_context.codegen().magic_tuple(),

@@ -1,7 +1,7 @@
-"""Compiles a caller's ``score_mod`` or ``mask_mod`` into code that a kernel calls once per tile.
+"""Compile a caller's ``score_mod`` or ``mask_mod`` into code that a kernel calls once per tile.
 
-One kernel, on disk too, serves all functions: a function's address is among its arguments. The code
-is a loop over a tile with the caller's function inside, which LLVM inlines and vectorizes::
+One kernel serves all functions, because a function's address is one of the kernel's arguments. The
+code is a loop over a tile with the caller's function inside, which LLVM inlines and vectorizes::
 
     tile(S, failed, line, b, h, i, j, lines, length, stride, is_transposed)
 
@@ -9,10 +9,11 @@ A function is passed as a ``line`` of memory: the address of its loop, then the 
 that it captures. These are arguments, so that one compilation serves all values. A function that
 numba compiles only with constants is compiled for each value.
 
-The x-th item of line y, ``S[y * stride + x]``, belongs to query i + y and key j + x; if the tile
-``is_transposed``, to query i + x and key j + y. For ``mask_mod`` the items are bytes, 1 where the
-key is visible. Indices of captured arrays are checked. Machine code cannot pass on an exception: it
-ends the loop, ``failed[0]`` becomes 1, and ``raise_again`` raises it.
+A tile has ``lines`` rows of ``length`` items. Item x of row y, ``S[y * stride + x]``, belongs to
+query i + y and key j + x; if the tile ``is_transposed``, to query i + x and key j + y. For
+``mask_mod`` the items are bytes, 1 where the key is visible. Indices of captured arrays are
+checked. Machine code cannot pass on an exception: the loop ends and sets ``failed[0]`` to 1, and
+``raise_again`` raises the exception.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ OPTIONS = {
     "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
 }  # fmt: skip
 MOST = 32  # functions that are kept, of 1 MB each
-CONSTANTS = "numba compiles it with constants only"  # kept instead of such a function
+CONSTANTS = "numba compiles it with constants only"  # stored in place of such a function's code
 CALLED = 128  # queries and keys of the tiles in which ``raise_again`` looks for the exception
 
 WORD = slice(8) if sys.byteorder == "little" else slice(1, 9)  # of 9 bytes
@@ -72,7 +73,7 @@ _kept: dict[Hashable, Any] = {}
 
 
 class Function(NamedTuple):
-    """A caller's function for scores of one dtype, and the values that it captures now."""
+    """A caller's function for scores of one dtype, with its captured values."""
 
     name: str
     given: Any
@@ -81,7 +82,7 @@ class Function(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """The key of its machine code; that of a mask does not depend on the scores' dtype."""
+        """The key of the machine code, which for a mask does not depend on the scores' dtype."""
         return self.name, self.reading.key, self.compute.name if self.name == "score_mod" else None
 
 
@@ -95,7 +96,7 @@ def _where(condition, input, other):
 
 
 def given(problem: Problem) -> list[Function]:
-    """The functions of ``problem``."""
+    """Return the functions of ``problem``."""
     return [
         Function(name, function, problem.compute, problem.readings[name])
         for name, function in problem.functions.items()
@@ -109,18 +110,18 @@ def unsupported(problem: Problem) -> str | None:
             _compiled(function)
     except Refused as error:
         return str(error)
-    except Unknown:  # an error on every backend, which the call raises
+    except Unknown:  # the call raises this error on every backend
         pass
     return None
 
 
 def is_ready(problem: Problem) -> bool:
-    """Whether all functions of ``problem`` are compiled."""
+    """Return whether all functions of ``problem`` are compiled."""
     return all(function.key in _kept for function in given(problem))
 
 
 class Tile:
-    """The machine code of the loop around a function, which lives as long as this object.
+    """The machine code of a tile's loop around a function, freed together with this object.
 
     ``num_values`` captured values are arguments; the function returns the type ``returned``.
     """
@@ -130,11 +131,11 @@ class Tile:
         self.num_values, self.returned = num_values, returned
 
     def takes(self, values: tuple[Any, ...]) -> bool:
-        """Whether ``values`` are arguments; otherwise they are compiled in."""
+        """Return whether ``values`` are arguments; otherwise they are compiled in."""
         return self.num_values == len(values)
 
     def line(self, values: tuple[Any, ...]) -> array[int]:
-        """The line for kernels; the captured ``values`` must live as long as it."""
+        """Return the line for kernels; the captured ``values`` must live as long as the line."""
         line = array("q", [self._address])
         for value in values if self.num_values else ():
             if isinstance(value, np.ndarray):
@@ -147,9 +148,9 @@ class Tile:
 
 
 def tile_function(function: Function) -> Tile:
-    """The machine code of ``function``.
+    """Return the machine code of ``function``, compiled on first use.
 
-    Raises ``Refused``, or TypeError if it returns no real number, or as a ``mask_mod`` no bool.
+    Raises ``Refused`` if numba cannot compile the function, TypeError if it returns a wrong type.
     """
     tile = _compiled(function)
     check_returned(function.name, tile.returned)
@@ -168,7 +169,7 @@ def raise_again(problem: Problem) -> NoReturn:
 
 
 def _call_everywhere(problem: Problem) -> None:
-    """Call the functions of ``problem`` in Python for every pair, a tile at a time."""
+    """Call the functions of ``problem`` in Python for every pair, one tile at a time."""
     Lq, Lk = problem.q.shape[2], problem.k.shape[2]
     for i in range(0, Lq, CALLED):
         for j in range(0, Lk, CALLED):
@@ -185,7 +186,7 @@ def _call_everywhere(problem: Problem) -> None:
 def call_tile(
     typing, function, X, offset, failed, b, h, i, j, lines, length, stride, is_transposed
 ):  # fmt: skip
-    """Call a line's tile function for the tile at X[offset]; X, failed: arrays or pointers."""
+    """Call a line's tile function for the tile at X[offset]; X, failed are arrays or pointers."""
 
     def generate(context, builder, signature, arguments):
         line, X, offset, failed, *numbers = arguments
@@ -215,7 +216,7 @@ def call_function(function, X, offset, o, b, h, i, j, lines, length, stride, is_
 
 
 def _keep(key: Hashable, value: Any) -> Any:
-    """Keep a function for later calls; if there are too many, forget all others."""
+    """Store ``value`` under ``key``, after forgetting all others if there are ``MOST``."""
     if len(_kept) >= MOST:
         remembered.forget()  # plans hold functions
         _kept.clear()
@@ -224,21 +225,21 @@ def _keep(key: Hashable, value: Any) -> Any:
 
 
 def _compiled(function: Function) -> Tile:
-    """The tile function of the caller's function, of any returned type."""
+    """Return the ``Tile`` of the caller's function, whatever type the function returns."""
     found = _found_or_kept(function.key, function, function.reading.values)
     if found is CONSTANTS:
         found = _found_or_kept((function.key, function.reading.contents), function, ())
     if isinstance(found, Exception):
-        raise type(found)(*found.args)  # a new one: the traceback of a kept one would hold q, k, v
+        raise type(found)(*found.args)  # a copy: the traceback of ``found`` would hold q, k, v
     tile: Tile = found
     return tile
 
 
 def _found_or_kept(key: Hashable, function: Function, values: tuple[Any, ...]) -> Any:
-    """The kept result for ``key``, or that of compiling with ``values`` as arguments.
+    """Return the stored result for ``key``, or compile with ``values`` as arguments and store it.
 
-    It is ``CONSTANTS`` if numba compiles the function only with constants, such as a function that
-    indexes a tuple of several types with a number.
+    Returns ``CONSTANTS`` if numba compiles the function only with constants, such as a function
+    that indexes a tuple of several types with a number.
     """
 
     def kept() -> Any:
@@ -248,7 +249,7 @@ def _found_or_kept(key: Hashable, function: Function, values: tuple[Any, ...]) -
 
 
 def _compile(function: Function, values: tuple[Any, ...]) -> Any:
-    """A ``Tile``, ``CONSTANTS``, or the exception that says why there is none."""
+    """Return a ``Tile``, or ``CONSTANTS``, or the exception that numba raised."""
     name, given, compute, reading = function
     kinds = dict(reading.key[1]) if values else {}
     try:
@@ -266,10 +267,10 @@ def _tile(
     name: str, compute: np.dtype[Any], kinds: dict[tuple[str, ...], Any],
     function: FunctionType, arguments: tuple[Any, ...],
 ) -> tuple[Tile, Any]:  # fmt: skip
-    """The loop over a tile around ``function``, and the type that the function returns."""
+    """Compile the loop over a tile around ``function``; return it and the function's type."""
     types_of = [_type_of(kind) for kind in kinds.values()]
     context = cpu_target.target_context
-    # An engine frees its machine code when it is deleted: each function has a separate one.
+    # Deleting an engine frees its machine code, so each function has a separate engine.
     context = context.subtarget(_internal_codegen=JITCPUCodegen("minimha"))
     code, flags = _with_arguments(function, len(arguments), list(kinds)), Flags()
     cpu_target.options.parse_as_flags(flags, OPTIONS)
@@ -331,7 +332,7 @@ def _generate_loop(
 
 
 def _type_of(kind: Any) -> Any:
-    """numba's type of a captured value; ``kind`` is from ``Reading.key``."""
+    """Return numba's type of a captured value; ``kind`` is from ``Reading.key``."""
     if isinstance(kind, tuple):
         _, dtype, ndim, is_contiguous = kind
         layout, item = "C" if is_contiguous else "A", numba.from_dtype(dtype)
@@ -364,9 +365,9 @@ def _read_values(context: Any, builder: Any, line: Any, kinds: Sequence[Any]) ->
 
 
 def _with_arguments(function: FunctionType, number: int, paths: list[tuple[str, ...]]) -> Any:
-    """numba's IR of a function of ``number`` parameters, with captured values as more parameters.
+    """Return numba's IR of ``function``, whose captured values at ``paths`` become parameters.
 
-    These are the values at ``paths``. Other captured values and defaults are compiled in.
+    They follow its ``number`` parameters. Other captured values and defaults are compiled in.
     """
     defaults = defaults_of(function)
     identity = FunctionIdentity.from_function(function)
@@ -375,7 +376,7 @@ def _with_arguments(function: FunctionType, number: int, paths: list[tuple[str, 
     known = written.co_varnames[: written.co_argcount + written.co_kwonlyargcount]
     if known != tuple(code.arg_names) or len(known) < number or {*known[number:]} - {*defaults}:
         raise TypeError(f"it takes {inspect.signature(function)}: expected {number} parameters")
-    found = reversed(captured(function))  # if a module has two names, its first one has attributes
+    found = reversed(captured(function))  # of a module's two names, only the first has attributes
     firsts = {module: path for path, module in found if isinstance(module, ModuleType)}
     modules: dict[str, tuple[tuple[str, ...], Any]] = {}  # by the variable that holds them
     read = {path[:-1] for path in paths}  # modules of which an attribute is an argument

@@ -1,9 +1,10 @@
-"""Compiles the functions of CPU kernels together with their callers, and only once.
+"""Compile the functions of CPU kernels together with their callers, and only once.
 
 numba compiles each function into a separate library. It optimizes the library, generates machine
-code, and links it into the library of every caller, where it is optimized again. But only whole
-kernels are called. So a kernel's functions are parts, kept as unoptimized LLVM code; the whole
-links all parts and is optimized. That takes two thirds of the time, and the kernel is as fast.
+code, and links the library into that of every caller, which is optimized again. But only whole
+kernels are called. So a kernel's functions are *parts*, kept as unoptimized LLVM code; the kernel,
+a *whole*, links all parts and is optimized once. That takes two thirds of the time, and the kernel
+is as fast.
 
 The libraries are subclasses of numba's with steps left out; see ``numba.core.codegen``.
 """
@@ -49,20 +50,20 @@ PART = OPTIONS | {"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrappe
 
 
 class _WholeLibrary(JITCodeLibrary):
-    """Optimized as a whole only; numba would optimize each function before that."""
+    """A library that is optimized once, as a whole; numba would also optimize each function."""
 
     def _optimize_functions(self, module: Any) -> None:
         pass
 
     def _optimize_final_module(self) -> None:
-        """Optimize once; numba does it twice, to remove reference counts in between."""
+        """Optimize once; numba optimizes twice, to remove reference counts in between."""
         made = self._codegen._module_pass_manager()
         manager, *builder = made if isinstance(made, tuple) else (made,)  # numba 0.60: alone
         manager.run(self._final_module, *builder)
 
 
 class _PartLibrary(_WholeLibrary):
-    """One function, neither optimized nor linked: its whole is."""
+    """A library of one function, neither optimized nor linked until a whole links it."""
 
     def finalize(self) -> None:
         self._finalized = True
@@ -93,26 +94,26 @@ class _PartCompiler(WholeCompiler):
 
 
 class Part(CPUDispatcher):
-    """A function compiled into its callers; callable from Python as a separate kernel."""
+    """A function that is compiled into its callers; Python can call it as a separate kernel."""
 
     def __init__(self, function: Callable[..., Any], is_inlined: bool = False) -> None:
         options = PART | {"forceinline": is_inlined}
         super().__init__(function, targetoptions=options, pipeline_class=_PartCompiler)
 
     def add_overload(self, result: Any) -> None:
-        """Keep a version for callers, which find it by its library: it has no address yet."""
+        """Store a version, which callers find by its library, since it has no address yet."""
         library = result.library
         libraries = [library, *dict.fromkeys(library._linking_libraries)]
         self.targetctx.insert_user_function(library, result.fndesc, libraries)
         self.overloads[tuple(result.signature.args)] = result
 
     def get_call_template(self, arguments: Any, keywords: Any) -> Any:
-        """One version for all integers: numba would compile one for each constant."""
+        """Return one version for all integers; numba would compile one for each constant."""
         keywords = {name: types.unliteral(kind) for name, kind in keywords.items()}
         return super().get_call_template([types.unliteral(kind) for kind in arguments], keywords)
 
     def get_overload(self, arguments: Any) -> Any:
-        """The library by which a caller finds the function for these types."""
+        """Return the library by which a caller finds the function for these types."""
         return self.overloads[tuple(arguments)].library
 
     @cached_property
@@ -129,12 +130,12 @@ def jit(function: Callable[..., Any]) -> Part:
 
 
 def jit_inline(function: Callable[..., Any]) -> Part:
-    """Make ``function`` a part that LLVM inlines whatever its size."""
+    """Make ``function`` a part that LLVM always inlines."""
     return Part(function, is_inlined=True)
 
 
 def jit_too(function: Any) -> Any:
-    """Make ``function`` a part of kernels that Python still calls as plain Python."""
+    """Make ``function`` a part of kernels, and return it for calls in plain Python."""
     function.part = Part(function)  # its type does not keep it alive
     function._numba_type_ = function.part._numba_type_
     return function

@@ -1,7 +1,7 @@
-"""``Kernel`` and ``Plan``: a rung, compiled when needed, planned for one kind of problem, launched.
+"""Compile a rung when needed (``Kernel``), and call it for one kind of problem (``Plan``).
 
-Every CPU rung is one function of a line of memory, which holds all arguments, and of the number of
-the thread, 0 for the caller. It begins with ``unpack`` (see ``arguments``), which returns::
+Every CPU rung is a function of two arguments: a line of memory, which holds all others, and the
+number of the thread, 0 for the caller. It begins with ``unpack`` (see ``arguments``)::
 
     q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
 
@@ -11,7 +11,7 @@ mask      (B, H, Lq, Lk) bool, any strides; of size 0 if there is none
 bias      (B, H, Lq, Lk), compute dtype, any strides; of size 0 if there is none
 o         the fields of ``CPUOptions``: small options, the caller's functions, and the rows of each
           sequence. B above is that of the arrays; a problem has ``len(o.queries)`` sequences
-O, L      (B, H, Lq, Dv), stored like v, and (B, H, Lq), the compute dtype: written
+O, L      the results: (B, H, Lq, Dv), stored like v, and (B, H, Lq), the compute dtype
 memory    the rung's buffers, 1-D arrays, one per thread unless shared; ``counters``, which all
           threads share; ``worker``, the number of the thread; ``workers``, the number of threads
 sizes     two integers of the rung, such as block sizes
@@ -64,7 +64,7 @@ from minimha.kernels.options import NO_BIAS, NO_MASK, options
 
 LONG = 1 << 33  # products: some tenths of a second, so that Ctrl-C must end the call
 PAGE = 1 << 12  # bytes
-LARGEST_REMEMBERED = 1 << 16  # bytes that a plan holds
+LARGEST_REMEMBERED = 1 << 16  # bytes that a remembered plan holds at most
 FLOAT64, UINT8, INT64 = np.dtype(np.float64), np.dtype(np.uint8), np.dtype(np.int64)
 CANCELLED = 1 << 62  # a task that does not exist
 SPARES, LARGEST_SPARE = 4, 1 << 22  # blocks of memory kept for later calls, and their bytes
@@ -85,11 +85,11 @@ class Sizes(NamedTuple):
 class Kernel:
     """A rung's function, compiled for each dtype of storage when it is first needed.
 
-    It writes ``buffers`` besides O and L; ``sizes(problem, **chosen)`` gives its block sizes. It
-    ``widens`` 16-bit numbers itself, or they are widened before. If it ``skips`` the blocks that a
-    ``mask_mod`` hides whole, it does so from ``worth_skipping`` numbers of K and V on: finding the
-    blocks of fewer numbers takes longer than reading them. No weight exceeds ``largest_weight``,
-    but for rounding, before it is divided by the sum.
+    The kernel writes ``buffers`` besides O and L; ``sizes(problem, **chosen)`` returns its block
+    sizes. If it ``widens``, it reads 16-bit numbers; otherwise they are widened before. If it
+    ``skips``, it skips blocks that a ``mask_mod`` hides whole, if K and V have at least
+    ``worth_skipping`` numbers: for fewer, finding the blocks takes longer than reading them. Before
+    the division by the sum no weight exceeds ``largest_weight``, up to rounding.
     """
 
     def __init__(
@@ -104,21 +104,21 @@ class Kernel:
         self.compiled: dict[np.dtype[Any], Compiled] = {}
 
     def plan(self, problem: Problem, **chosen: int) -> Plan:
-        """The plan for problems like this one; ``chosen`` replaces default sizes."""
+        """Return the plan for problems of this kind; ``chosen`` replaces default sizes."""
         return Plan(self, problem, self.sizes(problem, **chosen))
 
     def forward(self, problem: Problem, **chosen: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
+        """Return O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
         return self.plan(problem, **chosen)(problem)
 
     def storage(self, problem: Problem) -> np.dtype[Any]:
-        """The dtype in which q, k and v are read."""
+        """Return the dtype in which q, k and v are read."""
         if not self.widens:
             return problem.compute
         return np.dtype(np.uint16) if problem.dtype.itemsize == 2 else problem.dtype
 
     def compile(self, storage: np.dtype[Any], is_ahead: bool = False) -> Compiled:
-        """The machine code for one dtype of storage; ``is_ahead`` of its first use."""
+        """Return the machine code for a dtype of storage; ``is_ahead`` if no call needs it yet."""
         if storage not in self.compiled:
             name = self.name(storage)
             try:
@@ -133,19 +133,18 @@ class Kernel:
         return self.compiled[storage]
 
     def file(self, storage: np.dtype[Any]) -> File:
-        """The file of the machine code for one dtype of storage."""
+        """Return the file of the machine code for a dtype of storage."""
         return File(self.name(storage), str(_signature(storage)))
 
     def name(self, storage: np.dtype[Any]) -> str:
-        """The name in the log and on disk."""
+        """Return the kernel's name in the log and on disk."""
         return f"{self.function.__name__}-{storage.name}"
 
 
 class Plan:
     """A kernel's arguments for problems of the same shapes, strides, dtypes and options.
 
-    It holds everything that does not depend on the numbers in q, k and v. Several threads may call
-    it at once.
+    A plan does not depend on the numbers in q, k and v. Several threads may call it at once.
     """
 
     def __init__(self, kernel: Kernel, problem: Problem, sizes: Sizes) -> None:
@@ -160,7 +159,7 @@ class Plan:
             function.name: functions.tile_function(function)
             for function in functions.given(problem)
         }
-        # A plan may outlive the arrays and functions of its first call.
+        # A plan may live longer than the arrays and functions of its first call.
         light = replace(problem.without_numbers(), score_mod=None, mask_mod=None, readings={})
         self._problem = light if self._tiles else None
         o = self._options(kernel, problem)
@@ -188,10 +187,10 @@ class Plan:
     def _place(
         self, buffers: dict[str, Buffer], lengths: dict[str, int], layouts: dict[str, Layout]
     ) -> dict[str, int]:
-        """The start of each buffer in the memory that a call provides; adds to ``layouts``.
+        """Return the offset of each buffer in a call's memory, and add its layout to ``layouts``.
 
-        Each thread's buffers are on separate pages: a core also prefetches the rest of a page that
-        it reads, and would take it from a core that writes there.
+        Each thread's buffers are on separate pages. Otherwise a core, which prefetches the rest of
+        a page that it reads, would take cache lines from a core that writes there.
         """
         dtypes = {REAL: self.compute, DOUBLE: FLOAT64, BYTE: UINT8, INDEX: INT64}
         itemsizes = {name: dtypes[buffer.kind].itemsize for name, buffer in buffers.items()}
@@ -208,7 +207,7 @@ class Plan:
         return starts
 
     def _options(self, kernel: Kernel, problem: Problem) -> Any:
-        """The ``CPUOptions`` of ``problem``, without addresses of functions."""
+        """Return the ``CPUOptions`` of ``problem``, without addresses of functions."""
         (B, H, Lq, _), Lk, (b, h, key) = problem.q.shape, problem.k.shape[2], problem.corner
         rows = problem.sequences or one_per_entry(B, Lq, Lk)
         is_large = problem.k.size + problem.v.size >= kernel.worth_skipping
@@ -222,7 +221,7 @@ class Plan:
         )  # fmt: skip
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L of a problem, in the compute dtype, unless the kernel rounds O."""
+        """Return O and L of a problem, in the compute dtype unless the kernel rounds O."""
         given = (problem.q, problem.k, problem.v)
         q, k, v = (x if self._is_readable(x) else self._copy(x) for x in given)
         return self.run(q, k, v, problem.taken)
@@ -230,9 +229,9 @@ class Plan:
     def run(
         self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], called: dict[str, Placed]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """O and L for arrays of the planned shapes, strides and dtypes.
+        """Return O and L for arrays of the planned shapes, strides and dtypes.
 
-        The functions are ``taken``, and their readings have the planned keys.
+        The readings of the functions ``called`` must have the planned keys.
         """
         O, L, is_finite = self._launch(self._line[:], q, k, v, called)
         if not is_finite:
@@ -251,7 +250,7 @@ class Plan:
         self, line: array[int], q: NDArray[Any], k: NDArray[Any], v: NDArray[Any],
         called: dict[str, Placed],
     ) -> tuple[NDArray[Any], NDArray[Any], bool]:  # fmt: skip
-        """O and L, and whether all of O is finite; completes ``line``."""
+        """Complete ``line`` and call the kernel; return O, L, and whether all of O is finite."""
         O, L = np.empty(self.shape, self._result), np.empty(self._rows, self.compute)
         if not L.size:
             return O, L, True
@@ -279,7 +278,7 @@ class Plan:
         return O, L, not line[self._counters + NONFINITE]
 
     def _run(self, line: array[int], held: Any) -> None:
-        """Call the kernel; ``held`` keeps alive what ``line`` points to."""
+        """Call the kernel; ``held`` keeps the memory alive to which ``line`` points."""
         at, _ = line.buffer_info()
         if self.workers == 1:
             self._kernel.call(at, 0)
@@ -287,9 +286,10 @@ class Plan:
             pool().run(self._kernel.address, at, self.workers)
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
-        """Whether to remember the plan, for calls of ``run`` with arrays like ``given``.
+        """Return whether to remember the plan, for calls of ``run`` with arrays like ``given``.
 
-        They need no conversion, the plan holds little memory, and ``score_mod`` takes other values.
+        True if the arrays need no conversion, the plan holds little memory, and captured values of
+        ``score_mod`` are arguments.
         """
         is_light = sum(array.nbytes for array in self._held.values()) <= LARGEST_REMEMBERED
         name, tiles = "score_mod", self._tiles
@@ -298,7 +298,7 @@ class Plan:
         return is_light and is_general and is_direct
 
     def _is_readable(self, array: NDArray[Any]) -> bool:
-        """Whether a kernel can read the array in place; of 16-bit numbers it reads the bits."""
+        """Return whether a kernel can read the array in place, 16-bit numbers as their bits."""
         size = self.storage.itemsize
         if array.itemsize != size or not array.flags.aligned:
             return False
@@ -323,9 +323,9 @@ _spares: list[NDArray[np.uint8]] = []
 
 
 def _memory(nbytes: int) -> NDArray[np.uint8]:
-    """At least ``nbytes`` from the beginning of a page on, from an earlier call if possible.
+    """Return at least ``nbytes``, aligned to a page, from an earlier call if possible.
 
-    New memory is slow: the system clears each page when it is first written.
+    New memory is slow, because the system clears each page on the first write.
     """
     try:
         spare = _spares.pop()

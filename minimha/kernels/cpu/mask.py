@@ -1,8 +1,8 @@
-"""Masks and options, applied to one score or to a tile of scores.
+"""Apply masks and options to one score or to a tile of scores.
 
-``minimha.kernels.score`` and ``equations.visibility`` define them, and are compiled here unchanged.
-For a tile, ``mask_tile`` and ``apply_softcap_and_bias`` do each step for all scores before the next
-step: LLVM vectorizes such loops, but not calls per score.
+``minimha.kernels.score`` and ``equations.visibility`` define them for one score, and are compiled
+unchanged. For a tile, ``mask_tile`` and ``apply_softcap_and_bias`` do each step for all scores
+before the next step: LLVM vectorizes such loops, but not calls per score.
 
 A tile is transposed: row j holds the scores of key j0 + j with one panel of queries, one query per
 lane, so that no step of the softmax goes across lanes. S[j · lanes + r] belongs to query i0 + r;
@@ -34,7 +34,7 @@ final_score = jit_inline(score.final_score)
 
 @jit_inline
 def is_visible(mask, bias, head, b, h, i, j):
-    """Whether query i of head h sees key j, except for ``mask_mod``."""
+    """Return whether query i of head h sees key j, ignoring ``mask_mod``."""
     if not sees(i, j, head.offset, head.left, head.right, head.length):
         return False
     return not is_hidden(mask, bias, b, h, i, j)
@@ -42,7 +42,7 @@ def is_visible(mask, bias, head, b, h, i, j):
 
 @jit_inline
 def has_softcap_or_bias(bias, o):
-    """Whether a scaled score is not final yet; ALiBi is a bias."""
+    """Return whether the problem has a soft cap, a bias or ALiBi."""
     return o.softcap != 0 or bias.size > 0 or o.slopes.size > 0
 
 
@@ -62,10 +62,10 @@ def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
 
 @jit
 def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, visible, biases):
-    """Write into ``visible`` which lanes see which of n keys; return the number of visible pairs.
+    """Write the mask of n keys and all lanes into ``visible``; return the number of visible pairs.
 
-    If ``full``, causality, window, length and ``mask_mod`` hide nothing here. The tile's biases are
-    written into ``biases``.
+    If ``full``, causality, window, length and ``mask_mod`` hide no key of the tile. The biases of
+    the tile are written into ``biases``.
     """
     size, count = n * lanes, 0
     if mask.size:
@@ -98,7 +98,7 @@ def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, visible, biases
 
 @jit
 def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
-    """Cap and bias a scaled tile of n keys; ``mask_tile`` has written ``biases``."""
+    """Apply soft cap, bias and ALiBi to a scaled tile; ``mask_tile`` has written ``biases``."""
     if o.softcap:
         soft_cap(S, 0, n * lanes, o.softcap)
     if bias.size:
@@ -113,7 +113,7 @@ def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
 
 @jit
 def apply_score_mod(S, visible, o, b, h, i0, rows, j0, n, lanes):
-    """Modify a tile of n keys; -inf hides a key. Return the number of visible pairs."""
+    """Apply ``score_mod`` to a tile; hide scores of -inf; return the number of visible pairs."""
     call_function(o.score_mod, S, 0, o, b, h, i0, j0, n, rows, lanes, 1)
     count, lowest = 0, S.dtype.type(-math.inf)
     for x in range(n * lanes):
@@ -124,6 +124,6 @@ def apply_score_mod(S, visible, o, b, h, i0, rows, j0, n, lanes):
 
 @jit
 def hide(S, visible, size):
-    """Write -inf where a query does not see the key."""
+    """Write -inf into S where a query does not see the key."""
     for x in range(size):
         S[x] = S[x] if visible[x] else S.dtype.type(-math.inf)

@@ -1,10 +1,10 @@
-"""Nonfinite values reach the queries that see them, and no others.
+"""Add nonfinite values to the outputs of queries that see them, and to no others.
 
 A hidden key has the weight 0, but 0 · NaN and 0 · inf are NaN. So if a tile hides some key from
 some query, the kernels first look for nonfinite values (``has_nonfinite``). If there is one, rungs
-3, 4 and 6 compute the product with zeros instead of that key's values (``zero_nonfinite``), and add
-these to the queries that see the key (``add_nonfinite``). Rung 5 sums over the keys that each query
-sees (``add_visible_values``).
+3, 4 and 6 multiply with zeros in place of that key's values (``zero_nonfinite``). Then they add the
+values to the queries that see the key (``add_nonfinite``). Rung 5 sums over the keys that each
+query sees (``add_visible_values``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from minimha.kernels.cpu.storage import Rows
 
 @jit
 def has_nonfinite(V_j, n, Dv):
-    """Whether any of the values is nonfinite, so that its product with 0 is not 0."""
-    if V_j.stride == Dv:  # as one long row, since the end of each row is slow
+    """Return whether any of n rows of values is nonfinite."""
+    if V_j.stride == Dv:  # contiguous rows are one long row, since the end of each row is slow
         n, Dv = 1, n * Dv
     # Without its sign, a nonfinite number has an exponent of ones; adding one carries into the
     # sign. LLVM vectorizes this integer arithmetic.
@@ -37,13 +37,13 @@ def has_nonfinite(V_j, n, Dv):
 
 @jit_inline
 def is_nonfinite(number):
-    """Whether ``number`` is NaN or infinite; compilers might fold 0 · number to 0."""
+    """Return whether ``number`` is NaN or infinite; compilers might fold 0 · number to 0."""
     return not abs(number) < math.inf
 
 
 @jit_inline
 def is_nonfinite_key(V_j, j, Dv):
-    """Whether one of key j's values is nonfinite."""
+    """Return whether one of key j's values is nonfinite."""
     found = False
     for d in range(Dv):
         found |= is_nonfinite(V_j.line[V_j.start + j * V_j.stride + d])
@@ -52,14 +52,14 @@ def is_nonfinite_key(V_j, j, Dv):
 
 @jit_inline
 def note_nonfinite(row, n, counters):
-    """Note a nonfinite row of O: its sum may have overflowed although the mean does not."""
+    """Set the counter NONFINITE if a row of O is nonfinite, since its sum may have overflowed."""
     if is_nonfinite_key(row, 0, n):
         counters[NONFINITE] = 1
 
 
 @jit
 def zero_nonfinite(V_j, n, Dv, copy):
-    """A copy of the values, with zeros for each key that has a nonfinite value."""
+    """Return the values, copied to ``copy``, with zeros for each key with a nonfinite value."""
     for j in range(n):
         is_zeroed = is_nonfinite_key(V_j, j, Dv)
         for d in range(Dv):

@@ -1,4 +1,4 @@
-"""A panel of queries, one per lane, from its Q to its O, for rungs 3, 4 and 6.
+"""Compute a panel of queries, one query per lane, from Q to O, for rungs 3, 4 and 6.
 
 Line numbers are those of Algorithm 1; see ``rung3_vector_tiles`` for the idea of a panel.
 """
@@ -35,9 +35,8 @@ B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of t
 class Panel(NamedTuple):
     """The queries i0 to i0 + rows of head h, with m, l and O of the keys so far.
 
-    ``Q`` is (D, lanes) and ``O`` (Dv, lanes), flat. ``m`` is (lanes,), and so is ``l``, in float64
-    because it grows with the keys. The panel is ``vectors`` wide; lanes beyond ``rows`` are
-    padding.
+    ``Q`` is (D, lanes) and ``O`` is (Dv, lanes), flat. ``m`` and ``l`` are (lanes,); ``l``, a long
+    sum, is in float64. The panel is ``vectors`` vectors wide; lanes beyond ``rows`` are padding.
     """
 
     Q: Any
@@ -61,7 +60,7 @@ PANEL_BUFFERS = dict.fromkeys(
 
 
 def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dict[str, int]:
-    """Lengths of ``PANEL_BUFFERS``; products write whole register tiles."""
+    """Return the lengths of ``PANEL_BUFFERS``, padded to whole register tiles."""
     lanes, keys, columns = panel_width(itemsize), whole_tiles(B_c), whole_tiles(Dv)
     lengths = dict.fromkeys(("scales", "top", "shift", "correction", "total"), lanes)
     lengths |= dict.fromkeys(("S", "visible", "biases"), keys * lanes) | {"V_j": keys * Dv}
@@ -71,7 +70,7 @@ def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dic
 
 @jit
 def panel_of(t, u, Lq, b, h, p):
-    """Panel p of head h, with the u-th part of each buffer."""
+    """Return panel p of head h, in part u of each buffer."""
     widest = panel_width(t.ms.itemsize)
     panels = len(t.ms) // widest
     i0, rows, vectors = panel_rows(Lq, t.ms.itemsize, p)
@@ -82,13 +81,13 @@ def panel_of(t, u, Lq, b, h, p):
 
 @jit_too
 def num_panels(Lq, itemsize):
-    """Number of panels for Lq queries; ``panel_rows`` divides the queries evenly among them."""
+    """Return the number of panels for Lq queries."""
     return -(-Lq // panel_width(itemsize))
 
 
 @jit
 def panel_rows(Lq, itemsize, p):
-    """First query, number of queries and width in vectors of panel p."""
+    """Return the first query, the number of queries and the width in vectors of panel p."""
     width = VECTOR_BITS // (8 * itemsize)
     total, number = -(-Lq // width), num_panels(Lq, itemsize)
     first = p * total // number
@@ -98,7 +97,7 @@ def panel_rows(Lq, itemsize, p):
 
 @jit
 def load_panel(panel, Q, D, Dv, t, o):
-    """Lines 4 and 5: Q transposed, m, l and O before the first key."""
+    """Copy Q transposed into the panel, and initialize m, l and O (lines 4 and 5)."""
     lanes = panel.lanes
     transpose(Q.line, Q.start, Q.stride, panel.Q, 0, lanes, panel.rows, D)
     if panel.rows < lanes:
@@ -110,7 +109,7 @@ def load_panel(panel, Q, D, Dv, t, o):
 
 @jit
 def begin_panel(panel, rows_of_O, t, o):
-    """Line 5: m, l and O before the first key."""
+    """Initialize m, l and O (line 5)."""
     lanes, sink = panel.lanes, o.sinks[panel.h]
     for x in range(rows_of_O * lanes):
         panel.O[x] = 0
@@ -122,10 +121,10 @@ def begin_panel(panel, rows_of_O, t, o):
 
 @jit_inline
 def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
-    """Lines 8 to 10: the online softmax over the keys j0 to j0 + n.
+    """Update m, l and O with the keys j0 to j0 + n (lines 8 to 10).
 
-    They are the rows from ``first`` on of ``block``, a pair K_j and V_j. If ``full``, causality,
-    window, length and ``mask_mod`` hide none of them.
+    These keys are the rows of ``block``, a pair K_j and V_j, from ``first`` on. If ``full``,
+    causality, window, length and ``mask_mod`` hide none of them.
     """
     K_j, V_j = rows_from(block[0], first), rows_from(block[1], first)
     S, visible = flat(t.S, 0), flat(t.visible, 0)
@@ -150,7 +149,7 @@ def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
 
 @jit_inline
 def mask_panel(panel, j0, n, t, mask, bias, o, full):
-    """``mask_tile`` for a panel."""
+    """Call ``mask_tile`` for a panel."""
     return mask_tile(
         mask, bias, o, panel.b, panel.h, panel.i0, panel.rows, j0, n, panel.lanes, full,
         flat(t.visible, 0), t.biases,
@@ -159,14 +158,13 @@ def mask_panel(panel, j0, n, t, mask, bias, o, full):
 
 @jit_inline
 def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
-    """Line 9: turn n rows of scores into weights, and update m and l.
+    """Turn n rows of scores into weights, and update m and l (line 9).
 
-    Scores that are not scaled yet are scaled inside the exponential, which saves a pass. They are
-    scaled before it if another step needs that, if the scale is not positive, or if a score is
-    beyond ``FAR``. m is raised only if a score exceeds it by more than ``slack``, so that weights
-    are at most exp(slack). ``num_visible`` is the result of ``mask_panel``, or all pairs if nothing
-    is masked. Returns it less the pairs that ``score_mod`` hides. ``t.correction`` becomes the
-    factor of O.
+    Unless ``is_scaled``, scores are scaled inside the exponential, which saves a pass. They are
+    scaled earlier if another step needs that, if the scale is not positive, or if a score exceeds
+    ``FAR``. m is raised only if a score exceeds it by more than ``slack``, so that weights are at
+    most exp(slack). ``num_visible`` is the number of visible pairs so far; the result excludes
+    pairs that ``score_mod`` hides. ``t.correction`` becomes the factor of O.
     """
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
     lanes, visible, scale = panel.lanes, flat(t.visible, 0), S.dtype.type(1)
@@ -204,7 +202,7 @@ def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
 
 @jit
 def store_panel(panel, O, L, o, t):
-    """Lines 12 to 15: write O / l, transposed back, and m + log l; 0 and -inf without a key."""
+    """Write O / l, transposed back, and m + log l; 0 and -inf without a key (lines 12 to 15)."""
     lanes, Dv = panel.lanes, O.shape[3]
     entry, first, _ = queries_of(o, panel.b)
     h, i0 = panel.h, first + panel.i0
@@ -219,7 +217,7 @@ def store_panel(panel, O, L, o, t):
 
 @jit
 def scale_O(panel, d, n, t):
-    """Replace n rows of O from row d on by m ∘ O; note a nonfinite number."""
+    """Multiply n rows of O from row d on by m, lane by lane; set NONFINITE for a nonfinite one."""
     lanes = panel.lanes
     scale_lanes(panel.O, d * lanes, n, lanes, panel.m)
     if has_nonfinite(Rows(panel.O, d * lanes, lanes), n, lanes):
@@ -227,7 +225,7 @@ def scale_O(panel, d, n, t):
 
 
 def store_lanes(panel, to, Dv, o, t):
-    """Write m ∘ O, transposed; 16-bit numbers are rounded and written as their bits."""
+    """Write O times m, lane by lane, transposed; a 16-bit output is written as its bits."""
 
 
 @overload(store_lanes, jit_options=OPTIONS)

@@ -1,9 +1,9 @@
-"""Helper threads, which join a job only if they get a core: a job does not wait for them.
+"""Run helper threads, which join a job only if they get a core: a job does not wait for others.
 
 A barrier, as at the end of OpenMP's loops, waits for every thread, even for one that never ran
 because another process used its core. Here the caller computes too. It opens the job, takes tasks
 until none is left, closes the job, and waits only for helpers that have entered it. A helper that
-arrives later finds the door closed. So a job takes as long as the free cores need for it.
+arrives later finds the door closed. So a job's time depends only on the cores that are free.
 
 Helpers spin for ``SPIN`` seconds and then sleep on a futex, or in Python if there is none. A forked
 child, which has none of its parent's threads, starts new ones.
@@ -38,12 +38,12 @@ SPIN = 30e-6  # seconds: longer than the gap between two calls, too short to dis
 DOOR, BELL, ASLEEP, WAITING, BUSY, NEXT, LIMIT, KERNEL, ARGUMENTS, CPU, ALLOWED, MASK, IDS = (
     n * CACHE_LINE for n in range(13)
 )
-# DOOR is OPEN plus the number of helpers inside; BELL counts jobs; NEXT deals out worker numbers up
-# to LIMIT; IDS has the number of helpers, then their thread ids.
+# DOOR is the number of helpers inside, plus OPEN during a job; BELL counts jobs; NEXT is the next
+# worker's number, less than LIMIT; IDS has the number of helpers, then their thread ids.
 OPEN = 1 << 40
 MOST = 1024  # helpers
 
-# The number of the system call, or None.
+# The number of the system call futex, or None.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
 HAS_FUTEX = FUTEX is not None
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # private to the process
@@ -53,7 +53,7 @@ I64 = types.int64
 
 
 def _atomic(name: str) -> Any:
-    """Primitive: an atomic operation on the word at an address; returns the value before."""
+    """Return a primitive: an atomic operation on the word at an address; it returns the old word."""
 
     @intrinsic
     def operation(typing, address, value):
@@ -71,7 +71,7 @@ add, exchange = _atomic("add"), _atomic("xchg")
 
 @intrinsic
 def load(typing, address):
-    """The word at an address, read atomically."""
+    """Read the word at an address atomically."""
 
     def generate(context, builder, signature, arguments):
         word = builder.inttoptr(arguments[0], INT.as_pointer())
@@ -82,7 +82,7 @@ def load(typing, address):
 
 @intrinsic
 def pause(typing):
-    """Tell the core that this thread spins."""
+    """Execute the core's pause instruction, for a thread that spins."""
 
     def generate(context, builder, signature, arguments):
         if PAUSE:
@@ -112,7 +112,7 @@ if HAS_FUTEX:
 
     @jit_inline
     def sleep(address, value):
-        """Sleep until another thread wakes this word, if it still is ``value``."""
+        """Sleep until another thread wakes this address, if its word still equals ``value``."""
         _syscall(FUTEX, address, FUTEX_WAIT, value & 0xFFFFFFFF, 0, 0, 0)
 
     @jit_inline
@@ -144,12 +144,12 @@ else:
 
     @jit_inline
     def leave_core_to_caller(words):
-        """Do nothing: only Linux tells on which core a thread runs."""
+        """Do nothing: only Linux reports on which core a thread runs."""
 
 
 def run_job(words, kernel, arguments, workers, spins):
     """Run a kernel with up to ``workers`` threads, including the caller's."""
-    is_open = workers > 1 and exchange(words + BUSY, 1) == 0  # else another thread has the helpers
+    is_open = workers > 1 and exchange(words + BUSY, 1) == 0  # unless another job uses the helpers
     if is_open:
         exchange(words + KERNEL, kernel)
         exchange(words + ARGUMENTS, arguments)
@@ -179,9 +179,9 @@ def run_job(words, kernel, arguments, workers, spins):
 
 
 def help_out(words, seen, spins):
-    """A helper's loop: wait for the bell, and join the job if its door is open.
+    """Loop in a helper thread: wait for the bell, and join the job if its door is open.
 
-    Without a futex it returns the number of jobs so far, to sleep in Python.
+    Without a futex the function returns the number of jobs so far, and the helper sleeps in Python.
     """
     while True:
         spun = 0
@@ -272,9 +272,9 @@ def _compiled(function: Callable[..., Any], signature: Any) -> Compiled:
 
 
 def _spins(spin: Compiled) -> int:
-    """The number of pauses that take ``SPIN`` seconds here; one takes 10 to 70 ns.
+    """Return the number of pauses that take ``SPIN`` seconds; one takes 10 to 70 ns.
 
-    The shortest of several tries counts: others may have been interrupted.
+    The measurement is the shortest of several, because others may have been interrupted.
     """
     tries, pauses = [], 200
     for _ in range(10):
@@ -289,7 +289,7 @@ _making = os_threads.RLock()
 
 
 def pool() -> Pool:
-    """The helper threads of this process, started when a job first needs them."""
+    """Return the pool of this process, which starts threads when a job first needs them."""
     global _pool
     if _pool is None:
         with _making:

@@ -29,7 +29,7 @@ unpack = unpacker(**BUFFERS)
 
 
 def sizes(problem: Problem, *, B_r: int = B_R, B_c: int = B_C) -> Sizes:
-    """The sizes for ``problem``: blocks of ``B_r`` queries and ``B_c`` keys, one worker."""
+    """Return the sizes for ``problem``: blocks of ``B_r`` queries and ``B_c`` keys, one worker."""
     lengths = dict.fromkeys(("S", "biases", "visible"), B_r * B_c)
     lengths |= {"m": B_r, "l": B_r, "O_i": B_r * problem.v.shape[3]}
     return Sizes((B_r, B_c), lengths)
@@ -50,7 +50,7 @@ plan, forward = KERNEL.plan, KERNEL.forward
 
 @jit
 def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
-    """Lines 4 to 15: write O and L of the queries i0 to i0 + rows."""
+    """Write O and L of the queries i0 to i0 + rows (lines 4 to 15)."""
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv, Lk = q.shape[3], v.shape[3], o.kv_lengths[b]
     entry, first, _ = queries_of(o, b)

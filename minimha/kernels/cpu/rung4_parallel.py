@@ -1,12 +1,12 @@
-"""CPU rung 4, parallel: the tiles of rung 3 on every core, and only those that some query sees.
+"""CPU rung 4, parallel: the tiles of rung 3 on every core, and only tiles that some query sees.
 
 - A task is up to four panels of one head. They process each block of keys one after another, so
-  that K and V come from memory once for 192 queries. Each thread has a share of the tasks, dealt
-  out by an atomic counter: one head after another, so that K and V stay in the core's L2 cache, and
-  the longest task of each head first. A thread that has finished its share helps the others.
-- A panel visits only the keys of its ``key_range``, and checks single scores only in partial tiles:
-  with a causal mask those on the diagonal. For a ``mask_mod`` it knows which blocks are hidden and
-  which are fully visible.
+  that K and V come from memory once for 192 queries. Each thread has a share of the tasks, with an
+  atomic counter. It goes head by head, so that K and V stay in the core's L2 cache, and begins with
+  the longest task of each head. A thread that has finished its share helps the others.
+- A panel visits only the keys of its ``key_range``. It checks single scores only in partial tiles,
+  which with a causal mask are those on the diagonal. For a ``mask_mod`` the panel skips hidden
+  blocks and checks no score of full ones.
 - 16-bit K and V are widened one block at a time, so that only half the bytes come from memory.
 
 Measured: 2.1 × as fast as rung 3 on two cores, 2.6 × with a causal mask (AMD EPYC, 2026-11-21).
@@ -37,18 +37,18 @@ from minimha.kernels.cpu.simd.vector import panel_width
 from minimha.kernels.cpu.storage import float_rows, key_at, keys_ahead, most_queries, queries_of
 from minimha.kernels.cpu.threads import get_num_threads
 
-PANELS = 4  # of a task, at most
+PANELS = 4  # per task, at most
 TASKS_PER_THREAD = 12  # at least, so that waiting for a thread that lost its core is short
-WORTH_SHARING = 1 << 19  # products; another thread takes as long to wake as fewer take
+WORTH_SHARING = 1 << 19  # products; computing fewer is faster than waking another thread
 WIDENED = ("wide_Q", "wide_K", "wide_V")
 BUFFERS = PANEL_BUFFERS | dict.fromkeys(WIDENED, Buffer(REAL))
 unpack = unpacker(**BUFFERS)
 
 
 def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Sizes:
-    """The sizes for ``problem``: tasks of ``panels`` panels, blocks of ``B_c`` keys.
+    """Return the sizes for ``problem``: tasks of ``panels`` panels, blocks of ``B_c`` keys.
 
-    By default a task has up to four panels, fewer if threads would get too few tasks. ``B_c`` is
+    By default a task has up to four panels, or fewer if threads would get too few tasks. ``B_c`` is
     rounded up to whole tiles.
     """
     D, Dv, itemsize = problem.q.shape[3], problem.v.shape[3], problem.compute.itemsize
@@ -62,7 +62,7 @@ def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Siz
 
 
 def shared_out(problem: Problem, panels: int, tasks: int) -> tuple[int, int]:
-    """Panels per task, at most ``panels``, so that threads get ``tasks`` each; and threads."""
+    """Return the number of panels per task, so that threads get ``tasks`` each, and of threads."""
     (_, H, _, D), Dv = problem.q.shape, problem.v.shape[3]
     all_panels = H * int(num_panels(problem.num_queries, problem.compute.itemsize).sum())
     workers = get_num_threads() if problem.num_pairs * (D + Dv) >= WORTH_SHARING else 1
@@ -70,10 +70,10 @@ def shared_out(problem: Problem, panels: int, tasks: int) -> tuple[int, int]:
 
 
 def task_loop(load_queries, visit_keys):
-    """One thread's loop: compute the tasks of its share, then of the others' shares.
+    """Return one thread's loop, which computes the tasks of its share, then of others' shares.
 
     ``load_queries(panel, q, entry, i0, Dv, o, t)`` does lines 4 and 5 for the queries from row i0
-    on; ``key_loop`` makes ``visit_keys``.
+    on. ``visit_keys`` is a result of ``key_loop``.
     """
 
     @jit_inline
@@ -104,9 +104,9 @@ def task_loop(load_queries, visit_keys):
 
 
 def key_loop(load_block, update):
-    """Lines 6 to 11 for the panels of a task, one block of keys at a time.
+    """Return the loop over blocks of keys for the panels of a task (lines 6 to 11).
 
-    ``load_block(k, v, page, kv, at, n, o, t)`` returns n keys for ``update`` (line 7), which takes
+    ``load_block(k, v, page, kv, at, n, o, t)`` returns n keys (line 7) for ``update``, which takes
     the parameters of ``update_panel``.
     """
 
@@ -134,7 +134,7 @@ def key_loop(load_block, update):
                 panel = panel_of(t, p - first, Lq, b, h, p)
                 i0, i1 = panel.i0, panel.i0 + panel.rows
                 low, high = key_range(i0, i1, offset, o.left, o.right, length)
-                # Whole rows of the tile product: a few hidden keys cost less than single keys.
+                # Round to whole register tiles: a few hidden keys cost less than single rows.
                 j0 = max(begin, low // ROWS * ROWS)
                 j1 = min(end, whole_tiles(high))
                 all_visible = True
@@ -151,14 +151,14 @@ def key_loop(load_block, update):
 
 @jit_inline
 def load_queries(panel, q, entry, i0, Dv, o, t):
-    """Lines 4 and 5, with Q read in place or widened."""
+    """Load a panel (lines 4 and 5), with Q read in place or widened."""
     Q = float_rows(q, entry, panel.h, i0, panel.rows, o, t.wide_Q)
     load_panel(panel, Q, q.shape[3], Dv, t, o)
 
 
 @jit_inline
 def load_block(k, v, page, kv, at, n, o, t):
-    """Line 7: rows of K and V, in place or widened."""
+    """Return n rows of K and V (line 7), in place or widened."""
     K_j = float_rows(k, page, kv, at, n, o, t.wide_K)
     return K_j, float_rows(v, page, kv, at, n, o, t.wide_V)
 
@@ -167,7 +167,7 @@ compute_tasks = task_loop(load_queries, key_loop(load_block, update_panel))
 
 
 def tiles(line, worker):
-    """One thread: fetch and compute tasks until none is left."""
+    """Run one thread: fetch and compute tasks until none is left."""
     q, k, v, mask, bias, o, O, L, t, (panels, B_c) = unpack(line, worker)
     compute_tasks(q, k, v, mask, bias, o, O, L, t, panels, B_c)
 

@@ -1,11 +1,11 @@
-"""CPU rung 5, decode: few queries against many keys, where reading K and V is all the work.
+"""CPU rung 5, decode: few queries against many keys, where reading K and V takes all the time.
 
 With one query per head the panels of rung 4 would be nearly empty, and one task per head too few
 for many cores. Here the keys are split among tasks (split-K, as in Flash-Decoding). A task computes
 all queries that share a key/value head (H / Hkv heads of Lq queries each), so that every key and
 value is read from memory once. S = Q K_jᵀ has one query per row; a score is a dot product along the
-head width. If there are many keys, blocks that a ``mask_mod`` hides are not read. Each split has m,
-l and O, which are merged by log-sum-exp:
+head width. If there are many keys, blocks that a ``mask_mod`` hides are not read. Each split yields
+m, l and O, which are merged by log-sum-exp:
 
     m = max m_s,   l = Σ exp(m_s - m) l_s,   O = Σ exp(m_s - m) O_s / l
 
@@ -63,12 +63,12 @@ NEAR = 32  # keys, or values, that stay in the L1 cache from one use to the next
 SUMMED = 256  # keys whose values are summed before the sum is added to O
 SPLIT = 512  # keys per split, at least: fewer are not worth a merge
 TASKS_PER_THREAD = 4  # at least, so that threads finish together
-WORTH_SHARING = 1 << 16  # numbers of K and V; another thread takes as long to wake as fewer take
+WORTH_SHARING = 1 << 16  # numbers of K and V; reading fewer is faster than waking another thread
 WORTH_SKIPPING = 1 << 22  # numbers of K and V; reading fewer is faster than calling a ``mask_mod``
 
-# One thread's: queries (R, D), scores and visible pairs (R, B_c), a part of O's sum (R, Dv), one
-# number per lane, widened rows, starts of rows of K or V. Shared: O (R, Dv), and m and l (R), of
-# every split of every head.
+# Each thread has queries (R, D), scores and visible pairs (R, B_c), a part of O's sum (R, Dv), one
+# number per lane, widened rows, and starts of rows of K or V. All threads share O (R, Dv), m and l
+# (R) of every split of every head.
 BUFFERS = dict.fromkeys(("Q", "S", "part", "top", "shift", "total", "wide"), Buffer(REAL))
 BUFFERS |= {
     "visible": Buffer(BYTE),
@@ -77,11 +77,11 @@ BUFFERS |= {
 }
 BUFFERS |= {"parts_ml": Buffer(DOUBLE, is_shared=True)}
 unpack = unpacker(**BUFFERS)
-FINISHED = 1  # after the counter of tasks: counters of the finished splits of each head
+FINISHED = 1  # counter 0 counts tasks; those from 1 on count the finished splits of each head
 
 
 def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None) -> Sizes:
-    """The sizes for ``problem``: ``splits`` of the keys, blocks of ``B_c`` keys.
+    """Return the sizes for ``problem``: ``splits`` of the keys, blocks of ``B_c`` keys.
 
     By default each thread gets a few splits, and a block has ``block_size(problem)`` keys. ``B_c``
     is rounded up to whole panels.
@@ -104,26 +104,26 @@ def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None
 
 
 def block_size(problem: Problem) -> int:
-    """Keys per block: for ``SCORES`` scores, but at least ``B_C``."""
+    """Return the number of keys per block: about ``SCORES`` scores, but at least ``B_C`` keys."""
     group = problem.q.shape[1] // problem.k.shape[1]
     most = max(B_C, SCORES // max(1, group * longest_q(problem)))
     return int(max(1, min(longest_k(problem), most)))
 
 
 def longest_q(problem: Problem) -> int:
-    """The most queries of any sequence."""
+    """Return the largest number of queries of any sequence."""
     return int(problem.num_queries.max(initial=0))
 
 
 def longest_k(problem: Problem) -> int:
-    """The most keys of any sequence; without sequences, Lk."""
+    """Return the largest number of keys of any sequence; without sequences, Lk."""
     if problem.sequences is None:
         return int(problem.k.shape[2])
     return int(problem.kv_lengths.max(initial=0))
 
 
 def decode(line, worker):
-    """One thread: compute splits; the thread that finishes the last one of a head merges them."""
+    """Run one thread: compute splits, and merge those of a head after finishing its last one."""
     q, k, v, mask, bias, o, O, L, t, (splits, B_c) = unpack(line, worker)
     H, D, Hkv, Dv = q.shape[1], q.shape[3], v.shape[1], v.shape[3]
     most = H // Hkv * most_queries(o)
@@ -172,7 +172,7 @@ class Part(NamedTuple):
 
 @jit_inline
 def part_of(t, n, rows, most, Dv):
-    """The shared O, m and l of the n-th split of all heads; a split has at most ``most`` rows."""
+    """Return the shared O, m and l of split n over all heads; a split has at most ``most`` rows."""
     m = flat(t.parts_ml, 2 * n * most)
     return Part(matrix(t.parts_O, n * most * Dv, rows, Dv), m, flat(m, rows))
 
@@ -190,9 +190,9 @@ def load_queries(q, Q, o, b, kv, group, copies):
 
 @jit_inline
 def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible, t):
-    """Lines 8 to 10 for all rows of Q: the online softmax over the keys j0 to j0 + n.
+    """Update m, l and O of all rows of Q with the keys j0 to j0 + n (lines 8 to 10).
 
-    If ``all_visible``, ``mask_mod`` hides none of them.
+    If ``all_visible``, ``mask_mod`` hides none of these keys.
     """
     rows, panel = part.O.shape[0], panel_width(t.S.itemsize)
     S, visible = matrix(t.S, 0, rows, B_c), matrix(t.visible, 0, rows, B_c)
@@ -248,21 +248,22 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible
 
 @jit_inline
 def piece_size(is_direct, rows):
-    """Rows of k or v to process at a time; ``is_direct`` if they are not copied.
+    """Return the number of rows of k or v to process at a time; ``is_direct`` if read in place.
 
-    One, two or four queries use a row at once, as it comes from memory: small pieces would only
-    interrupt reading. Other numbers of queries, and widened rows, need a second pass, from L1.
+    One, two or four queries are multiplied with a row as soon as it comes from memory, and small
+    pieces would only interrupt reading. Other numbers of queries, and widened rows, are read twice:
+    small pieces stay in the L1 cache for the second pass.
     """
     return SUMMED if is_direct and (rows == 1 or rows == 2 or rows == 4) else NEAR
 
 
 @jit_inline
 def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, visible, t):
-    """O += P V for n keys of a block; a long sum of short sums loses fewer digits."""
+    """O += P V for n keys of a block. A long sum of short sums is more exact."""
     (rows, Dv), B_c, P, part, starts = O.shape, S.shape[1], t.S, t.part, t.starts
     for x in range(rows * Dv):
         part[x] = 0
-    # If keys are hidden, ``has_nonfinite`` reads their values first, as floats.
+    # If keys are hidden, ``has_nonfinite`` first reads the values as floats.
     is_direct, far = is_read_in_place(v, o) and not is_partial, is_far(v)
     size = piece_size(is_direct or v.itemsize == O.itemsize, rows)
     near = begin

@@ -3,8 +3,8 @@
 Intel AMX multiplies tiles of bfloat16 numbers and adds in float32 (``simd.matrix_unit``). Scores
 are transposed as in rung 3, so that masks, options and softmax are the same:
 
-- S = K_j Q_iᵀ has K as its rows and pairs of a query's numbers in its columns. Q is packed once per
-  panel, a block of K and V once per task; V is transposed for O += V_jᵀ P, like Q.
+- S = K_j Q_iᵀ multiplies rows of K by columns of pairs of a query's numbers. Q is packed once per
+  panel, and a block of K and V once per task. V is transposed for O += V_jᵀ P, like Q.
 - bfloat16 is used unchanged. Other numbers are sums of *parts* (``simd.parts``): float16 has two,
   so that one product becomes four, and the weights P have two, to keep more digits.
 - Products are so fast that everything around them matters. Scores are scaled inside the
@@ -12,10 +12,10 @@ are transposed as in rung 3, so that masks, options and softmax are the same:
 - A part may be 0 and a value infinite, and their product would be NaN. So a key with a nonfinite
   value is left out of the product, and ``add_nonfinite`` adds it wherever it is visible.
 
-Numbers below 2^-126 count as 2^-126, such weights as 0. Rung 4 computes other dtypes, and computes
-on CPUs without AMX. float32 would need three parts and six products. That was tried: it is 1.1 × as
-fast as rung 4 with 1024 tokens, 0.75 × with 128, where few queries share packed keys, and no faster
-with either if another thread of the core is busy.
+Inputs below 2^-126 count as 2^-126, and weights below it as 0. Rung 4 computes other dtypes, and
+all dtypes on CPUs without AMX. float32 would need three parts and six products. In a trial this was
+1.1 × as fast as rung 4 with 1024 tokens, and 0.75 × with 128, where few queries share packed keys.
+It was no faster if another thread of the core was busy.
 
 Measured: 2.8 × as fast as rung 4 in bfloat16, 1.9 × in float16, on one core (8 heads, 1024 tokens,
 width 64; 3.5 and 2.1 × at width 128; Intel Xeon with AMX, 2026-11-23).
@@ -53,35 +53,35 @@ from minimha.kernels.cpu.simd.transpose import transpose
 from minimha.kernels.cpu.simd.vector import panel_width
 from minimha.kernels.cpu.storage import Rows, float_rows, rows_at, rows_from
 
-PANELS = 24  # of a task, at most: more than in rung 4, because keys are packed for each task
+PANELS = 24  # per task, at most: more than in rung 4, because keys are packed for each task
 TASKS_PER_THREAD = 4  # at least: fewer than in rung 4, for the same reason
 B_C = 128
 SLACK = 8  # the most by which a score may exceed m, so that weights are at most e^8
-# One thread's, besides those of a panel: rows of Q or V before they are transposed, the end of a
-# row, a block of K, a transposed block of V, and V widened if it is nonfinite.
+# A thread's buffers, besides those of a panel: rows of Q or V before they are transposed, the end
+# of a row, a block of K, a transposed block of V, and V widened if it is nonfinite.
 PACKED = ("rows", "tail", "packed_K", "packed_V", "wide_V")
 BUFFERS = PANEL_BUFFERS | dict.fromkeys(PACKED, Buffer(REAL))
 unpack = unpacker(**BUFFERS)
 
 
 def is_made_for(dtype: np.dtype[Any]) -> bool:
-    """Whether this process may multiply numbers of ``dtype``, or their bits, in a matrix unit."""
+    """Return whether a matrix unit can multiply numbers of ``dtype``, which may be their bits."""
     return dtype.itemsize == 2 and is_usable()
 
 
 def plan(problem: Problem, **chosen: int) -> Plan:
-    """The plan for problems like this one: of rung 4 if this rung is not made for them."""
+    """Return the plan for problems of this kind, from rung 4 if this rung is not made for them."""
     kernel = KERNEL if is_made_for(problem.dtype) else rung4_parallel.KERNEL
     return kernel.plan(problem, **chosen)
 
 
 def forward(problem: Problem, **chosen: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L of ``problem``; see ``Kernel.forward``."""
+    """Return O and L of ``problem``; see ``Kernel.forward``."""
     return plan(problem, **chosen)(problem)
 
 
 def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Sizes:
-    """The sizes for ``problem``: as in rung 4, but with up to 24 panels per task."""
+    """Return the sizes for ``problem``, as in rung 4, but with up to 24 panels per task."""
     D, Dv, itemsize = problem.q.shape[3], problem.v.shape[3], problem.compute.itemsize
     most, workers = shared_out(problem, PANELS, TASKS_PER_THREAD)
     panels = panels or most
@@ -99,7 +99,7 @@ def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Siz
 
 
 class Packed(NamedTuple):
-    """Parts of rows: number c of row r of part p is ``line[p * part + r * row + c]``."""
+    """Rows split into parts: number c of row r of part p is ``line[p * part + r * row + c]``."""
 
     line: Any
     row: int
@@ -107,9 +107,9 @@ class Packed(NamedTuple):
 
 
 class Block(NamedTuple):
-    """K and Vᵀ of some keys, packed; V as floats in ``values``, unless it ``is_finite``.
+    """K and Vᵀ of some keys, packed, and, unless V ``is_finite``, V as floats in ``values``.
 
-    A key with a nonfinite value is 0 in Vᵀ.
+    Vᵀ is 0 for keys with a nonfinite value.
     """
 
     K: Any
@@ -120,13 +120,13 @@ class Block(NamedTuple):
 
 @jit
 def num_parts(o):
-    """The number of parts of a number of Q, K or V."""
+    """Return the number of parts of each number of Q, K and V."""
     return 1 if o.is_bfloat16 else 2
 
 
 @jit
 def pack(X, b, h, i, n, o, tail, to):
-    """Split n rows of X[b, h] from i on into parts; returns whether a number is nonfinite."""
+    """Split n rows of X[b, h] from i on into parts; return whether a number is nonfinite."""
     rows = rows_at(X, b, h, i)
     return pack_rows(
         rows.line, rows.start, rows.stride, to.line, to.row, to.part, n, X.shape[3],
@@ -136,7 +136,7 @@ def pack(X, b, h, i, n, o, tail, to):
 
 @jit_inline
 def load_queries(panel, q, entry, i0, Dv, o, t):
-    """Lines 4 and 5: transpose the pairs of numbers of Q; initialize m, l and O."""
+    """Transpose the pairs of numbers of Q, and initialize m, l and O (lines 4 and 5)."""
     lanes, row = panel.lanes, whole(q.shape[3], DEPTH)
     packed = Packed(halves_of(t.rows), row, lanes * row)
     pack(q, entry, panel.h, i0, panel.rows, o, t.tail, packed)
@@ -149,7 +149,7 @@ def load_queries(panel, q, entry, i0, Dv, o, t):
 
 @jit_inline
 def load_block(k, v, page, kv, at, n, o, t):
-    """Line 7: pack n keys."""
+    """Pack n keys into a ``Block`` (line 7)."""
     Dv, parts = v.shape[3], num_parts(o)
     K = Packed(halves_of(t.packed_K), whole(k.shape[3], DEPTH), 2 * len(t.packed_K) // parts)
     pack(k, page, kv, at, n, o, t.tail, K)
@@ -181,7 +181,7 @@ def zero_nonfinite(values, rows, n, Dv, parts):
 
 @jit_inline
 def update(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
-    """Lines 8 to 10 as in ``update_panel``, for the keys from ``first`` on of a ``Block``."""
+    """Update m, l and O with a ``Block``'s keys from ``first`` on, like ``update_panel``."""
     S, visible = flat(t.S, 0), flat(t.visible, 0)
     K, V, lanes, parts = block.K, block.V, panel.lanes, num_parts(o)
     num_visible = n * panel.rows
@@ -216,7 +216,7 @@ compute_tasks = task_loop(load_queries, key_loop(load_block, update))
 
 
 def matrix_tiles(line, worker):
-    """One thread: fetch and compute tasks until none is left."""
+    """Run one thread: fetch and compute tasks until none is left."""
     q, k, v, mask, bias, o, O, L, t, (panels, B_c) = unpack(line, worker)
     configure_tiles()
     compute_tasks(q, k, v, mask, bias, o, O, L, t, panels, B_c)

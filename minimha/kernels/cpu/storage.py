@@ -1,7 +1,7 @@
-"""Reads q, k and v, in place or widened one block at a time, and writes O.
+"""Read q, k and v, in place or widened one block at a time, and write O.
 
-16-bit numbers are read and written as their bits. If NumPy rounded O, number by number, that would
-take as long as the kernel.
+16-bit numbers are read and written as their bits. Rounding O in NumPy would take as long as the
+kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minimha.kernels.cpu.simd.halves import of_bfloat16, of_float16, to_bfloat16
 from minimha.kernels.cpu.simd.memory import bits_of, flat, prefetch_to_L2
 
 CACHED = 1 << 24  # bytes of K or V that may be in a cache
-WIDE = 128  # numbers of a row from which widening needs prefetching, also for keys in one piece
+WIDE = 128  # numbers per row; wider rows are prefetched for widening even if they are not in pages
 
 
 class Rows(NamedTuple):
@@ -31,31 +31,31 @@ class Rows(NamedTuple):
 
 @jit_inline
 def start_of(X, b, h, i):
-    """The index in ``flat(X, 0)`` of the first item of X[b, h, i]."""
+    """Return the index in ``flat(X, 0)`` of the first item of X[b, h, i]."""
     return (b * X.strides[0] + h * X.strides[1] + i * X.strides[2]) // X.itemsize
 
 
 @jit_inline
 def rows_at(X, b, h, i):
-    """The rows of X[b, h] from i on, in place."""
+    """Return a view of the rows of X[b, h] from i on."""
     return Rows(flat(X, start_of(X, b, h, i)), 0, X.strides[2] // X.itemsize)
 
 
 @jit_inline
 def rows_from(rows, r):
-    """``rows`` without the first r."""
+    """Return ``rows`` without the first r."""
     return Rows(rows.line, rows.start + r * rows.stride, rows.stride)
 
 
 @jit_inline
 def queries_of(o, b):
-    """Batch entry in q, O and L, first row there and number of rows of sequence b."""
+    """Return the batch entry in q, O and L, the first row and the number of rows of sequence b."""
     return o.queries[b, 0], o.queries[b, 1], o.queries[b, 2]
 
 
 @jit_inline
 def most_queries(o):
-    """The most queries of any sequence."""
+    """Return the largest number of queries of any sequence."""
     most = 0
     for b in range(len(o.queries)):
         most = max(most, o.queries[b, 2])
@@ -64,20 +64,20 @@ def most_queries(o):
 
 @jit_inline
 def key_at(o, b, j):
-    """Batch entry, or page, and row in k and v of key j of sequence b."""
+    """Return the batch entry or page, and the row, in k and v of key j of sequence b."""
     page = j // o.page_size
     return o.pages[b, page], o.first_keys[b] + j - page * o.page_size
 
 
 @jit_inline
 def keys_ahead(o, j):
-    """Number of keys from j to the end of its page, in neighbouring rows."""
+    """Return the number of keys from j to the end of its page."""
     return o.page_size - j % o.page_size
 
 
 @jit
 def find_keys(X, o, b, kv, j, n, starts):
-    """Write ``start_of`` n keys of sequence b from j on, and of later keys, to be prefetched."""
+    """Write ``start_of`` n keys of sequence b from j on, and of later keys, for prefetching."""
     n += ROWS_AHEAD if is_far(X) else ROWS_AHEAD_OF_L1
     r, known, stride = 0, min(n, o.kv_lengths[b] - j), X.strides[2] // X.itemsize
     page, at, ahead = j // o.page_size, key_at(o, b, j)[1], keys_ahead(o, j)
@@ -94,30 +94,30 @@ def find_keys(X, o, b, kv, j, n, starts):
 
 @jit_inline
 def is_in_one_piece(o):
-    """Whether the rows of a sequence are at equal distances, instead of in pages."""
+    """Return whether the rows of each sequence have one stride, because they are not in pages."""
     return o.page_size == UNBOUNDED
 
 
 @jit_inline
 def keys_from(X, o, b, kv, j):
-    """The start of key j of sequence b, in one piece, and the distance to the next key."""
+    """Return the start of key j of sequence b, and the stride of keys, if not in pages."""
     page, at = key_at(o, b, j)
     return start_of(X, page, kv, at), X.strides[2] // X.itemsize
 
 
 @jit_inline
 def is_far(X):
-    """Whether X is so large that most of it comes from memory, not from a cache."""
+    """Return whether X is so large that most of it comes from memory, not from a cache."""
     return X.size * X.itemsize >= CACHED
 
 
 def write_numbers(X, x, to, start, n, o):
-    """Copy n numbers from X[x] on to to[start] on, rounded if ``to`` has 16-bit numbers."""
+    """Copy n numbers from X[x:] to to[start:], rounded if ``to`` has 16-bit numbers."""
 
 
 @overload(write_numbers, jit_options=OPTIONS)
 def _write_numbers(X, x, to, start, n, o):
-    # Views: LLVM could not exclude that a sum as index is negative, and would not vectorize.
+    # Views, because LLVM does not vectorize an index x + i that it must assume to be negative.
     if to.dtype == X.dtype:
 
         def copy(X, x, to, start, n, o):
@@ -140,7 +140,7 @@ def _write_numbers(X, x, to, start, n, o):
 
 
 def is_read_in_place(X, o):
-    """Whether the products for few queries read X in place: all dtypes but float16."""
+    """Return whether the products for few queries read X in place: all dtypes but float16."""
 
 
 @overload(is_read_in_place, jit_options=OPTIONS)
@@ -151,7 +151,7 @@ def _is_read_in_place(X, o):
 
 
 def float_rows(X, b, h, i, n, o, copy):
-    """n rows of X[b, h] from i on: in place, or widened into ``copy``."""
+    """Return n rows of X[b, h] from i on, in place or widened into ``copy``."""
 
 
 @overload(float_rows, jit_options=OPTIONS)
@@ -169,7 +169,7 @@ def _float_rows(X, b, h, i, n, o, copy):
 
 
 def float_keys(X, starts, n, o, copy):
-    """n rows of X that begin at ``starts``: in place, or widened into ``copy``."""
+    """Return n rows of X that begin at ``starts``, in place or widened into ``copy``."""
 
 
 @overload(float_keys, jit_options=OPTIONS)

@@ -1,8 +1,8 @@
-"""The number of threads that a kernel may use.
+"""Set the number of threads that a kernel may use.
 
 ``set_num_threads`` sets it; the default is NUMBA_NUM_THREADS, else OMP_NUM_THREADS, as in other
-libraries. It never exceeds the CPUs that the process may use, by its affinity mask and by the quota
-of its container.
+libraries. The number never exceeds the CPUs that the process's affinity mask and its container's
+quota allow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _chosen: int | None = None
 
 
 def get_num_threads() -> int:
-    """The number of threads that CPU kernels use, including the caller's."""
+    """Return the number of threads that CPU kernels use, including the caller's."""
     return _chosen or _from_environment()
 
 
@@ -36,7 +36,7 @@ def set_num_threads(number: int) -> None:
     Raises
     ------
     TypeError, ValueError
-        ``number`` is no integer, or outside that range.
+        ``number`` is not an integer, or is outside that range.
     """
     global _chosen
     most = usable_cpus()
@@ -58,14 +58,14 @@ def _from_environment() -> int:
 
 
 def usable_cpus() -> int:
-    """The number of CPUs that the affinity mask and the container's quota allow."""
+    """Return the number of CPUs that the affinity mask and the container's quota allow."""
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min([cpus, *_quotas()]))
 
 
 def _quotas() -> Iterator[int]:
-    """CPUs, rounded up, that the control groups of this process allow (cgroups v2, then v1)."""
+    """Yield the CPUs, rounded up, that each control group of this process allows (v2, then v1)."""
     try:
         lines = OWN_CGROUP.read_text().splitlines()
     except OSError:  # not Linux, or no /proc

@@ -1,8 +1,8 @@
-"""Vector code for the inner loops, which numba does not generate.
+"""Vector code for the inner loops, written by hand because numba generates none.
 
 numba leaves vectorization to LLVM, which uses only half the width of an AVX-512 register and never
 keeps a tile of sums in registers. The primitives here are written as LLVM vectors. Each takes whole
-arrays and offsets in elements, and has a twin in plain numba for its tests,
+arrays and offsets in elements. Tests compare it with plain numba code in
 ``tests/kernels/cpu/plain_simd.py``.
 
 A *panel* is up to ``VECTORS`` vectors side by side: ``VECTORS`` · width lanes, one query per lane.

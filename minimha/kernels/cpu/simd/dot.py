@@ -1,10 +1,10 @@
-"""The two products for few queries, S = Q Kᵀ and O += P V, each row of K and V read once.
+"""Compute S = Q Kᵀ and O += P V for few queries, reading each row of K and V once.
 
 K and V are floats, or the bits of bfloat16 numbers (uint16), which are widened when loaded. Rows
-may be anywhere, as in pages. ``starts`` has the first item of each row, and of ``ROWS_AHEAD`` more,
-which are prefetched: the CPU's own prefetching stops at the end of a page. For rows at equal
-distances it is a pair, the first start and the distance, which costs nothing to read. Arrays that
-are ``far``, in memory, are prefetched into L2 first, which allows more cache lines in flight.
+may be anywhere, as in pages. ``starts`` has the offset of each row, and of ``ROWS_AHEAD`` more,
+which are prefetched: the CPU's own prefetching stops at the end of a page. For rows at a constant
+stride ``starts`` is a pair, the first offset and the stride, which costs nothing to read. Arrays
+that are ``far``, in memory, are prefetched into L2 first, which allows more cache lines in flight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOGETHER = REGISTERS // 8  # rows of K that meet four queries in registers
 
 
 def start_at(starts, r):
-    """The r-th of ``starts``."""
+    """Return item r of ``starts``, an array or a pair (first, stride)."""
 
 
 @overload(start_at, jit_options=OPTIONS)
@@ -44,7 +44,7 @@ def _start_at(starts, r):
 
 
 def _starts(context, builder, kind, starts, first):
-    """start(r), which generates number first + r of ``starts``, of numba's type ``kind``."""
+    """Return start(r), which generates item first + r of ``starts``, of numba's type ``kind``."""
     if isinstance(kind, types.BaseTuple):
         begin, stride = cgutils.unpack_tuple(builder, starts)
         begin = builder.add(begin, builder.mul(first, stride))
@@ -54,7 +54,7 @@ def _starts(context, builder, kind, starts, first):
 
 
 def _rows(builder, X, start, r, number, ahead=0):
-    """Pointers to ``number`` rows of X from row r + ``ahead`` on."""
+    """Generate pointers to ``number`` rows of X from row r + ``ahead`` on."""
     places = [start(builder.add(r, INT(ahead + x))) for x in range(number)]
     return [builder.gep(X, [place]) for place in places]
 
@@ -72,8 +72,8 @@ def _prefetch_to_L2(builder, X, kind, starts, r, number, columns):
 
 
 def _prefetcher(builder, vector, X, starts, r, number, columns):
-    """prefetch_rows(k) into L1: vector k of ``number`` rows, ``ROWS_AHEAD_OF_L1`` after row r."""
-    # Memory delivers sequential addresses faster: gapless rows are fetched one after the other.
+    """Return prefetch_rows(k): vector k of rows r + ``ROWS_AHEAD_OF_L1`` and following into L1."""
+    # Memory delivers sequential addresses faster: contiguous rows are fetched one after the other.
     rows = _rows(builder, X, starts, r, number, ROWS_AHEAD_OF_L1)
     last = builder.gep(rows[0], [builder.mul(INT(number - 1), columns)])
     is_gapless = builder.icmp_unsigned("==", last, rows[-1])
@@ -89,7 +89,7 @@ def _prefetcher(builder, vector, X, starts, r, number, columns):
 
 
 def _loop_far_or_near(builder, far, stop, step, body):
-    """Two loops of ``body(n, is_far)``, each without branches; ``far`` chooses one."""
+    """Generate two loops of ``body(n, is_far)``, each without branches; ``far`` chooses one."""
     with builder.if_else(far) as branches:
         for is_far, branch in zip((True, False), branches, strict=True):
             with branch:
@@ -97,12 +97,12 @@ def _loop_far_or_near(builder, far, stop, step, body):
 
 
 def _loader(vector, kind):
-    """The load of a vector of K or V, of numba's type ``kind``."""
+    """Return the method that loads a vector of K or V, whose numba type is ``kind``."""
     return vector.load_bfloat16 if kind.dtype == types.uint16 else vector.load
 
 
 def number_at(X, x):
-    """X[x], widened if it is the bits of a bfloat16 number."""
+    """Return X[x], widened if X holds the bits of bfloat16 numbers."""
 
 
 @overload(number_at, jit_options=OPTIONS)
@@ -113,10 +113,10 @@ def _number_at(X, x):
 
 
 def _horizontal_sums(builder, vector, values):
-    """One vector with the horizontal sum of each of ``values``, which are one vector per lane.
+    """Generate one vector whose lane x is the sum of all lanes of ``values[x]``.
 
-    In each step two vectors become one: each adds one half of its lanes to the other half. First
-    within pieces of 128 bits, where shuffles are fast, then across them.
+    Each step turns two vectors into one: it adds one half of each vector's lanes to the other half.
+    The first steps stay within pieces of 128 bits, where shuffles are fast; the last cross them.
     """
     width, piece = vector.width, min(vector.width, 128 // vector.bits)
     steps, m = [], 1
@@ -158,10 +158,10 @@ def _horizontal_sums(builder, vector, values):
 
 
 def _dots(queries, together, vectors):
-    """Primitive: ``queries`` rows of B times enough rows of A to fill a vector with products.
+    """Return a primitive: products of ``queries`` rows of B with one vector's width of rows of A.
 
     ``together`` rows of A are read side by side, so that each loaded vector of B is used for all of
-    them, and ``vectors`` vectors of each row per step. The depth is a multiple of the width.
+    them. A step reads ``vectors`` vectors of each row. The depth is a multiple of the width.
     """
 
     @intrinsic
@@ -246,7 +246,7 @@ _dots_of_4, _dots_of_2, _dots_of_1 = _dots(4, TOGETHER, 1), _dots(2, TOGETHER, 1
 def dot_products(A, starts, a, B, b, b_row, C, c, c_row, rows, queries, depth, far):
     """C[c + g · c_row + r] = Σ_k A[starts[a + r] + k] · B[b + g · b_row + k], reading A once.
 
-    For r < ``rows`` and g < ``queries``; flat arrays.
+    This holds for r < ``rows`` and g < ``queries``; all arrays are flat.
     """
     width = VECTOR_BITS // (8 * C.itemsize)
     by_4, by_2, most = max(TOGETHER, width // 4), max(TOGETHER, width // 2), max(TOGETHER, width)
@@ -278,9 +278,9 @@ def dot_products(A, starts, a, B, b, b_row, C, c, c_row, rows, queries, depth, f
 
 
 def _weigh(queries, keys):
-    """Primitive: O += P V for ``queries`` rows of O, ``keys`` rows of V at a time.
+    """Return a primitive: O += P V for ``queries`` rows of O, ``keys`` rows of V at a time.
 
-    The weights stay in registers while the rows of V are read side by side, and prefetched in
+    The weights stay in registers while ``keys`` rows of V are read side by side, and prefetched in
     memory order. A row of O is loaded and stored once for these keys. ``columns`` is a multiple of
     the vector width, ``depth`` a multiple of ``keys``.
     """
@@ -343,8 +343,8 @@ _weigh_4, _weigh_2, _weigh_1 = (_weigh(queries, 4) for queries in (4, 2, 1))
 def weighted_rows(P, p, p_row, V, starts, v, O, o, o_row, rows, columns, depth, far):
     """O += P V for ``rows`` rows of O, reading V from memory once.
 
-    P's element (r, k) is at p + r · p_row + k, V's row k at starts[v + k], O's row r at
-    o + r · o_row; flat arrays.
+    All arrays are flat. P's element (r, k) is at p + r · p_row + k, V's row k at starts[v + k],
+    O's row r at o + r · o_row.
     """
     width = VECTOR_BITS // (8 * O.itemsize)
     full_columns, full_depth = columns // width * width, depth // 4 * 4

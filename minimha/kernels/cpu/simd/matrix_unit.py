@@ -1,9 +1,9 @@
-"""The matrix unit of a CPU, Intel AMX: products of 16-bit tiles, with sums in float32.
+"""Multiply 16-bit tiles in a CPU's matrix unit, Intel AMX, with sums in float32.
 
-A *tile* is a register of 16 rows of 64 bytes. One instruction multiplies a tile A of 16 rows of 32
-bfloat16 numbers with a tile B of 16 rows of 16 pairs, two numbers below each other, and adds to a
-tile C of 16 × 16 floats: 16 times the products per cycle of vectors. It rounds each sum as IEEE 754
-does, but numbers below the smallest normal number, 2^-126, count as 0.
+A *tile* is a register of 16 rows of 64 bytes. One instruction multiplies a tile A by a tile B and
+adds the product to a tile C of 16 × 16 floats. A has 16 rows of 32 bfloat16 numbers, and B has 16
+rows of 16 pairs, two numbers below each other. This is 16 times the products per cycle of vectors.
+Sums are rounded by IEEE 754, but numbers below the smallest normal number, 2^-126, count as 0.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ BYTE = ir.IntType(8)
 
 @cache
 def is_usable() -> bool:
-    """Whether the CPU has a matrix unit that this process may use.
+    """Return whether the CPU has a matrix unit that this process may use.
 
-    A process asks Linux for permission once; an old kernel or a sandbox may refuse it, and forked
-    children inherit it.
+    A process asks Linux for permission once. An old kernel or a sandbox may refuse; forked children
+    inherit the permission.
     """
     if sys.platform != "linux" or VECTOR_BITS < 512 or not {"amx-tile", "amx-bf16"} <= FEATURES:
         return False
@@ -44,7 +44,7 @@ def is_usable() -> bool:
 
 @register_jitable
 def whole(number, unit):
-    """``number``, rounded up to a multiple of ``unit``."""
+    """Return ``number``, rounded up to a multiple of ``unit``."""
     return -(-number // unit) * unit
 
 
@@ -56,7 +56,7 @@ def _instruction(builder, name, *operands):
 
 @intrinsic
 def configure_tiles(typing):
-    """Let this thread use the tiles until ``release_tiles``."""
+    """Configure the tiles of this thread, for use until ``release_tiles``."""
 
     def generate(context, builder, signature, arguments):
         content = cgutils.make_bytearray(CONFIGURATION)
@@ -69,7 +69,7 @@ def configure_tiles(typing):
 
 @intrinsic
 def release_tiles(typing):
-    """Give up the tiles: otherwise the system saves them whenever it switches threads."""
+    """Release the tiles, so that the system need not save them when it switches threads."""
 
     def generate(context, builder, signature, arguments):
         _instruction(builder, "tilerelease")
@@ -79,7 +79,7 @@ def release_tiles(typing):
 
 
 def _column(tiles, parts_of_A, parts_of_B):
-    """Primitive for ``tiles`` tiles of C below each other, and numbers of parts of A and B."""
+    """Return a primitive for ``tiles`` tiles of C, one below the other; A and B have parts."""
 
     @intrinsic
     def column(typing, A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, depth, adds):
@@ -135,7 +135,7 @@ def _column(tiles, parts_of_A, parts_of_B):
 
 
 def _product(parts_of_A, parts_of_B):
-    """``matrix_product`` for given numbers of parts; C stays in its tiles until all are added."""
+    """Return ``matrix_product`` for numbers of parts; C stays in tiles until all are added."""
     two, one = (_column(tiles, parts_of_A, parts_of_B) for tiles in (TOGETHER, 1))
 
     def product(A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, rows, columns, depth, adds):

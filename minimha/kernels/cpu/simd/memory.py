@@ -9,14 +9,14 @@ from numba.extending import intrinsic
 
 from minimha.kernels.cpu.simd.vector import INT, pointer_to
 
-# The length of a view without a known length. numba adds the length to a negative index, which must
-# stay negative if the rows of an array run backwards.
+# The length of a view whose length is unknown. numba adds it to a negative index, which must stay
+# negative if the rows of an array run backwards.
 UNKNOWN = INT(0)
 
 
 @intrinsic
 def flat(typing, X, offset):
-    """The memory of X from element ``offset`` on, as a 1-D array."""
+    """Return a 1-D view of the memory of X from element ``offset`` on."""
     signature = types.Array(X.dtype, 1, "C")(X, types.intp)
 
     def generate(context, builder, signature, arguments):
@@ -30,7 +30,7 @@ def flat(typing, X, offset):
 
 @intrinsic
 def matrix(typing, X, offset, rows, columns):
-    """The memory of X from element ``offset`` on, as a 2-D array."""
+    """Return a 2-D view of the memory of X from element ``offset`` on."""
     signature = types.Array(X.dtype, 2, "C")(X, types.intp, types.intp, types.intp)
 
     def generate(context, builder, signature, arguments):
@@ -42,7 +42,7 @@ def matrix(typing, X, offset, rows, columns):
 
 
 def _integers(type_of):
-    """Primitive: the memory of X as integers of the type ``type_of(X)``."""
+    """Return a primitive: a view of the memory of X as integers of the type ``type_of(X)``."""
 
     @intrinsic
     def integers(typing, X):
@@ -77,9 +77,9 @@ def _view(context, builder, kind, pointer, shape):
 
 @intrinsic
 def fetch_add(typing, counters, n):
-    """counters[n] += 1, atomically; returns the value before.
+    """counters[n] += 1, atomically; return the old value.
 
-    A thread that counts later sees what this thread wrote before.
+    A thread that counts later also sees everything that this thread wrote earlier.
     """
     signature = types.int64(counters, types.intp)
 

@@ -1,8 +1,8 @@
-"""Splits numbers into sums of bfloat16 numbers, their *parts*, which a matrix unit multiplies.
+"""Split numbers into sums of bfloat16 numbers, their *parts*, which a matrix unit multiplies.
 
-The first part is the upper half of a number's float32, 8 of its 24 digits, and the second part is
-the rest. bfloat16 has one part and float16 two, which are exact; two parts of a weight, a float32,
-keep 16 digits.
+The first part is the upper half of the number as float32, 8 of its 24 binary digits. The second
+part is the rest. bfloat16 has one part and float16 two, which are exact; a weight, a float32, has
+two parts with 16 digits.
 
 A matrix unit treats subnormal numbers as 0, and 0 times infinity would be NaN. Hence only 0 has a
 part that is 0: the smallest normal number, 2^-126, replaces smaller parts.
@@ -19,7 +19,7 @@ from minimha.kernels.cpu.jit import jit, jit_inline
 from minimha.kernels.cpu.simd.matrix_unit import DEPTH
 from minimha.kernels.cpu.simd.vector import Vector, loop, pointer_to
 
-WIDTH = DEPTH  # numbers that are packed at once
+WIDTH = DEPTH  # numbers packed at once
 HALF, WORD = ir.IntType(16), ir.IntType(32)
 HALVES, WORDS = ir.VectorType(HALF, WIDTH), ir.VectorType(WORD, WIDTH)
 FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
@@ -30,13 +30,13 @@ def _all(kind, number):
 
 
 def _upper(builder, x):
-    """The upper halves of floats, as bits."""
+    """Generate the upper halves of floats, as bits."""
     words = builder.lshr(builder.bitcast(x, WORDS), _all(WORDS, 16))
     return builder.trunc(words, HALVES)
 
 
 def _part_of_bfloat16(builder, bits):
-    """The only part of bfloat16 numbers, as bits."""
+    """Generate the only part of bfloat16 numbers, as bits."""
     size = builder.and_(bits, _all(HALVES, 0x7FFF))
     is_below = builder.icmp_unsigned("<", builder.sub(size, _all(HALVES, 1)), _all(HALVES, 0x7F))
     normal = builder.or_(builder.and_(bits, _all(HALVES, 0x8000)), _all(HALVES, 0x0080))
@@ -44,14 +44,14 @@ def _part_of_bfloat16(builder, bits):
 
 
 def _parts_of_float16(builder, bits):
-    """Both parts of float16 numbers, as bits."""
+    """Generate both parts of float16 numbers, as bits."""
     x = builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), WIDTH)), FLOATS)
     words = builder.bitcast(x, WORDS)
     first = builder.and_(words, _all(WORDS, 0xFFFF0000))
     rest = builder.fsub(x, builder.bitcast(first, FLOATS))
     sign = builder.and_(words, _all(WORDS, 0x80000000))
     size = builder.and_(builder.bitcast(rest, WORDS), _all(WORDS, 0x7FFFFFFF))
-    # The rest of infinity is NaN, which is the largest number as an integer.
+    # Infinity less its first part is NaN, which as an integer is the largest number.
     is_some = builder.and_(
         builder.icmp_unsigned(">", size, _all(WORDS, 0x00800000)),
         builder.icmp_unsigned("<=", size, _all(WORDS, 0x7F800000)),
@@ -66,7 +66,7 @@ def _parts_of_float16(builder, bits):
 def _packer(is_bfloat16):
     @intrinsic
     def pack(typing, X, x, x_row, to, first, row, part, rows, n):
-        """``pack_rows`` of n numbers of each row, a multiple of ``WIDTH``."""
+        """Do ``pack_rows`` for n numbers of each row, where n is a multiple of ``WIDTH``."""
         index = types.intp
         signature = types.boolean(X, index, index, to, index, index, index, index, index)
         one = 1 << (7 if is_bfloat16 else 10)  # carries if added to an exponent of ones

@@ -1,4 +1,4 @@
-"""The two products of a tile, S = K_j Q_iᵀ and O += V_jᵀ P, with their sums in registers.
+"""Compute S = K_j Q_iᵀ and O += V_jᵀ P for a tile, with sums in registers.
 
 ``tile_product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth)`` is
 C = factor ∘ (A B), and ``tile_product_add`` with the same arguments is C = factor ∘ C + A B. C has
@@ -16,19 +16,19 @@ from numba.extending import intrinsic
 from minimha.kernels.cpu.jit import jit_inline, jit_too
 from minimha.kernels.cpu.simd.vector import INT, REGISTERS, Vector, loop, pointer_to
 
-ROWS = REGISTERS // 4  # of a register tile
+ROWS = REGISTERS // 4  # rows of a register tile
 
 
 @jit_too
 def whole_tiles(rows):
-    """``rows``, rounded up to whole register tiles."""
+    """Return ``rows``, rounded up to whole register tiles."""
     return -(-rows // ROWS) * ROWS
 
 
 def _register_tile(vectors, adds):
-    """Primitive for a tile of ``ROWS`` × ``vectors`` vectors of sums.
+    """Return a primitive for a register tile of ``ROWS`` × ``vectors`` vectors of sums.
 
-    If fewer rows are left, the last one is read again instead of each missing row.
+    If fewer rows are left, the last row is read again in place of each missing row.
     """
 
     @intrinsic
@@ -76,7 +76,7 @@ def _register_tile(vectors, adds):
 
             sums = loop(builder, depth, 1, zeros, body)
             for (r, n), total in zip(tile, sums, strict=True):
-                if adds:  # last: a long sum of short sums loses fewer digits
+                if adds:  # after the products: a long sum of short sums loses fewer digits
                     so_far = vector.load(builder, rows_of_C[r], n)
                     result = vector.fma(builder, so_far, factors[n], total)
                 else:

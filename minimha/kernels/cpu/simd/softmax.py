@@ -1,4 +1,4 @@
-"""The steps of a tile's softmax, lane by lane: scale, soft cap, maximum, exponential, sum."""
+"""Compute the steps of a tile's softmax lane by lane: scale, soft cap, maximum, exp, sum."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numba.extending import intrinsic
 from minimha.kernels.cpu.jit import jit
 from minimha.kernels.cpu.simd.vector import INT, VECTOR_BITS, Vector, loop, pairwise_sum, pointer_to
 
-TOGETHER = 8  # rows of a column, computed independently of each other
+TOGETHER = 8  # rows of a column that are computed independently of each other
 
 
 def _down_columns(builder, vector, rows, lanes, initial, fold, finish):
-    """For each column of vectors: values = fold(places, values, lane), then finish(values, lane).
+    """Generate, for each column, values = fold(places, values, lane), then finish(values, lane).
 
-    ``fold`` gets the places of ``TOGETHER`` rows, at the end of single rows. The first values are
-    ``initial``, and ``lane`` is the first lane of the column.
+    ``fold`` gets the places of ``TOGETHER`` rows, or of one row among the last. The first values
+    are ``initial``, and ``lane`` is the first lane of the column.
     """
     full = builder.and_(rows, INT(-TOGETHER))
 
@@ -84,18 +84,18 @@ POLYNOMIAL = {
     64: [math.log(2) ** n / math.factorial(n) for n in range(13, -1, -1)],
 }
 MANTISSA = {32: 23, 64: 52}
-# Adding a number to it rounds the number to an integer, in the lowest bits of the sum.
+# Adding ROUNDER to a number rounds the number to an integer, in the lowest bits of the sum.
 ROUNDER = {bits: 1.5 * 2.0**mantissa for bits, mantissa in MANTISSA.items()}
 # For x from here on e^x is a normal number, although x / ln(2) is rounded.
 SMALLEST = {32: -126 * math.log(2) * (1 - 2**-20), 64: -1022 * math.log(2) * (1 - 2**-49)}
 
 
 def _reduced(builder, vector, x):
-    """w and r with e^x = 2^(w + r), w an integer, abs(r) <= 1/2; and where e^x is not normal.
+    """Generate w, r, and a mask where e^x is not normal; e^x = 2^(w + r), |r| <= 1/2, w an integer.
 
     1 / ln(2) is rounded once, which gives float32's smallest weights a relative error of 1e-6 (4e-6
-    without fused multiply-adds). A second part of it would cost an instruction and change no sum of
-    weights.
+    without fused multiply-adds). Adding its rounding error would cost an instruction and change no
+    sum of weights.
     """
     log2_e = vector.constant(1 / math.log(2))
     if VECTOR_BITS > 128:  # multiply-adds are fused: rint would take two instructions more
@@ -116,10 +116,10 @@ def _polynomial(builder, vector, coefficients, r):
 
 
 def _times_power_of_2(builder, vector, x, w):
-    """x · 2^w, where 2^w is a normal number; NaN stays NaN with any payload.
+    """Generate x · 2^w, where 2^w is a normal number; NaN stays NaN with any payload.
 
-    AVX-512 has an instruction for it. Elsewhere 2^w is made from its exponent bits. Adding w to
-    those of x would save the product, but turn some NaNs into numbers.
+    AVX-512 has an instruction for that. Elsewhere 2^w is made from its exponent bits. Adding w to
+    the exponent bits of x would save the product, but turn some NaNs into numbers.
     """
     if VECTOR_BITS == 512:
         suffix = {32: "ps", 64: "pd"}[vector.bits]
@@ -142,9 +142,9 @@ def _times_power_of_2(builder, vector, x, w):
 
 
 def exp_of_vector(builder, vector, x):
-    """exp(x) of a vector of numbers whose exponential is finite, or NaN.
+    """Generate exp(x) of a vector of numbers that are NaN or have a finite exponential.
 
-    It is exactly 0 if it would not be a normal number, and for -inf.
+    The result is exactly 0 if it would not be a normal number, and for -inf.
     """
     w, r, vanishes = _reduced(builder, vector, x)
     power = _polynomial(builder, vector, POLYNOMIAL[vector.bits], r)
@@ -153,9 +153,9 @@ def exp_of_vector(builder, vector, x):
 
 
 def _tanh(builder, vector, x):
-    """tanh(x) = -e / (e + 2) with e = exp(-2 abs(x)) - 1, which keeps the digits of a small x.
+    """Generate tanh(x) = -e / (e + 2) with e = exp(-2 abs(x)) - 1, which is exact for small x.
 
-    e = 2^w (2^r - 1) + (2^w - 1), and the polynomial of 2^r without its 1 is divisible by r.
+    e = 2^w (2^r - 1) + (2^w - 1), and the polynomial of 2^r - 1 is divisible by r.
     """
     one = vector.constant(1.0)
     size = builder.fmul(vector.call(builder, "fabs", x), vector.constant(-2.0))
@@ -169,13 +169,13 @@ def _tanh(builder, vector, x):
 
 
 def _stay_apart(builder):
-    """Prevent inlining of the function: its loop's constants need registers."""
+    """Prevent inlining of the function, because the constants of its loop need registers."""
     builder.function.attributes.add("noinline")
 
 
 @intrinsic
 def _cap(typing, S, s, n, cap):
-    """``soft_cap`` of n items, a multiple of the vector width."""
+    """Do ``soft_cap`` for n items, where n is a multiple of the vector width."""
     signature = types.void(S, types.intp, types.intp, S.dtype)
 
     def generate(context, builder, signature, arguments):
@@ -199,7 +199,7 @@ def _cap(typing, S, s, n, cap):
 
 @jit
 def soft_cap(S, s, n, cap):
-    """S = cap · tanh(S / cap) in n items from S[s] on."""
+    """S = cap · tanh(S / cap) for n items from S[s] on."""
     width = VECTOR_BITS // (8 * S.itemsize)
     full = n // width * width
     _cap(S, s, full, S.dtype.type(cap))
@@ -241,7 +241,7 @@ def _lanes_exp(typing, S, s, n, vectors, scale, M, T):
 
 @jit
 def lanes_exp(S, s, n, vectors, scale, M, T):
-    """S = exp(scale S - M[lane]) in n rows of lanes from S[s] on, T[lane] = the sum over the rows.
+    """S = exp(scale S - M[lane]) for n rows of lanes from S[s] on, T[lane] = the sum over rows.
 
     scale S - M must be at most 88 (float64: 709). A result that is not normal is 0, as for -inf.
     """
@@ -298,7 +298,7 @@ def round_lanes(typing, X, x, rows, lanes, F, to):
                 x = vector.load(builder, builder.gep(X, [place]))
                 product = builder.fmul(x, factor)
                 word = builder.bitcast(product, vector.integers)
-                # One more in an exponent of ones carries into the sign.
+                # Adding 1 to an exponent of ones carries into the sign.
                 found = [builder.or_(*found, builder.add(builder.and_(word, size), exponent))]
                 odd = builder.and_(builder.lshr(word, half), one)
                 nearest = builder.add(builder.add(word, below_half), odd)

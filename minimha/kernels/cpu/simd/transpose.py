@@ -1,4 +1,4 @@
-"""Transposes matrices, block by block in registers."""
+"""Transpose matrices, block by block in registers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TALLEST = 16  # rows of a block
 
 @jit_too
 def block_shape(itemsize):
-    """Rows and columns of a block that is transposed in registers."""
+    """Return the rows and columns of a block that is transposed in registers."""
     return min(TALLEST, VECTOR_BITS // (8 * itemsize)), PIECE // itemsize
 
 
 def _interleaved(builder, one, other, columns):
-    """Two vectors interleaved piece by piece: the first halves of pieces, then the second ones."""
+    """Yield two vectors, interleaved from first halves of pieces, then from second halves."""
     number = one.type.count
     for half in range(0, columns, columns // 2):
         picks = [
@@ -34,7 +34,7 @@ def _interleaved(builder, one, other, columns):
 
 
 def _joined(builder, pieces):
-    """Several vectors joined to one."""
+    """Generate one vector that concatenates ``pieces``."""
     while len(pieces) > 1:
         number = 2 * pieces[0].type.count
         pick = ir.Constant(ir.VectorType(ir.IntType(32), number), list(range(number)))
@@ -45,10 +45,10 @@ def _joined(builder, pieces):
 
 @intrinsic
 def _transpose_block(typing, X, x, x_row, Y, y, y_row):
-    """``transpose`` of one block.
+    """Transpose one block in registers.
 
-    Vector i has the pieces of rows i, i + columns, i + 2 · columns, … It is interleaved with vector
-    i + columns / 2, log2(columns) times. Each time halves the distance between neighbours in a
+    Vector i has the pieces of rows i, i + columns, i + 2 · columns, … Vectors i and i + columns / 2
+    are interleaved, log2(columns) times. Each time halves the distance between neighbours in a
     column, finally to 1.
     """
     index = types.intp
@@ -80,7 +80,7 @@ def _transpose_block(typing, X, x, x_row, Y, y, y_row):
 
 @jit
 def transpose(X, x, x_row, Y, y, y_row, rows, columns):
-    """Y[y + c · y_row + r] = X[x + r · x_row + c], r < ``rows``, c < ``columns``; flat arrays."""
+    """Y[y + c · y_row + r] = X[x + r · x_row + c] for r < ``rows``, c < ``columns``, all flat."""
     tall, wide = block_shape(X.itemsize)
     full_rows, full_columns = rows // tall * tall, columns // wide * wide
     for r in range(0, full_rows, tall):

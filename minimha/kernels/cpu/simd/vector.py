@@ -1,4 +1,4 @@
-"""Generates LLVM's vector code: the width on this machine, loads, stores, multiply-adds, loops."""
+"""Generate LLVM's vector code: loads, stores, multiply-adds, loops, at this machine's width."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INT = ir.IntType(64)
 
 
 def host_vectors():
-    """Bits of a vector register, and number of vector registers, of the target machine."""
+    """Return the bits of a vector register and the number of them on the target machine."""
     if "avx512f" in FEATURES:
         return 512, 32
     if {"avx2", "fma"} <= FEATURES:
@@ -21,8 +21,8 @@ def host_vectors():
     return 128, 32 if binding.get_default_triple().startswith(("aarch64", "arm64")) else 16
 
 
-# LLVM's names of the target's features, which numba's settings may change. Part of the digest of
-# machine code on disk.
+# LLVM's names of the target's features, which numba's settings may change. They are part of the
+# digest of machine code on disk.
 _, _, _signed = cpu_target.target_context.codegen().magic_tuple()
 FEATURES = {name[1:] for name in _signed.split(",") if name.startswith("+")}
 VECTOR_BITS, REGISTERS = host_vectors()
@@ -30,7 +30,7 @@ VECTOR_BITS, REGISTERS = host_vectors()
 
 @jit_too
 def panel_width(itemsize):
-    """Lanes of a full panel of items of ``itemsize`` bytes."""
+    """Return the number of lanes of a full panel of items of ``itemsize`` bytes."""
     return VECTORS * VECTOR_BITS // (8 * itemsize)
 
 
@@ -49,7 +49,7 @@ class Vector:
         return ir.Constant(self.type, [number] * self.width)
 
     def call(self, builder, name, *arguments):
-        """LLVM's elementwise intrinsic ``name``."""
+        """Generate a call of LLVM's elementwise intrinsic ``name``."""
         kind = ir.FunctionType(self.type, [self.type] * len(arguments))
         function = cgutils.get_or_insert_function(
             builder.module, kind, f"llvm.{name}.{self.suffix}"
@@ -57,18 +57,18 @@ class Vector:
         return builder.call(function, arguments)
 
     def fma(self, builder, a, b, c):
-        """a · b + c, in one instruction if the machine has it."""
+        """Generate a · b + c, as a fused instruction if the machine has one."""
         return self.call(builder, "fmuladd", a, b, c)
 
     def load(self, builder, pointer, n=0):
-        """The n-th vector from ``pointer`` on."""
+        """Load the n-th vector from ``pointer`` on."""
         source = builder.gep(pointer, [INT(n * self.width)])
         loaded = builder.load(builder.bitcast(source, self.type.as_pointer()))
         loaded.align = self.bits // 8
         return loaded
 
     def load_bfloat16(self, builder, pointer, n=0):
-        """The n-th vector of bfloat16 numbers after ``pointer`` to their bits, as float32."""
+        """Load the n-th vector of bfloat16 numbers, from bits at ``pointer``, as float32."""
         bits = ir.VectorType(ir.IntType(16), self.width)
         source = builder.gep(pointer, [INT(n * self.width)])
         loaded = builder.load(builder.bitcast(source, bits.as_pointer()))
@@ -77,13 +77,13 @@ class Vector:
         return builder.bitcast(builder.shl(builder.zext(loaded, self.integers), half), self.type)
 
     def store(self, builder, value, pointer, n=0):
-        """Write the n-th vector from ``pointer`` on."""
+        """Store the n-th vector from ``pointer`` on."""
         target = builder.gep(pointer, [INT(n * self.width)])
         stored = builder.store(value, builder.bitcast(target, self.type.as_pointer()))
         stored.align = self.bits // 8
 
     def store_lanes(self, builder, value, first, number, pointer):
-        """Write ``number`` lanes of ``value``, from lane ``first`` on."""
+        """Store ``number`` lanes of ``value``, from lane ``first`` on."""
         lane = ir.IntType(32)
         picks = ir.Constant(ir.VectorType(lane, number), [lane(first + x) for x in range(number)])
         part = builder.shuffle_vector(value, value, picks)
@@ -91,7 +91,7 @@ class Vector:
         stored.align = self.bits // 8
 
     def splat(self, builder, scalar):
-        """``scalar`` in every lane."""
+        """Generate a vector with ``scalar`` in every lane."""
         undefined = ir.Constant(self.type, ir.Undefined)
         first = builder.insert_element(undefined, scalar, ir.IntType(32)(0))
         zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.width), [0] * self.width)
@@ -99,14 +99,14 @@ class Vector:
 
 
 def pointer_to(context, builder, kind, array, offset):
-    """Pointer to element ``offset`` of the memory of ``array``, whose numba type is ``kind``."""
+    """Generate a pointer to element ``offset`` of ``array``, whose numba type is ``kind``."""
     data = context.make_array(kind)(context, builder, array).data
     item = context.get_data_type(kind.dtype)
     return builder.gep(builder.bitcast(data, item.as_pointer()), [offset])
 
 
 def loop(builder, stop, step, initial, body):
-    """for k in range(0, stop, step): values = body(k, values). Returns the last values."""
+    """Generate ``for k in range(0, stop, step): values = body(k, values)``; return the last."""
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
     builder.branch(head)
@@ -128,7 +128,7 @@ def loop(builder, stop, step, initial, body):
 
 
 def pairwise_sum(builder, terms):
-    """The sum of vectors, whose number is a power of two, pair by pair."""
+    """Sum a power-of-two number of vectors, pair by pair."""
     while len(terms) > 1:
         pairs = zip(terms[::2], terms[1::2], strict=True)
         terms = [builder.fadd(*pair) for pair in pairs]
