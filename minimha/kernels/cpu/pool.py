@@ -53,7 +53,7 @@ I64 = types.int64
 
 
 def _atomic(name: str) -> Any:
-    """Return a primitive: an atomic operation on the word at an address; it returns the old word."""
+    """Return a primitive: an atomic operation on the word at an address, with the old word."""
 
     @intrinsic
     def operation(typing, address, value):

@@ -1,4 +1,4 @@
-"""Compiles the kernels of common calls ahead of time, for the current GPU."""
+"""Compile the kernels of common calls ahead of time, for the current GPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -11,7 +11,7 @@ from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda.launch import Launch, launches_of
 
 HEAD_DIMS = (64, 128)
-GROUPS = (1, 4, 8)  # query heads per key/value head: a few queries of these share a tile
+GROUPS = (1, 4, 8)  # query heads per key/value head, for kernels with few queries
 MANY = 4096
 CompilationFailed = cubins.NO_TOOLKIT
 
@@ -19,9 +19,9 @@ CompilationFailed = cubins.NO_TOOLKIT
 def compile_ahead(
     dtypes: Sequence[str], progress: Callable[[str], None] = lambda doing: None
 ) -> dict[str, Path | None]:
-    """Compile the kernels for ``dtypes``, one after the other. Returns the file of each kernel.
+    """Compile the kernels for ``dtypes``, one after the other, and return their files by name.
 
-    It raises ``CompilationFailed`` if a library of the toolkit is missing, or the driver fails.
+    Raises ``CompilationFailed`` if a library of the toolkit is missing, or the driver fails.
     """
     device, kept = gpu.current(), {}
     for name, launch in _kernels(dtypes, device):
@@ -32,7 +32,7 @@ def compile_ahead(
 
 
 def _kernels(dtypes: Sequence[str], device: gpu.Device) -> Iterator[tuple[str, Launch]]:
-    """Each kernel once, after its name: its rung and the first sizes that use it."""
+    """Yield each kernel once, with a name from its rung and the first sizes that use it."""
     known = set()
     for dtype, D, (H, Lq) in product(dtypes, HEAD_DIMS, ((1, MANY), *((H, 1) for H in GROUPS))):
         numbers = getattr(import_module("ml_dtypes"), dtype, dtype)

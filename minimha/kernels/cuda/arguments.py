@@ -1,11 +1,11 @@
-"""Turns a problem into the arguments of a CUDA kernel.
+"""Convert a problem to the arguments of a CUDA kernel.
 
 ``DeviceArray`` describes an array on the device. A kernel has the arguments of the CPU rungs::
 
     rung(q, k, v, mask, bias, o, O, L)
 
-in one of two forms. Rungs 1 and 2 take ``Arrays``, so they also run in numba's simulator. From rung
-3 on a kernel issues its own loads and takes ``Arguments``, which are addresses:
+They have one of two forms. Rungs 1 and 2 take ``Arrays``, so they also run in numba's simulator.
+From rung 3 on, kernels have explicit load instructions and take ``Arguments``, which are addresses:
 
 q, k, v, O   ``Rows``: address and strides of (B, H, L, D); the last axis is contiguous
 mask, bias   ``Pairs``: address and strides of (B, H, Lq, Lk), stride 0 along a broadcast axis;
@@ -13,7 +13,7 @@ mask, bias   ``Pairs``: address and strides of (B, H, Lq, Lk), stride 0 along a 
 o            ``Numbers``: sizes and small options
 L            address of (B, H, Lq), float32, contiguous
 
-Strides count elements. A kernel with a caller's functions also receives their ``Corner``, in the
+Strides are in elements. A kernel with a caller's functions also receives their ``Corner``, in the
 last three fields of o.
 """
 
@@ -33,7 +33,7 @@ WIDEST = 256  # numbers of a row of O that a rung can keep in registers
 
 
 class DeviceArray(NamedTuple):
-    """An array in a device's memory. Strides count elements.
+    """An array in a device's memory, with strides in elements.
 
     ``owner`` keeps the memory alive. ``ready_on`` is the stream that fills the array, if its
     library does not guarantee that it is ready.
@@ -53,7 +53,7 @@ class DeviceArray(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of D contiguous numbers: batch, head and row strides in elements."""
+    """An array of rows of contiguous numbers: its address, and its strides in elements."""
 
     address: int
     batch: int
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """One number per query and key; strides in elements, 0 where it is broadcast."""
+    """An array over queries and keys: its address, and strides in elements, 0 if broadcast."""
 
     address: int
     batch: int
@@ -72,11 +72,11 @@ class Pairs(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Sizes and small options.
+    """The sizes and small options of a problem.
 
     ``q_offset`` and ``kv_lengths`` are addresses of (B,) int64, ``slopes`` and ``sinks`` of (H,)
-    float32. Absent options are neutral: ``slopes`` and ``softcap`` are 0, sinks -inf. ``left`` and
-    ``right`` are at most ``visibility.UNBOUNDED``.
+    float32. Absent options are neutral: ``slopes`` and ``softcap`` are 0, sinks are -inf. ``left``
+    and ``right`` are at most ``visibility.UNBOUNDED``.
     """
 
     H: int
@@ -94,7 +94,7 @@ class Numbers(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The arguments of a kernel that takes addresses, in its order."""
+    """The arguments of a kernel that takes addresses, in order."""
 
     q: Rows
     k: Rows
@@ -134,7 +134,7 @@ NUMBERS = types.NamedTuple(
 ADDRESSES = (ROWS, ROWS, ROWS, PAIRS, PAIRS, NUMBERS, ROWS, types.uint64)
 
 NO_ROWS, NO_PAIRS = Rows(0, 0, 0, 0), Pairs(0, 0, 0, 0, 0)
-# For kernels with a caller's functions: their indices of batch entry 0, head 0 and key 0.
+# For kernels with a caller's functions, which get these indices for batch entry, head and key 0.
 PLACE = ("first_b", "first_head", "first_key")
 PlacedOptions = namedtuple("PlacedOptions", (*Options._fields, *PLACE))  # type: ignore[misc]
 PlacedNumbers = namedtuple("PlacedNumbers", (*Numbers._fields, *PLACE))  # type: ignore[misc]
@@ -150,14 +150,14 @@ class Memory(Protocol):
     """A device's memory, or that of an emulator."""
 
     def put(self, array: NDArray[Any]) -> int:
-        """Copy ``array`` to the device, contiguous; returns its address, a multiple of 16."""
+        """Copy ``array`` to contiguous memory of the device; return the address, aligned to 16."""
 
     def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return a copy of the contiguous array at ``address``."""
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of an array in C order.
+    """Return the strides, in elements, of an array in C order.
 
     >>> contiguous((2, 3, 4))
     (12, 4, 1)
@@ -175,7 +175,7 @@ def to_device(array: NDArray[Any], memory: Memory) -> DeviceArray:
 
 
 def to_host(array: DeviceArray, memory: Memory) -> NDArray[Any]:
-    """Copy ``array``, of any strides, to the host, with the memory between its elements."""
+    """Copy ``array`` to the host with its strides, together with the memory between elements."""
     if 0 in array.shape:
         return np.empty(array.shape, array.dtype)
     itemsize = array.dtype.itemsize
@@ -187,19 +187,19 @@ def to_host(array: DeviceArray, memory: Memory) -> NDArray[Any]:
 
 
 def array_at(array: DeviceArray) -> ArrayAt:
-    """``array`` as an argument of a kernel that takes arrays."""
+    """Return ``array`` as an argument of a kernel that takes arrays."""
     itemsize = array.dtype.itemsize
     strides = tuple(step * itemsize for step in array.strides)
     return ArrayAt(0, 0, prod(array.shape), itemsize, array.address, array.shape, strides)
 
 
 def padded_width(problem: Problem) -> int:
-    """The width of rows of q, k, v and O after padding with 0, a multiple of 16."""
+    """Return the width of rows of q, k, v and O, zero-padded to a multiple of 16."""
     return -(-int(max(problem.q.shape[3], problem.v.shape[3])) // 16) * 16
 
 
 def too_wide(problem: Problem) -> str | None:
-    """Why a rung that keeps whole rows of O in registers cannot take ``problem``, or None."""
+    """Return why a rung with whole rows of O in registers cannot take ``problem``, or None."""
     width = padded_width(problem)
     if width > WIDEST:
         return f"heads are {width} wide: beyond {WIDEST} O does not fit into the registers"
@@ -207,7 +207,7 @@ def too_wide(problem: Problem) -> str | None:
 
 
 def check_alignment(arguments: Arguments, itemsize: int) -> None:
-    """Refuse rows of q, k, v or O that cannot be read or written 16 bytes at a time."""
+    """Raise unless rows of q, k, v and O are aligned to 16 bytes, for vector loads and stores."""
     for name in ("q", "k", "v", "O"):
         address, *strides = getattr(arguments, name)
         if address % 16 or any(stride * itemsize % 16 for stride in strides):
@@ -218,7 +218,7 @@ def check_alignment(arguments: Arguments, itemsize: int) -> None:
 
 
 def in_parts(width: int, widest: int) -> tuple[int, int]:
-    """The number of parts of a row, and their width, at most ``widest``.
+    """Return the number of parts of a row, and their width, at most ``widest``.
 
     >>> in_parts(80, 64)
     (2, 40)
@@ -228,7 +228,7 @@ def in_parts(width: int, widest: int) -> tuple[int, int]:
 
 
 def array_types(problem: Problem) -> tuple[Any, ...]:
-    """The signature of a kernel for ``problem`` that takes ``Arrays``."""
+    """Return the signature of a kernel for ``problem`` that takes ``Arrays``."""
     real = types.float64 if problem.compute == np.float64 else types.float32
     floating, mask = types.Array(real, 4, "A"), types.Array(types.boolean, 4, "A")
     per_batch, per_head = types.Array(types.int64, 1, "C"), types.Array(real, 1, "C")
@@ -240,17 +240,17 @@ def array_types(problem: Problem) -> tuple[Any, ...]:
 
 
 def address_types(problem: Problem) -> tuple[Any, ...]:
-    """The signature of a kernel for ``problem`` that takes ``Arguments``."""
+    """Return the signature of a kernel for ``problem`` that takes ``Arguments``."""
     return PLACED_ADDRESSES if problem.contents else ADDRESSES
 
 
 def host_arrays(
     problem: Problem, dtype: np.dtype[Any], width: int | None = None
 ) -> dict[str, NDArray[Any]]:
-    """q, k, v, mask and bias, if they exist, by their names in ``problem``.
+    """Return q, k, v and, if given, mask and bias, by their names in ``problem``.
 
-    q, k and v get that ``dtype``; with a ``width``, their rows are padded with 0, which changes no
-    score.
+    q, k and v are converted to ``dtype``. With a ``width``, their rows are padded with 0, which
+    changes no score.
     """
 
     def rows(array: NDArray[Any]) -> NDArray[Any]:
@@ -269,7 +269,7 @@ def host_arrays(
 def as_arrays(
     problem: Problem, given: Mapping[str, Any], put: Callable[[NDArray[Any]], Any]
 ) -> Arrays:
-    """The arguments of a kernel that takes arrays: small options of ``problem``, and ``given``.
+    """Return the arguments of a kernel that takes arrays: options of ``problem``, and ``given``.
 
     ``given`` has "q", "k", "v", "O", "L" in the compute dtype, and "attn_mask" and "attn_bias", of
     the scores' shape, if they exist. ``put`` copies an array to the device and returns its
@@ -291,11 +291,11 @@ def as_addresses(
     given: Mapping[str, DeviceArray],
     put: Callable[[list[NDArray[Any]]], list[int]],
 ) -> Arguments:
-    """The arguments of a kernel that takes addresses: small options of ``problem``, and ``given``.
+    """Return the arguments of a kernel that takes addresses: options of ``problem``, and ``given``.
 
-    ``given`` has "q", "k", "v", "O", of the width ``padded_width`` and in the problem's dtype; "L",
-    float32; "attn_mask" and "attn_bias" (float32), of the scores' shape, if they exist. ``put``
-    copies arrays to the device and returns their addresses.
+    ``given`` has "q", "k", "v", "O", of the width ``padded_width`` and in the problem's dtype, and
+    "L" in float32. It has "attn_mask" and "attn_bias" (float32), of the scores' shape, if they
+    exist. ``put`` copies arrays to the device and returns their addresses.
     """
 
     def rows(name: str) -> Rows:

@@ -1,4 +1,4 @@
-"""Finds whether CUDA can run here; imported with minimha, so light."""
+"""Find out whether CUDA can run here, without slow imports."""
 
 import ctypes
 import os
@@ -11,9 +11,9 @@ LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 def reason_without_cuda() -> str | None:
-    """Why no CUDA kernel can run, and what to do about it; None if one can.
+    """Return why no CUDA kernel can run, and the remedy, or None if kernels can run.
 
-    It never raises, even if the driver is broken.
+    The function never raises, even if the driver is broken.
     """
     if not (find_spec("numba_cuda") and find_spec("numba")):
         return (
@@ -27,7 +27,7 @@ def reason_without_cuda() -> str | None:
 
 @cache
 def reason_without_gpu() -> str | None:
-    """Why the driver finds no GPU, or None; cached, because the driver starts slowly."""
+    """Return why the driver finds no GPU, or None; cached, because the driver starts slowly."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL(LIBRARY)

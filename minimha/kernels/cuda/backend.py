@@ -1,8 +1,8 @@
-"""The backend "cuda": runs the best rung of the CUDA ladder for a problem.
+"""The backend "cuda", which runs the best rung of the CUDA ladder for a problem.
 
-``forward`` takes NumPy arrays: it uploads them to the current GPU and downloads the result.
-``attend`` takes arrays on a GPU: it reads them in place, on their library's stream, and returns an
-array of that library. Both run a ``Plan``; ``attend`` remembers its plans.
+``forward`` uploads NumPy arrays to the current GPU and downloads the result. ``attend`` reads
+arrays on a GPU in place, on their library's stream, and returns an array of that library. Both run
+a ``Plan``; ``attend`` remembers its plans.
 """
 
 import os
@@ -41,15 +41,15 @@ QKV = ("q", "k", "v")
 def unsupported(problem: Problem) -> str | None:
     """Return why this backend does not support ``problem``, or None.
 
-    Rungs 1 and 2 take everything but functions that numba cannot compile for a GPU.
+    Rungs 1 and 2 take every problem except functions that numba cannot compile for a GPU.
     """
     return functions.unsupported(problem)
 
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L of ``problem``; see ``minimha.equations.dense.forward``.
+    """Return O and L of ``problem``; see ``minimha.equations.dense.forward``.
 
-    It raises a MemoryError if the GPU's memory is too small, a DeviceError if the driver fails.
+    Raises MemoryError if the GPU's memory is too small, DeviceError if the driver fails.
     """
     if problem.sequences is not None:  # one launch for each
         return problem.by_sequence(lambda part, s: forward(part))
@@ -61,7 +61,7 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O and L from the rung of that name, which must support ``problem``."""
+    """Return O and L, computed by the rung ``name``, which must support ``problem``."""
     (B, H, Lq, _), Dv = problem.q.shape, problem.v.shape[3]
     dtype, width = _form(name, problem)
     with gpu.DeviceMemory(gpu.current()) as memory:
@@ -75,11 +75,11 @@ def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def rung_for(problem: Problem, device: gpu.Device) -> tuple[str, Problem]:
-    """The best rung on ``device``, and ``problem`` in that rung's dtype.
+    """Return the name of the best rung on ``device``, and ``problem`` in that rung's dtype.
 
-    Few queries are decoded. For more, 16-bit numbers use the tensor cores, float32 register tiles,
-    float64 shared tiles. 16-bit numbers are widened if the GPU or the rungs for them do not take
-    them. ``functions.check`` refuses functions that cannot be compiled.
+    Few queries use rung 5. For more, 16-bit numbers use the tensor cores, float32 register tiles,
+    and float64 shared tiles. 16-bit numbers are widened if the GPU, or the rungs for 16 bits, do
+    not take the problem. ``functions.check`` raises for functions that cannot be compiled.
     """
     functions.check(problem)
     name, dtype = next(_rungs(problem, device.cc, device.shared))
@@ -89,7 +89,7 @@ def rung_for(problem: Problem, device: gpu.Device) -> tuple[str, Problem]:
 def _rungs(
     problem: Problem, cc: tuple[int, int], shared: int
 ) -> Iterator[tuple[str, np.dtype[Any]]]:
-    """The rungs that support ``problem``, best first, and the dtype of each."""
+    """Yield the rungs that support ``problem``, best first, and the dtype of each."""
     for name in reversed(CUDA_LADDER):
         if name in IF_NAMED and not _is_named(name, problem, cc):
             continue
@@ -104,13 +104,13 @@ def _rungs(
 
 
 def _is_named(name: str, problem: Problem, cc: tuple[int, int]) -> bool:
-    """Whether the rung for Hopper fits the problem and the user has named it."""
+    """Return whether rung ``name``, for Hopper, fits the problem and the user has named it."""
     is_here = cc == HOPPER and problem.q.shape[2] > FEW_QUERIES
     return is_here and name in os.environ.get(ALSO, "").split(",")
 
 
 def _candidates(problem: Problem, cc: tuple[int, int]) -> Iterator[Problem]:
-    """``problem``, if the GPU computes in its dtype; then a stand-in in the compute dtype."""
+    """Yield ``problem``, if the GPU computes in its dtype, then zeros in the compute dtype."""
     if problem.dtype == problem.compute or cc >= TENSOR_CORES:
         yield problem
     if problem.dtype != problem.compute:
@@ -118,12 +118,12 @@ def _candidates(problem: Problem, cc: tuple[int, int]) -> Iterator[Problem]:
 
 
 def _shared_bytes(name: str, problem: Problem) -> int:
-    """The dynamic shared memory of a block of the rung, in bytes."""
+    """Return the dynamic shared memory of a block of the rung, in bytes."""
     return max((launch.shared for launch in launches_of(name, problem)), default=0)
 
 
 def widened(problem: Problem) -> Problem:
-    """``problem`` in the compute dtype; an array that broadcasts one number stays broadcast."""
+    """Return ``problem`` in the compute dtype; an array that broadcasts one number still does."""
 
     def wide(array: NDArray[Any]) -> NDArray[Any]:
         if array.size and not any(array.strides):
@@ -135,17 +135,17 @@ def widened(problem: Problem) -> Problem:
 
 
 def attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> Any:
-    """``minimha.attention`` for arrays on a GPU; returns arrays of q's library on that GPU.
+    """Do ``minimha.attention`` for arrays on a GPU, and return arrays of q's library on that GPU.
 
-    ``given`` has the arguments that may be arrays, by name, ``options`` the others. It refuses
-    arrays on different devices, a stream of another device, different dtypes, and whatever
-    ``Problem.of`` refuses.
+    ``given`` has the arguments that may be arrays, by name, ``options`` the others. Raises for
+    arrays on different devices, a stream of another device, different dtypes, and the errors of
+    ``Problem.of``.
     """
     ordinals, device = _ordinals(given), gpu.current()
     ordinal = _common(ordinals)
     if ordinal in (None, device.ordinal):
         return _attend(given, ordinals, options, return_lse, device)
-    # First of all, because torch exports only arrays on the current device.
+    # This comes first, because torch exports only arrays on the current device.
     with gpu.made_current(ordinal) as device:
         return _attend(given, ordinals, options, return_lse, device)
 
@@ -157,7 +157,7 @@ def _attend(
     return_lse: bool,
     device: gpu.Device,
 ) -> Any:
-    """``attend`` on the current device."""
+    """Do ``attend`` on the current device."""
     arrays = {name: as_device_array(name, given[name]) for name in on_gpu}
     stream = stream_of(given["q"], device.ordinal)
     if not gpu.is_stream_of(stream, device):
@@ -179,7 +179,7 @@ def _computed(
     return_lse: bool,
     memory: gpu.DeviceMemory,
 ) -> Any:
-    """The output, and L if ``return_lse``, by the plan for such a call."""
+    """Return the output, and L if ``return_lse``, from a remembered or a new plan."""
     q, key = given["q"], _key(given, arrays, options, return_lse, memory.device)
     plan: Plan | None = remembered.recall(key)
     is_captured = gpu.is_capturing(memory.stream)
@@ -214,7 +214,7 @@ def _key(
     return_lse: bool,
     device: gpu.Device,
 ) -> tuple[Any, ...] | None:
-    """The key of a remembered plan, or None if the call needs full validation."""
+    """Return the key of a remembered plan, or None if the call needs full validation."""
     functions = options["score_mod"], options["mask_mod"]
     if functions != (None, None) or not arrays.keys().isdisjoint(SMALL):
         return None
@@ -226,7 +226,7 @@ def _key(
     )  # fmt: skip
     if small is None:
         return None
-    # Shapes, strides, dtypes and the alignment of addresses, for reading rows in place.
+    # The key has shapes, strides, dtypes and the alignment of addresses, for reading in place.
     layouts = [(array.address % 16, *array[1:4]) for array in arrays.values()]
     return (device.ordinal, os.environ.get(ALSO), return_lse, *arrays, *layouts, *small)
 
@@ -234,7 +234,7 @@ def _key(
 def _why_not_captured(
     given: dict[str, Any], arrays: dict[str, DeviceArray], options: dict[str, Any]
 ) -> str:
-    """Why a call without a plan cannot be captured into a CUDA graph, and what to do."""
+    """Return why a call without a plan cannot be captured into a CUDA graph, and the remedy."""
     about = "the current stream is being captured into a CUDA graph"
     for name in SMALL:
         if name in arrays:
@@ -255,7 +255,7 @@ def _why_not_captured(
 
 
 def _planned(problem: Problem, arrays: dict[str, DeviceArray], device: gpu.Device) -> Plan:
-    """The plan of ``problem`` for its ``arrays``, "O", and "L" if it is returned."""
+    """Return the plan of ``problem`` for ``arrays``, which include "O", and "L" if returned."""
     B, H, Lq, _ = problem.q.shape
     shapes = {"O": (B, H, Lq, problem.v.shape[3]), "L": (B, H, Lq)}
     given = {
@@ -269,7 +269,7 @@ def _planned(problem: Problem, arrays: dict[str, DeviceArray], device: gpu.Devic
 
 
 def _broadcast(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
-    """``array`` broadcast to ``shape``: stride 0 along new axes and axes of length 1.
+    """Return ``array`` broadcast to ``shape``, with stride 0 along new axes and axes of length 1.
 
     An axis of length 1 may have any stride, even one that no rung could use.
     """
@@ -279,12 +279,12 @@ def _broadcast(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
 
 
 def _plan(name: str, problem: Problem, given: dict[str, DeviceArray], device: gpu.Device) -> Plan:
-    """The plan by which the rung of that name writes O and L, with the options of ``problem``.
+    """Return the plan by which the rung ``name`` writes O and L, with the options of ``problem``.
 
-    ``given`` has "q", "k", "v" and "O", with any strides and any dtype in ``copies.STORED``; "L",
-    contiguous, in the compute dtype, if it is returned; "attn_mask" and "attn_bias" if they exist.
-    Shapes are those in ``problem``; rows of q, k, v and O may be padded to ``padded_width``. Arrays
-    that the rung cannot use in place are copied on the device.
+    ``given`` has "q", "k", "v" and "O", with any strides and any dtype in ``copies.STORED``. It has
+    "L", contiguous, in the compute dtype, if returned, and "attn_mask" and "attn_bias" if they
+    exist. Shapes are those in ``problem``; rows of q, k, v and O may be padded to ``padded_width``.
+    Arrays that the rung cannot use in place are copied on the device.
     """
     draft = Draft(device)
     given = {key: draft.brought(key, array) for key, array in given.items()}
@@ -312,14 +312,14 @@ def _plan(name: str, problem: Problem, given: dict[str, DeviceArray], device: gp
 
 
 def _form(name: str, problem: Problem) -> tuple[np.dtype[Any], int | None]:
-    """The dtype of q, k, v and O on that rung, and their padded width; None without padding."""
+    """Return the rung's dtype of q, k, v and O, and their padded width, None without padding."""
     if name in TAKE_ARRAYS:
         return problem.compute, None
     return problem.dtype, padded_width(problem)
 
 
 def _is_readable(array: DeviceArray, dtype: np.dtype[Any], width: int | None) -> bool:
-    """Whether a rung can use ``array`` in place; with a width, 16 bytes of a row at a time."""
+    """Return whether a rung can use ``array`` in place; a width requires alignment to 16 bytes."""
     if width is None:
         return array.dtype == dtype
     steps = [step * dtype.itemsize for step in array.strides[:3]]
@@ -334,7 +334,7 @@ def _is_readable(array: DeviceArray, dtype: np.dtype[Any], width: int | None) ->
 def _readable(
     array: DeviceArray, dtype: np.dtype[Any], width: int | None, draft: Draft
 ) -> DeviceArray:
-    """``array``, or a copy in that dtype and width; a broadcast axis is copied once."""
+    """Return ``array``, or a copy in ``dtype`` and ``width``; a broadcast axis is copied once."""
     if _is_readable(array, dtype, width):
         return array
     axes = zip(array.shape, array.strides, strict=True)
@@ -347,7 +347,7 @@ def _readable(
 
 
 def _launches(name: str, problem: Problem, arguments: Any, draft: Draft) -> Launches:
-    """The launches of a rung."""
+    """Return the launches of a rung."""
     settings: dict[str, Any] = {}
     if name == "cuda.rung5_decode":
         settings["multiprocessors"] = draft.device.multiprocessors
@@ -360,9 +360,9 @@ def _module(name: str) -> ModuleType:
 
 
 def _ordinals(given: dict[str, Any]) -> dict[str, int | None]:
-    """The ordinals of the arrays' GPUs, by name; None for an empty array of unknown device.
+    """Return the ordinals of the arrays' GPUs, by name; None for an empty array of unknown device.
 
-    It refuses q, k, v, a mask or a bias on the host: they are never copied silently.
+    Raises for q, k, v, a mask or a bias on the host, since these are never copied silently.
     """
     ordinals: dict[str, int | None] = {}
     on_host: list[str] = []
@@ -387,7 +387,7 @@ def _ordinals(given: dict[str, Any]) -> dict[str, int | None]:
 
 
 def _common(ordinals: dict[str, int | None]) -> int | None:
-    """The ordinal of the GPU of all arrays; None if all are empty."""
+    """Return the one ordinal of all arrays, or None if all arrays are empty."""
     if len(set(ordinals.values())) == 1:
         return ordinals["q"]
     known = {name: ordinal for name, ordinal in ordinals.items() if ordinal is not None}
@@ -424,10 +424,10 @@ def _check_dtypes(arrays: dict[str, DeviceArray]) -> None:
 def _stand_in(
     name: str, value: Any, arrays: dict[str, DeviceArray], memory: gpu.DeviceMemory
 ) -> Any:
-    """An array for ``Problem.of`` to check in place of an array on a GPU.
+    """Return an array for ``Problem.of`` to check in place of an array on a GPU.
 
-    Small arrays are downloaded; of large ones only the shape and the dtype are checked. A bias has
-    the compute dtype, or is boolean, which ``Problem.of`` refuses.
+    Small arrays are downloaded; large ones are replaced by zeros of their shape and dtype. A bias
+    has the compute dtype, or is boolean, which ``Problem.of`` refuses.
     """
     if name not in arrays:
         return value

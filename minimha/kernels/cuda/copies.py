@@ -1,7 +1,7 @@
-"""Copies and converts arrays on the GPU that a rung cannot use in place.
+"""Copy and convert arrays on the GPU that a rung cannot use in place.
 
-One number per thread: from any strides to any strides, and between floating dtypes. A copy that is
-wider than the original is filled with 0.
+Each thread copies one number, from any strides to any strides, and between floating dtypes. A copy
+that is wider than the original is padded with 0.
 """
 
 import math
@@ -25,10 +25,10 @@ HIGHEST = float(np.finfo(np.float32).max)
 
 
 def copying(source: DeviceArray, target: DeviceArray) -> tuple[Launch, tuple[Any, ...]]:
-    """The launch that fills ``target`` from ``source``, and its arguments.
+    """Return the launch that copies ``source`` to ``target``, and its arguments.
 
-    Both are 4-D, of equal shape except for the last axis. A finite float64 outside of float32's
-    range becomes the largest float32, as in ``Problem.of``.
+    Both arrays are 4-D, of equal shape except for the last axis. A finite float64 outside of
+    float32's range becomes the largest float32, as in ``Problem.of``.
     """
     names = source.dtype.name, target.dtype.name
     signature = tuple(types.Array(STORED[name], 4, "A") for name in names)
@@ -39,7 +39,7 @@ def copying(source: DeviceArray, target: DeviceArray) -> tuple[Launch, tuple[Any
 
 @cache
 def kernel(source: str, target: str) -> Callable[..., None]:
-    """The kernel that converts the dtype ``source`` to ``target``."""
+    """Return the kernel that converts the dtype ``source`` to ``target``."""
     read, write = READ[source], WRITE[target]
 
     def copies(x, y):

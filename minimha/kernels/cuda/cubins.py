@@ -1,6 +1,6 @@
-"""Compiles CUDA kernels to machine code and keeps it on disk; no GPU is needed.
+"""Compile CUDA kernels to machine code and store it on disk; no GPU is needed.
 
-A kernel is a function that a rung makes for a variant of a problem. The key of its file is
+A kernel is a function that a rung makes for a variant of a problem. The key of a kernel's file is
 everything that distinguishes two kernels: names of functions, captured values and constants
 (``facts``); the sources of all kernels; and the versions of the compilers.
 """
@@ -25,7 +25,7 @@ from minimha.kernels import disk
 from minimha.kernels.cuda.launch import Launch, arch_of, ptx
 from minimha.kernels.os_threads import in_another_thread
 
-COMPILERS = (  # of CUDA 13 and of CUDA 12; the libraries' own versions say less
+COMPILERS = (  # packages of CUDA 13 and of CUDA 12; the libraries' own versions are less exact
     "numba-cuda", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12",
     "nvidia-nvjitlink-cu12",
 )  # fmt: skip
@@ -33,7 +33,7 @@ SETTINGS = ("OPT", "DEBUGINFO_DEFAULT", "CUDA_DEBUGINFO_DEFAULT")
 # Sources of kernels outside of their own folder.
 SOURCES = ("kernels/options.py", "kernels/score.py", "equations/visibility.py")
 KEPT = 512  # variants of one kernel in a folder
-ADDRESS = " at 0x"  # in the repr of objects that have only Python's default one
+ADDRESS = " at 0x"  # in Python's default repr of objects
 # Exceptions if a library of the toolkit is missing, or the driver fails.
 NO_TOOLKIT = (ImportError, OSError, RuntimeError)
 
@@ -41,11 +41,11 @@ _made_here: set[str] = set()  # files that this process compiled
 
 
 class NoFacts(Exception):  # noqa: N818  (it states a fact about a value)
-    """A kernel captures a value that other processes cannot recognise."""
+    """A kernel captures a value that has no ``facts`` valid in other processes."""
 
 
 def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
-    """The kernel's name and its machine code for compute capability ``cc``."""
+    """Return the kernel's name and its machine code for compute capability ``cc``."""
     try:
         return _kept(file(launch, cc), launch, cc)
     except NoFacts:
@@ -55,9 +55,9 @@ def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
 def cubin_instead(
     refused: tuple[str, bytes], launch: Launch, cc: tuple[int, int]
 ) -> tuple[str, bytes] | None:
-    """A new ``cubin`` after the driver ``refused`` the one on disk.
+    """Compile a new ``cubin`` after the driver ``refused`` the one on disk.
 
-    None if this process compiled that one, or cannot compile.
+    Returns None if this process compiled the refused one, or cannot compile.
     """
     try:
         kept = file(launch, cc)
@@ -75,7 +75,7 @@ def cubin_instead(
 def _kept(
     kept: disk.File, launch: Launch, cc: tuple[int, int], refused: bytes | None = None
 ) -> tuple[str, bytes]:
-    """The kernel's name and machine code, from disk unless missing or ``refused``."""
+    """Return the kernel's name and machine code, from disk unless missing or ``refused``."""
 
     def make() -> bytes:
         _made_here.add(kept.file)
@@ -90,7 +90,7 @@ def _parted(content: bytes) -> tuple[str, bytes]:
 
 
 def file(launch: Launch, cc: tuple[int, int]) -> disk.File:
-    """The file of a kernel: its name, a zero byte and its machine code."""
+    """Return the file of a kernel, which holds its name, a zero byte and its machine code."""
     kernel = facts(launch.function, {})
     of_launch = [launch.signature, launch.threads, launch.registers]
     depends_on = [_digest_of_sources(), toolkit(), kernel, of_launch, cc]
@@ -98,18 +98,18 @@ def file(launch: Launch, cc: tuple[int, int]) -> disk.File:
 
 
 def _name(launch: Launch, cc: tuple[int, int]) -> str:
-    """The name that all variants of a kernel share."""
+    """Return the name that all variants of a kernel share."""
     rung = launch.function.__module__.rpartition(".")[2]
     return f"{rung}-{launch.function.__name__}-{arch_of(launch, cc)}"
 
 
 def facts(value: Any, known: dict[FunctionType, int]) -> Any:
-    """A description of ``value``, equal in every process: lists, numbers and strings.
+    """Describe ``value`` by lists, numbers and strings that are equal in every process.
 
     A function is described by its name, its captured values and the globals that it names. A
     function from outside of minimha, such as a caller's ``score_mod``, is also described by its
-    instructions and by the attributes that it reads of modules. ``known`` are the functions
-    described so far. It raises ``NoFacts`` for a value whose repr is only its address.
+    instructions and by the attributes that it reads of modules. ``known`` numbers the functions
+    described so far. Raises ``NoFacts`` for a value whose repr contains an address.
     """
     function = getattr(value, "py_func", getattr(value, "__wrapped__", value))
     if isinstance(function, FunctionType):
@@ -140,13 +140,13 @@ def facts(value: Any, known: dict[FunctionType, int]) -> Any:
 
 
 def _names(code: CodeType) -> list[str]:
-    """The global names and attributes in the code, and in the code inside of it."""
+    """Return the names of globals and attributes in ``code`` and in its inner functions."""
     inner = [x for x in code.co_consts if isinstance(x, CodeType)]
     return [*code.co_names, *(name for x in inner for name in _names(x))]
 
 
 def _instructions(code: CodeType) -> list[Any]:
-    """The instructions of the code, for this version of Python."""
+    """Return the instructions of ``code``, which depend on the version of Python."""
     constants = [_instructions(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts]
     return [sys.implementation.cache_tag, code.co_code, code.co_names, constants]
 
@@ -159,14 +159,14 @@ def _digest_of_sources() -> str:
 
 @cache
 def toolkit() -> str:
-    """Versions and settings of the compilers."""
+    """Return the versions and settings of the compilers."""
     libraries = [_version_of(library) for library in (nvvm, nvjitlink)]
     settings = [getattr(numba.config, name, None) for name in SETTINGS]
     found = []
     for name in COMPILERS:
         try:
             found.append((name, version(name)))
-        except PackageNotFoundError:  # from conda, a system's toolkit, or not at all
+        except PackageNotFoundError:  # it is from conda or a system's toolkit, or not installed
             continue
     return repr([numba.__version__, found, libraries, settings])
 
@@ -179,7 +179,7 @@ def _version_of(library: Any) -> Any:
 
 
 def _compiled(launch: Launch, cc: tuple[int, int], how_often: str) -> bytes:
-    """The kernel's name, a zero byte and its machine code; logs that it compiles."""
+    """Compile and log a kernel; return its name, a zero byte and its machine code."""
     disk.LOG.warning("minimha: compiling %s, some seconds, %s", _name(launch, cc), how_often)
     text = in_another_thread(partial(ptx, launch, cc))
     name: str = re.findall(r"\.visible \.entry ([\w$]+)\(", text)[0]

@@ -1,8 +1,8 @@
-"""Uses the GPU through CUDA's driver: the current device, its memory, streams and launches.
+"""Use the GPU through CUDA's driver: the current device, its memory, streams and launches.
 
-numba compiles kernels to the PTX that is tested without a GPU. Everything else calls the CUDA
-Driver API through ``cuda.bindings``. No undocumented attribute of numba is used, and a launch costs
-one call.
+numba only compiles kernels to PTX, which is also tested without a GPU. Everything else calls the
+CUDA Driver API through ``cuda.bindings``. So no undocumented attribute of numba is used, and a
+launch is one call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minimha.kernels.cuda.cubins import cubin, cubin_instead
 from minimha.kernels.cuda.launch import Launch
 from minimha.kernels.os_threads import RLock
 
-ALIGNMENT = 256  # bytes: of every allocation, and of each array within one
+ALIGNMENT = 256  # bytes, of every allocation and of each array in an allocation
 KEPT = 64 << 20  # bytes that stay reserved between calls
 DEFAULT_STREAMS = (0, 1, 2)  # the legacy and the per-thread default stream belong to any device
 FORMATS = {  # a parameter of a kernel, in a slot of eight bytes
@@ -34,7 +34,7 @@ FORMATS = {  # a parameter of a kernel, in a slot of eight bytes
 }  # fmt: skip
 DYNAMIC_SHARED = 48 << 10  # bytes of shared memory above which a kernel must opt in
 MOST_BLOCKS = {"x": (1 << 31) - 1, "y": 65535, "z": 65535}  # of a grid, along each of its axes
-MOST_CONSTANTS, MOST_UNUSED = 1024, 1024  # constants to be found again, and to be freed
+MOST_CONSTANTS, MOST_UNUSED = 1024, 1024  # constants cached for reuse, and waiting to be freed
 
 NOT_CAPTURING = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -47,11 +47,11 @@ REFUSED = (*TOO_NEW, driver.CUresult.CUDA_ERROR_INVALID_PTX)  # and for code tha
 
 
 class DeviceError(RuntimeError):
-    """The driver failed; the message is the driver's."""
+    """A call of the driver failed; the message is the driver's."""
 
 
 class Device(NamedTuple):
-    """A GPU: its number, its sizes, and the pool for allocations."""
+    """A GPU: its ordinal, its sizes, and the pool for allocations."""
 
     ordinal: int
     cc: tuple[int, int]
@@ -62,13 +62,13 @@ class Device(NamedTuple):
 
 
 class Packed(Protocol):
-    """Packed parameters; ``address`` is that of the pointers to them, eight bytes each."""
+    """Packed parameters; at ``address`` is an array of pointers to them, eight bytes each."""
 
     address: int
 
 
 def call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """Call a function of the driver, or raise a ``DeviceError``; several results are a tuple."""
+    """Call a function of the driver; raise ``DeviceError`` on failure. Return one or a tuple."""
     status, *results = function(*arguments)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise _failure(function.__name__, status)
@@ -82,7 +82,7 @@ def _failure(name: str, status: Any) -> DeviceError:
 
 
 def current() -> Device:
-    """This thread's current device; if there is none, the first device becomes current."""
+    """Return this thread's current device; if there is none, make the first device current."""
     _initialize()
     status, handle = driver.cuCtxGetDevice()
     if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
@@ -111,7 +111,7 @@ def made_current(ordinal: int) -> Iterator[Device]:
 
 @cache
 def _device(ordinal: int) -> Device:
-    """A device with a memory pool; a DeviceError if it has no pools."""
+    """Return a device with a memory pool; raise DeviceError if it supports none."""
     handle, attribute = call(driver.cuDeviceGet, ordinal), driver.CUdevice_attribute
     attributes = (
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
@@ -146,25 +146,25 @@ def _pool(properties: Any) -> Any:
 
 
 def device_at(address: int) -> int:
-    """The ordinal of the device whose memory holds ``address``."""
+    """Return the ordinal of the device whose memory holds ``address``."""
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     return int(call(driver.cuPointerGetAttribute, attribute, address))
 
 
 def is_stream_of(stream: int, device: Device) -> bool:
-    """Whether ``stream`` belongs to ``device``; the default streams belong to the current one."""
+    """Return whether ``stream`` belongs to ``device``; default streams belong to every device."""
     return stream in DEFAULT_STREAMS or int(call(driver.cuStreamGetCtx, stream)) == device.context
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether ``stream`` is being captured into a CUDA graph; the legacy stream never is."""
+    """Return whether ``stream`` is being captured into a CUDA graph; the legacy stream never is."""
     if stream in DEFAULT_STREAMS[:2]:
         return False
     return bool(call(driver.cuStreamIsCapturing, stream) != NOT_CAPTURING)
 
 
 def wait_for(stream: int, other: int) -> None:
-    """Let ``stream`` wait for the work that is queued on ``other``."""
+    """Make ``stream`` wait for the work that is queued on ``other``."""
     event = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
     try:
         call(driver.cuEventRecord, event, other)
@@ -179,7 +179,7 @@ def synchronize(stream: int) -> None:
 
 
 class DeviceMemory:
-    """Memory of one call on one stream, an ``arguments.Memory``; freed on exit.
+    """The memory of one call on one stream, an ``arguments.Memory`` that is freed on exit.
 
     Memory is freed in stream order, after the work queued before, so nothing is synchronized.
     """
@@ -200,7 +200,7 @@ class DeviceMemory:
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """Allocate an array and return its address; 0 for an empty array.
 
-        It raises a MemoryError with the sizes if the array does not fit.
+        Raises MemoryError with the sizes if the array does not fit.
         """
         size = prod(shape) * np.dtype(dtype).itemsize
         return self.allocate(size, f"an array of shape {shape} and dtype {np.dtype(dtype)}")
@@ -228,7 +228,7 @@ class DeviceMemory:
         return DeviceArray(self.empty(shape, dtype), shape, contiguous(shape), dtype)
 
     def put(self, array: NDArray[Any]) -> int:
-        """Copy ``array`` to the device, contiguous, and return its address."""
+        """Copy ``array`` to contiguous memory of the device, and return the address."""
         array = np.ascontiguousarray(array)
         address = self.empty(array.shape, array.dtype)
         if array.nbytes:
@@ -244,7 +244,7 @@ class DeviceMemory:
         return array
 
     def launch(self, launch: Launch, function: Any, parameters: Packed, first: int) -> None:
-        """Launch ``function`` with the parameters from the ``first`` on, on the stream."""
+        """Launch ``function`` on the stream, with the parameters from slot ``first`` on."""
         grid, at = launch.grid, parameters.address + 8 * first
         (status,) = driver.cuLaunchKernel(
             function, grid[0], grid[1], grid[2], launch.threads, 1, 1, launch.shared, self.stream,
@@ -272,18 +272,18 @@ _constants: dict[tuple[int, bytes], Constant] = {}
 
 
 def constant(device: Device, content: bytes) -> Constant:
-    """``content`` on the device, copied there unless it is there already."""
+    """Return ``content`` as a constant on the device, copied there unless it is cached."""
     key = device.ordinal, content
     found = _constants.get(key)
     if found is None:
         if len(_constants) >= MOST_CONSTANTS:
-            _constants.clear()  # plans keep theirs
+            _constants.clear()  # plans keep their constants alive
         found = _constants[key] = Constant(device, content)
     return found
 
 
 def _uploaded(device: Device, content: bytes) -> int:
-    """The address of a copy of ``content`` that is ready for any stream."""
+    """Copy ``content`` to the device, and return its address when it is ready for any stream."""
     before = call(driver.cuThreadExchangeStreamCaptureMode, RELAXED)
     try:  # without invalidating a graph that another thread captures
         stream = _stream_for_copies(device.ordinal)
@@ -298,12 +298,12 @@ def _uploaded(device: Device, content: bytes) -> int:
 
 @cache
 def _stream_for_copies(ordinal: int) -> int:
-    """A stream of the current device that waits for no other stream."""
+    """Return a stream of the current device that waits for no other stream."""
     return int(call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
 
 def _free_unused(ordinal: int, stream: int) -> None:
-    """Free unused constants after all work on the device, if there are ``MOST_UNUSED``."""
+    """Free unused constants after all work on the device, once there are ``MOST_UNUSED``."""
     unused = Constant.unused.get(ordinal, [])
     if len(unused) < MOST_UNUSED:
         return
@@ -317,7 +317,7 @@ def _free_unused(ordinal: int, stream: int) -> None:
 
 
 def check_grid(launch: Launch) -> None:
-    """Refuse more thread blocks than a GPU can start along an axis of the grid."""
+    """Raise for more thread blocks than a GPU can start along an axis of the grid."""
     for (axis, most), number in zip(MOST_BLOCKS.items(), launch.grid, strict=True):
         if number > most:
             raise ValueError(
@@ -328,23 +328,23 @@ def check_grid(launch: Launch) -> None:
 
 
 class LoadedKernel(NamedTuple):
-    """A kernel in a device's memory, and how its parameters are packed."""
+    """A kernel in a device's memory, and the layout of its parameters."""
 
     function: Any
     layout: struct.Struct
 
 
-# The loaded kernels of each Python function that a rung or a plan still refers to. Rungs drop those
-# that were compiled with a caller's functions. Their modules, by the ordinal of the device, are
-# unloaded before the next one is loaded: a garbage collector may run in the middle of any call.
+# The loaded kernels of each Python function that a rung or a plan still refers to. Rungs drop old
+# kernels with a caller's functions. Their modules, by the ordinal of the device, are unloaded
+# before the next one is loaded: a garbage collector may run in the middle of any call.
 _kernels: WeakKeyDictionary[Callable[..., None], dict[Any, LoadedKernel]] = WeakKeyDictionary()
 _unused: dict[int, list[Any]] = {}
 _lock = RLock()
 
 
 def loaded_kernel(launch: Launch, device: Device) -> LoadedKernel:
-    """The kernel of a launch, compiled and loaded on first use."""
-    # Not its signature: each function has one, and hashing numba's types takes 20 µs.
+    """Return the kernel of a launch, compiled and loaded on first use."""
+    # The key lacks the signature: each function has one, and hashing numba's types takes 20 µs.
     key = device.ordinal, launch.threads, launch.shared, launch.registers
     loaded = _kernels.setdefault(launch.function, {})
     if key not in loaded:
@@ -383,7 +383,7 @@ def _unload_unused(device: Device) -> None:
 
 
 def _refusal(status: Any, device: Device) -> DeviceError:
-    """Why machine code that was just compiled cannot be loaded."""
+    """Return an error that explains why newly compiled machine code cannot be loaded."""
     if status not in TOO_NEW:
         return _failure("cuModuleLoadData", status)
     version = call(driver.cuDriverGetVersion)
@@ -395,7 +395,7 @@ def _refusal(status: Any, device: Device) -> DeviceError:
 
 
 def layout(signature: tuple[Any, ...]) -> struct.Struct:
-    """The packing of a kernel's parameters: one slot of eight bytes for each."""
+    """Return the layout of a kernel's parameters: one slot of eight bytes for each."""
     return struct.Struct("<" + "".join(_formats(signature)))
 
 

@@ -1,7 +1,7 @@
-"""Compiles a caller's ``score_mod`` and ``mask_mod`` as device functions, parts of a kernel.
+"""Compile a caller's ``score_mod`` and ``mask_mod`` as device functions, parts of a kernel.
 
-Rungs 1 to 3 take them; each function needs another kernel, and ``KEPT`` of these are kept. Unlike
-on the CPU, indices of captured arrays are not checked, and no tile is skipped.
+Rungs 1 to 3 take such functions. Each function needs a separate kernel, and a rung keeps ``KEPT``
+kernels. Unlike on the CPU, indices of captured arrays are not checked, and no tile is skipped.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from minimha.kernels.functions import Refused, check_returned, compiled_function
 from minimha.kernels.os_threads import in_another_thread
 
 # The number of kernels that a rung keeps, those used last. A model has a handful of functions, but
-# a function whose captured numbers change is a new one each time. 64 take about 6 MB of code.
+# each change of a captured number makes a new function. 64 kernels take about 6 MB of code.
 KEPT = 64
 EXTERNAL = r"\.extern \.func (?!.*\bvprintf\b)"  # a function outside of the PTX
 TO_BE_LINKED = "it calls a function of NumPy or Python that only a driver could link"
 
 
 class DeviceFunction:
-    """A function, compiled when it is first needed; equal to functions of equal contents."""
+    """A caller's function, compiled on first use; functions of equal contents are equal."""
 
     def __init__(self, function: Any, contents: Any) -> None:
         self.function = for_numpy(plain(function))
@@ -53,19 +53,19 @@ class DeviceFunction:
 
 
 def device_functions(problem: Problem) -> tuple[DeviceFunction | None, DeviceFunction | None]:
-    """``score_mod`` and ``mask_mod`` of ``problem``."""
+    """Return ``score_mod`` and ``mask_mod`` of ``problem``, each None if not given."""
     found = {name: function for name, function, _ in _given(problem)}
     return found.get("score_mod"), found.get("mask_mod")
 
 
 @device
 def indices(o, b, h, i, j):
-    """b, h, i and j for a caller's function, counted from the start of the whole problem."""
+    """Return b, h, i and j for a caller's function, as indices of the whole problem."""
     return b + o.first_b, h + o.first_head, i + o.first_key, j + o.first_key
 
 
 def modifying(score_mod: DeviceFunction | None) -> Any:
-    """modified(s, o, b, h, i, j): the new score of position i and key j; None if not given."""
+    """modified(s, o, b, h, i, j): return the new score of position i and key j; or None."""
     if score_mod is None:
         return None
     function = score_mod.compiled
@@ -79,7 +79,7 @@ def modifying(score_mod: DeviceFunction | None) -> Any:
 
 
 def masking(mask_mod: DeviceFunction | None) -> Any:
-    """is_pair_visible(o, b, h, i, j): whether position i sees key j; None if not given."""
+    """is_pair_visible(o, b, h, i, j): return whether position i sees key j; or None."""
     if mask_mod is None:
         return None
     function = mask_mod.compiled
@@ -93,9 +93,9 @@ def masking(mask_mod: DeviceFunction | None) -> Any:
 
 
 def call_functions(score_mod: DeviceFunction | None, mask_mod: DeviceFunction | None) -> Any:
-    """call(s, is_visible, o, b, h, i, j): the score after both functions, -inf if not visible.
+    """call(s, is_visible, o, b, h, i, j): return the score after both functions, -inf if hidden.
 
-    They are not called for a pair that is not visible: captured arrays may have no item for it.
+    The functions are not called for a hidden pair, for which captured arrays may have no item.
     """
     modified, is_pair_visible = modifying(score_mod), masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None
@@ -118,9 +118,9 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def check(problem: Problem) -> None:
-    """Check the functions of ``problem``.
+    """Compile and check the functions of ``problem``.
 
-    It raises ``Refused`` if one cannot be compiled for a GPU, and a TypeError if a ``score_mod``
+    Raises ``Refused`` if a function cannot be compiled for a GPU, and TypeError if a ``score_mod``
     returns no real number or a ``mask_mod`` no bool.
     """
     for name, function, compute in _given(problem):
@@ -131,7 +131,7 @@ def check(problem: Problem) -> None:
 
 
 def refused(problem: Problem) -> str | None:
-    """Why a rung without functions does not support ``problem``, or None."""
+    """Return why a rung that takes no functions does not support ``problem``, or None."""
     if not problem.contents:
         return None
     names = " and ".join(map(name_of, problem.contents))
@@ -139,9 +139,9 @@ def refused(problem: Problem) -> str | None:
 
 
 def with_device_functions(function: FunctionType) -> FunctionType:
-    """``function``, calling device functions instead of functions compiled for the CPU.
+    """Return ``function`` with its calls of CPU functions replaced by calls of device functions.
 
-    Otherwise numba would leave calls that only a GPU's driver could link.
+    Otherwise numba would generate calls that only a GPU's driver could link.
     """
     _refuse_exceptions(function)
 
@@ -159,7 +159,7 @@ def with_device_functions(function: FunctionType) -> FunctionType:
 
 
 def _refuse_exceptions(function: FunctionType) -> None:
-    """Raise UnsupportedError with its line if ``function`` raises anything."""
+    """Raise UnsupportedError with the line if ``function`` has a statement that raises."""
     code = function.__code__
     for step in dis.get_instructions(code):
         if step.opname == "RAISE_VARARGS":
@@ -170,7 +170,7 @@ def _refuse_exceptions(function: FunctionType) -> None:
 
 
 def _given(problem: Problem) -> list[tuple[str, DeviceFunction, np.dtype[Any]]]:
-    """Name, function and dtype of the scores, of each function of ``problem``."""
+    """Return, for each function of ``problem``, its name, itself and the dtype of the scores."""
     return [
         (name, DeviceFunction(function, problem.contents[name]), problem.compute)
         for name, function in problem.functions.items()
@@ -179,7 +179,7 @@ def _given(problem: Problem) -> list[tuple[str, DeviceFunction, np.dtype[Any]]]:
 
 @lru_cache(KEPT)
 def _returned(name: str, function: DeviceFunction, compute: np.dtype[Any]) -> Any:
-    """The type that ``function`` returns, or a sentence why it cannot be compiled for a GPU."""
+    """Return the type that ``function`` returns, or a message why a GPU cannot run it."""
     try:
         return compiled_function(name, function.function, compute, _for_gpu, " for a GPU")[1]
     except Refused as error:
@@ -187,7 +187,7 @@ def _returned(name: str, function: DeviceFunction, compute: np.dtype[Any]) -> An
 
 
 def _for_gpu(function: FunctionType, arguments: tuple[Any, ...]) -> tuple[str, Any]:
-    """PTX of a call of ``function``, and its return type: see ``compiled_function``."""
+    """Return PTX of a call of ``function``, and its return type, for ``compiled_function``."""
     inlined = device(with_device_functions(function))
 
     def of_pair(b, h, i, j):
@@ -200,7 +200,7 @@ def _for_gpu(function: FunctionType, arguments: tuple[Any, ...]) -> tuple[str, A
     how = {"cc": (9, 0), "device": True, "abi": "numba", "output": "ptx"}
     try:
         text, returned = cuda.compile(call, arguments, **how)
-    except cuda.CudaSupportError:  # numba asked a driver for the GPU to compile a call for
+    except cuda.CudaSupportError:  # numba looked for a GPU, to compile a call for
         raise TypeError(TO_BE_LINKED) from None
     except KeyError as error:
         (ufunc,) = error.args

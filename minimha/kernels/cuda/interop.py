@@ -1,8 +1,8 @@
-"""Reads other libraries' arrays on a GPU without copying, and makes arrays for the output.
+"""Read other libraries' arrays on a GPU without copying, and allocate arrays for the output.
 
-Plain arrays of torch and CuPy are read directly, which is faster. For all others DLPack comes
-first, then ``__cuda_array_interface__``. No array library is imported here: a caller who passes a
-torch tensor has imported torch.
+Plain arrays of torch and CuPy are read directly, which is faster. All others are read by DLPack or,
+without it, by ``__cuda_array_interface__``. No array library is imported here: a caller who passes
+a torch tensor has imported torch.
 
 References: the DLPack specification, C API, ``DLManagedTensor``; CUDA Array Interface, version 3.
 """
@@ -26,7 +26,7 @@ TORCH = ("float16", "float32", "float64", "bool", "int32", "int64")  # dtypes na
 
 
 def stream_of(value: Any, device: int) -> int:
-    """The current stream of the library of ``value``; 0, the default stream, if it has none."""
+    """Return the current stream of the library of ``value``, or 0, the default stream."""
     library = library_of(value)
     if library == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
@@ -36,7 +36,7 @@ def stream_of(value: Any, device: int) -> int:
 
 
 def as_device_array(name: str, value: Any) -> DeviceArray:
-    """``value`` in place, for use on ``stream_of(value)``; a TypeError if it cannot be read."""
+    """Return a view of ``value``, for ``stream_of(value)``; raise TypeError if it has none."""
     library = library_of(value)
     if library == "torch" and (array := _from_tensor(name, value)):
         return array
@@ -53,7 +53,7 @@ def as_device_array(name: str, value: Any) -> DeviceArray:
 
 
 def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> Any:
-    """A new array of the library and on the device of ``value``, by default of its dtype."""
+    """Allocate an array of the library, on the device and by default in the dtype of ``value``."""
     library = library_of(value)
     module = sys.modules.get(library)
     if library == "torch":
@@ -75,12 +75,12 @@ def empty_like(value: Any, shape: tuple[int, ...], dtype: DTypeLike | None = Non
 
 
 def must_synchronize(value: Any) -> bool:
-    """Whether the host must wait for the output, because the library exposes no stream."""
+    """Return whether the host must wait for the output, because the library exposes no stream."""
     return library_of(value) == "jax"
 
 
 def _from_tensor(name: str, value: Any) -> DeviceArray | None:
-    """A plain tensor of torch; None for any other, for which DLPack raises a reason."""
+    """Return a view of a plain torch tensor; None for others, for which DLPack raises a reason."""
     torch: Any = sys.modules["torch"]
     if type(value) is not torch.Tensor or value.layout is not torch.strided:
         return None
@@ -101,7 +101,7 @@ def _dtype_of_torch(name: str, dtype: Any) -> np.dtype[Any] | None:
 
 
 def _from_cupy(value: Any) -> DeviceArray | None:
-    """A plain array of CuPy; None for any other."""
+    """Return a view of a plain CuPy array; None for any other."""
     if type(value) is not sys.modules["cupy"].ndarray or not value.dtype.isnative:
         return None
     strides = _in_elements(value.strides, value.dtype.itemsize)
@@ -112,7 +112,7 @@ def _from_cupy(value: Any) -> DeviceArray | None:
 
 @lru_cache(maxsize=1024)
 def _in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
-    """Strides in bytes as strides in elements; None if they are not multiples."""
+    """Convert strides in bytes to elements; return None if they are not multiples."""
     if any(step % itemsize for step in strides):
         return None
     return tuple(step // itemsize for step in strides)
@@ -138,7 +138,7 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes
 
 
 def _from_capsule(name: str, capsule: Any, value: Any) -> DeviceArray:
-    """The array in a capsule; the capsule's destructor releases it later."""
+    """Return a view of the array in a DLPack capsule, whose destructor releases the array later."""
     tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor"))
     n, steps = tensor.ndim, tensor.strides
     shape = tuple(tensor.shape[:n])

@@ -1,4 +1,4 @@
-"""A kernel's launch and its PTX, without a GPU or a driver.
+"""Describe a kernel's launch and compile its PTX, without a GPU or a driver.
 
 The driver, the offline compiler and the tests' emulator accept a ``Launch``.
 """
@@ -16,7 +16,7 @@ from minimha.kernels.cuda.arguments import PLACEHOLDERS
 class Launch(NamedTuple):
     """One kernel, ready to be compiled and launched."""
 
-    function: Callable[..., None]  # its block sizes and options are closed over as constants
+    function: Callable[..., None]  # it captures block sizes and options as constants
     signature: tuple[Any, ...]  # numba types
     grid: tuple[int, int, int]  # thread blocks
     threads: int  # per block
@@ -30,13 +30,13 @@ Scratch = Callable[[tuple[int, ...]], int]  # the address of float32 memory of t
 
 
 def launches_of(rung: str, problem: Problem) -> list[Launch]:
-    """The launches of ``rung`` for ``problem``, to be compiled but not started."""
+    """Return the launches of ``rung`` for ``problem``, to be compiled but not started."""
     launches = import_module(f"minimha.kernels.{rung}").launches
     return [launch for launch, _ in launches(problem, PLACEHOLDERS, lambda shape: 0)]
 
 
 def ptx(launch: Launch, cc: tuple[int, int] = (9, 0)) -> str:
-    """The kernel's PTX for compute capability ``cc``, by default (9, 0)."""
+    """Return the kernel's PTX for compute capability ``cc``."""
     how = {"device": False, "abi": "numba", "launch_bounds": (launch.threads, 1), "output": "ptx"}
     arch = (*cc, "a") if launch.is_arch_specific else cc
     text, _ = cuda.compile(launch.function, launch.signature, cc=arch, **how)
@@ -44,5 +44,5 @@ def ptx(launch: Launch, cc: tuple[int, int] = (9, 0)) -> str:
 
 
 def arch_of(launch: Launch, cc: tuple[int, int]) -> str:
-    """The architecture that the kernel is assembled for, such as "sm_90" or "sm_90a"."""
+    """Return the architecture that the kernel is assembled for, such as "sm_90" or "sm_90a"."""
     return f"sm_{cc[0]}{cc[1]}{'a' if launch.is_arch_specific else ''}"

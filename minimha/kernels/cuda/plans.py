@@ -1,9 +1,9 @@
-"""Plans: prepared launches for calls with equal shapes, strides, dtypes and options.
+"""Prepare launches, as a ``Plan``, for calls with equal shapes, strides, dtypes and options.
 
-A plan is made by a call into a ``Draft`` instead of the device's memory. A draft's addresses record
-what they point into: an array of the call, or the workspace. The kernels' parameters are packed
-once; each call overwrites the draft's addresses with its own and launches. The small options stay
-on the device.
+To make a plan, a call allocates and launches in a ``Draft`` instead of on the device. Each address
+of a draft records its array: one of the call, or the workspace. The kernels' parameters are packed
+once; each later call replaces the draft's addresses with real ones and launches. The small options
+stay on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minimha.kernels.cuda import driver as gpu
 from minimha.kernels.cuda.arguments import DeviceArray, contiguous
 from minimha.kernels.cuda.launch import Launch
 
-WORKSPACE = "workspace"  # the temporary memory of a call, in one piece
+WORKSPACE = "workspace"  # the temporary memory of a call, one allocation
 SPARES = 4  # sets of packed parameters that are kept for later calls
 
 _in_graphs: set[Plan] = set()
@@ -34,14 +34,14 @@ class Address(int):
 
     @classmethod
     def of(cls, origin: str, start: int, value: int) -> Address:
-        """The address ``value``, to be replaced in each call."""
+        """Return the address ``value``, which each call replaces."""
         address = cls(value)
         address.origin, address.start = origin, start
         return address
 
 
 class Draft:
-    """Records the memory, constants and launches of a call."""
+    """A recorder of the memory, constants and launches of a call."""
 
     def __init__(self, device: gpu.Device) -> None:
         self.device = device
@@ -50,26 +50,26 @@ class Draft:
         self.launches: list[tuple[Launch, list[Any]]] = []
 
     def brought(self, name: str, array: DeviceArray) -> DeviceArray:
-        """``array``, which each call passes under that name."""
+        """Return ``array`` with an address that each call replaces by that of array ``name``."""
         return array._replace(address=Address.of(name, 0, array.address))
 
     def scratch(self, shape: tuple[int, ...]) -> int:
-        """The address of uninitialized float32 memory."""
+        """Return the address of uninitialized float32 memory in the workspace."""
         return self.scratch_array(shape, np.dtype(np.float32)).address
 
     def scratch_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
-        """An uninitialized contiguous array; address 0 if it is empty."""
+        """Return an uninitialized contiguous array in the workspace, at address 0 if empty."""
         size = prod(shape) * dtype.itemsize
         address = Address.of(WORKSPACE, self.size, self.size) if size else 0
         self.size += -(-size // gpu.ALIGNMENT) * gpu.ALIGNMENT
         return DeviceArray(address, shape, contiguous(shape), dtype)
 
     def put(self, array: NDArray[Any]) -> int:
-        """The address of a contiguous copy of ``array`` that stays on the device."""
+        """Copy ``array`` to a buffer kept on the device, and return the address."""
         return self.put_together([array])[0]
 
     def put_together(self, arrays: list[NDArray[Any]]) -> list[int]:
-        """The addresses of copies of small arrays that stay on the device, in one piece."""
+        """Copy small arrays into one buffer kept on the device, and return their addresses."""
         starts: list[int] = []
         whole = bytearray()
         for array in arrays:
@@ -83,11 +83,11 @@ class Draft:
         return [constant.address + start for start in starts]
 
     def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """A draft computes nothing that could be read."""
+        """Raise NotImplementedError, because a draft computes nothing that could be read."""
         raise NotImplementedError
 
     def launch(self, launch: Launch, arguments: tuple[Any, ...]) -> None:
-        """Add a launch, unless its grid is empty; refuses a grid that no GPU can start."""
+        """Add a launch unless its grid is empty; raise if no GPU can start the grid."""
         if prod(launch.grid):
             gpu.check_grid(launch)
             self.launches.append((launch, list(_flat(arguments))))
@@ -145,7 +145,7 @@ class Plan:
             self._spares.append(parameters)
 
     def keep_for_graphs(self) -> None:
-        """Keep the plan's constants until the process ends: a CUDA graph reads them again."""
+        """Keep the plan's constants until the process ends, because CUDA graphs read them again."""
         _in_graphs.add(self)
 
     def _parameters(self) -> Parameters:
