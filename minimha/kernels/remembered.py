@@ -2,8 +2,7 @@
 
 A plan's key is everything that the plan depends on. Plans for the CPU are remembered if the options
 are numbers, functions and starts of packed sequences. Plans for a GPU may also have lists of
-numbers and small arrays, by value. Keys include types, because a window of True is an error but
-True == 1.
+numbers and small arrays, by value. Keys include types, because True == 1 but is no window's width.
 """
 
 from __future__ import annotations

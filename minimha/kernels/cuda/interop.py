@@ -36,7 +36,7 @@ def stream_of(value: Any, device: int) -> int:
 
 
 def as_device_array(name: str, value: Any) -> DeviceArray:
-    """Return a view of ``value``, for ``stream_of(value)``; raise TypeError if it has none."""
+    """Return a view of ``value``, for ``stream_of(value)``; raise TypeError if that fails."""
     library = library_of(value)
     if library == "torch" and (array := _from_tensor(name, value)):
         return array

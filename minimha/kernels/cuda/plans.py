@@ -94,7 +94,7 @@ class Draft:
 
 
 class Step(NamedTuple):
-    """A launch, the loaded function, and the slot of its first parameter."""
+    """A launch with its loaded function and the slot of its first parameter."""
 
     launch: Launch
     function: Any
@@ -102,7 +102,7 @@ class Step(NamedTuple):
 
 
 class Parameters:
-    """The parameters of all launches of a plan, in slots of eight bytes, and pointers to them."""
+    """The parameters of a plan's launches, in slots of eight bytes, and pointers to the slots."""
 
     def __init__(self, packed: bytes) -> None:
         count = len(packed) // 8

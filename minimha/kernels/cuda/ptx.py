@@ -1,16 +1,16 @@
-"""PTX instructions that numba lacks, each callable inside a CUDA kernel.
+"""Provide PTX instructions that numba lacks, each as a function for CUDA kernels.
 
 An intrinsic is one PTX instruction and has its name: ``ld.global.nc.v4.f32`` becomes
-``ld_global_nc_v4_f32(address)``. ``instruction`` makes them: LLVM pastes the text into the program,
-where ``$0, $1, …`` are first the results, then the operands. Several results are a tuple of
-registers, which exists only while compiling.
+``ld_global_nc_v4_f32(address)``. ``instruction`` makes intrinsics: LLVM pastes the text into the
+program, where ``$0, $1, …`` are first the results, then the operands. Several results are a tuple
+of registers, which exists only while compiling.
 
-Addresses are integers: 64 bits for global memory; 32 bits for shared memory, in bytes from the
+Addresses are integers: 64 bits for global memory, and 32 bits for shared memory, in bytes from the
 start of the block's window (``shared_address``). A vector access (v2, v4) needs an address that is
 a multiple of its size.
 
-A 16-bit number takes half a register. Of two in one register, the first of the pair, with the lower
-column or address, is in the lower half.
+A register holds one 16-bit number in its lower half, or a pair. The lower half of a pair is the
+number with the lower column or address.
 
 NVIDIA, "PTX ISA", version 9.0: https://docs.nvidia.com/cuda/parallel-thread-execution. Numbers in
 the comments are its sections.
@@ -41,12 +41,12 @@ def instruction(
     has_effects: bool = False,
     is_collective: bool = False,
 ) -> Any:
-    """An intrinsic that is one PTX instruction, with ``$0, $1, …`` for results, then operands.
+    """Return an intrinsic for one PTX instruction; ``$0, $1, …`` are results, then operands.
 
-    Arguments are converted to the operands' types. An instruction that ``has_effects`` writes, or
-    reads what others write: it is not removed, nor moved across another one with effects. One that
-    ``is_collective`` is executed by all threads of a warp together: it is not moved into or out of
-    a branch.
+    Arguments are converted to the operands' types. An instruction ``has_effects`` if it writes
+    memory, or reads memory that others write. The compiler does not remove it, nor move it across
+    other instructions with effects. An instruction ``is_collective`` if all threads of a warp
+    execute it together. The compiler does not move it into or out of a branch.
     """
     paste = _paste(text, results, operands, has_effects, is_collective)
     if len(results) > 1:
@@ -81,7 +81,7 @@ def _paste(
     is_collective: bool,
     in_place: int = 0,
 ) -> Callable[..., list[Any]]:
-    """A function that inserts the instruction into the program and returns its results.
+    """Return a function that inserts the instruction into the program and returns its results.
 
     The first ``in_place`` operands share the registers of the first results.
     """
@@ -104,32 +104,32 @@ def _paste(
 
 
 def _places(context: Any, builder: Any, array: Any, values: Any, count: int) -> list[Any]:
-    """Pointers to ``count`` items of a local array, given as (array, first item)."""
+    """Generate pointers to ``count`` items of a local array, given as (array, first item)."""
     data = context.make_array(array)(context, builder, values[0]).data
     ahead = [ir.Constant(ir.IntType(64), i) for i in range(count)]
     return [builder.gep(data, [builder.add(values[1], i)]) for i in ahead]
 
 
 def _width(operation: str) -> int:
-    """The number of values of a load or store: 4 for ``ld.global.v4.f32``."""
+    """Return the number of values of a load or store, such as 4 for ``ld.global.v4.f32``."""
     return next((int(part[1]) for part in operation.split(".") if part in ("v2", "v4")), 1)
 
 
 def _registers(first: int, count: int) -> str:
-    """``$2`` or, for several, ``{$2, $3}``."""
+    """Return the text of registers: ``$2`` or, for several, ``{$2, $3}``."""
     names = ", ".join(f"${i}" for i in range(first, first + count))
     return names if count == 1 else f"{{{names}}}"
 
 
 def _load(operation: str, register: Any, has_effects: bool = True) -> Any:
-    """``operation [address]``: the numbers at an address, as a tuple if there are several."""
+    """Return the intrinsic ``operation(address)``, which loads a number or a tuple of numbers."""
     count, address = _width(operation), u32 if ".shared." in operation else u64
     text = f"{operation} {_registers(0, count)}, [${count}];"
     return instruction(text, (register,) * count, (address,), has_effects=has_effects)
 
 
 def _store(operation: str, register: Any) -> Any:
-    """``operation(address, number, …)``."""
+    """Return the intrinsic ``operation(address, number, …)``, which stores numbers."""
     count, address = _width(operation), u32 if ".shared." in operation else u64
     text = f"{operation} [$0], {_registers(1, count)};"
     return instruction(text, (), (address, *(register,) * count), has_effects=True)
@@ -146,13 +146,13 @@ ld_global_nc_v4_u32 = _load("ld.global.nc.v4.u32", u32, has_effects=False)
 ld_global_nc_u8 = _load("ld.global.nc.u8", u32, has_effects=False)
 ld_global_nc_s64 = _load("ld.global.nc.s64", i64, has_effects=False)
 
-# 9.7.9, ld: the same from global memory that this kernel also writes, in program order.
+# 9.7.9, ld: load global memory that this kernel also writes, in program order.
 ld_global_f32 = _load("ld.global.f32", f32)
 ld_global_u32 = _load("ld.global.u32", u32)
 ld_global_u8 = _load("ld.global.u8", u32)
 ld_global_s64 = _load("ld.global.s64", i64)
 
-# 9.7.9, st: to global memory. (address: u64, number, …)
+# 9.7.9, st: store to global memory. (address: u64, number, …)
 st_global_f32 = _store("st.global.f32", f32)
 st_global_v2_f32 = _store("st.global.v2.f32", f32)
 st_global_v4_f32 = _store("st.global.v4.f32", f32)
@@ -160,7 +160,7 @@ st_global_u32 = _store("st.global.u32", u32)
 st_global_v4_u32 = _store("st.global.v4.u32", u32)
 st_global_b16 = _store("st.global.b16", u16)
 
-# 9.7.9, ld and st: shared memory. (address: u32) -> numbers; (address: u32, number, …)
+# 9.7.9, ld, st: load, store shared memory. (address: u32) -> numbers; (address: u32, number, …)
 ld_shared_f32 = _load("ld.shared.f32", f32)
 ld_shared_v2_f32 = _load("ld.shared.v2.f32", f32)
 ld_shared_v4_f32 = _load("ld.shared.v4.f32", f32)
@@ -171,7 +171,7 @@ st_shared_v4_f32 = _store("st.shared.v4.f32", f32)
 st_shared_u32 = _store("st.shared.u32", u32)
 st_shared_v4_u32 = _store("st.shared.v4.u32", u32)
 
-# 9.7.13, red: atomic or into shared memory. (address: u32, bits: u32)
+# 9.7.13, red: an atomic bitwise or into shared memory. (address: u32, bits: u32)
 red_shared_or_u32 = instruction("red.shared.or.b32 [$0], $1;", (), (u32, u32), has_effects=True)
 
 # 9.7.3, ex2, lg2 and rcp: 2 ** x, which is 0 for -inf; the logarithm to base 2, -inf for 0; 1 / x,
@@ -187,32 +187,32 @@ def _shuffle(mode: str) -> Any:
     return instruction(text, (f32,), (f32, i32), has_effects=True, is_collective=True)
 
 
-# 9.7.9, shfl.sync: the number that another lane holds. (number, lane) -> number; with ``bfly`` that
-# of lane (own lane ^ bits). (number, bits) -> number
+# 9.7.9, shfl.sync: read the number of another lane. (number, lane) -> number; with ``bfly`` that of
+# lane (own lane ^ bits). (number, bits) -> number
 shfl_idx_f32 = _shuffle("idx")
 shfl_bfly_f32 = _shuffle("bfly")
 
-# 9.7.9, cvt: two float32 (first, second) rounded to the nearest into one register, the first in the
-# lower half. PTX names the upper half first.
+# 9.7.9, cvt: round two float32 (first, second) into one register, the first into the lower half.
+# PTX names the upper half first.
 pack_f16x2 = instruction("cvt.rn.f16x2.f32 $0, $2, $1;", (u32,), (f32, f32))
 pack_bf16x2 = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", (u32,), (f32, f32))
 
-# 9.7.9, mov: a register into its halves, the lower one first, or the bits of a register as float32.
+# 9.7.9, mov: split a register into halves, the lower one first, or view its bits as float32.
 split_b32 = instruction("mov.b32 {$0, $1}, $2;", (u16, u16), (u32,))
 bits_as_f32 = instruction("mov.b32 $0, $1;", (f32,), (u32,))
 f32_as_bits = instruction("mov.b32 $0, $1;", (u32,), (f32,))
 
-# 9.7.9, cvt: a float16 given by its bits.
+# 9.7.9, cvt: widen a float16, given by its bits.
 cvt_f32_f16 = instruction("cvt.f32.f16 $0, $1;", (f32,), (u16,))
 
-# 9.7.9, mov: the same number, unknown to the compiler. So it computes dependent numbers where the
-# program does, and not ahead of a loop, which would keep them in registers.
+# 9.7.9, mov: copy a number, which hides its value from the compiler. So dependent numbers are
+# computed where the program says, not ahead of a loop, which would keep them in registers.
 optimization_barrier = instruction("mov.b32 $0, $1;", (i32,), (i32,), has_effects=True)
 
-# 9.7.9, cp.async: 16 bytes from global into shared memory, past the registers and the first cache.
-# (shared address: u32, global address: u64, bytes: u32), both multiples of 16. The first ``bytes``
-# of the 16 are read and the others become 0. They have landed after a wait for their group, for the
-# thread that waits; for other threads after a barrier.
+# 9.7.9, cp.async: copy 16 bytes from global to shared memory, bypassing registers and L1 cache.
+# (shared address: u32, global address: u64, bytes: u32), both aligned to 16 bytes. The first
+# ``bytes`` of the 16 are read and the others become 0. After a wait for its group, the copy is
+# visible to the waiting thread; after a barrier, to other threads.
 cp_async_16 = instruction(
     "cp.async.cg.shared.global [$0], [$1], 16, $2;", (), (u32, u64, u32), has_effects=True
 )
@@ -224,7 +224,7 @@ cp_async_wait_all = instruction("cp.async.wait_all;", has_effects=True)
 
 
 def cp_async_wait_group(pending: int) -> Any:
-    """The intrinsic ``()`` that waits until at most ``pending`` groups are under way."""
+    """Return the intrinsic ``()`` that waits until at most ``pending`` groups are in flight."""
     return instruction(f"cp.async.wait_group {pending};", has_effects=True)
 
 
@@ -245,17 +245,17 @@ def _matrices(transposed: str) -> Any:
     return load_matrices
 
 
-# 9.7.14, ldmatrix: four matrices of 8 × 8 16-bit numbers from shared memory, a register each.
+# 9.7.14, ldmatrix: load four matrices of 8 × 8 16-bit numbers from shared memory, a register each.
 # (array, first, address: u32): they become items first to first + 3 of a local array of uint32.
-# Lanes 8r to 8r + 7 give the addresses of the 8 rows of matrix r, 16 bytes each. Lane t then holds,
-# of every matrix, columns 2(t % 4) and the next of row t // 4; with ``trans`` rows 2(t % 4) and the
-# next of column t // 4.
+# Lanes 8r to 8r + 7 pass the addresses of the 8 rows of matrix r, 16 bytes each. Lane t receives
+# columns c and c + 1 of row t // 4 of every matrix, with c = 2 (t % 4). With ``trans`` it receives
+# rows c and c + 1 of column t // 4.
 ldmatrix_x4 = _matrices("")
 ldmatrix_x4_trans = _matrices(".trans")
 
 
 def _multiply_add(dtype: str) -> tuple[Any, Any]:
-    """``mma`` on registers, and one that finds them in local arrays."""
+    """Return ``mma`` with registers as operands, and ``mma`` with local arrays as operands."""
     operation = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
     D, A, B, C = _registers(0, 4), _registers(4, 4), _registers(8, 2), _registers(10, 4)
     form = (f"{operation} {D}, {A}, {B}, {C};", (f32,) * 4, (*(u32,) * 6, *(f32,) * 4))
@@ -286,15 +286,15 @@ def _multiply_add(dtype: str) -> tuple[Any, Any]:
 #   c0, c1 = C[g, c:c+2], c2, c3 = C[g + 8, c:c+2], and D as C.
 # So ``ldmatrix_x4`` of a row-major A is a0 … a3 if its matrices are read in that order, and D,
 # packed, is half of an A.
-# The other form is (C, c, A, a, B, b): items from c on of a local array of float32 are C and become
-# D, those from a and b on of arrays of uint32 are A and B. With many unrolled products it compiles
-# much faster.
+# The other form takes local arrays (C, c, A, a, B, b): items of C, float32, from c on become D.
+# Items of A and B, uint32, from a and b on are the factors. Many unrolled products compile much
+# faster in this form.
 mma_f16, mma_f16_in = _multiply_add("f16")
 mma_bf16, mma_bf16_in = _multiply_add("bf16")
 
 
 # 9.7.13, fence.proxy.async: ``wgmma`` reads shared memory by a separate path (a proxy). The fence
-# makes writes and awaited copies of this thread visible to it; a barrier those of other threads.
+# makes writes and awaited copies of this thread visible to ``wgmma``, after a barrier also others'.
 fence_proxy_async = instruction("fence.proxy.async.shared::cta;", has_effects=True)
 
 
@@ -309,14 +309,14 @@ mbarrier_arrive = instruction(
     (), (u32,), has_effects=True,
 )  # fmt: skip
 
-# An arrival by copies: this thread arrives when all ``cp.async`` that it has executed have landed.
+# Arrive by copies: this thread arrives when all ``cp.async`` that it has executed are complete.
 cp_async_mbarrier_arrive_noinc = instruction(
     "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", (), (u32,), has_effects=True
 )
 
-# Not 0 if the phase of that parity is complete; else it may wait a while. (address: u32, parity:
-# u32). Phases are counted from 0, and the one before the first counts as complete. Earlier writes
-# of the threads that arrived are visible from here on.
+# Test whether the phase of that parity is complete, possibly after a short wait: 0 if it is not.
+# (address: u32, parity: u32). Phases are counted from 0, and phase -1 counts as complete. After
+# completion, earlier writes of the threads that arrived are visible.
 mbarrier_try_wait = instruction(
     "{ .reg .pred %is_over; mbarrier.try_wait.parity.shared::cta.b64 %is_over, [$1], $2; "
     "selp.u32 $0, 1, 0, %is_over; }",
@@ -325,22 +325,22 @@ mbarrier_try_wait = instruction(
 
 
 def setmaxnreg(direction: str, count: int) -> Any:
-    """The intrinsic ``()`` that releases ("dec") or takes ("inc") registers of a block.
+    """Return the intrinsic ``()`` that releases ("dec") or takes ("inc") registers of a block.
 
-    From here on the warpgroup has ``count`` per thread; to take them, it waits for released ones.
+    Afterwards the warpgroup has ``count`` per thread; taking waits until enough are released.
     """
     text = f"setmaxnreg.{direction}.sync.aligned.u32 {count};"
     return instruction(text, has_effects=True, is_collective=True)
 
 
 def bar_sync(number: int, threads: int) -> Any:
-    """The intrinsic ``()`` that waits at barrier 1 to 15 for ``threads`` threads of the block."""
+    """Return the intrinsic ``()`` that waits for ``threads`` threads at barrier 1 to 15."""
     return instruction(f"bar.sync {number}, {threads};", has_effects=True, is_collective=True)
 
 
-# 9.7.9, st: to shared memory if the number is negative. (address: u32, number). If it never is, but
-# the compiler cannot know, this costs two instructions and keeps an order: ptxas moves a
-# ``wgmma.wait_group`` ahead of arithmetic that does not need the product, but not ahead of a store.
+# 9.7.9, st: store to shared memory if the number is negative. (address: u32, number). For a number
+# that is never negative, which the compiler cannot know, this costs two instructions and keeps an
+# order: ptxas moves ``wgmma.wait_group`` ahead of independent arithmetic, but not of a store.
 st_shared_f32_if_negative = instruction(
     "{ .reg .pred %is_less; setp.lt.f32 %is_less, $1, 0f00000000; "
     "@%is_less st.shared.f32 [$0], $1; }",
@@ -354,9 +354,9 @@ def _first_items(context: Any, builder: Any, array: Any, D: Any, count: int) -> 
 
 
 def wgmma_wait_group(pending: int, count: int) -> Any:
-    """The intrinsic ``(D)`` that waits until at most ``pending`` groups of ``wgmma`` are under way.
+    """Return the intrinsic ``(D)`` that waits for all but the last ``pending`` groups of ``wgmma``.
 
-    One of the completed groups writes D, a local array of ``count`` float32. It is an operand so
+    One of the completed groups writes D, a local array of ``count`` float32. D is an operand so
     that the compiler does not access it earlier.
     """
     numbers = (f32,) * count
@@ -386,10 +386,10 @@ def _store_all(builder: Any, numbers: list[Any], places: list[Any]) -> None:
 
 
 def _wgmma_group(products: list[str]) -> str:
-    """A group of ``wgmma`` in one piece: no other code may access their registers in between.
+    """Return a group of ``wgmma`` as one text, so that no other code accesses their registers.
 
-    The fence orders them after earlier accesses. In ``products`` %no and %yes are predicates, %a
-    and %b descriptors.
+    The fence orders the group after earlier accesses. In ``products`` %no and %yes are predicates,
+    %a and %b descriptors.
     """
     lines = [
         "{ .reg .pred %no, %yes; .reg .b64 %a, %b; setp.ne.b32 %no, 0, 0; setp.eq.b32 %yes, 0, 0;",
@@ -399,16 +399,17 @@ def _wgmma_group(products: list[str]) -> str:
 
 
 # 9.7.15, wgmma.mma_async: start D = A B or D = A B + D, with A (64, 16), B (16, N) and D (64, N),
-# by the four warps of a warpgroup together. Warp w holds rows 16 w to 16 w + 15 of D, and of A if
-# that is in registers, in the layout of ``mma``: D is N / 8 times its C, side by side. A descriptor
-# of 64 bits gives the start and the layout of a matrix in shared memory (9.7.15.5). Both of the
-# following start several products, which are added up, as one group.
+# by the four warps of a warpgroup together. Warp w holds rows 16 w to 16 w + 15 of D, and of A if A
+# is in registers, in the layout of ``mma``: D is N / 8 matrices C side by side. A descriptor of 64
+# bits has the start and the layout of a matrix in shared memory (9.7.15.5). Both functions below
+# start several products, which are added up, as one group.
 
 
 def wgmma_shared(dtype: str, N: int, steps: list[tuple[int, int]]) -> Any:
-    """The intrinsic ``(D, a, b)``: D = A B, summed over descriptors a + x and b + y, (x, y) a step.
+    """Return the intrinsic ``(D, a, b)``: D = A B, summed over ``steps`` (x, y).
 
-    Rows of 16 numbers are contiguous in A and in the transpose of B. D is a local array of float32.
+    A step reads A at descriptor a + x and B at b + y. Rows of 16 numbers are contiguous in A and in
+    the transpose of B. D is a local array of float32.
     """
     count = N // 2
     D, a, b = _registers(0, count), f"${count}", f"${count + 1}"
@@ -432,9 +433,10 @@ def wgmma_shared(dtype: str, N: int, steps: list[tuple[int, int]]) -> Any:
 
 
 def wgmma_registers(dtype: str, N: int, steps: list[int]) -> Any:
-    """The intrinsic ``(D, A, b)``: D = A B + D, summed over descriptors b + x, x being a step.
+    """Return the intrinsic ``(D, A, b)``: D = A B + D, summed over ``steps`` x.
 
-    A is a local array of uint32, four for each step; rows of N numbers are contiguous in B.
+    A step reads B at descriptor b + x, in contiguous rows of N numbers, and four items of A, a
+    local array of uint32.
     """
     count, words = N // 2, 4 * len(steps)
     D, numbers, b = _registers(0, count), (f32,) * count, f"${N + words}"
@@ -466,7 +468,7 @@ def _wgmma(dtype: str, N: int) -> str:
 
 @intrinsic
 def shared_address(context, array):
-    """The 32-bit address of a shared array's first item, inside the window of its block."""
+    """Return the 32-bit address of a shared array's first item, inside the window of its block."""
 
     def generate(context, builder, signature, values):
         first = context.make_array(signature.args[0])(context, builder, values[0]).data
@@ -476,13 +478,13 @@ def shared_address(context, array):
     return u32(array), generate
 
 
-# 9.7.3, max: the larger of two, and the other one where one is NaN. (first, second) -> number
+# 9.7.3, max: the larger of two numbers; if one is NaN, the other. (first, second) -> number
 max_f32 = instruction("max.f32 $0, $1, $2;", (f32,), (f32, f32))
 
-# 9.7.1, div: the whole part of a quotient. numba divides in 64 bits. (dividend, divisor) -> number
+# 9.7.1, div: the integer quotient; numba's is in 64 bits. (dividend, divisor) -> number
 div_u32 = instruction("div.u32 $0, $1, $2;", (u32,), (u32, u32))
 
-# 9.7.9, prmt: the lower halves of two registers in one, or their upper halves, the first's below.
+# 9.7.9, prmt: pack the lower halves, or the upper halves, of two registers; the first is lower.
 lower_halves = instruction("prmt.b32 $0, $1, $2, 0x5410;", (u32,), (u32, u32))
 upper_halves = instruction("prmt.b32 $0, $1, $2, 0x7632;", (u32,), (u32, u32))
 

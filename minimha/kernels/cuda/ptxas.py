@@ -1,4 +1,4 @@
-"""Compiles the CUDA rungs without GPU or driver: PTX by numba, machine code by ptxas.
+"""Compile the CUDA rungs without GPU or driver: numba generates PTX, ptxas machine code.
 
 References: NVIDIA, "PTX ISA"; "CUDA Compiler Driver NVCC", section on ptxas; "CUDA Binary
 Utilities", section on nvdisasm.
@@ -35,17 +35,17 @@ IN_PTX = {
     "local": r"\.local\b", "mma": r"mma(?:\.|_async\.)sync", "ldmatrix": r"ldmatrix",
     "cp_async": r"cp\.async\.c[ag]",
 }  # fmt: skip
-WARNING = re.compile(r"^ptxas (?:warning|info\s*: \(C\d+\))", re.MULTILINE)  # or loss of speed
+WARNING = re.compile(r"^ptxas (?:warning|info\s*: \(C\d+\))", re.MULTILINE)  # info: lost speed
 
 
 class Assembled(NamedTuple):
-    """One kernel for one architecture, dtype and head width.
+    """Statistics of one kernel for one architecture, dtype and head width.
 
-    ``registers`` per thread, ``stack`` and ``spill`` in bytes, and the number of ``warnings`` are
-    reported by ptxas, None without it; ``local``, ``mma``, ``ldmatrix`` and ``cp_async`` count
-    occurrences in the PTX. For the machine instructions of a whole tile, ``per_product`` is their
-    number per product on the tensor cores and ``tile_local`` counts loads and stores of spilled
-    registers; both are None without nvdisasm or without tensor cores.
+    ptxas reports ``registers`` per thread, ``stack`` and ``spill`` in bytes, and the number of
+    ``warnings``, which are None without ptxas. ``local``, ``mma``, ``ldmatrix`` and ``cp_async``
+    count occurrences in the PTX. Of a whole tile, ``per_product`` is the number of machine
+    instructions per product on the tensor cores. ``tile_local`` counts its loads and stores of
+    spilled registers. Both are None without nvdisasm or without tensor cores.
     """
 
     rung: str
@@ -67,7 +67,7 @@ class Assembled(NamedTuple):
 
 @cache
 def program(name: str) -> str | None:
-    """The path of ptxas or nvdisasm, from PATH or NVIDIA's Python packages; None if not found."""
+    """Return the path of ptxas or nvdisasm, in PATH or NVIDIA's Python packages, or None."""
     found = shutil.which(name)
     spec = None if found else find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
@@ -89,12 +89,12 @@ def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled
 
 
 def archs_of(launch: Launch) -> dict[str, tuple[int, int]]:
-    """The architectures that a kernel is assembled for here: ``ARCHS``, or Hopper's own."""
+    """Return the architectures to assemble a kernel for: ``ARCHS``, or only sm_90a."""
     return {"sm_90a": (9, 0)} if launch.is_arch_specific else ARCHS
 
 
 def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
-    """Each kernel of the rung once, with the first dtype that uses it."""
+    """Yield each kernel of the rung once, with the first dtype that uses it."""
     module = import_module(f"minimha.kernels.{rung}")
     known = set()
     dtypes: list[DTypeLike] = [np.float32, np.float64, np.float16]
@@ -115,9 +115,9 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
 def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
     """Assemble a kernel's PTX and return ``IN_REPORT``, "warnings" and ``IN_TILE``.
 
-    They are None without ptxas, and the latter without nvdisasm. ``arch`` is such as "sm_90",
-    ``registers`` the most that one thread may use. It raises a RuntimeError with ptxas's message if
-    ptxas refuses the kernel.
+    All are None without ptxas, and ``IN_TILE`` is None without nvdisasm. ``arch`` is an
+    architecture such as "sm_90", and one thread may use at most ``registers``. Raises RuntimeError
+    with ptxas's message if ptxas refuses the kernel.
     """
     ptxas = program("ptxas")
     if ptxas is None:

@@ -4,15 +4,15 @@ This is CPU rung 1 with its loops over b, h and i turned into threads: Algorithm
 one row and one key. A thread keeps its maximum m, its sum l and its output O_i in registers and
 visits the keys that its query may see.
 
-What makes it slow: neighbouring threads visit the same keys, but each reads all of them, and its
-query once per key, from global memory; and each key waits for the exponential of the one before.
+What makes it slow: neighbouring threads visit the same keys, but each thread reads all keys, and
+its query once per key, from global memory. Each key waits for the exponential of the previous key.
 
 A thread has 255 registers, too few for a wide O_i. It keeps a part of at most ``WIDE`` bytes; other
 threads keep the other parts and recompute the same scores. From rung 3 on the threads of a row
 share its scores.
 
-Launch: one query per thread, blocks of ``THREADS`` along x over all B · H · Lq queries; along y the
-parts of O_i.
+Launch: one query per thread, in blocks of ``THREADS``. The grid has all B · H · Lq queries along x
+and the parts of O_i along y.
 
 Not measured: no GPU yet. Estimate: 3 to 8 TFLOP/s on an H200.
 """
@@ -57,7 +57,7 @@ def kernel(
     score_mod: DeviceFunction | None = None,
     mask_mod: DeviceFunction | None = None,
 ) -> Callable[..., None]:
-    """The kernel whose threads keep ``columns`` columns of O_i, float32 or float64."""
+    """Return the kernel whose threads keep ``columns`` columns of O_i, float32 or float64."""
     lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
     modified, is_pair_visible = functions.modifying(score_mod), functions.masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None
@@ -69,7 +69,7 @@ def kernel(
             return
         i, h, b = row % Lq, row // Lq % H, row // Lq // H
         kv, head = h // (H // k.shape[1]), head_of(o, b, h)
-        # The last part is as wide as the others and may overlap the one before it.
+        # The last part is as wide as the others and may overlap the previous one.
         first = min(cuda.blockIdx.y * columns, v.shape[3] - columns)
         O_i = cuda.local.array(size, real)
         for d in range(columns):

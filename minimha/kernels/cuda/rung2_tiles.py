@@ -1,12 +1,12 @@
 """CUDA rung 2, tiles: one thread block per B_r queries reads B_c keys and values at a time.
 
 What changed from rung 1: the threads of a block copy keys and values into shared memory together,
-then each reads them there for its own query. A row is rescaled once per tile instead of once per
+then each thread reads them there for its query. A row is rescaled once per tile instead of once per
 key.
 
-Why it should be faster: what rung 1 read B_r times from global memory is read once per block, and
-the B_c products of a tile do not wait for exponentials. Tiles in which no query of the block sees
-a key are skipped, and full tiles, whose queries see all of its keys, are not masked.
+Why it should be faster: keys and values are read once per block from global memory, not B_r times,
+and the B_c products of a tile do not wait for exponentials. Tiles in which no query of the block
+sees a key are skipped, and full tiles, in which every query sees every key, are not masked.
 
     lines 3, 4   one thread block per row block i, one row per thread
     line 5       m, l and O_i: in the thread's registers
@@ -18,8 +18,8 @@ A thread's registers hold at most ``WIDE`` bytes each of Q_i and of O_i. Wider q
 read one part at a time, each part adding its products to the scores of the tile. A wider O_i is
 computed in parts, as in rung 1, and the scores are recomputed for every part.
 
-Launch: B_r = ``B_R`` threads per block, along x over all B · H · ⌈Lq / B_r⌉ row blocks; along y the
-parts of O_i. B_c is ``B_C``.
+Launch: B_r = ``B_R`` threads per block; B_c is ``B_C``. The grid has all B · H · ⌈Lq / B_r⌉ row
+blocks along x and the parts of O_i along y.
 
 Not measured: no GPU yet. Estimate: 6 to 12 TFLOP/s on an H200.
 """
@@ -68,14 +68,14 @@ def kernel(
     score_mod: DeviceFunction | None = None,
     mask_mod: DeviceFunction | None = None,
 ) -> Callable[..., None]:
-    """The kernel for ``depth`` columns of Q_i and ``columns`` of O_i, float32 or float64."""
+    """Return the kernel for ``depth`` columns of Q_i and ``columns`` of O_i, float32 or float64."""
     lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
     modified, is_pair_visible = functions.modifying(score_mod), functions.masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None
 
     @device
     def copy_to_shared(r, X, b, h, j, n, first, width, X_j):
-        """Line 7: n rows of X from j on, ``width`` columns, 0 beyond the last one of X."""
+        """Copy n rows of X from j on (line 7): ``width`` columns, 0 beyond the last one of X."""
         for x in range(r, n * width, B_R):
             row, d = x // width, x % width
             is_there = first + d < X.shape[3]
@@ -95,7 +95,7 @@ def kernel(
         i_stop = min(i0 + B_R, Lq)
         i = min(i0 + r, i_stop - 1)  # threads beyond the last row compute it too
         kv, head = h // (H // k.shape[1]), masks.head_of(o, b, h)
-        # The last part is as wide as the others and may overlap the one before it.
+        # The last part is as wide as the others and may overlap the previous one.
         first = min(cuda.blockIdx.y * columns, v.shape[3] - columns)
         for d in range(columns):
             O_i[d] = real(0)

@@ -2,17 +2,17 @@
 
 What changed from rung 2: a number that is read from shared memory is used eight times, not once.
 A thread reads four numbers each of 8 queries and 8 keys, 16 reads of 16 bytes, and multiplies 256
-times. S_ij and O_i stay in registers. Only P_ij goes through shared memory, within a warp, in the
-place of K_j, which is no longer needed.
+times. S_ij and O_i stay in registers. Only P_ij goes through shared memory, within a warp, and
+overwrites K_j, which is no longer needed.
 
-Why it should be faster: rung 2 is bound by its reads of shared memory, this one by multiply-adds.
+Why it should be faster: rung 2 is bound by reads of shared memory, this rung by multiply-adds.
 
 Rows of Q_i and K_j are padded by four numbers, so that 8 lanes that read 16 bytes each of 8
 successive rows use 32 different banks; rows of P_ij are padded by a warp's number of columns.
 
 Tiles in which no query of the block sees a key are skipped, and full tiles are not masked. In
-partial tiles a hidden score is -inf and its weight the negative zero. If a value is not finite, a
-row leaves out keys with that weight, because 0 · NaN is NaN.
+partial tiles a hidden score is -inf and its weight -0. If a value is not finite, keys of weight -0
+are left out, because 0 · NaN is NaN.
 
 A caller's functions are called score by score, and no tile counts as full: a ``mask_mod`` may hide
 any key, and so may a ``score_mod`` that returns -inf.
@@ -47,7 +47,7 @@ from minimha.kernels.cuda.parts.register_tiles import (
 from minimha.kernels.cuda.parts.rows import row_address, store_row
 
 THREADS = 64
-ROWS = 8  # of scores and of O that a thread owns
+ROWS = 8  # rows of scores and of O per thread
 LONGEST = 1 << 30  # no sequence is longer
 
 
@@ -59,7 +59,7 @@ class Variant(NamedTuple):
 
 
 def tiles_of(width: int) -> RegisterTiles:
-    """Sizes with which S_ij and O_i fit into registers, and two blocks into a multiprocessor."""
+    """Return tile sizes: S_ij and O_i fit into registers, two blocks into a multiprocessor."""
     return RegisterTiles(width, 8 if width <= 128 else 16, ROWS, 64 if width <= 64 else 32, THREADS)
 
 
@@ -71,7 +71,7 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: Scratch) -> Launches:
-    """One launch, one thread block per B_r queries of a head; none if there is no query."""
+    """Return one launch, with one thread block per B_r queries of a head; none without queries."""
     kernel_arguments.check_alignment(arguments, 4)
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
@@ -90,7 +90,7 @@ def kernel(
     score_mod: DeviceFunction | None = None,
     mask_mod: DeviceFunction | None = None,
 ) -> Callable[..., None]:
-    """The kernel for a width, a set of options and a caller's functions."""
+    """Return the kernel for a width, a set of options and a caller's functions."""
     W, options = made_for
     tiles = tiles_of(W)
     B_r, B_c, columns, row_step = tiles.B_r, tiles.B_c, tiles.columns, tiles.row_step
@@ -115,7 +115,7 @@ def kernel(
         b = int32(cuda.blockIdx.x // row_blocks // o.H)
         kv = int32(h // (o.H // o.Hkv))
 
-        # Bounds relative to the number of a query, not its position, need no more than 32 bits.
+        # Bounds relative to the index of a query, not to its position, fit into 32 bits.
         q_offset = ptx.ld_global_nc_s64(o.q_offset + 8 * b)
         left = int32(min(max(o.left - q_offset, -LONGEST), LONGEST))
         right = int32(min(max(o.right + q_offset, -LONGEST), LONGEST))
@@ -127,7 +127,7 @@ def kernel(
         my_row = warp * ROWS * row_step + lane // columns
         my_column = lane % columns
         row = i_start + my_row
-        # 32 bits again, from which ptxas makes one register and constant offsets.
+        # 32 bits again, so that ptxas uses one register and constant offsets.
         Q_i = ptx.shared_address(cuda.shared.array(0, float32, alignment=16))
         K_j = uint32(Q_i + 4 * B_r * long_row)
         V_j = uint32(K_j + 4 * keys_or_weights)

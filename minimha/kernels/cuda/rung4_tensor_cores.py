@@ -1,13 +1,13 @@
 """CUDA rung 4, tensor cores: both products of a tile by ``mma.sync``, float16 or bfloat16.
 
-What changed from rung 3: a warp multiplies a (16, 16) by a (16, 8) matrix with one instruction. It
-owns 16 or 32 rows of Q_i, whose S_ij, P_ij, m_i, l_i and O_i stay in its registers from the first
-key to the last: S_ij, packed in pairs, is already where ``mma`` expects P_ij. Shared memory holds
-Q_i and two tiles each of K and V. While the warps work on one tile, ``cp.async`` copies the next
-past the registers; one barrier per tile separates the two. ``ldmatrix`` reads the same column of
-eight rows at a time, which would be in the same banks; so the 16-byte chunks of a row are swizzled:
-a chunk's index is XORed with the row's. A lane computes the address of its first chunk; the others
-are an exclusive or and an immediate away.
+What changed from rung 3: a warp multiplies a (16, 16) by a (16, 8) matrix with one instruction. A
+warp owns 16 or 32 rows of Q_i. Their S_ij, P_ij, m_i, l_i and O_i stay in its registers for all
+keys, because S_ij, packed in pairs, has the layout that ``mma`` expects of P_ij. Shared memory
+holds Q_i and two tiles each of K and V. While the warps multiply one tile, ``cp.async`` copies the
+next, bypassing registers; one barrier per tile separates the two. ``ldmatrix`` reads a column of
+eight rows at a time, which would be in the same banks. So the 16-byte chunks of a row are swizzled:
+a chunk's index is XORed with the row's. A lane computes the address of its first chunk. The other
+addresses follow by an exclusive or and an immediate.
 
 Why it should be faster: one instruction of a tensor core replaces 64 fused multiply-adds of a warp,
 each number read from shared memory is used more often, and no thread waits for the copy of the next
@@ -64,10 +64,10 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def blocks(made_for: Variant) -> tuple[int, int]:
-    """B_r and B_c, so that 255 registers per thread and 99 KB of shared memory suffice.
+    """Return B_r and B_c for which 255 registers per thread and 99 KB of shared memory suffice.
 
-    S_ij and O_i are (B_c + W) · B_r / 64 registers. Options that change or hide single scores need
-    extra registers, and so does a width of 112, whose 14 chunks per row 128 threads share unevenly.
+    S_ij and O_i take (B_c + W) · B_r / 64 registers. Options that change or hide single scores need
+    extra registers. So does a width of 112, whose 14 chunks per row are uneven for 128 threads.
     """
     width, _, is_plain, options = made_for
     is_tight = options.has_mask or not is_plain or width == 112
@@ -77,22 +77,22 @@ def blocks(made_for: Variant) -> tuple[int, int]:
 
 
 def shared_bytes(made_for: Variant) -> int:
-    """Q_i and two tiles each of K and V."""
+    """Return the bytes of shared memory for Q_i and two tiles each of K and V."""
     B_r, B_c = blocks(made_for)
     return (B_r + 4 * B_c) * made_for.width * 2
 
 
 def variant(problem: Problem) -> Variant:
-    """The constants of the kernel for ``problem``."""
+    """Return the constants of the kernel for ``problem``."""
     options = masks.ScoreOptions.of(problem)
-    # The largest of the products is the largest score only if the scale is positive.
+    # The largest product is the largest score only if the scale is positive.
     is_positive = problem.scale >= float(np.finfo(np.float32).tiny)
     is_plain = is_positive and not options.change_scores
     return Variant(kernel_arguments.padded_width(problem), problem.dtype.name, is_plain, options)
 
 
 def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: Scratch) -> Launches:
-    """One launch, one thread block per B_r queries of a head; none if there is no query."""
+    """Return one launch, with one thread block per B_r queries of a head; none without queries."""
     kernel_arguments.check_alignment(arguments, 2)
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
@@ -105,9 +105,9 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
 
 
 def epilogue(tiles: fragments.MmaTiles) -> Any:
-    """epilogue(lane, row, first_row, Q_i, O, m, l, unit, sink, o, L_at): lines 12 and 13.
+    """epilogue(lane, row, first_row, Q_i, O, m, l, unit, sink, o, L_at): do lines 12 and 13.
 
-    L_i, and O_i / l_i, rounded, in the place of Q_i.
+    The device function stores L_i, and overwrites Q_i with O_i / l_i, rounded.
     """
     M, chunks, pack = tiles.M, tiles.chunks, fragments.FORMATS[tiles.dtype].pack
     total = softmax.sum_over(1, 2)
@@ -130,7 +130,7 @@ def epilogue(tiles: fragments.MmaTiles) -> Any:
 
 @cache
 def kernel(made_for: Variant) -> Callable[..., None]:
-    """The kernel for a width, a dtype and a set of options."""
+    """Return the kernel for a width, a dtype and a set of options."""
     W, dtype, is_plain, options = made_for
     B_r, B_c = blocks(made_for)
     tiles = fragments.MmaTiles(W, dtype, B_r, B_c, WARPS)
@@ -188,7 +188,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
             now = stage - now
             is_partial = hides_keys or j < full_start or j_next > full_stop
             wait_for_all()
-            # From here on K_j and V_j are visible to all threads, and none reads the other two.
+            # From here on all threads see K_j and V_j, and none reads the other two tiles.
             cuda.syncthreads()
             if j_next < j_stop:
                 # Recompute addresses for each tile, so that none stays in a register.

@@ -1,10 +1,10 @@
-"""CUDA rung 5, decode: few queries against many keys, where the time is that of reading K and V.
+"""CUDA rung 5, decode: few queries against many keys, where reading K and V takes all the time.
 
-What changed from rung 4: with one query per head its blocks would be nearly empty, and too few for
-the GPU. Here the keys are split among the warps, and a warp takes all queries that share a
+What changed from rung 4: with one query per head, blocks of rung 4 would be nearly empty, and too
+few for the GPU. Here the keys are split among the warps, and a warp takes all queries that share a
 key/value head: row r is query r // group of the group's head r % group. Keys and values go from
-global memory straight into registers, so warps are independent: no shared memory, no barrier. Each
-split ends with its m, l and O, and a second kernel merges them by log-sum-exp:
+global memory straight into registers, so that warps need no shared memory and no barrier. Each
+split yields m, l and O, and a second kernel merges them by log-sum-exp:
 
     m = max m_s,   l = Σ exp(m_s - m) l_s,   O = Σ exp(m_s - m) O_s / l
 
@@ -13,10 +13,9 @@ the memory busy.
 
 Lines 8 to 10 of Algorithm 1 are in ``_tensor_cores`` for 16-bit numbers and in ``_multiply_adds``
 for float32. On the tensor cores S = Q Kᵀ may sum over the head width in any order, and Oᵀ = Vᵀ Pᵀ
-over the keys, if both factors use the same order. So a lane reads 16 bytes of a row in one piece
-as its parts of the fragment; and the lanes of S are those of Pᵀ. P is split into two 16-bit
-numbers, its upper bits and the residual, which makes O as exact as in float32: the tensor cores
-have throughput to spare.
+over the keys, if both factors use the same order. So a lane reads 16 contiguous bytes of a row as
+its parts of the fragment, and S has the layout of Pᵀ. P is split into two 16-bit numbers, its upper
+bits and the residual, which makes O as exact as in float32 at little cost.
 
 Not measured: no GPU yet. Estimate: 80 to 90 % of an H200's 4.8 TB/s.
 """
@@ -44,7 +43,7 @@ from minimha.kernels.cuda.parts.mask import (
 )
 from minimha.kernels.cuda.parts.rows import GLOBAL_F32, GLOBAL_U32, load_row, row_address, store_row
 
-WARPS = 2  # per block: fewer waste less of the registers
+WARPS = 2  # per block: small blocks leave fewer registers unused
 REGISTERS = 65536  # of a multiprocessor; they limit the number of warps that run at once
 SPLIT = 64  # the fewest keys per split: a merge would cost more than it saves
 MERGERS = 8  # warps that merge the splits of a row
@@ -61,7 +60,7 @@ class Variant(NamedTuple):
     options: ScoreOptions
 
 
-# The rows and the keys of a warp. Keys: those it reads, and those that are visible to all its rows.
+# The rows of a warp, the keys that it reads, and the keys that are visible to all its rows.
 WarpRows = namedtuple(
     "WarpRows", "b kv group first_row rows start stop full_start full_stop split part"
 )
@@ -78,10 +77,10 @@ def launches(
     problem: Problem, arguments: Arguments, scratch: Scratch, *, splits: int | None = None,
     multiprocessors: int = 132,
 ) -> Launches:  # fmt: skip
-    """The launches of the two kernels.
+    """Return the launches of the two kernels.
 
-    By default there are enough ``splits`` of the keys to fill the ``multiprocessors`` once: more
-    would run after the others, on an almost empty GPU.
+    By default there are enough ``splits`` of the keys to fill the ``multiprocessors`` once. More
+    splits would run after the others, on an almost empty GPU.
     """
     B, H, Lq, _ = problem.q.shape
     _, Hkv, Lk, _ = problem.k.shape
@@ -108,7 +107,7 @@ def launches(
 
 
 def blocks_at_once(made_for: Variant) -> int:
-    """The blocks for which a multiprocessor has registers, from ptxas's registers per thread."""
+    """Return the number of blocks whose registers, as counted by ptxas, fit a multiprocessor."""
     width, dtype, rows, options = made_for
     is_wide = dtype == "float32"
     is_plain = not (options.change_scores or options.hide_keys)
@@ -121,7 +120,7 @@ def blocks_at_once(made_for: Variant) -> int:
 
 
 def rows_of_warp(rows: int, width: int, itemsize: int) -> int:
-    """The rows of a warp: all, if its registers hold them; further warps read the keys again."""
+    """Return the rows per warp: all, if they fit its registers; else warps read the keys again."""
     if itemsize == 2:
         return 8 if rows <= 8 or width > 128 else 16
     return min(8 if width <= 128 else 4, 1 << (rows - 1).bit_length())
@@ -129,26 +128,26 @@ def rows_of_warp(rows: int, width: int, itemsize: int) -> int:
 
 @device
 def divided(a, b):
-    """Quotient and remainder of numbers that are not negative."""
+    """Return quotient and remainder of nonnegative numbers."""
     quotient = int32(ptx.div_u32(a, b))
     return quotient, int32(a - quotient * b)
 
 
 @device
 def has_row(here, r):
-    """Whether the warp has a row r; in 32 bits, to save registers."""
+    """Return whether the warp has a row r, computed in 32 bits to save registers."""
     return int32(here.first_row + r) < here.rows
 
 
 @device
 def query_of(here, r):
-    """Query i and head h of the warp's row r."""
+    """Return query i and head h of the warp's row r."""
     i, of_group = divided(int32(here.first_row + r), here.group)
     return i, int32(here.kv * here.group + of_group)
 
 
 def _locator(rows_of_warp: int, step: int) -> Any:
-    """place(splits, o): the ``WarpRows`` of this warp, whose keys come ``step`` at a time."""
+    """place(splits, o): return the ``WarpRows`` of this warp, which reads ``step`` keys at once."""
     R = rows_of_warp
 
     @device
@@ -178,7 +177,7 @@ def _locator(rows_of_warp: int, step: int) -> Any:
 
 
 def _describer(options: ScoreOptions) -> Any:
-    """describe(r, here, mask, bias, o): ``QueryOptions`` of row r; no keys beyond the last row."""
+    """describe(r, here, mask, bias, o): return row r's ``QueryOptions``; no row sees no keys."""
     describe_query = query_options(options)
 
     @device
@@ -207,7 +206,7 @@ def row_at(rows, x):
 
 @cache
 def _multiply_adds(made_for: Variant) -> Callable[..., None]:
-    """float32: 16 lanes share a key, so a warp works on 2 · ``U`` keys at a time.
+    """Return the float32 kernel: 16 lanes share a key, so a warp visits 2 · ``U`` keys at a time.
 
     Lane ``part`` of the 16 holds its words of the queries and of O for all rows. A score is a sum
     over these lanes, which have the same m and l. The two halves of a warp are merged at the end.
@@ -225,14 +224,14 @@ def _multiply_adds(made_for: Variant) -> Callable[..., None]:
 
     @device
     def load_rows(X, X_row, j, half, part, stop, into):
-        """The half's keys, or values, from j on; beyond ``stop`` the last one."""
+        """Load a half warp's keys or values from j on, clipped to key ``stop`` - 1."""
         for u in range(U):
             key = min(int32(j + 2 * u + half), int32(stop - 1))
             load(X + uint64(key) * X_row, part, into, u * words)
 
     @device
     def multiply_keys(Q, K_j, S):
-        """Line 8."""
+        """Compute S = Q Kᵀ (line 8)."""
         for r in range(R):
             for u in range(U):
                 s = float32(0)
@@ -310,7 +309,7 @@ def _multiply_adds(made_for: Variant) -> Callable[..., None]:
 
 @cache
 def _tensor_cores(made_for: Variant) -> Callable[..., None]:
-    """float16 and bfloat16: tiles of 8 keys, spread over the lanes as in ``DecodeTiles``."""
+    """Return the 16-bit kernel: tiles of 8 keys, spread over the lanes as in ``DecodeTiles``."""
     W, dtype, R, options = made_for
     tiles = 4 if W <= 64 else 2
     step = 8 * tiles
@@ -424,9 +423,9 @@ def _tensor_cores(made_for: Variant) -> Callable[..., None]:
 
 @cache
 def _merge(width: int, dtype: str, R: int) -> Callable[..., None]:
-    """One block per row of O. Each warp adds up every ``MERGERS``-th split.
+    """Return the kernel that merges splits, with one block per row of O.
 
-    A sink is merged as one more split without values.
+    Each warp adds up every ``MERGERS``-th split. A sink is merged as one more split without values.
     """
     columns = -(-width // 32)
     is_wide = dtype == "float32"

@@ -1,29 +1,29 @@
 """CUDA rung 6, warpgroups: both products of a tile by Hopper's ``wgmma``, float16 or bfloat16.
 
 What changed from rung 4: four warps together, a warpgroup, multiply (64, 16) by (16, B_c) with one
-instruction. It reads Q_i, K_j and V_j from shared memory, not from registers, and does not wait:
-the product of the next tile's queries and keys, and this tile's product with its values, run on the
-tensor cores while the other units compute the next tile's exponentials. That is the order of
-FlashAttention-3's Algorithm 2, within a warpgroup:
+instruction, ``wgmma``. It reads Q_i, K_j and V_j from shared memory, not from registers, and does
+not wait. So S of the next tile and P V of this tile run on the tensor cores, while other units
+compute the exponentials of the next tile. Within a warpgroup the order is that of
+FlashAttention-3's Algorithm 2:
 
     start S of the next tile; start P V of this one; wait for S; its softmax; wait for O; rescale O
 
 Why it should be faster: with operands from registers, by ``mma``, Hopper's tensor cores reach less
-than two thirds of their rate; and the exponentials, which at a width of 128 take half as long as
-the two products, are overlapped.
+than two thirds of their rate. The exponentials, which at a width of 128 take half as long as the
+two products, overlap with the products.
 
 One warpgroup only copies: Q_i and, two at a time, the tiles of K and V to shared memory. It waits
-at an mbarrier for an empty buffer, the others at one for a full buffer: see ``parts/pipeline``. So
-the warps never all wait at once, and multiplying warps hold no addresses of copies. Copying takes
-few registers, and ``setmaxnreg`` gives the rest to the multiplying warps. ``cp.async`` writes by
-another path than ``wgmma`` reads: a thread that has waited for a tile passes a fence, then reads.
+at mbarriers for empty buffers, and the other warpgroups wait for full ones: see ``parts/pipeline``.
+So the warps never all wait at once, and multiplying warps hold no addresses of copies. Copying
+takes few registers, and ``setmaxnreg`` gives the rest to the multiplying warps. ``cp.async`` and
+``wgmma`` use different paths to memory: after waiting for a tile, a thread needs a fence to read.
 
-The thread that copies nonfinite values of a partial tile sets them to 0. If there were some, each
-warp reads the values again at the end and adds nonfinite ones to the rows that see them.
+A thread that copies nonfinite values of a partial tile sets them to 0. If there were any, each warp
+reads the values again at the end and adds nonfinite ones to the rows that see them.
 
-It needs a GPU of compute capability 9.0, such as an H100 or H200: later ones have no ``wgmma``.
-Until one has run it, the backend "cuda" takes rung 4 there too, unless the environment variable
-MINIMHA_CUDA_RUNGS names this rung.
+This rung needs a GPU of compute capability 9.0, such as an H100 or H200; later ones lack ``wgmma``.
+No GPU has run the rung yet. Until then the backend "cuda" uses rung 4 there too, unless the
+environment variable MINIMHA_CUDA_RUNGS names this rung.
 
 Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2; the lines below are those of
 FlashAttention-2's Algorithm 1.
@@ -50,7 +50,7 @@ from minimha.kernels.cuda.parts.pipeline import release, wait_until_full
 from minimha.kernels.cuda.parts.rows import block_of, row_address
 from minimha.kernels.cuda.rung4_tensor_cores import Variant, variant
 
-REGISTERS = 65536  # of a multiprocessor, all of them for one block
+REGISTERS = 65536  # of a multiprocessor, all used by one block
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -65,14 +65,14 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def is_tight(made_for: Variant) -> bool:
-    """Whether single scores are changed or hidden, which takes registers."""
+    """Return whether options change or hide single scores, which takes registers."""
     return made_for.options.has_mask or not made_for.is_plain
 
 
 def blocks(made_for: Variant) -> tuple[int, int]:
-    """B_r and B_c: ``registers`` for 2 or 3 warpgroups, and 227 KB of shared memory, suffice.
+    """Return B_r and B_c for which ``registers`` and 227 KB of shared memory suffice.
 
-    S_ij, P_ij and O_i are 3 B_c / 4 + W / 2 registers.
+    2 or 3 warpgroups multiply. S_ij, P_ij and O_i take 3 B_c / 4 + W / 2 registers.
     """
     if is_tight(made_for):
         return 128, 32
@@ -82,24 +82,24 @@ def blocks(made_for: Variant) -> tuple[int, int]:
 
 
 def shared_bytes(made_for: Variant) -> int:
-    """Q_i, two tiles each of K and V, and their mbarriers."""
+    """Return the bytes of shared memory for Q_i, two tiles each of K and V, and mbarriers."""
     B_r, B_c = blocks(made_for)
     return warpgroups.tile_bytes(B_r + 4 * B_c, made_for.width) + pipeline.BYTES
 
 
 def registers(B_r: int) -> tuple[int, int, int]:
-    """Registers of a thread at the start, of a copying and of a multiplying thread."""
+    """Return the registers per thread: at the start, while copying, while multiplying."""
     copying, multiplying = (40, 232) if B_r == 128 else (32, 160)
     return REGISTERS // threads(B_r) // 8 * 8, copying, multiplying
 
 
 def threads(B_r: int) -> int:
-    """Threads of a block: one warp per 16 queries, and the copying warpgroup."""
+    """Return the threads of a block: one warp per 16 queries, and the copying warpgroup."""
     return 2 * B_r + pipeline.PRODUCERS
 
 
 def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: Scratch) -> Launches:
-    """One launch, one thread block per B_r queries of a head; none if there is no query."""
+    """Return one launch, with one thread block per B_r queries of a head; none without queries."""
     kernel_arguments.check_alignment(arguments, 2)
     B, H, Lq, _ = problem.q.shape
     if B * Lq == 0:
@@ -117,7 +117,8 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
 def masked_softmax(tiles: fragments.MmaTiles, is_plain: bool, options: masks.ScoreOptions) -> Any:
     """update(t, S, correction, m, l, mask, bias, o, b, h, i_start, j, is_partial, factor): line 9.
 
-    Options first. One register has the visibility bits of 64 keys, so there are two words.
+    The device function applies the options, then the online softmax. One register masks 64 keys,
+    so there are two.
     """
     first, second = min(64, tiles.B_c), tiles.B_c - 64
     visible_in_first = masks.visible_bits(tiles._replace(B_c=first), options)
@@ -146,7 +147,7 @@ def masked_softmax(tiles: fragments.MmaTiles, is_plain: bool, options: masks.Sco
 
 @cache
 def kernel(made_for: Variant) -> Callable[..., None]:
-    """The kernel for a width, a dtype and a set of options."""
+    """Return the kernel for a width, a dtype and a set of options."""
     W, dtype, is_plain, options = made_for
     B_r, B_c = blocks(made_for)
     tiles = fragments.MmaTiles(W, dtype, B_r, B_c, B_r // 16)
@@ -177,7 +178,7 @@ def kernel(made_for: Variant) -> Callable[..., None]:
         bounds = masks.tile_bounds(i_start, min(i_start + B_r, o.Lq), b, o)
         j, j_stop, full_start, full_stop = bounds
 
-        # Aligned to the period of the swizzle, which is a pattern of addresses.
+        # Tiles are aligned to the period of the swizzle, which is a pattern of addresses.
         Q_i = ptx.shared_address(cuda.shared.array(0, types.uint8, alignment=1024))
         K, V = Q_i + Q_bytes, Q_i + Q_bytes + 2 * stage
         barriers = V + 2 * stage

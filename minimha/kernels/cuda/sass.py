@@ -1,10 +1,10 @@
-"""Counts a kernel's machine instructions (SASS), as nvdisasm lists them.
+"""Count a kernel's machine instructions (SASS), as nvdisasm lists them.
 
-It counts one whole tile: the body of the loop with the most products on the tensor cores, from its
-head to the branch back. A part that a branch can skip does not count if it selects (SEL, FSEL) and
-copies nothing: it masks partial tiles. Other skipped parts count, such as the copy of the next tile
-or the rescaling of O_i. ptxas puts the retry loops of mbarriers at the end of the program; a branch
-from there back into the tile is not a loop.
+The count is that of one whole tile, the body of the loop with the most products on the tensor
+cores, from its head to the branch back. Code that a branch can skip is left out if it selects (SEL,
+FSEL) and copies nothing, since it masks partial tiles. Other code that can be skipped counts, such
+as the copy of the next tile or the rescaling of O_i. ptxas puts the retry loops of mbarriers at the
+end of the program; a branch from there back into the tile is not a loop.
 
 References: NVIDIA, "CUDA Binary Utilities", section on nvdisasm.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TENSOR_CORE = ("HMMA", "HGMMA")  # mma.sync, wgmma
-LOCAL = ("LDL", "STL")  # what spills load and store
+LOCAL = ("LDL", "STL")  # loads and stores of spilled registers
 SELECT, COPY = {"SEL", "FSEL"}, {"LDGSTS"}
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*?);")
 LABEL = re.compile(r"(\.L_\w+):")
@@ -29,13 +29,13 @@ class Instruction(NamedTuple):
 
 
 def disassemble(nvdisasm: str, cubin: Path) -> list[Instruction]:
-    """The instructions of the one kernel in the file ``cubin``; ``nvdisasm`` is that program."""
+    """Return the instructions of the kernel in the file ``cubin``; ``nvdisasm`` is a path."""
     command = [nvdisasm, "-c", str(cubin)]
     return parse(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def parse(listing: str) -> list[Instruction]:
-    """The instructions of a listing by nvdisasm.
+    """Return the instructions of a listing by nvdisasm.
 
     >>> parse('''
     ... .L_x_1:
@@ -64,7 +64,7 @@ def _target(name: str, operands: str, labels: dict[str, int]) -> int | None:
 
 
 def whole_tile(instructions: list[Instruction]) -> list[str]:
-    """The names of the instructions of one whole tile, in order; none without tensor cores."""
+    """Return the names of the instructions of one whole tile; none without tensor cores."""
     loops = [
         (-sum(one.name in TENSOR_CORE for one in instructions[one.target : last]), last, one.target)
         for last, one in enumerate(instructions)
@@ -86,5 +86,5 @@ def whole_tile(instructions: list[Instruction]) -> list[str]:
 
 
 def per_product(names: list[str]) -> float:
-    """Instructions per product on the tensor cores, in a tile with products."""
+    """Return the number of instructions per product on the tensor cores, which must exist."""
     return len(names) / sum(name in TENSOR_CORE for name in names)

@@ -1,13 +1,13 @@
 """Parts of the CUDA kernels: device functions, and factories that make them.
 
 A factory runs on the host: it takes a kernel's constants (width, dtype and options) and returns a
-device function, which can be tested separately. The rungs assemble them into Algorithm 1.
+device function. A factory's docstring begins with a call of that function, and says what it does.
 
 rows             addresses of rows, and vector loads and stores that spread them over lanes
 register_tiles   tiles multiplied in registers: copies and products of rung 3
 fragments        tiles multiplied by ``mma``: copies and products of rungs 4 and 5
 warpgroups       tiles multiplied by ``wgmma``: copies and products of rung 6
-pipeline         tiles on their way from the warpgroup that copies to those that multiply: rung 6
+pipeline         barriers between the warpgroup that copies and those that multiply: rung 6
 mask             visible keys, and the options of scores
 nonfinite        NaN and infinity among the values: they reach only the rows that see them
 online_softmax   row maxima, exponentials, rescaling, and the log-sum-exp at the end

@@ -1,4 +1,4 @@
-"""Fragments of ``mma``: how tiles are loaded into them and multiplied: rungs 4 and 5.
+"""Load tiles into fragments of ``mma`` and multiply them, for rungs 4 and 5.
 
 A fragment is the part of a matrix in one lane of a warp; ``ptx.mma_f16`` lists its numbers. A chunk
 is 16 bytes of a row, which a thread copies at once.
@@ -14,7 +14,7 @@ from minimha.kernels.cuda.parts.rows import GLOBAL_U32, load_row, row_address
 
 
 class Format(NamedTuple):
-    """A 16-bit floating format: bits of infinity and of 1, and instructions for pairs of it."""
+    """A 16-bit floating format: bits of infinity and of 1, and instructions for pairs."""
 
     infinity: int
     one: int
@@ -30,7 +30,7 @@ FORMATS = {
 
 
 def widen(dtype: str) -> Any:
-    """halves(word): the two 16-bit numbers of a register as float32, the lower half first."""
+    """halves(word): widen the two 16-bit numbers of a register to float32, the lower half first."""
     is_float16 = dtype == "float16"
 
     @device
@@ -48,10 +48,10 @@ def widen(dtype: str) -> Any:
 
 
 class MmaTiles(NamedTuple):
-    """How ``warps`` warps share the products of B_r queries and B_c keys.
+    """The tile sizes of ``warps`` warps that multiply B_r queries by B_c keys.
 
-    Each owns 16 · ``M`` queries. S_ij is (M, ``N``) fragments of (16, 8) scores, O_i (M,
-    ``chunks``) of (16, 8) columns, four numbers of each in a lane.
+    Each warp owns 16 · ``M`` queries. S_ij is (M, ``N``) fragments of (16, 8) scores, and O_i is
+    (M, ``chunks``) fragments of (16, 8) columns. A lane holds four numbers of each fragment.
     """
 
     width: int
@@ -70,7 +70,7 @@ class MmaTiles(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Chunks of 16 bytes in a row."""
+        """The number of 16-byte chunks per row."""
         return self.width // 8
 
     @property
@@ -79,7 +79,7 @@ class MmaTiles(NamedTuple):
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that the threads copy in one pass."""
+        """The number of rows that the threads copy in one pass."""
         return 32 * self.warps // self.chunks
 
 
@@ -87,12 +87,12 @@ ALIGNMENT = 512  # of a tile in shared memory, in bytes: the longest group of ch
 
 
 def swizzled(row: int, chunk: int, chunks: int) -> int:
-    """Offset in bytes of a chunk of a row, in a tile of shared memory.
+    """Return the offset in bytes of a chunk of a row, in a tile of shared memory.
 
-    Eight chunks are as wide as the banks. The same chunk of eight successive rows must be in eight
-    different places there. Rows return to the same place after 8 / spread of them, where spread is
-    the largest power of 2 in the number of chunks, at most 8; from there on they are moved by an
-    exclusive or, which keeps them within groups of ``spread`` chunks.
+    Eight chunks are as wide as all banks. The same chunk of eight successive rows must be in eight
+    different bank groups. Without the swizzle, the group would repeat every 8 / spread rows, where
+    spread is the largest power of 2 that divides the number of chunks, at most 8. So an exclusive
+    or moves the chunks of later rows, within groups of ``spread`` chunks.
 
     >>> [[swizzled(row, chunk, 4) // 16 % 8 for chunk in range(4)] for row in range(4)]
     [[0, 1, 2, 3], [4, 5, 6, 7], [1, 0, 3, 2], [5, 4, 7, 6]]
@@ -105,11 +105,10 @@ offset_in_tile = device(swizzled)
 
 
 def moved(place: int, d: int, chunks: int) -> int:
-    """Address of the chunk d chunks after the one at ``place``, which is chunk 0 or 1 of its row.
+    """Return the address of the chunk d chunks after ``place``, which is chunk 0 or 1 of its row.
 
-    d is even. Within a group of chunks, a power of 2 of them, one exclusive or undoes and redoes
-    the swizzle. Between groups, and between rows 16 apart, the distance is constant, an immediate
-    of the load.
+    d is even. In a group, a power of 2 of chunks, one exclusive or undoes and redoes the swizzle.
+    Between groups, and between rows 16 apart, the distance is constant, an immediate of the load.
 
     >>> [moved(swizzled(1, 0, 4), d, 4) == swizzled(1, d, 4) for d in (0, 2)]
     [True, True]
@@ -122,7 +121,7 @@ move = device(moved)
 
 
 def lane_and_row(tiles: MmaTiles) -> Any:
-    """lane_and_row(t): the lane of thread t, and the first row of its warp in Q_i."""
+    """lane_and_row(t): return the lane of thread t, and the first row of its warp in Q_i."""
     rows = 16 * tiles.M
 
     @device
@@ -134,9 +133,9 @@ def lane_and_row(tiles: MmaTiles) -> Any:
 
 
 def is_copied(tiles: MmaTiles) -> Any:
-    """is_copied(t, row, rows): whether thread t copies a chunk of ``row``.
+    """is_copied(t, row, rows): return whether thread t copies a chunk of ``row``.
 
-    The last pass may have fewer rows, and threads may be left over.
+    The last pass may have fewer rows, and some threads may have no chunk.
     """
     chunks, at_once = tiles.chunks, tiles.rows_at_once
     is_even = 32 * tiles.warps % chunks == 0 and tiles.B_c % at_once == 0
@@ -149,9 +148,9 @@ def is_copied(tiles: MmaTiles) -> Any:
 
 
 def row_and_chunk(tiles: MmaTiles) -> Any:
-    """row_and_chunk(t): the first row of a tile from which thread t copies, and the chunk.
+    """row_and_chunk(t): return the first row of which thread t copies a chunk, and the chunk.
 
-    Unsigned, so that it is a shift and a bit mask if the number of chunks is a power of 2.
+    The division is unsigned, so that it is a shift and a mask if the divisor is a power of 2.
     """
     chunks = tiles.chunks
 
@@ -163,7 +162,7 @@ def row_and_chunk(tiles: MmaTiles) -> Any:
 
 
 def first_chunk(tiles: MmaTiles) -> Any:
-    """first_chunk(t, X, b, h, i): address of thread t's first chunk of the rows of X from i on."""
+    """first_chunk(t, X, b, h, i): return the address of thread t's first chunk in X from row i."""
     own = row_and_chunk(tiles)
 
     @device
@@ -175,13 +174,13 @@ def first_chunk(tiles: MmaTiles) -> Any:
 
 
 def prefetch_tile(tiles: MmaTiles) -> Any:
-    """prefetch(t, to, X, row_bytes, rows, present): start to copy rows into shared memory.
+    """prefetch(t, to, X, row_bytes, rows, present): start copies of rows into shared memory.
 
     ``X`` is thread t's ``first_chunk``. Of the ``rows`` rows, those from ``present`` on become 0.
     """
     chunks, at_once, tile_row = tiles.chunks, tiles.rows_at_once, tiles.row_bytes
     copies, own = is_copied(tiles), row_and_chunk(tiles)
-    is_regular = at_once % 8 == 0  # then all chunks of a thread have the same swizzle
+    is_regular = at_once % 8 == 0  # whether all chunks of a thread have the same swizzle
 
     @device
     def prefetch(t, to, X, row_bytes, rows, present):
@@ -201,7 +200,7 @@ def prefetch_tile(tiles: MmaTiles) -> Any:
 
 
 def mma_keys(tiles: MmaTiles) -> Any:
-    """multiply_keys(t, Q_i, K_j, S): line 8, S_ij = Q_i K_jᵀ."""
+    """multiply_keys(t, Q_i, K_j, S): compute S_ij = Q_i K_jᵀ (line 8)."""
     M, N, chunks, mma = tiles.M, tiles.N, tiles.chunks, FORMATS[tiles.dtype].mma_in
     A_size, S_size, row_bytes = 4 * M, 4 * M * N, tiles.row_bytes
     half = chunks // 4 * 2
@@ -227,7 +226,7 @@ def mma_keys(tiles: MmaTiles) -> Any:
         Q_lane = uint32(Q_i + offset_in_tile(first_row + (lane & 15), lane >> 4, chunks))
         key = (lane & 7) + ((lane >> 4) << 3)
         K_lane = uint32(K_j + offset_in_tile(key, (lane >> 3) & 1, chunks))
-        for d in range(0, half, 2):  # two loops, because LLVM does not unroll one that long
+        for d in range(0, half, 2):  # two loops, because LLVM does not unroll a longer one
             add_columns(Q_lane, K_lane, d, A, B, S)
         for d in range(half, chunks, 2):
             add_columns(Q_lane, K_lane, d, A, B, S)
@@ -236,7 +235,7 @@ def mma_keys(tiles: MmaTiles) -> Any:
 
 
 def mma_values(tiles: MmaTiles) -> Any:
-    """multiply_values(t, V_j, P, O): line 10, O_i + P_ij V_j."""
+    """multiply_values(t, V_j, P, O): O_i += P_ij V_j (line 10)."""
     M, N, chunks, row_bytes = tiles.M, tiles.N, tiles.chunks, tiles.row_bytes
     _, _, pack, _, mma = FORMATS[tiles.dtype]
     A_size = 4 * M
@@ -263,9 +262,9 @@ def mma_values(tiles: MmaTiles) -> Any:
 
 
 def store_tile(tiles: MmaTiles) -> Any:
-    """store(lane, first_row, tile, to, row_bytes, rows): rows of a warp from shared memory to O.
+    """store(lane, first_row, tile, to, row_bytes, rows): copy a warp's rows from ``tile`` to O.
 
-    Lines 14 and 15. ``to`` is the address of the block's first row, ``rows`` their number.
+    These are lines 14 and 15. The block has ``rows`` rows in O, from the address ``to`` on.
     """
     M, chunks = tiles.M, tiles.chunks
 
@@ -286,12 +285,12 @@ def store_tile(tiles: MmaTiles) -> Any:
 
 
 class DecodeTiles(NamedTuple):
-    """``keys`` keys for the 8 or 16 ``rows`` of a warp; lane = 4 g + t, as in ``ptx.mma_f16``.
+    """A warp's tile of 8 or 16 ``rows`` and ``keys`` keys; lane = 4 g + t, as in ``ptx.mma_f16``.
 
-    S = Q Kᵀ: A holds the queries, row g and g + 8; B the keys, key g of 8. Lane (g, t) gives both
-    the part t of 4 of a row, so that it has S[g, 2t], S[g, 2t + 1] and the same of row g + 8.
-    Oᵀ = Vᵀ Pᵀ: P of row g and 16 keys is B as it is; lane (g, t) gives part g of 8 of the values of
-    the keys 2t and 2t + 1 of both eights, paired up, and has O of rows 2t and 2t + 1.
+    S = Q Kᵀ: A holds rows g and g + 8 of Q, and B holds key g of 8. Lane (g, t) loads part t of 4
+    of these rows, and receives S[g, 2t], S[g, 2t + 1] and the same of row g + 8.
+    Oᵀ = Vᵀ Pᵀ: P of row g and 16 keys already has the layout of B. Lane (g, t) loads part g of 8 of
+    V for keys 2t and 2t + 1 of each 8 keys, and receives O of rows 2t and 2t + 1.
     """
 
     width: int
@@ -301,12 +300,12 @@ class DecodeTiles(NamedTuple):
 
     @property
     def sides(self) -> int:
-        """2 if rows g + 8 are there."""
+        """The number of rows per lane: 2 if the warp has rows g + 8, else 1."""
         return self.rows // 8
 
     @property
     def q_words(self) -> int:
-        """32-bit words of a row of Q or K in a lane."""
+        """The number of 32-bit words of a row of Q or K in a lane."""
         return self.width // 8
 
     @property
@@ -315,7 +314,7 @@ class DecodeTiles(NamedTuple):
 
 
 def load_keys(tiles: DecodeTiles) -> Any:
-    """load(K, K_row, j, stop, g, t, K_j): keys from j on; beyond ``stop`` the last one."""
+    """load(K, K_row, j, stop, g, t, K_j): load keys from j on, clipped to key ``stop`` - 1."""
     tiles_of_8, words = tiles.keys // 8, tiles.q_words
     load_row_of_K = load_row(words, 4, GLOBAL_U32)
 
@@ -329,7 +328,7 @@ def load_keys(tiles: DecodeTiles) -> Any:
 
 
 def load_values(tiles: DecodeTiles) -> Any:
-    """load(V, V_row, j, stop, g, t, V_j): the values of the same keys."""
+    """load(V, V_row, j, stop, g, t, V_j): load the values of the keys of ``load_keys``."""
     tiles_of_8, words = tiles.keys // 8, tiles.v_words
     load_row_of_V = load_row(words, 8, GLOBAL_U32)
 
@@ -344,7 +343,7 @@ def load_values(tiles: DecodeTiles) -> Any:
 
 
 def transposed_keys(tiles: DecodeTiles) -> Any:
-    """multiply_keys(Q, K_j, S): line 8."""
+    """multiply_keys(Q, K_j, S): compute S = Q Kᵀ (line 8)."""
     tiles_of_8, words, mma = tiles.keys // 8, tiles.q_words, FORMATS[tiles.dtype].mma
 
     @device
@@ -363,7 +362,7 @@ def transposed_keys(tiles: DecodeTiles) -> Any:
 
 
 def transposed_values(tiles: DecodeTiles) -> Any:
-    """multiply_values(V_j, P_upper, P_rest, O): line 10, Oᵀ + Vᵀ Pᵀ."""
+    """multiply_values(V_j, P_upper, P_rest, O): Oᵀ += Vᵀ Pᵀ (line 10)."""
     tiles_of_8, words, sides = tiles.keys // 8, tiles.v_words, tiles.sides
     mma = FORMATS[tiles.dtype].mma
 

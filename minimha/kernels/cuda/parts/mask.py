@@ -1,4 +1,4 @@
-"""Visible keys and the options of scores.
+"""Apply the options to scores, and find the visible keys.
 
 The rungs that take arrays use the compiled functions of ``equations/visibility.py`` and
 ``score.py``. For the rungs that take addresses, the factories below compile the same options
@@ -32,7 +32,7 @@ final_score = device(score.final_score)
 
 
 class ScoreOptions(NamedTuple):
-    """The options that change or hide single scores."""
+    """Flags for the options that change or hide single scores."""
 
     has_softcap: bool
     has_slopes: bool
@@ -50,7 +50,7 @@ class ScoreOptions(NamedTuple):
 
     @property
     def hide_keys(self) -> bool:
-        """Whether keys may be hidden one by one, so that no tile counts as full."""
+        """True if options may hide single keys, so that no tile counts as full."""
         return self.has_mask or self.has_bias
 
 
@@ -59,7 +59,7 @@ class ScoreOptions(NamedTuple):
 
 @device
 def visible_keys(i_start, i_stop, b, o):
-    """``key_range`` of batch entry b, as numbers from 0 to Lk."""
+    """Return ``key_range`` of batch entry b, clipped to 0 and Lk."""
     q_offset = ptx.ld_global_nc_s64(o.q_offset + uint64(8) * uint64(b))
     length = ptx.ld_global_nc_s64(o.kv_lengths + uint64(8) * uint64(b))
     start, stop = key_range(int64(i_start), int64(i_stop), q_offset, o.left, o.right, length)
@@ -69,9 +69,9 @@ def visible_keys(i_start, i_stop, b, o):
 
 @device
 def tile_bounds(i_start, i_stop, b, o):
-    """start, stop: keys visible to any of the queries; full_start, full_stop: to all of them.
+    """Return start, stop, full_start, full_stop: keys that any query sees, and that all see.
 
-    The latter are from the first key of the last query to the last key of the first query.
+    All queries see the keys from the first key of the last query to the last key of the first one.
     """
     start, stop = visible_keys(i_start, i_stop, b, o)
     full_start, _ = visible_keys(i_stop - 1, i_stop, b, o)
@@ -84,16 +84,16 @@ def tile_bounds(i_start, i_stop, b, o):
 
 @device
 def pair_address(X, b, h, i, j, itemsize):
-    """Address of X[b, h, i, j], the number of query i and key j."""
+    """Return the address of X[b, h, i, j]."""
     at = b * X.batch + h * X.head + i * X.row + j * X.column
     return X.address + uint64(at * itemsize)
 
 
 def scored_pair(options: ScoreOptions) -> Any:
-    """scored(s, is_visible, distance, slope, mask_at, bias_at, o): the score and its visibility.
+    """scored(s, is_visible, distance, slope, mask_at, bias_at, o): return score and visibility.
 
-    ``s`` is scaled, ``distance`` is from query to key. The mask and the bias of the pair are read
-    only if the key is visible so far.
+    ``s`` is scaled, and ``distance`` is that of query and key. The mask and the bias of the pair
+    are read only if the key is visible so far.
     """
     has_softcap, has_slopes, has_mask, has_bias = options
 
@@ -115,7 +115,7 @@ def scored_pair(options: ScoreOptions) -> Any:
 
 
 def score_pair(options: ScoreOptions) -> Any:
-    """score(s, is_visible, distance, slope, mask_at, bias_at, o): -inf if not visible."""
+    """score(s, is_visible, distance, slope, mask_at, bias_at, o): return it, -inf if hidden."""
     scored = scored_pair(options)
 
     @device
@@ -126,13 +126,13 @@ def score_pair(options: ScoreOptions) -> Any:
     return score
 
 
-# The options of one query: its first and last visible key, its position, and the addresses of its
-# first pairs. For several queries each field is an array.
+# The options of one query: the bounds of its visible keys, its position and slope, and addresses of
+# its pairs with key 0. For several queries each field is an array.
 QueryOptions = namedtuple("QueryOptions", "start stop position slope mask bias")
 
 
 def query_options(options: ScoreOptions) -> Any:
-    """describe(b, h, i, mask, bias, o): the ``QueryOptions`` of query i."""
+    """describe(b, h, i, mask, bias, o): return the ``QueryOptions`` of query i."""
     _, has_slopes, has_mask, has_bias = options
 
     @device
@@ -152,7 +152,7 @@ def query_options(options: ScoreOptions) -> Any:
 
 
 def score_query(options: ScoreOptions) -> Any:
-    """score(s, j, query, is_partial, mask, bias, o): final score; -inf if j is not visible."""
+    """score(s, j, query, is_partial, mask, bias, o): return key j's final score, -inf if hidden."""
     score = score_pair(options)
 
     @device
@@ -167,11 +167,11 @@ def score_query(options: ScoreOptions) -> Any:
 
 
 def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any = None) -> Any:
-    """mask_tile(S, mask, bias, o, b, h, row, column, left, right, length): options, and -inf.
+    """mask_tile(S, mask, bias, o, b, h, row, column, left, right, length): apply options to S.
 
-    ``row`` and ``column`` are query and key of the thread's first score. ``left`` and ``right`` are
-    bounds relative to the query's number, not its position. ``functions`` is the result of
-    ``functions.call_functions``, or None.
+    A hidden score becomes -inf. ``row`` and ``column`` are query and key of the thread's first
+    score. ``left`` and ``right`` are bounds relative to the query's index, not to its position.
+    ``functions`` is the result of ``functions.call_functions``, or None.
     """
     columns, rows, keys, row_step = tiles.columns, tiles.rows, tiles.keys, tiles.row_step
     _, has_slopes, has_mask, has_bias = options
@@ -179,7 +179,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
     @device
     def rotate(S):
-        """Move the next row of scores to S[0], and the first behind the last.
+        """Rotate the rows of S by one, so that the next row becomes S[0].
 
         Registers cannot be indexed at run time, so a loop that is too long to be unrolled always
         works on row 0.
@@ -192,7 +192,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
     @device
     def mask_row(S, mask, bias, o, b, h, r, column, left, right, length):
-        # Relative to query r: absolute bounds would stay in registers for all tiles.
+        # Bounds are relative to query r: absolute ones would stay in registers for all tiles.
         away, end = int32(column - r), int32(length - r)
         mask_at = pair_address(mask, b, h, r, column, 1)
         bias_at = pair_address(bias, b, h, r, column, 4)
@@ -210,7 +210,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
     @device
     def modify_row(S, mask, bias, o, b, h, r, column, left, right, length):
-        """``mask_row`` with functions; each score is moved to S[0, 0].
+        """Do ``mask_row`` with the caller's functions, moving each score to S[0, 0].
 
         The loop over the keys is not unrolled if a function is long or has loops.
         """
@@ -247,14 +247,14 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
 @device
 def last_or(i, length):
-    """i, at most ``length`` - 1; scores beyond are not used."""
+    """Return i, at most ``length`` - 1, because later scores are not used."""
     return int32(min(i, length - 1))
 
 
 def first_score(tiles: MmaTiles) -> Any:
-    """first_score(t, i_start, j): query and key of thread t's first score.
+    """first_score(t, i_start, j): return query and key of thread t's first score.
 
-    They are recomputed each time, because registers are scarce.
+    Callers recompute them for each tile, because registers are scarce.
     """
     rows = 16 * tiles.M
 
@@ -268,7 +268,7 @@ def first_score(tiles: MmaTiles) -> Any:
 
 @device
 def softcapped(x, softcap):
-    """softcap · tanh(x / softcap) by ``ex2`` and ``rcp``, with fewer registers than math.tanh."""
+    """Return softcap · tanh(x / softcap) by ``ex2`` and ``rcp``, to save registers."""
     x *= np.float32(1) / softcap
     size = abs(x)
     square = size * size
@@ -282,9 +282,9 @@ def softcapped(x, softcap):
 
 
 def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """apply(t, S, bias, o, b, h, i_start, j_start): scale, softcap, bias and ALiBi.
+    """apply(t, S, bias, o, b, h, i_start, j_start): apply scale, softcap, bias and ALiBi to S.
 
-    Unlike ``score_pair``, it computes numbers shared by a row or a column once per fragment.
+    Unlike ``score_pair``, the function computes numbers of a row or a column once per fragment.
     """
     M, N = tiles.M, tiles.N
     S_size = 4 * M * N
@@ -323,14 +323,14 @@ def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
 
 
 def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """visible(t, mask, bias, o, b, h, i_start, j_start, i): bit 4 n + e is for S[i, n, e]."""
+    """visible(t, mask, bias, o, b, h, i_start, j_start, i): return bit 4 n + e for S[i, n, e]."""
     N, B_c = tiles.N, tiles.B_c
     _, _, has_mask, has_bias = options
     corner = first_score(tiles)
 
     @device
     def visible(t, mask, bias, o, b, h, i_start, j_start, i):
-        # Not ``ld.global.nc``: read again in each tile, not kept in registers for all tiles.
+        # Not ``ld.global.nc``, so that each tile reads again, and no register keeps the numbers.
         q_offset = ptx.ld_global_s64(o.q_offset + 8 * b)
         length = ptx.ld_global_s64(o.kv_lengths + 8 * b)
         bits = np.uint32(0)
@@ -360,7 +360,7 @@ def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
 
 
 def hide_keys(tiles: MmaTiles) -> Any:
-    """hide(S, visible): -inf for scores whose bit in ``visible`` is 0."""
+    """hide(S, visible): replace scores whose bit in ``visible`` is 0 by -inf."""
     M, N = tiles.M, tiles.N
 
     @device

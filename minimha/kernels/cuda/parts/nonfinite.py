@@ -1,8 +1,8 @@
-"""NaN and infinity among the values: they reach only the rows that see them.
+"""Add nonfinite values, NaN and infinity, only to the rows that see them.
 
 A hidden key has the weight 0, and 0 · NaN is NaN: a product with all values of a tile would spoil
-rows to which the nonfinite one is not visible. So in tiles that are not visible to all rows such a
-value becomes 0, and is added separately to the rows that see it.
+rows that do not see the nonfinite value. So in tiles that are not visible to all rows such a value
+becomes 0, and is added separately to the rows that see it.
 """
 
 import math
@@ -23,9 +23,9 @@ from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
 
 
 def add_nonfinite_values(tiles: RegisterTiles) -> Any:
-    """add_values(P_at, V_j, column, O): line 10 without the keys that a row does not see.
+    """add_values(P_at, V_j, column, O): do line 10 without the keys that a row does not see.
 
-    Their weight is the negative zero, which no exponential is.
+    The weight of such keys is -0, which no exponential is.
     """
     width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
@@ -49,9 +49,9 @@ def add_nonfinite_values(tiles: RegisterTiles) -> Any:
 
 
 def nonfinite_in(dtype: str) -> Any:
-    """nonfinite(word): bit 15 or 31 is set if the lower or upper half is NaN or infinite.
+    """nonfinite(word): return bit 15 or 31 set if the lower or upper half is NaN or infinite.
 
-    Adding the lowest bit of the exponent to an exponent of ones carries out of it.
+    Adding the lowest bit of the exponent to an exponent of ones carries into that bit.
     """
     infinity = fragments.FORMATS[dtype].infinity
     exponents, lowest = infinity << 16 | infinity, (0x8000 - infinity) << 16 | 0x8000 - infinity
@@ -64,7 +64,7 @@ def nonfinite_in(dtype: str) -> Any:
 
 
 def zero_nonfinite_in(dtype: str) -> Any:
-    """zero_nonfinite(word): 0 in place of each half that is NaN or infinite."""
+    """zero_nonfinite(word): return the word with 0 for each half that is NaN or infinite."""
     nonfinite = nonfinite_in(dtype)
 
     @device
@@ -78,7 +78,7 @@ def zero_nonfinite_in(dtype: str) -> Any:
 
 
 def has_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """has_nonfinite(t, V_j): not 0 if thread t copied a value that is NaN or infinite."""
+    """has_nonfinite(t, V_j): return nonzero if thread t copied a value that is NaN or infinite."""
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
     copies, nonfinite = fragments.is_copied(tiles), nonfinite_in(tiles.dtype)
     own = fragments.row_and_chunk(tiles)
@@ -98,7 +98,7 @@ def has_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """zero_nonfinite(t, V_j): 0 in place of nonfinite values that thread t copied."""
+    """zero_nonfinite(t, V_j): replace nonfinite values that thread t copied by 0."""
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
     copies, zeroed = fragments.is_copied(tiles), zero_nonfinite_in(tiles.dtype)
     own = fragments.row_and_chunk(tiles)
@@ -117,12 +117,12 @@ def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """mark_nonfinite(t, V_j, visible, sign, has_marks, O_at, row_bytes, rows): one more product.
+    """mark_nonfinite(t, V_j, visible, sign, has_marks, O_at, row_bytes, rows): mark rows of O.
 
-    It adds NaN and the infinity of that sign bit to the marks of the rows that see them. A 0/1
-    visibility mask times a 0/1 nonfinite mask counts exactly the nonfinite values that a row sees.
-    The output's memory holds the marks, each written and read by one thread; ``has_marks`` if there
-    are some already.
+    The infinity of sign bit ``sign`` is added to the marks of rows that see such a value or NaN. A
+    0/1 visibility mask times a 0/1 nonfinite mask counts exactly the nonfinite values that a row
+    sees. The output's memory holds the marks, each written and read by one thread, and earlier ones
+    if ``has_marks``.
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
     infinity, one, pack, _, mma = fragments.FORMATS[tiles.dtype]
@@ -130,7 +130,7 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
 
     @device
     def flag(half, sign):
-        """1 for NaN and for the infinity of that sign bit, else 0."""
+        """Return 1 for NaN and for the infinity of that sign bit, else 0."""
         is_one = (half & 0x7FFF) > infinity or half ^ sign == infinity
         return one if is_one else 0
 
@@ -176,7 +176,7 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def add_nonfinite_marks(tiles: MmaTiles) -> Any:
-    """add_nonfinite(t, O, O_at, row_bytes, rows): O_i plus its marks."""
+    """add_nonfinite(t, O, O_at, row_bytes, rows): add the marks to O_i."""
     M, chunks = tiles.M, tiles.chunks
     place, halves = fragments.lane_and_row(tiles), fragments.widen(tiles.dtype)
 
@@ -200,7 +200,7 @@ def add_nonfinite_marks(tiles: MmaTiles) -> Any:
 
 
 def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any:
-    """add(lane, V, V_row, start, stop, O_at, rows, here, mask, bias, o): values that became 0.
+    """add(lane, V, V_row, start, stop, O_at, rows, here, mask, bias, o): add values to rows of O.
 
     The warp reads its keys' values once more and adds nonfinite ones to the rows of O that see
     them, according to ``describe`` and ``score``.
@@ -232,10 +232,10 @@ def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any
 
 
 def add_nonfinite_to_output(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """add(lane, V, V_row, start, stop, O_at, O_row, rows, b, h, i, mask, bias, o): rows plus NaN.
+    """add(lane, V, V_row, start, stop, O_at, O_row, rows, b, h, i, mask, bias, o): add values to O.
 
-    A warp reads its keys' values once more and adds nonfinite ones to those of its ``rows`` rows of
-    O, from query i on, that see them. Its lanes have stored these rows before.
+    A warp reads its keys' values once more. It adds nonfinite values to the rows of O that see
+    them, among its ``rows`` rows from query i on, which its lanes have stored before.
     """
     words = tiles.width // 2
     pack = fragments.FORMATS[tiles.dtype].pack

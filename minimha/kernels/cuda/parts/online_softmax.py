@@ -1,4 +1,4 @@
-"""The online softmax: row maxima, exponentials, rescaling, and the log-sum-exp at the end.
+"""Compute the online softmax: row maxima, exponentials, rescaling, and the final log-sum-exp.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Algorithm 1 of
 FlashAttention-2, lines 9 to 13. Exponentials and logarithms to base 2 are instructions of a GPU,
@@ -33,13 +33,13 @@ def log(x):
 
 @device
 def shift_of(m):
-    """The number to subtract before ``exp``: m, or 0 without keys, because -inf - -inf is NaN."""
+    """Return the shift before ``exp``: m, or 0 without keys, because -inf - -inf is NaN."""
     return m if m > LOWEST else float32(0)
 
 
 @device
 def with_sink(m, l, sink):
-    """Lines 12 and 13: maximum and sum of a row with its sink, and the factor that completes O_i.
+    """Return maximum and sum of a row with its sink, and the factor of O_i (lines 12 and 13).
 
     L_i is the maximum plus the logarithm of the sum. The factor is 0 for a row that sees no key.
     """
@@ -51,7 +51,7 @@ def with_sink(m, l, sink):
 
 
 def bits_of(lanes: int) -> tuple[int, ...]:
-    """The bits in which the indices of ``lanes`` neighbouring lanes differ.
+    """Return the bits in which the indices of ``lanes`` neighbouring lanes differ.
 
     >>> bits_of(8)
     (1, 2, 4)
@@ -60,7 +60,7 @@ def bits_of(lanes: int) -> tuple[int, ...]:
 
 
 def maximum_over(*bits: int) -> Any:
-    """maximum(x): the largest among the lanes whose indices differ in these bits."""
+    """maximum(x): return the largest x of the lanes whose indices differ in these bits."""
 
     @device
     def maximum(x):
@@ -72,7 +72,7 @@ def maximum_over(*bits: int) -> Any:
 
 
 def sum_over(*bits: int) -> Any:
-    """total(x): the sum over the lanes whose indices differ in these bits, added in that order."""
+    """total(x): return the sum over lanes whose indices differ in these bits, in that order."""
 
     @device
     def total(x):
@@ -84,10 +84,10 @@ def sum_over(*bits: int) -> Any:
 
 
 def update_halves(rows: int, keys: int, words: int) -> Any:
-    """update(S, V_j, O, m, l, is_partial): lines 9 and 10, for ``words`` columns of O in a lane.
+    """update(S, V_j, O, m, l, is_partial): do lines 9 and 10 for ``words`` columns of O in a lane.
 
-    It includes the product with the lane's ``keys`` values. In a partial tile hidden keys are left
-    out: 0 times NaN would be NaN.
+    This includes the product with the lane's ``keys`` values. In a partial tile hidden keys are
+    left out, because 0 times NaN would be NaN.
     """
 
     @device
@@ -115,9 +115,9 @@ def update_halves(rows: int, keys: int, words: int) -> Any:
 
 
 def update_transposed(tiles: DecodeTiles) -> Any:
-    """update_softmax(S, O, m, l, P_upper, P_rest, t) for Sᵀ and Oᵀ as ``mma`` leaves them.
+    """update_softmax(S, O, m, l, P_upper, P_rest, t): do line 9, and rescale O_i as in line 10.
 
-    Line 9, and the rescaling of O_i in line 10. P_ij becomes two 16-bit numbers, its upper bits and
+    Sᵀ and Oᵀ have the layout of ``mma``. P_ij is split into two 16-bit numbers, its upper bits and
     the residual.
     """
     sides, keys, words = tiles.sides, tiles.keys // 8, tiles.v_words
@@ -148,7 +148,7 @@ def update_transposed(tiles: DecodeTiles) -> Any:
                 upper0, upper1 = upper(p0), upper(p1)
                 P_upper[side * keys + n] = pack(upper0, upper1)
                 P_rest[side * keys + n] = pack(p0 - upper0, p1 - upper1)
-            # A row's scores are in four lanes with one g, its columns of O in those with one t.
+            # The scores of a row are in the lanes of one g, its columns of O in the lanes of one t.
             first = ptx.shfl_idx_f32(correction, int32(8) * t)
             second = ptx.shfl_idx_f32(correction, int32(8) * t + int32(4))
             if first != float32(1) or second != float32(1):
@@ -163,10 +163,10 @@ def update_transposed(tiles: DecodeTiles) -> Any:
 
 
 def update_registers(tiles: RegisterTiles) -> Any:
-    """update_softmax(S, O, m, l, P_at) for scores of rows that ``columns`` lanes share.
+    """update_softmax(S, O, m, l, P_at): do line 9, and rescale O_i as in line 10.
 
-    Lines 9 and 10: m_i, P_ij into shared memory, l_i, and the rescaling of O_i. The weight of a
-    hidden key is the negative zero, for ``nonfinite.add_nonfinite_values``.
+    ``columns`` lanes share a row. P_ij is stored in shared memory. The weight of a hidden key is
+    -0, for ``nonfinite.add_nonfinite_values``.
     """
     columns, rows, keys, own = tiles.columns, tiles.rows, tiles.keys, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
@@ -196,20 +196,20 @@ def update_registers(tiles: RegisterTiles) -> Any:
 
 
 def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
-    """update_softmax(S, O, m, l, factor) for scores as ``mma`` leaves them.
+    """update_softmax(S, O, m, l, factor): do line 9 for scores in the layout of ``mma``.
 
-    ``factor`` converts scores to base 2. If ``is_plain`` it includes their scale.
+    ``factor`` converts scores to base 2. If ``is_plain``, ``factor`` includes their scale.
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
     maximum = maximum_over(1, 2)
-    # ptxas moves nothing past a branch. If registers are scarce there is one before the products
-    # with V_j: otherwise P_ij would be summed only after them, and kept beside its packed form. If
-    # they are not scarce, exponentials and O_i may wait until the tensor cores are busy.
+    # ptxas moves nothing past a branch. If registers are scarce, a branch precedes the products
+    # with V_j: otherwise P_ij would be summed after them, and kept beside its packed form. If
+    # registers are not scarce, exponentials and O_i may wait until the tensor cores are busy.
     are_scarce = tiles.width > 64
 
     @device
     def update_softmax(S, O, m, l, factor):
-        """Lines 9 and 10: m_i, P_ij in place of S_ij, l_i, and the rescaling of O_i."""
+        """Update m_i and l_i, overwrite S_ij with P_ij, and rescale O_i (lines 9 and 10)."""
         corrections = cuda.local.array((M, 2), float32)
         is_new = uint32(0)
         for i in range(M):
@@ -236,7 +236,7 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
                 is_new |= uint32(correction != float32(1))
         if not are_scarce or ptx.ballot(is_new) != uint32(0):
             for i in range(M):
-                for half in range(2):  # two loops, since LLVM unrolls none of 128 steps
+                for half in range(2):  # two loops, since LLVM does not unroll 128 steps
                     for d in range(chunks):
                         for x in range(2):
                             O[4 * (i * chunks + d) + 2 * half + x] *= corrections[i, half]
@@ -245,9 +245,9 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
 
 
 def update_scores(tiles: MmaTiles, is_plain: bool) -> Any:
-    """update(S, correction, m, l, factor): line 9 for 16 rows, while O_i is being computed.
+    """update(S, correction, m, l, factor): do line 9 for 16 rows, while O_i is being computed.
 
-    As ``update_fragments``, but O_i must still be multiplied by ``correction``.
+    Unlike in ``update_fragments``, the caller must multiply O_i by ``correction`` afterwards.
     """
     N, maximum = tiles.N, maximum_over(1, 2)
 

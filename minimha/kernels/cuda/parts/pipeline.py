@@ -1,10 +1,10 @@
-"""The pipeline of K's and V's tiles from the copying warpgroup to the multiplying ones: rung 6.
+"""Pass tiles of K and V from the copying warpgroup to the multiplying ones, for rung 6.
 
 Copies come in steps: Q_i and the first tile of K; the next tile of K and the first one of V; and so
-on. Two mbarriers, ``full``, alternate: a thread's copies arrive at one after they have landed. K
+on. Two mbarriers, ``full``, alternate: a thread arrives at one when its copies are complete. K
 and V have two buffers each in shared memory, which alternate too. Each buffer has an mbarrier,
 ``empty``, at which every warp arrives after multiplying the tile. For tile or step n, a thread
-waits for phase n // 2 of the mbarrier; the phase's parity distinguishes it from the one before.
+waits for phase n // 2 of the mbarrier. Successive phases are distinguished by their parity.
 
 Shah et al., "FlashAttention-3", 2024, Algorithm 1.
 """
@@ -19,8 +19,8 @@ from minimha.kernels.cuda.parts.fragments import MmaTiles, first_chunk
 from minimha.kernels.cuda.parts.warpgroups import fetch_tile, tile_bytes, zero_nonfinite_tile
 
 PRODUCERS = 128  # threads that copy: a warpgroup
-# Offsets in bytes after the two ``full``: of K's and V's two ``empty``, of a word that is not 0 if
-# a value was nonfinite, and of the end.
+# Offsets in bytes from the two ``full`` on: K's two ``empty``, V's two ``empty``, a word that is
+# not 0 if a value was nonfinite, and the end.
 OF_K, OF_V, FOUND, BYTES = 16, 32, 48, 56
 
 
@@ -42,7 +42,7 @@ def start(consumers: int) -> Any:
 
 @device
 def wait_for_phase(barriers, n, of_before):
-    """Wait for the phase of step or tile n, or for the one before it if ``of_before`` is 1."""
+    """Wait for the phase of step or tile n, or for the previous phase if ``of_before`` is 1."""
     while not ptx.mbarrier_try_wait(barriers + 8 * (n & 1), (n >> 1 & 1) ^ of_before):
         pass
 
@@ -56,16 +56,16 @@ def wait_until_full(barriers, step):
 
 @device
 def release(barriers, n, lane):
-    """Allow tile n to be overwritten, for this warp."""
+    """Arrive for this warp at the barrier that allows tile n to be overwritten."""
     if lane == 0:
         ptx.mbarrier_arrive(barriers + 8 * (n & 1))
 
 
 def copy_tiles(tiles: MmaTiles, hides_keys: bool) -> Any:
-    """copy(t, Q_i, K, V, barriers, q, k, v, o, b, h, kv, i_start, bounds): lines 4 and 7.
+    """copy(t, Q_i, K, V, barriers, q, k, v, o, b, h, kv, i_start, bounds): do lines 4 and 7.
 
-    Thread t of the copying warpgroup calls it. ``bounds`` are those of ``mask.tile_bounds``, with
-    at least one key. Nonfinite values in partial tiles of V become 0.
+    Thread t of the copying warpgroup calls ``copy``. ``bounds`` are those of ``mask.tile_bounds``,
+    with at least one key. Nonfinite values in partial tiles of V become 0.
     """
     B_r, B_c = tiles.B_r, tiles.B_c
     tiles = tiles._replace(warps=PRODUCERS // 32)
@@ -83,7 +83,7 @@ def copy_tiles(tiles: MmaTiles, hides_keys: bool) -> Any:
         while j < j_stop:
             full = barriers + 8 * (n + 1 & 1)
             K_at += 2 * B_c * k.row
-            # Even if no keys follow: a phase of ``full`` may end only after all saw the last.
+            # Wait even if no keys follow: a phase of ``full`` may end only after all saw the last.
             wait_for_phase(barriers + OF_K, n + 1, 1)
             if j + B_c < j_stop:
                 fetch(t, K + (n + 1 & 1) * stage, K_at, 2 * k.row, B_c, j_stop - j - B_c)

@@ -1,4 +1,4 @@
-"""Tiles of which each thread multiplies 8 queries by up to 8 keys in its registers: rung 3."""
+"""Copy and multiply rung 3's tiles: each thread has 8 queries × up to 8 keys in registers."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,12 +11,12 @@ from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
 
 
 class RegisterTiles(NamedTuple):
-    """How ``threads`` threads share the products of B_r queries and B_c keys.
+    """The tile sizes of ``threads`` threads that multiply B_r queries by B_c keys.
 
-    A warp is ``columns`` lanes wide and ``row_step`` = 32 / columns high. A lane owns ``rows``
-    queries, ``row_step`` apart, ``keys`` keys, ``columns`` apart, and ``own`` = width / columns
-    columns of O. Sizes in shared memory count numbers: ``long_row`` of a row of Q_i and K_j,
-    ``weights_row`` of one of P_ij, ``keys_or_weights`` of the tile that holds K_j, then P_ij.
+    A warp is ``columns`` lanes wide and ``row_step`` = 32 / columns lanes high. A lane owns
+    ``rows`` queries, ``row_step`` apart, ``keys`` keys, ``columns`` apart, and ``own`` = width /
+    columns columns of O. In shared memory ``long_row`` is the stride of rows of Q_i and K_j, and
+    ``weights_row`` that of P_ij. ``keys_or_weights`` is the size of the tile of K_j, then P_ij.
     """
 
     width: int
@@ -43,7 +43,7 @@ class RegisterTiles(NamedTuple):
 
     @property
     def long_row(self) -> int:
-        """The width and four numbers: 8 lanes that read 16 bytes of 8 rows use different banks."""
+        """The width plus 4, so that 8 lanes that read 16 bytes of 8 rows use different banks."""
         return self.width + 4
 
     @property
@@ -56,18 +56,18 @@ class RegisterTiles(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of Q_i, of K_j or P_ij, and of V_j."""
+        """The bytes of Q_i, of K_j or P_ij, and of V_j."""
         V_j = self.B_c * self.width
         return 4 * (self.B_r * self.long_row + self.keys_or_weights + V_j)
 
 
 def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
-    """copy(t, to, row_length, X, row_stride, length): ``rows`` rows, 0 from ``length`` on.
+    """copy(t, to, row_length, X, row_stride, length): copy ``rows`` rows, 0 from ``length`` on.
 
-    It returns whether thread t copied a number that is NaN or infinite.
+    Also return whether thread t copied a number that is NaN or infinite.
     """
     threads, chunks = tiles.threads, tiles.width // 4
-    # The number of a thread's reads at once. With more, ptxas spills registers.
+    # The number of reads that a thread issues at once. With more, ptxas spills registers.
     most = 8 if tiles.width <= 64 else 4
     at_once = max(n for n in range(1, most + 1) if rows * chunks // threads % n == 0)
 
@@ -99,7 +99,7 @@ def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
 
 
 def fma_keys(tiles: RegisterTiles) -> Any:
-    """multiply_keys(Q_at, K_at, S): line 8, S_ij = Q_i K_jᵀ, of the thread's rows and keys."""
+    """multiply_keys(Q_at, K_at, S): S_ij = Q_i K_jᵀ for the thread's rows and keys (line 8)."""
     width, columns, rows, keys = tiles.width, tiles.columns, tiles.rows, tiles.keys
     row_step, long_row = tiles.row_step, tiles.long_row
 
@@ -126,7 +126,7 @@ def fma_keys(tiles: RegisterTiles) -> Any:
 
 
 def fma_values(tiles: RegisterTiles) -> Any:
-    """multiply_values(P_at, V_j, column, O): line 10, O_i + P_ij V_j, of the thread's numbers."""
+    """multiply_values(P_at, V_j, column, O): O_i += P_ij V_j for the thread's numbers (line 10)."""
     width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
     few = 2 if 64 < width < 240 else 4  # weights of a row at once: with more ptxas spills

@@ -1,4 +1,4 @@
-"""Rows of D contiguous numbers: their addresses, and vector loads and stores that spread them."""
+"""Address, load and store rows of D contiguous numbers, spread over the lanes of a warp."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ SHARED_F32 = (ptx.ld_shared_f32, ptx.ld_shared_v2_f32, ptx.ld_shared_v4_f32)
 
 @device
 def row_address(X, b, h, i, itemsize):
-    """Address of X[b, h, i]."""
+    """Return the address of X[b, h, i]."""
     return X.address + uint64((b * X.batch + h * X.head + i * X.row) * itemsize)
 
 
 def block_of(B_r: int) -> Any:
-    """block(o): the first query of this thread block's B_r, its head, batch entry and K/V head.
+    """block(o): return this thread block's first query, head, batch entry and key/value head.
 
     The last queries of a causal problem see the most keys: their blocks start first.
     """
@@ -27,8 +27,8 @@ def block_of(B_r: int) -> Any:
     @device
     def block(o):
         row_blocks, number = uint32((o.Lq + B_r - 1) // B_r), uint32(cuda.blockIdx.x)
-        # Not //, which branches because it may divide by 0: results of a branch take registers of
-        # each thread, results before a branch, such as these numbers, only of the warp.
+        # Not //, which branches in case it divides by 0: results of a branch take registers of
+        # each thread, but results before a branch, such as these numbers, only of the warp.
         head = ptx.div_u32(number, row_blocks)
         b = ptx.div_u32(head, o.H)
         h = int32(head - b * uint32(o.H))
@@ -39,10 +39,10 @@ def block_of(B_r: int) -> Any:
 
 
 def load_row(words: int, lanes: int, instructions: tuple[Any, Any, Any]) -> Any:
-    """load(address, lane, into, first): a lane's ``words`` 32-bit words of a row of numbers.
+    """load(address, lane, into, first): load a lane's ``words`` 32-bit words of a row.
 
-    ``lanes`` lanes share the row. Each reads 16 bytes at a time while there are enough for all,
-    then 8, then 4, so that neighbours read adjacent bytes.
+    ``lanes`` lanes share the row. Each lane reads 16 bytes at a time while enough are left for all
+    lanes, then 8, then 4, so that neighbours read adjacent bytes.
     """
     one, two, four = instructions
     fours, has_two, has_one = words // 4, words & 2, words & 1

@@ -1,9 +1,9 @@
-"""Tiles for ``wgmma``: their layout in shared memory, their copies and products: rung 6.
+"""Copy tiles to shared memory and multiply them by ``wgmma``, for rung 6.
 
 A warpgroup is four warps, which own 64 rows. A warp holds the same numbers as for ``mma``, so the
 tiles are ``MmaTiles`` of 16 rows per warp. ``wgmma`` reads K_j, V_j and Q_i in shared memory by
-descriptors. A tile there is a sequence of panels of 64 columns; a panel is a sequence of rows of
-128 bytes.
+descriptors. In shared memory a tile is a sequence of panels of 64 columns; a panel is a sequence of
+rows of 128 bytes.
 
 NVIDIA, "PTX ISA", version 9.0, 9.7.15.5: matrices in shared memory, and their descriptors.
 """
@@ -25,12 +25,12 @@ PTX_NAMES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def tile_bytes(rows: int, width: int) -> int:
-    """Bytes of a tile in shared memory; its last panel may be partly empty."""
+    """Return the bytes of a tile in shared memory; the last panel may be partly empty."""
     return -(-width // PANEL) * rows * ROW
 
 
 def swizzled(row: int, chunk: int, rows: int) -> int:
-    """Offset in bytes of a chunk of 16 bytes of a row, in a tile with ``rows`` rows.
+    """Return the offset in bytes of a 16-byte chunk of a row, in a tile with ``rows`` rows.
 
     A chunk's index within its panel is XORed with the row's: 128-byte swizzle.
 
@@ -44,10 +44,10 @@ offset_in_tile = device(swizzled)
 
 
 def chunk_of(tiles: MmaTiles) -> Any:
-    """chunk(at, t, r, rows): row and address of the chunk that thread t copies in pass r of a tile.
+    """chunk(at, t, r, rows): return row and address of the chunk that thread t copies in pass r.
 
-    If a power of 2 of rows is copied at once, the first row's number and its increments share no
-    bit, so each address is the first one changed by constants.
+    If the number of rows per pass is a power of 2, the index of the first row and the increments
+    have no common bit. So constants change the first address into the others.
     """
     at_once, own = tiles.rows_at_once, row_and_chunk(tiles)
     is_regular = at_once & (at_once - 1) == 0
@@ -65,9 +65,9 @@ def chunk_of(tiles: MmaTiles) -> Any:
 
 
 def fetch_tile(tiles: MmaTiles) -> Any:
-    """fetch(t, to, X, row_bytes, rows, present): start to copy rows into shared memory.
+    """fetch(t, to, X, row_bytes, rows, present): start copies of rows into shared memory.
 
-    As ``fragments.prefetch_tile``, in the layout of ``wgmma``.
+    This is ``fragments.prefetch_tile`` in the layout of ``wgmma``.
     """
     at_once, own = tiles.rows_at_once, row_and_chunk(tiles)
     chunk, copies = chunk_of(tiles), is_copied(tiles)
@@ -85,7 +85,7 @@ def fetch_tile(tiles: MmaTiles) -> Any:
 
 
 def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """zero_nonfinite(t, V_j): zero the nonfinite values that thread t copied; 0 if none were."""
+    """zero_nonfinite(t, V_j): zero nonfinite values that thread t copied; return 0 if none."""
     B_c, at_once = tiles.B_c, tiles.rows_at_once
     chunk, copies = chunk_of(tiles), is_copied(tiles)
     nonfinite, zeroed = nonfinite_in(tiles.dtype), zero_nonfinite_in(tiles.dtype)
@@ -107,10 +107,10 @@ def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def descriptor_of(panel: int) -> Any:
-    """descriptor(at): of a matrix at ``at`` in a tile whose panels are ``panel`` bytes long.
+    """descriptor(at): return the descriptor of a matrix at ``at``, in panels of ``panel`` bytes.
 
-    Eight rows are followed by the next eight. The distance of panels is used only if rows are
-    contiguous across the direction of the sum.
+    Groups of eight rows are contiguous. The stride of panels is used only if rows are contiguous
+    across the direction of the sum.
     """
     constant = 1 << 62 | EIGHT_ROWS >> 4 << 32 | panel >> 4 << 16
 
@@ -122,7 +122,7 @@ def descriptor_of(panel: int) -> Any:
 
 
 def start_keys(tiles: MmaTiles) -> Any:
-    """start_keys(Q, K_j, S): start line 8, S_ij = Q_i K_jᵀ; Q are the warpgroup's rows."""
+    """start_keys(Q, K_j, S): issue S_ij = Q_i K_jᵀ (line 8); Q is the warpgroup's rows."""
     Q_panel, K_panel = tiles.B_r * ROW, tiles.B_c * ROW
     describe_Q, describe_K = descriptor_of(Q_panel), descriptor_of(K_panel)
     # 16 columns are 32 bytes of a panel's row; descriptors count 16.
@@ -140,7 +140,7 @@ def start_keys(tiles: MmaTiles) -> Any:
 
 
 def start_values(tiles: MmaTiles) -> Any:
-    """start_values(P, V_j, O): start line 10, O_i + P_ij V_j."""
+    """start_values(P, V_j, O): issue O_i += P_ij V_j (line 10)."""
     describe = descriptor_of(tiles.B_c * ROW)
     steps = [x * (16 * ROW >> 4) for x in range(tiles.B_c // 16)]
     start = ptx.wgmma_registers(PTX_NAMES[tiles.dtype], tiles.width, steps)
