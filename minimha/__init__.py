@@ -1,4 +1,4 @@
-"""Attention: every number of it, from a sentence of three tokens to a fast kernel."""
+"""Compute attention and show all its numbers, from three tokens on paper to a fast kernel."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,1 +1,1 @@
-"""What is computed: the problem, who sees whom, and the two ways to write attention in NumPy."""
+"""Define attention in NumPy: the problem, visibility, and two algorithms, dense and tiled."""

@@ -130,7 +130,7 @@ def _check_unmasked(name: str, value: Any, hint: str = "") -> None:
 
 
 def _has_mask(value: Any) -> bool:
-    """Whether ``value`` is a masked array or number, or a nested list that holds one."""
+    """Return whether ``value`` is a masked array or number, or a nested list that holds one."""
     ma = sys.modules.get("numpy.ma")  # slow to import; before that no masked array exists
     if ma is None:
         return False

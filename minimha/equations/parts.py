@@ -109,7 +109,7 @@ def placed(functions: Mapping[str, Callable[..., Any]], part: Part) -> dict[str,
 
 
 def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
-    """Return slope · rest (H,), which L of a striped part lacks; None without ALiBi or stripes.
+    """Return slope · rest (H,), to subtract from a striped part's L; None without ALiBi or stripes.
 
     Query n and key m of a causal part are step · (offset + n - m) + rest apart, and no slope
     expresses the rest. The rest is the same for all keys, so that it does not change O.

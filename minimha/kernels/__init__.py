@@ -1,1 +1,1 @@
-"""How fast attention can be computed: two ladders of kernels, on CPU and on CUDA."""
+"""Compute attention fast: two ladders of kernels, for the CPU and for CUDA."""

@@ -1,4 +1,4 @@
-"""Choose the backend of "auto": "cpu" once its kernels have paid for their preparation, or "dense".
+"""Choose the backend of "auto": "dense" at first, "cpu" once preparing its kernels is worth it.
 
 The CPU kernels are fastest at every size once they are compiled. But importing numba and loading
 them takes half a second, and compiling them some seconds. So "dense" computes until its calls have

@@ -82,7 +82,7 @@ def add_nonfinite(O, P, visible, V_j, n, Dv, rows, lanes):
 
 @jit_inline
 def add_visible_values(P, visible, V, O, first, n):
-    """O += P V for n keys from column ``first`` of P and ``visible`` on; queries are rows."""
+    """O += P V for n keys; P and ``visible`` have queries as rows, and keys from ``first`` on."""
     for r in range(O.shape[0]):
         for j in range(n):
             if visible[r, first + j]:

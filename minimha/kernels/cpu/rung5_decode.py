@@ -259,7 +259,7 @@ def piece_size(is_direct, rows):
 
 @jit_inline
 def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, visible, t):
-    """O += P V for n keys of a block. A long sum of short sums is more exact."""
+    """O += P V for n keys of a block, summed first, because short sums lose fewer digits."""
     (rows, Dv), B_c, P, part, starts = O.shape, S.shape[1], t.S, t.part, t.starts
     for x in range(rows * Dv):
         part[x] = 0

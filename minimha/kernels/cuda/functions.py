@@ -65,7 +65,7 @@ def indices(o, b, h, i, j):
 
 
 def modifying(score_mod: DeviceFunction | None) -> Any:
-    """modified(s, o, b, h, i, j): return the new score of position i and key j; or None."""
+    """modified(s, o, b, h, i, j): return the new score. Without ``score_mod``, return None."""
     if score_mod is None:
         return None
     function = score_mod.compiled
@@ -79,7 +79,7 @@ def modifying(score_mod: DeviceFunction | None) -> Any:
 
 
 def masking(mask_mod: DeviceFunction | None) -> Any:
-    """is_pair_visible(o, b, h, i, j): return whether position i sees key j; or None."""
+    """is_pair_visible(o, b, h, i, j): return the mask. Without ``mask_mod``, return None."""
     if mask_mod is None:
         return None
     function = mask_mod.compiled

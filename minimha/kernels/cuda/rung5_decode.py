@@ -177,7 +177,7 @@ def _locator(rows_of_warp: int, step: int) -> Any:
 
 
 def _describer(options: ScoreOptions) -> Any:
-    """describe(r, here, mask, bias, o): return row r's ``QueryOptions``; no row sees no keys."""
+    """describe(r, here, mask, bias, o): return row r's options; a row beyond the last sees none."""
     describe_query = query_options(options)
 
     @device

@@ -1,4 +1,4 @@
-"""Views of memory, shared counters, prefetching."""
+"""Create views of memory, increment shared counters, prefetch cache lines."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def scored_pair(options: ScoreOptions) -> Any:
 
 
 def score_pair(options: ScoreOptions) -> Any:
-    """score(s, is_visible, distance, slope, mask_at, bias_at, o): return it, -inf if hidden."""
+    """score(s, is_visible, distance, slope, mask_at, bias_at, o): return the score or -inf."""
     scored = scored_pair(options)
 
     @device
