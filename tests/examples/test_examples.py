@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from minimha.equations import dense
+from minimha.equations.problem import Problem
 from minimha.examples import blocks, sentences
 
 STEPS = [
@@ -43,6 +45,38 @@ def test_the_seed_changes_the_numbers_and_nothing_else_does():
     first, again = (sentences.sentence(words).trace()["output"] for _ in range(2))
     np.testing.assert_array_equal(first, again)
     assert (sentences.sentence(words, seed=7).trace()["output"] != first).any()
+
+
+def largest_weights(d_model, num_heads):
+    """The largest weight of each row with two keys or more: 9 tokens, causal, 20 seeds."""
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
+    found = []
+    for seed in range(1, 21):
+        x = sentences.embeddings(words, d_model, seed)
+        W_q, W_k, _, _ = sentences.draw_weights(d_model, num_heads, num_heads, seed)
+        problem = Problem.of(x @ W_q, x @ W_k, x @ W_k, is_causal=True)
+        weights = {}
+        dense.forward(problem, weights.setdefault)
+        found.append(weights["weights"].max(-1)[..., 1:])
+    return np.array(found)
+
+
+@pytest.mark.parametrize("d_model", range(3, 65))
+def test_drawn_weights_can_be_read_at_any_width(d_model):
+    """At width 2, nine tokens share nine embeddings, and the median is 0.39."""
+    for num_heads in range(1, d_model // 2 + 1):
+        if d_model % num_heads == 0:
+            largest = largest_weights(d_model, num_heads)
+            assert (largest > 0.95).mean() <= 0.1, num_heads
+            assert 0.4 <= np.median(largest) <= 0.8, num_heads
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+def test_the_smallest_model_is_drawn_as_it_was(num_heads):
+    rng = np.random.default_rng([7, 4, num_heads, num_heads])
+    for W in sentences.draw_weights(4, num_heads, num_heads, 7):
+        wanted = rng.choice([-1.0, 0.0, 1.0], size=W.shape, p=[0.2, 0.4, 0.4])
+        np.testing.assert_array_equal(W, wanted)
 
 
 def test_grouped_heads_are_named_and_shared():
