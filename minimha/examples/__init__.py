@@ -37,6 +37,7 @@ PLACES = {  # module.attribute
     "heads-000": "roles.ADOPTED",
     "heads-001": "roles.RAN_AWAY",
     "heads-002": "roles.BANK",
+    "coreference": "roles.PRONOUN",
     "bank": "bank.EXAMPLE",
     "translation": "translation.EXAMPLE",
     "gpt2": "language_models.GPT2",

@@ -7,7 +7,7 @@ it in one more column. Heads of trained models are rarely this clear.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from minimha.examples.example import Example, Note
 from minimha.explain.trace import token_labels
 from minimha.layers.multihead import MultiHeadAttention
 
-GAIN = 16.0  # of every query, so that one matching column decides
+GAIN = 16.0  # of every query, so that one matching column decides; more of longer sentences
 SPREAD = " A query of zeros asks for nothing and spreads evenly."
 NEAR = {-1: 0.75, 0: 1.0, 1: 0.75}  # the local head's query for each neighbour
 Pairs = Sequence[tuple[str, str]]
@@ -25,17 +25,18 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Head:
-    """The name of one head, what its weights show, and the keys that its queries ask for."""
+    """The relation that a head follows, what its weights show, and the keys that it asks for."""
 
-    name: str
+    relation: str
     reading: str
     asks: Pairs = ()  # a query with the first column set asks for keys with the second one set
     offsets: Mapping[int, float] | None = None  # strength by distance of the key from the query
 
 
 def _example(
-    name: str, document: str, grammar: Mapping[str, str], columns: Sequence[str], heads: list[Head]
-) -> Example:
+    name: str, document: str, grammar: Mapping[str, str], columns: Sequence[str],
+    heads: list[Head], gain: float = GAIN,
+) -> Example:  # fmt: skip
     """Return an example of the words in ``grammar``, which maps each word to its columns."""
     words = list(grammar)
     L, E = len(words), len(columns) + len(words)
@@ -46,7 +47,7 @@ def _example(
             x[i, [columns.index(kind) for kind in kinds.split()]] = 1
             x[i, len(columns) + i] = 1
         W_q, W_k = (
-            np.stack(W) for W in zip(*(_matrices(h, columns, L) for h in heads), strict=True)
+            np.stack(W) for W in zip(*(_matrices(h, columns, L, gain) for h in heads), strict=True)
         )
         W_v = np.zeros((len(heads), E, 1))
         W_v[:, len(columns) :, 0] = np.arange(L)
@@ -55,7 +56,7 @@ def _example(
 
     readings = {
         f"weights, head {h}": Note(
-            f"{head.name[0].upper()}{head.name[1:]}: {head.reading}."
+            f"{head.relation[0].upper()}{head.relation[1:]}. {head.reading}."
             + SPREAD * _has_query_of_zeros(head, grammar),
             *(None, None) if head is PREVIOUS else (False, True),
         )
@@ -65,7 +66,8 @@ def _example(
         name=name,
         title=f"{' '.join(words)}, heads set by hand to do what document {document} says",
         source=f"a sentence of document {document}; weights set by hand", sentence=" ".join(words),
-        run=run, labels=token_labels(words) | {"E": (*columns, *map(str, range(L)))},
+        run=run, labels=token_labels(words)
+        | {"E": (*columns, *map(str, range(L))), "H": tuple(head.relation for head in heads)},
         notes={
             "x": "Columns: the token's grammar, 1 where it applies, and its position.",
             "W_v": "Every token passes on its number, so a head's output says which one it reads.",
@@ -84,27 +86,27 @@ def _has_query_of_zeros(head: Head, grammar: Mapping[str, str]) -> bool:
 
 
 def _matrices(
-    head: Head, columns: Sequence[str], L: int
+    head: Head, columns: Sequence[str], L: int, gain: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """W_q and W_k (E, D) of one head; D = L, one column per position."""
     W_q, W_k = np.zeros((2, len(columns) + L, L))
     for n, key in enumerate(dict.fromkeys(key for _, key in head.asks)):
         W_k[columns.index(key), n] = 1
         for query in (query for query, asked in head.asks if asked == key):
-            W_q[columns.index(query), n] = GAIN
+            W_q[columns.index(query), n] = gain
     if head.offsets is not None:
         W_k[len(columns) :] = np.eye(L)
         for i in range(L):
             places = {i + n: share for n, share in head.offsets.items() if 0 <= i + n < L}
             for place, share in (places or {i: 1.0}).items():  # no such neighbour: itself
-                W_q[len(columns) + i, place] = GAIN * share
+                W_q[len(columns) + i, place] = gain * share
     return W_q, W_k
 
 
 PREVIOUS = Head(
-    "previous token", "each word reads the one before it, the first itself", (), {-1: 1.0}
+    "previous token", "Each word reads the one before it, the first itself", (), {-1: 1.0}
 )
-LOCAL = Head("position", "each word reads itself and its neighbours", (), NEAR)
+LOCAL = Head("position", "Each word reads itself and its neighbours", (), NEAR)
 
 ADOPTED, RAN_AWAY, BANK = (
     _example("heads-000", "000",
@@ -112,16 +114,16 @@ ADOPTED, RAN_AWAY, BANK = (
          "I": "subject clause", "adopted": "verb clause", "sleeps": "verb main"},
         ("article", "noun", "subject", "verb", "main", "clause"),
         [
-            Head("subject relation (cat → sleeps)",
+            Head("subject relation: cat → sleeps",
                 "'cat' reads 'sleeps' and 'I' reads 'adopted', the verb of its own clause: two "
                 "columns must agree; the others spread over their clause",
                 (("subject", "verb"), ("main", "main"), ("clause", "clause"))),
-            Head("relative clause (I adopted → cat)",
+            Head("relative clause: I adopted → cat",
                 "'that', 'I' and 'adopted' read 'cat', of which the clause speaks",
                 (("clause", "noun"),)),
-            Head("article relation (The → cat)", "'The' reads 'cat', its noun",
+            Head("article relation: The → cat", "'The' reads 'cat', its noun",
                 (("article", "noun"),)),
-            Head("semantic meaning (sleeps → cat)",
+            Head("semantic meaning: sleeps → cat",
                 "'sleeps' reads 'cat' and 'adopted' reads 'I': who does it; the others spread over "
                 "their clause",
                 (("verb", "subject"), ("main", "main"), ("clause", "clause"))),
@@ -152,4 +154,31 @@ ADOPTED, RAN_AWAY, BANK = (
                 (("time", "verb"), ("verb", "time"))),
             PREVIOUS,
         ]),
+)  # fmt: skip
+PRONOUN = replace(
+    _example("coreference", "000",
+        {"The": "article first main", "cat": "noun living subject first main", "sat": "verb main",
+         "on": "preposition second main", "the": "article second main", "mat": "noun second main",
+         "because": "clause", "it": "pronoun subject clause", "was": "verb clause",
+         "tired": "clause", ".": "stop main"},
+        ("article", "noun", "living", "pronoun", "preposition", "subject", "verb", "first",
+         "second", "main", "clause", "stop"),
+        [
+            Head("coreference: it → cat",
+                "'it' reads 'cat': what is tired must be alive, and 'mat' is not",
+                (("pronoun", "living"),)),
+            Head("subject and verb: cat → sat, it → was",
+                "Each subject reads the verb of its clause; the others spread over their clause",
+                (("subject", "verb"), ("main", "main"), ("clause", "clause"))),
+            Head("punctuation: each word → '.'", "Each word reads the full stop",
+                (("main", "stop"), ("clause", "stop"))),
+            Head("syntax: The → cat, on the → mat",
+                "Articles and the preposition read the noun of their phrase; the nouns spread over "
+                "their phrase",
+                (("article", "noun"), ("preposition", "noun"), ("first", "first"),
+                 ("second", "second"))),
+        ], gain=28.0),
+    title="The cat sat on the mat because it was tired . Heads set by hand: coreference, verbs, "
+    "punctuation, syntax",
+    source="documents 000 and 001 name these relations ('it' → 'cat'); weights set by hand",
 )  # fmt: skip

@@ -51,6 +51,8 @@ class Step:
         The number of the first token along each axis, which is not 0 in most blocks.
     group : int
         How many query heads share ``kv_head``; 0 where all do.
+    relation : str
+        What the head looks for, where the run's labels name it.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Step:
     whole: tuple[int, ...] = ()
     first: tuple[int, ...] = ()
     group: int = 0
+    relation: str = ""
 
     @property
     def size(self) -> str:
@@ -190,13 +193,15 @@ def _step(
         for axis, size in zip(axes, value.shape, strict=True)
     ]
     rows, columns = [None, None, *labels][-2:]
+    relations = record.labels.get("H", ())
     matrices = (p for p in record.printed if p.step == name and p.head == head)
     return Step(
         name=name, symbol=known.symbol, tex_symbol=known.tex_symbol, axes=axes,
         formula=known.formula, tex=known.tex, note=_note(record, name, value, head),
         source=known.source, value=value, rows=rows, columns=columns,
         printed=tuple(c for matrix in matrices for c in matrix.compare(value)), made=known.made,
-        first=tuple(first_token(name, axis, record.blocks) for axis in axes), **place,
+        first=tuple(first_token(name, axis, record.blocks) for axis in axes),
+        relation="" if head is None or head >= len(relations) else relations[head], **place,
     )  # fmt: skip
 
 

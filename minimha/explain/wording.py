@@ -93,7 +93,7 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
     weights = weights or [step for step in steps if step.base == "weights"]
     if len(weights) > 1:
         return [
-            (", ".join(part for part in ("weights", step.stage, step.place) if part), step)
+            (", ".join(p for p in ("weights", step.stage, step.place, step.relation) if p), step)
             for step in weights
         ]
     stage = weights[0].name[len("weights") :] if weights else ""

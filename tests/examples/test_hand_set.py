@@ -7,6 +7,8 @@ import pytest
 
 from minimha.examples import EXAMPLES, sentences, translation
 from minimha.examples import language_models as models
+from minimha.explain import render
+from minimha.explain.figures.gallery import svg
 from minimha.layers.rope import RoPE
 
 READS = {  # example → head → who reads whom, most of all and alone
@@ -15,6 +17,12 @@ READS = {  # example → head → who reads whom, most of all and alone
         1: "that→cat I→cat adopted→cat",
         2: "The→cat",
         3: "sleeps→cat adopted→I",
+    },
+    "coreference": {
+        0: "it→cat",
+        1: "cat→sat it→was",
+        2: "The→. cat→. on→. it→. .→.",
+        3: "The→cat the→mat on→mat",
     },
     "heads-001": {0: "cat→ran ran→cat"},
     "heads-002": {
@@ -64,6 +72,14 @@ def test_the_local_head_is_darkest_on_the_diagonal_and_lighter_beside_it():
     assert np.diagonal(A).min() > 0.6 > 0.25 > beside.max()
     assert beside.min() > 0.1
     assert A[0, 2:].max() < 0.01
+
+
+def test_a_figure_names_the_relation_of_each_head():
+    trace = EXAMPLES["coreference"].trace()
+    assert "weights, head 0, coreference: it → cat" in render.plain(
+        render.text(trace.selected(["heatmap"]), 3, None, "blocks")
+    )
+    assert "weights, head 3, syntax: The → cat, on the → mat" in svg(trace, 3)
 
 
 @pytest.mark.parametrize("name", READS)
