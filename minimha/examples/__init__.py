@@ -39,6 +39,7 @@ PLACES = {  # module.attribute
     "heads-002": "roles.BANK",
     "coreference": "roles.PRONOUN",
     "bank": "bank.EXAMPLE",
+    "padding": "padding.EXAMPLE",
     "translation": "translation.EXAMPLE",
     "gpt2": "language_models.GPT2",
     "llama": "language_models.LLAMA",

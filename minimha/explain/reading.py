@@ -72,7 +72,8 @@ def _whole(
         len({step[key] for step in steps for key in keys if key in step})
         for keys in (("batch",), KINDS)
     )
-    if batches and not heads and set(HEADS) & set(entry(name).axes):
+    axes = entry(name).axes
+    if batches and not heads and set(HEADS) & set(axes) and axes[-1:] == (*steps[0]["axes"],)[-1:]:
         heads = 1  # the axis that was left out
     return array.reshape((*(n for n in (batches, heads) if n), *shape))
 

@@ -188,8 +188,10 @@ def _step(
     record: Record, name: str, value: NDArray[Any], axes: tuple[str, ...], place: dict[str, Any]
 ) -> Step:
     known, head = entry_of(record, name), place.get("head")
+    batch = f", batch {place.get('batch')}"
+    names = {key.removesuffix(batch): words for key, words in record.labels.items()}
     labels = [
-        axis_labels(name, axis, size, record.labels, record.blocks)
+        axis_labels(name, axis, size, names, record.blocks)
         for axis, size in zip(axes, value.shape, strict=True)
     ]
     rows, columns = [None, None, *labels][-2:]

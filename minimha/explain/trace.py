@@ -32,8 +32,9 @@ class Trace(Record):
     example, source : str, optional
         What is traced, and where it comes from.
     labels : mapping from axis name to labels, optional
-        Usually made by ``token_labels``. Labels of one stage's axis, ``Lk[cross]``, take
-        precedence over those of the axis.
+        Usually made by ``token_labels``. Labels of one stage's axis, ``Lk[cross]``, or of
+        one batch entry's, ``Lk, batch 1``, take precedence over those of the axis. ``H`` names
+        the relation that each head follows.
     notes : mapping from step name to str, optional
         What to say about a step, or about one head of it (``weights, head 1``), beyond the
         catalogue's sentence.

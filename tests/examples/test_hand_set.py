@@ -107,6 +107,19 @@ def test_bank_learns_nothing_from_a_word_that_it_does_not_see():
     assert not any(s.note and "'bank' reads" in s.note for s in trace.steps)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padding_changes_nothing_that_is_read(is_causal):
+    trace = EXAMPLES["padding"].trace(is_causal=is_causal)
+    assert not trace["weights"][1, :, 3:].any()
+    assert (trace["weights"][0, -1] > 0).all()
+    for name in ("weights", "output"):
+        together = trace[name][1, :3, : trace[f"{name}[alone]"].shape[1]]
+        np.testing.assert_allclose(together, trace[f"{name}[alone]"], rtol=1e-12)
+    long, short = (step for step in trace.steps if step.name == "weights")
+    assert long.columns == ("The", "quick", "brown", "fox", "jumps")
+    assert short.rows == short.columns == ("The", "cat", "sat", "<pad>", "<pad>")
+
+
 def test_every_french_word_finds_its_english_one():
     trace = translation.EXAMPLE.trace()
     np.testing.assert_allclose(trace["weights[cross]"], np.eye(5), atol=0.01)
