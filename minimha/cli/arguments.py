@@ -105,7 +105,10 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
 def add_steps(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose steps and how they are shown."""
     add = parser.add_argument
-    which = "show this step only, by its name or heading, or heatmap or picks (may be repeated)"
+    which = (
+        "show this step only, by its name or heading, or heatmap, or picks: how every query picks "
+    )
+    which += "its values (may be repeated)"
     add("--only", action="append", default=[], metavar="STEP", help=which)
     add("--head", type=natural, metavar="N", help="show this head only, counted from 0")
     rows = "show the rows of this query only, and how it picks values"

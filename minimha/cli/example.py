@@ -1,6 +1,7 @@
 """``example``: every matrix of a worked example, or of any sentence."""
 
 import argparse
+from difflib import get_close_matches
 from typing import Any
 
 from minimha.cli.arguments import add_changes, add_sentence, add_steps, check_sizes, count
@@ -62,7 +63,9 @@ def _example(args: argparse.Namespace) -> Example:
     if name == "bank-drawn" and given:  # a sentence, whose numbers are drawn anyway
         return sentences.of_length(6, **given)
     if name not in EXAMPLES:
-        raise ValueError(f"no example {name!r}: there are {', '.join(EXAMPLES)}")
+        near = get_close_matches(str(name)[:40], EXAMPLES, 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"no example {name!r}{meant}: there are {', '.join(EXAMPLES)}")
     if given:
         first = next(iter(given))
         flags = {"num_heads": "heads", "num_kv_heads": "kv-heads", "d_model": "d-model"}

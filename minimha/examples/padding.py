@@ -29,8 +29,8 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 EXAMPLE = Example(
     name="padding",
     title=f"{' '.join(LONG)} / {' '.join(PADDED)}: two lengths in one batch, and a padding mask",
-    source="document 004, 'Practical details', which names padding masks; embeddings and weights "
-    f"drawn with seed {sentences.DEFAULT_SEED}",
+    source="document 004, 'Practical details'; embeddings and weights drawn with seed "
+    f"{sentences.DEFAULT_SEED}",
     sentence=f"{' '.join(LONG)} / {' '.join(PADDED)}", run=run,
     labels={
         f"{axis}{of}": words

@@ -180,5 +180,5 @@ PRONOUN = replace(
         ], gain=28.0),
     title="The cat sat on the mat because it was tired . Heads set by hand: coreference, verbs, "
     "punctuation, syntax",
-    source="documents 000 and 001 name these relations ('it' → 'cat'); weights set by hand",
+    source="relations that documents 000 and 001 name; weights set by hand",
 )  # fmt: skip

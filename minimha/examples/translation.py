@@ -165,8 +165,8 @@ def _step_notes() -> dict[str, str]:
 LABELS = {
     axis: labels
     for stage, queries, keys in (
-        ("encoder", ENGLISH, ENGLISH), ("decoder", READ, READ), ("cross", READ, ENGLISH),
-        *((f"cross, step {n}", (word,), ENGLISH) for n, word in enumerate(READ, 1)),
+        ("encoder", ENGLISH, ENGLISH), ("decoder", READ, READ), ("cross", FRENCH, ENGLISH),
+        *((f"cross, step {n}", (word,), ENGLISH) for n, word in enumerate(FRENCH, 1)),
         ("unshifted", FRENCH, FRENCH), ("unmasked", READ, READ),
     )
     for axis, labels in _labels(stage, queries, keys).items()
@@ -202,11 +202,12 @@ EXAMPLE = Example(
             "after a noun a verb. The two 'le' differ: only after the second has a verb been read.",
             is_causal=True,
         ),
-        "x[cross]": "Z of the decoder.",
+        "x[cross]": "Z of the decoder. From here on a row carries the word that it is to write, "
+        "not the last one that it has read.",
         "context[cross]": "Z of the encoder.",
         "weights[cross]": Note(
-            "Row n is what the decoder looks at to write word n. No head looks at positions here: "
-            "meaning and side of the verb decide.",
+            "A row is what the decoder looks at to write its word. No head looks at positions "
+            "here: meaning and side of the verb decide.",
             is_causal=True,
         ),
         "output[cross]": Note(

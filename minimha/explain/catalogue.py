@@ -33,6 +33,7 @@ GATED = "Qiu et al. 2025 (gated attention)"
 ROFORMER = "Su et al. 2021 (RoFormer), equation 34"
 BAHDANAU = "Bahdanau, Cho and Bengio 2015, appendix A.1.2"
 UNIT = "Henry et al. 2020; Liu et al. 2022 (Swin Transformer V2), section 3.3"
+DOT = "document 004, section 'Geometric intuition for the dot product'"
 GPT2 = "Radford et al. 2019 (GPT-2)"
 BA = "Ba, Kiros and Hinton 2016 (layer normalisation), equation 4"
 MLA = "DeepSeek-AI 2024 (DeepSeek-V2), section 2.1"
@@ -391,6 +392,15 @@ CATALOGUE: dict[str, Entry] = {
         "0 at right angles, -1 where they are opposite.",
         "document 004, section 'Dot Product vs Cosine Similarity'", made=("cosine", "q", "k"),
         tex_symbol=r"\cos", tex=r"\cos_{ij} = \frac{Q_i \cdot K_j}{\|Q_i\| \|K_j\|}"),
+    "q_length": _formula("|Q|", ("B", "H", "Lq", "1"), "|Q_i| = √(Σ_d Q_id²)",
+        "The length of each query.", DOT, tex_symbol=r"\|Q\|",
+        tex=r"\|Q_i\| = \sqrt{\sum_d Q_{id}^2}"),
+    "k_length": _formula("|K|", ("B", "Hkv", "Lk", "1"), "|K_j| = √(Σ_d K_jd²)",
+        "The length of each key.", DOT, tex_symbol=r"\|K\|",
+        tex=r"\|K_j\| = \sqrt{\sum_d K_{jd}^2}"),
+    "angle": _formula("θ", SCORES, "θ_ij = arccos(cos_ij), in degrees",
+        "The angle between each query and each key: Q_i · K_j = |Q_i| |K_j| cos θ_ij.", DOT,
+        tex_symbol=r"\theta", tex=r"\theta_{ij} = \arccos(\cos_{ij}) \text{, in degrees}"),
     "head_width": _formula("d_k", (), "d_k = d_model / h",
         "The width of each head, where d_model = 512 is divided among h = 8 heads.", VASWANI,
         tex=r"d_k = d_{\mathrm{model}} / h"),

@@ -13,7 +13,7 @@ LETTERS = {
     "alpha": "α", "ell": "ℓ", "sigma": "σ", "theta": "θ", "mu": "μ", "epsilon": "ε",
     "varepsilon": "ε", "varphi": "φ", "Phi": "Φ",
 }  # fmt: skip
-NAMES = ("cos", "exp", "log", "max", "min", "sin", "tanh")
+NAMES = ("arccos", "cos", "exp", "log", "max", "min", "sin", "tanh")
 SPACES = {";": "0.28em", ",": "0.17em", " ": "0.25em", "quad": "1em"}
 
 

@@ -58,7 +58,7 @@ class Trace(Record):
         The query head to show, with the keys and values that it reads. Default is all.
     query : str, optional
         Label or number of the query whose rows alone are shown, and how it picks its values.
-        Default is all rows, and the last one picks.
+        Default is all rows, and the last one picks; where ``only`` names ``picks``, each does.
     cell : str, optional
         Labels or numbers of the cell to write out, ``sat,cat``, alone or beside the steps that
         ``only`` names.

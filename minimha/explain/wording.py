@@ -113,7 +113,7 @@ def picks(trace: Trace) -> list[Pick]:
     """The query of each head that is shown picking its values; a ValueError if no head has it.
 
     By default it is the last query, if there is a single head. ``trace`` may choose another query,
-    head, or only this drawing.
+    head, or only this drawing, which then has every query.
     """
     steps = trace.drawn("picks")
     is_asked = bool(trace.query) or trace.head is not None or "picks" in trace.only
@@ -134,10 +134,10 @@ def picks(trace: Trace) -> list[Pick]:
 
 
 def _query(trace: Trace, weights: Step) -> list[int]:
-    """The row that ``trace.query`` stands for, the last by default; empty if it is not there."""
+    """The row that ``trace.query`` stands for; else the last one, or all for ``picks`` alone."""
     rows = weights.rows or ()
     if not trace.query:
-        return [len(rows) - 1]
+        return list(range(len(rows)))[0 if "picks" in trace.only else -1 :]
     row = weights.number(0, trace.query)
     return [] if row is None else [row]
 

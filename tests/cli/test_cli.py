@@ -832,6 +832,7 @@ BAD_LINES = [
     ("kernels --rung nope", "no rung 'nope' here: there are cpu.rung1_rows"),
     ("kernels --ptx --rung cpu.rung1_rows", "there are cuda.rung1_rows"),
     ("example nope", "no example 'nope': there are two-heads, shapes"),
+    ("example gtp2", "no example 'gtp2' (did you mean gpt2?): there are two-heads, shapes"),
     ("example translation --heads 2", "--heads cannot change example translation, whose numbers"),
     ("example 000 --rope", "--rope cannot change example two-heads (document 000)"),
     ("example llama --cross", "--cross cannot change example llama"),

@@ -126,7 +126,9 @@ def test_every_french_word_finds_its_english_one():
     found = trace["output[cross]"]
     np.testing.assert_allclose(found[2, :5], [0, 0, 0, 0, 1], atol=0.01)  # trains, the verb
     step = next(step for step in trace.steps if step.name == "weights[cross]")
-    assert (step.rows, step.columns) == (translation.READ, translation.ENGLISH)
+    assert (step.rows, step.columns) == (translation.FRENCH, translation.ENGLISH)
+    written = render.plain(render.text(trace.selected(cell="entraîne,trains"), 3, None, "blocks"))
+    assert "weights[cross]: A[entraîne,trains] = 1 / 1.003 = 0.997" in written
 
 
 def test_the_encoder_finds_the_verb_and_what_follows_it():
@@ -303,6 +305,10 @@ def test_cosine_and_dot_product_side_by_side():
     wanted = [[1, root, 0], [0, root, 1], [root, 1, root]]
     np.testing.assert_allclose(trace["cosine[cosine]"], wanted, atol=1e-15)
     np.testing.assert_array_equal(trace["scores[dot]"], EXAMPLES["given-qkv"].trace()["scores"])
+    lengths = trace["q_length[cosine]"] * trace["k_length[cosine]"].T
+    np.testing.assert_allclose(trace["angle[cosine]"], [[0, 45, 90], [90, 45, 0], [45, 0, 45]])
+    cosines = np.cos(np.radians(trace["angle[cosine]"]))
+    np.testing.assert_allclose(lengths * cosines, trace["scores[dot]"], atol=1e-15)
 
 
 def test_a_small_network_scores_document_004():

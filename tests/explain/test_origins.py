@@ -65,7 +65,7 @@ GIVEN = {
     "b_k", "b_v", "b_o", "b_g", "g_q", "g_k", "W_q_hidden", "W_k_hidden", "w", "q", "k", "v", "Q",
     "K", "V", "sqrt_d_k", "cos", "sin", "softcap", "attn_bias", "slopes", "distances", "sinks",
     "skipped", "difference", "kept", "concat[assumed]", "W_vocab", "W_in", "b_in", "W_out", "b_out",
-    "W_gate",
+    "W_gate", "q_length", "k_length", "angle",
 }  # fmt: skip
 
 
@@ -212,7 +212,7 @@ CAT = TRACES["the-cat-sat"]
         (TRACES["translation"], "context[cross]", (2, 3),
          "X_enc[trains,noun] = Z[trains,noun] of encoder = 0.001"),
         (TRACES["translation"], "x[cross, step 3]", (0, 1),
-         "X[garçon,boy] = Z[garçon,boy] of decoder = 0.002"),
+         "X[entraîne,boy] = Z[garçon,boy] of decoder = 0.002"),
         (TRACES["llama"], "normed", (1, 0), "X'[cat,0] = 1 · (-1) / √(0.500 + 1e-05) = -1.414"),
         (TRACES["translation"], "probabilities[unshifted]", (0, 0),
          "p[Le,le] = exp(16) / (exp(16) + exp(0) + exp(0) + exp(0) + exp(0)) = 1.000"),

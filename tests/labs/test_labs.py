@@ -273,6 +273,12 @@ def test_a_machine_without_the_cpu_backend_compares_no_times(short, monkeypatch)
     assert "cpu cannot run here" in result.conclusion
 
 
+def test_the_table_has_the_length_that_document_004_names(short):
+    rows = {row["n"]: row for row in labs.run("memory").tables[0].written()}
+    assert list(rows)[5:7] == ["8,192", "10,000"]
+    assert rows["10,000"]["scores held"] == "381 MiB"  # 4 · 10⁸ bytes
+
+
 def test_memorys_conclusion_follows_its_rows():
     words = memory.conclude([(8, 1024, 4096, 0)], [(32, 100), (8, 50)], [(16, 2.0, 3.0)])
     assert words == (

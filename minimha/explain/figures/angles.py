@@ -62,7 +62,8 @@ def _panel(
         )
     texts = [cells(np.array(number), decimals)[0][0] for number in (dot, *lengths, cosine)]
     lines = ["q · k = {}, |q| = {}, |k| = {}".format(*texts),
-             f"cosine {texts[3]}, angle {math.degrees(between):.1f}°"]  # fmt: skip
+             # a cosine of two or three digits gives no part of a degree
+             f"cosine {texts[3]}, angle {math.degrees(between):.0f}°"]  # fmt: skip
     below = max(drawing.height, origin[1]) + 16
     for n, line in enumerate(lines):
         drawing.text(0, below + 18 * n, line, "muted", size=SMALL)

@@ -55,7 +55,8 @@ def _cell(trace: Trace, decimals: int) -> Drawing:
 def _chosen(steps: Sequence[Step], decimals: int) -> Drawing:
     """Each step as a matrix, the scale of those that are heatmaps, and what documents print."""
     scales = scales_of(steps)
-    titles = [f"{s.title}, {s.size}" if s.whole else s.title for s in steps]
+    named = [(s.title, s.size * bool(s.whole), s.relation * (s.base == "weights")) for s in steps]
+    titles = [", ".join(filter(None, parts)) for parts in named]
     drawn = [
         matrix(s, title, decimals, scales, _formula(s))
         for s, title in zip(steps, titles, strict=True)

@@ -9,9 +9,11 @@ import pytest
 from pictures import corners, of, shapes
 
 from minimha.examples import EXAMPLES, blocks, sentences
+from minimha.explain import Trace
 from minimha.explain.figures import figures
 from minimha.explain.figures.angles import PANEL
 from minimha.explain.figures.pick import WHOLE
+from minimha.layers.cosine import cosine_attention
 
 HEADS = sentences.of_length(5, num_kv_heads=1).trace()
 GIVEN = EXAMPLES["given-qkv"].trace()
@@ -157,11 +159,22 @@ def test_arrows_have_the_vectors_lengths_and_angles():
         assert found == pytest.approx(cosine, abs=1e-3)
 
 
+def test_an_angle_is_no_finer_than_the_cosine_beside_it_tells():
+    """cos 20.2° is 0.938, and arccos 0.938 is 20.3°: whole degrees agree."""
+    trace = Trace()
+    turned = [[math.cos(math.radians(20.236)), math.sin(math.radians(20.236))]]
+    cosine_attention([[1.0, 0.0]], turned, [[1.0]], tap=trace)
+    (words,) = re.findall("cosine [^<]*", figures(trace, 3)["angles"].svg(""))
+    assert words == "cosine 0.938, angle 20°"
+
+
 def test_figures_can_be_chosen_and_a_cell_is_written_out():
     assert list(figures(HEADS.selected(["heatmap"]), 3)) == ["heatmaps"]
     assert list(figures(GIVEN.selected(["picks", "q"]), 3)) == ["values picked", "matrices"]
     picture = figures(GIVEN.selected(query="q0"), 3)["values picked"].svg("")
     assert "how query q0 picks values" in picture
+    every = figures(GIVEN.selected(["picks"]), 3)["values picked"].svg("")
+    assert re.findall("how query (q.) picks", every) == ["q0", "q1", "q2"]
     assert "scores: S[" in figures(GIVEN.selected(cell="1,2"), 3)["cell"].svg("")
 
 
@@ -169,4 +182,4 @@ def test_a_figure_that_does_not_suit_a_run_is_left_out():
     assert list(figures(HEADS, 3)) == ["flow of data", "heatmaps"]
     assert list(figures(EXAMPLES["shapes"].trace(), 3)) == ["matrices"]
     assert "blocks" in figures(FLASH, 3)
-    assert re.search("angle 45.0°", figures(GIVEN, 3)["angles"].svg(""))
+    assert re.search("angle 45°", figures(GIVEN, 3)["angles"].svg(""))
