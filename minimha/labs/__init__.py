@@ -28,6 +28,9 @@ EXPERIMENTS = {
     ),
     "masking": Experiment("where does a large negative number stop being −∞?"),
     "memory": Experiment("what do naive and tiled attention read and write, and the cache?", 8),
+    "parallel": Experiment("is one product for all heads faster than one for each?", 6),
+    "pytorch": Experiment("does the PyTorch class of document 001 compute the same?"),
+    "rope": Experiment("how does RoPE rotate a query, and what does a score keep?"),
     "temperature": Experiment("how does a temperature sharpen or flatten a distribution?"),
 }  # fmt: skip
 

@@ -1,6 +1,8 @@
 """The experiments: numbers against plain arithmetic, conclusions that follow from their rows."""
 
+import builtins
 import math
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -8,9 +10,20 @@ import pytest
 from minimha import labs
 from minimha.equations import tiled
 from minimha.equations.problem import Problem
-from minimha.labs import masking, memory, removed, scale, similarity, temperature, two_patterns
+from minimha.labs import (
+    masking,
+    memory,
+    parallel,
+    pytorch,
+    removed,
+    rope,
+    scale,
+    similarity,
+    temperature,
+    two_patterns,
+)
 
-NAMES = list(labs.EXPERIMENTS)
+NAMES = [name for name in labs.EXPERIMENTS if name != "pytorch" or find_spec("torch")]
 
 
 @pytest.fixture
@@ -18,6 +31,7 @@ def short(monkeypatch):
     """Nothing is timed at lengths that take long, and the shipped model is asked little."""
     monkeypatch.setattr(memory, "TIMED_LENGTHS", (8, 16))
     monkeypatch.setattr(removed, "NUM_QUESTIONS", 1)
+    monkeypatch.setattr(parallel, "LENGTH", 8)
 
 
 @pytest.fixture
@@ -37,7 +51,7 @@ def test_every_experiment_has_tables_figures_and_one_sentence(shorter, name):
         assert all(isinstance(x, str) for row in table.written() for x in row.values())
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "memory"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("memory", "parallel")])
 def test_a_seed_repeats_what_is_drawn_and_another_one_changes_it(shorter, name):
     first, again, other = (labs.run(name, seed) for seed in (5, 5, 6))
     assert str([table.rows for table in first.tables]) == str([t.rows for t in again.tables])
@@ -47,10 +61,10 @@ def test_a_seed_repeats_what_is_drawn_and_another_one_changes_it(shorter, name):
 
 def test_progress_has_the_announced_number_of_steps(shorter, monkeypatch):
     monkeypatch.setattr(memory, "TIMED_LENGTHS", (8, 8, 8, 8))  # four, as without the fixture
-    for name, experiment in labs.EXPERIMENTS.items():
+    for name in NAMES:
         steps = []
         labs.run(name, 1, steps.append)
-        assert len(steps) == experiment.steps
+        assert len(steps) == labs.EXPERIMENTS[name].steps
 
 
 @pytest.mark.parametrize(
@@ -311,3 +325,73 @@ def test_temperatures_conclusion_follows_its_rows():
     words = temperature.conclude(rows)
     assert "At T = 1 not every draw is the greedy choice" in words
     assert "it does not rise with every step" in words
+
+
+# parallel
+
+
+def test_one_product_and_one_for_each_head_give_the_same(short):
+    for row in labs.run("parallel").tables[0].rows:
+        assert row[-1] < 1e-5
+        assert all(time > 0 for time in row[1:-1])
+
+
+def test_parallels_conclusion_follows_its_rows():
+    rows = [(1, 1.0, 1.0, 1.0, 1.0, 0.0), (4, 2.0, 1.0, 2.0, 5.0, 1e-7)]
+    assert parallel.conclude(rows) == (
+        "With 4 heads, 4 products take 0.50 times as long as one, and attention head by head 2.50 "
+        "times as long as all heads together; the results differ by 1e-07 at most."
+    )
+    assert parallel.conclude(rows[:1]).endswith("the results are equal to the last bit.")
+
+
+# pytorch
+
+
+def test_the_pytorch_class_computes_the_same():
+    pytest.importorskip("torch")
+    result = labs.run("pytorch")
+    for mask, output, weights, largest, output_off, weights_off in result.tables[0].rows:
+        assert (output, weights) == ("2 × 10 × 512", "2 × 8 × 10 × 10"), mask
+        assert output_off < 1e-5 * largest
+        assert weights_off < 1e-5
+    assert result.conclusion.startswith("With 3 kinds of mask outputs differ by")
+
+
+def test_without_torch_the_experiment_says_what_it_needs(monkeypatch):
+    real = builtins.__import__
+
+    def without_torch(name, *others):
+        if name == "torch":
+            raise ImportError("No module named 'torch'")
+        return real(name, *others)
+
+    monkeypatch.setattr(builtins, "__import__", without_torch)
+    with pytest.raises(ValueError, match=r"needs torch: pip install 'minimha\[peers\]'"):
+        pytorch.run(1, lambda doing: None)
+
+
+# rope
+
+
+def test_rope_turns_each_pair_in_its_plane_and_keeps_scores_at_a_distance():
+    result = labs.run("rope")
+    for position, pair, degrees, x, y, *after, length in result.tables[0].rows:
+        assert degrees == pytest.approx(math.degrees(position / 100**pair))
+        angle = math.radians(degrees)
+        wanted = (
+            x * math.cos(angle) - y * math.sin(angle),
+            x * math.sin(angle) + y * math.cos(angle),
+        )
+        assert tuple(after) == pytest.approx(wanted)
+        assert length == pytest.approx(math.hypot(x, y))
+    here, later = result.figures[-1].series.values()
+    assert here == pytest.approx(later, abs=1e-12)
+    assert "Each position turns pair 0 by 57.3° and pair 1 by 0.573°" in result.conclusion
+
+
+def test_an_arrow_for_every_position_is_drawn():
+    for plane in labs.run("rope").figures[:2]:
+        picture = plane.svg("")
+        assert picture.count("tip-two") - picture.count(".tip-two") == rope.POSITIONS - 1
+        assert picture.count('class="one"') == 1
