@@ -68,8 +68,8 @@ def add_parser(commands: Any) -> None:
     add("--top-k", type=int, metavar="K", help="keep the K most probable words")
     add("--top-p", type=real, metavar="P", help="keep the fewest whose probabilities reach P")
     add("--seed", type=natural, metavar="N", default=0, help="of --generate (default 0)")
-    add("--without-head", action="append", default=[], metavar="L.H", help="remove head H of "
-        "layer L, both counted from 0, and show what that changes (may be repeated)")  # fmt: skip
+    add("--without-head", action="append", default=[], metavar="LxHy", help="remove head y of "
+        "layer x, both counted from 0, and show what that changes (may be repeated)")  # fmt: skip
     add("--ablation", choices=("zero", "mean"), default="zero", help="what a removed head gives: "
         "zeros, or its mean output over --sentences (default zero)")  # fmt: skip
     models.add_sentences(parser)
@@ -127,6 +127,7 @@ def _without(args: argparse.Namespace, model: Transformer) -> Transformer:
     from minimha.models import interpretability as heads
 
     removed = [heads.Head.parse(text, model.config) for text in args.without_head]
+    args.without_head = list(map(str, removed))
     if args.ablation == "zero":
         if args.sentences is not None:
             raise ValueError("--sentences are what --ablation mean is over: add it")

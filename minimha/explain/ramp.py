@@ -1,7 +1,7 @@
 """From least to most, in shades: one ramp per colour depth of a terminal, and characters for none.
 
-Every ramp grows lighter without a step back, so that it can be read by anyone and on any ground: a
-terminal does not say whether its own is dark or light, and a scale is drawn beside what is shaded.
+Every ramp grows lighter without a step back, or darker for a terminal whose ground is known to be
+light, so that it can be read by anyone. A scale is drawn beside what is shaded.
 """
 
 from itertools import pairwise
@@ -91,3 +91,8 @@ RAMPS = {
     "blocks": Ramp(tuple((shade, "") for shade in " ░▒▓█"), "×", "█"),
     "ascii": Ramp(tuple((shade, "") for shade in " .:+#"), "x", "#", "inf"),
 }  # fmt: skip
+RAMPS |= {
+    f"{name} on light": ramp._replace(shades=ramp.shades[::-1])
+    for name, ramp in RAMPS.items()
+    if ramp.in_color
+}

@@ -5,6 +5,8 @@ and stays whole in a file.
 """
 
 import io
+import math
+import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,6 +37,7 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 CELL_SIZES = (5, 3, 1)  # of a heatmap, for 0.27, for .27 and for a shade alone
 SCALE_SIZE = 15  # cells of the scale beside a heatmap
 LONGEST_BAR = 40  # for a weight of 1, if the width allows it
+LONGEST_ROW = 16  # weights; a longer row is shaded by its own largest one
 LABEL_WIDTH = 10  # of a heatmap; a matrix shows its labels whole
 EXPORT_WIDTH = 100
 STYLES = {
@@ -53,13 +56,20 @@ def console_for(stream: IO[str]) -> Console:
 
 
 def ramp_for(console: Console) -> str:
-    """Return the name of the richest ramp that this console can show."""
+    """Return the name of the richest ramp that this console can show, on its ground.
+
+    Some terminals set COLORFGBG to the numbers of their colours, such as 0;15 for black on white.
+    """
     try:
         "█∞".encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
         return "ascii"
     depth = None if console.no_color or not console.is_terminal else console.color_system
-    return depth if depth in RAMPS else "standard" if depth else "blocks"
+    if not depth:
+        return "blocks"
+    ground = os.environ.get("COLORFGBG", "").rpartition(";")[2]
+    is_light = ground in ("7", *map(str, range(9, 16)))
+    return (depth if depth in RAMPS else "standard") + " on light" * is_light
 
 
 def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
@@ -254,12 +264,19 @@ def _limits(drawn: Sequence[tuple[str, Step]], is_weights: bool) -> tuple[float,
     return limits(step.value for _, step in drawn if step.base != "weights")
 
 
+def _is_long(drawn: Sequence[tuple[str, Step]]) -> bool:
+    """Whether a query sees so many keys that each row of weights has its own scale."""
+    return any(s.base == "weights" and s.value.shape[-1] > LONGEST_ROW for _, s in drawn)
+
+
 def _heatmaps(drawn: Sequence[tuple[str, Step]], width: int, ramp: Ramp) -> list[Text]:
     """The maps side by side, with the largest cells at which one map fits the width."""
     blocks: list[list[Text]] = []
     for size in CELL_SIZES:
         blocks = [
-            _heatmap(title, step, size, ramp, _limits(drawn, step.base == "weights"))
+            _heatmap(
+                title, step, size, ramp, _limits(drawn, step.base == "weights"), _is_long(drawn)
+            )
             for title, step in drawn
         ]
         if max(map(_width, blocks)) <= width:
@@ -268,7 +285,7 @@ def _heatmaps(drawn: Sequence[tuple[str, Step]], width: int, ramp: Ramp) -> list
 
 
 def _heatmap(
-    title: str, step: Step, size: int, ramp: Ramp, limits: tuple[float, float]
+    title: str, step: Step, size: int, ramp: Ramp, limits: tuple[float, float], is_long: bool
 ) -> list[Text]:
     value = np.asarray(step.value, np.float64)
     rows = [_short(label, LABEL_WIDTH) for label in step.rows or ()]
@@ -277,6 +294,8 @@ def _heatmap(
     lines = [Text(title), Text((" " * margin + heads).rstrip())]
     shown = np.where(_hidden(step), -np.inf, value)
     for label, row, texts in zip(rows, shown.tolist(), cells(value, 2), strict=True):
+        if is_long and step.base == "weights":
+            limits = 0.0, max(filter(math.isfinite, row), default=0.0)
         drawn = [
             _heat(number, text, size, ramp, limits) for number, text in zip(row, texts, strict=True)
         ]
@@ -339,6 +358,7 @@ def _legend(drawn: Sequence[tuple[str, Step]], width: int | None, ramp: Ramp) ->
         if not any((step.base == "weights") == is_weights for _, step in drawn):
             continue
         low, high = cells(np.array(_limits(drawn, is_weights)), 2)[0]
+        high = "the row's largest" if is_weights and _is_long(drawn) else high
         line = Text(" " * INDENT + f"{name:<{GAP + len('weights')}}{low} ")
         line.append("" if ramp.in_color else "[")
         for n in range(SCALE_SIZE):

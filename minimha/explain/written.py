@@ -16,6 +16,7 @@ from minimha.explain.trace import Step, Trace
 
 Index = tuple[int, ...]
 MOST = 16  # terms of a sum that are written out, as on the page
+FEW = 3  # of a softmax with more, where they are most of the sum
 NO_KEY = "no key is seen: 0 by convention"
 # Texts that replace a formula: the cell is copied, hidden, or 0 by convention.
 NO_FORMULA = ("hidden by the mask", "not hidden", "not rotated", NO_KEY)
@@ -186,11 +187,15 @@ def _factor(number: str) -> str:
     return f"({number})" if number.startswith("-") else number
 
 
-def _joined(terms: Sequence[str], sizes: Sequence[float], by: str = " + ") -> str:
-    """The terms; of too many the largest, with an ellipsis for those between."""
+def _joined(
+    terms: Sequence[str], sizes: Sequence[float], by: str = " + ", few: bool = False
+) -> str:
+    """The terms; of too many the largest, in place with an ellipsis between, or only a few."""
     if len(terms) <= MOST:
         return by.join(terms)
     order = sorted(range(len(terms)), key=lambda n: -np.inf if np.isnan(sizes[n]) else -sizes[n])
+    if few:
+        return by.join([*(terms[n] for n in order[:FEW]), f"{len(terms) - FEW} smaller ones"])
     kept = set(order[:MOST])
     texts: list[str] = []
     for n, text in enumerate(terms):
@@ -301,7 +306,8 @@ def _max(x: Operands) -> Parts:
 def _softmax(x: Operands) -> Parts:
     row = x.row(0)
     powers = [f"exp({x.say(cell)})" for cell in row]
-    return Parts(row, (), (), f"{powers[x.j]} / ({_joined(powers, [p.value for p in row])})")
+    total = _joined(powers, [p.value for p in row], few=True)
+    return Parts(row, (), (), f"{powers[x.j]} / ({total})")
 
 
 def _total(x: Operands) -> Parts:

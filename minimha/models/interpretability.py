@@ -26,24 +26,24 @@ Prompt = str | Sequence[int] | Ids
 
 
 class Head(NamedTuple):
-    """A head, by its layer and number, both from 0; ``1.0`` is the first head of layer 1."""
+    """A head by its layer and its number, both from 0; written L1H0."""
 
     layer: int
     number: int
 
     def __str__(self) -> str:
-        return f"{self.layer}.{self.number}"
+        return f"L{self.layer}H{self.number}"
 
     @classmethod
     def parse(cls, text: str, config: Config) -> Head:
-        """Return the head of the model that ``text`` names, such as "1.0"."""
-        parts = text.split(".")
+        """Return the head of the model that ``text`` names, such as "L1H0" or "1.0"."""
+        parts = text.upper().removeprefix("L").replace("H", ".").split(".")
         if len(parts) == 2 and all(part.isascii() and part.isdigit() for part in parts):
             head = cls(*(int(part[:9]) for part in parts))
             if head.layer < config.num_layers and head.number < config.num_heads:
                 return head
         last = cls(config.num_layers - 1, config.num_heads - 1)
-        raise ValueError(f"no head {text!r}: expected layer.head, from 0.0 to {last}")
+        raise ValueError(f"no head {text!r}: expected layer and head, from {cls(0, 0)} to {last}")
 
 
 def without_heads(

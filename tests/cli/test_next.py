@@ -101,14 +101,14 @@ def test_words_are_drawn_by_a_seed(run):
 def test_a_removed_head_is_shown_beside_the_whole_model(run):
     removed = "--without-head", "2.0", "--without-head", "2.3", "--without-head", "1.3"
     found = exported(run, TEXT, *removed)
-    assert found["without_heads"] == ["2.0", "2.3", "1.3"]
+    assert found["without_heads"] == ["L2H0", "L2H3", "L1H3"]
     assert found["ablation"] == "zero"
     by_word = {one["word"]: one for one in found["words"]}
     assert by_word["were"]["probability"] > 0.99
     assert by_word["were"]["without"] < by_word["were"]["probability"]
-    assert "heads 2.0, 2.3, 1.3 give zeros" in shown(run, "next", TEXT, *removed)
+    assert "heads L2H0, L2H3, L1H3 give zeros" in shown(run, "next", TEXT, *removed)
     out = shown(run, "next", TEXT, *removed[:2], "--ablation", "mean")
-    assert "head 2.0 gives its mean output" in out
+    assert "head L2H0 gives its mean output" in out
 
 
 def test_every_step_is_exported_and_the_probabilities_are_there(run):
@@ -157,11 +157,11 @@ def test_heads_are_found(run):
     found = json.loads(out)
     rows = {row["head"]: row for row in found["tables"][0]["rows"]}
     assert len(rows) == 13
-    assert rows["2.0"]["does"] == "agreement"
-    assert rows["2.0"]["agreement"] > 0.9
+    assert rows["L2H0"]["does"] == "agreement"
+    assert rows["L2H0"]["agreement"] > 0.9
     assert rows["uniform"]["agreement"] < 0.25
     text = shown(run, "heads")
-    assert "in 1.3, 2.0, 2.3 to the subject of the verb" in " ".join(text.split())
+    assert "in L1H3, L2H0, L2H3 to the subject of the verb" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -262,8 +262,8 @@ BAD = [
     (["the cat " * 40], "the text has 80 tokens: the model has only 64 positions"),
     (["the", "--layer", "3"], "no layer 3 here: the layers are 0 to 2"),
     (["the", "--head", "4"], "no head 4 here: the heads are 0 to 3"),
-    (["the", "--without-head", "3.0"], "no head '3.0': expected layer.head, from 0.0 to 2.3"),
-    (["the", "--without-head", "1"], "no head '1': expected layer.head"),
+    (["the", "--without-head", "3.0"], "no head '3.0': expected layer and head, from L0H0 to L2H3"),
+    (["the", "--without-head", "1"], "no head '1': expected layer and head"),
     (["the", "--ablation", "mean"], "add --without-head"),
     (["the", "--all", "--layer", "1"], "--all shows words and no steps: leave out --layer"),
     (["the", "--trace", "--top-k", "2"], "change no step"),

@@ -27,6 +27,13 @@ def test_a_ramp_grows_lighter_and_its_numbers_can_be_read(name):
     assert min(contrast(color(ink), color(ground)) for ink, ground in pairs) >= 4.5
 
 
+@pytest.mark.parametrize("name", ["truecolor", "256", "standard"])
+def test_a_ramp_for_a_light_ground_grows_darker(name):
+    light = RAMPS[f"{name} on light"]
+    assert light.shades == RAMPS[name].shades[::-1]
+    assert light.in_color
+
+
 def test_a_ground_has_the_ink_with_more_contrast():
     for level in range(256):
         ground = (level, level, level)

@@ -210,3 +210,27 @@ def test_a_table_is_laid_out_as_its_encoding_spells_it():
     records = [{"√D": "2", "score": "1 · 2"}, {"√D": "16", "score": "3"}]
     shown = render.plain(render.tables({"": records}, 80, "ascii"))
     assert shown.splitlines()[1:] == ["sqrt D  score", "2       1 * 2", "16          3"]
+
+
+@pytest.mark.parametrize(
+    ("set_to", "ramp"),
+    [("0;15", "256 on light"), ("0;default;7", "256 on light"), ("15;0", "256"), ("", "256"),
+     ("0;x", "256")],
+)  # fmt: skip
+def test_a_light_terminal_gets_a_ramp_that_grows_darker(monkeypatch, set_to, ramp):
+    monkeypatch.setenv("COLORFGBG", set_to)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="256")
+    assert render.ramp_for(console) == ramp
+
+
+def test_a_long_row_is_shaded_by_its_own_largest_weight():
+    def heatmap(num_keys):
+        trace = Trace()
+        attention(np.zeros((1, 2)), np.zeros((num_keys, 2)), np.ones((num_keys, 1)), tap=trace)
+        return render.text(trace.selected(["heatmap"]), 3, 100, "blocks").plain
+
+    assert "█" not in heatmap(16).split("softmax weights")[1]
+    long = heatmap(17)
+    assert long.splitlines()[-1].split()[1:] == ["███"] * 17
+    assert "0 [  ░░░░▒▒▒▓▓▓▓██] the row's largest" in long

@@ -168,10 +168,23 @@ def test_a_pattern_without_a_query_is_left_out(model):
 
 
 def test_heads_have_names(model):
-    assert Head.parse("1.0", model.config) == Head(1, 0)
-    assert str(Head(1, 0)) == "1.0"
-    for text in ("2.0", "0.2", "1", "1.0.0", "-1.0", "a.b", "", "1.٠", "9" * 5000 + ".0"):
-        with pytest.raises(ValueError, match=r"no head .*: expected layer\.head, from 0"):
+    for text in ("1.0", "L1H0", "l1h0"):
+        assert Head.parse(text, model.config) == Head(1, 0)
+    assert str(Head(1, 0)) == "L1H0"
+    for text in (
+        "2.0",
+        "0.2",
+        "L2H0",
+        "LH",
+        "1",
+        "1.0.0",
+        "-1.0",
+        "a.b",
+        "",
+        "1.٠",
+        "9" * 5000 + ".0",
+    ):
+        with pytest.raises(ValueError, match=r"no head .*: expected layer and head, from L0H0"):
             Head.parse(text, model.config)
 
 

@@ -95,12 +95,14 @@ const said = (M, i, j) => (M.said ??= sayer(M.data, decimals, true))(get(M, i, j
 const term = (M, i, j) => inParentheses(said(M, i, j));
 const terms = (M, i) => range(M.cols).map((d) => term(M, i, d));
 const MOST = 16; // terms that are written out
+const FEW = 3; // of a softmax with more
 
-/* The terms; of too many the largest, with an ellipsis for those between. */
-function joined(terms, sizes, by = " + ") {
+/* The terms; of too many the largest, in place with an ellipsis between, or only a few. */
+function joined(terms, sizes, by = " + ", few = false) {
   if (terms.length <= MOST) return terms.join(by);
   const size = (n) => (Number.isNaN(sizes[n]) ? Infinity : sizes[n]);
   const order = range(terms.length).sort((a, b) => (size(b) > size(a)) - (size(b) < size(a)) || a - b);
+  if (few) return [...order.slice(0, FEW).map((n) => terms[n]), `${terms.length - FEW} smaller ones`].join(by);
   const kept = new Set(order.slice(0, MOST)), texts = [];
   terms.forEach((term, n) => {
     if (kept.has(n) || texts.at(-1) !== "…") texts.push(kept.has(n) ? term : "…");
@@ -303,7 +305,7 @@ const OPERATIONS = {
     },
     write(i, j, [x]) {
       const powers = range(x.cols).map((d) => `exp(${said(x, i, d)})`);
-      return { text: `${powers[j]} / (${joined(powers, rowOf(x, i))})`, used: along(0, x, i) };
+      return { text: `${powers[j]} / (${joined(powers, rowOf(x, i), " + ", true)})`, used: along(0, x, i) };
     },
   },
   concat: {
