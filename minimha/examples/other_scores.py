@@ -1,7 +1,5 @@
 """Document 004's Q, K and V with two other ways to score: cosine similarity, a small network."""
 
-from typing import Any
-
 import numpy as np
 
 from minimha.api import attention
@@ -13,27 +11,15 @@ from minimha.layers.cosine import cosine_attention
 
 
 def run_cosine(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Compute dot products, then lengths, cosines and angles, of the same numbers."""
+    """Compute dot products, then lengths, angles and cosines, of the same numbers."""
     scale = None if is_scaled else 1.0
     attention(Q, K, V, is_causal=is_causal, scale=scale, tap=staged(tap, "dot"))
-    cosine_attention(Q, K, V, is_causal=is_causal, tap=with_angles(staged(tap, "cosine")))
-
-
-def with_angles(tap: Tap) -> Tap:
-    """Return a tap that receives the vectors' lengths after K, and angles after the cosines."""
+    for name, x in (("q_length", Q), ("k_length", K)):
+        tap(name, np.linalg.norm(x, axis=1, keepdims=True))
     q, k = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (Q, K))
     apart, along = (np.linalg.norm(x, axis=2) for x in (q[:, None] - k, q[:, None] + k))
-
-    def receive(name: str, value: Any) -> Any:
-        value = tap(name, value)
-        if name == "k":
-            for letter, x in (("q", Q), ("k", K)):
-                tap(f"{letter}_length", np.linalg.norm(x, axis=1, keepdims=True))
-        elif name == "cosine":
-            tap("angle", np.degrees(2 * np.arctan2(apart, along)))  # exact for equal vectors
-        return value
-
-    return receive
+    tap("angle", np.degrees(2 * np.arctan2(apart, along)))  # exact where an arccosine is not
+    cosine_attention(Q, K, V, is_causal=is_causal, tap=staged(tap, "cosine"))
 
 
 def run_additive(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
@@ -53,7 +39,7 @@ COSINE = Example(
         "scores[dot]": "Query 2 and key 1 are both [1, 1]: being longer, they score twice as high "
         "as query 0 and key 0, which point the same way too.",
         "cosine[cosine]": "Here both pairs have cosine 1: length no longer counts.",
-        "angle[cosine]": "q2 · k1 = |q2| |k1| cos θ = 1.414 · 1.414 · cos 0° = 2, while "
+        "angle": "q2 · k1 = |q2| |k1| cos θ = 1.414 · 1.414 · cos 0° = 2, while "
         "q0 · k0 = 1 · 1 · cos 0° = 1: the angle is the same and the lengths are not.",
         "weights[cosine]": Note(
             "Scores lie between -1 and 1, so no key can get more than e² ≈ 7.4 times the weight of "

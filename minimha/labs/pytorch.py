@@ -71,8 +71,6 @@ def module(W: Weights, b: Weights) -> Callable[..., list[NDArray[Any]]]:
         ) from None
 
     class Module(torch.nn.Module):  # type: ignore[misc]
-        """Four linear layers, d_model to d_model, around scaled dot-product attention."""
-
         def __init__(self) -> None:
             super().__init__()
             for n in "qkvo":
@@ -89,13 +87,12 @@ def module(W: Weights, b: Weights) -> Callable[..., list[NDArray[Any]]]:
             heads = (weights @ v).transpose(1, 2).reshape(len(query), -1, WIDTH)
             return self.W_o(heads), weights
 
-    made = Module()
+    made = Module().requires_grad_(False)
     given = {f"W_{n}.weight": torch.from_numpy(W[n].T.copy()) for n in W}
     made.load_state_dict(given | {f"W_{n}.bias": torch.from_numpy(b[n]) for n in b})
 
     def call(x: NDArray[Any], mask: NDArray[Any] | None) -> list[NDArray[Any]]:
-        x_, mask_ = torch.from_numpy(x), None if mask is None else torch.from_numpy(mask)
-        with torch.no_grad():
-            return [found.numpy() for found in made(x_, x_, x_, mask_)]
+        X, M = torch.from_numpy(x), None if mask is None else torch.from_numpy(mask)
+        return [found.numpy() for found in made(X, X, X, M)]
 
     return call

@@ -305,9 +305,9 @@ def test_cosine_and_dot_product_side_by_side():
     wanted = [[1, root, 0], [0, root, 1], [root, 1, root]]
     np.testing.assert_allclose(trace["cosine[cosine]"], wanted, atol=1e-15)
     np.testing.assert_array_equal(trace["scores[dot]"], EXAMPLES["given-qkv"].trace()["scores"])
-    lengths = trace["q_length[cosine]"] * trace["k_length[cosine]"].T
-    np.testing.assert_allclose(trace["angle[cosine]"], [[0, 45, 90], [90, 45, 0], [45, 0, 45]])
-    cosines = np.cos(np.radians(trace["angle[cosine]"]))
+    lengths = trace["q_length"] * trace["k_length"].T
+    np.testing.assert_allclose(trace["angle"], [[0, 45, 90], [90, 45, 0], [45, 0, 45]])
+    cosines = np.cos(np.radians(trace["angle"]))
     np.testing.assert_allclose(lengths * cosines, trace["scores[dot]"], atol=1e-15)
 
 
