@@ -14,10 +14,20 @@ from minimha.api import BackendUnavailable
 from minimha.explain.spelling import spelled
 from minimha.explain.trace import printable
 
-COMMANDS = (  # the modules, in the order in which they are listed
-    "examples", "example", "attend", "flash", "next", "heads", "lab", "check", "sizes", "bench",
-    "kernels", "backends",
-)  # fmt: skip
+COMMANDS = {  # module → its line in the list of commands
+    "examples": "list the worked examples",
+    "example": "show every matrix of a worked example",
+    "attend": "show every matrix of attention over your own numbers",
+    "flash": "naive attention against FlashAttention, block by block",
+    "next": "the most probable next words of a text",
+    "heads": "what each head of a model does",
+    "lab": "experiments: what scaling, masks, heads and tiles do, in numbers",
+    "check": "name the bugs of an attention function",
+    "sizes": "parameters, FLOPs and KV cache of known models",
+    "bench": "how fast the CPU kernels are, beside other libraries",
+    "kernels": "list the kernels, rung by rung",
+    "backends": "say which backends can run here",
+}
 LONGEST_ERROR = 2000  # characters
 
 
@@ -44,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 status = args.run(args) or 0
         finally:
-            sys.stdout.flush()  # here, where a failure has a sentence; at exit it has none
-    except BrokenPipeError:  # the reader of our pipe has seen enough
+            sys.stdout.flush()  # here, where a failure is reported; at exit it is not
+    except BrokenPipeError:  # the reader of our pipe has closed it
         _discard(sys.stdout)
     except MemoryError:
         return _refuse("the problem does not fit into memory: take fewer tokens or heads")
@@ -83,7 +93,7 @@ class Parser(argparse.ArgumentParser):
     given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse an unknown option before any other error."""
+        """Parse; an unknown option is refused before any other error."""
         self.given = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:
             options = [word.partition("=")[0] for word in self.given if word.startswith("--")]
@@ -123,12 +133,15 @@ class Parser(argparse.ArgumentParser):
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of a command line; ``args.run`` is the command's function.
 
-    If ``words`` begin with a command, only this one is imported and known.
+    If ``words`` begin with a command, only that command is imported and added.
     """
     parser = Parser(prog="minimha", description="Every number of attention, step by step.")
     parser.add_argument("--version", action="version", version=f"minimha {__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(prog="minimha", metavar="command", title="commands")
     for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
-        import_module(f"{__name__}.{name}").add_parser(commands)
+        command = import_module(f"{__name__}.{name}")
+        subparser = commands.add_parser(name, help=COMMANDS[name])
+        subparser.set_defaults(run=command.run)
+        command.add_arguments(subparser)
     return parser

@@ -13,10 +13,10 @@ LARGEST_STEP = 2**22  # numbers of one step, all heads together, in a trace that
 
 
 def number(text: str) -> float:
-    """Return a number as a float; ``inf``, ``∞``, ``nan`` and a printed minus sign are known.
+    """Return ``text`` as a float; ``inf``, ``∞``, ``nan`` and a printed minus sign are accepted.
 
-    Numbers beyond float64 are refused, and what only Python reads as numbers (``1_0``,
-    ``infinity``, digits of other scripts).
+    A number beyond float64 is refused, and so is what only Python reads as a number: ``1_0``,
+    ``infinity``, digits of other scripts.
 
     >>> number("1e3"), number("-inf"), number("−0.5")
     (1000.0, -inf, -0.5)
@@ -58,7 +58,7 @@ def check_sizes(example: Example, num_heads: int, d_model: int) -> None:
 
 
 def real(text: str) -> float:
-    """Convert for argparse: ``number``, or a sentence."""
+    """Return ``number(text)``; for argparse, raise its error with a sentence."""
     try:
         return number(text)
     except ValueError:
@@ -66,7 +66,7 @@ def real(text: str) -> float:
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Return a converter for argparse: a whole number from ``low`` to ``high``, where given."""
+    """Return a converter for argparse of whole numbers from ``low`` to ``high``, if given."""
     bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
 
     def convert(text: str) -> int:
@@ -88,7 +88,7 @@ decimals = whole(0, 17)
 
 
 def add_sentence(group: Any, which: str) -> None:
-    """Add ``--tokens``, with ``which`` sentences these are in its help, and ``--sentence``."""
+    """Add ``--tokens``, whose help ends in ``which``, and ``--sentence``."""
     group.add_argument("--tokens", type=tokens, metavar="N", help=f"1 to {MAX_TOKENS}: {which}")
     group.add_argument("--sentence", metavar="WORDS", help="your sentence")
 
@@ -98,25 +98,5 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--causal", action=flag, help="hide later tokens, or not")
     parser.add_argument("--scale", action=flag, help="divide the scores by √d_k, or not")
-    drawn = "of embeddings and weights (default 1)"
+    drawn = "seed of the embeddings and weights (default 1)"
     parser.add_argument("--seed", type=natural, metavar="N", help=drawn)
-
-
-def add_steps(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose steps and how they are shown."""
-    add = parser.add_argument
-    which = (
-        "show this step only, by its name or heading, or heatmap, or picks: how every query picks "
-    )
-    which += "its values (may be repeated)"
-    add("--only", action="append", default=[], metavar="STEP", help=which)
-    add("--head", type=natural, metavar="N", help="show this head only, counted from 0")
-    rows = "show the rows of this query only, and how it picks values"
-    add("--query", default="", metavar="WORD", help=rows)
-    entry = "write out one cell of each step, by words or numbers: sat,cat; --only adds matrices"
-    add("--cell", default="", metavar="ROW,COLUMN", help=entry)
-    blank = "leave this step's numbers blank, as a worksheet (may be repeated)"
-    add("--hide", action="append", default=[], metavar="STEP", help=blank)
-    add("--answer", metavar="CSV", help="check these numbers of the hidden step")
-    how = "of numbers that are not whole (default 3)"
-    add("--decimals", type=decimals, default=3, metavar="N", help=how)

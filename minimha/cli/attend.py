@@ -1,4 +1,4 @@
-"""``attend``: every matrix of attention over the reader's own numbers."""
+"""``attend``: shows every matrix of attention over the reader's own numbers."""
 
 import argparse
 import sys
@@ -10,30 +10,27 @@ from typing import Any
 import numpy as np
 
 from minimha.api import TAPPED, attention, check_backend
-from minimha.cli.arguments import add_steps, check_step, integer, number, real
-from minimha.cli.output import TRACE_FORMATS, add_output, deliver
+from minimha.cli.arguments import check_step, integer, number, real
+from minimha.cli.output import add_steps, deliver
 from minimha.equations import tiled
 from minimha.explain import render
 from minimha.explain.trace import Trace, token_labels
 
-RESULTS = ("output", "lse")  # all that a run without a trace gives
+RESULTS = ("output", "lse")  # the only arrays of a run without a trace
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser(
-        "attend",
-        help="show every matrix of attention over your own numbers",
-        description="Attention over your own numbers: a problem file, or one CSV file each for "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Attention over your own numbers: a problem file, or one CSV file each for "
         "q, k and v; or what was exported as JSON or npz, shown again. A problem's keys are q, k, "
         "v and the options of minimha.attention: is_causal, q_offset, window_size, attn_mask, "
         "attn_bias, kv_lengths, alibi_slopes, scale, softcap, sinks, cu_seqlens_q, cu_seqlens_k, "
         "block_table, return_lse, backend. A flag takes precedence over the file. A store of zarr, "
         "whose arrays and attributes have these names, is read a block of keys at a time and may "
         "be larger than memory. In CSV # begins a comment, and semicolons may separate numbers "
-        "with decimal commas.",
+        "with decimal commas."
     )
-    parser.set_defaults(run=run)
     parser.add_argument("problem", nargs="?", help="problem.json, .npz or .zarr")
     for name in ("q", "k", "v"):
         parser.add_argument(f"--{name}", metavar="CSV", help=f"{name}, one row per token")
@@ -41,13 +38,13 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("--causal", dest="is_causal", action=flag, help="hide the keys after each query")
     add("--q-offset", type=_integers, metavar="N", help="position of query 0 among the keys")
-    sides = "keys seen on each side; none = all"
+    sides = "visible keys on each side; none = all"
     add("--window", dest="window_size", type=_window, metavar="LEFT,RIGHT", help=sides)
     add("--attn-mask", metavar="CSV", help="1 = may attend, 0 = may not")
     add("--attn-bias", metavar="CSV", help="added to the scores")
     add("--kv-lengths", type=_integers, metavar="N,…", help="number of filled keys")
     add("--alibi-slopes", type=_numbers, metavar="X,…", help="one slope per head")
-    add("--scale", type=real, metavar="X", help="instead of 1/√D")
+    add("--scale", type=real, metavar="X", help="scale of the scores, instead of 1/√D")
     add("--softcap", type=real, metavar="C", help="cap the scores at ±C")
     add("--sinks", type=_numbers, metavar="X,…", help="one extra score per head")
     for side, rows in (("q", "queries"), ("k", "keys")):
@@ -57,7 +54,6 @@ def add_parser(commands: Any) -> None:
     add("--cluster", metavar="tcp://…", help="dask cluster that computes a .zarr store")
     add("--labels", metavar="WORDS", help="one word per token, separated by spaces")
     add_steps(parser)
-    add_output(parser, TRACE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -198,13 +194,13 @@ def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, 
         start = 0 if offset is None else offset if isinstance(offset, int) else -1
         is_aligned = 0 <= start <= Lk - Lq
         found = token_labels(labels[start : start + Lq] if is_aligned else (), labels)
-        return found | _labels_of_sequences(found, problem)
-    if len(labels) == Lq:
+    elif len(labels) == Lq:
         found = token_labels(labels, ())
-        return found | _labels_of_sequences(found, problem)
-    raise ValueError(
-        f"--labels has {len(labels)} words: expected one for each key ({Lk}) or query ({Lq})"
-    )
+    else:
+        raise ValueError(
+            f"--labels has {len(labels)} words: expected one for each key ({Lk}) or query ({Lq})"
+        )
+    return found | _labels_of_sequences(found, problem)
 
 
 def _labels_of_sequences(

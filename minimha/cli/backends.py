@@ -1,16 +1,14 @@
 """``backends``: which can run here, and why the others cannot."""
 
 import argparse
-from typing import Any
 
 from minimha.api import backends
 from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser("backends", help="say which backends can run here")
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = "Say which backends can run here, and why the others cannot."
     add_output(parser, TABLE_FORMATS)
 
 

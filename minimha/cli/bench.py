@@ -21,18 +21,15 @@ from minimha.explain.chart import Bars
 from minimha.explain.result import Result
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser(
-        "bench",
-        help="how fast the CPU kernels are, beside other libraries",
-        description="Time minimha's CPU kernels beside NumPy and, where they are installed "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Time minimha's CPU kernels beside NumPy and, where they are installed "
         "(pip install 'minimha[bench]'), torch and onnxruntime. A candidate whose numbers are "
         "wrong is not timed. ratio: a candidate's time / minimha's. error: its largest error as a "
         "multiple of plain NumPy's. of machine: its rate as a fraction of what this machine's "
-        "matrix product (decode: reading memory) reaches in the same run.",
+        "matrix product (decode: reading memory) reaches in the same run."
     )
-    parser.set_defaults(run=run)
     add = parser.add_argument
     add("--shape", action="append", type=_shape, default=[],
         metavar="B,H,Hkv,Lq,Lk,D[,MASK[,DTYPE]]",
@@ -44,7 +41,7 @@ def add_parser(commands: Any) -> None:
     add("--crowded", action="store_true", help=crowd)
     calls = "time for the calls of one shape (default 4)"
     add("--seconds", type=_seconds, default=4.0, metavar="S", help=calls)
-    add("--threads", type=count, metavar="N", help="for every candidate (default all)")
+    add("--threads", type=count, metavar="N", help="threads of every candidate (default all)")
     add_output(parser, RESULT_FORMATS)
 
 

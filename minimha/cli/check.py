@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from minimha.cli.arguments import real
-from minimha.cli.output import REPORT_FORMATS, add_output, check_output, deliver_page
+from minimha.cli.output import REPORT_FORMATS, add_output, check_output, format_of, put
 from minimha.explain import render
 from minimha.explain.trace import printable
 
@@ -15,15 +14,12 @@ NOTHING_WRONG, WRONG = 0, 1
 MODES = ("function", "layer", "write_problems", "compare")
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser(
-        "check",
-        help="name the bugs of an attention function",
-        description="Run a function on graded problems, in a separate process, and name what it "
-        "computes wrong. Exit status: 0 right, 1 wrong, 2 it cannot be checked.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Run a function on graded problems, in a separate process, and name what it "
+        "computes wrong. Exit status: 0 right, 1 wrong, 2 it cannot be checked."
     )
-    parser.set_defaults(run=run)
     add = parser.add_argument
     add("function", nargs="?", metavar="FUNCTION",
         help="mykernel.py:attention or package.module:attention")  # fmt: skip
@@ -32,8 +28,8 @@ def add_parser(commands: Any) -> None:
     add("--speaks", metavar="DIALECT", default="minimha",
         help="minimha (default), torch, flash_attention, jax, keras or onnx")  # fmt: skip
     add("--dtype", metavar="DTYPE", default="float32",
-        help="of q, k and v: float32 (default), float16 or bfloat16")  # fmt: skip
-    add("--arrays", metavar="LIBRARY", help="what it takes: numpy, torch, jax or cupy")
+        help="dtype of q, k and v: float32 (default), float16 or bfloat16")  # fmt: skip
+    add("--arrays", metavar="LIBRARY", help="arrays that it takes: numpy, torch, jax or cupy")
     add("--device", metavar="NAME", help="where torch's arrays are, such as cuda")
     add("--timeout", type=real, metavar="S", default=20.0,
         help="seconds for one problem (default 20), three times that for the first")  # fmt: skip
@@ -56,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         return _write(args)
     report = _compared(args) if modes == ["compare"] else _checked(args)
     if report.failure is None or args.format == "json":
-        deliver_page(args, partial(_written, report))
+        put(args, _written(report, format_of(args)))
     if report.failure is not None:
         raise ValueError(report.failure)
     return NOTHING_WRONG if report.verdict == "right" else WRONG

@@ -2,23 +2,19 @@
 
 import argparse
 from difflib import get_close_matches
-from typing import Any
 
-from minimha.cli.arguments import add_changes, add_sentence, add_steps, check_sizes, count
-from minimha.cli.output import TRACE_FORMATS, add_output, deliver
+from minimha.cli.arguments import add_changes, add_sentence, check_sizes, count
+from minimha.cli.output import add_steps, deliver
 from minimha.examples import DOCUMENTS, EXAMPLES, Example, sentences, translation
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser(
-        "example",
-        help="show every matrix of a worked example",
-        description="Show every matrix of a worked example: one by name, as 'examples' lists them "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Show every matrix of a worked example: one by name, as 'examples' lists them "
         "(a document's example has the numbers that the document prints beside its own), or a "
-        "sentence through a multi-head attention with small weights.",
+        "sentence through a multi-head attention with small weights."
     )
-    parser.set_defaults(run=run)
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument("name", nargs="?", help="an example's name, such as translation")
@@ -34,7 +30,6 @@ def add_parser(commands: Any) -> None:
         "its English one")  # fmt: skip
     add_changes(parser)
     add_steps(parser)
-    add_output(parser, TRACE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,23 +1,19 @@
 """``examples``: the worked examples in a table."""
 
 import argparse
-from typing import Any
 
 from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table
 from minimha.examples import EXAMPLES
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser(
-        "examples",
-        help="list the worked examples",
-        description="List the worked examples. An example with a document's number reproduces that "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "List the worked examples. An example with a document's number reproduces that "
         "document's numbers. The documents are five texts that teach attention: 000, 001 and 002, "
         "'Multi-Head Attention'; 003, 'A Deep Dive into the Multi-Head Attention Mechanism'; 004, "
-        "'Multi-head Attention'.",
+        "'Multi-head Attention'."
     )
-    parser.set_defaults(run=run)
     add_output(parser, TABLE_FORMATS)
 
 

@@ -1,32 +1,28 @@
 """``flash``: naive attention against FlashAttention, block by block."""
 
 import argparse
-from typing import Any
 
-from minimha.cli.arguments import add_changes, add_sentence, add_steps, check_sizes, count
-from minimha.cli.output import TRACE_FORMATS, add_output, deliver
+from minimha.cli.arguments import add_changes, add_sentence, check_sizes, count
+from minimha.cli.output import add_steps, deliver
 from minimha.examples import blocks, sentences
 
 LARGEST_GRID = 2**12  # blocks
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser(
-        "flash",
-        help="naive attention against FlashAttention, block by block",
-        description="One head over a sentence: first with whole matrices, then in blocks, with "
-        "what is loaded and what m, l and O are after each.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "One head over a sentence: first with whole matrices, then in blocks, with "
+        "what is loaded and what m, l and O are after each."
     )
-    parser.set_defaults(run=run)
     add = parser.add_argument
     add_sentence(parser.add_mutually_exclusive_group(), "a sentence of that length (default 6)")
-    add("--block-queries", type=count, metavar="B_r", default=2, help="in a block (default 2)")
-    add("--block-keys", type=count, metavar="B_c", default=2, help="in a block (default 2)")
+    size = "number in a block (default 2)"
+    add("--block-queries", type=count, metavar="B_r", default=2, help=size)
+    add("--block-keys", type=count, metavar="B_c", default=2, help=size)
     add("--d-model", type=count, metavar="E", default=4, help="model width (default 4)")
     add_changes(parser)
     add_steps(parser)
-    add_output(parser, TRACE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from minimha.models.transformer import Transformer
 
 UNIFORM = "uniform"
-CLEAR = 0.5  # the least share of attention by which a head "does" something
+CLEAR = 0.5  # least share of attention for which a head "does" a pattern
 WORDS = {
     "previous": "the token before",
     "first": "the first token",
@@ -33,17 +33,14 @@ WORDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser(
-        "heads",
-        help="what each head of a model does",
-        description="Find what each head of a model does: over a set of sentences, the mean share "
-        "of a query's attention that goes to the keys of a pattern, beside what a head would give "
-        "them that attends uniformly to all that it sees. The patterns: "
-        f"{'; '.join(f'{name}, {words}' for name, words in WORDS.items())}.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Find what each head of a model does: the mean share of a query's attention "
+        "that goes to the keys of a pattern, over a set of sentences. Beside it stands the share "
+        "that a uniform head gives to these keys. The patterns: "
+        f"{'; '.join(f'{name}, {words}' for name, words in WORDS.items())}."
     )
-    parser.set_defaults(run=run)
     models.add_model(parser)
     models.add_sentences(parser)
     add_output(parser, RESULT_FORMATS)
@@ -77,7 +74,7 @@ def _behaviours(
 
 
 def _result(found: Behaviours, num_sentences: int, *, is_text: bool) -> Result:
-    """The scores of every head; text shows the heatmap without the table."""
+    """The scores of every head, as a heatmap and, unless ``is_text``, as a table."""
     from minimha.explain.chart import Grid
     from minimha.explain.result import Result, Table
     from minimha.models.interpretability import Head

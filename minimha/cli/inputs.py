@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from minimha.api import attention
 from minimha.cli.arguments import number
+from minimha.equations.arguments import counted
 from minimha.explain.trace import Trace
 
 MAX_DEPTH = 8  # of nested lists; no array of this library is deeper
@@ -39,10 +40,10 @@ KEYS = tuple(name for name in inspect.signature(attention).parameters if name no
 
 
 def read_problem(name: str) -> dict[str, Any] | Trace:
-    """Return the arguments of ``attention`` that a JSON or npz file holds, or an exported trace.
+    """Return the arguments of ``attention`` in a JSON or npz file, or an exported trace.
 
     A trace has ``steps`` in JSON, ``trace`` in npz. In JSON null is None, and "-inf", "inf" and
-    "nan" are numbers. Nothing of an npz is unpickled.
+    "nan" are numbers. Nothing in an npz file is unpickled.
     """
     path = Path(name)
     readers = {".json": _read_json, ".npz": _read_npz}
@@ -57,7 +58,7 @@ def read_matrix(name: str) -> NDArray[np.float64]:
     for line, fields in read_rows(name):
         first, width = first or line, width or len(fields)
         if len(fields) != width:
-            came = f"{len(fields)} number{'s' * (len(fields) != 1)}"
+            came = counted(len(fields), "number")
             raise ValueError(f"{name} is ragged: line {line} has {came}, line {first} has {width}")
         numbers.extend(_field(name, line, n, text) for n, text in enumerate(fields, 1))
     return np.array(numbers).reshape(-1, width)
@@ -93,7 +94,7 @@ def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 class _InPieces(io.FileIO):
-    """A file that refuses to read a large piece at once, as zipfile does a table of contents."""
+    """A file that refuses to read much at once, as zipfile would a forged table of contents."""
 
     def read(self, size: int | None = -1, /) -> bytes | Any:
         if size is not None and size > LARGEST_PIECE:
@@ -107,7 +108,7 @@ def _open(path: Path) -> _InPieces:
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
         raise ValueError(f"{path} is a device or a socket, which may never end: expected a file")
 
-    def at_once(name: str, flags: int) -> int:  # and not when a pipe's first writer comes
+    def at_once(name: str, flags: int) -> int:  # without waiting for a pipe's first writer
         return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
     file = _InPieces(path, opener=at_once)
@@ -135,7 +136,7 @@ def read_text(path: Path) -> str:
 
 
 def check_keys(path: Path, keys: Sequence[str]) -> None:
-    """Refuse keys that are no arguments of ``attention``, or that lack q, k or v."""
+    """Refuse a key that is not an argument of ``attention``, and keys without q, k or v."""
     for key in keys:
         if key not in KEYS:
             near = difflib.get_close_matches(key[:40].lower(), KEYS, 1)
@@ -149,7 +150,7 @@ def check_keys(path: Path, keys: Sequence[str]) -> None:
 
 
 def _field(name: str, line: int, n: int, text: str) -> float:
-    """One number of a CSV file; NaN is refused, which often stands for a missing number."""
+    """One number of a CSV file; NaN is refused, because it often marks a missing number."""
     try:
         found = number(text)
     except ValueError:
@@ -289,7 +290,9 @@ def _refusing(path: Path) -> Iterator[None]:
     """Turn any error from a broken archive (zlib, zipfile, NumPy, …) into one sentence."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Python 2's arrays, which are read all the same
+            warnings.simplefilter(
+                "ignore"
+            )  # about arrays that Python 2 wrote, which are read correctly
             yield
     except MemoryError:
         raise

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from importlib.util import find_spec
-from typing import Any
 
 from minimha.api import DTYPES, BackendUnavailable
 from minimha.api import compile as compile_ahead
@@ -11,15 +10,11 @@ from minimha.cli.output import TABLE_FORMATS, add_output, deliver_table, grouped
 from minimha.explain import render
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser(
-        "kernels",
-        help="list the kernels, rung by rung",
-        description="Every rung of the two ladders: its idea, the problems it takes, and what was "
-        "measured.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Every rung of the two ladders: its idea, the problems it takes, and what was measured."
     )
-    parser.set_defaults(run=run)
     add = parser.add_argument
     compile_only = "compile the CUDA rungs, without a GPU, and show what ptxas reports"
     add("--ptx", action="store_true", help=compile_only)

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from typing import Any
 
 from minimha.cli.arguments import natural
 from minimha.cli.output import (
@@ -17,18 +16,15 @@ from minimha.cli.output import (
 from minimha.explain import render
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser(
-        "lab",
-        help="experiments: what scaling, masks, heads and tiles do, in numbers",
-        description="Run an experiment and show its tables, its figures and the sentence that "
-        "follows from the numbers. Without a name, list the experiments.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Run an experiment and show its tables, its figures and the sentence that "
+        "follows from the numbers. Without a name, list the experiments."
     )
-    parser.set_defaults(run=run)
     add = parser.add_argument
     add("name", nargs="?", metavar="EXPERIMENT", help="such as scale (default: list all)")
-    add("--seed", type=natural, metavar="N", help="of what is drawn (default 1)")
+    add("--seed", type=natural, metavar="N", help="seed of the random numbers (default 1)")
     add_output(parser, RESULT_FORMATS)
 
 

@@ -28,7 +28,7 @@ def add_sentences(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace) -> Transformer:
-    """Return the model that ``--model`` names, or the one that ships; it must have a tokenizer."""
+    """Return the model of ``--model``, or the one that ships; refuse one without a tokenizer."""
     if args.model is None:
         from minimha.models import world
 

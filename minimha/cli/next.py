@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -13,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minimha.cli import models
-from minimha.cli.arguments import LARGEST_COUNT, add_steps, count, natural, real
+from minimha.cli.arguments import LARGEST_COUNT, count, natural, real
 from minimha.cli.output import (
-    ENDINGS,
     LARGEST_MATRIX,
     LARGEST_RUN,
     RESULT_FORMATS,
     TRACE_FORMATS,
-    add_output,
+    add_steps,
+    asked_format,
     deliver,
     deliver_result,
     deliver_table,
@@ -44,37 +43,33 @@ UNSET: tuple[object, ...] = (None, "", [])
 Probabilities = NDArray[np.float64]
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser(
-        "next",
-        help="the most probable next words of a text",
-        description="Show the most probable next words of a text, as a model on this machine "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Show the most probable next words of a text, as a model on this machine "
         "predicts them: the small one that ships, or one of your own. --trace shows every number "
-        "in between, and so does any option about steps.",
+        "in between, and so does any option about steps."
     )
-    parser.set_defaults(run=run)
     add = parser.add_argument
-    add("text", metavar="TEXT", help='how it begins, in quotes: "the cat sat on the"')
+    add("text", metavar="TEXT", help='the beginning, in quotes: "the cat sat on the"')
     models.add_model(parser)
     add("--top", type=count, metavar="N", default=10, help="how many words (default 10)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--all", action="store_true", help="after every word of the text")
-    what.add_argument("--generate", type=count, metavar="N", help="write that many words")
-    what.add_argument("--lens", action="store_true", help="what each layer would predict")
-    what.add_argument("--trace", action="store_true", help="every matrix inside, as example does")
-    add("--layer", type=natural, metavar="N", help="the matrices of this layer, counted from 0")
+    what.add_argument("--all", action="store_true", help="show the next words after every word")
+    what.add_argument("--generate", type=count, metavar="N", help="write N words")
+    what.add_argument("--lens", action="store_true", help="show what each layer would predict")
+    what.add_argument("--trace", action="store_true", help="show every matrix, as example does")
+    add("--layer", type=natural, metavar="N", help="show the matrices of this layer, from 0 on")
     add("--temperature", type=real, metavar="T", default=1.0, help="of the softmax (default 1)")
     add("--top-k", type=int, metavar="K", help="keep the K most probable words")
     add("--top-p", type=real, metavar="P", help="keep the fewest whose probabilities reach P")
-    add("--seed", type=natural, metavar="N", default=0, help="of --generate (default 0)")
+    add("--seed", type=natural, metavar="N", default=0, help="seed of --generate (default 0)")
     add("--without-head", action="append", default=[], metavar="LxHy", help="remove head y of "
         "layer x, both counted from 0, and show what that changes (may be repeated)")  # fmt: skip
     add("--ablation", choices=("zero", "mean"), default="zero", help="what a removed head gives: "
         "zeros, or its mean output over --sentences (default zero)")  # fmt: skip
     models.add_sentences(parser)
     add_steps(parser)
-    add_output(parser, TRACE_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -100,8 +95,8 @@ def run(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace, is_traced: bool) -> None:
     """Refuse options that exclude each other, and choose the formats."""
     if not args.text.strip():
-        raise ValueError("TEXT is empty: expected how it begins, at least one word")
-    kind = args.format or ENDINGS.get(os.path.splitext(args.output or "")[1].lower(), "")
+        raise ValueError("TEXT is empty: expected at least one word")
+    kind = asked_format(args)
     if is_traced:
         for other in ("all", "lens", "generate"):
             if getattr(args, other):
@@ -122,7 +117,7 @@ def _without(args: argparse.Namespace, model: Transformer) -> Transformer:
     """The model without the removed heads."""
     if not args.without_head:
         if args.ablation != "zero" or args.sentences is not None:
-            raise ValueError("--ablation and --sentences are for heads removed: add --without-head")
+            raise ValueError("--ablation and --sentences need removed heads: add --without-head")
         return model
     from minimha.models import interpretability as heads
 
@@ -130,7 +125,7 @@ def _without(args: argparse.Namespace, model: Transformer) -> Transformer:
     args.without_head = list(map(str, removed))
     if args.ablation == "zero":
         if args.sentences is not None:
-            raise ValueError("--sentences are what --ablation mean is over: add it")
+            raise ValueError("--sentences are averaged by --ablation mean: add it")
         return heads.without_heads(model, removed)
     with render.busy(sys.stderr, "mean outputs"):
         means = heads.mean_outputs(model, models.sentences(args))
@@ -199,7 +194,7 @@ def _removed(args: argparse.Namespace) -> str:
 
 
 def _every_position(args: argparse.Namespace, model: Transformer) -> None:
-    """Show, after each word of the text, what came and what was expected."""
+    """Show which word follows each word of the text, and which are the most probable."""
     found = _probabilities(args, model)
     ids = model.encode(args.text).tolist()
     words = models.labels(model, ids)

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from minimha.cli.arguments import decimals, natural
 from minimha.explain import render
 from minimha.explain.result import Result
 from minimha.explain.trace import Trace
@@ -60,6 +61,24 @@ def add_output(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> Non
     add("--force", action="store_true", help="replace an existing --output")
 
 
+def add_steps(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose steps, show them and write them to a file."""
+    add = parser.add_argument
+    which = "show this step only, by its name or heading, or heatmap or picks (may be repeated)"
+    add("--only", action="append", default=[], metavar="STEP", help=which)
+    add("--head", type=natural, metavar="N", help="show this head only, counted from 0")
+    rows = "show the rows of this query only, and how it picks values"
+    add("--query", default="", metavar="WORD", help=rows)
+    entry = "write out one cell of each step, by words or numbers: sat,cat; --only adds matrices"
+    add("--cell", default="", metavar="ROW,COLUMN", help=entry)
+    blank = "leave this step's numbers blank, as a worksheet (may be repeated)"
+    add("--hide", action="append", default=[], metavar="STEP", help=blank)
+    add("--answer", metavar="CSV", help="check these numbers of the hidden step")
+    how = "decimals of numbers that are not whole (default 3)"
+    add("--decimals", type=decimals, default=3, metavar="N", help=how)
+    add_output(parser, TRACE_FORMATS)
+
+
 def deliver(args: argparse.Namespace, trace: Trace) -> None:
     """Print ``trace`` in the requested format, or write it to ``--output``."""
     kind = format_of(args)
@@ -90,7 +109,7 @@ def deliver(args: argparse.Namespace, trace: Trace) -> None:
         return
     from minimha.explain import export
 
-    _put(args, export.trace_as(kind, trace, args.decimals))
+    put(args, export.trace_as(kind, trace, args.decimals))
 
 
 def deliver_table(
@@ -114,10 +133,10 @@ def deliver_table(
     from minimha.explain import export
 
     if kind == "json":
-        _put(args, export.table_as_json(records if exact is None else exact))
+        put(args, export.table_as_json(records if exact is None else exact))
     else:
         as_text = export.table_as_csv if kind == "csv" else export.table_as_markdown
-        _put(args, as_text(records))
+        put(args, as_text(records))
 
 
 def deliver_result(args: argparse.Namespace, result: Result) -> None:
@@ -128,12 +147,7 @@ def deliver_result(args: argparse.Namespace, result: Result) -> None:
         return
     from minimha.explain import export
 
-    _put(args, export.result_as(kind, result))
-
-
-def deliver_page(args: argparse.Namespace, written: Callable[[str], str]) -> None:
-    """Print the page that ``written`` returns for the requested format, or write it."""
-    _put(args, written(format_of(args)))
+    put(args, export.result_as(kind, result))
 
 
 def grouped(records: list[dict[str, str]], key: str) -> dict[str, list[dict[str, str]]]:
@@ -155,10 +169,10 @@ def check_output(args: argparse.Namespace) -> None:
 def format_of(args: argparse.Namespace) -> str:
     """Return the format that ``--format`` names, or else the ending of ``--output``."""
     is_trace = args.formats is TRACE_FORMATS
-    ending = os.path.splitext(args.output or "")[1].lower()
-    kind: str = args.format or ENDINGS.get(ending, "")
+    kind = asked_format(args)
     is_folder = is_trace and kind == "csv"  # whose name has no ending
     if kind not in args.formats or (is_folder and args.format is None):
+        ending = os.path.splitext(args.output)[1].lower()
         raise ValueError(
             f"--output {args.output} ends in {ending!r}, which names no format of "
             f"{KINDS[args.formats]}: add --format, one of "
@@ -170,15 +184,21 @@ def format_of(args: argparse.Namespace) -> str:
     return kind
 
 
+def asked_format(args: argparse.Namespace) -> str:
+    """Return the format asked for, whether the command has it or not; empty for none."""
+    ending = os.path.splitext(args.output or "")[1].lower()
+    return args.format or ENDINGS.get(ending, "")
+
+
 def _show(args: argparse.Namespace, as_text: Callable[[int | None, str], Any]) -> None:
     """Show text, on a terminal in its width and colours."""
     console = render.console_for(sys.stdout)
     if args.output is not None:
-        _put(args, render.plain(as_text(None, "blocks")))
+        put(args, render.plain(as_text(None, "blocks")))
     elif console.is_terminal:
         console.print(as_text(console.width, render.ramp_for(console)), soft_wrap=True)
     else:
-        _put(args, render.plain(as_text(None, render.ramp_for(console))))
+        put(args, render.plain(as_text(None, render.ramp_for(console))))
 
 
 def _encoding(args: argparse.Namespace) -> str:
@@ -186,7 +206,7 @@ def _encoding(args: argparse.Namespace) -> str:
     return "utf-8" if args.output is not None else sys.stdout.encoding or "utf-8"
 
 
-def _put(args: argparse.Namespace, content: str | bytes | dict[str, str]) -> None:
+def put(args: argparse.Namespace, content: str | bytes | dict[str, str]) -> None:
     """Print the content or write it to ``--output``; a dictionary is a folder of files."""
     if args.output is None:
         print(content, end="")
@@ -254,8 +274,8 @@ def write_file(name: str, content: bytes, *, force: bool) -> None:
 def write_folder(name: str, files: Mapping[str, str | bytes], *, force: bool) -> None:
     """Write every file into the folder ``name``, which is created if its parent exists.
 
-    Other files in the folder stay. A folder with steps of another run is refused, and one into
-    which another process is writing.
+    Other files in the folder stay. A folder is refused if it holds steps of another run, or if
+    another process is writing into it.
     """
     path = _target(name)
     contents = {f: c if isinstance(c, bytes) else c.encode() for f, c in files.items()}
@@ -297,7 +317,7 @@ def _replace_all(folder: Path, contents: Mapping[str, bytes], staging: Path) -> 
     for file, content in contents.items():
         path, old = folder / file, _status(folder / file)
         if old is not None and old.st_nlink > 1:
-            (staging / file).unlink()  # it proved that there is room
+            (staging / file).unlink()  # it showed that there is room
             _save(path, content)
             continue
         if old is not None:
@@ -345,7 +365,7 @@ def _target(name: str) -> Path:
 
 @contextmanager
 def _staging(folder: Path, name: str | None = None) -> Iterator[Path]:
-    """Make a folder in ``folder`` to write into, removed at the end; a ``name`` has one writer."""
+    """Make a temporary folder in ``folder``; a ``name`` allows one process at a time."""
     staging = folder / (name or f".minimha-{os.urandom(8).hex()}")
     try:
         staging.mkdir()

@@ -9,18 +9,15 @@ from minimha.cli.output import FOR_READERS, TABLE_FORMATS, add_output, deliver_t
 from minimha.explain.numbers import in_units
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
-    parser = commands.add_parser(
-        "sizes",
-        help="parameters, FLOPs and KV cache of known models",
-        description="Parameters, FLOPs (a multiplication and an addition are two) and KV-cache "
-        "bytes of known models, and what grouped heads save. Exact numbers: --format json.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and arguments."""
+    parser.description = (
+        "Parameters, FLOPs (a multiplication and an addition are two) and KV-cache "
+        "bytes of known models, and what grouped heads save. Exact numbers: --format json."
     )
-    parser.set_defaults(run=run)
     add = parser.add_argument
     add("--preset", metavar="NAME", help="one model, such as gpt3 (default all, in a table)")
-    add("--length", type=count, metavar="N", help="tokens (default the most that the model takes)")
+    add("--length", type=count, metavar="N", help="number of tokens (default: the model's most)")
     dtypes = "float32", "float16", "bfloat16"
     add("--dtype", choices=dtypes, default="float16", help="default float16")
     add_output(parser, TABLE_FORMATS)
@@ -53,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _record(preset: Any, length: int | None, dtype: str) -> dict[str, Any]:
-    """One preset in exact numbers; None where it has none, such as a cache beyond its length."""
+    """One preset in exact numbers; None for what it lacks, such as a cache beyond its length."""
     from dataclasses import asdict
 
     from minimha.models import sizes

@@ -43,7 +43,7 @@ def open_problem(name: str) -> dict[str, Any]:
         arrays, attributes = dict(sorted(group.arrays())), dict(group.attrs)
     except MemoryError:
         raise
-    except Exception as error:  # zarr raises what its parsers do
+    except Exception as error:  # zarr passes on any error of its parsers
         raise ValueError(f"{name} is refused: expected a group of zarr ({error})") from None
     check_keys(Path(name), [*arrays, *attributes])
     for key, array in arrays.items():
@@ -67,7 +67,7 @@ def on_cluster(address: str, problem: dict[str, Any]) -> tuple[NDArray[Any], NDA
     lazy = distributed.attention(**{**problem, "return_lse": True})
     try:
         client = Client(address, timeout=PATIENCE, set_as_default=False)
-    except Exception as error:  # of its transport, or of what is no address
+    except Exception as error:  # from the transport, or for an invalid address
         raise ValueError(f"the cluster {address} cannot be reached: {error}") from None
     with client:
         workers = len(client.scheduler_info(n_workers=-1)["workers"])

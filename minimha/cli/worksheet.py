@@ -8,6 +8,7 @@ from decimal import Decimal
 import numpy as np
 
 from minimha.cli.arguments import number
+from minimha.equations.arguments import counted
 from minimha.explain.printed import Status, classify
 from minimha.explain.trace import Step, Trace
 from minimha.explain.written import NO_KEY, Cell, Index, cell
@@ -24,7 +25,7 @@ def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Recor
     """Return a title, the wrong numbers and all numbers of ``--answer``.
 
     The file holds the step that ``--hide`` names, its heads below each other. A number is right if
-    the exact one rounds to it, with the decimals that it has.
+    the exact one, rounded to as few decimals, equals it.
     """
     from minimha.cli.inputs import read_rows
 
@@ -38,15 +39,15 @@ def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Recor
     expected = [(step, row) for step in steps for row in _rows(step)]
     shape = _shape(named or steps)
     if len(rows) != len(expected):
-        raise ValueError(f"{args.answer} has {_count(len(rows), 'row')}: {shape}")
+        raise ValueError(f"{args.answer} has {counted(len(rows), 'row')}: {shape}")
     records = []
     for (line, fields), (step, row) in zip(rows, expected, strict=True):
         where = f"{args.answer}, line {line}"
         if len(fields) != len(row):
             blank = re.search(r"\S[\t ]+\S", fields[0].strip()) if len(fields) == 1 else None
             hint = " (commas separate numbers)" if blank else ""
-            came = f"{_count(len(fields), 'field')}{hint}"
-            raise ValueError(f"{where} has {came}: {step.title} has {_count(len(row), 'column')}")
+            came = f"{counted(len(fields), 'field')}{hint}"
+            raise ValueError(f"{where} has {came}: {step.title} has {counted(len(row), 'column')}")
         for n, ((at, exact), text) in enumerate(zip(row, fields, strict=True), 1):
             record = _record(f"{where}, field {n}", step, at, exact, text)
             if _is_no_maximum(trace, step, at, text):
@@ -58,7 +59,7 @@ def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Recor
 
 
 def _is_no_maximum(trace: Trace, step: Step, at: Index, text: str) -> bool:
-    """Whether the answer is -∞, the largest of no scores, where 0 is a convention."""
+    """Whether the answer is -∞ for the maximum of a row without scores, 0 by convention."""
     return (
         step.base == "row_max"
         and text.strip().replace("−", "-") in ("-inf", "-∞")
@@ -69,13 +70,9 @@ def _is_no_maximum(trace: Trace, step: Step, at: Index, text: str) -> bool:
 def _shape(steps: Sequence[Step]) -> str:
     """The rows of each step and of all, in words: ``weights has 3 rows of 3``."""
     sizes = [(step.title, len(_rows(step)), len(_rows(step)[0])) for step in steps if _rows(step)]
-    parts = [f"{title} has {_count(rows, 'row')} of {width}" for title, rows, width in sizes]
+    parts = [f"{title} has {counted(rows, 'row')} of {width}" for title, rows, width in sizes]
     total = f", {sum(rows for _, rows, _ in sizes)} in all" if len(sizes) > 1 else ""
     return ", ".join(parts) + total
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _rows(step: Step) -> list[list[tuple[Index, float]]]:
