@@ -1,5 +1,7 @@
 """The catalogue's entry of a step, adapted to what its run computes."""
 
+from collections.abc import Callable
+
 from minimha.explain.catalogue import Entry, base_of, beside, entry
 from minimha.explain.record import Record
 
@@ -8,34 +10,35 @@ NORMALISED = {
     "q": ("X", "normed"), "k": ("X", "normed"), "v": ("X", "normed"), "gate": ("X", "normed"),
     "added": ("Y", "output_normed"), "residual": ("F", "feed_forward_normed"),
 }  # fmt: skip
+Has = Callable[[str], bool]  # whether the run has a step of this name in the same stage
 LETTERS = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}  # of weights and biases
 
 
 def entry_of(record: Record, name: str) -> Entry:
     """Return the catalogue's entry of a step, with the symbols of this run in its formula."""
     base = base_of(name)
-    known = _variation(record, name)
-    if name in record.given or (base in ("q", "k", "v") and not record.has(beside(name, "x"))):
+
+    def has(other: str) -> bool:
+        return record.has(beside(name, other))
+
+    known = _variation(name, has, is_embedded=record.has("embedded"))
+    if name in record.given or (base in ("q", "k", "v") and not has("x")):
         return known._replace(formula=known.symbol, tex=known.tex_symbol, made=())
-    for old, (plain, tex) in _replacements(record, name).items():
+    for old, (plain, tex) in _replacements(base, has).items():
         known = known._replace(
             formula=known.formula.replace(old, plain), tex=known.tex.replace(old, tex)
         )
     return known
 
 
-def _variation(record: Record, name: str) -> Entry:
-    """The entry under the step's own name, or under that of how it is computed here."""
-
-    def has(other: str) -> bool:
-        return record.has(beside(name, other))
-
+def _variation(name: str, has: Has, *, is_embedded: bool) -> Entry:
+    """The entry of the step's name, or of the name for how this run computes it."""
     base = base_of(name)
     if base == "output" and has("concat"):  # the heads' results, projected
         return entry("projected")
     if base == "output" and (not has("weights") or name == "output[tiled]"):
         return entry("normalised")
-    if base == "x" and has("wpe") and not record.has("embedded"):
+    if base == "x" and has("wpe") and not is_embedded:
         return entry("x")._replace(made=entry("embedded").made)
     prefix = base.removesuffix("normed")
     if prefix != base and has(f"{prefix}mean_square"):
@@ -45,13 +48,9 @@ def _variation(record: Record, name: str) -> Entry:
     return entry(name)
 
 
-def _replacements(record: Record, name: str) -> dict[str, tuple[str, str]]:
+def _replacements(base: str, has: Has) -> dict[str, tuple[str, str]]:
     """Symbols of the catalogue's formula, and what replaces them in it, plain and in TeX."""
-
-    def has(other: str) -> bool:
-        return record.has(beside(name, other))
-
-    base = base_of(name).removesuffix("_combined")
+    base = base.removesuffix("_combined")
     changes = {}
     if base == "row_sum" and has("sinks"):
         changes["Σ_j P_ij"] = changes[r"\sum_j P_{ij}"] = (

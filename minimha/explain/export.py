@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from minimha.explain import figures, spreadsheet, wording
 from minimha.explain.figures import charts, latex, raster
 from minimha.explain.figures.matrix import LIGHTEST_ON, scales_of, shades
+from minimha.explain.numbers import as_matrix
 from minimha.explain.page import page
 from minimha.explain.printed import Comparison
 from minimha.explain.result import Result
@@ -48,19 +49,15 @@ def trace_as(kind: str, trace: Trace, decimals: int) -> Content:
     return makers[kind]()
 
 
-def as_json(trace: Trace) -> str:
+def as_json(trace: Trace, *, has_values: bool = True) -> str:
     """Return ``{"example", "source", …, "steps": [...]}``; -inf, inf and nan are strings.
 
     A step has name, symbol, axes, formula, note, shape and value; ``rows`` and ``columns``, labels
     where there are any; ``batch``, ``head`` or ``kv_head``, counted from 0, where there are
     several; ``hidden``, which weights a mask hides; and ``printed`` where a document prints numbers
-    for it. ``cell`` has the lines that write out one cell. With ``reading.trace_from`` it is the
-    same trace again.
+    for it. ``cell`` has the lines that write out one cell. ``reading.trace_from`` returns the same
+    trace.
     """
-    return _as_json(trace, has_values=True)
-
-
-def _as_json(trace: Trace, *, has_values: bool) -> str:
     record: dict[str, Any] = {
         "example": trace.example,
         "source": trace.source,
@@ -88,7 +85,7 @@ def as_markdown(trace: Trace, decimals: int) -> str:
     for step in trace.shown:
         parts.append(f"## {_markdown(step.title)}")
         parts.append(f"```math\n{step.tex}\n```")
-        parts.append(_markdown(_said(step)))
+        parts.append(_markdown(_description(step)))
         parts.append(_markdown_table(step, decimals))
         for source, numbers, remarks in wording.printed(step):
             items = "\n".join(f"- {_markdown(remark.sentence)}" for remark in remarks)
@@ -133,7 +130,7 @@ def _latex_step(step: Step, is_new: bool, decimals: int) -> str:
         parts.append(_fitting(rf"$ {step.tex} $"))
     parts.append(_latex_matrix(step, decimals))
     if is_new:
-        parts.append(rf"{{\scriptsize {_latex(_said(step))}\par}}")
+        parts.append(rf"{{\scriptsize {_latex(_description(step))}\par}}")
     for source, numbers, remarks in wording.printed(step):
         lines = [f"printed in {source}: {numbers}", *(remark.sentence for remark in remarks)]
         parts += [rf"{{\scriptsize {_latex(line)}\par}}" for line in lines]
@@ -149,11 +146,11 @@ def as_csv(trace: Trace) -> dict[str, str]:
     """Return file name → text: one file per step and head, numbers at full precision, no header.
 
     A matrix is written row by row; a vector is one row, a scalar one number. ``labels.csv`` has the
-    labels of the rows and columns of each file, ``cell.csv`` the lines that write out one cell. A
-    word that begins with =, +, -, @, a tab or a line break, or with apostrophes and one of these,
-    is written after one apostrophe, so that no spreadsheet runs it.
+    labels of the rows and columns of each file, ``cell.csv`` the lines that write out one cell.
+    A word that begins with =, +, -, @, a tab or a line break gets an apostrophe before it, so that
+    no spreadsheet runs it. So does one that begins with apostrophes and one of these.
     """
-    digits = max(2, len(str(len(trace.steps))))  # so that a listing has the order of the steps
+    digits = max(2, len(str(len(trace.steps))))  # so that a sorted listing keeps the order
     files = {_file_name(f"{n:0{digits}}", step): step for n, step in enumerate(trace.steps, 1)}
     labels = [
         [name, axis, *names]
@@ -170,12 +167,14 @@ def as_csv(trace: Trace) -> dict[str, str]:
 def as_npz(trace: Trace) -> bytes:
     """Return an npz archive with one array per step, all heads together.
 
-    ``trace`` is what else ``as_json`` holds, labels among it, as text.
+    The array ``trace`` holds all else that ``as_json`` does, such as labels, as text.
     """
     arrays = {name: _plain(value) for name, value in trace.arrays.items()}
     if "trace" in arrays:
-        raise ValueError("a step is called 'trace', which an npz archive calls its description")
-    return _archive(arrays | {"trace": np.array(_as_json(trace, has_values=False))})
+        raise ValueError(
+            "a step is named 'trace', but an npz archive keeps its description under this name"
+        )
+    return _archive(arrays | {"trace": np.array(as_json(trace, has_values=False))})
 
 
 def _step_record(step: Step, has_value: bool) -> dict[str, Any]:
@@ -218,7 +217,7 @@ def _axes(trace: Trace) -> str:
     return wording.legend(trace) if trace.shown else ""
 
 
-def _said(step: Step) -> str:
+def _description(step: Step) -> str:
     shape = f"Shape ({', '.join(step.axes)}) = ({step.size.replace(' ×', ',')})."
     source = f"Source: {step.source}."
     parts = (step.note, shape if step.axes else "", source if step.source else "")
@@ -264,7 +263,7 @@ def _latex_matrix(step: Step, decimals: int) -> str:
 
 
 def _fitting(content: str) -> str:
-    """What is wider than its line, made as wide as that."""
+    """LaTeX that shrinks ``content`` to the width of its line."""
     return rf"\resizebox{{\ifdim\width>\linewidth\linewidth\else\width\fi}}{{!}}{{{content}}}"
 
 
@@ -302,7 +301,7 @@ def _unknown_characters(text: str) -> str:
 FORMULA = re.compile(r"\A(?='*[=+\-@\t\r\n])")  # where a spreadsheet's formula would begin
 IN_TABLE = re.compile(rf"\A(?!-(inf|∞|[\d.]+(e-?\d+)?)?\Z){FORMULA.pattern}")  # "-" is for none
 FIGURES = ("flow of data", "values picked", "angles", "blocks")  # besides the matrices
-SHARES = ((30, "0.32"), (48, "0.49"))  # characters of a step, and how much of a line it takes
+SHARES = ((30, "0.32"), (48, "0.49"))  # widest step, in characters, and its share of a line
 LATEX_PREAMBLE = r"""\documentclass[10pt]{article}
 \usepackage[a4paper,margin=15mm]{geometry}
 \usepackage{amsmath,booktabs,graphicx,iftex,pict2e}
@@ -326,10 +325,8 @@ def _file_name(number: str, step: Step) -> str:
 
 
 def _csv(step: Step) -> str:
-    value = step.value
-    width = value.shape[-1] if value.ndim else 1
-    matrix = _plain(value).reshape(math.prod(value.shape[:-1]), width)
-    return _lines([[""] * width] * len(matrix) if step.is_blank else matrix.tolist())
+    matrix = as_matrix(_plain(step.value))
+    return _lines(np.full(matrix.shape, "").tolist() if step.is_blank else matrix.tolist())
 
 
 def _lines(rows: Sequence[Sequence[Any]], formula: re.Pattern[str] = FORMULA) -> str:
@@ -350,7 +347,7 @@ def _archive(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def _plain(value: NDArray[Any]) -> NDArray[Any]:
-    """``value`` in a dtype that any reader knows: bfloat16 becomes float32, losing nothing."""
+    """``value`` in a dtype that every reader knows: bfloat16 becomes float32, exactly."""
     return value if value.dtype.kind in "fiub" else value.astype(np.float32)
 
 

@@ -11,22 +11,27 @@ LARGEST_FIXED = 1e6  # beyond, a number with fixed decimals would be mostly digi
 
 
 def cells(value: NDArray[Any], decimals: int, like: NDArray[Any] | None = None) -> list[list[str]]:
-    """The numbers of ``value`` as rows of text; a scalar is one row of one, a vector one row.
+    """Return the numbers of ``value`` as rows of text; a vector is one row, a scalar one number.
 
-    Decimals are left out where all numbers are whole. Where the largest number is too large or too
-    small for fixed decimals, all have an exponent. They look as those of ``like`` do, if given.
+    If all numbers are whole, they have no decimals. If the largest is too large or too small for
+    fixed decimals, all have an exponent. If ``like`` is given, its numbers decide instead.
 
     >>> cells(np.array([[1.0, -np.inf]]), 3), cells(np.array([0.5, -1e-9]), 3)
     ([['1', '-∞']], [['0.500', '0.000']])
     """
-    width = value.shape[-1] if value.ndim else 1
-    matrix = np.asarray(value, np.float64).reshape(math.prod(value.shape[:-1]), width)
+    matrix = as_matrix(np.asarray(value, np.float64))
     form = _form(matrix if like is None else np.asarray(like, np.float64), decimals)
     return [[_cell(number, form) for number in row] for row in matrix.tolist()]
 
 
+def as_matrix(value: NDArray[Any]) -> NDArray[Any]:
+    """Return ``value`` with two axes; a vector is one row, a scalar one number."""
+    width = value.shape[-1] if value.ndim else 1
+    return value.reshape(math.prod(value.shape[:-1]), width)
+
+
 def term(value: NDArray[Any], decimals: int) -> Callable[[float], str]:
-    """Return how a number of ``value`` is written in a line: as in ``cells``, a whole one short.
+    """Return a function that writes a number as ``cells`` does, but whole ones without decimals.
 
     >>> say = term(np.array([0.5, 1, 1e-17]), 3)
     >>> say(0.5), say(1), say(1e-17)
@@ -52,10 +57,15 @@ def limits(values: Iterable[NDArray[Any]]) -> tuple[float, float]:
 def _form(value: NDArray[np.float64], decimals: int) -> str:
     """The format that all numbers of ``value`` share."""
     finite = value[np.isfinite(value)]
-    largest = abs(finite).max(initial=0)
-    if largest >= LARGEST_FIXED or 0 < largest < 0.5 * 10.0**-decimals:
+    if needs_exponent(value, decimals):
         return f".{decimals}e"
     return ".0f" if (finite == np.rint(finite)).all() else f".{decimals}f"
+
+
+def needs_exponent(value: NDArray[np.float64], decimals: int) -> bool:
+    """Return whether the largest finite number is too large or too small for fixed decimals."""
+    largest = abs(value[np.isfinite(value)]).max(initial=0)
+    return bool(largest >= LARGEST_FIXED or 0 < largest < 0.5 * 10.0**-decimals)
 
 
 def in_units(number: int, unit: str) -> str:

@@ -1,7 +1,7 @@
 """A trace as a workbook: every matrix a labelled range, every computed cell a live formula.
 
-What is given is yellow: change it, and everything below follows. Heads stand side by side, so that
-the sheet is read downwards, in the order of the computation. There are no macros.
+Inputs are yellow: change one, and everything computed from it follows. Heads stand side by side,
+so the sheet reads downwards in the order of the computation. There are no macros.
 
 XlsxWriter writes it, not openpyxl, because it keeps the value beside each formula: a preview, or a
 reader that computes nothing, shows the numbers too. Words are written as strings, so that a token
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from minimha.explain import wording
 from minimha.explain.catalogue import beside
 from minimha.explain.labels import BLOCK, TOKEN_AXES
-from minimha.explain.numbers import LARGEST_FIXED
+from minimha.explain.numbers import as_matrix, needs_exponent
 from minimha.explain.origins import GELU, RELU, SILU, Origin, pairs
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
@@ -45,7 +45,7 @@ Formula = Callable[[int, int], str]  # of entry (i, j)
 
 
 class Panel(NamedTuple):
-    """Where a matrix stands: its first cell, counted from 0, and its size.
+    """The range of a matrix: its first cell, counted from 0, and its size.
 
     An axis of length 1 is broadcast, as in NumPy.
     """
@@ -88,7 +88,7 @@ def _product(i: int, j: int, x: Panel, W: Panel, b: Panel | None = None) -> str:
 
 
 def _products(i: int, j: int, x: Panel, *heads: Any) -> str:
-    """``heads`` are the matrix of each, the bias of each where they have one, and their number."""
+    """``heads`` are the matrix of each head, then the bias of each if any, then their number."""
     *parts, num_heads = heads
     head, column = divmod(j, parts[0].columns)
     return _product(i, column, x, parts[head], *parts[num_heads + head :: num_heads])
@@ -156,8 +156,7 @@ def _tanh(n: int, a: int, q: Panel, k: Panel, b: Panel | None) -> str:
     return f"TANH({q.cell(i, a)}+{k.cell(j, a)}" + (f"+{b.cell(0, a)})" if b else ")")
 
 
-# The formula of entry (i, j) for each operation of ``origins``, from the places of its operands and
-# of its setting.
+# Writes entry (i, j) of each operation of ``origins``, from the ranges of its operands and setting.
 FORMULAS: dict[str, Callable[..., str]] = {
     "product": _product,
     "products": _products,
@@ -195,8 +194,8 @@ FORMULAS: dict[str, Callable[..., str]] = {
 def as_workbook(trace: Trace, decimals: int) -> bytes:
     """Return ``trace`` as an xlsx file that shows computed numbers with ``decimals``.
 
-    It refuses to without the extra ``sheets``, and refuses what a sheet cannot hold:
-    blocks, chosen steps alone, a step that no formula gives, more than 64 tokens, NaN, ∞.
+    It needs the extra ``sheets``, and raises ValueError for what a sheet cannot hold: blocks,
+    a step whose operands are not shown or that no formula gives, more than 64 tokens, NaN, ∞.
     """
     try:
         import xlsxwriter
@@ -238,7 +237,9 @@ def _check(trace: Trace) -> None:
             f"{LARGEST_SHEET:,}: {INSTEAD}"
         )
     for name, steps in trace.by_name.items():
-        width = len(steps) * _stride(trace) if len(steps) > 1 else _flat(steps[0].value).shape[1]
+        width = (
+            len(steps) * _stride(trace) if len(steps) > 1 else as_matrix(steps[0].value).shape[1]
+        )
         if width >= WIDEST_SHEET:
             raise ValueError(
                 f"{name} would be {width:,} columns wide, and a sheet has {WIDEST_SHEET:,}: "
@@ -248,7 +249,9 @@ def _check(trace: Trace) -> None:
 
 def _stride(trace: Trace) -> int:
     """Columns from one head to the next: those of the widest matrix and its labels."""
-    return 1 + max((_flat(step.value).shape[1] for step in trace.steps if step.place), default=0)
+    return 1 + max(
+        (as_matrix(step.value).shape[1] for step in trace.steps if step.place), default=0
+    )
 
 
 def _check_origins(trace: Trace, origins: dict[str, Origin | None]) -> None:
@@ -283,7 +286,7 @@ class Matrix(NamedTuple):
 
 
 class _Sheet:
-    """Writes a trace from top to bottom, and remembers where each matrix stands."""
+    """Writes a trace from top to bottom, and keeps the range of each matrix."""
 
     def __init__(
         self, book: Any, trace: Trace, decimals: int, origins: dict[str, Origin | None]
@@ -314,14 +317,14 @@ class _Sheet:
         self.sheet.fit_to_pages(1, 0)
 
     def _story(self) -> None:
-        """One cell written out, with numbers that do not follow."""
+        """Write out one cell, with numbers that do not follow a change."""
         self.top += 1
         self._line(f"cell {self.trace.cell}, with the numbers as they were exported", bold=True)
         for written in story(self.trace, self.decimals):
             self._line(written.line)
 
     def _step(self, steps: list[Step]) -> None:
-        """The matrices of one name, and above them what they take beside other steps."""
+        """Write the matrices of one name, below the settings that their formulas read."""
         settings = self._settings(steps)
         notes = list(dict.fromkeys(step.note for step in steps))
         if len(notes) > 1:
@@ -346,7 +349,7 @@ class _Sheet:
         return lambda i, j: FORMULAS[made.operation](i, j, *operands, *setting)
 
     def _settings(self, steps: Sequence[Step]) -> list[tuple[Setting, ...]]:
-        """What the formula of each step takes after its operands; a scale and a mask are cells."""
+        """The further arguments of each step's formula; a scale and a mask are cells."""
         made, name = self.origins[steps[0].title], steps[0].name
         if made is None:
             return [()] * len(steps)
@@ -364,14 +367,14 @@ class _Sheet:
         return [()] * len(steps)
 
     def _scale(self, name: str, steps: Sequence[Step]) -> Panel:
-        """One number for all heads, as the largest scores show it."""
+        """Write one scale for all heads, that of the step with the largest scores."""
         made = self.origins[max(steps, key=lambda step: abs(step.value).max()).title]
         scale = Matrix(name, "", np.array(made.constant if made else None))
         self._band(name, ["1/√D, unless another is given."], [scale])
         return self.panels[name]
 
     def _visible(self, name: str, steps: Sequence[Step]) -> list[Panel]:
-        """Which keys each step's queries see: written once where that is the same for all heads."""
+        """Write which keys each step's queries see, once if that is the same for all heads."""
         seen = [np.isfinite(step.value) for step in steps]
         is_one = all(np.array_equal(seen[0], other) for other in seen)
         matrices = [
@@ -395,7 +398,7 @@ class _Sheet:
         self.top += max(self.panels[matrix.title].rows for matrix in matrices)
 
     def _matrix(self, matrix: Matrix, left: int) -> None:
-        values = _flat(matrix.values)
+        values = as_matrix(np.asarray(matrix.values, np.float64))
         panel = Panel(self.top, left + 1, *values.shape)
         self.panels[matrix.title] = panel
         self._label(self.top - 1, left, matrix.place, indent=1)
@@ -409,7 +412,11 @@ class _Sheet:
         for (i, j), value in np.ndenumerate(values):
             formula = matrix.formula and matrix.formula(i, j)
             self._cell(panel.top + i, panel.left + j, float(value), formula, style)
-        digits = 1 if "E" in number_format else len(f"{_largest(values):.0f}")
+        digits = (
+            1
+            if "E" in number_format
+            else len(f"{abs(values[np.isfinite(values)]).max(initial=0):.0f}")
+        )
         for column in range(panel.left, panel.left + panel.columns):
             self._widen(column, max(NARROWEST, len(number_format) + digits + 2))
         self._name(matrix.title, panel)
@@ -420,7 +427,7 @@ class _Sheet:
             self.sheet.write_string(row, column, HIDDEN, style)
         elif formula is None:
             self.sheet.write_number(row, column, value, style)
-        elif "MMULT" in formula:  # which Excel reads as a matrix in array formulas alone
+        elif "MMULT" in formula:  # which Excel allows in array formulas only
             self.sheet.write_array_formula(row, column, row, column, f"={formula}", style, shown)
         else:
             self.sheet.write_formula(row, column, f"={formula}", style, shown)
@@ -441,7 +448,7 @@ class _Sheet:
             self.top += 1
 
     def _shade(self, panel: Panel) -> None:
-        """The larger a weight, the darker its cell."""
+        """Make a cell darker the larger its weight is."""
         self.sheet.conditional_format(
             panel.area,
             {
@@ -466,22 +473,10 @@ class _Sheet:
         return self.styles[key]
 
 
-def _flat(value: NDArray[Any]) -> NDArray[np.float64]:
-    """``value`` as a matrix: a vector is one row, a scalar one number."""
-    width = value.shape[-1] if value.ndim else 1
-    return np.asarray(value, np.float64).reshape(-1, width)
-
-
-def _largest(values: NDArray[Any]) -> float:
-    return float(abs(values[np.isfinite(values)]).max(initial=0))
-
-
 def _number_format(values: NDArray[Any], decimals: int) -> str:
-    """As ``numbers.cells``, but with decimals for whole numbers, which can become others here."""
-    largest = _largest(values)
+    """As ``numbers.cells``, but with decimals for whole numbers, which may change in a sheet."""
     fixed = f"0.{'0' * decimals}" if decimals else "0"
-    is_far = largest >= LARGEST_FIXED or 0 < largest < 0.5 * 10.0**-decimals
-    return f"{fixed}E+00" if is_far else fixed
+    return f"{fixed}E+00" if needs_exponent(values, decimals) else fixed
 
 
 def _word(text: str) -> str:

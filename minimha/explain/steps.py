@@ -22,7 +22,7 @@ SCORES_OF = {"weights": "masked", "P": "S"}  # whose -∞ shows which weights a 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One matrix of one head, ready to be shown: nothing else is needed to show it.
+    """One matrix of one head, with all that is needed to show it.
 
     Attributes
     ----------
@@ -42,9 +42,9 @@ class Step:
     printed : tuple of Comparison
         The numbers that a document prints for this step.
     made : tuple of str
-        How its cells come about, as in the catalogue; empty where they are given.
+        How its cells are computed, as in the catalogue; empty if they are given.
     is_blank : bool
-        The numbers are left out, for a reader to find: ``value`` is NaN throughout.
+        The reader is to find the numbers: ``value`` is all NaN.
     whole : tuple of int
         The shape of the matrix of which ``value`` is a part; empty where it is all of it.
     first : tuple of int
@@ -103,21 +103,21 @@ class Step:
     @property
     def title(self) -> str:
         """The name, and the batch entry and head: ``weights, head 1``."""
-        return ", ".join(part for part in (self.name, self.place) if part)
+        return f"{self.name}, {self.place}" if self.place else self.name
+
+    def titled(self, words: str) -> str:
+        """Return ``words`` with the stage, batch entry and head: ``masked, encoder, head 1``."""
+        return ", ".join(part for part in (words, self.stage, self.place) if part)
 
     @property
     def names(self) -> set[str]:
-        """The names under which a reader may choose it, with or without stage and head."""
-        drawn = ", ".join(part for part in (self.base, self.stage, self.place) if part)
-        return {self.name, self.base, self.title, drawn}
+        """The names by which a reader may choose it, with or without stage and head."""
+        return {self.name, self.base, self.title, self.titled(self.base)}
 
     def number(self, axis: int, label: str) -> int | None:
         """Return the row (axis 0) or column with this label or number; None if there is none.
 
-        Raises
-        ------
-        ValueError
-            Several have this label.
+        ValueError is raised if several have this label.
         """
         labels = [self.rows, self.columns][-self.value.ndim :][axis] or ()
         found = [n for n, name in enumerate(labels) if name == label]
@@ -132,7 +132,7 @@ class Step:
         return number if 0 <= number < self.value.shape[axis] else None
 
     def is_of(self, head: int | None) -> bool:
-        """Whether it is of query head ``head`` or of all heads, or a key or value it reads."""
+        """Return whether it is of query head ``head``, of all heads, or read by that head."""
         if self.kv_head is None:
             return self.head in (None, head)
         return head is not None and (not self.group or head // self.group == self.kv_head)

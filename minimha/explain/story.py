@@ -1,4 +1,4 @@
-"""One cell through all the steps: a score, scaled, masked, its share, and what that passes on."""
+"""One cell in every step: its score, scaled, masked, its weight, and its part of the output."""
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -11,12 +11,12 @@ PAIRS = (("Lq", "Lk"), ("B_r", "B_c"))  # axes of a matrix with a cell for a que
 
 
 def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
-    """The cell of ``trace.cell`` written out in every step shown that has it, in order.
+    """Write out the cell ``trace.cell`` in every step shown that has it, in order.
 
-    A row and a column, ``sat,cat``, are a query and a key: their score, scaled, masked, its
-    exponential, their weight, and what the key's value adds to the query's output. Where ``only``
-    names steps, they may be the row and the column of any of these. A ValueError says that no step
-    shown has such a cell, or that a label is there twice.
+    A row and a column, ``sat,cat``, are a query and a key. They have a score, scaled and masked,
+    its exponential, a weight, and what the key's value adds to the query's output. If ``only``
+    names steps, they may be the row and the column of any of these. ValueError is raised if no
+    step shown has such a cell, or if a label occurs twice.
     """
     parts = [part.strip() for part in trace.cell.split(",")]
     found: list[Written] = []
@@ -26,7 +26,7 @@ def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
             found.append(cell(trace, step, index, decimals))
         elif step.made[:1] in (("product",), ("running product",)):
             found += _share_of(trace, step, parts, decimals)
-    if len(parts) > 1:  # a number per row belongs to the cells of its row that were found
+    if len(parts) > 1:  # keep a number per row only beside a cell of that row
         there = {_beside(w.cell.step) for w in found if not _is_per_row(w.cell.step)}
         found = [w for w in found if _beside(w.cell.step) in there]
     if not found:
@@ -35,7 +35,7 @@ def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
 
 
 def _beside(step: Step) -> tuple[str, str]:
-    """What the steps of one stage, batch entry and head have in common."""
+    """The stage, batch entry and head of a step."""
     return step.name[len(step.base) :], step.place
 
 
@@ -45,7 +45,7 @@ def _is_per_row(step: Step) -> bool:
 
 
 def _index(trace: Trace, step: Step, parts: Sequence[str]) -> Index | None:
-    """The index of the cell in ``step``, which has it; a row is enough for one number per row."""
+    """The index of the cell in ``step``, if it has one; one number per row needs only the row."""
     if _is_per_row(step):
         row = step.number(0, parts[0])
         return None if row is None or len(parts) > 2 else (row, 0)[: step.value.ndim]
@@ -57,7 +57,7 @@ def _index(trace: Trace, step: Step, parts: Sequence[str]) -> Index | None:
 
 
 def _share_of(trace: Trace, step: Step, parts: Sequence[str], decimals: int) -> Iterator[Written]:
-    """What the value of a key adds to the output of a query, where ``step`` is that output."""
+    """Write out what a key's value adds to a query's output, if ``step`` is that output."""
     made = trace.origins[step]
     weights, values = (None, None) if made is None else made.operands[:2]
     if weights is None or values is None or weights.axes[-2:] not in PAIRS:
@@ -72,19 +72,12 @@ def _share_of(trace: Trace, step: Step, parts: Sequence[str], decimals: int) -> 
     this = Cell(step, (i,))
     right = f"{weight} · [{row}] = [{' '.join(share)}]"
     text = f"{right}, its part of {this.text} = [{output}]"
-    yield Written(
-        this,
-        "part",
-        (Cell(weights, index),),
-        tuple(Cell(values, (j, n)) for n in range(values.value.shape[1])),
-        (),
-        right,
-        text,
-    )
+    value = tuple(Cell(values, (j, n)) for n in range(values.value.shape[1]))
+    yield Written(this, "part", (Cell(weights, index),), value, (), right, text)
 
 
 def _not_there(trace: Trace, parts: Sequence[str]) -> str:
-    """Why no step shown has the cell, and which labels there are."""
+    """The error for a cell that no step shown has, with the labels that there are."""
     if len(parts) > 2:
         return f"cell {trace.cell!r} has {len(parts)} parts: expected a row and a column"
     steps = [s for s in trace.steps if s.value.ndim == 2 and (s.axes[-2:] in PAIRS or trace.only)]

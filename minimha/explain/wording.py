@@ -22,7 +22,7 @@ class Remark(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """How one query of a head picks its values: with its row of weights."""
+    """One query of a head, whose row of weights picks from the values."""
 
     query: int
     weights: Step
@@ -54,7 +54,7 @@ def legend(trace: Trace) -> str:
 
 
 def news(steps: Iterable[Step]) -> Iterator[tuple[Step, bool]]:
-    """Yield each step, and whether no step before has had its formula and note."""
+    """Yield each step, and whether its formula and note are new."""
     known: set[tuple[str, str]] = set()
     for step in steps:
         yield step, (step.formula, step.note) not in known
@@ -87,13 +87,13 @@ def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
 
 
 def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
-    """Title and step of each heatmap: weights, and for a single head the scores before them."""
+    """Return title and step of each heatmap: the weights, and of a single head also its scores."""
     steps = [step for step in steps if step.value.ndim == 2 and step.value.size]
     weights = [step for step in steps if step.name == "weights"]
     weights = weights or [step for step in steps if step.base == "weights"]
     if len(weights) > 1:
         return [
-            (", ".join(p for p in ("weights", step.stage, step.place, step.relation) if p), step)
+            (", ".join(part for part in (step.titled("weights"), step.relation) if part), step)
             for step in weights
         ]
     stage = weights[0].name[len("weights") :] if weights else ""
@@ -102,7 +102,7 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
         "weights": "softmax weights",
     }  # fmt: skip
     return [
-        (", ".join(part for part in (title, step.stage, step.place) if part), step)
+        (step.titled(title), step)
         for name, title in order.items()
         for step in steps
         if step.name == name + stage
@@ -110,10 +110,10 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
 
 
 def picks(trace: Trace) -> list[Pick]:
-    """The query of each head that is shown picking its values; a ValueError if no head has it.
+    """Return how a query of each head shown picks values; ValueError if no head has the query.
 
-    By default it is the last query, if there is a single head. ``trace`` may choose another query,
-    head, or only this drawing, which then has every query.
+    By default it is the last query of a single head. ``trace`` may choose another query or head,
+    or this drawing alone, which then has every query.
     """
     steps = trace.drawn("picks")
     is_asked = bool(trace.query) or trace.head is not None or "picks" in trace.only
@@ -134,7 +134,7 @@ def picks(trace: Trace) -> list[Pick]:
 
 
 def _query(trace: Trace, weights: Step) -> list[int]:
-    """The row that ``trace.query`` stands for; else the last one, or all for ``picks`` alone."""
+    """The row of ``trace.query``, else the last or, for ``picks`` alone, all; empty if none."""
     rows = weights.rows or ()
     if not trace.query:
         return list(range(len(rows)))[0 if "picks" in trace.only else -1 :]

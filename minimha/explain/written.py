@@ -106,12 +106,7 @@ def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
     >>> cell(trace, scores, (1, 0)).text
     'S[sat,cat] = 1·0 + 1·1 = 1'
     """
-    return cell_of(trace.origins[step], step, index, decimals)
-
-
-def cell_of(made: Origin | None, step: Step, index: Index, decimals: int = 3) -> Written:
-    """Write out a cell of ``step``, whose origin is ``made``."""
-    say, this = Say(decimals), Cell(step, index)
+    made, say, this = trace.origins[step], Say(decimals), Cell(step, index)
     value = say(this)
     if made is None:
         return Written(this, "given", (), (), (), "", f"{this.text} = {value}, given")

@@ -10,7 +10,7 @@ from minimha.explain import Trace
 from minimha.explain.origins import INTERLEAVED, OPERATIONS, Origins
 from minimha.explain.page import page
 from minimha.explain.trace import token_labels
-from minimha.explain.written import WRITERS, cell, cell_of
+from minimha.explain.written import WRITERS, cell
 from minimha.layers.feed_forward import FeedForward
 from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import layer_norm
@@ -85,9 +85,8 @@ def test_every_step_that_is_not_given_says_what_it_is_computed_from(name):
 def test_every_cell_is_written_out_with_its_own_value(name):
     trace = TRACES[name]
     for step in trace.steps:
-        made = trace.origins[step]
         for at in np.ndindex(step.value.shape):
-            written = cell_of(made, step, at, 6)
+            written = cell(trace, step, at, 6)
             assert written.cell.value == step.value[at] or np.isnan(step.value[at])
             assert written.text.startswith(step.symbol)
             if written.operation in ("product", "dot"):

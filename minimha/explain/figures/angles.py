@@ -16,7 +16,7 @@ SMALL = 12
 
 
 def angles(steps: Sequence[Step], widest: float, decimals: int) -> Drawing:
-    """Draw the last query with each of its first keys, where a run has their cosines."""
+    """Draw the last query with each of the first keys, if the run has their cosines."""
     cosine = next((s for s in steps if s.base == "cosine" and s.value.size), None)
     if cosine is None:
         return Drawing()
@@ -39,7 +39,7 @@ def _panel(
     q: NDArray[np.float64], k: NDArray[np.float64], names: tuple[str, str], unit: float,
     decimals: int,
 ) -> Drawing:  # fmt: skip
-    """Both arrows in the plane that they span; of more than two dimensions, q is level."""
+    """Both arrows in the plane that they span; with more than two dimensions, q is horizontal."""
     lengths = [float(np.linalg.norm(x)) for x in (q, k)]
     dot = float(q @ k)
     cosine = dot / (lengths[0] * lengths[1]) if all(lengths) else 0.0

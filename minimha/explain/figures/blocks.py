@@ -1,4 +1,4 @@
-"""FlashAttention's grid: blocks of scores in the order in which they are loaded, or skipped."""
+"""FlashAttention's grid: blocks of scores, numbered in loading order, and skipped blocks."""
 
 import re
 from collections.abc import Sequence
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from minimha.explain.figures.drawing import SIZE, Drawing, breadth, short
-from minimha.explain.figures.matrix import ROW, cell, scale
-from minimha.explain.numbers import cells, limits
+from minimha.explain.figures.matrix import ROW, Limits, cell, scale, scales_of, shades
+from minimha.explain.numbers import cells
 from minimha.explain.trace import Step, Trace
 
 CELL = 38  # width of one score, pixels
-APART, ABOVE = 10, 18  # between blocks: aside, and above for what stands there
+APART, ABOVE = 10, 18  # space beside and above a block, whose number is there
 SMALL = 11
 LABEL = 5  # characters
 
 
 def grid(trace: Trace) -> Drawing:
-    """Draw the blocks of the first head; nothing where nothing was computed in blocks."""
+    """Draw the blocks of the first head; nothing if the run was not computed in blocks."""
     steps = [step for step in trace.steps if step.base == "S" and not (step.head or step.batch)]
     drawing = Drawing()
     if not steps or trace.blocks is None:
@@ -27,18 +27,19 @@ def grid(trace: Trace) -> Drawing:
     pairs = [(int(i), int(j)) for i, j in np.reshape(skipped, (-1, 2))]
     title = f"blocks of scores in the order of loading: {len(steps)} loaded"
     drawing.text(0, SIZE / 2, title + f", {len(pairs)} skipped" * bool(pairs), "bold")
-    bounds = limits(step.value for step in steps)
+    scales = scales_of(steps)
     labels = trace.labels.get("Lq", ()), trace.labels.get("Lk", ())
     left = max((breadth(short(label, 10), SMALL) for label in labels[0]), default=20) + 8
     _axes(drawing, labels, (B_r, B_c), left)
     for n, step in enumerate(steps, 1):
         i, j = map(int, re.findall(r"\d+", step.stage))
         x, y = left + _at(j * B_c, B_c, CELL, APART), _down(i * B_r, B_r)
-        _block(drawing, step, f"{n}.", x, y, bounds)
+        _block(drawing, step, x, y, scales)
+        drawing.text(x, y - 8, f"{n}.", "bold", size=SMALL)
     for i, j in pairs:
         size = min(B_r, len(labels[0]) - i * B_r), min(B_c, len(labels[1]) - j * B_c)
         _skip(drawing, left + _at(j * B_c, B_c, CELL, APART), _down(i * B_r, B_r), size)
-    drawing.place(scale("scores", bounds), 0, drawing.height + 12)
+    drawing.place(scale("scores", scales[0]), 0, drawing.height + 12)
     if any((np.isnan(step.value) | np.isposinf(step.value)).any() for step in steps):
         words = "? is infinite or NaN."
         drawing.text(0, drawing.height + SIZE, words, "muted", size=SMALL)
@@ -60,24 +61,18 @@ def _axes(
 ) -> None:  # fmt: skip
     for n, label in enumerate(labels[1]):
         x = left + _at(n, blocks[1], CELL, APART) + CELL / 2
-        shown = short(label, LABEL)
-        title = label if shown != label else ""
-        drawing.text(x, 1.6 * ROW, shown, "muted", anchor="middle", size=SMALL, title=title)
+        middle = x, 1.6 * ROW
+        drawing.text(*middle, label, "muted", anchor="middle", size=SMALL, longest=LABEL)
     for n, label in enumerate(labels[0]):
         y = _down(n, blocks[0]) + ROW / 2
         drawing.text(left - 8, y, short(label, 10), "muted", anchor="end", size=SMALL)
 
 
-def _block(
-    drawing: Drawing, step: Step, order: str, x: float, y: float, bounds: tuple[float, float]
-) -> None:
-    low, high = bounds
-    level = (np.asarray(step.value, np.float64) - low) / ((high - low) or 1)
+def _block(drawing: Drawing, step: Step, x: float, y: float, scales: tuple[Limits, Limits]) -> None:
     numbers = cells(step.value, 1)
-    for i, row in enumerate(level.tolist()):
-        for j, shade in enumerate(row):
-            cell(drawing, x + j * CELL, y + i * ROW, CELL, numbers[i][j], shade, SMALL)
-    drawing.text(x, y - 8, order, "bold", size=SMALL)
+    for i, row in enumerate(shades(step, scales) or ()):
+        for j, level in enumerate(row):
+            cell(drawing, x + j * CELL, y + i * ROW, CELL, numbers[i][j], level, SMALL)
 
 
 def _skip(drawing: Drawing, x: float, y: float, size: tuple[int, int]) -> None:

@@ -1,9 +1,9 @@
-"""Lines over numbers, bars beside names, grids of shades, and a whole result on one sheet."""
+"""Charts drawn as SVG: lines, bars and grids of shades, and a whole result as one picture."""
 
 import textwrap
 from itertools import pairwise
 
-from minimha.explain.chart import Bars, Grid, Lines, Written
+from minimha.explain.chart import Bars, Grid, Lines
 from minimha.explain.figures.drawing import SIZE, Drawing, breadth, in_rows, stacked
 from minimha.explain.figures.matrix import ROW, cell
 from minimha.explain.result import Result
@@ -108,16 +108,11 @@ def _bars(data: Bars) -> Drawing:
         middle = y + BAR * len(data.series) / 2
         drawing.text(left - 8, middle, name, "muted", anchor="end", size=SMALL)
         for kind, values in zip(KINDS, data.series.values(), strict=False):
-            _bar(drawing, left, y, values[n], f"tip-{kind}", data.longest, data.written)
+            length = LONGEST * values[n] / data.longest
+            drawing.rect(left, y + 1, length, BAR - 2, f"tip-{kind}")
+            end = left + length + 6, y + BAR / 2
+            drawing.text(*end, data.written(values[n]), "number", size=SMALL)
             y += BAR
         y += 8
     drawing.line((left, 0), (left, y - 8))
     return drawing
-
-
-def _bar(
-    drawing: Drawing, x: float, y: float, value: float, kind: str, longest: float, written: Written
-) -> None:  # fmt: skip
-    length = LONGEST * value / longest
-    drawing.rect(x, y + 1, length, BAR - 2, kind)
-    drawing.text(x + length + 6, y + BAR / 2, written(value), "number", size=SMALL)

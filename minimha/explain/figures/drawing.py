@@ -1,8 +1,7 @@
-"""What every figure is drawn with: rectangles, lines and text at explicit positions, as SVG.
+"""Rectangles, lines and text at explicit positions, as SVG: the parts of every figure.
 
-Each text has its own position and anchor, so that a figure looks the same whatever font a renderer
-has. Colours are classes: a page that prefers a dark scheme shows the dark ones, and a renderer
-that knows no schemes the light ones.
+Each text has a position and an anchor, so a figure looks the same in every font. Colours are
+classes: dark ones where a dark scheme is preferred, light ones in all other renderers.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from html import escape
 from unicodedata import east_asian_width
 
 SIZE = 13  # of text, in pixels
-# How wide a character is, about, in parts of the size, in a wide font such as DejaVu Sans.
+# Approximate widths of characters as multiples of the size, in a wide font such as DejaVu Sans.
 ADVANCE, CAPITAL, WIDE, FULL = 0.6, 0.75, 1.0, 1.2
 MARGIN = 16  # around a picture
 BASELINE = 0.35  # from a text's middle to its baseline, in parts of the size
@@ -40,7 +39,7 @@ text{fill:#ececec}.ground{fill:#15171a}.muted{fill:#a9b4b4}
 
 
 def breadth(words: str, size: float = SIZE) -> float:
-    """Return about how wide ``words`` are, in pixels.
+    """Return the approximate width of ``words``, in pixels.
 
     >>> breadth("cat", 10) < breadth("mmm", 10) < breadth("猫猫猫", 10)
     True
@@ -66,9 +65,9 @@ def short(words: str, longest: int) -> str:
 
 
 def in_lines(words: str, longest: int) -> list[str]:
-    """Return ``words`` as one line, or as two of about a length where one is too long.
+    """Return ``words`` as one line, or as two of about equal length if one is too long.
 
-    They break after a comma or a colon, and between other words only where no such break will do.
+    They break after a comma or a colon if possible, or else between other words.
 
     >>> in_lines("A = softmax(S), row by row: A_ij = P_ij / l_i", 40)
     ['A = softmax(S), row by row:', 'A_ij = P_ij / l_i']
@@ -87,9 +86,9 @@ def in_lines(words: str, longest: int) -> list[str]:
 
 @dataclass
 class Drawing:
-    """Shapes on a plane whose y grows downwards, and how much of it they take.
+    """Shapes on a plane whose y grows downwards, and the width and height that they take.
 
-    A drawing can be placed on another one; each shape is kept as a line of SVG.
+    A drawing can be placed on another one. Each shape is a line of SVG.
     """
 
     width: float = 0
@@ -100,7 +99,7 @@ class Drawing:
         self, x: float, y: float, width: float, height: float, kind: str,
         *, opacity: float | None = None, title: str = "",
     ) -> None:  # fmt: skip
-        """Draw a rectangle of the class ``kind``; ``title`` is shown where it is pointed at."""
+        """Draw a rectangle of the class ``kind``; ``title`` is shown when it is pointed at."""
         shade = "" if opacity is None else f' fill-opacity="{_plain(opacity)}"'
         inside = f"><title>{escape(title)}</title></rect>" if title else "/>"
         self._draw(
@@ -111,11 +110,15 @@ class Drawing:
 
     def text(
         self, x: float, y: float, words: str, kind: str = "", *, anchor: str = "start",
-        size: float = SIZE, title: str = "",
+        size: float = SIZE, longest: int | None = None,
     ) -> None:  # fmt: skip
-        """Write ``words`` with their middle at height ``y`` and their ``anchor`` at ``x``."""
+        """Write ``words`` with their middle at height ``y`` and their ``anchor`` at ``x``.
+
+        Words with more characters than ``longest`` are cut, and shown whole when pointed at.
+        """
+        title, words = words, words if longest is None else short(words, longest)
         name = f' class="{kind}"' if kind else ""
-        hint = f"<title>{escape(title)}</title>" if title else ""
+        hint = f"<title>{escape(title)}</title>" if title != words else ""
         reach = breadth(words, size) * {"start": 1, "middle": 0.5, "end": 0}[anchor]
         self._draw(
             f'<text{name} x="{_plain(x)}" y="{_plain(y + BASELINE * size)}" '
@@ -124,7 +127,7 @@ class Drawing:
         )  # fmt: skip
 
     def line(self, *points: tuple[float, float], kind: str = "line", tip: str = "") -> None:
-        """Draw a line through ``points``; with an arrowhead at the last, of the class ``tip``."""
+        """Draw a line through ``points``; an arrowhead of class ``tip`` is at the last."""
         path = " ".join(f"{_plain(x)},{_plain(y)}" for x, y in points)
         far = max(x for x, _ in points), max(y for _, y in points)
         self._draw(f'<polyline class="{kind}" points="{path}"/>', *far)
@@ -150,34 +153,25 @@ class Drawing:
         self.width, self.height = max(self.width, right), max(self.height, bottom)
 
     def svg(self, title: str) -> str:
-        """Return a picture that stands alone, with style and background."""
-        width, height = self._size()
-        first = [
-            f"<style>{STYLE}</style>",
-            f'<rect class="ground" width="{width}" height="{height}"/>',
-        ]
-        return self._picture(title, first, ' xmlns="http://www.w3.org/2000/svg"')
+        """Return a picture with its own style and background."""
+        size = 'width="{}" height="{}"'.format(*self._size())
+        ground = f'<style>{STYLE}</style>\n<rect class="ground" {size}/>\n'
+        return self._picture(title, ' xmlns="http://www.w3.org/2000/svg"', ground)
 
     def inline(self, title: str) -> str:
         """Return a picture for a page that already has ``STYLE`` and a background."""
-        return self._picture(title, [], "")
+        return self._picture(title, "", "")
 
     def _size(self) -> tuple[int, int]:
         return round(self.width + 2 * MARGIN), round(self.height + 2 * MARGIN)
 
-    def _picture(self, title: str, first: list[str], namespace: str) -> str:
+    def _picture(self, title: str, namespace: str, ground: str) -> str:
         width, height = self._size()
-        return "\n".join(
-            [
-                f'<svg{namespace} width="{width}" height="{height}" '
-                f'viewBox="0 0 {width} {height}" role="img">',
-                f"<title>{escape(title)}</title>",
-                *first,
-                f'<g transform="translate({MARGIN} {MARGIN})">',
-                *self.shapes,
-                "</g>",
-                "</svg>\n",
-            ]
+        return (
+            f'<svg{namespace} width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" role="img">\n<title>{escape(title)}</title>\n{ground}'
+            + "\n".join([f'<g transform="translate({MARGIN} {MARGIN})">', *self.shapes])
+            + "\n</g>\n</svg>\n"
         )
 
 
@@ -190,7 +184,7 @@ def stacked(parts: list[Drawing], gap: float) -> Drawing:
 
 
 def in_rows(parts: list[Drawing], widest: float, gap: float) -> Drawing:
-    """Return the drawings side by side, in rows at most ``widest`` wide where one allows it."""
+    """Return the drawings in rows, ``widest`` wide unless a single drawing is wider."""
     whole = Drawing()
     x = y = bottom = 0.0
     for part in parts:
@@ -202,5 +196,5 @@ def in_rows(parts: list[Drawing], widest: float, gap: float) -> Drawing:
 
 
 def _plain(number: float) -> str:
-    """At most two decimals, and none that say nothing."""
+    """The number with at most two decimals, without trailing zeros."""
     return f"{number:.2f}".rstrip("0").rstrip(".")

@@ -1,8 +1,8 @@
-"""How data flows through a layer: a box per matrix, arrows to what is computed from it, shapes.
+"""The flow of data through a layer: a box per matrix, and arrows to what is computed from it.
 
-Boxes stand in rows, each below all that it is computed from; a matrix that is given stands just
-above where it is first needed. Within a row they are ordered by where their arrows come from and
-lead to. An arrow past a row keeps a place free in it (Sugiyama et al. 1981).
+Boxes stand in rows, below all that they are computed from. A given matrix stands one row above
+its first use. Boxes are ordered within a row by the mean position of their neighbours. An arrow
+that passes a row keeps a place free in it (Sugiyama et al. 1981).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SWEEPS = 8
 
 @dataclass(eq=False)
 class Box:
-    """A matrix, or a place that an arrow past its row keeps free; ``x`` is its middle."""
+    """A matrix, or a place kept free for an arrow that passes its row; ``x`` is its middle."""
 
     row: int
     width: float = 2.0
@@ -73,7 +73,7 @@ def _sources(trace: Trace) -> dict[str, list[str]]:
 
 
 def _operands(trace: Trace, name: str) -> list[str]:
-    """The names that numbers of ``name`` come from."""
+    """The names that ``name`` is computed from."""
     made = trace.origins[trace.by_name[name][0]]
     operands = [] if made is None else list(made.operands)
     if made is not None and made.operation == "pairs":
@@ -81,14 +81,14 @@ def _operands(trace: Trace, name: str) -> list[str]:
     if made is not None and made.operation == "total" and operands[1] is None:
         del operands[2:]  # only a sink is relative to the maximum
     names = [step.name for step in operands if step is not None]
-    if made is not None and made.operation == "cosine":  # the dot product of what has length 1
+    if made is not None and made.operation == "cosine":  # the dot product of unit vectors
         units = [operand[0] + "_unit" + operand[1:] for operand in names]
         names = units if all(unit in trace.by_name for unit in units) else names
     return names
 
 
 def _split(trace: Trace, name: str, before: Iterable[str]) -> list[str]:
-    """The matrix of all heads side by side, which ``name`` is a head of, where there is one."""
+    """The matrix of all heads side by side that ``name`` is cut from, if there is one."""
     step = trace.by_name[name][0]
     combined = f"{step.base}_combined{name[len(step.base) :]}"
     if combined not in before:
@@ -99,7 +99,7 @@ def _split(trace: Trace, name: str, before: Iterable[str]) -> list[str]:
 
 
 def _connected(sources: Mapping[str, list[str]]) -> list[dict[str, list[str]]]:
-    """The parts between which there is no arrow, without names that have none at all."""
+    """The connected parts of the graph, without names that have no arrow."""
     parts: list[dict[str, list[str]]] = []
     for name, operands in sources.items():
         near = [part for part in parts if part.keys() & set(operands)]
@@ -109,7 +109,7 @@ def _connected(sources: Mapping[str, list[str]]) -> list[dict[str, list[str]]]:
 
 
 def _rows_of(sources: Mapping[str, list[str]]) -> dict[str, int]:
-    """The row of each name."""
+    """Name → its row."""
     rows: dict[str, int] = {}
     for name, operands in sources.items():  # in the order in which they were computed
         rows[name] = 1 + max((rows[operand] for operand in operands), default=-1)
@@ -152,7 +152,7 @@ def _join(above: Box, below: Box) -> None:
 
 
 def _arranged(rows: list[list[Box]]) -> list[list[Box]]:
-    """Give each box its place in its row: as near as they let it to the mean of its neighbours."""
+    """Move each box in its row as near as possible to the mean of its neighbours."""
     for row in rows:
         _spread(row, range(len(row)))
     for sweep in range(SWEEPS):
@@ -168,7 +168,7 @@ def _arranged(rows: list[list[Box]]) -> list[list[Box]]:
 
 
 def _spread(row: list[Box], wanted: Iterable[float]) -> None:
-    """Order the boxes by where they want to be, move them apart, and centre what had to move."""
+    """Order the boxes by their wanted places, move them apart, and centre the row again."""
     pairs = sorted(zip(wanted, row, strict=True), key=lambda pair: pair[0])
     row[:] = [box for _, box in pairs]
     right = -float("inf")
@@ -181,7 +181,7 @@ def _spread(row: list[Box], wanted: Iterable[float]) -> None:
 
 
 def _stack(rows: list[list[Box]]) -> None:
-    """Give each row its place: as high as its longest formula needs."""
+    """Set the top of each row, and its height, which its longest formula needs."""
     top = 0.0
     for row in rows:
         height = BOX + LINE * max([1, *(len(box.formula) for box in row)])
@@ -191,7 +191,7 @@ def _stack(rows: list[list[Box]]) -> None:
 
 
 def _draw(drawing: Drawing, box: Box) -> None:
-    """A box, and the shape of what leaves it on the arrows' beginning."""
+    """A box, and below it the shape of its matrix."""
     drawing.rect(box.x - box.width / 2, box.top, box.width, box.height, "box")
     y = box.top + box.height / 2 - (LINE * len(box.formula) + 2) / 2 * bool(box.formula)
     drawing.text(box.x, y, box.name, "bold", anchor="middle", size=NAME)
@@ -204,7 +204,7 @@ def _draw(drawing: Drawing, box: Box) -> None:
 
 
 def _arrows(drawing: Drawing, box: Box) -> None:
-    """Its arrows, as far as the boxes that they lead to."""
+    """The arrows from a box to the boxes that are computed from it."""
     for below in box.below:
         points = [(box.x, box.top + box.height)]
         place, last = below, box
@@ -216,6 +216,6 @@ def _arrows(drawing: Drawing, box: Box) -> None:
 
 
 def _aside(box: Box, source: Box) -> float:
-    """How far from its middle an arrow enters a box, so that several have places of their own."""
+    """The distance from a box's middle to where an arrow enters, so that arrows stay apart."""
     order = sorted(box.above, key=lambda other: other.x)
     return (order.index(source) - (len(order) - 1) / 2) * min(24, box.width / (len(order) + 1))

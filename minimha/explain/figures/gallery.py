@@ -1,4 +1,4 @@
-"""Which figures a trace has, and all of them on one sheet."""
+"""Chooses the figures of a trace, and draws all of them as one picture."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from minimha.explain.figures.pick import pick
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
-WIDEST = 960  # pixels, but for a figure that is wider alone
+WIDEST = 960  # pixels of a row; a single figure may be wider
 GAP = 28
 
 
 def svg(trace: Trace, decimals: int) -> str:
-    """Return every figure of ``trace`` as one picture, SVG, that stands alone."""
+    """Return every figure of ``trace`` as one SVG picture."""
     head = Drawing()
     head.text(0, SIZE / 2 + 2, trace.example, "bold", size=SIZE + 3)
     if trace.source:
@@ -26,7 +26,7 @@ def svg(trace: Trace, decimals: int) -> str:
 
 
 def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
-    """Return title → figure: those that suit this run, or what was chosen of it."""
+    """Return title → figure: those that suit this run, or those that were chosen."""
     drawn = {"cell": _cell(trace, decimals)} if trace.cell else {}
     is_whole = not (trace.only or trace.cell or trace.query)
     if is_whole:
@@ -44,7 +44,7 @@ def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
 
 
 def _cell(trace: Trace, decimals: int) -> Drawing:
-    """One cell through the steps that have it, written out."""
+    """One cell, written out in every step that has it."""
     drawing = Drawing()
     drawing.text(0, SIZE / 2, f"cell {trace.cell}", "bold")
     for written in story(trace, decimals):
@@ -53,7 +53,7 @@ def _cell(trace: Trace, decimals: int) -> Drawing:
 
 
 def _chosen(steps: Sequence[Step], decimals: int) -> Drawing:
-    """Each step as a matrix, the scale of those that are heatmaps, and what documents print."""
+    """Each step as a matrix, the scales of heatmaps, and the numbers that documents print."""
     scales = scales_of(steps)
     named = [(s.title, s.size * bool(s.whole), s.relation * (s.base == "weights")) for s in steps]
     titles = [", ".join(filter(None, parts)) for parts in named]
@@ -84,7 +84,7 @@ def _printed(step: Step) -> Drawing:
 
 
 def _heatmaps(steps: Sequence[Step], decimals: int) -> Drawing:
-    """One map of weights per head; for a single head its raw and masked scores beside them."""
+    """One map of weights per head; of a single head also its raw and masked scores."""
     drawn = wording.heatmaps(steps)
     if not drawn:
         return Drawing()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from minimha.explain.figures.drawing import STYLE, Drawing
 
-POINT = 0.5  # points of a figure's pixel, where the page allows it
+POINT = 0.5  # points per pixel of a figure, or fewer if the page is too small
 HIGHEST = 280.0  # points
 HEAT = (8, 48, 107)
 Escape = Callable[[str], str]
@@ -22,7 +22,7 @@ def shade(level: float) -> str:
 
 
 def picture(drawing: Drawing, escape: Escape) -> str:
-    """Return a picture of ``drawing``, as wide as the line at most; ``escape`` makes words TeX."""
+    """Return a picture of ``drawing``, at most as wide as a line; ``escape`` makes words TeX."""
     point = min(POINT, HIGHEST / max(drawing.height, 1))
     lines = list(
         _shapes(ET.fromstring(drawing.svg("")), 0.0, 0.0, drawing.height + 32, escape, point)
@@ -38,7 +38,7 @@ def picture(drawing: Drawing, escape: Escape) -> str:
 def _shapes(
     element: ET.Element, x: float, y: float, height: float, escape: Escape, point: float
 ) -> Iterator[str]:
-    """The shapes of a group, each at its place; in a picture y grows upwards."""
+    """The shapes of a group at their places; in a picture y grows upwards."""
     dx, dy = map(float, re.findall(r"[-\d.]+", element.get("transform", "0 0")))
     x, y = x + dx, y + dy
     for child in element:

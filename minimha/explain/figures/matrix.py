@@ -1,4 +1,4 @@
-"""A matrix under its labels; scores and weights as a heatmap, all of one kind in one scale."""
+"""A matrix under its labels; scores and weights as heatmaps, all scores on one scale."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,10 +9,10 @@ from minimha.explain.numbers import cells, limits
 from minimha.explain.trace import Step
 
 ROW = 24  # pixels
-LABEL = 10  # characters; the whole label is shown where it is pointed at
+LABEL = 10  # characters
 SMALL = 12  # size of numbers and labels
 LOW = 40  # pixels for the least number of a scale
-LIGHTEST_ON = 0.66  # from here on, light ink has more contrast on the heat than dark ink
+LIGHTEST_ON = 0.66  # level above which light ink has more contrast than dark ink
 MAPPED = ("scores", "energies", "cosine", "scaled", "scaled_cosine", "capped", "biased",
           "modified", "masked", "S", "exponentials", "weights")  # fmt: skip
 SHARES = ("exponentials", "weights")  # from 0 to 1
@@ -41,12 +41,14 @@ def matrix(
         top += ROW - 4
     if step.columns:
         for x, width, label in zip(edges, widths, step.columns, strict=True):
-            _label(drawing, x + width / 2, top + SMALL / 2, label, "middle")
+            middle = x + width / 2, top + SMALL / 2
+            drawing.text(*middle, label, "muted", anchor="middle", size=SMALL, longest=LABEL)
         top += ROW - 4
     heat = shades(step, scales)
     for i, row in enumerate(body):
         if rows:
-            _label(drawing, margin - 8, top + (i + 0.5) * ROW, rows[i], "end")
+            end = margin - 8, top + (i + 0.5) * ROW
+            drawing.text(*end, rows[i], "muted", anchor="end", size=SMALL, longest=LABEL)
         for j, number in enumerate(row):
             level = None if heat is None else heat[i][j]
             cell(drawing, edges[j], top + i * ROW, widths[j], number, level)
@@ -56,7 +58,7 @@ def matrix(
 
 
 def scale(name: str, bounds: Limits, steps: int = 20, *, room: float = LOW) -> Drawing:
-    """Draw the scale of a heatmap, from least to most; the least has ``room`` pixels or more."""
+    """Draw the scale of a heatmap; its least number has ``room`` pixels or more."""
     drawing = Drawing()
     low, high = cells(np.array(bounds), 2)[0]
     drawing.text(0, ROW / 2, name, "muted", size=SMALL)
@@ -70,7 +72,7 @@ def scale(name: str, bounds: Limits, steps: int = 20, *, room: float = LOW) -> D
 
 
 def legend(steps: Sequence[Step], scales: tuple[Limits, Limits]) -> Drawing:
-    """Draw the scales that ``steps`` use, and say what × and ? mean."""
+    """Draw the scales that ``steps`` use, and the meaning of × and ?."""
     drawing = Drawing()
     scored = any(map(_is_scores, steps))
     room = max(LOW, breadth(cells(np.array(scales[0]), 2)[0][0], SMALL)) if scored else LOW
@@ -96,14 +98,8 @@ def _widths(body: Sequence[Sequence[str]], columns: Sequence[str] | None) -> lis
     return [max(36, round(max(breadth(text, SMALL) for text in column) + 8)) for column in texts]
 
 
-def _label(drawing: Drawing, x: float, y: float, label: str, anchor: str) -> None:
-    shown = short(label, LABEL)
-    title = label if shown != label else ""
-    drawing.text(x, y, shown, "muted", anchor=anchor, size=SMALL, title=title)
-
-
 def shades(step: Step, scales: tuple[Limits, Limits]) -> list[list[float]] | None:
-    """From 0 to 1 for each cell of a heatmap, -∞ where it is hidden; None for other matrices."""
+    """Return a level from 0 to 1 for each cell of a heatmap, -∞ if hidden; None if not mapped."""
     if step.base not in MAPPED or step.value.ndim != 2:
         return None
     low, high = scales[step.base in SHARES]
@@ -117,7 +113,7 @@ def cell(
     drawing: Drawing, x: float, y: float, width: float, number: str, level: float | None,
     size: float = SMALL,
 ) -> None:  # fmt: skip
-    """Draw a number on the shade of its ``level``: from 0 to 1, below where it is hidden."""
+    """Draw a number on the shade of its ``level``, from 0 to 1; one below 0 is hidden."""
     ink = "number"
     if level is not None and np.isfinite(level):
         drawing.rect(x, y, width, ROW, "heat", opacity=level)

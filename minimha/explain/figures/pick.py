@@ -1,4 +1,4 @@
-"""How one query picks its values: a bar as long as each weight, and the value that it weighs."""
+"""A query's weights as bars, each beside the value that it multiplies."""
 
 import numpy as np
 

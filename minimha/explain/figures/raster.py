@@ -1,4 +1,4 @@
-"""A drawn figure as PNG, by a rasteriser that this machine has."""
+"""A drawn figure as PNG, made by a rasteriser installed on this machine."""
 
 import importlib.util
 import shutil
