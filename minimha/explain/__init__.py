@@ -1,7 +1,7 @@
 """A trace of every step, what each name means, and ways to show it.
 
 record → steps (entries, labels) → origins → written → render, page, spreadsheet, figures, export.
-``Trace`` is the door to the first four; ``selection`` chooses which steps are shown.
+``Trace`` gives access to the first four; ``selection`` chooses which steps are shown.
 """
 
 from html import escape

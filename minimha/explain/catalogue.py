@@ -1,12 +1,12 @@
-"""What each traced name means. The equations only name their steps; the words are here.
+"""The meaning of each traced name: the equations only name their steps.
 
 ``formula`` is for a terminal, ``tex`` for a page. A name may have a stage in brackets: a block,
-``S[i=0,j=1]``, or a word where a step is computed several times, ``q[encoder]``. Its entry is that
-of the name before the bracket.
+``S[i=0,j=1]``, or a word if a step is computed several times, ``q[encoder]``. The entry belongs to
+the name before the bracket.
 
-``made`` is an operation, which ``origins`` computes, and the steps that it takes. ``a|b`` is the
-first of these that the trace has; ``b?`` may be missing; ``m<`` is the m of the block before;
-``a|b*`` is the latest of these before, of any stage. Without ``made`` the numbers are given.
+``made`` is an operation of ``origins`` and the steps that it takes. ``a|b`` is the first of these
+that the trace has. ``b?`` may be missing. ``m<`` is the m of the nearest earlier block. ``a|b*`` is
+the latest earlier step of these names, of any stage. Without ``made`` the numbers are given.
 """
 
 import re
@@ -49,8 +49,8 @@ ROWS = ("B", "H", "Lq", "1")
 QUERIES = "q_rotated|q_clipped|q_layer_normed|q_normed|q"
 KEYS = "k_rotated|k_clipped|k_layer_normed|k_normed|k"
 RAW = "scaled|scaled_cosine|cosine|energies|scores"
-STREAM = "embedded|embedded_normed|output|added|residual*"  # what a layer passes on to the next
-FINAL = f"masked|modified|biased|capped|{RAW}"  # what the softmax gets
+STREAM = "embedded|embedded_normed|output|added|residual*"  # the output of a layer
+FINAL = f"masked|modified|biased|capped|{RAW}"  # the input of the softmax
 AXES = {
     "B": "batch entries",
     "L": "tokens",
@@ -111,39 +111,6 @@ CATALOGUE: dict[str, Entry] = {
     "c_attn_bias": _formula("b_attn", ("3E",), "b_attn = [b_q, b_k, b_v]",
         "Their biases, side by side too.", GPT2, tex_symbol=r"b_{\mathrm{attn}}",
         tex=r"b_{\mathrm{attn}} = [b_q, b_k, b_v]"),
-    "W_q": _symbol("W_q", ("H", "E", "D"),
-        "Turns an embedding into a query: what the token looks for.", VASWANI,
-        made=("columns", "c_attn")),
-    "W_k": _symbol("W_k", ("Hkv", "E", "D"),
-        "Turns an embedding into a key: what the token offers.", VASWANI,
-        made=("columns", "c_attn")),
-    "W_v": _symbol("W_v", ("Hkv", "E", "Dv"),
-        "Turns an embedding into a value: what the token passes on.", VASWANI,
-        made=("columns", "c_attn")),
-    "b_q": _symbol("b_q", ("H", "D"),
-        "Added to every query.", VASWANI, made=("columns", "c_attn_bias")),
-    "b_k": _symbol("b_k", ("Hkv", "D"),
-        "Added to every key.", VASWANI, made=("columns", "c_attn_bias")),
-    "b_v": _symbol("b_v", ("Hkv", "Dv"),
-        "Added to every value.", VASWANI, made=("columns", "c_attn_bias")),
-    "q_combined": _formula("Q", ("B", "L", "H·D"), "[Q of head 0, Q of head 1, …] = X W_q",
-        "The queries of all heads side by side, one product, which is split: from H·D numbers "
-        "per token to H heads of D.", VASWANI, made=("products", "normed|x", "W_q", "b_q?"),
-        tex=r"[Q_0, Q_1, \ldots] = X W_q"),
-    "k_combined": _formula("K", ("B", "L", "Hkv·D"), "[K of head 0, K of head 1, …] = X W_k",
-        "The keys of all heads side by side, one product, which is split: from Hkv·D numbers "
-        "per token to Hkv heads of D.", VASWANI,
-        made=("products", "context|normed|x", "W_k", "b_k?"), tex=r"[K_0, K_1, \ldots] = X W_k"),
-    "v_combined": _formula("V", ("B", "L", "Hkv·Dv"), "[V of head 0, V of head 1, …] = X W_v",
-        "The values of all heads side by side, one product, which is split: from Hkv·Dv numbers "
-        "per token to Hkv heads of Dv.", VASWANI,
-        made=("products", "context|normed|x", "W_v", "b_v?"), tex=r"[V_0, V_1, \ldots] = X W_v"),
-    "q": _formula("Q", ("B", "H", "Lq", "D"), "Q = X W_q",
-        "One query per row.", VASWANI, made=("product", "normed|x", "W_q", "b_q?")),
-    "k": _formula("K", ("B", "Hkv", "Lk", "D"), "K = X W_k",
-        "One key per row.", VASWANI, made=("product", "context|normed|x", "W_k", "b_k?")),
-    "v": _formula("V", ("B", "Hkv", "Lk", "Dv"), "V = X W_v",
-        "One value per row.", VASWANI, made=("product", "context|normed|x", "W_v", "b_v?")),
     "scores": _formula("S", SCORES, "S = Q Kᵀ",
         "How well each key (column) matches each query (row): their dot product.", VASWANI,
         made=("dot", QUERIES, KEYS), tex=r"S = Q K^\top"),
@@ -209,36 +176,6 @@ CATALOGUE: dict[str, Entry] = {
         tex=r"C = [O_0, O_1, \ldots]"),
     "W_o": _symbol("W_o", ("H·Dv", "E"), "Mixes what the heads found.", VASWANI),
     "b_o": _symbol("b_o", ("E",), "Added to every row at the end.", VASWANI),
-    "g_q": _symbol("g_q", ("D",), "The gain of each entry of a normalised query.", QK_NORM),
-    "g_k": _symbol("g_k", ("D",), "The gain of each entry of a normalised key.", QK_NORM),
-    "q_normed": _formula("Q", ("B", "H", "Lq", "D"), "Q ← g_q · Q / rms(Q), row by row",
-        "All queries have the same length now, so that no score grows with it.", QK_NORM,
-        made=("rms", "q", "g_q"), tex=r"Q \leftarrow g_q \cdot Q / \mathrm{rms}(Q)"),
-    "k_normed": _formula("K", ("B", "Hkv", "Lk", "D"), "K ← g_k · K / rms(K), row by row",
-        "All keys have the same length now, so that no score grows with it.", QK_NORM,
-        made=("rms", "k", "g_k"), tex=r"K \leftarrow g_k \cdot K / \mathrm{rms}(K)"),
-    "gains_q": _symbol("g_q", ("H", "1", "D"),
-        "The gain of each entry of a normalised query, head by head.", BA),
-    "s_q": _symbol("s_q", ("H", "1", "D"),
-        "What is added to each entry of a normalised query.", BA),
-    "q_layer_normed": _formula("Q", ("B", "H", "Lq", "D"),
-        "Q ← g_q · (Q - mean(Q)) / std(Q) + s_q, row by row",
-        "All queries have one mean and one length now, before gain and shift.", BA,
-        tex=r"Q \leftarrow g_q \cdot (Q - \mathrm{mean}(Q)) / \mathrm{std}(Q) + s_q"),
-    "gains_k": _symbol("g_k", ("Hkv", "1", "D"),
-        "The gain of each entry of a normalised key, head by head.", BA),
-    "s_k": _symbol("s_k", ("Hkv", "1", "D"),
-        "What is added to each entry of a normalised key.", BA),
-    "k_layer_normed": _formula("K", ("B", "Hkv", "Lk", "D"),
-        "K ← g_k · (K - mean(K)) / std(K) + s_k, row by row",
-        "All keys have one mean and one length now, before gain and shift.", BA,
-        tex=r"K \leftarrow g_k \cdot (K - \mathrm{mean}(K)) / \mathrm{std}(K) + s_k"),
-    "q_clipped": _formula("Q", ("B", "H", "Lq", "D"), "Q ← Q clipped to -c … c",
-        "No number is beyond the limit.", MPT, tex=r"Q \leftarrow \min(\max(Q, -c), c)"),
-    "k_clipped": _formula("K", ("B", "Hkv", "Lk", "D"), "K ← K clipped to -c … c",
-        "No number is beyond the limit.", MPT, tex=r"K \leftarrow \min(\max(K, -c), c)"),
-    "v_clipped": _formula("V", ("B", "Hkv", "Lk", "Dv"), "V ← V clipped to -c … c",
-        "No number is beyond the limit.", MPT, tex=r"V \leftarrow \min(\max(V, -c), c)"),
     "latents_and_key": _formula("[c, k_R]", ("B", "L", "C+R"), "c = norm(X W_dkv)",
         "A latent and a rotated key for each token: what a cache keeps.", MLA,
         tex=r"c = \mathrm{norm}(X W_{dkv})"),
@@ -261,9 +198,6 @@ CATALOGUE: dict[str, Entry] = {
     "projected": _formula("Y", ("B", "L", "E"), "Y = C W_o",
         "One row per token, as wide as the embedding again.", VASWANI,
         made=("product", "gated|concat", "W_o", "b_o?")),
-    "output": _formula("O", ("B", "H", "Lq", "Dv"), "O = A V",
-        "Each row is the sum of the values, weighted by that row of A.", VASWANI,
-        made=("product", "weights", "v_clipped|v")),
     "added": _formula("Z", ("B", "L", "E"), "Z = X + Y",
         "The residual connection: what the token was, and what it found.", RESIDUAL,
         made=("sum", "x", "output_normed|output")),
@@ -466,6 +400,49 @@ CATALOGUE: dict[str, Entry] = {
 }  # fmt: skip
 
 
+def _of_projection(
+    letter: str, axes: tuple[str, ...], name: str, plural: str, purpose: str, inputs: str
+) -> dict[str, Entry]:
+    """The entries of queries, keys or values, and of the weights and biases that project them."""
+    W, b, symbol, (_, heads, _, width) = f"W_{letter}", f"b_{letter}", letter.upper(), axes
+    return {
+        W: _symbol(W, (heads, "E", width), f"Turns an embedding into a {name}: {purpose}.",
+            VASWANI, made=("columns", "c_attn")),
+        b: _symbol(b, (heads, width), f"Added to every {name}.", VASWANI,
+            made=("columns", "c_attn_bias")),
+        f"{letter}_combined": _formula(symbol, ("B", "L", f"{heads}·{width}"),
+            f"[{symbol} of head 0, {symbol} of head 1, …] = X {W}",
+            f"The {plural} of all heads side by side, one product, which is split: from "
+            f"{heads}·{width} numbers per token to {heads} heads of {width}.", VASWANI,
+            made=("products", inputs, W, f"{b}?"),
+            tex=rf"[{symbol}_0, {symbol}_1, \ldots] = X {W}"),
+        letter: _formula(symbol, axes, f"{symbol} = X {W}", f"One {name} per row.", VASWANI,
+            made=("product", inputs, W, f"{b}?")),
+        f"{letter}_clipped": _formula(symbol, axes, f"{symbol} ← {symbol} clipped to -c … c",
+            "No number is beyond the limit.", MPT,
+            tex=rf"{symbol} \leftarrow \min(\max({symbol}, -c), c)"),
+    }  # fmt: skip
+
+
+def _of_head_norm(letter: str, axes: tuple[str, ...], name: str, plural: str) -> dict[str, Entry]:
+    """The entries of the two normalisations of queries or keys, head by head."""
+    Q, g, s = letter.upper(), f"g_{letter}", f"s_{letter}"
+    return {
+        g: _symbol(g, ("D",), f"The gain of each entry of a normalised {name}.", QK_NORM),
+        f"{letter}_normed": _formula(Q, axes, f"{Q} ← {g} · {Q} / rms({Q}), row by row",
+            f"All {plural} have the same length now, so that no score grows with it.", QK_NORM,
+            made=("rms", letter, g), tex=rf"{Q} \leftarrow {g} \cdot {Q} / \mathrm{{rms}}({Q})"),
+        f"gains_{letter}": _symbol(g, (axes[1], "1", "D"),
+            f"The gain of each entry of a normalised {name}, head by head.", BA),
+        s: _symbol(s, (axes[1], "1", "D"), f"Added to each entry of a normalised {name}.", BA),
+        f"{letter}_layer_normed": _formula(Q, axes,
+            f"{Q} ← {g} · ({Q} - mean({Q})) / std({Q}) + {s}, row by row",
+            f"All {plural} have one mean and one length now, before gain and shift.", BA,
+            tex=rf"{Q} \leftarrow {g} \cdot ({Q} - \mathrm{{mean}}({Q})) / \mathrm{{std}}({Q})"
+            f" + {s}"),
+    }  # fmt: skip
+
+
 def _of_norm(prefix: str, letter: str, step: str, what: str) -> dict[str, Entry]:
     """The steps of the normalisation of ``step``, whose names begin with ``prefix``."""
     gain, bias, mean, variance, square = (
@@ -497,8 +474,18 @@ def _of_norm(prefix: str, letter: str, step: str, what: str) -> dict[str, Entry]
     }  # fmt: skip
 
 
+QUERY_AXES, KEY_AXES = ("B", "H", "Lq", "D"), ("B", "Hkv", "Lk", "D")
+VALUE_AXES = ("B", "Hkv", "Lk", "Dv")
 CATALOGUE |= (
-    _of_norm("", "X", "x", "what enters the layer")
+    {"output": CATALOGUE["head_output"]}
+    | _of_projection("q", QUERY_AXES, "query", "queries", "what the token looks for", "normed|x")
+    | _of_projection("k", KEY_AXES, "key", "keys", "what the token offers", "context|normed|x")
+    | _of_projection(
+        "v", VALUE_AXES, "value", "values", "what the token passes on", "context|normed|x"
+    )
+    | _of_head_norm("q", QUERY_AXES, "query", "queries")
+    | _of_head_norm("k", KEY_AXES, "key", "keys")
+    | _of_norm("", "X", "x", "what enters the layer")
     | _of_norm("output_", "Y", "output", "what attention found")
     | _of_norm("added_", "Z", "added", "the residual stream")
     | _of_norm("embedded_", "X", "embedded", "the embeddings")

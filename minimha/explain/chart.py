@@ -1,4 +1,4 @@
-"""Charts as data: lines, bars and grids of shades; a terminal and SVG draw the same."""
+"""Charts as data: lines, bars and grids of shades, drawn on a terminal and as SVG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLOSE = 1e-9  # what rounding may add to a whole number
 
 
 class Axis(NamedTuple):
-    """What is measured along an axis, the base of its logarithms, if any, and how to write it."""
+    """An axis: its quantity, the base of a logarithmic one, and the format of its numbers."""
 
     name: str
     base: int | None = None
@@ -23,9 +23,9 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """One line for each of ``series``, whose values stand over ``places``.
+    """One line for each of ``series``, with a value at each of ``places``.
 
-    A value that is not finite, or that a logarithmic axis does not have, leaves a gap.
+    A value leaves a gap if it is not finite, or not positive on a logarithmic axis.
     """
 
     title: str
@@ -35,14 +35,14 @@ class Lines:
     series: Mapping[str, tuple[float, ...]]
 
     def scales(self) -> tuple[Scale, Scale]:
-        """Return the scale along x and the one along y, which ends at its first and last tick."""
+        """Return the scales of x and y; that of y begins and ends at a tick."""
         values = [value for series in self.series.values() for value in series]
         y = Scale.of(values if self.y.base else [0, *values], self.y.base)
         first, *_, last = y.ticks()
         return Scale.of(self.places, self.x.base), Scale(first, last, y.base)
 
     def points(self, values: tuple[float, ...], width: float) -> list[Point]:
-        """Return how far to the right and how high each value is, of ``width`` and of 1."""
+        """Return (x, y) of each value, x from 0 to ``width`` and y from 0 to 1; None for a gap."""
         across, up = self.scales()
         found = ((across.at(x), up.at(y)) for x, y in zip(self.places, values, strict=True))
         return [None if x is None or y is None else (x * width, y) for x, y in found]
@@ -50,7 +50,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """For each of ``names`` one bar from each of ``series``; values are 0 or more."""
+    """A bar for each of ``names`` in each of ``series``; values are 0 or more."""
 
     title: str
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Grid:
-    """A number from 0 to 1 for each of ``rows`` in each of ``columns``, on a shade of its size."""
+    """A table of numbers from 0 to 1, each on a shade of its size."""
 
     title: str
     rows: tuple[str, ...]
@@ -75,7 +75,7 @@ class Grid:
 
 
 class Scale(NamedTuple):
-    """The numbers from ``low`` to ``high`` along a length, evenly or by logarithms to ``base``."""
+    """A linear scale from ``low`` to ``high``, or a logarithmic one to ``base``."""
 
     low: float
     high: float
@@ -83,12 +83,12 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float], base: int | None) -> Scale:
-        """Return the scale of the finite ``values``; a logarithmic one is of the positive ones."""
+        """Return the scale of the finite ``values``, of the positive ones if it is logarithmic."""
         shown = [x for x in values if math.isfinite(x) and (x > 0 or not base)]
         return cls(min(shown, default=1), max(shown, default=1), base)
 
     def at(self, number: float) -> float | None:
-        """Return the place of ``number``, from 0 to 1; None for one that has none.
+        """Return the place of ``number``, from 0 at ``low`` to 1 at ``high``; None if it has none.
 
         >>> Scale(1, 100, 10).at(10), Scale(0, 4).at(1), Scale(1, 2, 10).at(0)
         (0.5, 0.25, None)
@@ -101,7 +101,7 @@ class Scale(NamedTuple):
         return (number - low) / (high - low) if high > low else 0.0
 
     def ticks(self) -> list[float]:
-        """Return two round numbers or more that enclose the scale.
+        """Return at least two round numbers that enclose the scale.
 
         They are powers of the base, or multiples of 1, 2 or 5 times a power of 10.
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from minimha.explain.catalogue import Entry, base_of, beside, entry
 from minimha.explain.record import Record
 
-# The symbol in a formula, and the normalised step that replaces it if present.
+# Step → the symbol in its formula, and the normalised step that replaces it if present.
 NORMALISED = {
     "q": ("X", "normed"), "k": ("X", "normed"), "v": ("X", "normed"), "gate": ("X", "normed"),
     "added": ("Y", "output_normed"), "residual": ("F", "feed_forward_normed"),

@@ -12,7 +12,7 @@ BLOCK_AXES = {"B_r": "Lq", "B_c": "Lk"}  # of a block, and of the whole matrix
 PREFIXES = {"Lq": "q", "Lk": "k"}  # of unlabelled tokens: q0, k0
 BLOCK = re.compile(r"\[i=(\d+)(?:,j=(\d+))?\]")
 INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, bidirectional ones among them; separators
-JOINERS = "\u200c\u200d"  # without which Persian words and many emoji fall apart
+JOINERS = "\u200c\u200d"  # which Persian words and many emoji need
 NOT_IN_XML = "\ufffe\uffff"
 
 
@@ -30,7 +30,7 @@ def token_labels(
 
 
 def first_token(name: str, axis: str, blocks: tuple[int, int] | None) -> int:
-    """Return the number of the first token along an axis of the step ``name``: 0 but in a block."""
+    """Return the number of the first token along an axis of a step; it is 0 outside blocks."""
     block = BLOCK.search(name)
     if axis not in BLOCK_AXES or block is None or blocks is None:
         return 0
@@ -41,7 +41,7 @@ def first_token(name: str, axis: str, blocks: tuple[int, int] | None) -> int:
 def axis_labels(
     name: str, axis: str, size: int, known: Labels, blocks: tuple[int, int] | None
 ) -> tuple[str, ...] | None:
-    """Return the labels along one axis of a step, or None where it counts no tokens."""
+    """Return the labels along one axis of a step, or None if the axis counts no tokens."""
     start = first_token(name, axis, blocks)
     if axis in BLOCK_AXES:
         if BLOCK.search(name) is None or blocks is None:

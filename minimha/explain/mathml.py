@@ -1,4 +1,4 @@
-"""The catalogue's TeX as MathML, which a browser sets without fetching anything."""
+"""The catalogue's TeX as MathML, which a browser shows without fetching anything."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SPACES = {";": "0.28em", ",": "0.17em", " ": "0.25em", "quad": "1em"}
 
 
 def mathml(tex: str) -> str:
-    r"""Return a formula of the catalogue as MathML; a command that it never uses is a ValueError.
+    r"""Return a formula of the catalogue as MathML; ValueError for an unknown command.
 
     >>> mathml(r"S = Q K^\top")[45:-14]
     '<mi>S</mi><mo>=</mo><mi>Q</mi><msup><mi>K</mi><mo>⊤</mo></msup>'
@@ -29,7 +29,7 @@ def mathml(tex: str) -> str:
 
 
 class Tokens:
-    """What is still to be read."""
+    """The tokens of a formula that are not read yet."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens[::-1]
@@ -39,11 +39,11 @@ class Tokens:
             yield self._tokens.pop()
 
     def peek(self) -> str:
-        """The next token, or nothing."""
+        """Return the next token, or an empty string."""
         return self._tokens[-1] if self._tokens else ""
 
     def take(self) -> str:
-        """The next token, no longer to be read."""
+        """Remove the next token and return it."""
         return self._tokens.pop()
 
 

@@ -19,7 +19,7 @@ from minimha.explain.steps import Step
 Matrix = NDArray[Any]
 HALF_SPLIT, INTERLEAVED = 0.0, 1.0  # the constant of "rotated": which numbers are a pair
 ACTIVATIONS = RELU, GELU, GELU_TANH, SILU = 0.0, 1.0, 2.0, 3.0  # the constant of "activation"
-EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12  # that models have
+EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12  # in use by models
 
 
 def _plus(value: Matrix, other: Matrix | None) -> Matrix:
@@ -27,7 +27,7 @@ def _plus(value: Matrix, other: Matrix | None) -> Matrix:
 
 
 def _finite(m: Matrix) -> Matrix:
-    """Maxima, 0 for a row without a visible key."""
+    """Maxima, with 0 for a row without a visible key."""
     return np.where(np.isneginf(m), 0.0, m)
 
 
@@ -58,7 +58,7 @@ def _softmax(x: Matrix) -> Matrix:
 
 
 def _by_blocks(operation: Callable[[Matrix, Matrix], Matrix]) -> Callable[..., Matrix]:
-    """An operation on two operands of each row of blocks, whose results stand below each other."""
+    """Apply an operation to the two operands of each row of blocks, and concatenate the results."""
 
     def rows(*blocks: Matrix) -> Matrix:
         pairs = zip(blocks[::2], blocks[1::2], strict=True)
@@ -108,12 +108,12 @@ def pairs(num_pairs: int, layout: float) -> tuple[NDArray[np.int64], NDArray[np.
     return (2 * n, 2 * n + 1) if layout == INTERLEAVED else (n, n + num_pairs)
 
 
-# What each operation computes from its operands, the missing ones None, and its constant, if any.
+# What each operation computes from its operands (None if missing) and its constant, if any.
 OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "product": lambda A, B, bias=None: _plus(A @ B, bias),
     "products": _products,
-    "columns": lambda W, first: W[..., int(first) :],  # and further ones than the step's
-    "rows": lambda x, first: x[int(first) :],  # and further ones than the step's
+    "columns": lambda W, first: W[..., int(first) :],  # to the end, beyond the step's
+    "rows": lambda x, first: x[int(first) :],  # to the end, beyond the step's
     "dot": lambda Q, K: Q @ K.T,
     "cosine": lambda Q, K: _unit(Q) @ _unit(K).T,
     "scale": lambda S, factor: S * factor,
@@ -121,7 +121,7 @@ OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "sum": np.add,
     "times": np.multiply,
     "alibi": lambda slope, d, bias=None: _plus(-slope * d, bias),
-    "mask": lambda S: S,  # but for the hidden scores
+    "mask": lambda S: S,  # except hidden scores
     "row max": lambda S, sink=None: _finite(_max(S, sink)),
     "exp": lambda S, m: np.exp(S - _finite(m)),
     "total": lambda P, sink, m: _plus(_sum(P), None if sink is None else np.exp(sink - m)),
@@ -138,8 +138,8 @@ OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "rotated": _rotated,
     "sigmoid": lambda x, W, bias=None: 1 / (1 + np.exp(-_plus(x @ W, bias))),
     "tanh": lambda Q, K, bias=None: np.tanh(_plus(Q[:, None] + K, bias)),
-    "pairs": lambda hidden, w, K: hidden @ w,  # K says how many keys a query has
-    "block": lambda Q, K, scale: scale * (Q @ K.T),  # but for the hidden scores
+    "pairs": lambda hidden, w, K: hidden @ w,  # the length of K is the number of keys
+    "block": lambda Q, K, scale: scale * (Q @ K.T),  # except hidden scores
     "running max": _max,
     "decay": lambda m, old=None: np.exp((-np.inf if old is None else old) - _finite(m)),
     "running sum": lambda P, f, old=None: _plus(_sum(P), None if old is None else f * old),
@@ -153,12 +153,12 @@ class Origin(NamedTuple):
     """What a step is computed from."""
 
     operation: str  # a key of ``OPERATIONS``
-    # In the order of the operation's arguments; None for an optional one that is missing. For
-    # "concat" the heads, for "products" x, the matrix of each head and then the bias of each, for
-    # "normalise" O and l after the last block of each row of blocks, and for "lse" m and l then.
+    # In the order of the operation's arguments; None for an optional one that is missing.
+    # "concat" has the heads. "products" has x, the matrix of each head, then the bias of each.
+    # "normalise" has O and l after the last block of each row of blocks, and "lse" m and l.
     operands: tuple[Step | None, ...]
-    # The factor of "scale" and "block", the layout of "rotated", the first of the "columns" or of
-    # the "rows", the ε of "norm", which "activation" it is; None elsewhere.
+    # The factor of "scale" and "block", the layout of "rotated", the first of "columns" or "rows",
+    # the ε of "norm", the kind of "activation"; None elsewhere.
     constant: float | None = None
 
     def computed(self) -> Matrix:
@@ -170,14 +170,14 @@ class Origin(NamedTuple):
             return np.asarray(OPERATIONS[self.operation](*values, *constant)) + added
 
     def hides(self, i: int, j: int) -> bool:
-        """Whether query i of a product does not see key j, whose NaN or ∞ must not count then."""
+        """Return whether key j is hidden from query i of a product; its NaN or ∞ must not count."""
         weights = self.operands[0]
         if self.operation not in PRODUCTS or weights is None or weights.hidden is None:
             return False
         return bool(weights.hidden[i, j])
 
     def _seen_alone(self, values: list[Matrix | None]) -> Matrix | float:
-        """Put 0 for values of a product that are not finite; return what they add where seen."""
+        """Replace nonfinite values of a product by 0; return what they add where they are seen."""
         if self.operation not in PRODUCTS:
             return 0.0
         A, B = values[:2]
@@ -195,7 +195,7 @@ class Origin(NamedTuple):
 
 
 class Origins:
-    """Step → what it is computed from, found when first asked for; None where it is given."""
+    """Step → its origin, found at the first access; None if the step is given."""
 
     def __init__(self, by_name: Mapping[str, Sequence[Step]]) -> None:
         self.by_name = by_name  # the steps of each name, in the order of the computation
@@ -208,16 +208,16 @@ class Origins:
         return self._found[step]
 
     def follows(self, step: Step) -> bool:
-        """Whether the run has what ``step`` is computed from, or some of it.
+        """Return whether the run has any step that ``step`` is computed from.
 
-        Rows that no step before has are an input.
+        Rows that no earlier step has are an input.
         """
         operation, *names = step.made or ("rows",)
         sources = {name.strip("?<*") for part in names for name in part.split("|")}
         return operation != "rows" and not sources.isdisjoint(map(base_of, self.by_name))
 
     def _candidates(self, step: Step) -> Iterator[Origin]:
-        """What the step may be computed from, by the catalogue, likeliest first."""
+        """The origins that the catalogue allows for the step, likeliest first."""
         if not step.made:
             return
         operation, *names = step.made
@@ -254,7 +254,7 @@ class Origins:
         if operation == "normalise":
             return tuple(self._last_blocks(step, names)) or None
         found = [self._operand(step, name.removesuffix("?")) for name in names]
-        if operation == "lse" and None in found:  # not of whole rows
+        if operation == "lse" and None in found:  # computed in blocks
             return tuple(self._last_blocks(step, ("m", "l"))) or None
         required = (s for s, name in zip(found, names, strict=True) if not name.endswith("?"))
         return None if None in required else tuple(found)
@@ -270,7 +270,7 @@ class Origins:
         return [head for head in heads if head.batch in (None, step.batch)]
 
     def _named(self, step: Step, names: str) -> Iterator[Sequence[Step]]:
-        """The steps that ``a|b`` may mean, likeliest first, all batch entries and heads together.
+        """The steps that ``a|b`` may stand for, likeliest first, with all batch entries and heads.
 
         For ``[cross, step 1]``, steps of the same stage come first, then those of ``[cross]``,
         then those without a stage. ``m<`` is of the nearest block before, ``a*`` the latest.
@@ -304,7 +304,7 @@ class Origins:
                 yield from (s for s in self.by_name[base + bracket] if _is_beside(s, step))
 
     def _rows(self, step: Step, names: str) -> Iterator[Origin]:
-        """Rows of the steps ``names``, the latest first, as many as ``step`` has."""
+        """The rows of the steps ``names`` that ``step`` may be, from the latest step on."""
         for other in (s for steps in self._named(step, names) for s in steps):
             fits = other.value.ndim == 2 and other.value.shape[-1:] == step.value.shape[-1:]
             if fits and _is_beside(other, step):
@@ -324,7 +324,7 @@ def _gives(made: Origin, step: Step) -> bool:
     """Whether the operation gives the step's numbers, up to rounding."""
     try:
         computed = made.computed()
-    except ValueError:  # shapes that do not fit
+    except ValueError:  # the shapes do not fit
         return False
     value = np.asarray(step.value, np.float64)
     if made.operation == "columns":
@@ -385,7 +385,7 @@ def _epsilons(step: Step, operands: Sequence[Step | None]) -> tuple[float, ...]:
 
 
 def _first_column(step: Step, combined: Step | None) -> float:
-    """Where the columns of a head begin in a matrix of all queries, keys and values."""
+    """The first column of a head in a matrix of all queries, keys and values."""
     total = 0 if combined is None else combined.value.shape[-1]
     before = "qkv".index(step.base[-1]) * total // 3
     return float(before + (step.head or 0) * step.value.shape[-1])

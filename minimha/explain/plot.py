@@ -14,7 +14,7 @@ LEFT, GAP = 4, 2  # characters of the left margin, and between a name and its ba
 def plot(data: Lines | Bars, width: int, *, is_ascii: bool) -> list[str]:
     """Return the lines of a chart, at most ``width`` wide, without its title.
 
-    Where two marks coincide, the earlier series shows.
+    Of two marks at one place, that of the earlier series shows.
     """
     width = max(min(width, WIDEST), 40)
     if isinstance(data, Bars):

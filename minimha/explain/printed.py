@@ -1,8 +1,8 @@
 """A number as a document prints it, beside the exact one, and how the two are related.
 
-The status of a printed number is computed from the number itself, the exact value, and the value
-that the *printed*, already rounded, previous step would give. A worked example also states the
-status it expects; a test compares the two, so that neither can be wrong alone.
+The status of a printed number is computed from the number, the exact value, and the value that
+the *printed*, already rounded, previous step gives. A worked example also states the status that
+it expects, and a test compares the two.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ DOWN = (ROUND_DOWN,)
 
 
 class Status(str, Enum):
-    """How a printed number relates to what its document's own inputs give."""
+    """How a printed number relates to the exact one, computed from the document's inputs."""
 
     EXACT = "exact"
     TRUNCATED = "truncated"
@@ -54,7 +54,7 @@ class Comparison:
     origin: str  # what the number should follow from
     source: str  # where in the document
     text: str  # the number as it is printed there
-    exactly: str = "exact"  # what the exact value is called in the sentence
+    exactly: str = "exact"  # the word before the exact value in the sentence
 
     @property
     def sentence(self) -> str:
@@ -73,7 +73,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class PrintedMatrix:
-    """What a document prints for one step, with the status that each number is stated to have."""
+    """The numbers that a document prints for one step, with the expected status of each."""
 
     step: str  # the name of the step that it belongs to
     rows: tuple[str, ...]  # one line per row, decimals kept: ("0.268 0.731 0",)
@@ -85,8 +85,8 @@ class PrintedMatrix:
     rounded: NDArray[Any] | None = None  # what the printed numbers of the previous step give
     origin: str = "the document's own inputs"  # what the numbers should follow from
     says: str = ""  # the document's own words, where they decide the status: "Assume: …"
-    has_inputs: bool = True  # False for a picture's numbers, which nothing can be compared with
-    exactly: str = "exact"  # what the exact value is called
+    has_inputs: bool = True  # False for a picture's numbers, without anything to compare
+    exactly: str = "exact"  # the word before the exact value in a sentence
 
     @property
     def values(self) -> NDArray[np.float64]:
@@ -102,10 +102,8 @@ class PrintedMatrix:
                 f"{self.source} prints {len(texts)} numbers for {self.step}, "
                 f"which has shape {exact.shape}"
             )
-        return tuple(
-            self._compare(text, index, exact)
-            for text, index in zip(texts, np.ndindex(exact.shape), strict=True)
-        )
+        indices = np.ndindex(exact.shape)
+        return tuple(self._compare(text, i, exact) for text, i in zip(texts, indices, strict=True))
 
     def _compare(self, text: str, index: tuple[int, ...], exact: NDArray[Any]) -> Comparison:
         value = float(exact[index]) if self.has_inputs else None
@@ -121,10 +119,10 @@ class PrintedMatrix:
 def classify(
     text: str, exact: float | None, rounded: float | None = None, *, is_assumed: bool = False
 ) -> Status:
-    """Return the status of a printed number, given as its text, whose decimals count.
+    """Return the status of a printed number, given as its text with all decimals.
 
-    ``exact`` is what the document's inputs give, None where it gives none, and ``rounded`` what the
-    printed numbers of the previous step give. A document may say that it assumes the number.
+    ``exact`` is computed from the document's inputs, and None without inputs. ``rounded`` is
+    computed from the printed numbers of the previous step. ``is_assumed``: the document says so.
 
     >>> [classify(text, 0.2689414).value for text in ("0.269", "0.268", "0.3", "0.25")]
     ['exact', 'truncated', 'exact', 'wrong']
@@ -145,8 +143,8 @@ def _rounds_to(value: float, text: str, roundings: tuple[str, ...]) -> bool:
     if not np.isfinite(value) or not np.isfinite(printed):
         return value == printed
     step = Decimal(1).scaleb(-_decimals(text))
-    # A sum such as 0.401 · 1 + 0.198 · 3 misses its decimal value by a few float64 roundings, which
-    # must not decide how it is truncated.
+    # A sum such as 0.401 · 1 + 0.198 · 3 misses its decimal value by a few float64 roundings,
+    # which must not change its truncation.
     clean = Decimal(repr(round(value, 12)))
     return Decimal(repr(printed)) in [clean.quantize(step, rounding=way) for way in roundings]
 

@@ -1,7 +1,7 @@
-"""From least to most, in shades: one ramp per colour depth of a terminal, and characters for none.
+"""Ramps of shades from least to most: one for each colour depth of a terminal, or characters.
 
-Every ramp grows lighter without a step back, or darker for a terminal whose ground is known to be
-light, so that it can be read by anyone. A scale is drawn beside what is shaded.
+Every ramp grows lighter from shade to shade, or darker on a light terminal, so a colour-blind
+reader can read it. A scale is drawn beside each heatmap.
 """
 
 from itertools import pairwise
@@ -9,23 +9,23 @@ from typing import NamedTuple
 
 Color = tuple[int, int, int]
 BLACK, WHITE = (0, 0, 0), (255, 255, 255)
-# Of the 256 colours, about 15 steps of lightness (CIE L*) apart: 8, 20, 38, 52, 68, 82, 94. The
-# last is still seen on white.
+# Seven of the 256 colours, with lightness (CIE L*) 8, 20, 38, 52, 68, 82, 94. The last is still
+# visible on white.
 ANCHORS = {
     17: (0, 0, 95), 19: (0, 0, 175), 24: (0, 95, 135), 31: (0, 135, 175), 74: (95, 175, 215),
     117: (135, 215, 255), 123: (135, 255, 255),
 }  # fmt: skip
-BETWEEN = 8  # shades from one anchor to the next, where the colours are not counted
-# Black, blue, cyan, bright cyan, by the numbers under which a terminal keeps them; and their ink.
+BETWEEN = 8  # shades from one anchor to the next in true colour
+# Black, blue, cyan and bright cyan, as a terminal numbers them → the ink on each.
 SIXTEEN = {0: 15, 4: 15, 6: 0, 14: 0}
 
 
 class Ramp(NamedTuple):
-    """Shades from least to most, each a character and a style, and what goes with them."""
+    """Shades from least to most, each a character and a style, and marks to go with them."""
 
     shades: tuple[tuple[str, str], ...]
-    hidden: str
-    bar: str
+    hidden: str = "×"
+    bar: str = "█"
     infinity: str = "∞"
 
     @property
@@ -56,7 +56,7 @@ def luminance(color: Color) -> float:
 
 
 def ink_on(color: Color) -> Color:
-    """Return black or white, whichever has more contrast: always 4.5 or more.
+    """Return black or white, the one with more contrast, which is at least 4.5.
 
     >>> ink_on((0, 0, 95)), ink_on((135, 255, 255))
     ((255, 255, 255), (0, 0, 0))
@@ -77,18 +77,17 @@ def _truecolor() -> tuple[tuple[str, str], ...]:
 
 
 RAMPS = {
-    "truecolor": Ramp(_truecolor(), "×", "█"),
+    "truecolor": Ramp(_truecolor()),
     "256": Ramp(
         tuple(
             (" ", f"color({16 if ink_on(color) == BLACK else 231}) on color({number})")
             for number, color in ANCHORS.items()
-        ), "×", "█",
+        )
     ),
     "standard": Ramp(
-        tuple((" ", f"color({ink}) on color({ground})") for ground, ink in SIXTEEN.items()),
-        "×", "█",
+        tuple((" ", f"color({ink}) on color({ground})") for ground, ink in SIXTEEN.items())
     ),
-    "blocks": Ramp(tuple((shade, "") for shade in " ░▒▓█"), "×", "█"),
+    "blocks": Ramp(tuple((shade, "") for shade in " ░▒▓█")),
     "ascii": Ramp(tuple((shade, "") for shade in " .:+#"), "x", "#", "inf"),
 }  # fmt: skip
 RAMPS |= {

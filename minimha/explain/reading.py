@@ -1,4 +1,4 @@
-"""A trace that was exported as JSON or npz, as it was: the opposite of ``export``."""
+"""Reads a trace that ``export`` wrote as JSON or npz."""
 
 import re
 from collections import defaultdict
@@ -13,7 +13,7 @@ from minimha.explain.catalogue import entry
 from minimha.explain.printed import PrintedMatrix, Status
 from minimha.explain.trace import Trace, printable
 
-NAME = re.compile(r"[^\W\d]\w*(\[[\w=, ]+\])*")  # of a step; exports have file names made of it
+NAME = re.compile(r"[^\W\d]\w*(\[[\w=, ]+\])*")  # of a step; file names of exports contain it
 HEADS = ("H", "Hkv")
 KINDS = ("head", "kv_head")
 
@@ -23,7 +23,7 @@ def trace_from(
 ) -> Trace:
     """Return the trace whose JSON is ``record``; an npz has the values in ``arrays``.
 
-    It refuses what is not as ``export`` writes it.
+    ValueError is raised unless ``export`` could have written it.
     """
     hidden: dict[str, NDArray[np.bool_]] = {}
     kept: dict[str, tuple[str, list[int]]] = {}
@@ -65,7 +65,7 @@ def _whole(
     shape = tuple(steps[0]["shape"])
     if array is None:
         dtype = np.dtype(steps[0].get("dtype", "float64"))
-        if dtype.kind not in "biuf":  # of others an item may be as large as memory
+        if dtype.kind not in "biuf":  # an item of another kind may be as large as memory
             raise ValueError(f"{name} has the dtype {dtype}: expected one of numbers")
         array = np.array([step["value"] for step in steps], dtype)
     batches, heads = (
@@ -87,7 +87,7 @@ def _hidden(step: Mapping[str, Any]) -> NDArray[np.bool_]:
 
 
 def _printed(step: Mapping[str, Any]) -> list[PrintedMatrix]:
-    """What documents print for a step, a matrix for each place that does."""
+    """The numbers that documents print for a step, one matrix per place."""
     return [
         _matrix(step, source, list(numbers))
         for source, numbers in groupby(step.get("printed", ()), key=lambda p: str(p["source"]))

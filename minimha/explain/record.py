@@ -1,4 +1,4 @@
-"""The tap: a record of each array that passes it, with what is known about the run."""
+"""The record of a run: a tap that keeps each array, and what is known about the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Record:
     def __call__(self, name: str, value: Any) -> Any:
         """Keep a read-only copy of ``value`` under ``name`` and return ``value`` itself.
 
-        Text is no step but the source of the function that made one; the step's note shows it.
+        Text is the source code of a ``score_mod`` or ``mask_mod``, which the step's note shows.
         """
         if isinstance(value, str):
             self.functions[name] = value
@@ -60,5 +60,5 @@ class Record:
         return iter(self.values)
 
     def has(self, name: str) -> bool:
-        """Whether the run has this step, kept here or not."""
+        """Return whether the run has this step, kept here or not."""
         return name in self.values or name in self.computed

@@ -1,7 +1,6 @@
 """A trace on a terminal. No other module imports rich.
 
-Everything is built as lines of text, so that a wide matrix can be split by columns on a terminal
-and stays whole in a file.
+Everything is lines of text: a wide matrix is split by columns on a terminal, and whole in a file.
 """
 
 import io
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
 INDENT = 4
 GAP = 2
 NO_BREAK = "\N{NO-BREAK SPACE}"
-CELL_SIZES = (5, 3, 1)  # of a heatmap, for 0.27, for .27 and for a shade alone
-SCALE_SIZE = 15  # cells of the scale beside a heatmap
+CELL_SIZES = (5, 3, 1)  # of a heatmap: for 0.27, for .27, for a shade without a number
+SCALE_SIZE = 15  # cells of the scale above the heatmaps
 LONGEST_BAR = 40  # for a weight of 1, if the width allows it
 LONGEST_ROW = 16  # weights; a longer row is shaded by its own largest one
-LABEL_WIDTH = 10  # of a heatmap; a matrix shows its labels whole
+LABEL_WIDTH = 10  # in a heatmap; a matrix shows its labels whole
 EXPORT_WIDTH = 100
 STYLES = {
     Status.EXACT: "green",
@@ -75,7 +74,7 @@ def ramp_for(console: Console) -> str:
 def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
     """Return every step of ``trace``, its weights as heatmaps, and how a query picks its values.
 
-    ``decimals`` apply to numbers that are not whole. With ``width`` None, no line is broken.
+    ``decimals`` are for numbers that are not whole. With ``width`` None, no line is broken.
     ``ramp`` names the shades of heatmaps.
     """
     shades = RAMPS[ramp]
@@ -170,7 +169,7 @@ def _grid(data: "Grid", ramp: Ramp) -> Iterator[Text]:
 
 @contextmanager
 def busy(stream: IO[str], doing: str) -> Iterator[None]:
-    """Show on a terminal what is being done, until the end."""
+    """Show on a terminal what is being done, until it is done."""
     console = Console(file=stream, markup=False, highlight=False)
     with console.status(doing) if console.is_terminal else nullcontext():
         yield
@@ -220,7 +219,7 @@ def _matrix(step: Step, decimals: int, width: int | None, infinity: str) -> list
     heads = step.columns or [str(n) for n in range(len(body[0]))]
     widths = [max(cell_len(cell) for cell in column) for column in zip(heads, *body, strict=True)]
     groups = _column_groups(widths, None if width is None else width - margin)
-    if len(groups) == 1 and step.columns is None:  # numbers are only for columns in groups
+    if len(groups) == 1 and step.columns is None:  # columns are numbered only if they are split
         heads = [""] * len(body[0])
     lines: list[Text] = []
     for group in groups:
@@ -247,7 +246,7 @@ def _column_groups(widths: Sequence[int], available: int | None, gap: int = GAP)
 
 
 def _printed(step: Step, width: int | None) -> list[Text]:
-    """The numbers that a document prints for this step, and what is wrong with them."""
+    """The numbers that a document prints for this step, and remarks on them."""
     lines: list[Text] = []
     for source, numbers, remarks in wording.printed(step):
         unbroken = numbers.replace(" ", NO_BREAK).replace(f"]{NO_BREAK}[", "] [")
@@ -317,7 +316,7 @@ def _heat(number: float, text: str, size: int, ramp: Ramp, limits: tuple[float, 
 
 
 def _pick(pick: wording.Pick, decimals: int, width: int, bar: str) -> list[Text]:
-    """How a query picks its values: a bar as long as each weight."""
+    """A query's weights as bars, each beside the value that it multiplies."""
     weights, values, output = pick.weights, pick.values, pick.output
     row, rows = cells(weights.value[pick.query], decimals)[0], cells(values.value, decimals)
     picked = [f"{row[n]} · [{' '.join(rows[n])}]" for n in pick.keys]
@@ -397,13 +396,8 @@ def _width(block: Sequence[Text]) -> int:
 
 
 def _paragraph(words: str, width: int | None, style: str = "", indent: int = INDENT) -> list[Text]:
-    available = None if width is None else max(20, width - indent)
-    return [Text(" " * indent).append(line, style) for line in _wrapped(words, available)]
-
-
-def _wrapped(words: str, width: int | None) -> list[str]:
-    lines = [words] if width is None else textwrap.wrap(words, width) or [""]
-    return [line.replace(NO_BREAK, " ") for line in lines]
+    lines = [words] if width is None else textwrap.wrap(words, max(20, width - indent)) or [""]
+    return [Text(" " * indent).append(line.replace(NO_BREAK, " "), style) for line in lines]
 
 
 def _short(label: str, size: int) -> str:

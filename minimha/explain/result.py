@@ -1,4 +1,4 @@
-"""What an experiment gives: tables, figures, and the sentence that follows from them."""
+"""The result of an experiment: tables, figures, and the conclusion drawn from them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Result:
 
     name: str
     title: str
-    about: str  # what was computed, from what
+    about: str  # what was computed from which inputs
     seed: int  # of everything that was drawn
     tables: tuple[Table, ...]
-    figures: tuple[Lines | Bars | Grid | Drawing, ...]  # a Drawing is for pictures alone
+    figures: tuple[Lines | Bars | Grid | Drawing, ...]  # a Drawing is shown in pictures only
     conclusion: str  # one sentence, made from the numbers in ``tables``

@@ -1,4 +1,4 @@
-"""What ``--only``, ``--head``, ``--query`` and ``--hide`` choose of the steps of a run."""
+"""Chooses steps of a run, as ``--only``, ``--head``, ``--query`` and ``--hide`` ask."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from minimha.explain.steps import Step
 
 QUERY_AXES, KEY_AXES = (("L",), ("Lq",), ("B_r",)), ("Lk", "B_c")
-LONGEST_ROW, MOST = 32, 16  # entries of one query's row, and how many are shown of a longer one
+LONGEST_ROW, MOST = 32, 16  # longest row that is shown whole; entries shown of a longer one
 DRAWINGS = ("heatmap", "picks")  # drawn beside the steps; ``only`` may name them too
 
 
@@ -25,7 +25,7 @@ def check_names(every: Sequence[Step], only: Sequence[str], blank: Sequence[str]
             continue
         from difflib import get_close_matches  # imported here, so that other starts are faster
 
-        # What stands before a head or stage may be there without it.
+        # The name without its head or stage may exist.
         plain = re.split(r"[,·\[]", name[:60])[0].strip().lower()
         exact = [plain] if plain in {*known, *DRAWINGS} else []
         near = exact or get_close_matches(name[:60], [*known, *DRAWINGS], 1)
@@ -36,7 +36,7 @@ def check_names(every: Sequence[Step], only: Sequence[str], blank: Sequence[str]
 
 
 def of_head(every: Sequence[Step], head: int | None) -> tuple[Step, ...]:
-    """Return the steps of one query head, with the keys and values that it reads; None is all."""
+    """Return the steps of one query head, with the keys and values that it reads, or all."""
     heads = {step.head for step in every if step.head is not None}
     if head is None or (not heads and head == 0):
         return tuple(every)
@@ -54,7 +54,7 @@ def blanked(step: Step) -> Step:
 
 
 def row_of(step: Step, query: str) -> Step | None:
-    """Return the row of a query, or the largest entries of a long one; None if there is none."""
+    """Return the row of a query, or its largest entries if it is long; None without such a row."""
     row = step.number(0, query) if step.axes[:1] in QUERY_AXES else None
     if row is None:
         return None
@@ -79,7 +79,7 @@ def row_of(step: Step, query: str) -> Step | None:
 
 
 def likeliest(step: Step, logits: NDArray[Any]) -> Step:
-    """Return, of a long vocabulary's columns, those with the last query's largest ``logits``."""
+    """Return the step; of a long vocabulary, only the last query's largest ``logits``."""
     if step.axes[-1:] != ("V",) or step.value.shape[-1] <= LONGEST_ROW:
         return step
     row = logits.reshape(-1, logits.shape[-1])[-1]
@@ -92,7 +92,7 @@ def likeliest(step: Step, logits: NDArray[Any]) -> Step:
 
 
 def largest(row: NDArray[Any]) -> list[int]:
-    """Return the places of all entries of ``row``, or of the ``MOST`` largest of a long one.
+    """Return the indices of all entries of ``row``, or of the ``MOST`` largest of a long one.
 
     >>> largest(np.zeros(3)), largest(np.arange(40))[:3]
     ([0, 1, 2], [24, 25, 26])

@@ -1,4 +1,4 @@
-"""The signs of mathematics in letters, for a stream whose encoding lacks them."""
+"""Replaces mathematical signs by letters, for an output encoding that lacks them."""
 
 SPELLINGS = {
     "∞": "inf", "−": "-", "·": "*", "×": "x", "√": "sqrt ", "²": "^2", "ᵀ": "^T", "Σ": "sum",
@@ -10,7 +10,7 @@ SPELLINGS = {
 
 
 def as_written(text: str, encoding: str) -> str:
-    """Return ``text`` as a stream of this encoding shows it, so that it can be laid out.
+    """Return ``text`` as a stream of this encoding shows it, to measure its width.
 
     >>> as_written("√d_k ≤ 2", "ascii")
     'sqrt d_k <= 2'
@@ -24,7 +24,7 @@ def as_written(text: str, encoding: str) -> str:
 
 
 def spelled(error: UnicodeError) -> tuple[str, int]:
-    """Spell what cannot be encoded, or put ``?``: an error handler for ``codecs``.
+    """Spell characters that cannot be encoded, or put ``?``: an error handler for ``codecs``.
 
     >>> import codecs
     >>> codecs.register_error("spelled", spelled)

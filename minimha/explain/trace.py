@@ -1,4 +1,4 @@
-"""A trace: the record of a run, presented as steps to be shown."""
+"""A trace: the record of a run, and its steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minimha.explain.record import Record
 from minimha.explain.steps import HEAD_AXES, Step, axes_of, steps_of
 
 __all__ = ["Step", "Trace", "printable", "token_labels"]
-CACHED = ("by_name", "origins", "steps", "shown")  # made from the arrays recorded so far
+CACHED = ("by_name", "origins", "steps", "shown")  # computed from the arrays recorded so far
 
 
 @dataclass(eq=False)
@@ -36,8 +36,8 @@ class Trace(Record):
         one batch entry's, ``Lk, batch 1``, take precedence over those of the axis. ``H`` names
         the relation that each head follows.
     notes : mapping from step name to str, optional
-        What to say about a step, or about one head of it (``weights, head 1``), beyond the
-        catalogue's sentence.
+        Sentences about a step, or about one head of it (``weights, head 1``), added to the
+        catalogue's.
     printed : sequence of PrintedMatrix, optional
         The numbers that a document prints for these steps.
     blocks : (B_r, B_c), optional
@@ -45,20 +45,20 @@ class Trace(Record):
     given : collection of str, optional
         Names of steps that are given where the catalogue has a formula.
     computed : collection of str, optional
-        Names of steps that the run has, and that are not kept here: an export holds some alone.
+        Names of further steps of the run, which are not kept here: an export may hold only some.
     hidden : mapping from step name to ndarray of bool, optional
-        Which weights a mask hides, where the masked scores are not kept here.
+        Which weights a mask hides, if the masked scores are not kept here.
     num_heads : int, optional
-        Of the queries, where the run has some that are not kept here.
+        The number of query heads, if not all are kept here.
     kept : mapping from step name to (str, sequence of int), optional
-        "head" or "kv_head", and which of them are kept, where the run has more.
+        "head" or "kv_head", and the numbers of those kept, if the run has more.
     only : sequence of str, optional
         The steps to show, with or without their block or head, and ``DRAWINGS``. Default is all.
     head : int, optional
         The query head to show, with the keys and values that it reads. Default is all.
     query : str, optional
-        Label or number of the query whose rows alone are shown, and how it picks its values.
-        Default is all rows, and the last one picks; where ``only`` names ``picks``, each does.
+        Label or number of the only query to show, by its rows and by how it picks its values.
+        Default is all rows, and the last query picks; where ``only`` names ``picks``, each does.
     cell : str, optional
         Labels or numbers of the cell to write out, ``sat,cat``, alone or beside the steps that
         ``only`` names.
@@ -105,7 +105,7 @@ class Trace(Record):
 
         ``others`` are the attributes that choose what is shown: head, query, cell and blank.
         """
-        only = tuple(name.replace(" · ", ", ") for name in names)  # as the headings have it
+        only = tuple(name.replace(" · ", ", ") for name in names)  # as in the headings
         chosen = replace(self, only=only, **others)
         chosen.values, chosen.functions = dict(self.values), dict(self.functions)
         if set(chosen.blank) == set(self.blank):  # its steps and their origins are the same
@@ -127,12 +127,12 @@ class Trace(Record):
 
     @cached_property
     def origins(self) -> Origins:
-        """Step → what it is computed from, found at most once for each step of ``by_name``."""
+        """Step → its origin, found at most once for each step of ``by_name``."""
         return Origins(self.by_name)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """Every step in order, one for each batch entry and head; only the chosen, if ``only``."""
+        """Every step in order, one for each batch entry and head, or those that ``only`` names."""
         every, only = list(itertools.chain(*self.by_name.values())), set(self.only)
         selection.check_names(every, self.only, self.blank)
         found = selection.of_head(every, self.head)
@@ -140,10 +140,10 @@ class Trace(Record):
 
     @cached_property
     def shown(self) -> tuple[Step, ...]:
-        """The matrices to print: of one query its rows, of one cell none.
+        """The matrices to print: all rows, or those of ``query``; none with ``cell``.
 
-        Steps that ``only`` names are printed beside the cell. Of a long vocabulary those tokens are
-        printed that the last query, or the chosen one, has the largest logits for.
+        Steps that ``only`` names are printed beside the cell. A long vocabulary is cut to the
+        tokens with the largest logits of the chosen query, or of the last one.
         """
         if self.cell and not self.only:
             return ()
@@ -155,11 +155,11 @@ class Trace(Record):
         )
 
     def drawn(self, drawing: str) -> tuple[Step, ...]:
-        """Return the steps that a drawing, ``heatmap`` or ``picks``, is made from; or none."""
+        """Return the steps that ``heatmap`` or ``picks`` draws; none if it is not to be drawn."""
         if not self.only and (self.cell or self.query) and not (self.query and drawing == "picks"):
             return ()
         if self.query and drawing == "heatmap" and drawing not in self.only:
-            return ()  # of all queries
+            return ()  # a heatmap shows all queries
         every = itertools.chain(*self.by_name.values())
         steps = selection.of_head(list(every), self.head) if drawing in self.only else self.steps
         return tuple(step for step in steps if not step.is_blank)

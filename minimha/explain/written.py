@@ -1,8 +1,8 @@
-"""One cell written out: the numbers that made it, and what they give.
+"""One cell written out: the numbers that it is computed from, and the result.
 
     S[sat,cat] = 1·0 + 1·1 = 1
 
-The numbers are those of the trace, and ``origins`` has checked that the operation gives them.
+The numbers are those of the trace; ``origins`` has checked that the operation reproduces them.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """A label for each axis: a token, or the number; none along a column of one number."""
+        """A label for each axis, a token or a number; none along an axis of length 1."""
         names = [self.step.rows, self.step.columns][-self.step.value.ndim :]
         axes = self.step.axes[-self.step.value.ndim :]
         return tuple(
@@ -68,7 +68,7 @@ class Say:
 
 
 class Parts(NamedTuple):
-    """What a cell is made from: a row, a column, further cells, and how they are written."""
+    """The cells that a cell is computed from, and the text of the computation."""
 
     row: Cells
     column: Cells
@@ -77,16 +77,16 @@ class Parts(NamedTuple):
 
 
 class Written(NamedTuple):
-    """How one cell comes about."""
+    """How one cell is computed."""
 
     cell: Cell
     operation: str  # as in ``origins``; "given" where the number is given
-    # The cells of the first and of the second operand that it is made from: for a product the row
-    # and the column, whose products are summed in this order.
+    # The cells of the first and of the second operand: for a product the row and the column, whose
+    # products are summed in this order.
     row: Cells
     column: Cells
     others: Cells  # a bias, a sink, the sum of the blocks before
-    right: str  # what stands between the cell and its value; empty where it is given
+    right: str  # the text between the cell and its value; empty if it is given
     text: str
 
     @property
@@ -120,7 +120,7 @@ def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
 
 
 class Operands(NamedTuple):
-    """The operands of the cell (i, j), by their numbers, and how their numbers are written."""
+    """The operands of the cell (i, j), and the texts of their numbers."""
 
     made: Origin
     i: int
@@ -132,7 +132,7 @@ class Operands(NamedTuple):
         return self.made.operands[n] if n < len(self.made.operands) else None
 
     def at(self, n: int, i: int | None = None, j: int | None = None) -> Cells:
-        """The cell of operand n that meets (i, j); one row, column or number is repeated."""
+        """The cell (i, j) of operand n; an axis of length 1 is broadcast."""
         step = self.step(n)
         if step is None:
             return ()
@@ -146,7 +146,7 @@ class Operands(NamedTuple):
         return tuple(Cell(step, (i, d)) for d in range(step.value.shape[1]))
 
     def row_and_column(self) -> tuple[Cells, Cells]:
-        """What a product multiplies, without NaN and ∞ that the query does not see."""
+        """The factors of a product, without NaN and ∞ of keys that the query does not see."""
         B = self.step(1)
         column = (Cell(B, (d, self.j)) for d in range(len(B.value)))
         pairs = zip(self.row(0), column, strict=True)
@@ -154,27 +154,27 @@ class Operands(NamedTuple):
         return tuple(a for a, _ in seen), tuple(b for _, b in seen)
 
     def constant(self) -> str:
-        """The constant of the operation, which is in no matrix."""
+        """The text of the operation's constant, which is in no matrix."""
         value = self.made.constant or 0.0
         return _factor(term(np.array(value), self.say.decimals)(value))
 
     def numbers(self, *cells: Cell) -> list[str]:
-        """The number of each cell, negative ones in parentheses."""
+        """The text of each number, a negative one in parentheses."""
         return [_factor(self.say(cell)) for cell in cells]
 
     def sum(self, cells: Cells, form: str = "{}") -> str:
-        """The numbers, each in ``form``, with plus signs between."""
+        """The text of a sum, with each number in ``form``."""
         terms = [form.format(number) for number in self.numbers(*cells)]
         return _joined(terms, [abs(cell.value) for cell in cells])
 
     def sum_of_products(self, row: Cells, column: Cells) -> str:
-        """The products of both, with plus signs between."""
+        """The text of a sum of products."""
         pairs = list(zip(row, column, strict=True))
         terms = ["·".join(self.numbers(*pair)) for pair in pairs]
         return _joined(terms, [abs(a.value * b.value) for a, b in pairs]) or "0"
 
     def length(self, cells: Cells) -> str:
-        """The length of a vector."""
+        """The text of a vector's length."""
         return f"√({self.sum(cells, '{}²')})"
 
 
@@ -185,7 +185,7 @@ def _factor(number: str) -> str:
 def _joined(
     terms: Sequence[str], sizes: Sequence[float], by: str = " + ", few: bool = False
 ) -> str:
-    """The terms; of too many the largest, in place with an ellipsis between, or only a few."""
+    """The joined terms; of too many only the largest, with ellipses, or a ``few`` of them."""
     if len(terms) <= MOST:
         return by.join(terms)
     order = sorted(range(len(terms)), key=lambda n: -np.inf if np.isnan(sizes[n]) else -sizes[n])
@@ -315,7 +315,7 @@ def _total(x: Operands) -> Parts:
 
 
 def _block_of(x: Operands, i: int) -> tuple[int, int]:
-    """The number of the first operand of the row of blocks that has row ``i``, and its row."""
+    """For row ``i`` of all blocks: the first operand of its row of blocks, and its row there."""
     n = 0
     while i >= len(x.step(n).value):
         i, n = i - len(x.step(n).value), n + 2
@@ -406,15 +406,10 @@ def _decay(x: Operands) -> Parts:
 
 
 def _running(x: Operands, parts: Parts, factor: int) -> Parts:
-    """Add the sum of the blocks before, times operand ``factor``; the first block has none."""
+    """Add the sum of earlier blocks, times operand ``factor``; the first block has none."""
     others = (*x.at(factor, j=0), *x.at(factor + 1)) if x.step(factor + 1) else ()
     before = f"{x.sum_of_products(others[:1], others[1:])} + " if others else ""
     return parts._replace(others=others, text=before + parts.text)
-
-
-def _running_sum(x: Operands) -> Parts:
-    row = x.row(0)
-    return _running(x, Parts(row, (), (), x.sum(row)), 1)
 
 
 def _running_product(x: Operands) -> Parts:
@@ -455,7 +450,7 @@ WRITERS: dict[str, Callable[[Operands], Parts]] = {
     "block": _block,
     "running max": _max,
     "decay": _decay,
-    "running sum": _running_sum,
+    "running sum": lambda x: _running(x, Parts(x.row(0), (), (), x.sum(x.row(0))), 1),
     "running product": _running_product,
     "normalise": _normalise,
 }

@@ -52,7 +52,9 @@ def _shapes(
         elif tag in ("polyline", "polygon"):
             pairs = (map(float, pair.split(",")) for pair in child.get("points", "").split())
             path = "".join(f"({x + a:.1f},{height - y - b:.1f})" for a, b in pairs)
-            yield f"\\color[HTML]{{{_color(child)}}}\\{tag}{'*' * (tag == 'polygon')}{path}"
+            kind = child.get("class", "")
+            color = _style(kind, "stroke") or _style(kind, "fill") or "000000"
+            yield f"\\color[HTML]{{{color}}}\\{tag}{'*' * (tag == 'polygon')}{path}"
 
 
 def _rect(rect: ET.Element, x: float, top: float) -> str:
@@ -79,11 +81,6 @@ def _text(text: ET.Element, x: float, top: float, escape: Escape, point: float) 
     color = "FFFFFF" if "on" in kinds else "595959" if "muted" in kinds else "000000"
     font = rf"\fontsize{{{size:.1f}}}{{{size:.1f}}}\selectfont\sffamily{weight}"
     return rf"\put{at}{{\makebox(0,0){side}{{{font}\color[HTML]{{{color}}}{words}}}}}"
-
-
-def _color(shape: ET.Element) -> str:
-    kind = shape.get("class", "")
-    return _style(kind, "stroke") or _style(kind, "fill") or "000000"
 
 
 def _style(kind: str, name: str) -> str:
