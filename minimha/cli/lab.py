@@ -2,17 +2,11 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
+from typing import Any
 
+from minimha.cli import output
 from minimha.cli.arguments import natural
-from minimha.cli.output import (
-    RESULT_FORMATS,
-    TABLE_FORMATS,
-    add_output,
-    check_output,
-    deliver_result,
-    deliver_table,
-    format_of,
-)  # fmt: skip
 from minimha.explain import render
 
 
@@ -25,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="EXPERIMENT", help="such as scale (default: list all)")
     add("--seed", type=natural, metavar="N", help="seed of the random numbers (default 1)")
-    add_output(parser, RESULT_FORMATS)
+    output.add_output(parser, output.RESULT_FORMATS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -33,9 +27,9 @@ def run(args: argparse.Namespace) -> None:
     from minimha import labs
 
     if args.name is None:
-        _list(args)
+        _list(args, labs.EXPERIMENTS)
         return
-    check_output(args)
+    output.check_output(args)
     seed = 1 if args.seed is None else args.seed
     steps = labs.EXPERIMENTS[args.name].steps if args.name in labs.EXPERIMENTS else 0
     if steps:
@@ -44,18 +38,15 @@ def run(args: argparse.Namespace) -> None:
     else:
         with render.busy(sys.stderr, "computing"):
             found = labs.run(args.name, seed)
-    deliver_result(args, found)
+    output.deliver_result(args, found)
 
 
-def _list(args: argparse.Namespace) -> None:
-    from minimha.labs import EXPERIMENTS
-
+def _list(args: argparse.Namespace, experiments: Mapping[str, Any]) -> None:
     if args.seed is not None:
-        raise ValueError(f"--seed is an experiment's: name one of {', '.join(EXPERIMENTS)}")
-    if format_of(args) not in TABLE_FORMATS:
+        raise ValueError(f"--seed needs an experiment: name one of {', '.join(experiments)}")
+    if output.format_of(args) not in output.TABLE_FORMATS:
         raise ValueError(
-            f"a list of experiments has no picture: name one of {', '.join(EXPERIMENTS)}"
+            f"a list of experiments has no picture: name one of {', '.join(experiments)}"
         )
-    deliver_table(
-        args, [{"experiment": name, "asks": known.question} for name, known in EXPERIMENTS.items()]
-    )
+    rows = [{"experiment": name, "asks": known.question} for name, known in experiments.items()]
+    output.deliver_table(args, rows)

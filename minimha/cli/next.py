@@ -11,20 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minimha.cli import models
+from minimha.cli import models, output
 from minimha.cli.arguments import LARGEST_COUNT, count, natural, real
-from minimha.cli.output import (
-    LARGEST_MATRIX,
-    LARGEST_RUN,
-    RESULT_FORMATS,
-    TRACE_FORMATS,
-    add_steps,
-    asked_format,
-    deliver,
-    deliver_result,
-    deliver_table,
-    format_of,
-)  # fmt: skip
 from minimha.equations.arguments import argument_names
 from minimha.explain import render
 from minimha.explain.trace import Trace, printable, token_labels
@@ -69,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ablation", choices=("zero", "mean"), default="zero", help="what a removed head gives: "
         "zeros, or its mean output over --sentences (default zero)")  # fmt: skip
     models.add_sentences(parser)
-    add_steps(parser)
+    output.add_steps(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -81,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
                         top_k="--top-k", top_p="--top-p", logits="the model's logits"):  # fmt: skip
         less = _without(args, model)
         if is_traced:
-            deliver(args, _trace(args, less))
+            output.deliver(args, _trace(args, less))
         elif args.generate is not None:
             _generate(args, less)
         elif args.all:
@@ -96,7 +84,7 @@ def _check(args: argparse.Namespace, is_traced: bool) -> None:
     """Refuse options that exclude each other, and choose the formats."""
     if not args.text.strip():
         raise ValueError("TEXT is empty: expected at least one word")
-    kind = asked_format(args)
+    kind = output.asked_format(args)
     if is_traced:
         for other in ("all", "lens", "generate"):
             if getattr(args, other):
@@ -105,8 +93,8 @@ def _check(args: argparse.Namespace, is_traced: bool) -> None:
         if args.temperature != 1 or args.top_k is not None or args.top_p is not None:
             raise ValueError("--temperature, --top-k and --top-p change no step: leave them out")
         return
-    args.formats = RESULT_FORMATS
-    if kind in set(TRACE_FORMATS) - set(RESULT_FORMATS):
+    args.formats = output.RESULT_FORMATS
+    if kind in set(output.TRACE_FORMATS) - set(output.RESULT_FORMATS):
         raise ValueError(f"{kind} holds the steps and not the words alone: add --trace")
     if (args.all or args.generate) and kind in ("svg", "png"):
         what = "--all" if args.all else "--generate"
@@ -149,12 +137,12 @@ def _words(args: argparse.Namespace, model: Transformer, less: Transformer) -> N
     content: dict[str, Any] = {"text": args.text, "words": exact}
     if less is not model:
         content |= {"without_heads": args.without_head, "ablation": args.ablation}
-    if format_of(args) in ("text", "svg", "png"):
+    if output.format_of(args) in ("text", "svg", "png"):
         _bars(args, [row for n, row in zip(kept, exact, strict=True)
                      if row is exact[0] or largest[n] >= SHOWN], len(p))  # fmt: skip
         return
     written = [{key: str(value) for key, value in row.items()} for row in exact]
-    deliver_table(args, written, exact=content)
+    output.deliver_table(args, written, exact=content)
 
 
 def _bars(args: argparse.Namespace, rows: list[dict[str, Any]], num_words: int) -> None:
@@ -172,7 +160,7 @@ def _bars(args: argparse.Namespace, rows: list[dict[str, Any]], num_words: int) 
     others = f"The other {rest:,} have {shares} together." if rest else ""
     words = tuple(printable(row["word"]) for row in rows)
     figure = Bars("probability of the next word", words, series, "{:.3f}".format)
-    deliver_result(args, Result("next", _title(args), "", args.seed, (), (figure,), others))
+    output.deliver_result(args, Result("next", _title(args), "", args.seed, (), (figure,), others))
 
 
 def _title(args: argparse.Namespace) -> str:
@@ -210,11 +198,11 @@ def _every_position(args: argparse.Namespace, model: Transformer) -> None:
          "expected": _listed(row["words"][: min(FEW, args.top)])}
         for row, text in zip(exact, came, strict=True)
     ]  # fmt: skip
-    if format_of(args) == "text" and len(rows) > WINDOW:
+    if output.format_of(args) == "text" and len(rows) > WINDOW:
         left = f"… {len(rows) - WINDOW} earlier tokens"
         rows = [{"after": left, "came": "", "expected": ""}, *rows[-WINDOW:]]
-    deliver_table(args, rows, exact={"text": args.text, "positions": exact,
-                                     "words": exact[-1]["words"]})  # fmt: skip
+    content = {"text": args.text, "positions": exact, "words": exact[-1]["words"]}
+    output.deliver_table(args, rows, exact=content)
 
 
 def _lens(args: argparse.Namespace, model: Transformer) -> None:
@@ -231,9 +219,10 @@ def _lens(args: argparse.Namespace, model: Transformer) -> None:
     exact: list[dict[str, Any]] = [
         {"after": place, "words": w} for place, w in zip(places, words, strict=True)
     ]
-    if format_of(args) in ("json", "markdown", "csv"):
+    if output.format_of(args) in ("json", "markdown", "csv"):
         records = [{"after": row["after"], "words": _listed(row["words"])} for row in exact]
-        deliver_table(args, records, exact={"text": args.text, "layers": exact, "words": words[-1]})
+        content = {"text": args.text, "layers": exact, "words": words[-1]}
+        output.deliver_table(args, records, exact=content)
         return
     tops = [row["words"][0]["word"] for row in exact]
     last = np.argsort(-found[-1], kind="stable")[: min(FEW, args.top)]
@@ -244,7 +233,7 @@ def _lens(args: argparse.Namespace, model: Transformer) -> None:
     values = tuple(map(tuple, found[:, kept].tolist()))
     title = "after each layer: the most probable word, and the probabilities of words"
     grid = Grid(title, rows, columns, values, "{:.3f}".format)
-    deliver_result(args, Result("lens", _title(args), _removed(args), args.seed, (), (grid,),
+    output.deliver_result(args, Result("lens", _title(args), _removed(args), args.seed, (), (grid,),
                                 _settled(places, tops)))  # fmt: skip
 
 
@@ -265,7 +254,7 @@ def _generate(args: argparse.Namespace, model: Transformer) -> None:
         start, args.generate, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
         seed=args.seed,
     )  # fmt: skip
-    if format_of(args) == "text" and args.output is None:
+    if output.format_of(args) == "text" and args.output is None:
         print(printable(args.text), end="", flush=True)
         for piece in _pieces(model, start, drawn):
             print(piece, end="", flush=True)
@@ -275,11 +264,12 @@ def _generate(args: argparse.Namespace, model: Transformer) -> None:
     assert model.tokenizer is not None
     text = model.tokenizer.decode([*start, *ids])
     words = models.labels(model, ids)
-    if format_of(args) == "text":
-        deliver_table(args, [{"text": printable(text)}])
+    if output.format_of(args) == "text":
+        output.deliver_table(args, [{"text": printable(text)}])
         return
     rows = [{"word": word} for word in words]
-    deliver_table(args, rows, exact={"text": text, "seed": args.seed, "generated": list(words)})
+    content = {"text": text, "seed": args.seed, "generated": list(words)}
+    output.deliver_table(args, rows, exact=content)
 
 
 def _pieces(model: Transformer, start: list[int], drawn: Iterator[int]) -> Iterator[str]:
@@ -323,7 +313,7 @@ def _trace(args: argparse.Namespace, model: Transformer) -> Trace:
         from minimha.models.sampling import probabilities
 
         trace("probabilities", probabilities(logits)[None])
-    if format_of(args) in ("text", "markdown", "latex") and not (args.only or args.cell):
+    if output.format_of(args) in ("text", "markdown", "latex") and not (args.only or args.cell):
         _leave_out(args, trace)
     return trace
 
@@ -331,15 +321,15 @@ def _trace(args: argparse.Namespace, model: Transformer) -> Trace:
 def _leave_out(args: argparse.Namespace, trace: Trace) -> None:
     """Choose the steps that can be read, and name the others."""
     shown = trace.selected(head=args.head, query=args.query).shown
-    large = {step.name for step in shown if step.value.size > LARGEST_MATRIX}
+    large = {step.name for step in shown if step.value.size > output.LARGEST_MATRIX}
     left = [name for name in trace if name in large or LEFT_OUT.match(name)]
     args.only = [name for name in trace if name not in left]
     total = sum(step.value.size for step in shown if step.name not in left)
-    if total > LARGEST_RUN and args.layer is None:
+    if total > output.LARGEST_RUN and args.layer is None:
         raise ValueError(
             f"the steps of all layers are too large to print, {total:,} numbers where "
-            f"{LARGEST_RUN:,} can be read: choose one layer with --layer, one word with --query, "
-            f"or export them with --format json"
+            f"{output.LARGEST_RUN:,} can be read: choose one layer with --layer, one word with "
+            f"--query, or export them with --format json"
         )
     bases = ", ".join(dict.fromkeys(name.partition("[")[0] for name in left))
     words = f"Left out here: {bases}. --only shows one, --format json has all."

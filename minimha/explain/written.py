@@ -272,11 +272,6 @@ def _share(x: Operands) -> Parts:
     return parts if parts.column[0].value else parts._replace(text=NO_KEY)
 
 
-def _scale(x: Operands) -> Parts:
-    row = x.at(0)
-    return Parts(row, (), (), f"{x.numbers(*row)[0]} · {x.constant()}")
-
-
 def _cap(x: Operands) -> Parts:
     row, others = x.at(0), x.at(1)
     score, cap = x.numbers(*row, *others)
@@ -424,7 +419,7 @@ WRITERS: dict[str, Callable[[Operands], Parts]] = {
     "rows": _rows,
     "dot": _dot,
     "cosine": _cosine,
-    "scale": _scale,
+    "scale": lambda x: Parts(x.at(0), (), (), f"{x.numbers(*x.at(0))[0]} · {x.constant()}"),
     "cap": _cap,
     "sum": _two("{} + {}"),
     "times": _two("{} · {}"),

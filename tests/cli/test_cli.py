@@ -870,7 +870,7 @@ BAD_LINES = [
     ("lab scales", "no experiment 'scales' (did you mean scale?): there are scale, similarity"),
     ("lab scale --seed -1", "argument --seed: expected a whole number of at least 0, got '-1'"),
     ("lab scale --seed one", "argument --seed: expected a whole number of at least 0, got 'one'"),
-    ("lab --seed 3", "--seed is an experiment's: name one of scale, similarity, heads"),
+    ("lab --seed 3", "--seed needs an experiment: name one of scale, similarity, heads"),
     ("lab --format svg", "a list of experiments has no picture: name one of scale, similarity"),
     ("lab scale --format html", "the formats of a result are text, json, markdown, csv, svg"),
     ("lab scale --format png", "--format png needs --output: the name of a file to write"),

@@ -55,21 +55,17 @@ def _cell(trace: Trace, decimals: int) -> Drawing:
 def _chosen(steps: Sequence[Step], decimals: int) -> Drawing:
     """Each step as a matrix, the scales of heatmaps, and the numbers that documents print."""
     scales = scales_of(steps)
-    named = [(s.title, s.size * bool(s.whole), s.relation * (s.base == "weights")) for s in steps]
-    titles = [", ".join(filter(None, parts)) for parts in named]
-    drawn = [
-        matrix(s, title, decimals, scales, _formula(s))
-        for s, title in zip(steps, titles, strict=True)
-    ]
+    drawn = []
+    for s in steps:
+        relation = s.relation if s.base == "weights" else ""
+        title = ", ".join(filter(None, (s.title, s.size if s.whole else "", relation)))
+        formula = "" if s.formula in (s.symbol, s.name) else s.formula
+        drawn.append(matrix(s, title, decimals, scales, formula))
     parts = [in_rows(drawn, WIDEST, GAP)]
     mapped = [step for step in steps if step.base in MAPPED]
     parts += [legend(mapped, scales)] if mapped else []
     parts += [_printed(step) for step in steps if step.printed]
     return stacked(parts, GAP)
-
-
-def _formula(step: Step) -> str:
-    return "" if step.formula in (step.symbol, step.name) else step.formula
 
 
 def _printed(step: Step) -> Drawing:
