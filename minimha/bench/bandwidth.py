@@ -14,7 +14,7 @@ STREAM = 1 << 25  # float32 numbers that are read to measure the bandwidth
 
 
 def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
-    """The work of one call, and the call: bytes read for a decode shape, else operations."""
+    """Return a reference call's work (bytes for a decode shape, else operations), and the call."""
     if shape.is_decode:
         numbers = np.ones(STREAM, np.float32)
         return 4.0 * STREAM, lambda: read_memory(numbers)
@@ -23,9 +23,9 @@ def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
 
 
 def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Read a 1-D array once, with the number of threads of the kernels.
+    """Read a 1-D array once, with the kernels' number of threads.
 
-    Returns (threads, lanes): the largest number in each lane of each thread, up to the last full
+    It returns the largest number in each lane of each thread, (threads, lanes), up to the last full
     vector.
     """
     from minimha.kernels.cpu.simd.softmax import lanes_max

@@ -2,8 +2,8 @@
 
 A candidate whose numbers are wrong is never timed. All candidates of a shape take turns in one
 run, so that other work of the machine affects them equally. Before each turn the threads of the
-previous candidate must be asleep (OpenBLAS's spin for a tenth of a second, on a core that the next
-candidate needs), and an untimed call wakes the candidate's threads. Times are medians, with the
+previous candidate must be asleep: OpenBLAS's spin for a tenth of a second, on a core that the next
+candidate needs. Then an untimed call wakes the candidate's threads. Times are medians, with the
 quartiles as spread.
 """
 
@@ -65,7 +65,7 @@ def ladder(
     shapes: Sequence[Shape], seconds: float, threads: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Report:  # fmt: skip
-    """As ``against_peers`` for the equations and every rung; ratios are to ``LADDER_NORM``."""
+    """Measure the equations and all rungs as ``against_peers`` does, relative to LADDER_NORM."""
     modules = {name: import_module(f"minimha.equations.{name}") for name in ("dense", "tiled")}
     modules |= {name: import_module(f"minimha.kernels.{name}") for name in LADDER}
     with _workers(threads) as number:
@@ -109,7 +109,7 @@ def compare(
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Seconds of each candidate's calls: turns of a few calls, until ``seconds`` have passed."""
+    """Time each candidate's calls, in turns of a few calls, until ``seconds`` have passed."""
     calls = {}
     for name, run in runs.items():
         _wait_for_quiet()  # a core shared with other threads would make the turn too short
@@ -127,9 +127,9 @@ def interleaved(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str,
 
 
 def crowded(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Seconds of single calls that take turns in random order, until ``seconds`` have passed.
+    """Time single calls, which take turns in random order, until ``seconds`` have passed.
 
-    As in a program that uses several libraries, whose threads may still spin.
+    Other libraries' threads may still spin, as in a program that uses several libraries.
     """
     order = np.random.default_rng(0)
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -142,9 +142,9 @@ def crowded(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, lis
 
 
 def extra_memory(run: Callable[[], Any]) -> int | None:
-    """Peak bytes of the process during a call, less its memory before and the output.
+    """Peak bytes of the process during a call, minus its memory before and the output.
 
-    None if the system does not tell.
+    It is None if the system does not report them.
     """
     if not (os.access(CLEAR, os.W_OK) and STATUS.exists()):
         return None

@@ -1,7 +1,7 @@
 """Measures speed on a GPU: correctness gate → warm-up → rounds, by CUDA events, with a cold L2.
 
-It makes the same records as ``bench/cpu.py``, beside each backend of torch by name. Everything but
-the clock also runs on a CPU, where it is tested.
+Records are those of ``bench/cpu.py``, and the peers are torch's backends. Everything but the clock
+also runs on a CPU, where it is tested.
 """
 
 import platform
@@ -30,11 +30,11 @@ SHAPES = (
 TORCH = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 PLAIN = "torch MATH"  # its error is the unit of the others' errors
 CACHE = 256 << 20  # bytes written before each call, more than any L2 cache holds
-FLUSHES = 16  # times: about a millisecond, in which Python gets ahead of the GPU
+FLUSHES = 16  # writes per call: a millisecond, in which Python gets ahead of the GPU
 MATRIX = 8192  # side of the matrices whose product measures the GPU's arithmetic
 STREAM = 1 << 30  # bytes that are read to measure the GPU's memory
 TINY = Shape(1, 1, 1, 16, 16, 64)  # so small that a call is only overhead
-CALLS = 200  # with which the overhead is measured
+CALLS = 200  # the number of calls that measure the overhead
 
 
 def against_torch(
@@ -43,7 +43,7 @@ def against_torch(
 ) -> Report:  # fmt: skip
     """Measure minimha beside torch's scaled_dot_product_attention on ``device``.
 
-    As ``bench.cpu.against_peers``, but only without a mask or with a causal one.
+    Arguments are those of ``bench.cpu.against_peers``; a mask must be causal.
     """
     for shape in shapes:
         if shape.mask not in ("none", "causal"):
@@ -163,7 +163,7 @@ def _numbers(x: Any) -> NDArray[np.float64]:
 
 
 def _machine(shape: Shape, device: Any) -> tuple[float, Callable[[], Any]]:
-    """The call that measures the machine, and its work: FLOPs of a product, or bytes read."""
+    """Return a reference call's work (bytes read, or FLOPs of a product), and the call."""
     import torch
 
     size = 1 if device.type == "cuda" else 32  # a CPU gets a smaller one
@@ -176,7 +176,7 @@ def _machine(shape: Shape, device: Any) -> tuple[float, Callable[[], Any]]:
 
 
 def _overhead(device: Backend) -> float:
-    """Seconds of a call in Python, without waiting for the GPU."""
+    """Seconds that Python takes for one call, without waiting for the GPU."""
     tensors = _tensors(TINY, device)
     run = _candidates(TINY, tensors, device)[OURS]
     run()

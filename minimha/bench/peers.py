@@ -53,17 +53,17 @@ def numpy_peers(inputs: Inputs) -> dict[str, Peer]:
 
 
 def _scores_fit(inputs: Inputs) -> bool:
-    """Whether NumPy has enough memory: for three arrays of the size of the scores."""
+    """Whether there is memory for NumPy's three arrays of the size of the scores."""
     (B, H, Lq, _), Lk = inputs.q.shape, inputs.k.shape[2]
     pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 0
     return not pages or 3 * 4 * B * H * Lq * Lk < pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """``torch.nn.functional.scaled_dot_product_attention``.
+    """Prepare ``torch.nn.functional.scaled_dot_product_attention``.
 
-    With fewer key heads than query heads: with ``enable_gqa`` ("GQA"), and, if there is one query
-    per head, with the query heads of a group as the rows of one head ("folded").
+    If heads share keys, "GQA" is its ``enable_gqa``. With one query per head there is also
+    "folded", where the query heads of a group are the rows of one head.
     """
     import torch
     from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -88,9 +88,9 @@ def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 
 def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """onnxruntime's ("ORT") kernels of ONNX's Attention-23 and of its own operators.
+    """Prepare onnxruntime's ("ORT") kernels of ONNX's Attention-23 and of two own operators.
 
-    Those are MultiHeadAttention ("MHA") and GroupQueryAttention ("GQA").
+    These two are MultiHeadAttention ("MHA") and GroupQueryAttention ("GQA").
     """
     B, H, Lq, _ = inputs.q.shape
     Hkv, Lk = inputs.k.shape[1:3]
@@ -141,7 +141,7 @@ def _session(
     operator: str, domain: str, feeds: dict[str, Any], threads: int,
     outputs: tuple[str, ...] = ("o",), **attributes: Any,
 ) -> Callable[[], Any]:  # fmt: skip
-    """A call of a model of one operator on ``feeds``; a feed of None is an absent input."""
+    """Prepare a call of a one-operator model on ``feeds``; None is an absent input."""
     import onnxruntime
     from onnx import TensorProto, helper
 

@@ -14,8 +14,8 @@ import numpy as np
 from minimha.bench.shapes import Shape
 
 OURS = "minimha"
-GATE = 5  # times the error of plain NumPy: above it a candidate is wrong
-GATE_ROWS = 24  # queries that are checked, each at the beginning, in the middle and at the end
+GATE = 5  # a candidate with more than this times plain NumPy's error is wrong
+GATE_ROWS = 24  # queries that are checked at the beginning, in the middle and at the end each
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -23,7 +23,7 @@ CPUINFO = Path("/proc/cpuinfo")
 class Record:
     """The measurements of one candidate on one shape; NaN if it did not pass the gate.
 
-    ``error`` is the largest against float64 in the rows that the gate checks, as a multiple of
+    ``error`` is the largest error against float64 in the rows that the gate checks, in units of
     plain NumPy's in float32. ``rate`` is operations per second, or bytes of K and V per second for
     a decode shape; ``of_machine`` is its fraction of the rate of sgemm, or of reading memory, in
     the same run.
@@ -59,7 +59,7 @@ def measured(
     record: Record, shape: Shape, times: Sequence[float], ours: Sequence[float] | None,
     machine_rate: float,
 ) -> Record:  # fmt: skip
-    """``record`` with the results of its ``times``, minimha's times and the machine's rate."""
+    """Fill in ``record`` from its ``times``, minimha's times and the machine's rate."""
     low, median, high = (float(np.quantile(times, part)) for part in (0.25, 0.5, 0.75))
     rate = (shape.bytes_read if shape.is_decode else shape.operations) / median
     return replace(
@@ -70,7 +70,7 @@ def measured(
 
 
 def machine(threads: int) -> dict[str, str | int]:
-    """The machine on which the numbers were measured."""
+    """Describe this machine: processor, system, versions, and the date."""
     model = platform.processor() or platform.machine()
     if CPUINFO.exists():
         lines = CPUINFO.read_text().splitlines()
@@ -84,7 +84,7 @@ def machine(threads: int) -> dict[str, str | int]:
 
 
 def best_peers(records: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
-    """minimha's record and the fastest peer's, for each shape with both."""
+    """Yield minimha's record and the fastest peer's, for each shape with both."""
     for _, group in groupby(records, lambda record: record.shape):
         timed = [record for record in group if record.runs]
         ours = [record for record in timed if record.candidate == OURS]
@@ -99,7 +99,7 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report in JSON's types; what was not measured is null."""
+    """Convert the report to JSON's types; missing measurements are null."""
 
     def finite(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -112,7 +112,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def machine_line(report: Report) -> str:
-    """The machine, and how long compiling took, in one sentence."""
+    """Describe the machine, and how long compiling took, in one sentence."""
     where = ", ".join(
         str(value) if name in ("processor", "system", "date") else f"{name} {value}"
         for name, value in report.machine.items()
@@ -124,7 +124,7 @@ def machine_line(report: Report) -> str:
 
 
 def as_rows(records: Iterable[Record]) -> list[dict[str, str]]:
-    """The records in units for readers: milliseconds, GFLOP/s or GB/s, MiB."""
+    """Convert the records to rows of text, in milliseconds, GFLOP/s or GB/s, and MiB."""
     return [
         {
             "candidate": r.candidate,
@@ -141,7 +141,7 @@ def as_rows(records: Iterable[Record]) -> list[dict[str, str]]:
 
 
 def digits(number: float, most: int = 4) -> str:
-    """Three significant digits, but at most ``most`` decimals; "" for NaN."""
+    """Format three significant digits, but at most ``most`` decimals; "" for NaN."""
     if math.isnan(number):
         return ""
     decimals = min(max(0, 2 - math.floor(math.log10(number))), most) if number else 0

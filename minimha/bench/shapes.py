@@ -14,8 +14,8 @@ WINDOW = (511, 0)
 class Inputs(NamedTuple):
     """The arrays and masks of one problem.
 
-    ``window`` is (left, right) or None, ``mask`` a boolean array (B, 1, Lq, Lk), True = may attend,
-    or None. A causal problem has Lq = Lk.
+    ``window`` is (left, right) or None. ``mask`` is a boolean array (B, 1, Lq, Lk), True = may
+    attend, or None. A causal problem has Lq = Lk.
     """
 
     q: NDArray[Any]
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 
     @property
     def whole_mask(self) -> NDArray[np.bool_] | None:
-        """The mask, or the window as one, for libraries without windows."""
+        """The mask, or the window as a mask, for libraries without windows."""
         if self.window is None:
             return self.mask
         distance = np.arange(self.k.shape[2]) - np.arange(self.q.shape[2])[:, None]
@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 class Shape:
     """Sizes and mask of a problem.
 
-    ``mask`` is "none", "causal", "window", (511, 0), or "mask", a random one. ``dtype`` is float32
+    ``mask`` is "none", "causal", "window" (511, 0) or "mask" (random). ``dtype`` is float32
     on a CPU; on a GPU it may also be float16 or bfloat16.
     """
 

@@ -1,4 +1,4 @@
-"""flash-attention's functions: lengths before heads, causal from the bottom right."""
+"""flash-attention's functions: arrays are (B, L, H, D), causality is aligned bottom-right."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def flash_attn_func(
     - A window side of -1 or None is unbounded; ``softcap=0`` is no cap.
     - In padding masks True = **keep**. A padded query gets 0.
     - ``alibi_slopes`` may differ between batch entries. The package's causal kernels add slope · j
-      alone, which shifts their log-sum-exp by a constant per row; here it follows the formula.
+      alone, which shifts their log-sum-exp by a constant per row; here nothing is shifted.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
 
@@ -83,7 +83,7 @@ def flash_attn_func(
     attention_chunk : int, default 0
         Positive c: positions are divided into chunks of c, and a query sees only its own chunk.
     sink_token_length : int, default 0
-        This many first tokens are visible even where the window begins after them.
+        The number of first tokens that are visible even if the window begins after them.
     backend : str, default "auto"
         As in ``minimha.attention``.
 
@@ -151,7 +151,7 @@ def flash_attn_varlen_func(
 ) -> tuple[Any, Any]:
     """softmax(scale · Q Kᵀ) V of packed sequences, as flash-attention's function of that name.
 
-    Axes: ``n`` sequences, ``Lq`` queries and ``Lk`` keys of all of them together, ``H`` query
+    Axes: ``n`` sequences, ``Lq`` queries and ``Lk`` keys of all sequences together, ``H`` query
     heads, ``Hkv`` key/value heads, ``D``, ``Dv``. Causality and windows are aligned bottom-right in
     each sequence.
 
@@ -251,8 +251,8 @@ def flash_attn_with_kvcache(
     ----------
     q : array_like of shape (B, Lq, H, D)
     k_cache : array of shape (Bc, Lk, Hkv, D), or (num_pages, page_size, Hkv, D)
-        Written to if ``k`` is given; paged with ``block_table``. The page size may be any number;
-        in the package it must be a multiple of 256.
+        The keys, written to if ``k`` is given; pages with ``block_table``. The page size may be any
+        number; in the package it must be a multiple of 256.
     v_cache : array of shape (Bc, Lk, Hkv, Dv), or (num_pages, page_size, Hkv, Dv)
     k : array_like of shape (B, L, Hkv, D), the cache's dtype, optional
         New keys, written from ``cache_seqlens`` on.
@@ -260,9 +260,9 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin : array_like of shape (positions, R/2), optional
         Rotate the first R numbers of new keys, at positions ``cache_seqlens`` and up, before they
         are written. Queries are rotated too: at the same positions with ``causal`` or a window
-        shorter than the cache, else all at position ``cache_seqlens``. They need ``k``.
+        shorter than the cache, else all at position ``cache_seqlens``. Tables need ``k``.
     cache_seqlens : int or array_like of shape (B,), int, optional
-        Keys in the cache, including padding on the left. Required with ``k``; otherwise the
+        The number of keys in the cache, left padding included. Required with ``k``; otherwise the
         default is a full cache.
     cache_batch_idx : array_like of shape (B,), int, optional
         The cache's entry for each batch entry. Default is 0 to B - 1.
@@ -339,7 +339,7 @@ def _rotated(
 
 
 class _Own(NamedTuple):
-    """Per-batch-entry options that ``attention`` takes only once for the batch."""
+    """Options per batch entry that ``attention`` takes only once for the whole batch."""
 
     slopes: Array | None  # (H,) or (B, H)
     leftpad: NDArray[np.int64]  # (B,)
@@ -362,7 +362,7 @@ def _options(
 def _attend(
     q: Array, k: Array, v: Array, entries: dict[str, Any], own: _Own, options: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """Output (B, H, Lq, Dv) and log-sum-exp; batch entries with ``own`` options one by one.
+    """Return output (B, H, Lq, Dv) and log-sum-exp; ``own`` options need one call per entry.
 
     ``entries`` are the options of ``attention`` that have one item per batch entry.
     """
@@ -388,7 +388,7 @@ def _attend(
 def _attend_in_chunks(
     q: Array, k: Array, v: Array, entry: dict[str, Any], own: _Own, options: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """One batch entry: queries see only the keys of their own chunk of positions."""
+    """Attend in one batch entry, where a query sees only its own chunk of positions."""
     (leftpad,), Lq = own.leftpad.tolist(), q.shape[2]
     if not own.chunk or not Lq:
         return _attend_with_first(q, k, v, entry, leftpad + own.num_first, options)
@@ -411,7 +411,7 @@ def _attend_in_chunks(
 def _attend_with_first(
     q: Array, k: Array, v: Array, entry: dict[str, Any], num_first: int, options: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """One batch entry: the window's left side does not hide the first keys.
+    """Attend in one batch entry, where the window's left side does not hide the first keys.
 
     The first keys and the others are two parts, merged by log-sum-exp.
     """
@@ -433,7 +433,7 @@ def _attend_packed(
     q: Array, k: Array, v: Array, entries: dict[str, Any], slopes: Array | None,
     options: dict[str, Any],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Output (1, H, Lq, Dv) and log-sum-exp; sequences with their own slopes one by one."""
+    """Return output (1, H, Lq, Dv) and log-sum-exp; own slopes need one call per sequence."""
     if slopes is None or slopes.ndim == 1:
         output, lse = attention(q, k, v, **entries, alibi_slopes=slopes, **options)
         return output, lse
@@ -486,7 +486,7 @@ def _leftpad(name: str, value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.
 
 
 def _kept(keys: NDArray[np.bool_]) -> dict[str, Any]:
-    """The kept keys (B, Lk) as lengths, and as a mask if there are gaps before them."""
+    """Express the kept keys (B, Lk) as lengths, and as a mask if there are gaps."""
     ends = (keys * np.arange(1, keys.shape[1] + 1)).max(axis=1, initial=0)
     has_gaps = (keys.sum(axis=1) != ends).any()
     return {"kv_lengths": ends, "attn_mask": keys[:, None, None] if has_gaps else None}
@@ -507,7 +507,7 @@ def _padding(
 
 
 def _slopes(value: ArrayLike | None, B: int, H: int) -> Array | None:
-    """The slopes of ALiBi, one per head, or per batch entry and head."""
+    """Check ALiBi's slopes, (H,) or (B, H)."""
     if value is None:
         return None
     array = as_floating("alibi_slopes", value)

@@ -21,7 +21,7 @@ class Cache(NamedTuple):
 
     @property
     def room(self) -> int:
-        """The most tokens of a batch entry."""
+        """The most tokens that a batch entry can have."""
         return int(self.table.shape[1] * self.page_size)
 
     def write(self, kept: Array, new: Array, lengths: NDArray[np.int64]) -> None:
@@ -58,7 +58,7 @@ def cache_of(
 def new_tokens(
     k: ArrayLike | None, v: ArrayLike | None, k_cache: Any, v_cache: Any, B: int
 ) -> tuple[Array, Array] | None:
-    """New keys and values, heads first, or None; refuses caches that cannot take them."""
+    """Return new keys and values, heads first, or None; refuse caches that cannot take them."""
     if k is None and v is None:
         return None
     if k is None or v is None:

@@ -14,7 +14,7 @@ Array = NDArray[Any]
 
 
 def with_axes(name: str, value: ArrayLike, axes: str) -> Array:
-    """``value`` as a floating array, if it has the ``axes``, such as "(B, L, E)"."""
+    """Convert ``value`` to a floating array; refuse axes other than ``axes``, like "(B, L, E)"."""
     array = as_floating(name, value)
     count = axes.count(",") + 1
     if array.ndim != count:
@@ -23,14 +23,14 @@ def with_axes(name: str, value: ArrayLike, axes: str) -> Array:
 
 
 def heads_first(name: str, value: ArrayLike) -> Array:
-    """An array (B, L, H, D) as (B, H, L, D)."""
+    """View an array (B, L, H, D) as (B, H, L, D)."""
     return np.asarray(with_axes(name, value, "(B, L, H, D)").swapaxes(1, 2))
 
 
 def of_one_rank(
     given: Mapping[str, ArrayLike], ranks: Container[int], expected: str
 ) -> dict[str, Array]:
-    """Queries, keys and values by name as floating arrays, if their rank is the same and allowed.
+    """Convert queries, keys and values to floating arrays; refuse ranks that differ or are wrong.
 
     The first of ``given`` are the queries; ``expected`` names the axes of each rank.
     """
@@ -45,7 +45,7 @@ def of_one_rank(
 
 
 def integers(name: str, value: ArrayLike, axes: Mapping[str, int]) -> NDArray[np.int64]:
-    """``value`` as integers, if its shape is that of ``axes``, which has a letter for each size."""
+    """Convert ``value`` to integers; refuse shapes other than ``axes``, from letters to sizes."""
     array = as_integers(name, value)
     sizes = tuple(axes.values())
     if array.shape != sizes:
@@ -73,7 +73,7 @@ def check_mapping(params: Any) -> None:
 def parameter(
     name: str, value: ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any], layout: str
 ) -> Array:
-    """A weight of that shape in that dtype; ``layout`` says how the library stores weights."""
+    """Convert a weight to ``dtype``; a wrong shape raises an error that hints at ``layout``."""
     array = as_floating(name, value)
     if array.shape != shape:
         is_transposed = sorted(array.shape) == sorted(shape)

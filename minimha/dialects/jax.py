@@ -1,4 +1,4 @@
-"""JAX's ``jax.nn.dot_product_attention``: lengths before heads, a mean if no key is visible."""
+"""JAX's ``jax.nn.dot_product_attention``: (B, L, H, D), and a mean if no key is visible."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def dot_product_attention(
 
 
 def _over_scores(name: str, array: Array, shape: tuple[int, ...]) -> Array:
-    """``array`` with 4 axes, if it broadcasts to ``shape``."""
+    """Give ``array`` 4 axes; refuse it unless it broadcasts to ``shape``."""
     if not broadcasts(array, shape):
         raise ValueError(
             f"{name} has shape {array.shape}: expected one that broadcasts to (B, H, Lq, Lk) = "
@@ -129,7 +129,7 @@ def _over_scores(name: str, array: Array, shape: tuple[int, ...]) -> Array:
 def _visible(
     mask: ArrayLike | None, is_causal: bool, window: Any, shape: tuple[int, int, int, int]
 ) -> Array:
-    """Which keys mask, causality and window leave visible, with 4 axes."""
+    """Find the keys that mask, causality and window leave visible, with 4 axes."""
     Lq, Lk = shape[2:]
     visible = np.ones((1, 1, Lq, Lk), np.bool_)
     if mask is not None:
@@ -158,7 +158,7 @@ def _window(window: Any) -> tuple[int, int]:
 
 
 def _exist(name: str, lengths: ArrayLike | None, B: int, L: int) -> NDArray[np.bool_]:
-    """Which of L positions exist in each batch entry, (B, L)."""
+    """Whether position j < L is within the length of batch entry b, (B, L)."""
     if lengths is None:
         return np.ones((B, L), np.bool_)
     return np.asarray(np.arange(L) < integers(name, lengths, {"B": B})[:, None])

@@ -67,10 +67,10 @@ def multi_head_attention(
       w - 1)``.
     - Lengths may fill several axes; attention runs over the ``attention_axes``, and the others are
       further batch axes.
-    - In Keras, requesting scores changes the output of a query that sees no key: its fast path, for
-      inputs of 3 axes without dropout and without scores, gives the mean of all values; its other
-      path gives 0 and scores of 0. Here scores never change the output: ``empty_rows=None`` is
-      Keras's output without scores, "zero" that with scores.
+    - In Keras, requesting scores changes the output of a query that sees no key. Keras's fast
+      path, for inputs of 3 axes without dropout and without scores, gives the mean of all values.
+      The other path gives 0 and scores of 0. Here scores never change the output:
+      ``empty_rows=None`` is Keras's output without scores, "zero" is its output with scores.
 
     Where it differs from Keras:
 
@@ -112,7 +112,7 @@ def multi_head_attention(
     attention_axes : int or sequence of int, optional
         Axes of query between the first and the last. Default is all of them.
     sliding_window : int, optional
-        At least 1, with which every query sees its own key alone.
+        The window w, at least 1. With 1, every query sees only its own key.
     use_gate : bool, default False
         True if the layer has gates.
     query_mask : array_like of shape (B, Lq), bool, optional
@@ -262,7 +262,7 @@ def _layer(
     params: Mapping[str, ArrayLike], inputs: dict[str, Array], heads: tuple[int, int],
     widths: tuple[int, int], output_shape: tuple[int, ...], use_bias: bool, use_gate: bool,
 ) -> MultiHeadAttention:  # fmt: skip
-    """Keras's layer for ``heads`` (H, Hkv) and ``widths`` (D, Dv), separate axes of its weights."""
+    """Build the layer from Keras's weights, with ``heads`` (H, Hkv) and ``widths`` (D, Dv)."""
     (H, Hkv), (D, Dv) = heads, widths
     projections = {"query": ("query", H, D), "key": ("key", Hkv, D), "value": ("value", Hkv, Dv)}
     if flag("use_gate", use_gate):
@@ -295,7 +295,7 @@ def _attended(
     masks: tuple[ArrayLike | None, ...], return_attention_scores: bool, use_causal_mask: bool,
     empty_rows: str | None, backend: Backend,
 ) -> Any:  # fmt: skip
-    """The results of both layers, for attention over ``axes``."""
+    """Attend over ``axes``; return the output and, if requested, the scores."""
     wants_scores = flag("return_attention_scores", return_attention_scores)
     _check_lengths(inputs, axes)
     rank = inputs["query"].ndim
@@ -398,7 +398,7 @@ def _check_lengths(inputs: dict[str, Array], axes: tuple[int, ...]) -> None:
 def _weights(
     params: Mapping[str, ArrayLike], shapes: dict[str, tuple[int, ...]], compute: np.dtype[Any]
 ) -> dict[str, Array]:
-    """The weights by the last two names of their paths, if their shapes are ``shapes``."""
+    """Return the weights by the last two names of their paths; refuse other names and shapes."""
     check_mapping(params)
     paths: dict[str, str] = {}
     for path in params:
@@ -466,7 +466,7 @@ def _visible(
 
 
 def _mask(name: str, value: ArrayLike) -> NDArray[np.bool_]:
-    """``value`` as bool, if it holds only True, False, 1 and 0."""
+    """Convert ``value`` to bool; refuse numbers other than 0 and 1."""
     mask = boolean_or_floating(name, value)
     if not ((mask == 0) | (mask == 1)).all():
         dtype = rectangular(name, value).dtype
@@ -478,7 +478,7 @@ def _mask(name: str, value: ArrayLike) -> NDArray[np.bool_]:
 
 
 def _over_scores(mask: NDArray[np.bool_], over: tuple[int, ...], lengths: int) -> NDArray[np.bool_]:
-    """``attention_mask`` with all axes of the scores; it may lack the first ones, or the heads."""
+    """Give ``attention_mask`` all axes of the scores; it may lack the first axes, or the heads."""
     missing = len(over) - mask.ndim
     split = mask.ndim - lengths
     if split >= 0 and missing >= 0:
@@ -494,7 +494,7 @@ def _over_scores(mask: NDArray[np.bool_], over: tuple[int, ...], lengths: int) -
 def _padding(
     name: str, mask: NDArray[np.bool_], batch: tuple[int, ...], lengths: tuple[int, ...]
 ) -> NDArray[np.bool_]:
-    """A mask of queries or keys with all axes of the scores, for attention over ``lengths``."""
+    """Give a mask of queries or keys all axes of the scores, for attention over ``lengths``."""
     if len(lengths) > 1:
         raise ValueError(
             f"{name} with attention over {len(lengths)} axes: expected one, use "

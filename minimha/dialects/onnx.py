@@ -79,8 +79,8 @@ def attention(
     - Causality and windows need no offset: query i is at key position i + P with a past, at
       i + nonpad_kv_seqlen - Lq with ``nonpad_kv_seqlen``, else at i.
     - A 3-D array is (B, L, heads · width), not (H, L, D).
-    - ``attn_mask`` has two kinds: booleans select (True = may attend), numbers, even integers, are
-      added to the scores. A mask of three dimensions is (H, Lq, Lk).
+    - ``attn_mask`` has two kinds: booleans select (True = may attend); numbers, even integers,
+      are added to the scores. A mask of three dimensions is (H, Lq, Lk).
     - 0 is no softcap, -1 is a window side without a limit, flags are 0 and 1.
     - ONNX rounds to the inputs' type after every step. Here float16 and bfloat16 are computed in
       float32 and rounded once; the results may differ by one unit in the last place.
@@ -91,13 +91,13 @@ def attention(
     K : array_like of shape (B, Hkv, L, D) or (B, L, Hkv * D), the dtype of Q
     V : array_like of shape (B, Hkv, L, Dv) or (B, L, Hkv * Dv)
     attn_mask : array_like that broadcasts to (B, H, Lq, Lk), bool or numbers, optional
-        A shorter last axis hides the keys after it, so one of length 1 hides all keys but key 0,
-        as in opsets 24 and 25 and in ONNX's reference for 23. It must reach the largest
+        A shorter last axis hides the later keys: length 1 hides all keys but key 0, as in opsets
+        24 and 25 and in ONNX's reference for 23. The axis must reach the largest
         ``nonpad_kv_seqlen``.
     past_key : array_like of shape (B, Hkv, P, D), the dtype of K, optional
     past_value : array_like of shape (B, Hkv, P, Dv), the dtype of V, optional
     nonpad_kv_seqlen : array_like of shape (B,), int, optional
-        Only keys j < nonpad_kv_seqlen exist; cannot be combined with a past. Default is all keys.
+        Only keys j < nonpad_kv_seqlen exist. It excludes a past. Default is all keys.
     is_causal : {0, 1}, default 0
     kv_num_heads, q_num_heads : int, optional
         Hkv and H, required with 3-D inputs. With 4-D inputs, whose shapes give them, they may be
@@ -105,15 +105,15 @@ def attention(
     left_window_size, right_window_size : int, default -1
         Inclusive; -1 is no limit.
     qk_matmul_output_mode : {0, 1, 2, 3}, default 0
-        The kind of ``qk_matmul_output``: the scaled scores, the capped, the masked, or the weights.
+        The kind of ``qk_matmul_output``: scaled scores, capped scores, masked scores, or weights.
         Mode 0 is never capped, as in the specification; ONNX's reference caps it.
     scale : float, optional
         Default is 1/√D. Not negative, because ONNX multiplies Q and K by √scale each.
     softcap : float, default 0.0
         c > 0: scores become c · tanh(score / c).
     softmax_precision : {1, 10, 11, 16}, optional
-        float, float16, double or bfloat16, a lower bound: 11 computes everything in float64. With
-        the others and by default, the inputs decide, but it is at least float32.
+        The least precision: float, float16, double or bfloat16. 11 computes everything in float64;
+        otherwise the inputs decide between float32 and float64.
     return_qk_matmul_output : bool, default False
         Also return the debug output, which the dense equations compute separately. This does not
         change Y.
@@ -331,7 +331,7 @@ def tensor_scatter(
 
 
 def _by_head(name: str, array: Array, attribute: str, count: int | None) -> Array:
-    """``array`` as (B, H, L, D), its last axis split into heads if it was 3-D."""
+    """View ``array`` as (B, H, L, D); a 3-D array's last axis is split into heads."""
     if count is not None:
         count = _integer(attribute, count, 1)
     if array.ndim == 4:
@@ -355,7 +355,7 @@ def _by_head(name: str, array: Array, attribute: str, count: int | None) -> Arra
 
 
 def _joined(array: Array) -> Array:
-    """(B, H, L, D) as (B, L, H · D)."""
+    """Reshape (B, H, L, D) to (B, L, H · D)."""
     B, H, L, D = array.shape
     return np.asarray(array.swapaxes(1, 2).reshape(B, L, H * D))
 
@@ -363,7 +363,7 @@ def _joined(array: Array) -> Array:
 def _past_length(
     past_key: ArrayLike | None, past_value: ArrayLike | None, nonpad_kv_seqlen: ArrayLike | None
 ) -> int:
-    """P, 0 without a past."""
+    """P, the number of past keys; 0 without a past."""
     if past_key is None and past_value is None:
         return 0
     if past_key is None or past_value is None:
@@ -381,7 +381,7 @@ def _past_length(
 
 
 def _with_past(name: str, past: ArrayLike | None, new_name: str, new: Array, length: int) -> Array:
-    """The past keys or values, followed by the new ones."""
+    """Join the past keys or values with the new ones."""
     if past is None:
         return new
     old = as_floating(name, past)
@@ -409,7 +409,7 @@ def _lengths(
 def _mask(
     attn_mask: ArrayLike, shape: tuple[int, ...], lengths: NDArray[np.int64] | None
 ) -> dict[str, Array]:
-    """``attn_mask`` as an option of ``minimha.attention``, with 4 axes and Lk columns."""
+    """Turn ``attn_mask`` into an option of ``minimha.attention`` with 4 axes and Lk columns."""
     array = boolean_or_floating("attn_mask", attn_mask)
     is_boolean, size = array.dtype == np.bool_, array.shape
     # The last axis may be shorter; the others must broadcast.
@@ -438,7 +438,7 @@ def _window(left: int, right: int) -> tuple[int | None, int | None]:
 
 
 def _debug_output(arrays: list[Array], options: dict[str, Any], mode: int) -> Array:
-    """The last step of the dense equations among those up to ``mode``."""
+    """Compute the dense equations' last step among the steps of modes 0 to ``mode``."""
     wanted = [name for steps in STEPS[: mode + 1] for name in steps]
     last: list[Array] = []
 
@@ -475,7 +475,7 @@ def _angles(
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """An attribute as an integer; ONNX's flags are 0 and 1, so False and True are accepted."""
+    """Check an attribute, an integer; ONNX's flags are 0 and 1, so False and True are accepted."""
     whole = integer(name, int(value) if isinstance(value, (bool, np.bool_)) else value, low)
     if high is not None and whole > high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")

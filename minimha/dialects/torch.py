@@ -48,7 +48,7 @@ def scaled_dot_product_attention(
 
     - ``attn_mask`` has two kinds: bool (True = may attend) hides, float is added.
     - ``is_causal`` is aligned top-left, ``q_offset=0``, even if Lq ≠ Lk.
-    - Any number of leading axes; they broadcast, and so do those of the mask.
+    - Arrays may have any number of leading axes, which broadcast, as do those of the mask.
     - Fewer key heads than query heads need ``enable_gqa``; K and V may then differ in heads.
 
     A query that sees no key gets 0 in both libraries. In torch a NaN in a hidden key reaches the
@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
     dropout_p : float, default 0.0
         Must be 0; minimha computes inference.
     is_causal : bool, default False
-        Query i sees keys j ≤ i; with an ``attn_mask``, those of them that are visible in it.
+        Query i sees keys j ≤ i, except those that an ``attn_mask`` hides.
     scale : float, optional
         Default is 1/√D.
     enable_gqa : bool, default False
@@ -234,7 +234,7 @@ def multihead_attention(
     need_weights : bool, default True
         Return the weights too.
     average_attn_weights : bool, default True
-        Return their mean over the heads.
+        Return the mean of the weights over the heads.
     add_zero_attn, batch_first : bool, default False
         As in the module's constructor.
     backend : str, default "auto"
@@ -295,7 +295,7 @@ def multihead_attention(
 
 
 def _arrays(query: ArrayLike, key: ArrayLike, value: ArrayLike, least: int) -> list[Array]:
-    """query, key and value as floating arrays whose last two axes fit together."""
+    """Convert query, key and value to floating arrays; refuse last axes that do not fit."""
     given = {"query": query, "key": key, "value": value}
     q, k, v = arrays = [as_floating(name, array) for name, array in given.items()]
     for name, array in zip(given, arrays, strict=True):
@@ -315,7 +315,7 @@ def _arrays(query: ArrayLike, key: ArrayLike, value: ArrayLike, least: int) -> l
 
 
 def _leading(q: Array, k: Array, v: Array) -> tuple[int, ...]:
-    """The axes before the last two, to which the three arrays broadcast."""
+    """Return the leading axes (before the last two) to which the three arrays broadcast."""
     try:
         return np.broadcast_shapes(*(array.shape[:-2] for array in (q, k, v)))
     except ValueError:
@@ -354,7 +354,7 @@ def _grouped(q: Array, k: Array, v: Array) -> tuple[tuple[int, ...], list[Array]
 
 
 def _four(array: Array, shape: tuple[int, ...]) -> Array:
-    """``array`` broadcast to ``shape``, with all leading axes merged into one."""
+    """Broadcast ``array`` to ``shape``; merge all axes before the last three into one."""
     shape = (1,) * (4 - len(shape)) + shape
     whole = np.broadcast_to(array, shape)
     if shape[-3] == 0:  # attention needs a head, but the batch may be empty
@@ -363,7 +363,7 @@ def _four(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _sdpa_mask(attn_mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str, Any]:
-    """``attn_mask`` as an option of ``attention``."""
+    """Turn ``attn_mask`` into an option of ``attention``."""
     if attn_mask is None:
         return {}
     mask = _mask("attn_mask", attn_mask, "True where a query may attend to a key")
@@ -377,7 +377,7 @@ def _sdpa_mask(attn_mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str,
 
 
 def _mask(name: str, value: ArrayLike, meaning: str) -> Array:
-    """``value`` as an array of bool or of a floating dtype."""
+    """Return ``value`` as an array of bool or of floats; refuse integers."""
     mask = rectangular(name, value)
     if mask.dtype.kind in "iu":
         raise TypeError(
@@ -388,7 +388,7 @@ def _mask(name: str, value: ArrayLike, meaning: str) -> Array:
 
 
 def _mask_function(mask_mod: Any, block_mask: Any) -> Any:
-    """The given function or ``BlockMask``, or the function of torch's BlockMask."""
+    """Return the given function or ``BlockMask``; take the function out of torch's BlockMask."""
     if mask_mod is not None and block_mask is not None:
         raise ValueError("mask_mod and block_mask are both given: expected one of them")
     given = block_mask if mask_mod is None else mask_mod
@@ -396,7 +396,7 @@ def _mask_function(mask_mod: Any, block_mask: Any) -> Any:
 
 
 def _batch_first(inputs: list[Array], batch_first: bool) -> tuple[list[Array], bool]:
-    """query, key and value as (B, L, width), and whether they have a batch axis."""
+    """Return query, key and value as (B, L, width), and whether they had a batch axis."""
     is_batched = inputs[0].ndim == 3
     if not is_batched:
         inputs = [array[None] for array in inputs]
@@ -414,7 +414,7 @@ def _batch_first(inputs: list[Array], batch_first: bool) -> tuple[list[Array], b
 def _layer(
     params: Mapping[str, ArrayLike], widths: list[int], num_heads: int, compute: np.dtype[Any]
 ) -> MultiHeadAttention:
-    """The module for query, key and value of these widths; its weights (out, in) are transposed."""
+    """Build the layer for inputs of these widths; torch's weights (out, in) are transposed."""
     E = widths[0]
     if E % integer("num_heads", num_heads) or E == 0:
         raise ValueError(
@@ -456,7 +456,7 @@ def _parameter(
 def _with_extra_keys(
     params: Mapping[str, ArrayLike], k: Array, v: Array, add_zero_attn: bool
 ) -> tuple[Array, Array]:
-    """Keys and values (B, H, L, D), followed by those of ``bias_k`` and ``add_zero_attn``."""
+    """Append the keys and values of ``bias_k``, ``bias_v`` and ``add_zero_attn`` to k and v."""
     B, H, _, D = k.shape
     extra: list[tuple[Array, ...]] = [(k, v)]
     if "bias_k" in params or "bias_v" in params:
@@ -472,7 +472,7 @@ def _mha_masks(
     key_padding_mask: ArrayLike | None, attn_mask: ArrayLike | None,
     shape: tuple[int, int, int, int], is_batched: bool, num_keys: int, compute: np.dtype[Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """The two masks (True = ignore) as options of ``attention`` over ``num_keys`` keys."""
+    """Turn both masks (True = ignore) into options of ``attention`` over ``num_keys`` keys."""
     B, H, Lq, Lk = shape
     of_keys = ("(B, Lk)", (B, Lk)) if is_batched else ("(Lk,)", (Lk,))
     accepted: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {

@@ -1,9 +1,9 @@
-"""Attention modules of Hugging Face's transformers, version 5, from their weights and config.
+"""Builds attention modules of Hugging Face's transformers 5 from their weights and config.
 
 A module becomes a ``MultiHeadAttention`` whose steps can all be tapped. The table ``CONVENTIONS``
-lists how the classes differ: in the names of their weights, which of these are fused, in rotation,
-scale and cap. ``latent_attention`` makes DeepSeek's modules. ``register`` lets whole models of the
-library call minimha.
+lists how the classes differ: names of weights, fused weights, rotation, scale and cap.
+``latent_attention`` makes DeepSeek's modules. ``register`` lets whole models of the library call
+minimha.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ REQUIRED = ("position_embeddings", "position_ids", "alibi", "residual")  # if th
 
 
 class DynamicCache:
-    """Keys and values of one module's tokens so far, as one layer of transformers' DynamicCache.
+    """Keys and values of one module's tokens so far, like one layer of transformers' DynamicCache.
 
     Unlike ``minimha.layers.cache.KVCache`` it has no positions: only the mask hides keys.
 
@@ -102,11 +102,11 @@ class DynamicCache:
         tap: Tap = no_tap,
         **options: Any,
     ) -> Any:
-        """The heads (B, H, L, Dv) of queries ``q``; a ``MultiHeadAttention`` calls it.
+        """Return the heads (B, H, L, Dv) of queries ``q``, as ``MultiHeadAttention`` requests.
 
         ``columns`` is the number of latest keys that the ``options`` of ``minimha.attention``
-        describe, by default all. The weights (B, H, L, columns) are appended to ``weights``. It
-        raises a ValueError if the cache is empty.
+        describe, by default all. The weights (B, H, L, columns) are appended to ``weights``. An
+        empty cache raises a ValueError.
         """
         if self.keys is None or self.values is None:
             raise ValueError("past_key_values is empty: append keys and values before attending")
@@ -134,9 +134,9 @@ class AttentionModule:
 
     Where it differs from transformers:
 
-    - It computes ``attn_implementation="eager"`` in inference, but 16 bits in float32, rounded once
-      at the end and not after every step. float64 is float64 throughout, while many classes compute
-      the softmax in float32.
+    - It computes ``attn_implementation="eager"`` in inference. 16-bit inputs are computed in
+      float32 and rounded once at the end, not after every step. float64 is float64 throughout,
+      while many classes compute the softmax in float32.
     - ``past_key_values`` holds the tokens of this module, not those of every layer, and
       cross-attention projects its context again in every call.
     - A call always returns (output, weights). T5's bias, which T5 returns between them, is the
@@ -158,14 +158,14 @@ class AttentionModule:
     layer_idx : int, default 0
         The number of the module's layer, from 0; GPT-2 may scale by it.
     is_causal : bool, optional
-        True if tokens see no later ones without a mask, as ``module.is_causal`` in transformers.
-        Default is that of the class and ``is_decoder``; it may be unknown for modules of BART's
-        family, Whisper and CLIP.
+        Whether tokens see no later ones if there is no mask: ``module.is_causal`` in transformers.
+        The default follows from the class and ``is_decoder``; it may be unknown for modules of
+        BART's family, Whisper and CLIP.
 
     Attributes
     ----------
     is_causal : bool or None
-        As given, or by default; None if unknown, and then every call needs a mask.
+        As given, or the default. If it is unknown, None, every call needs a mask.
     layer : MultiHeadAttention
         The module's projections and norms. Its ``rope`` is None, because each call passes the
         angles; set it to use the layer alone. ``W_o`` is the identity if another module has the
@@ -266,13 +266,13 @@ class AttentionModule:
         encoder_attention_mask : array_like broadcastable to (B, H, L, Lc), floating or bool
             GPT-2's mask in cross-attention.
         position_bias : array_like broadcastable to (B, H, L, Lk)
-            T5's, for a layer without a bias. Default is ``compute_bias``. MPT's is (H, 1, at least
-            Lk), of which the last Lk columns are used.
+            T5's bias, for a module without a table of biases. Default is ``compute_bias``. MPT's
+            bias is (H, 1, at least Lk), of which the last Lk columns are used.
         alibi : array_like of shape (B · H, 1, Lk) or, in Falcon's model, (B, H, 1, Lk)
             BLOOM's and Falcon's slope · position, which Falcon scales like the scores. Required;
             ``compute_alibi`` returns it.
         residual : array_like of shape (B, L, E)
-            BLOOM adds it to the output. Required.
+            The residual that BLOOM adds to the output. Required.
 
         Returns
         -------
@@ -303,7 +303,7 @@ class AttentionModule:
             options |= {"is_causal": self._is_causal(), "q_offset": seen}
         wants_weights = flag("output_attentions", output_attentions)
         kept: list[Array] = []
-        cache = copy(past_key_values)  # so that the caller's does not change if the call fails
+        cache = copy(past_key_values)  # the caller's cache must not change if the call fails
         if cache is not None:
             options["columns"] = None if mask is None else mask.shape[-1]
             options["weights"] = kept if wants_weights else None
@@ -328,7 +328,7 @@ class AttentionModule:
         return output, weights
 
     def compute_bias(self, query_length: int, key_length: int, past_seen_tokens: int = 0) -> Any:
-        """T5's bias for queries that follow the first ``past_seen_tokens`` tokens.
+        """Return T5's bias for queries that follow the first ``past_seen_tokens`` tokens.
 
         Parameters
         ----------
@@ -357,16 +357,16 @@ class AttentionModule:
 
     @like_argument("attention_mask")
     def compute_alibi(self, attention_mask: ArrayLike) -> Any:
-        """BLOOM's or Falcon's slope · position, which the model passes to every module.
+        """Return BLOOM's or Falcon's slope · position, which the model passes to every module.
 
         Positions count from the first token that is not padding. Falcon rounds slopes, positions
-        and products to bfloat16. Its model also adds the result, scaled, to the mask, so that
+        and products to bfloat16. Falcon's model also adds the result, scaled, to the mask, so that
         attn_implementation="eager" adds it twice and "sdpa" once.
 
         Parameters
         ----------
         attention_mask : array_like of shape (B, Lk), int or bool
-            The tokenizer's, 1 = may attend.
+            The tokenizer's mask, 1 = may attend.
 
         Returns
         -------
@@ -402,7 +402,7 @@ class AttentionModule:
         return self.is_causal
 
     def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that are not None; refuses unknown and missing ones."""
+        """Return the arguments that are not None; refuse unknown and missing ones."""
         given = {name: value for name, value in given.items() if value is not None}
         takes = self.convention.takes
         if "position_ids" not in takes:
@@ -445,7 +445,7 @@ class AttentionModule:
         context: Array | None,
         past: DynamicCache | None,
     ) -> Array | None:
-        """The numbers that are added to the scores, without the mask."""
+        """Return the numbers that are added to the scores besides the mask, or None."""
         if "alibi" in given:
             alibi = as_floating("alibi", given["alibi"])
             H = self.layer.num_heads
@@ -495,7 +495,7 @@ class _Tables:
 
 
 def _tables(rotary: Rotary, position_embeddings: Any) -> list[Array]:
-    """cos and sin, (L, R) or (B, L, R), with each angle at both numbers of its pair."""
+    """Return cos and sin, (L, R) or (B, L, R), with each angle at both numbers of its pair."""
     if len(position_embeddings) != 2:
         raise ValueError(
             f"position_embeddings has {len(position_embeddings)} parts: expected cos and sin"

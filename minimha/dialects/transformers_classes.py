@@ -35,7 +35,7 @@ class Convention:
     v: str = "v_proj"
     o: str | None = "o_proj"  # None if another module mixes the heads
     qkv: str | None = None  # one weight instead of q, k and v
-    groups: Callable[[Config, int], int] | None = None  # of heads in qkv, from the config and H
+    groups: Callable[[Config, int], int] | None = None  # groups of heads in qkv
     is_conv1d: bool = False  # weights are (in, out)
     is_gated: bool = False  # q holds queries and gate of head 0, of head 1, …
     qk_norm: Norm | None = None
@@ -43,24 +43,24 @@ class Convention:
     epsilon: float = 1e-6  # if the config has no rms_norm_eps
     has_unit_offset: bool = False  # gains are 1 + w
     rotary: Rotary | None = None
-    is_rotated: Callable[[Config, int], bool] = lambda config, layer_idx: True  # this layer?
+    is_rotated: Callable[[Config, int], bool] = lambda config, layer_idx: True  # by layer
     scale: Callable[[Config, int, int], float | None] = lambda config, head_dim, layer_idx: None
-    softcap: float | None = None  # if the config has none; None if the class caps nothing
-    hides_where_true: bool = False  # the meaning of a boolean mask
-    scales_alibi: bool = False  # like the scores
+    softcap: float | None = None  # the config's default; None if the class has no cap
+    hides_where_true: bool = False  # in a boolean mask
+    scales_alibi: bool = False  # ALiBi is scaled like the scores
     is_cross: bool = False  # it attends to a context only
-    # Without a mask; None if the config does not say whether this is a decoder's module.
+    # Whether it is causal without a mask; None if the config leaves this open.
     is_causal: Callable[[Config], bool | None] = lambda config: True
     takes: tuple[str, ...] = ("attention_mask",)  # arguments of forward that not all classes have
 
     @property
     def mask(self) -> str:
-        """The name of forward's mask."""
+        """The name of forward's mask argument."""
         return next(name for name in MASKS if name in self.takes)
 
     @property
     def context(self) -> str:
-        """The name of forward's context; "context" if it takes none."""
+        """The name of forward's cross-attention argument; "context" if there is none."""
         return next((name for name in CONTEXTS if name in self.takes), "context")
 
 

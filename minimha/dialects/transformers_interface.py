@@ -91,14 +91,14 @@ def attention_forward(
     backend: Backend = "auto",
     **others: Any,
 ) -> tuple[Any, Any]:
-    """Output (B, Lq, H, Dv) and weights (B, H, Lq, Lk), which are None unless requested.
+    """Return the output (B, Lq, H, Dv), and the weights (B, H, Lq, Lk) or None.
 
-    transformers' models call it with query (B, H, Lq, D), key (B, Hkv, Lk, D) and value (B, Hkv,
-    Lk, Dv). ``attention_mask`` and ``position_bias`` broadcast to (B, H, Lq, Lk); numbers are added
-    to the scores, and True = may attend. ``s_aux`` (H,) are sinks. ``is_causal`` is by default that
-    of the module, which is causal without one. It applies only without a mask and to several
-    queries. ``others``, arguments of other functions, are ignored as in "eager", but refused if
-    they would change the result.
+    transformers' models pass query (B, H, Lq, D), key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv).
+    ``attention_mask`` and ``position_bias`` broadcast to (B, H, Lq, Lk); numbers are added to the
+    scores, and True = may attend. ``s_aux`` (H,) are sinks. ``is_causal`` defaults to the module's
+    attribute, or to True if there is none. It is used only without a mask, for several queries.
+    ``others``, arguments of other functions, are ignored as in "eager", but refused if they would
+    change the result.
     """
     _check_inference(query, key, value, dropout)
     for name, what in REFUSED.items():
@@ -120,7 +120,7 @@ def attention_forward(
 
 
 def _masks(attention_mask: Any, position_bias: Any) -> dict[str, Any]:
-    """The mask and the bias as options of ``attention``."""
+    """Turn the mask and the bias into options of ``attention``."""
     mask = bias = None
     if attention_mask is not None:
         mask = rectangular("attention_mask", attention_mask.detach())

@@ -1,4 +1,4 @@
-"""DeepSeek's latent attention from transformers' weights and config."""
+"""Builds DeepSeek's latent attention from transformers' weights and config."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def latent_attention(
     - The rotated part is interleaved in V2, and in V3 unless ``rope_interleave`` is False.
     - With YaRN, let m(x) = 0.1 · x · ln(factor) + 1. Scores are also scaled by m(mscale_all_dim)²,
       and cos and sin by m(mscale) / m(mscale_all_dim).
-    - The epsilon of its norms is 1e-6; rms_norm_eps is ignored.
+    - The epsilon of the norms is 1e-6; rms_norm_eps is ignored.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def latent_attention(
     Returns
     -------
     LatentAttention
-        Called as ``layer(x, is_causal=True)``, or with a ``LatentCache``.
+        The layer is called as ``layer(x, is_causal=True)``, or with a ``LatentCache``.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def _yarn(rules: Mapping[str, Any], config: Mapping[str, Any]) -> YaRNScaling | 
 
 
 def _magnitude(rules: Mapping[str, Any], name: str) -> float:
-    """0.1 · m · ln(factor) + 1, with the config's number m; 1 without YaRN or m."""
+    """0.1 · m · ln(factor) + 1, where ``name`` is m in the config; 1 without YaRN or m."""
     if rules.get("rope_type", "default") == "default" or not rules.get(name):
         return 1.0
     return 0.1 * float(rules[name]) * math.log(max(rules["factor"], 1.0)) + 1.0

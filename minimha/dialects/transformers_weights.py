@@ -1,4 +1,4 @@
-"""A ``MultiHeadAttention`` from the state_dict of one of transformers' attention modules."""
+"""Builds a ``MultiHeadAttention`` from the state_dict of a module of transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Weights:
             )
 
     def layer(self, config: Config) -> MultiHeadAttention:
-        """The layer with these weights and the number of heads of ``config``."""
+        """Build the layer from these weights, with the number of heads in ``config``."""
         c, H = self._convention, _num_heads(config)
         o = None if c.o is None else self._linear(c.o)
         parts = dict(zip("qkv", self._queries_keys_values(config, H, o), strict=True))
@@ -70,7 +70,7 @@ class Weights:
             )  # fmt: skip
 
     def _layer_norm(self, name: str, heads: int) -> dict[str, Array]:
-        """Gains and shifts of every head, from one row per head or one for all."""
+        """Return the gains and shifts of all heads, from one row per head or one row for all."""
         named = str(self._convention.layer_norm).format(name)
         gain, shift = self._required(f"{named}.weight"), self.pop(f"{named}.bias")
         rows = {f"g_{name}": gain} | ({} if shift is None else {f"s_{name}": shift})
@@ -123,10 +123,10 @@ def _split(linear: Linear, rows: Callable[[Array], list[Array]]) -> list[Linear]
 
 
 def _rows(name: str, fused: Array, H: int, groups: int | None, width: int) -> list[Array]:
-    """The rows of queries, keys and values.
+    """Split fused rows into the rows of queries, keys and values.
 
-    Without ``groups``: all queries, which have ``width`` rows, then all keys, then all values. With
-    them, each group has the queries of H / groups heads, then their key, then their value.
+    Without ``groups``, the order is all queries (``width`` rows), all keys, all values. With
+    ``groups``, each has the queries of H / groups heads, then their key, then their value.
     """
     rows, others = len(fused), fused.shape[1:]
     if groups is None:
@@ -141,13 +141,13 @@ def _rows(name: str, fused: Array, H: int, groups: int | None, width: int) -> li
 
 
 def _halves_of_heads(x: Array, H: int) -> list[Array]:
-    """The first and the second halves of every head's rows."""
+    """Return the first and the second half of every head's rows, each of all heads."""
     halves = x.reshape(H, 2, -1, *x.shape[1:])
     return [halves[:, half].reshape(-1, *x.shape[1:]) for half in (0, 1)]
 
 
 def _clip(config: Config) -> float | None:
-    """clip_qkv, which MPT and DBRX have in attn_config."""
+    """Return clip_qkv or None; MPT and DBRX store it in attn_config."""
     clip = {**config, **(config.get("attn_config") or {})}.get("clip_qkv")
     return None if clip is None else float(clip)
 

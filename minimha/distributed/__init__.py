@@ -1,8 +1,8 @@
-"""Attention over keys that are longer than one machine: dask arrays in chunks.
+"""Attention over more keys than one machine can hold, as chunks of dask arrays.
 
 ``minimha.attention`` computes each chunk of queries with each chunk of keys, and a tree of
-``minimha.merge`` merges the results. Work and largest traffic for each head of width D, with
-numbers of b bytes and queries in C chunks::
+``minimha.merge`` merges the results. The table has work and largest traffic for each
+head of width D, with numbers of b bytes and queries in C chunks::
 
                                  FLOPs                 bytes
     one chunk of queries         4 · Lq · Lk · D       about 2 · Lq · D · b for each chunk of keys
@@ -10,7 +10,7 @@ numbers of b bytes and queries in C chunks::
 
 Decoding moves queries and results, never keys. A prefill has 2 · Lq / (C · b) FLOPs per byte: the
 network matters less for longer chunks of queries. With a causal mask the last chunk of queries has
-the most work; in stripes (``striped``) all have the same.
+the most work; in stripes (``striped``) all chunks have equal work.
 """
 
 try:

@@ -44,17 +44,17 @@ def attention(
 ) -> Any:  # fmt: skip
     """softmax(scale · Q Kᵀ) V over chunks of keys, on the machines of a dask cluster or on one.
 
-    The result is lazy: its ``.compute()`` computes it. Then each chunk of keys and values meets
-    each chunk of queries in a task ``attend-to-keys``, and tasks ``merge-parts`` and
-    ``merge-output`` put the results together, four at a time. These are the names on dask's
-    dashboard and progress bars. Where no query sees a key there is no task, and no key is read.
-    ``.compute(retries=3)`` runs a task that failed again; what a lost worker had, dask computes
-    again. A worker needs only one thread, because the kernels start threads.
+    The result is lazy until ``.compute()``. A task ``attend-to-keys`` then attends from one chunk
+    of queries to one chunk of keys. Tasks ``merge-parts`` and ``merge-output`` merge the results,
+    four at a time. dask's dashboard and progress bars show these names. If no query of a chunk sees
+    a key of another, there is no task, and no key is read. ``.compute(retries=3)`` repeats failed
+    tasks, and dask recomputes what a lost worker held. A worker needs only one thread, because the
+    kernels start threads.
 
-    ``score_mod`` and ``mask_mod`` get b, h, i and j of the whole. dask sends them once to each
-    worker that needs them: by name if the worker can import them, otherwise with their captured
-    values. The worker that has a chunk finds whether ``mask_mod`` hides it. From a ``BlockMask``
-    only the function is sent.
+    ``score_mod`` and ``mask_mod`` receive b, h, i and j of the whole arrays. dask sends them once
+    to each worker that needs them: by name if the worker can import them, otherwise with their
+    captured values. The worker that has a chunk finds whether ``mask_mod`` hides it. From a
+    ``BlockMask`` only the function is sent.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``D`` head width, ``Dv`` value width. As with ``minimha.attention``, all arrays may have 2 or 3
@@ -76,8 +76,8 @@ def attention(
     return_lse : bool, default False
         Return the log-sum-exp too.
     **options
-        Of ``minimha.attention``, except packed sequences and pages. ``attn_mask`` and ``attn_bias``
-        may be dask arrays.
+        Those of ``minimha.attention``, except packed sequences and pages. ``attn_mask`` and
+        ``attn_bias`` may be dask arrays.
 
     Returns
     -------
@@ -137,14 +137,14 @@ def attend_to_keys(
 
 
 def merge_parts(*parts: Pair) -> Pair:
-    """O and L over the keys of all parts."""
+    """Merge O and L of all parts, each over other keys."""
     return merge(parts)
 
 
 def merge_output(
     shape: tuple[int, ...], sinks: NDArray[Any] | None, dtypes: tuple[Any, Any], *parts: Pair
 ) -> Pair:
-    """O and L in their final ``dtypes``, over the keys of all parts and the sinks."""
+    """Merge O and L of all parts and the sinks, and convert them to the final ``dtypes``."""
     O, L = merge([without_keys(shape, sinks), *parts])
     return cast(O, dtypes[0]), cast(L, dtypes[1])
 
@@ -168,7 +168,7 @@ class _Graph:
         self.functions: Any = problem.functions
         self.token = tokenize(arrays, *options, problem.contents, stripes, backend)
         self.tasks: dict[Key, Any] = {}
-        self.used: dict[str, Any] = {}  # dask would compute all of any other array, too
+        self.used: dict[str, Any] = {}  # only these: dask would compute an unused array too
         if self.functions:  # in one task, so that they are sent to a worker once
             key = (f"take-functions-{self.token}",)
             self._add(key, partial(dict, self.functions))
@@ -194,7 +194,7 @@ class _Graph:
         )
 
     def _attending(self, block: Key) -> list[Key]:
-        """Tasks for one chunk of queries: one for each chunk of keys that some query sees."""
+        """Add a task for each chunk of keys that some query of ``block`` sees; return the tasks."""
         b, h, i = block
         masks = tuple(name for name in PER_SCORE if name in self.arrays)
         q = (f"widen-queries-{self.token}", *block)
@@ -216,7 +216,7 @@ class _Graph:
         return found
 
     def _merging(self, block: Key, parts: list[Key]) -> list[Key]:
-        """Merge neighbours until few enough are left for the last task; a tree."""
+        """Add a tree of tasks that merge neighbours; return those left for the last task."""
         level = 0
         while len(parts) > FAN_IN:
             groups = [parts[n : n + FAN_IN] for n in range(0, len(parts), FAN_IN)]
@@ -230,7 +230,7 @@ class _Graph:
         self.tasks[key] = (function, *arguments)
 
     def _block(self, name: str, *indices: int) -> Key:
-        """The key of one chunk; along an axis with one chunk, that of the first."""
+        """The task of one chunk of an array; an axis with a single chunk has index 0."""
         x = self.used[name] = self.arrays[name]
         at = (n if blocks > 1 else 0 for n, blocks in zip(indices, x.numblocks, strict=True))
         return (x.name, *at)
@@ -239,7 +239,7 @@ class _Graph:
 def _picked(
     graph: HighLevelGraph, merged: str, n: int, name: str, sizes: tuple[Any, ...], dtype: Any
 ) -> Any:
-    """One of the two results of the tasks ``merged``, as an array."""
+    """Return the ``n``-th result of the tasks ``merged`` as a dask array."""
     index = product(*(range(len(axis)) for axis in sizes))
     tasks = {(name, *at): (operator.getitem, (merged, *at[:3]), n) for at in index}
     layers, dependencies = {**graph.layers, name: tasks}, {**graph.dependencies, name: {merged}}

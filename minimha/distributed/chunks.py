@@ -13,7 +13,7 @@ from minimha.equations.problem import Problem
 
 
 def as_dask(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """q, k and v as dask arrays; those that are none get chunks that fit k."""
+    """Convert q, k and v to dask arrays; converted arrays get chunks that fit k."""
     k, v, q = (_readable(name, x) for name, x in (("k", k), ("v", v), ("q", q)))
     if library_of(k) != "dask":
         k = da.from_array(k, chunks=(*getattr(k, "chunks", k.shape)[:-1], -1))
@@ -75,7 +75,7 @@ def check_striped(problem: Problem) -> None:
 
 
 def over_scores(name: str, mask: Any, q: Any, k: Any) -> Any:
-    """A mask or bias as a dask array of 4 dimensions, chunked like the scores of q and k.
+    """Convert a mask or bias to a 4-D dask array, chunked like the scores of q and k.
 
     Axes of size 1 are kept.
     """
@@ -91,7 +91,7 @@ def over_scores(name: str, mask: Any, q: Any, k: Any) -> Any:
 def spans(name: str, sizes: tuple[int, ...], stripes: int = 1) -> list[slice]:
     """The positions of each chunk of an axis; with stripes, positions in the original order.
 
-    Raises ValueError if a chunk is in two stripes.
+    A chunk in two stripes raises a ValueError.
 
     >>> spans("k", (2, 3))
     [slice(0, 2, None), slice(2, 5, None)]
@@ -115,7 +115,7 @@ def spans(name: str, sizes: tuple[int, ...], stripes: int = 1) -> list[slice]:
 
 
 def _readable(name: str, x: Any) -> Any:
-    """An array of dask, zarr or NumPy."""
+    """Return ``x`` as an array of dask, zarr or NumPy; refuse chunks of unknown sizes."""
     if library_of(x) == "zarr":
         return x
     if library_of(x) != "dask":
@@ -128,9 +128,9 @@ def _readable(name: str, x: Any) -> Any:
 
 
 def _like(x: Any, k: Any, axes: tuple[int, ...]) -> Any:
-    """Chunks for an array without: those of k along ``axes`` (of 4), one chunk along others.
+    """Chunks for an array that has none: k's along ``axes`` (of 4), one chunk along others.
 
-    Also one chunk if its shape does not match k's, which is refused later.
+    An axis whose size does not match k's also gets one chunk, and is refused later.
     """
     sizes = [(n,) for n in x.shape]
     for axis in axes:

@@ -1,4 +1,4 @@
-"""Tokens in stripes, every n-th one: with a causal mask all chunks then have equal work.
+"""Tokens in stripes of every n-th token, so that causal chunks have equal work.
 
 Brandon et al., "Striped Attention: Faster Ring Attention for Causal Transformers", 2023.
 """
@@ -14,7 +14,7 @@ from minimha.equations.arguments import integer
 
 
 def striped(x: Any, count: int, axis: int = -2) -> Any:
-    """``x`` with its tokens in ``count`` stripes, one chunk each: 0, count, 2 · count, …; 1, …
+    """Put the tokens of ``x`` in ``count`` stripes, one chunk each: 0, count, 2 · count, …; 1, …
 
     Parameters
     ----------
@@ -22,7 +22,7 @@ def striped(x: Any, count: int, axis: int = -2) -> Any:
     count : int
         The number of stripes, at most the number of tokens.
     axis : int, default -2
-        The axis of the tokens: of queries, keys and values the last but one. A mask has two.
+        The axis of tokens: -2 for queries, keys and values. A mask has two such axes.
 
     Returns
     -------
@@ -40,14 +40,14 @@ def striped(x: Any, count: int, axis: int = -2) -> Any:
 
 
 def unstriped(x: Any, count: int, axis: int = -2) -> Any:
-    """``x``, whose tokens are in ``count`` stripes, with its tokens in their order.
+    """Put the tokens of ``x``, which are in ``count`` stripes, back in their order.
 
     Parameters
     ----------
     x : dask array, or array_like
     count : int
     axis : int, default -2
-        Of a log-sum-exp, -1.
+        The axis of tokens: -1 for a log-sum-exp.
 
     Returns
     -------
