@@ -176,7 +176,7 @@ def matching(ids: Ids) -> NDArray[np.bool_]:
 
 
 def induction(ids: Ids) -> NDArray[np.bool_]:
-    """True at j if j - 1 < i has the token of query i.
+    """True at j <= i if key j - 1 has the token of query i.
 
     Elhage et al. 2021, "Induction Heads"; Olsson et al. 2022, who call the score prefix matching.
     """

@@ -44,7 +44,7 @@ class Tensors:
         return cast(array, np.dtype(np.float32))
 
     def add_prefix(self, prefix: str, name: str) -> None:
-        """Add ``prefix`` to all names if the name ``name`` exists, as in a model without a head."""
+        """Add ``prefix`` to all names if there is a tensor ``name``: in models without a head."""
         self._has_no_head = name in self
         if self._has_no_head:
             self._left = {prefix + name: array for name, array in self._left.items()}
