@@ -55,8 +55,8 @@ class Preset:
     Raises
     ------
     TypeError, ValueError
-        A size that is not an integer, or below 1 (num_segments: below 0), an is_ or has_ that is
-        neither True nor False, an H that is no multiple of Hkv, or an encoder with a window.
+        A size that is not an integer, or below 1 (num_segments: below 0), a flag that is neither
+        True nor False, an H that is no multiple of Hkv, or an encoder with a window.
     """
 
     name: str

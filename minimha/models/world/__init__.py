@@ -4,23 +4,23 @@ Its text was drawn from ``minimha.models.world.grammar``, so the right probabili
 word is known. The table is for up to 200 questions about each relation, in the first passage of a
 text and in a later one. It shows the share of right answers, and the largest difference between a
 word's probability and the grammar's. No training passage began like a question about a receiver, a
-repetition or a description; the grammar has too few of the other kinds to leave any out.
+repetition or a description; the grammar has too few of the other kinds to leave any out::
 
-                        first             after another
-                        right   largest   right   largest
-seat                    1.000   0.019     1.000   0.019
-agreement               1.000   0.000     1.000   0.001
-he or she               1.000   0.000     1.000   0.000
-it or they              1.000   0.000     1.000   0.000
-too wide or too tired   1.000   0.006     1.000   0.016
-reason                  1.000   0.004     1.000   0.009
-bank of the river       1.000   0.000     1.000   0.000
-loan of the bank        1.000   0.000     1.000   0.000
-which bank              1.000   0.006     1.000   0.012
-receiver                1.000   0.002     1.000   0.001
-thing received          1.000   0.000     1.000   0.000
-repetition              1.000   0.000     1.000   0.000
-description             1.000   0.000     1.000   0.000
+                            first             after another
+                            right   largest   right   largest
+    seat                    1.000   0.019     1.000   0.019
+    agreement               1.000   0.000     1.000   0.001
+    he or she               1.000   0.000     1.000   0.000
+    it or they              1.000   0.000     1.000   0.000
+    too wide or too tired   1.000   0.006     1.000   0.016
+    reason                  1.000   0.004     1.000   0.009
+    bank of the river       1.000   0.000     1.000   0.000
+    loan of the bank        1.000   0.000     1.000   0.000
+    which bank              1.000   0.006     1.000   0.012
+    receiver                1.000   0.002     1.000   0.001
+    thing received          1.000   0.000     1.000   0.000
+    repetition              1.000   0.000     1.000   0.000
+    description             1.000   0.000     1.000   0.000
 
 No question asks who may receive something, and there the model is sometimes wrong: after "anna
 gave the lamp to" it gives the giver a probability of 0.005 to 0.045, where the grammar gives 0. The

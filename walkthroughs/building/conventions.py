@@ -1,0 +1,5 @@
+"""The table of conventions."""
+
+
+def setup(app):
+    pass

@@ -1,0 +1,122 @@
+"""Two ways through the walkthroughs, with reading times."""
+
+import re
+from functools import cache
+from math import ceil
+from pathlib import Path
+from typing import NamedTuple
+
+from docutils import nodes
+from sphinx.addnodes import toctree
+from sphinx.util.docutils import SphinxDirective
+
+HERE = Path(__file__).parents[1]
+LEARN = (1, 2, 3, 4, 6, 10, 11)  # every other walkthrough is for those who build
+WORDS_PER_MINUTE = 200
+CODE_LINES_PER_MINUTE = 20
+
+
+class Walkthrough(NamedTuple):
+    """A page of a track."""
+
+    name: str
+    number: str
+    title: str
+    lead: str
+    minutes: int
+
+
+@cache
+def tracks():
+    """The walkthroughs of each track, in its order."""
+    files = {int(path.name.split("-")[0]): path for path in HERE.glob("[0-9]*-*.md")}
+    build = [files[number] for number in sorted(files) if number not in LEARN]
+    learn = [files[number] for number in LEARN]
+    deployment = [path for path in [HERE / "deployment.md"] if path.exists()]
+    return {
+        "learn": [read(path) for path in (*learn, HERE / "labs.md")],
+        "build": [read(path) for path in (*build, *deployment)],
+    }
+
+
+def read(path):
+    """A walkthrough's title, its first sentence, and how long it takes."""
+    text = path.read_text(encoding="utf-8")
+    heading, rest = text.removeprefix("# ").split("\n", 1)
+    number, _, title = heading.rpartition(". ") if heading[0].isdigit() else ("", "", heading)
+    first = next(part for part in rest.split("\n\n") if part.strip())
+    lead = re.match(r".+?[.:](?=\s|$)", " ".join(first.strip("*\n ").split())).group()
+    code = [line for line in text.splitlines() if line.startswith(("    ", ">>>", "..."))]
+    words = len(re.sub(r"(?ms)^```.*?^```|^    .*?$", "", text).split())
+    minutes = ceil(words / WORDS_PER_MINUTE + len(code) / CODE_LINES_PER_MINUTE)
+    return Walkthrough(path.stem, number, title, lead.replace("*", ""), minutes)
+
+
+class Track(SphinxDirective):
+    """A track's stations as a list, and as a toctree on the page that has the track's name."""
+
+    required_arguments = 1
+
+    def run(self):
+        name = self.arguments[0]
+        stations = nodes.enumerated_list(classes=["track", f"track-{name}"])
+        for page in tracks()[name]:
+            stations += self._station(page)
+        if self.env.docname != name:
+            return [stations]
+        names = [page.name for page in tracks()[name]]
+        tree = toctree(
+            parent=name, entries=[(None, name) for name in names], includefiles=names, maxdepth=1,
+            caption=None, glob=False, hidden=True, includehidden=False, numbered=0, titlesonly=True,
+            rawentries=[], rawcaption="",
+        )  # fmt: skip
+        return [stations, nodes.compound("", tree, classes=["toctree-wrapper"])]
+
+    def _station(self, page):
+        link = nodes.reference("", page.title, refuri=f"{page.name}.html", internal=True)
+        head = nodes.paragraph("", "", link, classes=["station"])
+        head += nodes.inline("", f"{page.minutes} min", classes=["minutes"])
+        sign = nodes.inline("", page.number or "·", classes=["sign"])
+        head.insert(0, sign)
+        lead, _ = self.parse_inline(page.lead)
+        return nodes.list_item("", head, nodes.paragraph("", "", *lead))
+
+
+def without_next(app, name, source):
+    """Drop the last line, which leads on where there are no buttons."""
+    if name == "kernels/README":
+        shown = "\n\n## {0}\n\n```{{literalinclude}} {0}\n:language: python\n```\n"
+        kernels = sorted(path.name for path in (HERE / "kernels").glob("*.py"))
+        source[0] += "".join(map(shown.format, kernels))
+    source[0] = re.sub(r"\nNext: [^\n]*(\n[^\n]+)*\n*\Z", "\n", source[0])
+
+
+def at_the_head(app, doctree):
+    """Write under a walkthrough's title where it stands and how long it takes."""
+    if app.env.docname == "kernels/README":  # which walkthrough 9 leads to
+        app.env.metadata[app.env.docname]["orphan"] = True
+    for track, pages in tracks().items():
+        for count, page in enumerate(pages, 1):
+            if page.name == app.env.docname:
+                text = f"{count} of {len(pages)} · {page.minutes} minutes"
+                link = nodes.reference("", track.title(), refuri=f"{track}.html", internal=True)
+                line = nodes.paragraph("", "", link, nodes.Text(f" · {text}"), classes=["place"])
+                doctree.next_node(nodes.title).parent.insert(1, line)
+
+
+def within_the_track(app, name, template, context, doctree):
+    """Let previous and next stay within a track."""
+    own = {page.name: track for track, pages in tracks().items() for page in pages}
+    for way in ("prev", "next"):
+        other = context.get(way)
+        if other and name in own:
+            target = other["link"].removesuffix(".html")
+            if own.get(target, own[name]) != own[name] or (way == "next" and target not in own):
+                context[way] = None
+
+
+def setup(app):
+    app.add_directive("track", Track)
+    app.connect("source-read", without_next)
+    app.connect("doctree-read", at_the_head)
+    app.connect("html-page-context", within_the_track)
