@@ -18,7 +18,7 @@ highlight_language = "none"
 suppress_warnings = ["config.cache"]
 
 # Walkthroughs are written for GitHub: $…$, ```math, and tables; the site's own pages use more.
-myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_block"]
+myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_fence_as_directive = ["math"]
 myst_heading_anchors = 3
 myst_links_external_new_tab = False

@@ -1,10 +1,10 @@
 """What the site adds to Sphinx: tracks, mathematics, pages that minimha makes, public names."""
 
-from building import api, conventions, made, mathematics, tracks
+from building import api, made, mathematics, tracks
 
 
 def setup(app):
     """Register every part."""
-    for part in (api, conventions, made, mathematics, tracks):
+    for part in (api, made, mathematics, tracks):
         part.setup(app)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -27,8 +27,15 @@ class Public(Directive):
     def run(self):
         name = self.arguments[0]
         values = public(import_module(name))
-        lines = [f".. automodule:: {name}", "   :no-members:", "", f".. currentmodule:: {name}", ""]
-        lines += [".. autosummary::", "", *(f"   {each}" for each in values), ""]
+        lines = [f".. automodule:: {name}", "   :no-members:", ""]
+        lines += [f".. currentmodule:: {name}", ""]
+        lines += [
+            ".. autosummary::",
+            "   :nosignatures:",
+            "",
+            *(f"   {each}" for each in values),
+            "",
+        ]
         for each, value in values.items():
             kind = "class" if inspect.isclass(value) else "function"
             lines += [f".. auto{kind}:: {each}"]

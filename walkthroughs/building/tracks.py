@@ -10,6 +10,8 @@ from docutils import nodes
 from sphinx.addnodes import toctree
 from sphinx.util.docutils import SphinxDirective
 
+from building import made
+
 HERE = Path(__file__).parents[1]
 LEARN = (1, 2, 3, 4, 6, 10, 11)  # every other walkthrough is for those who build
 WORDS_PER_MINUTE = 200
@@ -42,10 +44,12 @@ def tracks():
 def read(path):
     """A walkthrough's title, its first sentence, and how long it takes."""
     text = path.read_text(encoding="utf-8")
+    if path.stem in made.ADDED:
+        text += made.ADDED[path.stem]()
     heading, rest = text.removeprefix("# ").split("\n", 1)
     number, _, title = heading.rpartition(". ") if heading[0].isdigit() else ("", "", heading)
     first = next(part for part in rest.split("\n\n") if part.strip())
-    lead = re.match(r".+?[.:](?=\s|$)", " ".join(first.strip("*\n ").split())).group()
+    lead = re.match(r".{50,}?[.](?=\s|$)|.+", " ".join(first.strip("*\n ").split())).group()
     code = [line for line in text.splitlines() if line.startswith(("    ", ">>>", "..."))]
     words = len(re.sub(r"(?ms)^```.*?^```|^    .*?$", "", text).split())
     minutes = ceil(words / WORDS_PER_MINUTE + len(code) / CODE_LINES_PER_MINUTE)

@@ -1,0 +1,54 @@
+"""What the functions of other libraries mean by the same words, as a table of facts."""
+
+from typing import NamedTuple
+
+
+class Conventions(NamedTuple):
+    """What one function means by its arguments and results.
+
+    "After the past" is aligned top left if there is no past, and its last query always is at the
+    last key. A log-sum-exp is -inf for a query that sees no key.
+    """
+
+    arrays: str  # the axes of queries
+    causal: str  # where a causal mask begins, if Lq ≠ Lk
+    true: str  # what True means in a mask
+    numbers: str  # what becomes of a mask of numbers
+    empty_row: str  # the output of a query that sees no key
+    window: str  # what the size of a window counts, to the left of a query
+    shared_heads: str  # how query heads share key heads
+    scale: str = "1/√D"  # the default
+    lse: str = "no"  # the axes of the log-sum-exp, if it is among the results
+
+
+SEES, LEFT, NEAR, LSE = "may attend", "top left", "the keys before", "(B, H, Lq)"
+BY_FUNCTION = {
+    "minimha.attention": Conventions(
+        "(B, H, L, D)", "q_offset decides", SEES, "refused", "0", NEAR, "by shapes", lse=LSE
+    ),
+    "torch.scaled_dot_product_attention": Conventions(
+        "(..., H, L, D)", LEFT, SEES, "added", "0", "no window", "enable_gqa"
+    ),
+    "torch.flex_attention": Conventions(
+        "(B, H, L, D)", LEFT, SEES, "refused", "0", "no window", "enable_gqa", lse=LSE
+    ),
+    "torch.multihead_attention": Conventions(
+        "(L, B, E)", "the mask decides", "ignore", "added", "0", "no window", "no"
+    ),
+    "onnx.attention": Conventions(
+        "(B, H, L, D)", "after the past", SEES, "added", "0", NEAR, "by shapes"
+    ),
+    "jax.dot_product_attention": Conventions(
+        "(B, L, H, D)", LEFT, SEES, "refused", "mean of V", NEAR, "by shapes"
+    ),
+    "keras.multi_head_attention": Conventions(
+        "(B, L, E)", LEFT, SEES, "refused", "mean of V", "its own key too", "another function"
+    ),
+    "flash_attention.flash_attn_func": Conventions(
+        "(B, L, H, D)", "bottom right", "keep", "refused", "0", NEAR, "by shapes", lse=LSE
+    ),
+    "transformers.AttentionModule": Conventions(
+        "(B, L, E)", "after the past", SEES, "added", "mean of V", "no window", "by config",
+        "by class",
+    ),
+}  # fmt: skip
