@@ -39,11 +39,16 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_search_summary = False  # which is fetched, and a file:// page may fetch nothing
-html_sidebars = {"index": [], "gallery": [], "labs": []}
+html_sidebars = {name: [] for name in ("index", "gallery", "reference/conventions", "kernels/*")}
 html_theme_options = {
     "show_nav_level": 2,
     "navigation_with_keys": False,
-    "secondary_sidebar_items": {"**": ["page-toc"], "index": [], "gallery": []},
+    "secondary_sidebar_items": {
+        "**": ["page-toc"],
+        "index": [],
+        "gallery": [],
+        "reference/conventions": [],
+    },
     "navbar_end": ["theme-switcher"],
     "footer_start": [],
     "footer_end": [],

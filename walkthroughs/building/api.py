@@ -3,6 +3,7 @@
 import inspect
 import re
 from importlib import import_module
+from typing import ClassVar
 
 from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
@@ -20,13 +21,15 @@ def public(module):
 
 
 class Public(Directive):
-    """``.. public:: minimha.layers``: a table of its names, then each of them."""
+    """``.. public:: minimha.layers``: a table of its names, then each; some may be first."""
 
     required_arguments = 1
+    option_spec: ClassVar = {"first": str.split}
 
     def run(self):
         name = self.arguments[0]
-        values = public(import_module(name))
+        found = public(import_module(name))
+        values = {each: found[each] for each in [*self.options.get("first", []), *found]}
         lines = [f".. automodule:: {name}", "   :no-members:", ""]
         lines += [f".. currentmodule:: {name}", ""]
         lines += [

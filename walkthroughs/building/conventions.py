@@ -43,9 +43,9 @@ def _question(field, title, about):
     answers = {}
     for name, facts in BY_FUNCTION.items():
         answers.setdefault(getattr(facts, field), []).append(_link(name))
-    rows = [["", "who"], *([f"**{each}**", ", ".join(who)] for each, who in answers.items())]
+    lines = [f"- **{each}**: {', '.join(who)}\n" for each, who in answers.items()]
     picture = _alignments() if field == "causal" else ""
-    return f"## {title}\n\n{about}\n\n{picture}\n\n{_table(rows)}"
+    return f"## {title}\n\n{about}\n\n{picture}\n\n{''.join(lines)}"
 
 
 def _link(name):

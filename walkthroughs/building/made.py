@@ -10,6 +10,8 @@ from pathlib import Path
 
 from building import conventions
 from minimha.cli import main
+from minimha.explain.export import result_as
+from minimha.labs import EXPERIMENTS, run
 
 HERE = Path(__file__).parents[1]
 NEXT = "the cat sat on the"
@@ -28,6 +30,11 @@ def command(*words):
     return printed.getvalue()
 
 
+def capital(title):
+    """A title as a heading begins."""
+    return title[0].upper() + title[1:]
+
+
 @cache
 def examples():
     """Every worked example."""
@@ -36,9 +43,8 @@ def examples():
 
 @cache
 def labs():
-    """Every experiment's name, with what it prints as Markdown."""
-    names = [row["experiment"] for row in json.loads(command("lab", "--format", "json"))]
-    return {name: command("lab", name, "--format", "markdown") for name in names}
+    """Every experiment's result."""
+    return {name: run(name) for name in EXPERIMENTS}
 
 
 def pages():
@@ -62,10 +68,10 @@ def write(app):
     folder.mkdir(parents=True, exist_ok=True)
     for name, (words, _, _) in pages().items():
         command(*words, "--output", str(folder / f"{name}.html"), "--force")
-        figure = ["--only", "heatmap", "--output", str(folder / f"{name}.svg"), "--force"]
-        command(*words, *figure)
-    for name in labs():
-        command("lab", name, "--output", str(folder / f"lab-{name}.svg"), "--force")
+        only = [] if name == "shapes" else ["--only", "heatmap"]  # of which it has none
+        command(*words, *only, "--output", str(folder / f"{name}.svg"), "--force")
+    for name, result in labs().items():
+        (folder / f"lab-{name}.svg").write_text(result_as("svg", result), encoding="utf-8")
 
 
 @cache
@@ -77,15 +83,14 @@ def gallery():
         foot = [f"<code>{escape(typed)}</code>", *_walkthrough(name, document)]
         card = CARD.format(
             kind="example", page=f"gallery/{name}.html", figure=f"gallery/{name}.svg",
-            title=escape(title), foot=" · ".join(foot),
+            title=escape(capital(title)), foot=" · ".join(foot),
         )  # fmt: skip
         groups["The documents' examples" if document else "More examples"].append(card)
-    for name, text in labs().items():
-        title = text.split("\n", 1)[0].removeprefix("# ").replace("\\", "")
+    for name, result in labs().items():
         groups["Experiments"].append(
             CARD.format(
                 kind="lab", page=f"labs.html#{name}", figure=f"gallery/lab-{name}.svg",
-                title=escape(title), foot=f"<code>lab {name}</code>",
+                title=escape(capital(result.title)), foot=f"<code>lab {name}</code>",
             )
         )  # fmt: skip
     return "\n".join(
@@ -100,7 +105,8 @@ def _walkthrough(name, document):
     words += [rf"--document {document}\b", rf"[Dd]ocument {document}\b"] if document else []
     files = sorted(HERE.glob("[0-9]*-*.md"), key=lambda path: int(path.name.split("-")[0]))
     for path in files:
-        if any(re.search(word, path.read_text(encoding="utf-8")) for word in words):
+        text = path.read_text(encoding="utf-8").partition("\nNext: ")[0]
+        if any(re.search(word, text) for word in words):
             return [f'<a href="{path.stem}.html">walkthrough {path.name.split("-")[0]}</a>']
     return []
 
@@ -109,15 +115,15 @@ def _walkthrough(name, document):
 def experiments():
     """Return each lab: what is asked and found, its chart, its numbers."""
     parts = []
-    for name, text in labs().items():
-        heading, about, *tables, found = text.strip().split("\n\n")
+    for name, result in labs().items():
+        heading, about, *tables, found = result_as("markdown", result).strip().split("\n\n")
         title = heading.removeprefix("# ")
         typed = f"python cli.py lab {name}"
-        alt = escape(title.replace("\\", ""), quote=True)
+        alt = escape(result.title, quote=True)
         chart = f'<img class="chart" src="gallery/lab-{name}.svg" alt="Chart: {alt}">'
         numbers = "\n\n".join(tables)
         parts.append(
-            f"({name})=\n## {title[0].upper()}{title[1:]}\n\n{about}\n\n    {typed}\n\n"
+            f"({name})=\n## {capital(title)}\n\n{about}\n\n    {typed}\n\n"
             f"{found}\n\n{chart}\n\n<details><summary>The numbers</summary>\n\n{numbers}\n\n"
             f"</details>\n"
         )

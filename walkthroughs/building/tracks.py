@@ -67,7 +67,12 @@ class Track(SphinxDirective):
         for page in tracks()[name]:
             stations += self._station(page)
         if self.env.docname != name:
-            return [stations]
+            minutes = sum(page.minutes for page in tracks()[name])
+            link = nodes.reference("", name.title(), refuri=f"{name}.html", internal=True)
+            return [
+                nodes.paragraph("", "", link, nodes.Text(f" · {minutes} minutes"), classes=["way"]),
+                stations,
+            ]
         names = [page.name for page in tracks()[name]]
         tree = toctree(
             parent=name, entries=[(None, name) for name in names], includefiles=names, maxdepth=1,
@@ -109,14 +114,13 @@ def at_the_head(app, doctree):
 
 
 def within_the_track(app, name, template, context, doctree):
-    """Let previous and next stay within a track."""
+    """Let previous and next stay within a track, and lead into it from its own page alone."""
     own = {page.name: track for track, pages in tracks().items() for page in pages}
+    own |= {track: track for track in tracks()}
     for way in ("prev", "next"):
-        other = context.get(way)
-        if other and name in own:
-            target = other["link"].removesuffix(".html")
-            if own.get(target, own[name]) != own[name] or (way == "next" and target not in own):
-                context[way] = None
+        other = (context.get(way) or {}).get("link", "").rpartition(".")[0]
+        if own.get(name) != own.get(other) and name != "index":
+            context[way] = None
 
 
 def setup(app):
