@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import secrets
+import shutil
 import signal
 
 import pytest
@@ -14,6 +15,8 @@ settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("fresh", deadline=None, database=None)
 settings.register_profile("explore", deadline=None, database=None, max_examples=400)
 settings.load_profile("same")
+
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 # Programs: the first switches numba's simulator on, for good, when it is imported.
 collect_ignore = ["kernels/cuda/simulator.py", "gpu_kit/check.py", "world/train.py"]
@@ -56,3 +59,18 @@ def signals_that_arrive():
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A browser, Debian's Chromium driven by Playwright, or a reason why there is none."""
+    driver = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (pip install '.[browser-test]')"
+    )
+    found = next((path for path in map(shutil.which, BROWSERS) if path), None)
+    if found is None:
+        pytest.skip(f"no browser on this machine: one of {', '.join(BROWSERS)} is needed")
+    with driver.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield running
+        running.close()

@@ -40,6 +40,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_search_summary = False  # which is fetched, and a file:// page may fetch nothing
 html_sidebars = {name: [] for name in ("index", "gallery", "reference/conventions", "kernels/*")}
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "show_nav_level": 2,
     "navigation_with_keys": False,

@@ -1,25 +1,6 @@
-"""A browser for the tests that need one: Debian's Chromium, driven by Playwright, offline."""
-
-import shutil
+"""Pages in a browser, offline."""
 
 import pytest
-
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
-
-
-@pytest.fixture(scope="session")
-def browser():
-    """The browser, or a reason why there is none."""
-    driver = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed (pip install '.[browser-test]')"
-    )
-    found = next((path for path in map(shutil.which, BROWSERS) if path), None)
-    if found is None:
-        pytest.skip(f"no browser on this machine: one of {', '.join(BROWSERS)} is needed")
-    with driver.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.fixture

@@ -30,17 +30,18 @@ class Walkthrough(NamedTuple):
 
 @cache
 def tracks():
-    """The walkthroughs of each track, in its order."""
+    """The files of each track, in its order."""
     files = {int(path.name.split("-")[0]): path for path in HERE.glob("[0-9]*-*.md")}
     build = [files[number] for number in sorted(files) if number not in LEARN]
     learn = [files[number] for number in LEARN]
     deployment = [path for path in [HERE / "deployment.md"] if path.exists()]
     return {
-        "learn": [read(path) for path in (*learn, HERE / "labs.md")],
-        "build": [read(path) for path in (*build, *deployment)],
+        "learn": [*learn, HERE / "labs.md"],
+        "build": [*build, *deployment],
     }
 
 
+@cache
 def read(path):
     """A walkthrough's title, its first sentence, and how long it takes."""
     text = path.read_text(encoding="utf-8")
@@ -64,16 +65,17 @@ class Track(SphinxDirective):
     def run(self):
         name = self.arguments[0]
         stations = nodes.enumerated_list(classes=["track", f"track-{name}"])
-        for page in tracks()[name]:
+        pages = [read(path) for path in tracks()[name]]
+        for page in pages:
             stations += self._station(page)
         if self.env.docname != name:
-            minutes = sum(page.minutes for page in tracks()[name])
+            minutes = sum(page.minutes for page in pages)
             link = nodes.reference("", name.title(), refuri=f"{name}.html", internal=True)
             return [
                 nodes.paragraph("", "", link, nodes.Text(f" · {minutes} minutes"), classes=["way"]),
                 stations,
             ]
-        names = [page.name for page in tracks()[name]]
+        names = [page.name for page in pages]
         tree = toctree(
             parent=name, entries=[(None, name) for name in names], includefiles=names, maxdepth=1,
             caption=None, glob=False, hidden=True, includehidden=False, numbered=0, titlesonly=True,
@@ -104,10 +106,10 @@ def at_the_head(app, doctree):
     """Write under a walkthrough's title where it stands and how long it takes."""
     if app.env.docname == "kernels/README":  # which walkthrough 9 leads to
         app.env.metadata[app.env.docname]["orphan"] = True
-    for track, pages in tracks().items():
-        for count, page in enumerate(pages, 1):
-            if page.name == app.env.docname:
-                text = f"{count} of {len(pages)} · {page.minutes} minutes"
+    for track, paths in tracks().items():
+        for count, path in enumerate(paths, 1):
+            if path.stem == app.env.docname:
+                text = f"{count} of {len(paths)} · {read(path).minutes} minutes"
                 link = nodes.reference("", track.title(), refuri=f"{track}.html", internal=True)
                 line = nodes.paragraph("", "", link, nodes.Text(f" · {text}"), classes=["place"])
                 doctree.next_node(nodes.title).parent.insert(1, line)
@@ -115,7 +117,7 @@ def at_the_head(app, doctree):
 
 def within_the_track(app, name, template, context, doctree):
     """Let previous and next stay within a track, and lead into it from its own page alone."""
-    own = {page.name: track for track, pages in tracks().items() for page in pages}
+    own = {path.stem: track for track, paths in tracks().items() for path in paths}
     own |= {track: track for track in tracks()}
     for way in ("prev", "next"):
         other = (context.get(way) or {}).get("link", "").rpartition(".")[0]
