@@ -5,6 +5,7 @@ import re
 from contextlib import redirect_stdout
 from functools import cache
 from html import escape
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def examples():
 @cache
 def labs():
     """Every experiment's result."""
-    return {name: run(name) for name in EXPERIMENTS}
+    has_torch = find_spec("torch") is not None
+    return {name: run(name) for name in EXPERIMENTS if has_torch or name != "pytorch"}
 
 
 def pages():
