@@ -78,7 +78,15 @@ COMPUTED = f"T.steps.map((step, n) => {RECORD % '(step.made ? computed(step, fal
 
 
 def go(shown, name):
-    shown.locator("#list a").filter(has_text=re.compile(rf"\d\. {name}$")).click()
+    """Turn to a step, as its link in the list does, folded or not."""
+    n = shown.evaluate("name => T.groups.findIndex((group) => group.name === name)", name)
+    assert n >= 0
+    shown.evaluate("n => go(n)", n)
+
+
+def factor(exponent):
+    """What the slider multiplies the scale by: it is logarithmic."""
+    return 2.0**exponent
 
 
 def numbers(values):
@@ -129,7 +137,6 @@ def test_cells_show_the_numbers_as_a_terminal_does(opened, decimals):
         trace = Trace()
         trace("mine", made)
         shown = opened(page(trace, decimals))
-        shown.keyboard.press("n")
         texts = shown.locator("#matrices td[data-at]").all_text_contents()
         assert texts == [text for row in cells(made, decimals) for text in row]
 
@@ -139,43 +146,51 @@ def test_pointing_shows_row_column_and_product(opened):
     go(shown, "scores")
     shown.hover("#matrices tbody tr:nth-child(3) td:nth-of-type(2)")
     assert shown.text_content("#says") == "S[sat,cat] = 1·0 + 1·1 = 1"
-    marked = {kind: shown.locator(f"#operands td.{kind}") for kind in ("row", "column")}
-    assert marked["row"].all_text_contents() == ["1", "1"]
-    assert marked["column"].all_text_contents() == ["0", "1"]
-    assert shown.locator("#links a").all_text_contents() == ["← q", "← k"]
+    marked = {kind: shown.locator(f"#operands li.{kind}") for kind in ("row", "column")}
+    assert marked["row"].all_text_contents() == ["01", "11"]  # each under its column
+    assert marked["column"].all_text_contents() == ["00", "11"]
+    assert shown.locator("#operands a").all_text_contents() == ["q", "k"]
+    assert shown.locator("#operands h3").all_text_contents() == ["q row sat", "k row cat"]
 
 
 def test_links_lead_back_to_the_inputs_and_the_browser_back_again(opened):
     shown = opened(page(CAT, 3))
     go(shown, "weights")
     for title in ("exponentials", "masked", "scores", "q", "x"):
-        shown.locator("#links a", has_text=f"← {title}").first.click()
-        assert shown.text_content("#heading").endswith(f" {title}")
+        shown.locator("#operands a").filter(has_text=re.compile(f"^{title}$")).click()
+        assert shown.text_content("#heading") == title
     assert shown.text_content("#says").endswith(", given")
     shown.go_back()
-    assert shown.text_content("#heading") == "5. q"
+    assert shown.text_content("#heading") == "q"
 
 
 def test_a_cell_that_was_asked_for_is_written_out_first(opened):
     shown = opened(page(CAT.selected(cell="sat,cat"), 3))
+    assert shown.text_content("#cell") == "A[sat,cat]"
+    assert shown.text_content("#says").startswith("A[sat,cat] = ")
+    shown.click("#chart")
     assert "S[sat,cat] = 1·0 + 1·1 = 1" in shown.text_content("#overview")
     shown.locator("#overview li a", has_text="weights").first.click()
     assert shown.text_content("#says").startswith("A[sat,cat] = ")
-    assert shown.is_visible("#pinned")
+    assert shown.is_visible("#held")
 
 
 def test_one_head_alone(opened):
     shown = opened(page(TRACES["heads"].selected(head=2), 3))
     go(shown, "weights")
     assert shown.locator("#matrices figcaption b").all_text_contents() == ["weights, head 2"]
-    assert shown.locator("#operands figcaption b").first.text_content() == "exponentials, head 2"
+    assert shown.locator("#operands a").first.text_content() == "exponentials, head 2"
+    assert not shown.is_visible("#heads")
 
 
 def test_everything_by_keyboard_alone(opened):
     shown = opened(page(CAT, 3))
-    for _ in range(8):
-        shown.keyboard.press("n")
-    assert shown.text_content("#heading") == "8. scores"
+    for _ in range(5):
+        shown.keyboard.press("p")
+    assert shown.text_content("#heading") == "scores"
+    go(shown, "q")  # puts the first cell first
+    shown.hover("#matrices tbody tr:nth-child(1) td:nth-of-type(1)")
+    go(shown, "scores")
     while shown.evaluate("document.activeElement.tagName") != "TD":
         shown.keyboard.press("Tab")
     for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight"):
@@ -185,29 +200,29 @@ def test_everything_by_keyboard_alone(opened):
     shown.keyboard.press("Home")
     assert shown.text_content("#says").startswith("S[sat,The]")
     shown.keyboard.press("Enter")
-    assert shown.is_visible("#pinned")
+    assert shown.is_visible("#held")
     shown.hover("#matrices tbody tr:nth-child(1) td:nth-of-type(1)")
     assert shown.text_content("#says").startswith("S[sat,The]")
     shown.keyboard.press("Escape")
-    assert not shown.is_visible("#pinned")
+    assert not shown.is_visible("#held")
     shown.keyboard.press("p")
-    assert shown.text_content("#heading") == "7. v"
+    assert shown.text_content("#heading") == "v"
 
 
 def test_scale_and_mask_recompute_and_say_so(opened):
     q, k, v = np.random.default_rng(1).normal(size=(3, 2, 4, 3))
     trace, other = Trace(), Trace()
     attention(q, k, v, is_causal=True, tap=trace)
-    attention(q, k, v, scale=1.25, tap=other)
+    attention(q, k, v, scale=3**-0.5 * factor(1.5), tap=other)
     shown = opened(page(trace, 3))
     assert shown.is_checked("#causal")
     go(shown, "weights")
     before = shown.locator("#matrices td[data-at]").all_text_contents()
-    shown.fill("#scale", "1.25")
+    shown.fill("#scale", "1.5")
     shown.uncheck("#causal")
-    said = "changed: scale 1.250 instead of 0.577, causal mask removed"
+    said = "Changed: scale 1.633 instead of 0.577, causal mask removed"
     assert shown.text_content("#changed") == said
-    assert shown.locator("#matrices td.changed").count() == 32
+    assert shown.locator("#matrices td.changed").count() == 16
     for name in ("weights", "output"):
         found = [record for record in shown.evaluate(NOW) if record["title"].startswith(name)]
         for record, expected in zip(found, other[name], strict=True):
@@ -240,16 +255,16 @@ def test_infinity_counts_where_a_weight_is_0_and_nothing_is_hidden(opened, backe
 def test_only_what_is_computed_can_fail_to_follow_a_change(opened):
     shown = opened(page(TRACES["translation"], 3))
     before = shown.evaluate(NOW)
-    shown.fill("#scale", "0.2")
+    shown.fill("#scale", "-1")
     changed = {
         new["title"] for new, old in zip(shown.evaluate(NOW), before, strict=True) if new != old
     }
     assert {"context[cross]", "x[cross]", "x[cross, step 5]", "probabilities[cross]"} <= changed
-    for name in (r"x\[encoder\]", r"W_q\[encoder\]"):
+    for name in ("x[encoder]", "W_q[encoder]"):
         go(shown, name)
         assert not shown.is_visible("#stale")
     other = opened(page(TRACES["blocks"], 3))
-    other.fill("#scale", "0.2")
+    other.fill("#scale", "-1")
     go(other, "difference")
     assert other.is_visible("#stale")
 
@@ -265,9 +280,10 @@ def test_infinity_of_a_key_that_the_reader_hides_or_shows(opened):
         np.testing.assert_array_equal(found["output"], other["output"].ravel())
 
 
-def test_the_overview_says_that_it_does_not_follow_a_change(opened):
+def test_the_flow_chart_says_that_it_does_not_follow_a_change(opened):
     shown = opened(page(CAT, 3))
-    said = shown.locator("text=The overview does not follow the change")
+    shown.click("#chart")
+    said = shown.locator("text=These figures show the run before your changes.")
     assert not said.is_visible()
     shown.uncheck("#causal")
     assert said.is_visible()
@@ -282,7 +298,7 @@ def test_a_mask_can_be_added_where_there_was_none(opened):
     attention(q, k, v, scale=2, is_causal=True, tap=other)
     shown = opened(page(trace, 3))
     shown.check("#causal")
-    shown.fill("#scale", "2")  # of the product itself, which nothing scales
+    shown.fill("#scale", "1")  # of the product itself, which nothing scales: twice as much
     found = {record["title"]: numbers(record["values"]) for record in shown.evaluate(NOW)}
     np.testing.assert_allclose(found["weights"], other["weights"].ravel(), rtol=1e-9)
     np.testing.assert_allclose(found["output"], other["output"].ravel(), rtol=1e-9)
@@ -293,10 +309,12 @@ def test_a_mask_can_be_added_where_there_was_none(opened):
 def test_nothing_stands_in_the_way_of_anybody(opened, name, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     shown = opened(page(TRACES[name], 3), color_scheme=scheme, bypass_csp=True)
-    for n in (None, "weights", "scores"):
+    for n in (None, "weights", "scores", "x" if "x" in TRACES[name] else "v"):
         if n:
             go(shown, n)
             shown.hover("#matrices td[data-at$=',1,0']")
+        else:
+            shown.click("#chart")
         violations = axe.run(shown).response["violations"]
         assert [(v["id"], v["nodes"][0]["html"]) for v in violations] == []
 
@@ -304,7 +322,7 @@ def test_nothing_stands_in_the_way_of_anybody(opened, name, scheme):
 def test_tokens_are_text(opened):
     words = ["<script>document.title='x'</script>", "</script>", "<!--", "'\"&", "]]>", "@"]
     shown = opened(page(sentences.sentence(words).trace(), 3))
-    shown.keyboard.press("n")
+    go(shown, "x")
     assert shown.locator("#matrices tbody th").all_text_contents() == words
     assert shown.title() != "x"
 
@@ -317,10 +335,11 @@ def test_a_large_run_is_small_and_opens(opened):
     assert len(text.encode()) < 5e6
     shown = opened(text)
     go(shown, "weights")
-    assert shown.locator("#matrices canvas").count() == 12
+    assert shown.locator("#heads [role=tab]").count() == 12
     weights = shown.evaluate("[...matrix(T.groups[group].steps[11]).data]")
     np.testing.assert_allclose(weights, trace["weights"][11].ravel(), atol=1e-4)
-    shown.locator("#matrices canvas").nth(3).click(position={"x": 20, "y": 120})
+    shown.locator("#heads [role=tab]").nth(3).click()
+    shown.locator("#matrices canvas").click(position={"x": 20, "y": 120})
     assert shown.text_content("#says").startswith("A[t")
     assert shown.locator("#matrices td[data-at]").count() == 16 * 16
 
@@ -344,5 +363,6 @@ def test_it_stands_in_a_sandboxed_frame(opened):
     )
     inside = shown.frame_locator("iframe")
     inside.locator("body[data-ready]").wait_for()
-    inside.locator("text=1. x").click()
+    inside.locator("#list a").first.click()
+    inside.locator("#matrices td[data-at='0,0,0']").click()
     assert inside.locator("#says").text_content() == "X[The,0] = 1, given"

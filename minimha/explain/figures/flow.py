@@ -7,7 +7,7 @@ that passes a row keeps a place free in it (Sugiyama et al. 1981).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -40,12 +40,12 @@ class Box:
     below: list[Box] = field(default_factory=list)
 
 
-def flow(trace: Trace, widest: float) -> Drawing:
-    """Draw every step that is computed from another or leads to one.
+def flow(trace: Trace, widest: float, names: Collection[str] | None = None) -> Drawing:
+    """Draw every step, or those of ``names``, that is computed from another or leads to one.
 
     Blocks are left out, and ``[cross, step 1]``, which repeats what ``[cross]`` shows.
     """
-    parts = _connected(_sources(trace))
+    parts = _connected(_sources(trace, trace.by_name if names is None else names))
     return in_rows([_flow(trace, part) for part in parts], widest, 3 * ASIDE)
 
 
@@ -63,10 +63,10 @@ def _flow(trace: Trace, sources: Mapping[str, list[str]]) -> Drawing:
     return drawing
 
 
-def _sources(trace: Trace) -> dict[str, list[str]]:
+def _sources(trace: Trace, names: Collection[str]) -> dict[str, list[str]]:
     """For each name that is drawn, the names that it is computed from, all heads together."""
     found: dict[str, list[str]] = {}
-    for name in (name for name in trace.by_name if "," not in name and not BLOCK.search(name)):
+    for name in (n for n in trace.by_name if "," not in n and not BLOCK.search(n) and n in names):
         operands = _split(trace, name, found) or _operands(trace, name)
         found[name] = [operand for operand in dict.fromkeys(operands) if operand in found]
     return found

@@ -2,7 +2,7 @@
 
 The page is one file without requests. A small run is embedded whole; of a large one only the
 inputs, and the page recomputes the rest by the operations that ``origins`` has checked. It also
-recomputes when its reader changes the scale or the mask.
+recomputes what follows when its reader changes an input, the scale or the mask.
 """
 
 import base64
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 from minimha.explain import wording
 from minimha.explain.figures.drawing import STYLE
-from minimha.explain.figures.gallery import figures
 from minimha.explain.figures.matrix import MAPPED, SHARES
 from minimha.explain.mathml import mathml
 from minimha.explain.origins import Origin
+from minimha.explain.page.overview import charts, links, places
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
 LARGEST = 2**21  # embedded numbers: about 8 MB
 SMALL = 2**16  # numbers of a run that is embedded whole, and exactly
-LARGEST_FIGURES = 2**12  # numbers of a trace whose figures are shown
+SCRIPTS = ("operations.js", "numbers.js", "changes.js", "words.js", "page.js")
 
 
 def page(trace: Trace, decimals: int) -> str:
@@ -43,20 +43,21 @@ def page(trace: Trace, decimals: int) -> str:
     encoded = encoded if record["isSmall"] else _rounded(record, embedded)
     data = base64.b64encode(gzip.compress(encoded, 6, mtime=0)).decode()
     groups = record["groups"]
-    links = (
-        f'<li><a href="#{group["steps"][0]},0,0" data-group="{n}">{n + 1}. '
-        f"{html.escape(group['name'])}</a></li>"
-        for n, group in enumerate(groups)
-    )
+    first = places(trace, number)
+    record["first"] = next(iter(first.values()))
     style = f"{_part('style.css')}\n{STYLE}"
-    script = f"{_part('operations.js')}\n{_part('page.js')}"
+    script = "\n".join(map(_part, SCRIPTS))
     content = {
         "style-hash": _digest(style), "script-hash": _digest(script),
         "style": style, "script": script,
-        "example": html.escape(trace.example), "source": html.escape(trace.source),
-        "legend": html.escape(wording.legend(trace)),
-        "list": "\n".join(links), "cell": _cell(trace, number, decimals),
-        "figures": _figures(trace, decimals),
+        "example": html.escape(trace.example),
+        "legend": html.escape(". ".join(filter(None, [trace.source, wording.legend(trace)]))),
+        "first": "\n".join(
+            f'<li><a href="#{",".join(map(str, place))}">{name}</a></li>'
+            for name, place in first.items()
+        ),
+        "list": links(groups), "cell": _cell(trace, number, decimals),
+        "figures": charts(trace, decimals),
         "formulas": "\n".join(mathml(group.pop("tex")) for group in groups),
         "trace": json.dumps(record, ensure_ascii=False).replace("<", "\\u003c"), "data": data,
     }  # fmt: skip
@@ -83,20 +84,6 @@ def _cell(trace: Trace, number: Mapping[Step, int], decimals: int) -> str:
         link = f'<a href="#{number[step]},{at[0]},{at[1]}">{html.escape(step.title)}</a>'
         items.append(f"<li>{link}: <code>{html.escape(written.text)}</code></li>")
     return f"<h2>Cell {html.escape(trace.cell)}</h2>\n<ul>{''.join(items)}</ul>"
-
-
-def _figures(trace: Trace, decimals: int) -> str:
-    """The figures beside the matrices, unless the trace is too large."""
-    if sum(step.value.size for step in trace.steps) > LARGEST_FIGURES:
-        return "<p>The steps are on the left.</p>"
-    drawn = figures(trace.selected(head=trace.head), decimals)
-    if trace.query:
-        drawn |= figures(trace.selected(["picks"], head=trace.head, query=trace.query), decimals)
-    return "\n".join(
-        f"<h2>{html.escape(title.capitalize())}</h2>\n{figure.inline(title)}"
-        for title, figure in drawn.items()
-        if title not in ("heatmaps", "matrices")
-    )
 
 
 def _record(
@@ -127,7 +114,7 @@ def _record(
         )
     whole = {
         "isSmall": is_small, "decimals": decimals,
-        "labels": tables.labels, "patterns": tables.patterns,
+        "labels": tables.labels, "patterns": tables.patterns, "parts": tables.parts,
         "groups": _groups(trace.steps, number, records), "steps": records,
         **_changes(made, records),
     }  # fmt: skip
@@ -140,10 +127,15 @@ class Tables:
     def __init__(self) -> None:
         self.labels: list[Sequence[str]] = []
         self.patterns: list[str] = []
+        self.parts: list[str] = []
 
     def label(self, labels: Sequence[str] | None) -> int | None:
         """The number of these labels; None without labels."""
         return None if labels is None else _number(self.labels, labels)
+
+    def part(self, step: Step) -> int:
+        """The number of the stage, whose heads share a mask."""
+        return _number(self.parts, step.stage)
 
     def mask(self, step: Step) -> dict[str, int | None]:
         """The offset of a causal mask, or else the number of the bits that hide keys."""
@@ -194,6 +186,7 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
         "rows": rows, "cols": shape[-1] if shape else 1,
         "rowLabels": tables.label(step.rows), "columnLabels": tables.label(step.columns),
         "mapped": mapped if step.base in MAPPED else None,
+        "base": step.base, "part": tables.part(step),
         "size": step.value.size, "made": None, "at": None, "group": None, "blank": step.is_blank,
         "mask": tables.mask(step) if is_masking else None,
         "hides": tables.pattern(hidden) if is_embedded and hidden is not None else None,
@@ -211,9 +204,10 @@ def _groups(
         for step in steps:
             records[number[step]]["group"] = n
         group = {
-            "name": name, "tex": steps[0].tex, "source": steps[0].source,
-            "note": " ".join(dict.fromkeys(step.note for step in steps)),
-            "printed": [line for step in steps for line in _printed(step)],
+            "name": name, "stage": steps[0].stage,
+            "tex": steps[0].tex, "source": steps[0].source,
+            "notes": [step.note for step in steps],
+            "printed": [list(_printed(step)) for step in steps],
             "steps": [number[step] for step in steps],
         }  # fmt: skip
         groups.append(group)
@@ -232,15 +226,19 @@ def _changes(
     """The scale and mask, which a reader may change; sets each record's ``scales``."""
     hows = [how for how in made.values() if how is not None]
     rescaled = {s for how in hows if how.operation == "scale" for s in how.operands}
+    # Scores that one run takes undivided and another divides: they themselves are rescaled.
+    rescaled -= {s for how in hows if how.operation in ("mask", "row max") for s in how.operands}
     scales = []
     for (step, how), record in zip(made.items(), records, strict=True):
         record["scales"] = None
-        if how is not None and how.operation in ("scale", "block"):
+        if how is None:
+            continue
+        if how.operation == "block" or (
+            how.operation == "scale" and not rescaled.isdisjoint(how.operands)
+        ):
             record["scales"] = "constant"
             scales.append(how.constant)
-        elif (
-            how is not None and how.operation in ("dot", "cosine", "pairs") and step not in rescaled
-        ):
+        elif how.operation in ("dot", "cosine", "pairs") and step not in rescaled:
             record["scales"] = "product"
             scales.append(1.0)
     operations = {how.operation for how in hows}

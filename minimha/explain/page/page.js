@@ -1,26 +1,19 @@
-/* The page of a trace: a list of steps, their matrices, and what made the cell that is pointed at.
+/* The page of a trace: a list of steps, the matrix of one head, and what made the cell that a
+   reader points at, by hovering, focusing, clicking or tapping. */
 
-   A small run travels whole. Of a large one only what is given does: everything else is computed
-   from it, when it is first shown, by the operations that made it, which minimha has checked
-   against the trace. So is whatever follows from a change of the scale or the mask. */
-
-const $ = (id) => document.getElementById(id);
-const T = JSON.parse($("trace").textContent);
-const WINDOW = 16; /* rows and columns of a table: a larger matrix is a map with a table beside it */
+const WINDOW = 16; /* rows and columns of a table: a larger matrix is a map with a table below it */
 const READABLE = 32;
 const MAP = 256; /* pixels of a map's longer side */
-const media = matchMedia("(prefers-color-scheme: dark)");
-decimals = T.decimals;
+const SMALL_MAP = 2 ** 12; /* numbers of a picture that is drawn at once */
+const LARGE_MAP = 2 ** 19; /* numbers of a matrix that is not computed for its picture alone */
+const MOST_CELLS = 24; /* of an operand */
+const MOST_LIKELY = 8;
+const darkness = matchMedia("(prefers-color-scheme: dark)");
 
-const changes = { factor: 1, causal: T.causal };
-const values = { original: new Map(), current: new Map() };
-const isChanged = () => changes.factor !== 1 || changes.causal !== T.causal;
-
-let travelled; /* numbers of all steps that travel, one after the other */
-let affected = new Set(); /* the steps that a change has changed */
 let group = -1; /* the one that is shown; -1 is the overview */
-let pointed = null; /* {step, i, j}: the cell that is written out */
-let isPinned = false;
+let pointed = null; /* {step, i, j}: the cell that is explained */
+let isHeld = false;
+let head = { at: 0, of: 1 }; /* the one that was looked at last, of how many */
 const maps = new Map(); /* canvases, as long as their numbers are the same */
 const views = new Map(); /* of large steps: the first row and column that their table shows */
 
@@ -31,145 +24,31 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-/* ---- numbers ---- */
-
-async function load() {
-  const packed = Uint8Array.from(atob($("data").textContent), (c) => c.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
-  if (T.isSmall) return new Float64Array(bytes.buffer);
-  const count = bytes.length / 4, numbers = new Float64Array(count);
-  for (const step of T.steps)
-    for (let n = step.at; step.at !== null && n < step.at + step.size; n++) {
-      const whole = bytes[n] | (bytes[count + n] << 8) | (bytes[2 * count + n] << 16) | (bytes[3 * count + n] << 24);
-      numbers[n] = [-Infinity, Infinity, NaN][whole + 2 ** 31] ?? whole * step.quantum;
-    }
-  return numbers;
-}
-
-const bits = T.patterns.map((text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0)));
-
-/* Whether a mask hides cell (i, j) of a step, as it was or as it is now. */
-function hiddenBy(step, now) {
-  const causal = now ? changes.causal : T.causal, { offset, pattern } = step.mask;
-  const isLater = (i, j) => j > i + (offset ?? 0);
-  if (offset !== null) return (i, j) => (causal || step.isBlock) && isLater(i, j);
-  return (i, j) => isSet(pattern, i * step.cols + j) || (T.addsMask && causal && isLater(i, j));
-}
-
-const isSet = (pattern, n) => Boolean((bits[pattern][n >> 3] >> (7 - (n & 7))) & 1);
-
-/* Whether a mask hides cell (i, j) of a step, or of the scores that its weights are made from; null
-   where nothing can be hidden. */
-function hiddenIn(step, now) {
-  if (step.mask) return hiddenBy(step, now);
-  if (step.hides !== null) return (i, j) => isSet(step.hides, i * step.cols + j);
-  if (!["product", "running product", "share", "exp"].includes(step.made?.operation)) return null;
-  const from = T.steps[step.made.from[0]];
-  return isMaskedHere(step, from) ? (i, j) => now && changes.causal && j > i : hiddenIn(from, now);
-}
-
-/* The numbers of step n, as they are now or were: computed once, and kept until a change. */
-function matrix(n, now = true) {
-  const step = T.steps[n], isNew = now && affected.has(n);
-  const kept = isNew ? values.current : values.original;
-  if (!kept.has(n)) kept.set(n, isNew || step.at === null ? computed(step, isNew) : asItCame(step));
-  return kept.get(n);
-}
-
-function shaped(step, data) {
-  const { rows, cols, place, stage } = step;
-  return { rows, cols, place, stage, data, ndim: step.shape.length, name: (i, j) => nameOf(step, i, j) };
-}
-
-const asItCame = (step) => shaped(step, travelled.subarray(step.at, step.at + step.size));
-
-function operandsOf(step, now) {
-  return step.made.from.map((n) => n !== null && masked(step, matrix(n, now), T.steps[n], now));
-}
-
-const isMaskedHere = (step, from) =>
-  T.addsMask && ["row max", "exp"].includes(step.made.operation) && from.mapped && !from.mask;
-
-/* Where no step masks the scores, the switch does it on their way into the softmax. */
-function masked(step, M, from, now) {
-  if (!isMaskedHere(step, from) || !now || !changes.causal) return M;
-  const seen = shaped(from, new Float64Array(M.data));
-  fill(seen, (i, j) => (j > i ? -Infinity : get(M, i, j)));
-  return seen;
-}
-
-const constantOf = (step, now) => step.made.constant * (step.scales && now ? changes.factor : 1);
-
-function computed(step, now) {
-  const out = shaped(step, new Float64Array(step.rows * step.cols));
-  const { operation } = step.made, hidden = hiddenIn(step, now);
-  OPERATIONS[operation].compute(out, operandsOf(step, now), constantOf(step, now), hidden);
-  if (step.scales === "product" && now && changes.factor !== 1)
-    fill(out, (i, j) => get(out, i, j) * changes.factor);
-  return out;
-}
-
-function written(n, i, j) {
-  const step = T.steps[n], value = said(matrix(n), i, j);
-  const name = nameOf(step, i, j);
-  if (step.blank) return { text: `${name} is yours to find`, used: [] };
-  if (!step.made) return { text: `${name} = ${value}, given`, used: [] };
-  const hidden = hiddenIn(step, true);
-  const operation = OPERATIONS[step.made.operation];
-  const { text, fate, used } = operation.write(i, j, operandsOf(step, true), constantOf(step, true), hidden);
-  const scaled = step.scales === "product" && changes.factor !== 1;
-  const right = scaled ? `(${text}) · ${factor(changes.factor)}` : text;
-  const cells = used.map(([operand, ...rest]) => [step.made.from[operand], ...rest]);
-  return { text: fate ? `${name} = ${value}, ${fate}` : `${name} = ${right} = ${value}`, used: cells };
-}
-
-function nameOf(step, i, j) {
-  const found = labels(step, i, j);
-  return step.symbol + (found.length ? `[${found.join(",")}]` : "");
-}
-
-function labels(step, i, j) {
-  const row = step.rowLabels === null ? i : T.labels[step.rowLabels][i];
-  const column = step.columnLabels === null ? j : T.labels[step.columnLabels][j];
-  if (step.shape.length === 0) return [];
-  if (step.shape.length === 1) return [column];
-  return step.axes.at(-1) === "1" ? [row] : [row, column];
-}
+const linkTo = ([n, i, j], ...children) =>
+  T.steps[n].group === null ? element("span", {}, ...children) : element("a", { href: `#${n},${i},${j}` }, ...children);
+const titled = (n) => T.steps[n].title;
+const isLarge = (step) => step.rows > READABLE || step.cols > READABLE;
 
 /* ---- matrices ---- */
 
-const rowLabel = (step, i) => (step.rowLabels === null ? String(i) : T.labels[step.rowLabels][i]);
-const columnLabel = (step, j) =>
-  step.columnLabels !== null ? T.labels[step.columnLabels][j] : step.axes.at(-1) === "1" ? "" : String(j);
-const isLarge = (step) => step.rows > READABLE || step.cols > READABLE;
-
-/* The least and the greatest finite number of a matrix. */
-function extent(M) {
-  if (M.extent) return M.extent;
-  let low = Infinity, high = -Infinity;
-  for (const x of M.data) if (Number.isFinite(x)) (low = Math.min(low, x)), (high = Math.max(high, x));
-  return (M.extent = low <= high ? [low, high] : [0, 0]);
+/* How strong a number of step n is shaded, from -1 to 1: one scale for all heads of a step, unless
+   it is large. Of large weights the cube root is shown. */
+function levels(n) {
+  const step = T.steps[n], isWhole = step.mapped === "weights";
+  if (isWhole && !isLarge(step)) return (x) => x;
+  const all = isLarge(step) || step.group === null ? [n] : T.groups[step.group].steps;
+  const most = Math.max(...all.flatMap((other) => extent(matrix(other)).map(Math.abs))) || 1;
+  return isWhole ? (x) => Math.cbrt(x / most) : (x) => x / most;
 }
 
-/* One scale for all heads of a step; a large one is not computed for the sake of another's. */
-function limits(n) {
-  const step = T.steps[n];
-  if (step.mapped === "weights") return [0, 1];
-  if (isLarge(step) || step.group === null) return extent(matrix(n));
-  const all = T.groups[step.group].steps.map((other) => extent(matrix(other)));
-  return [Math.min(...all.map(([low]) => low)), Math.max(...all.map(([, high]) => high))];
-}
-
-const text = (M) => (M.text ??= sayer(M.data, decimals));
+const text = (M) => (M.text ??= sayer(M.data, decimals, M.isEdited));
 
 /* The first row and column of the table that shows cell (i, j): where it was, if it is in there. */
 function viewOf(n, i, j, moves) {
   const step = T.steps[n];
   if (!isLarge(step)) return [0, 0];
   const [top, left] = views.get(n) ?? [-WINDOW, -WINDOW];
-  const isIn = i >= top && i < top + WINDOW && j >= left && j < left + WINDOW;
-  if (isIn) return [top, left];
+  if (i >= top && i < top + WINDOW && j >= left && j < left + WINDOW) return [top, left];
   const start = (middle, size) => Math.max(0, Math.min(size - WINDOW, middle - WINDOW / 2));
   const view = [start(i, step.rows), start(j, step.cols)];
   if (moves) views.set(n, view);
@@ -178,88 +57,111 @@ function viewOf(n, i, j, moves) {
 
 /* A table of step n; of a large one, the part around (i, j). A grid can be walked with the keys. */
 function table(n, i, j, isGrid) {
-  const step = T.steps[n], M = matrix(n), before = matrix(n, false);
+  const step = T.steps[n], M = matrix(n), level = step.mapped && levels(n);
   const [top, left] = viewOf(n, i, j, isGrid);
-  const [height, width] = isLarge(step) ? [Math.min(WINDOW, step.rows), Math.min(WINDOW, step.cols)] : [step.rows, step.cols];
-  const [low, high] = step.mapped ? limits(n) : [0, 0];
+  const [height, width] = [step.rows, step.cols].map((size) => (isLarge(step) ? Math.min(WINDOW, size) : size));
   const made = element("table", { "aria-label": step.title, "aria-rowcount": step.rows + 1, "aria-colcount": step.cols + 1 });
   if (isGrid) made.setAttribute("role", "grid");
   const head = element("tr", {}, element("td", { class: "corner" }));
-  for (let c = left; c < left + width; c++) head.append(headOf(columnLabel(step, c)));
-  made.append(element("thead", {}, head));
+  for (let c = left; c < left + width; c++) head.append(headOf(columnLabel(step, c), c));
   const body = element("tbody");
   for (let r = top; r < top + height; r++) {
-    const line = element("tr", {}, element("th", { scope: "row" }, rowLabel(step, r)));
+    const line = element("tr", {}, element("th", { scope: "row", "data-row": r }, rowLabel(step, r)));
     for (let c = left; c < left + width; c++) {
-      const x = get(M, r, c), cell = element("td", { "data-at": `${n},${r},${c}` });
-      cell.textContent = step.blank ? "" : text(M)(x);
+      const x = get(M, r, c), cell = element("td", { "data-at": `${n},${r},${c}` }, step.blank ? "" : text(M)(x));
       if (isGrid) cell.tabIndex = r === i && c === j ? 0 : -1;
-      if (step.mapped && Number.isFinite(x)) shade(cell, (x - low) / (high - low || 1));
-      if (!Object.is(x, get(before, r, c))) cell.classList.add("changed");
+      if (isHidden(step, r, c)) hide(cell, x);
+      else if (level && Number.isFinite(x)) shade(cell, level(x));
+      if (isNewAt(n, r, c)) cell.classList.add("changed");
       line.append(cell);
     }
     body.append(line);
   }
-  made.append(body);
+  made.append(element("thead", {}, head), body);
   return made;
 }
 
 /* A column of one number has no label, and an empty head would be read out. */
-const headOf = (label) => (label ? element("th", { scope: "col" }, label) : element("td", { class: "corner" }));
+const headOf = (label, c) =>
+  label ? element("th", { scope: "col", "data-column": c }, label) : element("td", { class: "corner" });
 
-function shade(cell, level) {
-  cell.classList.add("heat");
-  cell.style.setProperty("--level", level.toFixed(3));
-  if (level >= 0.66) cell.classList.add("on");
+/* A hidden key: × where its share is 0; a masked score stays -∞. */
+function hide(cell, x) {
+  cell.classList.add("hidden");
+  if (x !== 0) return;
+  cell.setAttribute("aria-label", `${cell.textContent}, hidden by the mask`);
+  cell.textContent = "×";
 }
 
-/* A large matrix as a map, drawn when it first comes into view. */
+/* A shade; from ``turn`` on the number has the other ink, so that the contrast is 4.6 at least. */
+function shade(cell, level) {
+  const turn = level >= 0 ? 0.66 : darkness.matches ? 0.63 : 0.71;
+  cell.classList.add("heat");
+  cell.style.setProperty("--level", Math.min(1, Math.abs(level)).toFixed(3));
+  cell.classList.toggle("cold", level < 0);
+  cell.classList.toggle("on", Math.abs(level) >= turn);
+}
+
+/* A large matrix as a map. */
 function map(n) {
+  const { title, rows, cols } = T.steps[n];
   if (maps.has(n)) return maps.get(n);
-  const step = T.steps[n];
   const canvas = element("canvas", {
-    width: step.cols, height: step.rows, class: "map", role: "img", "data-map": n,
-    "aria-label": `map of ${step.title}, ${step.rows} rows and ${step.cols} columns; the table beside it can be walked with the arrow keys`,
+    class: "map", role: "img", "data-map": n,
+    "aria-label": `map of ${title}, ${rows} rows and ${cols} columns; the arrow keys move in the table below it`,
   });
-  const size = MAP / Math.max(step.rows, step.cols);
-  canvas.style.width = `${Math.max(12, size * step.cols)}px`;
-  canvas.style.height = `${Math.max(12, size * step.rows)}px`;
-  seen.observe(canvas);
+  const size = MAP / Math.max(rows, cols);
+  canvas.style.width = `${Math.max(12, size * cols)}px`;
+  canvas.style.height = `${Math.max(12, size * rows)}px`;
   maps.set(n, canvas);
-  return canvas;
+  return draw(canvas);
 }
 
 function draw(canvas) {
-  const n = Number(canvas.dataset.map), M = matrix(n), [low, high] = extent(M);
-  const ground = media.matches ? [21, 23, 26] : [255, 255, 255], heat = media.matches ? [110, 170, 240] : [8, 48, 107];
+  const n = Number(canvas.dataset.map), M = matrix(n), level = levels(n), style = getComputedStyle(document.body);
+  const [heat, cold] = ["--heat", "--cold"].map((name) => style.getPropertyValue(name).trim().split(" ").map(Number));
+  Object.assign(canvas, { width: M.cols, height: M.rows });
   const context = canvas.getContext("2d"), image = context.createImageData(M.cols, M.rows);
-  const bend = T.steps[n].mapped === "weights" ? Math.cbrt : (x) => x;
   for (let p = 0; p < M.data.length; p++) {
-    const level = Number.isFinite(M.data[p]) ? bend((M.data[p] - low) / (high - low || 1)) : 0;
-    for (let c = 0; c < 3; c++) image.data[4 * p + c] = ground[c] + (heat[c] - ground[c]) * level;
-    image.data[4 * p + 3] = 255;
+    const x = Number.isFinite(M.data[p]) ? level(M.data[p]) : 0, colour = x < 0 ? cold : heat;
+    for (let c = 0; c < 3; c++) image.data[4 * p + c] = colour[c];
+    image.data[4 * p + 3] = 255 * Math.abs(x);
   }
   context.putImageData(image, 0, 0);
+  return canvas;
 }
 
-const seen = new IntersectionObserver((entries) => {
-  for (const { isIntersecting, target } of entries)
-    if (isIntersecting) draw(target), seen.unobserve(target);
-});
+/* A small picture of a matrix, to choose it by: a large one is drawn when nothing else is to do. */
+function thumb(n) {
+  const canvas = element("canvas", { "data-map": n, "aria-hidden": "true" }), { rows, cols } = T.steps[n], size = rows * cols;
+  const isThere = T.steps[n].at !== null || size <= LARGE_MAP || (affected.has(n) ? values.current : values.original).has(n);
+  if (size <= SMALL_MAP) return draw(canvas);
+  if (isThere) waiting.push(canvas) === 1 && whenIdle(drawNext);
+  return canvas;
+}
 
-/* A step under its title: a table, or of a large one a map, and the part of it around (i, j). */
-function figure(n, [i, j], { isGrid = false, hasMap = true, hasTable = true } = {}) {
+const waiting = [];
+const whenIdle = (work) => (window.requestIdleCallback ?? setTimeout)(work);
+
+function drawNext() {
+  while (waiting.length && !waiting[0].isConnected) waiting.shift();
+  if (waiting.length) draw(waiting[0]);
+  waiting.shift();
+  if (waiting.length) whenIdle(drawNext);
+}
+
+/* A step under its title, on paper or on the page: its map where it is large, and its table. */
+function figure(n, i, j, isGrid) {
   const step = T.steps[n], shape = step.shape.length ? `${step.axes.join(" × ")} = ${step.shape.join(" × ")}` : "";
-  const caption = element("figcaption", {}, element("b", {}, step.title), ` ${shape}`);
-  const made = element("figure", {}, caption);
+  const caption = element("figcaption", {}, element("b", {}, step.title), ` ${shape}`), made = element("figure", {}, caption);
   if (!step.rows || !step.cols) return made.append("(empty)"), made;
-  if (isLarge(step) && hasMap)
-    made.append(map(n), element("br"), element("small", {}, step.mapped === "weights" ? "shade: cube root" : ""));
-  if (isLarge(step) && hasTable) {
-    const [top, left] = viewOf(n, i, j, isGrid);
-    caption.append(`, rows from ${top}, columns from ${left}`);
+  const grid = table(n, i, j, isGrid);
+  if (isLarge(step)) {
+    const [top, left] = viewOf(n, i, j, false);
+    const shades = step.mapped === "weights" ? "; shade: cube root" : "";
+    made.append(map(n), element("p", { class: "muted" }, `below: rows from ${top}, columns from ${left}${shades}`));
   }
-  if (hasTable) made.append(table(n, i, j, isGrid));
+  made.append(grid);
   return made;
 }
 
@@ -267,104 +169,198 @@ function figure(n, [i, j], { isGrid = false, hasMap = true, hasTable = true } = 
 
 function show(n) {
   group = n;
-  for (const link of $("list").querySelectorAll("a"))
-    Number(link.dataset.group) === n ? link.setAttribute("aria-current", "step") : link.removeAttribute("aria-current");
+  for (const link of $("list").querySelectorAll("[data-group]")) {
+    const isHere = Number(link.dataset.group) === n, fold = link.closest("details");
+    isHere ? link.setAttribute("aria-current", "step") : link.removeAttribute("aria-current");
+    if (isHere && fold) fold.open = true;
+  }
+  n < 0 ? $("chart").setAttribute("aria-current", "page") : $("chart").removeAttribute("aria-current");
+  const nav = document.querySelector("nav"), current = nav.querySelector("[aria-current]");
+  if (nav.scrollWidth > nav.clientWidth) nav.scrollLeft = current.offsetLeft - 100;
   $("overview").hidden = n >= 0;
-  $("step").hidden = n < 0;
+  $("step").hidden = $("explanation").hidden = n < 0;
+  document.body.classList.toggle("is-overview", n < 0);
   $("previous").disabled = n < 0;
   $("next").disabled = n === T.groups.length - 1;
   if (n < 0) return;
-  const { steps, name, note, source, printed } = T.groups[n];
-  $("heading").textContent = `${n + 1}. ${name}`;
+  const { steps, name, source } = T.groups[n];
+  $("heading").textContent = name;
+  $("count").textContent = `step ${n + 1} of ${T.groups.length}`;
   $("formula").replaceChildren($("formulas").children[n].cloneNode(true));
-  $("note").textContent = note;
   $("from").textContent = source ? `Source: ${source}.` : "";
-  $("printed").replaceChildren(...(isChanged() ? [] : printed).map((line) => element("li", {}, line)));
-  $("stale").hidden = !(isChanged() && steps.some((s) => T.steps[s].stale));
-  if (!pointed || T.steps[pointed.step].group !== n) point({ step: steps[0], i: 0, j: 0 });
+  $("stale").hidden = !(areNumbersNew() && steps.some((s) => T.steps[s].stale));
+  if (!pointed || T.steps[pointed.step].group !== n) point(nearest(steps));
   else redraw();
 }
 
+/* The cell among these steps that is most like the one before: of its head, row and column. */
+function nearest(steps) {
+  const n = steps[Math.floor((head.at * steps.length) / head.of)];
+  if (!pointed) return { step: n, i: 0, j: 0 };
+  const step = T.steps[n], old = T.steps[pointed.step];
+  const same = (labels, size) => step[labels] === old[labels] && step[size] === old[size];
+  return { step: n, i: same("rowLabels", "rows") ? pointed.i : 0, j: same("columnLabels", "cols") ? pointed.j : 0 };
+}
+
 function redraw() {
-  const { step, i, j } = pointed, { steps } = T.groups[group];
-  const grids = steps.map((n) =>
-    figure(n, n === step ? [i, j] : [0, 0], { isGrid: true, hasTable: !isLarge(T.steps[n]) }));
-  if (isLarge(T.steps[step])) grids.push(figure(step, [i, j], { isGrid: true, hasMap: false }));
-  $("matrices").replaceChildren(...grids);
+  const { step: n, i, j } = pointed, { steps, notes, printed } = T.groups[group], { shape, axes } = T.steps[n];
+  const at = steps.indexOf(n);
+  if (steps.length > 1) head = { at, of: steps.length };
+  $("note").textContent = notes[at];
+  $("printed").replaceChildren(...(areNumbersNew() ? [] : printed[at]).map((line) => element("li", {}, line)));
+  $("shape").textContent = shape.length > 1 ? `${axes.join(" × ")} = ${shape.join(" × ")}` : "";
+  const scrolled = $("matrices").firstChild?.scrollLeft ?? 0;
+  $("matrices").replaceChildren(figure(n, i, j, true));
+  $("matrices").firstChild.scrollLeft = scrolled;
+  drawTabs(n, steps);
+  drawWords(n);
   explain();
 }
 
-/* Write out the cell that is pointed at, and colour what made it. */
+/* One tab for each head, with a picture of its weights. Where numbers are given, pictures of the
+   weights that follow from them, so that a change can be watched. */
+function drawTabs(n, steps) {
+  const hasFocus = document.activeElement?.matches("[role=tab]"), isMany = steps.length > 1;
+  const beside = T.groups.find(({ steps: [s, ...rest] }) =>
+    isWeights(T.steps[s]) && T.steps[s].part === T.steps[n].part && rest.length === steps.length - 1);
+  const tabs = steps.map((s, k) => {
+    const pictured = T.steps[s].mapped ? s : beside?.steps[k], isHere = s === n;
+    const tab = element("button", { type: "button", role: "tab", "data-step": s, "aria-selected": isHere, "aria-controls": "matrices" });
+    tab.tabIndex = isHere ? 0 : -1;
+    tab.append(...(pictured === undefined ? [] : [thumb(pictured)]), element("span", {}, T.steps[s].place || titled(s)));
+    return tab;
+  });
+  $("heads").hidden = !isMany;
+  $("heads").replaceChildren(...(isMany ? tabs : []));
+  isMany ? $("matrices").setAttribute("role", "tabpanel") : $("matrices").removeAttribute("role");
+  if (hasFocus) $("heads").querySelector("[aria-selected=true]")?.focus();
+  const after = isGiven(T.steps[n]) ? following((_, s) => s === n) : new Set();
+  const first = T.groups.find((one) => one.steps.some((s) => isWeights(T.steps[s]) && after.has(s)));
+  const pictures = (first?.steps ?? []).map((s) => linkTo([s, 0, 0], thumb(s), T.steps[s].place || titled(s)));
+  $("follows").hidden = !pictures.length;
+  $("follows").querySelector("div").replaceChildren(...pictures);
+}
+
+/* ---- the explanation ---- */
+
+const quoted = (label) => (/^\d*$/.test(label) ? `token ${label}` : `“${label}”`);
+const percent = (x) => `${(100 * x).toFixed(x < 0.0995 || (x > 0.99 && x < 1) ? 1 : 0)}%`;
+
+function inWords(n, i, j) {
+  const step = T.steps[n], x = get(matrix(n), i, j), row = quoted(rowLabel(step, i)), column = quoted(columnLabel(step, j));
+  if (isGiven(step)) return "A given number.";
+  if (step.blank) return "";
+  if (isHidden(step, i, j)) return `The mask hides ${column} from ${row}.`;
+  if (isWeights(step)) return `${row} gives ${percent(x)} of its attention to ${column}.`;
+  if (step.mapped === "scores") return `How well the key of ${column} matches the query of ${row}.`;
+  if (step.base === "probabilities") return `After ${row}, the next token is ${column} with probability ${percent(x)}.`;
+  return "";
+}
+
+/* Write out the cell that is pointed at, and what made it. */
 function explain() {
-  const { step, i, j } = pointed, { text, used } = written(step, i, j);
+  const { step: n, i, j } = pointed, step = T.steps[n], { text, used } = written(n, i, j);
+  const shown = (now) => (isHidden(step, i, j, now) ? "×" : said(matrix(n, now), i, j));
+  $("where").textContent = step.title;
+  $("cell").textContent = nameOf(step, i, j);
+  $("value").textContent = step.blank ? "?" : shown(true);
+  $("was").textContent = isNewAt(n, i, j) ? `it was ${shown(false)}` : "";
+  $("sentence").textContent = inWords(n, i, j);
   $("says").textContent = text;
-  $("pinned").hidden = !isPinned;
-  const operands = [...new Set(used.map(([n]) => n))];
-  const first = (n) => used.find(([other]) => other === n);
-  $("operands").replaceChildren(...operands.map((n) => figure(n, first(n).slice(1, 3), { hasMap: false })));
-  $("links").replaceChildren(...operands.map((n) => linkTo(first(n))));
-  for (const cell of document.querySelectorAll("td.row, td.column, td.other, td.here"))
-    cell.classList.remove("row", "column", "other", "here");
-  for (const [n, r, c, role] of used)
-    for (const cell of $("operands").querySelectorAll(`td[data-at="${n},${r},${c}"]`)) cell.classList.add(role);
+  $("held").hidden = !isHeld;
+  $("hold").hidden = isHeld;
+  offerChanges(step, n, i, j);
+  const operands = [...new Set(used.map(([other]) => other))].map((other) => used.filter(([o]) => o === other));
+  $("made").hidden = !operands.length;
+  $("operands").replaceChildren(...operands.map((own) => operand(own, operands)));
+  const trail = trailTo(used);
+  $("way").hidden = !trail.length;
+  $("trail").replaceChildren(...trail.map((at) =>
+    element("li", {}, linkTo(at, titled(at[0])), element("code", {}, written(...at).text))));
   for (const cell of $("matrices").querySelectorAll("td[data-at]")) {
-    const isHere = cell.dataset.at === `${step},${i},${j}`;
+    const isHere = cell.dataset.at === `${n},${i},${j}`;
     cell.classList.toggle("here", isHere);
-    if (cell.dataset.at.startsWith(`${step},`)) cell.tabIndex = isHere ? 0 : -1;
+    cell.tabIndex = isHere ? 0 : -1;
+  }
+  for (const label of $("matrices").querySelectorAll("th"))
+    label.classList.toggle("here", label.dataset.row === String(i) || label.dataset.column === String(j));
+  drawLines("query", i);
+  drawLikeliest(step, n, i);
+}
+
+/* The cells before a cell, as long as each comes from a single one and not from a whole row. */
+function trailTo(used) {
+  const trail = [];
+  for (; used.length && trail.length < 6; { used } = written(...trail[0])) {
+    const [[from, r, c], next] = used;
+    if (next?.[0] === from || !T.steps[from].made) break;
+    trail.unshift([from, r, c]);
+  }
+  return trail;
+}
+
+/* An operand by the cells of it that count; of too many, those that add most to the sum. */
+function operand(used, all) {
+  const [n, i, j] = used[0], step = T.steps[n], isOneRow = used.every(([, r]) => r === i);
+  const label = ([, r, c]) => (used.length === 1 ? labels(step, r, c).join(", ") : isOneRow ? columnLabel(step, c) : rowLabel(step, r));
+  const beside = all.filter((other) => other.length === used.length), at = ([s, r, c]) => get(matrix(s), r, c);
+  const product = (k) => beside.reduce((x, other) => x * at(other[k]), 1) || 0;
+  const size = beside.length > 1 ? (k) => Math.abs(product(k)) : product;
+  const order = range(used.length).sort((a, b) => size(b) - size(a)), kept = order.slice(0, MOST_CELLS).sort((a, b) => a - b);
+  const cells = kept.map((k) => {
+    const [, r, c, role] = used[k], shown = isHidden(step, r, c) ? "×" : said(matrix(n), r, c);
+    return element("li", { class: role }, element("small", {}, label(used[k])), shown);
+  });
+  if (order.length > kept.length) cells.push(element("li", {}, `${order.length - kept.length} smaller`));
+  const where = used.length === 1 || step.rows === 1 ? "" : isOneRow ? ` row ${rowLabel(step, i)}` : ` column ${columnLabel(step, j)}`;
+  return element("section", {}, element("h3", {}, linkTo([n, i, j], titled(n)), where), element("ol", {}, ...cells));
+}
+
+/* A given number can be typed over, a key hidden or shown, and a word renamed. */
+function offerChanges(step, n, i, j) {
+  const x = get(matrix(n), i, j), canType = isGiven(step), row = quoted(rowLabel(step, i)), column = quoted(columnLabel(step, j));
+  $("edit").hidden = !canType;
+  $("hide").hidden = !canHide(step);
+  $("hide").textContent = isHidden(step, i, j) ? `Show ${column} to ${row}` : `Hide ${column} from ${row}`;
+  if (canType) {
+    const limit = Math.min(1e9, Math.max(3, 2 * Math.abs(get(matrix(n, false), i, j)))) || 3;
+    if (document.activeElement !== $("number")) $("number").value = Number.isFinite(x) ? Number(x.toFixed(6)) : say(x);
+    if (document.activeElement !== $("drag")) Object.assign($("drag"), { min: -limit, max: limit, step: limit / 300, value: x });
+  }
+  const words = [[step.rowLabels, i, "row"], [step.columnLabels, j, "column"]].filter(([list]) => list !== null);
+  const isTwice = words.length > 1 && words[0][0] === words[1][0] && i === j;
+  $("names").hidden = !words.length;
+  for (const [list, k, side] of [[null, 0, "row"], [null, 0, "column"], ...(isTwice ? words.slice(1) : words)]) {
+    const input = $(`${side}-word`);
+    input.parentElement.hidden = list === null;
+    Object.assign(input.dataset, { list, k });
+    if (list !== null && document.activeElement !== input) input.value = word(list, k);
   }
 }
 
-function linkTo([n, i, j]) {
-  const link = element("a", { href: `#${n},${i},${j}` }, `← ${T.steps[n].title}`);
-  return element("li", {}, link);
+/* The likeliest tokens after row i, where a step has their probabilities. */
+function drawLikeliest(step, n, i) {
+  $("likeliest").hidden = step.base !== "probabilities" || step.blank;
+  if ($("likeliest").hidden) return;
+  const row = rowOf(matrix(n), i), order = range(row.length).sort((a, b) => row[b] - row[a]).slice(0, MOST_LIKELY);
+  $("likeliest").querySelector("h3").textContent = `Likeliest after ${quoted(rowLabel(step, i))}`;
+  $("likeliest").querySelector("ol").replaceChildren(...order.map((j) => {
+    const bar = element("span", { class: "bar" });
+    bar.style.setProperty("--level", row[j]);
+    return element("li", {}, linkTo([n, i, j], columnLabel(step, j)), bar, percent(row[j]));
+  }));
 }
 
-/* Point at a cell of a step; {focus} moves the keyboard there too. */
-function point({ step, i, j }, { focus = false, pin = isPinned } = {}) {
-  const { rows, cols, group: other } = T.steps[step];
-  const before = pointed;
+/* Point at a cell of a step; {focus} moves the keyboard there too, {hold} keeps it. */
+function point({ step, i, j }, { focus = false, hold = isHeld } = {}) {
+  const { rows, cols, group: other } = T.steps[step], before = pointed;
   pointed = { step, i: Math.max(0, Math.min(rows - 1, i)), j: Math.max(0, Math.min(cols - 1, j)) };
-  isPinned = pin;
-  const isInView = $("matrices").querySelector(`td[data-at="${Object.values(pointed).join()}"]`);
-  const isNear = before?.step === step || !isLarge(T.steps[step]);
+  isHeld = hold;
+  const isInView = $("matrices").querySelector(`td[data-at="${step},${pointed.i},${pointed.j}"]`);
   if (other !== group) show(other);
-  else if (!isInView || !isNear) redraw();
+  else if (!isInView || before?.step !== step) redraw();
   else explain();
   if (focus) $("matrices").querySelector("td.here")?.focus();
-}
-
-/* ---- changes ---- */
-
-function findAffected() {
-  const found = new Set(), isMaskNew = changes.causal !== T.causal;
-  T.steps.forEach((step, n) => {
-    const operands = (step.made?.from ?? []).filter((operand) => operand !== null);
-    const isMasking = step.mask || operands.some((operand) => isMaskedHere(step, T.steps[operand]));
-    const isFirst = (changes.factor !== 1 && step.scales) || (isMaskNew && step.made && isMasking);
-    if (isFirst || operands.some((operand) => found.has(operand))) found.add(n);
-  });
-  return found;
-}
-
-function change() {
-  values.current.clear();
-  maps.clear();
-  affected = findAffected();
-  const badge = [];
-  if (changes.factor !== 1) badge.push(`scale ${say(T.scale * changes.factor)} instead of ${say(T.scale)}`);
-  if (changes.causal !== T.causal) badge.push(changes.causal ? "causal mask added" : "causal mask removed");
-  $("changed").textContent = badge.length ? `changed: ${badge.join(", ")}` : "";
-  $("reset").disabled = $("before").hidden = !badge.length;
-  document.body.classList.toggle("is-changed", badge.length > 0);
-  $("scale-now").textContent = say(T.scale * changes.factor);
-  show(group);
-}
-
-function reset() {
-  Object.assign(changes, { factor: 1, causal: T.causal });
-  $("scale").value = T.scale;
-  $("causal").checked = T.causal;
-  change();
 }
 
 /* ---- events ---- */
@@ -374,117 +370,125 @@ const place = (cell) => {
   return { step, i, j };
 };
 const cellOf = (target) => target.closest("[role=grid] td[data-at]");
+const isPointed = (cell) => cell.dataset.at === [pointed.step, pointed.i, pointed.j].join();
 
 function onMap(event) {
   const { left, top, width, height } = event.target.getBoundingClientRect(), step = Number(event.target.dataset.map);
   const i = Math.floor(((event.clientY - top) / height) * T.steps[step].rows);
   const j = Math.floor(((event.clientX - left) / width) * T.steps[step].cols);
-  point({ step, i, j }, { pin: true });
+  point({ step, i, j }, { hold: true });
 }
 
+/* A click holds a cell, and a second one lets it go. */
 function onPointer(event) {
-  const cell = cellOf(event.target);
-  if (event.type === "click" && event.target.closest("#matrices canvas")) return onMap(event);
-  if (!cell || (isPinned && event.type !== "click")) return;
-  point(place(cell), { pin: event.type === "click" });
+  const cell = cellOf(event.target), isClick = event.type === "click";
+  if (isClick && event.target.closest("canvas")) return onMap(event);
+  if (!cell || (isHeld && !isClick)) return;
+  point(place(cell), { hold: isClick && !(isHeld && isPointed(cell)) });
+  if (isClick) rememberSoon();
 }
 
-const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+function choose(tab) {
+  if (!tab) return;
+  point({ ...pointed, step: Number(tab.dataset.step) });
+  rememberSoon();
+}
+
+function onTab(event) {
+  const tabs = [...$("heads").children], at = tabs.indexOf(event.target.closest("[role=tab]"));
+  const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tabs.length - 1 }[event.key];
+  if (next === undefined) return;
+  event.preventDefault();
+  choose(tabs[(next + tabs.length) % tabs.length]);
+}
+
+const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [0, -Infinity], End: [0, Infinity] };
 
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input")) return;
-  const cell = cellOf(event.target), { key } = event;
-  const turn = { n: 1, p: -1 }[key];
+  const { key, target } = event;
+  if (event.ctrlKey || event.metaKey || event.altKey || target.closest("input")) return;
+  const turn = { n: 1, p: -1 }[key], cell = cellOf(target), move = MOVES[key];
   if (turn) return go(group + turn);
   if (key === "Escape") {
-    isPinned = false;
-    $("pinned").hidden = true;
+    isHeld = false;
+    if (group >= 0) explain();
     if (cell) $("heading").focus();
-    return;
   }
   if (!cell) return;
-  const { step, i, j } = place(cell), move = MOVES[key];
+  const { step, i, j } = place(cell);
   if (move) point({ step, i: i + move[0], j: j + move[1] }, { focus: true });
-  else if (key === "Home") point({ step, i, j: 0 }, { focus: true });
-  else if (key === "End") point({ step, i, j: T.steps[step].cols - 1 }, { focus: true });
-  else if (key === "Enter" || key === " ") point({ step, i, j }, { focus: true, pin: true });
-  else return;
+  else if (key === "Enter" || key === " ") point({ step, i, j }, { focus: true, hold: true }), rememberSoon();
+  else return isGiven(T.steps[step]) && /^([-.,0-9]|F2)$/.test(key) && startTyping();
   event.preventDefault();
+}
+
+/* What is typed at a cell goes where its number is written. */
+function startTyping() {
+  isHeld = true;
+  $("number").focus();
+  $("number").select();
 }
 
 function go(n) {
   if (n < -1 || n >= T.groups.length) return;
-  isPinned = false;
+  isHeld = false;
   show(n);
   $(n < 0 ? "title" : "heading").focus();
-  remember(n < 0 ? "#overview" : `#${T.groups[n].steps[0]},0,0`);
+  remember();
 }
 
-/* A link to a cell. */
+/* A link to a cell, a step or the flow chart, or a box of that. */
 function follow(event) {
-  const link = event.target.closest("a");
+  const link = event.target.closest("a"), box = event.target.closest("#overview text.bold"), { group: n } = link?.dataset ?? {};
+  const named = box && T.groups.findIndex(({ name }) => name === box.textContent);
+  if (named >= 0 && box) return go(named);
   if (!link) return;
   event.preventDefault();
-  const [step, i, j] = link.hash.slice(1).split(",").map(Number);
-  remember(link.hash);
-  point({ step, i, j }, { focus: true, pin: true });
-}
-
-function remember(hash) {
-  try {
-    history.pushState(null, "", hash);
-  } catch {
-    /* a sandboxed frame has no history */
-  }
-}
-
-function fromAddress() {
-  const [step, i, j] = location.hash.slice(1).split(",").map(Number);
-  if (location.hash.includes(",") && step >= 0 && step < T.steps.length) point({ step, i: i || 0, j: j || 0 }, { focus: true, pin: true });
-  else show(-1);
+  if (n !== undefined) return go(Number(n));
+  point(placeIn(link.hash), { focus: true, hold: true });
+  remember();
 }
 
 /* On paper every step, one after the other. */
 function print() {
-  const parts = T.groups.map(({ steps, name, note }, n) => {
-    const small = steps.filter((s) => !isLarge(T.steps[s]));
-    const tables = small.map((s) => figure(s, [0, 0]));
-    const rest = steps.length > small.length ? [element("p", {}, "too large to print")] : [];
-    return element("section", {}, element("h2", {}, `${n + 1}. ${name}`), $("formulas").children[n].cloneNode(true),
-      element("p", {}, note), element("div", { class: "side" }, ...tables), ...rest);
+  const parts = T.groups.map(({ steps, name, notes }, n) => {
+    const small = steps.filter((s) => !isLarge(T.steps[s])), [first, ...rest] = small.map((s) => figure(s, 0, 0, false));
+    const large = steps.length > small.length ? [element("p", {}, "too large to print")] : [];
+    const top = element("div", { class: "together" }, element("h2", {}, `${n + 1}. ${name}`), $("formulas").children[n].cloneNode(true),
+      element("p", {}, [...new Set(notes)].join(" ")), ...(first ? [first] : large));
+    return element("section", {}, top, ...rest, ...(first ? large : []));
   });
-  $("paper").replaceChildren(...parts);
+  $("paper").replaceChildren(element("p", {}, changesInWords()), ...parts);
 }
 
 async function begin() {
-  travelled = await load();
-  $("controls").hidden = !T.canScale && !T.canMask;
+  embedded = await load();
   $("scale-control").hidden = !T.canScale;
   $("causal-control").hidden = !T.canMask;
-  Object.assign($("scale"), { min: 0, max: Math.max(2, 4 * T.scale), step: 0.001, value: T.scale });
-  $("scale-now").textContent = say(T.scale);
-  $("causal").checked = T.causal;
-  $("scale").oninput = () => ((changes.factor = Number($("scale").value) / T.scale), change());
+  $("scale").oninput = () => ((changes.factor = 2 ** Number($("scale").value)), change());
   $("causal").onchange = () => ((changes.causal = $("causal").checked), change());
   $("reset").onclick = reset;
+  $("hide").onclick = toggleKey;
+  for (const id of ["number", "drag"]) $(id).oninput = () => type(numberIn($(id).value));
+  $("number").onkeydown = ({ key }) => void (["Enter", "Escape"].includes(key) && $("matrices").querySelector("td.here")?.focus());
+  for (const id of ["row-word", "column-word"])
+    $(id).oninput = () => rename(Number($(id).dataset.list), Number($(id).dataset.k), $(id).value);
+  $("heads").onclick = (event) => choose(event.target.closest("[role=tab]"));
+  $("heads").onkeydown = onTab;
+  for (const name of ["mouseover", "mouseleave", "focusin", "click", "keydown"]) $("words").addEventListener(name, onWord);
   $("previous").onclick = () => go(group - 1);
   $("next").onclick = () => go(group + 1);
   for (const name of ["mouseover", "click"]) $("matrices").addEventListener(name, onPointer);
   $("matrices").addEventListener("focusin", (event) => {
     const cell = cellOf(event.target);
-    if (cell && cell.dataset.at !== Object.values(pointed).join()) point(place(cell), { focus: true });
+    if (cell && !isPointed(cell)) point(place(cell), { focus: true });
   });
-  $("list").addEventListener("click", (event) => {
-    const link = event.target.closest("a");
-    if (link) event.preventDefault(), go(Number(link.dataset.group));
-  });
-  $("step").addEventListener("click", follow);
-  $("overview").addEventListener("click", follow);
+  for (const part of ["nav", "#step", "#explanation", "#overview"]) document.querySelector(part).addEventListener("click", follow);
   document.addEventListener("keydown", onKey);
   addEventListener("popstate", fromAddress);
   addEventListener("beforeprint", print);
   addEventListener("afterprint", () => $("paper").replaceChildren());
-  media.addEventListener("change", () => {
+  darkness.addEventListener("change", () => {
     maps.clear();
     if (group >= 0) redraw();
   });
