@@ -8,6 +8,8 @@ from typing import ClassVar
 from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
 
+from minimha.kernels.ladder import CUDA_LADDER, LADDER
+
 
 def public(module):
     """The names of a module's functions and classes: its ``__all__``, or what it defines."""
@@ -48,6 +50,24 @@ class Public(Directive):
         return []
 
 
+class Rungs(Directive):
+    """``.. rungs::``: both ladders, each rung with its idea and the problems it takes."""
+
+    def run(self):
+        lines = [".. list-table::", "   :header-rows: 1", ""]
+        lines += ["   * - rung", "     - idea", "     - takes"]
+        for name, rung in (LADDER | CUDA_LADDER).items():
+            lines += [f"   * - ``{name}``", f"     - {rung.idea}", f"     - {rung.takes}"]
+        where = self.state_machine.get_source_and_line(self.lineno)[0]
+        self.state_machine.insert_input(StringList([*lines, ""], where), where)
+        return []
+
+
+def skipped(app, what, name, value, skip, options):
+    """Leave out the fields of named tuples, which their class describes."""
+    return skip or str(value.__doc__).startswith("Alias for field number")
+
+
 def mended(app, what, name, value, options, lines):
     """Escape the bars of absolute values, and do not guess whose attribute a name is."""
     for n, line in enumerate(lines):
@@ -60,4 +80,6 @@ def mended(app, what, name, value, options, lines):
 def setup(app):
     """Register the directive."""
     app.connect("autodoc-process-docstring", mended, priority=600)  # after numpydoc
+    app.connect("autodoc-skip-member", skipped)
     app.add_directive("public", Public)
+    app.add_directive("rungs", Rungs)
