@@ -44,7 +44,7 @@ def page(trace: Trace, decimals: int) -> str:
     data = base64.b64encode(gzip.compress(encoded, 6, mtime=0)).decode()
     groups = record["groups"]
     first = places(trace, number)
-    record["first"] = next(iter(first.values()))
+    record["first"] = next(iter(first.values()), None)
     style = f"{_part('style.css')}\n{STYLE}"
     script = "\n".join(map(_part, SCRIPTS))
     content = {

@@ -140,7 +140,7 @@ function fromAddress() {
   changes = changesIn(location.hash);
   group = -1;
   change({ isRemembered: false });
-  const [step, i, j] = T.first, asked = placeIn(location.hash);
+  const asked = placeIn(location.hash), isOverview = /^#overview(&|$)/.test(location.hash) || !T.first;
   if (asked) point(asked, { focus: true, hold: true });
-  else if (location.hash !== "#overview" && !location.hash.startsWith("#overview&")) point({ step, i, j });
+  else if (!isOverview) point({ step: T.first[0], i: T.first[1], j: T.first[2] });
 }

@@ -143,6 +143,9 @@ function following(isFirst) {
   return found;
 }
 
+/* Steps that no known operation makes from others, though they come from them, and what follows. */
+const stale = following((step) => step.stale);
+
 function findAffected() {
   const typed = new Set([...changes.cells.keys()].map(parseFloat)), isNew = isMaskNew();
   const isMasking = (step) =>

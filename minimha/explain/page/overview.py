@@ -40,7 +40,7 @@ def places(trace: Trace, number: Mapping[Step, int]) -> dict[str, Place]:
             found = {"Prediction": _place(number[step], at)} | found
         elif step.base == "weights" and "Attention" not in found:
             found["Attention"] = _place(number[step], _telling(step))
-    if not found:
+    if not found and trace.steps:
         shaded = [step for step in trace.steps if step.base in MAPPED]
         found["Steps"] = (number[(shaded or trace.steps)[-1]], 0, 0)
     return found

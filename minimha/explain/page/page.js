@@ -188,7 +188,7 @@ function show(n) {
   $("count").textContent = `step ${n + 1} of ${T.groups.length}`;
   $("formula").replaceChildren($("formulas").children[n].cloneNode(true));
   $("from").textContent = source ? `Source: ${source}.` : "";
-  $("stale").hidden = !(areNumbersNew() && steps.some((s) => T.steps[s].stale));
+  $("stale").hidden = !(areNumbersNew() && steps.some((s) => stale.has(s)));
   if (!pointed || T.steps[pointed.step].group !== n) point(nearest(steps));
   else redraw();
 }

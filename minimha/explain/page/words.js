@@ -1,8 +1,6 @@
 /* Lines between words: from a query to every key, or to a key from every query; a line is as strong
    as its weight. */
 
-const SVG = "http://www.w3.org/2000/svg";
-
 /* The two rows of words of step n, which has weights; a row is walked with the arrow keys. */
 function drawWords(n) {
   const step = T.steps[n], isShown = isWeights(step) && !isLarge(step) && !step.blank;
@@ -21,7 +19,7 @@ function drawLines(side, k) {
   const pairs = side === "query" ? range(cols).map((j) => [k, j]) : range(rows).map((i) => [i, k]);
   const weight = (i, j) => (get(M, i, j) > 0 ? get(M, i, j) : 0); /* 0 for NaN */
   const lines = pairs.map(([i, j]) => {
-    const line = document.createElementNS(SVG, "line");
+    const line = document.createElementNS($("lines").namespaceURI, "line");
     const ends = { x1: (i + 0.5) / rows, y1: 1, x2: (j + 0.5) / cols, y2: 0, "stroke-opacity": weight(i, j) };
     for (const [name, value] of Object.entries(ends)) line.setAttribute(name, value);
     return line;
