@@ -88,3 +88,36 @@ def test_formulas_are_mathml(name):
 def test_an_unknown_command_is_refused():
     with pytest.raises(ValueError, match=r"\\overline has no MathML here"):
         mathml(r"\overline{x}")
+
+
+def test_the_page_of_three_tokens_is_small():
+    assert len(page.page(CAT, 3).encode()) <= 120_000
+
+
+@pytest.mark.parametrize(
+    ("trace", "first"),
+    [
+        (CAT, ("weights", "cat", "The")),
+        (CAT.selected(cell="sat,cat"), ("weights", "sat", "cat")),
+        (CAT.selected(["scores"]), ("scores", "The", "The")),
+        (CAT.selected(["x"]), ("x", "The", None)),
+    ],
+)
+def test_it_opens_on_a_weight_or_on_what_was_asked_for(trace, first):
+    record = trace_in(page.page(trace, 3))
+    step, row, column = record["first"]
+    shown = record["steps"][step]
+    named = [
+        None if labels is None else record["labels"][labels][n]
+        for labels, n in ((shown["rowLabels"], row), (shown["columnLabels"], column))
+    ]
+    assert (shown["title"], *named) == first
+
+
+def test_a_chart_has_at_most_30_boxes_before_its_stages_fold():
+    text = page.page(EXAMPLES["translation"].trace(), 3)
+    charts = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    flows = [chart.count('class="box"') for chart in charts]
+    assert 2 <= max(flows) <= 30
+    assert text.count("<details>") + text.count("<details open>") > 10
+    assert "<details" not in re.sub(r'<details id="\w+">', "", page.page(CAT, 3))

@@ -42,7 +42,7 @@ def places(trace: Trace, number: Mapping[Step, int]) -> dict[str, Place]:
             found["Attention"] = _place(number[step], _telling(step))
     if not found and trace.steps:
         shaded = [step for step in trace.steps if step.base in MAPPED]
-        found["Steps"] = (number[(shaded or trace.steps)[-1]], 0, 0)
+        found["Steps"] = (number[[*trace.steps[:1], *shaded][-1]], 0, 0)
     return found
 
 

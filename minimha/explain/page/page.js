@@ -9,6 +9,7 @@ const LARGE_MAP = 2 ** 19; /* numbers of a matrix that is not computed for its p
 const MOST_CELLS = 24; /* of an operand */
 const MOST_LIKELY = 8;
 const darkness = matchMedia("(prefers-color-scheme: dark)");
+const isNarrow = matchMedia("(max-width: 62rem)"); /* as in the style */
 
 let group = -1; /* the one that is shown; -1 is the overview */
 let pointed = null; /* {step, i, j}: the cell that is explained */
@@ -175,8 +176,8 @@ function show(n) {
     if (isHere && fold) fold.open = true;
   }
   n < 0 ? $("chart").setAttribute("aria-current", "page") : $("chart").removeAttribute("aria-current");
-  const nav = document.querySelector("nav"), current = nav.querySelector("[aria-current]");
-  if (nav.scrollWidth > nav.clientWidth) nav.scrollLeft = current.offsetLeft - 100;
+  if (isNarrow.matches) $("all").open = false;
+  else $("list").querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
   $("overview").hidden = n >= 0;
   $("step").hidden = $("explanation").hidden = n < 0;
   document.body.classList.toggle("is-overview", n < 0);
@@ -492,6 +493,8 @@ async function begin() {
     maps.clear();
     if (group >= 0) redraw();
   });
+  isNarrow.onchange = () => ($("all").open = !isNarrow.matches);
+  isNarrow.onchange();
   fromAddress();
   document.body.dataset.ready = "yes";
 }
