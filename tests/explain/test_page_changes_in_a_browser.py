@@ -366,19 +366,21 @@ def test_lines_are_as_strong_as_the_weights(opened):
         )
         return [float(x) for x in found]
 
-    assert strengths() == weights[4].tolist()  # of the row that is pointed at
+    row, column = shown.text_content("#cell").removeprefix("A[").removesuffix("]").split(",")
+    first = strengths()  # of the row that is pointed at
+    assert first in [weights[n].tolist() for n, word in enumerate(FOX) if word == row]
     for k in range(9):
         shown.hover(f"#queries button:nth-child({k + 1})")
         assert strengths() == weights[k].tolist()
         shown.hover(f"#keys button:nth-child({k + 1})")
         assert strengths() == weights[:, k].tolist()
     shown.mouse.move(0, 0)
-    assert strengths() == weights[4].tolist()
+    assert strengths() == first
     shown.focus("#queries button:nth-child(5)")
     shown.keyboard.press("ArrowLeft")
     assert strengths() == weights[3].tolist()
     shown.keyboard.press("Enter")  # a click chooses the row
-    assert shown.text_content("#cell") == "A[fox,the]"
+    assert shown.text_content("#cell") == f"A[fox,{column}]"
     middle = (
         "(line) => (line.getBoundingClientRect().left + line.getBoundingClientRect().right) / 2"
     )
