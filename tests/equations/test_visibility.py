@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minimha.equations.problem import Problem
-from minimha.equations.visibility import UNBOUNDED, key_range, query_range, sees, visible
+from minimha.equations.visibility import UNBOUNDED, key_range, query_range, sees
 
 DRAWN = {
     "causal": ({"is_causal": True}, ["#....", "##...", "###..", "####.", "#####"]),
@@ -40,14 +40,14 @@ DRAWN = {
 @pytest.mark.parametrize(("options", "drawing"), DRAWN.values(), ids=DRAWN.keys())
 def test_the_visible_pairs_are_those_drawn(options, drawing):
     x = np.zeros((5, 1))
-    seen = visible(Problem.of(x, x, x, **options), slice(0, 5), slice(0, 5))[0, 0]
+    seen = Problem.of(x, x, x, **options).visible(slice(0, 5), slice(0, 5))[0, 0]
     assert ["".join(".#"[int(cell)] for cell in row) for row in seen] == drawing
 
 
 def test_a_bias_of_minus_infinity_hides_like_a_mask():
     x = np.zeros((2, 1))
     bias = np.array([[0.0, -np.inf], [-np.inf, 5.0]])
-    seen = visible(Problem.of(x, x, x, attn_bias=bias), slice(0, 2), slice(0, 2))[0, 0]
+    seen = Problem.of(x, x, x, attn_bias=bias).visible(slice(0, 2), slice(0, 2))[0, 0]
     assert seen.tolist() == [[True, False], [False, True]]
 
 
@@ -56,8 +56,8 @@ def test_a_block_is_that_part_of_the_whole():
     problem = Problem.of(
         x, x, x, window_size=(3, 1), q_offset=1, attn_mask=rng.random((1, 2, 9, 9)) < 0.7
     )
-    whole = visible(problem, slice(0, 9), slice(0, 9))
-    part = visible(problem, slice(2, 5), slice(4, 9))
+    whole = problem.visible(slice(0, 9), slice(0, 9))
+    part = problem.visible(slice(2, 5), slice(4, 9))
     np.testing.assert_array_equal(part, whole[..., 2:5, 4:9])
 
 

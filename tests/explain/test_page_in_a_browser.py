@@ -13,7 +13,7 @@ from minimha.explain import Trace
 from minimha.explain.numbers import cells
 from minimha.explain.page import page
 from minimha.explain.trace import token_labels
-from minimha.explain.written import cell_of
+from minimha.explain.written import cell
 from minimha.layers import MultiHeadAttention, RoPE
 from minimha.layers.norms import layer_norm
 
@@ -125,8 +125,7 @@ def test_every_cell_is_written_out_as_on_a_terminal(opened, name):
         "range(rows).map((i) => range(cols).map((j) => written(n, i, j).text)).flat())"
     )
     for step, lines in zip(steps, found, strict=True):
-        made = trace.origins[step]
-        expected = [cell_of(made, step, at).text for at in np.ndindex(step.value.shape)]
+        expected = [cell(trace, step, at).text for at in np.ndindex(step.value.shape)]
         assert lines == expected
 
 
