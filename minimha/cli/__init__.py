@@ -34,7 +34,8 @@ LONGEST_ERROR = 2000  # characters
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    It is 0; 1 if ``check`` finds a bug; 2 after an error on stderr; 130 after Ctrl-C.
+    It is 0; 1 if ``check`` finds a bug or ``--answer`` a wrong number; 2 after an error on stderr;
+    130 after Ctrl-C.
     """
     status = 0
     codecs.register_error("spelled", spelled)

@@ -56,12 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_steps(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Show attention over the reader's own numbers, or a trace that was exported."""
     problem, source = _problem(args)
     if isinstance(problem, Trace):
-        deliver(args, problem)
-        return
+        return deliver(args, problem)
     trace = Trace(
         example="attention over your own numbers",
         source=source,
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
         trace("output", output)
         if problem.get("return_lse"):
             trace("lse", lse)
-    deliver(args, trace)
+    return deliver(args, trace)
 
 
 def _computed(args: argparse.Namespace, problem: dict[str, Any]) -> tuple[Any, Any]:

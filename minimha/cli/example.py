@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_steps(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Show one worked example."""
     example = _example(args)
     check_sizes(example, args.heads or 2, args.d_model or 4)
-    deliver(args, example.trace(args.causal, args.scale))
+    return deliver(args, example.trace(args.causal, args.scale))
 
 
 def _example(args: argparse.Namespace) -> Example:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_steps(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Show naive and tiled attention over one sentence."""
     settings = {
         "B_r": args.block_queries, "B_c": args.block_keys, "d_model": args.d_model,
@@ -43,4 +43,4 @@ def run(args: argparse.Namespace) -> None:
             f"{num_tokens} tokens make {num_blocks:,} blocks where {LARGEST_GRID:,} can be traced: "
             f"take larger ones, with --block-queries and --block-keys"
         )
-    deliver(args, example.trace(args.causal, args.scale))
+    return deliver(args, example.trace(args.causal, args.scale))

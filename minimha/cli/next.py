@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_steps(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Show what comes next."""
     is_traced = args.trace or any(getattr(args, name) not in UNSET for name in STEPS)
     _check(args, is_traced)
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> None:
                         top_k="--top-k", top_p="--top-p", logits="the model's logits"):  # fmt: skip
         less = _without(args, model)
         if is_traced:
-            output.deliver(args, _trace(args, less))
-        elif args.generate is not None:
+            return output.deliver(args, _trace(args, less))
+        if args.generate is not None:
             _generate(args, less)
         elif args.all:
             _every_position(args, less)
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
             _lens(args, less)
         else:
             _words(args, model, less)
+    return 0
 
 
 def _check(args: argparse.Namespace, is_traced: bool) -> None:

@@ -33,7 +33,8 @@ ENDINGS = {
     ".txt": "text", ".json": "json", ".md": "markdown", ".tex": "latex", ".csv": "csv",
     ".npz": "npz", ".xlsx": "xlsx", ".svg": "svg", ".png": "png", ".html": "html",
 }  # fmt: skip
-WORKSHEETS = ("text", "markdown", "latex", "csv")
+WORKSHEETS = ("text", "markdown", "latex", "csv", "xlsx", "svg", "png", "html")
+NAME = f"Name: {'_' * 24} Date: {'_' * 10}"
 FOR_READERS = ("text", "markdown", "latex", "svg", "png")  # html shows a step when asked
 LARGEST_MATRIX = 32 * 32  # numbers; more in one matrix cannot be read, only processed
 LARGEST_RUN = 16 * LARGEST_MATRIX
@@ -71,16 +72,21 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     add("--query", default="", metavar="WORD", help=rows)
     entry = "write out one cell of each step, by words or numbers: sat,cat; --only adds matrices"
     add("--cell", default="", metavar="ROW,COLUMN", help=entry)
-    blank = "leave this step's numbers blank, as a worksheet (may be repeated)"
+    blank = "leave this step blank, as a worksheet; --output adds a key beside it (may be repeated)"
     add("--hide", action="append", default=[], metavar="STEP", help=blank)
-    add("--answer", metavar="CSV", help="check these numbers of the hidden step")
+    answer = "check these numbers of the hidden step; status 1 if one is wrong or missing"
+    add("--answer", metavar="CSV", help=answer)
     how = "decimals of numbers that are not whole (default 3)"
     add("--decimals", type=decimals, default=3, metavar="N", help=how)
     add_output(parser, TRACE_FORMATS)
 
 
-def deliver(args: argparse.Namespace, trace: Trace) -> None:
-    """Print ``trace`` in the requested format, or write it to ``--output``."""
+def deliver(args: argparse.Namespace, trace: Trace) -> int:
+    """Print ``trace`` in the requested format, or write it to ``--output``.
+
+    With ``--hide`` it is a worksheet, and ``--output`` gets its key beside it. Return the exit
+    status: 1 if ``--answer`` lacks a number or has a wrong one, else 0.
+    """
     kind = format_of(args)
     if args.answer is not None:
         from minimha.cli.worksheet import checked
@@ -89,7 +95,7 @@ def deliver(args: argparse.Namespace, trace: Trace) -> None:
             raise ValueError(f"--answer gives a table: {', '.join(TABLE_FORMATS)}, not {kind}")
         title, wrong, records = checked(args, trace)
         deliver_table(args, records, {title: wrong})
-        return
+        return 1 if wrong else 0
     if args.hide and kind not in WORKSHEETS:
         raise ValueError(
             f"--hide makes a worksheet, which is {', '.join(WORKSHEETS[:-1])} or {WORKSHEETS[-1]}, "
@@ -97,19 +103,36 @@ def deliver(args: argparse.Namespace, trace: Trace) -> None:
         )
     if args.hide and args.cell:
         raise ValueError("--cell writes out what --hide leaves blank: take one of the two")
-    trace = trace.selected(
-        args.only, head=args.head, query=args.query, cell=args.cell, blank=args.hide
-    )
-    if not trace.steps and kind not in FOR_READERS:
-        raise ValueError(f"--only {args.only[0]} is a drawing: {kind} holds steps")
-    if kind in FOR_READERS:
-        _check_readable(trace)
+    only = args.only
+    if args.hide and kind in ("svg", "png"):
+        only = only or list(trace)  # the matrices, and not the figures
+    chosen = {"head": args.head, "query": args.query, "cell": args.cell}
+    sheet = trace.selected(only, **chosen, blank=args.hide)
+    if args.hide:
+        sheet = sheet.selected(only, source=f"{NAME}. {trace.source}")
+    if not sheet.steps and kind not in FOR_READERS:
+        raise ValueError(f"--only {only[0]} is a drawing: {kind} holds steps")
+    if kind in FOR_READERS or args.hide:
+        _check_readable(sheet)
+    if args.hide and args.output is not None:
+        if kind != "csv":
+            check_free(args.output, force=args.force)
+        words = f"Key: {', '.join(args.hide)}. {trace.source}"
+        key = trace.selected(only, **chosen, source=words)
+        beside = os.path.splitext(args.output)
+        _deliver(argparse.Namespace(**{**vars(args), "output": "-key".join(beside)}), key, kind)
+    _deliver(args, sheet, kind)
+    return 0
+
+
+def _deliver(args: argparse.Namespace, trace: Trace, kind: str) -> None:
+    """Print the steps that ``trace`` shows as ``kind``, or write them to ``--output``."""
     if kind == "text":
         _show(args, lambda *how: render.text(trace, args.decimals, *how))
         return
     from minimha.explain import export
 
-    put(args, export.trace_as(kind, trace, args.decimals))
+    put(args, export.trace_as(kind, trace, args.decimals, answers=args.hide))
 
 
 def deliver_table(

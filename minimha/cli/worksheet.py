@@ -24,32 +24,37 @@ FATES = {
 def checked(args: argparse.Namespace, trace: Trace) -> tuple[str, Records, Records]:
     """Return a title, the wrong numbers and all numbers of ``--answer``.
 
-    The file holds the step that ``--hide`` names, its heads below each other. A number is right if
-    the exact one, rounded to as few decimals, equals it.
+    The file holds the step that ``--hide`` names, its heads below each other, with or without
+    titles and labels. A number is right if the exact one, rounded to its decimals, equals it.
     """
     from minimha.cli.inputs import read_rows
 
     if not args.hide:
         raise ValueError("--answer needs --hide: the step whose numbers it holds")
     steps = trace.selected(args.hide, head=args.head).steps
-    rows = list(read_rows(args.answer))
+    read = read_rows(args.answer)
+    rows = [(line, row) for line, row in read if not any(_is_heading(row, step) for step in steps)]
     named = [step for step in steps if step.title in args.hide]  # without other stages or heads
     if len(rows) == sum(len(_rows(step)) for step in named):
         steps = tuple(named)
-    expected = [(step, row) for step in steps for row in _rows(step)]
+    expected = [(step, n, row) for step in steps for n, row in enumerate(_rows(step))]
     shape = _shape(named or steps)
     if len(rows) != len(expected):
         raise ValueError(f"{args.answer} has {counted(len(rows), 'row')}: {shape}")
     records = []
-    for (line, fields), (step, row) in zip(rows, expected, strict=True):
+    for (line, fields), (step, n, row) in zip(rows, expected, strict=True):
         where = f"{args.answer}, line {line}"
+        if step.rows and step.value.ndim > 1 and len(fields) == 1 + len(row):
+            label = fields.pop(0).strip()
+            if label != step.rows[n]:
+                raise ValueError(f"{where} begins with {label!r}: expected {step.rows[n]!r}")
         if len(fields) != len(row):
             blank = re.search(r"\S[\t ]+\S", fields[0].strip()) if len(fields) == 1 else None
             hint = " (commas separate numbers)" if blank else ""
             came = f"{counted(len(fields), 'field')}{hint}"
             raise ValueError(f"{where} has {came}: {step.title} has {counted(len(row), 'column')}")
-        for n, ((at, exact), text) in enumerate(zip(row, fields, strict=True), 1):
-            record = _record(f"{where}, field {n}", step, at, exact, text)
+        for field, ((at, exact), text) in enumerate(zip(row, fields, strict=True), 1):
+            record = _record(f"{where}, field {field}", step, at, exact, text)
             if _is_no_maximum(trace, step, at, text):
                 record["verdict"] = FATES[Status.EXACT]
             records.append(record)
@@ -80,6 +85,17 @@ def _rows(step: Step) -> list[list[tuple[Index, float]]]:
     width = step.value.shape[-1] if step.value.ndim else 1
     places = [(at, float(step.value[at])) for at in np.ndindex(step.value.shape)]
     return [places[n : n + width] for n in range(0, len(places), width)]
+
+
+def _is_heading(fields: Sequence[str], step: Step) -> bool:
+    """Whether the fields of a line are the step's title or the labels of its columns."""
+    words = [field.strip() for field in fields]
+    if ", ".join(filter(None, words)) == step.title:
+        return True
+    labels = list(step.columns or ())
+    if words == labels:
+        return any(character.isalpha() for character in "".join(words))  # else it may be an answer
+    return bool(labels) and words[1:] == labels and words[0] not in (step.rows or ())
 
 
 def _record(where: str, step: Step, at: Index, exact: float, text: str) -> dict[str, str]:

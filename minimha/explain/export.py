@@ -9,7 +9,7 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -26,14 +26,16 @@ from minimha.explain.result import Result
 from minimha.explain.steps import num_query_heads
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
+from minimha.explain.worksheet import worksheet
 
 Content = str | bytes | dict[str, str]
 
 
-def trace_as(kind: str, trace: Trace, decimals: int) -> Content:
+def trace_as(kind: str, trace: Trace, decimals: int, *, answers: Collection[str] = ()) -> Content:
     """Return ``trace`` in the format ``kind``; CSV is a dictionary from file name to text.
 
-    SVG and PNG show the figures alone.
+    SVG and PNG show the figures alone. HTML is a page to print if there are ``answers``: the names
+    of the steps that its reader fills in, which are blank in a worksheet and marked in its key.
     """
     makers: dict[str, Callable[[], Content]] = {
         "json": lambda: as_json(trace),
@@ -44,7 +46,7 @@ def trace_as(kind: str, trace: Trace, decimals: int) -> Content:
         "xlsx": lambda: spreadsheet.as_workbook(trace, decimals),
         "svg": lambda: figures.svg(trace, decimals),
         "png": lambda: raster.png(figures.svg(trace, decimals)),
-        "html": lambda: page(trace, decimals),
+        "html": lambda: worksheet(trace, decimals, answers) if answers else page(trace, decimals),
     }
     return makers[kind]()
 

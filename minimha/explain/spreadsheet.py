@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -194,8 +194,9 @@ FORMULAS: dict[str, Callable[..., str]] = {
 def as_workbook(trace: Trace, decimals: int) -> bytes:
     """Return ``trace`` as an xlsx file that shows computed numbers with ``decimals``.
 
-    It needs the extra ``sheets``, and raises ValueError for what a sheet cannot hold: blocks,
-    a step whose operands are not shown or that no formula gives, more than 64 tokens, NaN, ∞.
+    Blank steps are empty, and steps computed from them are numbers without formulas. It needs the
+    extra ``sheets``, and raises ValueError for what a sheet cannot hold: blocks, a step whose
+    operands are not shown or that no formula gives, more than 64 tokens, NaN, ∞.
     """
     try:
         import xlsxwriter
@@ -203,12 +204,15 @@ def as_workbook(trace: Trace, decimals: int) -> bytes:
         raise ValueError(
             "XlsxWriter, which writes spreadsheets, is not installed: pip install 'minimha[sheets]'"
         ) from None
+    blank = {step.title for step in trace.steps if step.is_blank}
+    trace = trace.selected(trace.only, blank=())
     _check(trace)
     origins = {step.title: trace.origins[step] for step in trace.steps}
     _check_origins(trace, origins)
+    origins = {title: _without(blank, title, made) for title, made in origins.items()}
     stream = io.BytesIO()
     with xlsxwriter.Workbook(stream, {"in_memory": True}) as book:
-        _Sheet(book, trace, decimals, origins).write()
+        _Sheet(book, trace, decimals, origins, blank).write()
     return stream.getvalue()
 
 
@@ -274,6 +278,13 @@ def _check_origins(trace: Trace, origins: dict[str, Origin | None]) -> None:
         raise ValueError(f"no step here is computed from another: {INSTEAD}")
 
 
+def _without(blank: Collection[str], title: str, made: Origin | None) -> Origin | None:
+    """The origin of a step, or None where one of its heads or of their operands is ``blank``."""
+    names = {name.partition(",")[0] for name in blank}
+    used = [title] if made is None else [title, *(s.title for s in made.operands if s is not None)]
+    return None if names & {name.partition(",")[0] for name in used} else made
+
+
 class Matrix(NamedTuple):
     """A matrix to be written, with the formula of its entries; None where they are given."""
 
@@ -289,9 +300,11 @@ class _Sheet:
     """Writes a trace from top to bottom, and keeps the range of each matrix."""
 
     def __init__(
-        self, book: Any, trace: Trace, decimals: int, origins: dict[str, Origin | None]
-    ) -> None:
+        self, book: Any, trace: Trace, decimals: int, origins: dict[str, Origin | None],
+        blank: Collection[str],
+    ) -> None:  # fmt: skip
         self.book, self.trace, self.decimals, self.origins = book, trace, decimals, origins
+        self.blank = blank
         self.sheet = book.add_worksheet(SHEET)
         self.panels: dict[str, Panel] = {}
         self.styles: dict[str, Any] = {}
@@ -407,9 +420,14 @@ class _Sheet:
         for i, label in enumerate(matrix.rows or ()):
             self._label(self.top + i, left, label, indent=1)
         number_format = _number_format(values, self.decimals)
-        look = {"bg_color": YELLOW} if matrix.formula is None else {"num_format": number_format}
+        is_blank = matrix.title in self.blank
+        is_given = matrix.formula is None and not is_blank
+        look = {"bg_color": YELLOW} if is_given else {"num_format": number_format}
         style = self._style(**FRAME, **look)
         for (i, j), value in np.ndenumerate(values):
+            if is_blank:
+                self.sheet.write_blank(panel.top + i, panel.left + j, None, style)
+                continue
             formula = matrix.formula and matrix.formula(i, j)
             self._cell(panel.top + i, panel.left + j, float(value), formula, style)
         digits = (

@@ -1,4 +1,4 @@
-"""What of a trace is shown: steps, heads, one query, one cell, and worksheets."""
+"""What of a trace is shown: steps, heads, one query, one cell."""
 
 import csv
 import json
@@ -181,70 +181,6 @@ def test_exported_and_shown_again(run, tmp_path):
     assert "bad.json has steps, but it is no trace" in refused(run, "attend bad.json")
     np.savez(tmp_path / "bad.npz", trace=np.array("{"))
     assert "bad.npz is refused" in refused(run, "attend bad.npz")
-
-
-# Worksheets
-
-
-@pytest.mark.parametrize("format", ["text", "markdown", "latex"])
-def test_a_worksheet_has_blanks_and_no_answer(run, format):
-    out = shown(run, f"example --hide weights --format {format}")
-    assert ("______" in out) or (r"\_\_\_\_\_\_" in out)
-    for answer in ("0.269", "0.731", "0.576", "0.330", "0.268"):
-        assert answer not in out
-    assert "1.736" in out
-
-
-def test_a_worksheet_as_csv_is_filled_and_checked(run, tmp_path):
-    shown(run, "example --hide weights --format csv --output sheet")
-    path = tmp_path / "sheet" / "13_weights.csv"
-    assert path.read_text() == ",,\n,,\n,,\n"
-    path.write_text("1,0,0\n0.27,0.7311,0\n0.211,,0.6\n")
-    out = shown(run, f"example --hide weights --answer {path}")
-    assert out.startswith("7 of 9 numbers are right\n")
-    rows = [" ".join(line.split()) for line in out.splitlines()[2:]]
-    assert rows == [
-        "weights: A[sat,The] 0.211 truncated, not rounded", "weights: A[sat,cat] left blank",
-    ]  # fmt: skip
-    records = json.loads(shown(run, f"example --hide weights --answer {path} --format json"))
-    assert len(records) == 9
-    assert list(records[0]) == ["cell", "given", "verdict"]
-
-
-def test_answers_may_be_written_as_documents_write_them(run, tmp_path):
-    (tmp_path / "a.csv").write_text("1;−∞;−∞\n0;1;-inf\n1;1;2,0 # the last row\n")
-    out = shown(run, "example --hide masked --answer a.csv")
-    assert out == "9 of 9 numbers are right\n"
-
-
-@pytest.mark.parametrize(
-    ("answer", "right"), [("0\n-inf\n1\n", 3), ("0\n0\n1\n", 3), ("-inf\n-inf\n-inf\n", 1)]
-)
-def test_the_largest_of_no_scores_may_be_minus_infinity(run, tmp_path, answer, right):
-    (tmp_path / "p.json").write_text(
-        '{"q": [[0], [0], [1]], "k": [[1]], "v": [[1]], "attn_mask": [[1], [0], [1]]}'
-    )
-    (tmp_path / "a.csv").write_text(answer)
-    out = shown(run, "attend p.json --hide row_max --answer a.csv")
-    assert out.startswith(f"{right} of 3 numbers are right\n")
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("1,0\n1,1\n", "a.csv has 2 rows: weights has 3 rows of 3"),
-        ("1,0\n1,1\n1,1\n", "a.csv, line 1 has 2 fields: weights has 3 columns"),
-        (
-            "1\t0\t0\n1\t1\t1\n1\t1\t1\n",
-            "line 1 has 1 field (commas separate numbers): weights has 3",
-        ),
-        ("1 0 0\n1 1 1\n1 1 1\n", "line 1 has 1 field (commas separate numbers): weights has 3"),
-        ("1,0,0\n1,cat,1\n1,1,1\n", "a.csv, line 2, field 2 is 'cat': expected a number, or not"),
-    ],
-)
-def test_an_answer_that_does_not_fit(run, tmp_path, text, sentence):
-    (tmp_path / "a.csv").write_text(text)
-    assert sentence in refused(run, "example --hide weights --answer a.csv")
 
 
 # What is read, and what is misspelt

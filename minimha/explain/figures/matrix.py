@@ -11,6 +11,7 @@ from minimha.explain.trace import Step
 ROW = 24  # pixels
 LABEL = 10  # characters
 SMALL = 12  # size of numbers and labels
+BOX = 8  # characters of a number to be filled in
 LOW = 40  # pixels for the least number of a scale
 LIGHTEST_ON = 0.66  # level above which light ink has more contrast than dark ink
 MAPPED = ("scores", "energies", "cosine", "scaled", "scaled_cosine", "capped", "biased",
@@ -29,6 +30,8 @@ def matrix(
 ) -> Drawing:
     """Draw the numbers of ``step`` under ``title``, ``formula`` and its labels."""
     body = cells(step.value, decimals)
+    if step.is_blank:
+        body = [[" " * BOX for _ in row] for row in body]  # to write into
     rows = step.rows
     margin = max((breadth(short(label, LABEL), SMALL) + 8 for label in rows or ()), default=0)
     widths = _widths(body, step.columns)
@@ -100,7 +103,7 @@ def _widths(body: Sequence[Sequence[str]], columns: Sequence[str] | None) -> lis
 
 def shades(step: Step, scales: tuple[Limits, Limits]) -> list[list[float]] | None:
     """Return a level from 0 to 1 for each cell of a heatmap, -∞ if hidden; None if not mapped."""
-    if step.base not in MAPPED or step.value.ndim != 2:
+    if step.base not in MAPPED or step.value.ndim != 2 or step.is_blank:
         return None
     low, high = scales[step.base in SHARES]
     value = np.asarray(step.value, np.float64)
