@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+NO_SIDEBAR = ("index", "lesson", "gallery", "reference/conventions", "kernels/*")
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # the extension, and the package of this checkout
 
 project = "minimha"
@@ -39,7 +40,7 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_search_summary = False  # which is fetched, and a file:// page may fetch nothing
-html_sidebars = {name: [] for name in ("index", "gallery", "reference/conventions", "kernels/*")}
+html_sidebars = {name: [] for name in NO_SIDEBAR}
 html_context = {"default_mode": "auto"}
 html_theme_options = {
     "show_nav_level": 2,
