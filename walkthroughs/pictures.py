@@ -1,6 +1,6 @@
 """Draws the pictures that no command draws: ``python walkthroughs/pictures.py swizzle.svg``.
 
-page.png is a photograph of the page that ``example --output the_cat_sat.html`` writes. It needs a
+page.png is a photograph of the page that ``example --sentence … --output FILE`` writes. It needs a
 browser: ``pip install '.[browser-test]'`` and Chromium.
 """
 
@@ -18,6 +18,7 @@ from minimha.explain.result import Result
 PICTURES = Path(__file__).parent / "pictures"
 BANKS, WIDTH = 32, 4  # of shared memory; of a chunk of 16 bytes, in banks
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
+SENTENCE = "the cat sat on the mat"
 WINDOW = {"width": 1120, "height": 700}
 
 
@@ -40,13 +41,13 @@ def swizzle(folder: Path) -> None:
 
 
 def page(folder: Path) -> None:
-    """Photograph the page of "The cat sat" with one cell written out."""
+    """Photograph the page of a sentence with one cell written out."""
     from playwright.sync_api import sync_playwright
 
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     with tempfile.TemporaryDirectory() as made, sync_playwright() as playwright:
-        document = Path(made) / "the_cat_sat.html"
-        main(["example", "--tokens", "3", "--output", str(document)])
+        document = Path(made) / "page.html"
+        main(["example", "--sentence", SENTENCE, "--heads", "2", "--output", str(document)])
         browser = playwright.chromium.launch(executable_path=program)
         view = browser.new_page(viewport=WINDOW)
         view.goto(document.as_uri())
