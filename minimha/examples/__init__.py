@@ -1,4 +1,4 @@
-"""The worked examples of five teaching documents, and others that they promise or describe.
+"""The worked examples: those of five teaching documents, and further ones that they suggest.
 
 The documents by number:
 
@@ -15,8 +15,8 @@ The documents by number:
 004
     "Multi-head Attention": Q, K and V given, scores against cosines, FlashAttention.
 
-``EXAMPLES`` maps a name to its example, which is imported when it is used. ``DOCUMENTS`` maps a
-document's number to the name of the example that reproduces it.
+``EXAMPLES`` maps a name to an ``Example``, and imports the module on the first access.
+``DOCUMENTS`` maps a document's number to the name of the example that reproduces the document.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ PLACES = {  # module.attribute
 
 
 class Examples(Mapping[str, Example]):
-    """Every example by its name."""
+    """A mapping from the name of an example to the example."""
 
     def __getitem__(self, name: str) -> Example:
         module, attribute = PLACES[name].split(".")

@@ -1,4 +1,4 @@
-"""Document 000's "bank": of a loan or of a river, one embedding, two contexts, two outputs."""
+"""The word "bank" of document 000: one embedding gets two outputs in two contexts."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ SENTENCES = {
     "river": ("The", "bank", "of", "the", "river", "flooded"),
 }
 COLUMNS = ("bank", "money", "water", "other")
-EMBEDDINGS = {"bank": "1 0.5 0.5 0", "loan": "0 1 0 0", "river": "0 0 1 0"}  # of the rest: other
-GAIN = 16.0  # of every query, so that one matching column decides
+EMBEDDINGS = {"bank": "1 0.5 0.5 0", "loan": "0 1 0 0", "river": "0 0 1 0"}  # else "other"
+GAIN = 16.0  # factor of every query, so that one matching column decides
 W_Q = GAIN * matrix("1 -1", "0 1", "0 1", "0 1")  # "bank" asks for a meaning, others for none
 W_K = matrix("-1 0", "1 0", "1 0", "0 1")  # "bank" itself has two meanings and offers neither
 W_V = matrix("0", "1", "-1", "0")
@@ -31,7 +31,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def _staged(tap: Tap, context: str) -> Tap:
-    """Return a tap that appends the context to names, and receives the weights only once."""
+    """Return a tap that appends ``[context]`` to names, and passes the weights on only once."""
 
     def receive(name: str, value: Any) -> Any:
         if not name.startswith("W_"):

@@ -1,4 +1,4 @@
-"""Naive attention against FlashAttention, block by block, as document 004 offers but leaves out."""
+"""A comparison of naive attention with FlashAttention, block by block, which document 004 omits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,21 +13,22 @@ from minimha.examples.example import Example
 from minimha.examples.sentences import DEFAULT_SEED
 from minimha.explain.trace import token_labels
 
-NUM_HEADS = 2  # of the sentence's example, whose head 0 this is
+NUM_HEADS = 2  # of ``sentences.sentence``, whose head 0 is shown here
 
 
 def of_length(num_tokens: int, **settings: Any) -> Example:
-    """Return ``block_by_block`` of the documents' sentence of ``num_tokens`` tokens, 1 to 12."""
+    """Return ``block_by_block`` for the documents' sentence with ``num_tokens`` tokens, 1 to 12."""
     return block_by_block(sentences.SENTENCES[num_tokens][0].split(), **settings)
 
 
 def block_by_block(
     tokens: Sequence[str], *, B_r: int = 2, B_c: int = 2, d_model: int = 4, seed: int = DEFAULT_SEED
 ) -> Example:
-    """Return one causal head over ``tokens``, with whole matrices and in blocks of B_r × B_c.
+    """Return an example that computes one causal head with whole matrices and in blocks.
 
-    It is head 0 of ``sentences.sentence(tokens)``, with the same ``d_model``, which must be even,
-    and ``seed``.
+    A block has ``B_r`` queries and ``B_c`` keys. The head is head 0 of
+    ``sentences.sentence(tokens)`` with the same ``d_model``, which must be even, and the same
+    ``seed``.
     """
     if d_model % NUM_HEADS:
         raise ValueError(
@@ -75,9 +76,10 @@ def block_by_block(
 
 
 def numbers_kept(L: int, *, D: int, B_r: int, B_c: int) -> tuple[int, int]:
-    """Count the numbers in memory beyond Q, K, V and O, with whole matrices and in blocks.
+    """Return how many numbers naive and tiled attention hold in memory beyond Q, K, V and O.
 
-    Whole: S and A, L × L each. In blocks: Q_i, K_j, V_j, S_ij, m_i, l_i and O_i of one block.
+    Naive attention holds S and A, L × L each. Tiled attention holds Q_i, K_j, V_j, S_ij, m_i, l_i
+    and O_i of one block.
 
     >>> numbers_kept(4096, D=64, B_r=64, B_c=64)
     (33554432, 20608)
@@ -87,7 +89,7 @@ def numbers_kept(L: int, *, D: int, B_r: int, B_c: int) -> tuple[int, int]:
 
 
 def skipped_blocks(problem: Problem, B_r: int, B_c: int) -> list[tuple[int, int]]:
-    """Return the blocks (i, j) in which no query sees a key."""
+    """Return the indices (i, j) of the blocks in which no query sees a key."""
     L = problem.q.shape[2]
     loaded = {
         (i, j)

@@ -1,4 +1,4 @@
-"""A worked example: its inputs, its computation, and the numbers that a document prints."""
+"""The class ``Example``: inputs, a computation, and the numbers that a document prints for them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from minimha.explain.trace import Trace
 
 @dataclass(frozen=True)
 class Note:
-    """A note that is shown only with this mask and scaling; None means with either."""
+    """A note that is shown only for this mask and this scaling; None means for either."""
 
     words: str
     is_causal: bool | None = None
@@ -23,33 +23,34 @@ class Note:
 
 @dataclass(frozen=True)
 class Example:
-    """One worked example; the other attributes are those of ``explain.Trace``."""
+    """A worked example; attributes without a comment are those of ``explain.Trace``."""
 
     name: str
-    title: str  # what it shows, in a line
+    title: str  # what the example shows, in a line
     source: str
     sentence: str  # the tokens, as the document writes them
     run: Callable[[Tap, bool, bool], Any]  # (tap, is_causal, is_scaled)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    is_causal: bool = False  # whether the document computes it with a causal mask,
-    is_scaled: bool = True  # with the division by √d_k,
-    is_adjustable: bool = True  # and whether these two can be changed
+    is_causal: bool = False  # whether the document uses a causal mask,
+    is_scaled: bool = True  # whether the document divides by √d_k,
+    is_adjustable: bool = True  # and whether a caller may change these two
     printed: tuple[PrintedMatrix, ...] = ()
     notes: Mapping[str, str | Note] = field(default_factory=dict)  # by step name
     blocks: tuple[int, int] | None = None
     given: tuple[str, ...] = ()
-    document: str = ""  # the number of the document that it reproduces, if any
+    document: str = ""  # the number of the document that the example reproduces, if any
     left_out: str = ""  # that document's other numbers, and why they are left out
 
     @property
     def label(self) -> str:
-        """The name and the document: ``the-cat-sat (document 003)``."""
+        """The name and the number of the document: ``the-cat-sat (document 003)``."""
         return f"{self.name} (document {self.document})" if self.document else self.name
 
     def trace(self, is_causal: bool | None = None, is_scaled: bool | None = None) -> Trace:
-        """Run the example and return its trace.
+        """Run the example and return the trace.
 
-        Printed numbers are shown only if ``is_causal`` and ``is_scaled`` are the document's.
+        Printed numbers are included only if ``is_causal`` and ``is_scaled`` are the document's. By
+        default they are.
         """
         causal = self.is_causal if is_causal is None else is_causal
         scaled = self.is_scaled if is_scaled is None else is_scaled
@@ -72,7 +73,7 @@ class Example:
 
 
 def _holding(notes: Mapping[str, str | Note], causal: bool, scaled: bool) -> dict[str, str]:
-    """The notes for this mask and this scaling."""
+    """Return the text of the notes for this mask and this scaling, by step name."""
     given = {name: note if isinstance(note, Note) else Note(note) for name, note in notes.items()}
     return {
         name: note.words
@@ -82,5 +83,5 @@ def _holding(notes: Mapping[str, str | Note], causal: bool, scaled: bool) -> dic
 
 
 def matrix(*rows: str) -> NDArray[np.float64]:
-    """Return the matrix with these rows: ``matrix("1 0", "0 1")``."""
+    """Return a float64 matrix from one string of numbers per row: ``matrix("1 0", "0 1")``."""
     return np.array([[float(number) for number in row.split()] for row in rows])

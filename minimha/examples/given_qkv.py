@@ -1,4 +1,4 @@
-"""Document 004: Q, K and V given, no mask. Four of its six printed outputs are wrong."""
+"""The example of document 004: given Q, K and V, no mask. Four of six printed outputs are wrong."""
 
 import numpy as np
 
@@ -45,7 +45,7 @@ PRINTED = (
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run one head on the given Q, K and V; then compute the cosines of Q and K."""
+    """Run one head on the given Q, K and V, then compute the cosines of queries and keys."""
     scale = None if is_scaled else 1.0
     attention(Q, K, V, is_causal=is_causal, scale=scale, tap=with_root(tap))
     lengths = np.linalg.norm(Q, axis=1)[:, None] * np.linalg.norm(K, axis=1)
@@ -53,7 +53,7 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def with_root(tap: Tap) -> Tap:
-    """Return a tap that receives √d_k just before the scores are divided by it."""
+    """Return a tap that also receives √d_k, just before the scaled scores."""
 
     def receive(name: str, value: np.ndarray) -> np.ndarray:
         if name == "scaled":

@@ -1,7 +1,7 @@
-"""A whole layer of GPT-2, of LLaMA and of BERT, with weights small enough to follow by eye.
+"""One layer of GPT-2, of LLaMA and of BERT, with weights small enough to follow by eye.
 
-Each is attention and a feed-forward, with a residual connection around both. They differ in their
-norms, their positions and the feed-forward's activation.
+Each layer has attention and a feed-forward network, with a residual connection around both. The
+layers differ in norms, positions and the activation of the feed-forward network.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from minimha.layers.multihead import MultiHeadAttention
 from minimha.layers.norms import layer_norm, rms_norm
 from minimha.layers.rope import RoPE
 
-Norm = Callable[[NDArray[Any], str], NDArray[Any]]  # of x and a prefix of its steps' names
+Norm = Callable[[NDArray[Any], str], NDArray[Any]]  # of x and a prefix for names of steps
 
 SENTENCE, DOCUMENT = sentences.SENTENCES[3]
 WORDS = tuple(SENTENCE.split())
-MARKED = ("[CLS]", *SENTENCE.lower().split(), "[SEP]")  # as BERT reads it
+MARKED = ("[CLS]", *SENTENCE.lower().split(), "[SEP]")  # the tokens that BERT reads
 SEED = sentences.DEFAULT_SEED
 DRAWN = f"a sentence of document {DOCUMENT}; embeddings and weights drawn with seed {SEED}"
 F = 8  # width inside the feed-forward
 
 
 def run_gpt2(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Learned positions, one product with c_attn for Q, K and V, norms before, GELU by tanh."""
+    """Run a layer with learned positions, a fused ``c_attn``, norms before, and GELU by tanh."""
     num_heads, E = 2, 4
     rng = np.random.default_rng([SEED, E])
     wte = tap("wte", sentences.embeddings(WORDS, E, SEED))
@@ -51,7 +51,7 @@ def run_gpt2(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def run_llama(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Queries and keys are rotated, two heads share keys and values; RMSNorm before, SwiGLU."""
+    """Run a layer with RoPE, one key/value head for two query heads, RMSNorm before, and SwiGLU."""
     num_heads, num_kv_heads, E = 2, 1, 8
     weights = sentences.draw_weights(E, num_heads, num_kv_heads, SEED)
     layer = MultiHeadAttention.from_heads(*weights, rope=RoPE(E // num_heads))
@@ -70,7 +70,7 @@ def run_llama(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def run_bert(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Learned positions, every token sees every other, norms after the residuals, exact GELU."""
+    """Run a layer with learned positions, no mask, norms after the residuals, and exact GELU."""
     num_heads, E = 2, 4
     rng = np.random.default_rng([SEED, E])
     weights = sentences.draw_weights(E, num_heads, num_heads, SEED)
@@ -90,7 +90,7 @@ def _options(is_causal: bool, is_scaled: bool) -> dict[str, Any]:
 
 
 def _layer_norm(rng: np.random.Generator, E: int, epsilon: float, tap: Tap) -> Norm:
-    """Return a layer norm that draws its gain, of 1 and 2, and bias, of 0 and 1, in each call."""
+    """Return a layer norm that draws a gain of 1 and 2 and a bias of 0 and 1 at each call."""
 
     def norm(x: NDArray[Any], prefix: str) -> NDArray[Any]:
         gain, bias = rng.integers(1, 3, E).astype(float), rng.integers(0, 2, E).astype(float)

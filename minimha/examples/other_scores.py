@@ -1,4 +1,4 @@
-"""Document 004's Q, K and V with two other ways to score: cosine similarity, a small network."""
+"""Two other ways to score document 004's Q, K and V: cosine similarity and a small network."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from minimha.layers.cosine import cosine_attention
 
 
 def run_cosine(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Compute dot products, then lengths, angles and cosines, of the same numbers."""
+    """Run attention by dot product, compute lengths and angles, then run attention by cosine."""
     scale = None if is_scaled else 1.0
     attention(Q, K, V, is_causal=is_causal, scale=scale, tap=staged(tap, "dot"))
     for name, x in (("q_length", Q), ("k_length", K)):
@@ -23,7 +23,7 @@ def run_cosine(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def run_additive(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """A hidden layer of width 2 whose matrices are the identity: tanh of the sum of both."""
+    """Run additive attention with a hidden layer of width 2 whose two matrices are the identity."""
     if is_scaled:
         raise ValueError("additive attention has no product of vectors to divide by √d_k")
     I = np.eye(2)

@@ -1,4 +1,4 @@
-"""Two sentences of different lengths in one batch: a padding mask hides what fills the shorter."""
+"""A batch of two sentences of different lengths, with a padding mask for the shorter one."""
 
 import numpy as np
 

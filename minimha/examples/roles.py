@@ -1,9 +1,9 @@
 """Heads set by hand to follow the relations that, by the documents, heads may learn.
 
 The documents name relations (subject and verb, a pronoun and its noun, neighbours) and print no
-numbers for them. Here a token has 0 or 1 in named columns, for its grammar and its position. Each
-head's W_q and W_k pick the columns of its relation. A query scores higher with a key that matches
-it in one more column. Heads of trained models are rarely this clear.
+numbers for them. Here a token has 0 or 1 in named columns, for its grammar and its position. A
+head's W_q and W_k pick the columns of one relation. A query scores higher with a key that matches
+in one more column. Heads of trained models are rarely this clear.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,15 @@ from minimha.examples.example import Example, Note
 from minimha.explain.trace import token_labels
 from minimha.layers.multihead import MultiHeadAttention
 
-GAIN = 16.0  # of every query, so that one matching column decides; more of longer sentences
+GAIN = 16.0  # factor of every query, so that one matching column decides; larger for long sentences
 SPREAD = " A query of zeros asks for nothing and spreads evenly."
-NEAR = {-1: 0.75, 0: 1.0, 1: 0.75}  # the local head's query for each neighbour
+NEAR = {-1: 0.75, 0: 1.0, 1: 0.75}  # strength of the local head by distance
 Pairs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Head:
-    """The relation that a head follows, what its weights show, and the keys that it asks for."""
+    """The relation of a head, what its weights show, and which keys its queries ask for."""
 
     relation: str
     reading: str
@@ -37,7 +37,7 @@ def _example(
     name: str, document: str, grammar: Mapping[str, str], columns: Sequence[str],
     heads: list[Head], gain: float = GAIN,
 ) -> Example:  # fmt: skip
-    """Return an example of the words in ``grammar``, which maps each word to its columns."""
+    """Return an example of the words in ``grammar``, a mapping from each word to its columns."""
     words = list(grammar)
     L, E = len(words), len(columns) + len(words)
 
@@ -78,7 +78,7 @@ def _example(
 
 
 def _has_query_of_zeros(head: Head, grammar: Mapping[str, str]) -> bool:
-    """Whether some word has none of the columns that the head's queries use."""
+    """Return whether some word has none of the columns that the head's queries use."""
     asking = {column for column, _ in head.asks}
     return head.offsets is None and any(
         asking.isdisjoint(kinds.split()) for kinds in grammar.values()
@@ -88,7 +88,7 @@ def _has_query_of_zeros(head: Head, grammar: Mapping[str, str]) -> bool:
 def _matrices(
     head: Head, columns: Sequence[str], L: int, gain: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """W_q and W_k (E, D) of one head; D = L, one column per position."""
+    """Return W_q and W_k (E, D) of one head; D is L, one column per position."""
     W_q, W_k = np.zeros((2, len(columns) + L, L))
     for n, key in enumerate(dict.fromkeys(key for _, key in head.asks)):
         W_k[columns.index(key), n] = 1
@@ -98,7 +98,7 @@ def _matrices(
         W_k[len(columns) :] = np.eye(L)
         for i in range(L):
             places = {i + n: share for n, share in head.offsets.items() if 0 <= i + n < L}
-            for place, share in (places or {i: 1.0}).items():  # no such neighbour: itself
+            for place, share in (places or {i: 1.0}).items():  # or the token itself
                 W_q[len(columns) + i, place] = gain * share
     return W_q, W_k
 

@@ -1,7 +1,7 @@
 """Any sentence through a whole multi-head attention, with weights small enough to follow by eye.
 
-The documents promise such an example and leave it out. Nothing here is learned: embeddings and
-weights are integers drawn from a seed, and a word always has the same embedding.
+The documents announce such an example and leave it out. Nothing here is learned: embeddings and
+weights are integers drawn from a seed. A word always has the same embedding.
 """
 
 import zlib
@@ -44,7 +44,7 @@ BANK_RELATIONS = (
 
 
 def of_length(num_tokens: int, **settings: Any) -> Example:
-    """Return ``sentence`` of the documents' sentence of ``num_tokens`` tokens, 1 to 12."""
+    """Return ``sentence`` for the documents' sentence with ``num_tokens`` tokens, 1 to 12."""
     words, document = SENTENCES[num_tokens]
     return sentence(words.split(), source=f"a sentence of document {document}", **settings)
 
@@ -60,11 +60,11 @@ def sentence(
     context: Sequence[str] | None = None,
     source: str = "your own sentence",
 ) -> Example:
-    """Return a multi-head attention over ``tokens``, with every matrix of every head.
+    """Return an example that runs multi-head attention over ``tokens``.
 
-    It is causal, unless the tokens attend to another sentence, ``context`` (cross-attention). Each
-    head has width ``d_model`` / ``num_heads``. ``rope`` rotates queries and keys by their
-    positions. Embeddings and weights are drawn with ``seed``.
+    The attention is causal, unless the tokens attend to another sentence, ``context``
+    (cross-attention). Each head has width ``d_model`` / ``num_heads``. ``rope`` rotates queries and
+    keys by their positions. Embeddings and weights are drawn with ``seed``.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check(tokens, num_heads, num_kv_heads, d_model, seed)
@@ -78,7 +78,7 @@ def sentence(
         )
     rotation: Any = None
     if rope:
-        from minimha.layers.rope import RoPE  # only where it is used: it takes time to load
+        from minimha.layers.rope import RoPE  # imported here because the import is slow
 
         rotation = RoPE(d_model // num_heads)
 
@@ -111,7 +111,7 @@ def sentence(
 
 
 def embeddings(tokens: Sequence[str], d_model: int, seed: int) -> NDArray[np.float64]:
-    """Return rows (L, E) of -1, 0 and 1; a word has the same row at every position."""
+    """Return a row of -1, 0 and 1 for each token, (L, E); equal words have equal rows."""
 
     def row(token: str) -> NDArray[np.int64]:
         rng = np.random.default_rng([seed, zlib.crc32(token.casefold().encode("utf-8", "replace"))])
@@ -125,8 +125,8 @@ def draw_weights(
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Draw W_q (H, E, D), W_k and W_v (Hkv, E, D) and W_o (H · D, E) of -1, 0 and 1.
 
-    However wide the model, a column has about 2.4 numbers that are not 0. With more, the scores
-    would grow with the width, and each query would look at one key alone.
+    At any width of the model, a column has about 2.4 numbers that are not 0. With more, the scores
+    would grow with the width, and each query would attend to one key alone.
     """
     rng = np.random.default_rng([seed, d_model, num_heads, num_kv_heads])
     D = d_model // num_heads
@@ -140,7 +140,7 @@ def draw_weights(
 def check(
     tokens: Sequence[str], num_heads: int, num_kv_heads: int, d_model: int, seed: int
 ) -> None:
-    """Raise a ValueError, with the command line's names, if an example cannot be made."""
+    """Raise ValueError, with the names of the command line's options, if an argument is invalid."""
     if not tokens:
         raise ValueError("the sentence has no tokens: expected at least one word")
     counts = {"heads": num_heads, "kv-heads": num_kv_heads, "d-model": d_model}

@@ -1,4 +1,4 @@
-"""Document 001: the shapes of multi-head attention and the sizes of known models."""
+"""The example of document 001: shapes of multi-head attention, and the sizes of known models."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Document 003: "The cat sat", causal, with and without the division by √d_k."""
+"""The example of document 003: "The cat sat", causal, with and without the division by √d_k."""
 
 import numpy as np
 
@@ -31,7 +31,7 @@ PRINTED = (
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run one head; without scaling, run it once more with the division in the formula."""
+    """Run one head; without scaling, run it again with the division by √d_k."""
     x = tap("x", X)
     q, k = x @ tap("W_q", I), x @ tap("W_k", I)
     tap("W_v", I)

@@ -1,13 +1,14 @@
-"""Document 000's translation: encoder, masked decoder and cross-attention, set by hand.
+"""The example of document 000's translation: encoder, masked decoder and cross-attention by hand.
 
-"The boy trains the puppy" → "Le garçon entraîne le chiot". A token has 0 or 1 in named columns, for
-its meaning, in either language, and its position. The encoder decides whether "trains" is a noun or
-a verb. The decoder reads ``<s>`` and the words written so far, and determines what kind of word may
-follow; cross-attention finds the English word for it. First all words are computed at once, as in
-training; then one after the other, as in generation; then without the shift, the mask or
-cross-attention, to show their purpose.
+The sentence is "The boy trains the puppy" → "Le garçon entraîne le chiot". A token has 0 or 1 in
+named columns, for its meaning, in either language, and its position. The encoder decides whether
+"trains" is a noun or a verb. The decoder reads ``<s>`` and the words written so far, and
+determines what kind of word may follow. Cross-attention then finds the English word of this kind.
 
-There are residual connections, but no norms or feed-forward layers, which would hide the numbers.
+The example first computes all words at once, as in training. Then it writes one word after the
+other, as in generation. At last it leaves out the shift, the mask or cross-attention, to show their
+purpose. There are residual connections, but no norms or feed-forward layers, which would hide the
+numbers.
 """
 
 from collections.abc import Sequence
@@ -26,22 +27,22 @@ Array = NDArray[np.float64]
 
 ENGLISH = ("The", "boy", "trains", "the", "puppy")
 FRENCH = ("Le", "garçon", "entraîne", "le", "chiot")
-READ = ("<s>", *FRENCH[:-1])  # what the decoder reads, shifted by one: the words so far
-VOCABULARY = ("le", "garçon", "chiot", "train", "entraîne")  # French for each of the meanings
+READ = ("<s>", *FRENCH[:-1])  # the decoder's input: the translation, shifted by one
+VOCABULARY = ("le", "garçon", "chiot", "train", "entraîne")  # one French word for each meaning
 SHORT = ("art", "boy", "pup", "noun", "verb", "after", "<s>", *map(str, range(5)))  # columns of x
-AFTER, START, E = 5, 6, len(SHORT)  # the verb has been read; the token is <s>
+AFTER, START, E = 5, 6, len(SHORT)  # columns "the verb has been read" and <s>; the width
 TRAINS = [3, 4]  # the columns of "trains", as a noun and as a verb
-GAIN = 16.0  # of every query, so that one matching column more or less decides
+GAIN = 16.0  # factor of every query, so that a single matching column decides
 
 IN_ENGLISH = matrix("1 0 0 0 0", "0 1 0 0 0", "0 0 0 0.5 0.5", "1 0 0 0 0", "0 0 1 0 0")
 IN_FRENCH = np.eye(5)[[VOCABULARY.index(word.lower()) for word in FRENCH]]
-# What kind of word follows an article (any noun), each of three nouns (a verb), a verb and <s>.
+# Row: the last word (article, three nouns, verb, <s>). Column: the kind of word expected next.
 NEXT = np.array([[0, 1 / 3, 1 / 3, 1 / 3, 0], *[[0, 0, 0, 0, 1]] * 3, *[[1, 0, 0, 0, 0]] * 2])
-W_VOCAB = GAIN * np.eye(E, 5)  # a word's logit is how much of its meaning there is
+W_VOCAB = GAIN * np.eye(E, 5)  # a word's logit is the share of its meaning
 
 
 def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
-    """Return rows (L, E) of words with these meanings (..., 5); if shifted, after ``<s>``."""
+    """Return rows (L, E) with ``meanings`` (..., 5) and positions; if shifted, after ``<s>``."""
     x = np.zeros((len(meanings) + is_shifted, E))
     x[int(is_shifted) :, :AFTER] = meanings
     x[0, START] = is_shifted
@@ -50,28 +51,28 @@ def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
 
 
 def encoder() -> MultiHeadAttention:
-    """Head 0 finds whether the verb has been read; head 1, whether 'trains' is a noun or a verb."""
+    """Return the layer that finds the verb: head 0 in the words so far, head 1 among noun and verb."""
     so_far, places, asks, offers = np.zeros((4, E, 6))
-    so_far[START + 1 :] = GAIN * np.c_[2 * np.tri(5), np.ones(5)]  # words up to me, and "trains"
+    so_far[START + 1 :] = GAIN * np.c_[2 * np.tri(5), np.ones(5)]  # words up to the query; "trains"
     places[START + 1 :, :5] = np.eye(5)
     places[TRAINS, 5] = 1
-    asks[TRAINS, 0] = GAIN  # an ambiguous word asks for nouns …
-    asks[[0, 1, 2], 1] = GAIN  # … and any other for an article, which passes on nothing
+    asks[TRAINS, 0] = GAIN  # an ambiguous word asks for nouns, …
+    asks[[0, 1, 2], 1] = GAIN  # … any other word for an article, whose value is 0
     offers[[1, 2], 0] = offers[0, 1] = 1
     is_train, is_noun = np.zeros((2, E, 1))
     is_train[TRAINS] = is_noun[[1, 2]] = 1
     W_o = np.zeros((2, E))
     W_o[0, AFTER] = 1
-    W_o[1, TRAINS] = -0.5, 0.5  # nouns beside it: it is the verb
+    W_o[1, TRAINS] = -0.5, 0.5  # if there are nouns, "trains" is a verb
     return MultiHeadAttention.from_heads([so_far, asks], [places, offers], [is_train, is_noun], W_o)
 
 
 def decoder() -> MultiHeadAttention:
-    """Head 0 finds whether there is a verb so far; head 1, what kind of word follows."""
+    """Return the decoder's layer: head 0 looks for a verb, head 1 predicts the next kind of word."""
     asks, offers = np.zeros((2, E, 5))
-    asks[START + 1 :, :2] = GAIN * np.array([2, 1])  # a verb, or else <s>, which passes on nothing
+    asks[START + 1 :, :2] = GAIN * np.array([2, 1])  # a verb, or else <s>, whose value is 0
     offers[TRAINS, 0] = offers[START, 1] = 1
-    me = np.eye(E, 5, -START - 1)  # its position
+    me = np.eye(E, 5, -START - 1)  # the token's position
     is_train, meaning = np.zeros((2, E, 6))
     is_train[TRAINS, 0] = 1
     meaning[:AFTER, :5] = np.eye(5)
@@ -79,14 +80,14 @@ def decoder() -> MultiHeadAttention:
     W_o = np.zeros((12, E))
     W_o[0, AFTER] = 1
     W_o[6:, :AFTER] = NEXT
-    W_o[6:] -= meaning.T  # what is expected takes the place of what was read
+    W_o[6:] -= meaning.T  # the expected meaning replaces the meaning read
     return MultiHeadAttention.from_heads([asks, GAIN * me], [offers, me], [is_train, meaning], W_o)
 
 
 def cross() -> MultiHeadAttention:
-    """One head finds the English word with an expected meaning, on the same side of the verb."""
+    """Return a layer of one head that finds the expected English word on the same side of the verb."""
     W, side = np.eye(E, 6), np.eye(6)[AFTER]
-    W[AFTER] *= 2  # with the bias: -1 before the verb, 1 from it on
+    W[AFTER] *= 2  # with the bias: -1 before the verb, 1 from the verb on
     meaning = np.eye(E, 5)
     return MultiHeadAttention.from_heads(
         [GAIN * W * (3, 3, 3, 3, 3, 1)], [W], [meaning], meaning.T, b_q=-GAIN * side, b_k=-side
@@ -94,7 +95,7 @@ def cross() -> MultiHeadAttention:
 
 
 def copying() -> MultiHeadAttention:
-    """One head reads the word after its own, which is the answer."""
+    """Return a layer of one head that copies the next word, which is the answer."""
     me, meaning = np.eye(E, 5, -START - 1), np.eye(E, 5)
     ahead = np.zeros((E, 5))
     ahead[START + 1 : -1] = np.eye(5)[1:]
@@ -102,7 +103,7 @@ def copying() -> MultiHeadAttention:
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run the translation at once, then word by word, then without its parts."""
+    """Run the translation at once, word by word, and without cross-attention, shift or mask."""
     scale = None if is_scaled else 1.0
     english, french = embeddings(IN_ENGLISH), embeddings(IN_FRENCH[:-1], is_shifted=True)
     staged_tap = staged(tap, "encoder")
@@ -123,13 +124,13 @@ def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
 
 
 def probabilities(x: Array, tap: Tap) -> Array:
-    """Return the probability of each word of the vocabulary, (L, 5), for rows x (L, E)."""
+    """Return the probability of each word of the vocabulary, (L, 5), for rows ``x`` (L, E)."""
     logits = tap("logits", x @ W_VOCAB)
     return np.asarray(tap("probabilities", softmax(logits)[0]))
 
 
 def write(memory: Array, scale: float | None, tap: Tap) -> list[str]:
-    """Write five words, each given those before it, and tap the weights of each step."""
+    """Write five words one after the other, and trace the attention of each step."""
     words: list[int] = []
     for step in range(1, 6):
         read = embeddings(np.eye(5)[words], is_shifted=True)
@@ -141,7 +142,7 @@ def write(memory: Array, scale: float | None, tap: Tap) -> list[str]:
 
 
 def _looking(tap: Tap) -> Tap:
-    """Return a tap that receives only the query and the weights of a step."""
+    """Return a tap that passes on only the query and the weights of a step."""
     new = "x", "q", "scores", "scaled", "row_max", "exponentials", "row_sum", "weights"
 
     def receive(name: str, value: Any) -> Any:

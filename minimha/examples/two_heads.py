@@ -1,4 +1,4 @@
-"""Document 000: one token, two heads of width 2. With a single key, attention returns V."""
+"""The example of document 000: one token and two heads of width 2, each of which returns V."""
 
 import numpy as np
 
