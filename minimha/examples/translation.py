@@ -51,7 +51,7 @@ def embeddings(meanings: Array, is_shifted: bool = False) -> Array:
 
 
 def encoder() -> MultiHeadAttention:
-    """Return the layer that finds the verb: head 0 in the words so far, head 1 among noun and verb."""
+    """Return the encoder's layer: head 0 looks for a verb so far, head 1 for nouns near "trains"."""
     so_far, places, asks, offers = np.zeros((4, E, 6))
     so_far[START + 1 :] = GAIN * np.c_[2 * np.tri(5), np.ones(5)]  # words up to the query; "trains"
     places[START + 1 :, :5] = np.eye(5)
@@ -68,7 +68,7 @@ def encoder() -> MultiHeadAttention:
 
 
 def decoder() -> MultiHeadAttention:
-    """Return the decoder's layer: head 0 looks for a verb, head 1 predicts the next kind of word."""
+    """Return the decoder's layer: head 0 looks for a verb, head 1 predicts what follows."""
     asks, offers = np.zeros((2, E, 5))
     asks[START + 1 :, :2] = GAIN * np.array([2, 1])  # a verb, or else <s>, whose value is 0
     offers[TRAINS, 0] = offers[START, 1] = 1
@@ -85,7 +85,7 @@ def decoder() -> MultiHeadAttention:
 
 
 def cross() -> MultiHeadAttention:
-    """Return a layer of one head that finds the expected English word on the same side of the verb."""
+    """Return a layer of one head that finds the expected word, on the same side of the verb."""
     W, side = np.eye(E, 6), np.eye(6)[AFTER]
     W[AFTER] *= 2  # with the bias: -1 before the verb, 1 from the verb on
     meaning = np.eye(E, 5)

@@ -1,4 +1,4 @@
-"""Experiments, each with tables, figures and a conclusion from the numbers of its run."""
+"""Experiments, each with tables, figures and a conclusion computed from the numbers of a run."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -12,7 +12,7 @@ __all__ = ["EXPERIMENTS", "Experiment", "run"]
 
 
 class Experiment(NamedTuple):
-    """An experiment's question, its steps for a progress bar, and its module if named otherwise."""
+    """The question of an experiment, its steps for a progress bar, and its module if renamed."""
 
     question: str
     steps: int = 0
@@ -36,9 +36,9 @@ EXPERIMENTS = {
 
 
 def run(name: str, seed: int = 1, progress: Callable[[str], None] = lambda doing: None) -> Result:
-    """Run the experiment ``name``; ``seed``, 0 or more, is that of all random numbers.
+    """Run the experiment ``name`` with random numbers drawn with ``seed``, 0 or more.
 
-    ``progress`` is called with the name of each step of an experiment that takes longer.
+    An experiment that takes longer calls ``progress`` with a description of each step.
 
     >>> run("temperature").tables[0].columns["T"](0.25)
     '0.25'

@@ -1,4 +1,4 @@
-"""−∞ against a large negative number: the weight that reaches hidden keys."""
+"""An experiment on masking: how much weight hidden keys get if a large number replaces −∞."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from minimha.explain.result import Result, Table
 
 NUM_KEYS, NUM_HIDDEN = 8, 4
 FILLS = (-np.inf, -1e9, -65504.0, -1e4)
-LEVELS = tuple(10.0**n for n in range(1, 12))  # how far below 0 the visible scores are
+LEVELS = tuple(10.0**n for n in range(1, 12))  # distance of the visible scores below 0
 OURS = "minimha"
 TITLE = "masking: −∞ against a large negative number"
 ABOUT = (
@@ -26,7 +26,7 @@ Scores = NDArray[Any]
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Measure leaks in float32 and float16, in ordinary rows and in those where a number fails."""
+    """Measure the weight of hidden keys in float32 and float16, in usual and in critical rows."""
     s = np.random.default_rng(seed).standard_normal(NUM_KEYS)
     cases: dict[str, tuple[Scores, str, int, bool]] = {
         "float32, scores near 0": (s, "float32", NUM_HIDDEN, False),
@@ -51,7 +51,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return for each way to hide in how many cases it leaks, and in how many it gives NaN."""
+    """Return a sentence: in how many cases each way of masking leaks or gives NaN."""
     parts = []
     for n, name in enumerate((OURS, *map(_named, FILLS)), 1):
         leaks = [row[n] for row in rows]
@@ -63,7 +63,7 @@ def conclude(rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def written(leak: float) -> str:
-    """Return a share with three digits, but 0 and 1 without any."""
+    """Return the share ``leak`` with three digits, or 0 and 1 without decimals."""
     return cells(np.array(leak), 3)[0][0] if leak in (0, 1) or np.isnan(leak) else f"{leak:.3g}"
 
 
@@ -72,23 +72,23 @@ def _named(fill: float) -> str:
 
 
 def _short(number: float) -> str:
-    """A power of 10 as it is typed, 1e9; other numbers in full."""
+    """Return a power of 10 as ``1e9``, any other number in full."""
     exponent = np.log10(number)
     return f"1e{exponent:.0f}" if exponent % 1 == 0 else f"{number:.0f}"
 
 
 def _leaks(s: Scores, dtype: str, num_hidden: int, is_added: bool) -> tuple[float, ...]:
-    """The weight of the first ``num_hidden`` keys in minimha, and with each of ``FILLS``."""
+    """Return the weight of the first ``num_hidden`` keys in minimha and with each of ``FILLS``."""
     s = s.astype(dtype)
     seen = np.arange(NUM_KEYS) >= num_hidden
-    one = np.ones((1, 1), dtype)  # q·k is k: the scores
+    one = np.ones((1, 1), dtype)  # a query of 1, so that q·k is k, the scores
     V = np.eye(NUM_KEYS, dtype=dtype)
     ours = attention(one, s[:, None], V, scale=1, attn_mask=seen[None], backend="dense")
     return float(ours[0, ~seen].sum()), *(_leak(s, fill, num_hidden, is_added) for fill in FILLS)
 
 
 def _leak(s: Scores, fill: float, num_hidden: int = NUM_HIDDEN, is_added: bool = False) -> float:
-    """The hidden keys' weight with a number for −∞; every step in the dtype of ``s``."""
+    """Return the weight of hidden keys with ``fill`` for −∞, computed in the dtype of ``s``."""
     hidden = np.arange(NUM_KEYS) < num_hidden
     with np.errstate(all="ignore"):
         number = np.array(fill).astype(s.dtype)

@@ -1,4 +1,4 @@
-"""Memory of attention: traffic of naive and tiled, the cache by groups, and times here."""
+"""An experiment on memory: traffic of naive and tiled attention, size of a cache, and times."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ from minimha.models.sizes import PRESETS, kv_cache_bytes
 
 WIDTH, ITEM = 64, 4  # D, and bytes of a float32
 LENGTHS = tuple(2**n for n in range(8, 17))
-NAMED = 10_000  # the length that document 004 says does not fit; in the table alone
+NAMED = 10_000  # too long to fit, says document 004; shown in the table only
 TIMED_LENGTHS, TIMED_HEADS, NUM_RUNS = (256, 512, 1024, 2048), 4, 7
 TIMED: tuple[Backend, ...] = ("dense", "cpu")
 MODEL, CACHED = PRESETS["Llama-3-8B"], 8192
@@ -32,7 +32,7 @@ ABOUT = (
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Count bytes for each length and number of groups, and time both backends."""
+    """Count the bytes for each length and number of key/value heads, and time both backends."""
     traffic = tuple(map(_traffic, LENGTHS))
     cache, timed = _cache(), _timed(seed, progress)
     names: list[str] = [*_available()]
@@ -61,29 +61,29 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def _traffic(n: int) -> tuple[int, int, int, int]:
-    """Return n, the bytes moved by naive and by tiled attention, and those of the scores."""
+    """Return n, the bytes that naive and tiled attention move, and the bytes of the scores."""
     return n, naive_bytes(n), tiled_bytes(n), ITEM * n * n
 
 
 def _cache() -> tuple[tuple[int, int], ...]:
-    """Bytes of the model's cache for each number of key/value heads, from H down to 1."""
+    """Return (key/value heads, bytes of the model's cache), from H heads down to 1."""
     groups = [2**n for n in reversed(range(MODEL.num_heads.bit_length()))]
     return tuple((g, kv_cache_bytes(replace(MODEL, num_kv_heads=g), CACHED)) for g in groups)
 
 
 def naive_bytes(n: int) -> int:
-    """Read Q, K, S, P, V and write S, P, O: 4n² + 4nD numbers."""
+    """Return the bytes to read Q, K, S, P, V and write S, P, O: 4n² + 4nD numbers."""
     return ITEM * (4 * n * n + 4 * n * WIDTH)
 
 
 def tiled_bytes(n: int) -> int:
-    """Read Q once, K and V once for each block of queries, and write O and L."""
+    """Return the bytes to read Q once, K and V once per block of queries, and to write O and L."""
     num_blocks = -(-n // BLOCK_ROWS)
     return ITEM * (2 * n * WIDTH + 2 * n * WIDTH * num_blocks + n)
 
 
 def conclude(traffic: Rows, cache: Sequence[tuple[int, int]], timed: Rows) -> str:
-    """Return the traffic at the greatest length, the cache with groups, and the time of cpu."""
+    """Return a sentence on the traffic at the greatest length, the grouped cache, and the times."""
     n, naive, tiled, _ = traffic[-1]
     part = dict(cache)[MODEL.num_kv_heads] / cache[0][1]
     words = (
@@ -100,7 +100,7 @@ def conclude(traffic: Rows, cache: Sequence[tuple[int, int]], timed: Rows) -> st
 
 
 def _timed(seed: int, progress: Callable[[str], None]) -> tuple[tuple[float, ...], ...]:
-    """Milliseconds of each backend at each length, after a first call that may compile."""
+    """Return rows (n, ms of each backend), measured after a first call, which may compile."""
     rng, rows = np.random.default_rng(seed), []
     for n in TIMED_LENGTHS:
         q, k, v = rng.standard_normal((3, 1, TIMED_HEADS, n, WIDTH), np.float32)
@@ -108,7 +108,7 @@ def _timed(seed: int, progress: Callable[[str], None]) -> tuple[tuple[float, ...
         for name in times:
             progress(f"{name}, {n} tokens")
             attention(q, k, v, backend=name)
-        for _ in range(NUM_RUNS):  # in turns, so that a busy moment slows both
+        for _ in range(NUM_RUNS):  # alternating, so that a busy moment slows both
             for name, found in times.items():
                 start = time.perf_counter()
                 attention(q, k, v, backend=name)

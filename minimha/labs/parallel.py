@@ -1,4 +1,4 @@
-"""Heads in parallel: one product for all heads against one for each, and attention likewise."""
+"""An experiment on heads in parallel: one product or call for all heads, or one for each head."""
 
 import math
 import time
@@ -26,7 +26,7 @@ ABOUT = (
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Time both ways for each number of heads."""
+    """Time both ways of computing heads for each number of heads."""
     x, W_q = (np.random.default_rng((seed, n)).standard_normal((n, WIDTH), np.float32)
               for n in (LENGTH, WIDTH))  # fmt: skip
     rows = []
@@ -42,7 +42,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[tuple[float, ...]]) -> str:
-    """Return how many times longer the heads take one by one, at the largest number of them."""
+    """Return a sentence on how much longer one call per head takes, at the most heads."""
     H, one, several, together, one_by_one, _ = rows[-1]
     worst = max(row[-1] for row in rows)
     same = f"differ by {worst:.1g} at most" if worst else "are equal to the last bit"
@@ -54,7 +54,7 @@ def conclude(rows: Sequence[tuple[float, ...]]) -> str:
 
 
 def _measured(heads: int, x: Any, W_q: Any) -> list[float]:
-    """Milliseconds of each way, timed in turns, and the largest difference of their results."""
+    """Return the ms of each of ``WAYS``, timed alternately, and the largest difference."""
     parts = np.ascontiguousarray(W_q.reshape(WIDTH, heads, -1).swapaxes(0, 1))
     q = np.ascontiguousarray((x @ W_q).reshape(LENGTH, heads, -1).swapaxes(0, 1))
     ways: tuple[Callable[[], Any], ...] = (

@@ -1,4 +1,4 @@
-"""Each head of the shipped model removed in turn, and the relations that it then gets wrong.
+"""An ablation: each head of the shipped model removed in turn, and the relations that then break.
 
 A removed head gives, for every token, its mean output over the tokens of all questions.
 """
@@ -15,12 +15,12 @@ from minimha.models.interpretability import Head, mean_outputs, without_heads
 from minimha.models.world.questions import RELATIONS, questions, score
 
 NUM_QUESTIONS = 20  # for each relation
-LEARNED = 0.9  # relations with fewer right answers are left out
+LEARNED = 0.9  # relations with a smaller share of right answers are left out
 BROKEN = 0.1  # a relation is broken if its share of right answers falls by more
 
 
 class Row(NamedTuple):
-    """The relation that loses most without a head, and its right answers with and without it."""
+    """A head, the relation that suffers most without the head, and the shares of right answers."""
 
     head: str
     relation: str
@@ -55,7 +55,7 @@ def removals(progress: Callable[[str], None]) -> tuple[Table, Bars, str]:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return how many heads can be removed without loss, and which one is needed most."""
+    """Return a sentence on how many heads can be removed without loss, and which matters most."""
     worst = min(rows, key=lambda row: row.without - row.whole)
     spared = sum(not row.broken for row in rows)
     words = (

@@ -1,4 +1,4 @@
-"""RoPE as a rotation: pairs of numbers turned in their plane, and the scores that this leaves."""
+"""An experiment on RoPE: pairs of numbers rotate by position, and scores depend on distance."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from minimha.layers.rope import RoPE
 WIDTH, POSITIONS = 4, 5  # two pairs of numbers; positions that are drawn
 LATER, FARTHEST = 1000, 12
 RADIUS = 110  # pixels
-APART = 10  # degrees from which each arrow has a number
+APART = 10  # degrees between arrows above which each arrow has a number
 ROPE = RoPE(WIDTH, interleaved=True)
 TITLE = "RoPE: a query is rotated by its position"
 ABOUT = (
@@ -25,7 +25,7 @@ ABOUT = (
 
 
 class Row(NamedTuple):
-    """One pair of the query at one position: its angle, and (x, y) before and after."""
+    """One pair of the query at one position: the angle, (x, y) before and after, and the length."""
 
     position: int
     pair: int
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Rotate the query at each position, and score it with the key at each distance."""
+    """Rotate the query at each position, and score it against the key at each distance."""
     q, k = np.random.default_rng(seed).standard_normal((2, 1, WIDTH))
     rows = []
     for m, turned in enumerate(ROPE.rotate(np.repeat(q, POSITIONS, 0), np.arange(POSITIONS))):
@@ -64,7 +64,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row], scores: dict[str, tuple[float, ...]]) -> str:
-    """Return how far each pair turns per position, and what a length and a score keep."""
+    """Return a sentence: how far each pair turns, and by how much lengths and scores change."""
     turns = [f"pair {row.pair} by {row.degrees:.3g}°" for row in rows if row.position == 1]
     lengths = max(abs(math.hypot(row.x, row.y) - row.length) for row in rows)
     near, far = map(np.array, scores.values())

@@ -1,4 +1,4 @@
-"""Why √d_k: the spread of q·k grows with the width, and a softmax of large scores saturates."""
+"""An experiment on √d_k: q·k spreads with the width, and large scores saturate a softmax."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from minimha.explain.result import Result, Table
 
 WIDTHS = tuple(2**n for n in range(2, 11))
 NUM_QUERIES, NUM_KEYS = 256, 16
-STEADY = 1.1  # a slope that changes by a smaller factor stays
+STEADY = 1.1  # a slope that changes by a smaller factor counts as unchanged
 TITLE = "why scores are divided by √d_k"
 ABOUT = (
     f"{NUM_QUERIES} queries with {NUM_KEYS} keys each, every entry drawn from N(0, 1). Slope: "
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Compute weights of random queries and keys of each width, with and without √d_k."""
+    """Compute the weights of random queries and keys of each width, with and without √d_k."""
     rows = tuple(_row(D, np.random.default_rng((seed, D))) for D in WIDTHS)
     two, three = "{:.2f}".format, "{:.3f}".format
     columns = {"D": "{}".format, "std q·k": two, "√D": two} | {
@@ -62,7 +62,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return how spread and slope change from the first width to the last."""
+    """Return a sentence on how spread and slope change from the first width to the last."""
     first, last = rows[0], rows[-1]
     return (
         f"From D = {first.D} to {last.D} the standard deviation of q·k is multiplied by "
@@ -85,7 +85,7 @@ def _row(D: int, rng: np.random.Generator) -> Row:
 
 
 def _weights(S: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Means over the queries: the largest weight, the entropy in bits, Σ p(1 − p)."""
+    """Return means over the queries: the largest weight, the entropy in bits, Σ p(1 − p)."""
     p = softmax(S)[0]
     entropy = (p * -np.log2(np.where(p > 0, p, 1))).sum(axis=-1)
     return float(p.max(axis=-1).mean()), float(entropy.mean()), float((p * (1 - p)).sum(-1).mean())

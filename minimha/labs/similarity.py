@@ -1,4 +1,4 @@
-"""Dot product against cosine: a long key in another direction wins, or never does."""
+"""An experiment on scores: by dot product a long key in another direction wins, by cosine never."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,14 +16,14 @@ from minimha.explain.trace import Trace
 from minimha.layers.cosine import cosine_attention
 
 LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-DRAWN = (1.0, 2.0, 4.0)  # lengths whose arrows fit into a picture
+DRAWN = (1.0, 2.0, 4.0)  # lengths short enough for a picture
 LEARNED = 10.0
 SAME = 1e-9  # weights that differ by less are equal
 TITLE = "a key grows: dot product against cosine"
 
 
 class Row(NamedTuple):
-    """One length of the far key: scores of both keys, and its weight by each of three softmaxes."""
+    """One length of the far key: the scores of both keys, and three weights of the far key."""
 
     length: float
     dot_near: float
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Compute weights of a near key of length 1 and of a far one that grows, in two dimensions."""
+    """Compute the weights of a near key of length 1 and of a far key that grows, in the plane."""
     rng = np.random.default_rng(seed)
     near, far = np.radians([-rng.uniform(10, 30), rng.uniform(50, 75)])
     rows = tuple(_row(length, near, far) for length in LENGTHS)
@@ -61,7 +61,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return where the far key overtakes the near one, by dot product and by cosine."""
+    """Return a sentence on the length at which the far key overtakes the near key."""
     first, last = rows[0], rows[-1]
     won = next((row.length for row in rows if row.by_dot > 0.5), None)
     words = f"never up to length {last.length:g}" if won is None else f"from length {won:g} on"
@@ -93,7 +93,7 @@ def _row(length: float, near: float, far: float) -> Row:
 def _vectors(
     near: float, far: float, lengths: tuple[float, ...]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """q (1, 2), along the first axis, and k, the near key and the far one of each length."""
+    """Return q (1, 2) along the first axis, and k: the near key, then far keys of these lengths."""
     tip = np.array([np.cos(far), np.sin(far)])
     keys = [np.array([np.cos(near), np.sin(near)]), *(length * tip for length in lengths)]
     return np.array([[1.0, 0.0]]), np.stack(keys)

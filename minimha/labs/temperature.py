@@ -1,4 +1,4 @@
-"""Temperature: logits divided by T before the softmax, from the greedy choice to a uniform one."""
+"""An experiment on temperature: logits divided by T before the softmax."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,7 +21,7 @@ ABOUT = (
 
 
 class Row(NamedTuple):
-    """One temperature: its distribution, and the share of draws that are the greedy choice."""
+    """One temperature, the numbers of its distribution, and the share of draws that are greedy."""
 
     T: float
     largest: float
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Compute one distribution at each temperature."""
+    """Compute the distribution of the same logits at each temperature."""
     rng = np.random.default_rng(seed)
     logits = np.sort(SPREAD * rng.standard_normal(NUM_WORDS))[::-1]
     rows = tuple(_row(T, logits, rng) for T in TEMPERATURES)
@@ -54,7 +54,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return the distribution at the lowest and at the highest temperature."""
+    """Return a sentence on the distributions at the lowest and the highest temperature."""
     cold, hot = rows[0], rows[-1]
     entropies = [row.entropy for row in rows]
     is_steady = entropies == sorted(set(entropies))

@@ -1,9 +1,9 @@
-"""Two patterns at once: one head mixes them, two heads keep them apart; then a head is removed.
+"""An experiment on two patterns: one head mixes them, two heads separate them, and one is removed.
 
-Every token has a content, a kind and a position, and each kind has two tokens. Asked of each token
-are the content of the previous token and that of the other token of its kind. Queries and keys are
-set by hand, ``x W_q`` and x. Values and output are optimal: a linear map of the heads' outputs and
-of the token itself, by least squares.
+Every token has a content, a kind and a position; two tokens share each kind. For each token, the
+task asks for the content of the previous token and that of the other token of the same kind.
+Queries and keys are set by hand, ``x W_q`` and x. The answer is a linear map of the heads' outputs
+and of the token itself, fitted by least squares.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ NUM_CONTENTS, NUM_KINDS = 8, 6
 LENGTH = 2 * NUM_KINDS
 WIDTH = NUM_CONTENTS + NUM_KINDS + LENGTH
 NUM_SEQUENCES = 256  # for the fit, and 256 others for the test
-STRENGTH = 20.0  # the score of the wanted key: any other key gets e^-20 of its weight
+STRENGTH = 20.0  # the score of the wanted key; any other key gets e^-20 times the weight
 SHARES = (0.0, 0.25, 0.4, 0.45, 0.5, 0.55, 0.6, 0.75, 1.0)
 CHANCE = 1 / NUM_CONTENTS
-# Both tokens are the same one, of LENGTH - 1, or have the same content; else the order is a guess.
+# Previous and matching token are the same (1 of LENGTH - 1), have equal contents, or are guessed.
 ALIKE = (1 + (LENGTH - 2) * CHANCE) / (LENGTH - 1)
 GUESSED = (1 + ALIKE) / 2
 PATTERNS = "previous token", "matching token"
@@ -38,18 +38,18 @@ ABOUT = (
     f"{CHANCE:.3f}; knowing both contents and guessing their order is right in {GUESSED:.3f}. Then "
     f"each head of the shipped model is removed, and the model is asked about its relations."
 )
-Heads = tuple[tuple[float, float], ...]  # for each head the strength of both patterns
+Heads = tuple[tuple[float, float], ...]  # for each head, the strength of both patterns
 
 
 class Task(NamedTuple):
-    """Sequences, and the contents asked of each token."""
+    """Sequences, and for each token the two contents that are the right answers."""
 
     x: NDArray[np.float64]  # (sequences, LENGTH, WIDTH)
     asked: NDArray[np.int64]  # (sequences, LENGTH, 2)
 
 
 class Row(NamedTuple):
-    """Shares of right answers."""
+    """The shares of right answers about the previous token, the matching token, and both."""
 
     heads: str
     previous: float
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 def run(seed: int, progress: Callable[[str], None]) -> Result:
-    """Test one head with every share of both patterns, two heads, and two with one removed."""
+    """Test one head with several mixtures of both patterns, two heads, and two with one removed."""
     rng = np.random.default_rng(seed)
     fitted, tested = draw(rng), draw(rng)
     two = (STRENGTH, 0.0), (0.0, STRENGTH)
@@ -85,7 +85,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """Return what one head reaches at best, what two reach, and what each removal breaks."""
+    """Return a sentence on the best single head, on two heads, and on what each removal breaks."""
     *single, two, first, second = rows
     best = max(row.both for row in single)
     return (
@@ -96,7 +96,7 @@ def conclude(rows: Sequence[Row]) -> str:
 
 
 def _lost(whole: Row, less: Row) -> str:
-    """Name the shares that fall by more than a tenth when a head is removed."""
+    """Return in words which shares fall by more than a tenth when a head is removed."""
     pairs = (whole.previous, less.previous), (whole.matching, less.matching)
     fallen = [
         f"the {name} falls to {after:.1%}"
@@ -107,7 +107,7 @@ def _lost(whole: Row, less: Row) -> str:
 
 
 def draw(rng: np.random.Generator) -> Task:
-    """Draw NUM_SEQUENCES sequences and the contents asked of each token."""
+    """Draw ``NUM_SEQUENCES`` sequences and the right answers for each token."""
     size = NUM_SEQUENCES, LENGTH
     contents = rng.integers(NUM_CONTENTS, size=size)
     kinds = rng.permuted(np.tile(np.arange(LENGTH) % NUM_KINDS, (NUM_SEQUENCES, 1)), axis=1)
@@ -120,10 +120,10 @@ def draw(rng: np.random.Generator) -> Task:
 
 
 def query_weights(previous: float, matching: float) -> NDArray[np.float64]:
-    """W_q (WIDTH, WIDTH) of a head whose keys are the tokens: a score for each pattern.
+    """Return W_q (WIDTH, WIDTH) of a head that gives each pattern a score; its keys are the tokens.
 
-    ``previous`` goes to the token one position back (from the first, to the last), ``matching`` to
-    a token of the same kind at another position.
+    ``previous`` is the score of the token one position back; for the first token, of the last.
+    ``matching`` is the score of the other token of the same kind.
     """
     W_q = np.zeros((WIDTH, WIDTH))
     kinds = slice(NUM_CONTENTS, NUM_CONTENTS + NUM_KINDS)
@@ -135,7 +135,7 @@ def query_weights(previous: float, matching: float) -> NDArray[np.float64]:
 
 
 def _row(name: str, fitted: Task, tested: Task, heads: Heads, removed: int | None = None) -> Row:
-    """Fit the output of ``heads`` and test it; a ``removed`` head gives its mean output."""
+    """Fit the output of ``heads`` and test it; the head ``removed`` gives its mean output."""
     seen, shown = _read(fitted.x, heads), _read(tested.x, heads)
     targets = np.eye(NUM_CONTENTS)[fitted.asked].reshape(len(seen), -1)
     W = np.linalg.lstsq(seen, targets, rcond=None)[0]
@@ -149,7 +149,7 @@ def _row(name: str, fitted: Task, tested: Task, heads: Heads, removed: int | Non
 
 
 def _read(x: NDArray[np.float64], heads: Heads) -> NDArray[np.float64]:
-    """The heads' outputs and the token itself, one row per token."""
+    """Return the heads' outputs and the token itself, one row per token."""
     keys = x[:, None]
     queries = (keys @ query_weights(*strengths) for strengths in heads)
     read = [attention(q, keys, keys, scale=1.0, backend="dense")[:, 0] for q in queries]
