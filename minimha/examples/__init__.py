@@ -2,18 +2,13 @@
 
 The documents by number:
 
-000
-    "Multi-Head Attention": one token through two heads, then self-attention and cross-attention in
-    a translation.
-001
-    "Multi-Head Attention": shapes, what heads learn, the sizes of known models, code for PyTorch.
-002
-    "Multi-Head Attention": the idea in words and formulas, without numbers.
-003
-    "A Deep Dive into the Multi-Head Attention Mechanism": three tokens through one causal head,
-    grouped-query attention.
-004
-    "Multi-head Attention": Q, K and V given, scores against cosines, FlashAttention.
+- 000, "Multi-Head Attention": one token through two heads, then self-attention and cross-attention
+  in a translation.
+- 001, "Multi-Head Attention": shapes, what heads learn, sizes of known models, code for PyTorch.
+- 002, "Multi-Head Attention": the idea in words and formulas, without numbers.
+- 003, "A Deep Dive into the Multi-Head Attention Mechanism": three tokens through one causal head,
+  grouped-query attention.
+- 004, "Multi-head Attention": Q, K and V given, scores against cosines, FlashAttention.
 
 ``EXAMPLES`` maps a name to an ``Example``, and imports the module on the first access.
 ``DOCUMENTS`` maps a document's number to the name of the example that reproduces the document.

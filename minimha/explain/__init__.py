@@ -1,7 +1,8 @@
-"""A trace of every step, what each name means, and ways to show it.
+"""A trace of every step of a computation, the meaning of each name, and ways to show a trace.
 
-record → steps (entries, labels) → origins → written → render, page, spreadsheet, figures, export.
-``Trace`` gives access to the first four; ``selection`` chooses which steps are shown.
+The modules, in the order in which they use each other: ``record``, ``steps`` (with ``entries`` and
+``labels``), ``origins``, ``written``, then ``render``, ``page``, ``spreadsheet``, ``figures`` and
+``export``. ``Trace`` gives access to the first three; ``selection`` chooses which steps are shown.
 """
 
 from html import escape
@@ -12,7 +13,7 @@ __all__ = ["Step", "Trace"]
 
 
 def _repr_html_(trace: Trace) -> str:
-    """The page of a trace for a notebook, in a frame that may run the page's own script."""
+    """Return the page of ``trace`` for a notebook, in a frame with the page's script alone."""
     from minimha.explain.page import page
 
     try:

@@ -1,12 +1,13 @@
-"""The meaning of each traced name: the equations only name their steps.
+"""The meaning of each name in a trace; the equations only name their steps.
 
-``formula`` is for a terminal, ``tex`` for a page. A name may have a stage in brackets: a block,
-``S[i=0,j=1]``, or a word if a step is computed several times, ``q[encoder]``. The entry belongs to
-the name before the bracket.
+``Entry.formula`` is for a terminal, ``Entry.tex`` for a page. A name may end with a *stage* in
+brackets: a block, ``S[i=0,j=1]``, or a word if a step is computed several times, ``q[encoder]``.
+The entry belongs to the name before the bracket.
 
-``made`` is an operation of ``origins`` and the steps that it takes. ``a|b`` is the first of these
-that the trace has. ``b?`` may be missing. ``m<`` is the m of the nearest earlier block. ``a|b*`` is
-the latest earlier step of these names, of any stage. Without ``made`` the numbers are given.
+``Entry.made`` is an operation of ``origins`` and the steps that the operation takes. ``a|b`` is the
+first of these steps that the trace has. ``b?`` may be missing. ``m<`` is the m of the nearest
+earlier block. ``a|b*`` is the latest earlier step with one of these names, of any stage. A step
+without ``made`` is given.
 """
 
 import re
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """Symbol, axes, formula (plain and TeX), one sentence, source and making of a traced name."""
+    """The meaning of a traced name: symbol, axes, formula, one sentence, source and operation."""
 
     symbol: str
     tex_symbol: str
@@ -79,7 +80,7 @@ def _formula(
     symbol: str, axes: tuple[str, ...], formula: str, sentence: str, source: str = "",
     made: tuple[str, ...] = (), tex_symbol: str = "", tex: str = "",
 ) -> Entry:  # fmt: skip
-    """An entry; ``tex_symbol`` and ``tex`` are needed where they differ from the plain forms."""
+    """Return an entry; ``tex_symbol`` and ``tex`` default to ``symbol`` and ``formula``."""
     tex_symbol, tex = tex_symbol or symbol, tex or formula
     return Entry(symbol, tex_symbol, axes, formula, tex, sentence, source, made)
 
@@ -88,7 +89,7 @@ def _symbol(
     symbol: str, axes: tuple[str, ...], sentence: str, source: str = "",
     made: tuple[str, ...] = (), tex_symbol: str = "",
 ) -> Entry:  # fmt: skip
-    """An entry without a formula, which its symbol replaces."""
+    """Return an entry without a formula; its symbol is shown instead."""
     return _formula(symbol, axes, symbol, sentence, source, made, tex_symbol, tex_symbol or symbol)
 
 
@@ -404,7 +405,7 @@ CATALOGUE: dict[str, Entry] = {
 def _of_projection(
     letter: str, axes: tuple[str, ...], name: str, plural: str, purpose: str, inputs: str
 ) -> dict[str, Entry]:
-    """The entries of queries, keys or values, and of the weights and biases that project them."""
+    """Return the entries of queries, keys or values, and of their weights and biases."""
     W, b, symbol, (_, heads, _, width) = f"W_{letter}", f"b_{letter}", letter.upper(), axes
     return {
         W: _symbol(W, (heads, "E", width), f"Turns an embedding into a {name}: {purpose}.",
@@ -426,7 +427,7 @@ def _of_projection(
 
 
 def _of_head_norm(letter: str, axes: tuple[str, ...], name: str, plural: str) -> dict[str, Entry]:
-    """The entries of the two normalisations of queries or keys, head by head."""
+    """Return the entries of the two normalisations of queries or keys, head by head."""
     Q, g, s = letter.upper(), f"g_{letter}", f"s_{letter}"
     return {
         g: _symbol(g, ("D",), f"The gain of each entry of a normalised {name}.", QK_NORM),
@@ -445,7 +446,7 @@ def _of_head_norm(letter: str, axes: tuple[str, ...], name: str, plural: str) ->
 
 
 def _of_norm(prefix: str, letter: str, step: str, what: str) -> dict[str, Entry]:
-    """The steps of the normalisation of ``step``, whose names begin with ``prefix``."""
+    """Return the entries for normalising the step ``step``; their names begin with ``prefix``."""
     gain, bias, mean, variance, square = (
         f"{prefix}{name}" for name in ("norm_gain", "norm_bias", "mean", "variance", "mean_square")
     )
@@ -497,17 +498,17 @@ CATALOGUE |= (
 
 
 def base_of(name: str) -> str:
-    """Return the name without its bracket: ``S`` for ``S[i=0,j=1]``."""
+    """Return the step's name without the stage: ``S`` for ``S[i=0,j=1]``."""
     return name.partition("[")[0]
 
 
 def beside(name: str, base: str) -> str:
-    """Return the step ``base`` of the same stage: ``x[encoder]`` beside ``q[encoder]``."""
+    """Return the name of the step ``base`` in the stage of ``name``: ``x[a]`` for ``q[a]``."""
     return base + name[len(base_of(name)) :]
 
 
 def entry(name: str) -> Entry:
-    """Return the entry of a traced name; a name that is not in the catalogue stands for itself.
+    """Return the entry of the traced ``name``, or an entry with ``name`` as symbol if unknown.
 
     >>> entry("S[i=0,j=1]").symbol
     'S_ij'

@@ -14,7 +14,7 @@ CLOSE = 1e-9  # what rounding may add to a whole number
 
 
 class Axis(NamedTuple):
-    """An axis: its quantity, the base of a logarithmic one, and the format of its numbers."""
+    """The quantity of an axis, the base of a logarithmic axis, and the format of the numbers."""
 
     name: str
     base: int | None = None
@@ -23,9 +23,9 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """One line for each of ``series``, with a value at each of ``places``.
+    """A chart with one line for each of ``series``, with a value at each x of ``places``.
 
-    A value leaves a gap if it is not finite, or not positive on a logarithmic axis.
+    A value that is not finite, or not positive on a logarithmic axis, leaves a gap.
     """
 
     title: str
@@ -35,14 +35,14 @@ class Lines:
     series: Mapping[str, tuple[float, ...]]
 
     def scales(self) -> tuple[Scale, Scale]:
-        """Return the scales of x and y; that of y begins and ends at a tick."""
+        """Return the scales of x and y; the scale of y begins and ends at a tick."""
         values = [value for series in self.series.values() for value in series]
         y = Scale.of(values if self.y.base else [0, *values], self.y.base)
         first, *_, last = y.ticks()
         return Scale.of(self.places, self.x.base), Scale(first, last, y.base)
 
     def points(self, values: tuple[float, ...], width: float) -> list[Point]:
-        """Return (x, y) of each value, x from 0 to ``width`` and y from 0 to 1; None for a gap."""
+        """Return (x, y) of each value, x in [0, ``width``] and y in [0, 1], or None for a gap."""
         across, up = self.scales()
         found = ((across.at(x), up.at(y)) for x, y in zip(self.places, values, strict=True))
         return [None if x is None or y is None else (x * width, y) for x, y in found]
@@ -50,7 +50,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar for each of ``names`` in each of ``series``; values are 0 or more."""
+    """A chart with a bar for each of ``names`` in each of ``series``; values are 0 or more."""
 
     title: str
     names: tuple[str, ...]
@@ -59,13 +59,13 @@ class Bars:
 
     @property
     def longest(self) -> float:
-        """The greatest value, or 1 where all are 0."""
+        """The greatest value, or 1 if all values are 0."""
         return max((x for series in self.series.values() for x in series), default=0) or 1
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of numbers from 0 to 1, each on a shade of its size."""
+    """A table of numbers from 0 to 1, each on a background whose shade grows with the number."""
 
     title: str
     rows: tuple[str, ...]
@@ -75,7 +75,7 @@ class Grid:
 
 
 class Scale(NamedTuple):
-    """A linear scale from ``low`` to ``high``, or a logarithmic one to ``base``."""
+    """A linear scale from ``low`` to ``high``, or a logarithmic one with the base ``base``."""
 
     low: float
     high: float
@@ -83,12 +83,12 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float], base: int | None) -> Scale:
-        """Return the scale of the finite ``values``, of the positive ones if it is logarithmic."""
+        """Return the scale of the finite ``values``; a logarithmic one ignores values up to 0."""
         shown = [x for x in values if math.isfinite(x) and (x > 0 or not base)]
         return cls(min(shown, default=1), max(shown, default=1), base)
 
     def at(self, number: float) -> float | None:
-        """Return the place of ``number``, from 0 at ``low`` to 1 at ``high``; None if it has none.
+        """Return the position of ``number``, 0 at ``low`` and 1 at ``high``, or None if undefined.
 
         >>> Scale(1, 100, 10).at(10), Scale(0, 4).at(1), Scale(1, 2, 10).at(0)
         (0.5, 0.25, None)
@@ -103,7 +103,7 @@ class Scale(NamedTuple):
     def ticks(self) -> list[float]:
         """Return at least two round numbers that enclose the scale.
 
-        They are powers of the base, or multiples of 1, 2 or 5 times a power of 10.
+        The ticks are powers of the base, or multiples of 1, 2 or 5 times a power of 10.
 
         >>> Scale(0, 0.93).ticks(), Scale(3, 700, 10).ticks()
         ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [1.0, 10.0, 100.0, 1000.0])

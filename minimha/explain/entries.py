@@ -1,21 +1,21 @@
-"""The catalogue's entry of a step, adapted to what its run computes."""
+"""The catalogue's entry of a step, with the formula adapted to the run."""
 
 from collections.abc import Callable
 
 from minimha.explain.catalogue import Entry, base_of, beside, entry
 from minimha.explain.record import Record
 
-# Step → the symbol in its formula, and the normalised step that replaces it if present.
+# Step → a symbol of its formula, and the normalised step that replaces it if present.
 NORMALISED = {
     "q": ("X", "normed"), "k": ("X", "normed"), "v": ("X", "normed"), "gate": ("X", "normed"),
     "added": ("Y", "output_normed"), "residual": ("F", "feed_forward_normed"),
 }  # fmt: skip
 Has = Callable[[str], bool]  # whether the run has a step of this name in the same stage
-LETTERS = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}  # of weights and biases
+LETTERS = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}  # in W_q, b_q
 
 
 def entry_of(record: Record, name: str) -> Entry:
-    """Return the catalogue's entry of a step, with the symbols of this run in its formula."""
+    """Return the catalogue's entry of the step ``name``, with this run's symbols in its formula."""
     base = base_of(name)
 
     def has(other: str) -> bool:
@@ -32,7 +32,7 @@ def entry_of(record: Record, name: str) -> Entry:
 
 
 def _variation(name: str, has: Has, *, is_embedded: bool) -> Entry:
-    """The entry of the step's name, or of the name for how this run computes it."""
+    """Return the entry of ``name``, or of the variant that this run computes."""
     base = base_of(name)
     if base == "output" and has("concat"):  # the heads' results, projected
         return entry("projected")
@@ -49,7 +49,7 @@ def _variation(name: str, has: Has, *, is_embedded: bool) -> Entry:
 
 
 def _replacements(base: str, has: Has) -> dict[str, tuple[str, str]]:
-    """Symbols of the catalogue's formula, and what replaces them in it, plain and in TeX."""
+    """Return symbols in the catalogue's formula → replacements, in plain text and in TeX."""
     base = base.removesuffix("_combined")
     changes = {}
     if base == "row_sum" and has("sinks"):

@@ -1,6 +1,6 @@
-"""A trace as JSON, CSV, npz, xlsx, Markdown, LaTeX, SVG, HTML; a table as JSON, CSV, Markdown.
+"""Export of a trace as JSON, CSV, npz, xlsx, Markdown, LaTeX, SVG or HTML, and of tables.
 
-Each function returns what is to be written, and writes nothing itself.
+Functions return the content of a file and write nothing.
 """
 
 import csv
@@ -32,10 +32,10 @@ Content = str | bytes | dict[str, str]
 
 
 def trace_as(kind: str, trace: Trace, decimals: int, *, answers: Collection[str] = ()) -> Content:
-    """Return ``trace`` in the format ``kind``; CSV is a dictionary from file name to text.
+    """Return ``trace`` in the format ``kind``; SVG and PNG contain only the figures.
 
-    SVG and PNG show the figures alone. HTML is a page to print if there are ``answers``: the names
-    of the steps that its reader fills in, which are blank in a worksheet and marked in its key.
+    CSV is a dictionary from file name to text. ``answers`` names the steps that a reader fills in:
+    HTML is then a page to print, a worksheet if they are blank, or its key.
     """
     makers: dict[str, Callable[[], Content]] = {
         "json": lambda: as_json(trace),
@@ -52,13 +52,12 @@ def trace_as(kind: str, trace: Trace, decimals: int, *, answers: Collection[str]
 
 
 def as_json(trace: Trace, *, has_values: bool = True) -> str:
-    """Return ``{"example", "source", …, "steps": [...]}``; -inf, inf and nan are strings.
+    """Return ``trace`` as JSON: ``{"example", "source", …, "steps": [...]}``.
 
-    A step has name, symbol, axes, formula, note, shape and value; ``rows`` and ``columns``, labels
-    where there are any; ``batch``, ``head`` or ``kv_head``, counted from 0, where there are
-    several; ``hidden``, which weights a mask hides; and ``printed`` where a document prints numbers
-    for it. ``cell`` has the lines that write out one cell. ``reading.trace_from`` returns the same
-    trace.
+    A step has name, symbol, axes, formula, note, shape and value. It may have labels (``rows``,
+    ``columns``), indices (``batch``, ``head``, ``kv_head``), ``hidden`` (the weights that a mask
+    hides), and ``printed`` (what documents print). ``cell`` has the lines that write out one cell.
+    Infinities and NaN are strings. ``reading.trace_from`` reads the trace back.
     """
     record: dict[str, Any] = {
         "example": trace.example,
@@ -81,7 +80,7 @@ def as_json(trace: Trace, *, has_values: bool = True) -> str:
 
 
 def as_markdown(trace: Trace, decimals: int) -> str:
-    """Return a page with a heading, a formula and a table per step."""
+    """Return a Markdown document with a heading, a formula and a table for each step."""
     parts = [f"# {_markdown(trace.example)}"]
     parts += [_markdown(words) for words in (trace.source, _axes(trace)) if words]
     for step in trace.shown:
@@ -103,9 +102,9 @@ def as_markdown(trace: Trace, decimals: int) -> str:
 
 
 def as_latex(trace: Trace, decimals: int) -> str:
-    """Return a document that compiles as it is, with pdfLaTeX, XeLaTeX or LuaLaTeX.
+    """Return a document that pdfLaTeX, XeLaTeX or LuaLaTeX compiles as it is.
 
-    Narrow steps stand side by side; a formula or note of an earlier head or block is not repeated.
+    Narrow steps stand side by side. A formula or note of an earlier head or block is not repeated.
     """
     body = [rf"\section*{{{_latex(trace.example)}}}", _latex(trace.source), _latex(_axes(trace))]
     body.append("\n".join(_latex_step(*found, decimals) for found in wording.news(trace.shown)))
@@ -145,14 +144,14 @@ def _latex_step(step: Step, is_new: bool, decimals: int) -> str:
 
 
 def as_csv(trace: Trace) -> dict[str, str]:
-    """Return file name → text: one file per step and head, numbers at full precision, no header.
+    """Return file name → CSV text, one file per step and head, full precision, no header.
 
     A matrix is written row by row; a vector is one row, a scalar one number. ``labels.csv`` has the
-    labels of the rows and columns of each file, ``cell.csv`` the lines that write out one cell.
-    A word that begins with =, +, -, @, a tab or a line break gets an apostrophe before it, so that
-    no spreadsheet runs it. So does one that begins with apostrophes and one of these.
+    labels of the rows and columns of each file, ``cell.csv`` the lines that write out one cell. An
+    apostrophe is added before words that a spreadsheet might run: they begin with =, +, -, @, a tab
+    or a line break, perhaps after apostrophes.
     """
-    digits = max(2, len(str(len(trace.steps))))  # so that a sorted listing keeps the order
+    digits = max(2, len(str(len(trace.steps))))  # so that sorted file names keep the order
     files = {_file_name(f"{n:0{digits}}", step): step for n, step in enumerate(trace.steps, 1)}
     labels = [
         [name, axis, *names]
@@ -169,7 +168,7 @@ def as_csv(trace: Trace) -> dict[str, str]:
 def as_npz(trace: Trace) -> bytes:
     """Return an npz archive with one array per step, all heads together.
 
-    The array ``trace`` holds all else that ``as_json`` does, such as labels, as text.
+    The array ``trace`` has everything else that ``as_json`` returns, such as labels, as text.
     """
     arrays = {name: _plain(value) for name, value in trace.arrays.items()}
     if "trace" in arrays:
@@ -209,7 +208,7 @@ def _printed_record(c: Comparison) -> dict[str, Any]:
 
 
 def _nested(value: Any) -> Any:
-    """JSON has no infinities: they become the strings that ``float()`` reads."""
+    """Return ``value`` with nonfinite numbers as strings that ``float()`` reads; JSON has none."""
     if isinstance(value, list):
         return [_nested(part) for part in value]
     return value if value is None or math.isfinite(value) else str(value)
@@ -227,7 +226,7 @@ def _description(step: Step) -> str:
 
 
 def _labels(step: Step, body: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
-    """A label for each row and for each column, empty where the axis counts no tokens."""
+    """Return a label for each row and each column, empty strings if the axis counts no tokens."""
     rows, columns = [""] * len(body), [""] * len(body[0] if body else ())
     return list(step.rows or rows), list(step.columns or columns)
 
@@ -245,13 +244,13 @@ def _markdown(text: str) -> str:
 
 
 def _latex_matrix(step: Step, decimals: int) -> str:
-    """A table under its labels; scores and weights shaded as in a heatmap."""
+    """Return a table with labels; scores and weights are shaded as in a heatmap."""
     body = wording.numbers(step, decimals)
     rows, columns = _labels(step, body)
     levels = shades(step, scales_of([step]))
     lines = []
     for i, row in enumerate(body):
-        line = [f"{{{_latex(rows[i])}}}"]  # a bracket would belong to the line above
+        line = [f"{{{_latex(rows[i])}}}"]  # in braces, since \\ would take a "[" as its argument
         for j, number in enumerate(row):
             level = -math.inf if levels is None else levels[i][j]
             line.append(_latex_cell(number.replace("∞", r"\infty"), level))
@@ -265,7 +264,7 @@ def _latex_matrix(step: Step, decimals: int) -> str:
 
 
 def _fitting(content: str) -> str:
-    """LaTeX that shrinks ``content`` to the width of its line."""
+    """Return LaTeX that shrinks ``content`` to the width of the line."""
     return rf"\resizebox{{\ifdim\width>\linewidth\linewidth\else\width\fi}}{{!}}{{{content}}}"
 
 
@@ -287,9 +286,9 @@ def _latex(text: str) -> str:
 
 
 def _unknown_characters(text: str) -> str:
-    """pdfLaTeX stops at a character it has no glyph for: have it print the code instead.
+    """Return TeX that prints the code of each character for which pdfLaTeX has no glyph.
 
-    XeLaTeX and LuaLaTeX print what their font has.
+    pdfLaTeX would stop at such a character. XeLaTeX and LuaLaTeX print what their font has.
     """
     lines = [
         rf"\ifcsname u8:\detokenize{{{c}}}\endcsname\else"
@@ -300,8 +299,8 @@ def _unknown_characters(text: str) -> str:
     return "".join(["\\ifPDFTeX\n", *(f"{line}\n" for line in lines), "\\fi\n"]) if lines else ""
 
 
-FORMULA = re.compile(r"\A(?='*[=+\-@\t\r\n])")  # where a spreadsheet's formula would begin
-IN_TABLE = re.compile(rf"\A(?!-(inf|∞|[\d.]+(e-?\d+)?)?\Z){FORMULA.pattern}")  # "-" is for none
+FORMULA = re.compile(r"\A(?='*[=+\-@\t\r\n])")  # the start of a spreadsheet formula
+IN_TABLE = re.compile(rf"\A(?!-(inf|∞|[\d.]+(e-?\d+)?)?\Z){FORMULA.pattern}")  # "-" means none
 FIGURES = ("flow of data", "values picked", "angles", "blocks")  # besides the matrices
 SHARES = ((30, "0.32"), (48, "0.49"))  # widest step, in characters, and its share of a line
 LATEX_PREAMBLE = r"""\documentclass[10pt]{article}
@@ -349,32 +348,32 @@ def _archive(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def _plain(value: NDArray[Any]) -> NDArray[Any]:
-    """``value`` in a dtype that every reader knows: bfloat16 becomes float32, exactly."""
+    """Return ``value`` in a dtype that every reader knows; bfloat16 becomes float32, exactly."""
     return value if value.dtype.kind in "fiub" else value.astype(np.float32)
 
 
 def table_as_json(content: Any) -> str:
-    """Return ``content``, a table's records or its exact numbers, as JSON."""
+    """Return ``content``, a table's records or exact numbers, as JSON."""
     return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
 
 
 def table_as_markdown(records: Sequence[Mapping[str, str]]) -> str:
-    """Return a table with the records' keys as its head."""
+    """Return a Markdown table with the keys of ``records`` as its header."""
     lines = [[_markdown(cell) for cell in row] for row in _rows(records)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def table_as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line per record, after a line with their keys."""
+    """Return a header with the keys of ``records``, and one line for each record."""
     return _lines(_rows(records), IN_TABLE)
 
 
 def result_as(kind: str, result: Result) -> str | bytes:
     """Return an experiment's ``result`` in the format ``kind``; SVG and PNG show its figures.
 
-    JSON and CSV have exact numbers. CSV is one table: several have a first column with their
-    titles, and leave the columns of the others empty.
+    JSON and CSV have exact numbers. CSV is one table: if ``result`` has several, the first column
+    has their titles, and columns of other tables are empty.
     """
     if kind in ("svg", "png"):
         picture = charts.svg(result)

@@ -1,4 +1,4 @@
-"""Labels of rows and columns: the tokens that an axis counts, or their numbers."""
+"""Labels of rows and columns: tokens, or their numbers."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from minimha.explain.catalogue import beside
 
 Labels = Mapping[str, tuple[str, ...]]
 TOKEN_AXES = ("L", "Lq", "Lk", "Lc")
-BLOCK_AXES = {"B_r": "Lq", "B_c": "Lk"}  # of a block, and of the whole matrix
+BLOCK_AXES = {"B_r": "Lq", "B_c": "Lk"}  # axis of a block → axis of the whole matrix
 PREFIXES = {"Lq": "q", "Lk": "k"}  # of unlabelled tokens: q0, k0
 BLOCK = re.compile(r"\[i=(\d+)(?:,j=(\d+))?\]")
 INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, bidirectional ones among them; separators
@@ -19,7 +19,7 @@ NOT_IN_XML = "\ufffe\uffff"
 def token_labels(
     queries: Iterable[str], keys: Iterable[str] | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Label the axes that count tokens; ``keys`` are the same tokens unless given.
+    """Return the labels of all axes that count tokens; ``keys`` default to ``queries``.
 
     >>> token_labels(["cat", "sat"])["Lk"]
     ('cat', 'sat')
@@ -30,7 +30,7 @@ def token_labels(
 
 
 def first_token(name: str, axis: str, blocks: tuple[int, int] | None) -> int:
-    """Return the number of the first token along an axis of a step; it is 0 outside blocks."""
+    """Return the first token's number along ``axis`` of the step ``name``; 0 outside blocks."""
     block = BLOCK.search(name)
     if axis not in BLOCK_AXES or block is None or blocks is None:
         return 0
@@ -41,7 +41,7 @@ def first_token(name: str, axis: str, blocks: tuple[int, int] | None) -> int:
 def axis_labels(
     name: str, axis: str, size: int, known: Labels, blocks: tuple[int, int] | None
 ) -> tuple[str, ...] | None:
-    """Return the labels along one axis of a step, or None if the axis counts no tokens."""
+    """Return the labels along ``axis`` of the step ``name``, or None for an axis without labels."""
     start = first_token(name, axis, blocks)
     if axis in BLOCK_AXES:
         if BLOCK.search(name) is None or blocks is None:
@@ -60,8 +60,8 @@ def axis_labels(
 def printable(text: str) -> str:
     """Return ``text`` with invisible control characters escaped.
 
-    A terminal obeys control characters, bidirectional ones show the text after them in another
-    order, and XML does not allow some at all.
+    A terminal obeys control characters. Bidirectional ones change the order of the text after them.
+    XML forbids some.
 
     >>> print(printable("a\\x1b[2J \\u202eb"))
     a\\x1b[2J \\u202eb

@@ -1,4 +1,4 @@
-"""The catalogue's TeX as MathML, which a browser shows without fetching anything."""
+"""Conversion of the catalogue's TeX to MathML, which browsers show without fetching anything."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SPACES = {";": "0.28em", ",": "0.17em", " ": "0.25em", "quad": "1em"}
 
 
 def mathml(tex: str) -> str:
-    r"""Return a formula of the catalogue as MathML; ValueError for an unknown command.
+    r"""Return the formula ``tex`` of the catalogue as MathML; ValueError for an unknown command.
 
     >>> mathml(r"S = Q K^\top")[45:-14]
     '<mi>S</mi><mo>=</mo><mi>Q</mi><msup><mi>K</mi><mo>⊤</mo></msup>'
@@ -29,7 +29,7 @@ def mathml(tex: str) -> str:
 
 
 class Tokens:
-    """The tokens of a formula that are not read yet."""
+    """The tokens of a formula that are not yet read."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens[::-1]
@@ -39,7 +39,7 @@ class Tokens:
             yield self._tokens.pop()
 
     def peek(self) -> str:
-        """Return the next token, or an empty string."""
+        """Return the next token, or an empty string at the end."""
         return self._tokens[-1] if self._tokens else ""
 
     def take(self) -> str:
@@ -48,7 +48,7 @@ class Tokens:
 
 
 def _row(tokens: Tokens, end: str) -> str:
-    """Everything up to ``end``, one element after the other."""
+    """Return the MathML of all tokens up to ``end``."""
     parts = []
     for token in tokens:
         if token == end:
@@ -73,7 +73,7 @@ def _scripted(base: str, scripts: dict[str, str]) -> str:
 
 
 def _argument(tokens: Tokens) -> str:
-    """What a command applies to: a group in braces, or the next token."""
+    """Return the MathML of a command's argument: a group in braces, or the next token."""
     while tokens.peek().isspace():
         tokens.take()
     return _element(tokens.take(), tokens)
@@ -109,7 +109,7 @@ def _command(name: str, tokens: Tokens) -> str:
 
 
 def _words(name: str, tokens: Tokens) -> str:
-    """Upright words; their spaces count in a text."""
+    """Return upright words as MathML; spaces count only in ``text``."""
     found = ""
     tokens.take()  # the brace that opens
     for token in tokens:

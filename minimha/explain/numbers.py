@@ -1,4 +1,4 @@
-"""Numbers as text, by one rule for the terminal and for every page."""
+"""Numbers as text, in the same form on the terminal and on every page."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LARGEST_FIXED = 1e6  # beyond, a number with fixed decimals would be mostly digits
+LARGEST_FIXED = 1e6  # larger numbers have an exponent
 
 
 def cells(value: NDArray[Any], decimals: int, like: NDArray[Any] | None = None) -> list[list[str]]:
     """Return the numbers of ``value`` as rows of text; a vector is one row, a scalar one number.
 
-    If all numbers are whole, they have no decimals. If the largest is too large or too small for
-    fixed decimals, all have an exponent. If ``like`` is given, its numbers decide instead.
+    Whole numbers have no decimals if all numbers are whole. All numbers have an exponent if the
+    largest is too large or too small for fixed decimals. If ``like`` is given, its numbers decide
+    instead.
 
     >>> cells(np.array([[1.0, -np.inf]]), 3), cells(np.array([0.5, -1e-9]), 3)
     ([['1', '-∞']], [['0.500', '0.000']])
@@ -31,7 +32,7 @@ def as_matrix(value: NDArray[Any]) -> NDArray[Any]:
 
 
 def term(value: NDArray[Any], decimals: int) -> Callable[[float], str]:
-    """Return a function that writes a number as ``cells`` does, but whole ones without decimals.
+    """Return a function that writes a number as ``cells`` does, but whole numbers without decimals.
 
     >>> say = term(np.array([0.5, 1, 1e-17]), 3)
     >>> say(0.5), say(1), say(1e-17)
@@ -43,7 +44,7 @@ def term(value: NDArray[Any], decimals: int) -> Callable[[float], str]:
 
 
 def limits(values: Iterable[NDArray[Any]]) -> tuple[float, float]:
-    """Return the least and the greatest finite number of all ``values``; zeros if there is none.
+    """Return the least and the greatest finite number in all ``values``, or (0, 0) without any.
 
     >>> limits([np.array([1.0, -np.inf]), np.array([[2]])])
     (1.0, 2.0)
@@ -55,7 +56,7 @@ def limits(values: Iterable[NDArray[Any]]) -> tuple[float, float]:
 
 
 def _form(value: NDArray[np.float64], decimals: int) -> str:
-    """The format that all numbers of ``value`` share."""
+    """Return the format specification that all numbers of ``value`` share."""
     finite = value[np.isfinite(value)]
     if needs_exponent(value, decimals):
         return f".{decimals}e"
@@ -69,7 +70,7 @@ def needs_exponent(value: NDArray[np.float64], decimals: int) -> bool:
 
 
 def in_units(number: int, unit: str) -> str:
-    """Return three digits and a unit: 124 M, 1.21 GiB (powers of 1024), 722 TFLOP."""
+    """Return ``number`` with three digits and ``unit``: 124 M, 1.21 GiB (powers of 1024)."""
     base = 1024 if unit == "B" else 1000
     signs = {"": ("K", "M", "B", "T"), "B": ("Ki", "Mi", "Gi", "Ti")}.get(
         unit, ("K", "M", "G", "T", "P", "E")

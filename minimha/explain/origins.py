@@ -1,8 +1,8 @@
-"""Where the numbers of a step come from: an operation on other steps of the same trace.
+"""The origin of each step: an operation on other steps of the same trace.
 
-The catalogue names them (``Entry.made``). ``Origins`` finds the steps that these names stand for,
-of the same batch entry and head, and computes the whole step from them. An origin that does not
-give the step's own numbers is discarded.
+The catalogue names operation and steps (``Entry.made``). ``Origins`` finds the steps with these
+names, of the same batch entry and head, and computes the whole step from them. An origin that does
+not reproduce the step's numbers is discarded.
 """
 
 import math
@@ -17,9 +17,9 @@ from minimha.explain.catalogue import QUERIES, base_of
 from minimha.explain.steps import Step
 
 Matrix = NDArray[Any]
-HALF_SPLIT, INTERLEAVED = 0.0, 1.0  # the constant of "rotated": which numbers are a pair
+HALF_SPLIT, INTERLEAVED = 0.0, 1.0  # the constant of "rotated": which columns are a pair
 ACTIVATIONS = RELU, GELU, GELU_TANH, SILU = 0.0, 1.0, 2.0, 3.0  # the constant of "activation"
-EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12  # in use by models
+EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12  # used by models
 
 
 def _plus(value: Matrix, other: Matrix | None) -> Matrix:
@@ -27,7 +27,7 @@ def _plus(value: Matrix, other: Matrix | None) -> Matrix:
 
 
 def _finite(m: Matrix) -> Matrix:
-    """Maxima, with 0 for a row without a visible key."""
+    """Return the maxima ``m``, with 0 for a row without a visible key."""
     return np.where(np.isneginf(m), 0.0, m)
 
 
@@ -58,7 +58,7 @@ def _softmax(x: Matrix) -> Matrix:
 
 
 def _by_blocks(operation: Callable[[Matrix, Matrix], Matrix]) -> Callable[..., Matrix]:
-    """Apply an operation to the two operands of each row of blocks, and concatenate the results."""
+    """Return a function that applies ``operation`` to each row of blocks and joins the results."""
 
     def rows(*blocks: Matrix) -> Matrix:
         pairs = zip(blocks[::2], blocks[1::2], strict=True)
@@ -97,7 +97,7 @@ def _rotated(x: Matrix, cos: Matrix, sin: Matrix, layout: float) -> Matrix:
 
 
 def pairs(num_pairs: int, layout: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the columns that are first in a pair, and those that are second.
+    """Return the columns that are first in a pair of RoPE, and those that are second.
 
     >>> [columns.tolist() for columns in pairs(2, HALF_SPLIT)]
     [[0, 1], [2, 3]]
@@ -108,7 +108,7 @@ def pairs(num_pairs: int, layout: float) -> tuple[NDArray[np.int64], NDArray[np.
     return (2 * n, 2 * n + 1) if layout == INTERLEAVED else (n, n + num_pairs)
 
 
-# What each operation computes from its operands (None if missing) and its constant, if any.
+# Operation → a function of its operands (None if missing) and its constant, if any.
 OPERATIONS: dict[str, Callable[..., Matrix]] = {
     "product": lambda A, B, bias=None: _plus(A @ B, bias),
     "products": _products,
@@ -150,10 +150,10 @@ PRODUCTS = ("product", "running product")
 
 
 class Origin(NamedTuple):
-    """What a step is computed from."""
+    """The operation, operands and constant from which a step is computed."""
 
     operation: str  # a key of ``OPERATIONS``
-    # In the order of the operation's arguments; None for an optional one that is missing.
+    # In the order of the operation's arguments; None for a missing optional argument.
     # "concat" has the heads. "products" has x, the matrix of each head, then the bias of each.
     # "normalise" has O and l after the last block of each row of blocks, and "lse" m and l.
     operands: tuple[Step | None, ...]
@@ -162,7 +162,7 @@ class Origin(NamedTuple):
     constant: float | None = None
 
     def computed(self) -> Matrix:
-        """The numbers that the operation gives, float64."""
+        """Return the float64 result of the operation."""
         values = [None if s is None else np.asarray(s.value, np.float64) for s in self.operands]
         constant = [] if self.constant is None else [self.constant]
         with np.errstate(all="ignore"):
@@ -170,14 +170,14 @@ class Origin(NamedTuple):
             return np.asarray(OPERATIONS[self.operation](*values, *constant)) + added
 
     def hides(self, i: int, j: int) -> bool:
-        """Return whether key j is hidden from query i of a product; its NaN or ∞ must not count."""
+        """Return whether a product ignores NaN and ∞ of key j, because query i does not see it."""
         weights = self.operands[0]
         if self.operation not in PRODUCTS or weights is None or weights.hidden is None:
             return False
         return bool(weights.hidden[i, j])
 
     def _seen_alone(self, values: list[Matrix | None]) -> Matrix | float:
-        """Replace nonfinite values of a product by 0; return what they add where they are seen."""
+        """Set nonfinite values of a product to 0; return what they add where they are visible."""
         if self.operation not in PRODUCTS:
             return 0.0
         A, B = values[:2]
@@ -195,7 +195,7 @@ class Origin(NamedTuple):
 
 
 class Origins:
-    """Step → its origin, found at the first access; None if the step is given."""
+    """A mapping from step to origin, found at the first access; None if the step is given."""
 
     def __init__(self, by_name: Mapping[str, Sequence[Step]]) -> None:
         self.by_name = by_name  # the steps of each name, in the order of the computation
@@ -208,7 +208,7 @@ class Origins:
         return self._found[step]
 
     def follows(self, step: Step) -> bool:
-        """Return whether the run has any step that ``step`` is computed from.
+        """Return whether ``step`` is computed from any step of the run.
 
         Rows that no earlier step has are an input.
         """
@@ -217,7 +217,7 @@ class Origins:
         return operation != "rows" and not sources.isdisjoint(map(base_of, self.by_name))
 
     def _candidates(self, step: Step) -> Iterator[Origin]:
-        """The origins that the catalogue allows for the step, likeliest first."""
+        """Yield the origins that the catalogue allows for the step, likeliest first."""
         if not step.made:
             return
         operation, *names = step.made
@@ -245,7 +245,7 @@ class Origins:
     def _operands(
         self, step: Step, operation: str, names: Sequence[str]
     ) -> tuple[Step | None, ...] | None:
-        """The steps that the names stand for; None if a required one is missing."""
+        """Return the steps for the names ``names``, or None if a required step is missing."""
         if operation == "concat":
             return tuple(self._all_heads(step, names[0])) or None
         if operation == "products":
@@ -260,20 +260,20 @@ class Origins:
         return None if None in required else tuple(found)
 
     def _operand(self, step: Step, name: str) -> Step | None:
-        """The step that ``name`` stands for, of the batch entry and head of ``step``."""
+        """Return the step named ``name`` with the batch entry and head of ``step``."""
         found = (s for steps in self._named(step, name) for s in steps if _is_beside(s, step))
         return next(found, None)
 
     def _all_heads(self, step: Step, name: str) -> list[Step]:
-        """The heads of the step that ``name`` stands for, of the batch entry of ``step``."""
+        """Return all heads of the step named ``name``, with the batch entry of ``step``."""
         heads = next(self._named(step, name), ())
         return [head for head in heads if head.batch in (None, step.batch)]
 
     def _named(self, step: Step, names: str) -> Iterator[Sequence[Step]]:
-        """The steps that ``a|b`` may stand for, likeliest first, with all batch entries and heads.
+        """Yield the steps that ``a|b`` may name, likeliest first, with all batch entries and heads.
 
-        For ``[cross, step 1]``, steps of the same stage come first, then those of ``[cross]``,
-        then those without a stage. ``m<`` is of the nearest block before, ``a*`` the latest.
+        For ``[cross, step 1]``, steps of the same stage come first, then those of ``[cross]``, then
+        those without a stage. ``m<`` is in the nearest earlier block, ``a*`` is the latest.
         """
         known = list(self.by_name)
         before = known[: known.index(step.name)]
@@ -293,7 +293,7 @@ class Origins:
                     yield self.by_name[base + bracket]
 
     def _last_blocks(self, step: Step, names: Sequence[str]) -> Iterator[Step]:
-        """For each row of blocks, the steps ``names`` after its last block."""
+        """Yield, for each row of blocks, the steps ``names`` of its last block."""
         last: dict[str, str] = {}  # row of blocks → its last block
         for name in self.by_name:
             block = re.fullmatch(rf"{names[0]}(\[i=(\d+),j=\d+\])", name)
@@ -304,7 +304,7 @@ class Origins:
                 yield from (s for s in self.by_name[base + bracket] if _is_beside(s, step))
 
     def _rows(self, step: Step, names: str) -> Iterator[Origin]:
-        """The rows of the steps ``names`` that ``step`` may be, from the latest step on."""
+        """Yield origins of ``step`` as rows of the steps ``names``, latest first."""
         for other in (s for steps in self._named(step, names) for s in steps):
             fits = other.value.ndim == 2 and other.value.shape[-1:] == step.value.shape[-1:]
             if fits and _is_beside(other, step):
@@ -313,7 +313,7 @@ class Origins:
 
 
 def _is_beside(other: Step, step: Step) -> bool:
-    """Whether ``other`` belongs to the batch entry and head of ``step``."""
+    """Return whether ``other`` belongs to the batch entry and head of ``step``."""
     if other.batch not in (None, step.batch):
         return False
     is_same = other.kv_head is not None and other.kv_head == step.kv_head
@@ -321,7 +321,7 @@ def _is_beside(other: Step, step: Step) -> bool:
 
 
 def _gives(made: Origin, step: Step) -> bool:
-    """Whether the operation gives the step's numbers, up to rounding."""
+    """Return whether ``made`` reproduces the step's numbers up to rounding."""
     try:
         computed = made.computed()
     except ValueError:  # the shapes do not fit
@@ -344,7 +344,7 @@ def _gives(made: Origin, step: Step) -> bool:
 
 
 def _factor(step: Step, before: Matrix, queries: Step | None) -> float:
-    """The factor from ``before`` to ``step``; exactly 1/√D where the numbers allow it."""
+    """Return the factor from ``before`` to ``step``, exactly 1/√D if it is close to that."""
     usual = 1.0 if queries is None else float(1 / np.sqrt(queries.value.shape[-1]))
     after = np.asarray(step.value, np.float64)
     size = np.where(np.isfinite(after) & np.isfinite(before), abs(before), 0)
@@ -356,7 +356,7 @@ def _factor(step: Step, before: Matrix, queries: Step | None) -> float:
 
 
 def _activations(step: Step, operands: tuple[Step | None, ...]) -> list[float]:
-    """The activations, best match first."""
+    """Return the constants of all activations, best match first."""
 
     def distance(kind: float) -> float:
         computed = Origin("activation", operands, kind).computed()
@@ -366,10 +366,10 @@ def _activations(step: Step, operands: tuple[Step | None, ...]) -> list[float]:
 
 
 def _epsilons(step: Step, operands: Sequence[Step | None]) -> tuple[float, ...]:
-    """Candidates for the ε that gives ``step``, likeliest first.
+    """Return candidates for the ε of a norm, likeliest first.
 
-    They are models' usual values within rounding of the estimate, the estimate with one digit, 0,
-    and the estimate, which the largest number of the step gives.
+    The largest number of the step gives an estimate. Candidates are models' usual values within
+    rounding of the estimate, the estimate with one digit, 0, and the estimate.
     """
     bias = operands[-1].value if len(operands) > 3 and operands[-1] is not None else 0.0
     square = np.asarray(operands[1].value, np.float64) if operands[1] is not None else np.zeros(1)
@@ -385,7 +385,7 @@ def _epsilons(step: Step, operands: Sequence[Step | None]) -> tuple[float, ...]:
 
 
 def _first_column(step: Step, combined: Step | None) -> float:
-    """The first column of a head in a matrix of all queries, keys and values."""
+    """Return the head's first column in a matrix of all queries, keys and values."""
     total = 0 if combined is None else combined.value.shape[-1]
     before = "qkv".index(step.base[-1]) * total // 3
     return float(before + (step.head or 0) * step.value.shape[-1])

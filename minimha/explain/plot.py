@@ -1,4 +1,4 @@
-"""A chart as lines of text: marks on a grid of characters, bars of blocks."""
+"""A chart as lines of text: marks on a grid of characters, or bars of block characters."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,9 +12,9 @@ LEFT, GAP = 4, 2  # characters of the left margin, and between a name and its ba
 
 
 def plot(data: Lines | Bars, width: int, *, is_ascii: bool) -> list[str]:
-    """Return the lines of a chart, at most ``width`` wide, without its title.
+    """Return the lines of text of a chart, at most ``width`` wide, without its title.
 
-    Of two marks at one place, that of the earlier series shows.
+    Where two marks coincide, the mark of the earlier series is shown.
     """
     width = max(min(width, WIDEST), 40)
     if isinstance(data, Bars):
@@ -76,7 +76,7 @@ def _connect(grid: list[list[str]], line: list[Point], between: str) -> None:
 
 
 def _numbers(data: Lines, columns: int) -> str:
-    """The numbers under their places, without those that overlap."""
+    """Return the numbers below the x axis, without those that overlap."""
     across, _ = data.scales()
     line = ""
     for place in data.places:

@@ -1,8 +1,8 @@
-"""A number as a document prints it, beside the exact one, and how the two are related.
+"""Comparison of the numbers that a document prints with the exact ones.
 
-The status of a printed number is computed from the number, the exact value, and the value that
-the *printed*, already rounded, previous step gives. A worked example also states the status that
-it expects, and a test compares the two.
+The status of a printed number says how it relates to the exact value. The status is computed from
+the number, the exact value, and the value that follows from the *printed*, already rounded,
+previous step. A worked example also states the status that it expects; a test compares the two.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# A number halfway between two decimals is rounded to even or away from zero; both are right.
+# Both ways to round a number halfway between two decimals are right.
 NEAREST = (ROUND_HALF_EVEN, ROUND_HALF_UP)
 DOWN = (ROUND_DOWN,)
 
@@ -43,17 +43,17 @@ IN_WORDS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One printed number beside its exact value."""
+    """A printed number, the exact value, and how the two are related."""
 
     value: float  # the printed number
-    exact: float | None  # None where the document gives no inputs to compute it from
-    decimals: int  # printed ones
-    index: tuple[int, ...]  # its place in the step's value
-    status: Status  # as the worked example states it
-    computed: Status  # as the numbers themselves say
-    origin: str  # what the number should follow from
+    exact: float | None  # None if the document gives no inputs
+    decimals: int  # number of decimals printed
+    index: tuple[int, ...]  # index in the step's value
+    status: Status  # the status that the worked example states
+    computed: Status  # the status computed from the numbers
+    origin: str  # what the printed number should follow from
     source: str  # where in the document
-    text: str  # the number as it is printed there
+    text: str  # the number as printed
     exactly: str = "exact"  # the word before the exact value in the sentence
 
     @property
@@ -75,26 +75,26 @@ class Comparison:
 class PrintedMatrix:
     """The numbers that a document prints for one step, with the expected status of each."""
 
-    step: str  # the name of the step that it belongs to
+    step: str  # the name of the step
     rows: tuple[str, ...]  # one line per row, decimals kept: ("0.268 0.731 0",)
     source: str  # where in the document
     status: Status = Status.EXACT  # of every number that ``but`` does not name
     but: Mapping[tuple[int, ...], Status] = field(default_factory=dict)
-    head: int | None = None  # the head it belongs to, where the step has heads
+    head: int | None = None  # the number of the head, if the step has heads
     exact: NDArray[Any] | None = None  # what the inputs give; by default the step's own value
     rounded: NDArray[Any] | None = None  # what the printed numbers of the previous step give
     origin: str = "the document's own inputs"  # what the numbers should follow from
-    says: str = ""  # the document's own words, where they decide the status: "Assume: …"
-    has_inputs: bool = True  # False for a picture's numbers, without anything to compare
+    says: str = ""  # the document's own words, if they decide the status: "Assume: …"
+    has_inputs: bool = True  # False for a picture's numbers, which have nothing to compare with
     exactly: str = "exact"  # the word before the exact value in a sentence
 
     @property
     def values(self) -> NDArray[np.float64]:
-        """The printed numbers as an array of shape (rows, columns), float64."""
+        """The printed numbers as a float64 array of shape (rows, columns)."""
         return np.array([[_number(text) for text in row.split()] for row in self.rows])
 
     def compare(self, step_value: NDArray[Any]) -> tuple[Comparison, ...]:
-        """Return one comparison per printed number of this step, in reading order."""
+        """Return a comparison with ``step_value`` for each printed number, in reading order."""
         exact = step_value if self.exact is None else self.exact
         texts = [text for row in self.rows for text in row.split()]
         if len(texts) != exact.size:
@@ -119,10 +119,11 @@ class PrintedMatrix:
 def classify(
     text: str, exact: float | None, rounded: float | None = None, *, is_assumed: bool = False
 ) -> Status:
-    """Return the status of a printed number, given as its text with all decimals.
+    """Return the status of a printed number, given as ``text`` with all decimals.
 
-    ``exact`` is computed from the document's inputs, and None without inputs. ``rounded`` is
-    computed from the printed numbers of the previous step. ``is_assumed``: the document says so.
+    ``exact`` is computed from the document's inputs, or None without inputs. ``rounded`` is
+    computed from the printed numbers of the previous step. ``is_assumed`` means that the document
+    says so.
 
     >>> [classify(text, 0.2689414).value for text in ("0.269", "0.268", "0.3", "0.25")]
     ['exact', 'truncated', 'exact', 'wrong']

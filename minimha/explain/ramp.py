@@ -1,7 +1,7 @@
-"""Ramps of shades from least to most: one for each colour depth of a terminal, or characters.
+"""Ramps of shades for heatmaps on a terminal: one per colour depth, and two of characters.
 
-Every ramp grows lighter from shade to shade, or darker on a light terminal, so a colour-blind
-reader can read it. A scale is drawn beside each heatmap.
+From shade to shade every ramp grows lighter, or darker on a light terminal, so a colour-blind
+reader can tell shades apart.
 """
 
 from itertools import pairwise
@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 Color = tuple[int, int, int]
 BLACK, WHITE = (0, 0, 0), (255, 255, 255)
-# Seven of the 256 colours, with lightness (CIE L*) 8, 20, 38, 52, 68, 82, 94. The last is still
+# Seven of the 256 colours, with lightness (CIE L*) 8, 20, 38, 52, 68, 82, 94. Even the last is
 # visible on white.
 ANCHORS = {
     17: (0, 0, 95), 19: (0, 0, 175), 24: (0, 95, 135), 31: (0, 135, 175), 74: (95, 175, 215),
     117: (135, 215, 255), 123: (135, 255, 255),
 }  # fmt: skip
 BETWEEN = 8  # shades from one anchor to the next in true colour
-# Black, blue, cyan and bright cyan, as a terminal numbers them → the ink on each.
+# A terminal's numbers for black, blue, cyan and bright cyan → the colour of text on each.
 SIXTEEN = {0: 15, 4: 15, 6: 0, 14: 0}
 
 
 class Ramp(NamedTuple):
-    """Shades from least to most, each a character and a style, and marks to go with them."""
+    """Shades from least to most, each a character and a style, and signs for special cells."""
 
     shades: tuple[tuple[str, str], ...]
     hidden: str = "×"
@@ -30,11 +30,11 @@ class Ramp(NamedTuple):
 
     @property
     def in_color(self) -> bool:
-        """Whether a number can stand on a shade."""
+        """Whether the shades are colours, on which a number can be written."""
         return bool(self.shades[0][1])
 
     def shade(self, level: float) -> tuple[str, str]:
-        """Return the nearest shade to ``level``, from 0 to 1.
+        """Return the shade nearest to ``level``, from 0 to 1.
 
         >>> [RAMPS["blocks"].shade(level)[0] for level in (0.001, 0.249, 0.5, 1)]
         [' ', '░', '▒', '█']
@@ -56,7 +56,7 @@ def luminance(color: Color) -> float:
 
 
 def ink_on(color: Color) -> Color:
-    """Return black or white, the one with more contrast, which is at least 4.5.
+    """Return black or white, the one with more contrast on ``color``: at least 4.5.
 
     >>> ink_on((0, 0, 95)), ink_on((135, 255, 255))
     ((255, 255, 255), (0, 0, 0))

@@ -1,4 +1,4 @@
-"""Reads a trace that ``export`` wrote as JSON or npz."""
+"""Reading of a trace that ``export`` wrote as JSON or npz."""
 
 import re
 from collections import defaultdict
@@ -13,7 +13,7 @@ from minimha.explain.catalogue import entry
 from minimha.explain.printed import PrintedMatrix, Status
 from minimha.explain.trace import Trace, printable
 
-NAME = re.compile(r"[^\W\d]\w*(\[[\w=, ]+\])*")  # of a step; file names of exports contain it
+NAME = re.compile(r"[^\W\d]\w*(\[[\w=, ]+\])*")  # of a step; exports use the name in file names
 HEADS = ("H", "Hkv")
 KINDS = ("head", "kv_head")
 
@@ -21,9 +21,9 @@ KINDS = ("head", "kv_head")
 def trace_from(
     record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
 ) -> Trace:
-    """Return the trace whose JSON is ``record``; an npz has the values in ``arrays``.
+    """Return the trace whose JSON is ``record``; the values of an npz archive are in ``arrays``.
 
-    ValueError is raised unless ``export`` could have written it.
+    ValueError is raised for a record that ``export`` cannot have written.
     """
     hidden: dict[str, NDArray[np.bool_]] = {}
     kept: dict[str, tuple[str, list[int]]] = {}
@@ -61,7 +61,7 @@ def trace_from(
 def _whole(
     name: str, steps: Sequence[Mapping[str, Any]], array: NDArray[Any] | None
 ) -> NDArray[Any]:
-    """The values of all batch entries and heads of a step in one array."""
+    """Return the values of all batch entries and heads of a step as one array."""
     shape = tuple(steps[0]["shape"])
     if array is None:
         dtype = np.dtype(steps[0].get("dtype", "float64"))
@@ -79,7 +79,7 @@ def _whole(
 
 
 def _hidden(step: Mapping[str, Any]) -> NDArray[np.bool_]:
-    """Which weights of one head a mask hides."""
+    """Return a boolean array of the weights of one head that a mask hides."""
     found = np.zeros(step["shape"], bool)
     for at in step.get("hidden", ()):
         found[tuple(at)] = True
@@ -87,7 +87,7 @@ def _hidden(step: Mapping[str, Any]) -> NDArray[np.bool_]:
 
 
 def _printed(step: Mapping[str, Any]) -> list[PrintedMatrix]:
-    """The numbers that documents print for a step, one matrix per place."""
+    """Return the numbers that documents print for a step, as one matrix per source."""
     return [
         _matrix(step, source, list(numbers))
         for source, numbers in groupby(step.get("printed", ()), key=lambda p: str(p["source"]))

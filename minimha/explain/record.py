@@ -1,4 +1,4 @@
-"""The record of a run: a tap that keeps each array, and what is known about the run."""
+"""The record of a run: a tap that stores each array, and facts about the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minimha.explain.printed import PrintedMatrix
 
 @dataclass(eq=False)
 class Record:
-    """Name → array, in the order of the computation; ``Trace`` describes the attributes."""
+    """A mapping from name to array in order of computation; ``Trace`` describes the attributes."""
 
     example: str = "attention"
     source: str = ""
@@ -36,9 +36,10 @@ class Record:
         self.labels = {axis: tuple(map(printable, names)) for axis, names in self.labels.items()}
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Keep a read-only copy of ``value`` under ``name`` and return ``value`` itself.
+        """Store a read-only copy of ``value`` under ``name`` and return ``value`` itself.
 
-        Text is the source code of a ``score_mod`` or ``mask_mod``, which the step's note shows.
+        A string is the source code of a ``score_mod`` or ``mask_mod``, shown in the note of the
+        step.
         """
         if isinstance(value, str):
             self.functions[name] = value
@@ -56,9 +57,9 @@ class Record:
         return name in self.values
 
     def __iter__(self) -> Iterator[str]:
-        """The names, in the order of the computation."""
+        """Iterate over the names in the order of the computation."""
         return iter(self.values)
 
     def has(self, name: str) -> bool:
-        """Return whether the run has this step, kept here or not."""
+        """Return whether the run has the step ``name``, even if its values are not stored here."""
         return name in self.values or name in self.computed

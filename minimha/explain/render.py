@@ -1,6 +1,7 @@
-"""A trace on a terminal. No other module imports rich.
+"""Display of a trace on a terminal; no other module imports rich.
 
-Everything is lines of text: a wide matrix is split by columns on a terminal, and whole in a file.
+Everything is lines of text. A terminal gets a wide matrix in groups of columns, a file gets it
+whole.
 """
 
 import io
@@ -35,8 +36,8 @@ GAP = 2
 NO_BREAK = "\N{NO-BREAK SPACE}"
 CELL_SIZES = (5, 3, 1)  # of a heatmap: for 0.27, for .27, for a shade without a number
 SCALE_SIZE = 15  # cells of the scale above the heatmaps
-LONGEST_BAR = 40  # for a weight of 1, if the width allows it
-LONGEST_ROW = 16  # weights; a longer row is shaded by its own largest one
+LONGEST_BAR = 40  # characters for a weight of 1, if the width allows
+LONGEST_ROW = 16  # weights; a longer row is scaled by its largest weight
 LABEL_WIDTH = 10  # in a heatmap; a matrix shows its labels whole
 EXPORT_WIDTH = 100
 STYLES = {
@@ -55,7 +56,7 @@ def console_for(stream: IO[str]) -> Console:
 
 
 def ramp_for(console: Console) -> str:
-    """Return the name of the richest ramp that this console can show, on its ground.
+    """Return the name of the richest ramp that ``console`` can show on its background.
 
     Some terminals set COLORFGBG to the numbers of their colours, such as 0;15 for black on white.
     """
@@ -74,7 +75,7 @@ def ramp_for(console: Console) -> str:
 def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
     """Return every step of ``trace``, its weights as heatmaps, and how a query picks its values.
 
-    ``decimals`` are for numbers that are not whole. With ``width`` None, no line is broken.
+    ``decimals`` are for numbers that are not whole. If ``width`` is None, no line is broken.
     ``ramp`` names the shades of heatmaps.
     """
     shades = RAMPS[ramp]
@@ -105,12 +106,12 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
 
 
 def table(records: Sequence[Mapping[str, str]], encoding: str = "utf-8") -> Table:
-    """Return a table with the records' keys as its head, for a stream of this encoding."""
+    """Return a table with the keys of ``records`` as its header, for a stream with ``encoding``."""
     shown = Table(
         *(as_written(key, encoding) for key in records[0]),
         box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold",
     )  # fmt: skip
-    shown.columns[0].no_wrap = True  # names, which a reader may copy
+    shown.columns[0].no_wrap = True  # a reader may copy names
     shown.columns[0].overflow = "ignore"
     for record in records:
         shown.add_row(*(as_written(text, encoding) for text in record.values()))
@@ -120,7 +121,7 @@ def table(records: Sequence[Mapping[str, str]], encoding: str = "utf-8") -> Tabl
 def tables(
     titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None, encoding: str = "utf-8"
 ) -> Group:
-    """Return a table under each title, right-aligned but for the first column."""
+    """Return a table below each title; all columns but the first are right-aligned."""
     parts: list[RenderableType] = []
     for title, records in titled.items():
         parts += [Text(), *_paragraph(title, width, "bold" if records else "", indent=0)]
@@ -133,7 +134,7 @@ def tables(
 
 
 def result(found: Result, width: int | None, ramp: str, encoding: str = "utf-8") -> Group:
-    """Return an experiment's tables, charts and conclusion."""
+    """Return the tables, charts and conclusion of an experiment."""
     from minimha.explain.chart import Bars, Grid, Lines
     from minimha.explain.plot import plot
 
@@ -152,7 +153,7 @@ def result(found: Result, width: int | None, ramp: str, encoding: str = "utf-8")
 
 
 def _grid(data: "Grid", ramp: Ramp) -> Iterator[Text]:
-    """Numbers on their shades, or beside them without colour."""
+    """Yield the lines of a table of numbers on shades; without colours, beside the shades."""
     margin = INDENT + max(map(cell_len, data.rows)) + GAP
     widths = [max(cell_len(name), 7) for name in data.columns]
     heads = zip(data.columns, widths, strict=True)
@@ -169,7 +170,7 @@ def _grid(data: "Grid", ramp: Ramp) -> Iterator[Text]:
 
 @contextmanager
 def busy(stream: IO[str], doing: str) -> Iterator[None]:
-    """Show on a terminal what is being done, until it is done."""
+    """Show ``doing`` with a spinner on a terminal until the block ends."""
     console = Console(file=stream, markup=False, highlight=False)
     with console.status(doing) if console.is_terminal else nullcontext():
         yield
@@ -177,7 +178,7 @@ def busy(stream: IO[str], doing: str) -> Iterator[None]:
 
 @contextmanager
 def progress(stream: IO[str], steps: int | None) -> Iterator[Callable[[str], None]]:
-    """Show a bar on a terminal until the end; the caller names each of its ``steps``."""
+    """Show a progress bar on a terminal; call the yielded function with the name of each step."""
     console = Console(file=stream, markup=False, highlight=False)
     if not console.is_terminal:  # older rich ends even a disabled bar with a newline
         yield lambda doing: None
@@ -195,7 +196,7 @@ def progress(stream: IO[str], steps: int | None) -> Iterator[Callable[[str], Non
 
 
 def plain(shown: RenderableType) -> str:
-    """Return ``shown`` without colours and trailing blanks; tables are ``EXPORT_WIDTH`` wide."""
+    """Return ``shown`` without colours or trailing blanks; tables are ``EXPORT_WIDTH`` wide."""
     if isinstance(shown, Text):
         lines = shown.plain
     else:
@@ -209,7 +210,7 @@ def plain(shown: RenderableType) -> str:
 
 
 def _matrix(step: Step, decimals: int, width: int | None, infinity: str) -> list[Text]:
-    """The numbers under their labels, in groups of columns that fit the width."""
+    """Return the lines of a matrix with labels, in groups of columns that fit ``width``."""
     numbers = wording.numbers(step, decimals)
     body = [[number.replace("∞", infinity) for number in row] for row in numbers]
     if not body or not body[0]:
@@ -233,7 +234,7 @@ def _matrix(step: Step, decimals: int, width: int | None, infinity: str) -> list
 
 
 def _column_groups(widths: Sequence[int], available: int | None, gap: int = GAP) -> list[list[int]]:
-    """The numbers of the columns, in groups that fit side by side."""
+    """Return the numbers of the columns in groups that fit into ``available`` characters."""
     groups: list[list[int]] = [[]]
     used = 0
     for column, size in enumerate(widths):
@@ -246,7 +247,7 @@ def _column_groups(widths: Sequence[int], available: int | None, gap: int = GAP)
 
 
 def _printed(step: Step, width: int | None) -> list[Text]:
-    """The numbers that a document prints for this step, and remarks on them."""
+    """Return the numbers that a document prints for this step, with remarks."""
     lines: list[Text] = []
     for source, numbers, remarks in wording.printed(step):
         unbroken = numbers.replace(" ", NO_BREAK).replace(f"]{NO_BREAK}[", "] [")
@@ -257,19 +258,19 @@ def _printed(step: Step, width: int | None) -> list[Text]:
 
 
 def _limits(drawn: Sequence[tuple[str, Step]], is_weights: bool) -> tuple[float, float]:
-    """The scale of all weights, or of all scores."""
+    """Return the limits of the common scale of all weights, or of all scores."""
     if is_weights:
         return 0.0, 1.0
     return limits(step.value for _, step in drawn if step.base != "weights")
 
 
 def _is_long(drawn: Sequence[tuple[str, Step]]) -> bool:
-    """Whether a query sees so many keys that each row of weights has its own scale."""
+    """Return whether each row of weights has its own scale, because there are many keys."""
     return any(s.base == "weights" and s.value.shape[-1] > LONGEST_ROW for _, s in drawn)
 
 
 def _heatmaps(drawn: Sequence[tuple[str, Step]], width: int, ramp: Ramp) -> list[Text]:
-    """The maps side by side, with the largest cells at which one map fits the width."""
+    """Return the heatmaps side by side, with the largest cells for which each fits ``width``."""
     blocks: list[list[Text]] = []
     for size in CELL_SIZES:
         blocks = [
@@ -303,7 +304,7 @@ def _heatmap(
 
 
 def _heat(number: float, text: str, size: int, ramp: Ramp, limits: tuple[float, float]) -> Text:
-    """One cell: its number on a colour, or without colours a shade."""
+    """Return one cell: a number on a colour, or without colours a shade."""
     if not np.isfinite(number):
         return Text((ramp.hidden if np.isneginf(number) else "?").center(size))
     low, high = limits
@@ -316,7 +317,7 @@ def _heat(number: float, text: str, size: int, ramp: Ramp, limits: tuple[float, 
 
 
 def _pick(pick: wording.Pick, decimals: int, width: int, bar: str) -> list[Text]:
-    """A query's weights as bars, each beside the value that it multiplies."""
+    """Return a query's weights as bars, each beside the value that the weight multiplies."""
     weights, values, output = pick.weights, pick.values, pick.output
     row, rows = cells(weights.value[pick.query], decimals)[0], cells(values.value, decimals)
     picked = [f"{row[n]} · [{' '.join(rows[n])}]" for n in pick.keys]
@@ -341,7 +342,6 @@ def _pick(pick: wording.Pick, decimals: int, width: int, bar: str) -> list[Text]
 
 
 def _story(trace: Trace, decimals: int, width: int | None) -> list[Text]:
-    """One cell written out, step by step."""
     from minimha.explain.story import story
 
     lines = [Text(), Text(f"cell {trace.cell}", "bold"), Text()]
@@ -351,7 +351,7 @@ def _story(trace: Trace, decimals: int, width: int | None) -> list[Text]:
 
 
 def _legend(drawn: Sequence[tuple[str, Step]], width: int | None, ramp: Ramp) -> list[Text]:
-    """The scales of scores and weights, and the meaning of the marks."""
+    """Return the scales of scores and weights, and the meaning of signs such as ×."""
     lines = []
     for name, is_weights in (("scores", False), ("weights", True)):
         if not any((step.base == "weights") == is_weights for _, step in drawn):
@@ -371,12 +371,12 @@ def _legend(drawn: Sequence[tuple[str, Step]], width: int | None, ramp: Ramp) ->
 
 
 def _hidden(step: Step) -> NDArray[np.bool_]:
-    """Which cells of a heatmap belong to hidden keys."""
+    """Return which cells of a heatmap belong to hidden keys."""
     return np.isneginf(step.value) if step.hidden is None else step.hidden
 
 
 def _side_by_side(blocks: Sequence[list[Text]], width: int) -> list[Text]:
-    """Blocks of lines next to each other, in rows that fit the width."""
+    """Return blocks of lines next to each other, in rows that fit ``width``."""
     widths = [_width(block) for block in blocks]
     lines: list[Text] = []
     for group in _column_groups(widths, width, gap=0):

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of exact values under ``columns``, each with the function that writes its values."""
+    """A table of exact values, with a function for each of ``columns`` that formats a value."""
 
     title: str
     columns: Mapping[str, Callable[[Any], str]]
     rows: tuple[tuple[Any, ...], ...]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return column → exact value, for each row."""
+        """Return a dictionary from column to exact value for each row."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def written(self) -> list[dict[str, str]]:
-        """Return column → text, for each row."""
+        """Return a dictionary from column to text for each row."""
         writers = tuple(self.columns.values())
         return [
             dict(zip(self.columns, (w(x) for w, x in zip(writers, row, strict=True)), strict=True))
@@ -34,12 +34,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Result:
-    """An experiment's result."""
+    """The result of an experiment."""
 
     name: str
     title: str
     about: str  # what was computed from which inputs
-    seed: int  # of everything that was drawn
+    seed: int  # of all random numbers
     tables: tuple[Table, ...]
     figures: tuple[Lines | Bars | Grid | Drawing, ...]  # a Drawing is shown in pictures only
-    conclusion: str  # one sentence, made from the numbers in ``tables``
+    conclusion: str  # one sentence, written from the numbers in ``tables``

@@ -1,4 +1,4 @@
-"""Chooses steps of a run, as ``--only``, ``--head``, ``--query`` and ``--hide`` ask."""
+"""Selection of the steps to show, by ``--only``, ``--head``, ``--query`` and ``--hide``."""
 
 import re
 from collections.abc import Sequence
@@ -11,32 +11,32 @@ from numpy.typing import NDArray
 from minimha.explain.steps import Step
 
 QUERY_AXES, KEY_AXES = (("L",), ("Lq",), ("B_r",)), ("Lk", "B_c")
-LONGEST_ROW, MOST = 32, 16  # longest row that is shown whole; entries shown of a longer one
-DRAWINGS = ("heatmap", "picks")  # drawn beside the steps; ``only`` may name them too
+LONGEST_ROW, MOST = 32, 16  # a longer row than the first is cut to the second
+DRAWINGS = ("heatmap", "picks")  # drawings, which ``only`` may also name
 
 
 def check_names(every: Sequence[Step], only: Sequence[str], blank: Sequence[str]) -> None:
-    """Refuse a name in ``only`` or ``blank`` that no step has, and suggest the nearest."""
+    """Raise ValueError for a name in ``only`` or ``blank`` that is no step; suggest the nearest."""
     if not only and not blank:
         return
     known = dict.fromkeys(name for step in every for name in sorted(step.names))
     for name in (*only, *blank):
         if name in known or (name in DRAWINGS and name not in blank):
             continue
-        from difflib import get_close_matches  # imported here, so that other starts are faster
+        from difflib import get_close_matches  # imported here because the import is slow
 
         # The name without its head or stage may exist.
         plain = re.split(r"[,·\[]", name[:60])[0].strip().lower()
         exact = [plain] if plain in {*known, *DRAWINGS} else []
         near = exact or get_close_matches(name[:60], [*known, *DRAWINGS], 1)
         meant = f"did you mean {near[0]!r}? " if near else ""
-        stages = (re.sub(r"\[[^=]*\]", "", step.name) for step in every)  # the base chooses all
+        stages = (re.sub(r"\[[^=]*\]", "", step.name) for step in every)  # without a stage: all
         shown = dict.fromkeys(re.sub(r"=\d+", "=…", name) for name in stages)
         raise ValueError(f"no step {name!r} here: {meant}the steps are {', '.join(shown)}")
 
 
 def of_head(every: Sequence[Step], head: int | None) -> tuple[Step, ...]:
-    """Return the steps of one query head, with the keys and values that it reads, or all."""
+    """Return the steps of query head ``head``, with the keys and values it reads, or all steps."""
     heads = {step.head for step in every if step.head is not None}
     if head is None or (not heads and head == 0):
         return tuple(every)
@@ -48,13 +48,16 @@ def of_head(every: Sequence[Step], head: int | None) -> tuple[Step, ...]:
 
 
 def blanked(step: Step) -> Step:
-    """Return the step without its numbers, for a worksheet."""
+    """Return ``step`` without its numbers, for a worksheet."""
     blank = np.full(step.value.shape, np.nan)
     return replace(step, value=blank, hidden=None, printed=(), is_blank=True)
 
 
 def row_of(step: Step, query: str) -> Step | None:
-    """Return the row of a query, or its largest entries if it is long; None without such a row."""
+    """Return the row of ``query`` as a step, or None if ``step`` has no such row.
+
+    A long row is cut to its largest entries.
+    """
     row = step.number(0, query) if step.axes[:1] in QUERY_AXES else None
     if row is None:
         return None
@@ -79,7 +82,7 @@ def row_of(step: Step, query: str) -> Step | None:
 
 
 def likeliest(step: Step, logits: NDArray[Any]) -> Step:
-    """Return the step; of a long vocabulary, only the last query's largest ``logits``."""
+    """Return ``step``; a long vocabulary is cut to the last query's largest ``logits``."""
     if step.axes[-1:] != ("V",) or step.value.shape[-1] <= LONGEST_ROW:
         return step
     row = logits.reshape(-1, logits.shape[-1])[-1]
@@ -92,7 +95,7 @@ def likeliest(step: Step, logits: NDArray[Any]) -> Step:
 
 
 def largest(row: NDArray[Any]) -> list[int]:
-    """Return the indices of all entries of ``row``, or of the ``MOST`` largest of a long one.
+    """Return the indices of all entries of ``row``, or of the ``MOST`` largest if ``row`` is long.
 
     >>> largest(np.zeros(3)), largest(np.arange(40))[:3]
     ([0, 1, 2], [24, 25, 26])

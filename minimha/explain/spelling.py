@@ -1,4 +1,4 @@
-"""Replaces mathematical signs by letters, for an output encoding that lacks them."""
+"""Replacement of mathematical signs by letters, for output encodings that lack the signs."""
 
 SPELLINGS = {
     "∞": "inf", "−": "-", "·": "*", "×": "x", "√": "sqrt ", "²": "^2", "ᵀ": "^T", "Σ": "sum",
@@ -10,7 +10,7 @@ SPELLINGS = {
 
 
 def as_written(text: str, encoding: str) -> str:
-    """Return ``text`` as a stream of this encoding shows it, to measure its width.
+    """Return ``text`` as a stream with this encoding shows it; used to measure widths.
 
     >>> as_written("√d_k ≤ 2", "ascii")
     'sqrt d_k <= 2'
@@ -24,7 +24,9 @@ def as_written(text: str, encoding: str) -> str:
 
 
 def spelled(error: UnicodeError) -> tuple[str, int]:
-    """Spell characters that cannot be encoded, or put ``?``: an error handler for ``codecs``.
+    """Return the spelling of characters that cannot be encoded: an error handler for ``codecs``.
+
+    A character without a spelling becomes ``?``.
 
     >>> import codecs
     >>> codecs.register_error("spelled", spelled)

@@ -1,9 +1,9 @@
-"""A trace as a workbook: every matrix a labelled range, every computed cell a live formula.
+"""A trace as a workbook: each matrix is a labelled range, each computed cell a live formula.
 
-Inputs are yellow: change one, and everything computed from it follows. Heads stand side by side,
+Inputs are yellow: change one, and the sheet recomputes all that follows. Heads stand side by side,
 so the sheet reads downwards in the order of the computation. There are no macros.
 
-XlsxWriter writes it, not openpyxl, because it keeps the value beside each formula: a preview, or a
+XlsxWriter is used, not openpyxl, because it stores a value with each formula: a preview, or a
 reader that computes nothing, shows the numbers too. Words are written as strings, so that a token
 such as ``=1+1`` is never a formula.
 """
@@ -56,16 +56,16 @@ class Panel(NamedTuple):
     columns: int
 
     def cell(self, i: int, j: int) -> str:
-        """The address of entry (i, j): ``B7``."""
+        """Return the address of entry (i, j): ``B7``."""
         row = self.top + (i if self.rows > 1 else 0)
         return f"{_letters(self.left + (j if self.columns > 1 else 0))}{row + 1}"
 
     def row(self, i: int) -> str:
-        """The addresses of row i: ``B7:D7``."""
+        """Return the addresses of row i: ``B7:D7``."""
         return f"{self.cell(i, 0)}:{self.cell(i, self.columns - 1)}"
 
     def column(self, j: int) -> str:
-        """The addresses of column j: ``B7:B9``."""
+        """Return the addresses of column j: ``B7:B9``."""
         return f"{self.cell(0, j)}:{self.cell(self.rows - 1, j)}"
 
     @property
@@ -194,9 +194,9 @@ FORMULAS: dict[str, Callable[..., str]] = {
 def as_workbook(trace: Trace, decimals: int) -> bytes:
     """Return ``trace`` as an xlsx file that shows computed numbers with ``decimals``.
 
-    Blank steps are empty, and steps computed from them are numbers without formulas. It needs the
-    extra ``sheets``, and raises ValueError for what a sheet cannot hold: blocks, a step whose
-    operands are not shown or that no formula gives, more than 64 tokens, NaN, ∞.
+    The cells of blank steps are empty, and steps computed from them are numbers without formulas.
+    The extra ``sheets`` is needed. ValueError is raised for traces that a sheet cannot hold:
+    blocks, more than 64 tokens, NaN, ∞, or a step whose operands or formula are missing.
     """
     try:
         import xlsxwriter

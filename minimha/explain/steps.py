@@ -1,4 +1,4 @@
-"""The steps of a run: each recorded array as matrices, one per batch entry and head."""
+"""The steps of a run: each traced array as matrices, one for each batch entry and head."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from minimha.explain.printed import Comparison
 from minimha.explain.record import Record
 
 HEAD_AXES = ("B", "H", "Hkv")  # along which an array is split into steps
-SCORES_OF = {"weights": "masked", "P": "S"}  # whose -∞ shows which weights a mask hides
+SCORES_OF = {"weights": "masked", "P": "S"}  # -∞ in the latter shows which weights a mask hides
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One matrix of one head, with all that is needed to show it.
+    """A matrix of one batch entry and head, with all that is needed to show it.
 
     Attributes
     ----------
@@ -33,26 +33,26 @@ class Step:
         The name of each axis of ``value``.
     value : ndarray, read-only
     batch, head, kv_head : int or None
-        Which slice of the traced array this is, counted from 0; None where there is only one. K and
-        V carry ``kv_head`` where several query heads share one key/value head.
+        The indices of this slice in the traced array; None if there is only one slice. K and V have
+        ``kv_head`` if several query heads share a key/value head.
     rows, columns : tuple of str, or None
-        Labels of the last two axes, where the axis counts tokens.
+        Labels of the last two axes, or None if the axis does not count tokens.
     hidden : ndarray of bool or None
-        Which weights belong to keys that a mask hides; None where nothing is hidden.
+        Which weights belong to keys that a mask hides; None if no mask hides any.
     printed : tuple of Comparison
         The numbers that a document prints for this step.
     made : tuple of str
-        How its cells are computed, as in the catalogue; empty if they are given.
+        How the numbers are computed, as in the catalogue; empty if they are given.
     is_blank : bool
-        The reader is to find the numbers: ``value`` is all NaN.
+        Whether the reader must find the numbers; ``value`` is then all NaN.
     whole : tuple of int
-        The shape of the matrix of which ``value`` is a part; empty where it is all of it.
+        The shape of the matrix of which ``value`` is a part; empty if ``value`` is the whole.
     first : tuple of int
-        The number of the first token along each axis, which is not 0 in most blocks.
+        The number of the first token along each axis; 0 except in blocks.
     group : int
-        How many query heads share ``kv_head``; 0 where all do.
+        How many query heads share ``kv_head``; 0 if all do.
     relation : str
-        What the head looks for, where the run's labels name it.
+        The relation that the head follows, if the run's labels name it.
     """
 
     name: str
@@ -80,44 +80,44 @@ class Step:
 
     @property
     def size(self) -> str:
-        """Rows and columns: ``3 × 3``, or of a part ``1 of 64 × 16 of 64``."""
+        """The shape: ``3 × 3``, or for a part of a matrix ``1 of 64 × 16 of 64``."""
         pairs = zip(self.value.shape, self.whole or self.value.shape, strict=True)
         return " × ".join(str(n) if n == of else f"{n} of {of}" for n, of in pairs)
 
     @property
     def base(self) -> str:
-        """The name without its stage: ``S`` for ``S[i=0,j=1]``."""
+        """The name without the stage: ``S`` for ``S[i=0,j=1]``."""
         return base_of(self.name)
 
     @property
     def stage(self) -> str:
-        """What follows the name in brackets: ``encoder`` for ``q[encoder]``."""
+        """The text in brackets after the name: ``encoder`` for ``q[encoder]``."""
         return self.name.partition("[")[2].rstrip("]")
 
     @property
     def place(self) -> str:
-        """Batch entry and head in words; empty where there is only one."""
+        """The batch entry and the head in words; empty if there is only one of each."""
         parts = (("batch", self.batch), ("head", self.head), ("key/value head", self.kv_head))
         return ", ".join(f"{word} {number}" for word, number in parts if number is not None)
 
     @property
     def title(self) -> str:
-        """The name, and the batch entry and head: ``weights, head 1``."""
+        """The name with batch entry and head: ``weights, head 1``."""
         return f"{self.name}, {self.place}" if self.place else self.name
 
     def titled(self, words: str) -> str:
-        """Return ``words`` with the stage, batch entry and head: ``masked, encoder, head 1``."""
+        """Return ``words`` with stage, batch entry and head: ``masked, encoder, head 1``."""
         return ", ".join(part for part in (words, self.stage, self.place) if part)
 
     @property
     def names(self) -> set[str]:
-        """The names by which a reader may choose it, with or without stage and head."""
+        """All names by which a reader may choose the step, with or without stage and head."""
         return {self.name, self.base, self.title, self.titled(self.base)}
 
     def number(self, axis: int, label: str) -> int | None:
-        """Return the row (axis 0) or column with this label or number; None if there is none.
+        """Return the row (axis 0) or column with this label or number, or None if there is none.
 
-        ValueError is raised if several have this label.
+        ValueError is raised if several rows or columns have the label.
         """
         labels = [self.rows, self.columns][-self.value.ndim :][axis] or ()
         found = [n for n, name in enumerate(labels) if name == label]
@@ -132,14 +132,14 @@ class Step:
         return number if 0 <= number < self.value.shape[axis] else None
 
     def is_of(self, head: int | None) -> bool:
-        """Return whether it is of query head ``head``, of all heads, or read by that head."""
+        """Return whether query head ``head`` has or reads this step, or all heads share it."""
         if self.kv_head is None:
             return self.head in (None, head)
         return head is not None and (not self.group or head // self.group == self.kv_head)
 
 
 def steps_of(record: Record, name: str) -> Iterator[Step]:
-    """Yield the steps of a recorded array, one for each batch entry and head."""
+    """Yield the steps of the recorded array ``name``, one for each batch entry and head."""
     value, axes = record.values[name], axes_of(record, name)
     split = [n for n, axis in enumerate(axes) if axis in HEAD_AXES]
     num_heads = num_query_heads(record, name)
@@ -167,14 +167,14 @@ def steps_of(record: Record, name: str) -> Iterator[Step]:
 
 
 def axes_of(record: Record, name: str) -> tuple[str, ...]:
-    """Return the names of an array's axes; a 2-D input has no batch axis to name."""
+    """Return the names of the axes of the array ``name``; 2-D inputs have no batch axis."""
     ndim = record.values[name].ndim
     named = entry_of(record, name).axes
     return (tuple(f"axis {n}" for n in range(ndim)) + named)[-ndim:] if ndim else ()
 
 
 def num_query_heads(record: Record, name: str = "") -> int | None:
-    """Return the number of query heads beside the step ``name``, None without queries."""
+    """Return the number of query heads in the stage of ``name``, or None without queries."""
     for query in (beside(name, "q"), "q", "Q[i=0]"):
         if query in record.kept:
             return record.num_heads
@@ -208,7 +208,7 @@ def _step(
 
 
 def _note(record: Record, name: str, value: NDArray[Any], head: int | None) -> str:
-    """The catalogue's sentence, what the numbers show, and the notes of the run."""
+    """Return the catalogue's sentence, a sentence about the numbers, and the notes of the run."""
     parts = [entry_of(record, name).sentence, _row_sums(name, value)]
     sums = record.values.get(beside(name, "row_sum"))
     if base_of(name) == "row_max" and sums is not None and (sums == 0).any():
@@ -221,7 +221,7 @@ def _note(record: Record, name: str, value: NDArray[Any], head: int | None) -> s
 
 
 def _row_sums(name: str, value: NDArray[Any]) -> str:
-    """What the rows of weights sum to, in words; empty for any other step."""
+    """Return in words the sums of the rows of weights; empty for any other step."""
     if base_of(name) != "weights" or not value.size:
         return ""
     sums = value.sum(axis=-1)

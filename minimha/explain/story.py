@@ -1,4 +1,4 @@
-"""One cell in every step: its score, scaled, masked, its weight, and its part of the output."""
+"""One cell followed through all steps, from its score to its part of the output."""
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -7,16 +7,16 @@ from minimha.explain.numbers import cells, term
 from minimha.explain.trace import Step, Trace
 from minimha.explain.written import Cell, Index, Written, cell
 
-PAIRS = (("Lq", "Lk"), ("B_r", "B_c"))  # axes of a matrix with a cell for a query and a key
+PAIRS = (("Lq", "Lk"), ("B_r", "B_c"))  # axes of matrices with a query per row and a key per column
 
 
 def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
-    """Write out the cell ``trace.cell`` in every step shown that has it, in order.
+    """Return the cell ``trace.cell`` written out in each shown step that has the cell.
 
-    A row and a column, ``sat,cat``, are a query and a key. They have a score, scaled and masked,
-    its exponential, a weight, and what the key's value adds to the query's output. If ``only``
-    names steps, they may be the row and the column of any of these. ValueError is raised if no
-    step shown has such a cell, or if a label occurs twice.
+    The cell ``sat,cat`` is the row ``sat`` and the column ``cat``: a query and a key. Its steps are
+    the score, scaled and masked, the exponential, the weight, and the part of the query's output
+    that comes from the key's value. In steps that ``only`` names, row and column may be any.
+    ValueError is raised if no step shown has such a cell, or if a label occurs twice.
     """
     parts = [part.strip() for part in trace.cell.split(",")]
     found: list[Written] = []
@@ -26,7 +26,7 @@ def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
             found.append(cell(trace, step, index, decimals))
         elif step.made[:1] in (("product",), ("running product",)):
             found += _share_of(trace, step, parts, decimals)
-    if len(parts) > 1:  # keep a number per row only beside a cell of that row
+    if len(parts) > 1:  # drop a number per row if no cell of that row is shown
         there = {_beside(w.cell.step) for w in found if not _is_per_row(w.cell.step)}
         found = [w for w in found if _beside(w.cell.step) in there]
     if not found:
@@ -35,17 +35,17 @@ def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
 
 
 def _beside(step: Step) -> tuple[str, str]:
-    """The stage, batch entry and head of a step."""
+    """Return the stage, batch entry and head of a step."""
     return step.name[len(step.base) :], step.place
 
 
 def _is_per_row(step: Step) -> bool:
-    """Whether the step has one number for each query."""
+    """Return whether the step has one number for each query."""
     return (step.axes[-1:] == ("1",) and step.value.ndim == 2) or step.axes == ("Lq",)
 
 
 def _index(trace: Trace, step: Step, parts: Sequence[str]) -> Index | None:
-    """The index of the cell in ``step``, if it has one; one number per row needs only the row."""
+    """Return the cell's index in ``step``, or None; a number per row needs only the row."""
     if _is_per_row(step):
         row = step.number(0, parts[0])
         return None if row is None or len(parts) > 2 else (row, 0)[: step.value.ndim]
@@ -57,7 +57,7 @@ def _index(trace: Trace, step: Step, parts: Sequence[str]) -> Index | None:
 
 
 def _share_of(trace: Trace, step: Step, parts: Sequence[str], decimals: int) -> Iterator[Written]:
-    """Write out what a key's value adds to a query's output, if ``step`` is that output."""
+    """Write out which part of an output one key's value adds, if ``step`` is an output."""
     made = trace.origins[step]
     weights, values = (None, None) if made is None else made.operands[:2]
     if weights is None or values is None or weights.axes[-2:] not in PAIRS:
@@ -77,7 +77,7 @@ def _share_of(trace: Trace, step: Step, parts: Sequence[str], decimals: int) -> 
 
 
 def _not_there(trace: Trace, parts: Sequence[str]) -> str:
-    """The error for a cell that no step shown has, with the labels that there are."""
+    """Return the message for a cell that no step shown has, with the labels that exist."""
     if len(parts) > 2:
         return f"cell {trace.cell!r} has {len(parts)} parts: expected a row and a column"
     steps = [s for s in trace.steps if s.value.ndim == 2 and (s.axes[-2:] in PAIRS or trace.only)]

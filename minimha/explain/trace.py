@@ -1,4 +1,4 @@
-"""A trace: the record of a run, and its steps."""
+"""The class ``Trace``: the record of a run, with its steps and their origins."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ CACHED = ("by_name", "origins", "steps", "shown")  # computed from the arrays re
 
 @dataclass(eq=False)
 class Trace(Record):
-    """A tap that remembers: call it, or pass it to ``attention(…, tap=trace)``.
+    """A tap that stores all arrays of a run: call it, or pass it to ``attention(…, tap=trace)``.
+
+    A *stage* is the bracket of a step's name, such as ``q[encoder]`` or ``S[i=0,j=1]``.
 
     Parameters
     ----------
     example, source : str, optional
         What is traced, and where it comes from.
     labels : mapping from axis name to labels, optional
-        Usually made by ``token_labels``. Labels of one stage's axis, ``Lk[cross]``, or of
-        one batch entry's, ``Lk, batch 1``, take precedence over those of the axis. ``H`` names
-        the relation that each head follows.
+        Usually from ``token_labels``. Labels for one stage, ``Lk[cross]``, or for one batch entry,
+        ``Lk, batch 1``, take precedence. ``H`` names the relation that each head follows.
     notes : mapping from step name to str, optional
         Sentences about a step, or about one head of it (``weights, head 1``), added to the
         catalogue's.
     printed : sequence of PrintedMatrix, optional
         The numbers that a document prints for these steps.
     blocks : (B_r, B_c), optional
-        Block sizes, where tiles are traced, so that their rows can be labelled.
+        Block sizes, needed to label the rows and columns of traced tiles.
     given : collection of str, optional
-        Names of steps that are given where the catalogue has a formula.
+        Names of steps that are given although the catalogue has a formula for them.
     computed : collection of str, optional
-        Names of further steps of the run, which are not kept here: an export may hold only some.
+        Names of further steps of the run, without arrays here: an export may omit some.
     hidden : mapping from step name to ndarray of bool, optional
-        Which weights a mask hides, if the masked scores are not kept here.
+        Which weights a mask hides, if the trace does not have the masked scores.
     num_heads : int, optional
-        The number of query heads, if not all are kept here.
+        The number of query heads, if the trace does not have all of them.
     kept : mapping from step name to (str, sequence of int), optional
-        "head" or "kv_head", and the numbers of those kept, if the run has more.
+        "head" or "kv_head", and the numbers of the heads in this trace, if the run has more.
     only : sequence of str, optional
-        The steps to show, with or without their block or head, and ``DRAWINGS``. Default is all.
+        The steps to show, with or without stage or head, and ``DRAWINGS``. Default is all.
     head : int, optional
         The query head to show, with the keys and values that it reads. Default is all.
     query : str, optional
         Label or number of the only query to show, by its rows and by how it picks its values.
-        Default is all rows, and the last query picks; where ``only`` names ``picks``, each does.
+        Default is all rows, and the last query picks; if ``only`` names ``picks``, each does.
     cell : str, optional
-        Labels or numbers of the cell to write out, ``sat,cat``, alone or beside the steps that
-        ``only`` names.
+        Labels or numbers of the cell to write out, ``sat,cat``, with the steps of ``only`` if any.
     blank : sequence of str, optional
         The steps whose numbers are left out.
 
@@ -82,16 +82,16 @@ class Trace(Record):
     query: str = ""
     cell: str = ""
     blank: Sequence[str] = ()
-    _repr_html_: ClassVar[Callable[[Trace], str]]  # for notebooks, set by the package
+    _repr_html_: ClassVar[Callable[[Trace], str]]  # for notebooks; set in ``explain/__init__.py``
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Keep a read-only copy of ``value`` under ``name`` and return ``value`` itself."""
+        """Store a read-only copy of ``value`` under ``name`` and return ``value`` itself."""
         for made in CACHED:
             self.__dict__.pop(made, None)
         return super().__call__(name, value)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """Return the array kept under ``name``, without batch and head axes of length 1."""
+        """Return the array stored under ``name``, without batch and head axes of length 1."""
         if name not in self:
             raise KeyError(f"no step {name!r}; this trace holds {', '.join(self)}")
         value = self.values[name]
@@ -101,21 +101,21 @@ class Trace(Record):
         )
 
     def selected(self, names: Sequence[str] = (), **others: Any) -> Trace:
-        """Return a trace of the same run that shows these steps alone, or all if none are named.
+        """Return a trace of the same run that shows only the steps ``names``; without names, all.
 
-        ``others`` are the attributes that choose what is shown: head, query, cell and blank.
+        ``others`` are further attributes that choose what is shown: head, query, cell and blank.
         """
-        only = tuple(name.replace(" · ", ", ") for name in names)  # as in the headings
+        only = tuple(name.replace(" · ", ", ") for name in names)  # headings have " · "
         chosen = replace(self, only=only, **others)
         chosen.values, chosen.functions = dict(self.values), dict(self.functions)
-        if set(chosen.blank) == set(self.blank):  # its steps and their origins are the same
+        if set(chosen.blank) == set(self.blank):  # then its steps and their origins are the same
             known = self.__dict__
             chosen.__dict__ |= {key: known[key] for key in ("by_name", "origins") if key in known}
         return chosen
 
     @cached_property
     def by_name(self) -> dict[str, tuple[Step, ...]]:
-        """Name → its steps, one for each batch entry and head, whether shown or not."""
+        """The steps of each name, one for each batch entry and head, whether shown or not."""
         blank = set(self.blank)
         return {
             name: tuple(
@@ -127,12 +127,12 @@ class Trace(Record):
 
     @cached_property
     def origins(self) -> Origins:
-        """Step → its origin, found at most once for each step of ``by_name``."""
+        """The origin of each step, found at most once for each step of ``by_name``."""
         return Origins(self.by_name)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """Every step in order, one for each batch entry and head, or those that ``only`` names."""
+        """The chosen steps in order of computation, one for each batch entry and head."""
         every, only = list(itertools.chain(*self.by_name.values())), set(self.only)
         selection.check_names(every, self.only, self.blank)
         found = selection.of_head(every, self.head)
@@ -140,10 +140,10 @@ class Trace(Record):
 
     @cached_property
     def shown(self) -> tuple[Step, ...]:
-        """The matrices to print: all rows, or those of ``query``; none with ``cell``.
+        """The steps to print, with all rows or only that of ``query``; none for a cell alone.
 
-        Steps that ``only`` names are printed beside the cell. A long vocabulary is cut to the
-        tokens with the largest logits of the chosen query, or of the last one.
+        A long vocabulary is cut to the tokens with the largest logits of the chosen query, or of
+        the last one.
         """
         if self.cell and not self.only:
             return ()
@@ -155,7 +155,7 @@ class Trace(Record):
         )
 
     def drawn(self, drawing: str) -> tuple[Step, ...]:
-        """Return the steps that ``heatmap`` or ``picks`` draws; none if it is not to be drawn."""
+        """Return the steps that ``drawing`` shows, "heatmap" or "picks"; empty if not chosen."""
         if not self.only and (self.cell or self.query) and not (self.query and drawing == "picks"):
             return ()
         if self.query and drawing == "heatmap" and drawing not in self.only:
@@ -166,7 +166,7 @@ class Trace(Record):
 
     @property
     def legend(self) -> dict[str, str]:
-        """What the letters of the axes shown mean."""
+        """The meaning of each letter in the axes shown."""
         shown = {
             letter for s in self.steps for axis in s.axes for letter in re.findall(r"\w+", axis)
         }
@@ -174,7 +174,7 @@ class Trace(Record):
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The whole array of each step shown, all heads that are shown together."""
+        """Step name → the array of all batch entries and heads that are shown."""
         found = {}
         for name, steps in itertools.groupby(self.steps, key=lambda step: step.name):
             shown = list(steps)

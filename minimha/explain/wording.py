@@ -1,4 +1,4 @@
-"""Words about a step that all formats share."""
+"""Words about a step that all output formats share."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -15,14 +15,14 @@ BLANK = "_" * 6  # a number for the reader to find
 
 
 class Remark(NamedTuple):
-    """A sentence about one printed number, or about all the exact ones of a matrix."""
+    """A sentence about one printed number, or about all exactly printed numbers of a matrix."""
 
     status: Status
     sentence: str
 
 
 class Pick(NamedTuple):
-    """One query of a head, whose row of weights picks from the values."""
+    """One query of a head: its row of weights averages ("picks") the values."""
 
     query: int
     weights: Step
@@ -31,30 +31,30 @@ class Pick(NamedTuple):
 
     @property
     def keys(self) -> list[int]:
-        """The keys that are shown: all, or of many those with the largest weights."""
+        """The keys to show: all, or if there are many those with the largest weights."""
         return largest(self.weights.value[self.query])
 
     @property
     def rest(self) -> tuple[int, float]:
-        """How many keys are not shown, and their share."""
+        """The number of keys that are not shown, and the sum of their weights."""
         row = np.delete(self.weights.value[self.query], self.keys)
         return len(row), float(row.sum())
 
     @property
     def title(self) -> str:
-        """The query, and the stage and head where there are several."""
+        """A title with the query, and with stage and head if there are several."""
         places = "".join(f", {part}" for part in (self.output.stage, self.output.place) if part)
         return f"how query {(self.weights.rows or ())[self.query]} picks values{places}"
 
 
 def legend(trace: Trace) -> str:
-    """Return what the letters of the axes shown mean, in one sentence; empty without axes."""
+    """Return a sentence with the meaning of the letters in the axes shown; empty without axes."""
     meanings = ", ".join(f"{letter} {words}" for letter, words in trace.legend.items())
     return f"Axes: {meanings}." if meanings else ""
 
 
 def news(steps: Iterable[Step]) -> Iterator[tuple[Step, bool]]:
-    """Yield each step, and whether its formula and note are new."""
+    """Yield each step, and whether its formula and note differ from those of all earlier steps."""
     known: set[tuple[str, str]] = set()
     for step in steps:
         yield step, (step.formula, step.note) not in known
@@ -69,9 +69,9 @@ def numbers(step: Step, decimals: int) -> list[list[str]]:
 
 
 def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
-    """Yield each place in a document that prints this step: the place, the numbers, the remarks.
+    """Yield source, numbers and remarks for each passage of a document that prints this step.
 
-    Each inexact number has a remark; the exact ones share the last.
+    Each inexact number has a remark; all exact ones share the last.
     """
     for source, group in groupby(step.printed, key=lambda comparison: comparison.source):
         comparisons = list(group)
@@ -87,7 +87,7 @@ def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
 
 
 def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
-    """Return title and step of each heatmap: the weights, and of a single head also its scores."""
+    """Return (title, step) for each heatmap: all weights, and for a single head also its scores."""
     steps = [step for step in steps if step.value.ndim == 2 and step.value.size]
     weights = [step for step in steps if step.name == "weights"]
     weights = weights or [step for step in steps if step.base == "weights"]
@@ -110,10 +110,10 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
 
 
 def picks(trace: Trace) -> list[Pick]:
-    """Return how a query of each head shown picks values; ValueError if no head has the query.
+    """Return how a query of each shown head picks values; ValueError if no head has the query.
 
-    By default it is the last query of a single head. ``trace`` may choose another query or head,
-    or this drawing alone, which then has every query.
+    By default only a run of a single head has a pick, of the last query. ``trace.query`` and
+    ``trace.head`` choose others. If ``only`` names ``picks``, all queries have one.
     """
     steps = trace.drawn("picks")
     is_asked = bool(trace.query) or trace.head is not None or "picks" in trace.only
@@ -134,7 +134,7 @@ def picks(trace: Trace) -> list[Pick]:
 
 
 def _query(trace: Trace, weights: Step) -> list[int]:
-    """The row of ``trace.query``, else the last or, for ``picks`` alone, all; empty if none."""
+    """Return the rows to draw: ``trace.query``, else the last, or all for ``picks`` alone."""
     rows = weights.rows or ()
     if not trace.query:
         return list(range(len(rows)))[0 if "picks" in trace.only else -1 :]
@@ -143,7 +143,7 @@ def _query(trace: Trace, weights: Step) -> list[int]:
 
 
 def _exact_ones(comparisons: Sequence[Comparison]) -> str:
-    """How many of the printed numbers are exact, in words."""
+    """Return in words how many of the printed numbers are exact."""
     exact = [c for c in comparisons if c.status is Status.EXACT]
     is_same = all(c.value == c.exact for c in exact)
     words = "exact" if is_same else "exact, correctly rounded"
@@ -155,13 +155,13 @@ def _exact_ones(comparisons: Sequence[Comparison]) -> str:
 
 
 def _as_printed(comparisons: Sequence[Comparison]) -> str:
-    """The numbers as the document prints them, row by row: ``[1 0] [0 1]``."""
+    """Return the numbers as the document prints them, row by row: ``[1 0] [0 1]``."""
     rows = groupby(comparisons, key=lambda c: c.index[:-1])
     return " ".join(f"[{' '.join(c.text for c in row)}]" for _, row in rows)
 
 
 def _where(step: Step, index: tuple[int, ...]) -> str:
-    """The place of a number: ``row cat, column The: ``."""
+    """Return the labels of a number's row and column: ``row cat, column The: ``."""
     if not index:
         return ""
     names = [(step.rows, "row"), (step.columns, "column")][-len(index) :]

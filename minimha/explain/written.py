@@ -1,4 +1,4 @@
-"""One cell written out: the numbers that it is computed from, and the result.
+"""One cell written out, from the numbers that it is computed from to the result.
 
     S[sat,cat] = 1·0 + 1·1 = 1
 
@@ -15,27 +15,27 @@ from minimha.explain.origins import GELU, RELU, SILU, Origin, pairs
 from minimha.explain.trace import Step, Trace
 
 Index = tuple[int, ...]
-MOST = 16  # terms of a sum that are written out, as on the page
-FEW = 3  # of a softmax with more, where they are most of the sum
+MOST = 16  # terms of a sum that are written out
+FEW = 3  # terms of a softmax with more terms, where a few are most of the sum
 NO_KEY = "no key is seen: 0 by convention"
-# Texts that replace a formula: the cell is copied, hidden, or 0 by convention.
+# Texts in place of a formula: the cell is copied, hidden, or 0 by convention.
 NO_FORMULA = ("hidden by the mask", "not hidden", "not rotated", NO_KEY)
 
 
 class Cell(NamedTuple):
-    """One cell of a step."""
+    """The index of one number in a step."""
 
     step: Step
     at: Index
 
     @property
     def value(self) -> float:
-        """The number there."""
+        """The number in the cell."""
         return float(self.step.value[self.at])
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """A label for each axis, a token or a number; none along an axis of length 1."""
+        """A token or a number for each axis, except axes of length 1."""
         names = [self.step.rows, self.step.columns][-self.step.value.ndim :]
         axes = self.step.axes[-self.step.value.ndim :]
         return tuple(
@@ -46,7 +46,7 @@ class Cell(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Symbol and labels: ``S[sat,cat]``."""
+        """The symbol and the labels: ``S[sat,cat]``."""
         return self.step.symbol + (f"[{','.join(self.labels)}]" if self.labels else "")
 
 
@@ -54,21 +54,21 @@ Cells = tuple[Cell, ...]
 
 
 class Say:
-    """Writes the numbers of cells as their matrices print them."""
+    """A function that writes the number of a cell in the form of the cell's matrix."""
 
     def __init__(self, decimals: int) -> None:
         self.decimals = decimals
         self.steps: dict[Step, Callable[[float], str]] = {}
 
     def __call__(self, cell: Cell) -> str:
-        """The number of a cell."""
+        """Return the number of ``cell`` as text."""
         if cell.step not in self.steps:
             self.steps[cell.step] = term(cell.step.value, self.decimals)
         return self.steps[cell.step](cell.value)
 
 
 class Parts(NamedTuple):
-    """The cells that a cell is computed from, and the text of the computation."""
+    """The cells that a cell is computed from, and the computation as text."""
 
     row: Cells
     column: Cells
@@ -77,26 +77,26 @@ class Parts(NamedTuple):
 
 
 class Written(NamedTuple):
-    """How one cell is computed."""
+    """The computation of one cell, as cells and as text."""
 
     cell: Cell
-    operation: str  # as in ``origins``; "given" where the number is given
-    # The cells of the first and of the second operand: for a product the row and the column, whose
-    # products are summed in this order.
+    operation: str  # a key of ``origins.OPERATIONS``, or "given"
+    # Cells of the first and the second operand; for a product a row and a column, in the order of
+    # summation.
     row: Cells
     column: Cells
-    others: Cells  # a bias, a sink, the sum of the blocks before
-    right: str  # the text between the cell and its value; empty if it is given
+    others: Cells  # a bias, a sink, the sum of earlier blocks
+    right: str  # the text between the cell and its value; empty if given
     text: str
 
     @property
     def line(self) -> str:
-        """The step's title and the text."""
+        """The title of the step, and the text."""
         return f"{self.cell.step.title}: {self.text}"
 
 
 def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
-    """Write out the cell ``index`` of ``step``, which is one of the steps of ``trace``.
+    """Write out the cell ``index`` of ``step``, which must be a step of ``trace``.
 
     >>> from minimha import attention
     >>> from minimha.explain.trace import token_labels
@@ -120,7 +120,7 @@ def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
 
 
 class Operands(NamedTuple):
-    """The operands of the cell (i, j), and the texts of their numbers."""
+    """The operands of the cell (i, j), as cells and as text."""
 
     made: Origin
     i: int
@@ -128,11 +128,11 @@ class Operands(NamedTuple):
     say: Say
 
     def step(self, n: int) -> Any:
-        """Operand n; None where an optional one is missing."""
+        """Return operand n, or None if an optional operand is missing."""
         return self.made.operands[n] if n < len(self.made.operands) else None
 
     def at(self, n: int, i: int | None = None, j: int | None = None) -> Cells:
-        """The cell (i, j) of operand n; an axis of length 1 is broadcast."""
+        """Return the cell (i, j) of operand n, if present; an axis of length 1 is broadcast."""
         step = self.step(n)
         if step is None:
             return ()
@@ -141,12 +141,12 @@ class Operands(NamedTuple):
         return (Cell(step, tuple(min(n, s - 1) for n, s in zip(index, sizes, strict=True))),)
 
     def row(self, n: int, i: int | None = None) -> Cells:
-        """Row i of operand n."""
+        """Return the cells in row i of operand n."""
         step, i = self.step(n), self.i if i is None else i
         return tuple(Cell(step, (i, d)) for d in range(step.value.shape[1]))
 
     def row_and_column(self) -> tuple[Cells, Cells]:
-        """The factors of a product, without NaN and ∞ of keys that the query does not see."""
+        """Return the factors of a product, without NaN and ∞ of keys hidden from the query."""
         B = self.step(1)
         column = (Cell(B, (d, self.j)) for d in range(len(B.value)))
         pairs = zip(self.row(0), column, strict=True)
@@ -154,27 +154,27 @@ class Operands(NamedTuple):
         return tuple(a for a, _ in seen), tuple(b for _, b in seen)
 
     def constant(self) -> str:
-        """The text of the operation's constant, which is in no matrix."""
+        """Return the operation's constant as text; no matrix contains it."""
         value = self.made.constant or 0.0
         return _factor(term(np.array(value), self.say.decimals)(value))
 
     def numbers(self, *cells: Cell) -> list[str]:
-        """The text of each number, a negative one in parentheses."""
+        """Return the number of each cell as text, negative numbers in parentheses."""
         return [_factor(self.say(cell)) for cell in cells]
 
     def sum(self, cells: Cells, form: str = "{}") -> str:
-        """The text of a sum, with each number in ``form``."""
+        """Return a sum as text, with each number in ``form``."""
         terms = [form.format(number) for number in self.numbers(*cells)]
         return _joined(terms, [abs(cell.value) for cell in cells])
 
     def sum_of_products(self, row: Cells, column: Cells) -> str:
-        """The text of a sum of products."""
+        """Return the sum of the products of ``row`` and ``column`` as text."""
         pairs = list(zip(row, column, strict=True))
         terms = ["·".join(self.numbers(*pair)) for pair in pairs]
         return _joined(terms, [abs(a.value * b.value) for a, b in pairs]) or "0"
 
     def length(self, cells: Cells) -> str:
-        """The text of a vector's length."""
+        """Return the length of a vector as text."""
         return f"√({self.sum(cells, '{}²')})"
 
 
@@ -185,7 +185,10 @@ def _factor(number: str) -> str:
 def _joined(
     terms: Sequence[str], sizes: Sequence[float], by: str = " + ", few: bool = False
 ) -> str:
-    """The joined terms; of too many only the largest, with ellipses, or a ``few`` of them."""
+    """Return the terms joined by ``by``; if there are too many, only the largest, with ellipses.
+
+    With ``few``, only the ``FEW`` largest are written, and the number of the others.
+    """
     if len(terms) <= MOST:
         return by.join(terms)
     order = sorted(range(len(terms)), key=lambda n: -np.inf if np.isnan(sizes[n]) else -sizes[n])
@@ -310,7 +313,7 @@ def _total(x: Operands) -> Parts:
 
 
 def _block_of(x: Operands, i: int) -> tuple[int, int]:
-    """For row ``i`` of all blocks: the first operand of its row of blocks, and its row there."""
+    """Return the first operand and the row of the block that has row ``i`` of all blocks."""
     n = 0
     while i >= len(x.step(n).value):
         i, n = i - len(x.step(n).value), n + 2

@@ -1,4 +1,4 @@
-"""Dot product against cosine: two vectors as arrows, their lengths and the angle between them."""
+"""A figure of dot product and cosine: two vectors as arrows, and the angle between them."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ SMALL = 12
 
 
 def angles(steps: Sequence[Step], widest: float, decimals: int) -> Drawing:
-    """Draw the last query with each of the first keys, if the run has their cosines."""
+    """Draw the last query with each of the first keys; nothing if the run has no cosines."""
     cosine = next((s for s in steps if s.base == "cosine" and s.value.size), None)
     if cosine is None:
         return Drawing()
@@ -39,7 +39,7 @@ def _panel(
     q: NDArray[np.float64], k: NDArray[np.float64], names: tuple[str, str], unit: float,
     decimals: int,
 ) -> Drawing:  # fmt: skip
-    """Both arrows in the plane that they span; with more than two dimensions, q is horizontal."""
+    """Draw both arrows in the plane that they span; q is horizontal if D is larger than 2."""
     lengths = [float(np.linalg.norm(x)) for x in (q, k)]
     dot = float(q @ k)
     cosine = dot / (lengths[0] * lengths[1]) if all(lengths) else 0.0
@@ -62,7 +62,7 @@ def _panel(
         )
     texts = [cells(np.array(number), decimals)[0][0] for number in (dot, *lengths, cosine)]
     lines = ["q · k = {}, |q| = {}, |k| = {}".format(*texts),
-             # a cosine of two or three digits gives no part of a degree
+             # a cosine with few digits gives whole degrees only
              f"cosine {texts[3]}, angle {math.degrees(between):.0f}°"]  # fmt: skip
     below = max(drawing.height, origin[1]) + 16
     for n, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""FlashAttention's grid: blocks of scores, numbered in loading order, and skipped blocks."""
+"""A figure of FlashAttention's blocks: scores in the order of loading, and skipped blocks."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from minimha.explain.numbers import cells
 from minimha.explain.trace import Step, Trace
 
 CELL = 38  # width of one score, pixels
-APART, ABOVE = 10, 18  # space beside and above a block, whose number is there
+APART, ABOVE = 10, 18  # space left of and above a block; above is its number
 SMALL = 11
 LABEL = 5  # characters
 
@@ -47,7 +47,7 @@ def grid(trace: Trace) -> Drawing:
 
 
 def _at(n: int, block: int, size: int, apart: int) -> float:
-    """Where the ``n``-th token begins, with a space before every block."""
+    """Return the position of the ``n``-th token, with a space before every block."""
     return n * size + n // block * apart
 
 

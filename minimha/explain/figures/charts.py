@@ -1,4 +1,4 @@
-"""Charts drawn as SVG: lines, bars and grids of shades, and a whole result as one picture."""
+"""Charts as SVG: lines, bars and grids of shades, and a whole result as one picture."""
 
 import textwrap
 from itertools import pairwise
@@ -18,7 +18,7 @@ COLUMNS = 120  # characters of a line of text
 
 
 def svg(result: Result) -> str:
-    """Return the title, every figure and the conclusion of ``result`` as one picture, SVG."""
+    """Return one SVG picture with the title, every figure and the conclusion of ``result``."""
     head, end = Drawing(), Drawing()
     head.text(0, SIZE / 2 + 2, result.title, "bold", size=SIZE + 3)
     for drawing, words, kind in ((head, result.about, "muted"), (end, result.conclusion, "bold")):
@@ -29,7 +29,7 @@ def svg(result: Result) -> str:
 
 
 def chart(data: Lines | Bars | Grid) -> Drawing:
-    """Draw a chart under its title, with a legend where it has several series."""
+    """Draw a chart with its title, and with a legend if it has several series."""
     drawing = Drawing()
     drawing.text(0, SIZE / 2, data.title, "bold")
     if isinstance(data, Grid):
@@ -78,7 +78,7 @@ def _lines(data: Lines) -> Drawing:
 
 
 def _axes(drawing: Drawing, data: Lines) -> float:
-    """Draw both axes and their ticks; return where x begins."""
+    """Draw both axes and their ticks; return the left end of the x axis."""
     across, up = data.scales()
     ticks = {tick: data.y.written(tick) for tick in up.ticks()}
     left = max(breadth(words, SMALL) for words in ticks.values()) + 10

@@ -1,7 +1,7 @@
-"""Rectangles, lines and text at explicit positions, as SVG: the parts of every figure.
+"""Drawings of rectangles, lines and text at explicit positions, as SVG.
 
-Each text has a position and an anchor, so a figure looks the same in every font. Colours are
-classes: dark ones where a dark scheme is preferred, light ones in all other renderers.
+Each text has a position and an anchor, so a figure looks the same in every font. Colours are CSS
+classes: dark if the reader prefers a dark scheme, light otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SIZE = 13  # of text, in pixels
 # Approximate widths of characters as multiples of the size, in a wide font such as DejaVu Sans.
 ADVANCE, CAPITAL, WIDE, FULL = 0.6, 0.75, 1.0, 1.2
 MARGIN = 16  # around a picture
-BASELINE = 0.35  # from a text's middle to its baseline, in parts of the size
+BASELINE = 0.35  # from a text's middle to its baseline, as a multiple of the size
 STYLE = """\
 text{font-family:system-ui,"Segoe UI","DejaVu Sans",sans-serif;fill:#1a1a1a}
 .ground{fill:#fff}.muted{fill:#595959}.bold{font-weight:bold}
@@ -56,7 +56,7 @@ def _advance(character: str) -> float:
 
 
 def short(words: str, longest: int) -> str:
-    """Return ``words``, cut to ``longest`` characters with an ellipsis.
+    """Return ``words``, cut to ``longest`` characters with an ellipsis if longer.
 
     >>> short("understanding", 8)
     'underst…'
@@ -67,7 +67,7 @@ def short(words: str, longest: int) -> str:
 def in_lines(words: str, longest: int) -> list[str]:
     """Return ``words`` as one line, or as two of about equal length if one is too long.
 
-    They break after a comma or a colon if possible, or else between other words.
+    The break is after a comma or a colon if possible, or else between other words.
 
     >>> in_lines("A = softmax(S), row by row: A_ij = P_ij / l_i", 40)
     ['A = softmax(S), row by row:', 'A_ij = P_ij / l_i']
@@ -86,10 +86,7 @@ def in_lines(words: str, longest: int) -> list[str]:
 
 @dataclass
 class Drawing:
-    """Shapes on a plane whose y grows downwards, and the width and height that they take.
-
-    A drawing can be placed on another one. Each shape is a line of SVG.
-    """
+    """Shapes, each a line of SVG, and the width and height that they need; y grows downwards."""
 
     width: float = 0
     height: float = 0
@@ -99,7 +96,7 @@ class Drawing:
         self, x: float, y: float, width: float, height: float, kind: str,
         *, opacity: float | None = None, title: str = "",
     ) -> None:  # fmt: skip
-        """Draw a rectangle of the class ``kind``; ``title`` is shown when it is pointed at."""
+        """Draw a rectangle of the class ``kind``; browsers show ``title`` as a tooltip."""
         shade = "" if opacity is None else f' fill-opacity="{_plain(opacity)}"'
         inside = f"><title>{escape(title)}</title></rect>" if title else "/>"
         self._draw(
@@ -114,7 +111,7 @@ class Drawing:
     ) -> None:  # fmt: skip
         """Write ``words`` with their middle at height ``y`` and their ``anchor`` at ``x``.
 
-        Words with more characters than ``longest`` are cut, and shown whole when pointed at.
+        Words with more characters than ``longest`` are cut; a tooltip has them all.
         """
         title, words = words, words if longest is None else short(words, longest)
         name = f' class="{kind}"' if kind else ""
@@ -127,7 +124,7 @@ class Drawing:
         )  # fmt: skip
 
     def line(self, *points: tuple[float, float], kind: str = "line", tip: str = "") -> None:
-        """Draw a line through ``points``; an arrowhead of class ``tip`` is at the last."""
+        """Draw a line through ``points``, ending in an arrowhead of class ``tip``, if given."""
         path = " ".join(f"{_plain(x)},{_plain(y)}" for x, y in points)
         far = max(x for x, _ in points), max(y for _, y in points)
         self._draw(f'<polyline class="{kind}" points="{path}"/>', *far)
@@ -143,7 +140,7 @@ class Drawing:
             self._draw(f'<polygon class="{tip}" points="{path}"/>', *far)
 
     def place(self, other: Drawing, x: float, y: float) -> None:
-        """Put ``other`` on this drawing with its corner at (x, y)."""
+        """Add ``other`` with its top left corner at (x, y)."""
         self._draw(f'<g transform="translate({_plain(x)} {_plain(y)})">', 0, 0)
         self.shapes += other.shapes
         self._draw("</g>", x + other.width, y + other.height)
@@ -153,13 +150,13 @@ class Drawing:
         self.width, self.height = max(self.width, right), max(self.height, bottom)
 
     def svg(self, title: str) -> str:
-        """Return a picture with its own style and background."""
+        """Return an SVG file with its own style and background."""
         size = 'width="{}" height="{}"'.format(*self._size())
         ground = f'<style>{STYLE}</style>\n<rect class="ground" {size}/>\n'
         return self._picture(title, ' xmlns="http://www.w3.org/2000/svg"', ground)
 
     def inline(self, title: str) -> str:
-        """Return a picture for a page that already has ``STYLE`` and a background."""
+        """Return an SVG element for a page that already has ``STYLE`` and a background."""
         return self._picture(title, "", "")
 
     def _size(self) -> tuple[int, int]:
@@ -176,7 +173,7 @@ class Drawing:
 
 
 def stacked(parts: list[Drawing], gap: float) -> Drawing:
-    """Return the drawings below each other."""
+    """Return the drawings ``parts`` one below the other."""
     whole = Drawing()
     for part in parts:
         whole.place(part, 0, whole.height + gap if whole.shapes else 0)
@@ -184,7 +181,7 @@ def stacked(parts: list[Drawing], gap: float) -> Drawing:
 
 
 def in_rows(parts: list[Drawing], widest: float, gap: float) -> Drawing:
-    """Return the drawings in rows, ``widest`` wide unless a single drawing is wider."""
+    """Return the drawings ``parts`` in rows at most ``widest`` wide, except for wider drawings."""
     whole = Drawing()
     x = y = bottom = 0.0
     for part in parts:
@@ -196,5 +193,5 @@ def in_rows(parts: list[Drawing], widest: float, gap: float) -> Drawing:
 
 
 def _plain(number: float) -> str:
-    """The number with at most two decimals, without trailing zeros."""
+    """Return ``number`` with at most two decimals, without trailing zeros."""
     return f"{number:.2f}".rstrip("0").rstrip(".")

@@ -1,8 +1,8 @@
-"""The flow of data through a layer: a box per matrix, and arrows to what is computed from it.
+"""A flow chart of a layer: a box per matrix, and arrows to the matrices computed from it.
 
-Boxes stand in rows, below all that they are computed from. A given matrix stands one row above
-its first use. Boxes are ordered within a row by the mean position of their neighbours. An arrow
-that passes a row keeps a place free in it (Sugiyama et al. 1981).
+A box stands in a row below all its sources. A given matrix stands one row above its first use.
+Boxes are ordered within a row by the mean position of their neighbours. An arrow that passes a row
+reserves space in it (Sugiyama et al. 1981).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from minimha.explain.trace import Trace
 
 NAME, FORMULA = 13, 11  # sizes of text
 LONGEST = 40  # characters of a line of a formula
-BOX, LINE = 28, 14  # height of a box without a formula, and what each line of one adds
-BETWEEN, ASIDE = 40, 18  # space below a box and beside it
+BOX, LINE = 28, 14  # height of a box without a formula, and of each line of a formula
+BETWEEN, ASIDE = 40, 18  # space below a box, and to its sides
 SWEEPS = 8
 
 
 @dataclass(eq=False)
 class Box:
-    """A matrix, or a place kept free for an arrow that passes its row; ``x`` is its middle."""
+    """A matrix, or space reserved for an arrow that passes its row; ``x`` is the centre."""
 
     row: int
     width: float = 2.0
@@ -41,9 +41,9 @@ class Box:
 
 
 def flow(trace: Trace, widest: float, names: Collection[str] | None = None) -> Drawing:
-    """Draw every step, or those of ``names``, that is computed from another or leads to one.
+    """Draw every step, or those of ``names``, that has a source or is one.
 
-    Blocks are left out, and ``[cross, step 1]``, which repeats what ``[cross]`` shows.
+    Blocks are left out. So is ``[cross, step 1]``, which repeats the numbers of ``[cross]``.
     """
     parts = _connected(_sources(trace, trace.by_name if names is None else names))
     return in_rows([_flow(trace, part) for part in parts], widest, 3 * ASIDE)
@@ -64,7 +64,7 @@ def _flow(trace: Trace, sources: Mapping[str, list[str]]) -> Drawing:
 
 
 def _sources(trace: Trace, names: Collection[str]) -> dict[str, list[str]]:
-    """For each name that is drawn, the names that it is computed from, all heads together."""
+    """Return, for each name to draw, the names from which any head is computed."""
     found: dict[str, list[str]] = {}
     for name in (n for n in trace.by_name if "," not in n and not BLOCK.search(n) and n in names):
         operands = _split(trace, name, found) or _operands(trace, name)
@@ -73,11 +73,10 @@ def _sources(trace: Trace, names: Collection[str]) -> dict[str, list[str]]:
 
 
 def _operands(trace: Trace, name: str) -> list[str]:
-    """The names that ``name`` is computed from."""
     made = trace.origins[trace.by_name[name][0]]
     operands = [] if made is None else list(made.operands)
     if made is not None and made.operation == "pairs":
-        del operands[2:]  # K only gives the number of keys
+        del operands[2:]  # K gives only the number of keys
     if made is not None and made.operation == "total" and operands[1] is None:
         del operands[2:]  # only a sink is relative to the maximum
     names = [step.name for step in operands if step is not None]
@@ -88,7 +87,7 @@ def _operands(trace: Trace, name: str) -> list[str]:
 
 
 def _split(trace: Trace, name: str, before: Iterable[str]) -> list[str]:
-    """The matrix of all heads side by side that ``name`` is cut from, if there is one."""
+    """Return the name of the matrix of all heads that contains ``name``, if there is one."""
     step = trace.by_name[name][0]
     combined = f"{step.base}_combined{name[len(step.base) :]}"
     if combined not in before:
@@ -99,7 +98,7 @@ def _split(trace: Trace, name: str, before: Iterable[str]) -> list[str]:
 
 
 def _connected(sources: Mapping[str, list[str]]) -> list[dict[str, list[str]]]:
-    """The connected parts of the graph, without names that have no arrow."""
+    """Return the connected components of the graph that have an arrow."""
     parts: list[dict[str, list[str]]] = []
     for name, operands in sources.items():
         near = [part for part in parts if part.keys() & set(operands)]
@@ -109,9 +108,9 @@ def _connected(sources: Mapping[str, list[str]]) -> list[dict[str, list[str]]]:
 
 
 def _rows_of(sources: Mapping[str, list[str]]) -> dict[str, int]:
-    """Name → its row."""
+    """Return name → number of its row."""
     rows: dict[str, int] = {}
-    for name, operands in sources.items():  # in the order in which they were computed
+    for name, operands in sources.items():  # in the order of computation
         rows[name] = 1 + max((rows[operand] for operand in operands), default=-1)
     users = {operand: [n for n in sources if operand in sources[n]] for operand in sources}
     for name, operands in sources.items():
@@ -121,7 +120,7 @@ def _rows_of(sources: Mapping[str, list[str]]) -> dict[str, int]:
 
 
 def _boxes(trace: Trace, sources: Mapping[str, list[str]]) -> list[list[Box]]:
-    """The boxes in rows, and a chain of free places for each arrow that passes rows."""
+    """Return the boxes in rows, with reserved space for each arrow that passes a row."""
     numbers = _rows_of(sources)
     rows: list[list[Box]] = [[] for _ in range(1 + max(numbers.values(), default=-1))]
     boxes: dict[str, Box] = {}
@@ -152,7 +151,7 @@ def _join(above: Box, below: Box) -> None:
 
 
 def _arranged(rows: list[list[Box]]) -> list[list[Box]]:
-    """Move each box in its row as near as possible to the mean of its neighbours."""
+    """Move each box in its row as near as possible to the mean position of its neighbours."""
     for row in rows:
         _spread(row, range(len(row)))
     for sweep in range(SWEEPS):
@@ -168,7 +167,7 @@ def _arranged(rows: list[list[Box]]) -> list[list[Box]]:
 
 
 def _spread(row: list[Box], wanted: Iterable[float]) -> None:
-    """Order the boxes by their wanted places, move them apart, and centre the row again."""
+    """Order the boxes by their wanted positions, move them apart, and centre the row again."""
     pairs = sorted(zip(wanted, row, strict=True), key=lambda pair: pair[0])
     row[:] = [box for _, box in pairs]
     right = -float("inf")
@@ -181,7 +180,7 @@ def _spread(row: list[Box], wanted: Iterable[float]) -> None:
 
 
 def _stack(rows: list[list[Box]]) -> None:
-    """Set the top of each row, and its height, which its longest formula needs."""
+    """Set the top and the height of each row; the longest formula decides."""
     top = 0.0
     for row in rows:
         height = BOX + LINE * max([1, *(len(box.formula) for box in row)])
@@ -191,7 +190,7 @@ def _stack(rows: list[list[Box]]) -> None:
 
 
 def _draw(drawing: Drawing, box: Box) -> None:
-    """A box, and below it the shape of its matrix."""
+    """Draw a box, and below it the shape of the matrix."""
     drawing.rect(box.x - box.width / 2, box.top, box.width, box.height, "box")
     y = box.top + box.height / 2 - (LINE * len(box.formula) + 2) / 2 * bool(box.formula)
     drawing.text(box.x, y, box.name, "bold", anchor="middle", size=NAME)
@@ -204,7 +203,7 @@ def _draw(drawing: Drawing, box: Box) -> None:
 
 
 def _arrows(drawing: Drawing, box: Box) -> None:
-    """The arrows from a box to the boxes that are computed from it."""
+    """Draw the arrows from a box to the boxes that are computed from it."""
     for below in box.below:
         points = [(box.x, box.top + box.height)]
         place, last = below, box
@@ -216,6 +215,6 @@ def _arrows(drawing: Drawing, box: Box) -> None:
 
 
 def _aside(box: Box, source: Box) -> float:
-    """The distance from a box's middle to where an arrow enters, so that arrows stay apart."""
+    """Return the distance from the centre of ``box`` at which the arrow from ``source`` enters."""
     order = sorted(box.above, key=lambda other: other.x)
     return (order.index(source) - (len(order) - 1) / 2) * min(24, box.width / (len(order) + 1))

@@ -1,4 +1,4 @@
-"""Chooses the figures of a trace, and draws all of them as one picture."""
+"""Selection of the figures of a trace, and a picture with all of them."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ def svg(trace: Trace, decimals: int) -> str:
 
 
 def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
-    """Return title → figure: those that suit this run, or those that were chosen."""
+    """Return title → figure, for the figures that suit this run or were chosen."""
     drawn = {"cell": _cell(trace, decimals)} if trace.cell else {}
     is_whole = not (trace.only or trace.cell or trace.query)
     if is_whole:
@@ -44,7 +44,7 @@ def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
 
 
 def _cell(trace: Trace, decimals: int) -> Drawing:
-    """One cell, written out in every step that has it."""
+    """Draw the lines that write out the chosen cell in every step."""
     drawing = Drawing()
     drawing.text(0, SIZE / 2, f"cell {trace.cell}", "bold")
     for written in story(trace, decimals):
@@ -53,7 +53,7 @@ def _cell(trace: Trace, decimals: int) -> Drawing:
 
 
 def _chosen(steps: Sequence[Step], decimals: int) -> Drawing:
-    """Each step as a matrix, the scales of heatmaps, and the numbers that documents print."""
+    """Draw each step as a matrix, the scales of heatmaps, and the numbers that documents print."""
     scales = scales_of(steps)
     drawn = []
     for s in steps:
@@ -80,7 +80,7 @@ def _printed(step: Step) -> Drawing:
 
 
 def _heatmaps(steps: Sequence[Step], decimals: int) -> Drawing:
-    """One map of weights per head; of a single head also its raw and masked scores."""
+    """Draw the weights of each head, and for a single head also its raw and masked scores."""
     drawn = wording.heatmaps(steps)
     if not drawn:
         return Drawing()

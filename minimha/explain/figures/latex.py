@@ -1,4 +1,4 @@
-"""A drawn figure as LaTeX: the same shapes as the SVG, in a picture with pict2e and xcolor."""
+"""Conversion of a figure to LaTeX: the shapes of the SVG in a picture, with pict2e and xcolor."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -13,7 +13,7 @@ Escape = Callable[[str], str]
 
 
 def shade(level: float) -> str:
-    """The colour of a cell on white paper, for xcolor.
+    """Return the colour of a cell with this level on white paper, for xcolor.
 
     >>> shade(0), shade(1)
     ('FFFFFF', '08306B')
@@ -22,7 +22,7 @@ def shade(level: float) -> str:
 
 
 def picture(drawing: Drawing, escape: Escape) -> str:
-    """Return a picture of ``drawing``, at most as wide as a line; ``escape`` makes words TeX."""
+    """Return ``drawing`` as TeX, at most as wide as a line; ``escape`` converts words to TeX."""
     point = min(POINT, HIGHEST / max(drawing.height, 1))
     lines = list(
         _shapes(ET.fromstring(drawing.svg("")), 0.0, 0.0, drawing.height + 32, escape, point)
@@ -38,7 +38,7 @@ def picture(drawing: Drawing, escape: Escape) -> str:
 def _shapes(
     element: ET.Element, x: float, y: float, height: float, escape: Escape, point: float
 ) -> Iterator[str]:
-    """The shapes of a group at their places; in a picture y grows upwards."""
+    """Yield the shapes of a group at their positions; in a picture y grows upwards."""
     dx, dy = map(float, re.findall(r"[-\d.]+", element.get("transform", "0 0")))
     x, y = x + dx, y + dy
     for child in element:
@@ -84,7 +84,7 @@ def _text(text: ET.Element, x: float, top: float, escape: Escape, point: float) 
 
 
 def _style(kind: str, name: str) -> str:
-    """A colour of a class in the light style, for xcolor; empty without one."""
+    """Return a colour of the class ``kind`` in the light style, for xcolor, or an empty string."""
     light = STYLE.partition("@media")[0]
     found = re.search(rf"\.{re.escape(kind)}\{{[^}}]*\b{name}:#([0-9a-f]+)", light)
     digits = found[1].upper() if found else ""

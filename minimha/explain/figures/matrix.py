@@ -1,4 +1,4 @@
-"""A matrix under its labels; scores and weights as heatmaps, all scores on one scale."""
+"""A figure of a matrix with labels; scores and weights as heatmaps, all scores on one scale."""
 
 from collections.abc import Iterable, Sequence
 
@@ -61,7 +61,7 @@ def matrix(
 
 
 def scale(name: str, bounds: Limits, steps: int = 20, *, room: float = LOW) -> Drawing:
-    """Draw the scale of a heatmap; its least number has ``room`` pixels or more."""
+    """Draw the colour scale of a heatmap; the least number has ``room`` pixels or more."""
     drawing = Drawing()
     low, high = cells(np.array(bounds), 2)[0]
     drawing.text(0, ROW / 2, name, "muted", size=SMALL)
@@ -102,7 +102,7 @@ def _widths(body: Sequence[Sequence[str]], columns: Sequence[str] | None) -> lis
 
 
 def shades(step: Step, scales: tuple[Limits, Limits]) -> list[list[float]] | None:
-    """Return a level from 0 to 1 for each cell of a heatmap, -∞ if hidden; None if not mapped."""
+    """Return a level from 0 to 1 for each cell of a heatmap, -∞ if hidden; else None."""
     if step.base not in MAPPED or step.value.ndim != 2 or step.is_blank:
         return None
     low, high = scales[step.base in SHARES]
@@ -116,7 +116,7 @@ def cell(
     drawing: Drawing, x: float, y: float, width: float, number: str, level: float | None,
     size: float = SMALL,
 ) -> None:  # fmt: skip
-    """Draw a number on the shade of its ``level``, from 0 to 1; one below 0 is hidden."""
+    """Draw a number on the shade of its ``level``, from 0 to 1; below 0, the cell is hidden."""
     ink = "number"
     if level is not None and np.isfinite(level):
         drawing.rect(x, y, width, ROW, "heat", opacity=level)

@@ -1,4 +1,4 @@
-"""A query's weights as bars, each beside the value that it multiplies."""
+"""A figure of a query's weights as bars, each beside the value that the weight multiplies."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""A drawn figure as PNG, made by a rasteriser installed on this machine."""
+"""Conversion of a figure to PNG by a rasteriser installed on this machine."""
 
 import importlib.util
 import shutil

@@ -1,8 +1,8 @@
-"""A trace as one interactive page: point at a cell, and it shows what made it.
+"""A trace as an interactive page: point at a cell, and the page shows its computation.
 
-The page is one file without requests. A small run is embedded whole; of a large one only the
-inputs, and the page recomputes the rest by the operations that ``origins`` has checked. It also
-recomputes what follows when its reader changes an input, the scale or the mask.
+The page is one file and sends no requests. It embeds all numbers of a small run. Of a large run it
+embeds only the inputs, and recomputes the rest by the operations that ``origins`` has checked. It
+also recomputes the steps that follow when the reader changes an input, the scale or the mask.
 """
 
 import base64
@@ -27,14 +27,14 @@ from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
 LARGEST = 2**21  # embedded numbers: about 8 MB
-SMALL = 2**16  # numbers of a run that is embedded whole, and exactly
+SMALL = 2**16  # a run with at most this many numbers is embedded whole, exactly
 SCRIPTS = ("operations.js", "numbers.js", "changes.js", "words.js", "page.js")
 
 
 def page(trace: Trace, decimals: int) -> str:
-    """Return the page of ``trace``, HTML, with ``decimals`` of numbers that are not whole.
+    """Return an HTML page of ``trace``, with ``decimals`` for numbers that are not whole.
 
-    It refuses a trace with too many numbers to embed.
+    ValueError is raised if the trace has too many numbers to embed.
     """
     made = _needed(trace)
     number = {step: n for n, step in enumerate(made)}
@@ -70,12 +70,12 @@ def _part(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """The hash by which the page's content policy allows its style and script."""
+    """Return the hash by which the page's content security policy allows a style or script."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _cell(trace: Trace, number: Mapping[Step, int], decimals: int) -> str:
-    """The chosen cell, written out in every step, with links."""
+    """Return the chosen cell written out in every step, as HTML with links."""
     if not trace.cell:
         return ""
     items = []
@@ -89,7 +89,7 @@ def _cell(trace: Trace, number: Mapping[Step, int], decimals: int) -> str:
 def _record(
     trace: Trace, made: Mapping[Step, Origin | None], number: Mapping[Step, int], decimals: int
 ) -> tuple[dict[str, Any], list[NDArray[np.float64]]]:
-    """The description of the trace, and the embedded numbers."""
+    """Return the description of the trace for the page, and the arrays to embed."""
     tables = Tables()
     records = [_step(step, how, tables) for step, how in made.items()]
     is_small = sum(step.value.size for step in made) <= SMALL
@@ -122,7 +122,7 @@ def _record(
 
 
 class Tables:
-    """Labels and masks, each kept once and referred to by number."""
+    """Labels and masks, each stored once; steps refer to them by number."""
 
     def __init__(self) -> None:
         self.labels: list[Sequence[str]] = []
@@ -130,15 +130,15 @@ class Tables:
         self.parts: list[str] = []
 
     def label(self, labels: Sequence[str] | None) -> int | None:
-        """The number of these labels; None without labels."""
+        """Return the number of ``labels``, or None without labels."""
         return None if labels is None else _number(self.labels, labels)
 
     def part(self, step: Step) -> int:
-        """The number of the stage, whose heads share a mask."""
+        """Return the number of the step's stage; the heads of a stage share a mask."""
         return _number(self.parts, step.stage)
 
     def mask(self, step: Step) -> dict[str, int | None]:
-        """The offset of a causal mask, or else the number of the bits that hide keys."""
+        """Return the offset of a causal mask, or else the number of the pattern that hides keys."""
         hidden = np.isneginf(np.atleast_2d(step.value))
         offset = int((~hidden[0]).sum()) - 1
         if hidden.any() and (hidden == np.triu(np.ones_like(hidden), offset + 1)).all():
@@ -146,7 +146,7 @@ class Tables:
         return {"offset": None, "pattern": self.pattern(hidden)}
 
     def pattern(self, hidden: NDArray[np.bool_]) -> int:
-        """The number of these bits."""
+        """Return the number of the pattern ``hidden``."""
         return _number(self.patterns, base64.b64encode(np.packbits(hidden).tobytes()).decode())
 
 
@@ -157,7 +157,7 @@ def _number(known: list[Any], item: Any) -> int:
 
 
 def _needed(trace: Trace) -> dict[Step, Origin | None]:
-    """The steps shown and their operands' operands, in order, each with its origin."""
+    """Return the origins of all shown steps and, recursively, of their operands, in order."""
     found: dict[Step, Origin | None] = {}
     waiting = list(trace.steps)
     while waiting:
@@ -166,7 +166,7 @@ def _needed(trace: Trace) -> dict[Step, Origin | None]:
             continue
         how = None if step.is_blank else trace.origins[step]
         if how is not None and any(s is not None and s.is_blank for s in how.operands):
-            how = None  # a page must not show what its reader is to find
+            how = None  # the page must not show blanked numbers
         found[step] = how
         waiting += [] if how is None else [s for s in how.operands if s is not None]
     ordered = (step for steps in trace.by_name.values() for step in steps)
@@ -178,7 +178,7 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
     rows = int(np.prod(shape[:-1])) if len(shape) > 1 else 1
     is_masking = how is not None and how.operation in ("mask", "block")
     hidden = np.isneginf(step.value) if step.made[:1] == ("mask",) else step.hidden
-    is_embedded = how is None and hidden is not None  # no step of the page computes this mask
+    is_embedded = how is None and hidden is not None  # the page does not compute this mask
     mapped = "weights" if step.base in SHARES else "scores"
     return {
         "title": step.title, "symbol": step.symbol, "place": step.place,
@@ -197,7 +197,7 @@ def _step(step: Step, how: Origin | None, tables: Tables) -> dict[str, Any]:
 def _groups(
     shown: Sequence[Step], number: Mapping[Step, int], records: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What all heads of each name share; sets each record's ``group``."""
+    """Return the facts that all heads of a name share, and set ``group`` in each record."""
     groups = []
     for n, name in enumerate(dict.fromkeys(step.name for step in shown)):
         steps = [step for step in shown if step.name == name]
@@ -223,10 +223,10 @@ def _printed(step: Step) -> Iterator[str]:
 def _changes(
     made: Mapping[Step, Origin | None], records: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The scale and mask, which a reader may change; sets each record's ``scales``."""
+    """Return the scale and mask, which readers may change, and set ``scales`` in each record."""
     hows = [how for how in made.values() if how is not None]
     rescaled = {s for how in hows if how.operation == "scale" for s in how.operands}
-    # Scores that one run takes undivided and another divides: they themselves are rescaled.
+    # Scores that are also used undivided are rescaled themselves.
     rescaled -= {s for how in hows if how.operation in ("mask", "row max") for s in how.operands}
     scales = []
     for (step, how), record in zip(made.items(), records, strict=True):
@@ -251,7 +251,10 @@ def _changes(
 
 
 def _rounded(record: dict[str, Any], embedded: Sequence[NDArray[np.float64]]) -> bytes:
-    """Multiples of a quantum, two digits finer than shown, as int32: all first bytes, then …"""
+    """Return all numbers as int32 multiples of a quantum, two digits finer than shown.
+
+    The first bytes of all numbers come first, then all second bytes, and so on.
+    """
     wholes = []
     given = [step for step in record["steps"] if step["at"] is not None]
     for step, value in zip(given, embedded, strict=True):

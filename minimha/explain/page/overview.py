@@ -1,4 +1,4 @@
-"""What stands around the steps of a page: where it opens, the list of steps, and the flow chart."""
+"""The parts of a page around the steps: its first cell, the list of steps, and the flow chart."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,19 +13,19 @@ from minimha.explain.figures.matrix import MAPPED
 from minimha.explain.story import story
 from minimha.explain.trace import Step, Trace
 
-MOST = 30  # steps in a list, or boxes in a chart, before those of each stage are folded
+MOST = 30  # steps in a list, or boxes in a chart; more are folded, by stage
 WIDEST = 1100  # pixels of a chart
-LARGEST = 2**12  # numbers of a trace whose figures stand beside the flow chart
+LARGEST = 2**12  # a trace with at most this many numbers has figures besides the flow chart
 SURE = 0.9  # a weight above this leaves little to explain
 
 Place = tuple[int, int, int]  # the number of a step, a row and a column
 
 
 def places(trace: Trace, number: Mapping[Step, int]) -> dict[str, Place]:
-    """Return name → the cell that is shown first under it; the page opens on the first.
+    """Return name → cell of each entry point of the page; the page opens on the first.
 
-    These are the cell that was asked for, the last token's likeliest successor, and a weight
-    between two tokens, or else the first cell of the last matrix that has shades.
+    The cells are the chosen cell, the likeliest successor of the last token, and a weight between
+    two tokens, or else the first cell of the last matrix that has shades.
     """
     found: dict[str, Place] = {}
     if trace.cell:
@@ -52,7 +52,7 @@ def _place(step: int, at: Sequence[int]) -> Place:
 
 
 def _telling(step: Step) -> tuple[int, int]:
-    """The largest weight of a token on another one that leaves something to explain."""
+    """Return the largest weight below ``SURE`` that a token has on another token."""
     value = np.where(step.value < SURE, step.value, 0)
     np.fill_diagonal(value, 0)
     row, column = np.unravel_index(value.argmax(), value.shape)
@@ -60,7 +60,7 @@ def _telling(step: Step) -> tuple[int, int]:
 
 
 def links(groups: Sequence[dict[str, Any]]) -> str:
-    """The list of steps; where there are many, those of each stage folded under its name."""
+    """Return the list of steps; a long list is folded, with one fold for each stage."""
     folds: dict[str, list[str]] = {}
     for n, group in enumerate(groups):
         stage = group["stage"] if len(groups) > MOST else ""
@@ -82,7 +82,7 @@ def _fold(summary: str, inside: str, around: str) -> str:
 
 
 def charts(trace: Trace, decimals: int) -> str:
-    """The flow chart, and the figures beside the matrices unless the trace is too large."""
+    """Return the flow chart and, unless the trace is too large, all figures besides matrices."""
     found = {} if trace.only or trace.cell or trace.query else {"flow of data": _flow_chart(trace)}
     if sum(step.value.size for step in trace.steps) <= LARGEST:
         drawn = figures(trace.selected(head=trace.head), decimals)
@@ -99,7 +99,7 @@ def charts(trace: Trace, decimals: int) -> str:
 
 
 def _figure(drawing: Drawing, title: str) -> str:
-    """A figure that scrolls where it is wider than the page."""
+    """Return a figure that scrolls if it is wider than the page."""
     label = html.escape(title, quote=True)
     return (
         f'<div class="scroll" tabindex="0" role="group" aria-label="{label}">'
@@ -108,7 +108,7 @@ def _figure(drawing: Drawing, title: str) -> str:
 
 
 def _flow_chart(trace: Trace) -> str:
-    """The flow of data; where it has many boxes, one chart for each stage, folded."""
+    """Return the flow of data; if it has many boxes, one folded chart for each stage."""
     whole = flow(trace, WIDEST)
     if _boxes(whole) <= MOST:
         return _figure(whole, "flow of data")
@@ -118,7 +118,7 @@ def _flow_chart(trace: Trace) -> str:
     folds = []
     for stage, steps in stages.items():
         chart = flow(trace, WIDEST, steps.keys())
-        if _boxes(chart) > MOST:  # what is given stands in the formulas too
+        if _boxes(chart) > MOST:  # formulas name the given steps too
             made = [name for name, step in steps.items() if trace.origins[step] is not None]
             chart = flow(trace, WIDEST, made)
         if chart.shapes:
@@ -134,7 +134,7 @@ def _boxes(drawing: Drawing) -> int:
 
 
 def _stages_before(trace: Trace, stage: str, steps: Iterable[Step]) -> list[str]:
-    """The other stages that the steps of a stage are computed from."""
+    """Return the other stages from which the steps of a stage are computed."""
     hows = [how for step in steps if (how := trace.origins[step]) is not None]
     found = {s.stage: None for how in hows for s in how.operands if s is not None}
     return [name for name in found if name not in (stage, "")]
