@@ -1,4 +1,4 @@
-"""``attention``: check the arguments, choose a backend, and return its result."""
+"""The function ``attention``: check the arguments, choose a backend, and return its result."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ __all__ = [
 
 Backend = Literal["auto", "dense", "tiled", "cpu", "cuda"]
 DType = str | type | np.dtype[Any]
-# An array, a list, a number or None; a function or None. One misspelt option makes mypy print all
-# options of all overloads, and ArrayLike alone in 150 characters.
+# Short names for ArrayLike and functions, since mypy prints all options for one misspelt option.
 Array: TypeAlias = Any
 Function: TypeAlias = Any
 
-# Imported when used: importing numba, for the kernels, takes longer than solving a toy problem.
+# Imported on first use, because importing numba takes longer than solving a toy problem.
 BACKENDS = {
     "dense": "minimha.equations.dense",
     "tiled": "minimha.equations.tiled",
@@ -60,7 +59,7 @@ class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about t
 
 
 class Masks(TypedDict, total=False):
-    """Options of ``attention`` that every attention layer has."""
+    """Options of ``attention`` that all attention layers share."""
 
     attn_mask: Array
     alibi_slopes: Array
@@ -96,11 +95,11 @@ class Packing(TypedDict, total=False):
 
 
 class AttentionOptions(Masks, Positions, Scores, Packing, total=False):
-    """Options of ``attention`` that a layer passes on."""
+    """Options that a layer passes on to ``attention``."""
 
 
 def backends() -> dict[str, str | None]:
-    """Return for each backend why it cannot run here, or None if it can.
+    """Return the reason why each backend cannot run here, or None if it can.
 
     >>> backends()["dense"] is None
     True
@@ -109,7 +108,7 @@ def backends() -> dict[str, str | None]:
 
 
 def _reason(backend: str) -> str | None:
-    """Return why a backend cannot run, or None; only "cuda" initializes NVIDIA's driver."""
+    """Return why ``backend`` cannot run, or None; only "cuda" initializes NVIDIA's driver."""
     if backend == "cuda":
         return reason_without_cuda()
     if backend == "cpu" and not find_spec("numba"):
@@ -124,15 +123,15 @@ def compile(
     progress: Callable[[str], None] = lambda doing: None, *,
     backend: Literal["cpu", "cuda"] = "cpu",
 ) -> dict[str, Path | None]:  # fmt: skip
-    """Compile kernels ahead of their first use, and keep them on disk.
+    """Compile kernels ahead of their first use, and store them on disk.
 
     Parameters
     ----------
     dtypes : dtype or sequence of dtype, default ("float32",)
         "float32", "float64", "float16" and "bfloat16", as strings or NumPy's dtypes. On the CPU
-        each one needs two kernels, for many queries and for few.
+        each dtype needs two kernels, for many queries and for few.
     progress : callable, optional
-        Called with the name of each kernel before it is compiled. Default is to report nothing.
+        Called with the name of each kernel before compilation. Default is to report nothing.
     backend : {"cpu", "cuda"}, default "cpu"
         "cuda" compiles for the current GPU: heads 64 and 128 wide, for many queries and for one
         query with 1, 4 and 8 query heads per key/value head. These kernels also compute causal
@@ -142,13 +141,13 @@ def compile(
     Returns
     -------
     dict of str to Path or None
-        The file of each kernel; None if no folder can be written. A CPU kernel is then kept in
-        memory, a GPU kernel compiled again on first use.
+        The file of each kernel; None if no folder is writable. A CPU kernel then stays in memory,
+        and a GPU kernel is compiled again on first use.
 
     Raises
     ------
     ValueError
-        The dtype or backend is not one of these.
+        ``dtypes`` or ``backend`` has another value.
     BackendUnavailable
         The kernels cannot be compiled on this machine, such as GPU kernels without a GPU.
     """
@@ -173,10 +172,10 @@ def block_mask(
     mask_mod: Callable[..., Any], Lq: int, Lk: int, *, B: int | None = None, H: int | None = None,
     q_offset: int = 0,
 ) -> BlockMask:  # fmt: skip
-    """Find the blocks of scores that ``mask_mod`` hides whole, once for many calls of attention.
+    """Find the blocks of scores that ``mask_mod`` hides entirely, for many calls of ``attention``.
 
-    The search calls ``mask_mod`` for every pair of a query and a key. Pass the result in place of
-    the function, ``attention(…, mask_mod=block_mask(f, Lq, Lk))``, so that no call repeats it.
+    The search calls ``mask_mod`` for every pair of a query and a key. Pass the result instead of
+    the function, ``attention(…, mask_mod=block_mask(f, Lq, Lk))``, to search only once.
 
     Parameters
     ----------
@@ -185,8 +184,8 @@ def block_mask(
     Lq, Lk : int
         Numbers of queries and keys.
     B, H : int, optional
-        Numbers of batch entries and query heads; required if ``mask_mod`` uses b or h. By default
-        one result applies to all of them.
+        Numbers of batch entries and query heads; required if ``mask_mod`` uses b or h. Default is
+        one result for all.
     q_offset : int, default 0
         Position of query 0 among the keys, in all batch entries.
 
@@ -273,22 +272,22 @@ def attention(
     backend: Backend = "auto",
     tap: Tap = no_tap,
 ) -> Any:
-    """softmax(scale · Q Kᵀ) V: for each query, the mean of the values, weighted by softmax.
+    """Return softmax(scale · Q Kᵀ) V: for each query, a weighted mean of the values.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are a batch of
     one, and the output has the same number of dimensions.
 
     Arrays of torch and JAX on the CPU are read without copying, and the results are arrays of q's
-    library. For arrays of torch, CuPy, JAX or numba on an NVIDIA GPU the backend "cuda" computes
-    there, on their library's current stream. Then q, k and v must have the same floating dtype, and
-    ``attn_mask`` and ``attn_bias`` must be on the same GPU.
+    library. Arrays of torch, CuPy, JAX or numba on an NVIDIA GPU use the backend "cuda", on their
+    library's current stream. Then q, k and v must have the same floating dtype, and ``attn_mask``
+    and ``attn_bias`` must be on the same GPU.
 
-    ``k`` and ``v`` may be longer than memory, as ``np.memmap`` or arrays of zarr, on every backend.
-    Keys and values are then read 32 MiB at a time, or one chunk of the store if a chunk is larger,
-    and the parts are merged as by ``minimha.merge``. ``score_mod`` and ``mask_mod`` get positions
-    in the whole. ``q``, ``attn_mask``, ``attn_bias`` and the output must fit into memory. With
-    packed sequences, pages or a tap, ``k`` and ``v`` must fit too.
+    On every backend, ``k`` and ``v`` may be larger than memory, as ``np.memmap`` or arrays of zarr.
+    They are then read 32 MiB at a time, or one chunk of the store if a chunk is larger, and partial
+    results are merged as by ``minimha.merge``. ``score_mod`` and ``mask_mod`` get positions in the
+    whole arrays. Everything else must fit into memory; with packed sequences, pages or a tap, ``k``
+    and ``v`` must fit too.
 
     The options are applied in this order: scale → softcap → bias → score_mod → mask → softmax.
 
@@ -301,19 +300,19 @@ def attention(
     v : array_like of shape (B, Hkv, Lk, Dv)
         Values.
     is_causal : bool, default False
-        Query i, at key position i + q_offset, sees no key beyond that position.
+        Query i is at key position i + q_offset and sees no later key.
     q_offset : int or array_like of shape (B,), int, optional
-        Position of query 0 among the keys; any integer. Default is 0. It is required if Lq ≠ Lk
-        with ``is_causal``, ``window_size``, ``alibi_slopes``, ``score_mod`` or ``mask_mod``, which
-        depend on positions.
+        Position of query 0 among the keys; any integer. Default is 0. Required if Lq ≠ Lk and an
+        option depends on positions: ``is_causal``, ``window_size``, ``alibi_slopes``,
+        ``score_mod`` or ``mask_mod``.
     window_size : pair of int or None, optional
         (left, right), both inclusive: query i sees the keys from i + q_offset - left to
         i + q_offset + right. None means no limit on that side. Default is no window.
     attn_mask : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), bool, optional
         True = may attend.
     attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), optional
-        Added to the scores; -inf hides a key as False in ``attn_mask`` does. A finite number
-        outside the compute dtype's range is clipped to it.
+        Added to the scores; -inf hides a key like False in ``attn_mask``. A finite number outside
+        the compute dtype's range is clipped to that range.
     kv_lengths : int or array_like of shape (B,), int, optional
         Only keys j < length exist. Default is Lk.
     alibi_slopes : array_like of shape (H,), optional
@@ -323,42 +322,42 @@ def attention(
     softcap : float or 0-d array, optional
         Positive c: scores become c · tanh(score / c).
     sinks : array_like of shape (H,), optional
-        Extra scores without a value, which count in the denominator and the log-sum-exp. Finite,
-        or -inf for no sink.
+        One extra score per head that has no value vector, but counts in the softmax's denominator
+        and in the log-sum-exp. Finite, or -inf for no sink.
     score_mod : callable ``score_mod(score, b, h, i, j) -> score``, optional
-        The new score of query head h of batch entry b, for key j and the query at key position i
-        (query 0 has i = ``q_offset``); -inf hides the key. See the notes.
+        Returns the new score in batch entry b and query head h for key j and the query at key
+        position i (query 0 is at ``q_offset``); -inf hides the key. See the notes.
     mask_mod : callable ``mask_mod(b, h, i, j) -> bool``, or BlockMask, optional
-        True = may attend. ``minimha.block_mask`` finds hidden blocks once for many calls.
+        Returns True if the query may attend to the key. ``minimha.block_mask`` saves time over many
+        calls.
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int, optional
         n sequences are packed one after another along Lq and Lk, with B = 1. Sequence s has the
-        rows from cu_seqlens[s] to cu_seqlens[s + 1]; the first number is 0 and the last Lq or Lk.
+        rows from cu_seqlens[s] to cu_seqlens[s + 1]; the first number is 0, the last is Lq or Lk.
         No sequence sees another. Positions count from a sequence's first query and key, functions
-        get s as b, and ``q_offset`` and ``kv_lengths`` are one integer or n. ``attn_mask``,
-        ``attn_bias``, a BlockMask and arrays on a GPU are refused. Default of ``cu_seqlens_k`` is
+        get s as b, and ``q_offset`` and ``kv_lengths`` are one integer or n. Not available with
+        ``attn_mask``, ``attn_bias``, a BlockMask or arrays on a GPU. ``cu_seqlens_k`` defaults to
         ``cu_seqlens_q``.
     block_table : array_like of shape (B, pages), int, optional
-        Keys and values are paged: k is (num_pages, Hkv, page_size, D), v likewise, and key j of
-        batch entry b is key j % page_size of page block_table[b, j // page_size]. ``kv_lengths`` is
-        required, and table entries beyond it are not read. With ``cu_seqlens_q`` the table has one
-        row per sequence. The arguments that ``cu_seqlens_q`` refuses are refused here too.
+        Keys and values are paged: k is (num_pages, Hkv, page_size, D), v likewise. Key j of batch
+        entry b is key j % page_size of page block_table[b, j // page_size]. ``kv_lengths`` is
+        required; table entries beyond these lengths are not read. With ``cu_seqlens_q`` the table
+        has one row per sequence. The same arguments as for ``cu_seqlens_q`` are not available.
     return_lse : bool, default False
         Return the log-sum-exp too.
     backend : {"auto", "dense", "tiled", "cpu", "cuda"}, default "auto"
-        A named backend computes or raises. "auto" uses "cpu" for every size once its kernel is
-        loaded or compiled, which takes half a second or some seconds. Until "dense" has computed
-        for that long, "auto" uses "dense". So the last digits may change between two calls. With
-        a tap "auto" uses "dense". "cuda" is used only if it is named or the arrays are on a GPU.
-        "dense" and "tiled" multiply with NumPy. If NumPy's OpenBLAS has threads, a fork may hang
-        while another thread multiplies large matrices. Then use "cpu", whose threads allow forks,
-        set OPENBLAS_NUM_THREADS to 1, or spawn processes.
+        A named backend computes or raises. "auto" starts with "dense". Once "dense" has taken as
+        long as loading or compiling a kernel takes, 0.5 to several seconds, "auto" loads "cpu" and
+        uses it for every size; the last digits may then change. With a tap "auto" uses "dense".
+        "cuda" is used only if it is named or the arrays are on a GPU. "dense" and "tiled" multiply
+        with NumPy. With OpenBLAS's threads, a fork may hang while another thread multiplies large
+        matrices: use "cpu", set OPENBLAS_NUM_THREADS to 1, or spawn processes.
     tap : callable ``tap(name, value) -> value``, optional
-        Receives every intermediate; see ``minimha.explain.Trace``.
+        Receives every intermediate array; see ``minimha.explain.Trace``.
 
     Returns
     -------
     output : array of shape (B, H, Lq, Dv), the inputs' common dtype, float64 for integers
-        An ndarray, or an array of q's library (see above). 0 if a query sees no key.
+        An ndarray, or an array of q's library (see above). Rows of queries that see no key are 0.
     lse : array of shape (B, H, Lq), float32 or float64, if ``return_lse``
         Natural logarithm of the sum of the exponentials of a row's final scores, sinks included;
         -inf if a query sees no key and has no sink.
@@ -366,11 +365,11 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        An argument has a wrong type, shape or range, or a stored array cannot be read or its file
-        is too short; the message names the argument. Arguments are never modified.
+        An argument has a wrong type, shape or range, or a stored array is unreadable or truncated.
+        The message names the argument. Arguments are never modified.
     BackendUnavailable
-        The named backend cannot run here, does not support this problem, or cannot compile
-        ``score_mod`` or ``mask_mod``; the message names the line. "auto" uses "dense" instead.
+        The named backend cannot run here, does not support this problem, or cannot compile a
+        function (the message names the line). "auto" uses "dense" instead.
     MemoryError
         The problem does not fit into the memory of the machine or the GPU.
 
@@ -378,21 +377,21 @@ def attention(
     -----
     ``score_mod`` and ``mask_mod`` are functions of numbers: a score in the compute dtype, and
     integers. They may use ``if`` and ``math``. They must have no side effects, since they are
-    called in any order, also for hidden pairs. The backend "cpu" compiles them with numba, in at
-    most a second, calls the machine code once per tile of scores, and skips blocks that
-    ``mask_mod`` hides whole. "dense" and "tiled" call them with arrays of indices that broadcast,
-    or with one number at a time if they take no arrays. On a GPU they are compiled into the kernel,
-    in some seconds; there they must not raise, and must call functions of ``math``, not NumPy's.
+    called in any order, also for hidden pairs. The backend "cpu" compiles the functions with numba
+    in at most a second, calls the machine code once per tile, and skips blocks that ``mask_mod``
+    hides entirely. "dense" and "tiled" call the functions with arrays of indices that broadcast, or
+    with one number at a time if the functions take no arrays. On a GPU the functions are compiled
+    into the kernel, in some seconds; there they must not raise, and know only ``math``.
 
-    They may capture numbers, arrays, and tensors of torch or JAX on the CPU, which are read at each
-    call. They may call elementwise functions of torch and NumPy: ``where``, ``clamp``, ``tanh``,
-    ``log2``, …; the error about an unknown function lists all. On a GPU only ``math`` is known.
+    The functions may capture numbers, arrays, and tensors of torch or JAX on the CPU, which are
+    read at each call. On the CPU, they may call elementwise functions of torch and NumPy:
+    ``where``, ``clamp``, ``tanh``, ``log2``, …; the error about an unknown function lists all.
 
-    On the CPU a new value of a captured number or array needs no compilation. A new value of any
-    other type, such as a string, a tuple or a flag, does. So does any new value if numba compiles
-    the function only with constants, and every new value on a GPU. The values that a ``mask_mod``
-    captures are compared at each call, because hidden blocks depend on them. Ctrl-C at once ends a
-    call that compiles; the compilation continues, and its result is kept.
+    On the CPU a new value of a captured number or array usually needs no compilation. A new value
+    of another type, such as a string, a tuple or a flag, does. So does every new value on a GPU, or
+    if numba compiles the function only with constants. The values that a ``mask_mod`` captures are
+    compared at each call, because hidden blocks depend on them. Ctrl-C ends a call at once; a
+    running compilation continues, and its result is stored.
 
     References
     ----------
@@ -483,7 +482,7 @@ def attention(
 def _in_blocks(
     backend: Backend, arguments: dict[str, Any]
 ) -> tuple[Problem, tuple[NDArray[Any], NDArray[Any]]]:
-    """Return the ``outline`` of a problem with stored keys and values, and its O and L."""
+    """Return the ``outline`` of a problem with stored keys, and its O and L, computed in blocks."""
     check_backend(backend)
     arguments |= {n: as_floating(n, arguments[n]) for n in "qkv" if not is_stored(arguments[n])}
     problem = outline(arguments)
@@ -539,7 +538,7 @@ def _computed(
 
 
 def _device_module(backend: str, name: str, tap: Tap, packing: list[str]) -> Any:
-    """Return the module that computes on the GPU, where argument ``name`` is."""
+    """Return the module that computes on the GPU; the argument ``name`` is there."""
     check_backend(backend)
     if packing:
         raise BackendUnavailable(
