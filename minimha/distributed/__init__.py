@@ -1,8 +1,8 @@
 """Attention over more keys than one machine can hold, as chunks of dask arrays.
 
 ``minimha.attention`` computes each chunk of queries with each chunk of keys, and a tree of
-``minimha.merge`` merges the results. The table has work and largest traffic for each
-head of width D, with numbers of b bytes and queries in C chunks::
+``minimha.merge`` merges the results. The table has work and largest traffic per head of width D,
+for numbers of b bytes and queries in C chunks::
 
                                  FLOPs                 bytes
     one chunk of queries         4 · Lq · Lk · D       about 2 · Lq · D · b for each chunk of keys

@@ -1,4 +1,4 @@
-"""``attention`` on dask arrays: one task per pair of chunks of queries and keys, then a merge."""
+"""The function ``attention`` for dask arrays: a task per pair of chunks, then merges."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 OPTIONS = (
     "left", "right", "q_offset", "kv_lengths", "alibi_slopes", "sinks", "scale", "softcap", "dtype",
 )  # fmt: skip
-FAN_IN = 4  # parts that one task merges
+FAN_IN = 4  # partial results that one task merges
 Key = tuple[Any, ...]
 
 
@@ -42,19 +42,19 @@ def attention(
     q: Any, k: Any, v: Any, *, stripes: int = 1, return_lse: bool = False,
     **options: Unpack[api.AttentionOptions],
 ) -> Any:  # fmt: skip
-    """softmax(scale · Q Kᵀ) V over chunks of keys, on the machines of a dask cluster or on one.
+    """Return softmax(scale · Q Kᵀ) V, computed by chunks on a dask cluster or on one machine.
 
     The result is lazy until ``.compute()``. A task ``attend-to-keys`` then attends from one chunk
     of queries to one chunk of keys. Tasks ``merge-parts`` and ``merge-output`` merge the results,
-    four at a time. dask's dashboard and progress bars show these names. If no query of a chunk sees
-    a key of another, there is no task, and no key is read. ``.compute(retries=3)`` repeats failed
-    tasks, and dask recomputes what a lost worker held. A worker needs only one thread, because the
-    kernels start threads.
+    four at a time. dask's dashboard and progress bars show these names. A pair of chunks in which
+    no query sees a key has no task, and its keys are not read. ``.compute(retries=3)`` repeats
+    failed tasks, and dask recomputes the results of lost workers. A worker needs only one thread,
+    because the kernels start threads.
 
-    ``score_mod`` and ``mask_mod`` receive b, h, i and j of the whole arrays. dask sends them once
-    to each worker that needs them: by name if the worker can import them, otherwise with their
-    captured values. The worker that has a chunk finds whether ``mask_mod`` hides it. From a
-    ``BlockMask`` only the function is sent.
+    ``score_mod`` and ``mask_mod`` receive b, h, i and j of the whole arrays. dask sends each
+    function once to each worker: by name if the worker can import it, otherwise with its captured
+    values. Each worker finds the blocks that ``mask_mod`` hides; from a ``BlockMask`` only the
+    function is sent.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``D`` head width, ``Dv`` value width. As with ``minimha.attention``, all arrays may have 2 or 3
@@ -63,16 +63,16 @@ def attention(
     Parameters
     ----------
     q : dask array of shape (B, H, Lq, D)
-        D must be in one chunk. Other arrays become dask arrays, chunked like k.
+        D must be in one chunk. An array that is not dask's is chunked like k.
     k : dask array of shape (B, Hkv, Lk, D)
-        Chunked like q along B; a chunk of heads has the key/value heads of q's chunk of heads. An
-        array of zarr keeps its chunks, except along D.
+        Chunked like q along B; a chunk of heads has the key/value heads of q's chunk of heads. The
+        chunks of a zarr array stay the same, except along D.
     v : dask array of shape (B, Hkv, Lk, Dv)
-        Chunked like k. Other arrays become dask arrays with these chunks.
+        Chunked like k.
     stripes : int, default 1
-        With more than 1, all axes of queries and keys must be in stripes, from ``striped``, and
-        each chunk in one stripe. This balances a causal prefill. Then functions, ``alibi_slopes``
-        without ``is_causal``, and offsets that differ in a batch are refused.
+        If more than 1, all axes of queries and keys must be in stripes, from ``striped``, and each
+        chunk in one stripe. This balances a causal prefill. ValueError is raised for functions,
+        ``alibi_slopes`` without ``is_causal``, and offsets that differ in a batch.
     return_lse : bool, default False
         Return the log-sum-exp too.
     **options
@@ -88,9 +88,8 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        ``minimha.attention`` would refuse the shapes or options, or chunks do not fit each other.
-        This is raised at once, before anything is computed; errors of functions are raised when
-        they are called.
+        ``minimha.attention`` does not accept the shapes or options, or chunks do not fit. Only
+        errors of functions are raised later, when they are called.
 
     References
     ----------
@@ -125,10 +124,10 @@ def attend_to_keys(
     options: dict[str, Any], part: Part, left_out: NDArray[Any] | None, masks: tuple[str, ...],
     functions: dict[str, Callable[..., Any]], q: NDArray[Any], *arrays: NDArray[Any],
 ) -> Pair:  # fmt: skip
-    """O and L of a chunk of queries, over a chunk of keys and values.
+    """Return O and L of a chunk of queries over a chunk of keys and values.
 
-    ``arrays`` are k, v, and those named by ``masks``. q, O and L have the compute dtype: 16-bit
-    numbers are rounded once, at the end. ``left_out`` (H,) is subtracted from L.
+    ``arrays`` are k, v, and the arrays named by ``masks``. q, O and L have the compute dtype, so
+    that 16-bit numbers are rounded once, at the end. ``left_out`` (H,) is subtracted from L.
     """
     k, v, *given = arrays
     options = options | dict(zip(masks, given, strict=True)) | placed(functions, part)
@@ -137,7 +136,7 @@ def attend_to_keys(
 
 
 def merge_parts(*parts: Pair) -> Pair:
-    """Merge O and L of all parts, each over other keys."""
+    """Merge the partial results O and L of different keys."""
     return merge(parts)
 
 
@@ -150,11 +149,7 @@ def merge_output(
 
 
 class _Graph:
-    """The tasks of one call.
-
-    ``arrays`` are q, k and v, of 4 dimensions, and masks and biases, whose axes are chunked like
-    the scores or of size 1; ``problem`` is their outline.
-    """
+    """The tasks of one call; ``problem`` is the outline of ``arrays``, which are all 4-D."""
 
     def __init__(
         self, arrays: dict[str, Any], problem: Problem, stripes: int, backend: str
@@ -168,14 +163,14 @@ class _Graph:
         self.functions: Any = problem.functions
         self.token = tokenize(arrays, *options, problem.contents, stripes, backend)
         self.tasks: dict[Key, Any] = {}
-        self.used: dict[str, Any] = {}  # only these: dask would compute an unused array too
-        if self.functions:  # in one task, so that they are sent to a worker once
+        self.used: dict[str, Any] = {}  # dask would also compute unused arrays
+        if self.functions:  # in one task, so that each worker receives them once
             key = (f"take-functions-{self.token}",)
             self._add(key, partial(dict, self.functions))
             self.functions = key
 
     def results(self) -> tuple[Any, Any]:
-        """The output and the log-sum-exp, dask arrays of 4 and 3 dimensions."""
+        """Return the output and the log-sum-exp, dask arrays of 4 and 3 dimensions."""
         q, v = self.arrays["q"], self.arrays["v"]
         dtypes = self.problem.dtype, self.problem.compute
         sizes = (*q.chunks[:3], v.chunks[3])
@@ -216,7 +211,7 @@ class _Graph:
         return found
 
     def _merging(self, block: Key, parts: list[Key]) -> list[Key]:
-        """Add a tree of tasks that merge neighbours; return those left for the last task."""
+        """Add a tree of tasks that merge neighbours; return the tasks left for the last merge."""
         level = 0
         while len(parts) > FAN_IN:
             groups = [parts[n : n + FAN_IN] for n in range(0, len(parts), FAN_IN)]
@@ -230,7 +225,7 @@ class _Graph:
         self.tasks[key] = (function, *arguments)
 
     def _block(self, name: str, *indices: int) -> Key:
-        """The task of one chunk of an array; an axis with a single chunk has index 0."""
+        """Return the task of one chunk of an array; an axis with a single chunk has index 0."""
         x = self.used[name] = self.arrays[name]
         at = (n if blocks > 1 else 0 for n, blocks in zip(indices, x.numblocks, strict=True))
         return (x.name, *at)

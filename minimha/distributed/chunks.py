@@ -1,4 +1,4 @@
-"""Makes dask arrays, and checks that the chunks of several arrays fit each other."""
+"""Conversion to dask arrays, and checks that the chunks of several arrays fit each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minimha.equations.problem import Problem
 
 
 def as_dask(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Convert q, k and v to dask arrays; converted arrays get chunks that fit k."""
+    """Convert q, k and v to dask arrays; arrays that are not dask's get chunks that fit k."""
     k, v, q = (_readable(name, x) for name, x in (("k", k), ("v", v), ("q", q)))
     if library_of(k) != "dask":
         k = da.from_array(k, chunks=(*getattr(k, "chunks", k.shape)[:-1], -1))
@@ -25,7 +25,7 @@ def as_dask(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
 
 
 def check(arrays: dict[str, Any]) -> None:
-    """Raise ValueError if the chunks of q, k and v, of 4 dimensions, do not fit each other."""
+    """Raise ValueError if the chunks of the 4-D arrays q, k and v do not fit each other."""
     q, k, v = (arrays[name] for name in "qkv")
     Q, K, V = map(name_of, "qkv")
     for name, x in arrays.items():
@@ -55,7 +55,7 @@ def check(arrays: dict[str, Any]) -> None:
 
 
 def check_striped(problem: Problem) -> None:
-    """Raise ValueError for options that positions in stripes cannot express."""
+    """Raise ValueError for options that are not available with stripes."""
     for name in problem.functions:
         raise ValueError(
             f"{name_of(name)} is given with stripes: expected tokens in their original order, "
@@ -75,10 +75,7 @@ def check_striped(problem: Problem) -> None:
 
 
 def over_scores(name: str, mask: Any, q: Any, k: Any) -> Any:
-    """Convert a mask or bias to a 4-D dask array, chunked like the scores of q and k.
-
-    Axes of size 1 are kept.
-    """
+    """Convert a mask or bias to a 4-D dask array, chunked like the scores; axes of size 1 stay."""
     mask = mask if library_of(mask) == "dask" else rectangular(name, mask)
     mask = mask[(None,) * (4 - mask.ndim)]
     sizes = (*q.chunks[:3], k.chunks[2])
@@ -89,9 +86,9 @@ def over_scores(name: str, mask: Any, q: Any, k: Any) -> Any:
 
 
 def spans(name: str, sizes: tuple[int, ...], stripes: int = 1) -> list[slice]:
-    """The positions of each chunk of an axis; with stripes, positions in the original order.
+    """Return the positions of each chunk of an axis; with stripes, the original positions.
 
-    A chunk in two stripes raises a ValueError.
+    ValueError is raised if a chunk is in two stripes.
 
     >>> spans("k", (2, 3))
     [slice(0, 2, None), slice(2, 5, None)]
@@ -115,7 +112,7 @@ def spans(name: str, sizes: tuple[int, ...], stripes: int = 1) -> list[slice]:
 
 
 def _readable(name: str, x: Any) -> Any:
-    """Return ``x`` as an array of dask, zarr or NumPy; refuse chunks of unknown sizes."""
+    """Return ``x`` as an array of dask, zarr or NumPy; ValueError for chunks of unknown sizes."""
     if library_of(x) == "zarr":
         return x
     if library_of(x) != "dask":
@@ -128,10 +125,7 @@ def _readable(name: str, x: Any) -> Any:
 
 
 def _like(x: Any, k: Any, axes: tuple[int, ...]) -> Any:
-    """Chunks for an array that has none: k's along ``axes`` (of 4), one chunk along others.
-
-    An axis whose size does not match k's also gets one chunk, and is refused later.
-    """
+    """Return chunks for ``x``: like k along ``axes`` (of 4) if the sizes match, else one chunk."""
     sizes = [(n,) for n in x.shape]
     for axis in axes:
         at = axis - 4

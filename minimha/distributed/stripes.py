@@ -14,7 +14,7 @@ from minimha.equations.arguments import integer
 
 
 def striped(x: Any, count: int, axis: int = -2) -> Any:
-    """Put the tokens of ``x`` in ``count`` stripes, one chunk each: 0, count, 2 · count, …; 1, …
+    """Return the tokens of ``x`` in ``count`` stripes, one chunk each: every count-th token.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def striped(x: Any, count: int, axis: int = -2) -> Any:
 
 
 def unstriped(x: Any, count: int, axis: int = -2) -> Any:
-    """Put the tokens of ``x``, which are in ``count`` stripes, back in their order.
+    """Return the tokens of ``x``, which are in ``count`` stripes, in the original order.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def unstriped(x: Any, count: int, axis: int = -2) -> Any:
 
 
 def _order(length: int, count: int) -> Any:
-    """The tokens in the order of the stripes."""
+    """Return the numbers of the tokens in the order of the stripes."""
     if integer("count", count) > max(1, length):
         raise ValueError(f"count is {count}: expected at most {length}, the number of tokens")
     return np.concatenate([np.arange(n, length, count) for n in range(count)])
