@@ -1,4 +1,4 @@
-"""``python -m minimha`` is the command line, as ``minimha`` and ``python cli.py`` are."""
+"""Run the command line by ``python -m minimha``, like ``minimha`` and ``python cli.py``."""
 
 import sys
 

@@ -55,7 +55,7 @@ UNTAPPED = f"it keeps no steps to tap; {' and '.join(TAPPED)} do"
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818  (it states a fact about the machine)
-    """The requested backend cannot run here, or does not support this problem."""
+    """The error for a backend that cannot run here or does not support this problem."""
 
 
 class Masks(TypedDict, total=False):
@@ -68,7 +68,7 @@ class Masks(TypedDict, total=False):
 
 
 class Positions(TypedDict, total=False):
-    """Options of ``attention`` about positions."""
+    """Types of the options of ``attention`` that depend on positions."""
 
     is_causal: bool
     q_offset: Array
@@ -77,7 +77,7 @@ class Positions(TypedDict, total=False):
 
 
 class Scores(TypedDict, total=False):
-    """Options of ``attention`` that change scores."""
+    """Types of the options of ``attention`` that change scores."""
 
     attn_bias: Array
     scale: Array
@@ -87,7 +87,7 @@ class Scores(TypedDict, total=False):
 
 
 class Packing(TypedDict, total=False):
-    """Options of ``attention`` about packed and paged sequences."""
+    """Types of the options of ``attention`` for packed and paged sequences."""
 
     cu_seqlens_q: Array
     cu_seqlens_k: Array
@@ -510,7 +510,7 @@ def _in_blocks(
 def _computed(
     backend: str, problem: Problem, tap: Tap, key: tuple[Any, ...] | None, given: tuple[Any, ...]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return O and L of ``problem``; remember the plan under ``key`` if it fits ``given``."""
+    """Return O and L of ``problem``; store the plan under ``key`` if the plan fits ``given``."""
     check_backend(backend)
     is_auto, is_tapped = backend == "auto", tap is not no_tap
     if is_auto:
@@ -557,7 +557,7 @@ def _device_module(backend: str, name: str, tap: Tap, packing: list[str]) -> Any
 
 @cache  # numba and the driver stay available
 def _cuda() -> Any:
-    """Return the module that computes on a GPU."""
+    """Return the module of the backend "cuda"; raise BackendUnavailable if it cannot run."""
     reason = _reason("cuda")
     if reason:
         raise BackendUnavailable(f"backend 'cuda' cannot run: {reason}")
@@ -565,7 +565,7 @@ def _cuda() -> Any:
 
 
 def _module(backend: str, problem: Problem, is_tapped: bool) -> Any:
-    """Return the module that computes ``problem``."""
+    """Return the module of ``backend``; raise BackendUnavailable if it cannot run ``problem``."""
     reason = UNTAPPED if is_tapped and backend not in TAPPED else _reason(backend)
     if not reason:
         try:

@@ -1,8 +1,8 @@
 """Check single arguments, for every public function, and name them in errors.
 
-Each check takes the argument's name first, and returns the value in one form. Its error names the
-argument, what was expected, what came, and why. A wrong type raises TypeError, any other wrong
-value ValueError.
+Each check takes the argument's name first, and returns the value in a standard form. Its error says
+which argument is wrong, what was expected, what was given, and why. A wrong type raises TypeError,
+any other wrong value ValueError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _names: ContextVar[Mapping[str, str] | None] = ContextVar("argument names", defa
 
 @contextmanager
 def argument_names(**names: str) -> Iterator[None]:
-    """Give arguments other names in errors, such as ``query`` for q in a dialect.
+    """Set the names of arguments in errors, such as ``query`` for q in a dialect.
 
     >>> with argument_names(scale="softmax_scale"):
     ...     number("scale", float("nan"), np.dtype(np.float32))
@@ -66,7 +66,7 @@ def choice(name: str, value: T, choices: Iterable[str | None]) -> T:
 
 
 def integer(name: str, value: Any, low: int = 1) -> int:
-    """Return ``value``, at least ``low``, as an int, which does not overflow."""
+    """Return the integer ``value`` as a Python int; raise ValueError if it is less than ``low``."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name_of(name)} is {value!r}: expected an integer")
     if value < low:
@@ -79,7 +79,7 @@ def number(
 ) -> float:
     """Return ``value``, a number or a 0-d array, as a float.
 
-    ``value`` must be at least ``low``, and finite in the dtype ``compute``.
+    Raises ValueError unless ``value`` is at least ``low`` and finite in the dtype ``compute``.
     """
     _check_unmasked(name, value)
     scalar = rectangular(name, value).item() if getattr(value, "shape", None) == () else value
@@ -102,8 +102,9 @@ def number(
 def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
     """Return ``value`` as an array of any dtype; an array is not copied.
 
-    Refuses masked arrays, also in lists, since NumPy would drop the mask; ``hint`` ends that error.
-    Also refuses rows of different lengths, and whatever ``as_numpy`` and ``check_file`` refuse.
+    Raises TypeError for masked arrays, also in lists, since NumPy would drop the mask. ``hint``
+    ends that message. Also raises for rows of different lengths, and as ``as_numpy`` and
+    ``check_file`` do.
     """
     if type(value) is np.ndarray:  # not masked, not in a file, of no other library
         return value
@@ -143,7 +144,7 @@ def _has_mask(value: Any) -> bool:
 
 
 def cast(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return ``array`` in ``dtype``, rounded by IEEE 754, ignoring the caller's ``np.seterr``.
+    """Return ``array`` in ``dtype``, rounded by IEEE 754, whatever the caller's ``np.seterr`` is.
 
     >>> with np.errstate(all="raise"):
     ...     cast(np.array([1e-300, 1e300]), np.dtype(np.float32))
@@ -171,7 +172,7 @@ def as_floating(name: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def as_integers(name: str, value: ArrayLike, limit: int = LARGEST_INTEGER) -> NDArray[np.int64]:
-    """Return ``value`` as int64, within ±``limit``, so that sums do not overflow."""
+    """Return ``value`` as int64; raise ValueError beyond ±``limit``, where sums could overflow."""
     array = rectangular(name, value)
     if array.size == 0:
         return array.astype(np.int64)
@@ -186,9 +187,9 @@ def as_integers(name: str, value: ArrayLike, limit: int = LARGEST_INTEGER) -> ND
 
 
 def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
-    """Return the floating dtype, in native byte order, that holds numbers of all these dtypes.
+    """Return the floating dtype, in native byte order, that represents numbers of all ``dtypes``.
 
-    Raises TypeError if there is none, as for float16 and bfloat16.
+    Raises TypeError if no such dtype exists, as for float16 and bfloat16.
     """
     first, *rest = dtypes.values()
     if first in COMPUTED and all(dtype == first for dtype in rest):
@@ -204,17 +205,17 @@ def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
 
 
 def of_one_dtype(**arrays: ArrayLike) -> dict[str, NDArray[Any]]:
-    """Return the arguments, by name, as arrays of their common floating dtype."""
+    """Return a dict of the arguments, by name, as arrays of their common floating dtype."""
     given = {name: as_floating(name, value) for name, value in arrays.items()}
     dtype = common_dtype({name: array.dtype for name, array in given.items()})
     return {name: cast(array, dtype) for name, array in given.items()}
 
 
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the compute dtype for inputs of ``dtype``: float64 for float64, else float32."""
+    """Return the dtype in which to compute: float64 for inputs of float64, else float32."""
     return COMPUTED[1] if dtype == COMPUTED[1] else COMPUTED[0]
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 head``, ``2 heads``."""
+    """Return ``number`` followed by ``noun``, in the plural if needed: ``1 head``, ``2 heads``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,4 +1,4 @@
-"""Distinguish the arrays of arguments: NumPy's, another library's, on a GPU, or in a file.
+"""Distinguish arrays of NumPy, of other libraries, on a GPU, and in a file.
 
 Arrays of other libraries on the CPU are read without copying, and results become arrays of that
 library. No array library is imported here: a caller who passes a torch tensor has imported torch.
@@ -24,9 +24,9 @@ Numbers = NDArray[Any] | Sequence[Any]  # for these, results are NumPy arrays
 
 
 class DLPackArray(Protocol):
-    """An array of torch or CuPy, for type checkers: results have its type.
+    """The type of torch's and CuPy's arrays, for type checkers: results have the same type.
 
-    JAX does not declare these methods: for its arrays the type of results is Any.
+    JAX does not declare these methods: for JAX's arrays the type of results is Any.
     """
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -43,7 +43,7 @@ def kinds_of(given: Mapping[str, Any]) -> tuple[str | None, bool]:
 
 
 def on_host(*qkv: Any) -> tuple[Any, ...]:
-    """Return q, k and v with CPU arrays as NumPy's; all are unchanged if one is on a GPU."""
+    """Return q, k and v with CPU arrays as NumPy's; if one is on a GPU, return all unchanged."""
     if any(ordinal_of(x) is not None for x in qkv):
         return qkv
     return tuple(
@@ -86,15 +86,12 @@ def ordinal_of(value: Any) -> int | None:
 
 
 def is_stored(value: Any) -> bool:
-    """Return whether an array is a memory map or a zarr store, which may exceed memory."""
+    """Return whether ``value`` is a memory map or a zarr array, which may be larger than memory."""
     return isinstance(value, np.memmap) or library_of(value) == "zarr"
 
 
 def check_file(name: str, value: Any) -> None:
-    """Raise ValueError if ``value`` maps a file that has become shorter than the array.
-
-    Reading such an array would crash the process.
-    """
+    """Raise ValueError if ``value`` maps a file that is now too short: reading it would crash."""
     mapped = getattr(value, "_mmap", None) if isinstance(value, np.memmap) else None
     if not isinstance(mapped, mmap.mmap):
         return
@@ -107,10 +104,10 @@ def check_file(name: str, value: Any) -> None:
 
 
 def as_numpy(name: str, value: Any) -> NDArray[Any]:
-    """Return a NumPy view of a CPU array of one of ``LIBRARIES``.
+    """Return a NumPy view of ``value``, a CPU array of one of ``LIBRARIES``.
 
     Raises TypeError if the array requires grad, if its library does not export it (because it is
-    traced, sparse or on a GPU), or if NumPy lacks its dtype.
+    traced, sparse or on a GPU), or if NumPy has no such dtype.
     """
     library = library_of(value)
     torch: Any = sys.modules["torch"] if library == "torch" else None
@@ -131,7 +128,8 @@ def as_numpy(name: str, value: Any) -> NDArray[Any]:
 def like(given: Any, result: NDArray[Any]) -> Any:
     """Return ``result`` as an array of torch or JAX if ``given`` is one, else unchanged.
 
-    torch shares the result's memory. JAX shares memory aligned to 64 bytes and copies other memory.
+    torch shares the memory of ``result``. JAX shares memory aligned to 64 bytes and copies other
+    memory.
     """
     library = library_of(given)
     if library == "torch":

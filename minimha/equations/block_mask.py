@@ -1,4 +1,4 @@
-"""``BlockMask``: the blocks of scores that a ``mask_mod`` hides whole, which a kernel skips."""
+"""Define ``BlockMask``, which lists the blocks of scores that a kernel can skip."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIDDEN, PARTIAL, FULL = 0, 1, 2
 class BlockMask:
     """A ``mask_mod`` with the state of each block of 16 queries and 32 keys: hidden, partial, full.
 
-    ``minimha.block_mask`` returns a BlockMask. ``attention`` takes it in place of the function.
+    ``minimha.block_mask`` returns a BlockMask, and ``attention`` takes it as ``mask_mod``.
 
     Attributes
     ----------

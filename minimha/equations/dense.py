@@ -1,4 +1,4 @@
-"""Attention as the papers write it: whole matrices, one line per equation.
+"""Compute attention as the papers write it: whole matrices, one line per equation.
 
 This is equation 1 of Vaswani et al., "Attention Is All You Need", 2017. Options of later models are
 applied in this order:
@@ -6,8 +6,8 @@ applied in this order:
     scores → scaled → capped → biased → modified → masked
            → row_max, exponentials, row_sum → weights → output
 
-Arithmetic follows IEEE 754 without warnings. A NaN or infinity of a key or value reaches the rows
-of the queries that see it, and no other row.
+Arithmetic follows IEEE 754 without warnings. A NaN or infinity in a key or value changes only the
+rows of queries that see that key.
 """
 
 from typing import Any
@@ -26,10 +26,10 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[Any]]:
-    """O = softmax(S) V and L = log Σ exp S, with S the scaled, capped, biased, masked Q Kᵀ.
+    """Compute O = softmax(S) V and L = log Σ exp S from the final scores S.
 
-    O has shape (B, H, Lq, Dv), L (B, H, Lq), and both have the compute dtype. ``tap`` receives
-    every intermediate, for packed or paged sequences with names such as ``weights[sequence 0]``.
+    O has shape (B, H, Lq, Dv), L (B, H, Lq), both in the compute dtype. ``tap`` receives every
+    intermediate. With packed or paged sequences it gets names such as ``weights[sequence 0]``.
     """
     if problem.sequences is not None:
         O, L = problem.by_sequence(lambda part, s: forward(part, staged(tap, f"sequence {s}")))
@@ -51,8 +51,7 @@ def scores(
 ) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
     """Return the final scores of queries ``rows`` and keys ``keys``, and a mask, True = visible.
 
-    ``Q`` and ``K`` hold these rows and keys only: the scores may be one tile. The mask is None if
-    no option can hide a key.
+    ``Q`` and ``K`` contain only these rows and keys. The mask is None if no option can hide a key.
     """
     S = tap("scores", product_in_groups(Q, K.swapaxes(-1, -2)))
     if problem.scale != 1:
@@ -77,7 +76,7 @@ def scores(
 
 
 def bias(problem: Problem, rows: slice, keys: slice, tap: Tap = no_tap) -> NDArray[Any]:
-    """``attn_bias`` plus ALiBi's -slope · |i + q_offset - j|, shape (B or 1, H, rows, keys).
+    """Return ``attn_bias`` plus ALiBi's -slope · |i + q_offset - j|, (B or 1, H, rows, keys).
 
     ``tap`` receives the bias, the slopes and the distances. Press et al., "Train Short, Test Long",
     2022.
@@ -99,11 +98,11 @@ def bias(problem: Problem, rows: slice, keys: slice, tap: Tap = no_tap) -> NDArr
 def softmax(
     S: NDArray[Any], sinks: NDArray[Any] | None = None, tap: Tap = no_tap
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Weights exp(S) / Σ exp(S) of each row, and the row's log-sum-exp.
+    """Return the weights exp(S) / Σ exp(S) of each row, and the row's log-sum-exp.
 
-    The row's maximum is subtracted first, so that no exponential overflows; the weights stay the
-    same. A row of -inf, of a query that sees no key, has weights 0 and log-sum-exp -inf. ``sinks``
-    (H,) count in each row's sum and log-sum-exp, but get no weight.
+    The row's maximum is subtracted first, which prevents overflow and changes no weight. A row of
+    -inf, of a query that sees no key, has weights 0 and log-sum-exp -inf. ``sinks`` (H,) count in
+    each row's sum and log-sum-exp, but get no weight.
     """
     m = S.max(axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
@@ -121,9 +120,9 @@ def softmax(
 def weighted_sum(
     P: NDArray[Any], V: NDArray[Any], visible: NDArray[np.bool_] | None
 ) -> NDArray[Any]:
-    """P V, where a hidden key adds nothing, not even 0 · NaN.
+    """Return P V, to which a hidden key adds nothing, not even 0 · NaN.
 
-    The terms of keys with nonfinite values are added separately, to the rows that see those keys.
+    Values with NaN or infinity are multiplied separately, only for the queries that see their keys.
     """
     nonfinite = ~np.isfinite(V).all(axis=-1)
     if visible is None or not nonfinite.any():
@@ -139,7 +138,7 @@ def weighted_sum(
 
 
 def product_in_groups(X: NDArray[Any], Y: NDArray[Any]) -> NDArray[Any]:
-    """X @ Y, where head h of X uses head h // (H // Hkv) of Y.
+    """Return X @ Y, where head h of X is multiplied by head h // (H // Hkv) of Y.
 
     The heads of X that share a head of Y become an extra axis, along which Y is broadcast without
     a copy. Ainslie et al., "GQA", 2023.

@@ -1,6 +1,6 @@
 """Replace names of torch and JAX, and NumPy's ``where`` and ``clip``, in a caller's functions.
 
-The replacements take NumPy's arrays. numba compiles them for single numbers, which its own
+The replacements take NumPy's arrays. numba can compile them for single numbers, which numba's
 ``where`` and ``clip`` do not take. torch is not imported.
 """
 
@@ -23,22 +23,22 @@ CONSTANTS = ("inf", "nan", "pi", "e")
 
 
 def where(condition: Any, input: Any, other: Any) -> Any:
-    """Return ``input`` where the condition holds, else ``other``, like ``np.where``."""
+    """Return ``input`` where ``condition`` is true, else ``other``, like ``np.where``."""
     return np.where(condition, input, other)
 
 
 def rsqrt(x: Any) -> Any:
-    """1 / sqrt(x)."""
+    """Return 1 / sqrt(x)."""
     return 1 / np.sqrt(x)
 
 
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return 1 / (1 + np.exp(-x))
 
 
 def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    """Clip ``x`` to the range from ``min`` to ``max``; None means no limit."""
+    """Clip ``x`` to the range from ``min`` to ``max``, where None means no limit."""
     if min is not None:
         x = np.maximum(x, min)
     if max is not None:
@@ -52,11 +52,11 @@ KNOWN |= {x.__name__: x for x in (where, *COMPOSED)} | {"clip": clamp}
 
 
 class Unknown(TypeError, AttributeError):  # noqa: N818  (it states a fact about a function)
-    """A caller's function uses a name of torch that has no replacement."""
+    """The error for a name of torch that has no replacement here."""
 
 
 class Torch:
-    """Replaces the module torch in a function that is called with NumPy's arrays."""
+    """A replacement of the module torch, for functions that are called with NumPy's arrays."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -72,7 +72,7 @@ TORCH = Torch()
 
 
 def substitute(name: str, value: Any) -> Any:
-    """Return what replaces ``value``, captured as ``name``; by default ``value`` itself.
+    """Return the replacement of ``value``, captured as ``name``, or ``value`` if it needs none.
 
     Raises TypeError for a function of torch without replacement, or an array that NumPy cannot
     read.

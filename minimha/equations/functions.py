@@ -1,4 +1,4 @@
-"""Check, call and identify a caller's ``score_mod`` (of a score) and ``mask_mod`` (of a pair).
+"""Check, call and compare a caller's functions ``score_mod`` (of a score) and ``mask_mod``.
 
 Kernels compile these functions for numbers. Here they are called with arrays of indices. A function
 that takes no arrays, because of an ``if`` or a function of ``math``, is called pair by pair.
@@ -25,7 +25,7 @@ LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # their functions do not
 
 
 class Corner(NamedTuple):
-    """The first b, h and key of a part, as indices of the whole problem.
+    """The indices b, h and key, in a whole problem, where a part of the problem begins.
 
     A caller's functions get indices of the whole. Positions of queries also count from ``key``.
     """
@@ -50,14 +50,14 @@ class Reading(NamedTuple):
 
     @property
     def contents(self) -> Hashable:
-        """A hashable value, equal for two functions with the same code and captured values."""
+        """Return a hashable value, equal for functions with the same code and captured values."""
         return self.key, contents(self.values)
 
 
 class Placed(NamedTuple):
     """A caller's function with the ``Corner`` of the part of a problem that calls it.
 
-    ``attention`` takes a Placed in place of the function, so that one compiled kernel serves every
+    ``attention`` takes a Placed instead of the function, so that one compiled kernel serves every
     corner. If a ``reading`` is given, captured values are not read again.
     """
 
@@ -115,7 +115,7 @@ def modified(
 def visible_pairs(
     mask_mod: Callable[..., Any], indices: tuple[NDArray[Any], ...], shape: tuple[int, ...]
 ) -> NDArray[np.bool_]:
-    """Apply ``mask_mod`` to the indices b, h, i and j: True where a query sees a key."""
+    """Apply ``mask_mod`` to the indices b, h, i and j; return a bool mask, True = visible."""
     if 0 in shape:
         return np.empty(shape, bool)
     result = _called("mask_mod", mask_mod, indices, shape)
@@ -137,7 +137,7 @@ def _called(
     name: str, function: Callable[..., Any], arguments: tuple[NDArray[Any], ...],
     shape: tuple[int, ...],
 ) -> NDArray[Any]:  # fmt: skip
-    """Call ``function`` and return its result, broadcast to ``shape``, that of the scores."""
+    """Call ``function`` and return its result, broadcast to ``shape``, the shape of the scores."""
     function = for_numpy(function)
     try:
         returned = function(*arguments)
@@ -160,7 +160,7 @@ def _called(
 def _number_by_number(
     name: str, function: Callable[..., Any], arguments: tuple[NDArray[Any], ...]
 ) -> NDArray[Any]:
-    """Call ``function`` for one pair at a time, with indices as Python's integers."""
+    """Call ``function`` for one query and key at a time, with Python's integers as indices."""
     whole = np.broadcast_arrays(*arguments)
     numbers = (x.ravel() if x.dtype.kind == "f" else x.ravel().tolist() for x in whole)
     results = []
@@ -246,9 +246,9 @@ def _kind(value: Any) -> Any:
 
 
 def contents(value: Any) -> Hashable:
-    """Return a function's code and captured values in a hashable form.
+    """Return a function's code and captured values as one hashable value.
 
-    Two functions of equal contents compute the same. Numbers and arrays are compared by value:
+    Two functions with equal contents compute the same. Numbers and arrays are compared by value:
     writing to a captured array changes the contents. Other objects are compared by identity. Each
     function, tuple and list is described once, because functions may call each other in cycles.
     """
@@ -368,6 +368,6 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 @lru_cache(256)
 def _inner_names(code: CodeType) -> frozenset[str]:
-    """Return the names that the inner functions read, whose values are compiled in."""
+    """Return the names that inner functions read; numba compiles their values as constants."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset().union(*map(_names, inner))

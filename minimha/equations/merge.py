@@ -1,4 +1,4 @@
-"""Merge attention over parts of the keys into attention over all keys."""
+"""Merge the attention of parts, each with some of the keys, into attention over all keys."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def merge(parts: Iterable[tuple[Given, Lse]]) -> tuple[Given, Lse]: ...
 @overload
 def merge(parts: Iterable[tuple[ArrayLike, ArrayLike]]) -> Pair: ...
 def merge(parts: Iterable[Pair]) -> Pair:
-    """Merge parts with different keys: O = Σ_p exp(L_p - L) O_p with L = log Σ_p exp L_p.
+    """Merge results for different keys: O = Σ_p exp(L_p - L) O_p with L = log Σ_p exp L_p.
 
-    Each part is the result of ``attention(…, return_lse=True)`` for some of the keys. Up to
+    Each part p is the result of ``attention(…, return_lse=True)`` for some of the keys. Up to
     rounding, the order of parts does not matter, and a merged part can be merged again. Sums are in
     float64, and each merge rounds once.
 
-    Give ``sinks`` to one part only: each part counts its sinks in the log-sum-exp. All other
+    Give ``sinks`` to one part only, because each part adds its sinks to the log-sum-exp. All other
     options are the same for every part, except that key positions and key axes start at the part's
-    first key. For the keys from ``start`` to ``stop`` use ``q_offset - start``,
-    ``kv_lengths - start`` (clipped to 0 and ``stop - start``) and ``attn_mask[..., start:stop]``. A
-    ``score_mod`` or ``mask_mod`` of the whole must be called with ``i + start`` and ``j + start``.
-    For keys in files ``attention`` does all of this itself.
+    first key. For the keys from ``start`` to ``stop`` use ``q_offset - start``, ``kv_lengths -
+    start`` (clipped to 0 and ``stop - start``) and ``attn_mask[..., start:stop]``. Call a
+    ``score_mod`` or ``mask_mod`` of all keys with ``i + start`` and ``j + start``. For keys in
+    files ``attention`` itself splits and merges.
 
     Axes: ``B`` batch, ``H`` query heads, ``Lq`` queries, ``Dv`` value width.
 
@@ -89,7 +89,7 @@ def merge(parts: Iterable[Pair]) -> Pair:
 def _merged(
     outputs: tuple[NDArray[Any], ...], lses: tuple[NDArray[Any], ...]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return O and L in float64; a part that sees no key adds nothing, not even 0 · NaN."""
+    """Return O and L in float64; a part whose queries see no key adds nothing, not even 0 · NaN."""
     with np.errstate(all="ignore"):
         top: NDArray[np.float64] = np.maximum.reduce(lses).astype(np.float64)
         top = np.where(np.isneginf(top), 0, top)
@@ -103,7 +103,7 @@ def _merged(
 
 
 def _pair(n: int, part: Any) -> Pair:
-    """Return output and log-sum-exp of part ``n`` as arrays, or raise if they are not valid."""
+    """Return output and log-sum-exp of ``part``, the ``n``-th, as arrays; raise if invalid."""
     if not isinstance(part, (tuple, list)) or len(part) != 2:
         raise TypeError(
             f"parts[{n}] is of type {type(part).__name__}: expected a pair (output, lse), which "

@@ -1,4 +1,4 @@
-"""Split a problem into parts, some queries with some keys, which ``merge`` combines.
+"""Split a problem into parts, some queries with some keys, and merge their results.
 
 Each part is a separate call of ``minimha.attention``. Shapes and options alone determine the
 options of a part, and whether any of its queries sees any of its keys.
@@ -41,10 +41,10 @@ class Part(NamedTuple):
 
 
 def outline(arguments: Mapping[str, Any]) -> Problem:
-    """Return the checked problem with zeros for q, k and v: only shapes and dtypes are read.
+    """Return the checked problem with zeros for q, k and v, reading only their shapes and dtypes.
 
-    ``arguments`` are those of ``attention``. Zeros also replace a mask or bias of dask. Raises the
-    errors of ``Problem.of``, and TypeError for an option that parts cannot have.
+    ``arguments`` are those of ``attention``. Zeros also replace a dask array as mask or bias.
+    Raises the errors of ``Problem.of``, and TypeError for an option that parts cannot have.
     """
     for name, value in arguments.items():
         if name not in IN_PARTS and value is not None:
@@ -64,10 +64,11 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
 
 
 def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[str, Any] | None:
-    """Return the options of ``attention`` for a part, or None if the part has no visible pair.
+    """Return the options of ``attention`` for a part, or None if no query of it sees a key of it.
 
-    Sinks and functions are left out: see ``without_keys`` and ``placed``. Visibility ignores
-    ``mask_mod``. ``given`` has ``attn_mask`` and ``attn_bias`` before they are broadcast.
+    Sinks and functions are left out: see ``without_keys`` and ``placed``. ``mask_mod`` is ignored
+    when looking for visible keys. ``given`` has ``attn_mask`` and ``attn_bias`` before
+    broadcasting.
     """
     Lq, Lk = problem.q.shape[2], problem.k.shape[2]
     num_rows, num_keys = len(range(Lq)[part.rows]), len(range(Lk)[part.keys])
@@ -103,16 +104,17 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
 
 
 def placed(functions: Mapping[str, Callable[..., Any]], part: Part) -> dict[str, Placed]:
-    """Return ``Problem.functions`` as options of ``attention`` for a part without stripes."""
+    """Return ``functions`` of a problem as options of ``attention`` for a part without stripes."""
     corner = Corner(part.batch.start, part.heads.start, part.keys.start)
     return {name: Placed(function, corner) for name, function in functions.items()}
 
 
 def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
-    """Return slope · rest (H,), to subtract from a striped part's L; None without ALiBi or stripes.
+    """Return the ALiBi term (H,) to subtract from a striped part's L, or None if there is none.
 
-    Query n and key m of a causal part are step · (offset + n - m) + rest apart, and no slope
-    expresses the rest. The rest is the same for all keys, so that it does not change O.
+    In a causal part, query n and key m are step · (offset + n - m) + rest apart. The slopes of the
+    part express the first term only. The rest is the same for all keys, so that it does not change
+    O.
     """
     if problem.alibi_slopes is None or part.keys.step is None:
         return None
@@ -121,7 +123,7 @@ def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
 
 
 def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
-    """Return O = 0 and L = the sinks (H,) or -inf, in float64, for queries before any key.
+    """Return O = 0 and, in float64, L = the sinks (H,) or -inf, for queries that see no key.
 
     ``shape`` is that of O, (B, H, Lq, Dv).
     """
@@ -167,7 +169,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _num_keys(problem: Problem, k: Any, v: Any) -> int:
-    """Return the number of keys read at once, a multiple of a store's chunks."""
+    """Return how many keys to read at once, a multiple of a store's chunks."""
     B, Hkv, _, D = problem.k.shape
     per_key: int = B * Hkv * (D + problem.v.shape[3]) * problem.compute.itemsize
     chunk: int = max(x.chunks[-2] if hasattr(x, "chunks") else 1 for x in (k, v))
@@ -175,7 +177,7 @@ def _num_keys(problem: Problem, k: Any, v: Any) -> int:
 
 
 def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
-    """Read the keys ``keys`` of a stored array, or all of it; a memory map returns a view.
+    """Read the keys ``keys`` of a stored array, or all if None; a memory map returns a view.
 
     Raises MemoryError or ValueError with the array's name if reading fails.
     """
@@ -194,10 +196,11 @@ def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
 def _striped(
     q_offset: NDArray[np.int64], left: int, right: int, step: int
 ) -> tuple[NDArray[np.int64], int, int]:
-    """Return offset, left and right for stripes: query n is at x + step · n, key m at step · m.
+    """Return q_offset, left and right of a part with stripes, counted in steps.
 
-    Query n sees key m if x - left ≤ step · (m - n) ≤ x + right; the whole batch has one offset x.
-    If no multiple of ``step`` lies in that range, the window is empty and left is negative.
+    Query n is at x + step · n and key m at step · m, where the whole batch has one offset x. Query
+    n sees key m if x - left ≤ step · (m - n) ≤ x + right. If no multiple of ``step`` lies in that
+    range, the window is empty and left is negative.
     """
     if right < UNBOUNDED:
         last = (q_offset + right) // step
@@ -210,7 +213,7 @@ def _striped(
 
 
 def _of_scores(x: Any, part: Part) -> Any:
-    """Return the slice of a mask or bias for ``part``; axes of size 1 are kept."""
+    """Return the slice for ``part`` of a mask or bias ``x``, whose axes of size 1 stay."""
     if x.ndim == 2:
         return x[part.rows, part.keys]
     whole = slice(None)

@@ -1,4 +1,4 @@
-"""``Problem``: the arguments of ``attention``, checked, with every default filled in.
+"""Check the arguments of ``attention`` and fill in every default: the class ``Problem``.
 
 Arrays are 4-D and of one dtype, and every option has its final form, so that equations and kernels
 check nothing.
@@ -45,7 +45,7 @@ Shape = tuple[int, int, int, int]
 
 
 class Relative(NamedTuple):
-    """A part's ``q_offset`` (B,), relative to the part's first key, which may be any integer."""
+    """An unchecked ``q_offset`` (B,) of a part of a problem, relative to the part's first key."""
 
     offset: NDArray[np.int64]
 
@@ -56,7 +56,7 @@ MASK_SHAPES = "(Lq, Lk), or 4-D and broadcastable to (B, H, Lq, Lk)"
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The problem softmax(scale · Q Kᵀ + bias) V over visible keys, with every default filled in.
+    """The checked arguments of ``attention``, with every default filled in.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
     ``D`` head width, ``Dv`` value width.
@@ -87,14 +87,14 @@ class Problem:
     score_mod : callable ``score_mod(score, b, h, i, j) -> score``, or None
     mask_mod : callable ``mask_mod(b, h, i, j) -> bool``, which may be a ``BlockMask``, or None
     sequences : Sequences or None
-        The rows of each sequence, if sequences are packed or keys are paged. Arrays of shape (B,)
-        above then have one item per sequence. With pages the first axis of k and v counts pages,
-        and Lk is the page size.
+        The rows of each sequence, if sequences are packed or keys are paged. Then ``q_offset`` and
+        ``kv_lengths`` have one item per sequence. With pages, axis 0 of k and v counts pages, and
+        Lk is the page size.
     readings : dict of str to Reading
         The code and captured values of ``score_mod`` and ``mask_mod``, by name, if given.
     corner : Corner
         The b, h and j that ``score_mod`` and ``mask_mod`` get for batch entry 0, head 0 and key 0.
-        A part has indices of the whole problem, and a single sequence has its number as b.
+        They are not 0 if this problem is a part of a larger one, or one of several sequences.
     """
 
     q: NDArray[Any]
@@ -131,7 +131,7 @@ class Problem:
         cu_seqlens_q: ArrayLike | None = None, cu_seqlens_k: ArrayLike | None = None,
         block_table: ArrayLike | None = None,
     ) -> Problem:  # fmt: skip
-        """Check the arguments of ``minimha.attention`` and fill in the defaults.
+        """Check the arguments of ``minimha.attention`` and return them as a ``Problem``.
 
         Raises TypeError or ValueError with a message that names the argument.
         """
@@ -170,7 +170,7 @@ class Problem:
         )  # fmt: skip
 
     def each_sequence(self) -> Iterator[tuple[tuple[slice, slice, slice], Problem]]:
-        """Yield for each sequence the index of its queries in q, O and L, and its own problem."""
+        """Yield for each sequence the index of its queries in q, O and L, and its problem."""
         assert self.sequences is not None
         for s, length in enumerate(self.kv_lengths.tolist()):
             rows, one = self.sequences.rows(s), slice(s, s + 1)
@@ -193,21 +193,21 @@ class Problem:
 
     @property
     def num_queries(self) -> NDArray[np.int64]:
-        """The number of queries of each sequence, or of each batch entry, (B,)."""
+        """Count the queries of each sequence, or of each batch entry if none are packed, (B,)."""
         if self.sequences is None:
             return np.array([self.q.shape[2]] * len(self.q), np.int64)
         return self.sequences.queries[:, 2]
 
     @property
     def num_pairs(self) -> int:
-        """The number of pairs of a query and a key of its sequence, over sequences and heads."""
+        """Count the pairs of a query and a key of its sequence, over all sequences and heads."""
         B, H, Lq, _ = self.q.shape
         if self.sequences is None:
             return int(B * H * Lq * self.k.shape[2])
         return int(H * (self.sequences.queries[:, 2] @ self.kv_lengths))
 
     def visible(self, rows: slice, keys: slice) -> NDArray[np.bool_]:
-        """Return the mask of queries ``rows`` and keys ``keys``, (B, 1 or H, rows, keys)."""
+        """Return the mask (B, 1 or H, rows, keys) of queries ``rows`` and keys ``keys``."""
         i = np.arange(rows.start, rows.stop)[:, None]
         j = np.arange(keys.start, keys.stop)
         q_offset, length = (x[:, None, None, None] for x in (self.q_offset, self.kv_lengths))
@@ -224,7 +224,7 @@ class Problem:
     def indices(self, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
         """Return b, h, i and j of a grid of scores for a caller's functions: arrays that broadcast.
 
-        i is a query's position, and all indices count from ``corner``.
+        i is a query's position among the keys. All indices count from ``corner``.
         """
         (B, H), (first_b, first_h, first_key) = self.q.shape[:2], self.corner
         b = np.arange(first_b, first_b + B)[:, None, None, None]
@@ -235,7 +235,7 @@ class Problem:
 
     @cached_property
     def hides(self) -> bool:
-        """True if some option may hide a key, so that the scores need a mask."""
+        """Tell whether an option may hide a key, so that the scores need a mask."""
         return (
             self.left < UNBOUNDED
             or self.right < UNBOUNDED
@@ -247,7 +247,7 @@ class Problem:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """``score_mod`` and ``mask_mod`` by name, if given; for a ``BlockMask`` its function."""
+        """Return ``score_mod`` and ``mask_mod`` by name, if given, and never as a ``BlockMask``."""
         given = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
         return {
             name: function.mask_mod if isinstance(function, BlockMask) else function
@@ -257,33 +257,33 @@ class Problem:
 
     @property
     def taken(self) -> dict[str, Placed]:
-        """``functions`` as ``Placed``, with the captured values in ``readings``."""
+        """Return ``functions`` as ``Placed``, with the captured values in ``readings``."""
         each = self.functions.items()
         return {name: Placed(x, self.corner, self.readings[name]) for name, x in each}
 
     @cached_property
     def contents(self) -> dict[str, Hashable]:
-        """``Reading.contents`` of the functions, by name, to compare functions."""
+        """Return ``Reading.contents`` of each function, by name, to compare functions."""
         return {name: reading.contents for name, reading in self.readings.items()}
 
     def without_numbers(self, dtype: np.dtype[Any] | None = None) -> Problem:
-        """Replace q, k and v by zeros that take no memory, in ``dtype`` if given."""
+        """Return a copy whose q, k and v are zeros that take no memory, in ``dtype`` if given."""
         q, k, v = (stand_in(x.shape, dtype or self.dtype) for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, dtype=dtype or self.dtype)
 
     def as_given(self, O: NDArray[Any], L: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return output and log-sum-exp in the caller's rank, the output in the caller's dtype."""
+        """Return ``O`` and ``L`` with the caller's number of dimensions, and ``O`` in ``dtype``."""
         leading = (0,) * (4 - self.rank)
         return cast(O[leading], self.dtype), L[leading]
 
 
 def stand_in(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Return zeros that take no memory, for uses that need only shape and dtype."""
+    """Return zeros that take no memory, for code that reads only their shape and dtype."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def factor_against_overflow(V: NDArray[Any], total: int) -> float:
-    """Return a power of 2 by which to scale weights so that their sum of values cannot overflow.
+    """Return a power of 2 by which to scale weights, so that their sum of values cannot overflow.
 
     Returns 1 if no sum could overflow. ``V`` has the compute dtype, and the weights of a query add
     up to ``total`` at most. A sum may overflow although the mean of the values does not.
@@ -297,7 +297,7 @@ def factor_against_overflow(V: NDArray[Any], total: int) -> float:
 def _arrays(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, is_paged: bool
 ) -> tuple[int, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-    """Return the rank, and q, k, v as 4-D arrays of one dtype; axis 0 of paged k, v is the page."""
+    """Return the rank, and 4-D q, k and v of one dtype; axis 0 of paged k and v counts pages."""
     given = of_one_dtype(q=q, k=k, v=v)
     rank = given["q"].ndim
     for name, array in given.items():
@@ -380,7 +380,7 @@ def _window(window_size: Any) -> tuple[int, int]:
 
 
 def _refuse_over_scores(**given: Any) -> None:
-    """Raise ValueError for masks and biases: most of their pairs belong to different sequences."""
+    """Raise ValueError for a mask or bias: most of its pairs belong to different sequences."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -447,7 +447,7 @@ def _lengths(
 
 
 def _per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> NDArray[np.int64]:
-    """Return one integer within ``limits`` for each batch entry, (B,); one may be given for all."""
+    """Return ``value``, one integer or one per batch entry, as an array (B,) within ``limits``."""
     array = rectangular(name, value)
     items = array.ravel().tolist()  # Python's integers, which do not wrap around
     if not all(type(item) is int for item in items):
@@ -465,7 +465,7 @@ def _per_batch(name: str, value: ArrayLike, B: int, limits: tuple[int, int]) -> 
 def _per_head(
     name: str, value: ArrayLike | None, H: int, compute: np.dtype[Any], may_be_none: bool = False
 ) -> NDArray[Any] | None:
-    """Return finite numbers (H,), or None; if ``may_be_none``, -inf means no sink."""
+    """Return ``value`` as finite numbers (H,), or None; if ``may_be_none``, -inf means no sink."""
     if value is None:
         return None
     array = as_floating(name, value)
@@ -482,7 +482,7 @@ def _per_head(
 
 
 def _narrowed(array: NDArray[Any], compute: np.dtype[Any]) -> NDArray[Any]:
-    """Return ``array`` in the compute dtype; finite numbers are clipped to the range of it."""
+    """Return ``array`` in the dtype ``compute``; finite numbers are clipped to its range."""
     if array.dtype.itemsize <= compute.itemsize:
         return cast(array, compute)
     limit = np.finfo(compute).max
@@ -516,7 +516,7 @@ def _bias(attn_bias: ArrayLike | None, shape: Shape, compute: np.dtype[Any]) -> 
 
 
 def _over_scores(name: str, array: NDArray[Any], shape: Shape) -> NDArray[Any]:
-    """Return a read-only view of ``array`` with the shape of the scores, (B, H, Lq, Lk)."""
+    """Return a read-only view of ``array`` with the shape (B, H, Lq, Lk) of the scores."""
     fits = array.ndim == 4 and all(
         size in (1, whole) for size, whole in zip(array.shape, shape, strict=True)
     )

@@ -25,12 +25,10 @@ Shape = tuple[int, ...]
 
 
 class Sequences(NamedTuple):
-    """The rows of n sequences in q, k and v.
+    """The locations of n sequences in q, k and v, as row numbers.
 
-    Key j of sequence s is row ``first_keys[s] + j % page_size`` of the batch entry
-    ``pages[s, j // page_size]`` of k and v.
-
-    Shapes: queries (n, 3), pages (n, pages), the others (n,).
+    Key j of sequence s is row ``first_keys[s] + j % page_size`` of the batch entry ``pages[s, j //
+    page_size]`` of k and v. Shapes: queries (n, 3), pages (n, pages), the others (n,).
     """
 
     queries: NDArray[np.int64]  # batch entry of q, first row there, number of queries
@@ -46,7 +44,7 @@ class Sequences(NamedTuple):
         return slice(entry, entry + 1), slice(None), slice(first, first + number)
 
     def keys(self, X: NDArray[Any], s: int, length: int) -> NDArray[Any]:
-        """Return the first ``length`` rows of sequence ``s`` of k or v, (1, Hkv, length, D)."""
+        """Return the first ``length`` rows of sequence ``s`` in k or v, (1, Hkv, length, D)."""
         if self.page_size == ONE_PAGE:
             entry, first = self.pages[s, 0], self.first_keys[s]
             return X[entry : entry + 1, :, first : first + length]
@@ -55,7 +53,7 @@ class Sequences(NamedTuple):
         return np.asarray(rows[:, :, :length])
 
     def some(self, chosen: NDArray[np.bool_]) -> Sequences:
-        """Return the ``chosen`` sequences, with the same rows and ids."""
+        """Return the sequences where ``chosen`` is True, with unchanged rows and ids."""
         names = ("queries", "pages", "first_keys", "room", "ids")
         return self._replace(**{name: getattr(self, name)[chosen] for name in names})
 
@@ -71,7 +69,7 @@ def sequences_of(
     q: Shape, k: Shape, cu_seqlens_q: ArrayLike | None, cu_seqlens_k: ArrayLike | None,
     block_table: ArrayLike | None,
 ) -> Sequences | None:  # fmt: skip
-    """Check and return the sequences for shapes q, k (B, H, L, D), or None if q, k are unpacked."""
+    """Return the checked sequences for shapes q, k (B, H, L, D), or None if all is unpacked."""
     if cu_seqlens_q is None and cu_seqlens_k is None and block_table is None:
         return None
     (B, _, Lq, _), (Bk, _, Lk, _) = q, k
@@ -107,7 +105,7 @@ def sequences_of(
 
 
 def _cumulative(name: str, value: Any, array: str, B: int, L: int) -> NDArray[np.int64]:
-    """Return ``value`` checked, as (n + 1,): the first row of each sequence in ``array``, and L."""
+    """Return ``value`` (n + 1,), checked: the first row of each sequence in ``array``, and L."""
     starts, name, axis = as_integers(name, value), name_of(name), f"L{array}"
     if B != 1:
         raise ValueError(
@@ -152,7 +150,7 @@ def _paged(queries: NDArray[np.int64], block_table: Any, page_size: int) -> Sequ
 
 
 def check_pages(sequences: Sequences, kv_lengths: NDArray[np.int64], num_pages: int) -> None:
-    """Raise ValueError for the first entry of the table that is used but is no valid page."""
+    """Raise ValueError for the first table entry that is used but is no page of the pool."""
     needed = -(-kv_lengths // sequences.page_size)
     is_used = np.arange(sequences.pages.shape[1]) < needed[:, None]
     wrong = np.argwhere(is_used & ((sequences.pages < 0) | (sequences.pages >= num_pages)))

@@ -1,10 +1,8 @@
-"""Taps: functions that receive every intermediate of the equations, and return it.
+"""Define taps: functions that receive every intermediate of the equations, and return it.
 
-The equations continue with the value that ``tap(name, value)`` returns, so that a line with a tap
-still reads as mathematics. ``no_tap`` records nothing; ``explain.Trace`` records everything. A
-value is an array, or the source code of a caller's function, before the step of that function.
-
-``safe_tap`` wraps a caller's tap, so that the tap receives read-only arrays.
+The equations continue with the value that ``tap(name, value)`` returns. So a line with a tap still
+reads as mathematics. ``no_tap`` records nothing, ``explain.Trace`` records everything. A value is
+an array. Before the step of a caller's function it is the source code of that function.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +17,12 @@ Steps = Mapping[str, ArrayLike] | None  # values that replace those of steps, by
 
 
 def no_tap(name: str, value: Any) -> Any:
-    """Return ``value`` unchanged."""
+    """Return ``value`` unchanged, and record nothing."""
     return value
 
 
 def safe_tap(tap: Tap) -> Tap:
-    """Return a tap that passes read-only arrays to ``tap`` and checks what ``tap`` returns.
+    """Return a tap that passes read-only arrays to ``tap`` and checks the values returned.
 
     >>> safe_tap(lambda name, value: value[0])("scores", np.zeros((1, 2)))
     Traceback (most recent call last):
@@ -50,8 +48,7 @@ def safe_tap(tap: Tap) -> Tap:
 def replacing(tap: Tap, replace: Steps) -> Iterator[Tap]:
     """Yield a tap that replaces the values of some steps, and then calls ``safe_tap(tap)``.
 
-    Raises ValueError for a value that does not fit its step and, at the end, for a name that is no
-    step.
+    Raises ValueError if a value does not fit its step or, at the end, if no step has a given name.
     """
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace is {replace!r}: expected a dict from names of steps to arrays")
@@ -88,9 +85,9 @@ def _like(whose: str, name: str, found: Any, value: Any) -> Any:
 
 
 def renamed(tap: Tap, **names: str | None) -> Tap:
-    """Return a tap that renames steps by ``old="new"``, and drops those renamed to None.
+    """Return a tap that renames steps by ``old="new"``, and drops steps renamed to None.
 
-    A layer renames the result of an equation that is only an intermediate of the layer.
+    For example, a layer renames an equation's result, because it is an intermediate of the layer.
 
     >>> names = []
     >>> tap = renamed(lambda name, value: names.append(name) or value, output="head_output", q=None)
@@ -108,7 +105,7 @@ def renamed(tap: Tap, **names: str | None) -> Tap:
 
 
 def staged(tap: Tap, stage: str) -> Tap:
-    """Return a tap that renames every step to ``name[stage]``, so that layers can share a trace.
+    """Return a tap that adds ``[stage]`` to every name, so that several layers can share a trace.
 
     >>> names = []
     >>> staged(lambda name, value: names.append(name) or value, "decoder")("q", 2.0), names
@@ -118,7 +115,7 @@ def staged(tap: Tap, stage: str) -> Tap:
 
 
 def prefixed(tap: Tap, prefix: str) -> Tap:
-    """Return a tap that puts ``prefix`` before every name, for an equation that is used twice.
+    """Return a tap that adds ``prefix`` before every name, for an equation that is used twice.
 
     >>> names = []
     >>> tap = prefixed(lambda name, value: names.append(name) or value, "final_")

@@ -1,8 +1,8 @@
-"""FlashAttention-2's Algorithm 1 in NumPy: the specification that the kernels follow.
+"""Compute attention by FlashAttention-2's Algorithm 1 in NumPy, the specification of the kernels.
 
 Dao, "FlashAttention-2", 2023. The full matrix of scores is never stored. Each block of B_r queries
-visits the keys and values, B_c at a time. Each row keeps its maximum m, its sum l of exponentials
-and its output O, all relative to the maximum so far. A larger maximum rescales the sums:
+visits the keys and values, B_c at a time. Each row has a maximum m, a sum l of exponentials and an
+output O, all relative to the maximum so far. A larger maximum rescales the sums:
 
     exp(s - m_new) = exp(s - m_old) · exp(m_old - m_new)
 
@@ -39,11 +39,11 @@ def forward(
     """Return O and L of ``problem``, computed in blocks of ``B_r`` queries and ``B_c`` keys.
 
     A block of keys is skipped if position and length hide all its keys from all queries of the
-    block, in every batch entry. ``attn_mask`` and ``attn_bias`` are not considered for that.
+    block, in every batch entry. ``attn_mask`` and ``attn_bias`` do not skip blocks.
 
     O has shape (B, H, Lq, Dv), L (B, H, Lq), and both have the compute dtype. ``tap`` receives
     ``Q[i=0]``, and for each block of keys ``K[i=0,j=1]``, ``V[…]``, ``S[…]``, ``m[…]``, ``P[…]``,
-    ``factor[…]`` (by which l and O so far are multiplied), ``l[…]`` and ``O[…]``.
+    ``factor[…]`` (which multiplies the previous l and O), ``l[…]`` and ``O[…]``.
     """
     for name, size in (("B_r", B_r), ("B_c", B_c)):
         if size < 1:
@@ -69,7 +69,7 @@ def forward(
 def _row_block(
     problem: Problem, i: int, rows: slice, B_c: int, shrink: float, tap: Tap
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return O and L of block ``i`` of queries: lines 4 to 15."""
+    """Return O and L of block ``i`` of queries: lines 4 to 15 of Algorithm 1."""
     compute = problem.compute
     Q_i = tap(f"Q[i={i}]", problem.q[..., rows, :].astype(compute, copy=False))  # line 4
     m = np.full((*Q_i.shape[:3], 1), -np.inf, compute)  # line 5
@@ -93,7 +93,7 @@ def _row_block(
 
 
 def visible_blocks(problem: Problem, rows: slice, B_c: int) -> list[tuple[int, slice]]:
-    """Return the index and the keys of each block that any query of ``rows`` sees."""
+    """Return the index and the keys of each block of keys that any query of ``rows`` sees."""
     ranges = [
         key_range(rows.start, rows.stop, int(offset), problem.left, problem.right, int(length))
         for offset, length in zip(problem.q_offset, problem.kv_lengths, strict=True)

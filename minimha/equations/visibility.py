@@ -1,8 +1,8 @@
 """Decide whether query i sees key j, by one rule for NumPy, numba and CUDA.
 
 Causality, a sliding window and a padded cache are one condition with different bounds. Query i is
-at key position p = i + q_offset. It sees the keys from p - left to p + right, both inclusive, that
-exist (j < length). A causal problem has right = 0; a side without a limit is ``UNBOUNDED``::
+at key position p = i + q_offset. It sees the existing keys (j < length) from p - left to p + right,
+both inclusive. A causal problem has right = 0, and a side without a limit is ``UNBOUNDED``::
 
     Lq = Lk = 5              causal         window (1, 0)    window (1, 1)    causal, q_offset = -2
     left, right        UNBOUNDED, 0             1, 0             1, 1          UNBOUNDED, 0
@@ -13,8 +13,8 @@ exist (j < length). A causal problem has right = 0; a side without a limit is ``
     .: hidden           # # # # .        . . # # .        . . # # #        # # . . .
                         # # # # #        . . . # #        . . . # #        # # # . .
 
-``sees``, ``key_range``, ``is_full`` and ``query_range`` are arithmetic only: kernels compile them
-unchanged. ``Problem.visible`` applies the rule and all masks to a grid of queries and keys.
+Kernels compile ``sees``, ``key_range``, ``is_full`` and ``query_range`` unchanged, since they are
+only arithmetic. ``Problem.visible`` applies the rule and all masks to a grid of queries and keys.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ UNBOUNDED = 1 << 40  # longer than any sequence; a position can be added without
 
 
 def sees(i: Any, j: Any, q_offset: Any, left: Any, right: Any, length: Any) -> Any:
-    """True where query ``i`` sees key ``j``; scalars or arrays that broadcast.
+    """Return whether query ``i`` sees key ``j``, both numbers or arrays that broadcast.
 
     >>> [[int(sees(i, j, 0, UNBOUNDED, 0, 3)) for j in range(3)] for i in range(3)]
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
@@ -51,9 +51,9 @@ def is_full(
     i_start: Any, i_stop: Any, j_start: Any, j_stop: Any, q_offset: Any, left: Any, right: Any,
     length: Any,
 ) -> Any:  # fmt: skip
-    """True where all queries of a tile see all of its keys, by position.
+    """Return whether all queries of a tile see all of its keys, by position and length alone.
 
-    A tile outside ``key_range`` is skipped; any other tile is partial.
+    A tile outside ``key_range`` is skipped; any other tile that is not full is partial.
 
     >>> is_full(2, 4, 0, 3, 0, UNBOUNDED, 0, 10), is_full(2, 4, 0, 4, 0, UNBOUNDED, 0, 10)
     (True, False)
@@ -64,7 +64,7 @@ def is_full(
 
 
 def query_range(j: int, q_offset: int, left: int, right: int, length: int) -> tuple[int, int]:
-    """Return the half-open range of the queries that see key ``j``; empty if start >= stop.
+    """Return the half-open range of queries that see key ``j``; it is empty if start >= stop.
 
     >>> query_range(2, 0, 1, 0, 10)  # key 2, window (1, 0): queries 2 and 3
     (2, 4)
