@@ -1,1 +1,1 @@
-"""Compute attention fast: two ladders of kernels, for the CPU and for CUDA."""
+"""Compute attention fast, by two series of kernels, one for the CPU and one for CUDA."""

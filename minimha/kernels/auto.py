@@ -1,8 +1,9 @@
 """Choose the backend of "auto": "dense" at first, "cpu" once preparing its kernels is worth it.
 
 The CPU kernels are fastest at every size once they are compiled. But importing numba and loading
-them takes half a second, and compiling them some seconds. So "dense" computes until its calls have
-taken that long: a toy problem never waits, and many problems take at most twice the shortest time.
+kernels takes half a second, and compiling them some seconds. So "dense" computes until its calls
+have taken that long. Then a toy problem never waits, and many problems take at most twice the
+shortest time.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def choose(problem: Problem) -> str:
 
 
 def spent(seconds: float) -> None:
-    """Add the seconds that the dense backend took for "auto"."""
+    """Add ``seconds`` to the time that the dense backend has taken for "auto"."""
     global _spent
     _spent += seconds
 

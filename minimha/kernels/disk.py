@@ -1,9 +1,9 @@
-"""Store machine code on disk, and find it by a digest of its sources.
+"""Store machine code on disk, in files that a digest of its sources names.
 
 numba's cache checks only the date of a kernel's source file, and so runs old code after an upgrade.
-Here a file's name contains a digest of all dependencies of the machine code: all sources of the
-kernels, the compilers' versions and settings, and the processor. A file begins with a checksum of
-the rest, so that a truncated file is ignored.
+Here a file's name contains a digest of everything that determines the machine code: all sources of
+the kernels, the compilers' versions and settings, and the processor. A file begins with a checksum
+of the rest, so that a truncated file is ignored.
 
 Files and folders that another user (except root) could write are not read, since their content
 would be executed; see SECURITY.md.
@@ -42,7 +42,7 @@ class File:
     """A file with the machine code of one function, in one of ``folders()``.
 
     ``name`` is the function's name in the log and on disk; a folder keeps at most ``kept`` files of
-    that name. The machine code depends on ``facts``, and each value of them has a separate file.
+    that name. Each value of ``facts``, which determine the machine code, has a separate file.
     """
 
     def __init__(self, name: str, facts: str, kept: int = KEPT) -> None:
@@ -107,7 +107,7 @@ class File:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Lock this file, waiting up to ``WAIT`` seconds for another process.
+        """Lock this file, and wait up to ``WAIT`` seconds if another process has locked it.
 
         Each version of the function has a separate lock.
         """
@@ -134,7 +134,7 @@ class File:
 
 
 def folders() -> list[Path]:
-    """Return the folders for compiled kernels: NUMBA_CACHE_DIR, __pycache__, the user's cache."""
+    """Return the folders for machine code: NUMBA_CACHE_DIR, __pycache__, the user's cache."""
     found = [Path(numba.config.CACHE_DIR) / "minimha"] if numba.config.CACHE_DIR else []
     user = _user_cache()  # relative if the user has no home, as in some containers
     return [*found, Path(__file__).parent / "__pycache__", *([user] if user.is_absolute() else [])]
@@ -168,7 +168,7 @@ def _user_cache() -> Path:
 
 
 def _writable_folder() -> Path | None:
-    """Return the first folder that this user, and no other except root, can write; or None."""
+    """Return the first folder that only this user and root can write, or None."""
     for folder in folders():
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Make a fork wait until no other thread compiles or imports a backend.
+"""Delay a fork while another thread compiles or imports a backend.
 
 A forked child has only the thread that forked. A lock that another thread held stays locked for
 ever, and data that another thread was changing stays half changed. numba compiles under one lock,
@@ -7,9 +7,9 @@ compiles, at most some seconds. It also waits until no other thread imports a ba
 child could not finish the import.
 
 ``before`` handlers run in reverse order of registration. logging is imported first, because imports
-need the lock of its handler, which must not be held while ``_hold`` waits. concurrent.futures is
-imported first too. If it registered its handlers during ``_hold``, they would release a lock that
-was never acquired.
+need the lock of logging's handler, which must not be held while ``_hold`` waits. concurrent.futures
+is imported first too. If it registered its handlers during ``_hold``, they would release a lock
+that was never acquired.
 
 NumPy's OpenBLAS has no such lock: a fork may hang while a thread multiplies large matrices, as
 "dense" does.
@@ -42,7 +42,7 @@ _held = threading.local()  # the locks of a thread that forks: others may fork a
 
 
 def imported(name: str) -> Any:
-    """Import the module ``name``; a forked child has the module either complete or not at all.
+    """Import the module ``name``, so that a forked child never has a half-imported module.
 
     If importing a package fails, Python removes the package from ``sys.modules`` but not its
     modules. These are removed too, since otherwise a later import would fail.

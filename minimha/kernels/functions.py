@@ -1,4 +1,4 @@
-"""Compile a caller's ``score_mod`` or ``mask_mod`` with numba; errors name the line."""
+"""Compile a caller's ``score_mod`` or ``mask_mod`` with numba, and name the line in errors."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Compiler = Callable[[FunctionType, tuple[Any, ...]], tuple[Any, Any]]
 
 
 class Refused(Exception):  # noqa: N818  (it states a fact about a function)
-    """numba cannot compile a function; the message names the line."""
+    """The error for a function that numba cannot compile; the message names the line."""
 
 
 class NotNow(Refused):
-    """numba lacked a resource, such as memory or open files; a later call may try again."""
+    """The error if numba lacked memory or open files, so that a later call may try again."""
 
 
 def plain(function: Any) -> Any:
-    """Return the plain function inside a dispatcher of numba, or ``function`` itself."""
+    """Return the Python function inside a dispatcher of numba, or ``function`` itself."""
     return getattr(function, "py_func", function)
 
 
@@ -63,7 +63,7 @@ def compiled_function(
 
 
 def is_fitting(name: str, returned: Any) -> bool:
-    """Return whether the type ``returned`` fits: a real for score_mod, a bool for mask_mod."""
+    """Return whether ``returned`` fits: a real for score_mod, a bool for mask_mod."""
     fitting = types.Boolean if name == "mask_mod" else (types.Integer, types.Float)
     return isinstance(returned, fitting)
 
@@ -84,7 +84,7 @@ def _lacks_resources(error: BaseException | None) -> bool:
 
 
 def _sentence(what: str, function: FunctionType, error: Exception) -> str:
-    """Return an error message: the line that numba cannot compile, and why."""
+    """Return an error message with the line that numba cannot compile, and the reason."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
     file = function.__code__.co_filename
     number = _line(error, text, file) or function.__code__.co_firstlineno
@@ -98,7 +98,7 @@ def _sentence(what: str, function: FunctionType, error: Exception) -> str:
 
 
 def _line(error: Exception, text: str, file: str) -> int | None:
-    """Return the line in ``file`` that numba's error names, in a field or its text, or None."""
+    """Return the number of the line in ``file`` that numba's error names, or None."""
     loc = getattr(error, "loc", None)
     name = re.escape(Path(file).name)
     found = re.search(rf'(?<={name}", line )\d+|(?<={name} \()\d+(?=\))', text)

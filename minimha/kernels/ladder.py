@@ -1,4 +1,4 @@
-"""List the rungs of each ladder: a rung is a kernel, one file that adds one idea for speed.
+"""List the kernels of each series, called rungs: each is one file that adds one idea for speed.
 
 A rung is a module. A CPU rung has ``forward(problem)``, and supports every problem. A CUDA rung has
 ``unsupported(problem)`` and ``launches(…)``, see ``cuda/arguments.py``. All rungs pass the same
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Rung(NamedTuple):
-    """The idea of a kernel, and the problems that it takes."""
+    """A kernel's idea, and the problems that it takes."""
 
     idea: str
     takes: str = "every problem"
@@ -65,7 +65,7 @@ FEW_QUERIES = 8  # at most: reading K and V then takes all the time, and a panel
 
 
 def measured(rung: str) -> str:
-    """Return the speed of a rung, the last paragraph of its docstring, without importing it."""
+    """Return the speed of ``rung``, the last paragraph of its docstring, without importing it."""
     spec = find_spec(f"minimha.kernels.{rung}")
     source = spec and spec.origin and Path(spec.origin).read_text(encoding="utf-8")
     header = ast.get_docstring(ast.parse(source or "")) or ""

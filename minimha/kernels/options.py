@@ -50,5 +50,5 @@ def options(problem: Problem) -> Options:
 
 @cache
 def _neutral(number: int, compute: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array of ``number`` times -inf, cached because a new array costs 1 µs per call."""
+    """Return an array of ``number`` items -inf, cached because a new array costs 1 µs per call."""
     return np.full(number, -np.inf, compute)

@@ -1,4 +1,4 @@
-"""Start threads of the operating system, in spite of signals and patched modules.
+"""Start threads of the operating system, even under gevent, and safely against signals.
 
 gevent and eventlet replace functions in Python's modules, before or after minimha is imported, and
 run all Python threads in one system thread. A helper that never returns to Python would stop them
@@ -41,7 +41,7 @@ def start(target: Callable[[], Any], started: list[int]) -> bool:
 
 
 def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] | None = None) -> None:
-    """Call each task in its own thread, or in this one if the system provides no more threads.
+    """Call each task in its own thread, or in this thread if the system provides no more.
 
     If a signal's handler raises, ``cancel`` is called, and then all threads are awaited until they
     end or a second exception comes. Without ``cancel`` no thread is awaited. So a task must hold

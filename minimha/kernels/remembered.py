@@ -1,6 +1,6 @@
-"""Remember plans, so that a call with an equal key need not check and plan again.
+"""Store plans, so that a call with an equal key need not check and plan again.
 
-A plan's key is everything that the plan depends on. Plans for the CPU are remembered if the options
+A plan's key is everything that the plan depends on. Plans for the CPU are stored if the options
 are numbers, functions and starts of packed sequences. Plans for a GPU may also have lists of
 numbers and small arrays, by value. Keys include types, because True == 1 but is no window's width.
 """
@@ -24,7 +24,7 @@ _plans: dict[Any, Any] = {}
 def key_of(
     q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, backend: Any, *options: Any
 ) -> tuple[Any, ...] | None:
-    """Return the key of a plan for these arguments, or None if such a plan is not remembered.
+    """Return the key of a plan for these arguments, or None if such a plan is not stored.
 
     The functions are ``Placed``. A plan serves all numbers and arrays that ``score_mod`` captures,
     but only one set of those that ``mask_mod`` captures, because hidden blocks depend on them.
@@ -47,14 +47,14 @@ def key_of(
 
 
 def _computed_by(mask_mod: Placed) -> Hashable:
-    """Return a key, equal for masks that hide the same; a ``BlockMask`` is compared by identity."""
+    """Return a key that is equal only for masks that hide the same keys."""
     function, corner, reading = mask_mod
     is_block_mask = isinstance(function, BlockMask)
     return Same(function) if is_block_mask else None, corner, reading and reading.contents
 
 
 def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Return types and values of options as a key, or None if an option needs full validation.
+    """Return types and values of ``options`` as a key, or None for a value of another type.
 
     >>> by_value([True, [1, 2.5]])
     (<class 'bool'>, True, <class 'list'>, (<class 'int'>, <class 'float'>), (1, 2.5))
@@ -77,17 +77,17 @@ def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:
 
 
 def recall(key: tuple[Any, ...] | None) -> Any:
-    """Return the plan for a key, or None."""
+    """Return the plan stored under ``key``, or None."""
     return _plans.get(key)
 
 
 def remember(key: tuple[Any, ...], plan: Any) -> None:
-    """Store a plan under ``key``, after forgetting all others if there are ``MOST``."""
+    """Store ``plan`` under ``key``, after deleting all others if there are ``MOST``."""
     if len(_plans) >= MOST:
         _plans.clear()
     _plans[key] = plan
 
 
 def forget() -> None:
-    """Forget all plans."""
+    """Delete all stored plans."""
     _plans.clear()

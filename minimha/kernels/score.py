@@ -1,4 +1,4 @@
-"""Apply the options to one score, in plain Python that CPU and CUDA rungs compile.
+"""Apply the options to one score, in plain Python that CPU and CUDA kernels compile.
 
 The order is that of the equations: scaled → capped → biased (``attn_bias``, then ALiBi) → masked.
 Causality, window and lengths are in ``minimha.equations.visibility``.
@@ -23,13 +23,13 @@ class Head(NamedTuple):
 
 
 def head_of(o: Any, b: Any, h: Any) -> Any:
-    """Return the options of head h of batch entry b, from ``options.Options`` o."""
+    """Return the ``Head`` of head h of batch entry b, from ``o``, an ``options.Options``."""
     slope = o.slopes[h] if o.slopes.size else o.sinks.dtype.type(0)
     return Head(o.left, o.right, o.q_offset[b], o.kv_lengths[b], o.scale, o.softcap, slope)
 
 
 def is_hidden(mask: Any, bias: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Return whether the mask or a bias of -inf hides key j from query i of head h."""
+    """Return whether ``mask``, or a bias of -inf, hides key j from query i of head h."""
     if mask.size and not mask[b, h, i, j]:
         return True
     return bias.size > 0 and bias[b, h, i, j] == -math.inf

@@ -79,7 +79,7 @@ CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
 
 
 def slots(buffers: Iterable[str]) -> dict[str, int]:
-    """Return the index in the line of each array and buffer, numbers, sizes, workers, counters."""
+    """Return where each array, buffer and number begins in the line, as an index by name."""
     names = [*ARRAYS, *buffers, "numbers"]
     if len({*names, *NUMBERS}) < len(names) + len(NUMBERS):
         raise ValueError(f"two arguments of a kernel have one name: {', '.join(names)}")
@@ -94,9 +94,9 @@ def pack(
     layouts: dict[str, Layout], slots: dict[str, int], o: Any, sizes: Sequence[int], workers: int,
     num_counters: int,
 ) -> array[int]:  # fmt: skip
-    """Return the line for arrays and buffers of these layouts, without their addresses.
+    """Return the line for arrays and buffers of these ``layouts``, without their addresses.
 
-    The line is Python's ``array``, which is copied, read and addressed twice as fast as NumPy's.
+    The line is a Python ``array``, which is copied, read and addressed twice as fast as NumPy's.
     """
     line = array("q", bytes(8 * (slots["counters"] + num_counters)))
     for name, (shape, strides) in layouts.items():
@@ -126,7 +126,7 @@ for _array in (np.empty(3), np.empty((4, 5), np.uint8)[1:, 2:]):
 
 
 class Line(types.Type):
-    """numba's type of a line with a thread's number; ``o.scale`` reads a field of the line.
+    """The numba type of a line with a thread's number; ``o.scale`` reads a field of the line.
 
     A Line is passed to functions as two integers. Named tuples would be more than a hundred
     integers in every function that numba and LLVM compile. q, k and v have the type ``storage``.

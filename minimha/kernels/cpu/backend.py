@@ -1,4 +1,4 @@
-"""The backend "cpu", which computes each problem with the fastest rung of the ladder."""
+"""Define the backend "cpu", which computes each problem with the fastest CPU kernel."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Job = tuple[Kernel, np.dtype[Any]]  # to compile, for that dtype of storage
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why a function of ``problem`` cannot be compiled, or None if it can be."""
+    """Return why a function of ``problem`` cannot be compiled, or None if all can be."""
     return functions.unsupported(problem)
 
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return O and L of ``problem``; see ``minimha.equations.dense.forward``.
 
-    Arrays are read in place if their last axis is contiguous. The CPU's matrix unit, if there is
-    one, multiplies float16 and bfloat16; without it they are widened to float32 block by block.
-    The first call for a dtype compiles for some seconds, once per machine.
+    Arrays are read in place if their last axis is contiguous. The CPU's matrix unit, if any,
+    multiplies float16 and bfloat16; otherwise they are widened to float32 block by block. The first
+    call for a dtype compiles for some seconds, once per machine.
     """
     return plan(problem)(problem)
 
@@ -52,7 +52,7 @@ def plan(problem: Problem) -> Plan | Parts:
 
 
 class Parts:
-    """Two plans for packed sequences: one rung for those with few queries, one for the others."""
+    """Two plans for packed sequences: one for sequences with few queries, one for the others."""
 
     def __init__(self, problem: Problem, is_few: NDArray[np.bool_]) -> None:
         assert problem.sequences is not None
@@ -103,8 +103,8 @@ def compile_ahead(
 ) -> dict[str, Path | None]:
     """Compile the kernels for ``dtypes``, and return their files by name.
 
-    This process and other processes share the work. This process compiles again the kernels that
-    the others could not store on disk.
+    This process and other processes share the work. If another process could not store a kernel on
+    disk, this process compiles it again.
     """
     wanted = [
         (module.KERNEL, np.dtype(storage))
@@ -129,7 +129,7 @@ def compile_ahead(
 
 @contextmanager
 def _compiled_elsewhere(shares: Sequence[Sequence[Job]]) -> Iterator[None]:
-    """Compile each share in a background process; its errors are raised on the kernel's use."""
+    """Compile each share in a background process, ignoring errors: a later use raises them."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     silent: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     processes = []
@@ -149,7 +149,7 @@ def _compiled_elsewhere(shares: Sequence[Sequence[Job]]) -> Iterator[None]:
 
 
 def _program(jobs: Sequence[Job]) -> str:
-    """Return Python source that compiles the kernels and the code of the pool's threads."""
+    """Return Python source that compiles the kernels of ``jobs`` and the code of helper threads."""
     lines = [
         f"from {kernel.function.__module__} import KERNEL\n"
         f"KERNEL.compile(np.dtype({dtype.name!r}))\n"
@@ -159,7 +159,7 @@ def _program(jobs: Sequence[Job]) -> str:
 
 
 def rungs(dtype: np.dtype[Any]) -> tuple[ModuleType, ModuleType]:
-    """Return the rungs for many and for few queries of ``dtype``, which may be that of its bits."""
+    """Return the kernels for many and for few queries of ``dtype``, or of its bits' dtype."""
     has_matrix_unit = rung6_matrix_unit.is_made_for(dtype)
     return rung6_matrix_unit if has_matrix_unit else rung4_parallel, rung5_decode
 

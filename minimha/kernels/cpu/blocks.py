@@ -1,4 +1,4 @@
-"""Find the blocks of scores that a ``mask_mod`` hides whole, which kernels skip."""
+"""Find the blocks of scores that a ``mask_mod`` hides completely, which kernels skip."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def blocks_of(problem: Problem) -> Blocks:
 def block_states(
     mask_mod: Any, B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """Return ``BlockMask.states`` (B, H, ⌈Lq / 16⌉, ⌈Lk / 32⌉), by the compiled ``mask_mod``."""
+    """Return ``BlockMask.states`` (B, H, ⌈Lq / 16⌉, ⌈Lk / 32⌉), with ``mask_mod`` compiled."""
     kinds = np.column_stack((np.arange(B), np.full(B, Lq), np.full(B, Lk), q_offset))
     try:
         found = _found(Function("mask_mod", mask_mod, FLOAT32, read(mask_mod)), kinds, H)
@@ -100,7 +100,7 @@ def block_states(
 
 
 def _layout(kinds: NDArray[np.int64], heads: int) -> tuple[NDArray[np.int64], ...]:
-    """Return for each of ``kinds`` the rows and columns of blocks, and the index of the first."""
+    """Return for each of ``kinds`` the rows and columns of blocks, and the first block's index."""
     rows, columns = -(-kinds[:, 1] // ROWS), -(-kinds[:, 2] // COLUMNS)
     sizes = heads * rows * columns
     return rows, columns, np.cumsum(sizes) - sizes
@@ -111,7 +111,7 @@ def _found(
 ) -> NDArray[np.uint8] | None:
     """Return the states of all blocks, for ``heads`` heads each; None if ``mask_mod`` raises.
 
-    ``kinds`` (n, 4) holds b, the number of queries, the number of keys, and query 0's position.
+    ``kinds`` (n, 4) has b, the number of queries, the number of keys, and query 0's position.
     """
     tile = tile_function(mask_mod)
     line: Any = tile.line(mask_mod.reading.values)
@@ -147,7 +147,7 @@ def _filling() -> Compiled:
 def visible_range(o, b, h, i0, i1, j0, j1):
     """Return the range of keys between j0 and j1 that the queries i0 to i1 may see.
 
-    Also returns whether all blocks from j0 to j1 are FULL; False if ``o.blocks`` is empty.
+    Also returns whether all blocks from j0 to j1 are FULL, or False if ``o.blocks`` is empty.
     """
     if not o.blocks.size:
         return j0, j1, False
@@ -163,7 +163,7 @@ def visible_range(o, b, h, i0, i1, j0, j1):
 
 @jit
 def visible_to_heads(o, b, h, heads, Lq, j0, j1):
-    """Return ``visible_range`` for the first Lq queries of the heads h to h + ``heads``."""
+    """Return ``visible_range`` of the first Lq queries, for all heads from h to h + ``heads``."""
     j1 = max(j0, j1)  # without keys, j0 may be far beyond j1
     first, last, is_full = j1, j0, True
     for head in range(h, h + heads):
@@ -174,9 +174,9 @@ def visible_to_heads(o, b, h, heads, Lq, j0, j1):
 
 @jit
 def visible_run(o, b, h, heads, Lq, j0, j1):
-    """Return the first run of keys between j0 and j1 without hidden blocks: start, stop.
+    """Return start and stop of the first run of keys between j0 and j1 without hidden blocks.
 
-    Also returns whether all blocks of the run are FULL; False if ``o.blocks`` is empty.
+    Also returns whether all blocks of the run are FULL, or False if ``o.blocks`` is empty.
     """
     if not o.blocks.size:
         return j0, j1, False

@@ -37,7 +37,7 @@ class Compiled:
 
 
 class _Code:
-    """numba's cache of one function, which holds machine code to be loaded or just compiled."""
+    """A cache, in numba's interface, of one function's machine code, loaded or just compiled."""
 
     def __init__(self, code: bytes | None) -> None:
         self.code = code
@@ -56,7 +56,7 @@ _lock = os_threads.RLock()
 
 
 def undisturbed(work: Callable[[], Any]) -> Any:
-    """Call ``work()``, which uses numba, without interruption by Ctrl-C or other threads."""
+    """Call ``work()``, which uses numba, so that neither Ctrl-C nor other threads interrupt it."""
 
     def alone() -> Any:
         with _lock:
@@ -112,7 +112,7 @@ def _loaded(function: Callable[..., Any], signature: Any, file: File) -> Compile
 def _compile(
     function: Callable[..., Any], signature: Any, code: bytes | None
 ) -> tuple[Compiled, bytes]:
-    """Load ``function`` from ``code``, or compile it from source; return it and its code."""
+    """Return ``function`` and its machine code, from ``code`` or compiled if ``code`` is None."""
     types = (signature.args, signature.return_type)
     made = CFunc(function, types, {}, dict(OPTIONS), pipeline_class=WholeCompiler)
     made._cache = _Code(code)

@@ -82,7 +82,7 @@ class Function(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """The key of the machine code, which for a mask does not depend on the scores' dtype."""
+        """Return the key of the machine code, which for a mask ignores the scores' dtype."""
         return self.name, self.reading.key, self.compute.name if self.name == "score_mod" else None
 
 
@@ -96,7 +96,7 @@ def _where(condition, input, other):
 
 
 def given(problem: Problem) -> list[Function]:
-    """Return the functions of ``problem``."""
+    """Return the caller's functions of ``problem``, each as a ``Function``."""
     return [
         Function(name, function, problem.compute, problem.readings[name])
         for name, function in problem.functions.items()
@@ -104,7 +104,7 @@ def given(problem: Problem) -> list[Function]:
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why a function of ``problem`` cannot be compiled, or None."""
+    """Return why a function of ``problem`` cannot be compiled, or None if all can be."""
     try:
         for function in given(problem):
             _compiled(function)
@@ -123,7 +123,8 @@ def is_ready(problem: Problem) -> bool:
 class Tile:
     """The machine code of a tile's loop around a function, freed together with this object.
 
-    ``num_values`` captured values are arguments; the function returns the type ``returned``.
+    The function takes ``num_values`` captured values as arguments, and returns the type
+    ``returned``.
     """
 
     def __init__(self, library: Any, address: int, num_values: int, returned: Any) -> None:
@@ -131,7 +132,7 @@ class Tile:
         self.num_values, self.returned = num_values, returned
 
     def takes(self, values: tuple[Any, ...]) -> bool:
-        """Return whether ``values`` are arguments; otherwise they are compiled in."""
+        """Return whether ``values`` are passed as arguments, rather than compiled as constants."""
         return self.num_values == len(values)
 
     def line(self, values: tuple[Any, ...]) -> array[int]:
@@ -186,7 +187,7 @@ def _call_everywhere(problem: Problem) -> None:
 def call_tile(
     typing, function, X, offset, failed, b, h, i, j, lines, length, stride, is_transposed
 ):  # fmt: skip
-    """Call a line's tile function for the tile at X[offset]; X, failed are arrays or pointers."""
+    """Call the tile function of the line ``function`` for the tile of ``X`` from ``offset`` on."""
 
     def generate(context, builder, signature, arguments):
         line, X, offset, failed, *numbers = arguments
@@ -216,7 +217,7 @@ def call_function(function, X, offset, o, b, h, i, j, lines, length, stride, is_
 
 
 def _keep(key: Hashable, value: Any) -> Any:
-    """Store ``value`` under ``key``, after forgetting all others if there are ``MOST``."""
+    """Store ``value`` under ``key``, after deleting all others if there are ``MOST``."""
     if len(_kept) >= MOST:
         remembered.forget()  # plans hold functions
         _kept.clear()
@@ -225,7 +226,7 @@ def _keep(key: Hashable, value: Any) -> Any:
 
 
 def _compiled(function: Function) -> Tile:
-    """Return the ``Tile`` of the caller's function, whatever type the function returns."""
+    """Return the ``Tile`` of a caller's function, whatever type the function returns."""
     found = _found_or_kept(function.key, function, function.reading.values)
     if found is CONSTANTS:
         found = _found_or_kept((function.key, function.reading.contents), function, ())
@@ -236,10 +237,10 @@ def _compiled(function: Function) -> Tile:
 
 
 def _found_or_kept(key: Hashable, function: Function, values: tuple[Any, ...]) -> Any:
-    """Return the stored result for ``key``, or compile with ``values`` as arguments and store it.
+    """Return the result stored under ``key``, or compile with ``values`` as arguments and store it.
 
-    Returns ``CONSTANTS`` if numba compiles the function only with constants, such as a function
-    that indexes a tuple of several types with a number.
+    Returns ``CONSTANTS`` if numba compiles the function only with constants. An example is a
+    function that indexes a tuple of several types with a number.
     """
 
     def kept() -> Any:
@@ -267,7 +268,7 @@ def _tile(
     name: str, compute: np.dtype[Any], kinds: dict[tuple[str, ...], Any],
     function: FunctionType, arguments: tuple[Any, ...],
 ) -> tuple[Tile, Any]:  # fmt: skip
-    """Compile the loop over a tile around ``function``; return it and the function's type."""
+    """Compile the loop over a tile around ``function``; return both that and its return type."""
     types_of = [_type_of(kind) for kind in kinds.values()]
     context = cpu_target.target_context
     # Deleting an engine frees its machine code, so each function has a separate engine.
@@ -332,7 +333,7 @@ def _generate_loop(
 
 
 def _type_of(kind: Any) -> Any:
-    """Return numba's type of a captured value; ``kind`` is from ``Reading.key``."""
+    """Return numba's type of a captured value of this ``kind``, from ``Reading.key``."""
     if isinstance(kind, tuple):
         _, dtype, ndim, is_contiguous = kind
         layout, item = "C" if is_contiguous else "A", numba.from_dtype(dtype)
@@ -367,7 +368,8 @@ def _read_values(context: Any, builder: Any, line: Any, kinds: Sequence[Any]) ->
 def _with_arguments(function: FunctionType, number: int, paths: list[tuple[str, ...]]) -> Any:
     """Return numba's IR of ``function``, whose captured values at ``paths`` become parameters.
 
-    They follow its ``number`` parameters. Other captured values and defaults are compiled in.
+    The new parameters follow the first ``number``. Other captured values and defaults are
+    constants.
     """
     defaults = defaults_of(function)
     identity = FunctionIdentity.from_function(function)

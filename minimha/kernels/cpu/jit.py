@@ -2,7 +2,7 @@
 
 numba compiles each function into a separate library. It optimizes the library, generates machine
 code, and links the library into that of every caller, which is optimized again. But only whole
-kernels are called. So a kernel's functions are *parts*, kept as unoptimized LLVM code; the kernel,
+kernels are called. So a kernel's functions are *parts*, kept as unoptimized LLVM code. The kernel,
 a *whole*, links all parts and is optimized once. That takes two thirds of the time, and the kernel
 is as fast.
 
@@ -50,13 +50,13 @@ PART = OPTIONS | {"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrappe
 
 
 class _WholeLibrary(JITCodeLibrary):
-    """A library that is optimized once, as a whole; numba would also optimize each function."""
+    """A library that is optimized once, while numba would also optimize each function."""
 
     def _optimize_functions(self, module: Any) -> None:
         pass
 
     def _optimize_final_module(self) -> None:
-        """Optimize once; numba optimizes twice, to remove reference counts in between."""
+        """Optimize once; numba would optimize twice, to remove reference counts in between."""
         made = self._codegen._module_pass_manager()
         manager, *builder = made if isinstance(made, tuple) else (made,)  # numba 0.60: alone
         manager.run(self._final_module, *builder)
@@ -70,7 +70,7 @@ class _PartLibrary(_WholeLibrary):
 
 
 class WholeCompiler(Compiler):
-    """numba's compiler for a function that is called by its address."""
+    """A compiler of numba for a function that is called by its address."""
 
     library = _WholeLibrary
 
@@ -108,7 +108,7 @@ class Part(CPUDispatcher):
         self.overloads[tuple(result.signature.args)] = result
 
     def get_call_template(self, arguments: Any, keywords: Any) -> Any:
-        """Return one version for all integers; numba would compile one for each constant."""
+        """Return one version for all integers, while numba would compile one for each constant."""
         keywords = {name: types.unliteral(kind) for name, kind in keywords.items()}
         return super().get_call_template([types.unliteral(kind) for kind in arguments], keywords)
 
@@ -125,17 +125,17 @@ class Part(CPUDispatcher):
 
 
 def jit(function: Callable[..., Any]) -> Part:
-    """Make ``function`` a part of kernels."""
+    """Turn ``function`` into a part of kernels."""
     return Part(function)
 
 
 def jit_inline(function: Callable[..., Any]) -> Part:
-    """Make ``function`` a part that LLVM always inlines."""
+    """Turn ``function`` into a part of kernels that LLVM always inlines."""
     return Part(function, is_inlined=True)
 
 
 def jit_too(function: Any) -> Any:
-    """Make ``function`` a part of kernels, and return it for calls in plain Python."""
+    """Turn ``function`` into a part of kernels, and return it for calls in plain Python."""
     function.part = Part(function)  # its type does not keep it alive
     function._numba_type_ = function.part._numba_type_
     return function

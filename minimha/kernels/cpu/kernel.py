@@ -1,7 +1,8 @@
-"""Compile a rung when needed (``Kernel``), and call it for one kind of problem (``Plan``).
+"""Compile a CPU kernel when needed (``Kernel``), and call it for one kind of problem (``Plan``).
 
-Every CPU rung is a function of two arguments: a line of memory, which holds all others, and the
-number of the thread, 0 for the caller. It begins with ``unpack`` (see ``arguments``)::
+Every CPU rung is a function of two arguments. The first is a line of memory, which holds all other
+arguments. The second is the number of the thread, 0 for the caller. A rung begins with ``unpack``
+(see ``arguments``)::
 
     q, k, v, mask, bias, o, O, L, memory, sizes = unpack(line, worker)
 
@@ -71,11 +72,11 @@ SPARES, LARGEST_SPARE = 4, 1 << 22  # blocks of memory kept for later calls, and
 
 
 class CompilationFailed(RuntimeError):  # noqa: N818  (it states a fact about the machine)
-    """A kernel cannot be compiled on this machine."""
+    """The error for a kernel that cannot be compiled on this machine."""
 
 
 class Sizes(NamedTuple):
-    """A rung's sizes for a problem: blocks, buffers' lengths in items, threads."""
+    """A kernel's sizes for one problem: blocks, lengths of buffers in items, number of threads."""
 
     blocks: tuple[int, ...]
     lengths: dict[str, int]
@@ -86,10 +87,11 @@ class Kernel:
     """A rung's function, compiled for each dtype of storage when it is first needed.
 
     The kernel writes ``buffers`` besides O and L; ``sizes(problem, **chosen)`` returns its block
-    sizes. If it ``widens``, it reads 16-bit numbers; otherwise they are widened before. If it
-    ``skips``, it skips blocks that a ``mask_mod`` hides whole, if K and V have at least
-    ``worth_skipping`` numbers: for fewer, finding the blocks takes longer than reading them. Before
-    the division by the sum no weight exceeds ``largest_weight``, up to rounding.
+    sizes. If the kernel ``widens``, it reads 16-bit numbers; otherwise they are widened before the
+    call. If the kernel ``skips``, it skips blocks that a ``mask_mod`` hides completely, provided
+    that K and V have at least ``worth_skipping`` numbers. For fewer, finding the blocks takes
+    longer than reading them. Before the division by the sum no weight exceeds ``largest_weight``,
+    up to rounding.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Kernel:
         return self.plan(problem, **chosen)(problem)
 
     def storage(self, problem: Problem) -> np.dtype[Any]:
-        """Return the dtype in which q, k and v are read."""
+        """Return the dtype in which the kernel reads q, k and v of ``problem``."""
         if not self.widens:
             return problem.compute
         return np.dtype(np.uint16) if problem.dtype.itemsize == 2 else problem.dtype
@@ -189,8 +191,8 @@ class Plan:
     ) -> dict[str, int]:
         """Return the offset of each buffer in a call's memory, and add its layout to ``layouts``.
 
-        Each thread's buffers are on separate pages. Otherwise a core, which prefetches the rest of
-        a page that it reads, would take cache lines from a core that writes there.
+        Each thread's buffers are on separate pages. A core prefetches the rest of a page that it
+        reads, and would otherwise take cache lines from a core that writes there.
         """
         dtypes = {REAL: self.compute, DOUBLE: FLOAT64, BYTE: UINT8, INDEX: INT64}
         itemsizes = {name: dtypes[buffer.kind].itemsize for name, buffer in buffers.items()}
@@ -221,7 +223,7 @@ class Plan:
         )  # fmt: skip
 
     def __call__(self, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return O and L of a problem, in the compute dtype unless the kernel rounds O."""
+        """Return O and L of ``problem``, in the compute dtype unless the kernel rounds O."""
         given = (problem.q, problem.k, problem.v)
         q, k, v = (x if self._is_readable(x) else self._copy(x) for x in given)
         return self.run(q, k, v, problem.taken)
@@ -278,7 +280,7 @@ class Plan:
         return O, L, not line[self._counters + NONFINITE]
 
     def _run(self, line: array[int], held: Any) -> None:
-        """Call the kernel; ``held`` keeps the memory alive to which ``line`` points."""
+        """Call the kernel, while ``held`` keeps alive all memory to which ``line`` points."""
         at, _ = line.buffer_info()
         if self.workers == 1:
             self._kernel.call(at, 0)
@@ -286,7 +288,7 @@ class Plan:
             pool().run(self._kernel.address, at, self.workers)
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
-        """Return whether to remember the plan, for calls of ``run`` with arrays like ``given``.
+        """Return whether to store the plan for later calls of ``run`` with arrays like ``given``.
 
         True if the arrays need no conversion, the plan holds little memory, and captured values of
         ``score_mod`` are arguments.
@@ -298,7 +300,7 @@ class Plan:
         return is_light and is_general and is_direct
 
     def _is_readable(self, array: NDArray[Any]) -> bool:
-        """Return whether a kernel can read the array in place, 16-bit numbers as their bits."""
+        """Return whether a kernel can read ``array`` in place, 16-bit numbers as their bits."""
         size = self.storage.itemsize
         if array.itemsize != size or not array.flags.aligned:
             return False
@@ -323,7 +325,7 @@ _spares: list[NDArray[np.uint8]] = []
 
 
 def _memory(nbytes: int) -> NDArray[np.uint8]:
-    """Return at least ``nbytes``, aligned to a page, from an earlier call if possible.
+    """Return at least ``nbytes`` of memory, aligned to a page, from an earlier call if possible.
 
     New memory is slow, because the system clears each page on the first write.
     """

@@ -1,8 +1,8 @@
 """Apply masks and options to one score or to a tile of scores.
 
-``minimha.kernels.score`` and ``equations.visibility`` define them for one score, and are compiled
-unchanged. For a tile, ``mask_tile`` and ``apply_softcap_and_bias`` do each step for all scores
-before the next step: LLVM vectorizes such loops, but not calls per score.
+``minimha.kernels.score`` and ``equations.visibility`` define these steps for one score, and are
+compiled unchanged. For a tile, ``mask_tile`` and ``apply_softcap_and_bias`` do each step for all
+scores before the next step: LLVM vectorizes such loops, but not calls per score.
 
 A tile is transposed: row j holds the scores of key j0 + j with one panel of queries, one query per
 lane, so that no step of the softmax goes across lanes. S[j · lanes + r] belongs to query i0 + r;
@@ -64,8 +64,8 @@ def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
 def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, visible, biases):
     """Write the mask of n keys and all lanes into ``visible``; return the number of visible pairs.
 
-    If ``full``, causality, window, length and ``mask_mod`` hide no key of the tile. The biases of
-    the tile are written into ``biases``.
+    ``full`` means that causality, window, length and ``mask_mod`` hide no key of the tile. The
+    tile's biases are written into ``biases``.
     """
     size, count = n * lanes, 0
     if mask.size:
@@ -113,7 +113,7 @@ def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
 
 @jit
 def apply_score_mod(S, visible, o, b, h, i0, rows, j0, n, lanes):
-    """Apply ``score_mod`` to a tile; hide scores of -inf; return the number of visible pairs."""
+    """Apply ``score_mod`` to a tile and hide scores of -inf; return the number of visible pairs."""
     call_function(o.score_mod, S, 0, o, b, h, i0, j0, n, rows, lanes, 1)
     count, lowest = 0, S.dtype.type(-math.inf)
     for x in range(n * lanes):

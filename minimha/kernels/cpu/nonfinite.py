@@ -2,8 +2,8 @@
 
 A hidden key has the weight 0, but 0 · NaN and 0 · inf are NaN. So if a tile hides some key from
 some query, the kernels first look for nonfinite values (``has_nonfinite``). If there is one, rungs
-3, 4 and 6 multiply with zeros in place of that key's values (``zero_nonfinite``). Then they add the
-values to the queries that see the key (``add_nonfinite``). Rung 5 sums over the keys that each
+3, 4 and 6 replace that key's values by zeros for the product (``zero_nonfinite``). Then they add
+the values to the queries that see the key (``add_nonfinite``). Rung 5 sums over the keys that each
 query sees (``add_visible_values``).
 """
 
@@ -19,7 +19,7 @@ from minimha.kernels.cpu.storage import Rows
 
 @jit
 def has_nonfinite(V_j, n, Dv):
-    """Return whether any of n rows of values is nonfinite."""
+    """Return whether any number in the first n rows of ``V_j`` is NaN or infinite."""
     if V_j.stride == Dv:  # contiguous rows are one long row, since the end of each row is slow
         n, Dv = 1, n * Dv
     # Without its sign, a nonfinite number has an exponent of ones; adding one carries into the
@@ -37,7 +37,7 @@ def has_nonfinite(V_j, n, Dv):
 
 @jit_inline
 def is_nonfinite(number):
-    """Return whether ``number`` is NaN or infinite; compilers might fold 0 · number to 0."""
+    """Return whether ``number`` is NaN or infinite, by a test that compilers do not fold."""
     return not abs(number) < math.inf
 
 
@@ -52,14 +52,14 @@ def is_nonfinite_key(V_j, j, Dv):
 
 @jit_inline
 def note_nonfinite(row, n, counters):
-    """Set the counter NONFINITE if a row of O is nonfinite, since its sum may have overflowed."""
+    """Set the counter NONFINITE if ``row`` of O is nonfinite, since its sum may have overflowed."""
     if is_nonfinite_key(row, 0, n):
         counters[NONFINITE] = 1
 
 
 @jit
 def zero_nonfinite(V_j, n, Dv, copy):
-    """Return the values, copied to ``copy``, with zeros for each key with a nonfinite value."""
+    """Copy n rows of values to ``copy``, with zeros for each key that has a nonfinite value."""
     for j in range(n):
         is_zeroed = is_nonfinite_key(V_j, j, Dv)
         for d in range(Dv):
@@ -69,7 +69,7 @@ def zero_nonfinite(V_j, n, Dv, copy):
 
 @jit
 def add_nonfinite(O, P, visible, V_j, n, Dv, rows, lanes):
-    """Add the values that ``zero_nonfinite`` left out to the lanes of O that see them."""
+    """Add the values that ``zero_nonfinite`` omitted to the lanes of O that see their keys."""
     for j in range(n):
         if is_nonfinite_key(V_j, j, Dv):
             for r in range(rows):
@@ -82,7 +82,7 @@ def add_nonfinite(O, P, visible, V_j, n, Dv, rows, lanes):
 
 @jit_inline
 def add_visible_values(P, visible, V, O, first, n):
-    """O += P V for n keys; P and ``visible`` have queries as rows, and keys from ``first`` on."""
+    """Add P V for n keys to O, where a row of P has one query, and its keys from ``first`` on."""
     for r in range(O.shape[0]):
         for j in range(n):
             if visible[r, first + j]:

@@ -70,7 +70,7 @@ def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dic
 
 @jit
 def panel_of(t, u, Lq, b, h, p):
-    """Return panel p of head h, in part u of each buffer."""
+    """Return panel p of head h, stored in section u of each buffer."""
     widest = panel_width(t.ms.itemsize)
     panels = len(t.ms) // widest
     i0, rows, vectors = panel_rows(Lq, t.ms.itemsize, p)
@@ -149,7 +149,7 @@ def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
 
 @jit_inline
 def mask_panel(panel, j0, n, t, mask, bias, o, full):
-    """Call ``mask_tile`` for a panel."""
+    """Call ``mask_tile`` for a panel and n keys from j0 on."""
     return mask_tile(
         mask, bias, o, panel.b, panel.h, panel.i0, panel.rows, j0, n, panel.lanes, full,
         flat(t.visible, 0), t.biases,
@@ -161,10 +161,10 @@ def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
     """Turn n rows of scores into weights, and update m and l (line 9).
 
     Unless ``is_scaled``, scores are scaled inside the exponential, which saves a pass. They are
-    scaled earlier if another step needs that, if the scale is not positive, or if a score exceeds
-    ``FAR``. m is raised only if a score exceeds it by more than ``slack``, so that weights are at
-    most exp(slack). ``num_visible`` is the number of visible pairs so far; the result excludes
-    pairs that ``score_mod`` hides. ``t.correction`` becomes the factor of O.
+    scaled earlier if another step needs scaled scores, if the scale is not positive, or if a score
+    exceeds ``FAR``. m is raised only if a score exceeds it by more than ``slack``, so that weights
+    are at most exp(slack). ``num_visible`` is the number of visible pairs so far; the result
+    excludes pairs that ``score_mod`` hides. ``t.correction`` becomes the factor of O.
     """
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
     lanes, visible, scale = panel.lanes, flat(t.visible, 0), S.dtype.type(1)
@@ -202,7 +202,7 @@ def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
 
 @jit
 def store_panel(panel, O, L, o, t):
-    """Write O / l, transposed back, and m + log l; 0 and -inf without a key (lines 12 to 15)."""
+    """Write O / l, transposed back, and m + log l; 0 and -inf if l is 0 (lines 12 to 15)."""
     lanes, Dv = panel.lanes, O.shape[3]
     entry, first, _ = queries_of(o, panel.b)
     h, i0 = panel.h, first + panel.i0
@@ -217,7 +217,7 @@ def store_panel(panel, O, L, o, t):
 
 @jit
 def scale_O(panel, d, n, t):
-    """Multiply n rows of O from row d on by m, lane by lane; set NONFINITE for a nonfinite one."""
+    """Multiply n rows of O from row d on by m, lane by lane; set NONFINITE if a product is so."""
     lanes = panel.lanes
     scale_lanes(panel.O, d * lanes, n, lanes, panel.m)
     if has_nonfinite(Rows(panel.O, d * lanes, lanes), n, lanes):

@@ -2,8 +2,8 @@
 
 A barrier, as at the end of OpenMP's loops, waits for every thread, even for one that never ran
 because another process used its core. Here the caller computes too. It opens the job, takes tasks
-until none is left, closes the job, and waits only for helpers that have entered it. A helper that
-arrives later finds the door closed. So a job's time depends only on the cores that are free.
+until none is left, closes the job, and waits only for helpers that have entered. A helper that
+arrives later cannot enter. So a job's time depends only on the cores that are free.
 
 Helpers spin for ``SPIN`` seconds and then sleep on a futex, or in Python if there is none. A forked
 child, which has none of its parent's threads, starts new ones.
@@ -53,7 +53,7 @@ I64 = types.int64
 
 
 def _atomic(name: str) -> Any:
-    """Return a primitive: an atomic operation on the word at an address, with the old word."""
+    """Return a primitive that applies an atomic operation to a word and returns the old word."""
 
     @intrinsic
     def operation(typing, address, value):
@@ -82,7 +82,7 @@ def load(typing, address):
 
 @intrinsic
 def pause(typing):
-    """Execute the core's pause instruction, for a thread that spins."""
+    """Execute the CPU's pause instruction, which saves resources while a thread spins."""
 
     def generate(context, builder, signature, arguments):
         if PAUSE:
@@ -95,7 +95,7 @@ def pause(typing):
 
 @intrinsic
 def call(typing, function, arguments, worker):
-    """Call the kernel at an address."""
+    """Call the kernel at the address ``function``."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [INT, INT])
@@ -112,12 +112,12 @@ if HAS_FUTEX:
 
     @jit_inline
     def sleep(address, value):
-        """Sleep until another thread wakes this address, if its word still equals ``value``."""
+        """Sleep until another thread calls ``wake``, if the word still equals ``value``."""
         _syscall(FUTEX, address, FUTEX_WAIT, value & 0xFFFFFFFF, 0, 0, 0)
 
     @jit_inline
     def wake(address, number):
-        """Wake up to ``number`` threads that sleep on a word."""
+        """Wake up to ``number`` threads that sleep on the word at ``address``."""
         _syscall(FUTEX, address, FUTEX_WAKE, number, 0, 0, 0)
 
     @jit_inline
@@ -179,7 +179,7 @@ def run_job(words, kernel, arguments, workers, spins):
 
 
 def help_out(words, seen, spins):
-    """Loop in a helper thread: wait for the bell, and join the job if its door is open.
+    """Loop in a helper thread: wait for the next job, and join each job that is still open.
 
     Without a futex the function returns the number of jobs so far, and the helper sleeps in Python.
     """
@@ -232,7 +232,7 @@ class Pool:
             self._write(CPU, -1)
 
     def run(self, kernel: int, arguments: int, workers: int) -> None:
-        """Run the kernel at an address with up to ``workers`` threads."""
+        """Run the kernel at the address ``kernel`` with up to ``workers`` threads."""
         if workers > len(self._helpers) + 1:
             self._start(workers - 1)
         if not HAS_FUTEX:
@@ -272,9 +272,9 @@ def _compiled(function: Callable[..., Any], signature: Any) -> Compiled:
 
 
 def _spins(spin: Compiled) -> int:
-    """Return the number of pauses that take ``SPIN`` seconds; one takes 10 to 70 ns.
+    """Return the number of pauses that take ``SPIN`` seconds; one pause takes 10 to 70 ns.
 
-    The measurement is the shortest of several, because others may have been interrupted.
+    The shortest of several measurements counts, because others may have been interrupted.
     """
     tries, pauses = [], 200
     for _ in range(10):

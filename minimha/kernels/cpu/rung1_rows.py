@@ -25,7 +25,7 @@ unpack = unpacker(**BUFFERS)
 
 
 def sizes(problem: Problem) -> Sizes:
-    """Return the sizes for ``problem``: no blocks, one worker."""
+    """Return the sizes for ``problem``: no blocks, one thread."""
     return Sizes((), {"O_i": problem.v.shape[3], "s": 1, "visible": 1})
 
 
@@ -46,7 +46,7 @@ plan, forward = KERNEL.plan, KERNEL.forward
 
 @jit
 def row(q, k, v, mask, bias, o, O, memory, b, h, i):
-    """Write O and return L of query i of sequence b."""
+    """Write O of query i of sequence b, and return L."""
     O_i, (entry, first, _) = memory.O_i, queries_of(o, b)
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv = q.shape[3], v.shape[3]

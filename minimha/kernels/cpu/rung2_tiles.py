@@ -29,7 +29,7 @@ unpack = unpacker(**BUFFERS)
 
 
 def sizes(problem: Problem, *, B_r: int = B_R, B_c: int = B_C) -> Sizes:
-    """Return the sizes for ``problem``: blocks of ``B_r`` queries and ``B_c`` keys, one worker."""
+    """Return the sizes for ``problem``: blocks of ``B_r`` queries and ``B_c`` keys, one thread."""
     lengths = dict.fromkeys(("S", "biases", "visible"), B_r * B_c)
     lengths |= {"m": B_r, "l": B_r, "O_i": B_r * problem.v.shape[3]}
     return Sizes((B_r, B_c), lengths)

@@ -32,7 +32,7 @@ unpack = unpacker(**PANEL_BUFFERS)
 
 
 def sizes(problem: Problem, *, B_c: int = B_C) -> Sizes:
-    """Return the sizes for ``problem``: blocks of ``B_c`` keys, one worker."""
+    """Return the sizes for ``problem``: blocks of ``B_c`` keys, one thread."""
     D, Dv = problem.q.shape[3], problem.v.shape[3]
     return Sizes((B_c,), buffer_lengths(problem.compute.itemsize, D, Dv, B_c, 1))
 

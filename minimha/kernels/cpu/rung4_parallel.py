@@ -62,7 +62,7 @@ def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Siz
 
 
 def shared_out(problem: Problem, panels: int, tasks: int) -> tuple[int, int]:
-    """Return the number of panels per task, so that threads get ``tasks`` each, and of threads."""
+    """Return the number of panels per task and of threads, so that each gets ``tasks`` or more."""
     (_, H, _, D), Dv = problem.q.shape, problem.v.shape[3]
     all_panels = H * int(num_panels(problem.num_queries, problem.compute.itemsize).sum())
     workers = get_num_threads() if problem.num_pairs * (D + Dv) >= WORTH_SHARING else 1
@@ -167,7 +167,7 @@ compute_tasks = task_loop(load_queries, key_loop(load_block, update_panel))
 
 
 def tiles(line, worker):
-    """Run one thread: fetch and compute tasks until none is left."""
+    """Run one thread, which computes tasks until none is left."""
     q, k, v, mask, bias, o, O, L, t, (panels, B_c) = unpack(line, worker)
     compute_tasks(q, k, v, mask, bias, o, O, L, t, panels, B_c)
 

@@ -123,7 +123,7 @@ def longest_k(problem: Problem) -> int:
 
 
 def decode(line, worker):
-    """Run one thread: compute splits, and merge those of a head after finishing its last one."""
+    """Run one thread, which computes splits, and merges each head whose last split it finishes."""
     q, k, v, mask, bias, o, O, L, t, (splits, B_c) = unpack(line, worker)
     H, D, Hkv, Dv = q.shape[1], q.shape[3], v.shape[1], v.shape[3]
     most = H // Hkv * most_queries(o)
@@ -163,7 +163,7 @@ plan, forward = KERNEL.plan, KERNEL.forward
 
 
 class Part(NamedTuple):
-    """O (R, Dv), m and l (R) of one split of one head."""
+    """The arrays O (R, Dv), m and l (R) of one split of one head."""
 
     O: Any
     m: Any
@@ -248,7 +248,7 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible
 
 @jit_inline
 def piece_size(is_direct, rows):
-    """Return the number of rows of k or v to process at a time; ``is_direct`` if read in place.
+    """Return how many rows of k or v to process at a time; ``is_direct`` means read in place.
 
     One, two or four queries are multiplied with a row as soon as it comes from memory, and small
     pieces would only interrupt reading. Other numbers of queries, and widened rows, are read twice:
@@ -259,7 +259,7 @@ def piece_size(is_direct, rows):
 
 @jit_inline
 def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, visible, t):
-    """O += P V for n keys of a block, summed first, because short sums lose fewer digits."""
+    """Add P V for n keys of a block to O, summed first, because short sums lose fewer digits."""
     (rows, Dv), B_c, P, part, starts = O.shape, S.shape[1], t.S, t.part, t.starts
     for x in range(rows * Dv):
         part[x] = 0

@@ -65,12 +65,12 @@ unpack = unpacker(**BUFFERS)
 
 
 def is_made_for(dtype: np.dtype[Any]) -> bool:
-    """Return whether a matrix unit can multiply numbers of ``dtype``, which may be their bits."""
+    """Return whether a matrix unit can multiply numbers of ``dtype``, or of its bits' dtype."""
     return dtype.itemsize == 2 and is_usable()
 
 
 def plan(problem: Problem, **chosen: int) -> Plan:
-    """Return the plan for problems of this kind, from rung 4 if this rung is not made for them."""
+    """Return the plan for problems of this kind, by rung 4 unless ``is_made_for`` their dtype."""
     kernel = KERNEL if is_made_for(problem.dtype) else rung4_parallel.KERNEL
     return kernel.plan(problem, **chosen)
 
@@ -107,7 +107,7 @@ class Packed(NamedTuple):
 
 
 class Block(NamedTuple):
-    """K and Vᵀ of some keys, packed, and, unless V ``is_finite``, V as floats in ``values``.
+    """The packed K and Vᵀ of some keys; unless V ``is_finite``, ``values`` has V as floats.
 
     Vᵀ is 0 for keys with a nonfinite value.
     """
@@ -120,7 +120,7 @@ class Block(NamedTuple):
 
 @jit
 def num_parts(o):
-    """Return the number of parts of each number of Q, K and V."""
+    """Return how many parts each number of Q, K and V is split into."""
     return 1 if o.is_bfloat16 else 2
 
 
@@ -136,7 +136,7 @@ def pack(X, b, h, i, n, o, tail, to):
 
 @jit_inline
 def load_queries(panel, q, entry, i0, Dv, o, t):
-    """Transpose the pairs of numbers of Q, and initialize m, l and O (lines 4 and 5)."""
+    """Transpose Q by pairs of numbers, and initialize m, l and O (lines 4 and 5)."""
     lanes, row = panel.lanes, whole(q.shape[3], DEPTH)
     packed = Packed(halves_of(t.rows), row, lanes * row)
     pack(q, entry, panel.h, i0, panel.rows, o, t.tail, packed)
@@ -216,7 +216,7 @@ compute_tasks = task_loop(load_queries, key_loop(load_block, update))
 
 
 def matrix_tiles(line, worker):
-    """Run one thread: fetch and compute tasks until none is left."""
+    """Run one thread, which computes tasks until none is left."""
     q, k, v, mask, bias, o, O, L, t, (panels, B_c) = unpack(line, worker)
     configure_tiles()
     compute_tasks(q, k, v, mask, bias, o, O, L, t, panels, B_c)

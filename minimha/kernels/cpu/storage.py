@@ -22,7 +22,7 @@ WIDE = 128  # numbers per row; wider rows are prefetched for widening even if th
 
 
 class Rows(NamedTuple):
-    """Rows of floats: row r starts at item start + r · stride of ``line``."""
+    """Rows of floats, where row r starts at item start + r · stride of ``line``."""
 
     line: Any
     start: int
@@ -37,19 +37,19 @@ def start_of(X, b, h, i):
 
 @jit_inline
 def rows_at(X, b, h, i):
-    """Return a view of the rows of X[b, h] from i on."""
+    """Return a view of the rows of X[b, h], from row i on."""
     return Rows(flat(X, start_of(X, b, h, i)), 0, X.strides[2] // X.itemsize)
 
 
 @jit_inline
 def rows_from(rows, r):
-    """Return ``rows`` without the first r."""
+    """Return a view of ``rows`` from row r on."""
     return Rows(rows.line, rows.start + r * rows.stride, rows.stride)
 
 
 @jit_inline
 def queries_of(o, b):
-    """Return the batch entry in q, O and L, the first row and the number of rows of sequence b."""
+    """Return the batch entry in q, O and L, the first row, and the number of rows of sequence b."""
     return o.queries[b, 0], o.queries[b, 1], o.queries[b, 2]
 
 
@@ -64,7 +64,7 @@ def most_queries(o):
 
 @jit_inline
 def key_at(o, b, j):
-    """Return the batch entry or page, and the row, in k and v of key j of sequence b."""
+    """Return where key j of sequence b is in k and v: the batch entry or page, and the row."""
     page = j // o.page_size
     return o.pages[b, page], o.first_keys[b] + j - page * o.page_size
 
@@ -77,7 +77,7 @@ def keys_ahead(o, j):
 
 @jit
 def find_keys(X, o, b, kv, j, n, starts):
-    """Write ``start_of`` n keys of sequence b from j on, and of later keys, for prefetching."""
+    """Write the starts of n keys of sequence b from j on, then the starts of keys to prefetch."""
     n += ROWS_AHEAD if is_far(X) else ROWS_AHEAD_OF_L1
     r, known, stride = 0, min(n, o.kv_lengths[b] - j), X.strides[2] // X.itemsize
     page, at, ahead = j // o.page_size, key_at(o, b, j)[1], keys_ahead(o, j)
@@ -100,7 +100,7 @@ def is_in_one_piece(o):
 
 @jit_inline
 def keys_from(X, o, b, kv, j):
-    """Return the start of key j of sequence b, and the stride of keys, if not in pages."""
+    """Return the start of key j of sequence b, and the stride of keys that are not in pages."""
     page, at = key_at(o, b, j)
     return start_of(X, page, kv, at), X.strides[2] // X.itemsize
 
@@ -140,7 +140,7 @@ def _write_numbers(X, x, to, start, n, o):
 
 
 def is_read_in_place(X, o):
-    """Return whether the products for few queries read X in place: all dtypes but float16."""
+    """Return whether products for few queries read X in place; only float16 is widened before."""
 
 
 @overload(is_read_in_place, jit_options=OPTIONS)
@@ -151,7 +151,7 @@ def _is_read_in_place(X, o):
 
 
 def float_rows(X, b, h, i, n, o, copy):
-    """Return n rows of X[b, h] from i on, in place or widened into ``copy``."""
+    """Return n rows of X[b, h] from row i on, in place or widened into ``copy``."""
 
 
 @overload(float_rows, jit_options=OPTIONS)

@@ -65,7 +65,7 @@ def usable_cpus() -> int:
 
 
 def _quotas() -> Iterator[int]:
-    """Yield the CPUs, rounded up, that each control group of this process allows (v2, then v1)."""
+    """Yield the CPUs, rounded up, that each control group (v1 or v2) of this process allows."""
     try:
         lines = OWN_CGROUP.read_text().splitlines()
     except OSError:  # not Linux, or no /proc

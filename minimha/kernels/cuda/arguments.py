@@ -35,8 +35,8 @@ WIDEST = 256  # numbers of a row of O that a rung can keep in registers
 class DeviceArray(NamedTuple):
     """An array in a device's memory, with strides in elements.
 
-    ``owner`` keeps the memory alive. ``ready_on`` is the stream that fills the array, if its
-    library does not guarantee that it is ready.
+    ``owner`` keeps the memory alive. ``ready_on`` is the stream on which another library fills the
+    array, or None if nothing is to be awaited.
     """
 
     address: int
@@ -48,7 +48,7 @@ class DeviceArray(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of its elements in bytes."""
+        """Return the size of all elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -147,7 +147,7 @@ PLACEHOLDERS = Arguments(
 
 
 class Memory(Protocol):
-    """A device's memory, or that of an emulator."""
+    """A device's memory, or an emulator's."""
 
     def put(self, array: NDArray[Any]) -> int:
         """Copy ``array`` to contiguous memory of the device; return the address, aligned to 16."""
@@ -166,7 +166,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_device(array: NDArray[Any], memory: Memory) -> DeviceArray:
-    """Copy ``array`` to ``memory``; an axis of stride 0 is copied once and keeps that stride."""
+    """Copy ``array`` to ``memory``, with one copy along an axis of stride 0, which stays so."""
     is_broadcast = [step == 0 and array.size > 0 for step in array.strides]
     once = array[tuple(slice(0, 1) if one else slice(None) for one in is_broadcast)]
     steps = zip(is_broadcast, contiguous(once.shape), strict=True)
@@ -175,7 +175,7 @@ def to_device(array: NDArray[Any], memory: Memory) -> DeviceArray:
 
 
 def to_host(array: DeviceArray, memory: Memory) -> NDArray[Any]:
-    """Copy ``array`` to the host with its strides, together with the memory between elements."""
+    """Copy ``array`` to the host with its strides, and with the memory between its elements."""
     if 0 in array.shape:
         return np.empty(array.shape, array.dtype)
     itemsize = array.dtype.itemsize
@@ -199,7 +199,7 @@ def padded_width(problem: Problem) -> int:
 
 
 def too_wide(problem: Problem) -> str | None:
-    """Return why a rung with whole rows of O in registers cannot take ``problem``, or None."""
+    """Return why a kernel with whole rows of O in registers cannot take ``problem``, or None."""
     width = padded_width(problem)
     if width > WIDEST:
         return f"heads are {width} wide: beyond {WIDEST} O does not fit into the registers"
@@ -269,7 +269,7 @@ def host_arrays(
 def as_arrays(
     problem: Problem, given: Mapping[str, Any], put: Callable[[NDArray[Any]], Any]
 ) -> Arrays:
-    """Return the arguments of a kernel that takes arrays: options of ``problem``, and ``given``.
+    """Return the arguments, as arrays, of a kernel that takes ``Arrays``.
 
     ``given`` has "q", "k", "v", "O", "L" in the compute dtype, and "attn_mask" and "attn_bias", of
     the scores' shape, if they exist. ``put`` copies an array to the device and returns its
@@ -291,7 +291,7 @@ def as_addresses(
     given: Mapping[str, DeviceArray],
     put: Callable[[list[NDArray[Any]]], list[int]],
 ) -> Arguments:
-    """Return the arguments of a kernel that takes addresses: options of ``problem``, and ``given``.
+    """Return the arguments, as addresses, of a kernel that takes ``Arguments``.
 
     ``given`` has "q", "k", "v", "O", of the width ``padded_width`` and in the problem's dtype, and
     "L" in float32. It has "attn_mask" and "attn_bias" (float32), of the scores' shape, if they

@@ -1,8 +1,8 @@
-"""The backend "cuda", which runs the best rung of the CUDA ladder for a problem.
+"""Define the backend "cuda", which runs the best CUDA kernel for a problem.
 
 ``forward`` uploads NumPy arrays to the current GPU and downloads the result. ``attend`` reads
 arrays on a GPU in place, on their library's stream, and returns an array of that library. Both run
-a ``Plan``; ``attend`` remembers its plans.
+a ``Plan``; ``attend`` stores its plans for later calls.
 """
 
 import os
@@ -61,7 +61,7 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return O and L, computed by the rung ``name``, which must support ``problem``."""
+    """Return O and L, computed by the kernel ``name``, which must support ``problem``."""
     (B, H, Lq, _), Dv = problem.q.shape, problem.v.shape[3]
     dtype, width = _form(name, problem)
     with gpu.DeviceMemory(gpu.current()) as memory:
@@ -75,11 +75,11 @@ def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def rung_for(problem: Problem, device: gpu.Device) -> tuple[str, Problem]:
-    """Return the name of the best rung on ``device``, and ``problem`` in that rung's dtype.
+    """Return the name of the best kernel on ``device``, and ``problem`` in that kernel's dtype.
 
     Few queries use rung 5. For more, 16-bit numbers use the tensor cores, float32 register tiles,
-    and float64 shared tiles. 16-bit numbers are widened if the GPU, or the rungs for 16 bits, do
-    not take the problem. ``functions.check`` raises for functions that cannot be compiled.
+    and float64 shared tiles. 16-bit numbers are widened if neither the GPU nor the rungs for 16
+    bits take the problem. ``functions.check`` raises for functions that cannot be compiled.
     """
     functions.check(problem)
     name, dtype = next(_rungs(problem, device.cc, device.shared))
@@ -89,7 +89,7 @@ def rung_for(problem: Problem, device: gpu.Device) -> tuple[str, Problem]:
 def _rungs(
     problem: Problem, cc: tuple[int, int], shared: int
 ) -> Iterator[tuple[str, np.dtype[Any]]]:
-    """Yield the rungs that support ``problem``, best first, and the dtype of each."""
+    """Yield each kernel that supports ``problem``, best first, with its dtype."""
     for name in reversed(CUDA_LADDER):
         if name in IF_NAMED and not _is_named(name, problem, cc):
             continue
@@ -104,7 +104,7 @@ def _rungs(
 
 
 def _is_named(name: str, problem: Problem, cc: tuple[int, int]) -> bool:
-    """Return whether rung ``name``, for Hopper, fits the problem and the user has named it."""
+    """Return whether the Hopper kernel ``name`` fits the problem and the user has named it."""
     is_here = cc == HOPPER and problem.q.shape[2] > FEW_QUERIES
     return is_here and name in os.environ.get(ALSO, "").split(",")
 
@@ -118,12 +118,12 @@ def _candidates(problem: Problem, cc: tuple[int, int]) -> Iterator[Problem]:
 
 
 def _shared_bytes(name: str, problem: Problem) -> int:
-    """Return the dynamic shared memory of a block of the rung, in bytes."""
+    """Return the dynamic shared memory, in bytes, of a block of the kernel ``name``."""
     return max((launch.shared for launch in launches_of(name, problem)), default=0)
 
 
 def widened(problem: Problem) -> Problem:
-    """Return ``problem`` in the compute dtype; an array that broadcasts one number still does."""
+    """Return ``problem`` in the compute dtype, where an array with all strides 0 stays so."""
 
     def wide(array: NDArray[Any]) -> NDArray[Any]:
         if array.size and not any(array.strides):
@@ -135,7 +135,7 @@ def widened(problem: Problem) -> Problem:
 
 
 def attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> Any:
-    """Do ``minimha.attention`` for arrays on a GPU, and return arrays of q's library on that GPU.
+    """Compute ``minimha.attention`` for arrays on a GPU, and return arrays of q's library there.
 
     ``given`` has the arguments that may be arrays, by name, ``options`` the others. Raises for
     arrays on different devices, a stream of another device, different dtypes, and the errors of
@@ -179,7 +179,7 @@ def _computed(
     return_lse: bool,
     memory: gpu.DeviceMemory,
 ) -> Any:
-    """Return the output, and L if ``return_lse``, from a remembered or a new plan."""
+    """Return the output, and L if ``return_lse``, from a stored or a new plan."""
     q, key = given["q"], _key(given, arrays, options, return_lse, memory.device)
     plan: Plan | None = remembered.recall(key)
     is_captured = gpu.is_capturing(memory.stream)
@@ -214,7 +214,7 @@ def _key(
     return_lse: bool,
     device: gpu.Device,
 ) -> tuple[Any, ...] | None:
-    """Return the key of a remembered plan, or None if the call needs full validation."""
+    """Return the key of a stored plan, or None if the call needs full validation."""
     functions = options["score_mod"], options["mask_mod"]
     if functions != (None, None) or not arrays.keys().isdisjoint(SMALL):
         return None
@@ -271,7 +271,7 @@ def _planned(problem: Problem, arrays: dict[str, DeviceArray], device: gpu.Devic
 def _broadcast(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
     """Return ``array`` broadcast to ``shape``, with stride 0 along new axes and axes of length 1.
 
-    An axis of length 1 may have any stride, even one that no rung could use.
+    An axis of length 1 may have any stride, even a stride that no kernel could use.
     """
     steps = [step if size > 1 else 0 for size, step in zip(array.shape, array.strides, strict=True)]
     missing = len(shape) - len(steps)
@@ -279,12 +279,12 @@ def _broadcast(array: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
 
 
 def _plan(name: str, problem: Problem, given: dict[str, DeviceArray], device: gpu.Device) -> Plan:
-    """Return the plan by which the rung ``name`` writes O and L, with the options of ``problem``.
+    """Return the plan by which the kernel ``name`` writes O and L, with the options of ``problem``.
 
     ``given`` has "q", "k", "v" and "O", with any strides and any dtype in ``copies.STORED``. It has
     "L", contiguous, in the compute dtype, if returned, and "attn_mask" and "attn_bias" if they
     exist. Shapes are those in ``problem``; rows of q, k, v and O may be padded to ``padded_width``.
-    Arrays that the rung cannot use in place are copied on the device.
+    Arrays that the kernel cannot use in place are copied on the device.
     """
     draft = Draft(device)
     given = {key: draft.brought(key, array) for key, array in given.items()}
@@ -312,14 +312,14 @@ def _plan(name: str, problem: Problem, given: dict[str, DeviceArray], device: gp
 
 
 def _form(name: str, problem: Problem) -> tuple[np.dtype[Any], int | None]:
-    """Return the rung's dtype of q, k, v and O, and their padded width, None without padding."""
+    """Return a kernel's dtype of q, k, v and O, and their padded width, or None without padding."""
     if name in TAKE_ARRAYS:
         return problem.compute, None
     return problem.dtype, padded_width(problem)
 
 
 def _is_readable(array: DeviceArray, dtype: np.dtype[Any], width: int | None) -> bool:
-    """Return whether a rung can use ``array`` in place; a width requires alignment to 16 bytes."""
+    """Return whether a kernel can use ``array`` in place; a width requires 16-byte alignment."""
     if width is None:
         return array.dtype == dtype
     steps = [step * dtype.itemsize for step in array.strides[:3]]
@@ -347,7 +347,7 @@ def _readable(
 
 
 def _launches(name: str, problem: Problem, arguments: Any, draft: Draft) -> Launches:
-    """Return the launches of a rung."""
+    """Return the launches of the kernel ``name``."""
     settings: dict[str, Any] = {}
     if name == "cuda.rung5_decode":
         settings["multiprocessors"] = draft.device.multiprocessors
@@ -424,7 +424,7 @@ def _check_dtypes(arrays: dict[str, DeviceArray]) -> None:
 def _stand_in(
     name: str, value: Any, arrays: dict[str, DeviceArray], memory: gpu.DeviceMemory
 ) -> Any:
-    """Return an array for ``Problem.of`` to check in place of an array on a GPU.
+    """Return an array that ``Problem.of`` checks instead of an array on a GPU.
 
     Small arrays are downloaded; large ones are replaced by zeros of their shape and dtype. A bias
     has the compute dtype, or is boolean, which ``Problem.of`` refuses.

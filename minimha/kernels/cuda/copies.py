@@ -1,4 +1,4 @@
-"""Copy and convert arrays on the GPU that a rung cannot use in place.
+"""Copy and convert arrays on the GPU that a kernel cannot use in place.
 
 Each thread copies one number, from any strides to any strides, and between floating dtypes. A copy
 that is wider than the original is padded with 0.
@@ -66,7 +66,7 @@ def from_bfloat16(x):
 
 @device
 def to_bfloat16(x):
-    """Round to the nearest bfloat16, ties to even; NaN stays NaN."""
+    """Return the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
     bits = uint32(libdevice.float_as_int(float32(x)))
     if x != x:
         return uint16(0x7FC0)

@@ -1,8 +1,8 @@
 """Compile CUDA kernels to machine code and store it on disk; no GPU is needed.
 
-A kernel is a function that a rung makes for a variant of a problem. The key of a kernel's file is
-everything that distinguishes two kernels: names of functions, captured values and constants
-(``facts``); the sources of all kernels; and the versions of the compilers.
+A kernel is a function that a rung's module returns for a variant of a problem. The key of a
+kernel's file is everything that distinguishes two kernels: names of functions, captured values and
+constants (``facts``); the sources of all kernels; and the versions of the compilers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _made_here: set[str] = set()  # files that this process compiled
 
 
 class NoFacts(Exception):  # noqa: N818  (it states a fact about a value)
-    """A kernel captures a value that has no ``facts`` valid in other processes."""
+    """The error for a captured value that cannot be described as ``facts`` for other processes."""
 
 
 def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
@@ -55,9 +55,9 @@ def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
 def cubin_instead(
     refused: tuple[str, bytes], launch: Launch, cc: tuple[int, int]
 ) -> tuple[str, bytes] | None:
-    """Compile a new ``cubin`` after the driver ``refused`` the one on disk.
+    """Compile ``cubin`` again, after the driver ``refused`` the machine code on disk.
 
-    Returns None if this process compiled the refused one, or cannot compile.
+    Returns None if this process compiled the refused code, or cannot compile.
     """
     try:
         kept = file(launch, cc)
@@ -187,6 +187,6 @@ def _compiled(launch: Launch, cc: tuple[int, int], how_often: str) -> bytes:
 
 
 def machine_code(text: str, arch: str, registers: int | None) -> bytes:
-    """Compile PTX to machine code; ``registers`` is the most that one thread may use."""
+    """Compile PTX to machine code that uses at most ``registers`` registers per thread."""
     options = ProgramOptions(arch=arch, max_register_count=registers)
     return bytes(Program(text, "ptx", options).compile("cubin").code)

@@ -47,11 +47,11 @@ REFUSED = (*TOO_NEW, driver.CUresult.CUDA_ERROR_INVALID_PTX)  # and for code tha
 
 
 class DeviceError(RuntimeError):
-    """A call of the driver failed; the message is the driver's."""
+    """The error if a call of the driver fails, with the driver's message."""
 
 
 class Device(NamedTuple):
-    """A GPU: its ordinal, its sizes, and the pool for allocations."""
+    """A GPU: its ordinal, its sizes, and the memory pool for allocations."""
 
     ordinal: int
     cc: tuple[int, int]
@@ -62,13 +62,16 @@ class Device(NamedTuple):
 
 
 class Packed(Protocol):
-    """Packed parameters; at ``address`` is an array of pointers to them, eight bytes each."""
+    """Packed parameters of a kernel, with an array of pointers to them at ``address``."""
 
     address: int
 
 
 def call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """Call a function of the driver; raise ``DeviceError`` on failure. Return one or a tuple."""
+    """Call a function of the driver; raise ``DeviceError`` if it fails.
+
+    Returns the one result, or a tuple if the function has several or none.
+    """
     status, *results = function(*arguments)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise _failure(function.__name__, status)
@@ -82,7 +85,7 @@ def _failure(name: str, status: Any) -> DeviceError:
 
 
 def current() -> Device:
-    """Return this thread's current device; if there is none, make the first device current."""
+    """Return this thread's current device; if there is none, first make device 0 current."""
     _initialize()
     status, handle = driver.cuCtxGetDevice()
     if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
@@ -100,7 +103,7 @@ def _initialize() -> None:
 
 @contextmanager
 def made_current(ordinal: int) -> Iterator[Device]:
-    """Make a device current within a ``with`` block."""
+    """Make the device ``ordinal`` current within a ``with`` block."""
     device = _device(ordinal)
     call(driver.cuCtxPushCurrent, device.context)
     try:
@@ -111,7 +114,7 @@ def made_current(ordinal: int) -> Iterator[Device]:
 
 @cache
 def _device(ordinal: int) -> Device:
-    """Return a device with a memory pool; raise DeviceError if it supports none."""
+    """Return a device with a memory pool; raise DeviceError if the device supports no pools."""
     handle, attribute = call(driver.cuDeviceGet, ordinal), driver.CUdevice_attribute
     attributes = (
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
@@ -198,7 +201,7 @@ class DeviceMemory:
             driver.cuMemFreeAsync(address, self.stream)  # fails only after a worse failure
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """Allocate an array and return its address; 0 for an empty array.
+        """Allocate an array and return its address, or 0 for an empty array.
 
         Raises MemoryError with the sizes if the array does not fit.
         """
@@ -206,7 +209,7 @@ class DeviceMemory:
         return self.allocate(size, f"an array of shape {shape} and dtype {np.dtype(dtype)}")
 
     def allocate(self, size: int, what: str = "the workspace of a call") -> int:
-        """Allocate ``size`` bytes and return their address; 0 if ``size`` is 0."""
+        """Allocate ``size`` bytes and return their address, or 0 if ``size`` is 0."""
         if size == 0:
             return 0
         status, address = driver.cuMemAllocFromPoolAsync(size, self.device.pool, self.stream)
@@ -236,7 +239,7 @@ class DeviceMemory:
         return address
 
     def get(self, address: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return a copy of the contiguous array at ``address`` and synchronize the stream."""
+        """Return a copy of the contiguous array at ``address``, after synchronizing the stream."""
         array = np.empty(shape, dtype)
         if array.nbytes:
             call(driver.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self.stream)
@@ -283,7 +286,7 @@ def constant(device: Device, content: bytes) -> Constant:
 
 
 def _uploaded(device: Device, content: bytes) -> int:
-    """Copy ``content`` to the device, and return its address when it is ready for any stream."""
+    """Copy ``content`` to the device and wait; return the address, valid for any stream."""
     before = call(driver.cuThreadExchangeStreamCaptureMode, RELAXED)
     try:  # without invalidating a graph that another thread captures
         stream = _stream_for_copies(device.ordinal)
@@ -317,7 +320,7 @@ def _free_unused(ordinal: int, stream: int) -> None:
 
 
 def check_grid(launch: Launch) -> None:
-    """Raise for more thread blocks than a GPU can start along an axis of the grid."""
+    """Raise ValueError if an axis of the grid has more thread blocks than a GPU can start."""
     for (axis, most), number in zip(MOST_BLOCKS.items(), launch.grid, strict=True):
         if number > most:
             raise ValueError(
@@ -343,7 +346,7 @@ _lock = RLock()
 
 
 def loaded_kernel(launch: Launch, device: Device) -> LoadedKernel:
-    """Return the kernel of a launch, compiled and loaded on first use."""
+    """Return the kernel of ``launch``, compiled and loaded on first use."""
     # The key lacks the signature: each function has one, and hashing numba's types takes 20 µs.
     key = device.ordinal, launch.threads, launch.shared, launch.registers
     loaded = _kernels.setdefault(launch.function, {})
@@ -355,7 +358,7 @@ def loaded_kernel(launch: Launch, device: Device) -> LoadedKernel:
 
 
 def _load(launch: Launch, device: Device) -> Any:
-    """Load the kernel of a launch, and return the driver's function."""
+    """Load the kernel of ``launch`` and return the driver's function."""
     name, code = cubin(launch, device.cc)
     _unload_unused(device)
     status, module = driver.cuModuleLoadData(code)
@@ -395,7 +398,7 @@ def _refusal(status: Any, device: Device) -> DeviceError:
 
 
 def layout(signature: tuple[Any, ...]) -> struct.Struct:
-    """Return the layout of a kernel's parameters: one slot of eight bytes for each."""
+    """Return the layout of a kernel's parameters, one slot of eight bytes for each."""
     return struct.Struct("<" + "".join(_formats(signature)))
 
 

@@ -34,7 +34,7 @@ TO_BE_LINKED = "it calls a function of NumPy or Python that only a driver could 
 
 
 class DeviceFunction:
-    """A caller's function, compiled on first use; functions of equal contents are equal."""
+    """A caller's function, compiled on first use and equal to others with equal contents."""
 
     def __init__(self, function: Any, contents: Any) -> None:
         self.function = for_numpy(plain(function))
@@ -48,7 +48,7 @@ class DeviceFunction:
 
     @cached_property
     def compiled(self) -> Any:
-        """The device function that a kernel calls."""
+        """Return the device function that a kernel calls."""
         return device(with_device_functions(self.function))
 
 
@@ -65,7 +65,7 @@ def indices(o, b, h, i, j):
 
 
 def modifying(score_mod: DeviceFunction | None) -> Any:
-    """modified(s, o, b, h, i, j): return the new score. Without ``score_mod``, return None."""
+    """Return a device function that computes the new score, or None without ``score_mod``."""
     if score_mod is None:
         return None
     function = score_mod.compiled
@@ -79,7 +79,7 @@ def modifying(score_mod: DeviceFunction | None) -> Any:
 
 
 def masking(mask_mod: DeviceFunction | None) -> Any:
-    """is_pair_visible(o, b, h, i, j): return the mask. Without ``mask_mod``, return None."""
+    """Return a device function that calls ``mask_mod``, or None without ``mask_mod``."""
     if mask_mod is None:
         return None
     function = mask_mod.compiled
@@ -93,9 +93,10 @@ def masking(mask_mod: DeviceFunction | None) -> Any:
 
 
 def call_functions(score_mod: DeviceFunction | None, mask_mod: DeviceFunction | None) -> Any:
-    """call(s, is_visible, o, b, h, i, j): return the score after both functions, -inf if hidden.
+    """Return a device function that computes the score after both functions, -inf if hidden.
 
-    The functions are not called for a hidden pair, for which captured arrays may have no item.
+    The functions are not called for a pair that is already hidden, for which captured arrays may
+    have no item.
     """
     modified, is_pair_visible = modifying(score_mod), masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None
@@ -112,7 +113,7 @@ def call_functions(score_mod: DeviceFunction | None, mask_mod: DeviceFunction | 
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why a function of ``problem`` cannot be compiled for a GPU, or None."""
+    """Return why a function of ``problem`` cannot be compiled for a GPU, or None if all can be."""
     found = (in_another_thread(partial(_returned, *given)) for given in _given(problem))
     return next((reason for reason in found if isinstance(reason, str)), None)
 
@@ -131,7 +132,7 @@ def check(problem: Problem) -> None:
 
 
 def refused(problem: Problem) -> str | None:
-    """Return why a rung that takes no functions does not support ``problem``, or None."""
+    """Return why a kernel that takes no functions does not support ``problem``, or None."""
     if not problem.contents:
         return None
     names = " and ".join(map(name_of, problem.contents))
@@ -170,7 +171,7 @@ def _refuse_exceptions(function: FunctionType) -> None:
 
 
 def _given(problem: Problem) -> list[tuple[str, DeviceFunction, np.dtype[Any]]]:
-    """Return, for each function of ``problem``, its name, itself and the dtype of the scores."""
+    """Return name, function and dtype of the scores for each function of ``problem``."""
     return [
         (name, DeviceFunction(function, problem.contents[name]), problem.compute)
         for name, function in problem.functions.items()
@@ -179,7 +180,7 @@ def _given(problem: Problem) -> list[tuple[str, DeviceFunction, np.dtype[Any]]]:
 
 @lru_cache(KEPT)
 def _returned(name: str, function: DeviceFunction, compute: np.dtype[Any]) -> Any:
-    """Return the type that ``function`` returns, or a message why a GPU cannot run it."""
+    """Return the type that ``function`` returns, or a message that says why a GPU cannot run it."""
     try:
         return compiled_function(name, function.function, compute, _for_gpu, " for a GPU")[1]
     except Refused as error:

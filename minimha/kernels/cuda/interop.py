@@ -36,7 +36,7 @@ def stream_of(value: Any, device: int) -> int:
 
 
 def as_device_array(name: str, value: Any) -> DeviceArray:
-    """Return a view of ``value``, for ``stream_of(value)``; raise TypeError if that fails."""
+    """Return a view of ``value``, an array on a GPU; raise TypeError if no view is possible."""
     library = library_of(value)
     if library == "torch" and (array := _from_tensor(name, value)):
         return array
@@ -80,7 +80,7 @@ def must_synchronize(value: Any) -> bool:
 
 
 def _from_tensor(name: str, value: Any) -> DeviceArray | None:
-    """Return a view of a plain torch tensor; None for others, for which DLPack raises a reason."""
+    """Return a view of a plain torch tensor, or None; DLPack then gives the reason for the rest."""
     torch: Any = sys.modules["torch"]
     if type(value) is not torch.Tensor or value.layout is not torch.strided:
         return None
@@ -101,7 +101,7 @@ def _dtype_of_torch(name: str, dtype: Any) -> np.dtype[Any] | None:
 
 
 def _from_cupy(value: Any) -> DeviceArray | None:
-    """Return a view of a plain CuPy array; None for any other."""
+    """Return a view of a plain CuPy array, or None for any other array."""
     if type(value) is not sys.modules["cupy"].ndarray or not value.dtype.isnative:
         return None
     strides = _in_elements(value.strides, value.dtype.itemsize)
@@ -138,7 +138,7 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes
 
 
 def _from_capsule(name: str, capsule: Any, value: Any) -> DeviceArray:
-    """Return a view of the array in a DLPack capsule, whose destructor releases the array later."""
+    """Return a view of the array in a DLPack ``capsule``, whose destructor releases the array."""
     tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor"))
     n, steps = tensor.ndim, tensor.strides
     shape = tuple(tensor.shape[:n])

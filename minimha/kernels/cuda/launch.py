@@ -14,7 +14,7 @@ from minimha.kernels.cuda.arguments import PLACEHOLDERS
 
 
 class Launch(NamedTuple):
-    """One kernel, ready to be compiled and launched."""
+    """A kernel that is ready to be compiled and launched."""
 
     function: Callable[..., None]  # it captures block sizes and options as constants
     signature: tuple[Any, ...]  # numba types
@@ -30,7 +30,7 @@ Scratch = Callable[[tuple[int, ...]], int]  # the address of float32 memory of t
 
 
 def launches_of(rung: str, problem: Problem) -> list[Launch]:
-    """Return the launches of ``rung`` for ``problem``, to be compiled but not started."""
+    """Return the launches of ``rung`` for ``problem``, which can be compiled but not started."""
     launches = import_module(f"minimha.kernels.{rung}").launches
     return [launch for launch, _ in launches(problem, PLACEHOLDERS, lambda shape: 0)]
 
@@ -44,5 +44,5 @@ def ptx(launch: Launch, cc: tuple[int, int] = (9, 0)) -> str:
 
 
 def arch_of(launch: Launch, cc: tuple[int, int]) -> str:
-    """Return the architecture that the kernel is assembled for, such as "sm_90" or "sm_90a"."""
+    """Return the architecture for which ptxas assembles the kernel, such as "sm_90" or "sm_90a"."""
     return f"sm_{cc[0]}{cc[1]}{'a' if launch.is_arch_specific else ''}"

@@ -1,9 +1,9 @@
 """Prepare launches, as a ``Plan``, for calls with equal shapes, strides, dtypes and options.
 
-To make a plan, a call allocates and launches in a ``Draft`` instead of on the device. Each address
-of a draft records its array: one of the call, or the workspace. The kernels' parameters are packed
-once; each later call replaces the draft's addresses with real ones and launches. The small options
-stay on the device.
+To create a plan, a call allocates and launches in a ``Draft`` instead of on the device. Each
+address of a draft records which array it belongs to: an array of the call, or the workspace. The
+kernels' parameters are packed once; each later call replaces the draft's addresses with real ones
+and launches. The small options stay on the device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Address(int):
 
     @classmethod
     def of(cls, origin: str, start: int, value: int) -> Address:
-        """Return the address ``value``, which each call replaces."""
+        """Return an address equal to ``value``, which each call replaces by a real address."""
         address = cls(value)
         address.origin, address.start = origin, start
         return address
@@ -50,7 +50,7 @@ class Draft:
         self.launches: list[tuple[Launch, list[Any]]] = []
 
     def brought(self, name: str, array: DeviceArray) -> DeviceArray:
-        """Return ``array`` with an address that each call replaces by that of array ``name``."""
+        """Return ``array`` with an address that each call replaces by that of ``name``."""
         return array._replace(address=Address.of(name, 0, array.address))
 
     def scratch(self, shape: tuple[int, ...]) -> int:
@@ -65,11 +65,11 @@ class Draft:
         return DeviceArray(address, shape, contiguous(shape), dtype)
 
     def put(self, array: NDArray[Any]) -> int:
-        """Copy ``array`` to a buffer kept on the device, and return the address."""
+        """Copy ``array`` to a buffer that stays on the device, and return its address."""
         return self.put_together([array])[0]
 
     def put_together(self, arrays: list[NDArray[Any]]) -> list[int]:
-        """Copy small arrays into one buffer kept on the device, and return their addresses."""
+        """Copy small arrays into one buffer that stays on the device; return their addresses."""
         starts: list[int] = []
         whole = bytearray()
         for array in arrays:
@@ -113,7 +113,7 @@ class Parameters:
 
 
 class Plan:
-    """The launches of a draft; several threads may run them at once."""
+    """The launches of a draft, which several threads may run at once."""
 
     def __init__(self, draft: Draft) -> None:
         self._size, self._constants = draft.size, draft.constants

@@ -1,7 +1,7 @@
 """Provide PTX instructions that numba lacks, each as a function for CUDA kernels.
 
 An intrinsic is one PTX instruction and has its name: ``ld.global.nc.v4.f32`` becomes
-``ld_global_nc_v4_f32(address)``. ``instruction`` makes intrinsics: LLVM pastes the text into the
+``ld_global_nc_v4_f32(address)``. ``instruction`` creates intrinsics: LLVM pastes the text into the
 program, where ``$0, $1, …`` are first the results, then the operands. Several results are a tuple
 of registers, which exists only while compiling.
 
@@ -104,7 +104,7 @@ def _paste(
 
 
 def _places(context: Any, builder: Any, array: Any, values: Any, count: int) -> list[Any]:
-    """Generate pointers to ``count`` items of a local array, given as (array, first item)."""
+    """Generate pointers to ``count`` items of a local array; ``values`` are array, first item."""
     data = context.make_array(array)(context, builder, values[0]).data
     ahead = [ir.Constant(ir.IntType(64), i) for i in range(count)]
     return [builder.gep(data, [builder.add(values[1], i)]) for i in ahead]
@@ -116,7 +116,7 @@ def _width(operation: str) -> int:
 
 
 def _registers(first: int, count: int) -> str:
-    """Return the text of registers: ``$2`` or, for several, ``{$2, $3}``."""
+    """Return the text for ``count`` registers: ``$2`` or, for several, ``{$2, $3}``."""
     names = ", ".join(f"${i}" for i in range(first, first + count))
     return names if count == 1 else f"{{{names}}}"
 
@@ -224,7 +224,7 @@ cp_async_wait_all = instruction("cp.async.wait_all;", has_effects=True)
 
 
 def cp_async_wait_group(pending: int) -> Any:
-    """Return the intrinsic ``()`` that waits until at most ``pending`` groups are in flight."""
+    """Return an intrinsic that waits until at most ``pending`` groups of copies are in flight."""
     return instruction(f"cp.async.wait_group {pending};", has_effects=True)
 
 
@@ -325,7 +325,7 @@ mbarrier_try_wait = instruction(
 
 
 def setmaxnreg(direction: str, count: int) -> Any:
-    """Return the intrinsic ``()`` that releases ("dec") or takes ("inc") registers of a block.
+    """Return an intrinsic that releases ("dec") or takes ("inc") registers of a block.
 
     Afterwards the warpgroup has ``count`` per thread; taking waits until enough are released.
     """
@@ -334,7 +334,7 @@ def setmaxnreg(direction: str, count: int) -> Any:
 
 
 def bar_sync(number: int, threads: int) -> Any:
-    """Return the intrinsic ``()`` that waits for ``threads`` threads at barrier 1 to 15."""
+    """Return an intrinsic that waits for ``threads`` threads at barrier ``number``, 1 to 15."""
     return instruction(f"bar.sync {number}, {threads};", has_effects=True, is_collective=True)
 
 

@@ -1,4 +1,4 @@
-"""Compile the CUDA rungs without GPU or driver: numba generates PTX, ptxas machine code.
+"""Compile the CUDA kernels without GPU or driver: numba generates PTX, ptxas machine code.
 
 References: NVIDIA, "PTX ISA"; "CUDA Compiler Driver NVCC", section on ptxas; "CUDA Binary
 Utilities", section on nvdisasm.
@@ -44,8 +44,8 @@ class Assembled(NamedTuple):
     ptxas reports ``registers`` per thread, ``stack`` and ``spill`` in bytes, and the number of
     ``warnings``, which are None without ptxas. ``local``, ``mma``, ``ldmatrix`` and ``cp_async``
     count occurrences in the PTX. Of a whole tile, ``per_product`` is the number of machine
-    instructions per product on the tensor cores. ``tile_local`` counts its loads and stores of
-    spilled registers. Both are None without nvdisasm or without tensor cores.
+    instructions per product on the tensor cores. ``tile_local`` counts the tile's loads and stores
+    of spilled registers. Both are None without nvdisasm or without tensor cores.
     """
 
     rung: str
@@ -67,7 +67,7 @@ class Assembled(NamedTuple):
 
 @cache
 def program(name: str) -> str | None:
-    """Return the path of ptxas or nvdisasm, in PATH or NVIDIA's Python packages, or None."""
+    """Return the path of ptxas or nvdisasm, from PATH or NVIDIA's Python packages, or None."""
     found = shutil.which(name)
     spec = None if found else find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
@@ -89,12 +89,12 @@ def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled
 
 
 def archs_of(launch: Launch) -> dict[str, tuple[int, int]]:
-    """Return the architectures to assemble a kernel for: ``ARCHS``, or only sm_90a."""
+    """Return the architectures for which to assemble a kernel: ``ARCHS``, or only sm_90a."""
     return {"sm_90a": (9, 0)} if launch.is_arch_specific else ARCHS
 
 
 def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
-    """Yield each kernel of the rung once, with the first dtype that uses it."""
+    """Yield each kernel of ``rung`` once, with the first dtype that uses it."""
     module = import_module(f"minimha.kernels.{rung}")
     known = set()
     dtypes: list[DTypeLike] = [np.float32, np.float64, np.float16]
@@ -113,7 +113,7 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
 
 
 def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
-    """Assemble a kernel's PTX and return ``IN_REPORT``, "warnings" and ``IN_TILE``.
+    """Assemble a kernel's PTX and return statistics: ``IN_REPORT``, "warnings" and ``IN_TILE``.
 
     All are None without ptxas, and ``IN_TILE`` is None without nvdisasm. ``arch`` is an
     architecture such as "sm_90", and one thread may use at most ``registers``. Raises RuntimeError

@@ -36,7 +36,7 @@ WIDE = 256
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return None: this rung accepts every problem."""
+    """Return None, because this kernel accepts every problem."""
     return None
 
 

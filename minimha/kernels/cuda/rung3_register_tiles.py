@@ -52,7 +52,7 @@ LONGEST = 1 << 30  # no sequence is longer
 
 
 class Variant(NamedTuple):
-    """The constants of a kernel."""
+    """The constants for which a kernel is compiled."""
 
     width: int
     options: ScoreOptions
@@ -64,7 +64,7 @@ def tiles_of(width: int) -> RegisterTiles:
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this rung does not support ``problem``, or None."""
+    """Return why this kernel does not support ``problem``, or None."""
     if problem.dtype != np.float32:
         return f"register tiles are made for float32, and q, k, v are {problem.dtype}"
     return kernel_arguments.too_wide(problem)

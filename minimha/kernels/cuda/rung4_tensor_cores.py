@@ -48,7 +48,7 @@ wait_for_all = ptx.cp_async_wait_group(0)
 
 
 class Variant(NamedTuple):
-    """The constants of a kernel; ``is_plain`` if scores are scaled and nothing else."""
+    """The constants for which a kernel is compiled; ``is_plain`` if scores are only scaled."""
 
     width: int
     dtype: str
@@ -57,7 +57,7 @@ class Variant(NamedTuple):
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this rung does not support ``problem``, or None."""
+    """Return why this kernel does not support ``problem``, or None."""
     if problem.dtype.name not in fragments.FORMATS:
         return f"tensor cores take float16 and bfloat16 here, and q, k, v are {problem.dtype}"
     return functions.refused(problem) or kernel_arguments.too_wide(problem)
@@ -105,7 +105,7 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
 
 
 def epilogue(tiles: fragments.MmaTiles) -> Any:
-    """epilogue(lane, row, first_row, Q_i, O, m, l, unit, sink, o, L_at): do lines 12 and 13.
+    """Return a device function that does lines 12 and 13.
 
     The device function stores L_i, and overwrites Q_i with O_i / l_i, rounded.
     """

@@ -52,7 +52,7 @@ MERGE_SIGNATURE = (*ADDRESSES[5:], types.uint64, types.uint64, types.int32)
 
 
 class Variant(NamedTuple):
-    """The constants of a kernel; ``rows`` are those of a warp."""
+    """The constants for which a kernel is compiled; ``rows`` are those of a warp."""
 
     width: int
     dtype: str
@@ -67,7 +67,7 @@ WarpRows = namedtuple(
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this rung does not support ``problem``, or None."""
+    """Return why this kernel does not support ``problem``, or None."""
     if problem.dtype.itemsize > 4:
         return "q, k and v are float64: GPU kernels take float32, float16 and bfloat16"
     return functions.refused(problem) or too_wide(problem)
@@ -107,7 +107,7 @@ def launches(
 
 
 def blocks_at_once(made_for: Variant) -> int:
-    """Return the number of blocks whose registers, as counted by ptxas, fit a multiprocessor."""
+    """Return how many blocks fit a multiprocessor, by the registers that ptxas has counted."""
     width, dtype, rows, options = made_for
     is_wide = dtype == "float32"
     is_plain = not (options.change_scores or options.hide_keys)
@@ -120,7 +120,7 @@ def blocks_at_once(made_for: Variant) -> int:
 
 
 def rows_of_warp(rows: int, width: int, itemsize: int) -> int:
-    """Return the rows per warp: all, if they fit its registers; else warps read the keys again."""
+    """Return the rows per warp: all if registers suffice; otherwise warps read the keys again."""
     if itemsize == 2:
         return 8 if rows <= 8 or width > 128 else 16
     return min(8 if width <= 128 else 4, 1 << (rows - 1).bit_length())
@@ -128,7 +128,7 @@ def rows_of_warp(rows: int, width: int, itemsize: int) -> int:
 
 @device
 def divided(a, b):
-    """Return quotient and remainder of nonnegative numbers."""
+    """Return quotient and remainder of the nonnegative numbers ``a`` and ``b``."""
     quotient = int32(ptx.div_u32(a, b))
     return quotient, int32(a - quotient * b)
 
@@ -147,7 +147,7 @@ def query_of(here, r):
 
 
 def _locator(rows_of_warp: int, step: int) -> Any:
-    """place(splits, o): return the ``WarpRows`` of this warp, which reads ``step`` keys at once."""
+    """Return a device function that finds this warp's ``WarpRows``, with ``step`` keys at once."""
     R = rows_of_warp
 
     @device
@@ -177,7 +177,7 @@ def _locator(rows_of_warp: int, step: int) -> Any:
 
 
 def _describer(options: ScoreOptions) -> Any:
-    """describe(r, here, mask, bias, o): return row r's options; a row beyond the last sees none."""
+    """Return a device function for the options of row r; a row beyond the last sees no key."""
     describe_query = query_options(options)
 
     @device

@@ -54,7 +54,7 @@ REGISTERS = 65536  # of a multiprocessor, all used by one block
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why this rung does not support ``problem``, or None."""
+    """Return why this kernel does not support ``problem``, or None."""
     reason = rung4_tensor_cores.unsupported(problem)
     if reason is None and is_tight(made_for := variant(problem)) and made_for.width > 128:
         return (
@@ -88,7 +88,7 @@ def shared_bytes(made_for: Variant) -> int:
 
 
 def registers(B_r: int) -> tuple[int, int, int]:
-    """Return the registers per thread: at the start, while copying, while multiplying."""
+    """Return the registers per thread at the start, while copying, and while multiplying."""
     copying, multiplying = (40, 232) if B_r == 128 else (32, 160)
     return REGISTERS // threads(B_r) // 8 * 8, copying, multiplying
 
@@ -115,10 +115,9 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
 
 
 def masked_softmax(tiles: fragments.MmaTiles, is_plain: bool, options: masks.ScoreOptions) -> Any:
-    """update(t, S, correction, m, l, mask, bias, o, b, h, i_start, j, is_partial, factor): line 9.
+    """Return a device function that applies the options, then does line 9.
 
-    The device function applies the options, then the online softmax. One register masks 64 keys,
-    so there are two.
+    The keys' visibility takes two registers, because one masks 64 keys.
     """
     first, second = min(64, tiles.B_c), tiles.B_c - 64
     visible_in_first = masks.visible_bits(tiles._replace(B_c=first), options)

@@ -1,10 +1,10 @@
-"""Count a kernel's machine instructions (SASS), as nvdisasm lists them.
+"""Count a kernel's machine instructions (SASS) per tile, as nvdisasm lists them.
 
-The count is that of one whole tile, the body of the loop with the most products on the tensor
-cores, from its head to the branch back. Code that a branch can skip is left out if it selects (SEL,
-FSEL) and copies nothing, since it masks partial tiles. Other code that can be skipped counts, such
-as the copy of the next tile or the rescaling of O_i. ptxas puts the retry loops of mbarriers at the
-end of the program; a branch from there back into the tile is not a loop.
+The tile is a whole one: the body of the loop with the most products on the tensor cores, from its
+head to the branch back. Code that a branch can skip is not counted if it selects (SEL, FSEL) and
+copies nothing, since it masks partial tiles. Other code that can be skipped counts, such as the
+copy of the next tile or the rescaling of O_i. ptxas puts the retry loops of mbarriers at the end of
+the program; a branch from there back into the tile is not a loop.
 
 References: NVIDIA, "CUDA Binary Utilities", section on nvdisasm.
 """
@@ -35,7 +35,7 @@ def disassemble(nvdisasm: str, cubin: Path) -> list[Instruction]:
 
 
 def parse(listing: str) -> list[Instruction]:
-    """Return the instructions of a listing by nvdisasm.
+    """Return the instructions of ``listing``, the output of nvdisasm.
 
     >>> parse('''
     ... .L_x_1:
@@ -64,7 +64,7 @@ def _target(name: str, operands: str, labels: dict[str, int]) -> int | None:
 
 
 def whole_tile(instructions: list[Instruction]) -> list[str]:
-    """Return the names of the instructions of one whole tile; none without tensor cores."""
+    """Return the names of the instructions of one whole tile, or [] without tensor cores."""
     loops = [
         (-sum(one.name in TENSOR_CORE for one in instructions[one.target : last]), last, one.target)
         for last, one in enumerate(instructions)

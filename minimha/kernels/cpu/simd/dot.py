@@ -1,10 +1,10 @@
 """Compute S = Q Kᵀ and O += P V for few queries, reading each row of K and V once.
 
 K and V are floats, or the bits of bfloat16 numbers (uint16), which are widened when loaded. Rows
-may be anywhere, as in pages. ``starts`` has the offset of each row, and of ``ROWS_AHEAD`` more,
-which are prefetched: the CPU's own prefetching stops at the end of a page. For rows at a constant
-stride ``starts`` is a pair, the first offset and the stride, which costs nothing to read. Arrays
-that are ``far``, in memory, are prefetched into L2 first, which allows more cache lines in flight.
+may be anywhere, as in pages. ``starts`` has the offset of each row, and of ``ROWS_AHEAD`` more
+rows, which are prefetched: the CPU's own prefetching stops at the end of a page. For rows at a
+constant stride ``starts`` is a pair, the first offset and the stride, which costs nothing to read.
+Arrays in memory (``far``) are prefetched into L2 first, which allows more cache lines in flight.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _start_at(starts, r):
 
 
 def _starts(context, builder, kind, starts, first):
-    """Return start(r), which generates item first + r of ``starts``, of numba's type ``kind``."""
+    """Return start(r), which generates item first + r of ``starts``, of the numba type ``kind``."""
     if isinstance(kind, types.BaseTuple):
         begin, stride = cgutils.unpack_tuple(builder, starts)
         begin = builder.add(begin, builder.mul(first, stride))
@@ -60,7 +60,7 @@ def _rows(builder, X, start, r, number, ahead=0):
 
 
 def _prefetch_to_L2(builder, X, kind, starts, r, number, columns):
-    """Prefetch ``number`` rows, ``ROWS_AHEAD`` after row r; ``kind`` is numba's type of X."""
+    """Generate prefetches of ``number`` rows from r + ``ROWS_AHEAD`` on; ``kind`` is X's type."""
     rows = _rows(builder, X, starts, r, number, ROWS_AHEAD)
 
     def lines(k, _):
@@ -72,7 +72,7 @@ def _prefetch_to_L2(builder, X, kind, starts, r, number, columns):
 
 
 def _prefetcher(builder, vector, X, starts, r, number, columns):
-    """Return prefetch_rows(k): vector k of rows r + ``ROWS_AHEAD_OF_L1`` and following into L1."""
+    """Return prefetch_rows(k): prefetch vector k of the rows ``ROWS_AHEAD_OF_L1`` after r into L1."""
     # Memory delivers sequential addresses faster: contiguous rows are fetched one after the other.
     rows = _rows(builder, X, starts, r, number, ROWS_AHEAD_OF_L1)
     last = builder.gep(rows[0], [builder.mul(INT(number - 1), columns)])
@@ -89,7 +89,7 @@ def _prefetcher(builder, vector, X, starts, r, number, columns):
 
 
 def _loop_far_or_near(builder, far, stop, step, body):
-    """Generate two loops of ``body(n, is_far)``, each without branches; ``far`` chooses one."""
+    """Generate two loops of ``body(n, is_far)`` without branches inside; ``far`` chooses one."""
     with builder.if_else(far) as branches:
         for is_far, branch in zip((True, False), branches, strict=True):
             with branch:
@@ -97,7 +97,7 @@ def _loop_far_or_near(builder, far, stop, step, body):
 
 
 def _loader(vector, kind):
-    """Return the method that loads a vector of K or V, whose numba type is ``kind``."""
+    """Return the method that loads a vector of K or V of the numba type ``kind``."""
     return vector.load_bfloat16 if kind.dtype == types.uint16 else vector.load
 
 
@@ -158,7 +158,7 @@ def _horizontal_sums(builder, vector, values):
 
 
 def _dots(queries, together, vectors):
-    """Return a primitive: products of ``queries`` rows of B with one vector's width of rows of A.
+    """Return a primitive that multiplies ``queries`` rows of B by one vector's width of rows of A.
 
     ``together`` rows of A are read side by side, so that each loaded vector of B is used for all of
     them. A step reads ``vectors`` vectors of each row. The depth is a multiple of the width.
@@ -244,7 +244,7 @@ _dots_of_4, _dots_of_2, _dots_of_1 = _dots(4, TOGETHER, 1), _dots(2, TOGETHER, 1
 
 @jit
 def dot_products(A, starts, a, B, b, b_row, C, c, c_row, rows, queries, depth, far):
-    """C[c + g · c_row + r] = Σ_k A[starts[a + r] + k] · B[b + g · b_row + k], reading A once.
+    """Set C[c + g · c_row + r] = Σ_k A[starts[a + r] + k] · B[b + g · b_row + k], reading A once.
 
     This holds for r < ``rows`` and g < ``queries``; all arrays are flat.
     """
@@ -278,7 +278,7 @@ def dot_products(A, starts, a, B, b, b_row, C, c, c_row, rows, queries, depth, f
 
 
 def _weigh(queries, keys):
-    """Return a primitive: O += P V for ``queries`` rows of O, ``keys`` rows of V at a time.
+    """Return a primitive for O += P V with ``queries`` rows of O, ``keys`` rows of V at a time.
 
     The weights stay in registers while ``keys`` rows of V are read side by side, and prefetched in
     memory order. A row of O is loaded and stored once for these keys. ``columns`` is a multiple of
@@ -341,7 +341,7 @@ _weigh_4, _weigh_2, _weigh_1 = (_weigh(queries, 4) for queries in (4, 2, 1))
 
 @jit
 def weighted_rows(P, p, p_row, V, starts, v, O, o, o_row, rows, columns, depth, far):
-    """O += P V for ``rows`` rows of O, reading V from memory once.
+    """Add P V to ``rows`` rows of O, reading V from memory once.
 
     All arrays are flat. P's element (r, k) is at p + r · p_row + k, V's row k at starts[v + k],
     O's row r at o + r · o_row.

@@ -9,13 +9,13 @@ from minimha.kernels.cpu.jit import jit
 
 @jit
 def of_bfloat16(bits):
-    """Return the float32 whose upper half is ``bits``."""
+    """Return the float32 whose upper 16 bits are ``bits``, those of a bfloat16."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @jit
 def of_float16(bits):
-    """Return the float32 equal to the float16 with these bits."""
+    """Return the float32 equal to the float16 with these ``bits``."""
     word = np.uint32(bits)
     rest = np.uint32((word & np.uint32(0x7FFF)) << np.uint32(13))
     # With exponent and mantissa shifted, finite numbers, also subnormal ones, are 2^112 too small.
@@ -31,7 +31,7 @@ def of_float16(bits):
 
 @jit
 def to_bfloat16(word):
-    """Return the bits of the bfloat16 nearest to the float32 of bits ``word``; ties go to even."""
+    """Return the bits of the bfloat16 nearest to the float32 with bits ``word``, ties to even."""
     upper = np.uint32(word >> np.uint32(16))
     nearest = np.uint32(word + np.uint32(0x7FFF) + (upper & np.uint32(1))) >> np.uint32(16)
     is_nan = np.uint32(word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -40,7 +40,7 @@ def to_bfloat16(word):
 
 @jit
 def to_float16(word):
-    """Return the bits of the float16 nearest to the float32 of bits ``word``; ties go to even."""
+    """Return the bits of the float16 nearest to the float32 with bits ``word``, ties to even."""
     size = np.uint32(word & np.uint32(0x7FFFFFFF))
     odd = np.uint32(size >> np.uint32(13)) & np.uint32(1)
     # The exponent minus 112: its bias is 15 instead of 127.

@@ -79,7 +79,7 @@ def release_tiles(typing):
 
 
 def _column(tiles, parts_of_A, parts_of_B):
-    """Return a primitive for ``tiles`` tiles of C, one below the other; A and B have parts."""
+    """Return a primitive for ``tiles`` tiles of C below each other; A and B consist of parts."""
 
     @intrinsic
     def column(typing, A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, depth, adds):
@@ -135,7 +135,7 @@ def _column(tiles, parts_of_A, parts_of_B):
 
 
 def _product(parts_of_A, parts_of_B):
-    """Return ``matrix_product`` for numbers of parts; C stays in tiles until all are added."""
+    """Return ``matrix_product`` for these numbers of parts, with C in tiles until all are added."""
     two, one = (_column(tiles, parts_of_A, parts_of_B) for tiles in (TOGETHER, 1))
 
     def product(A, a, a_row, a_part, B, b, b_row, b_part, C, c, c_row, rows, columns, depth, adds):
@@ -164,7 +164,7 @@ def matrix_product(
     A, a, a_row, a_part, a_parts, B, b, b_row, b_part, b_parts, C, c, c_row, rows, columns, depth,
     adds,
 ):  # fmt: skip
-    """C = A B, or C += A B if it ``adds``; A and B are sums of one or two parts.
+    """Set C = A B, or C += A B if it ``adds``; A and B are sums of one or two parts.
 
     Row r of part p of A starts at a + p · a_part + r · a_row and has ``depth`` 16-bit numbers, a
     multiple of ``DEPTH``. Row k of part p of B starts at b + p · b_part + k · b_row and has

@@ -42,7 +42,7 @@ def matrix(typing, X, offset, rows, columns):
 
 
 def _integers(type_of):
-    """Return a primitive: a view of the memory of X as integers of the type ``type_of(X)``."""
+    """Return a primitive that views the memory of X as integers of the type ``type_of(X)``."""
 
     @intrinsic
     def integers(typing, X):
@@ -77,9 +77,9 @@ def _view(context, builder, kind, pointer, shape):
 
 @intrinsic
 def fetch_add(typing, counters, n):
-    """counters[n] += 1, atomically; return the old value.
+    """Increment counters[n] atomically, and return the old value.
 
-    A thread that counts later also sees everything that this thread wrote earlier.
+    A thread that increments later also sees everything that this thread wrote earlier.
     """
     signature = types.int64(counters, types.intp)
 
@@ -91,7 +91,7 @@ def fetch_add(typing, counters, n):
 
 
 def prefetch(builder, pointer, level):
-    """Prefetch the cache line at ``pointer``, which may be any address, into L1 or L2."""
+    """Generate a prefetch of the cache line at ``pointer``, any address, into L1 or L2."""
     address = builder.bitcast(pointer, ir.IntType(8).as_pointer())
     number = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
@@ -101,7 +101,7 @@ def prefetch(builder, pointer, level):
 
 @intrinsic
 def prefetch_to_L2(typing, X, offset):
-    """Prefetch the cache line of element ``offset`` of X."""
+    """Prefetch the cache line of element ``offset`` of X into the L2 cache."""
 
     def generate(context, builder, signature, arguments):
         prefetch(builder, pointer_to(context, builder, signature.args[0], *arguments), 2)

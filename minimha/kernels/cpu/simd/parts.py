@@ -138,7 +138,7 @@ def _pack(X, x, x_row, to, first, row, part, rows, n, is_bfloat16):
 
 @intrinsic
 def split_rows(typing, S, s, n, lanes):
-    """Replace each two rows of S by the pairs of their first parts and of their second parts.
+    """Split each two rows of S: one becomes pairs of first parts, the other of second parts.
 
     S has n rows of weights, an even number, from S[s] on. Second parts are rounded, first parts are
     not, so that NaN stays NaN with any payload.

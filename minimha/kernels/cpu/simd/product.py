@@ -28,7 +28,7 @@ def whole_tiles(rows):
 def _register_tile(vectors, adds):
     """Return a primitive for a register tile of ``ROWS`` × ``vectors`` vectors of sums.
 
-    If fewer rows are left, the last row is read again in place of each missing row.
+    If fewer rows are left, the last row is read again instead of each missing row.
     """
 
     @intrinsic

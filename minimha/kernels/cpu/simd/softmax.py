@@ -17,7 +17,7 @@ TOGETHER = 8  # rows of a column that are computed independently of each other
 
 
 def _down_columns(builder, vector, rows, lanes, initial, fold, finish):
-    """Generate, for each column, values = fold(places, values, lane), then finish(values, lane).
+    """Generate values = fold(places, values, lane) down each column, then finish(values, lane).
 
     ``fold`` gets the places of ``TOGETHER`` rows, or of one row among the last. The first values
     are ``initial``, and ``lane`` is the first lane of the column.
@@ -73,7 +73,7 @@ def _lanes_max(typing, S, s, n, vectors, M):
 
 @jit
 def lanes_max(S, s, n, vectors, M):
-    """M[lane] = the largest of n rows S[s + row · lanes + lane]; NaN is ignored."""
+    """Set M[lane] to the largest of n rows S[s + row · lanes + lane], ignoring NaN."""
     _lanes_max(S, s, n, vectors, M)
 
 
@@ -199,7 +199,7 @@ def _cap(typing, S, s, n, cap):
 
 @jit
 def soft_cap(S, s, n, cap):
-    """S = cap · tanh(S / cap) for n items from S[s] on."""
+    """Set S = cap · tanh(S / cap) for n items from S[s] on."""
     width = VECTOR_BITS // (8 * S.itemsize)
     full = n // width * width
     _cap(S, s, full, S.dtype.type(cap))
@@ -241,7 +241,7 @@ def _lanes_exp(typing, S, s, n, vectors, scale, M, T):
 
 @jit
 def lanes_exp(S, s, n, vectors, scale, M, T):
-    """S = exp(scale S - M[lane]) for n rows of lanes from S[s] on, T[lane] = the sum over rows.
+    """Set S = exp(scale S - M[lane]) for n rows from S[s] on, and T[lane] to the sum over rows.
 
     scale S - M must be at most 88 (float64: 709). A result that is not normal is 0, as for -inf.
     """
@@ -250,7 +250,7 @@ def lanes_exp(S, s, n, vectors, scale, M, T):
 
 @intrinsic
 def scale_lanes(typing, X, x, rows, lanes, F):
-    """X[x + row · lanes + lane] *= F[lane] for row < ``rows``; lanes are whole vectors."""
+    """Multiply X[x + row · lanes + lane] by F[lane] for row < ``rows``; lanes are whole vectors."""
     signature = types.void(X, types.intp, types.intp, types.intp, F)
 
     def generate(context, builder, signature, arguments):
@@ -274,7 +274,7 @@ def scale_lanes(typing, X, x, rows, lanes, F):
 
 @intrinsic
 def round_lanes(typing, X, x, rows, lanes, F, to):
-    """to[i] = the bits of the bfloat16 nearest to X[x + i] · F[lane], where i = row · lanes + lane.
+    """Set to[i] to the bits of the bfloat16 nearest to X[x + i] · F[lane], i = row · lanes + lane.
 
     Returns whether all products are finite; if not, ``to`` is invalid. X is float32.
     """

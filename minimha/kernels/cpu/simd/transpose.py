@@ -15,12 +15,12 @@ TALLEST = 16  # rows of a block
 
 @jit_too
 def block_shape(itemsize):
-    """Return the rows and columns of a block that is transposed in registers."""
+    """Return the numbers of rows and columns of a block that is transposed in registers."""
     return min(TALLEST, VECTOR_BITS // (8 * itemsize)), PIECE // itemsize
 
 
 def _interleaved(builder, one, other, columns):
-    """Yield two vectors, interleaved from first halves of pieces, then from second halves."""
+    """Yield two vectors that interleave first halves of pieces, then second halves."""
     number = one.type.count
     for half in range(0, columns, columns // 2):
         picks = [
@@ -80,7 +80,7 @@ def _transpose_block(typing, X, x, x_row, Y, y, y_row):
 
 @jit
 def transpose(X, x, x_row, Y, y, y_row, rows, columns):
-    """Y[y + c · y_row + r] = X[x + r · x_row + c] for r < ``rows``, c < ``columns``, all flat."""
+    """Set Y[y + c · y_row + r] = X[x + r · x_row + c] for r < ``rows`` and c < ``columns``."""
     tall, wide = block_shape(X.itemsize)
     full_rows, full_columns = rows // tall * tall, columns // wide * wide
     for r in range(0, full_rows, tall):

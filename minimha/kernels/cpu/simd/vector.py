@@ -13,7 +13,7 @@ INT = ir.IntType(64)
 
 
 def host_vectors():
-    """Return the bits of a vector register and the number of them on the target machine."""
+    """Return the bits of a vector register, and the number of such registers, of this machine."""
     if "avx512f" in FEATURES:
         return 512, 32
     if {"avx2", "fma"} <= FEATURES:
@@ -61,14 +61,14 @@ class Vector:
         return self.call(builder, "fmuladd", a, b, c)
 
     def load(self, builder, pointer, n=0):
-        """Load the n-th vector from ``pointer`` on."""
+        """Generate code that loads the n-th vector from ``pointer`` on."""
         source = builder.gep(pointer, [INT(n * self.width)])
         loaded = builder.load(builder.bitcast(source, self.type.as_pointer()))
         loaded.align = self.bits // 8
         return loaded
 
     def load_bfloat16(self, builder, pointer, n=0):
-        """Load the n-th vector of bfloat16 numbers, from bits at ``pointer``, as float32."""
+        """Generate code that loads the n-th vector of bfloat16 bits as float32."""
         bits = ir.VectorType(ir.IntType(16), self.width)
         source = builder.gep(pointer, [INT(n * self.width)])
         loaded = builder.load(builder.bitcast(source, bits.as_pointer()))
@@ -77,13 +77,13 @@ class Vector:
         return builder.bitcast(builder.shl(builder.zext(loaded, self.integers), half), self.type)
 
     def store(self, builder, value, pointer, n=0):
-        """Store the n-th vector from ``pointer`` on."""
+        """Generate code that stores ``value`` as the n-th vector from ``pointer`` on."""
         target = builder.gep(pointer, [INT(n * self.width)])
         stored = builder.store(value, builder.bitcast(target, self.type.as_pointer()))
         stored.align = self.bits // 8
 
     def store_lanes(self, builder, value, first, number, pointer):
-        """Store ``number`` lanes of ``value``, from lane ``first`` on."""
+        """Generate code that stores ``number`` lanes of ``value``, from lane ``first`` on."""
         lane = ir.IntType(32)
         picks = ir.Constant(ir.VectorType(lane, number), [lane(first + x) for x in range(number)])
         part = builder.shuffle_vector(value, value, picks)
@@ -106,7 +106,7 @@ def pointer_to(context, builder, kind, array, offset):
 
 
 def loop(builder, stop, step, initial, body):
-    """Generate ``for k in range(0, stop, step): values = body(k, values)``; return the last."""
+    """Generate ``for k in range(0, stop, step): values = body(k, values)``; return the values."""
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
     builder.branch(head)
@@ -128,7 +128,7 @@ def loop(builder, stop, step, initial, body):
 
 
 def pairwise_sum(builder, terms):
-    """Sum a power-of-two number of vectors, pair by pair."""
+    """Generate the sum of ``terms``, a power-of-two number of vectors, pair by pair."""
     while len(terms) > 1:
         pairs = zip(terms[::2], terms[1::2], strict=True)
         terms = [builder.fadd(*pair) for pair in pairs]

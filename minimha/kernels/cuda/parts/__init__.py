@@ -1,7 +1,7 @@
-"""Parts of the CUDA kernels: device functions, and factories that make them.
+"""Provide the building blocks of the CUDA kernels: device functions, and factories of them.
 
 A factory runs on the host: it takes a kernel's constants (width, dtype and options) and returns a
-device function. A factory's docstring begins with a call of that function, and says what it does.
+device function. The names in a factory's docstring are arguments of that device function.
 
 rows             addresses of rows, and vector loads and stores that spread them over lanes
 register_tiles   tiles multiplied in registers: copies and products of rung 3
@@ -9,7 +9,7 @@ fragments        tiles multiplied by ``mma``: copies and products of rungs 4 and
 warpgroups       tiles multiplied by ``wgmma``: copies and products of rung 6
 pipeline         barriers between the warpgroup that copies and those that multiply: rung 6
 mask             visible keys, and the options of scores
-nonfinite        NaN and infinity among the values: they reach only the rows that see them
+nonfinite        NaN and infinity among the values, added only to rows that see them
 online_softmax   row maxima, exponentials, rescaling, and the log-sum-exp at the end
 """
 

@@ -30,7 +30,7 @@ FORMATS = {
 
 
 def widen(dtype: str) -> Any:
-    """halves(word): widen the two 16-bit numbers of a register to float32, the lower half first."""
+    """Return a device function that widens both 16-bit numbers of a register, lower half first."""
     is_float16 = dtype == "float16"
 
     @device
@@ -70,7 +70,7 @@ class MmaTiles(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """The number of 16-byte chunks per row."""
+        """Return the number of 16-byte chunks per row."""
         return self.width // 8
 
     @property
@@ -79,7 +79,7 @@ class MmaTiles(NamedTuple):
 
     @property
     def rows_at_once(self) -> int:
-        """The number of rows that the threads copy in one pass."""
+        """Return the number of rows that the threads copy in one pass."""
         return 32 * self.warps // self.chunks
 
 
@@ -121,7 +121,7 @@ move = device(moved)
 
 
 def lane_and_row(tiles: MmaTiles) -> Any:
-    """lane_and_row(t): return the lane of thread t, and the first row of its warp in Q_i."""
+    """Return a device function that finds the lane of thread t, and its warp's first row in Q_i."""
     rows = 16 * tiles.M
 
     @device
@@ -133,7 +133,7 @@ def lane_and_row(tiles: MmaTiles) -> Any:
 
 
 def is_copied(tiles: MmaTiles) -> Any:
-    """is_copied(t, row, rows): return whether thread t copies a chunk of ``row``.
+    """Return a device function that tells whether thread t copies a chunk of ``row``.
 
     The last pass may have fewer rows, and some threads may have no chunk.
     """
@@ -148,7 +148,7 @@ def is_copied(tiles: MmaTiles) -> Any:
 
 
 def row_and_chunk(tiles: MmaTiles) -> Any:
-    """row_and_chunk(t): return the first row of which thread t copies a chunk, and the chunk.
+    """Return a device function that finds the first row and the chunk that thread t copies.
 
     The division is unsigned, so that it is a shift and a mask if the divisor is a power of 2.
     """
@@ -162,7 +162,7 @@ def row_and_chunk(tiles: MmaTiles) -> Any:
 
 
 def first_chunk(tiles: MmaTiles) -> Any:
-    """first_chunk(t, X, b, h, i): return the address of thread t's first chunk in X from row i."""
+    """Return a device function that finds the address of thread t's first chunk of X[b, h, i:]."""
     own = row_and_chunk(tiles)
 
     @device
@@ -174,9 +174,9 @@ def first_chunk(tiles: MmaTiles) -> Any:
 
 
 def prefetch_tile(tiles: MmaTiles) -> Any:
-    """prefetch(t, to, X, row_bytes, rows, present): start copies of rows into shared memory.
+    """Return a device function that starts copies of ``rows`` rows into shared memory.
 
-    ``X`` is thread t's ``first_chunk``. Of the ``rows`` rows, those from ``present`` on become 0.
+    ``X`` is thread t's ``first_chunk``. Rows from ``present`` on become 0.
     """
     chunks, at_once, tile_row = tiles.chunks, tiles.rows_at_once, tiles.row_bytes
     copies, own = is_copied(tiles), row_and_chunk(tiles)
@@ -200,7 +200,7 @@ def prefetch_tile(tiles: MmaTiles) -> Any:
 
 
 def mma_keys(tiles: MmaTiles) -> Any:
-    """multiply_keys(t, Q_i, K_j, S): compute S_ij = Q_i K_jᵀ (line 8)."""
+    """Return a device function that computes S_ij = Q_i K_jᵀ (line 8)."""
     M, N, chunks, mma = tiles.M, tiles.N, tiles.chunks, FORMATS[tiles.dtype].mma_in
     A_size, S_size, row_bytes = 4 * M, 4 * M * N, tiles.row_bytes
     half = chunks // 4 * 2
@@ -235,7 +235,7 @@ def mma_keys(tiles: MmaTiles) -> Any:
 
 
 def mma_values(tiles: MmaTiles) -> Any:
-    """multiply_values(t, V_j, P, O): O_i += P_ij V_j (line 10)."""
+    """Return a device function that computes O_i += P_ij V_j (line 10)."""
     M, N, chunks, row_bytes = tiles.M, tiles.N, tiles.chunks, tiles.row_bytes
     _, _, pack, _, mma = FORMATS[tiles.dtype]
     A_size = 4 * M
@@ -262,9 +262,9 @@ def mma_values(tiles: MmaTiles) -> Any:
 
 
 def store_tile(tiles: MmaTiles) -> Any:
-    """store(lane, first_row, tile, to, row_bytes, rows): copy a warp's rows from ``tile`` to O.
+    """Return a device function that copies a warp's rows from ``tile`` to O (lines 14 and 15).
 
-    These are lines 14 and 15. The block has ``rows`` rows in O, from the address ``to`` on.
+    The block has ``rows`` rows in O, from the address ``to`` on.
     """
     M, chunks = tiles.M, tiles.chunks
 
@@ -300,12 +300,12 @@ class DecodeTiles(NamedTuple):
 
     @property
     def sides(self) -> int:
-        """The number of rows per lane: 2 if the warp has rows g + 8, else 1."""
+        """Return the number of rows per lane: 2 if the warp has rows g + 8, else 1."""
         return self.rows // 8
 
     @property
     def q_words(self) -> int:
-        """The number of 32-bit words of a row of Q or K in a lane."""
+        """Return the number of 32-bit words of a row of Q or K in a lane."""
         return self.width // 8
 
     @property
@@ -314,7 +314,7 @@ class DecodeTiles(NamedTuple):
 
 
 def load_keys(tiles: DecodeTiles) -> Any:
-    """load(K, K_row, j, stop, g, t, K_j): load keys from j on, clipped to key ``stop`` - 1."""
+    """Return a device function that loads keys from j on, clipped to key ``stop`` - 1."""
     tiles_of_8, words = tiles.keys // 8, tiles.q_words
     load_row_of_K = load_row(words, 4, GLOBAL_U32)
 
@@ -328,7 +328,7 @@ def load_keys(tiles: DecodeTiles) -> Any:
 
 
 def load_values(tiles: DecodeTiles) -> Any:
-    """load(V, V_row, j, stop, g, t, V_j): load the values of the keys of ``load_keys``."""
+    """Return a device function that loads the values of the keys of ``load_keys``."""
     tiles_of_8, words = tiles.keys // 8, tiles.v_words
     load_row_of_V = load_row(words, 8, GLOBAL_U32)
 
@@ -343,7 +343,7 @@ def load_values(tiles: DecodeTiles) -> Any:
 
 
 def transposed_keys(tiles: DecodeTiles) -> Any:
-    """multiply_keys(Q, K_j, S): compute S = Q Kᵀ (line 8)."""
+    """Return a device function that computes S = Q Kᵀ (line 8)."""
     tiles_of_8, words, mma = tiles.keys // 8, tiles.q_words, FORMATS[tiles.dtype].mma
 
     @device
@@ -362,7 +362,7 @@ def transposed_keys(tiles: DecodeTiles) -> Any:
 
 
 def transposed_values(tiles: DecodeTiles) -> Any:
-    """multiply_values(V_j, P_upper, P_rest, O): Oᵀ += Vᵀ Pᵀ (line 10)."""
+    """Return a device function that computes Oᵀ += Vᵀ Pᵀ (line 10)."""
     tiles_of_8, words, sides = tiles.keys // 8, tiles.v_words, tiles.sides
     mma = FORMATS[tiles.dtype].mma
 

@@ -50,7 +50,7 @@ class ScoreOptions(NamedTuple):
 
     @property
     def hide_keys(self) -> bool:
-        """True if options may hide single keys, so that no tile counts as full."""
+        """Tell whether options may hide single keys, so that no tile counts as full."""
         return self.has_mask or self.has_bias
 
 
@@ -69,9 +69,10 @@ def visible_keys(i_start, i_stop, b, o):
 
 @device
 def tile_bounds(i_start, i_stop, b, o):
-    """Return start, stop, full_start, full_stop: keys that any query sees, and that all see.
+    """Return start, stop of the keys that any query sees, and start, stop of those that all see.
 
-    All queries see the keys from the first key of the last query to the last key of the first one.
+    All queries see the keys from the first key of the last query to the last key of the first
+    query.
     """
     start, stop = visible_keys(i_start, i_stop, b, o)
     full_start, _ = visible_keys(i_stop - 1, i_stop, b, o)
@@ -90,10 +91,10 @@ def pair_address(X, b, h, i, j, itemsize):
 
 
 def scored_pair(options: ScoreOptions) -> Any:
-    """scored(s, is_visible, distance, slope, mask_at, bias_at, o): return score and visibility.
+    """Return a device function that computes a pair's score and visibility.
 
-    ``s`` is scaled, and ``distance`` is that of query and key. The mask and the bias of the pair
-    are read only if the key is visible so far.
+    ``s`` is the scaled score, and ``distance`` is from key to query. The mask and the bias of the
+    pair are read only if the key is visible so far.
     """
     has_softcap, has_slopes, has_mask, has_bias = options
 
@@ -115,7 +116,7 @@ def scored_pair(options: ScoreOptions) -> Any:
 
 
 def score_pair(options: ScoreOptions) -> Any:
-    """score(s, is_visible, distance, slope, mask_at, bias_at, o): return the score or -inf."""
+    """Return a device function that computes a pair's score, or -inf if the pair is hidden."""
     scored = scored_pair(options)
 
     @device
@@ -132,7 +133,7 @@ QueryOptions = namedtuple("QueryOptions", "start stop position slope mask bias")
 
 
 def query_options(options: ScoreOptions) -> Any:
-    """describe(b, h, i, mask, bias, o): return the ``QueryOptions`` of query i."""
+    """Return a device function that computes the ``QueryOptions`` of query i."""
     _, has_slopes, has_mask, has_bias = options
 
     @device
@@ -152,7 +153,7 @@ def query_options(options: ScoreOptions) -> Any:
 
 
 def score_query(options: ScoreOptions) -> Any:
-    """score(s, j, query, is_partial, mask, bias, o): return key j's final score, -inf if hidden."""
+    """Return a device function that computes key j's final score, or -inf if the key is hidden."""
     score = score_pair(options)
 
     @device
@@ -167,11 +168,11 @@ def score_query(options: ScoreOptions) -> Any:
 
 
 def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any = None) -> Any:
-    """mask_tile(S, mask, bias, o, b, h, row, column, left, right, length): apply options to S.
+    """Return a device function that applies the options to a tile S, with -inf for hidden scores.
 
-    A hidden score becomes -inf. ``row`` and ``column`` are query and key of the thread's first
-    score. ``left`` and ``right`` are bounds relative to the query's index, not to its position.
-    ``functions`` is the result of ``functions.call_functions``, or None.
+    ``row`` and ``column`` are query and key of the thread's first score. ``left`` and ``right`` are
+    bounds relative to the query's index, not to its position. The factory's ``functions`` is the
+    result of ``functions.call_functions``, or None.
     """
     columns, rows, keys, row_step = tiles.columns, tiles.rows, tiles.keys, tiles.row_step
     _, has_slopes, has_mask, has_bias = options
@@ -179,11 +180,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
     @device
     def rotate(S):
-        """Rotate the rows of S by one, so that the next row becomes S[0].
-
-        Registers cannot be indexed at run time, so a loop that is too long to be unrolled always
-        works on row 0.
-        """
+        """Rotate the rows of S by one: a loop that is not unrolled cannot index registers."""
         for j in range(keys):
             first = S[0, j]
             for i in range(rows - 1):
@@ -247,14 +244,14 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
 @device
 def last_or(i, length):
-    """Return i, at most ``length`` - 1, because later scores are not used."""
+    """Return i, but at most ``length`` - 1, because later scores are not used."""
     return int32(min(i, length - 1))
 
 
 def first_score(tiles: MmaTiles) -> Any:
-    """first_score(t, i_start, j): return query and key of thread t's first score.
+    """Return a device function that finds query and key of thread t's first score.
 
-    Callers recompute them for each tile, because registers are scarce.
+    Callers call the function again for each tile, because registers are scarce.
     """
     rows = 16 * tiles.M
 
@@ -282,7 +279,7 @@ def softcapped(x, softcap):
 
 
 def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """apply(t, S, bias, o, b, h, i_start, j_start): apply scale, softcap, bias and ALiBi to S.
+    """Return a device function that applies scale, soft cap, bias and ALiBi to S.
 
     Unlike ``score_pair``, the function computes numbers of a row or a column once per fragment.
     """
@@ -323,7 +320,7 @@ def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
 
 
 def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """visible(t, mask, bias, o, b, h, i_start, j_start, i): return bit 4 n + e for S[i, n, e]."""
+    """Return a device function that computes bits: bit 4 n + e is 1 if S[i, n, e] is visible."""
     N, B_c = tiles.N, tiles.B_c
     _, _, has_mask, has_bias = options
     corner = first_score(tiles)
@@ -360,7 +357,7 @@ def visible_bits(tiles: MmaTiles, options: ScoreOptions) -> Any:
 
 
 def hide_keys(tiles: MmaTiles) -> Any:
-    """hide(S, visible): replace scores whose bit in ``visible`` is 0 by -inf."""
+    """Return a device function that writes -inf for scores whose bit in ``visible`` is 0."""
     M, N = tiles.M, tiles.N
 
     @device

@@ -2,7 +2,7 @@
 
 A hidden key has the weight 0, and 0 · NaN is NaN: a product with all values of a tile would spoil
 rows that do not see the nonfinite value. So in tiles that are not visible to all rows such a value
-becomes 0, and is added separately to the rows that see it.
+becomes 0, and is added separately to the rows that see its key.
 """
 
 import math
@@ -23,7 +23,7 @@ from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
 
 
 def add_nonfinite_values(tiles: RegisterTiles) -> Any:
-    """add_values(P_at, V_j, column, O): do line 10 without the keys that a row does not see.
+    """Return a device function that does line 10 without the keys that a row does not see.
 
     The weight of such keys is -0, which no exponential is.
     """
@@ -49,7 +49,7 @@ def add_nonfinite_values(tiles: RegisterTiles) -> Any:
 
 
 def nonfinite_in(dtype: str) -> Any:
-    """nonfinite(word): return bit 15 or 31 set if the lower or upper half is NaN or infinite.
+    """Return a device function that sets bit 15 or 31 if a word's lower or upper half is nonfinite.
 
     Adding the lowest bit of the exponent to an exponent of ones carries into that bit.
     """
@@ -64,7 +64,7 @@ def nonfinite_in(dtype: str) -> Any:
 
 
 def zero_nonfinite_in(dtype: str) -> Any:
-    """zero_nonfinite(word): return the word with 0 for each half that is NaN or infinite."""
+    """Return a device function that replaces each nonfinite half of a word by 0."""
     nonfinite = nonfinite_in(dtype)
 
     @device
@@ -78,7 +78,7 @@ def zero_nonfinite_in(dtype: str) -> Any:
 
 
 def has_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """has_nonfinite(t, V_j): return nonzero if thread t copied a value that is NaN or infinite."""
+    """Return a device function that is nonzero if thread t copied a nonfinite value."""
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
     copies, nonfinite = fragments.is_copied(tiles), nonfinite_in(tiles.dtype)
     own = fragments.row_and_chunk(tiles)
@@ -98,7 +98,7 @@ def has_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """zero_nonfinite(t, V_j): replace nonfinite values that thread t copied by 0."""
+    """Return a device function that replaces nonfinite values that thread t copied by 0."""
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
     copies, zeroed = fragments.is_copied(tiles), zero_nonfinite_in(tiles.dtype)
     own = fragments.row_and_chunk(tiles)
@@ -117,12 +117,12 @@ def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """mark_nonfinite(t, V_j, visible, sign, has_marks, O_at, row_bytes, rows): mark rows of O.
+    """Return a device function that records in O which rows see an infinity or NaN.
 
-    The infinity of sign bit ``sign`` is added to the marks of rows that see such a value or NaN. A
-    0/1 visibility mask times a 0/1 nonfinite mask counts exactly the nonfinite values that a row
-    sees. The output's memory holds the marks, each written and read by one thread, and earlier ones
-    if ``has_marks``.
+    The infinity of sign bit ``sign`` is added to the entries of rows that see such a value or NaN.
+    A 0/1 visibility mask times a 0/1 nonfinite mask counts exactly the nonfinite values that a row
+    sees. These marks are in the output's memory, each written and read by one thread, and added to
+    earlier marks if ``has_marks``.
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
     infinity, one, pack, _, mma = fragments.FORMATS[tiles.dtype]
@@ -176,7 +176,7 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def add_nonfinite_marks(tiles: MmaTiles) -> Any:
-    """add_nonfinite(t, O, O_at, row_bytes, rows): add the marks to O_i."""
+    """Return a device function that adds the marks of ``mark_nonfinite_tile`` to O_i."""
     M, chunks = tiles.M, tiles.chunks
     place, halves = fragments.lane_and_row(tiles), fragments.widen(tiles.dtype)
 
@@ -200,10 +200,10 @@ def add_nonfinite_marks(tiles: MmaTiles) -> Any:
 
 
 def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any:
-    """add(lane, V, V_row, start, stop, O_at, rows, here, mask, bias, o): add values to rows of O.
+    """Return a device function that adds nonfinite values to the rows of O that see them.
 
-    The warp reads its keys' values once more and adds nonfinite ones to the rows of O that see
-    them, according to ``describe`` and ``score``.
+    The warp reads its keys' values once more. The factory's ``describe`` and ``score`` determine
+    which rows see a key.
     """
     nonfinite, halves = nonfinite_in(dtype), fragments.widen(dtype)
 
@@ -232,10 +232,10 @@ def add_nonfinite_rows(dtype: str, width: int, describe: Any, score: Any) -> Any
 
 
 def add_nonfinite_to_output(tiles: MmaTiles, options: ScoreOptions) -> Any:
-    """add(lane, V, V_row, start, stop, O_at, O_row, rows, b, h, i, mask, bias, o): add values to O.
+    """Return a device function that adds nonfinite values to the rows of the output that see them.
 
-    A warp reads its keys' values once more. It adds nonfinite values to the rows of O that see
-    them, among its ``rows`` rows from query i on, which its lanes have stored before.
+    A warp reads its keys' values once more. The rows are the ``rows`` rows from query i on, which
+    the warp's lanes have stored before.
     """
     words = tiles.width // 2
     pack = fragments.FORMATS[tiles.dtype].pack

@@ -33,7 +33,7 @@ def log(x):
 
 @device
 def shift_of(m):
-    """Return the shift before ``exp``: m, or 0 without keys, because -inf - -inf is NaN."""
+    """Return the shift before ``exp``: m, or 0 if no key is visible, because -inf - -inf is NaN."""
     return m if m > LOWEST else float32(0)
 
 
@@ -60,7 +60,7 @@ def bits_of(lanes: int) -> tuple[int, ...]:
 
 
 def maximum_over(*bits: int) -> Any:
-    """maximum(x): return the largest x of the lanes whose indices differ in these bits."""
+    """Return a device function: the largest x of the lanes whose indices differ in ``bits``."""
 
     @device
     def maximum(x):
@@ -72,7 +72,7 @@ def maximum_over(*bits: int) -> Any:
 
 
 def sum_over(*bits: int) -> Any:
-    """total(x): return the sum over lanes whose indices differ in these bits, in that order."""
+    """Return a device function: the sum over lanes whose indices differ in ``bits``, in order."""
 
     @device
     def total(x):
@@ -84,7 +84,7 @@ def sum_over(*bits: int) -> Any:
 
 
 def update_halves(rows: int, keys: int, words: int) -> Any:
-    """update(S, V_j, O, m, l, is_partial): do lines 9 and 10 for ``words`` columns of O in a lane.
+    """Return a device function that does lines 9 and 10 for ``words`` columns of O in a lane.
 
     This includes the product with the lane's ``keys`` values. In a partial tile hidden keys are
     left out, because 0 times NaN would be NaN.
@@ -115,7 +115,7 @@ def update_halves(rows: int, keys: int, words: int) -> Any:
 
 
 def update_transposed(tiles: DecodeTiles) -> Any:
-    """update_softmax(S, O, m, l, P_upper, P_rest, t): do line 9, and rescale O_i as in line 10.
+    """Return a device function that does line 9 and rescales O_i as in line 10.
 
     Sᵀ and Oᵀ have the layout of ``mma``. P_ij is split into two 16-bit numbers, its upper bits and
     the residual.
@@ -163,10 +163,10 @@ def update_transposed(tiles: DecodeTiles) -> Any:
 
 
 def update_registers(tiles: RegisterTiles) -> Any:
-    """update_softmax(S, O, m, l, P_at): do line 9, and rescale O_i as in line 10.
+    """Return a device function that does line 9 and rescales O_i as in line 10.
 
-    ``columns`` lanes share a row. P_ij is stored in shared memory. The weight of a hidden key is
-    -0, for ``nonfinite.add_nonfinite_values``.
+    ``tiles.columns`` lanes share a row. P_ij is stored in shared memory. The weight of a hidden key
+    is -0, for ``nonfinite.add_nonfinite_values``.
     """
     columns, rows, keys, own = tiles.columns, tiles.rows, tiles.keys, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
@@ -196,9 +196,10 @@ def update_registers(tiles: RegisterTiles) -> Any:
 
 
 def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
-    """update_softmax(S, O, m, l, factor): do line 9 for scores in the layout of ``mma``.
+    """Return a device function that does line 9 for scores in the layout of ``mma``.
 
-    ``factor`` converts scores to base 2. If ``is_plain``, ``factor`` includes their scale.
+    ``factor`` converts scores to base 2. If ``is_plain``, ``factor`` includes the scale of the
+    scores.
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
     maximum = maximum_over(1, 2)
@@ -245,7 +246,7 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
 
 
 def update_scores(tiles: MmaTiles, is_plain: bool) -> Any:
-    """update(S, correction, m, l, factor): do line 9 for 16 rows, while O_i is being computed.
+    """Return a device function that does line 9 for 16 rows, while O_i is being computed.
 
     Unlike in ``update_fragments``, the caller must multiply O_i by ``correction`` afterwards.
     """

@@ -1,7 +1,7 @@
 """Pass tiles of K and V from the copying warpgroup to the multiplying ones, for rung 6.
 
-Copies come in steps: Q_i and the first tile of K; the next tile of K and the first one of V; and so
-on. Two mbarriers, ``full``, alternate: a thread arrives at one when its copies are complete. K
+Copies come in steps: Q_i and the first tile of K; the next tile of K and the first tile of V; and
+so on. Two mbarriers, ``full``, alternate: a thread arrives at one when its copies are complete. K
 and V have two buffers each in shared memory, which alternate too. Each buffer has an mbarrier,
 ``empty``, at which every warp arrives after multiplying the tile. For tile or step n, a thread
 waits for phase n // 2 of the mbarrier. Successive phases are distinguished by their parity.
@@ -25,7 +25,7 @@ OF_K, OF_V, FOUND, BYTES = 16, 32, 48, 56
 
 
 def start(consumers: int) -> Any:
-    """start(t, barriers): initialize the barriers; ``consumers`` warps multiply."""
+    """Return a device function that initializes the barriers; ``consumers`` warps multiply."""
 
     @device
     def start(t, barriers):
@@ -49,23 +49,23 @@ def wait_for_phase(barriers, n, of_before):
 
 @device
 def wait_until_full(barriers, step):
-    """Wait for the copies of a step, and make them visible to ``wgmma``."""
+    """Wait for the copies of ``step``, and make them visible to ``wgmma``."""
     wait_for_phase(barriers, step, 0)
     ptx.fence_proxy_async()
 
 
 @device
 def release(barriers, n, lane):
-    """Arrive for this warp at the barrier that allows tile n to be overwritten."""
+    """Arrive, once per warp, at the barrier that allows tile n to be overwritten."""
     if lane == 0:
         ptx.mbarrier_arrive(barriers + 8 * (n & 1))
 
 
 def copy_tiles(tiles: MmaTiles, hides_keys: bool) -> Any:
-    """copy(t, Q_i, K, V, barriers, q, k, v, o, b, h, kv, i_start, bounds): do lines 4 and 7.
+    """Return a device function that copies Q_i and all tiles of K and V (lines 4 and 7).
 
-    Thread t of the copying warpgroup calls ``copy``. ``bounds`` are those of ``mask.tile_bounds``,
-    with at least one key. Nonfinite values in partial tiles of V become 0.
+    Thread t of the copying warpgroup calls the function. ``bounds`` are those of
+    ``mask.tile_bounds``, with at least one key. Nonfinite values in partial tiles of V become 0.
     """
     B_r, B_c = tiles.B_r, tiles.B_c
     tiles = tiles._replace(warps=PRODUCERS // 32)

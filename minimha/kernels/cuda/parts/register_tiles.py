@@ -43,7 +43,7 @@ class RegisterTiles(NamedTuple):
 
     @property
     def long_row(self) -> int:
-        """The width plus 4, so that 8 lanes that read 16 bytes of 8 rows use different banks."""
+        """Return the width plus 4: lanes that read 16 bytes of 8 rows then use different banks."""
         return self.width + 4
 
     @property
@@ -56,15 +56,15 @@ class RegisterTiles(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of Q_i, of K_j or P_ij, and of V_j."""
+        """Return the bytes of Q_i, of K_j or P_ij, and of V_j."""
         V_j = self.B_c * self.width
         return 4 * (self.B_r * self.long_row + self.keys_or_weights + V_j)
 
 
 def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
-    """copy(t, to, row_length, X, row_stride, length): copy ``rows`` rows, 0 from ``length`` on.
+    """Return a device function that copies ``rows`` rows, with 0 from row ``length`` on.
 
-    Also return whether thread t copied a number that is NaN or infinite.
+    The device function returns whether thread t copied a number that is NaN or infinite.
     """
     threads, chunks = tiles.threads, tiles.width // 4
     # The number of reads that a thread issues at once. With more, ptxas spills registers.
@@ -99,7 +99,7 @@ def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
 
 
 def fma_keys(tiles: RegisterTiles) -> Any:
-    """multiply_keys(Q_at, K_at, S): S_ij = Q_i K_jᵀ for the thread's rows and keys (line 8)."""
+    """Return a device function: S_ij = Q_i K_jᵀ for the thread's rows and keys (line 8)."""
     width, columns, rows, keys = tiles.width, tiles.columns, tiles.rows, tiles.keys
     row_step, long_row = tiles.row_step, tiles.long_row
 
@@ -126,7 +126,7 @@ def fma_keys(tiles: RegisterTiles) -> Any:
 
 
 def fma_values(tiles: RegisterTiles) -> Any:
-    """multiply_values(P_at, V_j, column, O): O_i += P_ij V_j for the thread's numbers (line 10)."""
+    """Return a device function: O_i += P_ij V_j for the thread's numbers (line 10)."""
     width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
     few = 2 if 64 < width < 240 else 4  # weights of a row at once: with more ptxas spills

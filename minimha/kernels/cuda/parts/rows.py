@@ -19,7 +19,7 @@ def row_address(X, b, h, i, itemsize):
 
 
 def block_of(B_r: int) -> Any:
-    """block(o): return this thread block's first query, head, batch entry and key/value head.
+    """Return a device function that finds a block's first query, head, batch entry, key/value head.
 
     The last queries of a causal problem see the most keys: their blocks start first.
     """
@@ -39,7 +39,7 @@ def block_of(B_r: int) -> Any:
 
 
 def load_row(words: int, lanes: int, instructions: tuple[Any, Any, Any]) -> Any:
-    """load(address, lane, into, first): load a lane's ``words`` 32-bit words of a row.
+    """Return a device function that loads a lane's ``words`` 32-bit words of a row.
 
     ``lanes`` lanes share the row. Each lane reads 16 bytes at a time while enough are left for all
     lanes, then 8, then 4, so that neighbours read adjacent bytes.
@@ -66,7 +66,10 @@ def load_row(words: int, lanes: int, instructions: tuple[Any, Any, Any]) -> Any:
 
 
 def store_row(words: int, lanes: int, numbers: int) -> Any:
-    """store(address, lane, values): undo ``load_row``, in float32, with ``numbers`` per word."""
+    """Return a device function that stores a lane's float32 in the order of ``load_row``.
+
+    Each word of ``load_row`` stands for ``numbers`` numbers.
+    """
     fours, has_two, has_one = words // 4, words & 2, words & 1
 
     @device

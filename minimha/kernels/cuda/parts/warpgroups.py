@@ -25,14 +25,14 @@ PTX_NAMES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def tile_bytes(rows: int, width: int) -> int:
-    """Return the bytes of a tile in shared memory; the last panel may be partly empty."""
+    """Return the bytes of a tile in shared memory, whose last panel may be partly empty."""
     return -(-width // PANEL) * rows * ROW
 
 
 def swizzled(row: int, chunk: int, rows: int) -> int:
     """Return the offset in bytes of a 16-byte chunk of a row, in a tile with ``rows`` rows.
 
-    A chunk's index within its panel is XORed with the row's: 128-byte swizzle.
+    A chunk's index within its panel is XORed with the row's index: 128-byte swizzle.
 
     >>> [[swizzled(row, chunk, 8) // 16 % 8 for chunk in range(4)] for row in (0, 1, 2)]
     [[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1]]
@@ -44,7 +44,7 @@ offset_in_tile = device(swizzled)
 
 
 def chunk_of(tiles: MmaTiles) -> Any:
-    """chunk(at, t, r, rows): return row and address of the chunk that thread t copies in pass r.
+    """Return a device function that finds row and address of the chunk of thread t in pass r.
 
     If the number of rows per pass is a power of 2, the index of the first row and the increments
     have no common bit. So constants change the first address into the others.
@@ -65,7 +65,7 @@ def chunk_of(tiles: MmaTiles) -> Any:
 
 
 def fetch_tile(tiles: MmaTiles) -> Any:
-    """fetch(t, to, X, row_bytes, rows, present): start copies of rows into shared memory.
+    """Return a device function that starts copies of rows into shared memory.
 
     This is ``fragments.prefetch_tile`` in the layout of ``wgmma``.
     """
@@ -85,7 +85,10 @@ def fetch_tile(tiles: MmaTiles) -> Any:
 
 
 def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """zero_nonfinite(t, V_j): zero nonfinite values that thread t copied; return 0 if none."""
+    """Return a device function that zeroes nonfinite values that thread t copied.
+
+    The device function returns 0 if there were none.
+    """
     B_c, at_once = tiles.B_c, tiles.rows_at_once
     chunk, copies = chunk_of(tiles), is_copied(tiles)
     nonfinite, zeroed = nonfinite_in(tiles.dtype), zero_nonfinite_in(tiles.dtype)
@@ -107,7 +110,7 @@ def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def descriptor_of(panel: int) -> Any:
-    """descriptor(at): return the descriptor of a matrix at ``at``, in panels of ``panel`` bytes.
+    """Return a device function that describes a matrix at ``at``, in panels of ``panel`` bytes.
 
     Groups of eight rows are contiguous. The stride of panels is used only if rows are contiguous
     across the direction of the sum.
@@ -122,7 +125,7 @@ def descriptor_of(panel: int) -> Any:
 
 
 def start_keys(tiles: MmaTiles) -> Any:
-    """start_keys(Q, K_j, S): issue S_ij = Q_i K_jᵀ (line 8); Q is the warpgroup's rows."""
+    """Return a device function that issues S_ij = Q_i K_jᵀ (line 8) for the warpgroup's rows Q."""
     Q_panel, K_panel = tiles.B_r * ROW, tiles.B_c * ROW
     describe_Q, describe_K = descriptor_of(Q_panel), descriptor_of(K_panel)
     # 16 columns are 32 bytes of a panel's row; descriptors count 16.
@@ -140,7 +143,7 @@ def start_keys(tiles: MmaTiles) -> Any:
 
 
 def start_values(tiles: MmaTiles) -> Any:
-    """start_values(P, V_j, O): issue O_i += P_ij V_j (line 10)."""
+    """Return a device function that issues O_i += P_ij V_j (line 10)."""
     describe = descriptor_of(tiles.B_c * ROW)
     steps = [x * (16 * ROW >> 4) for x in range(tiles.B_c // 16)]
     start = ptx.wgmma_registers(PTX_NAMES[tiles.dtype], tiles.width, steps)
@@ -153,7 +156,7 @@ def start_values(tiles: MmaTiles) -> Any:
 
 
 def rescale_and_pack(tiles: MmaTiles) -> Any:
-    """rescale_and_pack(S, P, O, correction): rescale O_i, and round S to P_ij."""
+    """Return a device function that rescales O_i, and rounds S to P_ij."""
     P_size, chunks, pack = tiles.B_c // 4, tiles.chunks, FORMATS[tiles.dtype].pack
 
     @device
