@@ -72,7 +72,7 @@ def _prefetch_to_L2(builder, X, kind, starts, r, number, columns):
 
 
 def _prefetcher(builder, vector, X, starts, r, number, columns):
-    """Return prefetch_rows(k): prefetch vector k of the rows ``ROWS_AHEAD_OF_L1`` after r into L1."""
+    """Return prefetch_rows(k), which prefetches vector k of later rows into L1."""
     # Memory delivers sequential addresses faster: contiguous rows are fetched one after the other.
     rows = _rows(builder, X, starts, r, number, ROWS_AHEAD_OF_L1)
     last = builder.gep(rows[0], [builder.mul(INT(number - 1), columns)])
