@@ -1,4 +1,4 @@
-"""Whole models, from a sentence to the next word: embeddings, layers, logits, checkpoints."""
+"""Run whole models, from a sentence to the next word: embeddings, layers, logits, checkpoints."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

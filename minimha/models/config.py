@@ -1,4 +1,4 @@
-"""The sizes and settings of a transformer."""
+"""Define ``Config``, the sizes and settings of a transformer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minimha.layers.rope import RoPE
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a transformer, and the settings in which families differ.
+    """The sizes of a transformer, and the settings in which families of models differ.
 
     Attributes
     ----------
@@ -21,7 +21,7 @@ class Config:
     num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff : int
         The number of layers, and E, H, Hkv, D and F of each layer.
     max_length : int
-        The most tokens that the model was made for.
+        The largest number of tokens that the model can read.
     epsilon : float
         The ε of the norms.
     activation : {"relu", "gelu", "gelu_tanh", "silu"}
@@ -31,7 +31,7 @@ class Config:
     ropes : tuple of RoPE or None, one per layer
         The layer's rotary embedding, if any.
     windows : tuple of int or None, one per layer
-        The most tokens that a query sees, itself included; None for all.
+        The largest number of tokens that a query sees, itself included; None for all.
     scale : float, optional
         The scores' scale. Default is 1/√D.
     softcap, logit_softcap : float, optional

@@ -1,4 +1,4 @@
-"""Embeddings: each token becomes a row of numbers, for its word and its position.
+"""Turn each token into a row of numbers, for its word and its position.
 
 Axes: ``L`` tokens, ``E`` model width, ``V`` vocabulary, ``P`` positions.
 """
@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 
 def sinusoidal(num_positions: int, d_model: int) -> NDArray[np.float64]:
-    """sin(p / 10000^(2i/E)) in column 2i and cos in column 2i + 1 of row p, shape (P, E), float64.
+    """Return sin(p / 10000^(2i/E)) in column 2i and cos in column 2i + 1 of row p, (P, E), float64.
 
     Vaswani et al., "Attention Is All You Need", 2017, section 3.5. E must be even.
 
@@ -35,7 +35,7 @@ def sinusoidal(num_positions: int, d_model: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, eq=False)
 class Embeddings:
-    """scale · tokens[id] + types[t] + positions[p]: one row per token.
+    """The embeddings scale · tokens[id] + types[t] + positions[p], one row per token.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Embeddings:
         self, ids: NDArray[np.int64], start: int = 0, tap: Tap = no_tap,
         types: NDArray[np.int64] | None = None,
     ) -> Array:  # fmt: skip
-        """Return the rows (L, E) of the tokens ids (L,), which are at positions from ``start`` on.
+        """Return the rows (L, E) of the tokens ``ids`` (L,), at positions from ``start`` on.
 
         ``tap`` receives embedded; with positions, it first receives wte (types included) and wpe.
         ``types`` (L,) are 0 by default.

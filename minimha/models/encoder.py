@@ -1,4 +1,4 @@
-"""Encoders, in which every token sees all tokens, before and after it.
+"""Compute encoders, in which every token sees all tokens, before and after it.
 
 tokens → embedded → layers → one row per token → logits of the masked tokens
 
@@ -30,7 +30,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class MaskedHead:
-    """norm(activation(x W + b)) W_vocab + b_vocab: the logits of a masked token.
+    """The head norm(activation(x W + b)) W_vocab + b_vocab: the logits of a masked token.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class MaskedHead:
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """layers(norm(embedded tokens)): an encoder like BERT.
+    """An encoder like BERT: layers(norm(embedded tokens)).
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class Encoder:
         self, ids: str | ArrayLike, types: ArrayLike | None = None, *, backend: Backend = "auto",
         tap: Tap = no_tap, replace: Steps = None,
     ) -> Array:  # fmt: skip
-        """Return for each position the logits (L, V) of its token before masking.
+        """Return the logits (L, V) of the original token at each position, which may be masked.
 
         Parameters are those of ``hidden``.
 
@@ -136,7 +136,7 @@ class Encoder:
             return np.asarray(tap("logits", logits))
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the tokens' numbers (L,), checked; text goes through the tokenizer."""
+        """Return the checked numbers (L,) of the tokens; text goes through the tokenizer."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _types(self, types: ArrayLike | None, L: int) -> NDArray[np.int64] | None:

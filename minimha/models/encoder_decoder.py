@@ -1,4 +1,4 @@
-"""Encoder and decoder: a source text is encoded, and a target text is generated from it.
+"""Generate a target text from a source text, with an encoder and a decoder.
 
 source → encoder → memory;  target → decoder, which attends to the memory → logits of the next token
 
@@ -36,7 +36,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class RelativeBias:
-    """T5's learned bias for the distance of a key from its query.
+    """A learned bias of T5 for the distance of a key from its query.
 
     ``table`` is (buckets, H); other attributes are as in ``minimha.layers.biases.t5_bias``.
     """
@@ -69,7 +69,7 @@ class DecoderCache:
 
 @dataclass(frozen=True, eq=False)
 class EncoderDecoder:
-    """logits = unembedding(decoder(target, encoder(source))): the first transformer, and T5.
+    """A model unembedding(decoder(target, encoder(source))): the first transformer, and T5.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class EncoderDecoder:
         self, memory: ArrayLike, target: str | ArrayLike, *, cache: DecoderCache | None = None,
         backend: Backend = "auto", tap: Tap = no_tap, replace: Steps = None,
     ) -> Array:  # fmt: skip
-        """Return for each token of the target the logits of the token after it.
+        """Return for each token of the target the logits of the next token.
 
         Parameters
         ----------
@@ -239,14 +239,14 @@ class EncoderDecoder:
         return generated(logits, np.array([self.start]), count, sample, last)
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the tokens' numbers (L,), checked; text goes through the tokenizer."""
+        """Return the checked numbers (L,) of the tokens; text goes through the tokenizer."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _decoded(
         self, memory: Array, tokens: NDArray[np.int64], cache: DecoderCache | None,
         backend: Backend, tap: Tap = no_tap,
     ) -> Array:  # fmt: skip
-        """Compute the target's rows after the last layer, (1, L, E)."""
+        """Return the target's rows after the last layer, (1, L, E)."""
         start = 0 if cache is None else int(cache.own[0].lengths[0])
         self._check_length("target", len(tokens), start)
         x = self.target(tokens, start, tap)[None]
@@ -262,7 +262,7 @@ class EncoderDecoder:
         return x
 
     def _check_length(self, name: str, num_tokens: int, start: int) -> None:
-        """Raise a ValueError if tokens exceed a table of positions; relative ones have no limit."""
+        """Raise ValueError if tokens exceed a table of positions; relative ones have no limit."""
         if self.target.positions is not None:
             check_length(name, num_tokens, start, self.config.max_length)
 

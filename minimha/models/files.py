@@ -1,4 +1,4 @@
-"""Reads the files of a model: only regular files of limited size; a device may have no end."""
+"""Read the files of a model: only regular files of limited size, since a device may have no end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LARGEST_JSON = 2**22  # bytes
 
 
 def check_file(path: Path) -> None:
-    """Raise a ValueError unless ``path`` is a regular file."""
+    """Raise ValueError unless ``path`` is a regular file."""
     if not path.is_file():
         raise ValueError(f"{path} is {'no regular file' if path.exists() else 'missing'}")
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Return the bytes of a file; a missing or too long one raises a ValueError."""
+    """Return the bytes of a file; raise ValueError if it is missing or longer than ``largest``."""
     check_file(path)
     if path.stat().st_size > largest:
         raise ValueError(f"{path} is too long: expected at most {largest:,} bytes")
@@ -24,7 +24,7 @@ def read_bytes(path: Path, largest: int) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; any other content raises a ValueError."""
+    """Return the object in a JSON file; raise ValueError for any other content."""
     text = read_bytes(path, LARGEST_JSON)
     try:
         value = json.loads(text)

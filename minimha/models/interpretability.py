@@ -1,4 +1,4 @@
-"""Looks inside a model: what heads attend to, and logits without heads or after each layer.
+"""Look inside a model: what heads attend to, and logits without heads or after each layer.
 
 Axes: ``L`` tokens, ``H`` heads, ``Dv`` width of a value, ``V`` vocabulary.
 """
@@ -26,7 +26,7 @@ Prompt = str | Sequence[int] | Ids
 
 
 class Head(NamedTuple):
-    """A head by its layer and its number, both from 0; written L1H0."""
+    """A head, given by its layer and its number, both from 0; written L1H0."""
 
     layer: int
     number: int
@@ -36,7 +36,7 @@ class Head(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, config: Config) -> Head:
-        """Return the head of the model that ``text`` names, such as "L1H0" or "1.0"."""
+        """Return the model's head that ``text`` names, such as "L1H0" or "1.0"."""
         parts = text.upper().removeprefix("L").replace("H", ".").split(".")
         if len(parts) == 2 and all(part.isascii() and part.isdigit() for part in parts):
             head = cls(*(int(part[:9]) for part in parts))
@@ -77,7 +77,7 @@ def without_heads(
 def _without(
     whole: MultiHeadAttention, numbers: Sequence[int], means: Array | None
 ) -> MultiHeadAttention:
-    """Copy ``whole`` without these heads; b_o includes their means (H, Dv), if given."""
+    """Copy ``whole`` without the heads ``numbers``; b_o includes their means (H, Dv), if given."""
     less = copy.copy(whole)
     W_o = whole.W_o.reshape(whole.num_heads, whole.value_dim, -1).copy()
     if means is not None:
@@ -125,7 +125,7 @@ def lens(
     Returns
     -------
     ndarray of shape (1 + layers, n, V), float32
-        Logits after the last layer are the model's own.
+        Logits after the last layer are those of ``model.logits``.
 
     Raises
     ------
@@ -152,31 +152,34 @@ def _places(name: str, given: ArrayLike, count: int) -> Ids:
 
 
 def previous(ids: Ids) -> NDArray[np.bool_]:
-    """True at j = i - 1, the previous token (Clark et al. 2019, section 3.1)."""
+    """Mark key j = i - 1, the previous token, in a mask (L, L) (Clark et al. 2019, section 3.1)."""
     return np.eye(len(ids), k=-1, dtype=bool)
 
 
 def first(ids: Ids) -> NDArray[np.bool_]:
-    """True at j = 0 < i, the first token (Clark et al. 2019; Xiao et al. 2024: attention sinks)."""
+    """Mark key 0 for queries i > 0: the first token.
+
+    Clark et al. 2019; Xiao et al. 2024, who call these keys attention sinks.
+    """
     i = np.arange(len(ids))
     return np.asarray((i[:, None] > 0) & (i == 0))
 
 
 def itself(ids: Ids) -> NDArray[np.bool_]:
-    """True at j = i > 0, the query's own token; the first query sees no other."""
+    """Mark key j = i > 0, the query's token; the first query is left out: it sees no other."""
     found = np.eye(len(ids), dtype=bool)
     found[:1] = False
     return found
 
 
 def matching(ids: Ids) -> NDArray[np.bool_]:
-    """True at j < i with the token of query i (Wang et al. 2022: duplicate token heads)."""
+    """Mark keys j < i with the token of query i (Wang et al. 2022: duplicate token heads)."""
     found: NDArray[np.bool_] = np.tril(ids[:, None] == ids, k=-1)
     return found
 
 
 def induction(ids: Ids) -> NDArray[np.bool_]:
-    """True at j <= i if key j - 1 has the token of query i.
+    """Mark keys j <= i after an earlier token that equals the token of query i.
 
     Elhage et al. 2021, "Induction Heads"; Olsson et al. 2022, who call the score prefix matching.
     """
@@ -198,7 +201,7 @@ class Behaviours:
     Attributes
     ----------
     names : tuple of str
-        The n patterns that mark a key in some prompt.
+        The n patterns that mark a key in at least one prompt.
     scores : ndarray of shape (layers, H, n)
         The total weight of the marked keys, averaged over the queries that have a marked key.
     uniform : ndarray of shape (n,)
@@ -216,7 +219,7 @@ class Behaviours:
 def behaviours(
     model: Transformer, prompts: Iterable[Prompt], patterns: Mapping[str, Pattern] = PATTERNS
 ) -> Behaviours:
-    """Score every head of a model by every pattern.
+    """Compute how much attention every head of a model gives to the keys of every pattern.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
-"""One layer of a transformer: attention and a feed-forward, each with a norm and a residual.
+"""Compute one layer of a transformer: attention and a feed-forward, each with norm and residual.
 
-A part f computes x + f(norm(x)) if norms come first, or norm(x + f(x)) if they follow.
+A part f, such as attention, computes x + f(norm(x)) if norms come first, else norm(x + f(x)).
 
 Axes: ``B`` batch, ``L`` tokens, ``Ls`` tokens of an encoder's output, ``E`` model width.
 """
@@ -26,18 +26,18 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Attention, cross-attention if ``cross`` is given, and a feed-forward.
+    """A layer of attention, cross-attention if ``cross`` is given, and a feed-forward.
 
     Parameters
     ----------
     attention_norm, feed_forward_norm : Norm
-        Norms of each part's input, or of its sum if ``norm_first`` is False.
+        Norms of each part's input x, or of the sum x + f(x) if ``norm_first`` is False.
     attention : MultiHeadAttention
     feed_forward : FeedForward
     attention_output_norm, feed_forward_output_norm : Norm, optional
         Norms of each part's output, before it is added to the input.
     window : int, optional
-        The most tokens that a causal query sees, itself included. Default is all.
+        The largest number of tokens that a causal query sees, itself included. Default is all.
     scale, softcap : float, optional
         Options of ``minimha.attention``.
     norm_first : bool, default True
@@ -68,7 +68,7 @@ class Layer:
     cross_norm: Norm | None = None
 
     def __call__(self, x: Array, tap: Tap = no_tap, **options: Any) -> Array:
-        """Compute the layer's output (B, L, E) from x (B, L, E); options are those of ``attend``.
+        """Return the layer's output (B, L, E) for x (B, L, E); ``options`` are those of ``attend``.
 
         ``tap`` receives x, the steps of the parts, added, and residual, or post_residual if norms
         follow. The norms' steps are named after their inputs: normed (of x), output_normed,
@@ -96,9 +96,9 @@ class Layer:
     def attend_across(
         self, x: Array, memory: Array, kept: tuple[Array, Array] | None, tap: Tap, **options: Any
     ) -> Array:
-        """Return x plus the output of cross-attention to the memory (B, Ls, E), normalised.
+        """Return x plus the output of cross-attention to ``memory`` (B, Ls, E), normalised.
 
-        ``kept`` are the memory's keys and values, if ``keys_and_values`` has made them.
+        ``kept`` has the memory's keys and values, from ``keys_and_values``, or is None.
         """
         cross, tap_inside = self.cross, renamed(tap, x=None)
         assert cross is not None  # every decoder's layer has both
@@ -115,7 +115,7 @@ class Layer:
         return self._plus(x, output, self.cross_norm, tap)
 
     def keys_and_values(self, memory: Array) -> tuple[Array, Array]:
-        """Return the keys and values (B, H, Ls, D) that ``cross`` makes from a memory."""
+        """Return the keys and values (B, H, Ls, D) that ``cross`` computes from ``memory``."""
         assert self.cross is not None
         return self.cross.project(memory[:, :0], memory, memory)[1:]
 
@@ -130,7 +130,7 @@ class Layer:
         return np.asarray(tap("residual", x + y))
 
     def _plus(self, x: Array, output: Callable[[Array], Array], norm: Norm, tap: Tap) -> Array:
-        """x + output(norm(x)), or norm(x + output(x))."""
+        """Return x + output(norm(x)), or norm(x + output(x)) if norms follow."""
         y = norm(tap("x", x), tap) if self.norm_first else tap("x", x)
         added = tap("added", x + output(y))
         return np.asarray(added if self.norm_first else norm(added, prefixed(tap, "added_")))

@@ -1,4 +1,4 @@
-"""Draws the next token from logits: by a softmax, which may be cut to the likeliest tokens.
+"""Draw the next token from logits: by a softmax, which may be cut to the most probable tokens.
 
 Axes: ``V`` vocabulary.
 """
@@ -21,7 +21,7 @@ def probabilities(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> NDArray[np.float64]:
-    """softmax(logits / temperature), cut to the likeliest tokens and summing to 1 again.
+    """Return softmax(logits / temperature), cut to the most probable tokens and normalised again.
 
     Parameters
     ----------
@@ -29,11 +29,11 @@ def probabilities(
     temperature : float, default 1.0
         Positive. Below 1 the distribution is sharper, above 1 flatter.
     top_k : int, optional
-        Keep the k likeliest tokens, and the first of equally likely ones; 1 is greedy. Default is
-        all.
+        Keep the k most probable tokens, and of equally probable ones the first; 1 is greedy.
+        Default is all.
     top_p : float, optional
-        From 0 to 1. Of the tokens so far, keep the fewest whose probabilities sum to p or more, at
-        least one. Default is all.
+        From 0 to 1. Of the tokens that ``top_k`` keeps, keep the fewest whose probabilities sum to
+        ``top_p`` or more, at least one. Default is all.
 
     Returns
     -------
@@ -82,7 +82,7 @@ def probabilities(
 
 
 def check(temperature: Any, top_k: Any, top_p: Any) -> None:
-    """Check the options of ``probabilities``."""
+    """Raise TypeError or ValueError unless these options of ``probabilities`` are valid."""
     if number("temperature", temperature) <= 0:
         raise ValueError(
             f"{name_of('temperature')} is {temperature!r}: expected a positive number; the "
@@ -97,7 +97,7 @@ def check(temperature: Any, top_k: Any, top_p: Any) -> None:
 def sampler(
     temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0
 ) -> Callable[[ArrayLike], int]:
-    """Return a function that draws a token's number from logits (V,); options are checked here.
+    """Return a function that draws a token's number from logits (V,); check the options now.
 
     >>> sampler(top_k=1)([0.0, 3.0, 1.0])
     1
@@ -118,8 +118,8 @@ def generated(
 ) -> Iterator[int]:  # fmt: skip
     """Yield up to ``count`` sampled tokens, until one of ``ends``.
 
-    ``logits`` receives the tokens (L,) that are new to it, and returns rows of logits. The last row
-    is that of the next token.
+    ``logits`` receives the tokens (L,) that it has not received before, and returns rows of logits.
+    The last row is for the next token.
     """
     for _ in range(count):
         token = sample(logits(tokens)[-1])

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and key/value caches of known models, computed from their sizes.
+"""Compute parameters, FLOPs and key/value caches of known models from their sizes.
 
 All arithmetic is with integers. Letters: ``E`` = d_model, ``H`` = num_heads, ``Hkv`` =
 num_kv_heads, ``D`` = head_dim, ``F`` = d_ff, ``V`` = vocabulary, ``L`` = tokens.
@@ -31,7 +31,7 @@ class Preset:
     vocabulary : int
         V, the rows of the token embedding.
     max_length : int
-        The most tokens that the model was made for.
+        The largest number of tokens that the model can read.
     is_gated : bool
         Whether the feed-forward has three matrices (a gate, as in SwiGLU) instead of two.
     has_biases : bool
@@ -49,8 +49,8 @@ class Preset:
     num_segments : int, default 0
         The number of rows of the segment embedding.
     window : int, optional
-        The most keys that a decoder's query sees, its own included; older ones are not cached.
-        Default is all.
+        The largest number of keys that a decoder's query sees, its own included. Older keys are not
+        cached. Default is all.
 
     Raises
     ------
@@ -99,7 +99,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters, by part."""
+    """The numbers of parameters in the parts of a model."""
 
     attention: int
     feed_forward: int
@@ -109,13 +109,13 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Return the number of all parameters."""
         return sum(astuple(self))
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of matrix products, by part; a multiply-add counts as two.
+    """The floating-point operations of a model's matrix products; a multiply-add counts as two.
 
     Biases, norms, softmax and activations are not counted, as is usual.
     """
@@ -127,7 +127,7 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """All operations."""
+        """Return the number of all operations."""
         return sum(astuple(self))
 
 
@@ -176,7 +176,7 @@ PRESETS = {
 
 
 def find(name: str) -> Preset:
-    """Return the preset of that name; case, spaces and punctuation do not matter.
+    """Return the preset called ``name``; case, spaces and punctuation do not matter.
 
     >>> find("gpt3").name, find("llama 3 8b").num_kv_heads
     ('GPT-3', 8)
@@ -202,7 +202,7 @@ def check_length(preset: Preset, length: int) -> int:
 
 
 def parameters(preset: Preset) -> Parameters:
-    """attention + feed-forward + norms + embeddings + head: the number of weights and biases.
+    """Return the numbers of weights and biases in each part of a model.
 
     - attention: layers · (W_q, W_o: 2 · E · H · D; W_k, W_v: 2 · E · Hkv · D; biases:
       H · D + 2 · Hkv · D + E)
@@ -234,7 +234,7 @@ def parameters(preset: Preset) -> Parameters:
 
 
 def prefill_flops(preset: Preset, length: int) -> Flops:
-    """FLOPs of one pass over a prompt of ``length`` tokens: 2 · weights · L, and attention's L².
+    """Return the FLOPs of one pass over a prompt of ``length`` tokens.
 
     - projections: 2 · L · layers · 2 · E · (H + Hkv) · D
     - feed_forward: 2 · L · layers · 2 · E · F, gated 3 · E · F
@@ -273,7 +273,7 @@ def prefill_flops(preset: Preset, length: int) -> Flops:
 
 
 def decode_flops(preset: Preset, length: int) -> Flops:
-    """FLOPs of one decode step: the last of ``length`` tokens, which sees itself and earlier ones.
+    """Return the FLOPs of one decode step, for the last of ``length`` tokens.
 
     The formulas are those of ``prefill_flops``, with one token and L pairs, or min(L, w) with a
     window w. The attention of a prefill is the sum over the decode steps up to its length.
@@ -289,9 +289,10 @@ def decode_flops(preset: Preset, length: int) -> Flops:
 
 
 def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
-    """2 · layers · Hkv · D · L · bytes per number: the keys and values of one sequence, all layers.
+    """Return the bytes of all layers' keys and values for one sequence of ``length`` tokens.
 
-    With a window w, min(L, w) replaces L. ``dtype`` is "float32", "float16" or "bfloat16".
+    These are 2 · layers · Hkv · D · L · bytes per number. With a window w, min(L, w) replaces L.
+    ``dtype`` is "float32", "float16" or "bfloat16".
 
     Raises
     ------
@@ -317,16 +318,16 @@ def kv_cache_bytes(preset: Preset, length: int, dtype: str = "float16") -> int:
 
 
 def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
-    """Parameters · bytes per number: the memory of the weights.
+    """Return the memory of the weights: parameters · bytes per number.
 
     A decode step reads all weights except the embeddings of other tokens, positions and segments.
-    A token embedding that is also the head is read whole.
+    It also reads the whole token embedding if that is the head.
     """
     return parameters(preset).total * ITEM_SIZES[choice("dtype", dtype, ITEM_SIZES)]
 
 
 def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savings:
-    """Return the savings against the same model with num_kv_heads = num_heads.
+    """Return what a model saves compared with the same model with num_kv_heads = num_heads.
 
     The cache shrinks to Hkv / H, and so do W_k and W_v. The attention's FLOPs stay, since every
     query head still attends to every key. Arguments are those of ``kv_cache_bytes``.
@@ -356,22 +357,22 @@ def _flops(preset: Preset, tokens: int, pairs: int) -> Flops:
 
 
 def _projection_weights(preset: Preset) -> int:
-    """The number of weights in W_q, W_k, W_v and W_o of one layer."""
+    """Return the number of weights in W_q, W_k, W_v and W_o of one layer."""
     return 2 * preset.d_model * (preset.num_heads + preset.num_kv_heads) * preset.head_dim
 
 
 def _feed_forward_weights(preset: Preset) -> int:
-    """The number of weights in the two or three matrices of one layer."""
+    """Return the number of weights in the two or three matrices of one layer."""
     return (3 if preset.is_gated else 2) * preset.d_model * preset.d_ff
 
 
 def _head_weights(preset: Preset) -> int:
-    """The number of weights in a decoder's unembedding, or in an encoder's pooler."""
+    """Return the number of weights in a decoder's unembedding, or in an encoder's pooler."""
     return preset.d_model * (preset.vocabulary if preset.is_causal else preset.d_model)
 
 
 def _seen(preset: Preset, length: int) -> int:
-    """The number of keys that the last of ``length`` tokens sees."""
+    """Return the number of keys that the last of ``length`` tokens sees."""
     return length if preset.window is None else min(length, preset.window)
 
 

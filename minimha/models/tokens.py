@@ -1,4 +1,4 @@
-"""Tokenizers: from text to the numbers of its tokens, and back."""
+"""Convert text to the numbers of its tokens, and back, with tokenizers."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Tokenizer(Protocol):
         """Return the numbers of the tokens of ``text``."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of these tokens."""
+        """Return the text of the tokens ``ids``."""
 
     def label(self, id: int) -> str:
-        """Return a printable name of one token, never empty."""
+        """Return a printable name of the token ``id``, never empty."""
 
 
 def numbers(
@@ -84,12 +84,12 @@ def numbers(
 
 
 def ends(name: str, eos: ArrayLike | None, default: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the tokens that end a text: those of ``eos``, or the default if it is None."""
+    """Return the numbers of the tokens that end a text: ``eos``, or ``default`` if that is None."""
     return tuple(default if eos is None else as_integers(name, eos).ravel().tolist())
 
 
 def check_length(name: str, num_tokens: int, start: int, max_length: int) -> None:
-    """Raise a ValueError if tokens from position ``start`` on exceed ``max_length``."""
+    """Raise ValueError if tokens from position ``start`` on exceed ``max_length``."""
     if start + num_tokens > max_length:
         after = f" after {start} earlier ones" if start else ""
         raise ValueError(
@@ -99,23 +99,23 @@ def check_length(name: str, num_tokens: int, start: int, max_length: int) -> Non
 
 
 class SubwordTokenizer:
-    """Makes a ``tokenizers.Tokenizer`` a model's ``Tokenizer``."""
+    """A model's ``Tokenizer`` that calls a ``tokenizers.Tokenizer``."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Return the numbers of the text's tokens, marks of beginning and end included."""
+        """Return the numbers of the text's tokens, with begin and end tokens."""
         return list(self._ask("encode", text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of these tokens, marks of beginning and end included."""
+        """Return the text of the tokens ``ids``, with begin and end tokens."""
         return str(self._ask("decode", [int(n) for n in ids], False))
 
     def label(self, id: int) -> str:
         """Return the token's text, with ``_`` for a space and ``\\n`` for a new line.
 
-        A token that is a part of a character has no text; its name in the vocabulary is returned.
+        Part of a character has no text: then the token's name in the vocabulary is returned.
         """
         name, text = str(self._ask("id_to_token", int(id))), self.decode([id])
         if name.startswith("▁") and not text.startswith(" "):
@@ -167,13 +167,13 @@ class FileTokenizer(SubwordTokenizer):
 
 
 def from_file(path: Path) -> SubwordTokenizer:
-    """Return the tokenizer of a tokenizer.json, which needs the package tokenizers."""
+    """Return the tokenizer in a tokenizer.json; the package tokenizers must be installed."""
     library(path)
     return FileTokenizer(path, read_bytes(path, LARGEST_FILE).decode(errors="replace"))
 
 
 def library(path: Path | str) -> Any:
-    """Import the package tokenizers; without it, raise a ValueError that names ``path``."""
+    """Import the package tokenizers; without it, raise ValueError that names ``path``."""
     try:
         import tokenizers
     except ImportError:

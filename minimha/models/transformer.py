@@ -1,4 +1,4 @@
-"""A decoder-only transformer: from tokens to the logits of the next one.
+"""Compute a decoder-only transformer: from tokens to the logits of the next token.
 
 tokens → embedded → blocks → final norm → unembedding → logits
 
@@ -31,10 +31,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Transformer:
-    """logits = unembedding(norm(blocks(embedded tokens))): a decoder-only language model.
+    """A decoder-only language model: logits = unembedding(norm(blocks(embedded tokens))).
 
-    ``minimha.models.load`` makes one from a checkpoint. ``dataclasses.replace`` makes a variant
-    that shares all other weights.
+    ``minimha.models.load`` returns a Transformer from a checkpoint. ``dataclasses.replace`` returns
+    a variant that shares all other weights.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Transformer:
     W_vocab : ndarray of shape (E, V), optional
         The unembedding; if tied, the token embedding transposed. Without it there are no logits.
     tokenizer : Tokenizer, optional
-        Without one, text is refused.
+        Without a tokenizer, text raises ValueError.
     """
 
     config: Config
@@ -59,7 +59,7 @@ class Transformer:
         self, ids: str | ArrayLike, *, cache: Sequence[KVCache] | None = None,
         backend: Backend = "auto", tap: Tap = no_tap, replace: Steps = None,
     ) -> Array:  # fmt: skip
-        """Return for each token the logits of the token after it.
+        """Return for each token the logits of the next token.
 
         Parameters
         ----------
@@ -114,8 +114,8 @@ class Transformer:
     def unembed(self, x: Array, tap: Tap = no_tap) -> Array:
         """Return the logits (..., L, V) of rows x (..., L, E) of the residual stream.
 
-        Rows after an earlier layer give its predictions (nostalgebraist, "Interpreting GPT: the
-        logit lens", 2020).
+        Rows after an earlier layer give that layer's predictions (nostalgebraist, "Interpreting
+        GPT: the logit lens", 2020).
         """
         W_vocab, tap = self._head(), safe_tap(tap)
         normed = self.final_norm(x, prefixed(tap, "final_"))
@@ -154,7 +154,7 @@ class Transformer:
         top_k: int | None = None, top_p: float | None = None, seed: int = 0,
         eos: int | Sequence[int] | None = None, backend: Backend = "auto", replace: Steps = None,
     ) -> Iterator[int]:  # fmt: skip
-        """Yield up to ``num_tokens`` tokens, each drawn given all those before it.
+        """Yield up to ``num_tokens`` tokens, each drawn given all tokens before it.
 
         Parameters
         ----------
@@ -196,7 +196,7 @@ class Transformer:
         return generated(logits, tokens, count, sample, last)
 
     def encode(self, ids: str | ArrayLike) -> NDArray[np.int64]:
-        """Return the tokens' numbers (L,), checked; text goes through the tokenizer."""
+        """Return the checked numbers (L,) of the tokens; text goes through the tokenizer."""
         return numbers("ids", ids, self.config.vocabulary, self.tokenizer)
 
     def _head(self) -> Array:

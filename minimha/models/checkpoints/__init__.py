@@ -1,4 +1,4 @@
-"""Loads checkpoints: a folder with config.json, safetensors and tokenizer.json, or a GGUF file.
+"""Load checkpoints: a folder with config.json, safetensors and tokenizer.json, or a GGUF file.
 
 Nothing is downloaded, and no pickle is opened. Each family of models has a module, which
 knows the keys of its config.json and the names of its tensors.
@@ -40,7 +40,7 @@ def load(path: str | Path) -> Model:
     """Return the model in a folder or a file on this machine.
 
     Weights in float32 stay in their files and are read when they are used. Weights of 16 bits, and
-    quantised ones, are converted to float32 once.
+    quantised weights, are converted to float32 once.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def from_tensors(
 
 
 def _family(settings: Settings) -> Any:
-    """The module for this model's family."""
+    """Return the module for this model's family."""
     architecture = settings.text("model_type")
     if architecture not in FAMILIES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""BERT: an encoder with learned positions and sentence types, and norms after each sum.
+"""Load BERT: an encoder with learned positions and sentence types, and norms after each sum.
 
 Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019.
 """

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and after each part, gains stored minus 1, local and global layers.
+"""Load Gemma 2 and 3: norms around each part, gains stored minus 1, local and global layers.
 
 Gemma Team, "Gemma 2", 2024 (caps of scores and logits), and "Gemma 3", 2025 (normalised queries and
 keys, another rotary base in local layers).

@@ -1,4 +1,4 @@
-"""Reads GGUF, llama.cpp's files of metadata and tensors, which are mostly quantised.
+"""Read GGUF, llama.cpp's files of metadata and tensors, which are mostly quantised.
 
 The metadata becomes a config.json, and tensors regain their names and numbers from before the
 conversion to GGUF. Quantised tensors are converted to float32 once; float32 tensors stay in the
@@ -89,7 +89,7 @@ def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
 
 
 def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Read the metadata of a file, and its tensors, converted to float32."""
+    """Return the metadata of a file, and its tensors, converted to float32."""
     try:
         from gguf import GGUFReader, dequantize
     except ImportError:
@@ -126,7 +126,7 @@ def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def _gpt2(given: Settings) -> dict[str, Any]:
-    """Build the config.json of a GPT-2."""
+    """Return the config.json of a GPT-2."""
     return {
         "n_embd": given.count("embedding_length"), "n_head": given.count("attention.head_count"),
         "n_layer": given.count("block_count"), "n_inner": given.count("feed_forward_length"),
@@ -136,7 +136,7 @@ def _gpt2(given: Settings) -> dict[str, Any]:
 
 
 def _llama(given: Settings, architecture: str, tensors: dict[str, Array]) -> dict[str, Any]:
-    """Build the config.json of a LLaMA or one of its successors."""
+    """Return the config.json of a LLaMA or one of its successors."""
     E, H = given.count("embedding_length"), given.count("attention.head_count")
     D, layers = given.count("attention.key_length", E // H), given.count("block_count")
     given.expect("attention.value_length", D, None)
@@ -168,7 +168,7 @@ def _llama(given: Settings, architecture: str, tensors: dict[str, Array]) -> dic
 
 
 def _rope(given: Settings, D: int, tensors: dict[str, Array]) -> dict[str, Any]:
-    """Build rope_parameters; Llama 3's scaling is a tensor with one factor per pair."""
+    """Return rope_parameters; Llama 3's scaling is a tensor with one factor per pair."""
     base = given.number("rope.freq_base", 1e6 if "gemma3" in given.name else 10000.0)
     given.expect("rope.scaling.attn_factor", None, 1.0)
     kind = given.get("rope.scaling.type") or "none"
@@ -192,7 +192,7 @@ def _rope(given: Settings, D: int, tensors: dict[str, Array]) -> dict[str, Any]:
 def _restored(
     architecture: str, config: dict[str, Any], tensors: dict[str, Array]
 ) -> dict[str, Array]:
-    """Restore the tensors' names and numbers from before the conversion to GGUF."""
+    """Return the tensors with their names and numbers from before the conversion to GGUF."""
     at, names = ARCHITECTURES[architecture][1]
     restored = {}
     for name in list(tensors):
@@ -207,7 +207,7 @@ def _restored(
 
 
 def _changed_back(architecture: str, part: str, tensor: Array, config: dict[str, Any]) -> Array:
-    """Restore one tensor as it was before the conversion to GGUF."""
+    """Return one tensor as it was before the conversion to GGUF."""
     if architecture == "llama" and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         return tensor if len(tensor) % (2 * heads) else half_split(tensor, heads)

@@ -1,4 +1,4 @@
-"""Builds the tokenizer in a GGUF file, with the package tokenizers.
+"""Build the tokenizer in a GGUF file, with the package tokenizers.
 
 There are two kinds. GPT-2 uses byte-level BPE, and its files name the rule that splits text into
 words. LLaMA 2 and Gemma use SentencePiece's BPE, which joins the pieces with the best scores first.
@@ -27,7 +27,7 @@ KINDS = ("gpt2", "llama")
 
 
 def tokenizer(metadata: Settings) -> SubwordTokenizer | None:
-    """Return the tokenizer that the metadata describes, if there is one."""
+    """Return the tokenizer that ``metadata`` describes, or None if it describes none."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind in (None, "none", "no_vocab"):
         return None
@@ -54,7 +54,7 @@ def tokenizer(metadata: Settings) -> SubwordTokenizer | None:
 
 
 def _byte_level(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) -> Any:
-    """Build GPT-2's tokenizer: it splits text into words and bytes, and then merges pairs."""
+    """Build GPT-2's tokenizer, which splits text into words and bytes, and then merges pairs."""
     pre = metadata.get("tokenizer.ggml.pre") or "default"
     if pre not in WORDS:
         raise ValueError(
@@ -74,7 +74,7 @@ def _byte_level(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) ->
 
 
 def _sentence_piece(tokenizers: Any, metadata: Settings, numbers: dict[str, int]) -> Any:
-    """Build SentencePiece's tokenizer: a space is ▁, and unknown characters become bytes."""
+    """Build SentencePiece's tokenizer, where a space is ▁, and unknown characters become bytes."""
     model = tokenizers.models.BPE(
         numbers, _merges(numbers, _list(metadata, "scores")), fuse_unk=True, byte_fallback=True,
         unk_token=_token(metadata, "unknown", list(numbers)),

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, layer norms, one matrix for queries, keys and values.
+"""Load GPT-2: learned positions, layer norms, one matrix for queries, keys and values.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Matrices are stored as
 they are applied: x @ W.

@@ -1,4 +1,4 @@
-"""LLaMA and its successors: RMSNorm, rotary positions, grouped heads, a gated feed-forward.
+"""Load LLaMA and its successors: RMSNorm, RoPE, grouped heads, a gated feed-forward.
 
 Touvron et al., "LLaMA", 2023; Llama Team, "The Llama 3 Herd of Models", 2024; Jiang et al.,
 "Mistral 7B", 2023 (a sliding window); Qwen Team, "Qwen2", 2024 (biases of queries, keys and
@@ -82,7 +82,7 @@ def read_config(settings: Settings) -> Config:
 
 
 def _windows(settings: Settings, layers: int) -> tuple[int | None, ...]:
-    """Each layer's window: in Mistral one for all; in Qwen, if used, from a given layer on."""
+    """Return each layer's window: Mistral has one for all, Qwen may have one from some layer on."""
     window = None if settings.get("sliding_window") is None else settings.count("sliding_window")
     if settings.text("model_type") == "mistral":
         settings.expect("layer_types", None, [KINDS[window is None]] * layers)
@@ -103,7 +103,7 @@ def attention(
     """Return the attention of layer n.
 
     ``with_bias`` has the letters of the matrices with a bias. ``added_gain`` is added to the gains
-    that normalise queries and keys; None if they are not normalised.
+    that normalise queries and keys; None means that these are not normalised.
     """
     at = f"model.layers.{n}.self_attn"
     others: dict[str, Any] = {"rope": config.ropes[n]}

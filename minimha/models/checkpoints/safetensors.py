@@ -1,4 +1,4 @@
-"""Reads safetensors: eight bytes with the header's length, a header in JSON, and the numbers.
+"""Read safetensors: eight bytes with the header's length, a header in JSON, and the numbers.
 
 Files are memory-mapped, so weights in float32 take no memory besides the system's page cache. No
 package is needed.
@@ -29,7 +29,7 @@ DTYPES: dict[str, Any] = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": BFLO
 
 
 def check_no_pickle(path: Path) -> None:
-    """Raise a ValueError for a pickle, or for a folder that has its weights only in pickles."""
+    """Raise ValueError for a pickle, or for a folder that has its weights only in pickles."""
     names = [path] if path.is_file() else sorted(path.glob("*"))
     pickles = [name for name in names if name.suffix in PICKLES]
     if pickles and not any(name.suffix == ".safetensors" for name in names):
@@ -41,7 +41,7 @@ def check_no_pickle(path: Path) -> None:
 
 
 def read_folder(folder: Path) -> dict[str, Array]:
-    """Return all tensors of a folder by name, from one file or from the shards of the index."""
+    """Return all tensors of a folder by name, from one file or from the files in its index."""
     if (folder / WHOLE).is_file() or not (folder / INDEX).is_file():
         return read(folder / WHOLE)
     text = read_bytes(folder / INDEX, LARGEST_INDEX)

@@ -1,4 +1,4 @@
-"""The settings in a config.json, each checked when it is read."""
+"""Read the settings in a config.json, and check each when it is read."""
 
 from __future__ import annotations
 
@@ -51,31 +51,31 @@ SCALINGS: dict[str, tuple[type[Any], dict[str, str], dict[str, str]]] = {
 
 
 class Settings:
-    """The settings of one model; a missing or null one takes the family's transformers default."""
+    """The settings of one model; a missing or null setting has the default of transformers."""
 
     def __init__(self, values: Mapping[str, Any], name: str = "config.json") -> None:
         self.values, self.name = values, name
 
     def get(self, key: str) -> Any:
-        """Return the value, or None if it is missing."""
+        """Return the value of ``key``, or None if it is missing."""
         return self.values.get(key)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return the value, a string."""
+        """Return the value of ``key``, a string."""
         value = self._given(key, default)
         if not isinstance(value, str):
             raise ValueError(f"{self._called(key)} is {value!r}: expected a string")
         return value
 
     def count(self, key: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
-        """Return the value, an integer from ``low`` to ``high``."""
+        """Return the value of ``key``, an integer from ``low`` to ``high``."""
         value = integer(self._called(key), self._given(key, default), low)
         if value > high:
             raise ValueError(f"{self._called(key)} is {value}: expected at most {high}")
         return value
 
     def is_local(self, default: list[bool]) -> list[bool]:
-        """Return whether each layer has a window, by layer_types, or else ``default``."""
+        """Return whether each layer has a window, by layer_types or else by ``default``."""
         given = self.get("layer_types")
         if given is None:
             return default
@@ -87,7 +87,7 @@ class Settings:
         return [kind == LOCAL for kind in given]
 
     def quotient(self, key: str, divisor: str) -> int:
-        """Return the quotient of two settings; a remainder raises a ValueError."""
+        """Return the quotient of two settings; raise ValueError if there is a remainder."""
         width, parts = self.count(key), self.count(divisor)
         if width % parts:
             raise ValueError(
@@ -97,33 +97,33 @@ class Settings:
         return width // parts
 
     def section(self, key: str) -> dict[str, Any]:
-        """Return the object under ``key``, empty if it is missing."""
+        """Return the object under ``key``, or an empty dict if it is missing."""
         value = self.get(key)
         if not isinstance(value, Mapping | None):
             raise TypeError(f"{self._called(key)} is {value!r}: expected an object")
         return {**(value or {})}
 
     def number(self, key: str, default: float | None = None, low: float = -math.inf) -> float:
-        """Return the value, a finite number."""
+        """Return the value of ``key``, a finite number."""
         return number(self._called(key), self._given(key, default), low=low)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return the value, True or False."""
+        """Return the value of ``key``, True or False."""
         return flag(self._called(key), self._given(key, default))
 
     def optional(self, key: str) -> float | None:
-        """Return the value, a positive number, or None if it is missing."""
+        """Return the value of ``key``, a positive number, or None if it is missing."""
         return None if self.get(key) is None else self.number(key, low=POSITIVE)
 
     def expect(self, key: str, *values: Any) -> None:
-        """Raise a ValueError unless the value is in ``values``, whose first is the default."""
+        """Raise ValueError unless the value is in ``values``, whose first is the default."""
         value = self.values.get(key, values[0])
         if value not in values:
             listed = " or ".join(map(repr, values))
             raise ValueError(f"{self._called(key)} is {value!r}: only {listed} is implemented")
 
     def activation(self, key: str, default: str) -> Activation:
-        """Return minimha's name for the activation."""
+        """Return minimha's name for the activation in ``key``."""
         value = self.text(key, default)
         if value not in ACTIVATIONS:
             raise ValueError(
@@ -132,7 +132,7 @@ class Settings:
         return ACTIVATIONS[value]
 
     def rope(self, head_dim: int, kind: str = "full_attention") -> RoPE:
-        """Return the rotary embedding of one kind of layers; most models have a single kind.
+        """Return the rotary embedding of layers of this ``kind``; most models have one kind only.
 
         transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
         """

@@ -1,4 +1,4 @@
-"""T5: an encoder and a decoder with RMSNorm first, biases for distances and unscaled scores.
+"""Load T5: an encoder and a decoder with RMSNorm first, relative biases and unscaled scores.
 
 Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",
 2020; version 1.1 has a gated feed-forward and a separate unembedding.

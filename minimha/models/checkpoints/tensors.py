@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, taken one by one, so that a missing or unused one is an error."""
+"""Take the tensors of a checkpoint one by one; a missing or unused tensor is an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tensors:
         return name in self._left
 
     def take(self, name: str, *shape: int) -> Array:
-        """Take the tensor of that name and shape, as float32."""
+        """Take the tensor of this name and shape, as float32."""
         if name not in self._left:
             raise ValueError(f"tensor {name} is missing: expected shape {shape}")
         given: Any = self._left.pop(name)
@@ -69,7 +69,7 @@ class Tensors:
     def attention(
         self, config: Config, names: Sequence[str], biases: str = "", **others: Any
     ) -> MultiHeadAttention:
-        """Take the matrices with these four names, in the order q, k, v, o.
+        """Take the matrices with these four names, in the order q, k, v, o, and return the layer.
 
         ``biases`` has the letters of the matrices with a bias; ``others`` are further arguments.
         """
@@ -91,7 +91,7 @@ class Tensors:
         return LayerNorm(gain, bias, epsilon)
 
     def tied(self, name: str, other: Array, is_tied: bool = True) -> Array:
-        """Take the tensor ``name``; if it is tied, return ``other``, which it must equal."""
+        """Take the tensor ``name``; if ``is_tied``, it must equal ``other``, which is returned."""
         if is_tied and name not in self:
             return other
         own = self.take(name, *other.shape)
@@ -102,13 +102,13 @@ class Tensors:
         return other if is_tied else own
 
     def unembedding(self, tokens: Array, is_tied: bool) -> Array | None:
-        """Take the unembedding (E, V): lm_head.weight, or ``tokens`` if tied; None if headless."""
+        """Take lm_head.weight as (E, V), or ``tokens`` if tied; return None if there is no head."""
         if self._has_no_head and not is_tied:
             return None
         return np.asarray(self.tied("lm_head.weight", tokens, is_tied).T)
 
     def check_all_taken(self) -> None:
-        """Raise a ValueError if a tensor is left that no part has taken."""
+        """Raise ValueError if a tensor is left that no part of the model has taken."""
         if self._left:
             first, *others = self._left
             more = f" and {len(others)} more are" if others else " is"

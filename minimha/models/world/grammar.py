@@ -1,4 +1,4 @@
-"""The small world: the grammar of the training sentences, and the exact probability of next words.
+"""Generate the training sentences of the small world, with exact probabilities of next words.
 
 A kind of passage is a generator. It yields text, whose words follow with certainty, or a choice: a
 tuple of equally likely words, or a dictionary from words to probabilities. ``yield`` returns the
@@ -56,12 +56,12 @@ def either(first: Options, share: float, second: Options) -> dict[str, float]:
 
 
 def others(words: Sequence[str], *taken: str) -> list[str]:
-    """Return the words that are not taken."""
+    """Return the words that are not in ``taken``."""
     return [word for word in words if word not in taken]
 
 
 def seat() -> Passage:
-    """the old cat sat on the mat because it was tired ."""
+    """Generate passages like: the old cat sat on the mat because it was tired ."""
     yield "the"
     subject = yield either(LOOKS, 0.3, either(ANIMALS, 0.7, tuple(PLURALS)))
     if subject in LOOKS:
@@ -76,7 +76,7 @@ def seat() -> Passage:
 
 
 def agreement() -> Passage:
-    """the cats that saw the dog were tired ."""
+    """Generate passages like: the cats that saw the dog were tired ."""
     yield "the"
     subject = yield (*ANIMALS, *PLURALS)
     verb = "were" if subject in PLURALS else "was"
@@ -92,7 +92,7 @@ def agreement() -> Passage:
 
 
 def barrier() -> Passage:
-    """the dogs did not cross the street because it was too wide ."""
+    """Generate passages like: the dogs did not cross the street because it was too wide ."""
     yield "the"
     subject = yield (*ANIMALS, *PLURALS)
     yield "did not cross the"
@@ -109,7 +109,7 @@ def barrier() -> Passage:
 
 
 def reason() -> Passage:
-    """anna went to the kitchen because she was hungry ."""
+    """Generate passages like: anna went to the kitchen because she was hungry ."""
     person = yield PEOPLE
     yield "went"
     place = yield ("home", "to")
@@ -124,7 +124,7 @@ def reason() -> Passage:
 
 
 def receiver() -> Passage:
-    """anna gave the key to tom . now tom has the key ."""
+    """Generate passages like: anna gave the key to tom . now tom has the key ."""
     giver = yield PEOPLE
     verb = yield ("gave", "sold", "took")
     first = yield either("the", 0.5, others(PEOPLE, giver)) if verb != "took" else "the"
@@ -138,7 +138,7 @@ def receiver() -> Passage:
 
 
 def repetition() -> Passage:
-    """mia bought a cup , a hat and a key . then sam bought a cup , a hat and a key too ."""
+    """Generate passages like: mia bought a cup , a hat and a key . then sam bought a cup … too ."""
     person = yield PEOPLE
     verb = yield ("bought", "found", "lost")
     yield "a"
@@ -153,7 +153,7 @@ def repetition() -> Passage:
 
 
 def description() -> Passage:
-    """tom saw a black cat and a white dog . the white dog chased the black cat ."""
+    """Generate passages like: tom saw a black cat and a white dog . the white dog chased … ."""
     seen: dict[str, str] = {}
     yield PEOPLE
     link = yield "saw"
@@ -172,7 +172,7 @@ def description() -> Passage:
 
 
 def bank() -> Passage:
-    """the boat reached the bank of the river ."""
+    """Generate passages like: the boat reached the bank of the river ."""
     subject = yield either("the", 0.7, PEOPLE)
     if subject == "the":
         subject = yield {"bank": 0.6, "boat": 0.4}
@@ -210,12 +210,12 @@ def walk(kind: Kind, draw: random.Random) -> Iterator[tuple[str, dict[str, float
 
 
 def passage(kind: Kind, draw: random.Random) -> list[str]:
-    """Draw the words of one passage of that kind."""
+    """Draw the words of one passage of ``kind``."""
     return [word for word, _ in walk(kind, draw)]
 
 
 def any_kind(draw: random.Random) -> Kind:
-    """Draw a kind of passage by its share."""
+    """Draw a kind of passage, with the probabilities in ``KINDS``."""
     return draw.choices(list(KINDS), list(KINDS.values()))[0]
 
 
@@ -226,7 +226,7 @@ def vocabulary() -> list[str]:
 
 
 def next_words(words: Sequence[str]) -> dict[str, float]:
-    """P(next word | words), for a text that begins with a passage.
+    """Return P(next word | words), for ``words`` that begin with a passage.
 
     a(j) is the probability that a passage begins at j: a(0) = 1, and
     a(j) = Σ_i Σ_kinds a(i) P(kind) P(words i … j−1 are a passage of this kind). The probability of

@@ -1,4 +1,4 @@
-"""Questions to the small world's model: passages that end before the word that shows a relation."""
+"""Ask the small world's model questions: passages cut before the word that shows a relation."""
 
 import random
 import re
@@ -17,7 +17,7 @@ from minimha.models.world.grammar import Kind
 
 @dataclass(frozen=True)
 class Question:
-    """A text and the grammar's probability of each word that may follow."""
+    """A text and the grammar's probability of each possible next word."""
 
     words: tuple[str, ...]
     answers: dict[str, float]  # most probable first
@@ -25,7 +25,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Score:
-    """The share of right answers, and the difference from the grammar.
+    """The share of right answers, and the differences of probabilities from the grammar's.
 
     An answer is right if the model's most probable word is also one of the grammar's. A question's
     difference is the largest over words; ``largest`` and ``mean`` are over the questions.
@@ -88,7 +88,7 @@ def passages(number: int = 40) -> list[str]:
 
 
 def subjects(words: Sequence[str]) -> NDArray[np.bool_]:
-    """Mark for each word (row) before a verb the verb's subject (column), shape (L, L).
+    """Mark the subject (column) for each word (row) before a verb, in a mask (L, L).
 
     A subject right before its verb is not marked.
 
@@ -110,7 +110,7 @@ def held_out() -> set[tuple[str, ...]]:
 
 
 def score(model: Transformer, asked: Sequence[Question]) -> Score:
-    """Score the model's next words against the grammar's."""
+    """Compare the model's probabilities of next words with the grammar's."""
     right, distances = [], []
     for question in asked:
         p = probabilities(model.logits(" ".join(question.words))[-1])

@@ -1,4 +1,4 @@
-"""A tokenizer with one token per word."""
+"""Define a tokenizer with one token per word."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Words:
         self._ids = {word: i for i, word in enumerate(self.vocabulary)}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of the text's words; unknown words raise a ValueError."""
+        """Return the ids of the text's words; unknown words raise ValueError."""
         if not isinstance(text, str):
             raise TypeError(f"text is {text!r}: expected a string")
         words = re.findall(r"\w+|[^\w\s]", text.lower())
@@ -33,11 +33,11 @@ class Words:
         return [self._ids[word] for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the words of these ids, with spaces between them but not before punctuation."""
+        """Return the words of ``ids``, with spaces between them but not before punctuation."""
         return re.sub(r" (?=[^\w\s])", "", " ".join(map(self.label, ids)))
 
     def label(self, id: int) -> str:
-        """Return the word of one id."""
+        """Return the word with the number ``id``."""
         if not 0 <= id < len(self.vocabulary):
             raise ValueError(
                 f"id is {id} but the vocabulary has {len(self.vocabulary)} words: expected "
