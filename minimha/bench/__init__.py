@@ -1,1 +1,1 @@
-"""Measures speed: a correctness gate, a warm-up, interleaved measurement, records."""
+"""Measure speed: a correctness gate, a warm-up, interleaved measurement, records."""

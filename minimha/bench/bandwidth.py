@@ -1,4 +1,4 @@
-"""Measures the machine: the bandwidth of reading, and the rate of a matrix product."""
+"""Measure the machine: the bandwidth of reading, and the rate of a matrix product."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ STREAM = 1 << 25  # float32 numbers that are read to measure the bandwidth
 
 
 def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
-    """Return a reference call's work (bytes for a decode shape, else operations), and the call."""
+    """Return a reference call and its work: bytes for a decode shape, otherwise operations."""
     if shape.is_decode:
         numbers = np.ones(STREAM, np.float32)
         return 4.0 * STREAM, lambda: read_memory(numbers)
@@ -25,8 +25,8 @@ def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
 def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
     """Read a 1-D array once, with the kernels' number of threads.
 
-    It returns the largest number in each lane of each thread, (threads, lanes), up to the last full
-    vector.
+    Returns the largest number in each lane of each thread, (threads, lanes), ignoring numbers after
+    the last full vector.
     """
     from minimha.kernels.cpu.simd.softmax import lanes_max
     from minimha.kernels.cpu.simd.vector import VECTORS, panel_width

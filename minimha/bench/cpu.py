@@ -1,4 +1,4 @@
-"""Measures speed: correctness gate → warm-up → interleaved measurement → records.
+"""Measure speed on a CPU: correctness gate → warm-up → interleaved measurement → records.
 
 A candidate whose numbers are wrong is never timed. All candidates of a shape take turns in one
 run, so that other work of the machine affects them equally. Before each turn the threads of the
@@ -38,7 +38,7 @@ def against_peers(
     shapes: Sequence[Shape], seconds: float, threads: int | None = None,
     progress: Callable[[str], None] = lambda doing: None, *, is_crowded: bool = False,
 ) -> Report:  # fmt: skip
-    """Measure minimha's CPU backend beside every peer that is installed, in float32.
+    """Measure minimha's CPU backend and every peer that is installed, in float32.
 
     The timed calls of each shape take ``seconds``. Every candidate uses ``threads`` threads, by
     default ``minimha.get_num_threads()``. ``progress`` is called with the next task: once for
@@ -65,7 +65,7 @@ def ladder(
     shapes: Sequence[Shape], seconds: float, threads: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Report:  # fmt: skip
-    """Measure the equations and all rungs as ``against_peers`` does, relative to LADDER_NORM."""
+    """Measure the equations and all CPU kernels like ``against_peers``, relative to LADDER_NORM."""
     modules = {name: import_module(f"minimha.equations.{name}") for name in ("dense", "tiled")}
     modules |= {name: import_module(f"minimha.kernels.{name}") for name in LADDER}
     with _workers(threads) as number:
@@ -89,7 +89,7 @@ def compare(
     shape: Shape, inputs: Inputs, candidates: dict[str, Peer], seconds: float, ours: str,
     is_crowded: bool = False,
 ) -> list[Record]:  # fmt: skip
-    """Check, warm up and time ``candidates``; ratios are to the one named ``ours``.
+    """Check, warm up and time ``candidates``; ratios are to the candidate named ``ours``.
 
     If ``is_crowded``, the spinning threads of other candidates disturb each call.
     """
@@ -142,9 +142,9 @@ def crowded(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, lis
 
 
 def extra_memory(run: Callable[[], Any]) -> int | None:
-    """Peak bytes of the process during a call, minus its memory before and the output.
+    """Return the peak bytes of the process during a call, minus its memory before and the output.
 
-    It is None if the system does not report them.
+    Returns None if the system does not report them.
     """
     if not (os.access(CLEAR, os.W_OK) and STATUS.exists()):
         return None
@@ -157,14 +157,14 @@ def extra_memory(run: Callable[[], Any]) -> int | None:
 
 
 def compile_seconds(shape: Shape) -> float:
-    """Seconds until the kernel for such a shape is compiled, or loaded from the cache."""
+    """Return the seconds until the kernel for such a shape is compiled, or loaded from disk."""
     inputs = replace(shape, B=1, H=1, Hkv=1, Lq=min(shape.Lq, 16), Lk=16, mask="none").inputs()
     return seconds_of(_ours(inputs).run)
 
 
 @contextmanager
 def _workers(threads: int | None) -> Iterator[int]:
-    """Set the number of threads of the kernels inside the block, and yield it."""
+    """Set the number of threads of the kernels inside the ``with`` block, and yield it."""
     from minimha.kernels.cpu.threads import get_num_threads, set_num_threads
 
     before = get_num_threads()
@@ -184,7 +184,7 @@ def _problem(inputs: Inputs) -> Problem:
 
 
 def _error(inputs: Inputs, candidate: Peer) -> float:
-    """Largest error on some rows, as a multiple of plain NumPy's in the same dtype."""
+    """Return the largest error on some rows, as a multiple of plain NumPy's in the same dtype."""
     output = candidate.as_array(candidate.run())
     q, k, v = inputs.arrays
     worst, plain = 0.0, 0.0
@@ -202,7 +202,7 @@ def _error(inputs: Inputs, candidate: Peer) -> float:
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """Seconds of one call."""
+    """Return the seconds that one call takes."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -217,6 +217,6 @@ def _wait_for_quiet() -> None:
 
 
 def _status(key: str) -> int:
-    """Bytes that the system reports for this process as ``key``."""
+    """Return the bytes that the system reports for this process as ``key``."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
     return int(line.split()[1]) * 1024

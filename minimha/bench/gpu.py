@@ -1,4 +1,4 @@
-"""Measures speed on a GPU: correctness gate → warm-up → rounds, by CUDA events, with a cold L2.
+"""Measure speed on a GPU: correctness gate → warm-up → rounds, by CUDA events, with a cold L2.
 
 Records are those of ``bench/cpu.py``, and the peers are torch's backends. Everything but the clock
 also runs on a CPU, where it is tested.
@@ -41,7 +41,7 @@ def against_torch(
     shapes: Sequence[Shape], seconds: float, progress: Callable[[str], None] = lambda doing: None,
     device: Backend = "cuda",
 ) -> Report:  # fmt: skip
-    """Measure minimha beside torch's scaled_dot_product_attention on ``device``.
+    """Measure minimha and torch's scaled_dot_product_attention on ``device``.
 
     Arguments are those of ``bench.cpu.against_peers``; a mask must be causal.
     """
@@ -86,7 +86,7 @@ def against_torch(
 
 
 def _tensors(shape: Shape, device: str) -> Any:
-    """q, k, v of ``shape``, in its dtype, on the device; the same numbers on every run."""
+    """Return q, k, v of ``shape``, in its dtype, on the device; the same numbers on every run."""
     import torch
 
     inputs = shape.inputs()
@@ -95,7 +95,7 @@ def _tensors(shape: Shape, device: str) -> Any:
 
 
 def _candidates(shape: Shape, tensors: Any, device: Backend) -> dict[str, Callable[[], Any]]:
-    """Calls by name: minimha, and every backend of torch that supports the problem."""
+    """Return calls by name: minimha, and every backend of torch that supports the problem."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -143,7 +143,7 @@ def _compare(
 
 
 def _error(shape: Shape, tensors: Any, output: Any) -> float:
-    """The largest error against float64, over the last rows of the first and the last head."""
+    """Return the largest error against float64, in the last rows of the first and the last head."""
     rows = slice(max(0, shape.Lq - GATE_ROWS), shape.Lq)
     group, worst = shape.H // shape.Hkv, 0.0
     for b, h in ((0, 0), (shape.B - 1, shape.H - 1)):
@@ -163,7 +163,7 @@ def _numbers(x: Any) -> NDArray[np.float64]:
 
 
 def _machine(shape: Shape, device: Any) -> tuple[float, Callable[[], Any]]:
-    """Return a reference call's work (bytes read, or FLOPs of a product), and the call."""
+    """Return a reference call and its work: bytes read, or FLOPs of a matrix product."""
     import torch
 
     size = 1 if device.type == "cuda" else 32  # a CPU gets a smaller one
@@ -176,7 +176,7 @@ def _machine(shape: Shape, device: Any) -> tuple[float, Callable[[], Any]]:
 
 
 def _overhead(device: Backend) -> float:
-    """Seconds that Python takes for one call, without waiting for the GPU."""
+    """Return the seconds that Python takes for one call, without waiting for the GPU."""
     tensors = _tensors(TINY, device)
     run = _candidates(TINY, tensors, device)[OURS]
     run()
@@ -187,7 +187,7 @@ def _overhead(device: Backend) -> float:
 
 
 def _cuda_clock(run: Callable[[], Any]) -> float:
-    """Seconds between two events around the call, with none of its inputs in the L2 cache.
+    """Return the seconds between two events around the call, with the call's inputs not in L2.
 
     The GPU is still flushing its cache when Python has queued the call and both events. So Python's
     time is not included unless it exceeds the flush; ``_overhead`` measures it.

@@ -1,4 +1,4 @@
-"""Other libraries' attention on the same arrays, for comparison in ``minimha.bench``.
+"""Call other libraries' attention on the same arrays, for comparison in ``minimha.bench``.
 
 Each library is imported where it is used, so that none is required. The extra ``bench`` installs
 them.
@@ -37,7 +37,7 @@ def load() -> list[str]:
 
 
 def peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """Every peer that is installed and supports the problem, by name."""
+    """Return every peer that is installed and supports the problem, by name."""
     found = numpy_peers(inputs) if _scores_fit(inputs) else {}
     if find_spec("torch"):
         found |= torch_peers(inputs, threads)
@@ -47,13 +47,13 @@ def peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 
 def numpy_peers(inputs: Inputs) -> dict[str, Peer]:
-    """softmax(Q Kᵀ / √D) V with BLAS, in float32."""
+    """Prepare softmax(Q Kᵀ / √D) V with BLAS, in float32."""
     run = partial(attention, *inputs.arrays, **inputs.options, backend="dense")
     return {"NumPy": Peer(run, np.asarray)}
 
 
 def _scores_fit(inputs: Inputs) -> bool:
-    """Whether there is memory for NumPy's three arrays of the size of the scores."""
+    """Return whether there is memory for NumPy's three arrays of the size of the scores."""
     (B, H, Lq, _), Lk = inputs.q.shape, inputs.k.shape[2]
     pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 0
     return not pages or 3 * 4 * B * H * Lq * Lk < pages * os.sysconf("SC_PAGE_SIZE")
@@ -88,7 +88,7 @@ def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 
 def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """Prepare onnxruntime's ("ORT") kernels of ONNX's Attention-23 and of two own operators.
+    """Prepare onnxruntime's ("ORT") kernels for ONNX's Attention-23 and two operators of its own.
 
     These two are MultiHeadAttention ("MHA") and GroupQueryAttention ("GQA").
     """
@@ -141,7 +141,7 @@ def _session(
     operator: str, domain: str, feeds: dict[str, Any], threads: int,
     outputs: tuple[str, ...] = ("o",), **attributes: Any,
 ) -> Callable[[], Any]:  # fmt: skip
-    """Prepare a call of a one-operator model on ``feeds``; None is an absent input."""
+    """Prepare a call of a one-operator model on ``feeds``, where None is an absent input."""
     import onnxruntime
     from onnx import TensorProto, helper
 

@@ -1,4 +1,4 @@
-"""Records of measurements, and results from them: fastest peers, means, rows to show."""
+"""Collect records of measurements, and compute results: fastest peers, means, rows to show."""
 
 import math
 import platform
@@ -21,7 +21,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Record:
-    """The measurements of one candidate on one shape; NaN if it did not pass the gate.
+    """The measurements of one candidate on one shape; NaN if the candidate did not pass the gate.
 
     ``error`` is the largest error against float64 in the rows that the gate checks, in units of
     plain NumPy's in float32. ``rate`` is operations per second, or bytes of K and V per second for
@@ -84,7 +84,7 @@ def machine(threads: int) -> dict[str, str | int]:
 
 
 def best_peers(records: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
-    """Yield minimha's record and the fastest peer's, for each shape with both."""
+    """Yield minimha's record and the fastest peer's record, for each shape that has both."""
     for _, group in groupby(records, lambda record: record.shape):
         timed = [record for record in group if record.runs]
         ours = [record for record in timed if record.candidate == OURS]
@@ -94,12 +94,12 @@ def best_peers(records: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
-    """The geometric mean of ``ratios``; NaN if there are none."""
+    """Return the geometric mean of ``ratios``, or NaN if there are none."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Convert the report to JSON's types; missing measurements are null."""
+    """Convert ``report`` to JSON's types, with null for missing measurements."""
 
     def finite(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -112,7 +112,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def machine_line(report: Report) -> str:
-    """Describe the machine, and how long compiling took, in one sentence."""
+    """Return one sentence about the machine, and about how long compiling took."""
     where = ", ".join(
         str(value) if name in ("processor", "system", "date") else f"{name} {value}"
         for name, value in report.machine.items()
@@ -141,7 +141,7 @@ def as_rows(records: Iterable[Record]) -> list[dict[str, str]]:
 
 
 def digits(number: float, most: int = 4) -> str:
-    """Format three significant digits, but at most ``most`` decimals; "" for NaN."""
+    """Format ``number`` with three significant digits and at most ``most`` decimals; "" for NaN."""
     if math.isnan(number):
         return ""
     decimals = min(max(0, 2 - math.floor(math.log10(number))), most) if number else 0

@@ -1,4 +1,4 @@
-"""The measured problems: sizes, masks, and the same random numbers on every run."""
+"""Define the measured problems: sizes, masks, and the same random numbers on every run."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,12 +31,12 @@ class Inputs(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of ``minimha.attention``."""
+        """Return the options of ``minimha.attention``."""
         return {"is_causal": self.is_causal, "window_size": self.window, "attn_mask": self.mask}
 
     @property
     def whole_mask(self) -> NDArray[np.bool_] | None:
-        """The mask, or the window as a mask, for libraries without windows."""
+        """Return the mask, or the window as a mask, for libraries without windows."""
         if self.window is None:
             return self.mask
         distance = np.arange(self.k.shape[2]) - np.arange(self.q.shape[2])[:, None]
@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and mask of a problem.
+    """The sizes and the mask of a problem.
 
     ``mask`` is "none", "causal", "window" (511, 0) or "mask" (random). ``dtype`` is float32
     on a CPU; on a GPU it may also be float16 or bfloat16.
@@ -78,7 +78,7 @@ class Shape:
 
     @property
     def operations(self) -> float:
-        """4 · D per visible pair of query and key; with a random mask all pairs count."""
+        """Count 4 · D operations per visible pair; with a random mask all pairs count."""
         pairs: float = self.Lq * self.Lk
         if self.mask == "causal":
             pairs = self.Lq * self.Lk / 2
@@ -88,16 +88,16 @@ class Shape:
 
     @property
     def bytes_read(self) -> float:
-        """Bytes of K and V, read once."""
+        """Return the bytes of K and V, read once."""
         return 2.0 * ITEMSIZE[self.dtype] * self.B * self.Hkv * self.Lk * self.D
 
     @property
     def is_decode(self) -> bool:
-        """Whether there is one query per head, so that reading is the work."""
+        """Tell whether there is one query per head, so that reading takes most of the time."""
         return self.Lq == 1
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Random arrays of these sizes, float32; on a GPU they are then rounded to ``dtype``."""
+        """Return random float32 arrays of these sizes; a GPU's are later rounded to ``dtype``."""
         rng = np.random.default_rng(seed)
         sizes = ((self.H, self.Lq), (self.Hkv, self.Lk), (self.Hkv, self.Lk))
         q, k, v = (
