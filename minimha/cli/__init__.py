@@ -1,4 +1,4 @@
-"""The command line: one module per command. No other package prints."""
+"""Run the command line: one module per command. No other package prints."""
 
 import argparse
 import codecs
@@ -83,18 +83,18 @@ def _refuse(sentence: str) -> int:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirect ``stream`` to nowhere, so that flushing it at exit does not fail again."""
+    """Redirect ``stream`` to the null device, so that flushing it at exit does not fail again."""
     with suppress(OSError, ValueError):  # a test's stream has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors of one sentence, without a page of usage."""
+    """A parser of argparse whose errors are one sentence, without a page of usage."""
 
     given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; an unknown option is refused before any other error."""
+        """Parse the arguments; refuse an unknown option before any other error."""
         self.given = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:
             options = [word.partition("=")[0] for word in self.given if word.startswith("--")]
@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _meant(self, option: str) -> str:
-        """A suggestion for an unknown option: ``--d-model`` for ``--d_model``."""
+        """Return a suggestion for an unknown option: ``--d-model`` for ``--d_model``."""
         known, name = self._option_string_actions, option.replace("_", "-")
         ends = [o for o in known if o.startswith("--") and f"-{name}".endswith(o[1:])]
         near = [name] if name in known else sorted(ends, key=len)[-1:]

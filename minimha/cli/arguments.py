@@ -1,4 +1,4 @@
-"""Arguments shared by several commands, and converters of their values."""
+"""Add arguments that several commands share, and convert their values."""
 
 import argparse
 import math
@@ -15,8 +15,8 @@ LARGEST_STEP = 2**22  # numbers of one step, all heads together, in a trace that
 def number(text: str) -> float:
     """Return ``text`` as a float; ``inf``, ``∞``, ``nan`` and a printed minus sign are accepted.
 
-    A number beyond float64 is refused, and so is what only Python reads as a number: ``1_0``,
-    ``infinity``, digits of other scripts.
+    Raises ValueError for a number beyond float64, and for text that only Python reads as a number:
+    ``1_0``, ``infinity``, digits of other scripts.
 
     >>> number("1e3"), number("-inf"), number("−0.5")
     (1000.0, -inf, -0.5)
@@ -31,7 +31,7 @@ def number(text: str) -> float:
 
 
 def integer(text: str) -> int:
-    """Return a whole number, by the rules of ``number``."""
+    """Return ``text`` as a whole number, by the rules of ``number``."""
     text = text.replace("−", "-")
     if not text.isascii() or "_" in text:
         raise ValueError
@@ -39,7 +39,7 @@ def integer(text: str) -> int:
 
 
 def check_step(what: str, *sizes: int, largest: int = LARGEST_STEP) -> None:
-    """Refuse a step of these sizes if it would hold too many numbers."""
+    """Raise ValueError if a step of these sizes would have too many numbers."""
     total = math.prod(sizes)
     if total > largest:
         size = " × ".join(str(n) for n in sizes)
@@ -50,7 +50,7 @@ def check_step(what: str, *sizes: int, largest: int = LARGEST_STEP) -> None:
 
 
 def check_sizes(example: Example, num_heads: int, d_model: int) -> None:
-    """Refuse a sentence whose steps are too large to be traced, before they are computed."""
+    """Raise ValueError, before any step is computed, for a sentence with too large steps."""
     queries, keys = (len(example.labels.get(axis, ())) for axis in ("Lq", "Lk"))
     check_step("W_q", d_model, d_model)
     check_step("x", max(queries, keys), d_model)
@@ -58,7 +58,7 @@ def check_sizes(example: Example, num_heads: int, d_model: int) -> None:
 
 
 def real(text: str) -> float:
-    """Return ``number(text)``; for argparse, raise its error with a sentence."""
+    """Return ``number(text)``, with an error that argparse can show."""
     try:
         return number(text)
     except ValueError:
@@ -88,7 +88,7 @@ decimals = whole(0, 17)
 
 
 def add_sentence(group: Any, which: str) -> None:
-    """Add ``--tokens``, whose help ends in ``which``, and ``--sentence``."""
+    """Add the arguments ``--tokens``, whose help ends in ``which``, and ``--sentence``."""
     group.add_argument("--tokens", type=tokens, metavar="N", help=f"1 to {MAX_TOKENS}: {which}")
     group.add_argument("--sentence", metavar="WORDS", help="your sentence")
 

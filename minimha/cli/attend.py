@@ -1,4 +1,4 @@
-"""``attend``: shows every matrix of attention over the reader's own numbers."""
+"""Show every matrix of attention over the reader's numbers: the command ``attend``."""
 
 import argparse
 import sys
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _computed(args: argparse.Namespace, problem: dict[str, Any]) -> tuple[Any, Any]:
-    """Output and log-sum-exp, without a trace."""
+    """Return output and log-sum-exp, computed without a trace."""
     if args.cluster is not None:
         from minimha.cli.stores import on_cluster
 
@@ -102,7 +102,7 @@ def _computed(args: argparse.Namespace, problem: dict[str, Any]) -> tuple[Any, A
 
 
 def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
-    """The arguments of ``attention``, from the problem file, the CSV files and the flags."""
+    """Return the arguments of ``attention``, from the problem file, the CSV files and the flags."""
     from minimha.cli import inputs
 
     matrices = {name: getattr(args, name) for name in ("q", "k", "v")}
@@ -139,12 +139,12 @@ def _problem(args: argparse.Namespace) -> tuple[dict[str, Any] | Trace, str]:
 
 
 def _is_store(name: str | None) -> bool:
-    """Whether a problem's name is that of a store of zarr."""
+    """Return whether a problem's name is the name of a zarr store."""
     return name is not None and Path(name).suffix == ".zarr"
 
 
 def _read(name: str) -> dict[str, Any] | Trace:
-    """A problem, or an exported trace."""
+    """Return a problem, or an exported trace."""
     if _is_store(name):
         from minimha.cli.stores import open_problem
 
@@ -155,7 +155,7 @@ def _read(name: str) -> dict[str, Any] | Trace:
 
 
 def _check_unchanged(args: argparse.Namespace, keys: Iterable[str]) -> None:
-    """Refuse an option that would change the numbers of an exported trace."""
+    """Raise ValueError for an option that would change the numbers of an exported trace."""
     for name in (*keys, "labels"):
         if getattr(args, name, None) is not None:
             flags = {"is_causal": "causal", "window_size": "window"}
@@ -166,7 +166,7 @@ def _check_unchanged(args: argparse.Namespace, keys: Iterable[str]) -> None:
 
 
 def _check_sizes(problem: dict[str, Any], is_traced: bool) -> None:
-    """Refuse a problem with too many scores: two files of 1 MB may have 10¹⁰."""
+    """Raise ValueError for a problem with too many scores: two files of 1 MB may have 10¹⁰."""
     from minimha.cli.inputs import LARGEST_INPUT
 
     q, k, v = (np.shape(problem[name]) for name in ("q", "k", "v"))
@@ -183,7 +183,7 @@ def _check_sizes(problem: dict[str, Any], is_traced: bool) -> None:
 
 
 def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Labels for the keys, and for the queries at the keys' positions; or for the queries alone."""
+    """Return labels of the keys and of queries at the same positions, or of the queries alone."""
     if words is None:
         return {}
     labels = tuple(words.split())
@@ -205,7 +205,7 @@ def _labels(words: str | None, problem: dict[str, Any]) -> dict[str, tuple[str, 
 def _labels_of_sequences(
     labels: dict[str, tuple[str, ...]], problem: dict[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """The labels of each packed sequence's rows; ``attention`` checks where they end."""
+    """Return the labels of each packed sequence's rows; ``attention`` checks where rows end."""
     starts: dict[str, Any] = {"Lq": problem.get("cu_seqlens_q")}
     starts["Lk"] = problem.get("cu_seqlens_k", starts["Lq"])
     return {

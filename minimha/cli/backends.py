@@ -1,4 +1,4 @@
-"""``backends``: which can run here, and why the others cannot."""
+"""List which backends can run here, and why the others cannot: the command ``backends``."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""``bench``: how fast the kernels are, beside other libraries."""
+"""Measure how fast the kernels are, compared with other libraries: the command ``bench``."""
 
 import argparse
 import sys
@@ -109,7 +109,7 @@ def _tables(report: Any, rows: list[dict[str, str]]) -> dict[str, list[dict[str,
 
 
 def as_result(report: Any) -> Result:
-    """Return the report as bars: the fastest peer's time beside minimha's, or each rung's rate."""
+    """Return the report as bars: minimha's ratio to the fastest peer, or each kernel's rate."""
     from minimha.bench.report import best_peers, digits, geometric_mean, machine_line
 
     timed = [record for record in report.records if record.runs]

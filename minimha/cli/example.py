@@ -1,4 +1,4 @@
-"""``example``: every matrix of a worked example, or of any sentence."""
+"""Show every matrix of a worked example, or of any sentence: the command ``example``."""
 
 import argparse
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""``examples``: the worked examples in a table."""
+"""List the worked examples in a table: the command ``examples``."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""``flash``: naive attention against FlashAttention, block by block."""
+"""Compare naive attention with FlashAttention, block by block: the command ``flash``."""
 
 import argparse
 

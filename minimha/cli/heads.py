@@ -1,4 +1,4 @@
-"""``heads``: what each head of a model does, over a set of sentences."""
+"""Show what each head of a model does, over a set of sentences: the command ``heads``."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _behaviours(
 
 
 def _result(found: Behaviours, num_sentences: int, *, is_text: bool) -> Result:
-    """The scores of every head, as a heatmap and, unless ``is_text``, as a table."""
+    """Return the scores of every head, as a heatmap and, unless ``is_text``, as a table."""
     from minimha.explain.chart import Grid
     from minimha.explain.result import Result, Table
     from minimha.models.interpretability import Head
@@ -107,13 +107,16 @@ def _result(found: Behaviours, num_sentences: int, *, is_text: bool) -> Result:
 
 
 def _does(found: Behaviours, row: tuple[float, ...]) -> str:
-    """The pattern with most attention, if that is half of it and twice the uniform share."""
+    """Return the pattern with most attention, if enough goes there, else "".
+
+    Enough is half of the attention, and twice the uniform share.
+    """
     n = int(np.argmax(row))
     return found.names[n] if row[n] >= max(CLEAR, 2 * found.uniform[n]) else ""
 
 
 def _conclusion(does: dict[str, str]) -> str:
-    """Which heads look mostly for one thing."""
+    """Return a sentence about the heads that mostly attend to one kind of key."""
     by_pattern: dict[str, list[str]] = {}
     for head, pattern in does.items():
         by_pattern.setdefault(pattern, []).append(head)

@@ -1,4 +1,4 @@
-"""Reads problems and matrices from files that may be broken or hostile.
+"""Read problems and matrices from files that may be broken or hostile.
 
 Every size is checked against a limit before anything of that size is read.
 """
@@ -67,7 +67,7 @@ def read_matrix(name: str) -> NDArray[np.float64]:
 def read_rows(name: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of each line of a CSV file and its fields, with decimal points.
 
-    A ``#`` begins a comment. If semicolons separate the fields, commas are decimal ones.
+    A ``#`` begins a comment. If semicolons separate the fields, commas are decimal commas.
     """
     path = Path(name)
     text = re.sub(r"#[^\r\n]*", "", read_text(path))
@@ -86,7 +86,7 @@ def read_rows(name: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a boolean mask from a file's 0 and 1, 1 = may attend."""
+    """Return a boolean mask from a file's 0 and 1, where 1 = may attend."""
     if numbers.dtype.kind not in "biuf" or not (legal := np.isin(numbers, (0, 1))).all():
         came = numbers.dtype if numbers.dtype.kind not in "biuf" else f"{numbers[~legal][0]:g}"
         raise ValueError(f"{name} holds {came}: expected 1 (may attend) and 0 (may not)")
@@ -94,7 +94,7 @@ def as_mask(name: str, numbers: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 class _InPieces(io.FileIO):
-    """A file that refuses to read much at once, as zipfile would a forged table of contents."""
+    """A file that refuses to read much at once, which a forged zip archive may ask for."""
 
     def read(self, size: int | None = -1, /) -> bytes | Any:
         if size is not None and size > LARGEST_PIECE:
@@ -103,7 +103,7 @@ class _InPieces(io.FileIO):
 
 
 def _open(path: Path) -> _InPieces:
-    """Open a file or a pipe; refuse a device or socket, which may never end."""
+    """Open a file or a pipe; raise ValueError for a device or socket, which may never end."""
     mode = path.stat().st_mode
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
         raise ValueError(f"{path} is a device or a socket, which may never end: expected a file")
@@ -136,7 +136,7 @@ def read_text(path: Path) -> str:
 
 
 def check_keys(path: Path, keys: Sequence[str]) -> None:
-    """Refuse a key that is not an argument of ``attention``, and keys without q, k or v."""
+    """Raise ValueError for a key that ``attention`` does not take, or if q, k or v is missing."""
     for key in keys:
         if key not in KEYS:
             near = difflib.get_close_matches(key[:40].lower(), KEYS, 1)
@@ -150,7 +150,7 @@ def check_keys(path: Path, keys: Sequence[str]) -> None:
 
 
 def _field(name: str, line: int, n: int, text: str) -> float:
-    """One number of a CSV file; NaN is refused, because it often marks a missing number."""
+    """Return one number of a CSV file; NaN is refused, because it often marks a missing number."""
     try:
         found = number(text)
     except ValueError:
@@ -163,7 +163,7 @@ def _field(name: str, line: int, n: int, text: str) -> float:
 
 
 def _expected(text: str) -> str:
-    """What is expected instead of a field's ``text``."""
+    """Return a phrase for what is expected instead of a field's ``text``."""
     if re.fullmatch(r"\s*[-−+]?\d+,\d+\s*", text):
         return "a decimal point, or semicolons between numbers with decimal commas"
     if re.fullmatch(r"\s*[-−+]?[\d.]+[eE]\+?\d+\s*", text):
@@ -200,7 +200,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """A number of a JSON file, where infinity is a string."""
+    """Return a number of a JSON file, where infinity would be a string."""
     found = float(text)
     if math.isinf(found):
         raise ValueError(f"{text[:40]} is too large: expected at most 1.8e308, the largest float64")
@@ -217,7 +217,7 @@ def _from_json(name: str, value: Any) -> Any:
 
 
 def _numbers(name: str, value: list[Any], depth: int) -> list[Any]:
-    """Check that a nested list is rectangular and holds numbers alone."""
+    """Return a nested list, checked to be rectangular and to hold only numbers."""
     if depth == MAX_DEPTH:
         raise ValueError(f"{name} is nested more than {MAX_DEPTH} deep: expected a matrix")
     lengths = {len(part) if isinstance(part, list) else -1 for part in value}
@@ -276,7 +276,7 @@ def read_arrays(
 def _trace(
     path: Path, record: dict[str, Any], arrays: dict[str, NDArray[Any]] | None = None
 ) -> Trace:
-    """The trace that was exported as ``record``."""
+    """Return the trace that was exported as ``record``."""
     from minimha.explain.reading import trace_from
 
     try:
@@ -304,7 +304,7 @@ def _refusing(path: Path) -> Iterator[None]:
 
 
 def _size(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> int:
-    """The size of an array in float64 numbers, from its header alone."""
+    """Return the size of an array in float64 numbers, from its header alone."""
     with archive.open(info) as member:
         start = io.BytesIO(member.read(LONGEST_HEADER))
     version = np.lib.format.read_magic(start)

@@ -1,4 +1,4 @@
-"""``kernels``: lists the rungs of both ladders, compiles them, or shows ptxas's report."""
+"""List the kernels of both ladders, compile them, or show ptxas's report: command ``kernels``."""
 
 import argparse
 import sys
@@ -43,7 +43,7 @@ def _compile(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """List the rungs, or ptxas's report on the CUDA rungs."""
+    """List the kernels, or ptxas's report on the CUDA kernels."""
     from minimha.kernels.ladder import CUDA_LADDER, LADDER, measured
 
     if args.compile:

@@ -1,4 +1,4 @@
-"""``lab``: experiments, each with tables, figures and a conclusion."""
+"""Run experiments, each with tables, figures and a conclusion: the command ``lab``."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""The model and the sentences that ``next`` and ``heads`` load."""
+"""Load the model and the sentences for the commands ``next`` and ``heads``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ LARGEST_TEXT = 2**20  # bytes of a file of sentences
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model``."""
+    """Add the argument ``--model``."""
     where = "a folder with config.json, or a .gguf file (default: the model that ships)"
     parser.add_argument("--model", metavar="PATH", help=where)
 
 
 def add_sentences(parser: argparse.ArgumentParser) -> None:
-    """Add ``--sentences``."""
+    """Add the argument ``--sentences``."""
     which = "one per line (default the small world's)"
     parser.add_argument("--sentences", metavar="FILE", help=which)
 
 
 def load(args: argparse.Namespace) -> Transformer:
-    """Return the model of ``--model``, or the one that ships; refuse one without a tokenizer."""
+    """Return the model of ``--model``, or the model that ships; a tokenizer is required."""
     if args.model is None:
         from minimha.models import world
 

@@ -1,4 +1,4 @@
-"""``next``: the most probable next words of a text, and every number that leads to them."""
+"""Show the most probable next words of a text, and all numbers behind them: command ``next``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, is_traced: bool) -> None:
-    """Refuse options that exclude each other, and choose the formats."""
+    """Raise ValueError for options that exclude each other, and choose the formats."""
     if not args.text.strip():
         raise ValueError("TEXT is empty: expected at least one word")
     kind = output.asked_format(args)
@@ -103,7 +103,7 @@ def _check(args: argparse.Namespace, is_traced: bool) -> None:
 
 
 def _without(args: argparse.Namespace, model: Transformer) -> Transformer:
-    """The model without the removed heads."""
+    """Return the model without the removed heads."""
     if not args.without_head:
         if args.ablation != "zero" or args.sentences is not None:
             raise ValueError("--ablation and --sentences need removed heads: add --without-head")
@@ -147,7 +147,7 @@ def _words(args: argparse.Namespace, model: Transformer, less: Transformer) -> N
 
 
 def _bars(args: argparse.Namespace, rows: list[dict[str, Any]], num_words: int) -> None:
-    """Show bars for the words, and the sum of the others."""
+    """Show bars for the words, and the sum of the other words."""
     from minimha.explain.chart import Bars
     from minimha.explain.result import Result
 
@@ -165,7 +165,7 @@ def _bars(args: argparse.Namespace, rows: list[dict[str, Any]], num_words: int) 
 
 
 def _title(args: argparse.Namespace) -> str:
-    """The text, and the settings that change its probabilities."""
+    """Return the text, and the settings that change its probabilities."""
     changed = [f"temperature {args.temperature:g}"] if args.temperature != 1 else []
     changed += [f"top-k {args.top_k}"] if args.top_k is not None else []
     changed += [f"top-p {args.top_p:g}"] if args.top_p is not None else []
@@ -173,7 +173,7 @@ def _title(args: argparse.Namespace) -> str:
 
 
 def _removed(args: argparse.Namespace) -> str:
-    """What the removed heads give, in words; empty if none is removed."""
+    """Return a phrase about the outputs of the removed heads, or "" if none is removed."""
     if not args.without_head:
         return ""
     one = len(args.without_head) == 1
@@ -207,7 +207,7 @@ def _every_position(args: argparse.Namespace, model: Transformer) -> None:
 
 
 def _lens(args: argparse.Namespace, model: Transformer) -> None:
-    """Show what the embeddings and each layer would predict."""
+    """Show the predictions after the embeddings and after each layer."""
     from minimha.explain.chart import Grid
     from minimha.explain.result import Result
     from minimha.models.interpretability import lens
@@ -239,7 +239,7 @@ def _lens(args: argparse.Namespace, model: Transformer) -> None:
 
 
 def _settled(places: list[str], tops: list[str]) -> str:
-    """The layer from which on the most probable word is the final one."""
+    """Return a sentence: from which layer on the most probable word is the final word."""
     since = len(tops) - 1
     while since and tops[since - 1] == tops[-1]:
         since -= 1
@@ -274,7 +274,7 @@ def _generate(args: argparse.Namespace, model: Transformer) -> None:
 
 
 def _pieces(model: Transformer, start: list[int], drawn: Iterator[int]) -> Iterator[str]:
-    """Yield what each token adds to the text; part of a character waits for the rest."""
+    """Yield the text that each token adds; part of a character waits for the rest."""
     assert model.tokenizer is not None
     ids, before = list(start), model.tokenizer.decode(start)
     for id in drawn:
@@ -286,7 +286,7 @@ def _pieces(model: Transformer, start: list[int], drawn: Iterator[int]) -> Itera
 
 
 def _trace(args: argparse.Namespace, model: Transformer) -> Trace:
-    """Trace every step, or those of one layer; text leaves out what is too large to read."""
+    """Trace every step, or those of one layer; as text, without steps too large to read."""
     ids, config = model.encode(args.text).tolist(), model.config
     if args.layer is not None and args.layer >= config.num_layers:
         raise ValueError(f"no layer {args.layer} here: the layers are 0 to {config.num_layers - 1}")
@@ -320,7 +320,7 @@ def _trace(args: argparse.Namespace, model: Transformer) -> Trace:
 
 
 def _leave_out(args: argparse.Namespace, trace: Trace) -> None:
-    """Choose the steps that can be read, and name the others."""
+    """Choose the steps that are small enough to read, and name the others."""
     shown = trace.selected(head=args.head, query=args.query).shown
     large = {step.name for step in shown if step.value.size > output.LARGEST_MATRIX}
     left = [name for name in trace if name in large or LEFT_OUT.match(name)]
@@ -338,7 +338,7 @@ def _leave_out(args: argparse.Namespace, trace: Trace) -> None:
 
 
 def _probabilities(args: argparse.Namespace, model: Transformer) -> Probabilities:
-    """The probabilities of the next word after every word of the text, shape (L, V)."""
+    """Return the probabilities of the next word after every word of the text, (L, V)."""
     from minimha.models.sampling import probabilities
 
     logits = model.logits(args.text, backend="dense")
@@ -346,13 +346,13 @@ def _probabilities(args: argparse.Namespace, model: Transformer) -> Probabilitie
 
 
 def _likeliest(model: Transformer, p: Probabilities, number: int) -> list[dict[str, Any]]:
-    """The most probable words, as JSON shows them."""
+    """Return the most probable words, as JSON shows them."""
     kept = [int(n) for n in np.argsort(-p, kind="stable")[:number] if p[n] > 0]
     words = models.labels(model, kept)
     return [{"word": word, "probability": float(p[n])} for word, n in zip(words, kept, strict=True)]
 
 
 def _listed(words: list[dict[str, Any]]) -> str:
-    """Words and their probabilities in one line, without those that print as 0.000."""
+    """Return words and their probabilities in one line, without those that print as 0.000."""
     shown = [w for n, w in enumerate(words) if n == 0 or w["probability"] >= SHOWN]
     return ", ".join(f"{printable(w['word'])} {w['probability']:.3f}" for w in shown)

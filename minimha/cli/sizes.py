@@ -1,4 +1,4 @@
-"""``sizes``: parameters, FLOPs and KV cache of known models."""
+"""Show parameters, FLOPs and KV cache of known models: the command ``sizes``."""
 
 import argparse
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _record(preset: Any, length: int | None, dtype: str) -> dict[str, Any]:
-    """One preset in exact numbers; None for what it lacks, such as a cache beyond its length."""
+    """Return one preset in exact numbers; None if a model has no such number at this length."""
     from dataclasses import asdict
 
     from minimha.models import sizes
@@ -74,7 +74,7 @@ def _record(preset: Any, length: int | None, dtype: str) -> dict[str, Any]:
 
 
 def _row(record: dict[str, Any], written: Callable[[int, str], str]) -> dict[str, str]:
-    """The row of a preset in the table of all."""
+    """Return the row of a preset in the table of all presets."""
     prefill, decode = record["prefill_flops"], record["decode_flops"]
     cache, saved = record["kv_cache_bytes"], record["saved_by_groups"]
     part = 100 * saved["kv_cache_bytes"] / (saved["kv_cache_bytes"] + cache) if saved else None
@@ -91,7 +91,7 @@ def _row(record: dict[str, Any], written: Callable[[int, str], str]) -> dict[str
 
 
 def _quantities(record: dict[str, Any], written: Callable[[int, str], str]) -> list[dict[str, str]]:
-    """One row per quantity of a preset, without those that are zero."""
+    """Return one row per quantity of a preset, without quantities that are zero."""
     words = {True: "yes", False: "no"}
     sizes = list(record)[1 : list(record).index("length")]  # the preset's own, but for its name
     found = {

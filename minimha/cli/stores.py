@@ -1,4 +1,4 @@
-"""Opens a problem in a zarr store, which may exceed memory, and computes it on a cluster."""
+"""Open a problem in a zarr store, which may exceed memory, and compute it on a cluster."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def on_cluster(address: str, problem: dict[str, Any]) -> tuple[NDArray[Any], NDA
 
 
 def _check(title: str, array: Any, is_stored: bool) -> None:
-    """Refuse an array that is too large, incomplete or not of plain numbers, before reading it."""
+    """Raise ValueError for an array that is too large, incomplete or not of plain numbers."""
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise ValueError(f"{title} has dtype {array.dtype}: expected numbers")
     for codec in _codecs(array):
@@ -108,7 +108,7 @@ def _check(title: str, array: Any, is_stored: bool) -> None:
 
 
 def _codecs(array: Any) -> list[str]:
-    """The names of an array's codecs."""
+    """Return the names of an array's codecs."""
     metadata = array.metadata.to_dict()
     if metadata["zarr_format"] == 2:
         found = [metadata.get("compressor"), *(metadata.get("filters") or ())]
@@ -117,7 +117,7 @@ def _codecs(array: Any) -> list[str]:
 
 
 def _nested(codec: dict[str, Any]) -> list[str]:
-    """The name of a codec, and the names of its shards' codecs."""
+    """Return the name of a codec, and the names of its shards' codecs."""
     settings = codec.get("configuration") or {}
     inner = [*settings.get("codecs", ()), *settings.get("index_codecs", ())]
     return [codec["name"], *(name for c in inner for name in _nested(c))]
