@@ -102,9 +102,9 @@ def number(
 def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
     """Return ``value`` as an array of any dtype; an array is not copied.
 
-    Raises TypeError for masked arrays, also in lists, since NumPy would drop the mask. ``hint``
-    ends that message. Also raises for rows of different lengths, and as ``as_numpy`` and
-    ``check_file`` do.
+    Raises TypeError for masked arrays, also in lists, whose mask NumPy would drop; ``hint`` ends
+    that message. Also raises for rows of different lengths, and like ``as_numpy`` and
+    ``check_file``.
     """
     if type(value) is np.ndarray:  # not masked, not in a file, of no other library
         return value
@@ -187,10 +187,7 @@ def as_integers(name: str, value: ArrayLike, limit: int = LARGEST_INTEGER) -> ND
 
 
 def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
-    """Return the floating dtype, in native byte order, that represents numbers of all ``dtypes``.
-
-    Raises TypeError if no such dtype exists, as for float16 and bfloat16.
-    """
+    """Return the native floating dtype that represents all ``dtypes``, or raise TypeError."""
     first, *rest = dtypes.values()
     if first in COMPUTED and all(dtype == first for dtype in rest):
         return first

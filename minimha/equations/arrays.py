@@ -106,8 +106,8 @@ def check_file(name: str, value: Any) -> None:
 def as_numpy(name: str, value: Any) -> NDArray[Any]:
     """Return a NumPy view of ``value``, a CPU array of one of ``LIBRARIES``.
 
-    Raises TypeError if the array requires grad, if its library does not export it (because it is
-    traced, sparse or on a GPU), or if NumPy has no such dtype.
+    Raises TypeError if the array requires grad or has a dtype that NumPy lacks. Also raises if the
+    library does not export the array, because it is traced, sparse or on a GPU.
     """
     library = library_of(value)
     torch: Any = sys.modules["torch"] if library == "torch" else None
@@ -128,8 +128,7 @@ def as_numpy(name: str, value: Any) -> NDArray[Any]:
 def like(given: Any, result: NDArray[Any]) -> Any:
     """Return ``result`` as an array of torch or JAX if ``given`` is one, else unchanged.
 
-    torch shares the memory of ``result``. JAX shares memory aligned to 64 bytes and copies other
-    memory.
+    torch shares the memory of ``result``, JAX only memory aligned to 64 bytes; JAX copies the rest.
     """
     library = library_of(given)
     if library == "torch":

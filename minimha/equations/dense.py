@@ -29,7 +29,7 @@ def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[
     """Compute O = softmax(S) V and L = log Σ exp S from the final scores S.
 
     O has shape (B, H, Lq, Dv), L (B, H, Lq), both in the compute dtype. ``tap`` receives every
-    intermediate. With packed or paged sequences it gets names such as ``weights[sequence 0]``.
+    intermediate; the names of packed or paged sequences' steps are like ``weights[sequence 0]``.
     """
     if problem.sequences is not None:
         O, L = problem.by_sequence(lambda part, s: forward(part, staged(tap, f"sequence {s}")))
@@ -78,8 +78,7 @@ def scores(
 def bias(problem: Problem, rows: slice, keys: slice, tap: Tap = no_tap) -> NDArray[Any]:
     """Return ``attn_bias`` plus ALiBi's -slope · |i + q_offset - j|, (B or 1, H, rows, keys).
 
-    ``tap`` receives the bias, the slopes and the distances. Press et al., "Train Short, Test Long",
-    2022.
+    ``tap`` receives bias, slopes and distances. Press et al., "Train Short, Test Long", 2022.
     """
     total: NDArray[Any] = np.zeros((1, 1, 1, 1), problem.compute)
     if problem.attn_bias is not None:

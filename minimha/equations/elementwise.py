@@ -46,7 +46,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     return x
 
 
-COMPOSED = (rsqrt, sigmoid, clamp)  # made of functions that numba knows
+COMPOSED = (rsqrt, sigmoid, clamp)  # composed of functions that numba knows
 KNOWN = {name: getattr(np, name) for name in (*UFUNCS, *CONSTANTS)}
 KNOWN |= {x.__name__: x for x in (where, *COMPOSED)} | {"clip": clamp}
 
@@ -74,8 +74,7 @@ TORCH = Torch()
 def substitute(name: str, value: Any) -> Any:
     """Return the replacement of ``value``, captured as ``name``, or ``value`` if it needs none.
 
-    Raises TypeError for a function of torch without replacement, or an array that NumPy cannot
-    read.
+    Raises TypeError for a torch function without replacement, or an array that NumPy cannot read.
     """
     if isinstance(value, (int, float, np.ndarray)):
         return value

@@ -183,7 +183,7 @@ def source(function: Any) -> str:
 
 
 def uses(function: Any, index: int) -> bool:
-    """Return whether ``function`` reads parameter ``index``; True if it has no bytecode."""
+    """Return whether ``function`` reads parameter ``index``; True if no bytecode can tell."""
     code = getattr(function, "__code__", None)
     return code is None or _reads(code, index)
 
@@ -283,7 +283,7 @@ def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
     """Return (path, value) of each default, closure cell and global that a function reads.
 
     A path is a tuple of names. Attributes of a caller's module, which numba compiles as constants,
-    are included. They are looked up in ``vars``, since ``getattr`` would warn for some names.
+    are included, looked up in ``vars``, since ``getattr`` would warn for some names.
     """
     code = function.__code__
     found: list[tuple[tuple[str, ...], Any]] = [

@@ -64,11 +64,10 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
 
 
 def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[str, Any] | None:
-    """Return the options of ``attention`` for a part, or None if no query of it sees a key of it.
+    """Return the options of ``attention`` for a part, or None if none of its queries sees any key.
 
-    Sinks and functions are left out: see ``without_keys`` and ``placed``. ``mask_mod`` is ignored
-    when looking for visible keys. ``given`` has ``attn_mask`` and ``attn_bias`` before
-    broadcasting.
+    Sinks and functions are left out: see ``without_keys`` and ``placed``. A ``mask_mod`` does not
+    count as hiding keys. ``given`` has ``attn_mask`` and ``attn_bias`` before they are broadcast.
     """
     Lq, Lk = problem.q.shape[2], problem.k.shape[2]
     num_rows, num_keys = len(range(Lq)[part.rows]), len(range(Lk)[part.keys])
@@ -112,9 +111,8 @@ def placed(functions: Mapping[str, Callable[..., Any]], part: Part) -> dict[str,
 def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
     """Return the ALiBi term (H,) to subtract from a striped part's L, or None if there is none.
 
-    In a causal part, query n and key m are step · (offset + n - m) + rest apart. The slopes of the
-    part express the first term only. The rest is the same for all keys, so that it does not change
-    O.
+    In a causal part, query n and key m are step · (offset + n - m) + rest apart. The part's slopes
+    express only the first term. The rest is the same for all keys, so that O does not depend on it.
     """
     if problem.alibi_slopes is None or part.keys.step is None:
         return None
@@ -123,10 +121,7 @@ def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
 
 
 def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
-    """Return O = 0 and, in float64, L = the sinks (H,) or -inf, for queries that see no key.
-
-    ``shape`` is that of O, (B, H, Lq, Dv).
-    """
+    """Return O = 0 of ``shape`` and L = ``sinks`` (H,) or -inf, in float64, for no visible key."""
     L = np.full(shape[:3], -np.inf)
     if sinks is not None:
         L[:] = sinks[:, None]
@@ -136,10 +131,11 @@ def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
 def in_blocks(
     attend: Callable[..., Pair], problem: Problem, arguments: Mapping[str, Any], holds_scores: bool
 ) -> Pair:
-    """Return O and L for stored keys and values, with one block of them in memory at a time.
+    """Return O and L for stored keys and values, with one block of keys in memory at a time.
 
     ``arguments`` are those of ``attention``, and ``problem`` is their ``outline``. ``attend(q, k,
-    v, **options)`` returns O and L of a block. If it ``holds_scores``, blocks have few queries.
+    v, **options)`` returns O and L of a block. If ``attend`` ``holds_scores``, blocks have few
+    queries.
     """
     Q = cast(as_floating("q", arguments["q"]), problem.compute)  # so that O is rounded once
     k, v = arguments["k"], arguments["v"]
@@ -198,9 +194,8 @@ def _striped(
 ) -> tuple[NDArray[np.int64], int, int]:
     """Return q_offset, left and right of a part with stripes, counted in steps.
 
-    Query n is at x + step · n and key m at step · m, where the whole batch has one offset x. Query
-    n sees key m if x - left ≤ step · (m - n) ≤ x + right. If no multiple of ``step`` lies in that
-    range, the window is empty and left is negative.
+    Query n is at x + step · n and key m at step · m; the whole batch has one x. Query n sees key m
+    if x - left ≤ step · (m - n) ≤ x + right. If no multiple of ``step`` is in that range, left < 0.
     """
     if right < UNBOUNDED:
         last = (q_offset + right) // step

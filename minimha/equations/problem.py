@@ -94,7 +94,7 @@ class Problem:
         The code and captured values of ``score_mod`` and ``mask_mod``, by name, if given.
     corner : Corner
         The b, h and j that ``score_mod`` and ``mask_mod`` get for batch entry 0, head 0 and key 0.
-        They are not 0 if this problem is a part of a larger one, or one of several sequences.
+        Not 0 if this problem is part of a larger problem, or one of several sequences.
     """
 
     q: NDArray[Any]
@@ -131,10 +131,7 @@ class Problem:
         cu_seqlens_q: ArrayLike | None = None, cu_seqlens_k: ArrayLike | None = None,
         block_table: ArrayLike | None = None,
     ) -> Problem:  # fmt: skip
-        """Check the arguments of ``minimha.attention`` and return them as a ``Problem``.
-
-        Raises TypeError or ValueError with a message that names the argument.
-        """
+        """Return the checked arguments of ``minimha.attention``; errors name the argument."""
         rank, (q4, k4, v4) = _arrays(q, k, v, is_paged=block_table is not None)
         shape = (*q4.shape[:3], k4.shape[2])
         compute, H = compute_dtype(q4.dtype), shape[1]

@@ -1,8 +1,8 @@
 """Locate the queries and keys of each sequence: packed end to end, or in the pages of a pool.
 
 Packed sequences follow each other along L, in one batch entry. Their starts are the cumulative
-lengths, flash-attention's ``cu_seqlens``. Paged keys are in a pool of pages of equal size, and a
-table lists the pages of each sequence in order (Kwon et al., "Efficient Memory Management for Large
+lengths, flash-attention's ``cu_seqlens``. Paged keys are in a pool of pages of equal size. A table
+lists the pages of each sequence in order (Kwon et al., "Efficient Memory Management for Large
 Language Model Serving with PagedAttention", 2023).
 
 Each sequence is a separate problem: positions, lengths and offsets count from its first query and

@@ -2,7 +2,7 @@
 
 The equations continue with the value that ``tap(name, value)`` returns. So a line with a tap still
 reads as mathematics. ``no_tap`` records nothing, ``explain.Trace`` records everything. A value is
-an array. Before the step of a caller's function it is the source code of that function.
+an array, or the source code of a caller's function, before the step that calls the function.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 Tap = Callable[[str, Any], Any]
-Steps = Mapping[str, ArrayLike] | None  # values that replace those of steps, by name
+Steps = Mapping[str, ArrayLike] | None  # new values of steps, by name
 
 
 def no_tap(name: str, value: Any) -> Any:
