@@ -107,10 +107,7 @@ class File:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Lock this file, and wait up to ``WAIT`` seconds if another process has locked it.
-
-        Each version of the function has a separate lock.
-        """
+        """Lock this version of the function; wait at most ``WAIT`` seconds for another process."""
         folder = _writable_folder()
         if folder is None or fcntl is None:
             yield

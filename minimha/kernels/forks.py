@@ -44,8 +44,8 @@ _held = threading.local()  # the locks of a thread that forks: others may fork a
 def imported(name: str) -> Any:
     """Import the module ``name``, so that a forked child never has a half-imported module.
 
-    If importing a package fails, Python removes the package from ``sys.modules`` but not its
-    modules. These are removed too, since otherwise a later import would fail.
+    If importing a package fails, Python removes the package from ``sys.modules``, but not its
+    modules. They would make a later import fail, so that this function removes them too.
     """
     with _importing:
         before = set(sys.modules)

@@ -43,9 +43,9 @@ def start(target: Callable[[], Any], started: list[int]) -> bool:
 def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] | None = None) -> None:
     """Call each task in its own thread, or in this thread if the system provides no more.
 
-    If a signal's handler raises, ``cancel`` is called, and then all threads are awaited until they
-    end or a second exception comes. Without ``cancel`` no thread is awaited. So a task must hold
-    references to the memory that it writes.
+    If a signal's handler raises, ``cancel`` is called. Then all threads are awaited until they end
+    or a second exception comes. Without ``cancel`` no thread is awaited, so that a task must hold
+    references to the memory in which it writes.
     """
     started: list[int] = []
     ended: list[BaseException | None] = []
@@ -80,10 +80,7 @@ def call(tasks: Sequence[Callable[[], Any]], cancel: Callable[[], None] | None =
 
 
 def in_another_thread(work: Callable[[], Any]) -> Any:
-    """Call ``work()`` outside the main thread, which receives signals, and return its result.
-
-    Ctrl-C ends the waiting at once, but ``work`` continues to its end.
-    """
+    """Return ``work()``, called outside the main thread: Ctrl-C ends the wait, but not the call."""
     if threading.current_thread() is not threading.main_thread():
         return work()
     result: list[Any] = []

@@ -159,7 +159,7 @@ def _program(jobs: Sequence[Job]) -> str:
 
 
 def rungs(dtype: np.dtype[Any]) -> tuple[ModuleType, ModuleType]:
-    """Return the kernels for many and for few queries of ``dtype``, or of its bits' dtype."""
+    """Return the kernels for many and for few queries; ``dtype`` uint16 means 16-bit floats."""
     has_matrix_unit = rung6_matrix_unit.is_made_for(dtype)
     return rung6_matrix_unit if has_matrix_unit else rung4_parallel, rung5_decode
 

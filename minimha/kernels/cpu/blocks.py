@@ -26,7 +26,7 @@ from minimha.kernels.functions import I64, Refused
 
 FILL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)
 FLOAT32 = np.dtype(np.float32)
-MOST = 256  # block masks that are kept; a problem in parts has many
+MOST = 256  # block masks in memory; a problem in parts has many
 LARGEST_KEPT = 1 << 20  # bytes of a block mask
 WORTH_SHARING = 1 << 14  # blocks; for fewer, starting threads takes longer than finding the states
 
@@ -196,9 +196,9 @@ def visible_run(o, b, h, heads, Lq, j0, j1):
 def fill(tile, states, visible, failed, table, sizes, first, step):
     """Write the states of every ``step``-th row of blocks, from row ``first`` on.
 
-    For each sequence ``table`` has b, the number of queries, the number of keys, the position of
-    query 0 and the index of the first state. ``sizes`` holds the number of sequences, the number of
-    heads, the first h and the first j. ``visible`` has room for one block per thread.
+    For each sequence ``table`` has b, the numbers of queries and of keys, the position of query 0,
+    and the index of the first state. ``sizes`` holds the number of sequences, the number of heads,
+    the first h and the first j. ``visible`` has room for one block per thread.
     """
     num_sequences, heads, first_head, first_key = sizes[0], sizes[1], sizes[2], sizes[3]
     start, turn = first * ROWS * COLUMNS, 0

@@ -63,7 +63,7 @@ OPTIONS = {
     "fastmath": FASTMATH, "error_model": "numpy", "boundscheck": True, "nopython": True,
     "no_cpython_wrapper": True, "no_cfunc_wrapper": True,
 }  # fmt: skip
-MOST = 32  # functions that are kept, of 1 MB each
+MOST = 32  # functions in memory, of 1 MB each
 CONSTANTS = "numba compiles it with constants only"  # stored in place of such a function's code
 CALLED = 128  # queries and keys of the tiles in which ``raise_again`` looks for the exception
 
@@ -123,8 +123,7 @@ def is_ready(problem: Problem) -> bool:
 class Tile:
     """The machine code of a tile's loop around a function, freed together with this object.
 
-    The function takes ``num_values`` captured values as arguments, and returns the type
-    ``returned``.
+    The function has ``num_values`` captured values as arguments, and returns the type ``returned``.
     """
 
     def __init__(self, library: Any, address: int, num_values: int, returned: Any) -> None:
@@ -239,8 +238,7 @@ def _compiled(function: Function) -> Tile:
 def _found_or_kept(key: Hashable, function: Function, values: tuple[Any, ...]) -> Any:
     """Return the result stored under ``key``, or compile with ``values`` as arguments and store it.
 
-    Returns ``CONSTANTS`` if numba compiles the function only with constants. An example is a
-    function that indexes a tuple of several types with a number.
+    Returns ``CONSTANTS`` if numba compiles the function only with constants, as some tuples need.
     """
 
     def kept() -> Any:
@@ -368,8 +366,7 @@ def _read_values(context: Any, builder: Any, line: Any, kinds: Sequence[Any]) ->
 def _with_arguments(function: FunctionType, number: int, paths: list[tuple[str, ...]]) -> Any:
     """Return numba's IR of ``function``, whose captured values at ``paths`` become parameters.
 
-    The new parameters follow the first ``number``. Other captured values and defaults are
-    constants.
+    The new parameters follow the first ``number``; other captured values and defaults are constant.
     """
     defaults = defaults_of(function)
     identity = FunctionIdentity.from_function(function)

@@ -325,10 +325,7 @@ _spares: list[NDArray[np.uint8]] = []
 
 
 def _memory(nbytes: int) -> NDArray[np.uint8]:
-    """Return at least ``nbytes`` of memory, aligned to a page, from an earlier call if possible.
-
-    New memory is slow, because the system clears each page on the first write.
-    """
+    """Return at least ``nbytes``, aligned to a page; reuse memory, because new pages are slow."""
     try:
         spare = _spares.pop()
         if spare.nbytes >= nbytes:

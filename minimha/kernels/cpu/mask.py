@@ -5,8 +5,8 @@ compiled unchanged. For a tile, ``mask_tile`` and ``apply_softcap_and_bias`` do 
 scores before the next step: LLVM vectorizes such loops, but not calls per score.
 
 A tile is transposed: row j holds the scores of key j0 + j with one panel of queries, one query per
-lane, so that no step of the softmax goes across lanes. S[j · lanes + r] belongs to query i0 + r;
-lanes from ``rows`` on are padding.
+lane. So no step of the softmax goes across lanes. S[j · lanes + r] belongs to query i0 + r; lanes
+from ``rows`` on are padding.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def is_nonfinite(number):
 
 @jit_inline
 def is_nonfinite_key(V_j, j, Dv):
-    """Return whether one of key j's values is nonfinite."""
+    """Return whether any value of key j is nonfinite."""
     found = False
     for d in range(Dv):
         found |= is_nonfinite(V_j.line[V_j.start + j * V_j.stride + d])

@@ -272,10 +272,7 @@ def _compiled(function: Callable[..., Any], signature: Any) -> Compiled:
 
 
 def _spins(spin: Compiled) -> int:
-    """Return the number of pauses that take ``SPIN`` seconds; one pause takes 10 to 70 ns.
-
-    The shortest of several measurements counts, because others may have been interrupted.
-    """
+    """Return how many pauses take ``SPIN`` seconds, by the shortest of several measurements."""
     tries, pauses = [], 200
     for _ in range(10):
         start = time.perf_counter()

@@ -1,8 +1,8 @@
 """CPU rung 2, tiles: B_r queries against B_c keys at a time, as Algorithm 1 is printed.
 
-A block of keys is read once for B_r queries instead of once per query, and a row is rescaled once
-per block instead of once per key. The products are plain loops over small arrays, which stay in the
-cache. The loop over d is innermost, so that LLVM can vectorize it.
+A block of keys is read once for B_r queries, not once per query. A row is rescaled once per block,
+not once per key. The products are plain loops over small arrays, which stay in the cache. The loop
+over d is innermost, so that LLVM can vectorize it.
 
 Measured: 6 × as fast as rung 1 (4 heads, 512 tokens, width 64; AMD EPYC, 2026-11-21).
 """

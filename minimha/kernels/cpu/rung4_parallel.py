@@ -1,12 +1,12 @@
 """CPU rung 4, parallel: the tiles of rung 3 on every core, and only tiles that some query sees.
 
-- A task is up to four panels of one head. They process each block of keys one after another, so
+- A task is up to four panels of one head. These process each block of keys one after another, so
   that K and V come from memory once for 192 queries. Each thread has a share of the tasks, with an
-  atomic counter. It goes head by head, so that K and V stay in the core's L2 cache, and begins with
-  the longest task of each head. A thread that has finished its share helps the others.
-- A panel visits only the keys of its ``key_range``. It checks single scores only in partial tiles,
-  which with a causal mask are those on the diagonal. For a ``mask_mod`` the panel skips hidden
-  blocks and checks no score of full ones.
+  atomic counter. A share goes head by head, so that K and V stay in the core's L2 cache, and begins
+  with the longest task of each head. A thread that has finished its share helps other threads.
+- A panel visits only the keys of its ``key_range``. Single scores are checked only in partial
+  tiles, which a causal mask has on the diagonal. For a ``mask_mod`` the panel skips hidden blocks
+  and checks no score of full blocks.
 - 16-bit K and V are widened one block at a time, so that only half the bytes come from memory.
 
 Measured: 2.1 × as fast as rung 3 on two cores, 2.6 × with a causal mask (AMD EPYC, 2026-11-21).
@@ -48,8 +48,8 @@ unpack = unpacker(**BUFFERS)
 def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Sizes:
     """Return the sizes for ``problem``: tasks of ``panels`` panels, blocks of ``B_c`` keys.
 
-    By default a task has up to four panels, or fewer if threads would get too few tasks. ``B_c`` is
-    rounded up to whole tiles.
+    By default a task has up to four panels, or fewer if tasks are few. ``B_c`` is rounded up to
+    tiles.
     """
     D, Dv, itemsize = problem.q.shape[3], problem.v.shape[3], problem.compute.itemsize
     most, workers = shared_out(problem, PANELS, TASKS_PER_THREAD)

@@ -2,10 +2,10 @@
 
 With one query per head the panels of rung 4 would be nearly empty, and one task per head too few
 for many cores. Here the keys are split among tasks (split-K, as in Flash-Decoding). A task computes
-all queries that share a key/value head (H / Hkv heads of Lq queries each), so that every key and
-value is read from memory once. S = Q K_jᵀ has one query per row; a score is a dot product along the
-head width. If there are many keys, blocks that a ``mask_mod`` hides are not read. Each split yields
-m, l and O, which are merged by log-sum-exp:
+all queries of a key/value head, H / Hkv heads of Lq queries each. So every key and value is read
+from memory once. S = Q K_jᵀ has one query per row; a score is a dot product along the head width.
+If there are many keys, blocks that a ``mask_mod`` hides are not read. Each split yields m, l and O,
+which are merged by log-sum-exp:
 
     m = max m_s,   l = Σ exp(m_s - m) l_s,   O = Σ exp(m_s - m) O_s / l
 
@@ -83,8 +83,8 @@ FINISHED = 1  # counter 0 counts tasks; those from 1 on count the finished split
 def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None) -> Sizes:
     """Return the sizes for ``problem``: ``splits`` of the keys, blocks of ``B_c`` keys.
 
-    By default each thread gets a few splits, and a block has ``block_size(problem)`` keys. ``B_c``
-    is rounded up to whole panels.
+    By default each thread gets a few splits, and a block ``block_size(problem)`` keys, in whole
+    panels.
     """
     (_, H, _, D), (_, Hkv, _, Dv) = problem.q.shape, problem.v.shape
     B, Lk = len(problem.kv_lengths), longest_k(problem)

@@ -12,10 +12,10 @@ are transposed as in rung 3, so that masks, options and softmax are the same:
 - A part may be 0 and a value infinite, and their product would be NaN. So a key with a nonfinite
   value is left out of the product, and ``add_nonfinite`` adds it wherever it is visible.
 
-Inputs below 2^-126 count as 2^-126, and weights below it as 0. Rung 4 computes other dtypes, and
-all dtypes on CPUs without AMX. float32 would need three parts and six products. In a trial this was
-1.1 × as fast as rung 4 with 1024 tokens, and 0.75 × with 128, where few queries share packed keys.
-It was no faster if another thread of the core was busy.
+Inputs below 2^-126 count as 2^-126, and weights below 2^-126 as 0. Rung 4 computes other dtypes,
+and all dtypes on CPUs without AMX. float32 would need three parts and six products. In a trial this
+was 1.1 × as fast as rung 4 with 1024 tokens, and 0.75 × with 128, where few queries share packed
+keys. If another thread of the core was busy, this was no faster.
 
 Measured: 2.8 × as fast as rung 4 in bfloat16, 1.9 × in float16, on one core (8 heads, 1024 tokens,
 width 64; 3.5 and 2.1 × at width 128; Intel Xeon with AMX, 2026-11-23).
@@ -65,7 +65,7 @@ unpack = unpacker(**BUFFERS)
 
 
 def is_made_for(dtype: np.dtype[Any]) -> bool:
-    """Return whether a matrix unit can multiply numbers of ``dtype``, or of its bits' dtype."""
+    """Return whether a matrix unit can multiply ``dtype``, where uint16 means 16-bit floats."""
     return dtype.itemsize == 2 and is_usable()
 
 

@@ -100,14 +100,14 @@ def is_in_one_piece(o):
 
 @jit_inline
 def keys_from(X, o, b, kv, j):
-    """Return the start of key j of sequence b, and the stride of keys that are not in pages."""
+    """Return where key j of sequence b starts, and the stride from key to key, without pages."""
     page, at = key_at(o, b, j)
     return start_of(X, page, kv, at), X.strides[2] // X.itemsize
 
 
 @jit_inline
 def is_far(X):
-    """Return whether X is so large that most of it comes from memory, not from a cache."""
+    """Return whether X is so large that memory, not a cache, holds most of X."""
     return X.size * X.itemsize >= CACHED
 
 

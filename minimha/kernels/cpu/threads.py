@@ -1,8 +1,7 @@
-"""Set the number of threads that a kernel may use.
+"""Set the number of threads that a kernel may use, by ``set_num_threads``.
 
-``set_num_threads`` sets it; the default is NUMBA_NUM_THREADS, else OMP_NUM_THREADS, as in other
-libraries. The number never exceeds the CPUs that the process's affinity mask and its container's
-quota allow.
+The default is NUMBA_NUM_THREADS, else OMP_NUM_THREADS, as in other libraries. The number never
+exceeds the CPUs that the process's affinity mask and its container's quota allow.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def _quotas() -> Iterator[int]:
         for part in (relative, *relative.parents):  # a parent's quota limits its children
             try:
                 numbers = " ".join((folder / part / name).read_text() for name in names).split()
-            except OSError:  # the container does not see its own path
+            except OSError:  # the path does not exist inside the container
                 continue
             if len(numbers) == 2 and numbers[0].isdecimal() and int(numbers[1]) > 0:
                 yield max(1, -(-int(numbers[0]) // int(numbers[1])))

@@ -4,7 +4,7 @@
 
     rung(q, k, v, mask, bias, o, O, L)
 
-They have one of two forms. Rungs 1 and 2 take ``Arrays``, so they also run in numba's simulator.
+The arguments have two forms. Rungs 1 and 2 take ``Arrays``, so they also run in numba's simulator.
 From rung 3 on, kernels have explicit load instructions and take ``Arguments``, which are addresses:
 
 q, k, v, O   ``Rows``: address and strides of (B, H, L, D); the last axis is contiguous
@@ -272,8 +272,7 @@ def as_arrays(
     """Return the arguments, as arrays, of a kernel that takes ``Arrays``.
 
     ``given`` has "q", "k", "v", "O", "L" in the compute dtype, and "attn_mask" and "attn_bias", of
-    the scores' shape, if they exist. ``put`` copies an array to the device and returns its
-    ``ArrayAt``.
+    the scores' shape, if they exist. ``put`` copies an array to the device as an ``ArrayAt``.
     """
     o: Any = options(problem)
     lines = {name: put(getattr(o, name)) for name in ("q_offset", "kv_lengths", "slopes", "sinks")}

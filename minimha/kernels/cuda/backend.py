@@ -78,8 +78,9 @@ def rung_for(problem: Problem, device: gpu.Device) -> tuple[str, Problem]:
     """Return the name of the best kernel on ``device``, and ``problem`` in that kernel's dtype.
 
     Few queries use rung 5. For more, 16-bit numbers use the tensor cores, float32 register tiles,
-    and float64 shared tiles. 16-bit numbers are widened if neither the GPU nor the rungs for 16
-    bits take the problem. ``functions.check`` raises for functions that cannot be compiled.
+    and float64 shared tiles. 16-bit numbers are widened if the GPU lacks such cores, or if no
+    16-bit kernel takes the problem. ``functions.check`` raises for functions that cannot be
+    compiled.
     """
     functions.check(problem)
     name, dtype = next(_rungs(problem, device.cc, device.shared))

@@ -106,9 +106,9 @@ def _name(launch: Launch, cc: tuple[int, int]) -> str:
 def facts(value: Any, known: dict[FunctionType, int]) -> Any:
     """Describe ``value`` by lists, numbers and strings that are equal in every process.
 
-    A function is described by its name, its captured values and the globals that it names. A
-    function from outside of minimha, such as a caller's ``score_mod``, is also described by its
-    instructions and by the attributes that it reads of modules. ``known`` numbers the functions
+    A function is described by its name, its captured values and the globals that it names.
+    Functions from outside of minimha, such as a caller's ``score_mod``, are also described by their
+    instructions and by attributes that they read of modules. ``known`` numbers the functions
     described so far. Raises ``NoFacts`` for a value whose repr contains an address.
     """
     function = getattr(value, "py_func", getattr(value, "__wrapped__", value))

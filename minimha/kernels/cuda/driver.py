@@ -68,7 +68,7 @@ class Packed(Protocol):
 
 
 def call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """Call a function of the driver; raise ``DeviceError`` if it fails.
+    """Call ``function`` of the driver; raise ``DeviceError`` if the call fails.
 
     Returns the one result, or a tuple if the function has several or none.
     """

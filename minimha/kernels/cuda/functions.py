@@ -26,7 +26,7 @@ from minimha.kernels.cuda.parts.online_softmax import LOWEST
 from minimha.kernels.functions import Refused, check_returned, compiled_function, plain
 from minimha.kernels.os_threads import in_another_thread
 
-# The number of kernels that a rung keeps, those used last. A model has a handful of functions, but
+# The number of kernels that a rung keeps, the last used ones. A model has few functions, but
 # each change of a captured number makes a new function. 64 kernels take about 6 MB of code.
 KEPT = 64
 EXTERNAL = r"\.extern \.func (?!.*\bvprintf\b)"  # a function outside of the PTX
@@ -95,8 +95,8 @@ def masking(mask_mod: DeviceFunction | None) -> Any:
 def call_functions(score_mod: DeviceFunction | None, mask_mod: DeviceFunction | None) -> Any:
     """Return a device function that computes the score after both functions, -inf if hidden.
 
-    The functions are not called for a pair that is already hidden, for which captured arrays may
-    have no item.
+    A caller's functions are not called for a hidden pair, for which captured arrays may lack an
+    item.
     """
     modified, is_pair_visible = modifying(score_mod), masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None

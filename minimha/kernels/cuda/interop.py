@@ -1,8 +1,8 @@
 """Read other libraries' arrays on a GPU without copying, and allocate arrays for the output.
 
-Plain arrays of torch and CuPy are read directly, which is faster. All others are read by DLPack or,
-without it, by ``__cuda_array_interface__``. No array library is imported here: a caller who passes
-a torch tensor has imported torch.
+Plain arrays of torch and CuPy are read directly, which is faster. Other arrays are read by DLPack
+or, if they lack it, by ``__cuda_array_interface__``. No array library is imported here: a caller
+who passes a torch tensor has imported torch.
 
 References: the DLPack specification, C API, ``DLManagedTensor``; CUDA Array Interface, version 3.
 """

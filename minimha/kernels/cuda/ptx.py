@@ -44,9 +44,9 @@ def instruction(
     """Return an intrinsic for one PTX instruction; ``$0, $1, …`` are results, then operands.
 
     Arguments are converted to the operands' types. An instruction ``has_effects`` if it writes
-    memory, or reads memory that others write. The compiler does not remove it, nor move it across
-    other instructions with effects. An instruction ``is_collective`` if all threads of a warp
-    execute it together. The compiler does not move it into or out of a branch.
+    memory, or reads memory that others write: the compiler does not remove such instructions or
+    change their order. An instruction ``is_collective`` if all threads of a warp execute it
+    together: the compiler does not move such instructions into or out of a branch.
     """
     paste = _paste(text, results, operands, has_effects, is_collective)
     if len(results) > 1:
@@ -325,10 +325,7 @@ mbarrier_try_wait = instruction(
 
 
 def setmaxnreg(direction: str, count: int) -> Any:
-    """Return an intrinsic that releases ("dec") or takes ("inc") registers of a block.
-
-    Afterwards the warpgroup has ``count`` per thread; taking waits until enough are released.
-    """
+    """Return an intrinsic after which each thread has ``count`` registers; "inc" waits for them."""
     text = f"setmaxnreg.{direction}.sync.aligned.u32 {count};"
     return instruction(text, has_effects=True, is_collective=True)
 
@@ -354,10 +351,10 @@ def _first_items(context: Any, builder: Any, array: Any, D: Any, count: int) -> 
 
 
 def wgmma_wait_group(pending: int, count: int) -> Any:
-    """Return the intrinsic ``(D)`` that waits for all but the last ``pending`` groups of ``wgmma``.
+    """Return an intrinsic (D) that waits for all but the last ``pending`` groups of ``wgmma``.
 
     One of the completed groups writes D, a local array of ``count`` float32. D is an operand so
-    that the compiler does not access it earlier.
+    that the compiler does not access D earlier.
     """
     numbers = (f32,) * count
     paste = _paste(
@@ -406,7 +403,7 @@ def _wgmma_group(products: list[str]) -> str:
 
 
 def wgmma_shared(dtype: str, N: int, steps: list[tuple[int, int]]) -> Any:
-    """Return the intrinsic ``(D, a, b)``: D = A B, summed over ``steps`` (x, y).
+    """Return an intrinsic (D, a, b) that starts D = A B, summed over ``steps`` (x, y).
 
     A step reads A at descriptor a + x and B at b + y. Rows of 16 numbers are contiguous in A and in
     the transpose of B. D is a local array of float32.
@@ -433,7 +430,7 @@ def wgmma_shared(dtype: str, N: int, steps: list[tuple[int, int]]) -> Any:
 
 
 def wgmma_registers(dtype: str, N: int, steps: list[int]) -> Any:
-    """Return the intrinsic ``(D, A, b)``: D = A B + D, summed over ``steps`` x.
+    """Return an intrinsic (D, A, b) that starts D = A B + D, summed over ``steps`` x.
 
     A step reads B at descriptor b + x, in contiguous rows of N numbers, and four items of A, a
     local array of uint32.

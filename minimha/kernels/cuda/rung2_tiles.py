@@ -4,9 +4,9 @@ What changed from rung 1: the threads of a block copy keys and values into share
 then each thread reads them there for its query. A row is rescaled once per tile instead of once per
 key.
 
-Why it should be faster: keys and values are read once per block from global memory, not B_r times,
-and the B_c products of a tile do not wait for exponentials. Tiles in which no query of the block
-sees a key are skipped, and full tiles, in which every query sees every key, are not masked.
+Why it should be faster: keys and values are read once per block from global memory, not B_r times.
+The B_c products of a tile do not wait for exponentials. Tiles in which no query of the block sees a
+key are skipped. Full tiles, in which every query sees every key, are not masked.
 
     lines 3, 4   one thread block per row block i, one row per thread
     line 5       m, l and O_i: in the thread's registers

@@ -7,8 +7,8 @@ overwrites K_j, which is no longer needed.
 
 Why it should be faster: rung 2 is bound by reads of shared memory, this rung by multiply-adds.
 
-Rows of Q_i and K_j are padded by four numbers, so that 8 lanes that read 16 bytes each of 8
-successive rows use 32 different banks; rows of P_ij are padded by a warp's number of columns.
+Rows of Q_i and K_j are padded by four numbers: 8 lanes that read 16 bytes each of 8 successive rows
+then use 32 different banks. Rows of P_ij are padded by a warp's number of columns.
 
 Tiles in which no query of the block sees a key are skipped, and full tiles are not masked. In
 partial tiles a hidden score is -inf and its weight -0. If a value is not finite, keys of weight -0

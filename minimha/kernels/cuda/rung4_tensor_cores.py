@@ -2,16 +2,15 @@
 
 What changed from rung 3: a warp multiplies a (16, 16) by a (16, 8) matrix with one instruction. A
 warp owns 16 or 32 rows of Q_i. Their S_ij, P_ij, m_i, l_i and O_i stay in its registers for all
-keys, because S_ij, packed in pairs, has the layout that ``mma`` expects of P_ij. Shared memory
-holds Q_i and two tiles each of K and V. While the warps multiply one tile, ``cp.async`` copies the
-next, bypassing registers; one barrier per tile separates the two. ``ldmatrix`` reads a column of
-eight rows at a time, which would be in the same banks. So the 16-byte chunks of a row are swizzled:
-a chunk's index is XORed with the row's. A lane computes the address of its first chunk. The other
+keys: S_ij, packed in pairs, has the layout that ``mma`` expects of P_ij. Shared memory holds Q_i
+and two tiles each of K and V. While the warps multiply one tile, ``cp.async`` copies the next,
+bypassing registers; one barrier per tile separates the two. ``ldmatrix`` reads a column of eight
+rows at a time, which would be in the same banks. So the 16-byte chunks of a row are swizzled: a
+chunk's index is XORed with the row's. A lane computes the address of its first chunk. The other
 addresses follow by an exclusive or and an immediate.
 
-Why it should be faster: one instruction of a tensor core replaces 64 fused multiply-adds of a warp,
-each number read from shared memory is used more often, and no thread waits for the copy of the next
-tile.
+Why it should be faster: one instruction of a tensor core replaces 64 fused multiply-adds of a warp.
+Each number read from shared memory is used more often. No thread waits for the next tile's copy.
 
 Tiles in which no query of the block sees a key are skipped, and full tiles, which are most of them,
 are not masked. In partial tiles scores are masked one by one, and nonfinite values are handled
@@ -105,10 +104,7 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
 
 
 def epilogue(tiles: fragments.MmaTiles) -> Any:
-    """Return a device function that does lines 12 and 13.
-
-    The device function stores L_i, and overwrites Q_i with O_i / l_i, rounded.
-    """
+    """Return a device function that stores L_i, and O_i / l_i in place of Q_i (lines 12 and 13)."""
     M, chunks, pack = tiles.M, tiles.chunks, fragments.FORMATS[tiles.dtype].pack
     total = softmax.sum_over(1, 2)
 

@@ -12,10 +12,10 @@ Why it should be faster: K and V are read once for all queries of a group, by en
 the memory busy.
 
 Lines 8 to 10 of Algorithm 1 are in ``_tensor_cores`` for 16-bit numbers and in ``_multiply_adds``
-for float32. On the tensor cores S = Q Kᵀ may sum over the head width in any order, and Oᵀ = Vᵀ Pᵀ
-over the keys, if both factors use the same order. So a lane reads 16 contiguous bytes of a row as
-its parts of the fragment, and S has the layout of Pᵀ. P is split into two 16-bit numbers, its upper
-bits and the residual, which makes O as exact as in float32 at little cost.
+for float32. On the tensor cores S = Q Kᵀ may sum over the head width in any order, if both factors
+use the same order. The same holds for Oᵀ = Vᵀ Pᵀ and the keys. So a lane reads 16 contiguous bytes
+of a row as its parts of the fragment, and S has the layout of Pᵀ. P is split into two 16-bit
+numbers, its upper bits and the residual, which makes O as exact as in float32 at little cost.
 
 Not measured: no GPU yet. Estimate: 80 to 90 % of an H200's 4.8 TB/s.
 """
@@ -120,7 +120,7 @@ def blocks_at_once(made_for: Variant) -> int:
 
 
 def rows_of_warp(rows: int, width: int, itemsize: int) -> int:
-    """Return the rows per warp: all if registers suffice; otherwise warps read the keys again."""
+    """Return how many rows each warp computes: all rows of a head, if the registers suffice."""
     if itemsize == 2:
         return 8 if rows <= 8 or width > 128 else 16
     return min(8 if width <= 128 else 4, 1 << (rows - 1).bit_length())
@@ -315,7 +315,7 @@ def _tensor_cores(made_for: Variant) -> Callable[..., None]:
     step = 8 * tiles
     layout = fragments.DecodeTiles(W, dtype, R, step)
     sides, q_words, v_words = layout.sides, layout.q_words, layout.v_words
-    is_ahead = W * R <= 128 * 8  # are there registers for the next keys beside these values?
+    is_ahead = W * R <= 128 * 8  # registers suffice for the next keys too
     fetch_keys, fetch_values = fragments.load_keys(layout), fragments.load_values(layout)
     load, store = load_row(q_words, 4, GLOBAL_U32), store_row(v_words, 8, 2)
     locate, describe, score = _locator(R, step), _describer(options), score_query(options)
@@ -423,10 +423,7 @@ def _tensor_cores(made_for: Variant) -> Callable[..., None]:
 
 @cache
 def _merge(width: int, dtype: str, R: int) -> Callable[..., None]:
-    """Return the kernel that merges splits, with one block per row of O.
-
-    Each warp adds up every ``MERGERS``-th split. A sink is merged as one more split without values.
-    """
+    """Return the kernel that merges splits (and a sink as one more), one block per row of O."""
     columns = -(-width // 32)
     is_wide = dtype == "float32"
     pack = None if is_wide else fragments.FORMATS[dtype].pack

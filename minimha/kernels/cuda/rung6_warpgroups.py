@@ -2,8 +2,8 @@
 
 What changed from rung 4: four warps together, a warpgroup, multiply (64, 16) by (16, B_c) with one
 instruction, ``wgmma``. It reads Q_i, K_j and V_j from shared memory, not from registers, and does
-not wait. So S of the next tile and P V of this tile run on the tensor cores, while other units
-compute the exponentials of the next tile. Within a warpgroup the order is that of
+not wait. So the tensor cores compute S of the next tile and P V of this tile, while other units
+compute the next tile's exponentials. Within a warpgroup the order is that of
 FlashAttention-3's Algorithm 2:
 
     start S of the next tile; start P V of this one; wait for S; its softmax; wait for O; rescale O
@@ -115,10 +115,7 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
 
 
 def masked_softmax(tiles: fragments.MmaTiles, is_plain: bool, options: masks.ScoreOptions) -> Any:
-    """Return a device function that applies the options, then does line 9.
-
-    The keys' visibility takes two registers, because one masks 64 keys.
-    """
+    """Return a device function that applies the options, then does line 9 for up to 128 keys."""
     first, second = min(64, tiles.B_c), tiles.B_c - 64
     visible_in_first = masks.visible_bits(tiles._replace(B_c=first), options)
     visible_in_second = masks.visible_bits(tiles._replace(B_c=second), options)

@@ -113,10 +113,10 @@ _pack_bfloat16, _pack_float16 = _packer(True), _packer(False)
 
 @jit
 def pack_rows(X, x, x_row, to, row, part, rows, columns, is_bfloat16, tail):
-    """Write rows of X as parts, to[p · part + r · row + c], padded with zeros to ``row`` numbers.
+    """Write rows of X as parts, to[p · part + r · row + c]; return whether a number is nonfinite.
 
-    ``row`` is ``columns``, rounded up to a multiple of ``WIDTH``; ``tail`` has room for ``WIDTH``
-    numbers. Returns whether a number is nonfinite.
+    Rows are padded with zeros to ``row`` numbers, ``columns`` rounded up to a multiple of
+    ``WIDTH``; ``tail`` has room for ``WIDTH`` numbers.
     """
     full = columns // WIDTH * WIDTH
     found = _pack(X, x, x_row, to, 0, row, part, rows, full, is_bfloat16)

@@ -1,9 +1,9 @@
 """Compute S = K_j Q_iᵀ and O += V_jᵀ P for a tile, with sums in registers.
 
-``tile_product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth)`` is
-C = factor ∘ (A B), and ``tile_product_add`` with the same arguments is C = factor ∘ C + A B. C has
+``tile_product(A, a, a_row, a_k, B, b, b_k, C, c, c_row, factor, rows, vectors, depth)`` sets
+C = factor ∘ (A B). ``tile_product_add`` with the same arguments sets C = factor ∘ C + A B. C has
 ``rows`` rows of ``vectors`` vectors; the inner dimension is ``depth``. A's element (r, k) is at
-a + r · a_row + k · a_k, B's row k starts at b + k · b_k and C's row r at c + r · c_row, all in
+a + r · a_row + k · a_k. B's row k starts at b + k · b_k, and C's row r at c + r · c_row, all in
 elements. ``factor`` has one number per lane. C must have room for whole register tiles: rows up to
 the next multiple of ``ROWS`` are written too, as copies of the last row's product.
 """

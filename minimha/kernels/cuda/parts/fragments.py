@@ -90,9 +90,9 @@ def swizzled(row: int, chunk: int, chunks: int) -> int:
     """Return the offset in bytes of a chunk of a row, in a tile of shared memory.
 
     Eight chunks are as wide as all banks. The same chunk of eight successive rows must be in eight
-    different bank groups. Without the swizzle, the group would repeat every 8 / spread rows, where
-    spread is the largest power of 2 that divides the number of chunks, at most 8. So an exclusive
-    or moves the chunks of later rows, within groups of ``spread`` chunks.
+    different bank groups. Let ``spread`` be the largest power of 2, at most 8, that divides the
+    number of chunks. Without the swizzle, the bank group would repeat every 8 / spread rows. So an
+    exclusive or moves the chunks of later rows, within groups of ``spread`` chunks.
 
     >>> [[swizzled(row, chunk, 4) // 16 % 8 for chunk in range(4)] for row in range(4)]
     [[0, 1, 2, 3], [4, 5, 6, 7], [1, 0, 3, 2], [5, 4, 7, 6]]
@@ -174,9 +174,9 @@ def first_chunk(tiles: MmaTiles) -> Any:
 
 
 def prefetch_tile(tiles: MmaTiles) -> Any:
-    """Return a device function that starts copies of ``rows`` rows into shared memory.
+    """Return a device function that starts copies of rows from ``X``, thread t's ``first_chunk``.
 
-    ``X`` is thread t's ``first_chunk``. Rows from ``present`` on become 0.
+    The shared memory gets ``rows`` rows, with 0 from row ``present`` on.
     """
     chunks, at_once, tile_row = tiles.chunks, tiles.rows_at_once, tiles.row_bytes
     copies, own = is_copied(tiles), row_and_chunk(tiles)
@@ -290,7 +290,7 @@ class DecodeTiles(NamedTuple):
     S = Q Kᵀ: A holds rows g and g + 8 of Q, and B holds key g of 8. Lane (g, t) loads part t of 4
     of these rows, and receives S[g, 2t], S[g, 2t + 1] and the same of row g + 8.
     Oᵀ = Vᵀ Pᵀ: P of row g and 16 keys already has the layout of B. Lane (g, t) loads part g of 8 of
-    V for keys 2t and 2t + 1 of each 8 keys, and receives O of rows 2t and 2t + 1.
+    V, for keys 2t and 2t + 1 of each 8 keys. The lane receives O of rows 2t and 2t + 1.
     """
 
     width: int

@@ -71,8 +71,7 @@ def visible_keys(i_start, i_stop, b, o):
 def tile_bounds(i_start, i_stop, b, o):
     """Return start, stop of the keys that any query sees, and start, stop of those that all see.
 
-    All queries see the keys from the first key of the last query to the last key of the first
-    query.
+    All queries see the keys from the last query's first key to the first query's last key.
     """
     start, stop = visible_keys(i_start, i_stop, b, o)
     full_start, _ = visible_keys(i_stop - 1, i_stop, b, o)
@@ -207,10 +206,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
     @device
     def modify_row(S, mask, bias, o, b, h, r, column, left, right, length):
-        """Do ``mask_row`` with the caller's functions, moving each score to S[0, 0].
-
-        The loop over the keys is not unrolled if a function is long or has loops.
-        """
+        """Do ``mask_row`` with the caller's functions, in a loop that need not be unrolled."""
         away, end = int32(column - r), int32(length - r)
         mask_at = pair_address(mask, b, h, r, column, 1)
         bias_at = pair_address(bias, b, h, r, column, 4)
@@ -249,10 +245,7 @@ def last_or(i, length):
 
 
 def first_score(tiles: MmaTiles) -> Any:
-    """Return a device function that finds query and key of thread t's first score.
-
-    Callers call the function again for each tile, because registers are scarce.
-    """
+    """Return a device function that finds query and key of thread t's first score in a tile."""
     rows = 16 * tiles.M
 
     @device

@@ -1,7 +1,7 @@
 """Add nonfinite values, NaN and infinity, only to the rows that see them.
 
 A hidden key has the weight 0, and 0 · NaN is NaN: a product with all values of a tile would spoil
-rows that do not see the nonfinite value. So in tiles that are not visible to all rows such a value
+rows that do not see the nonfinite value. So in tiles that some rows do not see, such a value
 becomes 0, and is added separately to the rows that see its key.
 """
 
@@ -78,7 +78,7 @@ def zero_nonfinite_in(dtype: str) -> Any:
 
 
 def has_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """Return a device function that is nonzero if thread t copied a nonfinite value."""
+    """Return a device function that returns nonzero if thread t copied a nonfinite value."""
     B_c, chunks, at_once = tiles.B_c, tiles.chunks, tiles.rows_at_once
     copies, nonfinite = fragments.is_copied(tiles), nonfinite_in(tiles.dtype)
     own = fragments.row_and_chunk(tiles)

@@ -60,7 +60,7 @@ def bits_of(lanes: int) -> tuple[int, ...]:
 
 
 def maximum_over(*bits: int) -> Any:
-    """Return a device function: the largest x of the lanes whose indices differ in ``bits``."""
+    """Return a device function that finds the largest x of lanes that differ in these ``bits``."""
 
     @device
     def maximum(x):
@@ -72,7 +72,7 @@ def maximum_over(*bits: int) -> Any:
 
 
 def sum_over(*bits: int) -> Any:
-    """Return a device function: the sum over lanes whose indices differ in ``bits``, in order."""
+    """Return a device function that sums x over lanes that differ in these ``bits``, in order."""
 
     @device
     def total(x):
@@ -117,8 +117,7 @@ def update_halves(rows: int, keys: int, words: int) -> Any:
 def update_transposed(tiles: DecodeTiles) -> Any:
     """Return a device function that does line 9 and rescales O_i as in line 10.
 
-    Sᵀ and Oᵀ have the layout of ``mma``. P_ij is split into two 16-bit numbers, its upper bits and
-    the residual.
+    Sᵀ and Oᵀ have the layout of ``mma``. P_ij becomes two 16-bit numbers, upper bits and residual.
     """
     sides, keys, words = tiles.sides, tiles.keys // 8, tiles.v_words
     _, _, pack, _, _ = FORMATS[tiles.dtype]
@@ -165,8 +164,7 @@ def update_transposed(tiles: DecodeTiles) -> Any:
 def update_registers(tiles: RegisterTiles) -> Any:
     """Return a device function that does line 9 and rescales O_i as in line 10.
 
-    ``tiles.columns`` lanes share a row. P_ij is stored in shared memory. The weight of a hidden key
-    is -0, for ``nonfinite.add_nonfinite_values``.
+    ``tiles.columns`` lanes share a row. P_ij goes to shared memory, with -0 for a hidden key.
     """
     columns, rows, keys, own = tiles.columns, tiles.rows, tiles.keys, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
@@ -198,13 +196,12 @@ def update_registers(tiles: RegisterTiles) -> Any:
 def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
     """Return a device function that does line 9 for scores in the layout of ``mma``.
 
-    ``factor`` converts scores to base 2. If ``is_plain``, ``factor`` includes the scale of the
-    scores.
+    ``factor`` converts scores to base 2 and, if ``is_plain``, scales them too.
     """
     M, N, chunks = tiles.M, tiles.N, tiles.chunks
     maximum = maximum_over(1, 2)
     # ptxas moves nothing past a branch. If registers are scarce, a branch precedes the products
-    # with V_j: otherwise P_ij would be summed after them, and kept beside its packed form. If
+    # with V_j: otherwise P_ij would be summed after them, and would stay next to packed P_ij. If
     # registers are not scarce, exponentials and O_i may wait until the tensor cores are busy.
     are_scarce = tiles.width > 64
 

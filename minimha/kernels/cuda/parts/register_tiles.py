@@ -14,9 +14,10 @@ class RegisterTiles(NamedTuple):
     """The tile sizes of ``threads`` threads that multiply B_r queries by B_c keys.
 
     A warp is ``columns`` lanes wide and ``row_step`` = 32 / columns lanes high. A lane owns
-    ``rows`` queries, ``row_step`` apart, ``keys`` keys, ``columns`` apart, and ``own`` = width /
-    columns columns of O. In shared memory ``long_row`` is the stride of rows of Q_i and K_j, and
-    ``weights_row`` that of P_ij. ``keys_or_weights`` is the size of the tile of K_j, then P_ij.
+    ``rows`` queries at distance ``row_step`` and ``keys`` keys at distance ``columns``. In O a lane
+    owns ``own`` = width / columns columns. In shared memory ``long_row`` is the stride of rows of
+    Q_i and K_j, and ``weights_row`` that of P_ij. ``keys_or_weights`` is the size of the tile of
+    K_j, then P_ij.
     """
 
     width: int
@@ -62,9 +63,9 @@ class RegisterTiles(NamedTuple):
 
 
 def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
-    """Return a device function that copies ``rows`` rows, with 0 from row ``length`` on.
+    """Return a device function that copies ``rows`` rows, and returns whether one is nonfinite.
 
-    The device function returns whether thread t copied a number that is NaN or infinite.
+    The rows from ``length`` on become 0.
     """
     threads, chunks = tiles.threads, tiles.width // 4
     # The number of reads that a thread issues at once. With more, ptxas spills registers.
@@ -99,7 +100,7 @@ def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
 
 
 def fma_keys(tiles: RegisterTiles) -> Any:
-    """Return a device function: S_ij = Q_i K_jᵀ for the thread's rows and keys (line 8)."""
+    """Return a device function that sets S_ij = Q_i K_jᵀ for a thread's rows and keys (line 8)."""
     width, columns, rows, keys = tiles.width, tiles.columns, tiles.rows, tiles.keys
     row_step, long_row = tiles.row_step, tiles.long_row
 
@@ -126,7 +127,7 @@ def fma_keys(tiles: RegisterTiles) -> Any:
 
 
 def fma_values(tiles: RegisterTiles) -> Any:
-    """Return a device function: O_i += P_ij V_j for the thread's numbers (line 10)."""
+    """Return a device function that adds P_ij V_j to a thread's numbers of O_i (line 10)."""
     width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
     few = 2 if 64 < width < 240 else 4  # weights of a row at once: with more ptxas spills

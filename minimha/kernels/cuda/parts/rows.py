@@ -27,8 +27,8 @@ def block_of(B_r: int) -> Any:
     @device
     def block(o):
         row_blocks, number = uint32((o.Lq + B_r - 1) // B_r), uint32(cuda.blockIdx.x)
-        # Not //, which branches in case it divides by 0: results of a branch take registers of
-        # each thread, but results before a branch, such as these numbers, only of the warp.
+        # Not //, which branches in case it divides by 0. Results of a branch take registers of each
+        # thread. Results before a branch, such as these numbers, take registers of the warp only.
         head = ptx.div_u32(number, row_blocks)
         b = ptx.div_u32(head, o.H)
         h = int32(head - b * uint32(o.H))
@@ -66,10 +66,7 @@ def load_row(words: int, lanes: int, instructions: tuple[Any, Any, Any]) -> Any:
 
 
 def store_row(words: int, lanes: int, numbers: int) -> Any:
-    """Return a device function that stores a lane's float32 in the order of ``load_row``.
-
-    Each word of ``load_row`` stands for ``numbers`` numbers.
-    """
+    """Return a device function that stores ``numbers`` float32 for each word of ``load_row``."""
     fours, has_two, has_one = words // 4, words & 2, words & 1
 
     @device

@@ -65,10 +65,7 @@ def chunk_of(tiles: MmaTiles) -> Any:
 
 
 def fetch_tile(tiles: MmaTiles) -> Any:
-    """Return a device function that starts copies of rows into shared memory.
-
-    This is ``fragments.prefetch_tile`` in the layout of ``wgmma``.
-    """
+    """Return a device function like ``fragments.prefetch_tile``, in the layout of ``wgmma``."""
     at_once, own = tiles.rows_at_once, row_and_chunk(tiles)
     chunk, copies = chunk_of(tiles), is_copied(tiles)
 
@@ -85,10 +82,7 @@ def fetch_tile(tiles: MmaTiles) -> Any:
 
 
 def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """Return a device function that zeroes nonfinite values that thread t copied.
-
-    The device function returns 0 if there were none.
-    """
+    """Return a device function that zeroes nonfinite values of thread t, and returns 0 if none."""
     B_c, at_once = tiles.B_c, tiles.rows_at_once
     chunk, copies = chunk_of(tiles), is_copied(tiles)
     nonfinite, zeroed = nonfinite_in(tiles.dtype), zero_nonfinite_in(tiles.dtype)
