@@ -157,10 +157,7 @@ def previous(ids: Ids) -> NDArray[np.bool_]:
 
 
 def first(ids: Ids) -> NDArray[np.bool_]:
-    """Mark key 0 for queries i > 0: the first token.
-
-    Clark et al. 2019; Xiao et al. 2024, who call these keys attention sinks.
-    """
+    """Mark key 0 for i > 0 (Clark et al. 2019; attention sinks in Xiao et al. 2024)."""
     i = np.arange(len(ids))
     return np.asarray((i[:, None] > 0) & (i == 0))
 

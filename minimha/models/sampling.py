@@ -116,10 +116,10 @@ def generated(
     logits: Callable[[NDArray[np.int64]], NDArray[Any]], tokens: NDArray[np.int64], count: int,
     sample: Callable[[ArrayLike], int], ends: Container[int],
 ) -> Iterator[int]:  # fmt: skip
-    """Yield up to ``count`` sampled tokens, until one of ``ends``.
+    """Yield up to ``count`` sampled tokens, until a token in ``ends`` has been sampled.
 
-    ``logits`` receives the tokens (L,) that it has not received before, and returns rows of logits.
-    The last row is for the next token.
+    ``logits`` receives tokens (L,) that it has not yet received, and returns rows of logits. The
+    last row is for the next token.
     """
     for _ in range(count):
         token = sample(logits(tokens)[-1])

@@ -327,7 +327,7 @@ def weight_bytes(preset: Preset, dtype: str = "float16") -> int:
 
 
 def saved_by_groups(preset: Preset, length: int, dtype: str = "float16") -> Savings:
-    """Return what a model saves compared with the same model with num_kv_heads = num_heads.
+    """Return the savings compared with the same model with num_kv_heads = num_heads.
 
     The cache shrinks to Hkv / H, and so do W_k and W_v. The attention's FLOPs stay, since every
     query head still attends to every key. Arguments are those of ``kv_cache_bytes``.

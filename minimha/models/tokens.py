@@ -115,7 +115,7 @@ class SubwordTokenizer:
     def label(self, id: int) -> str:
         """Return the token's text, with ``_`` for a space and ``\\n`` for a new line.
 
-        Part of a character has no text: then the token's name in the vocabulary is returned.
+        If a token is only part of a character, returns the token's name in the vocabulary.
         """
         name, text = str(self._ask("id_to_token", int(id))), self.decode([id])
         if name.startswith("▁") and not text.startswith(" "):

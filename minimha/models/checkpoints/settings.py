@@ -97,7 +97,7 @@ class Settings:
         return width // parts
 
     def section(self, key: str) -> dict[str, Any]:
-        """Return the object under ``key``, or an empty dict if it is missing."""
+        """Return the object under ``key``, or an empty dict if the key is missing."""
         value = self.get(key)
         if not isinstance(value, Mapping | None):
             raise TypeError(f"{self._called(key)} is {value!r}: expected an object")

@@ -1,10 +1,11 @@
 """The model that ships: a small GPT-2, trained on sentences of a small world.
 
-Its text was drawn from ``minimha.models.world.grammar``, so the right probability of every next
-word is known. The table is for up to 200 questions about each relation, in the first passage of a
-text and in a later one. It shows the share of right answers, and the largest difference between a
-word's probability and the grammar's. No training passage began like a question about a receiver, a
-repetition or a description; the grammar has too few of the other kinds to leave any out::
+The training text was drawn from ``minimha.models.world.grammar``, so the right probability of every
+next word is known. The table is for up to 200 questions about each relation, in the first passage
+of a text and in a later passage. It shows the share of right answers, and the largest difference
+between a word's probability and the grammar's. No training passage began like a question about a
+receiver, a repetition or a description; the grammar has too few of the other kinds to leave any
+out::
 
                             first             after another
                             right   largest   right   largest
