@@ -23,10 +23,9 @@ def yardstick(shape: Shape) -> tuple[float, Callable[[], Any]]:
 
 
 def read_memory(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Read a 1-D array once, with the kernels' number of threads.
+    """Read a 1-D array once, with the kernels' number of threads, up to the last full vector.
 
-    Returns the largest number in each lane of each thread, (threads, lanes), ignoring numbers after
-    the last full vector.
+    Returns the largest number in each lane of each thread, (threads, lanes).
     """
     from minimha.kernels.cpu.simd.softmax import lanes_max
     from minimha.kernels.cpu.simd.vector import VECTORS, panel_width

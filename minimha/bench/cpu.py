@@ -142,10 +142,7 @@ def crowded(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, lis
 
 
 def extra_memory(run: Callable[[], Any]) -> int | None:
-    """Return the peak bytes of the process during a call, minus its memory before and the output.
-
-    Returns None if the system does not report them.
-    """
+    """Return the extra memory of a call in bytes, or None if the system does not report it."""
     if not (os.access(CLEAR, os.W_OK) and STATUS.exists()):
         return None
     CLEAR.write_text("5")  # resets the peak to the current memory

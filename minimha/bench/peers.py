@@ -88,10 +88,7 @@ def torch_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
 
 
 def onnxruntime_peers(inputs: Inputs, threads: int) -> dict[str, Peer]:
-    """Prepare onnxruntime's ("ORT") kernels for ONNX's Attention-23 and two operators of its own.
-
-    These two are MultiHeadAttention ("MHA") and GroupQueryAttention ("GQA").
-    """
+    """Prepare onnxruntime's Attention-23, MultiHeadAttention (MHA), GroupQueryAttention (GQA)."""
     B, H, Lq, _ = inputs.q.shape
     Hkv, Lk = inputs.k.shape[1:3]
     mask = inputs.whole_mask

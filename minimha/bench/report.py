@@ -44,10 +44,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Report:
-    """All records of a run, with the machine and the seconds that compiling took.
-
-    ``missing`` names the libraries that were not installed.
-    """
+    """All records of a run, the machine, the seconds of compiling, and ``missing`` libraries."""
 
     records: list[Record]
     compile_seconds: float

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, and show one table per shape."""
+    """Measure the shapes, and show one table for each."""
     from minimha.bench import cpu as bench
     from minimha.bench import shapes as known
     from minimha.bench.report import as_json, as_rows

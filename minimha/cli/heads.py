@@ -107,10 +107,7 @@ def _result(found: Behaviours, num_sentences: int, *, is_text: bool) -> Result:
 
 
 def _does(found: Behaviours, row: tuple[float, ...]) -> str:
-    """Return the pattern with most attention, if enough goes there, else "".
-
-    Enough is half of the attention, and twice the uniform share.
-    """
+    """Return the pattern with half of the attention and twice its uniform share, or "" if none."""
     n = int(np.argmax(row))
     return found.names[n] if row[n] >= max(CLEAR, 2 * found.uniform[n]) else ""
 

@@ -200,7 +200,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """Return a number of a JSON file, where infinity would be a string."""
+    """Return the finite number ``text`` of a JSON file, where infinity is a string."""
     found = float(text)
     if math.isinf(found):
         raise ValueError(f"{text[:40]} is too large: expected at most 1.8e308, the largest float64")

@@ -54,10 +54,7 @@ def open_problem(name: str) -> dict[str, Any]:
 
 
 def on_cluster(address: str, problem: dict[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return output and log-sum-exp of a stored problem, computed on the cluster at ``address``.
-
-    Its workers must find the store under the same path.
-    """
+    """Compute output and log-sum-exp on a cluster whose workers can open the same path."""
     try:
         from distributed import Client
 
