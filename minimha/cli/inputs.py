@@ -40,7 +40,7 @@ KEYS = tuple(name for name in inspect.signature(attention).parameters if name no
 
 
 def read_problem(name: str) -> dict[str, Any] | Trace:
-    """Return the arguments of ``attention`` in a JSON or npz file, or an exported trace.
+    """Read a JSON or npz file: return the arguments of ``attention``, or an exported trace.
 
     A trace has ``steps`` in JSON, ``trace`` in npz. In JSON null is None, and "-inf", "inf" and
     "nan" are numbers. Nothing in an npz file is unpickled.

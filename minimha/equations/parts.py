@@ -64,7 +64,7 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
 
 
 def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[str, Any] | None:
-    """Return the options of ``attention`` for a part, or None if none of its queries sees any key.
+    """Return the options of ``attention`` for a part, or None if no query sees any key of the part.
 
     Sinks and functions are left out: see ``without_keys`` and ``placed``. A ``mask_mod`` does not
     count as hiding keys. ``given`` has ``attn_mask`` and ``attn_bias`` before they are broadcast.

@@ -45,7 +45,7 @@ def imported(name: str) -> Any:
     """Import the module ``name``, so that a forked child never has a half-imported module.
 
     If importing a package fails, Python removes the package from ``sys.modules``, but not its
-    modules. They would make a later import fail, so that this function removes them too.
+    modules. The modules would make a later import fail, so this function removes them too.
     """
     with _importing:
         before = set(sys.modules)

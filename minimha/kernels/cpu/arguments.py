@@ -79,7 +79,7 @@ CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
 
 
 def slots(buffers: Iterable[str]) -> dict[str, int]:
-    """Return where each array, buffer and number begins in the line, as an index by name."""
+    """Return a dict from each array, buffer and number to the index where its entry begins."""
     names = [*ARRAYS, *buffers, "numbers"]
     if len({*names, *NUMBERS}) < len(names) + len(NUMBERS):
         raise ValueError(f"two arguments of a kernel have one name: {', '.join(names)}")

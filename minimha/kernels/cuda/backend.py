@@ -138,9 +138,9 @@ def widened(problem: Problem) -> Problem:
 def attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> Any:
     """Compute ``minimha.attention`` for arrays on a GPU, and return arrays of q's library there.
 
-    ``given`` has the arguments that may be arrays, by name, ``options`` the others. Raises for
-    arrays on different devices, a stream of another device, different dtypes, and the errors of
-    ``Problem.of``.
+    ``given`` has the arguments that may be arrays, and ``options`` the other arguments, by name.
+    Raises the errors of ``Problem.of``. Also raises if arrays are on different devices or differ in
+    dtype, or if the current stream belongs to another device.
     """
     ordinals, device = _ordinals(given), gpu.current()
     ordinal = _common(ordinals)

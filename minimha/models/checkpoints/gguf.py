@@ -63,7 +63,7 @@ SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 
 
 def read(path: Path) -> tuple[Settings, dict[str, Array], Settings]:
-    """Return the settings of a config.json, the tensors by name, and the metadata."""
+    """Read a GGUF file: return settings like a config.json's, the tensors by name, the metadata."""
     stored, tensors = _contents(path)
     metadata = Settings(stored, str(path))
     architecture = metadata.text("general.architecture")
