@@ -1,7 +1,7 @@
-"""Other libraries' attention functions with their conventions, computed by ``minimha.attention``.
+"""Other libraries' attention functions in their own conventions, computed by ``minimha.attention``.
 
-Arrays may be NumPy's, torch's or JAX's, on the CPU. Results are arrays of the query's library. An
-argument that does not fit raises a ValueError or a TypeError that names it.
+Arrays may be NumPy's, torch's or JAX's, on the CPU. Results are arrays of the query's library. A
+ValueError or TypeError names an argument that does not fit.
 """
 
 from minimha.dialects import flash_attention, jax, keras, onnx, torch, transformers

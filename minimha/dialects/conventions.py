@@ -1,24 +1,24 @@
-"""What the functions of other libraries mean by the same words, as a table of facts."""
+"""A table of the conventions of attention functions: the meaning of arguments and results."""
 
 from typing import NamedTuple
 
 
 class Conventions(NamedTuple):
-    """What one function means by its arguments and results.
+    """The conventions of one function for its arguments and results.
 
-    "After the past" is aligned top left if there is no past, and its last query always is at the
-    last key. A log-sum-exp is -inf for a query that sees no key.
+    "After the past" means that the last query is at the last key, or aligned top left without a
+    past. A log-sum-exp is -inf for a query that sees no key.
     """
 
     arrays: str  # the axes of queries
-    causal: str  # where a causal mask begins, if Lq ≠ Lk
-    true: str  # what True means in a mask
-    numbers: str  # what becomes of a mask of numbers
+    causal: str  # the alignment of a causal mask, if Lq ≠ Lk
+    true: str  # the meaning of True in a mask
+    numbers: str  # what the function does with a mask of numbers
     empty_row: str  # the output of a query that sees no key
-    window: str  # what the size of a window counts, to the left of a query
+    window: str  # what the size of a window counts on the left of a query
     shared_heads: str  # how query heads share key heads
     scale: str = "1/√D"  # the default
-    lse: str = "no"  # the axes of the log-sum-exp, if it is among the results
+    lse: str = "no"  # the axes of the log-sum-exp, if returned
 
 
 SEES, LEFT, NEAR, LSE = "may attend", "top left", "the keys before", "(B, H, Lq)"

@@ -1,4 +1,4 @@
-"""flash-attention's functions: arrays are (B, L, H, D), causality is aligned bottom-right."""
+"""The functions of flash-attention: arrays (B, L, H, D), causality aligned bottom-right."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def flash_attn_func(
     sink_token_length: int = 0,
     backend: Backend = "auto",
 ) -> tuple[Any, Any]:
-    """softmax(scale · Q Kᵀ) V in the conventions of the flash-attention package and its reference.
+    """Return softmax(scale · Q Kᵀ) V and log-sum-exp, like flash-attention's function.
 
-    Where it differs from ``minimha.attention``:
+    Differences from ``minimha.attention``:
 
     - Arrays are (B, L, H, D), the log-sum-exp is (B, H, Lq).
     - ``causal`` and windows are aligned bottom-right: the last unpadded query is at the position of
       the last unpadded key, so query i of batch entry b is at i + (keys - queries)[b].
     - A window side of -1 or None is unbounded; ``softcap=0`` is no cap.
     - In padding masks True = **keep**. A padded query gets 0.
-    - ``alibi_slopes`` may differ between batch entries. The package's causal kernels add slope · j
-      alone, which shifts their log-sum-exp by a constant per row; here nothing is shifted.
+    - ``alibi_slopes`` may differ between batch entries. The package's causal kernels add only
+      slope · j, which shifts each row's log-sum-exp by a constant; this function does not.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
 
@@ -68,22 +68,22 @@ def flash_attn_func(
     softmax_scale : float, optional
         Default is 1/√D.
     causal : bool, default False
-        Hide the keys after the query; the right side of a window becomes 0.
+        Hide later keys; the right side of a window becomes 0.
     window_size : pair of int or None, default (-1, -1)
         (left, right), both inclusive.
     softcap : float, default 0.0
         Positive c: scores become c · tanh(score / c).
     alibi_slopes : array_like of shape (H,) or (B, H), optional
     learnable_sink : array_like of shape (H,), optional
-        One score per head that joins the denominator and has no value.
+        One score per head, added to the denominator, without a value.
     query_padding_mask : array_like of shape (B, Lq), bool, optional
     key_padding_mask : array_like of shape (B, Lk), bool, optional
     key_leftpad : array_like of shape (B,), int, optional
         The number of padding keys at the start of each batch entry. Default is 0.
     attention_chunk : int, default 0
-        Positive c: positions are divided into chunks of c, and a query sees only its own chunk.
+        Positive c: a query sees only keys of its own chunk of c positions.
     sink_token_length : int, default 0
-        The number of first tokens that are visible even if the window begins after them.
+        The number of first tokens that no window hides.
     backend : str, default "auto"
         As in ``minimha.attention``.
 
@@ -115,7 +115,7 @@ def flash_attn_func(
     scores = (B, H, Lq, Lk)
     queries = _padding("query_padding_mask", query_padding_mask, (B, Lq), scores)
     keys = _padding("key_padding_mask", key_padding_mask, (B, Lk), scores)
-    # Positions are counted from the first key after the padding on the left.
+    # Positions count from the first key after the left padding.
     entries = {"q_offset": keys.sum(axis=1) - queries.sum(axis=1) + leftpad}
     entries |= _kept(keys & (np.arange(Lk) >= leftpad[:, None]))
     options = _options(softmax_scale, causal, window_size, softcap, backend)
@@ -149,7 +149,7 @@ def flash_attn_varlen_func(
     block_table: ArrayLike | None = None,
     backend: Backend = "auto",
 ) -> tuple[Any, Any]:
-    """softmax(scale · Q Kᵀ) V of packed sequences, as flash-attention's function of that name.
+    """Return softmax(scale · Q Kᵀ) V of packed sequences, like flash-attention's function.
 
     Axes: ``n`` sequences, ``Lq`` queries and ``Lk`` keys of all sequences together, ``H`` query
     heads, ``Hkv`` key/value heads, ``D``, ``Dv``. Causality and windows are aligned bottom-right in
@@ -161,11 +161,10 @@ def flash_attn_varlen_func(
     k : array_like of shape (Lk, Hkv, D), or (num_pages, page_size, Hkv, D) with ``block_table``
     v : array_like of shape (Lk, Hkv, Dv), or (num_pages, page_size, Hkv, Dv)
     cu_seqlens_q, cu_seqlens_k : array_like of shape (n + 1,), int
-        The start of each sequence, and the end. With ``block_table``, ``cu_seqlens_k`` only gives
-        the number of keys in each sequence.
+        The start of each sequence, and the end. With ``block_table``, only the differences of
+        ``cu_seqlens_k`` matter: the numbers of keys.
     max_seqlen_q, max_seqlen_k : int, optional
-        The largest numbers of queries and keys, which the package needs. This function only checks
-        them.
+        The largest numbers of queries and keys in a sequence. This function only checks them.
     softmax_scale, causal, window_size, softcap, backend
         As in ``flash_attn_func``.
     alibi_slopes : array_like of shape (H,) or (n, H), optional
@@ -239,10 +238,10 @@ def flash_attn_with_kvcache(
     *,
     backend: Backend = "auto",
 ) -> Any:
-    """Write new keys and values into a cache, then attend to it, as flash-attention does.
+    """Write new keys and values into a cache, then attend to it, like flash-attention's function.
 
     Causality and windows are aligned bottom-right: the last query is at the position of the last
-    key, new ones included. Nothing is written if an argument is refused.
+    key, including new keys. Nothing is written if an argument is invalid.
 
     Axes: ``B`` batch, ``Lq`` queries, ``L`` new keys, ``Lk`` the most keys that fit into the cache,
     ``H`` query heads, ``Hkv`` key/value heads, ``D``, ``Dv``.
@@ -251,23 +250,23 @@ def flash_attn_with_kvcache(
     ----------
     q : array_like of shape (B, Lq, H, D)
     k_cache : array of shape (Bc, Lk, Hkv, D), or (num_pages, page_size, Hkv, D)
-        The keys, written to if ``k`` is given; pages with ``block_table``. The page size may be any
+        The keys, modified if ``k`` is given; pages with ``block_table``. The page size may be any
         number; in the package it must be a multiple of 256.
     v_cache : array of shape (Bc, Lk, Hkv, Dv), or (num_pages, page_size, Hkv, Dv)
     k : array_like of shape (B, L, Hkv, D), the cache's dtype, optional
         New keys, written from ``cache_seqlens`` on.
     v : array_like of shape (B, L, Hkv, Dv), the cache's dtype, optional
     rotary_cos, rotary_sin : array_like of shape (positions, R/2), optional
-        Rotate the first R numbers of new keys, at positions ``cache_seqlens`` and up, before they
-        are written. Queries are rotated too: at the same positions with ``causal`` or a window
-        shorter than the cache, else all at position ``cache_seqlens``. Tables need ``k``.
+        Tables that rotate the first R numbers of new keys, at positions from ``cache_seqlens`` on,
+        before writing. They also rotate queries, at the same positions with ``causal`` or a window
+        shorter than the cache, else all at position ``cache_seqlens``. Require ``k``.
     cache_seqlens : int or array_like of shape (B,), int, optional
         The number of keys in the cache, left padding included. Required with ``k``; otherwise the
         default is a full cache.
     cache_batch_idx : array_like of shape (B,), int, optional
         The cache's entry for each batch entry. Default is 0 to B - 1.
     cache_leftpad : array_like of shape (B,), int, optional
-        The number of padding keys at the start. Refused with ``block_table``, as in the package.
+        The number of padding keys at the start. ValueError with ``block_table``, as in the package.
     block_table : array_like of shape (B, pages), int, optional
         The pages of each batch entry.
     softmax_scale, causal, window_size, softcap, backend
@@ -302,7 +301,7 @@ def flash_attn_with_kvcache(
     leftpad = _leftpad("cache_leftpad", cache_leftpad, B, cache.room)
     if cache_leftpad is not None and block_table is not None:
         raise ValueError("cache_leftpad is given with block_table: keys in pages have no padding")
-    check_backend(backend)  # before anything is written
+    check_backend(backend)  # before any write
     options = _options(softmax_scale, causal, window_size, softcap, backend)
     if rotary_cos is not None or rotary_sin is not None:
         if new is None or rotary_cos is None or rotary_sin is None:
@@ -318,7 +317,7 @@ def flash_attn_with_kvcache(
     own = _Own(_slopes(alibi_slopes, B, H), leftpad)
     with argument_names(**NAMES, kv_lengths="cache_seqlens", k="k_cache", v="v_cache"):
         given = {name: options[name] for name in ("window_size", "scale", "softcap")}
-        Problem.of(q4, k4, v4, **entries, **given)  # refuses before anything is written
+        Problem.of(q4, k4, v4, **entries, **given)  # raises before any write
         if new is not None:
             cache.write(k4, new[0], lengths)
             cache.write(v4, new[1], lengths)
@@ -339,18 +338,17 @@ def _rotated(
 
 
 class _Own(NamedTuple):
-    """Options per batch entry that ``attention`` takes only once for the whole batch."""
+    """Options of each batch entry that ``attention`` accepts only for the whole batch."""
 
     slopes: Array | None  # (H,) or (B, H)
     leftpad: NDArray[np.int64]  # (B,)
     chunk: int = 0
-    num_first: int = 0  # keys after the padding that are visible outside of the window too
+    num_first: int = 0  # keys after the padding that no window hides
 
 
 def _options(
     softmax_scale: float | None, causal: bool, window_size: Any, softcap: float, backend: Backend
 ) -> dict[str, Any]:
-    """The arguments that the functions share, as options of ``attention``."""
     left, right = _window(window_size)
     right = 0 if flag("causal", causal) else right
     return {
@@ -362,10 +360,7 @@ def _options(
 def _attend(
     q: Array, k: Array, v: Array, entries: dict[str, Any], own: _Own, options: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """Return output (B, H, Lq, Dv) and log-sum-exp; ``own`` options need one call per entry.
-
-    ``entries`` are the options of ``attention`` that have one item per batch entry.
-    """
+    """Return output (B, H, Lq, Dv) and log-sum-exp; ``entries`` are options per batch entry."""
     slopes = own.slopes if len(q) else None
     each = slopes if slopes is not None and slopes.ndim == 2 else None
     if not (each is not None or own.chunk or own.num_first) or not len(q):
@@ -373,7 +368,7 @@ def _attend(
         return output, lse
     is_paged = entries.get("block_table") is not None
     if not is_paged:
-        Problem.of(q, k, v)  # refuses shapes that slices could hide
+        Problem.of(q, k, v)  # raises for shapes that slices could hide
     parts = []
     for b in range(len(q)):
         one = slice(b, b + 1)
@@ -388,7 +383,7 @@ def _attend(
 def _attend_in_chunks(
     q: Array, k: Array, v: Array, entry: dict[str, Any], own: _Own, options: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """Attend in one batch entry, where a query sees only its own chunk of positions."""
+    """Attend in one batch entry; a query sees only keys of its own chunk of positions."""
     (leftpad,), Lq = own.leftpad.tolist(), q.shape[2]
     if not own.chunk or not Lq:
         return _attend_with_first(q, k, v, entry, leftpad + own.num_first, options)
@@ -411,10 +406,7 @@ def _attend_in_chunks(
 def _attend_with_first(
     q: Array, k: Array, v: Array, entry: dict[str, Any], num_first: int, options: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """Attend in one batch entry, where the window's left side does not hide the first keys.
-
-    The first keys and the others are two parts, merged by log-sum-exp.
-    """
+    """Attend to the first keys without a left window and to the others with it, and merge."""
     left, right = options["window_size"]
     n, Lk = min(max(num_first, 0), k.shape[2]), k.shape[2]
     if left is None or not n:
@@ -433,7 +425,7 @@ def _attend_packed(
     q: Array, k: Array, v: Array, entries: dict[str, Any], slopes: Array | None,
     options: dict[str, Any],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return output (1, H, Lq, Dv) and log-sum-exp; own slopes need one call per sequence."""
+    """Return output (1, H, Lq, Dv) and log-sum-exp, with one call per sequence if slopes differ."""
     if slopes is None or slopes.ndim == 1:
         output, lse = attention(q, k, v, **entries, alibi_slopes=slopes, **options)
         return output, lse
@@ -449,7 +441,6 @@ def _attend_packed(
 
 
 def _of_keys(entry: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """The options of one batch entry, for its keys from ``start`` to ``stop``."""
     mask = entry["attn_mask"]
     return {
         "q_offset": entry["q_offset"] - start,
@@ -464,7 +455,7 @@ def _joined(parts: list[Any], axis: int) -> tuple[Array, Array]:
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None]:
-    """(left, right), with None in place of flash-attention's -1 for a side without a limit."""
+    """Return (left, right), with None for an unbounded side."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(
             f"window_size is {window_size!r}: expected a pair (left, right) of counts of keys, -1 "
@@ -486,7 +477,7 @@ def _leftpad(name: str, value: ArrayLike | None, B: int, Lk: int) -> NDArray[np.
 
 
 def _kept(keys: NDArray[np.bool_]) -> dict[str, Any]:
-    """Express the kept keys (B, Lk) as lengths, and as a mask if there are gaps."""
+    """Return unpadded keys (B, Lk) as ``kv_lengths``, with a mask if there are gaps."""
     ends = (keys * np.arange(1, keys.shape[1] + 1)).max(axis=1, initial=0)
     has_gaps = (keys.sum(axis=1) != ends).any()
     return {"kv_lengths": ends, "attn_mask": keys[:, None, None] if has_gaps else None}
@@ -507,7 +498,6 @@ def _padding(
 
 
 def _slopes(value: ArrayLike | None, B: int, H: int) -> Array | None:
-    """Check ALiBi's slopes, (H,) or (B, H)."""
     if value is None:
         return None
     array = as_floating("alibi_slopes", value)

@@ -1,4 +1,4 @@
-"""The cache of ``flash_attn_with_kvcache``: where tokens are, and what may be written there."""
+"""The cache of ``flash_attn_with_kvcache``: the pages of tokens, and checks of new tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Array = NDArray[Any]
 
 
 class Cache(NamedTuple):
-    """The pages that hold each batch entry's tokens; without pages, an entry is one page."""
+    """The pages with the tokens of each batch entry; an unpaged cache has one page per entry."""
 
     table: NDArray[np.int64]  # (B, pages)
     page_size: int
 
     @property
     def room(self) -> int:
-        """The most tokens that a batch entry can have."""
+        """The largest number of tokens that a batch entry can have."""
         return int(self.table.shape[1] * self.page_size)
 
     def write(self, kept: Array, new: Array, lengths: NDArray[np.int64]) -> None:
@@ -33,7 +33,7 @@ class Cache(NamedTuple):
 def cache_of(
     k: Array, B: int, cache_batch_idx: ArrayLike | None, block_table: ArrayLike | None
 ) -> Cache:
-    """The pages of each batch entry in the cache ``k``, (entries or pages, Hkv, L, D)."""
+    """Return the pages of each batch entry in the cache ``k``, (entries or pages, Hkv, L, D)."""
     if block_table is not None:
         if cache_batch_idx is not None:
             raise ValueError(
@@ -58,7 +58,7 @@ def cache_of(
 def new_tokens(
     k: ArrayLike | None, v: ArrayLike | None, k_cache: Any, v_cache: Any, B: int
 ) -> tuple[Array, Array] | None:
-    """Return new keys and values, heads first, or None; refuse caches that cannot take them."""
+    """Return new keys and values, heads first, or None; raise if the caches cannot store them."""
     if k is None and v is None:
         return None
     if k is None or v is None:
@@ -90,7 +90,7 @@ def new_tokens(
 def cache_lengths(
     value: ArrayLike | None, B: int, room: int, num_new: int, is_written: bool
 ) -> NDArray[np.int64]:
-    """``cache_seqlens`` as (B,): the tokens of each batch entry before the new ones."""
+    """Return ``cache_seqlens`` as (B,): the tokens of each batch entry before the new ones."""
     if value is None:
         if is_written:
             raise ValueError("k needs cache_seqlens, the positions of the new keys")

@@ -1,4 +1,4 @@
-"""Checks of arguments that several dialects share; each raises an error that names the argument."""
+"""Checks of arguments that several dialects share; errors name the argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = NDArray[Any]
 
 
 def with_axes(name: str, value: ArrayLike, axes: str) -> Array:
-    """Convert ``value`` to a floating array; refuse axes other than ``axes``, like "(B, L, E)"."""
+    """Return ``value`` as a floating array; ValueError for other axes than ``axes``."""
     array = as_floating(name, value)
     count = axes.count(",") + 1
     if array.ndim != count:
@@ -23,14 +23,14 @@ def with_axes(name: str, value: ArrayLike, axes: str) -> Array:
 
 
 def heads_first(name: str, value: ArrayLike) -> Array:
-    """View an array (B, L, H, D) as (B, H, L, D)."""
+    """Return a view (B, H, L, D) of an array (B, L, H, D)."""
     return np.asarray(with_axes(name, value, "(B, L, H, D)").swapaxes(1, 2))
 
 
 def of_one_rank(
     given: Mapping[str, ArrayLike], ranks: Container[int], expected: str
 ) -> dict[str, Array]:
-    """Convert queries, keys and values to floating arrays; refuse ranks that differ or are wrong.
+    """Return queries, keys and values as floating arrays; ValueError if ranks differ or are wrong.
 
     The first of ``given`` are the queries; ``expected`` names the axes of each rank.
     """
@@ -45,7 +45,7 @@ def of_one_rank(
 
 
 def integers(name: str, value: ArrayLike, axes: Mapping[str, int]) -> NDArray[np.int64]:
-    """Convert ``value`` to integers; refuse shapes other than ``axes``, from letters to sizes."""
+    """Return ``value`` as integers; ValueError for other sizes than those of ``axes``."""
     array = as_integers(name, value)
     sizes = tuple(axes.values())
     if array.shape != sizes:
@@ -55,7 +55,7 @@ def integers(name: str, value: ArrayLike, axes: Mapping[str, int]) -> NDArray[np
 
 
 def check_within(name: str, array: NDArray[np.int64], low: int, high: int, why: str) -> None:
-    """Refuse integers below ``low`` or above ``high``."""
+    """Raise ValueError if an integer is below ``low`` or above ``high``."""
     if array.size and not (low <= array.min() and array.max() <= high):
         raise ValueError(
             f"{name} is {array.tolist()}: expected integers from {low} to {high}, because {why}"
@@ -63,7 +63,7 @@ def check_within(name: str, array: NDArray[np.int64], low: int, high: int, why: 
 
 
 def check_mapping(params: Any) -> None:
-    """Refuse ``params`` that do not map names to arrays."""
+    """Raise TypeError unless ``params`` is a mapping of names to arrays."""
     if not isinstance(params, Mapping):
         raise TypeError(
             f"params is of type {type(params).__name__}: expected a mapping of names to arrays"
@@ -73,7 +73,7 @@ def check_mapping(params: Any) -> None:
 def parameter(
     name: str, value: ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any], layout: str
 ) -> Array:
-    """Convert a weight to ``dtype``; a wrong shape raises an error that hints at ``layout``."""
+    """Return a weight as ``dtype``; ValueError with the hint ``layout`` for another shape."""
     array = as_floating(name, value)
     if array.shape != shape:
         is_transposed = sorted(array.shape) == sorted(shape)
@@ -83,7 +83,7 @@ def parameter(
 
 
 def refuse_dropout(name: str, dropout: float) -> None:
-    """Refuse any dropout but 0."""
+    """Raise ValueError for any dropout but 0."""
     if np.ndim(dropout) or dropout != 0:
         raise ValueError(
             f"{name} is {dropout!r}: expected 0, minimha computes inference, where nothing is "

@@ -1,4 +1,4 @@
-"""JAX's ``jax.nn.dot_product_attention``: (B, L, H, D), and a mean if no key is visible."""
+"""JAX's attention function ``jax.nn.dot_product_attention``."""
 
 from __future__ import annotations
 
@@ -38,18 +38,17 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     backend: Backend = "auto",
 ) -> Any:
-    """softmax(scale · Q Kᵀ + bias) V, as ``jax.nn.dot_product_attention``.
+    """Return softmax(scale · Q Kᵀ + bias) V, like ``jax.nn.dot_product_attention``.
 
-    Where it differs from ``minimha.attention``:
+    Differences from ``minimha.attention``:
 
     - Arrays are (B, L, H, D), or (L, H, D) without a batch.
-    - ``is_causal`` and windows are aligned top-left, ``q_offset=0``, also where Lq ≠ Lk.
-    - If masks hide every key of a query, it gets the mean of all values, because JAX gives all
-      masked scores the same finite number. (If only a bias of -inf hides them, it gets 0 here and
-      NaN in JAX.)
+    - ``is_causal`` and windows are aligned top-left, ``q_offset=0``, even if Lq ≠ Lk.
+    - A query with only masked keys gets the mean of all values, because JAX gives all masked
+      scores the same finite number. If a bias of -inf hides them, the output is 0 (JAX: NaN).
     - Queries at ``query_seq_lengths`` and after get 0.
 
-    Where it differs from JAX: the width Dv of the values may differ from D.
+    A difference from JAX: the width Dv of the values may differ from D.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``;
     JAX's names for them are B, N, K, T, S, H, H.
@@ -70,7 +69,7 @@ def dot_product_attention(
     query_seq_lengths, key_value_seq_lengths : array_like of shape (B,), int, optional
         The numbers of queries and keys in each batch entry. Default is all.
     local_window_size : int or pair of int, optional
-        (left, right), both inclusive; one number is for both sides. Default is no window.
+        (left, right), both inclusive, or one number for both sides. Default is no window.
     backend : str, default "auto"
         As in ``minimha.attention``.
 
@@ -117,7 +116,7 @@ def dot_product_attention(
 
 
 def _over_scores(name: str, array: Array, shape: tuple[int, ...]) -> Array:
-    """Give ``array`` 4 axes; refuse it unless it broadcasts to ``shape``."""
+    """Return ``array`` with 4 axes; ValueError unless it broadcasts to ``shape``."""
     if not broadcasts(array, shape):
         raise ValueError(
             f"{name} has shape {array.shape}: expected one that broadcasts to (B, H, Lq, Lk) = "
@@ -129,7 +128,6 @@ def _over_scores(name: str, array: Array, shape: tuple[int, ...]) -> Array:
 def _visible(
     mask: ArrayLike | None, is_causal: bool, window: Any, shape: tuple[int, int, int, int]
 ) -> Array:
-    """Find the keys that mask, causality and window leave visible, with 4 axes."""
     Lq, Lk = shape[2:]
     visible = np.ones((1, 1, Lq, Lk), np.bool_)
     if mask is not None:
@@ -158,7 +156,7 @@ def _window(window: Any) -> tuple[int, int]:
 
 
 def _exist(name: str, lengths: ArrayLike | None, B: int, L: int) -> NDArray[np.bool_]:
-    """Whether position j < L is within the length of batch entry b, (B, L)."""
+    """Return whether each position is within the length of its batch entry, (B, L)."""
     if lengths is None:
         return np.ones((B, L), np.bool_)
     return np.asarray(np.arange(L) < integers(name, lengths, {"B": B})[:, None])

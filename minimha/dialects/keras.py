@@ -26,7 +26,7 @@ from minimha.layers.multihead import MultiHeadAttention, attention_weights
 Array = NDArray[Any]
 
 LETTERS = {"query": "q", "key": "k", "value": "v", "gate": "g", "attention_output": "o"}
-MASKS = ("attention_mask", "query_mask", "key_mask", "value_mask")  # in the order of _layer's
+MASKS = ("attention_mask", "query_mask", "key_mask", "value_mask")  # in the order of ``masks``
 
 
 @like_argument("query")
@@ -54,35 +54,33 @@ def multi_head_attention(
     empty_rows: str | None = None,
     backend: Backend = "auto",
 ) -> Any:
-    """concat(head_0, …) W_o + b_o, as ``keras.layers.MultiHeadAttention`` in inference.
+    """Return concat(head_0, …) W_o + b_o, like ``keras.layers.MultiHeadAttention`` in inference.
 
     With ``use_gate`` the heads are multiplied by sigmoid(query W_g + b_g) before W_o.
 
-    Where it differs from ``minimha.attention``:
+    Differences from ``minimha.attention``:
 
-    - ``value`` comes before ``key``, which is ``value`` if not given.
+    - ``value`` comes before ``key``, whose default is ``value``.
     - In every mask True or 1 = may attend; no mask is added to the scores.
     - ``use_causal_mask`` and ``sliding_window`` are aligned top-left, ``q_offset=0``, even if
-      Lq ≠ Lk. The window is exclusive and on both sides: abs(i - j) < w, ``window_size=(w - 1,
-      w - 1)``.
-    - Lengths may fill several axes; attention runs over the ``attention_axes``, and the others are
-      further batch axes.
-    - In Keras, requesting scores changes the output of a query that sees no key. Keras's fast
-      path, for inputs of 3 axes without dropout and without scores, gives the mean of all values.
-      The other path gives 0 and scores of 0. Here scores never change the output:
-      ``empty_rows=None`` is Keras's output without scores, "zero" is its output with scores.
+      Lq ≠ Lk. A window is exclusive on both sides, abs(i - j) < w: ``window_size=(w - 1, w - 1)``.
+    - Tokens may have several axes; attention runs over ``attention_axes``, and all other axes are
+      batch axes.
+    - In Keras, requesting scores changes the output of a query that sees no key. Without scores,
+      for inputs of 3 axes without dropout, Keras returns the mean of all values, otherwise 0. Here
+      scores never change the output: ``empty_rows=None`` is Keras's output without scores, "zero"
+      the output with scores.
 
-    Where it differs from Keras:
+    Differences from Keras:
 
-    - A NaN in a hidden value stays hidden; in Keras it reaches the output.
+    - A NaN in a hidden value stays hidden; in Keras the NaN reaches the output.
     - The output has the inputs' dtype (Keras: the layer's); 16-bit results are rounded once.
-    - ``query_mask`` is used. Keras ignores this argument and reads the mask attached to its query,
-      for example by a ``Masking`` layer.
+    - ``query_mask`` has an effect. Keras ignores this argument and reads the mask attached to the
+      query, for example by a ``Masking`` layer.
     - The first axis of every mask is the batch. Keras broadcasts a padding mask's first axis
       against the heads of an ``attention_mask`` of four axes.
 
-    Arguments that matter only in training are not accepted, nor is ``flash_attention``, which does
-    not change what Keras computes.
+    Arguments that matter only in training, and ``flash_attention``, are not accepted.
 
     Axes: ``B`` batch, ``H`` heads, ``Lq``, ``Lk``, ``D`` = key_dim, ``Dv`` = value_dim, and ``E``,
     ``Ek``, ``Ev`` the widths of query, key and value.
@@ -91,11 +89,11 @@ def multi_head_attention(
     ----------
     params : mapping of str to array_like
         The layer's weights by their paths, ``{w.path: w.numpy() for w in layer.weights}``. Only
-        the last two names of a path are used: query/kernel (E, H, D), key/kernel (Ek, H, D),
+        the last two names of a path matter: query/kernel (E, H, D), key/kernel (Ek, H, D),
         value/kernel (Ev, H, Dv), attention_output/kernel (H, Dv, E); with ``use_bias`` query/bias
         (H, D), key/bias (H, D), value/bias (H, Dv), attention_output/bias (E,); with ``use_gate``
         gate/kernel (E, H, Dv), gate/bias (H, Dv).
-    query : array_like of shape (B, Lq, E), or with more axes of lengths
+    query : array_like of shape (B, Lq, E), or with more axes of tokens
     value : array_like of shape (B, Lk, Ev), likewise
     key : array_like of shape (B, Lk, Ek), likewise, optional
         Default is ``value``.
@@ -106,7 +104,7 @@ def multi_head_attention(
     dropout : float, default 0.0
         Must be 0; minimha computes inference.
     use_bias : bool, default True
-        True if the layer has biases.
+        Whether the layer has biases.
     output_shape : int or sequence of int, optional
         The output sizes of attention_output. Default is E.
     attention_axes : int or sequence of int, optional
@@ -114,19 +112,19 @@ def multi_head_attention(
     sliding_window : int, optional
         The window w, at least 1. With 1, every query sees only its own key.
     use_gate : bool, default False
-        True if the layer has gates.
+        Whether the layer has gates.
     query_mask : array_like of shape (B, Lq), bool, optional
     value_mask, key_mask : array_like of shape (B, Lk), bool, optional
     attention_mask : array_like of shape (Lq, Lk), (B, Lq, Lk) or (B, H, Lq, Lk), bool, optional
-        Each size may be 1. With more axes of lengths, Lq and Lk are the ``attention_axes`` in
-        their order, and the other axes follow B.
+        Each size may be 1. With more axes of tokens, Lq and Lk are the ``attention_axes`` in
+        their order, and all other axes follow B.
     return_attention_scores : bool, default False
         Return the weights of the softmax too.
     use_causal_mask : bool, default False
         Query i sees keys j ≤ i.
     empty_rows : {None, "mean", "zero"}, default None
         The heads of a query that sees no key: the mean of all values, or 0. None is "mean" if
-        query has 3 axes, "zero" if it has more.
+        query has 3 axes, else "zero".
     backend : str, default "auto"
         That of ``minimha.attention``.
 
@@ -134,7 +132,7 @@ def multi_head_attention(
     -------
     output : array of query's library and shape, with ``output_shape`` in place of E
     scores : array of shape (B, H, Lq, Lk), if ``return_attention_scores``
-        With more axes of lengths: B, the other axes, H, Lq, Lk.
+        With more axes of tokens: B, the other axes, H, Lq, Lk.
 
     References
     ----------
@@ -190,10 +188,10 @@ def grouped_query_attention(
     empty_rows: str | None = None,
     backend: Backend = "auto",
 ) -> Any:
-    """``multi_head_attention`` whose heads share keys, as ``keras.layers.GroupQueryAttention``.
+    """Return attention with shared key/value heads, like ``keras.layers.GroupQueryAttention``.
 
     The conventions are those of ``multi_head_attention``, with three exceptions: inputs have 3
-    axes, Dv = D = head_dim, and Keras accepts ``query_mask`` too.
+    axes, Dv = D = head_dim, and Keras does not ignore ``query_mask``.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D`` = head_dim,
     and ``E``, ``Ek``, ``Ev`` the widths of query, key and value.
@@ -229,7 +227,7 @@ def grouped_query_attention(
 
     Examples
     --------
-    Two query heads read the one head of keys and values; the output adds them up.
+    Two query heads read one head of keys and values; the output is the sum of both heads.
 
     >>> one = np.ones((1, 1, 1))
     >>> params = {"key/kernel": one, "value/kernel": one, "query/kernel": np.ones((1, 2, 1))}
@@ -262,7 +260,7 @@ def _layer(
     params: Mapping[str, ArrayLike], inputs: dict[str, Array], heads: tuple[int, int],
     widths: tuple[int, int], output_shape: tuple[int, ...], use_bias: bool, use_gate: bool,
 ) -> MultiHeadAttention:  # fmt: skip
-    """Build the layer from Keras's weights, with ``heads`` (H, Hkv) and ``widths`` (D, Dv)."""
+    """Return the layer with Keras's weights, ``heads`` (H, Hkv) and ``widths`` (D, Dv)."""
     (H, Hkv), (D, Dv) = heads, widths
     projections = {"query": ("query", H, D), "key": ("key", Hkv, D), "value": ("value", Hkv, Dv)}
     if flag("use_gate", use_gate):
@@ -295,7 +293,7 @@ def _attended(
     masks: tuple[ArrayLike | None, ...], return_attention_scores: bool, use_causal_mask: bool,
     empty_rows: str | None, backend: Backend,
 ) -> Any:  # fmt: skip
-    """Attend over ``axes``; return the output and, if requested, the scores."""
+    """Attend over ``axes``; return the output and the scores, if requested."""
     wants_scores = flag("return_attention_scores", return_attention_scores)
     _check_lengths(inputs, axes)
     rank = inputs["query"].ndim
@@ -328,7 +326,6 @@ def _attended(
 def _heads(
     q: Array, k: Array, v: Array, gives_mean: bool, wants_scores: bool, options: dict[str, Any]
 ) -> tuple[Array, Array | None]:
-    """The heads (B, H, Lq, Dv) and, if wanted, the scores (B, H, Lq, Lk)."""
     heads, lse = attention(q, k, v, return_lse=True, **options)
     scores = attention_weights(q, k, **options) if wants_scores else None
     is_empty = np.isneginf(lse)[..., None]
@@ -343,7 +340,7 @@ def _heads(
 def _inputs(
     query: ArrayLike, value: ArrayLike, key: ArrayLike | None
 ) -> tuple[dict[str, Array], np.dtype[Any]]:
-    """query, value and key by name, in the compute dtype, and the dtype of the result."""
+    """Return query, value and key by name, in the compute dtype, and the result's dtype."""
     arrays = of_one_rank(
         {"query": query, "value": value, "key": value if key is None else key}, range(3, 65),
         "(B, L, E) in all three, or more axes of lengths in all three",
@@ -363,7 +360,7 @@ def _output_shape(output_shape: Any, E: int) -> tuple[int, ...]:
 
 
 def _attention_axes(attention_axes: Any, rank: int) -> tuple[int, ...]:
-    """The axes for attention, as numbers from 0; by default all axes of lengths."""
+    """Return the axes for attention as numbers from 0; by default all axes of tokens."""
     if attention_axes is None:
         return tuple(range(1, rank - 1))
     given = attention_axes if isinstance(attention_axes, Sequence) else (attention_axes,)
@@ -380,7 +377,6 @@ def _attention_axes(attention_axes: Any, rank: int) -> tuple[int, ...]:
 
 
 def _check_lengths(inputs: dict[str, Array], axes: tuple[int, ...]) -> None:
-    """Refuse batches and lengths that differ between query, key and value."""
     q, k, v = (inputs[name] for name in ("query", "key", "value"))
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
@@ -398,7 +394,7 @@ def _check_lengths(inputs: dict[str, Array], axes: tuple[int, ...]) -> None:
 def _weights(
     params: Mapping[str, ArrayLike], shapes: dict[str, tuple[int, ...]], compute: np.dtype[Any]
 ) -> dict[str, Array]:
-    """Return the weights by the last two names of their paths; refuse other names and shapes."""
+    """Return the weights by the last two names of their paths; ValueError unless they fit."""
     check_mapping(params)
     paths: dict[str, str] = {}
     for path in params:
@@ -429,7 +425,6 @@ def _weights(
 def _positions(
     use_causal_mask: bool, sliding_window: int | None, axes: tuple[int, ...]
 ) -> dict[str, Any]:
-    """The options of ``attention`` about positions."""
     is_causal = flag("use_causal_mask", use_causal_mask)
     window = None if sliding_window is None else integer("sliding_window", sliding_window) - 1
     if (is_causal or window is not None) and axes != (1,):
@@ -445,7 +440,7 @@ def _positions(
 def _visible(
     masks: tuple[ArrayLike | None, ...], over: tuple[int, ...], attended: int
 ) -> NDArray[np.bool_] | None:
-    """The keys that are visible in all masks, (B · …, H, Lq, Lk); ``over`` is the scores' shape."""
+    """Return the conjunction of all masks, (B · …, H, Lq, Lk), for scores of shape ``over``."""
     batch, lengths = over[: -1 - 2 * attended], over[-2 * attended :]
     queries, keys = lengths[:attended], lengths[attended:]
     visible: NDArray[np.bool_] | None = None
@@ -466,7 +461,7 @@ def _visible(
 
 
 def _mask(name: str, value: ArrayLike) -> NDArray[np.bool_]:
-    """Convert ``value`` to bool; refuse numbers other than 0 and 1."""
+    """Return ``value`` as bool; TypeError for numbers other than 0 and 1."""
     mask = boolean_or_floating(name, value)
     if not ((mask == 0) | (mask == 1)).all():
         dtype = rectangular(name, value).dtype
@@ -478,7 +473,7 @@ def _mask(name: str, value: ArrayLike) -> NDArray[np.bool_]:
 
 
 def _over_scores(mask: NDArray[np.bool_], over: tuple[int, ...], lengths: int) -> NDArray[np.bool_]:
-    """Give ``attention_mask`` all axes of the scores; it may lack the first axes, or the heads."""
+    """Return ``mask`` with all axes of the scores; the first axes or the heads may be missing."""
     missing = len(over) - mask.ndim
     split = mask.ndim - lengths
     if split >= 0 and missing >= 0:
@@ -494,7 +489,7 @@ def _over_scores(mask: NDArray[np.bool_], over: tuple[int, ...], lengths: int) -
 def _padding(
     name: str, mask: NDArray[np.bool_], batch: tuple[int, ...], lengths: tuple[int, ...]
 ) -> NDArray[np.bool_]:
-    """Give a mask of queries or keys all axes of the scores, for attention over ``lengths``."""
+    """Return a mask of queries or keys with all axes of the scores over ``lengths``."""
     if len(lengths) > 1:
         raise ValueError(
             f"{name} with attention over {len(lengths)} axes: expected one, use "

@@ -1,4 +1,4 @@
-"""Checks the masks of all dialects.
+"""Checks of the masks of all dialects.
 
 Libraries give the same words different meanings, so an error names the likely library.
 """
@@ -14,7 +14,7 @@ from minimha.equations.arguments import as_floating, name_of, rectangular
 
 
 def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
-    """Return ``value`` as an array of bool; an error for other dtypes quotes ``expected``.
+    """Return ``value`` as an array of bool; the TypeError for another dtype quotes ``expected``.
 
     >>> boolean("mask", [[1, 1, 0]], "bool, True = keep")
     Traceback (most recent call last):
@@ -30,13 +30,13 @@ def boolean(name: str, value: ArrayLike, expected: str) -> NDArray[np.bool_]:
 
 
 def boolean_or_floating(name: str, value: ArrayLike) -> NDArray[Any]:
-    """Return ``value`` as an array of bool, which selects, or of floats, which are added."""
+    """Return ``value`` as an array of bool, to select keys, or of floats, to add to scores."""
     mask = rectangular(name, value)
     return mask if mask.dtype == np.bool_ else as_floating(name, mask)
 
 
 def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:
-    """Whether ``mask`` broadcasts to ``shape``, the shape of the scores.
+    """Return whether ``mask`` broadcasts to ``shape``, the shape of the scores.
 
     >>> broadcasts(np.ones((1, 5)), (2, 4, 3, 5)), broadcasts(np.ones((3, 5)), (2, 4, 1, 5))
     (True, False)
@@ -46,7 +46,7 @@ def broadcasts(mask: NDArray[Any], shape: tuple[int, ...]) -> bool:
 
 
 def score_options(mask: NDArray[Any] | None, bias: NDArray[Any] | None) -> dict[str, Any]:
-    """Turn ``mask``, boolean or added to the scores, and ``bias`` into ``attention``'s options."""
+    """Return ``mask``, boolean or added to scores, and ``bias`` as options of ``attention``."""
     if mask is None:
         return {} if bias is None else {"attn_bias": bias}
     if mask.dtype == np.bool_:
@@ -66,7 +66,7 @@ def score_options(mask: NDArray[Any] | None, bias: NDArray[Any] | None) -> dict[
 
 
 def owner_by_axes(mask: NDArray[Any], shape: tuple[int, ...]) -> str:
-    """Return an error's end: the library whose boolean masks have such a shape; "" if unclear.
+    """Return a hint for an error: the library whose boolean masks have such a shape, or "".
 
     >>> owner_by_axes(np.ones((2, 5), bool), (2, 4, 3, 5))  # for scores (B, H, Lq, Lk)
     '; it looks like a padding mask, where True = ignore in torch and keep in flash-attention'
@@ -86,7 +86,7 @@ def owner_by_axes(mask: NDArray[Any], shape: tuple[int, ...]) -> str:
 
 
 def owner_by_values(mask: NDArray[Any]) -> str:
-    """Return an error's end: the library whose masks hold such numbers; "" if unclear.
+    """Return a hint for an error: the library whose masks have such numbers, or "".
 
     >>> owner_by_values(np.array([[1, 1, 0]]))
     "; it looks like Hugging Face's attention_mask, where 1 = may attend"

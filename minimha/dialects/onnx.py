@@ -1,8 +1,6 @@
 """ONNX's operators Attention, RotaryEmbedding and TensorScatter.
 
-Inputs and attributes have the names, layouts and defaults of the operators' specification,
-https://onnx.ai/onnx/operators. ``minimha.attention`` computes the attention,
-``minimha.layers.rope`` the rotation.
+Names, layouts and defaults are those of the specification, https://onnx.ai/onnx/operators.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ Array = NDArray[Any]
 
 DOUBLE = 11  # ONNX's numbers for the types of ``softmax_precision``
 PRECISIONS = {1: "float", 10: "float16", DOUBLE: "double", 16: "bfloat16"}
-# The steps that each qk_matmul_output_mode adds to those of the previous mode.
+# The steps that each qk_matmul_output_mode adds to the previous mode.
 STEPS = (("scores", "scaled"), ("capped",), ("biased", "masked"), ("weights",))
 WORDS = {
     "q": "Q", "k": "K", "v": "V", "attn_bias": "attn_mask", "kv_lengths": "nonpad_kv_seqlen",
@@ -69,21 +67,21 @@ def attention(
     return_qk_matmul_output: bool = False,
     backend: Backend = "auto",
 ) -> AttentionOutputs:
-    """softmax(scale · Q Kᵀ + mask) V as ONNX's Attention, opsets 23 to 25.
+    """Return softmax(scale · Q Kᵀ + mask) V, like ONNX's Attention, opsets 23 to 25.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``P`` past keys,
     ``L`` new keys, ``Lk`` = P + L, ``D`` head width, ``Dv`` value width.
 
-    Where ONNX differs from ``minimha.attention``:
+    Differences from ``minimha.attention``:
 
     - Causality and windows need no offset: query i is at key position i + P with a past, at
       i + nonpad_kv_seqlen - Lq with ``nonpad_kv_seqlen``, else at i.
     - A 3-D array is (B, L, heads · width), not (H, L, D).
-    - ``attn_mask`` has two kinds: booleans select (True = may attend); numbers, even integers,
-      are added to the scores. A mask of three dimensions is (H, Lq, Lk).
-    - 0 is no softcap, -1 is a window side without a limit, flags are 0 and 1.
-    - ONNX rounds to the inputs' type after every step. Here float16 and bfloat16 are computed in
-      float32 and rounded once; the results may differ by one unit in the last place.
+    - ``attn_mask`` is bool (True = may attend), or numbers, even integers, which are added to the
+      scores. A mask of three dimensions is (H, Lq, Lk).
+    - 0 is no softcap, -1 is an unbounded window side, flags are 0 and 1.
+    - ONNX rounds to the inputs' type after every step. Here 16-bit inputs are computed in float32
+      and rounded once; the results may differ by one unit in the last place.
 
     Parameters
     ----------
@@ -91,32 +89,30 @@ def attention(
     K : array_like of shape (B, Hkv, L, D) or (B, L, Hkv * D), the dtype of Q
     V : array_like of shape (B, Hkv, L, Dv) or (B, L, Hkv * Dv)
     attn_mask : array_like that broadcasts to (B, H, Lq, Lk), bool or numbers, optional
-        A shorter last axis hides the later keys: length 1 hides all keys but key 0, as in opsets
-        24 and 25 and in ONNX's reference for 23. The axis must reach the largest
-        ``nonpad_kv_seqlen``.
+        A shorter last axis hides later keys, as in opsets 24 and 25 and in ONNX's reference for
+        23: length 1 hides all keys but key 0. It must reach the largest ``nonpad_kv_seqlen``.
     past_key : array_like of shape (B, Hkv, P, D), the dtype of K, optional
     past_value : array_like of shape (B, Hkv, P, Dv), the dtype of V, optional
     nonpad_kv_seqlen : array_like of shape (B,), int, optional
-        Only keys j < nonpad_kv_seqlen exist. It excludes a past. Default is all keys.
+        Only keys j < nonpad_kv_seqlen exist. Not allowed with a past. Default is all keys.
     is_causal : {0, 1}, default 0
     kv_num_heads, q_num_heads : int, optional
-        Hkv and H, required with 3-D inputs. With 4-D inputs, whose shapes give them, they may be
-        passed if they agree; opset 25 forbids them there.
+        Hkv and H, required with 3-D inputs. With 4-D inputs they must equal the shapes' numbers of
+        heads; opset 25 forbids them there.
     left_window_size, right_window_size : int, default -1
         Inclusive; -1 is no limit.
     qk_matmul_output_mode : {0, 1, 2, 3}, default 0
-        The kind of ``qk_matmul_output``: scaled scores, capped scores, masked scores, or weights.
-        Mode 0 is never capped, as in the specification; ONNX's reference caps it.
+        The content of ``qk_matmul_output``: scaled, capped or masked scores, or weights.
+        Mode 0 is not capped, as in the specification; ONNX's reference caps it.
     scale : float, optional
         Default is 1/√D. Not negative, because ONNX multiplies Q and K by √scale each.
     softcap : float, default 0.0
-        c > 0: scores become c · tanh(score / c).
+        Positive c: scores become c · tanh(score / c).
     softmax_precision : {1, 10, 11, 16}, optional
         The least precision: float, float16, double or bfloat16. 11 computes everything in float64;
-        otherwise the inputs decide between float32 and float64.
+        with other values the inputs decide between float32 and float64.
     return_qk_matmul_output : bool, default False
-        Also return the debug output, which the dense equations compute separately. This does not
-        change Y.
+        Also return the debug output, which is computed separately and does not change Y.
     backend : str, default "auto"
         As in ``minimha.attention``, for Y.
 
@@ -192,18 +188,17 @@ def rotary_embedding(
     num_heads: int | None = None,
     rotary_embedding_dim: int = 0,
 ) -> Any:
-    """(x1 cos - x2 sin, x1 sin + x2 cos) of each pair in X, as ONNX's RotaryEmbedding, opset 23.
+    """Rotate each pair (x1, x2) in X by an angle, like ONNX's RotaryEmbedding, opset 23.
 
-    Axes: ``B`` batch, ``H`` heads, ``L`` tokens, ``D`` head width, ``R`` rotated width.
-
-    The tables hold each angle once, so their width is R / 2. float16 and bfloat16 are computed in
-    float32 and rounded once, where ONNX rounds every product.
+    The result is (x1 cos - x2 sin, x1 sin + x2 cos). 16-bit inputs are computed in float32 and
+    rounded once, while ONNX rounds every product. Axes: ``B`` batch, ``H`` heads, ``L`` tokens,
+    ``D`` head width, ``R`` rotated width; the tables have each angle once, so width R / 2.
 
     Parameters
     ----------
     X : array_like of shape (B, H, L, D) or (B, L, H * D)
     cos_cache, sin_cache : array_like of shape (positions, R / 2), or (B, L, R / 2)
-        With ``position_ids`` a table with one row per position, else one row per token.
+        One row per position with ``position_ids``, else one row per token.
     position_ids : array_like of shape (B, L), int, optional
         From 0 to positions - 1.
     interleaved : {0, 1}, default 0
@@ -211,7 +206,7 @@ def rotary_embedding(
     num_heads : int, optional
         H, required with a 3-D X.
     rotary_embedding_dim : int, default 0
-        R, even; later entries are not rotated. 0 means D.
+        R, even; entries after the first R are not rotated. 0 means D.
 
     Returns
     -------
@@ -264,9 +259,9 @@ def tensor_scatter(
     axis: int = -2,
     mode: str = "linear",
 ) -> Any:
-    """``past_cache`` with ``update`` written at ``write_indices``, as TensorScatter, opset 24.
+    """Return a copy of ``past_cache`` with ``update`` written at ``write_indices``.
 
-    The result is a new array; ``past_cache`` is not changed.
+    This is ONNX's TensorScatter, opset 24.
 
     Parameters
     ----------
@@ -278,7 +273,7 @@ def tensor_scatter(
     axis : int, default -2
         The axis of Lmax and L; not the batch.
     mode : {"linear", "circular"}, default "linear"
-        A "linear" update must end within the cache; a "circular" one continues at its start.
+        A "linear" update must end within the cache; a "circular" update continues at the start.
 
     Returns
     -------
@@ -287,7 +282,7 @@ def tensor_scatter(
     Raises
     ------
     TypeError, ValueError
-        An attribute is outside its range, shapes differ in another axis than ``axis``, or a linear
+        An attribute is outside its range, shapes differ in axes other than ``axis``, or a linear
         update does not fit into the cache.
 
     References
@@ -331,7 +326,7 @@ def tensor_scatter(
 
 
 def _by_head(name: str, array: Array, attribute: str, count: int | None) -> Array:
-    """View ``array`` as (B, H, L, D); a 3-D array's last axis is split into heads."""
+    """Return a view (B, H, L, D) of ``array``; a 3-D array's last axis is split into heads."""
     if count is not None:
         count = _integer(attribute, count, 1)
     if array.ndim == 4:
@@ -355,7 +350,7 @@ def _by_head(name: str, array: Array, attribute: str, count: int | None) -> Arra
 
 
 def _joined(array: Array) -> Array:
-    """Reshape (B, H, L, D) to (B, L, H · D)."""
+    """Return ``array`` (B, H, L, D) as (B, L, H · D)."""
     B, H, L, D = array.shape
     return np.asarray(array.swapaxes(1, 2).reshape(B, L, H * D))
 
@@ -363,7 +358,7 @@ def _joined(array: Array) -> Array:
 def _past_length(
     past_key: ArrayLike | None, past_value: ArrayLike | None, nonpad_kv_seqlen: ArrayLike | None
 ) -> int:
-    """P, the number of past keys; 0 without a past."""
+    """Return P, the number of past keys; 0 without a past."""
     if past_key is None and past_value is None:
         return 0
     if past_key is None or past_value is None:
@@ -381,7 +376,6 @@ def _past_length(
 
 
 def _with_past(name: str, past: ArrayLike | None, new_name: str, new: Array, length: int) -> Array:
-    """Join the past keys or values with the new ones."""
     if past is None:
         return new
     old = as_floating(name, past)
@@ -409,7 +403,6 @@ def _lengths(
 def _mask(
     attn_mask: ArrayLike, shape: tuple[int, ...], lengths: NDArray[np.int64] | None
 ) -> dict[str, Array]:
-    """Turn ``attn_mask`` into an option of ``minimha.attention`` with 4 axes and Lk columns."""
     array = boolean_or_floating("attn_mask", attn_mask)
     is_boolean, size = array.dtype == np.bool_, array.shape
     # The last axis may be shorter; the others must broadcast.
@@ -438,7 +431,7 @@ def _window(left: int, right: int) -> tuple[int | None, int | None]:
 
 
 def _debug_output(arrays: list[Array], options: dict[str, Any], mode: int) -> Array:
-    """Compute the dense equations' last step among the steps of modes 0 to ``mode``."""
+    """Return the result of the last step that belongs to one of the modes 0 to ``mode``."""
     wanted = [name for steps in STEPS[: mode + 1] for name in steps]
     last: list[Array] = []
 
@@ -454,7 +447,7 @@ def _debug_output(arrays: list[Array], options: dict[str, Any], mode: int) -> Ar
 def _angles(
     name: str, cache: ArrayLike, position_ids: ArrayLike | None, shape: tuple[int, int, int]
 ) -> Array:
-    """The rows of ``cache`` for every token, (B, L, R / 2)."""
+    """Return the row of ``cache`` for each token, (B, L, R / 2)."""
     table = as_floating(name, cache)
     B, L, half = shape
     if position_ids is None:
@@ -475,7 +468,7 @@ def _angles(
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Check an attribute, an integer; ONNX's flags are 0 and 1, so False and True are accepted."""
+    """Return an integer attribute after a check; booleans count as ONNX's flags 0 and 1."""
     whole = integer(name, int(value) if isinstance(value, (bool, np.bool_)) else value, low)
     if high is not None and whole > high:
         raise ValueError(f"{name} is {value!r}: expected an integer from {low} to {high}")

@@ -1,4 +1,4 @@
-"""Converts the results of every dialect to arrays of the caller's library."""
+"""Conversion of results to arrays of the caller's library, for every dialect."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def like_argument(name: str) -> Callable[[Function], Function]:
-    """Decorate a function to return arrays of the library of its argument ``name``."""
+    """Return a decorator: results become arrays of the library of the argument ``name``."""
 
     def decorated(function: Function) -> Function:
         place = list(signature(function).parameters).index(name)
@@ -29,6 +29,6 @@ def like_argument(name: str) -> Callable[[Function], Function]:
 
 
 def _like(given: Any, result: Any) -> Any:
-    if isinstance(result, tuple):  # a named one has the method _make
+    if isinstance(result, tuple):  # a named tuple has _make
         return getattr(result, "_make", tuple)([_like(given, part) for part in result])
     return like(given, result) if isinstance(result, np.ndarray) else result

@@ -1,4 +1,4 @@
-"""PyTorch's attentions: scaled_dot_product_attention, flex_attention and MultiheadAttention."""
+"""PyTorch's scaled_dot_product_attention, flex_attention and MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -42,19 +42,18 @@ def scaled_dot_product_attention(
     *,
     backend: Backend = "auto",
 ) -> Any:
-    """softmax(scale · Q Kᵀ + mask) V, as ``torch.nn.functional.scaled_dot_product_attention``.
+    """Return softmax(scale · Q Kᵀ + mask) V, like torch's ``scaled_dot_product_attention``.
 
-    Where it differs from ``minimha.attention``:
+    Differences from ``minimha.attention``:
 
-    - ``attn_mask`` has two kinds: bool (True = may attend) hides, float is added.
+    - ``attn_mask`` is bool (True = may attend), or float and added to the scores.
     - ``is_causal`` is aligned top-left, ``q_offset=0``, even if Lq ≠ Lk.
-    - Arrays may have any number of leading axes, which broadcast, as do those of the mask.
+    - Arrays and masks may have any number of leading axes, which broadcast.
     - Fewer key heads than query heads need ``enable_gqa``; K and V may then differ in heads.
 
-    A query that sees no key gets 0 in both libraries. In torch a NaN in a hidden key reaches the
-    output, because the mask is added even where it is False; here it does not. With ``is_causal``
-    and a scale of 0 or less, torch's fused kernels scale the -inf of hidden keys, which gives NaN;
-    here they stay hidden.
+    A query that sees no key gets 0 in both libraries. Hidden keys stay hidden here in two cases in
+    which torch's output is NaN: a hidden key contains NaN, or ``is_causal`` comes with a scale of 0
+    or less (fused kernels multiply the -inf of hidden keys by the scale).
 
     Axes: ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys, ``D`` head width,
     ``Dv`` value width.
@@ -65,11 +64,11 @@ def scaled_dot_product_attention(
     key : array_like of shape (..., Hkv, Lk, D) or (Lk, D)
     value : array_like of shape (..., Hkv, Lk, Dv) or (Lk, Dv)
     attn_mask : array_like broadcastable to (..., H, Lq, Lk), bool or float, optional
-        It has at least 2 dimensions.
+        At least 2 dimensions.
     dropout_p : float, default 0.0
         Must be 0; minimha computes inference.
     is_causal : bool, default False
-        Query i sees keys j ≤ i, except those that an ``attn_mask`` hides.
+        Query i sees keys j ≤ i, except keys that ``attn_mask`` hides.
     scale : float, optional
         Default is 1/√D.
     enable_gqa : bool, default False
@@ -122,11 +121,11 @@ def flex_attention(
     block_mask: Any = None,
     backend: Backend = "auto",
 ) -> Any:
-    """softmax(score_mod(scale · Q Kᵀ)) V, as ``torch.nn.attention.flex_attention``.
+    """Return softmax(score_mod(scale · Q Kᵀ)) V, like ``torch.nn.attention.flex_attention``.
 
-    ``score_mod`` and ``mask_mod`` are those of ``minimha.attention``, whose notes explain how they
-    are compiled; they may use torch's tensors and its elementwise functions. Queries and keys are
-    both counted from 0, ``q_offset=0``, even if Lq ≠ Lk.
+    ``score_mod`` and ``mask_mod`` are compiled as the notes of ``minimha.attention`` say; they may
+    use torch's tensors and elementwise functions. Queries and keys are both counted from 0,
+    ``q_offset=0``, even if Lq ≠ Lk.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq``, ``Lk``, ``D``, ``Dv``.
 
@@ -136,18 +135,17 @@ def flex_attention(
     key : array_like of shape (B, Hkv, Lk, D) or (1, Hkv, Lk, D)
     value : array_like of shape (B, Hkv, Lk, Dv) or (1, Hkv, Lk, Dv)
     score_mod : callable ``score_mod(score, b, h, q_idx, kv_idx) -> score``, optional
-        Returns the new score for a scaled one.
+        Returns the new score for a scaled score.
     mask_mod : callable ``mask_mod(b, h, q_idx, kv_idx) -> bool``, optional
         True = may attend.
     scale : float, optional
         Default is 1/√D.
     enable_gqa : bool, default False
-        Allow Hkv to be a divisor of H; otherwise they must be equal.
+        Allow Hkv to be a divisor of H; otherwise Hkv must be H.
     return_lse : bool, default False
         Return the log-sum-exp too, -inf for a query that sees no key.
     block_mask : minimha.BlockMask or torch's BlockMask, optional
-        Replaces ``mask_mod``. From torch's BlockMask only the function is used; blocks are
-        recomputed.
+        Replaces ``mask_mod``. Of torch's BlockMask only the function is used.
     backend : str, default "auto"
         That of ``minimha.attention``.
 
@@ -198,20 +196,19 @@ def multihead_attention(
     batch_first: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Any, Any]:
-    """concat(head_0, …) W_oᵀ + b_o, as ``torch.nn.MultiheadAttention`` in inference.
+    """Return concat(head_0, …) W_oᵀ + b_o and weights, like ``torch.nn.MultiheadAttention``.
 
-    Where it differs from ``minimha.attention``:
+    Differences from ``minimha.attention``:
 
     - In both masks True = **ignore**; a float mask is added.
     - The batch is the second axis unless ``batch_first``.
     - Weights are (out, in), applied as x @ W.T.
     - ``bias_k`` and ``bias_v``, then the zero key of ``add_zero_attn``, are appended as keys that
-      no mask hides; the weights have columns for them.
+      no mask hides; the returned weights have columns for these keys.
 
-    Where it differs from torch: a query that sees no key has heads of 0, so its output is b_o and
-    its weights are 0; torch gives NaN in most modes. Neither ``need_weights`` nor ``is_causal``
-    changes the output. In torch, ``is_causal`` without weights replaces the mask by a causal one,
-    which hides the appended keys too.
+    Differences from torch: if a query sees no key, the output is b_o and the weights are 0; torch
+    gives NaN in most modes. ``need_weights`` and ``is_causal`` do not change the output. In torch,
+    ``is_causal`` without weights replaces the mask by a causal one, which also hides appended keys.
 
     Axes: ``B`` batch, ``H`` heads, ``Lq``, ``Lk``, ``E`` model width, ``Ek`` and ``Ev`` the widths
     of key and value (torch's kdim, vdim).
@@ -220,8 +217,8 @@ def multihead_attention(
     ----------
     params : mapping of str to array_like
         The module's ``state_dict()``: in_proj_weight (3E, E), or q_proj_weight (E, E),
-        k_proj_weight (E, Ek) and v_proj_weight (E, Ev); out_proj.weight (E, E); if the module
-        has them, in_proj_bias (3E,), out_proj.bias (E,), bias_k and bias_v (1, 1, E).
+        k_proj_weight (E, Ek) and v_proj_weight (E, Ev); out_proj.weight (E, E); optionally
+        in_proj_bias (3E,), out_proj.bias (E,), bias_k and bias_v (1, 1, E).
     query : array_like of shape (Lq, B, E), (B, Lq, E) if ``batch_first``, or (Lq, E)
     key : array_like of shape (Lk, B, Ek), (B, Lk, Ek) or (Lk, Ek)
     value : array_like of shape (Lk, B, Ev), (B, Lk, Ev) or (Lk, Ev)
@@ -230,7 +227,7 @@ def multihead_attention(
     key_padding_mask : array_like of shape (B, Lk), (Lk,) without a batch, bool or float, optional
     attn_mask : array_like of shape (Lq, Lk) or (B * H, Lq, Lk), bool or float, optional
     is_causal : bool, default False
-        torch's hint that ``attn_mask`` is causal; only the mask is used.
+        torch's hint that ``attn_mask`` is causal; only the mask has an effect.
     need_weights : bool, default True
         Return the weights too.
     average_attn_weights : bool, default True
@@ -295,7 +292,7 @@ def multihead_attention(
 
 
 def _arrays(query: ArrayLike, key: ArrayLike, value: ArrayLike, least: int) -> list[Array]:
-    """Convert query, key and value to floating arrays; refuse last axes that do not fit."""
+    """Return query, key and value as floating arrays; ValueError if last axes do not fit."""
     given = {"query": query, "key": key, "value": value}
     q, k, v = arrays = [as_floating(name, array) for name, array in given.items()]
     for name, array in zip(given, arrays, strict=True):
@@ -315,7 +312,7 @@ def _arrays(query: ArrayLike, key: ArrayLike, value: ArrayLike, least: int) -> l
 
 
 def _leading(q: Array, k: Array, v: Array) -> tuple[int, ...]:
-    """Return the leading axes (before the last two) to which the three arrays broadcast."""
+    """Return the shape to which all axes before the last two broadcast."""
     try:
         return np.broadcast_shapes(*(array.shape[:-2] for array in (q, k, v)))
     except ValueError:
@@ -330,7 +327,7 @@ def _differing_heads(q: Array, k: Array, v: Array) -> str:
 
 
 def _grouped(q: Array, k: Array, v: Array) -> tuple[tuple[int, ...], list[Array]]:
-    """The output's leading axes, and q, k, v with 4 axes; k and v may have fewer heads than q."""
+    """Return the output's leading axes, and 4-D q, k, v; k and v may have fewer heads."""
     for name, array in (("query", q), ("key", k), ("value", v)):
         if array.ndim < 3:
             raise ValueError(f"{name} has shape {array.shape}: enable_gqa needs heads, (H, L, D)")
@@ -354,7 +351,7 @@ def _grouped(q: Array, k: Array, v: Array) -> tuple[tuple[int, ...], list[Array]
 
 
 def _four(array: Array, shape: tuple[int, ...]) -> Array:
-    """Broadcast ``array`` to ``shape``; merge all axes before the last three into one."""
+    """Return ``array`` broadcast to ``shape``, with all axes before the last three merged."""
     shape = (1,) * (4 - len(shape)) + shape
     whole = np.broadcast_to(array, shape)
     if shape[-3] == 0:  # attention needs a head, but the batch may be empty
@@ -363,7 +360,6 @@ def _four(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _sdpa_mask(attn_mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Turn ``attn_mask`` into an option of ``attention``."""
     if attn_mask is None:
         return {}
     mask = _mask("attn_mask", attn_mask, "True where a query may attend to a key")
@@ -377,7 +373,7 @@ def _sdpa_mask(attn_mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str,
 
 
 def _mask(name: str, value: ArrayLike, meaning: str) -> Array:
-    """Return ``value`` as an array of bool or of floats; refuse integers."""
+    """Return ``value`` as an array of bool or of floats; TypeError for integers."""
     mask = rectangular(name, value)
     if mask.dtype.kind in "iu":
         raise TypeError(
@@ -388,7 +384,7 @@ def _mask(name: str, value: ArrayLike, meaning: str) -> Array:
 
 
 def _mask_function(mask_mod: Any, block_mask: Any) -> Any:
-    """Return the given function or ``BlockMask``; take the function out of torch's BlockMask."""
+    """Return the given function, the given ``BlockMask``, or the function of torch's BlockMask."""
     if mask_mod is not None and block_mask is not None:
         raise ValueError("mask_mod and block_mask are both given: expected one of them")
     given = block_mask if mask_mod is None else mask_mod
@@ -414,7 +410,6 @@ def _batch_first(inputs: list[Array], batch_first: bool) -> tuple[list[Array], b
 def _layer(
     params: Mapping[str, ArrayLike], widths: list[int], num_heads: int, compute: np.dtype[Any]
 ) -> MultiHeadAttention:
-    """Build the layer for inputs of these widths; torch's weights (out, in) are transposed."""
     E = widths[0]
     if E % integer("num_heads", num_heads) or E == 0:
         raise ValueError(
@@ -456,7 +451,7 @@ def _parameter(
 def _with_extra_keys(
     params: Mapping[str, ArrayLike], k: Array, v: Array, add_zero_attn: bool
 ) -> tuple[Array, Array]:
-    """Append the keys and values of ``bias_k``, ``bias_v`` and ``add_zero_attn`` to k and v."""
+    """Return k and v with the keys of ``bias_k``, ``bias_v`` and ``add_zero_attn`` appended."""
     B, H, _, D = k.shape
     extra: list[tuple[Array, ...]] = [(k, v)]
     if "bias_k" in params or "bias_v" in params:
@@ -472,7 +467,7 @@ def _mha_masks(
     key_padding_mask: ArrayLike | None, attn_mask: ArrayLike | None,
     shape: tuple[int, int, int, int], is_batched: bool, num_keys: int, compute: np.dtype[Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Turn both masks (True = ignore) into options of ``attention`` over ``num_keys`` keys."""
+    """Return both masks (True = ignore) as options of ``attention`` over ``num_keys`` keys."""
     B, H, Lq, Lk = shape
     of_keys = ("(B, Lk)", (B, Lk)) if is_batched else ("(Lk,)", (Lk,))
     accepted: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {

@@ -1,9 +1,8 @@
-"""Builds attention modules of Hugging Face's transformers 5 from their weights and config.
+"""Attention modules of Hugging Face's transformers 5, built from their weights and config.
 
 A module becomes a ``MultiHeadAttention`` whose steps can all be tapped. The table ``CONVENTIONS``
-lists how the classes differ: names of weights, fused weights, rotation, scale and cap.
-``latent_attention`` makes DeepSeek's modules. ``register`` lets whole models of the library call
-minimha.
+lists how the classes differ. ``latent_attention`` builds DeepSeek's modules. ``register`` lets
+whole models of the library call minimha.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ __all__ = [
 
 Array = NDArray[Any]
 
-BUCKETS = "relative_attention_bias.weight"  # T5's bias per bucket of distances and head
+BUCKETS = "relative_attention_bias.weight"  # T5's bias for each bucket of distances and head
 LOWEST = np.finfo(np.float32).min
-REQUIRED = ("position_embeddings", "position_ids", "alibi", "residual")  # if the class takes them
+REQUIRED = ("position_embeddings", "position_ids", "alibi", "residual")  # by classes that take them
 
 
 class DynamicCache:
-    """Keys and values of one module's tokens so far, like one layer of transformers' DynamicCache.
+    """A cache of one module's keys and values, like one layer of transformers' DynamicCache.
 
-    Unlike ``minimha.layers.cache.KVCache`` it has no positions: only the mask hides keys.
+    Unlike ``minimha.layers.cache.KVCache``, it has no positions: only the mask hides keys.
 
     Attributes
     ----------
@@ -67,12 +66,12 @@ class DynamicCache:
         self._before: tuple[Array | None, Array | None] = (None, None)
 
     def get_seq_length(self) -> int:
-        """The number of tokens so far."""
+        """Return the number of tokens so far."""
         return 0 if self.keys is None else int(self.keys.shape[2])
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens so far, (1,), the same for every batch entry."""
+        """The number of tokens so far, (1,), for all batch entries."""
         return np.array([self.get_seq_length()])
 
     def append(self, k: Array, v: Array) -> None:
@@ -102,11 +101,11 @@ class DynamicCache:
         tap: Tap = no_tap,
         **options: Any,
     ) -> Any:
-        """Return the heads (B, H, L, Dv) of queries ``q``, as ``MultiHeadAttention`` requests.
+        """Return the heads (B, H, L, Dv) of the queries ``q``, for ``MultiHeadAttention``.
 
-        ``columns`` is the number of latest keys that the ``options`` of ``minimha.attention``
-        describe, by default all. The weights (B, H, L, columns) are appended to ``weights``. An
-        empty cache raises a ValueError.
+        Only the latest ``columns`` keys are used, by default all; ``options`` are those of
+        ``minimha.attention``. The weights (B, H, L, columns) are appended to ``weights``, if given.
+        ValueError is raised if the cache is empty.
         """
         if self.keys is None or self.values is None:
             raise ValueError("past_key_values is empty: append keys and values before attending")
@@ -118,29 +117,27 @@ class DynamicCache:
 
 
 class AttentionModule:
-    """One attention module: ``module(hidden_states, …)`` is its forward in transformers.
+    """An attention module of transformers: ``module(hidden_states, …)`` computes its forward.
 
-    Where it differs from ``minimha.attention``:
+    Differences from ``minimha.attention``:
 
-    - A mask is added to the scores, so 0 hides nothing. In a boolean mask True = may attend, but in
-      MPT's True = hidden. Without a mask, several tokens are causal if ``is_causal``, as with every
-      attn_implementation but "eager", whose models always make a mask. Windows exist only in the
-      mask.
+    - A mask is added to the scores, so 0 hides nothing. In a boolean mask True = may attend (MPT:
+      True = hidden). Without a mask, several tokens are causal if ``is_causal``, as with every
+      attn_implementation but "eager", which always has a mask. Windows must be in the mask.
     - transformers' masks hide with the lowest finite number of their dtype. A query whose keys are
       all hidden gets the mean of all values, as in transformers (minimha: 0).
-    - ``position_embeddings`` are tables of cos and sin; most hold each angle twice.
+    - ``position_embeddings`` are tables of cos and sin; most contain each angle twice.
     - T5 does not scale; Gemma's scale is 1/√query_pre_attn_scalar, Granite's attention_multiplier.
     - Gemma's gains are 1 + w.
 
-    Where it differs from transformers:
+    Differences from transformers:
 
-    - It computes ``attn_implementation="eager"`` in inference. 16-bit inputs are computed in
-      float32 and rounded once at the end, not after every step. float64 is float64 throughout,
-      while many classes compute the softmax in float32.
-    - ``past_key_values`` holds the tokens of this module, not those of every layer, and
-      cross-attention projects its context again in every call.
-    - A call always returns (output, weights). T5's bias, which T5 returns between them, is the
-      result of ``compute_bias``.
+    - The module computes ``attn_implementation="eager"`` in inference. 16-bit inputs are computed
+      in float32 and rounded once at the end. float64 stays float64, while many classes compute the
+      softmax in float32.
+    - ``past_key_values`` has the tokens of this module only, and cross-attention projects the
+      context again in every call.
+    - A call always returns (output, weights). ``compute_bias`` returns T5's bias.
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``Hkv`` key/value heads, ``D``
     head width, ``R`` rotated width, ``Lk`` keys, ``Lc`` and ``Ec`` tokens and width of a context.
@@ -153,23 +150,23 @@ class AttentionModule:
         The module's ``state_dict()`` as arrays.
     config : mapping of str to Any
         The module's ``config.to_dict()``. Missing entries have transformers' defaults, except the
-        number of heads. ``is_decoder`` decides T5's buckets, and which number of heads is used if a
-        config has one for the encoder and one for the decoder.
+        number of heads. ``is_decoder`` decides T5's buckets, and whether the encoder's or the
+        decoder's number of heads is used.
     layer_idx : int, default 0
-        The number of the module's layer, from 0; GPT-2 may scale by it.
+        The number of the module's layer, from 0; GPT-2's scale may depend on it.
     is_causal : bool, optional
-        Whether tokens see no later ones if there is no mask: ``module.is_causal`` in transformers.
-        The default follows from the class and ``is_decoder``; it may be unknown for modules of
+        Whether attention is causal without a mask: ``module.is_causal`` in transformers. The
+        default follows from the class and ``is_decoder``, or is None, unknown, for modules of
         BART's family, Whisper and CLIP.
 
     Attributes
     ----------
     is_causal : bool or None
-        As given, or the default. If it is unknown, None, every call needs a mask.
+        As given, or the default. If None, every call needs a mask.
     layer : MultiHeadAttention
-        The module's projections and norms. Its ``rope`` is None, because each call passes the
-        angles; set it to use the layer alone. ``W_o`` is the identity if another module has the
-        output projection, as in BERT.
+        The module's projections and norms. ``layer.rope`` is None, because each call passes the
+        angles; to use the layer alone, set ``layer.rope``. ``W_o`` is the identity if another
+        module has the output projection, as in BERT.
     options : dict
         Options for calls of ``layer``: scale, softcap and sinks, if the class has them.
 
@@ -244,7 +241,7 @@ class AttentionModule:
         ----------
         hidden_states : array_like of shape (B, L, E)
         past_key_values : DynamicCache, optional
-            Earlier tokens. The new keys and values are appended, unless the call fails.
+            Earlier tokens. New keys and values are appended, unless the call fails.
         output_attentions : bool, default False
             Return the weights too; the output does not change.
         backend : str, default "auto"
@@ -252,22 +249,22 @@ class AttentionModule:
         tap : callable ``tap(name, value) -> value``, optional
             Receives every step; see ``MultiHeadAttention``.
         **given
-            The following arguments, if the class's forward takes them; optional unless required.
+            The following arguments, if the class's forward takes them; optional unless "Required".
         attention_mask, mask : array_like broadcastable to (B, H, L, Lk), floating or bool
-            T5 calls it mask. With a cache, Lk includes the earlier tokens; a mask with fewer
-            columns describes the latest keys, as in a sliding window.
+            Named mask in T5. With a cache, Lk includes the earlier tokens; a mask with fewer
+            columns is for the latest keys, as in a sliding window.
         position_ids : array_like of shape (1, L) or (B, L), int
-            Required by GPT-J. Other classes ignore them; models pass them to every class.
+            Required by GPT-J. Other classes ignore them.
         position_embeddings : pair of array_like of shape (1, L, R) or (B, L, R)
-            cos and sin of these tokens; (…, R/2) for GPT-OSS. Required.
+            cos and sin for each token; (…, R/2) for GPT-OSS. Required.
         encoder_hidden_states, key_value_states : array_like of shape (B, Lc, Ec)
-            The context of cross-attention, which T5's and BART's families call key_value_states.
+            The context of cross-attention, named key_value_states in T5's and BART's families.
             Required by cross-attention classes.
         encoder_attention_mask : array_like broadcastable to (B, H, L, Lc), floating or bool
             GPT-2's mask in cross-attention.
         position_bias : array_like broadcastable to (B, H, L, Lk)
             T5's bias, for a module without a table of biases. Default is ``compute_bias``. MPT's
-            bias is (H, 1, at least Lk), of which the last Lk columns are used.
+            bias is (H, 1, Lk or more); the last Lk columns are used.
         alibi : array_like of shape (B · H, 1, Lk) or, in Falcon's model, (B, H, 1, Lk)
             BLOOM's and Falcon's slope · position, which Falcon scales like the scores. Required;
             ``compute_alibi`` returns it.
@@ -282,7 +279,7 @@ class AttentionModule:
         Raises
         ------
         TypeError, ValueError
-            An argument is not one of the class's, is missing, or does not fit. The cache is then
+            An argument is unknown to the class, is missing, or does not fit. The cache is then
             unchanged.
         """
         given = self._checked(given)
@@ -303,7 +300,7 @@ class AttentionModule:
             options |= {"is_causal": self._is_causal(), "q_offset": seen}
         wants_weights = flag("output_attentions", output_attentions)
         kept: list[Array] = []
-        cache = copy(past_key_values)  # the caller's cache must not change if the call fails
+        cache = copy(past_key_values)  # a failed call must not change the caller's cache
         if cache is not None:
             options["columns"] = None if mask is None else mask.shape[-1]
             options["weights"] = kept if wants_weights else None
@@ -402,7 +399,7 @@ class AttentionModule:
         return self.is_causal
 
     def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that are not None; refuse unknown and missing ones."""
+        """Return the arguments that are not None; TypeError for unknown or missing arguments."""
         given = {name: value for name, value in given.items() if value is not None}
         takes = self.convention.takes
         if "position_ids" not in takes:
@@ -445,7 +442,7 @@ class AttentionModule:
         context: Array | None,
         past: DynamicCache | None,
     ) -> Array | None:
-        """Return the numbers that are added to the scores besides the mask, or None."""
+        """Return the numbers, besides the mask, that are added to the scores, or None."""
         if "alibi" in given:
             alibi = as_floating("alibi", given["alibi"])
             H = self.layer.num_heads
@@ -466,7 +463,7 @@ class AttentionModule:
         return as_floating(BUCKETS, self.compute_bias(L, Lk, seen))
 
     def _layer_of_call(self, given: dict[str, Any]) -> MultiHeadAttention:
-        """The layer, with the angles of this call if the class rotates."""
+        """Return the layer, with the angles of this call if the class rotates."""
         rotary = self.convention.rotary
         if rotary is None or not self.is_rotated:
             return self.layer
@@ -477,7 +474,7 @@ class AttentionModule:
 
 @dataclass(frozen=True)
 class _Tables:
-    """A ``Rotation`` with the angles of one call's tokens."""
+    """A ``Rotation`` by the angles of one call's tokens."""
 
     head_dim: int
     rotary: Rotary
@@ -486,7 +483,7 @@ class _Tables:
     is_dynamic: ClassVar[bool] = False
 
     def rotate(self, x: Array, positions: ArrayLike, tap: Tap) -> Array:
-        """Rotate ``x``; the tables have one row per token, so positions are not used."""
+        """Return ``x`` rotated; tables have one row per token, so ``positions`` are ignored."""
         with argument_names(**{name: f"{name} in position_embeddings" for name in ("cos", "sin")}):
             interleaved, repeated = self.rotary.is_interleaved, self.rotary.stored != "once"
             return rotate_by_table(
@@ -495,7 +492,7 @@ class _Tables:
 
 
 def _tables(rotary: Rotary, position_embeddings: Any) -> list[Array]:
-    """Return cos and sin, (L, R) or (B, L, R), with each angle at both numbers of its pair."""
+    """Return cos and sin, (L, R) or (B, L, R), with the angle at both numbers of a pair."""
     if len(position_embeddings) != 2:
         raise ValueError(
             f"position_embeddings has {len(position_embeddings)} parts: expected cos and sin"

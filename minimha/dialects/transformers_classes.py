@@ -20,7 +20,7 @@ CONTEXTS = ("encoder_hidden_states", "key_value_states")
 
 @dataclass(frozen=True)
 class Rotary:
-    """Which numbers form a pair, and how ``position_embeddings`` store the angle of each pair."""
+    """The pairs that a class rotates, and how ``position_embeddings`` store their angles."""
 
     is_interleaved: bool = False  # pairs (2i, 2i + 1) rather than (i, i + R/2)
     stored: str = "halves"  # angles 0 1 0 1, or "pairs" 0 0 1 1, or "once" 0 1
@@ -28,7 +28,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Convention:
-    """One kind of module: the names of its weights, and what it does besides attention."""
+    """The conventions of one kind of module: names of weights, and steps besides attention."""
 
     q: str = "q_proj"
     k: str = "k_proj"
@@ -37,7 +37,7 @@ class Convention:
     qkv: str | None = None  # one weight instead of q, k and v
     groups: Callable[[Config, int], int] | None = None  # groups of heads in qkv
     is_conv1d: bool = False  # weights are (in, out)
-    is_gated: bool = False  # q holds queries and gate of head 0, of head 1, …
+    is_gated: bool = False  # q has queries and gate of head 0, of head 1, …
     qk_norm: Norm | None = None
     layer_norm: str | None = None  # the name of the layer norms of queries and keys, if any
     epsilon: float = 1e-6  # if the config has no rms_norm_eps
@@ -46,12 +46,12 @@ class Convention:
     is_rotated: Callable[[Config, int], bool] = lambda config, layer_idx: True  # by layer
     scale: Callable[[Config, int, int], float | None] = lambda config, head_dim, layer_idx: None
     softcap: float | None = None  # the config's default; None if the class has no cap
-    hides_where_true: bool = False  # in a boolean mask
+    hides_where_true: bool = False  # whether True in a mask hides a key
     scales_alibi: bool = False  # ALiBi is scaled like the scores
-    is_cross: bool = False  # it attends to a context only
-    # Whether it is causal without a mask; None if the config leaves this open.
+    is_cross: bool = False  # whether the module attends only to a context
+    # Whether the module is causal without a mask; None if the config does not say.
     is_causal: Callable[[Config], bool | None] = lambda config: True
-    takes: tuple[str, ...] = ("attention_mask",)  # arguments of forward that not all classes have
+    takes: tuple[str, ...] = ("attention_mask",)  # arguments of forward that only some classes have
 
     @property
     def mask(self) -> str:
@@ -111,7 +111,7 @@ def _in_decoder(config: Config) -> bool:
 
 
 def _seq2seq_decoder(config: Config) -> bool | None:
-    return True if config.get("is_decoder") else None  # False in the config of both sides
+    return True if config.get("is_decoder") else None  # False for encoder and decoder alike
 
 
 def _gemma3_is_causal(config: Config) -> bool:
@@ -223,7 +223,7 @@ CLASSES = {name: convention for convention, names in CONVENTIONS for name in nam
 
 
 def convention_of(cls: str, params: Mapping[str, Any], config: Config) -> Convention:
-    """The class's convention; GPT-2 and Falcon have two each."""
+    """Return the convention of the class ``cls``; GPT-2 and Falcon have two each."""
     if CLASSES[cls] is GPT2 and f"{GPT2_CROSS.q}.weight" in params:
         return GPT2_CROSS
     if CLASSES[cls] is FALCON and config.get("alibi"):

@@ -1,4 +1,4 @@
-"""Registers minimha as an attention function that transformers' models can call."""
+"""Registration of minimha as an attention function that transformers' models can call."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ REFUSED = {
 def register(name: str = "minimha", *, backend: Backend = "auto") -> None:
     """Add minimha to the choices of ``model.set_attn_implementation`` in transformers 5.
 
-    Queries, keys and values on the CPU are read in place, in their dtype, and grouped heads are not
-    repeated. Masks are those of "sdpa": boolean, with windows and padding in them, and None if a
-    prompt is simply causal. Soft caps, sinks and T5's biases are applied.
+    Arrays on the CPU are read in place, in their dtype, and grouped heads are not repeated. Masks
+    are those of "sdpa": boolean, including windows and padding, or None if a prompt is simply
+    causal. Soft caps, sinks and T5's biases are applied.
 
-    Where it differs from "eager":
+    Differences from "eager":
 
     - 16 bits are computed in float32 and rounded once.
-    - A query that sees no key, such as padding on the left, gets 0 and not the mean of all values.
+    - A query that sees no key, such as left padding, gets 0, not the mean of all values.
     - A call of the model must not record gradients.
 
-    The attention of some models (BLOOM, Falcon, GPT-J, MPT) cannot be chosen:
-    ``set_attn_implementation`` then warns and has no effect.
+    Some models (BLOOM, Falcon, GPT-J, MPT) have a fixed attention: ``set_attn_implementation``
+    then warns and has no effect.
 
     Parameters
     ----------
     name : str, default "minimha"
-        The name for ``set_attn_implementation``; an existing one is replaced.
+        The name for ``set_attn_implementation``; an existing entry is replaced.
     backend : str, default "auto"
         As in ``minimha.attention``.
 
     Raises
     ------
     ImportError
-        transformers is not installed, or older than 5.
+        transformers 5 or torch is not installed.
 
     References
     ----------
@@ -91,14 +91,13 @@ def attention_forward(
     backend: Backend = "auto",
     **others: Any,
 ) -> tuple[Any, Any]:
-    """Return the output (B, Lq, H, Dv), and the weights (B, H, Lq, Lk) or None.
+    """Return attention's output (B, Lq, H, Dv), and the weights (B, H, Lq, Lk) or None.
 
     transformers' models pass query (B, H, Lq, D), key (B, Hkv, Lk, D) and value (B, Hkv, Lk, Dv).
     ``attention_mask`` and ``position_bias`` broadcast to (B, H, Lq, Lk); numbers are added to the
     scores, and True = may attend. ``s_aux`` (H,) are sinks. ``is_causal`` defaults to the module's
-    attribute, or to True if there is none. It is used only without a mask, for several queries.
-    ``others``, arguments of other functions, are ignored as in "eager", but refused if they would
-    change the result.
+    attribute, or to True, and matters only without a mask, for several queries. ``others`` are
+    ignored as in "eager", but ValueError is raised if they would change the result.
     """
     _check_inference(query, key, value, dropout)
     for name, what in REFUSED.items():
@@ -120,7 +119,6 @@ def attention_forward(
 
 
 def _masks(attention_mask: Any, position_bias: Any) -> dict[str, Any]:
-    """Turn the mask and the bias into options of ``attention``."""
     mask = bias = None
     if attention_mask is not None:
         mask = rectangular("attention_mask", attention_mask.detach())

@@ -1,4 +1,4 @@
-"""Builds DeepSeek's latent attention from transformers' weights and config."""
+"""DeepSeek's latent attention, built from transformers' weights and config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minimha.layers.latent import LatentAttention
 from minimha.layers.rope import RoPE
 from minimha.layers.scalings import YaRNScaling
 
-# minimha's name, the library's name, and whether x @ W needs a transpose.
+# minimha's name → the library's name, and whether x @ W needs a transpose.
 NAMES = {
     "W_q": ("q_proj.weight", True), "W_dq": ("q_a_proj.weight", True),
     "b_dq": ("q_a_proj.bias", False), "g_q": ("q_a_layernorm.weight", False),
@@ -28,10 +28,10 @@ CLASSES = ("DeepseekV2Attention", "DeepseekV3Attention")
 def latent_attention(
     cls: str, params: Mapping[str, ArrayLike], config: Mapping[str, Any]
 ) -> LatentAttention:
-    """Return the layer of one of DeepSeek's attention modules.
+    """Return the ``LatentAttention`` layer of one of DeepSeek's attention modules.
 
-    Where it differs from ``AttentionModule``: the layer computes angles from positions, by the
-    config's rope_parameters, and is causal with ``is_causal=True`` or a cache.
+    Unlike ``AttentionModule``, the layer computes angles from positions, by the config's
+    rope_parameters, and is causal only with ``is_causal=True`` or a cache.
 
     - The rotated part is interleaved in V2, and in V3 unless ``rope_interleave`` is False.
     - With YaRN, let m(x) = 0.1 · x · ln(factor) + 1. Scores are also scaled by m(mscale_all_dim)²,
@@ -49,12 +49,12 @@ def latent_attention(
     Returns
     -------
     LatentAttention
-        The layer is called as ``layer(x, is_causal=True)``, or with a ``LatentCache``.
+        Call the layer as ``layer(x, is_causal=True)``, or with a ``LatentCache``.
 
     Raises
     ------
     TypeError, ValueError
-        The class is another one, rope_type is neither "default" nor "yarn", or a weight is missing,
+        ``cls`` is another class, rope_type is neither "default" nor "yarn", or a weight is missing,
         unknown or does not fit.
 
     References
@@ -102,7 +102,7 @@ def _yarn(rules: Mapping[str, Any], config: Mapping[str, Any]) -> YaRNScaling | 
 
 
 def _magnitude(rules: Mapping[str, Any], name: str) -> float:
-    """0.1 · m · ln(factor) + 1, where ``name`` is m in the config; 1 without YaRN or m."""
+    """Return 0.1 · m · ln(factor) + 1, where ``name`` is m in the config; 1 without YaRN or m."""
     if rules.get("rope_type", "default") == "default" or not rules.get(name):
         return 1.0
     return 0.1 * float(rules[name]) * math.log(max(rules["factor"], 1.0)) + 1.0

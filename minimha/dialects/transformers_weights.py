@@ -1,4 +1,4 @@
-"""Builds a ``MultiHeadAttention`` from the state_dict of a module of transformers."""
+"""Construction of a ``MultiHeadAttention`` from the state_dict of a module of transformers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Weights:
         self._left = {name: as_floating(name, value) for name, value in params.items()}
 
     def pop(self, name: str) -> Array | None:
-        """Remove and return a weight; None if there is none of that name."""
+        """Remove and return the weight ``name``, or return None if it is missing."""
         return self._left.pop(name, None)
 
     def check_all_popped(self, cls: str) -> None:
-        """Refuse weights that are left: the result would not depend on them."""
+        """Raise ValueError if weights are left, since the result would not depend on them."""
         if self._left:
             raise ValueError(
                 f"params has {', '.join(self._left)}, which minimha's {cls} does not use: the "
@@ -36,7 +36,7 @@ class Weights:
             )
 
     def layer(self, config: Config) -> MultiHeadAttention:
-        """Build the layer from these weights, with the number of heads in ``config``."""
+        """Return the layer with these weights and the number of heads in ``config``."""
         c, H = self._convention, _num_heads(config)
         o = None if c.o is None else self._linear(c.o)
         parts = dict(zip("qkv", self._queries_keys_values(config, H, o), strict=True))
@@ -70,7 +70,7 @@ class Weights:
             )  # fmt: skip
 
     def _layer_norm(self, name: str, heads: int) -> dict[str, Array]:
-        """Return the gains and shifts of all heads, from one row per head or one row for all."""
+        """Return gains and shifts of all heads; the module has one row per head or one for all."""
         named = str(self._convention.layer_norm).format(name)
         gain, shift = self._required(f"{named}.weight"), self.pop(f"{named}.bias")
         rows = {f"g_{name}": gain} | ({} if shift is None else {f"s_{name}": shift})
@@ -99,7 +99,7 @@ class Weights:
 
 
 def _names(c: Convention) -> dict[str, str]:
-    """The module's names for the layer's arguments, whose matrices are (in, out)."""
+    """Return the layer's argument → the module's name, with ".T" for transposed matrices."""
     fused = dict.fromkeys("qkv", c.qkv) if c.qkv else {}
     linears = {"q": c.q, "k": c.k, "v": c.v, "o": c.o} | fused | ({"q": c.q} if c.is_cross else {})
     axes = "" if c.is_conv1d else ".T"
@@ -115,7 +115,7 @@ def _names(c: Convention) -> dict[str, str]:
 
 
 def _split(linear: Linear, rows: Callable[[Array], list[Array]]) -> list[Linear]:
-    """Split a linear map; ``rows`` returns the parts of its weight and of its bias."""
+    """Split a linear map by ``rows``, which splits the weight and the bias."""
     weight, bias = linear
     weights = rows(weight)
     biases = [None] * len(weights) if bias is None else rows(bias)
@@ -123,10 +123,10 @@ def _split(linear: Linear, rows: Callable[[Array], list[Array]]) -> list[Linear]
 
 
 def _rows(name: str, fused: Array, H: int, groups: int | None, width: int) -> list[Array]:
-    """Split fused rows into the rows of queries, keys and values.
+    """Split the rows of a fused weight into those of queries, keys and values.
 
     Without ``groups``, the order is all queries (``width`` rows), all keys, all values. With
-    ``groups``, each has the queries of H / groups heads, then their key, then their value.
+    ``groups``, each has the queries of H / groups heads, then one key, then one value.
     """
     rows, others = len(fused), fused.shape[1:]
     if groups is None:
