@@ -1,4 +1,4 @@
-"""Layers built on attention, and the norms and feed-forward of a transformer.
+"""Layers built on attention, and the norms and feed-forward network of a transformer.
 
 A layer that is called with arrays of torch or JAX returns arrays of that library. Weights may be
 arrays of any library; tables of angles and biases are NumPy's.
@@ -53,7 +53,7 @@ else:
     )  # fmt: skip
 
     def __getattr__(name):
-        """Import a name when it is first used: one layer does not load all the others."""
+        """Import a name when it is first used, so that one layer does not load all others."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         modules = (import_module(f"{__name__}.{module}") for module in MODULES)

@@ -39,19 +39,18 @@ def additive_attention(
     tap: Tap = no_tap,
     **options: Unpack[AdditiveOptions],
 ) -> Any:
-    """softmax(S) V with S_ij = w · tanh(q_i W_q + k_j W_k + b), Bahdanau's attention.
+    """Return softmax(S) V with S_ij = w · tanh(q_i W_q + k_j W_k + b), Bahdanau's attention.
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
-    ``Dq``, ``Dk``, ``Dv`` widths of a query, a key and a value, ``A`` hidden width. 2-D arrays
-    (L, D) and 3-D arrays (H, L, D) are treated as ``minimha.attention`` treats them.
+    ``Dq``, ``Dk``, ``Dv`` widths of a query, a key and a value, ``A`` hidden width. 2-D and 3-D
+    arrays may be used as in ``minimha.attention``.
 
-    A query and a key may differ in width. Every score is within ±Σ|w|, so nothing is scaled.
-    The function stores B · H · Lq · Lk · A hidden numbers, where a dot product needs none.
-    ``minimha.attention`` computes softmax, masks and the average of the values: it receives queries
-    and keys of zeros, and the scores as a bias, because 0 + bias is exact.
+    Scores are not scaled, since every score is within ±Σ|w|. Unlike a dot product, the function
+    stores B · H · Lq · Lk · A hidden numbers. ``minimha.attention`` computes softmax, masks and
+    output: it receives queries and keys of zeros, and the scores as a bias.
 
     The paper writes S_ij = v_aᵀ tanh(W_a s_i + U_a h_j) with columns s_i and h_j: W_q is W_aᵀ, W_k
-    is U_aᵀ, w is v_a. Luong's "concat" is the same: q_i and k_j are in one row, W_q is above W_k.
+    is U_aᵀ, w is v_a. Luong's "concat" is the same, with W_q stacked above W_k.
 
     Parameters
     ----------
@@ -68,8 +67,8 @@ def additive_attention(
     attn_bias : array_like of shape (Lq, Lk) or 4-D broadcastable to (B, H, Lq, Lk), optional
         Added to the scores; -inf hides a key.
     tap : callable ``tap(name, value) -> value``, optional
-        Receives q, k, the weights, q_hidden, k_hidden, hidden, energies (the scores) and the steps
-        of the attention after them.
+        Receives q, k, the weights, q_hidden, k_hidden, hidden, energies (the scores), then the
+        steps of the attention.
     **options
         Those of ``minimha.attention`` except scale and softcap: causality, windows, masks, ALiBi,
         sinks, return_lse, backend.
@@ -82,9 +81,9 @@ def additive_attention(
     Raises
     ------
     TypeError, ValueError
-        An array that does not fit the others, or an option that this attention lacks.
+        An array does not fit the others, or an option does not exist here.
     BackendUnavailable
-        As ``minimha.attention``.
+        As in ``minimha.attention``.
 
     References
     ----------
@@ -116,7 +115,7 @@ def additive_attention(
     problem = Problem.of(zeros[0], zeros[1], v, attn_bias=attn_bias)
     tap = safe_tap(tap)
     S = _energies(problem, arrays, tap)
-    if problem.attn_bias is not None:  # -inf hides a key even where its energy is NaN
+    if problem.attn_bias is not None:  # -inf hides a key even if its energy is NaN
         hides = np.isneginf(problem.attn_bias)
         with np.errstate(all="ignore"):
             S = np.where(hides, problem.attn_bias, S + problem.attn_bias)
@@ -158,7 +157,7 @@ def _check_widths(
 
 
 def _energies(problem: Problem, arrays: dict[str, Array], tap: Tap) -> Array:
-    """S_ij = w · tanh(q_i W_q + k_j W_k + b), shape (B, H, Lq, Lk), compute dtype."""
+    """Return S_ij = w · tanh(q_i W_q + k_j W_k + b), (B, H, Lq, Lk), in the compute dtype."""
     (B, H, Lq, _), Lk = problem.q.shape, problem.k.shape[2]
     wide = {name: array.astype(problem.compute, copy=False) for name, array in arrays.items()}
     promoted = (None,) * (4 - problem.rank)
@@ -175,7 +174,7 @@ def _energies(problem: Problem, arrays: dict[str, Array], tap: Tap) -> Array:
 
 
 def _after_energies(tap: Tap, is_biased: bool) -> Tap:
-    """Wrap ``tap`` to drop the zero queries and keys, their products, and the bias of energies."""
+    """Return a tap without the zero queries and keys, their products, and the bias."""
     if tap is no_tap:
         return no_tap
     silent = {"q", "k", "Q", "K", "scores", "bias", "attn_bias", "slopes", "distances"}

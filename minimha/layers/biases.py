@@ -1,4 +1,4 @@
-"""Positional biases: numbers added to scores, by the distance between query and key."""
+"""Positional biases: numbers added to the scores, by the distance between query and key."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from minimha.equations.arguments import as_floating, as_integers, flag, integer,
 
 
 def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
-    """2^(-8/n), 2^(-16/n), …, 2^(-8): ALiBi's slope of each of n heads.
+    """Return ALiBi's slope of each of n heads: 2^(-8/n), 2^(-16/n), …, 2^(-8).
 
-    If n is not a power of two, the slopes for the next smaller power p come first. Then follows
+    If n is not a power of two, the slopes for the next smaller power p come first, followed by
     every second slope for 2p, as in the authors' code.
 
     Parameters
@@ -49,7 +49,7 @@ def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
 
 
 def _geometric(n: int) -> list[float]:
-    """ALiBi's slopes of n heads, where n is a power of two."""
+    """Return ALiBi's slopes of n heads, where n is a power of two."""
     return [2 ** (-8 * (h + 1) / n) for h in range(n)]
 
 
@@ -62,9 +62,9 @@ def t5_buckets(
 ) -> NDArray[np.int64]:
     """Return T5's bucket for the distance between each query and each key.
 
-    Near distances have one bucket each. Far ones share buckets of equal width on a logarithmic
-    scale, and distances from ``max_distance`` on share the last. With N buckets for one direction
-    and e = N // 2:
+    Each near distance has a bucket. Far distances share buckets of equal width on a logarithmic
+    scale, and distances from ``max_distance`` on share the last bucket. With N buckets for one
+    direction and e = N // 2:
 
         bucket(d) = d                                                        d < e
                     min(e + floor((N - e) · ln(d / e) / ln(max / e)), N - 1)   d ≥ e
@@ -80,8 +80,8 @@ def t5_buckets(
     max_distance : int, default 128
         More than e.
     bidirectional : bool, default True
-        Use the second half of the buckets for keys after the query. If False, such keys are in
-        bucket 0; a causal mask hides them.
+        Whether keys after the query have the second half of the buckets. If False, they are in
+        bucket 0 and should be hidden by a causal mask.
 
     Returns
     -------
@@ -91,7 +91,7 @@ def t5_buckets(
     Raises
     ------
     TypeError, ValueError
-        A count outside its range, or positions that are not one row of integers.
+        A count is outside its range, or positions are not one row of integers.
 
     References
     ----------
@@ -119,7 +119,7 @@ def t5_bias(
     max_distance: int = 128,
     bidirectional: bool = True,
 ) -> NDArray[Any]:
-    """T5's learned bias of each head for each query and key: ``table[t5_buckets(…), h]``.
+    """Return T5's learned bias for each head, query and key: ``table[t5_buckets(…), h]``.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def t5_bias(
     Raises
     ------
     TypeError, ValueError
-        The table is not 2-D, or as in ``t5_buckets``.
+        ``table`` is not 2-D, or as in ``t5_buckets``.
 
     References
     ----------
@@ -160,7 +160,6 @@ def t5_bias(
 
 
 def _one_way(num_buckets: int, bidirectional: bool) -> int:
-    """The number of buckets for one direction."""
     num_buckets = integer("num_buckets", num_buckets, 4 if bidirectional else 2)
     if not bidirectional:
         return num_buckets
@@ -172,7 +171,7 @@ def _one_way(num_buckets: int, bidirectional: bool) -> int:
 
 
 def _borders(N: int, max_distance: int) -> list[int]:
-    """The smallest distance of each bucket from 1 to N - 1."""
+    """Return the smallest distance of each bucket from 1 to N - 1."""
     e, far = N // 2, N - N // 2
 
     def first(m: int) -> int:

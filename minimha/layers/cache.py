@@ -28,39 +28,38 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 Integers = NDArray[np.int64]
 
-OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the cache decides
+OWN = ("is_causal", "q_offset", "kv_lengths", "window_size")  # options that the cache sets
 
 
 class CausalCache(ABC):
-    """The base of ``KVCache`` and ``PagedKVCache``: it appends chunks; the last one attends."""
+    """The base class of caches: chunks are appended, and the last chunk's queries attend."""
 
     def __init__(self, batch: int) -> None:
         self._lengths: Integers = np.zeros(batch, np.int64)
-        self._chunk = self._lengths, 0  # the last chunk's first positions, and its L
+        self._chunk = self._lengths, 0  # the last chunk's first positions and L
 
     @property
     def lengths(self) -> Integers:
-        """The number of tokens appended to each batch entry so far, (B,); a copy."""
+        """A copy of the number of tokens appended to each batch entry so far, (B,)."""
         return np.array(self._lengths)
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> None:
-        """Append copies of a chunk's keys and values; all of them, or none.
+        """Append copies of a chunk's keys and values; an error leaves the cache unchanged.
 
         Parameters
         ----------
         k : array_like of shape (B, Hkv, L, D), the cache's dtype
         v : array_like of shape (B, Hkv, L, Dv), the cache's dtype
         lengths : array_like of shape (B,), int, optional
-            The number of tokens of each batch entry, from 0 to L. Later rows are padding, which is
+            The number of tokens of each batch entry, from 0 to L. Later rows are padding and are
             dropped. Default is L for all.
 
         Raises
         ------
         TypeError
-            A dtype other than the cache's.
+            A dtype differs from the cache's.
         ValueError
-            Shapes that do not fit each other or the cache, or a chunk that exceeds the free room;
-            nothing is written.
+            Shapes do not fit each other or the cache, or the chunk exceeds the free capacity.
         """
         stored = self._stored()
         arrays = {"k": as_floating("k", k), "v": as_floating("v", v)}
@@ -78,28 +77,27 @@ class CausalCache(ABC):
         self._lengths = self._lengths + added
 
     def undo(self) -> None:
-        """Remove the last chunk, so that the next one takes its place.
+        """Remove the last chunk, so that another chunk can replace it.
 
         Tokens that a window dropped for this chunk do not return, since no later query sees them.
-        Until the next chunk, ``attend`` takes no queries, and ``undo`` does nothing.
+        Until the next chunk, ``attend`` accepts no queries, and ``undo`` does nothing.
         """
         self._lengths = self._chunk[0]
         self._chunk = self._lengths, 0
 
     def attend(self, q: ArrayLike, *, tap: Tap = no_tap, **options: Unpack[CacheOptions]) -> Any:
-        """Compute causal attention of the last chunk's queries over all cached keys.
+        """Return causal attention of the last chunk's queries over all cached keys.
 
         Parameters
         ----------
         q : array_like of shape (B, H, L, D)
-            Queries of the last chunk. In a ragged chunk, the output of rows of padding is
-            meaningless.
+            Queries of the last chunk. In a ragged chunk, ignore the output of padding rows.
         tap : callable ``tap(name, value) -> value``, optional
             Receives every step of the attention; with pages, names like ``weights[sequence 0]``.
         **options
             Those of ``minimha.attention``, except is_causal, q_offset, kv_lengths and window_size,
-            which the cache decides. An ``attn_mask`` or ``attn_bias`` covers the keys at
-            ``key_positions``; pages take neither.
+            which the cache sets. An ``attn_mask`` or ``attn_bias`` covers the keys at
+            ``key_positions``; paged caches accept neither.
 
         Returns
         -------
@@ -109,8 +107,8 @@ class CausalCache(ABC):
         Raises
         ------
         TypeError, ValueError
-            An option that the cache decides, queries that do not fit the last chunk, or a
-            function of positions if the cache has a window.
+            An option is one that the cache sets, queries do not fit the last chunk, or a function
+            of positions is given to a cache with a window.
         """
         self._check_options(options)
         L, shape = self._chunk[1], as_floating("q", q).shape
@@ -124,15 +122,15 @@ class CausalCache(ABC):
 
     @abstractmethod
     def _stored(self) -> tuple[Array, Array]:
-        """Arrays with the dtype, heads and widths of the cached keys and values."""
+        """Return arrays with the dtype, heads and widths of the cached keys and values."""
 
     @abstractmethod
     def _write(self, k: Array, v: Array, added: Integers) -> None:
-        """Store a chunk's keys and values, of which each batch entry has ``added`` tokens."""
+        """Store a chunk's keys and values, ``added`` tokens of each batch entry."""
 
     @abstractmethod
     def _visible(self) -> tuple[Array, Array, dict[str, Any]]:
-        """Keys and values for ``attention``, and the options that set their positions."""
+        """Return keys and values for ``attention``, and the options about their positions."""
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         for name in OWN:
@@ -141,36 +139,35 @@ class CausalCache(ABC):
 
 
 class KVCache(CausalCache):
-    """Keys and values of the tokens so far, for causal attention.
+    """A cache of the keys and values of the tokens so far, for causal attention.
 
-    With ``window`` the oldest tokens are dropped. A cache of limited size then equals the full
-    forward pass with ``window_size=(window - 1, 0)``, for any number of tokens. A chunk's first
-    query still needs the window - 1 tokens before it. A chunk of L tokens therefore fits if
-    min(length, window - 1) + L is at most ``capacity``: window + L - 1 is enough for chunks of L,
-    and ``window`` for decoding. The arrays have twice the capacity, so that tokens stay contiguous
-    and in order, and are moved only when the end is reached.
+    With ``window`` the oldest tokens are dropped. The results are then those of a full forward pass
+    with ``window_size=(window - 1, 0)``, for any number of tokens. A chunk of L tokens fits if
+    min(length, window - 1) + L is at most ``capacity``, since its first query needs the window - 1
+    tokens before it: window + L - 1 is enough for chunks of L, and ``window`` for decoding. The
+    arrays have twice the capacity, so that tokens stay contiguous and rarely move.
 
     Parameters
     ----------
     batch, num_kv_heads, capacity, head_dim : int
-        B, Hkv, tokens that are kept, D.
+        B, Hkv, the number of tokens that fit, D.
     value_dim : int, optional
         Dv. Default is D.
     dtype : float16, bfloat16, float32 or float64, default float32
         The dtype of keys and values.
     window : int, optional
-        How many tokens a query sees, itself included; at most ``capacity``. Default is all.
+        How many tokens a query sees, including its own; at most ``capacity``. Default is all.
 
     Attributes
     ----------
     lengths : ndarray of shape (B,), int64
-        The number of tokens appended so far, dropped ones included. It is the position of the next
-        token. The array is a copy.
+        The number of tokens appended so far, including dropped tokens: the position of the next
+        token. A copy.
 
     Raises
     ------
     TypeError, ValueError
-        A size that is not a positive integer, another dtype, a window above the capacity.
+        A size is not a positive integer, the dtype is another, or ``window`` exceeds ``capacity``.
 
     References
     ----------
@@ -218,11 +215,11 @@ class KVCache(CausalCache):
         self._k = np.zeros((batch, num_kv_heads, room, head_dim), self.dtype)
         self._v = np.zeros((batch, num_kv_heads, room, value_dim), self.dtype)
         self._base: Integers = np.zeros(batch, np.int64)  # the position of slot 0
-        self._first: Integers = np.zeros(batch, np.int64)  # oldest token that is kept
+        self._first: Integers = np.zeros(batch, np.int64)  # the oldest token in the cache
 
     @property
     def key_positions(self) -> Integers:
-        """Positions of the keys that ``attend`` uses, (B, Lk), in order; -1 is no key."""
+        """The positions of the keys that ``attend`` uses, (B, Lk), in order; -1 is no key."""
         slots = self._slots()
         positions = self._base[:, None] + np.arange(slots.start, slots.stop)
         is_kept = (self._first[:, None] <= positions) & (positions < self._lengths[:, None])
@@ -245,7 +242,7 @@ class KVCache(CausalCache):
         slots = self._slots()
         k, v = self._k[:, :, slots], self._v[:, :, slots]
         for view in (k, v):
-            view.flags.writeable = False  # a tap receives it, and must not change the cache
+            view.flags.writeable = False  # so that a tap cannot change the cache
         first = self._base + slots.start
         return k, v, {
             "window_size": None if self.window is None else (self.window - 1, 0),
@@ -255,7 +252,7 @@ class KVCache(CausalCache):
     def _check_options(self, options: Mapping[str, Any]) -> None:
         super()._check_options(options)
         for name in PARAMETERS if self.window is not None else ():
-            if options.get(name) is not None:  # positions count from the first key that is kept
+            if options.get(name) is not None:  # positions count from the first cached key
                 raise ValueError(
                     f"{name} is given to a cache with a window, whose keys are not counted from "
                     f"the first token: expected attn_bias or attn_mask over the cache's "
@@ -263,12 +260,11 @@ class KVCache(CausalCache):
                 )
 
     def _slots(self) -> slice:
-        """The slots from the first to the last token that any batch entry keeps."""
+        """Return the slots from the first to the last cached token of any batch entry."""
         first, stop = (self._first - self._base).min(), (self._lengths - self._base).max()
         return slice(int(first), int(stop))
 
     def _slide(self) -> None:
-        """Move the kept tokens to the first slots."""
         for b, (start, stop) in enumerate(zip(self._first, self._lengths, strict=True)):
             kept = slice(start - self._base[b], stop - self._base[b])
             for array in (self._k, self._v):
@@ -276,7 +272,7 @@ class KVCache(CausalCache):
         self._base = self._first.copy()
 
     def _check_capacity(self, added: Integers) -> None:
-        """Raise a ValueError if a chunk would overwrite keys that its queries see."""
+        """Raise ValueError if a chunk would overwrite keys that its queries see."""
         needed = self._lengths
         if self.window is not None:
             needed = np.minimum(needed, self.window - 1)
@@ -320,7 +316,7 @@ def _chunk_lengths(lengths: ArrayLike | None, B: int, L: int) -> Integers:
 
 
 def cached_dtype(value: DTypeLike) -> np.dtype[Any]:
-    """Convert ``value`` to a floating dtype, or raise a TypeError."""
+    """Return ``value`` as a floating dtype, or raise TypeError."""
     try:
         dtype = np.dtype(value)
     except TypeError:

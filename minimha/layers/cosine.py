@@ -34,15 +34,14 @@ def cosine_attention(
     tap: Tap = no_tap,
     **options: Unpack[CosineOptions],
 ) -> Any:
-    """softmax(scale · cos) V with cos_ij = q_i · k_j / (|q_i| |k_j|).
+    """Return softmax(scale · cos) V with cos_ij = q_i · k_j / (|q_i| |k_j|).
 
     Axes: ``B`` batch, ``H`` query heads, ``Hkv`` key/value heads, ``Lq`` queries, ``Lk`` keys,
-    ``D`` head width, ``Dv`` value width. 2-D arrays (L, D) and 3-D arrays (H, L, D) are treated as
-    ``minimha.attention`` treats them.
+    ``D`` head width, ``Dv`` value width. As in ``minimha.attention``, arrays may be 2-D or 3-D.
 
-    A vector of zeros has no direction: its cosine with every other is 0 here. Libraries divide by
-    max(|x|, ε) instead, which pulls the cosines of vectors shorter than ε towards 0 (torch: ε is
-    1e-12 in ``normalize``, 1e-8 in ``cosine_similarity``).
+    The cosine of a vector of zeros with any other vector is 0 here. Libraries divide by max(|x|, ε)
+    instead, which pulls the cosines of vectors shorter than ε towards 0 (torch: ε is 1e-12 in
+    ``normalize``, 1e-8 in ``cosine_similarity``).
 
     A softmax over plain cosines is nearly flat: with the default scale of 1 no key gets more than
     e² ≈ 7.4 times the weight of another. Models therefore learn a scale. Swin Transformer V2 has
@@ -61,8 +60,8 @@ def cosine_attention(
     return_lse : bool, default False
         Return the log-sum-exp too.
     tap : callable ``tap(name, value) -> value``, optional
-        Receives q, k, q_unit, k_unit, cosine, scaled_cosine and the steps of the attention after
-        them. With one scale per head it receives only scaled_cosine, and not cosine.
+        Receives q, k, q_unit, k_unit, cosine (unless each head has a scale), scaled_cosine, then
+        the steps of the attention.
     **options
         Those of ``minimha.attention``: masks, biases, windows, sinks, backend.
 
@@ -74,9 +73,9 @@ def cosine_attention(
     Raises
     ------
     TypeError, ValueError
-        An argument that does not fit the others, or a scale that is not finite.
+        An argument does not fit the others, or ``scale`` is not finite.
     BackendUnavailable
-        As ``minimha.attention``.
+        As in ``minimha.attention``.
 
     References
     ----------
@@ -110,8 +109,8 @@ def cosine_attention(
 
 
 def _unit(x: NDArray[Any]) -> NDArray[Any]:
-    """x / |x| for each vector, 0 for a vector of zeros."""
-    with np.errstate(all="ignore"):  # dividing by the largest first, no square overflows
+    """Return x / |x| for each vector, 0 for a vector of zeros."""
+    with np.errstate(all="ignore"):  # dividing by the largest entry first avoids overflow
         largest = abs(x).max(axis=-1, keepdims=True)
         x = x / np.where(largest == 0, x.dtype.type(1), largest)
         length = np.sqrt(np.square(x).sum(axis=-1, keepdims=True))
@@ -119,7 +118,7 @@ def _unit(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _factors(scale: ArrayLike, problem: Problem) -> NDArray[Any]:
-    """``scale`` in the compute dtype: one number, or one per query head."""
+    """Return ``scale`` in the compute dtype: one number, or one per query head."""
     array, H = as_floating("scale", scale), problem.q.shape[1]
     if array.shape not in ((), (H,)):
         raise ValueError(

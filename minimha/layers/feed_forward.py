@@ -1,4 +1,4 @@
-"""The feed-forward: a network with one hidden layer, applied to each token by itself.
+"""The feed-forward network: one hidden layer, applied to each token separately.
 
 Axes: ``L`` tokens, ``E`` model width, ``F`` width of the hidden layer.
 """
@@ -22,12 +22,12 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 
 def relu(x: Array) -> Array:
-    """max(x, 0)."""
+    """Return max(x, 0)."""
     return np.asarray(np.maximum(x, x.dtype.type(0)))
 
 
 def gelu(x: Array) -> Array:
-    """x · Φ(x), with the normal distribution's Φ(x) = (1 + erf(x / √2)) / 2.
+    """Return x · Φ(x), with the normal distribution's Φ(x) = (1 + erf(x / √2)) / 2.
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
 
@@ -39,7 +39,7 @@ def gelu(x: Array) -> Array:
 
 
 def gelu_tanh(x: Array) -> Array:
-    """x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2, GPT-2's approximation of ``gelu``.
+    """Return x · (1 + tanh(√(2/π) · (x + 0.044715 x³))) / 2, GPT-2's approximate ``gelu``.
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
 
@@ -51,7 +51,7 @@ def gelu_tanh(x: Array) -> Array:
 
 
 def silu(x: Array) -> Array:
-    """x · sigmoid(x) = x / (1 + exp(-x)), also called swish.
+    """Return x · sigmoid(x) = x / (1 + exp(-x)), also called swish.
 
     Elfwing, Uchibe and Doya, "Sigmoid-Weighted Linear Units", 2017.
 
@@ -67,7 +67,9 @@ ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu}
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """activation(x W_in + b_in) W_out + b_out, or gated: (activation(x W_gate) · (x W_in)) W_out.
+    """A feed-forward network: activation(x W_in + b_in) W_out + b_out for each token x.
+
+    With a gate: (activation(x W_gate + b_gate) · (x W_in + b_in)) W_out + b_out.
 
     Parameters
     ----------
@@ -100,7 +102,7 @@ class FeedForward:
     b_gate: Array | None = None
 
     def __call__(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Compute the feed-forward (..., L, E) of each token of x (..., L, E).
+        """Return the output (..., L, E) for the tokens ``x`` (..., L, E).
 
         ``tap`` receives the weights, expanded, activated and feed_forward; with a gate also
         gate_input and gated_product.

@@ -1,7 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads come from one short vector per token.
-
-x → queries; x → latents and one rotated key for all heads → keys and values → attention → output
-"""
+"""Multi-head latent attention: one short vector per token gives keys and values of all heads."""
 
 from __future__ import annotations
 
@@ -38,18 +35,18 @@ WEIGHTS = (*REQUIRED, "W_q", "W_dq", "g_q", "W_uq", "b_dq", "b_dkv", "b_o")
 
 
 class LatentCache:
-    """Latents and rotated keys of the tokens so far: C + R numbers per token, whatever H is.
+    """A cache of latents and rotated keys: C + R numbers per token, for any number of heads.
 
     Parameters
     ----------
     batch, capacity, width : int
-        B, tokens that fit, and C + R, a layer's ``cached_width``.
+        B, the number of tokens that fit, and C + R, a layer's ``cached_width``.
     dtype : float16, bfloat16, float32 or float64, default float32
 
     Raises
     ------
     TypeError, ValueError
-        A size that is not a positive integer, another dtype.
+        A size is not a positive integer, or the dtype is another.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class LatentCache:
         return rows
 
     def append(self, rows: Array) -> None:
-        """Append the rows (B, L, C + R) of the next tokens, or raise if they do not fit."""
+        """Append the rows (B, L, C + R) of the next tokens; raise if they do not fit."""
         B, capacity, width = self._rows.shape
         if rows.ndim != 3 or (rows.shape[0], rows.shape[2]) != (B, width):
             raise ValueError(f"rows have shape {rows.shape}: expected ({B}, L, {width})")
@@ -84,15 +81,16 @@ class LatentCache:
 
 
 class LatentAttention:
-    """concat(head_0, …) W_o, where head h attends with keys [c W_uk[h], k_R] and values c W_uv[h].
+    """A multi-head latent attention layer: keys and values come from one latent c per token.
 
-    A cache keeps the latents c = norm(x W_dkv) and the rotated key k_R, one for all heads. The part
-    of a score without rotation is q · (c W_uk[h]) = (q W_uk[h]ᵀ) · c. In the absorbed form,
-    queries are therefore multiplied by W_ukᵀ, and the output by W_uv. There is then one key/value
-    head of width C + R, and the keys and values of the heads are never computed.
+    Head h has the keys [c W_uk[h], k_R] and the values c W_uv[h]; the output is concat(head_0, …)
+    W_o. A cache stores the latents c = norm(x W_dkv) and the rotated key k_R, one for all heads.
+    The unrotated part of a score is q · (c W_uk[h]) = (q W_uk[h]ᵀ) · c. The *absorbed* form
+    therefore multiplies queries by W_ukᵀ and the output by W_uv. There is then one key/value head
+    of width C + R, and the keys and values of the heads are never computed.
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``C`` width of a latent, ``Cq``
-    that of a query's latent, ``D`` width without rotation, ``R`` rotated width, ``Dv`` value width.
+    width of a query's latent, ``D`` unrotated width, ``R`` rotated width, ``Dv`` value width.
 
     Parameters
     ----------
@@ -103,7 +101,7 @@ class LatentAttention:
     num_heads : int
         H.
     rope : RoPE
-        Rotates the last R numbers of every query, and the key that all heads share.
+        Rotates the last R numbers of every query, and the key shared by all heads.
     scale : float, optional
         Default is 1/√(D + R).
     epsilon : float, default 1e-6
@@ -117,12 +115,11 @@ class LatentAttention:
     Raises
     ------
     TypeError, ValueError
-        A weight that is missing, unknown or does not fit the others.
+        A weight is missing, is unknown or does not fit the others.
 
     References
     ----------
-    DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 and appendix C; the absorbed form is described
-    after equation 13.
+    DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 (absorbed form: after equation 13), appendix C.
 
     Examples
     --------
@@ -173,7 +170,7 @@ class LatentAttention:
         tap: Tap = no_tap,
         **options: Unpack[AttentionOptions],
     ) -> Any:
-        """Attend from ``x`` to itself and to the cached tokens.
+        """Return attention from ``x`` to itself and to the cached tokens.
 
         Parameters
         ----------
@@ -181,12 +178,12 @@ class LatentAttention:
         positions : array_like of shape (L,) or (B, L), int, optional
             Default is 0, 1, …, counted from the cache's length if there is a cache.
         cache : LatentCache, optional
-            Earlier tokens; those of x are appended. Attention is then causal.
+            Earlier tokens; the tokens of x are appended. Attention is then causal.
         is_absorbed : bool, optional
-            Whether to compute in the absorbed form. Default is the form with fewer products. Per
-            head, the absorbed form has Lq · Lk · (2 C - D - Dv) more products in the attention, and
-            (Lk - Lq) · C · (D + Dv) fewer around it. Prompts are thus not absorbed, unless C is
-            small. With DeepSeek's sizes, up to 170 tokens after a long prompt are absorbed.
+            Whether to use the absorbed form. Default is the form with fewer products. Per head, the
+            absorbed form has Lq · Lk · (2 C - D - Dv) more products in the attention, and
+            (Lk - Lq) · C · (D + Dv) fewer in projections. By default, prompts are thus not absorbed
+            unless C is small; with DeepSeek's sizes, up to 170 tokens after a long prompt are.
         tap : callable ``tap(name, value) -> value``, optional
             Receives x, the latents, every step of the attention, concat and output.
         **options
@@ -200,7 +197,7 @@ class LatentAttention:
         Raises
         ------
         TypeError, ValueError
-            Arrays that do not fit the layer or the cache, or an option that does not fit them.
+            An array does not fit the layer or the cache, or an option does not fit the arrays.
         """
         if "return_lse" in options:
             raise TypeError("return_lse is no option of a layer: its heads are mixed")
@@ -239,12 +236,12 @@ class LatentAttention:
         return like(x, output.astype(dtype, copy=False))
 
     def _is_cheaper_absorbed(self, Lq: int, Lk: int) -> bool:
-        """Whether Lq queries and Lk keys take fewer products in the absorbed form."""
+        """Return whether Lq queries and Lk keys need fewer products in the absorbed form."""
         expanded, absorbed = self.head_dim + self.value_dim, 2 * self.latent_dim
         return bool(Lq * Lk * (absorbed - expanded) < (Lk - Lq) * self.latent_dim * expanded)
 
     def _queries(self, x: Array, at: ArrayLike) -> Array:
-        """Queries (B, H, L, D + R), whose last R numbers are rotated."""
+        """Return queries (B, H, L, D + R), whose last R numbers are rotated."""
         if "W_dq" in self.weights:
             latents = self._normed(self._linear("W_dq", "b_dq", x), "g_q")
             q = self._linear("W_uq", None, latents)
@@ -256,14 +253,14 @@ class LatentAttention:
         return np.concatenate(parts, axis=-1)
 
     def _kept(self, x: Array, at: ArrayLike) -> Array:
-        """Latents and the rotated key, (B, L, C + R), which a cache keeps."""
+        """Return latents and the rotated key, (B, L, C + R), for a cache."""
         y = self._linear("W_dkv", "b_dkv", x)
         latents = self._normed(y[..., : self.latent_dim], "g_kv")
         rotated = self.rope.rotate(y[:, None, :, self.latent_dim :], at)[:, 0]
         return np.concatenate([latents, rotated], axis=-1)
 
     def _expanded(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
-        """Attend with the keys and values of every head; return the heads (B, H, L, Dv)."""
+        """Return the heads (B, H, L, Dv), computed with the keys and values of every head."""
         c, k_R = np.split(tap("latents_and_key", kept), [self.latent_dim], axis=-1)
         W_uk, W_uv = self._up(kept.dtype)
         k, v = c[:, None] @ W_uk, c[:, None] @ W_uv
@@ -273,7 +270,7 @@ class LatentAttention:
         return np.asarray(attention(q, k, v, scale=self.scale, tap=inner, **options))
 
     def _absorbed(self, q: Array, kept: Array, tap: Tap, options: Any) -> Array:
-        """Attend to the latents themselves; return the same heads without their keys and values."""
+        """Return the heads (B, H, L, Dv), computed in the absorbed form."""
         W_uk, W_uv = self._up(kept.dtype)
         parts = q[..., : self.head_dim] @ W_uk.swapaxes(-1, -2), q[..., self.head_dim :]
         k = kept[:, None]
@@ -287,7 +284,7 @@ class LatentAttention:
         return np.asarray(tap("head_output", means @ W_uv))
 
     def _up(self, compute: np.dtype[Any]) -> tuple[Array, Array]:
-        """W_uk (H, C, D) and W_uv (H, C, Dv)."""
+        """Return W_uk (H, C, D) and W_uv (H, C, Dv)."""
         W = self.weights["W_ukv"].astype(compute, copy=False)
         heads = W.reshape(self.latent_dim, self.num_heads, -1).swapaxes(0, 1)
         return heads[..., : self.head_dim], heads[..., self.head_dim :]
@@ -301,7 +298,6 @@ class LatentAttention:
         return y if bias is None else y + bias.astype(x.dtype, copy=False)
 
     def _shapes(self, output_dim: int) -> dict[str, tuple[int, ...]]:
-        """The shape of every weight that a layer may have."""
         E, H, C, R = self.d_model, self.num_heads, self.latent_dim, self.rope.head_dim
         Cq = self._matrix("W_dq").shape[1] if "W_dq" in self.weights else 0
         q, v = H * (self.head_dim + R), H * self.value_dim

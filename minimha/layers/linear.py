@@ -1,4 +1,4 @@
-"""Products of rows and a matrix, in the order in which BLAS is fastest."""
+"""A product of rows and a matrix, in the order in which BLAS is fastest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 2048  # columns whose transposed product stays in the processor's cache
 
 
 def product(x: Array, W: Array) -> Array:
-    """Compute x (..., L, rows) times W (rows, columns), of one dtype, as one matrix product.
+    """Return x (..., L, rows) times W (rows, columns), of the same dtype, as one matrix product.
 
     Checkpoints store most matrices transposed, so W is a transposed view. For a few rows, BLAS then
     packs the large W and reads it once. The product (Wᵀ xᵀ)ᵀ packs x instead. It is 1.3 times as

@@ -1,6 +1,6 @@
 """Multi-head attention: several attentions side by side, each with its own projections.
 
-x, context → q, k, v → normalised → rotated → attention → concat → gated → output
+The steps: x, context → q, k, v → normalised → rotated → attention → concat → gated → output.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ class CallOptions(AttentionOptions, total=False):
 
 
 class MultiHeadAttention(Projections):
-    """concat(head_0, …, head_H-1) W_o, with head_h = attention(x W_q[h], x W_k[h], x W_v[h]).
+    """A multi-head attention layer, concat(head_0, …, head_H-1) W_o.
 
     Axes: ``B`` batch, ``L`` tokens, ``E`` model width, ``H`` heads, ``Hkv`` key/value heads,
     ``D`` head width, ``Dv`` value width, ``Lc`` and ``Ec`` tokens and width of a context, ``Ev``
     width of the values' source, ``Eo`` width of the output.
 
-    Head h's matrix is the columns h · D to (h + 1) · D - 1 of the combined matrix. The H products
-    x W_q[h] are thus one large product, and ``from_heads`` and ``from_combined`` make equal layers.
-    With combined matrices a tap also receives the large product, q_combined, before q.
+    Head h is attention(x W_q[h], x W_k[h], x W_v[h]). The combined matrix W_q has W_q[h] in the
+    columns h · D to (h + 1) · D - 1, so that the H products x W_q[h] are one product. Layers from
+    ``from_heads`` and ``from_combined`` are equal. With combined matrices a tap also receives the
+    product of all heads, q_combined, before q.
 
     Parameters
     ----------
@@ -59,25 +60,25 @@ class MultiHeadAttention(Projections):
     head_dim, value_dim : int, optional
         D and Dv. Defaults are E / H and D.
     bias : bool, default True
-        Whether there are b_q, b_k, b_v and b_o, and b_g with a gate.
+        Whether the layer has b_q, b_k, b_v and b_o, and b_g with a gate.
     context_dim : int, optional
-        Ec, the width of the rows that keys and values are made from. Default is E.
+        Ec, the width of the rows from which keys and values are computed. Default is E.
     value_source_dim : int, optional
         Ev, for ``project`` with different sources of keys and values. Default is Ec.
     output_dim : int, optional
         Eo. Default is E.
     qk_norm : {None, "head", "full", "layer"}, default None
-        Normalise queries and keys. "head": each head by its root mean square, with gains g_q, g_k
-        of shape (D,). "full": all heads together, with gains (H · D,) and (Hkv · D,). "layer":
+        How to normalise queries and keys. "head": each head by its root mean square, with gains
+        g_q, g_k (D,). "full": all heads together, with gains (H · D,) and (Hkv · D,). "layer":
         layer norm of each head, with gains and shifts s_q, s_k of shape (H · D,) and (Hkv · D,).
     epsilon : float, default 1e-6
-        The norms add it to the mean square, or to the variance, under the root.
+        Added to the mean square, or to the variance, under the root of the norms.
     clip : float, optional
-        Positive: clip queries, keys and values to -clip … clip, after normalisation.
+        Positive. Clips queries, keys and values to -clip … clip, after normalisation.
     gate : {None, "elementwise", "headwise"}, default None
-        Multiply the heads' outputs by sigmoid(x W_g + b_g), W_g (E, H · Dv) or (E, H).
+        Multiplies the heads' outputs by sigmoid(x W_g + b_g), W_g (E, H · Dv) or (E, H).
     rope : RoPE or another ``Rotation``, optional
-        Rotate queries and keys by their positions, after normalisation.
+        Rotates queries and keys by their positions, after normalisation.
     parameters : mapping of str to array_like, optional
         The weights below by name. A missing bias or shift is 0, a missing gain 1. Without
         ``parameters`` the weights are drawn: uniform in ±√(6 / (rows + columns)).
@@ -93,13 +94,13 @@ class MultiHeadAttention(Projections):
     W_v : ndarray of shape (Ev, Hkv · Dv)
     W_o : ndarray of shape (H · Dv, Eo)
     b_q, b_k, b_v, b_o, g_q, g_k, s_q, s_k, W_g, b_g : ndarray
-        If the layer has them. All are applied as x @ W + b. Assigned arrays are checked as in the
-        constructor.
+        Present only if the layer has them. All are applied as x @ W + b. Assigned arrays are
+        checked as in the constructor.
 
     Raises
     ------
     TypeError, ValueError
-        Sizes that do not divide each other, or a weight that is missing or has the wrong shape.
+        Sizes do not divide each other, or a weight is missing or has the wrong shape.
 
     References
     ----------
@@ -160,24 +161,24 @@ class MultiHeadAttention(Projections):
         tap: Tap = no_tap,
         **options: Unpack[AttentionOptions],
     ) -> Any:
-        """Attend from ``x`` to itself, or to ``context``.
+        """Return attention from ``x`` to itself, or to ``context``.
 
         Parameters
         ----------
         x : array_like of shape (L, E) or (B, L, E)
             Integers are computed in float64, 16 bits in float32 and rounded once.
         context : array_like of shape (Lc, Ec) or (B, Lc, Ec), optional
-            The rows that keys and values are made from (cross-attention). Default is x.
+            The rows from which keys and values are computed (cross-attention). Default is x.
         positions, context_positions : array_like of shape (L,) or (B, L), int, optional
-            For rotary embedding. Default is 0, 1, …, after the cached tokens if there is a cache.
+            For ``rope``. Default is 0, 1, …, after the cached tokens if there is a cache.
         cache : KVCache or another ``Cache``, optional
-            Earlier tokens, to which x's keys and values are appended unless an error is raised.
-            With a KVCache attention is causal.
+            Earlier tokens. x's keys and values are appended, unless an error is raised. With a
+            KVCache attention is causal.
         return_weights : bool, default False
-            Return each head's weights too. The output stays the same, bit for bit.
+            Return each head's weights too. This does not change the output.
         tap : callable ``tap(name, value) -> value``, optional
-            Receives x, context, the weights, every step of the attention, concat and output.
-            Matrices and biases are split into heads.
+            Receives x, context, the weights (split into heads), every step of the attention, concat
+            and output.
         **options
             Those of ``minimha.attention``, except ``return_lse``: masks, biases, windows, backend.
 
@@ -189,7 +190,7 @@ class MultiHeadAttention(Projections):
         Raises
         ------
         TypeError, ValueError
-            Arrays that do not fit the layer, or an option that does not fit them.
+            An array does not fit the layer, or an option does not fit the arrays.
         """
         if "return_lse" in options:
             raise TypeError("return_lse is no option of a layer: its heads are mixed")
@@ -241,9 +242,9 @@ class MultiHeadAttention(Projections):
     def project(
         self, x: Array, key_source: Array, value_source: Array, tap: Tap = no_tap
     ) -> tuple[Array, Array, Array]:
-        """Compute queries, keys and values, before normalisation and rotation.
+        """Return queries, keys and values, before normalisation and rotation, without checks.
 
-        Callers may then attend by themselves and ``combine`` the heads. Nothing is checked.
+        Callers may then compute attention by themselves and ``combine`` the heads.
 
         Parameters
         ----------
@@ -265,13 +266,13 @@ class MultiHeadAttention(Projections):
         )
 
     def combine(self, heads: Array, x: Array, tap: Tap = no_tap) -> Array:
-        """Compute the layer's output: the heads side by side, gated and projected.
+        """Return the layer's output: the heads side by side, gated and projected.
 
         Parameters
         ----------
         heads : ndarray of shape (..., H, L, Dv)
         x : ndarray of shape (..., L, E)
-            The rows that queries and gates are made from.
+            The rows from which queries and gates are computed.
         tap : callable ``tap(name, value) -> value``, optional
             Receives concat, the gates, the weights and output.
 
@@ -291,7 +292,7 @@ class MultiHeadAttention(Projections):
     def _inputs(
         self, x: ArrayLike, context: ArrayLike | None
     ) -> tuple[Array, Array | None, np.dtype[Any]]:
-        """``x`` and ``context`` as checked arrays, and the dtype of the output."""
+        """Return ``x`` and ``context`` as checked arrays, and the dtype of the output."""
         x = as_floating("x", x)
         if x.ndim not in (2, 3) or x.shape[-1] != self.d_model:
             raise ValueError(
@@ -323,7 +324,7 @@ class MultiHeadAttention(Projections):
         return x, context, common_dtype(dtypes)
 
     def _project(self, name: str, x: Array, heads: int, tap: Tap) -> Array:
-        """x W + b, split into heads, (..., heads, L, width)."""
+        """Return x W + b, split into heads, (..., heads, L, width)."""
         W, b = f"W_{name}", f"b_{name}"
         matrix = self._row(W, x.dtype)
         if tap is not no_tap:
@@ -336,7 +337,6 @@ class MultiHeadAttention(Projections):
         return _heads(y, heads)
 
     def _normed(self, name: str, x: Array, tap: Tap) -> Array:
-        """Queries or keys, normalised according to ``qk_norm``."""
         gain = self._row(f"g_{name}", x.dtype)
         if self.qk_norm == "layer":
             shift = self._row(f"s_{name}", x.dtype)
@@ -349,7 +349,7 @@ class MultiHeadAttention(Projections):
         return _heads(rms_norm(_side_by_side(x), gain, self.epsilon), x.shape[-3])
 
     def _gates(self, x: Array, tap: Tap) -> Array:
-        """sigmoid(x W_g + b_g), (..., L, H · Dv)."""
+        """Return sigmoid(x W_g + b_g), (..., L, H · Dv)."""
         z = product(x, tap("W_g", self._row("W_g", x.dtype)))
         if self.bias:
             z = z + tap("b_g", self._row("b_g", x.dtype))
@@ -362,10 +362,10 @@ def attention_weights(q: Numbers, k: ArrayLike, **options: Unpack[AttentionOptio
 @overload
 def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[AttentionOptions]) -> Any: ...
 def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[AttentionOptions]) -> Any:
-    """softmax(scale · Q Kᵀ): the weight that each query gives to each key, on any backend.
+    """Return softmax(scale · Q Kᵀ), the weight that each query gives to each key.
 
-    Fast kernels keep no weights. With the identity as values, a query's output is its row of
-    weights, so every kernel can compute them.
+    Any backend can compute the weights: with the identity as values, a query's output is its row
+    of weights.
 
     Parameters
     ----------
@@ -381,7 +381,7 @@ def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[AttentionOpt
     Raises
     ------
     TypeError, ValueError
-        As ``minimha.attention``.
+        As in ``minimha.attention``.
 
     Examples
     --------
@@ -396,17 +396,17 @@ def attention_weights(q: ArrayLike, k: ArrayLike, **options: Unpack[AttentionOpt
 
 
 def _apart(W: Array, heads: int) -> Array:
-    """View the columns of all heads, (E, heads · width), as matrices (heads, E, width)."""
+    """Return a view of ``W`` (E, heads · width) as one matrix per head, (heads, E, width)."""
     return np.moveaxis(W.reshape(len(W), heads, -1), 1, 0)
 
 
 def _heads(y: Array, heads: int) -> Array:
-    """View (..., L, heads · width) as (..., heads, L, width)."""
+    """Return a view of ``y`` (..., L, heads · width) as (..., heads, L, width)."""
     return np.swapaxes(y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads), -3, -2)
 
 
 def _side_by_side(x: Array) -> Array:
-    """Reshape (..., heads, L, width) to (..., L, heads · width)."""
+    """Return ``x`` (..., heads, L, width) as (..., L, heads · width)."""
     x = x.swapaxes(-3, -2)
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
@@ -418,7 +418,7 @@ def _rotated(name: str, x: Array, rope: Rotation, at: ArrayLike, tap: Tap) -> Ar
 
 
 def _positions(given: ArrayLike | None, x: Array, cache: Cache | None = None) -> ArrayLike:
-    """The positions of x (..., H, L, D): ``given``, or those after the cached tokens."""
+    """Return the positions of x (..., H, L, D): ``given``, or those after the cached tokens."""
     if given is not None:
         return given
     counted = np.arange(x.shape[-2])
@@ -441,7 +441,7 @@ def _check_cached(x: Array, context: Array | None, return_weights: bool) -> None
 
 
 def _check_one_length(rope: Rotation | None, context: Array | None, cache: Cache | None) -> None:
-    """Refuse dynamic scaling if queries and keys may have different lengths."""
+    """Raise ValueError for dynamic scaling if queries and keys may differ in length."""
     if rope is not None and rope.is_dynamic:
         why = "the angles of its dynamic scaling depend on the whole length"
         if cache is not None:

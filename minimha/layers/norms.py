@@ -19,10 +19,10 @@ Norm = Callable[[Array, Tap], Array]  # called with x (..., L, E) and a tap
 
 
 def layer_norm(x: Array, gain: Array, bias: Array, epsilon: float, tap: Tap = no_tap) -> Array:
-    """g · (x - μ) / √(σ² + ε) + b, with mean μ and variance σ² of each row of x (..., E).
+    """Return g · (x - μ) / √(σ² + ε) + b, with mean μ and variance σ² of each row of ``x``.
 
-    Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4. ``tap`` receives norm_gain,
-    norm_bias, mean, variance and normed.
+    ``x`` is (..., E), g is ``gain`` and b ``bias``. ``tap`` receives norm_gain, norm_bias, mean,
+    variance and normed. Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4.
 
     >>> layer_norm(np.array([[1.0, 3.0]]), np.array([1.0, 2.0]), np.array([0.0, 5.0]), epsilon=0)
     array([[-1.,  7.]])
@@ -37,7 +37,7 @@ def layer_norm(x: Array, gain: Array, bias: Array, epsilon: float, tap: Tap = no
 
 
 def rms_norm(x: Array, gain: Array, epsilon: float, tap: Tap = no_tap) -> Array:
-    """g · x / √(mean(x²) + ε) for each row of x (..., E).
+    """Return g · x / √(mean(x²) + ε) for each row of ``x`` (..., E), where g is ``gain``.
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. ``tap`` receives
     norm_gain, mean_square and normed.
@@ -53,24 +53,24 @@ def rms_norm(x: Array, gain: Array, epsilon: float, tap: Tap = no_tap) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class LayerNorm:
-    """``layer_norm`` with a gain and a bias of shape (E,)."""
+    """A layer norm with a gain and a bias of shape (E,)."""
 
     gain: Array
     bias: Array
     epsilon: float
 
     def __call__(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Normalise x (..., L, E)."""
+        """Return x (..., L, E), normalised."""
         return layer_norm(x, self.gain, self.bias, self.epsilon, tap)
 
 
 @dataclass(frozen=True, eq=False)
 class RMSNorm:
-    """``rms_norm`` with a gain of shape (E,)."""
+    """A norm that divides by the root mean square, with a gain of shape (E,)."""
 
     gain: Array
     epsilon: float
 
     def __call__(self, x: Array, tap: Tap = no_tap) -> Array:
-        """Normalise x (..., L, E)."""
+        """Return x (..., L, E), normalised."""
         return rms_norm(x, self.gain, self.epsilon, tap)

@@ -1,8 +1,8 @@
 """Key/value caches in pages of one pool, which sequences take, share and give back.
 
-A cache that reserves room for the longest sequence wastes most of it, and cannot share a prompt
-between sequences. Here a sequence takes a page when it needs one. A shared prefix is a page with
-several users, which is copied only when one of them writes to it.
+A cache with space for the longest sequence wastes most of it, and cannot share a prompt between
+sequences. Here a sequence takes a page when it needs one. Several sequences with the same prefix
+share pages. A shared page is copied when one of its sequences writes to it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from minimha.layers.cache import Array, CausalCache, Integers, cached_dtype
 
 
 class PagePool:
-    """A pool of pages of keys and values, from which the caches of many sequences take pages.
+    """A pool of pages with keys and values, for the caches of many sequences.
 
     Parameters
     ----------
     num_pages, num_kv_heads, page_size, head_dim : int
-        Pages, Hkv, tokens per page, D. Decoding reads pages of 256 tokens as fast as one array, and
-        takes about twice as long for pages of 16.
+        Pages, Hkv, tokens per page, D. Decoding with pages of 256 tokens is as fast as with one
+        array; with pages of 16 it takes about twice as long.
     value_dim : int, optional
         Dv. Default is D.
     dtype : float16, bfloat16, float32 or float64, default float32
@@ -36,7 +36,7 @@ class PagePool:
     Raises
     ------
     TypeError, ValueError
-        A size that is not a positive integer, another dtype.
+        A size is not a positive integer, or the dtype is another.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PagePool:
         *shape, D, Dv = (integer(name, size) for name, size in sizes.items())
         self.k = np.zeros((*shape, D), cached_dtype(dtype))
         self.v = np.zeros((*shape, Dv), self.k.dtype)
-        self._users = np.zeros(num_pages, np.int64)  # the number of sequences that use a page
+        self._users = np.zeros(num_pages, np.int64)  # the number of sequences that use each page
         self._free = list(range(num_pages))[::-1]
 
     @property
@@ -69,31 +69,31 @@ class PagePool:
         return int(self.k.shape[2])
 
     def take(self) -> int:
-        """Take and return a free page; raise an IndexError if there is none."""
+        """Take a free page and return its number; raise IndexError if there is none."""
         page = self._free.pop()
         self._users[page] = 1
         return page
 
     def share(self, page: int) -> None:
-        """Count one more user of a page."""
+        """Add a user to ``page``."""
         self._users[page] += 1
 
     def num_users(self, page: int) -> int:
-        """Return the number of sequences that use a page."""
+        """Return the number of sequences that use ``page``."""
         return int(self._users[page])
 
     def give_back(self, page: int) -> None:
-        """Count one user less of a page, which is free if it has no user left."""
+        """Remove a user from ``page``, which becomes free without users."""
         self._users[page] -= 1
         if not self._users[page]:
             self._free.append(page)
 
 
 class PagedKVCache(CausalCache):
-    """Keys and values of a batch of sequences, for causal attention, in pages of a pool.
+    """A cache of keys and values for causal attention, in pages of a pool.
 
-    It replaces a ``KVCache``, also in a layer, but has no window, and takes no ``attn_mask`` or
-    ``attn_bias``, which ``attention`` refuses for pages.
+    It can replace a ``KVCache``, also in a layer, but has no window, and accepts neither
+    ``attn_mask`` nor ``attn_bias``.
 
     Parameters
     ----------
@@ -104,9 +104,9 @@ class PagedKVCache(CausalCache):
     Attributes
     ----------
     lengths : ndarray of shape (B,), int64
-        The number of tokens of each sequence, which is the position of the next token. A copy.
+        The number of tokens of each sequence: the position of the next token. A copy.
     block_table : ndarray of shape (B, pages), int64
-        The pages of each sequence, -1 where it has fewer than the others. A copy.
+        The pages of each sequence, filled up with -1. A copy.
 
     References
     ----------
@@ -115,7 +115,7 @@ class PagedKVCache(CausalCache):
 
     Examples
     --------
-    Two answers share a prompt of three tokens, and the page that it fills.
+    Two answers share a prompt of three tokens, and the page that the prompt fills.
 
     >>> pool = PagePool(num_pages=4, num_kv_heads=1, page_size=2, head_dim=1)
     >>> prompt, x = np.ones((1, 1, 3, 1), np.float32), np.ones((1, 1, 1, 1), np.float32)
@@ -136,31 +136,31 @@ class PagedKVCache(CausalCache):
 
     @property
     def block_table(self) -> Integers:
-        """The pages of each sequence, (B, pages), -1 where it has fewer than the others."""
+        """The pages of each sequence, (B, pages), filled up with -1."""
         table = np.full((len(self._pages), max(map(len, self._pages), default=0)), -1)
         for row, pages in zip(table, self._pages, strict=True):
             row[: len(pages)] = pages
         return table
 
     def undo(self) -> None:
-        """Remove the last chunk, so that the next one takes its place, and give back its pages."""
+        """Remove the last chunk, so that another chunk can replace it, and give back its pages."""
         super().undo()
         self._give_back(self._lengths)
 
     def fork(
         self, length: ArrayLike | None = None, entries: ArrayLike | None = None
     ) -> PagedKVCache:
-        """Return a cache of sequences that begin like these, with shared pages.
+        """Return a cache of new sequences that share the pages of these sequences.
 
         A shared page is copied when one of its sequences writes to it.
 
         Parameters
         ----------
         length : int or array_like of shape (n,), int, optional
-            The number of tokens that the new sequences begin with. Default is all.
+            The number of tokens at the start of the new sequences. Default is all.
         entries : array_like of shape (n,), int, optional
-            The sequence that each of the n new ones continues: ``[0, 0, 0]`` are three answers to
-            one prompt. Default is every sequence once.
+            For each of the n new sequences, the sequence that it continues: ``[0, 0, 0]`` are three
+            answers to one prompt. Default is every sequence once.
 
         Raises
         ------
@@ -193,7 +193,7 @@ class PagedKVCache(CausalCache):
         return other
 
     def free(self) -> None:
-        """Give back all pages, which leaves the sequences empty."""
+        """Give back all pages; the sequences are then empty."""
         self._lengths = np.zeros_like(self._lengths)
         self._chunk = self._lengths, 0
         self._give_back(self._lengths)
@@ -218,7 +218,7 @@ class PagedKVCache(CausalCache):
         }  # fmt: skip
 
     def _needed(self, lengths: Integers) -> Integers:
-        """The number of pages that sequences of these lengths need, (B,)."""
+        """Return the number of pages for each of these lengths, (B,)."""
         return -(-lengths // self.pool.page_size)
 
     def _make_writable(self, b: int, start: int, stop: int) -> None:
@@ -234,9 +234,9 @@ class PagedKVCache(CausalCache):
             pages.append(pool.take())
 
     def _check_free(self, stops: Integers) -> None:
-        """Raise a ValueError if new pages and copies of shared pages exceed the free ones."""
+        """Raise ValueError if new pages and copies of shared pages exceed the free pages."""
         needed = 0
-        users: dict[int, int] = {}  # of a page, minus the sequences that have copied it so far
+        users: dict[int, int] = {}  # page → its users without those that copy it
         for pages, start, stop in zip(self._pages, self._lengths, stops, strict=True):
             needed += max(0, int(self._needed(stop)) - len(pages))
             first = start // self.pool.page_size
@@ -252,7 +252,6 @@ class PagedKVCache(CausalCache):
             )
 
     def _give_back(self, lengths: Integers) -> None:
-        """Give back the pages that these lengths do not need."""
         for pages, number in zip(self._pages, self._needed(lengths).tolist(), strict=True):
             for page in pages[number:]:
                 self.pool.give_back(page)

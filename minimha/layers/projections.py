@@ -1,4 +1,4 @@
-"""The weights of a multi-head layer: their sizes, their checks, and the constructors."""
+"""The weights of a multi-head layer: sizes, checks and constructors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class Projections:
-    """The sizes and weights of a ``MultiHeadAttention``, whose docstring describes them."""
+    """The base class of ``MultiHeadAttention``, with its sizes, weights and constructors."""
 
     W_q: Array
     W_k: Array
@@ -130,12 +130,12 @@ class Projections:
         num_kv_heads: int | None = None,
         **others: Unpack[LayerOptions],
     ) -> Self:
-        """Return a layer from matrices that hold all heads side by side.
+        """Return a layer with the given combined matrices, which have all heads side by side.
 
         Parameters
         ----------
         W_q, W_k, W_v, W_o : array_like
-            Arrays of the shapes of the layer's attributes.
+            Arrays with the shapes of the layer's attributes.
         num_heads : int
             H.
         num_kv_heads : int, optional
@@ -147,7 +147,7 @@ class Projections:
         Raises
         ------
         TypeError, ValueError
-            As the constructor.
+            As in the constructor.
 
         Examples
         --------
@@ -186,7 +186,7 @@ class Projections:
         W_o: ArrayLike,
         **others: Unpack[LayerOptions],
     ) -> Self:
-        """Return a layer from one matrix per head, as papers and teaching documents write them.
+        """Return a layer with one matrix per head, the usual form in papers and textbooks.
 
         Parameters
         ----------
@@ -200,7 +200,7 @@ class Projections:
         Raises
         ------
         TypeError, ValueError
-            As the constructor.
+            As in the constructor.
         """
         given = {"W_q": W_q, "W_k": W_k, "W_v": W_v}
         heads = {name: as_floating(name, value) for name, value in given.items()}
@@ -222,12 +222,12 @@ class Projections:
         return f"MultiHeadAttention({', '.join(f'{name}={getattr(self, name)}' for name in sizes)})"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Check a weight when it is assigned."""
+        """Set an attribute, and check the array if it is a weight."""
         super().__setattr__(name, self._fitting(name, value) if name in WEIGHTS else value)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every weight that the layer has, by name."""
+        """The shape of each of the layer's weights, by name."""
         E, Ec, Ev, D = self.d_model, self.context_dim, self.value_source_dim, self.head_dim
         q, k = self.num_heads * D, self.num_kv_heads * D
         v, concat = self.num_kv_heads * self.value_dim, self.num_heads * self.value_dim
@@ -288,7 +288,7 @@ def _size(name: str, given: Any, default: int) -> int:
 
 
 def combined(W: Array) -> Array:
-    """Join one matrix per head, (heads, E, width), to one matrix (E, heads · width)."""
+    """Return one matrix per head, (heads, E, width), as one matrix (E, heads · width)."""
     return np.asarray(np.moveaxis(W, 0, 1).reshape(W.shape[1], -1))
 
 
@@ -309,7 +309,7 @@ def _width(name: str, W: Array, heads: int) -> int:
 
 
 def _free(W: Array, axis: int, other: int) -> int:
-    """The size of W's ``axis``, or of the other axis if W looks transposed."""
+    """Return the size of W's ``axis``, or of the other axis if W looks transposed."""
     sizes: tuple[int, ...] = W.shape if axis == 0 else W.shape[::-1]
     return sizes[1] if sizes[0] == other != sizes[1] else sizes[0]
 

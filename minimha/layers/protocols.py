@@ -1,4 +1,4 @@
-"""Protocols of the rotations and caches that a multi-head layer takes."""
+"""The protocols of rotations and caches for a multi-head layer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Rotation(Protocol):
         """Whether the angles depend on the sequence's length."""
 
     def rotate(self, x: NDArray[Any], positions: ArrayLike, tap: Tap) -> NDArray[Any]:
-        """Return ``x`` (..., H, L, D), rotated."""
+        """Return ``x`` (..., H, L, D), rotated by ``positions``."""
 
 
 class CacheOptions(Masks, Scores, total=False):
-    """Options of ``attention`` that a cache passes on."""
+    """Options that a cache passes on to ``attention``."""
 
     return_lse: bool
 
@@ -41,13 +41,13 @@ class Cache(Protocol):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens so far, (B,) or (1,), which is the position of the next token."""
+        """The number of tokens so far, (B,) or (1,): the position of the next token."""
 
     def append(self, k: NDArray[Any], v: NDArray[Any]) -> None:
-        """Append a chunk's keys (B, Hkv, L, D) and values (B, Hkv, L, Dv); all of them, or none."""
+        """Append keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) of a chunk, or raise."""
 
     def attend(self, q: NDArray[Any], *, tap: Tap, **options: Unpack[CacheOptions]) -> Any:
-        """Compute attention of the last chunk's queries (B, H, L, D) over all cached keys."""
+        """Return attention of the last chunk's queries (B, H, L, D) over all cached keys."""
 
     def undo(self) -> None:
         """Remove the last chunk, after an ``attend`` that raised."""

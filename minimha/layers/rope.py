@@ -1,10 +1,8 @@
 """Rotary position embedding: each pair of numbers in a query or key is rotated by an angle.
 
-Pair i is rotated by m · θ_i at position m, with θ_i = base^(-2i/R) for a rotated width of R. A
-score is a product of two rotated vectors, so it depends only on the difference of their positions.
-
-By default pairs are half-split, (i, i + R/2), as in Llama. They may be interleaved, (2i, 2i + 1),
-as in the paper and in GPT-J.
+At position m, pair i is rotated by m · θ_i, with θ_i = base^(-2i/R) for a rotated width of R. A
+score, a product of two rotated vectors, depends only on the difference of their positions. Pairs
+are half-split, (i, i + R/2), as in Llama, or interleaved, (2i, 2i + 1), as in the paper and GPT-J.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from minimha.layers.scalings import Scaling, token_count
 
 @dataclass(frozen=True)
 class RoPE:
-    """Rotary position embedding of heads of width D, of which the first R numbers are rotated.
+    """Rotary position embedding of the first R numbers of heads of width D.
 
     Parameters
     ----------
@@ -41,7 +39,7 @@ class RoPE:
     base : float, default 10000.0
         More than 1; θ_i = base^(-2i/R).
     rotary_dim : int, optional
-        R, even, at most D. The other D - R numbers are not changed. Default is D.
+        R, even, at most D. The other D - R numbers do not change. Default is D.
     interleaved : bool, default False
         Pairs are (2i, 2i + 1) rather than (i, i + R/2).
     scaling : Scaling, optional
@@ -55,7 +53,7 @@ class RoPE:
     Raises
     ------
     TypeError, ValueError
-        A width that is odd or not an integer, a base that is not above 1, an unknown scaling.
+        A width is odd or not an integer, ``base`` is not above 1, or ``scaling`` is unknown.
 
     References
     ----------
@@ -70,7 +68,7 @@ class RoPE:
 
     head_dim: int
     base: float = 10000.0
-    rotary_dim: int | None = field(default=None, kw_only=True, compare=False)  # width is compared
+    rotary_dim: int | None = field(default=None, kw_only=True, compare=False)  # width is, instead
     interleaved: bool = field(default=False, kw_only=True)
     scaling: Scaling | None = field(default=None, kw_only=True)
     width: int = field(init=False, repr=False)
@@ -101,7 +99,7 @@ class RoPE:
         return self.scaling is not None and self.scaling.is_dynamic
 
     def frequencies(self, length: int = 1) -> NDArray[np.float64]:
-        """The angle per position of each pair, (R/2,); only dynamic scaling uses ``length``."""
+        """Return each pair's angle per position, (R/2,); only dynamic scaling uses ``length``."""
         length = token_count("length", length)
         theta = np.asarray(self.base ** (-np.arange(0, self.width, 2) / self.width), np.float64)
         if self.scaling is None:
@@ -111,13 +109,13 @@ class RoPE:
     def tables(
         self, positions: ArrayLike, *, repeated: bool = False, length: int | None = None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return cos(m θ_i) and sin(m θ_i) for the positions m, times YaRN's attention factor.
+        """Return cos(m θ_i) and sin(m θ_i) for positions m, times the scaling's magnitude.
 
         Parameters
         ----------
         positions : array_like of shape (...), int
         repeated : bool, default False
-            Store each angle twice, at both numbers of its pair: width R, not R/2.
+            Whether to store each angle at both numbers of the pair: width R, not R/2.
         length : int, optional
             The sequence's length, for dynamic scaling. Default is the largest position plus 1.
 
@@ -164,7 +162,7 @@ class RoPE:
         *,
         length: int | None = None,
     ) -> Any:
-        """Return ``x``, each vector rotated by its position.
+        """Return ``x`` with each vector rotated by the angles of its position.
 
         Parameters
         ----------
@@ -183,7 +181,7 @@ class RoPE:
         Raises
         ------
         TypeError, ValueError
-            ``x`` is not of width D, or positions are not integers or do not fit ``x``.
+            ``x`` does not have width D, or positions are not integers or do not fit ``x``.
         """
         vectors = as_floating("x", x)
         if vectors.ndim < 2 or vectors.shape[-1] != self.head_dim:
@@ -217,20 +215,20 @@ def rotate_by_table(
     repeated: bool = False,
     tap: Tap = no_tap,
 ) -> Any:
-    """Return ``x`` rotated by the angles of a table of cos and sin.
+    """Return ``x`` rotated by angles from tables of cos and sin.
 
     Parameters
     ----------
     x : array_like of shape (..., L, D)
     cos, sin : array_like of shape (P, R/2), (P, R) if ``repeated``
-        One row per position, looked up by ``positions``. Without ``positions`` one row per token:
+        One row per position; ``positions`` choose rows. Without ``positions``, one row per token:
         (L, R/2), or (B, L, R/2) for x of shape (B, H, L, D).
     positions : array_like of shape (L,), or (B, L) for x of shape (B, H, L, D), int, optional
         From 0 to P - 1.
     interleaved : bool, default False
         Pairs are (2i, 2i + 1) rather than (i, i + R/2).
     repeated : bool, default False
-        Whether the tables hold each angle twice, at both numbers of its pair.
+        Whether the tables have each angle at both numbers of the pair.
     tap : callable ``tap(name, value) -> value``, optional
         Receives cos, sin and rotated.
 
@@ -241,7 +239,7 @@ def rotate_by_table(
     Raises
     ------
     TypeError, ValueError
-        Tables that do not fit each other or x, or positions outside the table.
+        Tables do not fit each other or ``x``, or a position is outside the table.
 
     References
     ----------
@@ -290,11 +288,11 @@ def rotate_by_table(
 def _rotate(
     x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any], interleaved: bool, tap: Tap
 ) -> NDArray[Any]:
-    """(x_1 cos - x_2 sin, x_2 cos + x_1 sin) for every pair (x_1, x_2), in x's layout."""
+    """Return (x_1 cos - x_2 sin, x_2 cos + x_1 sin) for each pair (x_1, x_2), in x's layout."""
     compute, tap = compute_dtype(x.dtype), safe_tap(tap)
     with np.errstate(all="ignore"):
         cos, sin = tap("cos", cos.astype(compute)), tap("sin", sin.astype(compute))
-        if cos.ndim == 3:  # (B, L, R/2): the same for all heads
+        if cos.ndim == 3:  # (B, L, R/2), for all heads
             cos, sin = cos[:, None], sin[:, None]
         first, second = _pairs(2 * cos.shape[-1], interleaved)
         y = x.astype(compute)
@@ -304,14 +302,13 @@ def _rotate(
 
 
 def _pairs(R: int, interleaved: bool) -> tuple[slice, slice]:
-    """Slices of the first and of the second numbers of the pairs."""
     if interleaved:
         return slice(0, R, 2), slice(1, R, 2)
     return slice(0, R // 2), slice(R // 2, R)
 
 
 def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
-    """Return one half of a table whose other half repeats the same angles."""
+    """Return one half of a table whose halves have the same angles; else raise ValueError."""
     R = table.shape[-1] if table.ndim else 0
     if R % 2:
         raise ValueError(
@@ -331,7 +328,7 @@ def _once(name: str, table: NDArray[Any], interleaved: bool) -> NDArray[Any]:
 def _remembered_tables(
     rope: RoPE, positions: bytes, shape: tuple[int, ...], length: int | None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """``rope.tables``, cached: all layers of a model have the same positions."""
+    """Return ``rope.tables``, cached because all layers of a model have the same positions."""
     m = np.frombuffer(positions, np.int64).reshape(shape)
     cos, sin = rope.tables(m, length=length)
     cos.flags.writeable = sin.flags.writeable = False
@@ -339,7 +336,7 @@ def _remembered_tables(
 
 
 def _check_fits(name: str, shape: tuple[int, ...], x: NDArray[Any]) -> None:
-    """Check that ``shape`` is (L,), or (B, L) for x (B, H, L, D)."""
+    """Raise ValueError unless ``shape`` is (L,), or (B, L) for x (B, H, L, D)."""
     L = x.shape[-2]
     if shape == (L,) or (x.ndim == 4 and shape == (x.shape[0], L)):
         return

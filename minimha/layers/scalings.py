@@ -1,6 +1,6 @@
-"""Scalings of rotary embedding: slower rotation, for sequences longer than those of the training.
+"""Scalings of rotary embedding: slower rotation, for sequences longer than those in training.
 
-Each rule computes the angle per position of every pair from the unscaled one, θ_i = base^(-2i/R).
+Each rule computes the angle per position of each pair from the unscaled θ_i = base^(-2i/R).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _positive(name: str, value: Any) -> float:
     return result
 
 
-# The check of each parameter that several rules have, by name.
+# Parameter that several rules have → its check.
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "factor": lambda name, value: number(name, value, low=1),
     "original_length": token_count,
@@ -44,13 +44,13 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 class Scaling(ABC):
-    """The base class of all rules, which are frozen dataclasses."""
+    """The base class of all scaling rules, which are frozen dataclasses."""
 
     is_dynamic = False  # whether the angles depend on the sequence's length
 
     @property
     def magnitude(self) -> float:
-        """The factor of cos and sin."""
+        """The factor by which cos and sin are multiplied."""
         return 1.0
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Scaling(ABC):
 
     @abstractmethod
     def frequencies(self, theta: Angles, base: float, length: int) -> Angles:
-        """Return the angle per position of each pair (R/2,), from the unscaled ``theta``."""
+        """Return each pair's angle per position (R/2,), from the unscaled ``theta``."""
 
     def _keep(self, name: str, checked: Any) -> None:
         object.__setattr__(self, name, checked)  # the only way in a frozen dataclass
@@ -68,7 +68,7 @@ class Scaling(ABC):
 
 @dataclass(frozen=True)
 class LinearScaling(Scaling):
-    """θ_i / factor: positions are squeezed into the range of the training.
+    """Linear scaling, θ_i / factor: squeezes positions into the range of training.
 
     Parameters
     ----------
@@ -95,12 +95,12 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True)
 class DynamicNTKScaling(Scaling):
-    """A base that grows with the sequence: base · (factor · n / n_0 - (factor - 1))^(R / (R - 2)).
+    """Dynamic NTK scaling: a base that grows with the length n of the sequence.
 
-    n is the length of the sequence and n_0 that of the training; up to n_0 nothing changes.
-    Queries and keys must be rotated for the same n. With a cache, give the final ``length``,
-    because the default is the largest position of the call plus 1. As in transformers, that is over
-    the whole batch, so one batch entry's angles depend on the other entries.
+    The base is base · (factor · n / n_0 - (factor - 1))^(R / (R - 2)), and unchanged up to the
+    length n_0 of training. Queries and keys must be rotated for the same n. With a cache, give the
+    final ``length``, because the default is the largest position of the call plus 1. As in
+    transformers, that is over the whole batch, so the angles of batch entries are not independent.
 
     Parameters
     ----------
@@ -139,15 +139,13 @@ class DynamicNTKScaling(Scaling):
 
 @dataclass(frozen=True)
 class YaRNScaling(Scaling):
-    """Fast pairs keep θ_i, slow pairs get θ_i / factor, with a ramp over i in between.
+    """YaRN scaling: θ_i for fast pairs, θ_i / factor for slow pairs, with a ramp between them.
 
-    A pair that rotates ``beta_fast`` times or more within ``original_length`` is fast, one that
-    rotates ``beta_slow`` times or fewer is slow. cos and sin are multiplied by
-    ``attention_factor``, so scores grow by its square.
-
-    The ramp is linear in the pair's index, between integer indices if ``truncate``, as in the
-    authors' code and in transformers; in the paper, it is linear in the number of rotations. If
-    ``original_length`` is so short or so long that the ramp's ends cross, the result is that of the
+    Fast pairs rotate at least ``beta_fast`` times within ``original_length``, slow pairs at most
+    ``beta_slow`` times. cos and sin are multiplied by ``attention_factor``, so scores grow by its
+    square. As in the authors' code and in transformers, the ramp is linear in the pair's index,
+    between integer indices if ``truncate``; in the paper, it is linear in the number of rotations.
+    If an extreme ``original_length`` makes the ramp's ends cross, the result is that of the
     authors' code, not the rule above.
 
     Parameters
@@ -155,7 +153,7 @@ class YaRNScaling(Scaling):
     factor : float
         At least 1.
     original_length : int
-        The length of the training's sequences.
+        The length of sequences in training.
     beta_fast : float, default 32.0
         At least ``beta_slow``.
     beta_slow : float, default 1.0
@@ -189,7 +187,7 @@ class YaRNScaling(Scaling):
 
     @property
     def magnitude(self) -> float:
-        """The attention factor."""
+        """The attention factor, by which cos and sin are multiplied."""
         given = self.attention_factor
         return 0.1 * math.log(self.factor) + 1 if given is None else given
 
@@ -207,13 +205,13 @@ class YaRNScaling(Scaling):
         return np.asarray(theta / self.factor * slow + theta * (1 - slow))
 
     def _index_rotating(self, times: float, base: float, R: int) -> float:
-        """The pair index i, not rounded, at which original_length · θ_i = 2π · times."""
+        """Return the pair index i, not rounded, at which original_length · θ_i = 2π · times."""
         return R * math.log(self.original_length / (2 * math.pi * times)) / (2 * math.log(base))
 
 
 @dataclass(frozen=True)
 class Llama3Scaling(Scaling):
-    """θ_i / factor for long wavelengths, θ_i for short ones, a mixture in between.
+    """Llama 3's scaling: θ_i / factor for long wavelengths, θ_i for short ones, else a mixture.
 
     Pair i rotates t = original_length · θ_i / 2π times within ``original_length``. Its wavelength
     is long if t is below ``low_freq_factor``, short if t is above ``high_freq_factor``.
@@ -223,7 +221,7 @@ class Llama3Scaling(Scaling):
     factor : float
         At least 1.
     original_length : int
-        The length of the training's sequences.
+        The length of sequences in training.
     low_freq_factor : float, default 1.0
         Positive.
     high_freq_factor : float, default 4.0
@@ -236,8 +234,7 @@ class Llama3Scaling(Scaling):
 
     References
     ----------
-    "The Llama 3 Herd of Models", 2024; the rule itself is in Meta's code for Llama 3.1
-    (``apply_scaling``).
+    "The Llama 3 Herd of Models", 2024; ``apply_scaling`` in Meta's code for Llama 3.1.
     """
 
     factor: float
@@ -263,7 +260,7 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True)
 class FactorScaling(Scaling):
-    """θ_i / f_i: one positive factor per pair, as llama.cpp's files store Llama 3's rule."""
+    """Scaling θ_i / f_i with a positive factor per pair, the form in llama.cpp's files."""
 
     factors: tuple[float, ...]
 
