@@ -1,4 +1,4 @@
-"""The meaning of each name in a trace; the equations only name their steps.
+"""The catalogue: symbol, formula and explanation for each name in a trace.
 
 ``Entry.formula`` is for a terminal, ``Entry.tex`` for a page. A name may end with a *stage* in
 brackets: a block, ``S[i=0,j=1]``, or a word if a step is computed several times, ``q[encoder]``.
@@ -405,7 +405,6 @@ CATALOGUE: dict[str, Entry] = {
 def _of_projection(
     letter: str, axes: tuple[str, ...], name: str, plural: str, purpose: str, inputs: str
 ) -> dict[str, Entry]:
-    """Return the entries of queries, keys or values, and of their weights and biases."""
     W, b, symbol, (_, heads, _, width) = f"W_{letter}", f"b_{letter}", letter.upper(), axes
     return {
         W: _symbol(W, (heads, "E", width), f"Turns an embedding into a {name}: {purpose}.",
@@ -427,7 +426,6 @@ def _of_projection(
 
 
 def _of_head_norm(letter: str, axes: tuple[str, ...], name: str, plural: str) -> dict[str, Entry]:
-    """Return the entries of the two normalisations of queries or keys, head by head."""
     Q, g, s = letter.upper(), f"g_{letter}", f"s_{letter}"
     return {
         g: _symbol(g, ("D",), f"The gain of each entry of a normalised {name}.", QK_NORM),

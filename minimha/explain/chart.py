@@ -14,7 +14,7 @@ CLOSE = 1e-9  # what rounding may add to a whole number
 
 
 class Axis(NamedTuple):
-    """The quantity of an axis, the base of a logarithmic axis, and the format of the numbers."""
+    """An axis of a chart: its quantity, the base if logarithmic, and the format of numbers."""
 
     name: str
     base: int | None = None

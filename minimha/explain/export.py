@@ -144,12 +144,13 @@ def _latex_step(step: Step, is_new: bool, decimals: int) -> str:
 
 
 def as_csv(trace: Trace) -> dict[str, str]:
-    """Return file name → CSV text, one file per step and head, full precision, no header.
+    """Return a dictionary from file name to CSV text, with one file for each step and head.
 
-    A matrix is written row by row; a vector is one row, a scalar one number. ``labels.csv`` has the
-    labels of the rows and columns of each file, ``cell.csv`` the lines that write out one cell. An
-    apostrophe is added before words that a spreadsheet might run: they begin with =, +, -, @, a tab
-    or a line break, perhaps after apostrophes.
+    A matrix is written row by row; a vector is one row, a scalar one number. Numbers have full
+    precision, and there is no header. ``labels.csv`` has the labels of the rows and columns of each
+    file, ``cell.csv`` the lines that write out one cell. An apostrophe is added before words that a
+    spreadsheet might run: they begin with =, +, -, @, a tab or a line break, perhaps after
+    apostrophes.
     """
     digits = max(2, len(str(len(trace.steps))))  # so that sorted file names keep the order
     files = {_file_name(f"{n:0{digits}}", step): step for n, step in enumerate(trace.steps, 1)}
@@ -226,7 +227,6 @@ def _description(step: Step) -> str:
 
 
 def _labels(step: Step, body: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
-    """Return a label for each row and each column, empty strings if the axis counts no tokens."""
     rows, columns = [""] * len(body), [""] * len(body[0] if body else ())
     return list(step.rows or rows), list(step.columns or columns)
 
@@ -244,7 +244,6 @@ def _markdown(text: str) -> str:
 
 
 def _latex_matrix(step: Step, decimals: int) -> str:
-    """Return a table with labels; scores and weights are shaded as in a heatmap."""
     body = wording.numbers(step, decimals)
     rows, columns = _labels(step, body)
     levels = shades(step, scales_of([step]))

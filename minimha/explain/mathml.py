@@ -48,7 +48,6 @@ class Tokens:
 
 
 def _row(tokens: Tokens, end: str) -> str:
-    """Return the MathML of all tokens up to ``end``."""
     parts = []
     for token in tokens:
         if token == end:

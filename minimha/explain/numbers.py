@@ -56,7 +56,6 @@ def limits(values: Iterable[NDArray[Any]]) -> tuple[float, float]:
 
 
 def _form(value: NDArray[np.float64], decimals: int) -> str:
-    """Return the format specification that all numbers of ``value`` share."""
     finite = value[np.isfinite(value)]
     if needs_exponent(value, decimals):
         return f".{decimals}e"

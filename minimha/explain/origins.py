@@ -217,7 +217,6 @@ class Origins:
         return operation != "rows" and not sources.isdisjoint(map(base_of, self.by_name))
 
     def _candidates(self, step: Step) -> Iterator[Origin]:
-        """Yield the origins that the catalogue allows for the step, likeliest first."""
         if not step.made:
             return
         operation, *names = step.made
@@ -260,7 +259,6 @@ class Origins:
         return None if None in required else tuple(found)
 
     def _operand(self, step: Step, name: str) -> Step | None:
-        """Return the step named ``name`` with the batch entry and head of ``step``."""
         found = (s for steps in self._named(step, name) for s in steps if _is_beside(s, step))
         return next(found, None)
 
@@ -321,7 +319,6 @@ def _is_beside(other: Step, step: Step) -> bool:
 
 
 def _gives(made: Origin, step: Step) -> bool:
-    """Return whether ``made`` reproduces the step's numbers up to rounding."""
     try:
         computed = made.computed()
     except ValueError:  # the shapes do not fit

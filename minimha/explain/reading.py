@@ -79,7 +79,6 @@ def _whole(
 
 
 def _hidden(step: Mapping[str, Any]) -> NDArray[np.bool_]:
-    """Return a boolean array of the weights of one head that a mask hides."""
     found = np.zeros(step["shape"], bool)
     for at in step.get("hidden", ()):
         found[tuple(at)] = True
@@ -87,7 +86,6 @@ def _hidden(step: Mapping[str, Any]) -> NDArray[np.bool_]:
 
 
 def _printed(step: Mapping[str, Any]) -> list[PrintedMatrix]:
-    """Return the numbers that documents print for a step, as one matrix per source."""
     return [
         _matrix(step, source, list(numbers))
         for source, numbers in groupby(step.get("printed", ()), key=lambda p: str(p["source"]))

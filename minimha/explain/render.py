@@ -210,7 +210,6 @@ def plain(shown: RenderableType) -> str:
 
 
 def _matrix(step: Step, decimals: int, width: int | None, infinity: str) -> list[Text]:
-    """Return the lines of a matrix with labels, in groups of columns that fit ``width``."""
     numbers = wording.numbers(step, decimals)
     body = [[number.replace("∞", infinity) for number in row] for row in numbers]
     if not body or not body[0]:
@@ -247,7 +246,6 @@ def _column_groups(widths: Sequence[int], available: int | None, gap: int = GAP)
 
 
 def _printed(step: Step, width: int | None) -> list[Text]:
-    """Return the numbers that a document prints for this step, with remarks."""
     lines: list[Text] = []
     for source, numbers, remarks in wording.printed(step):
         unbroken = numbers.replace(" ", NO_BREAK).replace(f"]{NO_BREAK}[", "] [")
@@ -258,7 +256,6 @@ def _printed(step: Step, width: int | None) -> list[Text]:
 
 
 def _limits(drawn: Sequence[tuple[str, Step]], is_weights: bool) -> tuple[float, float]:
-    """Return the limits of the common scale of all weights, or of all scores."""
     if is_weights:
         return 0.0, 1.0
     return limits(step.value for _, step in drawn if step.base != "weights")
@@ -317,7 +314,6 @@ def _heat(number: float, text: str, size: int, ramp: Ramp, limits: tuple[float, 
 
 
 def _pick(pick: wording.Pick, decimals: int, width: int, bar: str) -> list[Text]:
-    """Return a query's weights as bars, each beside the value that the weight multiplies."""
     weights, values, output = pick.weights, pick.values, pick.output
     row, rows = cells(weights.value[pick.query], decimals)[0], cells(values.value, decimals)
     picked = [f"{row[n]} · [{' '.join(rows[n])}]" for n in pick.keys]
@@ -351,7 +347,6 @@ def _story(trace: Trace, decimals: int, width: int | None) -> list[Text]:
 
 
 def _legend(drawn: Sequence[tuple[str, Step]], width: int | None, ramp: Ramp) -> list[Text]:
-    """Return the scales of scores and weights, and the meaning of signs such as ×."""
     lines = []
     for name, is_weights in (("scores", False), ("weights", True)):
         if not any((step.base == "weights") == is_weights for _, step in drawn):
@@ -371,12 +366,10 @@ def _legend(drawn: Sequence[tuple[str, Step]], width: int | None, ramp: Ramp) ->
 
 
 def _hidden(step: Step) -> NDArray[np.bool_]:
-    """Return which cells of a heatmap belong to hidden keys."""
     return np.isneginf(step.value) if step.hidden is None else step.hidden
 
 
 def _side_by_side(blocks: Sequence[list[Text]], width: int) -> list[Text]:
-    """Return blocks of lines next to each other, in rows that fit ``width``."""
     widths = [_width(block) for block in blocks]
     lines: list[Text] = []
     for group in _column_groups(widths, width, gap=0):

@@ -36,7 +36,7 @@ def check_names(every: Sequence[Step], only: Sequence[str], blank: Sequence[str]
 
 
 def of_head(every: Sequence[Step], head: int | None) -> tuple[Step, ...]:
-    """Return the steps of query head ``head``, with the keys and values it reads, or all steps."""
+    """Return the steps of query head ``head``, with keys and values it reads; None means all."""
     heads = {step.head for step in every if step.head is not None}
     if head is None or (not heads and head == 0):
         return tuple(every)

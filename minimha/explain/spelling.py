@@ -10,7 +10,7 @@ SPELLINGS = {
 
 
 def as_written(text: str, encoding: str) -> str:
-    """Return ``text`` as a stream with this encoding shows it; used to measure widths.
+    """Return ``text`` as a stream with this ``encoding`` shows it, for measuring the width.
 
     >>> as_written("√d_k ≤ 2", "ascii")
     'sqrt d_k <= 2'

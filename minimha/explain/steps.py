@@ -208,7 +208,6 @@ def _step(
 
 
 def _note(record: Record, name: str, value: NDArray[Any], head: int | None) -> str:
-    """Return the catalogue's sentence, a sentence about the numbers, and the notes of the run."""
     parts = [entry_of(record, name).sentence, _row_sums(name, value)]
     sums = record.values.get(beside(name, "row_sum"))
     if base_of(name) == "row_max" and sums is not None and (sums == 0).any():

@@ -35,7 +35,6 @@ def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
 
 
 def _beside(step: Step) -> tuple[str, str]:
-    """Return the stage, batch entry and head of a step."""
     return step.name[len(step.base) :], step.place
 
 
@@ -77,7 +76,6 @@ def _share_of(trace: Trace, step: Step, parts: Sequence[str], decimals: int) -> 
 
 
 def _not_there(trace: Trace, parts: Sequence[str]) -> str:
-    """Return the message for a cell that no step shown has, with the labels that exist."""
     if len(parts) > 2:
         return f"cell {trace.cell!r} has {len(parts)} parts: expected a row and a column"
     steps = [s for s in trace.steps if s.value.ndim == 2 and (s.axes[-2:] in PAIRS or trace.only)]

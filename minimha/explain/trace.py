@@ -115,7 +115,7 @@ class Trace(Record):
 
     @cached_property
     def by_name(self) -> dict[str, tuple[Step, ...]]:
-        """The steps of each name, one for each batch entry and head, whether shown or not."""
+        """A mapping from name to steps, one step for each batch entry and head, shown or not."""
         blank = set(self.blank)
         return {
             name: tuple(
@@ -127,7 +127,7 @@ class Trace(Record):
 
     @cached_property
     def origins(self) -> Origins:
-        """The origin of each step, found at most once for each step of ``by_name``."""
+        """A mapping from step to origin, which finds each origin at most once."""
         return Origins(self.by_name)
 
     @cached_property
@@ -140,10 +140,10 @@ class Trace(Record):
 
     @cached_property
     def shown(self) -> tuple[Step, ...]:
-        """The steps to print, with all rows or only that of ``query``; none for a cell alone.
+        """The steps to print, whole or cut to the row of ``query``; empty if only ``cell`` is set.
 
         A long vocabulary is cut to the tokens with the largest logits of the chosen query, or of
-        the last one.
+        the last query.
         """
         if self.cell and not self.only:
             return ()
@@ -174,7 +174,7 @@ class Trace(Record):
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Step name → the array of all batch entries and heads that are shown."""
+        """A mapping from step name to the array of all batch entries and heads that are shown."""
         found = {}
         for name, steps in itertools.groupby(self.steps, key=lambda step: step.name):
             shown = list(steps)

@@ -110,7 +110,7 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
 
 
 def picks(trace: Trace) -> list[Pick]:
-    """Return how a query of each shown head picks values; ValueError if no head has the query.
+    """Return the picks of the shown heads; ValueError if no head has ``trace.query``.
 
     By default only a run of a single head has a pick, of the last query. ``trace.query`` and
     ``trace.head`` choose others. If ``only`` names ``picks``, all queries have one.
@@ -143,7 +143,6 @@ def _query(trace: Trace, weights: Step) -> list[int]:
 
 
 def _exact_ones(comparisons: Sequence[Comparison]) -> str:
-    """Return in words how many of the printed numbers are exact."""
     exact = [c for c in comparisons if c.status is Status.EXACT]
     is_same = all(c.value == c.exact for c in exact)
     words = "exact" if is_same else "exact, correctly rounded"

@@ -1,8 +1,8 @@
-"""One cell written out, from the numbers that it is computed from to the result.
+"""The computation of one cell as text, with the numbers of the trace.
 
     S[sat,cat] = 1·0 + 1·1 = 1
 
-The numbers are those of the trace; ``origins`` has checked that the operation reproduces them.
+``origins`` has checked that the operation reproduces the numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ NO_FORMULA = ("hidden by the mask", "not hidden", "not rotated", NO_KEY)
 
 
 class Cell(NamedTuple):
-    """The index of one number in a step."""
+    """One cell of a step, with its index."""
 
     step: Step
     at: Index
@@ -54,7 +54,7 @@ Cells = tuple[Cell, ...]
 
 
 class Say:
-    """A function that writes the number of a cell in the form of the cell's matrix."""
+    """A function from cell to text, in the number format of the cell's matrix."""
 
     def __init__(self, decimals: int) -> None:
         self.decimals = decimals

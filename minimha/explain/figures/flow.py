@@ -41,7 +41,7 @@ class Box:
 
 
 def flow(trace: Trace, widest: float, names: Collection[str] | None = None) -> Drawing:
-    """Draw every step, or those of ``names``, that has a source or is one.
+    """Draw a flow chart of all steps or of ``names``, without steps that have no arrow.
 
     Blocks are left out. So is ``[cross, step 1]``, which repeats the numbers of ``[cross]``.
     """
@@ -108,7 +108,6 @@ def _connected(sources: Mapping[str, list[str]]) -> list[dict[str, list[str]]]:
 
 
 def _rows_of(sources: Mapping[str, list[str]]) -> dict[str, int]:
-    """Return name → number of its row."""
     rows: dict[str, int] = {}
     for name, operands in sources.items():  # in the order of computation
         rows[name] = 1 + max((rows[operand] for operand in operands), default=-1)
@@ -190,7 +189,6 @@ def _stack(rows: list[list[Box]]) -> None:
 
 
 def _draw(drawing: Drawing, box: Box) -> None:
-    """Draw a box, and below it the shape of the matrix."""
     drawing.rect(box.x - box.width / 2, box.top, box.width, box.height, "box")
     y = box.top + box.height / 2 - (LINE * len(box.formula) + 2) / 2 * bool(box.formula)
     drawing.text(box.x, y, box.name, "bold", anchor="middle", size=NAME)
@@ -203,7 +201,6 @@ def _draw(drawing: Drawing, box: Box) -> None:
 
 
 def _arrows(drawing: Drawing, box: Box) -> None:
-    """Draw the arrows from a box to the boxes that are computed from it."""
     for below in box.below:
         points = [(box.x, box.top + box.height)]
         place, last = below, box

@@ -26,7 +26,7 @@ def svg(trace: Trace, decimals: int) -> str:
 
 
 def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
-    """Return title → figure, for the figures that suit this run or were chosen."""
+    """Return a dictionary from title to figure, for figures that suit this run or were chosen."""
     drawn = {"cell": _cell(trace, decimals)} if trace.cell else {}
     is_whole = not (trace.only or trace.cell or trace.query)
     if is_whole:
@@ -44,7 +44,6 @@ def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
 
 
 def _cell(trace: Trace, decimals: int) -> Drawing:
-    """Draw the lines that write out the chosen cell in every step."""
     drawing = Drawing()
     drawing.text(0, SIZE / 2, f"cell {trace.cell}", "bold")
     for written in story(trace, decimals):
@@ -80,7 +79,6 @@ def _printed(step: Step) -> Drawing:
 
 
 def _heatmaps(steps: Sequence[Step], decimals: int) -> Drawing:
-    """Draw the weights of each head, and for a single head also its raw and masked scores."""
     drawn = wording.heatmaps(steps)
     if not drawn:
         return Drawing()

@@ -102,7 +102,7 @@ def _widths(body: Sequence[Sequence[str]], columns: Sequence[str] | None) -> lis
 
 
 def shades(step: Step, scales: tuple[Limits, Limits]) -> list[list[float]] | None:
-    """Return a level from 0 to 1 for each cell of a heatmap, -∞ if hidden; else None."""
+    """Return levels from 0 to 1 (-∞ if hidden) for the cells of a heatmap; None for other steps."""
     if step.base not in MAPPED or step.value.ndim != 2 or step.is_blank:
         return None
     low, high = scales[step.base in SHARES]
@@ -116,7 +116,7 @@ def cell(
     drawing: Drawing, x: float, y: float, width: float, number: str, level: float | None,
     size: float = SMALL,
 ) -> None:  # fmt: skip
-    """Draw a number on the shade of its ``level``, from 0 to 1; below 0, the cell is hidden."""
+    """Draw a number on the shade of ``level``, from 0 to 1; a hidden cell has a level below 0."""
     ink = "number"
     if level is not None and np.isfinite(level):
         drawing.rect(x, y, width, ROW, "heat", opacity=level)

@@ -75,7 +75,6 @@ def _digest(text: str) -> str:
 
 
 def _cell(trace: Trace, number: Mapping[Step, int], decimals: int) -> str:
-    """Return the chosen cell written out in every step, as HTML with links."""
     if not trace.cell:
         return ""
     items = []
@@ -89,7 +88,6 @@ def _cell(trace: Trace, number: Mapping[Step, int], decimals: int) -> str:
 def _record(
     trace: Trace, made: Mapping[Step, Origin | None], number: Mapping[Step, int], decimals: int
 ) -> tuple[dict[str, Any], list[NDArray[np.float64]]]:
-    """Return the description of the trace for the page, and the arrays to embed."""
     tables = Tables()
     records = [_step(step, how, tables) for step, how in made.items()]
     is_small = sum(step.value.size for step in made) <= SMALL
@@ -122,7 +120,7 @@ def _record(
 
 
 class Tables:
-    """Labels and masks, each stored once; steps refer to them by number."""
+    """Labels and masks, each stored once; steps refer to them by index."""
 
     def __init__(self) -> None:
         self.labels: list[Sequence[str]] = []
@@ -130,15 +128,15 @@ class Tables:
         self.parts: list[str] = []
 
     def label(self, labels: Sequence[str] | None) -> int | None:
-        """Return the number of ``labels``, or None without labels."""
+        """Return the index of ``labels`` in the table, or None without labels."""
         return None if labels is None else _number(self.labels, labels)
 
     def part(self, step: Step) -> int:
-        """Return the number of the step's stage; the heads of a stage share a mask."""
+        """Return the index of the step's stage; all heads of a stage share a mask."""
         return _number(self.parts, step.stage)
 
     def mask(self, step: Step) -> dict[str, int | None]:
-        """Return the offset of a causal mask, or else the number of the pattern that hides keys."""
+        """Return the offset of a causal mask, or else the index of the pattern that hides keys."""
         hidden = np.isneginf(np.atleast_2d(step.value))
         offset = int((~hidden[0]).sum()) - 1
         if hidden.any() and (hidden == np.triu(np.ones_like(hidden), offset + 1)).all():
@@ -146,7 +144,7 @@ class Tables:
         return {"offset": None, "pattern": self.pattern(hidden)}
 
     def pattern(self, hidden: NDArray[np.bool_]) -> int:
-        """Return the number of the pattern ``hidden``."""
+        """Return the index of the pattern ``hidden`` in the table."""
         return _number(self.patterns, base64.b64encode(np.packbits(hidden).tobytes()).decode())
 
 

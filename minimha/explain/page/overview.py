@@ -22,10 +22,11 @@ Place = tuple[int, int, int]  # the number of a step, a row and a column
 
 
 def places(trace: Trace, number: Mapping[Step, int]) -> dict[str, Place]:
-    """Return name → cell of each entry point of the page; the page opens on the first.
+    """Return a dictionary from name to cell, with the entry points of the page.
 
-    The cells are the chosen cell, the likeliest successor of the last token, and a weight between
-    two tokens, or else the first cell of the last matrix that has shades.
+    The page opens on the first: the chosen cell, the likeliest successor of the last token, or a
+    weight between two tokens. Without these, it is the first cell of the last matrix that has
+    shades.
     """
     found: dict[str, Place] = {}
     if trace.cell:
@@ -99,7 +100,6 @@ def charts(trace: Trace, decimals: int) -> str:
 
 
 def _figure(drawing: Drawing, title: str) -> str:
-    """Return a figure that scrolls if it is wider than the page."""
     label = html.escape(title, quote=True)
     return (
         f'<div class="scroll" tabindex="0" role="group" aria-label="{label}">'
