@@ -99,7 +99,7 @@ class AttentionOptions(Masks, Positions, Scores, Packing, total=False):
 
 
 def backends() -> dict[str, str | None]:
-    """Return the reason why each backend cannot run here, or None if it can.
+    """Return a dictionary from backend to the reason why it cannot run here, None if it can.
 
     >>> backends()["dense"] is None
     True

@@ -234,7 +234,6 @@ class _Graph:
 def _picked(
     graph: HighLevelGraph, merged: str, n: int, name: str, sizes: tuple[Any, ...], dtype: Any
 ) -> Any:
-    """Return the ``n``-th result of the tasks ``merged`` as a dask array."""
     index = product(*(range(len(axis)) for axis in sizes))
     tasks = {(name, *at): (operator.getitem, (merged, *at[:3]), n) for at in index}
     layers, dependencies = {**graph.layers, name: tasks}, {**graph.dependencies, name: {merged}}

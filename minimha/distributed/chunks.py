@@ -13,7 +13,7 @@ from minimha.equations.problem import Problem
 
 
 def as_dask(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Convert q, k and v to dask arrays; arrays that are not dask's get chunks that fit k."""
+    """Return q, k and v as dask arrays; arrays that are not dask's get chunks that fit k."""
     k, v, q = (_readable(name, x) for name, x in (("k", k), ("v", v), ("q", q)))
     if library_of(k) != "dask":
         k = da.from_array(k, chunks=(*getattr(k, "chunks", k.shape)[:-1], -1))

@@ -14,7 +14,7 @@ from minimha.equations.arguments import integer
 
 
 def striped(x: Any, count: int, axis: int = -2) -> Any:
-    """Return the tokens of ``x`` in ``count`` stripes, one chunk each: every count-th token.
+    """Return ``x`` in ``count`` stripes, one chunk each; stripe s has tokens s, s + count, ….
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def striped(x: Any, count: int, axis: int = -2) -> Any:
 
 
 def unstriped(x: Any, count: int, axis: int = -2) -> Any:
-    """Return the tokens of ``x``, which are in ``count`` stripes, in the original order.
+    """Return ``x``, whose tokens are in ``count`` stripes, in the original order.
 
     Parameters
     ----------
@@ -63,7 +63,6 @@ def unstriped(x: Any, count: int, axis: int = -2) -> Any:
 
 
 def _order(length: int, count: int) -> Any:
-    """Return the numbers of the tokens in the order of the stripes."""
     if integer("count", count) > max(1, length):
         raise ValueError(f"count is {count}: expected at most {length}, the number of tokens")
     return np.concatenate([np.arange(n, length, count) for n in range(count)])

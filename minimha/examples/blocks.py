@@ -17,7 +17,7 @@ NUM_HEADS = 2  # of ``sentences.sentence``, whose head 0 is shown here
 
 
 def of_length(num_tokens: int, **settings: Any) -> Example:
-    """Return ``block_by_block`` for the documents' sentence with ``num_tokens`` tokens, 1 to 12."""
+    """Return the example ``block_by_block(…)`` for a sentence of the documents, 1 to 12 tokens."""
     return block_by_block(sentences.SENTENCES[num_tokens][0].split(), **settings)
 
 

@@ -44,7 +44,7 @@ BANK_RELATIONS = (
 
 
 def of_length(num_tokens: int, **settings: Any) -> Example:
-    """Return ``sentence`` for the documents' sentence with ``num_tokens`` tokens, 1 to 12."""
+    """Return the example ``sentence(…)`` for a sentence of the documents with 1 to 12 tokens."""
     words, document = SENTENCES[num_tokens]
     return sentence(words.split(), source=f"a sentence of document {document}", **settings)
 

@@ -31,7 +31,7 @@ PRINTED = (
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run one head; without scaling, run it again with the division by √d_k."""
+    """Run one head and, if ``is_scaled`` is False, run it again with the division by √d_k."""
     x = tap("x", X)
     q, k = x @ tap("W_q", I), x @ tap("W_k", I)
     tap("W_v", I)

@@ -85,7 +85,7 @@ def decoder() -> MultiHeadAttention:
 
 
 def cross() -> MultiHeadAttention:
-    """Return a layer of one head that finds the expected word, on the same side of the verb."""
+    """Return a layer of one head that finds the English word with the expected meaning."""
     W, side = np.eye(E, 6), np.eye(6)[AFTER]
     W[AFTER] *= 2  # with the bias: -1 before the verb, 1 from the verb on
     meaning = np.eye(E, 5)
@@ -103,7 +103,7 @@ def copying() -> MultiHeadAttention:
 
 
 def run(tap: Tap, is_causal: bool, is_scaled: bool) -> None:
-    """Run the translation at once, word by word, and without cross-attention, shift or mask."""
+    """Run the translation at once, word by word, then without cross-attention, shift or mask."""
     scale = None if is_scaled else 1.0
     english, french = embeddings(IN_ENGLISH), embeddings(IN_FRENCH[:-1], is_shifted=True)
     staged_tap = staged(tap, "encoder")

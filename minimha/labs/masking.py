@@ -1,4 +1,4 @@
-"""An experiment on masking: how much weight hidden keys get if a large number replaces −∞."""
+"""An experiment on masking: the weight of hidden keys if a large negative number replaces −∞."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -42,7 +42,7 @@ def run(seed: int, progress: Callable[[str], None]) -> Result:
 
 
 def conclude(rows: Sequence[tuple[float, ...]]) -> str:
-    """Return a sentence on how much longer one call per head takes, at the most heads."""
+    """Return a sentence on the cost of one call per head, for the largest number of heads."""
     H, one, several, together, one_by_one, _ = rows[-1]
     worst = max(row[-1] for row in rows)
     same = f"differ by {worst:.1g} at most" if worst else "are equal to the last bit"

@@ -1,4 +1,4 @@
-"""An experiment that compares the PyTorch class of document 001 with minimha, on equal weights."""
+"""An experiment that compares the PyTorch class of document 001 with minimha."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -122,8 +122,8 @@ def draw(rng: np.random.Generator) -> Task:
 def query_weights(previous: float, matching: float) -> NDArray[np.float64]:
     """Return W_q (WIDTH, WIDTH) of a head that gives each pattern a score; its keys are the tokens.
 
-    ``previous`` is the score of the token one position back; for the first token, of the last.
-    ``matching`` is the score of the other token of the same kind.
+    ``previous`` is the score of the token one position back, which for the first token is the last
+    one. ``matching`` is the score of the other token of the same kind.
     """
     W_q = np.zeros((WIDTH, WIDTH))
     kinds = slice(NUM_CONTENTS, NUM_CONTENTS + NUM_KINDS)
