@@ -113,10 +113,14 @@ def test_scores_count_as_extra_memory_and_tiles_do_not():
     shape = Shape(1, 1, 1, 3000, 3000, 16)
     inputs = shape.inputs()
     bench.compile_seconds(shape)
-    dense = bench.extra_memory(peers.numpy_peers(inputs)["NumPy"].run)
-    if dense is None:
+    if bench.extra_memory(peers.numpy_peers(inputs)["NumPy"].run) is None:
         pytest.skip("the system does not report a process's peak memory")
-    tiles = bench.extra_memory(lambda: bench._ours(inputs).run())
+
+    def most(run):  # a crowded system takes other pages away meanwhile, which hides what is added
+        return max(bench.extra_memory(run) for _ in range(3))
+
+    dense = most(peers.numpy_peers(inputs)["NumPy"].run)
+    tiles = most(lambda: bench._ours(inputs).run())
     assert dense > 3000 * 3000 * 4
     assert tiles < 4 << 20
 
