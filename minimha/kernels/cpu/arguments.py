@@ -79,7 +79,7 @@ CPUOptions = namedtuple(  # type: ignore[misc]  # mypy wants literals
 
 
 def slots(buffers: Iterable[str]) -> dict[str, int]:
-    """Return a dict from each array, buffer and number to the index where its entry begins."""
+    """Map each name to the index of its entry in a line, the array of a kernel's arguments."""
     names = [*ARRAYS, *buffers, "numbers"]
     if len({*names, *NUMBERS}) < len(names) + len(NUMBERS):
         raise ValueError(f"two arguments of a kernel have one name: {', '.join(names)}")
@@ -94,7 +94,7 @@ def pack(
     layouts: dict[str, Layout], slots: dict[str, int], o: Any, sizes: Sequence[int], workers: int,
     num_counters: int,
 ) -> array[int]:  # fmt: skip
-    """Return the line for arrays and buffers of these ``layouts``, without their addresses.
+    """Pack a kernel's arguments into a line, an array of integers that still lacks the addresses.
 
     The line is a Python ``array``, which is copied, read and addressed twice as fast as NumPy's.
     """
@@ -126,10 +126,11 @@ for _array in (np.empty(3), np.empty((4, 5), np.uint8)[1:, 2:]):
 
 
 class Line(types.Type):
-    """The numba type of a line with a thread's number; ``o.scale`` reads a field of the line.
+    """The numba type of a kernel's packed arguments, whose fields are read as in ``o.scale``.
 
-    A Line is passed to functions as two integers. Named tuples would be more than a hundred
-    integers in every function that numba and LLVM compile. q, k and v have the type ``storage``.
+    A Line is passed to functions as two integers, an address and the thread's number. A named tuple
+    would be more than a hundred integers in every function that numba and LLVM compile. q, k and v
+    have the dtype ``storage``.
     """
 
     mangling_args = "Line", ()  # shorter than the name, and part of each function's name
@@ -243,7 +244,7 @@ class _Reader:
 
 
 def array_at(context: Any, builder: Any, kind: Any, pointer: Any, shape: Any, strides: Any) -> Any:
-    """Generate an array of numba type ``kind`` whose data is at ``pointer``."""
+    """Generate LLVM code for an array of numba type ``kind`` whose data is at ``pointer``."""
     struct = context.make_array(kind)(context, builder)
     item = context.get_data_type(kind.dtype)
     context.populate_array(
@@ -254,7 +255,7 @@ def array_at(context: Any, builder: Any, kind: Any, pointer: Any, shape: Any, st
 
 
 def unpacker(**buffers: Buffer) -> Any:
-    """Return the primitive ``unpack(line, worker)``, which reads a rung's arguments from a line.
+    """Return ``unpack(line, worker)``, by which a kernel reads its arguments from a line.
 
     ``unpack`` returns q, k, v, mask, bias, o, O, L, memory and the sizes; ``o`` and ``memory`` are
     the same ``Line``. The pointer ``line`` has the dtype in which q, k and v are stored.

@@ -28,12 +28,12 @@ Job = tuple[Kernel, np.dtype[Any]]  # to compile, for that dtype of storage
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why a function of ``problem`` cannot be compiled, or None if all can be."""
+    """Return why ``score_mod`` or ``mask_mod`` of ``problem`` cannot be compiled, or None."""
     return functions.unsupported(problem)
 
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return O and L of ``problem``; see ``minimha.equations.dense.forward``.
+    """Return output O and log-sum-exp L of ``problem``; see ``minimha.equations.dense.forward``.
 
     Arrays are read in place if their last axis is contiguous. The CPU's matrix unit, if any,
     multiplies float16 and bfloat16; otherwise they are widened to float32 block by block. The first
@@ -43,7 +43,7 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def plan(problem: Problem) -> Plan | Parts:
-    """Compile the kernel for ``problem`` and return a plan for problems of this kind."""
+    """Compile the kernel for ``problem``, and return its ``Plan``, or two plans as ``Parts``."""
     is_few = problem.num_queries <= FEW_QUERIES
     if problem.sequences is not None and is_few.any() and not is_few.all():
         return Parts(problem, is_few)
@@ -70,11 +70,11 @@ class Parts:
         return self._together([plan(problem) for plan in self._plans])
 
     def run(self, *given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return O and L for the arguments of ``Plan.run``."""
+        """Return output O and log-sum-exp L; the arguments are those of ``Plan.run``."""
         return self._together([plan.run(*given) for plan in self._plans])
 
     def fits(self, problem: Problem, given: Sequence[NDArray[Any]]) -> bool:
-        """Return whether ``run`` accepts arrays like ``given``; see ``Plan.fits``."""
+        """Return whether to store both plans for later calls of ``run``; see ``Plan.fits``."""
         return all(plan.fits(problem, given) for plan in self._plans)
 
     def _together(
@@ -87,7 +87,7 @@ class Parts:
 
 
 def is_ready(problem: Problem) -> bool:
-    """Return whether the kernel and the functions of ``problem`` are compiled in this process."""
+    """Return whether this process has compiled the kernel and the functions for ``problem``."""
     kernel: Kernel = _rung(problem).KERNEL
     return kernel.storage(problem) in kernel.compiled and functions.is_ready(problem)
 
@@ -101,7 +101,7 @@ def is_stored(problem: Problem) -> bool:
 def compile_ahead(
     dtypes: Sequence[str], progress: Callable[[str], None] = lambda doing: None
 ) -> dict[str, Path | None]:
-    """Compile the kernels for ``dtypes``, and return their files by name.
+    """Compile the kernels for ``dtypes``; map each kernel's name to its file, None if not stored.
 
     This process and other processes share the work. If another process could not store a kernel on
     disk, this process compiles it again.
@@ -159,7 +159,7 @@ def _program(jobs: Sequence[Job]) -> str:
 
 
 def rungs(dtype: np.dtype[Any]) -> tuple[ModuleType, ModuleType]:
-    """Return the kernels for many and for few queries; ``dtype`` uint16 means 16-bit floats."""
+    """Return two rungs (modules), for many and for few queries; uint16 means 16-bit floats."""
     has_matrix_unit = rung6_matrix_unit.is_made_for(dtype)
     return rung6_matrix_unit if has_matrix_unit else rung4_parallel, rung5_decode
 

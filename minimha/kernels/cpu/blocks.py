@@ -34,9 +34,10 @@ _kept: dict[Hashable, Any] = {}
 
 
 class Blocks(NamedTuple):
-    """The states of the blocks of scores, for sequences that differ in length.
+    """Which blocks of scores a ``mask_mod`` hides, for B sequences that may differ in length.
 
-    B is the number of sequences, or of batch entries. Each sequence and head has row-major blocks.
+    A block's state is HIDDEN, PARTIAL or FULL (nothing is hidden). Without packed sequences, each
+    batch entry is a sequence. The blocks of each sequence and head are in row-major order.
     """
 
     blocks: NDArray[np.uint8]  # (N,): all states, as in ``BlockMask``; empty if they are not known
@@ -46,7 +47,7 @@ class Blocks(NamedTuple):
 
 @cache
 def no_blocks(H: int) -> Blocks:
-    """Return empty ``Blocks``, cached because new arrays cost microseconds per call."""
+    """Return ``Blocks`` without any block, cached because new arrays cost microseconds per call."""
     return Blocks(np.empty(0, np.uint8), np.empty((0, H), np.int64), np.empty(0, np.int64))
 
 
@@ -88,7 +89,10 @@ def blocks_of(problem: Problem) -> Blocks:
 def block_states(
     mask_mod: Any, B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """Return ``BlockMask.states`` (B, H, ⌈Lq / 16⌉, ⌈Lk / 32⌉), with ``mask_mod`` compiled."""
+    """Return the state of each block of 16 queries × 32 keys, with ``mask_mod`` compiled.
+
+    The shape is (B, H, ⌈Lq / 16⌉, ⌈Lk / 32⌉), as in ``BlockMask.states``.
+    """
     kinds = np.column_stack((np.arange(B), np.full(B, Lq), np.full(B, Lk), q_offset))
     try:
         found = _found(Function("mask_mod", mask_mod, FLOAT32, read(mask_mod)), kinds, H)
@@ -145,9 +149,10 @@ def _filling() -> Compiled:
 
 @jit
 def visible_range(o, b, h, i0, i1, j0, j1):
-    """Return the range of keys between j0 and j1 that the queries i0 to i1 may see.
+    """Return start and stop of the keys from j0 to j1 that ``mask_mod`` may show queries i0 to i1.
 
-    Also returns whether all blocks from j0 to j1 are FULL, or False if ``o.blocks`` is empty.
+    Also returns whether all blocks from j0 to j1 are FULL: ``mask_mod`` hides nothing. This is
+    False if ``o.blocks`` is empty.
     """
     if not o.blocks.size:
         return j0, j1, False
@@ -163,7 +168,7 @@ def visible_range(o, b, h, i0, i1, j0, j1):
 
 @jit
 def visible_to_heads(o, b, h, heads, Lq, j0, j1):
-    """Return ``visible_range`` of the first Lq queries, for all heads from h to h + ``heads``."""
+    """Return ``visible_range`` of queries 0 to Lq, joined over the heads h to h + ``heads``."""
     j1 = max(j0, j1)  # without keys, j0 may be far beyond j1
     first, last, is_full = j1, j0, True
     for head in range(h, h + heads):
@@ -196,9 +201,10 @@ def visible_run(o, b, h, heads, Lq, j0, j1):
 def fill(tile, states, visible, failed, table, sizes, first, step):
     """Write the states of every ``step``-th row of blocks, from row ``first`` on.
 
-    For each sequence ``table`` has b, the numbers of queries and of keys, the position of query 0,
-    and the index of the first state. ``sizes`` holds the number of sequences, the number of heads,
-    the first h and the first j. ``visible`` has room for one block per thread.
+    ``tile`` is a ``Tile.line``. For each sequence ``table`` has b, the numbers of queries and of
+    keys, the position of query 0, and the index of the first state. ``sizes`` holds the number of
+    sequences, the number of heads, the first h and the first j. ``visible`` has room for one block
+    per thread.
     """
     num_sequences, heads, first_head, first_key = sizes[0], sizes[1], sizes[2], sizes[3]
     start, turn = first * ROWS * COLUMNS, 0

@@ -24,7 +24,7 @@ SETTINGS = (
 
 
 class File(disk.File):
-    """A file with the machine code of a function, for one signature, as a pickle of numba."""
+    """A file with the machine code of a function for one signature, pickled by numba."""
 
     def __init__(self, name: str, signature: str) -> None:
         super().__init__(name, f"{digest_of_all()} {name} {signature}")
@@ -32,7 +32,7 @@ class File(disk.File):
 
 @cache
 def digest_of_all() -> str:
-    """Return a digest of all facts that every compiled function depends on."""
+    """Return a digest of all sources, versions and settings on which compiled functions depend."""
     facts = [
         sys.implementation.cache_tag, sys.platform, numba.__version__, llvmlite.__version__,
         np.__version__, cpu_target.target_context.codegen().magic_tuple(),

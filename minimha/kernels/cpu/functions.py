@@ -73,7 +73,7 @@ _kept: dict[Hashable, Any] = {}
 
 
 class Function(NamedTuple):
-    """A caller's function for scores of one dtype, with its captured values."""
+    """A caller's ``score_mod`` or ``mask_mod`` with captured values, for scores of one dtype."""
 
     name: str
     given: Any
@@ -82,7 +82,7 @@ class Function(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """Return the key of the machine code, which for a mask ignores the scores' dtype."""
+        """Return the key of the machine code; one code of a ``mask_mod`` serves every dtype."""
         return self.name, self.reading.key, self.compute.name if self.name == "score_mod" else None
 
 
@@ -96,7 +96,7 @@ def _where(condition, input, other):
 
 
 def given(problem: Problem) -> list[Function]:
-    """Return the caller's functions of ``problem``, each as a ``Function``."""
+    """Return the caller's ``score_mod`` and ``mask_mod``, if any, each as a ``Function``."""
     return [
         Function(name, function, problem.compute, problem.readings[name])
         for name, function in problem.functions.items()
@@ -104,7 +104,7 @@ def given(problem: Problem) -> list[Function]:
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why a function of ``problem`` cannot be compiled, or None if all can be."""
+    """Return why ``score_mod`` or ``mask_mod`` of ``problem`` cannot be compiled, or None."""
     try:
         for function in given(problem):
             _compiled(function)
@@ -116,14 +116,15 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def is_ready(problem: Problem) -> bool:
-    """Return whether all functions of ``problem`` are compiled."""
+    """Return whether ``score_mod`` and ``mask_mod`` of ``problem``, if any, are compiled."""
     return all(function.key in _kept for function in given(problem))
 
 
 class Tile:
-    """The machine code of a tile's loop around a function, freed together with this object.
+    """Machine code that calls a caller's function once for each score of a tile.
 
-    The function has ``num_values`` captured values as arguments, and returns the type ``returned``.
+    The function has ``num_values`` captured values as arguments, and returns the numba type
+    ``returned``. The code is freed together with this object.
     """
 
     def __init__(self, library: Any, address: int, num_values: int, returned: Any) -> None:
@@ -135,7 +136,7 @@ class Tile:
         return self.num_values == len(values)
 
     def line(self, values: tuple[Any, ...]) -> array[int]:
-        """Return the line for kernels; the captured ``values`` must live as long as the line."""
+        """Pack the code's address and ``values``, which must stay alive, into integers."""
         line = array("q", [self._address])
         for value in values if self.num_values else ():
             if isinstance(value, np.ndarray):
@@ -148,7 +149,7 @@ class Tile:
 
 
 def tile_function(function: Function) -> Tile:
-    """Return the machine code of ``function``, compiled on first use.
+    """Return the machine code of ``function`` as a ``Tile``, compiled on first use.
 
     Raises ``Refused`` if numba cannot compile the function, TypeError if it returns a wrong type.
     """
@@ -158,7 +159,7 @@ def tile_function(function: Function) -> Tile:
 
 
 def raise_again(problem: Problem) -> NoReturn:
-    """Raise the exception that a function of ``problem`` raised in a kernel."""
+    """Call ``score_mod`` and ``mask_mod`` in Python, to raise what they raised in a kernel."""
     is_whole = problem.sequences is None
     for part in [problem] if is_whole else [part for _, part in problem.each_sequence()]:
         _call_everywhere(part)
@@ -186,7 +187,7 @@ def _call_everywhere(problem: Problem) -> None:
 def call_tile(
     typing, function, X, offset, failed, b, h, i, j, lines, length, stride, is_transposed
 ):  # fmt: skip
-    """Call the tile function of the line ``function`` for the tile of ``X`` from ``offset`` on."""
+    """Call the ``Tile`` with the line ``function`` for the tile of ``X`` from ``offset`` on."""
 
     def generate(context, builder, signature, arguments):
         line, X, offset, failed, *numbers = arguments
@@ -210,7 +211,7 @@ def call_tile(
 
 @jit
 def call_function(function, X, offset, o, b, h, i, j, lines, length, stride, is_transposed):
-    """Call a caller's function for the tile of sequence b that begins at query i and key j."""
+    """Call ``score_mod`` or ``mask_mod`` for the tile of sequence b from query i and key j on."""
     s, h, i, j = o.ids[b], h + o.first_head, i + o.q_offset[b] + o.first_key, j + o.first_key
     call_tile(function, X, offset, o.failed, s, h, i, j, lines, length, stride, is_transposed)
 

@@ -101,19 +101,19 @@ class Part(CPUDispatcher):
         super().__init__(function, targetoptions=options, pipeline_class=_PartCompiler)
 
     def add_overload(self, result: Any) -> None:
-        """Store a version, which callers find by its library, since it has no address yet."""
+        """Store ``result``, numba's code for one signature, so that callers find its library."""
         library = result.library
         libraries = [library, *dict.fromkeys(library._linking_libraries)]
         self.targetctx.insert_user_function(library, result.fndesc, libraries)
         self.overloads[tuple(result.signature.args)] = result
 
     def get_call_template(self, arguments: Any, keywords: Any) -> Any:
-        """Return one version for all integers, while numba would compile one for each constant."""
+        """Describe a call to numba, which then compiles one version for all integer constants."""
         keywords = {name: types.unliteral(kind) for name, kind in keywords.items()}
         return super().get_call_template([types.unliteral(kind) for kind in arguments], keywords)
 
     def get_overload(self, arguments: Any) -> Any:
-        """Return the library by which a caller finds the function for these types."""
+        """Return the library with the code for these argument types, which callers link."""
         return self.overloads[tuple(arguments)].library
 
     @cached_property
@@ -125,17 +125,17 @@ class Part(CPUDispatcher):
 
 
 def jit(function: Callable[..., Any]) -> Part:
-    """Turn ``function`` into a part of kernels."""
+    """Turn ``function`` into a ``Part``, which is compiled into every kernel that calls it."""
     return Part(function)
 
 
 def jit_inline(function: Callable[..., Any]) -> Part:
-    """Turn ``function`` into a part of kernels that LLVM always inlines."""
+    """Turn ``function`` into a ``Part`` that LLVM inlines at every call."""
     return Part(function, is_inlined=True)
 
 
 def jit_too(function: Any) -> Any:
-    """Turn ``function`` into a part of kernels, and return it for calls in plain Python."""
+    """Make ``function`` callable in kernels, and return it unchanged for calls in plain Python."""
     function.part = Part(function)  # its type does not keep it alive
     function._numba_type_ = function.part._numba_type_
     return function

@@ -72,7 +72,7 @@ SPARES, LARGEST_SPARE = 4, 1 << 22  # blocks of memory kept for later calls, and
 
 
 class CompilationFailed(RuntimeError):  # noqa: N818  (it states a fact about the machine)
-    """The error for a kernel that cannot be compiled on this machine."""
+    """Raised if a kernel cannot be compiled on this machine."""
 
 
 class Sizes(NamedTuple):
@@ -84,14 +84,14 @@ class Sizes(NamedTuple):
 
 
 class Kernel:
-    """A rung's function, compiled for each dtype of storage when it is first needed.
+    """A rung's function, with its machine code for each dtype in which q, k and v are stored.
 
-    The kernel writes ``buffers`` besides O and L; ``sizes(problem, **chosen)`` returns its block
-    sizes. If the kernel ``widens``, it reads 16-bit numbers; otherwise they are widened before the
-    call. If the kernel ``skips``, it skips blocks that a ``mask_mod`` hides completely, provided
-    that K and V have at least ``worth_skipping`` numbers. For fewer, finding the blocks takes
-    longer than reading them. Before the division by the sum no weight exceeds ``largest_weight``,
-    up to rounding.
+    Besides O and L the kernel writes temporary ``buffers``. ``sizes(problem, **chosen)`` returns
+    its ``Sizes``. If the kernel ``widens``, it reads 16-bit numbers; otherwise they are widened
+    before the call. If the kernel ``skips``, it skips blocks that a ``mask_mod`` hides completely,
+    provided that K and V have at least ``worth_skipping`` numbers. For fewer, finding the blocks
+    takes longer than reading them. Before the division by the sum no weight exceeds
+    ``largest_weight``, up to rounding.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class Kernel:
         self.compiled: dict[np.dtype[Any], Compiled] = {}
 
     def plan(self, problem: Problem, **chosen: int) -> Plan:
-        """Return the plan for problems of this kind; ``chosen`` replaces default sizes."""
+        """Return a ``Plan`` for ``problem``; ``chosen`` replaces default sizes, such as ``B_c``."""
         return Plan(self, problem, self.sizes(problem, **chosen))
 
     def forward(self, problem: Problem, **chosen: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return O and L of ``problem``; see ``minimha.equations.tiled.forward``."""
+        """Return output O and log-sum-exp L; see ``minimha.equations.tiled.forward``."""
         return self.plan(problem, **chosen)(problem)
 
     def storage(self, problem: Problem) -> np.dtype[Any]:
@@ -120,7 +120,7 @@ class Kernel:
         return np.dtype(np.uint16) if problem.dtype.itemsize == 2 else problem.dtype
 
     def compile(self, storage: np.dtype[Any], is_ahead: bool = False) -> Compiled:
-        """Return the machine code for a dtype of storage; ``is_ahead`` if no call needs it yet."""
+        """Load or compile the code for a dtype; a compilation is logged unless ``is_ahead``."""
         if storage not in self.compiled:
             name = self.name(storage)
             try:
@@ -231,9 +231,10 @@ class Plan:
     def run(
         self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], called: dict[str, Placed]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return O and L for arrays of the planned shapes, strides and dtypes.
+        """Return output O and log-sum-exp L for arrays of the planned shapes, strides and dtypes.
 
-        The readings of the functions ``called`` must have the planned keys.
+        ``called`` maps "score_mod" and "mask_mod" to functions. Each must have the code of the
+        planned function, but may have captured other numbers and arrays.
         """
         O, L, is_finite = self._launch(self._line[:], q, k, v, called)
         if not is_finite:

@@ -62,7 +62,7 @@ def load_tile(X, b, h, i0, rows, j0, n, lanes, tile):
 
 @jit
 def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, visible, biases):
-    """Write the mask of n keys and all lanes into ``visible``; return the number of visible pairs.
+    """Write into ``visible`` which keys each lane's query sees; return the number of visible pairs.
 
     ``full`` means that causality, window, length and ``mask_mod`` hide no key of the tile. The
     tile's biases are written into ``biases``.
@@ -98,7 +98,7 @@ def mask_tile(mask, bias, o, b, h, i0, rows, j0, n, lanes, full, visible, biases
 
 @jit
 def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
-    """Apply soft cap, bias and ALiBi to a scaled tile; ``mask_tile`` has written ``biases``."""
+    """Apply soft cap, bias and ALiBi to scaled scores S, with ``biases`` from ``mask_tile``."""
     if o.softcap:
         soft_cap(S, 0, n * lanes, o.softcap)
     if bias.size:
@@ -113,7 +113,7 @@ def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
 
 @jit
 def apply_score_mod(S, visible, o, b, h, i0, rows, j0, n, lanes):
-    """Apply ``score_mod`` to a tile and hide scores of -inf; return the number of visible pairs."""
+    """Apply ``score_mod`` to a tile; hide keys whose score becomes -inf; count visible pairs."""
     call_function(o.score_mod, S, 0, o, b, h, i0, j0, n, rows, lanes, 1)
     count, lowest = 0, S.dtype.type(-math.inf)
     for x in range(n * lanes):

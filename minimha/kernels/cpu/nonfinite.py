@@ -52,7 +52,7 @@ def is_nonfinite_key(V_j, j, Dv):
 
 @jit_inline
 def note_nonfinite(row, n, counters):
-    """Set the counter NONFINITE if ``row`` of O is nonfinite, since its sum may have overflowed."""
+    """Set ``counters[NONFINITE]`` if ``row`` of O is nonfinite: its sum may have overflowed."""
     if is_nonfinite_key(row, 0, n):
         counters[NONFINITE] = 1
 
@@ -69,7 +69,7 @@ def zero_nonfinite(V_j, n, Dv, copy):
 
 @jit
 def add_nonfinite(O, P, visible, V_j, n, Dv, rows, lanes):
-    """Add the values that ``zero_nonfinite`` omitted to the lanes of O that see their keys."""
+    """Add the values that ``zero_nonfinite`` omitted to O, for the queries that see their keys."""
     for j in range(n):
         if is_nonfinite_key(V_j, j, Dv):
             for r in range(rows):
@@ -82,7 +82,7 @@ def add_nonfinite(O, P, visible, V_j, n, Dv, rows, lanes):
 
 @jit_inline
 def add_visible_values(P, visible, V, O, first, n):
-    """Add P V for n keys to O, where a row of P has one query, and its keys from ``first`` on."""
+    """Add P[:, first:first + n] V to O, leaving out the keys that a row's query does not see."""
     for r in range(O.shape[0]):
         for j in range(n):
             if visible[r, first + j]:

@@ -1,6 +1,7 @@
 """Compute a panel of queries, one query per lane, from Q to O, for rungs 3, 4 and 6.
 
-Line numbers are those of Algorithm 1; see ``rung3_vector_tiles`` for the idea of a panel.
+Line numbers are those of FlashAttention-2's Algorithm 1. See ``rung3_vector_tiles`` for the idea of
+a panel. ``t`` holds a thread's buffers, and ``o`` the options of the problem.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ B_C = 160  # a tile of scores, 160 keys × 48 queries of float32, is 30 KiB of t
 
 
 class Panel(NamedTuple):
-    """The queries i0 to i0 + rows of head h, with m, l and O of the keys so far.
+    """The queries i0 to i0 + rows of head h; m, l and O are maximum, sum and output so far.
 
     ``Q`` is (D, lanes) and ``O`` is (Dv, lanes), flat. ``m`` and ``l`` are (lanes,); ``l``, a long
     sum, is in float64. The panel is ``vectors`` vectors wide; lanes beyond ``rows`` are padding.
@@ -60,7 +61,7 @@ PANEL_BUFFERS = dict.fromkeys(
 
 
 def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dict[str, int]:
-    """Return the lengths of ``PANEL_BUFFERS``, padded to whole register tiles."""
+    """Map each of ``PANEL_BUFFERS`` to its length, with room for whole register tiles."""
     lanes, keys, columns = panel_width(itemsize), whole_tiles(B_c), whole_tiles(Dv)
     lengths = dict.fromkeys(("scales", "top", "shift", "correction", "total"), lanes)
     lengths |= dict.fromkeys(("S", "visible", "biases"), keys * lanes) | {"V_j": keys * Dv}
@@ -70,7 +71,7 @@ def buffer_lengths(itemsize: int, D: int, Dv: int, B_c: int, panels: int) -> dic
 
 @jit
 def panel_of(t, u, Lq, b, h, p):
-    """Return panel p of head h, stored in section u of each buffer."""
+    """Return panel p of head h, with Q, O, m and l in the u-th section of their buffers."""
     widest = panel_width(t.ms.itemsize)
     panels = len(t.ms) // widest
     i0, rows, vectors = panel_rows(Lq, t.ms.itemsize, p)
@@ -97,7 +98,7 @@ def panel_rows(Lq, itemsize, p):
 
 @jit
 def load_panel(panel, Q, D, Dv, t, o):
-    """Copy Q transposed into the panel, and initialize m, l and O (lines 4 and 5)."""
+    """Copy Q, transposed, into the panel, and begin m, l and O (Algorithm 1, lines 4 and 5)."""
     lanes = panel.lanes
     transpose(Q.line, Q.start, Q.stride, panel.Q, 0, lanes, panel.rows, D)
     if panel.rows < lanes:
@@ -109,7 +110,7 @@ def load_panel(panel, Q, D, Dv, t, o):
 
 @jit
 def begin_panel(panel, rows_of_O, t, o):
-    """Initialize m, l and O (line 5)."""
+    """Give m, l and O of a panel their first values (Algorithm 1, line 5)."""
     lanes, sink = panel.lanes, o.sinks[panel.h]
     for x in range(rows_of_O * lanes):
         panel.O[x] = 0
@@ -121,7 +122,7 @@ def begin_panel(panel, rows_of_O, t, o):
 
 @jit_inline
 def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
-    """Update m, l and O with the keys j0 to j0 + n (lines 8 to 10).
+    """Update m, l and O with the keys j0 to j0 + n (Algorithm 1, lines 8 to 10).
 
     These keys are the rows of ``block``, a pair K_j and V_j, from ``first`` on. If ``full``,
     causality, window, length and ``mask_mod`` hide none of them.
@@ -149,7 +150,7 @@ def update_panel(panel, block, first, j0, n, D, Dv, t, mask, bias, o, full):
 
 @jit_inline
 def mask_panel(panel, j0, n, t, mask, bias, o, full):
-    """Call ``mask_tile`` for a panel and n keys from j0 on."""
+    """Call ``mask_tile`` for a panel and the n keys from j0 on."""
     return mask_tile(
         mask, bias, o, panel.b, panel.h, panel.i0, panel.rows, j0, n, panel.lanes, full,
         flat(t.visible, 0), t.biases,
@@ -158,7 +159,7 @@ def mask_panel(panel, j0, n, t, mask, bias, o, full):
 
 @jit_inline
 def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
-    """Turn n rows of scores into weights, and update m and l (line 9).
+    """Turn n rows of scores into weights, and update m and l (Algorithm 1, line 9).
 
     Unless ``is_scaled``, scores are scaled inside the exponential, which saves a pass. They are
     scaled earlier if another step needs scaled scores, if the scale is not positive, or if a score
@@ -202,7 +203,7 @@ def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
 
 @jit
 def store_panel(panel, O, L, o, t):
-    """Write O / l, transposed back, and m + log l; 0 and -inf if l is 0 (lines 12 to 15)."""
+    """Write O / l and L = m + log l, or 0 and -inf if l is 0 (Algorithm 1, lines 12 to 15)."""
     lanes, Dv = panel.lanes, O.shape[3]
     entry, first, _ = queries_of(o, panel.b)
     h, i0 = panel.h, first + panel.i0
@@ -217,7 +218,7 @@ def store_panel(panel, O, L, o, t):
 
 @jit
 def scale_O(panel, d, n, t):
-    """Multiply n rows of O from row d on by m, lane by lane; set NONFINITE if a product is so."""
+    """Multiply n rows of O from row d on by the factors in ``panel.m``; note nonfinite products."""
     lanes = panel.lanes
     scale_lanes(panel.O, d * lanes, n, lanes, panel.m)
     if has_nonfinite(Rows(panel.O, d * lanes, lanes), n, lanes):
@@ -225,7 +226,7 @@ def scale_O(panel, d, n, t):
 
 
 def store_lanes(panel, to, Dv, o, t):
-    """Write O times m, lane by lane, transposed; a 16-bit output is written as its bits."""
+    """Write O / l, transposed back, with 1 / l from ``panel.m``; 16-bit numbers as their bits."""
 
 
 @overload(store_lanes, jit_options=OPTIONS)

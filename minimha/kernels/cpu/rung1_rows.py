@@ -46,7 +46,7 @@ plan, forward = KERNEL.plan, KERNEL.forward
 
 @jit
 def row(q, k, v, mask, bias, o, O, memory, b, h, i):
-    """Write O of query i of sequence b, and return L."""
+    """Attend with query i of head h: write its row of O, and return its log-sum-exp."""
     O_i, (entry, first, _) = memory.O_i, queries_of(o, b)
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv = q.shape[3], v.shape[3]

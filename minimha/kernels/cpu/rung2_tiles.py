@@ -50,7 +50,7 @@ plan, forward = KERNEL.plan, KERNEL.forward
 
 @jit
 def row_block(q, k, v, mask, bias, o, O, L, memory, b, h, i0, rows, B_c):
-    """Write O and L of the queries i0 to i0 + rows (lines 4 to 15)."""
+    """Write O and L of the queries i0 to i0 + rows (Algorithm 1, lines 4 to 15)."""
     kv = h // (q.shape[1] // k.shape[1])
     D, Dv, Lk = q.shape[3], v.shape[3], o.kv_lengths[b]
     entry, first, _ = queries_of(o, b)

@@ -38,7 +38,7 @@ def sizes(problem: Problem, *, B_c: int = B_C) -> Sizes:
 
 
 def vector_tiles(line, worker):
-    """Compute Algorithm 1 with panels as blocks of queries."""
+    """Compute Algorithm 1 with a panel as each block of queries."""
     q, k, v, mask, bias, o, O, L, memory, (B_c, _) = unpack(line, worker)
     H, Hkv, D, Dv = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
     for b in range(len(o.queries)):

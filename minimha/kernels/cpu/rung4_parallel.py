@@ -49,7 +49,7 @@ def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Siz
     """Return the sizes for ``problem``: tasks of ``panels`` panels, blocks of ``B_c`` keys.
 
     By default a task has up to four panels, or fewer if tasks are few. ``B_c`` is rounded up to
-    tiles.
+    whole register tiles.
     """
     D, Dv, itemsize = problem.q.shape[3], problem.v.shape[3], problem.compute.itemsize
     most, workers = shared_out(problem, PANELS, TASKS_PER_THREAD)
@@ -62,7 +62,7 @@ def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Siz
 
 
 def shared_out(problem: Problem, panels: int, tasks: int) -> tuple[int, int]:
-    """Return the number of panels per task and of threads, so that each gets ``tasks`` or more."""
+    """Return panels per task and number of threads; each gets ``tasks`` tasks if possible."""
     (_, H, _, D), Dv = problem.q.shape, problem.v.shape[3]
     all_panels = H * int(num_panels(problem.num_queries, problem.compute.itemsize).sum())
     workers = get_num_threads() if problem.num_pairs * (D + Dv) >= WORTH_SHARING else 1
@@ -70,10 +70,10 @@ def shared_out(problem: Problem, panels: int, tasks: int) -> tuple[int, int]:
 
 
 def task_loop(load_queries, visit_keys):
-    """Return one thread's loop, which computes the tasks of its share, then of others' shares.
+    """Return the loop of one thread, which computes its share of the tasks, then helps others.
 
-    ``load_queries(panel, q, entry, i0, Dv, o, t)`` does lines 4 and 5 for the queries from row i0
-    on. ``visit_keys`` is a result of ``key_loop``.
+    ``load_queries(panel, q, entry, i0, Dv, o, t)`` does lines 4 and 5 of Algorithm 1 for the
+    queries from row i0 on. ``visit_keys`` is a result of ``key_loop``.
     """
 
     @jit_inline
@@ -104,7 +104,7 @@ def task_loop(load_queries, visit_keys):
 
 
 def key_loop(load_block, update):
-    """Return the loop over blocks of keys for the panels of a task (lines 6 to 11).
+    """Return the loop over blocks of keys for the panels of a task (Algorithm 1, lines 6 to 11).
 
     ``load_block(k, v, page, kv, at, n, o, t)`` returns n keys (line 7) for ``update``, which takes
     the parameters of ``update_panel``.
@@ -151,14 +151,14 @@ def key_loop(load_block, update):
 
 @jit_inline
 def load_queries(panel, q, entry, i0, Dv, o, t):
-    """Load a panel (lines 4 and 5), with Q read in place or widened."""
+    """Load a panel of queries, widened if necessary (Algorithm 1, lines 4 and 5)."""
     Q = float_rows(q, entry, panel.h, i0, panel.rows, o, t.wide_Q)
     load_panel(panel, Q, q.shape[3], Dv, t, o)
 
 
 @jit_inline
 def load_block(k, v, page, kv, at, n, o, t):
-    """Return n rows of K and V (line 7), in place or widened."""
+    """Return n rows of K and V, widened if necessary (Algorithm 1, line 7)."""
     K_j = float_rows(k, page, kv, at, n, o, t.wide_K)
     return K_j, float_rows(v, page, kv, at, n, o, t.wide_V)
 

@@ -83,8 +83,8 @@ FINISHED = 1  # counter 0 counts tasks; those from 1 on count the finished split
 def sizes(problem: Problem, *, splits: int | None = None, B_c: int | None = None) -> Sizes:
     """Return the sizes for ``problem``: ``splits`` of the keys, blocks of ``B_c`` keys.
 
-    By default each thread gets a few splits, and a block ``block_size(problem)`` keys, in whole
-    panels.
+    By default each thread gets a few splits, and a block has ``block_size(problem)`` keys. Blocks
+    are rounded up to whole panels.
     """
     (_, H, _, D), (_, Hkv, _, Dv) = problem.q.shape, problem.v.shape
     B, Lk = len(problem.kv_lengths), longest_k(problem)
@@ -123,7 +123,7 @@ def longest_k(problem: Problem) -> int:
 
 
 def decode(line, worker):
-    """Run one thread, which computes splits, and merges each head whose last split it finishes."""
+    """Run one thread: compute splits of the keys, and merge a head after its last split."""
     q, k, v, mask, bias, o, O, L, t, (splits, B_c) = unpack(line, worker)
     H, D, Hkv, Dv = q.shape[1], q.shape[3], v.shape[1], v.shape[3]
     most = H // Hkv * most_queries(o)
@@ -163,7 +163,7 @@ plan, forward = KERNEL.plan, KERNEL.forward
 
 
 class Part(NamedTuple):
-    """The arrays O (R, Dv), m and l (R) of one split of one head."""
+    """O (R, Dv), m and l (R) of one split of the keys, for the R queries of a key/value head."""
 
     O: Any
     m: Any
@@ -172,14 +172,17 @@ class Part(NamedTuple):
 
 @jit_inline
 def part_of(t, n, rows, most, Dv):
-    """Return the shared O, m and l of split n over all heads; a split has at most ``most`` rows."""
+    """Return the ``Part`` of split n, counted over all heads; it has at most ``most`` rows."""
     m = flat(t.parts_ml, 2 * n * most)
     return Part(matrix(t.parts_O, n * most * Dv, rows, Dv), m, flat(m, rows))
 
 
 @jit_inline
 def load_queries(q, Q, o, b, kv, group, copies):
-    """Copy queries: row g · Lq + i is query i of the g-th head of key/value head ``kv``."""
+    """Copy the queries of the ``group`` heads that share key/value head ``kv`` into Q.
+
+    Row g · Lq + i is query i of the g-th of these heads.
+    """
     (entry, first, Lq), D = queries_of(o, b), q.shape[3]
     for g in range(group):
         for i in range(Lq):
@@ -190,7 +193,7 @@ def load_queries(q, Q, o, b, kv, group, copies):
 
 @jit_inline
 def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible, t):
-    """Update m, l and O of all rows of Q with the keys j0 to j0 + n (lines 8 to 10).
+    """Update m, l and O of all rows of Q with the keys j0 to j0 + n (Algorithm 1, lines 8 to 10).
 
     If ``all_visible``, ``mask_mod`` hides none of these keys.
     """
@@ -248,18 +251,18 @@ def update_rows(k, v, part, mask, bias, o, b, kv, Lq, D, B_c, j0, n, all_visible
 
 @jit_inline
 def piece_size(is_direct, rows):
-    """Return how many rows of k or v to process at a time; ``is_direct`` means read in place.
+    """Return how many rows of k or v to process at a time, for ``rows`` queries.
 
-    One, two or four queries are multiplied with a row as soon as it comes from memory, and small
-    pieces would only interrupt reading. Other numbers of queries, and widened rows, are read twice:
-    small pieces stay in the L1 cache for the second pass.
+    ``is_direct`` means that k or v is read without widening. Then one, two or four queries use a
+    row as soon as it comes from memory, and small pieces would only interrupt reading. Otherwise
+    each row is read twice, and a small piece is still in the L1 cache the second time.
     """
     return SUMMED if is_direct and (rows == 1 or rows == 2 or rows == 4) else NEAR
 
 
 @jit_inline
 def add_values(v, O, o, b, kv, j0, begin, n, is_partial, S, visible, t):
-    """Add P V for n keys of a block to O, summed first, because short sums lose fewer digits."""
+    """Sum P V over n keys of a block, then add the sum to O: short sums lose fewer digits."""
     (rows, Dv), B_c, P, part, starts = O.shape, S.shape[1], t.S, t.part, t.starts
     for x in range(rows * Dv):
         part[x] = 0

@@ -70,13 +70,13 @@ def is_made_for(dtype: np.dtype[Any]) -> bool:
 
 
 def plan(problem: Problem, **chosen: int) -> Plan:
-    """Return the plan for problems of this kind, by rung 4 unless ``is_made_for`` their dtype."""
+    """Return a ``Plan`` for ``problem``: of rung 6 if ``is_made_for`` its dtype, else of rung 4."""
     kernel = KERNEL if is_made_for(problem.dtype) else rung4_parallel.KERNEL
     return kernel.plan(problem, **chosen)
 
 
 def forward(problem: Problem, **chosen: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return O and L of ``problem``; see ``Kernel.forward``."""
+    """Return output O and log-sum-exp L of ``problem``; see ``Kernel.forward``."""
     return plan(problem, **chosen)(problem)
 
 
@@ -99,7 +99,7 @@ def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Siz
 
 
 class Packed(NamedTuple):
-    """Rows split into parts: number c of row r of part p is ``line[p * part + r * row + c]``."""
+    """Rows as sums of parts: number c of row r of part p is ``line[p * part + r * row + c]``."""
 
     line: Any
     row: int
@@ -107,9 +107,10 @@ class Packed(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The packed K and Vᵀ of some keys; unless V ``is_finite``, ``values`` has V as floats.
+    """The packed K and Vᵀ of a block of keys.
 
-    Vᵀ is 0 for keys with a nonfinite value.
+    Unless V ``is_finite``, Vᵀ is 0 for each key with a nonfinite value, and ``values`` has V as
+    floats.
     """
 
     K: Any
@@ -126,7 +127,7 @@ def num_parts(o):
 
 @jit
 def pack(X, b, h, i, n, o, tail, to):
-    """Split n rows of X[b, h] from i on into parts; return whether a number is nonfinite."""
+    """Write n rows of X[b, h] from i on into ``to``, as parts; return whether any is nonfinite."""
     rows = rows_at(X, b, h, i)
     return pack_rows(
         rows.line, rows.start, rows.stride, to.line, to.row, to.part, n, X.shape[3],
@@ -136,7 +137,7 @@ def pack(X, b, h, i, n, o, tail, to):
 
 @jit_inline
 def load_queries(panel, q, entry, i0, Dv, o, t):
-    """Transpose Q by pairs of numbers, and initialize m, l and O (lines 4 and 5)."""
+    """Transpose Q by pairs of numbers, and begin m, l and O (Algorithm 1, lines 4 and 5)."""
     lanes, row = panel.lanes, whole(q.shape[3], DEPTH)
     packed = Packed(halves_of(t.rows), row, lanes * row)
     pack(q, entry, panel.h, i0, panel.rows, o, t.tail, packed)
@@ -149,7 +150,7 @@ def load_queries(panel, q, entry, i0, Dv, o, t):
 
 @jit_inline
 def load_block(k, v, page, kv, at, n, o, t):
-    """Pack n keys into a ``Block`` (line 7)."""
+    """Pack n rows of K and V into a ``Block`` (Algorithm 1, line 7)."""
     Dv, parts = v.shape[3], num_parts(o)
     K = Packed(halves_of(t.packed_K), whole(k.shape[3], DEPTH), 2 * len(t.packed_K) // parts)
     pack(k, page, kv, at, n, o, t.tail, K)

@@ -49,7 +49,7 @@ def rows_from(rows, r):
 
 @jit_inline
 def queries_of(o, b):
-    """Return the batch entry in q, O and L, the first row, and the number of rows of sequence b."""
+    """Return where the queries of sequence b are: batch entry, first row and number of rows."""
     return o.queries[b, 0], o.queries[b, 1], o.queries[b, 2]
 
 
@@ -71,13 +71,13 @@ def key_at(o, b, j):
 
 @jit_inline
 def keys_ahead(o, j):
-    """Return the number of keys from j to the end of its page."""
+    """Return the number of keys from key j to the end of its page."""
     return o.page_size - j % o.page_size
 
 
 @jit
 def find_keys(X, o, b, kv, j, n, starts):
-    """Write the starts of n keys of sequence b from j on, then the starts of keys to prefetch."""
+    """Write where n keys from key j on begin in X, then where the keys to prefetch begin."""
     n += ROWS_AHEAD if is_far(X) else ROWS_AHEAD_OF_L1
     r, known, stride = 0, min(n, o.kv_lengths[b] - j), X.strides[2] // X.itemsize
     page, at, ahead = j // o.page_size, key_at(o, b, j)[1], keys_ahead(o, j)
@@ -94,13 +94,13 @@ def find_keys(X, o, b, kv, j, n, starts):
 
 @jit_inline
 def is_in_one_piece(o):
-    """Return whether the rows of each sequence have one stride, because they are not in pages."""
+    """Return True if keys are not in pages, so that a sequence's rows have one constant stride."""
     return o.page_size == UNBOUNDED
 
 
 @jit_inline
 def keys_from(X, o, b, kv, j):
-    """Return where key j of sequence b starts, and the stride from key to key, without pages."""
+    """Return where key j begins in X, and the stride from key to key; keys must not be in pages."""
     page, at = key_at(o, b, j)
     return start_of(X, page, kv, at), X.strides[2] // X.itemsize
 
@@ -140,7 +140,7 @@ def _write_numbers(X, x, to, start, n, o):
 
 
 def is_read_in_place(X, o):
-    """Return whether products for few queries read X in place; only float16 is widened before."""
+    """Return whether rung 5 reads X in place; float16 must be widened before."""
 
 
 @overload(is_read_in_place, jit_options=OPTIONS)
@@ -151,7 +151,7 @@ def _is_read_in_place(X, o):
 
 
 def float_rows(X, b, h, i, n, o, copy):
-    """Return n rows of X[b, h] from row i on, in place or widened into ``copy``."""
+    """Return n rows of X[b, h] from row i on as floats: a view, or widened into ``copy``."""
 
 
 @overload(float_rows, jit_options=OPTIONS)
@@ -169,7 +169,7 @@ def _float_rows(X, b, h, i, n, o, copy):
 
 
 def float_keys(X, starts, n, o, copy):
-    """Return n rows of X that begin at ``starts``, in place or widened into ``copy``."""
+    """Return n rows of X that begin at ``starts`` as floats: a view, or widened into ``copy``."""
 
 
 @overload(float_keys, jit_options=OPTIONS)

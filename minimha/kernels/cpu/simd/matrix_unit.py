@@ -169,8 +169,8 @@ def matrix_product(
     Row r of part p of A starts at a + p · a_part + r · a_row and has ``depth`` 16-bit numbers, a
     multiple of ``DEPTH``. Row k of part p of B starts at b + p · b_part + k · b_row and has
     ``columns`` pairs, a multiple of ``TILE``, as 32-bit items: numbers 2 k and 2 k + 1 of a column.
-    B has at least as many parts as A. C's row r is at c + r · c_row. Up to the next multiple of
-    ``TILE`` more rows of A are read, and of C written.
+    B has at least as many parts as A. C's row r is at c + r · c_row. ``rows`` is rounded up to a
+    multiple of ``TILE``: more rows of A are read, and of C written.
     """
     if b_parts == 1:
         _one_by_one(A, a, a_row, 0, B, b, b_row, 0, C, c, c_row, rows, columns, depth, adds)

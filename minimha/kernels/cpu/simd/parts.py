@@ -115,8 +115,8 @@ _pack_bfloat16, _pack_float16 = _packer(True), _packer(False)
 def pack_rows(X, x, x_row, to, row, part, rows, columns, is_bfloat16, tail):
     """Write rows of X as parts, to[p · part + r · row + c]; return whether a number is nonfinite.
 
-    Rows are padded with zeros to ``row`` numbers, ``columns`` rounded up to a multiple of
-    ``WIDTH``; ``tail`` has room for ``WIDTH`` numbers.
+    ``row`` is ``columns`` rounded up to a multiple of ``WIDTH``; the numbers between are 0.
+    ``tail`` is scratch memory for ``WIDTH`` numbers.
     """
     full = columns // WIDTH * WIDTH
     found = _pack(X, x, x_row, to, 0, row, part, rows, full, is_bfloat16)
@@ -138,10 +138,10 @@ def _pack(X, x, x_row, to, first, row, part, rows, n, is_bfloat16):
 
 @intrinsic
 def split_rows(typing, S, s, n, lanes):
-    """Split each two rows of S: one becomes pairs of first parts, the other of second parts.
+    """Split each weight in n rows of S, from S[s] on, into two parts.
 
-    S has n rows of weights, an even number, from S[s] on. Second parts are rounded, first parts are
-    not, so that NaN stays NaN with any payload.
+    n must be even. Of each two rows, one becomes pairs of first parts, the other pairs of second
+    parts. Second parts are rounded, first parts are not, so that NaN stays NaN with any payload.
     """
     signature = types.void(S, types.intp, types.intp, types.intp)
 

@@ -21,7 +21,7 @@ ROWS = REGISTERS // 4  # rows of a register tile
 
 @jit_too
 def whole_tiles(rows):
-    """Return ``rows``, rounded up to whole register tiles."""
+    """Return ``rows``, rounded up to a multiple of ``ROWS``, the height of a register tile."""
     return -(-rows // ROWS) * ROWS
 
 

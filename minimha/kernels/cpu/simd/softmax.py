@@ -73,7 +73,7 @@ def _lanes_max(typing, S, s, n, vectors, M):
 
 @jit
 def lanes_max(S, s, n, vectors, M):
-    """Set M[lane] to the largest of n rows S[s + row · lanes + lane], ignoring NaN."""
+    """Set M[lane] to the largest S[s + row · lanes + lane] of n rows, ignoring NaN."""
     _lanes_max(S, s, n, vectors, M)
 
 
@@ -144,7 +144,7 @@ def _times_power_of_2(builder, vector, x, w):
 def exp_of_vector(builder, vector, x):
     """Generate exp(x) of a vector of numbers that are NaN or have a finite exponential.
 
-    The result is exactly 0 if it would not be a normal number, and for -inf.
+    A result below the smallest normal number becomes exactly 0.
     """
     w, r, vanishes = _reduced(builder, vector, x)
     power = _polynomial(builder, vector, POLYNOMIAL[vector.bits], r)
@@ -243,7 +243,8 @@ def _lanes_exp(typing, S, s, n, vectors, scale, M, T):
 def lanes_exp(S, s, n, vectors, scale, M, T):
     """Set S = exp(scale S - M[lane]) for n rows from S[s] on, and T[lane] to the sum over rows.
 
-    scale S - M must be at most 88 (float64: 709). A result that is not normal is 0, as for -inf.
+    scale S - M must be at most 88 (float64: 709). Results below the smallest normal number become
+    0.
     """
     _lanes_exp(S, s, n, vectors, S.dtype.type(scale), M, T)
 
