@@ -52,11 +52,11 @@ class File:
         self._locked = int(digest[:7], 16)  # the byte of the lock file that locks this file
 
     def read(self, refused: bytes | None = None) -> bytes | None:
-        """Return the machine code, or None if no folder has any that differs from ``refused``."""
+        """Return the machine code from a folder, or None; code equal to ``refused`` is ignored."""
         return next((code for _, code in self._found() if code != refused), None)
 
     def content(self, make: Callable[[], bytes], refused: bytes | None = None) -> bytes:
-        """Return the machine code from disk; if it is missing, store the result of ``make()``.
+        """Return the machine code from disk; if it is missing, store and return ``make()``.
 
         Machine code on disk that equals ``refused`` is ignored.
         """
@@ -107,7 +107,7 @@ class File:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Lock this version of the function; wait at most ``WAIT`` seconds for another process."""
+        """Lock the function's name in a ``with`` block, after at most ``WAIT`` seconds."""
         folder = _writable_folder()
         if folder is None or fcntl is None:
             yield

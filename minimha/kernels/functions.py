@@ -23,15 +23,15 @@ Compiler = Callable[[FunctionType, tuple[Any, ...]], tuple[Any, Any]]
 
 
 class Refused(Exception):  # noqa: N818  (it states a fact about a function)
-    """The error for a function that numba cannot compile; the message names the line."""
+    """Raised if numba cannot compile a caller's function; the message names the line."""
 
 
 class NotNow(Refused):
-    """The error if numba lacked memory or open files, so that a later call may try again."""
+    """Raised if numba lacked memory or open files, so that a later call may try again."""
 
 
 def plain(function: Any) -> Any:
-    """Return the Python function inside a dispatcher of numba, or ``function`` itself."""
+    """Return the Python function that numba has wrapped, or ``function`` if it is not wrapped."""
     return getattr(function, "py_func", function)
 
 
@@ -63,7 +63,7 @@ def compiled_function(
 
 
 def is_fitting(name: str, returned: Any) -> bool:
-    """Return whether ``returned`` fits: a real for score_mod, a bool for mask_mod."""
+    """Return whether the type ``returned`` fits: a real for score_mod, a bool for mask_mod."""
     fitting = types.Boolean if name == "mask_mod" else (types.Integer, types.Float)
     return isinstance(returned, fitting)
 

@@ -26,8 +26,9 @@ def key_of(
 ) -> tuple[Any, ...] | None:
     """Return the key of a plan for these arguments, or None if such a plan is not stored.
 
-    The functions are ``Placed``. A plan serves all numbers and arrays that ``score_mod`` captures,
-    but only one set of those that ``mask_mod`` captures, because hidden blocks depend on them.
+    Functions must be ``Placed`` or None. A plan serves all numbers and arrays that ``score_mod``
+    captures, but only one set of those that ``mask_mod`` captures, because hidden blocks depend on
+    them.
     """
     if not (type(q) is type(k) is type(v) is np.ndarray and type(backend) is str):
         return None
@@ -54,7 +55,7 @@ def _computed_by(mask_mod: Placed) -> Hashable:
 
 
 def by_value(options: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Return types and values of ``options`` as a key, or None for a value of another type.
+    """Return types and values of ``options`` as a key, or None if one has an unsupported type.
 
     >>> by_value([True, [1, 2.5]])
     (<class 'bool'>, True, <class 'list'>, (<class 'int'>, <class 'float'>), (1, 2.5))
@@ -82,7 +83,7 @@ def recall(key: tuple[Any, ...] | None) -> Any:
 
 
 def remember(key: tuple[Any, ...], plan: Any) -> None:
-    """Store ``plan`` under ``key``, after deleting all others if there are ``MOST``."""
+    """Store ``plan`` under ``key``; if there are ``MOST`` plans already, delete these first."""
     if len(_plans) >= MOST:
         _plans.clear()
     _plans[key] = plan

@@ -166,7 +166,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_device(array: NDArray[Any], memory: Memory) -> DeviceArray:
-    """Copy ``array`` to ``memory``, with one copy along an axis of stride 0, which stays so."""
+    """Copy ``array`` to ``memory``, but only one item along an axis of stride 0, which stays 0."""
     is_broadcast = [step == 0 and array.size > 0 for step in array.strides]
     once = array[tuple(slice(0, 1) if one else slice(None) for one in is_broadcast)]
     steps = zip(is_broadcast, contiguous(once.shape), strict=True)
@@ -269,7 +269,7 @@ def host_arrays(
 def as_arrays(
     problem: Problem, given: Mapping[str, Any], put: Callable[[NDArray[Any]], Any]
 ) -> Arrays:
-    """Return the arguments, as arrays, of a kernel that takes ``Arrays``.
+    """Return ``Arrays``, the arguments for ``problem`` of a kernel that takes arrays.
 
     ``given`` has "q", "k", "v", "O", "L" in the compute dtype, and "attn_mask" and "attn_bias", of
     the scores' shape, if they exist. ``put`` copies an array to the device as an ``ArrayAt``.
@@ -290,7 +290,7 @@ def as_addresses(
     given: Mapping[str, DeviceArray],
     put: Callable[[list[NDArray[Any]]], list[int]],
 ) -> Arguments:
-    """Return the arguments, as addresses, of a kernel that takes ``Arguments``.
+    """Return ``Arguments``, the arguments for ``problem`` of a kernel that takes addresses.
 
     ``given`` has "q", "k", "v", "O", of the width ``padded_width`` and in the problem's dtype, and
     "L" in float32. It has "attn_mask" and "attn_bias" (float32), of the scores' shape, if they

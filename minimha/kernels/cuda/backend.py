@@ -47,7 +47,7 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return O and L of ``problem``; see ``minimha.equations.dense.forward``.
+    """Return output O and log-sum-exp L of ``problem``; see ``minimha.equations.dense.forward``.
 
     Raises MemoryError if the GPU's memory is too small, DeviceError if the driver fails.
     """
@@ -61,7 +61,7 @@ def forward(problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return O and L, computed by the kernel ``name``, which must support ``problem``."""
+    """Return output O and log-sum-exp L by the kernel ``name``, which must support ``problem``."""
     (B, H, Lq, _), Dv = problem.q.shape, problem.v.shape[3]
     dtype, width = _form(name, problem)
     with gpu.DeviceMemory(gpu.current()) as memory:
@@ -77,9 +77,9 @@ def solve(name: str, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
 def rung_for(problem: Problem, device: gpu.Device) -> tuple[str, Problem]:
     """Return the name of the best kernel on ``device``, and ``problem`` in that kernel's dtype.
 
-    Few queries use rung 5. For more, 16-bit numbers use the tensor cores, float32 register tiles,
-    and float64 shared tiles. 16-bit numbers are widened if the GPU lacks such cores, or if no
-    16-bit kernel takes the problem. ``functions.check`` raises for functions that cannot be
+    Few queries use rung 5. For more queries, 16-bit numbers use tensor cores, float32 uses register
+    tiles, and float64 uses shared tiles. 16-bit numbers are widened if the GPU lacks such cores, or
+    if no 16-bit kernel takes the problem. ``functions.check`` raises for functions that cannot be
     compiled.
     """
     functions.check(problem)
@@ -124,7 +124,7 @@ def _shared_bytes(name: str, problem: Problem) -> int:
 
 
 def widened(problem: Problem) -> Problem:
-    """Return ``problem`` in the compute dtype, where an array with all strides 0 stays so."""
+    """Return ``problem`` with q, k and v in the compute dtype; strides that are all 0 stay 0."""
 
     def wide(array: NDArray[Any]) -> NDArray[Any]:
         if array.size and not any(array.strides):

@@ -41,7 +41,7 @@ _made_here: set[str] = set()  # files that this process compiled
 
 
 class NoFacts(Exception):  # noqa: N818  (it states a fact about a value)
-    """The error for a captured value that cannot be described as ``facts`` for other processes."""
+    """Raised for a captured value that ``facts`` cannot describe for other processes."""
 
 
 def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
@@ -55,7 +55,7 @@ def cubin(launch: Launch, cc: tuple[int, int]) -> tuple[str, bytes]:
 def cubin_instead(
     refused: tuple[str, bytes], launch: Launch, cc: tuple[int, int]
 ) -> tuple[str, bytes] | None:
-    """Compile ``cubin`` again, after the driver ``refused`` the machine code on disk.
+    """Compile the kernel of ``launch`` again, after the driver ``refused`` the code on disk.
 
     Returns None if this process compiled the refused code, or cannot compile.
     """

@@ -47,7 +47,7 @@ REFUSED = (*TOO_NEW, driver.CUresult.CUDA_ERROR_INVALID_PTX)  # and for code tha
 
 
 class DeviceError(RuntimeError):
-    """The error if a call of the driver fails, with the driver's message."""
+    """Raised, with the driver's message, if a call of the driver fails."""
 
 
 class Device(NamedTuple):
@@ -182,7 +182,7 @@ def synchronize(stream: int) -> None:
 
 
 class DeviceMemory:
-    """The memory of one call on one stream, an ``arguments.Memory`` that is freed on exit.
+    """The memory of one call on one stream: an ``arguments.Memory`` that ``with`` frees on exit.
 
     Memory is freed in stream order, after the work queued before, so nothing is synchronized.
     """
@@ -247,7 +247,7 @@ class DeviceMemory:
         return array
 
     def launch(self, launch: Launch, function: Any, parameters: Packed, first: int) -> None:
-        """Launch ``function`` on the stream, with the parameters from slot ``first`` on."""
+        """Launch ``function`` on the stream; its parameters begin at slot ``first``."""
         grid, at = launch.grid, parameters.address + 8 * first
         (status,) = driver.cuLaunchKernel(
             function, grid[0], grid[1], grid[2], launch.threads, 1, 1, launch.shared, self.stream,

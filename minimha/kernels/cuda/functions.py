@@ -34,7 +34,7 @@ TO_BE_LINKED = "it calls a function of NumPy or Python that only a driver could 
 
 
 class DeviceFunction:
-    """A caller's function, compiled on first use and equal to others with equal contents."""
+    """A caller's function, compiled on first use; equal code and captured values make it equal."""
 
     def __init__(self, function: Any, contents: Any) -> None:
         self.function = for_numpy(plain(function))
@@ -65,7 +65,7 @@ def indices(o, b, h, i, j):
 
 
 def modifying(score_mod: DeviceFunction | None) -> Any:
-    """Return a device function that computes the new score, or None without ``score_mod``."""
+    """Return a device function that calls ``score_mod``, or None without ``score_mod``."""
     if score_mod is None:
         return None
     function = score_mod.compiled
@@ -113,13 +113,13 @@ def call_functions(score_mod: DeviceFunction | None, mask_mod: DeviceFunction | 
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return why a function of ``problem`` cannot be compiled for a GPU, or None if all can be."""
+    """Return why ``score_mod`` or ``mask_mod`` cannot be compiled for a GPU, or None."""
     found = (in_another_thread(partial(_returned, *given)) for given in _given(problem))
     return next((reason for reason in found if isinstance(reason, str)), None)
 
 
 def check(problem: Problem) -> None:
-    """Compile and check the functions of ``problem``.
+    """Compile ``score_mod`` and ``mask_mod`` of ``problem``, and check what they return.
 
     Raises ``Refused`` if a function cannot be compiled for a GPU, and TypeError if a ``score_mod``
     returns no real number or a ``mask_mod`` no bool.
@@ -132,7 +132,7 @@ def check(problem: Problem) -> None:
 
 
 def refused(problem: Problem) -> str | None:
-    """Return why a kernel that takes no functions does not support ``problem``, or None."""
+    """Return why a kernel without ``score_mod`` and ``mask_mod`` refuses ``problem``, or None."""
     if not problem.contents:
         return None
     names = " and ".join(map(name_of, problem.contents))

@@ -30,7 +30,7 @@ Scratch = Callable[[tuple[int, ...]], int]  # the address of float32 memory of t
 
 
 def launches_of(rung: str, problem: Problem) -> list[Launch]:
-    """Return the launches of ``rung`` for ``problem``; they can be compiled, but not started."""
+    """Return the launches of ``rung`` for ``problem``, without arrays, only for compiling."""
     launches = import_module(f"minimha.kernels.{rung}").launches
     return [launch for launch, _ in launches(problem, PLACEHOLDERS, lambda shape: 0)]
 

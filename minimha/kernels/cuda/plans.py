@@ -50,7 +50,7 @@ class Draft:
         self.launches: list[tuple[Launch, list[Any]]] = []
 
     def brought(self, name: str, array: DeviceArray) -> DeviceArray:
-        """Return ``array`` with an address that each call replaces by that of ``name``."""
+        """Return ``array`` with an address that each call replaces by its array called ``name``."""
         return array._replace(address=Address.of(name, 0, array.address))
 
     def scratch(self, shape: tuple[int, ...]) -> int:
@@ -132,7 +132,7 @@ class Plan:
         self._spares: list[Parameters] = []
 
     def run(self, addresses: dict[str, int], memory: gpu.DeviceMemory) -> None:
-        """Launch the kernels for arrays at ``addresses``, by name, on the stream of ``memory``."""
+        """Launch the kernels on the stream of ``memory``, for arrays with these ``addresses``."""
         if self._size:
             addresses = addresses | {WORKSPACE: memory.allocate(self._size)}
         parameters = self._parameters()

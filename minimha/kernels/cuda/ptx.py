@@ -351,7 +351,7 @@ def _first_items(context: Any, builder: Any, array: Any, D: Any, count: int) -> 
 
 
 def wgmma_wait_group(pending: int, count: int) -> Any:
-    """Return an intrinsic (D) that waits for all but the last ``pending`` groups of ``wgmma``.
+    """Return an intrinsic of D that waits for all but the last ``pending`` groups of ``wgmma``.
 
     One of the completed groups writes D, a local array of ``count`` float32. D is an operand so
     that the compiler does not access D earlier.
@@ -403,10 +403,10 @@ def _wgmma_group(products: list[str]) -> str:
 
 
 def wgmma_shared(dtype: str, N: int, steps: list[tuple[int, int]]) -> Any:
-    """Return an intrinsic (D, a, b) that starts D = A B, summed over ``steps`` (x, y).
+    """Return an intrinsic of D, a and b that starts D = A B, summed over ``steps``.
 
-    A step reads A at descriptor a + x and B at b + y. Rows of 16 numbers are contiguous in A and in
-    the transpose of B. D is a local array of float32.
+    A step (x, y) reads A at descriptor a + x and B at b + y. Rows of 16 numbers are contiguous in A
+    and in the transpose of B. D is a local array of float32.
     """
     count = N // 2
     D, a, b = _registers(0, count), f"${count}", f"${count + 1}"
@@ -430,10 +430,10 @@ def wgmma_shared(dtype: str, N: int, steps: list[tuple[int, int]]) -> Any:
 
 
 def wgmma_registers(dtype: str, N: int, steps: list[int]) -> Any:
-    """Return an intrinsic (D, A, b) that starts D = A B + D, summed over ``steps`` x.
+    """Return an intrinsic of D, A and b that starts D = A B + D, summed over ``steps``.
 
-    A step reads B at descriptor b + x, in contiguous rows of N numbers, and four items of A, a
-    local array of uint32.
+    A step x reads B at descriptor b + x, in contiguous rows of N numbers, and four items of A, a
+    local array of uint32. D is a local array of float32.
     """
     count, words = N // 2, 4 * len(steps)
     D, numbers, b = _registers(0, count), (f32,) * count, f"${N + words}"

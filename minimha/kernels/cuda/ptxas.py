@@ -77,7 +77,7 @@ def program(name: str) -> str | None:
 
 
 def assembled(rungs: tuple[str, ...] = tuple(CUDA_LADDER)) -> Iterator[Assembled]:
-    """Compile every kernel of ``rungs`` for every architecture, dtype and width, one by one."""
+    """Yield statistics of every kernel of ``rungs``, for every architecture, dtype and width."""
     for rung in rungs:
         for head_dim in HEAD_DIMS:
             for dtype, launch in _kernels(rung, head_dim):
@@ -113,7 +113,7 @@ def _kernels(rung: str, head_dim: int) -> Iterator[tuple[str, Launch]]:
 
 
 def by_ptxas(text: str, arch: str, registers: int | None) -> dict[str, Any]:
-    """Assemble a kernel's PTX and return statistics: ``IN_REPORT``, "warnings" and ``IN_TILE``.
+    """Assemble a kernel's PTX; map ``IN_REPORT``, "warnings" and ``IN_TILE`` to its statistics.
 
     All are None without ptxas, and ``IN_TILE`` is None without nvdisasm. ``arch`` is an
     architecture such as "sm_90", and one thread may use at most ``registers``. Raises RuntimeError

@@ -57,7 +57,7 @@ def kernel(
     score_mod: DeviceFunction | None = None,
     mask_mod: DeviceFunction | None = None,
 ) -> Callable[..., None]:
-    """Return the kernel whose threads keep ``columns`` columns of O_i, float32 or float64."""
+    """Return the kernel whose threads keep ``columns`` columns of O_i, of type ``real``."""
     lowest, size = real(-math.inf), max(columns, 1)  # an array cannot have size 0
     modified, is_pair_visible = functions.modifying(score_mod), functions.masking(mask_mod)
     is_modified, is_masked = score_mod is not None, mask_mod is not None

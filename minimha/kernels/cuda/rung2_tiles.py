@@ -75,7 +75,7 @@ def kernel(
 
     @device
     def copy_to_shared(r, X, b, h, j, n, first, width, X_j):
-        """Copy n rows of X from j on (line 7): ``width`` columns, 0 beyond the last one of X."""
+        """Copy ``width`` columns of n rows of X (Algorithm 1, line 7); columns beyond X are 0."""
         for x in range(r, n * width, B_R):
             row, d = x // width, x % width
             is_there = first + d < X.shape[3]

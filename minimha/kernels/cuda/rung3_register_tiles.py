@@ -59,7 +59,7 @@ class Variant(NamedTuple):
 
 
 def tiles_of(width: int) -> RegisterTiles:
-    """Return tile sizes: S_ij and O_i fit into registers, two blocks into a multiprocessor."""
+    """Return tile sizes: S_ij and O_i fit into registers, and two blocks into a multiprocessor."""
     return RegisterTiles(width, 8 if width <= 128 else 16, ROWS, 64 if width <= 64 else 32, THREADS)
 
 

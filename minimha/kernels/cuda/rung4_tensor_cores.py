@@ -63,10 +63,11 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def blocks(made_for: Variant) -> tuple[int, int]:
-    """Return B_r and B_c for which 255 registers per thread and 99 KB of shared memory suffice.
+    """Return B_r queries and B_c keys per tile that fit 255 registers and 99 KB of shared memory.
 
-    S_ij and O_i take (B_c + W) · B_r / 64 registers. Options that change or hide single scores need
-    extra registers. So does a width of 112, whose 14 chunks per row are uneven for 128 threads.
+    S_ij and O_i take (B_c + W) · B_r / 64 registers for heads of width W. Options that change or
+    hide single scores need extra registers. So does a width of 112, whose 14 chunks per row are
+    uneven for 128 threads.
     """
     width, _, is_plain, options = made_for
     is_tight = options.has_mask or not is_plain or width == 112
@@ -104,7 +105,10 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
 
 
 def epilogue(tiles: fragments.MmaTiles) -> Any:
-    """Return a device function that stores L_i, and O_i / l_i in place of Q_i (lines 12 and 13)."""
+    """Return a device function that stores L_i and O_i / l_i (Algorithm 1, lines 12 and 13).
+
+    O_i / l_i takes the place of Q_i in shared memory.
+    """
     M, chunks, pack = tiles.M, tiles.chunks, fragments.FORMATS[tiles.dtype].pack
     total = softmax.sum_over(1, 2)
 

@@ -77,7 +77,7 @@ def launches(
     problem: Problem, arguments: Arguments, scratch: Scratch, *, splits: int | None = None,
     multiprocessors: int = 132,
 ) -> Launches:  # fmt: skip
-    """Return the launches of the two kernels.
+    """Return the launches of two kernels: one computes the splits, the other merges them.
 
     By default there are enough ``splits`` of the keys to fill the ``multiprocessors`` once. More
     splits would run after the others, on an almost empty GPU.
@@ -224,14 +224,14 @@ def _multiply_adds(made_for: Variant) -> Callable[..., None]:
 
     @device
     def load_rows(X, X_row, j, half, part, stop, into):
-        """Load a half warp's keys or values from j on, clipped to key ``stop`` - 1."""
+        """Load a half warp's keys or values from j on, and repeat key ``stop`` - 1 at the end."""
         for u in range(U):
             key = min(int32(j + 2 * u + half), int32(stop - 1))
             load(X + uint64(key) * X_row, part, into, u * words)
 
     @device
     def multiply_keys(Q, K_j, S):
-        """Compute S = Q Kᵀ (line 8)."""
+        """Compute S = Q Kᵀ (Algorithm 1, line 8)."""
         for r in range(R):
             for u in range(U):
                 s = float32(0)

@@ -65,14 +65,14 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def is_tight(made_for: Variant) -> bool:
-    """Return whether options change or hide single scores, which takes registers."""
+    """Return True if options change or hide single scores: then registers are scarce."""
     return made_for.options.has_mask or not made_for.is_plain
 
 
 def blocks(made_for: Variant) -> tuple[int, int]:
-    """Return B_r and B_c for which ``registers`` and 227 KB of shared memory suffice.
+    """Return B_r queries and B_c keys per tile that fit ``registers`` and 227 KB of shared memory.
 
-    2 or 3 warpgroups multiply. S_ij, P_ij and O_i take 3 B_c / 4 + W / 2 registers.
+    2 or 3 warpgroups multiply. S_ij, P_ij and O_i take 3 B_c / 4 + W / 2 registers (W: head width).
     """
     if is_tight(made_for):
         return 128, 32
@@ -115,7 +115,7 @@ def launches(problem: Problem, arguments: kernel_arguments.Arguments, scratch: S
 
 
 def masked_softmax(tiles: fragments.MmaTiles, is_plain: bool, options: masks.ScoreOptions) -> Any:
-    """Return a device function that applies the options, then does line 9 for up to 128 keys."""
+    """Return a device function for the options and line 9 of Algorithm 1, for up to 128 keys."""
     first, second = min(64, tiles.B_c), tiles.B_c - 64
     visible_in_first = masks.visible_bits(tiles._replace(B_c=first), options)
     visible_in_second = masks.visible_bits(tiles._replace(B_c=second), options)

@@ -107,8 +107,9 @@ offset_in_tile = device(swizzled)
 def moved(place: int, d: int, chunks: int) -> int:
     """Return the address of the chunk d chunks after ``place``, which is chunk 0 or 1 of its row.
 
-    d is even. In a group, a power of 2 of chunks, one exclusive or undoes and redoes the swizzle.
-    Between groups, and between rows 16 apart, the distance is constant, an immediate of the load.
+    d must be even. Within a group, a power of 2 of chunks, one exclusive or keeps the swizzle
+    right. Between groups, and between rows 16 apart, the distance is constant, an immediate of the
+    load.
 
     >>> [moved(swizzled(1, 0, 4), d, 4) == swizzled(1, d, 4) for d in (0, 2)]
     [True, True]
@@ -174,9 +175,10 @@ def first_chunk(tiles: MmaTiles) -> Any:
 
 
 def prefetch_tile(tiles: MmaTiles) -> Any:
-    """Return a device function that starts copies of rows from ``X``, thread t's ``first_chunk``.
+    """Return a device function that starts to copy thread t's chunks of rows to shared memory.
 
-    The shared memory gets ``rows`` rows, with 0 from row ``present`` on.
+    ``X`` is the thread's ``first_chunk``. There are ``rows`` rows; from row ``present`` on they
+    become 0.
     """
     chunks, at_once, tile_row = tiles.chunks, tiles.rows_at_once, tiles.row_bytes
     copies, own = is_copied(tiles), row_and_chunk(tiles)
@@ -200,7 +202,7 @@ def prefetch_tile(tiles: MmaTiles) -> Any:
 
 
 def mma_keys(tiles: MmaTiles) -> Any:
-    """Return a device function that computes S_ij = Q_i K_jᵀ (line 8)."""
+    """Return a device function that computes S_ij = Q_i K_jᵀ (Algorithm 1, line 8)."""
     M, N, chunks, mma = tiles.M, tiles.N, tiles.chunks, FORMATS[tiles.dtype].mma_in
     A_size, S_size, row_bytes = 4 * M, 4 * M * N, tiles.row_bytes
     half = chunks // 4 * 2
@@ -235,7 +237,7 @@ def mma_keys(tiles: MmaTiles) -> Any:
 
 
 def mma_values(tiles: MmaTiles) -> Any:
-    """Return a device function that computes O_i += P_ij V_j (line 10)."""
+    """Return a device function that computes O_i += P_ij V_j (Algorithm 1, line 10)."""
     M, N, chunks, row_bytes = tiles.M, tiles.N, tiles.chunks, tiles.row_bytes
     _, _, pack, _, mma = FORMATS[tiles.dtype]
     A_size = 4 * M
@@ -262,9 +264,9 @@ def mma_values(tiles: MmaTiles) -> Any:
 
 
 def store_tile(tiles: MmaTiles) -> Any:
-    """Return a device function that copies a warp's rows from ``tile`` to O (lines 14 and 15).
+    """Return a device function that copies a warp's rows to O (Algorithm 1, lines 14 and 15).
 
-    The block has ``rows`` rows in O, from the address ``to`` on.
+    They come from ``tile`` in shared memory. The block has ``rows`` rows in O, from ``to`` on.
     """
     M, chunks = tiles.M, tiles.chunks
 
@@ -285,10 +287,11 @@ def store_tile(tiles: MmaTiles) -> Any:
 
 
 class DecodeTiles(NamedTuple):
-    """A warp's tile of 8 or 16 ``rows`` and ``keys`` keys; lane = 4 g + t, as in ``ptx.mma_f16``.
+    """A warp's tile of ``rows``, 8 or 16, and ``keys``; lane 4 g + t of the warp is called (g, t).
 
+    A and B are the factors of ``mma``, as in ``ptx.mma_f16``.
     S = Q Kᵀ: A holds rows g and g + 8 of Q, and B holds key g of 8. Lane (g, t) loads part t of 4
-    of these rows, and receives S[g, 2t], S[g, 2t + 1] and the same of row g + 8.
+    of these rows. It receives S[g, 2t], S[g, 2t + 1] and the same of row g + 8.
     Oᵀ = Vᵀ Pᵀ: P of row g and 16 keys already has the layout of B. Lane (g, t) loads part g of 8 of
     V, for keys 2t and 2t + 1 of each 8 keys. The lane receives O of rows 2t and 2t + 1.
     """
@@ -314,7 +317,7 @@ class DecodeTiles(NamedTuple):
 
 
 def load_keys(tiles: DecodeTiles) -> Any:
-    """Return a device function that loads keys from j on, clipped to key ``stop`` - 1."""
+    """Return a device function that loads keys from j on, and key ``stop`` - 1 for later ones."""
     tiles_of_8, words = tiles.keys // 8, tiles.q_words
     load_row_of_K = load_row(words, 4, GLOBAL_U32)
 
@@ -343,7 +346,7 @@ def load_values(tiles: DecodeTiles) -> Any:
 
 
 def transposed_keys(tiles: DecodeTiles) -> Any:
-    """Return a device function that computes S = Q Kᵀ (line 8)."""
+    """Return a device function that computes S = Q Kᵀ (Algorithm 1, line 8)."""
     tiles_of_8, words, mma = tiles.keys // 8, tiles.q_words, FORMATS[tiles.dtype].mma
 
     @device
@@ -362,7 +365,7 @@ def transposed_keys(tiles: DecodeTiles) -> Any:
 
 
 def transposed_values(tiles: DecodeTiles) -> Any:
-    """Return a device function that computes Oᵀ += Vᵀ Pᵀ (line 10)."""
+    """Return a device function that computes Oᵀ += Vᵀ Pᵀ (Algorithm 1, line 10)."""
     tiles_of_8, words, sides = tiles.keys // 8, tiles.v_words, tiles.sides
     mma = FORMATS[tiles.dtype].mma
 

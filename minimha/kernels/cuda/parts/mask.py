@@ -50,7 +50,7 @@ class ScoreOptions(NamedTuple):
 
     @property
     def hide_keys(self) -> bool:
-        """Tell whether options may hide single keys, so that no tile counts as full."""
+        """Return whether options may hide single keys, so that no tile counts as full."""
         return self.has_mask or self.has_bias
 
 
@@ -59,7 +59,7 @@ class ScoreOptions(NamedTuple):
 
 @device
 def visible_keys(i_start, i_stop, b, o):
-    """Return ``key_range`` of batch entry b, clipped to 0 and Lk."""
+    """Return start and stop of the keys that queries i_start to i_stop of batch entry b may see."""
     q_offset = ptx.ld_global_nc_s64(o.q_offset + uint64(8) * uint64(b))
     length = ptx.ld_global_nc_s64(o.kv_lengths + uint64(8) * uint64(b))
     start, stop = key_range(int64(i_start), int64(i_stop), q_offset, o.left, o.right, length)
@@ -71,7 +71,8 @@ def visible_keys(i_start, i_stop, b, o):
 def tile_bounds(i_start, i_stop, b, o):
     """Return start, stop of the keys that any query sees, and start, stop of those that all see.
 
-    All queries see the keys from the last query's first key to the first query's last key.
+    The keys that all queries see begin at the last query's first key, and end with the first
+    query's last key.
     """
     start, stop = visible_keys(i_start, i_stop, b, o)
     full_start, _ = visible_keys(i_stop - 1, i_stop, b, o)
@@ -240,7 +241,7 @@ def mask_registers(tiles: RegisterTiles, options: ScoreOptions, functions: Any =
 
 @device
 def last_or(i, length):
-    """Return i, but at most ``length`` - 1, because later scores are not used."""
+    """Return i, or ``length`` - 1 if i is beyond it: scores there are not used."""
     return int32(min(i, length - 1))
 
 
@@ -274,7 +275,7 @@ def softcapped(x, softcap):
 def apply_softcap_and_bias(tiles: MmaTiles, options: ScoreOptions) -> Any:
     """Return a device function that applies scale, soft cap, bias and ALiBi to S.
 
-    Unlike ``score_pair``, the function computes numbers of a row or a column once per fragment.
+    Unlike ``score_pair``, it computes once per fragment what a row or a column has in common.
     """
     M, N = tiles.M, tiles.N
     S_size = 4 * M * N

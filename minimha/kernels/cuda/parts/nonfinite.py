@@ -23,9 +23,9 @@ from minimha.kernels.cuda.parts.rows import SHARED_F32, load_row
 
 
 def add_nonfinite_values(tiles: RegisterTiles) -> Any:
-    """Return a device function that does line 10 without the keys that a row does not see.
+    """Return a device function that adds P_ij V_j without hidden keys (Algorithm 1, line 10).
 
-    The weight of such keys is -0, which no exponential is.
+    The weight of a hidden key is -0, which no exponential is.
     """
     width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
@@ -119,8 +119,8 @@ def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
 def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
     """Return a device function that records in O which rows see an infinity or NaN.
 
-    The infinity of sign bit ``sign`` is added to the entries of rows that see such a value or NaN.
-    A 0/1 visibility mask times a 0/1 nonfinite mask counts exactly the nonfinite values that a row
+    A mark is the infinity of sign bit ``sign``, in entries of rows that see this infinity or NaN. A
+    0/1 visibility mask times a 0/1 nonfinite mask counts exactly the nonfinite values that a row
     sees. These marks are in the output's memory, each written and read by one thread, and added to
     earlier marks if ``has_marks``.
     """
@@ -130,7 +130,7 @@ def mark_nonfinite_tile(tiles: MmaTiles) -> Any:
 
     @device
     def flag(half, sign):
-        """Return 1 for NaN and for the infinity of that sign bit, else 0."""
+        """Return 1 for NaN and for the infinity of sign bit ``sign``, else 0."""
         is_one = (half & 0x7FFF) > infinity or half ^ sign == infinity
         return one if is_one else 0
 

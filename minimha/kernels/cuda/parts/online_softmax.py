@@ -33,15 +33,16 @@ def log(x):
 
 @device
 def shift_of(m):
-    """Return the shift before ``exp``: m, or 0 if no key is visible, because -inf - -inf is NaN."""
+    """Return what ``exp`` subtracts: m, or 0 if no key is visible, because -inf - -inf is NaN."""
     return m if m > LOWEST else float32(0)
 
 
 @device
 def with_sink(m, l, sink):
-    """Return maximum and sum of a row with its sink, and the factor of O_i (lines 12 and 13).
+    """Return maximum and sum of a row with its sink, and the factor of O_i.
 
-    L_i is the maximum plus the logarithm of the sum. The factor is 0 for a row that sees no key.
+    L_i is the maximum plus the logarithm of the sum (Algorithm 1, lines 12 and 13). The factor is 0
+    for a row that sees no key.
     """
     m_new = ptx.max_f32(m, sink)
     shift = shift_of(m_new)
@@ -60,7 +61,7 @@ def bits_of(lanes: int) -> tuple[int, ...]:
 
 
 def maximum_over(*bits: int) -> Any:
-    """Return a device function that finds the largest x of lanes that differ in these ``bits``."""
+    """Return a device function that finds the largest x of lanes that differ only in ``bits``."""
 
     @device
     def maximum(x):
@@ -72,7 +73,7 @@ def maximum_over(*bits: int) -> Any:
 
 
 def sum_over(*bits: int) -> Any:
-    """Return a device function that sums x over lanes that differ in these ``bits``, in order."""
+    """Return a device function that sums x over lanes that differ only in ``bits``, in order."""
 
     @device
     def total(x):
@@ -84,7 +85,7 @@ def sum_over(*bits: int) -> Any:
 
 
 def update_halves(rows: int, keys: int, words: int) -> Any:
-    """Return a device function that does lines 9 and 10 for ``words`` columns of O in a lane.
+    """Return a device function for lines 9 and 10 of Algorithm 1, with ``words`` columns per lane.
 
     This includes the product with the lane's ``keys`` values. In a partial tile hidden keys are
     left out, because 0 times NaN would be NaN.
@@ -115,7 +116,7 @@ def update_halves(rows: int, keys: int, words: int) -> Any:
 
 
 def update_transposed(tiles: DecodeTiles) -> Any:
-    """Return a device function that does line 9 and rescales O_i as in line 10.
+    """Return a device function that does line 9 of Algorithm 1, and rescales O_i as in line 10.
 
     Sᵀ and Oᵀ have the layout of ``mma``. P_ij becomes two 16-bit numbers, upper bits and residual.
     """
@@ -162,7 +163,7 @@ def update_transposed(tiles: DecodeTiles) -> Any:
 
 
 def update_registers(tiles: RegisterTiles) -> Any:
-    """Return a device function that does line 9 and rescales O_i as in line 10.
+    """Return a device function that does line 9 of Algorithm 1, and rescales O_i as in line 10.
 
     ``tiles.columns`` lanes share a row. P_ij goes to shared memory, with -0 for a hidden key.
     """
@@ -194,7 +195,7 @@ def update_registers(tiles: RegisterTiles) -> Any:
 
 
 def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
-    """Return a device function that does line 9 for scores in the layout of ``mma``.
+    """Return a device function that does line 9 of Algorithm 1 for scores in the layout of ``mma``.
 
     ``factor`` converts scores to base 2 and, if ``is_plain``, scales them too.
     """
@@ -207,7 +208,7 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
 
     @device
     def update_softmax(S, O, m, l, factor):
-        """Update m_i and l_i, overwrite S_ij with P_ij, and rescale O_i (lines 9 and 10)."""
+        """Update m_i and l_i, replace S_ij by P_ij, and rescale O_i (Algorithm 1, lines 9, 10)."""
         corrections = cuda.local.array((M, 2), float32)
         is_new = uint32(0)
         for i in range(M):
@@ -243,7 +244,7 @@ def update_fragments(tiles: MmaTiles, is_plain: bool) -> Any:
 
 
 def update_scores(tiles: MmaTiles, is_plain: bool) -> Any:
-    """Return a device function that does line 9 for 16 rows, while O_i is being computed.
+    """Return a device function that does line 9 of Algorithm 1 for 16 rows, while O_i is computed.
 
     Unlike in ``update_fragments``, the caller must multiply O_i by ``correction`` afterwards.
     """

@@ -42,7 +42,7 @@ def start(consumers: int) -> Any:
 
 @device
 def wait_for_phase(barriers, n, of_before):
-    """Wait for the phase of step or tile n, or for the previous phase if ``of_before`` is 1."""
+    """Wait until the phase of step or tile n ends, or the previous phase if ``of_before`` is 1."""
     while not ptx.mbarrier_try_wait(barriers + 8 * (n & 1), (n >> 1 & 1) ^ of_before):
         pass
 
@@ -62,10 +62,11 @@ def release(barriers, n, lane):
 
 
 def copy_tiles(tiles: MmaTiles, hides_keys: bool) -> Any:
-    """Return a device function that copies Q_i and all tiles of K and V (lines 4 and 7).
+    """Return a device function that copies Q_i and all tiles of K and V to shared memory.
 
-    Thread t of the copying warpgroup calls the function. ``bounds`` are those of
-    ``mask.tile_bounds``, with at least one key. Nonfinite values in partial tiles of V become 0.
+    These are lines 4 and 7 of FlashAttention-2's Algorithm 1, for thread t of the copying
+    warpgroup. ``bounds`` are those of ``mask.tile_bounds``, with at least one key. Nonfinite values
+    in partial tiles of V become 0.
     """
     B_r, B_c = tiles.B_r, tiles.B_c
     tiles = tiles._replace(warps=PRODUCERS // 32)

@@ -65,7 +65,7 @@ class RegisterTiles(NamedTuple):
 def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
     """Return a device function that copies ``rows`` rows, and returns whether one is nonfinite.
 
-    The rows from ``length`` on become 0.
+    Rows from ``length`` on become 0.
     """
     threads, chunks = tiles.threads, tiles.width // 4
     # The number of reads that a thread issues at once. With more, ptxas spills registers.
@@ -100,7 +100,7 @@ def copy_to_shared(tiles: RegisterTiles, rows: int) -> Any:
 
 
 def fma_keys(tiles: RegisterTiles) -> Any:
-    """Return a device function that sets S_ij = Q_i K_jᵀ for a thread's rows and keys (line 8)."""
+    """Return a device function that sets a thread's S_ij = Q_i K_jᵀ (Algorithm 1, line 8)."""
     width, columns, rows, keys = tiles.width, tiles.columns, tiles.rows, tiles.keys
     row_step, long_row = tiles.row_step, tiles.long_row
 
@@ -127,7 +127,7 @@ def fma_keys(tiles: RegisterTiles) -> Any:
 
 
 def fma_values(tiles: RegisterTiles) -> Any:
-    """Return a device function that adds P_ij V_j to a thread's numbers of O_i (line 10)."""
+    """Return a device function that adds P_ij V_j to a thread's O_i (Algorithm 1, line 10)."""
     width, rows, B_c, own = tiles.width, tiles.rows, tiles.B_c, tiles.own
     row_step, weights_row = tiles.row_step, tiles.weights_row
     few = 2 if 64 < width < 240 else 4  # weights of a row at once: with more ptxas spills

@@ -82,7 +82,7 @@ def fetch_tile(tiles: MmaTiles) -> Any:
 
 
 def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
-    """Return a device function that zeroes nonfinite values of thread t, and returns 0 if none."""
+    """Return a device function that zeroes thread t's nonfinite values, and returns 0 if none."""
     B_c, at_once = tiles.B_c, tiles.rows_at_once
     chunk, copies = chunk_of(tiles), is_copied(tiles)
     nonfinite, zeroed = nonfinite_in(tiles.dtype), zero_nonfinite_in(tiles.dtype)
@@ -104,10 +104,10 @@ def zero_nonfinite_tile(tiles: MmaTiles) -> Any:
 
 
 def descriptor_of(panel: int) -> Any:
-    """Return a device function that describes a matrix at ``at``, in panels of ``panel`` bytes.
+    """Return a device function that describes to ``wgmma`` a matrix at the address ``at``.
 
-    Groups of eight rows are contiguous. The stride of panels is used only if rows are contiguous
-    across the direction of the sum.
+    The matrix has panels of ``panel`` bytes, and groups of eight rows are contiguous. The stride of
+    panels is used only if rows are contiguous across the direction of the sum.
     """
     constant = 1 << 62 | EIGHT_ROWS >> 4 << 32 | panel >> 4 << 16
 
@@ -119,7 +119,7 @@ def descriptor_of(panel: int) -> Any:
 
 
 def start_keys(tiles: MmaTiles) -> Any:
-    """Return a device function that issues S_ij = Q_i K_jᵀ (line 8) for the warpgroup's rows Q."""
+    """Return a device function that starts S_ij = Q_i K_jᵀ for rows Q (Algorithm 1, line 8)."""
     Q_panel, K_panel = tiles.B_r * ROW, tiles.B_c * ROW
     describe_Q, describe_K = descriptor_of(Q_panel), descriptor_of(K_panel)
     # 16 columns are 32 bytes of a panel's row; descriptors count 16.
@@ -137,7 +137,7 @@ def start_keys(tiles: MmaTiles) -> Any:
 
 
 def start_values(tiles: MmaTiles) -> Any:
-    """Return a device function that issues O_i += P_ij V_j (line 10)."""
+    """Return a device function that starts O_i += P_ij V_j (Algorithm 1, line 10)."""
     describe = descriptor_of(tiles.B_c * ROW)
     steps = [x * (16 * ROW >> 4) for x in range(tiles.B_c // 16)]
     start = ptx.wgmma_registers(PTX_NAMES[tiles.dtype], tiles.width, steps)
@@ -150,7 +150,7 @@ def start_values(tiles: MmaTiles) -> Any:
 
 
 def rescale_and_pack(tiles: MmaTiles) -> Any:
-    """Return a device function that rescales O_i, and rounds S to P_ij."""
+    """Return a device function that rescales O_i, and rounds the weights in S to 16-bit P_ij."""
     P_size, chunks, pack = tiles.B_c // 4, tiles.chunks, FORMATS[tiles.dtype].pack
 
     @device
