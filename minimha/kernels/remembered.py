@@ -27,8 +27,7 @@ def key_of(
     """Return the key of a plan for these arguments, or None if such a plan is not stored.
 
     Functions must be ``Placed`` or None. A plan serves all numbers and arrays that ``score_mod``
-    captures, but only one set of those that ``mask_mod`` captures, because hidden blocks depend on
-    them.
+    captures. ``mask_mod`` must capture equal ones, because hidden blocks depend on them.
     """
     if not (type(q) is type(k) is type(v) is np.ndarray and type(backend) is str):
         return None

@@ -128,9 +128,8 @@ for _array in (np.empty(3), np.empty((4, 5), np.uint8)[1:, 2:]):
 class Line(types.Type):
     """The numba type of a kernel's packed arguments, whose fields are read as in ``o.scale``.
 
-    A Line is passed to functions as two integers, an address and the thread's number. A named tuple
-    would be more than a hundred integers in every function that numba and LLVM compile. q, k and v
-    have the dtype ``storage``.
+    Functions get a Line as two integers, an address and the thread's number. A named tuple would be
+    more than a hundred integers in every function. q, k and v have the dtype ``storage``.
     """
 
     mangling_args = "Line", ()  # shorter than the name, and part of each function's name

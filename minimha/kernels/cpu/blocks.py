@@ -151,8 +151,7 @@ def _filling() -> Compiled:
 def visible_range(o, b, h, i0, i1, j0, j1):
     """Return start and stop of the keys from j0 to j1 that ``mask_mod`` may show queries i0 to i1.
 
-    Also returns whether all blocks from j0 to j1 are FULL: ``mask_mod`` hides nothing. This is
-    False if ``o.blocks`` is empty.
+    Also returns whether all these blocks are FULL (nothing is hidden); False without ``o.blocks``.
     """
     if not o.blocks.size:
         return j0, j1, False
@@ -202,9 +201,8 @@ def fill(tile, states, visible, failed, table, sizes, first, step):
     """Write the states of every ``step``-th row of blocks, from row ``first`` on.
 
     ``tile`` is a ``Tile.line``. For each sequence ``table`` has b, the numbers of queries and of
-    keys, the position of query 0, and the index of the first state. ``sizes`` holds the number of
-    sequences, the number of heads, the first h and the first j. ``visible`` has room for one block
-    per thread.
+    keys, the position of query 0, and the index of the first state. ``sizes`` holds the numbers of
+    sequences and heads, the first h and the first j. ``visible`` has room for one block per thread.
     """
     num_sequences, heads, first_head, first_key = sizes[0], sizes[1], sizes[2], sizes[3]
     start, turn = first * ROWS * COLUMNS, 0

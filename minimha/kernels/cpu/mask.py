@@ -113,7 +113,7 @@ def apply_softcap_and_bias(S, bias, biases, o, b, h, i0, j0, n, lanes):
 
 @jit
 def apply_score_mod(S, visible, o, b, h, i0, rows, j0, n, lanes):
-    """Apply ``score_mod`` to a tile; hide keys whose score becomes -inf; count visible pairs."""
+    """Apply ``score_mod`` to a tile and hide scores of -inf; return the number of visible pairs."""
     call_function(o.score_mod, S, 0, o, b, h, i0, j0, n, rows, lanes, 1)
     count, lowest = 0, S.dtype.type(-math.inf)
     for x in range(n * lanes):

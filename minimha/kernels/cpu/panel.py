@@ -165,7 +165,7 @@ def weigh(panel, S, is_scaled, slack, num_visible, j0, n, t, bias, o):
     scaled earlier if another step needs scaled scores, if the scale is not positive, or if a score
     exceeds ``FAR``. m is raised only if a score exceeds it by more than ``slack``, so that weights
     are at most exp(slack). ``num_visible`` is the number of visible pairs so far; the result
-    excludes pairs that ``score_mod`` hides. ``t.correction`` becomes the factor of O.
+    excludes pairs that ``score_mod`` hides. The caller must multiply O by ``t.correction``.
     """
     b, h, i0, rows, vectors = panel.b, panel.h, panel.i0, panel.rows, panel.vectors
     lanes, visible, scale = panel.lanes, flat(t.visible, 0), S.dtype.type(1)
@@ -226,7 +226,10 @@ def scale_O(panel, d, n, t):
 
 
 def store_lanes(panel, to, Dv, o, t):
-    """Write O / l, transposed back, with 1 / l from ``panel.m``; 16-bit numbers as their bits."""
+    """Write the panel's O / l, transposed back, into the rows ``to``.
+
+    ``panel.m`` must already hold 1 / l. A 16-bit output is rounded, and written as its bits.
+    """
 
 
 @overload(store_lanes, jit_options=OPTIONS)

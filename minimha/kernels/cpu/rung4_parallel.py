@@ -62,7 +62,7 @@ def sizes(problem: Problem, *, panels: int | None = None, B_c: int = B_C) -> Siz
 
 
 def shared_out(problem: Problem, panels: int, tasks: int) -> tuple[int, int]:
-    """Return panels per task and number of threads; each gets ``tasks`` tasks if possible."""
+    """Return panels per task and number of threads; a thread gets ``tasks`` tasks if possible."""
     (_, H, _, D), Dv = problem.q.shape, problem.v.shape[3]
     all_panels = H * int(num_panels(problem.num_queries, problem.compute.itemsize).sum())
     workers = get_num_threads() if problem.num_pairs * (D + Dv) >= WORTH_SHARING else 1

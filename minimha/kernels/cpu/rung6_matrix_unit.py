@@ -109,8 +109,7 @@ class Packed(NamedTuple):
 class Block(NamedTuple):
     """The packed K and Vᵀ of a block of keys.
 
-    Unless V ``is_finite``, Vᵀ is 0 for each key with a nonfinite value, and ``values`` has V as
-    floats.
+    Unless V ``is_finite``, ``values`` has V as floats, and Vᵀ is 0 for keys with nonfinite values.
     """
 
     K: Any

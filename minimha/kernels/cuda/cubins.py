@@ -108,7 +108,7 @@ def facts(value: Any, known: dict[FunctionType, int]) -> Any:
 
     A function is described by its name, its captured values and the globals that it names.
     Functions from outside of minimha, such as a caller's ``score_mod``, are also described by their
-    instructions and by attributes that they read of modules. ``known`` numbers the functions
+    instructions and by the modules' attributes that they read. ``known`` numbers the functions
     described so far. Raises ``NoFacts`` for a value whose repr contains an address.
     """
     function = getattr(value, "py_func", getattr(value, "__wrapped__", value))

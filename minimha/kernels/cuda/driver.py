@@ -398,7 +398,7 @@ def _refusal(status: Any, device: Device) -> DeviceError:
 
 
 def layout(signature: tuple[Any, ...]) -> struct.Struct:
-    """Return the layout of a kernel's parameters, one slot of eight bytes for each."""
+    """Return the layout of a kernel's parameters, with a slot of eight bytes for each."""
     return struct.Struct("<" + "".join(_formats(signature)))
 
 

@@ -108,8 +108,7 @@ def moved(place: int, d: int, chunks: int) -> int:
     """Return the address of the chunk d chunks after ``place``, which is chunk 0 or 1 of its row.
 
     d must be even. Within a group, a power of 2 of chunks, one exclusive or keeps the swizzle
-    right. Between groups, and between rows 16 apart, the distance is constant, an immediate of the
-    load.
+    right. Between groups, and between rows 16 apart, the distance is a constant of the load.
 
     >>> [moved(swizzled(1, 0, 4), d, 4) == swizzled(1, d, 4) for d in (0, 2)]
     [True, True]
@@ -177,8 +176,7 @@ def first_chunk(tiles: MmaTiles) -> Any:
 def prefetch_tile(tiles: MmaTiles) -> Any:
     """Return a device function that starts to copy thread t's chunks of rows to shared memory.
 
-    ``X`` is the thread's ``first_chunk``. There are ``rows`` rows; from row ``present`` on they
-    become 0.
+    ``X`` is the thread's ``first_chunk``. Of ``rows`` rows, those from ``present`` on become 0.
     """
     chunks, at_once, tile_row = tiles.chunks, tiles.rows_at_once, tiles.row_bytes
     copies, own = is_copied(tiles), row_and_chunk(tiles)

@@ -71,8 +71,7 @@ def visible_keys(i_start, i_stop, b, o):
 def tile_bounds(i_start, i_stop, b, o):
     """Return start, stop of the keys that any query sees, and start, stop of those that all see.
 
-    The keys that all queries see begin at the last query's first key, and end with the first
-    query's last key.
+    All queries see the keys from the last query's first key to the first query's last key.
     """
     start, stop = visible_keys(i_start, i_stop, b, o)
     full_start, _ = visible_keys(i_stop - 1, i_stop, b, o)

@@ -33,7 +33,7 @@ def log(x):
 
 @device
 def shift_of(m):
-    """Return what ``exp`` subtracts: m, or 0 if no key is visible, because -inf - -inf is NaN."""
+    """Return what to subtract before ``exp``: m, or 0 if m is -inf, because -inf - -inf is NaN."""
     return m if m > LOWEST else float32(0)
 
 
