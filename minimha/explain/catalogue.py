@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """The meaning of a traced name: symbol, axes, formula, one sentence, source and operation."""
+    """What the catalogue says of a step: symbol, axes, formula, sentence, source, operation."""
 
     symbol: str
     tex_symbol: str
@@ -496,17 +496,17 @@ CATALOGUE |= (
 
 
 def base_of(name: str) -> str:
-    """Return the step's name without the stage: ``S`` for ``S[i=0,j=1]``."""
+    """Return a step's name without its stage, the part in brackets: ``S`` for ``S[i=0,j=1]``."""
     return name.partition("[")[0]
 
 
 def beside(name: str, base: str) -> str:
-    """Return the name of the step ``base`` in the stage of ``name``: ``x[a]`` for ``q[a]``."""
+    """Return ``base`` with the stage of ``name``, its part in brackets: ``x[a]`` for ``q[a]``."""
     return base + name[len(base_of(name)) :]
 
 
 def entry(name: str) -> Entry:
-    """Return the entry of the traced ``name``, or an entry with ``name`` as symbol if unknown.
+    """Return the catalogue's entry for the step ``name``. An unknown step's symbol is its name.
 
     >>> entry("S[i=0,j=1]").symbol
     'S_ij'

@@ -14,7 +14,7 @@ CLOSE = 1e-9  # what rounding may add to a whole number
 
 
 class Axis(NamedTuple):
-    """An axis of a chart: its quantity, the base if logarithmic, and the format of numbers."""
+    """An axis of a chart: its name, its base if it is logarithmic, and its format of numbers."""
 
     name: str
     base: int | None = None
@@ -23,7 +23,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """A chart with one line for each of ``series``, with a value at each x of ``places``.
+    """A line chart. ``series`` maps a line's name to its values at the x values ``places``.
 
     A value that is not finite, or not positive on a logarithmic axis, leaves a gap.
     """
@@ -35,14 +35,14 @@ class Lines:
     series: Mapping[str, tuple[float, ...]]
 
     def scales(self) -> tuple[Scale, Scale]:
-        """Return the scales of x and y; the scale of y begins and ends at a tick."""
+        """Return the scales of x and y. The scale of y begins and ends at a round number."""
         values = [value for series in self.series.values() for value in series]
         y = Scale.of(values if self.y.base else [0, *values], self.y.base)
         first, *_, last = y.ticks()
         return Scale.of(self.places, self.x.base), Scale(first, last, y.base)
 
     def points(self, values: tuple[float, ...], width: float) -> list[Point]:
-        """Return (x, y) of each value, x in [0, ``width``] and y in [0, 1], or None for a gap."""
+        """Return (x, y) for each value: x from 0 to ``width``, y from 0 to 1. A gap is None."""
         across, up = self.scales()
         found = ((across.at(x), up.at(y)) for x, y in zip(self.places, values, strict=True))
         return [None if x is None or y is None else (x * width, y) for x, y in found]
@@ -50,7 +50,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """A chart with a bar for each of ``names`` in each of ``series``; values are 0 or more."""
+    """A bar chart. ``series`` maps a label to values, 0 or more, one for each of ``names``."""
 
     title: str
     names: tuple[str, ...]
@@ -75,7 +75,7 @@ class Grid:
 
 
 class Scale(NamedTuple):
-    """A linear scale from ``low`` to ``high``, or a logarithmic one with the base ``base``."""
+    """The scale of an axis from ``low`` to ``high``, logarithmic if ``base`` is given."""
 
     low: float
     high: float
@@ -83,12 +83,12 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float], base: int | None) -> Scale:
-        """Return the scale of the finite ``values``; a logarithmic one ignores values up to 0."""
+        """Return a scale that spans the finite ``values``, or with a ``base`` the positive ones."""
         shown = [x for x in values if math.isfinite(x) and (x > 0 or not base)]
         return cls(min(shown, default=1), max(shown, default=1), base)
 
     def at(self, number: float) -> float | None:
-        """Return the position of ``number``, 0 at ``low`` and 1 at ``high``, or None if undefined.
+        """Return the position of ``number``: 0 at ``low``, 1 at ``high``. None if undefined.
 
         >>> Scale(1, 100, 10).at(10), Scale(0, 4).at(1), Scale(1, 2, 10).at(0)
         (0.5, 0.25, None)

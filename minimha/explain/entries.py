@@ -15,7 +15,7 @@ LETTERS = {"q": "q", "k": "k", "v": "v", "output": "o", "gate": "g"}  # in W_q, 
 
 
 def entry_of(record: Record, name: str) -> Entry:
-    """Return the catalogue's entry of the step ``name``, with this run's symbols in its formula."""
+    """Return the catalogue's entry for the step ``name``, with its formula adapted to the run."""
     base = base_of(name)
 
     def has(other: str) -> bool:

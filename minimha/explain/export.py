@@ -32,10 +32,10 @@ Content = str | bytes | dict[str, str]
 
 
 def trace_as(kind: str, trace: Trace, decimals: int, *, answers: Collection[str] = ()) -> Content:
-    """Return ``trace`` in the format ``kind``; SVG and PNG contain only the figures.
+    """Return ``trace`` in the format ``kind``, such as "json". SVG and PNG have only its figures.
 
-    CSV is a dictionary from file name to text. ``answers`` names the steps that a reader fills in:
-    HTML is then a page to print, a worksheet if they are blank, or its key.
+    CSV is a dictionary that maps file names to text. If ``answers`` names steps, HTML is a page to
+    print: an exercise if ``trace`` leaves these steps blank, else its solution.
     """
     makers: dict[str, Callable[[], Content]] = {
         "json": lambda: as_json(trace),
@@ -56,8 +56,8 @@ def as_json(trace: Trace, *, has_values: bool = True) -> str:
 
     A step has name, symbol, axes, formula, note, shape and value. It may have labels (``rows``,
     ``columns``), indices (``batch``, ``head``, ``kv_head``), ``hidden`` (the weights that a mask
-    hides), and ``printed`` (what documents print). ``cell`` has the lines that write out one cell.
-    Infinities and NaN are strings. ``reading.trace_from`` reads the trace back.
+    hides), and ``printed`` (what documents print). ``cell`` has the computation of a chosen cell.
+    Infinities and NaN are strings. ``reading.trace_from`` turns the JSON into a trace again.
     """
     record: dict[str, Any] = {
         "example": trace.example,
@@ -144,13 +144,12 @@ def _latex_step(step: Step, is_new: bool, decimals: int) -> str:
 
 
 def as_csv(trace: Trace) -> dict[str, str]:
-    """Return a dictionary from file name to CSV text, with one file for each step and head.
+    """Map file names to CSV text, with one file for each step and head.
 
     A matrix is written row by row; a vector is one row, a scalar one number. Numbers have full
     precision, and there is no header. ``labels.csv`` has the labels of the rows and columns of each
-    file, ``cell.csv`` the lines that write out one cell. An apostrophe is added before words that a
-    spreadsheet might run: they begin with =, +, -, @, a tab or a line break, perhaps after
-    apostrophes.
+    file, ``cell.csv`` the computation of the chosen cell. An apostrophe is added before words that
+    a spreadsheet might run as a formula: they begin with =, +, -, @, a tab or a line break.
     """
     digits = max(2, len(str(len(trace.steps))))  # so that sorted file names keep the order
     files = {_file_name(f"{n:0{digits}}", step): step for n, step in enumerate(trace.steps, 1)}
@@ -352,27 +351,27 @@ def _plain(value: NDArray[Any]) -> NDArray[Any]:
 
 
 def table_as_json(content: Any) -> str:
-    """Return ``content``, a table's records or exact numbers, as JSON."""
+    """Return ``content``, such as a table's records, as JSON."""
     return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
 
 
 def table_as_markdown(records: Sequence[Mapping[str, str]]) -> str:
-    """Return a Markdown table with the keys of ``records`` as its header."""
+    """Return ``records`` as a Markdown table, with their keys as its header."""
     lines = [[_markdown(cell) for cell in row] for row in _rows(records)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def table_as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a header with the keys of ``records``, and one line for each record."""
+    """Return ``records`` as CSV: a header with their keys, then one line for each record."""
     return _lines(_rows(records), IN_TABLE)
 
 
 def result_as(kind: str, result: Result) -> str | bytes:
-    """Return an experiment's ``result`` in the format ``kind``; SVG and PNG show its figures.
+    """Return an experiment's ``result`` in the format ``kind``. SVG and PNG show its figures.
 
-    JSON and CSV have exact numbers. CSV is one table: if ``result`` has several, the first column
-    has their titles, and columns of other tables are empty.
+    JSON and CSV have exact numbers. CSV joins several tables to one. Its first column then has the
+    title of each row's table, and columns of other tables are empty.
     """
     if kind in ("svg", "png"):
         picture = charts.svg(result)

@@ -19,7 +19,7 @@ NOT_IN_XML = "\ufffe\uffff"
 def token_labels(
     queries: Iterable[str], keys: Iterable[str] | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the labels of all axes that count tokens; ``keys`` default to ``queries``.
+    """Map each axis that counts tokens to its labels. ``keys`` default to ``queries``.
 
     >>> token_labels(["cat", "sat"])["Lk"]
     ('cat', 'sat')
@@ -30,7 +30,10 @@ def token_labels(
 
 
 def first_token(name: str, axis: str, blocks: tuple[int, int] | None) -> int:
-    """Return the first token's number along ``axis`` of the step ``name``; 0 outside blocks."""
+    """Return the number of the first token that the step ``name`` has along ``axis``.
+
+    It is 0, except in a step for one block, such as ``S[i=0,j=1]``. ``blocks`` is (B_r, B_c).
+    """
     block = BLOCK.search(name)
     if axis not in BLOCK_AXES or block is None or blocks is None:
         return 0
@@ -41,7 +44,7 @@ def first_token(name: str, axis: str, blocks: tuple[int, int] | None) -> int:
 def axis_labels(
     name: str, axis: str, size: int, known: Labels, blocks: tuple[int, int] | None
 ) -> tuple[str, ...] | None:
-    """Return the labels along ``axis`` of the step ``name``, or None for an axis without labels."""
+    """Return the labels of the step ``name`` along ``axis``, or None if the axis has no labels."""
     start = first_token(name, axis, blocks)
     if axis in BLOCK_AXES:
         if BLOCK.search(name) is None or blocks is None:

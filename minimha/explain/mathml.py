@@ -18,7 +18,7 @@ SPACES = {";": "0.28em", ",": "0.17em", " ": "0.25em", "quad": "1em"}
 
 
 def mathml(tex: str) -> str:
-    r"""Return the formula ``tex`` of the catalogue as MathML; ValueError for an unknown command.
+    r"""Return the TeX formula ``tex`` as MathML; raise ValueError for an unknown command.
 
     >>> mathml(r"S = Q K^\top")[45:-14]
     '<mi>S</mi><mo>=</mo><mi>Q</mi><msup><mi>K</mi><mo>⊤</mo></msup>'
@@ -29,7 +29,7 @@ def mathml(tex: str) -> str:
 
 
 class Tokens:
-    """The tokens of a formula that are not yet read."""
+    """A reader of a TeX formula that takes one token at a time."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens[::-1]

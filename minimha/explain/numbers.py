@@ -69,7 +69,7 @@ def needs_exponent(value: NDArray[np.float64], decimals: int) -> bool:
 
 
 def in_units(number: int, unit: str) -> str:
-    """Return ``number`` with three digits and ``unit``: 124 M, 1.21 GiB (powers of 1024)."""
+    """Return ``number`` with three digits, a prefix and ``unit``: 124 M, or for bytes 1.21 GiB."""
     base = 1024 if unit == "B" else 1000
     signs = {"": ("K", "M", "B", "T"), "B": ("Ki", "Mi", "Gi", "Ti")}.get(
         unit, ("K", "M", "G", "T", "P", "E")

@@ -97,7 +97,7 @@ def _rotated(x: Matrix, cos: Matrix, sin: Matrix, layout: float) -> Matrix:
 
 
 def pairs(num_pairs: int, layout: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the columns that are first in a pair of RoPE, and those that are second.
+    """Return the first and the second columns of the pairs that RoPE rotates.
 
     >>> [columns.tolist() for columns in pairs(2, HALF_SPLIT)]
     [[0, 1], [2, 3]]
@@ -150,7 +150,7 @@ PRODUCTS = ("product", "running product")
 
 
 class Origin(NamedTuple):
-    """The operation, operands and constant from which a step is computed."""
+    """How a step is computed: an operation, its operands, and its constant if it has one."""
 
     operation: str  # a key of ``OPERATIONS``
     # In the order of the operation's arguments; None for a missing optional argument.
@@ -162,7 +162,7 @@ class Origin(NamedTuple):
     constant: float | None = None
 
     def computed(self) -> Matrix:
-        """Return the float64 result of the operation."""
+        """Compute the step again from its operands, in float64."""
         values = [None if s is None else np.asarray(s.value, np.float64) for s in self.operands]
         constant = [] if self.constant is None else [self.constant]
         with np.errstate(all="ignore"):
@@ -170,7 +170,7 @@ class Origin(NamedTuple):
             return np.asarray(OPERATIONS[self.operation](*values, *constant)) + added
 
     def hides(self, i: int, j: int) -> bool:
-        """Return whether a product ignores NaN and ∞ of key j, because query i does not see it."""
+        """Return whether key j is hidden from query i, so that a product ignores its NaN and ∞."""
         weights = self.operands[0]
         if self.operation not in PRODUCTS or weights is None or weights.hidden is None:
             return False
@@ -195,7 +195,7 @@ class Origin(NamedTuple):
 
 
 class Origins:
-    """A mapping from step to origin, found at the first access; None if the step is given."""
+    """A mapping from each step to its ``Origin``, or to None if the step is an input of the run."""
 
     def __init__(self, by_name: Mapping[str, Sequence[Step]]) -> None:
         self.by_name = by_name  # the steps of each name, in the order of the computation
@@ -208,9 +208,9 @@ class Origins:
         return self._found[step]
 
     def follows(self, step: Step) -> bool:
-        """Return whether ``step`` is computed from any step of the run.
+        """Return whether ``step`` is computed from any step of the run, according to the catalogue.
 
-        Rows that no earlier step has are an input.
+        A step of rows copied from another step counts as an input.
         """
         operation, *names = step.made or ("rows",)
         sources = {name.strip("?<*") for part in names for name in part.split("|")}

@@ -12,7 +12,7 @@ LEFT, GAP = 4, 2  # characters of the left margin, and between a name and its ba
 
 
 def plot(data: Lines | Bars, width: int, *, is_ascii: bool) -> list[str]:
-    """Return the lines of text of a chart, at most ``width`` wide, without its title.
+    """Draw a chart, without its title, as lines of text with at most ``width`` characters.
 
     Where two marks coincide, the mark of the earlier series is shown.
     """

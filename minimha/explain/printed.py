@@ -94,7 +94,7 @@ class PrintedMatrix:
         return np.array([[_number(text) for text in row.split()] for row in self.rows])
 
     def compare(self, step_value: NDArray[Any]) -> tuple[Comparison, ...]:
-        """Return a comparison with ``step_value`` for each printed number, in reading order."""
+        """Compare each printed number with the exact one in ``step_value``, in reading order."""
         exact = step_value if self.exact is None else self.exact
         texts = [text for row in self.rows for text in row.split()]
         if len(texts) != exact.size:
@@ -119,11 +119,11 @@ class PrintedMatrix:
 def classify(
     text: str, exact: float | None, rounded: float | None = None, *, is_assumed: bool = False
 ) -> Status:
-    """Return the status of a printed number, given as ``text`` with all decimals.
+    """Return the status of the printed number ``text``, which has all decimals that are printed.
 
-    ``exact`` is computed from the document's inputs, or None without inputs. ``rounded`` is
-    computed from the printed numbers of the previous step. ``is_assumed`` means that the document
-    says so.
+    ``exact`` follows from the document's inputs; it is None if there are none. ``rounded`` follows
+    from the printed numbers of the previous step. ``is_assumed`` is True if the document says that
+    it assumes the number.
 
     >>> [classify(text, 0.2689414).value for text in ("0.269", "0.268", "0.3", "0.25")]
     ['exact', 'truncated', 'exact', 'wrong']

@@ -21,7 +21,7 @@ SIXTEEN = {0: 15, 4: 15, 6: 0, 14: 0}
 
 
 class Ramp(NamedTuple):
-    """Shades from least to most, each a character and a style, and signs for special cells."""
+    """A heatmap's shades, from least to most, and signs for hidden cells, bars and infinity."""
 
     shades: tuple[tuple[str, str], ...]
     hidden: str = "×"
@@ -30,7 +30,7 @@ class Ramp(NamedTuple):
 
     @property
     def in_color(self) -> bool:
-        """Whether the shades are colours, on which a number can be written."""
+        """True if the shades are colours, on which a number can be written."""
         return bool(self.shades[0][1])
 
     def shade(self, level: float) -> tuple[str, str]:
@@ -56,7 +56,7 @@ def luminance(color: Color) -> float:
 
 
 def ink_on(color: Color) -> Color:
-    """Return black or white, the one with more contrast on ``color``: at least 4.5.
+    """Return black or white, the one with more contrast on ``color``. The contrast is 4.5 or more.
 
     >>> ink_on((0, 0, 95)), ink_on((135, 255, 255))
     ((255, 255, 255), (0, 0, 0))

@@ -15,7 +15,7 @@ from minimha.explain.printed import PrintedMatrix
 
 @dataclass(eq=False)
 class Record:
-    """A mapping from name to array in order of computation; ``Trace`` describes the attributes."""
+    """The arrays of a run, by name in order of computation. ``Trace`` explains the attributes."""
 
     example: str = "attention"
     source: str = ""

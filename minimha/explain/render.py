@@ -51,12 +51,12 @@ STYLES = {
 
 
 def console_for(stream: IO[str]) -> Console:
-    """Return a console that prints tokens such as ``[bold]`` unchanged."""
+    """Return a console for ``stream`` that prints text like ``[bold]`` as it is, not as markup."""
     return Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def ramp_for(console: Console) -> str:
-    """Return the name of the richest ramp that ``console`` can show on its background.
+    """Return the name of the best set of shades that ``console`` can show on its background.
 
     Some terminals set COLORFGBG to the numbers of their colours, such as 0;15 for black on white.
     """
@@ -73,7 +73,7 @@ def ramp_for(console: Console) -> str:
 
 
 def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
-    """Return every step of ``trace``, its weights as heatmaps, and how a query picks its values.
+    """Return ``trace`` as text: its steps, heatmaps, and how a query picks its values.
 
     ``decimals`` are for numbers that are not whole. If ``width`` is None, no line is broken.
     ``ramp`` names the shades of heatmaps.
@@ -106,7 +106,7 @@ def text(trace: Trace, decimals: int, width: int | None, ramp: str) -> Text:
 
 
 def table(records: Sequence[Mapping[str, str]], encoding: str = "utf-8") -> Table:
-    """Return a table with the keys of ``records`` as its header, for a stream with ``encoding``."""
+    """Return ``records`` as a table with their keys as header, for a stream with ``encoding``."""
     shown = Table(
         *(as_written(key, encoding) for key in records[0]),
         box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold",
@@ -121,7 +121,7 @@ def table(records: Sequence[Mapping[str, str]], encoding: str = "utf-8") -> Tabl
 def tables(
     titled: Mapping[str, Sequence[Mapping[str, str]]], width: int | None, encoding: str = "utf-8"
 ) -> Group:
-    """Return a table below each title; all columns but the first are right-aligned."""
+    """Return each title with its table below. All columns but the first are right-aligned."""
     parts: list[RenderableType] = []
     for title, records in titled.items():
         parts += [Text(), *_paragraph(title, width, "bold" if records else "", indent=0)]
@@ -170,7 +170,7 @@ def _grid(data: "Grid", ramp: Ramp) -> Iterator[Text]:
 
 @contextmanager
 def busy(stream: IO[str], doing: str) -> Iterator[None]:
-    """Show ``doing`` with a spinner on a terminal until the block ends."""
+    """On a terminal, show ``doing`` beside a spinner while the ``with`` block runs."""
     console = Console(file=stream, markup=False, highlight=False)
     with console.status(doing) if console.is_terminal else nullcontext():
         yield
@@ -178,7 +178,7 @@ def busy(stream: IO[str], doing: str) -> Iterator[None]:
 
 @contextmanager
 def progress(stream: IO[str], steps: int | None) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on a terminal; call the yielded function with the name of each step."""
+    """Yield a function to call with each step's name. A terminal then shows a progress bar."""
     console = Console(file=stream, markup=False, highlight=False)
     if not console.is_terminal:  # older rich ends even a disabled bar with a newline
         yield lambda doing: None
@@ -196,7 +196,7 @@ def progress(stream: IO[str], steps: int | None) -> Iterator[Callable[[str], Non
 
 
 def plain(shown: RenderableType) -> str:
-    """Return ``shown`` without colours or trailing blanks; tables are ``EXPORT_WIDTH`` wide."""
+    """Return ``shown`` as text without colours and trailing blanks, in ``EXPORT_WIDTH`` columns."""
     if isinstance(shown, Text):
         lines = shown.plain
     else:

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of exact values, with a function for each of ``columns`` that formats a value."""
+    """A table of exact values. ``columns`` maps each name to a function that formats its values."""
 
     title: str
     columns: Mapping[str, Callable[[Any], str]]
     rows: tuple[tuple[Any, ...], ...]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a dictionary from column to exact value for each row."""
+        """Return for each row a dictionary that maps columns to exact values."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def written(self) -> list[dict[str, str]]:
-        """Return a dictionary from column to text for each row."""
+        """Return for each row a dictionary that maps columns to formatted values."""
         writers = tuple(self.columns.values())
         return [
             dict(zip(self.columns, (w(x) for w, x in zip(writers, row, strict=True)), strict=True))

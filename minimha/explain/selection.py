@@ -16,7 +16,7 @@ DRAWINGS = ("heatmap", "picks")  # drawings, which ``only`` may also name
 
 
 def check_names(every: Sequence[Step], only: Sequence[str], blank: Sequence[str]) -> None:
-    """Raise ValueError for a name in ``only`` or ``blank`` that is no step; suggest the nearest."""
+    """Raise ValueError if a name in ``only`` or ``blank`` is no step; suggest a similar name."""
     if not only and not blank:
         return
     known = dict.fromkeys(name for step in every for name in sorted(step.names))
@@ -36,7 +36,7 @@ def check_names(every: Sequence[Step], only: Sequence[str], blank: Sequence[str]
 
 
 def of_head(every: Sequence[Step], head: int | None) -> tuple[Step, ...]:
-    """Return the steps of query head ``head``, with keys and values it reads; None means all."""
+    """Return the steps that query head ``head`` has, uses or shares; all steps if it is None."""
     heads = {step.head for step in every if step.head is not None}
     if head is None or (not heads and head == 0):
         return tuple(every)
@@ -82,7 +82,7 @@ def row_of(step: Step, query: str) -> Step | None:
 
 
 def likeliest(step: Step, logits: NDArray[Any]) -> Step:
-    """Return ``step``; a long vocabulary is cut to the last query's largest ``logits``."""
+    """Return ``step``. A long vocabulary is cut to the largest ``logits`` of the last query."""
     if step.axes[-1:] != ("V",) or step.value.shape[-1] <= LONGEST_ROW:
         return step
     row = logits.reshape(-1, logits.shape[-1])[-1]

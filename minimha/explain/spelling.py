@@ -10,7 +10,7 @@ SPELLINGS = {
 
 
 def as_written(text: str, encoding: str) -> str:
-    """Return ``text`` as a stream with this ``encoding`` shows it, for measuring the width.
+    """Return ``text`` with the signs that ``encoding`` lacks replaced by letters.
 
     >>> as_written("√d_k ≤ 2", "ascii")
     'sqrt d_k <= 2'
@@ -24,7 +24,7 @@ def as_written(text: str, encoding: str) -> str:
 
 
 def spelled(error: UnicodeError) -> tuple[str, int]:
-    """Return the spelling of characters that cannot be encoded: an error handler for ``codecs``.
+    """Replace characters that cannot be encoded by letters: an error handler for ``codecs``.
 
     A character without a spelling becomes ``?``.
 

@@ -45,9 +45,10 @@ Formula = Callable[[int, int], str]  # of entry (i, j)
 
 
 class Panel(NamedTuple):
-    """The range of a matrix: its first cell, counted from 0, and its size.
+    """The place of a matrix in a sheet: its first row and column, counted from 0, and its size.
 
-    An axis of length 1 is broadcast, as in NumPy.
+    If an axis has length 1, every index of that axis means the same cell, as in NumPy's
+    broadcasting.
     """
 
     top: int
@@ -56,21 +57,21 @@ class Panel(NamedTuple):
     columns: int
 
     def cell(self, i: int, j: int) -> str:
-        """Return the address of entry (i, j): ``B7``."""
+        """Return the address of entry (i, j), such as ``B7``."""
         row = self.top + (i if self.rows > 1 else 0)
         return f"{_letters(self.left + (j if self.columns > 1 else 0))}{row + 1}"
 
     def row(self, i: int) -> str:
-        """Return the addresses of row i: ``B7:D7``."""
+        """Return the addresses of row i, such as ``B7:D7``."""
         return f"{self.cell(i, 0)}:{self.cell(i, self.columns - 1)}"
 
     def column(self, j: int) -> str:
-        """Return the addresses of column j: ``B7:B9``."""
+        """Return the addresses of column j, such as ``B7:B9``."""
         return f"{self.cell(0, j)}:{self.cell(self.rows - 1, j)}"
 
     @property
     def area(self) -> str:
-        """The addresses of all cells: ``B7:D9``."""
+        """The addresses of all cells, such as ``B7:D9``."""
         return f"{self.cell(0, 0)}:{self.cell(self.rows - 1, self.columns - 1)}"
 
 
@@ -195,8 +196,8 @@ def as_workbook(trace: Trace, decimals: int) -> bytes:
     """Return ``trace`` as an xlsx file that shows computed numbers with ``decimals``.
 
     The cells of blank steps are empty, and steps computed from them are numbers without formulas.
-    The extra ``sheets`` is needed. ValueError is raised for traces that a sheet cannot hold:
-    blocks, more than 64 tokens, NaN, ∞, or a step whose operands or formula are missing.
+    The extra ``sheets`` must be installed. ValueError is raised for traces that a sheet cannot
+    hold: blocks, more than 64 tokens, NaN, ∞, or a step whose operands or formula are missing.
     """
     try:
         import xlsxwriter
@@ -286,7 +287,7 @@ def _without(blank: Collection[str], title: str, made: Origin | None) -> Origin 
 
 
 class Matrix(NamedTuple):
-    """A matrix to be written, with the formula of its entries; None where they are given."""
+    """A matrix to write. ``formula`` returns the formula of an entry; None if entries are given."""
 
     title: str
     place: str

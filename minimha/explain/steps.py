@@ -48,11 +48,11 @@ class Step:
     whole : tuple of int
         The shape of the matrix of which ``value`` is a part; empty if ``value`` is the whole.
     first : tuple of int
-        The number of the first token along each axis; 0 except in blocks.
+        The number of the first token along each axis: 0, except in a step for one block.
     group : int
         How many query heads share ``kv_head``; 0 if all do.
     relation : str
-        The relation that the head follows, if the run's labels name it.
+        What the head links, such as "cat → sleeps", if the labels of the run say so.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Step:
         return number if 0 <= number < self.value.shape[axis] else None
 
     def is_of(self, head: int | None) -> bool:
-        """Return whether query head ``head`` has or reads this step, or all heads share it."""
+        """Return whether query head ``head`` computes or uses this step, or all heads share it."""
         if self.kv_head is None:
             return self.head in (None, head)
         return head is not None and (not self.group or head // self.group == self.kv_head)
@@ -174,7 +174,7 @@ def axes_of(record: Record, name: str) -> tuple[str, ...]:
 
 
 def num_query_heads(record: Record, name: str = "") -> int | None:
-    """Return the number of query heads in the stage of ``name``, or None without queries."""
+    """Return the number of query heads in the stage of ``name``, or None if it is unknown."""
     for query in (beside(name, "q"), "q", "Q[i=0]"):
         if query in record.kept:
             return record.num_heads

@@ -11,12 +11,12 @@ PAIRS = (("Lq", "Lk"), ("B_r", "B_c"))  # axes of matrices with a query per row 
 
 
 def story(trace: Trace, decimals: int = 3) -> tuple[Written, ...]:
-    """Return the cell ``trace.cell`` written out in each shown step that has the cell.
+    """Write out how the cell ``trace.cell`` is computed, in each shown step that has this cell.
 
     The cell ``sat,cat`` is the row ``sat`` and the column ``cat``: a query and a key. Its steps are
     the score, scaled and masked, the exponential, the weight, and the part of the query's output
-    that comes from the key's value. In steps that ``only`` names, row and column may be any.
-    ValueError is raised if no step shown has such a cell, or if a label occurs twice.
+    that comes from the key's value. If ``only`` names other steps, row and column have the step's
+    labels. ValueError is raised if no step shown has such a cell, or if a label occurs twice.
     """
     parts = [part.strip() for part in trace.cell.split(",")]
     found: list[Written] = []

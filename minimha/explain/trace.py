@@ -35,7 +35,7 @@ class Trace(Record):
         What is traced, and where it comes from.
     labels : mapping from axis name to labels, optional
         Usually from ``token_labels``. Labels for one stage, ``Lk[cross]``, or for one batch entry,
-        ``Lk, batch 1``, take precedence. ``H`` names the relation that each head follows.
+        ``Lk, batch 1``, take precedence. ``H`` says what each head links: "cat → sleeps".
     notes : mapping from step name to str, optional
         Sentences about a step, or about one head of it (``weights, head 1``), added to the
         catalogue's.
@@ -52,16 +52,16 @@ class Trace(Record):
     num_heads : int, optional
         The number of query heads, if the trace does not have all of them.
     kept : mapping from step name to (str, sequence of int), optional
-        "head" or "kv_head", and the numbers of the heads in this trace, if the run has more.
+        For steps with only some heads of the run: "head" or "kv_head", and the heads' numbers.
     only : sequence of str, optional
         The steps to show, with or without stage or head, and ``DRAWINGS``. Default is all.
     head : int, optional
         The query head to show, with the keys and values that it reads. Default is all.
     query : str, optional
-        Label or number of the only query to show, by its rows and by how it picks its values.
-        Default is all rows, and the last query picks; if ``only`` names ``picks``, each does.
+        Label or number of a query: only its rows are shown, and how it picks its values.
+        Default is all rows, and the picks of the last query (of all if ``only`` has ``picks``).
     cell : str, optional
-        Labels or numbers of the cell to write out, ``sat,cat``, with the steps of ``only`` if any.
+        Row and column, by label or number, of a cell whose computation is shown: ``sat,cat``.
     blank : sequence of str, optional
         The steps whose numbers are left out.
 
@@ -101,7 +101,7 @@ class Trace(Record):
         )
 
     def selected(self, names: Sequence[str] = (), **others: Any) -> Trace:
-        """Return a trace of the same run that shows only the steps ``names``; without names, all.
+        """Return a trace of the same run that shows only the steps ``names``, or all if empty.
 
         ``others`` are further attributes that choose what is shown: head, query, cell and blank.
         """
@@ -127,7 +127,7 @@ class Trace(Record):
 
     @cached_property
     def origins(self) -> Origins:
-        """A mapping from step to origin, which finds each origin at most once."""
+        """A mapping from step to origin: the operation and the steps that it is computed from."""
         return Origins(self.by_name)
 
     @cached_property
@@ -155,7 +155,7 @@ class Trace(Record):
         )
 
     def drawn(self, drawing: str) -> tuple[Step, ...]:
-        """Return the steps that ``drawing`` shows, "heatmap" or "picks"; empty if not chosen."""
+        """Return the steps that ``drawing``, "heatmap" or "picks", shows; none if not chosen."""
         if not self.only and (self.cell or self.query) and not (self.query and drawing == "picks"):
             return ()
         if self.query and drawing == "heatmap" and drawing not in self.only:
@@ -166,7 +166,7 @@ class Trace(Record):
 
     @property
     def legend(self) -> dict[str, str]:
-        """The meaning of each letter in the axes shown."""
+        """A mapping from each letter in the axes shown, such as D, to its meaning."""
         shown = {
             letter for s in self.steps for axis in s.axes for letter in re.findall(r"\w+", axis)
         }
@@ -174,7 +174,7 @@ class Trace(Record):
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """A mapping from step name to the array of all batch entries and heads that are shown."""
+        """A mapping from step name to an array that stacks all batch entries and heads shown."""
         found = {}
         for name, steps in itertools.groupby(self.steps, key=lambda step: step.name):
             shown = list(steps)

@@ -22,7 +22,7 @@ class Remark(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """One query of a head: its row of weights averages ("picks") the values."""
+    """How a query of a head averages ("picks") values: its row of weights, values and output."""
 
     query: int
     weights: Step
@@ -31,7 +31,7 @@ class Pick(NamedTuple):
 
     @property
     def keys(self) -> list[int]:
-        """The keys to show: all, or if there are many those with the largest weights."""
+        """The numbers of the keys to show: all, or of many those with the largest weights."""
         return largest(self.weights.value[self.query])
 
     @property
@@ -54,7 +54,7 @@ def legend(trace: Trace) -> str:
 
 
 def news(steps: Iterable[Step]) -> Iterator[tuple[Step, bool]]:
-    """Yield each step, and whether its formula and note differ from those of all earlier steps."""
+    """Yield each step, and True if no earlier step has the same formula and note, else False."""
     known: set[tuple[str, str]] = set()
     for step in steps:
         yield step, (step.formula, step.note) not in known
@@ -69,7 +69,7 @@ def numbers(step: Step, decimals: int) -> list[list[str]]:
 
 
 def printed(step: Step) -> Iterator[tuple[str, str, list[Remark]]]:
-    """Yield source, numbers and remarks for each passage of a document that prints this step.
+    """Yield (source, numbers, remarks) for each passage of a document that prints this step.
 
     Each inexact number has a remark; all exact ones share the last.
     """
@@ -110,10 +110,11 @@ def heatmaps(steps: Iterable[Step]) -> list[tuple[str, Step]]:
 
 
 def picks(trace: Trace) -> list[Pick]:
-    """Return the picks of the shown heads; ValueError if no head has ``trace.query``.
+    """Return a ``Pick`` for each query to draw, of each shown head.
 
-    By default only a run of a single head has a pick, of the last query. ``trace.query`` and
-    ``trace.head`` choose others. If ``only`` names ``picks``, all queries have one.
+    By default there is one only if the run has a single head: its last query. ``trace.query`` and
+    ``trace.head`` choose others. If ``only`` names ``picks``, all queries have one. ValueError is
+    raised if no head has ``trace.query``.
     """
     steps = trace.drawn("picks")
     is_asked = bool(trace.query) or trace.head is not None or "picks" in trace.only

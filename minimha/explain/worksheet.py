@@ -42,7 +42,7 @@ CORNER = '<td class="corner"></td>'
 
 
 def worksheet(trace: Trace, decimals: int, answers: Collection[str]) -> str:
-    """Return the steps of ``trace`` as HTML to print, with bold frames around ``answers``.
+    """Return ``trace`` as HTML to print, with bold frames around the steps ``answers``.
 
     A blank step is a table of empty boxes. The page has no script and makes no request.
     """

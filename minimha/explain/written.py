@@ -54,7 +54,7 @@ Cells = tuple[Cell, ...]
 
 
 class Say:
-    """A function from cell to text, in the number format of the cell's matrix."""
+    """A function that writes a cell's number, in the number format of the cell's matrix."""
 
     def __init__(self, decimals: int) -> None:
         self.decimals = decimals
@@ -91,12 +91,12 @@ class Written(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The title of the step, and the text."""
+        """The step's title, followed by the computation as text."""
         return f"{self.cell.step.title}: {self.text}"
 
 
 def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
-    """Write out the cell ``index`` of ``step``, which must be a step of ``trace``.
+    """Write out how the cell ``index`` of ``step``, a step of ``trace``, is computed.
 
     >>> from minimha import attention
     >>> from minimha.explain.trace import token_labels
@@ -120,7 +120,7 @@ def cell(trace: Trace, step: Step, index: Index, decimals: int = 3) -> Written:
 
 
 class Operands(NamedTuple):
-    """The operands of the cell (i, j), as cells and as text."""
+    """The operands from which the cell (i, j) of a step is computed, as cells and as text."""
 
     made: Origin
     i: int
@@ -132,7 +132,7 @@ class Operands(NamedTuple):
         return self.made.operands[n] if n < len(self.made.operands) else None
 
     def at(self, n: int, i: int | None = None, j: int | None = None) -> Cells:
-        """Return the cell (i, j) of operand n, if present; an axis of length 1 is broadcast."""
+        """Return cell (i, j) of operand n, broadcast as in NumPy, or () without operand n."""
         step = self.step(n)
         if step is None:
             return ()
@@ -146,7 +146,7 @@ class Operands(NamedTuple):
         return tuple(Cell(step, (i, d)) for d in range(step.value.shape[1]))
 
     def row_and_column(self) -> tuple[Cells, Cells]:
-        """Return the factors of a product, without NaN and ∞ of keys hidden from the query."""
+        """Return the row and the column to multiply, without NaN and ∞ of hidden keys."""
         B = self.step(1)
         column = (Cell(B, (d, self.j)) for d in range(len(B.value)))
         pairs = zip(self.row(0), column, strict=True)
@@ -154,7 +154,7 @@ class Operands(NamedTuple):
         return tuple(a for a, _ in seen), tuple(b for _, b in seen)
 
     def constant(self) -> str:
-        """Return the operation's constant as text; no matrix contains it."""
+        """Return the operation's constant, such as the scale, as text."""
         value = self.made.constant or 0.0
         return _factor(term(np.array(value), self.say.decimals)(value))
 
@@ -163,18 +163,18 @@ class Operands(NamedTuple):
         return [_factor(self.say(cell)) for cell in cells]
 
     def sum(self, cells: Cells, form: str = "{}") -> str:
-        """Return a sum as text, with each number in ``form``."""
+        """Return the sum of ``cells`` as text, with each number written in ``form``."""
         terms = [form.format(number) for number in self.numbers(*cells)]
         return _joined(terms, [abs(cell.value) for cell in cells])
 
     def sum_of_products(self, row: Cells, column: Cells) -> str:
-        """Return the sum of the products of ``row`` and ``column`` as text."""
+        """Return the sum of the products of ``row`` and ``column``, cell by cell, as text."""
         pairs = list(zip(row, column, strict=True))
         terms = ["·".join(self.numbers(*pair)) for pair in pairs]
         return _joined(terms, [abs(a.value * b.value) for a, b in pairs]) or "0"
 
     def length(self, cells: Cells) -> str:
-        """Return the length of a vector as text."""
+        """Return the length of the vector ``cells`` as text: the root of the sum of its squares."""
         return f"√({self.sum(cells, '{}²')})"
 
 

@@ -16,7 +16,10 @@ SMALL = 12
 
 
 def angles(steps: Sequence[Step], widest: float, decimals: int) -> Drawing:
-    """Draw the last query with each of the first keys; nothing if the run has no cosines."""
+    """Draw the last query and each of the first four keys as arrows, with the angle between them.
+
+    The drawing is empty if ``steps`` has no step ``cosine``.
+    """
     cosine = next((s for s in steps if s.base == "cosine" and s.value.size), None)
     if cosine is None:
         return Drawing()

@@ -17,7 +17,7 @@ LABEL = 5  # characters
 
 
 def grid(trace: Trace) -> Drawing:
-    """Draw the blocks of the first head; nothing if the run was not computed in blocks."""
+    """Draw the scores of the first head, block by block. Without blocks the drawing is empty."""
     steps = [step for step in trace.steps if step.base == "S" and not (step.head or step.batch)]
     drawing = Drawing()
     if not steps or trace.blocks is None:

@@ -65,9 +65,9 @@ def short(words: str, longest: int) -> str:
 
 
 def in_lines(words: str, longest: int) -> list[str]:
-    """Return ``words`` as one line, or as two of about equal length if one is too long.
+    """Return ``words`` as one line, or as two lines if there are more than ``longest`` characters.
 
-    The break is after a comma or a colon if possible, or else between other words.
+    The break is after a comma or a colon if possible, else at another space, near the middle.
 
     >>> in_lines("A = softmax(S), row by row: A_ij = P_ij / l_i", 40)
     ['A = softmax(S), row by row:', 'A_ij = P_ij / l_i']
@@ -86,7 +86,7 @@ def in_lines(words: str, longest: int) -> list[str]:
 
 @dataclass
 class Drawing:
-    """Shapes, each a line of SVG, and the width and height that they need; y grows downwards."""
+    """Shapes as lines of SVG, and the width and height of their drawing; y grows downwards."""
 
     width: float = 0
     height: float = 0
@@ -96,7 +96,7 @@ class Drawing:
         self, x: float, y: float, width: float, height: float, kind: str,
         *, opacity: float | None = None, title: str = "",
     ) -> None:  # fmt: skip
-        """Draw a rectangle of the class ``kind``; browsers show ``title`` as a tooltip."""
+        """Draw a rectangle of the CSS class ``kind``. Browsers show ``title`` as a tooltip."""
         shade = "" if opacity is None else f' fill-opacity="{_plain(opacity)}"'
         inside = f"><title>{escape(title)}</title></rect>" if title else "/>"
         self._draw(
@@ -109,9 +109,9 @@ class Drawing:
         self, x: float, y: float, words: str, kind: str = "", *, anchor: str = "start",
         size: float = SIZE, longest: int | None = None,
     ) -> None:  # fmt: skip
-        """Write ``words`` with their middle at height ``y`` and their ``anchor`` at ``x``.
+        """Write ``words`` at height ``y``, with their start, middle or end (``anchor``) at ``x``.
 
-        Words with more characters than ``longest`` are cut; a tooltip has them all.
+        Text of more than ``longest`` characters is cut, and its tooltip shows all of it.
         """
         title, words = words, words if longest is None else short(words, longest)
         name = f' class="{kind}"' if kind else ""
@@ -124,7 +124,7 @@ class Drawing:
         )  # fmt: skip
 
     def line(self, *points: tuple[float, float], kind: str = "line", tip: str = "") -> None:
-        """Draw a line through ``points``, ending in an arrowhead of class ``tip``, if given."""
+        """Draw a line through ``points``, with an arrowhead of the CSS class ``tip`` if given."""
         path = " ".join(f"{_plain(x)},{_plain(y)}" for x, y in points)
         far = max(x for x, _ in points), max(y for _, y in points)
         self._draw(f'<polyline class="{kind}" points="{path}"/>', *far)
@@ -150,13 +150,13 @@ class Drawing:
         self.width, self.height = max(self.width, right), max(self.height, bottom)
 
     def svg(self, title: str) -> str:
-        """Return an SVG file with its own style and background."""
+        """Return the drawing as an SVG file with its own style and background."""
         size = 'width="{}" height="{}"'.format(*self._size())
         ground = f'<style>{STYLE}</style>\n<rect class="ground" {size}/>\n'
         return self._picture(title, ' xmlns="http://www.w3.org/2000/svg"', ground)
 
     def inline(self, title: str) -> str:
-        """Return an SVG element for a page that already has ``STYLE`` and a background."""
+        """Return the drawing as an SVG element, for a page that has ``STYLE`` and a background."""
         return self._picture(title, "", "")
 
     def _size(self) -> tuple[int, int]:
@@ -173,7 +173,7 @@ class Drawing:
 
 
 def stacked(parts: list[Drawing], gap: float) -> Drawing:
-    """Return the drawings ``parts`` one below the other."""
+    """Return one drawing with the drawings ``parts`` below each other, ``gap`` pixels apart."""
     whole = Drawing()
     for part in parts:
         whole.place(part, 0, whole.height + gap if whole.shapes else 0)
@@ -181,7 +181,7 @@ def stacked(parts: list[Drawing], gap: float) -> Drawing:
 
 
 def in_rows(parts: list[Drawing], widest: float, gap: float) -> Drawing:
-    """Return the drawings ``parts`` in rows at most ``widest`` wide, except for wider drawings."""
+    """Return one drawing with ``parts`` in rows. Only a wide part makes a row exceed ``widest``."""
     whole = Drawing()
     x = y = bottom = 0.0
     for part in parts:

@@ -26,7 +26,7 @@ SWEEPS = 8
 
 @dataclass(eq=False)
 class Box:
-    """A matrix, or space reserved for an arrow that passes its row; ``x`` is the centre."""
+    """A box of a flow chart, with its centre at ``x``. Without a name it is space for an arrow."""
 
     row: int
     width: float = 2.0
@@ -41,9 +41,10 @@ class Box:
 
 
 def flow(trace: Trace, widest: float, names: Collection[str] | None = None) -> Drawing:
-    """Draw a flow chart of all steps or of ``names``, without steps that have no arrow.
+    """Draw a flow chart of the steps ``names``, or of all, without steps that have no arrow.
 
-    Blocks are left out. So is ``[cross, step 1]``, which repeats the numbers of ``[cross]``.
+    Steps computed in blocks are left out. So are those of ``[cross, step 1]``, which repeat the
+    numbers of ``[cross]``.
     """
     parts = _connected(_sources(trace, trace.by_name if names is None else names))
     return in_rows([_flow(trace, part) for part in parts], widest, 3 * ASIDE)

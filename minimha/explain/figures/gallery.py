@@ -26,7 +26,7 @@ def svg(trace: Trace, decimals: int) -> str:
 
 
 def figures(trace: Trace, decimals: int) -> dict[str, Drawing]:
-    """Return a dictionary from title to figure, for figures that suit this run or were chosen."""
+    """Map titles to figures: those that suit this run, or those that ``trace`` selects."""
     drawn = {"cell": _cell(trace, decimals)} if trace.cell else {}
     is_whole = not (trace.only or trace.cell or trace.query)
     if is_whole:

@@ -13,7 +13,7 @@ Escape = Callable[[str], str]
 
 
 def shade(level: float) -> str:
-    """Return the colour of a cell with this level on white paper, for xcolor.
+    """Return a heatmap's colour for ``level``, from 0 to 1, in hexadecimal digits.
 
     >>> shade(0), shade(1)
     ('FFFFFF', '08306B')
@@ -22,7 +22,7 @@ def shade(level: float) -> str:
 
 
 def picture(drawing: Drawing, escape: Escape) -> str:
-    """Return ``drawing`` as TeX, at most as wide as a line; ``escape`` converts words to TeX."""
+    """Return ``drawing`` as LaTeX, no wider than a line. ``escape`` converts its words to TeX."""
     point = min(POINT, HIGHEST / max(drawing.height, 1))
     lines = list(
         _shapes(ET.fromstring(drawing.svg("")), 0.0, 0.0, drawing.height + 32, escape, point)

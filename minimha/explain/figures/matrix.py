@@ -21,14 +21,14 @@ Limits = tuple[float, float]
 
 
 def scales_of(steps: Iterable[Step]) -> tuple[Limits, Limits]:
-    """Return the scale of all scores among ``steps``, and that of all weights."""
+    """Return the limits of two colour scales: of all scores among ``steps``, and of all weights."""
     return limits(step.value for step in steps if _is_scores(step)), (0.0, 1.0)
 
 
 def matrix(
     step: Step, title: str, decimals: int, scales: tuple[Limits, Limits], formula: str = ""
 ) -> Drawing:
-    """Draw the numbers of ``step`` under ``title``, ``formula`` and its labels."""
+    """Draw the matrix of ``step`` with its labels, below ``title`` and ``formula``."""
     body = cells(step.value, decimals)
     if step.is_blank:
         body = [[" " * BOX for _ in row] for row in body]  # to write into
@@ -61,7 +61,7 @@ def matrix(
 
 
 def scale(name: str, bounds: Limits, steps: int = 20, *, room: float = LOW) -> Drawing:
-    """Draw the colour scale of a heatmap; the least number has ``room`` pixels or more."""
+    """Draw a heatmap's colour scale, with at least ``room`` pixels for its lowest number."""
     drawing = Drawing()
     low, high = cells(np.array(bounds), 2)[0]
     drawing.text(0, ROW / 2, name, "muted", size=SMALL)
@@ -75,7 +75,7 @@ def scale(name: str, bounds: Limits, steps: int = 20, *, room: float = LOW) -> D
 
 
 def legend(steps: Sequence[Step], scales: tuple[Limits, Limits]) -> Drawing:
-    """Draw the scales that ``steps`` use, and the meaning of × and ?."""
+    """Draw the colour scales that ``steps`` need, and explain the signs × and ?."""
     drawing = Drawing()
     scored = any(map(_is_scores, steps))
     room = max(LOW, breadth(cells(np.array(scales[0]), 2)[0][0], SMALL)) if scored else LOW
@@ -102,7 +102,7 @@ def _widths(body: Sequence[Sequence[str]], columns: Sequence[str] | None) -> lis
 
 
 def shades(step: Step, scales: tuple[Limits, Limits]) -> list[list[float]] | None:
-    """Return levels from 0 to 1 (-∞ if hidden) for the cells of a heatmap; None for other steps."""
+    """Return each cell's shade from 0 to 1, or -∞ if hidden; None if ``step`` has no heatmap."""
     if step.base not in MAPPED or step.value.ndim != 2 or step.is_blank:
         return None
     low, high = scales[step.base in SHARES]
@@ -116,7 +116,7 @@ def cell(
     drawing: Drawing, x: float, y: float, width: float, number: str, level: float | None,
     size: float = SMALL,
 ) -> None:  # fmt: skip
-    """Draw a number on the shade of ``level``, from 0 to 1; a hidden cell has a level below 0."""
+    """Draw a number on the shade ``level``, from 0 to 1. A negative level means a hidden cell."""
     ink = "number"
     if level is not None and np.isfinite(level):
         drawing.rect(x, y, width, ROW, "heat", opacity=level)

@@ -12,7 +12,7 @@ WHOLE = 300  # pixels of a weight of 1
 
 
 def pick(picked: Pick, decimals: int) -> Drawing:
-    """Draw a query's weights as bars, the values beside them, and their weighted sum."""
+    """Draw a query's weights as bars, each with its value, and the weighted sum of the values."""
     query, weights, values, output = picked
     number, rest = picked.rest
     labels = [short((weights.columns or ())[n], LABEL) for n in picked.keys]

@@ -120,7 +120,7 @@ def _record(
 
 
 class Tables:
-    """Labels and masks, each stored once; steps refer to them by index."""
+    """The labels, masks and stages of a page, each stored once. Steps refer to their indices."""
 
     def __init__(self) -> None:
         self.labels: list[Sequence[str]] = []
@@ -128,15 +128,15 @@ class Tables:
         self.parts: list[str] = []
 
     def label(self, labels: Sequence[str] | None) -> int | None:
-        """Return the index of ``labels`` in the table, or None without labels."""
+        """Store ``labels`` if they are new, and return their index, or None if there are none."""
         return None if labels is None else _number(self.labels, labels)
 
     def part(self, step: Step) -> int:
-        """Return the index of the step's stage; all heads of a stage share a mask."""
+        """Store the stage of ``step`` if it is new, and return its index."""
         return _number(self.parts, step.stage)
 
     def mask(self, step: Step) -> dict[str, int | None]:
-        """Return the offset of a causal mask, or else the index of the pattern that hides keys."""
+        """Return the offset of a causal mask, or the index in ``patterns`` of any other mask."""
         hidden = np.isneginf(np.atleast_2d(step.value))
         offset = int((~hidden[0]).sum()) - 1
         if hidden.any() and (hidden == np.triu(np.ones_like(hidden), offset + 1)).all():
@@ -144,7 +144,7 @@ class Tables:
         return {"offset": None, "pattern": self.pattern(hidden)}
 
     def pattern(self, hidden: NDArray[np.bool_]) -> int:
-        """Return the index of the pattern ``hidden`` in the table."""
+        """Store the mask ``hidden``, True = hidden, if it is new, and return its index."""
         return _number(self.patterns, base64.b64encode(np.packbits(hidden).tobytes()).decode())
 
 

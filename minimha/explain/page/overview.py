@@ -22,11 +22,10 @@ Place = tuple[int, int, int]  # the number of a step, a row and a column
 
 
 def places(trace: Trace, number: Mapping[Step, int]) -> dict[str, Place]:
-    """Return a dictionary from name to cell, with the entry points of the page.
+    """Map names to the cells at which a reader can start. The page opens on the first.
 
-    The page opens on the first: the chosen cell, the likeliest successor of the last token, or a
-    weight between two tokens. Without these, it is the first cell of the last matrix that has
-    shades.
+    There are up to three: the chosen cell, the likeliest next token, and a weight between two
+    tokens. Without these, it is the first cell of the last heatmap.
     """
     found: dict[str, Place] = {}
     if trace.cell:
@@ -61,7 +60,7 @@ def _telling(step: Step) -> tuple[int, int]:
 
 
 def links(groups: Sequence[dict[str, Any]]) -> str:
-    """Return the list of steps; a long list is folded, with one fold for each stage."""
+    """Return links to all steps as HTML. A long list is folded, with one fold for each stage."""
     folds: dict[str, list[str]] = {}
     for n, group in enumerate(groups):
         stage = group["stage"] if len(groups) > MOST else ""
@@ -83,7 +82,7 @@ def _fold(summary: str, inside: str, around: str) -> str:
 
 
 def charts(trace: Trace, decimals: int) -> str:
-    """Return the flow chart and, unless the trace is too large, all figures besides matrices."""
+    """Return the flow chart as HTML, and for small traces also all figures besides matrices."""
     found = {} if trace.only or trace.cell or trace.query else {"flow of data": _flow_chart(trace)}
     if sum(step.value.size for step in trace.steps) <= LARGEST:
         drawn = figures(trace.selected(head=trace.head), decimals)
