@@ -31,7 +31,7 @@ _names: ContextVar[Mapping[str, str] | None] = ContextVar("argument names", defa
 
 @contextmanager
 def argument_names(**names: str) -> Iterator[None]:
-    """Set the names of arguments in errors, such as ``query`` for q in a dialect.
+    """In a ``with`` block, let errors use the caller's names of arguments: ``query`` for q.
 
     >>> with argument_names(scale="softmax_scale"):
     ...     number("scale", float("nan"), np.dtype(np.float32))
@@ -100,7 +100,11 @@ def number(
 
 
 def rectangular(name: str, value: ArrayLike, hint: str = "") -> NDArray[Any]:
-    """Return ``value`` as an array of any dtype; an array is not copied.
+    """Return ``value``, such as a list of rows, as an array; an array is not copied.
+
+    Raises ValueError for rows of different lengths. Raises TypeError for masked arrays, also in
+    lists, since NumPy would drop the mask; ``hint`` ends the message. Also raises the errors of
+    ``as_numpy`` and ``check_file``.
 
     Raises TypeError for masked arrays, also in lists, whose mask NumPy would drop; ``hint`` ends
     that message. Also raises for rows of different lengths, and like ``as_numpy`` and
@@ -202,7 +206,7 @@ def common_dtype(dtypes: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
 
 
 def of_one_dtype(**arrays: ArrayLike) -> dict[str, NDArray[Any]]:
-    """Return a dict of the arguments, by name, as arrays of their common floating dtype."""
+    """Map each name to its array, with all arrays converted to their common floating dtype."""
     given = {name: as_floating(name, value) for name, value in arrays.items()}
     dtype = common_dtype({name: array.dtype for name, array in given.items()})
     return {name: cast(array, dtype) for name, array in given.items()}

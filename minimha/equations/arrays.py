@@ -37,13 +37,13 @@ Given = TypeVar("Given", bound=DLPackArray)
 
 
 def kinds_of(given: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return the name of the first argument on a GPU, or None, and whether k or v is in a file."""
+    """Return the name of an argument on a GPU, or None, and whether k or v is in a file."""
     on_gpu = next((name for name, x in given.items() if ordinal_of(x) is not None), None)
     return on_gpu, is_stored(given["k"]) or is_stored(given["v"])
 
 
 def on_host(*qkv: Any) -> tuple[Any, ...]:
-    """Return q, k and v with CPU arrays as NumPy's; if one is on a GPU, return all unchanged."""
+    """Convert CPU arrays of other libraries to NumPy's. If any array is on a GPU, convert none."""
     if any(ordinal_of(x) is not None for x in qkv):
         return qkv
     return tuple(
@@ -68,9 +68,9 @@ def _library_of(kind: Any) -> str:
 
 
 def ordinal_of(value: Any) -> int | None:
-    """Return the ordinal of an array's CUDA device, or None for an array on the host.
+    """Return the number of the CUDA device that holds an array, or None for an array on the host.
 
-    If the library does not export the ordinal, returns ``UNKNOWN``: the driver finds the device.
+    If the library does not give the number, returns ``UNKNOWN``: the driver finds the device.
     """
     if value is None or isinstance(value, (np.ndarray, np.generic, int, float, list, tuple)):
         return None

@@ -56,7 +56,7 @@ class BlockMask:
     def check(
         self, shape: tuple[int, int, int, int], q_offset: NDArray[np.int64], has_sequences: bool
     ) -> None:
-        """Raise ValueError unless this mask is for ``shape`` (B, H, Lq, Lk) and ``q_offset``."""
+        """Raise ValueError unless this mask was made for this (B, H, Lq, Lk) and ``q_offset``."""
         if has_sequences:
             raise ValueError(
                 f"{name_of('mask_mod')} is a BlockMask, for one Lq and one Lk, but with cu_seqlens "
@@ -85,7 +85,7 @@ class BlockMask:
 def states(
     mask_mod: Callable[..., Any], B: int, H: int, Lq: int, Lk: int, q_offset: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """Return ``BlockMask.states``, computed with NumPy, one row of blocks at a time."""
+    """Compute ``BlockMask.states``, the state of each block, one row of blocks at a time."""
     found = np.zeros((B, H, -(-Lq // ROWS), -(-Lk // COLUMNS)), np.uint8)
     b, h, j = (np.arange(n).reshape(s) for n, s in ((B, (-1, 1, 1, 1)), (H, (-1, 1, 1)), (Lk, -1)))
     for row in range(found.shape[2] if found.size else 0):

@@ -21,15 +21,15 @@ from minimha.equations.tap import Tap, no_tap, staged
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return None: this backend supports every problem."""
+    """Return why this backend cannot compute ``problem``: always None, since it can."""
     return None
 
 
 def forward(problem: Problem, tap: Tap = no_tap) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Compute O = softmax(S) V and L = log Σ exp S from the final scores S.
+    """Compute O = softmax(S) V and L = log Σ exp S, where S are the scores after all options.
 
     O has shape (B, H, Lq, Dv), L (B, H, Lq), both in the compute dtype. ``tap`` receives every
-    intermediate; the names of packed or paged sequences' steps are like ``weights[sequence 0]``.
+    intermediate. For packed or paged sequences its name has the sequence: ``weights[sequence 0]``.
     """
     if problem.sequences is not None:
         O, L = problem.by_sequence(lambda part, s: forward(part, staged(tap, f"sequence {s}")))
@@ -119,7 +119,7 @@ def softmax(
 def weighted_sum(
     P: NDArray[Any], V: NDArray[Any], visible: NDArray[np.bool_] | None
 ) -> NDArray[Any]:
-    """Return P V, to which a hidden key adds nothing, not even 0 · NaN.
+    """Return the product P V, to which a hidden key adds nothing, not even 0 · NaN.
 
     Values with NaN or infinity are multiplied separately, only for the queries that see their keys.
     """

@@ -52,7 +52,7 @@ KNOWN |= {x.__name__: x for x in (where, *COMPOSED)} | {"clip": clamp}
 
 
 class Unknown(TypeError, AttributeError):  # noqa: N818  (it states a fact about a function)
-    """The error for a name of torch that has no replacement here."""
+    """Raised if a caller's function uses a name of torch that has no replacement here."""
 
 
 class Torch:
@@ -72,7 +72,7 @@ TORCH = Torch()
 
 
 def substitute(name: str, value: Any) -> Any:
-    """Return the replacement of ``value``, captured as ``name``, or ``value`` if it needs none.
+    """Return the replacement of ``value``, which a function calls ``name``, or ``value`` itself.
 
     Raises TypeError for a torch function without replacement, or an array that NumPy cannot read.
     """

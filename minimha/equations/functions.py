@@ -25,9 +25,9 @@ LIBRARIES = ("numpy", "numba", "math", "torch", "jax")  # their functions do not
 
 
 class Corner(NamedTuple):
-    """The indices b, h and key, in a whole problem, where a part of the problem begins.
+    """Where a part of a problem begins in the whole problem: its first batch entry, head and key.
 
-    A caller's functions get indices of the whole. Positions of queries also count from ``key``.
+    A caller's functions get indices in the whole. ``key`` is added to the positions of queries too.
     """
 
     b: int = 0
@@ -67,7 +67,7 @@ class Placed(NamedTuple):
 
 
 def taken(**given: Any) -> dict[str, Placed]:
-    """Return the functions that are not None, by name, as ``Placed`` with their readings."""
+    """Map the name of each function that is not None to a ``Placed`` with its ``Reading``."""
     found = {}
     for name, function in given.items():
         if function is not None:
@@ -78,7 +78,7 @@ def taken(**given: Any) -> dict[str, Placed]:
 
 
 def checked(name: str, function: Any) -> Any:
-    """Return ``function``; raise TypeError unless it takes the parameters of ``name``."""
+    """Return ``function``; raise TypeError if it does not take the arguments of a ``name``."""
     if function is None:
         return None
     wanted = f"{name_of(name)}({', '.join(PARAMETERS[name])})"
@@ -125,7 +125,7 @@ def visible_pairs(
 
 
 def refusal(name: str, returned: str) -> str:
-    """Return the error message for a function that returned a wrong type."""
+    """Return the error message for the function ``name`` if it returned a wrong type."""
     expected = f"a real number, the new score; True and False go into {name_of('mask_mod')}"
     if name == "mask_mod":
         expected = "bool, True where a query may attend to a key; scores are changed in "
@@ -183,7 +183,7 @@ def source(function: Any) -> str:
 
 
 def uses(function: Any, index: int) -> bool:
-    """Return whether ``function`` reads parameter ``index``; True if no bytecode can tell."""
+    """Return whether ``function`` uses its parameter number ``index``; True if that is unknown."""
     code = getattr(function, "__code__", None)
     return code is None or _reads(code, index)
 
@@ -282,8 +282,8 @@ def contents(value: Any) -> Hashable:
 def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
     """Return (path, value) of each default, closure cell and global that a function reads.
 
-    A path is a tuple of names. Attributes of a caller's module, which numba compiles as constants,
-    are included, looked up in ``vars``, since ``getattr`` would warn for some names.
+    A path is a tuple of names, such as (module, attribute): numba compiles attributes of a caller's
+    modules. They are looked up in ``vars``, since ``getattr`` would warn for some names.
     """
     code = function.__code__
     found: list[tuple[tuple[str, ...], Any]] = [
@@ -304,7 +304,7 @@ def captured(function: FunctionType) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def defaults_of(function: FunctionType) -> dict[str, Any]:
-    """Return the default values of parameters, by name."""
+    """Map the names of parameters to their default values."""
     code, defaults = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})

@@ -29,9 +29,9 @@ def merge(parts: Iterable[Pair]) -> Pair:
     Give ``sinks`` to one part only, because each part adds its sinks to the log-sum-exp. All other
     options are the same for every part, except that key positions and key axes start at the part's
     first key. For the keys from ``start`` to ``stop`` use ``q_offset - start``, ``kv_lengths -
-    start`` (clipped to 0 and ``stop - start``) and ``attn_mask[..., start:stop]``. Call a
-    ``score_mod`` or ``mask_mod`` of all keys with ``i + start`` and ``j + start``. For keys in
-    files ``attention`` itself splits and merges.
+    start`` (clipped to 0 and ``stop - start``) and ``attn_mask[..., start:stop]``. A ``score_mod``
+    or ``mask_mod`` written for all keys needs ``i + start`` and ``j + start``. If keys are in
+    files, ``attention`` itself splits and merges.
 
     Axes: ``B`` batch, ``H`` query heads, ``Lq`` queries, ``Dv`` value width.
 

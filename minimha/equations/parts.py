@@ -31,7 +31,8 @@ SCORES = 1 << 22  # scores per block, for a backend that keeps all scores in mem
 class Part(NamedTuple):
     """A part of a problem: slices of B, H, Lq and Lk.
 
-    ``rows`` and ``keys`` have explicit starts and the same step, None except in stripes.
+    ``rows`` and ``keys`` have explicit starts and the same step. The step is None, except in
+    stripes: these have every n-th query and key.
     """
 
     batch: slice
@@ -41,9 +42,11 @@ class Part(NamedTuple):
 
 
 def outline(arguments: Mapping[str, Any]) -> Problem:
-    """Return the checked problem with zeros for q, k and v, reading only their shapes and dtypes.
+    """Return the checked problem of ``attention``'s ``arguments``, with zeros for q, k and v.
 
-    ``arguments`` are those of ``attention``. Zeros also replace a dask array as mask or bias.
+    Only shapes and dtypes of q, k and v are read. Zeros also replace a dask array as mask or bias.
+    Raises the errors of ``Problem.of``, and TypeError for an option that parts cannot have.
+
     Raises the errors of ``Problem.of``, and TypeError for an option that parts cannot have.
     """
     for name, value in arguments.items():
@@ -66,8 +69,8 @@ def outline(arguments: Mapping[str, Any]) -> Problem:
 def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[str, Any] | None:
     """Return the options of ``attention`` for a part, or None if no query sees any key of the part.
 
-    Sinks and functions are left out: see ``without_keys`` and ``placed``. A ``mask_mod`` does not
-    count as hiding keys. ``given`` has ``attn_mask`` and ``attn_bias`` before they are broadcast.
+    ``given`` has ``attn_mask`` and ``attn_bias`` as the caller gave them. Sinks and functions are
+    left out: see ``without_keys`` and ``placed``. A ``mask_mod`` is assumed to hide nothing.
     """
     Lq, Lk = problem.q.shape[2], problem.k.shape[2]
     num_rows, num_keys = len(range(Lq)[part.rows]), len(range(Lk)[part.keys])
@@ -103,16 +106,16 @@ def options_of(problem: Problem, given: Mapping[str, Any], part: Part) -> dict[s
 
 
 def placed(functions: Mapping[str, Callable[..., Any]], part: Part) -> dict[str, Placed]:
-    """Return ``functions`` of a problem as options of ``attention`` for a part without stripes."""
+    """Return ``functions`` as options of ``attention`` for ``part``, which must not be striped."""
     corner = Corner(part.batch.start, part.heads.start, part.keys.start)
     return {name: Placed(function, corner) for name, function in functions.items()}
 
 
 def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
-    """Return the ALiBi term (H,) to subtract from a striped part's L, or None if there is none.
+    """Return the ALiBi term (H,) to subtract from a striped part's log-sum-exp, or None.
 
     In a causal part, query n and key m are step · (offset + n - m) + rest apart. The part's slopes
-    express only the first term. The rest is the same for all keys, so that O does not depend on it.
+    express only the first term. The rest is the same for all keys, so the output does not need it.
     """
     if problem.alibi_slopes is None or part.keys.step is None:
         return None
@@ -121,7 +124,7 @@ def alibi_left_out(problem: Problem, part: Part) -> NDArray[Any] | None:
 
 
 def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
-    """Return O = 0 of ``shape`` and L = ``sinks`` (H,) or -inf, in float64, for no visible key."""
+    """Return O = 0 and L = ``sinks`` or -inf, in float64: the result of queries that see no key."""
     L = np.full(shape[:3], -np.inf)
     if sinks is not None:
         L[:] = sinks[:, None]
@@ -131,11 +134,11 @@ def without_keys(shape: tuple[int, ...], sinks: NDArray[Any] | None) -> Pair:
 def in_blocks(
     attend: Callable[..., Pair], problem: Problem, arguments: Mapping[str, Any], holds_scores: bool
 ) -> Pair:
-    """Return O and L for stored keys and values, with one block of keys in memory at a time.
+    """Return O and L of attention to stored keys and values, reading one block of keys at a time.
 
     ``arguments`` are those of ``attention``, and ``problem`` is their ``outline``. ``attend(q, k,
-    v, **options)`` returns O and L of a block. If ``attend`` ``holds_scores``, blocks have few
-    queries.
+    v, **options)`` returns O and L of a block. If ``holds_scores``, ``attend`` keeps all scores in
+    memory, so blocks have few queries.
     """
     Q = cast(as_floating("q", arguments["q"]), problem.compute)  # so that O is rounded once
     k, v = arguments["k"], arguments["v"]
@@ -173,7 +176,7 @@ def _num_keys(problem: Problem, k: Any, v: Any) -> int:
 
 
 def read(name: str, x: Any, keys: slice | None = None) -> NDArray[Any]:
-    """Read the keys ``keys`` of a stored array, or all if None; a memory map returns a view.
+    """Read the rows ``keys`` of a stored k or v, or all if None. A memory map returns a view.
 
     Raises MemoryError or ValueError with the array's name if reading fails.
     """

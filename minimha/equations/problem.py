@@ -45,7 +45,7 @@ Shape = tuple[int, int, int, int]
 
 
 class Relative(NamedTuple):
-    """An unchecked ``q_offset`` (B,) of a part of a problem, relative to the part's first key."""
+    """A part's ``q_offset`` (B,), relative to the part's first key. Its range is not checked."""
 
     offset: NDArray[np.int64]
 
@@ -167,7 +167,7 @@ class Problem:
         )  # fmt: skip
 
     def each_sequence(self) -> Iterator[tuple[tuple[slice, slice, slice], Problem]]:
-        """Yield for each sequence the index of its queries in q, O and L, and its problem."""
+        """Yield (index, problem) for each sequence. The index selects its queries in q, O and L."""
         assert self.sequences is not None
         for s, length in enumerate(self.kv_lengths.tolist()):
             rows, one = self.sequences.rows(s), slice(s, s + 1)
@@ -181,7 +181,7 @@ class Problem:
     def by_sequence(
         self, forward: Callable[[Problem, int], tuple[NDArray[Any], NDArray[Any]]]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return O and L of all sequences; ``forward(problem, s)`` computes sequence s alone."""
+        """Return O and L of all sequences. ``forward(problem, s)`` computes those of sequence s."""
         O = np.empty((*self.q.shape[:3], self.v.shape[3]), self.compute)
         L = np.empty(self.q.shape[:3], self.compute)
         for s, (rows, problem) in enumerate(self.each_sequence()):
@@ -190,21 +190,21 @@ class Problem:
 
     @property
     def num_queries(self) -> NDArray[np.int64]:
-        """Count the queries of each sequence, or of each batch entry if none are packed, (B,)."""
+        """The number of queries in each sequence, or without sequences in each batch entry."""
         if self.sequences is None:
             return np.array([self.q.shape[2]] * len(self.q), np.int64)
         return self.sequences.queries[:, 2]
 
     @property
     def num_pairs(self) -> int:
-        """Count the pairs of a query and a key of its sequence, over all sequences and heads."""
+        """The number of pairs of query and key, visible or not, in all sequences and heads."""
         B, H, Lq, _ = self.q.shape
         if self.sequences is None:
             return int(B * H * Lq * self.k.shape[2])
         return int(H * (self.sequences.queries[:, 2] @ self.kv_lengths))
 
     def visible(self, rows: slice, keys: slice) -> NDArray[np.bool_]:
-        """Return the mask (B, 1 or H, rows, keys) of queries ``rows`` and keys ``keys``."""
+        """Return the mask (B, 1 or H, rows, keys), True where a query of ``rows`` sees the key."""
         i = np.arange(rows.start, rows.stop)[:, None]
         j = np.arange(keys.start, keys.stop)
         q_offset, length = (x[:, None, None, None] for x in (self.q_offset, self.kv_lengths))
@@ -219,9 +219,9 @@ class Problem:
         return visible
 
     def indices(self, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
-        """Return b, h, i and j of a grid of scores for a caller's functions: arrays that broadcast.
+        """Return b, h, i and j of a grid of scores, as arrays that broadcast.
 
-        i is a query's position among the keys. All indices count from ``corner``.
+        A caller's functions get these. They count from ``corner``; i is a position among the keys.
         """
         (B, H), (first_b, first_h, first_key) = self.q.shape[:2], self.corner
         b = np.arange(first_b, first_b + B)[:, None, None, None]
@@ -232,7 +232,7 @@ class Problem:
 
     @cached_property
     def hides(self) -> bool:
-        """Tell whether an option may hide a key, so that the scores need a mask."""
+        """True if an option may hide a key, so that the scores need a mask."""
         return (
             self.left < UNBOUNDED
             or self.right < UNBOUNDED
@@ -244,7 +244,7 @@ class Problem:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return ``score_mod`` and ``mask_mod`` by name, if given, and never as a ``BlockMask``."""
+        """The given functions by name. For a ``BlockMask`` it is the ``mask_mod`` inside."""
         given = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
         return {
             name: function.mask_mod if isinstance(function, BlockMask) else function
@@ -254,13 +254,13 @@ class Problem:
 
     @property
     def taken(self) -> dict[str, Placed]:
-        """Return ``functions`` as ``Placed``, with the captured values in ``readings``."""
+        """The given functions by name, as ``Placed`` with ``corner`` and captured values."""
         each = self.functions.items()
         return {name: Placed(x, self.corner, self.readings[name]) for name, x in each}
 
     @cached_property
     def contents(self) -> dict[str, Hashable]:
-        """Return ``Reading.contents`` of each function, by name, to compare functions."""
+        """Map each function's name to its code and captured values, as one value to compare."""
         return {name: reading.contents for name, reading in self.readings.items()}
 
     def without_numbers(self, dtype: np.dtype[Any] | None = None) -> Problem:
@@ -280,7 +280,10 @@ def stand_in(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 
 
 def factor_against_overflow(V: NDArray[Any], total: int) -> float:
-    """Return a power of 2 by which to scale weights, so that their sum of values cannot overflow.
+    """Return a power of 2 to multiply weights by, so that no weighted sum of values overflows.
+
+    Weights are not yet normalised: those of a query add up to ``total`` at most. Products with the
+    values ``V`` may then overflow although a mean of values does not. Returns 1 if none can.
 
     Returns 1 if no sum could overflow. ``V`` has the compute dtype, and the weights of a query add
     up to ``total`` at most. A sum may overflow although the mean of the values does not.

@@ -44,7 +44,7 @@ class Sequences(NamedTuple):
         return slice(entry, entry + 1), slice(None), slice(first, first + number)
 
     def keys(self, X: NDArray[Any], s: int, length: int) -> NDArray[Any]:
-        """Return the first ``length`` rows of sequence ``s`` in k or v, (1, Hkv, length, D)."""
+        """Return the first ``length`` rows of sequence ``s`` in X, k or v: (1, Hkv, length, D)."""
         if self.page_size == ONE_PAGE:
             entry, first = self.pages[s, 0], self.first_keys[s]
             return X[entry : entry + 1, :, first : first + length]
@@ -53,13 +53,13 @@ class Sequences(NamedTuple):
         return np.asarray(rows[:, :, :length])
 
     def some(self, chosen: NDArray[np.bool_]) -> Sequences:
-        """Return the sequences where ``chosen`` is True, with unchanged rows and ids."""
+        """Return only the sequences where ``chosen`` is True. They keep their rows and ids."""
         names = ("queries", "pages", "first_keys", "room", "ids")
         return self._replace(**{name: getattr(self, name)[chosen] for name in names})
 
 
 def one_per_entry(B: int, Lq: int, Lk: int) -> Sequences:
-    """Return ``Sequences`` with one sequence per batch entry, for unpacked and unpaged arrays."""
+    """Return the ``Sequences`` of arrays without packing or pages: one for each batch entry."""
     entries, zeros = np.arange(B), np.zeros(B, np.int64)
     queries = np.column_stack((entries, zeros, np.full(B, Lq)))
     return Sequences(queries, entries[:, None], zeros, ONE_PAGE, np.full(B, Lk), entries)
@@ -69,7 +69,7 @@ def sequences_of(
     q: Shape, k: Shape, cu_seqlens_q: ArrayLike | None, cu_seqlens_k: ArrayLike | None,
     block_table: ArrayLike | None,
 ) -> Sequences | None:  # fmt: skip
-    """Return the checked sequences for shapes q, k (B, H, L, D), or None if all is unpacked."""
+    """Return the checked ``Sequences``, or None if arrays are neither packed nor paged."""
     if cu_seqlens_q is None and cu_seqlens_k is None and block_table is None:
         return None
     (B, _, Lq, _), (Bk, _, Lk, _) = q, k
@@ -150,7 +150,7 @@ def _paged(queries: NDArray[np.int64], block_table: Any, page_size: int) -> Sequ
 
 
 def check_pages(sequences: Sequences, kv_lengths: NDArray[np.int64], num_pages: int) -> None:
-    """Raise ValueError for the first table entry that is used but is no page of the pool."""
+    """Raise ValueError if a sequence uses a page that is not one of the pool's ``num_pages``."""
     needed = -(-kv_lengths // sequences.page_size)
     is_used = np.arange(sequences.pages.shape[1]) < needed[:, None]
     wrong = np.argwhere(is_used & ((sequences.pages < 0) | (sequences.pages >= num_pages)))

@@ -46,7 +46,9 @@ def safe_tap(tap: Tap) -> Tap:
 
 @contextmanager
 def replacing(tap: Tap, replace: Steps) -> Iterator[Tap]:
-    """Yield a tap that replaces the values of some steps, and then calls ``safe_tap(tap)``.
+    """Yield a tap that gives steps the values in ``replace``, then calls ``safe_tap(tap)``.
+
+    Raises ValueError if a value does not fit its step or, at the end, if no step has a given name.
 
     Raises ValueError if a value does not fit its step or, at the end, if no step has a given name.
     """

@@ -29,14 +29,14 @@ BLOCK_COLUMNS = 128  # default B_c
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return None: this backend supports every problem."""
+    """Return why this backend cannot compute ``problem``: always None, since it can."""
     return None
 
 
 def forward(
     problem: Problem, tap: Tap = no_tap, *, B_r: int = BLOCK_ROWS, B_c: int = BLOCK_COLUMNS
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return O and L of ``problem``, computed in blocks of ``B_r`` queries and ``B_c`` keys.
+    """Return output O and log-sum-exp L, computed in blocks of ``B_r`` queries and ``B_c`` keys.
 
     A block of keys is skipped if position and length hide all its keys from all queries of the
     block, in every batch entry. ``attn_mask`` and ``attn_bias`` do not skip blocks.
@@ -93,7 +93,7 @@ def _row_block(
 
 
 def visible_blocks(problem: Problem, rows: slice, B_c: int) -> list[tuple[int, slice]]:
-    """Return the index and the keys of each block of keys that any query of ``rows`` sees."""
+    """Return (j, keys) for each block j of ``B_c`` keys that any query of ``rows`` may see."""
     ranges = [
         key_range(rows.start, rows.stop, int(offset), problem.left, problem.right, int(length))
         for offset, length in zip(problem.q_offset, problem.kv_lengths, strict=True)
