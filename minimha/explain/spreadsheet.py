@@ -47,8 +47,7 @@ Formula = Callable[[int, int], str]  # of entry (i, j)
 class Panel(NamedTuple):
     """The place of a matrix in a sheet: its first row and column, counted from 0, and its size.
 
-    If an axis has length 1, every index of that axis means the same cell, as in NumPy's
-    broadcasting.
+    Along an axis of length 1, every index means the same cell, as in NumPy's broadcasting.
     """
 
     top: int
